@@ -74,6 +74,14 @@ test-systemd: $(VENV)/.installed
 	tests/systemd/prepare.sh '$(SYSTEMD_CACHE)' $(abspath $(BIN)/python) $(SYSTEMD_SUITE)
 	SYSTEMD_CACHE='$(SYSTEMD_CACHE)' SYSTEMD_SUITE=$(SYSTEMD_SUITE) $(BIN)/pytest -m systemd -rP tests/systemd
 
+# The demo's model, trained again: hours on one thread. TEXT is WikiText-2's valid part, CONVERSATIONS are
+# MT-Bench-101's dialogues; see inference_svc/demo/model/README.md.
+MINUTES ?= 80
+MODEL_OUT ?= demo-model
+train: $(VENV)/.installed
+	$(BIN)/python -m tests.demo_training.train --text '$(TEXT)' --conversations '$(CONVERSATIONS)' \
+		--out '$(MODEL_OUT)' --minutes $(MINUTES)
+
 # What `pip install cachedattention` is made of, in dist/: for hosts without a checkout.
 DIST ?= dist
 wheel: $(VENV)/.installed

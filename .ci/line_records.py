@@ -22,7 +22,7 @@ PARTS = {
     "kvd/core": ["tests/kvd/core", "tests/property/test_discards.py"],
     "kvd/tiers": [
         "tests/kvd/tiers",
-        "tests/kvd/runtime/test_performer.py",
+        "tests/kvd/runtime",
         "tests/fault/test_power_loss.py",
     ],
     "inference_svc/core": ["tests/inference_svc/core"],

@@ -10,10 +10,10 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, field_validator
 
-from inference_svc.core.rates.load_or_recompute import LoadPolicy
+from inference_svc.core.rates.rates import LoadPolicy
 from inference_svc.core.tenant_limits import TenantBounds
 from inference_svc.core.truncation import MAX_SINK_TOKENS
-from inference_svc.default_places import default_listen, default_state_dir
+from inference_svc.installation import default_listen, default_state_dir
 from inference_svc.openai_settings import OpenAISettings
 from shared.access.addresses import check_guarded, is_tcp
 from shared.access.settings import ClientName, ClientSettings, Tenants, TlsSettings, distinct
@@ -78,10 +78,12 @@ class ModelSettings(Section):
 
     Attributes:
         path: a Transformers model directory.
-        threads: that compute; 0: as many as torch chooses.
+        dtype: number type of the weights; "auto": the one that they are stored in.
+        device: PyTorch's name of the device that computes.
+        threads: number of threads that compute; 0: as many as PyTorch chooses.
         attention: how attention is computed; "auto": the best there is for the device.
-        positions: of stored rows. "decoupled": embedded when loaded, so that a context that
-            overflowed keeps the rest of its rows; "coupled": as they were cached; "auto": decoupled
+        positions: how stored KV is positioned. "decoupled": embedded when loaded, so that a context
+            that overflowed keeps the rest of its KV; "coupled": as it was cached; "auto": decoupled
             if the model can.
     """
 
@@ -97,13 +99,14 @@ class ServerSettings(Section):
     """Where and how clients are served.
 
     Attributes:
-        listen: each "unix:/absolute/path", or "host:port" for clients with a token or a
+        listen: addresses, each "unix:/absolute/path", or "host:port" for clients with a token or a
             certificate; "auto": the default socket.
-        state_dir: "auto": the default.
+        state_dir: directory of transcripts and whatever else is to survive; "auto": the default.
+        max_message_bytes: bound of one gRPC message.
         drain_s: how long running turns may go on after SIGTERM.
-        socket_tenants: that whoever may open the Unix socket may name; the first is meant if none
-            is named; "*": all, for a gateway that knows its own clients.
-        socket_group: that may open the Unix socket; "": the group of the service.
+        socket_tenants: tenants that whoever may open the Unix socket may name; the first is meant
+            if none is named; "*": all, for a gateway that knows its own clients.
+        socket_group: group that may open the Unix socket; "": the group of the service.
     """
 
     listen: Annotated[TextList, Field(min_length=1)] = Field(
@@ -147,8 +150,8 @@ class CacheSettings(Section):
         read_buffer_layers: how many layers may be loaded before their turn computes; -1: all.
         saving: "async": while others compute; "sync": nothing is computed meanwhile; "off":
             nothing is stored.
-        save_group_tokens: of a turn under way, stored together; at least a block's.
-        kvd_runtime_dir: where kvd's sockets are.
+        save_group_tokens: tokens of a turn under way that are stored together; at least a block's.
+        kvd_runtime_dir: directory of kvd's sockets.
         deadline_s: how long one load or one save may wait for kvd.
     """
 
@@ -169,14 +172,15 @@ class OverflowSettings(Section):
     Attributes:
         policy: "oldest": the oldest part goes; "half", "sinks": the same, older names; "reject":
             nothing goes.
-        ratio: of what may go, that goes at once. None: an eighth where what is kept stays valid,
-            half where it is computed again.
-        sink_tokens: first tokens that stay, also when a session is compressed, at most half of the
-            window; a system message counts. None: as many as the model needs, found at the start.
-        reserve_tokens: of an answer, that are to have room when it begins; at most a quarter of the
-            window.
-        split_frames: cut messages of a chat anywhere; else where one begins.
-        drop_system: the system message may go, too.
+        ratio: part of what may go that goes at once, in (0, 1]. None: an eighth where what is kept
+            stays valid, half where it is computed again.
+        sink_tokens: number of first tokens that stay, also when a session is compressed, at most
+            half of the window; a system message counts. None: as many as the model needs, found at
+            the start.
+        reserve_tokens: tokens of an answer that are to have room when it begins; at most a quarter
+            of the window.
+        split_frames: whether messages of a chat may be cut anywhere; else only where one begins.
+        drop_system: whether the system message may go, too.
     """
 
     policy: Literal["oldest", "half", "sinks", "reject"] = "oldest"
@@ -193,8 +197,8 @@ class CompressionSettings(Section):
     Attributes:
         policy: "none": nothing; "sinks_recent": all but the first and the latest tokens; "snapkv",
             "h2o": what got least attention.
-        keep_ratio: of the context, that is kept.
-        min_tokens: shorter contexts are left alone.
+        keep_ratio: part of the context that is kept, in (0, 1].
+        min_tokens: length of a context in tokens; shorter ones are left alone.
     """
 
     policy: Literal["none", "sinks_recent", "snapkv", "h2o"] = "none"
@@ -215,19 +219,19 @@ class SchedulerSettings(Section):
     """Bounds of what runs at once.
 
     Attributes:
-        max_running: turns in a batch.
-        max_loading: turns that are loaded ahead of the batch.
-        max_turns: turns under way in all sessions together.
-        max_turns_per_session: turns under way in one session.
-        step_tokens: prompt tokens of one step while nothing decodes.
-        mixed_step_tokens: prompt tokens of one step while anything decodes; more than step_tokens
-            counts as step_tokens.
-        kv_tokens: KV in memory: of admitted turns (twice what is to be saved) and of resident
-            sessions; 0: from what memory is free. So half of it bounds the window (all of it, if
-            nothing is saved).
-        answer_tokens: of an answer, that a turn is given room for when it is admitted; it may have
-            to find more later.
-        default_max_tokens: of an answer, when the client does not say.
+        max_running: bound of the turns in a batch.
+        max_loading: bound of the turns that are loaded ahead of the batch.
+        max_turns: bound of the turns under way in all sessions together.
+        max_turns_per_session: bound of the turns under way in one session.
+        step_tokens: most prompt tokens of one step while nothing decodes.
+        mixed_step_tokens: most prompt tokens of one step while anything decodes; more than
+            step_tokens counts as step_tokens.
+        kv_tokens: tokens whose KV fits in memory: of admitted turns (twice what is to be saved) and
+            of resident sessions; 0: as many as a share of the free memory holds. So half of it
+            bounds the window (all of it, if nothing is saved).
+        answer_tokens: tokens of an answer that a turn is given room for when it is admitted; it may
+            have to find more later.
+        default_max_tokens: bound of an answer's tokens when the client does not say.
         tenant_weights: a tenant's share of the service while several wait; 1 if not named.
         prefault: take the memory for kv_tokens from the system at the start, in the background.
     """
@@ -249,11 +253,11 @@ class TenantSettings(Section):
     """One tenant's limits in place of the defaults; a key that is not given changes nothing.
 
     Attributes:
-        turns_per_minute: that begin.
-        tokens_per_minute: that are computed: of prompts, as far as they are not found in the cache,
-            and of answers.
-        max_turns: under way at once, waiting ones included.
-        max_sessions: that are kept.
+        turns_per_minute: rate of the turns that begin.
+        tokens_per_minute: rate of the tokens that are computed: of prompts, as far as they are not
+            found in the cache, and of answers.
+        max_turns: bound of the turns under way at once, waiting ones included.
+        max_sessions: bound of the sessions that are kept.
     """
 
     turns_per_minute: RateOrNone = Field(default=None, ge=MIN_RATE, le=MAX_RATE)
@@ -266,7 +270,7 @@ class LimitSettings(TenantSettings):
     """Limits of each tenant that has none of its own, and of each client.
 
     Attributes:
-        max_streams_per_client: turns that one client follows at once.
+        max_streams_per_client: bound of the turns that one client follows at once.
     """
 
     max_streams_per_client: int = Field(default=1024, ge=1)
@@ -312,7 +316,7 @@ class InferenceSettings(Section):
     log: LogSettings = LogSettings()
 
     def tenant_bounds(self) -> tuple[TenantBounds, dict[str, TenantBounds]]:
-        """The limits of tenants that are not named, and those of the others."""
+        """Return the limits of tenants that are not named, and those of the others by name."""
         default = TenantBounds(**{name: getattr(self.limits, name) for name in BOUNDS})
         named = {
             name: replace(default, **given.model_dump(include=given.model_fields_set))

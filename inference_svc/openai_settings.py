@@ -16,24 +16,25 @@ class OpenAISettings(Section):
     """Where the API is served, and what a request may cost.
 
     Attributes:
-        listen: "unix:/path" or "host:port"; "": it is not served.
+        listen: address, "unix:/path" or "host:port"; "": the API is not served.
         aliases: further names that requests may call the model by.
-        temperature: of requests that name none; OpenAI's default, where gRPC's is 0.
-        max_body_bytes: of a request.
+        temperature: temperature of requests that name none; OpenAI's default, where gRPC's is 0.
+        max_body_bytes: bound of a request's body.
         body_s: how long a client may take to send a request's body.
         write_s: how long a client may take to read what was sent, before it is given up.
         header_s: how long a client may take for a TLS handshake, and for a request's headers.
         idle_s: how long a connection is kept for the next request.
-        max_requests: at once; more are refused. For a new one a request may go whose body has not
-            come (request_places says which).
-        max_connections: at once; for one more that goes which waits for headers, or is idle, for
-            longest. None is closed that is being answered: then the new one is.
+        max_requests: bound of the requests at once; more are refused. For a new one a request may
+            go whose body has not come (`openai/requests.py` says which).
+        max_connections: bound of the connections at once; for one more that goes which waits for
+            headers, or is idle, for longest. None is closed that is being answered: then the new
+            one is.
         max_connections_per_address: the same for one address, or IPv6 network of 64 bits; 0: none.
         proxies: addresses and networks that many clients come from; that bound is not for them.
-        max_sessions: that requests opened without naming them; the one that was used longest ago is
-            deleted for a new one, of the tenant that has the most.
-        max_remembered: histories, and responses, that are known again; the oldest go first, of the
-            tenant that has the most.
+        max_sessions: bound of the sessions that requests opened without naming them; the one that
+            was used longest ago is deleted for a new one, of the tenant that has the most.
+        max_remembered: bound of the histories, and of the responses, that are known again; the
+            oldest go first, of the tenant that has the most.
     """
 
     listen: str = ""
@@ -63,7 +64,7 @@ class OpenAISettings(Section):
 
     @property
     def bounds(self) -> Bounds:
-        """Those of connections."""
+        """The bounds of connections."""
         return Bounds(
             max_connections=self.max_connections,
             max_per_address=self.max_connections_per_address,

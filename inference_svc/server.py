@@ -6,46 +6,34 @@ and go at any time. torch is imported only when the start is not refused already
 """
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import grpc
 import uvloop
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection
 
 from inference_svc.config import LIVE_KEYS, InferenceSettings, ModelSettings
 from inference_svc.core.errors import UnknownModelError
 from inference_svc.runtime.model.model_directory import check_model
 from inference_svc.runtime.turns.transcript import TranscriptStore
-from inference_svc.service.listening import bind_servers, prepare_sockets
+from inference_svc.service.listening import GrpcServers, prepare_sockets
 from shared.access.clients import ClientBook, Clients
-from shared.access.identity import Identity, socket_identity
-from shared.access.server_options import server_options
 from shared.config.reload import LiveSettings
 from shared.config.settings import LoadedSettings
-from shared.kvd_client.client import KvdClient
-from shared.pb.inference.v1 import inference_pb2, inference_pb2_grpc
 from shared.process import systemd
 from shared.process.dumps import forbid_dumps
 from shared.process.log import get_logger
-from shared.serving.grpc_status import ReportedErrorInterceptor
-from shared.serving.interceptor import AccessInterceptor
-from shared.serving.rpc_observer import RpcMetrics, RpcObserver
 from shared.serving.tracing import start_tracing
 from shared.types.errors import ConfigError
 from shared.version import __version__
 
 if TYPE_CHECKING:
-    from inference_svc.assembly import Model, ServiceParts
+    from inference_svc.assembly import Model
+    from inference_svc.metrics.values import Calls
+    from inference_svc.service.lifecycle import Signals
+    from inference_svc.service_assembly import ServiceParts
 
-SERVICE = inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name
-# Beyond the turns that may wait: those that are refused, which get our own answer rather than
-# gRPC's, and calls other than SubmitTurn.
-SPARE_RPCS = 4096
-MAX_CONNECTIONS = 4096  # a client needs one, however many turns it follows
-RETRY_S = 1.0  # after kvd's client failed in a way it should not
 DIGESTS_FILE = "weights.json"  # in the state directory: digests of what was served before
 STOP_GRACE_S = 1.0  # for RPCs that have been answered to reach their clients
 
@@ -130,114 +118,105 @@ def _load(settings: ModelSettings, path: Path, digests: Path) -> "Model":
 async def _serve(
     live: LiveSettings[InferenceSettings], model: "Model", transcripts: TranscriptStore
 ) -> None:
-    from inference_svc import live_settings
-    from inference_svc.assembly import assemble
-    from inference_svc.metrics.values import Calls, make_exporter
-    from inference_svc.openai.serving import serving_openai
-    from inference_svc.service import lifecycle
-    from shared.serving.http_observer import observing
-    from shared.serving.operations_http import Operations, serving_operations
+    """Assemble the service, run it until it is told to stop, and end it."""
+    from inference_svc.metrics.values import Calls
+    from inference_svc.service.lifecycle import Signals
+    from inference_svc.service.servicer import InferenceService
+    from inference_svc.service_assembly import assemble_service
 
-    signals, settings = lifecycle.Signals(), live.loaded.settings
+    signals, settings = Signals(), live.loaded.settings
     signals.listen()
     await asyncio.to_thread(transcripts.count_sessions)
-    parts = assemble(settings, model, transcripts)
-    _tell_window(settings, model, parts)
-    live_settings.follow(live, parts)
-    book = ClientBook(Clients(settings.clients))
-    live.on_change(lambda changed: book.use(Clients(changed.clients)))
-    calls = Calls()
-    operations = Operations(
-        make_exporter(parts, calls),
-        lambda: "" if parts.front.is_ready else "draining",
-        book,
-        calls.connections,
-    )
-    health_servicer = health.aio.HealthServicer()  # type: ignore[attr-defined]
-
-    def make_server(is_tcp: bool) -> grpc.aio.Server:
-        own = None if is_tcp else _own(settings)
-        return _make_server(settings, parts, book, calls.rpcs, health_servicer, own)
-
+    parts = assemble_service(settings, model, transcripts)
     try:
-        servers = bind_servers(
-            make_server,
-            settings.server.listen,
-            settings.tls,
-            settings.server.socket_group,
-            calls.rpcs.tls,
-        )
-    except BaseException:
-        parts.close()
-        raise
-    try:
-        async with asyncio.TaskGroup() as tasks:
-            lives = [tasks.create_task(parts.engine.run()), tasks.create_task(parts.turns.run())]
-            if parts.client is not None:
-                lives.append(tasks.create_task(_stay_attached(parts.client)))
-            lives.append(tasks.create_task(parts.engine_parts.prefault()))
-            lives.append(tasks.create_task(lifecycle.reload_when_told(signals, live.reload)))
-            lives.append(tasks.create_task(lifecycle.beat()))
-            async with (
-                serving_operations(settings.metrics, settings.tls, operations),
-                serving_openai(
-                    settings,
-                    parts.front,
-                    model.loaded.tokenizer,
-                    book,
-                    [observing(calls.http)],
-                    calls.connections,
-                ),
-            ):
-                await servers.start()  # last: who finds gRPC serving finds the rest, too
-                await _set_health(health_servicer, is_ready=True)
-                log.info("ready", listen=servers.bound, model=model.loaded.name)
-                systemd.notify(systemd.READY)
-                await signals.stop.wait()
-                systemd.notify(systemd.STOPPING)
-                await _set_health(health_servicer, is_ready=False)
-                drain_s = live.loaded.settings.server.drain_s
-                await lifecycle.drain(parts.turns, parts.engine, drain_s, signals)
-                await servers.stop(STOP_GRACE_S)
-            for task in lives:
-                task.cancel()
+        _log_window(settings, model, parts)
+        parts.follow(live)
+        book = ClientBook(Clients(settings.clients))
+        live.on_change(lambda changed: book.use(Clients(changed.clients)))
+        calls = Calls()
+        servers = GrpcServers(settings, InferenceService(parts.gateway), book, calls.rpcs)
+        servers.bind()
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                running = [tasks.create_task(work) for work in _background(parts, signals, live)]
+                async with _serving_http(settings, parts, model, book, calls):
+                    await servers.start()  # last: who finds gRPC serving finds the rest, too
+                    log.info("ready", listen=servers.bound, model=model.loaded.name)
+                    systemd.notify(systemd.READY)
+                    await signals.stop.wait()
+                    await _drain(live.loaded.settings.server.drain_s, parts, servers, signals)
+                for task in running:
+                    task.cancel()
+        finally:
+            await servers.stop(None)
     finally:
-        await servers.stop(None)
         parts.close()
     log.info("stopped")
 
 
-def _make_server(
+def _background(
+    parts: "ServiceParts", signals: "Signals", live: LiveSettings[InferenceSettings]
+) -> Iterator[Coroutine[Any, Any, None]]:
+    """Yield what runs for as long as the service does."""
+    from inference_svc.service import lifecycle
+
+    engine_parts = parts.engine_parts
+    yield engine_parts.engine.run()
+    yield parts.turns.run()
+    if engine_parts.client is not None:
+        yield lifecycle.stay_attached(engine_parts.client)
+    yield engine_parts.prefault()
+    yield lifecycle.reload_on_signal(signals, live.reload)
+    yield lifecycle.beat()
+
+
+@asynccontextmanager
+async def _serving_http(
     settings: InferenceSettings,
     parts: "ServiceParts",
+    model: "Model",
     book: ClientBook,
-    rpcs: RpcMetrics,
-    health_servicer: Any,
-    own: Identity | None,
-) -> grpc.aio.Server:
-    """A server that is not bound yet; `own` as for AccessInterceptor."""
-    server = grpc.aio.server(
-        interceptors=[
-            RpcObserver(rpcs),
-            ReportedErrorInterceptor("inference"),
-            AccessInterceptor(book, {SERVICE: "client"}, own, metrics=rpcs),
-        ],
-        options=server_options(
-            settings.server.max_message_bytes,
-            MAX_CONNECTIONS,
-            is_tcp=own is None,
+    calls: "Calls",
+) -> AsyncIterator[None]:
+    """Serve monitors and the OpenAI-compatible API meanwhile, if there are addresses for them."""
+    from inference_svc.metrics.values import make_exporter
+    from inference_svc.openai.serving import serving_openai
+    from shared.serving.http_observer import observing
+    from shared.serving.operations_http import Operations, serving_operations
+
+    operations = Operations(
+        exporter=make_exporter(parts, calls),
+        not_ready=lambda: "draining" if parts.turns.is_draining else "",
+        book=book,
+        connections=calls.connections,
+    )
+    async with (
+        serving_operations(settings.metrics, settings.tls, operations),
+        serving_openai(
+            settings,
+            parts.gateway,
+            model.loaded.tokenizer,
+            book,
+            [observing(calls.http)],
+            calls.connections,
         ),
-        maximum_concurrent_rpcs=2 * settings.scheduler.max_turns + SPARE_RPCS,
-    )
-    health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
-    inference_pb2_grpc.add_InferenceServicer_to_server(parts.service, server)
-    reflection.enable_server_reflection(
-        (SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME), server
-    )
-    return server
+    ):
+        yield
 
 
-def _tell_window(settings: InferenceSettings, model: "Model", parts: "ServiceParts") -> None:
+async def _drain(
+    drain_s: float, parts: "ServiceParts", servers: GrpcServers, signals: "Signals"
+) -> None:
+    """Take no more turns, let those that run end, and then have no more calls."""
+    from inference_svc.service.lifecycle import drain
+
+    systemd.notify(systemd.STOPPING)
+    await servers.set_ready(is_ready=False)
+    await drain(parts.turns, parts.engine_parts.engine, drain_s, signals)
+    await servers.stop(STOP_GRACE_S)
+
+
+def _log_window(settings: InferenceSettings, model: "Model", parts: "ServiceParts") -> None:
     """Log the window and what bounds it."""
     log.info(
         "window_chosen",
@@ -246,28 +225,3 @@ def _tell_window(settings: InferenceSettings, model: "Model", parts: "ServicePar
         kv_tokens=settings.scheduler.kv_tokens or "from free memory",
         bound_by=parts.engine_parts.window_bound,
     )
-
-
-def _own(settings: InferenceSettings) -> Identity:
-    """Who comes by a Unix socket."""
-    return socket_identity("socket", settings.server.socket_tenants, {"client", "reader"})
-
-
-# -------------------------------------------------------------------------------------------- life
-
-
-async def _stay_attached(client: KvdClient) -> None:
-    """Keep kvd's client running: without it turns are recomputed, which is no reason to stop."""
-    while True:
-        try:
-            await client.run()
-        except Exception:
-            log.exception("kvd_client_failed")
-        await asyncio.sleep(RETRY_S)
-
-
-async def _set_health(servicer: Any, *, is_ready: bool) -> None:
-    """Say that the event loop answers (""), and whether turns are taken (our service's name)."""
-    statuses = health_pb2.HealthCheckResponse
-    await servicer.set("", statuses.SERVING)
-    await servicer.set(SERVICE, statuses.SERVING if is_ready else statuses.NOT_SERVING)

@@ -1,14 +1,15 @@
 """Settings of kvd. systemd/kvd.toml is the reference: it lists and explains every key."""
 
+import pwd
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, StringConstraints, field_validator
 
-from kvd.core.eviction.registry import POLICIES
-from kvd.core.records.records import TTL_NEVER_NS, Admission
-from kvd.host.engine_users import uid_of
+from kvd.core.eviction.policies import POLICIES
+from kvd.core.records.records import Admission
+from kvd.core.records.rows import TTL_NEVER_NS
 from shared.access.addresses import check_guarded, is_tcp
 from shared.access.settings import ClientName, ClientSettings, Tenants, TlsSettings, distinct
 from shared.config import reload
@@ -62,6 +63,20 @@ LIVE_KEYS = (
     "log.level",
 )
 MIN_DRAM_BYTES = 1 << 16  # anything less is a slip of the pen
+
+
+def uid_of(user: str) -> int:
+    """The number of a user, who may be named by it.
+
+    Raises:
+        ValueError: there is no such user here.
+    """
+    if user.isascii() and user.isdecimal():
+        return int(user)
+    try:
+        return pwd.getpwnam(user).pw_uid
+    except KeyError as error:
+        raise ValueError(f"no user {user[:40]!r} on this machine: give a name or a uid") from error
 
 
 def _known_user(value: str) -> str:

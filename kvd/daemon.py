@@ -15,7 +15,10 @@ from contextlib import (
     AsyncExitStack,
     asynccontextmanager,
     nullcontext,
+    suppress,
 )
+from dataclasses import dataclass
+from functools import partial
 
 from kvd.caches.caches import Caches
 from kvd.caches.erasing import TenantEraser
@@ -32,18 +35,18 @@ from kvd.rpc.access import Access
 from kvd.rpc.grpc_servers import GrpcServer, make_servers
 from kvd.rpc.operator_service import OperatorService
 from kvd.rpc.reader_service import ReaderService
-from kvd.rpc.reloading import Reloader
 from kvd.rpc.service import Draining, EngineService
 from kvd.session_files.transfers import Transfers
 from kvd.tiers.faults import Faults, NoFaults
 from kvd.tiers.manifest import Manifest
 from kvd.wire.events import EventHub
-from shared.config.reload import LiveSettings
+from shared.config.reload import Changes, LiveSettings
 from shared.process import systemd
 from shared.process.log import get_logger
 from shared.process.runtime_dir import DATA_SOCKET
 from shared.serving.rpc_observer import RpcMetrics
 from shared.serving.tracing import start_tracing
+from shared.types.errors import ReportedError
 from shared.version import __version__
 
 MANIFEST_NAME = "manifest.db"
@@ -55,6 +58,18 @@ DRAIN_POLL_S = 0.05  # upper bound between two looks at whether everything is wr
 log = get_logger(__name__)
 
 
+@dataclass(frozen=True)
+class _Parts:
+    """What a running kvd consists of, for those who put its services together."""
+
+    caches: Caches
+    engines: Engines
+    data_socket: DataSocket
+    events: EventHub
+    draining: Draining
+    scrubber: Scrubber
+
+
 class Daemon:
     """One kvd.
 
@@ -64,7 +79,6 @@ class Daemon:
 
     Attributes:
         keeps_dram: whether arenas are left for the next kvd at the end.
-        reloader: of the settings, while it runs.
     """
 
     def __init__(self, live: LiveSettings[Settings], faults: Faults | None = None) -> None:
@@ -73,7 +87,6 @@ class Daemon:
         self._rpcs = RpcMetrics()
         self._access = Access(self._settings, self._rpcs)
         self._is_serving = False
-        self.reloader = Reloader(live)
         self.keeps_dram = True
         self._faults = faults or NoFaults()
         self._broken: asyncio.Future[None] | None = None
@@ -106,13 +119,14 @@ class Daemon:
             stack.push_async_callback(self._close, caches)
             stack.callback(engines.close)
             caches.restore()
-            draining = Draining(self._settings.limits.drain)
             data_socket = await stack.enter_async_context(self._data_socket(engines))
+            draining = Draining(self._settings.limits.drain)
             scrubber = Scrubber(self._live.settings.integrity.scrub_rate)
-            servers = self._servers(caches, engines, data_socket, events, draining, scrubber)
-            self._follow_settings(caches, engines, data_socket, events, draining, scrubber)
+            parts = _Parts(caches, engines, data_socket, events, draining, scrubber)
+            servers = self._servers(parts)
+            self._live.on_change(partial(self._follow_settings, parts))
             # First: who finds gRPC serving finds the rest, too.
-            await stack.enter_async_context(self._operations(caches, engines, draining))
+            await stack.enter_async_context(self._operations(parts))
             for server in servers:
                 await server.start()
                 stack.push_async_callback(server.stop, STOP_GRACE_S)
@@ -127,6 +141,32 @@ class Daemon:
             await self._drain(caches)
             manifest.put_meta(META_NAME, clock.saved(time.time_ns()))
         log.info("kvd_stopped")
+
+    def reload(self) -> Changes[Settings]:
+        """Put the settings into force as they are now, as far as that can be done live.
+
+        Raises:
+            ReloadRefusedError: they cannot be used; nothing has changed.
+        """
+        systemd.notify(systemd.reloading())
+        try:
+            found = self._live.reload()
+        except ReportedError as error:
+            log.error("settings_not_reloaded", error=str(error))  # noqa: TRY400
+            raise
+        finally:
+            systemd.notify(systemd.READY)
+        log.info(
+            "settings_reloaded",
+            applied=list(found.applied),
+            needs_restart=list(found.needs_restart),
+        )
+        return found
+
+    def reload_on_signal(self) -> None:
+        """Reload; what is wrong is in the log, and there is nobody else to report it to."""
+        with suppress(ReportedError):
+            self.reload()
 
     def _open_state(self, stack: AsyncExitStack) -> tuple[Manifest, Clock]:
         """Claim both directories, open the index, continue the clock."""
@@ -164,9 +204,7 @@ class Daemon:
                 await asyncio.gather(serving, return_exceptions=True)
                 path.unlink(missing_ok=True)
 
-    def _operations(
-        self, caches: Caches, engines: Engines, draining: Draining
-    ) -> AbstractAsyncContextManager[None]:
+    def _operations(self, parts: _Parts) -> AbstractAsyncContextManager[None]:
         """Metrics and probes over HTTP, while it is entered."""
         settings = self._settings
         if not settings.metrics.listen:
@@ -177,61 +215,40 @@ class Daemon:
         from shared.serving.operations_http import Operations, serving_operations
 
         connections = ConnectionMetrics()
-        exporter = make_exporter(Sources(caches, engines, self._rpcs, self._live, connections))
+        sources = Sources(parts.caches, parts.engines, self._rpcs, self._live, connections)
 
         def not_ready() -> str:
-            if draining.begun.is_set():
+            if parts.draining.begun.is_set():
                 return "draining"
             return "" if self._is_serving else "starting"
 
-        operations = Operations(exporter, not_ready, self._access.book, connections)
+        operations = Operations(make_exporter(sources), not_ready, self._access.book, connections)
         return serving_operations(settings.metrics, settings.tls, operations)
 
-    def _servers(
-        self,
-        caches: Caches,
-        engines: Engines,
-        data_socket: DataSocket,
-        events: EventHub,
-        draining: Draining,
-        scrubber: Scrubber,
-    ) -> list[GrpcServer]:
+    def _servers(self, parts: _Parts) -> list[GrpcServer]:
         """One server per role."""
+        caches, engines, scrubber = parts.caches, parts.engines, parts.scrubber
         users = self._access.users
-        engine = EngineService(caches, engines, data_socket, self._live, draining, users)
-        operator = OperatorService(
-            caches,
-            engines,
-            scrubber,
-            self.reloader,
-            TenantEraser(caches, events),
-            Transfers(caches),
+        engine = EngineService(
+            caches, engines, parts.data_socket, self._live, parts.draining, users
         )
-        reader = ReaderService(caches, engines, events, scrubber, self._live)
+        eraser = TenantEraser(caches, parts.events)
+        operator = OperatorService(
+            caches, engines, scrubber, self.reload, eraser, Transfers(caches)
+        )
+        reader = ReaderService(caches, engines, parts.events, scrubber, self._live)
         return make_servers(self._settings, self._access, engine, operator, reader, self._rpcs)
 
-    def _follow_settings(
-        self,
-        caches: Caches,
-        engines: Engines,
-        data_socket: DataSocket,
-        events: EventHub,
-        draining: Draining,
-        scrubber: Scrubber,
-    ) -> None:
-        """Have a reload reach everybody who does not ask for the settings in force each time."""
-
-        def apply(settings: Settings) -> None:
-            limits = settings.limits
-            caches.use(settings)
-            engines.set_bound(limits.max_engines)
-            self._access.replace(settings)
-            data_socket.set_bound(limits.max_engines)
-            events.set_bound(limits.max_watchers)
-            draining.deadline_s = limits.drain
-            scrubber.set_rate(settings.integrity.scrub_rate)
-
-        self._live.on_change(apply)
+    def _follow_settings(self, parts: _Parts, settings: Settings) -> None:
+        """Hand new settings to everybody who does not ask for those in force each time."""
+        limits = settings.limits
+        parts.caches.use(settings)
+        parts.engines.set_bound(limits.max_engines)
+        self._access.replace(settings)
+        parts.data_socket.set_bound(limits.max_engines)
+        parts.events.set_bound(limits.max_watchers)
+        parts.draining.deadline_s = limits.drain
+        parts.scrubber.set_rate(settings.integrity.scrub_rate)
 
     async def _until_stopped(
         self, stop: asyncio.Event, manifest: Manifest, clock: Clock, caches: Caches

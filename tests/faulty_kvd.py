@@ -103,7 +103,7 @@ async def _check_for_ever(caches: Caches) -> None:
 
 def _check(caches: Caches) -> None:
     for cache in caches:
-        cache.act(lambda core, _now_ns: core.check())
+        cache.act(lambda core: core.check())
 
 
 class FaultyKvd(KvdProcess):

@@ -10,7 +10,6 @@ from pathlib import Path
 import grpc
 
 from shared.kvd_client import data_socket_protocol as packets
-from shared.kvd_client import seqpacket
 from shared.pb.kvd.v1 import kvd_pb2, kvd_pb2_grpc
 from shared.process.runtime_dir import DATA_SOCKET, ENGINE_SOCKET
 
@@ -100,11 +99,11 @@ async def _hand_out_arenas(listener: socket.socket) -> None:
             connection, _ = await asyncio.get_running_loop().sock_accept(listener)
             connection.setblocking(False)
             connections.append(connection)
-            seqpacket.send(connection, packets.encode(packets.Welcome("token")))
-            await seqpacket.receive(connection)
+            packets.send(connection, packets.Welcome("token"))
+            await packets.receive(connection)
             mapping = packets.ArenaMapping(SLOT_BYTES, NUM_SLOTS, NUM_SLOTS)
-            seqpacket.send(connection, packets.encode(mapping), [fd, fd, wakeup_fd])
+            packets.send(connection, mapping, [fd, fd, wakeup_fd])
     finally:
-        seqpacket.close_fds([fd, wakeup_fd])
+        packets.close_fds([fd, wakeup_fd])
         for connection in connections:
             connection.close()

@@ -5,19 +5,18 @@ from contextlib import asynccontextmanager
 
 import torch
 
+from inference_svc.core.answers import SamplingParams
 from inference_svc.core.counters import Counters
 from inference_svc.core.discards import kept_runs
-from inference_svc.core.rates.load_or_recompute import LoadPolicy
-from inference_svc.core.rates.rates import Rates
-from inference_svc.core.sampling_params import SamplingParams
-from inference_svc.core.scheduling.request import Request
-from inference_svc.core.scheduling.scheduler import Scheduler, SchedulerLimits
-from inference_svc.core.turn_measures import TurnMeasures
+from inference_svc.core.rates.rates import LoadPolicy, Rates
+from inference_svc.core.scheduling.scheduler import Scheduler
+from inference_svc.core.scheduling.step_plan import SchedulerLimits
+from inference_svc.core.turn_histograms import TurnHistograms
 from inference_svc.runtime.calibration.calibration import calibrate
 from inference_svc.runtime.compute.model_runner import ModelRunner
 from inference_svc.runtime.compute.sampling import Sampler
-from inference_svc.runtime.engine.engine_job import EngineJob
 from inference_svc.runtime.engine.engine_loop import EngineLoop
+from inference_svc.runtime.engine.engine_request import EngineRequest
 from inference_svc.runtime.engine.loads import Loads, PreloadPolicy
 from inference_svc.runtime.engine.stepping import Stepper
 from inference_svc.runtime.kv.kv_pool import KVPool
@@ -25,11 +24,11 @@ from inference_svc.runtime.kv.layer_gate import StepNotDoneError
 from inference_svc.runtime.model.model_loader import load_model
 from inference_svc.runtime.store.saves import Saves
 from inference_svc.runtime.store.session_store import BegunLoad
-from inference_svc.runtime.transfer.resident_slabs import ResidentSlabs
-from inference_svc.runtime.transfer.shift import SlabShifts
+from inference_svc.runtime.transfer.compaction import Compactor
+from inference_svc.runtime.transfer.resident_sequences import ResidentSequences
 from inference_svc.runtime.worker_thread import WorkerThread
+from shared.kvd_client.arena_map import LoadFailedError
 from shared.kvd_client.grants import LoadGrant, Lookup
-from shared.kvd_client.progress_words import LoadFailedError
 from shared.types.session_key import SessionKey
 
 POISON = 13  # a runner with a fault raises when it is fed this token
@@ -38,7 +37,7 @@ LIMITS = {
     "max_running": 4,
     "max_loading": 4,
     "max_waiting": 16,
-    "kv_rows": 4000,
+    "kv_slots": 4000,
     "step_tokens": 64,
     "mixed_step_tokens": 32,
     "answer_tokens": 8,
@@ -70,6 +69,7 @@ class MemoryStore:
 
     saves = True
     state = "attached"
+    loads = property(lambda self: self)
 
     def __init__(self):
         self.order = []
@@ -84,7 +84,7 @@ class MemoryStore:
         self.lineages = {}  # of these tokens
         self.ended = []
 
-    async def begin_load(self, request):
+    async def begin(self, request):
         self.order.append("load")
         self.is_asked.set()
         await self.may_begin.wait()
@@ -103,7 +103,7 @@ class MemoryStore:
         self.begun_key = request.key
         return begun
 
-    async def finish_load(self, begun, slab, tail, gate, layers):
+    async def finish(self, begun, kv, tail, gate, layers):
         if self.num_failing_loads:
             self.num_failing_loads -= 1
             gate.fail(LoadFailedError("it broke off", "compute"))
@@ -112,10 +112,10 @@ class MemoryStore:
         for layer in layers:
             rotary = self.calibration.layers[layer].key.rotary
             free = keys[layer][: begun.end_token]
-            slab.keys[layer][0, :, : begun.end_token] = rotary.rotate(free, 0).transpose(0, 1)
-            slab.values[layer][0, :, : begun.end_token] = values[layer][
-                : begun.end_token
-            ].transpose(0, 1)
+            kv.keys[layer][0, :, : begun.end_token] = rotary.rotate(free, 0).transpose(0, 1)
+            kv.values[layer][0, :, : begun.end_token] = values[layer][: begun.end_token].transpose(
+                0, 1
+            )
             count = begun.end_token - begun.tail_from
             for kept, rows in ((tail.keys, keys), (tail.values, values)):
                 kept[layer][:count] = rows[layer][begun.tail_from : begun.end_token]
@@ -123,8 +123,8 @@ class MemoryStore:
         if layers.stop == gate.num_layers:
             gate.confirm()
 
-    async def give_up(self, begun):
-        self.order.append("give up")
+    async def cancel(self, begun):
+        self.order.append("cancel")
 
     async def save(self, key, token_ids, from_token, buffer, clock=None, lineage=None):
         await self.may_end.wait()
@@ -202,7 +202,7 @@ class Sink:
         self.num_started = 0
         self.is_cut_off = False
 
-    def started(self, request, outcome):
+    def started(self, request):
         self.num_started += 1
 
     def sampled(self, token):
@@ -221,7 +221,7 @@ def loaded_model(directory):
 
 
 class Engine:
-    """An engine over a store in memory, and a maker of jobs."""
+    """An engine over a store in memory, and a maker of requests."""
 
     def __init__(self, model, store, limits, preload, saves_first):
         loaded, calibration = model
@@ -234,11 +234,11 @@ class Engine:
         self.scheduler = Scheduler(limits, rates, num_layers)
         self.pool = KVPool(
             [layer.shape for layer in calibration.layers],
-            limits.kv_rows,
+            limits.kv_slots,
             device=loaded.device,
             dtype=loaded.dtype,
         )
-        residents = ResidentSlabs(self.pool, BLOCK_TOKENS)
+        residents = ResidentSequences(self.pool, BLOCK_TOKENS)
         saves = Saves(store, self.counters, block_tokens=BLOCK_TOKENS, group_tokens=32)
         loads = Loads(
             *(self.pool, store, residents, self.threads[1], self.counters),
@@ -246,9 +246,9 @@ class Engine:
             policy=LoadPolicy.ALWAYS,
             preload=preload or PreloadPolicy(is_layerwise=True, buffer_layers=num_layers),
         )
-        shifts = SlabShifts(calibration, self.threads[1])
+        shifts = Compactor(calibration, self.threads[1])
         stepper = Stepper(
-            FaultyRunner(*model), self.threads[0], self.counters, rates, TurnMeasures()
+            FaultyRunner(*model), self.threads[0], self.counters, rates, TurnHistograms()
         )
         self.loop = EngineLoop(
             *(self.scheduler, stepper, loads, saves, residents, shifts, self.pool, store),
@@ -258,34 +258,32 @@ class Engine:
         )
         self._number = 0
 
-    def job(self, token_ids, max_tokens=8, session="s", *, is_final=False, truncate=None, **fields):
+    def request(self, token_ids, max_tokens=8, session="s", **fields):
         self._number += 1
         key = SessionKey("default", "m", session)
-        return EngineJob(
-            Request(self._number, key, list(token_ids), max_tokens, 0, **fields),
-            is_final=is_final,
+        return EngineRequest(
+            *(self._number, key, list(token_ids), max_tokens, 0),
             sampler=Sampler(SamplingParams()),
             sink=Sink(max_tokens),
-            done=asyncio.get_running_loop().create_future(),
-            truncate=truncate,
+            **fields,
         )
 
     async def run(self, token_ids, max_tokens=8, session="s", **fields):
         """One turn, kept; returns its tokens."""
-        job = self.job(token_ids, max_tokens, session, **fields)
-        await self.loop.generate(job)
-        self.loop.keep(job, job.request.token_ids[:-1])
-        return job
+        request = self.request(token_ids, max_tokens, session, **fields)
+        await self.loop.generate(request)
+        self.loop.keep(request, request.token_ids[:-1])
+        return request
 
     async def all_given_back(self):
         """Nothing is under way, and nothing is held but by residents."""
         await self.loop.wait_idle()
         self.scheduler.check()
-        assert not self.scheduler.reserved_rows
-        for key in list(self.loop._memory._residents._residents):
-            self.loop.release_resident(key)
-        assert self.pool.num_free == self.pool.num_rows
-        assert not self.scheduler.num_waiting
+        assert not self.scheduler.slots.reserved_slots
+        for key in list(self.loop.memory._residents._residents):
+            self.loop.memory.release_resident(key)
+        assert self.pool.num_free == self.pool.num_token_slots
+        assert not len(self.scheduler.queue)
 
 
 @asynccontextmanager

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import grpc
 
-from kvd.engines.data_socket import DataSocket, Peer
-from kvd.host.engine_users import EngineUsers
+from kvd.engines.data_socket import DataConnection, DataSocket, EngineUsers
 from kvd.tiers.arena import Arena
 from kvd.tiers.arena_store import ArenaOptions, ArenaStore
 from shared.pb.kvd.v1 import kvd_pb2, kvd_pb2_grpc
@@ -39,21 +38,21 @@ class SmallKvd(kvd_pb2_grpc.EngineServicer):
         self.confirms = confirms
         self.attaches: list[kvd_pb2.AttachRequest] = []
         self.completed: list[tuple[int, bool]] = []
-        self.gone: list[Peer] = []
+        self.gone: list[DataConnection] = []
         self.may_attach = asyncio.Event()
         self.may_attach.set()
         self.mute: set[str] = set()
         self.unanswered: list[str] = []
         self.ended: list[str] = []
         self.told: list[kvd_pb2.QueueSnapshot] = []
-        self.peer: Peer | None = None
+        self.connection: DataConnection | None = None
         self.next_lease = arena.first_lease_id
         self._data_socket = data_socket
 
     async def Attach(self, request, context):  # noqa: N802
         """Attach, and hold until the connection ends."""
-        self.peer = self._data_socket.claim(request.data_token)
-        self.peer.arena = self.arena
+        self.connection = self._data_socket.claim(request.data_token)
+        self.connection.arena = self.arena
         self.attaches.append(request)
         await self.may_attach.wait()
         attached = kvd_pb2.Attached(
@@ -66,7 +65,7 @@ class SmallKvd(kvd_pb2_grpc.EngineServicer):
             max_queue_jobs=MAX_QUEUE_JOBS,
         )
         yield kvd_pb2.AttachEvent(attached=attached)
-        await self.peer.gone.wait()
+        await self.connection.gone.wait()
 
     async def PrepareLoad(self, request, context):  # noqa: N802
         """Grant slot 1 for everything; pending if that is accepted."""
@@ -78,7 +77,7 @@ class SmallKvd(kvd_pb2_grpc.EngineServicer):
         )
         if request.accept_pending:
             answer.lookup = kvd_pb2.LOOKUP_PENDING
-            wake = self.peer.wakeup.wake
+            wake = self.connection.wakeup.wake
             answer.progress_index = self.arena.progress.open(self.next_lease, wake)
         return answer
 
@@ -138,7 +137,7 @@ async def small_kvd(
     store = ArenaStore(options, directory, num_words=4)
     kept = store.find().get(layout.fingerprint)
     arena = store.adopt(layout, kept).arena if kept else store.create(layout, NUM_SLOTS)
-    data_socket = DataSocket(directory / DATA_SOCKET, EngineUsers(), max_peers=4)
+    data_socket = DataSocket(directory / DATA_SOCKET, EngineUsers(), max_connections=4)
     kvd = SmallKvd(arena, data_socket, confirms=confirms)
     if not may_attach:
         kvd.may_attach.clear()

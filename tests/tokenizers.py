@@ -65,7 +65,7 @@ def prepending() -> Tokenizer:
 
 
 def unigram() -> Tokenizer:
-    """As T5: special tokens are pieces, which text can reach; letters of full width are folded."""
+    """As T5: special tokens are pieces, which text can reach; letters of full width are packed."""
     pieces = [(name, 0.0) for name in SPECIAL] + [("▁", -2.0)]
     words = sorted({word for line in CORPUS for word in line.split()})
     pieces += [("▁" + word, -6.0) for word in words] + [(letter, -9.0) for letter in LETTERS]

@@ -6,13 +6,13 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from inference_svc.core.sampling_params import SamplingParams
+from inference_svc.core.answers import SamplingParams
 from inference_svc.core.session_turns import SessionTurns
 from inference_svc.core.submission import Submission, TokenInput
 from inference_svc.core.tenant_limits import TenantBounds, TenantLimits
 from inference_svc.core.truncation import OverflowPolicy
-from inference_svc.core.turn_events import Tokens
-from inference_svc.core.turn_measures import TurnMeasures
+from inference_svc.core.turn_histograms import TurnHistograms
+from inference_svc.core.turn_record import Tokens
 from inference_svc.runtime.turns.chat_text import TurnText
 from inference_svc.runtime.turns.transcript import TranscriptStore
 from inference_svc.runtime.turns.turn_prompt import PromptMaker, TurnLimits
@@ -35,9 +35,9 @@ class Service:
     def __init__(self, engine, model, directory, limits):
         self.engine, self.counters = engine, engine.counters
         self.store = TranscriptStore(directory)
-        self.measures = TurnMeasures()
+        self.histograms = TurnHistograms()
         self.thread = WorkerThread("text")
-        tokenizer, report = model[0].tokenizer, TurnReport(self.measures)
+        tokenizer, report = model[0].tokenizer, TurnReport(self.histograms)
         prompts = PromptMaker(
             TurnText(tokenizer, limits.eos_ids), self.thread, limits, has_tokenizer=True
         )
@@ -55,7 +55,7 @@ class Service:
         return [event async for event in turn.follow()]
 
     async def transcript(self):
-        return (await self.turns.get_session(KEY))[0]
+        return (await self.turns.sessions.get(KEY))[0]
 
     async def counts(self, *names):
         """Some counts, once nothing is under way."""

@@ -1,18 +1,24 @@
-"""A session whose history stays as it is, however often a turn of it is measured."""
+"""How variants take turns, round by round, over a session whose history stays as it is.
 
-from inference_svc.bench.interleaved import Interleaved
-from inference_svc.bench.local_engine import LocalEngine
-from inference_svc.bench.turn_times import Source, TurnTimes, is_from
+A turn may wait behind another one, which is computed meanwhile: then there is time to load ahead.
+"""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Mapping
+
+from inference_svc.bench.figures import Interleaved
+from inference_svc.bench.local_engine import LocalEngine, Source, TurnTimes, is_from
 from shared.types.session_key import SessionKey
 
 ATTEMPTS = 3  # at a measurement whose history was not where it should have been
 
 
 class BenchSession:
-    """See the module docstring.
+    """A session whose history stays as it is, however often a turn of it is measured.
 
-    Every measured turn brings new random tokens, and leaves kvd and the resident slab with the
-    history alone, which is whole blocks (see turn_times.whole_blocks).
+    Every measured turn brings new random tokens, and leaves kvd and the resident sequence with the
+    history alone, which is whole blocks (see whole_blocks).
 
     Attributes:
         ids: of the history.
@@ -25,7 +31,7 @@ class BenchSession:
 
     @property
     def key(self) -> SessionKey:
-        """Of the session."""
+        """The session's key."""
         return self._engine.key(self._name)
 
     def on(self, engine: LocalEngine) -> "BenchSession":
@@ -51,7 +57,7 @@ class BenchSession:
         )
 
     def is_from(self, times: TurnTimes, tier: str) -> bool:
-        """Whether a turn had its history from there; see turn_times.is_from."""
+        """Whether a turn had its history from there; see is_from."""
         return is_from(times, tier, len(self.ids))
 
 
@@ -67,7 +73,76 @@ def ttft_values(times: TurnTimes, num_prompt: int) -> dict[str, float]:
     return values | ({"tpot_s": times.tpot_s} if times.tpot_s else {})
 
 
-def note(found: Interleaved, variant: str, round_number: int, values: dict[str, float]) -> None:
-    """Add a measurement, unless the round is one of those before the first, which warm up."""
-    if round_number >= 0:
-        found.add(variant, round_number, values)
+async def take_rounds(
+    found: Interleaved,
+    names: Callable[[int], list[str]],
+    rounds: range,
+    take: Callable[[str], Awaitable[Mapping[str, float] | None]],
+    on_round: Callable[[str], None],
+) -> None:
+    """Measure every variant once a round.
+
+    Args:
+        found: where measurements go.
+        names: the variants of a round.
+        rounds: those below 0 warm up, and do not count.
+        take: measures a variant: values by metric; None: it was not what the case says, and is
+            tried again.
+        on_round: told which round begins.
+    """
+    for number in rounds:
+        on_round(f"round {number + 1}/{rounds.stop}")
+        for name in in_turn(names(number), number):
+            for _ in range(ATTEMPTS):
+                values = await take(name)
+                if number >= 0 and values is None:
+                    found.discard(name)
+                elif number >= 0 and values is not None:
+                    found.add(name, number, values)
+                if values is not None:
+                    break
+
+
+# The engine computes one turn at a time, and gives that one room for its whole answer.
+BLOCKER_IDS = tuple(range(1, 17))  # always the same: once stored, it costs kvd nothing
+MAX_BLOCKER_TOKENS = 2000
+ONE_AT_A_TIME = {"max_running": 1, "answer_tokens": MAX_BLOCKER_TOKENS}
+BLOCKER_TOKENS = len(BLOCKER_IDS) + MAX_BLOCKER_TOKENS
+BLOCKER_ROWS = 2 * BLOCKER_TOKENS
+
+
+async def behind(
+    engine: LocalEngine, hold_s: float, turn: Callable[[], Awaitable[TurnTimes]]
+) -> tuple[TurnTimes, float]:
+    """Run a turn that is submitted `hold_s` before the batch is free.
+
+    Args:
+        engine: with the settings ONE_AT_A_TIME.
+        hold_s: for how long another turn is computed after this one is submitted.
+        turn: submits it.
+
+    Returns:
+        Its times, and seconds from when the batch was free to its first token.
+    """
+    has_begun = asyncio.Event()
+    until_s = float("inf")
+
+    def is_over() -> bool:
+        has_begun.set()
+        return time.perf_counter() >= until_s
+
+    blocker = asyncio.ensure_future(
+        engine.turn(
+            engine.key("blocker"), BLOCKER_IDS, MAX_BLOCKER_TOKENS, source="none", is_over=is_over
+        )
+    )
+    begun = asyncio.ensure_future(has_begun.wait())
+    try:
+        await asyncio.wait((begun, blocker), return_when=asyncio.FIRST_COMPLETED)
+        until_s = time.perf_counter() + hold_s
+        times = await turn()
+        free_s = (await blocker).end_s
+    finally:
+        begun.cancel()
+        blocker.cancel()
+    return times, times.token_s[0] - free_s

@@ -11,16 +11,104 @@ complete; of `generate`, from its first token to its last.
 """
 
 import asyncio
+import copy
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
-from inference_svc.bench.bandwidth import MemoryReader
-from inference_svc.bench.bench_session import in_turn, note
-from inference_svc.bench.figures import Case
-from inference_svc.bench.interleaved import Interleaved
-from inference_svc.bench.local_engine import LocalEngine, running_engine
+import torch
+from transformers import StoppingCriteria, StoppingCriteriaList
+
+from inference_svc.bench.bench_session import take_rounds
+from inference_svc.bench.figures import Case, Interleaved
+from inference_svc.bench.local_engine import LocalEngine, TurnTimes, running_engine
 from inference_svc.bench.options import DecodeOptions, RunOptions
-from inference_svc.bench.stock_generate import StockModel
-from inference_svc.bench.turn_times import TurnTimes
 from inference_svc.bench.workspace import Workspace
+from inference_svc.runtime.model.model_loader import LoadedModel
+
+ATTENTION = "sdpa"
+
+
+class _Clock(StoppingCriteria):
+    """Notes when each token is there; never stops."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.token_s: list[float] = []
+        self._device = device
+
+    def __call__(self, input_ids: torch.Tensor, _scores: Any, **_options: Any) -> torch.Tensor:
+        """Called after each token."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        self.token_s.append(time.perf_counter())
+        return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
+
+
+class StockModel:
+    """The model with its own attention and cache; the weights are shared."""
+
+    def __init__(self, loaded: LoadedModel) -> None:
+        shared: dict[int, Any] = {id(weights): weights for weights in loaded.model.parameters()}
+        self._model = copy.deepcopy(loaded.model, shared)
+        self._model.set_attn_implementation(ATTENTION)
+        self._device = loaded.device
+
+    def decode_s(self, prompts: list[list[int]], num_tokens: int) -> float:
+        """Generate from prompts of one length; seconds from the first token to the last."""
+        clock = _Clock(self._device)
+        input_ids = torch.tensor(prompts, device=self._device)
+        self._model.generate(
+            input_ids,
+            attention_mask=torch.ones_like(input_ids),
+            do_sample=False,
+            min_new_tokens=num_tokens,
+            max_new_tokens=num_tokens,
+            pad_token_id=0,
+            stopping_criteria=StoppingCriteriaList([clock]),
+        )
+        return clock.token_s[-1] - clock.token_s[0]
+
+
+ROW_ITEMS = 4096
+BUFFER_BYTES = 512 << 20  # far more than any cache
+CUDA_BUFFER_BYTES = 4 << 30
+TRIES = 3
+
+
+class MemoryReader:
+    """Reads a buffer over and over, in the way that turns out the fastest; float32.
+
+    Args:
+        num_bytes: of the buffer; 0: far more than any cache.
+    """
+
+    def __init__(self, device: torch.device, num_bytes: int = 0) -> None:
+        self._device = device
+        num_bytes = num_bytes or (CUDA_BUFFER_BYTES if device.type == "cuda" else BUFFER_BYTES)
+        self._buffer = torch.ones(num_bytes // 4 // ROW_ITEMS, ROW_ITEMS, device=device)
+        self._vector = torch.ones(ROW_ITEMS, device=device)
+        ways: list[Callable[[], torch.Tensor]] = [
+            self._buffer.sum,
+            lambda: torch.mv(self._buffer, self._vector),
+        ]
+        self._read = max(ways, key=lambda way: max(self._speed(way) for _ in range(TRIES)))
+
+    def bytes_per_s(self) -> float:
+        """Measure it now, the best of some tries."""
+        return max(self._speed(self._read) for _ in range(TRIES))
+
+    def _speed(self, read: Callable[[], torch.Tensor]) -> float:
+        self._wait()
+        started_s = time.perf_counter()
+        read()
+        self._wait()
+        return self._buffer.nbytes / (time.perf_counter() - started_s)
+
+    def _wait(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
 
 METRIC = "tokens_per_s"
 WARM_UP = 1
@@ -58,91 +146,93 @@ async def measure_decode(
         ) as engine,
     ):
         cases = [
-            await _Batch(options, run, work, engine, stock, reader, batch).measure()
+            await _Batch(
+                options, engine, stock, reader, batch, _step_bytes(work, options, batch)
+            ).measure(run)
             for batch in options.batches
         ]
     return tuple(cases)
 
 
+@dataclass(frozen=True, slots=True)
 class _Batch:
-    """One batch size."""
+    """One batch size.
 
-    def __init__(
-        self,
-        options: DecodeOptions,
-        run: RunOptions,
-        work: Workspace,
-        engine: LocalEngine,
-        stock: StockModel,
-        reader: MemoryReader,
-        batch: int,
-    ) -> None:
-        self._options = options
-        self._run = run
-        self._engine = engine
-        self._stock = stock
-        self._reader = reader
-        self._batch = batch
-        self._step_bytes = _step_bytes(work, options, batch)
+    Attributes:
+        step_bytes: that a step has to read.
+    """
+
+    options: DecodeOptions
+    engine: LocalEngine
+    stock: StockModel
+    reader: MemoryReader
+    batch: int
+    step_bytes: int
+
+    async def measure(self, run: RunOptions) -> Case:
+        """Take all rounds, and compare."""
+        options, batch = self.options, self.batch
         facts = {
             "batch": batch,
             "history_tokens": options.history_tokens,
             "steps": options.steps,
-            "bytes_per_step": self._step_bytes,
+            "bytes_per_step": self.step_bytes,
         }
-        self._found = Interleaved(f"batch {batch}", facts)
-
-    async def measure(self) -> Case:
+        found = Interleaved(f"batch {batch}", facts)
         ways = {"ours": self._ours, "generate": self._generate, "floor": self._floor}
-        if self._batch == SEQUENTIAL_BATCH:
+        if batch == SEQUENTIAL_BATCH:
             ways["sequential"] = self._sequential
-        for round_number in range(-WARM_UP, self._options.pairs):
-            pairs = self._options.pairs
-            self._run.on_progress(f"decode batch {self._batch}: round {round_number + 1}/{pairs}")
-            for name in in_turn(list(ways), round_number):
-                await self._engine.settle()
-                tokens_per_s = await ways[name]()
-                values = {METRIC: tokens_per_s, "steps_per_s": tokens_per_s / self._batch}
-                note(self._found, name, round_number, values)
-        least = LEAST_ALONE if self._batch == 1 else LEAST_OF_GENERATE
-        is_goal = self._batch in {1, SEQUENTIAL_BATCH}
-        compare = self._found.compare_gain
-        compare(METRIC, "ours", "generate", at_least=least if is_goal else 0.0)
-        compare(METRIC, "ours", "sequential", at_least=LEAST_OF_SEQUENTIAL)
-        compare(METRIC, "ours", "floor")
-        return self._found.case()
+
+        async def take(name: str) -> dict[str, float]:
+            await self.engine.settle()
+            tokens_per_s = await ways[name]()
+            return {METRIC: tokens_per_s, "steps_per_s": tokens_per_s / batch}
+
+        await take_rounds(
+            found,
+            lambda _: list(ways),
+            range(-WARM_UP, options.pairs),
+            take,
+            lambda what: run.on_progress(f"decode batch {batch}: {what}"),
+        )
+        least = LEAST_ALONE if batch == 1 else LEAST_OF_GENERATE
+        is_goal = batch in {1, SEQUENTIAL_BATCH}
+        found.compare(METRIC, "ours", "generate", at_least=least if is_goal else 0.0)
+        found.compare(METRIC, "ours", "sequential", at_least=LEAST_OF_SEQUENTIAL)
+        found.compare(METRIC, "ours", "floor")
+        return found.case()
 
     def _prompts(self, number: int) -> list[list[int]]:
-        return [self._engine.new_tokens(self._options.history_tokens) for _ in range(number)]
+        return [self.engine.new_tokens(self.options.history_tokens) for _ in range(number)]
 
     async def _ours(self) -> float:
-        engine, num_tokens = self._engine, self._options.steps + 1
+        engine, num_tokens = self.engine, self.options.steps + 1
         answers = await asyncio.gather(
             *(
                 engine.turn(engine.key(f"decode-{index}"), prompt, num_tokens, source="none")
-                for index, prompt in enumerate(self._prompts(self._batch))
+                for index, prompt in enumerate(self._prompts(self.batch))
             )
         )
         return decode_tokens_per_s(answers)
 
     async def _generate(self) -> float:
-        num_tokens, prompts = self._options.steps + 1, self._prompts(self._batch)
-        seconds = await asyncio.to_thread(self._stock.decode_s, prompts, num_tokens)
-        return self._batch * self._options.steps / seconds
+        num_tokens, prompts = self.options.steps + 1, self._prompts(self.batch)
+        seconds = await asyncio.to_thread(self.stock.decode_s, prompts, num_tokens)
+        return self.batch * self.options.steps / seconds
 
     async def _sequential(self) -> float:
-        num_tokens, seconds = self._options.steps + 1, 0.0
-        for prompt in self._prompts(self._batch):
-            seconds += await asyncio.to_thread(self._stock.decode_s, [prompt], num_tokens)
-        return self._batch * self._options.steps / seconds
+        num_tokens, seconds = self.options.steps + 1, 0.0
+        for prompt in self._prompts(self.batch):
+            seconds += await asyncio.to_thread(self.stock.decode_s, [prompt], num_tokens)
+        return self.batch * self.options.steps / seconds
 
     async def _floor(self) -> float:
-        bytes_per_s = await asyncio.to_thread(self._reader.bytes_per_s)
-        return self._batch * bytes_per_s / self._step_bytes
+        bytes_per_s = await asyncio.to_thread(self.reader.bytes_per_s)
+        return self.batch * bytes_per_s / self.step_bytes
 
 
 def decode_tokens_per_s(answers: list[TurnTimes]) -> float:
-    """Of the whole batch, while all of it decodes."""
+    """Tokens a second of the whole batch, while all of it decodes."""
     begin_s = max(times.token_s[0] for times in answers)
     end_s = min(times.token_s[-1] for times in answers)
     num_tokens = sum(begin_s < at_s <= end_s for times in answers for at_s in times.token_s)

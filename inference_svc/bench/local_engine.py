@@ -1,32 +1,94 @@
-"""An engine in this process, as the service runs it, without the service: turns are timed here."""
+"""An engine in this process, as the service runs it, without the service: turns are timed here.
+
+`TurnTimes` is what one turn took, and says whether its history was where it should have been.
+"""
 
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from itertools import count
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
 from inference_svc.assembly import EngineParts, Model, assemble_engine
-from inference_svc.bench.turn_times import Source, TurnTimes
-from inference_svc.bench.workspace import check_memory
+from inference_svc.bench.workspace import check_room
 from inference_svc.config import InferenceSettings
+from inference_svc.core.answers import SamplingParams
 from inference_svc.core.errors import EngineFailedError
-from inference_svc.core.rates.load_or_recompute import LoadPolicy
-from inference_svc.core.sampling_params import SamplingParams
-from inference_svc.core.scheduling.request import Request
+from inference_svc.core.rates.rates import LoadPolicy
 from inference_svc.runtime.compute.sampling import Sampled, Sampler
-from inference_svc.runtime.engine.engine_job import EngineJob, LoadOutcome
+from inference_svc.runtime.engine.engine_request import EngineRequest
 from shared.children.child_kvd import ChildKvd
 from shared.types.session_key import SessionKey
+
+# Where a turn's history is to come from: its KV, kvd, kvd if it pays, nowhere, wherever it is.
+Source = Literal["resident", "kvd", "auto", "none", "any"]
+SSD_SHARE = 0.95  # of the history that must come from SSD where a case says so
+
+
+@dataclass(frozen=True, slots=True)
+class TurnTimes:
+    """One turn; times are of one monotonic clock.
+
+    Attributes:
+        token_s: when each token of the answer was there.
+        reused_tokens: of the prompt, not computed.
+        tier_tokens: of them, by the tier they came from.
+        stall_s: how long computing waited for layers.
+        output_ids: the answer.
+    """
+
+    submitted_s: float
+    token_s: tuple[float, ...]
+    reused_tokens: int
+    tier_tokens: Mapping[str, int]
+    load_s: float
+    stall_s: float
+    output_ids: tuple[int, ...]
+
+    @property
+    def ttft_s(self) -> float:
+        """From submission to the first token."""
+        return self.token_s[0] - self.submitted_s
+
+    @property
+    def tpot_s(self) -> float:
+        """Mean time per token after the first; 0 without any."""
+        num_more = len(self.token_s) - 1
+        return (self.token_s[-1] - self.token_s[0]) / num_more if num_more else 0.0
+
+    @property
+    def end_s(self) -> float:
+        """When the answer was complete."""
+        return self.token_s[-1]
+
+
+def is_from(times: TurnTimes, tier: str, history_tokens: int) -> bool:
+    """Whether all of the history came from the tier; tier "" means that nothing was reused."""
+    if not tier:
+        return not times.reused_tokens
+    least = SSD_SHARE * history_tokens if tier == "ssd" else history_tokens
+    return times.reused_tokens == history_tokens and times.tier_tokens.get(tier, 0) >= least
+
+
+def whole_blocks(history_tokens: int, new_tokens: int, block_tokens: int) -> tuple[int, int]:
+    """Make the history whole blocks, one at least, and count what that takes from it as new.
+
+    A partial block would be replaced as soon as a longer one is stored: the history would not stay
+    as it is.
+    """
+    whole = max(block_tokens, history_tokens - history_tokens % block_tokens)
+    return whole, max(1, history_tokens + new_tokens - whole)
+
 
 ATTACH_S = 60.0
 STORE_WAIT_S = 120.0  # for kvd, in one load or save: a slow disk is to be measured
 TENANT = "bench"
 POLICIES: Mapping[Source, LoadPolicy | None] = {
-    "resident": LoadPolicy.NEVER,  # whatever the slab has not is computed, and then noticed
+    "resident": LoadPolicy.NEVER,  # what the session's KV has not is computed, and then noticed
     "kvd": LoadPolicy.ALWAYS,
     "auto": LoadPolicy.AUTO,
     "none": LoadPolicy.NEVER,
@@ -43,7 +105,7 @@ class _Sink:
         self._max_tokens = max_tokens
         self._is_over = is_over
 
-    def started(self, request: Request, outcome: LoadOutcome) -> None:
+    def started(self, request: EngineRequest) -> None:
         """Nothing to do: the outcome is read at the end."""
 
     def window_full(self) -> None:
@@ -58,7 +120,7 @@ class _Sink:
 
 
 class LocalEngine:
-    """See the module docstring.
+    """An engine in this process, as the service runs it, without the service.
 
     Attributes:
         parts: of the engine.
@@ -106,8 +168,8 @@ class LocalEngine:
             key: whose.
             prompt_ids: history and new tokens.
             max_tokens: of the answer, which has that length.
-            source: where the history is to come from; a resident slab that it is not to come from
-                is released first.
+            source: where the history is to come from; a resident sequence that it is not to come
+                from is released first.
             keep_tokens: of the prompt and the answer, that the session has afterwards; 0: all of
                 it is given up, and the session stays as kvd has it.
             history_tokens: for kvd's look-ahead; as `keep_tokens` if not given.
@@ -116,31 +178,28 @@ class LocalEngine:
         """
         engine = self.parts.engine
         if source not in KEEPS_RESIDENT:
-            engine.release_resident(key)
+            engine.memory.release_resident(key)
         sink = _Sink(max_tokens, is_over)
         history = keep_tokens if history_tokens is None else history_tokens
-        job = EngineJob(
-            request=Request(
-                number=next(self._numbers),
-                key=key,
-                token_ids=list(prompt_ids),
-                max_tokens=max_tokens,
-                arrived_ns=time.monotonic_ns(),
-                history_tokens=min(history, len(prompt_ids)),
-            ),
+        request = EngineRequest(
+            number=next(self._numbers),
+            key=key,
+            token_ids=list(prompt_ids),
+            max_tokens=max_tokens,
+            arrived_ns=time.monotonic_ns(),
+            history_tokens=min(history, len(prompt_ids)),
             is_final=is_final,
             sampler=Sampler(SamplingParams(max_tokens=max_tokens, ignore_eos=True)),
             sink=sink,
-            done=asyncio.get_running_loop().create_future(),
             load_policy=POLICIES[source],
         )
         submitted_s = time.perf_counter()
-        await self._generate(job)
+        await self._generate(request)
         if keep_tokens:
-            engine.keep(job, job.request.token_ids[:keep_tokens])
+            engine.keep(request, request.token_ids[:keep_tokens])
         else:
-            engine.drop(job)
-        return _times(job, sink, submitted_s)
+            engine.drop(request)
+        return _times(request, sink, submitted_s)
 
     async def settle(self) -> None:
         """Return when engine and kvd have nothing to do: what is timed next is timed alone."""
@@ -153,10 +212,10 @@ class LocalEngine:
         self._life = asyncio.current_task()
         await self.parts.engine.run()
 
-    async def _generate(self, job: EngineJob) -> None:
-        """Compute the job, or raise what ended the engine."""
+    async def _generate(self, request: EngineRequest) -> None:
+        """Compute the request, or raise what ended the engine."""
         assert self._life is not None, "an engine that runs"  # noqa: S101
-        answer = asyncio.ensure_future(self.parts.engine.generate(job))
+        answer = asyncio.ensure_future(self.parts.engine.generate(request))
         try:
             await asyncio.wait((answer, self._life), return_when=asyncio.FIRST_COMPLETED)
             if not answer.done():
@@ -189,7 +248,7 @@ async def running_engine(
     mode: dict[str, Any] = {"mode": "recompute"}
     if kvd is not None:
         mode = {"kvd_runtime_dir": kvd.runtime_dir, "deadline_s": STORE_WAIT_S}
-    check_memory(kv_rows * model.calibration.layout.token_bytes, "working KV")
+    check_room(kv_rows * model.calibration.layout.token_bytes, "working KV")
     settings = InferenceSettings.model_validate(
         {
             "cache": {**mode, **(cache or {})},
@@ -213,14 +272,14 @@ async def running_engine(
         parts.close()
 
 
-def _times(job: EngineJob, sink: _Sink, submitted_s: float) -> TurnTimes:
-    outcome = job.outcome
+def _times(request: EngineRequest, sink: _Sink, submitted_s: float) -> TurnTimes:
+    outcome = request.outcome
     return TurnTimes(
         submitted_s=submitted_s,
         token_s=tuple(sink.token_s),
-        reused_tokens=job.request.loaded_tokens,
+        reused_tokens=request.loaded_tokens,
         tier_tokens=dict(outcome.tier_tokens),
         load_s=outcome.load_s,
         stall_s=outcome.stall_s,
-        output_ids=tuple(job.request.output_ids),
+        output_ids=tuple(request.output_ids),
     )

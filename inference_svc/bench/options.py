@@ -1,16 +1,75 @@
-"""What a run of the bench is told. Pure."""
+"""What a run of the bench is told: a part's options, as values and on the command line. Pure."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Any, Literal
+
+import typer
+
+from shared.measuring.options import TEXT, BadListError, numbers, one_of, say_nothing, some_of
 
 Tier = Literal["dram", "ssd"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+Variant = Literal["ca", "kvd", "re"]
 
 
-def _say_nothing(_what: str) -> None:
-    """Report progress to nobody."""
+def splits_of(text: str) -> tuple[tuple[int, int], ...]:
+    """Read "500/500,900/100".
+
+    Raises:
+        BadListError: something else is there, or a length is not above zero.
+    """
+    try:
+        pairs = [part.split("/") for part in text.split(",") if part.strip()]
+        found = tuple((int(history), int(new)) for history, new in pairs)
+    except ValueError as error:
+        raise BadListError(f"{text!r} is no list of splits", "write them as 900/100") from error
+    if any(min(split) < 1 for split in found):
+        raise BadListError(f"{text!r} has a length below one", "write them as 900/100")
+    return found
+
+
+def policies_of(text: str) -> tuple[str, ...]:
+    """Read "lru,fifo"; the kvd that is started knows which there are."""
+    return tuple(name for name in text.split(",") if name)
+
+
+def _numbers(help_: str, least: int = 1) -> Any:
+    return typer.Option(parser=lambda text: numbers(text, least), metavar=TEXT, help=help_)
+
+
+Numbers = tuple[int, ...]
+DtypeName = Annotated[
+    Dtype,
+    typer.Option(
+        "--dtype",
+        parser=one_of("dtype", "auto", "float32", "bfloat16", "float16"),
+        metavar=TEXT,
+        help="auto, float32, bfloat16, float16.",
+    ),
+]
+Device = Annotated[str, typer.Option(help="cpu, cuda, or of several cuda:1.")]
+JsonTo = Annotated[
+    str, typer.Option("--json", metavar="FILE|-", help="Also a JSON document; -: only that.")
+]
+PlotTo = Annotated[
+    Path | None,
+    typer.Option("--plot", help="Also a picture; needs matplotlib.", show_default=False),
+]
+Pairs = Annotated[int, typer.Option(min=1, help="Interleaved measurements of each variant.")]
+Trace = Annotated[Path | None, typer.Option(help="Sessions to replay. Default: generated.")]
+NumSessions = Annotated[int, typer.Option("--sessions", min=1, help="How many of them.")]
+Scale = Annotated[float, typer.Option(min=0, help="Multiplies lengths.")]
+ThinkScale = Annotated[float, typer.Option(min=0, help="Multiplies think times.")]
+EndingWindow = Annotated[
+    int, typer.Option("--window", min=16, help="A session ends before this context.")
+]
+MaxRunning = Annotated[int, typer.Option(min=1, help="Turns in a batch.")]
+PlanTrace = Annotated[
+    Path | None,
+    typer.Option(help="Write the sessions there, and say how to ask `kvd plan` the same."),
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,12 +83,18 @@ class ModelChoice:
         threads: that compute; 0: as many as torch chooses.
     """
 
-    path: Path | None = None
-    random: str = ""
-    layers: int = 0
-    dtype: Dtype = "auto"
-    device: str = "cpu"
-    threads: int = 0
+    path: Annotated[
+        Path | None, typer.Option("--model", help="Model directory.", show_default=False)
+    ] = None
+    random: Annotated[str, typer.Option(help="Preset with random weights.", show_default=False)] = (
+        ""
+    )
+    layers: Annotated[int, typer.Option(min=0, help="Layers of the preset; 0: all.")] = 0
+    dtype: DtypeName = "auto"
+    device: Device = "cpu"
+    threads: Annotated[
+        int, typer.Option(min=0, help="That compute, of every variant; 0: torch's choice.")
+    ] = 0
     seed: int = 0
 
 
@@ -44,7 +109,18 @@ class RunOptions:
 
     directory: Path
     command: tuple[str, ...] = ()
-    on_progress: Callable[[str], None] = field(default=_say_nothing)
+    on_progress: Callable[[str], None] = say_nothing
+
+
+@dataclass(frozen=True, slots=True)
+class OutputOptions:
+    """Where a run measures, and where what it finds goes."""
+
+    directory: Annotated[
+        Path | None, typer.Option(help="Disk of kvd's SSD tier. Default: here.", show_default=False)
+    ] = None
+    json_to: JsonTo = ""
+    plot: PlotTo = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,14 +136,34 @@ class TurnsOptions:
         re_pairs: of recomputed long histories, which take minutes; 0: as many as of the others.
     """
 
-    splits: tuple[tuple[int, int], ...]
-    histories: tuple[int, ...]
-    new_tokens: int = 256
-    tier: Tier = "dram"
-    pairs: int = 15
-    answer_tokens: int = 8
-    re_max_tokens: int = 0
-    re_pairs: int = 0
+    splits: Annotated[
+        tuple[tuple[int, int], ...],
+        typer.Option(
+            parser=splits_of, metavar=TEXT, help="history/new, comma-separated; empty: none."
+        ),
+    ] = ((500, 500), (600, 400), (700, 300), (800, 200), (900, 100))
+    histories: Annotated[Numbers, _numbers("Histories, each with --new tokens.")] = ()
+    new_tokens: Annotated[
+        int, typer.Option("--new", min=1, help="New tokens after --histories.")
+    ] = 256
+    tier: Annotated[
+        Tier,
+        typer.Option(
+            parser=one_of("tier", "dram", "ssd"),
+            metavar=TEXT,
+            help="Where kvd has the history: dram or ssd.",
+        ),
+    ] = "dram"
+    pairs: Pairs = 15
+    answer_tokens: Annotated[
+        int, typer.Option("--answer", min=1, help="Tokens of each answer.")
+    ] = 8
+    re_max_tokens: Annotated[
+        int, typer.Option(min=0, help="Longest prompt that is recomputed; 0: any.")
+    ] = 0
+    re_pairs: Annotated[
+        int, typer.Option(min=0, help="How often long prompts are; 0: as the others.")
+    ] = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,19 +174,28 @@ class OverlapOptions:
         buffers: read buffers in layers, -1: all (paper: Fig. 19).
         prompts: lengths of the turns that are saved (paper: Fig. 20), with `answer_tokens` each.
         batch: of these turns that run at once.
+        only: "preload" or "saving"; "": both.
     """
 
-    history_tokens: int = 1000
-    new_tokens: int = 100
-    buffers: tuple[int, ...] = (0, 1, 2, 4, -1)
-    prompts: tuple[int, ...] = (1000, 1200, 1400, 1600)
-    answer_tokens: int = 20
-    batch: int = 4
-    pairs: int = 15
-    only: Literal["", "preload", "saving"] = ""
-
-
-Variant = Literal["ca", "kvd", "re"]
+    history_tokens: Annotated[
+        int, typer.Option("--history", min=1, help="Tokens that are loaded.")
+    ] = 1000
+    new_tokens: Annotated[int, typer.Option("--new", min=1, help="Tokens that are computed.")] = 100
+    buffers: Annotated[Numbers, _numbers("Read buffers in layers; -1: all.", -1)] = (0, 1, 2, 4, -1)
+    prompts: Annotated[Numbers, _numbers("Prompts that are saved.")] = (1000, 1200, 1400, 1600)
+    answer_tokens: Annotated[
+        int, typer.Option("--answer", min=2, help="Tokens of their answers.")
+    ] = 20
+    batch: Annotated[int, typer.Option(min=1, help="Of them that run at once.")] = 4
+    only: Annotated[
+        Literal["", "preload", "saving"],
+        typer.Option(
+            parser=one_of("half", "", "preload", "saving"),
+            metavar=TEXT,
+            help="preload or saving; default: both.",
+        ),
+    ] = ""
+    pairs: Pairs = 15
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,19 +209,25 @@ class ServeOptions:
         window_tokens: a session ends where its context would outgrow it.
         variants: "ca": as configured by default; "kvd": without resident sessions; "re":
             recomputation.
+        dram_mib: of kvd's DRAM; 0: room for all sessions.
     """
 
-    trace: Path | None = None
-    num_sessions: int = 32
-    concurrent: int = 8
-    scale: float = 0.25
-    think_scale: float = 0.01
-    window_tokens: int = 2048
-    variants: tuple[Variant, ...] = ("ca", "re")
-    rounds: int = 1
-    max_running: int = 8
-    dram_bytes: int = 0
-    seed: int = 0
+    trace: Trace = None
+    num_sessions: NumSessions = 32
+    concurrent: Annotated[int, typer.Option(min=1, help="Open at once.")] = 8
+    scale: Scale = 0.25
+    think_scale: ThinkScale = 0.01
+    window_tokens: EndingWindow = 2048
+    variants: Annotated[
+        tuple[Variant, ...],
+        typer.Option(
+            parser=some_of("variants", "ca", "kvd", "re"), metavar=TEXT, help="Of ca, kvd, re."
+        ),
+    ] = ("ca", "re")
+    rounds: Annotated[int, typer.Option(min=1, help="Replays of each variant.")] = 1
+    max_running: MaxRunning = 8
+    dram_mib: Annotated[int, typer.Option(min=0, help="kvd's DRAM; 0: for all sessions.")] = 0
+    seed: Annotated[int, typer.Option(help="Of generated sessions.")] = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,21 +244,32 @@ class PoliciesOptions:
         plan_trace: the sessions are written there for `kvd plan`; None: nowhere.
     """
 
-    policies: tuple[str, ...] = ("fifo", "lru", "lookahead", "lookahead_queue", "predictive")
-    trace: Path | None = None
-    num_sessions: int = 32
-    scale: float = 0.1
-    think_scale: float = 0.0
-    window_tokens: int = 1024
-    arrivals_per_s: float = 0.0
-    dram_share: float = 0.2
-    ssd_share: float = 0.4
-    max_running: int = 1
-    end_hints: bool = False
-    warmup_turns: int = 0
-    rounds: int = 1
-    plan_trace: Path | None = None
-    seed: int = 0
+    policies: Annotated[
+        tuple[str, ...],
+        typer.Option(parser=policies_of, metavar=TEXT, help="Of kvd's eviction."),
+    ] = ("fifo", "lru", "lookahead", "lookahead_queue", "predictive")
+    trace: Trace = None
+    num_sessions: NumSessions = 32
+    scale: Scale = 0.1
+    think_scale: ThinkScale = 0.0
+    window_tokens: EndingWindow = 1024
+    arrivals_per_s: Annotated[
+        float,
+        typer.Option(
+            "--arrival-rate", min=0, help="Sessions that begin in a second; 0: all at once."
+        ),
+    ] = 0.0
+    dram_share: Annotated[
+        float,
+        typer.Option("--dram", min=0, help="DRAM, as a part of all sessions' KV at their ends."),
+    ] = 0.2
+    ssd_share: Annotated[float, typer.Option("--ssd", min=0, help="SSD, in the same way.")] = 0.4
+    max_running: MaxRunning = 1
+    end_hints: Annotated[bool, typer.Option(help="Last turns say that they are.")] = False
+    warmup_turns: Annotated[int, typer.Option(min=0, help="First turns, not counted.")] = 0
+    rounds: Annotated[int, typer.Option(min=1, help="Replays of each policy.")] = 1
+    plan_trace: PlanTrace = None
+    seed: Annotated[int, typer.Option(help="Of generated sessions, and of arrivals.")] = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,10 +281,14 @@ class OverflowOptions:
         answer_tokens: of each turn.
     """
 
-    history_tokens: int = 1792
-    new_tokens: int = 128
-    answer_tokens: int = 4
-    pairs: int = 15
+    history_tokens: Annotated[
+        int, typer.Option("--history", min=2, help="Tokens before the overflow.")
+    ] = 1792
+    new_tokens: Annotated[int, typer.Option("--new", min=1, help="Tokens that are computed.")] = 128
+    answer_tokens: Annotated[
+        int, typer.Option("--answer", min=1, help="Tokens of each answer.")
+    ] = 4
+    pairs: Pairs = 15
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,21 +302,36 @@ class PositionsOptions:
         plan_trace: as of `policies`.
     """
 
-    trace: Path | None = None
-    num_sessions: int = 32
-    scale: float = 1.0
-    window_tokens: int = 2048
-    max_running: int = 4
-    rounds: int = 1
-    plan_trace: Path | None = None
-    seed: int = 0
+    trace: Trace = None
+    num_sessions: NumSessions = 32
+    scale: Scale = 1.0
+    window_tokens: Annotated[
+        int, typer.Option("--window", min=16, help="Contexts are truncated to it.")
+    ] = 2048
+    max_running: MaxRunning = 4
+    rounds: Annotated[int, typer.Option(min=1, help="Replays of each variant.")] = 1
+    plan_trace: PlanTrace = None
+    seed: Annotated[int, typer.Option(help="Of generated sessions.")] = 0
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeOptions:
     """Part `decode`."""
 
-    batches: tuple[int, ...] = (1, 8, 24)
-    history_tokens: int = 256
-    steps: int = 64
-    pairs: int = 15
+    batches: Annotated[Numbers, _numbers("Batch sizes.")] = (1, 8, 24)
+    history_tokens: Annotated[
+        int, typer.Option("--history", min=1, help="Tokens of each prompt.")
+    ] = 256
+    steps: Annotated[int, typer.Option(min=2, help="Decode steps that are measured.")] = 64
+    pairs: Pairs = 15
+
+
+Part = (
+    TurnsOptions
+    | OverlapOptions
+    | ServeOptions
+    | PoliciesOptions
+    | OverflowOptions
+    | PositionsOptions
+    | DecodeOptions
+)

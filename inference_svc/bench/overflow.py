@@ -10,16 +10,15 @@ time to the first token counts from before the discard.
 """
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import count
 
-from inference_svc.bench.bench_session import ATTEMPTS, BenchSession, in_turn, note
-from inference_svc.bench.figures import Case
-from inference_svc.bench.interleaved import Interleaved
-from inference_svc.bench.local_engine import LocalEngine, running_engine
+from inference_svc.bench.bench_session import ATTEMPTS, BenchSession, take_rounds
+from inference_svc.bench.figures import Case, Interleaved
+from inference_svc.bench.local_engine import LocalEngine, Source, TurnTimes, is_from, running_engine
 from inference_svc.bench.options import OverflowOptions, RunOptions
-from inference_svc.bench.turn_times import Source, TurnTimes, is_from
 from inference_svc.bench.workspace import Workspace
+from inference_svc.runtime.engine.engine_request import ContextCut
 from shared.types.session_key import SessionKey
 
 METRIC = "ttft_s"
@@ -49,7 +48,7 @@ async def measure_overflow(
         run.on_progress("overflow: computing the history")
         await history.grow(_whole_blocks(options.history_tokens, engine.block_tokens))
         return tuple(
-            [await _Case(tier, options, run, engine, history.ids).measure() for tier in SOURCES]
+            [await _Case(tier, options, engine, history.ids).measure(run) for tier in SOURCES]
         )
 
 
@@ -69,73 +68,67 @@ class _Take:
     history_tokens: int
 
 
+@dataclass(frozen=True, slots=True)
 class _Case:
-    """The history in one tier."""
+    """The history in one tier.
 
-    def __init__(
-        self,
-        tier: str,
-        options: OverflowOptions,
-        run: RunOptions,
-        engine: LocalEngine,
-        history_ids: list[int],
-    ) -> None:
-        self._tier = tier
-        self._options = options
-        self._run = run
-        self._engine = engine
-        self._ids = history_ids  # its last block is another one in each session
-        self._half = len(history_ids) // 2
-        self._names = count()
-        facts = {"history_tokens": len(history_ids), "new_tokens": options.new_tokens}
-        self._found = Interleaved(f"{len(history_ids)}/{options.new_tokens}, {tier}", facts)
+    Attributes:
+        ids: of the history, whose last block is another one in each session.
+        names: numbers of sessions.
+    """
 
-    async def measure(self) -> Case:
-        for round_number in range(-WARM_UP, self._options.pairs):
-            self._run.on_progress(
-                f"overflow, {self._tier}: round {round_number + 1}/{self._options.pairs}"
-            )
-            for variant in in_turn(VARIANTS, round_number):
-                await self._measure_once(variant, round_number)
-        self._found.compare(METRIC, "overflow", "fits", at_most=MOST_OVER_FITTING)
-        self._found.compare(METRIC, "overflow", "half")
-        return self._found.case()
+    tier: str
+    options: OverflowOptions
+    engine: LocalEngine
+    ids: list[int]
+    names: "count[int]" = field(default_factory=count)
 
-    async def _measure_once(self, variant: str, round_number: int) -> None:
-        for _ in range(ATTEMPTS):
-            taken = await self._take(variant)
-            if is_from(taken.times, self._tier, taken.history_tokens):
-                values = {METRIC: taken.times.token_s[0] - taken.began_s}
-                if variant == "overflow":
-                    values["discard_s"] = taken.discard_s
-                note(self._found, variant, round_number, values)
-                return
-            if round_number >= 0:
-                self._found.discard(variant)
+    async def measure(self, run: RunOptions) -> Case:
+        """Take all rounds, and compare."""
+        num_history, new = len(self.ids), self.options.new_tokens
+        facts = {"history_tokens": num_history, "new_tokens": new}
+        found = Interleaved(f"{num_history}/{new}, {self.tier}", facts)
+        await take_rounds(
+            found,
+            lambda _: VARIANTS,
+            range(-WARM_UP, self.options.pairs),
+            self._measured,
+            lambda what: run.on_progress(f"overflow, {self.tier}: {what}"),
+        )
+        found.compare(METRIC, "overflow", "fits", at_most=MOST_OVER_FITTING)
+        found.compare(METRIC, "overflow", "half")
+        return found.case()
+
+    async def _measured(self, variant: str) -> dict[str, float] | None:
+        taken = await self._take(variant)
+        if not is_from(taken.times, self.tier, taken.history_tokens):
+            return None
+        discard = {"discard_s": taken.discard_s} if variant == "overflow" else {}
+        return {METRIC: taken.times.token_s[0] - taken.began_s, **discard}
 
     async def _take(self, variant: str) -> _Take:
-        engine, ids = self._engine, self._ids
-        num_tokens = self._half if variant == "half" else len(ids)
+        engine, ids, half = self.engine, self.ids, len(self.ids) // 2
+        num_tokens = half if variant == "half" else len(ids)
         key, context = await self._session(num_tokens)
-        if self._tier != "hbm":
-            engine.parts.engine.release_resident(key)
-        new_ids = engine.new_tokens(self._options.new_tokens)
+        if self.tier != "hbm":
+            engine.parts.engine.memory.release_resident(key)
+        new_ids = engine.new_tokens(self.options.new_tokens)
         began_s = time.perf_counter()
         if variant == "overflow":
-            await engine.parts.engine.discard(key, context, [(0, self._half)])
-            context = context[self._half :]
+            await engine.parts.engine.discard(key, ContextCut(context, [(0, half)]))
+            context = context[half:]
         discard_s = time.perf_counter() - began_s
         times = await engine.turn(
-            key, [*context, *new_ids], self._options.answer_tokens, source=SOURCES[self._tier]
+            key, [*context, *new_ids], self.options.answer_tokens, source=SOURCES[self.tier]
         )
-        engine.parts.engine.release_resident(key)
+        engine.parts.engine.memory.release_resident(key)
         return _Take(times, began_s, discard_s, len(context))
 
     async def _session(self, num_tokens: int) -> tuple[SessionKey, list[int]]:
         """A session with a history of that length, in kvd and in the engine's memory."""
-        engine, num_own = self._engine, self._engine.block_tokens
-        key = engine.key(f"{self._tier}-{next(self._names)}")
-        history = [*self._ids[: num_tokens - num_own], *engine.new_tokens(num_own)]
+        engine, num_own = self.engine, self.engine.block_tokens
+        key = engine.key(f"{self.tier}-{next(self.names)}")
+        history = [*self.ids[: num_tokens - num_own], *engine.new_tokens(num_own)]
         prompt = [*history, *engine.new_tokens(1)]
         await engine.turn(key, prompt, 1, source="kvd", keep_tokens=num_tokens)
         await engine.settle()

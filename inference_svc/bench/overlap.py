@@ -1,25 +1,44 @@
-"""Part `overlap`, first half: loading while a batch runs before (paper: Fig. 19).
+"""Part `overlap`: what hides behind computing: loading ahead, and saving.
 
-A turn waits behind another one, with its history in kvd's DRAM. Measured is from when that one ends
-to the turn's first token, under different settings, each an engine of its own.
+Loading while a batch runs before (paper: Fig. 19). A turn waits behind another one, with its
+history in kvd's DRAM. Measured is from when that one ends to the turn's first token, under
+different settings, each an engine of its own.
 
     none      the history is loaded when the turn's time has come, then it is computed
     B0        loaded when its time has come, computed layer by layer behind that
     B1, B2, … so many layers are loaded before its time has come
     all       every layer may be
     resident  there is nothing to load
+
+What saving costs (paper: Fig. 20). A set of turns of new sessions is answered, more of them than
+run at once, under three settings, each an engine of its own: saving off, asynchronous, synchronous.
+`answers_s` is from the first submission to the last answer; `settled_s` until nothing is being
+saved any more.
 """
 
+import asyncio
+import time
 from contextlib import AsyncExitStack
+from dataclasses import dataclass
 from typing import Any
 
-from inference_svc.bench.bench_session import ATTEMPTS, BenchSession, in_turn, note
-from inference_svc.bench.figures import Case
-from inference_svc.bench.interleaved import Interleaved
-from inference_svc.bench.local_engine import LocalEngine, running_engine
+from inference_svc.bench.bench_session import (
+    BLOCKER_ROWS,
+    BLOCKER_TOKENS,
+    ONE_AT_A_TIME,
+    BenchSession,
+    behind,
+    take_rounds,
+)
+from inference_svc.bench.figures import Case, Interleaved
+from inference_svc.bench.local_engine import (
+    LocalEngine,
+    Source,
+    TurnTimes,
+    running_engine,
+    whole_blocks,
+)
 from inference_svc.bench.options import OverlapOptions, RunOptions
-from inference_svc.bench.queued import BLOCKER_ROWS, BLOCKER_TOKENS, ONE_AT_A_TIME, behind
-from inference_svc.bench.turn_times import Source, TurnTimes, whole_blocks
 from inference_svc.bench.workspace import Workspace
 
 METRIC = "prefill_s"
@@ -33,6 +52,18 @@ def window_tokens(options: OverlapOptions) -> int:
     """The longest turn of both halves."""
     lengths = [options.history_tokens + options.new_tokens, *options.prompts]
     return max(max(lengths) + options.answer_tokens, BLOCKER_TOKENS)
+
+
+async def measure_overlap(
+    options: OverlapOptions, run: RunOptions, work: Workspace
+) -> tuple[Case, ...]:
+    """Measure both halves, or the one that is asked for."""
+    cases: tuple[Case, ...] = ()
+    if options.only != "saving":
+        cases += await measure_preload(options, run, work)
+    if options.only != "preload":
+        cases += await measure_saving(options, run, work)
+    return cases
 
 
 async def measure_preload(
@@ -60,7 +91,8 @@ async def measure_preload(
             options.history_tokens, options.new_tokens, engines[NONE].block_tokens
         )
         await session.grow(whole)
-        return (await _Preload(options, run, engines, session, rest).measure(),)
+        sessions = {name: session.on(engine) for name, engine in engines.items()}
+        return (await _Preload(options, engines, sessions, rest).measure(run),)
 
 
 def _settings(options: OverlapOptions) -> dict[str, dict[str, Any]]:
@@ -72,59 +104,124 @@ def _settings(options: OverlapOptions) -> dict[str, dict[str, Any]]:
     return {NONE: {"preload": "none", "residents": False}, **buffers, RESIDENT: {}}
 
 
+@dataclass(slots=True)
 class _Preload:
-    def __init__(
-        self,
-        options: OverlapOptions,
-        run: RunOptions,
-        engines: dict[str, LocalEngine],
-        session: BenchSession,
-        num_new: int,
-    ) -> None:
-        self._options = options
-        self._num_new = num_new
-        self._run = run
-        self._engines = engines
-        self._sessions = {name: session.on(engine) for name, engine in engines.items()}
-        name = f"preload {options.history_tokens}/{options.new_tokens}"
-        facts = {"history_tokens": len(session.ids), "new_tokens": num_new}
-        self._found = Interleaved(name, facts)
-        self._hold_s = MIN_HOLD_S
+    """One history, in kvd and in the memory of the engine that keeps it."""
 
-    async def measure(self) -> Case:
-        await self._sessions[RESIDENT].turn("kvd", 1, 1)
+    options: OverlapOptions
+    engines: dict[str, LocalEngine]
+    sessions: dict[str, BenchSession]
+    num_new: int
+    hold_s: float = MIN_HOLD_S
+
+    async def measure(self, run: RunOptions) -> Case:
+        """Take all rounds, and compare."""
+        options = self.options
+        facts = {"history_tokens": len(self.sessions[NONE].ids), "new_tokens": self.num_new}
+        found = Interleaved(f"preload {options.history_tokens}/{options.new_tokens}", facts)
+        await self.sessions[RESIDENT].turn("kvd", 1, 1)
         await self._choose_hold()
-        for round_number in range(-WARM_UP, self._options.pairs):
-            self._run.on_progress(f"overlap: round {round_number + 1}/{self._options.pairs}")
-            for name in in_turn(list(self._engines), round_number):
-                await self._take(name, round_number)
-        for name in self._engines:
+        await take_rounds(
+            found,
+            lambda _: list(self.engines),
+            range(-WARM_UP, options.pairs),
+            self._take,
+            lambda what: run.on_progress(f"overlap: {what}"),
+        )
+        for name in self.engines:
             if name not in {NONE, RESIDENT}:
-                self._found.compare(METRIC, name, NONE)
-        if "all" in self._engines:
-            self._found.compare(METRIC, "all", RESIDENT)
-        return self._found.case()
+                found.compare(METRIC, name, NONE)
+        if "all" in self.engines:
+            found.compare(METRIC, "all", RESIDENT)
+        return found.case()
 
     async def _choose_hold(self) -> None:
         """Long enough for whatever is allowed to be loaded ahead."""
         alone = []
         for _ in range(WARM_UP):
-            await self._engines[NONE].settle()
+            await self.engines[NONE].settle()
             alone.append((await self._turn(NONE, "kvd")).ttft_s)
-        self._hold_s = max(MIN_HOLD_S, HOLD_FACTOR * min(alone))
+        self.hold_s = max(MIN_HOLD_S, HOLD_FACTOR * min(alone))
 
-    async def _take(self, name: str, round_number: int) -> None:
-        engine, session = self._engines[name], self._sessions[name]
+    async def _take(self, name: str) -> dict[str, float] | None:
+        engine, session = self.engines[name], self.sessions[name]
         source: Source = "resident" if name == RESIDENT else "kvd"
-        for _ in range(ATTEMPTS):
-            await engine.settle()
-            times, prefill_s = await behind(engine, self._hold_s, lambda: self._turn(name, source))
-            if session.is_from(times, "hbm" if name == RESIDENT else "dram"):
-                values = {METRIC: prefill_s, "stall_s": times.stall_s}
-                note(self._found, name, round_number, values)
-                return
-            if round_number >= 0:
-                self._found.discard(name)
+        await engine.settle()
+        times, prefill_s = await behind(engine, self.hold_s, lambda: self._turn(name, source))
+        if not session.is_from(times, "hbm" if name == RESIDENT else "dram"):
+            return None
+        return {METRIC: prefill_s, "stall_s": times.stall_s}
 
     async def _turn(self, name: str, source: Source) -> TurnTimes:
-        return await self._sessions[name].turn(source, self._num_new, 1)
+        return await self.sessions[name].turn(source, self.num_new, 1)
+
+
+SAVED_METRIC = "answers_s"
+MODES = ("off", "async", "sync")
+SAVED_WARM_UP = 1
+WAVES = 2  # of turns: the saves of one meet the computing of the next
+MOST_COST = 1.03
+
+
+async def measure_saving(
+    options: OverlapOptions, run: RunOptions, work: Workspace
+) -> tuple[Case, ...]:
+    """Compare the settings."""
+    lengths = [*options.prompts] * WAVES
+    num_tokens = sum(lengths) + len(lengths) * options.answer_tokens
+    async with AsyncExitStack() as stack:
+        kvd = await stack.enter_async_context(work.kvd(2 * num_tokens, ssd_tokens=2 * num_tokens))
+        engines = {
+            mode: await stack.enter_async_context(
+                running_engine(
+                    work.model,
+                    kvd,
+                    kv_rows=2 * num_tokens,
+                    cache={"saving": mode, "residents": False},
+                    scheduler={"max_running": options.batch},
+                )
+            )
+            for mode in MODES
+        }
+        facts = {"batch": options.batch, "turns": len(lengths), "prompt_tokens": sum(lengths)}
+        found = Interleaved(f"saving, batch {options.batch}", facts)
+
+        async def take(mode: str) -> dict[str, float]:
+            await kvd.flush()
+            await engines[mode].settle()
+            return await _answer_all(engines[mode], lengths, options.answer_tokens)
+
+        await take_rounds(
+            found,
+            lambda _: list(MODES),
+            range(-SAVED_WARM_UP, options.pairs),
+            take,
+            lambda what: run.on_progress(f"saving: {what}"),
+        )
+    found.compare(SAVED_METRIC, "async", "off", at_most=MOST_COST)
+    found.compare(SAVED_METRIC, "sync", "off")
+    found.compare(SAVED_METRIC, "async", "sync", at_most=1.0)
+    found.compare("settled_s", "async", "sync")
+    return (found.case(),)
+
+
+async def _answer_all(engine: LocalEngine, lengths: list[int], num_answer: int) -> dict[str, float]:
+    """One new session a length, submitted at once."""
+    prompts = [engine.new_tokens(length) for length in lengths]
+    started_s = time.perf_counter()
+    answered = await asyncio.gather(
+        *(
+            engine.turn(
+                engine.key(f"saved-{index}"),
+                prompt,
+                num_answer,
+                source="any",
+                keep_tokens=len(prompt) + num_answer - 1,
+                history_tokens=0,
+            )
+            for index, prompt in enumerate(prompts)
+        )
+    )
+    answers_s = max(times.end_s for times in answered) - started_s
+    await engine.parts.engine.wait_idle()
+    return {"answers_s": answers_s, "settled_s": time.perf_counter() - started_s}

@@ -5,77 +5,45 @@ The two processes do not import each other: what `kvd plan` needs goes through a
 """
 
 import json
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from shlex import join
-from typing import Protocol
 
 from inference_svc.bench.options import PoliciesOptions
-from inference_svc.bench.replayed import truncated
-from inference_svc.bench.trace import Session
-
-
-@dataclass(frozen=True, slots=True)
-class EngineConstants:
-    """What turns take, as the planner's linear model has it.
-
-    Attributes:
-        prefill_token_s: of each prompt token that is computed.
-        decode_step_s: of a token of every answer under way.
-        turn_s: of each turn, whatever it is.
-    """
-
-    prefill_token_s: float
-    decode_step_s: float
-    turn_s: float
-
-
-class PlannedTiers(Protocol):
-    """Sizes of the tiers that were measured."""
-
-    @property
-    def dram_bytes(self) -> int:
-        """Of DRAM."""
-        ...
-
-    @property
-    def ssd_bytes(self) -> int:
-        """Of SSD."""
-        ...
+from inference_svc.bench.trace import Session, truncated
 
 
 def plan_command(
     trace: Path,
     options: PoliciesOptions,
-    tiers: PlannedTiers,
+    capacity: Mapping[str, int],
     kv_bytes_per_token: int,
-    constants: EngineConstants | None,
+    constants: Mapping[str, str],
 ) -> str:
-    """Say, for a shell, how the planner is asked; it has constants of its own, if None are given.
+    """Say, for a shell, how the planner is asked.
 
     kvd writes through: what is in DRAM is on SSD, too. It charges what a session has, packed.
+
+    Args:
+        trace: written for it.
+        options: of the replay.
+        capacity: "dram" and "ssd", in bytes.
+        kv_bytes_per_token: of the model.
+        constants: what turns take, by the planner's options; it has some of its own.
     """
     words = {
         "trace": trace,
         "policy": ",".join(options.policies),
         "kv-bytes-per-token": kv_bytes_per_token,
-        "dram": tiers.dram_bytes,
-        "ssd": tiers.ssd_bytes,
+        **capacity,
         "tiers": "inclusive",
         "charge": "packed",
         "ttl": "never",
         "slots": options.max_running,
         "warmup-turns": options.warmup_turns,
+        **constants,
     }
-    if constants is not None:
-        words |= {
-            "prefill-ms-per-token": f"{constants.prefill_token_s * 1e3:.3g}",
-            "decode-step-ms": f"{constants.decode_step_s * 1e3:.3g}",
-            "fixed-ms": f"{constants.turn_s * 1e3:.3g}",
-        }
-    flags = [word for name, value in words.items() for word in (f"--{name}", str(value))]
-    return join(["kvd", "plan", *flags, *(["--end-hints"] if options.end_hints else [])])
+    return _command(words, *(["--end-hints"] if options.end_hints else []))
 
 
 def positions_commands(path: Path, window_tokens: int, kv_bytes_per_token: int) -> list[str]:
@@ -90,11 +58,12 @@ def positions_commands(path: Path, window_tokens: int, kv_bytes_per_token: int) 
         "ttl": "never",
         "warmup-turns": 0,
     }
+    return [_command(words, "--positions", kind) for kind in ("decoupled", "coupled")]
+
+
+def _command(words: Mapping[str, object], *more: str) -> str:
     flags = [word for name, value in words.items() for word in (f"--{name}", str(value))]
-    return [
-        join(["kvd", "plan", *flags, "--positions", positions])
-        for positions in ("decoupled", "coupled")
-    ]
+    return join(["kvd", "plan", *flags, *more])
 
 
 def write_plan_trace(

@@ -1,36 +1,65 @@
-"""Part `policies`: the same sessions replayed by kvds that differ in who goes first.
+"""Parts `policies` and `positions`: what placement, and the form of keys, find of the histories.
 
-Tiers are small, parts of what all sessions have at their ends, so that something has to go. By
-default all sessions begin at once and nobody thinks: as many turns wait as there are sessions,
-which is where looking ahead matters. Nothing is kept in the engine's memory, and every history that
-kvd has is loaded: what is measured is placement.
+Nothing is kept in the engine's memory, and every history that kvd has is loaded. Every variant and
+round begins with an empty kvd and the same sessions.
 
-Every policy and round begins with an empty kvd.
+Policies: kvds differ in who goes first. Tiers are small, parts of what all sessions have at their
+ends, so that something has to go. By default all sessions begin at once and nobody thinks: as many
+turns wait as there are sessions, which is where looking ahead matters.
+
+Positions: hits over context overflows (Fig. 22). There is room for everything: what is missed is
+missed because of an overflow. Contexts are truncated as the paper does it: half a window is dropped
+as often as it takes until history, new tokens and answer fit.
+
+ca   keys are stored before RoPE: what a truncation keeps is loaded
+of   keys are stored after it (coupled): a truncation makes all that was stored useless
 """
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from inference_svc.bench.bench_session import in_turn
-from inference_svc.bench.figures import Case
-from inference_svc.bench.interleaved import Interleaved
-from inference_svc.bench.kvd_sizes import KvdSizes
+from inference_svc.assembly import Model
+from inference_svc.bench.bench_session import take_rounds
+from inference_svc.bench.figures import Case, Interleaved
 from inference_svc.bench.local_engine import LocalEngine, running_engine
-from inference_svc.bench.options import PoliciesOptions, RunOptions
-from inference_svc.bench.plan_trace import EngineConstants, plan_command, write_plan_trace
-from inference_svc.bench.policy_replay import PolicyReplay, Scene
-from inference_svc.bench.replayed import footprint_tokens, origin_of, replayed_sessions
-from inference_svc.bench.trace import Session
-from inference_svc.bench.workspace import Workspace
+from inference_svc.bench.options import PoliciesOptions, PositionsOptions, RunOptions
+from inference_svc.bench.plan_trace import plan_command, positions_commands, write_plan_trace
+from inference_svc.bench.replay import Replay
+from inference_svc.bench.trace import (
+    Session,
+    footprint_tokens,
+    origin_of,
+    overflowing_sessions,
+    overflows,
+    replayed_sessions,
+)
+from inference_svc.bench.workspace import KvdSizes, Workspace
+from inference_svc.runtime.calibration.calibration import calibrate
+from shared.children.child_kvd import ChildKvd
 
 METRIC = "tok_share"
 BASE = "lru"  # what the others are compared with
 MIN_BLOCKS = 8  # of a tier
 MIN_SEGMENT_BYTES = 1 << 20
+COUNTED = ("prefetch", "evictions", "ssd_")  # beginnings of kvd's counters that are shown
 MAX_LOADING = 1  # turns that are loaded ahead: earlier ones would find less in DRAM
+
+
+@dataclass(frozen=True, slots=True)
+class Scene:
+    """What every policy is given.
+
+    Attributes:
+        starts_s: when each session begins.
+    """
+
+    sessions: Sequence[Session]
+    starts_s: Sequence[float]
+    dram_bytes: int
+    ssd_bytes: int
 
 
 async def measure_policies(
@@ -41,7 +70,7 @@ async def measure_policies(
     scene = _scene(options, work, sessions)
     facts = {
         "sessions": len(sessions),
-        "turns": scene.num_turns,
+        "turns": sum(map(len, sessions)),
         "turns_left_out": num_cut,
         "tokens": footprint_tokens(sessions),
         "dram_bytes": scene.dram_bytes,
@@ -49,21 +78,39 @@ async def measure_policies(
         "max_running": options.max_running,
     }
     found = Interleaved(f"{origin_of(options)}, {len(sessions)} sessions", facts)
-    constants: EngineConstants | None = None
-    for round_number in range(options.rounds):
-        for policy in in_turn(list(options.policies), round_number):
-            run.on_progress(f"policy {policy}: round {round_number + 1}/{options.rounds}")
-            async with _engine_of(policy, options, work, scene) as engine:
-                replay = PolicyReplay(engine, options, run, scene)
-                found.add(policy, round_number, await replay.run())
-                constants = replay.constants() or constants
+    constants: dict[str, str] = {}
+
+    async def take(policy: str) -> dict[str, float]:
+        async with _engine_of(policy, options, work, scene) as engine:
+            replay = Replay(
+                engine,
+                sessions,
+                lambda what: run.on_progress(f"policy {policy}: {what}"),
+                end_hints=options.end_hints,
+                warmup_turns=options.warmup_turns,
+                starts_s=scene.starts_s,
+            )
+            values = await _replayed(replay)
+            constants.update(_constants(replay, options.max_running))
+        return values
+
+    await take_rounds(
+        found,
+        lambda _: list(options.policies),
+        range(options.rounds),
+        take,
+        lambda what: run.on_progress(f"policies: {what}"),
+    )
     for policy in options.policies:
         if policy != BASE:
-            found.compare_gain(METRIC, policy, BASE)
+            found.compare(METRIC, policy, BASE)
     if options.plan_trace is None:
         return (found.case(),)
     write_plan_trace(options.plan_trace, sessions, scene.starts_s)
-    command = plan_command(options.plan_trace, options, scene, work.layout.token_bytes, constants)
+    capacity = {"dram": scene.dram_bytes, "ssd": scene.ssd_bytes}
+    command = plan_command(
+        options.plan_trace, options, capacity, work.layout.token_bytes, constants
+    )
     return (replace(found.case(), notes=(f"the same, planned: {command}",)),)
 
 
@@ -81,6 +128,45 @@ def _scene(options: PoliciesOptions, work: Workspace, sessions: list[Session]) -
         dram_bytes=max(least_bytes, int(options.dram_share * footprint_bytes)),
         ssd_bytes=max(least_bytes, int(options.ssd_share * footprint_bytes)),
     )
+
+
+async def _replayed(replay: Replay) -> dict[str, float]:
+    """The metrics of a replay, and what kvd did meanwhile."""
+    kvd = replay.engine.kvd
+    assert kvd is not None, "its policy is measured"  # noqa: S101
+    await replay.warm_up()
+    await kvd.flush()
+    before = await _counters(kvd)
+    log = await replay.run(len(replay.sessions))
+    await replay.engine.settle()
+    counters = await _counters(kvd)
+    return log.placement() | {name: value - before[name] for name, value in counters.items()}
+
+
+async def _counters(kvd: ChildKvd) -> dict[str, float]:
+    """What kvd has done so far."""
+    (layout,) = (await kvd.stats()).layouts
+    return {
+        name: float(count)
+        for name, count in sorted(layout.counters.items())
+        if name.startswith(COUNTED)
+    }
+
+
+def _constants(replay: Replay, max_running: int) -> dict[str, str]:
+    """What turns took, as far as steps were unlike enough to tell; by options of `kvd plan`."""
+    steps = replay.engine.parts.rates.steps.as_dict()
+    if not steps:
+        return {}
+    # A token costs so much more the longer its context is: here, the mean prompt.
+    mean_prompt_tokens = replay.log.prompt_tokens / max(1, len(replay.log.turns))
+    token_s = steps["step_token_s"] + steps["step_pair_s"] * mean_prompt_tokens
+    found_s = {
+        "prefill-ms-per-token": token_s,
+        "decode-step-ms": steps["step_constant_s"] + max_running * token_s,
+        "fixed-ms": steps["step_constant_s"],
+    }
+    return {name: f"{seconds * 1e3:.3g}" for name, seconds in found_s.items()}
 
 
 @asynccontextmanager
@@ -109,3 +195,66 @@ async def _engine_of(
         ) as engine,
     ):
         yield engine
+
+
+FOUND_METRIC = "fu_share"
+POSITIONS = ["ca", "of"]
+SPARE = 2  # kvd's DRAM, in KV of all that is ever stored
+
+
+async def measure_positions(
+    options: PositionsOptions, run: RunOptions, work: Workspace
+) -> tuple[Case, ...]:
+    """Replay the sessions with both."""
+    sessions = overflowing_sessions(options)
+    coupled = Model(work.model.loaded, calibrate(work.model.loaded, positions="coupled"))
+    works = {"ca": work, "of": replace(work, model=coupled)}
+    facts = {
+        "sessions": len(sessions),
+        "turns": sum(map(len, sessions)),
+        "window_tokens": options.window_tokens,
+        "overflows": overflows(sessions, options.window_tokens),
+    }
+    found = Interleaved(f"window {options.window_tokens}, {len(sessions)} sessions", facts)
+    await take_rounds(
+        found,
+        lambda _: POSITIONS,
+        range(options.rounds),
+        lambda variant: _replay_overflowing(options, run, works[variant], sessions),
+        lambda what: run.on_progress(f"positions: {what}"),
+    )
+    for metric in ("all_share", FOUND_METRIC, "tok_share"):
+        found.compare(metric, "of", "ca")
+    found.compare("ttft_mean_s", "of", "ca")
+    if options.plan_trace is None:
+        return (found.case(),)
+    write_plan_trace(
+        options.plan_trace, sessions, [0.0] * len(sessions), window_tokens=options.window_tokens
+    )
+    commands = positions_commands(
+        options.plan_trace, options.window_tokens, work.layout.token_bytes
+    )
+    return (replace(found.case(), notes=tuple(f"the same, planned: {line}" for line in commands)),)
+
+
+async def _replay_overflowing(
+    options: PositionsOptions, run: RunOptions, work: Workspace, sessions: list[Session]
+) -> dict[str, float]:
+    stored = sum(turn.new_tokens + turn.output_tokens for turns in sessions for turn in turns)
+    async with (
+        work.kvd(SPARE * stored) as kvd,
+        running_engine(
+            work.model,
+            kvd,
+            kv_rows=4 * (options.max_running + 1) * options.window_tokens,
+            cache={"residents": False},
+            scheduler={"max_running": options.max_running, "max_turns": max(len(sessions), 256)},
+        ) as engine,
+    ):
+        replay = Replay(
+            engine,
+            sessions,
+            lambda what: run.on_progress(f"positions: {what}"),
+            window_tokens=options.window_tokens,
+        )
+        return (await replay.run(options.max_running)).placement()

@@ -1,24 +1,28 @@
-"""A report as tables for people. Pure."""
+"""A report as tables for people, and as a picture: bars of every variant, and of the ratios."""
 
 from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
 
 from rich.table import Table
 
 from inference_svc.bench.figures import Case, Measured, Report
+from shared.measuring.plots import picture
+from shared.measuring.report import number, quartiles, table_of, verdict
+from shared.measuring.statistics import Spread
 from shared.terminal.printing import counted
 from shared.terminal.tables import Column, facts, fits, fitted
-from shared.types.statistics import Spread
 from shared.types.units import format_bytes, format_duration
 
-_RATIOS = (
-    Column("case", may_be_cut=True, least=12),
-    Column("what"),
-    Column("of", rank=3),
-    Column("pairs", is_number=True, rank=4),
-    Column("median", is_number=True),
-    Column("quartiles", is_number=True, rank=2),
-    Column("goal", is_number=True, rank=1),
-    Column("", is_number=True),
+_RATIOS = (  # of the case's name, which is said once, and a ratio
+    (Column("case", may_be_cut=True, least=12), lambda each: each[0]),
+    (Column("what"), lambda each: each[1].what),
+    (Column("of", rank=3), lambda each: _heading(each[1].metric)),
+    (number("pairs", 4), lambda each: str(each[1].num_pairs)),
+    (number("median"), lambda each: f"{each[1].ratio.median:.3g}"),
+    (number("quartiles", 2), lambda each: quartiles(each[1].ratio, ".3g")),
+    (number("goal", 1), lambda each: each[1].goal),
+    (number(""), lambda each: verdict(each[1].is_met) if each[1].goal else ""),
 )
 
 
@@ -31,8 +35,12 @@ def tables(report: Report, width: int) -> Iterator[Table]:
     else:
         yield from (_metrics_table(report, case, width) for case in report.cases)
     if any(case.ratios for case in report.cases):
-        ratios = [row for case in report.cases for row in _ratio_rows(case)]
-        yield fitted(_RATIOS, ratios, width, f"{report.part}: ratios, pair by pair")
+        ratios = (
+            ("" if index else case.name, ratio)
+            for case in report.cases
+            for index, ratio in enumerate(case.ratios)
+        )
+        yield table_of(_RATIOS, ratios, width, f"{report.part}: ratios, pair by pair")
 
 
 def _facts(report: Report) -> Iterator[tuple[str, str]]:
@@ -63,8 +71,8 @@ def _metrics(cases: Iterable[Case]) -> list[str]:
 def _variants(report: Report) -> tuple[list[Column], list[list[str]]]:
     """All cases in one table, a row a variant."""
     metrics = _metrics(report.cases)
-    headings = [Column(_heading(metric), is_number=True) for metric in metrics]
-    columns = [Column("case"), Column("variant"), Column("n", is_number=True), *headings]
+    headings = [number(_heading(metric)) for metric in metrics]
+    columns = [Column("case"), Column("variant"), number("n"), *headings]
     rows = []
     for case in report.cases:
         for index, found in enumerate(case.variants):
@@ -75,7 +83,7 @@ def _variants(report: Report) -> tuple[list[Column], list[list[str]]]:
 
 def _metrics_table(report: Report, case: Case, width: int) -> Table:
     """One case, a row a metric: there are too many for a row a variant."""
-    variants = [Column(found.variant, is_number=True) for found in case.variants]
+    variants = [number(found.variant) for found in case.variants]
     columns = [Column("median", may_be_cut=True), *variants]
     rows = [["n", *map(_number, case.variants)]] + [
         [_heading(metric), *(_median(found, metric) for found in case.variants)]
@@ -90,21 +98,6 @@ def _number(found: Measured) -> str:
 
 def _median(found: Measured, metric: str) -> str:
     return _value(metric, found.values[metric].median) if metric in found.values else ""
-
-
-def _ratio_rows(case: Case) -> Iterator[tuple[str, ...]]:
-    for index, ratio in enumerate(case.ratios):
-        verdict = ("met" if ratio.is_met else "MISSED") if ratio.goal else ""
-        yield (
-            "" if index else case.name,
-            ratio.what,
-            _heading(ratio.metric),
-            str(ratio.num_pairs),
-            f"{ratio.ratio.median:.3g}",
-            _quartiles(ratio.ratio),
-            ratio.goal,
-            verdict,
-        )
 
 
 def _heading(metric: str) -> str:
@@ -126,5 +119,69 @@ def _value(metric: str, value: float) -> str:
     return f"{value:g}"
 
 
-def _quartiles(found: Spread) -> str:
-    return f"{found.low:.3g} - {found.high:.3g}"
+BAR_SPACE = 0.8  # of the room of a case
+LOG_FROM = 20.0  # times the least value: from there on the axis is logarithmic
+
+
+def plot(report: Report, path: Path) -> None:
+    """Write the picture; its format follows from the file's name.
+
+    Raises:
+        NoPlotError: matplotlib is missing, or the file cannot be written.
+    """
+    width = max(7.0, 1.2 * len(report.cases) + 3)
+    subject = report.subject
+    with picture(path, 2, 1, figsize=(width, 8)) as (figure, (above, below)):
+        figure.suptitle(
+            f"inference-svc bench {report.part}: {subject.name}, {subject.dtype} on"
+            f" {subject.device}, {subject.threads} threads"
+        )
+        _draw(above, report.cases, [_values(case, report.metric) for case in report.cases])
+        above.set_ylabel(report.metric)
+        _draw(below, report.cases, [_ratios(case) for case in report.cases])
+        below.set_ylabel("median ratio")
+        below.axhline(1.0, color="grey", linewidth=0.8)
+
+
+Bars = dict[str, Spread]  # by name
+
+
+def _values(case: Case, metric: str) -> Bars:
+    found: Bars = {}
+    for variant in case.variants:
+        # A part whose cases differ (overlap) shows of each what it has first.
+        spread = variant.values.get(metric) or next(iter(variant.values.values()), None)
+        if spread is not None:
+            found[variant.variant] = spread
+    return found
+
+
+def _ratios(case: Case) -> Bars:
+    return {f"{ratio.what} ({ratio.metric})": ratio.ratio for ratio in case.ratios}
+
+
+def _draw(axes: Any, cases: tuple[Case, ...], groups: list[Bars]) -> None:
+    """Bars in groups, with quartiles, one group a case."""
+    names = list(dict.fromkeys(name for bars in groups for name in bars))
+    medians = [bar.median for bars in groups for bar in bars.values() if bar.median > 0]
+    if not names or not medians:
+        return
+    width = BAR_SPACE / len(names)
+    for place, name in enumerate(names):
+        at = [index for index, bars in enumerate(groups) if name in bars]
+        bars = [groups[index][name] for index in at]
+        axes.bar(
+            [index + (place + 0.5) * width - BAR_SPACE / 2 for index in at],
+            [bar.median for bar in bars],
+            width,
+            yerr=[
+                [bar.median - bar.low for bar in bars],
+                [bar.high - bar.median for bar in bars],
+            ],
+            label=name,
+            capsize=2,
+        )
+    if max(medians) > LOG_FROM * min(medians):
+        axes.set_yscale("log")
+    axes.set_xticks(range(len(cases)), [case.name for case in cases], rotation=20)
+    axes.legend(fontsize="small")

@@ -1,13 +1,11 @@
 """One run of the bench: its model, its directories, its part, its end on Ctrl-C."""
 
-import asyncio
-import signal
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import replace
+from typing import Any
 
 import torch
-import uvloop
 
 from inference_svc.assembly import Model
 from inference_svc.bench import (
@@ -15,19 +13,17 @@ from inference_svc.bench import (
     overflow,
     overlap,
     policies,
-    positions,
-    saving,
     serve,
     ssd_turns,
     turns,
 )
 from inference_svc.bench.figures import Case, Report
-from inference_svc.bench.machine import machine_facts, subject_of
 from inference_svc.bench.options import (
     DecodeOptions,
     ModelChoice,
     OverflowOptions,
     OverlapOptions,
+    Part,
     PoliciesOptions,
     PositionsOptions,
     RunOptions,
@@ -35,19 +31,11 @@ from inference_svc.bench.options import (
     TurnsOptions,
 )
 from inference_svc.bench.random_model import chosen_model
-from inference_svc.bench.workspace import Workspace, workspace
+from inference_svc.bench.workspace import Workspace, machine_facts, subject_of, workspace
 from inference_svc.runtime.calibration.calibration import calibrate
+from shared.measuring.workspace import run_until_signal
 
-Part = (
-    TurnsOptions
-    | OverlapOptions
-    | ServeOptions
-    | PoliciesOptions
-    | OverflowOptions
-    | PositionsOptions
-    | DecodeOptions
-)
-Measure = Callable[[Workspace], Awaitable[tuple[Case, ...]]]
+Measure = Callable[[Any, RunOptions, Workspace], Coroutine[Any, Any, tuple[Case, ...]]]
 
 
 def run(part: Part, choice: ModelChoice, options: RunOptions) -> Report:
@@ -60,7 +48,7 @@ def run(part: Part, choice: ModelChoice, options: RunOptions) -> Report:
         OSError: the directory cannot be used.
         KeyboardInterrupt: Ctrl-C, or SIGTERM.
     """
-    name, metric, window, measure = _plan(part, options)
+    name, metric, window, measure = _plan(part)
     started_unix_s, started_s = time.time(), time.monotonic()
     machine = machine_facts(torch.device(choice.device))
     if choice.threads:
@@ -77,93 +65,29 @@ def run(part: Part, choice: ModelChoice, options: RunOptions) -> Report:
         subject=subject_of(model, choice),
         machine=machine,
     )
-    with (
-        workspace(options.directory, model) as work,
-        asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
-    ):
-        try:
-            cases = runner.run(_until_signal(measure, work))
-        except asyncio.CancelledError:
-            raise KeyboardInterrupt from None
+    with workspace(options.directory, model) as work:
+        cases = run_until_signal(lambda: measure(part, options, work))
     return replace(report, cases=cases, elapsed_s=time.monotonic() - started_s)
 
 
-def _plan(part: Part, options: RunOptions) -> tuple[str, str, int, Measure]:
+def _plan(part: Part) -> tuple[str, str, int, Measure]:
     """Name, metric, longest sequence, and how it is measured."""
     match part:
         case TurnsOptions(tier="ssd"):
             window = turns.window_tokens(part)
-            return (
-                "turns, ssd",
-                ssd_turns.METRIC,
-                window,
-                lambda work: ssd_turns.measure_ssd_turns(part, options, work),
-            )
+            return "turns, ssd", ssd_turns.METRIC, window, ssd_turns.measure_ssd_turns
         case TurnsOptions():
-            window = turns.window_tokens(part)
-            return (
-                "turns",
-                turns.METRIC,
-                window,
-                lambda work: turns.measure_turns(part, options, work),
-            )
+            return "turns", turns.METRIC, turns.window_tokens(part), turns.measure_turns
         case OverlapOptions():
-            window = overlap.window_tokens(part)
-            return "overlap", overlap.METRIC, window, lambda work: _overlap(part, options, work)
+            return "overlap", overlap.METRIC, overlap.window_tokens(part), overlap.measure_overlap
         case ServeOptions():
-            return (
-                "serve",
-                serve.METRIC,
-                part.window_tokens,
-                lambda work: serve.measure_serve(part, options, work),
-            )
+            return "serve", serve.METRIC, part.window_tokens, serve.measure_serve
         case PoliciesOptions():
-            return (
-                "policies",
-                policies.METRIC,
-                part.window_tokens,
-                lambda work: policies.measure_policies(part, options, work),
-            )
+            return "policies", policies.METRIC, part.window_tokens, policies.measure_policies
         case OverflowOptions():
-            return (
-                "overflow",
-                overflow.METRIC,
-                overflow.window_tokens(part),
-                lambda work: overflow.measure_overflow(part, options, work),
-            )
+            window = overflow.window_tokens(part)
+            return "overflow", overflow.METRIC, window, overflow.measure_overflow
         case PositionsOptions():
-            return (
-                "positions",
-                positions.METRIC,
-                part.window_tokens,
-                lambda work: positions.measure_positions(part, options, work),
-            )
+            return "positions", policies.METRIC, part.window_tokens, policies.measure_positions
         case DecodeOptions():
-            window = decode.window_tokens(part)
-            return (
-                "decode",
-                decode.METRIC,
-                window,
-                lambda work: decode.measure_decode(part, options, work),
-            )
-
-
-async def _overlap(part: OverlapOptions, options: RunOptions, work: Workspace) -> tuple[Case, ...]:
-    cases: tuple[Case, ...] = ()
-    if part.only != "saving":
-        cases += await overlap.measure_preload(part, options, work)
-    if part.only != "preload":
-        cases += await saving.measure_saving(part, options, work)
-    return cases
-
-
-async def _until_signal(measure: Measure, work: Workspace) -> tuple[Case, ...]:
-    """SIGTERM ends a run as Ctrl-C does: everything is removed."""
-    loop = asyncio.get_running_loop()
-    task = asyncio.current_task()
-    assert task is not None, "the runner runs a task"  # noqa: S101
-    loop.add_signal_handler(signal.SIGTERM, task.cancel)
-    try:
-        return await measure(work)
-    finally:
-        loop.remove_signal_handler(signal.SIGTERM)
+            return "decode", decode.METRIC, decode.window_tokens(part), decode.measure_decode

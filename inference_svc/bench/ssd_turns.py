@@ -1,7 +1,7 @@
 """Part `turns --tier ssd`: turns whose history is on SSD only.
 
-Before each, another session of kvd's is loaded that fills the DRAM tier; and a turn whose history
-then still comes from elsewhere is not counted.
+Before each, another session of kvd's is loaded that fills the DRAM tier (kvd has no command for
+that, and needs none); and a turn whose history then still comes from elsewhere is not counted.
 
 Idle: the turn comes to an idle engine, there is no time to read ahead.
 
@@ -16,24 +16,74 @@ Queued: it comes while another turn is being computed. Measured is from when tha
 """
 
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+
+import numpy as np
 
 from inference_svc.bench.bench_session import (
-    ATTEMPTS,
+    BLOCKER_ROWS,
+    ONE_AT_A_TIME,
     BenchSession,
-    in_turn,
-    note,
+    behind,
+    take_rounds,
     ttft_values,
 )
-from inference_svc.bench.figures import Case
-from inference_svc.bench.interleaved import Interleaved
-from inference_svc.bench.local_engine import LocalEngine, running_engine
+from inference_svc.bench.figures import Case, Interleaved
+from inference_svc.bench.local_engine import (
+    LocalEngine,
+    Source,
+    TurnTimes,
+    running_engine,
+    whole_blocks,
+)
 from inference_svc.bench.options import RunOptions, TurnsOptions
-from inference_svc.bench.queued import BLOCKER_ROWS, ONE_AT_A_TIME, behind
-from inference_svc.bench.ssd_filler import Filler
-from inference_svc.bench.turn_times import Source, TurnTimes, whole_blocks
 from inference_svc.bench.turns import MOST_OVER_FLOOR, WARM_UP, case_name, cases_of, window_tokens
 from inference_svc.bench.workspace import Workspace
-from shared.types.statistics import percentile
+from shared.kvd_client.client import KvdClient
+from shared.measuring.statistics import percentile
+from shared.types.block_key import TOKEN_BYTES
+
+CALL_S = 120.0
+
+
+class Filler:
+    """A session that fills the DRAM tier; its bytes are nobody's keys and values."""
+
+    def __init__(self, engine: LocalEngine, num_blocks: int) -> None:
+        assert engine.kvd is not None, "the SSD tier is kvd's"  # noqa: S101
+        self._kvd = engine.kvd
+        self._engine = engine
+        self._key = engine.key("filler")
+        self._ids = np.arange(num_blocks * engine.block_tokens, dtype="<u4").tobytes()
+
+    @property
+    def _client(self) -> KvdClient:
+        client = self._engine.parts.client
+        assert client is not None, "an engine with a kvd has its client"  # noqa: S101
+        return client
+
+    async def store(self) -> None:
+        """Have it on SSD, block by block as far as kvd takes it."""
+        end = 0
+        while end < len(self._ids) // TOKEN_BYTES:
+            grant = await self._client.prepare_store(self._key, self._ids, end, CALL_S)
+            stored = await self._client.complete_store(grant, success=True)
+            if stored <= end:
+                break  # full: what is there has to do
+            end = stored
+            await self._kvd.until_clean()
+
+    async def push_out(self) -> None:
+        """Have it in DRAM, and nothing else."""
+        await self._engine.settle()
+        await self._kvd.until_clean()
+        end, more = 0, True
+        while more:
+            grant = await self._client.prepare_load(self._key, self._ids, end, CALL_S)
+            await self._client.complete_load(grant)
+            end, more = grant.end_token, grant.more
+        await self._engine.settle()
+
 
 QUEUED_METRIC = "prefill_s"
 METRIC = "ttft_s"
@@ -77,43 +127,33 @@ async def measure_ssd_turns(
             await session.grow(whole)
             filler = Filler(engine, work.num_blocks(dram_tokens))
             await filler.store()
-            measured = _SsdCase(
-                case_name(history, new), options, run, engine, session, filler, rest
-            )
-            found += [await measured.idle(), await measured.queued()]
+            case = _SsdCase(case_name(history, new), options, run, engine, session, filler, rest)
+            found += [await case.idle(), await case.queued()]
     return tuple(found)
 
 
+@dataclass(slots=True)
 class _SsdCase:
-    """One pair of lengths."""
+    """One pair of lengths.
 
-    def __init__(
-        self,
-        name: str,
-        options: TurnsOptions,
-        run: RunOptions,
-        engine: LocalEngine,
-        session: BenchSession,
-        filler: Filler,
-        num_new: int,
-    ) -> None:
-        self._options = options
-        self._run = run
-        self._engine = engine
-        self._session = session
-        self._filler = filler
-        self._num_new = num_new
-        self._num_prompt = len(session.ids) + num_new
-        self._name = name
-        self._facts = {"history_tokens": len(session.ids), "new_tokens": num_new}
-        self._always_s: list[float] = []  # turns over a history that was read and loaded
+    Attributes:
+        always_s: times to the first token of turns over a history that was read and loaded.
+    """
+
+    name: str
+    options: TurnsOptions
+    run: RunOptions
+    engine: LocalEngine
+    session: BenchSession
+    filler: Filler
+    num_new: int
+    always_s: list[float] = field(default_factory=list)
 
     async def idle(self) -> Case:
         """There is no time to read ahead."""
-        found = Interleaved(f"{self._name} idle", self._facts)
-        limit = self._options.re_max_tokens
-        names = [name for name in IDLE if name != "never" or not limit or self._num_prompt <= limit]
-        await self._rounds(found, names, IDLE, self._take_idle)
+        limit, num_prompt = self.options.re_max_tokens, len(self.session.ids) + self.num_new
+        names = [name for name in IDLE if name != "never" or not limit or num_prompt <= limit]
+        found = await self._rounds("idle", names, self._take_idle)
         rivals = [name for name in ("always", "never") if name in names]
         found.compare(METRIC, "auto", *rivals, at_most=MOST_OVER_FLOOR)
         found.compare(METRIC, "always", "resident")
@@ -121,62 +161,63 @@ class _SsdCase:
 
     async def queued(self) -> Case:
         """Reading ahead is possible."""
-        found = Interleaved(f"{self._name} queued", self._facts)
-        await self._rounds(found, list(QUEUED), QUEUED, self._take_queued)
+        found = await self._rounds("queued", list(QUEUED), self._take_queued)
         found.compare(QUEUED_METRIC, "ssd", "resident", at_most=MOST_OVER_FLOOR)
         found.compare(QUEUED_METRIC, "dram", "resident")
         return found.case()
 
     async def _rounds(
         self,
-        found: Interleaved,
+        when: str,
         names: list[str],
-        ways: Ways,
-        take: Callable[[Source], Awaitable[tuple[TurnTimes, dict[str, float]]]],
-    ) -> None:
-        pairs = self._options.pairs
-        for round_number in range(-WARM_UP, pairs):
-            self._run.on_progress(f"ssd {self._name}: round {round_number + 1}/{pairs}")
-            for name in in_turn(names, round_number):
-                source, tier = ways[name]
-                for _ in range(ATTEMPTS):
-                    await self._prepare(name)
-                    times, values = await take(source)
-                    if self._counts(times, tier):
-                        note(found, name, round_number, values)
-                        break
-                    if round_number >= 0:
-                        found.discard(name)
+        take: Callable[[str], Awaitable[dict[str, float] | None]],
+    ) -> Interleaved:
+        facts = {"history_tokens": len(self.session.ids), "new_tokens": self.num_new}
+        found = Interleaved(f"{self.name} {when}", facts)
+        rounds = range(-WARM_UP, self.options.pairs)
+        await take_rounds(
+            found,
+            lambda _: names,
+            rounds,
+            take,
+            lambda what: self.run.on_progress(f"ssd {self.name}: {what}"),
+        )
+        return found
 
     async def _prepare(self, name: str) -> None:
         """Bring the history where the variant wants it."""
         if name in FROM_SSD:
-            self._engine.parts.engine.release_resident(self._session.key)
-            await self._filler.push_out()
+            self.engine.parts.engine.memory.release_resident(self.session.key)
+            await self.filler.push_out()
         elif name == "dram":
-            await self._session.turn("kvd", 1, 1)
+            await self.session.turn("kvd", 1, 1)
         elif name == "resident":
-            await self._session.turn("any", 1, 1)
-        await self._engine.settle()
+            await self.session.turn("any", 1, 1)
+        await self.engine.settle()
 
-    async def _take_idle(self, source: Source) -> tuple[TurnTimes, dict[str, float]]:
-        times = await self._session.turn(source, self._num_new, self._options.answer_tokens)
+    async def _take_idle(self, name: str) -> dict[str, float] | None:
+        source, tier = IDLE[name]
+        await self._prepare(name)
+        times = await self.session.turn(source, self.num_new, self.options.answer_tokens)
         if source == "kvd":
-            self._always_s.append(times.ttft_s)
-        return times, ttft_values(times, self._num_prompt)
+            self.always_s.append(times.ttft_s)
+        values = ttft_values(times, len(self.session.ids) + self.num_new)
+        return values if self._counts(times, tier) else None
 
-    async def _take_queued(self, source: Source) -> tuple[TurnTimes, dict[str, float]]:
-        hold_s = max(MIN_HOLD_S, HOLD_FACTOR * percentile(self._always_s, 0.5))
+    async def _take_queued(self, name: str) -> dict[str, float] | None:
+        source, tier = QUEUED[name]
+        await self._prepare(name)
+        hold_s = max(MIN_HOLD_S, HOLD_FACTOR * percentile(self.always_s, 0.5))
         times, prefill_s = await behind(
-            self._engine,
+            self.engine,
             hold_s,
-            lambda: self._session.turn(source, self._num_new, self._options.answer_tokens),
+            lambda: self.session.turn(source, self.num_new, self.options.answer_tokens),
         )
-        return times, {QUEUED_METRIC: prefill_s}
+        return {QUEUED_METRIC: prefill_s} if self._counts(times, tier) else None
 
     def _counts(self, times: TurnTimes, tier: str | None) -> bool:
         if tier is not None:
-            return self._session.is_from(times, tier)
+            return self.session.is_from(times, tier)
         # Loaded from SSD, partly or not at all: whatever it chose, but not from elsewhere.
         is_from_ssd = times.tier_tokens.get("ssd", 0) == times.reused_tokens
-        return is_from_ssd or self._session.is_from(times, "ssd")
+        return is_from_ssd or self.session.is_from(times, "ssd")

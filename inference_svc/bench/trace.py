@@ -1,19 +1,29 @@
-"""Sessions to replay: read from a trace file, scaled. Pure but for reading the file.
+"""The sessions that a replay is about: of a trace file or drawn, scaled, as far as they fit.
 
 A trace is newline JSON, plain or gzip: one object a turn with `session`, `turn`, `new_tokens`,
-`output_tokens` and `think_s` (the gap between the previous answer's end and this turn); other
-keys (`t`, `history_tokens`, `hash_ids`) are ignored. Replay is closed-loop: a turn comes when its
+`output_tokens` and `think_s` (the gap between the previous answer's end and this turn); other keys
+(`t`, `history_tokens`, `hash_ids`) are ignored. Replay is closed-loop: a turn comes when its
 session's previous answer is complete and the user has thought. Its history is what the session has
 said so far in the replay.
+
+Drawn sessions look like ShareGPT's; the same for the same seed. Turns: one with probability 0.27,
+else two and more, 5.75 in the mean (the paper's sample). Prompts: log-normal, fitted to ShareGPT's,
+2 to 3,000 tokens. Replies: log-normal with the quartiles of ShareGPT's (134, 355 and 800 tokens),
+times a factor that a session keeps, at most 2,048. Think times: log-normal with the median of 110 s
+of a public chat trace, 1 s to an hour.
 """
 
 import gzip
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from math import log
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from inference_svc.bench.options import PoliciesOptions, PositionsOptions, ServeOptions
 from shared.types.errors import InvalidInputError
 
 _GZIP = b"\x1f\x8b"
@@ -106,3 +116,102 @@ def _turn(fields: dict[str, Any]) -> PlannedTurn:
     if turn.new_tokens < 0 or turn.output_tokens < 0 or turn.think_s < 0:
         raise ValueError("a length below zero")
     return turn
+
+
+SINGLE_TURN_SHARE = 0.27
+MORE_TURNS = (1.12, 1.2)  # mean and sigma of the logarithm; capped, 5.75 turns in the mean
+MAX_TURNS = 40
+PROMPT = (3.14, 1.45, 2, 3000)  # mean and sigma of the logarithm, bounds
+REPLY = (6.05, 1.2, 1, 2048)
+SESSION_SIGMA = 0.7  # of how much longer one session's replies are than another's
+THINK = (log(110.0), 1.14, 1.0, 3600.0)
+
+
+def chat_like_sessions(num_sessions: int, seed: int) -> list[Session]:
+    """So many sessions; the same for the same seed."""
+    random = np.random.default_rng(seed)
+    return [_session(random) for _ in range(num_sessions)]
+
+
+def _session(random: np.random.Generator) -> Session:
+    num_turns = 1
+    if random.random() >= SINGLE_TURN_SHARE:
+        num_turns = min(MAX_TURNS, 2 + int(random.lognormal(*MORE_TURNS)))
+    factor = random.lognormal(-(SESSION_SIGMA**2) / 2, SESSION_SIGMA)  # 1 in the mean
+    return tuple(
+        PlannedTurn(
+            round(_draw(random, PROMPT)),
+            round(_draw(random, REPLY, factor)),
+            _draw(random, THINK) if index else 0.0,
+        )
+        for index in range(num_turns)
+    )
+
+
+def _draw(
+    random: np.random.Generator, of: tuple[float, float, float, float], factor: float = 1.0
+) -> float:
+    mean, sigma, least, most = of
+    return float(np.clip(random.lognormal(mean, sigma) * factor, least, most))
+
+
+def replayed_sessions(options: ServeOptions | PoliciesOptions) -> tuple[list[Session], int]:
+    """The sessions, and how many turns are left out because their context outgrows the window.
+
+    Raises:
+        BadTraceError: see read_trace.
+    """
+    sessions = scaled(_drawn(options), options.scale, options.think_scale)
+    return fitting(sessions, options.window_tokens)
+
+
+def overflowing_sessions(options: PositionsOptions) -> list[Session]:
+    """The sessions, whatever their contexts come to; each ends before a turn too long by itself.
+
+    Raises:
+        BadTraceError: see read_trace.
+    """
+    whole = []
+    for turns in scaled(_drawn(options), options.scale, 0.0):
+        too_long = (
+            number
+            for number, turn in enumerate(turns)
+            if turn.new_tokens + turn.output_tokens > options.window_tokens
+        )
+        whole.append(turns[: next(too_long, len(turns))])
+    return [turns for turns in whole if turns]
+
+
+def truncated(context_tokens: int, turn: PlannedTurn, window_tokens: int) -> int:
+    """How much of a context is left when half a window goes until the turn fits (paper: §4.3.4)."""
+    while context_tokens and context_tokens + turn.new_tokens + turn.output_tokens > window_tokens:
+        context_tokens = max(0, context_tokens - window_tokens // 2)
+    return context_tokens
+
+
+def overflows(sessions: list[Session], window_tokens: int) -> int:
+    """How many turns are preceded by a truncation."""
+    num_overflows = 0
+    for turns in sessions:
+        context = 0
+        for turn in turns:
+            kept = truncated(context, turn, window_tokens)
+            num_overflows += kept < context
+            context = kept + turn.new_tokens + turn.output_tokens
+    return num_overflows
+
+
+def _drawn(options: ServeOptions | PoliciesOptions | PositionsOptions) -> list[Session]:
+    if options.trace is not None:
+        return read_trace(options.trace, options.num_sessions)
+    return chat_like_sessions(options.num_sessions, options.seed)
+
+
+def origin_of(options: ServeOptions | PoliciesOptions) -> str:
+    """Where the sessions come from, for people."""
+    return "generated" if options.trace is None else options.trace.name
+
+
+def footprint_tokens(sessions: list[Session]) -> int:
+    """Tokens of all contexts at their ends."""
+    return sum(turn.new_tokens + turn.output_tokens for turns in sessions for turn in turns)

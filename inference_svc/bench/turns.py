@@ -1,23 +1,21 @@
 """Part `turns`: what a turn costs, by where its history is (paper: Fig. 18, preprint: Fig. 23).
 
 re         nothing is reused: history and new tokens are computed
-ca         the history is in kvd's DRAM; the resident slab is released before each turn
-resident   the history is in the session's slab: the floor
+ca         the history is in kvd's DRAM; the resident sequence is released before each turn
+resident   the history is in the session's KV: the floor
 """
 
+from dataclasses import dataclass
+
 from inference_svc.bench.bench_session import (
-    ATTEMPTS,
+    BLOCKER_TOKENS,
     BenchSession,
-    in_turn,
-    note,
+    take_rounds,
     ttft_values,
 )
-from inference_svc.bench.figures import Case
-from inference_svc.bench.interleaved import Interleaved
-from inference_svc.bench.local_engine import LocalEngine, running_engine
+from inference_svc.bench.figures import Case, Interleaved
+from inference_svc.bench.local_engine import LocalEngine, Source, running_engine, whole_blocks
 from inference_svc.bench.options import RunOptions, TurnsOptions
-from inference_svc.bench.queued import BLOCKER_TOKENS
-from inference_svc.bench.turn_times import Source, whole_blocks
 from inference_svc.bench.workspace import Workspace
 
 METRIC = "ttft_s"
@@ -64,65 +62,57 @@ async def measure_turns(
             run.on_progress(f"turns {case_name(history, new)}: computing the history")
             whole, rest = whole_blocks(history, new, engine.block_tokens)
             await session.grow(whole)
-            measured = _Case(case_name(history, new), options, run, engine, session, rest)
-            found.append(await measured.measure())
+            case = _Case(case_name(history, new), options, engine, session, rest)
+            found.append(await case.measure(run))
     return tuple(found)
 
 
+@dataclass(frozen=True, slots=True)
 class _Case:
     """One pair of lengths."""
 
-    def __init__(
-        self,
-        name: str,
-        options: TurnsOptions,
-        run: RunOptions,
-        engine: LocalEngine,
-        session: BenchSession,
-        num_new: int,
-    ) -> None:
-        self._options = options
-        self._run = run
-        self._engine = engine
-        self._session = session
-        self._num_new = num_new
-        self._num_prompt = len(session.ids) + num_new
-        facts = {"history_tokens": len(session.ids), "new_tokens": num_new}
-        self._name = name
-        self._found = Interleaved(name, facts)
+    name: str
+    options: TurnsOptions
+    engine: LocalEngine
+    session: BenchSession
+    num_new: int
 
-    async def measure(self) -> Case:
-        options, history, new = self._options, len(self._session.ids), self._num_new
-        for round_number in range(-WARM_UP, options.pairs):
-            self._run.on_progress(f"turns {self._name}: round {round_number + 1}/{options.pairs}")
-            for name in in_turn(self._variants(round_number), round_number):
-                await self._take(name, round_number)
+    @property
+    def num_prompt(self) -> int:
+        """Tokens of each turn's prompt."""
+        return len(self.session.ids) + self.num_new
+
+    async def measure(self, run: RunOptions) -> Case:
+        """Take all rounds, and compare."""
+        history, new = len(self.session.ids), self.num_new
+        found = Interleaved(self.name, {"history_tokens": history, "new_tokens": new})
+        await take_rounds(
+            found,
+            self._variants,
+            range(-WARM_UP, self.options.pairs),
+            self._take,
+            lambda what: run.on_progress(f"turns {self.name}: {what}"),
+        )
         is_goal = history >= 2 * new  # where loading is what a turn is about
-        self._found.compare(METRIC, "ca", "resident", at_most=MOST_OVER_FLOOR if is_goal else 0.0)
-        self._found.compare_gain(METRIC, "re", "ca", at_least=_gain(history, new))
-        return self._found.case()
+        found.compare(METRIC, "ca", "resident", at_most=MOST_OVER_FLOOR if is_goal else 0.0)
+        found.compare(METRIC, "re", "ca", at_least=_gain(history, new))
+        return found.case()
 
     def _variants(self, round_number: int) -> list[str]:
-        options = self._options
-        is_long = self._num_prompt > options.answer_tokens + 2048
-        has_re = not options.re_max_tokens or self._num_prompt <= options.re_max_tokens
+        options = self.options
+        is_long = self.num_prompt > options.answer_tokens + 2048
+        has_re = not options.re_max_tokens or self.num_prompt <= options.re_max_tokens
         if round_number < 0:  # seconds suffice to warm up
             has_re = has_re and not is_long
         elif is_long and options.re_pairs:
             has_re = has_re and round_number < options.re_pairs
         return ["re", "ca", "resident"] if has_re else ["ca", "resident"]
 
-    async def _take(self, name: str, round_number: int) -> None:
+    async def _take(self, name: str) -> dict[str, float] | None:
         source, tier = WAYS[name]
-        for _ in range(ATTEMPTS):
-            await self._engine.settle()
-            times = await self._session.turn(source, self._num_new, self._options.answer_tokens)
-            if self._session.is_from(times, tier):
-                values = ttft_values(times, self._num_prompt)
-                note(self._found, name, round_number, values)
-                return
-            if round_number >= 0:
-                self._found.discard(name)
+        await self.engine.settle()
+        times = await self.session.turn(source, self.num_new, self.options.answer_tokens)
+        return ttft_values(times, self.num_prompt) if self.session.is_from(times, tier) else None
 
 
 def _gain(history: int, new: int) -> float:

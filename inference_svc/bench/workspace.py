@@ -1,20 +1,58 @@
-"""Where a run keeps its files, and the kvds and engines it starts there."""
+"""What a run works on: directories, the kvds it starts there, the model, the machine's facts."""
 
-import tempfile
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 
-import psutil
+import torch
 
 from inference_svc.assembly import Model
-from inference_svc.bench.kvd_sizes import KvdSizes
-from inference_svc.bench.random_model import NoRoomError
+from inference_svc.bench.figures import Machine, Subject
+from inference_svc.bench.options import ModelChoice
 from shared.children.child_kvd import ChildKvd, running_child_kvd
+from shared.measuring.workspace import check_memory, common_facts, directories
 from shared.types.kv_layout import KVLayout
-from shared.types.units import ceil_div, format_bytes
+from shared.types.units import ceil_div
+from shared.version import __version__
+
+
+@dataclass(frozen=True, slots=True)
+class KvdSizes:
+    """What one kvd of the bench is given.
+
+    Attributes:
+        ssd_bytes: 0: no SSD tier.
+        policy: of eviction; "": kvd's default.
+    """
+
+    dram_bytes: int
+    ssd_bytes: int = 0
+    segment_bytes: int = 64 << 20
+    policy: str = ""
+
+    def toml(self) -> str:
+        """Settings: nothing expires, nothing outlives the process but what is on SSD."""
+        eviction = f'[eviction]\npolicy = "{self.policy}"\n' if self.policy else ""
+        return f"""
+[dram]
+bytes = {self.dram_bytes}
+keep = "none"
+[ssd]
+bytes = {self.ssd_bytes}
+segment_bytes = {self.segment_bytes}
+reserve_bytes = 0
+admission = "write_through"
+[sessions]
+default_ttl = "never"
+[limits]
+load_wait = "120s"
+[log]
+level = "warning"
+format = "json"
+{eviction}"""
+
 
 SPARE_BLOCKS = 16  # of a tier, beyond what is asked for
 SEGMENT_BYTES = 64 << 20
@@ -36,7 +74,7 @@ class Workspace:
 
     @property
     def layout(self) -> KVLayout:
-        """Of the model's KV."""
+        """The layout of the model's KV cache."""
         return self.model.calibration.layout
 
     @asynccontextmanager
@@ -61,12 +99,12 @@ class Workspace:
         paths = self.state / name, self.runtime / name
         for path in paths:
             path.mkdir(mode=0o700)
-        check_memory(sizes.dram_bytes, "the DRAM tier")
+        check_room(sizes.dram_bytes, "the DRAM tier")
         async with running_child_kvd(sizes.toml(), *paths, paths[0] / "state") as kvd:
             yield kvd
 
     def num_blocks(self, num_tokens: int) -> int:
-        """Of a tier for so many tokens."""
+        """Blocks of a tier that holds so many tokens."""
         return ceil_div(num_tokens, self.layout.block_tokens) + SPARE_BLOCKS
 
     def _tier_bytes(self, num_tokens: int) -> int:
@@ -80,20 +118,37 @@ def workspace(directory: Path, model: Model) -> Iterator[Workspace]:
     Raises:
         OSError: nothing can be made there.
     """
-    prefix = "inference-bench-"
-    with (
-        tempfile.TemporaryDirectory(prefix=prefix, dir=directory) as state,
-        tempfile.TemporaryDirectory(prefix=prefix) as runtime,
-    ):
-        yield Workspace(Path(state), Path(runtime), model, count())
+    with directories(directory, "inference-bench-") as (state, runtime):
+        yield Workspace(state, runtime, model, count())
 
 
-def check_memory(needed_bytes: int, what: str) -> None:
+def check_room(needed_bytes: int, what: str) -> None:
     """Raise NoRoomError unless the machine has that much memory to give."""
-    available = psutil.virtual_memory().available
-    if available < needed_bytes:
-        raise NoRoomError(
-            f"{what} would take {format_bytes(needed_bytes)}, {format_bytes(available)} of memory"
-            " are available",
-            "measure shorter histories, or fewer layers with --layers",
-        )
+    check_memory(needed_bytes, what, "measure shorter histories, or fewer layers with --layers")
+
+
+_LIBRARIES = ("torch", "transformers", "grpcio", "numpy")
+
+
+def machine_facts(device: torch.device) -> Machine:
+    """Look at the machine."""
+    accelerator = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+    return Machine(**common_facts(_LIBRARIES), accelerator=accelerator, inference_svc=__version__)
+
+
+def subject_of(model: Model, choice: ModelChoice) -> Subject:
+    """Describe the model."""
+    loaded, layout = model.loaded, model.calibration.layout
+    return Subject(
+        name=loaded.name,
+        architecture=loaded.architecture,
+        random=choice.path is None,
+        layers=len(layout.layers),
+        num_weights=sum(weights.numel() for weights in loaded.model.parameters()),
+        dtype=str(loaded.dtype).removeprefix("torch."),
+        device=str(loaded.device),
+        threads=torch.get_num_threads(),
+        attention_mode=model.calibration.mode,
+        kv_bytes_per_token=layout.token_bytes,
+        block_tokens=layout.block_tokens,
+    )

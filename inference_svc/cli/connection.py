@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from inference_svc.default_places import SOCKET, default_listen
+from inference_svc.installation import SOCKET, default_listen
 from shared.access.addresses import UNIX
 
 # Imported where they are used: --help does without gRPC and settings.

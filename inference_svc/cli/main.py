@@ -17,17 +17,12 @@ from inference_svc.cli.connection import (
     client_of,
 )
 from shared.config.command_line import arranged
-from shared.config.group_help import WholeHelp
-from shared.config.lazy_commands import lazy_group
+from shared.config.lazy_commands import WholeHelp, lazy_group
 from shared.types.errors import InvalidInputError, ReportedError
 from shared.version import __version__
 
 # Imported where they are used: --help does without gRPC and settings.
 if TYPE_CHECKING:
-    from rich.table import Table
-
-    from inference_svc.config import InferenceSettings
-    from shared.config.settings import LoadedSettings
     from shared.pb.inference.v1 import inference_pb2 as pb
 
 app = typer.Typer(
@@ -118,7 +113,7 @@ def serve(
         "log.format": log_format,
     }
     from inference_svc.config import load_inference_settings
-    from inference_svc.engine_extra import require_engine
+    from inference_svc.installation import require_engine
     from shared.config.settings import warn_of_overridden
     from shared.process.log import configure_logging
 
@@ -240,55 +235,23 @@ def config_show(
 
     In JSON sizes are bytes and durations seconds.
     """
-    import json
-
     from inference_svc.config import LIVE_KEYS, load_inference_settings
     from shared.config.reload import is_live
-    from shared.terminal import printing
+    from shared.terminal.settings import print_settings
 
     loaded = load_inference_settings(config, {})
-    if as_json:
-        values = loaded.values()
-        rows = {
-            key: {"value": values[key], "source": source, "live": is_live(key, LIVE_KEYS)}
-            for key, _, source in loaded.rows()
-        }
-        typer.echo(json.dumps(rows, indent=2))
-    else:
-        printing.console().print(_table(loaded, printing.console().width))
+    rows = [(*row, is_live(row[0], LIVE_KEYS)) for row in loaded.rows()]
+    print_settings(rows, loaded.values(), as_json=as_json)
 
 
 @config_app.command("check")
 def config_check(config: ConfigOption = None) -> None:
     """Say whether the service would accept the settings on this machine; a line each problem."""
     from inference_svc.config import load_inference_settings
-    from shared.config.settings import InvalidSettingsError
+    from shared.terminal.settings import listing_problems
 
-    try:
+    with listing_problems("inference-svc"):
         load_inference_settings(config, {})
-    except InvalidSettingsError as error:
-        for problem in error.problems:
-            typer.echo(f"inference-svc: {problem}", err=True)
-        raise typer.Exit(error.exit_code) from error
-    typer.echo("the settings are right")
-
-
-def _table(loaded: "LoadedSettings[InferenceSettings]", width: int) -> "Table":
-    from inference_svc.config import LIVE_KEYS
-    from shared.config.reload import is_live
-    from shared.terminal.tables import Column, fitted
-
-    columns = (
-        Column("setting"),
-        Column("value", may_be_cut=True, least=16),
-        Column("from", rank=2),
-        Column("reload", rank=1),
-    )
-    rows = [
-        (key, value, source, "live" if is_live(key, LIVE_KEYS) else "")
-        for key, value, source in loaded.rows()
-    ]
-    return fitted(columns, rows, width)
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -1,21 +1,93 @@
-"""The loop of `inference-svc top`: look, show, wait for a key."""
+"""`inference-svc top`: look, show how it goes now and over the last looks, wait for a key."""
 
 import asyncio
 import sys
 from collections import deque
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
 
 from rich.live import Live
 from rich.text import Text
 
 from inference_svc.cli.client import InferenceClient
-from inference_svc.cli.top_view import KEYS, top_lines
+from inference_svc.cli.status_view import status_lines
+from shared.pb.inference.v1 import inference_pb2 as pb
 from shared.terminal import printing
 from shared.terminal.keyboard import keyboard
+from shared.terminal.printing import sparkline
 from shared.types.errors import InvalidInputError, ReportedError
+from shared.types.units import format_duration
 
-if TYPE_CHECKING:
-    from shared.pb.inference.v1 import inference_pb2 as pb
+_LABEL_WIDTH = 13
+_VALUE_WIDTH = 12
+KEYS = "Space holds still, or goes on   q quits"
+
+
+def top_lines(looks: Sequence[pb.Model], width: int) -> Iterator[str]:
+    """The status now, then a line of bars for each rate, the newest at the right.
+
+    Args:
+        looks: at one service, oldest first, at least one; of those before its last start nothing
+            is told.
+        width: of the terminal.
+    """
+    yield from status_lines(looks[-1], width)
+    yield ""
+    for label, values, show in _series(_of_one_life(looks)):
+        known = [value for value in values if value is not None]
+        now = show(values[-1]) if values and values[-1] is not None else "-"
+        bars = sparkline(values, width - _LABEL_WIDTH - _VALUE_WIDTH)
+        most = f"  most {show(max(known))}" if known else ""
+        bars = bars[max(0, len(bars) + len(most) - (width - _LABEL_WIDTH - _VALUE_WIDTH)) :]
+        yield f"{label:<{_LABEL_WIDTH}}{now:>{_VALUE_WIDTH - 2}}  {bars}{most}"
+
+
+def _of_one_life(looks: Sequence[pb.Model]) -> Sequence[pb.Model]:
+    """The looks since the service's last start."""
+    for index in range(len(looks) - 1, 0, -1):
+        if looks[index].gauges["uptime_s"] < looks[index - 1].gauges["uptime_s"]:
+            return looks[index:]
+    return looks
+
+
+Series = tuple[str, list[float | None], Callable[[float], str]]
+
+
+def _series(looks: Sequence[pb.Model]) -> Iterator[Series]:
+    """What is drawn: its name, a value of each time between two looks, and how it is written."""
+    pairs = list(pairwise(looks))
+
+    def rate(name: str) -> list[float | None]:
+        return [_share(_grown(a, b, name), _seconds(a, b)) for a, b in pairs]
+
+    def number(value: float) -> str:
+        return f"{value:,.3g}"
+
+    yield "tokens/s", rate("output_tokens"), number
+    yield "turns/s", rate("turns_finished"), number
+    hits = [_share(_grown(a, b, "reused_tokens"), _grown(a, b, "history_tokens")) for a, b in pairs]
+    yield "hit rate", hits, lambda value: f"{value:.0%}"
+    yield "first token", [_mean_ttft(a, b) for a, b in pairs], format_duration
+    yield "turns run", [float(look.running_turns) for look in looks], number
+    yield "turns wait", [float(look.waiting_turns) for look in looks], number
+
+
+def _grown(before: pb.Model, after: pb.Model, name: str) -> int:
+    return after.counters.get(name, 0) - before.counters.get(name, 0)
+
+
+def _seconds(before: pb.Model, after: pb.Model) -> float:
+    return after.gauges["uptime_s"] - before.gauges["uptime_s"]
+
+
+def _mean_ttft(before: pb.Model, after: pb.Model) -> float | None:
+    num_turns = after.gauges["timed_turns"] - before.gauges["timed_turns"]
+    return _share(after.gauges["ttft_total_s"] - before.gauges["ttft_total_s"], num_turns)
+
+
+def _share(part: float, whole: float) -> float | None:
+    return part / whole if whole > 0 else None
+
 
 MOST_LOOKS = 500  # that are kept: as many as the widest terminal has columns
 LEAST_INTERVAL_S = 0.1

@@ -103,7 +103,7 @@ class Context:
 
 
 def clip(ranges: Sequence[Range], num_tokens: int) -> tuple[Range, ...]:
-    """The part of merged ranges that is among the first tokens."""
+    """Return the part of merged ranges that is among the first tokens."""
     return tuple((start, min(end, num_tokens)) for start, end in ranges if start < num_tokens)
 
 

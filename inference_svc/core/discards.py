@@ -64,7 +64,7 @@ def num_in(ranges: Iterable[Range]) -> int:
 
 
 def kept_runs(ranges: Iterable[Range], num_tokens: int) -> list[Range]:
-    """What is left of the first `num_tokens` positions: runs in order, none empty."""
+    """Return what is left of the first `num_tokens` positions: runs in order, none empty."""
     kept = []
     start = 0
     for range_start, range_end in ranges:

@@ -3,7 +3,7 @@
 Pure. Invariants: 1. the first turn of a session's queue runs, the others wait; 2. a session without
 turns has no entry; 3. the bounds hold.
 
-Who is refused is told when to come back (`return_times.py`), each tenant by itself: one that asks
+Who is refused is told when to come back (`ReturnTimes`), each tenant by itself: one that asks
 again and again does not make others wait.
 """
 
@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import Generic, TypeVar
 
 from inference_svc.core.errors import QueueFullError, SessionBusyError
-from inference_svc.core.return_times import ReturnTimes
+from inference_svc.core.tenant_limits import ReturnTimes
 from shared.types.session_key import SessionKey
 
 MAX_RETRY_S = 10.0
@@ -48,7 +48,7 @@ class SessionTurns(Generic[T]):
         return (turn for queue in self._queues.values() for turn in queue)
 
     def of(self, key: SessionKey) -> tuple[T, ...]:
-        """Turns of a session: the running one, then those that wait."""
+        """List the turns of a session: the running one, then those that wait."""
         return tuple(self._queues.get(key, ()))
 
     def enter(self, key: SessionKey, turn: T, now_ns: int, *, wait: bool) -> bool:

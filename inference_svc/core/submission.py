@@ -1,10 +1,10 @@
 """What a client asks for: one turn of one session. Pure."""
 
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
+from inference_svc.core.answers import SamplingParams
 from inference_svc.core.compression.policy import CompressionPolicy
-from inference_svc.core.sampling_params import SamplingParams
 from inference_svc.core.truncation import USUAL_SINKS, OverflowPolicy
 from shared.types.session_key import SessionKey
 
@@ -78,15 +78,24 @@ class TurnDefaults:
     model: ModelTraits = ModelTraits()
 
 
+class TurnNames(NamedTuple):
+    """What a client calls a turn, as it came: nothing of it has been checked; "" is not given."""
+
+    tenant: str
+    session_id: str
+    request_id: str
+
+
 @dataclass(frozen=True)
 class Submission:
-    """A decoded SubmitTurn.
+    """What every front makes of a client's request for a turn, gRPC and HTTP alike.
 
     Attributes:
         input: never empty.
         has_max_tokens: False: where nothing may be dropped, the answer may fill what is left of the
             window, up to sampling.max_tokens.
-        digest: of input and sampling as the client sent them.
+        digest: of input and sampling as the client sent them; "" if no other turn can have the same
+            request id, because that is a digest of them.
         expected_turn: turns the client believes are complete, None if it does not say.
         waits: queue behind a running turn of the session.
         is_final: the conversation ends with this turn.

@@ -3,7 +3,8 @@
 A rate is a bucket that holds a minute's worth and fills all the time. A turn takes one from the
 bucket of turns when it begins. It may begin while the bucket of tokens is not empty; it reserves
 there what it may need, which can leave a debt, and settles when it has ended: tokens that it
-computed (prompt and answer) stay taken, tokens that it found in the cache cost nothing.
+computed (prompt and answer) stay taken, tokens that it found in the cache cost nothing. Whoever is
+refused is told when to come back (`ReturnTimes`).
 
 Invariants (`check`): 1. a tenant's turns are counted from `enter` to `leave`, and so are sessions
 that they open, until they are there; 2. a tenant that is idle and owes nothing has no entry, at the
@@ -15,9 +16,40 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from inference_svc.core.errors import RateLimitedError, TooManySessionsError, TooManyTurnsError
-from inference_svc.core.return_times import ReturnTimes
 from shared.types.errors import ExhaustedError
 from shared.types.units import NS_PER_S
+
+
+class ReturnTimes:
+    """When clients that were refused are told to come back.
+
+    Each later than the one before, by what a place takes to become free: a thousand clients that
+    came back together would nearly all be refused again. After some time it begins anew: the pace
+    may be estimated too slow, and places must not stay empty.
+
+    Attributes:
+        last_ns: when the client that was refused last may come back.
+    """
+
+    def __init__(self) -> None:
+        self.last_ns = 0
+
+    def next_s(self, now_ns: int, first_s: float, pace_s: float, most_s: float) -> float:
+        """Return in how many seconds the next one may come back.
+
+        Args:
+            now_ns: the time.
+            first_s: when the first one may.
+            pace_s: between two.
+            most_s: later ones share the times of the first, which may itself be later than that.
+        """
+        first_ns, pace_ns = now_ns + int(first_s * NS_PER_S), int(pace_s * NS_PER_S)
+        return_ns = max(first_ns, self.last_ns + pace_ns)
+        if return_ns > now_ns + int(most_s * NS_PER_S):
+            return_ns = first_ns
+        self.last_ns = return_ns
+        return (return_ns - now_ns) / NS_PER_S
+
 
 MINUTE_S = 60.0
 MAX_RETRY_S = MINUTE_S  # those who are refused are spread over so much
@@ -49,7 +81,7 @@ class Bucket:
         return max(1.0, self._per_minute or 0.0)
 
     def level(self, now_ns: int) -> float:
-        """What is in it; below 0: a debt."""
+        """Return what is in it; below 0: a debt."""
         if self._per_minute is not None:
             passed_s = max(0, now_ns - self._filled_ns) / NS_PER_S
             level = self._level + self._per_minute * passed_s / MINUTE_S

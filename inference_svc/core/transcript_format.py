@@ -19,7 +19,7 @@ from typing import Any
 
 from inference_svc.core.context import Context, replay
 from inference_svc.core.discards import Discard
-from inference_svc.core.errors import InvalidDiscardError
+from inference_svc.core.errors import InvalidDiscardError, SessionEndedError, TurnMismatchError
 from inference_svc.core.turn_record import TurnRecord, Usage
 from shared.types.errors import StateError
 from shared.types.lineage import Lineage
@@ -70,11 +70,6 @@ class Transcript:
         return self.context.token_ids
 
     @property
-    def computed_tokens(self) -> int:
-        """Leading tokens of the context whose KV the turns have computed."""
-        return self.context.computed_tokens
-
-    @property
     def token_ids(self) -> tuple[int, ...]:
         """All tokens the session ever had."""
         return tuple(token for turn in self.turns for token in (*turn.input_ids, *turn.output_ids))
@@ -121,7 +116,7 @@ class Transcript:
         return Transcript(header, self.turns[:at_turn], discards=discards)
 
     def find(self, request_id: str) -> TurnRecord | None:
-        """The turn that was submitted under this id."""
+        """Find the turn that was submitted under this id."""
         return next((turn for turn in self.turns if turn.request_id == request_id), None)
 
 
@@ -246,3 +241,43 @@ def _discard(record: dict[str, Any]) -> Discard:
     found = record.get("lineage")
     lineage = Lineage(bytes.fromhex(found["digest"]), found["clean_tokens"]) if found else None
     return Discard(ranges, int(record["after_tokens"]), str(record["reason"]), lineage)
+
+
+@dataclass(frozen=True)
+class ExpectedSession:
+    """What a client believes of a session, checked before the session changes.
+
+    None: it does not say.
+
+    Attributes:
+        num_turns: that are complete.
+        context_tokens: that are still there.
+    """
+
+    num_turns: int | None = None
+    context_tokens: int | None = None
+
+    def check(self, transcript: Transcript) -> None:
+        """Refuse to change a session that is over, or is not as the client believes.
+
+        Raises:
+            TurnMismatchError: it has other numbers.
+            SessionEndedError: it takes no further turn.
+        """
+        num_turns, context_tokens = len(transcript.turns), len(transcript.context_ids)
+        if self.num_turns not in (None, num_turns):
+            raise TurnMismatchError(
+                f"the session has {num_turns} complete turns, expected_turn is {self.num_turns}",
+                f"read the session, then submit with expected_turn = {num_turns}",
+            )
+        if self.context_tokens not in (None, context_tokens):
+            raise TurnMismatchError(
+                f"the session has a context of {context_tokens} tokens, "
+                f"expected_context_tokens is {self.context_tokens}",
+                "read the session: an equal discard before this one may have succeeded",
+            )
+        if transcript.has_ended:
+            raise SessionEndedError(
+                f"session {transcript.header.session_id} ended with a final turn",
+                "open a new session, or fork this one",
+            )

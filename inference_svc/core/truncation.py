@@ -7,7 +7,7 @@
 One range goes at a time, as long as `ratio` of what may go; longer if that is not enough. The
 system message stays, and where there are chat frames the range ends where one begins, unless the
 policy says otherwise. So do the sinks, the first tokens of the context, whatever they are part of:
-rows that were computed over them are worth little without them in many models.
+KV that was computed over them is worth little without them in many models.
 
 *Source:* token truncation: CachedAttention, USENIX ATC'24, §3.4; sinks: StreamingLLM, ICLR 2024.
 """

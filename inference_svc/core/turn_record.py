@@ -1,8 +1,13 @@
-"""What is remembered of a turn: its tokens, its text, what it cost. Pure."""
+"""What a client sees of a turn, and what is remembered of it: its tokens, text and cost. Pure.
+
+Events come in this order: accepted, started, tokens…, finished.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
+from inference_svc.core.answers import AnswerToken
 from inference_svc.core.discards import Discard
 
 TOP = tuple[tuple[int, float], ...]
@@ -96,3 +101,51 @@ class TurnRecord:
     def text(self) -> str:
         """The whole answer."""
         return "".join(self.pieces)
+
+
+@dataclass(frozen=True)
+class Accepted:
+    """The turn is valid and queued.
+
+    Attributes:
+        is_replayed: the recorded result of an earlier, equal request follows.
+    """
+
+    session_id: str
+    turn: int
+    request_id: str
+    queue_length: int
+    is_replayed: bool
+
+
+@dataclass(frozen=True)
+class Started:
+    """The history is loaded as far as it was stored."""
+
+    history_tokens: int
+    reused_tokens: int
+    queue_s: float
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """The answer's next tokens."""
+
+    tokens: tuple[AnswerToken, ...]
+
+
+@dataclass(frozen=True)
+class Finished:
+    """The last event.
+
+    Attributes:
+        turns: complete turns of the session now.
+    """
+
+    finish_reason: str
+    text: str
+    usage: Usage
+    turns: int
+
+
+TurnEvent: TypeAlias = Accepted | Started | Tokens | Finished

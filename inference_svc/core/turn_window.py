@@ -1,12 +1,72 @@
-"""How one turn stays in its window: what goes before it begins, and while it is answered. Pure."""
+"""How one turn stays in its window: what goes before it begins, and while it is answered. Pure.
 
+A context is cut where a message of its chat begins (`FrameTokens`), as the turn's overflow policy
+says (`truncation.py`).
+"""
+
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from inference_svc.core.chat_frames import FrameTokens
 from inference_svc.core.context import Context
 from inference_svc.core.discards import Range, num_in
 from inference_svc.core.errors import InputTooLongError
 from inference_svc.core.truncation import REJECT, OverflowPolicy, plan_truncation
+
+
+@dataclass(frozen=True)
+class FrameTokens:
+    """Special tokens of a chat template: where its messages begin; without any there are no frames.
+
+    A frame is a message as the template writes it: from its opening special token to the next
+    one's. Special tokens are looked for in the tokens that clients sent as messages or as token
+    ids. Raw text has no frames and may be cut anywhere; what a model answers begins none, whatever
+    it writes.
+
+    Attributes:
+        opening: begin a message.
+        closing: end an answer; where no token begins messages, a frame begins after one of these.
+    """
+
+    opening: frozenset[int] = frozenset()
+    closing: frozenset[int] = frozenset()
+
+    @property
+    def ids(self) -> frozenset[int]:
+        """All of them."""
+        return self.opening | self.closing
+
+    def starts(self, token_ids: Sequence[int], framed: bytes) -> list[int]:
+        """Find where frames begin.
+
+        Args:
+            token_ids: of a context.
+            framed: for each of them, whether it may begin a message (see `Context`).
+
+        Returns:
+            Positions, ascending; [] if there are no frames.
+        """
+        if self.opening:
+            found = enumerate(zip(token_ids, framed, strict=True))
+            return [at for at, (token, may) in found if may and token in self.opening]
+        if not any(framed):
+            return []
+        return [at + 1 for at, token in enumerate(token_ids) if token in self.closing]
+
+    def last_start(self, token_ids: Sequence[int]) -> int:
+        """Where the last frame of a rendered chat begins; 0 if there are no frames."""
+        starts = self.starts(token_ids, b"\1" * len(token_ids))
+        return starts[-1] if starts else 0
+
+
+def common_prefix(first: Sequence[int], *others: Sequence[int]) -> int:
+    """How many leading tokens all of them share."""
+    length = 0
+    for tokens in zip(first, *others, strict=False):
+        if len(set(tokens)) > 1:
+            break
+        length += 1
+    return length
+
 
 RESERVE_SHARE = 4  # the reserve is at most one part in four of the window
 LEAST_CUT_SHARE = 8  # where there is no way to make that room: one part in eight, mid-turn
@@ -72,7 +132,7 @@ class TurnWindow:
             raise self._too_long(history_tokens, new_tokens)
 
     def mid_turn(self, context: Context, tail_tokens: int) -> tuple[Range, ...]:
-        """Choose what goes of a context whose rows are all filled; () if nothing may.
+        """Choose what goes of a context whose token slots are all filled; () if nothing may.
 
         It is as much as the reserve, or an eighth of the window if that is less and all there is: a
         cut costs as much as the context is long, so an answer does not go on token by token.
@@ -98,7 +158,7 @@ class TurnWindow:
         return ()
 
     def answer_tokens(self, prompt_tokens: int) -> int:
-        """The longest answer to a prompt that fits: where nothing may go, what is left of it."""
+        """Return the longest answer to a prompt that fits: where nothing may go, what is left."""
         room_tokens = self.window_tokens - prompt_tokens
         return min(self.max_tokens, room_tokens) if self.is_rigid else self.max_tokens
 

@@ -11,12 +11,17 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from inference_svc.demo.conversations import MODEL_DIR, shipped_conversations
-from inference_svc.demo.facts import Summary, TurnFacts, as_document, summarise
-from inference_svc.demo.replay import replay
-from inference_svc.demo.report import LiveReport, closing_words
-from inference_svc.demo.servers import DemoServers, running_servers
-from inference_svc.engine_extra import require_engine
+from inference_svc.demo.replay import replay, shipped_conversations
+from inference_svc.demo.report import (
+    LiveReport,
+    Summary,
+    TurnFacts,
+    as_document,
+    closing_words,
+    summarise,
+)
+from inference_svc.demo.servers import MODEL_DIR, DemoServers, running_servers
+from inference_svc.installation import require_engine
 from shared.terminal import printing
 
 EXIT_DIFFERS = 1

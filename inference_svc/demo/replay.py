@@ -4,16 +4,40 @@ Sessions are interleaved (all first turns, then all second turns, …). Only one
 a time, so that the two times to first token of a turn are measured alike.
 """
 
+import json
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 
 from inference_svc.cli.client import InferenceClient, TurnResult, turn_request
-from inference_svc.demo.conversations import Conversation
-from inference_svc.demo.facts import TurnFacts
+from inference_svc.demo.report import TurnFacts
 from inference_svc.demo.servers import DemoServers
 from shared.pb.inference.v1 import inference_pb2 as pb
 
+DATA_DIR = Path(__file__).parent / "data"  # origin and licences: its README.md
 OUTPUT_TOKENS = 32
 NUM_TURNS_BEFORE_KILL = 4
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """The users' turns of one dialogue; the first one opens with a document.
+
+    Attributes:
+        session_id: the session it is replayed as.
+        title: of the document.
+        turns: what the user says, in order.
+    """
+
+    session_id: str
+    title: str
+    turns: tuple[str, ...]
+
+
+def shipped_conversations() -> tuple[Conversation, ...]:
+    """Read the sample that comes with the package."""
+    rows = json.loads((DATA_DIR / "conversations.json").read_text(encoding="utf-8"))
+    return tuple(Conversation(row["session"], row["title"], tuple(row["turns"])) for row in rows)
 
 
 async def replay(

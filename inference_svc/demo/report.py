@@ -1,6 +1,8 @@
-"""The demo's live table and its closing words."""
+"""What the demo finds out, turn by turn; what it concludes; its live table, its closing words."""
 
 from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from statistics import median
 from types import TracebackType
 from typing import Self
 
@@ -9,8 +11,141 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
-from inference_svc.demo.facts import Summary, TurnFacts
 from shared.types.units import format_duration
+
+MIN_REUSED_SHARE = 0.9  # of the history, before the kill of kvd and after it
+MOST_NAMED = 3  # turns that a message names
+
+
+@dataclass(frozen=True)
+class TurnFacts:
+    """One turn, answered twice.
+
+    Attributes:
+        session_id: of the conversation.
+        turn: index from 0.
+        history_tokens: prompt tokens whose KV an earlier turn has computed.
+        reused_tokens: of them, loaded from kvd.
+        new_tokens: prompt tokens computed for the first time.
+        output_tokens: length of the answer.
+        tiers: where the reused tokens were found, most first.
+        ttft_s: time to first token with reuse.
+        recompute_ttft_s: the same turn in the service that recomputes.
+        identical: whether both answers are the same tokens.
+        after_kill: whether kvd was killed and restarted before it.
+    """
+
+    session_id: str
+    turn: int
+    history_tokens: int
+    reused_tokens: int
+    new_tokens: int
+    output_tokens: int
+    tiers: tuple[str, ...]
+    ttft_s: float
+    recompute_ttft_s: float
+    identical: bool
+    after_kill: bool
+
+    @property
+    def ttft_ratio(self) -> float:
+        """How many times faster the first token comes with reuse."""
+        return self.recompute_ttft_s / self.ttft_s
+
+
+@dataclass(frozen=True)
+class Summary:
+    """The demo's verdict.
+
+    Attributes:
+        identical: every answer equals recomputation.
+        reused_share: reused over history tokens after each session's first turn, before the kill.
+        reused_share_after_kill: the same after kvd was killed and restarted.
+        ttft_ratio: time to first token of recomputation over that with reuse, the median over turns
+            with history.
+        shortfalls: what was promised and not shown, a phrase each that says what was found.
+    """
+
+    num_sessions: int
+    num_turns: int
+    identical: bool
+    reused_share: float
+    reused_share_after_kill: float
+    ttft_ratio: float
+    shortfalls: tuple[str, ...]
+
+    @property
+    def passed(self) -> bool:
+        """Whether the demo shows what it promises."""
+        return not self.shortfalls
+
+
+def summarise(turns: Sequence[TurnFacts]) -> Summary:
+    """Conclude from all turns."""
+    before_kill = [turn for turn in turns if turn.history_tokens and not turn.after_kill]
+    after_kill = [turn for turn in turns if turn.history_tokens and turn.after_kill]
+    different = [turn for turn in turns if not turn.identical]
+    with_history = [*before_kill, *after_kill]
+    ratio = median(turn.ttft_ratio for turn in with_history) if with_history else 0.0
+    return Summary(
+        num_sessions=len({turn.session_id for turn in turns}),
+        num_turns=len(turns),
+        identical=bool(turns) and not different,
+        reused_share=_reused_share(before_kill),
+        reused_share_after_kill=_reused_share(after_kill),
+        ttft_ratio=ratio,
+        shortfalls=(
+            *_differences(different),
+            *_reuse_shortfall("before the kill", before_kill),
+            *_reuse_shortfall("after the kill", after_kill),
+            *_ttft_shortfall(ratio, len(with_history)),
+        ),
+    )
+
+
+def as_document(turns: Sequence[TurnFacts], model: str) -> dict[str, object]:
+    """Everything as one JSON-ready document."""
+    summary = summarise(turns)
+    return {
+        **asdict(summary),
+        "passed": summary.passed,
+        "model": model,
+        "turns": [asdict(turn) | {"ttft_ratio": turn.ttft_ratio} for turn in turns],
+    }
+
+
+def _differences(different: Sequence[TurnFacts]) -> tuple[str, ...]:
+    if not different:
+        return ()
+    names = ", ".join(
+        f"turn {turn.turn + 1} of {turn.session_id}" for turn in different[:MOST_NAMED]
+    )
+    more = ", …" if len(different) > MOST_NAMED else ""
+    return (f"{len(different)} answers differ from recomputation ({names}{more})",)
+
+
+def _reuse_shortfall(when: str, turns: Sequence[TurnFacts]) -> tuple[str, ...]:
+    if not turns:
+        return (f"{when} no turn had a history",)
+    share = _reused_share(turns)
+    if share >= MIN_REUSED_SHARE:
+        return ()
+    reused_tokens = sum(turn.reused_tokens for turn in turns)
+    history_tokens = sum(turn.history_tokens for turn in turns)
+    found = f"{reused_tokens} of {history_tokens} tokens of history were loaded ({share:.1%})"
+    return (f"{when} {found}, not {MIN_REUSED_SHARE:.0%}",)
+
+
+def _ttft_shortfall(ratio: float, num_turns: int) -> tuple[str, ...]:
+    if ratio > 1 or not num_turns:
+        return ()
+    found = f"the first token came {ratio:.2f}x as soon as with recomputation, not sooner"
+    return (f"{found} (median of {num_turns} turns with history)",)
+
+
+def _reused_share(turns: Sequence[TurnFacts]) -> float:
+    history_tokens = sum(turn.history_tokens for turn in turns)
+    return sum(turn.reused_tokens for turn in turns) / history_tokens if history_tokens else 0.0
 
 
 class LiveReport:

@@ -8,11 +8,11 @@ from pathlib import Path
 import grpc
 
 from inference_svc.cli.client import InferenceClient
-from inference_svc.demo.conversations import MODEL_DIR
 from shared.children.child_process import ChildFailedError, ChildProcess
 from shared.pb.kvd.v1 import kvd_pb2, kvd_pb2_grpc
 from shared.process.runtime_dir import READER_SOCKET, channel_options
 
+MODEL_DIR = Path(__file__).parent / "model"
 SETTLE_DEADLINE_S = 30.0  # for write-back, and for the engine to find the restarted kvd
 POLL_S = 0.05
 CALL_S = 10.0
@@ -21,7 +21,7 @@ MODEL_FLAGS = ("--model", str(MODEL_DIR), "--dtype", "float32", "--threads", "1"
 
 
 class DemoServers:
-    """See the module docstring.
+    """kvd, a service that reuses and one that recomputes.
 
     Attributes:
         kvd_dir: runtime directory of kvd, for `kvd … --runtime-dir`.

@@ -22,19 +22,24 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from inference_svc.core.compression.policies import check_compression, make_compression
 from inference_svc.core.compression.policy import CompressionPolicy, special_tokens
-from inference_svc.core.compression.registry import check_compression, make_compression
 from inference_svc.core.discards import num_in
-from inference_svc.eval.eval_model import EvalModel
+from inference_svc.eval.eval_model import EvalModel, EvalText, UnusableTextError, load_text
 from inference_svc.eval.figures import CompressedQuality, CompressionReport
-from inference_svc.eval.intervals import share
 from inference_svc.eval.options import CompressionOptions
 from inference_svc.eval.perplexity import perplexity_of, ratio_of
-from inference_svc.eval.records import RECORDS_PER_TURN, Question, Record, RecordText, draw_records
-from inference_svc.eval.retrieval import is_found
+from inference_svc.eval.retrieval import (
+    RECORDS_PER_TURN,
+    Question,
+    Record,
+    RecordText,
+    draw_records,
+    is_found,
+)
 from inference_svc.eval.sequence import Sequence as Context
-from inference_svc.eval.text import EvalText, UnusableTextError, load_text
 from inference_svc.runtime.compute.attention_scores import keeper_for
+from shared.measuring.statistics import share
 from shared.types.errors import InvalidInputError
 
 MOST_ASKED_TOKENS = 64  # room for a question and its answer behind a context

@@ -1,29 +1,33 @@
-"""EvalModel: a model directory ready to be measured by any method.
+"""A model directory ready to be measured by any method, and the text to measure it on.
 
-Owns the loaded model, one calibration and runner for each kind of positions, and the pool that
-sequences take their rows from.
+`EvalModel` owns the loaded model, one calibration and runner for each kind of positions, and the
+pool that sequences take their rows from.
 """
 
+import gzip
+import re
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
 import torch
 
 from inference_svc.core.errors import UnsupportedModelError
 from inference_svc.core.truncation import USUAL_SINKS
-from inference_svc.eval.methods import METHODS, Method, Positions, positions_of
-from inference_svc.eval.options import EvalChoice
+from inference_svc.eval.options import METHODS, EvalChoice, Method, Positions, positions_of
 from inference_svc.runtime.calibration.calibration import MIN_CONTEXT_WINDOW, calibrate
 from inference_svc.runtime.calibration.sinks import find_sinks
 from inference_svc.runtime.compute.model_runner import ModelRunner
 from inference_svc.runtime.kv.kv_pool import KVPool
 from inference_svc.runtime.model.model_loader import LoadedModel, load_model
 from inference_svc.runtime.positions.recipes import Calibration
-from inference_svc.runtime.transfer.shift import can_shift
+from inference_svc.runtime.transfer.compaction import can_compact
 from inference_svc.runtime.turns.chat_text import TurnText
 from shared.types.errors import ConfigError, InvalidInputError
 
-SEQUENCES = 2  # that have rows at a time, each in a slab and a write buffer
+SEQUENCES = 2  # that have rows at a time, each in a sequence's KV and a write buffer
 
 
 class NoTokenizerError(ConfigError):
@@ -34,7 +38,7 @@ class NoTokenizerError(ConfigError):
 
 @dataclass(frozen=True)
 class EvalModel:
-    """See the module docstring.
+    """A model directory ready to be measured by any method.
 
     Attributes:
         text: encodes text and chat as the service does.
@@ -122,7 +126,7 @@ def _check_calibrations(
     loaded: LoadedModel, calibrations: dict[Positions, Calibration], methods: Sequence[Method]
 ) -> None:
     """Refuse methods that this model cannot be measured by, or not in one run."""
-    if "ca-shift" in methods and not can_shift(calibrations["decoupled"]):
+    if "ca-shift" in methods and not can_compact(calibrations["decoupled"]):
         raise UnsupportedModelError(
             f"keys of {loaded.architecture} cannot be turned once they are cached",
             "leave ca-shift out of --methods",
@@ -132,3 +136,78 @@ def _check_calibrations(
             f"{loaded.architecture} is served in another mode by some of these methods",
             "give one of --methods at a time",
         )
+
+
+SUFFIXES = (".txt", ".txt.gz")
+_WORD = re.compile(r"\S+|\n")
+
+
+class UnusableTextError(InvalidInputError):
+    """The text file cannot be read, or does not hold enough."""
+
+    reason = "unusable_text"
+
+
+@dataclass(frozen=True, slots=True)
+class EvalText:
+    """Encoded text.
+
+    Attributes:
+        token_ids: after the model's begin token, if it has one.
+        num_words: blank-separated ones, and one end per line: what WikiText's perplexities count.
+    """
+
+    token_ids: tuple[int, ...]
+    num_words: int
+
+
+def load_text(path: Path, model: EvalModel, num_words: int = 0) -> EvalText:
+    """Read and encode a file, or its first words.
+
+    Args:
+        path: plain text in UTF-8, or the same compressed by gzip.
+        model: whose tokenizer encodes it.
+        num_words: 0: all.
+
+    Raises:
+        UnusableTextError: it is not there, or is no such file.
+    """
+    text = first_words(read_text(path), num_words)
+    tokenizer: Any = model.loaded.tokenizer
+    token_ids = tokenizer(text, add_special_tokens=False, verbose=False).input_ids
+    begin = () if tokenizer.bos_token_id is None else (tokenizer.bos_token_id,)
+    return EvalText((*begin, *token_ids), count_words(text))
+
+
+def read_text(path: Path) -> str:
+    """Read a file as it is: line ends are not changed.
+
+    Raises:
+        UnusableTextError: it is not there, or is no text.
+    """
+    remedy = "give a file of plain text, .txt or .txt.gz, in UTF-8"
+    if not path.name.endswith(SUFFIXES):
+        raise UnusableTextError(f"{path} is not named as a text", remedy)
+    try:
+        content = path.read_bytes()
+        return (gzip.decompress(content) if path.suffix == ".gz" else content).decode("utf-8")
+    except FileNotFoundError as error:
+        raise UnusableTextError(f"{path} does not exist", remedy) from error
+    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
+        cause = getattr(error, "strerror", None) or type(error).__name__
+        raise UnusableTextError(f"{path} cannot be read ({cause})", remedy) from error
+
+
+def count_words(text: str) -> int:
+    """Count blank-separated words, and one end per line."""
+    return len(text.split()) + text.count("\n")
+
+
+def first_words(text: str, num_words: int) -> str:
+    """Cut text after its first words, counted as `count_words` does; 0: all of it."""
+    if not num_words:
+        return text
+    for number, match in enumerate(_WORD.finditer(text), start=1):
+        if number == num_words:
+            return text[: match.end()]
+    return text

@@ -6,8 +6,8 @@ removed only with a new number in SCHEMA.
 
 from dataclasses import asdict, dataclass
 
-from inference_svc.eval.intervals import Interval
 from inference_svc.eval.options import Truncation
+from shared.measuring.statistics import Interval
 
 SCHEMA = "inference_svc.eval/1"
 

@@ -1,17 +1,97 @@
-"""What a run of `inference-svc eval` is told. Pure."""
+"""What a run of `inference-svc eval` is told, as values and on the command line. Pure.
+
+Owns the ways to truncate a context that are compared, and which tokens an overflow drops.
+
+*Source:* CachedAttention, USENIX ATC'24, §4.3.4 (OF) and §4.3.5 (CA, TT, NKVT).
+"""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal, cast
 
-from inference_svc.eval.methods import Method
+import typer
 
-Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+from inference_svc.bench.options import Device, DtypeName, JsonTo, PlotTo
+from inference_svc.core.discards import Range
+from shared.measuring.options import TEXT, say_nothing
+from shared.types.errors import InvalidInputError
+
+Method = Literal["ca", "ca-shift", "tt", "of", "nkvt"]
+Positions = Literal["auto", "decoupled", "naive"]
+
+METHODS: dict[Method, str] = {
+    "ca": "kept KV is kept; keys are stored before RoPE, and embedded at their new positions",
+    "ca-shift": "the same for a resident context: keys after RoPE are turned to new positions",
+    "tt": "kept tokens are recomputed, all of them",
+    "of": "keys are stored after RoPE: kept tokens from the first dropped one on are recomputed",
+    "nkvt": "kept KV is kept as it is: keys have their old positions, new tokens the next free row",
+}
+REFERENCE: Method = "tt"
+"""What the others are compared with: nothing in it is left over from dropped tokens."""
 
 
-def _say_nothing(_what: str) -> None:
-    """Report progress to nobody."""
+def methods_of(text: str) -> tuple[Method, ...]:
+    """Read "ca,tt,nkvt", in any case and each once.
+
+    Raises:
+        InvalidInputError: another name is there, or none at all.
+    """
+    names = list(dict.fromkeys(part.strip().lower() for part in text.split(",") if part.strip()))
+    unknown = [name for name in names if name not in METHODS]
+    if unknown or not names:
+        raise InvalidInputError(
+            f"no such method: {', '.join(unknown) or 'none is named'}",
+            f"name some of {', '.join(METHODS)}",
+        )
+    return tuple(cast("Method", name) for name in names)
+
+
+def positions_of(method: Method) -> Positions:
+    """How a model has to be calibrated for a method."""
+    if method in {"ca", "ca-shift"}:
+        return "decoupled"
+    return "naive" if method == "nkvt" else "auto"
+
+
+def sinks_of(text: str) -> int | None:
+    """Read a number of first tokens, or "auto", which is None.
+
+    Raises:
+        InvalidInputError: it is neither.
+    """
+    if text != "auto" and not text.isdecimal():
+        raise InvalidInputError(f"{text!r} are no sinks", "give --sinks a number, or auto")
+    return None if text == "auto" else int(text)
+
+
+def ratios_of(text: str) -> tuple[float, ...]:
+    """Read "0.5,0.25".
+
+    Raises:
+        InvalidInputError: something else is there.
+    """
+    try:
+        return tuple(float(part) for part in text.split(","))
+    except ValueError as error:
+        raise InvalidInputError(
+            f"{text!r} is no list of numbers", "give ratios such as 0.5,0.25"
+        ) from error
+
+
+def policies_of(text: str) -> tuple[str, ...]:
+    """Read "snapkv,h2o"; whether there are such policies says their registry."""
+    return tuple(name.strip() for name in text.split(","))
+
+
+Methods = Annotated[
+    tuple[Method, ...],
+    typer.Option(parser=methods_of, metavar=TEXT, help=f"Some of {','.join(METHODS)}."),
+]
+TextFile = Annotated[Path, typer.Option("--text", help="Plain text: .txt or .txt.gz.")]
+Seed = Annotated[int, typer.Option(help="Of records and questions.")]
+RATIO_HELP = "Part of a full window that is dropped."
+ALL_METHODS: tuple[Method, ...] = tuple(METHODS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,12 +105,21 @@ class EvalChoice:
         on_progress: told what is being measured.
     """
 
-    path: Path
-    dtype: Dtype = "auto"
-    device: str = "cpu"
-    threads: int = 0
-    window_tokens: int = 0
-    on_progress: Callable[[str], None] = field(default=_say_nothing)
+    path: Annotated[Path, typer.Option("--model", help="Model directory, with a tokenizer.")]
+    dtype: DtypeName = "auto"
+    device: Device = "cpu"
+    threads: Annotated[int, typer.Option(min=0, help="That compute; 0: torch's choice.")] = 0
+    window_tokens: Annotated[
+        int, typer.Option("--window", min=0, help="Context window; 0: the model's.")
+    ] = 0
+    on_progress: Callable[[str], None] = say_nothing
+
+
+@dataclass(frozen=True, slots=True)
+class OutputOptions:
+    """Where what a run finds goes."""
+
+    json_to: JsonTo = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +131,16 @@ class Truncation:
         sink_tokens: at the context's start, which stay; None: as many as the model leans on.
     """
 
-    ratio: float = 0.5
-    sink_tokens: int | None = None
+    ratio: Annotated[float, typer.Option(help=RATIO_HELP)] = 0.5
+    sink_tokens: Annotated[
+        int | None,
+        typer.Option(
+            "--sinks",
+            parser=sinks_of,
+            metavar=TEXT,
+            help="First tokens that always stay; auto: as served.",
+        ),
+    ] = field(default=None, metadata={"text": "auto"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,11 +154,18 @@ class PerplexityOptions:
             as the others.
     """
 
-    text: Path
-    methods: tuple[Method, ...]
+    text: TextFile
+    methods: Methods = ALL_METHODS
     truncation: Truncation = Truncation()
-    num_words: int = 0
-    reference_ratio: float | None = None
+    num_words: Annotated[
+        int, typer.Option("--words", min=0, help="Of the text, the first; 0: all.")
+    ] = 0
+    reference_ratio: Annotated[
+        float | None,
+        typer.Option(
+            help="What tt, the reference, drops; --ratio if not said.", show_default=False
+        ),
+    ] = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,12 +178,16 @@ class RetrievalOptions:
         num_overflows: truncations of each, the last one by the question.
     """
 
-    methods: tuple[Method, ...]
+    methods: Methods = ALL_METHODS
     truncation: Truncation = Truncation()
-    num_contexts: int = 50
-    num_questions: int = 8
-    num_overflows: int = 1
-    seed: int = 0
+    num_contexts: Annotated[int, typer.Option("--contexts", min=1, help="Filled with records.")] = (
+        50
+    )
+    num_questions: Annotated[
+        int, typer.Option("--questions", min=1, help="About each context.")
+    ] = 8
+    num_overflows: Annotated[int, typer.Option("--overflows", min=1, help="Of each context.")] = 1
+    seed: Seed = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,9 +200,11 @@ class RotationOptions:
         num_moves: truncations, one after another.
     """
 
-    text: Path
-    ratio: float = 0.125
-    num_moves: int = 4
+    text: TextFile
+    ratio: Annotated[float, typer.Option(help=RATIO_HELP)] = 0.125
+    num_moves: Annotated[
+        int, typer.Option("--moves", min=1, help="Truncations, one after another.")
+    ] = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,12 +222,58 @@ class CompressionOptions:
         plot: file for a picture; None: none.
     """
 
-    text: Path
-    policies: tuple[str, ...]
-    ratios: tuple[float, ...]
-    num_contexts: int = 40
-    context_tokens: int = 1024
-    next_tokens: int = 512
-    num_questions: int = 4
-    seed: int = 0
-    plot: Path | None = None
+    text: TextFile
+    policies: Annotated[
+        tuple[str, ...], typer.Option(parser=policies_of, metavar=TEXT, help="Comma-separated.")
+    ] = ("sinks_recent", "snapkv", "h2o")
+    ratios: Annotated[
+        tuple[float, ...], typer.Option(parser=ratios_of, metavar=TEXT, help="Of tokens to keep.")
+    ] = (0.75, 0.5, 0.25)
+    num_contexts: Annotated[
+        int, typer.Option("--contexts", min=1, help="Of text, and of records.")
+    ] = 40
+    context_tokens: Annotated[
+        int, typer.Option("--context", min=64, help="Tokens compressed at once.")
+    ] = 1024
+    next_tokens: Annotated[int, typer.Option("--next", min=1, help="Judged behind them.")] = 512
+    num_questions: Annotated[
+        int, typer.Option("--questions", min=1, help="About each context.")
+    ] = 4
+    seed: Seed = 0
+    plot: PlotTo = None
+
+
+Options = PerplexityOptions | RetrievalOptions | RotationOptions | CompressionOptions
+
+
+def with_sinks(truncation: Truncation, model_sinks: int) -> Truncation:
+    """Return a truncation that says how many sinks stay: if it does not, those of the model."""
+    if truncation.sink_tokens is not None:
+        return truncation
+    return replace(truncation, sink_tokens=model_sinks)
+
+
+def dropped(truncation: Truncation, num_tokens: int) -> tuple[Range, ...]:
+    """Return the oldest part of a context of `num_tokens`, after what stays in any case."""
+    sinks = truncation.sink_tokens or 0
+    return ((sinks, sinks + int(truncation.ratio * num_tokens)),)
+
+
+def check_truncation(truncation: Truncation, window_tokens: int) -> None:
+    """Refuse a truncation that drops nothing, or leaves nothing.
+
+    Raises:
+        InvalidInputError: with the offending value.
+    """
+    if not 0 < truncation.ratio < 1:
+        raise InvalidInputError(
+            f"a truncation of {truncation.ratio:g} of the window is none",
+            "give --ratio between 0 and 1",
+        )
+    (start, end) = dropped(truncation, window_tokens)[0]
+    if end >= window_tokens or start >= end:
+        raise InvalidInputError(
+            f"{start} sink tokens and a ratio of {truncation.ratio:g} leave a window of "
+            f"{window_tokens} tokens nothing to drop or nothing to keep",
+            "give a larger --window, fewer --sinks or another --ratio",
+        )

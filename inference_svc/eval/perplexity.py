@@ -15,14 +15,19 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from inference_svc.eval.eval_model import EvalModel
+from inference_svc.eval.eval_model import EvalModel, EvalText, UnusableTextError, load_text
 from inference_svc.eval.figures import MethodPerplexity, Perplexity, PerplexityReport
-from inference_svc.eval.intervals import Interval, mean
-from inference_svc.eval.methods import REFERENCE, Method
-from inference_svc.eval.options import PerplexityOptions, Truncation
+from inference_svc.eval.options import (
+    REFERENCE,
+    Method,
+    PerplexityOptions,
+    Truncation,
+    check_truncation,
+    dropped,
+    with_sinks,
+)
 from inference_svc.eval.sequence import Sequence as Context
-from inference_svc.eval.text import EvalText, UnusableTextError, load_text
-from inference_svc.eval.truncating import check_truncation, dropped, with_sinks
+from shared.measuring.statistics import Interval, mean
 
 
 @dataclass(frozen=True)

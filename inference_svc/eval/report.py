@@ -1,10 +1,13 @@
-"""A report as tables for people. Pure."""
+"""A report as tables for people; of part `compression` also as a picture."""
 
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 from rich.table import Table
 
 from inference_svc.eval.figures import (
+    CompressedQuality,
     CompressionReport,
     EvalReport,
     PerplexityReport,
@@ -12,78 +15,97 @@ from inference_svc.eval.figures import (
     RotationReport,
     Subject,
 )
-from inference_svc.eval.intervals import Interval
 from inference_svc.eval.options import Truncation
+from shared.measuring.plots import picture
+from shared.measuring.report import number, table_of
+from shared.measuring.statistics import Interval
 from shared.terminal.printing import counted
-from shared.terminal.tables import Column, facts, fitted
+from shared.terminal.tables import Column, facts
 from shared.types.units import format_bytes, format_duration
 
 
-def _number(heading: str, rank: int = 0) -> Column:
-    return Column(heading, is_number=True, rank=rank)
+def _ratio(interval: Interval | None) -> str:
+    return "" if interval is None else f"{interval.value:.4f}"
+
+
+def _between(interval: Interval | None, form: str = ".4f") -> str:
+    """The ends of an interval; nothing of what is not known."""
+    if interval is None:
+        return ""
+    return f"{format(interval.low, form)} - {format(interval.high, form)}"
 
 
 _PERPLEXITY = (
-    Column("method"),
-    _number("nats/token", 2),
-    _number("ppl/token"),
-    _number("ppl/word"),
-    _number("to TT"),
-    _number("95 %"),
-    _number("tokens computed", 1),
-    _number("took", 3),
+    (Column("method"), lambda each: each.method.upper()),
+    (number("nats/token", 2), lambda each: f"{each.all_tokens.nats_per_token:.4f}"),
+    (number("ppl/token"), lambda each: f"{each.all_tokens.per_token:.2f}"),
+    (number("ppl/word"), lambda each: f"{each.all_tokens.per_word:.1f}"),
+    (number("to TT"), lambda each: _ratio(each.to_reference)),
+    (number("95 %"), lambda each: _between(each.to_reference)),
+    (number("tokens computed", 1), lambda each: f"{each.num_computed:,}"),
+    (number("took", 3), lambda each: format_duration(each.elapsed_s)),
 )
 _AFTER = (
-    Column("method"),
-    _number("ppl/token"),
-    _number("ppl/word"),
-    _number("to TT"),
-    _number("95 %"),
+    (Column("method"), lambda each: each.method.upper()),
+    (number("ppl/token"), lambda each: f"{each.after_overflow.per_token:.2f}"),
+    (number("ppl/word"), lambda each: f"{each.after_overflow.per_word:.1f}"),
+    (number("to TT"), lambda each: _ratio(each.after_to_reference)),
+    (number("95 %"), lambda each: _between(each.after_to_reference)),
 )
 _RETRIEVAL = (
-    Column("method"),
-    _number("kept records"),
-    _number("95 %", 2),
-    _number("n", 3),
-    _number("all records"),
-    _number("95 %", 2),
-    _number("n", 3),
-    _number("tokens computed", 1),
+    (Column("method"), lambda each: each.method.upper()),
+    (number("kept records"), lambda each: f"{each.kept.value:.1%}"),
+    (number("95 %", 2), lambda each: _between(each.kept, ".1%")),
+    (number("n", 3), lambda each: f"{each.num_kept:,}"),
+    (number("all records"), lambda each: f"{each.overall.value:.1%}"),
+    (number("95 %", 2), lambda each: _between(each.overall, ".1%")),
+    (number("n", 3), lambda each: f"{each.num_asked:,}"),
+    (number("tokens computed", 1), lambda each: f"{each.num_computed:,}"),
 )
 _COMPRESSION = (
-    Column("policy"),
-    _number("keep ratio"),
-    _number("KV kept"),
-    _number("prefill", 2),
-    _number("ppl/token", 1),
-    _number("to whole"),
-    _number("95 %", 3),
-    _number("asked before"),
-    _number("95 %", 3),
-    _number("asked after"),
-    _number("95 %", 3),
+    (Column("policy"), lambda each: each.policy),
+    (number("keep ratio"), lambda each: f"{each.keep_ratio:g}"),
+    (number("KV kept"), lambda each: f"{each.kept:.1%}"),
+    (number("prefill", 2), lambda each: f"x {each.prefill:.2f}"),
+    (number("ppl/token", 1), lambda each: f"{each.next_tokens.per_token:.2f}"),
+    (number("to whole"), lambda each: f"{each.to_whole.value:.4f}"),
+    (number("95 %", 3), lambda each: _between(each.to_whole)),
+    (number("asked before"), lambda each: f"{each.asked_before.value:.1%}"),
+    (number("95 %", 3), lambda each: _between(each.asked_before, ".1%")),
+    (number("asked after"), lambda each: f"{each.asked_after.value:.1%}"),
+    (number("95 %", 3), lambda each: _between(each.asked_after, ".1%")),
 )
 _ROTATION = (
-    Column("dtype"),
-    _number("truncations"),
-    Column("way"),
-    _number("to float64"),
-    _number("worst key"),
-    _number("to the model's own", 1),
+    (Column("dtype"), lambda each: each.dtype),
+    (number("truncations"), lambda each: str(each.num_moves)),
+    (Column("way"), lambda each: each.way),
+    (number("to float64"), lambda each: f"{each.root_mean_square:.1e}"),
+    (number("worst key"), lambda each: f"{each.largest:.1e}"),
+    (number("to the model's own", 1), lambda each: f"{each.to_own:.1e}"),
 )
 
 
 def tables(report: EvalReport, width: int) -> Iterator[Table]:
     """What was measured on what, then the figures, for a terminal of so many columns."""
     found = report.found
-    if isinstance(found, PerplexityReport):
-        about, figures = _perplexity_facts(found), _perplexity_tables(found, width)
-    elif isinstance(found, RetrievalReport):
-        about, figures = _retrieval_facts(found), _retrieval_tables(found, width)
-    elif isinstance(found, CompressionReport):
-        about, figures = _compression_facts(found), _compression_tables(found, width)
-    else:
-        about, figures = _rotation_facts(found), _rotation_tables(found, width)
+    match found:
+        case PerplexityReport():
+            about, figures = _perplexity_facts(found), _perplexity_tables(found, width)
+        case RetrievalReport():
+            about = _retrieval_facts(found)
+            figures = [table_of(_RETRIEVAL, found.methods, width, "right answers")]
+        case CompressionReport():
+            caption = (
+                "prefill: time to compute the context, for scores to compress it by, to that"
+                " without; asked before: the question is part of what is compressed; after: it"
+                " comes behind it"
+            )
+            about = _compression_facts(found)
+            figures = [table_of(_COMPRESSION, found.rows, width, "compression", caption)]
+        case RotationReport():
+            title = "relative error of keys at their new positions"
+            about = _rotation_facts(found)
+            figures = [table_of(_ROTATION, found.errors, width, title)]
     took = {"took": format_duration(report.elapsed_s)}
     yield facts({**_subject_facts(report.subject), **about, **took}.items(), width)
     yield from figures
@@ -119,31 +141,13 @@ def _perplexity_facts(found: PerplexityReport) -> dict[str, str]:
     }
 
 
-def _perplexity_tables(found: PerplexityReport, width: int) -> Iterator[Table]:
-    rows = [
-        (
-            each.method.upper(),
-            f"{each.all_tokens.nats_per_token:.4f}",
-            f"{each.all_tokens.per_token:.2f}",
-            f"{each.all_tokens.per_word:.1f}",
-            *_ratio(each.to_reference),
-            f"{each.num_computed:,}",
-            format_duration(each.elapsed_s),
-        )
-        for each in found.methods
-    ]
-    yield fitted(_PERPLEXITY, rows, width, "perplexity")
-    after = [
-        (
-            each.method.upper(),
-            f"{each.after_overflow.per_token:.2f}",
-            f"{each.after_overflow.per_word:.1f}",
-            *_ratio(each.after_to_reference),
-        )
-        for each in found.methods
-    ]
+def _perplexity_tables(found: PerplexityReport, width: int) -> list[Table]:
     title = "perplexity of the tokens after the first overflow"
-    yield fitted(_AFTER, after, width, title, "to TT: of the perplexity a word")
+    caption = "to TT: of the perplexity a word"
+    return [
+        table_of(_PERPLEXITY, found.methods, width, "perplexity"),
+        table_of(_AFTER, found.methods, width, title, caption),
+    ]
 
 
 def _retrieval_facts(found: RetrievalReport) -> dict[str, str]:
@@ -153,23 +157,6 @@ def _retrieval_facts(found: RetrievalReport) -> dict[str, str]:
         f"seed {found.seed}",
         "window": _window(found.window_tokens, found.truncation),
     }
-
-
-def _retrieval_tables(found: RetrievalReport, width: int) -> Iterator[Table]:
-    rows = [
-        (
-            each.method.upper(),
-            f"{each.kept.value:.1%}",
-            _between(each.kept, ".1%"),
-            f"{each.num_kept:,}",
-            f"{each.overall.value:.1%}",
-            _between(each.overall, ".1%"),
-            f"{each.num_asked:,}",
-            f"{each.num_computed:,}",
-        )
-        for each in found.methods
-    ]
-    yield fitted(_RETRIEVAL, rows, width, "right answers")
 
 
 def _compression_facts(found: CompressionReport) -> dict[str, str]:
@@ -182,30 +169,6 @@ def _compression_facts(found: CompressionReport) -> dict[str, str]:
     }
 
 
-def _compression_tables(found: CompressionReport, width: int) -> Iterator[Table]:
-    rows = [
-        (
-            each.policy,
-            f"{each.keep_ratio:g}",
-            f"{each.kept:.1%}",
-            f"x {each.prefill:.2f}",
-            f"{each.next_tokens.per_token:.2f}",
-            f"{each.to_whole.value:.4f}",
-            _between(each.to_whole, ".4f"),
-            f"{each.asked_before.value:.1%}",
-            _between(each.asked_before, ".1%"),
-            f"{each.asked_after.value:.1%}",
-            _between(each.asked_after, ".1%"),
-        )
-        for each in found.rows
-    ]
-    caption = (
-        "prefill: time to compute the context, for scores to compress it by, to that without; "
-        "asked before: the question is part of what is compressed; after: it comes behind it"
-    )
-    yield fitted(_COMPRESSION, rows, width, "compression", caption)
-
-
 def _rotation_facts(found: RotationReport) -> dict[str, str]:
     return {
         "keys": f"{found.num_keys:,} of {found.text}",
@@ -213,27 +176,41 @@ def _rotation_facts(found: RotationReport) -> dict[str, str]:
     }
 
 
-def _rotation_tables(found: RotationReport, width: int) -> Iterator[Table]:
-    rows = [
-        (
-            each.dtype,
-            str(each.num_moves),
-            each.way,
-            f"{each.root_mean_square:.1e}",
-            f"{each.largest:.1e}",
-            f"{each.to_own:.1e}",
+def plot(report: CompressionReport, model: str, path: Path) -> None:
+    """Write the picture; its format follows from the file's name.
+
+    Raises:
+        NoPlotError: matplotlib is missing, or the file cannot be written.
+    """
+    with picture(path, 1, 3, figsize=(12, 4)) as (figure, axes):
+        figure.suptitle(
+            f"inference-svc eval compression: {model}, contexts of {report.context_tokens} tokens"
         )
-        for each in found.errors
-    ]
-    yield fitted(_ROTATION, rows, width, "relative error of keys at their new positions")
+        whole, *others = report.rows
+        for policy in dict.fromkeys(row.policy for row in others):
+            rows = [whole, *(row for row in others if row.policy == policy)]
+            _draw(axes[0], rows, policy, [row.to_whole for row in rows])
+            _draw(axes[1], rows, policy, [row.asked_before for row in rows])
+            _draw(axes[2], rows, policy, [row.asked_after for row in rows])
+        axes[0].set_ylabel("perplexity behind it, to the whole's")
+        axes[1].set_ylabel("right answers, asked before")
+        axes[2].set_ylabel("right answers, asked after")
+        for each in axes:
+            each.set_xlabel("KV kept")
+            each.grid(alpha=0.3)
+        axes[0].legend(fontsize="small")
 
 
-def _ratio(interval: Interval | None) -> tuple[str, str]:
-    """A ratio, and its ends."""
-    if interval is None:
-        return "", ""
-    return f"{interval.value:.4f}", _between(interval, ".4f")
-
-
-def _between(interval: Interval, form: str) -> str:
-    return f"{format(interval.low, form)} - {format(interval.high, form)}"
+def _draw(axes: Any, rows: list[CompressedQuality], policy: str, figures: list[Interval]) -> None:
+    """One policy's line, with its intervals."""
+    axes.errorbar(
+        [row.kept for row in rows],
+        [figure.value for figure in figures],
+        yerr=[
+            [figure.value - figure.low for figure in figures],
+            [figure.high - figure.value for figure in figures],
+        ],
+        label=policy,
+        marker="o",
+        capsize=2,
+    )

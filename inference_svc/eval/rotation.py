@@ -18,12 +18,10 @@ import torch
 from torch import Tensor
 
 from inference_svc.core.errors import UnsupportedModelError
-from inference_svc.eval.eval_model import EvalModel
+from inference_svc.eval.eval_model import EvalModel, UnusableTextError, load_text
 from inference_svc.eval.figures import RotationError, RotationReport
-from inference_svc.eval.options import RotationOptions, Truncation
+from inference_svc.eval.options import RotationOptions, Truncation, check_truncation, dropped
 from inference_svc.eval.sequence import Sequence as Context
-from inference_svc.eval.text import UnusableTextError, load_text
-from inference_svc.eval.truncating import check_truncation, dropped
 from inference_svc.runtime.positions.rotary import RotaryTable
 from shared.types.errors import InvalidInputError
 

@@ -8,23 +8,23 @@ from importlib.metadata import version
 import torch
 
 from inference_svc.eval.compression_eval import measure_compression
-from inference_svc.eval.compression_plot import check_plot, plot
 from inference_svc.eval.eval_model import EvalModel, open_model
 from inference_svc.eval.figures import EvalReport, Part, Subject
 from inference_svc.eval.options import (
     CompressionOptions,
     EvalChoice,
+    Options,
     PerplexityOptions,
     RetrievalOptions,
-    RotationOptions,
 )
 from inference_svc.eval.perplexity import measure_perplexity
+from inference_svc.eval.report import plot
 from inference_svc.eval.retrieval import measure_retrieval
 from inference_svc.eval.rotation import measure_rotation
-from shared.process.machine import cpu_name
+from shared.measuring.plots import check_plot
+from shared.measuring.workspace import cpu_name
 from shared.version import __version__
 
-Options = PerplexityOptions | RetrievalOptions | RotationOptions | CompressionOptions
 LIBRARIES = ("torch", "transformers")
 
 

@@ -1,11 +1,11 @@
 """Sequence: one context in the working KV, truncated by one of the methods.
 
-The parts of the service without its engine: tokens are fed through a `ModelRunner` into a slab, and
-a discard does to the slab what its method says. Nothing is saved or loaded; "ca" keeps the rows
-that a save would store in a write buffer, and embeds them again as a load would.
+The parts of the service without its engine: tokens are fed through a `ModelRunner` into KV,
+and a discard does to it what its method says. Nothing is saved or loaded; "ca" keeps the rows that
+a save would store in a write buffer, and embeds them again as a load would.
 
-Invariants: 1. the slab's rows are those of `context_ids`, in this order; 2. so are those of the
-write buffer, if the method has one; 3. in one thread only.
+Invariants: 1. the sequence KV's rows are those of `context_ids`, in this order; 2. so are those of
+the write buffer, if the method has one; 3. in one thread only.
 """
 
 from collections.abc import Iterator
@@ -18,22 +18,22 @@ from torch import Tensor
 
 from inference_svc.core.discards import Range, kept_runs, merge_ranges, without
 from inference_svc.eval.eval_model import EvalModel
-from inference_svc.eval.methods import Method, positions_of
+from inference_svc.eval.options import Method, positions_of
 from inference_svc.runtime.calibration.sinks import embed_kept
 from inference_svc.runtime.compute.attention_scores import ScoreKeeper
-from inference_svc.runtime.compute.model_runner import Chunk
-from inference_svc.runtime.kv.kv_slab import WriteBuffer
+from inference_svc.runtime.compute.chunk import Chunk
+from inference_svc.runtime.kv.sequence_kv import WriteBuffer
 from inference_svc.runtime.positions.recipes import ComponentRecipe
-from inference_svc.runtime.transfer.shift import shift_rows
+from inference_svc.runtime.transfer.compaction import compact_in_place
 
 PIECE_TOKENS = 512  # fed at once: 256 MiB of logits with a vocabulary of 128 thousand
 
 
 class Sequence:
-    """See the module docstring. A context manager: leaving it gives the rows back.
+    """One context. A context manager: leaving it gives the rows back.
 
     Attributes:
-        slab: its rows.
+        kv: its rows.
         stored: what a save would store of them; None: the method needs none of it.
         context_ids: what has been fed and not been dropped.
         num_computed: tokens that went through the model so far, recomputed ones included: the cost.
@@ -46,7 +46,7 @@ class Sequence:
         self._pool = model.pool
         self._runner = model.runners[positions]
         self._calibration = model.calibrations[positions]
-        self.slab = model.pool.new_slab(model.window_tokens)
+        self.kv = model.pool.new_kv(model.window_tokens)
         self.stored = (
             model.pool.new_write_buffer(0, model.window_tokens) if method == "ca" else None
         )
@@ -62,14 +62,14 @@ class Sequence:
         _error: BaseException | None,
         _traceback: TracebackType | None,
     ) -> None:
-        self._pool.release(self.slab)
+        self._pool.release(self.kv)
         if self.stored is not None:
             self._pool.release(self.stored)
 
     @property
     def free_tokens(self) -> int:
         """How many more tokens the window holds."""
-        return self.slab.free_tokens
+        return self.kv.free_tokens
 
     def feed(
         self,
@@ -93,7 +93,7 @@ class Sequence:
             piece = list(token_ids[first : first + PIECE_TOKENS])
             is_last = want == "last" and first + len(piece) == len(token_ids)
             chunk = Chunk(
-                self.slab,
+                self.kv,
                 piece,
                 want_logits=is_last,
                 write_buffer=self.stored,
@@ -123,11 +123,11 @@ class Sequence:
                 self.feed(again, want="none")
             return
         if self.stored is None:
-            shift_rows(self.slab, kept, self._calibration)
+            compact_in_place(self.kv, kept, self._calibration)
         else:
             compact(self.stored, kept)
             left_rows = [(0, self.stored.end_token)]
-            embed_kept(self.stored, left_rows, self.slab, self._calibration)
+            embed_kept(self.stored, left_rows, self.kv, self._calibration)
         self.context_ids = left
 
     def stored_rows(self) -> Iterator[tuple[ComponentRecipe, Tensor]]:
@@ -144,10 +144,10 @@ class Sequence:
     def copy_from(self, other: "Sequence") -> None:
         """Take over another sequence's context, rows and all; of the same method."""
         self.context_ids = list(other.context_ids)
-        num_tokens = self.slab.num_tokens = other.slab.num_tokens
+        num_tokens = self.kv.num_tokens = other.kv.num_tokens
         pairs = [
-            (self.slab.keys.cut(0, num_tokens), other.slab.keys.cut(0, num_tokens)),
-            (self.slab.values.cut(0, num_tokens), other.slab.values.cut(0, num_tokens)),
+            (self.kv.keys.cut(0, num_tokens), other.kv.keys.cut(0, num_tokens)),
+            (self.kv.values.cut(0, num_tokens), other.kv.values.cut(0, num_tokens)),
         ]
         if self.stored is not None and other.stored is not None:
             self.stored.end_token = num_tokens
@@ -159,7 +159,7 @@ class Sequence:
 
     def rewind(self, num_tokens: int) -> None:
         """Forget all tokens but the first; nothing moves, nothing is recomputed."""
-        self.slab.num_tokens = num_tokens
+        self.kv.num_tokens = num_tokens
         if self.stored is not None:
             self.stored.end_token = num_tokens
         del self.context_ids[num_tokens:]

@@ -1,10 +1,10 @@
-"""The one table of the service's metrics. Pure; metric_values.py fills it at each scrape.
+"""The one table of the service's metrics. Pure; values.py fills it at each scrape.
 
 A tenant is a label only if the settings name it; all others are "other". `history` is what became
 of what a session had said before: "none" (nothing was), "reused", "partial", "recomputed".
 """
 
-from shared.serving.metric_table import Metric, MetricTable
+from shared.serving.metric_export import Metric, MetricTable
 from shared.serving.process_metrics import PROCESS_METRICS, connection_metrics
 
 METRICS = MetricTable(

@@ -3,13 +3,13 @@
 from dataclasses import dataclass, field
 from functools import partial
 
-from inference_svc.assembly import ServiceParts
-from inference_svc.core.turn_measures import TurnMeasures
+from inference_svc.core.turn_histograms import TurnHistograms
 from inference_svc.metrics.table import METRICS
+from inference_svc.service_assembly import ServiceParts
 from shared.serving.http_connections import ConnectionMetrics
 from shared.serving.http_observer import HttpMetrics
 from shared.serving.metric_export import MetricExporter, Scrape
-from shared.serving.process_values import fill_connections, fill_process
+from shared.serving.process_metrics import fill_connections, fill_process
 from shared.serving.rpc_observer import RpcMetrics
 
 KVD_STATES = ("attached", "detached", "off")
@@ -17,7 +17,7 @@ KVD_STATES = ("attached", "detached", "off")
 
 @dataclass(frozen=True)
 class Calls:
-    """What the servers count."""
+    """Counts of the servers: gRPC calls, HTTP requests and HTTP connections."""
 
     rpcs: RpcMetrics = field(default_factory=RpcMetrics)
     http: HttpMetrics = field(default_factory=HttpMetrics)
@@ -25,26 +25,26 @@ class Calls:
 
 
 def make_exporter(parts: ServiceParts, calls: Calls) -> MetricExporter:
-    """The exporter of the service's table."""
+    """Make the exporter of the service's table."""
     return MetricExporter(METRICS, partial(_fill, parts, calls))
 
 
 def _fill(parts: ServiceParts, calls: Calls, scrape: Scrape) -> None:
-    engine_parts = parts.engine_parts
+    engine_parts, engine = parts.engine_parts, parts.engine_parts.engine
     _fill_model(scrape, parts)
-    scrape.put("inference_ready", parts.front.is_ready)
+    scrape.put("inference_ready", not parts.turns.is_draining)
     for state in KVD_STATES:
         scrape.put("inference_kvd_state", engine_parts.store.state == state, state)
-    scrape.put("inference_running_turns", parts.engine.num_running)
-    scrape.put("inference_waiting_turns", parts.engine.num_waiting)
+    scrape.put("inference_running_turns", engine.scheduler.num_running)
+    scrape.put("inference_waiting_turns", len(engine.scheduler.queue))
     scrape.put_counters(
         {
             **engine_parts.counters.snapshot(),
-            **parts.engine.gauges(),
+            **engine.gauges(),
             **engine_parts.rates.as_dict(),
         }
     )
-    _fill_measures(scrape, engine_parts.measures)
+    _fill_histograms(scrape, engine_parts.histograms)
     scrape.put_tally("inference_transcript_errors_total", parts.transcripts.trouble.errors)
     scrape.put_tally("inference_rpcs_total", calls.rpcs.ended)
     scrape.put_tally("inference_refused_calls_total", calls.rpcs.refused)
@@ -57,7 +57,7 @@ def _fill(parts: ServiceParts, calls: Calls, scrape: Scrape) -> None:
 
 
 def _fill_model(scrape: Scrape, parts: ServiceParts) -> None:
-    about = parts.front.describe()
+    about = parts.gateway.describe()
     scrape.put(
         "inference_model_info",
         1,
@@ -70,27 +70,27 @@ def _fill_model(scrape: Scrape, parts: ServiceParts) -> None:
     )
 
 
-def _fill_measures(scrape: Scrape, measures: TurnMeasures) -> None:
+def _fill_histograms(scrape: Scrape, histograms: TurnHistograms) -> None:
     for name, tally in (
-        ("inference_turn_ends_total", measures.ended),
-        ("inference_refused_turns_total", measures.refused),
-        ("inference_tenant_turns_total", measures.tenant_turns),
-        ("inference_tenant_tokens_total", measures.tenant_tokens),
-        ("inference_reused_tokens_total", measures.reused_tokens),
-        ("inference_recomputed_tokens_total", measures.recomputed_tokens),
+        ("inference_turn_ends_total", histograms.ended),
+        ("inference_refused_turns_total", histograms.refused),
+        ("inference_tenant_turns_total", histograms.tenant_turns),
+        ("inference_tenant_tokens_total", histograms.tenant_tokens),
+        ("inference_reused_tokens_total", histograms.reused_tokens),
+        ("inference_recomputed_tokens_total", histograms.recomputed_tokens),
     ):
         scrape.put_tally(name, tally)
     for name, histogram in (
-        ("inference_ttft_seconds", measures.ttft_s),
-        ("inference_tpot_seconds", measures.tpot_s),
-        ("inference_itl_seconds", measures.itl_s),
-        ("inference_e2e_seconds", measures.total_s),
-        ("inference_queue_seconds", measures.queue_s),
-        ("inference_prefill_seconds", measures.prefill_s),
-        ("inference_load_seconds", measures.load_s),
-        ("inference_stall_seconds", measures.stall_s),
-        ("inference_step_turns", measures.step_turns),
-        ("inference_step_tokens", measures.step_tokens),
-        ("inference_step_seconds", measures.step_s),
+        ("inference_ttft_seconds", histograms.ttft_s),
+        ("inference_tpot_seconds", histograms.tpot_s),
+        ("inference_itl_seconds", histograms.itl_s),
+        ("inference_e2e_seconds", histograms.total_s),
+        ("inference_queue_seconds", histograms.queue_s),
+        ("inference_prefill_seconds", histograms.prefill_s),
+        ("inference_load_seconds", histograms.load_s),
+        ("inference_stall_seconds", histograms.stall_s),
+        ("inference_step_turns", histograms.step_turns),
+        ("inference_step_tokens", histograms.step_tokens),
+        ("inference_step_seconds", histograms.step_s),
     ):
         scrape.put_histogram(name, histogram)

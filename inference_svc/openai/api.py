@@ -1,34 +1,141 @@
-"""What the handlers of the API stand on."""
+"""What the handlers of the API stand on: its parts, the served model, and tokens as text."""
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
-from inference_svc.openai.answers import Answers
-from inference_svc.openai.endings import Endings
-from inference_svc.openai.remembered import Remembered
-from inference_svc.openai.request_places import RequestPlaces
-from inference_svc.openai.served_model import ServedModel
-from inference_svc.openai.token_text import TokenText
+from aiohttp import web
+
+from inference_svc.core.answers import AnswerToken
+from inference_svc.openai.bodies import decode
+from inference_svc.openai.errors import UnknownModelNameError
+from inference_svc.openai.requests import B, RequestSlots, TurnRequest, caller_of
+from inference_svc.openai.sessions.answers import Answers
+from inference_svc.openai.sessions.completion import Completion
+from inference_svc.openai.sessions.store import ApiStore
 from inference_svc.openai_settings import OpenAISettings
-from inference_svc.service.gateway import Front
+from inference_svc.service.gateway import Gateway
 from shared.access.clients import ClientBook
 from shared.access.identity import Identity
+
+OWNER = "cachedattention"
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """The one model that is served: what clients may call it, and what they see of it.
+
+    Attributes:
+        name: the model's own.
+        aliases: other names for it.
+        fingerprint: the model's.
+        created_s: when the service started, in seconds of the epoch.
+        context_window: in tokens.
+    """
+
+    name: str
+    aliases: tuple[str, ...]
+    fingerprint: str
+    created_s: int
+    context_window: int
+
+    def check(self, name: str) -> None:
+        """Refuse a request for another model.
+
+        Raises:
+            UnknownModelNameError: it is not served here.
+        """
+        if name != self.name and name not in self.aliases:
+            raise UnknownModelNameError(
+                f"the model {name[:80]!r} is not served here", f"use {self.name!r}"
+            )
+
+    def as_list(self) -> dict[str, Any]:
+        """Answer GET /v1/models."""
+        return {"object": "list", "data": [self.shown(name) for name in (self.name, *self.aliases)]}
+
+    def shown(self, name: str) -> Mapping[str, Any]:
+        """Answer GET /v1/models/NAME."""
+        self.check(name)
+        return {
+            "id": name,
+            "object": "model",
+            "created": self.created_s,
+            "owned_by": OWNER,
+            "fingerprint": self.fingerprint,
+            "context_window": self.context_window,
+        }
+
+
+LOWEST_LOGPROB = -9999.0  # OpenAI's word for "never": JSON has no minus infinity
+_HALF = "\ufffd"  # what a tokenizer writes for a piece of a character
+
+
+class TokenText:
+    """Writes token ids as text, with log-probabilities.
+
+    Args:
+        tokenizer: the model's; None: a token is named by its number.
+    """
+
+    def __init__(self, tokenizer: Any | None) -> None:
+        self._tokenizer = tokenizer
+
+    def rows(self, tokens: Iterable[AnswerToken], num_top: int) -> list[dict[str, Any]]:
+        """Make one object for each token, with its `num_top` most likely alternatives."""
+        return [
+            self._row(token.token_id, token.logprob)
+            | {"top_logprobs": [self._row(*top) for top in token.top[:num_top]]}
+            for token in tokens
+        ]
+
+    def _row(self, token_id: int, logprob: float | None) -> dict[str, Any]:
+        text = self._text(token_id)
+        return {
+            "token": text,
+            "logprob": max(LOWEST_LOGPROB, 0.0 if logprob is None else logprob),
+            "bytes": [] if _HALF in text else list(text.encode()),
+        }
+
+    def _text(self, token_id: int) -> str:
+        if self._tokenizer is None:
+            return str(token_id)
+        text: str = self._tokenizer.decode([token_id], skip_special_tokens=False)
+        return text
 
 
 @dataclass(frozen=True)
 class Api:
-    """Parts; one for the life of the service.
+    """The parts of the API; they live as long as the service.
 
     Attributes:
         own: identity of whoever may open the Unix socket; None on TCP.
     """
 
     settings: OpenAISettings
-    front: Front
+    gateway: Gateway
     model: ServedModel
     token_text: TokenText
-    remembered: Remembered
-    endings: Endings
+    store: ApiStore
+    completion: Completion
     answers: Answers
-    places: RequestPlaces
+    slots: RequestSlots
     book: ClientBook
     own: Identity | None
+
+    async def read(self, request: web.Request, kind: type[B]) -> TurnRequest[B]:
+        """Read a request for a turn.
+
+        Args:
+            request: that holds a slot.
+            kind: the bodies of its path.
+
+        Raises:
+            ReportedError: it does not come, or is off, or is for another tenant or model.
+        """
+        caller = caller_of(request)
+        data = await self.slots.read(request)
+        body = decode(kind, data.values)
+        self.model.check(body.model)
+        chain = self.completion.chain(caller)
+        return TurnRequest(request, caller, body, data.digest, chain, self.settings)

@@ -1,66 +1,207 @@
-"""POST /v1/chat/completions."""
+"""POST /v1/chat/completions: its body, its handler, and the objects that it answers with.
+
+*Source:* OpenAI API reference, "Chat"; beside it stands `session_id`, which the client may name.
+"""
 
 import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Self
 
 from aiohttp import web
+from pydantic import Field, model_validator
 
-from inference_svc.core.turn_events import Tokens
-from inference_svc.openai.api import Api
-from inference_svc.openai.chat_objects import ChatObjects
-from inference_svc.openai.chat_request import decode_chat
-from inference_svc.openai.event_stream import DONE, EventStream
-from inference_svc.openai.live_answer import LiveAnswer
-from inference_svc.openai.replies import answer_headers, broken_stream, reply
-from inference_svc.openai.requests import caller_of, wanted_turn
+from inference_svc.core.answers import AnswerToken
+from inference_svc.core.turn_record import Finished, Usage
+from inference_svc.openai.api import Api, TokenText
+from inference_svc.openai.bodies import (
+    Body,
+    Count,
+    Refused,
+    TurnBody,
+    WrongMemberError,
+)
+from inference_svc.openai.messages import Message, Messages
+from inference_svc.openai.replies import send_answer
+
+_TEXT_ONLY = "the service writes plain text only: leave it out"
+_NO_REASONING = "the model does not reason apart from its answer: leave it out"
+_NO_TOOLS = "the service has no tools: leave it out"
+
+
+class StreamOptions(Body):
+    """Options of a stream.
+
+    Attributes:
+        include_usage: it ends with a chunk that has the usage.
+    """
+
+    ignored: ClassVar[frozenset[str]] = frozenset({"include_obfuscation"})
+
+    include_usage: bool = False
+
+
+class ChatBody(TurnBody):
+    """The body of POST /v1/chat/completions."""
+
+    refused: ClassVar[Mapping[str, Refused]] = {
+        **TurnBody.refused,
+        "n": Refused((1,), "send the request several times: the history is computed once"),
+        "audio": Refused((), _TEXT_ONLY),
+        "modalities": Refused((["text"],), _TEXT_ONLY),
+        "response_format": Refused(({"type": "text"},), _TEXT_ONLY),
+        "verbosity": Refused(("medium",), "say it in a message"),
+        "reasoning_effort": Refused(("none",), _NO_REASONING),
+        "functions": Refused(([],), _NO_TOOLS),
+        "function_call": Refused(("none", "auto"), _NO_TOOLS),
+        "web_search_options": Refused((), _NO_TOOLS),
+        "frequency_penalty": Refused((0,), "use repetition_penalty"),
+        "presence_penalty": Refused((0,), "use repetition_penalty"),
+        "logit_bias": Refused(({},), "leave it out"),
+    }
+
+    messages: Messages = Field(default=[], validate_default=True)
+    max_completion_tokens: Count | None = None
+    max_tokens: Count | None = None  # its older name
+    logprobs: bool = False
+    stream_options: StreamOptions = StreamOptions()
+
+    @model_validator(mode="after")
+    def _agree(self) -> Self:
+        if self.top_logprobs and not self.logprobs:
+            raise WrongMemberError(
+                "{path} is given without logprobs", "send logprobs: true, too", "top_logprobs"
+            )
+        return self
+
+    @property
+    def conversation(self) -> tuple[Message, ...]:
+        """The messages as roles and texts."""
+        return tuple(each.message for each in self.messages)
+
+    @property
+    def max_answer_tokens(self) -> int | None:
+        """Bound of the answer; None if the client does not say."""
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    @property
+    def shown_logprobs(self) -> int | None:
+        """How many alternatives are shown of each token; None: no log-probabilities."""
+        return (self.top_logprobs or 0) if self.logprobs else None
 
 
 async def create_chat(api: Api, request: web.Request) -> web.StreamResponse:
     """Answer a chat's last message."""
-    caller = caller_of(request)
-    body = await api.places.read(request)
-    chat = decode_chat(body.values, api.settings.temperature)
-    api.model.check(chat.asked.model)
-    chain = api.endings.chain(caller)
-    wanted = wanted_turn(
-        request, body, chat.asked, chat.asked.messages, chain, api.front.defaults.overflow
-    )
-    async with await api.answers.open(caller, wanted) as answer:
+    asked = await api.read(request, ChatBody)
+    body = asked.body
+    turn = asked.turn(body.conversation)
+    async with await api.answers.open(asked.caller, turn) as answer:
         objects = ChatObjects(
-            completion_id="chatcmpl-" + chain.id_of("completion", wanted.request_id),
+            completion_id="chatcmpl-" + asked.chain.id_of("completion", turn.request_id),
             created=int(time.time()),
-            model=chat.asked.model,
+            model=body.model,
             fingerprint=api.model.fingerprint,
             session_id=answer.session_id,
             token_text=api.token_text,
-            top_logprobs=chat.asked.top_logprobs,
-            includes_usage=chat.includes_usage,
+            top_logprobs=body.shown_logprobs,
+            includes_usage=body.stream_options.include_usage,
         )
-        headers = answer_headers(answer.session_id, wanted.request_id)
-        if chat.asked.is_streamed:
-            return await _stream(api, request, answer, objects, headers)
-        return reply(objects.whole(*await answer.whole()), headers)
+        return await send_answer(asked, turn, answer, objects)
 
 
-async def _stream(
-    api: Api,
-    request: web.Request,
-    answer: LiveAnswer,
-    objects: ChatObjects,
-    headers: dict[str, str],
-) -> web.StreamResponse:
-    stream = EventStream(request, api.settings.write_s)
-    await stream.open(headers)
-    try:
-        await stream.send(objects.opening())
-        async for event in answer.events():
-            if isinstance(event, Tokens):
-                chunk = objects.piece(event.tokens)
-                if chunk is not None:
-                    await stream.send(chunk)
-                continue
-            for chunk in objects.closing(event):
-                await stream.send(chunk)
-    except Exception as error:  # noqa: BLE001  # the status is sent: it is told as an event
-        await stream.send({"error": broken_stream(error)})
-    await stream.end(DONE)
-    return stream.response
+@dataclass(frozen=True)
+class ChatObjects:
+    """Makes the objects of one answer: a whole one, and the chunks of a stream.
+
+    Attributes:
+        completion_id: id of the answer.
+        created: seconds of the epoch.
+        model: as the client named it.
+        fingerprint: of the model that answers.
+        top_logprobs: how many alternatives of each token; None: no log-probabilities.
+        includes_usage: every chunk has the member `usage`, and the last one has a value there.
+    """
+
+    stream_end: ClassVar[bytes] = b"data: [DONE]\n\n"
+
+    completion_id: str
+    created: int
+    model: str
+    fingerprint: str
+    session_id: str
+    token_text: TokenText
+    top_logprobs: int | None = None
+    includes_usage: bool = False
+
+    def whole(self, tokens: Sequence[AnswerToken], finished: Finished) -> dict[str, Any]:
+        """Make the answer of a request that is not streamed."""
+        message: dict[str, Any] = {
+            "role": "assistant",
+            "content": finished.text,
+            "refusal": None,
+            "annotations": [],
+        }
+        choice = {
+            "index": 0,
+            "message": message,
+            "logprobs": self._logprobs(tokens),
+            "finish_reason": finished.finish_reason,
+        }
+        return self._object("chat.completion", [choice]) | {"usage": chat_usage(finished.usage)}
+
+    def opening(self) -> Iterator[dict[str, Any]]:
+        """Make the first chunk: whose message it is."""
+        yield self._chunk({"role": "assistant", "content": "", "refusal": None}, None)
+
+    def piece(self, tokens: Sequence[AnswerToken]) -> Iterator[dict[str, Any]]:
+        """Make a chunk with the next tokens; none if they show nothing."""
+        text = "".join(token.text for token in tokens)
+        logprobs = self._logprobs(tokens)
+        if text or logprobs:
+            yield self._chunk({"content": text}, None, logprobs)
+
+    def closing(self, finished: Finished) -> Iterator[dict[str, Any]]:
+        """Make the last chunks: why it ended, and the usage if the client asked for it."""
+        yield self._chunk({}, finished.finish_reason)
+        if self.includes_usage:
+            yield self._object("chat.completion.chunk", []) | {"usage": chat_usage(finished.usage)}
+
+    def failure(self, error: Mapping[str, Any]) -> dict[str, Any]:
+        """Make the event of an answer that failed."""
+        return {"error": error}
+
+    def _chunk(
+        self, delta: dict[str, Any], finish_reason: str | None, logprobs: Any = None
+    ) -> dict[str, Any]:
+        choice = {"index": 0, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
+        chunk = self._object("chat.completion.chunk", [choice])
+        return chunk | {"usage": None} if self.includes_usage else chunk
+
+    def _object(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        return {
+            "id": self.completion_id,
+            "object": kind,
+            "created": self.created,
+            "model": self.model,
+            "system_fingerprint": f"fp_{self.fingerprint[:12]}",
+            "service_tier": "default",
+            "choices": choices,
+            "session_id": self.session_id,
+        }
+
+    def _logprobs(self, tokens: Sequence[AnswerToken]) -> dict[str, Any] | None:
+        if self.top_logprobs is None or not tokens:
+            return None
+        return {"content": self.token_text.rows(tokens, self.top_logprobs), "refusal": None}
+
+
+def chat_usage(usage: Usage) -> dict[str, Any]:
+    """Say what an answer cost: tokens that were not computed again are `cached_tokens`."""
+    prompt_tokens = usage.history_tokens + usage.new_tokens
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": usage.output_tokens,
+        "total_tokens": prompt_tokens + usage.output_tokens,
+        "prompt_tokens_details": {"cached_tokens": usage.reused_tokens, "audio_tokens": 0},
+        "completion_tokens_details": {"reasoning_tokens": 0, "audio_tokens": 0},
+    }

@@ -146,19 +146,19 @@ class MethodNotAllowedError(ReportedError):
 
 
 def unknown_response(response_id: str) -> UnknownResponseError:
-    """Another tenant's is not there either."""
+    """Make the error of a response that is not there; another tenant's is not there either."""
     return UnknownResponseError(
         f"there is no response {response_id[:80]!r}", "send the whole conversation as input"
     )
 
 
 def status_of(error: ReportedError) -> int:
-    """The HTTP status of an error."""
+    """Return the HTTP status of an error."""
     return _STATUS_BY_REASON.get(error.reason) or _STATUS_BY_CODE.get(error.grpc_code, 500)
 
 
 def error_object(error: ReportedError) -> dict[str, Any]:
-    """What stands under "error"."""
+    """Make what stands under "error"."""
     status = status_of(error)
     return {
         "message": str(error),
@@ -169,7 +169,7 @@ def error_object(error: ReportedError) -> dict[str, Any]:
 
 
 def error_headers(error: ReportedError) -> dict[str, str]:
-    """Whether, and when, the same request is worth another try."""
+    """Say in headers whether, and when, the same request is worth another try."""
     headers = {"x-should-retry": "true" if error.retryable else "false"}
     if error.retry_after_s is not None:
         headers["Retry-After"] = str(max(1, math.ceil(error.retry_after_s)))

@@ -1,26 +1,38 @@
-"""What every request has in common: who sent it, its body, its headers."""
+"""What every request has in common: who sent it, its body, its headers, its place among the others.
 
+So many requests are served at once, and no more, for each may hold a body. One whose body has not
+come may lose its slot: when all are taken, and more than half of them wait for bodies of one
+client, a request of another client takes that of the oldest of these. So whoever sends headers and
+then nothing, again and again, leaves slots for everybody else, and whoever sends many whole
+requests at once has as many slots as there are.
+"""
+
+import asyncio
 import hashlib
+import json
 import uuid
+from collections import OrderedDict, defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, NoReturn, TypeVar
 
 import structlog
 from aiohttp import HttpVersion11, hdrs, web
 
-from inference_svc.core.truncation import OLDEST, REJECT, OverflowPolicy
-from inference_svc.openai.asked_turn import AskedTurn
+from inference_svc.openai.bodies import TurnBody
 from inference_svc.openai.errors import (
+    InvalidJsonError,
     RequestError,
     RequestTooLargeError,
+    SlowRequestError,
+    TooManyRequestsError,
     UnsupportedValueError,
 )
-from inference_svc.openai.fields import parse_object
-from inference_svc.openai.history_chain import HistoryChain
 from inference_svc.openai.messages import Message
-from inference_svc.openai.places import Caller
-from inference_svc.openai.wanted_turn import WantedTurn
-from shared.access.current import current_identity
+from inference_svc.openai.sessions.routing import Caller, HistoryChain, HttpTurn
+from inference_svc.openai_settings import OpenAISettings
+from shared.access.identity import current_identity
 
 PROJECT = "OpenAI-Project"  # names the tenant
 SESSION = "X-Session-Id"
@@ -28,10 +40,13 @@ REPEAT = "Idempotency-Key"
 REQUEST_ID = "x-request-id"
 CONTINUE = "100-continue"
 MAX_HEADER = 256  # characters of one of ours
+RETRY_S = 1.0  # after a refusal
+
+B = TypeVar("B", bound=TurnBody)
 
 
 @dataclass(frozen=True)
-class Body:
+class JsonBody:
     """A request's body.
 
     Attributes:
@@ -44,7 +59,7 @@ class Body:
 
 
 def caller_of(request: web.Request) -> Caller:
-    """Who sent it, and the tenant that it is for.
+    """Return who sent a request, and the tenant that it is for.
 
     Raises:
         TenantDeniedError: the client may not use that tenant.
@@ -56,7 +71,7 @@ def caller_of(request: web.Request) -> Caller:
 
 
 def header_of(request: web.Request, name: str) -> str:
-    """A header of printable ASCII; "" if there is none.
+    """Read a header of printable ASCII; "" if there is none.
 
     Raises:
         RequestError: it is something else.
@@ -69,7 +84,7 @@ def header_of(request: web.Request, name: str) -> str:
     return value
 
 
-async def read_body(request: web.Request) -> Body:
+async def read_body(request: web.Request) -> JsonBody:
     """Read and decode a body; whoever calls bounds the time.
 
     Raises:
@@ -90,7 +105,32 @@ async def read_body(request: web.Request) -> Body:
             "the body ends early, or its chunks are broken", "send it again"
         ) from None
     digest = hashlib.blake2b(data, digest_size=16).digest()
-    return Body(parse_object(data), digest)
+    return JsonBody(parse_object(data), digest)
+
+
+def parse_object(body: bytes) -> dict[str, Any]:
+    """Decode the bytes of a body.
+
+    Raises:
+        InvalidJsonError: it is not a JSON object of Unicode text.
+    """
+    try:
+        text = body.decode("utf-8-sig")
+        found = json.loads(text, parse_constant=_refuse_constant)
+        if "\\u" in text:  # escapes can write half a character, which is no text
+            json.dumps(found, ensure_ascii=False).encode()
+    except (ValueError, RecursionError) as error:
+        reason = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
+        raise InvalidJsonError(
+            f"the body is not JSON ({reason:.120})", "send one JSON object in UTF-8"
+        ) from error
+    if not isinstance(found, dict):
+        raise InvalidJsonError("the body is not a JSON object", "send one JSON object in UTF-8")
+    return found
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no JSON")
 
 
 async def expect_nothing_yet(request: web.Request) -> None:
@@ -115,58 +155,155 @@ def _too_large() -> RequestTooLargeError:
     )
 
 
-def session_name(request: web.Request, asked: AskedTurn) -> str:
-    """The session that the client named, in the body or in a header.
+@dataclass(frozen=True)
+class TurnRequest(Generic[B]):
+    """A request for a turn that was read, whichever API it speaks.
 
-    Raises:
-        RequestError: they differ, or it is not to be stored.
+    Attributes:
+        request: for its headers.
+        caller: who sent it.
+        body: its body, decoded.
+        digest: of the body's bytes.
+        chain: digests of the caller's histories.
+        settings: the section [openai].
     """
-    header = header_of(request, SESSION)
-    if header and asked.session_id not in {"", header}:
-        raise RequestError(
-            f"{SESSION} and session_id name different sessions", "name one", "session_id"
+
+    request: web.Request
+    caller: Caller
+    body: B
+    digest: bytes
+    chain: HistoryChain
+    settings: OpenAISettings
+
+    def turn(self, messages: tuple[Message, ...], overflow: str = "") -> HttpTurn:
+        """Make the turn that is asked for.
+
+        Args:
+            messages: all that tell the history, or all that follow another response.
+            overflow: the overflow policy's name; "" for the service's.
+
+        Raises:
+            RequestError: a header is off, or does not go with the body.
+        """
+        chain, path = self.chain, self.request.path
+        repeat = header_of(self.request, REPEAT)
+        key = bytes.fromhex(chain.id_of("repeat", path, repeat)) if repeat else None
+        names = (path, repeat, self.digest.hex()) if repeat else (uuid.uuid4().hex,)
+        return HttpTurn(
+            messages=messages,
+            sampling=self.body.sampling(self.settings.temperature),
+            session_id=self._session_name(),
+            is_kept=self.body.store,
+            overflow=overflow,
+            request_id="r-" + chain.id_of("request", *names),
+            body=self.digest,
+            repeat_key=key,
         )
-    name = header or asked.session_id
-    if name and not asked.is_kept:
-        raise RequestError("a session is named that is not to be stored", "leave one out", "store")
-    return name
+
+    def _session_name(self) -> str:
+        """Return the session that the client named, in the body or a header; "" for none."""
+        header, body = header_of(self.request, SESSION), self.body
+        if header and body.session_id not in {"", header}:
+            raise RequestError(
+                f"{SESSION} and session_id name different sessions", "name one", "session_id"
+            )
+        name = header or body.session_id
+        if name and not body.store:
+            raise RequestError(
+                "a session is named that is not to be stored", "leave one out", "store"
+            )
+        return name
 
 
-def wanted_turn(
-    request: web.Request,
-    body: Body,
-    asked: AskedTurn,
-    messages: tuple[Message, ...],
-    chain: HistoryChain,
-    overflow: OverflowPolicy,
-) -> WantedTurn:
-    """What is asked for, of whichever API.
+@dataclass(eq=False)
+class _Slot:
+    """One request's.
+
+    Attributes:
+        request_id: Python's, of the request.
+        client: who sent it.
+        wait: bounds the time until its body has come.
+        is_lost: a request of somebody else has it now.
+    """
+
+    request_id: int
+    client: str
+    wait: asyncio.Timeout | None = None
+    is_lost: bool = False
+
+
+class RequestSlots:
+    """Holds the requests that are served at once; see the module docstring.
 
     Args:
-        request: for its headers.
-        body: of the request.
-        asked: as it was decoded.
-        messages: all that tell the history.
-        chain: of the caller's histories.
-        overflow: policy of turns that name none.
+        settings: the section [openai].
     """
-    repeat = header_of(request, REPEAT)
-    key = bytes.fromhex(chain.id_of("repeat", request.path, repeat)) if repeat else None
-    names = (request.path, repeat, body.digest.hex()) if repeat else (uuid.uuid4().hex,)
-    return WantedTurn(
-        messages=messages,
-        sampling=asked.sampling,
-        session_id=session_name(request, asked),
-        is_kept=asked.is_kept,
-        overflow=_overflow(asked.truncation, overflow.name),
-        request_id="r-" + chain.id_of("request", *names),
-        body=body.digest,
-        repeat_key=key,
-    )
 
+    def __init__(self, settings: OpenAISettings) -> None:
+        self._most = settings.max_requests
+        self._body_s = settings.body_s
+        self._taken: dict[int, _Slot] = {}  # by request_id
+        # By client, of which there are as many as the settings name; the oldest first.
+        self._unread: defaultdict[str, OrderedDict[_Slot, None]] = defaultdict(OrderedDict)
 
-def _overflow(truncation: str, default: str) -> str:
-    """OpenAI's word as a policy's name; "" for the service's."""
-    if truncation == "disabled":
-        return REJECT
-    return OLDEST if truncation == "auto" and default == REJECT else ""
+    @contextmanager
+    def taken(self, request: web.Request) -> Iterator[None]:
+        """Hold a slot for a request of the current client.
+
+        Raises:
+            TooManyRequestsError: there is none.
+        """
+        slot = _Slot(id(request), current_identity().name)
+        if len(self._taken) >= self._most:
+            self._take_unread(slot.client)
+        self._taken[slot.request_id] = slot
+        try:
+            yield
+        finally:
+            self._taken.pop(slot.request_id, None)
+
+    async def read(self, request: web.Request) -> JsonBody:
+        """Wait for the body of a request that has a slot, and decode it.
+
+        Raises:
+            TooManyRequestsError: its slot was needed before the body came.
+            SlowRequestError: it does not come.
+            RequestError: it is off; see `read_body`.
+        """
+        slot = self._taken[id(request)]
+        unread = self._unread[slot.client]
+        unread[slot] = None
+        try:
+            async with asyncio.timeout(self._body_s) as slot.wait:
+                return await read_body(request)
+        except TimeoutError as error:
+            if slot.is_lost:
+                raise self._full(
+                    f", most of them of {slot.client}, whose bodies have not come",
+                    "send each with its request",
+                ) from error
+            raise SlowRequestError(
+                f"the body did not come within {self._body_s:g} s", "send it at once"
+            ) from error
+        finally:
+            unread.pop(slot, None)
+
+    def _take_unread(self, client: str) -> None:
+        """Free the slot of a request whose body has not come.
+
+        Raises:
+            TooManyRequestsError: it has to keep it.
+        """
+        most = max(self._unread, key=lambda name: len(self._unread[name]), default=client)
+        if most == client or len(self._unread[most]) <= self._most // 2:
+            raise self._full("", "come back")
+        slot, _ = self._unread[most].popitem(last=False)
+        slot.is_lost = True
+        del self._taken[slot.request_id]
+        assert slot.wait is not None, "what is unread is waited for"  # noqa: S101
+        if not slot.wait.expired():
+            slot.wait.reschedule(asyncio.get_running_loop().time())
+
+    def _full(self, whose: str, remedy: str) -> TooManyRequestsError:
+        message = f"{self._most} requests are under way{whose}"
+        return TooManyRequestsError(message, remedy, retry_after_s=RETRY_S)

@@ -1,73 +1,172 @@
 """/v1/responses: a turn by its own id, which the next one may follow."""
 
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from aiohttp import web
+from pydantic import BeforeValidator, Field, model_validator
 
-from inference_svc.core.turn_events import Finished, Tokens
+from inference_svc.core.truncation import OLDEST, REJECT
+from inference_svc.core.turn_record import Finished
 from inference_svc.openai.api import Api
-from inference_svc.openai.errors import RequestError, unknown_response
-from inference_svc.openai.event_stream import EventStream
-from inference_svc.openai.history_chain import HistoryChain
-from inference_svc.openai.known import KnownResponse
-from inference_svc.openai.live_answer import LiveAnswer
-from inference_svc.openai.places import Caller
-from inference_svc.openai.replies import answer_headers, broken_stream, reply
-from inference_svc.openai.requests import Body, caller_of, wanted_turn
-from inference_svc.openai.response_events import ResponseEvents, finished_response
-from inference_svc.openai.response_objects import ResponseFacts
-from inference_svc.openai.response_request import ResponseRequest, decode_response
-from inference_svc.openai.wanted_turn import WantedTurn
+from inference_svc.openai.bodies import (
+    Body,
+    Count,
+    Refused,
+    TurnBody,
+    WrongMemberError,
+)
+from inference_svc.openai.errors import RequestError, UnsupportedValueError, unknown_response
+from inference_svc.openai.messages import SYSTEM, InputItems, Message
+from inference_svc.openai.replies import reply, send_answer
+from inference_svc.openai.requests import TurnRequest, caller_of
+from inference_svc.openai.response_objects import ResponseObjects
+from inference_svc.openai.sessions.lookup import KnownResponse, ResponseInfo
+from inference_svc.openai.sessions.routing import Caller, HttpTurn
 from shared.types.errors import NotFoundError
 
+LOGPROBS = "message.output_text.logprobs"  # of `include`
 MAX_KEPT_INSTRUCTIONS = 16384  # characters that GET shows again; longer ones are compared only
+
+
+class TextOptions(Body):
+    """Options of the text that is written: plain text is the only kind."""
+
+    refused: ClassVar[Mapping[str, Refused]] = {
+        "format": Refused(({"type": "text"},), "the service writes plain text only"),
+        "verbosity": Refused(("medium",), "say it in a message"),
+    }
+
+
+class ResponseStreamOptions(Body):
+    """Options of a stream; none of them changes anything."""
+
+    ignored: ClassVar[frozenset[str]] = frozenset({"include_obfuscation"})
+
+
+def _include(given: Any) -> Any:
+    for name in given if isinstance(given, list) else ():
+        if name != LOGPROBS:
+            raise WrongMemberError(
+                f"include {str(name)[:60]!r} is not supported",
+                f"send {LOGPROBS!r} only",
+                kind=UnsupportedValueError,
+            )
+    return given
+
+
+class ResponseBody(TurnBody):
+    """The body of POST /v1/responses.
+
+    Attributes:
+        instructions: lead the conversation, as its system message.
+        previous_response_id: of the response that this one follows; "" if it follows none.
+        include: what is shown beside the answer.
+        truncation: "": the service's overflow policy decides.
+    """
+
+    refused: ClassVar[Mapping[str, Refused]] = {
+        **TurnBody.refused,
+        "background": Refused((False,), "keep the connection open while it is answered"),
+        "background_options": Refused((), "leave it out"),
+        "access_programs": Refused((), "leave it out"),
+        "image": Refused((), "the service reads text only"),
+        "conversation": Refused((), "use previous_response_id"),
+        "prompt": Refused((), "send instructions and input"),
+        "context_management": Refused(
+            ([],), "the service's [overflow] settings say what is dropped"
+        ),
+        "reasoning": Refused(({}, {"effort": "none"}), "the model does not reason: leave it out"),
+    }
+
+    input: InputItems = Field(default=None, validate_default=True)
+    instructions: str = ""
+    previous_response_id: str = ""
+    max_output_tokens: Count | None = None
+    include: Annotated[list[str], BeforeValidator(_include)] = Field(default_factory=list)
+    truncation: Literal["", "auto", "disabled"] = ""
+    text: TextOptions = TextOptions()
+    stream_options: ResponseStreamOptions = ResponseStreamOptions()
+
+    @model_validator(mode="after")
+    def _agree(self) -> Self:
+        if self.previous_response_id and self.session_id:
+            raise WrongMemberError(
+                "both {path} and a session are named",
+                "name one of them: a response belongs to a session",
+                "previous_response_id",
+            )
+        return self
+
+    @property
+    def new_messages(self) -> tuple[Message, ...]:
+        """The input alone, as roles and texts."""
+        return tuple(each.message for each in self.input)
+
+    @property
+    def conversation(self) -> tuple[Message, ...]:
+        """Instructions and input, as roles and texts."""
+        leading = (Message(SYSTEM, self.instructions),) if self.instructions else ()
+        return (*leading, *self.new_messages)
+
+    @property
+    def max_answer_tokens(self) -> int | None:
+        """Bound of the answer; None if the client does not say."""
+        return self.max_output_tokens
+
+    @property
+    def shown_logprobs(self) -> int | None:
+        """How many alternatives are shown of each token; None: no log-probabilities."""
+        is_asked = bool(self.include) or self.top_logprobs is not None
+        return (self.top_logprobs or 0) if is_asked else None
+
+    def overflow(self, default: str) -> str:
+        """Return OpenAI's word of truncation as a policy's name; "" for the default one."""
+        if self.truncation == "disabled":
+            return REJECT
+        return OLDEST if self.truncation == "auto" and default == REJECT else ""
 
 
 async def create_response(api: Api, request: web.Request) -> web.StreamResponse:
     """Answer an input, as the next turn after another response or as the first."""
-    caller = caller_of(request)
-    body = await api.places.read(request)
-    asked = decode_response(body.values, api.settings.temperature)
-    api.model.check(asked.asked.model)
-    chain = api.endings.chain(caller)
+    asked = await api.read(request, ResponseBody)
     previous = None
-    if asked.previous_id:
-        previous = await _known(api, caller, asked.previous_id)
-        _check_instructions(asked, previous, chain)
-    wanted = _wanted(api, request, body, asked, previous, chain)
-    async with await api.answers.open(caller, wanted) as answer:
-        assert wanted.facts is not None  # noqa: S101  # just made
-        events = ResponseEvents(
-            wanted.response_id,
-            answer.session_id,
-            wanted.facts,
-            api.token_text,
-            asked.asked.top_logprobs,
+    if asked.body.previous_response_id:
+        previous = await _known(api, asked.caller, asked.body.previous_response_id)
+        _check_instructions(asked, previous)
+    turn, info = _turn(asked, previous, api.gateway.defaults.overflow.name)
+    async with await api.answers.open(asked.caller, turn) as answer:
+        objects = ResponseObjects(
+            response_id=turn.response_id,
+            session_id=answer.session_id,
+            info=info,
+            token_text=api.token_text,
+            top_logprobs=asked.body.shown_logprobs,
         )
-        headers = answer_headers(answer.session_id, wanted.request_id)
-        if asked.asked.is_streamed:
-            return await _stream(api, request, answer, events, headers)
-        return reply(events.whole(*await answer.whole()), headers)
+        return await send_answer(asked, turn, answer, objects)
 
 
 async def show_response(api: Api, request: web.Request) -> web.Response:
-    """A response that was stored."""
+    """Show a response that was stored."""
     caller, response_id = caller_of(request), request.match_info["id"]
     if request.query.get("stream", "false") == "true":
         raise RequestError("a stored response cannot be streamed", "leave stream out", "stream")
     known = await _known(api, caller, response_id)
     at = known.at
     try:
-        session, _ = await api.front.get_session(caller.identity, caller.tenant, at.session_id)
+        key = api.gateway.key(caller.identity, caller.tenant, at.session_id)
+        session, _ = await api.gateway.turns.sessions.get(key)
     except NotFoundError as error:
         raise unknown_response(response_id) from error
     record = session.turns[at.turns - 1] if len(session.turns) >= at.turns else None
     if record is None or record.request_id != at.request_id:
         raise unknown_response(response_id)
     finished = Finished(record.finish_reason, record.text, record.usage, at.turns)
-    return reply(finished_response(response_id, at.session_id, known.facts, finished))
+    objects = ResponseObjects(response_id, at.session_id, known.info, api.token_text)
+    return reply(objects.whole((), finished))
 
 
 async def delete_response(api: Api, request: web.Request) -> web.Response:
@@ -75,37 +174,37 @@ async def delete_response(api: Api, request: web.Request) -> web.Response:
     caller, response_id = caller_of(request), request.match_info["id"]
     known = await _known(api, caller, response_id)
     session_id = known.at.session_id
-    others = await api.remembered.count_responses(caller.tenant, session_id) - 1
+    others = await api.store.count_responses(caller.tenant, session_id) - 1
     if not others and not known.at.is_named:  # first what may be refused: a turn may be under way
         with suppress(NotFoundError):
-            await api.front.delete(caller.identity, caller.tenant, session_id)
-    await api.remembered.forget_response(caller.tenant, response_id)
+            key = api.gateway.key(caller.identity, caller.tenant, session_id)
+            await api.gateway.turns.sessions.delete(key)
+    await api.store.forget_response(caller.tenant, response_id)
     return reply({"id": response_id, "object": "response", "deleted": True})
 
 
 async def _known(api: Api, caller: Caller, response_id: str) -> KnownResponse:
-    """The caller's response.
+    """Look the caller's response up.
 
     Raises:
         UnknownResponseError: it has none of that id.
     """
     is_ours = response_id.isascii() and response_id.startswith("resp_")
-    known = await api.remembered.find_response(caller.tenant, response_id) if is_ours else None
+    known = await api.store.find_response(caller.tenant, response_id) if is_ours else None
     if known is None:
         raise unknown_response(response_id)
     return known
 
 
-def _check_instructions(
-    asked: ResponseRequest, previous: KnownResponse, chain: HistoryChain
-) -> None:
-    """A session has the instructions that it began with, and keeps them.
+def _check_instructions(asked: TurnRequest[ResponseBody], previous: KnownResponse) -> None:
+    """See that a session keeps the instructions that it began with.
 
     Raises:
         RequestError: others are given.
     """
-    digest = chain.id_of("instructions", asked.instructions)
-    if asked.instructions and digest != previous.facts.instructions_digest:
+    instructions = asked.body.instructions
+    digest = asked.chain.id_of("instructions", instructions)
+    if instructions and digest != previous.info.instructions_digest:
         raise RequestError(
             "these instructions are not those of the conversation",
             "leave them out to go on with it, or send the conversation as input",
@@ -113,60 +212,38 @@ def _check_instructions(
         )
 
 
-def _wanted(
-    api: Api,
-    request: web.Request,
-    body: Body,
-    asked: ResponseRequest,
-    previous: KnownResponse | None,
-    chain: HistoryChain,
-) -> WantedTurn:
-    overflow = api.front.defaults.overflow
-    messages = asked.asked.messages if previous else asked.messages
-    wanted = wanted_turn(request, body, asked.asked, messages, chain, overflow)
-    sampling = asked.asked.sampling
-    is_rigid = (wanted.overflow or overflow.name) == "reject"
-    facts = ResponseFacts(
+def _turn(
+    asked: TurnRequest[ResponseBody], previous: KnownResponse | None, overflow: str
+) -> tuple[HttpTurn, ResponseInfo]:
+    """Make the turn that is asked for, and what is to be known of its response.
+
+    Args:
+        asked: the request.
+        previous: the response that it follows.
+        overflow: policy of turns that name none.
+    """
+    body, chain = asked.body, asked.chain
+    messages = body.new_messages if previous else body.conversation
+    turn = asked.turn(messages, body.overflow(overflow))
+    info = ResponseInfo(
         created_s=int(time.time()),
-        model=asked.asked.model,
-        instructions=asked.instructions[:MAX_KEPT_INSTRUCTIONS],
-        instructions_digest=chain.id_of("instructions", asked.instructions),
-        previous_id=asked.previous_id,
-        max_output_tokens=asked.max_output_tokens,
-        temperature=round(sampling.temperature, 6),
-        top_p=round(sampling.top_p, 6) if sampling.HasField("top_p") else 1.0,
-        truncation="disabled" if is_rigid else "auto",
-        is_kept=asked.asked.is_kept,
-        top_logprobs=asked.asked.top_logprobs or 0,
-        metadata=asked.metadata,
+        model=body.model,
+        instructions=body.instructions[:MAX_KEPT_INSTRUCTIONS],
+        instructions_digest=chain.id_of("instructions", body.instructions),
+        previous_id=body.previous_response_id,
+        max_output_tokens=body.max_output_tokens,
+        temperature=turn.sampling["temperature"],
+        top_p=1.0 if body.top_p is None else body.top_p,
+        truncation="disabled" if (turn.overflow or overflow) == REJECT else "auto",
+        is_kept=body.store,
+        top_logprobs=body.shown_logprobs or 0,
+        metadata=body.metadata,
     )
-    if previous is not None and not asked.instructions:
-        facts = replace(
-            facts,
-            instructions=previous.facts.instructions,
-            instructions_digest=previous.facts.instructions_digest,
+    if previous is not None and not body.instructions:
+        info = replace(
+            info,
+            instructions=previous.info.instructions,
+            instructions_digest=previous.info.instructions_digest,
         )
-    response_id = "resp_" + chain.id_of("response", wanted.request_id)
-    return replace(wanted, previous=previous, response_id=response_id, facts=facts)
-
-
-async def _stream(
-    api: Api,
-    request: web.Request,
-    answer: LiveAnswer,
-    events: ResponseEvents,
-    headers: dict[str, str],
-) -> web.StreamResponse:
-    stream = EventStream(request, api.settings.write_s)
-    await stream.open(headers)
-    try:
-        for event in events.opening():
-            await stream.send_named(event)
-        async for news in answer.events():
-            made = events.piece(news.tokens) if isinstance(news, Tokens) else events.closing(news)
-            for event in made:
-                await stream.send_named(event)
-    except Exception as error:  # noqa: BLE001  # the status is sent: it is told as an event
-        await stream.send_named(events.failure(broken_stream(error)))
-    await stream.end()
-    return stream.response
+    response_id = "resp_" + chain.id_of("response", turn.request_id)
+    return replace(turn, previous=previous, response_id=response_id, info=info), info

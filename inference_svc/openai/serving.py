@@ -1,33 +1,46 @@
-"""Serves the API beside gRPC, if there is an address for it."""
+"""Serves the OpenAI-compatible API beside gRPC, if there is an address for it.
+
+Each request goes through the same gates before its handler: what goes wrong is told as OpenAI's
+clients know it, the client is identified, and a slot is held. Another API is a module with a body,
+objects and handlers, like `chats.py`, and its routes here.
+"""
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 
+import structlog
+from aiohttp import web
 from aiohttp.typedefs import Middleware
 
 from inference_svc.config import InferenceSettings
-from inference_svc.openai.answers import Answers
-from inference_svc.openai.api import Api
-from inference_svc.openai.app import ROLE, make_app
-from inference_svc.openai.endings import Endings
-from inference_svc.openai.remembered import Remembered
-from inference_svc.openai.request_places import RequestPlaces
-from inference_svc.openai.served_model import ServedModel
-from inference_svc.openai.token_text import TokenText
-from inference_svc.service.gateway import Front
+from inference_svc.openai.api import Api, ServedModel, TokenText
+from inference_svc.openai.chats import create_chat
+from inference_svc.openai.errors import MethodNotAllowedError, UnknownUrlError
+from inference_svc.openai.replies import refusal, reply, reported
+from inference_svc.openai.requests import RequestSlots, expect_nothing_yet
+from inference_svc.openai.responses import create_response, delete_response, show_response
+from inference_svc.openai.sessions.answers import Answers
+from inference_svc.openai.sessions.completion import Completion
+from inference_svc.openai.sessions.store import ApiStore
+from inference_svc.service.gateway import Gateway
 from shared.access.addresses import is_unix
 from shared.access.clients import ClientBook
 from shared.access.credentials import ssl_context
-from shared.access.identity import Identity, socket_identity
+from shared.access.identity import act_as, socket_identity
 from shared.process.log import get_logger
 from shared.serving.http_connections import ConnectionMetrics
-from shared.serving.http_server import HttpServer
+from shared.serving.http_server import HttpServer, identity_of
 
+ROLE = "client"
+SERVER = "inference-svc"  # not aiohttp's and Python's versions
 STOP_GRACE_S = 1.0  # for answers that are complete to reach their clients
 SOCKET_NAME = "openai-socket"  # identity of whoever may open the Unix socket
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 log = get_logger(__name__)
 
@@ -35,7 +48,7 @@ log = get_logger(__name__)
 @asynccontextmanager
 async def serving_openai(
     settings: InferenceSettings,
-    front: Front,
+    gateway: Gateway,
     tokenizer: Any | None,
     book: ClientBook,
     outer: Sequence[Middleware] = (),
@@ -44,9 +57,9 @@ async def serving_openai(
     """Serve meanwhile.
 
     Args:
-        settings: of the service.
-        front: of the service.
-        tokenizer: of the model.
+        settings: the service's.
+        gateway: the one way in.
+        tokenizer: the model's.
         book: who may come in.
         outer: middlewares that see every request first.
         connections: where they are counted.
@@ -58,11 +71,11 @@ async def serving_openai(
     if not listen:
         yield
         return
-    remembered = Remembered(settings.server.state_dir, settings.openai.max_remembered)
+    store = ApiStore(settings.server.state_dir, settings.openai.max_remembered)
     try:
-        endings = Endings(front, remembered, settings.openai.max_sessions)
+        api = _api(settings, gateway, tokenizer, book, store)
         server = HttpServer(
-            make_app(_api(settings, front, tokenizer, book, remembered, endings), outer),
+            make_app(api, outer),
             listen,
             ssl_context(tls) if tls.is_on and not is_unix(listen) else None,
             socket_group=settings.server.socket_group,
@@ -70,53 +83,129 @@ async def serving_openai(
             bounds=settings.openai.bounds,
             metrics=connections,
         )
-        tidying = asyncio.create_task(endings.run())
+        tidying = asyncio.create_task(api.completion.run())
         try:
             await server.start()
             log.info("openai_ready", listen=server.address)
             yield
         finally:
             await server.stop(STOP_GRACE_S)
-            await _cancel(tidying)
+            tidying.cancel()
+            await asyncio.wait({tidying})
     finally:
-        remembered.close()
+        store.close()
 
 
 def _api(
     settings: InferenceSettings,
-    front: Front,
+    gateway: Gateway,
     tokenizer: Any | None,
     book: ClientBook,
-    remembered: Remembered,
-    endings: Endings,
+    store: ApiStore,
 ) -> Api:
-    about = front.describe()
-    model = ServedModel(
-        about.name,
-        settings.openai.aliases,
-        about.fingerprint,
-        int(time.time()),
-        about.context_window,
-    )
-    own = _own(settings) if is_unix(settings.openai.listen) else None
+    about = gateway.describe()
+    completion = Completion(gateway, store, settings.openai.max_sessions)
+    own = socket_identity(SOCKET_NAME, settings.server.socket_tenants, {ROLE})
     return Api(
-        settings.openai,
-        front,
-        model,
-        TokenText(tokenizer),
-        remembered,
-        endings,
-        Answers(front, remembered, endings),
-        RequestPlaces(settings.openai),
-        book,
-        own,
+        settings=settings.openai,
+        gateway=gateway,
+        model=ServedModel(
+            name=about.name,
+            aliases=settings.openai.aliases,
+            fingerprint=about.fingerprint,
+            created_s=int(time.time()),
+            context_window=about.context_window,
+        ),
+        token_text=TokenText(tokenizer),
+        store=store,
+        completion=completion,
+        answers=Answers(gateway, store, completion),
+        slots=RequestSlots(settings.openai),
+        book=book,
+        own=own if is_unix(settings.openai.listen) else None,
     )
 
 
-def _own(settings: InferenceSettings) -> Identity:
-    return socket_identity(SOCKET_NAME, settings.server.socket_tenants, {ROLE})
+# ------------------------------------------------------------------------------- the application
 
 
-async def _cancel(task: "asyncio.Task[None]") -> None:
-    task.cancel()
-    await asyncio.wait({task})
+def make_app(api: Api, outer: Sequence[Middleware] = ()) -> web.Application:
+    """Build the application: its routes, and the gates before them.
+
+    Args:
+        api: its parts.
+        outer: middlewares that see every request before ours.
+    """
+    app = web.Application(
+        client_max_size=api.settings.max_body_bytes,
+        middlewares=[*outer, _tell_refusals, _authenticating(api), _admitting(api)],
+    )
+    app.on_response_prepare.append(_name_server)
+    routes = app.router
+    for path, create in (("chat/completions", create_chat), ("responses", create_response)):
+        routes.add_post(f"/v1/{path}", partial(create, api), expect_handler=expect_nothing_yet)
+    routes.add_get("/v1/responses/{id}", partial(show_response, api))
+    routes.add_delete("/v1/responses/{id}", partial(delete_response, api))
+    routes.add_get("/v1/models", partial(_models, api))
+    routes.add_get("/v1/models/{id:.+}", partial(_model, api))
+    return app
+
+
+_PATHS = "use /v1/chat/completions, /v1/responses or /v1/models"
+
+
+async def _models(api: Api, _request: web.Request) -> web.Response:
+    return reply(api.model.as_list())
+
+
+async def _model(api: Api, request: web.Request) -> web.Response:
+    return reply(api.model.shown(request.match_info["id"]))
+
+
+@web.middleware
+async def _tell_refusals(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Tell every refusal and failure as OpenAI's clients know it."""
+    try:
+        return await handler(request)
+    except web.HTTPMethodNotAllowed as error:
+        return refusal(
+            MethodNotAllowedError(
+                f"{request.method[:20]} is not for this path",
+                f"use {' or '.join(sorted(error.allowed_methods))}",
+            )
+        )
+    except web.HTTPException:
+        return refusal(UnknownUrlError(f"nothing is served at {request.path[:80]!r}", _PATHS))
+    except ConnectionError:
+        raise  # nobody is there to be told
+    except Exception as error:  # noqa: BLE001  # the edge: nothing above would report it
+        return refusal(reported(error))
+
+
+def _admitting(api: Api) -> Middleware:
+    """Make the gate that lets so many requests in at once, and no more."""
+
+    @web.middleware
+    async def admit(request: web.Request, handler: Handler) -> web.StreamResponse:
+        with api.slots.taken(request):
+            return await handler(request)
+
+    return admit
+
+
+def _authenticating(api: Api) -> Middleware:
+    """Make the gate before which nothing is read of a body, and nothing told."""
+
+    @web.middleware
+    async def authenticate(request: web.Request, handler: Handler) -> web.StreamResponse:
+        identity = identity_of(request, api.book.current, api.own)
+        identity.check_role(ROLE)
+        structlog.contextvars.bind_contextvars(client=identity.name)
+        act_as(identity)
+        return await handler(request)
+
+    return authenticate
+
+
+async def _name_server(_request: web.Request, response: web.StreamResponse) -> None:
+    response.headers["Server"] = SERVER

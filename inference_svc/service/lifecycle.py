@@ -1,9 +1,9 @@
-"""What the process hears from outside while it serves, and how its turns end when it stops.
+"""The process while it serves: its signals, what runs beside its turns, and how these end.
 
 SIGTERM, SIGINT   drain: turns that have not started are handed back at once, those that run go
                   on until server.drain_s, their KV is saved; then the process ends
 a second one      everything that is left is handed back at once
-SIGHUP            the settings are read again (`live_settings.py`)
+SIGHUP            the settings are read again (`config.LIVE_KEYS`)
 """
 
 import asyncio
@@ -14,9 +14,12 @@ from inference_svc.config import InferenceSettings
 from inference_svc.runtime.engine.engine_loop import EngineLoop
 from inference_svc.runtime.turns.turns import Turns
 from shared.config.reload import Changes
+from shared.kvd_client.client import KvdClient
 from shared.process import systemd
 from shared.process.log import get_logger
 from shared.types.errors import ReportedError
+
+RETRY_S = 1.0  # after kvd's client failed in a way it should not
 
 log = get_logger(__name__)
 
@@ -54,7 +57,17 @@ async def beat() -> None:
         await asyncio.sleep(interval_s)
 
 
-async def reload_when_told(
+async def stay_attached(client: KvdClient) -> None:
+    """Keep kvd's client running: without it turns are recomputed, which is no reason to stop."""
+    while True:
+        try:
+            await client.run()
+        except Exception:
+            log.exception("kvd_client_failed")
+        await asyncio.sleep(RETRY_S)
+
+
+async def reload_on_signal(
     signals: Signals, reload: Callable[[], Changes[InferenceSettings]]
 ) -> None:
     """Reload at each SIGHUP; what is wrong with the settings is logged, and changes nothing."""
@@ -80,8 +93,8 @@ async def drain(turns: Turns, engine: EngineLoop, drain_s: float, signals: Signa
     """Let what runs finish and be saved; hand back what has not started, and what takes too long.
 
     Args:
-        turns: of the service.
-        engine: likewise.
+        turns: the service's turn registry.
+        engine: the service's engine.
         drain_s: how long it may take.
         signals: `at_once` ends it.
     """

@@ -1,24 +1,36 @@
-"""Where the service listens: Unix sockets guarded by their group, and guarded TCP ports.
+"""Where the service listens for gRPC: Unix sockets guarded by their group, and guarded TCP ports.
 
 A gRPC server has one answer to who comes without saying so. So there are at most two: one of all
 sockets, whose callers are known by having opened them, and one of all ports, where everybody has to
-say. Both serve the same.
+say. Both serve the same, their health and their reflection included.
 """
 
 import asyncio
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 
 import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
 
+from inference_svc.config import InferenceSettings
 from inference_svc.core.errors import ListenError
 from shared.access.addresses import UNIX, is_unix
+from shared.access.clients import ClientBook
 from shared.access.credentials import server_credentials
-from shared.access.settings import TlsSettings
-from shared.access.sockets import open_to_group
-from shared.access.tls_connections import TlsConnections
-from shared.process.unix_path import SocketInUseError, claim_path
+from shared.access.identity import socket_identity
+from shared.access.sockets import SocketInUseError, claim_path, open_to_group
+from shared.pb.inference.v1 import inference_pb2, inference_pb2_grpc
+from shared.serving.grpc_handlers import server_options
+from shared.serving.grpc_status import ReportedErrorInterceptor
+from shared.serving.interceptor import AccessInterceptor
+from shared.serving.rpc_observer import RpcMetrics, RpcObserver
+
+SERVICE = inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name
+# Beyond the turns that may wait: those that are refused, which get our own answer rather than
+# gRPC's, and calls other than SubmitTurn.
+SPARE_RPCS = 4096
+MAX_CONNECTIONS = 4096  # a client needs one, however many turns it follows
 
 
 def prepare_sockets(listen: Sequence[str]) -> None:
@@ -35,76 +47,104 @@ def prepare_sockets(listen: Sequence[str]) -> None:
             raise ListenError(error.message, remedy) from error
 
 
-@dataclass(frozen=True)
-class Servers:
+class GrpcServers:
     """The gRPC servers of the service.
 
+    Args:
+        settings: the service's.
+        service: that they serve.
+        book: who may come in.
+        rpcs: where calls are counted.
+
     Attributes:
-        bound: their addresses, with the ports that were chosen for port 0.
+        bound: their addresses, once they are bound, with the ports that were chosen for port 0.
     """
 
-    servers: tuple[grpc.aio.Server, ...]
-    bound: tuple[str, ...]
+    def __init__(
+        self,
+        settings: InferenceSettings,
+        service: inference_pb2_grpc.InferenceServicer,
+        book: ClientBook,
+        rpcs: RpcMetrics,
+    ) -> None:
+        self._settings = settings
+        self._service = service
+        self._book = book
+        self._rpcs = rpcs
+        self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]
+        self._servers: list[grpc.aio.Server] = []
+        self.bound: tuple[str, ...] = ()
+
+    def bind(self) -> None:
+        """Make the servers that the addresses need, and bind them.
+
+        Raises:
+            ConfigError: an address cannot be bound, the group or the TLS files cannot be used.
+        """
+        listen = self._settings.server.listen
+        bound: dict[str, str] = {}
+        for is_tcp in (False, True):
+            addresses = [address for address in listen if is_unix(address) is not is_tcp]
+            if addresses:
+                server = self._make(is_tcp=is_tcp)
+                self._servers.append(server)
+                for address in addresses:
+                    bound[address] = self._bind(server, address)
+        self.bound = tuple(bound[address] for address in listen)
 
     async def start(self) -> None:
         """Serve."""
-        for server in self.servers:
+        for server in self._servers:
             await server.start()
+        await self.set_ready(is_ready=True)
+
+    async def set_ready(self, *, is_ready: bool) -> None:
+        """Say that the event loop answers (""), and whether turns are taken (our service)."""
+        statuses = health_pb2.HealthCheckResponse
+        await self._health.set("", statuses.SERVING)
+        await self._health.set(SERVICE, statuses.SERVING if is_ready else statuses.NOT_SERVING)
 
     async def stop(self, grace_s: float | None) -> None:
         """End; calls still running after grace_s are cancelled. A second time changes nothing."""
-        await asyncio.gather(*(server.stop(grace_s) for server in self.servers))
+        await asyncio.gather(*(server.stop(grace_s) for server in self._servers))
 
+    def _make(self, *, is_tcp: bool) -> grpc.aio.Server:
+        """Make a server that is not bound yet."""
+        settings = self._settings
+        tenants = settings.server.socket_tenants
+        own = None if is_tcp else socket_identity("socket", tenants, {"client", "reader"})
+        server = grpc.aio.server(
+            interceptors=[
+                RpcObserver(self._rpcs),
+                ReportedErrorInterceptor("inference"),
+                AccessInterceptor(self._book, {SERVICE: "client"}, own, metrics=self._rpcs),
+            ],
+            options=server_options(
+                settings.server.max_message_bytes, MAX_CONNECTIONS, is_tcp=is_tcp
+            ),
+            maximum_concurrent_rpcs=2 * settings.scheduler.max_turns + SPARE_RPCS,
+        )
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
+        inference_pb2_grpc.add_InferenceServicer_to_server(self._service, server)
+        reflection.enable_server_reflection(
+            (SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME), server
+        )
+        return server
 
-def bind_servers(
-    make: Callable[[bool], grpc.aio.Server],
-    listen: Sequence[str],
-    tls: TlsSettings,
-    group: str = "",
-    connections: TlsConnections | None = None,
-) -> Servers:
-    """Make the servers that the addresses need, and bind them.
-
-    Args:
-        make: a server; of TCP ports, if told so.
-        listen: each "unix:/path" or "host:port".
-        tls: of TCP ports.
-        group: that may open a Unix socket; "": the group it has.
-        connections: is told of each TLS connection.
-
-    Raises:
-        ConfigError: an address cannot be bound, the group or the TLS files cannot be used.
-    """
-    servers: list[grpc.aio.Server] = []
-    bound: dict[str, str] = {}
-    for is_tcp in (False, True):
-        addresses = [address for address in listen if is_unix(address) is not is_tcp]
-        if addresses:
-            server = make(is_tcp)
-            servers.append(server)
-            for address in addresses:
-                bound[address] = _bind(server, address, tls, group, connections)
-    return Servers(tuple(servers), tuple(bound[address] for address in listen))
-
-
-def _bind(
-    server: grpc.aio.Server,
-    address: str,
-    tls: TlsSettings,
-    group: str,
-    connections: TlsConnections | None,
-) -> str:
-    try:
-        if is_unix(address):
-            server.add_insecure_port(address)
-            open_to_group(Path(address.removeprefix(UNIX)), group)
-            return address
-        if tls.is_on:
-            port = server.add_secure_port(address, server_credentials(tls, connections))
-        else:
-            port = server.add_insecure_port(address)
-    except (RuntimeError, OSError) as error:
-        raise ListenError(
-            f"cannot listen on {address}", "choose an address that is free, with --listen"
-        ) from error
-    return f"{address.rpartition(':')[0]}:{port}"
+    def _bind(self, server: grpc.aio.Server, address: str) -> str:
+        tls = self._settings.tls
+        try:
+            if is_unix(address):
+                server.add_insecure_port(address)
+                open_to_group(Path(address.removeprefix(UNIX)), self._settings.server.socket_group)
+                return address
+            if tls.is_on:
+                credentials = server_credentials(tls, self._rpcs.tls)
+                port = server.add_secure_port(address, credentials)
+            else:
+                port = server.add_insecure_port(address)
+        except (RuntimeError, OSError) as error:
+            raise ListenError(
+                f"cannot listen on {address}", "choose an address that is free, with --listen"
+            ) from error
+        return f"{address.rpartition(':')[0]}:{port}"

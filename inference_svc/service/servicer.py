@@ -1,62 +1,81 @@
-"""The gRPC servicer: decode a request, call the front, encode what comes.
+"""The gRPC servicer: decode a request, call the gateway, encode what comes.
 
 Raises ReportedErrors; `shared.serving.grpc_status` turns them into statuses.
 """
 
 from collections.abc import AsyncIterator
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
-from inference_svc.service.gateway import Front
-from inference_svc.service.turn_messages import encode_event, encode_session
-from shared.access.current import current_identity
+from inference_svc.core.submission import TurnNames
+from inference_svc.service.gateway import Gateway, new_session_id
+from inference_svc.service.turn_messages import (
+    decode_discard,
+    decode_submission,
+    encode_event,
+    encode_session,
+)
+from shared.access.identity import current_identity
 from shared.pb.inference.v1 import inference_pb2 as pb
 from shared.pb.inference.v1 import inference_pb2_grpc
+from shared.types.session_key import SessionKey
 
 Context: TypeAlias = Any  # grpc.aio.ServicerContext; its stubs are generic in a useless way
 
 
-class InferenceService(inference_pb2_grpc.InferenceServicer):  # type: ignore[misc]
-    """See the module docstring."""
+class NamesSession(Protocol):
+    """A request about one session."""
 
-    def __init__(self, front: Front) -> None:
-        self._front = front
+    tenant: str
+    session_id: str
+
+
+class InferenceService(inference_pb2_grpc.InferenceServicer):  # type: ignore[misc]
+    """Serves `inference.v1.Inference`.
+
+    Args:
+        gateway: the one way in.
+    """
+
+    def __init__(self, gateway: Gateway) -> None:
+        self._gateway = gateway
 
     async def SubmitTurn(  # noqa: N802  # the proto's name
         self, request: pb.SubmitTurnRequest, context: Context
     ) -> AsyncIterator[pb.TurnEvent]:
         """Stream one turn; the client's leaving cancels it, unless others follow it too."""
-        following = await self._front.submit(current_identity(), request, context.time_remaining())
+        rpc_left_s = context.time_remaining()
+        stream = await self._gateway.submit(
+            current_identity(),
+            TurnNames(request.tenant, request.session_id, request.request_id),
+            lambda key, defaults: decode_submission(request, key, defaults, rpc_left_s),
+        )
         # A callback, not `finally`: a generator that is left at a yield is not closed in time.
-        context.add_done_callback(lambda _: following.leave())
-        async for event in following.events():
+        context.add_done_callback(lambda _: stream.leave())
+        async for event in stream.events:
             yield encode_event(event)
 
     async def CancelTurn(  # noqa: N802
         self, request: pb.CancelTurnRequest, context: Context
     ) -> pb.CancelTurnResponse:
-        """Stop a session's turns."""
+        """Stop a session's turns, or the one of a request id."""
         del context
-        cancelled = self._front.cancel(
-            current_identity(), request.tenant, request.session_id, request.request_id
-        )
+        cancelled = self._gateway.turns.cancel(self._key(request), request.request_id)
         return pb.CancelTurnResponse(cancelled=cancelled)
 
     async def GetSession(  # noqa: N802
         self, request: pb.GetSessionRequest, context: Context
     ) -> pb.Session:
-        """A session's state and, if asked for, its turns."""
+        """Return a session's state and, if asked for, its turns."""
         del context
-        transcript, is_busy = await self._front.get_session(
-            current_identity(), request.tenant, request.session_id
-        )
+        transcript, is_busy = await self._gateway.turns.sessions.get(self._key(request))
         return encode_session(transcript, is_busy=is_busy, with_turns=request.with_turns)
 
     async def DeleteSession(  # noqa: N802
         self, request: pb.DeleteSessionRequest, context: Context
     ) -> pb.DeleteSessionResponse:
-        """Remove a session and let its KV go."""
+        """Remove a session, and have kvd drop its KV."""
         del context
-        await self._front.delete(current_identity(), request.tenant, request.session_id)
+        await self._gateway.turns.sessions.delete(self._key(request))
         return pb.DeleteSessionResponse()
 
     async def EndSession(  # noqa: N802
@@ -64,7 +83,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):  # type: ignore[mi
     ) -> pb.EndSessionResponse:
         """Take no further turn of a session, and tell kvd that it will not come back."""
         del context
-        await self._front.end(current_identity(), request.tenant, request.session_id)
+        await self._gateway.turns.sessions.end(self._key(request))
         return pb.EndSessionResponse()
 
     async def ForkSession(  # noqa: N802
@@ -72,12 +91,11 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):  # type: ignore[mi
     ) -> pb.Session:
         """Start a session from another's first turns."""
         del context
-        forked = await self._front.fork(
-            current_identity(),
-            request.tenant,
-            request.session_id,
+        new_id = request.new_session_id or new_session_id()
+        forked = await self._gateway.turns.sessions.fork(
+            self._key(request),
             request.at_turn if request.HasField("at_turn") else None,
-            request.new_session_id,
+            self._gateway.key(current_identity(), request.tenant, new_id).session_id,
         )
         return encode_session(forked, is_busy=False, with_turns=False)
 
@@ -86,12 +104,19 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):  # type: ignore[mi
     ) -> pb.DiscardResponse:
         """Drop tokens of a session's context."""
         del context
-        left_tokens, dropped_tokens = await self._front.discard(current_identity(), request)
+        key = self._key(request)
+        ranges, expected = decode_discard(request)
+        left_tokens, dropped_tokens = await self._gateway.turns.sessions.discard(
+            key, ranges, expected
+        )
         return pb.DiscardResponse(context_tokens=left_tokens, dropped_tokens=dropped_tokens)
 
     async def GetModel(  # noqa: N802
         self, request: pb.GetModelRequest, context: Context
     ) -> pb.Model:
-        """What is served, and how it goes."""
+        """Describe what is served, and how it goes."""
         del request, context
-        return self._front.describe()
+        return self._gateway.describe()
+
+    def _key(self, request: NamesSession) -> SessionKey:
+        return self._gateway.key(current_identity(), request.tenant, request.session_id)

@@ -1,17 +1,115 @@
-"""Turns and sessions as messages to clients."""
+"""Turns and sessions as gRPC's messages: what clients send, decoded; what they get, encoded."""
 
+import hashlib
+import math
+import time
+import uuid
 from dataclasses import asdict
+from typing import Any
 
-from inference_svc.core.discards import Discard
-from inference_svc.core.stopping import AnswerToken
-from inference_svc.core.transcript_format import Transcript
-from inference_svc.core.turn_events import Accepted, Started, Tokens, TurnEvent
-from inference_svc.core.turn_record import TurnRecord, Usage
+from inference_svc.core.answers import AnswerToken
+from inference_svc.core.discards import Discard, Range
+from inference_svc.core.errors import InvalidDiscardError, InvalidTurnError
+from inference_svc.core.submission import (
+    MAX_DEADLINE_S,
+    MAX_PRIORITY,
+    MIN_PRIORITY,
+    Submission,
+    TextInput,
+    TokenInput,
+    TurnDefaults,
+    TurnInput,
+)
+from inference_svc.core.transcript_format import ExpectedSession, Transcript
+from inference_svc.core.turn_record import Accepted, Started, Tokens, TurnEvent, TurnRecord, Usage
+from inference_svc.service.submissions import (
+    chat_input,
+    empty_turn,
+    fill_compression,
+    fill_overflow,
+    fill_sampling,
+)
 from shared.pb.inference.v1 import inference_pb2 as pb
+from shared.types.session_key import SessionKey
+from shared.types.units import NS_PER_S
+
+MAX_DISCARD_ITEMS = 65536  # ranges and positions of one Discard
+
+
+def decode_submission(
+    request: pb.SubmitTurnRequest,
+    key: SessionKey,
+    defaults: TurnDefaults,
+    rpc_left_s: float | None = None,
+) -> Submission:
+    """Decode a turn, and check what can be checked without the session.
+
+    Args:
+        request: as it came.
+        key: of its session.
+        defaults: of what the client does not say.
+        rpc_left_s: time until the RPC's own deadline; None if it has none.
+
+    Raises:
+        EmptyTurnError: there is no input.
+        InvalidSamplingError: listing every value out of range.
+        InvalidTurnError: likewise, of priority and deadline, and of the overflow policy.
+        InvalidCompressionError: there is no such policy, or not with this model.
+    """
+    given = request.sampling
+    sampling = fill_sampling(
+        {**_given(given), "stop": tuple(given.stop), "ignore_eos": given.ignore_eos}, defaults
+    )
+    _check_urgency(request)
+    arrived_ns = time.monotonic_ns()
+    overflow, compression = request.overflow, request.compression
+    named = {"name": overflow.policy} if overflow.policy else {}
+    return Submission(
+        key=key,
+        input=_decode_input(request),
+        sampling=sampling,
+        has_max_tokens=given.HasField("max_tokens"),
+        request_id=request.request_id or f"r-{uuid.uuid4().hex}",
+        digest=_digest(request),
+        expected_turn=request.expected_turn if request.HasField("expected_turn") else None,
+        waits=request.wait,
+        is_final=request.final,
+        arrived_ns=arrived_ns,
+        priority=request.priority,
+        deadline_ns=_deadline_ns(arrived_ns, request.deadline_s or None, rpc_left_s),
+        overflow=fill_overflow({**_given(overflow), **named}, defaults),
+        compression=fill_compression(
+            defaults,
+            compression.policy,
+            compression.keep_ratio if compression.HasField("keep_ratio") else None,
+        ),
+    )
+
+
+def decode_discard(request: pb.DiscardRequest) -> tuple[list[Range], ExpectedSession]:
+    """Return what is to go, as ranges in any order, and what the client believes of the session.
+
+    Raises:
+        InvalidDiscardError: there are too many.
+    """
+    num_items = len(request.ranges) + len(request.positions)
+    if num_items > MAX_DISCARD_ITEMS:
+        raise InvalidDiscardError(
+            f"{num_items} ranges and positions are more than {MAX_DISCARD_ITEMS}",
+            "send ranges rather than positions, or several discards",
+        )
+    ranges = [(found.start, found.end) for found in request.ranges]
+    ranges += [(position, position + 1) for position in request.positions]
+    has_context_tokens = request.HasField("expected_context_tokens")
+    expected = ExpectedSession(
+        request.expected_turn if request.HasField("expected_turn") else None,
+        request.expected_context_tokens if has_context_tokens else None,
+    )
+    return ranges, expected
 
 
 def encode_event(event: TurnEvent) -> pb.TurnEvent:
-    """One event of a turn's stream."""
+    """Encode one event of a turn's stream."""
     if isinstance(event, Accepted):
         return pb.TurnEvent(
             accepted=pb.Accepted(
@@ -37,7 +135,7 @@ def encode_event(event: TurnEvent) -> pb.TurnEvent:
 
 
 def encode_session(transcript: Transcript, *, is_busy: bool, with_turns: bool) -> pb.Session:
-    """A session as its transcript has it."""
+    """Encode a session as its transcript has it."""
     header, context_ids = transcript.header, transcript.context_ids
     return pb.Session(
         tenant=header.tenant,
@@ -53,6 +151,65 @@ def encode_session(transcript: Transcript, *, is_busy: bool, with_turns: bool) -
         context_ids=context_ids if with_turns else (),
         discards=(_encode_discard(*found) for found in transcript.all_discards if with_turns),
     )
+
+
+# ------------------------------------------------------------------------------------ decoding
+
+
+def _given(message: Any) -> dict[str, Any]:
+    """Collect the optional fields of a message that are set."""
+    return {
+        field.name: getattr(message, field.name)
+        for field in message.DESCRIPTOR.fields
+        if field.has_presence and message.HasField(field.name)
+    }
+
+
+def _decode_input(request: pb.SubmitTurnRequest) -> TurnInput:
+    kind = request.WhichOneof("input")
+    if request.special_tokens and kind in {"chat", "tokens"}:
+        raise InvalidTurnError(
+            f"special_tokens goes with text, not with {kind}", "leave it out, or send text"
+        )
+    if kind == "text" and request.text:
+        return TextInput(request.text, request.special_tokens)
+    if kind == "chat":
+        return chat_input((message.role, message.content) for message in request.chat.messages)
+    if kind == "tokens" and request.tokens.ids:
+        return TokenInput(tuple(request.tokens.ids))
+    raise empty_turn()
+
+
+def _check_urgency(request: pb.SubmitTurnRequest) -> None:
+    problems, accepted = [], []
+    if not MIN_PRIORITY <= request.priority <= MAX_PRIORITY:
+        problems.append(f"priority {request.priority}")
+        accepted.append(f"priority {MIN_PRIORITY} to {MAX_PRIORITY}")
+    if not (request.deadline_s >= 0 and math.isfinite(request.deadline_s)):
+        problems.append(f"deadline_s {request.deadline_s}")
+        accepted.append("deadline_s in seconds, 0 for none")
+    if problems:
+        raise InvalidTurnError(
+            f"{' and '.join(problems)} cannot be", f"send {' and '.join(accepted)}"
+        )
+
+
+def _deadline_ns(arrived_ns: int, *left_s: float | None) -> int | None:
+    """Return the earliest of several deadlines, each None or a time from the arrival."""
+    known_s = [value for value in left_s if value is not None and value <= MAX_DEADLINE_S]
+    return arrived_ns + int(min(known_s) * NS_PER_S) if known_s else None
+
+
+def _digest(request: pb.SubmitTurnRequest) -> str:
+    """Digest what a repeat of the request id must have in common."""
+    same = pb.SubmitTurnRequest()
+    same.CopyFrom(request)
+    for name in ("session_id", "request_id", "expected_turn", "wait", "priority", "deadline_s"):
+        same.ClearField(name)
+    return hashlib.blake2b(same.SerializeToString(deterministic=True), digest_size=16).hexdigest()
+
+
+# ------------------------------------------------------------------------------------ encoding
 
 
 def _encode_record(record: TurnRecord) -> pb.TurnRecord:

@@ -33,31 +33,11 @@ What the figures mean:
 How it is measured: kvd and the floor, or the different numbers of sessions, take turns, and are
 compared turn by turn; what is shown is the median of these ratios with their quartiles. Every
 buffer is pre-faulted and full of random bytes, every file written once before it is timed, kvd idle
-before each half of a pair, all numbers of threads given. The goals (goals.py) are shown, not
+before each half of a pair, all numbers of threads given. The goals (report.py) are shown, not
 asserted: a busy machine misses them.
 
 *Hashing* after a store is in the write figures, not in the arena's: no engine waits for it.
 
-Where to begin reading: runner.py; then arena.py, ssd.py with floor.py, control.py, lookups.py,
-loop_calls.py, queues.py, restart.py. statistics.py, figures.py, rounds.py, goals.py, report.py and
-options.py are pure.
+Where to begin reading: runner.py; then arena.py, ssd.py with floor.py, control.py, lookups.py and
+loop_calls.py over filled_index.py. figures.py, report.py and options.py are pure.
 """
-
-from kvd.bench.figures import Report
-from kvd.bench.options import FULL, PARTS, QUICK, BenchOptions, Part, Scale, resized
-from kvd.bench.report import as_document, tables
-from kvd.bench.runner import run
-
-__all__ = [
-    "FULL",
-    "PARTS",
-    "QUICK",
-    "BenchOptions",
-    "Part",
-    "Report",
-    "Scale",
-    "as_document",
-    "resized",
-    "run",
-    "tables",
-]

@@ -12,18 +12,16 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvd.bench.buffers import BlockAt, Buffer
-from kvd.bench.copying import Copier
-from kvd.bench.figures import Comparison, comparison
+from kvd.bench.figures import Comparison
+from kvd.bench.filled_index import bench_key, token_ids_of
+from kvd.bench.floor import BlockAt, Buffer, Copier
 from kvd.bench.options import BenchOptions
-from kvd.bench.process import KvdSizes, attached_client, running_kvd
-from kvd.bench.sessions import bench_key, token_ids_of
-from kvd.bench.statistics import Pair, Sample
-from kvd.bench.workspace import Workspace
+from kvd.bench.workspace import KvdSizes, Workspace, attached_client, of_layouts, running_kvd
 from shared.children.child_kvd import CALL_S, ChildKvd
 from shared.children.child_process import ChildFailedError
 from shared.kvd_client.arena_map import ArenaMap
 from shared.kvd_client.client import KvdClient
+from shared.measuring.statistics import Pair, Sample
 from shared.types.kv_layout import KVLayout
 from shared.types.units import SECTOR_BYTES
 
@@ -34,16 +32,14 @@ Half = Callable[[], Awaitable[None]]
 
 async def measure_arena(options: BenchOptions, work: Workspace) -> tuple[Comparison, ...]:
     """Store and load, for each layout."""
-    found: list[Comparison] = []
-    for layout in options.scale.layouts:
-        options.on_progress(f"arena, slices of {layout.slice_bytes(0) >> 10} KiB")
-        found += await _measure_layout(options, work, layout)
-    return tuple(found)
+    return await of_layouts(
+        "arena", options, work, _measure_arena, num_threads=options.copy_threads
+    )
 
 
-async def _measure_layout(
+async def _measure_arena(
     options: BenchOptions, work: Workspace, layout: KVLayout
-) -> list[Comparison]:
+) -> dict[str, list[Pair]]:
     num_blocks = max(1, options.scale.arena_bytes // layout.block_bytes)
     name = f"arena-{layout.slice_bytes(0)}"
     sizes = KvdSizes(
@@ -64,7 +60,7 @@ async def _measure_layout(
         copier.close()
 
 
-async def _take_turns(engine: "_CopyingEngine", num_pairs: int) -> list[Comparison]:
+async def _take_turns(engine: "_CopyingEngine", num_pairs: int) -> dict[str, list[Pair]]:
     pairs: dict[str, list[Pair]] = {}
     for turn in range(num_pairs + 1):
         kvd_first = turn % 2 == 0
@@ -75,7 +71,7 @@ async def _take_turns(engine: "_CopyingEngine", num_pairs: int) -> list[Comparis
             for name, (whole, copy_only) in (("store", store), ("load", load)):
                 pairs.setdefault(name, []).append(whole)
                 pairs.setdefault(f"{name}_copy", []).append(copy_only)
-    return [engine.comparison(operation, found) for operation, found in pairs.items()]
+    return pairs
 
 
 async def _pair(
@@ -165,16 +161,6 @@ class _CopyingEngine:
         started = time.perf_counter()
         await self._copier.copy(target, source, self._num_blocks)
         self._copy_s = time.perf_counter() - started
-
-    def comparison(self, operation: str, pairs: list[Pair]) -> Comparison:
-        """Sum up."""
-        return comparison(
-            operation,
-            pairs,
-            slice_bytes=self._layout.slice_bytes(0),
-            io_bytes=0,
-            num_threads=self._copier.num_threads,
-        )
 
     def _touch(self, arena: ArenaMap) -> None:
         """Map every page of the arena, once: an engine does so before it serves."""

@@ -1,4 +1,4 @@
-"""What an engine's calls cost: the project's client to a kvd process and back, one at a time.
+"""What very many sessions cost a kvd process: an engine's calls, one at a time; starts; memory.
 
 One kvd for each number of idle sessions; they take turns. Nothing is copied, and nothing is written
 to SSD meanwhile (admission on_evict): the figures are those of the control plane.
@@ -6,6 +6,9 @@ to SSD meanwhile (admission on_evict): the figures are those of the control plan
     prepare_load    of a session that is in DRAM: a hit
     look_up         of an idle session, with other tokens than it has: found, compared, a miss
     prepare_store   of a new session; complete_load and complete_store end the leases
+
+Starts are over a full and over an empty index, in turns; the difference of both is what an idle
+session costs in memory.
 """
 
 import random
@@ -14,17 +17,22 @@ from collections.abc import Awaitable
 from contextlib import AsyncExitStack
 from typing import TypeVar
 
-from kvd.bench.filled_index import FilledIndexes
+from kvd.bench.figures import Restart, Rounds
+from kvd.bench.filled_index import (
+    MANIFEST_NAME,
+    TOKENS_PER_SESSION,
+    FilledIndexes,
+    bench_key,
+    idle_key,
+    token_ids_of,
+)
 from kvd.bench.options import SMALL_LAYOUT, BenchOptions
-from kvd.bench.population import TOKENS_PER_SESSION, idle_key
-from kvd.bench.process import attached_client, running_kvd
-from kvd.bench.rounds import Rounds
-from kvd.bench.sessions import bench_key, token_ids_of
-from kvd.bench.workspace import Workspace
+from kvd.bench.workspace import Workspace, attached_client, running_kvd
 from shared.children.child_kvd import CALL_S, ChildKvd
 from shared.children.child_process import ChildFailedError
 from shared.kvd_client.client import KvdClient
 from shared.kvd_client.grants import Lookup
+from shared.measuring.statistics import percentile, spread
 
 T = TypeVar("T")
 
@@ -131,3 +139,56 @@ async def _timed(seconds: list[float], call: Awaitable[T]) -> T:
     answer = await call
     seconds.append(time.perf_counter() - started)
     return answer
+
+
+async def measure_restart(
+    options: BenchOptions, work: Workspace, indexes: FilledIndexes
+) -> Restart:
+    """Start kvd over a full and over an empty index, in turns."""
+    num_sessions = max(options.scale.session_counts)
+    options.on_progress(f"restart, an index of {num_sessions} sessions")
+    full_dir = await indexes.state_dir(num_sessions)
+    empty_dir = await indexes.state_dir(0)
+    full, empty = _Starts(), _Starts()
+    for turn in range(options.scale.restarts):
+        for starts, state_dir in ((empty, empty_dir), (full, full_dir)):
+            options.on_progress(f"restart, {state_dir.name}, {turn + 1}")
+            name = f"restart-{state_dir.name}-{turn}"
+            sizes = indexes.sizes(options.io_threads)
+            async with running_kvd(work, name, sizes, state_dir) as kvd:
+                starts.ready_s.append(kvd.process.ready_s)
+                starts.ready_cpu_s.append(kvd.process.cpu_s())
+                await kvd.until_quiet()
+                starts.rss_bytes.append(kvd.process.rss_bytes())
+                starts.peak_bytes.append(kvd.process.peak_rss_bytes())
+                layouts = (await kvd.stats()).layouts
+                starts.num_restored = sum(layout.num_sessions for layout in layouts)
+    rss, empty_rss = full.median_rss(), empty.median_rss()
+    return Restart(
+        num_sessions=num_sessions,
+        blocks_per_session=indexes.blocks_per_session,
+        num_restored=full.num_restored,
+        ready_s=spread(full.ready_s),
+        ready_cpu_s=spread(full.ready_cpu_s),
+        empty_ready_s=spread(empty.ready_s),
+        rss_bytes=rss,
+        empty_rss_bytes=empty_rss,
+        rss_per_session_bytes=(rss - empty_rss) / num_sessions,
+        peak_rss_per_session_bytes=(percentile(full.peak_bytes, 0.5) - empty_rss) / num_sessions,
+        index_bytes=(full_dir / MANIFEST_NAME).stat().st_size,
+    )
+
+
+class _Starts:
+    """What was seen at the starts over one index."""
+
+    def __init__(self) -> None:
+        self.ready_s: list[float] = []
+        self.ready_cpu_s: list[float] = []
+        self.rss_bytes: list[float] = []
+        self.peak_bytes: list[float] = []
+        self.num_restored = 0
+
+    def median_rss(self) -> int:
+        """Return the median resident memory of all starts, in bytes."""
+        return int(percentile(self.rss_bytes, 0.5))

@@ -1,12 +1,14 @@
-"""State directories with very many sessions: an index of the index's own making, filled at once.
+"""State directories with very many idle sessions: an index of its own making, filled at once.
 
-Their volumes have the size that the rows say, and no data: segments with nothing but a hole. No
-start reads them, and a block is verified when it is used.
+Chain keys are true, extents lie side by side. The volumes have the size that the rows say, and no
+data: segments with nothing but a hole. A start reads the index only, and a block is verified when
+it is used (D11).
 """
 
 import asyncio
 import os
 import sqlite3
+from array import array
 from collections.abc import Iterator
 from contextlib import closing
 from itertools import repeat
@@ -14,22 +16,84 @@ from pathlib import Path
 
 import numpy as np
 
-from kvd.bench.options import SMALL_LAYOUT
-from kvd.bench.population import (
-    NUM_SEGMENT_BLOCKS,
-    SALT,
-    SECTORS_PER_BLOCK,
-    block_keys_of,
-    session_record,
-)
-from kvd.bench.process import KvdSizes
-from kvd.bench.sessions import TENANT
+from kvd.bench.options import BLOCKS_PER_SESSION, MODEL, SMALL_LAYOUT
+from kvd.bench.workspace import KvdSizes
 from kvd.core.records.extent_shape import ExtentShape
+from kvd.core.records.rows import IndexRows, SessionRecord, columns_of, pack_spans, plain_span
 from kvd.tiers.faults import NoFaults
 from kvd.tiers.manifest import PUT_BLOCK, PUT_SESSION, LayoutRow, Manifest, Value
-from shared.kvd_client.layout_message import layout_message
-from shared.types.block_key import KEY_BYTES
+from shared.kvd_client.messages import layout_message
+from shared.types.block_key import KEY_BYTES, SALT_BYTES, TOKEN_BYTES, block_key, root_key
+from shared.types.session_key import SessionKey
 from shared.types.units import ceil_div
+
+TENANT = "bench"
+
+
+def bench_key(name: str) -> SessionKey:
+    """A session of the bench's layouts."""
+    return SessionKey(TENANT, MODEL, name)
+
+
+def token_ids_of(seed: int, num_tokens: int) -> bytes:
+    """Token ids (little-endian uint32) of which no two seeds share the first one."""
+    tokens = np.arange(num_tokens, dtype="<u4")
+    tokens[0] = 0x8000_0000 + seed
+    return tokens.tobytes()
+
+
+SALT = bytes(range(SALT_BYTES))  # a secret of nobody: these sessions are the bench's own
+TOKENS_PER_SESSION = BLOCKS_PER_SESSION * SMALL_LAYOUT.block_tokens
+SECTORS_PER_BLOCK = ExtentShape(SMALL_LAYOUT).sectors_per_extent
+NUM_SEGMENT_BLOCKS = 1 << 16
+
+
+def idle_key(number: int) -> SessionKey:
+    """Key of one of the idle sessions."""
+    return bench_key(f"idle-{number:06}")
+
+
+def block_tokens_of(number: int, num_blocks: int = BLOCKS_PER_SESSION) -> list[bytes]:
+    """Token ids of each block of a session."""
+    token_ids = token_ids_of(number, num_blocks * SMALL_LAYOUT.block_tokens)
+    step = SMALL_LAYOUT.block_tokens * TOKEN_BYTES
+    return [token_ids[start : start + step] for start in range(0, len(token_ids), step)]
+
+
+def block_keys_of(number: int, num_blocks: int = BLOCKS_PER_SESSION) -> list[bytes]:
+    """Key of each block of a session."""
+    keys = []
+    parent = root_key(SALT, SMALL_LAYOUT.fingerprint)
+    for token_ids in block_tokens_of(number, num_blocks):
+        parent = block_key(SALT, parent, token_ids)
+        keys.append(parent)
+    return keys
+
+
+def session_record(number: int, keys: list[bytes]) -> SessionRecord:
+    """Row of a session; the higher its number the later its last use."""
+    step = SMALL_LAYOUT.block_tokens
+    spans = [plain_span(key, step) for key in keys]
+    return SessionRecord(idle_key(number), pack_spans(spans), last_access_ns=1 + number)
+
+
+def population(num_sessions: int) -> IndexRows:
+    """Rows of sessions 0 … num_sessions - 1."""
+    keys: list[bytes] = []
+    sessions: list[SessionRecord] = []
+    for number in range(num_sessions):
+        own = block_keys_of(number)
+        keys += own
+        sessions.append(session_record(number, own))
+    extents = array("Q", extents_of(len(keys)))
+    tokens = array("I", [SMALL_LAYOUT.block_tokens]) * len(keys)
+    return IndexRows([columns_of(sessions)], b"".join(keys), extents, tokens)
+
+
+def extents_of(num_blocks: int) -> Iterator[int]:
+    """Where the blocks lie: one after the other."""
+    return iter(range(0, num_blocks * SECTORS_PER_BLOCK, SECTORS_PER_BLOCK))
+
 
 MANIFEST_NAME = "manifest.db"
 DRAM_BYTES = 64 << 20

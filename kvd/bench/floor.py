@@ -1,12 +1,16 @@
-"""The disk's floor: the I/O that kvd does for a pass, with no kvd in the way.
+"""The floor: memory, memcpy on threads, and the disk I/O that kvd does for a pass, without kvd.
 
 The same extents (header and block in one pwritev or preadv, straight from and to memory, with
 O_DIRECT where the file system takes it), in files of the same size, preallocated in the same way
 and written once before anything is timed; the same number of threads; the same cadence of
 fdatasync: whenever a sync has ended, the next one is begun for all that was written meanwhile. No
 checksums, no index, no other process.
+
+Memory is page-aligned, and every page of it allocated and random before anything is timed.
 """
 
+import asyncio
+import contextlib
 import errno
 import itertools
 import mmap
@@ -14,9 +18,97 @@ import os
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Literal, TypeAlias
 
-from kvd.bench.buffers import BlockAt
-from kvd.tiers.batch_worker import BatchWorker
+import numpy as np
+
+from kvd.tiers.io_threads import BatchWorker
+from kvd.tiers.page_advice import ask_huge_pages, populate
+from shared.types.units import SECTOR_BYTES, align_up, ceil_div
+
+_FILL_BYTES = 8 << 20
+
+BlockAt: TypeAlias = Callable[[int], memoryview]  # block number → its memory
+
+# What the pages are matters as much as who copies: direct I/O into huge pages, or into pages that
+# happen to lie side by side, is up to twice as fast. private: as a process gets them. huge: the
+# same, with transparent huge pages. shared: as kvd's arena has them without reserved huge pages, a
+# memfd with the same advice, allocated in the same way.
+Pages = Literal["private", "huge", "shared"]
+
+
+class Buffer:
+    """`num_blocks` blocks of random bytes: neither a disk nor a file system can shrink them."""
+
+    def __init__(self, num_blocks: int, block_bytes: int, pages: Pages = "private") -> None:
+        self._block_bytes = block_bytes
+        size = align_up(num_blocks * block_bytes, SECTOR_BYTES)
+        memory = _shared(size) if pages == "shared" else _private(size)
+        self._view = memoryview(memory)
+        if pages != "private":
+            with contextlib.suppress(OSError):  # a kernel without them gives what it has
+                ask_huge_pages(self._view)
+                populate(self._view)
+        random = np.random.default_rng(0)
+        for start in range(0, size, _FILL_BYTES):  # which allocates every page
+            part = self._view[start : start + _FILL_BYTES]
+            part[:] = random.bytes(len(part))
+
+    def block(self, index: int) -> memoryview:
+        """Writable memory of one block."""
+        start = index * self._block_bytes
+        return self._view[start : start + self._block_bytes]
+
+
+def _private(size: int) -> mmap.mmap:
+    return mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+
+
+def _shared(size: int) -> mmap.mmap:
+    fd = os.memfd_create("kvd-bench", os.MFD_CLOEXEC)
+    try:
+        os.ftruncate(fd, size)
+        return mmap.mmap(fd, size)
+    finally:
+        os.close(fd)
+
+
+class Copier:
+    """Copies block after block, slice by slice; each thread has a run of blocks.
+
+    Invariant: the work per slice is the same whatever memory is behind the blocks, so that two
+    copies differ by that memory only.
+    """
+
+    def __init__(self, num_threads: int, block_bytes: int, slice_bytes: int) -> None:
+        self.num_threads = num_threads
+        self._block_bytes = block_bytes
+        self._slice_bytes = slice_bytes
+        self._pool = ThreadPoolExecutor(num_threads, "bench-copy")
+
+    async def copy(self, target: BlockAt, source: BlockAt, num_blocks: int) -> None:
+        """Copy blocks 0 … num_blocks - 1; returns when all threads are done."""
+        loop = asyncio.get_running_loop()
+        share = ceil_div(num_blocks, self.num_threads)
+        starts = range(0, num_blocks, share)
+        runs = [range(start, min(start + share, num_blocks)) for start in starts]
+        copies = [
+            loop.run_in_executor(self._pool, self._copy_run, target, source, run) for run in runs
+        ]
+        await asyncio.gather(*copies)
+
+    def _copy_run(self, target: BlockAt, source: BlockAt, run: range) -> None:
+        for index in run:
+            to = np.frombuffer(target(index), np.uint8)
+            came_from = np.frombuffer(source(index), np.uint8)
+            for start in range(0, self._block_bytes, self._slice_bytes):
+                end = start + self._slice_bytes
+                np.copyto(to[start:end], came_from[start:end])  # a memcpy, without the GIL
+
+    def close(self) -> None:
+        """End the threads; waits for what they are copying."""
+        self._pool.shutdown(wait=True, cancel_futures=True)
+
 
 MAX_SYNC_BATCH = 64  # extents in one sync; as many are never in flight
 

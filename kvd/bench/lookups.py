@@ -2,32 +2,106 @@
 
 Every engine holds its sessions on SSD and has room for few in DRAM. Loaded are random ones, so that
 each load finds a session that has been idle, promotes its blocks, and evicts another's. Stored are
-new ones, dropped again between the rounds. Python's garbage collector is held off while timing: its
-full passes would charge one engine for the objects of all. (The RPC figures contain it.)
+new ones, dropped again between the rounds. What the engine asks for is done in memory, at once.
+
+An engine's queue is told whole, and one change of it: a message is parsed, decoded, checked and
+taken by the pure engine with its default policy, as the service does it; nothing is stored of the
+sessions that wait.
+
+Python's garbage collector is held off while timing: its full passes would charge one engine for the
+objects of all. (The RPC figures contain it.)
 """
 
 import gc
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TypeVar
 
-from kvd.bench.memory_performer import MemoryPerformer
-from kvd.bench.options import BLOCKS_PER_SESSION, SMALL_LAYOUT, BenchOptions
-from kvd.bench.population import (
+from kvd.bench.figures import QueueCosts, Rounds
+from kvd.bench.filled_index import (
     SALT,
     TOKENS_PER_SESSION,
+    bench_key,
     block_keys_of,
     block_tokens_of,
     idle_key,
     population,
+    token_ids_of,
 )
-from kvd.bench.rounds import Rounds
-from kvd.bench.sessions import bench_key, token_ids_of
-from kvd.core.engine import CacheEngine, Limits
+from kvd.bench.options import BLOCKS_PER_SESSION, MODEL, SMALL_LAYOUT, BenchOptions
+from kvd.config import EvictionSettings
+from kvd.core.engine import CacheEngine
+from kvd.core.eviction.policies import POLICIES
+from kvd.core.records.actions import (
+    Action,
+    CommitRows,
+    CompactRows,
+    DropBlock,
+    HashSlot,
+    IoOutcome,
+    ReadBlock,
+    VerifyExtent,
+    VerifySlot,
+    WriteBlock,
+)
+from kvd.core.records.extent_shape import CHECKSUM_BYTES
 from kvd.core.records.records import Lookup
+from kvd.core.records.rows import StoredBlock
+from kvd.core.state.limits import Limits
+from kvd.rpc.queue_replica import QueueReplica, queue_update
 from shared.children.child_process import ChildFailedError
+from shared.kvd_client.queue_feed import QueueFeed
+from shared.kvd_client.queue_sender import snapshot_message
+from shared.measuring.statistics import spread
+from shared.pb.kvd.v1 import kvd_pb2
+from shared.types.queue_delta import QueueUpdate
+
+
+class MemoryPerformer:
+    """Performs for one engine."""
+
+    def __init__(self, engine: CacheEngine) -> None:
+        self._engine = engine
+        self._checksums = bytes(CHECKSUM_BYTES * len(engine.layout.layers))
+
+    def settle(self, token_ids: Mapping[bytes, bytes]) -> None:
+        """Perform until the engine asks for nothing more.
+
+        Args:
+            token_ids: of the blocks that may be read, by key.
+        """
+        while actions := self._engine.drain():
+            self.perform(actions, token_ids)
+
+    def perform(self, actions: Sequence[Action], token_ids: Mapping[bytes, bytes]) -> None:
+        """Perform what was drained; what comes of it is to be drained again."""
+        for action in actions:
+            self._perform(action, token_ids)
+
+    def _perform(self, action: Action, token_ids: Mapping[bytes, bytes]) -> None:
+        engine = self._engine
+        match action:
+            case ReadBlock():
+                stored = StoredBlock(token_ids[action.key], self._checksums)
+                engine.arrivals.read_done(action.op_id, IoOutcome.OK, stored)
+            case VerifySlot() | VerifyExtent():
+                engine.arrivals.verify_done(action.op_id, IoOutcome.OK)
+            case HashSlot():
+                engine.hashes.hash_done(action.op_id, self._checksums)
+            case WriteBlock():
+                engine.writes.write_done(action.op_id, IoOutcome.OK)
+            case CompactRows():
+                made = [self._checksums] * len(action.blocks)
+                engine.compactions.copied(action.op_id, IoOutcome.OK, made)
+            case CommitRows():
+                engine.compactions.committed(action.op_id)
+            case DropBlock():
+                engine.writes.drop_done(action.op_id)
+            case _:
+                pass
+
 
 T = TypeVar("T")
 
@@ -45,7 +119,7 @@ def measure_lookups(options: BenchOptions) -> Rounds:
     rounds = Rounds("core")
     for engine in engines:
         engine.take(OPERATIONS, scale.calls_per_round, Rounds("core"))  # to warm up
-    with _uncollected():
+    with uncollected():
         for _ in range(scale.rounds):
             for engine in engines:
                 engine.take(OPERATIONS, scale.calls_per_round, rounds)
@@ -53,7 +127,8 @@ def measure_lookups(options: BenchOptions) -> Rounds:
 
 
 @contextmanager
-def _uncollected() -> Iterator[None]:
+def uncollected() -> Iterator[None]:
+    """Hold the garbage collector off."""
     gc.collect()
     gc.disable()
     try:
@@ -76,9 +151,10 @@ class TimedEngine:
             max_sessions=num_sessions + SPARE_SESSIONS,
         )
         self.engine = CacheEngine(SMALL_LAYOUT, limits, lambda _tenant: SALT)
-        self.engine.restore(population(num_sessions), (), (), 1, self._now_ns)
+        self.engine.advance(self._now_ns)
+        self.engine.restore(population(num_sessions), (), (), 1)
         self._performer = MemoryPerformer(self.engine)
-        self._performer.settle(self._now_ns, {})
+        self._performer.settle({})
 
     def take(self, operations: tuple[str, ...], num_calls: int, rounds: Rounds) -> None:
         """Do one turn."""
@@ -88,51 +164,52 @@ class TimedEngine:
             self._load(turn)
             stored.append(self._store(turn))
         for name in stored:
-            self.engine.flush(bench_key(name), dry_run=False, now_ns=self._tick())
-            self._performer.settle(self._now_ns, {})
+            self._tick()
+            self.engine.sessions.flush(bench_key(name), dry_run=False)
+            self._performer.settle({})
 
     def _load(self, turn: dict[str, list[float]]) -> None:
         number = self._random.randrange(self._num_sessions)
         token_ids = dict(zip(block_keys_of(number), block_tokens_of(number), strict=True))
         request = token_ids_of(number, TOKENS_PER_SESSION)
-        now_ns = self._tick()
+        self._tick()
         answer = _timed(
             turn["prepare_load"],
-            lambda: self.engine.prepare_load(idle_key(number), request, 0, OWNER, now_ns),
+            lambda: self.engine.loads.prepare(idle_key(number), request, 0, OWNER),
         )
-        self._performer.settle(now_ns, token_ids)
+        self._performer.settle(token_ids)
         if answer.lookup is Lookup.PENDING:
-            answer = self.engine.settle_load(answer.lease_id)
+            answer = self.engine.loads.settle(answer.lease_id)
         if answer.end_token != TOKENS_PER_SESSION:
             raise ChildFailedError(
                 f"session {number} is not found ({answer.miss_reason})", "report it as a bug"
             )
         _timed(
             turn["complete_load"],
-            lambda: self.engine.complete_load(answer.lease_id, OWNER, now_ns),
+            lambda: self.engine.loads.complete(answer.lease_id, OWNER),
         )
-        self._performer.settle(now_ns, {})
+        self._performer.settle({})
 
     def _store(self, turn: dict[str, list[float]]) -> str:
         self._num_new += 1
         name = f"new-{self._num_new}"
         request = token_ids_of(NEW_SEED + self._num_new, TOKENS_PER_SESSION)
-        now_ns = self._tick()
+        self._tick()
         answer = _timed(
             turn["prepare_store"],
-            lambda: self.engine.prepare_store(bench_key(name), request, 0, OWNER, now_ns),
+            lambda: self.engine.stores.prepare(bench_key(name), request, 0, OWNER),
         )
-        self._performer.settle(now_ns, {})
+        self._performer.settle({})
         _timed(
             turn["complete_store"],
-            lambda: self.engine.complete_store(answer.lease_id, OWNER, success=True, now_ns=now_ns),
+            lambda: self.engine.stores.complete(answer.lease_id, OWNER, success=True),
         )
-        self._performer.settle(now_ns, {})
+        self._performer.settle({})
         return name
 
-    def _tick(self) -> int:
+    def _tick(self) -> None:
         self._now_ns += 1_000_000
-        return self._now_ns
+        self.engine.advance(self._now_ns)
 
 
 def _timed(seconds: list[float], call: Callable[[], T]) -> T:
@@ -140,3 +217,59 @@ def _timed(seconds: list[float], call: Callable[[], T]) -> T:
     answer = call()
     seconds.append(time.perf_counter() - started)
     return answer
+
+
+INTERVAL_S = 0.1  # between two starts
+
+
+def measure_queues(options: BenchOptions) -> QueueCosts:
+    """Tell a queue whole, then change by change, so many times."""
+    policy, num_jobs = EvictionSettings().policy, options.scale.queue_jobs
+    full_s, change_s = [], []
+    for _ in range(options.scale.rounds):
+        telling = _Telling(num_jobs, policy)
+        with uncollected():
+            full_s.append(telling.tell())
+            for number in range(options.scale.calls_per_round):
+                telling.change(number)
+                change_s.append(telling.tell())
+    return QueueCosts(num_jobs, policy, spread(full_s), spread(change_s))
+
+
+class _Telling:
+    """A scheduler with a queue, and a cache engine that is told of it."""
+
+    def __init__(self, num_jobs: int, policy: str) -> None:
+        self._num_jobs = num_jobs
+        self._feed = QueueFeed()
+        self._feed.interval_s = INTERVAL_S
+        for number in range(num_jobs):
+            self._add(number, float(number))
+        limits = Limits(num_slots=BLOCKS_PER_SESSION, num_extents=0)
+        self._engine = CacheEngine(SMALL_LAYOUT, limits, lambda _tenant: SALT, POLICIES[policy])
+        self._told = QueueReplica(self._apply)
+
+    def change(self, number: int) -> None:
+        """Let a job leave, and another join somewhere."""
+        self._feed.left(number)
+        self._add(self._num_jobs + number, number * 0.618 % 1 * self._num_jobs)
+
+    def tell(self) -> float:
+        """Tell what has changed; return the seconds that kvd takes for it."""
+        update = self._feed.next_update(self._num_jobs)
+        assert update is not None, "something has changed"  # noqa: S101
+        sent = snapshot_message(OWNER, update).SerializeToString()
+        started = time.perf_counter()
+        received = kvd_pb2.QueueSnapshot.FromString(sent)
+        is_known = self._told.take(queue_update(received, MODEL, self._num_jobs))
+        seconds = time.perf_counter() - started
+        self._feed.acknowledged(update.sequence, send_full=not is_known)
+        return seconds
+
+    def _add(self, number: int, tag: float) -> None:
+        self._feed.waits((0, tag, number), bench_key(f"queued-{number}"), 1000)
+
+    def _apply(self, update: QueueUpdate) -> int:
+        engines = self._engine.engines
+        take = engines.change_queue if update.base_sequence else engines.replace_queue
+        return take(OWNER, update.change)

@@ -12,14 +12,19 @@ from dataclasses import replace
 from pathlib import Path
 
 from kvd.bench.figures import LoopCalls
-from kvd.bench.filled_index import MANIFEST_NAME, FilledIndexes
-from kvd.bench.memory_performer import MemoryPerformer
+from kvd.bench.filled_index import (
+    MANIFEST_NAME,
+    SALT,
+    TOKENS_PER_SESSION,
+    FilledIndexes,
+    bench_key,
+    token_ids_of,
+)
+from kvd.bench.lookups import MemoryPerformer
 from kvd.bench.options import SMALL_LAYOUT, BenchOptions
-from kvd.bench.population import SALT, TOKENS_PER_SESSION
-from kvd.bench.sessions import bench_key, token_ids_of
-from kvd.core.engine import CacheEngine, Limits
-from kvd.core.eviction.registry import POLICIES
-from kvd.core.state.tenants import TenantLimits
+from kvd.core.engine import CacheEngine
+from kvd.core.eviction.policies import POLICIES
+from kvd.core.state.limits import Limits, TenantLimits
 from kvd.host import memory
 from kvd.tiers.faults import NoFaults
 from kvd.tiers.manifest import Manifest
@@ -93,7 +98,8 @@ class LoopRun:
         try:
             started = time.thread_time()
             rows = manifest.rows(SMALL_LAYOUT)
-            self.engine.restore(rows, (), (), 1, self.now_ns)
+            self.engine.advance(self.now_ns)
+            self.engine.restore(rows, (), (), 1)
             self.engine.drain()
             self.restore_cpu_s = time.thread_time() - started
         finally:
@@ -102,12 +108,13 @@ class LoopRun:
     def longest(self, call: Callable[[], object]) -> float:
         """Make a call, carry out what comes of it, and say how long the call itself took."""
         started = time.thread_time()
+        self.engine.advance(self.now_ns)
         call()
         actions = self.engine.drain()
         self.engine.next_deadline_ns()
         took_s = time.thread_time() - started
-        self._performer.perform(actions, self.now_ns, {})
-        self._performer.settle(self.now_ns, {})
+        self._performer.perform(actions, {})
+        self._performer.settle({})
         return took_s
 
     def expire(self, num_ticks: int, step_ns: int) -> float:
@@ -115,14 +122,14 @@ class LoopRun:
         longest_s = 0.0
         for _ in range(num_ticks):
             self.now_ns += step_ns
-            longest_s = max(longest_s, self.longest(lambda: self.engine.expire(self.now_ns)))
+            longest_s = max(longest_s, self.longest(self.engine.expire))
         return longest_s
 
     def give_quota(self, num_blocks: int) -> float:
         """Give the tenant with all the sessions its first quota; returns how long that took."""
         quota = TenantLimits(quota_bytes=num_blocks * SMALL_LAYOUT.block_bytes)
         self._limits = replace(self._limits, tenant_limits=lambda _tenant: quota)
-        return self.longest(lambda: self.engine.set_limits(self._limits, self.now_ns))
+        return self.longest(lambda: self.engine.set_limits(self._limits))
 
     def store(self, number: int) -> float:
         """Store a new session, for which the coldest one has to go."""
@@ -135,12 +142,10 @@ class LoopRun:
 
         def prepare() -> None:
             nonlocal lease_id
-            lease_id = self.engine.prepare_store(key, tokens, 0, OWNER, self.now_ns).lease_id
+            lease_id = self.engine.stores.prepare(key, tokens, 0, OWNER).lease_id
 
         took_s = self.longest(prepare)
         if not lease_id:
             return took_s
-        complete = self.longest(
-            lambda: self.engine.complete_store(lease_id, OWNER, success=True, now_ns=self.now_ns)
-        )
+        complete = self.longest(lambda: self.engine.stores.complete(lease_id, OWNER, success=True))
         return max(took_s, complete)

@@ -1,10 +1,11 @@
 """What to measure, how much of it, and the shapes of the blocks it is measured with. Pure."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
+from shared.measuring.options import say_nothing
 from shared.types.kv_layout import Component, KVLayout, Layer
 
 MIB = 1 << 20
@@ -109,10 +110,6 @@ def resized(scale: Scale, num_sessions: int | None, num_blocks: int | None) -> S
     )
 
 
-def _say_nothing(_what: str) -> None:
-    """Report progress to nobody."""
-
-
 @dataclass(frozen=True, slots=True)
 class BenchOptions:
     """What the command line says.
@@ -130,4 +127,4 @@ class BenchOptions:
     copy_threads: int = 2
     io_threads: int = 4
     command: tuple[str, ...] = ()
-    on_progress: Callable[[str], None] = field(default=_say_nothing)
+    on_progress: Callable[[str], None] = say_nothing

@@ -1,68 +1,159 @@
 """A report as a JSON document, and as tables for people. Pure.
 
 The document is the Report of figures.py, field by field, with `schema` before it and `goals`
-(goals.py) behind it. Sizes are bytes, durations seconds unless the name ends in `_us`; a part that
+behind it. Sizes are bytes, durations seconds unless the name ends in `_us`; a part that
 was not run is null.
+
+Goals are what the project promises of these figures, and whether a run shows it. They are shown,
+never asserted: a machine that is busy with something else misses them.
 """
 
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from rich.table import Table
 
 from kvd.bench.figures import (
     SCHEMA,
-    Comparison,
-    Growth,
-    Latency,
     LoopCalls,
-    QueueCosts,
     Report,
     Restart,
 )
-from kvd.bench.goals import goals_of
-from shared.terminal.tables import Column, facts, fitted
-from shared.types.statistics import Spread
+from shared.measuring.report import number, quartiles, table_of, verdict
+from shared.measuring.statistics import Spread
+from shared.terminal.tables import Column, facts
 from shared.types.units import format_bytes, format_duration
 
+MIN_RATIO = 0.9
+MAX_GROWTH = 1.3
+MAX_QUEUE_MS = 20.0
+MAX_READY_S = 5.0  # of processor time, and MAX_READY_US more for each session
+MAX_READY_US = 10.0
+MAX_SESSION_BYTES = 1024
+MAX_PEAK = 1.3  # times what sessions take at rest
+MAX_CALL_MS = 50.0
+BIG_SLICE_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Goal:
+    """One promise. `measured` is in the unit of the bound."""
+
+    what: str
+    bound: str
+    measured: float
+    met: bool
+
+
+def goals_of(report: Report) -> tuple[Goal, ...]:
+    """The goals of the parts that were run."""
+    return (
+        *_ratios_goals(report),
+        *_growths_goals(report),
+        *_queue_goals(report),
+        *_restart_goals(report),
+        *_loop_calls_goals(report),
+    )
+
+
+def _ratios_goals(report: Report) -> Iterator[Goal]:
+    for found in report.arena or ():
+        if found.slice_bytes >= BIG_SLICE_BYTES and found.operation in ("store", "load"):
+            yield _at_least(f"arena {found.operation} / memcpy", found.ratio.median)
+    for found in report.ssd or ():
+        if found.operation not in ("write", "read"):
+            continue
+        what = f"ssd {found.operation} / direct I/O, {found.slice_bytes >> 10} KiB slices"
+        yield _at_least(what, found.ratio.median)
+
+
+def _growths_goals(report: Report) -> Iterator[Goal]:
+    for found in report.growths or ():
+        what = f"{found.level} {found.operation}, {found.from_sessions} to {found.to_sessions}"
+        yield _at_most(f"{what} sessions", found.ratio.median, MAX_GROWTH)
+
+
+def _queue_goals(report: Report) -> Iterator[Goal]:
+    if report.queue is not None:
+        what = f"queue of {report.queue.num_jobs} jobs told at once, milliseconds"
+        yield _at_most(what, report.queue.full_s.median * 1e3, MAX_QUEUE_MS)
+
+
+def _restart_goals(report: Report) -> Iterator[Goal]:
+    if report.restart is not None:
+        found = report.restart
+        sessions = f"{found.num_sessions} sessions"
+        yield _at_most(
+            f"restart with {sessions}, seconds of a processor",
+            found.ready_cpu_s.median,
+            MAX_READY_S + MAX_READY_US * found.num_sessions / 1e6,
+        )
+        yield _at_most(
+            "memory of an idle session, bytes", found.rss_per_session_bytes, MAX_SESSION_BYTES
+        )
+        peak = found.peak_rss_per_session_bytes / found.rss_per_session_bytes
+        yield _at_most("peak memory of a start, times that at rest", peak, MAX_PEAK)
+
+
+def _loop_calls_goals(report: Report) -> Iterator[Goal]:
+    found = report.loop_calls
+    if found is not None:
+        longest = max(
+            found.attach_ms, found.look_ms, found.store_ms, found.reload_ms, found.expire_ms
+        )
+        what = f"longest call with {found.num_sessions} sessions, milliseconds"
+        yield _at_most(what, longest, MAX_CALL_MS)
+
+
+def _at_least(what: str, measured: float) -> Goal:
+    return Goal(what, f">= {MIN_RATIO}", measured, measured >= MIN_RATIO)
+
+
+def _at_most(what: str, measured: float, bound: float) -> Goal:
+    return Goal(what, f"<= {bound}", measured, measured <= bound)
+
+
 _COMPARISON = (
-    Column("operation"),
-    Column("slice", is_number=True),
-    Column("pass", is_number=True, rank=2),
-    Column("threads", is_number=True),
-    Column("kvd", is_number=True),
-    Column("floor", is_number=True),
-    Column("kvd / floor", is_number=True),
-    Column("quartiles", is_number=True, rank=1),
+    (Column("operation"), lambda each: each.operation),
+    (number("slice"), lambda each: format_bytes(each.slice_bytes)),
+    (number("pass", 2), lambda each: format_bytes(each.pass_bytes)),
+    (number("threads"), lambda each: str(each.num_threads)),
+    (number("kvd"), lambda each: f"{format_bytes(int(each.kvd_bytes_per_s))}/s"),
+    (number("floor"), lambda each: f"{format_bytes(int(each.floor_bytes_per_s))}/s"),
+    (number("kvd / floor"), lambda each: f"{each.ratio.median:.2f}"),
+    (number("quartiles", 1), lambda each: quartiles(each.ratio)),
 )
 _LATENCY = (
-    Column("call", may_be_cut=True, least=20),
-    Column("level"),
-    Column("sessions", is_number=True),
-    Column("calls", is_number=True, rank=1),
-    Column("p50", is_number=True),
-    Column("p99", is_number=True),
+    (Column("call", may_be_cut=True, least=20), lambda each: each.operation),
+    (Column("level"), lambda each: each.level),
+    (number("sessions"), lambda each: f"{each.num_sessions:,}"),
+    (number("calls", 1), lambda each: f"{each.num_calls:,}"),
+    (number("p50"), lambda each: f"{each.p50_us:,.0f} us"),
+    (number("p99"), lambda each: f"{each.p99_us:,.0f} us"),
 )
 _GROWTH = (
-    Column("call", may_be_cut=True, least=20),
-    Column("level"),
-    Column("from", is_number=True),
-    Column("to sessions", is_number=True),
-    Column("median", is_number=True),
-    Column("quartiles", is_number=True, rank=1),
+    (Column("call", may_be_cut=True, least=20), lambda each: each.operation),
+    (Column("level"), lambda each: each.level),
+    (number("from"), lambda each: f"{each.from_sessions:,}"),
+    (number("to sessions"), lambda each: f"{each.to_sessions:,}"),
+    (number("median"), lambda each: f"x {each.ratio.median:.2f}"),
+    (number("quartiles", 1), lambda each: quartiles(each.ratio)),
 )
-_QUEUE = (
-    Column("told"),
-    Column("median", is_number=True),
-    Column("quartiles, ms", is_number=True, rank=1),
+_QUEUE = (  # what is told, and milliseconds
+    (Column("told"), lambda each: each[0]),
+    (number("median"), lambda each: f"{each[1].median:.2f} ms"),
+    (number("quartiles, ms", 1), lambda each: quartiles(each[1])),
 )
-_LOOP_CALLS = (Column("call"), Column("processor time", is_number=True))
+_LOOP_CALLS = (
+    (Column("call"), lambda each: each[0]),
+    (number("processor time"), lambda each: each[1]),
+)
 _GOALS = (
-    Column("what", may_be_cut=True, least=30),
-    Column("goal", is_number=True),
-    Column("measured", is_number=True),
-    Column(""),
+    (Column("what", may_be_cut=True, least=30), lambda each: each.what),
+    (number("goal"), lambda each: each.bound),
+    (number("measured"), lambda each: f"{each.measured:.2f}"),
+    (Column(""), lambda each: verdict(each.met)),
 )
 
 
@@ -84,14 +175,16 @@ def tables(report: Report, width: int) -> Iterator[Table]:
         ("encryption: kvd with a key, against kvd without", report.encryption),
     ):
         if found is not None:
-            yield fitted(_COMPARISON, _comparisons(found), width, title)
+            yield table_of(_COMPARISON, found, width, title)
     if report.latencies is not None:
-        yield fitted(_LATENCY, _latencies(report.latencies), width, "control plane")
+        yield table_of(_LATENCY, report.latencies, width, "control plane")
     if report.growths is not None:
-        yield fitted(_GROWTH, _growths(report.growths), width, "growth of the median")
+        yield table_of(_GROWTH, report.growths, width, "growth of the median")
     if (queue := report.queue) is not None:
         title = f"queue of {queue.num_jobs:,} jobs, {queue.policy}"
-        yield fitted(_QUEUE, list(_queue_rows(queue)), width, title)
+        told = (("all at once", queue.full_s), ("a change", queue.change_s))
+        rows = [(what, Spread(s.low * 1e3, s.median * 1e3, s.high * 1e3)) for what, s in told]
+        yield table_of(_QUEUE, rows, width, title)
     if report.restart is not None:
         yield facts(_restart_facts(report.restart), width, "restart")
     if (calls := report.loop_calls) is not None:
@@ -99,8 +192,8 @@ def tables(report: Report, width: int) -> Iterator[Table]:
             f"longest calls, {calls.num_sessions:,} sessions of {calls.blocks_per_session} blocks, "
             f"{calls.policy}"
         )
-        yield fitted(_LOOP_CALLS, list(_loop_calls(calls)), width, title)
-    yield fitted(_GOALS, list(_goals(report)), width, "goals")
+        yield table_of(_LOOP_CALLS, _loop_calls(calls), width, title)
+    yield table_of(_GOALS, goals_of(report), width, "goals")
 
 
 def _machine_facts(report: Report) -> Iterator[tuple[str, str]]:
@@ -119,56 +212,6 @@ def _machine_facts(report: Report) -> Iterator[tuple[str, str]]:
 
 def _direct(is_direct: bool) -> str:
     return "direct I/O" if is_direct else "NO direct I/O: disk figures are the page cache's"
-
-
-def _comparisons(found: Sequence[Comparison]) -> list[tuple[str, ...]]:
-    return [
-        (
-            entry.operation,
-            format_bytes(entry.slice_bytes),
-            format_bytes(entry.pass_bytes),
-            str(entry.num_threads),
-            f"{format_bytes(int(entry.kvd_bytes_per_s))}/s",
-            f"{format_bytes(int(entry.floor_bytes_per_s))}/s",
-            f"{entry.ratio.median:.2f}",
-            _quartiles(entry.ratio),
-        )
-        for entry in found
-    ]
-
-
-def _latencies(found: Sequence[Latency]) -> list[tuple[str, ...]]:
-    return [
-        (
-            entry.operation,
-            entry.level,
-            f"{entry.num_sessions:,}",
-            f"{entry.num_calls:,}",
-            f"{entry.p50_us:,.0f} us",
-            f"{entry.p99_us:,.0f} us",
-        )
-        for entry in found
-    ]
-
-
-def _growths(found: Sequence[Growth]) -> list[tuple[str, ...]]:
-    return [
-        (
-            entry.operation,
-            entry.level,
-            f"{entry.from_sessions:,}",
-            f"{entry.to_sessions:,}",
-            f"x {entry.ratio.median:.2f}",
-            _quartiles(entry.ratio),
-        )
-        for entry in found
-    ]
-
-
-def _queue_rows(found: QueueCosts) -> Iterator[tuple[str, ...]]:
-    for what, seconds in (("all at once", found.full_s), ("a change", found.change_s)):
-        low, median, high = (value * 1e3 for value in (seconds.low, seconds.median, seconds.high))
-        yield what, f"{median:.2f} ms", f"{low:.2f} - {high:.2f}"
 
 
 def _restart_facts(found: Restart) -> Iterator[tuple[str, str]]:
@@ -193,12 +236,3 @@ def _loop_calls(found: LoopCalls) -> Iterator[tuple[str, ...]]:
         ("timer when all expire", found.expire_ms),
     ):
         yield what, f"{took_ms:.2f} ms"
-
-
-def _goals(report: Report) -> Iterator[tuple[str, ...]]:
-    for goal in goals_of(report):
-        yield goal.what, goal.bound, f"{goal.measured:.2f}", "met" if goal.met else "MISSED"
-
-
-def _quartiles(spread: Spread) -> str:
-    return f"{spread.low:.2f} - {spread.high:.2f}"

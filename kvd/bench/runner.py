@@ -1,19 +1,16 @@
 """One run of the bench: its directories, its parts in order, its end on Ctrl-C."""
 
 import asyncio
-import signal
 import time
 from dataclasses import replace
 
-import uvloop
-
-from kvd.bench import arena, control, encryption, filled_index, lookups, queues, ssd
+from kvd.bench import arena, control, filled_index, lookups, ssd
+from kvd.bench.control import measure_restart
 from kvd.bench.figures import Report
 from kvd.bench.loop_calls import measure_loop_calls
-from kvd.bench.machine import machine_facts
 from kvd.bench.options import BenchOptions, fitted
-from kvd.bench.restart import measure_restart
-from kvd.bench.workspace import Workspace, check_memory, room_of, workspace
+from kvd.bench.workspace import Workspace, machine_facts, room_of, workspace
+from shared.measuring.workspace import check_memory, run_until_signal
 
 
 def run(options: BenchOptions) -> Report:
@@ -28,15 +25,13 @@ def run(options: BenchOptions) -> Report:
         KeyboardInterrupt: Ctrl-C, or SIGTERM.
     """
     options = replace(options, scale=fitted(options.scale, *room_of(options.directory)))
-    check_memory(needed_memory_bytes(options))
-    with (
-        workspace(options.directory, needed_disk_bytes(options)) as work,
-        asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
-    ):
-        try:
-            return runner.run(_run_until_signal(options, work))
-        except asyncio.CancelledError:
-            raise KeyboardInterrupt from None
+    check_memory(
+        needed_memory_bytes(options),
+        "the bench",
+        "stop what uses the memory, or measure less with --quick",
+    )
+    with workspace(options.directory, needed_disk_bytes(options)) as work:
+        return run_until_signal(lambda: _measure(options, work))
 
 
 def needed_disk_bytes(options: BenchOptions) -> int:
@@ -45,7 +40,7 @@ def needed_disk_bytes(options: BenchOptions) -> int:
     if "ssd" in options.parts:
         needed += ssd.needed_bytes(options)
     if "encryption" in options.parts:
-        needed += encryption.needed_bytes(options)
+        needed += ssd.encryption_bytes(options)
     if "control" in options.parts or "restart" in options.parts:
         scale = options.scale
         needed += filled_index.needed_bytes(max(scale.session_counts), scale.blocks_per_session)
@@ -66,18 +61,6 @@ def needed_memory_bytes(options: BenchOptions) -> int:
     return needed
 
 
-async def _run_until_signal(options: BenchOptions, work: Workspace) -> Report:
-    """SIGTERM ends a run as Ctrl-C does: everything is removed."""
-    loop = asyncio.get_running_loop()
-    task = asyncio.current_task()
-    assert task is not None, "the runner runs a task"  # noqa: S101
-    loop.add_signal_handler(signal.SIGTERM, task.cancel)
-    try:
-        return await _measure(options, work)
-    finally:
-        loop.remove_signal_handler(signal.SIGTERM)
-
-
 async def _measure(options: BenchOptions, work: Workspace) -> Report:
     started = time.monotonic()
     report = Report(
@@ -95,7 +78,7 @@ async def _measure(options: BenchOptions, work: Workspace) -> Report:
     if "ssd" in options.parts:
         report = replace(report, ssd=await ssd.measure_ssd(options, work))
     if "encryption" in options.parts:
-        report = replace(report, encryption=await encryption.measure_encryption(options, work))
+        report = replace(report, encryption=await ssd.measure_encryption(options, work))
     # Before control, which adds sessions to the indexes.
     if "restart" in options.parts or "control" in options.parts:
         report = replace(report, restart=await measure_restart(options, work, indexes))
@@ -103,7 +86,7 @@ async def _measure(options: BenchOptions, work: Workspace) -> Report:
         report = await _measure_control(options, work, indexes, report)
     if "queue" in options.parts:
         options.on_progress("an engine's queue")
-        report = replace(report, queue=await asyncio.to_thread(queues.measure_queues, options))
+        report = replace(report, queue=await asyncio.to_thread(lookups.measure_queues, options))
     return replace(report, elapsed_s=time.monotonic() - started)
 
 

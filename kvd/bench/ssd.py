@@ -7,26 +7,36 @@ only; timed is `prepare_load`: read, verified, in the arena. The floor is kvd/be
 and to memory of the arena's kind; and once more in private huge pages, which shows what reserved
 huge pages would give kvd. All extents are written once before anything is timed: new files are
 slow.
+
+What encryption costs is measured by two kvds with equal settings, one with a key, that take turns
+on the same disk. The ratio is the encrypted one's speed by the plain one's: below 1 where the disk
+is faster than the ciphers of all threads together.
 """
 
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack
+from dataclasses import replace
 from pathlib import Path
 
-from kvd.bench.buffers import BlockAt, Buffer
-from kvd.bench.copying import Copier
-from kvd.bench.figures import Comparison, comparison
-from kvd.bench.floor import DirectFloor
+from kvd.bench.figures import Comparison
+from kvd.bench.filled_index import bench_key, token_ids_of
+from kvd.bench.floor import BlockAt, Buffer, Copier, DirectFloor
 from kvd.bench.options import BenchOptions
-from kvd.bench.process import KvdSizes, attached_client, running_kvd
-from kvd.bench.sessions import bench_key, token_ids_of
-from kvd.bench.statistics import Pair, Sample
-from kvd.bench.workspace import Workspace
+from kvd.bench.workspace import (
+    KvdSizes,
+    Workspace,
+    attached_client,
+    of_layouts,
+    running_kvd,
+)
 from kvd.core.records.extent_shape import ExtentShape
+from kvd.encryption.key_file import new_master_key, write_master_key
 from shared.children.child_kvd import CALL_S, ChildKvd
 from shared.children.child_process import ChildFailedError
 from shared.kvd_client.client import KvdClient
+from shared.measuring.statistics import Pair, Sample
 from shared.types.kv_layout import KVLayout
 
 SEGMENT_BYTES = 256 << 20  # kvd's default
@@ -38,11 +48,12 @@ SESSIONS_KEPT = 3  # on SSD: two that are read in turn, and the one that is writ
 
 async def measure_ssd(options: BenchOptions, work: Workspace) -> tuple[Comparison, ...]:
     """Write and read, for each layout."""
-    found: list[Comparison] = []
-    for layout in options.scale.layouts:
-        options.on_progress(f"ssd, slices of {layout.slice_bytes(0) >> 10} KiB")
-        found += await _measure_layout(options, work, layout)
-    return tuple(found)
+    return await of_layouts("ssd", options, work, _measure_ssd)
+
+
+async def measure_encryption(options: BenchOptions, work: Workspace) -> tuple[Comparison, ...]:
+    """Write and read with a key, against a kvd without, for each layout."""
+    return await of_layouts("encryption", options, work, _measure_encryption)
 
 
 def needed_bytes(options: BenchOptions) -> int:
@@ -50,9 +61,14 @@ def needed_bytes(options: BenchOptions) -> int:
     return (SESSIONS_KEPT + 1) * options.scale.ssd_max_bytes + 2 * SEGMENT_BYTES
 
 
-async def _measure_layout(
+def encryption_bytes(options: BenchOptions) -> int:
+    """What encryption takes on disk: the sessions of two kvds."""
+    return (2 * SESSIONS_KEPT + 1) * options.scale.ssd_max_bytes + (1 << 30)
+
+
+async def _measure_ssd(
     options: BenchOptions, work: Workspace, layout: KVLayout
-) -> list[Comparison]:
+) -> dict[str, list[Pair]]:
     name = f"ssd-{layout.slice_bytes(0)}"
     floor_dir = work.state / f"{name}-floor"
     num_blocks = await asyncio.to_thread(blocks_per_pass, options, layout, floor_dir)
@@ -74,16 +90,48 @@ async def _measure_layout(
     finally:
         copier.close()
         await asyncio.to_thread(floor.close)
-    return [
-        comparison(
-            operation,
-            pairs,
-            slice_bytes=layout.slice_bytes(0),
-            io_bytes=shape.full_bytes,
-            num_threads=options.io_threads,
-        )
-        for operation, pairs in turns.pairs.items()
-    ]
+    return turns.pairs
+
+
+async def _measure_encryption(
+    options: BenchOptions, work: Workspace, layout: KVLayout
+) -> dict[str, list[Pair]]:
+    name = f"enc-{layout.slice_bytes(0)}"
+    key_file = work.state / f"{name}.key"
+    write_master_key(key_file, new_master_key())
+    num_blocks = await asyncio.to_thread(
+        blocks_per_pass, options, layout, work.state / f"{name}-probe"
+    )
+    plain = sizes_of(options, layout, num_blocks)
+    memory = Buffer(num_blocks, layout.block_bytes, "shared")
+    copier = Copier(options.copy_threads, layout.block_bytes, layout.block_bytes)
+    pairs: dict[str, list[Pair]] = {"write": [], "read": []}
+    try:
+        async with AsyncExitStack() as stack:
+            disks = []
+            for kind, sizes in (("sealed", replace(plain, key_file=key_file)), ("plain", plain)):
+                kvd = await stack.enter_async_context(running_kvd(work, f"{name}-{kind}", sizes))
+                client = await stack.enter_async_context(attached_client(kvd, layout))
+                disks.append(KvdDisk(kvd, client, copier, memory, layout, num_blocks))
+            for disk in disks:
+                for session in ("a", "b", "w"):
+                    await disk.write(session)
+            for turn in range(options.scale.ssd_pairs):
+                pairs["write"].append(await _pair(disks, turn, "write", "w"))
+                pairs["read"].append(await _pair(disks, turn, "read", "ab"[turn % 2]))
+    finally:
+        copier.close()
+    return pairs
+
+
+async def _pair(disks: list["KvdDisk"], turn: int, operation: str, session: str) -> Pair:
+    """Each of the two, beginning with the other one every time."""
+    samples = {}
+    for which in (0, 1) if turn % 2 else (1, 0):
+        disk = disks[which]
+        move = disk.write if operation == "write" else disk.read
+        samples[which] = await move(session)
+    return Pair(samples[0], samples[1])
 
 
 class _Turns:

@@ -1,22 +1,26 @@
-"""Where a run keeps its files: new directories, checked for room before, removed after."""
+"""What a run works on: new directories with room in them, a kvd of its own, the machine's facts."""
 
+import asyncio
+import os
 import shutil
-import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 
-from shared.types.errors import ExhaustedError
+from kvd.bench.figures import Comparison, Machine, comparison
+from kvd.bench.floor import open_direct
+from kvd.bench.options import BenchOptions
+from kvd.core.records.extent_shape import ExtentShape
+from shared.children.child_kvd import ChildKvd, running_child_kvd
+from shared.kvd_client.client import KvdClient
+from shared.measuring.statistics import Pair
+from shared.measuring.workspace import NoRoomError, common_facts, directories, shared_huge_pages
+from shared.types.kv_layout import KVLayout
 from shared.types.units import format_bytes
-
-
-class NoRoomError(ExhaustedError):
-    """The disk or the memory does not hold what is to be measured."""
-
-    reason = "no_room"
+from shared.version import __version__
 
 
 @dataclass(frozen=True)
@@ -47,11 +51,8 @@ def workspace(directory: Path, needed_bytes: int) -> Iterator[Workspace]:
             f" {format_bytes(2 * needed_bytes)} and uses half of it",
             "name another directory with --directory, or measure less with --quick",
         )
-    with (
-        tempfile.TemporaryDirectory(prefix="kvd-bench-", dir=directory) as state,
-        tempfile.TemporaryDirectory(prefix="kvd-bench-") as runtime,
-    ):
-        yield Workspace(Path(state), Path(runtime))
+    with directories(directory, "kvd-bench-") as (state, runtime):
+        yield Workspace(state, runtime)
 
 
 def room_of(directory: Path) -> tuple[int, int]:
@@ -59,12 +60,138 @@ def room_of(directory: Path) -> tuple[int, int]:
     return psutil.virtual_memory().available, shutil.disk_usage(directory).free
 
 
-def check_memory(needed_bytes: int) -> None:
-    """Raise NoRoomError unless the machine has that much memory to give."""
-    available = psutil.virtual_memory().available
-    if available < needed_bytes:
-        raise NoRoomError(
-            f"{format_bytes(available)} of memory are available, the bench wants"
-            f" {format_bytes(needed_bytes)}",
-            "stop what uses the memory, or measure less with --quick",
-        )
+ATTACH_S = 60.0
+
+
+@dataclass(frozen=True)
+class KvdSizes:
+    """What one kvd of the bench is given; everything else is as the bench's settings say."""
+
+    dram_bytes: int
+    ssd_bytes: int
+    segment_bytes: int
+    io_threads: int
+    prefault: bool = True
+    admission: str = "write_through"
+    key_file: Path | None = None
+
+    def toml(self) -> str:
+        """Settings: nothing expires, nothing outlives the process but what is on SSD."""
+        return f"""
+[dram]
+bytes = {self.dram_bytes}
+prefault = {str(self.prefault).lower()}
+keep = "none"
+[ssd]
+bytes = {self.ssd_bytes}
+segment_bytes = {self.segment_bytes}
+io_threads = {self.io_threads}
+reserve_bytes = 0
+admission = "{self.admission}"
+[encryption]
+key_file = "{self.key_file or ""}"
+[sessions]
+default_ttl = "never"
+max_sessions = 10000000
+[log]
+level = "warning"
+format = "json"
+"""
+
+
+@asynccontextmanager
+async def running_kvd(
+    work: Workspace, name: str, sizes: KvdSizes, state_dir: Path | None = None
+) -> AsyncIterator[ChildKvd]:
+    """A kvd that serves, killed at the end; it keeps its state in `state_dir`, or a new one."""
+    directory, runtime_dir = work.state / name, work.runtime / name
+    state_dir = state_dir or directory / "state"
+    for path in (directory, runtime_dir, state_dir):
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    async with running_child_kvd(sizes.toml(), directory, runtime_dir, state_dir) as kvd:
+        yield kvd
+
+
+@asynccontextmanager
+async def attached_client(kvd: ChildKvd, layout: KVLayout) -> AsyncIterator[KvdClient]:
+    """An attached client, as an engine has it, whose arena is mapped and touched."""
+    client = KvdClient(kvd.runtime_dir, layout, "kvd-bench")
+    running = asyncio.create_task(client.run())
+    try:
+        await client.wait_attached(ATTACH_S)
+        yield client
+    finally:
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+
+
+Measure = Callable[[BenchOptions, Workspace, KVLayout], Awaitable[dict[str, list[Pair]]]]
+
+
+async def of_layouts(
+    what: str,
+    options: BenchOptions,
+    work: Workspace,
+    measure: Measure,
+    *,
+    num_threads: int = 0,
+) -> tuple[Comparison, ...]:
+    """Measure with blocks of each layout, and sum up the pairs of each operation.
+
+    Args:
+        what: for people.
+        options: of the run.
+        work: of the run.
+        measure: pairs by operation.
+        num_threads: that copy; 0: those of the disk move whole extents.
+    """
+    found: list[Comparison] = []
+    for layout in options.scale.layouts:
+        options.on_progress(f"{what}, slices of {layout.slice_bytes(0) >> 10} KiB")
+        found += [
+            comparison(
+                operation,
+                pairs,
+                slice_bytes=layout.slice_bytes(0),
+                io_bytes=0 if num_threads else ExtentShape(layout).full_bytes,
+                num_threads=num_threads or options.io_threads,
+            )
+            for operation, pairs in (await measure(options, work, layout)).items()
+        ]
+    return tuple(found)
+
+
+_LIBRARIES = ("grpcio", "numpy", "protobuf", "uvloop", "xxhash")
+_RESERVED = Path("/proc/sys/vm/nr_hugepages")
+
+
+def machine_facts(directory: Path) -> Machine:
+    """Look at the machine and at the file system of `directory`, which must be writable."""
+    device, filesystem = _mounted_at(directory)
+    return Machine(
+        **common_facts(_LIBRARIES),
+        shared_huge_pages=shared_huge_pages(),
+        reserved_huge_pages=int(_RESERVED.read_text(encoding="ascii")) if _RESERVED.exists() else 0,
+        filesystem=filesystem,
+        device=device,
+        direct_io=_takes_direct_io(directory),
+        kvd=__version__,
+    )
+
+
+def _mounted_at(directory: Path) -> tuple[str, str]:
+    """(device, type) of the mount that a directory is on: the longest mount point above it."""
+    path = directory.resolve()
+    mounts = {Path(part.mountpoint): part for part in psutil.disk_partitions(all=True)}
+    for candidate in (path, *path.parents):
+        if candidate in mounts:
+            return mounts[candidate].device, mounts[candidate].fstype
+    return "", ""
+
+
+def _takes_direct_io(directory: Path) -> bool:
+    path = directory / "direct.probe"
+    fd, is_direct = open_direct(path)
+    os.close(fd)
+    path.unlink()
+    return is_direct

@@ -31,7 +31,7 @@ class Budgets:
         """Measure again what "auto" means for SSD; returns the bytes of all segments.
 
         A disk that cannot be measured bounds nothing: a small number would have what is stored
-        dropped. It takes nothing either (kvd/tiers/space_budget.py).
+        dropped. It takes nothing either (kvd/tiers/segment_files.py).
         """
         try:
             self.ssd_bytes = ssd_bytes(self._settings.ssd.bytes, self._volumes)
@@ -41,12 +41,12 @@ class Budgets:
         return self.ssd_bytes
 
     def arena_bytes_of(self, layout: KVLayout) -> int:
-        """What an arena of the layout is to have; "auto" is measured now."""
+        """Return the bytes that an arena of the layout is to have; "auto" is measured now."""
         own = self._settings.layout_settings(layout).dram
         return dram_bytes(self._settings.dram.bytes if own is None else own)
 
     def free_dram_bytes(self, taken_bytes: int) -> int | None:
-        """What arenas may have beside those of `taken_bytes`; None: no bound but the machine's."""
+        """Return what arenas may have beside `taken_bytes`; None: no bound but the machine's."""
         total = self._settings.dram.total_bytes
         return None if total is None else max(0, total - taken_bytes)
 
@@ -72,13 +72,13 @@ class Budgets:
         return too_many < page_bytes and (too_many >= 0 or free_bytes is not None)
 
     def ssd_bytes_of(self, layout: KVLayout) -> int:
-        """What the volume of the layout may grow to."""
+        """Return the bytes that the volume of the layout may grow to."""
         own = self._settings.layout_settings(layout).ssd
         return self.ssd_bytes if own is None else min(own, self.ssd_bytes)
 
 
 def ssd_bytes(configured: int | None, volumes: Path) -> int:
-    """Size of the SSD tier: as configured, or a fraction of the free space, at least all used."""
+    """Return the bytes of the SSD tier: as configured, or part of the free, at least all used."""
     if configured is not None:
         return configured
     used = sum(path.stat().st_size for path in volumes.glob("*/*.segment"))

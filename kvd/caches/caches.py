@@ -8,36 +8,29 @@ budget and that of the tier.
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 
-from kvd.caches.dram_room import DramRoom
+from kvd.caches.building import CacheBuilder, DramRoom
 from kvd.caches.layout_opening import LayoutOpener
 from kvd.caches.tenant_secrets import TenantSecrets
 from kvd.caches.unavailable import UnavailableLayout, UnavailableLayouts
 from kvd.config import Settings
-from kvd.core.engine import CacheEngine, Limits
-from kvd.core.eviction.registry import POLICIES
+from kvd.core.engine import CacheEngine
 from kvd.core.records.actions import Emit
 from kvd.core.records.errors import UnknownSessionError
-from kvd.core.records.records import AdoptedSlot, IndexRows, OrphanSlot
-from kvd.core.state.tenants import TenantLimits
 from kvd.engines.attached import Engines
 from kvd.errors import AmbiguousSessionError, LimitReachedError, NotDurableError
-from kvd.host import memory
 from kvd.host.clock import Clock
 from kvd.runtime.cache import Cache
-from kvd.runtime.performer import Owners, Performer
 from kvd.tiers.arena import Arena
-from kvd.tiers.arena_store import Adoption, ArenaOptions, ArenaStore, KeptArena, resolve_keep
+from kvd.tiers.arena_store import ArenaOptions, ArenaStore, resolve_keep
 from kvd.tiers.faults import Faults
-from kvd.tiers.io_pool import IoPool
+from kvd.tiers.io_threads import IoPool
 from kvd.tiers.manifest import Manifest
-from kvd.tiers.volume import SegmentVolume
 from shared.process.log import get_logger
 from shared.types.kv_layout import KVLayout
 from shared.types.session_key import SessionKey, session_key
-from shared.types.units import NS_PER_S
 
 COMMIT_S = 10.0  # how long an operator waits for the disk
 
@@ -66,11 +59,7 @@ class Caches:
     ) -> None:
         self._settings = settings
         self._manifest = manifest
-        self._clock = clock
         self._engines = engines
-        self._faults = faults
-        self._on_event = on_event
-        self._on_broken = on_broken
         self._caches: dict[str, Cache] = {}
         self._is_erased: Callable[[str], bool] | None = None  # whom shut_out has named
         self.secrets = TenantSecrets(manifest)
@@ -78,15 +67,26 @@ class Caches:
         self._io = IoPool(settings.ssd.io_threads, settings.ssd.in_flight_bytes)
         self._io.start()
         self.keep = resolve_keep(settings.dram.keep, settings.engine_uids())
+        options = ArenaOptions(
+            keep=self.keep,
+            directory=settings.dram.directory,
+            hugepages=settings.dram.hugepages,
+            numa_node=settings.dram.numa_node,
+        )
         self._arenas = ArenaStore(
-            ArenaOptions(
-                self.keep, settings.dram.directory, settings.dram.hugepages, settings.dram.numa_node
-            ),
-            settings.state_dir,
-            settings.limits.max_leases,
-            faults,
+            options, settings.state_dir, num_words=settings.limits.max_leases, faults=faults
         )
         self._opener = LayoutOpener(settings, manifest, self._arenas, self.secrets, faults)
+        self._builder = CacheBuilder(
+            settings=settings,
+            manifest=manifest,
+            clock=clock,
+            engines=engines,
+            io_pool=self._io,
+            secrets=self.secrets,
+            on_event=on_event,
+            on_broken=on_broken,
+        )
         self.directory = self._opener.directory
         self._room = DramRoom(self._opener.budgets, engines, self)
         self.unavailable = UnavailableLayouts(on_event)
@@ -95,15 +95,15 @@ class Caches:
         return iter(self._caches.values())
 
     def io_load(self) -> tuple[int, int]:
-        """Of all layouts: jobs that wait for a thread, and bytes of the I/O that runs."""
+        """Return, of all layouts, jobs that wait for a thread, and bytes of the I/O that runs."""
         return len(self._io), self._io.bytes_in_flight
 
     def use(self, settings: Settings) -> None:
         """Hold other limits from now on, in every cache; tiers stay as large as they are."""
-        self._settings = settings
+        self._settings = self._builder.settings = settings
+        limits = self._builder.limits()
         for cache in self:
-            limits = self._limits(0, 0)
-            cache.act(partial(_set_limits, limits))
+            cache.act(lambda core: core.set_limits(limits))
 
     def restore(self) -> None:
         """Build the cache of every layout in the index, with the arenas that were left.
@@ -112,14 +112,10 @@ class Caches:
         """
         self.secrets.open(self._settings.encryption, self.directory)
         kept = self._arenas.find()
-        self._restore_layouts(kept)
-        for arena in kept.values():
-            self._arenas.discard(arena, "its layout is not in the index")
-
-    def _restore_layouts(self, kept: dict[str, KeptArena]) -> None:
-        """Restore all layouts, taking out of `kept` what belongs to them."""
         for row in self._manifest.layouts():
             self._try(UnavailableLayout(row, kept.pop(row.fingerprint, None)))
+        for arena in kept.values():
+            self._arenas.discard(arena, "its layout is not in the index")
 
     def retry_unavailable(self) -> None:
         """Try again to open layouts whose time has come; now and then."""
@@ -173,7 +169,7 @@ class Caches:
             arena = None if cache is None else cache.arena
             if cache is None or arena is None:
                 num_slots = await self._room.find(layout)
-                cache = cache or self._add(layout)  # not before: layouts stay in the index
+                cache = cache or self._add_new(layout)  # not before: layouts stay in the index
                 arena = self._arenas.create(layout, num_slots)
                 cache.mount(arena)
         cache.last_opened_s = asyncio.get_running_loop().time()
@@ -187,7 +183,7 @@ class Caches:
             cache.measure_space()
 
     def of_model(self, model: str) -> list[Cache]:
-        """The caches of the models whose fingerprints start so ("": all), in a fixed order."""
+        """Return the caches of models whose fingerprints start so ("": all), in a fixed order."""
         caches = sorted(self._caches.values(), key=lambda cache: cache.layout.fingerprint)
         return [cache for cache in caches if cache.layout.model.startswith(model)]
 
@@ -219,14 +215,17 @@ class Caches:
             )
         return found[0]
 
-    def shut_out(self, is_erased: Callable[[str], bool] | None) -> None:
-        """Refuse the calls of tenants that are being erased, of every layout; None: of nobody."""
+    def shut_out(self, is_erased: Callable[[str], bool]) -> None:
+        """Refuse the calls of tenants that are being erased, of every layout; see `let_in`."""
         self._is_erased = is_erased
         for cache in self:
-            if is_erased is None:
-                cache.act(lambda core, _: core.erasing.end())
-            else:
-                cache.act(partial(_shut_out, is_erased))
+            cache.act(lambda core: core.erasing.begin(is_erased))
+
+    def let_in(self) -> None:
+        """Refuse nobody's calls any more."""
+        self._is_erased = None
+        for cache in self:
+            cache.act(lambda core: core.erasing.end())
 
     @property
     def index_queued_bytes(self) -> int:
@@ -241,16 +240,12 @@ class Caches:
         """
         loop = asyncio.get_running_loop()
         done = asyncio.Event()
-
-        def tell() -> None:
-            loop.call_soon_threadsafe(done.set)
-
         try:
             async with asyncio.timeout(COMMIT_S):
                 for cache in tuple(self):
                     while cache.has_rows_waiting:
                         await cache.changed(COMMIT_S)
-                self._manifest.when_committed(tell)
+                self._manifest.when_committed(lambda: loop.call_soon_threadsafe(done.set))
                 await done.wait()
         except TimeoutError as error:
             raise NotDurableError(
@@ -265,13 +260,22 @@ class Caches:
         self.unavailable.close()
         for cache in self._caches.values():
             await cache.close(keep_dram=keep_dram)
-        self._arenas.tell_kept()
+        self._arenas.log_kept()
 
     # -------------------------------------------------------------------------------------- inside
 
-    def _add(self, layout: KVLayout) -> Cache:
+    def _add(self, cache: Cache) -> Cache:
+        """Let a cache that was built be found."""
+        is_erased = self._is_erased
+        if is_erased is not None:
+            cache.act(lambda core: core.erasing.begin(is_erased))
+        self._caches[cache.layout.fingerprint] = cache
+        return cache
+
+    def _add_new(self, layout: KVLayout) -> Cache:
         volume, row = self._opener.open_new(layout)
-        cache = self._build(layout, volume, num_slots=0)
+        num_extents = self._opener.num_extents(volume.shape)
+        cache = self._add(self._builder.build(layout, volume, num_extents))
         self._manifest.put_layout(row)
         cache.measure_space()
         return cache
@@ -299,72 +303,11 @@ class Caches:
     ) -> None:
         """Build the cache of a layout in the index; see LayoutOpener.open for the rest."""
         opened = self._opener.open(found, asked, self._room.taken_bytes(), accept_loss=accept_loss)
-        self._restore_cache(*opened)
-
-    def _restore_cache(
-        self, layout: KVLayout, volume: SegmentVolume, rows: IndexRows, adoption: Adoption | None
-    ) -> None:
-        num_slots = 0 if adoption is None else adoption.arena.slots.num_slots
-        cache = self._build(layout, volume, num_slots)
-        adopted: Sequence[AdoptedSlot] = ()
-        orphans: Sequence[OrphanSlot] = ()
-        if adoption is not None:
-            cache.use_arena(adoption.arena)
-            adopted = adoption.adopted
-            orphans = self._engines.watch_orphans(cache, adoption.writing)
-        with memory.building_up():
-            cache.restore(rows, adopted, orphans)
-        try:
-            volume.shrink(cache.max_extents)
-        except OSError as error:  # what is too much stays until the next start
-            log.warning("segments_not_shrunk", layout=layout.fingerprint, error=str(error))
+        num_extents = self._opener.num_extents(opened.volume.shape)
+        num_slots = 0 if opened.adoption is None else opened.adoption.arena.slots.num_slots
+        cache = self._builder.build(opened.layout, opened.volume, num_extents, num_slots)
+        self._builder.restore(self._add(cache), opened)
         cache.measure_space()
-
-    def _build(self, layout: KVLayout, volume: SegmentVolume, num_slots: int) -> Cache:
-        settings = self._settings
-        num_extents = self._opener.num_extents(volume.shape)
-        engine = CacheEngine(
-            layout,
-            self._limits(num_slots, num_extents),
-            self._salt_of,
-            POLICIES[settings.eviction.policy],
-        )
-        owners = Owners(self._engines.identity_of, self._engines.wake_of)
-        performer = Performer(layout, volume, self._manifest, self._io, owners)
-        cache = Cache(
-            engine, num_extents, volume, performer, self._clock, self._on_event, self._on_broken
-        )
-        cache.start()
-        if self._is_erased is not None:
-            cache.act(partial(_shut_out, self._is_erased))
-        self._caches[layout.fingerprint] = cache
-        return cache
-
-    def _limits(self, num_slots: int, num_extents: int) -> Limits:
-        settings = self._settings
-        ttl_s = settings.sessions.default_ttl
-        return Limits(
-            num_slots=num_slots,
-            num_extents=num_extents,
-            default_ttl_ns=None if ttl_s is None else int(ttl_s * NS_PER_S),
-            max_sessions=settings.sessions.max_sessions,
-            max_leases=settings.limits.max_leases,
-            admission=settings.ssd.admission,
-            write_back_delay_ns=int(settings.ssd.write_back_after * NS_PER_S),
-            max_write_bytes=settings.ssd.in_flight_bytes,
-            verify_on_load=settings.integrity.verify_on_load,
-            watermark=settings.dram.watermark,
-            prefetch_bytes=settings.prefetch.in_flight_bytes,
-            reads_returning=settings.prefetch.returning,
-            max_waste=settings.compaction.max_waste,
-            compact_min_bytes=settings.compaction.min_bytes,
-            compact_rest_ns=int(settings.compaction.rest * NS_PER_S),
-            tenant_limits=self._tenant_limits,
-        )
-
-    def _tenant_limits(self, tenant: str) -> TenantLimits:
-        settings = self._settings
-        return TenantLimits(settings.tenant_ttl_ns(tenant), settings.tenant_quota_bytes(tenant))
 
     async def _forget_a_layout(self) -> None:
         """Remove a layout without engines and sessions: that of a model served no more, say.
@@ -394,17 +337,6 @@ class Caches:
             raise
         await cache.remove()
 
-    def _salt_of(self, tenant: str) -> bytes:
-        return self.secrets.salt_of(tenant, self._settings.limits.max_tenants)
 
-
-def _shut_out(is_erased: Callable[[str], bool], engine: CacheEngine, now_ns: int) -> None:
-    engine.erasing.begin(is_erased, now_ns)
-
-
-def _set_limits(limits: Limits, engine: CacheEngine, now_ns: int) -> None:
-    engine.set_limits(limits, now_ns)
-
-
-def _is_stored(key: SessionKey, engine: CacheEngine, _now_ns: int) -> bool:
-    return engine.session_info(key) is not None
+def _is_stored(key: SessionKey, engine: CacheEngine) -> bool:
+    return engine.inspection.info(key) is not None

@@ -10,7 +10,7 @@
 4. the tenants are let in again; they get new keys and salts.
 
 A kill before 3 is durable leaves the keys, and whatever sessions were not dropped yet: then it has
-not happened, and nobody was told so. A kill after it leaves nothing that could be read.
+not happened, and no caller has heard otherwise. A kill after it leaves nothing that could be read.
 """
 
 import asyncio
@@ -18,19 +18,24 @@ from dataclasses import dataclass
 
 from kvd.caches.caches import Caches
 from kvd.caches.tenant_secrets import has_segments
-from kvd.core.engine import CacheEngine
 from kvd.core.records.records import FlushAnswer
-from kvd.encryption.errors import NotErasableError
 from kvd.errors import NotDurableError
 from kvd.runtime.cache import Cache
 from kvd.wire.events import EventHub
 from shared.process.log import get_logger
+from shared.types.errors import StateError
 
 STEP_SESSIONS = 200  # dropped in one go: some milliseconds
 POLL_S = 0.05  # upper bound between two looks whether what was moved has arrived
 PURGE_S = 30.0  # how long the disk may take to delete the keys
 
 log = get_logger(__name__)
+
+
+class NotErasableError(StateError):
+    """What is asked for is not erased by deleting a key."""
+
+    reason = "not_erasable"
 
 
 @dataclass(frozen=True)
@@ -51,7 +56,7 @@ class TenantEraser:
         self._erasing = asyncio.Lock()
 
     def named(self, tenant: str | None) -> tuple[str, ...]:
-        """The tenants that would be erased: one, or all there are.
+        """Return the tenants that would be erased: one, or all there are.
 
         Raises:
             NotErasableError: deleting keys would not do.
@@ -93,32 +98,32 @@ class TenantEraser:
                 await self._drop_keys(tenants)
                 self._forget(tenant)
             finally:
-                self._caches.shut_out(None)
+                self._caches.let_in()
         num_sessions = sum(answer.num_sessions for answer in answers)
         log.info("tenants_erased", tenants=len(tenants), sessions=num_sessions)
         return Erased(tenants, num_sessions, sum(answer.freed_bytes for answer in answers))
 
     def _forget(self, tenant: str | None) -> None:
-        """What happened to the sessions is remembered by their ids; these go, too."""
+        """Forget what happened to the sessions, which is kept by their ids."""
         for cache in self._caches:
-            cache.act(lambda core, _: core.forget_history(tenant))
+            cache.act(lambda core: core.inspection.history.forget(tenant))
         self._events.forget(tenant)
 
     async def _clear(self, cache: Cache) -> FlushAnswer:
         """Drop the tenants' sessions of one cache, and zero what is free of its memory."""
         num_sessions = freed_bytes = 0
         while True:
-            dropped = cache.act(_step)
+            dropped = cache.act(lambda core: core.erasing.step(STEP_SESSIONS))
             num_sessions += dropped.num_sessions
             freed_bytes += dropped.freed_bytes
-            if cache.act(lambda core, _: core.erasing.is_gone()):
+            if cache.act(lambda core: core.erasing.is_gone()):
                 break
-            is_dropping = dropped.num_sessions or cache.act(lambda core, _: core.erasing.is_looking)
+            is_dropping = dropped.num_sessions or cache.act(lambda core: core.erasing.is_looking)
             await (asyncio.sleep(0) if is_dropping else cache.changed(POLL_S))
-        cache.act(lambda core, now_ns: core.erasing.wipe(now_ns))
-        while cache.act(lambda core, _: core.erasing.is_wiping()):
+        cache.act(lambda core: core.erasing.wipe())
+        while cache.act(lambda core: core.erasing.is_wiping()):
             await cache.changed(POLL_S)
-        if not cache.act(lambda core, _: core.erasing.is_wiped()):
+        if not cache.act(lambda core: core.erasing.is_wiped()):
             raise NotDurableError(
                 "memory of the sessions that were dropped could not be zeroed",
                 "see the log of kvd, and stop it with SIGINT, which gives the memory up",
@@ -144,11 +149,7 @@ class TenantEraser:
     async def _drop_keys(self, tenants: tuple[str, ...]) -> None:
         loop = asyncio.get_running_loop()
         dropped = asyncio.Event()
-
-        def tell() -> None:
-            loop.call_soon_threadsafe(dropped.set)
-
-        self._caches.secrets.drop(tenants, tell)
+        self._caches.secrets.drop(tenants, lambda: loop.call_soon_threadsafe(dropped.set))
         try:
             async with asyncio.timeout(PURGE_S):
                 await dropped.wait()
@@ -158,7 +159,3 @@ class TenantEraser:
                 "see the log of kvd: the disk may be full, or somebody reads manifest.db; "
                 "then do it again",
             ) from error
-
-
-def _step(core: CacheEngine, now_ns: int) -> FlushAnswer:
-    return core.erasing.step(STEP_SESSIONS, now_ns)

@@ -18,15 +18,15 @@ from kvd.caches.tenant_secrets import TenantSecrets
 from kvd.caches.unavailable import UnavailableLayout
 from kvd.config import Settings
 from kvd.core.records.extent_shape import ExtentShape
-from kvd.core.records.records import IndexRows
+from kvd.core.records.rows import IndexRows
 from kvd.errors import LayoutUnavailableError, NotSetAsideError
 from kvd.tiers.arena_store import Adoption, ArenaStore
 from kvd.tiers.faults import Faults
 from kvd.tiers.manifest import SET_ASIDE, LayoutRow, Manifest
-from kvd.tiers.space_budget import SpaceBudget
+from kvd.tiers.segment_files import SegmentFiles, SpaceBudget
 from kvd.tiers.volume import SegmentVolume
 from kvd.tiers.volume_identity import UnusableVolumeError, sync_directory
-from shared.kvd_client.layout_message import layout_message, layout_of
+from shared.kvd_client.messages import layout_message, layout_of
 from shared.pb.kvd.v1 import kvd_pb2
 from shared.process.log import get_logger
 from shared.types.block_key import KEY_BYTES
@@ -73,7 +73,7 @@ class LayoutOpener:
         )
 
     def num_extents(self, shape: ExtentShape) -> int:
-        """How many extents the volume of a layout may grow to."""
+        """Return how many extents the volume of a layout may grow to."""
         return self.budgets.ssd_bytes_of(shape.layout) // shape.full_bytes
 
     def open_new(self, layout: KVLayout) -> tuple[SegmentVolume, LayoutRow]:
@@ -89,7 +89,7 @@ class LayoutOpener:
         )
         volume = self._volume_of(layout, row)
         try:
-            return volume, replace(row, volume_id=volume.open())
+            return volume, replace(row, volume_id=volume.files.open())
         except (UnusableVolumeError, OSError) as error:
             raise LayoutUnavailableError(
                 f"layout {layout.fingerprint[:12]} can have no volume: {error}",
@@ -121,14 +121,14 @@ class LayoutOpener:
             raise ValueError("its row in the index is damaged")
         volume = self._volume_of(layout, row)
         must_be_there = self._manifest.has_blocks(row.fingerprint) and not accept_loss
-        volume_id = volume.open(row.volume_id, holds_rows=must_be_there)
+        volume_id = volume.files.open(row.volume_id, holds_rows=must_be_there)
         try:
             if found.num_attempts:  # what was measured at the start was another disk
                 self._space.total_bytes = self.budgets.measure()
             rows = self._rows_there(volume, layout, accept_loss=accept_loss)
             adoption = self._adopt(layout, found, taken_bytes, accept_loss=accept_loss)
         except BaseException:
-            volume.close()
+            volume.files.close()
             raise
         if asked is not None:
             row = replace(row, message=layout_message(asked).SerializeToString())
@@ -170,20 +170,20 @@ class LayoutOpener:
         return moved.name
 
     def _volume_of(self, layout: KVLayout, row: LayoutRow) -> SegmentVolume:
-        return SegmentVolume(
-            self.directory / layout.fingerprint,
-            layout,
-            row.extents_per_segment,
-            self._space,
-            self._settings.ssd.direct,
-            self._faults,
-            self._secrets.keys,
+        files = SegmentFiles(
+            directory=self.directory / layout.fingerprint,
+            extent_bytes=ExtentShape(layout).full_bytes,
+            extents_per_segment=row.extents_per_segment,
+            budget=self._space,
+            direct=self._settings.ssd.direct,
+            faults=self._faults,
         )
+        return SegmentVolume(layout, files, self._secrets.keys)
 
     def _rows_there(
         self, volume: SegmentVolume, layout: KVLayout, *, accept_loss: bool
     ) -> IndexRows:
-        """Rows of a layout. If some name extents that are not there, that is refused, or accepted.
+        """Read the rows of a layout; those whose extents are not there are refused, or given up.
 
         Rows beyond what the volume may have are none of it: they are dropped in any case.
         """
@@ -201,7 +201,7 @@ class LayoutOpener:
         log.warning("blocks_given_up", layout=layout.fingerprint, blocks=num_lost)
         keys = np.frombuffer(rows.block_keys, np.dtype((np.void, KEY_BYTES)))
         for key in keys[lacking]:
-            self._manifest.drop_block(layout.fingerprint, bytes(key), _ignore)
+            self._manifest.drop_block(layout.fingerprint, bytes(key))
         return IndexRows(
             rows.sessions,
             keys[~lacking].tobytes(),
@@ -228,7 +228,3 @@ class LayoutOpener:
             self._arenas.discard(kept, "its size is not what the settings say now")
         found.kept = None
         return adoption
-
-
-def _ignore() -> None:
-    """Wait for nothing."""

@@ -82,7 +82,7 @@ class Scrubber:
         """Scrub one cache; yields about once a second, and at the end."""
         loop = asyncio.get_running_loop()
         pace = Pace(self._rate)
-        scrub_id = cache.act(lambda core, _: core.scrubs.begin(repair=repair))
+        scrub_id = cache.act(lambda core: core.scrubs.begin(repair=repair))
         next_step = partial(_step, scrub_id, max(1, int(self._rate * STEP_S)))
         resume_at = report_at = loop.time()
         try:
@@ -101,7 +101,7 @@ class Scrubber:
                 else:  # what is under way has to come back first
                     await cache.changed(STEP_S)
         finally:
-            cache.act(lambda core, _: core.scrubs.end(scrub_id))
+            cache.act(lambda core: core.scrubs.end(scrub_id))
 
 
 class Pace:
@@ -116,7 +116,7 @@ class Pace:
         self._resume_at = 0.0
 
     def resume_at(self, num_bytes: int, now_s: float) -> float:
-        """When to go on after `num_bytes` were asked for, now."""
+        """Return when to resume after `num_bytes` were asked for, now."""
         self._resume_at = max(self._resume_at, now_s) + num_bytes / self._rate
         return self._resume_at
 
@@ -126,5 +126,5 @@ def _sum(left: ScrubReport, right: ScrubReport) -> ScrubReport:
     return ScrubReport(*(getattr(left, name) + getattr(right, name) for name in names))
 
 
-def _step(scrub_id: int, max_bytes: int, core: CacheEngine, now_ns: int) -> ScrubStep:
-    return core.scrubs.step(scrub_id, max_bytes, now_ns)
+def _step(scrub_id: int, max_bytes: int, core: CacheEngine) -> ScrubStep:
+    return core.scrubs.step(scrub_id, max_bytes)

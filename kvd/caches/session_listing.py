@@ -1,7 +1,7 @@
-"""Sessions of all layouts, looked through a bounded bit at a time: engines go on meanwhile.
+"""Lists the sessions of all layouts, a bounded chunk at a time: engines are served meanwhile.
 
-A listing of very many sessions looks at each of them once. Between two bits the loop serves others,
-so it is of no single moment: a session that comes while it is made may be missing.
+A listing of very many sessions looks at each of them once. Between two chunks the loop serves
+others, so it is of no single moment: a session that comes while it is made may be missing.
 """
 
 import asyncio
@@ -25,18 +25,18 @@ from kvd.wire.messages import session_message
 from shared.pb.kvd.v1 import kvd_pb2
 from shared.types.session_key import SessionKey
 
-BIT_SESSIONS = 1_000  # looked at in one go: some milliseconds
+CHUNK_SESSIONS = 1_000  # looked at in one go: some milliseconds
 
 
-async def look_through(
+async def scan_sessions(
     caches: Iterable[Cache], wanted: SessionFilter, order: SessionOrder = SessionOrder.IDLE
 ) -> AsyncIterator[tuple[Cache, list[tuple[int, SessionKey]]]]:
-    """Yield the sessions that are meant, with their ranks, cache by cache and bit by bit."""
+    """Yield the sessions that are meant, with their ranks, cache by cache and chunk by chunk."""
     for cache in caches:
-        keys = cache.act(lambda core, _: core.session_keys())
-        for start in range(0, len(keys), BIT_SESSIONS):
-            bit = keys[start : start + BIT_SESSIONS]
-            yield cache, cache.act(partial(_ranked, bit, wanted, order))
+        keys = cache.act(lambda core: core.inspection.keys())
+        for start in range(0, len(keys), CHUNK_SESSIONS):
+            chunk = keys[start : start + CHUNK_SESSIONS]
+            yield cache, cache.act(partial(_ranked, chunk, wanted, order))
             await asyncio.sleep(0)
 
 
@@ -52,7 +52,7 @@ class SessionLister:
     ) -> kvd_pb2.ListSessionsResponse:
         """Serve the page behind a token ("": the first).
 
-        A session that is used between two pages keeps its place, unless the filter is not for it
+        A session that is used between two pages keeps its rank, unless the filter is not for it
         any more.
 
         Raises:
@@ -79,15 +79,15 @@ class SessionLister:
     async def _list(self, request: ListingRequest, token: PageToken | None) -> Listing:
         builder = ListingBuilder(request, token.last if token else None)
         caches = self._caches.of_model(request.model)
-        async for cache, ranked in look_through(caches, request.wanted, request.order):
+        async for cache, ranked in scan_sessions(caches, request.wanted, request.order):
             builder.add(cache.layout.fingerprint, ranked)
         return await asyncio.to_thread(builder.finish)  # a second, of very many equal ones
 
     def _messages(self, listing: Listing, start: int, end: int) -> list[kvd_pb2.SessionInfo]:
-        """Those of a part of the listing that are still there and meant, in its order."""
+        """Encode those of a part of the listing that are still there and meant, in its order."""
         keys_of: dict[str, list[SessionKey]] = {}
-        places = list(zip(listing.layouts[start:end], listing.keys[start:end], strict=True))
-        for layout, key in places:
+        entries = list(zip(listing.layouts[start:end], listing.keys[start:end], strict=True))
+        for layout, key in entries:
             keys_of.setdefault(layout, []).append(key)
         messages: dict[tuple[str, SessionKey], kvd_pb2.SessionInfo] = {}
         for cache in self._caches:
@@ -97,7 +97,7 @@ class SessionLister:
             )
             for info in infos:
                 messages[layout, info.key] = session_message(info, cache.layout, now_ns)
-        return [messages[place] for place in places if place in messages]
+        return [messages[entry] for entry in entries if entry in messages]
 
 
 def _ranked(
@@ -105,12 +105,11 @@ def _ranked(
     wanted: SessionFilter,
     order: SessionOrder,
     core: CacheEngine,
-    now_ns: int,
 ) -> list[tuple[int, SessionKey]]:
-    return core.ranked(keys, wanted, order, now_ns)
+    return core.inspection.ranked(keys, wanted, order)
 
 
 def _infos(
-    keys: list[SessionKey], wanted: SessionFilter, core: CacheEngine, now_ns: int
+    keys: list[SessionKey], wanted: SessionFilter, core: CacheEngine
 ) -> tuple[list[SessionInfo], int]:
-    return core.session_infos(keys, wanted, now_ns), now_ns
+    return core.inspection.infos(keys, wanted), core.now_ns

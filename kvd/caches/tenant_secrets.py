@@ -8,21 +8,33 @@ there may be plain blocks on SSD, in use or in what is free. Both are one value,
 leaves neither without the other.
 
 Invariant: the row of a tenant's secret is on its way to the index before anything that needs it.
+
+Where another master key comes in place of the old one, while no kvd runs, all secrets are wrapped
+anew in one transaction: a kill leaves the old key or the new one, never some of each. Blocks on SSD
+are not touched, because the keys that seal them stay the same.
 """
 
 import json
 import secrets
+import sqlite3
 from collections.abc import Callable, Iterable
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
 from kvd.config import EncryptionSettings
-from kvd.encryption.errors import KeyNeededError, WrongKeyError
-from kvd.encryption.key_file import read_master_key
-from kvd.encryption.keyring import Keyring
-from kvd.errors import LimitReachedError
+from kvd.encryption.key_file import (
+    KeyFileError,
+    KeyNeededError,
+    MasterKey,
+    WrongKeyError,
+    read_master_key,
+)
+from kvd.encryption.keyring import Keyring, open_secret, wrap_secret
+from kvd.errors import LimitReachedError, NotDurableError
+from kvd.tiers.faults import Faults, WritePoint
+from kvd.tiers.index_database import open_database
 from kvd.tiers.manifest import Manifest
-from kvd.tiers.tier_facts import EncryptionFacts
 from shared.process.log import get_logger
 from shared.types.block_key import SALT_BYTES
 
@@ -55,6 +67,23 @@ class EncryptionNote:
     def text(self) -> str:
         """Encode."""
         return json.dumps({"key": self.key, "has_plain": self.has_plain})
+
+
+@dataclass(frozen=True, slots=True)
+class EncryptionInfo:
+    """What protects the SSD tier.
+
+    Attributes:
+        key: fingerprint of the master key; "": there is none.
+        is_sealing: whether what is written now is encrypted.
+        may_have_plain: blocks that are not may be on SSD, in use or in free space.
+        num_tenants: that have a key.
+    """
+
+    key: str
+    is_sealing: bool
+    may_have_plain: bool
+    num_tenants: int
 
 
 class TenantSecrets:
@@ -118,16 +147,16 @@ class TenantSecrets:
             self._manifest.put_tenant_key(tenant, self.keys.make(tenant))
         return self.keys.salt_of(tenant)
 
-    def facts(self) -> EncryptionFacts:
-        """How things are, for operators."""
+    def info(self) -> EncryptionInfo:
+        """Return what protects the SSD tier, for operators."""
         keys = self.keys
         if keys is None:
-            return EncryptionFacts("", is_sealing=False, may_have_plain=True, num_tenants=0)
-        return EncryptionFacts(
+            return EncryptionInfo("", is_sealing=False, may_have_plain=True, num_tenants=0)
+        return EncryptionInfo(
             keys.fingerprint, keys.is_sealing, self.note.has_plain, len(keys.tenants)
         )
 
-    def drop(self, tenants: Iterable[str], committed: Callable[[], None]) -> None:
+    def drop(self, tenants: Iterable[str], committed: Callable[[], object]) -> None:
         """Forget tenants' secrets; `committed`, from another thread, once they are nowhere."""
         assert self.keys is not None, "there are keys to drop"  # noqa: S101
         dropped = tuple(tenants)
@@ -160,14 +189,14 @@ class TenantSecrets:
         for tenant, salt in salts.items():
             known = wrapped[tenant] if tenant in keys else keys.make(tenant, salt)
             self._manifest.put_tenant_key(tenant, known)
-        self._manifest.purge(_ignore)  # also of what a kill has kept from being purged
+        self._manifest.purge()  # also of what a kill has kept from being purged
 
     def _take_note(self, note: EncryptionNote) -> None:
         self.note = note
         self._manifest.put_meta(META_NAME, note.text())
 
     def _may_have_plain(self, volumes: Path) -> bool:
-        """Of a time without a key: the index says so, too, if the segments' disk is not there."""
+        """Whether blocks may be from a time without a key, even if their disk is missing."""
         return has_segments(volumes) or self._manifest.has_blocks()
 
     def _check_room(self, num_tenants: int, max_tenants: int) -> None:
@@ -182,5 +211,61 @@ def has_segments(volumes: Path) -> bool:
     return any(volumes.glob("*/*.segment"))
 
 
-def _ignore() -> None:
-    """Wait for nothing."""
+def rotate_master_key(
+    path: Path, volumes: Path, before: MasterKey, after: MasterKey, faults: Faults
+) -> int:
+    """Wrap all secrets in an index by another key; returns how many there are.
+
+    Args:
+        path: of the database; no kvd has it open.
+        volumes: see open_database.
+        before: the key until now.
+        after: the key from now on.
+        faults: see kvd/tiers/faults.py.
+
+    Raises:
+        KeyFileError: there is no index.
+        WrongKeyError: the secrets are not wrapped by `before`; nothing was done.
+        NotDurableError: the disk did not take it; nothing was done.
+    """
+    if not path.exists():
+        raise KeyFileError(f"there is no {path}", "name the directory with --state-dir")
+    with closing(open_database(path, volumes, faults)) as db:
+        found = db.execute("SELECT value FROM meta WHERE name = ?", (META_NAME,)).fetchone()
+        note = EncryptionNote.read(found[0] if found else "")
+        stored = db.execute("SELECT tenant, wrapped FROM tenant_keys").fetchall()
+        wrapped = [
+            (wrap_secret(after, tenant, opened), tenant)
+            for tenant, secret in stored
+            if (opened := open_secret(before, tenant, secret)) is not None
+        ]
+        is_wrong = note.key != before.fingerprint if note.key else not wrapped
+        if stored and is_wrong:
+            raise WrongKeyError(
+                f"the key until now ({before.fingerprint[:8]}) is not the one that wraps the "
+                f"tenants' keys ({note.key[:8] or 'not known'})",
+                "name the file of that key with --old",
+            )
+        try:
+            _rewrap(db, wrapped, EncryptionNote(after.fingerprint, note.has_plain), faults)
+        except sqlite3.Error as error:
+            raise NotDurableError(
+                f"the index did not take the keys ({error})", "free some space, and try again"
+            ) from error
+    return len(wrapped)
+
+
+def _rewrap(
+    db: sqlite3.Connection,
+    wrapped: list[tuple[bytes, str]],
+    note: EncryptionNote,
+    faults: Faults,
+) -> None:
+    db.execute("PRAGMA secure_delete = ON")
+    db.execute("BEGIN IMMEDIATE")
+    db.executemany("UPDATE tenant_keys SET wrapped = ? WHERE tenant = ?", wrapped)
+    db.execute("INSERT OR REPLACE INTO meta VALUES (?, ?)", (META_NAME, note.text()))
+    faults.reach(WritePoint.INDEX_ROWS)
+    db.execute("COMMIT")
+    faults.reach(WritePoint.KEYS_DROPPED)
+    db.execute("PRAGMA wal_checkpoint(TRUNCATE)")

@@ -2,8 +2,8 @@
 
 A disk that is mounted late, a directory without permission, a segment that is not there: nothing
 is made anew over what the index describes, for it may be whole. Such a layout has no cache. Engines
-are told so and go on without kvd; its memory of an earlier kvd waits with it. It is tried again
-with growing pauses, and when an engine comes for it; or an operator decides: `kvd reopen`.
+get that for an answer and do without kvd; its memory of an earlier kvd waits with it. It is tried
+again with growing pauses, and when an engine comes for it; or an operator decides: `kvd reopen`.
 """
 
 import os
@@ -73,7 +73,7 @@ class UnavailableLayout:
         return REMEDY.format(layout=self.fingerprint[:12])
 
     def error(self, now_s: float) -> LayoutUnavailableError:
-        """What an engine is told that comes for it."""
+        """Return the error for an engine that comes for it."""
         return LayoutUnavailableError(
             f"layout {self.fingerprint[:12]} is unavailable: {self.why}",
             self.remedy,
@@ -102,16 +102,16 @@ class UnavailableLayouts:
         return len(self._layouts)
 
     def get(self, fingerprint: str) -> UnavailableLayout | None:
-        """One of them; None: the layout is not unavailable."""
+        """Return one of them; None: the layout is not unavailable."""
         return self._layouts.get(fingerprint)
 
     def due(self) -> list[UnavailableLayout]:
-        """Those to be tried again now."""
+        """Return those to be tried again now."""
         now_s = time.monotonic()
         return [found for found in self if found.try_at_s <= now_s]
 
     def find(self, prefix: str) -> UnavailableLayout:
-        """The one whose fingerprint starts so.
+        """Return the one whose fingerprint starts so.
 
         Raises:
             UnknownLayoutError: none does.

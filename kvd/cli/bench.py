@@ -6,10 +6,10 @@ from typing import Annotated
 
 import typer
 
-from kvd.cli.options import AsJson, print_json
+from kvd.cli.options import AsJson
 from kvd.errors import UnclearSelectionError, UnusableDirectoryError
+from shared.measuring.report import ONLY, print_report, say_progress
 from shared.process.log import configure_logging
-from shared.terminal.printing import console
 
 PART_NAMES = "arena, ssd, encryption, control, queue or restart"
 
@@ -34,7 +34,9 @@ def bench(
 ) -> None:
     """Measure arena, SSD, encryption, control plane, queue and restart, against a floor each."""
     # Only this command needs these.
-    from kvd.bench import FULL, PARTS, QUICK, BenchOptions, as_document, resized, run, tables
+    from kvd.bench.options import FULL, PARTS, QUICK, BenchOptions, resized
+    from kvd.bench.report import as_document, tables
+    from kvd.bench.runner import run
 
     parts = tuple(part for part in PARTS if not only or part in only)
     unknown = sorted(set(only or ()) - set(PARTS))
@@ -48,7 +50,7 @@ def bench(
         scale=resized(QUICK if quick else FULL, sessions, blocks),
         io_threads=4,
         command=tuple(sys.argv),
-        on_progress=_say,
+        on_progress=say_progress,
     )
     configure_logging("warning", json=False)  # stdout is for the report
     try:
@@ -58,14 +60,4 @@ def bench(
             f"cannot measure in {options.directory} ({error.strerror})",
             "name a directory on the disk to measure with --directory",
         ) from error
-    if as_json:
-        print_json(as_document(report))
-        return
-    out = console()
-    for table in tables(report, out.width):
-        out.print(table)
-        out.print()
-
-
-def _say(what: str) -> None:
-    typer.echo(f"measuring: {what}", err=True)
+    print_report(as_document(report), lambda width: tables(report, width), ONLY if as_json else "")

@@ -9,23 +9,14 @@ import typer
 from kvd import config
 from kvd.cli.options import AsJson, Config, RuntimeDir, print_json
 from kvd.client.connection import open_client
-from shared.config.group_help import WholeHelp
-from shared.config.settings import InvalidSettingsError
-from shared.terminal import printing
-from shared.terminal.tables import Column, fitted
+from shared.config.lazy_commands import WholeHelp
+from shared.terminal.settings import listing_problems, print_settings
 
 config_app = typer.Typer(
     cls=WholeHelp,
     help="Show, check or reload the settings.",
     rich_markup_mode=None,
     no_args_is_help=True,
-)
-
-_COLUMNS = (
-    Column("setting"),
-    Column("value", may_be_cut=True, least=16),
-    Column("from", rank=2),
-    Column("reload", rank=1),
 )
 
 Running = Annotated[
@@ -55,29 +46,14 @@ def config_show(
         loaded = config.load(config_file, {})
         rows = [(*row, config.is_live(row[0])) for row in loaded.rows()]
         values = loaded.values()
-    if as_json:
-        print_json(
-            {
-                key: {"value": values[key], "source": source, "live": live}
-                for key, _, source, live in rows
-            }
-        )
-        return
-    console = printing.console()
-    cells = [(key, value, source, "live" if live else "") for key, value, source, live in rows]
-    console.print(fitted(_COLUMNS, cells, console.width))
+    print_settings(rows, values, as_json=as_json)
 
 
 @config_app.command("check")
 def config_check(config_file: Config = None) -> None:
     """Exit 0 if the settings can be used, else list every problem."""
-    try:
+    with listing_problems("kvd"):
         config.load(config_file, {})
-    except InvalidSettingsError as error:
-        for problem in error.problems:
-            typer.echo(f"kvd: {problem}", err=True)
-        raise typer.Exit(error.exit_code) from error
-    typer.echo("the settings are fine")
 
 
 @config_app.command("reload")

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from kvd.cli.naming import name_of
+from kvd.cli.filters import name_of
 from kvd.cli.options import AsJson, RuntimeDir, print_json, print_json_line
 from kvd.client.connection import open_client
 from shared.pb.kvd.v1 import kvd_pb2

@@ -14,11 +14,12 @@ from kvd.cli.completion_scripts import COMPLETIONS
 from kvd.cli.options import AsJson
 from kvd.errors import InstallError, UnclearSelectionError
 from kvd.install.placing import NEW, Deed, place, remove
-from kvd.install.shipped import man_pages, read_shipped
 from kvd.install.units import (
     Planned,
     UserDirectories,
     found_by_name,
+    man_pages,
+    read_shipped,
     system_files,
     user_files,
 )

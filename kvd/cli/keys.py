@@ -10,8 +10,8 @@ import typer
 
 from kvd import config
 from kvd.cli.options import AsJson, Config, print_json
-from kvd.encryption.errors import KeyFileError
-from shared.config.group_help import WholeHelp
+from kvd.encryption.key_file import KeyFileError
+from shared.config.lazy_commands import WholeHelp
 
 key_app = typer.Typer(
     cls=WholeHelp,
@@ -48,8 +48,8 @@ def key_rotate(
     as_json: AsJson = False,
 ) -> None:
     """Wrap every tenant's key by a new master key, while kvd is stopped; no block is written."""
-    from kvd.caches.key_rotation import rotate
     from kvd.caches.layout_opening import VOLUMES
+    from kvd.caches.tenant_secrets import rotate_master_key
     from kvd.daemon import MANIFEST_NAME
     from kvd.encryption.key_file import read_master_key
     from kvd.tiers.faults import NoFaults
@@ -61,7 +61,7 @@ def key_rotate(
     before, after = read_master_key(name), read_master_key(str(file.absolute()))
     with _stopped(settings.state_dir):
         index, volumes = settings.state_dir / MANIFEST_NAME, settings.state_dir / VOLUMES
-        num_tenants = rotate(index, volumes, before, after, NoFaults())
+        num_tenants = rotate_master_key(index, volumes, before, after, NoFaults())
     if as_json:
         print_json({"tenants": num_tenants, "fingerprint": after.fingerprint})
         return

@@ -1,6 +1,6 @@
 """The kvd command: run the daemon, look at what it holds, change it. Here: serve, version.
 
-kvd/cli/exit_codes.py lists the exit codes, kvd/cli/examples.py the examples of all commands.
+kvd/cli/commands.py lists the exit codes, kvd/cli/commands.py the examples of all commands.
 """
 
 import sys
@@ -9,9 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvd.cli.commands import COMMANDS
-from kvd.cli.examples import add_examples
-from kvd.cli.exit_codes import exit_codes_help
+from kvd.cli.commands import COMMANDS, add_examples, exit_codes_help
 from kvd.cli.options import Config, RuntimeDir
 from kvd.client.connection import MOVABLE, connection_options
 from kvd.errors import BrokenError
@@ -114,7 +112,7 @@ async def _serve_until_signal(live: "LiveSettings[Settings]") -> None:
 
     loop.add_signal_handler(signal.SIGTERM, stop.set)
     loop.add_signal_handler(signal.SIGINT, interrupt)
-    loop.add_signal_handler(signal.SIGHUP, daemon.reloader.reload_if_possible)
+    loop.add_signal_handler(signal.SIGHUP, daemon.reload_on_signal)
     await daemon.run(stop)
 
 

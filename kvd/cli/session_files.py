@@ -8,7 +8,7 @@ from typing import Annotated, BinaryIO
 
 import typer
 
-from kvd.cli.naming import Named, name_of
+from kvd.cli.filters import Named, name_of
 from kvd.cli.options import AsJson, Model, RuntimeDir, SessionId, Tenant, print_json
 from kvd.client.connection import open_client
 from kvd.client.operator_client import OperatorClient

@@ -6,19 +6,21 @@ from typing import Annotated
 import typer
 
 from kvd.cli.filters import (
+    DEFAULT_TENANT,
     ORDERS,
     Ended,
     Idle,
     InTier,
     LargerThan,
+    Named,
     OfTenant,
     Pinned,
     Reverse,
     Sort,
     SortName,
     filter_of,
+    name_of,
 )
-from kvd.cli.naming import DEFAULT_TENANT, Named, name_of
 from kvd.cli.options import (
     AsJson,
     Model,

@@ -1,12 +1,19 @@
-"""Commands about the daemon's tiers and peers: stats, leases, verify."""
+"""Commands about the daemon's tiers and engines: stats, leases, verify.
+
+With `--watch` a command looks again and again: on a terminal in place, into a pipe one look after
+the other.
+"""
 
 import sys
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
+from datetime import datetime
 from functools import partial
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
-from rich.console import RenderableType
+from rich.console import Group, RenderableType
+from rich.live import Live
 
 from kvd.cli.filters import Interval, interval_s
 from kvd.cli.options import (
@@ -18,13 +25,37 @@ from kvd.cli.options import (
     print_json,
     print_json_line,
 )
-from kvd.cli.watching import look_again, show_in_place
 from kvd.client.connection import open_client
 from kvd.client.operator_client import OperatorClient
 from kvd.errors import CorruptionFoundError, UnclearSelectionError, UnverifiedError
 from kvd.views import stats_views, views
 from shared.pb.kvd.v1 import kvd_pb2
 from shared.terminal import printing
+from shared.terminal.printing import console
+
+
+def look_again(look: Callable[[], Any], every_s: float) -> Iterator[Any]:
+    """Yield what is seen at each look, until Ctrl-C."""
+    while True:
+        yield look()
+        time.sleep(every_s)
+
+
+def show_in_place(views: Iterator[Callable[[int], Sequence[RenderableType]]]) -> None:
+    """Show each view where the one before was; what the terminal has no room for is left out.
+
+    Args:
+        views: each is asked for what to show at the terminal's width.
+    """
+    screen = console()
+    if not sys.stdout.isatty():
+        for view in views:
+            screen.print(f"\n{datetime.now().astimezone().isoformat(sep=' ', timespec='seconds')}")
+            screen.print(*view(screen.width), sep="\n")
+        return
+    with Live(console=screen, screen=True, auto_refresh=False, vertical_overflow="crop") as live:
+        for view in views:
+            live.update(Group(*view(screen.width)), refresh=True)
 
 
 def stats(

@@ -25,7 +25,7 @@ from kvd.client.operator_client import OperatorClient
 from kvd.errors import NoTerminalError
 from kvd.top.loop import MOST_SESSIONS, Top
 from kvd.top.screen import Screen, starts_reversed
-from kvd.views.rates import Rates
+from kvd.views.views import Rates
 from shared.pb.kvd.v1 import kvd_pb2
 from shared.terminal import printing
 

@@ -8,13 +8,15 @@ from kvd import config
 from kvd.client.connection import open_client
 from kvd.config import Settings
 from kvd.doctor.finding import Finding, ok, problem, warning
-from kvd.doctor.guards import check_certificates, check_encryption
-from kvd.doctor.kernel import check_cuda, check_kernel, check_numa
+from kvd.doctor.guards import check_certificates, check_encryption, check_unit, unit_properties
 from kvd.doctor.machine import Machine, ProcessLimits, may_read
 from kvd.doctor.memory import (
+    check_cuda,
     check_huge_pages,
+    check_kernel,
     check_locked_memory,
     check_memory,
+    check_numa,
     check_shared_memory,
     check_swap,
 )
@@ -25,7 +27,6 @@ from kvd.doctor.running import (
     check_tiers,
 )
 from kvd.doctor.storage import check_descriptors, check_directories, check_state_disk
-from kvd.doctor.unit import check_unit, unit_properties
 from kvd.errors import NotRunningError
 from shared.config.settings import LoadedSettings
 from shared.types.errors import ReportedError

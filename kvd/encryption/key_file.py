@@ -9,13 +9,31 @@ import secrets
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from kvd.encryption.errors import KeyFileError
 from kvd.encryption.sealing import KEY_BYTES, key_id
+from shared.types.errors import ConfigError
 
 CREDENTIALS_ENV = "CREDENTIALS_DIRECTORY"
 MAX_FILE_BYTES = 1024  # beyond it is no key file
 PRIVATE_MODE = 0o600
 _TOO_OPEN = 0o037  # the group may read it at most, others may nothing
+
+
+class KeyFileError(ConfigError):
+    """The file of the master key cannot be read, written or used."""
+
+    reason = "key_file"
+
+
+class WrongKeyError(ConfigError):
+    """The master key is not the one that the state directory was encrypted with."""
+
+    reason = "wrong_key"
+
+
+class KeyNeededError(ConfigError):
+    """The state directory has encrypted blocks, and no key file is set."""
+
+    reason = "key_needed"
 
 
 @dataclass(frozen=True)
@@ -31,7 +49,7 @@ class MasterKey:
 
 
 def new_master_key() -> MasterKey:
-    """Draw one."""
+    """Draw a new master key."""
     return MasterKey(secrets.token_bytes(KEY_BYTES))
 
 

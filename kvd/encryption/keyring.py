@@ -68,19 +68,19 @@ class Keyring:
         return wrap_secret(self._master, tenant, secret)
 
     def salt_of(self, tenant: str) -> bytes:
-        """The salt of a tenant that has a secret."""
+        """Return the salt of a tenant that has a secret."""
         return self._secrets[tenant].salt
 
     def key_of(self, tenant: str) -> bytes:
-        """The key by which a tenant's blocks are sealed now."""
+        """Return the key by which a tenant's blocks are sealed now."""
         return self._secrets[tenant].key
 
     def key_named(self, name: bytes) -> bytes | None:
-        """The key with this id; None if it is not here (any more)."""
+        """Return the key with this id; None if it is not here (any more)."""
         return self._keys.get(name)
 
     def forget(self, tenant: str) -> None:
-        """Have no secret of this tenant any more."""
+        """Drop the secret of a tenant, if there is one."""
         secret = self._secrets.pop(tenant, None)
         if secret is not None:
             del self._keys[key_id(secret.key)]
@@ -92,7 +92,7 @@ class Keyring:
 
 
 def wrap_secret(master: MasterKey, tenant: str, secret: TenantSecret) -> bytes:
-    """A secret as it is kept."""
+    """Wrap a secret as it is kept in the index."""
     return wrap(master.key, secret.key + secret.salt, tenant.encode())
 
 

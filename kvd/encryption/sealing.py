@@ -68,7 +68,7 @@ class Seal:
 
 
 def new_salt() -> bytes:
-    """Draw the salt of one thing."""
+    """Draw the salt of one thing that is to be sealed."""
     return secrets.token_bytes(SALT_BYTES)
 
 

@@ -1,1 +1,1 @@
-"""Attached engines: data socket, holders of slots, their processes."""
+"""Engines: the data socket that they connect to, and which are attached or quarantined."""

@@ -1,11 +1,11 @@
-"""Engines that are attached, and processes that hold slots without being attached (D10).
+"""Engines that are attached, and those that hold slots without being attached (D10).
 
-    attached --its process dies, or it says that it leaves--> forgotten: all its leases end
-       │  └--connection ends, process lives, a store is under way--> quarantined
-       └-----connection ends, nothing under way--> forgotten
-    quarantined --its process dies--> forgotten
-    quarantined --the same process and instance attaches again--> attached: stores it still has
-                  under way go on, all others end
+    attached ----its process dies, or it says that it leaves----> gone: all its leases end
+       │  └------its connection ends, a store is under way------> quarantined
+       └---------its connection ends, nothing is under way------> gone
+    quarantined -its process dies-------------------------------> gone: all its leases end
+       └---------the same process and instance attaches again---> gone: the stores that it still
+                  has under way are the new attachment's, all others end
 
 There is no timeout: as long as a process lives that may be writing into a slot, nobody else gets
 that slot. Operators see such processes with `kvd leases`, and may kill them.
@@ -13,13 +13,14 @@ that slot. Operators see such processes with `kvd leases`, and may kill them.
 
 import secrets
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
 from functools import partial
 
 from kvd.core.engine import CacheEngine
-from kvd.core.records.records import OrphanSlot, WritingSlot
-from kvd.engines.data_socket import Peer
+from kvd.core.records.rows import OrphanSlot, WritingSlot
+from kvd.engines.data_socket import DataConnection
 from kvd.errors import LimitReachedError, NotAttachedError
 from kvd.host.process_identity import (
     INSTANCE_BYTES,
@@ -39,80 +40,106 @@ from shared.types.errors import InvalidInputError
 log = get_logger(__name__)
 
 
-@dataclass(frozen=True)
-class AttachedEngine:
-    """One attachment of an engine process.
+class EngineState(Enum):
+    """What an engine is to kvd."""
+
+    ATTACHED = "attached"
+    QUARANTINED = "quarantined"
+    GONE = "gone"
+
+
+# What may happen to an engine in each state, and the state that follows. It begins attached; a
+# writer of an earlier kvd begins quarantined.
+ENGINE_MOVES: Mapping[EngineState, Mapping[str, EngineState]] = {
+    EngineState.ATTACHED: {
+        "ended": EngineState.GONE,  # its process is dead, or has said that it leaves
+        "disconnected": EngineState.GONE,
+        "disconnected_storing": EngineState.QUARANTINED,
+    },
+    EngineState.QUARANTINED: {
+        "ended": EngineState.GONE,
+        "reattached": EngineState.GONE,  # what it holds is held by its new attachment
+        "kvd_stops": EngineState.GONE,  # the next kvd finds it in the journal
+    },
+    EngineState.GONE: {},
+}
+
+
+@dataclass(eq=False)
+class Engine:
+    """One attachment of an engine process, or what is left of it.
 
     Attributes:
         engine_id: random, so that an id of an earlier kvd means nothing to this one; the `owner` of
             its leases.
-        since_s: of the monotonic clock.
+        uid: of its user; -1 if an earlier kvd has attached it.
+        connection: its data connection, while it is attached.
+        watch: of its process, while it is quarantined; before, the connection has it.
         version: its release; "" if it did not say.
+        since_s: of the monotonic clock: when its state began.
     """
 
     engine_id: int
     name: str
     cache: Cache
-    peer: Peer
     identity: ProcessIdentity
-    since_s: float
+    uid: int = -1
+    connection: DataConnection | None = None
+    watch: ProcessWatch | None = None
     version: str = ""
+    state: EngineState = EngineState.ATTACHED
+    since_s: float = field(default_factory=time.monotonic)
+
+    @property
+    def pid(self) -> int:
+        """Of its process; 0 if that is in a foreign PID namespace."""
+        return self.identity.pid
 
     @property
     def shown_id(self) -> int:
         """Its id for logs and readers: who knows the other one can act as this engine."""
         return shown_id(self.engine_id)
 
-
-@dataclass(frozen=True)
-class Holder:
-    """A process that is not attached and may still write into slots of a cache."""
-
-    owner: int
-    name: str
-    cache: Cache
-    identity: ProcessIdentity
-    watch: ProcessWatch
-    since_s: float
+    def move(self, event: str) -> None:
+        """Change the state; AssertionError if that cannot happen in the one that it has."""
+        following = ENGINE_MOVES[self.state].get(event)
+        assert following is not None, f"{event}: an engine that is {self.state.value}"  # noqa: S101
+        self.state, self.since_s = following, time.monotonic()
 
 
 @dataclass(frozen=True)
-class OwnerFacts:
-    """An owner of leases, for people.
+class EngineInfo:
+    """An engine that may hold leases, for people.
 
     Attributes:
         pid: 0 if it is in a foreign PID namespace.
-        state: of its process: "sleeping", "stopped", …
-        quarantined: not attached.
-        since_s: of the monotonic clock: attached, or quarantined.
+        process_status: "sleeping", "stopped", …; "" if it is not visible.
     """
 
-    owner: int
+    engine_id: int
     name: str
     pid: int
-    state: str
-    quarantined: bool
-    since_s: float
+    process_status: str
+    is_quarantined: bool
 
 
 class Engines:
-    """The attached engines by id, and the holders.
+    """The engines that are not gone, by id; iterating yields those that are attached.
 
     Args:
-        max_engines: bound on both together: each attached engine may become a holder.
+        max_engines: bound on all of them: each attached engine may be quarantined.
     """
 
     def __init__(self, max_engines: int) -> None:
         self._max_engines = max_engines
-        self._engines: dict[int, AttachedEngine] = {}
-        self._holders: dict[int, Holder] = {}
+        self._engines: dict[int, Engine] = {}
 
     def set_bound(self, max_engines: int) -> None:
         """Let no more than so many attach from now on; those that are there stay."""
         self._max_engines = max_engines
 
-    def __iter__(self) -> Iterator[AttachedEngine]:
-        return iter(self._engines.values())
+    def __iter__(self) -> Iterator[Engine]:
+        return iter(self._in(EngineState.ATTACHED))
 
     # -------------------------------------------------------------------------- attach and end
 
@@ -120,18 +147,18 @@ class Engines:
         self,
         name: str,
         cache: Cache,
-        peer: Peer,
+        connection: DataConnection,
         instance: str,
         held: Sequence[int],
         *,
         version: str = "",
-    ) -> tuple[AttachedEngine, list[int], list[int]]:
-        """Register an engine whose peer has been claimed.
+    ) -> tuple[Engine, list[int], list[int]]:
+        """Register an engine whose connection has been claimed.
 
         Args:
             name: for people.
             cache: of its layout; its arena exists.
-            peer: its data connection.
+            connection: of its process.
             instance: random hex, the same at each attach of one client object.
             held: leases of earlier attachments whose slots it may still be writing to.
             version: its release, for people.
@@ -141,64 +168,67 @@ class Engines:
 
         Raises:
             InvalidInputError: the instance is not one.
-            LimitReachedError: too many engines and holders.
+            LimitReachedError: too many engines, quarantined ones included.
         """
-        start_ticks = 0 if peer.watch is None else peer.watch.start_ticks
-        identity = ProcessIdentity(peer.pid, start_ticks, _instance(instance))
-        for engine in [e for e in self if e.identity == identity and identity.instance]:
-            engine.peer.gone.set()  # one client has one attachment: the older one is over
-            self.gone(engine.peer)
-        held_by_it = [
-            holder
-            for holder in self._holders.values()
-            if holder.identity == identity and identity.instance and holder.cache is cache
-        ]
-        if not held_by_it and len(self._engines) + len(self._holders) >= self._max_engines:
+        start_ticks = 0 if connection.watch is None else connection.watch.start_ticks
+        identity = ProcessIdentity(connection.pid, start_ticks, _instance(instance))
+        for older in self._of_client(identity, EngineState.ATTACHED):
+            assert older.connection is not None, "attached"  # noqa: S101
+            older.connection.gone.set()  # one client has one attachment: the older one is over
+            self.gone(older.connection)
+        quarantined = self._of_client(identity, EngineState.QUARANTINED)
+        returning = [engine for engine in quarantined if engine.cache is cache]
+        if not returning and len(self._engines) >= self._max_engines:
+            num_attached = len(list(self))
             raise LimitReachedError(
-                f"{len(self._engines)} engines are attached, {len(self._holders)} quarantined",
+                f"{num_attached} engines are attached, "
+                f"{len(self._engines) - num_attached} quarantined",
                 "raise limits.max_engines, or see: kvd leases",
             )
         engine_id = secrets.randbits(63)
-        engine = AttachedEngine(engine_id, name, cache, peer, identity, time.monotonic(), version)
-        peer.arena = cache.arena
+        engine = Engine(
+            engine_id, name, cache, identity, connection.uid, connection, version=version
+        )
+        connection.arena = cache.arena
         self._engines[engine_id] = engine
         confirmed: list[int] = []
-        for holder in held_by_it:
-            self._drop(holder)
-            step = partial(_reattach, holder.owner, engine_id, held)
-            confirmed.extend(cache.act(step))
+        for earlier in returning:
+            self._forget(earlier, "reattached")
+            confirmed.extend(cache.act(partial(_reattach, earlier.engine_id, engine_id, held)))
         lost = [lease_id for lease_id in held if lease_id not in confirmed]
         log.info(
             "engine_attached",
             engine=name,
-            engine_id=shown_id(engine_id),
-            pid=peer.pid,
+            engine_id=engine.shown_id,
+            pid=connection.pid,
             confirmed=len(confirmed),
             lost=len(lost),
         )
         return engine, confirmed, lost
 
-    def of(self, engine_id: int) -> AttachedEngine:
-        """Find an engine.
+    def of(self, engine_id: int) -> Engine:
+        """Find an attached engine.
 
         Raises:
             NotAttachedError: it is not attached.
         """
         engine = self._engines.get(engine_id)
-        if engine is None:
+        if engine is None or engine.state is not EngineState.ATTACHED:
             raise NotAttachedError(f"engine {engine_id} is not attached", "attach again")
         return engine
 
-    def gone(self, peer: Peer) -> None:
+    def gone(self, connection: DataConnection) -> None:
         """Note the end of a connection: release what its engine held, or quarantine it."""
-        for engine in [engine for engine in self if engine.peer is peer]:
-            del self._engines[engine.engine_id]
-            if not peer.may_still_write:
-                engine.cache.act(partial(_owner_gone, engine.engine_id))
-                log.info("engine_gone", engine=engine.name, engine_id=engine.shown_id)
+        for engine in [engine for engine in self if engine.connection is connection]:
+            engine.connection = None
+            if not connection.may_still_write:
+                self._end(engine)
             elif engine.cache.act(partial(_detach, engine.engine_id)):
+                engine.watch, connection.watch = connection.watch, None  # outlives the connection
+                engine.move("disconnected_storing")
                 self._quarantine(engine)
             else:
+                self._forget(engine, "disconnected")
                 log.info("engine_detached", engine=engine.name, engine_id=engine.shown_id)
 
     def watch_orphans(self, cache: Cache, writing: Sequence[JournaledWrite]) -> list[OrphanSlot]:
@@ -209,14 +239,14 @@ class Engines:
             writing: as its journal says; slots that are not among the result are free, and their
                 records are cleared.
         """
-        owners: dict[ProcessIdentity, int] = {}
+        engine_ids: dict[ProcessIdentity, int] = {}
         orphans = []
         for write in writing:
-            if write.writer not in owners:
-                owners[write.writer] = self._watch_writer(cache, write.writer)
-            owner = owners[write.writer]
-            if owner:
-                record = WritingSlot(write.generation, write.lease_id, owner)
+            if write.writer not in engine_ids:
+                engine_ids[write.writer] = self._watch_writer(cache, write.writer)
+            engine_id = engine_ids[write.writer]
+            if engine_id:
+                record = WritingSlot(write.generation, write.lease_id, engine_id)
                 orphans.append(OrphanSlot(write.slot_id, record))
             elif cache.arena is not None:
                 cache.arena.journal.clear(write.slot_id)
@@ -225,89 +255,99 @@ class Engines:
     # ------------------------------------------------------------------------------- questions
 
     def use(self, cache: Cache) -> bool:
-        """Whether an engine is attached to a cache, or a quarantined process may write to it."""
-        attached = [engine.cache for engine in self]
-        return any(c is cache for c in attached + [h.cache for h in self._holders.values()])
+        """Whether an engine is attached to a cache, or a quarantined one may write to it."""
+        return any(engine.cache is cache for engine in self._engines.values())
 
-    def identity_of(self, owner: int) -> ProcessIdentity:
-        """Which process an owner of leases is, for the journal."""
-        found = self._engines.get(owner) or self._holders.get(owner)
-        return NOBODY if found is None else found.identity
+    def identity_of(self, engine_id: int) -> ProcessIdentity:
+        """Which process an engine is, for the journal."""
+        engine = self._engines.get(engine_id)
+        return NOBODY if engine is None else engine.identity
 
-    def wake_of(self, owner: int) -> Callable[[], None]:
-        """What to call when a progress word of an owner has changed; any thread may."""
-        engine = self._engines.get(owner)
-        return _nothing if engine is None else engine.peer.wakeup.wake
+    def wake_of(self, engine_id: int) -> Callable[[], None]:
+        """What to call when a progress word of an engine has changed; any thread may."""
+        engine = self._engines.get(engine_id)
+        connection = None if engine is None else engine.connection
+        return _nothing if connection is None else connection.wakeup.wake
 
-    def owners(self) -> list[OwnerFacts]:
-        """Everybody who may own leases."""
-        attached = [(e.engine_id, e.name, e.peer.pid, False, e.since_s) for e in self]
-        quarantined = [
-            (h.owner, h.name, h.identity.pid, True, h.since_s) for h in self._holders.values()
-        ]
+    def infos(self) -> list[EngineInfo]:
+        """All engines that may hold leases, the attached ones first."""
         return [
-            OwnerFacts(owner, name, pid, process_state(pid) if pid else "", is_held, since_s)
-            for owner, name, pid, is_held, since_s in attached + quarantined
+            EngineInfo(
+                engine.engine_id,
+                engine.name,
+                engine.pid,
+                process_state(engine.pid) if engine.pid else "",
+                engine.state is EngineState.QUARANTINED,
+            )
+            for state in (EngineState.ATTACHED, EngineState.QUARANTINED)
+            for engine in self._in(state)
         ]
 
     def kill(self, pid: int) -> bool:
-        """Send SIGKILL to an attached engine's or a holder's process; False if there is none."""
-        watches = [engine.peer.watch for engine in self if engine.peer.pid == pid]
-        watches += [h.watch for h in self._holders.values() if h.identity.pid == pid]
-        for watch in watches:
-            if watch is not None and watch.kill():
+        """Send SIGKILL to an engine's process, attached or not; False if there is none."""
+        for engine in self._engines.values():
+            watch = engine.watch if engine.connection is None else engine.connection.watch
+            if engine.pid == pid and watch is not None and watch.kill():
                 log.warning("holder_killed", pid=pid)
                 return True
         return False
 
     def close(self) -> None:
-        """Stop watching the holders. On the event loop."""
-        for holder in list(self._holders.values()):
-            self._drop(holder)
+        """Stop watching those that are quarantined. On the event loop."""
+        for engine in self._in(EngineState.QUARANTINED):
+            self._forget(engine, "kvd_stops")
 
     # ---------------------------------------------------------------------------------- inside
 
-    def _quarantine(self, engine: AttachedEngine) -> None:
-        watch, engine.peer.watch = engine.peer.watch, None  # outlives the connection
-        assert watch is not None, "may_still_write"  # noqa: S101
-        self._hold(engine.engine_id, engine.name, engine.cache, engine.identity, watch)
+    def _in(self, state: EngineState) -> list[Engine]:
+        return [engine for engine in self._engines.values() if engine.state is state]
+
+    def _of_client(self, identity: ProcessIdentity, state: EngineState) -> list[Engine]:
+        """Engines of one client object; none of one that does not say which it is."""
+        found = [engine for engine in self._in(state) if engine.identity == identity]
+        return found if identity.instance else []
 
     def _watch_writer(self, cache: Cache, identity: ProcessIdentity) -> int:
-        """Make a living process a holder; return its owner id, 0 if it does not live."""
+        """Quarantine a living process; return the id that it has here, 0 if it does not live."""
         watch = watch_identity(identity)
         if watch is None:
             return 0
-        owner = secrets.randbits(63) | 1  # not 0
-        self._hold(owner, process_name(identity.pid), cache, identity, watch)
-        return owner
+        engine_id = secrets.randbits(63) | 1  # not 0
+        engine = Engine(
+            engine_id,
+            process_name(identity.pid),
+            cache,
+            identity,
+            watch=watch,
+            state=EngineState.QUARANTINED,
+        )
+        self._engines[engine_id] = engine
+        self._quarantine(engine)
+        return engine_id
 
-    def _hold(
-        self,
-        owner: int,
-        name: str,
-        cache: Cache,
-        identity: ProcessIdentity,
-        watch: ProcessWatch,
-    ) -> None:
-        holder = Holder(owner, name, cache, identity, watch, time.monotonic())
-        self._holders[owner] = holder
-        watch.start(partial(self._died, holder))
+    def _quarantine(self, engine: Engine) -> None:
+        """Wait for the end of an engine's process."""
+        assert engine.watch is not None, "may_still_write"  # noqa: S101
+        engine.watch.start(partial(self._end, engine))
         log.warning(
             "engine_quarantined",
-            engine=name,
-            engine_id=shown_id(owner),
-            pid=identity.pid,
-            state=process_state(identity.pid),
+            engine=engine.name,
+            engine_id=engine.shown_id,
+            pid=engine.pid,
+            state=process_state(engine.pid),
         )
 
-    def _died(self, holder: Holder) -> None:
-        self._drop(holder)
-        holder.cache.act(partial(_owner_gone, holder.owner))
-        log.info("engine_gone", engine=holder.name, engine_id=shown_id(holder.owner))
+    def _end(self, engine: Engine) -> None:
+        """End all leases of an engine that writes no more."""
+        self._forget(engine, "ended")
+        engine.cache.act(lambda core: core.engines.gone(engine.engine_id))
+        log.info("engine_gone", engine=engine.name, engine_id=engine.shown_id)
 
-    def _drop(self, holder: Holder) -> None:
-        del self._holders[holder.owner]
-        holder.watch.close()
+    def _forget(self, engine: Engine, event: str) -> None:
+        engine.move(event)
+        del self._engines[engine.engine_id]
+        if engine.watch is not None:
+            engine.watch.close()
 
 
 def _instance(text: str) -> bytes:
@@ -322,20 +362,14 @@ def _instance(text: str) -> bytes:
     return instance
 
 
-def _owner_gone(owner: int, core: CacheEngine, now_ns: int) -> None:
-    core.owner_gone(owner, now_ns)
-
-
-def _detach(owner: int, core: CacheEngine, now_ns: int) -> bool:
+def _detach(engine_id: int, core: CacheEngine) -> bool:
     """Tell the core, and return whether slots stay with the process."""
-    core.detach(owner, now_ns)
-    return any(lease.owner == owner for lease in core.leases())
+    core.engines.detach(engine_id)
+    return any(lease.owner == engine_id for lease in core.inspection.leases())
 
 
-def _reattach(
-    old: int, new: int, held: Sequence[int], core: CacheEngine, now_ns: int
-) -> Sequence[int]:
-    confirmed, _lost = core.reattach(old, new, held, now_ns)
+def _reattach(old: int, new: int, held: Sequence[int], core: CacheEngine) -> Sequence[int]:
+    confirmed, _lost = core.engines.reattach(old, new, held)
     return list(confirmed)
 
 

@@ -4,41 +4,86 @@ Each connection is one attachment of one engine process. With the process dead, 
 that it leaves, nobody writes into its slots any more. A connection that merely ends, or a broken
 gRPC stream, proves nothing: while the process lives it may still be copying
 (kvd/engines/attached.py).
+
+The kernel says whose a process is. kvd's own user and root may always attach. A user of
+[engine_users.UID] is held to its tenants, be it one of those two; every other engine may name any
+tenant, for it is trusted to know its clients.
 """
 
 import asyncio
+import os
 import secrets
 import socket
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvd.errors import AttachDeniedError, UnusableSocketError
-from kvd.host.engine_users import EngineUsers
 from kvd.host.process_identity import ProcessWatch, watch_peer
 from kvd.tiers.progress import Wakeup
+from shared.access.identity import ANY, Identity
 from shared.access.refusals import RefusalLog
 from shared.access.sockets import SocketGroupError, open_to_group
 from shared.kvd_client import data_socket_protocol as packets
-from shared.kvd_client import seqpacket
 from shared.process.log import get_logger
 from shared.types.histogram import Tally
+
+if TYPE_CHECKING:
+    from kvd.tiers.arena import Arena
 
 TOKEN_BYTES = 16
 BACKLOG = 64
 ATTACH_S = 30.0  # from connecting to Attach
 ACCEPT_RETRY_S = 0.1
+ROOT_UID = 0
+ROLES = frozenset(("engine",))  # of whoever may attach
 _UCRED = struct.Struct("3i")  # struct ucred: pid, uid, gid
-
-if TYPE_CHECKING:
-    from kvd.tiers.arena import Arena
 
 log = get_logger(__name__)
 
 
-class Peer:
-    """One connected process.
+class EngineUsers:
+    """The users whose processes may be engines, and their tenants; a reload replaces them.
+
+    Args:
+        allowed: users that may attach, besides kvd's own, root and those of `tenants`.
+        tenants: by user.
+    """
+
+    def __init__(
+        self, allowed: Sequence[int] = (), tenants: Mapping[int, Sequence[str]] | None = None
+    ) -> None:
+        self._identities: dict[int, Identity] = {}
+        self.replace(allowed, tenants or {})
+
+    def replace(self, allowed: Sequence[int], tenants: Mapping[int, Sequence[str]]) -> None:
+        """Put others into force, for engines that are attached already, too."""
+        self._identities = {
+            uid: Identity(f"uid {uid}", "unix", tuple(tenants.get(uid, (ANY,))), ROLES)
+            for uid in {ROOT_UID, os.geteuid(), *allowed, *tenants}
+        }
+
+    def identity_of(self, uid: int) -> Identity | None:
+        """Who an engine's process is; None: it may not attach."""
+        return self._identities.get(uid)
+
+    def check(self, uid: int, tenant: str) -> None:
+        """Refuse an engine a tenant that is none of its user's.
+
+        Raises:
+            DeniedError: it is not, or the user may not have engines any more.
+        """
+        identity = self._identities.get(uid)
+        if identity is None:
+            raise AttachDeniedError(
+                f"uid {uid} may not attach any more", "put it into access.allowed_uids"
+            )
+        identity.tenant(tenant)
+
+
+class DataConnection:
+    """The connection of one process, attached or not yet.
 
     Attributes:
         token: what Attach must present, once.
@@ -79,25 +124,25 @@ class DataSocket:
     Args:
         path: of the socket.
         users: whose processes may attach.
-        max_peers: at once.
+        max_connections: at once.
         refused: where refusals are counted: by reason and user, "uid 1000".
     """
 
     def __init__(
-        self, path: Path, users: EngineUsers, max_peers: int, refused: Tally | None = None
+        self, path: Path, users: EngineUsers, max_connections: int, refused: Tally | None = None
     ) -> None:
         self._path = path
         self._users = users
-        self._max_peers = max_peers
-        self._waiting: dict[str, Peer] = {}  # token → peer that has not attached yet
-        self._num_peers = 0
-        self._on_gone: Callable[[Peer], None] = lambda _: None
+        self._max_connections = max_connections
+        self._waiting: dict[str, DataConnection] = {}  # by token, until they attach
+        self._num_connections = 0
+        self._on_gone: Callable[[DataConnection], None] = lambda _: None
         self._refusals = RefusalLog("data_connection_refused")
         self._refused = refused or Tally()
 
-    def set_bound(self, max_peers: int) -> None:
+    def set_bound(self, max_connections: int) -> None:
         """Accept so many from now on; those that are there stay."""
-        self._max_peers = max_peers
+        self._max_connections = max_connections
 
     def listen(self, group: str = "") -> socket.socket:
         """Bind and listen; the caller hands the socket to serve().
@@ -123,8 +168,10 @@ class DataSocket:
             raise
         return listener
 
-    async def serve(self, listener: socket.socket, on_gone: Callable[[Peer], None]) -> None:
-        """Accept until cancelled; `on_gone` is called once for each peer that is gone."""
+    async def serve(
+        self, listener: socket.socket, on_gone: Callable[[DataConnection], None]
+    ) -> None:
+        """Accept until cancelled; `on_gone` is called once for each connection that is gone."""
         self._on_gone = on_gone
         loop = asyncio.get_running_loop()
         async with asyncio.TaskGroup() as connections:
@@ -136,22 +183,22 @@ class DataSocket:
                     await asyncio.sleep(ACCEPT_RETRY_S)
                     continue
                 sock.setblocking(False)
-                connections.create_task(self._serve_peer(sock))
+                connections.create_task(self._serve_connection(sock))
 
-    def claim(self, token: str) -> Peer:
-        """Return the peer that was given this token; it cannot be claimed again.
+    def claim(self, token: str) -> DataConnection:
+        """Return the connection that was given this token; it cannot be claimed again.
 
         Raises:
             AttachDeniedError: nobody waits with this token.
         """
-        peer = self._waiting.pop(token, None)
-        if peer is None or peer.gone.is_set():
+        connection = self._waiting.pop(token, None)
+        if connection is None or connection.gone.is_set():
             raise AttachDeniedError(
                 "the attach token is unknown or used", "connect to the data socket for a new one"
             )
-        return peer
+        return connection
 
-    async def _serve_peer(self, sock: socket.socket) -> None:
+    async def _serve_connection(self, sock: socket.socket) -> None:
         """Serve one connection to its end."""
         with sock:
             pid, uid, _ = _UCRED.unpack(
@@ -161,80 +208,84 @@ class DataSocket:
                 self._refuse(sock, uid, "denied", f"uid {uid} is not in access.allowed_uids")
                 return
             if self._is_full(uid):
-                told = f"{self._num_peers} engines, limits.max_engines"
-                self._refuse(sock, uid, "limit_reached", told)
+                why = f"{self._num_connections} engines, limits.max_engines"
+                self._refuse(sock, uid, "limit_reached", why)
                 return
             try:
-                peer = _new_peer(sock, pid, uid)
+                connection = _new_connection(sock, pid, uid)
             except OSError as error:
-                told = f"no descriptor is left ({error.strerror})"
-                self._refuse(sock, uid, "limit_reached", told)
+                why = f"no descriptor is left ({error.strerror})"
+                self._refuse(sock, uid, "limit_reached", why)
                 return
-            self._waiting[peer.token] = peer
-            self._num_peers += 1
-            if peer.watch is not None:
+            self._waiting[connection.token] = connection
+            self._num_connections += 1
+            if connection.watch is not None:
                 # A connection inherited by a child outlives its process; the pidfd does not.
-                peer.watch.start(peer.gone.set)
+                connection.watch.start(connection.gone.set)
             try:
-                await self._converse(sock, peer)
+                await self._converse(sock, connection)
             except (OSError, TimeoutError, packets.MalformedPacketError) as error:
                 log.info("data_connection_broken", pid=pid, error=str(error))
             finally:
-                peer.gone.set()
-                self._num_peers -= 1
-                self._waiting.pop(peer.token, None)
-                self._on_gone(peer)
-                peer.close()
+                connection.gone.set()
+                self._num_connections -= 1
+                self._waiting.pop(connection.token, None)
+                self._on_gone(connection)
+                connection.close()
 
     def _is_full(self, uid: int) -> bool:
         """Whether there is no place; what one user leaves unattached takes half of them at most."""
-        num_waiting = sum(peer.uid == uid for peer in self._waiting.values())
-        most = max(1, self._max_peers // 2)
-        return self._num_peers >= self._max_peers or num_waiting >= most
+        num_waiting = sum(connection.uid == uid for connection in self._waiting.values())
+        most = max(1, self._max_connections // 2)
+        return self._num_connections >= self._max_connections or num_waiting >= most
 
-    async def _converse(self, sock: socket.socket, peer: Peer) -> None:
-        """Answer packets until the peer is gone."""
-        seqpacket.send(sock, packets.encode(packets.Welcome(peer.token)))
+    async def _converse(self, sock: socket.socket, connection: DataConnection) -> None:
+        """Answer packets until the connection is gone."""
+        packets.send(sock, packets.Welcome(connection.token))
         while True:
-            waits_s = ATTACH_S if peer.token in self._waiting else None
-            packet = await _next_packet(sock, peer.gone, waits_s)
-            if packet is None and not peer.gone.is_set() and peer.token not in self._waiting:
-                continue  # it has attached meanwhile and may be silent for ever
+            waits_s = ATTACH_S if connection.token in self._waiting else None
+            packet = await _next_packet(sock, connection.gone, waits_s)
+            has_attached = connection.token not in self._waiting
+            if packet is None and has_attached and not connection.gone.is_set():
+                continue  # meanwhile: it may be silent for ever
             if not packet:
                 return
             message = packets.decode(packet)
             if isinstance(message, packets.Leaving):
-                peer.has_left = True
+                connection.has_left = True
                 return
-            self._answer(sock, peer, message)
+            self._answer(sock, connection, message)
 
-    def _answer(self, sock: socket.socket, peer: Peer, message: packets.Message) -> None:
-        arena = peer.arena
+    def _answer(
+        self, sock: socket.socket, connection: DataConnection, message: packets.Message
+    ) -> None:
+        arena = connection.arena
         if (
             not isinstance(message, packets.ArenaRequest)
             or arena is None
             or message.arena_id != arena.arena_id
         ):
-            self._refuse(sock, peer.uid, "unexpected", "ask for the arena that Attach has named")
+            why = "ask for the arena that Attach has named"
+            self._refuse(sock, connection.uid, "unexpected", why)
             raise packets.MalformedPacketError("an arena that was not offered")
         slots, progress = arena.slots, arena.progress
         mapping = packets.ArenaMapping(slots.slot_bytes, slots.num_slots, progress.num_words)
-        fds = [arena.fd, progress.fd, peer.wakeup.fd]
-        seqpacket.send(sock, packets.encode(mapping), fds)
+        fds = [arena.fd, progress.fd, connection.wakeup.fd]
+        packets.send(sock, mapping, fds)
 
     def _refuse(self, sock: socket.socket, uid: int, reason: str, message: str) -> None:
         self._refusals.note(reason, f"uid {uid}", message=message)
         self._refused.add(reason, f"uid {uid}")  # users are few: those of this machine
         try:
-            seqpacket.send(sock, packets.encode(packets.Refused(reason, message)))
+            packets.send(sock, packets.Refused(reason, message))
         except OSError:
             return  # it has gone by itself
 
 
-def _new_peer(sock: socket.socket, pid: int, uid: int) -> Peer:
+def _new_connection(sock: socket.socket, pid: int, uid: int) -> DataConnection:
     watch = watch_peer(sock, pid)
     try:
-        return Peer(secrets.token_hex(TOKEN_BYTES), pid, uid, watch)
+        return DataConnection(secrets.token_hex(TOKEN_BYTES), pid, uid, watch)
     except OSError:
         if watch is not None:
             watch.close()
@@ -246,7 +297,7 @@ async def _next_packet(
 ) -> bytes | None:
     """Wait for a packet; b"" at the end of the connection, None if it is gone or silent."""
     waits = asyncio.ensure_future(gone.wait())
-    receiving = asyncio.ensure_future(seqpacket.receive(sock))
+    receiving = asyncio.ensure_future(packets.receive(sock))
     try:
         await asyncio.wait(
             (receiving, waits), timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED
@@ -259,5 +310,5 @@ async def _next_packet(
     if receiving.cancelled():
         return None
     packet, fds = receiving.result()
-    seqpacket.close_fds(fds)
+    packets.close_fds(fds)
     return packet

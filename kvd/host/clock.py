@@ -16,7 +16,13 @@ SAVE_EVERY_S = 60.0  # what a reboot without a shutdown can lose of everybody's 
 
 
 class Clock:
-    """Time as the cache engine sees it."""
+    """Time as the cache engine sees it.
+
+    Args:
+        boot_id: of this boot, by which a later clock sees whether it is the same one.
+        offset_ns: what is added to the time since boot.
+        boottime_ns: that time, suspended hours included.
+    """
 
     def __init__(self, boot_id: str, offset_ns: int, boottime_ns: Callable[[], int]) -> None:
         self._boot_id = boot_id
@@ -44,7 +50,14 @@ def resume_clock(
     wall_ns: int,
     boottime_ns: Callable[[], int] = lambda: time.clock_gettime_ns(time.CLOCK_BOOTTIME),
 ) -> Clock:
-    """Continue from what Clock.saved returned; an empty or damaged text starts a new clock."""
+    """Continue a clock.
+
+    Args:
+        saved: what Clock.saved returned; an empty or damaged text starts a new clock.
+        boot_id: of this boot.
+        wall_ns: what the wall clock says.
+        boottime_ns: time since boot.
+    """
     try:
         state = json.loads(saved)
         if state["boot_id"] == boot_id:

@@ -1,7 +1,8 @@
-"""What is installed where, and with which text. Pure: places and shipped texts in, files out.
+"""What is installed where, and with which text. Pure but for reading the shipped files.
 
-The shipped files (systemd/) are whole: units name /opt/cachedattention, settings are the reference.
-Of them are made, without templates:
+They are those of systemd/: in the package of an installed kvd, beside it in a working tree. They
+are whole: units name /opt/cachedattention, settings are the reference. Of them are made, without
+templates:
 
 1. units and settings with this machine's paths,
 2. the system's settings with the groups and users of the shipped sysusers file, in place of the
@@ -10,11 +11,19 @@ Of them are made, without templates:
 """
 
 import re
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from importlib import resources
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+import kvd
 from kvd.errors import InstallError
+
+if TYPE_CHECKING:
+    from importlib.resources.abc import Traversable
+
 
 UNITS = ("kvd.service", "inference-svc@.service", "cachedattention.slice")
 SETTINGS = ("kvd.toml", "inference-svc.toml")
@@ -228,3 +237,29 @@ def _with_keys(settings: str) -> Iterator[tuple[str, str]]:
             section = header[1] + "."
         key = re.match(r"(\w+) *=", line)
         yield (section + key[1] if key else ""), line
+
+
+PACKAGED = "units"  # where pyproject.toml has the wheel put them
+
+
+def read_shipped() -> dict[str, str]:
+    """Name → text, of all SHIPPED.
+
+    Raises:
+        InstallError: this installation has none.
+    """
+    tree = Path(kvd.__file__).resolve().parents[1] / "systemd"
+    places: tuple[Traversable, ...] = (resources.files(kvd) / PACKAGED, tree)
+    for place in places:
+        if (place / SHIPPED[0]).is_file():
+            return {name: (place / name).read_text(encoding="utf-8") for name in SHIPPED}
+    raise InstallError("this installation has no units", "install kvd from its wheel")
+
+
+def man_pages() -> list[Path]:
+    """Those of this installation; of a working tree the tree's."""
+    tree = Path(kvd.__file__).resolve().parents[1] / "docs" / "man"
+    for place in (Path(sys.prefix) / "share" / "man" / "man1", tree):
+        if found := sorted(place.glob("kvd*.1")):
+            return found
+    return []

@@ -7,16 +7,14 @@ from functools import partial
 
 from kvd.caches.caches import Caches
 from kvd.config import Settings
-from kvd.core.engine import CacheEngine
-from kvd.core.records.records import LeaseInfo, QueueStats, TenantUsage
-from kvd.core.state.measures import Measures
+from kvd.core.records.records import TenantUsage
 from kvd.engines.attached import Engines
 from kvd.metrics.table import METRICS
 from kvd.runtime.cache import Cache
 from shared.config.reload import LiveSettings
 from shared.serving.http_connections import ConnectionMetrics
 from shared.serving.metric_export import MetricExporter, Scrape
-from shared.serving.process_values import fill_connections, fill_process
+from shared.serving.process_metrics import fill_connections, fill_process
 from shared.serving.rpc_observer import RpcMetrics
 from shared.version import __version__
 
@@ -50,10 +48,11 @@ def _fill(sources: Sources, scrape: Scrape) -> None:
         _fill_counters(scrape, layout, cache)
         _fill_gauges(scrape, layout, cache, sources)
         _fill_histograms(scrape, layout, cache)
-        _fill_tenants(scrape, layout, cache.act(_tenants), sources.live.settings.tenants)
+        usages = cache.act(lambda core: tuple(core.inspection.tenants))
+        _fill_tenants(scrape, layout, usages, sources.live.settings.tenants)
     for unavailable in sources.caches.unavailable:
         scrape.put("kvd_layout_unavailable", 1, unavailable.fingerprint[:LAYOUT_CHARS])
-    encryption = sources.caches.secrets.facts()
+    encryption = sources.caches.secrets.info()
     scrape.put("kvd_encryption", encryption.is_sealing, "encrypting")
     scrape.put("kvd_encryption", encryption.may_have_plain, "may_have_plain")
     scrape.put("kvd_encryption_tenants", encryption.num_tenants)
@@ -70,7 +69,7 @@ def _fill(sources: Sources, scrape: Scrape) -> None:
 
 
 def _fill_info(scrape: Scrape, layout: str, cache: Cache, sources: Sources) -> None:
-    arena, volume = cache.arena_facts(sources.caches.keep), cache.volume_facts()
+    arena, volume = cache.arena_info(sources.caches.keep), cache.volume.files.info()
     scrape.put(
         "kvd_layout_info",
         1,
@@ -87,7 +86,8 @@ def _fill_info(scrape: Scrape, layout: str, cache: Cache, sources: Sources) -> N
 def _fill_counters(scrape: Scrape, layout: str, cache: Cache) -> None:
     counters = cache.stats().counters
     scrape.put_counters(counters, layout)
-    scrape.put_tally("kvd_load_misses_total", cache.act(_measures).misses, layout)
+    misses = cache.act(lambda core: core.inspection.measures).misses
+    scrape.put_tally("kvd_load_misses_total", misses, layout)
     token_bytes = cache.layout.block_bytes // cache.layout.block_tokens
     loaded_tokens = counters["load_tokens_dram"] + counters["load_tokens_ssd"]
     scrape.put("kvd_moved_bytes_total", loaded_tokens * token_bytes, layout, "load")
@@ -95,10 +95,10 @@ def _fill_counters(scrape: Scrape, layout: str, cache: Cache) -> None:
 
 
 def _fill_gauges(scrape: Scrape, layout: str, cache: Cache, sources: Sources) -> None:
-    stats, arena = cache.stats(), cache.arena_facts(sources.caches.keep)
+    stats, arena = cache.stats(), cache.arena_info(sources.caches.keep)
     physical_bytes = {
         "dram": arena.physical_bytes if arena else 0,
-        "ssd": cache.volume_facts().physical_bytes,
+        "ssd": cache.volume.files.info().physical_bytes,
     }
     for tier in stats.tiers:
         name = tier.tier.value
@@ -108,7 +108,7 @@ def _fill_gauges(scrape: Scrape, layout: str, cache: Cache, sources: Sources) ->
         scrape.put("kvd_tier_physical_bytes", physical_bytes[name], layout, name)
         scrape.put("kvd_tier_degraded", bool(tier.degraded_reason), layout, name)
     scrape.put("kvd_dirty_bytes", stats.dirty_bytes, layout)
-    num_rows, num_uses = cache.rows_waiting
+    num_rows, num_uses = cache.act(lambda core: (len(core.index_line), core.index_line.num_uses))
     scrape.put("kvd_index_waiting_rows", num_rows, layout, "row")
     scrape.put("kvd_index_waiting_rows", num_uses, layout, "use")
     scrape.put("kvd_unverified_blocks", stats.num_unverified, layout)
@@ -116,12 +116,12 @@ def _fill_gauges(scrape: Scrape, layout: str, cache: Cache, sources: Sources) ->
     scrape.put("kvd_sessions", stats.num_sessions, layout)
     scrape.put("kvd_pinned_sessions", stats.num_soft_pins, layout, "soft")
     scrape.put("kvd_pinned_sessions", stats.num_hard_pins, layout, "hard")
-    kinds = Counter(lease.kind for lease in cache.act(_leases))
+    kinds = Counter(lease.kind for lease in cache.act(lambda core: core.inspection.leases()))
     for kind in ("load", "store"):
         scrape.put("kvd_leases", kinds[kind], layout, kind)
     scrape.put("kvd_quarantined_leases", stats.num_orphan_leases, layout)
     scrape.put("kvd_quarantined_slots", stats.num_quarantined_slots, layout)
-    queue = cache.act(_queue_stats)
+    queue = cache.act(lambda core: core.inspection.queue_stats())
     scrape.put("kvd_queue_waiting_jobs", queue.waiting_jobs, layout)
     scrape.put("kvd_queue_running_sessions", queue.running_sessions, layout)
     scrape.put("kvd_prefetch_window_jobs", queue.prefetch_window, layout)
@@ -130,7 +130,7 @@ def _fill_gauges(scrape: Scrape, layout: str, cache: Cache, sources: Sources) ->
 
 
 def _fill_histograms(scrape: Scrape, layout: str, cache: Cache) -> None:
-    measures, io = cache.act(_measures), cache.io_measures
+    measures, io = cache.act(lambda core: core.inspection.measures), cache.io_histograms
     for name, histogram in (
         ("kvd_load_seconds", measures.load_s),
         ("kvd_store_seconds", measures.store_s),
@@ -153,19 +153,3 @@ def _fill_tenants(
         scrape.put("kvd_tenant_sessions", usage.num_sessions, layout, usage.tenant)
         if usage.quota_bytes is not None:
             scrape.put("kvd_tenant_quota_bytes", usage.quota_bytes, layout, usage.tenant)
-
-
-def _measures(core: CacheEngine, _now_ns: int) -> Measures:
-    return core.measures
-
-
-def _queue_stats(core: CacheEngine, _now_ns: int) -> QueueStats:
-    return core.queue_stats()
-
-
-def _leases(core: CacheEngine, _now_ns: int) -> tuple[LeaseInfo, ...]:
-    return core.leases()
-
-
-def _tenants(core: CacheEngine, _now_ns: int) -> tuple[TenantUsage, ...]:
-    return core.tenants()

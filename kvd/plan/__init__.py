@@ -1,15 +1,16 @@
 """kvd plan: how much DRAM and SSD do I need? Virtual time over a trace and a model of the machine.
 
     trace, hardware  ->  replay  ->  outcome
-    arguments  ->  planning  ->  sweep (many replays)  ->  report, page, plots
+    options, arguments  ->  planning  ->  sweep (many replays)  ->  report, page, plots
 
 `replay` drives the same `kvd.core` code as the daemon (SessionPlacement with its queue, windows and
 policies, TtlClock), over byte counts: what is planned is what ships (D1). No file is read but the
 trace, no clock is looked at, nothing is drawn: the same inputs give the same outcome.
 
-Sessions come from trace.py, mooncake.py or generate.py; the machine from hardware.py,
-model_choice.py and calibration.py; prices.py and curves.py say what an outcome is worth.
+Sessions come from workload.py, which reads trace.py's form and those of formats/, or from
+generate.py; the machine from hardware.py and model_choice.py; prices.py and figures.py say what an
+outcome is worth.
 
-Where to begin reading: replay.py (the loop), then gpu.py, ssd_channel.py and tiers.py, which are
-what it advances, and outcome.py, what it measures.
+Where to begin reading: replay.py (the loop), then gpu.py, reading.py and tiers.py, which are what
+it advances, and outcome.py, what it measures.
 """

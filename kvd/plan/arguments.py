@@ -6,109 +6,42 @@ before the first replay.
 
 import math
 import os
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import replace
+from itertools import product
 
-from kvd.core.eviction.registry import POLICIES
+from kvd.core.eviction.policies import POLICIES
 from kvd.plan.belady import BeladyPolicy
-from kvd.plan.calibration import calibrated
 from kvd.plan.figures import Capacity
 from kvd.plan.formats.filling import Filling
-from kvd.plan.formats.recognition import FORMATS, RECOGNISED
 from kvd.plan.generate import sharegpt_like
-from kvd.plan.hardware import EngineConstants, Hardware, PlannedModel
-from kvd.plan.load import engine_at_load
-from kvd.plan.model_choice import choose_model
+from kvd.plan.hardware import EngineConstants, Hardware, PlannedModel, ReplayOptions, engine_at_load
+from kvd.plan.model_choice import calibrated, choose_model
+from kvd.plan.options import (
+    ArrivalArguments,
+    CapacityArguments,
+    CostArguments,
+    EngineArguments,
+    KvdArguments,
+)
 from kvd.plan.planning import PlanRequest, check_window, footprint_bytes
-from kvd.plan.positions import Positions
 from kvd.plan.prices import GPUS_OF_MODEL, Prices, read_prices
-from kvd.plan.replay_options import Charge, LoadPolicy, ReplayOptions, TierMode
 from kvd.plan.sizes import (
     DEFAULT_SHARES,
     BadOptionError,
+    parts_of,
     policies_of,
     rate_of,
     share_of,
-    shared_capacities,
     size_of,
-    swept_capacities,
+    sizes_of,
     ttl_of,
     turns_of,
 )
-from kvd.plan.workload import Workload, read_workload
+from kvd.plan.workload import FORMATS, Workload, read_workload
 
 GENERATORS = ("sharegpt-like",)
 KNOWN_POLICIES = (*POLICIES, BeladyPolicy.name)
 MS_PER_S = 1e3
-
-
-@dataclass(frozen=True, slots=True)
-class ArrivalArguments:
-    """Which sessions come, and when."""
-
-    trace: Path | None = None
-    generate: str = ""
-    sessions: int = 9000
-    rate: float = 1.0
-    seed: int = 0
-    arrival_rate: float | None = None
-    think_scale: float = 1.0
-    warmup_turns: str = "20%"
-    format: str = RECOGNISED
-
-
-@dataclass(frozen=True, slots=True)
-class EngineArguments:
-    """The model and how fast it computes; None: as calibrated, or the default."""
-
-    model: str = "llama-13b"
-    kv_bytes_per_token: str = ""
-    window: int = 0
-    slots: int | None = None
-    prefill_ms_per_token: float | None = None
-    fixed_ms: float | None = None
-    decode_step_ms: float | None = None
-    calibration: tuple[Path, ...] = ()
-    load: float | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class CapacityArguments:
-    """Sizes and speeds of the tiers."""
-
-    hbm: str = "0"
-    dram: str = ""
-    ssd: str = ""
-    capacity_share: str = ""
-    dram_share: str = "1/16"
-    ssd_bandwidth: str = "5GB/s"
-    pcie_bandwidth: str = "25GB/s"
-
-
-@dataclass(frozen=True, slots=True)
-class KvdArguments:
-    """What kvd and the engine do by default.
-
-    To judge a policy by what it keeps, have it "always" loaded.
-    """
-
-    policy: str = "lru,predictive,belady"
-    tiers: TierMode = "inclusive"
-    charge: Charge = "packed"
-    ttl: str = "7d"
-    watermark: str = "2%"
-    load_policy: LoadPolicy = "auto"
-    end_hints: bool = False
-    positions: Positions = "decoupled"
-
-
-@dataclass(frozen=True, slots=True)
-class CostArguments:
-    """Prices, and who computes the plan."""
-
-    prices: Path | None = None
-    gpus: int = 0
-    jobs: int = 0
 
 
 def request_of(
@@ -185,7 +118,7 @@ def _workload(asked: ArrivalArguments, model: PlannedModel) -> Workload:
 
 def _engine(asked: EngineArguments, workload: Workload) -> EngineConstants:
     """Defaults, then calibration, then what is given, then the load that is asked for."""
-    engine = calibrated(EngineConstants(), asked.calibration)
+    engine = calibrated(EngineConstants(), asked.calibration or ())
     if asked.slots is not None:
         engine = replace(engine, slots=asked.slots)
     engine = replace(
@@ -236,6 +169,36 @@ def _capacities(asked: CapacityArguments, footprint: int) -> list[Capacity]:
         return swept_capacities(asked.hbm, asked.dram, asked.ssd)
     shares = asked.capacity_share or DEFAULT_SHARES
     return shared_capacities(asked.hbm, shares, asked.dram_share, footprint)
+
+
+def swept_capacities(hbm: str, dram: str, ssd: str) -> list[Capacity]:
+    """Every HBM with every DRAM with every SSD; a tier that is not given is not there.
+
+    Raises:
+        BadOptionError: one of them is no size.
+    """
+    hbms = sizes_of(hbm, "--hbm")
+    drams = sizes_of(dram, "--dram") if dram else [0]
+    ssds = sizes_of(ssd, "--ssd") if ssd else [0]
+    return [Capacity(*sizes) for sizes in product(hbms, drams, ssds)]
+
+
+def shared_capacities(
+    hbm: str, shares: str, dram_share: str, footprint_bytes: int
+) -> list[Capacity]:
+    """Every HBM with these shares of the footprint, of which DRAM has a share and SSD the rest.
+
+    Raises:
+        BadOptionError: one of them is no share.
+    """
+    of_dram = share_of(dram_share, "--dram-share")
+    found = []
+    for hbm_bytes in sizes_of(hbm, "--hbm"):
+        for part in parts_of(shares, "--capacity-share"):
+            total = round(share_of(part, "--capacity-share", most=10.0) * footprint_bytes)
+            dram_bytes = round(total * of_dram)
+            found.append(Capacity(hbm_bytes, dram_bytes, total - dram_bytes))
+    return found
 
 
 def positive(value: float, option: str, *, may_be_zero: bool = False) -> float:

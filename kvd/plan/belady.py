@@ -11,17 +11,23 @@ from collections.abc import Iterator, Mapping
 
 from sortedcontainers import SortedDict
 
-from kvd.core.eviction.lookahead_queue import later_first
-from kvd.core.eviction.policy import PolicyContext
+from kvd.core.eviction.policies import later_first
+from kvd.core.eviction.policy import (
+    ENDED,
+    IDLE,
+    QUEUED,
+    EvictionPolicy,
+    PolicyContext,
+    SessionFacts,
+)
 from kvd.core.eviction.queue_window import QueuePlace
-from kvd.core.eviction.ranked import ENDED, IDLE, QUEUED, RankedPolicy, SessionFacts
-from kvd.core.eviction.session_order import Warmth
+from kvd.core.eviction.session_order import EvictionRank
 from kvd.core.records.records import Tier
 from shared.types.session_key import SessionKey
 
 
-class BeladyPolicy(RankedPolicy):
-    """See the module docstring.
+class BeladyPolicy(EvictionPolicy):
+    """The policy that knows when each session comes back.
 
     Args:
         returns_ns: when what is kept of each session is wanted next; absent: never. An entry is set
@@ -37,43 +43,43 @@ class BeladyPolicy(RankedPolicy):
         self._absent: SortedDict[tuple[int, SessionKey], None] = SortedDict()  # on SSD, thinking
         self._absent_until: dict[SessionKey, int] = {}
 
-    def engaged(
+    def on_queue(
         self, key: SessionKey, place: QueuePlace | None, now_ns: int, *, is_running: bool
     ) -> None:
         """See EvictionPolicy."""
-        super().engaged(key, place, now_ns, is_running=is_running)
+        super().on_queue(key, place, now_ns, is_running=is_running)
         self._look_at(key)
 
-    def touched(self, key: SessionKey, now_ns: int) -> None:
+    def on_access(self, key: SessionKey, now_ns: int) -> None:
         """See EvictionPolicy."""
-        super().touched(key, now_ns)
+        super().on_access(key, now_ns)
         self._look_at(key)
 
-    def entered(self, key: SessionKey, tier: Tier) -> None:
+    def on_insert(self, key: SessionKey, tier: Tier) -> None:
         """See EvictionPolicy."""
-        super().entered(key, tier)
+        super().on_insert(key, tier)
         self._look_at(key)
 
-    def left(self, key: SessionKey, tier: Tier) -> None:
+    def on_evict(self, key: SessionKey, tier: Tier) -> None:
         """See EvictionPolicy."""
-        super().left(key, tier)
+        super().on_evict(key, tier)
         self._look_at(key)
 
-    def removed(self, key: SessionKey) -> None:
+    def on_remove(self, key: SessionKey) -> None:
         """See EvictionPolicy."""
-        super().removed(key)
+        super().on_remove(key)
         self._look_at(key)
 
     def returning(self, now_ns: int) -> Iterator[SessionKey]:  # noqa: ARG002
         """See EvictionPolicy."""
         return (key for _, key in self._absent)
 
-    def _warmth(
+    def _rank(
         self,
         key: SessionKey,
         facts: SessionFacts,
         tier: Tier | None,  # noqa: ARG002
-    ) -> Warmth:
+    ) -> EvictionRank:
         place = self._queue.place(key)
         if place is not None:
             return QUEUED, *later_first(place)

@@ -26,7 +26,7 @@ class Prefill(NamedTuple):
 
 @dataclass(slots=True)
 class Gpu:
-    """See the module docstring. Sessions are numbers; each has at most one turn here.
+    """The engine's time. Sessions are numbers; each has at most one turn here.
 
     Attributes:
         busy_ns: time in which something was prefilled or decoded.

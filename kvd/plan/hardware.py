@@ -1,10 +1,17 @@
-"""What is planned for: models by the KV bytes they keep per token, and the machine. Pure.
+"""What is planned for: the model by its KV bytes per token, the machine, what turns cost. Pure.
+
+With it comes how much work a trace is, as a share of one engine's time.
 
 *Source:* the constants of the engine reproduce the paper's own TTFT and GPU hours (CachedAttention
 §4.2, LLaMA-13B on two A100): 0.9 s to prefill about 1.8K tokens.
 """
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from kvd.plan.trace import Session, Turn, truncated
+from shared.types.units import NS_PER_S
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +58,15 @@ class EngineConstants:
     decode_step_s: float = 20e-3
     fixed_s: float = 20e-3
 
+    def scaled(self, factor: float) -> "EngineConstants":
+        """An engine that takes so many times as long for everything."""
+        return replace(
+            self,
+            prefill_s_per_token=self.prefill_s_per_token * factor,
+            decode_step_s=self.decode_step_s * factor,
+            fixed_s=self.fixed_s * factor,
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class Hardware:
@@ -68,3 +84,142 @@ class Hardware:
     ssd_bytes_per_s: float = 5e9
     pcie_bytes_per_s: float = 25e9
     engine: EngineConstants = field(default_factory=EngineConstants)
+
+
+Charge = Literal["packed", "window"]
+TierMode = Literal["inclusive", "exclusive"]
+LoadPolicy = Literal["always", "auto", "never"]
+Positions = Literal["decoupled", "coupled"]
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayOptions:
+    """What a replay assumes beside the machine.
+
+    Attributes:
+        policy: by name; `belady` too.
+        charge: "packed": a session takes its bytes; "window": those of a full window.
+        window_tokens: of the model; 0: no bound.
+        ttl_s: None: sessions stay.
+        watermark: share of DRAM kept free.
+        warmup_turns: turns that are not measured.
+        load_policy: "auto": load unless computing is faster; "never": recompute always (RE).
+        end_hints: a session's last turn says that it is the last.
+        think_scale: multiplies think times; 0: no thinking.
+    """
+
+    policy: str
+    kv_bytes_per_token: float
+    charge: Charge = "packed"
+    window_tokens: int = 0
+    tiers: TierMode = "inclusive"
+    ttl_s: float | None = None
+    watermark: float = 0.0
+    warmup_turns: int = 0
+    load_policy: LoadPolicy = "auto"
+    end_hints: bool = False
+    think_scale: float = 1.0
+
+
+class Costs:
+    """Bytes and times of turns, by the machine and the options."""
+
+    def __init__(
+        self, sessions: Sequence[Session], hardware: Hardware, options: ReplayOptions
+    ) -> None:
+        self._engine = hardware.engine
+        self._pcie_bytes_per_s = hardware.pcie_bytes_per_s
+        self._bytes_per_token = options.kv_bytes_per_token
+        self._window_tokens = options.window_tokens
+        self._is_truncated = _keep_to_window(sessions, options.window_tokens)
+        self._window_bytes = (
+            self.num_bytes(options.window_tokens) if options.charge == "window" else None
+        )
+
+    def num_bytes(self, num_tokens: int) -> int:
+        """KV of so many tokens."""
+        return round(num_tokens * self._bytes_per_token)
+
+    def num_tokens(self, num_bytes: int) -> int:
+        """Tokens of so much KV."""
+        return round(num_bytes / self._bytes_per_token)
+
+    def charge(self, num_bytes: int) -> int:
+        """What a session of so many bytes takes of a tier."""
+        return num_bytes if self._window_bytes is None else self._window_bytes
+
+    def kept_tokens(self, turn: Turn) -> int:
+        """What is stored after a turn."""
+        if not self._is_truncated:
+            return turn.kept_tokens
+        return truncated(turn.kept_tokens, 0, self._window_tokens)
+
+    def compute_ns(self, num_tokens: int) -> int:
+        """Prefill of so many tokens, without what every prefill takes."""
+        return _ns(num_tokens * self._engine.prefill_s_per_token)
+
+    def load_ns(self, num_tokens: int) -> int:
+        """DRAM to HBM."""
+        return _ns(self.num_bytes(num_tokens) / self._pcie_bytes_per_s)
+
+    def prefill_ns(self, turn: Turn, loaded_tokens: int) -> int:
+        """Prefill of a turn of which so much history is loaded meanwhile."""
+        num_computed = turn.history_tokens + turn.new_tokens - loaded_tokens
+        compute_ns = _ns(self._engine.fixed_s) + self.compute_ns(num_computed)
+        return max(compute_ns, self.load_ns(loaded_tokens))
+
+    def decode_ns(self, turn: Turn) -> int:
+        """Decode of a turn, while nothing is prefilled."""
+        return _ns(turn.output_tokens * self._engine.decode_step_s)
+
+
+def _ns(seconds: float) -> int:
+    return round(seconds * NS_PER_S)
+
+
+def _keep_to_window(sessions: Sequence[Session], window_tokens: int) -> bool:
+    """Whether the trace is of a model with such a window: only then is it truncated to it."""
+    return bool(window_tokens) and all(
+        turn.history_tokens + turn.new_tokens <= window_tokens
+        for session in sessions
+        for turn in session.turns
+    )
+
+
+STRAY_SHARE = 0.01  # of the sessions, at either end, that may come long before or after the others
+
+
+def recompute_load(sessions: Sequence[Session], engine: EngineConstants) -> float:
+    """Engine time per second of arrivals, if nothing is ever loaded; above 1 queues grow.
+
+    How long the arrivals take is told from all but the first and the last hundredth of the
+    sessions: a few stray ones would make a trace look idle. 0 if they all come at once.
+    """
+    starts = sorted(session.start_s for session in sessions)
+    num_stray = int(len(starts) * STRAY_SHARE)
+    span_s = starts[-1 - num_stray] - starts[num_stray]
+    if not span_s:
+        return 0.0
+    span_s *= (len(starts) - 1) / (len(starts) - 1 - 2 * num_stray)
+    work_s = sum(_recompute_s(turn, engine) for session in sessions for turn in session.turns)
+    return work_s / span_s
+
+
+def engine_at_load(
+    sessions: Sequence[Session], engine: EngineConstants, load: float
+) -> EngineConstants:
+    """An engine that is so much faster or slower that the sessions are that much work for it.
+
+    Arrivals and think times stay what they are: drawn apart, sessions would no longer overlap. An
+    engine for sessions that come all at once is the one given.
+    """
+    return engine.scaled(load / (recompute_load(sessions, engine) or load))
+
+
+def _recompute_s(turn: Turn, engine: EngineConstants) -> float:
+    """A decode's share of the engine is that of its slot."""
+    return (
+        engine.fixed_s
+        + (turn.history_tokens + turn.new_tokens) * engine.prefill_s_per_token
+        + turn.output_tokens * engine.decode_step_s / engine.slots
+    )

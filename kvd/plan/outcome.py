@@ -6,7 +6,7 @@ the turn's arrival; and from its start, without the wait in the queue (the paper
 """
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 
 from kvd.core.records.records import Tier
 from shared.types.units import NS_PER_S
@@ -56,7 +56,7 @@ class Outcome:
         gpu_hours: time in which the engine computed.
         prefill_hours: of these, prefills.
         ssd_bytes_written: by saves and evictions.
-        recompute_load: of the whole trace, without a cache: see `kvd.plan.load`.
+        recompute_load: of the whole trace, without a cache: see `kvd.plan.hardware`.
     """
 
     num_turns: int
@@ -83,10 +83,6 @@ class Outcome:
     ssd_bytes_read: int
     recompute_load: float
     guarded_fu: float
-
-    def as_dict(self) -> dict[str, float | int]:
-        """All of it, by name."""
-        return asdict(self)
 
 
 @dataclass(frozen=True, slots=True)

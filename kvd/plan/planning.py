@@ -9,11 +9,9 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from kvd.plan.figures import RECOMPUTE, Capacity, PlanReport, Result, WorkloadFacts
-from kvd.plan.hardware import Hardware, PlannedModel
-from kvd.plan.load import recompute_load
+from kvd.plan.hardware import Hardware, PlannedModel, ReplayOptions, recompute_load
 from kvd.plan.outcome import Outcome
 from kvd.plan.prices import Prices, cost_of
-from kvd.plan.replay_options import ReplayOptions
 from kvd.plan.sizes import BadOptionError
 from kvd.plan.sweep import Cell, run_cells
 from kvd.plan.workload import Workload

@@ -3,60 +3,40 @@
 from pathlib import Path
 from typing import Any
 
-from kvd.plan.charts import Chart, capacity_ticks, charts, headline
 from kvd.plan.figures import PlanReport
-from kvd.plan.page import page
-from shared.types.errors import ConfigError
+from kvd.plan.page import Chart, capacity_ticks, charts, headline, page
+from shared.measuring.plots import NoPlotError, picture
+from shared.measuring.plots import check_plot as check_picture
 
 PAGES = (".html", ".htm")
-
-
-class NoPlotError(ConfigError):
-    """matplotlib is missing, or the file cannot be written."""
-
-    reason = "no_plot"
 
 
 def check_plot(path: Path) -> None:
     """Raise NoPlotError if a plot could not be made: before the minutes that planning takes."""
     if path.is_dir() or not path.resolve().parent.is_dir():
         raise NoPlotError(f"{path} cannot be written", "name a file in a directory that exists")
-    if path.suffix in PAGES:
-        return
-    figure = _pyplot().figure()
-    formats = figure.canvas.get_supported_filetypes()
-    _pyplot().close(figure)
-    if path.suffix.removeprefix(".") not in formats:
-        raise NoPlotError(f"{path} is of no known kind", "name a .html, .png or .svg file")
+    if path.suffix not in PAGES:
+        check_picture(path)
 
 
 def plot(report: PlanReport, path: Path) -> None:
     """Write the page or the picture; the file's name says which.
 
     Raises:
-        NoPlotError: see above.
+        NoPlotError: matplotlib is missing, or the file cannot be written.
     """
+    if path.suffix not in PAGES:
+        with picture(path, 2, 1, figsize=(9, 9)) as (figure, axes):
+            figure.suptitle(headline(report))
+            for each, chart in zip(axes, charts(report), strict=True):
+                _draw(each, chart)
+        return
     try:
-        if path.suffix in PAGES:
-            path.write_text(page(report), encoding="utf-8")
-        else:
-            _picture(report, path)
+        path.write_text(page(report), encoding="utf-8")
     except OSError as error:
         raise NoPlotError(
             f"{path} cannot be written ({error.strerror})", "name another file with --plot"
         ) from error
-
-
-def _picture(report: PlanReport, path: Path) -> None:
-    pyplot = _pyplot()
-    figure, axes = pyplot.subplots(2, 1, figsize=(9, 9), layout="constrained")
-    try:
-        figure.suptitle(headline(report))
-        for each, chart in zip(axes, charts(report), strict=True):
-            _draw(each, chart)
-        figure.savefig(path, dpi=120)
-    finally:
-        pyplot.close(figure)
 
 
 def _draw(axes: Any, chart: Chart) -> None:
@@ -88,17 +68,3 @@ def _scale(axes: Any, chart: Chart) -> None:
         axes.set_xticks([place for place, _ in found], [label for _, label in found])
         axes.minorticks_off()
     axes.set_xlabel("DRAM + SSD")
-
-
-def _pyplot() -> Any:
-    try:
-        import matplotlib as mpl
-    except ImportError as error:
-        raise NoPlotError(
-            "a picture needs matplotlib, which is not installed",
-            "pip install 'cachedattention[bench]', or name a .html file",
-        ) from error
-    mpl.use("agg")  # no display is needed
-    from matplotlib import pyplot as plt
-
-    return plt

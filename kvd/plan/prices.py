@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from kvd.plan.decimal_sizes import GB
+from kvd.plan.sizes import GB
 from shared.types.errors import InvalidInputError
 
 GPUS_OF_MODEL = {"llama-13b": 2, "llama-65b": 4, "llama-70b": 4, "falcon-40b": 4}  # of the paper
@@ -28,20 +28,16 @@ class BadPricesError(InvalidInputError):
 
 @dataclass(frozen=True, slots=True)
 class Prices:
-    """Of an hour, in dollars or whatever the reader likes; the names are those of the file."""
+    """Prices of an hour, in dollars or whatever the reader likes, by the names of the file."""
 
     gpu: float = 5.0
     dram_gb: float = 0.0088
     ssd_gb: float = 0.000082
 
-    def as_dict(self) -> dict[str, float]:
-        """By name."""
-        return asdict(self)
-
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Of one replay."""
+    """What one replay cost."""
 
     gpu: float
     dram: float
@@ -49,12 +45,12 @@ class Cost:
 
     @property
     def total(self) -> float:
-        """All of it."""
+        """GPUs, DRAM and SSD together."""
         return self.gpu + self.dram + self.ssd
 
     @property
     def storage_share(self) -> float:
-        """Of the total; 0 if nothing costs anything."""
+        """Share of DRAM and SSD in the total; 0 if nothing costs anything."""
         return (self.dram + self.ssd) / self.total if self.total else 0.0
 
     def as_dict(self) -> dict[str, float]:

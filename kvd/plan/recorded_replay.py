@@ -12,15 +12,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from kvd.core.eviction.queue_window import QueueChange, QueuedJob, RunningJob
-from kvd.core.eviction.registry import POLICIES
+from kvd.core.eviction.policies import POLICIES
+from kvd.core.eviction.session_placement import SessionPlacement
 from kvd.core.eviction.ttl import TtlClock
 from kvd.core.records.records import Tier
-from kvd.core.state.session_placement import SessionPlacement
 from kvd.core.state.turn_log import RecordedTurn
-from kvd.plan.reading import Reading
-from kvd.plan.ssd_channel import SsdChannel
+from kvd.plan.reading import Reading, SsdChannel
 from kvd.plan.tiers import Tiers
+from shared.types.queue_delta import QueueChange, QueuedRequest, RunningRequest
 from shared.types.session_key import SessionKey
 from shared.types.units import ceil_div
 
@@ -138,12 +137,12 @@ class _RecordedReplay:
 
     def _arrive(self, index: int, turn: RecordedTurn) -> None:
         key = self._keys[turn.session]
-        waiting = QueuedJob((0, 0.0, index), key, turn.wanted_tokens)
+        waiting = QueuedRequest((0, 0.0, index), key, turn.wanted_tokens)
         self._tell_queue(QueueChange(waiting=[waiting], interval_ns=self._interval_ns))
 
     def _start(self, index: int, turn: RecordedTurn) -> None:
         key = self._keys[turn.session]
-        self._tell_queue(QueueChange(running=[RunningJob(index, key)]))
+        self._tell_queue(QueueChange(running=[RunningRequest(index, key)]))
         found = self._found[index]
         found.tier = self._tiers.find(key)
         if found.tier is not None:
@@ -159,12 +158,12 @@ class _RecordedReplay:
         if not num_bytes:
             return
         policy = self._placement.policy
-        policy.touched(key, self._now_ns)
-        self._placement.sized(num_bytes)
-        policy.sized(key, turn.stored_tokens)
+        policy.on_access(key, self._now_ns)
+        self._placement.note_size(num_bytes)
+        policy.on_resize(key, turn.stored_tokens)
         self._tiers.store(key, num_bytes, cache.num_bytes(turn.wanted_tokens), self._now_ns)
         if turn.is_ended:
-            policy.ended(key)
+            policy.on_end(key)
         if cache.ttl_ns is not None:
             self._deadlines_ns[key] = self._now_ns + cache.ttl_ns
             self._ttl.schedule(key, self._deadlines_ns[key])

@@ -18,24 +18,20 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 
+from kvd.core.eviction.policies import POLICIES
 from kvd.core.eviction.policy import EvictionPolicy, PolicyContext
-from kvd.core.eviction.queue_window import QueueChange, QueuedJob, RunningJob
-from kvd.core.eviction.registry import make_policy
+from kvd.core.eviction.session_placement import SessionPlacement
 from kvd.core.eviction.ttl import TtlClock
-from kvd.core.operations.retention import RECHECK_NS
+from kvd.core.operations.sessions import RECHECK_NS
 from kvd.core.records.records import Tier
-from kvd.core.state.session_placement import SessionPlacement
 from kvd.plan.belady import BeladyPolicy
-from kvd.plan.costs import Costs
 from kvd.plan.gpu import Gpu, Prefill
-from kvd.plan.hardware import Hardware
-from kvd.plan.load import recompute_load
+from kvd.plan.hardware import Costs, Hardware, ReplayOptions, recompute_load
 from kvd.plan.outcome import Outcome, Tally, Totals, TurnRecord
-from kvd.plan.reading import Reading
-from kvd.plan.replay_options import ReplayOptions
-from kvd.plan.ssd_channel import Read, SsdChannel
+from kvd.plan.reading import Read, Reading, SsdChannel
 from kvd.plan.tiers import Tiers
 from kvd.plan.trace import Session, Turn
+from shared.types.queue_delta import QueueChange, QueuedRequest, RunningRequest
 from shared.types.session_key import SessionKey
 from shared.types.units import NS_PER_S
 
@@ -74,7 +70,7 @@ class _Job:
 
 
 class Replay:
-    """See the module docstring; for one run."""
+    """One replay of a trace in virtual time; for one run."""
 
     def __init__(
         self, sessions: Sequence[Session], hardware: Hardware, options: ReplayOptions
@@ -182,7 +178,7 @@ class Replay:
         job = _Job(session, self._num_arrived, turn, record, hbm_bytes)
         self._num_arrived += 1
         self._waiting.append(job)
-        waiting = QueuedJob((0, 0.0, job.number), key, turn.history_tokens)
+        waiting = QueuedRequest((0, 0.0, job.number), key, turn.history_tokens)
         self._tell_queue(QueueChange(waiting=[waiting], interval_ns=round(self._interval_ns)))
 
     def _start(self, job: _Job) -> None:
@@ -191,7 +187,7 @@ class Replay:
         key, record = self._keys[job.session], job.record
         self._running[job.session] = job
         self._hbm_bytes += job.hbm_bytes
-        self._tell_queue(QueueChange(running=[RunningJob(job.number, key)]))
+        self._tell_queue(QueueChange(running=[RunningRequest(job.number, key)]))
         record.started_ns = self._now_ns
         record.found_in, record.loaded_tokens = self._lookup(key, job.turn)
         if job.number == self._options.warmup_turns:
@@ -224,7 +220,7 @@ class Replay:
         if self._options.load_policy == "never":
             return
         if is_last and self._options.end_hints:
-            self._placement.policy.ended(key)
+            self._placement.policy.on_end(key)
             self._tiers.drop(key)  # an engine does not store a session's last turn
         else:
             self._store(key, job.turn)
@@ -290,9 +286,9 @@ class Replay:
         if not num_bytes:
             self._tiers.drop(key)
             return
-        self._placement.policy.touched(key, self._now_ns)
-        self._placement.sized(self._costs.charge(num_bytes))
-        self._placement.policy.sized(key, tokens)
+        self._placement.policy.on_access(key, self._now_ns)
+        self._placement.note_size(self._costs.charge(num_bytes))
+        self._placement.policy.on_resize(key, tokens)
         clean_bytes = self._costs.num_bytes(turn.history_tokens)
         self._tiers.store(key, num_bytes, clean_bytes, self._now_ns)
         if self._options.ttl_s is not None:
@@ -314,7 +310,7 @@ class Replay:
     def _make_policy(self, context: PolicyContext) -> EvictionPolicy:
         if self._options.policy == BeladyPolicy.name:
             return BeladyPolicy(context, self._returns_ns)
-        return make_policy(self._options.policy, context)
+        return POLICIES[self._options.policy](context)
 
     def _tell_queue(self, change: QueueChange) -> None:
         self._placement.change_queue(ENGINE, change, self._now_ns)

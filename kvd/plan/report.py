@@ -1,20 +1,127 @@
 """A plan as a JSON document, and as tables for people. Pure.
 
-Hit rates never stand alone: the recompute load and the length of the queue are beside them.
+Hit rates never stand alone: the recompute load and the length of the queue are beside them, and
+what a token's KV takes to load and to compute. Loading need not be sooner: `--load` changes how
+fast the engine computes, and leaves SSD and PCIe as they are. Then caching loses, however much is
+found, unless what is computed sooner is computed (`--load-policy auto`).
 """
 
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from rich.table import Table
 
-from kvd.plan.curves import LEAST_POINTS, Curve, curves_of
-from kvd.plan.decimal_sizes import format_size
-from kvd.plan.figures import SCHEMA, Capacity, PlanReport, Result
-from kvd.plan.loading import history_text
-from kvd.plan.sections import Section, load_text, sections_of
+from kvd.plan.figures import LEAST_POINTS, SCHEMA, Capacity, Curve, PlanReport, Result, curves_of
+from kvd.plan.outcome import BUSY_QUEUE
+from kvd.plan.sizes import format_size
 from shared.types.units import format_duration
+
+_S_PER_H = 3600.0
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """One column.
+
+    Attributes:
+        heading: in lines, so that a table fits on a terminal.
+        cell: what a result has in it.
+    """
+
+    heading: str
+    cell: Callable[[Result], str]
+
+    @property
+    def name(self) -> str:
+        """The heading in one line."""
+        return self.heading.replace("\n", " ")
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """One table.
+
+    Attributes:
+        legend: what the headings do not say; "" if they say everything.
+    """
+
+    title: str
+    columns: tuple[Column, ...]
+    legend: str = ""
+
+
+def sections_of(report: PlanReport) -> Iterator[Section]:
+    """Hits, where they were, times, costs."""
+    has_guarded = any(result.outcome.num_guarded for result in report.results)
+    yield Section("hits", _HITS, _HITS_LEGEND)
+    if has_guarded:
+        legend = f"{_PLACES_LEGEND} {_GUARDED_LEGEND}"
+        yield Section("where the history was", (*_PLACES, _GUARDED), legend)
+    else:
+        yield Section("where the history was", _PLACES, _PLACES_LEGEND)
+    yield Section("time", _TIMES, _TIMES_LEGEND)
+    yield Section("cost", _COSTS)
+
+
+def load_text(load: float) -> str:
+    """0 is of sessions that all begin at once."""
+    return f"{load:.2f}" if load else "-"
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.1f}%"
+
+
+_HITS = (
+    Column("load", lambda found: load_text(found.outcome.recompute_load)),
+    Column("queue\nmean", lambda found: f"{found.outcome.queue_mean:,.0f}"),
+    Column("queue\np99", lambda found: f"{found.outcome.queue_p99:,}"),
+    Column("hits\nof all\nturns", lambda found: _percent(found.outcome.hits_all)),
+    Column("hits of\nlater\nturns", lambda found: _percent(found.outcome.hits_fu)),
+    Column("history\ntokens\nloaded", lambda found: _percent(found.outcome.hits_tok)),
+)
+_PLACES = (
+    Column(
+        "of hits\nin DRAM",
+        lambda found: _percent(found.outcome.dram_share) if found.outcome.num_hits else "-",
+    ),
+    Column(
+        f"with {BUSY_QUEUE}\nahead",
+        lambda found: (
+            _percent(found.outcome.dram_share_4_ahead) if found.outcome.num_hits_4_ahead else "-"
+        ),
+    ),
+)
+_GUARDED = Column("held,\nnot\nloaded", lambda found: _percent(found.outcome.guarded_fu))
+_HITS_LEGEND = (
+    "RE: everything is recomputed. load: recompute load. queue: turns that waited when another"
+    " came. later turns: those with history."
+)
+_PLACES_LEGEND = (
+    "of hits in DRAM: the others were on SSD when their turn started. with"
+    f" {BUSY_QUEUE} ahead: the same, of hits with {BUSY_QUEUE} or more turns before them."
+)
+_GUARDED_LEGEND = "held, not loaded: of later turns, those whose history was computed sooner."
+_TIMES = (
+    Column("TTFT", lambda found: format_duration(found.outcome.ttft_mean_s)),
+    Column("TTFT\np99", lambda found: format_duration(found.outcome.ttft_p99_s)),
+    Column("TTFT\nfrom\nstart", lambda found: format_duration(found.outcome.start_ttft_mean_s)),
+    Column("prefill\ntokens\na second", lambda found: f"{found.outcome.prefill_tokens_per_s:,.0f}"),
+    Column("GPU\ntime", lambda found: format_duration(found.outcome.gpu_hours * _S_PER_H)),
+)
+_TIMES_LEGEND = (
+    "TTFT: time to first token, from a turn's arrival; from start: without its wait in the queue."
+)
+_COSTS = (
+    Column("SSD\nwritten", lambda found: format_size(found.outcome.ssd_bytes_written)),
+    Column("cost", lambda found: f"{found.cost.total:,.2f}"),
+    Column(
+        "share of\nRE's cost",
+        lambda found: _percent(found.cost_ratio) if found.cost_ratio else "-",
+    ),
+)
+
 
 CURVE_COLUMNS = ("policy", "knee of the tokens: more brings less", "cheapest")
 
@@ -30,7 +137,7 @@ def as_document(report: PlanReport) -> dict[str, Any]:
         "model": asdict(report.model),
         "engine": asdict(report.engine),
         "num_gpus": report.num_gpus,
-        "prices_per_hour": report.prices.as_dict(),
+        "prices_per_hour": asdict(report.prices),
         "options": dict(report.options),
         "baselines": [result.as_dict() for result in report.baselines],
         "results": [result.as_dict() for result in report.results],
@@ -56,7 +163,7 @@ def facts_table(report: PlanReport) -> Table:
 
 
 def facts(report: PlanReport) -> Iterator[tuple[str, str]]:
-    """The same, by name."""
+    """Say what was replayed on what, by name."""
     work, model, engine, options = report.workload, report.model, report.engine, report.options
     size = format_size(model.kv_bytes_per_token)
     yield "sessions", f"{work.origin}: {work.num_sessions} sessions, {work.num_turns} turns"
@@ -169,3 +276,28 @@ def _option_texts(options: Mapping[str, Any]) -> Iterator[str]:
     yield "end hints" if options["end_hints"] else "no end hints"
     yield f"SSD {options['ssd_bytes_per_s'] / 1e9:.3g} GB/s"
     yield f"PCIe {options['pcie_bytes_per_s'] / 1e9:.3g} GB/s"
+
+
+US_PER_S = 1e6
+
+
+def history_text(report: PlanReport) -> str:
+    """What a token of history takes, computed and loaded; and what follows if loading is slower."""
+    compute_s = report.engine.prefill_s_per_token
+    kv_bytes = report.model.kv_bytes_per_token
+    dram_s = kv_bytes / report.options["pcie_bytes_per_s"]
+    ssd_s = dram_s + kv_bytes / report.options["ssd_bytes_per_s"]
+    text = (
+        f"{_micros(compute_s)} a token to compute, {_micros(dram_s)} to load from DRAM,"
+        f" {_micros(ssd_s)} from SSD"
+    )
+    if ssd_s <= compute_s or report.options["load_policy"] == "never":
+        return text
+    where = "from both" if dram_s > compute_s else "from SSD"
+    if report.options["load_policy"] == "auto":
+        return f"{text}: what loads slower, {where}, is computed"
+    return f"{text}: loading {where} loses time; --load-policy auto computes instead"
+
+
+def _micros(seconds: float) -> str:
+    return f"{seconds * US_PER_S:,.3g} µs"

@@ -1,12 +1,45 @@
-"""Lists of sizes, shares and policies on a command line, and the capacities they make. Pure."""
+"""Sizes, rates, shares and lists as plans are told them; 1 GB is 10**9 bytes here. Pure.
 
+The paper's figures, prices and disks are decimal, and with 10 % more at a terabyte no plan would
+reproduce them. Settings of kvd are binary (shared/types/units.py): 128 GB here are "119.2 GB"
+there. Binary units have names of their own: KiB, MiB, GiB, TiB.
+"""
+
+import re
 from collections.abc import Sequence
-from itertools import product
 
-from kvd.plan.decimal_sizes import parse_size
-from kvd.plan.figures import Capacity
 from shared.types.errors import InvalidInputError
 from shared.types.units import parse_duration_s
+
+GB = 10**9
+MOST_BYTES = 10**18  # of a size that is meant
+_SIZE = re.compile(r"^\s*(\d+(?:\.\d+)?(?:e\d+)?)\s*([kmgt]?)(i?)b?\s*$", re.IGNORECASE)
+_EXPONENTS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
+_NAMES = ("B", "KB", "MB", "GB", "TB", "PB")
+
+
+def parse_size(text: str) -> int:
+    """Read "128GB", "0.78 MB", "64GiB", "780000".
+
+    Raises:
+        ValueError: with the accepted forms in its message.
+    """
+    match = _SIZE.match(text)
+    if match is not None and (match.group(2) or not match.group(3)):
+        base = 1024 if match.group(3) else 1000
+        size: float = float(match.group(1)) * base ** _EXPONENTS[match.group(2).lower()]
+        if size <= MOST_BYTES:
+            return round(size)
+    raise ValueError(f"{text!r} is not a size: write a number with KB, MB, GB or TB")
+
+
+def format_size(num_bytes: float) -> str:
+    """Write a size for people, in three digits or so: 128e9 -> "128 GB"."""
+    size, exponent = float(num_bytes), 0
+    while size >= 999.5 and exponent < len(_NAMES) - 1:
+        size, exponent = size / 1000, exponent + 1
+    return f"{size:.3g} {_NAMES[exponent]}"
+
 
 DEFAULT_SHARES = "1%,2%,5%,10%,20%,40%"  # of the footprint, if no size is given
 NEVER = "never"
@@ -129,34 +162,4 @@ def policies_of(text: str, known: Sequence[str]) -> list[str]:
         raise BadOptionError(
             f"no such policy: {', '.join(unknown)}", f"name some of {', '.join(known)}, or all"
         )
-    return found
-
-
-def swept_capacities(hbm: str, dram: str, ssd: str) -> list[Capacity]:
-    """Every HBM with every DRAM with every SSD; a tier that is not given is not there.
-
-    Raises:
-        BadOptionError: one of them is no size.
-    """
-    hbms = sizes_of(hbm, "--hbm")
-    drams = sizes_of(dram, "--dram") if dram else [0]
-    ssds = sizes_of(ssd, "--ssd") if ssd else [0]
-    return [Capacity(*sizes) for sizes in product(hbms, drams, ssds)]
-
-
-def shared_capacities(
-    hbm: str, shares: str, dram_share: str, footprint_bytes: int
-) -> list[Capacity]:
-    """Every HBM with these shares of the footprint, of which DRAM has a share and SSD the rest.
-
-    Raises:
-        BadOptionError: one of them is no share.
-    """
-    of_dram = share_of(dram_share, "--dram-share")
-    found = []
-    for hbm_bytes in sizes_of(hbm, "--hbm"):
-        for part in parts_of(shares, "--capacity-share"):
-            total = round(share_of(part, "--capacity-share", most=10.0) * footprint_bytes)
-            dram_bytes = round(total * of_dram)
-            found.append(Capacity(hbm_bytes, dram_bytes, total - dram_bytes))
     return found

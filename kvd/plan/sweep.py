@@ -19,10 +19,9 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import cast
 
-from kvd.plan.hardware import Hardware
+from kvd.plan.hardware import Hardware, ReplayOptions
 from kvd.plan.outcome import Outcome
 from kvd.plan.replay import replay
-from kvd.plan.replay_options import ReplayOptions
 from kvd.plan.trace import Session
 from shared.types.errors import ReportedError
 

@@ -15,8 +15,8 @@ it is read; 3. a session is in the policy's order of a tier exactly while it is 
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from kvd.core.eviction.session_placement import SessionPlacement
 from kvd.core.records.records import Tier
-from kvd.core.state.session_placement import SessionPlacement
 from shared.types.session_key import SessionKey
 
 
@@ -49,7 +49,7 @@ class TierCounts:
 
 
 class Tiers:
-    """See the module docstring.
+    """DRAM and SSD as byte counts: which session is where.
 
     Args:
         charge: how many bytes of a tier so many bytes of a session take.
@@ -105,7 +105,7 @@ class Tiers:
         held = self._sessions[key]
         num_bytes = self._charge(held.num_bytes)
         held.is_reading = True  # so that what gives way does not push it out of SSD
-        if not self._make_dram_room(key, num_bytes, now_ns, colder_than=key):
+        if not self._make_dram_room(key, num_bytes, now_ns, giving_way_to=key):
             held.is_reading = False
             return False
         self._dram.used_bytes += num_bytes
@@ -124,7 +124,7 @@ class Tiers:
             return
         held.is_reserved = False
         held.in_dram = True
-        self._policy.entered(key, Tier.DRAM)
+        self._policy.on_insert(key, Tier.DRAM)
         if self._are_exclusive:
             self._leave_ssd(key, held)
 
@@ -155,7 +155,7 @@ class Tiers:
             self._dram.used_bytes += self._charge(num_bytes)
             held.in_dram = True
         else:
-            self._policy.left(key, Tier.DRAM)
+            self._policy.on_evict(key, Tier.DRAM)
             if not is_written and not self._write(key, held, now_ns):
                 self.drop(key)
 
@@ -165,7 +165,7 @@ class Tiers:
         if held is not None:
             self._leave_dram(key, held)
             self._leave_ssd(key, held)
-        self._policy.removed(key)
+        self._policy.on_remove(key)
 
     def check(self) -> None:
         """Raise AssertionError if an invariant is broken."""
@@ -189,12 +189,12 @@ class Tiers:
         if held.in_dram or held.is_reserved:
             self._dram.used_bytes -= self._charge(held.num_bytes)
         held.in_dram = held.is_reserved = False
-        self._policy.left(key, Tier.DRAM)
+        self._policy.on_evict(key, Tier.DRAM)
 
     def _leave_ssd(self, key: SessionKey, held: Held) -> None:
         self._ssd.used_bytes -= self._ssd_charge(held)
         held.ssd_bytes = 0
-        self._policy.left(key, Tier.SSD)
+        self._policy.on_evict(key, Tier.SSD)
 
     def _cut_ssd(self, key: SessionKey, held: Held, clean_bytes: int) -> None:
         """Keep on SSD only what is still part of the session."""
@@ -203,7 +203,7 @@ class Tiers:
         if kept_bytes:
             held.ssd_bytes = kept_bytes
             self._ssd.used_bytes += self._ssd_charge(held)
-            self._policy.entered(key, Tier.SSD)
+            self._policy.on_insert(key, Tier.SSD)
 
     def _ssd_charge(self, held: Held) -> int:
         return self._charge(held.ssd_bytes) if held.ssd_bytes else 0
@@ -211,11 +211,16 @@ class Tiers:
     # ---------------------------------------------------------------------------------- making room
 
     def _make_dram_room(
-        self, key: SessionKey, num_bytes: int, now_ns: int, *, colder_than: SessionKey | None = None
+        self,
+        key: SessionKey,
+        num_bytes: int,
+        now_ns: int,
+        *,
+        giving_way_to: SessionKey | None = None,
     ) -> bool:
         """Have sessions leave DRAM until so much is free; False, and nothing moved: none may."""
         missing_bytes = self._dram.used_bytes + num_bytes - self._dram.capacity_bytes
-        victims = self._victims(Tier.DRAM, key, missing_bytes, now_ns, colder_than)
+        victims = self._victims(Tier.DRAM, key, missing_bytes, now_ns, giving_way_to)
         if victims is None:
             return False
         for victim in victims:
@@ -232,13 +237,13 @@ class Tiers:
 
     def _write(self, key: SessionKey, held: Held, now_ns: int) -> bool:
         """Have all of a session on SSD; False, and nothing moved: what is there is warmer."""
-        self._policy.entered(key, Tier.SSD)
+        self._policy.on_insert(key, Tier.SSD)
         more_bytes = self._charge(held.num_bytes) - self._ssd_charge(held)
         missing_bytes = self._ssd.used_bytes + more_bytes - self._ssd.capacity_bytes
         victims = self._victims(Tier.SSD, key, missing_bytes, now_ns, None)
         if victims is None:
             if not held.ssd_bytes:
-                self._policy.left(key, Tier.SSD)
+                self._policy.on_evict(key, Tier.SSD)
             return False
         for victim in victims:
             self._evict_from_ssd(victim, self._sessions[victim])
@@ -258,13 +263,13 @@ class Tiers:
         key: SessionKey,
         missing_bytes: int,
         now_ns: int,
-        colder_than: SessionKey | None,
+        giving_way_to: SessionKey | None,
     ) -> list[SessionKey] | None:
         """Which sessions leave a tier for another; None: that one is the coldest, or too large."""
         victims: list[SessionKey] = []
         if missing_bytes <= 0:
             return victims
-        for victim in self._placement.victims(tier, now_ns, colder_than=colder_than):
+        for victim in self._placement.policy.victims(tier, now_ns, giving_way_to=giving_way_to):
             if victim == key:
                 return None
             held = self._sessions[victim]

@@ -1,14 +1,94 @@
-"""The sessions to plan for, and how fast they arrive. Pure but for reading files."""
+"""The sessions to plan for: read from a trace of any kind, and how fast they arrive.
 
-from collections.abc import Sequence
+Pure but for reading files. Which kind a file is says its first line. What a context overflow does
+to what is stored depends on what positions are stored with the keys:
+
+decoupled   nothing: keys are stored without positions, and what a truncation keeps stays valid
+coupled     what is stored is useless after a truncation: the turn that was truncated computes what
+            is left of its history anew (the paper's OF, section 4.3.4)
+"""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from kvd.plan.formats.filling import Filling
-from kvd.plan.formats.recognition import RECOGNISED, read_sessions
-from kvd.plan.positions import coupled
-from kvd.plan.trace import Session, footprint_tokens
+from kvd.plan.formats.mooncake import read_mooncake
+from kvd.plan.formats.request_tables import AZURE, BURSTGPT, header_of, read_azure, read_burstgpt
+from kvd.plan.formats.sharegpt import read_sharegpt
+from kvd.plan.trace import Session, Turn, first_line, footprint_tokens, read_trace
 from shared.types.errors import InvalidInputError
+
+RECOGNISED = "auto"
+TURNS = "turns"  # a plan's own
+
+Reader = Callable[[Path, Filling], tuple[list[Session], str]]
+
+READERS: Mapping[str, Reader] = {
+    TURNS: lambda path, _: (read_trace(path), ""),
+    "mooncake": lambda path, _: read_mooncake(path),
+    "azure": read_azure,
+    "burstgpt": read_burstgpt,
+    "sharegpt": read_sharegpt,
+}
+FORMATS = (RECOGNISED, *READERS)
+
+
+def recognised(path: Path) -> str:
+    """The kind of trace that a file seems to be; TURNS if its first line says nothing else.
+
+    Raises:
+        BadTraceError: it cannot be read.
+    """
+    line = first_line(path).lstrip("\ufeff \t")
+    if line.startswith("["):
+        return "sharegpt"
+    if not line.startswith("{"):
+        names = set(header_of(line))
+        for name, columns in (("azure", AZURE), ("burstgpt", BURSTGPT)):
+            if names.intersection(columns[1:]):
+                return name
+        return TURNS
+    try:
+        fields = json.loads(line)
+    except (ValueError, RecursionError):  # whoever reads it says so
+        return TURNS
+    if {"input_length", "hash_ids"} <= fields.keys():
+        return "mooncake"
+    return "sharegpt" if "conversations" in fields else TURNS
+
+
+def read_sessions(path: Path, format_name: str, filling: Filling) -> tuple[list[Session], str]:
+    """Read the sessions of a file, and say how what it lacks was filled; "" if it lacks nothing.
+
+    Raises:
+        BadTraceError: it is no trace of that kind.
+        KeyError: there is no such kind.
+    """
+    name = recognised(path) if format_name == RECOGNISED else format_name
+    return READERS[name](path, filling)
+
+
+def coupled(session: Session, *, is_for_good: bool = False) -> Session:
+    """What a session can reuse if positions are stored: a truncated history counts as new tokens.
+
+    Args:
+        session: whose history shrinks where its context was truncated.
+        is_for_good: the session never hits again after its first truncation.
+    """
+    turns: list[Turn] = []
+    kept_tokens, is_lost = 0, False
+    for turn in session.turns:
+        is_lost = turn.history_tokens < kept_tokens or (is_lost and is_for_good)
+        turns.append(_recomputed(turn) if is_lost else turn)
+        kept_tokens = turn.kept_tokens
+    return replace(session, turns=tuple(turns))
+
+
+def _recomputed(turn: Turn) -> Turn:
+    return replace(turn, new_tokens=turn.history_tokens + turn.new_tokens, history_tokens=0)
+
 
 DEFAULT_FILLING = Filling()
 
@@ -32,12 +112,12 @@ class Workload:
 
     @property
     def num_turns(self) -> int:
-        """Of all sessions."""
+        """Turns of all sessions."""
         return sum(len(session.turns) for session in self.sessions)
 
     @property
     def footprint_tokens(self) -> int:
-        """See trace.footprint_tokens."""
+        """Room for all sessions at their largest, in tokens."""
         return footprint_tokens(self.sessions)
 
     @property

@@ -1,16 +1,18 @@
-"""Who may come in, as the settings in force say, and the guards made from them.
+"""Who may come in, as the settings in force say, and what each caller may ask for.
 
-One object that a reload tells of new settings; every guard that it has made goes by them then.
+A reload hands new settings to `Access`; every guard that it has made goes by them from then on.
+Who may name every tenant may call everything that its role has. Anybody else may call what the
+tables here name, about its own tenants; whatever else there is, or comes to be, concerns all
+tenants and is refused.
 """
 
 from collections.abc import Mapping
+from typing import Any
 
 from kvd.config import Settings, check_access
-from kvd.host.engine_users import EngineUsers
-from kvd.rpc.scoping import narrow
-from shared.access.clients import ClientBook, Clients
+from kvd.engines.data_socket import EngineUsers
+from shared.access.clients import ClientBook, Clients, StreamCounts
 from shared.access.identity import ANY, Identity, socket_identity
-from shared.access.streams import StreamCounts
 from shared.serving.interceptor import AccessInterceptor
 from shared.serving.rpc_observer import RpcMetrics
 
@@ -20,9 +22,28 @@ ROLES: Mapping[str, str] = {
     "kvd.v1.Reader": "reader",
 }
 
+_READER = "/kvd.v1.Reader/"
+_OPERATOR = "/kvd.v1.Operator/"
+# These are about the session that they name.
+_OF_A_SESSION = frozenset(
+    {
+        f"{_READER}DescribeSession",
+        f"{_OPERATOR}ExportSession",
+        f"{_OPERATOR}Pin",
+        f"{_OPERATOR}Unpin",
+        f"{_OPERATOR}SetTtl",
+    }
+)
+# These keep to kvd/wire/selection.py: allowed_tenants().
+_NARROWED = frozenset(
+    {f"{_READER}ListSessions", f"{_READER}WatchEvents", f"{_OPERATOR}ImportSession"}
+)
+_FLUSH = f"{_OPERATOR}Flush"
+_OURS = (_READER, _OPERATOR)
+
 
 class Access:
-    """See the module docstring.
+    """What guards every address; see the module docstring.
 
     Attributes:
         users: whose engines may attach.
@@ -67,3 +88,33 @@ class Access:
             leaves_reading=socket_role == "engine",
             metrics=self._metrics,
         )
+
+
+def narrow(method: str, identity: Identity, request: Any) -> None:
+    """Hold a request to its caller's tenants: an unnamed one is the caller's first.
+
+    Args:
+        method: full name of the RPC.
+        identity: of the caller.
+        request: its message, in which tenants are put in.
+
+    Raises:
+        TenantDeniedError: it is about others.
+    """
+    if ANY in identity.tenants or not method.startswith(_OURS):
+        return
+    if method in _OF_A_SESSION:
+        request.session.tenant = identity.tenant(request.session.tenant)
+    elif method == _FLUSH:
+        _narrow_flush(identity, request)
+    elif method not in _NARROWED:
+        identity.check_all_tenants(method.rpartition("/")[2])
+
+
+def _narrow_flush(identity: Identity, request: Any) -> None:
+    if request.all:
+        identity.check_all_tenants("Flush of all")
+    elif request.HasField("session"):
+        request.session.tenant = identity.tenant(request.session.tenant)
+    elif request.filter.ByteSize():  # what names nothing stays so, and is refused: it is no "all"
+        request.filter.tenant = identity.tenant(request.filter.tenant)

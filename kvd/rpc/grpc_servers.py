@@ -14,16 +14,17 @@ from kvd.errors import UnusableSocketError
 from kvd.rpc.access import Access
 from shared.access.addresses import UNIX, is_unix
 from shared.access.credentials import server_credentials
-from shared.access.server_options import server_options
 from shared.access.settings import TlsSettings
 from shared.access.sockets import open_to_group
-from shared.pb.kvd.v1 import kvd_pb2, kvd_pb2_grpc
+from shared.pb.kvd.v1 import kvd_pb2 as pb
+from shared.pb.kvd.v1 import kvd_pb2_grpc
 from shared.process.runtime_dir import (
     ENGINE_SOCKET,
     MAX_MESSAGE_BYTES,
     OPERATOR_SOCKET,
     READER_SOCKET,
 )
+from shared.serving.grpc_handlers import server_options
 from shared.serving.grpc_status import ReportedErrorInterceptor
 from shared.serving.interceptor import AccessInterceptor
 from shared.serving.rpc_observer import RpcMetrics, RpcObserver
@@ -98,7 +99,7 @@ class GrpcServer:
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         for name, servicer in self._services.items():
             _ADD[name](servicer, server)
-            names.append(kvd_pb2.DESCRIPTOR.services_by_name[name].full_name)
+            names.append(pb.DESCRIPTOR.services_by_name[name].full_name)
         reflection.enable_server_reflection(names, server)
         self._bind(server)
         self._server = server
@@ -138,7 +139,16 @@ def make_servers(
     reader: object,
     rpcs: RpcMetrics,
 ) -> list[GrpcServer]:
-    """The servers of kvd: a Unix socket of each role, and one for clients on TCP if that is set."""
+    """The servers of kvd: a Unix socket of each role, and one for clients on TCP if that is set.
+
+    Args:
+        settings: of the start.
+        access: makes the guard of each address.
+        engine: servicer of engines.
+        operator: servicer of operators.
+        reader: servicer of monitors, who are served on the operators' addresses, too.
+        rpcs: where calls are counted.
+    """
     run, given = settings.runtime_dir, settings.access
     of_all = {"Operator": operator, "Reader": reader}
     served: list[tuple[Place, Mapping[str, object]]] = [

@@ -1,8 +1,18 @@
-"""What operators see of a layout, as protobuf messages: statistics, leases, verification. Pure."""
+"""What operators and monitors see, as messages: leases, statistics, engines, settings, a check.
 
+Instants of the core, and of the monotonic clock, become durations from now (D17). Only what is said
+of processes is looked up here, by psutil; the rest is encoded as it is given.
+"""
+
+import json
+import time
 from collections.abc import Iterable
 
+import psutil
+
+from kvd.caches.tenant_secrets import EncryptionInfo
 from kvd.caches.unavailable import UnavailableLayout
+from kvd.config import Settings, is_live
 from kvd.core.records.records import (
     Admission,
     EngineStats,
@@ -13,44 +23,164 @@ from kvd.core.records.records import (
     Tier,
     TierStats,
 )
-from kvd.engines.attached import OwnerFacts
-from kvd.tiers.tier_facts import ArenaFacts, EncryptionFacts, VolumeFacts
-from kvd.wire.messages import TIERS, key_message
-from shared.pb.kvd.v1 import kvd_pb2
+from kvd.core.state.session_history import Move
+from kvd.engines.attached import Engine, EngineInfo
+from kvd.tiers.arena import ArenaInfo
+from kvd.tiers.segment_files import VolumeInfo
+from shared.config.settings import LoadedSettings
+from shared.kvd_client.messages import key_message
+from shared.pb.kvd.v1 import kvd_pb2 as pb
+from shared.process.dumps import may_be_dumped
+from shared.serving.message_fields import MessageFields
 from shared.types.engine_id import shown_id
 from shared.types.kv_layout import KVLayout
 from shared.types.units import NS_PER_S
 
-_KINDS = {"load": kvd_pb2.LEASE_KIND_LOAD, "store": kvd_pb2.LEASE_KIND_STORE}
+MAX_COMMAND = 500  # characters of an engine's command line
+
+_LEASE = MessageFields(
+    LeaseInfo,
+    pb.LeaseInfo,
+    renamed={"is_orphan": "quarantined"},
+    left_out=("owner", "key", "since_ns"),
+    given=(
+        *("session", "layout", "bytes", "age_s"),
+        *("engine_id", "engine_name", "pid", "process_status"),
+    ),
+)
+_LAYOUT = MessageFields(
+    EngineStats,
+    pb.LayoutStats,
+    renamed={"num_unverified": "unverified_blocks"},
+    left_out=("num_unhashed",),
+    given=(
+        *("layout", "model", "block_tokens", "block_bytes"),
+        *("tiers", "arena", "volume", "tenants", "queue"),
+    ),
+)
+_TIER = MessageFields(TierStats, pb.TierStats, given=("degraded", "physical_bytes"))
+_ARENA = MessageFields(
+    ArenaInfo,
+    pb.ArenaStats,
+    renamed={"num_adopted": "adopted_blocks"},
+    left_out=("physical_bytes",),
+)
+_VOLUME = MessageFields(
+    VolumeInfo, pb.VolumeStats, left_out=("physical_bytes",), given=("admission",)
+)
+_TENANT = MessageFields(TenantUsage, pb.TenantStats, given=("has_quota",))
+_QUEUE = MessageFields(QueueStats, pb.QueueStats)
+_ENCRYPTION = MessageFields(
+    EncryptionInfo, pb.EncryptionStats, renamed={"is_sealing": "encrypting"}
+)
+_VERIFIED = MessageFields(
+    ScrubReport,
+    pb.VerifyProgress,
+    renamed={"repaired": "num_repaired", "lost": "num_lost", "errors": "num_errors"},
+    left_out=(
+        *("dram_blocks", "dram_bytes", "dram_corrupt"),
+        *("ssd_blocks", "ssd_bytes", "ssd_corrupt"),
+    ),
+    given=("done", "layout", "dram", "ssd", "num_copies"),
+)
+_MOVE = MessageFields(
+    Move,
+    pb.SessionMove,
+    left_out=("first_ns", "last_ns"),
+    given=("kind", "age_s", "duration_s"),
+)
 
 
 def lease_message(
-    lease: LeaseInfo, layout: KVLayout, holder: OwnerFacts | None, now_ns: int
-) -> kvd_pb2.LeaseInfo:
-    """Encode; instants become durations from now (D17)."""
-    message = kvd_pb2.LeaseInfo(
-        lease_id=lease.lease_id,
-        kind=_KINDS[lease.kind],
+    lease: LeaseInfo, layout: KVLayout, engine: EngineInfo | None, now_ns: int
+) -> pb.LeaseInfo:
+    """Encode a lease.
+
+    Args:
+        lease: as the core has it.
+        layout: of its slots.
+        engine: that it was granted to; None if nobody knows it any more.
+        now_ns: of the core's clock.
+    """
+    return _LEASE.encode(
+        lease,
+        session=None if lease.key is None else key_message(lease.key),
         layout=layout.fingerprint,
-        num_slots=lease.num_slots,
         bytes=lease.num_slots * layout.block_bytes,
         age_s=max(0.0, (now_ns - lease.since_ns) / NS_PER_S),
-        pending=lease.is_pending,
-        quarantined=lease.is_orphan,
         engine_id=shown_id(lease.owner),
+        engine_name=engine and engine.name,
+        pid=engine and engine.pid,
+        process_status=engine and engine.process_status,
     )
-    if lease.key is not None:
-        message.session.CopyFrom(key_message(lease.key))
-    if holder is not None:
-        message.engine_name = holder.name
-        message.pid = holder.pid
-        message.process_status = holder.state
-    return message
 
 
-def unavailable_message(layout: UnavailableLayout, now_s: float) -> kvd_pb2.UnavailableLayout:
-    """Encode; instants, of the monotonic clock, become durations from now."""
-    return kvd_pb2.UnavailableLayout(
+def history_messages(moves: Iterable[Move], now_ns: int) -> list[pb.SessionMove]:
+    """Encode what happened to a session; `now_ns` is of the core's clock."""
+    return [
+        _MOVE.encode(
+            move,
+            kind=move.kind.value,
+            age_s=max(0.0, (now_ns - move.last_ns) / NS_PER_S),
+            duration_s=(move.last_ns - move.first_ns) / NS_PER_S,
+        )
+        for move in moves
+    ]
+
+
+def layout_stats_message(
+    stats: EngineStats,
+    layout: KVLayout,
+    arena: ArenaInfo | None,
+    volume: VolumeInfo,
+    admission: Admission,
+    tenants: Iterable[TenantUsage],
+    queue: QueueStats,
+) -> pb.LayoutStats:
+    """Encode the statistics of a layout.
+
+    Args:
+        stats: of its core.
+        layout: what is stored.
+        arena: None while no engine has attached; its message is then empty.
+        volume: where blocks lie on SSD.
+        admission: when blocks are written there.
+        tenants: those that store something.
+        queue: of all its engines.
+    """
+    physical_bytes = {
+        Tier.DRAM: arena.physical_bytes if arena else 0,
+        Tier.SSD: volume.physical_bytes,
+    }
+    return _LAYOUT.encode(
+        stats,
+        layout=layout.fingerprint,
+        model=layout.model,
+        block_tokens=layout.block_tokens,
+        block_bytes=layout.block_bytes,
+        tiers=[
+            _TIER.encode(
+                tier,
+                degraded=bool(tier.degraded_reason),
+                physical_bytes=physical_bytes[tier.tier],
+            )
+            for tier in stats.tiers
+        ],
+        arena=arena and _ARENA.encode(arena),
+        volume=_VOLUME.encode(volume, admission=admission.value),
+        tenants=[_TENANT.encode(t, has_quota=t.quota_bytes is not None) for t in tenants],
+        queue=_QUEUE.encode(queue),
+    )
+
+
+def encryption_message(info: EncryptionInfo) -> pb.EncryptionStats:
+    """Encode what protects the SSD tier."""
+    return _ENCRYPTION.encode(info)
+
+
+def unavailable_message(layout: UnavailableLayout, now_s: float) -> pb.UnavailableLayout:
+    """Encode a layout that cannot be opened; `now_s` is of the monotonic clock."""
+    return pb.UnavailableLayout(
         layout=layout.fingerprint,
         why=layout.why,
         remedy=layout.remedy,
@@ -60,111 +190,85 @@ def unavailable_message(layout: UnavailableLayout, now_s: float) -> kvd_pb2.Unav
     )
 
 
-def layout_stats_message(
-    stats: EngineStats,
-    layout: KVLayout,
-    arena: ArenaFacts | None,
-    volume: VolumeFacts,
-    admission: Admission,
-    tenants: Iterable[TenantUsage],
-    queue: QueueStats,
-) -> kvd_pb2.LayoutStats:
-    """Encode; without an arena (no engine yet) its message is empty."""
-    physical_bytes = {
-        Tier.DRAM: arena.physical_bytes if arena else 0,
-        Tier.SSD: volume.physical_bytes,
-    }
-    return kvd_pb2.LayoutStats(
-        layout=layout.fingerprint,
-        model=layout.model,
-        block_tokens=layout.block_tokens,
-        block_bytes=layout.block_bytes,
-        num_sessions=stats.num_sessions,
-        tiers=[_tier_message(tier, physical_bytes[tier.tier]) for tier in stats.tiers],
-        dirty_bytes=stats.dirty_bytes,
-        leases=stats.num_leases,
-        counters=stats.counters,
-        orphan_leases=stats.num_orphan_leases,
-        quarantined_slots=stats.num_quarantined_slots,
-        unverified_blocks=stats.num_unverified,
-        soft_pins=stats.num_soft_pins,
-        hard_pins=stats.num_hard_pins,
-        arena=_arena_message(arena) if arena else None,
-        volume=kvd_pb2.VolumeStats(
-            direct=volume.is_direct,
-            buffered_reason=volume.buffered_reason,
-            admission=admission.value,
-        ),
-        tenants=[
-            kvd_pb2.TenantStats(
-                tenant=usage.tenant,
-                used_bytes=usage.used_bytes,
-                quota_bytes=usage.quota_bytes or 0,
-                has_quota=usage.quota_bytes is not None,
-                num_sessions=usage.num_sessions,
-            )
-            for usage in tenants
-        ],
-        queue=kvd_pb2.QueueStats(
-            waiting_jobs=queue.waiting_jobs,
-            running_sessions=queue.running_sessions,
-            prefetch_window=queue.prefetch_window,
-            eviction_window=queue.eviction_window,
-            mean_session_bytes=queue.mean_session_bytes,
-        ),
-    )
-
-
-def encryption_message(facts: EncryptionFacts) -> kvd_pb2.EncryptionStats:
-    """Encode."""
-    return kvd_pb2.EncryptionStats(
-        key=facts.key,
-        encrypting=facts.is_sealing,
-        may_have_plain=facts.may_have_plain,
-        tenants=facts.num_tenants,
-    )
-
-
 def verify_message(
     report: ScrubReport, layout: str, num_copies: int, *, done: bool
-) -> kvd_pb2.VerifyProgress:
-    """Encode."""
-    return kvd_pb2.VerifyProgress(
+) -> pb.VerifyProgress:
+    """Encode how far a check of both tiers has come.
+
+    Args:
+        report: what it has found so far.
+        layout: fingerprint of the one being looked at; "" at the end.
+        num_copies: to compare, as counted when it began.
+        done: whether this is the end.
+    """
+    dram = (report.dram_blocks, report.dram_bytes, report.dram_corrupt)
+    ssd = (report.ssd_blocks, report.ssd_bytes, report.ssd_corrupt)
+    return _VERIFIED.encode(
+        report,
         done=done,
         layout=layout,
-        dram=kvd_pb2.TierVerified(
-            num_blocks=report.dram_blocks,
-            bytes=report.dram_bytes,
-            num_corrupt=report.dram_corrupt,
-        ),
-        ssd=kvd_pb2.TierVerified(
-            num_blocks=report.ssd_blocks, bytes=report.ssd_bytes, num_corrupt=report.ssd_corrupt
-        ),
+        dram=_verified_message(*dram),
+        ssd=_verified_message(*ssd),
         num_copies=num_copies,
-        num_repaired=report.repaired,
-        num_lost=report.lost,
-        num_errors=report.errors,
     )
 
 
-def _tier_message(tier: TierStats, physical_bytes: int) -> kvd_pb2.TierStats:
-    return kvd_pb2.TierStats(
-        tier=TIERS[tier.tier],
-        capacity_bytes=tier.capacity_bytes,
-        used_bytes=tier.used_bytes,
-        num_blocks=tier.num_blocks,
-        degraded=bool(tier.degraded_reason),
-        degraded_reason=tier.degraded_reason,
-        physical_bytes=physical_bytes,
-    )
+def _verified_message(num_blocks: int, num_bytes: int, num_corrupt: int) -> pb.TierVerified:
+    return pb.TierVerified(num_blocks=num_blocks, bytes=num_bytes, num_corrupt=num_corrupt)
 
 
-def _arena_message(arena: ArenaFacts) -> kvd_pb2.ArenaStats:
-    return kvd_pb2.ArenaStats(
-        arena_id=arena.arena_id,
-        keep=arena.keep,
-        pages=arena.pages,
-        epoch=arena.epoch,
-        adopted_blocks=arena.num_adopted,
-        prefaulted=arena.is_prefaulted,
+def settings_message(loaded: LoadedSettings[Settings]) -> pb.GetSettingsResponse:
+    """Encode the settings in force, without secrets."""
+    values = loaded.values()
+    settings = [
+        pb.Setting(
+            key=key, value=value, source=source, live=is_live(key), json=json.dumps(values[key])
+        )
+        for key, value, source in loaded.rows()
+    ]
+    file = "" if loaded.file is None else str(loaded.file.absolute())
+    return pb.GetSettingsResponse(settings=settings, file=file)
+
+
+def process_message() -> pb.ProcessStats:
+    """Describe this process."""
+    process = psutil.Process()
+    with process.oneshot():
+        times = process.cpu_times()
+        return pb.ProcessStats(
+            pid=process.pid,
+            rss_bytes=process.memory_info().rss,
+            open_files=process.num_fds(),
+            threads=process.num_threads(),
+            cpu_s=times.user + times.system,
+            memory_available_bytes=psutil.virtual_memory().available,
+            uptime_s=max(0.0, time.time() - process.create_time()),
+            dumps=may_be_dumped(),
+        )
+
+
+def engine_message(engine: Engine, queue_jobs: int, running_jobs: int) -> pb.EngineInfo:
+    """Describe an attached engine; what its process does not show us is left empty.
+
+    Args:
+        engine: which one.
+        queue_jobs: of its jobs that wait, as far as it has reported them.
+        running_jobs: that it computes.
+    """
+    message = pb.EngineInfo(
+        engine_id=engine.shown_id,
+        name=engine.name,
+        layout=engine.cache.layout.fingerprint,
+        pid=engine.pid,
+        attached_s=time.monotonic() - engine.since_s,
+        queue_jobs=queue_jobs,
+        running_jobs=running_jobs,
+        version=engine.version,
     )
+    try:
+        process = psutil.Process(engine.pid)
+        message.command = " ".join(process.cmdline())[:MAX_COMMAND]
+        message.rss_bytes = process.memory_info().rss
+    except psutil.Error:
+        pass  # it is gone, in another namespace, or not ours to see
+    return message

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from contextlib import aclosing
 from functools import partial
 from typing import Any
@@ -10,59 +10,70 @@ from typing import Any
 from kvd.caches.caches import Caches
 from kvd.caches.erasing import TenantEraser
 from kvd.caches.scrubber import Scrubber
-from kvd.caches.session_listing import look_through
+from kvd.caches.session_listing import scan_sessions
+from kvd.config import Settings
 from kvd.core.engine import CacheEngine
 from kvd.core.inspection.session_filter import SessionFilter
 from kvd.core.records.errors import InvalidRequestError
-from kvd.core.records.records import FlushAnswer, LeaseInfo, Pin
+from kvd.core.records.records import FlushAnswer, LeaseInfo
+from kvd.core.records.rows import Pin
 from kvd.engines.attached import Engines
 from kvd.errors import NoHolderError, NotOursToKillError, UnknownModelError
 from kvd.rpc.operator_messages import verify_message
-from kvd.rpc.reloading import Reloader
 from kvd.runtime.cache import Cache
 from kvd.session_files.transfers import Transfers
-from kvd.wire.messages import key_message, key_of, session_message, ttl_ns_of
+from kvd.wire.messages import key_of, session_message, ttl_ns_of
 from kvd.wire.selection import allowed_tenants, check_allowed, filter_of, is_of_one, tenant_to_erase
-from shared.pb.kvd.v1 import kvd_pb2, kvd_pb2_grpc
+from shared.config.reload import Changes
+from shared.kvd_client.messages import key_message
+from shared.pb.kvd.v1 import kvd_pb2 as pb
+from shared.pb.kvd.v1 import kvd_pb2_grpc
 from shared.types.session_key import SessionKey
 
 GONE_S = 5.0  # how long KillHolder waits for the end of a process
 GONE_POLL_S = 0.05  # upper bound between two looks whether its leases have ended
-
-
 FLUSH_BATCH = 500  # sessions dropped in one go: about 10 ms
 
 
 class OperatorService(kvd_pb2_grpc.OperatorServicer):  # type: ignore[misc]  # the stubs are untyped
-    """What an operator may change; an answer means that a restart will not undo it."""
+    """What an operator may change; an answer means that a restart will not undo it.
+
+    Args:
+        caches: of all layouts.
+        engines: those that may hold leases.
+        scrubber: checks what is stored.
+        reload: puts the settings into force as they are now.
+        eraser: of a tenant's keys, and with them its sessions.
+        transfers: session files out and in.
+    """
 
     def __init__(
         self,
         caches: Caches,
         engines: Engines,
         scrubber: Scrubber,
-        reloader: Reloader,
+        reload: Callable[[], Changes[Settings]],
         eraser: TenantEraser,
         transfers: Transfers,
     ) -> None:
         self._caches = caches
         self._engines = engines
         self._scrubber = scrubber
-        self._reloader = reloader
+        self._reload = reload
         self._eraser = eraser
         self._transfers = transfers
 
-    async def Flush(  # noqa: N802
-        self, request: kvd_pb2.FlushRequest, _context: Any
-    ) -> kvd_pb2.FlushResponse:
+    async def Flush(self, request: pb.FlushRequest, _: Any) -> pb.FlushResponse:  # noqa: N802
         """Drop the KV of one session, of those that a filter is for, or everything."""
         is_one = is_of_one(request)
         if request.secure:
             return await self._erase(request)
-        response = kvd_pb2.FlushResponse(unavailable_layouts=len(self._caches.unavailable))
+        response = pb.FlushResponse(unavailable_layouts=len(self._caches.unavailable))
         if is_one:
             cache, key = self._found(request.session)
-            _add(response, cache.act(partial(_flush, key, request.dry_run)))
+            _add(
+                response, cache.act(lambda core: core.sessions.flush(key, dry_run=request.dry_run))
+            )
         else:
             caches = self._caches.of_model(request.filter.model)
             wanted = filter_of(request.filter, allowed_tenants())
@@ -71,42 +82,34 @@ class OperatorService(kvd_pb2_grpc.OperatorServicer):  # type: ignore[misc]  # t
             await self._caches.committed()
         return response
 
-    async def Pin(  # noqa: N802
-        self, request: kvd_pb2.PinRequest, _context: Any
-    ) -> kvd_pb2.PinResponse:
+    async def Pin(self, request: pb.PinRequest, _: Any) -> pb.PinResponse:  # noqa: N802
         """Protect a session from eviction and expiry."""
         pin = Pin.SOFT if request.soft else Pin.HARD
         cache, key = self._found(request.session)
-        cache.act(lambda core, now_ns: core.pin(key, pin, now_ns))
+        cache.act(lambda core: core.sessions.pin(key, pin))
         await self._caches.committed()
-        return kvd_pb2.PinResponse()
+        return pb.PinResponse()
 
-    async def Unpin(  # noqa: N802
-        self, request: kvd_pb2.PinRequest, _context: Any
-    ) -> kvd_pb2.PinResponse:
+    async def Unpin(self, request: pb.PinRequest, _: Any) -> pb.PinResponse:  # noqa: N802
         """Take the protection away."""
         cache, key = self._found(request.session)
-        cache.act(lambda core, now_ns: core.unpin(key, now_ns))
+        cache.act(lambda core: core.sessions.pin(key, Pin.NONE))
         await self._caches.committed()
-        return kvd_pb2.PinResponse()
+        return pb.PinResponse()
 
-    async def SetTtl(  # noqa: N802
-        self, request: kvd_pb2.SetTtlRequest, _context: Any
-    ) -> kvd_pb2.SetTtlResponse:
+    async def SetTtl(self, request: pb.SetTtlRequest, _: Any) -> pb.SetTtlResponse:  # noqa: N802
         """Set how long a session lives after its last use."""
         cache, key = self._found(request.session)
         ttl_ns = ttl_ns_of(request.ttl_s)
         message = cache.act(
-            lambda core, now_ns: session_message(
-                core.set_ttl(key, ttl_ns, now_ns), cache.layout, now_ns
+            lambda core: session_message(
+                core.sessions.set_ttl(key, ttl_ns), cache.layout, core.now_ns
             )
         )
         await self._caches.committed()
-        return kvd_pb2.SetTtlResponse(expires_in_s=message.expires_in_s)
+        return pb.SetTtlResponse(expires_in_s=message.expires_in_s)
 
-    async def KillHolder(  # noqa: N802
-        self, request: kvd_pb2.KillHolderRequest, _context: Any
-    ) -> kvd_pb2.KillHolderResponse:
+    async def KillHolder(self, request: pb.KillHolderRequest, _: Any) -> pb.KillHolderResponse:  # noqa: N802
         """End a process that holds leases, and wait for them to end with it."""
         if not request.pid:  # how a process of another PID namespace looks
             raise InvalidRequestError("no process is named", "name one that kvd leases shows")
@@ -119,49 +122,45 @@ class OperatorService(kvd_pb2_grpc.OperatorServicer):  # type: ignore[misc]  # t
         until = loop.time() + GONE_S
         while (left := self._leases_of(request.pid)) and loop.time() < until:
             await left[0][0].changed(GONE_POLL_S)
-        return kvd_pb2.KillHolderResponse(
+        return pb.KillHolderResponse(
             num_leases=len(held),
             num_slots=sum(lease.num_slots for _, lease in held),
             gone=not left,
         )
 
     async def ReopenLayout(  # noqa: N802
-        self, request: kvd_pb2.ReopenLayoutRequest, _context: Any
-    ) -> kvd_pb2.ReopenLayoutResponse:
+        self, request: pb.ReopenLayoutRequest, _: Any
+    ) -> pb.ReopenLayoutResponse:
         """Open an unavailable layout, or do with it what the operator has decided."""
         if request.accept_loss and request.set_aside:
             raise InvalidRequestError("two decisions about one layout", "decide for one of them")
         name = await self._caches.reopen(
             request.layout, accept_loss=request.accept_loss, set_aside=request.set_aside
         )
-        return kvd_pb2.ReopenLayoutResponse(name=name)
+        return pb.ReopenLayoutResponse(name=name)
 
     async def ReloadSettings(  # noqa: N802
-        self, _request: kvd_pb2.ReloadSettingsRequest, _context: Any
-    ) -> kvd_pb2.ReloadSettingsResponse:
+        self, _request: pb.ReloadSettingsRequest, _: Any
+    ) -> pb.ReloadSettingsResponse:
         """Read the settings again, and put into force what may change live."""
-        found = self._reloader.reload()
-        return kvd_pb2.ReloadSettingsResponse(
-            applied=found.applied, needs_restart=found.needs_restart
-        )
+        found = self._reload()
+        return pb.ReloadSettingsResponse(applied=found.applied, needs_restart=found.needs_restart)
 
     async def ExportSession(  # noqa: N802
-        self, request: kvd_pb2.ExportSessionRequest, _context: Any
-    ) -> AsyncIterator[kvd_pb2.SessionFilePart]:
+        self, request: pb.ExportSessionRequest, _: Any
+    ) -> AsyncIterator[pb.SessionFilePart]:
         """Send a session as a file."""
         async with aclosing(self._transfers.export(request, allowed_tenants())) as parts:
             async for part in parts:
                 yield part
 
     async def ImportSession(  # noqa: N802
-        self, requests: AsyncIterator[kvd_pb2.ImportSessionRequest], _context: Any
-    ) -> kvd_pb2.ImportSessionResponse:
+        self, requests: AsyncIterator[pb.ImportSessionRequest], _: Any
+    ) -> pb.ImportSessionResponse:
         """Store a session from a file."""
         return await self._transfers.import_session(requests, allowed_tenants())
 
-    async def Verify(  # noqa: N802
-        self, request: kvd_pb2.VerifyRequest, _context: Any
-    ) -> AsyncIterator[kvd_pb2.VerifyProgress]:
+    async def Verify(self, request: pb.VerifyRequest, _: Any) -> AsyncIterator[pb.VerifyProgress]:  # noqa: N802
         """Check every copy; it ends with its caller."""
         caches = self._caches.of_model(request.model)
         if request.model and not caches:  # not to be taken for "nothing is corrupt"
@@ -175,10 +174,10 @@ class OperatorService(kvd_pb2_grpc.OperatorServicer):  # type: ignore[misc]  # t
                     progress.report, progress.layout, progress.num_copies, done=progress.done
                 )
 
-    async def _erase(self, request: kvd_pb2.FlushRequest) -> kvd_pb2.FlushResponse:
+    async def _erase(self, request: pb.FlushRequest) -> pb.FlushResponse:
         """Drop a tenant's sessions, or all, so that nothing of them can be read again."""
         tenant = tenant_to_erase(request, allowed_tenants())
-        response = kvd_pb2.FlushResponse()
+        response = pb.FlushResponse()
         if request.dry_run:
             response.erased_tenants.extend(self._eraser.named(tenant))
             wanted = filter_of(request.filter, None)
@@ -189,7 +188,7 @@ class OperatorService(kvd_pb2_grpc.OperatorServicer):  # type: ignore[misc]  # t
         response.erased_tenants.extend(erased.tenants)
         return response
 
-    def _found(self, named: kvd_pb2.SessionKey) -> tuple[Cache, SessionKey]:
+    def _found(self, named: pb.SessionKey) -> tuple[Cache, SessionKey]:
         """The session that a request names, if its caller may see it."""
         key = key_of(named)
         check_allowed(key, allowed_tenants())
@@ -205,28 +204,32 @@ class OperatorService(kvd_pb2_grpc.OperatorServicer):  # type: ignore[misc]  # t
 
     def _leases_of(self, pid: int) -> list[tuple[Cache, LeaseInfo]]:
         """What a process holds."""
-        owners = {facts.owner for facts in self._engines.owners() if facts.pid == pid}
+        engine_ids = {info.engine_id for info in self._engines.infos() if info.pid == pid}
         return [
             (cache, lease)
             for cache in self._caches
-            for lease in cache.act(lambda core, _: core.leases())
-            if lease.owner in owners
+            for lease in cache.act(lambda core: core.inspection.leases())
+            if lease.owner in engine_ids
         ]
 
 
 async def flush_selected(
     caches: Iterable[Cache],
     wanted: SessionFilter,
-    response: kvd_pb2.FlushResponse,
+    response: pb.FlushResponse,
     *,
     dry_run: bool,
 ) -> None:
     """Drop those of the sessions there are now that are meant, bit by bit: engines go on meanwhile.
 
-    A dry run only sums them up.
+    Args:
+        caches: where to look.
+        wanted: which sessions are meant.
+        response: to which what was freed, and what is leased, is added.
+        dry_run: only sum up what would be.
     """
     meant: dict[Cache, list[SessionKey]] = {}
-    async for cache, ranked in look_through(caches, wanted):
+    async for cache, ranked in scan_sessions(caches, wanted):
         meant.setdefault(cache, []).extend(key for _, key in ranked)
     for cache, keys in meant.items():
         if dry_run:
@@ -259,31 +262,26 @@ def _bits(keys: list[SessionKey]) -> Iterator[list[SessionKey]]:
 
 
 def _flush_selected(
-    keys: list[SessionKey], wanted: SessionFilter, core: CacheEngine, now_ns: int
+    keys: list[SessionKey], wanted: SessionFilter, core: CacheEngine
 ) -> FlushAnswer:
-    return core.flush_selected(keys, wanted, now_ns)
+    return core.sessions.flush_selected(keys, wanted)
 
 
 def _flushable(
-    keys: list[SessionKey], wanted: SessionFilter, core: CacheEngine, now_ns: int
+    keys: list[SessionKey], wanted: SessionFilter, core: CacheEngine
 ) -> tuple[tuple[SessionKey, ...], tuple[SessionKey, ...]]:
-    return core.flushable(keys, wanted, now_ns)
+    return core.sessions.flushable(keys, wanted)
 
 
 def _freed_bytes(
     keys: list[SessionKey],
     counted: Counter[bytes],
     core: CacheEngine,
-    _now_ns: int,
 ) -> int:
-    return core.freed_bytes(keys, counted)
+    return core.sessions.freed_bytes(keys, counted)
 
 
-def _add(response: kvd_pb2.FlushResponse, answer: FlushAnswer) -> None:
+def _add(response: pb.FlushResponse, answer: FlushAnswer) -> None:
     response.sessions += answer.num_sessions
     response.bytes += answer.freed_bytes
     response.skipped_leased.extend(key_message(key) for key in answer.skipped_leased)
-
-
-def _flush(key: SessionKey | None, dry_run: bool, core: CacheEngine, now_ns: int) -> FlushAnswer:
-    return core.flush(key, dry_run, now_ns)

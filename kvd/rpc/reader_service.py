@@ -1,7 +1,7 @@
 """The Reader service: sessions, leases, statistics and events, for monitors and operators."""
 
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from functools import partial
 from typing import Any
 
@@ -11,30 +11,47 @@ from kvd.caches.session_listing import SessionLister
 from kvd.config import Settings
 from kvd.core.engine import CacheEngine
 from kvd.core.records.errors import UnknownSessionError
-from kvd.core.records.records import LeaseInfo, TenantUsage
-from kvd.core.state.turn_log import RecordedTurn
-from kvd.engines.attached import Engines
-from kvd.engines.process_stats import engine_message, process_message
+from kvd.core.state.session_history import Move, MoveKind
+from kvd.engines.attached import Engine, Engines
 from kvd.rpc.operator_messages import (
     encryption_message,
+    engine_message,
+    history_messages,
     layout_stats_message,
     lease_message,
+    process_message,
+    settings_message,
     unavailable_message,
 )
-from kvd.rpc.reloading import settings_message
-from kvd.rpc.session_moves import gone_error, history_messages
 from kvd.runtime.cache import Cache
 from kvd.wire.events import EventHub
-from kvd.wire.messages import block_message, key_of, session_message
+from kvd.wire.messages import block_message, key_of, recent_turns_messages, session_message
 from kvd.wire.selection import allowed_tenants, check_allowed, event_filter_of, listing_of
-from kvd.wire.turn_messages import recent_turns_messages
 from shared.config.reload import LiveSettings
-from shared.pb.kvd.v1 import kvd_pb2, kvd_pb2_grpc
+from shared.pb.kvd.v1 import kvd_pb2 as pb
+from shared.pb.kvd.v1 import kvd_pb2_grpc
+from shared.types.session_key import SessionKey, session_key
+from shared.types.units import NS_PER_S, format_duration
 from shared.version import __version__
+
+# What became of a session that is not stored any more, by the last move of its history.
+_GONE = {
+    MoveKind.DROPPED: "left all tiers for room",
+    MoveKind.EXPIRED: "expired",
+    MoveKind.FLUSHED: "was flushed",
+}
 
 
 class ReaderService(kvd_pb2_grpc.ReaderServicer):  # type: ignore[misc]  # the stubs are untyped
-    """What a monitor may look at."""
+    """What a monitor may look at.
+
+    Args:
+        caches: of all layouts.
+        engines: attached and quarantined ones.
+        events: what has happened, and what will.
+        scrubber: whether it runs.
+        live: the settings in force.
+    """
 
     def __init__(
         self,
@@ -57,8 +74,8 @@ class ReaderService(kvd_pb2_grpc.ReaderServicer):  # type: ignore[misc]  # the s
         return self._live.settings
 
     async def ListSessions(  # noqa: N802
-        self, request: kvd_pb2.ListSessionsRequest, _context: Any
-    ) -> kvd_pb2.ListSessionsResponse:
+        self, request: pb.ListSessionsRequest, _: Any
+    ) -> pb.ListSessionsResponse:
         """Page through the sessions of all layouts."""
         most = self._settings.limits.sessions_page
         limit = min(request.limit or most, most)
@@ -68,8 +85,8 @@ class ReaderService(kvd_pb2_grpc.ReaderServicer):  # type: ignore[misc]  # the s
         return page
 
     async def DescribeSession(  # noqa: N802
-        self, request: kvd_pb2.DescribeSessionRequest, _context: Any
-    ) -> kvd_pb2.DescribeSessionResponse:
+        self, request: pb.DescribeSessionRequest, _: Any
+    ) -> pb.DescribeSessionResponse:
         """One session with its blocks, its leases, and what happened to it lately."""
         asked = key_of(request.session)
         check_allowed(asked, allowed_tenants())
@@ -77,67 +94,60 @@ class ReaderService(kvd_pb2_grpc.ReaderServicer):  # type: ignore[misc]  # the s
             cache, key = self._caches.find(asked)
         except UnknownSessionError as error:
             raise gone_error(self._caches, asked) or error from error
-        detail, now_ns = cache.act(lambda core, now_ns: (core.describe(key), now_ns))
-        owners = {facts.owner: facts for facts in self._engines.owners()}
-        leases = cache.act(lambda core, _: core.leases())
-        return kvd_pb2.DescribeSessionResponse(
+        detail, now_ns = cache.act(lambda core: (core.inspection.describe(key), core.now_ns))
+        engines = {info.engine_id: info for info in self._engines.infos()}
+        leases = cache.act(lambda core: core.inspection.leases())
+        return pb.DescribeSessionResponse(
             info=session_message(detail.info, cache.layout, now_ns),
             blocks=[block_message(block) for block in detail.blocks],
-            history=history_messages(cache.act(lambda core, _: core.history(key)), now_ns),
+            history=history_messages(
+                cache.act(lambda core: core.inspection.history.of(key)), now_ns
+            ),
             leases=[
-                lease_message(lease, cache.layout, owners.get(lease.owner), now_ns)
+                lease_message(lease, cache.layout, engines.get(lease.owner), now_ns)
                 for lease in leases
                 if lease.key == key
             ],
         )
 
-    async def ListLeases(  # noqa: N802
-        self, request: kvd_pb2.ListLeasesRequest, _context: Any
-    ) -> kvd_pb2.ListLeasesResponse:
+    async def ListLeases(self, request: pb.ListLeasesRequest, _: Any) -> pb.ListLeasesResponse:  # noqa: N802
         """Who uses slots, attached or quarantined; oldest first."""
-        owners = {facts.owner: facts for facts in self._engines.owners()}
+        engines = {info.engine_id: info for info in self._engines.infos()}
         messages = []
         for cache in self._caches.of_model(request.model):
-            leases, now_ns = cache.act(_leases)
+            leases, now_ns = cache.act(lambda core: (core.inspection.leases(), core.now_ns))
             messages += [
-                lease_message(lease, cache.layout, owners.get(lease.owner), now_ns)
+                lease_message(lease, cache.layout, engines.get(lease.owner), now_ns)
                 for lease in leases
             ]
         messages.sort(key=lambda message: -message.age_s)
-        return kvd_pb2.ListLeasesResponse(leases=messages)
+        return pb.ListLeasesResponse(leases=messages)
 
-    async def GetStats(  # noqa: N802
-        self, _request: kvd_pb2.GetStatsRequest, _context: Any
-    ) -> kvd_pb2.GetStatsResponse:
+    async def GetStats(self, _request: pb.GetStatsRequest, _: Any) -> pb.GetStatsResponse:  # noqa: N802
         """Fill, counters, engines and the process itself."""
-        return kvd_pb2.GetStatsResponse(
+        return pb.GetStatsResponse(
             version=__version__,
             layouts=[self._layout_message(cache) for cache in self._caches.of_model("")],
-            engines=[
-                engine_message(engine, *engine.cache.act(partial(_num_jobs, engine.engine_id)))
-                for engine in self._engines
-            ],
+            engines=[self._engine_message(engine) for engine in self._engines],
             process=process_message(),
             verifying=self._scrubber.is_running,
-            encryption=encryption_message(self._caches.secrets.facts()),
+            encryption=encryption_message(self._caches.secrets.info()),
             unavailable=[
                 unavailable_message(layout, time.monotonic()) for layout in self._caches.unavailable
             ],
         )
 
-    async def GetSettings(  # noqa: N802
-        self, _request: kvd_pb2.GetSettingsRequest, _context: Any
-    ) -> kvd_pb2.GetSettingsResponse:
+    async def GetSettings(self, _request: pb.GetSettingsRequest, _: Any) -> pb.GetSettingsResponse:  # noqa: N802
         """The settings in force, and where each comes from."""
         return settings_message(self._live.loaded)
 
     async def ListRecentTurns(  # noqa: N802
-        self, request: kvd_pb2.ListRecentTurnsRequest, _context: Any
-    ) -> AsyncIterator[kvd_pb2.RecentTurns]:
+        self, request: pb.ListRecentTurnsRequest, _: Any
+    ) -> AsyncIterator[pb.RecentTurns]:
         """The turns of the last while, layout by layout."""
         settings = self._settings
         for cache in self._caches.of_model(request.model):
-            turns, now_ns = cache.act(_recent_turns)
+            turns, now_ns = cache.act(lambda core: (iter(core.inspection.turns), core.now_ns))
             for message in recent_turns_messages(
                 turns,
                 cache.layout,
@@ -148,9 +158,7 @@ class ReaderService(kvd_pb2_grpc.ReaderServicer):  # type: ignore[misc]  # the s
             ):
                 yield message
 
-    async def WatchEvents(  # noqa: N802
-        self, request: kvd_pb2.WatchEventsRequest, _context: Any
-    ) -> AsyncIterator[kvd_pb2.Event]:
+    async def WatchEvents(self, request: pb.WatchEventsRequest, _: Any) -> AsyncIterator[pb.Event]:  # noqa: N802
         """Stream the last events, if they are wanted, and those from now on."""
         wanted = event_filter_of(request, allowed_tenants())
         recent = self._events.recent(wanted, request.num_recent)
@@ -164,30 +172,38 @@ class ReaderService(kvd_pb2_grpc.ReaderServicer):  # type: ignore[misc]  # the s
             while True:
                 yield await watcher.next()
 
-    def _layout_message(self, cache: Cache) -> kvd_pb2.LayoutStats:
+    def _engine_message(self, engine: Engine) -> pb.EngineInfo:
+        num_jobs = engine.cache.act(lambda core: core.engines.num_jobs(engine.engine_id))
+        return engine_message(engine, *num_jobs)
+
+    def _layout_message(self, cache: Cache) -> pb.LayoutStats:
         return layout_stats_message(
             cache.stats(),
             cache.layout,
-            cache.arena_facts(self._caches.keep),
-            cache.volume_facts(),
+            cache.arena_info(self._caches.keep),
+            cache.volume.files.info(),
             self._settings.ssd.admission,
-            cache.act(_tenants),
-            cache.act(lambda core, _: core.queue_stats()),
+            cache.act(lambda core: tuple(core.inspection.tenants)),
+            cache.act(lambda core: core.inspection.queue_stats()),
         )
 
 
-def _num_jobs(owner: int, core: CacheEngine, _now_ns: int) -> tuple[int, int]:
-    """Of an engine: those that wait, those that run."""
-    return core.num_queued(owner), core.num_running(owner)
+def gone_error(caches: Caches, key: SessionKey) -> UnknownSessionError | None:
+    """Say what became of a session that is not stored any more; None: it is not remembered."""
+    for cache in caches.of_model(key.model):
+        full = session_key(key.tenant, cache.layout.model, key.session_id)
+        moves, now_ns = cache.act(partial(_history, full))
+        if moves and moves[-1].kind in _GONE:
+            last = moves[-1]
+            ago = format_duration(max(0.0, (now_ns - last.last_ns) / NS_PER_S))
+            why = f" ({last.why})" if last.why == "corrupt" else ""
+            return UnknownSessionError(
+                f"session {key.session_id!r} of tenant {key.tenant!r} is not stored any more: "
+                f"it {_GONE[last.kind]}{why} {ago} ago",
+                "list what is stored with: kvd ls",
+            )
+    return None
 
 
-def _leases(core: CacheEngine, now_ns: int) -> tuple[tuple[LeaseInfo, ...], int]:
-    return core.leases(), now_ns
-
-
-def _recent_turns(core: CacheEngine, now_ns: int) -> tuple[Iterator[RecordedTurn], int]:
-    return core.recent_turns(), now_ns
-
-
-def _tenants(core: CacheEngine, _now_ns: int) -> tuple[TenantUsage, ...]:
-    return core.tenants()
+def _history(key: SessionKey, core: CacheEngine) -> tuple[tuple[Move, ...], int]:
+    return core.inspection.history.of(key), core.now_ns

@@ -14,16 +14,16 @@ from kvd.config import LimitSettings, Settings
 from kvd.core.engine import CacheEngine
 from kvd.core.records.errors import InvalidRequestError, UnknownSessionError
 from kvd.core.records.records import LeaseState, LoadAnswer, Lookup, StoreAnswer
-from kvd.engines.attached import AttachedEngine, Engines
-from kvd.engines.data_socket import DataSocket
+from kvd.engines.attached import Engine, Engines
+from kvd.engines.data_socket import DataSocket, EngineUsers
 from kvd.errors import AttachDeniedError, StoppingError
-from kvd.host.engine_users import EngineUsers
-from kvd.rpc.queue_streams import QueueStreams
+from kvd.rpc.queue_replica import QueueStreams
 from kvd.runtime.cache import Cache
 from kvd.wire.messages import key_of, lineage_of, load_response, session_message, store_response
 from shared.config.reload import LiveSettings
-from shared.kvd_client.layout_message import layout_of
-from shared.pb.kvd.v1 import kvd_pb2, kvd_pb2_grpc
+from shared.kvd_client.messages import layout_of
+from shared.pb.kvd.v1 import kvd_pb2 as pb
+from shared.pb.kvd.v1 import kvd_pb2_grpc
 from shared.process.log import get_logger
 from shared.types.session_key import SessionKey
 from shared.version import __version__
@@ -50,7 +50,16 @@ class Draining:
 
 
 class EngineService(kvd_pb2_grpc.EngineServicer):  # type: ignore[misc]  # the stubs are untyped
-    """What an inference engine may do."""
+    """What an inference engine may do.
+
+    Args:
+        caches: of all layouts.
+        engines: where attachments are registered.
+        data_socket: who comes with its tokens has come from a process that may attach.
+        live: the settings in force.
+        draining: when nothing new is granted any more.
+        users: the tenants that an engine may name.
+    """
 
     def __init__(
         self,
@@ -74,28 +83,26 @@ class EngineService(kvd_pb2_grpc.EngineServicer):  # type: ignore[misc]  # the s
         """In force now."""
         return self._live.settings.limits
 
-    async def Attach(  # noqa: N802
-        self, request: kvd_pb2.AttachRequest, _context: Any
-    ) -> AsyncIterator[kvd_pb2.AttachEvent]:
+    async def Attach(self, request: pb.AttachRequest, _: Any) -> AsyncIterator[pb.AttachEvent]:  # noqa: N802
         """Bind the stream to the process that the token was given to, and hold it."""
         self._draining.refuse()
         layout = layout_of(request.layout)
-        peer = self._data_socket.claim(request.data_token)
+        connection = self._data_socket.claim(request.data_token)
         try:
             cache, arena = await self._caches.open(layout)
             # Nothing is awaited in between: nobody takes the arena from a layout with an engine.
-            if peer.gone.is_set():
+            if connection.gone.is_set():
                 raise AttachDeniedError("the data connection has ended", "connect again")
             engine, confirmed, lost = self._engines.attach(
                 request.engine_name[:MAX_NAME],
                 cache,
-                peer,
+                connection,
                 request.instance,
                 request.held_leases,
                 version=request.version[:MAX_NAME],
             )
-            yield kvd_pb2.AttachEvent(
-                attached=kvd_pb2.Attached(
+            yield pb.AttachEvent(
+                attached=pb.Attached(
                     engine_id=engine.engine_id,
                     arena_id=arena.arena_id,
                     slot_bytes=arena.slots.slot_bytes,
@@ -106,19 +113,17 @@ class EngineService(kvd_pb2_grpc.EngineServicer):  # type: ignore[misc]  # the s
                     max_queue_jobs=self._limits.max_queue_jobs,
                 )
             )
-            await _first_of(peer.gone, self._draining.begun)
+            await _first_of(connection.gone, self._draining.begun)
             if self._draining.begun.is_set():
                 deadline_s = self._draining.deadline_s
-                yield kvd_pb2.AttachEvent(draining=kvd_pb2.Draining(deadline_s=deadline_s))
-                await peer.gone.wait()
+                yield pb.AttachEvent(draining=pb.Draining(deadline_s=deadline_s))
+                await connection.gone.wait()
         finally:
-            if not peer.gone.is_set():
+            if not connection.gone.is_set():
                 # Its process may still be copying: slots stay leased until it is gone (D10).
-                log.info("attach_stream_ended", engine=request.engine_name, pid=peer.pid)
+                log.info("attach_stream_ended", engine=request.engine_name, pid=connection.pid)
 
-    async def PrepareLoad(  # noqa: N802
-        self, request: kvd_pb2.PrepareLoadRequest, _context: Any
-    ) -> kvd_pb2.PrepareLoadResponse:
+    async def PrepareLoad(self, request: pb.PrepareLoadRequest, _: Any) -> pb.PrepareLoadResponse:  # noqa: N802
         """Lease slots with stored KV, after the SSD reads that this needs."""
         self._draining.refuse()
         engine, key = self._who(request)
@@ -128,25 +133,23 @@ class EngineService(kvd_pb2_grpc.EngineServicer):  # type: ignore[misc]  # the s
         while answer.miss_reason == "busy" and await engine.cache.changed(_left_s(until)):
             answer = self._act(engine, prepare)
         if answer.lookup is Lookup.PENDING:
-            index = engine.cache.progress_index(answer.lease_id)
+            index = engine.cache.loads.index_of(answer.lease_id)
             if request.accept_pending and index is not None:
                 return load_response(answer, index)
             answer = await self._settled(engine, answer.lease_id, until)
         return load_response(answer)
 
     async def CompleteLoad(  # noqa: N802
-        self, request: kvd_pb2.CompleteLoadRequest, _context: Any
-    ) -> kvd_pb2.CompleteLoadResponse:
+        self, request: pb.CompleteLoadRequest, _: Any
+    ) -> pb.CompleteLoadResponse:
         """End a load lease."""
         engine = self._engines.of(request.engine_id)
-        engine.cache.act(
-            lambda core, now_ns: core.complete_load(request.lease_id, engine.engine_id, now_ns)
-        )
-        return kvd_pb2.CompleteLoadResponse()
+        engine.cache.act(lambda core: core.loads.complete(request.lease_id, engine.engine_id))
+        return pb.CompleteLoadResponse()
 
     async def PrepareStore(  # noqa: N802
-        self, request: kvd_pb2.PrepareStoreRequest, _context: Any
-    ) -> kvd_pb2.PrepareStoreResponse:
+        self, request: pb.PrepareStoreRequest, _: Any
+    ) -> pb.PrepareStoreResponse:
         """Lease slots to write to, waiting for them if they are in use."""
         self._draining.refuse()
         engine, key = self._who(request)
@@ -161,55 +164,47 @@ class EngineService(kvd_pb2_grpc.EngineServicer):  # type: ignore[misc]  # the s
         return response
 
     async def CompleteStore(  # noqa: N802
-        self, request: kvd_pb2.CompleteStoreRequest, _context: Any
-    ) -> kvd_pb2.CompleteStoreResponse:
+        self, request: pb.CompleteStoreRequest, _: Any
+    ) -> pb.CompleteStoreResponse:
         """Publish or forget what was written."""
         engine = self._engines.of(request.engine_id)
         stored = engine.cache.act(
-            lambda core, now_ns: core.complete_store(
-                request.lease_id, engine.engine_id, request.success, now_ns
+            lambda core: core.stores.complete(
+                request.lease_id, engine.engine_id, success=request.success
             )
         )
-        return kvd_pb2.CompleteStoreResponse(stored_tokens=stored)
+        return pb.CompleteStoreResponse(stored_tokens=stored)
 
-    async def Discard(  # noqa: N802
-        self, request: kvd_pb2.DiscardRequest, _context: Any
-    ) -> kvd_pb2.DiscardResponse:
+    async def Discard(self, request: pb.DiscardRequest, _: Any) -> pb.DiscardResponse:  # noqa: N802
         """Drop token ranges of a session; metadata only."""
         engine, key = self._who(request)
         ranges = [(item.start, item.end) for item in request.ranges]
         lineage = lineage_of(request)
         kept = engine.cache.act(
-            lambda core, now_ns: core.discard(
-                key, request.token_ids, ranges, now_ns, lineage=lineage
-            )
+            lambda core: core.sessions.discard(key, request.token_ids, ranges, lineage=lineage)
         )
-        return kvd_pb2.DiscardResponse(kept_tokens=kept)
+        return pb.DiscardResponse(kept_tokens=kept)
 
-    async def GetSession(  # noqa: N802
-        self, request: kvd_pb2.GetSessionRequest, _context: Any
-    ) -> kvd_pb2.SessionInfo:
+    async def GetSession(self, request: pb.GetSessionRequest, _: Any) -> pb.SessionInfo:  # noqa: N802
         """Tell what is stored of a session."""
         engine, key = self._who(request)
         return engine.cache.act(partial(_session_message, engine.cache, key))
 
-    async def EndSession(  # noqa: N802
-        self, request: kvd_pb2.EndSessionRequest, _context: Any
-    ) -> kvd_pb2.EndSessionResponse:
+    async def EndSession(self, request: pb.EndSessionRequest, _: Any) -> pb.EndSessionResponse:  # noqa: N802
         """Note that a session will not come back."""
         engine, key = self._who(request)
-        engine.cache.act(lambda core, now_ns: core.end_session(key, now_ns))
-        return kvd_pb2.EndSessionResponse()
+        engine.cache.act(lambda core: core.sessions.end(key))
+        return pb.EndSessionResponse()
 
     async def PushQueue(  # noqa: N802
-        self, requests: AsyncIterator[kvd_pb2.QueueSnapshot], _context: Any
-    ) -> AsyncIterator[kvd_pb2.QueueAck]:
+        self, requests: AsyncIterator[pb.QueueSnapshot], _: Any
+    ) -> AsyncIterator[pb.QueueAck]:
         """Take the engine's queue, snapshot by snapshot."""
         async with aclosing(self._queues.serve(requests)) as acks:
             async for ack in acks:
                 yield ack
 
-    def _who(self, request: Any) -> tuple[AttachedEngine, SessionKey]:
+    def _who(self, request: Any) -> tuple[Engine, SessionKey]:
         """Return the caller and the session it names, which must be of its own model."""
         engine = self._engines.of(request.engine_id)
         key = key_of(request.session, engine.cache.layout.model)
@@ -218,63 +213,55 @@ class EngineService(kvd_pb2_grpc.EngineServicer):  # type: ignore[misc]  # the s
                 f"the session's model is {key.model[:12]}, not {engine.cache.layout.model[:12]}",
                 "attach with the layout of the session's model",
             )
-        self._users.check(engine.peer.uid, key.tenant)
+        self._users.check(engine.uid, key.tenant)
         return engine, key
 
-    def _act(self, engine: AttachedEngine, step: Callable[[CacheEngine, int], T]) -> T:
+    def _act(self, engine: Engine, step: Callable[[CacheEngine], T]) -> T:
         """Act for an engine that must still be attached, which each wait puts in doubt."""
         return self._engines.of(engine.engine_id).cache.act(step)
 
-    async def _settled(self, engine: AttachedEngine, lease_id: int, until: float) -> LoadAnswer:
+    async def _settled(self, engine: Engine, lease_id: int, until: float) -> LoadAnswer:
         """Wait for a load's reads, until the deadline; what has not arrived by then is cut off."""
         cache = engine.cache
         try:
-            while cache.act(lambda core, _: core.lease_state(lease_id)) is LeaseState.PENDING:
+            while cache.act(lambda core: core.loads.state_of(lease_id)) is LeaseState.PENDING:
                 if not await cache.changed(_left_s(until)):
                     break
         except asyncio.CancelledError:  # the caller has given up: nobody else will complete it
-            if cache.act(lambda core, _: core.lease_state(lease_id)) is not LeaseState.LOST:
-                cache.act(
-                    lambda core, now_ns: core.complete_load(lease_id, engine.engine_id, now_ns)
-                )
+            if cache.act(lambda core: core.loads.state_of(lease_id)) is not LeaseState.LOST:
+                cache.act(lambda core: core.loads.complete(lease_id, engine.engine_id))
             raise
-        return cache.act(lambda core, _: core.settle_load(lease_id))
+        return cache.act(lambda core: core.loads.settle(lease_id))
 
 
-def _prepare_load(
-    request: kvd_pb2.PrepareLoadRequest, key: SessionKey, core: CacheEngine, now_ns: int
-) -> LoadAnswer:
-    return core.prepare_load(
+def _prepare_load(request: pb.PrepareLoadRequest, key: SessionKey, core: CacheEngine) -> LoadAnswer:
+    return core.loads.prepare(
         key,
         request.token_ids,
         request.from_token,
         request.engine_id,
-        now_ns,
         dram_only=request.dram_only,
         lineage=lineage_of(request),
     )
 
 
 def _prepare_store(
-    request: kvd_pb2.PrepareStoreRequest, key: SessionKey, core: CacheEngine, now_ns: int
+    request: pb.PrepareStoreRequest, key: SessionKey, core: CacheEngine
 ) -> StoreAnswer:
-    return core.prepare_store(
+    return core.stores.prepare(
         key,
         request.token_ids,
         request.from_token,
         request.engine_id,
-        now_ns,
         lineage=lineage_of(request),
     )
 
 
-def _session_message(
-    cache: Cache, key: SessionKey, core: CacheEngine, now_ns: int
-) -> kvd_pb2.SessionInfo:
-    info = core.session_info(key)
+def _session_message(cache: Cache, key: SessionKey, core: CacheEngine) -> pb.SessionInfo:
+    info = core.inspection.info(key)
     if info is None:
         raise UnknownSessionError(f"session {key} is not stored", "store it first")
-    return session_message(info, cache.layout, now_ns)
+    return session_message(info, cache.layout, core.now_ns)
 
 
 def _until(wait_s: float) -> float:

@@ -1,31 +1,36 @@
-"""One read through the I/O pool: its first group of layers alone, then all others at once.
+"""Reads of one layout through the I/O pool: into slots for loads, and to verify what is on SSD.
 
-The header in the first group says how the others are verified. It is answered when no group of it
-is left, so that nothing writes to its slot any more.
+The first group of layers of a block is read alone, then all others at once: the header in the first
+group says how the others are verified. A read is answered when no group of it is left, so that
+nothing writes to its slot any more.
 
 A read ahead of loads may be hurried: a load has come to wait for it. What of it is not begun is
 then queued once more, and whichever of the two jobs comes first does it.
 """
 
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterable
 from functools import partial
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
-from kvd.core.records.actions import IoOutcome
-from kvd.core.records.records import StoredBlock
+from kvd.core.records.actions import IoOutcome, ReadBlock, VerifyExtent
+from kvd.core.records.rows import StoredBlock
+from kvd.runtime.completions import AHEAD, LOAD, Ended, IoHistograms, attempt, verified
+from kvd.runtime.load_tracking import LoadTracker
+from kvd.tiers.direct_io import Staging
 from kvd.tiers.extent_read import ExtentRead
-from kvd.tiers.io_pool import IoPool, Priority
-from kvd.tiers.staging import Staging
-from shared.process.log import get_logger
+from kvd.tiers.io_threads import IoPool, Priority
+from kvd.tiers.volume import SegmentVolume
+
+if TYPE_CHECKING:
+    from kvd.core.engine import CacheEngine
 
 Done: TypeAlias = Callable[[IoOutcome, StoredBlock | None], None]
 
-log = get_logger(__name__)
-
 
 class BlockReading:
-    """See the module docstring.
+    """One read, group by group.
 
     Args:
         pool: runs the groups.
@@ -33,7 +38,8 @@ class BlockReading:
         priority: in the pool.
         order: the load and the block; the group goes between them, so that of several blocks the
             first layers come first.
-        advanced: told how many layers, from the first on, are there; in a thread of the pool.
+        advanced: called with how many layers, from the first on, are there; in a thread of
+            the pool.
         done: the answer, in a thread of the pool.
     """
 
@@ -89,12 +95,11 @@ class BlockReading:
             self._queued.discard(index)
         read = self._read
         assert read is not None, "a group is read before the last one ends"  # noqa: S101
-        try:
-            outcome = read.run(index, staging) if self._failure() is None else IoOutcome.OK
-        except Exception:
-            # The edge: an operation without an answer would hold its slot for ever.
-            log.exception("read_failed_unexpectedly")
-            outcome = IoOutcome.TRANSIENT
+        outcome = IoOutcome.OK
+        if self._failure() is None:
+            outcome = attempt(
+                "read_failed_unexpectedly", lambda: read.run(index, staging), IoOutcome.TRANSIENT
+            )
         more = range(1, len(self._groups)) if index == 0 and outcome is IoOutcome.OK else ()
         with self._lock:
             self._outcomes[index] = outcome
@@ -111,7 +116,7 @@ class BlockReading:
             self._done(failure or IoOutcome.OK, None if failure else read.stored)
 
     def _advance(self) -> None:
-        """Tell of the groups that are there without a gap."""
+        """Report the groups that are there without a gap."""
         before = self._num_good
         while (
             self._num_good < len(self._outcomes) and self._outcomes[self._num_good] is IoOutcome.OK
@@ -121,6 +126,92 @@ class BlockReading:
             self._advanced(self._groups[self._num_good - 1].layers.stop)
 
     def _failure(self) -> IoOutcome | None:
-        """The outcome of the first group that failed."""
+        """Return the outcome of the first group that failed."""
         failed = (o for o in self._outcomes if o not in (None, IoOutcome.OK))
         return next(failed, None)
+
+
+class BlockReader:
+    """The reads of one layout. On the event loop.
+
+    Args:
+        pool: runs them.
+        volume: what is read.
+        memory_of: slot id → its memory.
+        loads: is shown the reads that loads may wait for.
+        histograms: observe how long reads take.
+        report: takes what has ended, in some thread.
+    """
+
+    def __init__(
+        self,
+        pool: IoPool,
+        volume: SegmentVolume,
+        memory_of: Callable[[int], memoryview],
+        loads: LoadTracker,
+        histograms: IoHistograms,
+        report: Callable[[Ended], None],
+    ) -> None:
+        self._pool = pool
+        self._volume = volume
+        self._memory_of = memory_of
+        self._loads = loads
+        self._histograms = histograms
+        self._report = report
+        self._load = pool.ticket()  # reads are ordered by the load they came with
+        self._ahead: dict[int, BlockReading] = {}  # under way; a load that comes to wait hurries it
+
+    def begin_load(self) -> None:
+        """Order the reads from here on behind those of the loads before."""
+        self._load = self._pool.ticket()
+
+    def hurry(self, op_ids: Iterable[int]) -> None:
+        """Read what of these is read ahead for the load that has begun: it waits for it now."""
+        for op_id in op_ids:
+            if op_id in self._ahead:
+                self._ahead.pop(op_id).hurry(self._load)
+
+    def read(self, action: ReadBlock) -> None:
+        """Begin to read a block into its slot; returns at once."""
+        op_id, began_s = action.op_id, time.monotonic()
+        self._loads.begin(op_id)
+        read = self._volume.reading(
+            action.extent,
+            action.key,
+            action.num_tokens,
+            self._memory_of(action.slot_id),
+            layered=action.layered,
+        )
+
+        def done(outcome: IoOutcome, stored: StoredBlock | None) -> None:
+            def complete(engine: "CacheEngine") -> None:
+                self._ahead.pop(op_id, None)
+                purpose = AHEAD if action.ahead else LOAD
+                self._histograms.read_s.observe(time.monotonic() - began_s, purpose)
+                engine.arrivals.read_done(op_id, outcome, stored)
+
+            self._report(Ended(complete, op_id, outcome is IoOutcome.OK))
+
+        priority = Priority.READ_AHEAD if action.ahead else Priority.READ
+        order = (self._load, op_id)
+        advanced = partial(self._loads.advanced, op_id)
+        reading = BlockReading(self._pool, read, priority, order, advanced, done)
+        if action.ahead:
+            self._ahead[op_id] = reading
+        reading.start()
+
+    def verify(self, action: VerifyExtent) -> None:
+        """Begin to read a block only to see that it is good; returns at once."""
+        read = self._volume.reading(
+            action.extent, action.key, action.num_tokens, None, layered=False
+        )
+
+        def done(outcome: IoOutcome, _stored: StoredBlock | None) -> None:
+            self._report(verified(action.op_id, outcome))
+
+        order = (0, action.op_id)
+        BlockReading(self._pool, read, Priority.BACKGROUND, order, _ignore, done).start()
+
+
+def _ignore(_num_layers: int) -> None:
+    """Nobody waits for the layers of a scrub."""

@@ -5,23 +5,25 @@ less than several.
 """
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 from kvd.core.records.actions import IoOutcome, WriteBlock
-from kvd.core.records.records import StoredBlock
-from kvd.tiers.batch_worker import BatchWorker
+from kvd.core.records.rows import StoredBlock
+from kvd.runtime.completions import Ended, IoHistograms, attempt
+from kvd.tiers.direct_io import Staging
 from kvd.tiers.extent_format import ToWrite
-from kvd.tiers.io_pool import IoPool, Priority
-from kvd.tiers.staging import Staging
+from kvd.tiers.io_threads import BatchWorker, IoPool, Priority
 from kvd.tiers.volume import SegmentVolume, Written
-from shared.process.log import get_logger
 from shared.types.units import SECTOR_BYTES
+
+if TYPE_CHECKING:
+    from kvd.core.engine import CacheEngine
 
 MAX_RUN_BYTES = 4 << 20  # of blocks in one write, unless one alone has more
 MAX_SYNC_BATCH = 64  # blocks in one sync: enough to share its cost, few enough to report soon
-
-log = get_logger(__name__)
 
 
 class BlockWriter:
@@ -32,7 +34,8 @@ class BlockWriter:
         volume: written to.
         name: of the syncer's thread.
         memory_of: slot id → its memory.
-        done: told the outcomes of ops, in some thread; OK means that it is durable.
+        histograms: observe how long writes take.
+        report: takes what has ended, in some thread; OK means that it is durable.
     """
 
     def __init__(
@@ -41,12 +44,15 @@ class BlockWriter:
         volume: SegmentVolume,
         name: str,
         memory_of: Callable[[int], memoryview],
-        done: Callable[[Sequence[tuple[int, IoOutcome]]], None],
+        histograms: IoHistograms,
+        report: Callable[[Ended], None],
     ) -> None:
         self._pool = pool
         self._volume = volume
         self._memory_of = memory_of
-        self._done = done
+        self._histograms = histograms
+        self._report = report
+        self._began_s: dict[int, float] = {}  # by operation
         self._waiting: deque[WriteBlock] = deque()
         self._lock = threading.Lock()  # guards the taking of runs
         self._syncer: BatchWorker[tuple[int, Written]] = BatchWorker(
@@ -59,6 +65,7 @@ class BlockWriter:
 
     def write(self, action: WriteBlock) -> None:
         """Begin a write; returns at once."""
+        self._began_s[action.op_id] = time.monotonic()
         num_bytes = self._volume.shape.num_sectors(action.num_tokens) * SECTOR_BYTES
         self._waiting.append(action)
         # As many jobs as blocks, though one may take several: what is in flight stays within the
@@ -74,12 +81,12 @@ class BlockWriter:
         run = self._take_run()
         if not run:
             return
-        try:
-            written = self._volume.write([self._to_write(action) for action in run], staging)
-        except Exception:
-            # The edge: an op without an answer would hold its slot for ever.
-            log.exception("write_failed_unexpectedly", extent=run[0].extent)
-            written = Written(IoOutcome.TRANSIENT, 0, 0)
+        written = attempt(
+            "write_failed_unexpectedly",
+            lambda: self._volume.write([self._to_write(action) for action in run], staging),
+            Written(IoOutcome.TRANSIENT, 0, 0),
+            extent=run[0].extent,
+        )
         if written.outcome is IoOutcome.OK:
             for action in run:
                 self._syncer.put((action.op_id, written))
@@ -98,20 +105,29 @@ class BlockWriter:
 
     def _to_write(self, action: WriteBlock) -> ToWrite:
         return ToWrite(
-            action.extent,
-            action.key,
-            action.num_tokens,
-            StoredBlock(action.token_ids, action.checksums),
-            self._memory_of(action.slot_id),
-            action.tenant,
+            extent=action.extent,
+            key=action.key,
+            num_tokens=action.num_tokens,
+            stored=StoredBlock(action.token_ids, action.checksums),
+            memory=self._memory_of(action.slot_id),
+            tenant=action.tenant,
         )
 
     def _sync(self, batch: list[tuple[int, Written]]) -> None:
-        try:
-            outcomes = self._volume.sync([written for _, written in batch])
-        except Exception:
-            # The edge, as above.
-            log.exception("sync_failed_unexpectedly", blocks=len(batch))
-            outcomes = [IoOutcome.TRANSIENT] * len(batch)
-        op_ids = [op_id for op_id, _ in batch]
+        op_ids, written = zip(*batch, strict=True)
+        outcomes = attempt(
+            "sync_failed_unexpectedly",
+            lambda: self._volume.sync(written),
+            [IoOutcome.TRANSIENT] * len(batch),
+            blocks=len(batch),
+        )
         self._done(list(zip(op_ids, outcomes, strict=True)))
+
+    def _done(self, outcomes: Sequence[tuple[int, IoOutcome]]) -> None:
+        def complete(engine: "CacheEngine") -> None:
+            now_s = time.monotonic()
+            for op_id, outcome in outcomes:
+                self._histograms.write_s.observe(now_s - self._began_s.pop(op_id))
+                engine.writes.write_done(op_id, outcome)
+
+        self._report(Ended(complete, num_ops=len(outcomes)))

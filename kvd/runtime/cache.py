@@ -12,20 +12,22 @@ import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
-from kvd.core.engine import CacheEngine
 from kvd.core.records.actions import Emit, LeaseReady, SpaceFreed
-from kvd.core.records.records import AdoptedSlot, EngineStats, IndexRows, OrphanSlot
+from kvd.core.records.records import EngineStats
+from kvd.core.records.rows import AdoptedSlot, IndexRows, OrphanSlot
 from kvd.host.clock import Clock
-from kvd.runtime.performer import Completion, Performer
-from kvd.tiers.arena import Arena
-from kvd.tiers.io_measures import IoMeasures
-from kvd.tiers.tier_facts import ArenaFacts, VolumeFacts
+from kvd.runtime.completions import Completion
+from kvd.runtime.performer import Performer
+from kvd.tiers.arena import Arena, ArenaInfo
 from kvd.tiers.volume import SegmentVolume
 from shared.process.log import get_logger
 from shared.types.errors import ReportedError
 from shared.types.units import NS_PER_S
+
+if TYPE_CHECKING:
+    from kvd.core.engine import CacheEngine
 
 T = TypeVar("T")
 
@@ -41,11 +43,13 @@ class Cache:
         max_extents: what the volume may grow to, if there is space.
         volume: its part of the SSD tier.
         last_opened_s: when an engine last came for it, on the loop's clock.
+        loads: the progress of loads that are under way.
+        io_histograms: how long its reads and writes take.
     """
 
     def __init__(
         self,
-        engine: CacheEngine,
+        engine: "CacheEngine",
         max_extents: int,
         volume: SegmentVolume,
         performer: Performer,
@@ -58,6 +62,8 @@ class Cache:
         self.volume = volume
         self.arena: Arena | None = None
         self.last_opened_s = 0.0
+        self.loads = performer.loads
+        self.io_histograms = performer.histograms
         self._engine = engine
         self._performer = performer
         self._clock = clock
@@ -88,7 +94,7 @@ class Cache:
         """
         self._num_adopted = len(adopted)
         first_lease_id = 1 if self.arena is None else self.arena.first_lease_id
-        self.act(lambda core, now_ns: core.restore(rows, adopted, orphans, first_lease_id, now_ns))
+        self.act(lambda core: core.restore(rows, adopted, orphans, first_lease_id))
 
     def use_arena(self, arena: Arena) -> None:
         """Take an arena into use whose slots the engine knows of."""
@@ -98,7 +104,7 @@ class Cache:
     def mount(self, arena: Arena) -> None:
         """Take a new arena into use."""
         self.use_arena(arena)
-        self.act(lambda core, _: core.add_slots(arena.slots.num_slots, arena.first_lease_id))
+        self.act(lambda core: core.add_slots(arena.slots.num_slots, arena.first_lease_id))
 
     async def unmount(self, timeout_s: float) -> bool:
         """Write what is dirty, as far as SSD takes it in time, and give the arena up.
@@ -109,13 +115,13 @@ class Cache:
         loop = asyncio.get_running_loop()
         until = loop.time() + timeout_s
         while self.arena is not None:
-            if self.act(lambda core, now_ns: core.release_dram(now_ns)):
+            if self.act(lambda core: core.release_dram()):
                 if self._prefault is not None:
                     await self._stop_prefault()
                     continue  # others had their turn meanwhile
                 # Nothing is awaited from here on: our caller may be cancelled at any await.
                 arena = self.arena
-                self.act(lambda core, _: core.drop_slots())
+                self.act(lambda core: core.drop_slots())
                 self._performer.use_arena(None)
                 self.arena = None
                 arena.close()
@@ -125,17 +131,18 @@ class Cache:
 
     # -------------------------------------------------------------------------------------- acting
 
-    def act(self, step: Callable[[CacheEngine, int], T]) -> T:
-        """Call the engine with now_ns, then carry out its actions.
+    def act(self, step: Callable[["CacheEngine"], T]) -> T:
+        """Tell the engine the time, call it, then carry out its actions.
 
         Raises:
             ReportedError: the engine refuses the call.
             Exception: an invariant broke, or an action could not be begun, which would leave its
-                operation without an answer; the daemon is told and stops.
+                operation without an answer; `on_broken` is called, and the daemon stops.
         """
         try:
             try:
-                return step(self._engine, self._clock.now_ns())
+                self._engine.advance(self._clock.now_ns())
+                return step(self._engine)
             finally:
                 self._carry_out()
         except ReportedError:
@@ -157,45 +164,36 @@ class Cache:
             self._waiters.discard(waiter)
         return True
 
-    def progress_index(self, lease_id: int) -> int | None:
-        """Which progress word tells of a pending load; None if there was none left for it."""
-        return self._performer.progress_index(lease_id)
-
     # ------------------------------------------------------------------------------------- looking
 
     @property
     def is_idle(self) -> bool:
         """Whether no engine holds a lease, and it is still."""
-        return self.is_still and not self._engine.stats().num_leases
+        return self.is_still and not self._engine.inspection.stats().num_leases
 
     @property
     def is_still(self) -> bool:
-        """Whether no read or write is under way, and the index was told of all there was."""
+        """Whether no read or write is under way, and the index was given all rows."""
         return not self._performer.num_pending and not self.has_rows_waiting
 
     @property
     def has_rows_waiting(self) -> bool:
         """Whether the index is behind: it has not been given some of its rows."""
-        return any(self.rows_waiting)
-
-    @property
-    def rows_waiting(self) -> tuple[int, int]:
-        """See CacheEngine.num_rows_waiting."""
-        return self._engine.num_rows_waiting
+        return any((len(self._engine.index_line), self._engine.index_line.num_uses))
 
     def stats(self) -> EngineStats:
-        """The engine's statistics; what a restart would not find counts as dirty."""
-        stats = self._engine.stats()
-        num_uncommitted = self._performer.num_uncommitted + self._engine.num_blocks_waiting
+        """Return the engine's statistics; what a restart would not find counts as dirty."""
+        stats = self._engine.inspection.stats()
+        num_uncommitted = self._performer.num_uncommitted + self._engine.index_line.num_blocks
         uncommitted_bytes = num_uncommitted * self.layout.block_bytes
         return replace(stats, dirty_bytes=stats.dirty_bytes + uncommitted_bytes)
 
-    def arena_facts(self, keep: str) -> ArenaFacts | None:
-        """The arena as it is; `keep` is where arenas are kept."""
+    def arena_info(self, keep: str) -> ArenaInfo | None:
+        """Return the arena as it is; `keep` is where arenas are kept."""
         arena = self.arena
         if arena is None:
             return None
-        return ArenaFacts(
+        return ArenaInfo(
             arena_id=arena.arena_id,
             keep=keep,
             pages=arena.pages,
@@ -204,16 +202,6 @@ class Cache:
             is_prefaulted=self._is_prefaulted,
             physical_bytes=arena.physical_bytes(),
         )
-
-    @property
-    def io_measures(self) -> IoMeasures:
-        """How long its reads and writes take."""
-        return self._performer.measures
-
-    def volume_facts(self) -> VolumeFacts:
-        """The volume as it is."""
-        volume = self.volume
-        return VolumeFacts(volume.is_direct, volume.buffered_reason, volume.allocated_bytes)
 
     # ------------------------------------------------------------------------------------- the rest
 
@@ -225,18 +213,18 @@ class Cache:
             self._prefault.add_done_callback(partial(self._prefaulted, self.arena))
 
     def measure_space(self) -> None:
-        """Tell the engine how much the file system really has left for it."""
-        num_extents = min(self.max_extents, self.volume.physical_extents())
-        self.act(lambda core, now_ns: core.set_ssd_capacity(num_extents, now_ns))
+        """Measure how much the file system really has left, and let the engine use no more."""
+        num_extents = min(self.max_extents, self.volume.files.physical_extents())
+        self.act(lambda core: core.writes.set_capacity(num_extents))
 
     def remove_segments(self) -> None:
         """Remove the volume's files: no extent is in use, and nothing is under way."""
-        self.volume.shrink(0)
+        self.volume.files.shrink(0)
         self.measure_space()
 
     def write_dirty(self) -> None:
         """Have everything written that is not on SSD yet: the end is near."""
-        self.act(lambda core, now_ns: core.write_dirty(now_ns))
+        self.act(lambda core: core.write_dirty())
 
     async def close(self, *, keep_dram: bool) -> None:
         """Stop threads and give up the memory; what is under way ends, what waits is dropped.
@@ -246,19 +234,18 @@ class Cache:
         await self._stop_prefault()
         for row in self._engine.take_rows():
             self._performer.perform(row)
-        await asyncio.to_thread(self._performer.close)
-        self._performer.finish()
+        await self._performer.close()
         if self._timer is not None:
             self._timer.cancel()
-        self.volume.close()
+        self.volume.files.close()
         if self.arena is not None:
             self.arena.close(keep=keep_dram)
 
     async def remove(self) -> None:
         """Close for good: nothing is stored any more, and nothing is to be left."""
-        self.volume.shrink(0)
+        self.volume.files.shrink(0)
         await self.close(keep_dram=False)
-        self.volume.remove()
+        self.volume.files.remove()
 
     def _completed(self, completion: Completion) -> None:
         self.act(completion)
@@ -301,11 +288,11 @@ class Cache:
 
     def _expire(self) -> None:
         self._timer = self._timer_at_ns = None
-        self.act(_expire)
+        self.act(lambda core: core.expire())
 
     async def _stop_prefault(self) -> None:
         if self.arena is not None:
-            self.arena.stop_prefault()
+            self.arena.closing.set()
         if self._prefault is not None:
             # Unlike awaiting it, this does not cancel it with us: its thread would still run.
             await asyncio.wait((self._prefault,))
@@ -314,14 +301,10 @@ class Cache:
 
     def _prefaulted(self, arena: Arena, done: "asyncio.Future[int]") -> None:
         self._is_prefaulted = done.result() == arena.num_bytes
-        if not self._is_prefaulted and not arena.is_closing:
+        if not self._is_prefaulted and not arena.closing.is_set():
             log.warning(
                 "arena_not_prefaulted",
                 layout=self.layout.fingerprint,
                 arena_bytes=arena.num_bytes,
                 allocated_bytes=done.result(),
             )
-
-
-def _expire(engine: CacheEngine, now_ns: int) -> None:
-    engine.expire(now_ns)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from opentelemetry.trace import Span
 
-from kvd.tiers.io_measures import IoMeasures
+from kvd.runtime.completions import IoHistograms
 from kvd.tiers.progress import Progress
 from shared.serving.tracing import open_span
 
@@ -38,22 +38,24 @@ class LoadTracker:
     """The loads of one layout.
 
     Args:
-        progress: the words of its arena.
         num_layers: of the layout: an operation that has ended well has brought them all.
-        measures: told how long loads wait.
+        histograms: observe how long loads wait.
+
+    Attributes:
+        progress: the words of the layout's arena; None while it has none, and no load is tracked.
     """
 
-    def __init__(self, progress: Progress, num_layers: int, measures: IoMeasures) -> None:
-        self._progress = progress
+    def __init__(self, num_layers: int, histograms: IoHistograms) -> None:
+        self.progress: Progress | None = None
         self._num_layers = num_layers
-        self._measures = measures
+        self._histograms = histograms
         self._lock = threading.Lock()
         self._running: dict[int, int] = {}  # operation → layers it has brought
         self._loads: dict[int, _Load] = {}  # by lease
         self._leases_of: dict[int, set[int]] = {}  # by operation
 
     def begin(self, op_id: int) -> None:
-        """An operation that loads may wait for has begun."""
+        """Note that an operation has begun that loads may wait for."""
         with self._lock:
             self._running[op_id] = 0
 
@@ -62,7 +64,7 @@ class LoadTracker:
         with self._lock:
             load = self._loads.get(lease_id)
             if load is None:
-                word = self._progress.open(lease_id, wake)
+                word = self._words().open(lease_id, wake)
                 # Called within the RPC that asks for the load, whose span is the current one.
                 span = open_span("read", {"kvd.lease_id": lease_id})
                 load = self._loads[lease_id] = _Load(word, span, time.monotonic())
@@ -78,22 +80,22 @@ class LoadTracker:
             self._publish(lease_id, load)
 
     def untrack(self, lease_id: int) -> None:
-        """The load is over."""
+        """Forget a load that is over."""
         with self._lock:
             load = self._loads.pop(lease_id, None)
             if load is not None:
                 self._forget_operations(lease_id, load)
-                self._progress.close(lease_id)
+                self._words().close(lease_id)
                 if load.num_running:
                     load.wait.end()  # given up
 
     def index_of(self, lease_id: int) -> int | None:
-        """Index of a load's progress word; None if it has none."""
+        """Return the index of a load's progress word; None if it has none."""
         load = self._loads.get(lease_id)
         return None if load is None else load.word
 
     def advanced(self, op_id: int, num_layers: int) -> None:
-        """An operation has brought layers [0, num_layers), verified."""
+        """Note that an operation has brought layers [0, num_layers), verified."""
         with self._lock:
             if op_id not in self._running:
                 return
@@ -104,26 +106,30 @@ class LoadTracker:
                 self._publish(lease_id, load)
 
     def ended(self, op_id: int, *, is_good: bool) -> None:
-        """An operation has been reported; loads that still count on a failed one have failed."""
+        """Note that an operation was reported; loads that count on one that failed have failed."""
         with self._lock:
             self._running.pop(op_id, None)
             leases = self._leases_of.pop(op_id, set())
             for lease_id in leases:
                 if not is_good:
-                    self._progress.fail(lease_id)
+                    self._words().fail(lease_id)
                 self._count_end(self._loads[lease_id])
+
+    def _words(self) -> Progress:
+        assert self.progress is not None, "loads are tracked where there is an arena"  # noqa: S101
+        return self.progress
 
     def _count_end(self, load: _Load) -> None:
         load.num_running -= 1
         if not load.num_running:
-            self._measures.load_wait_s.observe(time.monotonic() - load.began_s)
+            self._histograms.load_wait_s.observe(time.monotonic() - load.began_s)
             load.wait.end()
 
     def _publish(self, lease_id: int, load: _Load) -> None:
         ready = min(load.layers.values(), default=self._num_layers)
         if ready > load.published and load.word is not None:
             load.published = ready
-            self._progress.publish(lease_id, ready)
+            self._words().publish(lease_id, ready)
 
     def _forget_operations(self, lease_id: int, load: _Load) -> None:
         for op_id in load.layers:

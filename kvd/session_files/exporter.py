@@ -1,7 +1,7 @@
 """Exports a session: leases its blocks a few at a time and turns their rows into a session file.
 
 To the core kvd itself is the loader here, under a number of its own. A slow reader of the file
-holds no lease: rows are copied, and given back, before they are sent.
+holds no lease: rows are copied, and their slots released, before they are sent.
 """
 
 import asyncio
@@ -9,18 +9,14 @@ import secrets
 import time
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import contextmanager
-from functools import partial
 
 from kvd.caches.caches import Caches
-from kvd.core.engine import CacheEngine
-from kvd.core.operations.exporting import Export
 from kvd.core.records.errors import LeaseLostError, UnknownLineageError
 from kvd.core.records.records import ExportedRows, LeaseState, LoadAnswer, Lookup
 from kvd.errors import BusyTransferError
 from kvd.runtime.cache import Cache
 from kvd.session_files.file_format import FileHeader, end_bytes, frame_bytes, header_bytes
-from kvd.session_files.slot_runs import SlotRuns
-from kvd.session_files.threads import finished_in_thread
+from kvd.session_files.slot_runs import SlotRuns, finished_in_thread
 from shared.types.session_key import SessionKey
 from shared.version import __version__
 
@@ -29,32 +25,39 @@ WAIT_S = 60.0  # for reads, or for a slot to read into
 
 
 class Exporter:
-    """Writes session files."""
+    """One session on its way out.
 
-    def __init__(self, caches: Caches) -> None:
+    Args:
+        caches: where it is.
+        asked: which; an empty model if its id is enough.
+
+    Raises:
+        UnknownSessionError: there is none.
+    """
+
+    def __init__(self, caches: Caches, asked: SessionKey) -> None:
         self._caches = caches
+        self._cache, key = caches.find(asked)
+        self._export = self._cache.act(lambda core: core.session_files.begin_export(key))
+        self._runs = SlotRuns(self._cache.layout)
+        self._max_spans = max(1, BATCH_BYTES // self._cache.layout.block_bytes)
 
-    async def export(self, asked: SessionKey, *, prefix: bool) -> AsyncGenerator[bytes, None]:
-        """Yield the file of a session, in pieces of about BATCH_BYTES.
+    async def pieces(self, *, prefix: bool) -> AsyncGenerator[bytes, None]:
+        """Yield the session's file, in pieces of about BATCH_BYTES.
 
         Args:
-            asked: which; an empty model if its id is enough.
             prefix: be content with what comes before discards that kvd does not know.
 
         Raises:
-            UnknownSessionError: there is none.
             SessionChangedError: it became another one meanwhile.
             UnknownLineageError: of what follows nobody knows what it was computed after.
             BusyTransferError: its blocks do not come.
         """
-        cache, key = self._caches.find(asked)
-        export = cache.act(partial(_begin, key))
-        runs = SlotRuns(cache.layout)
-        yield header_bytes(FileHeader(key, cache.layout, export.lineage, __version__, time.time()))
-        max_spans = max(1, BATCH_BYTES // cache.layout.block_bytes)
+        export, layout = self._export, self._cache.layout
+        yield header_bytes(FileHeader(export.key, layout, export.lineage, __version__, time.time()))
         while not export.is_done:
             try:
-                piece = await self._next(cache, export, runs, max_spans)
+                piece = await self._next()
             except UnknownLineageError:
                 if not prefix or not export.num_tokens:
                     raise
@@ -62,30 +65,26 @@ class Exporter:
             yield piece
         yield end_bytes(export.num_tokens)
 
-    async def _next(self, cache: Cache, export: Export, runs: SlotRuns, max_spans: int) -> bytes:
+    async def _next(self) -> bytes:
         """Copy the next rows out."""
-        owner = secrets.randbits(63)
+        cache, export, owner = self._cache, self._export, secrets.randbits(63)
         with _ending(cache, owner):
-            answer = await self._granted(cache, export, max_spans, owner)
+            answer = await self._granted(owner)
             token_offset = export.num_tokens
-            rows = cache.act(lambda core, _: core.session_files.exported(export, answer.lease_id))
-            piece = await finished_in_thread(_copied, cache, runs, token_offset, rows)
+            rows = cache.act(lambda core: core.session_files.exported(export, answer.lease_id))
+            piece = await finished_in_thread(self._copied, token_offset, rows)
             # What raises here was given to somebody else, or is corrupt: nothing of it is sent.
-            cache.act(lambda core, now_ns: core.complete_load(answer.lease_id, owner, now_ns))
+            cache.act(lambda core: core.loads.complete(answer.lease_id, owner))
         return piece
 
-    async def _granted(
-        self, cache: Cache, export: Export, max_spans: int, owner: int
-    ) -> LoadAnswer:
+    async def _granted(self, owner: int) -> LoadAnswer:
         """Lease the next spans and wait until they are in their slots."""
-        loop = asyncio.get_running_loop()
+        cache, loop = self._cache, asyncio.get_running_loop()
         until = loop.time() + WAIT_S
         while True:
             await self._caches.open(cache.layout, prefault=False)
             answer = cache.act(
-                lambda core, now_ns: core.session_files.prepare_export(
-                    export, max_spans, owner, now_ns
-                )
+                lambda core: core.session_files.prepare_export(self._export, self._max_spans, owner)
             )
             if answer.lookup is Lookup.PENDING:
                 answer = await _settled(cache, answer.lease_id, until)
@@ -94,43 +93,38 @@ class Exporter:
             left_s = until - loop.time()
             if left_s <= 0 or not await cache.changed(left_s):
                 raise BusyTransferError(
-                    f"the blocks of session {export.key} do not come ({answer.miss_reason})",
+                    f"the blocks of session {self._export.key} do not come ({answer.miss_reason})",
                     "try again when less is under way, and see: kvd stats",
                 )
+
+    def _copied(self, token_offset: int, rows: list[ExportedRows]) -> bytes:
+        """Make frames of leased rows."""
+        arena = self._cache.arena
+        assert arena is not None, "rows are leased where there is an arena"  # noqa: S101
+        frames = []
+        for row in rows:
+            memory = self._runs.read(arena.slots.slot(row.slot_id), row.start, row.num_tokens)
+            frames.append(frame_bytes(token_offset, row.token_ids, memory))
+            token_offset += row.num_tokens
+        return b"".join(frames)
 
 
 @contextmanager
 def _ending(cache: Cache, owner: int) -> Iterator[None]:
-    """Give back whatever is still leased in the end."""
+    """Release whatever is still leased in the end."""
     try:
         yield
     finally:
-        cache.act(lambda core, now_ns: core.owner_gone(owner, now_ns))
+        cache.act(lambda core: core.engines.gone(owner))
 
 
 async def _settled(cache: Cache, lease_id: int, until: float) -> LoadAnswer:
     """Wait for a lease's reads, until the deadline."""
     loop = asyncio.get_running_loop()
-    while cache.act(lambda core, _: core.lease_state(lease_id)) is LeaseState.PENDING:
+    while cache.act(lambda core: core.loads.state_of(lease_id)) is LeaseState.PENDING:
         if not await cache.changed(max(0.0, until - loop.time())):
             break
     try:
-        return cache.act(lambda core, _: core.settle_load(lease_id))
+        return cache.act(lambda core: core.loads.settle(lease_id))
     except LeaseLostError:  # a copy turned out corrupt; there may be another one
         return LoadAnswer(Lookup.MISS, miss_reason="corrupt")
-
-
-def _copied(cache: Cache, runs: SlotRuns, token_offset: int, rows: list[ExportedRows]) -> bytes:
-    """Make frames of leased rows."""
-    arena = cache.arena
-    assert arena is not None, "rows are leased where there is an arena"  # noqa: S101
-    frames = []
-    for row in rows:
-        memory = runs.read(arena.slots.slot(row.slot_id), row.start, row.num_tokens)
-        frames.append(frame_bytes(token_offset, row.token_ids, memory))
-        token_offset += row.num_tokens
-    return b"".join(frames)
-
-
-def _begin(key: SessionKey, core: CacheEngine, _now_ns: int) -> Export:
-    return core.session_files.begin_export(key)

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import xxhash
 from google.protobuf.message import DecodeError
 
-from shared.kvd_client.layout_message import layout_message, layout_of
+from shared.kvd_client.messages import layout_message, layout_of
 from shared.pb.kvd.v1 import kvd_pb2
 from shared.types.block_key import TOKEN_BYTES
 from shared.types.errors import InvalidInputError, ReportedError
@@ -66,7 +66,7 @@ class Frame:
 
 
 def row_bytes(layout: KVLayout) -> tuple[int, ...]:
-    """Bytes of one token, of each component of each layer, in the order of a frame."""
+    """Return the bytes of one token, of each component of each layer, in the order of a frame."""
     return tuple(c.token_bytes for layer in layout.layers for c in layer.components)
 
 
@@ -74,7 +74,7 @@ def row_bytes(layout: KVLayout) -> tuple[int, ...]:
 
 
 def header_bytes(header: FileHeader) -> bytes:
-    """The beginning of a file."""
+    """Return the beginning of a file."""
     key = header.key
     body = kvd_pb2.SessionFileHeader(
         session=kvd_pb2.SessionKey(tenant=key.tenant, model=key.model, session_id=key.session_id),
@@ -90,14 +90,14 @@ def header_bytes(header: FileHeader) -> bytes:
 
 
 def frame_bytes(token_offset: int, token_ids: bytes, runs: Sequence[memoryview]) -> bytes:
-    """One frame; `runs` as in Frame.rows."""
+    """Return one frame; `runs` as in Frame.rows."""
     payload = b"".join((token_ids, *runs))
     checksum = xxhash.xxh3_64_intdigest(payload, seed=token_offset)
     return _FRAME.pack(len(token_ids) // TOKEN_BYTES, 0, checksum) + payload
 
 
 def end_bytes(num_tokens: int) -> bytes:
-    """The end of a file of so many tokens."""
+    """Return the end of a file of so many tokens."""
     return frame_bytes(num_tokens, b"", ())
 
 

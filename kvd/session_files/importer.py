@@ -30,8 +30,7 @@ from kvd.session_files.file_format import (
     SessionFileError,
     row_bytes,
 )
-from kvd.session_files.slot_runs import RowBuffer, SlotRuns
-from kvd.session_files.threads import finished_in_thread
+from kvd.session_files.slot_runs import RowBuffer, SlotRuns, finished_in_thread
 from shared.access.identity import TenantDeniedError
 from shared.process.log import get_logger
 from shared.types.block_key import TOKEN_BYTES
@@ -66,59 +65,8 @@ class Target:
     allowed: frozenset[str] | None = None
 
 
-class Importer:
-    """Reads session files."""
-
-    def __init__(self, caches: Caches) -> None:
-        self._caches = caches
-
-    async def begin(self, header: FileHeader, target: Target) -> "Import":
-        """Make sure that a session may be imported, and make room for it.
-
-        Raises:
-            TenantDeniedError: not of that tenant, or not with a new layout, by this caller.
-            UnknownLayoutError: kvd has no such layout.
-            SessionExistsError: there is such a session.
-        """
-        layout = header.layout
-        key = session_key(
-            target.tenant or header.key.tenant,
-            layout.model,
-            target.session_id or header.key.session_id,
-        )
-        if target.allowed is not None and key.tenant not in target.allowed:
-            raise TenantDeniedError(
-                f"the session is tenant {key.tenant!r}'s", "name one of your own with --tenant"
-            )
-        self._check_layout(layout, target)
-        cache, _ = await self._caches.open(layout, prefault=False)
-        if not target.replaces and cache.act(partial(_is_stored, key)):
-            raise SessionExistsError(
-                f"session {key} is stored already",
-                "say --replace, or give it another name with --session",
-            )
-        return Import(self._caches, cache, key, header.lineage, replaces=target.replaces)
-
-    def _check_layout(self, layout: KVLayout, target: Target) -> None:
-        known = [cache.layout.fingerprint for cache in self._caches]
-        if layout.fingerprint in known:
-            return
-        what = f"the file is of layout {layout.fingerprint[:12]} (model {layout.model[:12]})"
-        if not target.may_add_layout:
-            raise UnknownLayoutError(
-                f"{what}, kvd has {', '.join(name[:12] for name in known) or 'none yet'}",
-                "start the engine of that very model, dtype and positions first, or say "
-                "--new-layout",
-            )
-        if target.allowed is not None:
-            raise TenantDeniedError(
-                f"{what}, which would take its memory from those that all tenants use",
-                'start its engine first, or import it as a client with tenants = ["*"]',
-            )
-
-
 class Import:
-    """One session on its way in; whoever has begun one owes `finish` or `give_up`."""
+    """One import under way; whoever has begun it owes `finish` or `cancel`."""
 
     def __init__(
         self, caches: Caches, cache: Cache, key: SessionKey, lineage: Lineage, *, replaces: bool
@@ -162,21 +110,20 @@ class Import:
         log.info("session_imported", session=str(self.key), num_tokens=num_tokens)
         return num_tokens
 
-    def give_up(self) -> None:
-        """Leave nothing."""
-        self._cache.act(lambda core, now_ns: core.owner_gone(self._owner, now_ns))
+    def cancel(self) -> None:
+        """End the import, and leave nothing of it."""
+        self._cache.act(lambda core: core.engines.gone(self._owner))
         self._forget()
 
     # -------------------------------------------------------------------------------------- inside
 
     def _end_of_blocks(self) -> int:
-        """Where the last block ends that has come whole."""
+        """Return where the last block ends that has come whole."""
         step, lineage = self._cache.layout.block_tokens, self._lineage
         start, end = self._buffer.token_offset, len(self._token_ids) // TOKEN_BYTES
         clean = lineage.clean_tokens
-        if not lineage.is_whole and not self._is_coupled and start < clean:
-            if clean > end:  # blocks end at multiples of their size, but for the one before it
-                return start + (end - start) // step * step
+        # Blocks end at multiples of their size, but for the one where the clean tokens end.
+        if not lineage.is_whole and not self._is_coupled and start < clean <= end:
             start = clean
         return start + (end - start) // step * step
 
@@ -193,7 +140,7 @@ class Import:
         loop = asyncio.get_running_loop()
         until = loop.time() + WAIT_S
         while True:
-            # Anew each time: while nothing was stored, others may have taken the layout's place.
+            # Anew each time: while nothing was stored, another layout may have replaced this one.
             self._cache, _ = await self._caches.open(self._cache.layout, prefault=False)
             answer = self._cache.act(partial(self._prepare, end))
             if not answer.refused:
@@ -208,13 +155,11 @@ class Import:
             if left_s <= 0 or not await self._cache.changed(left_s):
                 raise BusyTransferError("no slot comes free", "try again when less is under way")
 
-    def _prepare(self, end: int, core: CacheEngine, now_ns: int) -> StoreAnswer:
+    def _prepare(self, end: int, core: CacheEngine) -> StoreAnswer:
         token_ids = bytes(self._token_ids[: end * TOKEN_BYTES])
         start = self._buffer.token_offset
         key = self._unfinished
-        return core.session_files.prepare_import(
-            key, token_ids, start, self._owner, self._lineage, now_ns
-        )
+        return core.session_files.prepare_import(key, token_ids, start, self._owner, self._lineage)
 
     def _fill(self, answer: StoreAnswer) -> None:
         arena = self._cache.arena
@@ -224,33 +169,31 @@ class Import:
             slot = arena.slots.slot(block.slot_id)
             self._runs.write(slot, first, block.num_tokens, self._buffer.runs)
 
-    def _complete(self, lease_id: int, core: CacheEngine, now_ns: int) -> None:
-        core.complete_store(lease_id, self._owner, True, now_ns)
-        if core.session_info(self._unfinished) is not None:
-            core.set_ttl(self._unfinished, UNFINISHED_NS, now_ns)
+    def _complete(self, lease_id: int, core: CacheEngine) -> None:
+        core.stores.complete(lease_id, self._owner, success=True)
+        if core.inspection.info(self._unfinished) is not None:
+            core.sessions.set_ttl(self._unfinished, UNFINISHED_NS)
 
-    def _name_it(self, core: CacheEngine, now_ns: int) -> int:
-        """Let the session have what is stored; it takes the place of an earlier one."""
-        stored = core.session_info(self._unfinished)
+    def _name_it(self, core: CacheEngine) -> int:
+        """Let the session have what is stored; it replaces an earlier one."""
+        stored = core.inspection.info(self._unfinished)
         if stored is None or stored.num_tokens * TOKEN_BYTES != len(self._token_ids):
             raise self._lost()
-        if self._replaces and core.session_info(self.key) is not None:
-            if core.flush(self.key, False, now_ns).skipped_leased:
+        if self._replaces and core.inspection.info(self.key) is not None:
+            if core.sessions.flush(self.key, dry_run=False).skipped_leased:
                 raise InUseError(
                     f"session {self.key} is in use",
                     "wait for the end of its turn, or see kvd leases",
                 )
-        elif core.session_info(self.key) is not None:
+        elif core.inspection.info(self.key) is not None:
             raise SessionExistsError(
                 f"session {self.key} came meanwhile", "say --replace, or name it with --session"
             )
         token_ids, owner = bytes(self._token_ids), self._owner
-        answer = core.session_files.prepare_import(
-            self.key, token_ids, 0, owner, self._lineage, now_ns
-        )
-        info = core.session_info(self.key)
+        answer = core.session_files.prepare_import(self.key, token_ids, 0, owner, self._lineage)
+        info = core.inspection.info(self.key)
         if answer.lease_id or answer.refused or info is None:
-            core.owner_gone(owner, now_ns)
+            core.engines.gone(owner)
             raise self._lost()
         return info.num_tokens
 
@@ -263,19 +206,64 @@ class Import:
     def _forget(self) -> None:
         """Drop the name of the unfinished session; the blocks stay with the finished one."""
         try:
-            self._cache.act(lambda core, now_ns: core.flush(self._unfinished, False, now_ns))
+            self._cache.act(lambda core: core.sessions.flush(self._unfinished, dry_run=False))
         except UnknownSessionError:
             return  # nothing was stored, or it has given way to others
 
 
+async def begin_import(caches: Caches, header: FileHeader, target: Target) -> Import:
+    """Make sure that a session may be imported, and make room for it.
+
+    Raises:
+        TenantDeniedError: not of that tenant, or not with a new layout, by this caller.
+        UnknownLayoutError: kvd has no such layout.
+        SessionExistsError: there is such a session.
+    """
+    layout = header.layout
+    key = session_key(
+        target.tenant or header.key.tenant,
+        layout.model,
+        target.session_id or header.key.session_id,
+    )
+    if target.allowed is not None and key.tenant not in target.allowed:
+        raise TenantDeniedError(
+            f"the session is tenant {key.tenant!r}'s", "name one of your own with --tenant"
+        )
+    _check_layout(caches, layout, target)
+    cache, _ = await caches.open(layout, prefault=False)
+    if not target.replaces and cache.act(lambda core: core.inspection.info(key)) is not None:
+        raise SessionExistsError(
+            f"session {key} is stored already",
+            "say --replace, or give it another name with --session",
+        )
+    return Import(caches, cache, key, header.lineage, replaces=target.replaces)
+
+
+def _check_layout(caches: Caches, layout: KVLayout, target: Target) -> None:
+    known = [cache.layout.fingerprint for cache in caches]
+    if layout.fingerprint in known:
+        return
+    what = f"the file is of layout {layout.fingerprint[:12]} (model {layout.model[:12]})"
+    if not target.may_add_layout:
+        raise UnknownLayoutError(
+            f"{what}, kvd has {', '.join(name[:12] for name in known) or 'none yet'}",
+            "start the engine of that very model, dtype and positions first, or say --new-layout",
+        )
+    if target.allowed is not None:
+        raise TenantDeniedError(
+            f"{what}, which would take its memory from those that all tenants use",
+            'start its engine first, or import it as a client with tenants = ["*"]',
+        )
+
+
 async def read_file(
-    importer: Importer, target: Target, pieces: AsyncIterator[bytes]
+    caches: Caches, target: Target, pieces: AsyncIterator[bytes]
 ) -> tuple[SessionKey, int]:
     """Import a file from its pieces; returns the session and how many tokens of it are stored.
 
     Raises:
         SessionFileError: it is damaged, cut short or none.
-        ReportedError: see Importer and Import.
+        ReportedError: see begin_import and Import.
     """
     reader = FileReader()
     current: Import | None = None
@@ -284,11 +272,11 @@ async def read_file(
         async for piece in pieces:
             for frame in reader.feed(piece):
                 if current is None:
-                    current = await importer.begin(_header(reader), target)
+                    current = await begin_import(caches, _header(reader), target)
                 await current.add(frame)
             if current is None and reader.header is not None:
-                # Now: of a layout that has no place here not even one frame is kept.
-                current = await importer.begin(reader.header, target)
+                # Now: of a layout that is refused not even one frame is kept.
+                current = await begin_import(caches, reader.header, target)
         reader.close()
         if current is None or not reader.num_tokens:
             raise SessionFileError("the session file holds no tokens", "export another session")
@@ -296,14 +284,10 @@ async def read_file(
         is_done = True
     finally:
         if current is not None and not is_done:  # the caller may have gone, too
-            current.give_up()
+            current.cancel()
     return current.key, num_tokens
 
 
 def _header(reader: FileReader) -> FileHeader:
     assert reader.header is not None, "a frame comes behind the header"  # noqa: S101
     return reader.header
-
-
-def _is_stored(key: SessionKey, core: CacheEngine, _now_ns: int) -> bool:
-    return core.session_info(key) is not None

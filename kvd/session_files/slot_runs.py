@@ -1,6 +1,11 @@
-"""Copies rows between slots and what session files hold. Pure but for the memory; any thread."""
+"""Copies rows between slots and what session files hold, in threads of their own.
 
-from collections.abc import Sequence
+The copying is pure but for the memory, and good in any thread.
+"""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 from kvd.tiers.slot_rows import SlotRows
 from shared.types.kv_layout import KVLayout
@@ -10,15 +15,10 @@ class SlotRuns:
     """The rows of one layout's slots: one run of bytes for each component of each layer."""
 
     def __init__(self, layout: KVLayout) -> None:
-        rows = SlotRows(layout)
-        self._components = tuple(
-            component
-            for layer_index in range(rows.num_layers)
-            for component in rows.components(layer_index)
-        )
+        self._components = SlotRows(layout).components
 
     def read(self, slot: memoryview, start: int, num_tokens: int) -> list[memoryview]:
-        """Rows [start, start + num_tokens) of a slot, as they lie there: to be used up at once."""
+        """Return rows [start, start + num_tokens) of a slot, in place: to be used up at once."""
         return [
             slot[offset + start * row : offset + (start + num_tokens) * row]
             for offset, row in self._components
@@ -73,3 +73,19 @@ class RowBuffer:
             del run[: num_tokens * row]
         self.token_offset += num_tokens
         self.num_tokens -= num_tokens
+
+
+T = TypeVar("T")
+
+
+async def finished_in_thread(function: Callable[..., T], *arguments: Any) -> T:
+    """Call a function in a thread; when this returns, or is cancelled, the thread is done.
+
+    So a caller may release slots afterwards, whatever has happened.
+    """
+    work = asyncio.ensure_future(asyncio.to_thread(function, *arguments))
+    try:
+        return await asyncio.shield(work)
+    except asyncio.CancelledError:
+        await asyncio.wait((work,))
+        raise

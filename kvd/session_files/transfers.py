@@ -1,29 +1,32 @@
 """Session files in and out, on behalf of operators: few at once, within what each may see."""
 
+import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from contextlib import aclosing, contextmanager
+from typing import TypeVar
 
 from kvd.caches.caches import Caches
 from kvd.core.records.errors import InvalidRequestError
-from kvd.errors import LimitReachedError
+from kvd.errors import LimitReachedError, StalledTransferError
 from kvd.session_files.exporter import Exporter
-from kvd.session_files.importer import Importer, Target, read_file
-from kvd.session_files.timely import timely
-from kvd.wire.messages import key_message, key_of
+from kvd.session_files.importer import Target, read_file
+from kvd.wire.messages import key_of
 from kvd.wire.selection import check_allowed
+from shared.kvd_client.messages import key_message
 from shared.pb.kvd.v1 import kvd_pb2
 
 MOST_TRANSFERS = 4  # at once: each holds some tens of megabytes
 SILENCE_S = 60.0  # between two messages of a caller
 PIECE_BYTES = 1 << 20  # of a message: a small part of what gRPC lets through
 
+T = TypeVar("T")
+
 
 class Transfers:
     """What runs at the moment."""
 
     def __init__(self, caches: Caches) -> None:
-        self._exporter = Exporter(caches)
-        self._importer = Importer(caches)
+        self._caches = caches
         self._num_running = 0
 
     async def export(
@@ -38,7 +41,8 @@ class Transfers:
         key = key_of(request.session)
         check_allowed(key, allowed)
         with self._counted():
-            async with aclosing(self._exporter.export(key, prefix=request.prefix)) as pieces:
+            exporter = Exporter(self._caches, key)
+            async with aclosing(exporter.pieces(prefix=request.prefix)) as pieces:
                 async for piece in pieces:
                     for start in range(0, len(piece), PIECE_BYTES):
                         yield kvd_pb2.SessionFilePart(data=piece[start : start + PIECE_BYTES])
@@ -48,13 +52,13 @@ class Transfers:
         requests: AsyncIterator[kvd_pb2.ImportSessionRequest],
         allowed: frozenset[str] | None,
     ) -> kvd_pb2.ImportSessionResponse:
-        """Take a session's file; see Importer.
+        """Take a session's file; see read_file.
 
         Raises:
             InvalidRequestError: it is not said first where to.
             StalledTransferError: the caller has fallen silent.
         """
-        async with aclosing(timely(requests, SILENCE_S)) as messages:
+        async with aclosing(with_timeout(requests, SILENCE_S)) as messages:
             first = await anext(messages, None)
             if first is None or first.WhichOneof("part") != "target":
                 raise InvalidRequestError(
@@ -76,7 +80,7 @@ class Transfers:
             allowed=allowed,
         )
         with self._counted():
-            key, num_tokens = await read_file(self._importer, target, _pieces(messages))
+            key, num_tokens = await read_file(self._caches, target, _pieces(messages))
         return kvd_pb2.ImportSessionResponse(session=key_message(key), num_tokens=num_tokens)
 
     @contextmanager
@@ -97,3 +101,22 @@ async def _pieces(requests: AsyncIterator[kvd_pb2.ImportSessionRequest]) -> Asyn
         if request.WhichOneof("part") != "data":
             raise InvalidRequestError("a second target", "send the file after the first one")
         yield request.data
+
+
+async def with_timeout(messages: AsyncIterator[T], silence_s: float) -> AsyncGenerator[T, None]:
+    """Yield messages as they come, but do not wait for them for ever.
+
+    Raises:
+        StalledTransferError: the next one has not come within `silence_s`.
+    """
+    while True:
+        try:
+            async with asyncio.timeout(silence_s):
+                message = await anext(messages)
+        except StopAsyncIteration:
+            return
+        except TimeoutError as error:
+            raise StalledTransferError(
+                f"nothing has come for {silence_s:g} s", "send the file again"
+            ) from error
+        yield message

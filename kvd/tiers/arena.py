@@ -10,6 +10,7 @@ import errno
 import os
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import psutil
 
@@ -33,14 +34,14 @@ class ArenaTooSmallError(StateError):
 
 
 def dram_bytes(configured: int | None) -> int:
-    """Size of the DRAM tier: as configured, or a fraction of what is available now."""
+    """Return the size of the DRAM tier: as configured, or a fraction of what is free now."""
     if configured is not None:
         return configured
     return int(psutil.virtual_memory().available * AUTO_FRACTION)
 
 
 def num_slots_for(arena_bytes: int, slot_bytes: int, setting: str = "dram.bytes") -> int:
-    """How many slots fit; `setting` is the one that bounds arena_bytes.
+    """Return how many slots fit; `setting` is the one that bounds arena_bytes.
 
     Raises:
         ArenaTooSmallError: fewer than MIN_SLOTS.
@@ -55,6 +56,27 @@ def num_slots_for(arena_bytes: int, slot_bytes: int, setting: str = "dram.bytes"
     return num_slots
 
 
+@dataclass(frozen=True, slots=True)
+class ArenaInfo:
+    """An arena as it is.
+
+    Attributes:
+        keep: what holds it when this process ends: "fdstore", "file", "none".
+        pages: "hugetlb", "thp" (seen in smaps), "small"; "": not allocated yet.
+        epoch: one more each time it is taken over.
+        num_adopted: blocks taken over at this start.
+        physical_bytes: memory that is allocated for its slots.
+    """
+
+    arena_id: str
+    keep: str
+    pages: str
+    epoch: int
+    num_adopted: int
+    is_prefaulted: bool
+    physical_bytes: int
+
+
 class Arena:
     """The memory of one layout.
 
@@ -67,6 +89,7 @@ class Arena:
         epoch: how many kvds have used the arena, from a random start.
         pages: what the memory is made of: "hugetlb"; once it is allocated, "thp" where the kernel
             says that it has transparent huge pages, else "small"; "" while nobody has looked.
+        closing: once it is set, a running prefault returns after its current chunk.
     """
 
     def __init__(
@@ -88,7 +111,7 @@ class Arena:
         self.epoch = epoch
         self.pages = pages
         self._remove = remove
-        self._closing = threading.Event()
+        self.closing = threading.Event()
 
     @property
     def first_lease_id(self) -> int:
@@ -101,7 +124,7 @@ class Arena:
         return self.slots.memory.nbytes
 
     def physical_bytes(self) -> int:
-        """Bytes of memory the slots take now."""
+        """Return the bytes of memory that the slots take now."""
         return os.fstat(self.fd).st_blocks * 512  # whatever the page size is
 
     def prefault(self) -> int:
@@ -114,7 +137,7 @@ class Arena:
         """
         memory = self.slots.memory
         for start in range(0, memory.nbytes, PREFAULT_CHUNK_BYTES):
-            if self._closing.is_set():
+            if self.closing.is_set():
                 return start
             if not self._allocate(memory, start):
                 return start
@@ -123,22 +146,13 @@ class Arena:
                 self.pages = "thp" if page_advice.huge_bytes(memory) else "small"
         return memory.nbytes
 
-    @property
-    def is_closing(self) -> bool:
-        """Whether prefault was told to stop."""
-        return self._closing.is_set()
-
-    def stop_prefault(self) -> None:
-        """Let a running prefault return after its current chunk."""
-        self._closing.set()
-
     def close(self, *, keep: bool = False) -> None:
         """Give up descriptors and mappings; engines that map the slots keep that memory alive.
 
         Args:
             keep: leave the arena for the next kvd, where it can be left at all.
         """
-        self.stop_prefault()
+        self.closing.set()
         if not keep:
             self._remove()
         self.slots.close()

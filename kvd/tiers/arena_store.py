@@ -1,6 +1,6 @@
 """Creates arenas, finds those of the last kvd, and removes what nobody will use again (D4).
 
-Where they lie is the business of kvd/tiers/arena_places.py. Rules that hold whatever happens:
+What backs and keeps them is in kvd/tiers/arena_backing.py. Rules that hold whatever happens:
 1. an arena is adopted only if every size, its layout, its boot and its pairing are proven by its
    journal's header and the files themselves; otherwise it is removed, with the reason in the log;
 2. its header is written before the next kvd can find it.
@@ -13,12 +13,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvd.core.records.records import AdoptedSlot
+from kvd.core.records.rows import AdoptedSlot
 from kvd.host.clock import read_boot_id
-from kvd.tiers import arena_file, page_advice
+from kvd.tiers import arena_backing, page_advice
 from kvd.tiers.arena import Arena
-from kvd.tiers.arena_file import SlotsFile
-from kvd.tiers.arena_places import PARTS, ArenaDirectory, ArenaPlace, FdStore, Nowhere
+from kvd.tiers.arena_backing import (
+    PARTS,
+    ArenaBacking,
+    DirectoryBacking,
+    FdStoreBacking,
+    SlotsFile,
+    UnkeptBacking,
+)
 from kvd.tiers.faults import Faults, NoFaults, WritePoint
 from kvd.tiers.journal import (
     HEADER_BYTES,
@@ -92,11 +98,11 @@ class KeptArena:
     """Memory of an earlier kvd. Whoever gets it adopts it or discards it.
 
     Attributes:
-        place: "fdstore" or "file".
+        backing: "fdstore" or "file".
     """
 
     fingerprint: str
-    place: str
+    backing: str
     slots_fd: int
     journal_fd: int
 
@@ -147,25 +153,25 @@ class ArenaStore:
         self._num_words = num_words
         self._faults = faults or NoFaults()
         self._boot_id = read_boot_id()
-        directory = ArenaDirectory(options.directory, state_dir, self._faults)
-        self._places: dict[str, ArenaPlace] = {
-            place.name: place for place in (Nowhere(), FdStore(), directory)
+        directory = DirectoryBacking(options.directory, state_dir, self._faults)
+        self._backings: dict[str, ArenaBacking] = {
+            backing.name: backing for backing in (UnkeptBacking(), FdStoreBacking(), directory)
         }
 
     # ---------------------------------------------------------------------------------- finding
 
     def find(self) -> dict[str, KeptArena]:
-        """Return what earlier kvds have left, by layout fingerprint. Once, at start.
+        """Return what earlier kvds have left, by layout fingerprint. Called at start only.
 
-        What is there in part, or in a place that is not used any more, is removed here.
+        What is there in part, or by a backing that is not used any more, is removed here.
         """
         kept: dict[str, KeptArena] = {}
-        for place in self._places.values():
-            for fingerprint, parts in place.found().items():
+        for backing in self._backings.values():
+            for fingerprint, parts in backing.found().items():
                 fds = [parts.get(part, -1) for part in PARTS]
-                found = KeptArena(fingerprint, place.name, *fds)
-                if place.name != self._options.keep:
-                    self.discard(found, f"dram.keep is {self._options.keep}, not {place.name}")
+                found = KeptArena(fingerprint, backing.name, *fds)
+                if backing.name != self._options.keep:
+                    self.discard(found, f"dram.keep is {self._options.keep}, not {backing.name}")
                 elif -1 in fds:
                     self.discard(found, "half of it is missing")
                 else:
@@ -190,7 +196,7 @@ class ArenaStore:
         pages = "hugetlb" if os.fstatvfs(kept.slots_fd).f_bsize > SECTOR_BYTES else ""
         memory = SlotsFile(kept.slots_fd, slots, pages)
         self._advise(memory)
-        arena = self._arena(layout, memory, journal, self._places[kept.place])
+        arena = self._arena(layout, memory, journal, self._backings[kept.backing])
         os.close(kept.journal_fd)  # systemd, or the directory, has it
         log.info(
             "arena_adopted",
@@ -203,22 +209,22 @@ class ArenaStore:
 
     def discard(self, kept: KeptArena, reason: str) -> None:
         """Remove an arena that will not be adopted; engines that map it keep their memory."""
-        log.warning("arena_discarded", layout=kept.fingerprint, place=kept.place, reason=reason)
+        log.warning("arena_discarded", layout=kept.fingerprint, place=kept.backing, reason=reason)
         for fd in (kept.slots_fd, kept.journal_fd):
             if fd >= 0:
                 os.close(fd)
-        self._places[kept.place].remove(kept.fingerprint)
+        self._backings[kept.backing].remove(kept.fingerprint)
 
-    def tell_kept(self) -> None:
+    def log_kept(self) -> None:
         """Log what stays behind in memory when this process has ended, and how to remove it."""
-        for place in self._places.values():
-            if isinstance(place, ArenaDirectory) and (kept_bytes := place.kept_bytes()):
+        for backing in self._backings.values():
+            if isinstance(backing, DirectoryBacking) and (kept_bytes := backing.kept_bytes()):
                 log.info(
                     "dram_kept",
-                    directory=str(place.path),
+                    directory=str(backing.path),
                     bytes=kept_bytes,
                     reason="the next kvd with this state directory takes it over",
-                    remedy=f"rm -r {place.path}, if there is to be none (SIGINT leaves nothing)",
+                    remedy=f"rm -r {backing.path}, if there is to be none (SIGINT leaves nothing)",
                 )
 
     # --------------------------------------------------------------------------------- creating
@@ -231,20 +237,20 @@ class ArenaStore:
             OSError: there is no memory for it.
         """
         try:
-            return self._create(layout, num_slots, self._places[self._options.keep])
+            return self._create(layout, num_slots, self._backings[self._options.keep])
         except OSError as error:
             if self._options.keep != "file":
                 raise
             log.warning("dram_not_kept", directory=str(self._options.directory), error=str(error))
-            return self._create(layout, num_slots, self._places["none"])
+            return self._create(layout, num_slots, self._backings["none"])
 
-    def _create(self, layout: KVLayout, num_slots: int, place: ArenaPlace) -> Arena:
+    def _create(self, layout: KVLayout, num_slots: int, backing: ArenaBacking) -> Arena:
         name = layout.fingerprint
-        place.remove(name)
-        memory = self._new_slots(layout, num_slots, place)
+        backing.remove(name)
+        memory = self._new_slots(layout, num_slots, backing)
         journal_fd = -1
         try:
-            journal_fd = place.new_file(name, "journal", journal_bytes(layout, num_slots))
+            journal_fd = backing.new_file(name, "journal", journal_bytes(layout, num_slots))
             os.posix_fallocate(journal_fd, 0, os.fstat(journal_fd).st_size)  # no SIGBUS later
             self._faults.reach(WritePoint.ARENA_FILES)
             journal = Journal(journal_fd, layout, num_slots, self._faults)
@@ -253,57 +259,53 @@ class ArenaStore:
             journal.write_header(header, secrets.randbelow(FIRST_EPOCHS))
             self._faults.reach(WritePoint.ARENA_HEADER)
             self._advise(memory)
-            place.keep(name, dict(zip(PARTS, (memory.fd, journal_fd), strict=True)))
+            backing.keep(name, dict(zip(PARTS, (memory.fd, journal_fd), strict=True)))
             self._faults.reach(WritePoint.ARENA_KEPT)
-            return self._arena(layout, memory, journal, place)
+            return self._arena(layout, memory, journal, backing)
         except BaseException:
             os.close(memory.fd)
-            place.remove(name)
+            backing.remove(name)
             raise
         finally:
             if journal_fd >= 0:
                 os.close(journal_fd)
 
-    def _new_slots(self, layout: KVLayout, num_slots: int, place: ArenaPlace) -> SlotsFile:
-        """Memory for the slots, of huge pages if that is possible and wanted."""
+    def _new_slots(self, layout: KVLayout, num_slots: int, backing: ArenaBacking) -> SlotsFile:
+        """Make memory for the slots, of huge pages if that is possible and wanted."""
         name, num_bytes = layout.fingerprint, layout.block_bytes * num_slots
         hugepages = self._options.hugepages
-        if hugepages == "on" and not place.is_sealed:
+        if hugepages == "on" and not backing.is_sealed:
             raise HugepagesUnavailableError(
                 f"files in {self._options.directory} have the pages of that file system",
                 "set dram.keep to fdstore or none, or dram.hugepages to auto",
             )
-        if place.is_sealed and hugepages != "off":
+        if backing.is_sealed and hugepages != "off":
             try:
-                return arena_file.huge_memfd(f"kvd-{name}-slots", layout.block_bytes, num_slots)
+                return arena_backing.huge_memfd(f"kvd-{name}-slots", layout.block_bytes, num_slots)
             except OSError as error:
                 if hugepages == "on":
                     raise HugepagesUnavailableError(
                         f"{num_bytes} bytes of huge pages are not free ({error.strerror})",
                         "raise vm.nr_hugepages, or set dram.hugepages to auto",
                     ) from error
-        fd = place.new_file(name, "slots", align_up(num_bytes, SECTOR_BYTES))
-        try:
-            return SlotsFile(fd, ArenaMap(fd, layout.block_bytes, num_slots), "")
-        except BaseException:
-            os.close(fd)
-            raise
+        fd = backing.new_file(name, "slots", align_up(num_bytes, SECTOR_BYTES))
+        return arena_backing.map_slots(fd, layout.block_bytes, num_slots)
 
     # ---------------------------------------------------------------------------------- inside
 
     def _arena(
-        self, layout: KVLayout, memory: SlotsFile, journal: Journal, place: ArenaPlace
+        self, layout: KVLayout, memory: SlotsFile, journal: Journal, backing: ArenaBacking
     ) -> Arena:
         """Join the parts; the epoch is raised: from here on it is another kvd's time."""
         fingerprint = layout.fingerprint
         return Arena(
-            memory.fd,
-            memory.slots,
-            journal,
-            Progress(self._num_words),
-            journal.raise_epoch(),
-            memory.pages,
-            lambda: place.remove(fingerprint),
+            fd=memory.fd,
+            slots=memory.slots,
+            journal=journal,
+            progress=Progress(self._num_words),
+            epoch=journal.raise_epoch(),
+            pages=memory.pages,
+            remove=lambda: backing.remove(fingerprint),
         )
 
     def _advise(self, memory: SlotsFile) -> None:
@@ -330,7 +332,7 @@ class ArenaStore:
         """
         header = unpack_header(_first_page(kept.journal_fd))
         slots = os.fstat(kept.slots_fd)
-        must_be_sealed = self._places[kept.place].is_sealed
+        must_be_sealed = self._backings[kept.backing].is_sealed
         for fits, problem in (
             (header.boot_id.hex() == self._boot_id.replace("-", ""), "it is of another boot"),
             (header.layout.hex() == layout.fingerprint, "it is of another layout"),
@@ -340,7 +342,7 @@ class ArenaStore:
             (slots.st_size >= header.slot_bytes * header.num_slots, f"{slots.st_size} bytes only"),
             (slots.st_ino == header.slots_inode, "slots and journal are not of one arena"),
             (
-                not must_be_sealed or arena_file.is_sealed(kept.slots_fd),
+                not must_be_sealed or arena_backing.is_sealed(kept.slots_fd),
                 "its memory is not sealed",
             ),
         ):

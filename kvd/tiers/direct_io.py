@@ -2,6 +2,10 @@
 
 Direct I/O wants memory, file offset and length in whole sectors. What it refuses (EINVAL) is done
 through the page cache instead, by the same descriptor: O_DIRECT can be taken off an open file.
+
+Memory that is aligned for it is each I/O thread's staging buffer. Headers go through that, and
+blocks that are packed, sealed or scrubbed: these in pieces of about STAGED_IO_BYTES, so that it
+stays small however large a block is.
 """
 
 import errno
@@ -12,7 +16,10 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from shared.types.units import SECTOR_BYTES
+from shared.process.dumps import leave_out
+from shared.types.units import SECTOR_BYTES, align_up
+
+STAGED_IO_BYTES = 4 << 20
 
 
 def read_fully(fd: int, buffers: Sequence[memoryview], offset: int) -> bool:
@@ -81,7 +88,7 @@ def set_direct(fd: int, *, on: bool) -> None:
 
 
 def _rest(buffers: Sequence[memoryview], done: int) -> list[memoryview]:
-    """What is left of buffers after `done` bytes."""
+    """Return what is left of buffers after `done` bytes."""
     if not done:
         return list(buffers)
     rest: list[memoryview] = []
@@ -90,3 +97,20 @@ def _rest(buffers: Sequence[memoryview], done: int) -> list[memoryview]:
             rest.append(buffer[done:])
         done = max(0, done - len(buffer))
     return rest
+
+
+class Staging:
+    """A buffer that grows to the largest piece its thread has met; its pages are allocated then."""
+
+    def __init__(self) -> None:
+        self._view = memoryview(b"")
+
+    def take(self, num_bytes: int) -> memoryview:
+        """Return `num_bytes` of memory with arbitrary contents, good until the next call."""
+        if len(self._view) < num_bytes:
+            size = align_up(num_bytes, 16 * SECTOR_BYTES)
+            flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | mmap.MAP_POPULATE
+            memory = mmap.mmap(-1, size, flags=flags)
+            leave_out(memory)
+            self._view = memoryview(memory)
+        return self._view[:num_bytes]

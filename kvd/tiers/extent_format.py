@@ -1,20 +1,104 @@
 """How the blocks of one layout are laid down in extents: what readers and writers share.
 
-Pure. Everything that depends on the layout only is computed once: a block of 80 layers is read in
-less time than its layout takes to walk.
+Everything that depends on the layout only is computed once: a block of 80 layers is read in less
+time than its layout takes to walk. Layers move together in groups: one I/O is worth its start from
+about a mebibyte on.
+
+An extent begins with a header: which block lies here, and how its bytes are verified.
+
+     0  magic "KVDX"
+     4  version, uint32
+     8  xxh3_64 of bytes [16, end of the token ids)
+    16  block key, 16 bytes
+    32  layout fingerprint, 16 bytes
+    48  num_tokens, uint32
+    52  number of layers, uint32
+    56  zero, 8 bytes
+    64  checksums, uint64 per layer: see kvd/tiers/slot_rows.py
+     …  token ids, uint32 per token
+     …  zeros to the next sector
+
+Little-endian. Pure.
 """
 
+import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from kvd.core.records.extent_shape import ExtentShape
-from kvd.core.records.records import StoredBlock
-from kvd.tiers.checksums import BlockHasher
-from kvd.tiers.extent_header import HeaderFormat
-from kvd.tiers.layer_groups import layer_groups
-from kvd.tiers.slot_rows import SlotRows
+from kvd.core.records.extent_shape import HEADER_FIXED_BYTES, ExtentShape
+from kvd.core.records.rows import StoredBlock
+from kvd.tiers.slot_rows import CHECKSUM_BYTES, BlockHasher, SlotRows, checksum
+from shared.types.block_key import KEY_BYTES, TOKEN_BYTES
 from shared.types.kv_layout import KVLayout
 from shared.types.units import SECTOR_BYTES, align_up
+
+MAGIC = b"KVDX"
+VERSION = 1
+
+_START = struct.Struct("<4sIQ")
+_FIXED = struct.Struct(f"<4sIQ{KEY_BYTES}s{KEY_BYTES}sII8x")
+assert _FIXED.size == HEADER_FIXED_BYTES  # noqa: S101 - the shape and the format agree
+
+
+class HeaderFormat:
+    """Headers of one layout's extents."""
+
+    def __init__(self, shape: ExtentShape) -> None:
+        self.num_bytes = shape.header_bytes
+        self._num_layers = len(shape.layout.layers)
+        self._block_tokens = shape.layout.block_tokens
+        self._digest = bytes.fromhex(shape.layout.fingerprint)
+        self._tokens_offset = HEADER_FIXED_BYTES + CHECKSUM_BYTES * self._num_layers
+
+    def pack_into(
+        self, buffer: memoryview, key: bytes, num_tokens: int, block: StoredBlock
+    ) -> None:
+        """Write a header to the first num_bytes of `buffer`."""
+        end = self._tokens_offset + TOKEN_BYTES * num_tokens
+        _FIXED.pack_into(
+            buffer, 0, MAGIC, VERSION, 0, key, self._digest, num_tokens, self._num_layers
+        )
+        buffer[HEADER_FIXED_BYTES : self._tokens_offset] = block.checksums
+        buffer[self._tokens_offset : end] = block.token_ids
+        buffer[end : self.num_bytes] = bytes(self.num_bytes - end)
+        _START.pack_into(buffer, 0, MAGIC, VERSION, checksum(buffer[_START.size : end]))
+
+    def unpack(self, buffer: memoryview, key: bytes, num_tokens: int) -> StoredBlock | None:
+        """Read a header; None unless it is whole and that of this block."""
+        magic, version, crc, found_key, digest, found_tokens, num_layers = _FIXED.unpack_from(
+            buffer
+        )
+        expected = (MAGIC, VERSION, key, self._digest, num_tokens, self._num_layers)
+        if (magic, version, found_key, digest, found_tokens, num_layers) != expected:
+            return None
+        if not 0 < num_tokens <= self._block_tokens:
+            return None
+        end = self._tokens_offset + TOKEN_BYTES * num_tokens
+        if checksum(buffer[_START.size : end]) != crc:
+            return None
+        return StoredBlock(
+            token_ids=bytes(buffer[self._tokens_offset : end]),
+            checksums=bytes(buffer[HEADER_FIXED_BYTES : self._tokens_offset]),
+        )
+
+
+LAYERED_IO_BYTES = 1 << 20
+
+
+def layer_groups(layer_bytes: Sequence[int], least_bytes: float) -> tuple[range, ...]:
+    """Split layers into runs of at least `least_bytes` each; what is left joins the last run."""
+    groups: list[range] = []
+    first, size = 0, 0
+    for layer, num_bytes in enumerate(layer_bytes):
+        size += num_bytes
+        if size >= least_bytes:
+            groups.append(range(first, layer + 1))
+            first, size = layer + 1, 0
+    if first < len(layer_bytes):
+        start = groups.pop().start if groups else 0
+        groups.append(range(start, len(layer_bytes)))
+    return tuple(groups)
 
 
 class ToWrite(NamedTuple):
@@ -61,11 +145,11 @@ class ExtentFormat:
         return num_tokens == self._block_tokens
 
     def used_bytes(self, layer_index: int, num_tokens: int) -> int:
-        """Bytes of one layer slice that are hashed."""
+        """Return how many bytes of one layer slice are hashed."""
         return self._token_bytes[layer_index] * num_tokens
 
     def slice_bytes(self, layer_index: int, num_tokens: int) -> int:
-        """Bytes of one layer slice in its extent, padding included."""
+        """Return the bytes of one layer slice in its extent, padding included."""
         return align_up(self.used_bytes(layer_index, num_tokens), SECTOR_BYTES)
 
     def used_rows(
@@ -88,7 +172,7 @@ class ExtentFormat:
             done += end - start
 
     def plan(self, num_tokens: int, least_bytes: float) -> tuple[GroupPlan, ...]:
-        """Groups of at least this many bytes; the first one follows the header."""
+        """Plan groups of at least this many bytes; the first one follows the header."""
         known = self._plans.get((num_tokens, least_bytes))
         if known is None:
             known = self._plans[num_tokens, least_bytes] = self._plan(num_tokens, least_bytes)

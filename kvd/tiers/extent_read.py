@@ -11,16 +11,16 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeAlias
 
 from kvd.core.records.actions import IoOutcome
-from kvd.tiers.checksums import checksum, checksum_at
+from kvd.tiers.direct_io import Staging
 from kvd.tiers.extent_format import ExtentFormat, GroupPlan
 from kvd.tiers.sealed_extents import SPARE_BYTES, OpenedExtent, SealedFormat, is_sealed
-from kvd.tiers.staging import Staging
+from kvd.tiers.slot_rows import checksum, checksum_at
 from shared.process.log import get_logger
 
 if TYPE_CHECKING:
-    from kvd.core.records.records import StoredBlock
+    from kvd.core.records.rows import StoredBlock
 
-Source: TypeAlias = Callable[[int, list[memoryview]], bool]  # see SegmentVolume.read_at
+Source: TypeAlias = Callable[[int, list[memoryview]], bool]  # fills buffers from an offset on
 
 log = get_logger(__name__)
 
@@ -43,9 +43,16 @@ class ExtentRead:
         source: Source,
         sealed: SealedFormat | None,
     ) -> None:
-        """`memory` is the slot to fill; None: the extent is only verified.
+        """Plan to read an extent; see the module docstring.
 
-        `sealed` opens extents that are; None: none is.
+        Args:
+            extent_format: of its layout.
+            key: of the block.
+            num_tokens: of the block.
+            memory: the slot to fill; None: the extent is only verified.
+            groups: of layers, in order.
+            source: reads from the extent; False: its file ends before.
+            sealed: opens extents that are sealed; None: none is.
         """
         self._format = extent_format
         self._key = key

@@ -71,10 +71,10 @@ class NoFaults:
     fdatasync = staticmethod(os.fdatasync)
 
     def before_read(self, extent: int) -> None:
-        """Let it happen."""
+        """Let the read or write happen."""
 
     def before_write(self, extent: int) -> None:
-        """Let it happen."""
+        """Let the read or write happen."""
 
     def reach(self, point: WritePoint) -> None:
-        """Go on."""
+        """Pass the point."""

@@ -18,8 +18,7 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from kvd.core.records.records import Pin, SessionRecord
-from kvd.core.recovery.session_rows import SessionColumns
+from kvd.core.records.rows import Pin, SessionColumns, SessionRecord
 from shared.types.block_key import KEY_BYTES
 from shared.types.session_key import SessionKey
 
@@ -54,7 +53,7 @@ _Row: TypeAlias = tuple[bytes, bytes, bytes, int, int | None, int, int]
 def read_blocks(
     db: sqlite3.Connection, layout_id: int
 ) -> tuple[bytes, NDArray[np.int64], NDArray[np.int32]]:
-    """(keys joined, extents, numbers of tokens) of a layout's blocks."""
+    """Return (keys joined, extents, numbers of tokens) of a layout's blocks."""
     keys: list[bytes] = []
     extents: list[NDArray[np.int64]] = [_numbers("")]
     block_tokens: list[NDArray[np.int32]] = [_numbers("").astype(np.int32)]
@@ -73,7 +72,7 @@ def read_blocks(
 
 
 def read_sessions(db: sqlite3.Connection, layout_id: int, model: str) -> Iterator[SessionColumns]:
-    """A layout's sessions; what their spans hold is not looked at."""
+    """Yield a layout's sessions; what their spans hold is not looked at."""
     cursor = db.execute(_SESSIONS, (layout_id,))
     names: dict[bytes, str] = {}  # each row comes with bytes of its own for its tenant
     while rows := cursor.fetchmany(_FETCH):

@@ -5,9 +5,9 @@ Invariants:
    extent is used again. The cache engine orders it so; this module keeps the order it is given.
 2. Rows are written by one thread, in groups: one commit, and one sync, for all that is waiting.
 
-A commit that fails (disk full) is tried again until it succeeds; loads and stores go on meanwhile.
-What may wait here is bounded in bytes: who puts rows looks at `room_bytes` first. Rows of layouts,
-tenants and the clock are few, and are put without.
+A commit that fails (disk full) is tried again until it succeeds; loads and stores are served
+meanwhile. What may wait here is bounded in bytes: who puts rows looks at `room_bytes` first. Rows
+of layouts, tenants and the clock are few, and are put without.
 """
 
 import contextlib
@@ -18,11 +18,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
-from kvd.core.records.records import BlockRecord, IndexRows, SessionRecord
-from kvd.tiers.batch_worker import BatchWorker
+from kvd.core.records.rows import BlockRecord, IndexRows, SessionRecord
 from kvd.tiers.faults import Faults, WritePoint
 from kvd.tiers.index_database import BUSY_S, open_database
 from kvd.tiers.index_rows import read_blocks, read_sessions
+from kvd.tiers.io_threads import BatchWorker
 from shared.process.log import get_logger
 from shared.types.block_key import SALT_BYTES
 from shared.types.kv_layout import KVLayout
@@ -78,7 +78,7 @@ class Row(NamedTuple):
 
     sql: str
     values: tuple[Value, ...]
-    committed: Callable[[], None] | None = None
+    committed: Callable[[], object] | None = None
     point: WritePoint | None = None
     purges: bool = False
     drops_use: bool = False
@@ -128,7 +128,7 @@ class Manifest:
     # --------------------------------------------------------------------------------- reading
 
     def layouts(self) -> list[LayoutRow]:
-        """Every layout that has a volume, but those that are set aside."""
+        """Return every layout that has a volume, but those that are set aside."""
         rows = self._query(
             "SELECT fingerprint, iif(typeof(message) = 'blob', message, x''), "
             "iif(typeof(extents_per_segment) = 'integer', max(extents_per_segment, 0), 0), "
@@ -156,12 +156,12 @@ class Manifest:
         return dict(self._query(sql))
 
     def meta(self, name: str) -> str:
-        """A value put by put_meta, or ""."""
+        """Return a value put by put_meta, or ""."""
         rows = list(self._query("SELECT value FROM meta WHERE name = ?", name))
         return str(rows[0][0]) if rows else ""
 
     def rows(self, layout: KVLayout) -> IndexRows:
-        """Blocks and sessions of a layout, in any order; sessions are read as they are asked for.
+        """Return blocks and sessions of a layout, in any order; sessions are read when asked for.
 
         Rows that cannot be decoded are left out.
 
@@ -236,7 +236,7 @@ class Manifest:
         self._put(Row("INSERT OR REPLACE INTO tenant_keys VALUES (?, ?)", (tenant, wrapped)))
         self._put(Row("DELETE FROM salts WHERE tenant = ?", (tenant,)))
 
-    def drop_tenant_keys(self, tenants: Iterable[str], committed: Callable[[], None]) -> None:
+    def drop_tenant_keys(self, tenants: Iterable[str], committed: Callable[[], object]) -> None:
         """Remove tenants' secrets; `committed` once no file of the database has them any more.
 
         With them go rows of sessions that no cache knows of, which it would have removed: of a
@@ -248,8 +248,8 @@ class Manifest:
             self._put(Row("DELETE FROM tenant_keys WHERE tenant = ?", (tenant,)))
         self.purge(committed)
 
-    def purge(self, committed: Callable[[], None]) -> None:
-        """Call `committed` once what was removed before is in no file of the database any more."""
+    def purge(self, committed: Callable[[], object] | None = None) -> None:
+        """Have what was removed before be in no file of the database any more; see Row."""
         self._put(Row("SELECT 1", (), committed, point=WritePoint.KEYS_DROPPED, purges=True))
 
     def put_meta(self, name: str, value: str) -> None:
@@ -257,12 +257,14 @@ class Manifest:
         sql = "INSERT OR REPLACE INTO meta VALUES (?, ?)"
         self._put(Row(sql, (name, value), point=WritePoint.CLOCK_SAVED))
 
-    def put_block(self, layout: str, block: BlockRecord, committed: Callable[[], None]) -> None:
+    def put_block(self, layout: str, block: BlockRecord, committed: Callable[[], object]) -> None:
         """Keep a block's row; its data is durable. `committed`: see Row."""
         values = (self._layout_ids[layout], block.key, block.extent, block.num_tokens)
         self._put(Row(PUT_BLOCK, values, committed))
 
-    def drop_block(self, layout: str, key: bytes, committed: Callable[[], None]) -> None:
+    def drop_block(
+        self, layout: str, key: bytes, committed: Callable[[], object] | None = None
+    ) -> None:
         """Remove a block's row; the writer thread calls `committed` once that is durable."""
         sql = "DELETE FROM blocks WHERE layout = ? AND key = ?"
         self._put(Row(sql, (self._layout_ids[layout], key), committed))
@@ -284,7 +286,7 @@ class Manifest:
         sql = "DELETE FROM sessions WHERE layout = ? AND tenant = ? AND session_id = ?"
         self._put(Row(sql, values, drops_use=True))
 
-    def when_committed(self, committed: Callable[[], None]) -> None:
+    def when_committed(self, committed: Callable[[], object]) -> None:
         """Have the writer thread call `committed` once all that was put before is durable."""
         self._put(Row("SELECT 1", (), committed))
 
@@ -359,5 +361,5 @@ class Manifest:
 
 
 def _decoded(text: bytes) -> str:
-    """A damaged text must not end the start: its row is found to be wrong later."""
+    """Decode even a damaged text, so that it does not end the start: its row is refused later."""
     return text.decode(errors="replace")

@@ -1,4 +1,4 @@
-"""What the kernel is told about a mapping: huge pages, a NUMA node, pages to allocate now.
+"""Advice for the kernel about a mapping: huge pages, a NUMA node, pages to allocate now.
 
 And what came of it: asking for huge pages is not having them.
 
@@ -58,7 +58,7 @@ def bind_to_node(memory: memoryview, node: int) -> None:
 
 
 def huge_bytes(memory: memoryview) -> int:
-    """Bytes of a mapping that are in transparent huge pages now, as this process has mapped them.
+    """Return how many bytes of a mapping are in transparent huge pages of this process now.
 
     The kernel looks at every page for it: about a second for 100 GB of small ones.
 

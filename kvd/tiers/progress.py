@@ -1,7 +1,7 @@
 """Progress words: how many layers of a load that is under way an engine may read already (D13).
 
 One aligned 64-bit word per load lease, in memory that engines map read-only. A word is written with
-one store, so a reader sees an old word or a new one. Its bits: shared/kvd_client/progress_words.py.
+one store, so a reader sees an old word or a new one. Its bits: shared/kvd_client/arena_map.py.
 """
 
 import fcntl
@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 
-from shared.kvd_client.progress_words import FAILED_BIT, LAYERS_MASK, WORD_BYTES, packed_word
+from shared.kvd_client.arena_map import FAILED_BIT, LAYERS_MASK, WORD_BYTES, packed_word
 from shared.types.units import SECTOR_BYTES, align_up
 
 F_SEAL_FUTURE_WRITE = 0x0010  # fcntl names it from Python 3.13 on: nobody else may map it writable

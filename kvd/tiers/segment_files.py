@@ -8,6 +8,9 @@ Each grows in steps to extents_per_segment whole extents. A step is a fraction o
 has left, so that of several volumes none takes all before it needs it. Descriptors are opened once
 and kept. Nothing here deletes a file because reading it failed.
 
+Invariant: all volumes share a space budget and ask it before they allocate, so that their sum never
+exceeds it, and a reserve of the file system stays free for the index and for others.
+
 Threads: any number, except shrink() and close(), which no I/O may run beside.
 """
 
@@ -15,11 +18,11 @@ import contextlib
 import errno
 import os
 import threading
+from dataclasses import dataclass
 from pathlib import Path
 
 from kvd.tiers.direct_io import probe_direct, set_direct
 from kvd.tiers.faults import Faults, WritePoint
-from kvd.tiers.space_budget import SpaceBudget
 from kvd.tiers.volume_identity import identify, remove_volume, sync_directory
 from shared.process.log import get_logger
 
@@ -27,6 +30,81 @@ _STEP = 8  # a segment grows by this part of the free budget at a time
 _WITHOUT_FALLOCATE = {errno.EOPNOTSUPP, errno.EINVAL}
 
 log = get_logger(__name__)
+
+
+class SpaceBudget:
+    """What all volumes together may allocate, and what the file system has left; for any thread.
+
+    Args:
+        total_bytes: of allocated segments; None: only the file system is the limit.
+        reserve_bytes: of the file system, to be left free.
+        directory: on that file system; it may not exist yet.
+    """
+
+    def __init__(self, total_bytes: int | None, reserve_bytes: int, directory: Path) -> None:
+        self.total_bytes = total_bytes
+        self._reserve_bytes = reserve_bytes
+        self._directory = directory
+        self._allocated_bytes = 0
+        self._lock = threading.Lock()
+
+    @property
+    def allocated_bytes(self) -> int:
+        """Bytes of the segments of all volumes."""
+        return self._allocated_bytes
+
+    def free_bytes(self) -> int:
+        """Return what could still be allocated; negative when the budget was made smaller."""
+        free = max(0, self._file_system_bytes() - self._reserve_bytes)
+        if self.total_bytes is None:
+            return free
+        return min(free, self.total_bytes - self._allocated_bytes)
+
+    def reserve(self, least: int, wanted: int, unit: int) -> int:
+        """Take between `least` and `wanted` bytes for a segment.
+
+        Returns:
+            Bytes taken: whole units, or 0 if not even `least` is left.
+        """
+        with self._lock:
+            granted = min(wanted, self.free_bytes() // unit * unit)
+            if granted < least:
+                return 0
+            self._allocated_bytes += granted
+            return granted
+
+    def add_existing(self, num_bytes: int) -> None:
+        """Count a segment that was found."""
+        with self._lock:
+            self._allocated_bytes += num_bytes
+
+    def release(self, num_bytes: int) -> None:
+        """Return space that was not allocated after all, or of a segment that is removed."""
+        with self._lock:
+            self._allocated_bytes -= num_bytes
+
+    def _file_system_bytes(self) -> int:
+        paths = (self._directory, *self._directory.parents)
+        try:
+            status = os.statvfs(next(path for path in paths if path.exists()))
+        except OSError:  # a disk that fails, or that we may not look at, takes nothing
+            return 0
+        return status.f_bavail * status.f_frsize
+
+
+@dataclass(frozen=True, slots=True)
+class VolumeInfo:
+    """A volume as it is.
+
+    Attributes:
+        is_direct: its files are read and written with O_DIRECT.
+        buffered_reason: why not; "" when direct.
+        physical_bytes: what its files take up on the file system.
+    """
+
+    is_direct: bool
+    buffered_reason: str
+    physical_bytes: int
 
 
 class SegmentFiles:
@@ -40,6 +118,11 @@ class SegmentFiles:
         direct: "auto" and "on" read and write past the page cache if the file system lets us; it is
             worth a warning when it does not with "on". "off" does not try.
         faults: see kvd/tiers/faults.py.
+
+    Attributes:
+        extents_per_segment, faults: see above.
+        is_direct: whether reads and writes go past the page cache.
+        buffered_reason: why they do not; "" when direct.
     """
 
     def __init__(
@@ -53,15 +136,16 @@ class SegmentFiles:
     ) -> None:
         self._directory = directory
         self._extent_bytes = extent_bytes
+        self.extents_per_segment = extents_per_segment
         self._full_bytes = extent_bytes * extents_per_segment
         self._budget = budget
         self._direct = direct
-        self._faults = faults
+        self.faults = faults
         self._fds: dict[int, int] = {}  # segment → descriptor
         self._sizes: dict[int, int] = {}  # segment → allocated bytes, whole extents
         self._lock = threading.Lock()  # guards both
         self.is_direct = False
-        self.buffered_reason = "it is switched off"  # "" when direct
+        self.buffered_reason = "it is switched off"
 
     @property
     def reserved_bytes(self) -> int:
@@ -77,12 +161,21 @@ class SegmentFiles:
                 num_blocks += self._path(segment).stat().st_blocks
         return num_blocks * 512
 
-    def open(self, expected_id: str, *, holds_rows: bool) -> str:
+    def physical_extents(self) -> int:
+        """Return how many extents there is space for: allocated, or as budget and disk allow."""
+        num_bytes = self.reserved_bytes + self._budget.free_bytes()
+        return max(0, num_bytes // self._extent_bytes)
+
+    def info(self) -> VolumeInfo:
+        """Return the volume as it is, for operators."""
+        return VolumeInfo(self.is_direct, self.buffered_reason, self.allocated_bytes)
+
+    def open(self, expected_id: str = "", *, holds_rows: bool = False) -> str:
         """Find the volume, see whether direct I/O works, count the segments that are there.
 
         Args, Returns, Raises: see identify().
         """
-        volume_id = identify(self._directory, expected_id, self._faults, holds_rows=holds_rows)
+        volume_id = identify(self._directory, expected_id, self.faults, holds_rows=holds_rows)
         if self._direct != "off":
             self.is_direct = probe_direct(self._directory)
             self._use_buffered("" if self.is_direct else "its file system has no direct I/O")
@@ -94,7 +187,7 @@ class SegmentFiles:
         return volume_id
 
     def size_of(self, segment: int) -> int:
-        """Bytes of a segment that is there and can be opened, in whole extents; 0: it is not there.
+        """Return the bytes of a segment, in whole extents, if it can be opened; 0: it is not there.
 
         Raises:
             OSError: it cannot be opened.
@@ -105,7 +198,7 @@ class SegmentFiles:
         return size
 
     def for_reading(self, segment: int) -> int:
-        """Descriptor of a segment.
+        """Return the descriptor of a segment.
 
         Raises:
             FileNotFoundError: it does not exist.
@@ -115,7 +208,7 @@ class SegmentFiles:
         return self._open(segment) if fd is None else fd
 
     def for_writing(self, segment: int, end: int) -> int:
-        """Descriptor of a segment whose first `end` bytes are allocated.
+        """Return the descriptor of a segment whose first `end` bytes are allocated.
 
         Raises:
             OSError: ENOSPC if the budget or the file system is exhausted.
@@ -128,7 +221,7 @@ class SegmentFiles:
                 self._allocate(segment, end)
         return self.for_reading(segment)
 
-    def go_buffered(self, why: str) -> bool:
+    def disable_direct(self, why: str) -> bool:
         """Stop using direct I/O; False if it was not used any more."""
         with self._lock:
             if not self.is_direct:
@@ -140,7 +233,7 @@ class SegmentFiles:
         return True
 
     def shrink(self, num_extents: int) -> None:
-        """Give back the space of every extent from `num_extents` on; none of them is in use.
+        """Release the space of every extent from `num_extents` on; none of them is in use.
 
         Raises:
             OSError: the file system refuses.
@@ -158,12 +251,12 @@ class SegmentFiles:
                 del self._sizes[segment]
                 if segment in self._fds:
                     os.close(self._fds.pop(segment))
-            self._budget.give_back(size - keep)
-            self._faults.reach(WritePoint.SEGMENT_REMOVED)
+            self._budget.release(size - keep)
+            self.faults.reach(WritePoint.SEGMENT_REMOVED)
 
     def close(self) -> None:
         """Close the files."""
-        self._budget.give_back(self.reserved_bytes)
+        self._budget.release(self.reserved_bytes)
         self._sizes.clear()
         while self._fds:
             os.close(self._fds.popitem()[1])
@@ -196,7 +289,7 @@ class SegmentFiles:
             try:
                 self._extend(segment, had, had + granted)
             except OSError as error:
-                self._budget.give_back(granted)
+                self._budget.release(granted)
                 if error.errno != errno.ENOSPC or wanted == end:
                     raise
             else:
@@ -208,16 +301,16 @@ class SegmentFiles:
         # Not by the kept descriptor: where fallocate is emulated it writes single bytes.
         fd = os.open(self._path(segment), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
-            self._faults.reach(WritePoint.SEGMENT_CREATED)
+            self.faults.reach(WritePoint.SEGMENT_CREATED)
             try:
                 os.posix_fallocate(fd, 0, size)
             except OSError as error:
                 if error.errno not in _WITHOUT_FALLOCATE:
                     raise
                 os.ftruncate(fd, size)  # a write may find the disk full
-            self._faults.fsync(fd)
-            sync_directory(self._directory, self._faults)
-            self._faults.reach(WritePoint.SEGMENT_ALLOCATED)
+            self.faults.fsync(fd)
+            sync_directory(self._directory, self.faults)
+            self.faults.reach(WritePoint.SEGMENT_ALLOCATED)
         except OSError:
             os.ftruncate(fd, had)  # a failed fallocate keeps what it took
             raise

@@ -1,18 +1,37 @@
-"""Where the rows of a block lie in its slot, for whoever hashes or copies them.
+"""Where the rows of a block lie in its slot, and the checksums of these rows (D11).
 
-Pure. A slot's components are token-major, so the first rows of a component are one run of bytes;
-the rows of a full block make one run per layer.
+A slot's components are token-major, so the first rows of a component are one run of bytes; the rows
+of a full block make one run per layer.
+
+A block has one checksum for each layer slice, xxh3_64 of its used bytes: of every component in
+order, the first num_tokens rows. Padding and unused rows are never hashed. Checksums are packed as
+little-endian uint64, one per layer.
+
+Pure, and safe in any thread: xxhash gives the GIL up for large slices.
 """
 
+import struct
+from itertools import chain
 from typing import TypeAlias
+
+import xxhash
 
 from shared.types.kv_layout import KVLayout
 
+CHECKSUM_BYTES = 8  # per layer
+_CHECKSUM = struct.Struct("<Q")
+
+Bytes: TypeAlias = bytes | bytearray | memoryview
 Run: TypeAlias = tuple[int, int]  # half-open, in bytes from the slot's start
 
 
 class SlotRows:
-    """The runs of one layout, looked up instead of computed: this is called for every block."""
+    """The runs of one layout, looked up instead of computed: this is called for every block.
+
+    Attributes:
+        num_layers: of the layout.
+        components: of each component of each layer, its offset in a slot and the bytes of one row.
+    """
 
     def __init__(self, layout: KVLayout) -> None:
         self.num_layers = len(layout.layers)
@@ -21,23 +40,65 @@ class SlotRows:
             (start, start + layer.token_bytes * layout.block_tokens)
             for start, layer in zip(layout.slice_offsets, layout.layers, strict=True)
         )
-        self._components = tuple(
+        self._of_layer = tuple(
             tuple(
                 (layout.component_offset(layer_index, component_index), component.token_bytes)
                 for component_index, component in enumerate(layer.components)
             )
             for layer_index, layer in enumerate(layout.layers)
         )
-
-    def components(self, layer_index: int) -> tuple[tuple[int, int], ...]:
-        """Of each component of one layer: its offset in a slot, and the bytes of one row."""
-        return self._components[layer_index]
+        self.components = tuple(chain.from_iterable(self._of_layer))
 
     def runs(self, layer_index: int, num_tokens: int) -> tuple[Run, ...]:
-        """Used bytes of one layer slice: of every component, in order, the first rows."""
+        """Return the used bytes of a layer slice: of every component, in order, the first rows."""
         if num_tokens == self._block_tokens:
             return (self._full[layer_index],)
         return tuple(
             (start, start + token_bytes * num_tokens)
-            for start, token_bytes in self._components[layer_index]
+            for start, token_bytes in self._of_layer[layer_index]
         )
+
+
+def checksum(data: Bytes) -> int:
+    """Return the checksum of bytes that lie together."""
+    return xxhash.xxh3_64_intdigest(data)
+
+
+class BlockHasher:
+    """Hashes the blocks of one layout."""
+
+    def __init__(self, layout: KVLayout) -> None:
+        self._rows = SlotRows(layout)
+
+    def layer_checksum(self, memory: memoryview, layer_index: int, num_tokens: int) -> int:
+        """Return the checksum of one layer slice of a slot."""
+        runs = self._rows.runs(layer_index, num_tokens)
+        if len(runs) == 1:
+            return checksum(memory[runs[0][0] : runs[0][1]])
+        digest = xxhash.xxh3_64()
+        for start, end in runs:
+            digest.update(memory[start:end])
+        return digest.intdigest()
+
+    def checksums(self, memory: memoryview, num_tokens: int) -> bytes:
+        """Return the packed checksums of all layer slices of a slot."""
+        layers = range(self._rows.num_layers)
+        return b"".join(
+            _CHECKSUM.pack(self.layer_checksum(memory, layer, num_tokens)) for layer in layers
+        )
+
+    def matches(
+        self, memory: memoryview, num_tokens: int, checksums: bytes, layers: range | None = None
+    ) -> bool:
+        """Whether a slot's bytes, in these layers or all, are the ones that were hashed."""
+        if len(checksums) != CHECKSUM_BYTES * self._rows.num_layers:
+            return False
+        return all(
+            self.layer_checksum(memory, layer, num_tokens) == checksum_at(checksums, layer)
+            for layer in (range(self._rows.num_layers) if layers is None else layers)
+        )
+
+
+def checksum_at(checksums: bytes, layer_index: int) -> int:
+    """Return one layer's checksum out of the packed ones."""
+    return int(_CHECKSUM.unpack_from(checksums, CHECKSUM_BYTES * layer_index)[0])

@@ -9,13 +9,12 @@ business; the bytes of a header are in kvd/FORMATS.md.
 Outcomes, never exceptions: OK; CORRUPT (the bytes are not what was written, or are not there);
 TRANSIENT (the device failed, the bytes may still be good); FULL (no space).
 
-Threads: reads and writes from any number, sync() from one; shrink() and close() beside none.
+Threads: reads and writes from any number, sync() from one.
 """
 
 import errno
 import math
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 import numpy as np
@@ -23,15 +22,12 @@ from numpy.typing import NDArray
 
 from kvd.core.records.actions import IoOutcome, WriteBlock
 from kvd.encryption.keyring import Keyring
-from kvd.tiers.direct_io import read_fully, write_fully
-from kvd.tiers.extent_format import ExtentFormat, GroupPlan, ToWrite
+from kvd.tiers.direct_io import STAGED_IO_BYTES, Staging, read_fully, write_fully
+from kvd.tiers.extent_format import LAYERED_IO_BYTES, ExtentFormat, GroupPlan, ToWrite
 from kvd.tiers.extent_read import ExtentRead
-from kvd.tiers.faults import Faults, WritePoint
-from kvd.tiers.layer_groups import LAYERED_IO_BYTES
+from kvd.tiers.faults import WritePoint
 from kvd.tiers.sealed_extents import SealedFormat
 from kvd.tiers.segment_files import SegmentFiles
-from kvd.tiers.space_budget import SpaceBudget
-from kvd.tiers.staging import STAGED_IO_BYTES, Staging
 from shared.process.log import get_logger
 from shared.types.kv_layout import KVLayout
 from shared.types.units import SECTOR_BYTES
@@ -53,64 +49,29 @@ class Written(NamedTuple):
 
 
 class SegmentVolume:
-    """The extents of one layout.
+    """The extents of one layout. Its `files` are opened before its first use.
+
+    Attributes:
+        files: the segments, which are opened, shrunk and closed there.
+        shape: of the extents.
 
     Args:
-        directory, extents_per_segment, budget, direct, faults: see SegmentFiles.
         layout: of the blocks.
+        files: of whole extents of this layout.
         keys: the tenants'; None: extents are plain.
     """
 
-    def __init__(
-        self,
-        directory: Path,
-        layout: KVLayout,
-        extents_per_segment: int,
-        budget: SpaceBudget,
-        direct: str,
-        faults: Faults,
-        keys: Keyring | None = None,
-    ) -> None:
+    def __init__(self, layout: KVLayout, files: SegmentFiles, keys: Keyring | None = None) -> None:
         self._format = ExtentFormat(layout)
         self._sealed = SealedFormat(self._format, keys) if keys is not None else None
+        self.files = files
         self.shape = self._format.shape
-        self._segment_sectors = extents_per_segment * self.shape.sectors_per_extent
-        self._budget = budget
-        self._faults = faults
-        self._files = SegmentFiles(
-            directory, self.shape.full_bytes, extents_per_segment, budget, direct, faults
-        )
+        self._segment_sectors = files.extents_per_segment * self.shape.sectors_per_extent
+        self._faults = files.faults
         self._failed_syncs: dict[int, int] = {}  # segment → how many
 
-    @property
-    def is_direct(self) -> bool:
-        """Whether reads and writes go past the page cache."""
-        return self._files.is_direct
-
-    @property
-    def buffered_reason(self) -> str:
-        """Why not; "" when direct."""
-        return self._files.buffered_reason
-
-    @property
-    def allocated_bytes(self) -> int:
-        """Space that the segments take in the file system."""
-        return self._files.allocated_bytes
-
-    def physical_extents(self) -> int:
-        """How many extents there is space for: those allocated, and what budget and disk allow."""
-        num_bytes = self._files.reserved_bytes + self._budget.free_bytes()
-        return max(0, num_bytes // self.shape.full_bytes)
-
-    def open(self, expected_id: str = "", *, holds_rows: bool = False) -> str:
-        """Find, or make, the volume.
-
-        Args, Returns, Raises: see kvd/tiers/volume_identity.py.
-        """
-        return self._files.open(expected_id, holds_rows=holds_rows)
-
     def lacks(self, extents: NDArray[np.int64], num_extents: int) -> NDArray[np.bool_]:
-        """Which extents the segments that are there do not have: whole segments, or their ends.
+        """Find the extents that are missing: of segments that are not there, or are cut short.
 
         Args:
             extents: first sectors.
@@ -124,21 +85,9 @@ class SegmentVolume:
         segments, sectors = np.divmod(extents[inside], self._segment_sectors)
         ends = self._whole_extents_end(sectors * SECTOR_BYTES)
         named, index = np.unique(segments, return_inverse=True)
-        sizes = np.array([self._files.size_of(segment) for segment in named.tolist()], np.int64)
+        sizes = np.array([self.files.size_of(segment) for segment in named.tolist()], np.int64)
         lacking[inside] = ends > sizes[index]
         return lacking
-
-    def shrink(self, num_extents: int) -> None:
-        """Give back the space of whole extents from `num_extents` on; none of them is in use."""
-        self._files.shrink(num_extents)
-
-    def close(self) -> None:
-        """Close the files."""
-        self._files.close()
-
-    def remove(self) -> None:
-        """Remove the directory of a closed volume, unless something is still in it."""
-        self._files.remove()
 
     # ----------------------------------------------------------------------------------- reading
 
@@ -156,13 +105,21 @@ class SegmentVolume:
         def read(offset: int, buffers: list[memoryview]) -> bool:
             return self._read_at(extent, offset, buffers)
 
-        return ExtentRead(self._format, key, num_tokens, memory, groups, read, self._sealed)
+        return ExtentRead(
+            extent_format=self._format,
+            key=key,
+            num_tokens=num_tokens,
+            memory=memory,
+            groups=groups,
+            source=read,
+            sealed=self._sealed,
+        )
 
     def _read_at(self, extent: int, offset: int, buffers: list[memoryview]) -> bool:
         """Fill buffers from an extent's byte `offset` on; False if its file ends before."""
-        segment, start = self._place(extent)
+        segment, start = self._locate(extent)
         self._faults.before_read(extent)
-        fd = self._files.for_reading(segment)
+        fd = self.files.for_reading(segment)
         return self._retried(lambda: read_fully(fd, buffers, start + offset))
 
     # ----------------------------------------------------------------------------------- writing
@@ -185,14 +142,14 @@ class SegmentVolume:
             staging: of the calling thread.
         """
         first = run[0]
-        segment, start = self._place(first.extent)
+        segment, start = self._locate(first.extent)
         num_failed = self._failed_syncs.get(segment, 0)
         try:
             for block in run:
                 self._faults.before_write(block.extent)
             end = self._whole_extents_end(start) + (len(run) - 1) * self.shape.full_bytes
-            fd = self._files.for_writing(segment, end)
-            if self._sealed and self._sealed.is_sealing:
+            fd = self.files.for_writing(segment, end)
+            if self._sealed and self._sealed.keys.is_sealing:
                 for offset, piece in self._sealed.pieces(run, staging):
                     self._write_part(fd, piece, start + offset)
             elif self._format.is_full(first.num_tokens):
@@ -222,7 +179,7 @@ class SegmentVolume:
         failed: dict[int, IoOutcome] = {}
         for segment in {written.segment for written in batch if written.outcome is IoOutcome.OK}:
             try:
-                self._faults.fdatasync(self._files.for_reading(segment))
+                self._faults.fdatasync(self.files.for_reading(segment))
                 self._faults.reach(WritePoint.SEGMENT_SYNCED)
             except OSError as error:
                 # What the kernel could not write it forgets: all since the last sync is lost, what
@@ -241,7 +198,7 @@ class SegmentVolume:
         return IoOutcome.TRANSIENT if is_lost else IoOutcome.OK
 
     def _packed(self, block: ToWrite, staging: Staging) -> Iterator[tuple[int, memoryview]]:
-        """(offset in the extent, bytes) of a partial block, piece by piece."""
+        """Yield (offset in the extent, bytes) of a partial block, piece by piece."""
         for index, group in enumerate(self._format.plan(block.num_tokens, STAGED_IO_BYTES)):
             header_bytes = 0 if index else self._format.header.num_bytes
             buffer = staging.take(header_bytes + group.num_bytes)
@@ -273,17 +230,17 @@ class SegmentVolume:
         try:
             return transfer()
         except OSError as error:
-            if error.errno != errno.EINVAL or not self._files.go_buffered(str(error)):
+            if error.errno != errno.EINVAL or not self.files.disable_direct(str(error)):
                 raise
         return transfer()
 
-    def _place(self, extent: int) -> tuple[int, int]:
-        """(segment, byte offset in it)."""
+    def _locate(self, extent: int) -> tuple[int, int]:
+        """Return (segment, byte offset in it) of an extent."""
         segment, sector = divmod(extent, self._segment_sectors)
         return segment, sector * SECTOR_BYTES
 
     def _whole_extents_end(self, start: Offset) -> Offset:
-        """End of the whole extent that has byte `start` of a segment."""
+        """Return the end of the whole extent that has byte `start` of a segment."""
         return (start // self.shape.full_bytes + 1) * self.shape.full_bytes
 
 

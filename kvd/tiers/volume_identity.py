@@ -98,7 +98,7 @@ def _check_directory(directory: Path) -> None:
 
 
 def _read_id(directory: Path) -> str:
-    """The id in a directory; "" if there is none."""
+    """Return the id in a directory; "" if there is none."""
     try:
         text = (directory / ID_NAME).read_text(encoding="ascii", errors="replace").strip()
     except FileNotFoundError:

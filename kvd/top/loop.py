@@ -9,8 +9,7 @@ from rich.live import Live
 
 from kvd.client.operator_client import OperatorClient
 from kvd.top.screen import Act, Command, Name, Screen, name_of, pressed
-from kvd.top.trends import MOST_LOOKS, points
-from kvd.top.views import Seen, top_view
+from kvd.top.views import MOST_LOOKS, Seen, points, top_view
 from shared.pb.kvd.v1 import kvd_pb2
 from shared.terminal.keyboard import Keyboard, keyboard
 from shared.types.errors import NotFoundError, ReportedError

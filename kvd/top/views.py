@@ -1,6 +1,10 @@
-"""What `kvd top` shows, as lines that fit a terminal of a given size. Pure."""
+"""What `kvd top` shows, as lines that fit a terminal of a given size. Pure.
 
-from collections.abc import Iterator, Sequence
+Each layout has a line of bars for the last looks. A look is of the time since the one before; the
+first one, and the first after a restart of kvd, have nothing to show.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from rich.console import Group, RenderableType
@@ -8,15 +12,76 @@ from rich.text import Text
 
 from kvd.top import screen as screens
 from kvd.top.screen import Screen, index_of, name_of, starts_reversed
-from kvd.top.trends import Points, trend_line
-from kvd.views.rates import Rates
 from kvd.views.session_views import history_table
 from kvd.views.stats_views import percent, process_line
-from kvd.views.views import SESSION_COLUMNS, expiry, session_row, state
+from kvd.views.views import SESSION_COLUMNS, Rates, expiry, session_row, state
 from shared.pb.kvd.v1 import kvd_pb2
-from shared.terminal.printing import counted, plain
+from shared.terminal.printing import counted, plain, sparkline
 from shared.terminal.tables import fitted
 from shared.types.units import format_bytes, format_duration
+
+MOST_LOOKS = 200  # that are kept: what the widest terminals have room for
+_GAP = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """What a layout did between two looks.
+
+    Attributes:
+        hit_rate: share of loads that hit; None: there was none.
+        tokens_per_s: loaded, from either tier.
+        ssd_bytes_per_s: read and written.
+    """
+
+    hit_rate: float | None
+    tokens_per_s: float
+    ssd_bytes_per_s: float
+
+
+Points = Mapping[str, Point]  # by layout
+
+
+def points(now: kvd_pb2.GetStatsResponse, before: kvd_pb2.GetStatsResponse | None) -> Points:
+    """What every layout did since the look before; nothing if kvd was started since."""
+    rates = Rates(now, before)
+    if not rates.is_of_interval:
+        return {}
+    return {
+        layout.layout: Point(
+            rates.share(layout.layout, "load_hits", "load_misses"),
+            rates.per_second(layout.layout, "load_tokens_dram", "load_tokens_ssd"),
+            rates.per_second(layout.layout, "ssd_read_bytes", "ssd_written_bytes"),
+        )
+        for layout in now.layouts
+    }
+
+
+def trend_line(layout: str, looks: Sequence[Points], width: int) -> Text:
+    """Bars of a layout's last looks, side by side; the highest is the most that is shown.
+
+    Args:
+        layout: its key.
+        looks: oldest first.
+        width: of the terminal.
+    """
+    found = [look.get(layout) for look in looks]
+    series: tuple[tuple[str, list[float | None], float | None], ...] = (
+        ("hit rate ", [point.hit_rate if point else None for point in found], 1.0),
+        ("tokens/s ", [point.tokens_per_s if point else None for point in found], None),
+        ("ssd bytes/s ", [point.ssd_bytes_per_s if point else None for point in found], None),
+    )
+    begin = "trend "
+    taken = len(begin) + sum(len(label) for label, _, _ in series) + _GAP * (len(series) - 1)
+    room = max(0, (width - taken) // len(series))
+    line = Text()
+    line.append(begin, "bold")
+    for index, (label, values, top) in enumerate(series):
+        bars = sparkline(values, room, top)
+        line.append(" " * _GAP if index else "").append(label)
+        line.append(f"{bars:>{room}}", "cyan")
+    return line
+
 
 _BAR_WIDTH = 20
 _TREND_HEIGHT = 20  # a lower terminal has no line to spare for it

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from rich.table import Table
 from rich.text import Text
 
-from kvd.views.rates import Rates
+from kvd.views.views import Rates
 from shared.pb.kvd.v1 import kvd_pb2
 from shared.terminal.printing import plain
 from shared.terminal.tables import Column, fitted

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 from kvd.core.records.actions import Emit
 from kvd.errors import LimitReachedError
-from kvd.wire.messages import key_message
-from shared.pb.kvd.v1 import kvd_pb2
+from shared.kvd_client.messages import key_message
+from shared.pb.kvd.v1 import kvd_pb2 as pb
 from shared.process.log import get_logger
 
 MAX_WAITING = 1024  # events a watcher may lag behind
@@ -37,7 +37,7 @@ class EventFilter:
     session_id: str = ""
     names: frozenset[str] = frozenset()
 
-    def selects(self, event: kvd_pb2.Event) -> bool:
+    def selects(self, event: pb.Event) -> bool:
         """Whether every condition holds for an event."""
         if self.names and event.name not in self.names:
             return False
@@ -54,7 +54,7 @@ class Watcher:
 
     def __init__(self, wanted: EventFilter) -> None:
         self._wanted = wanted
-        self._events: deque[kvd_pb2.Event] = deque()
+        self._events: deque[pb.Event] = deque()
         self._some = asyncio.Event()
         self._num_lost = 0
 
@@ -62,7 +62,7 @@ class Watcher:
         """Events that wait."""
         return len(self._events)
 
-    def tell(self, event: kvd_pb2.Event) -> None:
+    def tell(self, event: pb.Event) -> None:
         """Queue an event if it is meant; the oldest gives way to it."""
         if not self._wanted.selects(event):
             return
@@ -72,7 +72,7 @@ class Watcher:
         self._events.append(event)
         self._some.set()
 
-    async def next(self) -> kvd_pb2.Event:
+    async def next(self) -> pb.Event:
         """Wait for the next event; after a loss first for a word of it."""
         while not self._events:
             self._some.clear()
@@ -80,7 +80,7 @@ class Watcher:
         if self._num_lost:
             num_lost, self._num_lost = self._num_lost, 0
             fields = {"num_events": str(num_lost)}
-            return kvd_pb2.Event(unix_s=time.time(), name=EVENTS_LOST, fields=fields)
+            return pb.Event(unix_s=time.time(), name=EVENTS_LOST, fields=fields)
         return self._events.popleft()
 
 
@@ -90,7 +90,7 @@ class EventHub:
     def __init__(self, max_watchers: int) -> None:
         self._max_watchers = max_watchers
         self._watchers: set[Watcher] = set()
-        self._recent: deque[kvd_pb2.Event] = deque(maxlen=MAX_RECENT)
+        self._recent: deque[pb.Event] = deque(maxlen=MAX_RECENT)
 
     def set_bound(self, max_watchers: int) -> None:
         """Let no more than so many watch from now on; those that do go on."""
@@ -99,16 +99,16 @@ class EventHub:
     def publish(self, emit: Emit) -> None:
         """Log an event and queue it for every watcher."""
         log.info(emit.name, session=str(emit.key) if emit.key else None, **emit.fields)
-        event = kvd_pb2.Event(unix_s=time.time(), name=emit.name, fields=emit.fields)
+        event = pb.Event(unix_s=time.time(), name=emit.name, fields=emit.fields)
         if emit.key is not None:
             event.session.CopyFrom(key_message(emit.key))
         self._recent.append(event)
         for watcher in self._watchers:
             watcher.tell(event)
 
-    def recent(self, wanted: EventFilter, num_events: int) -> list[kvd_pb2.Event]:
+    def recent(self, wanted: EventFilter, num_events: int) -> list[pb.Event]:
         """Give the last so many events that are meant, oldest first."""
-        found: list[kvd_pb2.Event] = []
+        found: list[pb.Event] = []
         for event in reversed(self._recent):
             if len(found) >= num_events:
                 break

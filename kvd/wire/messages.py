@@ -1,44 +1,68 @@
-"""The core's records as protobuf messages, and session keys back. Pure."""
+"""The core's records as messages, and what callers name, decoded and checked. Pure.
+
+Instants of the core become durations from now, so that nobody needs to share its clock (D17).
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
 
 from kvd.core.records.errors import InvalidRequestError
 from kvd.core.records.records import (
-    TTL_NEVER_NS,
     BlockInfo,
     LoadAnswer,
-    Lookup,
-    Pin,
+    LoadSpan,
     SessionInfo,
     StoreAnswer,
+    StoreBlock,
     Tier,
+    TierStats,
 )
-from shared.pb.kvd.v1 import kvd_pb2
+from kvd.core.records.rows import TTL_NEVER_NS
+from kvd.core.state.turn_log import MAX_TURNS, RecordedTurn
+from shared.kvd_client.messages import key_message
+from shared.pb.kvd.v1 import kvd_pb2 as pb
+from shared.serving.message_fields import MessageFields
 from shared.types.kv_layout import KVLayout
 from shared.types.lineage import LINEAGE_BYTES, WHOLE, Lineage
 from shared.types.session_key import SessionKey, session_key
 from shared.types.units import NS_PER_S
 
 MAX_DURATION_S = 100 * 365 * 86400.0  # in ns, added to an instant, it is less than 2^63
+TURNS_PER_MESSAGE = 512  # encoded in a few milliseconds, in which nothing else is done
 
-TIERS = {Tier.DRAM: kvd_pb2.TIER_DRAM, Tier.SSD: kvd_pb2.TIER_SSD}
-_LOOKUPS = {
-    Lookup.HIT: kvd_pb2.LOOKUP_HIT,
-    Lookup.PENDING: kvd_pb2.LOOKUP_PENDING,
-    Lookup.MISS: kvd_pb2.LOOKUP_MISS,
-}
-_PINS = {Pin.NONE: kvd_pb2.PIN_NONE, Pin.SOFT: kvd_pb2.PIN_SOFT, Pin.HARD: kvd_pb2.PIN_HARD}
-_TTL_SOURCES = {
-    "default": kvd_pb2.TTL_SOURCE_DEFAULT,
-    "tenant": kvd_pb2.TTL_SOURCE_TENANT,
-    "session": kvd_pb2.TTL_SOURCE_SESSION,
-}
+TIERS = {Tier.DRAM: pb.TIER_DRAM, Tier.SSD: pb.TIER_SSD}
+
+_LOAD = MessageFields(LoadAnswer, pb.PrepareLoadResponse, given=("spans", "progress_index"))
+_LOAD_SPAN = MessageFields(LoadSpan, pb.LoadSpan)
+_STORE = MessageFields(
+    StoreAnswer,
+    pb.PrepareStoreResponse,
+    renamed={"refused": "refused_reason"},
+    given=("blocks",),
+)
+_STORE_BLOCK = MessageFields(StoreBlock, pb.StoreBlock)
+_SESSION = MessageFields(
+    SessionInfo,
+    pb.SessionInfo,
+    renamed={"total_bytes": "bytes"},
+    left_out=("key", "last_access_ns", "ttl_ns", "expires_at_ns"),
+    given=("session", "idle_s", "ttl_s", "expires_in_s", "layout"),
+)
+_BLOCK = MessageFields(
+    BlockInfo,
+    pb.BlockInfo,
+    left_out=("is_unverified",),
+    given=("key", "tiers", "verified"),
+)
+_TURN = MessageFields(
+    RecordedTurn,
+    pb.RecentTurn,
+    left_out=("arrived_ns", "started_ns", "ended_ns"),
+    given=("arrived_s", "started_s", "ended_s"),
+)
 
 
-def key_message(key: SessionKey) -> kvd_pb2.SessionKey:
-    """Encode."""
-    return kvd_pb2.SessionKey(tenant=key.tenant, model=key.model, session_id=key.session_id)
-
-
-def key_of(message: kvd_pb2.SessionKey, model: str = "") -> SessionKey:
+def key_of(message: pb.SessionKey, model: str = "") -> SessionKey:
     """Decode and check; an empty model becomes `model`.
 
     Raises:
@@ -47,95 +71,45 @@ def key_of(message: kvd_pb2.SessionKey, model: str = "") -> SessionKey:
     return session_key(message.tenant, message.model or model, message.session_id)
 
 
-def load_response(answer: LoadAnswer, progress_index: int = 0) -> kvd_pb2.PrepareLoadResponse:
-    """Encode; a PENDING answer goes with the index of its progress word."""
-    return kvd_pb2.PrepareLoadResponse(
-        lookup=_LOOKUPS[answer.lookup],
-        lease_id=answer.lease_id,
-        spans=[
-            kvd_pb2.LoadSpan(
-                slot_id=span.slot_id,
-                start=span.start,
-                num_tokens=span.num_tokens,
-                token_offset=span.token_offset,
-                tier=TIERS[span.tier],
-                generation=span.generation,
-            )
-            for span in answer.spans
-        ],
-        end_token=answer.end_token,
-        more=answer.more,
-        miss_reason=answer.miss_reason,
-        progress_index=progress_index,
-    )
+def load_response(answer: LoadAnswer, progress_index: int = 0) -> pb.PrepareLoadResponse:
+    """Encode the answer to a load; PENDING goes with the index of its progress word."""
+    spans = map(_LOAD_SPAN.encode, answer.spans)
+    return _LOAD.encode(answer, spans=spans, progress_index=progress_index)
 
 
-def store_response(answer: StoreAnswer) -> kvd_pb2.PrepareStoreResponse:
-    """Encode."""
-    return kvd_pb2.PrepareStoreResponse(
-        lease_id=answer.lease_id,
-        blocks=[
-            kvd_pb2.StoreBlock(
-                slot_id=block.slot_id,
-                token_offset=block.token_offset,
-                num_tokens=block.num_tokens,
-                generation=block.generation,
-            )
-            for block in answer.blocks
-        ],
-        end_token=answer.end_token,
-        more=answer.more,
-        refused_reason=answer.refused,
-    )
+def store_response(answer: StoreAnswer) -> pb.PrepareStoreResponse:
+    """Encode the answer to a store."""
+    return _STORE.encode(answer, blocks=map(_STORE_BLOCK.encode, answer.blocks))
 
 
-def session_message(info: SessionInfo, layout: KVLayout, now_ns: int) -> kvd_pb2.SessionInfo:
-    """Encode; instants become durations from now (D17)."""
+def session_message(info: SessionInfo, layout: KVLayout, now_ns: int) -> pb.SessionInfo:
+    """Encode a session; `now_ns` is of the core's clock."""
     ttl_ns = info.ttl_ns or 0
     expires_in_s = -1.0
     if info.expires_at_ns is not None:
         expires_in_s = max(0.0, (info.expires_at_ns - now_ns) / NS_PER_S)
-    return kvd_pb2.SessionInfo(
+    return _SESSION.encode(
+        info,
         session=key_message(info.key),
-        num_tokens=info.num_tokens,
-        num_blocks=info.num_blocks,
-        bytes=info.total_bytes,
-        dram_bytes=info.dram_bytes,
-        ssd_bytes=info.ssd_bytes,
-        dirty_bytes=info.dirty_bytes,
-        shared_blocks=info.shared_blocks,
-        pin=_PINS[info.pin],
-        leases=info.leases,
         idle_s=(now_ns - info.last_access_ns) / NS_PER_S,
         ttl_s=-1.0 if ttl_ns == TTL_NEVER_NS else ttl_ns / NS_PER_S,
         expires_in_s=expires_in_s,
         layout=layout.fingerprint,
-        ended=info.ended,
-        ttl_source=_TTL_SOURCES[info.ttl_source],
-        num_spans=info.num_spans,
-        waste_bytes=info.waste_bytes,
     )
 
 
-def block_message(block: BlockInfo) -> kvd_pb2.BlockInfo:
-    """Encode."""
-    return kvd_pb2.BlockInfo(
+def block_message(block: BlockInfo) -> pb.BlockInfo:
+    """Encode a span of a session, with its block."""
+    return _BLOCK.encode(
+        block,
         key=block.key.hex(),
-        token_offset=block.token_offset,
-        start=block.start,
-        num_tokens=block.num_tokens,
         tiers=[TIERS[tier] for tier in block.tiers],
-        slot_id=block.slot_id or 0,
-        extent=block.extent or 0,
-        sessions=block.num_sessions,
-        dirty=block.dirty,
-        hashed=block.is_hashed,
         verified=Tier.DRAM in block.tiers and not block.is_unverified,
     )
 
 
 def lineage_of(
-    request: kvd_pb2.PrepareLoadRequest | kvd_pb2.PrepareStoreRequest | kvd_pb2.DiscardRequest,
+    request: pb.PrepareLoadRequest | pb.PrepareStoreRequest | pb.DiscardRequest,
 ) -> Lineage | None:
     """Decode the lineage that a request names; None if it names none.
 
@@ -177,3 +151,71 @@ def ns_of(duration_s: float) -> int:
             f"a duration of {duration_s} s", f"give at most {MAX_DURATION_S:.0f} s"
         )
     return int(duration_s * NS_PER_S)
+
+
+def recent_turns_messages(
+    turns: Iterable[RecordedTurn],
+    layout: KVLayout,
+    tiers: Sequence[TierStats],
+    policy: str,
+    ttl_s: float | None,
+    now_ns: int,
+) -> Iterator[pb.RecentTurns]:
+    """Encode a layout's turns, in messages of bounded size, each as it is asked for.
+
+    Args:
+        turns: oldest first.
+        layout: whose they are.
+        tiers: with their capacities.
+        policy: of eviction.
+        ttl_s: of sessions without one of their own; None: they do not expire.
+        now_ns: of the core's clock.
+    """
+    capacity_bytes = {tier.tier: tier.capacity_bytes for tier in tiers}
+    head = pb.RecentTurns(
+        layout=layout.fingerprint,
+        model=layout.model,
+        block_tokens=layout.block_tokens,
+        block_bytes=layout.block_bytes,
+        dram_bytes=capacity_bytes[Tier.DRAM],
+        ssd_bytes=capacity_bytes[Tier.SSD],
+        policy=policy,
+        ttl_s=ttl_s or 0.0,
+        max_turns=MAX_TURNS,
+    )
+    rest = iter(turns)
+    part = list(islice(rest, TURNS_PER_MESSAGE))
+    while True:
+        message = pb.RecentTurns(turns=[_turn_message(turn, now_ns) for turn in part])
+        message.MergeFrom(head)
+        yield message
+        part = list(islice(rest, TURNS_PER_MESSAGE))
+        if not part:
+            return
+
+
+def recorded_turns(messages: Sequence[pb.RecentTurn]) -> list[RecordedTurn]:
+    """Decode; instants count from the oldest of them."""
+    oldest_s = max((message.arrived_s for message in messages), default=0.0)
+    return [_recorded_turn(message, oldest_s) for message in messages]
+
+
+def _turn_message(turn: RecordedTurn, now_ns: int) -> pb.RecentTurn:
+    return _TURN.encode(
+        turn,
+        arrived_s=(now_ns - turn.arrived_ns) / NS_PER_S,
+        started_s=(now_ns - turn.started_ns) / NS_PER_S,
+        ended_s=(now_ns - turn.ended_ns) / NS_PER_S,
+    )
+
+
+def _recorded_turn(message: pb.RecentTurn, oldest_s: float) -> RecordedTurn:
+    def instant_ns(ago_s: float) -> int:
+        return round((oldest_s - ago_s) * NS_PER_S)
+
+    return _TURN.decode(
+        message,
+        arrived_ns=instant_ns(message.arrived_s),
+        started_ns=instant_ns(message.started_s),
+        ended_ns=instant_ns(message.ended_s),
+    )

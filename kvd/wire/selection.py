@@ -10,22 +10,29 @@ from kvd.core.records.errors import InvalidRequestError, UnknownSessionError
 from kvd.core.records.records import Tier
 from kvd.wire.events import EventFilter
 from kvd.wire.messages import ns_of
-from shared.access.current import current_identity
-from shared.access.identity import TenantDeniedError
-from shared.pb.kvd.v1 import kvd_pb2
+from shared.access.identity import TenantDeniedError, current_identity
+from shared.pb.kvd.v1 import kvd_pb2 as pb
+from shared.serving.message_fields import MessageFields
 from shared.types.session_key import SessionKey
 
+# A condition that is not decoded would let more sessions be flushed than are meant.
+_FILTER = MessageFields(
+    SessionFilter,
+    pb.SessionFilter,
+    left_out=("tenants", "idle_ns"),
+    given=("tenant", "model", "tier", "idle_s"),
+)
 _TIERS: Mapping[int, Tier | None] = {
-    kvd_pb2.TIER_UNSPECIFIED: None,
-    kvd_pb2.TIER_DRAM: Tier.DRAM,
-    kvd_pb2.TIER_SSD: Tier.SSD,
+    pb.TIER_UNSPECIFIED: None,
+    pb.TIER_DRAM: Tier.DRAM,
+    pb.TIER_SSD: Tier.SSD,
 }
 _ORDERS: Mapping[int, SessionOrder] = {
-    kvd_pb2.SESSION_ORDER_UNSPECIFIED: SessionOrder.IDLE,
-    kvd_pb2.SESSION_ORDER_IDLE: SessionOrder.IDLE,
-    kvd_pb2.SESSION_ORDER_BYTES: SessionOrder.BYTES,
-    kvd_pb2.SESSION_ORDER_TOKENS: SessionOrder.TOKENS,
-    kvd_pb2.SESSION_ORDER_TTL: SessionOrder.TTL,
+    pb.SESSION_ORDER_UNSPECIFIED: SessionOrder.IDLE,
+    pb.SESSION_ORDER_IDLE: SessionOrder.IDLE,
+    pb.SESSION_ORDER_BYTES: SessionOrder.BYTES,
+    pb.SESSION_ORDER_TOKENS: SessionOrder.TOKENS,
+    pb.SESSION_ORDER_TTL: SessionOrder.TTL,
 }
 
 
@@ -34,7 +41,7 @@ def allowed_tenants() -> frozenset[str] | None:
     return current_identity().allowed_tenants
 
 
-def filter_of(message: kvd_pb2.SessionFilter, allowed: frozenset[str] | None) -> SessionFilter:
+def filter_of(message: pb.SessionFilter, allowed: frozenset[str] | None) -> SessionFilter:
     """Decode a filter (but for the model), within what the caller may see.
 
     Raises:
@@ -51,21 +58,16 @@ def filter_of(message: kvd_pb2.SessionFilter, allowed: frozenset[str] | None) ->
         raise InvalidRequestError(
             f"an idle time of {message.idle_s} s", "name one that is not negative"
         )
-    wanted = SessionFilter(
+    wanted = _FILTER.decode(
+        message,
         tenants=frozenset((message.tenant,)) if message.tenant else None,
         tier=_TIERS[message.tier],
         idle_ns=ns_of(message.idle_s),
-        larger_than_bytes=message.larger_than_bytes,
-        pinned=message.pinned,
-        ended=message.ended,
-        id_prefix=message.id_prefix,
     )
     return wanted.within(allowed)
 
 
-def listing_of(
-    request: kvd_pb2.ListSessionsRequest, allowed: frozenset[str] | None
-) -> ListingRequest:
+def listing_of(request: pb.ListSessionsRequest, allowed: frozenset[str] | None) -> ListingRequest:
     """Decode what is to be listed, within what the caller may see.
 
     Raises:
@@ -96,7 +98,7 @@ def check_allowed(key: SessionKey, allowed: frozenset[str] | None) -> None:
         )
 
 
-def is_of_one(request: kvd_pb2.FlushRequest) -> bool:
+def is_of_one(request: pb.FlushRequest) -> bool:
     """Whether one session is to be flushed; else those of a filter, be it everything.
 
     Raises:
@@ -111,7 +113,7 @@ def is_of_one(request: kvd_pb2.FlushRequest) -> bool:
     return request.HasField("session")
 
 
-def tenant_to_erase(request: kvd_pb2.FlushRequest, allowed: frozenset[str] | None) -> str | None:
+def tenant_to_erase(request: pb.FlushRequest, allowed: frozenset[str] | None) -> str | None:
     """The tenant that a secure flush names; None: all.
 
     Raises:
@@ -119,7 +121,7 @@ def tenant_to_erase(request: kvd_pb2.FlushRequest, allowed: frozenset[str] | Non
         TenantDeniedError: the caller may not change all that is named.
     """
     tenant = request.filter.tenant
-    is_one_tenant = bool(tenant) and request.filter == kvd_pb2.SessionFilter(tenant=tenant)
+    is_one_tenant = bool(tenant) and request.filter == pb.SessionFilter(tenant=tenant)
     if not (request.all or is_one_tenant):
         raise InvalidRequestError(
             "a key is a whole tenant's, and only that can be erased",
@@ -132,9 +134,7 @@ def tenant_to_erase(request: kvd_pb2.FlushRequest, allowed: frozenset[str] | Non
     return None if request.all else tenant
 
 
-def event_filter_of(
-    request: kvd_pb2.WatchEventsRequest, allowed: frozenset[str] | None
-) -> EventFilter:
+def event_filter_of(request: pb.WatchEventsRequest, allowed: frozenset[str] | None) -> EventFilter:
     """Decode which events are meant, within what the caller may see."""
     tenants = frozenset((request.tenant,)) if request.tenant else None
     if allowed is not None:

@@ -1,10 +1,13 @@
-"""An identity: who a caller is, and what that allows. Pure.
+"""An identity: who a caller is, and what that allows.
 
 It comes from a Unix socket (whoever may open it), a token or a certificate, never from what a
-request says of itself: a request names a tenant, and the identity says whether it may.
+request says of itself: a request names a tenant, and the identity says whether it may. The
+interceptor of gRPC, or the middleware of HTTP, sets the identity of the running call.
 """
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 
 from shared.types.errors import DeniedError
@@ -93,3 +96,30 @@ class Identity:
 def socket_identity(name: str, tenants: Iterable[str], roles: Collection[str]) -> Identity:
     """Whoever may open a Unix socket."""
     return Identity(name, "unix", tuple(tenants), frozenset(roles))
+
+
+_CURRENT: ContextVar[Identity] = ContextVar("identity")
+
+
+def current_identity() -> Identity:
+    """Who calls.
+
+    Raises:
+        LookupError: this is no call that was authenticated, which no server of ours has.
+    """
+    return _CURRENT.get()
+
+
+def act_as(identity: Identity) -> None:
+    """Set it for the rest of this task, which is the call's own."""
+    _CURRENT.set(identity)
+
+
+@contextmanager
+def acting_as(identity: Identity) -> Iterator[None]:
+    """Set it for a while."""
+    token = _CURRENT.set(identity)
+    try:
+        yield
+    finally:
+        _CURRENT.reset(token)

@@ -1,7 +1,6 @@
 """What is logged of callers that were turned away: so many lines a second, however many come."""
 
-from shared.process.line_allowance import LineAllowance
-from shared.process.log import get_logger
+from shared.process.log import LineAllowance, get_logger
 
 log = get_logger(__name__)
 

@@ -1,10 +1,65 @@
-"""Unix sockets of a group: whoever is in it may connect, nobody else."""
+"""Unix sockets that are about to be listened at: their paths are claimed, their group is let in.
 
+Whoever is in the group may connect, nobody else. The directory of a socket is made if the one above
+it is there, and that is logged: a slip of the pen is not to become a tree of directories in which
+nobody looks for a socket.
+"""
+
+import errno
 import grp
 import os
+import socket
 from pathlib import Path
 
+from shared.process.log import get_logger
 from shared.types.errors import ConfigError
+
+log = get_logger(__name__)
+
+
+class SocketInUseError(ConfigError):
+    """Another process answers at the path, or something that is no socket lies there."""
+
+    reason = "socket_in_use"
+
+
+def claim_path(path: Path) -> None:
+    """Make way for a socket: its directory exists, nobody serves there, no stale file is left.
+
+    Raises:
+        SocketInUseError: another process answers there, or the directory cannot be used.
+    """
+    directory = path.parent
+    try:
+        if not directory.is_dir():
+            directory.mkdir(mode=0o700, exist_ok=True)
+            log.info("directory_made", directory=str(directory), reason=f"for the socket {path}")
+        if not os.access(directory, os.W_OK | os.X_OK):
+            raise PermissionError(errno.EACCES, "the directory is not writable")
+        if not path.exists():
+            return
+        if not path.is_socket():
+            raise FileExistsError(errno.EEXIST, "it is no socket")
+        with socket.socket(socket.AF_UNIX) as probe:
+            probe.settimeout(1.0)  # a full backlog must not hold the start
+            probe.connect(str(path))
+    except FileNotFoundError as error:
+        raise SocketInUseError(
+            f"the socket {path} cannot be used: there is no directory {directory.parent}",
+            f"mkdir -p -m 700 {directory}, or name a path in a directory that is there",
+        ) from error
+    except ConnectionRefusedError:
+        path.unlink(missing_ok=True)  # left behind by a process that was killed
+    except OSError as error:
+        raise SocketInUseError(
+            f"the socket {path} cannot be used ({error.strerror or error})",
+            "name a path in a directory that this user may write",
+        ) from error
+    else:
+        raise SocketInUseError(
+            f"the socket {path} is in use by another process", "stop that one, or name another path"
+        )
+
 
 SOCKET_MODE = 0o660  # owner and group
 

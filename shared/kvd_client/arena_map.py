@@ -1,9 +1,24 @@
-"""A mapped arena: slot number → the memory of that slot. The same class serves kvd and engines."""
+"""What an engine maps of kvd's memory: the slots of an arena, and the progress words of its loads.
+
+The slots are mapped shared and writable; the same class serves kvd and engines. Progress words are
+read-only here: a thread waits in them until a layer of a load is there (D13). A word is 64 bits,
+little-endian, and belongs to one load lease:
+
+    bits 0-15    layers ready: layers [0, n) of the whole grant are in the slots, and verified
+    bit  16      FAILED: no more will come
+    bits 32-63   low 32 bits of the lease id: the word of another lease says nothing about ours
+
+kvd writes the word, then a byte to the wakeup of our connection. One reader on the event loop
+drains that and wakes every waiting thread; the end of the attachment wakes them too.
+"""
 
 import mmap
 import os
+import threading
+import time
 
 from shared.process.dumps import leave_out
+from shared.types.errors import UnavailableError
 from shared.types.units import align_up
 
 
@@ -57,3 +72,100 @@ class ArenaMap:
     def close(self) -> None:
         """Hand out no more slots and unmap as soon as no view is left."""
         self._view = None
+
+
+WORD_BYTES = 8
+LAYERS_MASK = 0xFFFF
+FAILED_BIT = 1 << 16
+LEASE_SHIFT = 32
+LEASE_MASK = 0xFFFFFFFF
+
+
+class LoadFailedError(UnavailableError):
+    """A load that was under way will not arrive: what was read of it may not be used."""
+
+    reason = "load_failed"
+
+
+def packed_word(lease_id: int, layers_ready: int) -> int:
+    """Encode a word."""
+    return (lease_id & LEASE_MASK) << LEASE_SHIFT | layers_ready
+
+
+def lease_bits(word: int) -> int:
+    """Low 32 bits of the lease that a word belongs to."""
+    return word >> LEASE_SHIFT & LEASE_MASK
+
+
+class ProgressWords:
+    """The words of one arena, mapped read-only, and who waits for them. For any thread."""
+
+    def __init__(self, fd: int, num_words: int) -> None:
+        """Map `fd`, which the caller may close afterwards.
+
+        Raises:
+            ValueError: if the file is smaller than the words, or there are none.
+            OSError: if it cannot be mapped.
+        """
+        size = num_words * WORD_BYTES
+        if size <= 0 or os.fstat(fd).st_size < size:
+            raise ValueError(f"progress words of {os.fstat(fd).st_size} bytes, not {size}")
+        self.num_words = num_words
+        self._memory = mmap.mmap(fd, size, prot=mmap.PROT_READ)
+        self._words = memoryview(self._memory).cast("Q")  # a read of it is one instruction
+        self._changed = threading.Condition()
+        self._ended_reason = ""
+
+    def word(self, index: int) -> int:
+        """Value of a word."""
+        return int(self._words[index])
+
+    def wake(self) -> None:
+        """Let every waiting thread look again."""
+        with self._changed:
+            self._changed.notify_all()
+
+    def end(self, reason: str) -> None:
+        """Fail every wait, now and later: nobody writes the words any more."""
+        with self._changed:
+            self._ended_reason = self._ended_reason or reason
+            self._changed.notify_all()
+
+    def wait(self, index: int, lease_id: int, layers: int, timeout_s: float) -> None:
+        """Return when layers [0, layers) of a lease are ready; see LoadProgress.wait_layer."""
+        until_s = time.monotonic() + timeout_s
+        with self._changed:
+            while not self._is_ready(index, lease_id, layers):
+                left_s = until_s - time.monotonic()
+                if left_s <= 0:
+                    raise _failed(f"layer {layers - 1} has not arrived within {timeout_s:.1f} s")
+                self._changed.wait(left_s)
+
+    def _is_ready(self, index: int, lease_id: int, layers: int) -> bool:
+        word = self.word(index)
+        if lease_bits(word) != lease_id & LEASE_MASK or word & FAILED_BIT:
+            raise _failed("kvd could not read it")
+        if self._ended_reason:
+            raise _failed(self._ended_reason)
+        return word & LAYERS_MASK >= layers
+
+
+class LoadProgress:
+    """How far a load has come that kvd is still reading."""
+
+    def __init__(self, words: ProgressWords, index: int, lease_id: int) -> None:
+        self._words = words
+        self._index = index
+        self._lease_id = lease_id
+
+    def wait_layer(self, layer_index: int, timeout_s: float) -> None:
+        """Block this thread until a layer may be read. Not for the event loop's thread.
+
+        Raises:
+            LoadFailedError: it will not arrive, kvd has gone, or not within timeout_s.
+        """
+        self._words.wait(self._index, self._lease_id, layer_index + 1, timeout_s)
+
+
+def _failed(why: str) -> LoadFailedError:
+    return LoadFailedError(f"a load failed while it was under way: {why}", "ask again")

@@ -8,7 +8,7 @@ attaches again, or dies, or has said that it leaves (D10).
 import asyncio
 import contextlib
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from socket import socket
@@ -16,17 +16,13 @@ from socket import socket
 import grpc
 
 from shared.kvd_client import data_socket_protocol as packets
-from shared.kvd_client import seqpacket
-from shared.kvd_client.arena_map import ArenaMap
+from shared.kvd_client.arena_map import ArenaMap, ProgressWords
 from shared.kvd_client.grants import KvdProtocolError
-from shared.kvd_client.layout_message import layout_message
-from shared.kvd_client.progress_words import ProgressWords
-from shared.pb.kvd.v1 import kvd_pb2, kvd_pb2_grpc
+from shared.pb.kvd.v1 import kvd_pb2 as pb
+from shared.pb.kvd.v1 import kvd_pb2_grpc
 from shared.process.runtime_dir import DATA_SOCKET, ENGINE_SOCKET, channel_options
 from shared.serving.grpc_status import error_from_rpc
 from shared.types.errors import ReportedError, UnavailableError
-from shared.types.kv_layout import KVLayout
-from shared.version import __version__
 
 WAKEUP_BYTES = 512  # taken at once: more than kvd can have sent before it finds the socket full
 
@@ -38,24 +34,14 @@ class KvdUnavailableError(UnavailableError):
 
 
 @dataclass(frozen=True)
-class Client:
-    """Who attaches.
+class MappedArena:
+    """A mapping that an attachment takes over from the one before, if it is the same memory.
 
     Attributes:
-        name: for operators.
-        instance: random hex: with its process it proves that leases are its own.
+        memory: the arena's id, device and inode of its file, bytes of a slot, number of slots.
     """
 
-    name: str
-    instance: str
-
-
-@dataclass(frozen=True)
-class MappedArena:
-    """A mapping that an attachment takes over from the one before, if it is the same arena."""
-
-    arena_id: str
-    file_id: tuple[int, int]  # device, inode
+    memory: tuple[str, int, int, int, int]
     slots: ArenaMap
 
 
@@ -75,7 +61,7 @@ class Attachment:
     wakeup_fd: int
     stub: kvd_pb2_grpc.EngineStub
     channel: grpc.aio.Channel
-    events: "grpc.aio.UnaryStreamCall[kvd_pb2.AttachRequest, kvd_pb2.AttachEvent]"
+    events: "grpc.aio.UnaryStreamCall[pb.AttachRequest, pb.AttachEvent]"
     data: socket
     confirmed_leases: frozenset[int]
     lost_leases: frozenset[int]
@@ -90,7 +76,7 @@ class Attachment:
         """Return when the peer is gone; call `on_draining(deadline_s)` when it announces that."""
         watched = {
             asyncio.create_task(self._follow(on_draining)),
-            asyncio.create_task(seqpacket.receive(self.data)),  # kvd sends nothing unasked: its end
+            asyncio.create_task(packets.receive(self.data)),  # kvd sends nothing unasked: its end
         }
         loop = asyncio.get_running_loop()
         with contextlib.suppress(OSError):  # nothing that can be waited for: waits end by deadline
@@ -117,7 +103,7 @@ class Attachment:
         self.progress.wake()
 
     async def _follow(self, on_draining: Callable[[float], None]) -> None:
-        while isinstance(event := await self.events.read(), kvd_pb2.AttachEvent):  # else: EOF
+        while isinstance(event := await self.events.read(), pb.AttachEvent):  # else: EOF
             if event.HasField("draining"):
                 on_draining(event.draining.deadline_s)
 
@@ -129,7 +115,7 @@ class Attachment:
         """
         if leaving:
             with contextlib.suppress(OSError):  # it is gone: then there is nobody to tell
-                seqpacket.send(self.data, packets.encode(packets.Leaving()))
+                packets.send(self.data, packets.Leaving())
         self.events.cancel()
         self.data.close()
         os.close(self.wakeup_fd)
@@ -138,9 +124,8 @@ class Attachment:
 
 async def attach(
     runtime_dir: Path,
-    layout: KVLayout,
-    client: Client,
-    held_leases: Sequence[int],
+    request: pb.AttachRequest,
+    block_bytes: int,
     known: MappedArena | None,
     timeout_s: float,
 ) -> Attachment:
@@ -148,9 +133,9 @@ async def attach(
 
     Args:
         runtime_dir: where its sockets are.
-        layout: of the blocks to load and store.
-        client: who we are.
-        held_leases: of earlier attachments, whose slots threads of ours may be copying.
+        request: who we are, the layout of the blocks to load and store, and the leases of earlier
+            attachments whose slots threads of ours may be copying; the token is put in here.
+        block_bytes: of that layout.
         known: what is mapped already.
         timeout_s: for all of it.
 
@@ -160,7 +145,7 @@ async def attach(
         ReportedError: it refuses, for example a layout.
     """
     try:
-        data = seqpacket.connect(str(runtime_dir / DATA_SOCKET))
+        data = packets.connect(str(runtime_dir / DATA_SOCKET))
     except OSError as error:
         raise KvdUnavailableError(
             f"no kvd in {runtime_dir} ({error.strerror})", "start it with: kvd serve"
@@ -170,7 +155,7 @@ async def attach(
     )
     try:
         async with asyncio.timeout(timeout_s):
-            return await _shake_hands(data, channel, layout, client, held_leases, known)
+            return await _shake_hands(data, channel, request, block_bytes, known)
     except BaseException as error:
         data.close()
         await channel.close(None)
@@ -186,48 +171,40 @@ async def attach(
 async def _shake_hands(
     data: socket,
     channel: grpc.aio.Channel,
-    layout: KVLayout,
-    client: Client,
-    held_leases: Sequence[int],
+    request: pb.AttachRequest,
+    block_bytes: int,
     known: MappedArena | None,
 ) -> Attachment:
     welcome, fds = await _answer(data)
-    seqpacket.close_fds(fds)
+    packets.close_fds(fds)
     if not isinstance(welcome, packets.Welcome) or welcome.protocol != packets.PROTOCOL:
         raise _unexpected(welcome)
     stub = kvd_pb2_grpc.EngineStub(channel)
-    events = stub.Attach(
-        kvd_pb2.AttachRequest(
-            data_token=welcome.token,
-            layout=layout_message(layout),
-            held_leases=held_leases,
-            engine_name=client.name,
-            instance=client.instance,
-            version=__version__,
-        )
-    )
+    request.data_token = welcome.token
+    events = stub.Attach(request)
     first = await events.read()
-    if not isinstance(first, kvd_pb2.AttachEvent) or not first.HasField("attached"):
+    if not isinstance(first, pb.AttachEvent) or not first.HasField("attached"):
         raise _unexpected(first)
     attached = first.attached
     mapped, progress, wakeup_fd = await _map_arena(data, attached.arena_id, known)
     slots = mapped.slots
-    if (slots.slot_bytes, slots.num_slots) != (layout.block_bytes, attached.num_slots):
+    if (slots.slot_bytes, slots.num_slots) != (block_bytes, attached.num_slots):
         os.close(wakeup_fd)
         raise _unexpected(f"{slots.num_slots} slots of {slots.slot_bytes} bytes")
-    confirmed = frozenset(held_leases) & frozenset(attached.confirmed_leases)
+    held = frozenset(request.held_leases)
+    confirmed = held & frozenset(attached.confirmed_leases)
     return Attachment(
-        attached.engine_id,
-        mapped,
-        progress,
-        wakeup_fd,
-        stub,
-        channel,
-        events,
-        data,
-        confirmed,
-        frozenset(held_leases) - confirmed,
-        attached.max_queue_jobs,
+        engine_id=attached.engine_id,
+        mapped=mapped,
+        progress=progress,
+        wakeup_fd=wakeup_fd,
+        stub=stub,
+        channel=channel,
+        events=events,
+        data=data,
+        confirmed_leases=confirmed,
+        lost_leases=held - confirmed,
+        max_queue_jobs=attached.max_queue_jobs,
     )
 
 
@@ -235,7 +212,7 @@ async def _map_arena(
     data: socket, arena_id: str, known: MappedArena | None
 ) -> tuple[MappedArena, ProgressWords, int]:
     """Map what kvd hands out; the wakeup is the caller's to close."""
-    seqpacket.send(data, packets.encode(packets.ArenaRequest(arena_id)))
+    packets.send(data, packets.ArenaRequest(arena_id))
     answer, fds = await _answer(data)
     keep_fd = -1
     try:
@@ -243,40 +220,24 @@ async def _map_arena(
             raise _unexpected(answer)
         slots_fd, progress_fd, wakeup_fd = fds
         status = os.fstat(slots_fd)
-        mapped = MappedArena(
-            arena_id,
-            (status.st_dev, status.st_ino),
-            _known_slots(known, arena_id, status, answer)
-            or ArenaMap(slots_fd, answer.slot_bytes, answer.num_slots),
-        )
+        sizes = answer.slot_bytes, answer.num_slots
+        memory = arena_id, status.st_dev, status.st_ino, *sizes
+        if known is not None and known.memory == memory:  # what is registered of it stays so
+            mapped = known
+        else:
+            mapped = MappedArena(memory, ArenaMap(slots_fd, *sizes))
         progress = ProgressWords(progress_fd, answer.num_words)
         os.set_blocking(wakeup_fd, False)
         keep_fd = wakeup_fd
     except ValueError as error:
         raise _unexpected(error) from error
     finally:
-        seqpacket.close_fds([fd for fd in fds if fd != keep_fd])
+        packets.close_fds([fd for fd in fds if fd != keep_fd])
     return mapped, progress, keep_fd
 
 
-def _known_slots(
-    known: MappedArena | None,
-    arena_id: str,
-    status: os.stat_result,
-    answer: packets.ArenaMapping,
-) -> ArenaMap | None:
-    """Return the mapping we have, if it is of the same memory: what is registered stays so."""
-    if known is None or (known.arena_id, known.file_id) != (
-        arena_id,
-        (status.st_dev, status.st_ino),
-    ):
-        return None
-    sizes = (known.slots.slot_bytes, known.slots.num_slots)
-    return known.slots if sizes == (answer.slot_bytes, answer.num_slots) else None
-
-
 async def _answer(data: socket) -> tuple[packets.Message, list[int]]:
-    packet, fds = await seqpacket.receive(data)
+    packet, fds = await packets.receive(data)
     try:
         if not packet:
             raise KvdUnavailableError("kvd closed the data connection", "see its log")
@@ -284,10 +245,10 @@ async def _answer(data: socket) -> tuple[packets.Message, list[int]]:
         if isinstance(message, packets.Refused):
             raise KvdUnavailableError(f"kvd refused: {message.message}", message.reason)
     except packets.MalformedPacketError as error:
-        seqpacket.close_fds(fds)
+        packets.close_fds(fds)
         raise _unexpected(error) from error
     except ReportedError:
-        seqpacket.close_fds(fds)
+        packets.close_fds(fds)
         raise
     return message, fds
 

@@ -20,7 +20,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from shared.kvd_client.attachment import Attachment
-from shared.kvd_client.connection import KvdConnection
+from shared.kvd_client.connection import RECONNECT_DELAY_S, KvdConnection
 from shared.kvd_client.grants import (
     KvdProtocolError,
     LoadGrant,
@@ -28,9 +28,10 @@ from shared.kvd_client.grants import (
     load_grant,
     store_grant,
 )
+from shared.kvd_client.messages import key_message, lineage_message
 from shared.kvd_client.queue_feed import QueueFeed
 from shared.kvd_client.queue_sender import QueueSender
-from shared.pb.kvd.v1 import kvd_pb2
+from shared.pb.kvd.v1 import kvd_pb2 as pb
 from shared.types.errors import ReportedError
 from shared.types.kv_layout import KVLayout
 from shared.types.lineage import Lineage
@@ -50,18 +51,11 @@ class KvdClient(KvdConnection):
         layout: KVLayout,
         engine_name: str,
         *,
-        reconnect_delay_s: float = 0.1,
-        max_reconnect_delay_s: float = 0.5,
+        reconnect_delay_s: float = RECONNECT_DELAY_S,
     ) -> None:
-        super().__init__(
-            runtime_dir,
-            layout,
-            engine_name,
-            reconnect_delay_s=reconnect_delay_s,
-            max_reconnect_delay_s=max_reconnect_delay_s,
-        )
+        super().__init__(runtime_dir, layout, engine_name, reconnect_delay_s=reconnect_delay_s)
         self._queue = QueueSender()
-        # Sessions whose end kvd has not been told.
+        # Sessions whose end kvd does not know.
         self._ended: OrderedDict[SessionKey, None] = OrderedDict()
 
     async def prepare_load(
@@ -91,18 +85,18 @@ class KvdClient(KvdConnection):
                 None: it is not named; then what kvd stores of the session is taken at its tokens.
         """
         attachment = self._ready()
-        request = kvd_pb2.PrepareLoadRequest(
+        request = pb.PrepareLoadRequest(
             engine_id=attachment.engine_id,
-            session=_message(key),
+            session=key_message(key),
             token_ids=token_ids,
             from_token=from_token,
             deadline_s=deadline_s,
             accept_pending=accept_pending,
             dram_only=dram_only,
-            lineage=_lineage_message(lineage),
+            lineage=lineage_message(lineage),
         )
         call = self._call(attachment.stub.PrepareLoad, request, deadline_s + GRACE_S, attachment)
-        response = await self._granted(call, self._give_back_load, attachment)
+        response = await self._granted(call, self._complete_load, attachment)
         with self._ending_on_nonsense(attachment, response.lease_id):
             block_tokens = self._layout.block_tokens
             return load_grant(
@@ -112,7 +106,7 @@ class KvdClient(KvdConnection):
     async def complete_load(self, grant: LoadGrant) -> None:
         """Give the slots back. If this raises, they may have changed while they were read."""
         if grant.lease_id:
-            await self._give_back_load(self._owner_of(grant), grant.lease_id)
+            await self._complete_load(self._attachment_of(grant), grant.lease_id)
 
     async def prepare_store(
         self,
@@ -125,21 +119,24 @@ class KvdClient(KvdConnection):
     ) -> StoreGrant:
         """Lease slots for the KV of token_ids[from_token:] that is not stored yet.
 
-        `token_ids` is little-endian uint32, the whole sequence whose KV is computed; the caller has
-        position-free KV from `from_token` on; `deadline_s` is how long kvd may wait for free slots;
-        `lineage` is that of the tokens; None: as what kvd stores of the session tells it.
+        Args:
+            key: whose.
+            token_ids: little-endian uint32, the whole sequence whose KV is computed.
+            from_token: the caller has position-free KV from here on.
+            deadline_s: how long kvd may wait for free slots.
+            lineage: of the tokens; None: that of what kvd stores of the session.
         """
         attachment = self._ready()
-        request = kvd_pb2.PrepareStoreRequest(
+        request = pb.PrepareStoreRequest(
             engine_id=attachment.engine_id,
-            session=_message(key),
+            session=key_message(key),
             token_ids=token_ids,
             from_token=from_token,
             deadline_s=deadline_s,
-            lineage=_lineage_message(lineage),
+            lineage=lineage_message(lineage),
         )
         call = self._call(attachment.stub.PrepareStore, request, deadline_s + GRACE_S, attachment)
-        response = await self._granted(call, self._give_back_store, attachment)
+        response = await self._granted(call, self._complete_store, attachment)
         with self._ending_on_nonsense(attachment, response.lease_id):
             return store_grant(response, request, attachment.arena, self._layout.block_tokens)
 
@@ -151,7 +148,9 @@ class KvdClient(KvdConnection):
         """
         if not grant.lease_id:
             return grant.end_token
-        return await self._give_back_store(self._owner_of(grant), grant.lease_id, success=success)
+        return await self._complete_store(
+            self._attachment_of(grant), grant.lease_id, success=success
+        )
 
     async def discard(
         self,
@@ -161,46 +160,53 @@ class KvdClient(KvdConnection):
         *,
         lineage: Lineage | None = None,
     ) -> int:
-        """Drop half-open token ranges of a session; return how many stored tokens remain.
+        """Drop tokens of a session. A store under way publishes nothing any more.
 
-        `token_ids` is the whole context before the discard, however little of it is stored, and
-        `lineage` is that of these tokens. A store under way publishes nothing any more. With its
-        lineage a discard may be told again: a session that is after it already, or of another
-        lineage, is left alone; returned is what is stored of the tokens that the discard leaves.
+        With its lineage a discard may be repeated: a session that is after it already, or of
+        another lineage, is left alone.
+
+        Args:
+            key: whose.
+            token_ids: the whole context before the discard, however little of it is stored.
+            ranges: half-open ranges of its tokens.
+            lineage: of these tokens; None: it is not named.
+
+        Returns:
+            How many tokens are stored of what the discard leaves.
         """
         attachment = self._ready()
-        request = kvd_pb2.DiscardRequest(
+        request = pb.DiscardRequest(
             engine_id=attachment.engine_id,
-            session=_message(key),
+            session=key_message(key),
             token_ids=token_ids,
-            ranges=[kvd_pb2.TokenRange(start=start, end=end) for start, end in ranges],
-            lineage=_lineage_message(lineage),
+            ranges=[pb.TokenRange(start=start, end=end) for start, end in ranges],
+            lineage=lineage_message(lineage),
         )
         response = await self._call(attachment.stub.Discard, request, CALL_S)
         return int(response.kept_tokens)
 
     async def end_session(self, key: SessionKey) -> None:
-        """Tell kvd that the session will not come back.
+        """Notify kvd that the session will not come back.
 
-        If this raises, kvd is told when it is attached again.
+        If this raises, kvd is notified when it is attached again.
         """
         self._ended[key] = None
         if len(self._ended) > MOST_ENDED:
             self._ended.popitem(last=False)
-        await self._tell_end(self._ready(), key)
+        await self._report_end(self._ready(), key)
 
-    async def get_session(self, key: SessionKey) -> kvd_pb2.SessionInfo:
+    async def get_session(self, key: SessionKey) -> pb.SessionInfo:
         """Return what kvd knows of a session.
 
         Raises:
             NotFoundError: nothing is stored.
         """
         ready = self._ready()
-        request = kvd_pb2.GetSessionRequest(session=_message(key), engine_id=ready.engine_id)
+        request = pb.GetSessionRequest(session=key_message(key), engine_id=ready.engine_id)
         return await self._call(ready.stub.GetSession, request, CALL_S)
 
     def follow_queue(self, feed: QueueFeed) -> None:
-        """Keep kvd told of what waits and what runs; once, before `run`.
+        """Report to kvd what waits and what runs; to be called before `run`.
 
         Whoever changes the feed never waits for that.
         """
@@ -209,17 +215,17 @@ class KvdClient(KvdConnection):
     # ---------------------------------------------------------------------------------- inside
 
     async def _while_attached(self, attachment: Attachment, abandoned: Collection[int]) -> None:
-        """Say what kvd could not be told before; then tell it the queue."""
+        """Report what kvd does not know yet; then keep reporting the queue."""
         for lease_id in abandoned:
             with suppress(ReportedError):  # it is lost: then there is nothing to give back
-                await self._give_back_store(attachment, lease_id)
+                await self._complete_store(attachment, lease_id)
         for key in list(self._ended):
-            with suppress(ReportedError):  # kvd has gone again: the next attachment hears of it
-                await self._tell_end(attachment, key)
+            with suppress(ReportedError):  # kvd has gone again: the next attachment repeats it
+                await self._report_end(attachment, key)
         await self._queue.run(attachment)
 
-    async def _tell_end(self, attachment: Attachment, key: SessionKey) -> None:
-        request = kvd_pb2.EndSessionRequest(engine_id=attachment.engine_id, session=_message(key))
+    async def _report_end(self, attachment: Attachment, key: SessionKey) -> None:
+        request = pb.EndSessionRequest(engine_id=attachment.engine_id, session=key_message(key))
         try:
             await self._call(attachment.stub.EndSession, request, CALL_S)
         except ReportedError as error:
@@ -228,22 +234,22 @@ class KvdClient(KvdConnection):
             raise
         self._ended.pop(key, None)
 
-    async def _give_back_load(self, owner: Attachment, lease_id: int) -> None:
+    async def _complete_load(self, attachment: Attachment, lease_id: int) -> None:
         self._release(lease_id)
-        request = kvd_pb2.CompleteLoadRequest(engine_id=owner.engine_id, lease_id=lease_id)
-        await self._call(owner.stub.CompleteLoad, request, CALL_S, owner)
+        request = pb.CompleteLoadRequest(engine_id=attachment.engine_id, lease_id=lease_id)
+        await self._call(attachment.stub.CompleteLoad, request, CALL_S, attachment)
 
-    async def _give_back_store(
-        self, owner: Attachment, lease_id: int, *, success: bool = False
+    async def _complete_store(
+        self, attachment: Attachment, lease_id: int, *, success: bool = False
     ) -> int:
         self._release(lease_id)
-        request = kvd_pb2.CompleteStoreRequest(
-            engine_id=owner.engine_id, lease_id=lease_id, success=success
+        request = pb.CompleteStoreRequest(
+            engine_id=attachment.engine_id, lease_id=lease_id, success=success
         )
-        response = await self._call(owner.stub.CompleteStore, request, CALL_S, owner)
+        response = await self._call(attachment.stub.CompleteStore, request, CALL_S, attachment)
         return int(response.stored_tokens)
 
-    def _owner_of(self, grant: LoadGrant | StoreGrant) -> Attachment:
+    def _attachment_of(self, grant: LoadGrant | StoreGrant) -> Attachment:
         """The attachment a grant belongs to: its own, or a later one that confirmed its lease."""
         attachment = self._attachment
         is_ours = grant.lease_id in self._held  # not among those lost
@@ -261,14 +267,3 @@ class KvdClient(KvdConnection):
             self._release(lease_id)
             attachment.events.cancel()
             raise
-
-
-def _message(key: SessionKey) -> kvd_pb2.SessionKey:
-    return kvd_pb2.SessionKey(tenant=key.tenant, model=key.model, session_id=key.session_id)
-
-
-def _lineage_message(lineage: Lineage | None) -> kvd_pb2.Lineage | None:
-    """Encode; that there was no discard is a lineage too, and is not the same as naming none."""
-    if lineage is None:
-        return None
-    return kvd_pb2.Lineage(digest=lineage.digest, clean_tokens=lineage.clean_tokens)

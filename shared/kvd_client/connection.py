@@ -1,9 +1,7 @@
 """Staying attached to a kvd: attach, hold, attach again, for ever; and calling it safely meanwhile.
 
-States, as `attached` shows them:
-
-    detached --attach succeeds--> attached --Draining--> draining --peer gone--> detached
-                                     └───────────────peer gone───────────────────┘
+    detached --attach succeeds--> attached --Draining--> draining --kvd gone--> detached
+                                     └──────────────────kvd gone────────────────┘
 
 Slots of an ended attachment may still be read or written by threads of ours. kvd gives no slot of a
 store to others before we attach again and say which stores we still hold, or say that we leave, or
@@ -13,7 +11,8 @@ die. What was loaded meanwhile may not be used: its complete_load raises.
 import asyncio
 import contextlib
 import secrets
-from collections.abc import Awaitable, Callable, Collection, Coroutine
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping
+from enum import Enum
 from pathlib import Path
 from typing import Protocol, TypeVar
 
@@ -21,18 +20,22 @@ import grpc
 
 from shared.kvd_client.attachment import (
     Attachment,
-    Client,
     KvdUnavailableError,
     MappedArena,
     attach,
 )
+from shared.kvd_client.messages import layout_message
+from shared.pb.kvd.v1 import kvd_pb2 as pb
 from shared.process.log import get_logger
 from shared.serving.grpc_status import error_from_rpc
 from shared.serving.tracing import Metadata, outgoing
 from shared.types.engine_id import shown_id
 from shared.types.errors import ReportedError, UnavailableError
 from shared.types.kv_layout import KVLayout
+from shared.version import __version__
 
+RECONNECT_DELAY_S = 0.1  # after an attachment has ended; doubled with each attempt that fails
+MAX_RECONNECT_DELAY_S = 0.5
 ATTACH_S = 30.0  # deadline of an attach: kvd may make an arena
 CANCEL_AGAIN_S = 0.1
 INSTANCE_BYTES = 16
@@ -60,8 +63,36 @@ class Method(Protocol[Request, Answer]):
         ...
 
 
+class ConnectionState(Enum):
+    """What a connection is to whoever calls."""
+
+    DETACHED = "detached"
+    ATTACHED = "attached"
+    DRAINING = "draining"  # what was granted may be completed, nothing new is granted
+
+
+# What may happen to a connection in each state, and the state that follows.
+CONNECTION_MOVES: Mapping[ConnectionState, Mapping[str, ConnectionState]] = {
+    ConnectionState.DETACHED: {"attached": ConnectionState.ATTACHED},
+    ConnectionState.ATTACHED: {
+        "draining": ConnectionState.DRAINING,
+        "ended": ConnectionState.DETACHED,
+    },
+    ConnectionState.DRAINING: {
+        "draining": ConnectionState.DRAINING,
+        "ended": ConnectionState.DETACHED,
+    },
+}
+
+
 class KvdConnection:
     """One engine's connection to one kvd.
+
+    Args:
+        runtime_dir: where kvd's sockets are.
+        layout: of the blocks to load and store.
+        engine_name: for operators.
+        reconnect_delay_s: before the first attempt to attach again.
 
     Attributes:
         on_change: callbacks, called with `attached` after each change of it.
@@ -73,21 +104,24 @@ class KvdConnection:
         layout: KVLayout,
         engine_name: str,
         *,
-        reconnect_delay_s: float = 0.1,
-        max_reconnect_delay_s: float = 0.5,
+        reconnect_delay_s: float = RECONNECT_DELAY_S,
     ) -> None:
         self.on_change: list[Callable[[bool], None]] = []
         self._runtime_dir = runtime_dir
         self._layout = layout
-        self._client = Client(engine_name, secrets.token_hex(INSTANCE_BYTES))
+        self._identity = pb.AttachRequest(
+            layout=layout_message(layout),
+            engine_name=engine_name,
+            instance=secrets.token_hex(INSTANCE_BYTES),  # with our process: leases are our own
+            version=__version__,
+        )
         self._reconnect_delay_s = reconnect_delay_s
-        self._max_reconnect_delay_s = max_reconnect_delay_s
         self._attachment: Attachment | None = None
         self._mapped: MappedArena | None = None  # outlives the attachment
-        self._draining = False
+        self._state = ConnectionState.DETACHED
         self._detached_reason = "not attached yet"
         self._attached_event = asyncio.Event()
-        self._held: set[int] = set()  # leases granted and not given back
+        self._held: set[int] = set()  # leases granted and not completed
         self._undoing: set[asyncio.Future[None]] = set()  # see _granted
 
     # ------------------------------------------------------------------------------------ life
@@ -95,12 +129,7 @@ class KvdConnection:
     @property
     def attached(self) -> bool:
         """Whether loads and stores may be asked for right now."""
-        return self._attachment is not None and not self._draining
-
-    @property
-    def detached_reason(self) -> str:
-        """Why not, for people; "" while attached."""
-        return "" if self.attached else self._detached_reason
+        return self._state is ConnectionState.ATTACHED
 
     async def wait_attached(self, timeout_s: float) -> None:
         """Wait until attached.
@@ -122,15 +151,16 @@ class KvdConnection:
         """
         delay_s = self._reconnect_delay_s
         while True:
-            held = sorted(self._held)
+            request = pb.AttachRequest(held_leases=sorted(self._held))
+            request.MergeFrom(self._identity)
             try:
                 attachment = await attach(
-                    self._runtime_dir, self._layout, self._client, held, self._mapped, ATTACH_S
+                    self._runtime_dir, request, self._layout.block_bytes, self._mapped, ATTACH_S
                 )
             except ReportedError as error:
                 self._note_refusal(error)
                 await asyncio.sleep(delay_s)
-                delay_s = min(2 * delay_s, self._max_reconnect_delay_s)
+                delay_s = min(2 * delay_s, MAX_RECONNECT_DELAY_S)
                 continue
             delay_s = self._reconnect_delay_s
             self._mapped = attachment.mapped
@@ -142,10 +172,10 @@ class KvdConnection:
             await asyncio.sleep(delay_s)  # a kvd that accepts and closes must not keep us busy
 
     async def _hold(self, attachment: Attachment) -> None:
-        # Given back while nobody was there to be told. From here on whoever gives back tells kvd.
+        # Completed while no kvd was there. From here on whoever completes a lease calls kvd.
         abandoned = attachment.confirmed_leases - self._held
         self._attachment = attachment
-        self._changed("kvd_attached", engine_id=shown_id(attachment.engine_id))
+        self._move("attached", engine_id=shown_id(attachment.engine_id))
         serving = asyncio.create_task(self._while_attached(attachment, abandoned))
         try:
             await attachment.hold(self._on_draining)
@@ -153,10 +183,7 @@ class KvdConnection:
             # All at once, before anything is awaited: a caller who was refused and then waits in
             # `wait_attached` must not find us attached still.
             self._attachment = None
-            self._detached_reason = "kvd closed the connection"
-            if not self._draining:
-                self._changed("kvd_detached", reason=self._detached_reason)
-            self._draining = False
+            self._move("ended", "kvd closed the connection")
             await _cancelled(serving)
 
     async def _while_attached(self, attachment: Attachment, abandoned: Collection[int]) -> None:
@@ -164,24 +191,29 @@ class KvdConnection:
 
         Args:
             attachment: the new one.
-            abandoned: leases that it confirmed and nobody holds any more: to be given back.
+            abandoned: leases that it confirmed and nobody holds any more: to be completed.
         """
 
     def _on_draining(self, deadline_s: float) -> None:
-        self._draining = True
-        self._detached_reason = "kvd is stopping"
-        self._changed("kvd_detached", reason=self._detached_reason, deadline_s=deadline_s)
+        self._move("draining", "kvd is stopping", deadline_s=deadline_s)
 
     def _note_refusal(self, error: ReportedError) -> None:
         if str(error) != self._detached_reason:  # said once, not at every attempt
             log.warning("kvd_attach_failed", reason=error.reason, error=str(error))
         self._detached_reason = str(error)
 
-    def _changed(self, event: str, **facts: object) -> None:
-        log.info(event, **facts)
+    def _move(self, event: str, detached_reason: str = "", **logged: object) -> None:
+        """Change the state, and notify of it if `attached` is another now."""
+        was_attached = self.attached
+        self._state = CONNECTION_MOVES[self._state][event]
+        self._detached_reason = detached_reason or self._detached_reason
+        if self.attached is was_attached:
+            return
         if self.attached:
+            log.info("kvd_attached", **logged)
             self._attached_event.set()
         else:
+            log.info("kvd_detached", reason=detached_reason, **logged)
             self._attached_event.clear()
         for callback in self.on_change:
             callback(self.attached)
@@ -194,28 +226,28 @@ class KvdConnection:
         Raises:
             KvdUnavailableError: there is none.
         """
-        if self._attachment is None or self._draining:
+        if self._attachment is None or not self.attached:
             raise self._unavailable()
         return self._attachment
 
     def _release(self, lease_id: int) -> None:
-        """Note that a lease is given back, or is about to be."""
+        """Note that a lease is completed, or is about to be."""
         self._held.discard(lease_id)
 
     async def _granted(
         self,
         call: Coroutine[object, object, LeasedResponse],
-        give_back: Callable[[Attachment, int], Coroutine[object, object, object]],
+        complete: Callable[[Attachment, int], Coroutine[object, object, object]],
         attachment: Attachment,
     ) -> LeasedResponse:
-        """Await a prepare call. If we are cancelled meanwhile, what it grants is given back."""
+        """Await a prepare call. If we are cancelled meanwhile, what it grants is completed."""
         running = asyncio.ensure_future(call)
 
         async def undo() -> None:
             with contextlib.suppress(ReportedError):
                 response = await running
                 if response.lease_id:
-                    await give_back(attachment, response.lease_id)
+                    await complete(attachment, response.lease_id)
 
         try:
             response = await asyncio.shield(running)
@@ -225,7 +257,7 @@ class KvdConnection:
             undoing.add_done_callback(self._undoing.discard)
             raise
         if self._attachment is not attachment:
-            # It has ended since the answer was sent, and kvd was told what we hold: not this.
+            # It has ended since the answer was sent; to the next one this lease was not named.
             raise self._unavailable()
         self._held.update({response.lease_id} - {0})
         return response
@@ -245,7 +277,7 @@ class KvdConnection:
             timeout_s: for all of it.
             leasing: of a call that begins or ends a lease, whose attachment it is. Without an
                 answer in time nobody knows whether kvd holds that lease for us, which it would do
-                for ever: so that attachment ends, and the next one tells what we hold.
+                for ever: so that attachment ends, and the next one names what we hold.
         """
         try:
             return await method(request, timeout=timeout_s, metadata=outgoing())

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from shared.kvd_client.arena_map import ArenaMap
-from shared.kvd_client.progress_words import LoadProgress, ProgressWords
-from shared.pb.kvd.v1 import kvd_pb2
+from shared.kvd_client.arena_map import ArenaMap, LoadProgress, ProgressWords
+from shared.pb.kvd.v1 import kvd_pb2 as pb
+from shared.serving.message_fields import MessageFields
 from shared.types.block_key import TOKEN_BYTES
 from shared.types.errors import UnavailableError
 
@@ -99,22 +99,31 @@ class StoreGrant:
     arena: ArenaMap
 
 
-_TIERS = {kvd_pb2.TIER_DRAM: "dram", kvd_pb2.TIER_SSD: "ssd"}
+_LOAD_SPAN = MessageFields(LoadSpan, pb.LoadSpan)
+_STORE_BLOCK = MessageFields(StoreBlock, pb.StoreBlock)
+_TIERS = {pb.TIER_DRAM: "dram", pb.TIER_SSD: "ssd"}
 _LOOKUPS = {
-    kvd_pb2.LOOKUP_HIT: Lookup.HIT,
-    kvd_pb2.LOOKUP_PENDING: Lookup.PENDING,
-    kvd_pb2.LOOKUP_MISS: Lookup.MISS,
+    pb.LOOKUP_HIT: Lookup.HIT,
+    pb.LOOKUP_PENDING: Lookup.PENDING,
+    pb.LOOKUP_MISS: Lookup.MISS,
 }
 
 
 def load_grant(
-    response: kvd_pb2.PrepareLoadResponse,
-    request: kvd_pb2.PrepareLoadRequest,
+    response: pb.PrepareLoadResponse,
+    request: pb.PrepareLoadRequest,
     arena: ArenaMap,
     block_tokens: int,
     words: ProgressWords,
 ) -> LoadGrant:
-    """Decode the answer to `request`.
+    """Decode the answer to a PrepareLoad.
+
+    Args:
+        response: the answer.
+        request: what was asked.
+        arena: whose slots it names.
+        block_tokens: rows of a slot.
+        words: progress words, for an answer that is PENDING.
 
     Raises:
         KvdProtocolError: if it is not a miss or a non-empty contiguous hit inside the arena, or is
@@ -125,15 +134,7 @@ def load_grant(
         raise _nonsense(f"lookup {response.lookup}")
     is_granted = lookup is not Lookup.MISS
     spans = tuple(
-        LoadSpan(
-            span.slot_id,
-            span.start,
-            span.num_tokens,
-            span.token_offset,
-            _TIERS.get(span.tier, "unknown"),
-            span.generation,
-        )
-        for span in response.spans
+        _LOAD_SPAN.decode(span, tier=_TIERS.get(span.tier, "unknown")) for span in response.spans
     )
     if is_granted != bool(spans) or is_granted != bool(response.lease_id):
         raise _nonsense(f"a {lookup.value} with {len(spans)} spans")
@@ -154,7 +155,7 @@ def load_grant(
 
 def _checked_end(
     spans: Sequence[LoadSpan],
-    request: kvd_pb2.PrepareLoadRequest,
+    request: pb.PrepareLoadRequest,
     arena: ArenaMap,
     block_tokens: int,
 ) -> int:
@@ -170,27 +171,30 @@ def _checked_end(
     return end
 
 
-def _progress(response: kvd_pb2.PrepareLoadResponse, words: ProgressWords) -> LoadProgress:
+def _progress(response: pb.PrepareLoadResponse, words: ProgressWords) -> LoadProgress:
     if response.progress_index >= words.num_words:
         raise _nonsense(f"progress word {response.progress_index} of {words.num_words}")
     return LoadProgress(words, response.progress_index, response.lease_id)
 
 
 def store_grant(
-    response: kvd_pb2.PrepareStoreResponse,
-    request: kvd_pb2.PrepareStoreRequest,
+    response: pb.PrepareStoreResponse,
+    request: pb.PrepareStoreRequest,
     arena: ArenaMap,
     block_tokens: int,
 ) -> StoreGrant:
-    """Decode the answer to `request`.
+    """Decode the answer to a PrepareStore.
+
+    Args:
+        response: the answer.
+        request: what was asked.
+        arena: whose slots it names.
+        block_tokens: rows of a slot.
 
     Raises:
         KvdProtocolError: if a block lies outside the arena or the tokens, or two overlap.
     """
-    blocks = tuple(
-        StoreBlock(block.slot_id, block.token_offset, block.num_tokens, block.generation)
-        for block in response.blocks
-    )
+    blocks = tuple(map(_STORE_BLOCK.decode, response.blocks))
     if bool(blocks) != bool(response.lease_id):
         raise _nonsense(f"lease {response.lease_id} with {len(blocks)} blocks")
     end = request.from_token

@@ -1,12 +1,12 @@
 """QueueFeed: an engine's queue as it is, and how much of it the other side does not know yet.
 
-Pure. The scheduler says what happens to its jobs as it happens; whoever tells the other side asks
-for the next update when it can send one, so that a job which comes and goes between two updates is
-never told. At most one update is on its way. Of a queue that is longer than the other side takes,
-its head is told: the jobs that run, then those that wait, in their order.
+Pure. The scheduler notes what happens to its jobs as it happens; whoever sends asks for the next
+update when it can send one, so that a job which comes and goes between two updates is never
+reported. At most one update is on its way. Of a queue that is longer than the other side takes, its
+head is reported: the jobs that run, then those that wait, in their order.
 
-Invariants (`check`): 1. a job waits or runs, once; 2. what is told is a head of the order, except
-for jobs noted as changed; 3. no more is noted than is worth telling as a change.
+Invariants (`check`): 1. a job waits or runs, once; 2. what is reported is a head of the order,
+except for jobs noted as changed; 3. no more is noted than is worth reporting as a change.
 """
 
 from itertools import chain
@@ -14,8 +14,16 @@ from typing import NamedTuple
 
 from sortedcontainers import SortedList
 
-from shared.types.queue_change import QueueChange, QueuedJob, QueueUpdate, RunningJob
-from shared.types.queue_digest import Rank, combined, running_digest, waiting_digest
+from shared.types.queue_delta import (
+    QueueChange,
+    QueuedRequest,
+    QueueUpdate,
+    Rank,
+    RunningRequest,
+    combined,
+    running_digest,
+    waiting_digest,
+)
 from shared.types.session_key import SessionKey
 from shared.types.units import NS_PER_S
 
@@ -44,7 +52,7 @@ class QueueFeed:
 
     Attributes:
         on_change: called after each change.
-        interval_s: mean time between two starts; 0: not known. Told with the next update.
+        interval_s: mean time between two starts; 0: not known. Sent with the next update.
     """
 
     def __init__(self) -> None:
@@ -53,10 +61,10 @@ class QueueFeed:
         self._jobs: dict[int, _Job] = {}
         self._order: SortedList[Place] = SortedList()
         self._sequence = 0
-        self._base = 0  # of the newest update; 0: the other side is to be told all
-        self._told: dict[int, _Job] = {}  # what the other side has after the newest update
-        self._told_end = END  # the first place that is not told
-        self._told_digest = 0
+        self._base = 0  # of the newest update; 0: the other side is to be sent all
+        self._reported: dict[int, _Job] = {}  # what the other side has after the newest update
+        self._reported_end = END  # the first place that is not reported
+        self._reported_digest = 0
         self._changed: set[int] = set()  # since the newest update
         self._is_on_its_way = False
 
@@ -83,7 +91,7 @@ class QueueFeed:
     # -------------------------------------------------------------------------------- the sender
 
     def next_update(self, most_jobs: int) -> QueueUpdate | None:
-        """What the other side is to be told, which takes so many jobs; None: it knows all.
+        """What the other side, which takes so many jobs, does not know yet; None: it knows all.
 
         The caller owes `acknowledged`, or `restart`, before asking again.
         """
@@ -91,24 +99,24 @@ class QueueFeed:
         end = self._order[most_jobs] if len(self._order) > most_jobs else END
         base = self._base
         news = self._news(end) if base else self._head(end)
-        self._told_end = end
+        self._reported_end = end
         self._changed.clear()
         if base and not news:
             return None
         self._sequence += 1
         self._base, self._is_on_its_way = self._sequence, True
-        change = self._tell(news)
-        return QueueUpdate(self._sequence, base, change, self._told_digest)
+        change = self._report(news)
+        return QueueUpdate(self._sequence, base, change, self._reported_digest)
 
     def acknowledged(self, sequence: int, *, send_full: bool) -> None:
         """The other side has taken an update, or asks for all of the queue."""
         if send_full or not self._is_on_its_way or sequence != self._sequence:
-            self._forget_told()
+            self._forget_reported()
         self._is_on_its_way = False
 
     def restart(self) -> None:
-        """The other side knows nothing: the next update tells all."""
-        self._forget_told()
+        """The other side knows nothing: the next update holds all."""
+        self._forget_reported()
         self._is_on_its_way = False
 
     def check(self) -> None:
@@ -116,10 +124,10 @@ class QueueFeed:
         places = sorted(job.place for job in self._jobs.values())
         assert list(self._order) == places  # noqa: S101
         assert all(job.place[3] == number for number, job in self._jobs.items())  # noqa: S101
-        assert len(self._changed) <= len(self._told) + FEW_CHANGES  # noqa: S101
+        assert len(self._changed) <= len(self._reported) + FEW_CHANGES  # noqa: S101
         if self._base:
-            head = self._head(self._told_end)
-            different = {n for n in head | self._told if head.get(n) != self._told.get(n)}
+            head = self._head(self._reported_end)
+            different = {n for n in head | self._reported if head.get(n) != self._reported.get(n)}
             assert different <= self._changed  # noqa: S101
 
     # ------------------------------------------------------------------------------------ inside
@@ -137,13 +145,13 @@ class QueueFeed:
         """A job has changed."""
         if self._base:
             self._changed.add(number)
-            if len(self._changed) > len(self._told) + FEW_CHANGES:
-                self._forget_told()
+            if len(self._changed) > len(self._reported) + FEW_CHANGES:
+                self._forget_reported()
         self.on_change()
 
-    def _forget_told(self) -> None:
-        self._base = self._told_digest = 0
-        self._told.clear()
+    def _forget_reported(self) -> None:
+        self._base = self._reported_digest = 0
+        self._reported.clear()
         self._changed.clear()
 
     def _head(self, end: Place) -> _News:
@@ -152,31 +160,31 @@ class QueueFeed:
         return {place[3]: self._jobs[place[3]] for place in places}
 
     def _news(self, end: Place) -> _News:
-        """Jobs that have changed, and those between the old end of what is told and the new."""
-        between = self._order.irange(min(end, self._told_end), max(end, self._told_end))
+        """Jobs that have changed, and those between the old end of what is reported and the new."""
+        between = self._order.irange(min(end, self._reported_end), max(end, self._reported_end))
         news: _News = {}
         for number in chain(self._changed, (place[3] for place in between)):
             job = self._jobs.get(number)
             if job is not None and job.place >= end:
                 job = None
-            if job != self._told.get(number):
+            if job != self._reported.get(number):
                 news[number] = job
         return news
 
-    def _tell(self, news: _News) -> QueueChange:
-        """Count news as told."""
+    def _report(self, news: _News) -> QueueChange:
+        """Count news as reported, and return them as a change."""
         waiting, running, left = [], [], []
         for number, job in news.items():
-            told = self._told.pop(number, None)
-            if told is not None:
-                self._told_digest = combined(self._told_digest, removed=told.digest)
+            known = self._reported.pop(number, None)
+            if known is not None:
+                self._reported_digest = combined(self._reported_digest, removed=known.digest)
             if job is None:
                 left.append(number)
                 continue
-            self._told[number] = job
-            self._told_digest = combined(self._told_digest, added=job.digest)
+            self._reported[number] = job
+            self._reported_digest = combined(self._reported_digest, added=job.digest)
             if job.place[0]:
-                waiting.append(QueuedJob(job.place[1:], job.key, job.history_tokens))
+                waiting.append(QueuedRequest(job.place[1:], job.key, job.history_tokens))
             else:
-                running.append(RunningJob(number, job.key))
+                running.append(RunningRequest(number, job.key))
         return QueueChange(waiting, running, left, int(self.interval_s * NS_PER_S))

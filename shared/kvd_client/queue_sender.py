@@ -1,21 +1,26 @@
-"""Tells kvd an engine's queue over one PushQueue stream after the other.
+"""Reports an engine's queue to kvd, over one PushQueue stream after the other.
 
 One update is on its way at most; what happens meanwhile goes with the next one, and whoever changes
-the queue never waits. A stream that fails is opened again: all of the queue is told anew.
+the queue never waits. A stream that fails is opened again: all of the queue is reported anew. What
+an engine sends is decoded, and checked, by kvd (kvd/rpc/queue_replica.py).
 """
 
 import asyncio
+from collections.abc import Sequence
+from typing import Protocol
 
 import grpc
 
 from shared.kvd_client.attachment import Attachment, KvdUnavailableError
 from shared.kvd_client.grants import KvdProtocolError
 from shared.kvd_client.queue_feed import QueueFeed
-from shared.kvd_client.queue_message import snapshot_message
-from shared.pb.kvd.v1 import kvd_pb2
+from shared.pb.kvd.v1 import kvd_pb2 as pb
 from shared.process.log import get_logger
 from shared.serving.grpc_status import error_from_rpc
 from shared.types.errors import ReportedError
+from shared.types.queue_delta import QueuedRequest, QueueUpdate
+from shared.types.session_key import SessionKey
+from shared.types.units import NS_PER_S
 
 PAUSE_S = 0.05  # between two updates: a job that comes and goes faster is nothing to prepare for
 ANSWER_S = 10.0  # deadline of an acknowledgement, which needs nothing but kvd's memory
@@ -25,7 +30,7 @@ log = get_logger(__name__)
 
 
 class QueueSender:
-    """See the module docstring."""
+    """Keeps kvd up to date with one feed; see the module docstring."""
 
     def __init__(self) -> None:
         self._feed = QueueFeed()
@@ -33,12 +38,12 @@ class QueueSender:
         self._last_problem = ""
 
     def follow(self, feed: QueueFeed) -> None:
-        """Tell this queue. Once, before `run`."""
+        """Report this queue; to be called before `run`."""
         self._feed = feed
         feed.on_change = self._changed.set
 
     async def run(self, attachment: Attachment) -> None:
-        """Tell an attached kvd, until cancelled."""
+        """Report to an attached kvd, until cancelled."""
         while True:
             try:
                 await self._run_stream(attachment)
@@ -47,7 +52,7 @@ class QueueSender:
             await asyncio.sleep(RETRY_S)
 
     async def _run_stream(self, attachment: Attachment) -> None:
-        """Tell all of the queue, then what changes.
+        """Report all of the queue, then what changes.
 
         Raises:
             ReportedError: always, in the end.
@@ -65,7 +70,7 @@ class QueueSender:
                 async with asyncio.timeout(ANSWER_S):
                     await stream.write(message)
                     ack = await stream.read()
-                if not isinstance(ack, kvd_pb2.QueueAck):
+                if not isinstance(ack, pb.QueueAck):
                     raise KvdProtocolError("kvd has ended the queue's stream", "see its log")
                 self._feed.acknowledged(ack.sequence, send_full=ack.send_full)
                 await asyncio.sleep(PAUSE_S)
@@ -80,3 +85,42 @@ class QueueSender:
         if str(error) != self._last_problem:  # said once, not at every attempt
             log.warning("kvd_queue_not_told", reason=error.reason, error=str(error))
         self._last_problem = str(error)
+
+
+class _Keyed(Protocol):
+    @property
+    def key(self) -> SessionKey: ...
+
+
+def snapshot_message(engine_id: int, update: QueueUpdate) -> pb.QueueSnapshot:
+    """Encode an update; each tenant is named once, and meant by its index from then on."""
+    change = update.change
+    tenants: dict[str, int] = {}
+    return pb.QueueSnapshot(
+        engine_id=engine_id,
+        sequence=update.sequence,
+        base_sequence=update.base_sequence,
+        digest=update.digest,
+        start_interval_s=change.interval_ns / NS_PER_S,
+        waiting=_waiting(change.waiting, tenants),
+        running=_jobs([job.number for job in change.running], change.running, tenants),
+        left=change.left,
+        tenants=tenants,
+    )
+
+
+def _waiting(jobs: Sequence[QueuedRequest], tenants: dict[str, int]) -> pb.QueueJobs:
+    message = _jobs([job.rank[2] for job in jobs], jobs, tenants)
+    message.priorities.extend([-job.rank[0] for job in jobs])
+    message.start_tags.extend([job.rank[1] for job in jobs])
+    message.history_tokens.extend([job.history_tokens for job in jobs])
+    return message
+
+
+def _jobs(numbers: Sequence[int], jobs: Sequence[_Keyed], tenants: dict[str, int]) -> pb.QueueJobs:
+    """The columns of all jobs; tenants that are new get the next index."""
+    return pb.QueueJobs(
+        numbers=numbers,
+        session_ids=[job.key.session_id for job in jobs],
+        tenants=[tenants.setdefault(job.key.tenant, len(tenants)) for job in jobs],
+    )

@@ -1,4 +1,4 @@
-"""The only logging configuration of both processes.
+"""The only logging configuration of both processes, and how many lines anybody may cause.
 
 JSON lines on stderr under a supervisor, coloured text on a terminal. Event names are constant slugs
 (`log.info("engine_attached", engine_id=3)`), data goes in keys named as in the glossary, never into
@@ -11,22 +11,60 @@ name of one, and whatever looks like the credentials of a request, in its header
 written as REDACTED. That is done to the finished line, too: what an object or bytes looks like is
 known only then.
 
-Libraries write what somebody outside may cause at will, a traceback for each connection that broke:
-each has so many lines a second, and its next one says how many were left out.
+Callers, and libraries that write a traceback for each connection that broke, cause lines at will:
+each has so many a second (`LineAllowance`), and its next line says how many were left out.
 """
 
 import logging
 import os
 import re
 import sys
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, cast
 
 import structlog
 from structlog.typing import EventDict, FilteringBoundLogger, Processor, WrappedLogger
 
-from shared.process.line_allowance import LineAllowance
+EVERY_S = 1.0
+LINES_PER_S = 10  # of one caller
+
+
+@dataclass
+class _Second:
+    began_s: float
+    num_lines: int = 0
+    left_out: int = 0
+
+
+class LineAllowance:
+    """How many lines each caller may cause with what it can repeat at will.
+
+    Callers are few: the clients of the settings, and one name for all strangers.
+    """
+
+    def __init__(
+        self, per_s: int = LINES_PER_S, clock_s: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._per_s = per_s
+        self._clock_s = clock_s
+        self._seconds: dict[str, _Second] = {}
+
+    def take(self, caller: str) -> int | None:
+        """How many lines were left out before this one; None: leave this one out, too."""
+        now_s = self._clock_s()
+        second = self._seconds.setdefault(caller, _Second(now_s))
+        if now_s >= second.began_s + EVERY_S:
+            second.began_s, second.num_lines = now_s, 0
+        if second.num_lines >= self._per_s:
+            second.left_out += 1
+            return None
+        second.num_lines += 1
+        left_out, second.left_out = second.left_out, 0
+        return left_out
+
 
 LEVELS = ("debug", "info", "warning", "error")
 REDACTED = "[redacted]"

@@ -14,8 +14,7 @@ import structlog
 from aiohttp import web
 from aiohttp.typedefs import Middleware
 
-from shared.process.line_allowance import LineAllowance
-from shared.process.log import get_logger
+from shared.process.log import LineAllowance, get_logger
 from shared.serving.tracing import carried, enter_request, fail_span
 from shared.types.histogram import Histogram, Tally
 

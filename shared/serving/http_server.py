@@ -1,6 +1,7 @@
 """An HTTP server at one address, in the event loop of the process that it belongs to.
 
-Knows sockets and hostile connections, and nothing of what is served. Its promises:
+Knows sockets, hostile connections and who sent a request, and nothing of what is served. Its
+promises:
 
 1. A Unix socket has its mode (and group, if one is named) before anybody can connect to it.
 2. A connection that says nothing, or a header byte by byte, is closed after `header_s`; one that
@@ -15,17 +16,49 @@ Errors that a start meets are ConfigErrors that name the address and the remedy.
 
 import socket
 import ssl
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 from aiohttp import web
 from aiohttp.typedefs import Middleware
 
-from shared.access.sockets import open_to_group
-from shared.process.unix_path import claim_path
+from shared.access.clients import Clients, authenticate
+from shared.access.identity import Identity
+from shared.access.sockets import claim_path, open_to_group
 from shared.serving.http_connections import Bounds, ConnectionMetrics
 from shared.serving.http_listener import Connection, HttpListener
 from shared.types.errors import ConfigError
+
+_OF_SUBJECT = "commonName"
+
+
+def identity_of(request: web.Request, clients: Clients, own: Identity | None = None) -> Identity:
+    """Find out who sent a request, before its body is read.
+
+    Args:
+        request: of an aiohttp server.
+        clients: in force (ClientBook.current).
+        own: of whoever may open the Unix socket that it came by; None for TCP.
+
+    Raises:
+        UnauthenticatedError: nobody knows.
+    """
+    authorization = request.headers.get("Authorization", "")
+    return authenticate(clients, authorization, list(_certificate_names(request)), own)
+
+
+def _certificate_names(request: web.Request) -> Iterator[str]:
+    """Names of the client's certificate, which TLS has checked."""
+    found = None if request.transport is None else request.transport.get_extra_info("ssl_object")
+    if not isinstance(found, ssl.SSLObject | ssl.SSLSocket):
+        return
+    certificate: Any = found.getpeercert() or {}
+    for _kind, name in certificate.get("subjectAltName", ()):
+        yield str(name)
+    for part in certificate.get("subject", ()):
+        yield from (str(name) for kind, name in part if kind == _OF_SUBJECT)
+
 
 UNIX = "unix:"
 SOCKET_MODE = 0o660  # user and group

@@ -13,12 +13,10 @@ from typing import Any, TypeAlias
 
 import grpc
 
-from shared.access.clients import ClientBook, authenticate
-from shared.access.current import act_as
-from shared.access.identity import Identity
-from shared.access.metadata import AUTHORIZATION
+from shared.access.channels import AUTHORIZATION
+from shared.access.clients import ClientBook, StreamCounts, authenticate
+from shared.access.identity import Identity, act_as
 from shared.access.refusals import RefusalLog
-from shared.access.streams import StreamCounts
 from shared.process.log import get_logger
 from shared.serving.grpc_handlers import Handler, behaviour_of, made_handler
 from shared.serving.rpc_observer import RpcMetrics

@@ -17,11 +17,10 @@ from aiohttp import web
 
 from shared.access.clients import ClientBook
 from shared.access.credentials import ssl_context
-from shared.access.http import identity_of
 from shared.access.settings import TlsSettings
 from shared.process.log import get_logger
 from shared.serving.http_connections import Bounds, ConnectionMetrics
-from shared.serving.http_server import HttpServer
+from shared.serving.http_server import HttpServer, identity_of
 from shared.serving.metric_export import MetricExporter
 from shared.serving.observing_settings import MetricsSettings
 from shared.types.errors import ReportedError

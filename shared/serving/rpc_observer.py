@@ -13,7 +13,7 @@ from typing import Any
 import grpc
 from opentelemetry.trace import Span
 
-from shared.access.tls_connections import TlsConnections
+from shared.access.credentials import TlsConnections
 from shared.serving.grpc_handlers import Handler, behaviour_of, with_behaviour
 from shared.serving.tracing import carried, enter_request, fail_span
 from shared.types.histogram import Histogram, Tally

@@ -2,11 +2,10 @@
 
 from inference_svc.bench import figures as engine
 from inference_svc.eval import figures as quality
-from inference_svc.eval.intervals import Interval
 from inference_svc.eval.options import Truncation
 from kvd.bench import figures as kvd
 from kvd.plan.figures import PlanReport
-from shared.types.statistics import Spread
+from shared.measuring.statistics import Interval, Spread
 from tests.kvd.plan.plans import plan, result
 
 PROCESSOR = "AMD EPYC 9654 96-Core Processor"
@@ -66,7 +65,7 @@ ENGINE_BENCH = engine.Report(
     elapsed_s=507.0,
     subject=engine.Subject(
         *("8x512", "LlamaForCausalLM", True, 8, 41_900_000, "float32", "cpu", 1),
-        *("paged", 32_768, 16),
+        *("ragged", 32_768, 16),
     ),
     machine=engine.Machine(
         *(PROCESSOR, 96, 0.31, 768 << 30, "madvise", "6.1.0-18-amd64", "", "3.12.8", "0.1.0"),
@@ -101,7 +100,7 @@ def _perplexity(word: float) -> quality.Perplexity:
 
 
 _SUBJECT = quality.Subject(
-    *("smollm2-135m", "5e" * 16, "LlamaForCausalLM", "paged", 1, 134_500_000),
+    *("smollm2-135m", "5e" * 16, "LlamaForCausalLM", "ragged", 1, 134_500_000),
     *("float32", "cpu", 8, PROCESSOR, LIBRARIES, "2026-01-01"),
 )
 

@@ -7,15 +7,14 @@ from rich.console import Console, RenderableType
 from rich.text import Text
 
 from inference_svc.bench.report import tables as engine_bench_tables
-from inference_svc.cli.top_view import KEYS, top_lines
+from inference_svc.cli.top import KEYS, top_lines
 from inference_svc.eval.report import tables as eval_tables
 from kvd.bench.report import tables as kvd_bench_tables
 from kvd.cli.doctor import print_findings
 from kvd.doctor.finding import ok, problem, warning
 from kvd.plan.report import tables as plan_tables
 from kvd.top.screen import Screen
-from kvd.top.trends import points
-from kvd.top.views import Seen, top_view
+from kvd.top.views import Seen, points, top_view
 from shared.pb.inference.v1 import inference_pb2
 from shared.pb.kvd.v1 import kvd_pb2
 from shared.terminal import printing

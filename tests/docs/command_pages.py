@@ -5,8 +5,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvd.cli.candidates import CHOICES
-from shared.config.group_help import summary
+from kvd.cli.completion import CHOICES
+from shared.config.lazy_commands import summary
 
 
 @dataclass(frozen=True)

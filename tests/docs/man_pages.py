@@ -6,8 +6,7 @@ Run it after any change of a command, an option or a help text; a test compares.
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from kvd.cli.examples import EXAMPLES
-from kvd.cli.exit_codes import EXIT_CODES
+from kvd.cli.commands import EXAMPLES, EXIT_CODES
 from kvd.cli.main import root_command
 from tests.docs.command_pages import Entry, Page, pages
 

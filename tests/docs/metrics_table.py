@@ -10,7 +10,7 @@ from pathlib import Path
 
 from inference_svc.metrics.table import METRICS as INFERENCE
 from kvd.metrics.table import METRICS as KVD
-from shared.serving.metric_table import Metric, MetricTable
+from shared.serving.metric_export import Metric, MetricTable
 from shared.serving.process_metrics import PROCESS_METRICS
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "metrics.md"

@@ -12,8 +12,7 @@ import grpc
 import pytest
 
 from shared.kvd_client import data_socket_protocol as packets
-from shared.kvd_client import seqpacket
-from shared.kvd_client.layout_message import layout_message
+from shared.kvd_client.messages import layout_message
 from shared.pb.kvd.v1 import kvd_pb2, kvd_pb2_grpc
 from shared.types.errors import ReportedError
 from tests.kvd_polling import all_clean, eventually, reader_stats, sessions_of
@@ -234,12 +233,12 @@ async def test_junk_on_the_data_socket(tmp_path: Path) -> None:
     """A peer that sends junk loses its connection; a forged token attaches nobody."""
     async with running_kvd(tmp_path, *FLAGS) as kvd:
         for junk in (b"junk", b'{"kind": "arena", "arena_id": "mine"}', b"\xff" * 5000):
-            with seqpacket.connect(str(kvd.runtime_dir / "data.sock")) as sock:
-                welcome, _ = await seqpacket.receive(sock)
+            with packets.connect(str(kvd.runtime_dir / "data.sock")) as sock:
+                welcome, _ = await packets.receive(sock)
                 assert isinstance(packets.decode(welcome), packets.Welcome)
-                seqpacket.send(sock, junk)
+                sock.send(junk)
                 async with asyncio.timeout(30):
-                    while (await seqpacket.receive(sock))[0]:
+                    while (await packets.receive(sock))[0]:
                         pass
         async with grpc.aio.insecure_channel(f"unix:{kvd.runtime_dir}/engine.sock") as channel:
             request = kvd_pb2.AttachRequest(

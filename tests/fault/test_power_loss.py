@@ -183,18 +183,14 @@ def _bytes_of(name: str, token: int) -> bytes:
 
 async def _store(cache, name: str) -> None:
     tokens = encode(_tokens(name))
-    answer = cache.act(
-        lambda core, now_ns: core.prepare_store(key_of(name), tokens, 0, OWNER, now_ns)
-    )
+    answer = cache.act(lambda core: core.stores.prepare(key_of(name), tokens, 0, OWNER))
     while answer.refused == "wait":  # for reads and writes that hold slots
         assert await cache.changed(WAIT_S)
-        answer = cache.act(
-            lambda core, now_ns: core.prepare_store(key_of(name), tokens, 0, OWNER, now_ns)
-        )
+        answer = cache.act(lambda core: core.stores.prepare(key_of(name), tokens, 0, OWNER))
     assert (answer.refused, answer.more) == ("", False)
     for block in answer.blocks:
         cache.arena.slots.slot(block.slot_id)[:] = _bytes_of(name, block.token_offset)
-    cache.act(lambda core, now_ns: core.complete_store(answer.lease_id, OWNER, True, now_ns))
+    cache.act(lambda core: core.stores.complete(answer.lease_id, OWNER, success=True))
 
 
 async def _until_durable(cache) -> None:
@@ -202,21 +198,19 @@ async def _until_durable(cache) -> None:
         await cache.changed(0.01)  # a commit is not told to who waits
 
 
-def _flush(name: str, core: CacheEngine, now_ns: int) -> None:
-    core.flush(key_of(name), False, now_ns)
+def _flush(name: str, core: CacheEngine) -> None:
+    core.sessions.flush(key_of(name), dry_run=False)
 
 
 async def _load(cache, name: str) -> None:
     """Load all of a session from SSD, and compare every byte that is used."""
     tokens = _tokens(name)
-    answer = cache.act(
-        lambda core, now_ns: core.prepare_load(key_of(name), encode(tokens), 0, OWNER, now_ns)
-    )
+    answer = cache.act(lambda core: core.loads.prepare(key_of(name), encode(tokens), 0, OWNER))
     assert answer.lookup is not Lookup.MISS, answer.miss_reason
     lease_id = answer.lease_id
-    while cache.act(lambda core, _: core.lease_state(lease_id)) is LeaseState.PENDING:
+    while cache.act(lambda core: core.loads.state_of(lease_id)) is LeaseState.PENDING:
         assert await cache.changed(WAIT_S)
-    answer = cache.act(lambda core, _: core.settle_load(lease_id))
+    answer = cache.act(lambda core: core.loads.settle(lease_id))
     assert (answer.end_token, answer.more) == (len(tokens), False)
     for span in answer.spans:
         slot = cache.arena.slots.slot(span.slot_id)
@@ -226,7 +220,7 @@ async def _load(cache, name: str) -> None:
                 start = LAYOUT.component_offset(layer, component)
                 end = start + span.num_tokens * 64
                 assert slot[start:end] == stored[start:end]
-    cache.act(lambda core, now_ns: core.complete_load(lease_id, OWNER, now_ns))
+    cache.act(lambda core: core.loads.complete(lease_id, OWNER))
 
 
 async def _run(directory: Path) -> Power:
@@ -283,7 +277,7 @@ async def test_what_is_durable_outlives_the_power(tmp_path: Path) -> None:
                 continue
             cache, _ = await caches.open(LAYOUT, prefault=False)
             assert await _num_corrupt(caches) == 0, moment
-            listed = cache.act(lambda core, _: core.session_keys())
+            listed = cache.act(lambda core: core.inspection.keys())
             assert {key.session_id for key in listed} >= image.durable, moment
             for name in sorted(image.durable):
                 await _load(cache, name)

@@ -14,12 +14,19 @@ from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 from hypothesis import strategies as st
 
-from shared.kvd_client.layout_message import layout_message
-from shared.kvd_client.queue_message import snapshot_message
+from shared.kvd_client.messages import layout_message
+from shared.kvd_client.queue_sender import snapshot_message
 from shared.pb.kvd.v1 import kvd_pb2
 from shared.types.kv_layout import Component, KVLayout, Layer
-from shared.types.queue_change import QueueChange, QueuedJob, QueueUpdate, RunningJob
-from shared.types.queue_digest import combined, running_digest, waiting_digest
+from shared.types.queue_delta import (
+    QueueChange,
+    QueuedRequest,
+    QueueUpdate,
+    RunningRequest,
+    combined,
+    running_digest,
+    waiting_digest,
+)
 from shared.types.session_key import SessionKey
 from tests.synthetic_engine import MODEL, encode, small_layout
 
@@ -127,10 +134,10 @@ def _queues(draw) -> kvd_pb2.QueueSnapshot:
     num_waiting = draw(st.integers(0, len(numbers)))
     jobs = list(zip(numbers, keys, strict=True))
     waiting = [
-        QueuedJob((draw(st.integers(-1, 1)), draw(st.sampled_from([0.0, 1.0])), number), key, 5)
+        QueuedRequest((draw(st.integers(-1, 1)), draw(st.sampled_from([0.0, 1.0])), number), key, 5)
         for number, key in jobs[:num_waiting]
     ]
-    running = [RunningJob(number, key) for number, key in jobs[num_waiting:]]
+    running = [RunningRequest(number, key) for number, key in jobs[num_waiting:]]
     base_sequence = draw(st.sampled_from([0, 0, 1, 2]))
     left = draw(st.lists(st.integers(10, 12), unique=True)) if base_sequence else []
     digests = [waiting_digest(job.rank, job.key) for job in waiting]

@@ -12,8 +12,7 @@ from socket import socket
 import grpc
 
 from shared.kvd_client import data_socket_protocol as packets
-from shared.kvd_client import seqpacket
-from shared.kvd_client.layout_message import layout_message
+from shared.kvd_client.messages import layout_message
 from shared.pb.kvd.v1 import kvd_pb2, kvd_pb2_grpc
 from shared.types.kv_layout import KVLayout
 
@@ -36,7 +35,7 @@ async def receive(data: socket) -> tuple[packets.Message | None, list[int]]:
     """The next packet and its descriptors; None at the end of the connection."""
     async with asyncio.timeout(ANSWER_S):
         try:
-            packet, fds = await seqpacket.receive(data)
+            packet, fds = await packets.receive(data)
         except ConnectionError:
             return None, []
     return (packets.decode(packet) if packet else None), fds
@@ -45,7 +44,7 @@ async def receive(data: socket) -> tuple[packets.Message | None, list[int]]:
 @asynccontextmanager
 async def raw_engine(runtime_dir: Path, layout: KVLayout) -> AsyncIterator[RawEngine]:
     """One that is attached; at the end it says that it leaves."""
-    data = seqpacket.connect(str(runtime_dir / "data.sock"))
+    data = packets.connect(str(runtime_dir / "data.sock"))
     welcome, _ = await receive(data)
     assert isinstance(welcome, packets.Welcome)
     async with grpc.aio.insecure_channel(f"unix:{runtime_dir / 'engine.sock'}") as channel:
@@ -58,7 +57,7 @@ async def raw_engine(runtime_dir: Path, layout: KVLayout) -> AsyncIterator[RawEn
         )
         events = stub.Attach(request)
         attached = (await events.read()).attached
-        seqpacket.send(data, packets.encode(packets.ArenaRequest(attached.arena_id)))
+        packets.send(data, packets.ArenaRequest(attached.arena_id))
         mapping, fds = await receive(data)
         assert isinstance(mapping, packets.ArenaMapping)
         try:
@@ -67,5 +66,5 @@ async def raw_engine(runtime_dir: Path, layout: KVLayout) -> AsyncIterator[RawEn
             for fd in fds:
                 os.close(fd)
             with suppress(OSError):  # kvd has gone
-                seqpacket.send(data, packets.encode(packets.Leaving()))
+                packets.send(data, packets.Leaving())
             data.close()

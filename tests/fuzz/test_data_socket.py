@@ -13,7 +13,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shared.kvd_client import data_socket_protocol as packets
-from shared.kvd_client import seqpacket
 from tests.fuzz.amounts import few, many
 from tests.fuzz.fuzzed_kvd import FuzzedKvd
 from tests.fuzz.raw_engine import raw_engine, receive
@@ -101,7 +100,7 @@ async def _play(fuzzed, peers) -> None:
 async def _be(kvd: FuzzedKvd, is_engine: bool, steps: list[Send | Act]) -> None:
     """One connection from its beginning to its end."""
     if not is_engine:
-        with seqpacket.connect(str(kvd.runtime_dir / "data.sock")) as sock:
+        with packets.connect(str(kvd.runtime_dir / "data.sock")) as sock:
             await _do(sock, steps)
         return
     async with raw_engine(kvd.runtime_dir, small_layout()) as engine:
@@ -113,11 +112,11 @@ async def _do(sock: socket.socket, steps: list[Send | Act]) -> None:
         with suppress(OSError, TimeoutError):  # closed by kvd, shut by ourselves, too large
             if isinstance(step, Send):
                 fds = [sock.fileno()] * step.num_fds  # its own: a loop that the kernel must undo
-                seqpacket.send(sock, step.packet, fds)
+                socket.send_fds(sock, [step.packet], fds)
             elif step.how == "read":
                 async with asyncio.timeout(0.02):
                     _, fds = await receive(sock)
-                    seqpacket.close_fds(fds)
+                    packets.close_fds(fds)
             else:
                 sock.shutdown(socket.SHUT_WR if step.how == "shut_write" else socket.SHUT_RD)
 
@@ -145,7 +144,7 @@ async def test_thousands_of_connects(fuzzed, num_connects):
     open_ones: list[socket.socket] = []
     for number in range(num_connects):
         try:
-            open_ones.append(seqpacket.connect(path))
+            open_ones.append(packets.connect(path))
         except BlockingIOError:  # its backlog is full: somebody has to wait
             await asyncio.sleep(0.001)
         if number % 100 == 99:
@@ -166,7 +165,7 @@ async def test_without_descriptors_left(fuzzed):
     highest = max(kvd.open_fds())
     for num_spare in range(SPARE_FDS):
         resource.prlimit(kvd.pid, resource.RLIMIT_NOFILE, (highest + 1 + num_spare, limits[1]))
-        socks = [seqpacket.connect(path) for _ in range(SPARE_FDS)]
+        socks = [packets.connect(path) for _ in range(SPARE_FDS)]
         await _serves(kvd, engine)
         for sock in socks:
             sock.close()

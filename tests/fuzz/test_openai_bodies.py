@@ -5,18 +5,18 @@ import json
 from hypothesis import given
 from hypothesis import strategies as st
 
-from inference_svc.openai import asked_turn, chat_request, response_request
-from inference_svc.openai.chat_request import decode_chat
+from inference_svc.openai.bodies import decode
+from inference_svc.openai.chats import ChatBody
 from inference_svc.openai.errors import RequestError, error_object
-from inference_svc.openai.event_stream import json_bytes
-from inference_svc.openai.fields import parse_object
-from inference_svc.openai.response_request import decode_response
+from inference_svc.openai.replies import json_bytes
+from inference_svc.openai.requests import parse_object
+from inference_svc.openai.responses import ResponseBody
 
 NAMES = sorted(
     {
-        *asked_turn.IGNORED,
-        *chat_request._REFUSED,
-        *response_request._REFUSED,
+        *ChatBody.ignored,
+        *ChatBody.refused,
+        *ResponseBody.refused,
         *("model", "messages", "input", "instructions", "temperature", "top_p", "seed", "stop"),
         *("max_tokens", "max_output_tokens", "logprobs", "top_logprobs", "stream", "metadata"),
         *("stream_options", "store", "session_id", "include", "truncation", "text", "top_k"),
@@ -56,10 +56,10 @@ bodies = st.dictionaries(st.sampled_from(NAMES), anything, max_size=6).flatmap(
 def test_a_body_is_decoded_or_refused(body):
     """Nothing else is ever raised, and a refusal can be told."""
     refusals = []
-    for name, decode in (("input", decode_chat), ("messages", decode_response)):
+    for name, kind in (("input", ChatBody), ("messages", ResponseBody)):
         given = {key: value for key, value in body.items() if key != name}
         try:
-            decode(given, 1.0)
+            decode(kind, given)
         except RequestError as refused:
             refusals.append(refused)
     for refused in refusals:

@@ -17,7 +17,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shared.kvd_client import data_socket_protocol as packets
-from shared.kvd_client import seqpacket
 from shared.pb.kvd.v1 import kvd_pb2
 from shared.process.runtime_dir import channel_options
 from shared.types.errors import ReportedError
@@ -123,7 +122,7 @@ class Fuzzed:
             "engine_id": [c._attachment.engine_id for c in clients if c._attachment is not None],
             "lease_id": self.leases,
             "held_leases": self.leases,
-            "instance": [client._client.instance for client in clients] + ["", "ab" * 16],
+            "instance": [client._identity.instance for client in clients] + ["", "ab" * 16],
             "page_token": self.page_tokens,
             "data_token": await self._tokens(message),
         }
@@ -134,16 +133,16 @@ class Fuzzed:
         """A token of a connection that stays open, for a request that can use one."""
         if not isinstance(message, kvd_pb2.AttachRequest):
             return []
-        data = seqpacket.connect(str(self.kvd.runtime_dir / "data.sock"))
+        data = packets.connect(str(self.kvd.runtime_dir / "data.sock"))
         self.data.append(data)
-        welcome = packets.decode((await seqpacket.receive(data))[0])
+        welcome = packets.decode((await packets.receive(data))[0])
         return [welcome.token] if isinstance(welcome, packets.Welcome) else []
 
     async def leave(self) -> None:
         """Close the connections of fuzzed attachments: they say that they hold nothing."""
         for data in self.data:
             with suppress(OSError):  # kvd has closed it
-                seqpacket.send(data, packets.encode(packets.Leaving()))
+                packets.send(data, packets.Leaving())
             data.close()
         self.data.clear()
 

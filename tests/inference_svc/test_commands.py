@@ -18,9 +18,9 @@ from inference_svc.config import load_inference_settings
 from inference_svc.core.counters import COUNTERS
 from inference_svc.core.errors import ListenError
 from inference_svc.core.submission import ModelTraits
-from inference_svc.default_places import default_listen
+from inference_svc.installation import default_listen
 from inference_svc.service.listening import prepare_sockets
-from inference_svc.service.turn_defaults import turn_defaults
+from inference_svc.service.submissions import turn_defaults
 from shared.access.addresses import UnguardedError
 from shared.config.settings import InvalidSettingsError
 from shared.pb.inference.v1 import inference_pb2 as pb
@@ -329,7 +329,7 @@ def test_sinks_are_those_of_the_model_unless_the_settings_say_how_many(given, sh
     flags = {"overflow.sink_tokens": given} if given != {} else {}
     settings = load_inference_settings(None, flags).settings
     assert str(settings.model_dump(mode="json")["overflow"]["sink_tokens"]) == shown
-    defaults = turn_defaults(settings, ModelTraits("paged", sink_tokens=16))
+    defaults = turn_defaults(settings, ModelTraits("ragged", sink_tokens=16))
     assert defaults.overflow.sink_tokens == kept
     assert defaults.model.sink_tokens == 16
 
@@ -343,7 +343,7 @@ def test_little_goes_at_once_where_what_is_kept_costs_nothing(given, keeps, show
     flags = {"overflow.ratio": given} if given != {} else {}
     settings = load_inference_settings(None, flags).settings
     assert str(settings.model_dump(mode="json")["overflow"]["ratio"]) == shown
-    defaults = turn_defaults(settings, ModelTraits("paged", keeps_truncated=keeps))
+    defaults = turn_defaults(settings, ModelTraits("ragged", keeps_truncated=keeps))
     assert defaults.overflow.ratio == ratio
 
 

@@ -8,8 +8,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from inference_svc.cli.client import turn_request
+from inference_svc.core.compression.policies import make_compression
 from inference_svc.core.compression.policy import special_tokens
-from inference_svc.core.compression.registry import make_compression
 from inference_svc.core.discards import num_in, without
 from shared.pb.inference.v1 import inference_pb2 as pb
 from tests.inference_processes import InferenceProcess
@@ -145,4 +145,4 @@ async def test_a_service_may_compress_every_turn(tiny_model, truncation_oracle, 
     assert {each.reason for each in session.discards} == {"overflow", "compression:h2o"}
     assert any(each.after_tokens > 200 for each in session.discards if each.reason == "overflow")
     in_memory = [usage.tier_tokens["hbm"] == usage.history_tokens for usage in usages[1:]]
-    assert sum(in_memory) >= 2  # two slabs at a time may be too much for so little memory
+    assert sum(in_memory) >= 2  # two sequences' KV at a time may be too much for so little memory

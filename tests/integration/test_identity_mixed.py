@@ -17,7 +17,7 @@ NUM_SCENES = 40
 
 
 async def test_residents_are_hit_moved_and_evicted(tiny_model, oracle):
-    """What is kept in memory, in place or moved to a larger slab, is as if recomputed."""
+    """What is kept in memory, in place or moved to a larger sequence KV, is as if recomputed."""
     setting = Setting({"residents": True, "load_policy": "auto"})
     aims = (*ALWAYS, "hbm", "resident_hits", "moves", "residents_evicted")
     async with mixed_pair(tiny_model, setting) as pair:

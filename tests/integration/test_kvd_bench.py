@@ -9,8 +9,10 @@ from dataclasses import replace
 import psutil
 import pytest
 
-from kvd.bench import QUICK, BenchOptions, Report, as_document, run
-from kvd.bench.options import MIB, layout_with
+from kvd.bench.figures import Report
+from kvd.bench.options import MIB, QUICK, BenchOptions, layout_with
+from kvd.bench.report import as_document
+from kvd.bench.runner import run
 
 TINY = replace(
     QUICK,

@@ -19,7 +19,7 @@ COMMON |= {"initializer_range": 0.35}  # so that answers vary
 SIZE = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
 # By (mode, positions) that calibration is to find.
 CONFIGS = {
-    ("paged", "coupled"): GPT2Config(
+    ("ragged", "coupled"): GPT2Config(
         **COMMON, n_positions=WINDOW_TOKENS, n_embd=64, n_layer=2, n_head=4
     ),
     ("gather", "decoupled"): DeepseekV3Config(

@@ -3,8 +3,6 @@
 The engine of the benchmarks, without its residents: each turn's history comes from kvd.
 """
 
-import asyncio
-
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -12,12 +10,11 @@ from transformers import AutoModelForCausalLM
 from inference_svc.assembly import Model
 from inference_svc.bench.local_engine import running_engine
 from inference_svc.bench.workspace import workspace
+from inference_svc.core.answers import SamplingParams
 from inference_svc.core.discards import kept_runs, without
-from inference_svc.core.sampling_params import SamplingParams
-from inference_svc.core.scheduling.request import Request
 from inference_svc.runtime.calibration.calibration import calibrate
 from inference_svc.runtime.compute.sampling import Sampler
-from inference_svc.runtime.engine.engine_job import EngineJob, as_token_bytes
+from inference_svc.runtime.engine.engine_request import ContextCut, EngineRequest, as_token_bytes
 from inference_svc.runtime.model.model_loader import load_model
 from shared.types.lineage import WHOLE
 from tests.inference_svc.runtime.engine.test_discards import PlainSession
@@ -49,29 +46,27 @@ class Session:
         self.numbers = iter(range(1000, 2000))
 
     async def turn(self, new_ids, max_tokens, choose=None):
-        """Answer a turn from what kvd has; returns its job."""
+        """Answer a turn from what kvd has; returns its request."""
         engine = self.local.parts.engine
         prompt = [*self.context, *new_ids]
-        request = Request(
-            *(next(self.numbers), self.key, prompt, max_tokens, 0, WINDOW), lineage=self.lineage
-        )
-        job = EngineJob(
-            request=request,
-            is_final=False,
+        request = EngineRequest(
+            *(next(self.numbers), self.key, prompt, max_tokens, 0, WINDOW),
+            lineage=self.lineage,
             sampler=Sampler(SamplingParams()),
             sink=Sink(max_tokens),
-            done=asyncio.get_running_loop().create_future(),
             truncate=choose,
         )
-        await engine.generate(job)
-        engine.keep(job, request.token_ids[: request.computed_tokens])
+        await engine.generate(request)
+        engine.keep(request, request.token_ids[: request.computed_tokens])
         self.context, self.computed = request.token_ids, request.computed_tokens
-        self.lineage = job.lineage
-        return job
+        self.lineage = request.lineage
+        return request
 
     async def discard(self, ranges):
         computed_ids = self.context[: self.computed]
-        await self.local.parts.engine.discard(self.key, computed_ids, ranges, self.lineage)
+        await self.local.parts.engine.discard(
+            self.key, ContextCut(computed_ids, ranges, self.lineage)
+        )
         if self.lineage is not None:
             self.lineage = self.lineage.after(as_token_bytes(computed_ids), ranges)
         self.context = without(self.context, ranges)
@@ -111,9 +106,9 @@ async def test_every_turn_loads_what_the_discards_left(
                 await session.discard(fitting)
                 plain.discard(fitting)
                 num_stored = session.computed
-                job = await session.turn(new_ids, 40, choose)
-                assert job.outcome.tier_tokens == {"dram": num_stored}
-                assert job.sink.token_ids == plain.answer(new_ids, 40, choose)
+                request = await session.turn(new_ids, 40, choose)
+                assert request.outcome.tier_tokens == {"dram": num_stored}
+                assert request.sink.token_ids == plain.answer(new_ids, 40, choose)
             await local.parts.engine.wait_idle()
             counted = local.parts.counters.snapshot()
             assert counted["store_discards_failed"] == counted["saves_refused"] == 0

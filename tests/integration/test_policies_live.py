@@ -18,11 +18,10 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from inference_svc.bench.chat_like import chat_like_sessions
-from inference_svc.bench.trace import PlannedTurn, fitting, scaled
-from kvd.plan.hardware import EngineConstants, Hardware
+from inference_svc.bench.trace import PlannedTurn, chat_like_sessions, fitting, scaled
+from kvd.plan.hardware import EngineConstants, Hardware, ReplayOptions
 from kvd.plan.outcome import BUSY_QUEUE
-from kvd.plan.replay import ReplayOptions, replay
+from kvd.plan.replay import replay
 from kvd.plan.trace import Session, Turn
 from shared.pb.kvd.v1 import kvd_pb2
 from tests.faulty_kvd import FaultyKvd

@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from kvd.plan.decimal_sizes import GB
+from kvd.plan.sizes import GB
 from tests.processes import run_cli
 
 TRACE = "tests/data/trace_sample.jsonl.gz"

@@ -9,7 +9,7 @@ from rich.console import Console
 from kvd.cli import events, tiers
 from kvd.errors import CorruptionFoundError, UnverifiedError
 from kvd.views import session_views, stats_views, views
-from kvd.views.rates import Rates
+from kvd.views.views import Rates
 from shared.pb.kvd.v1 import kvd_pb2
 
 

@@ -4,12 +4,11 @@ import shlex
 
 import pytest
 
-from kvd.cli.candidates import CHOICES, EVENT_NAMES, candidates
-from kvd.cli.completion import Shell
+from kvd.cli.completion import CHOICES, EVENT_NAMES, Shell, candidates
 from kvd.cli.filters import SortName, TierName
 from kvd.cli.main import root_command
 from kvd.core.records.actions import SESSION_CUT
-from shared.config.group_help import first_sentence
+from shared.config.lazy_commands import first_sentence
 
 STORED = {"session": ["a:1", "b"], "tenant": ["acme"], "model": ["5e"]}
 

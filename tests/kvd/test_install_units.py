@@ -14,11 +14,12 @@ from inference_svc.config import load_inference_settings
 from kvd import config
 from kvd.cli.completion_scripts import COMPLETIONS
 from kvd.cli.main import main
-from kvd.install.shipped import man_pages, read_shipped
 from kvd.install.units import (
     SHIPPED,
     SYSTEM_VALUES,
     UserDirectories,
+    man_pages,
+    read_shipped,
     system_files,
     user_files,
     with_values,

@@ -7,7 +7,8 @@ from pathlib import Path
 import openai
 import pytest
 
-from inference_svc.openai import asked_turn, chat_request, response_request
+from inference_svc.openai.chats import ChatBody
+from inference_svc.openai.responses import ResponseBody
 from tests.openai.conftest import CLIENTS
 
 PAGE = (Path(__file__).parents[2] / "docs" / "openai.md").read_text()
@@ -31,5 +32,6 @@ def test_every_parameter_is_named():
     """Those that are ignored, and those that are refused."""
     _, _, table = PAGE.partition("## Parameters")
     named = set(re.findall(r"`([a-z_]+)", table))
-    assert named >= asked_turn.IGNORED
-    assert named >= set(chat_request._REFUSED) | set(response_request._REFUSED)
+    for body in (ChatBody, ResponseBody):
+        assert named >= body.ignored | set(body.refused)
+        assert named >= set(body.model_fields)

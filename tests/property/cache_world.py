@@ -9,9 +9,9 @@ import struct
 from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 
-from kvd.core.engine import CacheEngine, Limits
-from kvd.core.eviction.lru import LruPolicy
-from kvd.core.eviction.registry import PolicyMaker
+from kvd.core.engine import CacheEngine
+from kvd.core.eviction.policies import LruPolicy
+from kvd.core.eviction.policy import PolicyMaker
 from kvd.core.records.actions import (
     Action,
     ClearSlot,
@@ -34,7 +34,7 @@ from kvd.core.records.actions import (
     WriteBlock,
 )
 from kvd.core.records.extent_shape import ExtentShape
-from kvd.core.records.records import (
+from kvd.core.records.rows import (
     AdoptedSlot,
     BlockRecord,
     CommittedSlot,
@@ -43,9 +43,10 @@ from kvd.core.records.records import (
     SessionRecord,
     SlotRecord,
     StoredBlock,
+    columns_of,
 )
-from kvd.core.recovery.session_rows import columns_of
 from kvd.core.state.index_line import NO_BOUND
+from kvd.core.state.limits import Limits
 from shared.types.kv_layout import Component, KVLayout, Layer
 from shared.types.session_key import SessionKey
 
@@ -144,7 +145,11 @@ Io = ReadBlock | VerifySlot | VerifyExtent | HashSlot | WriteBlock | CompactRows
 
 
 class CacheWorld:
-    """A cache engine with its performer, whose operations end when and how the test says."""
+    """A cache engine with its performer, whose operations end when and how the test says.
+
+    Attributes:
+        engine: it is told the time before every call, as kvd's event loop does.
+    """
 
     def __init__(self, limits: Limits, make_policy: PolicyMaker = LruPolicy) -> None:
         self.limits = limits
@@ -177,8 +182,17 @@ class CacheWorld:
         self.engine = CacheEngine(LAYOUT, self.limits, salt_of, self.make_policy)
         self.epoch += 1
         rows, first_lease_id = self.index.rows(), self.epoch << 40
-        self.engine.restore(rows, adopted, orphans, first_lease_id, self.now_ns)
+        self.engine.restore(rows, adopted, orphans, first_lease_id)
         self.pump()
+
+    @property
+    def engine(self) -> CacheEngine:
+        self._engine.advance(self.now_ns)
+        return self._engine
+
+    @engine.setter
+    def engine(self, engine: CacheEngine) -> None:
+        self._engine = engine
 
     def _read_journal(self, alive: Collection[int]) -> tuple[list[AdoptedSlot], list[OrphanSlot]]:
         """Read what slots hold. The real journal has processes where this one has their ids."""
@@ -197,8 +211,8 @@ class CacheWorld:
 
     def pump(self) -> None:
         """Take the engine's actions."""
-        self.engine.check()
-        for action in self.engine.drain(self.row_bytes):
+        self._engine.check()
+        for action in self._engine.drain(self.row_bytes):
             if isinstance(action, Io):
                 self._begin(action)
             elif isinstance(action, IndexAction):
@@ -228,7 +242,7 @@ class CacheWorld:
     def _written(self) -> set[bytes]:
         """Blocks that are on SSD, as the index will say."""
         keys = set(self.index.blocks)
-        waiting = self.engine._state.outbox.index._line.values()
+        waiting = self._engine._state.outbox.index._line.values()
         for action in (*self.index.uncommitted, *waiting):
             if isinstance(action, PutBlock):
                 keys.add(action.block.key)
@@ -240,9 +254,9 @@ class CacheWorld:
         """Commit index rows and report the drops among them."""
         for action in self.index.commit(num_actions):
             if isinstance(action, DropBlock):
-                self.engine.drop_done(action.op_id, self.now_ns)
+                self.engine.writes.drop_done(action.op_id)
             else:
-                self.engine.rows_committed(action.op_id, self.now_ns)
+                self.engine.compactions.committed(action.op_id)
         self.pump()
 
     def tenants_on_ssd(self) -> set[str]:
@@ -272,7 +286,7 @@ class CacheWorld:
         elif isinstance(action, HashSlot):
             is_ok = outcome is IoOutcome.OK
             checksums = checksums_of(self.slots[action.slot_id]) if is_ok else b""
-            self.engine.hash_done(action.op_id, checksums, self.now_ns)
+            self.engine.hashes.hash_done(action.op_id, checksums)
         elif isinstance(action, ReadBlock):
             self._finish_read(action, outcome)
         elif isinstance(action, CompactRows):
@@ -281,11 +295,11 @@ class CacheWorld:
             for slot_id in action.slot_ids:
                 assert slot_id not in self.journal, "a slot that is wiped is nobody's"
                 self.slots[slot_id] = []
-            self.engine.wipe_done(action.op_id, outcome, self.now_ns)
+            self.engine.erasing.wipe_done(action.op_id, outcome)
         else:
             if outcome is IoOutcome.OK and not self._is_good(action):
                 outcome = IoOutcome.CORRUPT
-            self.engine.verify_done(action.op_id, outcome, self.now_ns)
+            self.engine.arrivals.verify_done(action.op_id, outcome)
         self.pump()
 
     def _finish_compaction(self, action: CompactRows, outcome: IoOutcome) -> None:
@@ -299,7 +313,7 @@ class CacheWorld:
             assert len(rows) == block.num_tokens, "a block is filled"
             self.slots[block.slot_id] = rows
             made.append(checksums_of(rows))
-        self.engine.compact_done(action.op_id, outcome, made, self.now_ns)
+        self.engine.compactions.copied(action.op_id, outcome, made)
 
     def _damage(self, action: Io) -> None:
         """Flip a bit of what is being verified; of a slot only if that still is what it holds."""
@@ -323,7 +337,7 @@ class CacheWorld:
             stored = StoredBlock(action.token_ids, action.checksums)
             rows = list(self.slots[action.slot_id])
             self.extents[action.extent] = Extent(action.key, stored, rows, action.tenant)
-        self.engine.write_done(action.op_id, outcome, self.now_ns)
+        self.engine.writes.write_done(action.op_id, outcome)
 
     def _finish_read(self, action: ReadBlock, outcome: IoOutcome) -> None:
         extent = self.extents[action.extent]
@@ -333,7 +347,7 @@ class CacheWorld:
         is_ok = outcome is IoOutcome.OK
         self.slots[action.slot_id] = list(extent.rows) if is_ok else [-1]
         stored = extent.stored if is_ok else None
-        self.engine.read_done(action.op_id, outcome, stored, self.now_ns)
+        self.engine.arrivals.read_done(action.op_id, outcome, stored)
 
     def io_of(self, kind: type) -> list[int]:
         """Operations of one kind under way, oldest first."""

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from kvd.core.eviction.lookahead_queue import LookaheadQueuePolicy
+from kvd.core.eviction.policies import LookaheadQueuePolicy
 from kvd.core.records.records import Tier
 from shared.types.session_key import SessionKey
 

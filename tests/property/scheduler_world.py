@@ -1,8 +1,8 @@
-"""The engine around a scheduler, in memory: slabs whose rows are tokens, copies that end when told.
+"""The engine around a scheduler, in memory: KV whose rows are tokens, copies that end when told.
 
-A slab's row is the token it was computed from, VOID if it came of a load that has failed. Whoever
-computes on a slab must find the rows of exactly its own tokens, and memory in use never exceeds
-what the scheduler was given.
+A sequence's KV's row is the token it was computed from, VOID if it came of a load that has failed.
+Whoever computes on a sequence's KV must find the rows of exactly its own tokens, and memory in use
+never exceeds what the scheduler was given.
 """
 
 from dataclasses import dataclass, field
@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 from inference_svc.core.discards import Range, merge_ranges, without
 from inference_svc.core.errors import QueueFullError
 from inference_svc.core.rates.rates import Rates
-from inference_svc.core.scheduling.request import Request, RequestState
+from inference_svc.core.scheduling.request import Request, RequestEvent, RequestState
 from inference_svc.core.scheduling.scheduler import Scheduler
 from inference_svc.core.scheduling.step_plan import Admission, SchedulerLimits, StepPlan, StepResult
-from shared.types.queue_digest import Rank
+from shared.types.queue_delta import Rank
 from shared.types.session_key import SessionKey
 
 ADMITTED = (RequestState.LOADING, RequestState.READY, RequestState.RUNNING)
@@ -24,7 +24,7 @@ KEYS = tuple(SessionKey(tenant, "0f", str(i)) for tenant in ("a", "b") for i in 
 
 
 @dataclass(eq=False)
-class Slab:
+class SequenceKv:
     """Rows, and whether the scheduler counts more of them than are here."""
 
     capacity: int
@@ -32,7 +32,7 @@ class Slab:
 
 
 @dataclass(eq=False)
-class Job:
+class Turn:
     """A request with its memory.
 
     Attributes:
@@ -47,10 +47,10 @@ class Job:
 
     request: Request
     admission: Admission | None = None
-    slab: Slab | None = None
+    kv: SequenceKv | None = None
     layers: int | None = None
     fails: bool = False
-    source: Slab | None = None
+    source: SequenceKv | None = None
     writes: list[int] = field(default_factory=list)
     is_writing: bool = False
     is_rigid: bool = False
@@ -83,14 +83,14 @@ class SchedulerWorld:
 
     def __init__(self, limits: SchedulerLimits, window_share: float = 1.0) -> None:
         self.limits = limits
-        most = limits.kv_rows // (2 if limits.saves else 1)
+        most = limits.kv_slots // (2 if limits.saves else 1)
         self.window_tokens = max(1, int(most * window_share))
         self.rates = Rates()
         self.scheduler = Scheduler(limits, self.rates, NUM_LAYERS, {"b": 2.0})
         self.now_ns = 1
-        self.jobs: dict[int, Job] = {}  # every one ever submitted
-        self.residents: dict[SessionKey, Slab] = {}
-        self.shifts: dict[SessionKey, tuple[Job | None, tuple[Range, ...]]] = {}  # under way
+        self.turns: dict[int, Turn] = {}  # every one ever submitted
+        self.residents: dict[SessionKey, SequenceKv] = {}
+        self.shifts: dict[SessionKey, tuple[Turn | None, tuple[Range, ...]]] = {}  # under way
         self.conversations: dict[SessionKey, list[int]] = {key: [] for key in KEYS}
         self.num_sampled = 0
 
@@ -99,39 +99,39 @@ class SchedulerWorld:
     def check(self) -> None:
         """The scheduler's invariants, and that its account covers what is in use."""
         self.scheduler.check()
-        slabs = [job.slab.capacity for job in self.jobs.values() if job.slab is not None]
-        slabs += [slab.capacity for slab in self.residents.values()]
-        in_use = sum(slabs) + sum(sum(job.writes) for job in self.jobs.values())
-        assert in_use <= self.scheduler.reserved_rows + self.scheduler.resident_rows
-        assert self.scheduler.num_resident == len(self.residents)
-        resident_rows = sum(slab.capacity for slab in self.residents.values())
-        assert self.scheduler.resident_rows == resident_rows
+        kvs = [turn.kv.capacity for turn in self.turns.values() if turn.kv is not None]
+        kvs += [kv.capacity for kv in self.residents.values()]
+        in_use = sum(kvs) + sum(sum(turn.writes) for turn in self.turns.values())
+        assert in_use <= self.scheduler.slots.reserved_slots + self.scheduler.residents.num_slots
+        assert len(self.scheduler.residents) == len(self.residents)
+        resident_rows = sum(kv.capacity for kv in self.residents.values())
+        assert self.scheduler.residents.num_slots == resident_rows
         self.scheduler.feed.check()
         assert sorted(self.scheduler.feed._jobs) == sorted(number for number, _ in self.queue())
 
     def queue(self) -> list[tuple[int, Rank | None]]:
-        """What kvd should know: numbers of jobs that run, then of those that wait with ranks.
+        """What kvd should know: numbers of turns that run, then of those that wait with ranks.
 
-        A turn runs from its admission until its slab is given up, unless it waits again.
+        A turn runs from its admission until its KV is given up, unless it waits again.
         """
         running = [
-            job.request.number
-            for job in self.jobs.values()
-            if job.request.state in ADMITTED or (job.request.is_over and job.layers is not None)
+            turn.request.number
+            for turn in self.turns.values()
+            if turn.request.state in ADMITTED or (turn.request.is_over and turn.layers is not None)
         ]
         waiting = [
             (request.number, (-request.priority, request.start_tag, request.number))
-            for request in self.scheduler.waiting()
+            for request in list(self.scheduler.queue)
         ]
         return [(number, None) for number in sorted(running)] + waiting
 
-    def alive(self) -> list[Job]:
-        """Jobs that are not over."""
-        return [job for job in self.jobs.values() if not job.request.is_over]
+    def alive(self) -> list[Turn]:
+        """Turns that are not over."""
+        return [turn for turn in self.turns.values() if not turn.request.is_over]
 
-    def in_state(self, *states: RequestState) -> list[Job]:
-        """Jobs in one of these states."""
-        return [job for job in self.jobs.values() if job.request.state in states]
+    def in_state(self, *states: RequestState) -> list[Turn]:
+        """Turns in one of these states."""
+        return [turn for turn in self.turns.values() if turn.request.state in states]
 
     def tick(self, ns: int = MS) -> int:
         """Time passes."""
@@ -140,13 +140,13 @@ class SchedulerWorld:
 
     # ---------------------------------------------------------------------------------- turns
 
-    def submit(self, key, new_tokens, max_tokens, *, priority=0, deadline_ns=None) -> Job | None:
+    def submit(self, key, new_tokens, max_tokens, *, priority=0, deadline_ns=None) -> Turn | None:
         """Submit a turn that goes on with its conversation, as far as that fits."""
         history, window = self.conversations[key], self.window_tokens
         new_tokens = min(new_tokens, window)
         if len(history) + new_tokens > window:
             del history[: max(len(history) // 2, len(history) + new_tokens - window)]
-        number = len(self.jobs)
+        number = len(self.turns)
         token_ids = history + [number * 1000 + i for i in range(new_tokens)]
         request = Request(
             number,
@@ -162,69 +162,69 @@ class SchedulerWorld:
         try:
             self.scheduler.submit(request)
         except QueueFullError as error:
-            assert self.scheduler.num_waiting >= self.limits.max_waiting
+            assert len(self.scheduler.queue) >= self.limits.max_waiting
             assert error.retry_after_s > 0  # noqa: PT017
             return None
-        job = self.jobs[number] = Job(request, is_rigid=number % 5 == 0)
-        return job
+        turn = self.turns[number] = Turn(request, is_rigid=number % 5 == 0)
+        return turn
 
     def schedule(self) -> StepPlan:
         """Ask for a plan, and carry out all but its chunks."""
         plan = self.scheduler.schedule(self.tick())
         self._check_plan(plan)
         for request in plan.preempted:
-            self._preempt(self.jobs[request.number])
+            self._preempt(self.turns[request.number])
         for request in plan.overflowed:
-            self._overflow(self.jobs[request.number])
+            self._overflow(self.turns[request.number])
         for key in plan.evicted:
             del self.residents[key]
         for admission in plan.admitted:
-            job = self.jobs[admission.request.number]
-            job.admission = admission
+            turn = self.turns[admission.request.number]
+            turn.admission = admission
             if admission.in_place:
-                job.slab = self.residents.pop(job.request.key)
+                turn.kv = self.residents.pop(turn.request.key)
         for request in plan.expired:
             assert request.deadline_ns <= self.now_ns
-            self._give_up(self.jobs[request.number])
+            self._give_up(self.turns[request.number])
         return plan
 
     def _check_plan(self, plan: StepPlan) -> None:
-        deadlines = [job.request.deadline_ns for job in self.alive()]
+        deadlines = [turn.request.deadline_ns for turn in self.alive()]
         for deadline_ns in filter(None, deadlines):
             assert deadline_ns > self.now_ns, "what is due has expired"
             assert plan.wake_ns <= deadline_ns
         assert plan.wake_ns is None or plan.wake_ns > self.now_ns
         planned = {chunk.request.number for chunk in plan.chunks}
         assert len(planned) == len(plan.chunks)
-        running = [job.request for job in self.in_state(RequestState.RUNNING)]
-        decoding = {r.number for r in running if r.is_decoding and r.unused_rows}
+        running = [turn.request for turn in self.in_state(RequestState.RUNNING)]
+        decoding = {r.number for r in running if r.is_decoding and r.unused_slots}
         assert decoding <= planned <= {r.number for r in running}
         prompt_tokens = [c.num_tokens for c in plan.chunks if c.request.number not in decoding]
         limits = self.limits
         assert sum(prompt_tokens) <= (limits.mixed_step_tokens if decoding else limits.step_tokens)
         assert all(1 <= c.num_tokens <= c.request.uncomputed_tokens for c in plan.chunks)
         assert all(c.sample == (c.num_tokens == c.request.uncomputed_tokens) for c in plan.chunks)
-        assert bool(plan.chunks) == any(r.unused_rows for r in running), "the batch goes on"
+        assert bool(plan.chunks) == any(r.unused_slots for r in running), "the batch goes on"
 
-    def _preempt(self, job: Job) -> None:
-        request, slab = job.request, job.slab
-        assert slab is not None
-        assert slab.rows == request.token_ids[: len(slab.rows)], "a resident's rows are good"
-        assert len(slab.rows) == request.computed_tokens
+    def _preempt(self, turn: Turn) -> None:
+        request, kv = turn.request, turn.kv
+        assert kv is not None
+        assert kv.rows == request.token_ids[: len(kv.rows)], "a resident's rows are good"
+        assert len(kv.rows) == request.computed_tokens
         assert request.key not in self.residents
-        self.residents[request.key] = slab
-        job.slab, job.layers, job.is_writing = None, None, False
+        self.residents[request.key] = kv
+        turn.kv, turn.layers, turn.is_writing = None, None, False
 
     # ------------------------------------------------------------------------------- discards
 
-    def _overflow(self, job: Job) -> None:
+    def _overflow(self, turn: Turn) -> None:
         """Drop some of what it has computed; its resident closes up later."""
-        request = job.request
+        request = turn.request
         assert request.computed_tokens == self.window_tokens
-        assert not job.is_rigid
+        assert not turn.is_rigid
         ranges = some_ranges(request.computed_tokens, request.num_sampled)
-        self._preempt(job)
-        self.shifts[request.key] = (job, ranges)
+        self._preempt(turn)
+        self.shifts[request.key] = (turn, ranges)
         self.scheduler.truncated(request, ranges)
         assert len(request.token_ids) <= self.window_tokens
         assert request.token_ids
@@ -232,160 +232,162 @@ class SchedulerWorld:
     def discard(self, key: SessionKey, how: int) -> None:
         """A client drops tokens between two turns."""
         history = self.conversations[key]
-        if any(job.request.key == key for job in self.alive()) or not history:
+        if any(turn.request.key == key for turn in self.alive()) or not history:
             return
         ranges = some_ranges(len(history), how)
         ours = self.scheduler.residents.get(key)
         held = () if ours is None else ours.token_ids
         is_same = list(held) == history[: len(held)]
-        if is_same and self.scheduler.residents.begin_shift(key):
+        if is_same and self.scheduler.residents.begin_compaction(key):
             self.shifts[key] = (None, ranges)
         else:
             self.drop_resident(key)
         history[:] = without(history, ranges)
 
-    def end_shift(self, key: SessionKey, *, works: bool) -> None:
+    def end_compaction(self, key: SessionKey, *, works: bool) -> None:
         """The rows that are left have closed up, or are lost."""
-        job, ranges = self.shifts.pop(key)
+        turn, ranges = self.shifts.pop(key)
         rows = self.residents[key].rows
         assert list(self.scheduler.residents.get(key).token_ids) == rows
         rows[:] = without(rows, ranges)
-        is_wanted = works and (job is None or not job.request.is_over)
-        if self.scheduler.residents.end_shift(key, rows if is_wanted else ()):
+        is_wanted = works and (turn is None or not turn.request.is_over)
+        if self.scheduler.residents.end_compaction(key, rows if is_wanted else ()):
             assert is_wanted
         else:
             del self.residents[key]
 
     # ---------------------------------------------------------------------------------- loads
 
-    def announce(self, job: Job, found: int, layers: int, write_back: int, *, fails=False) -> None:
-        """Begin the load of an admitted job: what is found, and how much is saved of that."""
-        request, admission = job.request, job.admission
+    def announce(
+        self, turn: Turn, found: int, layers: int, write_back: int, *, fails=False
+    ) -> None:
+        """Begin the load of an admitted turn: what is found, and how much is saved of that."""
+        request, admission = turn.request, turn.admission
         assert admission is not None
-        job.admission = None
+        turn.admission = None
         if admission.resident_tokens:
             found = admission.resident_tokens
-            source = job.slab if admission.in_place else self.residents[request.key]
+            source = turn.kv if admission.in_place else self.residents[request.key]
             assert source.rows[:found] == request.token_ids[:found]
         found = min(found, len(request.token_ids) - 1)
         if admission.in_place:
             layers = NUM_LAYERS
-            assert job.slab.capacity >= request.capacity_tokens
+            assert turn.kv.capacity >= request.capacity_tokens
         else:
-            job.slab = Slab(request.capacity_tokens)
+            turn.kv = SequenceKv(request.capacity_tokens)
             if admission.resident_tokens:
-                job.source, layers = source, min(layers, NUM_LAYERS - 1)
+                turn.source, layers = source, min(layers, NUM_LAYERS - 1)
         if not found:
             layers = NUM_LAYERS
-        job.slab.rows = request.token_ids[:found]
-        job.layers = None if layers == NUM_LAYERS else layers
-        job.fails = fails and job.layers is not None and job.source is None
+        turn.kv.rows = request.token_ids[:found]
+        turn.layers = None if layers == NUM_LAYERS else layers
+        turn.fails = fails and turn.layers is not None and turn.source is None
         first_token = max(0, found - write_back)
         if self.limits.saves:
-            job.writes.append(request.capacity_tokens - first_token)
-            job.is_writing = True
-        if job.fails:
-            job.slab.rows = [VOID] * found
+            turn.writes.append(request.capacity_tokens - first_token)
+            turn.is_writing = True
+        if turn.fails:
+            turn.kv.rows = [VOID] * found
         self.scheduler.announced(
             request, found, first_token, self.now_ns, layers_ready=layers, tier="dram"
         )
 
-    def admit_in_vain(self, job: Job) -> None:
-        """An admitted job's load cannot be had."""
-        job.admission = job.slab = None
-        self.scheduler.restart(job.request, self.tick())
+    def admit_in_vain(self, turn: Turn) -> None:
+        """An admitted turn's load cannot be had."""
+        turn.admission = turn.kv = None
+        self.scheduler.restart(turn.request, self.tick())
 
-    def progress(self, job: Job, layers: int) -> None:
+    def progress(self, turn: Turn, layers: int) -> None:
         """Layers of a load arrive; the last may be later than the step that waits for it."""
-        job.layers += layers
-        if job.layers >= NUM_LAYERS:
-            self.scheduler.progressed(job.request, NUM_LAYERS, self.tick())
-            job.layers = None
-            if job.source is not None:
-                self._end_move(job)
+        turn.layers += layers
+        if turn.layers >= NUM_LAYERS:
+            self.scheduler.gate.progressed(turn.request, NUM_LAYERS, self.tick())
+            turn.layers = None
+            if turn.source is not None:
+                self._end_move(turn)
         else:
-            self.scheduler.progressed(job.request, job.layers, self.tick())
+            self.scheduler.gate.progressed(turn.request, turn.layers, self.tick())
 
-    def _end_move(self, job: Job) -> None:
-        assert self.residents.pop(job.request.key) is job.source
-        job.source = None
-        self.scheduler.resident_moved(job.request)
+    def _end_move(self, turn: Turn) -> None:
+        assert self.residents.pop(turn.request.key) is turn.source
+        turn.source = None
+        self.scheduler.residents.end_move(turn.request)
 
     # ---------------------------------------------------------------------------------- steps
 
-    def step(self, plan: StepPlan, failing=()) -> list[Job]:
+    def step(self, plan: StepPlan, failing=()) -> list[Turn]:
         """Compute a plan's chunks, except those of `failing`; returns who has a new token."""
         computed, sampled, restarted = [], {}, []
         for chunk in plan.chunks:
-            job = self.jobs[chunk.request.number]
+            turn = self.turns[chunk.request.number]
             start = chunk.request.computed_tokens
-            if job.layers is not None:  # the step has waited for it
-                self.progress(job, NUM_LAYERS)
-            if job.request.number in failing:
+            if turn.layers is not None:  # the step has waited for it
+                self.progress(turn, NUM_LAYERS)
+            if turn.request.number in failing:
                 continue
-            if job.fails:
-                restarted.append(job)
+            if turn.fails:
+                restarted.append(turn)
                 continue
-            assert job.slab.rows[:start] == chunk.request.token_ids[:start]
-            del job.slab.rows[start:]
-            job.slab.rows += chunk.request.token_ids[start : start + chunk.num_tokens]
-            assert len(job.slab.rows) <= job.slab.capacity
+            assert turn.kv.rows[:start] == chunk.request.token_ids[:start]
+            del turn.kv.rows[start:]
+            turn.kv.rows += chunk.request.token_ids[start : start + chunk.num_tokens]
+            assert len(turn.kv.rows) <= turn.kv.capacity
             computed.append(chunk)
             if chunk.sample:
                 self.num_sampled += 1
                 sampled[chunk.request.number] = 1_000_000 + self.num_sampled
         self.scheduler.apply(StepResult(computed, sampled), self.tick())
-        for job in restarted:
-            job.slab, job.fails, job.is_writing = None, False, False
-            self.scheduler.restart(job.request, self.now_ns)
+        for turn in restarted:
+            turn.kv, turn.fails, turn.is_writing = None, False, False
+            self.scheduler.restart(turn.request, self.now_ns)
         for number in failing:
-            self.stop(self.jobs[number], RequestState.FAILED)
-        return [self.jobs[number] for number in sampled]
+            self.stop(self.turns[number], RequestEvent.FAIL)
+        return [self.turns[number] for number in sampled]
 
-    def finish(self, job: Job, *, keeps: bool) -> None:
-        """A job's answer is complete."""
-        request, slab = job.request, job.slab
+    def finish(self, turn: Turn, *, keeps: bool) -> None:
+        """A turn's answer is complete."""
+        request, kv = turn.request, turn.kv
         assert request.num_sampled <= request.max_tokens
-        self.scheduler.finish(request, self.tick())
+        self.scheduler.end(request, RequestEvent.FINISH, self.tick())
         token_ids = request.token_ids[: request.computed_tokens]
         if keeps and self.scheduler.keep_resident(request, token_ids, self.now_ns):
             assert request.key not in self.residents
-            self.residents[request.key] = slab
-            job.slab = None
+            self.residents[request.key] = kv
+            turn.kv = None
         if keeps:
             self.conversations[request.key] = list(request.token_ids)
-        self._give_up(job)
+        self._give_up(turn)
 
-    def stop(self, job: Job, state: RequestState) -> None:
-        """Cancel or fail a job; what is being copied for it goes on."""
-        self.scheduler.stop(job.request, state, self.tick())
-        self._give_up(job)
+    def stop(self, turn: Turn, event: RequestEvent) -> None:
+        """Cancel or fail a turn; what is being copied for it goes on."""
+        self.scheduler.end(turn.request, event, self.tick())
+        self._give_up(turn)
 
-    def _give_up(self, job: Job) -> None:
-        """Release the slab of a job that is over, unless it is being copied to."""
-        job.is_writing = False
-        if job.layers is not None:
+    def _give_up(self, turn: Turn) -> None:
+        """Release the sequence's KV of a turn that is over, unless it is being copied to."""
+        turn.is_writing = False
+        if turn.layers is not None:
             return  # `settle` follows
-        job.admission = job.slab = None
-        self.scheduler.release_slab(job.request)
+        turn.admission = turn.kv = None
+        self.scheduler.release_kv(turn.request)
 
-    def settle(self, job: Job, *, moves: bool) -> None:
-        """The copy of a job that is over has ended; a move with or without its old slab."""
-        job.layers = None
-        if job.source is not None and moves:
-            self._end_move(job)
-        job.source = None
-        self._give_up(job)
+    def settle(self, turn: Turn, *, moves: bool) -> None:
+        """The copy of a turn that is over has ended; a move with or without its old sequence KV."""
+        turn.layers = None
+        if turn.source is not None and moves:
+            self._end_move(turn)
+        turn.source = None
+        self._give_up(turn)
 
-    def end_save(self, job: Job) -> None:
+    def end_save(self, turn: Turn) -> None:
         """A write buffer is stored."""
-        assert job.num_saving
-        job.writes.pop(0)
-        self.scheduler.release_write(job.request)
+        assert turn.num_saving
+        turn.writes.pop(0)
+        self.scheduler.release_write(turn.request)
 
     def drop_resident(self, key: SessionKey) -> None:
         """A session is deleted."""
-        if self.scheduler.drop_resident(key):
+        if self.scheduler.residents.drop(key):
             del self.residents[key]
 
     # ---------------------------------------------------------------------------------- ends
@@ -393,8 +395,8 @@ class SchedulerWorld:
     def drain(self) -> None:
         """Everything that can happen does: all requests end, in a bounded number of steps."""
         most_steps = 50 + 40 * sum(
-            job.request.uncomputed_tokens + job.request.max_tokens - job.request.num_sampled
-            for job in self.alive()
+            turn.request.uncomputed_tokens + turn.request.max_tokens - turn.request.num_sampled
+            for turn in self.alive()
         )
         for _ in range(most_steps):
             if not self.alive():
@@ -402,26 +404,26 @@ class SchedulerWorld:
             self.let_everything_happen()
         assert not self.alive(), "a request starves"
         self.let_everything_happen()
-        assert self.scheduler.reserved_rows == 0, "rows are lost"
+        assert self.scheduler.slots.reserved_slots == 0, "rows are lost"
         for key in list(self.residents):
             self.drop_resident(key)
-        assert self.scheduler.resident_rows == 0
+        assert self.scheduler.residents.num_slots == 0
         self.check()
 
     def let_everything_happen(self) -> None:
         """All copies end, and a step is made."""
         for key in list(self.shifts):
-            self.end_shift(key, works=True)
-        for job in self.jobs.values():
-            if job.request.is_over and job.layers is not None:
-                self.settle(job, moves=True)
-            while job.num_saving:
-                self.end_save(job)
-            if job.admission is not None:
-                self.announce(job, 0, NUM_LAYERS if not job.admission.resident_tokens else 0, 0)
-            if job.layers is not None:
-                self.progress(job, NUM_LAYERS)
-        for job in self.step(self.schedule()):
-            if job.is_complete:
-                self.finish(job, keeps=True)
+            self.end_compaction(key, works=True)
+        for turn in self.turns.values():
+            if turn.request.is_over and turn.layers is not None:
+                self.settle(turn, moves=True)
+            while turn.num_saving:
+                self.end_save(turn)
+            if turn.admission is not None:
+                self.announce(turn, 0, NUM_LAYERS if not turn.admission.resident_tokens else 0, 0)
+            if turn.layers is not None:
+                self.progress(turn, NUM_LAYERS)
+        for turn in self.step(self.schedule()):
+            if turn.is_complete:
+                self.finish(turn, keeps=True)
         self.check()

@@ -1,7 +1,7 @@
 """Under random calls, completions and crashes no load is ever wrong, and nothing leaks."""
 
 import struct
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
 
 import pytest
@@ -9,9 +9,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
-from kvd.core.engine import Limits
-from kvd.core.eviction.queue_window import QueueChange, QueuedJob, RunningJob
-from kvd.core.eviction.registry import POLICIES
+from kvd.core.eviction.policies import POLICIES
 from kvd.core.records.actions import (
     CompactRows,
     HashSlot,
@@ -30,19 +28,11 @@ from kvd.core.records.errors import (
     UnknownLineageError,
     UnknownSessionError,
 )
-from kvd.core.records.records import (
-    TTL_NEVER_NS,
-    Admission,
-    CommittedSlot,
-    LeaseState,
-    LoadAnswer,
-    Lookup,
-    Pin,
-    StoreAnswer,
-    Tier,
-)
-from kvd.core.state.tenants import TenantLimits
+from kvd.core.records.records import Admission, LeaseState, LoadAnswer, Lookup, StoreAnswer, Tier
+from kvd.core.records.rows import TTL_NEVER_NS, CommittedSlot, Pin
+from kvd.core.state.limits import Limits, TenantLimits
 from shared.types.lineage import WHOLE, Lineage
+from shared.types.queue_delta import QueueChange, QueuedRequest, RunningRequest
 from shared.types.session_key import SessionKey
 from tests.property.cache_world import (
     ADOPTED_OWNERS,
@@ -117,7 +107,7 @@ class CacheMachine(RuleBasedStateMachine):
         admission=st.sampled_from(Admission),
         max_write_bytes=st.sampled_from([1, 1 << 20]),
         verify_on_load=st.booleans(),
-        folds_sessions=st.booleans(),
+        packs_sessions=st.booleans(),
         quota_blocks=st.sampled_from([None, 4]),
         policy=st.sampled_from([*POLICIES.values(), ExpectingPolicy]),
         watermark=st.sampled_from([0, 0.2, 0.4]),
@@ -135,7 +125,7 @@ class CacheMachine(RuleBasedStateMachine):
         admission,
         max_write_bytes,
         verify_on_load,
-        folds_sessions,
+        packs_sessions,
         quota_blocks,
         policy,
         watermark,
@@ -158,7 +148,7 @@ class CacheMachine(RuleBasedStateMachine):
             tenant_limits=lambda tenant: TenantLimits(
                 quota_bytes=quota_bytes if tenant == "a" else None
             ),
-            folds_sessions=folds_sessions,
+            packs_sessions=packs_sessions,
             watermark=watermark,
             prefetch_bytes=prefetch_blocks * SHAPE.full_bytes,
             max_waste=max_waste,
@@ -191,12 +181,11 @@ class CacheMachine(RuleBasedStateMachine):
         from_token = 0 if conversation.discarded else min(skip, len(conversation.tokens))
         snapshot = replace(conversation, tokens=list(conversation.tokens))
         try:
-            answer = self.world.engine.prepare_load(
+            answer = self.world.engine.loads.prepare(
                 key,
                 to_bytes(conversation.tokens),
                 from_token,
                 self.ids[owner],
-                self.world.now_ns,
                 dram_only=dram_only,
                 lineage=self._named(conversation),
             )
@@ -219,25 +208,27 @@ class CacheMachine(RuleBasedStateMachine):
         engine = self.world.engine
         load = data.draw(st.sampled_from(self.loads))
         lease_id, answer = load.answer.lease_id, load.answer
-        is_pending = engine.lease_state(lease_id) is LeaseState.PENDING
+        is_pending = engine.loads.state_of(lease_id) is LeaseState.PENDING
         if is_pending and patience == "wait":
             return
         self.loads.remove(load)
         is_whole = True
         try:
             if answer.lookup is Lookup.PENDING and patience == "follow":
-                info = next(info for info in engine.leases() if info.lease_id == lease_id)
+                info = next(
+                    info for info in engine.inspection.leases() if info.lease_id == lease_id
+                )
                 is_whole = not is_pending and info.num_slots == len(
                     {span.slot_id for span in answer.spans}
                 )
             elif answer.lookup is Lookup.PENDING:
-                answer = engine.settle_load(lease_id)
+                answer = engine.loads.settle(lease_id)
             if answer.lookup is not Lookup.MISS:
-                engine.complete_load(lease_id, self.ids[load.owner], self.world.now_ns)
+                engine.loads.complete(lease_id, self.ids[load.owner])
                 if is_whole:
                     self._check_rows(load, answer)
         except (LeaseLostError, StopIteration):
-            assert engine.lease_state(lease_id) is LeaseState.LOST, "found corrupt by a scrub"
+            assert engine.loads.state_of(lease_id) is LeaseState.LOST, "found corrupt by a scrub"
         self.world.pump()
 
     def _check_rows(self, load: Load, answer: LoadAnswer) -> list[Row]:
@@ -271,25 +262,25 @@ class CacheMachine(RuleBasedStateMachine):
         rows: list[Row] = []
         more = True
         while more:
-            token_ids, now_ns = to_bytes(conversation.tokens), self.world.now_ns
+            token_ids = to_bytes(conversation.tokens)
             owner_id = self.ids[owner]
             try:
-                answer = engine.prepare_load(
-                    key, token_ids, len(rows), owner_id, now_ns, lineage=self._named(conversation)
+                answer = engine.loads.prepare(
+                    key, token_ids, len(rows), owner_id, lineage=self._named(conversation)
                 )
             except TooManyLeasesError:
                 break
             self.world.pump()
             if answer.lookup is Lookup.PENDING:
                 self.world.quiesce()
-                answer = engine.settle_load(answer.lease_id)
+                answer = engine.loads.settle(answer.lease_id)
             if answer.lookup is Lookup.MISS:
                 break
             rows = self._check_rows(Load(answer, owner, conversation, len(rows)), answer)
             conversation.replace(
                 conversation.tokens, compute(rows, conversation.tokens[len(rows) :])
             )
-            engine.complete_load(answer.lease_id, owner_id, now_ns)
+            engine.loads.complete(answer.lease_id, owner_id)
             self.world.pump()
             more = answer.more
         is_told = conversation.discarded and not self.names_lineage
@@ -303,17 +294,16 @@ class CacheMachine(RuleBasedStateMachine):
             self.world.quiesce()
 
     def _store_all(self, key: SessionKey, owner: int) -> None:
-        engine, conversation, now_ns = self.world.engine, self.conversations[key], self.world.now_ns
+        engine, conversation = self.world.engine, self.conversations[key]
         more, from_token = True, 0
         while more:
             token_ids = to_bytes(conversation.tokens)
             try:
-                answer = engine.prepare_store(
+                answer = engine.stores.prepare(
                     key,
                     token_ids,
                     from_token,
                     self.ids[owner],
-                    now_ns,
                     lineage=self._named(conversation),
                 )
             except TooManyLeasesError:
@@ -322,7 +312,7 @@ class CacheMachine(RuleBasedStateMachine):
                 for block in answer.blocks:
                     end = block.token_offset + block.num_tokens
                     self.world.slots[block.slot_id] = conversation.rows[block.token_offset : end]
-                stored = engine.complete_store(answer.lease_id, self.ids[owner], True, now_ns)
+                stored = engine.stores.complete(answer.lease_id, self.ids[owner], success=True)
                 assert stored in (0, answer.end_token)
             assert answer.end_token > from_token or not answer.more, "asking again gets further"
             more, from_token = answer.more, answer.end_token
@@ -346,12 +336,11 @@ class CacheMachine(RuleBasedStateMachine):
             held_from
         ]
         try:
-            answer = self.world.engine.prepare_store(
+            answer = self.world.engine.stores.prepare(
                 key,
                 to_bytes(conversation.tokens),
                 from_token,
                 self.ids[owner],
-                self.world.now_ns,
                 lineage=self._named(conversation),
             )
         except TooManyLeasesError:
@@ -395,12 +384,9 @@ class CacheMachine(RuleBasedStateMachine):
         if store.owner in self.detached:
             return
         self.stores.remove(store)
-        arguments = store.answer.lease_id, self.ids[store.owner], success, self.world.now_ns
-        if store.is_restored:
-            with pytest.raises(LeaseLostError):
-                self.world.engine.complete_store(*arguments)
-        else:
-            self.world.engine.complete_store(*arguments)
+        lease_id, owner_id = store.answer.lease_id, self.ids[store.owner]
+        with pytest.raises(LeaseLostError) if store.is_restored else nullcontext():
+            self.world.engine.stores.complete(lease_id, owner_id, success=success)
         self.world.pump()
 
     def _check_slots(self, store: Store) -> None:
@@ -414,7 +400,7 @@ class CacheMachine(RuleBasedStateMachine):
         if self.loads or self.stores:
             return
         if self._stored(fork):
-            self.world.engine.flush(fork, False, self.world.now_ns)
+            self.world.engine.sessions.flush(fork, dry_run=False)
         tokens = self.conversations[source].tokens[:at]
         self.conversations[fork].replace(tokens, compute([], tokens))
         self.conversations[fork].lineage = WHOLE
@@ -459,8 +445,8 @@ class CacheMachine(RuleBasedStateMachine):
         self._recompute_lost(key)
         token_ids = to_bytes(conversation.tokens)
         if is_heard or not self.names_lineage:
-            self.world.engine.discard(
-                key, token_ids, ranges, self.world.now_ns, lineage=self._named(conversation)
+            self.world.engine.sessions.discard(
+                key, token_ids, ranges, lineage=self._named(conversation)
             )
         conversation.discarded = True
         if self.names_lineage:
@@ -479,7 +465,7 @@ class CacheMachine(RuleBasedStateMachine):
         return conversation.lineage if self.names_lineage else None
 
     def _num_stored(self, key: SessionKey) -> int:
-        info = self.world.engine.session_info(key)
+        info = self.world.engine.inspection.info(key)
         return info.num_tokens if info else 0
 
     def _stored(self, key: SessionKey) -> bool:
@@ -487,26 +473,26 @@ class CacheMachine(RuleBasedStateMachine):
 
     @rule(key=st.sampled_from(KEYS), what=st.sampled_from([*Pin, "end", "ttl", "never"]))
     def change(self, key, what) -> None:
-        engine, now_ns = self.world.engine, self.world.now_ns
+        engine = self.world.engine
         if not self._stored(key):
-            assert not engine.end_session(key, now_ns)
+            assert not engine.sessions.end(key)
         elif what is Pin.NONE:
-            engine.unpin(key, now_ns)
+            engine.sessions.pin(key, Pin.NONE)
         elif isinstance(what, Pin):
-            engine.pin(key, what, now_ns)
+            engine.sessions.pin(key, what)
         elif what == "end":
-            assert engine.end_session(key, now_ns)
+            assert engine.sessions.end(key)
         else:
-            engine.set_ttl(key, 30 if what == "ttl" else TTL_NEVER_NS, now_ns)
+            engine.sessions.set_ttl(key, 30 if what == "ttl" else TTL_NEVER_NS)
         self.world.pump()
 
     @rule(key=st.sampled_from([None, *KEYS]), dry_run=st.sampled_from([True, True, False]))
     def flush(self, key, dry_run) -> None:
         engine = self.world.engine
         if key is None or self._stored(key):
-            before = engine.stats()
-            answer = engine.flush(key, dry_run, self.world.now_ns)
-            assert (engine.stats() == before) or not dry_run, "a dry run changes nothing"
+            before = engine.inspection.stats()
+            answer = engine.sessions.flush(key, dry_run=dry_run)
+            assert (engine.inspection.stats() == before) or not dry_run, "a dry run changes nothing"
             assert answer.num_sessions + len(answer.skipped_leased) <= max(1, before.num_sessions)
         self.world.pump()
 
@@ -520,22 +506,24 @@ class CacheMachine(RuleBasedStateMachine):
     def erase(self, tenant, at_once, newest_first, other) -> None:
         """Nothing of a tenant is left anywhere; its engines' leases are lost or worth nothing."""
         world, engine = self.world, self.world.engine
-        engine.erasing.begin(lambda name: name == tenant, world.now_ns)
+        engine.erasing.begin(lambda name: name == tenant)
         self.loads = [load for load in self.loads if not self._is_lost(load)]
         if other.tenant == tenant:
             with pytest.raises(ErasingError):
-                engine.prepare_load(other, b"", 0, self.ids[1], world.now_ns)
+                engine.loads.prepare(other, b"", 0, self.ids[1])
         else:
             self.turn(other, [0, 1], 1, is_quiet=True)
         while not engine.erasing.is_gone():
-            engine.erasing.step(at_once, world.now_ns)
+            engine.erasing.step(at_once)
             world.pump()
             world.quiesce(newest_first=newest_first)
-        assert not any(usage.num_sessions for usage in engine.tenants() if usage.tenant == tenant)
+        assert not any(
+            usage.num_sessions for usage in engine.inspection.tenants if usage.tenant == tenant
+        )
         world.quiesce()  # the keys are dropped behind these rows
         assert not any(key.tenant == tenant for key in world.index.sessions)
         assert tenant not in world.tenants_on_ssd()
-        engine.erasing.wipe(world.now_ns)
+        engine.erasing.wipe()
         world.pump()
         if other.tenant != tenant:
             self.turn(other, [1], 1, is_quiet=True)
@@ -546,7 +534,7 @@ class CacheMachine(RuleBasedStateMachine):
         world.pump()
 
     def _is_lost(self, load: Load) -> bool:
-        return self.world.engine.lease_state(load.answer.lease_id) is LeaseState.LOST
+        return self.world.engine.loads.state_of(load.answer.lease_id) is LeaseState.LOST
 
     # --------------------------------------------------------------------------------------- queue
 
@@ -563,11 +551,11 @@ class CacheMachine(RuleBasedStateMachine):
         self.num_jobs += len(keys)
         numbers = list(jobs)
         change = QueueChange(
-            [QueuedJob((0, 0.0, number), jobs[number]) for number in numbers[num_running:]],
-            [RunningJob(number, jobs[number]) for number in numbers[:num_running]],
+            [QueuedRequest((0, 0.0, number), jobs[number]) for number in numbers[num_running:]],
+            [RunningRequest(number, jobs[number]) for number in numbers[:num_running]],
             interval_ns=interval_ns,
         )
-        self.world.engine.replace_queue(self.ids[owner], change, self.world.now_ns)
+        self.world.engine.engines.replace_queue(self.ids[owner], change)
         self.world.pump()
 
     @rule(
@@ -580,7 +568,7 @@ class CacheMachine(RuleBasedStateMachine):
         for key, new_tokens in turns:
             self.turn(key, new_tokens, owner, is_quiet=True)
         self.world.quiesce()
-        self.world.engine.release_dram(self.world.now_ns)
+        self.world.engine.release_dram()
         self.world.pump()
         self.world.quiesce()
         self.replace_queue(owner, keys, 0, 100)
@@ -602,37 +590,35 @@ class CacheMachine(RuleBasedStateMachine):
             self.num_jobs += 1
         change = QueueChange(
             [
-                QueuedJob((data.draw(st.integers(-1, 1)), 0.0, number), jobs[number])
+                QueuedRequest((data.draw(st.integers(-1, 1)), 0.0, number), jobs[number])
                 for number, how in what.items()
                 if how == "wait"
             ],
-            [RunningJob(number, jobs[number]) for number, how in what.items() if how == "run"],
+            [RunningRequest(number, jobs[number]) for number, how in what.items() if how == "run"],
             [number for number, how in what.items() if how == "leave"],
         )
         for number in change.left:
             del jobs[number]
-        self.world.engine.change_queue(self.ids[owner], change, self.world.now_ns)
+        self.world.engine.engines.change_queue(self.ids[owner], change)
         self.world.pump()
 
     @precondition(lambda self: len(self.loads) + len(self.stores) > 2)
     @rule(owner=st.sampled_from(OWNERS))
     def owner_gone(self, owner) -> None:
         engine = self.world.engine
-        engine.owner_gone(self.ids[owner], self.world.now_ns)
+        engine.engines.gone(self.ids[owner])
         self._forget_loads(owner)
         for store in [store for store in self.stores if store.owner == owner]:
             self.stores.remove(store)
             with pytest.raises(LeaseLostError):
-                engine.complete_store(
-                    store.answer.lease_id, self.ids[owner], True, self.world.now_ns
-                )
+                engine.stores.complete(store.answer.lease_id, self.ids[owner], success=True)
         self._attach_anew(owner)
         self.world.pump()
 
     def _forget_loads(self, owner: int) -> None:
         for load in [load for load in self.loads if load.owner == owner]:
             self.loads.remove(load)
-            state = self.world.engine.lease_state(load.answer.lease_id)
+            state = self.world.engine.loads.state_of(load.answer.lease_id)
             assert state is LeaseState.LOST, "loads end with the connection"
 
     def _attach_anew(self, owner: int) -> None:
@@ -647,12 +633,14 @@ class CacheMachine(RuleBasedStateMachine):
         if owner in self.detached:
             return
         engine = self.world.engine
-        engine.detach(self.ids[owner], self.world.now_ns)
+        engine.engines.detach(self.ids[owner])
         self.detached.add(owner)
         self.jobs[owner] = {}
         self._forget_loads(owner)
         held = sorted(s.answer.lease_id for s in self.stores if s.owner == owner)
-        assert [i.lease_id for i in engine.leases() if i.owner == self.ids[owner]] == held
+        assert [
+            i.lease_id for i in engine.inspection.leases() if i.owner == self.ids[owner]
+        ] == held
         self.world.pump()
 
     @precondition(lambda self: self.detached)
@@ -669,9 +657,7 @@ class CacheMachine(RuleBasedStateMachine):
         held = [store.answer.lease_id for store in kept]
         old_id = self.ids[owner]
         self._attach_anew(owner)
-        confirmed, lost = self.world.engine.reattach(
-            old_id, self.ids[owner], [*held, 1], self.world.now_ns
-        )
+        confirmed, lost = self.world.engine.engines.reattach(old_id, self.ids[owner], [*held, 1])
         assert (list(confirmed), lost) == (held, (1,)), "what an engine writes to stays its own"
         self.world.pump()
 
@@ -686,7 +672,7 @@ class CacheMachine(RuleBasedStateMachine):
                 engine.scrubs.begin(repair=repair)
         else:
             self.scrub_id = engine.scrubs.begin(repair=repair)
-        step = engine.scrubs.step(self.scrub_id, 1 << 30 if at_once else 1, self.world.now_ns)
+        step = engine.scrubs.step(self.scrub_id, 1 << 30 if at_once else 1)
         self.world.pump()
         if step.done:
             assert not self.world.io_of(VerifyExtent)
@@ -705,7 +691,7 @@ class CacheMachine(RuleBasedStateMachine):
     @rule(elapsed_ns=st.sampled_from([1, 20, 100, 3_000_000_000]))
     def wait(self, elapsed_ns) -> None:
         self.world.now_ns += elapsed_ns
-        self.world.engine.expire(self.world.now_ns)
+        self.world.engine.expire()
         deadline_ns = self.world.engine.next_deadline_ns()
         assert deadline_ns is None or deadline_ns > self.world.now_ns, "what is due is done"
         self.world.pump()
@@ -736,32 +722,32 @@ class CacheMachine(RuleBasedStateMachine):
     @rule(key=st.sampled_from(KEYS), max_spans=st.integers(1, 3), gives_up=st.booleans())
     def export(self, key, max_spans, gives_up) -> None:
         """An operator takes a copy of a session: its rows are those of its tokens."""
-        engine, now_ns = self.world.engine, self.world.now_ns
+        engine = self.world.engine
         tokens: list[int] = []
         rows: list[Row] = []
         refusals = UnknownSessionError, UnknownLineageError, TooManyLeasesError, SessionChangedError
         with suppress(*refusals):
             export = engine.session_files.begin_export(key)
             while not export.is_done:
-                answer = engine.session_files.prepare_export(export, max_spans, EXPORTER, now_ns)
+                answer = engine.session_files.prepare_export(export, max_spans, EXPORTER)
                 self.world.pump()
                 if answer.lookup is Lookup.PENDING:
                     self.world.quiesce()
-                    answer = engine.settle_load(answer.lease_id)
+                    answer = engine.loads.settle(answer.lease_id)
                 if answer.lookup is Lookup.MISS or gives_up:
                     break
                 for part in engine.session_files.exported(export, answer.lease_id):
                     slot = self.world.slots[part.slot_id]
                     rows += slot[part.start : part.start + part.num_tokens]
                     tokens += struct.unpack(f"<{part.num_tokens}I", part.token_ids)
-                engine.complete_load(answer.lease_id, EXPORTER, now_ns)
+                engine.loads.complete(answer.lease_id, EXPORTER)
                 self.world.pump()
             known = self.conversations[key].known
             is_right = rows == compute([], tokens) or not export.lineage.is_whole
             assert is_right or all(
                 known.get(row) == token for row, token in zip(rows, tokens, strict=True)
             )
-        engine.owner_gone(EXPORTER, now_ns)
+        engine.engines.gone(EXPORTER)
         self.world.pump()
 
     @rule(
@@ -788,14 +774,14 @@ class CacheMachine(RuleBasedStateMachine):
             ),
             watermark=watermark,
         )
-        self.world.engine.set_limits(self.world.limits, self.world.now_ns)
+        self.world.engine.set_limits(self.world.limits)
         self.world.pump()
 
     @rule(num_extents=st.sampled_from([0, 1, 3, 20]))
     def set_capacity(self, num_extents) -> None:
         """The file system has less room than it seemed, or more."""
         if self.world.limits.num_extents:
-            self.world.engine.set_ssd_capacity(num_extents, self.world.now_ns)
+            self.world.engine.writes.set_capacity(num_extents)
             self.world.pump()
 
     @precondition(lambda self: not self.stores)
@@ -803,7 +789,7 @@ class CacheMachine(RuleBasedStateMachine):
     def release_dram(self) -> None:
         """The layout gives its arena up, as far as it can, and gets another."""
         engine = self.world.engine
-        if engine.release_dram(self.world.now_ns):
+        if engine.release_dram():
             engine.drop_slots()
             self.world.pump()
             engine.add_slots(self.world.limits.num_slots, 1)
@@ -811,7 +797,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     @rule()
     def write_dirty(self) -> None:
-        self.world.engine.write_dirty(self.world.now_ns)
+        self.world.engine.write_dirty()
         self.world.pump()
 
     @rule(num_actions=st.integers(1, 20))
@@ -860,12 +846,12 @@ class CacheMachine(RuleBasedStateMachine):
             return
         world = self.world
         for owner in OWNERS:
-            world.engine.owner_gone(self.ids[owner], world.now_ns)
+            world.engine.engines.gone(self.ids[owner])
         world.engine.scrubs.end(self.scrub_id)
-        world.engine.flush(None, False, world.now_ns)
+        world.engine.sessions.flush(None, dry_run=False)
         world.pump()
         world.quiesce()
-        stats = world.engine.stats()
+        stats = world.engine.inspection.stats()
         assert [tier.used_bytes for tier in stats.tiers] == [0, 0], "nothing leaks"
         assert not world.index.blocks
         assert not world.index.sessions

@@ -13,8 +13,8 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
-from kvd.core.engine import Limits
 from kvd.core.records.records import Admission, Lookup, Tier
+from kvd.core.state.limits import Limits
 from shared.types.lineage import WHOLE, Lineage
 from shared.types.session_key import SessionKey
 from tests.property.cache_world import MODEL, CacheWorld, Row, compute, to_bytes
@@ -100,8 +100,8 @@ class DiscardMachine(RuleBasedStateMachine):
     @rule(source=st.sampled_from(KEYS), fork=st.sampled_from(KEYS), keeps_lineage=st.booleans())
     def fork(self, source, fork, keeps_lineage) -> None:
         """Another session with the same tokens, with its discards or without any."""
-        if self.world.engine.session_info(fork):
-            self.world.engine.flush(fork, False, self.world.now_ns)
+        if self.world.engine.inspection.info(fork):
+            self.world.engine.sessions.flush(fork, dry_run=False)
         of_source = self.contexts[source]
         lineage = of_source.lineage if keeps_lineage else WHOLE
         tokens = list(of_source.tokens)
@@ -158,7 +158,7 @@ class DiscardMachine(RuleBasedStateMachine):
         """Time passes; some of what is under way ends."""
         world = self.world
         world.now_ns += elapsed_ns
-        world.engine.expire(world.now_ns)
+        world.engine.expire()
         world.pump()
         for _ in range(num_steps):
             if world.io:
@@ -172,7 +172,7 @@ class DiscardMachine(RuleBasedStateMachine):
 
     @rule()
     def empty_dram(self) -> None:
-        if self.world.engine.release_dram(self.world.now_ns):
+        if self.world.engine.release_dram():
             self.world.engine.drop_slots()
             self.world.pump()
             self.world.engine.add_slots(self.world.limits.num_slots, 1)
@@ -188,10 +188,10 @@ class DiscardMachine(RuleBasedStateMachine):
         if not hasattr(self, "world"):
             return
         world = self.world
-        world.engine.flush(None, False, world.now_ns)
+        world.engine.sessions.flush(None, dry_run=False)
         world.pump()
         world.quiesce()
-        stats = world.engine.stats()
+        stats = world.engine.inspection.stats()
         assert [tier.used_bytes for tier in stats.tiers] == [0, 0], "nothing leaks"
         assert not world.index.blocks
         assert not world.journal
@@ -208,9 +208,7 @@ class DiscardMachine(RuleBasedStateMachine):
     def _discard(self, key: SessionKey, ranges: list[tuple[int, int]], *, is_heard: bool) -> None:
         context, token_ids = self.contexts[key], to_bytes(self.contexts[key].tokens)
         if is_heard:
-            self.world.engine.discard(
-                key, token_ids, ranges, self.world.now_ns, lineage=context.lineage
-            )
+            self.world.engine.sessions.discard(key, token_ids, ranges, lineage=context.lineage)
         dropped = {position for start, end in ranges for position in range(start, end)}
         kept = [at for at in range(len(context.tokens)) if at not in dropped]
         tokens, rows = ([of_all[at] for at in kept] for of_all in (context.tokens, context.rows))
@@ -222,23 +220,22 @@ class DiscardMachine(RuleBasedStateMachine):
         engine, context, rows = self.world.engine, self.contexts[key], list[Row]()
         more = True
         while more:
-            answer = engine.prepare_load(
+            answer = engine.loads.prepare(
                 key,
                 to_bytes(context.tokens),
                 len(rows),
                 OWNER,
-                self.world.now_ns,
                 lineage=context.lineage,
             )
             self.world.pump()
             if answer.lookup is Lookup.PENDING:
                 self.world.quiesce()
-                answer = engine.settle_load(answer.lease_id)
+                answer = engine.loads.settle(answer.lease_id)
             if answer.lookup is Lookup.MISS:
                 break
             for span in answer.spans:
                 rows += self.world.slots[span.slot_id][span.start :][: span.num_tokens]
-            engine.complete_load(answer.lease_id, OWNER, self.world.now_ns)
+            engine.loads.complete(answer.lease_id, OWNER)
             self.world.pump()
             more = answer.more
         self._check(context, rows)
@@ -256,12 +253,11 @@ class DiscardMachine(RuleBasedStateMachine):
     def _store(self, key: SessionKey) -> None:
         engine, context, more, from_token = self.world.engine, self.contexts[key], True, 0
         while more:
-            answer = engine.prepare_store(
+            answer = engine.stores.prepare(
                 key,
                 to_bytes(context.tokens),
                 from_token,
                 OWNER,
-                self.world.now_ns,
                 lineage=context.lineage,
             )
             for block in answer.blocks:
@@ -269,7 +265,7 @@ class DiscardMachine(RuleBasedStateMachine):
                 self.world.slots[block.slot_id] = rows
             if answer.lease_id:
                 self.world.pump()
-                engine.complete_store(answer.lease_id, OWNER, True, self.world.now_ns)
+                engine.stores.complete(answer.lease_id, OWNER, success=True)
             more = answer.more and answer.end_token > from_token
             from_token = answer.end_token
             self.world.pump()

@@ -3,8 +3,8 @@
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvd.core.engine import Limits
-from kvd.core.eviction.registry import POLICIES
+from kvd.core.eviction.policies import POLICIES
+from kvd.core.state.limits import Limits
 from shared.types.session_key import SessionKey
 from tests.kvd.core.turns import OWNER, counter, load, queue_of, store, tiers_of
 from tests.property.cache_world import MODEL, SHAPE, CacheWorld
@@ -49,7 +49,7 @@ def test_what_is_needed_sooner_never_gives_way(
     for key in used:
         load(world, key, tokens_of(key, size_of[key]))
     before = {key: num_in_dram(world, key) for key in KEYS}
-    world.engine.replace_queue(OWNER, queue_of(*queued), world.now_ns)
+    world.engine.engines.replace_queue(OWNER, queue_of(*queued))
     world.pump()
     world.quiesce()
     after = {key: num_in_dram(world, key) for key in KEYS}

@@ -12,11 +12,10 @@ from random import Random
 import pytest
 
 from kvd.core.eviction.queue_window import QueueWindow
-from kvd.rpc.told_queue import ToldQueue
-from kvd.wire.queue_messages import queue_update
-from shared.kvd_client.queue_message import snapshot_message
+from kvd.rpc.queue_replica import QueueReplica, queue_update
+from shared.kvd_client.queue_sender import snapshot_message
 from shared.pb.kvd.v1 import kvd_pb2
-from shared.types.queue_change import QueueUpdate
+from shared.types.queue_delta import QueueUpdate
 from tests.property.scheduler_world import KEYS, SchedulerWorld
 from tests.property.test_scheduler import go_round, random_limits
 
@@ -33,7 +32,7 @@ class TellingEngine:
         limits = random_limits(random)
         self.world = SchedulerWorld(replace(limits, max_waiting=random.choice([8, 40])))
         self.window = window
-        self.told = ToldQueue(self._apply)
+        self.replica = QueueReplica(self._apply)
         self.now_ns = 0
         self.is_forgotten = False  # by kvd, of which we hear with the next update
 
@@ -65,7 +64,7 @@ class TellingEngine:
             self.reconnect()
             return
         received = kvd_pb2.QueueSnapshot.FromString(sent)
-        is_known = self.told.take(queue_update(received, MODEL, self.most_jobs))
+        is_known = self.replica.take(queue_update(received, MODEL, self.most_jobs))
         if luck < 0.1:
             seen["acknowledgement lost"] += 1
             self.reconnect()
@@ -81,7 +80,7 @@ class TellingEngine:
     def reconnect(self) -> None:
         """The stream ends, and with it what kvd knows."""
         self.window.forget(self.owner)
-        self.told = ToldQueue(self._apply)
+        self.replica = QueueReplica(self._apply)
         self.world.scheduler.feed.restart()
 
     def check(self) -> None:
@@ -93,7 +92,7 @@ class TellingEngine:
             known += [(rank[2], rank) for rank in engine.order]
             keys = engine.running | {n: place.key for n, place in engine.places.items()}
             for number, key in keys.items():
-                assert self.world.jobs[number].request.key == key
+                assert self.world.turns[number].request.key == key
         assert known == self.world.queue()[: self.most_jobs]
 
     def _apply(self, update: QueueUpdate) -> int:
@@ -119,7 +118,7 @@ def exchange(seed: int, num_rounds: int) -> Counter[str]:
     for engine in engines:
         engine.world.drain()
         engine.reconnect()
-        while engine.told._taken == 0:
+        while engine.replica._taken == 0:
             engine.tell(seen)
     window.check()
     assert len(window) == 0

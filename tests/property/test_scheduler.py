@@ -14,16 +14,16 @@ from hypothesis.stateful import (
     rule,
 )
 
-from inference_svc.core.scheduling.request import RequestState
+from inference_svc.core.scheduling.request import RequestEvent
 from inference_svc.core.scheduling.step_plan import SchedulerLimits
-from tests.property.scheduler_world import KEYS, MS, NUM_LAYERS, Job, SchedulerWorld
+from tests.property.scheduler_world import KEYS, MS, NUM_LAYERS, SchedulerWorld, Turn
 
 LIMITS = st.builds(
     SchedulerLimits,
     max_running=st.integers(1, 3),
     max_loading=st.integers(1, 2),
     max_waiting=st.integers(2, 6),
-    kv_rows=st.sampled_from([2, 3, 20, 48, 100]),
+    kv_slots=st.sampled_from([2, 3, 20, 48, 100]),
     step_tokens=st.integers(1, 16),
     mixed_step_tokens=st.integers(1, 4),
     answer_tokens=st.integers(0, 6),
@@ -39,8 +39,8 @@ class SchedulerMachine(RuleBasedStateMachine):
     def begin(self, limits, window_share) -> None:
         self.world = SchedulerWorld(limits, window_share)
 
-    def some(self, data, jobs):
-        return data.draw(st.sampled_from(jobs))
+    def some(self, data, turns):
+        return data.draw(st.sampled_from(turns))
 
     @rule(
         key=st.sampled_from(KEYS),
@@ -52,7 +52,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     )
     def submit(self, key, new_tokens, max_tokens, priority, expires_in, may_overtake) -> None:
         """A session's turns come one after the other, unless one is being cancelled just now."""
-        if not may_overtake and any(job.request.key == key for job in self.world.alive()):
+        if not may_overtake and any(turn.request.key == key for turn in self.world.alive()):
             return
         deadline_ns = None if expires_in is None else self.world.now_ns + expires_in
         self.world.submit(key, new_tokens, max_tokens, priority=priority, deadline_ns=deadline_ns)
@@ -69,11 +69,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         numbers = [chunk.request.number for chunk in plan.chunks]
         fails = numbers and data.draw(st.integers(0, 9)) == 0
         failing = [data.draw(st.sampled_from(numbers))] if fails else []
-        for job in self.world.step(plan, failing):
-            if ends or job.is_complete:
-                self.world.finish(job, keeps=keeps)
+        for turn in self.world.step(plan, failing):
+            if ends or turn.is_complete:
+                self.world.finish(turn, keeps=keeps)
 
-    @precondition(lambda self: any(job.admission for job in self.world.jobs.values()))
+    @precondition(lambda self: any(turn.admission for turn in self.world.turns.values()))
     @rule(
         data=st.data(),
         found=st.sampled_from([0, 3, 30]),
@@ -82,40 +82,40 @@ class SchedulerMachine(RuleBasedStateMachine):
         fails=st.booleans(),
     )
     def announce(self, data, found, layers, write_back, fails) -> None:
-        job = self.some(data, [job for job in self.world.jobs.values() if job.admission])
-        self.world.announce(job, found, layers, write_back, fails=fails)
+        turn = self.some(data, [turn for turn in self.world.turns.values() if turn.admission])
+        self.world.announce(turn, found, layers, write_back, fails=fails)
 
-    @precondition(lambda self: any(job.admission for job in self.world.jobs.values()))
+    @precondition(lambda self: any(turn.admission for turn in self.world.turns.values()))
     @rule(data=st.data())
     def admit_in_vain(self, data) -> None:
-        job = self.some(data, [job for job in self.world.jobs.values() if job.admission])
-        self.world.admit_in_vain(job)
+        turn = self.some(data, [turn for turn in self.world.turns.values() if turn.admission])
+        self.world.admit_in_vain(turn)
 
-    @precondition(lambda self: any(job.layers is not None for job in self.world.jobs.values()))
+    @precondition(lambda self: any(turn.layers is not None for turn in self.world.turns.values()))
     @rule(data=st.data(), layers=st.integers(1, NUM_LAYERS), moves=st.booleans())
     def copy(self, data, layers, moves) -> None:
-        copying = [job for job in self.world.jobs.values() if job.layers is not None]
-        job = self.some(data, copying)
-        if job.request.is_over:
-            self.world.settle(job, moves=moves)
+        copying = [turn for turn in self.world.turns.values() if turn.layers is not None]
+        turn = self.some(data, copying)
+        if turn.request.is_over:
+            self.world.settle(turn, moves=moves)
         else:
-            self.world.progress(job, layers)
+            self.world.progress(turn, layers)
 
     @precondition(lambda self: self.world.shifts)
     @rule(data=st.data(), works=st.booleans())
     def shift(self, data, works) -> None:
-        self.world.end_shift(self.some(data, sorted(self.world.shifts)), works=works)
+        self.world.end_compaction(self.some(data, sorted(self.world.shifts)), works=works)
 
-    @precondition(lambda self: any(job.num_saving for job in self.world.jobs.values()))
+    @precondition(lambda self: any(turn.num_saving for turn in self.world.turns.values()))
     @rule(data=st.data())
     def save(self, data) -> None:
-        saving = [job for job in self.world.jobs.values() if job.num_saving]
+        saving = [turn for turn in self.world.turns.values() if turn.num_saving]
         self.world.end_save(self.some(data, saving))
 
     @precondition(lambda self: self.world.alive())
     @rule(data=st.data())
     def cancel(self, data) -> None:
-        self.world.stop(self.some(data, self.world.alive()), RequestState.CANCELLED)
+        self.world.stop(self.some(data, self.world.alive()), RequestEvent.CANCEL)
 
     @rule(
         key=st.sampled_from(KEYS),
@@ -181,7 +181,7 @@ def random_limits(random: Random) -> SchedulerLimits:
         max_running=random.randint(1, 4),
         max_loading=random.randint(1, 3),
         max_waiting=random.randint(2, 8),
-        kv_rows=random.choice([30, 60, 120, 240]),
+        kv_slots=random.choice([30, 60, 120, 240]),
         step_tokens=random.randint(4, 32),
         mixed_step_tokens=random.randint(1, 4),
         answer_tokens=random.randint(0, 6),
@@ -190,34 +190,34 @@ def random_limits(random: Random) -> SchedulerLimits:
     )
 
 
-def disturb(world: SchedulerWorld, job: Job, random: Random) -> None:
-    """Something happens to a job, or it goes on waiting for that."""
-    if job.num_saving and random.random() < 0.3:
-        world.end_save(job)
-    if job.admission is not None and random.random() < 0.5:
+def disturb(world: SchedulerWorld, turn: Turn, random: Random) -> None:
+    """Something happens to a turn, or it goes on waiting for that."""
+    if turn.num_saving and random.random() < 0.3:
+        world.end_save(turn)
+    if turn.admission is not None and random.random() < 0.5:
         if random.random() < 0.1:
-            world.admit_in_vain(job)
+            world.admit_in_vain(turn)
             return
         fails = random.random() < 0.2
         found, layers = random.randint(0, 30), random.choice([0, 2, NUM_LAYERS])
-        world.announce(job, found, layers, random.randint(0, 3), fails=fails)
-    elif job.layers is not None and random.random() < 0.5:
-        if job.request.is_over:
-            world.settle(job, moves=random.random() < 0.5)
+        world.announce(turn, found, layers, random.randint(0, 3), fails=fails)
+    elif turn.layers is not None and random.random() < 0.5:
+        if turn.request.is_over:
+            world.settle(turn, moves=random.random() < 0.5)
         else:
-            world.progress(job, random.randint(1, 3))
-    if not job.request.is_over and random.random() < 0.01:
-        world.stop(job, RequestState.CANCELLED)
+            world.progress(turn, random.randint(1, 3))
+    if not turn.request.is_over and random.random() < 0.01:
+        world.stop(turn, RequestEvent.CANCEL)
 
 
 def go_round(world: SchedulerWorld, random: Random, seen: Counter[str]) -> None:
     """The engine's loop, once."""
-    for job in list(world.jobs.values()):
-        disturb(world, job, random)
+    for turn in list(world.turns.values()):
+        disturb(world, turn, random)
     for key in list(world.shifts):
         if random.random() < 0.5:
             seen["shifted"] += 1
-            world.end_shift(key, works=random.random() < 0.8)
+            world.end_compaction(key, works=random.random() < 0.8)
     if random.random() < 0.05:
         key = random.choice(KEYS)
         world.discard(key, random.randint(0, 3))
@@ -230,10 +230,10 @@ def go_round(world: SchedulerWorld, random: Random, seen: Counter[str]) -> None:
     seen["in place"] += sum(admission.in_place for admission in plan.admitted)
     seen["moved"] += sum(a.resident_tokens > 0 and not a.in_place for a in plan.admitted)
     seen["mixed"] += len(plan.chunks) > 1
-    for job in world.step(plan):
-        if job.is_complete or random.random() < 0.05:
+    for turn in world.step(plan):
+        if turn.is_complete or random.random() < 0.05:
             seen["finished"] += 1
-            world.finish(job, keeps=random.random() < 0.9)
+            world.finish(turn, keeps=random.random() < 0.9)
     world.check()
 
 
@@ -244,7 +244,7 @@ def random_traffic(seed: int, num_rounds: int) -> Counter[str]:
     for _ in range(num_rounds):
         if random.random() < 0.4:
             key = random.choice(KEYS)
-            if all(job.request.key != key for job in world.alive()):
+            if all(turn.request.key != key for turn in world.alive()):
                 priority = random.choice([0, 0, 0, 1, 2])
                 in_ns = random.choice([None, None, None, 100 * MS])
                 deadline_ns = in_ns and world.now_ns + in_ns

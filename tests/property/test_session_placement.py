@@ -10,12 +10,17 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from kvd.core.eviction.prefetch_order import MOST_LATE
-from kvd.core.eviction.queue_window import QueueChange, QueuedJob, RunningJob
-from kvd.core.eviction.registry import POLICIES, make_policy
+from kvd.core.eviction.policies import POLICIES
+from kvd.core.eviction.session_placement import MOST_LATE, SessionPlacement
 from kvd.core.records.records import Tier
-from kvd.core.state.session_placement import SessionPlacement
-from shared.types.queue_digest import combined, running_digest, waiting_digest
+from shared.types.queue_delta import (
+    QueueChange,
+    QueuedRequest,
+    RunningRequest,
+    combined,
+    running_digest,
+    waiting_digest,
+)
 from shared.types.session_key import SessionKey
 
 SESSIONS = [SessionKey("a", "m", f"s{number}") for number in range(7)]
@@ -32,7 +37,7 @@ TAGS = st.sampled_from([0.0, 1.0, 2.5])
 class Jobs:
     """One engine's, as it knows them itself."""
 
-    waiting: dict[int, QueuedJob] = field(default_factory=dict)  # by number
+    waiting: dict[int, QueuedRequest] = field(default_factory=dict)  # by number
     running: dict[int, SessionKey] = field(default_factory=dict)
 
     @property
@@ -52,9 +57,7 @@ class PlacementMachine(RuleBasedStateMachine):
     @initialize(name=st.sampled_from(sorted(POLICIES)), capacity=st.sampled_from([0, 10, 1000]))
     def start(self, name, capacity) -> None:
         self.name = name
-        self.placement = SessionPlacement(
-            lambda context: make_policy(name, context), lambda: capacity
-        )
+        self.placement = SessionPlacement(POLICIES[name], lambda: capacity)
         self.engines = {owner: Jobs() for owner in ENGINES}
         self.now_ns = 0
         self.next_number = 0
@@ -83,7 +86,7 @@ class PlacementMachine(RuleBasedStateMachine):
                 *(self._job(data, jobs.waiting[number].key, number) for number in moved),
                 *(self._job(data, jobs.running[number], number) for number in preempted),
             ],
-            running=[RunningJob(number, jobs.waiting[number].key) for number in started],
+            running=[RunningRequest(number, jobs.waiting[number].key) for number in started],
             left=left,
             interval_ns=interval_ns,
         )
@@ -111,7 +114,7 @@ class PlacementMachine(RuleBasedStateMachine):
         waiting += [jobs.waiting[number] for number in kept]
         jobs.waiting = {job.rank[2]: job for job in waiting}
         jobs.running = {number: jobs.running[number] for number in running}
-        runs = [RunningJob(number, key) for number, key in jobs.running.items()]
+        runs = [RunningRequest(number, key) for number, key in jobs.running.items()]
         digest = self.placement.replace_queue(
             owner, QueueChange(waiting, runs, interval_ns=interval_ns), self.now_ns
         )
@@ -130,40 +133,40 @@ class PlacementMachine(RuleBasedStateMachine):
     @rule(key=KEYS, seconds=st.integers(0, 100))
     def touch(self, key, seconds) -> None:
         self.now_ns += seconds * 10**9
-        self.placement.policy.touched(key, self.now_ns)
+        self.placement.policy.on_access(key, self.now_ns)
         for tier in Tier:
             self.ranked[tier].add(key)
 
     @rule(key=KEYS, tier=st.sampled_from(Tier))
     def enter(self, key, tier) -> None:
-        self.placement.policy.entered(key, tier)
+        self.placement.policy.on_insert(key, tier)
         self.ranked[tier].add(key)
 
     @rule(key=KEYS, tier=st.sampled_from(Tier))
     def leave(self, key, tier) -> None:
-        self.placement.policy.left(key, tier)
+        self.placement.policy.on_evict(key, tier)
         self.ranked[tier].discard(key)
 
     @rule(key=KEYS)
     def remove(self, key) -> None:
-        self.placement.policy.removed(key)
+        self.placement.policy.on_remove(key)
         self.guarded.discard(key)
         for tier in Tier:
             self.ranked[tier].discard(key)
 
     @rule(key=KEYS, is_guarded=st.booleans())
     def guard(self, key, is_guarded) -> None:
-        self.placement.policy.guarded(key, is_guarded=is_guarded)
+        self.placement.policy.guard(key, is_guarded=is_guarded)
         (self.guarded.add if is_guarded else self.guarded.discard)(key)
 
     @rule(key=KEYS, num_tokens=st.integers(1, 5000))
     def size(self, key, num_tokens) -> None:
-        self.placement.policy.sized(key, num_tokens)
-        self.placement.sized(num_tokens)
+        self.placement.policy.on_resize(key, num_tokens)
+        self.placement.note_size(num_tokens)
 
     @rule(key=KEYS)
     def end(self, key) -> None:
-        self.placement.policy.ended(key)
+        self.placement.policy.on_end(key)
 
     @rule(key=KEYS, opens=st.booleans())
     def read(self, key, opens) -> None:
@@ -187,8 +190,8 @@ class PlacementMachine(RuleBasedStateMachine):
     @rule(tier=st.sampled_from(Tier), key=KEYS)
     def give_way(self, tier, key) -> None:
         """Who gives way to a session is some of those that go at all, in the same order."""
-        order = list(self.placement.victims(tier, self.now_ns))
-        colder = list(self.placement.victims(tier, self.now_ns, colder_than=key))
+        order = list(self.placement.policy.victims(tier, self.now_ns))
+        colder = list(self.placement.policy.victims(tier, self.now_ns, giving_way_to=key))
         assert key not in colder
         assert colder == [other for other in order if other in colder]
         if self.name in WHOLE_QUEUE and key in self._queued():
@@ -243,7 +246,7 @@ class PlacementMachine(RuleBasedStateMachine):
             return
         policy = self.placement.policy
         for tier in (None, *Tier):
-            order = list(self.placement.victims(tier, self.now_ns))
+            order = list(self.placement.policy.victims(tier, self.now_ns))
             ranked = set.union(*self.ranked.values()) if tier is None else self.ranked[tier]
             if tier is not None:
                 assert set(order) == ranked
@@ -255,11 +258,11 @@ class PlacementMachine(RuleBasedStateMachine):
 
     # -------------------------------------------------------------------------------------- inside
 
-    def _job(self, data, key, number=None) -> QueuedJob:
+    def _job(self, data, key, number=None) -> QueuedRequest:
         if number is None:
             number, self.next_number = self.next_number, self.next_number + 1
         rank = (data.draw(PRIORITIES, "priority"), data.draw(TAGS, "tag"), number)
-        return QueuedJob(rank, key, 0)
+        return QueuedRequest(rank, key, 0)
 
     def _queued(self) -> set[SessionKey]:
         return {job.key for jobs in self.engines.values() for job in jobs.waiting.values()}

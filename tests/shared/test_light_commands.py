@@ -12,7 +12,7 @@ from inference_svc.cli import main as inference_cli
 from inference_svc.cli.commands import COMMANDS as INFERENCE_COMMANDS
 from kvd.cli.commands import COMMANDS as KVD_COMMANDS
 from kvd.cli.main import root_command
-from shared.config.group_help import summary
+from shared.config.lazy_commands import summary
 from tests.processes import running_kvd
 
 PROGRAMS = {"kvd": "kvd.cli.main", "inference-svc": "inference_svc.cli.main"}

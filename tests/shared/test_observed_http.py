@@ -15,8 +15,7 @@ from shared.access.tokens import new_token, token_digest
 from shared.process.log import configure_logging
 from shared.serving.http_observer import HttpMetrics, observing
 from shared.serving.http_server import HttpServer
-from shared.serving.metric_export import MetricExporter
-from shared.serving.metric_table import Metric, MetricTable
+from shared.serving.metric_export import Metric, MetricExporter, MetricTable
 from shared.serving.observing_settings import MetricsSettings
 from shared.serving.operations_http import Operations, operations_app, serving_operations
 

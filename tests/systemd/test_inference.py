@@ -14,7 +14,8 @@ import pytest_asyncio
 from inference_svc.cli.client import InferenceClient, turn_request
 from shared.pb.inference.v1 import inference_pb2 as pb
 from shared.types.errors import ReportedError
-from tests.systemd.container import REPOSITORY, VENV
+from tests.systemd.container import REPOSITORY
+from tests.systemd.machine import VENV
 
 pytestmark = [pytest.mark.systemd, pytest.mark.asyncio(loop_scope="session")]
 

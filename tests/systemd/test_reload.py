@@ -5,7 +5,8 @@ import json
 import pytest
 import pytest_asyncio
 
-from tests.systemd.container import VENV, engine_inside
+from tests.systemd.container import engine_inside
+from tests.systemd.machine import VENV
 
 pytestmark = [pytest.mark.systemd, pytest.mark.asyncio(loop_scope="session")]
 

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from tests.systemd.container import VENV
+from tests.systemd.machine import VENV
 
 pytestmark = [pytest.mark.systemd, pytest.mark.asyncio(loop_scope="session")]
 

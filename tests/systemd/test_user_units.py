@@ -3,7 +3,8 @@
 import pytest
 import pytest_asyncio
 
-from tests.systemd.container import SIZES, VENV
+from tests.systemd.container import SIZES
+from tests.systemd.machine import VENV
 
 pytestmark = [pytest.mark.systemd, pytest.mark.asyncio(loop_scope="session")]
 

@@ -11,7 +11,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from inference_svc.runtime.transfer.shift import shift_rows
+from inference_svc.runtime.transfer.compaction import compact_in_place
 from tests.zoo.reference import Range, Stock
 from tests.zoo.served import Served
 
@@ -57,27 +57,27 @@ class Case:
         """Compute and store the history, load what is kept, and go on; logits after each chunk."""
         served = self.served
         buffer = served.new_buffer(HISTORY)
-        served.feed(served.new_slab(HISTORY), self.history, [HISTORY], buffer)
-        slab = served.load(served.store(buffer), kept, HISTORY + len(self.new))
-        return served.feed(slab, self.new, NEW)
+        served.feed(served.new_kv(HISTORY), self.history, [HISTORY], buffer)
+        kv = served.load(served.store(buffer), kept, HISTORY + len(self.new))
+        return served.feed(kv, self.new, NEW)
 
 
 def prefill(case: Case) -> float:
     """The whole history in one chunk."""
-    logits = case.served.feed(case.served.new_slab(HISTORY), case.history, [HISTORY])
+    logits = case.served.feed(case.served.new_kv(HISTORY), case.history, [HISTORY])
     return distance(logits, case.stock.logits(case.history)[-1:])
 
 
 def chunks(case: Case) -> float:
     """The history in chunks of unequal sizes."""
-    logits = case.served.feed(case.served.new_slab(HISTORY), case.history, CHUNKS)
+    logits = case.served.feed(case.served.new_kv(HISTORY), case.history, CHUNKS)
     return distance(logits, case.stock.logits(case.history)[ends(CHUNKS)])
 
 
 def decode(case: Case) -> float:
     """Token by token after a prefill."""
     sizes = [30, *[1] * 8]
-    logits = case.served.feed(case.served.new_slab(38), case.history, sizes)
+    logits = case.served.feed(case.served.new_kv(38), case.history, sizes)
     return distance(logits, case.stock.logits(case.history)[ends(sizes)])
 
 
@@ -85,9 +85,9 @@ def ragged(case: Case) -> float:
     """Sequences of other lengths beside each other: prefill, a longer chunk and decode."""
     served = case.served
     long, middle, fresh = (case.tokens(seed, count) for seed, count in ((3, 50), (4, 21), (5, 9)))
-    slabs = [served.new_slab(64) for _ in range(3)]
-    found = [*served.step((slabs[0], long[:40]), (slabs[1], middle[:20]))]
-    found += served.step((slabs[1], middle[20:]), (slabs[2], fresh), (slabs[0], long[40:]))
+    kvs = [served.new_kv(64) for _ in range(3)]
+    found = [*served.step((kvs[0], long[:40]), (kvs[1], middle[:20]))]
+    found += served.step((kvs[1], middle[20:]), (kvs[2], fresh), (kvs[0], long[40:]))
     expected = [long[:40], middle[:20], middle, fresh, long]
     return distance(torch.stack(found), torch.stack([case.stock.logits(t)[-1] for t in expected]))
 
@@ -113,11 +113,11 @@ def shifted(case: Case) -> float:
     served = case.served
     distances = []
     for kept in ([(DROPPED, HISTORY)], MIDDLE):
-        slab = served.new_slab(HISTORY + len(case.new))
-        served.feed(slab, case.history, [HISTORY])
-        shift_rows(slab, kept, served.calibration)
+        kv = served.new_kv(HISTORY + len(case.new))
+        served.feed(kv, case.history, [HISTORY])
+        compact_in_place(kv, kept, served.calibration)
         expected = case.stock.after_discard(case.history, kept, case.new, up=case.up)
-        distances.append(distance(served.feed(slab, case.new, NEW), expected[ends(NEW)]))
+        distances.append(distance(served.feed(kv, case.new, NEW), expected[ends(NEW)]))
     return max(distances)
 
 
@@ -125,13 +125,13 @@ def prefix(case: Case) -> float:
     """Stored, a range in the middle dropped: what precedes it is loaded, the rest recomputed."""
     served = case.served
     buffer = served.new_buffer(HISTORY)
-    served.feed(served.new_slab(HISTORY), case.history, [HISTORY], buffer)
-    slab = served.load(served.store(buffer), [(0, DROPPED)], HISTORY + len(case.new))
+    served.feed(served.new_kv(HISTORY), case.history, [HISTORY], buffer)
+    kv = served.load(served.store(buffer), [(0, DROPPED)], HISTORY + len(case.new))
     rest = [*case.history[DROPPED + 9 :], *case.new]
     sizes = (len(rest) - 3, 1, 1, 1)
     context = [*case.history[:DROPPED], *rest]
     expected = case.stock.logits(context)[[DROPPED + end for end in ends(sizes)]]
-    return distance(served.feed(slab, rest, sizes), expected)
+    return distance(served.feed(kv, rest, sizes), expected)
 
 
 def stale(case: Case) -> float:

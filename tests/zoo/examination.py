@@ -4,7 +4,7 @@ import copy
 from dataclasses import dataclass, field
 
 from inference_svc.core.errors import UnsupportedModelError
-from inference_svc.runtime.transfer.shift import can_shift
+from inference_svc.runtime.transfer.compaction import can_compact
 from tests.zoo.architectures import Architecture
 from tests.zoo.checks import (
     AFTER_DISCARD,
@@ -85,7 +85,7 @@ def examine(architecture: Architecture, positions: str = "auto") -> Findings:
         return Findings(architecture.name, class_name, refusal=error.reason, reason=error.message)
     case = Case(served, stock, served.loaded.vocab_size, architecture.up)
     checks: list[Check] = [*ALWAYS, *AFTER_DISCARD[served.positions]]
-    if not can_shift(served.calibration):
+    if not can_compact(served.calibration):
         checks.remove(shifted)
     return Findings(
         architecture.name,

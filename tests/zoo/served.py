@@ -1,7 +1,7 @@
 """Served: a calibrated model with a pool and an arena, driven as the engine drives it.
 
-The real calibration, runner, slabs, store and load; only the arena's memory is ordinary memory, and
-nobody schedules.
+The real calibration, runner, sequences' KV, store and load; only the arena's memory is ordinary
+memory, and nobody schedules.
 """
 
 from collections.abc import Sequence
@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 
 from inference_svc.runtime.calibration.calibration import calibrate
-from inference_svc.runtime.compute.model_runner import Chunk, ModelRunner
-from inference_svc.runtime.kv.arena_rows import ArenaRows
+from inference_svc.runtime.compute.chunk import Chunk
+from inference_svc.runtime.compute.model_runner import ModelRunner
+from inference_svc.runtime.kv.arena_kv import ArenaKv
 from inference_svc.runtime.kv.kv_pool import KVPool
-from inference_svc.runtime.kv.kv_slab import KVSlab, WriteBuffer
+from inference_svc.runtime.kv.sequence_kv import SequenceKv, WriteBuffer
 from inference_svc.runtime.model.model_loader import describe_model
 from inference_svc.runtime.transfer.layer_load import LayerLoader, check_spans
 from inference_svc.runtime.transfer.layer_store import store_blocks
@@ -58,7 +59,7 @@ class Served:
         shapes = [layer.shape for layer in self.calibration.layers]
         self._pool = KVPool(shapes, POOL_ROWS, device=self.loaded.device, dtype=self.loaded.dtype)
         self._runner = ModelRunner(self.loaded, self.calibration)
-        self._rows = ArenaRows(_Arena(self.calibration.layout.block_bytes), self.calibration.layout)
+        self._rows = ArenaKv(_Arena(self.calibration.layout.block_bytes), self.calibration.layout)
 
     @property
     def positions(self) -> str:
@@ -71,23 +72,23 @@ class Served:
         layers = self.calibration.layers
         return any(part.rotary is not None for layer in layers for part in layer.components)
 
-    def new_slab(self, capacity: int) -> KVSlab:
-        """Lend an empty slab."""
-        return self._pool.new_slab(capacity)
+    def new_kv(self, capacity: int) -> SequenceKv:
+        """Lend an empty sequence KV."""
+        return self._pool.new_kv(capacity)
 
     def new_buffer(self, capacity: int) -> WriteBuffer:
         """Lend an empty write buffer for tokens from 0 on."""
         return self._pool.new_write_buffer(0, capacity)
 
-    def step(self, *pieces: tuple[KVSlab, Sequence[int]]) -> Tensor:
-        """Append these tokens to these slabs in one forward; returns a row of logits for each."""
+    def step(self, *pieces: tuple[SequenceKv, Sequence[int]]) -> Tensor:
+        """Append tokens to sequences in one forward; returns a row of logits for each."""
         return self._runner.step(
-            [Chunk(slab, list(token_ids), want_logits=True) for slab, token_ids in pieces]
+            [Chunk(kv, list(token_ids), want_logits=True) for kv, token_ids in pieces]
         )
 
     def feed(
         self,
-        slab: KVSlab,
+        kv: SequenceKv,
         token_ids: Sequence[int],
         sizes: Sequence[int],
         buffer: WriteBuffer | None = None,
@@ -97,7 +98,7 @@ class Served:
         begin = 0
         for size in sizes:
             piece = list(token_ids[begin : begin + size])
-            chunk = Chunk(slab, piece, want_logits=True, write_buffer=buffer)
+            chunk = Chunk(kv, piece, want_logits=True, write_buffer=buffer)
             logits.append(self._runner.step([chunk])[0])
             begin += size
         return torch.stack(logits)
@@ -113,8 +114,8 @@ class Served:
         store_blocks(buffer, self._rows, blocks, self.calibration)
         return blocks
 
-    def load(self, blocks: Sequence[Rows], kept: Sequence[Range], capacity: int) -> KVSlab:
-        """Load runs of what was stored into a new slab, one after another from position 0 on."""
+    def load(self, blocks: Sequence[Rows], kept: Sequence[Range], capacity: int) -> SequenceKv:
+        """Load runs of what was stored into new KV, one after another from position 0 on."""
         spans: list[Rows] = []
         end = 0
         for begin, run_end in kept:
@@ -124,9 +125,9 @@ class Served:
                 if count > 0:
                     spans.append(Rows(block.slot_id, end, count, first - block.token_offset))
                     end += count
-        slab = self.new_slab(capacity)
-        loader = LayerLoader(slab, self._rows, spans, self.calibration)
+        kv = self.new_kv(capacity)
+        loader = LayerLoader(kv, self._rows, spans, self.calibration)
         for layer_index in range(len(self.calibration.layers)):
             loader.load(layer_index)
-        slab.num_tokens = check_spans(slab, spans, self.calibration.layout)
-        return slab
+        kv.num_tokens = check_spans(kv, spans, self.calibration.layout)
+        return kv

@@ -1,7 +1,7 @@
 """CompressionPolicy: names the tokens of a context that may go once a turn is over. Pure.
 
-What a policy gives up is a token discard list: the rows of these tokens leave every tier, of all
-layers and heads alike, and the rows of the others stay as they were computed. So each policy of the
+What a policy gives up is a token discard list: the KV of these tokens leaves every tier, of all
+layers and heads alike, and that of the others stays as it was computed. So each policy of the
 literature, which chooses per head or per layer, chooses here by sums over heads and layers.
 
 A policy sees positions and scores, never tokens: what has to stay whatever it scores (the system
@@ -74,7 +74,7 @@ def num_kept(keep_ratio: float, num_free: int) -> int:
 
 
 def highest(positions: Sequence[int], scores: Sequence[float], num: int) -> list[int]:
-    """The `num` positions with the highest scores; of equal ones the last in the sequence."""
+    """Choose the `num` positions with the highest scores; of equal ones the last."""
     ranked = sorted(positions, key=scores.__getitem__)
     return ranked[max(0, len(ranked) - max(0, num)) :]
 

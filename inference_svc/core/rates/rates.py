@@ -1,8 +1,13 @@
-"""Running estimates of what steps and loads take on this machine, from those that were measured.
+"""What steps and loads take on this machine, and whether loading a history pays. Pure.
 
-The scheduler's start gate, the choice between loading and recomputing, and retry hints use them.
-How they live with noise, stalls and change: `running_fit.py`.
+Running estimates from those that were measured: the scheduler's start gate, the choice between
+loading and recomputing, and retry hints use them. How they live with noise, stalls and change:
+`running_fit.py`. Loading a short history from a slow tier may take longer than computing it
+(architecture D14); what is not known yet is loaded, so that it will be.
 """
+
+from collections import Counter
+from enum import StrEnum
 
 from inference_svc.core.rates.running_fit import RunningFit
 
@@ -44,7 +49,7 @@ class StepTimes:
         return coefficients[1] * num_tokens + coefficients[2] * num_pairs
 
     def as_dict(self) -> dict[str, float]:
-        """The coefficients and what a person asks for, as far as known."""
+        """Return the coefficients and what a person asks for, as far as known."""
         coefficients = self._fit.coefficients()
         if coefficients is None:
             return {}
@@ -86,7 +91,7 @@ class LoadTimes:
 
 
 class Rates:
-    """Both of them.
+    """The estimates of steps and loads together.
 
     Attributes:
         steps: what steps take.
@@ -98,5 +103,45 @@ class Rates:
         self.loads = LoadTimes()
 
     def as_dict(self) -> dict[str, float]:
-        """What is known, for people and gauges: seconds, and tokens/s of prefill and loads."""
+        """Return what is known, for people and gauges: seconds, tokens/s of prefill and loads."""
         return self.steps.as_dict() | self.loads.as_dict()
+
+
+# Every so many refusals one load is made all the same: an estimate that stems from a bad moment
+# would otherwise never be corrected.
+TRY_EVERY = 16
+
+
+class LoadPolicy(StrEnum):
+    """What a turn, or the configuration, asks for."""
+
+    AUTO = "auto"  # what takes less time
+    ALWAYS = "always"
+    NEVER = "never"
+
+
+class LoadChooser:
+    """Chooses for each piece of stored history.
+
+    Args:
+        rates: the running estimates; read at each call.
+    """
+
+    def __init__(self, rates: Rates) -> None:
+        self._rates = rates
+        self._num_refusals: Counter[str] = Counter()  # by tier
+
+    def wants(self, policy: LoadPolicy, tier: str, start: int, end: int) -> bool:
+        """Whether to load the tokens [start, end) of a session, which lie in this tier.
+
+        Recomputing them is measured by what they add to the prefill of the new tokens, which is
+        made anyway; their positions count, since later tokens attend to more keys.
+        """
+        if policy is not LoadPolicy.AUTO:
+            return policy is LoadPolicy.ALWAYS
+        load_s = self._rates.loads.seconds(tier, end - start)
+        compute_s = self._rates.steps.added_seconds(end - start, pairs(start, end))
+        if load_s is None or compute_s is None or load_s <= compute_s:
+            return True
+        self._num_refusals[tier] += 1
+        return self._num_refusals[tier] % TRY_EVERY == 0

@@ -1,1 +1,1 @@
-"""What the next step does: who is admitted, started, preempted, and with which rows."""
+"""What the next step does: who is admitted, started, preempted, and on which token slots."""

@@ -1,29 +1,68 @@
 """Makes the plan of the next step: who leaves the batch, who joins it, who is admitted.
 
-    1. a running request that has outgrown its rows goes back to its place in the queue, and so
-       does one whose window is full: its resident is protected until its rows have closed up;
+    1. a running request that has outgrown its slots goes back to its place in the queue, and so
+       does one whose window is full: its resident is protected until it is compacted;
     2. requests that are ready start, those of higher priority first, once the start gate lets them:
        a full batch gives up one of lower priority;
     3. the head of the queue is admitted, while there is room: residents are evicted for it, and
        if that is not enough, requests of lower priority are preempted, if that is.
 
 Preemption costs little: what was computed stays as the session's resident while there is room,
-and is saved besides. Never preempted is a request to whose slab a copy is under way, or whose
-rows may yet turn out to be void. Plans are made between steps; what they say is already noted.
+and is saved besides. Never preempted is a request to whose KV a copy is under way, or whose
+KV may yet turn out to be void. Plans are made between steps; what they say is already noted.
+
+A request gets its slots on its session's resident, or on a sequence's KV of its own:
+
+    resident large enough      in place: only a write buffer is needed
+    resident too small         moved to a new sequence KV, if old and new fit together …
+    … or they do not, or it    … on a new sequence KV; a resident of the session is evicted
+      is of no use, or none
+
+Other residents are evicted for it, never more than it takes, and none if it cannot be had anyway.
 """
 
 from dataclasses import dataclass, field
 
-from inference_svc.core.scheduling.active_requests import ActiveRequests
-from inference_svc.core.scheduling.admission import Admissions, Terms
-from inference_svc.core.scheduling.batch import plan_chunks, prompt_budget
-from inference_svc.core.scheduling.request import Request, RequestState
+from inference_svc.core.scheduling.request import (
+    ActiveRequests,
+    Request,
+    RequestEvent,
+    RequestState,
+)
 from inference_svc.core.scheduling.residents import Residents
-from inference_svc.core.scheduling.row_budget import RowBudget
+from inference_svc.core.scheduling.slot_budget import SlotBudget
 from inference_svc.core.scheduling.start_gate import StartGate
-from inference_svc.core.scheduling.step_plan import Admission, SchedulerLimits, StepPlan
+from inference_svc.core.scheduling.step_plan import (
+    Admission,
+    SchedulerLimits,
+    StepPlan,
+    plan_chunks,
+    prompt_budget,
+)
 from inference_svc.core.scheduling.waiting_queue import WaitingQueue
 from shared.types.session_key import SessionKey
+
+
+@dataclass(frozen=True)
+class Terms:
+    """One way to admit a request.
+
+    Attributes:
+        capacity_tokens: slots it may fill.
+        kv_slots: of a new sequence KV; 0 if it takes the resident's.
+        write_slots: of its write buffer, in the worst case.
+        resident_tokens: it has from the resident, which must stay for that; 0: it need not.
+    """
+
+    capacity_tokens: int
+    kv_slots: int
+    write_slots: int
+    resident_tokens: int = 0
+
+    @property
+    def new_slots(self) -> int:
+        """Slots that must be free."""
+        return self.kv_slots + self.write_slots
 
 
 @dataclass
@@ -45,17 +84,16 @@ class Planner:
         limits: SchedulerLimits,
         queue: WaitingQueue,
         active: ActiveRequests,
-        rows: RowBudget,
+        slots: SlotBudget,
         residents: Residents,
         gate: StartGate,
     ) -> None:
         self._limits = limits
         self._queue = queue
         self._active = active
-        self._rows = rows
+        self._slots = slots
         self._residents = residents
         self._gate = gate
-        self._admissions = Admissions(limits, queue, rows, residents)
 
     def plan(self, now_ns: int) -> StepPlan:
         """Make a plan; of deadlines it knows nothing."""
@@ -97,7 +135,7 @@ class Planner:
             if opens_ns > draft.now_ns:
                 held_ns.append(opens_ns)
             elif self._has_place(request, draft):
-                request.move(RequestState.RUNNING)
+                request.move(RequestEvent.START)
                 request.started_ns = request.started_ns or draft.now_ns
         return min(held_ns, default=None)
 
@@ -121,24 +159,21 @@ class Planner:
             terms = self._terms_with_room(head) or self._terms_by_preempting(head, draft)
             if terms is None:
                 return
-            admission, evicted = self._admissions.admit(head, terms, draft.now_ns)
-            self._active.add(head)
-            draft.admitted.append(admission)
-            draft.evicted += evicted
+            self._take(head, terms, draft)
 
     def _terms_with_room(self, head: Request) -> Terms | None:
-        """The best terms that need no preemption."""
+        """Find the best terms that need no preemption."""
         if not self._may_load():
             return None
-        terms = self._admissions.terms(head)
-        return next((t for t in terms if self._admissions.fits(head, t)), None)
+        terms = self._terms(head)
+        return next((t for t in terms if self._fits(head, t)), None)
 
     def _terms_by_preempting(self, head: Request, draft: _Draft) -> Terms | None:
-        """The most modest terms, after preempting lower priorities for them, if that helps."""
+        """Preempt lower priorities for the most modest terms, if that helps."""
         candidates = self._victims(head.priority, RequestState.READY, RequestState.RUNNING)
         if not candidates:
             return None
-        terms = self._admissions.terms(head)[-1]
+        terms = self._terms(head)[-1]
         victims = []
         if not self._may_load():
             ready = [request for request in candidates if request.state is RequestState.READY]
@@ -146,12 +181,12 @@ class Planner:
                 return None
             victims.append(ready[0])
             candidates.remove(ready[0])
-        rows = sum(map(self._rows.slab_rows, victims))
-        while not self._admissions.fits(head, terms, rows):
+        slots = sum(map(self._slots.kv_slots, victims))
+        while not self._fits(head, terms, slots):
             if not candidates:
                 return None
             victims.append(candidates.pop(0))
-            rows += self._rows.slab_rows(victims[-1])
+            slots += self._slots.kv_slots(victims[-1])
         for victim in victims:
             self._preempt(victim, draft)
         return terms
@@ -160,10 +195,54 @@ class Planner:
         loading = self._active.in_state(RequestState.LOADING, RequestState.READY)
         return len(loading) < self._limits.max_loading
 
+    def _terms(self, request: Request) -> list[Terms]:
+        """List the ways to admit a request, the best first; the last needs the fewest slots."""
+        capacity = request.wanted_capacity(self._limits.answer_tokens)
+        fresh = Terms(capacity, capacity, self._write_slots(capacity))
+        resident = self._residents.get(request.key)
+        num_tokens = self._residents.match(request)
+        # With less than half of the history, as after a truncation, the store likely has more.
+        if resident is None or not num_tokens or 2 * num_tokens < request.history_tokens:
+            return [fresh]
+        if resident.capacity_tokens >= capacity:
+            usable = min(resident.capacity_tokens, request.full_capacity_tokens)
+            return [Terms(usable, 0, self._write_slots(usable), num_tokens)]
+        return [Terms(capacity, capacity, self._write_slots(capacity), num_tokens), fresh]
+
+    def _fits(self, request: Request, terms: Terms, preempted_slots: int = 0) -> bool:
+        """Whether there is room, if residents are evicted and so many slots preempted."""
+        resident = self._residents.get(request.key)
+        spared = resident.capacity_tokens if resident and terms.resident_tokens else 0
+        room = self._slots.free_slots + self._residents.evictable_slots - spared + preempted_slots
+        return terms.new_slots <= room
+
+    def _take(self, request: Request, terms: Terms, draft: _Draft) -> None:
+        """Take a request from the queue and reserve its slots, evicting residents if need be."""
+        self._queue.admit(request)
+        if not terms.resident_tokens and request.key in self._residents:
+            self._evict(request.key, draft)
+        missing = terms.new_slots - self._slots.free_slots
+        for key in self._residents.victims(missing, self._queue.rank, request.key):
+            self._evict(key, draft)
+        in_place = bool(terms.resident_tokens) and not terms.kv_slots
+        if in_place:
+            self._slots.take_resident(request)
+        elif terms.resident_tokens:
+            self._residents.begin_move(request)
+        self._slots.reserve(request, terms.kv_slots, terms.write_slots)
+        request.move(RequestEvent.ADMIT)
+        request.capacity_tokens = terms.capacity_tokens
+        request.admitted_ns = request.admitted_ns or draft.now_ns
+        self._active.add(request)
+        draft.admitted.append(Admission(request, terms.resident_tokens, in_place))
+
+    def _write_slots(self, capacity_tokens: int) -> int:
+        return capacity_tokens if self._limits.saves else 0
+
     # ---------------------------------------------------------------------------- preemption
 
     def _victims(self, priority: int, *states: RequestState) -> list[Request]:
-        """Requests below a priority that can be preempted: the lowest first, the newest first."""
+        """List what can be preempted below a priority: the lowest first, the newest first."""
         candidates = [
             request
             for request in self._active.in_state(*states)
@@ -177,27 +256,30 @@ class Planner:
     def _preempt(self, request: Request, draft: _Draft) -> None:
         """Send a request back to its place; what it has is its session's resident."""
         request.num_preemptions += 1
-        self._put_back(request, draft)
+        self._put_back(request, RequestEvent.PREEMPT, draft)
         draft.preempted.append(request)
 
     def _overflow(self, request: Request, draft: _Draft) -> None:
         """Send a request back to its place until its context is cut."""
         request.num_overflows += 1
-        self._put_back(request, draft)
-        is_there = self._residents.begin_shift(request.key)
+        self._put_back(request, RequestEvent.OVERFLOW, draft)
+        is_there = self._residents.begin_compaction(request.key)
         assert is_there, "what it has computed is resident now"
         draft.overflowed.append(request)
 
-    def _put_back(self, request: Request, draft: _Draft) -> None:
-        request.move(RequestState.WAITING)
+    def _put_back(self, request: Request, event: RequestEvent, draft: _Draft) -> None:
+        request.move(event)
         token_ids = request.token_ids[: request.computed_tokens]
-        self._rows.become_resident(request, token_ids, draft.now_ns)
+        self._slots.become_resident(request, token_ids, draft.now_ns)
         self._active.remove(request)
         self._gate.forget(request)
         self._queue.put_back(request)
 
     def _evict_left_over(self, draft: _Draft) -> None:
-        """Without residents, only what was preempted and waits keeps its slab."""
+        """Without residents, only what was preempted and waits keeps its KV."""
         for key in self._residents.unqueued(self._queue.rank):
-            self._residents.take(key)
-            draft.evicted.append(key)
+            self._evict(key, draft)
+
+    def _evict(self, key: SessionKey, draft: _Draft) -> None:
+        self._residents.take(key)
+        draft.evicted.append(key)

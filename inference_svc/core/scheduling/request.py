@@ -1,9 +1,6 @@
 """One turn as the scheduler sees it: token ids, how many of them have KV, and a state.
 
-    WAITING ──admit──► LOADING ──announce──► READY ──start──► RUNNING ──finish──► FINISHED
-     │  ▲                 │                   │                  │
-     │  └──── restart ────┴── preempt, restart┴─────── overflow ─┤
-     └─────────────────── cancel: CANCELLED, fail: FAILED ───────┘  (from LOADING and READY, too)
+The life of a request is the table TRANSITIONS; inference_svc/README.md has its drawing.
 
 Invariants:
     1. the state moves along TRANSITIONS only;
@@ -13,7 +10,7 @@ Invariants:
     4. num_sampled only grows, whatever is discarded: max_tokens bounds it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -21,11 +18,11 @@ from inference_svc.core.discards import Range, kept_runs, num_in, without
 from shared.types.lineage import Lineage
 from shared.types.session_key import SessionKey
 
-NO_WINDOW = 1 << 62  # rows; more than there will ever be
+NO_WINDOW = 1 << 62  # slots; more than there will ever be
 
 
 class RequestState(Enum):
-    """Where a request is; see the module's drawing."""
+    """Where a request is."""
 
     WAITING = "waiting"
     LOADING = "loading"
@@ -36,17 +33,63 @@ class RequestState(Enum):
     FAILED = "failed"
 
 
-_ENDS = frozenset({RequestState.CANCELLED, RequestState.FAILED})
-_BACK = frozenset({RequestState.WAITING})
-TRANSITIONS: dict[RequestState, frozenset[RequestState]] = {
-    RequestState.WAITING: _ENDS | {RequestState.LOADING},
-    RequestState.LOADING: _ENDS | _BACK | {RequestState.READY},
-    RequestState.READY: _ENDS | _BACK | {RequestState.RUNNING},
-    RequestState.RUNNING: _ENDS | _BACK | {RequestState.FINISHED},
-    RequestState.FINISHED: frozenset(),
-    RequestState.CANCELLED: frozenset(),
-    RequestState.FAILED: frozenset(),
+class RequestEvent(Enum):
+    """What moves a request on.
+
+    Attributes:
+        ADMIT: it has slots; its history may be loaded.
+        ANNOUNCE: how much of its history there will be is known.
+        START: it joins the batch.
+        PREEMPT: it gives its place to another, or has outgrown its slots; what it computed is kept.
+        OVERFLOW: its window is full; its context is cut before it is admitted again.
+        RESTART: its load failed, or cannot be had; nothing is kept.
+        FINISH: its answer is complete.
+        CANCEL: nobody wants it any more.
+        FAIL: it cannot be answered, or its deadline passed.
+    """
+
+    ADMIT = "admit"
+    ANNOUNCE = "announce"
+    START = "start"
+    PREEMPT = "preempt"
+    OVERFLOW = "overflow"
+    RESTART = "restart"
+    FINISH = "finish"
+    CANCEL = "cancel"
+    FAIL = "fail"
+
+
+_STOPS = {
+    RequestEvent.CANCEL: RequestState.CANCELLED,
+    RequestEvent.FAIL: RequestState.FAILED,
 }
+TRANSITIONS: Mapping[RequestState, Mapping[RequestEvent, RequestState]] = {
+    RequestState.WAITING: {RequestEvent.ADMIT: RequestState.LOADING, **_STOPS},
+    RequestState.LOADING: {
+        RequestEvent.ANNOUNCE: RequestState.READY,
+        RequestEvent.RESTART: RequestState.WAITING,
+        **_STOPS,
+    },
+    RequestState.READY: {
+        RequestEvent.START: RequestState.RUNNING,
+        RequestEvent.PREEMPT: RequestState.WAITING,
+        RequestEvent.RESTART: RequestState.WAITING,
+        **_STOPS,
+    },
+    RequestState.RUNNING: {
+        RequestEvent.FINISH: RequestState.FINISHED,
+        RequestEvent.PREEMPT: RequestState.WAITING,
+        RequestEvent.OVERFLOW: RequestState.WAITING,
+        RequestEvent.RESTART: RequestState.WAITING,
+        **_STOPS,
+    },
+    RequestState.FINISHED: {},
+    RequestState.CANCELLED: {},
+    RequestState.FAILED: {},
+}
+
+
+_ADMITTED = frozenset({RequestState.LOADING, RequestState.READY, RequestState.RUNNING})
 
 
 @dataclass(eq=False)
@@ -60,17 +103,17 @@ class Request:
         key: the session.
         token_ids: the prompt, then the sampled tokens.
         max_tokens: upper bound of the answer's length.
-        window_tokens: rows it may ever fill: the model's window, or what the engine has.
+        window_tokens: token slots it may ever fill: the model's window, or what the engine has.
         history_tokens: how many of the prompt's tokens the session had before this turn.
         priority: higher ones are served first.
         deadline_ns: when it fails if it is not finished; None: never.
         lineage: which discards its context comes after; None: not named, for engines without
             discards. Only KV of the same one is of use to it.
-        computed_tokens: how many of token_ids have KV in the request's slab. From a preemption
+        computed_tokens: how many of token_ids have KV in the request's KV. From a preemption
             until the next load is announced: how many its session's resident was left with,
             and are not discarded.
         loaded_tokens: how many were found rather than computed, when it was first admitted.
-        capacity_tokens: rows it may fill, set at each admission; its slab has as many or more.
+        capacity_tokens: slots it may fill, set at each admission; its KV has as many or more.
         num_sampled: tokens of the answer so far.
         num_preemptions: how often it was sent back to the queue with its KV kept.
         num_overflows: how often it was sent there because its window was full.
@@ -109,7 +152,7 @@ class Request:
 
     @property
     def full_capacity_tokens(self) -> int:
-        """Rows the longest answer needs, as far as the window has them: its last token needs none.
+        """Slots the longest answer needs, as far as the window has them: its last token needs none.
 
         With a full window the context is cut before the answer goes on.
         """
@@ -132,14 +175,14 @@ class Request:
         return self.uncomputed_tokens == 1 and self.num_sampled > 0
 
     @property
-    def unused_rows(self) -> int:
-        """Rows it may still fill."""
+    def unused_slots(self) -> int:
+        """Slots it may still fill."""
         return self.capacity_tokens - self.computed_tokens
 
     @property
     def is_outgrown(self) -> bool:
-        """Whether all rows it may fill are filled, and it wants more, which the window has."""
-        return not self.unused_rows and self.capacity_tokens < self.full_capacity_tokens
+        """Whether all slots it may fill are filled, and it wants more, which the window has."""
+        return not self.unused_slots and self.capacity_tokens < self.full_capacity_tokens
 
     @property
     def is_overflowing(self) -> bool:
@@ -159,7 +202,7 @@ class Request:
         return not TRANSITIONS[self.state]
 
     def wanted_capacity(self, answer_tokens: int) -> int:
-        """Rows to admit it with: what is known, and room for an answer of ordinary length.
+        """Slots to admit it with: what is known, and room for an answer of ordinary length.
 
         An answer that has outgrown its room is given as much again, so that a long one is
         preempted a logarithmic number of times.
@@ -185,7 +228,50 @@ class Request:
         self.computed_tokens = num_in(kept_runs(ranges, self.computed_tokens))
         self.token_ids = without(self.token_ids, ranges)
 
-    def move(self, state: RequestState) -> None:
-        """Take a transition of the table."""
-        assert state in TRANSITIONS[self.state], f"request {self.number}: {self.state} -> {state}"
+    def move(self, event: RequestEvent) -> None:
+        """Take the transition of an event; the table has to have it."""
+        state = TRANSITIONS[self.state].get(event)
+        assert state is not None, f"request {self.number} is {self.state.value}: no {event.value}"
         self.state = state
+
+
+class ActiveRequests:
+    """Requests that are admitted and not over: LOADING, READY or RUNNING.
+
+    There are few, so that everything may look at all of them. Invariants (`check`): 1. nothing else
+    is here; 2. one request of a session at a time; 3. it has not computed more than it has slots
+    for, nor slots for more than its window.
+    """
+
+    def __init__(self) -> None:
+        self._requests: dict[int, Request] = {}  # by number, in order of admission
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def __iter__(self) -> Iterator[Request]:
+        return iter(self._requests.values())
+
+    def add(self, request: Request) -> None:
+        """Add one that is admitted now."""
+        self._requests[request.number] = request
+
+    def remove(self, request: Request) -> None:
+        """Remove one."""
+        del self._requests[request.number]
+
+    def has_session(self, key: SessionKey) -> bool:
+        """Whether a session has one."""
+        return any(request.key == key for request in self)
+
+    def in_state(self, *states: RequestState) -> list[Request]:
+        """Those in one of these states: higher priorities first, then in order of admission."""
+        found = [request for request in self if request.state in states]
+        return sorted(found, key=lambda request: -request.priority)
+
+    def check(self) -> None:
+        """Raise AssertionError if an invariant is broken."""
+        assert all(request.state in _ADMITTED for request in self)
+        assert len(self) == len({request.key for request in self})
+        for request in self:
+            assert request.computed_tokens <= request.capacity_tokens <= request.window_tokens

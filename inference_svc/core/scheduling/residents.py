@@ -1,12 +1,12 @@
-"""Sessions whose slab is kept after their turn: a hit there needs no load (the HBM-resident tail).
+"""Sessions whose KV is kept after their turn: a hit there needs no load (the HBM-resident tail).
 
-Knows which tokens a resident's rows are of, after which discards, and who must go first when room
-is needed. Rows of another lineage than a request's are of no use to it, whatever their tokens.
-While a resident is moved to a larger slab, or its rows are shifted because tokens between them were
+Knows which tokens a resident's KV is of, after which discards, and who must go first when room
+is needed. KV of another lineage than a request's is of no use to it, whatever its tokens.
+While a resident is moved to a larger sequence KV, or compacted because some of its tokens were
 dropped, it stays, is of no use to others, and is no victim.
 
-Invariants (`check`): 1. a session has one resident at most; 2. num_rows is the sum of their
-capacities; 3. only a resident is moved, by one request, or shifted, not both.
+Invariants (`check`): 1. a session has one resident at most; 2. num_slots is the sum of their
+capacities; 3. only a resident is moved, by one request, or compacted, not both.
 
 *Source:* look-ahead eviction: CachedAttention §3.3.2.
 """
@@ -16,19 +16,19 @@ from dataclasses import dataclass, replace
 
 from inference_svc.core.scheduling.request import Request
 from shared.types.lineage import Lineage
-from shared.types.queue_digest import Rank
+from shared.types.queue_delta import Rank
 from shared.types.session_key import SessionKey
 
 
 @dataclass(frozen=True, eq=False)
 class Resident:
-    """A slab that nobody computes on.
+    """A sequence's KV that nobody computes on.
 
     Attributes:
-        token_ids: of its first rows.
-        capacity_tokens: rows it has.
+        token_ids: of its first slots.
+        capacity_tokens: slots it has.
         last_used_ns: when its turn ended or was preempted.
-        lineage: which discards the rows were computed after; None: that of requests without one.
+        lineage: which discards its KV was computed after; None: that of requests without one.
     """
 
     key: SessionKey
@@ -42,14 +42,14 @@ class Residents:
     """See the module docstring.
 
     Attributes:
-        num_rows: of all residents.
+        num_slots: of all residents.
     """
 
     def __init__(self) -> None:
-        self.num_rows = 0
+        self.num_slots = 0
         self._residents: dict[SessionKey, Resident] = {}
-        self._movers: dict[SessionKey, int] = {}  # by the request that has the new slab
-        self._shifts: dict[SessionKey, bool] = {}  # whether it is still wanted
+        self._movers: dict[SessionKey, int] = {}  # by the request that has the new sequence KV
+        self._compactions: dict[SessionKey, bool] = {}  # whether it is still wanted
         self._last_match: tuple[Request | None, Resident | None, int] = (None, None, 0)
 
     def __len__(self) -> int:
@@ -59,44 +59,44 @@ class Residents:
         return key in self._residents
 
     @property
-    def evictable_rows(self) -> int:
-        """Rows that would be free if every resident were evicted that can be."""
-        busy = (self._residents[key].capacity_tokens for key in (*self._movers, *self._shifts))
-        return self.num_rows - sum(busy)
+    def evictable_slots(self) -> int:
+        """Slots that would be free if every resident were evicted that can be."""
+        busy = (self._residents[key].capacity_tokens for key in (*self._movers, *self._compactions))
+        return self.num_slots - sum(busy)
 
     def get(self, key: SessionKey) -> Resident | None:
-        """A session's resident."""
+        """Return a session's resident."""
         return self._residents.get(key)
 
     def put(self, resident: Resident) -> None:
         """Add one; the session has none."""
         assert resident.key not in self._residents, f"{resident.key} has a resident"
         self._residents[resident.key] = resident
-        self.num_rows += resident.capacity_tokens
+        self.num_slots += resident.capacity_tokens
 
     def take(self, key: SessionKey) -> Resident:
         """Remove one that is not busy."""
         assert not self.is_busy(key), f"the resident of {key} is being moved"
         resident = self._residents.pop(key)
-        self.num_rows -= resident.capacity_tokens
+        self.num_slots -= resident.capacity_tokens
         return resident
 
     def drop(self, key: SessionKey) -> bool:
         """Remove a session's resident; False if there is none, or it is busy.
 
-        One that is being shifted goes when that ends.
+        One that is being compacted goes when that ends.
         """
-        if key in self._shifts:
-            self._shifts[key] = False
+        if key in self._compactions:
+            self._compactions[key] = False
         if key not in self._residents or self.is_busy(key):
             return False
         self.take(key)
         return True
 
     def match(self, request: Request) -> int:
-        """How many of a request's first tokens its session's resident has rows of.
+        """How many of a request's first tokens its session's resident has the KV of.
 
-        None if those rows are of another lineage: the same tokens mean something else there. One
+        None if that is of another lineage: the same tokens mean something else there. One
         less than all at most: the last token is always computed. Cheap when asked again for
         the same request, as it is at every step while that cannot be admitted.
         """
@@ -111,11 +111,11 @@ class Residents:
 
     def victims(
         self,
-        num_rows: int,
+        num_slots: int,
         rank: Callable[[SessionKey], Rank | None],
         spared: SessionKey | None = None,
     ) -> list[SessionKey]:
-        """Whom to evict for so many rows: enough, if there are enough.
+        """Whom to evict for so many slots: enough, if there are enough.
 
         First those of whom no request waits, the least recently used first; then from the tail of
         the queue to its head. `rank` says where a session stands there; `spared` is no victim.
@@ -134,10 +134,10 @@ class Residents:
         candidates += [resident for _, resident in sorted(queued, reverse=True)]
         chosen = []
         for resident in candidates:
-            if num_rows <= 0:
+            if num_slots <= 0:
                 break
             chosen.append(resident.key)
-            num_rows -= resident.capacity_tokens
+            num_slots -= resident.capacity_tokens
         return chosen
 
     def take_surplus(
@@ -154,18 +154,18 @@ class Residents:
         """Those of whom no request waits and that are not busy."""
         return [key for key in self._residents if not self.is_busy(key) and rank(key) is None]
 
-    # ------------------------------------------------------------------------ moves and shifts
+    # ------------------------------------------------------------------------ moves and compactions
 
     def is_busy(self, key: SessionKey) -> bool:
-        """Whether a session's resident is being moved or shifted."""
-        return key in self._movers or key in self._shifts
+        """Whether a session's resident is being moved or compacted."""
+        return key in self._movers or key in self._compactions
 
     def is_moved_by(self, request: Request) -> bool:
-        """Whether a request's session has a resident that is being moved to its slab."""
+        """Whether a request's session has a resident that is being moved to its KV."""
         return self._movers.get(request.key) == request.number
 
     def begin_move(self, request: Request) -> None:
-        """The rows of the session's resident are to go to a request's slab."""
+        """Begin to move the KV of the session's resident to a request's KV."""
         assert request.key in self._residents, f"{request.key} has no resident"
         assert not self.is_busy(request.key), f"the resident of {request.key} is being moved"
         self._movers[request.key] = request.number
@@ -177,28 +177,28 @@ class Residents:
         self.take(request.key)
 
     def cancel_move(self, request: Request) -> None:
-        """The request gives its slab up; its session's resident stays, if it was being moved."""
+        """Keep the session's resident, if it was being moved: the request gives its KV up."""
         if self.is_moved_by(request):
             del self._movers[request.key]
 
-    def begin_shift(self, key: SessionKey) -> bool:
-        """Protect a resident while rows of it are dropped and the others close up.
+    def begin_compaction(self, key: SessionKey) -> bool:
+        """Protect a resident while tokens of it are dropped and the others are compacted.
 
-        False if there is none, or it is busy; else `end_shift` is owed.
+        False if there is none, or it is busy; else `end_compaction` is owed.
         """
         if key not in self._residents or self.is_busy(key):
             return False
-        self._shifts[key] = True
+        self._compactions[key] = True
         return True
 
-    def end_shift(
+    def end_compaction(
         self, key: SessionKey, token_ids: Sequence[int], lineage: Lineage | None = None
     ) -> bool:
-        """The resident's rows are those of `token_ids` now, of this lineage; False: it is no more.
+        """Note that the resident's KV is that of `token_ids` now; False: it is no more.
 
-        It goes if it has no row left, or was dropped meanwhile.
+        It goes if it has no token left, or was dropped meanwhile.
         """
-        is_wanted = self._shifts.pop(key)
+        is_wanted = self._compactions.pop(key)
         resident = self._residents[key]
         if is_wanted and token_ids:
             self._residents[key] = replace(resident, token_ids=tuple(token_ids), lineage=lineage)
@@ -209,9 +209,9 @@ class Residents:
     def check(self) -> None:
         """Raise AssertionError if an invariant is broken."""
         assert all(key == resident.key for key, resident in self._residents.items())
-        assert self.num_rows == sum(r.capacity_tokens for r in self._residents.values())
-        assert self._movers.keys() | self._shifts.keys() <= self._residents.keys()
-        assert not self._movers.keys() & self._shifts.keys()
+        assert self.num_slots == sum(r.capacity_tokens for r in self._residents.values())
+        assert self._movers.keys() | self._compactions.keys() <= self._residents.keys()
+        assert not self._movers.keys() & self._compactions.keys()
         assert all(len(r.token_ids) <= r.capacity_tokens for r in self._residents.values())
 
 

@@ -1,23 +1,24 @@
-"""Which requests are loaded, run, stepped and preempted: iteration-level batching over KV rows.
+"""Which requests are loaded, run, stepped and preempted: iteration-level batching over KV.
 
-Owns the order of requests and the account of rows; knows nothing of slabs, text or kvd. The engine
-calls, and no method blocks:
+Owns the order of requests and the account of token slots; knows nothing of tensors, text or
+kvd. The
+engine calls, and no method blocks:
 
     submit ─► schedule ─► plan: admitted ─► announced ─► progressed … ─► schedule ─► plan: chunks
                                                                            ▲           │
                                                          finish ◄── apply ─┴───────────┘
     and owes, for each announcement, release_write (if requests have write buffers), for a request
-    that is over, release_slab, and for one that overflowed, truncated and the end of its resident's
-    shift. The life of rows: `row_budget.py`.
+    that is over, release_kv, and for one that overflowed, truncated and the end of its resident's
+    compaction. The life of slots: `slot_budget.py`.
 
 Invariants (`check`):
-    1. rows: see row_budget.py and residents.py;
+    1. slots: see slot_budget.py and residents.py;
     2. at most max_running requests run, max_loading load or wait loaded; of a session, one does
        either; at most max_waiting wait, apart from those that were preempted or restarted;
     3. a step contains every answer under way that has room, and prompt tokens up to the bound;
     4. nothing starves: the head of the queue holds back those behind it, a request that is
-       preempted or overflows has its old place, and whoever holds rows gives them up in the end:
-       residents are evicted, requests end or outgrow their rows. Only higher priorities go first.
+       preempted or overflows has its old place, and whoever holds slots gives them up in the end:
+       residents are evicted, requests end or outgrow their slots. Only higher priorities go first.
 """
 
 from collections.abc import Mapping, Sequence
@@ -26,18 +27,19 @@ from dataclasses import replace
 from inference_svc.core.discards import Range
 from inference_svc.core.errors import QueueFullError
 from inference_svc.core.rates.rates import Rates
-from inference_svc.core.scheduling.active_requests import ActiveRequests
-from inference_svc.core.scheduling.deadlines import Deadlines
 from inference_svc.core.scheduling.planner import Planner
-from inference_svc.core.scheduling.request import Request, RequestState
+from inference_svc.core.scheduling.request import (
+    ActiveRequests,
+    Request,
+    RequestEvent,
+    RequestState,
+)
 from inference_svc.core.scheduling.residents import Residents
-from inference_svc.core.scheduling.row_budget import RowBudget
-from inference_svc.core.scheduling.start_estimates import StartEstimates
+from inference_svc.core.scheduling.slot_budget import SlotBudget
 from inference_svc.core.scheduling.start_gate import StartGate
 from inference_svc.core.scheduling.step_plan import SchedulerLimits, StepPlan, StepResult
-from inference_svc.core.scheduling.waiting_queue import WaitingQueue
+from inference_svc.core.scheduling.waiting_queue import Deadlines, StartEstimates, WaitingQueue
 from shared.kvd_client.queue_feed import QueueFeed
-from shared.types.session_key import SessionKey
 
 __all__ = ["Scheduler", "SchedulerLimits"]
 
@@ -52,8 +54,12 @@ class Scheduler:
 
     Attributes:
         feed: requests that wait, and those that run: from admission until they wait again, or,
-            after their end, until `release_slab`.
-        residents: who drops rows of one says so there.
+            after their end, until `release_kv`.
+        queue: those that wait, in the order they will be admitted.
+        slots: who holds how many.
+        residents: who drops or moves KV of one says so there.
+        gate: is told how loads progress.
+        estimates: when a place in the queue is likely free.
     """
 
     def __init__(
@@ -63,57 +69,28 @@ class Scheduler:
         num_layers: int,
         tenant_weights: Mapping[str, float] | None = None,
     ) -> None:
-        self._limits = limits
         self.feed = QueueFeed()
-        self._queue = WaitingQueue(tenant_weights or {}, self.feed)
-        self._active = ActiveRequests()
+        self.queue = WaitingQueue(tenant_weights or {}, self.feed)
         self.residents = Residents()
-        self._rows = RowBudget(limits.kv_rows, self.residents)
-        self._gate = StartGate(num_layers, rates)
+        self.slots = SlotBudget(limits.kv_slots, self.residents)
+        self.gate = StartGate(num_layers, rates)
+        self.estimates = StartEstimates(rates)
+        self._limits = limits
+        self._active = ActiveRequests()
         self._planner = Planner(
-            limits, self._queue, self._active, self._rows, self.residents, self._gate
+            limits=limits,
+            queue=self.queue,
+            active=self._active,
+            slots=self.slots,
+            residents=self.residents,
+            gate=self.gate,
         )
         self._deadlines = Deadlines()
-        self._estimates = StartEstimates(rates)
-
-    # ---------------------------------------------------------------------------- for people
-
-    @property
-    def num_waiting(self) -> int:
-        """Requests not admitted, or not any more."""
-        return len(self._queue)
 
     @property
     def num_running(self) -> int:
         """Requests that are being computed."""
         return len(self._active.in_state(RequestState.RUNNING))
-
-    @property
-    def num_resident(self) -> int:
-        """Sessions whose slab is kept."""
-        return len(self.residents)
-
-    @property
-    def resident_rows(self) -> int:
-        """Rows of these slabs."""
-        return self.residents.num_rows
-
-    @property
-    def reserved_rows(self) -> int:
-        """Rows of requests: slabs and write buffers."""
-        return self._rows.reserved_rows
-
-    def waiting(self) -> list[Request]:
-        """Requests that wait, in the order they will be admitted."""
-        return list(self._queue)
-
-    def retry_after_s(self) -> float:
-        """When a place in the queue is likely free."""
-        return self._estimates.retry_after_s()
-
-    def set_tenant_weights(self, weights: Mapping[str, float]) -> None:
-        """Share the service otherwise among tenants; what waits keeps its place."""
-        self._queue.weights = weights
 
     # ------------------------------------------------------------------------------ requests
 
@@ -124,16 +101,16 @@ class Scheduler:
             QueueFullError: the waiting queue is at its bound.
         """
         assert len(request.token_ids) <= request.window_tokens, "the caller cuts the context"
-        most_rows = request.full_capacity_tokens * (2 if self._limits.saves else 1)
-        assert most_rows <= self._limits.kv_rows, "the caller checks the window"
-        if len(self._queue) >= self._limits.max_waiting:
+        most_slots = request.full_capacity_tokens * (2 if self._limits.saves else 1)
+        assert most_slots <= self._limits.kv_slots, "the caller checks the window"
+        if len(self.queue) >= self._limits.max_waiting:
             raise QueueFullError(
-                f"the queue is full ({len(self._queue)} turns wait)",
+                f"the queue is full ({len(self.queue)} turns wait)",
                 "submit again later or raise scheduler.max_turns",
-                queue_length=len(self._queue),
-                retry_after_s=self.retry_after_s(),
+                queue_length=len(self.queue),
+                retry_after_s=self.estimates.retry_after_s(),
             )
-        self._queue.add(request)
+        self.queue.add(request)
         self._deadlines.add(request)
 
     def announced(
@@ -147,44 +124,40 @@ class Scheduler:
         tier: str | None = None,
         enough_layers: int | None = None,
     ) -> None:
-        """Note what an admitted request's slab will hold; it may start as soon as that pays.
+        """Note what an admitted request's sequence KV will hold; it may start as soon as that pays.
 
         Args:
             request: LOADING until now.
-            num_tokens: rows there will be; at least one token is left to compute.
-            write_first_token: first row of its write buffer, which ends at its capacity.
+            num_tokens: that will have KV there; at least one token is left to compute.
+            write_first_token: first slot of its write buffer, which ends at its capacity.
             now_ns: the time.
-            layers_ready: layers whose rows are there; fewer than all: the load is under way, and
+            layers_ready: layers whose KV is there; fewer than all: the load is under way, and
                 `progressed` is owed.
             tier: where the load comes from, if earlier loads from there may be a guide.
             enough_layers: layers with which it may start whatever the rates say; None: all.
         """
         assert 0 <= num_tokens < len(request.token_ids), "the last token is always computed"
-        request.move(RequestState.READY)
+        request.move(RequestEvent.ANNOUNCE)
         request.computed_tokens = num_tokens
         if not request.is_back:
             request.loaded_tokens = num_tokens
         request.ready_ns = request.ready_ns or now_ns
-        self._rows.open_write(request, request.capacity_tokens - write_first_token)
-        self._gate.announced(request, now_ns, layers_ready, tier=tier, enough_layers=enough_layers)
-
-    def progressed(self, request: Request, layers_ready: int, now_ns: int) -> None:
-        """Note how many layers of a load are there, from the first; owed for the last one, too."""
-        self._gate.progressed(request, layers_ready, now_ns)
+        self.slots.open_write(request, request.capacity_tokens - write_first_token)
+        self.gate.announced(request, now_ns, layers_ready, tier=tier, enough_layers=enough_layers)
 
     def restart(self, request: Request, now_ns: int) -> None:
         """Send an admitted request back to its place, because its load failed or cannot be had.
 
-        Nothing is kept: its slab has been released. release_write is owed if it was announced.
+        Nothing is kept: its KV has been released. release_write is owed if it was announced.
         """
-        request.move(RequestState.WAITING)
+        request.move(RequestEvent.RESTART)
         request.computed_tokens = 0
         if not request.is_back:
             request.loaded_tokens = 0
-        self._rows.release_slab(request)
+        self.slots.release_kv(request)
         self._deactivate(request)
-        self._queue.put_back(request)
-        self._estimates.waits(now_ns)
+        self.queue.put_back(request)
+        self.estimates.waits(now_ns)
 
     def apply(self, result: StepResult, now_ns: int) -> None:
         """Advance what was computed and append what was sampled; who has ended is passed over."""
@@ -192,65 +165,60 @@ class Scheduler:
             request = chunk.request
             if request.state is not RequestState.RUNNING:
                 continue
-            self._gate.confirm(request)
+            self.gate.confirm(request)
             request.computed_tokens += chunk.num_tokens
-            assert request.computed_tokens <= request.capacity_tokens, "a slab has overflowed"
+            assert request.computed_tokens <= request.capacity_tokens, "KV has overflowed"
             if chunk.sample:
                 request.append(result.sampled[request.number])
                 request.first_token_ns = request.first_token_ns or now_ns
 
-    def finish(self, request: Request, now_ns: int) -> None:
-        """End a running request; its rows stay reserved until they are kept or released."""
-        self._end(request, RequestState.FINISHED, now_ns)
+    def end(self, request: Request, event: RequestEvent, now_ns: int) -> None:
+        """Finish a running request, or cancel or fail one wherever it is.
 
-    def stop(self, request: Request, state: RequestState, now_ns: int) -> None:
-        """Cancel or fail a request wherever it is; its rows stay reserved until released."""
-        self._end(request, state, now_ns)
+        Its slots stay reserved until they are kept or released.
+        """
+        was_waiting = request.state is RequestState.WAITING
+        request.move(event)
+        assert request.is_over, f"{event.value} ends nothing"
+        request.finished_ns = now_ns
+        if was_waiting:
+            self.queue.remove(request)
+        else:
+            self._deactivate(request)
+            self.estimates.ended(now_ns, somebody_waits=len(self.queue) > 0)
 
-    # ---------------------------------------------------------------------------------- rows
+    # ---------------------------------------------------------------------------------- slots
 
     def keep_resident(self, request: Request, token_ids: Sequence[int], now_ns: int) -> bool:
-        """Let the slab of a request that is over stay as its session's resident, if it may.
+        """Let the KV of a request that is over stay as its session's resident, if it may.
 
-        Of its rows, those of `token_ids` count, which are the first of its tokens, all computed.
-        If it may not stay (False), release_slab is owed as ever.
+        Of its KV, that of `token_ids` counts, which are the first of its tokens, all computed.
+        If it may not stay (False), release_kv is owed as ever.
         """
-        assert request.is_over, "the slab of a request under way is its own"
+        assert request.is_over, "the sequence's KV of a request under way is its own"
         assert len(token_ids) <= request.computed_tokens, "only what was computed is kept"
         key = request.key
-        if not (self._limits.keeps_residents and token_ids and self._rows.slab_rows(request)):
+        if not (self._limits.keeps_residents and token_ids and self.slots.kv_slots(request)):
             return False
         if key in self.residents or self._active.has_session(key):
             return False
-        self._rows.become_resident(request, token_ids, now_ns)
+        self.slots.become_resident(request, token_ids, now_ns)
         return True
 
-    def evict_surplus(self, most: int) -> list[SessionKey]:
-        """Take out residents beyond a number; their slabs are to be released."""
-        return self.residents.take_surplus(most, self._queue.rank)
+    def release_kv(self, request: Request) -> None:
+        """Free the KV of a request that is over; nothing if it has none (any more).
 
-    def release_slab(self, request: Request) -> None:
-        """Free the slab of a request that is over; nothing if it has none (any more).
-
-        And the rows of its write buffer, if it was over before it was announced.
+        And the slots of its write buffer, if it was over before it was announced.
         """
-        assert request.is_over, "only an ended request gives its slab up"
-        self._rows.release_slab(request)
+        assert request.is_over, "only an ended request gives its KV up"
+        self.slots.release_kv(request)
         self.feed.left(request.number)
 
     def release_write(self, request: Request) -> None:
         """Free the oldest write buffer of a request; nothing if it has none (any more)."""
         is_own = request.state in (RequestState.READY, RequestState.RUNNING)
-        assert not is_own or self._rows.num_writes(request) > 1, "it is being written"
-        self._rows.release_write(request)
-
-    def resident_moved(self, request: Request) -> None:
-        """Free the slab from which rows were moved for a request."""
-        self.residents.end_move(request)
-
-    def drop_resident(self, key: SessionKey) -> bool:
-        """Free a session's resident; False if there is none, or it is busy."""
-        return self.residents.drop(key)
+        assert not is_own or self.slots.num_writes(request) > 1, "it is being written"
+        self.slots.release_write(request)
 
     def truncated(self, request: Request, ranges: Sequence[Range]) -> None:
         """Cut the context of a request that overflowed; it is admitted once its resident is ready.
@@ -259,7 +227,7 @@ class Scheduler:
         """
         assert ranges, "a context that stays as it is would overflow for ever"
         request.discard(ranges)
-        self._queue.history_changed(request)
+        self.queue.history_changed(request)
 
     # ---------------------------------------------------------------------------------- plan
 
@@ -267,37 +235,27 @@ class Scheduler:
         """Decide what is done next, and note it as done; called when no step is under way."""
         expired = self._deadlines.pop_due(now_ns)
         for request in expired:
-            self._end(request, RequestState.FAILED, now_ns)
+            self.end(request, RequestEvent.FAIL, now_ns)
         plan = self._planner.plan(now_ns)
-        if len(self._queue):
-            self._estimates.waits(now_ns)
-        self.feed.interval_s = self._estimates.interval_s(self._queue)
+        if len(self.queue):
+            self.estimates.waits(now_ns)
+        self.feed.interval_s = self.estimates.interval_s(self.queue)
         wake_ns = [ns for ns in (plan.wake_ns, self._deadlines.next_ns()) if ns is not None]
         return replace(plan, expired=tuple(expired), wake_ns=min(wake_ns, default=None))
 
-    def _end(self, request: Request, state: RequestState, now_ns: int) -> None:
-        was_waiting = request.state is RequestState.WAITING
-        request.move(state)
-        request.finished_ns = now_ns
-        if was_waiting:
-            self._queue.remove(request)
-        else:
-            self._deactivate(request)
-            self._estimates.ended(now_ns, somebody_waits=len(self._queue) > 0)
-
     def _deactivate(self, request: Request) -> None:
         self._active.remove(request)
-        self._gate.forget(request)
+        self.gate.forget(request)
 
     def check(self) -> None:
         """Raise AssertionError if an invariant is broken."""
         limits, num_active = self._limits, len(self._active)
-        self._rows.check()
-        self._queue.check()
+        self.slots.check()
+        self.queue.check()
         assert self.num_running <= limits.max_running
         assert num_active - self.num_running <= limits.max_loading
         most_admitted = limits.max_running + limits.max_loading
-        assert len(self._queue) + num_active <= limits.max_waiting + most_admitted
-        assert all(request.state is RequestState.WAITING for request in self._queue)
+        assert len(self.queue) + num_active <= limits.max_waiting + most_admitted
+        assert all(request.state is RequestState.WAITING for request in self.queue)
         self._active.check()
-        assert all(r.capacity_tokens <= self._rows.slab_rows(r) for r in self._active)
+        assert all(r.capacity_tokens <= self.slots.kv_slots(r) for r in self._active)

@@ -1,21 +1,50 @@
 """When a request may join the batch although its history is still being loaded.
 
 Early enough that loading hides behind computing, late enough that no layer waits: a forward that
-waits holds up everybody in the batch. How long that is follows from measured rates
-(`read_buffer.py`); while they are unknown, one loaded layer is taken as a sign of life.
+waits holds up everybody in the batch. Layer *l*'s attention needs layer *l* of the history. Loading
+goes on layer by layer while the forward computes; if a layer loads slower than it is computed, the
+load must be ahead when the forward starts: by the paper's read buffer, which follows from measured
+rates (`start_in_s`). While they are unknown, one loaded layer is taken as a sign of life.
 
 Nobody is held for ever: a forward's own wait for a layer has a deadline and this gate has not, so
 a load that stands still is let through, to fail there.
 
 Invariant: what is not certain, because its load may still fail, is never kept as a resident.
+
+*Source:* CachedAttention §3.2.1, fig. 7: `S_buf = B · (T_load · L_hist - T_pref · L_new)`. Here
+`T_load · L_hist` is num_layers · load_layer_s, `T_pref · L_new` is num_layers · compute_layer_s,
+and the bandwidth B is one layer each load_layer_s.
 """
 
 from dataclasses import dataclass
 
 from inference_svc.core.rates.rates import Rates, pairs
-from inference_svc.core.scheduling.read_buffer import start_in_s
 from inference_svc.core.scheduling.request import Request
 from shared.types.units import NS_PER_S
+
+
+def start_in_s(
+    num_layers: int, layers_ready: int, load_layer_s: float, compute_layer_s: float
+) -> float:
+    """How long a forward must wait, from now, so that none of its layers waits; ≥ 0.
+
+    If it starts after d seconds, layer l is needed at d + l · compute_layer_s, and is there at
+    (l + 1 - layers_ready) · load_layer_s. The worst layer is the first or the last that is
+    missing, because the difference is linear in l.
+
+    Args:
+        num_layers: of the model.
+        layers_ready: how many, from the first, are loaded; the next one's load begins now.
+        load_layer_s: seconds to load one layer of the history.
+        compute_layer_s: seconds to compute one layer of the forward.
+    """
+    missing = num_layers - layers_ready
+    if missing <= 0:
+        return 0.0
+    first = load_layer_s - layers_ready * compute_layer_s
+    last = missing * load_layer_s - (num_layers - 1) * compute_layer_s
+    return max(0.0, first, last)
+
 
 IDLE_SLACK_S = 0.02  # if nobody else is held up, waiting here or in the forward is the same
 HOLD_LIMIT_NS = NS_PER_S  # without news of a load: far longer than a layer takes
@@ -31,7 +60,7 @@ class _Load:
         layers_ready: from the first.
         announced_ns, news_ns: when it was announced; when the last layer arrived.
         guessed_layer_s: seconds a layer, from earlier loads; None: unknown.
-        is_certain: whether the rows are known to be good.
+        is_certain: whether the KV is known to be good.
     """
 
     enough_layers: int
@@ -92,11 +121,11 @@ class StartGate:
             load.layers_ready, load.news_ns = layers_ready, now_ns
 
     def is_certain(self, request: Request) -> bool:
-        """Whether all rows of a watched request are known to be good."""
+        """Whether all KV of a watched request is known to be good."""
         return self._loads[request.number].is_certain
 
     def confirm(self, request: Request) -> None:
-        """Note that a step over the rows has been believed."""
+        """Note that a step over its history has been believed."""
         load = self._loads[request.number]
         load.layers_ready, load.is_certain = self._num_layers, True
 

@@ -1,4 +1,11 @@
-"""What the scheduler decides and what it is told: frozen values between it and the engine."""
+"""What the scheduler decides and what it is told: frozen values between it and the engine.
+
+A step computes every answer under way, and prompt tokens up to a bound: a long prompt is cut, so
+that it never holds up answers for longer than its share of a step takes (`plan_chunks`).
+
+*Source:* iteration-level scheduling: Orca (OSDI'22); prompt chunks beside decodes: Sarathi-Serve
+(OSDI'24).
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -9,24 +16,24 @@ from shared.types.session_key import SessionKey
 
 @dataclass(frozen=True)
 class SchedulerLimits:
-    """Bounds of the scheduler, in requests, rows or tokens.
+    """Bounds of the scheduler, in requests, token slots or tokens.
 
     Attributes:
         max_running: requests in a step.
         max_loading: requests that load, or are loaded and wait for the batch.
         max_waiting: requests in the queue, above which a new one is refused.
-        kv_rows: slabs, write buffers and residents together; a row is K and V of a token.
+        kv_slots: of sequences, write buffers and residents together; a slot holds one token's KV.
         step_tokens: prompt tokens computed in one step, over all requests.
         mixed_step_tokens: the same, while an answer is under way beside them.
         answer_tokens: room for an answer that a request is first admitted with.
         saves: whether requests have write buffers.
-        keeps_residents: whether sessions keep their slab when their turn is over.
+        keeps_residents: whether sessions keep their KV when their turn is over.
     """
 
     max_running: int
     max_loading: int
     max_waiting: int
-    kv_rows: int
+    kv_slots: int
     step_tokens: int
     mixed_step_tokens: int
     answer_tokens: int
@@ -52,9 +59,9 @@ class Admission:
     """Give a request its memory, fill in what is stored, and call `announced`.
 
     Attributes:
-        resident_tokens: its first tokens, of which its session's resident has the rows.
-        in_place: that resident's slab is the request's now. Otherwise its rows are to be moved to
-            a new slab, and `resident_moved` is owed.
+        resident_tokens: its first tokens, of which its session's resident has the KV.
+        in_place: that resident's KV is the request's now. Otherwise it is to be moved to new KV,
+            and `resident_moved` is owed.
     """
 
     request: Request
@@ -67,12 +74,12 @@ class StepPlan:
     """What to do now, in this order: preempted, overflowed, evicted, admitted, chunks.
 
     Attributes:
-        preempted: their slabs are their sessions' residents now, with `computed_tokens` rows;
+        preempted: their KV are their sessions' residents now, with `computed_tokens` tokens;
             they wait again. Their write buffers may be saved, and `release_write` is owed.
         overflowed: as preempted, because their window is full. Until their context is cut they are
             not admitted, and nobody else is whose place is behind theirs: `truncated`, then
-            `end_shift` of their resident are owed.
-        evicted: sessions whose resident slab is to be released before memory is given to others.
+            `end_compaction` of their resident are owed.
+        evicted: sessions whose resident KV is to be released before memory is given to others.
         expired: failed because their deadline passed; release is owed.
         wake_ns: when to ask again even if nothing happens; None: not needed.
     """
@@ -97,3 +104,26 @@ class StepResult:
 
     computed: Sequence[PlannedChunk]
     sampled: Mapping[int, int]
+
+
+def prompt_budget(running: Sequence[Request], limits: SchedulerLimits) -> int:
+    """Prompt tokens a step may compute."""
+    is_mixed = any(request.is_decoding for request in running)
+    return limits.mixed_step_tokens if is_mixed else limits.step_tokens
+
+
+def plan_chunks(running: Sequence[Request], limits: SchedulerLimits) -> tuple[PlannedChunk, ...]:
+    """Choose the chunks of a step; prompts are served in the order of `running`."""
+    growing = [
+        request for request in running if not (request.is_outgrown or request.is_overflowing)
+    ]
+    chunks = [PlannedChunk(r, 1, sample=True) for r in growing if r.is_decoding]
+    left = prompt_budget(running, limits)
+    for request in growing:
+        if left and not request.is_decoding:
+            num_tokens = min(left, request.uncomputed_tokens)
+            sample = num_tokens == request.uncomputed_tokens
+            chunks.append(PlannedChunk(request, num_tokens, sample))
+            left -= num_tokens
+    assert all(c.num_tokens <= c.request.unused_slots for c in chunks), "an answer is too long"
+    return tuple(chunks)

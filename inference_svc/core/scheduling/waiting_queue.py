@@ -1,9 +1,10 @@
-"""The order in which requests are admitted: by priority, then fairly between tenants.
+"""Requests that wait: in which order they are admitted, until when, and how soon that is likely.
 
-Of one priority, requests are ordered by their start tag, which counts tokens of work: a tenant's
-next request starts, in this virtual time, where its last one finishes, and one of weight 2
-finishes in half the time. A tenant that floods the queue waits behind its own requests; others
-pass. Virtual time is the tag of the newest admission; it catches up when nobody waits.
+They are admitted by priority, then fairly between tenants. Of one priority, requests are ordered by
+their start tag, which counts tokens of work: a tenant's next request starts, in this virtual time,
+where its last one finishes, and one of weight 2 finishes in half the time. A tenant that floods the
+queue waits behind its own requests; others pass. Virtual time is the tag of the newest admission;
+it catches up when nobody waits.
 
 Invariants (`check`): 1. the order is that of (-priority, start tag, number); 2. a request that
 comes back has its old tag, so that it is before its equals; 3. a key has a rank while one of its
@@ -14,14 +15,18 @@ serving: Sheng et al., OSDI'24.
 """
 
 from bisect import insort
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from heapq import heapify, heappop, heappush
+from itertools import islice
 
 from sortedcontainers import SortedList
 
+from inference_svc.core.rates.rates import Rates, pairs
 from inference_svc.core.scheduling.request import Request
 from shared.kvd_client.queue_feed import QueueFeed
-from shared.types.queue_digest import Rank
+from shared.types.queue_delta import Rank
 from shared.types.session_key import SessionKey
+from shared.types.units import NS_PER_S
 
 
 class WaitingQueue:
@@ -123,3 +128,96 @@ class WaitingQueue:
 
 def _rank_of(request: Request) -> Rank:
     return (-request.priority, request.start_tag, request.number)
+
+
+_SPARE = 64  # entries of ended requests that are never worth a clean-up
+
+
+class Deadlines:
+    """Requests by deadline, those that run, too.
+
+    An ended request is forgotten when its turn comes, or when many have ended. Invariant: a request
+    that has not ended and has a deadline is in the heap.
+    """
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[int, int, Request]] = []  # deadline_ns, number
+        self._clean_up_at = _SPARE
+
+    def add(self, request: Request) -> None:
+        """Watch a request, if it has a deadline. O(log n)."""
+        if request.deadline_ns is None:
+            return
+        heappush(self._heap, (request.deadline_ns, request.number, request))
+        if len(self._heap) > self._clean_up_at:
+            self._heap = [entry for entry in self._heap if not entry[2].is_over]
+            heapify(self._heap)
+            self._clean_up_at = 2 * len(self._heap) + _SPARE
+
+    def next_ns(self) -> int | None:
+        """Return the earliest deadline of a request that has not ended."""
+        while self._heap and self._heap[0][2].is_over:
+            heappop(self._heap)
+        return self._heap[0][0] if self._heap else None
+
+    def pop_due(self, now_ns: int) -> list[Request]:
+        """Take out the requests whose deadline is not later than now and that have not ended."""
+        due = []
+        while (deadline_ns := self.next_ns()) is not None and deadline_ns <= now_ns:
+            request = heappop(self._heap)[2]
+            if request.deadline_ns is not None and request.deadline_ns <= now_ns:
+                due.append(request)
+            else:  # it was given more time: a repeat of its turn asked for it
+                self.add(request)
+        return due
+
+
+UNKNOWN_RETRY_S = 1.0  # a guess at a turn's length, until one was seen
+_FEW = 16  # prompts that stand for all that wait
+_SHARE = 0.1  # of the newest interval in the mean: about the last ten matter
+
+
+class StartEstimates:
+    """How often requests that wait are likely admitted, from how things went of late.
+
+    As often as places became free while somebody waited: an idle engine's pauses say nothing of its
+    speed. Before two requests have ended, by what the prompts ahead add to steps.
+
+    Args:
+        rates: of steps.
+    """
+
+    def __init__(self, rates: Rates) -> None:
+        self._rates = rates
+        self._interval_s: float | None = None  # mean time between two ends
+        self._since_ns: int | None = None  # the last end, or when somebody began to wait
+
+    def waits(self, now_ns: int) -> None:
+        """Note that somebody waits now."""
+        if self._since_ns is None:
+            self._since_ns = now_ns
+
+    def ended(self, now_ns: int, *, somebody_waits: bool) -> None:
+        """Note that a request that was admitted has ended."""
+        if self._since_ns is not None:
+            newest_s = (now_ns - self._since_ns) / NS_PER_S
+            mean_s = newest_s if self._interval_s is None else self._interval_s
+            self._interval_s = mean_s + _SHARE * (newest_s - mean_s)
+        self._since_ns = now_ns if somebody_waits else None
+
+    def retry_after_s(self) -> float:
+        """When a place in the queue is likely free."""
+        return UNKNOWN_RETRY_S if self._interval_s is None else self._interval_s
+
+    def interval_s(self, waiting: Iterable[Request]) -> float:
+        """Mean time between two starts, as likely as not; 0 if unknown. `waiting` in order."""
+        if self._interval_s is not None:
+            return self._interval_s
+        prompts_s = [self._prompt_s(request) for request in islice(waiting, _FEW)]
+        return sum(prompts_s) / len(prompts_s) if prompts_s else 0.0
+
+    def _prompt_s(self, request: Request) -> float:
+        """Seconds that what is left of a prompt adds to steps; 0 if unknown."""
+        end = len(request.token_ids)
+        start = min(max(request.computed_tokens, request.history_tokens), end - 1)
+        return self._rates.steps.added_seconds(end - start, pairs(start, end)) or 0.0

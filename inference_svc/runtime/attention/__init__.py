@@ -1,1 +1,1 @@
-"""Attention back-ends: over plain softmax or torch, behind one interface."""
+"""Attention back-ends: plain softmax attention in torch, behind one interface."""

@@ -1,9 +1,9 @@
-"""Attention back-ends: the interface between a forward and whatever attends over its slabs.
+"""Attention back-ends: the interface between a forward and whatever attends over sequences' KV.
 
 A back-end is asked twice: once per step with all parts (`prepare`), where it may plan, cut views
-and allocate, and then once per attention call of the model (`attend`). It reads slabs and writes
-nothing. The portable one is `torch_attention.py`; a library for one device is another class of this
-shape, entered in `attention_backends.py`.
+and allocate, and then once per attention call of the model (`attend`). It reads KV and writes
+nothing. The portable one is `attention_backends.TorchAttention`; a library for one device is
+another class of this shape, entered beside it.
 
 A part's result must not depend on the parts beside it: else a session's answer would change with
 the load of the server.
@@ -14,7 +14,7 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
-from inference_svc.runtime.kv.kv_slab import KVSlab
+from inference_svc.runtime.kv.sequence_kv import SequenceKv
 
 
 class AttentionOptions(NamedTuple):
@@ -44,28 +44,28 @@ class Part(NamedTuple):
     """One sequence's tokens in a step.
 
     Attributes:
-        slab: its rows; `num_tokens` of it do not move while the step runs.
-        num_tokens: new ones: row `slab.num_tokens` is the first, written before it is attended to.
+        kv: of the sequence; its `num_tokens` do not move while the step runs.
+        num_tokens: new ones: slot `kv.num_tokens` is the first, written before it is attended to.
     """
 
-    slab: KVSlab
+    kv: SequenceKv
     num_tokens: int
 
     @property
     def length(self) -> int:
-        """Rows that the last new token sees, itself included."""
-        return self.slab.num_tokens + self.num_tokens
+        """Tokens that the last new one sees, itself included."""
+        return self.kv.num_tokens + self.num_tokens
 
 
 class StepAttention(Protocol):
     """Attention of one step."""
 
     def attend(self, query: Tensor, layer_index: int, options: AttentionOptions) -> Tensor:
-        """Let each part's tokens see the rows of its slab up to themselves.
+        """Let each part's tokens see their sequence up to themselves.
 
         Args:
-            query: [1, heads, tokens, dim], the parts one after another.
-            layer_index: whose rows; those of the new tokens are written by now.
+            query: [1, heads, tokens, head_dim], the parts one after another.
+            layer_index: whose KV; that of the new tokens is written by now.
             options: of this call.
 
         Returns:
@@ -74,7 +74,7 @@ class StepAttention(Protocol):
 
 
 class AttentionBackend(Protocol):
-    """Attends over slabs; used by one thread."""
+    """Attends over sequences' KV; used by one thread."""
 
     def prepare(self, parts: Sequence[Part]) -> StepAttention:
         """Plan the attention calls of a step over these parts."""

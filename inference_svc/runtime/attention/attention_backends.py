@@ -1,14 +1,89 @@
-"""The table of attention back-ends, by the name that `model.attention` gives them."""
+"""Attention back-ends by the name that `model.attention` gives them, and the portable one of them.
 
-from collections.abc import Callable
+`TorchAttention` attends with what torch has, on every device. One call per sequence, on the very
+tokens of its KV: gathering tokens of several sequences for one call costs more than the calls do.
+Written for few Python and torch calls: at decode they cost as much as the arithmetic. Hence views
+of all layers are cut at once, and a step in which every part is one token has a path of its own,
+with the arithmetic of the other.
+"""
+
+from collections.abc import Callable, Sequence
 
 import torch
+from torch import Tensor
 
-from inference_svc.runtime.attention.attention import AttentionBackend
-from inference_svc.runtime.attention.torch_attention import TorchAttention
+from inference_svc.runtime.attention.attention import AttentionBackend, AttentionOptions, Part
+from inference_svc.runtime.attention.softmax_attention import Masks, attend, attend_one, attends_one
 from shared.types.errors import ConfigError
 
 AUTO = "auto"  # the best there is for the device
+
+_ALL = AttentionOptions()  # every token is seen
+VisibleKv = list[tuple[Sequence[Tensor], Sequence[Tensor]]]  # keys, values of each part, by layer
+
+
+class TorchAttention:
+    """See the module docstring."""
+
+    def prepare(self, parts: Sequence[Part]) -> "TorchStepAttention":
+        """Plan a step; cheap."""
+        return TorchStepAttention(parts)
+
+
+class TorchStepAttention:
+    """Attention of one step; see the protocol for shapes."""
+
+    def __init__(self, parts: Sequence[Part]) -> None:
+        self._parts = parts
+        self._sizes = [part.num_tokens for part in parts]
+        self._is_decode = max(self._sizes) == 1
+        self._visible: dict[tuple[int | None, int | None], VisibleKv] = {}
+        self._masks: Masks = {}
+
+    def attend(self, query: Tensor, layer_index: int, options: AttentionOptions) -> Tensor:
+        """Attend each part to its own KV, [1, tokens, heads, value_dim]; see the protocol."""
+        if self._is_decode:
+            visible = self._visible_kv(options)
+            if attends_one(query, visible[0][1][layer_index], options):
+                return self._attend_decode(query, layer_index, options, visible)
+        attended = [
+            attend(piece, keys[layer_index], values[layer_index], options, self._masks).transpose(
+                1, 2
+            )
+            for piece, (keys, values) in zip(
+                query.split_with_sizes(self._sizes, 2), self._visible_kv(_ALL), strict=True
+            )
+        ]
+        return torch.cat(attended, dim=1)  # contiguous, as some models count on
+
+    def _attend_decode(
+        self, query: Tensor, layer_index: int, options: AttentionOptions, visible: VisibleKv
+    ) -> Tensor:
+        """Attend when every part is one token."""
+        _, num_heads, num_parts, dim = query.shape
+        kv_heads = visible[0][0][layer_index].shape[1]
+        grouped = query[0].transpose(0, 1).reshape(num_parts, kv_heads, -1, dim)
+        attended = [
+            attend_one(row, keys[layer_index], values[layer_index], options)
+            for row, (keys, values) in zip(
+                grouped.split_with_sizes(self._sizes), visible, strict=True
+            )
+        ]
+        return torch.cat(attended).view(1, num_parts, num_heads, -1)
+
+    def _visible_kv(self, options: AttentionOptions) -> VisibleKv:
+        """Return what each part's last token sees; cut once for all layers that see as much."""
+        kind = (options.window, options.chunk)
+        if kind not in self._visible:
+            cuts = []
+            for part in self._parts:
+                first = options.first_visible(part.length - 1)
+                num_tokens, kv = part.length - first, part.kv
+                cuts.append((kv.keys.cut(first, num_tokens), kv.values.cut(first, num_tokens)))
+            self._visible[kind] = cuts
+        return self._visible[kind]
+
+
 _BACKENDS: dict[str, Callable[[], AttentionBackend]] = {"torch": TorchAttention}
 
 

@@ -1,7 +1,7 @@
-"""Exact softmax attention of one sequence's new tokens over its rows, in torch.
+"""Exact softmax attention of one sequence's new tokens over its KV, in torch.
 
-Pure tensor functions over [1, heads, tokens, dim]; the last rows of keys and values are the new
-tokens' own. A result depends on this one sequence alone.
+Pure tensor functions over [1, heads, tokens, dim]; the last keys and values are the new tokens'
+own. A result depends on this one sequence alone.
 
 Measured on one core of an EPYC (Zen 5), 64-wide heads; why each path is as it is:
 - one token: the query heads of a group become query rows, so that keys are read once per group
@@ -16,6 +16,8 @@ Measured on one core of an EPYC (Zen 5), 64-wide heads; why each path is as it i
 - softcap: plain products, no kernel has it. Other devices than the CPU have no log-sum-exp
   in a portable form and take a mask.
 """
+
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -34,11 +36,11 @@ _flash_kernel = torch._scaled_dot_product_flash_attention_for_cpu  # noqa: SLF00
 def attend(
     query: Tensor, keys: Tensor, values: Tensor, options: AttentionOptions, masks: Masks
 ) -> Tensor:
-    """Attend new tokens to the rows up to themselves.
+    """Attend new tokens to those up to themselves.
 
     Args:
-        query: [1, heads, tokens, dim].
-        keys: [1, kv_heads, length, dim], length >= tokens; the first is at position 0.
+        query: [1, heads, tokens, head_dim].
+        keys: [1, kv_heads, length, head_dim], length >= tokens; the first is at position 0.
         values: [1, kv_heads, length, value_dim].
         options: of the call.
         masks: made so far for tensors of this dtype and device; new ones are added.
@@ -47,35 +49,52 @@ def attend(
         [1, heads, tokens, value_dim]
     """
     num_heads, num_tokens = query.shape[1:3]
-    past = keys.shape[2] - num_tokens
     is_by_scores = _is_by_scores(query, values, options)
     tile_tokens = TILE_TOKENS
     if is_by_scores:
         tile_tokens = max(1, min(TILE_TOKENS, MAX_SCORES // (num_heads * keys.shape[2])))
-    tiles: list[Tensor] = []
+    attended: list[Tensor] = []
+    for new, seen in tiles(num_tokens, keys.shape[2], tile_tokens, options):
+        tile = (query[:, :, new], keys[:, :, seen], values[:, :, seen])
+        if is_by_scores:
+            attended.append(_by_scores(*tile, options))
+        elif new.stop - new.start == 1:
+            attended.append(_attend_lone(*tile, options))
+        elif _has_flash(query, values):
+            attended.append(_by_flash(*tile, options, masks))
+        else:
+            attended.append(_by_mask(*tile, options, masks))
+    return attended[0] if len(attended) == 1 else torch.cat(attended, dim=2)
+
+
+def tiles(
+    num_tokens: int, length: int, tile_tokens: int, options: AttentionOptions
+) -> Iterator[tuple[slice, slice]]:
+    """Divide a sequence's last tokens into tiles that are attended to together.
+
+    Args:
+        num_tokens: of the sequence, which are new.
+        length: of the sequence, with these.
+        tile_tokens: of a tile at most; it also ends where a chunk of attention does.
+        options: of the call.
+
+    Yields:
+        which of the new tokens a tile is of, and which keys these see together.
+    """
+    past = length - num_tokens
     begin = end = 0
     while end < num_tokens:
         begin, end = end, min(end + tile_tokens, num_tokens)
         if options.chunk is not None:
             end = min(end, begin + options.chunk - (past + begin) % options.chunk)
-        rows = slice(options.first_visible(past + begin), past + end)
-        tile = (query[:, :, begin:end], keys[:, :, rows], values[:, :, rows])
-        if is_by_scores:
-            tiles.append(_by_scores(*tile, options))
-        elif end - begin == 1:
-            tiles.append(_attend_lone(*tile, options))
-        elif _has_flash(query, values):
-            tiles.append(_by_flash(*tile, options, masks))
-        else:
-            tiles.append(_by_mask(*tile, options, masks))
-    return tiles[0] if len(tiles) == 1 else torch.cat(tiles, dim=2)
+        yield slice(begin, end), slice(options.first_visible(past + begin), past + end)
 
 
 def attend_one(query: Tensor, keys: Tensor, values: Tensor, options: AttentionOptions) -> Tensor:
-    """Attend one token to all rows given, if `attends_one`.
+    """Attend one token to all that are given, if `attends_one`.
 
     Args:
-        query: [1, kv_heads, group, dim], the query heads that share a key head side by side.
+        query: [1, kv_heads, group, head_dim], the query heads that share a key head side by side.
         keys: as for `attend`, already cut to the window.
         values: as for `attend`.
         options: of the call.
@@ -98,7 +117,7 @@ def attend_one(query: Tensor, keys: Tensor, values: Tensor, options: AttentionOp
 
 
 def attends_one(query: Tensor, values: Tensor, options: AttentionOptions) -> bool:
-    """Whether `attend_one` can do such a call."""
+    """Whether `attend_one` can do such a call; tensors as it takes them, or of more tokens."""
     return not _is_by_scores(query, values, options)
 
 

@@ -1,4 +1,1 @@
-"""What is found out about a model at load.
-
-Recipes of its layers, rotations, masks, sinks; proven before use.
-"""
+"""What is found out about a model at load: layers, rotations, masks, sinks; proven before use."""

@@ -1,17 +1,17 @@
 """Calibration: find out how a model caches keys by running it, and prove that we run it right.
 
-Frequencies that follow the length of a sequence are frozen first (`frozen_rope.py`). Modes are
-tried in the order of their speed (`recipes.Mode`); the first that is proven is taken.
-Each attempt has these steps:
+Frequencies that follow the length of a sequence are frozen first (`rope_tables.py`). Modes are
+tried in the order of their speed (`recipes.Mode`); the first that is proven is taken. Each attempt
+has these steps:
 
 1. *Probe* (`mode_probe.py`): a forward of a few tokens under capture records what each layer
    caches, which apply call made it, and what each attention call may see. A second one is told
    another length of its cache: if that changes its answer, the model counts positions itself, and
    several sequences in one such forward would be answered wrongly.
-2. *Recipes* (`layer_recipes.py`): per layer, where its rows before RoPE are seen, and the table
-   that re-embeds them.
-3. *Decoupled*: the same token at two places has the same rows in the first layer, before RoPE. A
-   model that fails is served with rows as they are cached, at the positions they were cached at.
+2. *Recipes* (`layer_recipes.py`): per layer, where its KV before RoPE is seen, and the table
+   that re-embeds it.
+3. *Decoupled*: the same token at two places has the same KV in the first layer, before RoPE. A
+   model that fails is served with KV as it is cached, at the positions it was cached at.
 4. *Proof* (`proof.py`): every path of a turn gives the stock model's logits.
 
 No list of architectures. A model that does not pass is refused with the reason; it is never served
@@ -24,8 +24,7 @@ from contextlib import contextmanager
 from typing import Literal
 
 from inference_svc.core.errors import UnsupportedModelError
-from inference_svc.runtime.calibration.frozen_rope import freeze_rotary
-from inference_svc.runtime.calibration.layer_recipes import free_rows, layer_recipes
+from inference_svc.runtime.calibration.layer_recipes import before_rope, layer_recipes
 from inference_svc.runtime.calibration.mode_probe import (
     REPEATED_TOKENS,
     probe_mode,
@@ -33,16 +32,18 @@ from inference_svc.runtime.calibration.mode_probe import (
 )
 from inference_svc.runtime.calibration.probe import Probe, SeenLayer
 from inference_svc.runtime.calibration.proof import prove
+from inference_svc.runtime.calibration.rope_tables import freeze_rotary
 from inference_svc.runtime.calibration.stock import (
+    SAME,
     can_set_attention,
+    distance,
     stock_attentions,
     stock_logits,
     use_attention,
 )
-from inference_svc.runtime.kv.kv_slab import LayerShape
+from inference_svc.runtime.kv.sequence_kv import LayerShape
 from inference_svc.runtime.model import capture
-from inference_svc.runtime.model.distance import SAME, distance
-from inference_svc.runtime.model.forward_call import ForwardCall
+from inference_svc.runtime.model.capture import ForwardCall
 from inference_svc.runtime.model.model_loader import LoadedModel
 from inference_svc.runtime.model.refusals import (
     FINAL,
@@ -63,8 +64,6 @@ from inference_svc.runtime.positions.recipes import (
 )
 from shared.types.kv_layout import Component, KVLayout, Layer, choose_block_tokens
 
-__all__ = ["Calibration", "calibrate"]
-
 PositionsChoice = Literal["auto", "decoupled", "coupled", "naive"]
 MIN_CONTEXT_WINDOW = 32  # tokens; below it there is nothing to probe with
 
@@ -74,7 +73,7 @@ def calibrate(loaded: LoadedModel, positions: PositionsChoice = "auto") -> Calib
 
     Args:
         loaded: the model.
-        positions: of stored rows, see `Calibration.positions`. "auto": decoupled if that is
+        positions: of stored KV, see `Calibration.positions`. "auto": decoupled if that is
             proven, else coupled.
 
     Raises:
@@ -162,7 +161,7 @@ def _is_stateful(loaded: LoadedModel) -> bool:
 def _ways(loaded: LoadedModel) -> Iterator[tuple[Mode, str]]:
     """Yield modes and the names of the attention they run with, fastest first."""
     if can_set_attention(loaded.model):
-        yield "paged", capture.ATTENTION_NAME
+        yield "ragged", capture.ATTENTION_NAME
         yield "gather", capture.ATTENTION_NAME
     for attention in stock_attentions(loaded.model):
         yield "masked", attention
@@ -171,10 +170,10 @@ def _ways(loaded: LoadedModel) -> Iterator[tuple[Mode, str]]:
 
 
 def _recipes(loaded: LoadedModel, probe: Probe, positions: Positions) -> tuple[LayerRecipe, ...]:
-    """Return how rows are stored.
+    """Return how each layer's KV is stored.
 
     Raises:
-        UnsupportedModelError: if they cannot be stored without their position.
+        UnsupportedModelError: if it cannot be stored without its position.
     """
     if positions != "decoupled":
         return tuple(_as_cached(seen) for seen in probe.layers.values())
@@ -185,15 +184,15 @@ def _recipes(loaded: LoadedModel, probe: Probe, positions: Positions) -> tuple[L
 
 
 def _as_cached(seen: SeenLayer) -> LayerRecipe:
-    """Return the recipe that stores a layer's rows as they are cached."""
+    """Return the recipe that stores a layer's KV as it is cached."""
     key, value = ((cached.shape[1], cached.shape[3]) for cached in (seen.key, seen.value))
     return LayerRecipe(LayerShape(key, value), ComponentRecipe(), ComponentRecipe())
 
 
 def _check_decoupled(loaded: LoadedModel, layers: Sequence[LayerRecipe], probe: Probe) -> None:
     """Refuse a model that adds positions before its attention."""
-    for rows in free_rows(layers[0], probe.layers[0]):  # [tokens, heads, dim]
-        if distance(rows[-REPEATED_TOKENS:], rows[:REPEATED_TOKENS]) > SAME:
+    for component in before_rope(layers[0], probe.layers[0]):  # [tokens, kv_heads, dim]
+        if distance(component[-REPEATED_TOKENS:], component[:REPEATED_TOKENS]) > SAME:
             raise NotDecoupledError(
                 f"keys of {loaded.architecture} depend on absolute positions, not on rotary ones",
                 "serve it with model.positions = coupled",

@@ -1,19 +1,19 @@
 """Recipes of layers: where what a layer caches was seen before RoPE, and the table that embeds it.
 
-Works on what a probe recorded; each recipe is checked against the rows the model made itself.
+Works on what a probe recorded; each recipe is checked against what the model cached itself.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from inference_svc.runtime.calibration.probe import Probe, SeenLayer
 from inference_svc.runtime.calibration.rope_calls import ApplyCall
 from inference_svc.runtime.calibration.rope_tables import RopeTables
-from inference_svc.runtime.kv.kv_slab import LayerShape
-from inference_svc.runtime.model.distance import SAME, distance
+from inference_svc.runtime.calibration.stock import SAME, distance
+from inference_svc.runtime.kv.sequence_kv import LayerShape
 from inference_svc.runtime.model.model_loader import LoadedModel
 from inference_svc.runtime.model.refusals import REMEDY, ModelModeMissingError
 from inference_svc.runtime.positions.recipes import (
@@ -21,25 +21,29 @@ from inference_svc.runtime.positions.recipes import (
     KeySource,
     LayerRecipe,
     PostRotary,
+    ScaledRotary,
 )
 from inference_svc.runtime.positions.rotary import RotaryTable
-from inference_svc.runtime.positions.scaled_rotary import find_scale
+
+MOVED_TOKENS = 13  # by how many positions the check moves tokens
+# Largest relative difference of moved keys to embedded ones: rounding, and the norm's epsilon.
+TOLERANCE = {torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 
 
 def layer_recipes(loaded: LoadedModel, probe: Probe) -> tuple[LayerRecipe, ...]:
     """Find every layer's recipe.
 
     Raises:
-        UnsupportedModelError: if rows before RoPE cannot be found or turned into those cached.
+        UnsupportedModelError: if KV before RoPE cannot be found or turned into what is cached.
     """
     tables = RopeTables(loaded, probe.rotary_calls)
     return tuple(_layer_recipe(probe.layers[index], tables) for index in range(len(probe.layers)))
 
 
-def free_rows(recipe: LayerRecipe, seen: SeenLayer) -> tuple[Tensor, Tensor]:
+def before_rope(recipe: LayerRecipe, seen: SeenLayer) -> tuple[Tensor, Tensor]:
     """Return a probed layer's keys and values before RoPE, [tokens, kv_heads, dim] each."""
     calls = [(call.args, None) for call in seen.calls]
-    return recipe.key.free_rows(calls, seen.key), recipe.value.free_rows(calls, seen.value)
+    return recipe.key.before_rope(calls, seen.key), recipe.value.before_rope(calls, seen.value)
 
 
 def _layer_recipe(seen: SeenLayer, tables: RopeTables) -> LayerRecipe:
@@ -59,11 +63,10 @@ def _layer_recipe(seen: SeenLayer, tables: RopeTables) -> LayerRecipe:
 def _component_recipe(seen: SeenLayer, cached: Tensor, tables: RopeTables) -> ComponentRecipe:
     """Find the recipe of one component, cached as [1, heads, tokens, dim]."""
     for turned, post in _before_norms(seen, cached):
-        found = _find_source(seen.calls, turned)
-        if found is not None:
-            source, result_index = found
-            free = source.free_rows([(call.args, None) for call in seen.calls], turned)
-            table = tables.find(seen.calls[source.call_index], source, result_index, free, turned)
+        source = _find_source(seen.calls, turned)
+        if source is not None:
+            free = source.before_rope([(call.args, None) for call in seen.calls], turned)
+            table = tables.find(seen.calls[source.call_index], source, free, turned)
             recipe = ComponentRecipe(source, table, post and _with_scale(post, table, free))
             _check_recipe(tables.loaded, recipe, free, cached)
             return recipe
@@ -83,12 +86,11 @@ def _before_norms(seen: SeenLayer, cached: Tensor) -> Iterator[tuple[Tensor, Pos
                 yield taken, PostRotary(call.norm)
 
 
-def _find_source(calls: Sequence[ApplyCall], turned: Tensor) -> tuple[KeySource, int] | None:
-    """Find the apply call whose result the component is, or begins with, and the result's index."""
+def _find_source(calls: Sequence[ApplyCall], turned: Tensor) -> KeySource | None:
+    """Find the apply call whose result the component is, or begins with."""
     num_tokens, width = turned.shape[2:]
     for call_index, call in enumerate(calls):
-        for result_index, result in enumerate(call.results):
-            argument = call.args[result_index] if result_index < len(call.args) else None
+        for arg_index, (argument, result) in enumerate(zip(call.args, call.results, strict=False)):
             if (
                 not isinstance(argument, Tensor)
                 or argument.dim() != 4
@@ -103,14 +105,14 @@ def _find_source(calls: Sequence[ApplyCall], turned: Tensor) -> tuple[KeySource,
                 and by_head.shape == part.shape
                 and torch.equal(by_head, part)
             ):
-                return KeySource(call_index, result_index, seq_dim, by_head.shape[-1]), result_index
+                return KeySource(call_index, arg_index, seq_dim, by_head.shape[-1])
     return None
 
 
 def _check_recipe(
     loaded: LoadedModel, recipe: ComponentRecipe, free: Tensor, cached: Tensor
 ) -> None:
-    """Refuse a recipe that does not turn the rows before RoPE into those the model cached."""
+    """Refuse a recipe that does not turn KV before RoPE into what the model cached."""
     error = distance(recipe.embed(free, 0), cached[0].transpose(0, 1))
     if not error <= SAME:  # written so that NaN is refused too
         raise ModelModeMissingError(
@@ -118,3 +120,19 @@ def _check_recipe(
             f"(error {error:.1e})",
             REMEDY,
         )
+
+
+def find_scale(rotary: RotaryTable, norm: nn.Module, free: Tensor) -> Tensor | None:
+    """Return the weights of a norm if it is of this kind, else None.
+
+    Args:
+        rotary: the embedding before the norm.
+        norm: takes [..., dim].
+        free: some keys before RoPE, [n, kv_heads, dim], in the model's dtype.
+    """
+    scale: Tensor = norm(torch.ones_like(free[0, 0])).float()
+    if not (scale.isfinite().all() and scale.abs().min() > 0):
+        return None
+    embedded, expected = (norm(rotary.rotate(free, start)) for start in (0, MOVED_TOKENS))
+    ScaledRotary(rotary, scale).move_into(embedded, 0, MOVED_TOKENS, embedded)
+    return scale if distance(embedded, expected) <= TOLERANCE[free.dtype] else None

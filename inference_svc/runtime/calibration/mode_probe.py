@@ -5,10 +5,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from inference_svc.runtime.calibration.probe import Probe, run_probe
-from inference_svc.runtime.calibration.stock import use_attention
-from inference_svc.runtime.compute.gathered_forward import causal_block
+from inference_svc.runtime.calibration.stock import SAME, distance, use_attention
+from inference_svc.runtime.compute.step_forward import causal_block
 from inference_svc.runtime.model import capture
-from inference_svc.runtime.model.distance import SAME, distance
 from inference_svc.runtime.model.model_loader import LoadedModel
 from inference_svc.runtime.model.refusals import REMEDY, ModelModeMissingError, ModelUncachedError
 from inference_svc.runtime.positions.recipes import Mode
@@ -39,7 +38,7 @@ def probe_mode(loaded: LoadedModel, mode: Mode, attention: str) -> Probe:
     Raises:
         UnsupportedModelError: if the mode is none for this model.
     """
-    is_ours = mode in {"paged", "gather"}
+    is_ours = mode in {"ragged", "gather"}
     use_attention(loaded.model, capture.PROBE_ATTENTION_NAME if is_ours else attention)
     if mode == "masked":
         _check_reach(loaded)
@@ -49,9 +48,9 @@ def probe_mode(loaded: LoadedModel, mode: Mode, attention: str) -> Probe:
     if is_ours:
         _check_attention(loaded, mode, probe)
     if mode != "single":
-        told_tokens = loaded.context_window - len(probe_tokens(loaded))
+        claimed_tokens = loaded.context_window - len(probe_tokens(loaded))
         with refused_if_it_fails(loaded, "in a batch of several sequences"):
-            misled = _run(loaded, mode, told_tokens)
+            misled = _run(loaded, mode, claimed_tokens)
         if distance(misled.logits, probe.logits) > SAME:
             raise ModelModeMissingError(
                 f"{loaded.architecture} counts positions by its cache's length", REMEDY
@@ -68,14 +67,14 @@ def probe_tokens(loaded: LoadedModel) -> list[int]:
     return token_ids + token_ids[:REPEATED_TOKENS]
 
 
-def _run(loaded: LoadedModel, mode: Mode, told_tokens: int) -> Probe:
+def _run(loaded: LoadedModel, mode: Mode, claimed_tokens: int) -> Probe:
     token_ids = probe_tokens(loaded)
     size = len(token_ids)
     mask = None
     if mode == "masked":
         mask = causal_block(size, size, loaded.dtype, loaded.device)[None, None]
     return run_probe(
-        loaded.model, token_ids, loaded.context_window, told_tokens=told_tokens, mask=mask
+        loaded.model, token_ids, loaded.context_window, claimed_tokens=claimed_tokens, mask=mask
     )
 
 
@@ -116,7 +115,7 @@ def _check_attention(loaded: LoadedModel, mode: Mode, probe: Probe) -> None:
     name = loaded.architecture
     if not probe.attended:
         raise ModelModeMissingError(f"{name} does not call the attention it is set to", REMEDY)
-    if mode == "paged" and not all(seen.is_cached for seen in probe.attended):
+    if mode == "ragged" and not all(seen.is_cached for seen in probe.attended):
         raise ModelModeMissingError(f"{name} attends to other tensors than it caches", REMEDY)
     if not all(seen.mask.is_understood for seen in probe.attended):
         raise ModelModeMissingError(

@@ -2,9 +2,13 @@
 
 Records facts only; `calibration.py` judges them. A model whose forward does something unforeseen
 raises whatever it raises.
+
+What a query may see is asked of the model's own mask predicate and put in words: a window, or
+chunks. Windows that are nowhere but in the mask are found this way too. What is found is checked
+against the predicate at the places where windows and chunks differ.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -12,12 +16,68 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from inference_svc.runtime.attention.attention import AttentionOptions
 from inference_svc.runtime.attention.softmax_attention import attend
-from inference_svc.runtime.calibration.mask_probe import Allowed, Mask, describe_mask
 from inference_svc.runtime.calibration.rope_calls import ApplyCall, NormCall, RotaryCall, as_tuple
-from inference_svc.runtime.model.capture import CaptureCache, RotaryTap, under
-from inference_svc.runtime.model.forward_call import ForwardCall
+from inference_svc.runtime.model.capture import CaptureCache, ForwardCall, RotaryTap, under
 from inference_svc.runtime.positions.recipes import AttentionCall
+
+Allowed = Callable[..., Tensor]  # (batch, head, query position, key positions) -> bool
+
+
+@dataclass(frozen=True)
+class Mask:
+    """What attention calls get in place of a mask tensor in a probe; may be sliced like one.
+
+    Attributes:
+        window: as in `AttentionOptions`.
+        chunk: as in `AttentionOptions`.
+        is_understood: False: it hides keys in another way.
+    """
+
+    window: int | None = None
+    chunk: int | None = None
+    is_understood: bool = True
+
+    def __getitem__(self, _index: Any) -> "Mask":
+        return self
+
+
+def describe_mask(allowed: Allowed, horizon: int, device: torch.device) -> Mask:
+    """Describe a mask predicate in words that our attention knows.
+
+    Args:
+        allowed: the model's own.
+        horizon: tokens of the longest sequence that it is to hold for.
+        device: where the predicate computes.
+    """
+    zero = torch.zeros((), dtype=torch.long, device=device)
+    keys = torch.arange(horizon, device=device)
+
+    def seen(query: int) -> Tensor:
+        return allowed(zero, zero, zero + query, keys).expand(horizon)
+
+    def first_seen(query: int) -> int:
+        return int(seen(query).int().argmax())
+
+    def is_right(mask: Mask, queries: Iterable[int]) -> bool:
+        options = AttentionOptions(window=mask.window, chunk=mask.chunk)
+        return all(
+            torch.equal(seen(query), (keys >= options.first_visible(query)) & (keys <= query))
+            for query in queries
+            if 0 <= query < horizon
+        )
+
+    last = horizon - 1
+    first = first_seen(last)
+    candidates = [Mask()] if first == 0 else [Mask(window=last - first + 1)]
+    if first > 0:
+        candidates.append(Mask(chunk=first - first_seen(first - 1)))
+    edges = (last, last - 1, first, first - 1, last // 2, last // 3, 0)
+    for mask in candidates:
+        if is_right(mask, edges):
+            return mask
+    return Mask(is_understood=False)
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,7 +95,7 @@ class SeenAttention:
     """One attention call.
 
     Attributes:
-        layer_index: whose rows it is over; else the layer that was cached last.
+        layer_index: whose KV it is over; else the layer that was cached last.
         is_cached: whether its tensors are the very ones that this layer cached.
         mask: what a query sees.
     """
@@ -66,7 +126,7 @@ class Probe:
         self._calls.append(ApplyCall(tap.apply, args, options, as_tuple(result)))
 
     def cached(self, layer_index: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Note a layer."""
+        """Note a layer's key and value, [1, kv_heads, tokens, dim] both; return them."""
         self.num_repeated += layer_index in self.layers
         self.layers[layer_index] = SeenLayer(key, value, tuple(self._calls), tuple(self.norm_calls))
         self._calls.clear()
@@ -76,7 +136,18 @@ class Probe:
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Any, options: dict[str, Any]
     ) -> Tensor:
-        """Note the call and attend over the tokens of this forward."""
+        """Note the call and attend over the tokens of this forward.
+
+        Args:
+            query: [1, heads, tokens, head_dim].
+            key: [1, kv_heads, tokens, head_dim].
+            value: [1, kv_heads, tokens, value_dim].
+            mask: what `masked` returned, or the model made itself.
+            options: of the call, in the words that Transformers has for them.
+
+        Returns:
+            [1, tokens, heads, value_dim]
+        """
         owners = [i for i, seen in self.layers.items() if key is seen.key and value is seen.value]
         layer_index = owners[0] if owners else max(self.layers, default=0)
         mask = self._effective_mask(mask, options.get("sliding_window"))
@@ -103,7 +174,7 @@ def run_probe(
     token_ids: Sequence[int],
     horizon: int,
     *,
-    told_tokens: int = 0,
+    claimed_tokens: int = 0,
     mask: Tensor | None = None,
 ) -> Probe:
     """Run `model` with the attention it is set to, at positions from 0 on.
@@ -112,8 +183,9 @@ def run_probe(
         model: with our hooks installed.
         token_ids: of the forward.
         horizon: longest sequence that is going to be served.
-        told_tokens: what the cache claims to hold already.
-        mask: given to the model as its attention mask; None: it makes its own.
+        claimed_tokens: what the cache claims to hold already.
+        mask: [1, 1, tokens, tokens], given to the model as its attention mask; None: it makes its
+            own.
     """
     device = model.device
     probe = Probe(horizon, device)
@@ -123,7 +195,7 @@ def run_probe(
             torch.tensor([list(token_ids)], device=device),
             torch.arange(num_tokens, device=device)[None],
             torch.arange(num_tokens, device=device),
-            CaptureCache(told_tokens),
+            CaptureCache(claimed_tokens),
             **({} if mask is None else {"attention_mask": mask}),
         )
     return probe

@@ -14,10 +14,11 @@ from inference_svc.runtime.calibration.stock import (
     num_dropped,
     proof_tokens,
 )
-from inference_svc.runtime.compute.model_runner import Chunk, ModelRunner
-from inference_svc.runtime.kv.arena_rows import ArenaRows
+from inference_svc.runtime.compute.chunk import Chunk
+from inference_svc.runtime.compute.model_runner import ModelRunner
+from inference_svc.runtime.kv.arena_kv import ArenaKv
 from inference_svc.runtime.kv.kv_pool import KVPool
-from inference_svc.runtime.kv.kv_slab import KVSlab, WriteBuffer
+from inference_svc.runtime.kv.sequence_kv import SequenceKv, WriteBuffer
 from inference_svc.runtime.model.model_loader import LoadedModel
 from inference_svc.runtime.model.refusals import CalibrationMismatchError
 from inference_svc.runtime.positions.recipes import Calibration
@@ -27,7 +28,7 @@ from inference_svc.runtime.transfer.layer_store import store_blocks
 
 @dataclass(frozen=True)
 class _Range:
-    """A block and a span at once: rows of a slot, and the positions they are for."""
+    """A block and a span at once: tokens of a slot, and the positions they are for."""
 
     slot_id: int
     token_offset: int
@@ -64,7 +65,7 @@ def prove(loaded: LoadedModel, calibration: Calibration, reference: StockLogits)
             )
 
 
-_Rows = tuple[int, Tensor]  # position of the first token, logits [tokens, vocab]
+_Logits = tuple[int, Tensor]  # position of the first token, logits [tokens, vocab]
 
 
 class _Paths:
@@ -82,33 +83,33 @@ class _Paths:
     def run(self, reference: StockLogits) -> Iterator[tuple[str, Tensor, Tensor]]:
         """Yield (path, what the stock model answers, what ours does), one after the other."""
         total, stored, whole = len(self._token_ids), self._stored, reference.whole
-        long, short, again = (self._pool.new_slab(total) for _ in range(3))
+        long, short, again = (self._pool.new_kv(total) for _ in range(3))
         buffer = self._pool.new_write_buffer(0, total)
         for path, long_end, short_end in (("prefill", 10, 5), ("chunked prefill", stored, 9)):
             ends = {long: long_end, short: short_end}
             yield from self._compared(path, whole, [self._step(ends, {long: buffer})])
-        rows, blocks = self._store(buffer)
-        self._load(again, rows, blocks)
+        arena, blocks = self._store(buffer)
+        self._load(again, arena, blocks)
         decoded = [
-            self._step({slab: slab.num_tokens + 1 for slab in (long, again, short)})
+            self._step({kv: kv.num_tokens + 1 for kv in (long, again, short)})
             for _ in range(NOT_STORED // 2)
         ]
         yield from self._compared("decode", whole, decoded)
         yield from self._compared("prefill after load", whole, [self._step({again: total})])
         if self._counts_distances and reference.truncated is not None:
-            cut = self._pool.new_slab(total)
-            self._load(cut, rows, _without_first(blocks, num_dropped(stored)))
+            cut = self._pool.new_kv(total)
+            self._load(cut, arena, _without_first(blocks, num_dropped(stored)))
             last = Chunk(cut, self._token_ids[stored:], want_logits=True, want_all=True)
             yield "truncation", reference.truncated, self._runner.step([last])
 
     def _step(
-        self, ends: dict[KVSlab, int], buffers: dict[KVSlab, WriteBuffer] | None = None
-    ) -> list[_Rows]:
-        """Run slabs on to these ends in one step; returns what each of them got."""
-        firsts = [slab.num_tokens for slab in ends]
+        self, ends: dict[SequenceKv, int], buffers: dict[SequenceKv, WriteBuffer] | None = None
+    ) -> list[_Logits]:
+        """Run sequences on to these ends in one step; returns what each of them got."""
+        firsts = [kv.num_tokens for kv in ends]
         chunks = [
-            Chunk(slab, self._token_ids[first:end], True, (buffers or {}).get(slab), want_all=True)
-            for first, (slab, end) in zip(firsts, ends.items(), strict=True)
+            Chunk(kv, self._token_ids[first:end], True, (buffers or {}).get(kv), want_all=True)
+            for first, (kv, end) in zip(firsts, ends.items(), strict=True)
         ]
         logits = self._runner.step(chunks).split_with_sizes(
             [len(chunk.token_ids) for chunk in chunks]
@@ -116,16 +117,16 @@ class _Paths:
         return list(zip(firsts, logits, strict=True))
 
     def _compared(
-        self, path: str, whole: Tensor, steps: list[list[_Rows]]
+        self, path: str, whole: Tensor, steps: list[list[_Logits]]
     ) -> Iterator[tuple[str, Tensor, Tensor]]:
-        """Yield, per slab, what all steps of a path together should have got, and what they did."""
+        """Yield, per sequence, what all steps of a path should have got, and what they got."""
         for parts in zip(*steps, strict=True):
             expected = [whole[first : first + len(logits)] for first, logits in parts]
             yield path, torch.cat(expected), torch.cat([logits for _, logits in parts])
 
     @property
     def _counts_distances(self) -> bool:
-        """Whether rows at other positions have a stock model to be compared with.
+        """Whether tokens at other positions have a stock model to be compared with.
 
         A norm after RoPE whose weights differ makes scores depend on more than distances: there
         the stock model has no answer for keys that were computed at other positions.
@@ -135,7 +136,7 @@ class _Paths:
         is_plain = not any(True for norm in norms for _ in norm.parameters())
         return self._calibration.positions == "decoupled" and is_plain
 
-    def _store(self, buffer: WriteBuffer) -> tuple[ArenaRows, list[_Range]]:
+    def _store(self, buffer: WriteBuffer) -> tuple[ArenaKv, list[_Range]]:
         """Store what the buffer holds, in as many blocks as it takes."""
         layout = self._calibration.layout
         firsts = range(0, buffer.end_token, layout.block_tokens)
@@ -143,16 +144,16 @@ class _Paths:
             _Range(slot_id, first, min(layout.block_tokens, buffer.end_token - first))
             for slot_id, first in zip(reversed(range(len(firsts))), firsts, strict=True)
         ]
-        rows = ArenaRows(_PlainArena(layout.block_bytes, len(blocks)), layout)
-        store_blocks(buffer, rows, blocks, self._calibration)
-        return rows, blocks
+        arena = ArenaKv(_PlainArena(layout.block_bytes, len(blocks)), layout)
+        store_blocks(buffer, arena, blocks, self._calibration)
+        return arena, blocks
 
-    def _load(self, slab: KVSlab, rows: ArenaRows, spans: list[_Range]) -> None:
-        """Load spans into an empty slab."""
-        loader = LayerLoader(slab, rows, spans, self._calibration)
+    def _load(self, kv: SequenceKv, arena: ArenaKv, spans: list[_Range]) -> None:
+        """Load spans into empty KV."""
+        loader = LayerLoader(kv, arena, spans, self._calibration)
         for layer_index in range(len(self._calibration.layers)):
             loader.load(layer_index)
-        slab.num_tokens = sum(span.num_tokens for span in spans)
+        kv.num_tokens = sum(span.num_tokens for span in spans)
 
 
 def _without_first(blocks: list[_Range], dropped: int) -> list[_Range]:

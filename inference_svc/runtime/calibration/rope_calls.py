@@ -1,16 +1,26 @@
 """Calls seen in a probe that embed positions, and how to repeat them for other keys and positions.
 
+`rope_of` repeats a call whose cosines came out of a rotary module. Some models have none, or use it
+otherwise: GPT-J and CodeGen look cosines up in a buffer of each attention. For them `ReplayedRope`
+runs the model at the positions asked for, until its first layer calls its apply function; that call
+is then repeated with other keys.
+
 Knows no layers and no recipes.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
-from inference_svc.runtime.positions.pairing import Rope
+from inference_svc.runtime.model.capture import CaptureCache, ForwardCall, RotaryTap, under
+from inference_svc.runtime.positions.recipes import KeySource
+from inference_svc.runtime.positions.rotary import Rope
+
+RUN_TOKENS = 512  # at once; attention masks grow with their square
+TOKEN_ID = 0  # any: cosines do not depend on tokens
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,28 +66,25 @@ class NormCall:
     made: Tensor
 
     def swapped(self) -> tuple[Tensor, Tensor]:
-        """Return (taken, made) with tokens and heads in the other order."""
+        """Return (taken, made), [1, tokens, heads, dim] as [1, heads, tokens, dim] or back."""
         return self.taken.transpose(1, 2), self.made.transpose(1, 2)
 
 
-def rope_of(
-    call: ApplyCall,
-    *,
-    result_index: int,
-    seq_dim: int,
-    width: int,
-    rotary_calls: Sequence[RotaryCall],
-) -> Rope:
+def rope_of(call: ApplyCall, source: KeySource, rotary_calls: Sequence[RotaryCall]) -> Rope:
     """Make a function that sends other keys and positions through a call that was seen.
 
     Tensors of the call are replaced by where they came from: results of a rotary module by what it
     answers for the new positions, other floating-point tensors (the key, the query) by the new
     keys, integers by the positions.
+
+    Args:
+        call: that was seen.
+        source: which argument of it is a key, and which result the same after RoPE.
+        rotary_calls: those whose results went into the call.
     """
 
     def rope(keys: Tensor, positions: Tensor) -> Tensor:
-        turning = keys[..., :width]
-        probe = turning if seq_dim == 2 else turning.transpose(1, 2)
+        turning = _with_tokens_at(source.seq_dim, keys[..., : source.width])
         made: dict[int, Any] = {}
         for rotary_call in rotary_calls:
             answers = rotary_call.at(positions)
@@ -91,15 +98,114 @@ def rope_of(
             if _address(value) in made:
                 return made[_address(value)]
             is_number = value.is_floating_point() or value.is_complex()
-            return probe if is_number else positions[None]
+            return turning if is_number else positions[None]
 
         args = [replaced(value) for value in call.args]
         options = {name: replaced(value) for name, value in call.options.items()}
-        turned: Tensor = as_tuple(call.apply(*args, **options))[result_index]
-        turned = turned if seq_dim == 2 else turned.transpose(1, 2)
-        return torch.cat((turned, keys[..., width:]), dim=-1)
+        return _turned(call, source, args, options, keys)
 
     return rope
+
+
+class RopeOutOfReachError(Exception):
+    """The first layer caches something before the call that is looked for."""
+
+
+class ReplayedRope:
+    """As `rotary.Rope`: applies the model's RoPE to keys [1, heads, n, dim] at n positions."""
+
+    def __init__(self, model: Any, source: KeySource) -> None:
+        """Store what to look for.
+
+        Args:
+            model: with our hooks installed.
+            source: of the first layer's key.
+        """
+        self._model = model
+        self._source = source
+
+    def __call__(self, keys: Tensor, positions: Tensor) -> Tensor:
+        """Apply it; elements beyond those that the model passes to its function stay.
+
+        Raises:
+            RopeOutOfReachError: if the call is not there.
+        """
+        firsts = range(0, len(positions), RUN_TOKENS)
+        pieces = ((keys[:, :, i : i + RUN_TOKENS], positions[i : i + RUN_TOKENS]) for i in firsts)
+        return torch.cat([self._apply(*piece) for piece in pieces], dim=2)
+
+    def _apply(self, keys: Tensor, positions: Tensor) -> Tensor:
+        call = self._seen_at(positions)
+        source, args = self._source, list(call.args)
+        args[source.arg_index] = _with_tokens_at(source.seq_dim, keys[..., : source.width])
+        return _turned(call, source, args, call.options, keys)
+
+    def _seen_at(self, positions: Tensor) -> ApplyCall:
+        """Run the model at these positions until it makes the call."""
+        search = _Search(self._source.call_index)
+        try:
+            with under(search):
+                ForwardCall(self._model)(
+                    torch.full_like(positions, TOKEN_ID)[None],
+                    positions[None],
+                    torch.zeros(1, dtype=torch.long, device=positions.device),
+                    CaptureCache(),
+                )
+        except _FoundError as found:
+            return found.call
+        raise RopeOutOfReachError("the model ran to its end without it")
+
+
+class _FoundError(Exception):
+    """Ends the forward."""
+
+    def __init__(self, call: ApplyCall) -> None:
+        super().__init__()
+        self.call = call
+
+
+class _Search:
+    """A forward that ends at an apply call."""
+
+    def __init__(self, call_index: int) -> None:
+        self._calls_left = call_index
+
+    def rotated(
+        self, tap: RotaryTap, args: tuple[Any, ...], options: dict[str, Any], result: Any
+    ) -> None:
+        """End at the call."""
+        if self._calls_left == 0:
+            raise _FoundError(ApplyCall(tap.apply, args, options, as_tuple(result)))
+        self._calls_left -= 1
+
+    def cached(self, layer_index: int, key: Tensor, value: Tensor) -> NoReturn:  # noqa: ARG002
+        """Give up: later layers are not searched."""
+        raise RopeOutOfReachError(f"layer {layer_index} is cached before it")
+
+    def attend(self, *_args: Any) -> NoReturn:
+        """Give up, as above."""
+        raise RopeOutOfReachError("the model attends before it")
+
+    def masked(self, _allowed: Any) -> None:
+        """Nothing is attended to."""
+
+
+def _turned(
+    call: ApplyCall,
+    source: KeySource,
+    args: Sequence[Any],
+    options: dict[str, Any],
+    keys: Tensor,
+) -> Tensor:
+    """Repeat a call with other arguments; returns all elements of `keys`, [1, heads, n, dim]."""
+    turned: Tensor = as_tuple(call.apply(*args, **options))[source.arg_index]
+    turned = _with_tokens_at(source.seq_dim, turned)
+    return torch.cat((turned, keys[..., source.width :]), dim=-1)
+
+
+def _with_tokens_at(seq_dim: int, keys: Tensor) -> Tensor:
+    """Bring keys from the order that counts tokens in dimension 2 to another one, or back."""
+    return keys if seq_dim == 2 else keys.transpose(1, 2)
 
 
 def used_rotary_calls(call: ApplyCall, rotary_calls: Sequence[RotaryCall]) -> list[RotaryCall]:
@@ -113,11 +219,11 @@ def used_rotary_calls(call: ApplyCall, rotary_calls: Sequence[RotaryCall]) -> li
     ]
 
 
-def _address(tensor: Tensor) -> int:
-    """Return what views of the same bytes share; the probe keeps all tensors alive."""
-    return tensor.untyped_storage().data_ptr()
-
-
 def as_tuple(result: Any) -> tuple[Any, ...]:
     """Return what a call returned as a tuple, also if it is one thing."""
     return tuple(result) if isinstance(result, (tuple, list)) else (result,)
+
+
+def _address(tensor: Tensor) -> int:
+    """Return what views of the same bytes share; the probe keeps all tensors alive."""
+    return tensor.untyped_storage().data_ptr()

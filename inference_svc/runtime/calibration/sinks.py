@@ -1,13 +1,13 @@
 """How many first tokens a model leans on: attention sinks, found by running it.
 
 Many models put attention that they have no use for on the first tokens of a context, and break when
-these are dropped while rows that were computed over them stay. Others, small ones above all, do
+these are dropped while KV that was computed over them stays. Others, small ones above all, do
 not. A fixed text is computed once; then a part of it is dropped as an overflow does, behind the
 first 0, 4, 8 and 16 tokens, and what the model predicts next is compared with what it predicts over
 the whole text. Models with sinks are several times further off without them, the others as far in
 each case: the least number that is about as good as the best is taken.
 
-Cost: TEXT_TOKENS + (number of CANDIDATES + 1) * NEXT_TOKENS tokens of prefill, 304, and their rows
+Cost: TEXT_TOKENS + (number of CANDIDATES + 1) * NEXT_TOKENS tokens of prefill, 304, and their KV
 for as long as it takes. Deterministic.
 
 *Source:* StreamingLLM, "Efficient Streaming Language Models with Attention Sinks" (Xiao et al.,
@@ -22,9 +22,10 @@ from torch import Tensor
 
 from inference_svc.core.discards import Range
 from inference_svc.core.truncation import USUAL_SINKS
-from inference_svc.runtime.compute.model_runner import Chunk, ModelRunner
+from inference_svc.runtime.compute.chunk import Chunk
+from inference_svc.runtime.compute.model_runner import ModelRunner
 from inference_svc.runtime.kv.kv_pool import KVPool
-from inference_svc.runtime.kv.kv_slab import KVSlab, WriteBuffer
+from inference_svc.runtime.kv.sequence_kv import SequenceKv, WriteBuffer
 from inference_svc.runtime.model.model_loader import LoadedModel
 from inference_svc.runtime.positions.recipes import Calibration
 
@@ -63,7 +64,7 @@ def find_sinks(loaded: LoadedModel, calibration: Calibration) -> int:
 
     Returns:
         One of CANDIDATES; USUAL_SINKS where it cannot be told: positions are not decoupled, so that
-        no row stays behind a dropped one; the window or the text is too short; or the model's
+        no token stays behind a dropped one; the window or the text is too short; or the model's
         answers are no numbers.
     """
     token_ids = _token_ids(loaded)
@@ -96,41 +97,41 @@ def sink_distances(
     text_ids, next_ids = list(token_ids[:num_tokens]), list(token_ids[num_tokens:])
     runner = ModelRunner(loaded, calibration)
     shapes = [layer.shape for layer in calibration.layers]
-    num_rows = (2 + len(CANDIDATES)) * len(token_ids)
-    pool = KVPool(shapes, num_rows, device=loaded.device, dtype=loaded.dtype)
-    whole, stored = pool.new_slab(len(token_ids)), pool.new_write_buffer(0, num_tokens)
+    num_token_slots = (2 + len(CANDIDATES)) * len(token_ids)
+    pool = KVPool(shapes, num_token_slots, device=loaded.device, dtype=loaded.dtype)
+    whole, stored = pool.new_kv(len(token_ids)), pool.new_write_buffer(0, num_tokens)
     runner.step([Chunk(whole, text_ids, want_logits=False, write_buffer=stored)])
-    slabs = [whole]
+    kvs = [whole]
     for number in CANDIDATES:
-        slabs.append(pool.new_slab(len(token_ids)))
+        kvs.append(pool.new_kv(len(token_ids)))
         kept = [(0, number), (number + num_tokens // 2, num_tokens)]
-        embed_kept(stored, kept, slabs[-1], calibration)
-    chunks = [Chunk(slab, next_ids, want_logits=True, want_all=True) for slab in slabs]
+        embed_kept(stored, kept, kvs[-1], calibration)
+    chunks = [Chunk(kv, next_ids, want_logits=True, want_all=True) for kv in kvs]
     predicted = torch.split(runner.step(chunks).log_softmax(dim=-1), NEXT_TOKENS)
     return [_divergence(predicted[0], other) for other in predicted[1:]]
 
 
 @torch.inference_mode()
 def embed_kept(
-    stored: WriteBuffer, kept: Sequence[Range], slab: KVSlab, calibration: Calibration
+    stored: WriteBuffer, kept: Sequence[Range], kv: SequenceKv, calibration: Calibration
 ) -> None:
-    """Fill a slab with kept rows of a buffer as a load does: embedded at positions from 0 on.
+    """Fill KV with kept tokens of a buffer as a load does: embedded at positions from 0 on.
 
     Args:
         stored: keys before RoPE, and values, from position 0 on.
-        kept: ranges of its rows, in order.
-        slab: with room for them; what it held is gone.
+        kept: ranges of its tokens, in order.
+        kv: with room for them; what it held is gone.
         calibration: with decoupled positions.
     """
     index = torch.cat([torch.arange(start, end) for start, end in kept] or [torch.arange(0)])
     index = index.to(stored.device)
     for layer_index, recipe in enumerate(calibration.layers):
-        rows = (stored.keys[layer_index], stored.values[layer_index])  # [capacity, kv_heads, dim]
-        places = (slab.keys[layer_index], slab.values[layer_index])  # [1, kv_heads, capacity, dim]
-        for component, row, place in zip(recipe.components, rows, places, strict=True):
-            embedded = component.embed(row.index_select(0, index), 0)
+        free = (stored.keys[layer_index], stored.values[layer_index])  # [capacity, kv_heads, dim]
+        places = (kv.keys[layer_index], kv.values[layer_index])  # [1, kv_heads, capacity, dim]
+        for component, tokens, place in zip(recipe.components, free, places, strict=True):
+            embedded = component.embed(tokens.index_select(0, index), 0)
             place[0, :, : len(index)] = embedded.transpose(0, 1)
-    slab.num_tokens = len(index)
+    kv.num_tokens = len(index)
 
 
 def _token_ids(loaded: LoadedModel) -> list[int]:

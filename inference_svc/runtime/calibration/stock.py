@@ -1,6 +1,12 @@
 """The stock model: its own attention, and what it answers, which every mode is compared with.
 
-Its rotary frequencies are those that `frozen_rope.py` has left it with.
+Its rotary frequencies are those that `rope_tables.freeze_rotary` has left it with.
+
+It also answers after the first tokens were taken out of its cache (`_truncated_logits`). RoPE
+counts differences only: a history whose rotary embedding is told positions that are all `n` less
+has the same hidden states, and keys embedded `n` earlier. So the history is run like that, its
+first tokens are cut off, and the stock model goes on at the new positions. The rotary modules alone
+are told: some models scale queries by their position besides.
 """
 
 from collections.abc import Iterator
@@ -10,10 +16,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import DynamicCache
 
-from inference_svc.runtime.calibration.stock_truncation import truncated_logits
+from inference_svc.runtime.model.capture import ForwardCall
 from inference_svc.runtime.model.model_loader import LoadedModel
 
+SAME = 1e-4  # relative; what should not change at all differs by rounding at most
 PROOF_TOKENS = 48
 NOT_STORED = 8  # of them: what follows a load
 # Largest relative distance of our logits to the stock model's. Keys one position off give 0.2 in a
@@ -81,16 +89,77 @@ def stock_logits(loaded: LoadedModel) -> StockLogits:
         is_causal = is_same(part, whole[:half], loaded.dtype)
         try:
             stored = token_ids.shape[1] - NOT_STORED
-            cut = truncated_logits(loaded.model, token_ids, stored, num_dropped(stored))
+            cut = _truncated_logits(loaded.model, token_ids, stored, num_dropped(stored))
             truncated = cut.float().cpu()
         except Exception:  # noqa: BLE001 - caches differ too much to foresee what they cannot do
             truncated = None
     return StockLogits(whole.float().cpu(), truncated, is_causal)
 
 
+def _truncated_logits(model: Any, token_ids: Tensor, num_stored: int, dropped: int) -> Tensor:
+    """Return the logits of the tokens behind `num_stored`, [tokens - num_stored, vocab].
+
+    A model without rotary modules goes on at unchanged positions: the differences are the same.
+
+    Args:
+        model: set to its own attention.
+        token_ids: [1, tokens].
+        num_stored: tokens of the history.
+        dropped: first tokens of the history that are taken out.
+
+    Raises:
+        whatever a model raises whose cache cannot do that.
+    """
+    rotaries = [module for module in model.modules() if "rotary" in type(module).__name__.lower()]
+    history, new = token_ids[:, :num_stored], token_ids[:, num_stored:]
+    call, device = ForwardCall(model), token_ids.device
+    whole = DynamicCache()  # without a config: no layer forgets what left its window
+    none = torch.arange(0, device=device)
+    with _moved_positions(rotaries, by=-dropped):
+        call(history, torch.arange(num_stored, device=device)[None], none, whole)
+    first = num_stored - dropped if rotaries else num_stored
+    positions = torch.arange(first, first + new.shape[1], device=device)[None]
+    wanted = torch.arange(new.shape[1], device=device)
+    return call(new, positions, wanted, _without_first(whole, dropped))
+
+
+def _without_first(cache: DynamicCache, dropped: int) -> DynamicCache:
+    cut = DynamicCache()
+    layers: list[Any] = list(cache.layers)
+    for layer_index, layer in enumerate(layers):
+        keys, values = layer.keys, layer.values
+        cut.update(keys[..., dropped:, :], values[..., dropped:, :], layer_index)
+    return cut
+
+
+@contextmanager
+def _moved_positions(rotaries: list[Any], by: int) -> Iterator[None]:
+    """Have the rotary modules see positions that are `by` more, inside the block."""
+
+    def moved(value: Any) -> Any:
+        is_positions = isinstance(value, Tensor) and not value.is_floating_point()
+        return value + by if is_positions else value
+
+    def move(_module: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        return tuple(map(moved, args)), {name: moved(value) for name, value in options.items()}
+
+    handles = [module.register_forward_pre_hook(move, with_kwargs=True) for module in rotaries]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
 def is_same(logits: Tensor, expected: Tensor, dtype: torch.dtype) -> bool:
     """Whether logits [tokens, vocab] are what was expected, but for rounding in `dtype`."""
     return logits_distance(logits, expected, dtype) <= TOLERANCE[dtype]  # False for NaN
+
+
+def distance(value: Tensor, reference: Tensor) -> float:
+    """Return the largest difference of two tensors of one shape, relative to the largest value."""
+    reference = reference.float()
+    return float((value.float() - reference).abs().max() / reference.abs().max().clamp_min(1e-30))
 
 
 def logits_distance(logits: Tensor, expected: Tensor, dtype: torch.dtype) -> float:

@@ -1,1 +1,1 @@
-"""One step: a forward of the model over a ragged batch, attention, the next tokens."""
+"""One step: a forward of the model over a ragged batch, and next tokens chosen from its logits."""

@@ -2,7 +2,7 @@
 
 Kernels return no weights, so they are computed a second time, for sequences that are to be
 compressed only: query·key products of each attention call, softmax over the visible keys, summed
-over queries, heads and calls into one float32 number per row. The demo model's prefill of 1,500
+over queries, heads and calls into one float32 number per token. The demo model's prefill of 1,500
 tokens (float32, one thread) takes 1.06 of its time with a window of 32 queries, 1.56 with all
 (`docs/compression.md`): all queries' weights cost as much as attention itself.
 
@@ -13,8 +13,8 @@ What counts:
   that was loaded are scored, its queries are not known.
 
 Invariants: 1. a query counts once: a step that failed, or whose history never arrived, leaves no
-trace, as nothing counts before `commit`; nor do queries that are computed again; 2. row i of the
-scores is row i of the slab, also after a discard.
+trace, as nothing counts before `commit`; nor do queries that are computed again; 2. score i is
+that of token slot i, also after a discard.
 """
 
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ from torch import Tensor
 from inference_svc.core.compression.policy import CompressionPolicy
 from inference_svc.core.discards import Range, kept_runs, num_in
 from inference_svc.runtime.attention.attention import AttentionOptions
-from inference_svc.runtime.attention.softmax_attention import visible_mask
+from inference_svc.runtime.attention.softmax_attention import tiles, visible_mask
 
 TILE_TOKENS = 64  # query rows whose weights are held together, in a cache if there is room
 MAX_WEIGHTS = 2**22  # elements of them: 16 MiB
@@ -35,8 +35,8 @@ MAX_WEIGHTS = 2**22  # elements of them: 16 MiB
 class ScoreKeeper:
     """Scores of one sequence in one turn; see the module docstring.
 
-    Belongs to the engine's job. `note` and `commit` are called by the compute thread while a step
-    runs, the others between steps.
+    Belongs to a request. `note` and `commit` are called by the compute thread while a step runs,
+    the others between steps.
     """
 
     def __init__(
@@ -99,9 +99,9 @@ class ScoreKeeper:
             self._end, self._sums, self._held = self._new_end, self._new_sums, self._new_held
 
     def scores(self) -> list[float] | None:
-        """Return the score of each of the first rows; None if no query has counted.
+        """Return the score of each of the first tokens; None if no query has counted.
 
-        Rows beyond are those that no counted query could see: for a "window", all after the prompt.
+        Those beyond are tokens that no counted query saw: for a "window", all after the prompt.
         """
         if not self._end or (self._is_window and self._end < self._prompt_tokens):
             return None
@@ -154,15 +154,9 @@ def add_weights(sums: Tensor, query: Tensor, keys: Tensor, options: AttentionOpt
     """
     num_heads, num_tokens = query.shape[:2]
     length = keys.shape[1]
-    past = length - num_tokens
     tile_tokens = max(1, min(TILE_TOKENS, MAX_WEIGHTS // (num_heads * length)))
-    begin = end = 0
-    while end < num_tokens:
-        begin, end = end, min(end + tile_tokens, num_tokens)
-        if options.chunk is not None:  # all rows of a tile are of one chunk
-            end = min(end, begin + options.chunk - (past + begin) % options.chunk)
-        rows = slice(options.first_visible(past + begin), past + end)
-        sums[rows] += _tile_weights(query[:, begin:end], keys[:, rows], options)
+    for new, seen in tiles(num_tokens, length, tile_tokens, options):
+        sums[seen] += _tile_weights(query[:, new], keys[:, seen], options)
 
 
 def _tile_weights(query: Tensor, keys: Tensor, options: AttentionOptions) -> Tensor:

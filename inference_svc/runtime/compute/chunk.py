@@ -1,10 +1,10 @@
-"""Chunk: the next tokens of one sequence, and where their rows go."""
+"""Chunk: the next tokens of one sequence, and where their KV goes."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from inference_svc.runtime.compute.attention_scores import ScoreKeeper
-from inference_svc.runtime.kv.kv_slab import KVSlab, WriteBuffer
+from inference_svc.runtime.kv.sequence_kv import SequenceKv, WriteBuffer
 
 
 @dataclass(frozen=True)
@@ -12,16 +12,16 @@ class Chunk:
     """The next tokens of one sequence.
 
     Attributes:
-        slab: they are appended to it.
+        kv: they are appended to it.
         token_ids: at least one.
         want_logits: of the last of them.
         write_buffer: they are appended to it too, except tokens before its first; None: the
             sequence is not going to be stored.
-        scores: told of every attention call over this sequence; None: nobody asks.
+        scores: notified of every attention call over this sequence; None: nobody asks.
         want_all: logits of every token are wanted, not of the last alone.
     """
 
-    slab: KVSlab
+    kv: SequenceKv
     token_ids: list[int]
     want_logits: bool
     write_buffer: WriteBuffer | None = None
@@ -36,38 +36,36 @@ class Chunk:
     @property
     def end_token(self) -> int:
         """Position after the last token, before the step."""
-        return self.slab.num_tokens + len(self.token_ids)
+        return self.kv.num_tokens + len(self.token_ids)
 
     @property
     def first_written_token(self) -> int:
         """Position of the first token for the write buffer; `end_token` if there is none."""
         if self.write_buffer is None:
             return self.end_token
-        return min(max(self.slab.num_tokens, self.write_buffer.first_token), self.end_token)
+        return min(max(self.kv.num_tokens, self.write_buffer.first_token), self.end_token)
 
 
 def check_chunks(chunks: Sequence[Chunk]) -> None:
     """Raise AssertionError unless a step can append all of these."""
-    if len({id(chunk.slab) for chunk in chunks}) != len(chunks):
-        raise AssertionError("a slab is in the batch twice")
+    if len({id(chunk.kv) for chunk in chunks}) != len(chunks):
+        raise AssertionError("a sequence's KV is in the batch twice")
     for chunk in chunks:
-        if not 0 < len(chunk.token_ids) <= chunk.slab.free_tokens:
+        if not 0 < len(chunk.token_ids) <= chunk.kv.free_tokens:
             raise AssertionError(
-                f"{len(chunk.token_ids)} tokens for a slab with room for {chunk.slab.free_tokens}"
+                f"{len(chunk.token_ids)} tokens for KV with room for {chunk.kv.free_tokens}"
             )
         buffer = chunk.write_buffer
-        if buffer is not None and buffer.end_token != max(
-            buffer.first_token, chunk.slab.num_tokens
-        ):
+        if buffer is not None and buffer.end_token != max(buffer.first_token, chunk.kv.num_tokens):
             raise AssertionError(
-                f"a write buffer up to token {buffer.end_token} beside a slab up to token "
-                f"{chunk.slab.num_tokens}"
+                f"a write buffer up to token {buffer.end_token} beside KV up to token "
+                f"{chunk.kv.num_tokens}"
             )
 
 
 def commit_chunks(chunks: Sequence[Chunk]) -> None:
-    """Move the counters of slabs and write buffers past what a step has written."""
+    """Move the counters of sequences' KV and write buffers past what a step has written."""
     for chunk in chunks:
         if chunk.write_buffer is not None:
             chunk.write_buffer.end_token = max(chunk.write_buffer.first_token, chunk.end_token)
-        chunk.slab.num_tokens = chunk.end_token
+        chunk.kv.num_tokens = chunk.end_token

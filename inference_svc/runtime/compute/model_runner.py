@@ -2,17 +2,19 @@
 
 A forward takes chunks one after another in a batch of one: input_ids and position_ids are
 [1, tokens]. Linear layers see one long sequence; rotary embedding goes by position_ids; each chunk
-attends to its own slab only. How many chunks a forward takes, and how they attend, is the mode
+attends to its own KV only. How many chunks a forward takes, and how they attend, is the mode
 (`Calibration.mode`):
 
-    paged   all chunks; attention reads the slabs              `step_forward.py`
-    gather  all chunks; attention reads gathered rows          `gathered_forward.py`
-    masked  as many as a context window holds the rows of; the model's own attention, under a mask
+    ragged  all chunks; attention reads each sequence's KV where it lies
+    gather  all chunks; attention reads KV gathered from all sequences
+    masked  as many as a context window holds the tokens of; the model's own attention, under a mask
     single  one; the model's own attention, masks and positions
 
-Invariants: 1. `num_tokens` of slabs and `end_token` of write buffers move only after all forwards
-of a step succeeded; 2. a position is a row of the slab; 3. exactly one thread calls `step`, and it
-alone appends in the meantime.
+What happens within a forward is in `step_forward.py`.
+
+Invariants: 1. `num_tokens` of sequences' KV and `end_token` of write buffers move only after all
+forwards of a step succeeded; 2. a position is a token slot of the sequence's KV; 3. exactly one
+thread calls `step`, and it alone appends in the meantime.
 """
 
 from collections.abc import Iterator, Sequence
@@ -23,17 +25,18 @@ import torch
 from torch import Tensor
 
 from inference_svc.runtime.attention.attention import AttentionBackend
-from inference_svc.runtime.attention.torch_attention import TorchAttention
+from inference_svc.runtime.attention.attention_backends import TorchAttention
 from inference_svc.runtime.compute.chunk import Chunk, check_chunks, commit_chunks
-from inference_svc.runtime.compute.gathered_forward import GatheredForward, block_causal_mask
-from inference_svc.runtime.compute.step_forward import PagedForward, ScoredForward, StepForward
+from inference_svc.runtime.compute.step_forward import (
+    GatheredForward,
+    RaggedForward,
+    StepForward,
+    block_causal_mask,
+)
 from inference_svc.runtime.kv.copy_stream import StepClock
-from inference_svc.runtime.model.capture import CaptureCache, under
-from inference_svc.runtime.model.forward_call import ForwardCall
+from inference_svc.runtime.model.capture import CaptureCache, ForwardCall, under
 from inference_svc.runtime.model.model_loader import LoadedModel
 from inference_svc.runtime.positions.recipes import Calibration
-
-__all__ = ["Chunk", "ModelRunner"]
 
 
 class ModelRunner:
@@ -53,20 +56,20 @@ class ModelRunner:
 
     @torch.inference_mode()
     def step(self, chunks: Sequence[Chunk], clock: StepClock | None = None) -> Tensor:
-        """Compute all chunks and append them to their slabs and write buffers.
+        """Compute all chunks and append them to their KV and write buffers.
 
         Args:
-            chunks: of different slabs, with room for them.
-            clock: opened layer by layer, once all chunks' rows of a layer are written; left as it
-                is if the step fails.
+            chunks: of different sequences' KV, with room for them.
+            clock: opened layer by layer, once all chunks' tokens of a layer are written; left as
+                it is if the step fails.
 
         Returns:
-            [wanted logits, vocab] float32 on the CPU: those after the last token of each chunk that
-            wants them, or after each of its tokens (`Chunk.want_all`), chunk by chunk. To be
-            believed only once the slabs' gates are confirmed.
+            [wanted, vocab] logits, float32 on the CPU: those after the last token of each chunk
+            that wants them, or after each of its tokens (`Chunk.want_all`), chunk by chunk. To be
+            believed only once the sequences' gates are confirmed.
 
         Raises:
-            whatever the model or a gate raises; slabs and write buffers are then as they were.
+            whatever the model or a gate raises; KV and write buffers are then as they were.
         """
         check_chunks(chunks)
         groups = list(self._groups(chunks))
@@ -80,28 +83,26 @@ class ModelRunner:
     def _groups(self, chunks: Sequence[Chunk]) -> Iterator[Sequence[Chunk]]:
         """Divide chunks into those that one forward takes."""
         mode, window = self._calibration.mode, self._loaded.context_window
-        if mode in {"paged", "gather"} or len(chunks) == 1:
+        if mode in {"ragged", "gather"} or len(chunks) == 1:
             yield chunks
             return
         group: list[Chunk] = []
-        num_rows = 0
+        num_tokens = 0
         for chunk in chunks:
-            if group and (mode == "single" or num_rows + chunk.end_token > window):
+            if group and (mode == "single" or num_tokens + chunk.end_token > window):
                 yield group
-                group, num_rows = [], 0
+                group, num_tokens = [], 0
             group.append(chunk)
-            num_rows += chunk.end_token
+            num_tokens += chunk.end_token
         yield group
 
     def _run(self, chunks: Sequence[Chunk], clock: StepClock | None) -> Tensor:
-        """Run one forward; returns [wanted logits, vocab], see `step`."""
+        """Run one forward; returns [wanted, vocab] logits, see `step`."""
         mode, device = self._calibration.mode, self._loaded.device
         ends = list(accumulate(len(chunk.token_ids) for chunk in chunks))
         token_ids = [token_id for chunk in chunks for token_id in chunk.token_ids]
         positions = [
-            position
-            for chunk in chunks
-            for position in range(chunk.slab.num_tokens, chunk.end_token)
+            position for chunk in chunks for position in range(chunk.kv.num_tokens, chunk.end_token)
         ]
         wanted = [
             index
@@ -111,7 +112,7 @@ class ModelRunner:
         options: dict[str, Any] = {}
         if mode == "masked":
             options["attention_mask"] = block_causal_mask(chunks, self._loaded.dtype, device)
-        cache = CaptureCache(chunks[0].slab.num_tokens if mode == "single" else 0)
+        cache = CaptureCache(chunks[0].kv.num_tokens if mode == "single" else 0)
         with under(self._forward(chunks, clock)):
             logits = self._call(
                 torch.tensor([token_ids], device=device),
@@ -124,7 +125,6 @@ class ModelRunner:
 
     def _forward(self, chunks: Sequence[Chunk], clock: StepClock | None) -> StepForward:
         """Make what the capture hooks report to."""
-        if self._calibration.mode != "paged":
-            return GatheredForward(self._calibration, chunks, clock)
-        make = PagedForward if all(chunk.scores is None for chunk in chunks) else ScoredForward
-        return make(self._calibration, self._attention, chunks, clock)
+        if self._calibration.mode == "ragged":
+            return RaggedForward(self._calibration, self._attention, chunks, clock)
+        return GatheredForward(self._calibration, chunks, clock)

@@ -16,8 +16,8 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
+from inference_svc.core.answers import SamplingParams
 from inference_svc.core.errors import EngineFailedError
-from inference_svc.core.sampling_params import SamplingParams
 
 Row = npt.NDArray[np.float64]
 

@@ -1,10 +1,18 @@
-"""The forward of one step: writes each layer's new rows, and attends to slabs directly.
+"""The forward of one step: writes each layer's new tokens to working KV, and attends.
 
-Layer by layer it 1. writes the new rows to slabs and write buffers, 2. opens its clock, so that a
-save may follow it, 3. waits for the gates of slabs that are still being loaded, 4. attends.
+Layer by layer it 1. writes the new tokens' keys and values to sequences and write buffers, 2. opens
+its clock, so that a save may follow it, 3. waits for the gates of sequences that are still being
+loaded, 4. attends. How it attends is what the classes differ in:
+
+    RaggedForward    each part to its own sequence's KV, where it lies
+    GatheredForward  to history and new tokens as tensors, gathered from all sequences
+
+Gathering is for models that make something of what they cache before they attend to it (latent
+attention), and for models whose own attention runs, batched under a mask or one sequence at a time.
+A copy of all tokens per layer and step is the price, except for a lone sequence: it gets views.
 
 Written for few Python and torch calls: at decode they cost as much as the arithmetic. Hence views
-of all layers are cut at once and rows of all sequences are copied in one call.
+of all layers are cut at once and new tokens of all sequences are copied in one call.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,29 +20,33 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from inference_svc.runtime.attention.attention import AttentionBackend, AttentionOptions, Part
+from inference_svc.runtime.attention.softmax_attention import Masks, attend
 from inference_svc.runtime.compute.chunk import Chunk
 from inference_svc.runtime.kv.copy_stream import StepClock
 from inference_svc.runtime.model.capture import RotaryTap
-from inference_svc.runtime.positions.recipes import Calibration
+from inference_svc.runtime.positions.recipes import AttentionCall, Calibration
 
 
 class StepForward:
-    """What the forwards of all modes share: they write rows."""
+    """What the forwards of all modes share: they write new tokens to working KV."""
 
     def __init__(
         self, calibration: Calibration, chunks: Sequence[Chunk], clock: StepClock | None
     ) -> None:
-        """Cut where new rows go; nothing is written yet."""
+        """Cut where new tokens go; nothing is written yet."""
+        self._chunks = chunks
+        self._is_scored = any(chunk.scores is not None for chunk in chunks)
         self._layers = calibration.layers
         self._attention_calls = calibration.attention_calls
         self._clock = clock
         self._sizes = [len(chunk.token_ids) for chunk in chunks]
-        self._gates = [chunk.slab.gate for chunk in chunks if chunk.slab.gate is not None]
+        self._gates = [chunk.kv.gate for chunk in chunks if chunk.kv.gate is not None]
         # Of chunks with tokens for a write buffer: index and how many tokens come before these.
         self._written = [
-            (index, chunk.first_written_token - chunk.slab.num_tokens)
+            (index, chunk.first_written_token - chunk.kv.num_tokens)
             for index, chunk in enumerate(chunks)
             if chunk.first_written_token < chunk.end_token
         ]
@@ -50,18 +62,27 @@ class StepForward:
         self._calls.append((args, result))
 
     def cached(self, layer_index: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Write the layer's new rows of all sequences, then let others have them."""
+        """Write the layer's new tokens of all sequences, then let others have them.
+
+        Args:
+            layer_index: one more than the last.
+            key: [1, kv_heads, tokens, head_dim], after RoPE, the chunks one after another.
+            value: [1, kv_heads, tokens, value_dim].
+
+        Returns:
+            What the model attends to: `key` and `value` themselves.
+        """
         if layer_index != self._num_cached:
             raise AssertionError(f"layer {layer_index} is cached after {self._num_cached} layers")
         self._num_cached += 1
         sizes = self._sizes
-        rows = [*key.split_with_sizes(sizes, 2), *value.split_with_sizes(sizes, 2)]
+        written = [*key.split_with_sizes(sizes, 2), *value.split_with_sizes(sizes, 2)]
         if self._written:
             recipe = self._layers[layer_index]
             for component, made in zip(recipe.components, (key, value), strict=True):
-                pieces = component.free_rows(self._calls, made).split_with_sizes(sizes)
-                rows += [pieces[i][skip:] if skip else pieces[i] for i, skip in self._written]
-        torch._foreach_copy_(self._places[layer_index], rows)
+                pieces = component.before_rope(self._calls, made).split_with_sizes(sizes)
+                written += [pieces[i][skip:] if skip else pieces[i] for i, skip in self._written]
+        torch._foreach_copy_(self._places[layer_index], written)
         self._calls.clear()
         if self._clock is not None:
             self._clock.enqueued(self._num_cached)
@@ -77,9 +98,31 @@ class StepForward:
         """Never called."""
         raise AssertionError("our attention name has no mask function")
 
+    def _next_call(self, given: dict[str, Any]) -> tuple[AttentionCall, AttentionOptions]:
+        """Return the attention call that is made now, and what it asks for."""
+        call = self._attention_calls[self._num_attended]
+        self._num_attended += 1
+        return call, call.options(given)
 
-class PagedForward(StepForward):
-    """Attends each part to its own slab, where its rows lie."""
+    def _report(
+        self, queries: Sequence[Tensor], keys: Sequence[Tensor], asked: AttentionOptions
+    ) -> None:
+        """Report the attention call that was made to those who keep scores.
+
+        Args:
+            queries: per chunk [1, heads, tokens, head_dim].
+            keys: per chunk [1, kv_heads, end_token, head_dim].
+            asked: options of the call.
+        """
+        for chunk, query, key in zip(self._chunks, queries, keys, strict=True):
+            if chunk.scores is not None:
+                chunk.scores.note(
+                    self._num_attended - 1, query[0], key[0], asked, chunk.kv.num_tokens
+                )
+
+
+class RaggedForward(StepForward):
+    """Attends each part to its own KV, where it lies."""
 
     def __init__(
         self,
@@ -91,71 +134,144 @@ class PagedForward(StepForward):
         """Plan the step."""
         super().__init__(calibration, chunks, clock)
         self._step_attention = attention.prepare(
-            [Part(chunk.slab, len(chunk.token_ids)) for chunk in chunks]
+            [Part(chunk.kv, len(chunk.token_ids)) for chunk in chunks]
         )
+        self._keys = [chunk.kv.keys.cut(0, chunk.end_token) for chunk in chunks if self._is_scored]
 
     def attend(
         self, query: Tensor, _key: Tensor, _value: Tensor, _mask: Any, options: dict[str, Any]
     ) -> Tensor:
-        """Attend each part to its own slab; returns [1, tokens, heads, value_dim]."""
-        call = self._attention_calls[self._num_attended]
-        self._num_attended += 1
+        """Attend each part to its own KV.
+
+        Args:
+            query: [1, heads, tokens, head_dim], the parts one after another.
+            _key: the new tokens' own, which are in working KV by now.
+            _value: as `_key`.
+            _mask: none.
+            options: of the call.
+
+        Returns:
+            [1, tokens, heads, value_dim]
+        """
+        call, asked = self._next_call(options)
         for gate in self._gates:
             gate.wait(call.layer_index)
-        return self._step_attention.attend(query, call.layer_index, call.options(options))
-
-
-class ScoredForward(PagedForward):
-    """A paged forward that also tells of its attention calls."""
-
-    def __init__(
-        self,
-        calibration: Calibration,
-        attention: AttentionBackend,
-        chunks: Sequence[Chunk],
-        clock: StepClock | None,
-    ) -> None:
-        """Plan the step."""
-        super().__init__(calibration, attention, chunks, clock)
-        self._chunks = chunks
-        self._keys = [chunk.slab.keys.cut(0, chunk.end_token) for chunk in chunks]
-
-    def attend(
-        self, query: Tensor, key: Tensor, value: Tensor, mask: Any, options: dict[str, Any]
-    ) -> Tensor:
-        """Attend as a paged forward does, then tell who asked."""
-        attended = super().attend(query, key, value, mask, options)
-        call = self._attention_calls[self._num_attended - 1]
-        keys = [cut[call.layer_index][0] for cut in self._keys]
-        queries = query.split_with_sizes(self._sizes, 2)
-        tell(self._chunks, self._num_attended - 1, queries, keys, call.options(options))
+        attended = self._step_attention.attend(query, call.layer_index, asked)
+        if self._is_scored:
+            keys = [cut[call.layer_index] for cut in self._keys]
+            self._report(query.split_with_sizes(self._sizes, 2), keys, asked)
         return attended
 
 
-def tell(
-    chunks: Sequence[Chunk],
-    call_index: int,
-    queries: Sequence[Tensor],
-    keys: Sequence[Tensor],
-    options: AttentionOptions,
-) -> None:
-    """Tell those who keep scores of an attention call.
+class GatheredForward(StepForward):
+    """Attends to history and new tokens as tensors; see the module docstring."""
+
+    def __init__(
+        self, calibration: Calibration, chunks: Sequence[Chunk], clock: StepClock | None
+    ) -> None:
+        """Cut what each part's last token sees."""
+        super().__init__(calibration, chunks, clock)
+        self._lengths = [chunk.end_token for chunk in chunks]
+        self._keys = [chunk.kv.keys.cut(0, chunk.end_token) for chunk in chunks]
+        self._values = [chunk.kv.values.cut(0, chunk.end_token) for chunk in chunks]
+        self._masks: Masks = {}
+
+    def cached(self, layer_index: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Write as above; return all tokens of all parts, [1, kv_heads, sum_kv, dim] both."""
+        super().cached(layer_index, key, value)
+        for gate in self._gates:
+            gate.wait(layer_index)
+        return _joined(self._keys, layer_index), _joined(self._values, layer_index)
+
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, _mask: Any, options: dict[str, Any]
+    ) -> Tensor:
+        """Attend each part to what the model made of its KV.
+
+        Args:
+            query: [1, heads, tokens, head_dim].
+            key: [1, kv_heads, sum_kv, head_dim].
+            value: [1, kv_heads, sum_kv, value_dim].
+            _mask: none.
+            options: of the call.
+
+        Returns:
+            [1, tokens, heads, value_dim]
+        """
+        _, asked = self._next_call(options)
+        queries = query.split_with_sizes(self._sizes, 2)
+        keys = key.split_with_sizes(self._lengths, 2)
+        values = value.split_with_sizes(self._lengths, 2)
+        attended = [
+            attend_uneven(*part, asked, self._masks).transpose(1, 2)
+            for part in zip(queries, keys, values, strict=True)
+        ]
+        if self._is_scored:
+            self._report(queries, keys, asked)
+        return torch.cat(attended, dim=1)
+
+
+def attend_uneven(
+    query: Tensor, keys: Tensor, values: Tensor, options: AttentionOptions, masks: Masks
+) -> Tensor:
+    """Attend as `softmax_attention.attend`, where keys and values may differ in width.
+
+    On the CPU the narrower are filled up with zeros: the fast kernel wants equal widths, and what
+    torch has for others takes 2 to 15 times as long.
 
     Args:
-        chunks: of the forward.
-        call_index: of the call in it.
-        queries: per chunk [1, heads, n, dim].
-        keys: per chunk [kv_heads, length, dim].
+        query: [1, heads, tokens, head_dim].
+        keys: [1, kv_heads, length, head_dim].
+        values: [1, kv_heads, length, value_dim].
         options: of the call.
+        masks: as `softmax_attention.attend` takes them.
+
+    Returns:
+        [1, heads, tokens, value_dim]
     """
-    for chunk, query, rows in zip(chunks, queries, keys, strict=True):
-        if chunk.scores is not None:
-            chunk.scores.note(call_index, query[0], rows, options, chunk.slab.num_tokens)
+    key_dim, value_dim = query.shape[3], values.shape[3]
+    if key_dim == value_dim or query.device.type != "cpu":
+        return attend(query, keys, values, options, masks)
+    asked = options._replace(scale=key_dim**-0.5 if options.scale is None else options.scale)
+    if key_dim > value_dim:
+        values = pad(values, (0, key_dim - value_dim))
+        return attend(query, keys, values, asked, masks)[..., :value_dim]
+    query, keys = (pad(narrow, (0, value_dim - key_dim)) for narrow in (query, keys))
+    return attend(query, keys, values, asked, masks)
+
+
+def block_causal_mask(chunks: Sequence[Chunk], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return [1, 1, tokens, sum_kv], added to scores: each token sees its own part up to itself."""
+    num_tokens = sum(len(chunk.token_ids) for chunk in chunks)
+    num_keys = sum(chunk.end_token for chunk in chunks)
+    mask = torch.full((num_tokens, num_keys), torch.finfo(dtype).min, dtype=dtype, device=device)
+    token = key = 0
+    for chunk in chunks:
+        size, length = len(chunk.token_ids), chunk.end_token
+        block = causal_block(size, length, dtype, device)
+        mask[token : token + size, key : key + length] = block
+        token, key = token + size, key + length
+    return mask[None, None]
+
+
+def causal_block(size: int, length: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return [size, length], added to scores: the last `size` tokens see keys up to themselves.
+
+    What is hidden gets the least finite number, as in Transformers' own masks: some models take the
+    mask for a table of what to hide.
+    """
+    hidden = torch.finfo(dtype).min
+    block = torch.full((size, length), hidden, dtype=dtype, device=device)
+    return block.triu(length - size + 1)
 
 
 def _places(chunks: Sequence[Chunk]) -> list[tuple[Tensor, ...]]:
-    """Return per layer where new rows go: keys, values, then those of write buffers."""
-    slabs = [(chunk.slab, chunk.slab.num_tokens, len(chunk.token_ids)) for chunk in chunks]
+    """Return per layer where new tokens go.
+
+    Keys and values of each sequence, [1, kv_heads, tokens, dim], then keys and values of each write
+    buffer that gets some, [tokens, kv_heads, dim].
+    """
+    appended = [(chunk.kv, chunk.kv.num_tokens, len(chunk.token_ids)) for chunk in chunks]
     written = [
         chunk.write_buffer.cut(first, chunk.end_token - first)
         for chunk in chunks
@@ -163,10 +279,17 @@ def _places(chunks: Sequence[Chunk]) -> list[tuple[Tensor, ...]]:
     ]
     return list(
         zip(
-            *[slab.keys.cut(first, num_tokens) for slab, first, num_tokens in slabs],
-            *[slab.values.cut(first, num_tokens) for slab, first, num_tokens in slabs],
+            *[kv.keys.cut(first, num_tokens) for kv, first, num_tokens in appended],
+            *[kv.values.cut(first, num_tokens) for kv, first, num_tokens in appended],
             *[keys for keys, _ in written],
             *[values for _, values in written],
             strict=True,
         )
     )
+
+
+def _joined(cuts: Sequence[Sequence[Tensor]], layer_index: int) -> Tensor:
+    """Return one layer's tokens of all parts, one after another, [1, kv_heads, sum_kv, dim]."""
+    if len(cuts) == 1:
+        return cuts[0][layer_index]
+    return torch.cat([cut[layer_index] for cut in cuts], dim=2)

@@ -1,49 +1,34 @@
-"""Dropping tokens of a session's context: of its rows in memory, and of what the store has.
+"""Dropping tokens of a session's context: of its KV in memory, and of what the store has.
 
-    between turns   `discard`: the session's resident closes up in place, and the store is told
-    mid-turn        `truncate`: a turn whose window is full waits until its slab has closed up; then
-                    it is admitted again and goes on
+    between turns   `discard`: the session's resident is compacted in place, and the store is told
+    mid-turn        `truncate`: a turn whose window is full waits until its KV is compacted; then
+                    it is admitted again and resumes
 
 The store is told in the background, behind the saves of what was computed before; the session's
-next load and its next save come after that. Rows close up on the load thread, while steps of others
-go on. Rows that cannot (a norm behind RoPE, a failure) are given up: the turn loads, or recomputes.
+next load and its next save come after that. KV is compacted on the load thread, while steps of
+others go on. What cannot be (a norm behind RoPE, a failure) is given up: the turn loads, or
+recomputes.
 
-Everything here runs on the event loop. Invariants: 1. a resident whose rows are moved is protected
+Everything here runs on the event loop. Invariants: 1. a resident whose KV is moved is protected
 by the scheduler until it is what its tokens and its lineage say, or gone; whoever asked for that
 may be cancelled meanwhile; 2. a discard that is repeated finds what it has left, and leaves it so.
 """
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 from inference_svc.core.counters import Counters
 from inference_svc.core.discards import OVERFLOW, Discard, Range, kept_runs, merge_ranges, without
 from inference_svc.core.scheduling.scheduler import Scheduler
-from inference_svc.runtime.engine.engine_job import EngineJob, as_token_bytes
-from inference_svc.runtime.engine.job_memory import JobMemory
-from inference_svc.runtime.transfer.resident_slabs import ResidentSlabs
-from inference_svc.runtime.transfer.shift import SlabShifts
+from inference_svc.runtime.engine.engine_request import ContextCut, EngineRequest
+from inference_svc.runtime.engine.requests import RequestMemory
+from inference_svc.runtime.transfer.compaction import Compactor
+from inference_svc.runtime.transfer.resident_sequences import ResidentSequences
 from shared.process.log import get_logger
 from shared.types.lineage import Lineage
 from shared.types.session_key import SessionKey
 
 log = get_logger(__name__)
-
-
-@dataclass(frozen=True)
-class ContextCut:
-    """What a turn drops before it begins.
-
-    Attributes:
-        token_ids: of the session's context before, those that were computed.
-        ranges: positions in these; merged.
-        lineage: of these.
-    """
-
-    token_ids: Sequence[int]
-    ranges: tuple[Range, ...]
-    lineage: Lineage | None
 
 
 class Discards:
@@ -57,9 +42,9 @@ class Discards:
     def __init__(
         self,
         scheduler: Scheduler,
-        memory: JobMemory,
-        residents: ResidentSlabs,
-        shifts: SlabShifts,
+        memory: RequestMemory,
+        residents: ResidentSequences,
+        compactor: Compactor,
         counters: Counters,
         tasks: asyncio.TaskGroup,
         changed: Callable[[], None],
@@ -67,15 +52,15 @@ class Discards:
         self._scheduler = scheduler
         self._memory = memory
         self._residents = residents
-        self._shifts = shifts
+        self._compactor = compactor
         self._counters = counters
         self._tasks = tasks
         self._changed = changed
-        self._over: dict[SessionKey, asyncio.Event] = {}  # of the shifts under way
+        self._over: dict[SessionKey, asyncio.Event] = {}  # of the compactions under way
 
     @property
-    def num_shifting(self) -> int:
-        """Residents whose rows are closing up."""
+    def num_compacting(self) -> int:
+        """Residents that are being compacted."""
         return len(self._over)
 
     async def settled(self, key: SessionKey) -> None:
@@ -83,71 +68,63 @@ class Discards:
         while (over := self._over.get(key)) is not None:
             await over.wait()
 
-    async def discard(
-        self,
-        key: SessionKey,
-        token_ids: Sequence[int],
-        ranges: Sequence[Range],
-        lineage: Lineage | None,
-    ) -> None:
-        """See EngineLoop.discard.
+    async def discard(self, key: SessionKey, cut: ContextCut) -> None:
+        """See EngineLoop.discard; `cut.ranges` are merged, and not empty.
 
         Up to the first wait everything is noted: who is queued before finds the resident busy. One
         that is being moved keeps its lineage: nobody will match it.
         """
-        given = as_token_bytes(token_ids)
-        after = None if lineage is None else lineage.after(given, ranges)
-        self._memory.discard_stored(key, given, ranges, lineage)
+        self._memory.discard_stored(key, cut)
         await self.settled(key)
-        resident = self._scheduler.residents.get(key)
-        if resident is None or resident.lineage == after != lineage:  # it has been done before
+        resident, after = self._scheduler.residents.get(key), cut.lineage_after
+        if resident is None or resident.lineage == after != cut.lineage:  # it has been done before
             return
         ours = resident.token_ids
-        if resident.lineage != lineage or ours != tuple(token_ids[: len(ours)]):
+        if resident.lineage != cut.lineage or ours != tuple(cut.token_ids[: len(ours)]):
             self._memory.release_resident(key)  # it is of another context: of no use from now on
-        elif self._scheduler.residents.begin_shift(key):
-            await asyncio.shield(self._start_closing_up(key, ours, ranges, after))
+        elif self._scheduler.residents.begin_compaction(key):
+            await asyncio.shield(self._start_compaction(key, ours, cut.ranges, after))
 
-    def is_end(self, job: EngineJob) -> bool:
+    def is_end(self, request: EngineRequest) -> bool:
         """Whether an answer ends because its window is full, and nothing may be dropped.
 
-        Else the job knows what it is about to drop, if its window is full.
+        Else the request knows what it is about to drop, if its window is full.
 
         Raises:
             InvalidDiscardError: for a range that is empty, or outside what is computed.
         """
-        if not job.request.is_overflowing:
+        if not request.is_overflowing:
             return False
-        ranges = job.truncate(job.request.token_ids) if job.truncate is not None else ()
-        job.to_drop = merge_ranges(ranges, job.request.computed_tokens)
-        if not job.to_drop:
-            job.sink.window_full()
-        return not job.to_drop
+        ranges = request.truncate(request.token_ids) if request.truncate is not None else ()
+        request.to_drop = merge_ranges(ranges, request.computed_tokens)
+        if not request.to_drop:
+            request.sink.window_full()
+        return not request.to_drop
 
-    def truncate(self, job: EngineJob) -> None:
-        """Drop that of a job that overflowed, whose request waits: its slab is resident now."""
-        ranges, job.to_drop = job.to_drop, ()
-        request, num_computed = job.request, job.request.computed_tokens
-        computed_ids = request.token_ids[:num_computed]
-        self._memory.overflow(job)
-        self._memory.discard_stored(job.key, job.token_bytes(num_computed), ranges, request.lineage)
-        job.discards.append(Discard(ranges, job.input_tokens + request.num_sampled, OVERFLOW))
-        job.context_cut(ranges)
+    def truncate(self, request: EngineRequest) -> None:
+        """Drop that of a request that overflowed, whose request waits: its KV is resident now."""
+        ranges, request.to_drop = request.to_drop, ()
+        computed_ids = request.token_ids[: request.computed_tokens]
+        self._memory.overflow(request)
+        cut = ContextCut(computed_ids, ranges, request.lineage)
+        self._memory.discard_stored(request.key, cut)
+        num_before = request.input_tokens + request.num_sampled
+        request.discards.append(Discard(ranges, num_before, OVERFLOW))
         self._scheduler.truncated(request, ranges)
-        self._start_closing_up(job.key, computed_ids, ranges, request.lineage)
+        self._start_compaction(request.key, computed_ids, ranges, request.lineage)
 
-    def _start_closing_up(
+    def _start_compaction(
         self,
         key: SessionKey,
         token_ids: Sequence[int],
         ranges: Sequence[Range],
         lineage: Lineage | None,
     ) -> asyncio.Task[None]:
-        """Drop rows of the resident of these tokens; then it is of this lineage, or gone."""
+        """Drop tokens of the resident that has these; then it is of this lineage, or gone."""
         self._over[key] = asyncio.Event()
-        return self._tasks.create_task(self._close_up(key, token_ids, ranges, lineage))
+        return self._tasks.create_task(self._compact(key, token_ids, ranges, lineage))
 
-    async def _close_up(
+    async def _compact(
         self,
         key: SessionKey,
         token_ids: Sequence[int],
@@ -156,13 +133,13 @@ class Discards:
     ) -> None:
         kept, num_left = kept_runs(ranges, len(token_ids)), 0
         try:
-            num_left = await self._residents.discard(key, kept, self._shifts)
+            num_left = await self._residents.discard(key, kept, self._compactor)
         except Exception:  # what is left can be loaded or recomputed
             log.exception("shift_failed", session=str(key))
         finally:
             left_ids = without(token_ids, ranges)[:num_left]
             self._counters.add("shifts" if num_left or not kept else "shifts_failed")
-            if not self._scheduler.residents.end_shift(key, left_ids, lineage):
+            if not self._scheduler.residents.end_compaction(key, left_ids, lineage):
                 self._residents.release(key)
             self._over.pop(key).set()
             self._changed()

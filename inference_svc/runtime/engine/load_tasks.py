@@ -1,166 +1,139 @@
-"""Admitted jobs whose history is on its way: one task each, from admission to the last row.
+"""Admitted requests whose history is on its way: one task each, from admission to the last token.
 
-The task outlives the job's wish for it: a copy under way is never interrupted, and who is cancelled
-meanwhile is released when it ends. A job may be admitted anew, after its load failed, while the
-task of that load is still giving its lease back: the newest task counts.
+The task outlives the request's wish for it: a copy under way is never interrupted, and who is
+cancelled meanwhile is released when it ends. A request may be admitted anew, after its load failed,
+while the task of that load is still giving its lease back: the newest load counts.
 """
 
 import asyncio
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 
-from inference_svc.core.scheduling.request import Request, RequestState
+from inference_svc.core.scheduling.request import RequestState
 from inference_svc.core.scheduling.scheduler import Scheduler
 from inference_svc.core.scheduling.step_plan import Admission
-from inference_svc.runtime.engine.engine_job import EngineJob
-from inference_svc.runtime.engine.job_memory import JobMemory
-from inference_svc.runtime.engine.loads import Load, Loads
-from inference_svc.runtime.kv.layer_gate import LayerGate
+from inference_svc.runtime.engine.engine_request import EngineRequest, Load
+from inference_svc.runtime.engine.loads import Loads
+from inference_svc.runtime.engine.requests import RequestMemory, Requests
 from inference_svc.runtime.store.saves import Saves
 from shared.serving.tracing import child_span
 from shared.types.units import NS_PER_S
-
-
-@dataclass(eq=False)
-class _Loading:
-    """A load under way; its gate once its extent is known and something is to be copied."""
-
-    request: Request
-    gate: LayerGate | None = None
 
 
 class LoadTasks:
     """See the module docstring.
 
     Args:
-        failed: called with a job that cannot be loaded at all, and why.
-        ended: called with a job that was over before its load was.
-        changed: called when a job may start, or a load is over.
+        changed: called when a request may start, or a load is over.
     """
 
     def __init__(
         self,
         scheduler: Scheduler,
+        requests: Requests,
+        memory: RequestMemory,
         loads: Loads,
         saves: Saves,
-        memory: JobMemory,
         tasks: asyncio.TaskGroup,
         *,
         num_layers: int,
-        failed: Callable[[EngineJob, Exception], None],
-        ended: Callable[[EngineJob], None],
         changed: Callable[[], None],
     ) -> None:
         self._scheduler = scheduler
+        self._requests = requests
+        self._memory = memory
         self._loads = loads
         self._saves = saves
-        self._memory = memory
         self._tasks = tasks
         self._num_layers = num_layers
-        self._failed = failed
-        self._ended = ended
         self._changed = changed
-        self._newest: dict[int, _Loading] = {}  # by request number
 
-    def start(self, job: EngineJob, admission: Admission) -> None:
-        """Load an admitted job. What it has of a resident is its own at once."""
-        loading = self._newest[job.request.number] = _Loading(job.request)
-        load = self._loads.begin_resident(job, admission) if admission.resident_tokens else None
-        running = self._run(job, admission, load, loading)
-        self._tasks.create_task(running, context=job.context.copy())
-
-    def is_loading(self, job: EngineJob) -> bool:
-        """Whether a load still uses the job's memory, or is about to give it some."""
-        return job.request.number in self._newest
+    def start(self, request: EngineRequest, admission: Admission) -> None:
+        """Load an admitted request. What it has of a resident is its own at once."""
+        load = request.load = Load(admission)
+        if admission.resident_tokens:
+            self._loads.begin_resident(request, load)
+        self._tasks.create_task(self._run(request, load), context=request.context.copy())
 
     def note_progress(self) -> None:
         """Tell the scheduler how many layers are there."""
         now_ns = time.monotonic_ns()
-        for loading in self._newest.values():
-            gate = loading.gate
-            if gate is not None and not loading.request.is_over:
+        for request in self._requests:
+            gate = None if request.load is None else request.load.gate
+            if gate is not None and not request.is_over:
                 # A load that failed lets its request start, which then finds out and is restarted.
                 layers = self._num_layers if gate.error else gate.num_open
-                self._scheduler.progressed(loading.request, layers, now_ns)
+                self._scheduler.gate.progressed(request, layers, now_ns)
 
-    async def _run(
-        self, job: EngineJob, admission: Admission, load: Load | None, loading: _Loading
-    ) -> None:
-        request = job.request
+    async def _run(self, request: EngineRequest, load: Load) -> None:
         try:
             with child_span("load") as span:
-                await self._load(job, admission, load, loading)
+                await self._load(request, load)
                 span.set_attributes(
-                    {f"kv.{k}_tokens": n for k, n in job.outcome.tier_tokens.items()}
+                    {f"kv.{k}_tokens": n for k, n in request.outcome.tier_tokens.items()}
                 )
         except Exception as error:  # noqa: BLE001  # the turn's, which logs it
-            self._failed(job, error)
+            self._requests.fail(request, error)
         finally:
-            if self._newest.get(request.number) is loading:
-                del self._newest[request.number]
-            if request.is_over and not job.is_kept:
-                self._ended(job)
+            if request.load is load:
+                request.load = None
+            if request.is_over and not request.is_kept:
+                self._requests.release(request)
             self._changed()
 
-    async def _load(
-        self, job: EngineJob, admission: Admission, load: Load | None, loading: _Loading
-    ) -> None:
-        if load is None:
-            await self._saves.settled(job.key)
-            load = await self._loads.begin(job)
-        if job.request.state is not RequestState.LOADING:
-            await self._loads.give_up(load)
+    async def _load(self, request: EngineRequest, load: Load) -> None:
+        if not load.admission.resident_tokens:
+            await self._saves.settled(request.key)
+            await self._loads.begin(request, load)
+        if request.state is not RequestState.LOADING:
+            await self._loads.cancel(load)
             return
-        loading.gate = load.gate
-        await self._announce(job, load)
-        await self._loads.finish(job, load)
-        if self._newest.get(job.request.number) is loading:
-            self._finished(job, admission)
-
-    async def _announce(self, job: EngineJob, load: Load) -> None:
-        """Let the scheduler know what will be there; from now on the job may start."""
         try:
-            self._tell(job, load)
+            self._announce(request, load)
         except Exception:  # the turn's; kvd must not keep the lease for it
-            await self._loads.give_up(load)
+            await self._loads.cancel(load)
             raise
+        await self._loads.finish(request, load)
+        if request.load is load:
+            self._finished(request, load)
 
-    def _tell(self, job: EngineJob, load: Load) -> None:
-        request, now_ns = job.request, time.monotonic_ns()
+    def _announce(self, request: EngineRequest, load: Load) -> None:
+        """Let the scheduler know what will be there; from now on the request may start."""
+        assert request.kv is not None, "a load gives a sequence's KV"  # noqa: S101
+        now_ns = time.monotonic_ns()
         if load.gate is None:
-            job.outcome.load_s = (now_ns - request.admitted_ns) / NS_PER_S
+            request.outcome.load_s = (now_ns - request.admitted_ns) / NS_PER_S
         first_token = 0
-        if job.write_buffer is not None:
-            first_token = job.write_buffer.first_token
-            self._memory.open_save(job, job.write_buffer)
+        if request.write_buffer is not None:
+            first_token = request.write_buffer.first_token
+            self._memory.open_save(request, request.write_buffer)
         self._scheduler.announced(
             request,
-            load.num_tokens,
+            request.kv.num_tokens,
             first_token,
             now_ns,
             layers_ready=self._num_layers if load.gate is None else 0,
-            tier=load.tier,
-            enough_layers=load.enough_layers,
+            tier=self._loads.tier_of(load),
+            enough_layers=self._loads.enough_layers(load),
         )
-        if not job.is_started:
-            job.is_started = True
-            job.sink.started(request, job.outcome)
+        if not request.is_started:
+            request.is_started = True
+            request.sink.started(request)
         if load.gate is not None:
-            # Each layer may be the one that lets the job start.
+            # Each layer may be the one that lets the request start.
             load.gate.on_change = partial(_call_soon, asyncio.get_running_loop(), self._changed)
         self._changed()
 
-    def _finished(self, job: EngineJob, admission: Admission) -> None:
-        """Every row is where it belongs, or never will be; the gate knows which."""
-        request, now_ns = job.request, time.monotonic_ns()
-        job.outcome.load_s = (now_ns - request.admitted_ns) / NS_PER_S
-        if request.is_over:  # a resident whose rows were moved for nothing stays
+    def _finished(self, request: EngineRequest, load: Load) -> None:
+        """All KV is where it belongs, or never will be; the gate knows which."""
+        now_ns = time.monotonic_ns()
+        request.outcome.load_s = (now_ns - request.admitted_ns) / NS_PER_S
+        if request.is_over:  # a resident that was moved for nothing stays
             return
-        self._scheduler.progressed(request, self._num_layers, now_ns)
-        if admission.resident_tokens and not admission.in_place:
-            self._memory.end_move(job)
+        self._scheduler.gate.progressed(request, self._num_layers, now_ns)
+        if load.is_move:
+            self._memory.end_move(request)
 
 
 def _call_soon(loop: asyncio.AbstractEventLoop, call: Callable[[], None]) -> None:

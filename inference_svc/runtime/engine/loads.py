@@ -1,27 +1,26 @@
-"""Gives an admitted job its memory and its history, from wherever that is.
+"""Gives an admitted request its memory and its history, from wherever that is.
 
-    resident, large enough   its slab, as it is
-    resident, too small      a larger slab, rows moved layer by layer
-    kvd                      a slab, rows loaded layer by layer
-    nowhere                  an empty slab
+    resident, large enough   its KV, as it is
+    resident, too small      a larger sequence KV, KV moved layer by layer
+    kvd                      a sequence's KV, KV loaded layer by layer
+    nowhere                  an empty sequence KV
 
 `begin` returns once it is known how many tokens there will be; `finish` copies them behind the
-slab's gate (paper §3.2.1). Runs on the event loop; the copies run on the load thread.
+sequence KV's gate (paper §3.2.1). Runs on the event loop; the copies run on the load thread.
 """
 
 from dataclasses import dataclass
 
 from inference_svc.core.counters import Counters
-from inference_svc.core.rates.load_or_recompute import LoadPolicy
-from inference_svc.core.scheduling.step_plan import Admission
-from inference_svc.runtime.engine.engine_job import EngineJob
+from inference_svc.core.rates.rates import LoadPolicy
+from inference_svc.runtime.engine.engine_request import EngineRequest, Load
 from inference_svc.runtime.kv.copy_stream import CopyStream, DoneInOrder
 from inference_svc.runtime.kv.kv_pool import KVPool
-from inference_svc.runtime.kv.kv_slab import KVSlab
 from inference_svc.runtime.kv.layer_gate import LayerGate
+from inference_svc.runtime.kv.sequence_kv import SequenceKv
 from inference_svc.runtime.store.session_store import BegunLoad, LoadRequest, SessionStore
 from inference_svc.runtime.transfer.layer_load import move_layer
-from inference_svc.runtime.transfer.resident_slabs import Resident, ResidentSlabs
+from inference_svc.runtime.transfer.resident_sequences import ResidentSequences
 from inference_svc.runtime.worker_thread import WorkerThread
 
 MOST_FAILED_LOADS = 2  # of one turn, after which it is computed
@@ -41,39 +40,18 @@ class PreloadPolicy:
     buffer_layers: int
 
 
-@dataclass(frozen=True)
-class Load:
-    """A load that `begin` began.
-
-    Attributes:
-        num_tokens: there will be in the slab.
-        begun: to be copied from kvd; None: nothing.
-        source: to be moved from; None: nothing.
-        gate: of the slab; None: everything is there.
-        tier: the slowest that rows come from; None: from none.
-        enough_layers: with which the turn may join the batch whatever the rates say; None: all.
-    """
-
-    num_tokens: int
-    tier: str | None = None
-    enough_layers: int | None = None
-    begun: BegunLoad | None = None
-    source: Resident | None = None
-    gate: LayerGate | None = None
-
-
 class Loads:
     """See the module docstring.
 
     Attributes:
-        policy: of jobs that have none of their own; a reload sets it.
+        policy: of requests that have none of their own; a reload sets it.
     """
 
     def __init__(
         self,
         pool: KVPool,
         store: SessionStore,
-        residents: ResidentSlabs,
+        residents: ResidentSequences,
         load_thread: WorkerThread,
         counters: Counters,
         *,
@@ -89,111 +67,107 @@ class Loads:
         self._num_layers = num_layers
         self.policy = policy
         self._preload = preload
-        # Beyond the buffer nothing is loaded before the turn is in the batch.
-        is_held_back = preload.buffer_layers < num_layers
-        self._enough_layers = preload.buffer_layers if is_held_back else None
 
-    async def begin(self, job: EngineJob) -> Load:
-        """Give the job a new slab and what the store has, and its write buffer.
+    async def begin(self, request: EngineRequest, load: Load) -> None:
+        """Give the request a new sequence KV and what the store has, and its write buffer.
 
-        The slab counts all rows that will be there.
+        The sequence's KV counts all tokens that will be there.
         """
-        request = job.request
-        slab = job.slab = self._pool.new_slab(request.capacity_tokens)
-        begun = await self._store.begin_load(
+        kv = request.kv = self._pool.new_kv(request.capacity_tokens)
+        begun = await self._store.loads.begin(
             LoadRequest(
-                key=job.key,
-                token_ids=job.token_bytes(len(request.token_ids) - 1),
-                slab=slab,
-                policy=self._policy_of(job),
-                may_wait=not job.num_failed_loads,
+                key=request.key,
+                token_ids=request.token_bytes(len(request.token_ids) - 1),
+                kv=kv,
+                policy=self._policy_of(request),
+                may_wait=not request.num_failed_loads,
                 lineage=request.lineage,
             )
         )
-        _note_outcome(job, begun.end_token, dict(begun.tier_tokens), begun.reason)
-        slab.num_tokens = begun.end_token
+        _note_outcome(request, begun.end_token, dict(begun.tier_tokens), begun.reason)
+        kv.num_tokens = begun.end_token
         if self._store.saves:
-            job.write_buffer = self._pool.new_write_buffer(
+            request.write_buffer = self._pool.new_write_buffer(
                 begun.tail_from, request.capacity_tokens - begun.tail_from
             )
-            job.write_buffer.end_token = begun.end_token
-        if begun.grant is None:
-            return Load(begun.end_token)
-        slab.gate = LayerGate(self._num_layers)
-        return Load(
-            begun.end_token,
-            tier=max(begun.tier_tokens, default=None),  # "ssd" > "dram"
-            enough_layers=self._enough_layers,
-            begun=begun,
-            gate=slab.gate,
-        )
+            request.write_buffer.end_token = begun.end_token
+        if begun.grant is not None:
+            load.begun = begun
+            load.gate = kv.gate = LayerGate(self._num_layers)
 
-    async def finish(self, job: EngineJob, load: Load) -> None:
-        """Copy what is to be copied; never raises because of kvd."""
-        if load.source is not None:
-            await self._move(job, load.source)
-        elif load.begun is not None and load.gate is not None and job.slab is not None:
-            await self._load(job, load.begun, job.slab, load.gate)
-
-    async def give_up(self, load: Load) -> None:
-        """End a load that was begun for a job that is over."""
-        if load.begun is not None:
-            await self._store.give_up(load.begun)
-
-    def _policy_of(self, job: EngineJob) -> LoadPolicy:
-        if job.num_failed_loads >= MOST_FAILED_LOADS:
-            return LoadPolicy.NEVER
-        return job.load_policy or self.policy
-
-    # ------------------------------------------------------------------------------- residents
-
-    def begin_resident(self, job: EngineJob, admission: Admission) -> Load:
-        """Give the job its session's resident slab or a larger one, and its write buffer."""
-        request, key = job.request, job.key
+    def begin_resident(self, request: EngineRequest, load: Load) -> None:
+        """Give the request its session's resident KV or a larger one, and its write buffer."""
+        admission, key = load.admission, request.key
         resident = self._residents.take(key) if admission.in_place else self._residents.get(key)
         num_tokens = self._residents.usable_tokens(resident, admission.resident_tokens)
         if self._store.saves:
-            job.write_buffer = self._residents.next_buffer(
+            request.write_buffer = self._residents.next_buffer(
                 resident, num_tokens, request.capacity_tokens
             )
         self._counters.add("resident_hits")
-        _note_outcome(job, num_tokens, {HBM: num_tokens}, "")
+        _note_outcome(request, num_tokens, {HBM: num_tokens}, "")
         if admission.in_place:
             self._residents.release_tail(resident)
-            job.slab = resident.slab
-            job.slab.num_tokens = num_tokens
-            return Load(num_tokens)
-        slab = job.slab = self._pool.new_slab(request.capacity_tokens)
-        slab.num_tokens = num_tokens
-        slab.gate = LayerGate(self._num_layers)
-        return Load(num_tokens, tier=HBM, source=resident, gate=slab.gate)
+            request.kv = resident.kv
+        else:
+            request.kv = self._pool.new_kv(request.capacity_tokens)
+            load.gate = request.kv.gate = LayerGate(self._num_layers)
+        request.kv.num_tokens = num_tokens
 
-    async def _move(self, job: EngineJob, source: Resident) -> None:
-        slab = job.slab
-        assert slab is not None, "a job that moves has a slab"  # noqa: S101
-        self._counters.add("moves")
-        await self._load_thread.run(_move_rows, source.slab, slab)
+    async def finish(self, request: EngineRequest, load: Load) -> None:
+        """Copy what is to be copied; never raises because of kvd."""
+        if load.gate is None or request.kv is None:
+            return
+        if load.begun is not None:
+            await self._copy(request, load.begun, request.kv, load.gate)
+        else:
+            self._counters.add("moves")
+            source = self._residents.get(request.key).kv
+            await self._load_thread.run(_move_rows, source, request.kv)
 
-    # ------------------------------------------------------------------------------------- kvd
+    async def cancel(self, load: Load) -> None:
+        """End a load that was begun for a request that is over."""
+        if load.begun is not None:
+            await self._store.loads.cancel(load.begun)
 
-    async def _load(self, job: EngineJob, begun: BegunLoad, slab: KVSlab, gate: LayerGate) -> None:
+    def tier_of(self, load: Load) -> str | None:
+        """Return the slowest tier that KV is copied from; None: from none."""
+        if load.gate is None:
+            return None
+        # "ssd" > "dram"
+        return HBM if load.begun is None else max(load.begun.tier_tokens, default=None)
+
+    def enough_layers(self, load: Load) -> int | None:
+        """Return with how many layers a request may start whatever the rates say; None: all."""
+        num_layers = self._preload.buffer_layers
+        # Beyond the buffer nothing is loaded before the request is in the batch.
+        return num_layers if load.begun is not None and num_layers < self._num_layers else None
+
+    def _policy_of(self, request: EngineRequest) -> LoadPolicy:
+        if request.num_failed_loads >= MOST_FAILED_LOADS:
+            return LoadPolicy.NEVER
+        return request.load_policy or self.policy
+
+    async def _copy(
+        self, request: EngineRequest, begun: BegunLoad, kv: SequenceKv, gate: LayerGate
+    ) -> None:
         """Copy from kvd: all at once, or with a pause until the turn is in the batch."""
-        tail, shown = job.write_buffer, gate
+        tail, shown = request.write_buffer, gate
         if not self._preload.is_layerwise:
             shown = LayerGate(self._num_layers)  # the forward sees nothing until all is there
         first = min(self._preload.buffer_layers, self._num_layers)
         if first:
-            await self._store.finish_load(begun, slab, tail, shown, range(first))
+            await self._store.loads.finish(begun, kv, tail, shown, range(first))
         if first < self._num_layers:
-            await job.in_batch.wait()
+            await request.in_batch.wait()
         if first < self._num_layers and shown.error is None:
-            await self._store.finish_load(begun, slab, tail, shown, range(first, self._num_layers))
+            await self._store.loads.finish(begun, kv, tail, shown, range(first, self._num_layers))
         if shown is not gate:
             _hand_over(shown, gate)
 
 
-def _move_rows(source: KVSlab, target: KVSlab) -> None:
-    """Runs on the load thread."""
+def _move_rows(source: SequenceKv, target: SequenceKv) -> None:
+    """Copy all KV, on the load thread, layer by layer behind the target's gate."""
     gate = target.gate
     assert gate is not None, "a move has a gate"  # noqa: S101
     stream = CopyStream(target.device)
@@ -219,10 +193,10 @@ def _hand_over(hidden: LayerGate, gate: LayerGate) -> None:
 
 
 def _note_outcome(
-    job: EngineJob, num_tokens: int, tier_tokens: dict[str, int], reason: str
+    request: EngineRequest, num_tokens: int, tier_tokens: dict[str, int], reason: str
 ) -> None:
     """Record where the history was; a turn that has come back keeps its first record."""
-    if job.request.is_back:
+    if request.is_back:
         return
-    outcome = job.outcome
+    outcome = request.outcome
     outcome.tokens, outcome.tier_tokens, outcome.reason = num_tokens, tier_tokens, reason

@@ -2,6 +2,9 @@
 
 If the pass raises, its requests are computed one by one, so that only the one at fault fails. What
 was computed over history that is still being loaded counts only once that load is confirmed.
+
+Invariant: KV computed over history that is still being loaded is not saved before that load is
+confirmed.
 """
 
 import time
@@ -14,14 +17,16 @@ from torch import Tensor
 from inference_svc.core.counters import Counters
 from inference_svc.core.errors import EngineFailedError
 from inference_svc.core.rates.rates import Rates, pairs
-from inference_svc.core.turn_measures import TurnMeasures
-from inference_svc.runtime.compute.model_runner import Chunk, ModelRunner
+from inference_svc.core.scheduling.step_plan import PlannedChunk
+from inference_svc.core.turn_histograms import TurnHistograms
+from inference_svc.runtime.compute.chunk import Chunk
+from inference_svc.runtime.compute.model_runner import ModelRunner
 from inference_svc.runtime.compute.sampling import Sampled
-from inference_svc.runtime.engine.engine_job import EngineJob
+from inference_svc.runtime.engine.engine_request import EngineRequest
 from inference_svc.runtime.kv.copy_stream import StepClock
 from inference_svc.runtime.kv.layer_gate import StepNotDoneError
 from inference_svc.runtime.worker_thread import WorkerThread
-from shared.kvd_client.progress_words import LoadFailedError
+from shared.kvd_client.arena_map import LoadFailedError
 from shared.process.log import get_logger
 from shared.types.errors import ReportedError
 
@@ -30,15 +35,15 @@ log = get_logger(__name__)
 
 @dataclass(frozen=True)
 class StepInput:
-    """One job's part of a step."""
+    """One request's part of a step."""
 
-    job: EngineJob
+    request: EngineRequest
     chunk: Chunk
 
 
 @dataclass(frozen=True)
 class StepOutput:
-    """What became of one job's part: a token if one was wanted, or an error.
+    """What became of one request's part: a token if one was wanted, or an error.
 
     A LoadFailedError means that its history is not there, and is nobody's fault.
     """
@@ -60,21 +65,21 @@ class Stepper:
         compute_thread: WorkerThread,
         counters: Counters,
         rates: Rates,
-        measures: TurnMeasures,
+        histograms: TurnHistograms,
     ) -> None:
         self.busy_s = 0.0
         self._runner = runner
         self._compute_thread = compute_thread
         self._counters = counters
         self._rates = rates
-        self._measures = measures
+        self._histograms = histograms
 
     async def step(
         self, inputs: Sequence[StepInput], clock: StepClock | None = None
     ) -> list[StepOutput]:
-        """Compute; slabs of parts without error have advanced, the others are as they were.
+        """Compute; sequences' KV of parts without error have advanced, the others are as they were.
 
-        `clock` opens with each layer whose rows are in the write buffers, and fails with the pass.
+        `clock` opens with each layer whose KV is in the write buffers, and fails with the pass.
         """
         self._counters.add("steps")
         try:
@@ -94,22 +99,22 @@ class Stepper:
         else:
             num_tokens, num_pairs = _work_of(inputs, computed.starts)
             self._rates.steps.note(num_tokens, num_pairs, computed.seconds)
-            self._measures.stepped(len(inputs), num_tokens, computed.seconds)
+            self._histograms.stepped(len(inputs), num_tokens, computed.seconds)
             self.busy_s += computed.seconds
             return computed.outputs
         return [output for single in inputs for output in await self.step([single])]
 
     def _compute(self, inputs: Sequence[StepInput], clock: StepClock | None) -> "_Computed":
-        """Runs on the compute thread. Once the pass is done, nothing raises any more."""
+        """Compute, on the compute thread. Once the pass is done, nothing raises any more."""
         with ExitStack() as held:
             for part in inputs:
-                held.enter_context(part.chunk.slab.hold())
+                held.enter_context(part.chunk.kv.hold())
                 if part.chunk.write_buffer is not None:
                     held.enter_context(part.chunk.write_buffer.hold())
-            starts = [part.chunk.slab.num_tokens for part in inputs]
-            # A step that is repeated must find everything as it was: rows are appended once.
-            assert starts == [part.job.request.computed_tokens for part in inputs]  # noqa: S101
-            gates = [gate for part in inputs if (gate := part.chunk.slab.gate) is not None]
+            starts = [part.chunk.kv.num_tokens for part in inputs]
+            # A step that is repeated must find everything as it was: KV is appended once.
+            assert starts == [part.request.computed_tokens for part in inputs]  # noqa: S101
+            gates = [gate for part in inputs if (gate := part.chunk.kv.gate) is not None]
             waited_s = sum(gate.waited_s for gate in gates)
             began_s = time.monotonic()
             logits = self._runner.step([part.chunk for part in inputs], clock)
@@ -129,7 +134,7 @@ class _Computed:
     """A step that succeeded.
 
     Attributes:
-        starts: tokens that each part's slab had before.
+        starts: tokens that each part's KV had before.
         seconds: spent computing, not waiting for layers.
     """
 
@@ -147,16 +152,16 @@ def _work_of(inputs: Sequence[StepInput], starts: Sequence[int]) -> tuple[int, i
 
 def _answer(part: StepInput, logits_row: Tensor | None) -> StepOutput:
     """Sample, if a token is wanted and the history it came from can be believed."""
-    job = part.job
+    request = part.request
     try:
-        gate = part.chunk.slab.gate
+        gate = part.chunk.kv.gate
         if gate is not None:
             gate.wait_confirmed()
         if part.chunk.scores is not None:
             part.chunk.scores.commit()
         if logits_row is None:
             return StepOutput()
-        return StepOutput(token=job.sampler.sample(logits_row, job.request.token_ids))
+        return StepOutput(token=request.sampler.sample(logits_row, request.token_ids))
     except Exception as error:  # noqa: BLE001  # one request's trouble must not fail the others
         return StepOutput(error=_as_reported(error))
 
@@ -169,3 +174,42 @@ def _as_reported(error: Exception) -> Exception:
         f"the model failed to compute this turn ({type(error).__name__})",
         "submit it again; the session is as it was",
     )
+
+
+def step_input(request: EngineRequest, chunk: PlannedChunk) -> StepInput:
+    """Make what the runner takes of a planned chunk; its request is in the batch from now on."""
+    assert request.kv is not None, "a running request has a sequence's KV"  # noqa: S101
+    request.in_batch.set()
+    if request.kv.gate is not None:
+        request.kv.gate.on_change = None  # who is in the batch waits in the forward
+    start = request.computed_tokens
+    token_ids = request.token_ids[start : start + chunk.num_tokens]
+    return StepInput(
+        request,
+        Chunk(request.kv, token_ids, chunk.sample, request.write_buffer, scores=request.scores),
+    )
+
+
+def follow_step(inputs: Sequence[StepInput], num_layers: int) -> StepClock | None:
+    """Have saves follow a step layer by layer, where history is certain; None: nobody does."""
+    clock = None
+    for part in inputs:
+        request, kv = part.request, part.chunk.kv
+        end_token = kv.num_tokens + len(part.chunk.token_ids)
+        if request.saves is not None and kv.gate is None and request.saves.wants(end_token):
+            clock = clock or StepClock(num_layers, kv.device)
+            request.saves.follow(request.token_bytes(end_token), clock)
+    return clock
+
+
+def settle_load(request: EngineRequest) -> None:
+    """After the first step over a load: its gate has done its duty, and saving may begin."""
+    kv = request.kv
+    if kv is None or kv.gate is None or not kv.gate.is_settled:
+        return
+    request.outcome.stall_s += kv.gate.waited_s
+    if kv.gate.error is not None:
+        return
+    kv.gate = None
+    if request.saves is not None and request.saves.wants(kv.num_tokens):
+        request.saves.follow(request.token_bytes(kv.num_tokens), None)

@@ -106,7 +106,7 @@ class DoneInOrder:
 
 
 class StepClock(LayerGate):
-    """The gate of a forward: a layer is open once its rows are written, or will have been.
+    """The gate of a forward: a layer is open once its KV is written, or will have been.
 
     Whoever copies them has its copies wait for `computed`.
     """
@@ -117,12 +117,12 @@ class StepClock(LayerGate):
         self._marks: list[Mark] = []
 
     def enqueued(self, num_layers: int) -> None:
-        """The rows of layers [0, num_layers) are written by what was enqueued so far."""
+        """The KV of layers [0, num_layers) is written by what was enqueued so far."""
         module = torch.get_device_module(self._device)
         mark = _mark(module, module.current_stream(self._device))
         self._marks += [mark] * (num_layers - len(self._marks))
         self.open(num_layers)
 
     def computed(self, layer_index: int) -> Mark:
-        """When the rows of an open layer are written."""
+        """When the KV of an open layer is written."""
         return self._marks[layer_index]

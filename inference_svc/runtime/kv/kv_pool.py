@@ -1,14 +1,16 @@
-"""KVPool: lends the memory of slabs and write buffers, in rows of one token.
+"""KVPool: lends the memory of sequences' KV and write buffers, in token slots.
 
 One region, allocated and faulted in once, since fresh pages cost a load more than its copies do.
-Where the region has no contiguous room, rows get memory of their own: slower, never a failure; how
-many rows there may be altogether is the scheduler's business.
+Where the region has no contiguous room, a piece gets memory of its own: slower, never a failure;
+how many token slots there may be altogether is the scheduler's business.
 
-    region = row | row | ...      a row: K and V of one token, all layers, padded to 64 bytes
-    slab   = capacity rows        keys [layers of a shape, 1, heads, capacity, dim] ..., values ...
-    write buffer = capacity rows  keys [layers of a shape, capacity, heads, dim] ..., values ...
+    region       = slot | slot | ...  a slot: K and V of one token, all layers, padded to 64 bytes
+    sequence KV  = capacity slots     keys [layers of a shape, 1, kv_heads, capacity, head_dim] ...,
+                                      values [..., value_dim] ...
+    write buffer = capacity slots     keys [layers of a shape, capacity, kv_heads, head_dim] ...,
+                                      values [..., value_dim] ...
 
-Owns the region and which rows of it are lent; knows nothing of sequences.
+Owns the region and which slots of it are lent; knows nothing of sequences.
 
 Invariants: 1. no two lent pieces overlap; 2. a piece is lent again only after its owner released
 it and every holder left.
@@ -20,117 +22,123 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from inference_svc.core.scheduling.row_space import RowSpace
-from inference_svc.runtime.kv.kv_slab import KVSlab, LayerRows, LayerShape, WriteBuffer
-from inference_svc.runtime.kv.page_population import allocate_region, populate
-from inference_svc.runtime.kv.row_hold import RowHold
+from inference_svc.core.scheduling.slot_space import SlotSpace
+from inference_svc.runtime.kv.sequence_kv import (
+    LayerShape,
+    LayerTensors,
+    MemoryHold,
+    SequenceKv,
+    WriteBuffer,
+)
+from inference_svc.runtime.memory import allocate_region, populate
 from shared.types.units import align_up
 
-ROW_ALIGNMENT = 64  # bytes; a cache line
+SLOT_ALIGNMENT = 64  # bytes; a cache line
 
 
 class KVPool:
-    """See the module docstring; every method may be called from any thread."""
+    """See the module docstring; every method may be called from any thread.
+
+    Attributes:
+        num_token_slots: of the region.
+        token_slot_bytes: what K and V of one token take, all layers, padded.
+        num_outside: how often the region had no room for a piece so far.
+    """
 
     def __init__(
         self,
         shapes: Sequence[LayerShape],
-        num_rows: int,
+        num_token_slots: int,
         *,
         device: torch.device,
         dtype: torch.dtype,
     ) -> None:
-        """Reserve address space for `num_rows` rows; memory comes with `prefault` or first use.
+        """Reserve address space; memory comes with `prefault` or first use.
 
         Args:
             shapes: of all layers.
-            num_rows: tokens that slabs and write buffers hold together.
+            num_token_slots: what sequences' KV and write buffers hold together.
             device: of the tensors.
             dtype: of the tensors.
         """
-        self.num_rows = num_rows
+        self.num_token_slots = num_token_slots
         self._keys = [shape.key for shape in shapes]
         self._values = [shape.value for shape in shapes]
         self._device = device
         self._dtype = dtype
         token_items = sum(heads * dim for heads, dim in (*self._keys, *self._values))
-        self.row_bytes = align_up(token_items * dtype.itemsize, ROW_ALIGNMENT)
-        self._row_items = self.row_bytes // dtype.itemsize
-        self._region = allocate_region(num_rows * self._row_items, device, dtype)
+        self.token_slot_bytes = align_up(token_items * dtype.itemsize, SLOT_ALIGNMENT)
+        self._slot_items = self.token_slot_bytes // dtype.itemsize
+        self._region = allocate_region(num_token_slots * self._slot_items, device, dtype)
         self._lock = threading.Lock()
-        self._space = RowSpace(num_rows)
-        self._num_outside = 0
+        self._space = SlotSpace(num_token_slots)
+        self.num_outside = 0
         self._is_closed = False
 
     @property
     def num_free(self) -> int:
-        """Rows of the region that nobody has."""
+        """Token slots of the region that nobody has."""
         with self._lock:
             return self._space.num_free
 
-    @property
-    def num_outside(self) -> int:
-        """How often the region had no room for rows so far."""
-        return self._num_outside
-
-    def new_slab(self, capacity_tokens: int) -> KVSlab:
-        """Lend an empty slab; `release` it once its sequence does not need it."""
+    def new_kv(self, capacity_tokens: int) -> SequenceKv:
+        """Lend empty KV; `release` it once its sequence does not need it."""
         flat, memory = self._lend(capacity_tokens, from_top=False)
-        keys, values = self._rows(flat, capacity_tokens, is_head_major=True)
-        return KVSlab(keys, values, capacity_tokens, memory=memory)
+        keys, values = self._divided(flat, capacity_tokens, is_head_major=True)
+        return SequenceKv(keys, values, capacity_tokens, memory=memory)
 
     def new_write_buffer(self, first_token: int, capacity_tokens: int) -> WriteBuffer:
         """Lend an empty write buffer for tokens from `first_token` on; `release` it once stored."""
         flat, memory = self._lend(capacity_tokens, from_top=True)
-        keys, values = self._rows(flat, capacity_tokens, is_head_major=False)
-        return WriteBuffer(keys, values, first_token, capacity_tokens, memory=memory)
+        keys, values = self._divided(flat, capacity_tokens, is_head_major=False)
+        return WriteBuffer(keys, values, capacity_tokens, first_token, memory=memory)
 
-    def release(self, rows: KVSlab | WriteBuffer) -> None:
-        """Take rows back: now, or when the last who holds them lets go.
+    def release(self, lent: SequenceKv | WriteBuffer) -> None:
+        """Take memory back: now, or when the last who holds it lets go.
 
         Raises:
             AssertionError: the second time.
         """
-        rows.memory.release()
+        lent.memory.release()
 
     def prefault(self) -> int:
         """Fault in the whole region; blocks until done or `close`. Returns the bytes that are."""
         return populate(self._region, lambda: self._is_closed)
 
     def close(self) -> None:
-        """End a `prefault` under way; lent rows stay valid."""
+        """End a `prefault` under way; what is lent stays valid."""
         self._is_closed = True
 
     def check(self) -> None:
-        """Raise AssertionError if the account of lent rows is broken."""
+        """Raise AssertionError if the account of lent slots is broken."""
         with self._lock:
             self._space.check()
 
-    def _lend(self, num_rows: int, *, from_top: bool) -> tuple[Tensor, RowHold]:
-        """Return memory of `num_rows` rows, flat, and what releases it."""
-        if num_rows < 1:
-            raise AssertionError(f"{num_rows} rows were asked for")
-        num_items = num_rows * self._row_items
+    def _lend(self, num_tokens: int, *, from_top: bool) -> tuple[Tensor, MemoryHold]:
+        """Return memory of so many token slots, flat, and what releases it."""
+        if num_tokens < 1:
+            raise AssertionError(f"{num_tokens} token slots were asked for")
+        num_items = num_tokens * self._slot_items
         with self._lock:
-            first_row = self._space.allocate(num_rows, from_top=from_top)
-            if first_row is None:
-                self._num_outside += 1
-        if first_row is None:
-            return allocate_region(num_items, self._device, self._dtype), RowHold()
+            first_slot = self._space.allocate(num_tokens, from_top=from_top)
+            if first_slot is None:
+                self.num_outside += 1
+        if first_slot is None:
+            return allocate_region(num_items, self._device, self._dtype), MemoryHold()
 
-        def give_back(first_row: int = first_row) -> None:
+        def free(first_slot: int = first_slot) -> None:
             with self._lock:
-                self._space.free(first_row)
+                self._space.free(first_slot)
 
-        return self._region.narrow(0, first_row * self._row_items, num_items), RowHold(give_back)
+        return self._region.narrow(0, first_slot * self._slot_items, num_items), MemoryHold(free)
 
-    def _rows(
+    def _divided(
         self, flat: Tensor, capacity: int, *, is_head_major: bool
-    ) -> tuple[LayerRows, LayerRows]:
+    ) -> tuple[LayerTensors, LayerTensors]:
         """Divide memory between keys and values, and each of them between layers."""
         offset = 0
 
-        def divide(per_token: Sequence[tuple[int, int]]) -> LayerRows:
+        def divide(per_token: Sequence[tuple[int, int]]) -> LayerTensors:
             nonlocal offset
             stacks = []
             for shape in dict.fromkeys(per_token):
@@ -141,6 +149,6 @@ class KVPool:
                 stack = flat.narrow(0, offset, num_items).view(len(indices), *sizes)
                 stacks.append((stack, indices))
                 offset += num_items
-            return LayerRows(stacks, token_dim=2 if is_head_major else 0)
+            return LayerTensors(stacks, token_dim=2 if is_head_major else 0)
 
         return divide(self._keys), divide(self._values)

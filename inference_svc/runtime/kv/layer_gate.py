@@ -6,21 +6,21 @@ computes, a save passes it. Owns a counter, an outcome and a condition; knows no
 Invariants:
 1. layers open in order and stay open until the gate fails;
 2. the first of `fail` and `confirm` settles the gate, what comes later changes nothing;
-3. nobody passes a gate that failed, whatever was open before: rows read through it may be garbage.
+3. nobody passes a gate that failed, whatever was open before: KV read through it may be garbage.
 """
 
 import threading
 import time
 from collections.abc import Callable
 
-from shared.kvd_client.progress_words import LoadFailedError
+from shared.kvd_client.arena_map import LoadFailedError
 
 LAYER_TIMEOUT_S = 60.0  # far beyond any layer's copy; kvd has given up a slow read long before
 _NONE_OPEN = -1  # layers open in a gate that failed: less than any layer's index + 1
 
 
 class StepNotDoneError(Exception):
-    """A step failed whose rows a save was following; they are computed and saved anew."""
+    """A step failed whose KV a save was following; it is computed and saved anew."""
 
 
 class LayerGate:
@@ -69,7 +69,7 @@ class LayerGate:
             if self._error is None and num_layers > self._num_open:
                 self._num_open = num_layers
                 self._changed.notify_all()
-        self._tell()
+        self._notify()
 
     def fail(self, error: BaseException) -> None:
         """Wake all who wait with `error`, as everybody will be who comes later."""
@@ -78,10 +78,10 @@ class LayerGate:
                 self._error = error
                 self._num_open = _NONE_OPEN
                 self._changed.notify_all()
-        self._tell()
+        self._notify()
 
     def confirm(self) -> None:
-        """Vouch for the rows of all layers: only now may results that used them be believed."""
+        """Vouch for the KV of all layers: only now may results that used them be believed."""
         with self._changed:
             if self._error is not None:
                 return
@@ -105,7 +105,7 @@ class LayerGate:
         if not self._is_confirmed:
             self._block("the confirmation", None, timeout_s)
 
-    def _tell(self) -> None:
+    def _notify(self) -> None:
         on_change = self.on_change
         if on_change is not None:
             on_change()

@@ -1,1 +1,1 @@
-"""A model directory becomes a model that is driven through its hooks, proved right, or refused."""
+"""A model directory becomes a model driven through its hooks, or is refused with a reason."""

@@ -1,4 +1,6 @@
-"""Capture: three hooks by which a model tells us what it caches and lets us attend.
+"""How a model is run: it is called as its class wants to be, and reports what it caches.
+
+Three hooks let us see inside a forward, and attend in its place:
 
 1. A registered attention function hands queries to the forward under way.
 2. `CaptureCache.update` hands it each layer's keys and values, and gets those to attend to.
@@ -7,9 +9,10 @@
 
 Each hook looks up the forward of the current context (`under`); without one, taps are transparent.
 Model code is not touched; taps are installed once per Python module and process-wide. Knows no
-slabs, no sequences.
+architecture (`ForwardCall` asks a class for its signature), no working KV and no sequences.
 """
 
+import inspect
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -82,34 +85,35 @@ class RotaryTap:
 class CaptureCache(Cache):
     """The `past_key_values` of our forwards: holds nothing, hands over everything.
 
-    Lengths are what it was told. In a batch of several sequences there is no true one: there zero
-    is told, and whoever asks although positions are given cannot be batched; calibration finds out.
+    Lengths are what it was made to claim. In a batch of several sequences there is no true one: it
+    claims zero, and whoever asks although positions are given cannot be batched; calibration finds
+    out.
     """
 
-    def __init__(self, told_tokens: int = 0) -> None:
-        """Make a cache that claims to hold `told_tokens` tokens."""
+    def __init__(self, claimed_tokens: int = 0) -> None:
+        """Make a cache that claims to hold `claimed_tokens` tokens."""
         super().__init__(layers=[])
-        self._told_tokens = told_tokens
+        self._claimed_tokens = claimed_tokens
         self._new_tokens: dict[int, int] = {}  # of layers that were updated
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_args: Any, **_options: Any
     ) -> tuple[Tensor, Tensor]:
-        """Hand over the layer's new keys and values; return those to attend to."""
+        """Hand over new keys and values, [1, kv_heads, tokens, dim]; return those to attend to."""
         self._new_tokens[layer_idx] = key_states.shape[-2]
         return _current().cached(layer_idx, key_states, value_states)
 
     def get_seq_length(self, layer_idx: int | None = 0) -> int:
         """Return the tokens of a layer: from its update on with those of this forward."""
-        return self._told_tokens + self._new_tokens.get(layer_idx or 0, 0)
+        return self._claimed_tokens + self._new_tokens.get(layer_idx or 0, 0)
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:  # noqa: ARG002
         """Return (key length, key offset)."""
-        return self._told_tokens + query_length, 0
+        return self._claimed_tokens + query_length, 0
 
     def get_query_offset(self, layer_idx: int = 0) -> int:  # noqa: ARG002
         """Return the position of the first new token."""
-        return self._told_tokens
+        return self._claimed_tokens
 
     @property
     def is_compileable(self) -> bool:
@@ -169,3 +173,49 @@ def _attention(  # transformers calls it by position for the first five, by name
 
 def _mask(*_args: Any, mask_function: Callable[..., Tensor], **_options: Any) -> Any:
     return _current().masked(mask_function)
+
+
+class ForwardCall:
+    """Calls one model's forward over a batch of one."""
+
+    def __init__(self, model: Any) -> None:
+        """Read the signature."""
+        self._model = model
+        self._parameters = frozenset(inspect.signature(type(model).forward).parameters)
+
+    @property
+    def takes_cache(self) -> bool:
+        """Whether the model has a cache of keys and values at all."""
+        return "past_key_values" in self._parameters
+
+    @property
+    def takes_positions(self) -> bool:
+        """Whether positions can be given; else the model counts them, or has none."""
+        return "position_ids" in self._parameters
+
+    def __call__(
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        wanted: Tensor,
+        cache: Cache,
+        **options: Any,
+    ) -> Tensor:
+        """Run a forward; returns logits [wanted, vocab].
+
+        Args:
+            token_ids: [1, tokens].
+            positions: [1, tokens].
+            wanted: [wanted] indices of tokens. A tensor even if empty: an int makes some models
+                drop queries of layers that share KV.
+            cache: takes what layers cache.
+            options: of the model's own.
+        """
+        if self.takes_positions:
+            options["position_ids"] = positions
+        is_sparing = "logits_to_keep" in self._parameters
+        if is_sparing:
+            options["logits_to_keep"] = wanted
+        answer = self._model(input_ids=token_ids, past_key_values=cache, use_cache=True, **options)
+        logits: Tensor = answer.logits[0]
+        return logits if is_sparing else logits[wanted]

@@ -17,8 +17,7 @@ import hashlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 from inference_svc.runtime.model.file_digests import DigestCache, FileDigests
 from inference_svc.runtime.model.model_directory import shards, weight_files
@@ -42,33 +41,18 @@ IGNORED_TOKENIZER_KEYS = frozenset(
 )
 
 
-class Fingerprint:
-    """Fingerprints a directory beside its being loaded: weights are hashed from `__enter__` on.
-
-    Args:
-        path: of the model directory, or of a GGUF file.
-        cache: of weight files' digests; None: every byte is read.
-
-    Attributes:
-        weights: what is hashed.
-    """
+class Fingerprint(FileDigests):
+    """Fingerprints a directory beside its being loaded: weights are hashed from `__enter__` on."""
 
     def __init__(self, path: Path, cache: DigestCache | None = None) -> None:
+        """Begin nothing yet.
+
+        Args:
+            path: of the model directory, or of a GGUF file.
+            cache: of weight files' digests; None: every byte is read.
+        """
+        super().__init__(weight_files(path), cache)
         self._path = path
-        self._files = weight_files(path)
-        self.weights = FileDigests(self._files, cache)
-
-    def __enter__(self) -> Self:
-        self.weights.__enter__()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.weights.__exit__(kind, error, trace)
 
     def result(self) -> str:
         """Wait for a 128-bit digest, hex. Called when the model is loaded.
@@ -78,21 +62,15 @@ class Fingerprint:
             ValueError: if config.json is not JSON.
         """
         if self._path.is_file():  # it has its settings and its tokenizer in it
-            (digest,) = self.weights.digests()
+            (digest,) = self.digests()
             return hashlib.blake2b(b"gguf" + digest, digest_size=16).hexdigest()
         config = json.loads((self._path / "config.json").read_text())
         parts: list[tuple[str, Any]] = [("config", _without(config, IGNORED_CONFIG_KEYS))]
         parts += [("shards", sorted(shards(self._path).items()))]
         parts += [("tokenizer", list(_tokenizer_parts(self._path)))]
-        for file, digest in zip(self._files, self.weights.digests(), strict=True):
+        for file, digest in zip(self._files, self.digests(), strict=True):
             parts.append((str(file.relative_to(self._path)), digest.hex()))
         return hashlib.blake2b(json.dumps(parts).encode(), digest_size=16).hexdigest()
-
-
-def model_fingerprint(path: Path) -> str:
-    """Return the fingerprint of a directory; reads all of it."""
-    with Fingerprint(path) as fingerprint:
-        return fingerprint.result()
 
 
 def _tokenizer_parts(path: Path) -> Iterator[tuple[str, str]]:

@@ -17,8 +17,7 @@ from transformers.utils.logging import disable_progress_bar
 from inference_svc.core.errors import UnsupportedModelError
 from inference_svc.runtime.model.file_digests import DigestCache
 from inference_svc.runtime.model.fingerprint import Fingerprint
-from inference_svc.runtime.model.gguf_file import no_progress_bar
-from inference_svc.runtime.model.model_directory import check_model
+from inference_svc.runtime.model.model_directory import check_model, no_progress_bar
 from shared.types.kv_layout import ITEM_BYTES
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
@@ -87,7 +86,7 @@ def load_model(
             found = fingerprint.result()
         return replace(
             describe_model(model, tokenizer=tokenizer, name=_name_of(path), fingerprint=found),
-            hashed_bytes=fingerprint.weights.read_bytes,
+            hashed_bytes=fingerprint.read_bytes,
             hash_wait_s=time.monotonic() - loaded_s,
         )
 
@@ -125,20 +124,17 @@ def _from_pretrained(path: Path, dtype: str) -> Any:
     """Build the model."""
     folder, gguf = _located(path)
     disable_progress_bar()  # type: ignore[no-untyped-call]  # a service's stderr is a log
-    with _one_line(
-        f"{path} cannot be loaded", "serve a decoder-only model with safetensors weights"
-    ):
-        config = AutoConfig.from_pretrained(folder, local_files_only=True, **gguf)
-    if config.is_encoder_decoder:
-        raise UnsupportedModelError(
-            f"{path} holds an encoder-decoder model", "serve a decoder-only model"
-        )
     with (
         _one_line(
             f"{path} cannot be loaded", "serve a decoder-only model with safetensors weights"
         ),
         no_progress_bar() if gguf else nullcontext(),
     ):
+        config = AutoConfig.from_pretrained(folder, local_files_only=True, **gguf)
+        if config.is_encoder_decoder:
+            raise UnsupportedModelError(
+                f"{path} holds an encoder-decoder model", "serve a decoder-only model"
+            )
         if gguf:
             gguf["quantization_config"] = GgufConfig(dequantize=True)
         return AutoModelForCausalLM.from_pretrained(
@@ -167,6 +163,8 @@ def _one_line(problem: str, remedy: str) -> Iterator[None]:
     """Turn whatever transformers makes of a file that may hold anything into one line."""
     try:
         yield
+    except UnsupportedModelError:
+        raise
     except Exception as error:
         cause = f"{type(error).__name__}: {error}".splitlines()[0][:200]
         raise UnsupportedModelError(f"{problem} ({cause})", remedy) from error

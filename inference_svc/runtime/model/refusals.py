@@ -18,7 +18,7 @@ class ModelUncachedError(UnsupportedModelError):
 
 
 class ModelRecurrentError(UnsupportedModelError):
-    """The model keeps a recurrent state, which has no per-token rows to store."""
+    """The model keeps a recurrent state, which has no KV of each token to store."""
 
     reason = "model_recurrent"
 
@@ -36,7 +36,7 @@ class ModelModeMissingError(UnsupportedModelError):
 
 
 class NotDecoupledError(UnsupportedModelError):
-    """Rows of the first layer depend on where their token stands; `positions` asked for others."""
+    """KV of the first layer depends on where its token stands; `positions` asked for others."""
 
     reason = "model_positions_coupled"
 

@@ -1,1 +1,1 @@
-"""Rotary positions: recipes, tables, rotation and its inverse (paper section 3.4)."""
+"""Rotary embedding compiled to tables, and the recipes by which a model's KV is stored."""

@@ -1,4 +1,8 @@
-"""What calibration found out: all that running, loading and storing need to know of a model."""
+"""What calibration found out: all that running, loading and storing need to know of a model.
+
+Tensors are called by their shape: a component's tokens are [tokens, kv_heads, dim] in the model's
+dtype, keys before RoPE ("free") or as the layer caches them.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -8,12 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from inference_svc.runtime.attention.attention import AttentionOptions
-from inference_svc.runtime.kv.kv_slab import LayerShape
+from inference_svc.runtime.kv.sequence_kv import LayerShape
 from inference_svc.runtime.positions.rotary import RotaryTable
-from inference_svc.runtime.positions.scaled_rotary import ScaledRotary
 from shared.types.kv_layout import KVLayout
 
-Mode = Literal["paged", "gather", "masked", "single"]
+Mode = Literal["ragged", "gather", "masked", "single"]
 Positions = Literal["decoupled", "coupled", "naive"]
 
 
@@ -26,7 +29,7 @@ class KeySource:
 
     Attributes:
         call_index: which call since the layer before.
-        arg_index: which positional argument of it.
+        arg_index: which positional argument of it, and which of its results after RoPE.
         seq_dim: the dimension of that argument that counts tokens.
         width: elements that the apply call gets; those after them are never rotated.
     """
@@ -36,18 +39,53 @@ class KeySource:
     seq_dim: int
     width: int
 
-    def free_rows(self, calls: Sequence[tuple[tuple[Any, ...], Any]], cached: Tensor) -> Tensor:
-        """Return rows before RoPE, [tokens, kv_heads, dim].
+    def before_rope(self, calls: Sequence[tuple[tuple[Any, ...], Any]], cached: Tensor) -> Tensor:
+        """Return a component before RoPE, [tokens, kv_heads, dim].
 
         Args:
             calls: (arguments, result) of the layer's apply calls.
             cached: the component as the layer caches it, [1, kv_heads, tokens, dim].
         """
         seen: Tensor = calls[self.call_index][0][self.arg_index][0]
-        rows = seen.transpose(0, 1) if self.seq_dim == 2 else seen
+        free = seen.transpose(0, 1) if self.seq_dim == 2 else seen
         if self.width < cached.shape[-1]:
-            rows = torch.cat((rows, cached[0].transpose(0, 1)[..., self.width :]), dim=-1)
-        return rows
+            free = torch.cat((free, cached[0].transpose(0, 1)[..., self.width :]), dim=-1)
+        return free
+
+
+class ScaledRotary:
+    """Moves keys, [n, kv_heads, dim], that a norm has scaled after their rotary embedding.
+
+    A norm by the root mean square (Hunyuan, nanochat, Llama 4) divides a key by its length, which a
+    rotation does not change, and multiplies its elements with weights. So a key divided by the
+    weights is a rotated one, and can be moved like any other. Offers what compacting in place wants
+    of a `RotaryTable`.
+    """
+
+    def __init__(self, rotary: RotaryTable, scale: Tensor) -> None:
+        """Store the parts.
+
+        Args:
+            rotary: the embedding before the norm.
+            scale: [dim] float32, the norm's weights.
+        """
+        self._rotary = rotary.wide
+        self._scale = scale
+
+    def move_into(self, keys: Tensor, old_start: int, new_start: int, out: Tensor) -> None:
+        """See `RotaryTable.move_into`."""
+        rotated = keys / self._scale
+        self._rotary.move_into(rotated, old_start, new_start, rotated)
+        out.copy_(rotated.mul_(self._scale))
+
+    def unrotate_into(self, keys: Tensor, start: int, out: Tensor) -> None:
+        """See `RotaryTable.unrotate_into`; what comes out is before RoPE but normalised."""
+        self._rotary.unrotate_into(keys / self._scale, start, out)
+
+    def rotate_into(self, keys: Tensor, start: int, out: Tensor) -> None:
+        """Undo `unrotate_into`."""
+        rotated = self._rotary.rotate(keys.to(self._scale.dtype), start)
+        out.copy_(rotated.mul_(self._scale))
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,9 +105,9 @@ class PostRotary:
         """What it does to stored bytes; its weights belong to the model's fingerprint."""
         return f"post:{type(self.norm).__name__}"
 
-    def apply_to(self, rows: Tensor) -> None:
-        """Normalise rows [tokens, kv_heads, dim], of any strides, in place."""
-        rows.copy_(self.norm(rows))
+    def apply_to(self, keys: Tensor) -> None:
+        """Normalise keys [tokens, kv_heads, dim], of any strides, in place."""
+        keys.copy_(self.norm(keys))
 
 
 @dataclass(frozen=True)
@@ -87,17 +125,17 @@ class ComponentRecipe:
     post: PostRotary | None = None
 
     @property
-    def can_shift(self) -> bool:
-        """Whether rows as they are cached can be re-embedded at other positions."""
+    def can_move(self) -> bool:
+        """Whether tokens as they are cached can be re-embedded at other positions."""
         return self.post is None or self.post.scale is not None
 
     @property
     def mover(self) -> RotaryTable | ScaledRotary | None:
-        """What re-embeds rows as they are cached, if `can_shift`; None: they have no position."""
+        """What re-embeds tokens as they are cached, if `can_move`; None: they have no position."""
         if self.rotary is None or self.post is None:
             return self.rotary
         if self.post.scale is None:
-            raise AssertionError("rows behind a norm that cannot be taken back are moved")
+            raise AssertionError("tokens behind a norm that cannot be taken back are moved")
         return ScaledRotary(self.rotary, self.post.scale)
 
     @property
@@ -107,17 +145,17 @@ class ComponentRecipe:
             return ""
         return self.rotary.signature + ("" if self.post is None else self.post.signature)
 
-    def free_rows(self, calls: Sequence[tuple[tuple[Any, ...], Any]], cached: Tensor) -> Tensor:
-        """Return rows before RoPE, [tokens, kv_heads, dim]; see `KeySource.free_rows`."""
+    def before_rope(self, calls: Sequence[tuple[tuple[Any, ...], Any]], cached: Tensor) -> Tensor:
+        """Return the component before RoPE, [tokens, kv_heads, dim]; see `KeySource`."""
         if self.source is None:
             return cached[0].transpose(0, 1)
-        return self.source.free_rows(calls, cached)
+        return self.source.before_rope(calls, cached)
 
-    def embed(self, rows: Tensor, start: int) -> Tensor:
-        """Return rows as they are cached at positions from `start` on, given those before RoPE."""
+    def embed(self, free: Tensor, start: int) -> Tensor:
+        """Return what is cached at positions from `start` on; both [tokens, kv_heads, dim]."""
         if self.rotary is None:
-            return rows
-        embedded = self.rotary.rotate(rows, start)
+            return free
+        embedded = self.rotary.rotate(free, start)
         if self.post is not None:
             self.post.apply_to(embedded)
         return embedded
@@ -128,7 +166,7 @@ class LayerRecipe:
     """One layer that caches KV.
 
     Attributes:
-        shape: of its rows.
+        shape: of a token.
         key: the first tensor that it caches.
         value: the second.
     """
@@ -148,7 +186,7 @@ class AttentionCall:
     """One attention call of a forward, in order.
 
     Attributes:
-        layer_index: over whose rows.
+        layer_index: over whose KV.
         window: as in `AttentionOptions`.
         chunk: as in `AttentionOptions`.
     """
@@ -169,11 +207,11 @@ class Calibration:
     """The whole of it.
 
     Attributes:
-        mode: how attention is computed. "paged": over the slabs directly; "gather": over what the
-            model makes of gathered rows; "masked": by the model's own attention, under a mask that
-            keeps the sequences of a batch apart; "single": by the model's own, one sequence at a
-            time.
-        positions: of stored rows. "decoupled": without their position, embedded when loaded;
+        mode: how attention is computed. "ragged": over each sequence's KV where it lies; "gather":
+            over what the model makes of gathered KV; "masked": by the model's own attention, under
+            a mask that keeps the sequences of a batch apart; "single": by the model's own, one
+            sequence at a time.
+        positions: of stored KV. "decoupled": without their position, embedded when loaded;
             "coupled", "naive": as they were cached, see `KVLayout.position_mode`.
         layout: of the stored KV, the same in every process that serves this model in this dtype.
         layers: by cache index, as in `layout`.

@@ -5,10 +5,11 @@ j of a key,
 
     out[j] = x[source[j]] * C[position, j] + x[partner[j]] * S[position, j]
 
-with source and partner as `pairing.py` finds them. C and S are found by sending the indicator of
-one member of each pair, and of the other, through the model's own function: products with 0 and 1
-are exact, so are the tables. Owns the tables, nothing else; the arithmetic is in `rotation.py` and
-`inversion.py`; knows no layers and no slabs.
+with source and partner as `find_pairing` finds them: by sending unit vectors through the model's
+own function, so that no convention is assumed. C and S are found by sending the indicator of one
+member of each pair, and of the other, through that function: products with 0 and 1 are exact, so
+are the tables. Owns the tables, nothing else; the arithmetic is in `rotation.py`; knows no layers
+and no working KV.
 
 Invariant: `rotate_into` repeats the model's own arithmetic, element by element, in the same dtypes;
 calibration checks it against keys the model rotated itself. Models that multiply complex numbers
@@ -16,17 +17,31 @@ fuse two of its roundings: there float32 keys differ in the last bit.
 """
 
 import threading
+from collections.abc import Callable
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from inference_svc.runtime.kv.scratch import ThreadScratch
-from inference_svc.runtime.positions.inversion import Inversion
-from inference_svc.runtime.positions.pairing import Pairing, Rope
-from inference_svc.runtime.positions.rotation import ElementTake, Spare, Tables, Turn
+from inference_svc.runtime.memory import ThreadScratch
+from inference_svc.runtime.positions.rotation import (
+    ElementTake,
+    Inversion,
+    Pairing,
+    Spare,
+    Tables,
+    Turn,
+)
 
+# Applies the model's own RoPE to keys [1, heads, n, dim] (float32) at n positions.
+Rope = Callable[[Tensor, Tensor], Tensor]
+
+PROBE_POSITIONS = (0, 1, 2, 3, 5, 8, 13)  # among these no turning pair has only sines of zero
 FIRST_TABLE_TOKENS = 1024
+
+
+class RotaryNotLinearError(Exception):
+    """The apply function is not a rotation of pairs; the model needs another recipe."""
 
 
 class RotaryTable:
@@ -90,21 +105,21 @@ class RotaryTable:
         self._tables_to(self._max_tokens)
 
         def rope(keys: Tensor, positions: Tensor) -> Tensor:
-            rows = keys[0].transpose(0, 1)
-            rotated = torch.empty_like(rows)
-            self._apply(self._tables_to(self._max_tokens).of(positions), rows, rotated)
+            by_token = keys[0].transpose(0, 1)
+            rotated = torch.empty_like(by_token)
+            self._apply(self._tables_to(self._max_tokens).of(positions), by_token, rotated)
             return rotated.transpose(0, 1)[None]
 
         return rope
 
     def rotate(self, keys: Tensor, start: int) -> Tensor:
-        """Embed `keys` [n, heads, dim], before RoPE, at positions from `start` on."""
+        """Return `keys`, [n, kv_heads, dim] before RoPE, embedded at positions from `start` on."""
         rotated = torch.empty_like(keys)
         self.rotate_into(keys, start, rotated)
         return rotated
 
     def rotate_into(self, keys: Tensor, start: int, out: Tensor) -> None:
-        """Write what `rotate` returns to `out`, [n, heads, dim] of any strides, not over `keys`.
+        """Write what `rotate` returns to `out`, of the same shape and any strides, not over `keys`.
 
         If `out` is of another dtype than the keys: computed in float32 at least, rounded once.
         """
@@ -117,7 +132,10 @@ class RotaryTable:
             self._apply(self._tables_to(end).at(start, end), keys, out)
 
     def turn(self, keys: Tensor, start: int) -> Turn:
-        """Prepare `rotate_into` for whatever `keys` will hold; in this thread only."""
+        """Prepare `rotate_into` for whatever `keys`, [n, kv_heads, dim], will hold.
+
+        For this thread only: what it returns works in this thread's scratch.
+        """
         num_tokens, heads, _ = keys.shape
         tables = self._tables_to(start + num_tokens)
         num_parts = 1 if keys.dtype == self._dtype else 3
@@ -135,7 +153,7 @@ class RotaryTable:
         Computes in float32 at least, and rounds once to the dtype of `out`.
 
         Args:
-            keys: [n, heads, dim], after RoPE, on the table's device.
+            keys: [n, kv_heads, dim], after RoPE, on the table's device.
             start: position of the first.
             out: of the same shape and any strides; may overlap the keys.
         """
@@ -146,7 +164,9 @@ class RotaryTable:
         self._apply(self._inversion.back(self._tables_to(end), start, end), keys, out)
 
     def move_into(self, keys: Tensor, old_start: int, new_start: int, out: Tensor) -> None:
-        """Embed keys, embedded from `old_start` on, from `new_start` on; else as `unrotate_into`.
+        """Move keys embedded from `old_start` on to positions from `new_start` on.
+
+        Shapes, dtypes and overlap are as of `unrotate_into`.
 
         One matrix per pair instead of two, and one rounding: half the work of taking the embedding
         back and doing it again.
@@ -225,3 +245,31 @@ class RotaryTable:
         stays = (cosines == 1).flatten(0, 1).all(dim=0).tolist()
         pairs = enumerate(zip(self.pairing.source, self.pairing.partner, strict=True))
         return max((j + 1 for j, pair in pairs if pair != (j, j) or not stays[j]), default=0)
+
+
+@torch.no_grad()
+def find_pairing(rope: Rope, dim: int, device: torch.device) -> Pairing:
+    """Find the pairing of `rope` over keys of `dim` elements.
+
+    Raises:
+        RotaryNotLinearError: if an output element depends on more than two inputs, or pairs do not
+            close.
+    """
+    positions = torch.tensor(PROBE_POSITIONS, device=device)
+    units = torch.eye(dim, device=device)[None, :, None, :].expand(1, dim, len(positions), dim)
+    answer = rope(units, positions)[0].cpu()  # [input, position, output]
+    used = (answer != 0).any(dim=1).T  # [output, input]; what is not used is an exact 0
+    source = answer[:, 0, :].abs().argmax(dim=0)  # at position 0 only the source counts
+    partner = source.clone()
+    for output in range(dim):
+        others = [int(i) for i in used[output].nonzero().flatten() if int(i) != int(source[output])]
+        if len(others) > 1:
+            raise RotaryNotLinearError(f"element {output} is made of {len(others) + 1} elements")
+        if others:
+            partner[output] = others[0]
+    pairs = {(min(a, b), max(a, b)) for a, b in zip(source.tolist(), partner.tolist(), strict=True)}
+    sides = (sorted(source.tolist()), sorted(partner.tolist()))
+    is_closed = sides == (list(range(dim)),) * 2
+    if not is_closed or sum(2 if a != b else 1 for a, b in pairs) != dim:
+        raise RotaryNotLinearError("its elements do not form pairs")
+    return Pairing(tuple(source.tolist()), tuple(partner.tolist()))

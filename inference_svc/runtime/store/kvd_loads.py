@@ -1,6 +1,6 @@
-"""Loads from kvd into a slab.
+"""Loads from kvd into a sequence's KV, and what loads and saves share in their talk with it.
 
-Invariants: 1. a gate is confirmed only when kvd has confirmed the lease *after* all rows were
+Invariants: 1. a gate is confirmed only when kvd has confirmed the lease *after* all KV was
 copied; 2. every lease that was granted is completed, however the copy ends; 3. any failure is a
 miss: the turn is recomputed.
 """
@@ -11,22 +11,59 @@ from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 
-from inference_svc.core.rates.load_or_recompute import LoadChooser, LoadPolicy
-from inference_svc.core.rates.rates import Rates
-from inference_svc.runtime.calibration.calibration import Calibration
+from inference_svc.core.counters import Counters
+from inference_svc.core.rates.rates import LoadChooser, LoadPolicy, Rates
+from inference_svc.runtime.kv.arena_kv import ArenaKv
 from inference_svc.runtime.kv.copy_stream import CopyStream, DoneInOrder
-from inference_svc.runtime.kv.kv_slab import KVSlab, WriteBuffer
 from inference_svc.runtime.kv.layer_gate import LayerGate
-from inference_svc.runtime.store.kvd_talk import KvdTalk
+from inference_svc.runtime.kv.sequence_kv import SequenceKv, WriteBuffer
+from inference_svc.runtime.positions.recipes import Calibration
 from inference_svc.runtime.store.session_store import BegunLoad, LoadRequest
 from inference_svc.runtime.transfer.layer_load import LayerLoader, check_spans
 from inference_svc.runtime.transfer.layer_store import no_wait
 from inference_svc.runtime.worker_thread import WorkerThread
+from shared.kvd_client.arena_map import ArenaMap, LoadFailedError, LoadProgress
 from shared.kvd_client.client import KvdClient
 from shared.kvd_client.grants import LoadGrant, Lookup
-from shared.kvd_client.progress_words import LoadFailedError, LoadProgress
 from shared.process.log import get_logger
 from shared.types.errors import ReportedError
+from shared.types.kv_layout import KVLayout
+
+
+class KvdTalk:
+    """What loads and saves have in common in their talk with kvd: its failures, its arena."""
+
+    def __init__(self, layout: KVLayout, counters: Counters) -> None:
+        self.layout = layout
+        self.counters = counters
+        self._last_problem = ""
+        self._rows: tuple[ArenaMap, ArenaKv] | None = None
+
+    def rows_of(self, arena: ArenaMap) -> ArenaKv:
+        """Return the arena as tensors; they are made once per arena."""
+        known = self._rows  # read once: loads and saves ask from threads of their own
+        if known is None or known[0] is not arena:
+            known = self._rows = arena, ArenaKv(arena, self.layout)
+        return known[1]
+
+    def note_problem(self, what: str, error: Exception) -> str:
+        """Count and log a failure, the log once until something works again; return its slug."""
+        if what in ("load", "save"):
+            self.counters.add(f"{what}_errors")
+        slug = error.reason if isinstance(error, ReportedError) else "copy_failed"
+        if slug != self._last_problem:
+            # An error that is not of kvd's making is ours: it needs its traceback.
+            trace = None if isinstance(error, ReportedError) else error
+            log.warning("session_store_failed", what=what, reason=slug, exc_info=trace)
+        self._last_problem = slug
+        return slug
+
+    def note_success(self) -> None:
+        """Say that kvd works again, if it did not."""
+        if self._last_problem:
+            log.info("session_store_works_again", after=self._last_problem)
+        self._last_problem = ""
+
 
 DRAM, SSD = "dram", "ssd"
 RECOMPUTE_CHEAPER = "recompute_cheaper"
@@ -75,7 +112,7 @@ class KvdLoads:
         self._layers = range(len(calibration.layers))
 
     async def begin(self, request: LoadRequest) -> BegunLoad:
-        """See SessionStore.begin_load. All grants but the last are copied already."""
+        """See SessionLoads. All grants but the last are copied already."""
         if request.policy is LoadPolicy.NEVER:
             return BegunLoad(reason="load_policy_never")
         if not self._chooser.wants(request.policy, DRAM, 0, request.num_tokens):
@@ -85,39 +122,39 @@ class KvdLoads:
         try:
             await self._begin(request, begun)
         except Exception as error:  # noqa: BLE001  # whatever it is, the turn can be recomputed
-            await self._give_back(begun.grant)
-            request.slab.reset()
+            await self._release(begun.grant)
+            request.kv.reset()
             begun = BegunLoad(reason=self._talk.note_problem("load", error))
         else:
             self._talk.note_success()
-        if begun.grant is None:  # nothing is left to copy, not even a tail's position-free rows
-            begun.end_token = request.slab.num_tokens = begun.tail_from
+        if begun.grant is None:  # nothing is left to copy, not even a tail's position-free KV
+            begun.end_token = request.kv.num_tokens = begun.tail_from
         self._talk.counters.add("load_hits" if begun.end_token else "load_misses")
         return begun
 
     async def finish(
         self,
         begun: BegunLoad,
-        slab: KVSlab,
+        kv: SequenceKv,
         tail: WriteBuffer | None,
         gate: LayerGate,
         layers: range,
     ) -> None:
-        """See SessionStore.finish_load."""
+        """See SessionLoads."""
         grant = begun.grant
         assert grant is not None, "a load with nothing left to copy is not finished"  # noqa: S101
         try:
-            await self._copy(grant, slab, tail, gate, layers, self._deadline(begun))
+            await self._copy(grant, kv, tail, gate, layers, self._deadline(begun))
             if layers.stop < self._layers.stop:
                 return
             await self._client.complete_load(grant)
         except asyncio.CancelledError:
             gate.fail(_late("the service stops"))
-            await self._give_back(grant)
+            await self._release(grant)
             raise
         except Exception as error:  # noqa: BLE001  # as in begin
             gate.fail(error if isinstance(error, LoadFailedError) else _late(str(error)))
-            await self._give_back(grant)
+            await self._release(grant)
             self._talk.counters.add("load_failed_late")
             self._talk.note_problem("load", error)
         else:
@@ -125,9 +162,9 @@ class KvdLoads:
                 self._note_rate(begun)
             gate.confirm()
 
-    async def give_up(self, begun: BegunLoad) -> None:
-        """Let go of a load that nobody waits for any more."""
-        await self._give_back(begun.grant)
+    async def cancel(self, begun: BegunLoad) -> None:
+        """See SessionLoads."""
+        await self._release(begun.grant)
 
     async def _begin(self, request: LoadRequest, begun: BegunLoad) -> None:
         """Ask until the last grant; copy those before it.
@@ -155,7 +192,7 @@ class KvdLoads:
                 begun.reason = self._miss_reason(begun, grant)
                 return
             begun.grant = grant
-            end_token = check_spans(request.slab, grant.spans, self._talk.layout)
+            end_token = check_spans(request.kv, grant.spans, self._talk.layout)
             is_rest_refused = dram_only and not self._wants_ssd(request, end_token)
             is_last = not grant.more or is_rest_refused
             if not is_last and not await self._copy_now(request, begun, grant):
@@ -168,7 +205,7 @@ class KvdLoads:
                     self._talk.counters.add("loads_refused")
                     begun.reason = RECOMPUTE_CHEAPER
                 return
-            request.slab.num_tokens = end_token
+            request.kv.num_tokens = end_token
 
     def _wants_ssd(self, request: LoadRequest, from_token: int) -> bool:
         """Whether the rest is worth reading from SSD, if that is where it is."""
@@ -193,14 +230,14 @@ class KvdLoads:
         """Copy a grant that is followed by another; False if kvd could not read all of it."""
         gate = LayerGate(self._layers.stop)
         try:
-            await self._copy(grant, request.slab, None, gate, self._layers, self._deadline(begun))
+            await self._copy(grant, request.kv, None, gate, self._layers, self._deadline(begun))
         except LoadFailedError as error:
             if grant.progress is None:
                 raise
             log.info("load_failed_under_way", error=str(error))
             self._talk.counters.add("loads_retried")
             begun.grant = None
-            await self._give_back(grant)  # the lease may have ended with the load
+            await self._release(grant)  # the lease may have ended with the load
             return False
         begun.grant = None
         await self._client.complete_load(grant)
@@ -209,7 +246,7 @@ class KvdLoads:
     async def _copy(
         self,
         grant: LoadGrant,
-        slab: KVSlab,
+        kv: SequenceKv,
         tail: WriteBuffer | None,
         gate: LayerGate,
         layers: range,
@@ -218,14 +255,14 @@ class KvdLoads:
         rows = self._talk.rows_of(grant.arena)
 
         def copy(wait_layer: Callable[[int], None]) -> None:
-            stream = CopyStream(slab.device)
+            stream = CopyStream(kv.device)
             loaded = DoneInOrder(lambda num_layers: gate.open(layers.start + num_layers))
             with ExitStack() as held:
-                held.enter_context(slab.hold())
+                held.enter_context(kv.hold())
                 if tail is not None:
                     held.enter_context(tail.hold())
                 held.enter_context(stream.copies(behind_computing=True))
-                loader = LayerLoader(slab, rows, grant.spans, self._calibration, tail)
+                loader = LayerLoader(kv, rows, grant.spans, self._calibration, tail)
                 for layer_index in layers:
                     wait_layer(layer_index)
                     loader.load(layer_index)
@@ -245,7 +282,7 @@ class KvdLoads:
         tier = SSD if begun.tier_tokens[SSD] else DRAM
         self._rates.loads.note(tier, begun.end_token, time.monotonic() - begun.began_s)
 
-    async def _give_back(self, grant: LoadGrant | None) -> None:
+    async def _release(self, grant: LoadGrant | None) -> None:
         """Complete a lease that nothing is believed of."""
         if grant is not None:
             with suppress(ReportedError):

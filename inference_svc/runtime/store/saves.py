@@ -1,19 +1,160 @@
 """The saves and discards under way, one chain per session.
 
 A turn's save follows that of the turn before it, and a discard follows the save of what it drops
-some of; the session's next load waits for the end of the chain.
+some of; the session's next load waits for the end of the chain. A write buffer is stored piece by
+piece while its sequence is still being computed (`SaveStream`).
 """
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from inference_svc.core.counters import Counters
 from inference_svc.core.discards import Range
-from inference_svc.runtime.kv.kv_slab import WriteBuffer
-from inference_svc.runtime.store.save_stream import SaveStream
+from inference_svc.runtime.kv.copy_stream import StepClock
+from inference_svc.runtime.kv.sequence_kv import WriteBuffer
 from inference_svc.runtime.store.session_store import SessionStore
+from shared.serving.tracing import child_span
+from shared.types.block_key import TOKEN_BYTES
 from shared.types.lineage import Lineage
 from shared.types.session_key import SessionKey
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """Tokens to be stored, from the first one on, and what they wait for."""
+
+    token_ids: bytes
+    clock: StepClock | None
+
+
+class SaveStream:
+    """Stores a write buffer while its sequence is still being computed (paper §3.2.2).
+
+        follow: a step is about to compute more ─► if that makes a group of full blocks, they are
+                leased and copied layer by layer, each layer as soon as the step has computed it
+        finish: nothing more will be computed   ─► the rest is stored, the partial last block
+                included
+
+    Invariants:
+        1. one piece at a time, in order; the first waits for the session's save before this one;
+        2. KV is read only behind the clock of the step that computes it;
+        3. a piece that failed is tried again with the next one; nobody waits for it.
+
+    Args:
+        previous: set when the session's save before this one is over.
+        block_tokens: of the layout.
+        group_tokens: fewer unsaved tokens than this wait for more, or for the end.
+        lineage: of the tokens; None: not named.
+
+    Attributes:
+        over: set when nothing is being stored any more and nothing will be.
+        refused_reason: of the last piece: "" stored, None failed.
+        is_finished: `finish` was called: a turn's KV was to be stored to the end.
+    """
+
+    def __init__(
+        self,
+        store: SessionStore,
+        key: SessionKey,
+        buffer: WriteBuffer,
+        *,
+        previous: asyncio.Event | None,
+        block_tokens: int,
+        group_tokens: int,
+        lineage: Lineage | None = None,
+    ) -> None:
+        self.over = asyncio.Event()
+        self.refused_reason: str | None = ""
+        self.is_finished = False
+        self._store = store
+        self._key = key
+        self._buffer = buffer
+        self._previous = previous
+        self._block_tokens = block_tokens
+        self._group_tokens = max(group_tokens, block_tokens)
+        self._lineage = lineage
+        self._asked_token = buffer.first_token  # what is before it has been asked for
+        self._saved_token = buffer.first_token
+        self._next: _Piece | None = None
+        self._is_last = False
+        self._changed = asyncio.Event()
+        self._idle = asyncio.Event()  # nothing is asked for that is not stored
+        self._idle.set()
+
+    def wants(self, end_token: int) -> bool:
+        """Whether `follow` would store something once tokens [0, end_token) are computed."""
+        return self._end_of_blocks(end_token) - self._asked_token >= self._group_tokens
+
+    def follow(self, token_ids: bytes, clock: StepClock | None) -> None:
+        """Store the full blocks of these tokens, whose KV a step computes behind `clock`.
+
+        Call it only where `wants` says so, and never for KV that was computed over history
+        whose load is not confirmed: wrong bytes must not be published. A piece that is not begun
+        yet is replaced.
+        """
+        self._asked_token = self._end_of_blocks(len(token_ids) // TOKEN_BYTES)
+        self._put(_Piece(token_ids[: self._asked_token * TOKEN_BYTES], clock))
+
+    def finish(self, token_ids: bytes) -> None:
+        """Store all of these tokens, which are computed; `over` is set after that."""
+        self._is_last = self.is_finished = True
+        self._put(_Piece(token_ids, None))
+
+    def abandon(self) -> None:
+        """Store nothing more; `over` is set when what is being copied is through."""
+        self._is_last = True
+        self._next = None
+        self._changed.set()
+
+    async def run(self) -> None:
+        """Store until finished or abandoned."""
+        try:
+            if self._previous is not None:
+                await self._previous.wait()
+            while True:
+                await self._changed.wait()
+                self._changed.clear()
+                piece, self._next = self._next, None
+                if piece is not None:
+                    await self._store_piece(piece)
+                if self._next is None:
+                    self._idle.set()
+                    if self._is_last:
+                        return
+        finally:
+            self._idle.set()
+            self.over.set()
+
+    async def caught_up(self) -> None:
+        """Wait until everything asked for so far is stored, or given up."""
+        await self._idle.wait()
+
+    def _put(self, piece: _Piece) -> None:
+        self._next = piece
+        self._idle.clear()
+        self._changed.set()
+
+    async def _store_piece(self, piece: _Piece) -> None:
+        if len(piece.token_ids) // TOKEN_BYTES <= self._saved_token:  # less is kept than is stored
+            return
+        with child_span("save", {"kv.from_token": self._saved_token}):
+            reason = await self._store.save(
+                key=self._key,
+                token_ids=piece.token_ids,
+                from_token=self._saved_token,
+                buffer=self._buffer,
+                clock=piece.clock,
+                lineage=self._lineage,
+            )
+        self.refused_reason = reason
+        if reason == "":
+            self._saved_token = self._end_of_blocks(len(piece.token_ids) // TOKEN_BYTES)
+
+    def _end_of_blocks(self, end_token: int) -> int:
+        """End of the last full block of the buffer at or before a token."""
+        first = self._buffer.first_token
+        return first + (end_token - first) // self._block_tokens * self._block_tokens
 
 
 class DiscardLink:
@@ -54,7 +195,7 @@ class Saves:
     def open(
         self, key: SessionKey, buffer: WriteBuffer, lineage: Lineage | None = None
     ) -> SaveStream:
-        """A stream for a buffer, at the end of the session's chain; the caller owes `run`.
+        """Append a stream for a buffer to the session's chain; the caller owes `run`.
 
         `lineage` is that of the tokens.
         """
@@ -70,7 +211,7 @@ class Saves:
         return stream
 
     def open_discard(self, key: SessionKey) -> DiscardLink:
-        """A link at the end of the session's chain; the caller owes `run_discard`."""
+        """Append a link to the session's chain; the caller owes `run_discard`."""
         link = self._newest[key] = DiscardLink(self._end(key))
         return link
 

@@ -1,8 +1,8 @@
 """What the engine asks of a store of sessions, and the store that keeps nothing.
 
-A load has two halves: `begin_load` finds out how many tokens there are, `finish_load` copies them
-layer by layer behind a gate, while a step may follow on its heels. Nothing here raises because of
-the store: the turn is recomputed, or not saved, and that is counted.
+A load has two halves: `begin` finds out how many tokens there are, `finish` copies them layer by
+layer behind a gate, while a step may follow on its heels. Nothing here raises because of the store:
+the turn is recomputed, or not saved, and that is counted.
 """
 
 from collections import Counter
@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 from inference_svc.core.discards import Range
-from inference_svc.core.rates.load_or_recompute import LoadPolicy
+from inference_svc.core.rates.rates import LoadPolicy
 from inference_svc.runtime.kv.copy_stream import StepClock
-from inference_svc.runtime.kv.kv_slab import KVSlab, WriteBuffer
 from inference_svc.runtime.kv.layer_gate import LayerGate
+from inference_svc.runtime.kv.sequence_kv import SequenceKv, WriteBuffer
 from shared.kvd_client.grants import LoadGrant
 from shared.kvd_client.queue_feed import QueueFeed
 from shared.types.block_key import TOKEN_BYTES
@@ -30,14 +30,14 @@ class LoadRequest:
 
     Attributes:
         token_ids: little-endian uint32: all that may be loaded, from the first token on.
-        slab: empty; belongs to the load until it is over.
+        kv: empty; belongs to the load until it is over.
         may_wait: take what kvd is still reading, too.
         lineage: of the tokens: which discards they come after; None: not named.
     """
 
     key: SessionKey
     token_ids: bytes
-    slab: KVSlab
+    kv: SequenceKv
     policy: LoadPolicy
     may_wait: bool = True
     lineage: Lineage | None = None
@@ -53,9 +53,9 @@ class BegunLoad:
     """A load whose extent is known.
 
     Attributes:
-        end_token: the slab is going to hold tokens [0, end_token).
+        end_token: the sequence's KV is going to hold tokens [0, end_token).
         tail_from: where the last block begins if it is partial, else end_token: the first token
-            whose position-free row the next store needs.
+            whose position-free KV the next store needs.
         tier_tokens: of these tokens, by the tier where kvd had them.
         reason: slug, why it is not more; "" if all that was asked for is there.
         grant: the last one, not copied yet; None: nothing is left to copy.
@@ -70,6 +70,26 @@ class BegunLoad:
     began_s: float = 0.0
 
 
+class SessionLoads(Protocol):
+    """How the engine loads from a store: `begin`, then `finish` or `cancel`."""
+
+    async def begin(self, request: LoadRequest) -> BegunLoad:
+        """Find out how much of a session is stored."""
+
+    async def finish(
+        self,
+        begun: BegunLoad,
+        kv: SequenceKv,
+        tail: WriteBuffer | None,
+        gate: LayerGate,
+        layers: range,
+    ) -> None:
+        """Copy these layers; after the last one confirm the gate, or fail it."""
+
+    async def cancel(self, begun: BegunLoad) -> None:
+        """End a load that nobody waits for any more."""
+
+
 class SessionStore(Protocol):
     """What the engine needs of a store."""
 
@@ -79,23 +99,11 @@ class SessionStore(Protocol):
 
     @property
     def saves(self) -> bool:
-        """Whether position-free rows are wanted at all."""
+        """Whether position-free KV is wanted at all."""
 
-    async def begin_load(self, request: LoadRequest) -> BegunLoad:
-        """Find out how much of a session is stored."""
-
-    async def finish_load(
-        self,
-        begun: BegunLoad,
-        slab: KVSlab,
-        tail: WriteBuffer | None,
-        gate: LayerGate,
-        layers: range,
-    ) -> None:
-        """Copy these layers; after the last one confirm the gate, or fail it."""
-
-    async def give_up(self, begun: BegunLoad) -> None:
-        """Let go of a load that nobody waits for any more."""
+    @property
+    def loads(self) -> SessionLoads:
+        """What is stored is loaded by these."""
 
     async def save(
         self,
@@ -106,9 +114,9 @@ class SessionStore(Protocol):
         clock: StepClock | None = None,
         lineage: Lineage | None = None,
     ) -> str | None:
-        """Store the buffer's rows of token_ids[from_token:], which are of the lineage.
+        """Store the buffer's KV of token_ids[from_token:], which are of the lineage.
 
-        With a clock they are still being computed: a layer's rows are read once it lets them pass,
+        With a clock it is still being computed: a layer's KV is read once the clock lets it pass,
         and nothing is published before it is confirmed. Returns why not all of them are stored, ""
         if they are, None if it failed.
         """
@@ -142,31 +150,36 @@ class SessionStore(Protocol):
         """Be told from now on which turns wait, in which order, and which run."""
 
 
-class NoSessionStore:
-    """The store of `--mode recompute`: nothing is kept."""
+class NoSessionLoads:
+    """Loads where nothing is stored."""
 
-    state: StoreState = "off"
-    saves = False
-
-    async def begin_load(self, request: LoadRequest) -> BegunLoad:
+    async def begin(self, request: LoadRequest) -> BegunLoad:
         """Nothing is stored."""
         del request
         return BegunLoad(reason="mode_recompute")
 
-    async def finish_load(
+    async def finish(
         self,
         begun: BegunLoad,
-        slab: KVSlab,
+        kv: SequenceKv,
         tail: WriteBuffer | None,
         gate: LayerGate,
         layers: range,
     ) -> None:
         """Never called: there is no load."""
-        del begun, slab, tail, gate, layers
+        del begun, kv, tail, gate, layers
         raise AssertionError("nothing was begun")
 
-    async def give_up(self, begun: BegunLoad) -> None:
-        """There is nothing to let go of."""
+    async def cancel(self, begun: BegunLoad) -> None:
+        """There is nothing to end."""
+
+
+class NoSessionStore:
+    """The store of `--mode recompute`: nothing is kept."""
+
+    state: StoreState = "off"
+    saves = False
+    loads = NoSessionLoads()
 
     async def save(
         self,

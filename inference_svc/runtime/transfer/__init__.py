@@ -1,4 +1,4 @@
-"""KV between working memory and the arena, layer by layer.
+"""KV between working memory and the arena, layer by layer; and within memory, after a discard.
 
-Load, store, compaction in place (paper section 3.2).
+Source: CachedAttention, sections 3.2 (load and save streams) and 3.4 (decoupled positions).
 """

@@ -1,88 +1,81 @@
-"""Load: arena slots -> slab, with keys embedded at the positions of this turn.
+"""Load: arena slots -> sequence KV, with keys embedded at the positions of this turn.
+
+    arena slots   per layer and component [num_slots, block_tokens, kv_heads, dim], keys before RoPE
+    sequence KV   per layer [1, kv_heads, capacity_tokens, dim], keys after RoPE
 
 Pure copying, layer by layer: it may run on a copy thread while `step` runs other sequences, or
-waits at the slab's gate for the very next layer. A key is read once and written once from and to
-memory: what happens between is done in pieces that fit a core's cache. Source: CachedAttention,
-sections 3.2.1 (layer-wise pre-loading) and 3.4 (positions decoupled from stored keys).
+waits at the KV's gate for the very next layer. A key is read once and written once from and to
+memory: what happens between is done in pieces that fit a core's cache.
+
+Source: CachedAttention, sections 3.2.1 (layer-wise pre-loading) and 3.4 (positions decoupled from
+stored keys).
 """
 
 import threading
 from collections.abc import Iterator, Sequence
+from itertools import groupby
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from inference_svc.runtime.kv.arena_rows import ArenaRows, ScatteredRows, SlotRun
-from inference_svc.runtime.kv.kv_slab import KVSlab, WriteBuffer
+from inference_svc.runtime.kv.arena_kv import ArenaKv, Block, ScatteredTokens, SlotRun
+from inference_svc.runtime.kv.sequence_kv import SequenceKv, WriteBuffer
 from inference_svc.runtime.positions.recipes import Calibration, PostRotary
 from inference_svc.runtime.positions.rotary import RotaryTable
 from inference_svc.runtime.positions.rotation import Turn
 from shared.types.kv_layout import KVLayout
 from shared.types.units import ceil_div
 
-PIECE_ITEMS = 1 << 18  # elements of rows turned at once: 1 MiB in float32; 16 MiB are 25 % slower
+PIECE_ITEMS = 1 << 18  # elements turned at once: 1 MiB in float32; 16 MiB are 25 % slower
+SHORT_RUN = 64  # tokens; a run costs as much as its tokens one by one, if it is so short
 
-SHORT_RUN = 64  # tokens; a run costs as much as its rows one by one, if it is so short
-
-Run = SlotRun | ScatteredRows
+Run = SlotRun | ScatteredTokens
 
 
-class Span(Protocol):
-    """Rows [start, start + num_tokens) of a slot, for positions from token_offset on."""
-
-    @property
-    def slot_id(self) -> int:
-        """Which slot."""
+class Span(Block, Protocol):
+    """Tokens [start, start + num_tokens) of a slot, for positions from token_offset on."""
 
     @property
     def start(self) -> int:
-        """First row in the slot."""
-
-    @property
-    def num_tokens(self) -> int:
-        """Number of rows."""
-
-    @property
-    def token_offset(self) -> int:
-        """Position in the sequence of the first row."""
+        """First token in the slot."""
 
 
-def check_spans(slab: KVSlab, spans: Sequence[Span], layout: KVLayout) -> int:
+def check_spans(kv: SequenceKv, spans: Sequence[Span], layout: KVLayout) -> int:
     """Return the position after the last span.
 
     Args:
-        slab: to append to; the first span has to begin at its `num_tokens`.
+        kv: to append to; the first span has to begin at its `num_tokens`.
         spans: in order, without gaps.
         layout: of the slots.
 
     Raises:
-        ValueError: if the spans leave a gap, leave the slot or the slab.
+        ValueError: if the spans leave a gap, leave the slot or the sequence's KV.
     """
-    end = slab.num_tokens
+    end = kv.num_tokens
     for span in spans:
         is_inside = span.start >= 0 and 0 < span.num_tokens <= layout.block_tokens - span.start
-        has_room = end + span.num_tokens <= slab.capacity_tokens
+        has_room = end + span.num_tokens <= kv.capacity_tokens
         if span.token_offset != end or not is_inside or not has_room:
             raise ValueError(
-                f"rows {span.start}+{span.num_tokens} of a slot cannot be loaded at "
-                f"{span.token_offset}; the slab has {end} of {slab.capacity_tokens} tokens"
+                f"tokens {span.start}+{span.num_tokens} of a slot cannot be loaded at "
+                f"{span.token_offset}; the sequence's KV has {end} of {kv.capacity_tokens} tokens"
             )
         end += span.num_tokens
     return end
 
 
 class LayerLoader:
-    """Loads spans into a slab, one layer at a time, in any order of layers.
+    """Loads spans into a sequence's KV, one layer at a time, in any order of layers.
 
-    Counters are the caller's: it moves `slab.num_tokens` and `tail.end_token` to the end of the
-    spans, at once if the slab has a gate, else after the last layer.
+    Counters are the caller's: it moves `kv.num_tokens` and `tail.end_token` to the end of the
+    spans, at once if the sequence's KV has a gate, else after the last layer.
     """
 
     def __init__(
         self,
-        slab: KVSlab,
-        rows: ArenaRows,
+        kv: SequenceKv,
+        arena: ArenaKv,
         spans: Sequence[Span],
         calibration: Calibration,
         tail: WriteBuffer | None = None,
@@ -90,18 +83,18 @@ class LayerLoader:
         """Prepare what all layers share.
 
         Args:
-            slab: has room for the spans; who loads holds it.
-            rows: of the arena that the slots are in; the caller holds their lease.
+            kv: has room for the spans; who loads holds it.
+            arena: that the slots are in; the caller holds their lease.
             spans: as `check_spans` wants them.
-            calibration: of the model that the slab and the stored bytes belong to.
-            tail: begins within the last span, or at its end: the span's rows from there on are
+            calibration: of the model that the sequence's KV and the stored bytes belong to.
+            tail: begins within the last span, or at its end: the span's tokens from there on are
                 kept as they are stored, since the next store replaces that block by a longer one.
         """
-        self._slab = slab
-        self._rows = rows
+        self._kv = kv
+        self._arena = arena
         self._layers = calibration.layers
         self._tail = tail
-        self._tail_rows = _tail_rows(spans, tail)
+        self._tail_tokens = _tail_tokens(spans, tail)
         self._runs = list(_runs(spans))
         self._first = spans[0].token_offset if spans else 0
         self._num_tokens = sum(run.num_tokens for run in self._runs)
@@ -110,76 +103,76 @@ class LayerLoader:
     @torch.inference_mode()
     def load(self, layer_index: int) -> None:
         """Load one layer of all spans, whose bytes are in the slots."""
-        slab_rows = (self._slab.keys[layer_index][0], self._slab.values[layer_index][0])
+        layer_kv = (self._kv.keys[layer_index][0], self._kv.values[layer_index][0])
         for component, recipe in enumerate(self._layers[layer_index].components):
             if recipe.rotary is None:
-                self._place(layer_index, component, slab_rows[component])
+                self._place(layer_index, component, layer_kv[component])
             else:
                 self._embed(layer_index, component, recipe.rotary, recipe.post)
-        if self._tail is not None and self._tail_rows is not None:
-            slot_id, start, count = self._tail_rows
+        if self._tail is not None and self._tail_tokens is not None:
+            slot_id, start, count = self._tail_tokens
             for component, kept in enumerate((self._tail.keys, self._tail.values)):
-                stored = self._rows.view(layer_index, component)[slot_id, start : start + count]
+                stored = self._arena.view(layer_index, component)[slot_id, start : start + count]
                 kept[layer_index][:count].copy_(stored)
 
-    def _place(self, layer_index: int, component: int, layer_rows: Tensor) -> None:
-        """Copy rows as they are to their place in `layer_rows`, [heads, capacity, dim]."""
+    def _place(self, layer_index: int, component: int, layer_kv: Tensor) -> None:
+        """Copy tokens as they are to their place in `layer_kv`, [kv_heads, capacity, dim]."""
         first = self._first
         for run in self._runs:
-            self._rows.gather(layer_index, component, run, _place_of(run, layer_rows, first))
+            self._arena.gather(layer_index, component, run, _place_of(run, layer_kv, first))
             first += run.num_tokens
 
     def _embed(
         self, layer_index: int, component: int, rotary: RotaryTable, post: PostRotary | None
     ) -> None:
         """Gather a component piece by piece, and write it after RoPE to its place."""
-        layer_rows = (self._slab.keys, self._slab.values)[component][layer_index][0]
+        layer_kv = (self._kv.keys, self._kv.values)[component][layer_index][0]
         for piece in self._pieces_of(layer_index, component, rotary):
             for run, place in piece.gathers:
-                self._rows.gather(layer_index, component, run, place)
-            out = layer_rows.narrow(1, piece.first, len(piece.rows)).transpose(0, 1)
+                self._arena.gather(layer_index, component, run, place)
+            out = layer_kv.narrow(1, piece.first, len(piece.keys)).transpose(0, 1)
             if piece.turn is not None:
                 piece.turn.into(out)
             else:
-                rotary.rotate_into(piece.rows.to(out.device), piece.first, out)
+                rotary.rotate_into(piece.keys.to(out.device), piece.first, out)
             if post is not None:
                 post.apply_to(out)
 
     def _pieces_of(self, layer_index: int, component: int, rotary: RotaryTable) -> "list[_Piece]":
-        """Return the pieces of rows of a kind, cut for this thread's scratch."""
+        """Return the pieces of a kind of component, cut for this thread's scratch."""
         heads, dim = self._layers[layer_index].shape[component]
         kind = (threading.get_ident(), rotary, (heads, dim))
         if kind not in self._pieces:
-            is_on_cpu = self._slab.device.type == "cpu"
+            is_on_cpu = self._kv.device.type == "cpu"
             pieces = self._pieces[kind] = []
             first = self._first
             for runs in _balanced(self._runs, self._num_tokens, PIECE_ITEMS // (heads * dim)):
                 count = sum(run.num_tokens for run in runs)
-                rows = self._rows.scratch(layer_index, component, count)
-                turn = rotary.turn(rows, first) if is_on_cpu else None
-                pieces.append(_Piece(first, rows, list(_places(rows, runs)), turn))
+                keys = self._arena.scratch(layer_index, component, count)
+                turn = rotary.turn(keys, first) if is_on_cpu else None
+                pieces.append(_Piece(first, keys, list(_places(keys, runs)), turn))
                 first += count
         return self._pieces[kind]
 
 
-def move_layer(source: KVSlab, target: KVSlab, layer_index: int, num_tokens: int) -> None:
-    """Copy the first rows of one layer to another slab of the same shapes."""
+def move_layer(source: SequenceKv, target: SequenceKv, layer_index: int, num_tokens: int) -> None:
+    """Copy the first `num_tokens` tokens of one layer to other KV of the same shapes."""
     for old, new in ((source.keys, target.keys), (source.values, target.values)):
         new[layer_index].narrow(2, 0, num_tokens).copy_(old[layer_index].narrow(2, 0, num_tokens))
 
 
 class _Piece(NamedTuple):
-    """Rows that are turned in one go.
+    """Tokens that are turned in one go.
 
     Attributes:
         first: position of the first.
-        rows: [n, heads, dim], scratch to gather them into.
-        gathers: runs and their places in `rows`.
-        turn: of `rows`; None: they have to go to another device before.
+        keys: [n, kv_heads, dim], scratch to gather them into.
+        gathers: runs and their places in `keys`.
+        turn: of `keys`; None: they have to go to another device before.
     """
 
     first: int
-    rows: Tensor
+    keys: Tensor
     gathers: list[tuple[Run, Tensor]]
     turn: Turn | None
 
@@ -188,7 +181,7 @@ def _runs(spans: Sequence[Span]) -> Iterator[Run]:
     """Put spans together that can be gathered in one call.
 
     Usually all full blocks, then the last one. After discards of tokens here and there no two spans
-    are of the same rows: rows of short runs are gathered one by one.
+    are of the same places in their slots: tokens of short runs are gathered one by one.
     """
     short: list[SlotRun] = []
     for run in _equal_runs(spans):
@@ -206,35 +199,29 @@ def _joined(short: Sequence[SlotRun]) -> Iterator[Run]:
     if len(short) < 2:
         yield from short
         return
-    slot_ids = [slot for run in short for slot in run.slot_ids for _ in range(run.num_rows)]
-    rows = [
-        row
+    slot_ids = [slot for run in short for slot in run.slot_ids for _ in range(run.tokens_per_slot)]
+    offsets = [
+        offset
         for run in short
         for _ in run.slot_ids
-        for row in range(run.start, run.start + run.num_rows)
+        for offset in range(run.start, run.start + run.tokens_per_slot)
     ]
-    yield ScatteredRows(torch.tensor(slot_ids), torch.tensor(rows))
+    yield ScatteredTokens(torch.tensor(slot_ids), torch.tensor(offsets))
 
 
 def _equal_runs(spans: Sequence[Span]) -> Iterator[SlotRun]:
-    """Put successive spans of the same rows together."""
-    slot_ids: list[int] = []
-    rows = (0, 0)
-    for span in spans:
-        if slot_ids and (span.start, span.num_tokens) != rows:
-            yield SlotRun(slot_ids, *rows)
-            slot_ids = []
-        rows = (span.start, span.num_tokens)
-        slot_ids.append(span.slot_id)
-    if slot_ids:
-        yield SlotRun(slot_ids, *rows)
+    """Put successive spans of the same places in their slots together."""
+    for place, group in groupby(spans, lambda span: (span.start, span.num_tokens)):
+        yield SlotRun([span.slot_id for span in group], *place)
 
 
 def _balanced(runs: Sequence[Run], num_tokens: int, max_tokens: int) -> Iterator[list[Run]]:
     """Divide runs into groups of about equal size, of `max_tokens` and less than a slot at most."""
     num_groups = max(1, ceil_div(num_tokens, max(1, max_tokens)))
     # Rounded up by a slot: else what the groups lack in whole slots would be one group more.
-    size = ceil_div(num_tokens, num_groups) + max((run.num_rows - 1 for run in runs), default=0)
+    size = ceil_div(num_tokens, num_groups) + max(
+        (run.tokens_per_slot - 1 for run in runs), default=0
+    )
     group: list[Run] = []
     count = 0
     for run in runs:
@@ -248,29 +235,29 @@ def _balanced(runs: Sequence[Run], num_tokens: int, max_tokens: int) -> Iterator
         yield group
 
 
-def _places(rows: Tensor, runs: Sequence[Run]) -> Iterator[tuple[Run, Tensor]]:
-    """Pair each run with its part of `rows`, as it is gathered."""
+def _places(keys: Tensor, runs: Sequence[Run]) -> Iterator[tuple[Run, Tensor]]:
+    """Pair each run with its part of `keys`, [n, kv_heads, dim], as it is gathered."""
     first = 0
     for run in runs:
-        yield run, run.placed(rows.narrow(0, first, run.num_tokens))
+        yield run, run.placed(keys.narrow(0, first, run.num_tokens))
         first += run.num_tokens
 
 
-def _place_of(run: Run, layer_rows: Tensor, first: int) -> Tensor:
-    """View tokens from `first` on of [heads, capacity, dim] as a run is gathered."""
-    if isinstance(run, ScatteredRows):
-        return layer_rows.narrow(1, first, run.num_tokens).transpose(0, 1)
-    per_head, per_token, per_item = layer_rows.stride()
-    heads, _, dim = layer_rows.shape
-    return layer_rows.as_strided(  # one call instead of three
-        (len(run.slot_ids), run.num_rows, heads, dim),
-        (run.num_rows * per_token, per_token, per_head, per_item),
-        layer_rows.storage_offset() + first * per_token,
+def _place_of(run: Run, layer_kv: Tensor, first: int) -> Tensor:
+    """View tokens from `first` on of [kv_heads, capacity, dim] as a run is gathered."""
+    if isinstance(run, ScatteredTokens):
+        return layer_kv.narrow(1, first, run.num_tokens).transpose(0, 1)
+    per_head, per_token, per_item = layer_kv.stride()
+    heads, _, dim = layer_kv.shape
+    return layer_kv.as_strided(  # one call instead of three
+        (len(run.slot_ids), run.tokens_per_slot, heads, dim),
+        (run.tokens_per_slot * per_token, per_token, per_head, per_item),
+        layer_kv.storage_offset() + first * per_token,
     )
 
 
-def _tail_rows(spans: Sequence[Span], tail: WriteBuffer | None) -> tuple[int, int, int] | None:
-    """Return (slot, first row, number of rows) that the tail keeps, if any."""
+def _tail_tokens(spans: Sequence[Span], tail: WriteBuffer | None) -> tuple[int, int, int] | None:
+    """Return (slot, first token in it, number of tokens) that the tail keeps, if any."""
     if tail is None or not spans:
         return None
     last = spans[-1]
@@ -278,7 +265,7 @@ def _tail_rows(spans: Sequence[Span], tail: WriteBuffer | None) -> tuple[int, in
     count = last.num_tokens - skipped
     if not 0 <= skipped <= last.num_tokens or count > tail.capacity_tokens:
         raise AssertionError(
-            f"a tail of {tail.capacity_tokens} rows from {tail.first_token} on, for a last span "
+            f"a tail of {tail.capacity_tokens} tokens from {tail.first_token} on, for a last span "
             f"of {last.num_tokens} at {last.token_offset}"
         )
     return (last.slot_id, last.start + skipped, count) if count else None

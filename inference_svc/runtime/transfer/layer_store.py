@@ -1,33 +1,20 @@
 """Store: write buffer -> arena slots, keys as they were before RoPE.
 
-Pure copying: it may follow a forward layer by layer, or run long after the sequence and its slab
-are gone.
+    write buffer  per layer [capacity_tokens, kv_heads, dim]
+    arena slots   per layer and component [num_slots, block_tokens, kv_heads, dim]
+
+Pure copying: it may follow a forward layer by layer, or run long after the sequence and its KV are
+gone.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Protocol
+from itertools import groupby
 
 import torch
 
-from inference_svc.runtime.kv.arena_rows import ArenaRows, SlotRun
-from inference_svc.runtime.kv.kv_slab import WriteBuffer
+from inference_svc.runtime.kv.arena_kv import ArenaKv, Block, SlotRun
+from inference_svc.runtime.kv.sequence_kv import WriteBuffer
 from inference_svc.runtime.positions.recipes import Calibration
-
-
-class Block(Protocol):
-    """A reserved slot, and the run of tokens that its first rows are to hold."""
-
-    @property
-    def slot_id(self) -> int:
-        """Which slot."""
-
-    @property
-    def token_offset(self) -> int:
-        """Position in the sequence of row 0."""
-
-    @property
-    def num_tokens(self) -> int:
-        """Number of rows."""
 
 
 def no_wait(_layer_index: int) -> None:
@@ -37,21 +24,21 @@ def no_wait(_layer_index: int) -> None:
 @torch.inference_mode()
 def store_blocks(
     buffer: WriteBuffer,
-    rows: ArenaRows,
+    arena: ArenaKv,
     blocks: Sequence[Block],
     calibration: Calibration,
     wait_layer: Callable[[int], None] = no_wait,
 ) -> None:
-    """Copy the blocks' rows to their slots; the buffer is only read.
+    """Copy the blocks' tokens to their slots; the buffer is only read.
 
     Args:
         buffer: the caller holds it.
-        rows: of the arena that the slots are in; the caller holds their lease and completes it
-            afterwards, unless this raised.
+        arena: that the slots are in; the caller holds their lease and completes it afterwards,
+            unless this raised.
         blocks: in any order; fastest in the order of tokens.
         calibration: of the model that the buffer belongs to.
-        wait_layer: called before each layer is read; returns once its rows are in the buffer, and
-            may raise. Given one, blocks may want rows that a forward under way is about to write.
+        wait_layer: called before each layer is read; returns once it is in the buffer, and may
+            raise. Given one, blocks may want tokens that a forward under way is about to write.
 
     Raises:
         ValueError: if a block wants tokens the buffer cannot give; nothing was written then.
@@ -73,21 +60,16 @@ def store_blocks(
         for run, components in pieces:
             for component_index, of_layers in enumerate(components):
                 tokens = of_layers[layer_index]
-                by_slot = tokens.view(len(run.slot_ids), run.num_rows, *tokens.shape[1:])
-                rows.scatter(layer_index, component_index, run, by_slot)
+                arena.scatter(layer_index, component_index, run, run.placed(tokens))
 
 
 def _runs(blocks: Sequence[Block]) -> Iterator[tuple[int, SlotRun]]:
     """Put successive blocks of one size together; yields (first token, slots)."""
-    slot_ids: list[int] = []
-    first, size = 0, 0
-    for block in blocks:
-        follows = block.token_offset == first + len(slot_ids) * size and block.num_tokens == size
-        if slot_ids and not follows:
-            yield first, SlotRun(slot_ids, 0, size)
-            slot_ids = []
-        if not slot_ids:
-            first, size = block.token_offset, block.num_tokens
-        slot_ids.append(block.slot_id)
-    if slot_ids:
-        yield first, SlotRun(slot_ids, 0, size)
+
+    def begins(numbered: tuple[int, Block]) -> tuple[int, int]:  # the same for blocks in a row
+        number, block = numbered
+        return block.token_offset - number * block.num_tokens, block.num_tokens
+
+    for (_, size), group in groupby(enumerate(blocks), begins):
+        run = [block for _, block in group]
+        yield run[0].token_offset, SlotRun([block.slot_id for block in run], 0, size)

@@ -1,22 +1,65 @@
-"""Turns sampled tokens into the events of one turn, and into its record when it is complete."""
+"""Turns sampled tokens into the events of one turn, and into its record when it is complete.
+
+Text never holds half a character: see `Detokenizer`.
+"""
 
 import time
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from inference_svc.core.answers import AnswerToken, FinishReason, GrowingAnswer
 from inference_svc.core.discards import Discard, num_in
 from inference_svc.core.scheduling.request import Request
-from inference_svc.core.stopping import AnswerToken, FinishReason, GrowingAnswer
-from inference_svc.core.turn_events import Started, Tokens
-from inference_svc.core.turn_record import TurnRecord, Usage
+from inference_svc.core.turn_record import Started, Tokens, TurnRecord, Usage
 from inference_svc.runtime.compute.sampling import Sampled
-from inference_svc.runtime.engine.engine_job import EngineJob, LoadOutcome
-from inference_svc.runtime.turns.detokenize import Detokenizer
+from inference_svc.runtime.engine.engine_request import EngineRequest
 from inference_svc.runtime.turns.turn import Turn
 from inference_svc.runtime.turns.turn_prompt import Prompt
 from shared.types.histogram import Histogram
 from shared.types.units import NS_PER_S
+
+NUM_CONTEXT_TOKENS = (
+    6  # of the prompt, so that the answer's first token is decoded as a continuation
+)
+MAX_HELD_TOKENS = 8  # a character has at most four bytes: more held tokens are not a character
+INCOMPLETE = "\ufffd"  # what decoders write for bytes that are not a character
+
+
+class Detokenizer:
+    """Decodes one answer as it is sampled; without a tokenizer every token's text is empty.
+
+    A byte-level token may be part of a character, and a decoder may treat the first token of a text
+    differently (a leading space). So each token is decoded together with a few before it, and only
+    what it adds is returned.
+
+    *Source:* the two-offset window of Hugging Face's text-generation-inference.
+    """
+
+    def __init__(self, tokenizer: Any | None, prompt_ids: Sequence[int]) -> None:
+        self._tokenizer: Any = tokenizer
+        self._ids = list(prompt_ids[-NUM_CONTEXT_TOKENS:])
+        self._window_start = 0
+        self._num_read = len(self._ids)
+
+    def push(self, token_id: int) -> str:
+        """Return the text that the next token adds; empty while a character is incomplete."""
+        if self._tokenizer is None:
+            return ""
+        self._ids.append(token_id)
+        before = self._decode(self._ids[self._window_start : self._num_read])
+        text = self._decode(self._ids[self._window_start :])
+        is_complete = len(text) > len(before) and not text.endswith(INCOMPLETE)
+        if not is_complete and len(self._ids) - self._num_read < MAX_HELD_TOKENS:
+            return ""
+        self._window_start, self._num_read = self._num_read, len(self._ids)
+        return text[len(before) :]
+
+    def _decode(self, token_ids: list[int]) -> str:
+        text: str = self._tokenizer.decode(
+            token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
+        return text
 
 
 class AnswerWriter:
@@ -50,12 +93,12 @@ class AnswerWriter:
         self._sampled_ns = 0  # when the last token was
         self._prompt_tokens = len(prompt_ids)
 
-    def started(self, request: Request, outcome: LoadOutcome) -> None:
+    def started(self, request: EngineRequest) -> None:
         """See TurnSink."""
         # Another session may have computed more of this prompt than this one has.
-        self._history_tokens = max(self._history_tokens, outcome.tokens)
+        self._history_tokens = max(self._history_tokens, request.outcome.tokens)
         queue_s = (request.admitted_ns - request.arrived_ns) / NS_PER_S
-        self._turn.publish(Started(self._history_tokens, outcome.tokens, queue_s))
+        self._turn.publish(Started(self._history_tokens, request.outcome.tokens, queue_s))
 
     def sampled(self, token: Sampled) -> bool:
         """See TurnSink."""
@@ -78,7 +121,7 @@ class AnswerWriter:
         self._show(self._answer.end())
 
     def kept_ids(self, request: Request) -> list[int]:
-        """Tokens of the context that are going to stay: without those of a stop string.
+        """Return the tokens of the context that stay: without those of a stop string.
 
         Some of the answer's last tokens may be new ones, that say what a cut token said.
         """
@@ -86,25 +129,25 @@ class AnswerWriter:
         return request.token_ids[: len(request.token_ids) - num_cut]
 
     def computed_ids(self, request: Request) -> list[int]:
-        """Tokens of the context that stay and have KV."""
+        """Return the tokens of the context that stay and have KV."""
         return self.kept_ids(request)[: request.computed_tokens]
 
     def context_ids(self, request: Request) -> list[int]:
-        """The context after the turn."""
+        """Return the context after the turn."""
         new = self.tokens[len(self._answer.kept) :]
         return [*self.kept_ids(request), *(token.token_id for token in new)]
 
     def record(
         self,
-        job: EngineJob,
+        request: EngineRequest,
         turn: int,
         prompt: Prompt,
     ) -> TurnRecord:
-        """The complete turn, as it is recorded under this index."""
-        request, submission = job.request, self._turn.submission
+        """Return the complete turn, as it is recorded under this index."""
+        submission = self._turn.submission
         has_logprobs = submission.sampling.logprobs > 0
         uncomputed_tokens = len(self.context_ids(request)) - len(self.computed_ids(request))
-        discards = (*prompt.discards, *self._within(job, len(prompt.input_ids)))
+        discards = (*prompt.discards, *self._within(request, len(prompt.input_ids)))
         return TurnRecord(
             turn=turn,
             request_id=submission.request_id,
@@ -116,16 +159,16 @@ class AnswerWriter:
             top_logprobs=tuple(token.top for token in self.tokens) if has_logprobs else (),
             uncomputed_tokens=uncomputed_tokens,
             finish_reason=str(self.finish_reason),
-            usage=self.usage(job, discards),
+            usage=self.usage(request, discards),
             created_unix_s=time.time(),
             discards=discards,
             system_tokens=prompt.system_tokens,
             is_text=prompt.is_text,
         )
 
-    def usage(self, job: EngineJob, discards: Sequence[Discard] = ()) -> Usage:
-        """What the turn has cost so far, and given up; also of one that was cancelled."""
-        request, outcome = job.request, job.outcome
+    def usage(self, request: EngineRequest, discards: Sequence[Discard] = ()) -> Usage:
+        """Sum up what the turn has cost so far, and given up; also of one that was cancelled."""
+        outcome = request.outcome
         now_ns = time.monotonic_ns()
         end_ns = request.finished_ns or now_ns
         first_ns = request.first_token_ns or end_ns
@@ -150,8 +193,8 @@ class AnswerWriter:
             dropped_tokens=sum(num_in(discard.ranges) for discard in discards),
         )
 
-    def _within(self, job: EngineJob, num_input: int) -> list[Discard]:
-        """What went during the answer, as it is recorded.
+    def _within(self, request: EngineRequest, num_input: int) -> list[Discard]:
+        """Return what went during the answer, as it is recorded.
 
         It may have gone while tokens were held back that then turned out to be a stop string. The
         record lacks these, but the KV of the others was computed over them: the lineage says so.
@@ -159,10 +202,10 @@ class AnswerWriter:
         most_tokens = num_input + len(self.tokens)
         within = [
             replace(discard, after_tokens=min(discard.after_tokens, most_tokens))
-            for discard in job.discards
+            for discard in request.discards
         ]
-        if within and job.discards[-1].after_tokens > num_input + len(self._answer.kept):
-            within[-1] = replace(within[-1], lineage=job.lineage)
+        if within and request.discards[-1].after_tokens > num_input + len(self._answer.kept):
+            within[-1] = replace(within[-1], lineage=request.lineage)
         return within
 
     def _show(self, tokens: Sequence[AnswerToken]) -> None:

@@ -130,14 +130,14 @@ class ChatTemplate:
         return False
 
     def _tried(self, role: str, place: int) -> str:
-        """A conversation with one message of a role, rendered; "" if it is refused."""
+        """Render a conversation with one message of a role; "" if it is refused."""
         try:
             return self.render(_PLACES[place](message(role, DUMMY_QUESTION)), is_prompt=False)
         except InvalidTurnError:
             return ""
 
     def surroundings(self) -> Iterator[tuple[str, str]]:
-        """What the template writes before and after the text of messages, for each role."""
+        """Yield what the template writes before and after a message's text, for each role."""
         for role in self.roles:
             for place in range(len(_PLACES)):
                 before, found, after = self._tried(role, place).partition(DUMMY_QUESTION)
@@ -146,12 +146,12 @@ class ChatTemplate:
 
 
 def message(role: str, content: str) -> Message:
-    """A message as templates take it."""
+    """Make a message as templates take it."""
     return {"role": role, "content": content}
 
 
 def dummy_turn() -> list[Message]:
-    """A question and its answer."""
+    """Make a question and its answer."""
     return [message("user", OTHER_QUESTION), message("assistant", DUMMY_ANSWER)]
 
 

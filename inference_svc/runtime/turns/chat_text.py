@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from itertools import takewhile
 from typing import Any
 
-from inference_svc.core.chat_frames import FrameTokens, common_prefix
 from inference_svc.core.errors import InvalidTurnError, NoChatTemplateError
+from inference_svc.core.turn_window import FrameTokens, common_prefix
 from inference_svc.runtime.turns.chat_template import (
     DUMMY_QUESTION,
     OTHER_QUESTION,
@@ -140,7 +140,7 @@ class TurnText:
         return self._control.encode_plain(text)
 
     def _opening_ids(self) -> frozenset[int]:
-        """Special tokens that begin a question, and the prompt for an answer."""
+        """Find the special tokens that begin a question, and the prompt for an answer."""
         template = self._template
         turn = [*dummy_turn(), message("user", DUMMY_QUESTION)]
         question = template.render(turn, is_prompt=False)
@@ -171,7 +171,7 @@ class TurnText:
         return guarded, marked
 
     def _unwritten_closing(self, last_id: int) -> str:
-        """What the answer did not write of the closing: all, unless it has its end token."""
+        """Return what the answer did not write of the closing: all, unless it has its end token."""
         if last_id not in self._eos_ids:
             return self._template.closing
         end_text: str = self._tokenizer.decode([last_id], skip_special_tokens=False)

@@ -186,7 +186,7 @@ class ControlTokens:
         return spans
 
     def _edges(self, text: str) -> tuple[tuple[int, int], tuple[int, int]]:
-        """What becomes a control token together with what the template writes beside it.
+        """Find what becomes a control token together with what the template writes beside it.
 
         Returns:
             Spans at the beginning and at the end of the text, apart from blanks.
@@ -252,21 +252,21 @@ class ControlTokens:
 
 
 def _unknown(tokenizer: Any) -> set[int]:
-    """The token of characters that a tokenizer does not know, which is no structure by itself."""
+    """Find the token of unknown characters, which is no structure by itself."""
     names = ("bos_token_id", "eos_token_id", "sep_token_id", "cls_token_id", "mask_token_id")
     others = {getattr(tokenizer, name, None) for name in names}
     return {tokenizer.unk_token_id} - others
 
 
 def _normalizer(tokenizer: Any) -> Any:
-    """What a tokenizer does to a text before it looks for tokens; nothing, as far as is known."""
+    """Find what a tokenizer does to a text before it looks for tokens; `str`: nothing known."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     normalizer = getattr(backend, "normalizer", None)
     return str if normalizer is None else normalizer.normalize_str
 
 
 def _close_up(text: str) -> str:
-    """A text without blanks, as some tokenizers give it back."""
+    """Remove the blanks of a text, as some tokenizers do."""
     return "".join(text.replace("▁", " ").split())
 
 

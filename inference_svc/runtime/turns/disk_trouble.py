@@ -10,8 +10,7 @@ import os
 from pathlib import Path
 
 from inference_svc.core.errors import TranscriptDiskFullError, TranscriptUnavailableError
-from shared.process.line_allowance import LineAllowance
-from shared.process.log import get_logger
+from shared.process.log import LineAllowance, get_logger
 from shared.types.errors import ReportedError
 from shared.types.histogram import Tally
 

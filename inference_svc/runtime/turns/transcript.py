@@ -107,7 +107,7 @@ class TranscriptStore:
             self._lock_file = None
 
     async def find(self, key: SessionKey) -> Transcript | None:
-        """The session's transcript, None if there is no such session.
+        """Find the session's transcript, None if there is no such session.
 
         Does not yield to the event loop after it has the answer, so the caller may act on it.
         """
@@ -118,7 +118,7 @@ class TranscriptStore:
             return self._cache.get(key) or await self._read(key)
 
     async def get(self, key: SessionKey) -> Transcript:
-        """The session's transcript.
+        """Return the session's transcript.
 
         Raises:
             UnknownSessionError: there is no such session.
@@ -141,7 +141,6 @@ class TranscriptStore:
             before = self._cache.get(key) or await self._read(key)
             after = (before or Transcript(Header(*key))).with_turn(turn, is_final=is_final)
             await self._write(key, after, encode_turn(turn) + (encode_end() if is_final else b""))
-            self._remember(key, after)
             return after
 
     async def discard(self, key: SessionKey, discard: Discard) -> Transcript:
@@ -154,7 +153,6 @@ class TranscriptStore:
         after = (await self.get(key)).with_discard(discard)
         async with self._lock(key):
             await self._write(key, after, encode_discard(discard))
-            self._remember(key, after)
             return after
 
     async def end(self, key: SessionKey) -> None:
@@ -171,7 +169,6 @@ class TranscriptStore:
                 return
             after = before.ended()
             await self._write(key, after, encode_end())
-            self._remember(key, after)
 
     async def fork(self, key: SessionKey, session_id: str, at_turn: int) -> Transcript | None:
         """Start a new session from another's first turns; None if the new one exists already."""
@@ -182,7 +179,6 @@ class TranscriptStore:
             if self._cache.get(new_key) or await self._read(new_key):
                 return None
             await self._write(new_key, forked, b"")
-            self._remember(new_key, forked)
             return forked
 
     async def delete(self, key: SessionKey) -> None:
@@ -220,7 +216,7 @@ class TranscriptStore:
         return transcript
 
     async def _write(self, key: SessionKey, transcript: Transcript, lines: bytes) -> None:
-        """Append the lines, or start the file with all of the transcript, and fsync.
+        """Append the lines, or start the file with all of the transcript; fsync, remember.
 
         On failure the file is cut back to what it was. The cache forgets the session meanwhile:
         who is cancelled here does not know what the file will have.
@@ -242,6 +238,7 @@ class TranscriptStore:
                 await asyncio.to_thread(_sync_directory, self._directory)
                 self._num_sessions[key.tenant] += 1
                 self.trouble.opened()
+            self._remember(key, transcript)
         except OSError as error:
             if size is not None:
                 await self._cut(key, size)

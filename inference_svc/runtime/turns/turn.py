@@ -3,7 +3,7 @@
 The log is bounded by the length of the answer. A turn whose last follower leaves is cancelled,
 unless it is being recorded, or undone, already. Its deadline is the latest of its followers'. A
 turn that is handed back ends with an error in place of what it would have said: its client is to
-submit it again.
+submit it again. One that was answered before is answered again from its record (`replay`).
 """
 
 import asyncio
@@ -12,8 +12,17 @@ from collections.abc import AsyncIterator
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
+from inference_svc.core.answers import AnswerToken
+from inference_svc.core.errors import RequestIdReusedError
 from inference_svc.core.submission import Submission
-from inference_svc.core.turn_events import Finished, TurnEvent
+from inference_svc.core.turn_record import (
+    Accepted,
+    Finished,
+    Started,
+    Tokens,
+    TurnEvent,
+    TurnRecord,
+)
 from shared.types.errors import ReportedError
 from shared.types.units import NS_PER_S
 
@@ -125,7 +134,7 @@ class Turn:
         return True
 
     async def follow(self) -> AsyncIterator[TurnEvent]:
-        """All events from the first to the last.
+        """Yield all events from the first to the last.
 
         Raises:
             ReportedError: the turn failed.
@@ -144,3 +153,33 @@ class Turn:
     def _wake_followers(self) -> None:
         news, self._news = self._news, asyncio.Event()
         news.set()
+
+
+def replay(submission: Submission, record: TurnRecord) -> Turn:
+    """Make a turn that is over, with the events of its record."""
+    logprobs = record.logprobs or (None,) * len(record.output_ids)
+    top = record.top_logprobs or ((),) * len(record.output_ids)
+    rows = zip(record.output_ids, record.pieces, logprobs, top, strict=True)
+    usage = record.usage
+    turn = Turn(submission)
+    turn.publish(
+        Accepted(submission.key.session_id, record.turn, record.request_id, 0, is_replayed=True),
+        Started(usage.history_tokens, usage.reused_tokens, usage.queue_s),
+        Tokens(tuple(AnswerToken(*row) for row in rows)),
+        Finished(record.finish_reason, record.text, usage, record.turn + 1),
+    )
+    turn.close()
+    return turn
+
+
+def check_same(submission: Submission, digest: str) -> None:
+    """See that a repeat asks for what the turn of its request id was asked for.
+
+    Raises:
+        RequestIdReusedError: it does not.
+    """
+    if submission.digest and submission.digest != digest:
+        raise RequestIdReusedError(
+            f"request id {submission.request_id!r} was used with another input or sampling",
+            "make a new request id for each new turn",
+        )

@@ -4,10 +4,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from inference_svc.core.answers import GrowingAnswer
 from inference_svc.core.context import Context
 from inference_svc.core.discards import Discard, Range
 from inference_svc.core.errors import EmptyTurnError, InvalidTurnError
-from inference_svc.core.stopping import GrowingAnswer
 from inference_svc.core.submission import ChatInput, Submission, TextInput
 from inference_svc.core.turn_window import TurnWindow
 from inference_svc.runtime.turns.chat_text import TurnText
@@ -67,7 +67,7 @@ class Prompt:
 
 
 class MidTurnCut:
-    """Chooses what goes when a turn has filled its window; as the engine's jobs take it."""
+    """Chooses what goes when a turn has filled its window; as the engine's requests take it."""
 
     def __init__(self, prompt: Prompt, answer: GrowingAnswer) -> None:
         self._window = prompt.window

@@ -1,4 +1,4 @@
-"""What is said of a turn when it is over: its canonical log line, its measures, its spans.
+"""What is said of a turn when it is over: its canonical log line, its histograms, its spans.
 
 Each turn has one line, `turn`, however it ended, and so has each that was turned away, ten a second
 of each client: `more` says how many had none. `trace_id` is in it as in every line of the request
@@ -9,6 +9,7 @@ them.
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 
 import structlog
 from opentelemetry import trace
@@ -16,12 +17,10 @@ from opentelemetry.trace import Span
 
 from inference_svc.core.errors import TurnCancelledError
 from inference_svc.core.scheduling.request import Request
-from inference_svc.core.submission import Submission
-from inference_svc.core.turn_measures import TurnMeasures
+from inference_svc.core.submission import Submission, TurnNames
+from inference_svc.core.turn_histograms import TurnHistograms
 from inference_svc.core.turn_record import TurnRecord, Usage
-from shared.pb.inference.v1 import inference_pb2 as pb
-from shared.process.line_allowance import LineAllowance
-from shared.process.log import get_logger
+from shared.process.log import LineAllowance, get_logger
 from shared.serving.tracing import child_span, past_span
 from shared.types.errors import ReportedError
 from shared.types.session_key import DEFAULT_TENANT
@@ -34,8 +33,8 @@ log = get_logger(__name__)
 class TurnReport:
     """See the module docstring."""
 
-    def __init__(self, measures: TurnMeasures) -> None:
-        self.measures = measures
+    def __init__(self, histograms: TurnHistograms) -> None:
+        self.histograms = histograms
         self._refused = LineAllowance()
 
     def answered(
@@ -48,38 +47,22 @@ class TurnReport:
         *,
         cancelled: bool = False,
     ) -> None:
-        """A turn has its answer, or what there was of it when its client left."""
+        """Report a turn that has its answer, or what there was of it when its client left."""
         key = submission.key
-        self.measures.answered(key.tenant, finish_reason, usage, cancelled=cancelled)
+        self.histograms.answered(key.tenant, finish_reason, usage, cancelled=cancelled)
         _annotate(trace.get_current_span(), request, finish_reason, usage)
         log.info(
             "turn",
             **_who(submission),
             turns=num_turns,
             finish_reason=finish_reason,
-            history_tokens=usage.history_tokens,
-            reused_tokens=usage.reused_tokens,
-            recomputed_tokens=usage.recomputed_tokens,
-            recompute_reason=usage.recompute_reason,
-            new_tokens=usage.new_tokens,
-            output_tokens=usage.output_tokens,
-            dropped_tokens=usage.dropped_tokens,
-            compressed_tokens=usage.compressed_tokens,
-            tier_tokens=dict(usage.tier_tokens),
-            queue_s=round(usage.queue_s, 6),
-            load_s=round(usage.load_s, 6),
-            prefill_s=round(usage.prefill_s, 6),
-            ttft_s=round(usage.ttft_s, 6),
-            tpot_s=round(usage.tpot_s, 6),
-            total_s=round(usage.total_s, 6),
-            stall_s=round(usage.stall_s, 6),
             priority=submission.priority,
-            preemptions=usage.preemptions,
+            **_as_fields(usage),
         )
 
     def replayed(self, submission: Submission, record: TurnRecord) -> None:
-        """A repeat was answered with the recorded result."""
-        self.measures.ended.add("replayed")
+        """Report a repeat that was answered with the recorded result."""
+        self.histograms.ended.add("replayed")
         log.info(
             "turn",
             **_who(submission),
@@ -89,9 +72,9 @@ class TurnReport:
         )
 
     def failed(self, submission: Submission, error: ReportedError) -> None:
-        """A turn that was begun has no answer: it failed, was cancelled or handed back."""
+        """Report a turn without an answer: it failed, was cancelled or handed back."""
         cancelled = isinstance(error, TurnCancelledError)
-        self.measures.failed(submission.key.tenant, error.reason, cancelled=cancelled)
+        self.histograms.failed(submission.key.tenant, error.reason, cancelled=cancelled)
         log.info(
             "turn",
             **_who(submission),
@@ -100,18 +83,18 @@ class TurnReport:
             retryable=error.retryable,
         )
 
-    def turned_away(self, client: str, asked: pb.SubmitTurnRequest, error: ReportedError) -> None:
-        """A turn was not begun; what it asked for may be nonsense."""
-        self.measures.turned_away(asked.tenant or DEFAULT_TENANT, error.reason)
+    def turned_away(self, client: str, names: TurnNames, error: ReportedError) -> None:
+        """A turn was not begun; its names may be nonsense."""
+        self.histograms.turned_away(names.tenant or DEFAULT_TENANT, error.reason)
         left_out = self._refused.take(client)
         if left_out is None:
             return
         log.info(
             "turn",
-            session=asked.session_id[:MAX_NAME],
-            tenant=asked.tenant[:MAX_NAME],
+            session=names.session_id[:MAX_NAME],
+            tenant=names.tenant[:MAX_NAME],
             client=client,
-            request_id=asked.request_id[:MAX_NAME],
+            request_id=names.request_id[:MAX_NAME],
             finish_reason="refused",
             error=error.reason,
             retryable=error.retryable,
@@ -121,7 +104,7 @@ class TurnReport:
 
 @contextmanager
 def turn_span(submission: Submission) -> Iterator[Span]:
-    """The span of a turn that runs in this task; log lines of the task say whose turn it is."""
+    """Open the span of a turn that runs in this task, whose log lines say whose turn it is."""
     key = submission.key
     structlog.contextvars.bind_contextvars(session=str(key), request_id=submission.request_id)
     attributes = {
@@ -141,6 +124,14 @@ def _who(submission: Submission) -> dict[str, str]:
         "tenant": key.tenant,
         "client": submission.client,
         "request_id": submission.request_id,
+    }
+
+
+def _as_fields(usage: Usage) -> dict[str, object]:
+    """Return what a turn cost, as its line says it: times to the microsecond."""
+    return {
+        name: round(value, 6) if isinstance(value, float) else value
+        for name, value in asdict(usage).items()
     }
 
 

@@ -12,22 +12,18 @@ from dataclasses import replace
 from itertools import count
 from typing import Any
 
+from inference_svc.core.answers import FinishReason, GrowingAnswer
 from inference_svc.core.compression.policy import CompressionPolicy, special_tokens
 from inference_svc.core.context import Context, clip
-from inference_svc.core.counters import Counters
+from inference_svc.core.counters import COUNTERS, Counters
 from inference_svc.core.discards import COMPRESSION, OVERFLOW, Discard, Range, num_in
-from inference_svc.core.expected_session import ExpectedSession
-from inference_svc.core.scheduling.request import Request
-from inference_svc.core.stopping import FinishReason, GrowingAnswer
 from inference_svc.core.submission import Submission
-from inference_svc.core.transcript_format import Header, Transcript
-from inference_svc.core.turn_events import Accepted, Finished
-from inference_svc.core.turn_record import TurnRecord, Usage
+from inference_svc.core.transcript_format import ExpectedSession, Header, Transcript
+from inference_svc.core.turn_record import Accepted, Finished, TurnRecord, Usage
 from inference_svc.runtime.compute.attention_scores import keeper_for
 from inference_svc.runtime.compute.sampling import Sampler
-from inference_svc.runtime.engine.discards import ContextCut
-from inference_svc.runtime.engine.engine_job import EngineJob
 from inference_svc.runtime.engine.engine_loop import EngineLoop
+from inference_svc.runtime.engine.engine_request import ContextCut, EngineRequest
 from inference_svc.runtime.turns.answer_writer import AnswerWriter
 from inference_svc.runtime.turns.transcript import TranscriptStore
 from inference_svc.runtime.turns.turn import Turn
@@ -70,19 +66,19 @@ class TurnRunner:
             transcript = Transcript(Header(*submission.key))
         ExpectedSession(submission.expected_turn).check(transcript)
         prompt = await self._prompts.make(submission, transcript.context)
-        job, writer = self._make_job(turn, prompt)
+        request, writer = self._make_request(turn, prompt)
         turn.publish(
             Accepted(
                 submission.key.session_id,
                 len(transcript.turns),
                 submission.request_id,
-                self._engine.num_waiting,
+                len(self._engine.scheduler.queue),
                 is_replayed=False,
             )
         )
-        await self._compute(turn, prompt, job, writer, transcript)
+        await self._compute(turn, prompt, request, writer, transcript)
 
-    def _make_job(self, turn: Turn, prompt: Prompt) -> tuple[EngineJob, AnswerWriter]:
+    def _make_request(self, turn: Turn, prompt: Prompt) -> tuple[EngineRequest, AnswerWriter]:
         submission, context = turn.submission, prompt.context
         max_tokens = prompt.window.answer_tokens(len(context.token_ids))
         sampling = replace(submission.sampling, max_tokens=max_tokens)
@@ -93,72 +89,68 @@ class TurnRunner:
             self._tokenizer,
             context.token_ids,
             context.computed_tokens,
-            self._report.measures.itl_s,
+            self._report.histograms.itl_s,
         )
-        turn.request = Request(
-            next(self._numbers),
-            submission.key,
-            list(context.token_ids),
-            sampling.max_tokens,
-            submission.arrived_ns,
+        compression = submission.compression
+        request = turn.request = EngineRequest(
+            number=next(self._numbers),
+            key=submission.key,
+            token_ids=list(context.token_ids),
+            max_tokens=sampling.max_tokens,
+            arrived_ns=submission.arrived_ns,
             window_tokens=self._limits.window_tokens,
             history_tokens=context.computed_tokens,
             priority=submission.priority,
             deadline_ns=turn.deadline_ns,
             lineage=context.lineage,
-        )
-        compression = submission.compression
-        job = EngineJob(
-            request=turn.request,
             is_final=submission.is_final,
             sampler=Sampler(sampling),
             sink=writer,
-            done=asyncio.get_running_loop().create_future(),
             input_tokens=len(prompt.input_ids),
             truncate=None if prompt.window.is_rigid else MidTurnCut(prompt, answer),
             scores=keeper_for(compression, len(context.token_ids)) if compression else None,
         )
-        return job, writer
+        return request, writer
 
     async def _compute(
         self,
         turn: Turn,
         prompt: Prompt,
-        job: EngineJob,
+        request: EngineRequest,
         writer: AnswerWriter,
         transcript: Transcript,
     ) -> None:
         num_turns = len(transcript.turns)
         try:
-            await self._engine.generate(job, _cut(prompt.before, prompt.ranges))
+            await self._engine.generate(request, _cut(prompt.before, prompt.ranges))
             turn.is_settled = True
-            record = writer.record(job, num_turns, prompt)
-            context = transcript.with_turn(record, is_final=job.is_final).context
-            ranges = self._compress(turn.submission, prompt, job, context)
+            record = writer.record(request, num_turns, prompt)
+            context = transcript.with_turn(record, is_final=request.is_final).context
+            ranges = self._compress(turn.submission, prompt, request, context)
             record = _with_compression(record, turn.submission.compression, ranges)
-            await self._transcripts.append(job.key, record, is_final=job.is_final)
-            self._engine.keep(job, writer.computed_ids(job.request))
+            await self._transcripts.append(request.key, record, is_final=request.is_final)
+            self._engine.keep(request, writer.computed_ids(request))
         except asyncio.CancelledError:
             if turn.handed_back is None:
                 writer.finish_reason = FinishReason.CANCELLED
-                self._finish(turn, writer, writer.usage(job), num_turns)
+                self._finish(turn, writer, writer.usage(request), num_turns)
             raise
         finally:
-            self._engine.drop(job)
+            self._engine.drop(request)
         self._count(record)
         self._finish(turn, writer, record.usage, num_turns + 1)
         cut = _cut(context, ranges)
         if cut is not None:
-            await self._engine.discard(job.key, cut.token_ids, cut.ranges, cut.lineage)
+            await self._engine.discard(request.key, cut)
 
     def _compress(
-        self, submission: Submission, prompt: Prompt, job: EngineJob, context: Context
+        self, submission: Submission, prompt: Prompt, request: EngineRequest, context: Context
     ) -> tuple[Range, ...]:
         """Choose what the compression policy gives up of the context after the turn."""
         policy, num_tokens = submission.compression, len(context.token_ids)
         if policy is None or submission.is_final or num_tokens < self._limits.compress_tokens:
             return ()
-        scores = None if job.scores is None else job.scores.scores()
+        scores = None if request.scores is None else request.scores.scores()
         if scores is None and policy.needs != "nothing":
             return ()
         protected = (
@@ -181,18 +173,13 @@ class TurnRunner:
     def _count(self, record: TurnRecord) -> None:
         usage = record.usage
         self._counters.add("turns_finished")
-        self._counters.add("history_tokens", usage.history_tokens)
-        self._counters.add("reused_tokens", usage.reused_tokens)
-        self._counters.add("recomputed_tokens", usage.recomputed_tokens)
-        self._counters.add("new_tokens", usage.new_tokens)
-        self._counters.add("output_tokens", usage.output_tokens)
         self._counters.add("overflows", sum(d.reason == OVERFLOW for d in record.discards))
-        self._counters.add("dropped_tokens", usage.dropped_tokens)
-        self._counters.add("compressed_tokens", usage.compressed_tokens)
+        for name in COUNTERS.keys() & vars(usage).keys():  # history_tokens and others
+            self._counters.add(name, getattr(usage, name))
 
 
 def _cut(context: Context, ranges: Sequence[Range]) -> ContextCut | None:
-    """What of a context's KV is dropped; tokens that were never computed have none."""
+    """Return what of a context's KV is dropped; tokens that were never computed have none."""
     computed = clip(ranges, context.computed_tokens)
     return ContextCut(context.computed_ids, computed, context.lineage) if computed else None
 

@@ -7,34 +7,25 @@ recorded result; neither counts against its tenant's limits. How a turn is answe
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from functools import partial
-from typing import TypeVar
 
-from inference_svc.core.context import clip
 from inference_svc.core.counters import Counters
-from inference_svc.core.discards import CLIENT, Discard, Range, merge_ranges, num_in
 from inference_svc.core.errors import (
     DeadlineExceededError,
     DrainingError,
     EngineFailedError,
-    InvalidDiscardError,
     QueueFullError,
-    SessionBusyError,
-    SessionExistsError,
     TurnCancelledError,
     UnknownTurnError,
 )
-from inference_svc.core.expected_session import ExpectedSession
 from inference_svc.core.session_turns import SessionTurns
 from inference_svc.core.submission import Submission
 from inference_svc.core.tenant_limits import Place, TenantLimits
-from inference_svc.core.transcript_format import Transcript
 from inference_svc.runtime.engine.engine_loop import EngineLoop
-from inference_svc.runtime.turns.repeats import check_same, replay
+from inference_svc.runtime.turns.sessions import Sessions
 from inference_svc.runtime.turns.transcript import TranscriptStore
-from inference_svc.runtime.turns.turn import Turn
+from inference_svc.runtime.turns.turn import Turn, check_same, replay
 from inference_svc.runtime.turns.turn_report import TurnReport, turn_span
 from inference_svc.runtime.turns.turn_runner import TurnRunner
 from shared.process.log import get_logger
@@ -42,13 +33,15 @@ from shared.serving.tracing import fail_span
 from shared.types.errors import ExhaustedError, ReportedError
 from shared.types.session_key import SessionKey
 
-T = TypeVar("T")
-
 log = get_logger(__name__)
 
 
 class Turns:
-    """See the module docstring."""
+    """See the module docstring.
+
+    Attributes:
+        sessions: what else is done to the sessions of turns.
+    """
 
     def __init__(
         self,
@@ -62,16 +55,22 @@ class Turns:
     ) -> None:
         self._runner = runner
         self._transcripts = transcripts
-        self._engine = engine
         self._session_turns = session_turns
         self._limits = limits
         self._counters = counters
         self._report = report
-        self._held: set[SessionKey] = set()  # sessions that are being changed, but by a turn
         self._is_draining = False
         self._idle = asyncio.Event()
         self._idle.set()
         self._tasks = asyncio.TaskGroup()
+        self.sessions = Sessions(
+            transcripts=transcripts,
+            engine=engine,
+            session_turns=session_turns,
+            limits=limits,
+            counters=counters,
+            tasks=self._tasks,
+        )
 
     # ------------------------------------------------------------------------------------ life
 
@@ -168,8 +167,7 @@ class Turns:
         key = submission.key
         if self._is_draining:
             raise _draining()
-        if key in self._held:
-            raise _busy(key)
+        self.sessions.check_not_held(key)
         turn, now_ns = Turn(submission), time.monotonic_ns()
         opens = key.session_id if opens_session else ""
         try:
@@ -244,146 +242,6 @@ class Turns:
         if not len(self._session_turns):
             self._idle.set()
 
-    # -------------------------------------------------------------------------------- sessions
-
-    async def get_session(self, key: SessionKey) -> tuple[Transcript, bool]:
-        """A session's complete turns, and whether another is under way."""
-        return await self._transcripts.get(key), self._is_busy(key)
-
-    async def fork(self, key: SessionKey, at_turn: int | None, new_session_id: str) -> Transcript:
-        """Start a session from another's first turns (all of them if at_turn is None)."""
-        transcript = await self._transcripts.get(key)
-        num_turns = len(transcript.turns)
-        if at_turn is not None and at_turn > num_turns:
-            raise UnknownTurnError(
-                f"session {key.session_id} has {num_turns} complete turns, not {at_turn}",
-                f"fork at 0 to {num_turns}",
-            )
-        new_key = key._replace(session_id=new_session_id)
-        exists = SessionExistsError(f"session {new_session_id} exists", "choose another id")
-        if self._is_busy(new_key):
-            raise exists
-        last_turn = num_turns if at_turn is None else at_turn
-        fork = partial(self._transcripts.fork, key, new_session_id, last_turn)
-        with self._opening(new_key):
-            forked = await self._change(new_key, fork)
-        if forked is None:
-            raise exists
-        return forked
-
-    async def delete(self, key: SessionKey) -> None:
-        """Remove a session that has no turn under way, and its KV."""
-        if self._is_busy(key):
-            raise _busy(key)
-
-        async def delete() -> None:
-            transcript = await self._transcripts.find(key)
-            await self._transcripts.delete(key)
-            if transcript is not None:
-                await self._engine.forget(key, transcript.context_ids)
-
-        await self._change(key, delete)
-
-    async def discard(
-        self, key: SessionKey, ranges: Sequence[Range], expected: ExpectedSession
-    ) -> tuple[int, int]:
-        """Drop tokens of a session's context; return how many are left, and how many went.
-
-        It is recorded before it takes effect: a crash in between leaves KV that is recomputed. Once
-        begun it is done, whether or not the caller waits for it.
-
-        Args:
-            key: of the session.
-            ranges: positions in the context as it is, in any order.
-            expected: what the client believes.
-
-        Raises:
-            SessionBusyError: a turn is under way.
-            TurnMismatchError: the session is not as the client believes.
-            InvalidDiscardError: there are no ranges, or they are not of the context.
-        """
-        if self._is_busy(key):
-            raise _busy(key)
-
-        async def discard() -> tuple[int, int]:
-            transcript = await self._transcripts.get(key)
-            expected.check(transcript)
-            context = transcript.context
-            merged = merge_ranges(ranges, len(context.token_ids))
-            if not merged:
-                raise InvalidDiscardError("no tokens are named", "send ranges or positions")
-            after = await self._transcripts.discard(key, Discard(merged, 0, CLIENT))
-            self._counters.add("discards")
-            computed = clip(merged, context.computed_tokens)
-            if computed:
-                await self._engine.discard(key, context.computed_ids, computed, context.lineage)
-            return len(after.context_ids), num_in(merged)
-
-        return await self._change(key, discard)
-
-    async def end(self, key: SessionKey) -> None:
-        """Take no further turn of a session that has none under way; its KV is not needed."""
-        if self._is_busy(key):
-            raise _busy(key)
-
-        async def end() -> None:
-            await self._transcripts.end(key)
-            await self._engine.end_session(key)
-
-        await self._change(key, end)
-
-    @contextmanager
-    def _opening(self, key: SessionKey) -> Iterator[None]:
-        """Count a session that is opened, but by a turn."""
-        tenant, num_sessions = key.tenant, self._transcripts.num_sessions(key.tenant)
-        now_ns = time.monotonic_ns()
-        refusal = self._limits.refuse_session(tenant, key.session_id, num_sessions, now_ns)
-        if refusal is not None:
-            self._counters.add(f"refused_{refusal.reason}")
-            raise refusal
-        self._limits.open_session(tenant, key.session_id, now_ns)
-        try:
-            yield
-        finally:
-            self._limits.session_opened(tenant, key.session_id)
-
-    async def _change(self, key: SessionKey, change: Callable[[], Awaitable[T]]) -> T:
-        """Change a session that has no turn under way, to the end: also if the caller leaves.
-
-        Nobody else uses the session meanwhile.
-        """
-        task = self._tasks.create_task(_outcome(key, change))
-        self._held.add(key)
-        # Not a `finally` in the task: a task cancelled before its first step never gets there.
-        task.add_done_callback(lambda _: self._held.discard(key))
-        result, error = await asyncio.shield(task)
-        if error is not None:
-            raise error
-        (changed,) = result
-        return changed
-
-    def _is_busy(self, key: SessionKey) -> bool:
-        return bool(self._session_turns.of(key)) or key in self._held
-
-
-async def _outcome(
-    key: SessionKey, change: Callable[[], Awaitable[T]]
-) -> tuple[tuple[T, ...], Exception | None]:
-    """What a change returns, or why it failed: a task of a group that raises ends the group."""
-    try:
-        return (await change(),), None
-    except ReportedError as error:
-        return (), error
-    except Exception as error:
-        log.exception("session_change_failed", session=str(key))
-        return (), error
-
 
 def _draining() -> DrainingError:
     return DrainingError("the service is about to stop", "submit again in a moment")
-
-
-def _busy(key: SessionKey) -> SessionBusyError:
-    return SessionBusyError(
-        f"session {key.session_id} is in use", "try again when its turn has finished"
-    )

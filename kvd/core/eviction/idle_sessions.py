@@ -80,7 +80,7 @@ class IdleSessions:
 
     # -------------------------------------------------------------------------------------- told
 
-    def arrived(self, key: SessionKey, now_ns: int) -> None:
+    def on_submit(self, key: SessionKey, now_ns: int) -> None:
         """Note that a turn was submitted."""
         history = self._histories.get(key)
         if history is None:
@@ -109,7 +109,7 @@ class IdleSessions:
         history.session_class = self._hazards.class_of(history.traits())
         self._age_later(key, history)
 
-    def sized(self, key: SessionKey, num_tokens: int) -> None:
+    def on_resize(self, key: SessionKey, num_tokens: int) -> None:
         """Note how much is stored of the session."""
         history = self._history(key)
         history.grown_tokens = num_tokens - history.num_tokens

@@ -1,4 +1,4 @@
-"""EvictionPolicy: what ranks sessions, per tier.
+"""EvictionPolicy: what ranks sessions for eviction, per tier.
 
 Pure. A policy knows nothing of blocks, bytes in a tier or leases. For each tier it keeps an order
 of the sessions that may have bytes there. Being in an order without bytes is allowed (who makes
@@ -7,15 +7,34 @@ room takes such a session out when it meets it), having bytes and no user in the
 One order more is of the sessions that may have *clean* bytes in DRAM: those that are on SSD too
 and not in use, so that they may go at once. Who makes room without writing looks at these only, and
 not at every session that has nothing to give just then.
+
+A policy is an eviction rank for each session: numbers, compared in turn, of which the first is the
+band, and the lowest go first. The bands, in order of eviction: *ended* sessions, *running* ones in
+DRAM (their KV is in the engine's memory), *idle* ones, *queued* ones. Guarded sessions, in the same
+bands, come after all the others.
+
+Sessions that a start found rest (RestingSessions) until something happens to them: they are idle,
+in the order of all tiers and in that of SSD, with no entry of their own in either.
+
+Invariant: facts are kept of the sessions in the order of all tiers that do not rest, and of guarded
+ones.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from functools import partial
+from heapq import merge
+from itertools import chain
+from math import inf
 
 from kvd.core.eviction.queue_window import QueuePlace, QueueWindow
+from kvd.core.eviction.session_order import EvictionRank, RestingSessions, SessionOrder
 from kvd.core.records.records import Tier
 from shared.types.session_key import SessionKey
+
+ENDED, RUNNING, IDLE, QUEUED = range(4)  # bands
+END = inf  # of a band, or of all of them
+NOBODY = SessionKey("", "", "")  # stands for any session that rests: no turn of it waits or runs
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,113 +50,257 @@ class PolicyContext:
     eviction_window: Callable[[], int]
 
 
-class EvictionPolicy(Protocol):
-    """Ranks sessions, coldest first, per tier.
+@dataclass(slots=True)
+class SessionFacts:
+    """What is known of a session.
 
-    Every call is O(log sessions), and so is each session that `victims` yields.
+    Attributes:
+        first_use: number of the use that it came with.
+        last_use: number of its last use.
     """
 
-    @property
-    def name(self) -> str:
-        """Name it is configured by."""
-        ...
+    first_use: int
+    last_use: int
+    is_ended: bool = False
+    is_guarded: bool = False
 
-    @property
-    def looks_ahead(self) -> bool:
-        """Whether sessions that wait, or are likely to return, are read from SSD in advance."""
-        ...
 
-    # ------------------------------------------------------------------------- a session's life
+class EvictionPolicy:
+    """See the module docstring. Every call is O(log sessions), and so is each victim.
 
-    def arrived(self, key: SessionKey, now_ns: int) -> None:
+    Attributes:
+        name: what it is configured by.
+        looks_ahead: whether sessions that wait, or are likely to return, are read from SSD in
+            advance.
+    """
+
+    name: str
+    looks_ahead = False
+
+    def __init__(self, context: PolicyContext) -> None:
+        self._queue = context.queue
+        self._facts: dict[SessionKey, SessionFacts] = {}
+        self._resting = RestingSessions()
+        self._num_uses = 0
+        self._orders: dict[Tier | None, SessionOrder[EvictionRank]] = {
+            tier: SessionOrder(partial(self._guarded_rank, tier)) for tier in (None, *Tier)
+        }
+        self._clean = SessionOrder(partial(self._guarded_rank, Tier.DRAM))
+        self._all_orders = (*self._orders.values(), self._clean)
+
+    def _rank(
+        self,
+        key: SessionKey,  # noqa: ARG002
+        facts: SessionFacts,
+        tier: Tier | None,  # noqa: ARG002
+    ) -> EvictionRank:
+        """Rank a session: its band, and numbers that no other in the band has; by its last use."""
+        return ENDED if facts.is_ended else IDLE, facts.last_use
+
+    def _pass_time(self, now_ns: int) -> None:
+        """Have ranks be those of now, before victims are asked for."""
+
+    # -------------------------------------------------------------------------- a session's life
+
+    def on_submit(self, key: SessionKey, now_ns: int) -> None:
         """Note that a turn of the session was submitted; perhaps nothing is stored of it."""
-        ...
 
-    def engaged(
-        self, key: SessionKey, place: QueuePlace | None, now_ns: int, *, is_running: bool
+    def on_queue(
+        self,
+        key: SessionKey,
+        place: QueuePlace | None,  # noqa: ARG002
+        now_ns: int,  # noqa: ARG002
+        *,
+        is_running: bool,  # noqa: ARG002
     ) -> None:
         """Note where its first waiting turn stands (None: none waits), and whether one runs.
 
         A running session's KV is in the engine's memory: in DRAM it goes before others. In SSD it
         does not, it may be the only copy.
         """
-        ...
+        if self._wake(key) is not None:
+            self._changed(key)
 
-    def touched(self, key: SessionKey, now_ns: int) -> None:
+    def on_access(self, key: SessionKey, now_ns: int) -> None:  # noqa: ARG002
         """Note that the session is used now; it enters the order of every tier."""
-        ...
+        facts = self._facts_of(key)
+        facts.last_use = self._next_use()
+        facts.is_ended = False
+        for order in self._orders.values():
+            order.enter(key)
+        self._changed(key)
+        self._settle_many()
 
-    def sized(self, key: SessionKey, num_tokens: int) -> None:
+    def on_resize(self, key: SessionKey, num_tokens: int) -> None:
         """Note how much is stored of the session, after it was stored."""
-        ...
 
-    def ended(self, key: SessionKey) -> None:
+    def on_end(self, key: SessionKey) -> None:
         """Note that the session will not come back: first victim, until touched again."""
-        ...
+        facts = self._wake(key)
+        if facts is not None:
+            facts.is_ended = True
+            self._changed(key)
 
-    def guarded(self, key: SessionKey, *, is_guarded: bool) -> None:
-        """Rank the session after all that are not guarded, from now on (or no longer)."""
-        ...
+    def guard(self, key: SessionKey, *, is_guarded: bool) -> None:
+        """Rank the session after all that are not guarded, from now on (or no longer).
 
-    def removed(self, key: SessionKey) -> None:
-        """Take the session out of every order: it is dropped, or hard-pinned."""
-        ...
-
-    # ------------------------------------------------------------------------------- its bytes
-
-    def restored(self, keys: Sequence[SessionKey]) -> None:
-        """Take in sessions of an earlier kvd, coldest first, all with bytes on SSD.
-
-        Before any other call. What is known of one beyond its place follows, as `guarded`, `ended`
-        and `entered`.
+        The end of a guard counts as a use.
         """
-        ...
+        if self._wake(key) is None and not is_guarded:
+            return
+        facts = self._facts_of(key)
+        if facts.is_guarded and not is_guarded:
+            facts.last_use = self._next_use()
+        facts.is_guarded = is_guarded
+        self._changed(key)
 
-    def entered(self, key: SessionKey, tier: Tier) -> None:
-        """Note bytes in this tier without a use (a late write, a shared block it answers for)."""
-        ...
+    def on_remove(self, key: SessionKey) -> None:
+        """Take the session out of every order: it is dropped, or hard-pinned."""
+        if self._resting.wake(key) is not None:
+            return  # it was nowhere else
+        self._facts.pop(key, None)
+        for order in self._all_orders:
+            order.leave(key)
 
-    def left(self, key: SessionKey, tier: Tier) -> None:
+    # -------------------------------------------------------------------------------- its bytes
+
+    def on_restore(self, keys: Sequence[SessionKey]) -> None:
+        """Take in sessions of an earlier kvd in order of eviction, all with bytes on SSD.
+
+        Before any other call. What is known of one beyond its place follows, as `guard`, `on_end`
+        and `on_insert`.
+        """
+        self._resting.restore(keys, self._num_uses + 1)
+        self._num_uses += len(keys)
+
+    def on_insert(self, key: SessionKey, tier: Tier) -> None:
+        """Note bytes in this tier without a use (a late write, a shared block it answers for).
+
+        A session that was never used counts as used now.
+        """
+        if tier is Tier.SSD and key in self._resting:
+            return
+        self._facts_of(key)
+        self._orders[None].enter(key)
+        self._orders[tier].enter(key)
+        self._settle_many()
+
+    def on_evict(self, key: SessionKey, tier: Tier) -> None:
         """Note that nothing of it is to be had in this tier."""
-        ...
+        self._wake(key)
+        self._orders[tier].leave(key)
+        if tier is Tier.DRAM:
+            self._clean.leave(key)
 
     def ranks(self, key: SessionKey, tier: Tier) -> bool:
         """Whether the session is in this tier's order."""
-        ...
+        return key in self._orders[tier] or (tier is Tier.SSD and key in self._resting)
 
     def offered(self, key: SessionKey) -> None:
         """Note that the session, which is in the order of DRAM, has clean bytes there."""
-        ...
+        self._clean.enter(key)
 
     def spent(self, key: SessionKey) -> None:
         """Note that it has none that it could give, until they are offered again."""
-        ...
+        self._clean.leave(key)
 
     def offers(self, key: SessionKey) -> bool:
         """Whether the session is in the order of those that may have clean bytes."""
-        ...
+        return key in self._clean
 
-    # ----------------------------------------------------------------------------------- asked
+    # ------------------------------------------------------------------------------------ asked
 
     def victims(
         self,
         tier: Tier | None,
         now_ns: int,
         *,
-        colder_than: SessionKey | None = None,
+        giving_way_to: SessionKey | None = None,
         clean: bool = False,
     ) -> Iterator[SessionKey]:
-        """Yield sessions coldest first; None: over all tiers. No other call meanwhile.
+        """Yield sessions in order of eviction; None: over all tiers. No other call meanwhile.
 
         With `clean`, which is for DRAM, only those that may have clean bytes there.
-        With `colder_than`, only those that may give way to this session, which need not be in the
+        With `giving_way_to`, only those that may give way to this session, which need not be in the
         order itself: none that is needed sooner.
         """
-        ...
+        self._pass_time(now_ns)
+        between = self._clean.between if clean else partial(self._between, tier)
+        if giving_way_to is None:
+            return between((False,), (True, END))
+        rank = self._rank_of(giving_way_to, tier)
+        if not rank[0]:
+            return between((False,), rank)
+        needed_sooner = rank[1:] if rank[1] == QUEUED else (QUEUED,)  # though not guarded
+        return chain(between((False,), (False, *needed_sooner)), between((True,), rank))
 
-    def returning(self, now_ns: int) -> Iterator[SessionKey]:
+    def returning(self, now_ns: int) -> Iterator[SessionKey]:  # noqa: ARG002
         """Yield sessions on SSD and not in DRAM that are likely to return soon, likeliest first.
 
         Sessions of which a turn waits or runs are not among them. No other call meanwhile.
         """
-        ...
+        return iter(())
+
+    # ----------------------------------------------------------------------------------- inside
+
+    def _between(
+        self, tier: Tier | None, low: EvictionRank, high: EvictionRank
+    ) -> Iterator[SessionKey]:
+        """Sessions from one rank to below another, in order of eviction."""
+        order = self._orders[tier]
+        if tier is Tier.DRAM or not self._resting:
+            return order.between(low, high)
+        rank_of = partial(self._resting_rank, tier)
+        resting = self._resting.between(low, high, rank_of)
+        return (key for _, key in merge(resting, order.ranked_between(low, high)))
+
+    def _resting_rank(self, tier: Tier | None, use: int) -> EvictionRank:
+        return (False, *self._rank(NOBODY, SessionFacts(use, use), tier))
+
+    def _rank_of(self, key: SessionKey, tier: Tier | None) -> EvictionRank:
+        """Rank a session that need not be in the order; one never used is idle, and goes early."""
+        rank = self._orders[tier].rank(key)
+        if rank is not None:
+            return rank
+        use = self._resting.use(key)
+        if use is not None:
+            return self._resting_rank(tier, use)
+        if key in self._facts:
+            return self._guarded_rank(tier, key)
+        return (False, *self._rank(key, SessionFacts(-1, -1), tier))
+
+    def _guarded_rank(self, tier: Tier | None, key: SessionKey) -> EvictionRank:
+        facts = self._facts[key]
+        return (facts.is_guarded, *self._rank(key, facts, tier))
+
+    def _wake(self, key: SessionKey) -> SessionFacts | None:
+        """Rank a session by itself if it rests; returns what is known of it, if it is known."""
+        use = self._resting.wake(key)
+        if use is None:
+            return self._facts.get(key)
+        facts = self._facts[key] = SessionFacts(use, use)
+        self._orders[None].enter(key)
+        self._orders[Tier.SSD].enter(key)
+        return facts
+
+    def _facts_of(self, key: SessionKey) -> SessionFacts:
+        facts = self._wake(key)
+        if facts is None:
+            use = self._next_use()
+            facts = self._facts[key] = SessionFacts(use, use)
+        return facts
+
+    def _next_use(self) -> int:
+        self._num_uses += 1
+        return self._num_uses
+
+    def _settle_many(self) -> None:
+        for order in self._all_orders:
+            order.settle_many()
+
+    def _changed(self, key: SessionKey) -> None:
+        for order in self._all_orders:
+            order.change(key)
+
+
+PolicyMaker = Callable[[PolicyContext], EvictionPolicy]

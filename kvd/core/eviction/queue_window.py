@@ -13,17 +13,20 @@ session is queued exactly while one of its jobs waits, and its place is that of 
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from itertools import islice
 from typing import NamedTuple
 
 from sortedcontainers import SortedList
 
-from shared.types.queue_change import QueueChange, QueuedJob, RunningJob
-from shared.types.queue_digest import Rank, combined, running_digest, waiting_digest
+from shared.types.queue_delta import (
+    QueueChange,
+    QueuedRequest,
+    Rank,
+    RunningRequest,
+    combined,
+    running_digest,
+    waiting_digest,
+)
 from shared.types.session_key import SessionKey
-
-__all__ = ["QueueChange", "QueuePlace", "QueueWindow", "QueuedJob", "RunningJob"]
-
 
 FEW_SHARE = 2  # with fewer changes than one for so many jobs, they are made one by one
 BULK_SHARE = 8  # an engine with more than one of so many jobs is dropped by sifting all of them
@@ -133,17 +136,24 @@ class QueueWindow:
         places = self._places.get(key)
         return places[0] if places else None
 
+    def place_of(self, key: SessionKey) -> QueuePlace:
+        """Where the first waiting turn of a session stands that is queued."""
+        return self._places[key][0]
+
+    def place_at(self, index: int) -> QueuePlace | None:
+        """Place with so many jobs before it, None if there are no more: O(log jobs)."""
+        return self._order[index] if index < len(self._order) else None
+
+    def between(self, one: QueuePlace | None, other: QueuePlace | None) -> Iterator[QueuePlace]:
+        """Places from the one to the other, whichever is sooner; None is behind all."""
+        bounds = sorted(place for place in (one, other) if place is not None)
+        if not bounds:
+            return iter(())
+        return self._order.irange(bounds[0], bounds[1] if len(bounds) > 1 else None)
+
     def num_ahead(self, place: QueuePlace) -> int:
         """Jobs before a place: O(log jobs)."""
         return self._order.bisect_left(place)
-
-    def key_at(self, index: int) -> SessionKey:
-        """Whose job has so many before it: O(log jobs)."""
-        return self._order[index].key
-
-    def first(self, num_jobs: int) -> Iterator[SessionKey]:
-        """Sessions of the next jobs, soonest first; one may come twice."""
-        return islice(self, num_jobs)
 
     def starts_in_ns(self, place: QueuePlace) -> int:
         """Estimated time until the job starts, by the jobs before it at its engine; 0: unknown."""
@@ -250,7 +260,7 @@ class QueueWindow:
     # ------------------------------------------------------------------------------- job by job
 
     def _put_in(
-        self, owner: int, engine: _EngineQueue, job: QueuedJob, now_ns: int, touched: _Touched
+        self, owner: int, engine: _EngineQueue, job: QueuedRequest, now_ns: int, touched: _Touched
     ) -> None:
         order, places = engine.order, engine.places
         index = order.bisect_left(job.rank)
@@ -266,7 +276,7 @@ class QueueWindow:
         insort(self._places.setdefault(job.key, []), place)
         touched[job.key] = None
 
-    def _run(self, engine: _EngineQueue, job: RunningJob, touched: _Touched) -> None:
+    def _run(self, engine: _EngineQueue, job: RunningRequest, touched: _Touched) -> None:
         engine.running[job.number] = job.key
         engine.digest = combined(engine.digest, added=running_digest(job.number, job.key))
         self._num_running[job.key] = self._num_running.get(job.key, 0) + 1

@@ -1,101 +1,302 @@
-"""SessionOrder: the sessions of one tier by how warm they are, coldest first. Pure.
+"""Orders of sessions, from the one to be evicted first on.
 
-Places are looked up when the order is asked, not when something changes: a session that changes
-ten times between two looks is moved once, and a whole queue that is told at once is sorted at once.
-If nobody asks for long, some are placed at a time.
-
-Invariant: a session is in the order, with one warmth, or waits to be placed; never neither.
+Pure. `SessionOrder` holds sessions by whatever ranks them (also those that are to be read ahead);
+`RestingSessions` are those that a start found and nobody has used since; `LruOrder` is by last use
+alone, for the quotas of tenants.
 """
 
-from collections.abc import Callable, Iterator
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from itertools import chain, pairwise
+from typing import Any, Generic, TypeVar
 
-from sortedcontainers import SortedDict
+from sortedcontainers import SortedList
 
 from shared.types.session_key import SessionKey
 
-Warmth = tuple[float, ...]  # lower is colder; no two sessions of an order have the same
+Rank = TypeVar("Rank", bound=tuple[object, ...])  # no two sessions of an order have the same
+EvictionRank = tuple[float, ...]  # the lowest goes first
 MOST_CHANGED = 512  # sessions whose places are looked up in one call: some ten milliseconds
 BULK_SHARE = 8  # with more than one of so many sessions to be moved, sorting all is faster
+RESTING_PAGE = 1024  # places whose sessions are counted together, to pass over those that woke
+LRU_PAGE = 1 << 16  # sessions in one table: one of a million takes a tenth of a second to grow
 
 
-class SessionOrder:
-    """See the module docstring. Changes are O(1); looking is O(log sessions) per change before it.
+class SessionOrder(Generic[Rank]):
+    """Some sessions by their rank. Changes are O(1), a look O(log sessions) for each.
+
+    Places are looked up when the order is asked, not when something changes: a session that changes
+    ten times between two looks is moved once, and a whole queue that is told at once is sorted at
+    once. If nobody asks for long, some are placed at a time.
+
+    Invariant: a session is in the order, with one rank, or waits to be placed; never neither.
 
     Args:
-        warmth_of: of a session of the order, now.
+        rank_of: of a session of the order, now.
     """
 
-    def __init__(self, warmth_of: Callable[[SessionKey], Warmth]) -> None:
-        self._warmth_of = warmth_of
-        self._placed: SortedDict[Warmth, SessionKey] = SortedDict()
-        self._warmths: dict[SessionKey, Warmth | None] = {}  # None: not placed yet
+    def __init__(self, rank_of: Callable[[SessionKey], Rank]) -> None:
+        self._rank_of = rank_of
+        self._placed: SortedList[tuple[Any, ...]] = SortedList()  # (rank, key)
+        self._ranks: dict[SessionKey, Rank | None] = {}  # None: not placed yet
         self._changed: dict[SessionKey, None] = {}
 
     def __len__(self) -> int:
-        return len(self._warmths)
+        return len(self._ranks)
 
     def __contains__(self, key: SessionKey) -> bool:
-        return key in self._warmths
+        return key in self._ranks
 
     def enter(self, key: SessionKey) -> None:
         """Take the session in, if it is not there yet."""
-        if self._warmths.setdefault(key) is None:
+        if self._ranks.setdefault(key) is None:
             self._changed[key] = None
 
     def change(self, key: SessionKey) -> None:
-        """Note that the session, if it is in the order, may have another warmth."""
-        if key in self._warmths:
+        """Note that the session, if it is in the order, may have another rank."""
+        if key in self._ranks:
             self._changed[key] = None
+
+    def put(self, key: SessionKey) -> None:
+        """Take the session in, or note that it may have another rank."""
+        self._ranks.setdefault(key)
+        self._changed[key] = None
 
     def leave(self, key: SessionKey) -> None:
         """Take the session out, if it is there."""
-        warmth = self._warmths.pop(key, None)
-        if warmth is not None:
-            del self._placed[warmth]
+        rank = self._ranks.pop(key, None)
+        if rank is not None:
+            self._placed.remove((rank, key))
         self._changed.pop(key, None)
 
-    def warmth(self, key: SessionKey) -> Warmth | None:
-        """How warm the session is in this order; None: it is not there."""
+    def rank(self, key: SessionKey) -> Rank | None:
+        """Look up the session's rank in this order; None: it is not there."""
         self._settle()
-        return self._warmths.get(key)
+        return self._ranks.get(key)
 
     def settle_many(self) -> None:
         """Give sessions their places if many have changed; what ranks them is known now."""
         if len(self._changed) >= MOST_CHANGED:
             self._settle()
 
-    def between(self, coldest: Warmth, warmest: Warmth) -> Iterator[SessionKey]:
-        """Sessions of at least the one warmth and below the other, coldest first."""
-        return (key for _, key in self.ranked_between(coldest, warmest))
+    def between(self, low: Rank, high: Rank) -> Iterator[SessionKey]:
+        """Sessions of at least the one rank and below the other, the lowest first."""
+        return (key for _, key in self.ranked_between(low, high))
 
     def ranked_between(
-        self, coldest: Warmth, warmest: Warmth
-    ) -> Iterator[tuple[Warmth, SessionKey]]:
-        """The same, each with its warmth."""
+        self, low: Rank | None = None, high: Rank | None = None
+    ) -> Iterator[tuple[Rank, SessionKey]]:
+        """The same, each with its rank; None: without a bound."""
         self._settle()
-        placed = self._placed
-        bounds = placed.irange(coldest, warmest, (True, False))
-        return ((warmth, placed[warmth]) for warmth in bounds)
+        least, most = None if low is None else (low,), None if high is None else (high,)
+        return self._placed.irange(least, most)  # (rank,) sorts before every (rank, key)
 
-    def downwards(self, coldest: Warmth, warmest: Warmth) -> Iterator[SessionKey]:
-        """The same, warmest first."""
+    def downwards(self, low: Rank, high: Rank) -> Iterator[SessionKey]:
+        """The same, in reverse order."""
         self._settle()
-        placed = self._placed
-        bounds = placed.irange(coldest, warmest, (True, False), reverse=True)
-        return (placed[warmth] for warmth in bounds)
+        return (key for _, key in self._placed.irange((low,), (high,), reverse=True))
 
     def _settle(self) -> None:
         """Give every session that changed its place."""
-        if len(self._changed) * BULK_SHARE > len(self._warmths):
-            keys = {self._warmth_of(key): key for key in self._warmths}
-            self._placed = SortedDict(keys)
-            self._warmths = {key: warmth for warmth, key in keys.items()}
+        if not self._changed:
+            return
+        if len(self._changed) * BULK_SHARE > len(self._ranks):
+            self._ranks = {key: self._rank_of(key) for key in self._ranks}
+            self._placed = SortedList((rank, key) for key, rank in self._ranks.items())
         else:
             for key in self._changed:
-                warmth = self._warmths[key]
-                if warmth is not None:
-                    del self._placed[warmth]
+                rank = self._ranks[key]
+                if rank is not None:
+                    self._placed.remove((rank, key))
             for key in self._changed:
-                warmth = self._warmths[key] = self._warmth_of(key)
-                self._placed[warmth] = key
+                rank = self._ranks[key] = self._rank_of(key)
+                self._placed.add((rank, key))
         self._changed.clear()
+
+
+class RestingSessions:
+    """What a start found of an earlier kvd and nobody has used since.
+
+    There may be a million such sessions, most of which are not used for days. They are in order as
+    they come, so none of them needs a place of its own in an order, or facts: a use that follows
+    from where it stands says all. A session wakes, and is ranked by itself, as soon as anything
+    happens to it. `wake` is O(1), finding a place in the order O(log sessions).
+
+    Invariant: a session rests at most once, and never again after it woke.
+    """
+
+    def __init__(self) -> None:
+        self._first_use = 0
+        self._places: list[SessionKey | None] = []  # None: it woke
+        self._num_resting: list[int] = []  # by page
+        self._uses: dict[SessionKey, int] = {}
+
+    def __len__(self) -> int:
+        return len(self._uses)
+
+    def __contains__(self, key: SessionKey) -> bool:
+        return key in self._uses
+
+    def restore(self, keys: Sequence[SessionKey], first_use: int) -> None:
+        """Begin with sessions in order of eviction; `first_use` is the use of the first one."""
+        assert not self._places, "sessions of an earlier kvd come once"
+        self._first_use = first_use
+        self._places = list(keys)
+        self._uses = {key: use for use, key in enumerate(keys, first_use)}
+        counts = range(len(keys), 0, -RESTING_PAGE)
+        self._num_resting = [min(RESTING_PAGE, count) for count in counts]
+
+    def use(self, key: SessionKey) -> int | None:
+        """Number of the session's last use; None: it does not rest."""
+        return self._uses.get(key)
+
+    def wake(self, key: SessionKey) -> int | None:
+        """Take the session out; returns as `use`."""
+        use = self._uses.pop(key, None)
+        if use is not None:
+            place = use - self._first_use
+            self._places[place] = None
+            self._num_resting[place // RESTING_PAGE] -= 1
+        return use
+
+    def between(
+        self, low: EvictionRank, high: EvictionRank, rank_of: Callable[[int], EvictionRank]
+    ) -> Iterator[tuple[EvictionRank, SessionKey]]:
+        """Sessions of at least the one rank and below the other, in order of eviction.
+
+        Args:
+            low: what they have at least.
+            high: what they have not.
+            rank_of: of a session at rest by its last use: the later the higher.
+        """
+        start, end = (self._bisect(bound, rank_of) for bound in (low, high))
+        while start < end:
+            page_end = (start // RESTING_PAGE + 1) * RESTING_PAGE
+            if self._num_resting[start // RESTING_PAGE]:
+                for place in range(start, min(page_end, end)):
+                    key = self._places[place]
+                    if key is not None:
+                        yield rank_of(self._first_use + place), key
+            start = page_end
+
+    def _bisect(self, bound: EvictionRank, rank_of: Callable[[int], EvictionRank]) -> int:
+        """The first place that is not below the bound."""
+        low, high = 0, len(self._places)
+        while low < high:
+            middle = (low + high) // 2
+            if rank_of(self._first_use + middle) < bound:
+                low = middle + 1
+            else:
+                high = middle
+        return low
+
+
+class LruOrder:
+    """Sessions, least recently used first; *guarded* ones come after all the others.
+
+    A call takes a bounded time, however many sessions there are: O(1) up to LRU_PAGE of
+    them; of more, each of their pages is asked for the session.
+    """
+
+    def __init__(self) -> None:
+        self._order = _PagedOrder()
+        self._guarded_order = _PagedOrder()
+        self._guarded: set[SessionKey] = set()  # in an order or not
+
+    def __contains__(self, key: SessionKey) -> bool:
+        return key in self._order or key in self._guarded_order
+
+    def __iter__(self) -> Iterator[SessionKey]:
+        return chain(self._order, self._guarded_order)
+
+    def touch(self, key: SessionKey) -> None:
+        """Put the session behind all others."""
+        order = self._order_of(key)
+        order.remove(key)
+        order.append(key)
+
+    def enter(self, key: SessionKey) -> None:
+        """Put the session behind all others, unless it is in the order."""
+        order = self._order_of(key)
+        if key not in order:
+            order.append(key)
+
+    def enter_before(self, key: SessionKey) -> None:
+        """Put the session before all others, unless it is in the order."""
+        order = self._order_of(key)
+        if key not in order:
+            order.prepend(key)
+
+    def end(self, key: SessionKey) -> None:
+        """Move the session before all others, if it is in the order."""
+        order = self._order_of(key)
+        if order.remove(key):
+            order.prepend(key)
+
+    def leave(self, key: SessionKey) -> None:
+        """Take the session out; it stays guarded."""
+        self._order_of(key).remove(key)
+
+    def guard(self, key: SessionKey, *, is_guarded: bool) -> None:
+        """Have the session come after all that are not guarded, or among them."""
+        was_here = key in self
+        self.leave(key)
+        if is_guarded:
+            self._guarded.add(key)
+        else:
+            self._guarded.discard(key)
+        if was_here:
+            self.touch(key)
+
+    def remove(self, key: SessionKey) -> None:
+        """Forget the session."""
+        self.leave(key)
+        self._guarded.discard(key)
+
+    def _order_of(self, key: SessionKey) -> "_PagedOrder":
+        return self._guarded_order if key in self._guarded else self._order
+
+
+class _PagedOrder:
+    """Sessions in an order, page by page."""
+
+    def __init__(self) -> None:
+        self._pages: list[OrderedDict[SessionKey, None]] = [OrderedDict()]
+
+    def __contains__(self, key: SessionKey) -> bool:
+        return any(key in page for page in self._pages)
+
+    def __iter__(self) -> Iterator[SessionKey]:
+        return chain.from_iterable(self._pages)
+
+    def append(self, key: SessionKey) -> None:
+        """Put a session that is not there behind all others."""
+        if len(self._pages[-1]) >= LRU_PAGE:
+            self._join_two()
+            self._pages.append(OrderedDict())
+        self._pages[-1][key] = None
+
+    def prepend(self, key: SessionKey) -> None:
+        """Put a session that is not there before all others."""
+        if len(self._pages[0]) >= LRU_PAGE:
+            self._join_two()
+            self._pages.insert(0, OrderedDict())
+        self._pages[0][key] = None
+        self._pages[0].move_to_end(key, last=False)
+
+    def remove(self, key: SessionKey) -> bool:
+        """Take a session out; returns whether it was there."""
+        for index, page in enumerate(self._pages):
+            if key in page:
+                del page[key]
+                if not page and len(self._pages) > 1:
+                    del self._pages[index]
+                return True
+        return False
+
+    def _join_two(self) -> None:
+        """Make one page of two that hold little, before there is one more."""
+        for index, (page, other) in enumerate(pairwise(self._pages)):
+            if len(page) + len(other) <= LRU_PAGE // 2:
+                self._pages[index : index + 2] = [OrderedDict.fromkeys(chain(page, other))]
+                return

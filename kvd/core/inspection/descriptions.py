@@ -1,82 +1,203 @@
-"""Looking at the cache: sessions, blocks, fill. Pure; changes nothing, folded sessions stay folded.
+"""Looking at the cache: sessions, blocks, fill. Pure; changes nothing, packed sessions stay packed.
 
-Everything is O(what it returns). Which sessions there are, and in which order, is
+Everything is O(what it returns). Which sessions are meant, and in which order, is
 session_filter.py's.
 """
 
+from collections.abc import Sequence
+
+from kvd.core.inspection.session_filter import (
+    EVERYTHING,
+    SessionFilter,
+    SessionOrder,
+    find_session,
+    rank_of,
+    selects,
+)
 from kvd.core.records.records import (
     BlockInfo,
-    BlockRecord,
     EngineStats,
-    Pin,
+    LeaseInfo,
     QueueStats,
     SessionDetail,
     SessionInfo,
-    Span,
     Tier,
     TierStats,
 )
+from kvd.core.records.rows import BlockRecord, Pin, Span
 from kvd.core.state.block import Block
 from kvd.core.state.cache_state import CacheState
 from kvd.core.state.session import Session
+from shared.types.session_key import SessionKey
 
 
-def describe_info(state: CacheState, session: Session) -> SessionInfo:
-    """Sum up a session."""
-    blocks = [state.blocks[key] for key in session.block_keys()]
-    block_bytes = state.layout.block_bytes
-    num_blocks = len(blocks) + session.num_folded
-    num_on_ssd = sum(block.extent is not None for block in blocks) + session.num_folded
-    return SessionInfo(
-        key=session.key,
-        num_tokens=session.num_tokens,
-        num_spans=session.num_spans,
-        num_blocks=num_blocks,
-        total_bytes=num_blocks * block_bytes,
-        dram_bytes=sum(block.slot_id is not None for block in blocks) * block_bytes,
-        ssd_bytes=num_on_ssd * block_bytes,
-        dirty_bytes=sum(block.dirty for block in blocks) * block_bytes,
-        waste_bytes=_waste_bytes(state, session),
-        shared_blocks=sum(len(block.users) > 1 for block in blocks),
-        pin=session.pin,
-        ended=session.ended,
-        leases=state.leases.num_of_session(session.key),
-        last_access_ns=session.last_access_ns,
-        ttl_ns=session.ttl_ns,
-        ttl_source=_ttl_source(state, session),
-        expires_at_ns=state.expires_at_ns(session),
-    )
+class Inspector:
+    """Describes one cache state.
 
+    Attributes:
+        history: what happened lately to each session, be it stored or not.
+        measures: how long things take and rest.
+        tenants: what each tenant that stores something has, and may have.
+        turns: the turns of the last while, oldest first.
+    """
 
-def _waste_bytes(state: CacheState, session: Session) -> int:
-    """What rows take up that hold nothing of the session, in blocks that are its own."""
-    step = state.layout.block_tokens
-    num_rows = sum(1 for key in session.block_keys() if len(state.blocks[key].users) == 1) * step
-    num_rows += session.num_folded * step
-    for span in session.spans:
-        num_rows -= span.num_tokens if len(state.blocks[span.block_key].users) == 1 else 0
-    num_rows -= sum(span.num_tokens for span in session.tail_spans())
-    return num_rows * state.layout.block_bytes // step
+    def __init__(self, state: CacheState) -> None:
+        self._state = state
+        self.history = state.history
+        self.measures = state.measures
+        self.tenants = state.tenants
+        self.turns = state.turns
 
+    # ------------------------------------------------------------------------------------ sessions
 
-def _ttl_source(state: CacheState, session: Session) -> str:
-    if session.ttl_ns is not None:
-        return "session"
-    is_tenants = state.tenants.limits(session.key.tenant).ttl_ns is not None
-    return "tenant" if is_tenants else "default"
+    def keys(self) -> list[SessionKey]:
+        """Name every session there is: O(sessions), of which `ranked` looks at a few at a time."""
+        return list(self._state.sessions)
 
+    def ranked(
+        self, keys: Sequence[SessionKey], wanted: SessionFilter, order: SessionOrder
+    ) -> list[tuple[int, SessionKey]]:
+        """Give those of the sessions that are meant, each with its rank in the order."""
+        state = self._state
+        sessions = self._stored(keys)
+        if wanted != EVERYTHING:  # as is mostly listed, of very many
+            sessions = [session for session in sessions if selects(state, wanted, session)]
+        if order is SessionOrder.IDLE:
+            return [(session.last_access_ns, session.key) for session in sessions]
+        return [(rank_of(state, session, order), session.key) for session in sessions]
 
-def describe_blocks(state: CacheState, session: Session) -> tuple[BlockInfo, ...]:
-    """List a session's spans with their blocks."""
-    infos = []
-    offset = 0
-    for span in session.spans:
-        infos.append(_block_info(state.blocks[span.block_key], span, offset))
-        offset += span.num_tokens
-    for span, record in zip(session.tail_spans(), session.tail_blocks(), strict=True):
-        infos.append(_folded_info(record, span, offset))
-        offset += span.num_tokens
-    return tuple(infos)
+    def infos(self, keys: Sequence[SessionKey], wanted: SessionFilter) -> list[SessionInfo]:
+        """Sum up those of the sessions that are (still) stored and meant, in this order."""
+        return [
+            self.sum_up(session)
+            for session in self._stored(keys)
+            if selects(self._state, wanted, session)
+        ]
+
+    def info(self, key: SessionKey) -> SessionInfo | None:
+        """Sum up a session; None if it is not stored."""
+        session = self._state.sessions.get(key)
+        return self.sum_up(session) if session else None
+
+    def describe(self, key: SessionKey) -> SessionDetail:
+        """Everything about one session; raises UnknownSessionError."""
+        session = find_session(self._state, key)
+        return SessionDetail(self.sum_up(session), self._blocks(session))
+
+    def sum_up(self, session: Session) -> SessionInfo:
+        """Sum up a session: O(its blocks)."""
+        state = self._state
+        blocks = [state.blocks[key] for key in session.block_keys()]
+        block_bytes = state.layout.block_bytes
+        num_blocks = len(blocks) + session.num_packed
+        num_on_ssd = sum(block.extent is not None for block in blocks) + session.num_packed
+        return SessionInfo(
+            key=session.key,
+            num_tokens=session.num_tokens,
+            num_spans=session.num_spans,
+            num_blocks=num_blocks,
+            total_bytes=num_blocks * block_bytes,
+            dram_bytes=sum(block.slot_id is not None for block in blocks) * block_bytes,
+            ssd_bytes=num_on_ssd * block_bytes,
+            dirty_bytes=sum(block.dirty for block in blocks) * block_bytes,
+            waste_bytes=self._waste_bytes(session),
+            shared_blocks=sum(len(block.users) > 1 for block in blocks),
+            pin=session.pin,
+            ended=session.ended,
+            leases=state.leases.num_of_session(session.key),
+            last_access_ns=session.last_access_ns,
+            ttl_ns=session.ttl_ns,
+            ttl_source=self._ttl_source(session),
+            expires_at_ns=state.expires_at_ns(session),
+        )
+
+    def _stored(self, keys: Sequence[SessionKey]) -> list[Session]:
+        found = map(self._state.sessions.get, keys)
+        return [session for session in found if session is not None]
+
+    def _waste_bytes(self, session: Session) -> int:
+        """What rows take up that hold nothing of the session, in blocks that are its own."""
+        state = self._state
+        step = state.layout.block_tokens
+        num_rows = (
+            sum(1 for key in session.block_keys() if len(state.blocks[key].users) == 1) * step
+        )
+        num_rows += session.num_packed * step
+        for span in session.spans:
+            num_rows -= span.num_tokens if len(state.blocks[span.block_key].users) == 1 else 0
+        num_rows -= sum(span.num_tokens for span in session.tail_spans())
+        return num_rows * state.layout.block_bytes // step
+
+    def _ttl_source(self, session: Session) -> str:
+        if session.ttl_ns is not None:
+            return "session"
+        is_tenants = self._state.tenants.limits(session.key.tenant).ttl_ns is not None
+        return "tenant" if is_tenants else "default"
+
+    def _blocks(self, session: Session) -> tuple[BlockInfo, ...]:
+        """List a session's spans with their blocks."""
+        infos = []
+        offset = 0
+        for span in session.spans:
+            infos.append(_block_info(self._state.blocks[span.block_key], span, offset))
+            offset += span.num_tokens
+        for span, record in zip(session.tail_spans(), session.tail_blocks(), strict=True):
+            infos.append(_packed_info(record, span, offset))
+            offset += span.num_tokens
+        return tuple(infos)
+
+    # --------------------------------------------------------------------------------------- others
+
+    def leases(self) -> tuple[LeaseInfo, ...]:
+        """List all leases, oldest first; O(leases)."""
+        infos = (lease.info() for lease in self._state.leases)
+        return tuple(sorted(infos, key=lambda info: info.lease_id))
+
+    def queue_stats(self) -> QueueStats:
+        """What the queues of all engines say, and the paper's windows; O(1)."""
+        state = self._state
+        placement, block_bytes = state.placement, state.layout.block_bytes
+        dram_bytes = max(0, len(state.slots) - state.num_kept_free) * block_bytes
+        both_bytes = (len(state.slots) + len(state.extents)) * block_bytes
+        return QueueStats(
+            waiting_jobs=len(placement.queue),
+            running_sessions=placement.num_running,
+            prefetch_window=placement.window(dram_bytes),
+            eviction_window=placement.window(both_bytes),
+            mean_session_bytes=placement.mean_bytes,
+        )
+
+    def stats(self) -> EngineStats:
+        """Fill and counters; O(1)."""
+        state = self._state
+        block_bytes = state.layout.block_bytes
+        slots, extents = state.slots, state.extents
+        dram = TierStats(
+            tier=Tier.DRAM,
+            capacity_bytes=len(slots) * block_bytes,
+            used_bytes=(len(slots) - slots.num_free) * block_bytes,
+            num_blocks=state.blocks.num_dram,
+        )
+        ssd = TierStats(
+            tier=Tier.SSD,
+            capacity_bytes=len(extents) * block_bytes,
+            used_bytes=extents.num_used * block_bytes,
+            num_blocks=state.blocks.num_ssd + state.tails.num_blocks,
+            degraded_reason=state.ssd_degraded,
+        )
+        return EngineStats(
+            num_sessions=len(state.sessions),
+            tiers=(dram, ssd),
+            dirty_bytes=state.blocks.num_dirty * block_bytes,
+            num_leases=len(state.leases),
+            num_orphan_leases=state.leases.num_orphans,
+            num_quarantined_slots=state.leases.num_quarantined_slots,
+            num_unverified=state.blocks.num_unverified,
+            num_unhashed=state.blocks.num_unhashed,
+            num_soft_pins=state.num_pins[Pin.SOFT],
+            num_hard_pins=state.num_pins[Pin.HARD],
+            counters=dict(state.outbox.counters),
+        )
 
 
 def _block_info(block: Block, span: Span, offset: int) -> BlockInfo:
@@ -95,7 +216,7 @@ def _block_info(block: Block, span: Span, offset: int) -> BlockInfo:
     )
 
 
-def _folded_info(record: BlockRecord, span: Span, offset: int) -> BlockInfo:
+def _packed_info(record: BlockRecord, span: Span, offset: int) -> BlockInfo:
     return BlockInfo(
         key=record.key,
         token_offset=offset,
@@ -107,55 +228,4 @@ def _folded_info(record: BlockRecord, span: Span, offset: int) -> BlockInfo:
         num_sessions=1,
         dirty=False,
         is_hashed=True,
-    )
-
-
-def describe(state: CacheState, session: Session) -> SessionDetail:
-    """Everything about one session."""
-    return SessionDetail(describe_info(state, session), describe_blocks(state, session))
-
-
-def queue_stats(state: CacheState) -> QueueStats:
-    """What the queues say, and the paper's windows; O(1)."""
-    placement, block_bytes = state.placement, state.layout.block_bytes
-    dram_bytes = max(0, len(state.slots) - state.num_kept_free) * block_bytes
-    both_bytes = (len(state.slots) + len(state.extents)) * block_bytes
-    return QueueStats(
-        waiting_jobs=len(placement.queue),
-        running_sessions=placement.num_running,
-        prefetch_window=placement.window(dram_bytes),
-        eviction_window=placement.window(both_bytes),
-        mean_session_bytes=placement.mean_bytes,
-    )
-
-
-def stats(state: CacheState) -> EngineStats:
-    """Fill and counters; O(1)."""
-    block_bytes = state.layout.block_bytes
-    slots, extents = state.slots, state.extents
-    dram = TierStats(
-        tier=Tier.DRAM,
-        capacity_bytes=len(slots) * block_bytes,
-        used_bytes=(len(slots) - slots.num_free) * block_bytes,
-        num_blocks=state.blocks.num_dram,
-    )
-    ssd = TierStats(
-        tier=Tier.SSD,
-        capacity_bytes=len(extents) * block_bytes,
-        used_bytes=extents.num_used * block_bytes,
-        num_blocks=state.blocks.num_ssd + state.tails.num_blocks,
-        degraded_reason=state.ssd_degraded,
-    )
-    return EngineStats(
-        num_sessions=len(state.sessions),
-        tiers=(dram, ssd),
-        dirty_bytes=state.blocks.num_dirty * block_bytes,
-        num_leases=len(state.leases),
-        num_orphan_leases=state.leases.num_orphans,
-        num_quarantined_slots=state.leases.num_quarantined_slots,
-        num_unverified=state.blocks.num_unverified,
-        num_unhashed=state.blocks.num_unhashed,
-        num_soft_pins=state.num_pins[Pin.SOFT],
-        num_hard_pins=state.num_pins[Pin.HARD],
-        counters=dict(state.outbox.counters),
     )

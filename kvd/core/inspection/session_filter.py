@@ -1,10 +1,11 @@
 """Which sessions an operator means, and in which order: the same for listings and flushes. Pure."""
 
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from enum import Enum
 
-from kvd.core.records.records import Pin, Tier
+from kvd.core.records.errors import UnknownSessionError
+from kvd.core.records.records import Tier
+from kvd.core.records.rows import Pin
 from kvd.core.state.cache_state import CacheState
 from kvd.core.state.session import Session
 from shared.types.session_key import SessionKey
@@ -54,6 +55,20 @@ class SessionFilter:
 EVERYTHING = SessionFilter()
 
 
+def find_session(state: CacheState, key: SessionKey) -> Session:
+    """Find a session that an operator names.
+
+    Raises:
+        UnknownSessionError: if there is none.
+    """
+    session = state.sessions.get(key)
+    if session is None:
+        raise UnknownSessionError(
+            f"session {key} is not stored", "see `kvd ls` for the sessions there are"
+        )
+    return session
+
+
 def selects(state: CacheState, wanted: SessionFilter, session: Session) -> bool:
     """Whether every condition holds for a session; at most O(its blocks)."""
     is_meant = wanted.tenants is None or session.key.tenant in wanted.tenants
@@ -70,26 +85,14 @@ def selects(state: CacheState, wanted: SessionFilter, session: Session) -> bool:
     return wanted.tier is None or _is_in(state, session, wanted.tier)
 
 
-def ranked(
-    state: CacheState, keys: Iterable[SessionKey], wanted: SessionFilter, order: SessionOrder
-) -> list[tuple[int, SessionKey]]:
-    """Give those sessions that are meant, each with its rank: the lower, the sooner it comes."""
-    found = map(state.sessions.get, keys)
-    sessions = [session for session in found if session is not None]
-    if wanted != EVERYTHING:  # as is mostly listed, of very many
-        sessions = [session for session in sessions if selects(state, wanted, session)]
-    if order is SessionOrder.IDLE:
-        return [(session.last_access_ns, session.key) for session in sessions]
-    return [(_rank(state, session, order), session.key) for session in sessions]
-
-
 def num_bytes(state: CacheState, session: Session) -> int:
     """Bytes of a session's blocks, shared ones included."""
-    num_blocks = len(session.block_keys()) + session.num_folded
+    num_blocks = len(session.block_keys()) + session.num_packed
     return num_blocks * state.layout.block_bytes
 
 
-def _rank(state: CacheState, session: Session, order: SessionOrder) -> int:
+def rank_of(state: CacheState, session: Session, order: SessionOrder) -> int:
+    """Give a session's rank in an order: the lower, the sooner it comes."""
     match order:
         case SessionOrder.IDLE:
             return session.last_access_ns
@@ -103,6 +106,6 @@ def _rank(state: CacheState, session: Session, order: SessionOrder) -> int:
 
 
 def _is_in(state: CacheState, session: Session, tier: Tier) -> bool:
-    if tier is Tier.SSD and session.folded:
+    if tier is Tier.SSD and session.packed:
         return True
     return any(state.blocks[key].resides(tier) for key in session.block_keys())

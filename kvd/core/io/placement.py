@@ -1,9 +1,9 @@
 """Making room: which sessions give up which blocks, in which tier.
 
-Pure. The policy ranks sessions; here their blocks are taken, coldest session first, tail first, so
+Pure. The policy ranks sessions; here their blocks are taken, in order of eviction, tail first, so
 that what remains is a prefix. Rules:
-1. a block that a warmer session uses too stays with that session (D5: a victim that frees nothing
-   is skipped);
+1. a block that a session of higher rank uses too stays with that session (D5: a victim that frees
+   nothing is skipped);
 2. a block that is read, moved or built on stays; a hard-pinned session's blocks stay;
 3. in DRAM clean blocks go first. Dirty ones go, and their sessions are cut there, only when the
    writer says that SSD cannot take them (`Writer.make_slots`);
@@ -54,12 +54,12 @@ class _Plan:
     """What one pass takes, and the sessions that then have nothing more to give in the tier."""
 
     blocks: list[Block] = field(default_factory=list)
-    folded: list[tuple[Session, int]] = field(default_factory=list)  # that many of its last ones
+    packed: list[tuple[Session, int]] = field(default_factory=list)  # that many of its last ones
     emptied: list[SessionKey] = field(default_factory=list)
     spent: list[SessionKey] = field(default_factory=list)  # those that have nothing clean to give
     passed: set[SessionKey] = field(default_factory=set)
     num_passed: dict[bytes, int] = field(default_factory=dict)  # of these, users of a shared block
-    num_taken: int = 0  # folded blocks included
+    num_taken: int = 0  # packed blocks included
 
     def pass_user(self, block: Block, num_users: int) -> bool:
         """Pass one of a block's users; returns whether it stays with another.
@@ -95,23 +95,23 @@ class Placement:
                 self._apply(self._plan(rule, num_short, order), rule)
         return self._state.slots.num_free
 
-    def evict_coldest(self, num_blocks: int) -> None:
+    def evict_clean(self, num_blocks: int) -> None:
         """Evict so many clean blocks, as far as a bounded look finds them."""
-        self._evict_clean(num_blocks, self._victims(Tier.DRAM, clean=True))
+        self._evict_from(num_blocks, self._victims(Tier.DRAM, clean=True))
 
     def evict_for(self, key: SessionKey, num_blocks: int) -> None:
         """Evict so many clean blocks of sessions that may give way to this one; a bounded look."""
-        self._evict_clean(num_blocks, self._victims(Tier.DRAM, key, clean=True))
+        self._evict_from(num_blocks, self._victims(Tier.DRAM, key, clean=True))
 
     def evict_idle(self, num_blocks: int) -> None:
         """Evict so many clean blocks of sessions that need them no more, or not now."""
-        self._evict_clean(num_blocks, self._idle())
+        self._evict_from(num_blocks, self._idle())
 
     def has_idle(self) -> bool:
         """Whether any session that may have clean blocks in DRAM is idle."""
         return next(self._idle(), None) is not None
 
-    def coldest_dirty(self, num_wanted: int) -> list[Block]:
+    def dirty_to_evict(self, num_wanted: int) -> list[Block]:
         """Name the dirty blocks that would be cut next, if room had to be made so."""
         blocks: list[Block] = []
         for rule in self._rules(may_cut=True):
@@ -119,7 +119,7 @@ class Placement:
                 blocks = self._plan(rule, num_wanted, self._victims(Tier.DRAM)).blocks
         return [block for block in blocks if block.dirty]
 
-    def _evict_clean(self, num_blocks: int, order: Iterable[SessionKey]) -> None:
+    def _evict_from(self, num_blocks: int, order: Iterable[SessionKey]) -> None:
         num_short = min(num_blocks, self._num_clean())
         if num_short > 0:
             rule = _Rule(Tier.DRAM, may_cut=False)
@@ -144,14 +144,14 @@ class Placement:
 
     # --------------------------------------------------------------------------------- other tiers
 
-    def make_extents(self, num_short: int, warmest: SessionKey | None) -> None:
-        """Start to drop `num_short` rows of sessions that may give way to `warmest` (None: all)."""
+    def make_extents(self, num_short: int, giving_way_to: SessionKey | None) -> None:
+        """Start to drop `num_short` rows of sessions that may give way to that one (None: all)."""
         if num_short > 0:
             rule = _Rule(Tier.SSD, may_cut=True)
-            self._apply(self._plan(rule, num_short, self._victims(Tier.SSD, warmest)), rule)
+            self._apply(self._plan(rule, num_short, self._victims(Tier.SSD, giving_way_to)), rule)
 
     def make_quota(self, tenant: str, num_wanted: int) -> bool:
-        """Have a tenant's coldest sessions give way to its next blocks, if its quota asks for it.
+        """Have a tenant's own sessions give way to its next blocks, if its quota asks for it.
 
         Returns:
             Whether it may have `num_wanted` more blocks now.
@@ -166,10 +166,13 @@ class Placement:
             self._apply(self._plan(rule, num_over, order), rule)
         return not tenants.num_over(tenant, num_wanted)
 
-    def drop_coldest(self) -> bool:
-        """Drop the coldest session that is neither leased, pinned nor busy; False: there is none.
+    def drop_victim(self) -> bool:
+        """Drop the first session in order of eviction that is neither leased, pinned nor busy.
 
         Costs O(sessions that are leased or busy).
+
+        Returns:
+            Whether there was one.
         """
         for key in self._victims(None):
             if self._may_drop(key):
@@ -181,10 +184,10 @@ class Placement:
     # ------------------------------------------------------------------------------------ planning
 
     def _victims(
-        self, tier: Tier | None, colder_than: SessionKey | None = None, *, clean: bool = False
+        self, tier: Tier | None, giving_way_to: SessionKey | None = None, *, clean: bool = False
     ) -> Iterable[SessionKey]:
         state = self._state
-        return state.placement.victims(tier, state.now_ns, colder_than=colder_than, clean=clean)
+        return state.policy.victims(tier, state.now_ns, giving_way_to=giving_way_to, clean=clean)
 
     def _rules(self, *, may_cut: bool) -> Iterable[_Rule]:
         """What to do in DRAM in turn, until there is room."""
@@ -226,11 +229,11 @@ class Placement:
     def _take_from(self, victim: Session, rule: _Rule, plan: _Plan, num_wanted: int) -> bool:
         """Plan blocks of one session, tail first; returns whether it has no more in the tier."""
         is_emptied = True
-        if victim.folded and rule.tier is not Tier.DRAM:
-            num_folded = min(victim.num_folded, num_wanted - plan.num_taken)
-            plan.folded.append((victim, num_folded))
-            plan.num_taken += num_folded
-            is_emptied = num_folded == victim.num_folded
+        if victim.packed and rule.tier is not Tier.DRAM:
+            num_packed = min(victim.num_packed, num_wanted - plan.num_taken)
+            plan.packed.append((victim, num_packed))
+            plan.num_taken += num_packed
+            is_emptied = num_packed == victim.num_packed
         may_cut = self._may_cut(victim.key, rule)
         for block_key in reversed(victim.block_keys()):
             if plan.num_taken >= num_wanted:
@@ -253,10 +256,10 @@ class Placement:
         counter = f"evictions_{rule.tier.value if rule.tier else 'quota'}"
         if rule.tier is not None:
             self._measure(plan, rule.tier)
-        for session, num_folded in plan.folded:
-            state.outbox.count(counter, num_folded)
+        for session, num_packed in plan.packed:
+            state.outbox.count(counter, num_packed)
             num_sessions = len(state.sessions)
-            state.cut_folded(session, num_folded, EVICTED)
+            state.cut_packed(session, num_packed, EVICTED)
             state.outbox.count("sessions_dropped", num_sessions - len(state.sessions))
         if rule.tier is not None:
             for key in plan.spent:
@@ -289,15 +292,15 @@ class Placement:
             state.note_block(block, MoveKind.EVICTED_SSD)
             state.leave_ssd(block)
             if state.limits.admission is not Admission.ON_EVICT:
-                state.refused[block.key] = block  # dirty again
+                state.unwritten.refuse(block)  # dirty again
 
     def _left(self, key: SessionKey, tier: Tier) -> None:
         """Note that a session has nothing more to give in the tier."""
         session = self._state.sessions.get(key)
         if session is not None:
-            self._state.users.left(session, tier)
+            self._state.users.on_evict(session, tier)
             if tier is Tier.DRAM:
-                self._state.fold_later(key)
+                self._state.tails.pack_later(key)
 
 
 def _may_take(block: Block, rule: _Rule, *, may_cut: bool) -> bool:

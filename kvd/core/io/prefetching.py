@@ -8,9 +8,9 @@ once. Nothing more is begun for a turn that has left the queue.
 Invariants:
 1. what is read ahead takes no slot that stores will want, and room only from sessions that may
    give way to it: none that is needed sooner, and for one that is only likely, none but idle ones;
-2. between two uses of a session its blocks are read ahead a few times at most (read_plan.py), be
-   they evicted as often as they may, and one that is only likely is read once: reading and
-   evicting cannot keep each other going;
+2. between two uses of a session no more than MOST_TIMES its blocks are read ahead, be they evicted
+   as often as they may, and one that is only likely is read once: reading and evicting cannot keep
+   each other going;
 3. while a store or a load waits for slots, none is taken ahead of it;
 4. a look that finds no room is repeated only after something has changed, and every call looks at
    a bounded number of sessions.
@@ -19,24 +19,81 @@ Invariants:
 asked for yet, are ours.
 """
 
+from collections import deque
+from dataclasses import dataclass
 from itertools import islice
 from math import ceil
 
 from kvd.core.io.placement import MOST_LOOKED_AT, Placement
-from kvd.core.io.read_plan import ReadPlan, plan_session
 from kvd.core.io.reading import Reader
 from kvd.core.io.writing import Writer
 from kvd.core.records.actions import SESSION_READ_AHEAD
+from kvd.core.records.records import Tier
+from kvd.core.state.block import Block, BlockIo
 from kvd.core.state.cache_state import CacheState
 from kvd.core.state.session import Session
 from shared.types.session_key import SessionKey
 from shared.types.units import NS_PER_S
 
+MOST_TIMES = 2  # its blocks are read ahead for a session between two uses of it
 MOST_STEPS = 16  # blocks begun, and sessions found to need none, per call
 MOST_KEPT = 8  # one of so many slots is kept for stores, at most
 EVICT_BATCH = 16  # blocks: making room costs a look at the order
 YIELD_NS = NS_PER_S // 50  # nothing is begun for so long after somebody was told to wait for slots
 LOOK_NS = NS_PER_S // 4  # between two looks at which sessions are likely to return
+
+
+@dataclass(slots=True, eq=False)
+class ReadPlan:
+    """A session that is being read ahead.
+
+    Attributes:
+        missing: keys of the blocks that are not begun, as they were found.
+        is_waiting: a turn of it waits; else it is likely to return.
+    """
+
+    session: Session
+    missing: deque[bytes]
+    is_waiting: bool
+    num_begun: int = 0
+
+    def next_block(self, state: CacheState) -> Block | None:
+        """The block to be read next; those that were lost, or came with a load, are passed over."""
+        while self.missing:
+            block = state.blocks.get(self.missing[0])
+            if block is not None and _is_missing(block):
+                return block
+            self.missing.popleft()
+        return None
+
+    def begun(self, state: CacheState) -> None:
+        """Note that the next block is about to be read into DRAM."""
+        self.missing.popleft()
+        self.num_begun += 1
+        self.session.num_read_ahead += 1
+        state.users.on_insert(self.session, Tier.DRAM)
+
+
+def plan_session(state: CacheState, key: SessionKey, *, is_waiting: bool) -> ReadPlan | None:
+    """Find what is to be read of a session: O(its blocks); None: nothing, or no more.
+
+    The session is unpacked; it answers in DRAM for what it has there.
+    """
+    session = state.sessions.get(key)
+    if session is None or session.num_read_ahead >= MOST_TIMES * session.num_spans:
+        return None
+    state.tails.unpack(session)
+    keys = session.block_keys()
+    missing = deque(key for key in keys if _is_missing(state.blocks[key]))
+    if len(missing) < len(keys):
+        state.users.offered(session)
+    is_too_much = session.num_read_ahead + len(missing) > MOST_TIMES * session.num_spans
+    return None if is_too_much or not missing else ReadPlan(session, missing, is_waiting)
+
+
+def _is_missing(block: Block) -> bool:
+    """Whether a block on SSD could be read into DRAM."""
+    return block.slot_id is None and block.extent is not None and block.io is BlockIo.IDLE
 
 
 class Prefetcher:
@@ -178,10 +235,10 @@ class Prefetcher:
         return self._reader.rate.time_of(num_bytes) <= starts_in_ns
 
     def _num_missing(self, session: Session) -> int:
-        """Blocks that are to be read, about: what is in DRAM only in part is rarely folded."""
+        """Blocks that are to be read, about: what is in DRAM only in part is rarely packed."""
         if self._plan is not None and self._plan.session is session:
             return len(self._plan.missing)
-        return session.num_folded or session.num_spans
+        return session.num_packed or session.num_spans
 
     def _plan_returning(self) -> bool:
         """Go over to the likeliest session that may be read into idle room; False: there is none.
@@ -211,9 +268,9 @@ class Prefetcher:
     # ------------------------------------------------------------------------------------- planning
 
     def _use_plan(self, plan: ReadPlan | None) -> None:
-        """Go on with another session; the one before may be folded again."""
+        """Go on with another session; the one before may be packed again."""
         self._plan = plan
-        self._state.kept_unfolded = plan.session.key if plan else None
+        self._state.tails.kept_unpacked = plan.session.key if plan else None
 
     def _drop_stale_plan(self) -> None:
         """Give up what was begun for a session that is gone, or whose turn waits no more."""

@@ -1,12 +1,13 @@
 """SSD reads: begun because a load waits, or ahead of one; and how fast SSD is read.
 
-Pure. What becomes of a read that has ended is loading.py's business. Invariant: `ahead_bytes` is
+Pure. What becomes of a read that has ended is arriving.py's business. Invariant: `ahead_bytes` is
 what the reads under way amount to that no load has come to wait for.
 """
 
 from kvd.core.records.actions import IoOutcome, ReadBlock
-from kvd.core.state.block import Block, BlockIo
-from kvd.core.state.cache_state import Arrival, CacheState
+from kvd.core.state.block import Block
+from kvd.core.state.cache_state import CacheState
+from kvd.core.state.under_way import Arrival
 from shared.types.units import MIB, NS_PER_S, SECTOR_BYTES
 
 RETRY_NS = NS_PER_S  # nothing is read ahead for so long after a read that could not be made
@@ -74,9 +75,7 @@ class Reader:
     def begin(self, block: Block) -> Arrival:
         """Begin to read a block into the slot that it has; the read is to be issued."""
         state = self._state
-        block.io = BlockIo.READING
-        read = Arrival(state.next_op_id(), block)
-        state.reads[read.op_id] = state.arrival_of[block.key] = read
+        read = state.under_way.begin_read(block)
         self.rate.began(state.now_ns)
         return read
 
@@ -106,7 +105,7 @@ class Reader:
     def ended(self, op_id: int, outcome: IoOutcome) -> Arrival:
         """Take a read out of those under way."""
         state = self._state
-        read = state.reads.pop(op_id)
+        read = state.under_way.end_read(op_id)
         num_bytes = self.num_bytes(read.block)
         self.rate.ended(num_bytes, state.now_ns)
         state.outbox.count("ssd_read_bytes", num_bytes)
@@ -119,7 +118,7 @@ class Reader:
 
     def check(self) -> None:
         """Raise AssertionError if an invariant is broken."""
-        ahead = [read for read in self._state.reads.values() if read.is_ahead]
+        ahead = [read for read in self._state.under_way.reads.values() if read.is_ahead]
         assert self.ahead_bytes == sum(self.num_bytes(read.block) for read in ahead), (
             "bytes read ahead are counted right"
         )

@@ -1,16 +1,27 @@
-"""Verifications of slots in place: what an earlier kvd left, and live hits if that is wanted (D11).
+"""Checksums of slots: compared with what was stored, and computed of what is new (D11).
 
 Pure. Adopted blocks are verified in the background, a few at a time, so that their writes and
-evictions become possible; a load of one that is not verified yet has it verified at once. The
-outcomes are taken by loading.py, because loads wait for them.
+evictions become possible; a load of one that is not verified yet has it verified at once, and so
+does every load if that is wanted. The outcomes are taken by arriving.py, because loads wait for
+them.
+
+A stored block is served at once, and hashed in the background; before that it is neither written
+nor in the journal, so that no later kvd can take bytes over that nobody can verify.
+Bytes that are not what was stored are counted and reported; an I/O error is not corruption.
 """
 
-from kvd.core.records.actions import VerifySlot
+from collections.abc import Iterable
+
+from kvd.core.io.writing import Writer
+from kvd.core.records.actions import BLOCK_CORRUPT, HashSlot, VerifySlot
+from kvd.core.records.records import Tier
 from kvd.core.state.block import Block, BlockIo
-from kvd.core.state.cache_state import Arrival, CacheState
+from kvd.core.state.cache_state import CacheState
+from kvd.core.state.session_history import MoveKind
 from shared.types.units import NS_PER_S
 
 MAX_BACKGROUND = 4  # verifications under way that nobody waits for
+CORRUPT = "corrupt"  # why a session or a lease was cut
 RETRY_NS = NS_PER_S  # after a verification that could not be made
 
 
@@ -38,12 +49,11 @@ class Verifier:
         state = self._state
         assert block.slot_id is not None, "only a block in DRAM is verified"
         state.unverified.pop(block.key, None)
-        block.io = BlockIo.VERIFYING
-        verify = Arrival(state.next_op_id(), block, was_queued=state.unwritten.holds(block))
+        verify = state.under_way.begin_verify(block)
+        verify.was_queued = state.unwritten.holds(block)
         if block.readers:
             verify.early = {lease.lease_id: lease for lease in state.leases.reading(block)}
         state.unwritten.discard(block)
-        state.verifies[verify.op_id] = state.arrival_of[block.key] = verify
         if not urgent:
             self._background.add(verify.op_id)
         action = VerifySlot(
@@ -77,3 +87,49 @@ class Verifier:
         if block.is_unverified:
             self._state.unverified[block.key] = block
             self._retry_at_ns = self._state.now_ns + RETRY_NS
+
+
+class Hasher:
+    """Issues and completes hashes of one cache state."""
+
+    def __init__(self, state: CacheState, writer: Writer) -> None:
+        self._state = state
+        self._writer = writer
+
+    def request(self, blocks: Iterable[Block]) -> None:
+        """Have a session's dirty blocks hashed; those that are go to the writer."""
+        for block in blocks:
+            if block.unhashed and block.io is BlockIo.IDLE:
+                self._start(block)
+            else:
+                self._writer.admit(block)
+        self._writer.issue()
+
+    def hash_done(self, op_id: int, checksums: bytes) -> None:
+        """See CacheEngine.hash_done."""
+        state = self._state
+        block = state.under_way.end_hash(op_id)
+        if checksums:
+            state.blocks.know(block, block.token_ids, checksums)
+            state.journal.put_block(block)
+        else:  # tried again when its session stores again
+            state.outbox.count("hash_errors")
+        state.settle(block)
+        self._writer.admit(block)
+        self._writer.issue()
+        state.outbox.space_freed()
+
+    def _start(self, block: Block) -> None:
+        state = self._state
+        assert block.slot_id is not None, "an unhashed block is in DRAM"
+        op_id = state.under_way.begin_hash(block)
+        state.outbox.add(HashSlot(op_id, block.slot_id, block.num_tokens))
+
+
+def report_corrupt(state: CacheState, block: Block, tier: Tier) -> None:
+    """Count and tell that a block's copy in this tier is not what was stored."""
+    state.outbox.count("blocks_corrupt")
+    state.outbox.count(f"blocks_corrupt_{tier.value}")
+    fields = {"block": block.key.hex(), "tier": tier.value, "num_sessions": len(block.users)}
+    state.outbox.emit(BLOCK_CORRUPT, block.last_user, fields)
+    state.note_block(block, MoveKind.CORRUPT, tier.value)

@@ -17,11 +17,13 @@ from collections.abc import Iterable
 
 from kvd.core.io.placement import Placement
 from kvd.core.records.actions import SSD_DEGRADED, SSD_RECOVERED, IoOutcome, PutBlock, WriteBlock
-from kvd.core.records.records import Admission, BlockRecord
-from kvd.core.state.block import Block, BlockIo
-from kvd.core.state.cache_state import CacheState, WriteOp
+from kvd.core.records.records import Admission
+from kvd.core.records.rows import BlockRecord
+from kvd.core.state.block import Block
+from kvd.core.state.cache_state import CacheState
 from kvd.core.state.session import Session
 from kvd.core.state.session_history import MoveKind
+from kvd.core.state.under_way import WriteOp
 from shared.types.units import NS_PER_S, SECTOR_BYTES
 
 FIRST_RETRY_NS = NS_PER_S  # after a failed write; doubles with each further failure
@@ -76,7 +78,7 @@ class Writer:
     def make_slots(self, num_wanted: int) -> int:
         """Make room in DRAM for `num_wanted` blocks, as far as possible.
 
-        Clean blocks are evicted. If they do not suffice the coldest dirty ones are written, and
+        Clean blocks are evicted. If they do not suffice, dirty ones are written in that order, and
         room comes with `write_done`; they are cut only if SSD cannot take them.
 
         Returns:
@@ -86,7 +88,7 @@ class Writer:
         is_without_ssd = not len(state.extents) or bool(state.ssd_degraded)
         num_free = self._placement.evict(num_wanted, may_cut=is_without_ssd)
         if num_free < num_wanted and not is_without_ssd:
-            self._demote(num_wanted - num_free - len(state.writes))
+            self._demote(num_wanted - num_free - len(state.under_way.writes))
             if not state.is_cleaning():
                 num_free = self._placement.evict(num_wanted, may_cut=True)
         return num_free
@@ -100,8 +102,8 @@ class Writer:
         num_short = state.num_kept_free - state.slots.num_free
         if num_short <= 0 or self._kept_at == state.outbox.num_freed:
             return
-        self._placement.evict_coldest(num_short)
-        num_short = state.num_kept_free - state.slots.num_free - len(state.writes)
+        self._placement.evict_clean(num_short)
+        num_short = state.num_kept_free - state.slots.num_free - len(state.under_way.writes)
         is_resting = state.limits.admission is not Admission.WRITE_THROUGH
         if num_short > 0 and is_resting and len(state.extents) and not state.ssd_degraded:
             self._demote(num_short)
@@ -132,10 +134,10 @@ class Writer:
         self.issue()
 
     def set_capacity(self, num_extents: int) -> None:
-        """See CacheEngine.set_ssd_capacity."""
+        """Allow that many extents from now on; the sessions first to evict make up for less."""
         state = self._state
         state.extents.set_capacity(num_extents)
-        num_over = state.extents.num_used - num_extents - len(state.drops)
+        num_over = state.extents.num_used - num_extents - len(state.under_way.drops)
         self._placement.make_extents(num_over, None)
         if state.ssd_degraded == IoOutcome.FULL.value:
             self._retry_at_ns = state.now_ns  # the reason may be gone
@@ -160,10 +162,10 @@ class Writer:
 
     def next_deadline_ns(self) -> int | None:
         """When to call `write_back`; None if nothing waits for time alone."""
-        is_held_back = self._is_resting() and len(self._state.unwritten)
-        retry_at_ns = self._retry_at_ns if is_held_back else None
-        deadlines = (self._resting.next_deadline_ns(), retry_at_ns)
-        return min((d for d in deadlines if d is not None), default=None)
+        due_ns = self._resting.next_deadline_ns()
+        if not self._is_resting() or not len(self._state.unwritten):
+            return due_ns
+        return self._retry_at_ns if due_ns is None else min(due_ns, self._retry_at_ns)
 
     def index_took_rows(self) -> None:
         """Go on with what waited until the index was less far behind."""
@@ -172,12 +174,11 @@ class Writer:
             self._go_on()
 
     def write_done(self, op_id: int, outcome: IoOutcome) -> None:
-        """See CacheEngine.write_done."""
+        """Take the outcome of a WriteBlock; OK means that it is durable."""
         state = self._state
-        op = state.writes.pop(op_id)
+        op = state.under_way.end_write(op_id)
         self._issued_bytes -= op.num_sectors * SECTOR_BYTES
         block = op.block
-        block.io = BlockIo.IDLE
         is_kept = state.blocks.holds(block) and block.wanted
         if outcome is not IoOutcome.OK:
             self._degrade(outcome)
@@ -197,8 +198,8 @@ class Writer:
         self._go_on()
 
     def drop_done(self, op_id: int) -> None:
-        """See CacheEngine.drop_done."""
-        run = self._state.drops.pop(op_id)
+        """Take the commit of a DropBlock."""
+        run = self._state.under_way.drops.pop(op_id)
         if run is not None:
             self._state.extents.free(*run)
         self._go_on()
@@ -208,9 +209,7 @@ class Writer:
     def _write(self, block: Block, op: WriteOp) -> None:
         state = self._state
         assert block.slot_id is not None, "an unwritten block is in DRAM"
-        op_id = state.next_op_id()
-        block.io = BlockIo.WRITING
-        state.writes[op_id] = op
+        op_id = state.under_way.begin_write(op)
         self._issued_bytes += op.num_sectors * SECTOR_BYTES
         action = WriteBlock(
             op_id,
@@ -228,7 +227,7 @@ class Writer:
         """Issue what waits; what waits for an extent that will not come is provided for anew."""
         state = self._state
         self.issue()
-        if len(state.unwritten) and not state.drops and not state.writes:
+        if len(state.unwritten) and not state.under_way.drops and not state.under_way.writes:
             self._provide()
             self.issue()
         self._take_up_refused()
@@ -236,11 +235,11 @@ class Writer:
     def _take_up_refused(self) -> None:
         """Write blocks that were refused, as far as there are extents that nobody else wants."""
         state = self._state
-        while state.refused and not len(state.unwritten) and not self._is_holding_back():
-            block = next(iter(state.refused.values()))
+        while state.unwritten.refused and not len(state.unwritten) and not self._is_holding_back():
+            block = next(iter(state.unwritten.refused.values()))
             if not state.extents.can_allocate(state.num_sectors(block)):
                 return
-            del state.refused[block.key]
+            state.unwritten.forget(block)
             if block.writable:
                 state.unwritten.add(block)
                 self.issue()
@@ -252,7 +251,6 @@ class Writer:
         for block in blocks:
             if block.writable:
                 queue.add(block)
-                self._state.refused.pop(block.key, None)
         num_queued = len(queue) - num_before
         if num_queued:
             self._provide()
@@ -263,29 +261,28 @@ class Writer:
         self._queue(block for block in blocks if block is not None)
 
     def _provide(self) -> None:
-        """Have sessions colder than the newest block's make room; refuse what finds none."""
+        """Have sessions make room that go before the newest block's; refuse what finds none."""
         state = self._state
         if self._is_holding_back() or not len(state.unwritten):
             return
         self._placement.make_extents(self._num_short(), state.unwritten.newest.last_user)
         while len(state.unwritten) and self._num_short():
             block = state.unwritten.newest
-            state.unwritten.discard(block)
-            state.refused[block.key] = block
+            state.unwritten.refuse(block)
             state.outbox.count("ssd_refused")
 
     def _num_short(self) -> int:
         """Whole extents that are missing."""
         state = self._state
-        num_short = state.unwritten.num_short(len(state.drops))
-        if num_short or state.drops or state.writes:
+        num_short = state.unwritten.num_short(len(state.under_way.drops))
+        if num_short or state.under_way.drops or state.under_way.writes:
             return num_short
         # nothing will come back: packed blocks must fit as things are
         num_sectors = state.num_sectors(state.unwritten.oldest)
         return int(not state.extents.can_allocate(num_sectors))
 
     def _demote(self, num_slots: int) -> None:
-        blocks = self._placement.coldest_dirty(num_slots)
+        blocks = self._placement.dirty_to_evict(num_slots)
         self._state.outbox.count("demotions", self._queue(blocks))
         self.issue()
 
@@ -303,7 +300,9 @@ class Writer:
 
     def _num_resting(self) -> int:
         state = self._state
-        num_on_the_way = len(state.unwritten) + len(state.writes) + state.blocks.num_unhashed
+        num_on_the_way = (
+            len(state.unwritten) + len(state.under_way.writes) + state.blocks.num_unhashed
+        )
         return state.blocks.num_dirty - num_on_the_way
 
     def _pop_resting(self, until_ns: int) -> Session | None:

@@ -5,15 +5,16 @@ it, whatever the discards left is followed by `discard_key`: it stands for all o
 there. What is computed later is chained to that in turn.
 """
 
-from kvd.core.records.records import Span
+from copy import copy
+
+from kvd.core.records.rows import Span, is_plain
 from kvd.core.state.cache_state import CacheState
-from kvd.core.state.packing import is_plain
 from shared.types.block_key import block_key, discard_key, root_key, tokens_digest
 from shared.types.lineage import WHOLE, Lineage
 
 
 class Chaining:
-    """How keys follow from each other along one context.
+    """How keys follow from each other along one context. To make one costs a hash.
 
     Args:
         state: its layout and its tenants' salts count.
@@ -21,15 +22,29 @@ class Chaining:
         lineage: of the context; None: it is not named, and chained to as if it were whole. Where
             positions are baked into keys, discards are no matter: only what was computed before
             the first dropped token is ever kept.
+
+    Attributes:
+        root: parent of the first block.
+        is_named: the lineage is.
+        lineage: what counts as it here.
     """
 
     def __init__(self, state: CacheState, tenant: str, lineage: Lineage | None) -> None:
         self._salt = state.salt_of(tenant)
         self._step = state.layout.block_tokens
+        self._is_coupled = state.layout.position_mode == "coupled"
         self.root = root_key(self._salt, state.layout.fingerprint)
+        self._use(lineage)
+
+    def _use(self, lineage: Lineage | None) -> None:
         self.is_named = lineage is not None
-        is_coupled = state.layout.position_mode == "coupled"
-        self.lineage = WHOLE if lineage is None or is_coupled else lineage
+        self.lineage = WHOLE if lineage is None or self._is_coupled else lineage
+
+    def under(self, lineage: Lineage | None) -> "Chaining":
+        """Chain along another lineage of the same tenant: its root is not computed again."""
+        other = copy(self)
+        other._use(lineage)  # noqa: SLF001
+        return other
 
     def after_discards(self, num_tokens: int) -> bytes:
         """Parent of what follows the first tokens, all discards having happened."""

@@ -7,11 +7,12 @@ daemon).
 from collections import Counter
 from itertools import pairwise
 
-from kvd.core.operations.compaction import Phase, Target
-from kvd.core.records.records import Pin, Tier
+from kvd.core.records.records import Tier
+from kvd.core.records.rows import Pin
 from kvd.core.state.block import Block, BlockIo
 from kvd.core.state.cache_state import CacheState
-from kvd.core.state.leases import LoadLease, StoreLease
+from kvd.core.state.compaction_run import Phase, Target
+from kvd.core.state.leases import LeasePhase, LoadLease, StoreLease
 from kvd.core.state.slots import SlotState
 from shared.types.block_key import TOKEN_BYTES
 
@@ -21,7 +22,7 @@ def check(state: CacheState) -> None:
     _check_slots(state)
     _check_extents(state)
     _check_sessions(state)
-    _check_folded(state)
+    _check_packed(state)
     _check_tenants(state)
     _check_leases(state)
     for block in state.blocks:
@@ -51,14 +52,14 @@ def _check_slots(state: CacheState) -> None:
     for target in _copied_to(state):
         assert target.slot_id not in owners, f"slot {target.slot_id} has two owners"
         owners[target.slot_id] = SlotState.WRITING  # a next kvd finds it free
-    for slot_id in (slot_id for slot_ids in state.wipes.values() for slot_id in slot_ids):
+    for slot_id in (slot_id for slot_ids in state.under_way.wipes.values() for slot_id in slot_ids):
         assert slot_id not in owners, f"slot {slot_id} has two owners"
         owners[slot_id] = SlotState.WRITING
     for slot_id in range(len(state.slots)):
         expected = owners.get(slot_id, SlotState.FREE)
         assert state.slots.state(slot_id) is expected, f"slot {slot_id} should be {expected}"
     assert state.slots.num_free == len(state.slots) - len(owners), "free slots are counted right"
-    assert state.journal == journal, "the journal says what slots hold"
+    assert state.journal.states == journal, "the journal says what slots hold"
 
 
 def _check_extents(state: CacheState) -> None:
@@ -69,8 +70,8 @@ def _check_extents(state: CacheState) -> None:
         for session in state.sessions.values()
         for record in session.tail_blocks()
     ]
-    runs += [(op.extent, op.num_sectors) for op in state.writes.values()]
-    runs += [run for run in state.drops.values() if run is not None]
+    runs += [(op.extent, op.num_sectors) for op in state.under_way.writes.values()]
+    runs += [run for run in state.under_way.drops.values() if run is not None]
     runs.sort()
     for (extent, num_sectors), (following, _) in pairwise(runs):
         assert extent + num_sectors <= following, f"extents {extent} and {following} overlap"
@@ -85,7 +86,7 @@ def _check_sessions(state: CacheState) -> None:
     users: dict[bytes, set[object]] = {}
     for key, session in state.sessions.items():
         assert session.key == key, "a session is registered under its key"
-        assert session.spans or session.folded, f"{key} is stored without a span"
+        assert session.spans or session.packed, f"{key} is stored without a span"
         for span in session.spans:
             block = state.blocks.get(span.block_key)
             assert block is not None, f"{key} names a block that is gone"
@@ -98,31 +99,31 @@ def _check_sessions(state: CacheState) -> None:
         assert set(block.users) == users.get(block.key, set()), (
             "a block's users are the sessions that name it"
         )
-    ranked = set(state.placement.victims(None, state.now_ns))
+    ranked = set(state.policy.victims(None, state.now_ns))
     assert ranked == {key for key, s in state.sessions.items() if s.pin is not Pin.HARD}, (
         "all but hard-pinned sessions rank"
     )
 
 
-def _check_folded(state: CacheState) -> None:
-    """Folded blocks are one session's, on SSD only, and found by their heads."""
+def _check_packed(state: CacheState) -> None:
+    """Packed blocks are one session's, on SSD only, and found by their heads."""
     heads: dict[bytes, object] = {}
     keys: set[bytes] = set()
     for session in state.sessions.values():
         heads |= dict.fromkeys(state.tails.head_keys(session), session.key)
         spans = list(session.tail_spans())
         for span, record in zip(spans, session.tail_blocks(), strict=True):
-            assert record.key not in keys, "a folded block is used once"
-            assert state.blocks.get(record.key) is None, "a folded block is not in the index"
-            assert span.block_key == record.key, "folded spans and blocks go together"
+            assert record.key not in keys, "a packed block is used once"
+            assert state.blocks.get(record.key) is None, "a packed block is not in the index"
+            assert span.block_key == record.key, "packed spans and blocks go together"
             assert 0 <= span.start < span.start + span.num_tokens <= record.num_tokens, (
-                "a folded span lies in its block"
+                "a packed span lies in its block"
             )
             keys.add(record.key)
-        if session.folded and session.pin is not Pin.HARD:
-            assert state.policy.ranks(session.key, Tier.SSD), "a session answers for what it folds"
-    assert state.tails.heads == heads, "folded blocks are found"
-    assert state.tails.num_blocks == len(keys), "folded blocks are counted right"
+        if session.packed and session.pin is not Pin.HARD:
+            assert state.policy.ranks(session.key, Tier.SSD), "a session answers for what it packs"
+    assert state.tails.heads == heads, "packed blocks are found"
+    assert state.tails.num_blocks == len(keys), "packed blocks are counted right"
 
 
 def _check_tenants(state: CacheState) -> None:
@@ -131,7 +132,7 @@ def _check_tenants(state: CacheState) -> None:
     num_sessions: Counter[str] = Counter()
     ranked: dict[str, set[object]] = {}
     for key, session in state.sessions.items():
-        num_blocks[key.tenant] += session.num_folded
+        num_blocks[key.tenant] += session.num_packed
         num_sessions[key.tenant] += 1
         if session.pin is not Pin.HARD:
             ranked.setdefault(key.tenant, set()).add(key)
@@ -161,7 +162,9 @@ def _check_leases(state: CacheState) -> None:
     readers: Counter[int] = Counter()
     holders: Counter[int] = Counter()
     orphans = [
-        lease for lease in state.leases if not isinstance(lease, LoadLease) and lease.is_orphan
+        lease
+        for lease in state.leases
+        if not isinstance(lease, LoadLease) and lease.phase is LeasePhase.ORPHAN
     ]
     for lease in state.leases:
         if isinstance(lease, LoadLease):
@@ -196,8 +199,8 @@ def _held_for_compaction(state: CacheState) -> list[Block]:
 
 def _check_load(state: CacheState, lease: LoadLease) -> None:
     arriving = {block.key for block, _ in lease.entries if block.io.is_arriving}
-    waits = {key for key in arriving if lease.lease_id not in state.arrival_of[key].early}
-    joined = {k for k, op in state.arrival_of.items() if lease.lease_id in op.waiting}
+    waits = {key for key in arriving if lease.lease_id not in state.under_way.arrival_of[key].early}
+    joined = {k for k, op in state.under_way.arrival_of.items() if lease.lease_id in op.waiting}
     assert waits == joined, "a lease waits for its reads and verifications and no others"
     assert lease.num_waiting == len(waits), "a lease counts what it waits for"
     assert lease.is_tracked or not waits, "a lease that waits has its progress published"
@@ -273,18 +276,22 @@ def _check_operations(state: CacheState) -> None:
     sources = run.sources if run is not None and run.phase is Phase.COPYING else []
     by_io = {
         BlockIo.COPYING: sources,
-        BlockIo.READING: [read.block for read in state.reads.values()],
-        BlockIo.VERIFYING: [verify.block for verify in state.verifies.values()],
-        BlockIo.HASHING: list(state.hashes.values()),
-        BlockIo.WRITING: [op.block for op in state.writes.values() if blocks.holds(op.block)],
+        BlockIo.READING: [read.block for read in state.under_way.reads.values()],
+        BlockIo.VERIFYING: [verify.block for verify in state.under_way.verifies.values()],
+        BlockIo.HASHING: list(state.under_way.hashes.values()),
+        BlockIo.WRITING: [
+            op.block for op in state.under_way.writes.values() if blocks.holds(op.block)
+        ],
     }
     for io, under_way in by_io.items():
         assert {block.key for block in blocks if block.io is io} == {b.key for b in under_way}, (
             f"blocks that are {io.value} are registered"
         )
         assert all(map(blocks.holds, under_way)), f"blocks that are {io.value} are in the index"
-    arriving = (*state.reads.values(), *state.verifies.values())
-    assert state.arrival_of == {op.block.key: op for op in arriving}, "arrivals are registered"
+    arriving = (*state.under_way.reads.values(), *state.under_way.verifies.values())
+    assert state.under_way.arrival_of == {op.block.key: op for op in arriving}, (
+        "arrivals are registered"
+    )
     for block in state.unwritten:
         assert blocks.holds(block), "only blocks of the index wait to be written"
         assert block.writable, "only dirty blocks at rest wait to be written"
@@ -305,7 +312,7 @@ def _check_looking_ahead(state: CacheState) -> None:
         if block.is_ahead:
             assert block.slot_id is not None, "what was read ahead is in DRAM"
             assert not block.readers, "what was read ahead and is loaded counts as used"
-    for key, block in state.refused.items():
+    for key, block in state.unwritten.refused.items():
         assert state.blocks.get(key) is block, "only blocks of the index are refused"
         assert block.dirty, "a refused block is in DRAM only"
         assert not state.unwritten.holds(block), "a refused block does not wait to be written"

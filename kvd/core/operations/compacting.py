@@ -24,20 +24,21 @@ from dataclasses import dataclass
 from kvd.core.io.placement import Placement
 from kvd.core.io.verifying import Verifier
 from kvd.core.io.writing import Writer
-from kvd.core.operations.compaction import Compaction, Phase, Plan, Target
-from kvd.core.operations.compaction_plan import is_pending, is_wasteful, plan_compaction
+from kvd.core.operations.compaction_plan import (
+    copy_action,
+    is_pending,
+    is_wasteful,
+    plan_compaction,
+)
 from kvd.core.records.actions import (
     SESSION_COMPACTED,
     CommitRows,
-    CompactRows,
-    DenseBlock,
     IoOutcome,
-    RowRun,
-    SourceSlot,
 )
 from kvd.core.records.records import Tier
 from kvd.core.state.block import Block, BlockIo
 from kvd.core.state.cache_state import CacheState
+from kvd.core.state.compaction_run import Compaction, Phase, Plan, Target
 from kvd.core.state.session import Session
 from kvd.core.state.session_history import MoveKind
 from shared.types.session_key import SessionKey
@@ -102,8 +103,8 @@ class Compactor:
             elif is_wasteful(state, session):
                 self._waiting[key] = None
 
-    def go_on(self) -> None:
-        """Go on with the run under way, or begin one. No other call is under way."""
+    def resume(self) -> None:
+        """Resume the run under way, or begin one. No other call is under way."""
         state = self._state
         if state.compaction is not None:
             if state.compaction.phase is Phase.WRITING:
@@ -121,7 +122,7 @@ class Compactor:
         self._is_over |= for_good
         run = self._state.compaction
         if run is not None and run.phase is Phase.WRITING:
-            self._give_up(run)
+            self._cancel(run)
 
     def next_deadline_ns(self) -> int | None:
         """When to call `look`."""
@@ -130,20 +131,23 @@ class Compactor:
     # --------------------------------------------------------------------------------- completions
 
     def copied(self, op_id: int, outcome: IoOutcome, checksums: list[bytes]) -> None:
-        """See CacheEngine.compact_done."""
+        """Take the outcome of a CompactRows, and the checksums of each block it made.
+
+        CORRUPT: a source is not what was stored, and what was made of it means nothing.
+        """
         state, run = self._state, self._state.compaction
         assert run is not None and run.op_id == op_id, "one run is under way"  # noqa: PT018
         for block in run.sources:
-            block.io = BlockIo.IDLE
+            block.move("compact_done")
         if outcome is IoOutcome.OK and self._is_as_it_was(run):
             self._make_blocks(run, checksums)
             self._write(run)
         else:
             for target in run.targets:
-                self._give_back(run, target)
+                self._free(run, target)
             if outcome is IoOutcome.CORRUPT:
                 self._doubt(run.sources)
-            self._give_up(run)
+            self._cancel(run)
         for block in run.sources:
             state.settle(block)
             if block.users:
@@ -152,7 +156,7 @@ class Compactor:
         state.outbox.space_freed()
 
     def committed(self, op_id: int) -> None:
-        """See CacheEngine.rows_committed."""
+        """Take the commit of a CommitRows."""
         run = self._state.compaction
         assert run is not None and run.op_id == op_id, "one run is under way"  # noqa: PT018
         self._state.compaction = None
@@ -222,26 +226,12 @@ class Compactor:
         spans = [span for dense in plan.dense for span in dense.sources]
         sources = [state.blocks[k] for k in dict.fromkeys(span.block_key for span in spans)]
         targets = [Target(dense, *state.slots.allocate()) for dense in plan.dense]
-        run = Compaction(state.next_op_id(), key, plan, sources, targets)
+        run = Compaction(state.under_way.next_op_id(), key, plan, sources, targets)
         state.compaction = run
         state.tenants.charge(key.tenant, len(targets))
         for block in sources:
-            block.io = BlockIo.COPYING
-        state.outbox.add(
-            CompactRows(
-                run.op_id,
-                tuple(SourceSlot(_slot(b), b.num_tokens, b.checksums) for b in sources),
-                tuple(self._dense_block(target) for target in targets),
-            )
-        )
-
-    def _dense_block(self, target: Target) -> DenseBlock:
-        blocks = self._state.blocks
-        runs = tuple(
-            RowRun(_slot(blocks[span.block_key]), span.start, span.num_tokens)
-            for span in target.dense.sources
-        )
-        return DenseBlock(target.slot_id, target.dense.span.num_tokens, runs)
+            block.move("copy")
+        state.outbox.add(copy_action(state, run))
 
     # ---------------------------------------------------------------------------------- on the way
 
@@ -260,7 +250,7 @@ class Compactor:
             span = target.dense.span
             block = state.find_block(span.block_key)
             if block is not None:
-                self._give_back(run, target)
+                self._free(run, target)
             else:
                 block = Block(span.block_key, span.num_tokens, run.key.tenant)
                 state.slots.commit(target.slot_id)
@@ -268,7 +258,7 @@ class Compactor:
                 state.blocks.enter_dram(block, target.slot_id, target.generation)
                 state.blocks.know(block, target.dense.token_ids, block_checksums)
                 block.last_user = run.key
-                state.put_block_slot(block)
+                state.journal.put_block(block)
             block.holders += 1
             run.made.append(block)
         run.targets = []
@@ -285,7 +275,7 @@ class Compactor:
 
     def _look_at_writes(self, run: Compaction) -> None:
         if not self._is_as_it_was(run):
-            self._give_up(run)
+            self._cancel(run)
             return
         state = self._state
         first = next((block for block in run.made if not block.resides(Tier.SSD)), None)
@@ -294,7 +284,7 @@ class Compactor:
         elif state.ssd_degraded or not (
             state.unwritten.holds(first) or first.io is BlockIo.WRITING
         ):
-            self._give_up(run)  # it was refused: there is no room, or none of this session's rank
+            self._cancel(run)  # it was refused: there is no room, or none of this session's rank
 
     def _replace(self, run: Compaction) -> None:
         """Give the session its new spans; the old blocks stay until that is durable."""
@@ -307,7 +297,7 @@ class Compactor:
         for block in run.made:
             block.holders -= 1
             state.settle(block)
-        run.phase, run.op_id = Phase.COMMITTING, state.next_op_id()
+        run.phase, run.op_id = Phase.COMMITTING, state.under_way.next_op_id()
         state.outbox.index.session_changed(run.key, behind_blocks=True)
         state.outbox.index.add(CommitRows(run.op_id))
         assert self._work is not None, "a run is part of work on its session"
@@ -330,9 +320,9 @@ class Compactor:
         num_blocks = len(run.made)
         self._state.note(run.key, MoveKind.COMPACTED, num_blocks=num_blocks, num_tokens=num_tokens)
 
-    # ---------------------------------------------------------------------------------- giving up
+    # ------------------------------------------------------------------------------------- the end
 
-    def _give_up(self, run: Compaction) -> None:
+    def _cancel(self, run: Compaction) -> None:
         """Leave the session as it is; what was made goes."""
         state = self._state
         state.compaction = None
@@ -345,7 +335,7 @@ class Compactor:
             self._resting.schedule(run.key, state.now_ns + RETRY_NS)
         state.outbox.space_freed()
 
-    def _give_back(self, run: Compaction, target: Target) -> None:
+    def _free(self, run: Compaction, target: Target) -> None:
         self._state.free_slot(target.slot_id)
         self._state.tenants.charge(run.key.tenant, -1)
 
@@ -354,8 +344,3 @@ class Compactor:
         for block in sources:
             if self._state.blocks.holds(block) and block.slot_id is not None and block.checksums:
                 self._verifier.start(block, urgent=False)
-
-
-def _slot(block: Block) -> int:
-    assert block.slot_id is not None, "a source is in DRAM"
-    return block.slot_id

@@ -13,11 +13,11 @@ or in use.
 from collections.abc import Sequence
 
 from kvd.core.operations.chaining import Chaining
-from kvd.core.operations.compaction import Dense, Plan
-from kvd.core.records.records import Span
+from kvd.core.records.actions import CompactRows, DenseBlock, RowRun, SourceSlot
+from kvd.core.records.rows import Span, is_plain
 from kvd.core.state.block import Block, BlockIo
 from kvd.core.state.cache_state import CacheState
-from kvd.core.state.packing import is_plain
+from kvd.core.state.compaction_run import Compaction, Dense, Plan
 from kvd.core.state.session import Session
 from shared.types.block_key import TOKEN_BYTES, dense_key
 
@@ -139,3 +139,21 @@ def may_be_copied(state: CacheState, block: Block) -> bool:
     is_at_rest = block.io is BlockIo.IDLE and not block.readers and not block.holders
     is_own = len(block.users) == 1 and block.slot_id is not None
     return is_own and is_good and is_at_rest and not state.unwritten.holds(block)
+
+
+def copy_action(state: CacheState, run: Compaction) -> CompactRows:
+    """Ask for the copying of a run."""
+    targets = []
+    for target in run.targets:
+        runs = tuple(
+            RowRun(_slot(state.blocks[span.block_key]), span.start, span.num_tokens)
+            for span in target.dense.sources
+        )
+        targets.append(DenseBlock(target.slot_id, target.dense.span.num_tokens, runs))
+    sources = tuple(SourceSlot(_slot(b), b.num_tokens, b.checksums) for b in run.sources)
+    return CompactRows(run.op_id, sources, tuple(targets))
+
+
+def _slot(block: Block) -> int:
+    assert block.slot_id is not None, "a source is in DRAM"
+    return block.slot_id

@@ -25,7 +25,7 @@ from kvd.core.operations.chaining import Chaining
 from kvd.core.operations.matching import Match, Piece, match_session, num_tokens_of, slice_tokens
 from kvd.core.records.actions import SESSION_DISCARDED
 from kvd.core.records.errors import InvalidRequestError
-from kvd.core.records.records import Span
+from kvd.core.records.rows import Span
 from kvd.core.state.cache_state import CacheState
 from kvd.core.state.leases import StoreLease
 from kvd.core.state.session import Session
@@ -52,7 +52,7 @@ def discard(
     ranges: Sequence[Range],
     lineage: Lineage | None,
 ) -> int:
-    """See CacheEngine.discard."""
+    """Drop ranges of a session's tokens; `Sessions.discard` says what is asked for."""
     num_tokens = num_tokens_of(token_ids)
     merged = _merged(ranges, num_tokens)
     session = state.sessions.get(key)
@@ -60,18 +60,20 @@ def discard(
         return 0
     if not merged:
         return session.num_tokens
-    state.unfold(session)
-    match = match_session(state, session, token_ids, lineage)
-    known = _known(state, key.tenant, lineage, match, token_ids)
+    state.tails.unpack(session)
+    chaining = Chaining(state, key.tenant, lineage)
+    match = match_session(state, session, token_ids, chaining)
+    known = _known(chaining, lineage, match, token_ids)
     change = _Change(known, known.after(token_ids, merged), merged[0][0])
     is_coupled = state.layout.position_mode == "coupled"
     if lineage is not None and _is_left_alone(session, match, change, is_coupled=is_coupled):
         state.touch(session)
         _outdate_stores(state, key, change)
-        return match_session(state, session, _without(token_ids, merged), change.after).end
+        kept = _without(token_ids, merged)
+        return match_session(state, session, kept, chaining.under(change.after)).end
     if is_coupled:
         merged = [(merged[0][0], num_tokens)]
-    remains = _Remains(state, key.tenant, change, token_ids, merged)
+    remains = _Remains(chaining, change, token_ids, merged)
     spans = [span for piece in match.pieces for span in remains.of(piece)]
     session.num_discards += 1
     session.lineage = change.after
@@ -120,7 +122,7 @@ def _replace(state: CacheState, session: Session, spans: list[Span]) -> None:
     num_before = session.num_tokens
     state.set_spans(session, spans)
     num_tokens = session.num_tokens
-    state.policy.sized(session.key, num_tokens)
+    state.policy.on_resize(session.key, num_tokens)
     num_dropped = num_before - num_tokens
     state.outbox.count("discarded_tokens", num_dropped)
     fields = {"num_dropped": num_dropped, "num_tokens": num_tokens, "num_spans": len(spans)}
@@ -128,13 +130,10 @@ def _replace(state: CacheState, session: Session, spans: list[Span]) -> None:
     state.note(session.key, MoveKind.DISCARDED, num_tokens=num_dropped)
 
 
-def _known(
-    state: CacheState, tenant: str, lineage: Lineage | None, match: Match, token_ids: bytes
-) -> Lineage:
+def _known(chaining: Chaining, lineage: Lineage | None, match: Match, token_ids: bytes) -> Lineage:
     """The lineage of the context; of a caller that names none, as far as the spans tell it."""
     if lineage is not None:
         return lineage
-    chaining = Chaining(state, tenant, lineage)
     chain = chaining.root
     for piece in match.pieces:
         tokens = slice_tokens(token_ids, piece.token_offset, piece.end)
@@ -168,15 +167,10 @@ class _Remains:
     """What a discard leaves of pieces, asked for in order."""
 
     def __init__(
-        self,
-        state: CacheState,
-        tenant: str,
-        change: _Change,
-        token_ids: bytes,
-        ranges: list[Range],
+        self, chaining: Chaining, change: _Change, token_ids: bytes, ranges: list[Range]
     ) -> None:
-        self._before = Chaining(state, tenant, change.before)
-        self._after = Chaining(state, tenant, change.after)
+        self._before = chaining.under(change.before)
+        self._after = chaining.under(change.after)
         self._matters = self._after.lineage != self._before.lineage
         self._token_ids = token_ids
         num_tokens = num_tokens_of(token_ids)

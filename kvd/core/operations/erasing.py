@@ -13,18 +13,17 @@ Pure. Invariants: 1. a tenant is erased only if it has no sessions, no blocks an
 way; 2. a slot that is being wiped is nobody's: not free, in no block, lease or journal record.
 """
 
-from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from kvd.core.operations.loading import Loader
-from kvd.core.operations.retention import freed_bytes
+from kvd.core.operations.sessions import Sessions
 from kvd.core.operations.storing import Storer
-from kvd.core.records.actions import SESSION_FLUSHED, IoOutcome, WipeSlots
-from kvd.core.records.errors import ErasingError
+from kvd.core.records.actions import IoOutcome, WipeSlots
 from kvd.core.records.records import FlushAnswer
 from kvd.core.state.cache_state import CacheState
 from kvd.core.state.leases import LoadLease, StoreLease
+from kvd.core.state.tenants import nobody
 from shared.types.units import MIB
 
 if TYPE_CHECKING:
@@ -35,10 +34,6 @@ LOOKED_AT = 20  # sessions, for each that may be dropped in the same call
 WHY = "erased"
 
 
-def _nobody(_tenant: str) -> bool:
-    return False
-
-
 class Eraser:
     """Erases tenants of one cache state.
 
@@ -46,28 +41,24 @@ class Eraser:
         is_looking: `step` has not come to all sessions that there were at `begin`.
     """
 
-    def __init__(self, state: CacheState, loader: Loader, storer: Storer) -> None:
+    def __init__(
+        self, state: CacheState, loader: Loader, storer: Storer, sessions: Sessions
+    ) -> None:
         self._state = state
         self._loader = loader
         self._storer = storer
-        self._is_erased: Callable[[str], bool] = _nobody
+        self._sessions = sessions
         self._to_look_at: Iterator[SessionKey] = iter(())
         self.is_looking = False
         self._num_to_wipe = 0
         self._has_failed = False
 
-    def refuse(self, tenant: str) -> None:
-        """Raise ErasingError if the tenant is being erased."""
-        if self._is_erased(tenant):
-            raise ErasingError(f"tenant {tenant!r} is being erased", "try again in a moment")
-
-    def begin(self, is_erased: Callable[[str], bool], now_ns: int) -> None:
+    def begin(self, is_erased: Callable[[str], bool]) -> None:
         """Shut tenants out until `end`: what they load and store comes to nothing.
 
         The caller owes `step` until it drops nothing more, and waits for `is_gone`.
         """
-        self._state.advance(now_ns)
-        self._is_erased = is_erased
+        self._state.tenants.is_erased = is_erased
         self._to_look_at, self.is_looking = iter(list(self._state.sessions)), True
         for lease in tuple(self._state.leases):
             if isinstance(lease, LoadLease) and is_erased(lease.key.tenant):
@@ -75,13 +66,12 @@ class Eraser:
             elif isinstance(lease, StoreLease) and is_erased(lease.key.tenant):
                 self._storer.outdate(lease)
 
-    def step(self, max_sessions: int, now_ns: int) -> FlushAnswer:
+    def step(self, max_sessions: int) -> FlushAnswer:
         """Drop up to this many sessions of the tenants, from every tier, pinned or not.
 
         Others are passed over, a bounded number of them: nothing may be dropped while `is_looking`.
         """
         state = self._state
-        state.advance(now_ns)
         keys: list[SessionKey] = []
         for _ in range(LOOKED_AT * max_sessions):
             if len(keys) == max_sessions:
@@ -90,13 +80,9 @@ class Eraser:
             if key is None:
                 self.is_looking = False
                 break
-            if self._is_erased(key.tenant) and key in state.sessions:
+            if state.tenants.is_erased(key.tenant) and key in state.sessions:
                 keys.append(key)
-        num_bytes = freed_bytes(state, keys, Counter())
-        for key in keys:
-            state.outbox.count("sessions_flushed")
-            state.drop_session(state.sessions[key], SESSION_FLUSHED, WHY)
-        return FlushAnswer(len(keys), num_bytes, ())
+        return self._sessions.drop(keys, (), WHY)
 
     def is_gone(self) -> bool:
         """Whether nothing of the tenants is stored, or being moved, any more.
@@ -104,8 +90,8 @@ class Eraser:
         The rows of the last of it may be in `drain` yet, or on their way to the index: what is to
         happen after them, as to the keys, goes behind them.
         """
-        state, is_erased = self._state, self._is_erased
-        if any(is_erased(op.block.tenant) for op in state.writes.values()):
+        state, is_erased = self._state, self._state.tenants.is_erased
+        if any(is_erased(op.block.tenant) for op in state.under_way.writes.values()):
             return False
         stores = [lease for lease in state.leases if isinstance(lease, StoreLease)]
         num_filling = sum(len(x.slots()) for x in stores if is_erased(x.key.tenant))
@@ -113,32 +99,31 @@ class Eraser:
         num_used = sum(usage.used_bytes for usage in used) // state.layout.block_bytes
         return num_used == num_filling and not any(usage.num_sessions for usage in used)
 
-    def wipe(self, now_ns: int) -> None:
+    def wipe(self) -> None:
         """Have all slots zeroed that are free now; wait until `is_wiping` says no."""
-        self._state.advance(now_ns)
         self._num_to_wipe = self._state.slots.num_free
         self._has_failed = False
         self._wipe_some()
 
     def is_wiping(self) -> bool:
         """Whether free slots are still to be wiped."""
-        return bool(self._state.wipes)
+        return bool(self._state.under_way.wipes)
 
     def is_wiped(self) -> bool:
         """Whether every slot could be zeroed."""
         return not self._has_failed
 
     def wipe_done(self, op_id: int, outcome: IoOutcome) -> None:
-        """Take the outcome of a WipeSlots; the engine has noted the time."""
+        """Take the outcome of a WipeSlots."""
         self._has_failed |= outcome is not IoOutcome.OK
-        for slot_id in self._state.wipes.pop(op_id):
+        for slot_id in self._state.under_way.wipes.pop(op_id):
             self._state.slots.free(slot_id)
         self._wipe_some()
         self._state.outbox.space_freed()
 
     def end(self) -> None:
         """Let the tenants in again."""
-        self._is_erased = _nobody
+        self._state.tenants.is_erased = nobody
 
     def _wipe_some(self) -> None:
         """Take those out of use that have been free longest: what is wiped comes behind them."""
@@ -147,6 +132,6 @@ class Eraser:
         slot_ids = state.slots.take_free(min(most, self._num_to_wipe))
         self._num_to_wipe -= len(slot_ids)
         if slot_ids:
-            op_id = state.next_op_id()
-            state.wipes[op_id] = slot_ids
+            op_id = state.under_way.next_op_id()
+            state.under_way.wipes[op_id] = slot_ids
             state.outbox.add(WipeSlots(op_id, tuple(slot_ids)))

@@ -6,17 +6,16 @@ arrivals' `waiting`; 3. loading creates no session; 4. a lease that was PENDING 
 progress word until it ends.
 """
 
+from collections.abc import Callable
 from itertools import takewhile
+from typing import TYPE_CHECKING
 
 from kvd.core.io.reading import Reader
 from kvd.core.io.verifying import Verifier
 from kvd.core.io.writing import Writer
-from kvd.core.operations import exporting
-from kvd.core.operations.exporting import Export
+from kvd.core.operations.chaining import Chaining
 from kvd.core.operations.matching import Piece, check_from_token, match_tokens, num_tokens_of
 from kvd.core.records.actions import (
-    READ_FAILED,
-    IoOutcome,
     LeaseReady,
     TrackLoad,
     UntrackLoad,
@@ -26,16 +25,18 @@ from kvd.core.records.records import (
     LoadAnswer,
     LoadSpan,
     Lookup,
-    StoredBlock,
     Tier,
 )
 from kvd.core.state.block import Block, BlockIo
-from kvd.core.state.cache_state import Arrival, CacheState
-from kvd.core.state.corruption import CORRUPT, report_corrupt
-from kvd.core.state.leases import LoadLease
+from kvd.core.state.cache_state import CacheState
+from kvd.core.state.leases import LeasePhase, LoadLease, move
 from kvd.core.state.session_history import MoveKind
 from shared.types.lineage import Lineage
 from shared.types.session_key import SessionKey
+from shared.types.units import NS_PER_S
+
+if TYPE_CHECKING:
+    from kvd.core.state.under_way import Arrival
 
 BUSY = "busy"
 READ_ERROR = "read_error"
@@ -44,15 +45,29 @@ ON_SSD = "on_ssd"
 
 
 class Loader:
-    """Prepares, settles and completes loads of one cache state."""
+    """Prepares, settles and completes loads of one cache state.
+
+    Args:
+        state: the cache's tables.
+        reader: begins reads of blocks that are on SSD only.
+        writer: makes room for them in DRAM.
+        verifier: begins verifications of blocks that nobody has verified yet.
+        consider_compaction: called with each session after a load.
+    """
 
     def __init__(
-        self, state: CacheState, reader: Reader, writer: Writer, verifier: Verifier
+        self,
+        state: CacheState,
+        reader: Reader,
+        writer: Writer,
+        verifier: Verifier,
+        consider_compaction: Callable[[SessionKey], None],
     ) -> None:
         self._state = state
         self._reader = reader
         self._writer = writer
         self._verifier = verifier
+        self._consider_compaction = consider_compaction
 
     def prepare(
         self,
@@ -60,46 +75,46 @@ class Loader:
         token_ids: bytes,
         from_token: int,
         owner: int,
-        lineage: Lineage | None,
         *,
-        dram_only: bool,
+        dram_only: bool = False,
+        lineage: Lineage | None = None,
     ) -> LoadAnswer:
-        """See CacheEngine.prepare_load."""
-        check_from_token(from_token, num_tokens_of(token_ids))
+        """Lease the stored KV of token_ids[from_token:], as far as slots can be had for it.
+
+        Unless it is a MISS the caller owes `complete`; when PENDING first `settle`, after
+        LeaseReady. With `dram_only` only what is in DRAM, up to the first block that is not, and no
+        read is begun for it (but if verifying finds a slot corrupt its block is read anew). The
+        lineage is that of the tokens: nothing else is matched. None: it is not named; then their
+        discards are taken from what is stored.
+
+        Raises:
+            InvalidRequestError: token ids or position that cannot be.
+            TooManyLeasesError: at the bound.
+            ErasingError: the tenant is being erased.
+        """
         state = self._state
+        state.tenants.refuse_erased(key.tenant)
+        num_tokens = num_tokens_of(token_ids)
+        is_running = state.placement.queue.is_running(key)
+        state.turns.asked(key, num_tokens, state.now_ns, is_running=is_running)
+        check_from_token(from_token, num_tokens)
         session = state.sessions.get(key)
         if session is not None:
             state.touch(session)
-        match = match_tokens(state, key, token_ids, lineage)
+        match = match_tokens(state, key, token_ids, Chaining(state, key.tenant, lineage))
         if session is not None and session.lineage is None and match.covers(session):
             session.lineage = lineage
         stored = [piece for piece in match.pieces if piece.end > from_token]
         pieces = list(takewhile(_is_in_dram, stored)) if dram_only else stored
-        if not pieces:
-            state.outbox.count("load_misses")
-            reason = ON_SSD if stored else match.miss_reason
-            return LoadAnswer(Lookup.MISS, miss_reason=reason)
-        lease_id = state.leases.next_id()
-        lease = LoadLease(lease_id, owner, key, from_token, [], more=False, since_ns=state.now_ns)
-        return self._grant(lease, pieces, len(stored))
+        if pieces:
+            lease = LoadLease(state.leases.next_id(), owner, key, from_token, since_ns=state.now_ns)
+            answer = self.grant(lease, pieces, len(stored))
+        else:
+            answer = self._miss(ON_SSD if stored else match.miss_reason)
+        state.measures.asked(key, state.now_ns)
+        return answer
 
-    def prepare_export(self, export: Export, max_spans: int, owner: int) -> LoadAnswer:
-        """See SessionFiles.prepare_export."""
-        state = self._state
-        pieces = exporting.next_pieces(state, export, max_spans)
-        lease = LoadLease(
-            state.leases.next_id(),
-            owner,
-            export.key,
-            export.num_tokens,
-            [],
-            more=False,
-            since_ns=state.now_ns,
-            is_export=True,
-        )
-        return self._grant(lease, pieces, len(pieces))
-
-    def _grant(self, lease: LoadLease, pieces: list[Piece], num_stored: int) -> LoadAnswer:
+    def grant(self, lease: LoadLease, pieces: list[Piece], num_stored: int) -> LoadAnswer:
         """Lease pieces, as far as slots can be had for them."""
         state = self._state
         self._lease_pieces(lease, pieces)
@@ -111,48 +126,68 @@ class Loader:
         state.leases.add(lease)
         if not lease.num_waiting:
             return self._hit(lease)
-        self._track(lease)
+        self.track(lease)
         return self._granted(lease, Lookup.PENDING)
 
     def state_of(self, lease_id: int) -> LeaseState:
-        """See CacheEngine.lease_state."""
+        """Say whether a load lease may be settled."""
         lease = self._state.leases.get(lease_id)
         if not isinstance(lease, LoadLease):
             return LeaseState.LOST
         return LeaseState.PENDING if lease.num_waiting else LeaseState.READY
 
     def settle(self, lease_id: int) -> LoadAnswer:
-        """See CacheEngine.settle_load."""
+        """Answer a PENDING load: HIT with the spans that arrived, up to the first that did not.
+
+        Called before LeaseReady (at a deadline), it gives up on the reads still under way. On MISS
+        nothing is owed.
+
+        Raises:
+            LeaseLostError: if the owner is gone.
+        """
         lease = self._state.leases.load_of(lease_id)
         if lease.num_waiting:
             first = next(i for i, (block, _) in enumerate(lease.entries) if block.io.is_arriving)
-            self._cut(lease, first, DEADLINE)
+            self.cut(lease, first, DEADLINE)
         if lease.entries:
             return self._hit(lease)
         failure = lease.failure
-        lease.is_settled = True
+        move(lease, "settle")
         self.release(lease)
-        if not lease.is_export:
-            self._state.outbox.count("load_misses")
-        return LoadAnswer(Lookup.MISS, miss_reason=failure)
+        if lease.is_export:
+            return LoadAnswer(Lookup.MISS, miss_reason=failure)
+        return self._miss(failure)
 
-    def complete(self, lease_id: int, owner: int) -> SessionKey:
-        """See CacheEngine.complete_load; returns whose lease it was."""
-        lease = self._state.leases.load_of(lease_id, owner)
+    def complete(self, lease_id: int, owner: int) -> None:
+        """End a load lease, settled or not.
+
+        Raises:
+            LeaseLostError: if it is not the owner's (any more): what was loaded must not be
+                trusted.
+        """
+        state = self._state
+        state.outbox.count("leases_lost", state.leases.is_lost(lease_id, owner))
+        lease = state.leases.load_of(lease_id, owner)
         if lease.is_export:
             self.release(lease)
-            return lease.key
+        else:
+            self._end(lease)
+        state.measures.load_s.observe((state.now_ns - lease.since_ns) / NS_PER_S)
+        self._consider_compaction(lease.key)
+
+    def _end(self, lease: LoadLease) -> None:
+        """Count a load that is over, which is a use of its session."""
+        state = self._state
         has_arrived = lease.entries and not lease.num_waiting and not lease.failure
-        if not lease.is_settled:  # followed by its progress word, or given up
-            self._count(lease) if has_arrived else self._state.outbox.count("load_misses")
+        if lease.phase is LeasePhase.HELD:  # followed by its progress word, or given up
+            self._count(lease) if has_arrived else state.outbox.count("load_misses")
         if has_arrived and not lease.more:
-            self._state.placement.loaded(lease.key)
+            state.placement.loaded(lease.key)
         self.release(lease)
-        session = self._state.sessions.get(lease.key)
+        session = state.sessions.get(lease.key)
         if session is not None:
-            self._state.touch(session)
-            self._state.outbox.index.session_used(session.key)
-        return lease.key
+            state.touch(session)
+            state.outbox.index.session_used(session.key)
 
     def release(self, lease: LoadLease) -> None:
         """End a lease; reads under way go on and serve the cache."""
@@ -160,108 +195,13 @@ class Loader:
             self._state.outbox.add(LeaseReady(lease.lease_id))
         if lease.is_tracked:
             self._state.outbox.add(UntrackLoad(lease.lease_id))
-        self._state.leases.remove(lease)
-        self._cut(lease, 0, "")
+        self._state.leases.end(lease)
+        self.cut(lease, 0, "")
 
     def revoke(self, block: Block) -> None:
         """End the leases that read a block whose bytes are wrong: their completion must fail."""
         for lease in self._state.leases.reading(block) if block.readers else ():
             self.release(lease)
-
-    # --------------------------------------------------------------------------------- completions
-
-    def read_done(self, op_id: int, outcome: IoOutcome, stored: StoredBlock | None) -> None:
-        """See CacheEngine.read_done."""
-        state = self._state
-        arrival = self._reader.ended(op_id, outcome)
-        block = self._ended(arrival)
-        if outcome is IoOutcome.OK and stored is not None:
-            kind = MoveKind.READ_AHEAD if block.is_ahead else MoveKind.READ
-            state.note_block(block, kind)
-            assert block.slot_id is not None, "a block keeps its slot while it is read"
-            state.slots.commit(block.slot_id)
-            state.blocks.know(block, stored.token_ids, stored.checksums)
-            state.put_block_slot(block)
-            self._arrived(arrival)
-            return
-        state.leave_dram(block)
-        is_corrupt = outcome is IoOutcome.CORRUPT
-        self._cut_waiting(arrival, CORRUPT if is_corrupt else READ_ERROR)
-        if is_corrupt:
-            report_corrupt(state, block, Tier.SSD)
-            state.lose(block, CORRUPT)
-        else:
-            state.outbox.count("read_errors")
-            state.outbox.emit(READ_FAILED, block.last_user, {"block": block.key.hex()})
-            state.settle(block)
-
-    def verify_done(self, op_id: int, outcome: IoOutcome) -> None:
-        """See CacheEngine.verify_done."""
-        state = self._state
-        arrival = state.verifies.pop(op_id)
-        self._verifier.ended(op_id)
-        block = self._ended(arrival)
-        if outcome is IoOutcome.OK:
-            self._verifier.passed(block)
-            self._arrived(arrival)
-        elif outcome is IoOutcome.CORRUPT:
-            report_corrupt(state, block, Tier.DRAM)
-            for lease in arrival.early.values():
-                if state.leases.get(lease.lease_id) is lease:
-                    self.release(lease)
-            self._fall_back(arrival)
-        else:
-            self._verifier.failed(block)
-            self._cut_waiting(arrival, READ_ERROR)
-            state.settle(block)
-        self._writer.admit(block, was_queued=arrival.was_queued)
-        self._verifier.issue()
-        self._writer.issue()
-
-    def _ended(self, arrival: Arrival) -> Block:
-        del self._state.arrival_of[arrival.block.key]
-        arrival.block.io = BlockIo.IDLE
-        return arrival.block
-
-    def _arrived(self, arrival: Arrival) -> None:
-        """The block's bytes may be used."""
-        for lease in arrival.waiting.values():
-            self._waits_less(lease)
-        self._state.outbox.space_freed()
-        self._state.settle(arrival.block)
-
-    def _fall_back(self, arrival: Arrival) -> None:
-        """Read a block from SSD whose copy in DRAM is corrupt; without one it is lost."""
-        state, block = self._state, arrival.block
-        if block.extent is None:
-            self._cut_waiting(arrival, CORRUPT)
-            state.lose(block, CORRUPT)
-        elif not arrival.waiting:
-            state.leave_dram(block)
-            state.settle(block)
-        else:
-            assert block.slot_id is not None, "a block keeps its slot while it is verified"
-            state.clear_slot(block.slot_id)
-            state.slots.rewrite(block.slot_id)
-            state.blocks.doubt(block, is_unverified=False)
-            state.blocks.know(block, b"", b"")
-            read = self._reader.begin(block)
-            read.waiting = arrival.waiting
-            self._reader.issue([read])
-            for lease in read.waiting.values():
-                self._track(lease)
-
-    def _cut_waiting(self, arrival: Arrival, failure: str) -> None:
-        """Cut the leases that wait for a block that does not come."""
-        for lease in arrival.waiting.values():
-            first = next(i for i, (block, _) in enumerate(lease.entries) if block is arrival.block)
-            self._cut(lease, first, failure)
-            self._waits_less(lease)
-
-    def _waits_less(self, lease: LoadLease) -> None:
-        lease.num_waiting -= 1
-        if not lease.num_waiting:
-            self._state.outbox.add(LeaseReady(lease.lease_id))
 
     # -------------------------------------------------------------------------------------- inside
 
@@ -304,20 +244,22 @@ class Loader:
         return self._writer.make_slots(num_wanted) > 0
 
     def _wait_for(self, lease: LoadLease, block: Block) -> None:
-        arrival = self._state.arrival_of[block.key]
+        arrival = self._state.under_way.arrival_of[block.key]
         self._reader.join(arrival)
         waiting = arrival.waiting
         lease.num_waiting += lease.lease_id not in waiting
         waiting[lease.lease_id] = lease
 
-    def _track(self, lease: LoadLease) -> None:
+    def track(self, lease: LoadLease) -> None:
         """Have the lease's progress published; again, if an operation took another's place."""
         blocks = {id(block): block for block, _ in lease.entries if block.io.is_arriving}
-        op_ids = tuple(self._state.arrival_of[block.key].op_id for block in blocks.values())
+        op_ids = tuple(
+            self._state.under_way.arrival_of[block.key].op_id for block in blocks.values()
+        )
         lease.is_tracked = True
         self._state.outbox.add(TrackLoad(lease.lease_id, lease.owner, op_ids))
 
-    def _cut(self, lease: LoadLease, num_entries: int, failure: str) -> None:
+    def cut(self, lease: LoadLease, num_entries: int, failure: str) -> None:
         """Keep the lease's first entries and let go of the others."""
         kept, released = lease.entries[:num_entries], lease.entries[num_entries:]
         lease.entries, lease.more, lease.failure = kept, False, failure
@@ -325,11 +267,16 @@ class Loader:
         for block, _ in released:
             block.readers -= 1
             if block.io.is_arriving and block.key not in still_needed:
-                waiting = self._state.arrival_of[block.key].waiting
+                waiting = self._state.under_way.arrival_of[block.key].waiting
                 lease.num_waiting -= waiting.pop(lease.lease_id, None) is not None
         for block, _ in reversed(released):
             self._state.settle(block)
         self._state.outbox.space_freed()
+
+    def _miss(self, reason: str) -> LoadAnswer:
+        self._state.outbox.count("load_misses")
+        self._state.measures.misses.add(reason)
+        return LoadAnswer(Lookup.MISS, miss_reason=reason)
 
     def _granted(self, lease: LoadLease, lookup: Lookup) -> LoadAnswer:
         spans = tuple(span for _, span in lease.entries)
@@ -337,7 +284,7 @@ class Loader:
         return LoadAnswer(lookup, lease.lease_id, spans, end_token, lease.more)
 
     def _hit(self, lease: LoadLease) -> LoadAnswer:
-        lease.is_settled = True
+        move(lease, "settle")
         self._count(lease)
         return self._granted(lease, Lookup.HIT)
 

@@ -1,6 +1,6 @@
-"""How much of a token sequence is stored, and in which blocks.
+"""How much of a token sequence is stored, and in which blocks; and which blocks the rest is to be.
 
-Pure; changes nothing but that it unfolds the sessions whose blocks it finds. Two ways, the longer
+Pure; changes nothing but that it unpacks the sessions whose blocks it finds. Two ways, the longer
 wins:
 1. the session's own spans, in order, as long as they hold these very tokens, and then on along the
    content chain. A plain span proves it by its key, which is computed anew from the tokens; what a
@@ -21,13 +21,11 @@ from dataclasses import dataclass
 
 from kvd.core.operations.chaining import Chaining
 from kvd.core.records.errors import InvalidRequestError
-from kvd.core.records.records import Span
+from kvd.core.records.rows import Span, plain_span
 from kvd.core.state.block import Block
 from kvd.core.state.cache_state import CacheState
-from kvd.core.state.packing import plain_span
 from kvd.core.state.session import Session
 from shared.types.block_key import TOKEN_BYTES
-from shared.types.lineage import Lineage
 from shared.types.session_key import SessionKey
 
 
@@ -46,6 +44,16 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True)
+class PlannedBlock:
+    """A span that a session is to have: on an existing block, or on one that needs a slot."""
+
+    span: Span
+    token_ids: bytes
+    token_offset: int
+    block: Block | None
+
+
+@dataclass(frozen=True, slots=True)
 class Match:
     """The stored prefix of a sequence."""
 
@@ -61,7 +69,7 @@ class Match:
     def covers(self, session: Session) -> bool:
         """Whether it goes through all that the session has."""
         spans = session.spans
-        if session.folded or len(self.pieces) < len(spans):
+        if session.packed or len(self.pieces) < len(spans):
             return False
         return all(p.span == span for p, span in zip(self.pieces, spans, strict=False))
 
@@ -95,10 +103,9 @@ def slice_tokens(token_ids: bytes, start: int, end: int) -> bytes:
 
 
 def match_session(
-    state: CacheState, session: Session, token_ids: bytes, lineage: Lineage | None
+    state: CacheState, session: Session, token_ids: bytes, chaining: Chaining
 ) -> Match:
     """Match the session's own spans: O(tokens matched) hashing, one digest a span."""
-    chaining = Chaining(state, session.key.tenant, lineage)
     num_tokens = len(token_ids) // TOKEN_BYTES
     pieces: list[Piece] = []
     chain = chaining.root
@@ -119,24 +126,21 @@ def match_session(
 
 
 def _spans(state: CacheState, session: Session) -> Iterator[Span]:
-    """A session's spans; it is unfolded only if its first folded one is what was looked for."""
+    """A session's spans; it is unpacked only if its first packed one is what was looked for."""
     num_spans = len(session.spans)
     yield from session.spans
-    if not session.folded:
+    if not session.packed:
         return
     yield next(session.tail_spans())
-    state.unfold(session)
+    state.tails.unpack(session)
     yield from session.spans[num_spans + 1 :]
 
 
-def match_tokens(
-    state: CacheState, key: SessionKey, token_ids: bytes, lineage: Lineage | None
-) -> Match:
+def match_tokens(state: CacheState, key: SessionKey, token_ids: bytes, chaining: Chaining) -> Match:
     """Find the longest stored prefix; O(tokens) hashing."""
-    chaining = Chaining(state, key.tenant, lineage)
     session = state.sessions.get(key)
     own = (
-        match_session(state, session, token_ids, lineage)
+        match_session(state, session, token_ids, chaining)
         if session
         else Match([], chaining.root, "unknown_session")
     )
@@ -167,3 +171,40 @@ def _follow_chain(
             return
         yield Piece(plain_span(chain, end - offset), block, offset)
         offset = end
+
+
+def kept_pieces(
+    pieces: list[Piece], from_token: int, num_tokens: int, chaining: Chaining
+) -> list[Piece]:
+    """Choose the stored pieces that a store builds on: a partial block at the end is replaced.
+
+    It is, unless its tokens are not all there to be stored again (`from_token`).
+    """
+    if not pieces or pieces[-1].end == num_tokens:
+        return pieces
+    last = pieces[-1]
+    is_partial = last.end < chaining.end_of_block(last.token_offset)
+    # A span behind a discard stays: its block was computed before it, what follows was not
+    # (equal keys must mean equal computation).
+    is_plain = last.span.start == 0 and last.span.chain == last.span.block_key
+    if is_partial and is_plain and from_token <= last.token_offset:
+        return pieces[:-1]
+    return pieces
+
+
+def plan_blocks(
+    state: CacheState, chaining: Chaining, token_ids: bytes, base: list[Piece]
+) -> list[PlannedBlock]:
+    """Name the blocks of everything behind the pieces, the last one perhaps partial."""
+    chain = base[-1].span.chain if base else chaining.root
+    offset = base[-1].end if base else 0
+    num_tokens = num_tokens_of(token_ids)
+    planned = []
+    while offset < num_tokens:
+        end = min(chaining.end_of_block(offset), num_tokens)
+        tokens = slice_tokens(token_ids, offset, end)
+        chain = chaining.key(chain, offset, tokens)
+        span = plain_span(chain, end - offset)
+        planned.append(PlannedBlock(span, tokens, offset, state.find_block(chain)))
+        offset = end
+    return planned

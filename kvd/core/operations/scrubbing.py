@@ -15,15 +15,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
 
+from kvd.core.io.verifying import CORRUPT, report_corrupt
 from kvd.core.io.writing import Writer
 from kvd.core.operations.loading import Loader
 from kvd.core.records.actions import SCRUBBED, IoOutcome, VerifyExtent, VerifySlot
 from kvd.core.records.errors import ScrubError
-from kvd.core.records.records import BlockRecord, ScrubReport, ScrubStep, Tier
+from kvd.core.records.records import ScrubReport, ScrubStep, Tier
+from kvd.core.records.rows import BlockRecord, unpack_places
 from kvd.core.state.block import Block, BlockIo
 from kvd.core.state.cache_state import CacheState
-from kvd.core.state.corruption import CORRUPT, report_corrupt
-from kvd.core.state.packing import unpack_places
 from shared.types.session_key import SessionKey
 from shared.types.units import SECTOR_BYTES
 
@@ -85,13 +85,12 @@ class Scrubber:
         self._counts = dict.fromkeys(ScrubReport.__slots__, 0)
         return self._last_id
 
-    def step(self, scrub_id: int, max_bytes: int, now_ns: int) -> ScrubStep:
+    def step(self, scrub_id: int, max_bytes: int) -> ScrubStep:
         """Go on with a scrub until `max_bytes` are under way; the caller sets the pace.
 
         Raises:
             ScrubError: it is over.
         """
-        self._state.advance(now_ns)
         if not self._is_current(scrub_id):
             raise ScrubError(f"scrub {scrub_id} is over", "begin another one")
         issued_bytes = 0
@@ -119,11 +118,7 @@ class Scrubber:
     def _is_current(self, scrub_id: int) -> bool:
         return self._is_under_way and scrub_id == self._last_id
 
-    def owns(self, op_id: int) -> bool:
-        """Whether a verification is one of a scrub's."""
-        return op_id in self._ops
-
-    def verify_done(self, op_id: int, outcome: IoOutcome) -> None:
+    def done(self, op_id: int, outcome: IoOutcome) -> None:
         """Take the outcome of a check."""
         op = self._ops.pop(op_id)
         self._in_flight_bytes -= op.num_bytes
@@ -150,7 +145,7 @@ class Scrubber:
     def _all_checks(self) -> Iterator[_Op]:
         """Name every copy there is, at any moment as of then; a block may be gone when it is due.
 
-        First the blocks that are known one by one, then those of folded sessions.
+        First the blocks that are known one by one, then those of packed sessions.
         """
         state = self._state
         keys = [block.key for block in state.blocks]
@@ -158,24 +153,24 @@ class Scrubber:
         seen = set()
         for key in keys:
             block = state.blocks.get(key)
-            if block is not None:  # else it is gone, or folded meanwhile
+            if block is not None:  # else it is gone, or packed meanwhile
                 seen.add(key)
                 yield from self._block_checks(block)
         for session_key in session_keys:
             yield from self._session_checks(session_key, seen)
 
     def _session_checks(self, session_key: SessionKey, seen: set[bytes]) -> Iterator[_Op]:
-        """Blocks of a session that are not seen yet; any may be folded or unfolded meanwhile."""
+        """Blocks of a session that are not seen yet; any may be packed or unpacked meanwhile."""
         state = self._state
         session = state.sessions.get(session_key)
         if session is None:
             return
-        folded = session.folded
-        records = {record.key: record for record in unpack_places(folded)}
+        packed = session.packed
+        records = {record.key: record for record in unpack_places(packed)}
         for key in [*session.block_keys(), *records]:
-            if session.folded is not folded:
-                folded = session.folded
-                records = {record.key: record for record in unpack_places(folded)}
+            if session.packed is not packed:
+                packed = session.packed
+                records = {record.key: record for record in unpack_places(packed)}
             block = state.blocks.get(key)
             if block is None and key in records:
                 yield self._extent_check(records[key])
@@ -183,11 +178,11 @@ class Scrubber:
                 yield from self._block_checks(block)
 
     def _find(self, key: bytes) -> Block:
-        """Find a block that exists, be it folded: O(sessions) at worst, for corrupt ones only."""
+        """Find a block that exists, be it packed: O(sessions) at worst, for corrupt ones only."""
         block = self._state.find_block(key)
         if block is None:
             sessions = self._state.sessions.values()
-            self._state.unfold(next(session for session in sessions if key in session.folded))
+            self._state.tails.unpack(next(session for session in sessions if key in session.packed))
             block = self._state.blocks[key]
         return block
 
@@ -211,7 +206,7 @@ class Scrubber:
 
     def _issue(self, op: _Op) -> None:
         state = self._state
-        op_id = state.next_op_id()
+        op_id = state.under_way.next_op_id()
         self._ops[op_id] = op
         state.scrubbed[op.tier, op.place] = op_id
         self._in_flight_bytes += op.num_bytes

@@ -1,28 +1,67 @@
 """SessionFiles: sessions on their way into files and out of them; kvd/session_files asks for it.
 
-Pure. An export is leased like a load (`exporting.py` says of what), an import is stored like what
-an engine has computed. A tenant that is being erased can do neither.
+Pure. An export leases the session's own spans like a load, a few at a time, each proven as it goes.
+It is no use of the session: it changes neither its age nor its place in any order, though what is
+on SSD comes through DRAM. Blocks in DRAM are verified before they are given out: a file outlives
+the memory. An import is stored like what an engine has computed. A tenant that is being erased can
+do neither.
+
+What another kvd needs besides tokens and rows is the lineage: which discards the context comes
+after. A kvd that has restarted since may not know it; then what follows from the tokens alone can
+be exported, and the rest only once an engine has named the lineage again.
+
+Invariant: what is given out is the session's tokens from the first one on, computed as `lineage`
+says.
 """
 
-from kvd.core.operations import exporting, retention
-from kvd.core.operations.erasing import Eraser
-from kvd.core.operations.exporting import Export
+from dataclasses import dataclass
+
+from kvd.core.inspection.session_filter import find_session
+from kvd.core.operations.chaining import Chaining
 from kvd.core.operations.loading import Loader
+from kvd.core.operations.matching import Piece, slice_tokens
 from kvd.core.operations.storing import Storer
+from kvd.core.records.errors import SessionChangedError, UnknownLineageError
 from kvd.core.records.records import ExportedRows, LoadAnswer, StoreAnswer
+from kvd.core.records.rows import Span
 from kvd.core.state.cache_state import CacheState
-from shared.types.lineage import Lineage
+from kvd.core.state.leases import LoadLease
+from shared.types.lineage import WHOLE, Lineage
 from shared.types.session_key import SessionKey
+
+
+@dataclass(slots=True, eq=False)
+class Export:
+    """How far the export of one session is.
+
+    Attributes:
+        spans: the session's, when it began.
+        lineage: as it is known; where it is not, what the tokens have to prove: that it is whole.
+        next_span: the first one that is not exported.
+        num_tokens: exported so far.
+        chain: of the span before the next one.
+    """
+
+    key: SessionKey
+    spans: tuple[Span, ...]
+    lineage: Lineage
+    next_span: int = 0
+    num_tokens: int = 0
+    chain: bytes = b""
+
+    @property
+    def is_done(self) -> bool:
+        """Whether every span is exported."""
+        return self.next_span == len(self.spans)
 
 
 class SessionFiles:
     """Exports and imports of one cache state."""
 
-    def __init__(self, state: CacheState, loader: Loader, storer: Storer, erasing: Eraser) -> None:
+    def __init__(self, state: CacheState, loader: Loader, storer: Storer) -> None:
         self._state = state
         self._loader = loader
         self._storer = storer
-        self._erasing = erasing
 
     def begin_export(self, key: SessionKey) -> Export:
         """Begin to export a session: what it is now.
@@ -31,23 +70,37 @@ class SessionFiles:
             UnknownSessionError: it is not stored.
             ErasingError: the tenant is being erased.
         """
-        self._erasing.refuse(key.tenant)
-        return exporting.begin(self._state, retention.find_session(self._state, key))
+        state = self._state
+        state.tenants.refuse_erased(key.tenant)
+        session = find_session(state, key)
+        spans = (*session.spans, *session.tail_spans())
+        is_coupled = state.layout.position_mode == "coupled"
+        lineage = WHOLE if is_coupled or session.lineage is None else session.lineage
+        return Export(key, spans, lineage, chain=Chaining(state, key.tenant, WHOLE).root)
 
-    def prepare_export(self, export: Export, max_spans: int, owner: int, now_ns: int) -> LoadAnswer:
+    def prepare_export(self, export: Export, max_spans: int, owner: int) -> LoadAnswer:
         """Lease the next spans, as far as slots can be had; the caller owes what a load owes.
 
-        When it is settled `exported` says what the rows are, before `complete_load`. The spans of
-        the answer are at their places in the session.
+        When it is settled `exported` says what the rows are, before the load is completed. The
+        spans of the answer are at their places in the session.
 
         Raises:
             SessionChangedError: it is another session by now.
             TooManyLeasesError: at the bound.
             ErasingError: the tenant is being erased.
         """
-        self._erasing.refuse(export.key.tenant)
-        self._state.advance(now_ns)
-        return self._loader.prepare_export(export, max_spans, owner)
+        state = self._state
+        state.tenants.refuse_erased(export.key.tenant)
+        pieces = self._next_pieces(export, max_spans)
+        lease = LoadLease(
+            state.leases.next_id(),
+            owner,
+            export.key,
+            export.num_tokens,
+            since_ns=state.now_ns,
+            is_export=True,
+        )
+        return self._loader.grant(lease, pieces, len(pieces))
 
     def exported(self, export: Export, lease_id: int) -> list[ExportedRows]:
         """Prove the rows of a settled lease, and go on behind them; none: a read did not come.
@@ -56,7 +109,25 @@ class SessionFiles:
             LeaseLostError: the rows turned out corrupt.
             UnknownLineageError: nobody knows what they were computed after.
         """
-        return exporting.take(self._state, export, self._state.leases.load_of(lease_id))
+        lease = self._state.leases.load_of(lease_id)
+        chaining = Chaining(self._state, export.key.tenant, export.lineage)
+        rows: list[ExportedRows] = []
+        for block, granted in lease.entries:
+            span = export.spans[export.next_span]
+            tokens = slice_tokens(block.token_ids, span.start, span.start + span.num_tokens)
+            if not chaining.holds(span, export.chain, export.num_tokens, tokens):
+                if rows:
+                    break  # these first
+                raise UnknownLineageError(
+                    f"session {export.key} has discarded tokens, and kvd was not told since it "
+                    f"started what its tokens from {export.num_tokens} on were computed after",
+                    "let its next turn run first, or export what comes before them with --prefix",
+                )
+            rows.append(ExportedRows(granted.slot_id, granted.start, granted.num_tokens, tokens))
+            export.chain = span.chain
+            export.next_span += 1
+            export.num_tokens += span.num_tokens
+        return rows
 
     def prepare_import(
         self,
@@ -65,9 +136,31 @@ class SessionFiles:
         from_token: int,
         owner: int,
         lineage: Lineage,
-        now_ns: int,
     ) -> StoreAnswer:
-        """Lease slots as `prepare_store` does, for what no turn has computed."""
-        self._erasing.refuse(key.tenant)
-        self._state.advance(now_ns)
-        return self._storer.prepare(key, token_ids, from_token, owner, lineage)
+        """Lease slots as for a store, for what no turn has computed."""
+        self._state.tenants.refuse_erased(key.tenant)
+        return self._storer.lease_slots(key, token_ids, from_token, owner, lineage)
+
+    def _next_pieces(self, export: Export, max_spans: int) -> list[Piece]:
+        """Find the blocks of the next spans.
+
+        Raises:
+            SessionChangedError: the session does not have them any more.
+        """
+        state = self._state
+        session = state.sessions.get(export.key)
+        if session is None:
+            raise SessionChangedError(f"session {export.key} has gone meanwhile", "see: kvd ls")
+        state.tails.unpack(session)
+        end = min(export.next_span + max_spans, len(export.spans))
+        wanted = export.spans[export.next_span : end]
+        if tuple(session.spans[export.next_span : end]) != wanted:
+            raise SessionChangedError(
+                f"session {export.key} has changed meanwhile", "export it again when it is idle"
+            )
+        pieces = []
+        offset = export.num_tokens
+        for span in wanted:
+            pieces.append(Piece(span, state.blocks[span.block_key], offset))
+            offset += span.num_tokens
+        return pieces

@@ -6,30 +6,31 @@ committed slot never changes: growing a partial block replaces it by a new one t
 tokens (D9); 4. what was prepared before a discard and is completed after it publishes nothing.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 
-from kvd.core.io.hashing import Hasher
 from kvd.core.io.placement import Placement
+from kvd.core.io.verifying import Hasher
 from kvd.core.io.writing import Writer
 from kvd.core.operations.chaining import Chaining
 from kvd.core.operations.matching import (
-    Piece,
+    PlannedBlock,
     check_from_token,
+    kept_pieces,
     match_tokens,
     num_tokens_of,
-    slice_tokens,
+    plan_blocks,
 )
 from kvd.core.records.actions import SESSION_STORED
-from kvd.core.records.records import Span, StoreAnswer, StoreBlock, WritingSlot
+from kvd.core.records.records import StoreAnswer, StoreBlock
+from kvd.core.records.rows import Span, WritingSlot
 from kvd.core.state.block import Block
 from kvd.core.state.cache_state import CacheState
 from kvd.core.state.leases import NewBlock, Part, RestoredLease, StoreLease, lost
-from kvd.core.state.packing import plain_span
 from kvd.core.state.session import Session
 from kvd.core.state.session_history import MoveKind
 from shared.types.lineage import Lineage
 from shared.types.session_key import SessionKey
+from shared.types.units import NS_PER_S
 
 GAP = "gap"
 WAIT = "wait"
@@ -38,26 +39,30 @@ QUOTA = "quota"
 MEAN_SHARE = 1 / 16  # of the newest store in the running mean
 
 
-@dataclass(frozen=True, slots=True)
-class _Planned:
-    """A span the session is to have: on an existing block, or on one that needs a slot."""
-
-    span: Span
-    token_ids: bytes
-    token_offset: int
-    block: Block | None
-
-
 class Storer:
-    """Prepares and completes stores of one cache state."""
+    """Prepares and completes stores of one cache state.
+
+    Args:
+        state: the cache's tables.
+        placement: makes room within quotas, and for another session.
+        writer: makes room in DRAM.
+        hasher: has new blocks hashed, and then written.
+        consider_compaction: called with each session after a store.
+    """
 
     def __init__(
-        self, state: CacheState, placement: Placement, writer: Writer, hasher: Hasher
+        self,
+        state: CacheState,
+        placement: Placement,
+        writer: Writer,
+        hasher: Hasher,
+        consider_compaction: Callable[[SessionKey], None],
     ) -> None:
         self._state = state
         self._placement = placement
         self._writer = writer
         self._hasher = hasher
+        self._consider_compaction = consider_compaction
 
     def prepare(
         self,
@@ -65,18 +70,43 @@ class Storer:
         token_ids: bytes,
         from_token: int,
         owner: int,
+        *,
+        lineage: Lineage | None = None,
+    ) -> StoreAnswer:
+        """Lease slots for the KV of token_ids[from_token:] that is not stored, as far as possible.
+
+        When all of it is stored already the session adopts it at once, and there is no lease. The
+        lineage is that of the tokens: nothing else is matched. None: it is not named; then their
+        discards are taken from what is stored.
+
+        Raises:
+            InvalidRequestError: token ids or position that cannot be.
+            TooManyLeasesError: at the bound.
+            ErasingError: the tenant is being erased.
+        """
+        state = self._state
+        state.tenants.refuse_erased(key.tenant)
+        state.turns.stored(key, num_tokens_of(token_ids), state.now_ns)
+        return self.lease_slots(key, token_ids, from_token, owner, lineage)
+
+    def lease_slots(
+        self,
+        key: SessionKey,
+        token_ids: bytes,
+        from_token: int,
+        owner: int,
         lineage: Lineage | None,
     ) -> StoreAnswer:
-        """See CacheEngine.prepare_store."""
+        """Do what `prepare` says, but for what is asked of an engine's turn."""
         num_tokens = num_tokens_of(token_ids)
         check_from_token(from_token, num_tokens)
         state = self._state
         session = state.sessions.get(key)
         if session is not None:
             state.touch(session)
-        match = match_tokens(state, key, token_ids, lineage)
         chaining = Chaining(state, key.tenant, lineage)
-        base = self._base(match.pieces, from_token, num_tokens, chaining)
+        match = match_tokens(state, key, token_ids, chaining)
+        base = kept_pieces(match.pieces, from_token, num_tokens, chaining)
         stored_end = base[-1].end if base else 0
         if from_token > stored_end:
             return self._refused(GAP, stored_end)
@@ -84,7 +114,7 @@ class Storer:
         lease = StoreLease(lease_id, owner, key, lineage=lineage, since_ns=now_ns)
         lease.num_discards = session.num_discards if session else 0
         held: list[Part] = [(piece.span, piece.block) for piece in base]
-        planned = self._planned(chaining, token_ids, base)
+        planned = plan_blocks(state, chaining, token_ids, base)
         held += [(new.span, new.block) for new in planned if new.block is not None]
         self._hold(held)
         num_new = sum(new.block is None for new in planned)
@@ -106,8 +136,17 @@ class Storer:
         return answer
 
     def complete(self, lease_id: int, owner: int, *, success: bool) -> int:
-        """See CacheEngine.complete_store."""
-        lease = self._state.leases.store_of(lease_id, owner)
+        """Publish what a store lease's slots hold (or forget it), and have it written to SSD.
+
+        Returns:
+            Stored tokens of the session.
+
+        Raises:
+            LeaseLostError: if it is not the owner's (any more).
+        """
+        state = self._state
+        state.outbox.count("leases_lost", state.leases.is_lost(lease_id, owner))
+        lease = state.leases.store_of(lease_id, owner)
         if isinstance(lease, RestoredLease):
             self.release(lease)
             raise lost(lease_id)
@@ -116,19 +155,21 @@ class Storer:
             held = [part for part in lease.parts if isinstance(part[1], Block)]
             if not self._is_outdated(lease):
                 self._publish(lease.key, held, lease.lineage)
-            if self._state.placement.queue.is_running(lease.key):
-                self._state.placement.loaded(lease.key)
+            if state.placement.queue.is_running(lease.key):
+                state.placement.loaded(lease.key)
         self.release(lease)
-        session = self._state.sessions.get(lease.key)
+        session = state.sessions.get(lease.key)
+        state.measures.store_s.observe((state.now_ns - lease.since_ns) / NS_PER_S)
+        self._consider_compaction(lease.key)
         return session.num_tokens if session else 0
 
     def release(self, lease: StoreLease | RestoredLease) -> None:
         """End a lease; slots that are not committed are free again."""
-        self._state.leases.remove(lease)
+        self._state.leases.end(lease)
         if isinstance(lease, StoreLease):
             for _, part in lease.parts:
                 if isinstance(part, NewBlock):
-                    self._give_back(lease, part)
+                    self._free(lease, part)
             self._release(lease.parts)
         else:
             for slot_id, _ in lease.slots():
@@ -145,42 +186,12 @@ class Storer:
 
     def give_to(self, lease: StoreLease | RestoredLease, owner: int) -> None:
         """Have an engine that came back hold its lease again."""
-        self._state.leases.give_to(lease, owner, is_orphan=False)
+        self._state.leases.reattach(lease, owner)
         self._journal(lease)
 
     # ------------------------------------------------------------------------------------- prepare
 
-    def _base(
-        self, pieces: list[Piece], from_token: int, num_tokens: int, chaining: Chaining
-    ) -> list[Piece]:
-        """The stored pieces that stay; a trailing partial block is replaced if it can be."""
-        if not pieces or pieces[-1].end == num_tokens:
-            return pieces
-        last = pieces[-1]
-        is_partial = last.end < chaining.end_of_block(last.token_offset)
-        # A span behind a discard stays: its block was computed before it, what follows was not
-        # (equal keys must mean equal computation).
-        is_plain = last.span.start == 0 and last.span.chain == last.span.block_key
-        if is_partial and is_plain and from_token <= last.token_offset:
-            return pieces[:-1]
-        return pieces
-
-    def _planned(self, chaining: Chaining, token_ids: bytes, base: list[Piece]) -> list[_Planned]:
-        """Blocks for everything after the base, the last one perhaps partial."""
-        chain = base[-1].span.chain if base else chaining.root
-        offset = base[-1].end if base else 0
-        num_tokens = num_tokens_of(token_ids)
-        planned = []
-        while offset < num_tokens:
-            end = min(chaining.end_of_block(offset), num_tokens)
-            tokens = slice_tokens(token_ids, offset, end)
-            chain = chaining.key(chain, offset, tokens)
-            block = self._state.find_block(chain)
-            planned.append(_Planned(plain_span(chain, end - offset), tokens, offset, block))
-            offset = end
-        return planned
-
-    def _grant(self, lease: StoreLease, planned: list[_Planned]) -> StoreAnswer | None:
+    def _grant(self, lease: StoreLease, planned: list[PlannedBlock]) -> StoreAnswer | None:
         """Lease as many planned blocks as there are slots; None if no new block got one."""
         slots = self._state.slots
         blocks = []
@@ -212,12 +223,14 @@ class Storer:
     def _journal(self, lease: StoreLease | RestoredLease) -> None:
         for slot_id, generation in lease.slots():
             record = WritingSlot(generation, lease.lease_id, lease.owner)
-            self._state.put_slot(slot_id, record)
+            self._state.journal.put(slot_id, record)
 
     def _why_no_slot(self) -> str:
         """Whether waiting may help: leases end, reads end, writes make blocks clean."""
         state = self._state
-        return WAIT if len(state.leases) or state.reads or state.is_cleaning() else NO_SPACE
+        return (
+            WAIT if len(state.leases) or state.under_way.reads or state.is_cleaning() else NO_SPACE
+        )
 
     def _refused(self, why: str, stored_end: int) -> StoreAnswer:
         outbox = self._state.outbox
@@ -236,14 +249,14 @@ class Storer:
         for index, (span, part) in enumerate(lease.parts):
             if isinstance(part, Block):
                 if not state.blocks.holds(part):  # found corrupt meanwhile
-                    self._let_go(lease, index)
+                    self._shorten(lease, index)
                     return
                 continue
             block = state.find_block(span.block_key)
             if block is None:
                 block = self._committed(lease.key, span, part)
             else:  # another session has committed the same meanwhile
-                self._give_back(lease, part)
+                self._free(lease, part)
             block.holders += 1
             lease.parts[index] = (span, block)
 
@@ -260,16 +273,16 @@ class Storer:
         state.note(key, MoveKind.STORED, num_blocks=1, num_tokens=span.num_tokens)
         return block
 
-    def _let_go(self, lease: StoreLease, index: int) -> None:
+    def _shorten(self, lease: StoreLease, index: int) -> None:
         """Shorten a lease to its first parts."""
         released = lease.parts[index:]
         del lease.parts[index:]
         for _, part in released:
             if isinstance(part, NewBlock):
-                self._give_back(lease, part)
+                self._free(lease, part)
         self._release(released)
 
-    def _give_back(self, lease: StoreLease, part: NewBlock) -> None:
+    def _free(self, lease: StoreLease, part: NewBlock) -> None:
         """Free a slot that does not become a block."""
         self._state.free_slot(part.slot_id)
         self._state.tenants.charge(lease.key.tenant, -1)
@@ -290,7 +303,7 @@ class Storer:
         if session is None:
             session = Session(key, state.now_ns)
             state.add_session(session)
-        state.unfold(session)
+        state.tails.unpack(session)
         if session.spans[: len(spans)] != spans:
             session.lost = ""
             state.set_spans(session, spans)
@@ -300,15 +313,15 @@ class Storer:
         state.outbox.index.session_used(key)
         state.outbox.count("stores")
         num_tokens, num_blocks = session.num_tokens, len(session.spans)
-        state.policy.sized(key, num_tokens)
-        state.placement.sized(num_blocks * state.layout.block_bytes)
+        state.policy.on_resize(key, num_tokens)
+        state.placement.note_size(num_blocks * state.layout.block_bytes)
         fields = {"num_tokens": num_tokens, "num_blocks": num_blocks}
         state.outbox.emit(SESSION_STORED, key, fields)
         self._hasher.request([state.blocks[block_key] for block_key in session.block_keys()])
 
     def _has_room_for_session(self) -> bool:
         state = self._state
-        return len(state.sessions) < state.limits.max_sessions or self._placement.drop_coldest()
+        return len(state.sessions) < state.limits.max_sessions or self._placement.drop_victim()
 
     # -------------------------------------------------------------------------------------- leases
 

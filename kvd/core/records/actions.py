@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
-from kvd.core.records.records import BlockRecord, SessionRecord, SlotRecord
+from kvd.core.records.rows import BlockRecord, SessionRecord, SlotRecord
 from shared.types.session_key import SessionKey
 
 # Names of events, for Emit.

@@ -1,20 +1,15 @@
-"""Values that cross the border of the cache engine: what is persisted, what is answered.
+"""Values that cross the border of the cache engine: what it answers, and what operators see.
 
 Pure, frozen. Token ids are little-endian uint32 bytes; positions and lengths count tokens; times
 are `now_ns` of kvd's own clock (D17).
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
-from typing import TYPE_CHECKING
 
+from kvd.core.records.rows import Pin
 from shared.types.session_key import SessionKey
-
-if TYPE_CHECKING:
-    from kvd.core.recovery.session_rows import SessionColumns
-
-TTL_NEVER_NS = -1  # a session's own TTL: never expire; None is the default TTL
 
 
 class Tier(Enum):
@@ -32,14 +27,6 @@ class Lookup(Enum):
     MISS = "miss"
 
 
-class Pin(Enum):
-    """An operator's protection of a session."""
-
-    NONE = 0
-    SOFT = 1  # does not expire; evicted only when nothing else is left
-    HARD = 2  # does not expire, is never evicted
-
-
 class Admission(Enum):
     """When a stored block is written to SSD."""
 
@@ -54,126 +41,6 @@ class LeaseState(Enum):
     READY = "ready"
     PENDING = "pending"
     LOST = "lost"  # its owner is gone, or it never was
-
-
-# --------------------------------------------------------------------------------------- persisted
-
-
-@dataclass(frozen=True, slots=True)
-class Span:
-    """A run of rows of one block that a session uses; its position is the sum of those before.
-
-    Attributes:
-        block_key: content key of the block.
-        start: first row.
-        num_tokens: number of rows.
-        tokens_digest: digest of the token ids of these rows; proves that a request asks for the
-            same tokens.
-        chain: parent key of whatever is computed after this span. It is `block_key` unless a
-            discard has happened at or before it (D5).
-
-    A *plain* span (a whole block, no discard at or before it) has an empty digest: that its tokens
-    are the ones asked for shows when the block key is computed from them.
-    """
-
-    block_key: bytes
-    start: int
-    num_tokens: int
-    tokens_digest: bytes
-    chain: bytes
-
-
-@dataclass(frozen=True, slots=True)
-class SessionRecord:
-    """A session's row."""
-
-    key: SessionKey
-    spans: bytes  # as kvd/core/state/packing.py packs them
-    last_access_ns: int
-    ttl_ns: int | None = None  # None: the default; TTL_NEVER_NS: never
-    pin: Pin = Pin.NONE
-    ended: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class BlockRecord:
-    """A block's row: where it lies on SSD. How to verify it is in the extent's header."""
-
-    key: bytes
-    extent: int
-    num_tokens: int
-
-
-@dataclass(slots=True)
-class IndexRows:
-    """All rows of one layout by columns, because there may be millions.
-
-    Who restores them takes them: the sessions are read as they come, the columns are forgotten.
-    """
-
-    sessions: "Iterable[SessionColumns]"
-    block_keys: bytes  # KEY_BYTES each, joined
-    extents: Sequence[int]
-    block_tokens: Sequence[int]
-
-    def forget_blocks(self) -> None:
-        """Let the memory of the columns go: nobody needs them any more, whoever still has this."""
-        self.block_keys, self.extents, self.block_tokens = b"", (), ()
-
-
-@dataclass(frozen=True, slots=True)
-class StoredBlock:
-    """What an extent's header says of its block.
-
-    Attributes:
-        checksums: xxh3_64 of each layer slice's used bytes (of every component, in order, the
-            first num_tokens rows), little-endian, 8 bytes a layer.
-    """
-
-    token_ids: bytes
-    checksums: bytes
-
-
-# ------------------------------------------------------------------------------------ the journal
-
-
-@dataclass(frozen=True, slots=True)
-class WritingSlot:
-    """An engine writes to the slot."""
-
-    generation: int
-    lease_id: int
-    owner: int
-
-
-@dataclass(frozen=True, slots=True)
-class CommittedSlot:
-    """The slot holds a block whose bytes never change; checksums as in StoredBlock."""
-
-    generation: int
-    key: bytes
-    num_tokens: int
-    token_ids: bytes
-    checksums: bytes
-
-
-SlotRecord = WritingSlot | CommittedSlot
-
-
-@dataclass(frozen=True, slots=True)
-class AdoptedSlot:
-    """A slot that an earlier kvd had committed; to be verified before its first use."""
-
-    slot_id: int
-    block: CommittedSlot
-
-
-@dataclass(frozen=True, slots=True)
-class OrphanSlot:
-    """A slot that an engine may still be writing to, granted by an earlier kvd."""
-
-    slot_id: int
-    writing: WritingSlot  # its owner is an id that the shell gave to the process
 
 
 # ---------------------------------------------------------------------------------- load and store
@@ -193,10 +60,10 @@ class LoadSpan:
 
 @dataclass(frozen=True, slots=True)
 class LoadAnswer:
-    """Answer of `prepare_load` and `settle_load`.
+    """Answer of `loads.prepare` and `loads.settle`.
 
-    Unless it is a MISS the caller owes `complete_load(lease_id)`. On PENDING the spans may not be
-    read before `settle_load` has returned them.
+    Unless it is a MISS the caller owes `loads.complete`. On PENDING the spans may not be
+    read before `loads.settle` has returned them.
 
     Attributes:
         miss_reason: "" unless MISS; then one of "unknown_session", "tokens_differ", "not_stored",
@@ -235,7 +102,7 @@ class StoreBlock:
 
 @dataclass(frozen=True, slots=True)
 class StoreAnswer:
-    """Answer of `prepare_store`; with a lease_id the caller owes `complete_store(lease_id)`.
+    """Answer of `stores.prepare`; with a lease_id the caller owes `stores.complete`.
 
     Attributes:
         refused: "" (granted, or all stored already), "gap" (from_token lies beyond what is stored:

@@ -11,7 +11,7 @@ blocks that are in DRAM only, `settle` after it.
 from collections.abc import Sequence
 
 from kvd.core.records.extent_shape import CHECKSUM_BYTES
-from kvd.core.records.records import AdoptedSlot, OrphanSlot
+from kvd.core.records.rows import AdoptedSlot, OrphanSlot
 from kvd.core.state.block import Block
 from kvd.core.state.cache_state import CacheState
 from kvd.core.state.leases import RestoredLease
@@ -34,7 +34,7 @@ def adopt(
     for slot in adopted:
         if not _is_free(state, slot.slot_id):
             continue
-        state.journal[slot.slot_id] = SlotState.COMMITTED
+        state.journal.states[slot.slot_id] = SlotState.COMMITTED
         if _is_sound(state, slot):
             _add_block(state, slot)
         else:
@@ -51,9 +51,13 @@ def settle(state: CacheState) -> None:
             used.append((state.sessions[block.newest_user()].last_access_ns, block))
         else:
             state.forget(block)
-    for _, block in sorted(used, key=lambda pair: pair[0], reverse=True):  # what is warm is next
+    for _, block in sorted(
+        used, key=lambda pair: pair[0], reverse=True
+    ):  # what was used last is next
         state.unverified[block.key] = block
-    for block in reversed(state.unverified.values()):  # enters the order of DRAM, coldest first
+    for block in reversed(
+        state.unverified.values()
+    ):  # enters the order of DRAM, least recently used first
         state.settle(block)
     state.outbox.count("adopted_blocks", len(used))
 
@@ -66,14 +70,12 @@ def _is_free(state: CacheState, slot_id: int) -> bool:
 def _quarantine(state: CacheState, orphan: OrphanSlot) -> None:
     writing = orphan.writing
     lease = state.leases.get(writing.lease_id)
-    if isinstance(lease, RestoredLease):
-        state.leases.remove(lease)
-    else:
+    if not isinstance(lease, RestoredLease):
         lease = RestoredLease(writing.lease_id, writing.owner, since_ns=state.now_ns)
-    lease.held.append((orphan.slot_id, writing.generation))
-    state.leases.add(lease)
-    state.slots.adopt(orphan.slot_id, writing.generation, SlotState.WRITING)
-    state.journal[orphan.slot_id] = SlotState.WRITING
+        state.leases.add(lease)
+    state.leases.quarantine(lease, orphan.slot_id, writing.generation)
+    state.slots.adopt(orphan.slot_id, writing.generation, is_committed=False)
+    state.journal.states[orphan.slot_id] = SlotState.WRITING
 
 
 def _is_sound(state: CacheState, slot: AdoptedSlot) -> bool:
@@ -90,7 +92,7 @@ def _is_sound(state: CacheState, slot: AdoptedSlot) -> bool:
 def _add_block(state: CacheState, slot: AdoptedSlot) -> None:
     record = slot.block
     block = Block(record.key, record.num_tokens)
-    state.slots.adopt(slot.slot_id, record.generation, SlotState.COMMITTED)
+    state.slots.adopt(slot.slot_id, record.generation, is_committed=True)
     state.blocks.add(block)
     state.blocks.enter_dram(block, slot.slot_id, record.generation)
     state.blocks.know(block, record.token_ids, record.checksums)

@@ -5,33 +5,149 @@ not trusted: blocks outside the tier, two blocks on one place, sessions beyond t
 blocks exist. Blocks that adoption has found in DRAM are there already
 (kvd/core/recovery/adopting.py).
 
-Sessions begin folded, as far as they may be, and rest until they are used. What is needed of a
-million of them at once is columns; `kvd bench --only control` shows what they take.
+Sessions begin packed, as far as they may be, and rest until they are used. What is needed of a
+million of them at once is columns (row_join.py); `kvd bench --only control` shows what they take.
 """
 
 from collections import Counter
-from collections.abc import Iterable
-from typing import TypeAlias
+from collections.abc import Iterable, Sequence
+from typing import TypeAlias, TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kvd.core.records.actions import RESTORED
-from kvd.core.records.records import TTL_NEVER_NS, IndexRows, Pin, SessionRecord
-from kvd.core.recovery.block_rows import BlockRows
+from kvd.core.records.rows import (
+    PLACE_BYTES,
+    TTL_NEVER_NS,
+    IndexRows,
+    Pin,
+    SessionRecord,
+    plain_span,
+)
 from kvd.core.recovery.row_join import (
+    BlockColumns,
+    Flags,
     Ints,
+    Rows,
+    SessionRows,
     SpanColumns,
+    SpanJoin,
     count_users,
     gathered,
     head_lengths,
+    index_blocks,
     pack_places_of,
 )
-from kvd.core.recovery.session_rows import SessionRows
+from kvd.core.state.block import Block
 from kvd.core.state.block_users import NOWHERE
 from kvd.core.state.cache_state import CacheState
-from kvd.core.state.packing import PLACE_BYTES, plain_span
 from kvd.core.state.session import Session
+from shared.types.block_key import KEY_BYTES
 from shared.types.session_key import SessionKey
+
+Number = TypeVar("Number", np.int32, np.int64)
+
+
+class BlockRows:
+    """All blocks there are: the rows of the index, and then those in DRAM.
+
+    Attributes:
+        keys: of KEY_BYTES each, joined.
+        num_tokens: of each.
+        extents: where they lie; -1: not on SSD.
+        is_sound: which may be used.
+    """
+
+    def __init__(self, state: CacheState, rows: IndexRows) -> None:
+        self._state = state
+        self._num_rows = len(rows.block_keys) // KEY_BYTES
+        adopted = list(state.blocks)
+        self._made: dict[int, Block] = {}
+        self.keys = rows.block_keys + b"".join(block.key for block in adopted)
+        self.num_tokens = _extended(
+            np.asarray(rows.block_tokens, dtype=np.int32), [b.num_tokens for b in adopted]
+        )
+        extents = np.asarray(rows.extents).astype(np.int64, copy=False)
+        num_blocks = len(self.num_tokens)
+        self.is_sound: Flags = np.ones(num_blocks, dtype=np.bool_)
+        self._is_used: Flags = np.zeros(num_blocks, dtype=np.bool_)
+        self._index: BlockColumns | None = index_blocks(self.keys, self.num_tokens)
+        same_as = self._index.same_as
+        self._is_copy: Flags = (same_as != np.arange(num_blocks)) & (same_as >= 0)
+        self._take_extents(extents, same_as)
+        is_on_ssd = self.is_sound[: self._num_rows]
+        if not is_on_ssd.all():
+            extents = np.where(is_on_ssd, extents, -1)
+        self.extents: Ints = _extended(extents, [-1] * len(adopted))
+        for index, block in enumerate(adopted, start=self._num_rows):
+            self._join_adopted(int(same_as[index]), index, block)
+
+    def join(self) -> SpanJoin:
+        """Have the blocks of spans found."""
+        assert self._index is not None, "blocks are found before they are used"
+        return SpanJoin(self._index, self.is_sound)
+
+    @property
+    def is_object(self) -> Flags:
+        """Which blocks are in DRAM, and so cannot be packed."""
+        is_object = np.zeros(len(self.extents), dtype=np.bool_)
+        is_object[list(self._made)] = True
+        return is_object
+
+    def use(self, num_users: Ints) -> None:
+        """Note how many spans use each block; none is to be found any more."""
+        self._is_used = num_users > 0
+        self._index = None  # it takes as much memory as all the rest
+
+    def block(self, index: int) -> Block:
+        """Find a block, or make it."""
+        block = self._made.get(index)
+        if block is None:
+            block = self._made[index] = Block(self._key(index), int(self.num_tokens[index]))
+            self._state.blocks.add(block)
+        if block.extent is None and self.extents[index] >= 0:
+            self._state.blocks.enter_ssd(block, int(self.extents[index]))
+        return block
+
+    def drop_unused(self) -> int:
+        """Remove the rows that nothing needs, or that cannot be; returns how many."""
+        is_needed = self._is_copy | (self._is_used & (self.extents >= 0))  # or its row is another's
+        dropped = np.flatnonzero(~is_needed[: self._num_rows]).tolist()
+        for index in dropped:
+            extent = int(self.extents[index])
+            num_tokens = int(self.num_tokens[index])
+            self._state.drop_row(self._key(index), extent if extent >= 0 else None, num_tokens)
+        return len(dropped)
+
+    def _key(self, index: int) -> bytes:
+        return self.keys[index * KEY_BYTES : (index + 1) * KEY_BYTES]
+
+    def _take_extents(self, extents: Ints, same_as: Rows) -> None:
+        """Let rows of the index own what they say they do, as far as that can be."""
+        shape, num_rows = self._state.shape, self._num_rows
+        block_tokens = self._state.layout.block_tokens
+        num_tokens = self.num_tokens[:num_rows]
+        sectors_of = np.array([0, *map(shape.num_sectors, range(1, block_tokens + 1))])
+        is_possible = (num_tokens > 0) & (num_tokens <= block_tokens)
+        is_possible &= same_as[:num_rows] == np.arange(num_rows)
+        num_sectors = sectors_of[np.where(is_possible, num_tokens, 0)]
+        self.is_sound[:num_rows] = self._state.extents.restore(extents, num_sectors)
+
+    def _join_adopted(self, row: int, index: int, block: Block) -> None:
+        """Note which of all blocks one in DRAM is: that of a row, or one of its own."""
+        if row == -1 or self.num_tokens[row] != block.num_tokens:
+            self.is_sound[index] = False
+            self._state.forget(block)
+        else:
+            self.is_sound[row] = True
+            self._made[row] = block
+
+
+def _extended(column: NDArray[Number], more: Sequence[int]) -> NDArray[Number]:
+    """Put more numbers behind a column; one that gets none is not copied."""
+    return np.concatenate((column, np.array(more, dtype=column.dtype))) if more else column
+
 
 Settings: TypeAlias = dict[SessionKey, SessionRecord]  # of sessions that have some of their own
 
@@ -49,10 +165,10 @@ def restore(state: CacheState, rows: IndexRows) -> None:
     _rank_all(state, settings, tenants, with_blocks)
     _schedule(state, settings, tenants)
     _count(state, tenants, num_spans)
-    if state.limits.folds_sessions:
+    if state.limits.packs_sessions:
         for key in (sessions.keys[index] for index in sessions.full):
             if key in state.sessions:
-                state.tails.fold(state.sessions[key])
+                state.tails.pack(state.sessions[key])
     fields = {
         "num_sessions": len(state.sessions),
         "num_blocks": len(state.blocks) + state.tails.num_blocks,
@@ -64,7 +180,7 @@ def restore(state: CacheState, rows: IndexRows) -> None:
 def _make_all(
     state: CacheState, sessions: SessionRows, rows: IndexRows
 ) -> tuple[list[Session], int, int]:
-    """Make all sessions; returns those that are not wholly folded, and counts spans and drops."""
+    """Make all sessions; returns those that are not wholly packed, and counts spans and drops."""
     blocks = BlockRows(state, rows)
     join = blocks.join()
     sessions.collect(rows.sessions, join)
@@ -93,16 +209,16 @@ class _Restoration:
         self.with_blocks: list[Session] = []
 
     def run(self) -> int:
-        """Make all sessions, coldest first; returns how many spans they have."""
+        """Make all sessions, least recently used first; returns how many spans they have."""
         state, sessions, blocks, spans = self._state, self._sessions, self._blocks, self._spans
         order = sessions.in_order()
         num_over = max(0, len(order) - state.limits.max_sessions)
         spans.lengths[order[:num_over]] = 0
         num_users = count_users(spans, len(blocks.is_sound))
         blocks.use(num_users)
-        is_foldable = (num_users == 1) & ~blocks.is_object
-        heads = head_lengths(spans, is_foldable & state.limits.folds_sessions)
-        del num_users, is_foldable
+        is_packable = (num_users == 1) & ~blocks.is_object
+        heads = head_lengths(spans, is_packable & state.limits.packs_sessions)
+        del num_users, is_packable
         heads[list(sessions.full)] = spans.lengths[list(sessions.full)]
         for first in range(0, len(order), MADE_AT_ONCE):
             self._make(order[first : first + MADE_AT_ONCE], heads)
@@ -112,19 +228,19 @@ class _Restoration:
         """Make the sessions of some rows, in their order: all at once, as far as they are alike."""
         spans, rows, blocks = self._spans, self._sessions, self._blocks
         lengths, num_stored = spans.lengths[some], np.diff(spans.starts)[some]
-        num_folded = lengths - heads[some]
-        folded = gathered(spans.starts[some] + heads[some], num_folded)
-        places = pack_places_of(blocks.keys, blocks.num_tokens, blocks.extents, spans.rows[folded])
-        ends = np.cumsum(num_folded) * PLACE_BYTES
-        starts = ends - num_folded * PLACE_BYTES
+        num_packed = lengths - heads[some]
+        packed = gathered(spans.starts[some] + heads[some], num_packed)
+        places = pack_places_of(blocks.keys, blocks.num_tokens, blocks.extents, spans.rows[packed])
+        ends = np.cumsum(num_packed) * PLACE_BYTES
+        starts = ends - num_packed * PLACE_BYTES
         last_access_ns = np.minimum(self._last_access_ns[some], self._state.now_ns)
         columns = (some.tolist(), last_access_ns.tolist(), starts.tolist(), ends.tolist())
         made = [
             Session(rows.keys[index], last_ns, (), places[start:end], is_indexed=True)
             for index, last_ns, start, end in zip(*columns, strict=True)
         ]
-        is_alike = self._are_plain[some] & (num_folded > 0) & (num_folded == num_stored)
-        self._state.tails.restored([made[place] for place in np.flatnonzero(num_folded).tolist()])
+        is_alike = self._are_plain[some] & (num_packed > 0) & (num_packed == num_stored)
+        self._state.tails.restored([made[place] for place in np.flatnonzero(num_packed).tolist()])
         is_left = zip(made, lengths.tolist(), strict=True)
         self._state.sessions.update((session.key, session) for session, left in is_left if left)
         for place in np.flatnonzero(~is_alike).tolist():
@@ -136,7 +252,7 @@ class _Restoration:
                 self._state.outbox.index.session_gone(rows.keys[index], is_indexed=True)
 
     def _settle(self, session: Session, index: int, head: int, *, is_cut: bool) -> None:
-        """Do for a session what few need: its first `head` blocks are no folded ones."""
+        """Do for a session what few need: its first `head` blocks are no packed ones."""
         if head:
             self._use_blocks(session, index, head)
         if index in self._sessions.settings:
@@ -147,7 +263,7 @@ class _Restoration:
             self._state.outbox.index.session_changed(session.key)
 
     def _use_blocks(self, session: Session, index: int, head: int) -> None:
-        """Give a session the spans whose blocks are not folded."""
+        """Give a session the spans whose blocks are not packed."""
         start = int(self._spans.starts[index])
         rows = self._spans.rows[start : start + head].tolist()
         blocks = [self._blocks.block(row) for row in rows]
@@ -176,12 +292,12 @@ def _rank_all(
     """Give sessions their places in the orders."""
     pinned = {key for key, row in settings.items() if row.pin is Pin.HARD}
     ranked = [key for key in state.sessions if key not in pinned] if pinned else [*state.sessions]
-    state.policy.restored(ranked)
+    state.policy.on_restore(ranked)
     for session in with_blocks:
         state.users.recount(session, NOWHERE)
     has_quota = any(state.tenants.order_of(name) is not None for name in tenants)
     for key in ranked if has_quota else ():
-        state.tenants.entered(key)
+        state.tenants.on_insert(key)
     for row in settings.values():
         _rank(state, row)
 
@@ -192,11 +308,11 @@ def _rank(state: CacheState, settings: SessionRecord) -> None:
     if settings.pin is Pin.HARD:
         return
     if settings.pin is Pin.SOFT:
-        state.policy.guarded(key, is_guarded=True)
-        state.tenants.guarded(key, is_guarded=True)
+        state.policy.guard(key, is_guarded=True)
+        state.tenants.guard(key, is_guarded=True)
     if settings.ended:
-        state.policy.ended(key)
-        state.tenants.ended(key)
+        state.policy.on_end(key)
+        state.tenants.on_end(key)
 
 
 def _schedule(state: CacheState, settings: Settings, tenants: Iterable[str]) -> None:
@@ -216,12 +332,12 @@ def _schedule(state: CacheState, settings: Settings, tenants: Iterable[str]) -> 
 
 
 def _count(state: CacheState, tenants: Counter[str], num_spans: int) -> None:
-    """Count sessions, and what is folded of them, by tenant."""
-    num_folded_bytes: Counter[str] = Counter()
+    """Count sessions, and what is packed of them, by tenant."""
+    num_packed_bytes: Counter[str] = Counter()
     for key, session in state.sessions.items():
-        num_folded_bytes[key.tenant] += len(session.folded)
+        num_packed_bytes[key.tenant] += len(session.packed)
     for tenant, num_sessions in tenants.items():
-        state.tenants.charge(tenant, num_folded_bytes[tenant] // PLACE_BYTES)
+        state.tenants.charge(tenant, num_packed_bytes[tenant] // PLACE_BYTES)
         state.tenants.count_session(tenant, num_sessions)
     if num_spans:  # about one block each
-        state.placement.sized(num_spans * state.layout.block_bytes // len(state.sessions))
+        state.placement.note_size(num_spans * state.layout.block_bytes // len(state.sessions))

@@ -1,17 +1,30 @@
-"""Joins the spans of all sessions with the blocks there are, by columns: millions in a second.
+"""The rows of sessions by columns, joined with the blocks there are: millions in a second.
 
 Pure. Keys are compared by their first 8 bytes and then verified by the others. Of two keys with
 equal first bytes (never, in practice: keys are keyed hashes) one is not found, which is a miss.
 """
 
 from array import array
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvd.core.state.packing import PLACE_BYTES, PLAIN_SPAN_BYTES
+from kvd.core.records.rows import (
+    FULL,
+    PLACE_BYTES,
+    PLAIN,
+    PLAIN_SPAN_BYTES,
+    SessionColumns,
+    SessionRecord,
+    Span,
+    is_plain,
+    pack_spans,
+    plain_span,
+    unpack_spans,
+)
+from shared.types.session_key import SessionKey
 
 Ints = NDArray[np.int64]
 Rows = NDArray[np.int32]  # which block; there are never more than 2^31
@@ -182,3 +195,64 @@ def _find(blocks: BlockColumns, keys: NDArray[np.void]) -> Rows:
     rows = blocks.order[np.minimum(places, len(blocks.order) - 1)]
     is_found = (blocks.first[rows] == first) & (blocks.last[rows] == last)
     return np.where(is_found, rows, np.int32(-1))
+
+
+_PLAIN_KIND = bytes((PLAIN,))
+
+
+@dataclass(slots=True)
+class SessionRows:
+    """The rows of sessions by columns.
+
+    Attributes:
+        full: by index: the spans of a session that are not all plain.
+        settings: by index: a session's row, if its settings are not the default ones.
+        damaged: indexes of sessions whose row could not be read to its end.
+    """
+
+    keys: list[SessionKey] = field(default_factory=list)
+    last_access_ns: "array[int]" = field(default_factory=lambda: array("q"))
+    full: dict[int, list[Span]] = field(default_factory=dict)
+    settings: dict[int, SessionRecord] = field(default_factory=dict)
+    damaged: set[int] = field(default_factory=set)
+
+    def collect(self, sessions: Iterable[SessionColumns], spans: SpanJoin) -> None:
+        """Take the rows in; their spans are needed for a moment only."""
+        for some in sessions:
+            first = len(self.keys)
+            self.keys.extend(some.keys)
+            self.last_access_ns.extend(some.last_access_ns)
+            for index, settings in some.settings.items():
+                self.settings[first + index] = settings
+            spans.add(
+                [
+                    packed[1:]
+                    if packed[:1] == _PLAIN_KIND and len(packed) % PLAIN_SPAN_BYTES == 1
+                    else self._joinable(index, packed)
+                    for index, packed in enumerate(some.spans, first)
+                ]
+            )
+
+    def in_order(self) -> Ints:
+        """Indexes of the sessions, least recently used first."""
+        return np.argsort(np.frombuffer(self.last_access_ns, dtype=np.int64), kind="stable")
+
+    def are_plain(self) -> Flags:
+        """Which sessions have plain spans, a sound row and the default settings."""
+        are_plain = np.ones(len(self.keys), dtype=np.bool_)
+        for others in (self.full, self.settings, self.damaged):
+            are_plain[list(others)] = False
+        return are_plain
+
+    def _joinable(self, index: int, packed: bytes) -> bytes:
+        spans = unpack_spans(packed)
+        if packed[:1] == bytes((FULL,)):
+            self.full[index] = spans
+        if pack_spans(spans) != packed:
+            self.damaged.add(index)
+        ends = (span.start + span.num_tokens for span in spans)
+        joinable = (
+            plain_span(span.block_key, end if is_plain(span) else end | PARTIAL)
+            for span, end in zip(spans, ends, strict=True)
+        )
+        return pack_spans(list(joinable))[1:]

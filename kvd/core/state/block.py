@@ -8,10 +8,9 @@ Pure. Invariants:
    hashed. Only a hashed block is in the journal, or written;
 5. only an unverified block, or one that is to be verified on each load, is VERIFYING.
 
-    stored:   IDLE ─► HASHING ─► IDLE ─► WRITING ─► IDLE (clean)
-    loaded:   READING ─► IDLE
-    adopted:  IDLE (unverified) ─► VERIFYING ─► IDLE        corrupt, but on SSD: ─► READING
-    sparse:   IDLE (hashed) ─► COPYING ─► IDLE
+A stored block is hashed, then written: it is clean. A block on SSD is read, an adopted one verified
+(one that is corrupt is then read, if it is on SSD), a sparse one copied together with others.
+`BLOCK_MOVES` is the table of it.
 """
 
 from collections.abc import Iterator
@@ -19,6 +18,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from kvd.core.records.records import Tier
+from kvd.core.state.transitions import Transitions
 from shared.types.session_key import SessionKey
 
 
@@ -36,6 +36,24 @@ class BlockIo(Enum):
     def is_arriving(self) -> bool:
         """Whether the slot's bytes may not be used yet."""
         return self is BlockIo.READING or self is BlockIo.VERIFYING
+
+
+BLOCK_MOVES = Transitions(
+    {
+        BlockIo.IDLE: {
+            "hash": BlockIo.HASHING,
+            "write": BlockIo.WRITING,
+            "read": BlockIo.READING,
+            "verify": BlockIo.VERIFYING,
+            "copy": BlockIo.COPYING,
+        },
+        BlockIo.HASHING: {"hash_done": BlockIo.IDLE},
+        BlockIo.WRITING: {"write_done": BlockIo.IDLE},
+        BlockIo.READING: {"read_done": BlockIo.IDLE},
+        BlockIo.VERIFYING: {"verify_done": BlockIo.IDLE},
+        BlockIo.COPYING: {"compact_done": BlockIo.IDLE},
+    }
+)
 
 
 @dataclass(slots=True, eq=False)
@@ -102,6 +120,10 @@ class Block:
     def wanted(self) -> bool:
         """Whether anybody needs the block at all."""
         return bool(self.users or self.readers or self.holders)
+
+    def move(self, event: str) -> None:
+        """Note what the performer begins or ends with the block; see BLOCK_MOVES."""
+        self.io = BLOCK_MOVES.after(self.io, event)
 
     def num_answer(self, tier: Tier) -> int:
         """How many of its users answer for it in the tier."""

@@ -18,7 +18,8 @@ that is clean in DRAM one that answers for clean blocks, once it is settled.
 from collections.abc import Iterable, Mapping
 
 from kvd.core.eviction.policy import EvictionPolicy
-from kvd.core.records.records import Pin, Tier
+from kvd.core.records.records import Tier
+from kvd.core.records.rows import Pin
 from kvd.core.state.block import Block, BlockIndex
 from kvd.core.state.session import Session
 from shared.types.session_key import SessionKey
@@ -76,33 +77,33 @@ class BlockUsers:
         """
         assert block.last_user is not None, "a block with users has one that used it last"
         if block.slot_id is not None and not block.num_answer_dram:
-            self.entered(self._sessions[block.last_user], Tier.DRAM)
+            self.on_insert(self._sessions[block.last_user], Tier.DRAM)
         if block.extent is not None and not block.num_answer_ssd:
-            self.entered(self._sessions[block.last_user], Tier.SSD)
+            self.on_insert(self._sessions[block.last_user], Tier.SSD)
         if not block.num_answer_clean and block.clean:
             self.offered(self._sessions[block.last_user])
 
     # --------------------------------------------------------------------------------- the orders
 
-    def touched(self, session: Session, now_ns: int) -> None:
+    def on_access(self, session: Session, now_ns: int) -> None:
         """Note a use of a session that may be evicted: it answers wherever it has blocks."""
         before = self.answers(session)
-        self._policy.touched(session.key, now_ns)
+        self._policy.on_access(session.key, now_ns)
         if any(self._blocks[span.block_key].clean for span in session.spans):
             self._policy.offered(session.key)
         self.recount(session, before)
 
-    def entered(self, session: Session, tier: Tier) -> None:
+    def on_insert(self, session: Session, tier: Tier) -> None:
         """Have a session answer in a tier, without a use; a hard-pinned one does already."""
         if session.pin is not Pin.HARD:
             before = self.answers(session)
-            self._policy.entered(session.key, tier)
+            self._policy.on_insert(session.key, tier)
             self.recount(session, before)
 
-    def left(self, session: Session, tier: Tier) -> None:
+    def on_evict(self, session: Session, tier: Tier) -> None:
         """Note that nothing of a session that may be evicted is to be had in a tier."""
         before = self.answers(session)
-        self._policy.left(session.key, tier)
+        self._policy.on_evict(session.key, tier)
         self.recount(session, before)
 
     def spent(self, session: Session) -> None:
@@ -115,7 +116,7 @@ class BlockUsers:
         """Have a session answer for clean blocks, without a use; a hard-pinned one does already."""
         if session.pin is not Pin.HARD:
             before = self.answers(session)
-            self._policy.entered(session.key, Tier.DRAM)
+            self._policy.on_insert(session.key, Tier.DRAM)
             self._policy.offered(session.key)
             self.recount(session, before)
 

@@ -11,12 +11,38 @@ that an earlier kvd granted only the slots are known (RestoredLease): it can nev
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from enum import Enum
 
 from kvd.core.records.errors import LeaseLostError, TooManyLeasesError
-from kvd.core.records.records import LeaseInfo, LoadSpan, Span
+from kvd.core.records.records import LeaseInfo, LoadSpan
+from kvd.core.records.rows import Span
 from kvd.core.state.block import Block
+from kvd.core.state.transitions import Transitions
 from shared.types.lineage import Lineage
 from shared.types.session_key import SessionKey
+
+
+class LeasePhase(Enum):
+    """How far a lease is."""
+
+    HELD = "held"
+    SETTLED = "settled"  # a load's: its outcome is counted
+    ORPHAN = "orphan"  # a store's: its engine has no connection
+    ENDED = "ended"
+
+
+LEASE_MOVES = Transitions(
+    {
+        LeasePhase.HELD: {
+            "settle": LeasePhase.SETTLED,
+            "detach": LeasePhase.ORPHAN,
+            "end": LeasePhase.ENDED,
+        },
+        LeasePhase.SETTLED: {"settle": LeasePhase.SETTLED, "end": LeasePhase.ENDED},
+        LeasePhase.ORPHAN: {"reattach": LeasePhase.HELD, "end": LeasePhase.ENDED},
+        LeasePhase.ENDED: {},
+    }
+)
 
 
 @dataclass(slots=True, eq=False)
@@ -28,7 +54,6 @@ class LoadLease:
         num_waiting: blocks among them that are being read or verified.
         failure: why the answer was cut: "", "corrupt", "read_error", "deadline".
         is_tracked: a progress word says how far it is.
-        is_settled: its outcome is counted.
         is_export: it is no use of the session, and its outcome is not counted as a load's.
     """
 
@@ -36,14 +61,14 @@ class LoadLease:
     owner: int
     key: SessionKey
     from_token: int
-    entries: list[tuple[Block, LoadSpan]]
-    more: bool
+    entries: list[tuple[Block, LoadSpan]] = field(default_factory=list)
+    more: bool = False
     since_ns: int = 0
     num_waiting: int = 0
     failure: str = ""
     is_tracked: bool = False
-    is_settled: bool = False
     is_export: bool = False
+    phase: LeasePhase = LeasePhase.HELD
 
     def info(self) -> LeaseInfo:
         """The lease as operators see it."""
@@ -87,7 +112,7 @@ class StoreLease:
     lineage: Lineage | None = None
     is_outdated: bool = False
     since_ns: int = 0
-    is_orphan: bool = False
+    phase: LeasePhase = LeasePhase.HELD
 
     def slots(self) -> list[tuple[int, int]]:
         """Id and generation of each slot it fills."""
@@ -108,7 +133,7 @@ class RestoredLease:
     owner: int
     held: list[tuple[int, int]] = field(default_factory=list)
     since_ns: int = 0
-    is_orphan: bool = True
+    phase: LeasePhase = LeasePhase.ORPHAN
 
     def slots(self) -> list[tuple[int, int]]:
         """Id and generation of each slot."""
@@ -122,6 +147,11 @@ class RestoredLease:
 Lease = LoadLease | StoreLease | RestoredLease
 
 
+def move(lease: Lease, event: str) -> None:
+    """Note what happens to a lease; see LEASE_MOVES."""
+    lease.phase = LEASE_MOVES.after(lease.phase, event)
+
+
 def _store_info(lease: StoreLease | RestoredLease, key: SessionKey | None) -> LeaseInfo:
     return LeaseInfo(
         lease.lease_id,
@@ -130,7 +160,7 @@ def _store_info(lease: StoreLease | RestoredLease, key: SessionKey | None) -> Le
         key,
         len(lease.slots()),
         lease.since_ns,
-        is_orphan=lease.is_orphan,
+        is_orphan=lease.phase is LeasePhase.ORPHAN,
     )
 
 
@@ -181,14 +211,24 @@ class LeaseTable:
 
     def add(self, lease: Lease) -> None:
         """Register a lease."""
+        assert lease.phase is not LeasePhase.ENDED, "a lease ends once"
         self._leases[lease.lease_id] = lease
         self._by_owner.setdefault(lease.owner, {})[lease.lease_id] = None
         if not isinstance(lease, RestoredLease):
             self._by_session[lease.key] = self._by_session.get(lease.key, 0) + 1
         self._count_orphan(lease, 1)
 
-    def remove(self, lease: Lease) -> None:
-        """Forget a lease."""
+    def quarantine(self, lease: RestoredLease, slot_id: int, generation: int) -> None:
+        """Have a registered lease hold one more slot."""
+        lease.held.append((slot_id, generation))
+        self.num_quarantined_slots += 1
+
+    def end(self, lease: Lease) -> None:
+        """Forget a lease, which is over."""
+        self._remove(lease)
+        move(lease, "end")
+
+    def _remove(self, lease: Lease) -> None:
         self._count_orphan(lease, -1)
         del self._leases[lease.lease_id]
         owned = self._by_owner[lease.owner]
@@ -201,15 +241,26 @@ class LeaseTable:
         if not self._by_session[lease.key]:
             del self._by_session[lease.key]
 
-    def give_to(self, lease: StoreLease | RestoredLease, owner: int, *, is_orphan: bool) -> None:
-        """Change who holds a store lease, and whether its connection is there."""
-        self.remove(lease)
-        lease.owner, lease.is_orphan = owner, is_orphan
+    def detach(self, lease: StoreLease | RestoredLease) -> None:
+        """Note that the connection of a store lease's engine is over."""
+        move(lease, "detach")
+        self._count_orphan(lease, 1)
+
+    def reattach(self, lease: StoreLease | RestoredLease, owner: int) -> None:
+        """Have an engine that came back hold its store lease, under its new id."""
+        self._remove(lease)
+        lease.owner = owner
+        move(lease, "reattach")
         self.add(lease)
 
     def get(self, lease_id: int) -> Lease | None:
         """Find a lease."""
         return self._leases.get(lease_id)
+
+    def is_lost(self, lease_id: int, owner: int) -> bool:
+        """Whether an owner does not have a lease (any more) that it means to complete."""
+        lease = self._leases.get(lease_id)
+        return lease is None or lease.owner != owner or isinstance(lease, RestoredLease)
 
     def load_of(self, lease_id: int, owner: int | None = None) -> LoadLease:
         """Find a load lease, of this owner if one is given.
@@ -250,7 +301,7 @@ class LeaseTable:
         return self._by_session.get(key, 0)
 
     def _count_orphan(self, lease: Lease, sign: int) -> None:
-        if not isinstance(lease, LoadLease) and lease.is_orphan:
+        if not isinstance(lease, LoadLease) and lease.phase is LeasePhase.ORPHAN:
             self.num_orphans += sign
             self.num_quarantined_slots += sign * len(lease.slots())
 

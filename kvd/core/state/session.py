@@ -1,7 +1,7 @@
 """A session: its spans, in token order, and what operators set on it. Pure.
 
-An idle session is *folded*: its last blocks, those that only it uses and that are on SSD only, are
-no Block objects but packed bytes (kvd/core/state/folding.py). `spans` are then those before them.
+An idle session is *packed*: its last blocks, those that only it uses and that are on SSD only, are
+no Block objects but bytes (kvd/core/state/packed_tails.py). `spans` are then those before them.
 
 Invariant: spans are contiguous from the session's first kept token; only a prefix ever remains.
 """
@@ -9,9 +9,13 @@ Invariant: spans are contiguous from the session's first kept token; only a pref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from kvd.core.records.records import TTL_NEVER_NS, BlockRecord, Pin, SessionRecord, Span
-from kvd.core.state.packing import (
+from kvd.core.records.rows import (
     PLACE_BYTES,
+    TTL_NEVER_NS,
+    BlockRecord,
+    Pin,
+    SessionRecord,
+    Span,
     num_tokens_of_places,
     pack_spans,
     plain_span,
@@ -28,8 +32,8 @@ class Session:
 
     Attributes:
         spans: those whose blocks are in the index.
-        folded: the places of the folded blocks that follow, one span each; b"" if there are none.
-        folded_spans: the spans on them, unless they are all plain.
+        packed: the places of the packed blocks that follow, one span each; b"" if there are none.
+        packed_spans: the spans on them, unless they are all plain.
         lost: why it holds less than was stored: "", "evicted", "corrupt".
         num_read_ahead: blocks read ahead for it since it was last used.
         num_discards: since this kvd knows it.
@@ -40,8 +44,8 @@ class Session:
     key: SessionKey
     last_access_ns: int
     spans: Sequence[Span] = ()
-    folded: bytes = b""
-    folded_spans: bytes = b""
+    packed: bytes = b""
+    packed_spans: bytes = b""
     ttl_ns: int | None = None
     pin: Pin = Pin.NONE
     ended: bool = False
@@ -55,36 +59,36 @@ class Session:
     def num_tokens(self) -> int:
         """Stored tokens; costs O(spans)."""
         num_tokens = sum(span.num_tokens for span in self.spans)
-        if self.folded_spans:
+        if self.packed_spans:
             return num_tokens + sum(span.num_tokens for span in self.tail_spans())
-        return num_tokens + num_tokens_of_places(self.folded)
+        return num_tokens + num_tokens_of_places(self.packed)
 
     @property
     def num_spans(self) -> int:
         """How many spans it has; about as many blocks."""
-        return len(self.spans) + self.num_folded
+        return len(self.spans) + self.num_packed
 
     @property
-    def num_folded(self) -> int:
-        """How many blocks are folded."""
-        return len(self.folded) // PLACE_BYTES
+    def num_packed(self) -> int:
+        """How many blocks are packed."""
+        return len(self.packed) // PLACE_BYTES
 
     def block_keys(self) -> dict[bytes, None]:
-        """Keys of its blocks that are not folded, each once, in token order."""
+        """Keys of its blocks that are not packed, each once, in token order."""
         return dict.fromkeys(span.block_key for span in self.spans)
 
     def index_of(self, block_key: bytes) -> int:
-        """Index of the first span on a block that it uses, which is not folded."""
+        """Index of the first span on a block that it uses, which is not packed."""
         return next(i for i, span in enumerate(self.spans) if span.block_key == block_key)
 
     def tail_blocks(self) -> Iterator[BlockRecord]:
-        """Its folded blocks, in token order."""
-        return unpack_places(self.folded)
+        """Its packed blocks, in token order."""
+        return unpack_places(self.packed)
 
     def tail_spans(self) -> Iterator[Span]:
-        """The spans on its folded blocks; the first one costs O(1)."""
-        if self.folded_spans:
-            return unpack_full(self.folded_spans)
+        """The spans on its packed blocks; the first one costs O(1)."""
+        if self.packed_spans:
+            return unpack_full(self.packed_spans)
         return (plain_span(block.key, block.num_tokens) for block in self.tail_blocks())
 
     def expires_at_ns(self, inherited_ttl_ns: int | None) -> int | None:

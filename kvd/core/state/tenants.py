@@ -7,7 +7,7 @@ whole one: what a quota bounds can be told from the tokens stored, and does not 
 moves.
 
 A quota that begins while sessions are stored bounds nobody until all of them are in order: they are
-put there some at a time (kvd/core/operations/relimiting.py), from the warmest on, and uses
+put there some at a time (kvd/core/operations/reconfiguring.py), the last to go first, and uses
 meanwhile count.
 
 Invariant: a session of a tenant whose quota has begun is in that tenant's order, unless it is
@@ -17,25 +17,16 @@ hard-pinned.
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from kvd.core.eviction.lru_order import LruOrder
+from kvd.core.eviction.session_order import LruOrder
+from kvd.core.records.errors import ErasingError
 from kvd.core.records.records import TenantUsage
+from kvd.core.state.limits import TenantLimits
 from shared.types.session_key import SessionKey
 
 
-@dataclass(frozen=True, slots=True)
-class TenantLimits:
-    """What is configured for one tenant."""
-
-    ttl_ns: int | None = None  # None: the default; TTL_NEVER_NS: never
-    quota_bytes: int | None = None  # None: no bound
-
-
-NO_LIMITS = TenantLimits()
-
-
-def no_limits(tenant: str) -> TenantLimits:  # noqa: ARG001
-    """Limit nobody."""
-    return NO_LIMITS
+def nobody(tenant: str) -> bool:  # noqa: ARG001
+    """Name no tenant as one that is being erased."""
+    return False
 
 
 @dataclass(slots=True)
@@ -48,12 +39,17 @@ class _Tenant:
 
 
 class TenantTable:
-    """Every tenant that has a block or a session, or had one."""
+    """Every tenant that has a block or a session, or had one.
+
+    Attributes:
+        is_erased: which tenants are being erased just now, and are refused.
+    """
 
     def __init__(self, limits_of: Callable[[str], TenantLimits], block_bytes: int) -> None:
         self._limits_of = limits_of
         self._block_bytes = block_bytes
         self._tenants: dict[str, _Tenant] = {}
+        self.is_erased: Callable[[str], bool] = nobody
 
     def __iter__(self) -> Iterator[TenantUsage]:
         """Say what each tenant that stores something has."""
@@ -62,6 +58,11 @@ class TenantTable:
                 used_bytes = tenant.num_blocks * self._block_bytes
                 quota_bytes = tenant.limits.quota_bytes
                 yield TenantUsage(name, used_bytes, quota_bytes, tenant.num_sessions)
+
+    def refuse_erased(self, tenant: str) -> None:
+        """Raise ErasingError if the tenant is being erased."""
+        if self.is_erased(tenant):
+            raise ErasingError(f"tenant {tenant!r} is being erased", "try again in a moment")
 
     def limits(self, tenant: str) -> TenantLimits:
         """What is configured for it."""
@@ -72,7 +73,7 @@ class TenantTable:
 
         Returns:
             Tenants that have a quota from now on, and had none: each of their sessions is to be
-            entered by `entered_before`, warmest first; then `begin_quotas`.
+            entered by `insert_before`, the last to go first; then `begin_quotas`.
         """
         self._limits_of = limits_of
         begun = []
@@ -119,41 +120,41 @@ class TenantTable:
         return entry.num_sessions if entry else 0
 
     def order_of(self, tenant: str) -> LruOrder | None:
-        """The tenant's sessions, coldest first; None without a quota, or before it begins."""
+        """The tenant's sessions in order of eviction; None without a quota, or before it begins."""
         entry = self._of(tenant)
         return entry.order if entry.is_ordered else None
 
-    def touched(self, key: SessionKey) -> None:
+    def on_access(self, key: SessionKey) -> None:
         """Note a use of a session that may be evicted."""
         order = self._of(key.tenant).order
         if order is not None:
             order.touch(key)
 
-    def entered(self, key: SessionKey) -> None:
+    def on_insert(self, key: SessionKey) -> None:
         """Note, without a use, that a session may be evicted."""
         order = self._of(key.tenant).order
         if order is not None:
             order.enter(key)
 
-    def entered_before(self, key: SessionKey) -> None:
+    def insert_before(self, key: SessionKey) -> None:
         """Note that a session may be evicted, sooner than all that are in the order."""
         order = self._of(key.tenant).order
         if order is not None:
             order.enter_before(key)
 
-    def ended(self, key: SessionKey) -> None:
+    def on_end(self, key: SessionKey) -> None:
         """Note that the session will not come back."""
         order = self._of(key.tenant).order
         if order is not None:
             order.end(key)
 
-    def guarded(self, key: SessionKey, *, is_guarded: bool) -> None:
+    def guard(self, key: SessionKey, *, is_guarded: bool) -> None:
         """Have the session go after all that are not guarded, or among them."""
         order = self._of(key.tenant).order
         if order is not None:
             order.guard(key, is_guarded=is_guarded)
 
-    def removed(self, key: SessionKey) -> None:
+    def on_remove(self, key: SessionKey) -> None:
         """The session is gone, or may not be evicted."""
         order = self._of(key.tenant).order
         if order is not None:

@@ -18,8 +18,8 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from kvd.core.eviction.queue_window import QueueChange, QueuedJob
 from kvd.core.records.records import Tier
+from shared.types.queue_delta import QueueChange, QueuedRequest
 from shared.types.session_key import SessionKey
 
 MAX_TURNS = 8_192  # about 2 MiB; at a turn a second, two hours
@@ -247,7 +247,9 @@ class TurnLog:
         return turn
 
 
-def _note_arrivals(arrivals: dict[int, Arrival], waiting: Sequence[QueuedJob], now_ns: int) -> None:
+def _note_arrivals(
+    arrivals: dict[int, Arrival], waiting: Sequence[QueuedRequest], now_ns: int
+) -> None:
     for job in waiting:
         if job.rank[2] not in arrivals:
             arrivals[job.rank[2]] = (now_ns, job.history_tokens)

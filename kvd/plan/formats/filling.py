@@ -64,16 +64,22 @@ class Request:
         return self.at_s + fixed_s + token_s * self.output_tokens
 
 
-def session_of(requests: Sequence[Request]) -> Session:
+def session_of(requests: Sequence[Request], histories: Sequence[int] | None = None) -> Session:
     """The session that some requests are, in the order of their times.
 
-    A prompt that is longer than the longest prompt and answer before it has that as its history.
-    Of a shorter one nobody knows, without its text, what it shares with them: it counts as new.
+    Args:
+        requests: of one user.
+        histories: tokens of each prompt that were there before; None: a prompt that is longer than
+            the longest prompt and answer before it has that as its history. Of a shorter one
+            nobody knows, without its text, what it shares with them: it counts as new.
     """
     turns: list[Turn] = []
     kept_tokens, answered_s = 0, requests[0].at_s
-    for request in requests:
-        history_tokens = kept_tokens if request.input_tokens > kept_tokens else 0
+    for index, request in enumerate(requests):
+        if histories is not None:
+            history_tokens = histories[index]
+        else:
+            history_tokens = kept_tokens if request.input_tokens > kept_tokens else 0
         turns.append(
             Turn(
                 new_tokens=request.input_tokens - history_tokens,

@@ -1,7 +1,12 @@
-"""Figures 21 to 25: policies, overflow, capacity, media and arrival rates. Pure."""
+"""Figures 21 to 25: policies, overflow, capacity, media and arrival rates; long documents. Pure.
+
+The long documents are Figures 23 and 24 of the preprint.
+"""
 
 from collections.abc import Iterator
 
+from kvd.plan.hardware import MODELS
+from kvd.plan.outcome import Outcome
 from kvd.plan.paper import numbers, reasons
 from kvd.plan.paper.numbers import (
     CA,
@@ -11,6 +16,8 @@ from kvd.plan.paper.numbers import (
     LARGE,
     LLAMA_13B,
     LLAMA_65B,
+    LONG_ANSWER_TOKENS,
+    LONG_DOCUMENT_TOKENS,
     LRU,
     PAPER,
     PAPER_MODELS,
@@ -23,13 +30,17 @@ from kvd.plan.paper.runs import (
     HBM_CACHE_BYTES,
     LARGE_SSD_BYTES,
     LETTER_POLICY,
+    LONG_MODEL,
+    RECOMPUTE,
     SMALL_SSD_BYTES,
     TTL_S,
     Charge,
+    Overflow,
     Run,
+    long_engine,
     window_bytes,
 )
-from kvd.plan.paper.tables import OutcomeOf, Row, Table, notes, ratio
+from kvd.plan.paper.tables import OutcomeOf, Row, Table, model_rows, notes, ratio, stated_row
 
 POLICY_OF = {LRU: "lru", FIFO: "fifo", CA: CA_POLICY}
 SSD_OF = {SMALL: SMALL_SSD_BYTES, LARGE: LARGE_SSD_BYTES}
@@ -59,6 +70,7 @@ def runs() -> Iterator[Run]:
     for rate in RATES:
         yield Run(rate=rate)
         yield Run(rate=rate, policy="lru")
+    yield from _long_runs()
 
 
 def tables(of: OutcomeOf) -> Iterator[Table]:
@@ -68,6 +80,7 @@ def tables(of: OutcomeOf) -> Iterator[Table]:
     yield _capacity(of)
     yield _media(of)
     yield _rates(of)
+    yield from _long_tables(of)
 
 
 def _policy_run(policy: str, storage: str, charge: Charge = "window") -> Run:
@@ -101,25 +114,15 @@ def _policies(of: OutcomeOf) -> Table:
     rows = []
     for storage in (SMALL, LARGE):
         for policy in (LRU, FIFO, CA):
-            outcome, key = of(_policy_run(policy, storage)), (policy, storage)
-            rows.append(
-                Row(
-                    f"{storage} {policy}",
-                    "%",
-                    100 * outcome.hits_all,
-                    numbers.POLICY_HIT_RATE[PAPER][key],
-                    numbers.POLICY_HIT_RATE[PREPRINT][key],
-                )
+            found, key, label = (
+                of(_policy_run(policy, storage)),
+                (policy, storage),
+                f"{storage} {policy}",
             )
-            rows.append(
-                Row(
-                    f"{storage} {policy}, in DRAM",
-                    "%",
-                    100 * outcome.hits_all * outcome.dram_share,
-                    numbers.POLICY_DRAM_RATE[PAPER].get(key),
-                    numbers.POLICY_DRAM_RATE[PREPRINT].get(key),
-                )
-            )
+            hits, in_dram = 100 * found.hits_all, 100 * found.hits_all * found.dram_share
+            rows.append(stated_row(label, "%", hits, numbers.POLICY_HIT_RATE, key))
+            label += ", in DRAM"
+            rows.append(stated_row(label, "%", in_dram, numbers.POLICY_DRAM_RATE, key))
         letter = of(_letter_run(storage))
         stated = numbers.POLICY_HIT_RATE[PAPER][CA, storage]
         rows.append(Row(f"{storage} L_ew to the letter", "%", 100 * letter.hits_all, stated))
@@ -153,27 +156,14 @@ def _largest_speedup(of: OutcomeOf) -> Row:
 
 
 def _overflow(of: OutcomeOf) -> Table:
-    def loss(run: Run) -> float:
-        return 100 * (of(Run(model=run.model)).hits_all - of(run).hits_all)
+    def loss(model: str, overflow: Overflow) -> float:
+        lossy = of(Run(model=model, overflow=overflow))
+        return 100 * (of(Run(model=model)).hits_all - lossy.hits_all)
 
-    rows = [
-        Row(
-            model,
-            "points",
-            loss(Run(model=model, overflow="turn")),
-            numbers.OVERFLOW_LOSS[PAPER][model],
-            numbers.OVERFLOW_LOSS[PREPRINT][model],
-        )
-        for model in PAPER_MODELS
-    ]
+    stated = numbers.OVERFLOW_LOSS
+    rows = model_rows("points", lambda model: loss(model, "turn"), stated)
     rows += [
-        Row(
-            f"{model}, never hits again",
-            "points",
-            loss(Run(model=model, overflow="session")),
-            numbers.OVERFLOW_LOSS[PAPER][model],
-            numbers.OVERFLOW_LOSS[PREPRINT][model],
-        )
+        stated_row(f"{model}, never hits again", "points", loss(model, "session"), stated, model)
         for model in (LLAMA_13B, LLAMA_65B)
     ]
     return Table(
@@ -204,27 +194,15 @@ def _capacity(of: OutcomeOf) -> Table:
 
 
 def _media(of: OutcomeOf) -> Table:
-    rows = [
-        Row(
-            f"{model} {media}",
-            "%",
-            100 * of(_media_run(model, media)).hits_all,
-            numbers.MEDIA_HIT_RATE[PAPER][media][model],
-            numbers.MEDIA_HIT_RATE[PREPRINT][media][model],
-        )
-        for media in MEDIA
-        for model in PAPER_MODELS
-    ]
-    rows += [
-        Row(
-            f"{model} {numbers.ALL_TIERS}",
-            "%",
-            100 * of(Run(model=model)).hits_all,
-            numbers.MEDIA_HIT_RATE[PAPER][numbers.ALL_TIERS][model],
-            numbers.MEDIA_HIT_RATE[PREPRINT][numbers.ALL_TIERS][model],
-        )
-        for model in PAPER_MODELS
-    ]
+    rows: list[Row] = []
+    for media in (*MEDIA, numbers.ALL_TIERS):
+        stated = {by: numbers.MEDIA_HIT_RATE[by][media] for by in (PAPER, PREPRINT)}
+
+        def hits(model: str, media: str = media) -> float:
+            run = _media_run(model, media) if media in MEDIA else Run(model=model)
+            return 100 * of(run).hits_all
+
+        rows += model_rows("%", hits, stated, f"{{}} {media}")
     return Table(
         "Figure 24 (preprint: 26)",
         "hit rate of all turns by what KV is kept in",
@@ -256,3 +234,81 @@ def _rates(of: OutcomeOf) -> Table:
         tuple(rows),
         notes(reasons.RATES),
     )
+
+
+_CACHED = Run(model=LONG_MODEL, charge="packed")
+_RECOMPUTED = Run(model=LONG_MODEL, charge="packed", policy=RECOMPUTE)
+_PAPER_PCIE = 26e9  # "about 26 GB/s of effective data transmission bandwidth" (§2.4)
+
+
+def _long_runs() -> Iterator[Run]:
+    """What the preprint's long documents need."""
+    yield _CACHED
+    yield _RECOMPUTED
+
+
+def _long_tables(of: OutcomeOf) -> Iterator[Table]:
+    """Figures 23 and 24 of the preprint."""
+    yield _long_prefills(of(_CACHED), of(_RECOMPUTED))
+    yield _long_overall(of(_CACHED), of(_RECOMPUTED))
+
+
+def _long_prefills(cached: Outcome, recomputed: Outcome) -> Table:
+    ttft_s, re_ttft_s = _prefill_s(cached), _prefill_s(recomputed)
+    load_s = LONG_DOCUMENT_TOKENS * MODELS[LONG_MODEL].kv_bytes_per_token / _PAPER_PCIE
+    return Table(
+        "Figure 23 of the preprint",
+        "questions about a document of 28K tokens, Mistral-7B",
+        (
+            Row("RE: TTFT", "s", re_ttft_s, preprint=numbers.LONG_RE_TTFT_S),
+            Row("CA: TTFT", "s", ttft_s, preprint=numbers.LONG_TTFT_S),
+            Row(
+                "TTFT below RE's",
+                "%",
+                100 * (1 - ratio(ttft_s, re_ttft_s)),
+                preprint=numbers.LONG_TTFT_REDUCTION,
+            ),
+            Row(
+                "prefill throughput",
+                "x",
+                ratio(re_ttft_s, ttft_s),
+                preprint=numbers.LONG_PREFILL_SPEEDUP,
+            ),
+        ),
+        notes(reasons.LONG_PREFILLS, load_s=load_s),
+    )
+
+
+def _long_overall(cached: Outcome, recomputed: Outcome) -> Table:
+    decode_s = LONG_ANSWER_TOKENS * long_engine().decode_step_s
+    seconds = {True: _prefill_s(cached) + decode_s, False: _prefill_s(recomputed) + decode_s}
+    return Table(
+        "Figure 24 of the preprint",
+        "what prefills are of the GPU time, and answers, 28K tokens, Mistral-7B",
+        (
+            Row(
+                "RE: share of prefills",
+                "%",
+                100 * ratio(_prefill_s(recomputed), seconds[False]),
+                preprint=numbers.LONG_RE_PREFILL_SHARE,
+            ),
+            Row(
+                "CA: share of prefills",
+                "%",
+                100 * ratio(_prefill_s(cached), seconds[True]),
+                preprint=numbers.LONG_PREFILL_SHARE,
+            ),
+            Row(
+                "output throughput above RE's",
+                "%",
+                100 * (ratio(seconds[False], seconds[True]) - 1),
+                preprint=numbers.LONG_OUTPUT_GAIN,
+            ),
+        ),
+        notes(reasons.LONG_OVERALL),
+    )
+
+
+def _prefill_s(outcome: Outcome) -> float:
+    """Prefill of one turn, in seconds: turns run one at a time, so none waits before it."""
+    return outcome.start_ttft_mean_s

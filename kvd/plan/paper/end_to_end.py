@@ -6,12 +6,13 @@ from kvd.plan.outcome import Outcome
 from kvd.plan.paper import numbers, reasons
 from kvd.plan.paper.numbers import LLAMA_65B, NUM_GPUS, PAPER, PAPER_MODELS, PREPRINT, Stated
 from kvd.plan.paper.runs import (
+    CA_POLICY,
     LETTER_POLICY,
     RECOMPUTE,
     SSD_BYTES_PER_S,
     Run,
 )
-from kvd.plan.paper.tables import OutcomeOf, Row, Table, notes, ratio
+from kvd.plan.paper.tables import OutcomeOf, Row, Table, model_rows, notes, ratio
 from kvd.plan.prices import Cost, Prices, cost_of
 
 # LLaMA-65B's sessions are too large for the SSD to keep up with; what if it were twice as fast?
@@ -60,26 +61,12 @@ def _summary(ttfts: Table, throughput: Table, costs: Table) -> Table:
 
 
 def _hit_rates(of: OutcomeOf) -> Table:
-    rows = [
-        Row(
-            model,
-            "%",
-            100 * of(Run(model=model)).hits_all,
-            numbers.HIT_RATE[PAPER][model],
-            numbers.HIT_RATE[PREPRINT][model],
-        )
-        for model in PAPER_MODELS
-    ]
-    rows += [
-        Row(
-            f"{model}, L_ew to the letter",
-            "%",
-            100 * of(Run(model=model, policy=LETTER_POLICY)).hits_all,
-            numbers.HIT_RATE[PAPER][model],
-            numbers.HIT_RATE[PREPRINT][model],
-        )
-        for model in PAPER_MODELS
-    ]
+    def hits(model: str, policy: str = CA_POLICY) -> float:
+        return 100 * of(Run(model=model, policy=policy)).hits_all
+
+    rows = model_rows("%", hits, numbers.HIT_RATE)
+    label = "{}, L_ew to the letter"
+    rows += model_rows("%", lambda model: hits(model, LETTER_POLICY), numbers.HIT_RATE, label)
     ceiling = max(
         100 * outcome.hits_all / outcome.hits_fu
         for outcome in (of(Run(model=model)) for model in PAPER_MODELS)
@@ -98,16 +85,7 @@ def _ttfts(of: OutcomeOf) -> Table:
         recomputed = of(Run(model=cached.model, policy=RECOMPUTE))
         return 100 * (1 - ratio(of(cached).start_ttft_mean_s, recomputed.start_ttft_mean_s))
 
-    rows = [
-        Row(
-            model,
-            "%",
-            reduction(Run(model=model)),
-            numbers.TTFT_REDUCTION[PAPER][model],
-            numbers.TTFT_REDUCTION[PREPRINT][model],
-        )
-        for model in PAPER_MODELS
-    ]
+    rows = model_rows("%", lambda model: reduction(Run(model=model)), numbers.TTFT_REDUCTION)
     stated = numbers.TTFT_REDUCTION[PAPER][LLAMA_65B]
     rows.append(Row(f"{LLAMA_65B}, SSD of 10 GB/s", "%", reduction(FAST_SSD), stated))
     rows.append(Row(f"{LLAMA_65B}, recomputing if faster", "%", reduction(GUARDED), stated))
@@ -122,48 +100,23 @@ def _ttfts(of: OutcomeOf) -> Table:
 
 
 def _prefill_throughput(of: OutcomeOf) -> Table:
-    rows = [
-        Row(
-            model,
-            "x",
-            ratio(
-                of(Run(model=model)).prefill_tokens_per_s,
-                of(Run(model=model, policy=RECOMPUTE)).prefill_tokens_per_s,
-            ),
-            numbers.PREFILL_SPEEDUP[PAPER][model],
-            numbers.PREFILL_SPEEDUP[PREPRINT][model],
-        )
-        for model in PAPER_MODELS
-    ]
+    def speedup(model: str) -> float:
+        recomputed = of(Run(model=model, policy=RECOMPUTE))
+        cached = of(Run(model=model))
+        return ratio(cached.prefill_tokens_per_s, recomputed.prefill_tokens_per_s)
+
     return Table(
         "Figure 15",
         f"prompt tokens per second of prefill, CA by RE, {_BY_MODEL}",
-        tuple(rows),
+        tuple(model_rows("x", speedup, numbers.PREFILL_SPEEDUP)),
         notes(reasons.PREFILL_THROUGHPUT),
     )
 
 
 def _gpu_time(of: OutcomeOf) -> Table:
-    rows = [
-        Row(
-            model,
-            "x",
-            _gpu_speedup(of, model, stalls=0),
-            numbers.GPU_SPEEDUP[PAPER][model],
-            numbers.GPU_SPEEDUP[PREPRINT][model],
-        )
-        for model in PAPER_MODELS
-    ]
-    rows += [
-        Row(
-            f"{model}, stalled decodes counted too",
-            "x",
-            _gpu_speedup(of, model, stalls=1),
-            numbers.GPU_SPEEDUP[PAPER][model],
-            numbers.GPU_SPEEDUP[PREPRINT][model],
-        )
-        for model in PAPER_MODELS
-    ]
+    stated, label = numbers.GPU_SPEEDUP, "{}, stalled decodes counted too"
+    rows = model_rows("x", lambda model: _gpu_speedup(of, model, stalls=0), stated)
+    rows += model_rows("x", lambda model: _gpu_speedup(of, model, stalls=1), stated, label)
     return Table(
         "Figure 16",
         f"GPU time, RE by CA, {_BY_MODEL}",
@@ -173,33 +126,17 @@ def _gpu_time(of: OutcomeOf) -> Table:
 
 
 def _costs(of: OutcomeOf) -> Table:
-    rows = []
-    for model in PAPER_MODELS:
-        saving = _saving(of, model, stalls=0)
-        rows.append(
-            Row(
-                f"{model}, saved",
-                "%",
-                saving,
-                numbers.COST_SAVING[PAPER][model],
-                numbers.COST_SAVING[PREPRINT][model],
-            )
-        )
-    for model in PAPER_MODELS:
-        saving = _saving(of, model, stalls=1)
-        stated = numbers.COST_SAVING[PAPER][model]
-        rows.append(Row(f"{model}, saved, stalls counted", "%", saving, stated))
-    for model in PAPER_MODELS:
+    def storage(model: str) -> float:
         cost = _cost(of(Run(model=model)), model, stalls=0, with_storage=True)
-        rows.append(
-            Row(
-                f"{model}, storage of CA's",
-                "%",
-                100 * cost.storage_share,
-                numbers.STORAGE_SHARE[PAPER][model],
-                numbers.STORAGE_SHARE[PREPRINT][model],
-            )
-        )
+        return 100 * cost.storage_share
+
+    saved = numbers.COST_SAVING
+    rows = model_rows("%", lambda model: _saving(of, model, stalls=0), saved, "{}, saved")
+    rows += [
+        Row(f"{model}, saved, stalls counted", "%", _saving(of, model, stalls=1), stated)
+        for model, stated in saved[PAPER].items()
+    ]
+    rows += model_rows("%", storage, numbers.STORAGE_SHARE, "{}, storage of CA's")
     return Table(
         "Figure 17",
         f"cost below RE's, and what storage is of it, {_BY_MODEL}",

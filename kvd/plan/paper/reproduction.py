@@ -1,45 +1,18 @@
 """All figures in one call: draw the sessions, replay them as often as needed, make the tables."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kvd.plan.paper import ablations, end_to_end, long_sequences
+from kvd.plan.paper import ablations, end_to_end
 from kvd.plan.paper.runs import Run, Sample, Workload, cell_of, sessions_of
-from kvd.plan.paper.tables import Table
+from kvd.plan.paper.tables import PaperReport
 from kvd.plan.sweep import run_cells
 from kvd.plan.trace import Session
 
 if TYPE_CHECKING:
     from kvd.plan.outcome import Outcome
 
-SCHEMA = "kvd.plan.paper/1"
-_FIGURES = (end_to_end, ablations, long_sequences)
-
-
-@dataclass(frozen=True, slots=True)
-class PaperReport:
-    """All tables.
-
-    Attributes:
-        num_turns: replayed, over all replays.
-    """
-
-    sample: Sample
-    num_replays: int
-    num_turns: int
-    tables: tuple[Table, ...]
-
-    def as_dict(self) -> dict[str, object]:
-        """All of it, by name."""
-        return {
-            "schema": SCHEMA,
-            "seed": self.sample.seed,
-            "scale": self.sample.scale,
-            "num_replays": self.num_replays,
-            "num_turns": self.num_turns,
-            "tables": [table.as_dict() for table in self.tables],
-        }
+_FIGURES = (end_to_end, ablations)
 
 
 def all_runs() -> tuple[Run, ...]:

@@ -8,11 +8,11 @@ The models differ in their bytes per token and their window only, and the engine
 those of LLaMA-13B: the text has no prefill or decode times of the others.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 from kvd.plan.generate import sharegpt_like
-from kvd.plan.hardware import MODELS, EngineConstants, Hardware
+from kvd.plan.hardware import MODELS, EngineConstants, Hardware, ReplayOptions
 from kvd.plan.paper.numbers import (
     FALCON_40B,
     LLAMA_13B,
@@ -25,10 +25,9 @@ from kvd.plan.paper.numbers import (
     NUM_SESSIONS,
     WARMUP_TURNS,
 )
-from kvd.plan.positions import coupled
-from kvd.plan.replay import ReplayOptions
 from kvd.plan.sweep import Cell
 from kvd.plan.trace import Session, Turn
+from kvd.plan.workload import coupled
 
 GB, TB = 10**9, 10**12  # as MODELS has the bytes of a token
 DRAM_BYTES = 128 * GB
@@ -136,7 +135,7 @@ def cell_of(run: Run, sample: Sample) -> Cell:
         dram_bytes=round(run.dram_bytes * sample.scale),
         ssd_bytes=round(run.ssd_bytes * sample.scale),
         ssd_bytes_per_s=run.ssd_bytes_per_s,
-        engine=long_engine() if is_long else _faster(EngineConstants(), run.speed),
+        engine=long_engine() if is_long else EngineConstants().scaled(1 / run.speed),
     )
     options = ReplayOptions(
         policy=run.policy or CA_POLICY,
@@ -155,15 +154,6 @@ def cell_of(run: Run, sample: Sample) -> Cell:
 def window_bytes(model: str) -> int:
     """KV of a full context: the most that a session can need (the paper's CCpS)."""
     return WINDOW_TOKENS[model] * MODELS[model].kv_bytes_per_token
-
-
-def _faster(engine: EngineConstants, speed: float) -> EngineConstants:
-    return replace(
-        engine,
-        prefill_s_per_token=engine.prefill_s_per_token / speed,
-        decode_step_s=engine.decode_step_s / speed,
-        fixed_s=engine.fixed_s / speed,
-    )
 
 
 # ------------------------------------------------------------------------- the preprint's documents

@@ -1,12 +1,16 @@
-"""What a figure's table is made of: numbers of the text, and beside them what was planned. Pure."""
+"""A figure as a table: what the text states, beside it what was planned; how it is shown. Pure."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
+from typing import Any
+
+from rich.table import Table as RichTable
 
 from kvd.plan.outcome import Outcome
-from kvd.plan.paper.numbers import Stated
-from kvd.plan.paper.runs import Run
+from kvd.plan.paper.numbers import PAPER, PAPER_MODELS, PREPRINT, Stated
+from kvd.plan.paper.runs import Run, Sample
 
+SCHEMA = "kvd.plan.paper/1"
 OutcomeOf = Callable[[Run], Outcome]
 
 
@@ -34,7 +38,7 @@ class Row:
         return None if stated is None else self.planned - stated.value
 
     def as_dict(self) -> dict[str, object]:
-        """All of it, by name."""
+        """Return it as plain values, by name."""
         return {**asdict(self), "difference": self.difference}
 
 
@@ -53,13 +57,58 @@ class Table:
     notes: tuple[str, ...]
 
     def as_dict(self) -> dict[str, object]:
-        """All of it, by name."""
+        """Return it as plain values, by name."""
         return {
             "figure": self.figure,
             "title": self.title,
             "rows": [row.as_dict() for row in self.rows],
             "notes": list(self.notes),
         }
+
+
+@dataclass(frozen=True, slots=True)
+class PaperReport:
+    """All tables.
+
+    Attributes:
+        num_turns: replayed, over all replays.
+    """
+
+    sample: Sample
+    num_replays: int
+    num_turns: int
+    tables: tuple[Table, ...]
+
+    def as_dict(self) -> dict[str, object]:
+        """Return it as plain values, by name."""
+        return {
+            "schema": SCHEMA,
+            "seed": self.sample.seed,
+            "scale": self.sample.scale,
+            "num_replays": self.num_replays,
+            "num_turns": self.num_turns,
+            "tables": [table.as_dict() for table in self.tables],
+        }
+
+
+def stated_row(
+    label: str, unit: str, planned: float, stated: Mapping[str, Mapping[Any, Stated]], key: object
+) -> Row:
+    """A row beside what paper and preprint state of `key`, as far as they do."""
+    return Row(label, unit, planned, stated[PAPER].get(key), stated[PREPRINT].get(key))
+
+
+def model_rows(
+    unit: str,
+    planned: Callable[[str], float],
+    stated: Mapping[str, Mapping[str, Stated]],
+    label: str = "{}",
+) -> list[Row]:
+    """A row for each of the paper's models, whose name goes into the label."""
+    return [
+        stated_row(label.format(model), unit, planned(model), stated, model)
+        for model in PAPER_MODELS
+    ]
 
 
 def notes(text: str, **values: float) -> tuple[str, ...]:
@@ -71,3 +120,72 @@ def notes(text: str, **values: float) -> tuple[str, ...]:
 def ratio(part: float, whole: float) -> float:
     """0 if there is nothing to compare with."""
     return part / whole if whole else 0.0
+
+
+_DIGITS = {"%": 1, "points": 1, "x": 2, "s": 3, "h": 2, "tokens/s": 0}
+_NOT_STATED = "-"
+
+
+def paper_tables(report: PaperReport) -> Iterator[RichTable]:
+    """One table a figure, and what the columns mean."""
+    yield _legend(report)
+    for table in report.tables:
+        yield _figure(table)
+
+
+def _legend(report: PaperReport) -> RichTable:
+    legend = RichTable(box=None, show_header=False)
+    scale = report.sample.scale
+    size = "of the paper's size" if scale == 1 else f"{scale:.0%} of the paper's size"
+    size += "" if scale == 1 else ": for a first look, the notes are about the full size"
+    legend.add_row("replays", f"{report.num_replays}, {report.num_turns} turns")
+    legend.add_row("sessions", f"like ShareGPT's, seed {report.sample.seed}, {size}")
+    legend.add_row("paper", "CachedAttention (ATC 2024): what its text says; * as derived from it")
+    legend.add_row("preprint", "AttentionStore, its earlier version, with another workload")
+    legend.add_row(_NOT_STATED, "the text does not say it; nothing is measured off a plot")
+    legend.add_row("difference", "kvd plan less the paper (the preprint where only that says it)")
+    return legend
+
+
+def _figure(table: Table) -> RichTable:
+    caption = "\n".join(f"- {note}" for note in table.notes)
+    figure = RichTable(
+        box=None,
+        title=f"{table.figure}: {table.title}",
+        title_justify="left",
+        caption=caption,
+        caption_justify="left",
+    )
+    figure.add_column("")
+    for heading in ("paper", "preprint", "kvd plan", "difference"):
+        figure.add_column(heading, justify="right")
+    figure.add_column("")
+    figure.add_column("where")
+    for row in table.rows:
+        figure.add_row(*_cells(row))
+    return figure
+
+
+def _cells(row: Row) -> tuple[str, ...]:
+    stated = row.paper or row.preprint
+    difference = row.difference
+    return (
+        row.label,
+        _stated(row.paper, row.unit),
+        _stated(row.preprint, row.unit),
+        _number(row.planned, row.unit),
+        _NOT_STATED if difference is None else f"{difference:+.{_DIGITS[row.unit]}f}",
+        row.unit,
+        "" if stated is None else stated.where,
+    )
+
+
+def _stated(stated: Stated | None, unit: str) -> str:
+    if stated is None:
+        return _NOT_STATED
+    words = (stated.hedge, f"{stated.value:g}" if unit != "tokens/s" else f"{stated.value:.0f}")
+    return " ".join(word for word in words if word) + ("*" if stated.derived else "")
+
+
+def _number(value: float, unit: str) -> str:
+    return f"{value:.{_DIGITS[unit]}f}"

@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from inference_svc.bench.cli_run import BadListError, numbers, splits_of
 from inference_svc.bench.figures import (
     SCHEMA,
     Case,
@@ -18,9 +17,11 @@ from inference_svc.bench.figures import (
     Subject,
     as_document,
 )
-from inference_svc.bench.plot import NoPlotError, check_plot, plot
-from inference_svc.bench.report import tables
-from shared.types.statistics import Spread
+from inference_svc.bench.options import splits_of
+from inference_svc.bench.report import plot, tables
+from shared.measuring.options import BadListError, numbers
+from shared.measuring.plots import NoPlotError, check_plot
+from shared.measuring.statistics import Spread
 
 TTFT = Spread(0.04, 0.05, 0.07)
 CA = Measured("ca", 15, 2, {"ttft_s": TTFT, "prefill_tokens_per_s": Spread(1e4, 2e4, 3e4)})
@@ -37,7 +38,7 @@ REPORT = Report(
     command=("inference-svc", "bench", "turns"),
     started_unix_s=1.0,
     elapsed_s=12.0,
-    subject=Subject("4x256", "Llama", True, 4, 7_000_000, "float32", "cpu", 1, "paged", 8192, 32),
+    subject=Subject("4x256", "Llama", True, 4, 7_000_000, "float32", "cpu", 1, "ragged", 8192, 32),
     machine=Machine(
         "a processor", 2, 0.1, 1 << 34, "madvise", "6.1", "", "3.11", "0.1", {"t": "2"}
     ),

@@ -5,12 +5,12 @@ import shlex
 
 import pytest
 
+from inference_svc.bench.local_engine import TurnTimes
 from inference_svc.bench.options import ModelChoice, PoliciesOptions, RunOptions
 from inference_svc.bench.plan_trace import write_plan_trace
-from inference_svc.bench.policy_log import PolicyLog, ReplayedTurn
+from inference_svc.bench.replay import ReplayedTurn, ReplayLog
 from inference_svc.bench.runner import run
 from inference_svc.bench.trace import PlannedTurn
-from inference_svc.bench.turn_times import TurnTimes
 from kvd.plan.trace import Session, Turn, read_trace
 from tests.inference_svc.bench.test_trace import SAMPLE
 from tests.processes import run_cli
@@ -24,10 +24,7 @@ def replayed(history, num_ahead=0, ttft_s=1.0, **tier_tokens):
 
 
 def values_of(*turns):
-    log = PolicyLog()
-    for turn in turns:
-        log.add(turn)
-    return log.values(elapsed_s=10.0, busy_s=5.0)
+    return ReplayLog(list(turns), elapsed_s=10.0, busy_s=5.0).placement()
 
 
 def test_a_first_turn_can_not_hit():

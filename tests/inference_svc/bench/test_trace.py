@@ -8,8 +8,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from inference_svc.bench.chat_like import chat_like_sessions
-from inference_svc.bench.trace import BadTraceError, PlannedTurn, fitting, read_trace, scaled
+from inference_svc.bench.trace import (
+    BadTraceError,
+    PlannedTurn,
+    chat_like_sessions,
+    fitting,
+    read_trace,
+    scaled,
+)
 
 SAMPLE = Path(__file__).parents[2] / "data" / "trace_sample.jsonl.gz"
 TURNS = st.builds(

@@ -1,6 +1,6 @@
 """What `inference-svc top` shows of several looks."""
 
-from inference_svc.cli.top_view import top_lines
+from inference_svc.cli.top import top_lines
 from shared.pb.inference.v1 import inference_pb2 as pb
 from shared.terminal.printing import sparkline
 

@@ -2,11 +2,11 @@
 
 import pytest
 
+from inference_svc.core.answers import SamplingParams
 from inference_svc.core.counters import COUNTERS, Counters
 from inference_svc.core.errors import SessionEndedError, TurnMismatchError
-from inference_svc.core.expected_session import ExpectedSession
-from inference_svc.core.sampling_params import SamplingParams
 from inference_svc.core.submission import ChatInput, Submission, TextInput, TokenInput
+from inference_svc.core.transcript_format import ExpectedSession
 from shared.types.session_key import SessionKey
 from tests.inference_svc.core.test_transcript_format import transcript as transcript_of
 

@@ -90,8 +90,8 @@ def test_tokens_and_computed_tokens():
     session = Transcript(HEADER).with_turn(record(0), is_final=False)
     session = session.with_turn(record(1, (7,), uncomputed_tokens=0), is_final=True)
     assert session.token_ids == (1, 2, 3, 5, 6, 1, 2, 3, 7)
-    assert session.computed_tokens == 9
-    assert session.forked("s2", 1).computed_tokens == 4
+    assert session.context.computed_tokens == 9
+    assert session.forked("s2", 1).context.computed_tokens == 4
     assert session.has_ended
     assert not session.forked("s2", 2).has_ended
 
@@ -146,11 +146,11 @@ def test_the_context_is_what_turns_and_discards_leave():
     """Tokens come in order; each discard falls on what was there when it happened."""
     session = transcript(1)  # 1 2 3 5 6, the last one not computed
     session = session.with_discard(Discard(((1, 2), (4, 5)), 0, CLIENT))
-    assert (session.context_ids, session.computed_tokens) == ((1, 3, 5), 3)
+    assert (session.context_ids, session.context.computed_tokens) == ((1, 3, 5), 3)
     mid = Discard(((0, 4),), after_tokens=4)  # of 3 5 1 2 3 5
     turn = replace(record(1), discards=(Discard(((0, 1),)), mid))
     session = session.with_turn(turn, is_final=False)
-    assert (session.context_ids, session.computed_tokens) == ((3, 5, 6), 2)
+    assert (session.context_ids, session.context.computed_tokens) == ((3, 5, 6), 2)
     assert session.token_ids == (1, 2, 3, 5, 6, 1, 2, 3, 5, 6)
 
 

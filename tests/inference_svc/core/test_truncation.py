@@ -6,12 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from inference_svc.core.chat_frames import FrameTokens, common_prefix
 from inference_svc.core.context import Context
 from inference_svc.core.discards import num_in
 from inference_svc.core.errors import InputTooLongError, InvalidTurnError
 from inference_svc.core.truncation import OverflowPolicy, plan_truncation
-from inference_svc.core.turn_window import TurnWindow
+from inference_svc.core.turn_window import FrameTokens, TurnWindow, common_prefix
 
 NO_SINKS = OverflowPolicy(sink_tokens=0)
 OPEN, CLOSE = 1, 2  # special tokens; others are text

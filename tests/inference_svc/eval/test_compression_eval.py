@@ -11,16 +11,13 @@ from rich.console import Console
 from torch.nn import functional
 
 from inference_svc.core.errors import InvalidCompressionError
-from inference_svc.eval.cli import _numbers
 from inference_svc.eval.compression_eval import measure_compression
-from inference_svc.eval.compression_plot import plot
-from inference_svc.eval.eval_model import prepare_model
+from inference_svc.eval.eval_model import UnusableTextError, load_text, prepare_model
 from inference_svc.eval.figures import EvalReport
-from inference_svc.eval.options import CompressionOptions
-from inference_svc.eval.report import tables
+from inference_svc.eval.options import CompressionOptions, ratios_of
+from inference_svc.eval.report import plot, tables
 from inference_svc.eval.runner import subject_of
 from inference_svc.eval.sequence import Sequence
-from inference_svc.eval.text import UnusableTextError, load_text
 from inference_svc.runtime.model.model_loader import load_model
 from shared.types.errors import InvalidInputError
 from tests.oracle import Oracle
@@ -100,11 +97,11 @@ def test_the_table_has_a_row_for_each(model, report):
         assert f"{row.next_tokens.per_token:.2f}" in line
 
 
-def test_ratios_are_numbers():
+def test_ratios_areratios_of():
     """Anything else is refused with an example."""
-    assert _numbers("0.5,0.25") == (0.5, 0.25)
+    assert ratios_of("0.5,0.25") == (0.5, 0.25)
     with pytest.raises(InvalidInputError, match=r"give ratios such as"):
-        _numbers("half")
+        ratios_of("half")
 
 
 def test_the_picture_is_drawn(report, tmp_path):

@@ -75,7 +75,11 @@ def test_rotation_as_a_table(command, tiny_model):
         (("--sinks", "few"), "'few' are no sinks", "a number, or auto"),
         (("--methods", "ca,re"), "no such method: re", "name some of ca, ca-shift, tt"),
         (("--dtype", "int8"), "no such dtype: int8", "name auto"),
-        (("--json", "no/where/a.json"), "is in no directory", "a directory that exists"),
+        (
+            ("--json", "no/where/a.json"),
+            "no/where/a.json cannot be written",
+            "a directory that exists",
+        ),
     ],
 )
 def test_an_error_is_one_line_that_says_what_to_do(

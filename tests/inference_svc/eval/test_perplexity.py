@@ -7,12 +7,10 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from inference_svc.core.truncation import USUAL_SINKS
-from inference_svc.eval.eval_model import prepare_model
-from inference_svc.eval.options import PerplexityOptions, Truncation
+from inference_svc.eval.eval_model import load_text, prepare_model
+from inference_svc.eval.options import PerplexityOptions, Truncation, with_sinks
 from inference_svc.eval.perplexity import measure_perplexity, perplexity_of, ratio_of, stream
 from inference_svc.eval.sequence import Sequence
-from inference_svc.eval.text import load_text
-from inference_svc.eval.truncating import with_sinks
 from inference_svc.runtime.model.model_loader import load_model
 from shared.types.errors import InvalidInputError
 from tests.inference_svc.eval.conftest import WINDOW

@@ -7,8 +7,7 @@ import torch
 
 from inference_svc.eval.eval_model import prepare_model
 from inference_svc.eval.options import RetrievalOptions, Truncation
-from inference_svc.eval.records import RecordText, draw_records
-from inference_svc.eval.retrieval import fill, measure_retrieval
+from inference_svc.eval.retrieval import RecordText, draw_records, fill, measure_retrieval
 from inference_svc.eval.sequence import Sequence
 from inference_svc.runtime.model.model_loader import load_model
 from shared.types.errors import InvalidInputError

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from inference_svc.core.errors import InvalidDiscardError
-from inference_svc.eval.methods import METHODS
+from inference_svc.eval.options import METHODS
 from inference_svc.eval.sequence import Sequence
 
 TOKENS = [(7 * i + 3) % 256 for i in range(60)]

@@ -11,7 +11,7 @@ import transformers
 
 from inference_svc.runtime.calibration.calibration import calibrate
 from inference_svc.runtime.compute.model_runner import ModelRunner
-from inference_svc.runtime.kv.arena_rows import ArenaRows
+from inference_svc.runtime.kv.arena_kv import ArenaKv
 from inference_svc.runtime.kv.kv_pool import KVPool
 from inference_svc.runtime.model.model_loader import LoadedModel, describe_model
 from inference_svc.runtime.positions.recipes import Calibration
@@ -170,9 +170,9 @@ class Tiny:
     stock: Any
     pool: KVPool
 
-    def new_slab(self, capacity_tokens):
-        """Lend an empty slab; nobody gives it back, the pool makes do."""
-        return self.pool.new_slab(capacity_tokens)
+    def new_kv(self, capacity_tokens):
+        """Lend an empty sequence KV; nobody gives it back, the pool makes do."""
+        return self.pool.new_kv(capacity_tokens)
 
     def new_buffer(self, capacity_tokens, first_token=0):
         """Lend an empty write buffer."""
@@ -267,6 +267,6 @@ def make_arena():
 
     def make(layout, num_slots=4):
         arena = PlainArena(layout.block_bytes, num_slots)
-        return arena, ArenaRows(arena, layout)
+        return arena, ArenaKv(arena, layout)
 
     return make

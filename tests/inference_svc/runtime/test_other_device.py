@@ -11,12 +11,11 @@ import pytest
 import torch
 
 from inference_svc.runtime.kv.kv_pool import KVPool
-from inference_svc.runtime.positions.pairing import find_pairing
-from inference_svc.runtime.positions.rotary import RotaryTable
+from inference_svc.runtime.positions.rotary import RotaryTable, find_pairing
+from inference_svc.runtime.transfer.compaction import Compaction
 from inference_svc.runtime.transfer.layer_load import LayerLoader
 from inference_svc.runtime.transfer.layer_store import store_blocks
-from inference_svc.runtime.transfer.shift import Shift
-from tests.inference_svc.runtime.kv.test_load_store import blocks_of, prefilled, tokens
+from tests.inference_svc.runtime.transfer.test_layer_load import blocks_of, prefilled, tokens
 from tests.other_device import CPU, OTHER, other_device, to_cpu
 from tests.ropes import DIM, halves, interleaved, partial, permuting, scattered
 
@@ -101,23 +100,21 @@ def test_keys_are_turned_back_and_moved_on_their_device(rope, dtype):
 def test_loaded_and_shifted_rows_are_those_of_the_cpu(tiny, make_arena, rows, name):
     """A history from kvd's memory into the device's, and what is left of it after a discard."""
     model = tiny(name)
-    arena_rows = make_arena(model.calibration.layout)[1]
+    arena_kv = make_arena(model.calibration.layout)[1]
     _, buffer = prefilled(model, tokens(3, NUM_TOKENS))
     spans = blocks_of(rows, (2, 0, 1), NUM_TOKENS, 16)
-    store_blocks(buffer, arena_rows, spans, model.calibration)
+    store_blocks(buffer, arena_kv, spans, model.calibration)
 
     @torch.no_grad()
     def work(calibration, device):
         shapes = [layer.shape for layer in calibration.layers]
-        slab = KVPool(shapes, 256, device=device, dtype=torch.float32).new_slab(64)
+        kv = KVPool(shapes, 256, device=device, dtype=torch.float32).new_kv(64)
         for layer_index in range(len(calibration.layers)):
             # Without inference mode, in which subclasses of tensors have no views.
-            LayerLoader.load.__wrapped__(
-                LayerLoader(slab, arena_rows, spans, calibration), layer_index
-            )
-        loaded = [to_cpu(rows)[:, :, :NUM_TOKENS].clone() for rows in (*slab.keys, *slab.values)]
-        Shift(slab, KEPT, calibration).run()
-        return [*loaded, *(to_cpu(rows)[:, :, :33] for rows in (*slab.keys, *slab.values))]
+            LayerLoader.load.__wrapped__(LayerLoader(kv, arena_kv, spans, calibration), layer_index)
+        loaded = [to_cpu(rows)[:, :, :NUM_TOKENS].clone() for rows in (*kv.keys, *kv.values)]
+        Compaction(kv, KEPT, calibration).run()
+        return [*loaded, *(to_cpu(rows)[:, :, :33] for rows in (*kv.keys, *kv.values))]
 
     with other_device():
         found = work(_calibration_there(model.calibration), OTHER)

@@ -4,9 +4,7 @@ import errno
 
 import pytest
 
-from kvd.bench.buffers import Buffer
-from kvd.bench.copying import Copier
-from kvd.bench.floor import DirectFloor
+from kvd.bench.floor import Buffer, Copier, DirectFloor
 
 BLOCK_BYTES = 64 << 10
 NUM_BLOCKS = 11  # not a multiple of threads or of a segment's extents

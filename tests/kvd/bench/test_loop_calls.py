@@ -20,14 +20,14 @@ def test_every_call_does_what_it_is_measured_for(tmp_path):
     assert (found.num_sessions, found.blocks_per_session) == (NUM_SESSIONS, NUM_BLOCKS)
     assert min(found.attach_ms, found.look_ms, found.store_ms, found.expire_ms) > 0
     run = opened(options, indexes, tmp_path / "index")
-    assert run.engine.stats().num_sessions == NUM_SESSIONS
+    assert run.engine.inspection.stats().num_sessions == NUM_SESSIONS
     run.longest(lambda: run.engine.add_slots(64, 1))
     for number in range(5):
         run.store(number)
-    assert run.engine.stats().counters["sessions_dropped"] >= 5
+    assert run.engine.inspection.stats().counters["sessions_dropped"] >= 5
     run.now_ns += TTL_NS
     run.expire(10, NS_PER_S)
-    assert run.engine.stats().num_sessions == 5  # the new ones
+    assert run.engine.inspection.stats().num_sessions == 5  # the new ones
 
 
 def test_a_quota_that_begins_holds_for_all_sessions(tmp_path):

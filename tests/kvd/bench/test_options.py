@@ -12,7 +12,7 @@ from kvd.bench.options import (
     layout_with,
     resized,
 )
-from shared.kvd_client.layout_message import layout_message, layout_of
+from shared.kvd_client.messages import layout_message, layout_of
 from shared.pb.kvd.v1 import kvd_pb2
 from shared.types.units import GIB
 

@@ -17,9 +17,8 @@ from kvd.bench.figures import (
     Report,
     Restart,
 )
-from kvd.bench.goals import goals_of
-from kvd.bench.report import as_document, tables
-from shared.types.statistics import Spread
+from kvd.bench.report import as_document, goals_of, tables
+from shared.measuring.statistics import Spread
 
 ONE = Spread(0.95, 1.0, 1.05)
 STORE = Comparison("store", 1 << 20, 0, 1 << 28, 2, 5, ONE, 9e9, 9e9)

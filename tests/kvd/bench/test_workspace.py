@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from kvd.bench.machine import machine_facts
-from kvd.bench.workspace import NoRoomError, Workspace, check_memory, workspace
+from kvd.bench.workspace import Workspace, machine_facts, workspace
+from shared.measuring.workspace import NoRoomError, check_memory
 
 
 def test_everything_is_removed_when_a_run_is_interrupted(tmp_path):
@@ -32,7 +32,7 @@ def test_a_disk_without_room_is_refused_before_anything_is_made(tmp_path):
 
 def test_memory_that_is_not_there_is_refused():
     with pytest.raises(NoRoomError, match="--quick"):
-        check_memory(1 << 60)
+        check_memory(1 << 60, "the bench", "measure less with --quick")
 
 
 def test_the_facts_of_this_machine_are_found_and_nothing_is_left(tmp_path):

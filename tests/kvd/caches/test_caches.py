@@ -52,7 +52,7 @@ async def test_an_arena_is_given_up_whole_or_not_at_all(tmp_path):
         cache, arena = await caches.open(LAYOUT)
         cache._prefault = asyncio.get_running_loop().create_future()  # one that takes long
         giving_up = asyncio.create_task(cache.unmount(30))
-        while not arena.is_closing:  # noqa: ASYNC110  # it has no event
+        while not arena.closing.is_set():  # noqa: ASYNC110  # it has no event
             await asyncio.sleep(0)
         giving_up.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -82,7 +82,7 @@ async def test_an_action_that_cannot_be_begun_ends_the_daemon(tmp_path):
         cache._on_broken = reported.append
         before, cache._on_event = cache._on_event, _fail
         with pytest.raises(ZeroDivisionError):
-            cache.act(lambda core, now_ns: core.owner_gone(1, now_ns))
+            cache.act(lambda core: core.engines.gone(1))
         cache._on_event = before
     assert [type(error) for error in reported] == [ZeroDivisionError]
 
@@ -115,8 +115,8 @@ async def test_an_empty_layout_makes_room_for_a_new_one(tmp_path):
 def _store(cache, name="a", first_token=0):
     """Have one session in a cache; returns its key."""
     key, tokens = key_of(name), encode(range(first_token, first_token + 16))
-    answer = cache.act(lambda core, now_ns: core.prepare_store(key, tokens, 0, 1, now_ns))
-    cache.act(lambda core, now_ns: core.complete_store(answer.lease_id, 1, True, now_ns))
+    answer = cache.act(lambda core: core.stores.prepare(key, tokens, 0, 1))
+    cache.act(lambda core: core.stores.complete(answer.lease_id, 1, success=True))
     return key
 
 
@@ -135,7 +135,8 @@ async def test_an_index_that_takes_nothing_is_told_little_and_then_all(tmp_path,
                 cache.act(partial(_set_ttl, key, ttl_ns))
                 assert caches.index_queued_bytes <= bound + 1024
             assert cache.has_rows_waiting
-            assert cache.rows_waiting[0] <= len(keys) + 4, "those of sessions, and of their blocks"
+            num_rows, _ = cache.act(lambda core: (len(core.index_line), core.index_line.num_uses))
+            assert num_rows <= len(keys) + 4, "those of sessions, and of their blocks"
             other.execute("ROLLBACK")
         await caches.committed()
         assert not cache.has_rows_waiting
@@ -146,9 +147,9 @@ async def test_an_index_that_takes_nothing_is_told_little_and_then_all(tmp_path,
         assert [info.ttl_ns for info in infos] == [LONG_NS + 396 + number for number in range(4)]
 
 
-def _set_ttl(key, ttl_ns, core, now_ns):
-    core.set_ttl(key, ttl_ns, now_ns)
+def _set_ttl(key, ttl_ns, core):
+    core.sessions.set_ttl(key, ttl_ns)
 
 
-def _info(key, core, _now_ns):
-    return core.session_info(key)
+def _info(key, core):
+    return core.inspection.info(key)

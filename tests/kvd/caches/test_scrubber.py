@@ -22,12 +22,12 @@ class WorldCache:
             store(self.world, key, tokens)
 
     def act(self, step):
-        answer = step(self.world.engine, self.world.now_ns)
+        answer = step(self.world.engine)
         self.world.pump()
         return answer
 
     def stats(self):
-        return self.world.engine.stats()
+        return self.world.engine.inspection.stats()
 
     async def changed(self, _timeout_s):
         self.world.quiesce()
@@ -89,7 +89,7 @@ async def test_a_cancelled_caller_ends_its_run():
     with pytest.raises(asyncio.CancelledError):
         await watching
     assert not scrubber.is_running
-    assert cache.act(lambda core, _: core.scrubs.begin(repair=False))
+    assert cache.act(lambda core: core.scrubs.begin(repair=False))
 
 
 def test_pace_spreads_bytes_evenly():

@@ -1,11 +1,14 @@
 """Whole loads and stores against a CacheWorld, for tests that are about something else."""
 
-from kvd.core.engine import CacheEngine, Limits
-from kvd.core.eviction.queue_window import QueueChange, QueuedJob
-from kvd.core.eviction.registry import POLICIES
+from kvd.core.engine import CacheEngine
+from kvd.core.eviction.policies import POLICIES
 from kvd.core.inspection.session_filter import EVERYTHING
 from kvd.core.records.actions import HashSlot
 from kvd.core.records.records import LoadAnswer, Lookup, SessionInfo, StoreAnswer, Tier
+from kvd.core.records.rows import Span, unpack_spans
+from kvd.core.state.limits import Limits
+from shared.types.lineage import Lineage
+from shared.types.queue_delta import QueueChange, QueuedRequest
 from shared.types.session_key import SessionKey
 from tests.property.cache_world import MODEL, CacheWorld, compute, to_bytes
 
@@ -25,14 +28,14 @@ def new_world(
 
 def queue_of(*keys: SessionKey) -> QueueChange:
     """A queue in which a turn of each of these sessions waits, in this order."""
-    return QueueChange([QueuedJob((0, 0.0, number), key) for number, key in enumerate(keys)])
+    return QueueChange([QueuedRequest((0, 0.0, number), key) for number, key in enumerate(keys)])
 
 
 def prepare_store(
     world: CacheWorld, key: SessionKey, tokens: list[int], from_token: int = 0
 ) -> StoreAnswer:
     """Ask for slots and fill those granted."""
-    answer = world.engine.prepare_store(key, to_bytes(tokens), from_token, OWNER, world.now_ns)
+    answer = world.engine.stores.prepare(key, to_bytes(tokens), from_token, OWNER)
     rows = compute([], tokens)
     for block in answer.blocks:
         end = block.token_offset + block.num_tokens
@@ -42,7 +45,7 @@ def prepare_store(
 
 
 def complete_store(world: CacheWorld, answer: StoreAnswer, *, success: bool = True) -> int:
-    stored = world.engine.complete_store(answer.lease_id, OWNER, success, world.now_ns)
+    stored = world.engine.stores.complete(answer.lease_id, OWNER, success=success)
     world.pump()
     return stored
 
@@ -68,8 +71,8 @@ def prepare_load(
     *,
     dram_only: bool = False,
 ) -> LoadAnswer:
-    answer = world.engine.prepare_load(
-        key, to_bytes(tokens), from_token, OWNER, world.now_ns, dram_only=dram_only
+    answer = world.engine.loads.prepare(
+        key, to_bytes(tokens), from_token, OWNER, dram_only=dram_only
     )
     world.pump()
     return answer
@@ -80,23 +83,56 @@ def load(world: CacheWorld, key: SessionKey, tokens: list[int], from_token: int 
     answer = prepare_load(world, key, tokens, from_token)
     if answer.lookup is Lookup.PENDING:
         world.quiesce()
-        answer = world.engine.settle_load(answer.lease_id)
+        answer = world.engine.loads.settle(answer.lease_id)
     if answer.lookup is Lookup.HIT:
-        world.engine.complete_load(answer.lease_id, OWNER, world.now_ns)
+        world.engine.loads.complete(answer.lease_id, OWNER)
     world.pump()
     return answer
 
 
+def world_with_a_on_ssd(num_slots: int = 2):
+    """A has two blocks on SSD only; B fills the arena and is clean."""
+    world = new_world(num_slots=num_slots)
+    store(world, A, ONES + TWOS)
+    store(world, B, THREES * num_slots)
+    return world
+
+
 def infos(engine: CacheEngine) -> list[SessionInfo]:
     """Every session as operators see it, in no particular order."""
-    return engine.session_infos(engine.session_keys(), EVERYTHING, 0)
+    return engine.inspection.infos(engine.inspection.keys(), EVERYTHING)
 
 
 def tiers_of(world: CacheWorld, key: SessionKey) -> list[str]:
     """Where each block of a session is: "D", "S", "DS"."""
     names = {Tier.DRAM: "D", Tier.SSD: "S"}
-    return ["".join(names[tier] for tier in b.tiers) for b in world.engine.describe(key).blocks]
+    return [
+        "".join(names[tier] for tier in b.tiers)
+        for b in world.engine.inspection.describe(key).blocks
+    ]
 
 
 def counter(world: CacheWorld, name: str) -> int:
-    return world.engine.stats().counters[name]
+    return world.engine.inspection.stats().counters[name]
+
+
+def store_named(world: CacheWorld, key: SessionKey, tokens: list[int], lineage: Lineage) -> None:
+    """Store a sequence whose discards are named."""
+    answer = world.engine.stores.prepare(key, to_bytes(tokens), 0, OWNER, lineage=lineage)
+    for block in answer.blocks:
+        world.slots[block.slot_id] = compute([0], tokens)[1:][block.token_offset :][
+            : block.num_tokens
+        ]
+    if answer.lease_id:
+        complete_store(world, answer)
+    world.quiesce()
+
+
+def spans_of_a(world: CacheWorld) -> list[Span]:
+    """What the index has of the first session, when it has taken everything."""
+    world.commit(len(world.index.uncommitted))
+    return unpack_spans(world.index.sessions[A].spans)
+
+
+def keys_of(world: CacheWorld, key: SessionKey) -> list[bytes]:
+    return [block.key for block in world.engine.inspection.describe(key).blocks]

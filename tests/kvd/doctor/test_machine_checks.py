@@ -11,18 +11,20 @@ import pytest
 
 from kvd.config import AccessSettings, DramSettings, LimitSettings, Settings, SsdSettings
 from kvd.doctor.finding import Finding, Level, worst
-from kvd.doctor.kernel import check_cuda, check_kernel, check_numa
+from kvd.doctor.guards import check_unit
 from kvd.doctor.machine import Machine, ProcessLimits, may_read
 from kvd.doctor.memory import (
+    check_cuda,
     check_huge_pages,
+    check_kernel,
     check_locked_memory,
     check_memory,
+    check_numa,
     check_shared_memory,
     check_swap,
     file_system_of,
 )
 from kvd.doctor.storage import check_descriptors, check_directories, check_state_disk
-from kvd.doctor.unit import check_unit
 from shared.types.units import GIB, MIB
 
 NOBODY = 65534

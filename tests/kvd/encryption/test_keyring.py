@@ -2,9 +2,9 @@
 
 import pytest
 
-from kvd.encryption.errors import KeyFileError
 from kvd.encryption.key_file import (
     CREDENTIALS_ENV,
+    KeyFileError,
     MasterKey,
     new_master_key,
     read_master_key,

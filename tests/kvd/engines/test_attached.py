@@ -11,9 +11,10 @@ from contextlib import contextmanager
 
 import pytest
 
-from kvd.core.engine import CacheEngine, Limits
-from kvd.engines.attached import Engines
-from kvd.engines.data_socket import Peer
+from kvd.core.engine import CacheEngine
+from kvd.core.state.limits import Limits
+from kvd.engines.attached import ENGINE_MOVES, Engine, Engines, EngineState
+from kvd.engines.data_socket import DataConnection
 from kvd.errors import LimitReachedError, NotAttachedError
 from kvd.host.process_identity import ProcessIdentity, start_ticks_of, watch_identity, watch_peer
 from kvd.tiers.journal import JournaledWrite
@@ -36,7 +37,7 @@ class LiveCache:
         self.engine = CacheEngine(LAYOUT, limits, salt_of)
 
     def act(self, step):
-        answer = step(self.engine, 1000)
+        answer = step(self.engine)
         self.engine.drain()
         self.engine.check()
         return answer
@@ -44,12 +45,10 @@ class LiveCache:
     def store(self, engine, key=A):
         """Lease slots for a store; return the lease."""
         tokens = to_bytes([1, 2, 3, 4])
-        return self.act(
-            lambda core, now: core.prepare_store(key, tokens, 0, engine.engine_id, now)
-        ).lease_id
+        return self.act(lambda core: core.stores.prepare(key, tokens, 0, engine.engine_id)).lease_id
 
     def leases(self):
-        return [(info.lease_id, info.is_orphan) for info in self.engine.leases()]
+        return [(info.lease_id, info.is_orphan) for info in self.engine.inspection.leases()]
 
 
 @contextmanager
@@ -66,12 +65,12 @@ def process():
         child.communicate()
 
 
-def peer_of(pid):
-    """A connected peer, as the data socket makes it."""
+def connection_of(pid):
+    """A connection, as the data socket makes it."""
     watch = watch_identity(ProcessIdentity(pid, start_ticks_of(pid), b""))
-    peer = Peer("token", pid, os.getuid(), watch)
-    watch.start(peer.gone.set)
-    return peer
+    connection = DataConnection("token", pid, os.getuid(), watch)
+    watch.start(connection.gone.set)
+    return connection
 
 
 async def until(is_so):
@@ -92,89 +91,89 @@ async def engines():
     made.close()
 
 
-def end(engines, peer):
+def end(engines, connection):
     """End a connection, as the data socket does."""
-    peer.gone.set()
-    engines.gone(peer)
-    peer.close()
+    connection.gone.set()
+    engines.gone(connection)
+    connection.close()
 
 
 async def test_a_store_outlives_its_connection(engines, cache):
     """Its slots stay with the process; the same client finds its lease again, and completes it."""
     with process() as child:
-        first = peer_of(child.pid)
+        first = connection_of(child.pid)
         engine, _, _ = engines.attach("e", cache, first, INSTANCE, ())
         lease, other = cache.store(engine), cache.store(engine, B)
         end(engines, first)
         assert cache.leases() == [(lease, True), (other, True)]
-        (facts,) = engines.owners()
-        assert (facts.pid, facts.quarantined) == (child.pid, True)
+        (info,) = engines.infos()
+        assert (info.pid, info.is_quarantined) == (child.pid, True)
         with pytest.raises(NotAttachedError):
             engines.of(engine.engine_id)
 
-        again = peer_of(child.pid)
+        again = connection_of(child.pid)
         engine, confirmed, lost = engines.attach("e", cache, again, INSTANCE, [lease, 12345])
         assert (confirmed, lost) == ([lease], [12345])
         assert cache.leases() == [(lease, False)]
-        assert [facts.quarantined for facts in engines.owners()] == [False]
-        done = cache.act(lambda core, now: core.complete_store(lease, engine.engine_id, True, now))
+        assert [info.is_quarantined for info in engines.infos()] == [False]
+        done = cache.act(lambda core: core.stores.complete(lease, engine.engine_id, success=True))
         assert done == 4
         end(engines, again)
-        assert not engines.owners()
+        assert not engines.infos()
 
 
 @pytest.mark.parametrize("how", ["dead", "has left"])
 async def test_an_engine_that_cannot_write_any_more_is_forgotten(engines, cache, how):
     """Its slots are free at once."""
     with process() as child:
-        peer = peer_of(child.pid)
-        engine, _, _ = engines.attach("e", cache, peer, INSTANCE, ())
+        connection = connection_of(child.pid)
+        engine, _, _ = engines.attach("e", cache, connection, INSTANCE, ())
         cache.store(engine)
         if how == "dead":
             child.kill()
-            await asyncio.wait_for(peer.gone.wait(), 30)
+            await asyncio.wait_for(connection.gone.wait(), 30)
         else:
-            peer.has_left = True
-        end(engines, peer)
-        assert (cache.leases(), engines.owners()) == ([], [])
+            connection.has_left = True
+        end(engines, connection)
+        assert (cache.leases(), engines.infos()) == ([], [])
 
 
 async def test_a_connection_without_stores_leaves_no_holder(engines, cache):
     """Engines that come and go while they write nothing do not pile up."""
     with process() as child:
         for _ in range(5):
-            peer = peer_of(child.pid)
-            engines.attach("e", cache, peer, INSTANCE, ())
-            end(engines, peer)
-        assert not engines.owners()
+            connection = connection_of(child.pid)
+            engines.attach("e", cache, connection, INSTANCE, ())
+            end(engines, connection)
+        assert not engines.infos()
 
 
 async def test_a_holder_that_dies_gives_its_slots_back(engines, cache):
     """Also one that was stopped, killed by an operator through its pidfd."""
     with process() as child:
-        peer = peer_of(child.pid)
-        engine, _, _ = engines.attach("e", cache, peer, INSTANCE, ())
+        connection = connection_of(child.pid)
+        engine, _, _ = engines.attach("e", cache, connection, INSTANCE, ())
         lease = cache.store(engine)
         os.kill(child.pid, signal.SIGSTOP)
-        end(engines, peer)
+        end(engines, connection)
         assert cache.leases() == [(lease, True)]
-        await until(lambda: engines.owners()[0].state == "stopped")
+        await until(lambda: engines.infos()[0].process_status == "stopped")
         assert not engines.kill(os.getpid())
         assert engines.kill(child.pid)
         await until(lambda: not cache.leases())
-        assert not engines.owners()
+        assert not engines.infos()
         assert not engines.kill(child.pid)
 
 
 async def test_nobody_else_gets_a_lease(engines, cache):
     """Neither another process with this instance, nor another instance of this process."""
     with process() as child, process() as thief:
-        peer = peer_of(child.pid)
-        engine, _, _ = engines.attach("e", cache, peer, INSTANCE, ())
+        connection = connection_of(child.pid)
+        engine, _, _ = engines.attach("e", cache, connection, INSTANCE, ())
         lease = cache.store(engine)
-        end(engines, peer)
+        end(engines, connection)
         for pid, instance in ((thief.pid, INSTANCE), (child.pid, secrets.token_hex(16))):
-            other = peer_of(pid)
+            other = connection_of(pid)
             _, confirmed, lost = engines.attach("t", cache, other, instance, [lease])
             assert (confirmed, lost) == ([], [lease])
             end(engines, other)
@@ -184,16 +183,16 @@ async def test_nobody_else_gets_a_lease(engines, cache):
 async def test_a_client_that_is_faster_than_the_end_of_its_connection(engines, cache):
     """The older attachment of the same client is over with the newer one."""
     with process() as child:
-        first = peer_of(child.pid)
+        first = connection_of(child.pid)
         engine, _, _ = engines.attach("e", cache, first, INSTANCE, ())
         lease = cache.store(engine)
-        second = peer_of(child.pid)
+        second = connection_of(child.pid)
         _, confirmed, _ = engines.attach("e", cache, second, INSTANCE, [lease])
         assert confirmed == [lease]
         assert first.gone.is_set()
         end(engines, first)
         assert cache.leases() == [(lease, False)]
-        assert len(engines.owners()) == 1
+        assert len(engines.infos()) == 1
         end(engines, second)
 
 
@@ -202,18 +201,18 @@ async def test_engines_and_holders_are_bounded_together(engines, cache):
     with process() as child:
         instances = [secrets.token_hex(16) for _ in range(3)]
         for number, instance in enumerate(instances):
-            peer = peer_of(child.pid)
-            engine, _, _ = engines.attach("e", cache, peer, instance, ())
+            connection = connection_of(child.pid)
+            engine, _, _ = engines.attach("e", cache, connection, instance, ())
             cache.store(engine, A if number else B)
-            end(engines, peer)
-        held = len(engines.owners())
+            end(engines, connection)
+        held = len(engines.infos())
         assert held == 3
-        peer = peer_of(child.pid)
+        connection = connection_of(child.pid)
         with pytest.raises(LimitReachedError, match="kvd leases"):
-            engines.attach("e", cache, peer, INSTANCE, ())
-        engines.attach("e", cache, peer, instances[0], ())
-        assert len(engines.owners()) == 3
-        end(engines, peer)
+            engines.attach("e", cache, connection, INSTANCE, ())
+        engines.attach("e", cache, connection, instances[0], ())
+        assert len(engines.infos()) == 3
+        end(engines, connection)
 
 
 async def test_writers_of_an_earlier_kvd(engines, cache):
@@ -232,9 +231,20 @@ async def test_writers_of_an_earlier_kvd(engines, cache):
         owner = orphans[0].writing.owner
         assert owner == orphans[1].writing.owner
         assert engines.identity_of(owner) == living
-        assert [facts.pid for facts in engines.owners()] == [child.pid]
+        assert [info.pid for info in engines.infos()] == [child.pid]
         child.kill()
-        await until(lambda: not engines.owners())
+        await until(lambda: not engines.infos())
+
+
+def test_what_cannot_happen_to_an_engine(cache):
+    """A move that its state does not have is refused, and none leads back from the end."""
+    for state, moves in ENGINE_MOVES.items():
+        for event in {event for moves in ENGINE_MOVES.values() for event in moves} - set(moves):
+            engine = Engine(1, "e", cache, ProcessIdentity(1, 1, b""), state=state)
+            with pytest.raises(AssertionError, match=event):
+                engine.move(event)
+            assert engine.state is state
+    assert not ENGINE_MOVES[EngineState.GONE]
 
 
 async def test_questions_about_nobody(engines):
@@ -247,11 +257,11 @@ async def test_questions_about_nobody(engines):
 async def test_an_instance_that_is_none(engines, cache, instance):
     """It is refused before anything is registered."""
     with process() as child:
-        peer = peer_of(child.pid)
+        connection = connection_of(child.pid)
         with pytest.raises(InvalidInputError):
-            engines.attach("e", cache, peer, instance, ())
-        assert not engines.owners()
-        peer.close()
+            engines.attach("e", cache, connection, instance, ())
+        assert not engines.infos()
+        connection.close()
 
 
 def test_the_process_at_the_other_end_of_a_socket():

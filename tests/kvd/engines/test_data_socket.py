@@ -1,4 +1,4 @@
-"""The data socket: tokens, bounds, and the end of a peer."""
+"""The data socket: tokens, bounds, and the end of a connection."""
 
 import asyncio
 import os
@@ -8,21 +8,19 @@ from pathlib import Path
 
 import pytest
 
-from kvd.engines.data_socket import DataSocket
+from kvd.engines.data_socket import DataSocket, EngineUsers
 from kvd.errors import AttachDeniedError, UnusableSocketError
-from kvd.host.engine_users import EngineUsers
 from kvd.tiers.arena_store import ArenaOptions, ArenaStore
 from shared.kvd_client import data_socket_protocol as packets
-from shared.kvd_client import seqpacket
-from shared.kvd_client.progress_words import ProgressWords, lease_bits
+from shared.kvd_client.arena_map import ProgressWords, lease_bits
 from shared.types.histogram import Tally
 from tests.synthetic_engine import small_layout
 
 # Connects, leaves the connection to a child that outlives it, and waits to be killed.
 LEAVING_PROCESS = """
 import os, sys, time
-from shared.kvd_client import seqpacket
-sock = seqpacket.connect(sys.argv[1])
+from shared.kvd_client import data_socket_protocol as packets
+sock = packets.connect(sys.argv[1])
 os.set_inheritable(sock.fileno(), True)
 child = os.fork()
 if child == 0:
@@ -34,8 +32,8 @@ time.sleep(600)
 
 
 @asynccontextmanager
-async def _serving(tmp_path, max_peers=4, refused=None):
-    data_socket = DataSocket(tmp_path / "data.sock", EngineUsers(), max_peers, refused)
+async def _serving(tmp_path, max_connections=4, refused=None):
+    data_socket = DataSocket(tmp_path / "data.sock", EngineUsers(), max_connections, refused)
     gone = []
     with data_socket.listen() as listener:
         serving = asyncio.create_task(data_socket.serve(listener, gone.append))
@@ -47,12 +45,12 @@ async def _serving(tmp_path, max_peers=4, refused=None):
 
 
 async def _received(sock):
-    packet, fds = await seqpacket.receive(sock)
+    packet, fds = await packets.receive(sock)
     return packets.decode(packet), fds
 
 
 def _connect(tmp_path):
-    return seqpacket.connect(str(tmp_path / "data.sock"))
+    return packets.connect(str(tmp_path / "data.sock"))
 
 
 async def _until(is_so):
@@ -75,29 +73,29 @@ async def test_a_token_is_claimed_once(tmp_path):
 async def test_the_arena_is_given_after_attach(tmp_path):
     """Before Attach has named an arena nobody gets it; afterwards its descriptors come along."""
     arena = ArenaStore(ArenaOptions(), tmp_path, num_words=4).create(small_layout(), 2)
-    request = packets.encode(packets.ArenaRequest(arena.arena_id))
+    request = packets.ArenaRequest(arena.arena_id)
     async with _serving(tmp_path) as (data_socket, _):
         with _connect(tmp_path) as early:
             await _received(early)
-            seqpacket.send(early, request)
+            packets.send(early, request)
             refused, fds = await _received(early)
             assert isinstance(refused, packets.Refused)
             assert not fds
         with _connect(tmp_path) as sock:
             welcome, _ = await _received(sock)
-            peer = data_socket.claim(welcome.token)
-            peer.arena = arena
-            seqpacket.send(sock, request)
+            connection = data_socket.claim(welcome.token)
+            connection.arena = arena
+            packets.send(sock, request)
             mapping, fds = await _received(sock)
             slots_fd, progress_fd, wakeup_fd = fds
             assert mapping == packets.ArenaMapping(arena.slots.slot_bytes, 2, 4)
             assert os.fstat(slots_fd).st_ino == os.fstat(arena.fd).st_ino
             words = ProgressWords(progress_fd, 4)
-            index = arena.progress.open(77, peer.wakeup.wake)
+            index = arena.progress.open(77, connection.wakeup.wake)
             arena.progress.publish(77, 3)
             assert (lease_bits(words.word(index)), words.word(index) & 0xFFFF) == (77, 3)
             assert os.read(wakeup_fd, 8) == b"w"
-            seqpacket.close_fds(fds)
+            packets.close_fds(fds)
     arena.close()
 
 
@@ -108,9 +106,9 @@ async def test_the_end_of_a_connection_is_not_the_end_of_its_process(tmp_path):
             with _connect(tmp_path) as sock:
                 await _received(sock)
                 for goodbye in goodbyes:
-                    seqpacket.send(sock, packets.encode(goodbye))
+                    packets.send(sock, goodbye)
         await _until(lambda: len(gone) == 2)
-        assert sorted(peer.has_left for peer in gone) == [False, True]
+        assert sorted(connection.has_left for connection in gone) == [False, True]
 
 
 async def test_descriptors_are_given_back(tmp_path):
@@ -141,10 +139,10 @@ async def test_a_closed_connection_is_a_gone_peer(tmp_path):
         sock = _connect(tmp_path)
         welcome, _ = await _received(sock)
         claimed_sock = _connect(tmp_path)
-        peer = data_socket.claim((await _received(claimed_sock))[0].token)
+        connection = data_socket.claim((await _received(claimed_sock))[0].token)
         sock.close()
         claimed_sock.close()
-        await asyncio.wait_for(peer.gone.wait(), 30)
+        await asyncio.wait_for(connection.gone.wait(), 30)
         await _until(lambda: len(gone) == 2)
         with pytest.raises(AttachDeniedError):
             data_socket.claim(welcome.token)
@@ -170,7 +168,7 @@ async def test_a_dead_process_is_gone_though_its_connection_lives(tmp_path):
 async def test_peers_are_bounded(tmp_path):
     """One too many is told so, and counted by its user; when another leaves there is room again."""
     counted = Tally()
-    async with _serving(tmp_path, max_peers=1, refused=counted) as (_, gone):
+    async with _serving(tmp_path, max_connections=1, refused=counted) as (_, gone):
         first = _connect(tmp_path)
         await _received(first)
         with _connect(tmp_path) as second:
@@ -185,7 +183,7 @@ async def test_peers_are_bounded(tmp_path):
 
 async def test_connections_that_never_attach_leave_room(tmp_path):
     """A user's take half of the places at most; whoever attaches gives its place among them up."""
-    async with _serving(tmp_path, max_peers=4) as (data_socket, _):
+    async with _serving(tmp_path, max_connections=4) as (data_socket, _):
         socks = [_connect(tmp_path) for _ in range(3)]
         first, _, refused = [(await _received(sock))[0] for sock in socks]
         assert refused.reason == "limit_reached"

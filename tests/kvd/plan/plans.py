@@ -1,10 +1,10 @@
 """Plans to look at, without replaying anything."""
 
-from kvd.plan.decimal_sizes import GB
 from kvd.plan.figures import Capacity, PlanReport, Result, WorkloadFacts
 from kvd.plan.hardware import MODELS, EngineConstants
 from kvd.plan.outcome import Outcome
 from kvd.plan.prices import Cost, Prices
+from kvd.plan.sizes import GB
 
 OPTIONS = {
     "tiers": "inclusive",

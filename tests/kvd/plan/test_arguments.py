@@ -6,18 +6,17 @@ from pathlib import Path
 
 import pytest
 
-from kvd.plan.arguments import (
-    KNOWN_POLICIES,
+from kvd.plan.arguments import KNOWN_POLICIES, request_of
+from kvd.plan.hardware import recompute_load
+from kvd.plan.options import (
     ArrivalArguments,
     CapacityArguments,
     CostArguments,
     EngineArguments,
     KvdArguments,
-    request_of,
 )
-from kvd.plan.decimal_sizes import GB
-from kvd.plan.load import recompute_load
 from kvd.plan.prices import Prices
+from kvd.plan.sizes import GB
 from shared.types.errors import ReportedError
 
 TRACE = Path("tests/data/trace_sample.jsonl.gz")

@@ -1,9 +1,10 @@
 """The policy that knows the future."""
 
 from kvd.core.eviction.policy import PolicyContext
-from kvd.core.eviction.queue_window import QueueChange, QueuedJob, QueueWindow
+from kvd.core.eviction.queue_window import QueueWindow
 from kvd.core.records.records import Tier
 from kvd.plan.belady import BeladyPolicy
+from shared.types.queue_delta import QueueChange, QueuedRequest
 from shared.types.session_key import SessionKey
 
 A, B, C, D, E = (SessionKey("t", "m", name) for name in "ABCDE")
@@ -11,12 +12,14 @@ A, B, C, D, E = (SessionKey("t", "m", name) for name in "ABCDE")
 
 def policy_of(returns_ns: dict[SessionKey, int], *used: SessionKey) -> BeladyPolicy:
     queue = QueueWindow(
-        lambda key: policy.engaged(key, queue.place(key), 0, is_running=queue.is_running(key))
+        lambda key: policy.on_queue(key, queue.place(key), 0, is_running=queue.is_running(key))
     )
     policy = BeladyPolicy(PolicyContext(queue, lambda: 0), returns_ns)
     for key in used:
-        policy.touched(key, 0)
-    queue.replace(1, QueueChange(waiting=[QueuedJob((0, 0.0, 1), D), QueuedJob((0, 0.0, 2), E)]), 0)
+        policy.on_access(key, 0)
+    queue.replace(
+        1, QueueChange(waiting=[QueuedRequest((0, 0.0, 1), D), QueuedRequest((0, 0.0, 2), E)]), 0
+    )
     return policy
 
 
@@ -24,8 +27,8 @@ def test_who_never_returns_goes_first_and_who_waits_last():
     """Then the last to return; of those that wait, the last in the queue."""
     policy = policy_of({A: 50, C: 70}, A, B, C, D, E)
     assert list(policy.victims(Tier.DRAM, 0)) == [B, C, A, E, D]
-    assert list(policy.victims(Tier.SSD, 0, colder_than=A)) == [B, C]
-    assert list(policy.victims(Tier.DRAM, 0, colder_than=E)) == [B, C, A]
+    assert list(policy.victims(Tier.SSD, 0, giving_way_to=A)) == [B, C]
+    assert list(policy.victims(Tier.DRAM, 0, giving_way_to=E)) == [B, C, A]
 
 
 def test_thinking_sessions_on_ssd_are_read_ahead_in_the_order_of_their_return():
@@ -34,13 +37,13 @@ def test_thinking_sessions_on_ssd_are_read_ahead_in_the_order_of_their_return():
     policy = policy_of(returns_ns, A, B, C, D)
     assert list(policy.returning(0)) == []
     for key in (A, B, C, D):
-        policy.left(key, Tier.DRAM)
+        policy.on_evict(key, Tier.DRAM)
     assert list(policy.returning(0)) == [C, A]
-    policy.entered(C, Tier.DRAM)
+    policy.on_insert(C, Tier.DRAM)
     assert list(policy.returning(0)) == [A]
     del returns_ns[A]
-    policy.engaged(A, None, 0, is_running=True)
+    policy.on_queue(A, None, 0, is_running=True)
     assert list(policy.returning(0)) == []
-    policy.left(C, Tier.DRAM)
-    policy.removed(C)
+    policy.on_evict(C, Tier.DRAM)
+    policy.on_remove(C)
     assert list(policy.returning(0)) == []

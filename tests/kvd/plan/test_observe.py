@@ -1,14 +1,20 @@
 """kvd plan --observe: rates of the turns that can be judged, beside what the daemon had."""
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 from rich.console import Console
 
 from kvd.core.state.turn_log import RecordedTurn
-from kvd.plan.observe import MIN_JUDGED, HitRates, Observation, num_replays, observe
-from kvd.plan.observe_views import observation_tables
+from kvd.plan.observe import (
+    MIN_JUDGED,
+    HitRates,
+    Observation,
+    num_replays,
+    observation_tables,
+    observe,
+)
 from kvd.plan.recorded_replay import ObservedCache
 from shared.types.units import NS_PER_S
 
@@ -111,7 +117,7 @@ def test_a_full_log_and_a_document() -> None:
     observed = observe(_round(6, 10), _cache(2), 60)
     assert observed.is_log_full
     assert "older ones are forgotten" in _text(observed)
-    document = json.loads(json.dumps(observed.as_dict()))
+    document = json.loads(json.dumps(asdict(observed)))
     assert document["had"] == {"tok": 0.0, "fu": 0.0, "dram": 0.0}
     assert len(document["reachable"]) == 3
 

@@ -1,5 +1,7 @@
 """What is measured of turns."""
 
+from dataclasses import asdict
+
 from kvd.core.records.records import Tier
 from kvd.plan.outcome import Tally, Totals, TurnRecord
 from shared.types.units import NS_PER_S
@@ -21,12 +23,12 @@ def test_shares_are_of_the_right_wholes():
     assert (outcome.hits_all, outcome.hits_fu, outcome.hits_tok) == (0.6, 0.75, 0.8)
     assert (outcome.dram_share, outcome.dram_share_4_ahead) == (2 / 3, 0.5)
     assert (outcome.num_guarded, outcome.queue_mean, outcome.queue_p99) == (1, 4.6, 9)
-    assert outcome.as_dict()["recompute_load"] == 0.5
+    assert outcome.recompute_load == 0.5
 
 
 def test_nothing_measured_is_zero_everywhere():
     """A warm-up longer than the trace leaves no turn, and no division by zero."""
-    values = Tally().outcome(3, 0.0, Totals(), Totals()).as_dict()
+    values = asdict(Tally().outcome(3, 0.0, Totals(), Totals()))
     assert values.pop("num_turns") == 3
     assert not any(values.values())
 

@@ -5,17 +5,17 @@ from pathlib import Path
 
 import pytest
 
-from kvd.plan.arguments import (
+from kvd.plan.arguments import request_of
+from kvd.plan.options import (
     ArrivalArguments,
     CapacityArguments,
     CostArguments,
     EngineArguments,
     KvdArguments,
-    request_of,
 )
-from kvd.plan.decimal_sizes import GB
 from kvd.plan.planning import make_plan
 from kvd.plan.prices import Prices
+from kvd.plan.sizes import GB
 
 REQUEST = request_of(
     ArrivalArguments(trace=Path("tests/data/trace_sample.jsonl.gz"), warmup_turns="0"),

@@ -7,9 +7,9 @@ from xml.etree import ElementTree as ET
 
 import pytest
 
-from kvd.plan.charts import capacity_ticks, charts, ticks
-from kvd.plan.page import page
-from kvd.plan.plots import NoPlotError, check_plot, plot
+from kvd.plan.page import capacity_ticks, charts, page, ticks
+from kvd.plan.plots import check_plot, plot
+from shared.measuring.plots import NoPlotError
 from tests.kvd.plan.plans import plan, result, swept
 
 SVG = "{http://www.w3.org/2000/svg}"

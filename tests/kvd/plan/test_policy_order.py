@@ -6,9 +6,9 @@ A tenth of the paper's experiment: sessions, capacities, slots and bandwidths ar
 import pytest
 
 from kvd.plan.generate import sharegpt_like
-from kvd.plan.hardware import EngineConstants, Hardware
+from kvd.plan.hardware import EngineConstants, Hardware, ReplayOptions
 from kvd.plan.outcome import Outcome
-from kvd.plan.replay import ReplayOptions, replay
+from kvd.plan.replay import replay
 
 WINDOW_TOKENS = 4096
 SLOT_BYTES = 3_200_000_000

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from kvd.plan.decimal_sizes import GB
 from kvd.plan.prices import BadPricesError, Prices, cost_of, read_prices
+from kvd.plan.sizes import GB
 
 
 @pytest.mark.parametrize(("num_gpus", "share"), [(2, 0.164), (4, 0.090)])

@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvd.core.eviction.registry import POLICIES
-from kvd.plan.hardware import EngineConstants, Hardware
+from kvd.core.eviction.policies import POLICIES
+from kvd.plan.hardware import EngineConstants, Hardware, ReplayOptions
 from kvd.plan.outcome import Outcome
-from kvd.plan.replay import Replay, ReplayOptions, replay
+from kvd.plan.replay import Replay, replay
 from kvd.plan.trace import Session, Turn
 
 # A token is 1000 bytes. It takes a second to prefill, and 0.25 s to decode; a prefill takes half a

@@ -5,9 +5,9 @@ import json
 
 from rich.console import Console
 
-from kvd.plan.decimal_sizes import GB
 from kvd.plan.figures import SCHEMA
 from kvd.plan.report import as_document, tables
+from kvd.plan.sizes import GB
 from tests.kvd.plan.plans import plan, result, swept
 
 

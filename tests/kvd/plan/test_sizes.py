@@ -2,16 +2,15 @@
 
 import pytest
 
-from kvd.plan.decimal_sizes import GB
+from kvd.plan.arguments import shared_capacities, swept_capacities
 from kvd.plan.figures import Capacity
 from kvd.plan.sizes import (
+    GB,
     BadOptionError,
     policies_of,
     rate_of,
     share_of,
-    shared_capacities,
     sizes_of,
-    swept_capacities,
     ttl_of,
     turns_of,
 )

@@ -4,10 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from kvd.plan.decimal_sizes import GB
 from kvd.plan.generate import sharegpt_like
-from kvd.plan.hardware import Hardware
-from kvd.plan.replay_options import ReplayOptions
+from kvd.plan.hardware import Hardware, ReplayOptions
+from kvd.plan.sizes import GB
 from kvd.plan.sweep import Cell, WorkerEndedError, run_cells
 
 SESSIONS = sharegpt_like(60, 1.0, 4096, 3)

@@ -2,11 +2,11 @@
 
 import pytest
 
-from kvd.core.eviction.queue_window import QueueChange, QueuedJob
-from kvd.core.eviction.registry import make_policy
+from kvd.core.eviction.policies import POLICIES
+from kvd.core.eviction.session_placement import SessionPlacement
 from kvd.core.records.records import Tier
-from kvd.core.state.session_placement import SessionPlacement
 from kvd.plan.tiers import Tiers
+from shared.types.queue_delta import QueueChange, QueuedRequest
 from shared.types.session_key import SessionKey
 
 A, B, C, D = (SessionKey("t", "m", name) for name in "ABCD")
@@ -16,9 +16,7 @@ class Shelf:
     """Tiers with a policy, and stores that tell it."""
 
     def __init__(self, dram: int, ssd: int, *, policy="lru", exclusive=True, watermark=0.0):
-        self.placement = SessionPlacement(
-            lambda context: make_policy(policy, context), lambda: dram + ssd
-        )
+        self.placement = SessionPlacement(POLICIES[policy], lambda: dram + ssd)
         self.tiers = Tiers(
             self.placement,
             {Tier.DRAM: dram, Tier.SSD: ssd},
@@ -30,12 +28,12 @@ class Shelf:
 
     def store(self, key: SessionKey, num_bytes: int, clean_bytes: int = 0) -> None:
         self.now_ns += 1
-        self.placement.policy.touched(key, self.now_ns)
+        self.placement.policy.on_access(key, self.now_ns)
         self.tiers.store(key, num_bytes, clean_bytes, self.now_ns)
         self.tiers.check()
 
     def queue(self, *keys: SessionKey) -> None:
-        waiting = [QueuedJob((0, 0.0, number), key) for number, key in enumerate(keys)]
+        waiting = [QueuedRequest((0, 0.0, number), key) for number, key in enumerate(keys)]
         self.placement.replace_queue(1, QueueChange(waiting=waiting), self.now_ns)
 
     def where(self, *keys: SessionKey) -> list[Tier | None]:

@@ -12,16 +12,17 @@ from kvd.core.records.records import (
     Tier,
     TierStats,
 )
-from kvd.engines.attached import OwnerFacts
+from kvd.engines.attached import EngineInfo
 from kvd.rpc.operator_messages import layout_stats_message, lease_message, verify_message
-from kvd.tiers.tier_facts import ArenaFacts, VolumeFacts
+from kvd.tiers.arena import ArenaInfo
+from kvd.tiers.segment_files import VolumeInfo
 from shared.pb.kvd.v1 import kvd_pb2
 from shared.types.units import NS_PER_S
 from tests.synthetic_engine import key_of, small_layout
 
 LAYOUT = small_layout()
 LEASE = LeaseInfo(7, "store", owner=11, key=key_of("a"), num_slots=3, since_ns=5 * NS_PER_S)
-OWNER = OwnerFacts(11, "engine", 4321, "stopped", quarantined=True, since_s=0.0)
+ENGINE = EngineInfo(11, "engine", 4321, "stopped", is_quarantined=True)
 STATS = EngineStats(
     num_sessions=4,
     tiers=(TierStats(Tier.DRAM, 100, 50, 5), TierStats(Tier.SSD, 1000, 500, 9, "no space")),
@@ -36,12 +37,12 @@ STATS = EngineStats(
     counters={"stores": 1},
 )
 QUEUE = QueueStats(5, 1, 3, 40, 1000)
-VOLUME = VolumeFacts(is_direct=False, buffered_reason="no O_DIRECT", physical_bytes=600)
+VOLUME = VolumeInfo(is_direct=False, buffered_reason="no O_DIRECT", physical_bytes=600)
 
 
 def test_a_lease_names_its_process():
     """A lease has its age, its bytes, and what is known of its holder."""
-    message = lease_message(LEASE, LAYOUT, OWNER, now_ns=8 * NS_PER_S)
+    message = lease_message(LEASE, LAYOUT, ENGINE, now_ns=8 * NS_PER_S)
     assert (message.lease_id, message.kind, message.age_s) == (7, kvd_pb2.LEASE_KIND_STORE, 3.0)
     assert (message.num_slots, message.bytes) == (3, 3 * LAYOUT.block_bytes)
     assert (message.pid, message.process_status) == (4321, "stopped")
@@ -60,7 +61,7 @@ def test_a_lease_of_an_earlier_kvd_has_no_session():
 
 def test_stats_join_the_core_with_its_tiers():
     """Both tiers have their allocated bytes, and tenants a quota or none."""
-    arena = ArenaFacts(
+    arena = ArenaInfo(
         "ab", keep="file", pages="thp", epoch=3, num_adopted=2, is_prefaulted=True,
         physical_bytes=70,
     )  # fmt: skip

@@ -2,10 +2,10 @@
 
 import pytest
 
+from kvd.runtime.completions import IoHistograms
 from kvd.runtime.load_tracking import LoadTracker
-from kvd.tiers.io_measures import IoMeasures
 from kvd.tiers.progress import Progress
-from shared.kvd_client.progress_words import FAILED_BIT, LAYERS_MASK, ProgressWords
+from shared.kvd_client.arena_map import FAILED_BIT, LAYERS_MASK, ProgressWords
 
 LEASE, OTHER = (7 << 40) + 1, (7 << 40) + 2
 
@@ -16,7 +16,8 @@ class World:
     def __init__(self, num_words=4):
         self.progress = Progress(num_words)
         self.words = ProgressWords(self.progress.fd, num_words)
-        self.tracker = LoadTracker(self.progress, num_layers=5, measures=IoMeasures())
+        self.tracker = LoadTracker(num_layers=5, histograms=IoHistograms())
+        self.tracker.progress = self.progress
         self.num_wakes = 0
 
     def wake(self):

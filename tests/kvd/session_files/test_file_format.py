@@ -1,13 +1,9 @@
 """Session files: what is written is read, and nothing else is taken for one."""
 
-import asyncio
-from collections.abc import AsyncIterator
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvd.errors import StalledTransferError
 from kvd.session_files.file_format import (
     MAX_BODY_BYTES,
     FileHeader,
@@ -18,8 +14,6 @@ from kvd.session_files.file_format import (
     header_bytes,
     row_bytes,
 )
-from kvd.session_files.slot_runs import RowBuffer, SlotRuns
-from kvd.session_files.timely import timely
 from shared.types.lineage import WHOLE, Lineage
 from tests.synthetic_engine import encode, key_of, small_layout
 
@@ -121,32 +115,3 @@ def test_a_lineage_without_discards_is_whole():
     plain = FileHeader(HEADER.key, LAYOUT, WHOLE, "0.1.0", 0.0)
     header, _ = _read([header_bytes(plain) + end_bytes(0)])
     assert header.lineage == WHOLE
-
-
-def test_rows_come_back_to_their_places():
-    """Rows of a slot, through frames, into other slots at other places."""
-    runs = SlotRuns(LAYOUT)
-    slot = memoryview(bytearray(range(256)) * (LAYOUT.block_bytes // 256))
-    buffer = RowBuffer(row_bytes(LAYOUT))
-    buffer.add(memoryview(b"".join(runs.read(slot, 5, 4))), 4)
-    buffer.add(memoryview(b"".join(runs.read(slot, 9, 7))), 7)
-    assert (buffer.num_tokens, buffer.num_bytes) == (11, 11 * ROW)
-    buffer.drop(2)
-    other = memoryview(bytearray(LAYOUT.block_bytes))
-    runs.write(other, 1, 8, buffer.runs)
-    assert buffer.token_offset == 2
-    assert list(map(bytes, runs.read(other, 0, 8))) == list(map(bytes, runs.read(slot, 8, 8)))
-
-
-async def test_who_falls_silent_is_given_up():
-    """The next message has its time; what comes in time is passed on."""
-
-    async def messages() -> AsyncIterator[int]:
-        yield 1
-        yield 2
-        await asyncio.get_running_loop().create_future()
-
-    coming = timely(messages(), 0.05)
-    assert [await anext(coming), await anext(coming)] == [1, 2]
-    with pytest.raises(StalledTransferError, match="send the file again"):
-        await anext(coming)

@@ -5,12 +5,13 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvd.core.records.records import StoredBlock
-from kvd.tiers.checksums import BlockHasher
+from kvd.core.records.extent_shape import ExtentShape
+from kvd.core.records.rows import StoredBlock
+from kvd.tiers.direct_io import Staging
 from kvd.tiers.extent_format import ToWrite
 from kvd.tiers.faults import NoFaults
-from kvd.tiers.space_budget import SpaceBudget
-from kvd.tiers.staging import Staging
+from kvd.tiers.segment_files import SegmentFiles, SpaceBudget
+from kvd.tiers.slot_rows import BlockHasher
 from kvd.tiers.volume import SegmentVolume
 from kvd.tiers.volume_identity import ID_NAME
 from shared.types.kv_layout import Component, KVLayout, Layer
@@ -80,10 +81,12 @@ class Disk:
         self.close()
         budget = SpaceBudget(total_bytes, 0, self.directory)
         faults = faults or NoFaults()
-        volume = SegmentVolume(
-            self.directory / "v", layout, extents_per_segment, budget, direct, faults, self.keys
+        extent_bytes = ExtentShape(layout).full_bytes
+        files = SegmentFiles(
+            self.directory / "v", extent_bytes, extents_per_segment, budget, direct, faults
         )
-        volume.open()
+        volume = SegmentVolume(layout, files, self.keys)
+        volume.files.open()
         self.made.append(volume)
         return volume
 
@@ -108,4 +111,4 @@ class Disk:
 
     def close(self) -> None:
         while self.made:
-            self.made.pop().close()
+            self.made.pop().files.close()

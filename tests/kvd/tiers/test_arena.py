@@ -10,14 +10,14 @@ import pytest
 
 from kvd.tiers import page_advice
 from kvd.tiers.arena import AUTO_FRACTION, ArenaTooSmallError, dram_bytes, num_slots_for
-from kvd.tiers.arena_file import sealed_memfd
+from kvd.tiers.arena_backing import sealed_memfd
 from kvd.tiers.arena_store import (
     ArenaOptions,
     ArenaStore,
     HugepagesUnavailableError,
     resolve_keep,
 )
-from shared.process import machine
+from shared.measuring import workspace
 from shared.types.kv_layout import Component, KVLayout, Layer
 from tests.synthetic_engine import MODEL, small_layout
 
@@ -88,7 +88,7 @@ def test_prefault_ends_where_there_is_no_memory(tmp_path, monkeypatch, is_older)
 
 def test_prefault_stops_when_told(arena):
     """A stop during the start does not wait for gigabytes of pages."""
-    arena.stop_prefault()
+    arena.closing.set()
     assert arena.prefault() == 0
 
 
@@ -121,12 +121,12 @@ def test_pages_are_what_the_kernel_shows(tmp_path, keep):
         arena.prefault()
         shown = page_advice.huge_bytes(arena.slots.memory)
         assert arena.pages == ("thp" if shown else "small")
-        if machine.shared_huge_pages() in ("never", "deny"):
+        if workspace.shared_huge_pages() in ("never", "deny"):
             assert arena.pages == "small"
     arena.close()
 
 
-@pytest.mark.skipif(machine.private_huge_pages() == "never", reason="the kernel gives none")
+@pytest.mark.skipif(workspace.private_huge_pages() == "never", reason="the kernel gives none")
 def test_huge_pages_are_counted_in_their_own_mapping():
     """Private memory may have some where shared memory has none; a neighbour's do not count."""
     private = mmap.mmap(-1, 32 << 20, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -137,7 +137,7 @@ def test_huge_pages_are_counted_in_their_own_mapping():
         page_advice.populate(memory)
         page_advice.populate(neighbour)
         assert page_advice.huge_bytes(memory) > 0
-        if machine.shared_huge_pages() in ("never", "deny", "advise"):
+        if workspace.shared_huge_pages() in ("never", "deny", "advise"):
             assert page_advice.huge_bytes(neighbour) == 0
 
 

@@ -12,10 +12,9 @@ from pathlib import Path
 import pytest
 from structlog.testing import capture_logs
 
-from kvd.core.records.records import CommittedSlot, WritingSlot
+from kvd.core.records.rows import CommittedSlot, WritingSlot
 from kvd.host.process_identity import ProcessIdentity
-from kvd.tiers.arena_file import SEALS
-from kvd.tiers.arena_places import FdStore
+from kvd.tiers.arena_backing import SEALS, FdStoreBacking
 from kvd.tiers.arena_store import ArenaOptions, ArenaStore, KeptArena
 from kvd.tiers.faults import NoFaults, WritePoint
 from kvd.tiers.journal import HEADER_BYTES, Journal, unpack_header
@@ -200,7 +199,7 @@ def test_what_systemd_does_not_take_is_told(tmp_path, monkeypatch, does_keep):
         name = "notify" if does_keep else "nobody"
         monkeypatch.setenv("NOTIFY_SOCKET", str(tmp_path / name))
         with os.fdopen(os.memfd_create("slots"), "rb") as file, capture_logs() as logs:
-            FdStore().keep("layout", {"slots": file.fileno()})
+            FdStoreBacking().keep("layout", {"slots": file.fileno()})
     assert [line["event"] for line in logs] == ([] if does_keep else ["dram_not_kept"])
 
 

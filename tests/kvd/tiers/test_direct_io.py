@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvd.tiers import direct_io
-from kvd.tiers.layer_groups import layer_groups
+from kvd.tiers.extent_format import layer_groups
 from shared.types.units import SECTOR_BYTES
 
 SIZES = (2 * SECTOR_BYTES, 3 * SECTOR_BYTES)

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvd.core.records.records import BlockRecord, Pin, SessionRecord
+from kvd.core.records.rows import BlockRecord, Pin, SessionRecord
 from kvd.tiers.faults import NoFaults, WritePoint
 from kvd.tiers.index_database import (
     SCHEMA_VERSION,
@@ -154,7 +154,7 @@ def test_rows_are_replaced_and_removed(make):
     changed = SessionRecord(KEY, b"\0", last_access_ns=9)
     manifest.put_session(LAYOUT.fingerprint, changed)
     manifest.put_block(LAYOUT.fingerprint, BLOCK, _ignore)
-    manifest.drop_block(LAYOUT.fingerprint, BLOCK.key, _ignore)
+    manifest.drop_block(LAYOUT.fingerprint, BLOCK.key)
     manifest.close()
     found = make()
     assert _rows(found) == ([], [changed])

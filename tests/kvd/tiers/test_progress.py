@@ -9,12 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from kvd.tiers.progress import Progress, Wakeup
-from shared.kvd_client.progress_words import (
-    LAYERS_MASK,
-    LoadFailedError,
-    LoadProgress,
-    ProgressWords,
-)
+from shared.kvd_client.arena_map import LAYERS_MASK, LoadFailedError, LoadProgress, ProgressWords
 
 LEASE = (7 << 40) + 1
 

@@ -14,10 +14,9 @@ from kvd.core.records.extent_shape import ExtentShape
 from kvd.encryption.key_file import new_master_key
 from kvd.encryption.keyring import Keyring
 from kvd.encryption.sealing import TAG_BYTES, key_id
+from kvd.tiers.direct_io import STAGED_IO_BYTES, Staging
 from kvd.tiers.extent_format import ExtentFormat
-from kvd.tiers.sealed_extents import SealedFormat
-from kvd.tiers.sealed_header import SEALED_MAGIC
-from kvd.tiers.staging import STAGED_IO_BYTES, Staging
+from kvd.tiers.sealed_extents import SEALED_MAGIC, SealedFormat
 from shared.types.kv_layout import Component, KVLayout, Layer
 from tests.kvd.tiers.disk import LAYOUT, TENANT, Block, Disk, new_slot
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from kvd.core.records.actions import IoOutcome, WriteBlock
 from kvd.core.records.extent_shape import ExtentShape
 from kvd.tiers.faults import NoFaults, WritePoint
-from kvd.tiers.space_budget import SpaceBudget
+from kvd.tiers.segment_files import SegmentFiles, SpaceBudget
 from kvd.tiers.volume import SegmentVolume
 from shared.types.kv_layout import Component, KVLayout, Layer
 from shared.types.units import SECTOR_BYTES
@@ -281,7 +281,7 @@ def test_no_space_is_full(disk, number, where):
     """A full file system or quota is FULL, wherever it shows."""
     volume = disk.volume(faults=Failing(number, **where), extents_per_segment=1)
     assert disk.write(0, Block()) is IoOutcome.FULL
-    assert volume.allocated_bytes == 0
+    assert volume.files.allocated_bytes == 0
 
 
 def test_a_disk_too_full_for_a_step_may_have_room_for_the_extent(disk):
@@ -291,7 +291,7 @@ def test_a_disk_too_full_for_a_step_may_have_room_for_the_extent(disk):
     assert disk.segments() == {"00000.segment": EXTENT}
     volume = disk.volume(faults=Failing(errno.EIO, point=WritePoint.SEGMENT_CREATED))
     assert disk.write(WHOLE, Block()) is IoOutcome.TRANSIENT
-    assert volume.physical_extents() > 1
+    assert volume.files.physical_extents() > 1
     assert disk.segments() == {"00000.segment": EXTENT}
 
 
@@ -339,23 +339,23 @@ def test_refused_direct_io_goes_through_the_page_cache(disk):
     volume = disk.volume(direct="on")
     block = Block()
     assert disk.write(0, block) is IoOutcome.OK
-    if not volume.is_direct:
+    if not volume.files.is_direct:
         pytest.skip("the file system has no direct I/O")
     unaligned = memoryview(bytearray(LAYOUT.block_bytes + 1))[1:]
     assert disk.read(0, block, unaligned)[0] is IoOutcome.OK
     assert block.is_in(unaligned)
-    assert not volume.is_direct
-    assert "Invalid argument" in volume.buffered_reason
+    assert not volume.files.is_direct
+    assert "Invalid argument" in volume.files.buffered_reason
     assert disk.write(WHOLE, block) is IoOutcome.OK
     assert disk.read(WHOLE, block, new_slot())[0] is IoOutcome.OK
 
 
 def test_direct_io_can_be_switched_off(disk):
     """And what is used is visible."""
-    assert not disk.volume(direct="off").is_direct
-    assert disk.made[-1].buffered_reason
+    assert not disk.volume(direct="off").files.is_direct
+    assert disk.made[-1].files.buffered_reason
     volume = disk.volume()
-    assert volume.is_direct is not bool(volume.buffered_reason)
+    assert volume.files.is_direct is not bool(volume.files.buffered_reason)
 
 
 # ------------------------------------------------------------------------------------- space
@@ -374,13 +374,16 @@ def test_segments_are_allocated_when_needed(disk):
 def test_the_budget_is_never_exceeded(disk):
     """Segments grow as far as it goes; beyond is FULL; with more budget they go on growing."""
     volume = disk.volume(total_bytes=5 * EXTENT + 1)
-    assert volume.physical_extents() == 5
+    assert volume.files.physical_extents() == 5
     assert [disk.write(index * WHOLE, Block()) for index in range(5)] == [IoOutcome.OK] * 5
     assert disk.segments() == {"00000.segment": 3 * EXTENT, "00001.segment": 2 * EXTENT}
     assert disk.write(5 * WHOLE, Block()) is IoOutcome.FULL
-    assert (volume.allocated_bytes >= 5 * EXTENT, volume.physical_extents()) == (True, 5)
+    assert (volume.files.allocated_bytes >= 5 * EXTENT, volume.files.physical_extents()) == (
+        True,
+        5,
+    )
     volume = disk.volume(total_bytes=6 * EXTENT)
-    assert volume.physical_extents() == 6
+    assert volume.files.physical_extents() == 6
     assert disk.write(5 * WHOLE, Block()) is IoOutcome.OK
     assert disk.segments() == {"00000.segment": 3 * EXTENT, "00001.segment": 3 * EXTENT}
 
@@ -391,10 +394,10 @@ def test_a_smaller_budget_shows(disk):
     for index in range(6):
         disk.write(index * WHOLE, Block())
     volume = disk.volume(total_bytes=2 * EXTENT)
-    assert volume.physical_extents() == 2
-    volume.shrink(2)
+    assert volume.files.physical_extents() == 2
+    volume.files.shrink(2)
     assert disk.segments() == {"00000.segment": 2 * EXTENT}
-    assert volume.physical_extents() == 2
+    assert volume.files.physical_extents() == 2
 
 
 def test_a_segment_takes_what_it_needs(disk):
@@ -402,15 +405,21 @@ def test_a_segment_takes_what_it_needs(disk):
     volume = disk.volume(total_bytes=6 * EXTENT)
     disk.write(0, Block())
     assert disk.segments() == {"00000.segment": EXTENT}
-    assert volume.physical_extents() == 6
+    assert volume.files.physical_extents() == 6
+
+
+def small_volume(directory, budget):
+    """A volume with segments of three extents."""
+    files = SegmentFiles(directory, EXTENT, 3, budget, "auto", NoFaults())
+    return SegmentVolume(LAYOUT, files)
 
 
 def test_volumes_share_a_budget(tmp_path):
     """What one has taken the other has not."""
     budget = SpaceBudget(4 * EXTENT, 0, tmp_path)
-    pair = [SegmentVolume(tmp_path / name, LAYOUT, 3, budget, "auto", NoFaults()) for name in "ab"]
+    pair = [small_volume(tmp_path / name, budget) for name in "ab"]
     for volume in pair:
-        volume.open()
+        volume.files.open()
     disk = Disk(tmp_path)
     for volume, extent, outcome in (
         (pair[0], 0, IoOutcome.OK),
@@ -420,24 +429,24 @@ def test_volumes_share_a_budget(tmp_path):
     ):
         disk.made = [volume]
         assert disk.write(extent * WHOLE, Block()) is outcome
-    assert [volume.physical_extents() for volume in pair] == [3, 1]
-    pair[0].shrink(0)
-    assert [volume.physical_extents() for volume in pair] == [3, 4]
+    assert [volume.files.physical_extents() for volume in pair] == [3, 1]
+    pair[0].files.shrink(0)
+    assert [volume.files.physical_extents() for volume in pair] == [3, 4]
     for volume in pair:
-        volume.close()
+        volume.files.close()
     assert budget.allocated_bytes == 0
 
 
 def test_the_reserve_stays_free(tmp_path):
     """With a reserve larger than the disk nothing is allocated."""
     budget = SpaceBudget(None, 1 << 60, tmp_path)
-    volume = SegmentVolume(tmp_path / "v", LAYOUT, 3, budget, "auto", NoFaults())
-    volume.open()
+    volume = small_volume(tmp_path / "v", budget)
+    volume.files.open()
     disk = Disk(tmp_path)
     disk.made = [volume]
     assert disk.write(0, Block()) is IoOutcome.FULL
-    assert volume.physical_extents() == 0
-    volume.close()
+    assert volume.files.physical_extents() == 0
+    volume.files.close()
 
 
 def test_shrinking_gives_space_back(disk):
@@ -447,7 +456,7 @@ def test_shrinking_gives_space_back(disk):
     for index in (0, 4, 8):
         disk.write(index * WHOLE, block)
     (disk.directory / "v" / "notes.txt").write_text("not ours")
-    volume.shrink(5)
+    volume.files.shrink(5)
     expected = {"00000.segment": 3 * EXTENT, "00001.segment": 2 * EXTENT, "notes.txt": 8}
     assert disk.segments() == expected
     assert disk.read(4 * WHOLE, block, new_slot())[0] is IoOutcome.OK
@@ -471,7 +480,7 @@ def test_write_points(disk):
     volume = disk.volume(faults=faults)
     for _ in range(2):
         disk.write(0, Block())
-    volume.shrink(0)
+    volume.files.shrink(0)
     written = [WritePoint.EXTENT_WRITTEN, WritePoint.SEGMENT_SYNCED]
     allocated = [WritePoint.SEGMENT_CREATED, WritePoint.SEGMENT_ALLOCATED]
     named = [WritePoint.VOLUME_ID_WRITTEN, WritePoint.VOLUME_ID_KEPT]
@@ -495,7 +504,7 @@ def test_a_real_full_disk(tmp_path):
 def _fill_real_disk(mounted):
     disk = Disk(mounted)
     volume = disk.volume(extents_per_segment=1)
-    assert volume.physical_extents() == 2
+    assert volume.files.physical_extents() == 2
     blocks = [Block() for _ in range(3)]
     outcomes = [disk.write(index * WHOLE, block) for index, block in enumerate(blocks)]
     assert outcomes == [IoOutcome.OK, IoOutcome.OK, IoOutcome.FULL]

@@ -6,8 +6,7 @@ import pytest
 from rich.console import Console
 
 from kvd.top.screen import Act, Command, Screen
-from kvd.top.trends import points, trend_line
-from kvd.top.views import Seen, top_view
+from kvd.top.views import Seen, points, top_view, trend_line
 from shared.pb.kvd.v1 import kvd_pb2
 
 SIZES = [(80, 24), (140, 40), (40, 10)]

@@ -5,9 +5,9 @@ import math
 import pytest
 
 from kvd.core.records.errors import InvalidRequestError
-from kvd.core.records.records import TTL_NEVER_NS
+from kvd.core.records.rows import TTL_NEVER_NS
 from kvd.wire.messages import MAX_DURATION_S, key_of, lineage_of, ns_of, ttl_ns_of
-from shared.kvd_client.client import _lineage_message
+from shared.kvd_client.messages import lineage_message
 from shared.pb.kvd.v1 import kvd_pb2
 from shared.types.lineage import WHOLE
 from shared.types.session_key import InvalidNameError
@@ -43,7 +43,7 @@ def test_a_lineage_arrives_as_it_was_named(lineage):
         kvd_pb2.PrepareStoreRequest,
         kvd_pb2.DiscardRequest,
     ):
-        sent = request(lineage=_lineage_message(lineage)).SerializeToString()
+        sent = request(lineage=lineage_message(lineage)).SerializeToString()
         assert lineage_of(request.FromString(sent)) == lineage
 
 

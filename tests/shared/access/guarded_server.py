@@ -11,12 +11,10 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from shared.access.channels import ClientCredentials, aio_channel_of
-from shared.access.clients import ClientBook, Clients
+from shared.access.clients import ClientBook, Clients, StreamCounts
 from shared.access.credentials import server_credentials
-from shared.access.current import current_identity
-from shared.access.identity import Identity
+from shared.access.identity import Identity, current_identity
 from shared.access.settings import ClientSettings, TlsSettings
-from shared.access.streams import StreamCounts
 from shared.pb.kvd.v1 import kvd_pb2, kvd_pb2_grpc
 from shared.serving.grpc_status import ReportedErrorInterceptor
 from shared.serving.interceptor import AccessInterceptor

@@ -5,10 +5,9 @@ import stat
 
 import pytest
 
-from shared.access.clients import Clients, authenticate
+from shared.access.clients import Clients, StreamCounts, TooManyStreamsError, authenticate
 from shared.access.identity import socket_identity
 from shared.access.settings import ClientSettings, distinct
-from shared.access.streams import StreamCounts, TooManyStreamsError
 from shared.access.tokens import TokenFileError, make_token, read_token, token_digest, token_text
 from shared.types.errors import UnauthenticatedError
 

@@ -11,11 +11,10 @@ from cryptography.hazmat.primitives import serialization
 
 from shared.access.clients import Clients
 from shared.access.credentials import TlsFilesError, server_credentials, ssl_context
-from shared.access.http import identity_of
 from shared.access.identity import socket_identity
 from shared.access.settings import ClientSettings, TlsSettings
 from shared.access.tokens import token_digest
-from shared.serving.http_server import HttpServer
+from shared.serving.http_server import HttpServer, identity_of
 from shared.types.errors import UnauthenticatedError
 from tests.shared.access.guarded_server import guarded_server
 from tests.tls_files import Authority

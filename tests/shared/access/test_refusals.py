@@ -1,6 +1,6 @@
 """What is logged of callers that were turned away."""
 
-from shared.process.line_allowance import LineAllowance
+from shared.process.log import LineAllowance
 
 
 def test_a_flood_has_so_many_lines_a_second():

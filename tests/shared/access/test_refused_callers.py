@@ -7,8 +7,8 @@ import pytest
 from structlog.testing import capture_logs
 
 from shared.access.channels import ClientCredentials
+from shared.access.credentials import CALL_S, TlsConnections
 from shared.access.settings import ClientSettings
-from shared.access.tls_connections import CALL_S, TlsConnections
 from shared.access.tokens import token_digest
 from shared.serving.rpc_observer import RpcMetrics
 from tests.kvd_polling import eventually

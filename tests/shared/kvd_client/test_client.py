@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from shared.kvd_client.arena_map import LoadFailedError
 from shared.kvd_client.attachment import KvdUnavailableError
 from shared.kvd_client.client import MOST_ENDED, KvdClient
 from shared.kvd_client.connection import _cancelled
 from shared.kvd_client.grants import Lookup
-from shared.kvd_client.progress_words import LoadFailedError
 from shared.kvd_client.queue_feed import QueueFeed
 from tests.small_kvd import small_kvd
 from tests.synthetic_engine import encode, key_of, small_layout
@@ -160,7 +160,7 @@ async def test_no_thread_waits_for_ever(tmp_path, end):
         if end == "fails":
             kvd.arena.progress.fail(grant.lease_id)
         elif end == "kvd goes":
-            kvd.peer.gone.set()
+            kvd.connection.gone.set()
         elif end == "we go":
             client._attachment.events.cancel()
         with pytest.raises(LoadFailedError):
@@ -221,7 +221,7 @@ async def test_the_ends_of_sessions_are_told_when_kvd_is_back(tmp_path):
             kvd.mute.add("EndSession")
             ending = asyncio.create_task(client.end_session(key_of("d")))
             await until(lambda: kvd.unanswered == ["EndSession"])
-            kvd.peer.gone.set()
+            kvd.connection.gone.set()
             with pytest.raises(KvdUnavailableError):
                 await ending
             kvd.mute.clear()
@@ -276,3 +276,15 @@ async def test_what_swallows_a_cancellation_is_cancelled_again():
     await _cancelled(task)
     assert task.cancelled()
     assert len(swallowed) == 2
+
+
+def test_the_states_of_a_connection(tmp_path):
+    """Whether loads and stores may be asked for is notified at each change of it, and only then."""
+    client = KvdClient(tmp_path, LAYOUT, "test")
+    changes = []
+    client.on_change.append(changes.append)
+    for event in ("attached", "draining", "draining", "ended", "attached", "ended"):
+        client._move(event, "stopping")
+    assert changes == [True, False, True, False]
+    with pytest.raises(KeyError):
+        client._move("draining", "it is not there")

@@ -5,9 +5,8 @@ from dataclasses import replace
 
 import pytest
 
-from shared.kvd_client.arena_map import ArenaMap
+from shared.kvd_client.arena_map import ArenaMap, LoadFailedError, ProgressWords
 from shared.kvd_client.grants import KvdProtocolError, Lookup, load_grant, store_grant
-from shared.kvd_client.progress_words import LoadFailedError, ProgressWords
 from shared.pb.kvd.v1 import kvd_pb2
 
 BLOCK_TOKENS = 16

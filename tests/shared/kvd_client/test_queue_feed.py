@@ -3,8 +3,14 @@
 import pytest
 
 from shared.kvd_client.queue_feed import FEW_CHANGES, QueueFeed
-from shared.types.queue_change import QueuedJob, QueueUpdate, RunningJob
-from shared.types.queue_digest import combined, running_digest, waiting_digest
+from shared.types.queue_delta import (
+    QueuedRequest,
+    QueueUpdate,
+    RunningRequest,
+    combined,
+    running_digest,
+    waiting_digest,
+)
 from shared.types.session_key import SessionKey
 
 MANY = 1000
@@ -19,8 +25,8 @@ def wait(feed: QueueFeed, *numbers: int, tag: float = 0.0) -> None:
         feed.waits((0, tag, number), key_of(number), 10 * number)
 
 
-def waiting(*numbers: int, tag: float = 0.0) -> list[QueuedJob]:
-    return [QueuedJob((0, tag, number), key_of(number), 10 * number) for number in numbers]
+def waiting(*numbers: int, tag: float = 0.0) -> list[QueuedRequest]:
+    return [QueuedRequest((0, tag, number), key_of(number), 10 * number) for number in numbers]
 
 
 def tell(feed: QueueFeed, most_jobs: int = MANY, *, send_full: bool = False) -> QueueUpdate | None:
@@ -60,7 +66,7 @@ def test_then_what_has_changed():
     second = tell(feed)
     assert (second.base_sequence, second.sequence) == (first.sequence, first.sequence + 1)
     joined = waiting(5) + waiting(3, tag=7.0)
-    assert news(second) == (joined, [RunningJob(1, key_of(1))], [2])
+    assert news(second) == (joined, [RunningRequest(1, key_of(1))], [2])
 
 
 def test_what_comes_and_goes_between_two_updates_is_never_told():
@@ -85,7 +91,7 @@ def test_changes_while_an_update_is_on_its_way_go_with_the_next():
     with pytest.raises(AssertionError, match="one update at a time"):
         feed.next_update(MANY)
     feed.acknowledged(update.sequence, send_full=False)
-    assert news(tell(feed)) == ([], [RunningJob(1, key_of(1))], [])
+    assert news(tell(feed)) == ([], [RunningRequest(1, key_of(1))], [])
 
 
 @pytest.mark.parametrize("how", ["asked", "restarted", "another sequence"])
@@ -131,7 +137,7 @@ def test_of_a_long_queue_the_head_is_told():
     assert news(tell(feed, 3)) == (waiting(13), [], [11])
     wait(feed, 5)
     feed.runs(10, key_of(10))
-    assert news(tell(feed, 3)) == (waiting(5), [RunningJob(10, key_of(10))], [13])
+    assert news(tell(feed, 3)) == (waiting(5), [RunningRequest(10, key_of(10))], [13])
     assert news(tell(feed, 5)) == (waiting(13, 14), [], [])
     assert news(tell(feed, 4)) == ([], [], [14])
 

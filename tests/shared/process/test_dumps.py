@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from inference_svc.cli.client import turn_request
-from inference_svc.runtime.kv.page_population import allocate_region
-from kvd.tiers.staging import Staging
+from inference_svc.runtime.memory import allocate_region
+from kvd.tiers.direct_io import Staging
 from shared.kvd_client.arena_map import ArenaMap
 from shared.pb.inference.v1 import inference_pb2
 from tests.inference_processes import InferenceProcess, wait_kvd_state

@@ -9,7 +9,7 @@ import stat
 import pytest
 from aiohttp import ClientConnectionError, ClientSession, UnixConnector, web
 
-from shared.process.unix_path import SocketInUseError
+from shared.access.sockets import SocketInUseError
 from shared.serving.http_connections import Bounds
 from shared.serving.http_server import HttpServer, split_address
 from shared.types.errors import ConfigError

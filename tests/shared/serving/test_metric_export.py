@@ -5,8 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
-from shared.serving.metric_export import MetricExporter
-from shared.serving.metric_table import Metric, MetricTable
+from shared.serving.metric_export import Metric, MetricExporter, MetricTable
 from shared.types.histogram import Histogram, Tally
 
 TABLE = MetricTable(

@@ -4,12 +4,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from inference_svc.core.compression.h2o import HeavyHitters
+from inference_svc.core.compression.policies import (
+    POLICY_NAMES,
+    HeavyHitters,
+    SinksRecent,
+    SnapKV,
+    check_compression,
+    make_compression,
+    pool,
+)
 from inference_svc.core.compression.policy import num_kept
-from inference_svc.core.compression.registry import make_compression
-from inference_svc.core.compression.sinks_recent import SinksRecent
-from inference_svc.core.compression.snapkv import SnapKV, pool
 from inference_svc.core.discards import merge_ranges, num_in, without
+from inference_svc.core.errors import InvalidCompressionError
 
 
 @st.composite
@@ -121,3 +127,42 @@ def test_h2o_counts_tokens_without_a_score_among_the_latest():
     scores = [9.0, 7.0, 6.0, 5.0]
     assert without(range(8), HeavyHitters(0.5).drop(8, scores, [])) == [4, 5, 6, 7]
     assert without(range(8), HeavyHitters(0.75).drop(8, scores, [])) == [0, 1, 4, 5, 6, 7]
+
+
+# --------------------------------------------------------------------------- the table of policies
+
+
+def test_every_name_makes_its_policy():
+    """Names in the table are those of the policies; "none" is no policy."""
+    made = [make_compression(name, 0.5) for name in POLICY_NAMES]
+    assert made[0] is None
+    assert [policy.name for policy in made[1:]] == list(POLICY_NAMES[1:])
+    assert all(policy.keep_ratio == 0.5 for policy in made[1:])
+
+
+@pytest.mark.parametrize(
+    ("name", "keep_ratio", "said"),
+    [
+        ("zip", 0.5, "no compression policy 'zip': name one of none, sinks_recent, snapkv, h2o"),
+        ("h2o", 0.0, "keep_ratio 0 is not in"),
+        ("h2o", 1.01, "keep_ratio 1.01 is not in"),
+        ("snapkv", float("nan"), "keep_ratio nan is not in"),
+    ],
+)
+def test_bad_values_are_named(name, keep_ratio, said):
+    """The message has the value and the remedy."""
+    with pytest.raises(InvalidCompressionError, match=said) as caught:
+        make_compression(name, keep_ratio)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("mode", ["masked", "single"])
+def test_policies_with_scores_need_a_model_that_shows_queries(mode):
+    """Refused when it is chosen, with a policy that would do."""
+    for name in ("snapkv", "h2o"):
+        policy = make_compression(name, 0.5)
+        check_compression(policy, "ragged")
+        check_compression(policy, "gather")
+        with pytest.raises(InvalidCompressionError, match="use 'sinks_recent' or 'none'"):
+            check_compression(policy, mode)
+    check_compression(make_compression("sinks_recent", 0.5), mode)

@@ -6,13 +6,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from inference_svc.core.rates.least_squares import least_squares
 from inference_svc.core.rates.running_fit import (
     GROUP_LENGTH,
     MAX_GROUPS,
     MIN_OBSERVATIONS,
     RUN,
     RunningFit,
+    least_squares,
 )
 
 TRUTH = (2e-3, 1e-4, 2e-9)

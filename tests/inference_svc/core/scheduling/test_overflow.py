@@ -2,7 +2,7 @@
 
 import pytest
 
-from inference_svc.core.scheduling.request import RequestState
+from inference_svc.core.scheduling.request import RequestEvent, RequestState
 from shared.kvd_client.queue_feed import QueueFeed
 from tests.inference_svc.core.scheduling.test_scheduler import (
     admitted,
@@ -26,26 +26,26 @@ def overflowed(scheduler, number=1, **attributes):
 
 
 def test_a_full_window_sends_a_request_back_with_its_rows_protected():
-    """Its slab is its session's resident, which nobody may have meanwhile."""
-    scheduler = make(kv_rows=30)
+    """Its sequence KV is its session's resident, which nobody may have meanwhile."""
+    scheduler = make(kv_slots=30)
     full, plan = overflowed(scheduler)
     assert plan.overflowed == (full,)
     assert plan.preempted == plan.chunks == plan.admitted == ()
     assert full.state is RequestState.WAITING
     assert (full.num_overflows, full.num_preemptions) == (1, 0)
     assert scheduler.residents.is_busy(full.key)
-    assert not scheduler.drop_resident(full.key)
+    assert not scheduler.residents.drop(full.key)
     scheduler.check()
 
 
 def test_it_goes_on_in_place_once_its_context_is_cut_and_its_rows_have_closed_up():
     """Not before, and nobody is admitted whose place is behind its own."""
-    scheduler = make(kv_rows=30)
+    scheduler = make(kv_slots=30)
     full, _ = overflowed(scheduler)
     submit(scheduler, 2)
     scheduler.truncated(full, OLDEST_HALF)
     assert admitted(scheduler.schedule(10)) == []
-    assert scheduler.residents.end_shift(full.key, full.token_ids[: full.computed_tokens])
+    assert scheduler.residents.end_compaction(full.key, full.token_ids[: full.computed_tokens])
     plan = scheduler.schedule(11)
     (admission, _) = plan.admitted
     assert admission.request is full
@@ -60,18 +60,18 @@ def test_it_goes_on_in_place_once_its_context_is_cut_and_its_rows_have_closed_up
 
 
 def test_without_its_rows_it_is_admitted_to_find_them_again():
-    """On a slab of its own, from wherever they are."""
+    """On a sequence's KV of its own, from wherever they are."""
     scheduler = make()
     full, _ = overflowed(scheduler)
     scheduler.truncated(full, OLDEST_HALF)
-    assert not scheduler.residents.end_shift(full.key, [])
+    assert not scheduler.residents.end_compaction(full.key, [])
     plan = scheduler.schedule(10)
     assert [(a.request, a.resident_tokens) for a in plan.admitted] == [(full, 0)]
 
 
 def test_others_are_stepped_meanwhile():
     """Their answers go on, step by step."""
-    scheduler = make(kv_rows=300)
+    scheduler = make(kv_slots=300)
     other = run(scheduler, 2, max_tokens=100)
     full, plan = overflowed(scheduler)
     for _ in range(5):
@@ -83,7 +83,7 @@ def test_others_are_stepped_meanwhile():
 
 def test_a_higher_priority_goes_first():
     """The place it keeps is among its equals."""
-    scheduler = make(kv_rows=300)
+    scheduler = make(kv_slots=300)
     full, _ = overflowed(scheduler)
     high = submit(scheduler, 3, priority=1)
     assert scheduler.schedule(10).admitted[0].request is high
@@ -98,7 +98,7 @@ def test_a_request_that_ends_with_its_window_does_not_overflow():
         step(scheduler)
     assert last.computed_tokens == 12
     assert not last.is_overflowing
-    scheduler.finish(last, 8)
+    scheduler.end(last, RequestEvent.FINISH, 8)
     assert scheduler.schedule(9).overflowed == ()
 
 
@@ -122,11 +122,11 @@ def test_a_cancelled_request_leaves_the_queue_while_its_rows_close_up():
     scheduler = make()
     full, _ = overflowed(scheduler)
     scheduler.truncated(full, OLDEST_HALF)
-    scheduler.stop(full, RequestState.CANCELLED, 10)
-    scheduler.release_slab(full)
+    scheduler.end(full, RequestEvent.CANCEL, 10)
+    scheduler.release_kv(full)
     again = submit(scheduler, 2, session=1)
     assert scheduler.schedule(11).admitted == ()
-    assert not scheduler.residents.end_shift(full.key, [])
+    assert not scheduler.residents.end_compaction(full.key, [])
     assert scheduler.schedule(12).admitted[0].request is again
     scheduler.check()
 

@@ -1,10 +1,19 @@
 """A request's states, and the rows it asks for."""
 
+import re
+from pathlib import Path
+
 import pytest
 
-from inference_svc.core.scheduling.request import TRANSITIONS, Request, RequestState
+from inference_svc.core.scheduling.request import (
+    TRANSITIONS,
+    Request,
+    RequestEvent,
+    RequestState,
+)
 from shared.types.session_key import SessionKey
 
+README = Path(__file__).parents[4] / "inference_svc/README.md"
 KEY = SessionKey("default", "0f", "s")
 
 
@@ -14,22 +23,39 @@ def request(prompt_tokens=10, max_tokens=4) -> Request:
 
 @pytest.mark.parametrize("state", list(RequestState))
 def test_states_move_along_the_table_only(state):
-    """Every transition that is not in the table is a broken invariant."""
-    for target in RequestState:
+    """Every event that the table does not have for a state is a broken invariant."""
+    for event in RequestEvent:
         moved = request()
         moved.state = state
-        if target in TRANSITIONS[state]:
-            moved.move(target)
-            assert moved.state is target
+        if event in TRANSITIONS[state]:
+            moved.move(event)
+            assert moved.state is TRANSITIONS[state][event]
         else:
-            with pytest.raises(AssertionError):
-                moved.move(target)
+            with pytest.raises(AssertionError, match=f"is {state.value}: no {event.value}"):
+                moved.move(event)
+            assert moved.state is state
 
 
 def test_a_request_goes_back_to_the_queue_from_wherever_it_is_admitted():
     """Loading, ready and running requests can wait again; ended ones cannot."""
-    back = {state for state in RequestState if RequestState.WAITING in TRANSITIONS[state]}
+    back = {state for state in RequestState if RequestState.WAITING in TRANSITIONS[state].values()}
     assert back == {RequestState.LOADING, RequestState.READY, RequestState.RUNNING}
+
+
+def test_the_readme_draws_the_table():
+    """A line for each two states, with every event that leads from one to the other."""
+    events = {}
+    for state, row in TRANSITIONS.items():
+        for event, after in row.items():
+            events.setdefault((state, after), []).append(event.value)
+    lines = ["stateDiagram-v2", "    [*] --> waiting"]
+    lines += [
+        f"    {state.value} --> {after.value}: {', '.join(names)}"
+        for (state, after), names in events.items()
+    ]
+    lines += [f"    {state.value} --> [*]" for state, row in TRANSITIONS.items() if not row]
+    (drawn,) = re.findall(r"```mermaid\n(stateDiagram.*?)\n```", README.read_text(), re.DOTALL)
+    assert drawn.splitlines() == lines
 
 
 def test_the_last_token_of_the_longest_answer_needs_no_row():
@@ -55,7 +81,7 @@ def test_room_for_an_answer_grows_with_it(answer_tokens, num_outputs, wanted):
 
 
 def test_only_a_request_that_wants_more_rows_has_outgrown_them():
-    """A full slab is enough if it is as large as the longest answer needs."""
+    """A full sequence KV is enough if it is as large as the longest answer needs."""
     full = request(prompt_tokens=10, max_tokens=4)
     full.capacity_tokens = full.computed_tokens = 12
     assert full.is_outgrown

@@ -75,8 +75,8 @@ def test_a_request_that_is_cut_while_it_waits_is_compared_anew():
     wanted.lineage = Lineage(b"one", 0)
     wanted.discard(((0, 1),))
     assert residents.match(wanted) == 0
-    residents.begin_shift(key("a"))
-    assert residents.end_shift(key("a"), [7, 7], wanted.lineage)
+    residents.begin_compaction(key("a"))
+    assert residents.end_compaction(key("a"), [7, 7], wanted.lineage)
     assert residents.match(wanted) == 2
 
 
@@ -86,7 +86,7 @@ def test_a_resident_that_was_being_moved_while_its_tokens_were_dropped_is_not_ma
     residents.put(resident("a", [7, 7, 7], lineage=WHOLE))
     mover = request("a", [7, 7, 7, 7], WHOLE)
     residents.begin_move(mover)
-    assert not residents.begin_shift(key("a"))
+    assert not residents.begin_compaction(key("a"))
     residents.cancel_move(mover)
     assert residents.match(request("a", [7, 7, 7], Lineage(b"one", 0))) == 0
 
@@ -118,8 +118,8 @@ def test_what_is_being_moved_is_no_victim():
     mover = request("a", [1, 2, 3, 4])
     residents.begin_move(mover)
     assert residents.is_busy(key("a"))
-    assert residents.evictable_rows == 10
-    assert residents.num_rows == 20
+    assert residents.evictable_slots == 10
+    assert residents.num_slots == 20
     assert residents.victims(1000, {}.get, key("z")) == [key("b")]
     assert residents.unqueued({}.get) == [key("b")]
     with pytest.raises(AssertionError, match="being moved"):
@@ -140,7 +140,7 @@ def test_a_move_ends_with_the_resident_or_is_given_up_without():
     residents.begin_move(mover)
     residents.end_move(mover)
     assert len(residents) == 0
-    assert residents.num_rows == 0
+    assert residents.num_slots == 0
     with pytest.raises(AssertionError, match="moves no resident"):
         residents.end_move(mover)
 
@@ -158,17 +158,17 @@ def test_a_resident_that_is_shifted_is_protected_until_its_rows_have_closed_up()
     residents = Residents()
     residents.put(resident("a"))
     residents.put(resident("b"))
-    assert residents.begin_shift(key("a"))
-    assert not residents.begin_shift(key("a")), "one shift at a time"
-    assert not residents.begin_shift(key("z")), "there is none"
+    assert residents.begin_compaction(key("a"))
+    assert not residents.begin_compaction(key("a")), "one shift at a time"
+    assert not residents.begin_compaction(key("z")), "there is none"
     assert residents.is_busy(key("a"))
-    assert residents.evictable_rows == 10
+    assert residents.evictable_slots == 10
     assert residents.victims(1000, {}.get, key("z")) == [key("b")]
     assert residents.take_surplus(0, {}.get) == [key("b")]
     with pytest.raises(AssertionError, match="being moved"):
         residents.begin_move(request("a", [1, 2, 3, 4]))
     residents.check()
-    assert residents.end_shift(key("a"), [3])
+    assert residents.end_compaction(key("a"), [3])
     assert residents.get(key("a")).token_ids == (3,)
     assert residents.match(request("a", [3, 9])) == 1
     assert residents.drop(key("a"))
@@ -179,9 +179,9 @@ def test_a_resident_that_lost_all_rows_or_its_session_goes(is_dropped):
     """At the end of its shift; who drops it earlier need not wait."""
     residents = Residents()
     residents.put(resident("a"))
-    residents.begin_shift(key("a"))
+    residents.begin_compaction(key("a"))
     if is_dropped:
         assert not residents.drop(key("a"))
-    assert not residents.end_shift(key("a"), [3] if is_dropped else [])
-    assert (len(residents), residents.num_rows) == (0, 0)
+    assert not residents.end_compaction(key("a"), [3] if is_dropped else [])
+    assert (len(residents), residents.num_slots) == (0, 0)
     residents.check()

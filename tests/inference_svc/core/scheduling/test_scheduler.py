@@ -7,7 +7,7 @@ import pytest
 
 from inference_svc.core.errors import QueueFullError
 from inference_svc.core.rates.rates import Rates
-from inference_svc.core.scheduling.request import Request, RequestState
+from inference_svc.core.scheduling.request import Request, RequestEvent, RequestState
 from inference_svc.core.scheduling.scheduler import Scheduler
 from inference_svc.core.scheduling.start_gate import HOLD_LIMIT_NS
 from inference_svc.core.scheduling.step_plan import SchedulerLimits, StepResult
@@ -17,7 +17,7 @@ LIMITS = SchedulerLimits(
     max_running=2,
     max_loading=2,
     max_waiting=4,
-    kv_rows=100,
+    kv_slots=100,
     step_tokens=16,
     mixed_step_tokens=8,
     answer_tokens=100,
@@ -48,7 +48,7 @@ def announce(scheduler, plan, found=0):
         num_tokens = admission.resident_tokens or found
         scheduler.announced(admission.request, num_tokens, 0, 2, layers_ready=NUM_LAYERS)
         if admission.resident_tokens and not admission.in_place:
-            scheduler.resident_moved(admission.request)
+            scheduler.residents.end_move(admission.request)
 
 
 def step(scheduler, now_ns=3, token_id=7):
@@ -80,11 +80,11 @@ def run(scheduler, number, **attributes):
 
 
 def run_to_the_end(scheduler, number, **attributes):
-    """A turn whose slab stays as a resident."""
+    """A turn whose KV stays as a resident."""
     one = run(scheduler, number, **attributes)
     while len(one.output_ids) < one.max_tokens:
         step(scheduler)
-    scheduler.finish(one, 9)
+    scheduler.end(one, RequestEvent.FINISH, 9)
     scheduler.release_write(one)
     assert scheduler.keep_resident(one, one.token_ids[: one.computed_tokens], 9)
     return one
@@ -137,7 +137,7 @@ def test_what_was_cancelled_during_a_step_is_passed_over():
     one = submit(scheduler, 1)
     announce(scheduler, scheduler.schedule(1))
     plan = scheduler.schedule(2)
-    scheduler.stop(one, RequestState.CANCELLED, 3)
+    scheduler.end(one, RequestEvent.CANCEL, 3)
     scheduler.apply(StepResult(plan.chunks, {1: 7}), 4)
     assert one.output_ids == []
 
@@ -159,33 +159,33 @@ def test_first_come_first_served_even_if_a_later_one_would_fit():
     for number, size in ((1, 60), (2, 60), (3, 5)):
         submit(scheduler, number, prompt_tokens=size)
     assert admitted(scheduler.schedule(1)) == [1]
-    assert scheduler.num_waiting == 2
-    assert [waiting.number for waiting in scheduler.waiting()] == [2, 3]
+    assert len(scheduler.queue) == 2
+    assert [waiting.number for waiting in list(scheduler.queue)] == [2, 3]
 
 
 def test_rows_return_only_with_their_release():
-    """A finished request keeps its rows until its slab is given up."""
+    """A finished request keeps its rows until its KV is given up."""
     scheduler = make()
     first = run(scheduler, 1, prompt_tokens=60)
     submit(scheduler, 2, prompt_tokens=60)
-    scheduler.finish(first, 4)
+    scheduler.end(first, RequestEvent.FINISH, 4)
     assert admitted(scheduler.schedule(5)) == []
-    scheduler.release_slab(first)
+    scheduler.release_kv(first)
     assert admitted(scheduler.schedule(6)) == [2]
 
 
-@pytest.mark.parametrize("slab_first", [True, False])
-def test_a_save_that_goes_on_after_the_end_keeps_its_rows(slab_first):
-    """Slab and write buffer come back separately, in either order."""
+@pytest.mark.parametrize("kv_first", [True, False])
+def test_a_save_that_goes_on_after_the_end_keeps_its_rows(kv_first):
+    """Sequence KV and write buffer come back separately, in either order."""
     scheduler = make(saves=True)
     one = run(scheduler, 1, prompt_tokens=10, max_tokens=4)
-    assert scheduler.reserved_rows == 26
-    scheduler.finish(one, 4)
-    releases = [scheduler.release_slab, scheduler.release_write]
-    for release in releases if slab_first else releases[::-1]:
+    assert scheduler.slots.reserved_slots == 26
+    scheduler.end(one, RequestEvent.FINISH, 4)
+    releases = [scheduler.release_kv, scheduler.release_write]
+    for release in releases if kv_first else releases[::-1]:
         release(one)
         scheduler.check()
-    assert scheduler.reserved_rows == 0
+    assert scheduler.slots.reserved_slots == 0
 
 
 def test_a_write_buffer_shrinks_to_what_is_new():
@@ -193,9 +193,9 @@ def test_a_write_buffer_shrinks_to_what_is_new():
     scheduler = make(saves=True)
     one = submit(scheduler, 1, prompt_tokens=10, max_tokens=4)
     scheduler.schedule(1)
-    assert scheduler.reserved_rows == 26
+    assert scheduler.slots.reserved_slots == 26
     scheduler.announced(one, 9, 8, 2, layers_ready=NUM_LAYERS)
-    assert scheduler.reserved_rows == 13 + 5
+    assert scheduler.slots.reserved_slots == 13 + 5
 
 
 def test_a_write_buffer_that_is_being_filled_is_not_released():
@@ -205,7 +205,7 @@ def test_a_write_buffer_that_is_being_filled_is_not_released():
     with pytest.raises(AssertionError, match="being written"):
         scheduler.release_write(one)
     with pytest.raises(AssertionError, match="only an ended request"):
-        scheduler.release_slab(one)
+        scheduler.release_kv(one)
 
 
 @pytest.mark.parametrize("state", [RequestState.LOADING, RequestState.READY, RequestState.RUNNING])
@@ -219,13 +219,13 @@ def test_a_cancelled_request_keeps_its_rows_until_they_are_released(state):
     if state is RequestState.RUNNING:
         scheduler.schedule(2)
     assert one.state is state
-    scheduler.stop(one, RequestState.CANCELLED, 3)
-    assert scheduler.reserved_rows == 26
-    scheduler.release_slab(one)
+    scheduler.end(one, RequestEvent.CANCEL, 3)
+    assert scheduler.slots.reserved_slots == 26
+    scheduler.release_kv(one)
     if state is not RequestState.LOADING:  # nothing can be written before it is announced
-        assert scheduler.reserved_rows == 13
+        assert scheduler.slots.reserved_slots == 13
         scheduler.release_write(one)
-    assert scheduler.reserved_rows == 0
+    assert scheduler.slots.reserved_slots == 0
     scheduler.check()
 
 
@@ -241,19 +241,19 @@ def test_a_full_queue_refuses_and_says_when_to_come_back():
 
 
 def test_a_request_that_can_never_fit_is_the_callers_mistake():
-    """Slab and write buffer of one request must fit."""
+    """Sequence KV and write buffer of one request must fit."""
     submit(make(), 1, prompt_tokens=100, max_tokens=1)
     with pytest.raises(AssertionError, match="window"):
         submit(make(saves=True), 1, prompt_tokens=51, max_tokens=1)
 
 
 def test_a_request_waits_for_the_session_s_earlier_one():
-    """One request of a session at a time has a slab."""
+    """One request of a session at a time has a sequence's KV."""
     scheduler = make()
     first = run(scheduler, 1, session="s")
     submit(scheduler, 2, session="s")
     assert admitted(scheduler.schedule(4)) == []
-    scheduler.stop(first, RequestState.CANCELLED, 5)
+    scheduler.end(first, RequestEvent.CANCEL, 5)
     assert admitted(scheduler.schedule(6)) == [2]
 
 
@@ -264,9 +264,9 @@ def test_estimates_follow_how_often_places_become_free():
         submit(scheduler, number, max_tokens=20)
     for second in range(2, 6, 2):
         _, plan = step(scheduler)
-        scheduler.finish(plan.chunks[0].request, second * 10**9)
-        scheduler.release_slab(plan.chunks[0].request)
-    assert scheduler.retry_after_s() == pytest.approx(2.0, abs=0.1)
+        scheduler.end(plan.chunks[0].request, RequestEvent.FINISH, second * 10**9)
+        scheduler.release_kv(plan.chunks[0].request)
+    assert scheduler.estimates.retry_after_s() == pytest.approx(2.0, abs=0.1)
     scheduler.schedule(7 * 10**9)
     assert scheduler.feed.interval_s == pytest.approx(2.0, abs=0.1)
 
@@ -290,8 +290,8 @@ def test_a_deadline_ends_a_request_wherever_it_is(num_plans):
     assert plan.expired == (one,)
     assert one.state is RequestState.FAILED
     assert plan.wake_ns is None
-    scheduler.release_slab(one)
-    assert (scheduler.num_waiting, scheduler.reserved_rows) == (0, 0)
+    scheduler.release_kv(one)
+    assert (len(scheduler.queue), scheduler.slots.reserved_slots) == (0, 0)
 
 
 # ----------------------------------------------------------------------------------- residents
@@ -309,31 +309,31 @@ def next_turn(scheduler, number, before, new_tokens=5, max_tokens=4):
 
 
 def test_a_session_s_next_turn_uses_its_resident_in_place():
-    """A slab with room for the turn becomes its own; no row is reserved anew."""
+    """A sequence's KV with room for the turn becomes its own; no row is reserved anew."""
     scheduler = make()
     before = run_to_the_end(scheduler, 1, prompt_tokens=20, max_tokens=20)
-    assert (scheduler.num_resident, scheduler.resident_rows) == (1, 39)
-    assert scheduler.reserved_rows == 0
+    assert (len(scheduler.residents), scheduler.residents.num_slots) == (1, 39)
+    assert scheduler.slots.reserved_slots == 0
     before.token_ids = before.token_ids[:25]  # its answer is shorter in the transcript
     turn = next_turn(scheduler, 2, before)
     (admission,) = scheduler.schedule(20).admitted
     assert (admission.resident_tokens, admission.in_place) == (25, True)
-    assert (scheduler.reserved_rows, scheduler.resident_rows) == (39, 0)
+    assert (scheduler.slots.reserved_slots, scheduler.residents.num_slots) == (39, 0)
     assert turn.capacity_tokens == turn.full_capacity_tokens == 33
     scheduler.check()
 
 
 def test_a_resident_that_is_too_small_is_moved():
-    """Old and new slab are counted until the rows are in the new one."""
+    """Old and new sequence KV are counted until the rows are in the new one."""
     scheduler = make()
     before = run_to_the_end(scheduler, 1, prompt_tokens=20)
     turn = next_turn(scheduler, 2, before)
     (admission,) = scheduler.schedule(20).admitted
     assert (admission.resident_tokens, admission.in_place) == (23, False)
-    assert (scheduler.reserved_rows, scheduler.resident_rows) == (32, 23)
-    assert not scheduler.drop_resident(before.key)
-    scheduler.resident_moved(turn)
-    assert (scheduler.reserved_rows, scheduler.resident_rows) == (32, 0)
+    assert (scheduler.slots.reserved_slots, scheduler.residents.num_slots) == (32, 23)
+    assert not scheduler.residents.drop(before.key)
+    scheduler.residents.end_move(turn)
+    assert (scheduler.slots.reserved_slots, scheduler.residents.num_slots) == (32, 0)
     scheduler.check()
 
 
@@ -350,7 +350,7 @@ def test_a_resident_that_does_not_fit_beside_its_successor_is_evicted():
 
 @pytest.mark.parametrize("changed_at", [0, 3])
 def test_a_resident_of_little_of_the_history_is_of_no_use(changed_at):
-    """After a truncation the store has more; the old slab goes."""
+    """After a truncation the store has more; the old sequence KV goes."""
     scheduler = make()
     before = run_to_the_end(scheduler, 1, prompt_tokens=20)
     before.token_ids[changed_at] = 77
@@ -374,14 +374,14 @@ def test_residents_make_room_as_much_as_is_needed_and_only_if_it_helps():
 
 
 def test_a_move_under_way_protects_its_source():
-    """Its rows cannot be had until they are in the new slab."""
+    """Its rows cannot be had until they are in the new sequence KV."""
     scheduler = make()
     before = run_to_the_end(scheduler, 1, prompt_tokens=20)
     turn = next_turn(scheduler, 2, before)
     scheduler.schedule(20)
     submit(scheduler, 3, prompt_tokens=50)
     assert scheduler.schedule(21).admitted == ()
-    scheduler.resident_moved(turn)
+    scheduler.residents.end_move(turn)
     assert admitted(scheduler.schedule(22)) == [3]
 
 
@@ -391,10 +391,10 @@ def test_a_cancelled_move_leaves_the_resident_where_it_was():
     before = run_to_the_end(scheduler, 1, prompt_tokens=20)
     turn = next_turn(scheduler, 2, before)
     scheduler.schedule(20)
-    scheduler.stop(turn, RequestState.CANCELLED, 21)
+    scheduler.end(turn, RequestEvent.CANCEL, 21)
     next_turn(scheduler, 3, before)
     assert scheduler.schedule(22).admitted == ()
-    scheduler.release_slab(turn)
+    scheduler.release_kv(turn)
     (admission,) = scheduler.schedule(23).admitted
     assert admission.resident_tokens == 23
     scheduler.check()
@@ -404,27 +404,27 @@ def test_a_resident_is_dropped_with_its_session():
     """Once."""
     scheduler = make()
     before = run_to_the_end(scheduler, 1)
-    assert scheduler.drop_resident(before.key)
-    assert not scheduler.drop_resident(before.key)
-    assert scheduler.resident_rows == 0
+    assert scheduler.residents.drop(before.key)
+    assert not scheduler.residents.drop(before.key)
+    assert scheduler.residents.num_slots == 0
 
 
 @pytest.mark.parametrize("why_not", ["config", "nothing to keep", "newer turn", "has one"])
-def test_a_slab_does_not_always_stay(why_not):
+def test_a_sequence_kv_does_not_always_stay(why_not):
     """Then its rows are released as ever."""
     scheduler = make(keeps_residents=why_not != "config")
     one = run(scheduler, 1, session="s")
-    scheduler.finish(one, 5)
+    scheduler.end(one, RequestEvent.FINISH, 5)
     token_ids = [] if why_not == "nothing to keep" else one.token_ids[:10]
     if why_not in {"newer turn", "has one"}:
         newer = run(scheduler, 2, session="s")
     if why_not == "has one":
-        scheduler.finish(newer, 6)
+        scheduler.end(newer, RequestEvent.FINISH, 6)
         assert scheduler.keep_resident(newer, newer.token_ids[:10], 7)
-    rows = scheduler.reserved_rows
+    rows = scheduler.slots.reserved_slots
     assert not scheduler.keep_resident(one, token_ids, 8)
-    assert scheduler.reserved_rows == rows
-    scheduler.release_slab(one)
+    assert scheduler.slots.reserved_slots == rows
+    scheduler.release_kv(one)
     scheduler.check()
 
 
@@ -434,19 +434,19 @@ def test_only_what_was_computed_is_kept():
     one = run(scheduler, 1)
     with pytest.raises(AssertionError, match="under way"):
         scheduler.keep_resident(one, one.token_ids[:1], 5)
-    scheduler.finish(one, 5)
+    scheduler.end(one, RequestEvent.FINISH, 5)
     with pytest.raises(AssertionError, match="computed"):
         scheduler.keep_resident(one, one.token_ids, 5)
 
 
 def test_a_cancelled_request_may_leave_a_resident():
-    """What its slab has of the session's history is as good as before."""
+    """What its KV has of the session's history is as good as before."""
     scheduler = make()
     one = run(scheduler, 1, session="s")
-    scheduler.stop(one, RequestState.CANCELLED, 5)
+    scheduler.end(one, RequestEvent.CANCEL, 5)
     assert scheduler.keep_resident(one, one.token_ids[:5], 6)
-    scheduler.release_slab(one)
-    assert scheduler.num_resident == 1
+    scheduler.release_kv(one)
+    assert len(scheduler.residents) == 1
     scheduler.check()
 
 
@@ -455,10 +455,12 @@ def test_surplus_residents_are_evicted_least_recently_used_first():
     scheduler = make()
     for number, now_ns in ((1, 30), (2, 10), (3, 20)):
         one = run(scheduler, number, session=str(number))
-        scheduler.finish(one, now_ns)
+        scheduler.end(one, RequestEvent.FINISH, now_ns)
         assert scheduler.keep_resident(one, one.token_ids[:5], now_ns)
-    assert [key.session_id for key in scheduler.evict_surplus(1)] == ["2", "3"]
-    assert not scheduler.evict_surplus(1)
+    assert [
+        key.session_id for key in scheduler.residents.take_surplus(1, scheduler.queue.rank)
+    ] == ["2", "3"]
+    assert not scheduler.residents.take_surplus(1, scheduler.queue.rank)
     scheduler.check()
 
 
@@ -476,14 +478,14 @@ def test_an_answer_that_outgrows_its_rows_moves_to_twice_as_many():
     (admission,) = plan.admitted
     assert (admission.resident_tokens, admission.in_place) == (13, False)
     assert one.capacity_tokens == 17
-    assert (scheduler.reserved_rows, scheduler.resident_rows) == (17, 0)
+    assert (scheduler.slots.reserved_slots, scheduler.residents.num_slots) == (17, 0)
     assert (one.computed_tokens, len(one.token_ids)) == (14, 15)
     assert one.loaded_tokens == 0, "what was found is what was found first"
 
 
 def test_an_answer_outgrows_its_rows_a_few_times_only():
     """Doubling makes it a logarithm of its length."""
-    scheduler = make(kv_rows=4100, answer_tokens=1)
+    scheduler = make(kv_slots=4100, answer_tokens=1)
     one = run(scheduler, 1, prompt_tokens=10, max_tokens=2000)
     while len(one.output_ids) < 2000:
         step(scheduler)
@@ -491,19 +493,19 @@ def test_an_answer_outgrows_its_rows_a_few_times_only():
 
 
 def test_an_outgrown_answer_stays_while_its_rows_are_being_moved():
-    """Its slab is being copied to; nothing is computed until that is over."""
+    """Its sequence KV is being copied to; nothing is computed until that is over."""
     scheduler = make(answer_tokens=1)
     before = run_to_the_end(scheduler, 1, prompt_tokens=10)
     turn = next_turn(scheduler, 2, before, new_tokens=1)
     (admission,) = scheduler.schedule(20).admitted
     scheduler.announced(turn, admission.resident_tokens, 0, 21, layers_ready=0)
-    scheduler.progressed(turn, NUM_LAYERS, 22)
+    scheduler.gate.progressed(turn, NUM_LAYERS, 22)
     chunks = scheduler.schedule(23).chunks
     scheduler.apply(StepResult(chunks, {2: 7}), 24)
     assert turn.is_outgrown
     plan = scheduler.schedule(25)
     assert (plan.chunks, plan.preempted) == ((), ())
-    scheduler.resident_moved(turn)
+    scheduler.residents.end_move(turn)
     assert scheduler.schedule(26).preempted == (turn,)
     scheduler.check()
 
@@ -519,7 +521,7 @@ def test_a_higher_priority_preempts_for_rows_the_lowest_and_newest_first():
     assert plan.preempted == (running[3], running[2])
     assert set(plan.evicted) == {running[3].key, running[2].key}
     assert admitted(plan) == [9]
-    assert [waiting.number for waiting in scheduler.waiting()] == [2, 3]
+    assert [waiting.number for waiting in list(scheduler.queue)] == [2, 3]
     scheduler.check()
 
 
@@ -530,7 +532,7 @@ def test_a_place_that_a_preemption_leaves_is_taken_at_once():
     ready = submit(scheduler, 2, prompt_tokens=10)
     scheduler.schedule(4)
     scheduler.announced(ready, 5, 0, 5, layers_ready=0)
-    scheduler.progressed(ready, NUM_LAYERS, 6)
+    scheduler.gate.progressed(ready, NUM_LAYERS, 6)
     submit(scheduler, 3, prompt_tokens=80, priority=1)
     plan = scheduler.schedule(7)
     assert plan.preempted == (low,)
@@ -574,7 +576,7 @@ def test_a_higher_priority_takes_a_place_in_a_full_batch_once_it_is_loaded():
 
 def test_a_higher_priority_takes_a_place_among_those_that_are_ready():
     """If all places for loading are taken by lower ones that wait for the batch."""
-    scheduler = make(max_running=1, max_loading=1, kv_rows=1000)
+    scheduler = make(max_running=1, max_loading=1, kv_slots=1000)
     run(scheduler, 1, max_tokens=50)
     ready = submit(scheduler, 2)
     step(scheduler)
@@ -608,7 +610,7 @@ def test_what_may_turn_out_to_be_void_is_not_preempted():
     low = submit(scheduler, 1, prompt_tokens=60)
     scheduler.schedule(1)
     scheduler.announced(low, 50, 0, 2, layers_ready=0)
-    scheduler.progressed(low, NUM_LAYERS, 3)
+    scheduler.gate.progressed(low, NUM_LAYERS, 3)
     submit(scheduler, 2, prompt_tokens=60, priority=1)
     plan = scheduler.schedule(4)
     assert plan.preempted == ()
@@ -616,8 +618,8 @@ def test_what_may_turn_out_to_be_void_is_not_preempted():
     assert scheduler.schedule(6).preempted == (low,)
 
 
-def test_without_residents_a_preempted_request_still_keeps_its_slab_while_it_waits():
-    """That is working memory; when the request is gone, so is the slab."""
+def test_without_residents_a_preempted_request_still_keeps_its_sequence_kv_while_it_waits():
+    """That is working memory; when the request is gone, so is the sequence's KV."""
     scheduler = make(keeps_residents=False, max_running=1, max_loading=1)
     low = run(scheduler, 1)
     high = submit(scheduler, 2, priority=1)
@@ -625,10 +627,10 @@ def test_without_residents_a_preempted_request_still_keeps_its_slab_while_it_wai
     submit(scheduler, 3, priority=1)
     plan = scheduler.schedule(11)
     assert plan.preempted == (low,)
-    assert (plan.evicted, scheduler.num_resident) == ((), 1)
-    scheduler.stop(low, RequestState.CANCELLED, 12)
+    assert (plan.evicted, len(scheduler.residents)) == ((), 1)
+    scheduler.end(low, RequestEvent.CANCEL, 12)
     assert scheduler.schedule(13).evicted == (low.key,)
-    assert scheduler.num_resident == 0
+    assert len(scheduler.residents) == 0
     assert high.state is RequestState.RUNNING
 
 
@@ -638,8 +640,8 @@ def test_a_preempted_request_computes_again_what_was_evicted():
     low = run(scheduler, 1, prompt_tokens=60)
     high = run(scheduler, 2, prompt_tokens=60, priority=1)
     assert low.state is RequestState.WAITING
-    scheduler.finish(high, 10)
-    scheduler.release_slab(high)
+    scheduler.end(high, RequestEvent.FINISH, 10)
+    scheduler.release_kv(high)
     while len(low.output_ids) < 3:
         step(scheduler)
     assert low.num_preemptions == 1
@@ -660,7 +662,7 @@ def test_a_request_that_is_held_back_holds_back_nobody():
     plan = scheduler.schedule(3)
     assert [chunk.request for chunk in plan.chunks] == [quick]
     assert plan.wake_ns == 2 + HOLD_LIMIT_NS
-    scheduler.progressed(slow, 1, 4)
+    scheduler.gate.progressed(slow, 1, 4)
     assert slow.state is RequestState.READY
     scheduler.schedule(5)
     assert slow.state is RequestState.RUNNING
@@ -685,12 +687,12 @@ def test_a_failed_load_sends_its_request_back_to_its_place():
     scheduler.schedule(3)
     scheduler.restart(one, 4)
     assert (one.loaded_tokens, one.computed_tokens, one.num_preemptions) == (0, 0, 0)
-    assert scheduler.resident_rows == 0
+    assert scheduler.residents.num_slots == 0
     plan = scheduler.schedule(5)
     assert admitted(plan) == [1]
-    assert scheduler.reserved_rows == 26 + 13 + 26, "its first write buffer may be in use"
+    assert scheduler.slots.reserved_slots == 26 + 13 + 26, "its first write buffer may be in use"
     scheduler.release_write(one)
-    assert scheduler.reserved_rows == 26 + 26
+    assert scheduler.slots.reserved_slots == 26 + 26
     assert later.state is RequestState.LOADING
     scheduler.check()
 
@@ -729,7 +731,7 @@ def calls_of(function):
 
 def cost_of_a_round(num_waiting):
     """One round of everything that happens per step, with so many waiting."""
-    scheduler = make(max_waiting=20_000, kv_rows=10_000)
+    scheduler = make(max_waiting=20_000, kv_slots=10_000)
     for number in range(num_waiting):
         submit(scheduler, number, max_tokens=90, priority=number % 3, deadline_ns=10**12)
     for _ in range(20):
@@ -740,11 +742,11 @@ def cost_of_a_round(num_waiting):
         sampled = {chunk.request.number: 7 for chunk in plan.chunks}
         scheduler.apply(StepResult(plan.chunks, sampled), 10)
         over = plan.chunks[0].request
-        scheduler.finish(over, 10)
+        scheduler.end(over, RequestEvent.FINISH, 10)
         scheduler.keep_resident(over, over.token_ids[:10], 10)
         submit(scheduler, 30_000)
         announce(scheduler, scheduler.schedule(10))
-        scheduler.stop(scheduler._queue.head, RequestState.CANCELLED, 10)
+        scheduler.end(scheduler.queue.head, RequestEvent.CANCEL, 10)
 
     return calls_of(go_round)
 

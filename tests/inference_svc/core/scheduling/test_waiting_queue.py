@@ -7,7 +7,7 @@ import pytest
 from inference_svc.core.scheduling.request import Request
 from inference_svc.core.scheduling.waiting_queue import WaitingQueue
 from shared.kvd_client.queue_feed import QueueFeed
-from shared.types.queue_change import QueuedJob, RunningJob
+from shared.types.queue_delta import QueuedRequest, RunningRequest
 from shared.types.session_key import SessionKey
 
 
@@ -187,10 +187,10 @@ def test_the_feed_is_told_who_waits_and_who_runs():
         return change.waiting, change.running, change.left
 
     queue.add(one)
-    waits = QueuedJob((-3, 0.0, 0), one.key, 5)
+    waits = QueuedRequest((-3, 0.0, 0), one.key, 5)
     assert news() == ([waits], [], [])
     queue.admit(one)
-    assert news() == ([], [RunningJob(0, one.key)], [])
+    assert news() == ([], [RunningRequest(0, one.key)], [])
     queue.put_back(one)
     assert news() == ([waits], [], [])
     queue.remove(one)

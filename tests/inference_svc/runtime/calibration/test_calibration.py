@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from inference_svc.core.errors import UnsupportedModelError
-from inference_svc.demo.conversations import MODEL_DIR
+from inference_svc.demo.servers import MODEL_DIR
 from inference_svc.runtime.calibration.calibration import calibrate
 from inference_svc.runtime.model.model_loader import UNSTATED_WINDOW, describe_model, load_model
 
@@ -17,9 +17,9 @@ def calibrated(model, positions="auto"):
 @pytest.mark.parametrize(
     ("name", "mode", "positions"),
     [
-        ("llama", "paged", "decoupled"),
-        ("gpt2", "paged", "coupled"),
-        ("opt", "paged", "coupled"),
+        ("llama", "ragged", "decoupled"),
+        ("gpt2", "ragged", "coupled"),
+        ("opt", "ragged", "coupled"),
         ("deepseek-v3", "gather", "decoupled"),
         ("diffllama", "gather", "decoupled"),
         ("falcon", "masked", "decoupled"),
@@ -38,14 +38,14 @@ def test_the_first_mode_that_is_proven_is_taken(tiny, name, mode, positions):
     assert (calibration.mode, calibration.positions) == (mode, positions)
     assert calibration.layout.position_mode == positions
     if mode != "masked":  # attention that cannot be replaced leaves nothing to try before
-        assert bool(calibration.notes) == ((mode, positions) != ("paged", "decoupled"))
+        assert bool(calibration.notes) == ((mode, positions) != ("ragged", "decoupled"))
 
 
 @pytest.mark.parametrize("dtype", ["auto", "float32", "float16"])
 def test_the_shipped_model_is_served_the_fast_way(dtype):
     """A trained model's rounding in 16 bits is not taken for an error of ours."""
     calibration = calibrate(load_model(MODEL_DIR, dtype))
-    assert (calibration.mode, calibration.positions) == ("paged", "decoupled")
+    assert (calibration.mode, calibration.positions) == ("ragged", "decoupled")
     assert calibration.notes == ()
 
 
@@ -70,7 +70,7 @@ def test_models_that_cannot_be_served_are_refused(build, name, reason):
 
 def test_a_choice_of_positions_that_cannot_be_is_refused(build):
     """A model with absolute positions cannot be decoupled, and the error names what can be."""
-    with pytest.raises(UnsupportedModelError, match=r"paged decoupled.*absolute") as refused:
+    with pytest.raises(UnsupportedModelError, match=r"ragged decoupled.*absolute") as refused:
         calibrated(build("gpt2"), "decoupled")
     assert refused.value.reason == "model_positions_coupled"
     assert "coupled" in refused.value.remedy
@@ -87,7 +87,7 @@ def test_a_model_that_no_mode_runs_is_told_why_for_each(build):
 
     model = build("llama")
     model.__class__ = Surprising
-    with pytest.raises(UnsupportedModelError, match=r"paged.*single.*no cache today") as refused:
+    with pytest.raises(UnsupportedModelError, match=r"ragged.*single.*no cache today") as refused:
         calibrated(model)
     assert refused.value.reason == "model_mode_missing"
     assert "\n" not in str(refused.value)
@@ -133,7 +133,7 @@ def test_windows_come_from_the_model(tiny):
 def test_chunks_come_from_the_mask(build):
     """Chunked attention is found where nothing else stands in the way of batches."""
     calibration = calibrated(build("llama4", attn_temperature_tuning=False))
-    assert calibration.mode == "paged"
+    assert calibration.mode == "ragged"
     assert [call.chunk for call in calibration.attention_calls] == [16, None]
 
 

@@ -6,14 +6,18 @@ from typing import Any
 import pytest
 import torch
 
-from inference_svc.runtime.calibration.frozen_rope import freeze_rotary
-from inference_svc.runtime.calibration.layer_recipes import _check_recipe, free_rows, layer_recipes
+from inference_svc.runtime.calibration.layer_recipes import (
+    _check_recipe,
+    before_rope,
+    find_scale,
+    layer_recipes,
+)
 from inference_svc.runtime.calibration.probe import Probe, run_probe
+from inference_svc.runtime.calibration.rope_tables import freeze_rotary
 from inference_svc.runtime.model import capture
 from inference_svc.runtime.model.model_loader import LoadedModel, describe_model
 from inference_svc.runtime.model.refusals import ModelModeMissingError
 from inference_svc.runtime.positions.recipes import ComponentRecipe, LayerRecipe
-from inference_svc.runtime.positions.scaled_rotary import find_scale
 from tests.zoo.architectures import architectures
 from tests.zoo.models import build_model
 
@@ -94,7 +98,7 @@ def test_what_each_layer_embeds_is_found(found, name):
     assert [kind(recipe) for recipe in recipes] == KINDS[name]
     for recipe in recipes:
         for component in recipe.components:
-            assert component.can_shift
+            assert component.can_move
             assert (component.rotary is None) == (component.source is None)
             assert bool(component.signature) == (component.rotary is not None)
 
@@ -112,7 +116,7 @@ def test_rows_are_embedded_elsewhere_as_the_model_does(found, name):
             if name == "hunyuan_v1_dense" and index > 0:
                 continue
             recipe, seen = model.recipes[index], model.probe.layers[index]
-            rows = zip(recipe.components, free_rows(recipe, seen), strict=True)
+            rows = zip(recipe.components, before_rope(recipe, seen), strict=True)
             for (component, free), expected in zip(rows, (cached.key, cached.value), strict=True):
                 embedded = component.embed(free, start).transpose(0, 1)[None]
                 torch.testing.assert_close(embedded, expected, rtol=1e-4, atol=1e-4)
@@ -127,7 +131,7 @@ def test_cached_rows_are_moved_as_they_would_be_embedded(found, name, dtype, err
     model = found(name, dtype)
     for index, recipe in enumerate(model.recipes):
         seen = model.probe.layers[index]
-        rows = zip(recipe.components, free_rows(recipe, seen), strict=True)
+        rows = zip(recipe.components, before_rope(recipe, seen), strict=True)
         for component, free in rows:
             if component.mover is None:
                 continue
@@ -146,7 +150,7 @@ def test_cached_rows_are_moved_as_they_would_be_embedded(found, name, dtype, err
 def test_norms_of_another_kind_are_not_taken_back(found, norm):
     """What subtracts a mean, or mixes elements, has no scale; it is only repeated."""
     model = found("llama")
-    free, _ = free_rows(model.recipes[0], model.probe.layers[0])
+    free, _ = before_rope(model.recipes[0], model.probe.layers[0])
     assert find_scale(model.recipes[0].key.rotary, norm, free) is None
 
 
@@ -158,7 +162,7 @@ def test_sixteen_bits_are_repeated_exactly(found, name):
     model = found(name, torch.bfloat16)
     for index, recipe in enumerate(model.recipes):
         seen = model.probe.layers[index]
-        rows = zip(recipe.components, free_rows(recipe, seen), strict=True)
+        rows = zip(recipe.components, before_rope(recipe, seen), strict=True)
         for (component, free), cached in zip(rows, (seen.key, seen.value), strict=True):
             assert torch.equal(component.embed(free, 0).transpose(0, 1)[None], cached)
 
@@ -179,7 +183,7 @@ def test_the_first_layer_has_no_position_before_rope(found, name):
     """One token at several places has the same rows before RoPE."""
     model = found(name)
     same = [index for index, token in enumerate(TOKENS) if token == TOKENS[0]]
-    for free in free_rows(model.recipes[0], model.probe.layers[0]):
+    for free in before_rope(model.recipes[0], model.probe.layers[0]):
         assert torch.equal(free[same], free[:1].expand(len(same), -1, -1))
 
 

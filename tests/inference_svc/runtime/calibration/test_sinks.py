@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from inference_svc.core.truncation import USUAL_SINKS
-from inference_svc.demo.conversations import MODEL_DIR
+from inference_svc.demo.servers import MODEL_DIR
 from inference_svc.runtime.calibration.calibration import calibrate
 from inference_svc.runtime.calibration.sinks import CANDIDATES, TEXT, find_sinks, sink_distances
 from inference_svc.runtime.model.model_loader import load_model

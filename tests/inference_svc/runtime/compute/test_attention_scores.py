@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from inference_svc.core.compression.registry import make_compression
+from inference_svc.core.compression.policies import make_compression
 from inference_svc.core.discards import without
 from inference_svc.runtime.attention.attention import AttentionOptions
 from inference_svc.runtime.compute.attention_scores import ScoreKeeper, add_weights, keeper_for
@@ -29,10 +29,10 @@ def plain_scores(model, token_ids, queries):
     return sum(layer[0, :, queries].sum(dim=(0, 1)) for layer in weights)
 
 
-def feed(model, slab, keeper, token_ids, sizes):
+def feed(model, kv, keeper, token_ids, sizes):
     for size in sizes:
-        begin = slab.num_tokens
-        model.runner.step([Chunk(slab, token_ids[begin : begin + size], True, scores=keeper)])
+        begin = kv.num_tokens
+        model.runner.step([Chunk(kv, token_ids[begin : begin + size], True, scores=keeper)])
         keeper.commit()
 
 
@@ -48,7 +48,7 @@ def test_sums_equal_eager_attention(tiny, name, sizes):
     token_ids = tokens(1, NUM_TOKENS)
     everything, window = keeper("accumulated"), keeper("window")
     for each in (everything, window):
-        feed(model, model.new_slab(NUM_TOKENS), each, token_ids, sizes)
+        feed(model, model.new_kv(NUM_TOKENS), each, token_ids, sizes)
     expected = plain_scores(model, token_ids, slice(None))
     torch.testing.assert_close(torch.tensor(everything.scores()), expected, **CLOSE)
     expected = plain_scores(
@@ -62,7 +62,7 @@ def test_long_chunks_are_scored_in_tiles(tiny):
     model = tiny("llama")
     token_ids = tokens(2, 190)
     every = ScoreKeeper("accumulated", 0, 190)
-    feed(model, model.new_slab(190), every, token_ids, [190])
+    feed(model, model.new_kv(190), every, token_ids, [190])
     expected = plain_scores(model, token_ids, slice(None))
     torch.testing.assert_close(torch.tensor(every.scores()), expected, **CLOSE)
 
@@ -70,12 +70,12 @@ def test_long_chunks_are_scored_in_tiles(tiny):
 def test_sequences_of_a_batch_are_scored_apart(tiny):
     """A ragged batch, one of its sequences without a keeper: each has its own sums."""
     model = tiny("llama")
-    parts = [(tokens(seed, 30 + seed), model.new_slab(40)) for seed in range(3)]
+    parts = [(tokens(seed, 30 + seed), model.new_kv(40)) for seed in range(3)]
     keepers = [ScoreKeeper("accumulated", 0, 40), None, ScoreKeeper("window", 4, 32)]
     model.runner.step(
         [
-            Chunk(slab, ids, want_logits=True, scores=each)
-            for (ids, slab), each in zip(parts, keepers, strict=True)
+            Chunk(kv, ids, want_logits=True, scores=each)
+            for (ids, kv), each in zip(parts, keepers, strict=True)
         ]
     )
     keepers[0].commit()
@@ -92,14 +92,14 @@ def test_a_step_that_failed_counts_nothing(tiny, needs):
     model = tiny("llama")
     token_ids = tokens(3, NUM_TOKENS)
     once, again = keeper(needs), keeper(needs)
-    feed(model, model.new_slab(NUM_TOKENS), once, token_ids, [30, 22, 1])
-    slab = model.new_slab(NUM_TOKENS)
-    feed(model, slab, again, token_ids, [30])
-    model.runner.step([Chunk(slab, token_ids[30:40], want_logits=True, scores=again)])
-    slab.num_tokens = 30
-    feed(model, slab, again, token_ids, [22])
-    slab.num_tokens = 20  # as after a preemption, when the rest was not saved in time
-    feed(model, slab, again, token_ids, [32, 1])
+    feed(model, model.new_kv(NUM_TOKENS), once, token_ids, [30, 22, 1])
+    kv = model.new_kv(NUM_TOKENS)
+    feed(model, kv, again, token_ids, [30])
+    model.runner.step([Chunk(kv, token_ids[30:40], want_logits=True, scores=again)])
+    kv.num_tokens = 30
+    feed(model, kv, again, token_ids, [22])
+    kv.num_tokens = 20  # as after a preemption, when the rest was not saved in time
+    feed(model, kv, again, token_ids, [32, 1])
     assert again.scores() == pytest.approx(once.scores(), rel=1e-4)
 
 
@@ -107,10 +107,10 @@ def test_history_that_was_loaded_is_scored_by_new_queries(tiny):
     """Queries of a turn that begins behind a history are all that counts."""
     model = tiny("llama")
     token_ids = tokens(4, NUM_TOKENS)
-    slab = model.new_slab(NUM_TOKENS)
-    model.runner.step([Chunk(slab, token_ids[:40], want_logits=True)])
+    kv = model.new_kv(NUM_TOKENS)
+    model.runner.step([Chunk(kv, token_ids[:40], want_logits=True)])
     every = keeper("accumulated")
-    feed(model, slab, every, token_ids, [20])
+    feed(model, kv, every, token_ids, [20])
     expected = plain_scores(model, token_ids, slice(40, None))
     torch.testing.assert_close(torch.tensor(every.scores()), expected, **CLOSE)
 
@@ -120,7 +120,7 @@ def test_there_are_no_scores_before_the_prompt_is_computed(tiny):
     model = tiny("llama")
     assert keeper("accumulated").scores() is None
     window = keeper("window")
-    feed(model, model.new_slab(NUM_TOKENS), window, tokens(5, 60), [30])
+    feed(model, model.new_kv(NUM_TOKENS), window, tokens(5, 60), [30])
     assert window.scores() is None
 
 
@@ -129,13 +129,13 @@ def test_scores_follow_a_discard(tiny, needs):
     """Dropped rows take their scores along; later queries add to the rows that moved."""
     model = tiny("llama")
     each, ranges = keeper(needs), ((5, 9), (20, 30))
-    feed(model, model.new_slab(NUM_TOKENS), each, tokens(6, NUM_TOKENS), [52])
+    feed(model, model.new_kv(NUM_TOKENS), each, tokens(6, NUM_TOKENS), [52])
     before = without(each.scores(), ranges)
     each.discard(ranges)
     assert each.scores() == before
-    slab = model.new_slab(NUM_TOKENS)
-    model.runner.step([Chunk(slab, tokens(7, 38), want_logits=True)])
-    feed(model, slab, each, tokens(7, 39), [1])
+    kv = model.new_kv(NUM_TOKENS)
+    model.runner.step([Chunk(kv, tokens(7, 38), want_logits=True)])
+    feed(model, kv, each, tokens(7, 39), [1])
     after = each.scores()
     assert len(after) == (38 if needs == "window" else 39)
     assert sum(after) - sum(before) == pytest.approx(0 if needs == "window" else 8, rel=1e-4)

@@ -1,9 +1,9 @@
-"""Forwards over slabs give the stock model's logits, whatever the batch looks like."""
+"""Forwards over sequences' KV give the stock model's logits, whatever the batch looks like."""
 
 import pytest
 import torch
 
-from inference_svc.runtime.compute.model_runner import Chunk
+from inference_svc.runtime.compute.chunk import Chunk
 from inference_svc.runtime.transfer.layer_load import LayerLoader
 from inference_svc.runtime.transfer.layer_store import store_blocks
 
@@ -46,25 +46,25 @@ def tokens(seed, length):
 
 
 def stored_and_loaded(model, make_arena, rows, buffer, num_tokens):
-    """Return a new slab that was loaded from what the write buffer holds."""
+    """Return a new sequence KV that was loaded from what the write buffer holds."""
     block_tokens = model.calibration.layout.block_tokens
     blocks = [
         rows(slot_id, begin, min(block_tokens, num_tokens - begin))
         for slot_id, begin in enumerate(range(0, num_tokens, block_tokens))
     ]
-    _, arena_rows = make_arena(model.calibration.layout)
-    store_blocks(buffer, arena_rows, blocks, model.calibration)
-    slab = model.new_slab(num_tokens)
+    _, arena_kv = make_arena(model.calibration.layout)
+    store_blocks(buffer, arena_kv, blocks, model.calibration)
+    kv = model.new_kv(num_tokens)
     for layer_index in range(len(model.calibration.layers)):
-        LayerLoader(slab, arena_rows, blocks, model.calibration).load(layer_index)
-    return slab
+        LayerLoader(kv, arena_kv, blocks, model.calibration).load(layer_index)
+    return kv
 
 
-def prefill(runner, slab, token_ids, sizes):
+def prefill(runner, kv, token_ids, sizes):
     """Feed token_ids in chunks of these sizes; return the logits after the last."""
     begin = 0
     for size in sizes:
-        logits = runner.step([Chunk(slab, token_ids[begin : begin + size], want_logits=True)])
+        logits = runner.step([Chunk(kv, token_ids[begin : begin + size], want_logits=True)])
         begin += size
     assert begin == len(token_ids)
     return logits[0]
@@ -76,13 +76,13 @@ def test_chunks_and_decode_equal_stock(tiny, name):
     model = tiny(name)
     token_ids = tokens(1, 60)
     expected = model.stock_logits(token_ids)
-    slab = model.new_slab(60)
+    kv = model.new_kv(60)
     begin = 0
     for size in (20, 1, 13, 18, *[1] * 8):
-        logits = model.runner.step([Chunk(slab, token_ids[begin : begin + size], want_logits=True)])
+        logits = model.runner.step([Chunk(kv, token_ids[begin : begin + size], want_logits=True)])
         begin += size
         torch.testing.assert_close(logits[0], expected[begin - 1], **CLOSE)
-    assert slab.num_tokens == 60
+    assert kv.num_tokens == 60
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
@@ -91,18 +91,18 @@ def test_ragged_batch_equals_stock(tiny, name):
     model = tiny(name)
     runner = model.runner
     long, middle, fresh = tokens(2, 50), tokens(3, 21), tokens(4, 9)
-    slabs = [model.new_slab(64) for _ in range(3)]
+    kvs = [model.new_kv(64) for _ in range(3)]
     runner.step(
         [
-            Chunk(slabs[0], long[:40], want_logits=False),
-            Chunk(slabs[1], middle[:20], want_logits=True),
+            Chunk(kvs[0], long[:40], want_logits=False),
+            Chunk(kvs[1], middle[:20], want_logits=True),
         ]
     )
     logits = runner.step(
         [
-            Chunk(slabs[1], middle[20:], want_logits=True),
-            Chunk(slabs[2], fresh, want_logits=True),
-            Chunk(slabs[0], long[40:], want_logits=True),
+            Chunk(kvs[1], middle[20:], want_logits=True),
+            Chunk(kvs[2], fresh, want_logits=True),
+            Chunk(kvs[0], long[40:], want_logits=True),
         ]
     )
     for row, token_ids in zip(logits, (middle, fresh, long), strict=True):
@@ -112,10 +112,10 @@ def test_ragged_batch_equals_stock(tiny, name):
 def test_only_wanted_logits_come_back(tiny):
     """Chunks that want no logits have none, down to an empty answer."""
     model = tiny("llama")
-    runner, slabs = model.runner, [model.new_slab(8) for _ in range(2)]
-    assert runner.step([Chunk(slab, [5, 6], want_logits=False) for slab in slabs]).shape == (0, 97)
+    runner, kvs = model.runner, [model.new_kv(8) for _ in range(2)]
+    assert runner.step([Chunk(kv, [5, 6], want_logits=False) for kv in kvs]).shape == (0, 97)
     logits = runner.step(
-        [Chunk(slabs[0], [7], want_logits=False), Chunk(slabs[1], [7], want_logits=True)]
+        [Chunk(kvs[0], [7], want_logits=False), Chunk(kvs[1], [7], want_logits=True)]
     )
     assert logits.shape == (1, 97)
     assert logits.dtype == torch.float32
@@ -128,48 +128,48 @@ def test_decode_does_not_depend_on_the_attention_of_others(tiny, name):
     token_ids = tokens(5, 30)
     answers = []
     for other in ([9], [9] * 17):
-        slab, beside = (model.new_slab(40) for _ in range(2))
-        prefill(model.runner, slab, token_ids, (30,))
-        both = [Chunk(slab, [4], want_logits=True), Chunk(beside, other, want_logits=False)]
+        kv, beside = (model.new_kv(40) for _ in range(2))
+        prefill(model.runner, kv, token_ids, (30,))
+        both = [Chunk(kv, [4], want_logits=True), Chunk(beside, other, want_logits=False)]
         answers.append(model.runner.step(both)[0])
     torch.testing.assert_close(answers[0], answers[1], rtol=0, atol=1e-6)
 
 
-def test_failed_step_leaves_slabs_as_they_were(tiny):
+def test_failed_step_leaves_sequence_kvs_as_they_were(tiny):
     """A step that raises leaves no trace in the sequence."""
     model = tiny("llama")
     token_ids = tokens(6, 20)
-    slab, buffer = model.new_slab(32), model.new_buffer(32)
-    model.runner.step([Chunk(slab, token_ids[:19], want_logits=False, write_buffer=buffer)])
+    kv, buffer = model.new_kv(32), model.new_buffer(32)
+    model.runner.step([Chunk(kv, token_ids[:19], want_logits=False, write_buffer=buffer)])
     with pytest.raises(IndexError):
-        model.runner.step([Chunk(slab, [5, 10_000], want_logits=True, write_buffer=buffer)])
-    assert (slab.num_tokens, buffer.end_token) == (19, 19)
-    logits = model.runner.step([Chunk(slab, token_ids[19:], want_logits=True)])
+        model.runner.step([Chunk(kv, [5, 10_000], want_logits=True, write_buffer=buffer)])
+    assert (kv.num_tokens, buffer.end_token) == (19, 19)
+    logits = model.runner.step([Chunk(kv, token_ids[19:], want_logits=True)])
     torch.testing.assert_close(logits[0], model.stock_logits(token_ids)[-1], **CLOSE)
 
 
 def test_overfull_chunk_is_a_broken_invariant(tiny):
-    """A chunk that does not fit its slab or buffer, or a slab used twice, is the caller's bug."""
+    """A chunk that does not fit its KV or buffer, or KV used twice, is the caller's bug."""
     model = tiny("llama")
-    runner, slab = model.runner, model.new_slab(4)
+    runner, kv = model.runner, model.new_kv(4)
     with pytest.raises(AssertionError, match="room for 4"):
-        runner.step([Chunk(slab, [1] * 5, want_logits=True)])
+        runner.step([Chunk(kv, [1] * 5, want_logits=True)])
     with pytest.raises(AssertionError, match="twice"):
-        runner.step([Chunk(slab, [1], want_logits=True), Chunk(slab, [2], want_logits=True)])
+        runner.step([Chunk(kv, [1], want_logits=True), Chunk(kv, [2], want_logits=True)])
     buffer = model.new_buffer(2)
-    with pytest.raises(AssertionError, match="buffer of 2 rows"):
-        runner.step([Chunk(slab, [1, 2, 3], want_logits=True, write_buffer=buffer)])
-    runner.step([Chunk(slab, [1], want_logits=True)])
-    with pytest.raises(AssertionError, match="up to token 0 beside a slab up to token 1"):
-        runner.step([Chunk(slab, [1], want_logits=True, write_buffer=buffer)])
+    with pytest.raises(AssertionError, match="buffer of 2 tokens"):
+        runner.step([Chunk(kv, [1, 2, 3], want_logits=True, write_buffer=buffer)])
+    runner.step([Chunk(kv, [1], want_logits=True)])
+    with pytest.raises(AssertionError, match="up to token 0 beside KV up to token 1"):
+        runner.step([Chunk(kv, [1], want_logits=True, write_buffer=buffer)])
 
 
 def test_bfloat16_stays_close_to_stock(tiny):
     """In bfloat16 chunked logits stay within the distance that its rounding makes."""
     model = tiny("cohere2", torch.bfloat16)
     token_ids = tokens(8, 40)
-    one = prefill(model.runner, model.new_slab(40), token_ids, (40,))
-    many = prefill(model.runner, model.new_slab(40), token_ids, (17, 22, 1))
+    one = prefill(model.runner, model.new_kv(40), token_ids, (40,))
+    many = prefill(model.runner, model.new_kv(40), token_ids, (17, 22, 1))
     assert (one - many).norm() <= 0.05 * one.norm()
 
 
@@ -179,22 +179,22 @@ def test_bfloat16_stays_close_to_stock(tiny):
     ["llama", "phi", "cohere2", "gemma2", "gpt-oss", "gpt2", "deepseek-v3", "falcon", "bloom"],
 )
 def test_write_buffer_holds_keys_before_rope(tiny, make_arena, rows, name, positions):
-    """Rows of a write buffer, stored and loaded, are bit by bit the slab that attention reads."""
+    """Rows of a write buffer, stored and loaded, are bit by bit the KV that attention reads."""
     model = tiny(name, positions=positions)
     token_ids = tokens(9, 30)
-    slab, buffer = model.new_slab(30), model.new_buffer(30)
+    kv, buffer = model.new_kv(30), model.new_buffer(30)
     begin = 0
     for size in (12, 1, 1, 16):
         new = token_ids[begin : begin + size]
-        model.runner.step([Chunk(slab, new, want_logits=False, write_buffer=buffer)])
+        model.runner.step([Chunk(kv, new, want_logits=False, write_buffer=buffer)])
         begin += size
     assert buffer.end_token == 30
     again = stored_and_loaded(model, make_arena, rows, buffer, 30)
     for layer_index, recipe in enumerate(model.calibration.layers):
-        for ours, theirs in ((slab.keys, again.keys), (slab.values, again.values)):
+        for ours, theirs in ((kv.keys, again.keys), (kv.values, again.values)):
             assert torch.equal(ours[layer_index][:, :, :30], theirs[layer_index][:, :, :30])
         for stored, cached, component in zip(
-            (buffer.keys, buffer.values), (slab.keys, slab.values), recipe.components, strict=True
+            (buffer.keys, buffer.values), (kv.keys, kv.values), recipe.components, strict=True
         ):
             unturned = stored[layer_index][:30].transpose(0, 1)[None]
             is_turned = not torch.equal(unturned, cached[layer_index][:, :, :30])
@@ -206,14 +206,14 @@ def test_write_buffer_takes_tokens_from_its_first_on(tiny):
     """Tokens before a buffer's first are not written; in the batch others write all or nothing."""
     model = tiny("llama")
     token_ids = tokens(10, 20)
-    slabs = [model.new_slab(20) for _ in range(3)]
+    kvs = [model.new_kv(20) for _ in range(3)]
     whole, late = model.new_buffer(20), model.new_buffer(12, first_token=8)
     for begin, end in ((0, 5), (5, 11), (11, 12), (12, 20)):
         new = token_ids[begin:end]
         model.runner.step(
             [
-                Chunk(slab, new, want_logits=False, write_buffer=buffer)
-                for slab, buffer in zip(slabs, (late, None, whole), strict=True)
+                Chunk(kv, new, want_logits=False, write_buffer=buffer)
+                for kv, buffer in zip(kvs, (late, None, whole), strict=True)
             ]
         )
         assert late.end_token == max(8, end)

@@ -1,12 +1,12 @@
-"""What the modes beyond paged do on their own: gathered rows, masks, one forward per sequence."""
+"""What the modes beyond ragged do on their own: gathered rows, masks, one forward per sequence."""
 
 import pytest
 import torch
 
 from inference_svc.runtime.attention.attention import AttentionOptions
 from inference_svc.runtime.compute.attention_scores import ScoreKeeper
-from inference_svc.runtime.compute.gathered_forward import attend_uneven, block_causal_mask
-from inference_svc.runtime.compute.model_runner import Chunk
+from inference_svc.runtime.compute.chunk import Chunk
+from inference_svc.runtime.compute.step_forward import attend_uneven, block_causal_mask
 from inference_svc.runtime.kv.copy_stream import StepClock
 
 CPU = torch.device("cpu")
@@ -38,10 +38,10 @@ def count_forwards(model, chunks, clock=None):
 def test_a_step_is_as_few_forwards_as_the_mode_allows(tiny, name, sizes):
     """All sequences in one forward; one at a time only where the model counts for itself."""
     model = tiny(name)
-    slabs = [model.new_slab(8) for _ in range(3)]
+    kvs = [model.new_kv(8) for _ in range(3)]
     chunks = [
-        Chunk(slab, tokens(seed, size), want_logits=True)
-        for seed, (slab, size) in enumerate(zip(slabs, (4, 3, 2), strict=True))
+        Chunk(kv, tokens(seed, size), want_logits=True)
+        for seed, (kv, size) in enumerate(zip(kvs, (4, 3, 2), strict=True))
     ]
     forwards, logits = count_forwards(model, chunks)
     assert forwards == sizes
@@ -53,10 +53,9 @@ def test_masked_forwards_hold_a_window_of_rows_at_most(tiny):
     """Masks and what models keep per position are bounded by the context window."""
     model = tiny("mpt")
     histories = [tokens(seed, 80) for seed in range(3)]  # 192 positions: two of three fit
-    slabs = [model.new_slab(96) for _ in histories]
+    kvs = [model.new_kv(96) for _ in histories]
     chunks = [
-        Chunk(slab, history, want_logits=True)
-        for slab, history in zip(slabs, histories, strict=True)
+        Chunk(kv, history, want_logits=True) for kv, history in zip(kvs, histories, strict=True)
     ]
     forwards, logits = count_forwards(model, chunks)
     assert forwards == [160, 80]
@@ -67,7 +66,7 @@ def test_masked_forwards_hold_a_window_of_rows_at_most(tiny):
 def test_the_clock_follows_the_last_forward(tiny):
     """With one forward per sequence, a layer's rows of all are there when the clock opens it."""
     model = tiny("bloom")
-    slabs, buffers = ([make(8) for _ in range(2)] for make in (model.new_slab, model.new_buffer))
+    kvs, buffers = ([make(8) for _ in range(2)] for make in (model.new_kv, model.new_buffer))
     for buffer in buffers:
         for tensor in (*buffer.keys.layers, *buffer.values.layers):
             tensor.fill_(float("nan"))
@@ -81,22 +80,22 @@ def test_the_clock_follows_the_last_forward(tiny):
             super().enqueued(num_layers)
 
     chunks = [
-        Chunk(slab, [3, 4, 5], want_logits=False, write_buffer=buffer)
-        for slab, buffer in zip(slabs, buffers, strict=True)
+        Chunk(kv, [3, 4, 5], want_logits=False, write_buffer=buffer)
+        for kv, buffer in zip(kvs, buffers, strict=True)
     ]
     model.runner.step(chunks, Watched(2, CPU))
     assert seen == [[True, True, 1], [True, True, 2]]
-    assert [slab.num_tokens for slab in slabs] == [3, 3]
+    assert [kv.num_tokens for kv in kvs] == [3, 3]
 
 
 def test_a_forward_that_fails_undoes_those_before_it(tiny):
     """If the second sequence's forward fails, the first one's counters have not moved."""
     model = tiny("bloom")
-    slabs = [model.new_slab(8) for _ in range(2)]
-    good, bad = Chunk(slabs[0], [3, 4], True), Chunk(slabs[1], [10_000], True)
+    kvs = [model.new_kv(8) for _ in range(2)]
+    good, bad = Chunk(kvs[0], [3, 4], True), Chunk(kvs[1], [10_000], True)
     with pytest.raises(IndexError):
         model.runner.step([good, bad])
-    assert [slab.num_tokens for slab in slabs] == [0, 0]
+    assert [kv.num_tokens for kv in kvs] == [0, 0]
     torch.testing.assert_close(
         model.runner.step([good])[0], model.stock_logits([3, 4])[-1], **CLOSE
     )
@@ -108,8 +107,8 @@ def test_logits_of_all_tokens(tiny, name):
     model = tiny(name)
     token_ids, other = tokens(5, 12), tokens(6, 4)
     chunks = [
-        Chunk(model.new_slab(12), token_ids, want_logits=True, want_all=True),
-        Chunk(model.new_slab(12), other, want_logits=True),
+        Chunk(model.new_kv(12), token_ids, want_logits=True, want_all=True),
+        Chunk(model.new_kv(12), other, want_logits=True),
     ]
     expected = torch.cat((model.stock_logits(token_ids), model.stock_logits(other)[-1:]))
     torch.testing.assert_close(model.runner.step(chunks), expected, **CLOSE)
@@ -121,10 +120,10 @@ def test_scores_are_told_of_what_gathered_attention_sees(tiny, sizes):
     model = tiny("deepseek-v3")
     token_ids = tokens(7, 20)
     keeper = ScoreKeeper("accumulated", 0, 20)
-    slab, beside = model.new_slab(20), model.new_slab(40)
+    kv, beside = model.new_kv(20), model.new_kv(40)
     for size in sizes:
-        begin = slab.num_tokens
-        own = Chunk(slab, token_ids[begin : begin + size], want_logits=True, scores=keeper)
+        begin = kv.num_tokens
+        own = Chunk(kv, token_ids[begin : begin + size], want_logits=True, scores=keeper)
         model.runner.step([Chunk(beside, tokens(size, 6), want_logits=False), own])
         keeper.commit()
     with torch.no_grad():
@@ -154,10 +153,10 @@ def test_keys_and_values_of_unequal_width(num_tokens, value_dim):
 def test_the_mask_keeps_sequences_apart(tiny):
     """Each new token sees the rows of its own sequence up to itself."""
     model = tiny("falcon")
-    slabs = [model.new_slab(8) for _ in range(2)]
-    slabs[0].num_tokens = 2
+    kvs = [model.new_kv(8) for _ in range(2)]
+    kvs[0].num_tokens = 2
     mask = block_causal_mask(
-        [Chunk(slabs[0], [1, 2], want_logits=True), Chunk(slabs[1], [3], want_logits=True)],
+        [Chunk(kvs[0], [1, 2], want_logits=True), Chunk(kvs[1], [3], want_logits=True)],
         torch.float32,
         CPU,
     )

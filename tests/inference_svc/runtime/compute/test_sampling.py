@@ -6,8 +6,8 @@ from collections import Counter
 import pytest
 import torch
 
+from inference_svc.core.answers import SamplingParams
 from inference_svc.core.errors import EngineFailedError
-from inference_svc.core.sampling_params import SamplingParams
 from inference_svc.runtime.compute.sampling import Sampler
 
 LOGITS = torch.tensor([0.0, 3.0, 1.0, 3.0, 2.0, -1.0])

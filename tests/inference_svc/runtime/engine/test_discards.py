@@ -16,8 +16,7 @@ from inference_svc.core.discards import kept_runs, without
 from inference_svc.core.errors import InvalidDiscardError, QueueFullError
 from inference_svc.core.scheduling.request import RequestState
 from inference_svc.runtime.compute.attention_scores import ScoreKeeper
-from inference_svc.runtime.engine.discards import ContextCut
-from inference_svc.runtime.engine.engine_job import as_token_bytes
+from inference_svc.runtime.engine.engine_request import ContextCut, as_token_bytes
 from shared.types.lineage import WHOLE, Lineage
 from tests.memory_engine import loaded_model, running_engine
 
@@ -101,14 +100,14 @@ def the_oldest(context):
     return ((0, 1),)
 
 
-async def finished(engine, job):
-    await engine.loop.generate(job)
-    engine.loop.keep(job, job.request.token_ids[: job.request.computed_tokens])
-    return job
+async def finished(engine, request):
+    await engine.loop.generate(request)
+    engine.loop.keep(request, request.token_ids[: request.computed_tokens])
+    return request
 
 
-def resident_ids(engine, job):
-    resident = engine.scheduler.residents.get(job.key)
+def resident_ids(engine, request):
+    resident = engine.scheduler.residents.get(request.key)
     return [] if resident is None else list(resident.token_ids)
 
 
@@ -133,17 +132,18 @@ async def test_an_answer_goes_on_when_its_window_is_full(model, stock, choose, s
     """Again and again, from the rows that are left."""
     async with running_engine(model, saves=saves) as engine:
         engine.store.saves = saves
-        job = engine.job(PROMPT, 90, window_tokens=WINDOW, truncate=choose)
-        job.input_tokens = 30
-        await finished(engine, job)
-        assert job.sink.token_ids == PlainSession(stock).answer(PROMPT, 90, choose)
-        request = job.request
+        request = engine.request(PROMPT, 90, window_tokens=WINDOW, truncate=choose)
+        request.input_tokens = 30
+        await finished(engine, request)
+        assert request.sink.token_ids == PlainSession(stock).answer(PROMPT, 90, choose)
         assert request.num_sampled == 90
-        assert request.num_overflows == len(job.discards) == engine.counters.snapshot()["shifts"]
-        assert job.discards[0].after_tokens == 30 + WINDOW - len(PROMPT) + 1
-        assert job.discards[0].ranges == choose([0] * (WINDOW + 1))
+        assert (
+            request.num_overflows == len(request.discards) == engine.counters.snapshot()["shifts"]
+        )
+        assert request.discards[0].after_tokens == 30 + WINDOW - len(PROMPT) + 1
+        assert request.discards[0].ranges == choose([0] * (WINDOW + 1))
         assert len(request.token_ids) <= WINDOW + 1
-        assert job.outcome.tier_tokens == {}
+        assert request.outcome.tier_tokens == {}
         assert request.num_preemptions < 5
         await engine.all_given_back()
 
@@ -154,17 +154,16 @@ async def test_the_next_turn_goes_on_from_what_is_left(model, stock, keeps_resid
     """From memory, or from the store: that hears of a discard between the saves about it."""
     async with running_engine(model, keeps_residents=keeps_residents) as engine:
         session = PlainSession(stock)
-        job = engine.job(PROMPT, 60, window_tokens=WINDOW, truncate=choose)
-        await finished(engine, job)
-        assert job.sink.token_ids == session.answer(PROMPT, 60, choose)
-        request = job.request
+        request = engine.request(PROMPT, 60, window_tokens=WINDOW, truncate=choose)
+        await finished(engine, request)
+        assert request.sink.token_ids == session.answer(PROMPT, 60, choose)
         dropped = ((0, request.computed_tokens // 2),)
         computed_ids = request.token_ids[: request.computed_tokens]
-        await engine.loop.discard(job.key, computed_ids, dropped)
+        await engine.loop.discard(request.key, ContextCut(computed_ids, dropped))
         session.discard(dropped)
         following = [*without(request.token_ids, dropped), 77, 78]
         turn = await finished(
-            engine, engine.job(following, 30, window_tokens=WINDOW, truncate=choose)
+            engine, engine.request(following, 30, window_tokens=WINDOW, truncate=choose)
         )
         assert turn.outcome.tokens == len(following) - 3
         assert turn.sink.token_ids == session.answer([77, 78], 30, choose)
@@ -180,8 +179,8 @@ async def test_tokens_are_dropped_between_turns(model, stock, ranges, where):
         session = PlainSession(stock)
         first = await engine.run(PROMPT)
         assert first.sink.token_ids == session.answer(PROMPT, 8)
-        context = first.request.token_ids
-        await engine.loop.discard(first.key, context[:47], ranges)
+        context = first.token_ids
+        await engine.loop.discard(first.key, ContextCut(context[:47], ranges))
         if where == "nowhere":  # all of what is left is computed anew
             session = PlainSession(stock)
             session.context = without(context, ranges)
@@ -194,7 +193,7 @@ async def test_tokens_are_dropped_between_turns(model, stock, ranges, where):
             tier = "hbm" if where == "memory" else "dram"
             assert turn.outcome.tier_tokens == ({tier: num_kept} if num_kept else {})
         assert turn.sink.token_ids == session.answer([70, 71, 72], 8)
-        following = [*turn.request.token_ids, 73]
+        following = [*turn.token_ids, 73]
         again = await engine.run(following)
         assert again.sink.token_ids == session.answer([73], 8)
         await engine.all_given_back()
@@ -205,10 +204,10 @@ async def test_a_discard_of_something_else_is_refused(model):
     async with running_engine(model) as engine:
         first = await engine.run(PROMPT)
         with pytest.raises(InvalidDiscardError):
-            await engine.loop.discard(first.key, first.request.token_ids[:47], [(40, 48)])
-        await engine.loop.discard(first.key, first.request.token_ids[:47], [])
+            await engine.loop.discard(first.key, ContextCut(first.token_ids[:47], [(40, 48)]))
+        await engine.loop.discard(first.key, ContextCut(first.token_ids[:47], []))
         assert "discard" not in engine.store.order
-        assert resident_ids(engine, first) == first.request.token_ids[:47]
+        assert resident_ids(engine, first) == first.token_ids[:47]
         await engine.all_given_back()
 
 
@@ -216,9 +215,9 @@ async def test_a_resident_of_another_context_is_given_up(model):
     """Its rows are not those of the tokens that are left."""
     async with running_engine(model) as engine:
         first = await engine.run(PROMPT)
-        other = [99, *first.request.token_ids[1:47]]
-        await engine.loop.discard(first.key, other, [(0, 10)])
-        assert not engine.scheduler.num_resident
+        other = [99, *first.token_ids[1:47]]
+        await engine.loop.discard(first.key, ContextCut(other, [(0, 10)]))
+        assert not len(engine.scheduler.residents)
         await engine.all_given_back()
 
 
@@ -226,11 +225,13 @@ async def test_a_resident_of_another_context_is_given_up(model):
 async def test_an_answer_ends_when_nothing_may_be_dropped(model, stock, truncate):
     """With as many tokens as the window has rows for."""
     async with running_engine(model) as engine:
-        job = engine.job(PROMPT, 90, window_tokens=WINDOW, truncate=truncate)
-        await finished(engine, job)
-        assert job.sink.is_cut_off
-        assert job.sink.token_ids == PlainSession(stock).answer(PROMPT, WINDOW - len(PROMPT) + 1)
-        assert job.request.computed_tokens == WINDOW
+        request = engine.request(PROMPT, 90, window_tokens=WINDOW, truncate=truncate)
+        await finished(engine, request)
+        assert request.sink.is_cut_off
+        assert request.sink.token_ids == PlainSession(stock).answer(
+            PROMPT, WINDOW - len(PROMPT) + 1
+        )
+        assert request.computed_tokens == WINDOW
         await engine.all_given_back()
 
 
@@ -238,23 +239,23 @@ async def test_an_answer_ends_when_nothing_may_be_dropped(model, stock, truncate
 async def test_a_turn_that_drops_what_it_must_not_fails(model, ranges):
     """The last token is fed next; others go on."""
     async with running_engine(model) as engine:
-        job = engine.job(PROMPT, 90, window_tokens=WINDOW, truncate=lambda context: ranges)
+        request = engine.request(PROMPT, 90, window_tokens=WINDOW, truncate=lambda context: ranges)
         with pytest.raises(InvalidDiscardError):
-            await engine.loop.generate(job)
+            await engine.loop.generate(request)
         await engine.run(PROMPT, session="other")
         await engine.all_given_back()
 
 
 async def test_others_decode_while_rows_close_up(model, stock):
     """The load thread is busy; steps of others go on, and the turn waits for its rows."""
-    engine_of_big_slabs = running_engine(model, answer_tokens=256)
-    async with engine_of_big_slabs as engine, held(engine.threads[1]) as may_go_on:
-        cut = engine.job(PROMPT, 60, window_tokens=WINDOW, truncate=oldest_half, session="cut")
+    engine_of_big_sequences = running_engine(model, answer_tokens=256)
+    async with engine_of_big_sequences as engine, held(engine.threads[1]) as may_go_on:
+        cut = engine.request(PROMPT, 60, window_tokens=WINDOW, truncate=oldest_half, session="cut")
         answer = asyncio.create_task(finished(engine, cut))
-        long = engine.job(range(30, 60), 200, session="long")
+        long = engine.request(range(30, 60), 200, session="long")
         others = asyncio.create_task(finished(engine, long))
         await others
-        assert cut.request.state is RequestState.WAITING
+        assert cut.state is RequestState.WAITING
         assert len(cut.sink.token_ids) == WINDOW - len(PROMPT) + 1
         may_go_on.set()
         await answer
@@ -266,8 +267,8 @@ async def test_a_turn_cancelled_while_its_rows_close_up_leaves_nothing(model, st
     """No other turn will drop what it dropped; the next one has the whole context."""
     async with running_engine(model, answer_tokens=256) as engine:
         first = await engine.run(PROMPT, lineage=WHOLE)
-        prompt = [*first.request.token_ids, 70]
-        cut = engine.job(prompt, 60, window_tokens=WINDOW, truncate=oldest_half, lineage=WHOLE)
+        prompt = [*first.token_ids, 70]
+        cut = engine.request(prompt, 60, window_tokens=WINDOW, truncate=oldest_half, lineage=WHOLE)
         answer = asyncio.create_task(engine.loop.generate(cut))
         await cut.sink.has_token.wait()
         async with held(engine.threads[1]) as may_go_on:
@@ -278,7 +279,7 @@ async def test_a_turn_cancelled_while_its_rows_close_up_leaves_nothing(model, st
             assert engine.scheduler.residents.is_busy(cut.key)
             may_go_on.set()
             await engine.loop.wait_idle()
-        assert engine.scheduler.num_resident == 1
+        assert len(engine.scheduler.residents) == 1
         assert resident_ids(engine, other)
         session = PlainSession(stock)
         session.answer(PROMPT, 8)
@@ -298,14 +299,14 @@ async def test_a_turn_cancelled_after_its_context_was_cut_leaves_no_resident(mod
                 is_full_again.set()
             return oldest_half(context)
 
-        cut = engine.job(PROMPT, 200, window_tokens=WINDOW, truncate=choose, history_tokens=30)
+        cut = engine.request(PROMPT, 200, window_tokens=WINDOW, truncate=choose, history_tokens=30)
         answer = asyncio.create_task(engine.loop.generate(cut))
         await is_full_again.wait()
         answer.cancel()
         await asyncio.gather(answer, return_exceptions=True)
         await engine.loop.wait_idle()
         assert cut.discards
-        assert not engine.scheduler.num_resident
+        assert not len(engine.scheduler.residents)
         await engine.all_given_back()
 
 
@@ -317,51 +318,53 @@ async def test_rows_that_cannot_be_moved_are_loaded_or_computed_again(model, sto
             def fail(*_arguments):
                 raise RuntimeError("out of memory")
 
-            monkeypatch.setattr("inference_svc.runtime.transfer.shift.Shift.run", fail)
+            monkeypatch.setattr("inference_svc.runtime.transfer.compaction.Compaction.run", fail)
             engine.store.is_away = is_away
-            job = engine.job(PROMPT, 60, window_tokens=WINDOW, truncate=oldest_half)
-            await finished(engine, job)
-            assert engine.counters.snapshot()["shifts_failed"] == job.request.num_overflows == 2
+            request = engine.request(PROMPT, 60, window_tokens=WINDOW, truncate=oldest_half)
+            await finished(engine, request)
+            assert engine.counters.snapshot()["shifts_failed"] == request.num_overflows == 2
             if not is_away:
-                assert job.sink.token_ids == PlainSession(stock).answer(PROMPT, 60, oldest_half)
-            assert len(job.sink.token_ids) == 60
+                assert request.sink.token_ids == PlainSession(stock).answer(PROMPT, 60, oldest_half)
+            assert len(request.sink.token_ids) == 60
             await engine.all_given_back()
 
 
 async def test_many_turns_overflow_in_a_budget_for_few(model, stock):
     """Each waits for room again, and answers what it would alone."""
-    async with running_engine(model, kv_rows=300) as engine:
+    async with running_engine(model, kv_slots=300) as engine:
         prompts = [list(range(20 + n, 50 + n)) for n in range(6)]
-        jobs = [
-            engine.job(prompt, 70, str(n), window_tokens=WINDOW, truncate=behind_the_first_four)
+        requests = [
+            engine.request(prompt, 70, str(n), window_tokens=WINDOW, truncate=behind_the_first_four)
             for n, prompt in enumerate(prompts)
         ]
-        await asyncio.gather(*(finished(engine, job) for job in jobs))
-        for job, prompt in zip(jobs, prompts, strict=True):
+        await asyncio.gather(*(finished(engine, request) for request in requests))
+        for request, prompt in zip(requests, prompts, strict=True):
             expected = PlainSession(stock).answer(prompt, 70, behind_the_first_four)
-            assert job.sink.token_ids == expected
+            assert request.sink.token_ids == expected
         await engine.all_given_back()
 
 
 async def test_scores_are_of_the_tokens_that_are_left(model):
     """A policy that reads them at the end finds one for each token that was computed."""
     async with running_engine(model) as engine:
-        job = engine.job(PROMPT, 60, window_tokens=WINDOW, truncate=every_third)
-        job.scores = ScoreKeeper("accumulated", 0, len(PROMPT))
-        await finished(engine, job)
-        assert job.discards
-        assert len(job.scores.scores()) == job.request.computed_tokens
+        request = engine.request(PROMPT, 60, window_tokens=WINDOW, truncate=every_third)
+        request.scores = ScoreKeeper("accumulated", 0, len(PROMPT))
+        await finished(engine, request)
+        assert request.discards
+        assert len(request.scores.scores()) == request.computed_tokens
         await engine.all_given_back()
 
 
 async def test_the_lineage_follows_the_discards_of_a_turn(model):
     """Each time that of the computed tokens; without one nothing is told."""
     async with running_engine(model) as engine:
-        job = engine.job(PROMPT, 30, window_tokens=WINDOW, truncate=oldest_half, lineage=WHOLE)
-        await finished(engine, job)
-        (discard,) = job.discards
-        before = [*PROMPT, *job.sink.token_ids[: WINDOW - len(PROMPT)]]
-        assert job.lineage == WHOLE.after(as_token_bytes(before), discard.ranges)
+        request = engine.request(
+            PROMPT, 30, window_tokens=WINDOW, truncate=oldest_half, lineage=WHOLE
+        )
+        await finished(engine, request)
+        (discard,) = request.discards
+        before = [*PROMPT, *request.sink.token_ids[: WINDOW - len(PROMPT)]]
+        assert request.lineage == WHOLE.after(as_token_bytes(before), discard.ranges)
         await engine.all_given_back()
 
 
@@ -376,19 +379,19 @@ async def periodic_session(engine):
 
     What is left has the tokens of a prefix of the context, with other rows.
     """
-    first = engine.job(PERIOD * 6, 1, lineage=WHOLE)
+    first = engine.request(PERIOD * 6, 1, lineage=WHOLE)
     await finished(engine, first)
     return first, ContextCut(PERIOD * 6, TWO_PERIODS, WHOLE)
 
 
 def turn_after(engine, first, cut, new_ids, max_tokens=8):
     """A turn that drops what the cut says, or nothing."""
-    context, lineage = first.request.token_ids, WHOLE
+    context, lineage = first.token_ids, WHOLE
     if cut is not None:
         context = without(context, cut.ranges)
         lineage = WHOLE.after(as_token_bytes(cut.token_ids), cut.ranges)
     history_tokens = len(context) - 1
-    return engine.job(
+    return engine.request(
         [*context, *new_ids], max_tokens, lineage=lineage, history_tokens=history_tokens
     )
 
@@ -408,7 +411,7 @@ async def test_a_turn_that_drops_something_first_builds_on_the_rest(model, stock
         first, cut = await periodic_session(engine)
         turn = turn_after(engine, first, cut, [70, 71])
         await engine.loop.generate(turn, cut)
-        engine.loop.keep(turn, turn.request.token_ids[:-1])
+        engine.loop.keep(turn, turn.token_ids[:-1])
         assert turn.outcome.tier_tokens == {"hbm" if keeps_residents else "dram": 28}
         assert turn.sink.token_ids == plain(stock, first, cut, [70, 71])
         await engine.all_given_back()
@@ -446,11 +449,11 @@ async def test_a_turn_cancelled_while_it_waits_may_be_tried_again(model, stock, 
             await asyncio.sleep(0)
             answer.cancel()
             await asyncio.gather(answer, return_exceptions=True)
-            assert turn.request.started_ns == 0
+            assert turn.started_ns == 0
         await engine.loop.wait_idle()
         again = turn_after(engine, first, cut, [70, 71])
         await engine.loop.generate(again, cut)
-        engine.loop.keep(again, again.request.token_ids[:-1])
+        engine.loop.keep(again, again.token_ids[:-1])
         assert again.outcome.tier_tokens == {"hbm" if keeps_residents else "dram": 28}
         assert again.sink.token_ids == plain(stock, first, cut, [70, 71])
         assert engine.counters.snapshot().get("shifts", 0) == keeps_residents
@@ -459,17 +462,17 @@ async def test_a_turn_cancelled_while_it_waits_may_be_tried_again(model, stock, 
 
 async def test_a_turn_for_which_there_is_no_place_drops_nothing(model):
     """It is refused before anything is told of it."""
-    async with running_engine(model, max_waiting=1, kv_rows=800) as engine:
+    async with running_engine(model, max_waiting=1, kv_slots=800) as engine:
         first, cut = await periodic_session(engine)
         await engine.loop.wait_idle()
-        jobs = [engine.job(PROMPT, 300, name) for name in "abc"]  # more than are admitted
+        requests = [engine.request(PROMPT, 300, name) for name in "abc"]  # more than are admitted
         answers = []
-        for job in jobs[:2]:
-            answers.append(asyncio.create_task(engine.loop.generate(job)))
+        for request in requests[:2]:
+            answers.append(asyncio.create_task(engine.loop.generate(request)))
             await asyncio.sleep(0)
-        await jobs[0].sink.has_token.wait()
-        while not engine.scheduler.num_waiting:
-            answers.append(asyncio.create_task(engine.loop.generate(jobs.pop())))
+        await requests[0].sink.has_token.wait()
+        while not len(engine.scheduler.queue):
+            answers.append(asyncio.create_task(engine.loop.generate(requests.pop())))
             await asyncio.sleep(0)
         before, order = resident_ids(engine, first), list(engine.store.order)
         with pytest.raises(QueueFullError):
@@ -487,6 +490,6 @@ async def test_a_resident_of_another_lineage_is_given_up_by_a_discard(model):
     async with running_engine(model) as engine:
         first, cut = await periodic_session(engine)
         other = Lineage(b"another", 0)
-        await engine.loop.discard(first.key, cut.token_ids, cut.ranges, other)
-        assert not engine.scheduler.num_resident
+        await engine.loop.discard(first.key, ContextCut(cut.token_ids, cut.ranges, other))
+        assert not len(engine.scheduler.residents)
         await engine.all_given_back()

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from inference_svc.core.errors import DeadlineExceededError, EngineFailedError
-from inference_svc.runtime.engine.engine_job import as_token_bytes
+from inference_svc.runtime.engine.engine_request import as_token_bytes
 from inference_svc.runtime.engine.loads import PreloadPolicy
 from tests.memory_engine import POISON, alone, loaded_model, running_engine
 
@@ -18,7 +18,7 @@ def model(tiny_model):
 async def test_one_faulty_request_does_not_fail_the_others(model):
     """A step that raises is repeated one by one; only the request at fault gets the error."""
     async with running_engine(model) as engine:
-        bad = engine.job([20, POISON, 21], session="bad")
+        bad = engine.request([20, POISON, 21], session="bad")
         good = asyncio.create_task(engine.run(range(20, 30)))
         with pytest.raises(EngineFailedError, match="RuntimeError"):
             await engine.loop.generate(bad)
@@ -30,10 +30,10 @@ async def test_one_faulty_request_does_not_fail_the_others(model):
 async def test_a_cancelled_job_gives_its_memory_back(model, times):
     """Wherever it was, and however often it is dropped, others run on and the engine is idle."""
     async with running_engine(model) as engine:
-        jobs = [engine.job(range(20, 60), 300, session=str(number)) for number in range(12)]
-        tasks = [asyncio.create_task(engine.loop.generate(each)) for each in jobs]
-        await jobs[3].sink.has_token.wait()
-        for each, task in zip(jobs, tasks, strict=True):
+        requests = [engine.request(range(20, 60), 300, session=str(number)) for number in range(12)]
+        tasks = [asyncio.create_task(engine.loop.generate(each)) for each in requests]
+        await requests[3].sink.has_token.wait()
+        for each, task in zip(requests, tasks, strict=True):
             task.cancel()
             for _ in range(times - 1):
                 engine.loop.drop(each)
@@ -43,7 +43,7 @@ async def test_a_cancelled_job_gives_its_memory_back(model, times):
 
 @pytest.mark.parametrize("residents", [True, False])
 async def test_a_turn_goes_on_where_the_one_before_it_ended(model, residents):
-    """From the resident slab or from the store: the answer is that of computing everything."""
+    """From the resident sequence or from the store: the answer is that of computing everything."""
     async with running_engine(model, keeps_residents=residents) as engine:
         prompt = list(range(20, 60))
         for tier_tokens in (0, 47, 97):
@@ -51,7 +51,7 @@ async def test_a_turn_goes_on_where_the_one_before_it_ended(model, residents):
             found = {"hbm" if residents else "dram": tier_tokens} if tier_tokens else {}
             assert turn.outcome.tier_tokens == found
             assert turn.sink.token_ids == await alone(model, prompt)
-            prompt = [*turn.request.token_ids, *range(30, 72)]
+            prompt = [*turn.token_ids, *range(30, 72)]
         await engine.all_given_back()
 
 
@@ -60,7 +60,7 @@ async def test_a_load_waits_for_the_save_of_its_sessions_previous_turn(model):
     async with running_engine(model, keeps_residents=False) as engine:
         engine.store.may_end.clear()
         first = await engine.run([20, 21])
-        following = asyncio.create_task(engine.run([*first.request.token_ids, 22]))
+        following = asyncio.create_task(engine.run([*first.token_ids, 22]))
         await engine.run([20], session="other")
         assert not following.done()
         engine.store.may_end.set()
@@ -70,15 +70,15 @@ async def test_a_load_waits_for_the_save_of_its_sessions_previous_turn(model):
 
 
 async def test_rows_that_are_still_being_saved_are_not_reused(model):
-    """The slab goes on to others at once, the write buffer only after the save."""
-    async with running_engine(model, kv_rows=200, keeps_residents=False) as engine:
+    """The sequence's KV goes on to others at once, the write buffer only after the save."""
+    async with running_engine(model, kv_slots=200, keeps_residents=False) as engine:
         engine.store.may_end.clear()
         first = await engine.run(range(20, 60))
         for number in range(4):
             await engine.run(range(30, 50), session=f"other {number}")
         engine.store.may_end.set()
         await engine.loop.wait_idle()
-        following = [*first.request.token_ids, 22]
+        following = [*first.token_ids, 22]
         assert (await engine.run(following)).sink.token_ids == await alone(model, following)
         await engine.all_given_back()
 
@@ -90,40 +90,40 @@ async def test_a_load_that_breaks_off_under_a_step_is_computed_instead(model, nu
         first = await engine.run(range(20, 60))
         await engine.loop.wait_idle()
         engine.store.num_failing_loads = num_failures
-        following = [*first.request.token_ids, *range(80, 120)]
+        following = [*first.token_ids, *range(80, 120)]
         turn = await engine.run(following)
         assert turn.sink.token_ids == await alone(model, following)
         assert turn.sink.num_started == 1
         assert turn.outcome.tokens == (47 if num_failures == 1 else 0)
         await engine.all_given_back()
-        again = [*turn.request.token_ids, 99]
+        again = [*turn.token_ids, 99]
         assert (await engine.run(again)).sink.token_ids == await alone(model, again)
 
 
 async def test_answers_that_outgrow_their_room_move_and_go_on(model):
     """Rows for an answer are given as it grows; others may have the room meanwhile."""
-    async with running_engine(model, kv_rows=700) as engine:
+    async with running_engine(model, kv_slots=700) as engine:
         turns = await asyncio.gather(
             *(engine.run(range(20 + n, 60 + n), 90, session=str(n)) for n in range(5))
         )
         for number, turn in enumerate(turns):
             expected = await alone(model, range(20 + number, 60 + number), 90)
             assert turn.sink.token_ids == expected
-            assert turn.request.num_preemptions > 0
+            assert turn.num_preemptions > 0
         await engine.all_given_back()
 
 
 async def test_a_higher_priority_goes_first_and_costs_nobody_a_token(model):
     """Who is preempted waits, finds its rows again and answers the same."""
     async with running_engine(model, max_running=1, answer_tokens=200) as engine:
-        low = engine.job(range(20, 60), 100, session="low")
+        low = engine.request(range(20, 60), 100, session="low")
         answer = asyncio.create_task(engine.loop.generate(low))
         await low.sink.has_token.wait()
         high = await engine.run(range(30, 70), 4, session="high", priority=1)
         assert len(low.sink.token_ids) < 100
         await answer
         engine.loop.drop(low)
-        assert low.request.num_preemptions == 1
+        assert low.num_preemptions == 1
         assert low.sink.token_ids == await alone(model, range(20, 60), 100)
         assert high.sink.token_ids == await alone(model, range(30, 70), 4)
         await engine.all_given_back()
@@ -132,10 +132,10 @@ async def test_a_higher_priority_goes_first_and_costs_nobody_a_token(model):
 async def test_a_deadline_ends_a_turn_in_the_queue(model):
     """And leaves nothing behind."""
     async with running_engine(model, max_running=1) as engine:
-        running = engine.job(range(20, 60), 300, session="running")
+        running = engine.request(range(20, 60), 300, session="running")
         answer = asyncio.create_task(engine.loop.generate(running))
         await running.sink.has_token.wait()
-        late = engine.job(range(20, 60), session="late", deadline_ns=1)
+        late = engine.request(range(20, 60), session="late", deadline_ns=1)
         with pytest.raises(DeadlineExceededError):
             await engine.loop.generate(late)
         answer.cancel()
@@ -145,7 +145,7 @@ async def test_a_deadline_ends_a_turn_in_the_queue(model):
 
 async def test_a_budget_for_one_serves_many_in_order(model):
     """Requests that do not fit together run one after another."""
-    async with running_engine(model, kv_rows=60, max_running=4) as engine:
+    async with running_engine(model, kv_slots=60, max_running=4) as engine:
         ends = []
 
         async def serve(number):
@@ -169,7 +169,7 @@ async def test_every_way_to_preload_gives_the_same_answer(model, preload):
     async with running_engine(model, preload, keeps_residents=False) as engine:
         first = await engine.run(range(20, 60))
         await engine.loop.wait_idle()
-        following = [*first.request.token_ids, *range(80, 90)]
+        following = [*first.token_ids, *range(80, 90)]
         turn = await engine.run(following)
         assert turn.outcome.tokens == 47
         assert turn.sink.token_ids == await alone(model, following)
@@ -179,11 +179,11 @@ async def test_every_way_to_preload_gives_the_same_answer(model, preload):
 async def test_an_answer_that_is_cut_behind_its_last_preemption(model):
     """A stop string may end an answer before the rows of its newest write buffer begin."""
     async with running_engine(model, answer_tokens=8) as engine:
-        job = engine.job(range(20, 60), 12)
-        await engine.loop.generate(job)
-        assert job.request.num_preemptions == 1
-        kept = job.request.token_ids[: job.write_buffer.first_token - 1]
-        engine.loop.keep(job, kept)
+        request = engine.request(range(20, 60), 12)
+        await engine.loop.generate(request)
+        assert request.num_preemptions == 1
+        kept = request.token_ids[: request.write_buffer.first_token - 1]
+        engine.loop.keep(request, kept)
         await engine.loop.wait_idle()
         following = [*kept, 99, 98]
         assert (await engine.run(following)).sink.token_ids == await alone(model, following)
@@ -194,25 +194,25 @@ async def test_a_cancelled_turn_leaves_its_sessions_resident(model):
     """Its history is as good as it was."""
     async with running_engine(model) as engine:
         first = await engine.run(range(20, 60))
-        following = [*first.request.token_ids, *range(30, 40)]
-        cancelled = engine.job(following, 300, history_tokens=47)
+        following = [*first.token_ids, *range(30, 40)]
+        cancelled = engine.request(following, 300, history_tokens=47)
         answer = asyncio.create_task(engine.loop.generate(cancelled))
         await cancelled.sink.has_token.wait()
         answer.cancel()
         await asyncio.gather(answer, return_exceptions=True)
         await engine.loop.wait_idle()
-        again = await engine.run([*first.request.token_ids, *range(50, 60)])
+        again = await engine.run([*first.token_ids, *range(50, 60)])
         assert again.outcome.tier_tokens == {"hbm": 47}
-        assert again.sink.token_ids == await alone(model, again.request.token_ids[:58])
+        assert again.sink.token_ids == await alone(model, again.token_ids[:58])
         await engine.all_given_back()
 
 
 async def test_the_loop_ends_cleanly_under_a_running_turn(model):
     """Cancelling it is no error, whatever is under way, and takes no longer than a step."""
     async with running_engine(model, step_tokens=16) as engine:
-        job = engine.job(range(20, 220), 300)
-        answer = asyncio.create_task(engine.loop.generate(job))
-        await job.sink.has_token.wait()
+        request = engine.request(range(20, 220), 300)
+        answer = asyncio.create_task(engine.loop.generate(request))
+        await request.sink.has_token.wait()
         engine.life.cancel()
         with pytest.raises(asyncio.CancelledError):
             await engine.life
@@ -222,14 +222,14 @@ async def test_the_loop_ends_cleanly_under_a_running_turn(model):
 async def test_a_step_that_fails_under_a_save_stores_nothing_of_it(model):
     """The rows are computed anew, one request by one, and stored then."""
     async with running_engine(model, keeps_residents=False) as engine:
-        bad = engine.job([*range(20, 50), POISON], session="bad")
+        bad = engine.request([*range(20, 50), POISON], session="bad")
         good = asyncio.create_task(engine.run(range(20, 90)))
         with pytest.raises(EngineFailedError):
             await engine.loop.generate(bad)
         turn = await good
         await engine.loop.wait_idle()
         assert engine.counters.snapshot()["save_errors"] == 0
-        following = [*turn.request.token_ids, 99]
+        following = [*turn.token_ids, 99]
         again = await engine.run(following)
         assert again.outcome.tokens == 77
         assert again.sink.token_ids == await alone(model, following)
@@ -239,12 +239,12 @@ async def test_a_step_that_fails_under_a_save_stores_nothing_of_it(model):
 async def test_synchronous_saving_computes_nothing_before_an_answer_is_stored(model):
     """The next turn's first token comes after the save of the turn before it."""
     async with running_engine(model, saves_first=True) as engine:
-        first = engine.job(range(20, 60))
+        first = engine.request(range(20, 60))
         await engine.loop.generate(first)
         engine.store.may_end.clear()
-        second = engine.job(range(30, 60), session="second")
+        second = engine.request(range(30, 60), session="second")
         answer = asyncio.create_task(engine.loop.generate(second))
-        engine.loop.keep(first, first.request.token_ids[:-1])
+        engine.loop.keep(first, first.token_ids[:-1])
         await asyncio.sleep(0)
         assert not second.sink.token_ids
         engine.store.may_end.set()
@@ -258,15 +258,15 @@ async def test_a_deleted_session_is_gone_from_memory_too(model):
     """Its resident is released and its store told, after its last save."""
     async with running_engine(model) as engine:
         turn = await engine.run(range(20, 60))
-        await engine.loop.forget(turn.key, turn.request.token_ids)
-        assert not engine.scheduler.num_resident
+        await engine.loop.forget(turn.key, turn.token_ids)
+        assert not len(engine.scheduler.residents)
         assert not engine.store.rows
         await engine.all_given_back()
 
 
 @pytest.mark.parametrize("saves", [True, False])
 async def test_the_end_of_a_session_is_told_after_its_last_save(model, saves):
-    """Once, and its slab is not kept: nobody comes back to it."""
+    """Once, and its KV is not kept: nobody comes back to it."""
     async with running_engine(model, saves=saves) as engine:
         engine.store.saves = saves
         await engine.run(range(20, 60), session="other")
@@ -275,7 +275,7 @@ async def test_the_end_of_a_session_is_told_after_its_last_save(model, saves):
         await engine.loop.wait_idle()
         assert engine.store.ended == [last.key]
         assert engine.store.order[-1] == "end"
-        assert engine.scheduler.num_resident == 1
+        assert len(engine.scheduler.residents) == 1
         await engine.all_given_back()
 
 
@@ -284,9 +284,9 @@ async def test_the_end_of_a_session_is_told_after_preemptions_and_failed_loads(m
     async with running_engine(model, keeps_residents=False, answer_tokens=8) as engine:
         first = await engine.run(range(20, 60))
         engine.store.num_failing_loads = 1
-        prompt = [*first.request.token_ids, *range(30, 50)]
+        prompt = [*first.token_ids, *range(30, 50)]
         last = await engine.run(prompt, 40, is_final=True)
-        assert last.request.num_preemptions
+        assert last.num_preemptions
         assert last.num_failed_loads
         await engine.loop.wait_idle()
         assert engine.store.ended == [last.key]
@@ -297,9 +297,9 @@ async def test_the_end_of_a_session_is_told_after_preemptions_and_failed_loads(m
 async def test_a_session_whose_last_turn_was_given_up_goes_on(model):
     """Its end was never part of it."""
     async with running_engine(model) as engine:
-        job = engine.job(range(20, 60), is_final=True)
-        await engine.loop.generate(job)
-        engine.loop.drop(job)
+        request = engine.request(range(20, 60), is_final=True)
+        await engine.loop.generate(request)
+        engine.loop.drop(request)
         await engine.all_given_back()
         assert engine.store.ended == []
 
@@ -310,21 +310,21 @@ async def test_a_turn_runs_until_it_is_kept_or_dropped(model):
     def told():
         change = engine.store.queue.next_update(100).change
         engine.store.queue.restart()
-        waiting = [job.key.session_id for job in change.waiting]
-        return waiting, [job.key.session_id for job in change.running]
+        waiting = [request.key.session_id for request in change.waiting]
+        return waiting, [request.key.session_id for request in change.running]
 
     async with running_engine(model, max_running=1, max_loading=1, answer_tokens=200) as engine:
-        low = engine.job(range(20, 60), 100, session="low")
+        low = engine.request(range(20, 60), 100, session="low")
         answer = asyncio.create_task(engine.loop.generate(low))
         await low.sink.has_token.wait()
         assert told() == ([], ["low"])
-        high = engine.job(range(30, 70), 4, session="high", priority=1)
+        high = engine.request(range(30, 70), 4, session="high", priority=1)
         await engine.loop.generate(high)
-        assert low.request.num_preemptions == 1
+        assert low.num_preemptions == 1
         waiting, running = told()
         assert "high" in running
         assert "low" in waiting + running
-        engine.loop.keep(high, high.request.token_ids[:-1])
+        engine.loop.keep(high, high.token_ids[:-1])
         await answer
         assert told() == ([], ["low"])
         engine.loop.drop(low)

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from inference_svc.core.errors import EngineFailedError
-from inference_svc.core.rates.load_or_recompute import LoadPolicy
+from inference_svc.core.rates.rates import LoadPolicy
 from inference_svc.runtime.engine.loads import PreloadPolicy
 from tests.memory_engine import POISON, Sink, alone, loaded_model, running_engine
 
@@ -21,25 +21,25 @@ async def stored_turn(engine):
     """A turn whose KV is in the store alone; returns the next one's prompt."""
     first = await engine.run(FIRST)
     await engine.loop.wait_idle()
-    return [*first.request.token_ids, *range(80, 120)]
+    return [*first.token_ids, *range(80, 120)]
 
 
 @pytest.mark.parametrize("is_stored", [True, False])
 async def test_a_turn_that_is_cancelled_while_its_load_begins_gives_all_back(model, is_stored):
-    """Slab and write buffer; the store need not keep what it found."""
+    """Sequence KV and write buffer; the store need not keep what it found."""
     async with running_engine(model, keeps_residents=False) as engine:
         following = await stored_turn(engine) if is_stored else FIRST
         engine.store.order.clear()
         engine.store.is_asked.clear()
         engine.store.may_begin.clear()
-        job = engine.job(following)
-        answer = asyncio.create_task(engine.loop.generate(job))
+        request = engine.request(following)
+        answer = asyncio.create_task(engine.loop.generate(request))
         await engine.store.is_asked.wait()
         answer.cancel()
         await asyncio.wait([answer])
         engine.store.may_begin.set()
         await engine.all_given_back()
-        assert engine.store.order == ["load", *(["give up"] if is_stored else [])]
+        assert engine.store.order == ["load", *(["cancel"] if is_stored else [])]
         turn = await engine.run(following)
         assert turn.sink.token_ids == await alone(model, following)
         await engine.all_given_back()
@@ -50,7 +50,7 @@ async def test_a_load_that_cannot_begin_fails_its_turn_alone(model):
     async with running_engine(model) as engine:
         engine.store.load_error = RuntimeError("a bug")
         with pytest.raises(RuntimeError, match="a bug"):
-            await engine.loop.generate(engine.job(FIRST))
+            await engine.loop.generate(engine.request(FIRST))
         engine.store.load_error = None
         await engine.all_given_back()
         assert (await engine.run(FIRST)).sink.token_ids == await alone(model, FIRST)
@@ -60,19 +60,19 @@ async def test_a_load_that_cannot_begin_fails_its_turn_alone(model):
 class StumblingSink(Sink):
     """Cannot say that its turn has started."""
 
-    def started(self, request, outcome):
+    def started(self, request):
         raise RuntimeError("a bug")
 
 
 async def test_a_turn_that_fails_when_its_load_is_announced_lets_the_store_go(model):
     """The lease of what was found would stay."""
     async with running_engine(model, keeps_residents=False) as engine:
-        job = engine.job(await stored_turn(engine))
-        job.sink = StumblingSink(8)
+        request = engine.request(await stored_turn(engine))
+        request.sink = StumblingSink(8)
         with pytest.raises(RuntimeError, match="a bug"):
-            await engine.loop.generate(job)
+            await engine.loop.generate(request)
         await engine.all_given_back()
-        assert engine.store.order[-1] == "give up"
+        assert engine.store.order[-1] == "cancel"
 
 
 @pytest.mark.parametrize("policy", [LoadPolicy.NEVER, LoadPolicy.ALWAYS])
@@ -83,13 +83,13 @@ async def test_a_turn_may_have_a_load_policy_of_its_own(model, policy):
         engine.loop._loading._loads.policy = (
             LoadPolicy.NEVER if policy is LoadPolicy.ALWAYS else LoadPolicy.ALWAYS
         )
-        job = engine.job(following)
-        job.load_policy = policy
-        await engine.loop.generate(job)
-        engine.loop.keep(job, job.request.token_ids[:-1])
-        assert job.outcome.tokens == (47 if policy is LoadPolicy.ALWAYS else 0)
+        request = engine.request(following)
+        request.load_policy = policy
+        await engine.loop.generate(request)
+        engine.loop.keep(request, request.token_ids[:-1])
+        assert request.outcome.tokens == (47 if policy is LoadPolicy.ALWAYS else 0)
         await engine.all_given_back()
-        other = await engine.run([*job.request.token_ids, 7])
+        other = await engine.run([*request.token_ids, 7])
         assert (other.outcome.tokens > 0) == (policy is LoadPolicy.NEVER)
         await engine.all_given_back()
 
@@ -102,7 +102,7 @@ async def test_a_load_that_is_shown_whole_may_break_off(model, num_failures):
         following = await stored_turn(engine)
         engine.store.num_failing_loads = num_failures
         turn = await engine.run(following)
-        assert turn.request.num_preemptions == 0
+        assert turn.num_preemptions == 0
         assert turn.num_failed_loads == num_failures
         assert turn.sink.token_ids == await alone(model, following)
         await engine.all_given_back()
@@ -111,7 +111,7 @@ async def test_a_load_that_is_shown_whole_may_break_off(model, num_failures):
 async def test_a_step_of_several_that_fails_is_repeated_one_by_one(model):
     """Also where saves follow it: those of the others are stored, and nobody waits for the rest."""
     async with running_engine(model) as engine:
-        running = engine.job(FIRST, 200, session="running")
+        running = engine.request(FIRST, 200, session="running")
         answer = asyncio.create_task(engine.loop.generate(running))
         await running.sink.has_token.wait()
         good_ids = list(range(30, 70))
@@ -124,7 +124,7 @@ async def test_a_step_of_several_that_fails_is_repeated_one_by_one(model):
         assert (await good).sink.token_ids == await alone(model, good_ids)
         await answer
         assert running.sink.token_ids == await alone(model, FIRST, 200)
-        engine.loop.keep(running, running.request.token_ids[:-1])
+        engine.loop.keep(running, running.token_ids[:-1])
         await engine.all_given_back()
         assert engine.counters.snapshot()["steps_failed"] >= 2
         assert {key.session_id for key in engine.store.rows} == {"good", "running"}
@@ -132,7 +132,7 @@ async def test_a_step_of_several_that_fails_is_repeated_one_by_one(model):
 
 async def test_residents_are_few(model, monkeypatch):
     """The least recently used one goes, and its memory with it."""
-    monkeypatch.setattr("inference_svc.runtime.engine.job_memory.MOST_RESIDENTS", 2)
+    monkeypatch.setattr("inference_svc.runtime.engine.requests.MOST_RESIDENTS", 2)
     async with running_engine(model) as engine:
         for name in ("a", "b", "c"):
             await engine.run([20, 21, 22], session=name)
@@ -149,17 +149,17 @@ async def test_an_engine_says_what_goes_on(model):
     """Who runs and waits, what is reserved and saved; nothing of it when all is over."""
     async with running_engine(model, max_running=1, max_loading=1) as engine:
         loop = engine.loop
-        loop.set_tenant_weights({"default": 2.0})
-        assert loop.retry_after_s > 0
-        running = engine.job(FIRST, 200, session="running")
+        loop.scheduler.queue.weights = {"default": 2.0}
+        assert loop.scheduler.estimates.retry_after_s() > 0
+        running = engine.request(FIRST, 200, session="running")
         answers = [asyncio.create_task(loop.generate(running))]
         await running.sink.has_token.wait()
-        late = engine.job(FIRST, session="late", priority=-1)
-        later = engine.job(FIRST, session="later", priority=-1)
-        answers += [asyncio.create_task(loop.generate(job)) for job in (late, later)]
+        late = engine.request(FIRST, session="late", priority=-1)
+        later = engine.request(FIRST, session="later", priority=-1)
+        answers += [asyncio.create_task(loop.generate(request)) for request in (late, later)]
         await asyncio.sleep(0)
-        assert (loop.num_running, loop.num_waiting) == (1, 2)
-        assert later.request.start_tag - late.request.start_tag == (40 + 8) / 2
+        assert (loop.scheduler.num_running, len(loop.scheduler.queue)) == (1, 2)
+        assert later.start_tag - late.start_tag == (40 + 8) / 2
         gauges = loop.gauges()
         assert gauges["reserved_rows"] >= 40
         assert gauges["saves_under_way"] == 1
@@ -168,5 +168,5 @@ async def test_an_engine_says_what_goes_on(model):
             answer.cancel()
         await asyncio.wait(answers)
         await engine.all_given_back()
-        assert (loop.num_running, loop.num_waiting) == (0, 0)
+        assert (loop.scheduler.num_running, len(loop.scheduler.queue)) == (0, 0)
         assert loop.gauges()["saves_under_way"] == 0

@@ -17,8 +17,9 @@ from inference_svc.runtime.model.file_digests import (
     FileDigests,
     FileState,
 )
-from inference_svc.runtime.model.fingerprint import Fingerprint, model_fingerprint
+from inference_svc.runtime.model.fingerprint import Fingerprint
 from inference_svc.runtime.model.model_loader import load_model
+from tests.fingerprints import model_fingerprint
 
 LARGE_BYTES = 4 * PIECE_BYTES + 12345  # above 64 MiB, almost all of it a hole
 
@@ -48,7 +49,7 @@ def cache_at(directory):
 def fingerprint_of(directory, cache):
     """The fingerprint, and how many bytes were hashed for it."""
     with Fingerprint(directory, cache) as fingerprint:
-        return fingerprint.result(), fingerprint.weights.read_bytes
+        return fingerprint.result(), fingerprint.read_bytes
 
 
 def flip(path, offset):

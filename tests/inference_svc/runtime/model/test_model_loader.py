@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from inference_svc.core.errors import UnknownModelError, UnsupportedModelError
-from inference_svc.runtime.model.fingerprint import model_fingerprint
 from inference_svc.runtime.model.model_loader import load_model
+from tests.fingerprints import model_fingerprint
 
 
 @pytest.fixture(scope="session")

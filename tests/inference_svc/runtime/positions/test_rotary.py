@@ -5,8 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from inference_svc.runtime.positions.pairing import RotaryNotLinearError, find_pairing
-from inference_svc.runtime.positions.rotary import RotaryTable
+from inference_svc.runtime.positions.rotary import RotaryNotLinearError, RotaryTable, find_pairing
 from inference_svc.runtime.positions.rotation import MAX_RUNS, element_runs
 from tests.ropes import (
     DIM,
@@ -89,12 +88,12 @@ def test_bits_are_those_of_the_definition(rope, keys_dtype, dtype, table_dtype):
     rotary = table(rope, dtype=dtype, table_dtype=table_dtype)
     keys = random_keys(130, dtype=keys_dtype)
     expected = by_definition(rotary, keys, 900)
-    slab = torch.full((3, 200, DIM), 9.0, dtype=keys_dtype)  # head-major, with rows around
-    rotary.rotate_into(keys, 900, slab[:, 20:150].transpose(0, 1))
-    assert torch.equal(slab[:, 20:150].transpose(0, 1), expected)
+    kv = torch.full((3, 200, DIM), 9.0, dtype=keys_dtype)  # head-major, with rows around
+    rotary.rotate_into(keys, 900, kv[:, 20:150].transpose(0, 1))
+    assert torch.equal(kv[:, 20:150].transpose(0, 1), expected)
     assert torch.equal(rotary.rotate(keys, 900), expected)
-    assert (slab[:, :20] == 9).all()
-    assert (slab[:, 150:] == 9).all()
+    assert (kv[:, :20] == 9).all()
+    assert (kv[:, 150:] == 9).all()
 
 
 def test_a_fused_multiply_add_would_be_noticed():

@@ -4,12 +4,11 @@ import asyncio
 
 import pytest
 
-from inference_svc.core.rates.load_or_recompute import LoadPolicy
-from inference_svc.core.rates.rates import pairs
-from inference_svc.runtime.engine.engine_job import as_token_bytes
+from inference_svc.core.rates.rates import LoadPolicy, pairs
+from inference_svc.runtime.engine.engine_request import as_token_bytes
 from inference_svc.runtime.kv.layer_gate import LayerGate
 from inference_svc.runtime.store.session_store import LoadRequest
-from shared.kvd_client.progress_words import LoadFailedError
+from shared.kvd_client.arena_map import LoadFailedError
 from tests.inference_svc.runtime.store.test_session_store import (
     KEY,
     PROMPT,
@@ -71,12 +70,12 @@ async def test_a_load_that_is_cancelled_fails_the_gate_and_returns_its_lease(mod
     """Whoever waits in a forward goes on; the cancellation goes on, too."""
     saved = await saved_scene(model, copy_threads, grant_tokens=64, pending="never")
     scene = Scene(model, copy_threads, deadline_s=0.2, peer=saved.peer)
-    slab = scene.pool.new_slab(64)
-    request = LoadRequest(KEY, as_token_bytes(PROMPT[:-1]), slab, LoadPolicy.ALWAYS)
-    begun = await scene.store.begin_load(request)
+    kv = scene.pool.new_kv(64)
+    request = LoadRequest(KEY, as_token_bytes(PROMPT[:-1]), kv, LoadPolicy.ALWAYS)
+    begun = await scene.store.loads.begin(request)
     gate = LayerGate(len(model[1].layers))
     tail = scene.pool.new_write_buffer(begun.tail_from, 64)
-    load = scene.store.finish_load(begun, slab, tail, gate, range(gate.num_layers))
+    load = scene.store.loads.finish(begun, kv, tail, gate, range(gate.num_layers))
     task = asyncio.create_task(load)
     await asyncio.sleep(0)
     task.cancel()

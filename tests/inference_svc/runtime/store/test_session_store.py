@@ -8,11 +8,11 @@ import torch
 
 from inference_svc.core.counters import Counters
 from inference_svc.core.discards import kept_runs
-from inference_svc.core.rates.load_or_recompute import LoadPolicy
-from inference_svc.core.rates.rates import Rates, pairs
+from inference_svc.core.rates.rates import LoadPolicy, Rates, pairs
 from inference_svc.runtime.calibration.calibration import calibrate
-from inference_svc.runtime.compute.model_runner import Chunk, ModelRunner
-from inference_svc.runtime.engine.engine_job import as_token_bytes
+from inference_svc.runtime.compute.chunk import Chunk
+from inference_svc.runtime.compute.model_runner import ModelRunner
+from inference_svc.runtime.engine.engine_request import as_token_bytes
 from inference_svc.runtime.kv.copy_stream import StepClock
 from inference_svc.runtime.kv.kv_pool import KVPool
 from inference_svc.runtime.kv.layer_gate import LayerGate, StepNotDoneError
@@ -22,6 +22,7 @@ from inference_svc.runtime.store.kvd_session_store import KvdSessionStore
 from inference_svc.runtime.store.session_store import LoadRequest
 from inference_svc.runtime.worker_thread import WorkerThread
 from kvd.tiers.progress import Progress
+from shared.kvd_client.arena_map import LoadFailedError, LoadProgress, ProgressWords
 from shared.kvd_client.attachment import KvdUnavailableError
 from shared.kvd_client.grants import (
     KvdProtocolError,
@@ -31,7 +32,6 @@ from shared.kvd_client.grants import (
     StoreBlock,
     StoreGrant,
 )
-from shared.kvd_client.progress_words import LoadFailedError, LoadProgress, ProgressWords
 from shared.types.lineage import WHOLE
 from shared.types.session_key import SessionKey
 
@@ -186,7 +186,7 @@ def copy_threads():
 
 
 class Scene:
-    """A store beside a peer, and memory for slabs."""
+    """A store beside a peer, and memory for sequences' KV."""
 
     def __init__(self, model, threads, deadline_s=30.0, peer=None, **faults):
         self.model = model
@@ -204,36 +204,36 @@ class Scene:
         self.pool = KVPool(shapes, 2000, device=model[0].device, dtype=model[0].dtype)
 
     def computed(self):
-        """A slab and a write buffer with the prompt."""
-        slab, buffer = self.pool.new_slab(64), self.pool.new_write_buffer(0, 64)
-        self.runner.step([Chunk(slab, PROMPT, want_logits=False, write_buffer=buffer)])
-        return slab, buffer
+        """A sequence's KV and a write buffer with the prompt."""
+        kv, buffer = self.pool.new_kv(64), self.pool.new_write_buffer(0, 64)
+        self.runner.step([Chunk(kv, PROMPT, want_logits=False, write_buffer=buffer)])
+        return kv, buffer
 
     async def save(self):
         return await self.store.save(KEY, as_token_bytes(PROMPT), 0, self.computed()[1])
 
     async def load(self, policy=LoadPolicy.ALWAYS):
-        """Both halves; returns what was begun, the slab, and its gate's error."""
-        slab, wanted = self.pool.new_slab(64), as_token_bytes(PROMPT[:-1])
-        begun = await self.store.begin_load(LoadRequest(KEY, wanted, slab, policy))
+        """Both halves; returns what was begun, the sequence's KV, and its gate's error."""
+        kv, wanted = self.pool.new_kv(64), as_token_bytes(PROMPT[:-1])
+        begun = await self.store.loads.begin(LoadRequest(KEY, wanted, kv, policy))
         error = None
         if begun.grant is not None:
             gate = LayerGate(len(self.model[1].layers))
             tail = self.pool.new_write_buffer(begun.tail_from, 64)
             layers = range(gate.num_layers)
-            await self.store.finish_load(begun, slab, tail, gate, layers)
+            await self.store.loads.finish(begun, kv, tail, gate, layers)
             assert gate.is_settled
             error = gate.error
         if error is None:
-            slab.num_tokens = begun.end_token
-        return begun, slab, error
+            kv.num_tokens = begun.end_token
+        return begun, kv, error
 
-    def check_logits(self, slab):
+    def check_logits(self, kv):
         """What follows the loaded rows is what follows the computed ones."""
         computed, _ = self.computed()
         last = [
             self.runner.step([Chunk(each, tokens, want_logits=True)])
-            for each, tokens in ((computed, [7]), (slab, [PROMPT[-1], 7]))
+            for each, tokens in ((computed, [7]), (kv, [PROMPT[-1], 7]))
         ]
         assert torch.allclose(*last, atol=1e-4)
 
@@ -247,13 +247,13 @@ async def saved_scene(model, threads, **faults):
 async def test_what_was_saved_is_loaded_but_for_the_last_token(model, copy_threads):
     """In several grants, each completed; the logits after loading are those of computing."""
     scene = await saved_scene(model, copy_threads)
-    begun, slab, error = await scene.load()
+    begun, kv, error = await scene.load()
     assert error is None
     assert (begun.end_token, begun.tier_tokens, begun.reason) == (39, {"dram": 39}, "")
     assert not scene.peer.open_leases
     assert scene.counters.snapshot()["load_hits"] == 1
     assert scene.counters.snapshot()["stored_tokens"] == 40
-    scene.check_logits(slab)
+    scene.check_logits(kv)
 
 
 @pytest.mark.parametrize(
@@ -264,8 +264,8 @@ async def test_a_load_that_fails_early_is_a_miss_and_leaves_no_rows(model, copy_
     """No lease stays open, and the next one may succeed."""
     scene = await saved_scene(model, copy_threads)
     scene.peer.fail_at = fail_at
-    begun, slab, _ = await scene.load()
-    assert (begun.end_token, slab.num_tokens, begun.tier_tokens) == (0, 0, {})
+    begun, kv, _ = await scene.load()
+    assert (begun.end_token, kv.num_tokens, begun.tier_tokens) == (0, 0, {})
     assert begun.reason in {"kvd_unavailable", "kvd_protocol", "copy_failed"}
     assert not scene.peer.open_leases
     assert scene.counters.snapshot()["load_errors"] == 1
@@ -289,13 +289,13 @@ async def test_a_lease_that_is_not_confirmed_fails_the_gate(model, copy_threads,
 async def test_a_load_under_way(model, copy_threads, pending):
     """Layer by layer as they arrive; grants before the last are asked for again if they fail."""
     scene = await saved_scene(model, copy_threads, pending=pending)
-    begun, slab, error = await scene.load()
+    begun, kv, error = await scene.load()
     assert (begun.end_token, begun.tier_tokens, begun.reason) == (39, {"dram": 39}, "")
     assert error is None
     assert not scene.peer.open_leases
     assert scene.counters.snapshot()["loads_retried"] == (1 if pending == "fails" else 0)
     assert scene.counters.snapshot()["load_errors"] == 0
-    scene.check_logits(slab)
+    scene.check_logits(kv)
 
 
 @pytest.mark.parametrize("pending", ["fails", "never"])
@@ -318,14 +318,14 @@ async def test_what_is_read_slower_than_computed_is_not_waited_for(model, copy_t
             scene.rates.loads.note("dram", num_tokens, 1e-9 * num_tokens)
             scene.rates.steps.note(num_tokens, pairs(0, num_tokens), 1e-3 * num_tokens)
             scene.rates.steps.note(1, 9 * num_tokens, 1e-3)
-    begun, slab, _ = await scene.load(LoadPolicy.AUTO)
+    begun, kv, _ = await scene.load(LoadPolicy.AUTO)
     assert (begun.end_token, begun.reason) == (16, "recompute_cheaper")
-    assert slab.num_tokens == 16
+    assert kv.num_tokens == 16
     assert not scene.peer.open_leases
     assert scene.counters.snapshot()["loads_refused"] == 1
-    begun, slab, _ = await scene.load(LoadPolicy.ALWAYS)
+    begun, kv, _ = await scene.load(LoadPolicy.ALWAYS)
     assert begun.tier_tokens == {"dram": 16, "ssd": 23}
-    scene.check_logits(slab)
+    scene.check_logits(kv)
 
 
 @pytest.mark.parametrize("fail_at", ["prepare_store", "complete_store", "slot"])
@@ -370,13 +370,13 @@ async def test_a_save_whose_step_failed_stores_nothing_and_is_no_error(model, co
     assert scene.counters.snapshot()["save_errors"] == 0
 
 
-@pytest.mark.parametrize("part", ["slab", "tail"])
+@pytest.mark.parametrize("part", ["kv", "tail"])
 async def test_a_load_holds_the_rows_it_copies_to(model, copy_threads, part):
     """A turn that is cancelled gives its rows back; they are lent again once the copy has ended."""
     scene = await saved_scene(model, copy_threads, grant_tokens=64)
-    lent = {"slab": scene.pool.new_slab(64)}
-    request = LoadRequest(KEY, as_token_bytes(PROMPT[:-1]), lent["slab"], LoadPolicy.ALWAYS)
-    begun = await scene.store.begin_load(request)
+    lent = {"kv": scene.pool.new_kv(64)}
+    request = LoadRequest(KEY, as_token_bytes(PROMPT[:-1]), lent["kv"], LoadPolicy.ALWAYS)
+    begun = await scene.store.loads.begin(request)
     lent["tail"] = scene.pool.new_write_buffer(begun.tail_from, 64)
     gate = LayerGate(len(model[1].layers))
     before, seen = scene.pool.num_free, []
@@ -388,7 +388,7 @@ async def test_a_load_holds_the_rows_it_copies_to(model, copy_threads, part):
 
     gate.on_change = cancel
     layers = range(gate.num_layers)
-    await scene.store.finish_load(begun, lent["slab"], lent["tail"], gate, layers)
+    await scene.store.loads.finish(begun, lent["kv"], lent["tail"], gate, layers)
     assert gate.error is None
     assert seen == [before]
     assert scene.pool.num_free == before + 64
@@ -449,9 +449,9 @@ async def test_a_discard_is_handed_on_with_its_lineage(model, copy_threads):
     assert len(scene.peer.stored) == 4 * 29
     await scene.store.discard(KEY, scene.peer.stored, ((0, 1),), after)
     await scene.store.save(KEY, token_ids, 0, scene.computed()[1], lineage=after)
-    slab = scene.pool.new_slab(64)
-    request = LoadRequest(KEY, token_ids, slab, LoadPolicy.ALWAYS, lineage=after)
-    await scene.store.give_up(await scene.store.begin_load(request))
+    kv = scene.pool.new_kv(64)
+    request = LoadRequest(KEY, token_ids, kv, LoadPolicy.ALWAYS, lineage=after)
+    await scene.store.loads.cancel(await scene.store.loads.begin(request))
     assert scene.counters.snapshot()["store_discards"] == 2
     assert set(scene.peer.lineages) == {None, WHOLE, after}, "not named is not whole"
     assert scene.peer.lineages[-4:] == [after] * 4

@@ -1,20 +1,15 @@
-"""What a turn's answer writer makes of its job: usage adds up whatever became of the load."""
-
-import asyncio
+"""What a turn's answer writer makes of its running: usage adds up whatever became of the load."""
 
 import pytest
 
-from inference_svc.core.chat_frames import FrameTokens
+from inference_svc.core.answers import AnswerToken, GrowingAnswer, SamplingParams
 from inference_svc.core.context import Context
 from inference_svc.core.discards import Discard
-from inference_svc.core.sampling_params import SamplingParams
-from inference_svc.core.scheduling.request import Request
-from inference_svc.core.stopping import AnswerToken, GrowingAnswer
 from inference_svc.core.submission import Submission, TokenInput
 from inference_svc.core.truncation import OverflowPolicy
-from inference_svc.core.turn_window import TurnWindow
+from inference_svc.core.turn_window import FrameTokens, TurnWindow
 from inference_svc.runtime.compute.sampling import Sampled, Sampler
-from inference_svc.runtime.engine.engine_job import EngineJob
+from inference_svc.runtime.engine.engine_request import EngineRequest
 from inference_svc.runtime.turns.answer_writer import AnswerWriter
 from inference_svc.runtime.turns.turn import Turn
 from inference_svc.runtime.turns.turn_prompt import Prompt
@@ -32,7 +27,7 @@ PROMPT_OF_TURN = Prompt(Context(tuple(PROMPT[:6]), 6), (), PROMPT[6:], 0, False,
 
 
 @pytest.fixture
-async def job():
+async def running():
     """A turn of 10 tokens, 6 of them history, that arrived at 1 s and ran at once."""
     turn = Turn(
         Submission(
@@ -48,131 +43,132 @@ async def job():
             arrived_ns=NS_PER_S,
         )
     )
-    request = Request(1, KEY, list(PROMPT), 2, NS_PER_S, history_tokens=HISTORY_TOKENS)
     answer = GrowingAnswer(SAMPLING, frozenset())
     writer = AnswerWriter(turn, answer, None, PROMPT, HISTORY_TOKENS, Histogram())
-    request.admitted_ns = 2 * NS_PER_S
-    return EngineJob(
-        request=request,
-        is_final=False,
+    return EngineRequest(
+        *(1, KEY, list(PROMPT), 2, NS_PER_S),
+        history_tokens=HISTORY_TOKENS,
+        admitted_ns=2 * NS_PER_S,
         sampler=Sampler(SAMPLING),
         sink=writer,
-        done=asyncio.get_running_loop().create_future(),
     )
 
 
-def answer_with(job, token_id):
+def answer_with(running, token_id):
     """A step samples a token."""
-    job.request.append(token_id)
-    return job.sink.sampled(Sampled(token_id, None, ()))
+    running.append(token_id)
+    return running.sink.sampled(Sampled(token_id, None, ()))
 
 
 def reuse(usage):
     return usage.history_tokens, usage.reused_tokens, usage.recomputed_tokens, usage.new_tokens
 
 
-async def test_what_was_found_is_reused(job):
+async def test_what_was_found_is_reused(running):
     """Every prompt token is reused, recomputed or new; the tiers are those of the outcome."""
-    job.outcome.tokens, job.outcome.tier_tokens = 5, {"hbm": 4, "dram": 1}
-    job.outcome.reason = "partial"
-    job.sink.started(job.request, job.outcome)
-    job.outcome.load_s, job.outcome.stall_s = 0.5, 0.25
-    job.request.num_preemptions = 3
-    usage = job.sink.usage(job)
+    running.outcome.tokens, running.outcome.tier_tokens = 5, {"hbm": 4, "dram": 1}
+    running.outcome.reason = "partial"
+    running.sink.started(running)
+    running.outcome.load_s, running.outcome.stall_s = 0.5, 0.25
+    running.num_preemptions = 3
+    usage = running.sink.usage(running)
     assert reuse(usage) == (6, 5, 1, 4)
     assert usage.tier_tokens == {"hbm": 4, "dram": 1}
     assert (usage.recompute_reason, usage.queue_s) == ("partial", 1.0)
     assert (usage.load_s, usage.stall_s, usage.preemptions) == (0.5, 0.25, 3)
-    started = await anext(job.sink._turn.follow())
+    started = await anext(running.sink._turn.follow())
     assert (started.history_tokens, started.reused_tokens, started.queue_s) == (6, 5, 1.0)
 
 
-async def test_a_load_that_fails_late_is_recomputed_in_the_usage(job):
+async def test_a_load_that_fails_late_is_recomputed_in_the_usage(running):
     """The client had heard of reuse; what it is charged says what happened."""
-    job.outcome.tokens, job.outcome.tier_tokens = 6, {"dram": 6}
-    job.sink.started(job.request, job.outcome)
-    job.outcome.tokens, job.outcome.tier_tokens, job.outcome.reason = 0, {}, "load_failed"
-    usage = job.sink.usage(job)
+    running.outcome.tokens, running.outcome.tier_tokens = 6, {"dram": 6}
+    running.sink.started(running)
+    running.outcome.tokens, running.outcome.tier_tokens, running.outcome.reason = (
+        0,
+        {},
+        "load_failed",
+    )
+    usage = running.sink.usage(running)
     assert reuse(usage) == (6, 0, 6, 4)
     assert usage.recompute_reason == "load_failed"
 
 
-async def test_more_than_the_sessions_own_history_may_be_found(job):
+async def test_more_than_the_sessions_own_history_may_be_found(running):
     """Another session has computed some of the new tokens: they count as history."""
-    job.outcome.tokens, job.outcome.tier_tokens = 8, {"ssd": 8}
-    job.sink.started(job.request, job.outcome)
-    assert reuse(job.sink.usage(job)) == (8, 8, 0, 2)
+    running.outcome.tokens, running.outcome.tier_tokens = 8, {"ssd": 8}
+    running.sink.started(running)
+    assert reuse(running.sink.usage(running)) == (8, 8, 0, 2)
 
 
-async def test_usage_of_a_turn_that_never_started(job):
+async def test_usage_of_a_turn_that_never_started(running):
     """Cancelled in the queue: the numbers still add up."""
-    usage = job.sink.usage(job)
+    usage = running.sink.usage(running)
     assert reuse(usage) == (6, 0, 6, 4)
     assert (usage.recompute_reason, usage.output_tokens) == ("", 0)
 
 
-async def test_the_record_holds_input_answer_and_usage(job):
+async def test_the_record_holds_input_answer_and_usage(running):
     """The last token of the answer was never fed."""
-    job.outcome.tokens, job.outcome.tier_tokens = 6, {"dram": 6}
-    job.sink.started(job.request, job.outcome)
-    is_over = [answer_with(job, token_id) for token_id in (70, 71)]
-    job.request.computed_tokens = len(PROMPT) + 1
-    record = job.sink.record(job, 3, PROMPT_OF_TURN)
+    running.outcome.tokens, running.outcome.tier_tokens = 6, {"dram": 6}
+    running.sink.started(running)
+    is_over = [answer_with(running, token_id) for token_id in (70, 71)]
+    running.computed_tokens = len(PROMPT) + 1
+    record = running.sink.record(running, 3, PROMPT_OF_TURN)
     assert is_over == [False, True]
     assert (record.turn, record.input_ids, record.output_ids) == (3, (6, 7, 8, 9), (70, 71))
     assert (record.uncomputed_tokens, record.finish_reason) == (1, "length")
     assert record.usage.reused_tokens == 6
 
 
-async def test_a_discard_in_the_middle_leaves_the_turns_own_numbers(job):
+async def test_a_discard_in_the_middle_leaves_the_turns_own_numbers(running):
     """The record has all of the input and answer; usage is of the prompt as the turn began."""
-    job.sink.started(job.request, job.outcome)
-    answer_with(job, 70)
-    job.discards.append(Discard(((0, 8),), after_tokens=5))
-    job.request.computed_tokens = 10
-    job.request.discard(((0, 8),))
-    answer_with(job, 71)
-    job.request.computed_tokens = 3
-    record = job.sink.record(job, 3, PROMPT_OF_TURN)
+    running.sink.started(running)
+    answer_with(running, 70)
+    running.discards.append(Discard(((0, 8),), after_tokens=5))
+    running.computed_tokens = 10
+    running.discard(((0, 8),))
+    answer_with(running, 71)
+    running.computed_tokens = 3
+    record = running.sink.record(running, 3, PROMPT_OF_TURN)
     assert (record.input_ids, record.output_ids) == ((6, 7, 8, 9), (70, 71))
-    assert job.sink.context_ids(job.request) == [8, 9, 70, 71]
-    assert job.sink.computed_ids(job.request) == [8, 9, 70]
+    assert running.sink.context_ids(running) == [8, 9, 70, 71]
+    assert running.sink.computed_ids(running) == [8, 9, 70]
     assert record.uncomputed_tokens == 1
     assert reuse(record.usage) == (6, 0, 6, 4)
     assert record.usage.dropped_tokens == 8
     assert record.discards[0].lineage is None, "the tokens tell"
 
 
-async def test_a_stop_string_held_over_a_cut_leaves_its_mark_in_the_lineage(job):
+async def test_a_stop_string_held_over_a_cut_leaves_its_mark_in_the_lineage(running):
     """KV was computed over tokens that the record does not have: it names what the engine has."""
     sampling = SamplingParams(max_tokens=9, stop=("xyz",))
     answer = GrowingAnswer(sampling, frozenset())
-    job.sink._answer, job.request.max_tokens = answer, 9
-    job.request.lineage = WHOLE
+    running.sink._answer, running.max_tokens = answer, 9
+    running.lineage = WHOLE
     for text, token_id in (("a", 70), ("x", 71), ("y", 72)):
-        job.request.append(token_id)
+        running.append(token_id)
         answer.push(AnswerToken(token_id, text))
-    job.request.computed_tokens = 12
-    job.discards.append(Discard(((0, 8),), after_tokens=7))
-    job.context_cut(((0, 8),))
-    job.request.discard(((0, 8),))
-    job.request.append(73)
+    running.computed_tokens = 12
+    running.discards.append(Discard(((0, 8),), after_tokens=7))
+    running.discard(((0, 8),))
+    running.append(73)
     answer.push(AnswerToken(73, "z"))
-    job.sink.tokens, job.request.computed_tokens = list(answer.kept), 5
-    record = job.sink.record(job, 3, PROMPT_OF_TURN)
+    running.sink.tokens, running.computed_tokens = list(answer.kept), 5
+    record = running.sink.record(running, 3, PROMPT_OF_TURN)
     assert record.output_ids == (70,)
     (discard,) = record.discards
-    assert (discard.after_tokens, discard.lineage) == (5, job.lineage)
+    assert (discard.after_tokens, discard.lineage) == (5, running.lineage)
     context = PROMPT_OF_TURN.before.with_turn(record)
     assert context.token_ids == (8, 9, 70)
-    assert context.computed_ids == tuple(job.sink.computed_ids(job.request))
-    assert context.lineage == job.lineage != WHOLE
+    assert context.computed_ids == tuple(running.sink.computed_ids(running))
+    assert context.lineage == running.lineage != WHOLE
 
 
-async def test_a_full_window_ends_the_answer(job):
+async def test_a_full_window_ends_the_answer(running):
     """What was sampled is shown; the reason is the length."""
-    job.sink.started(job.request, job.outcome)
-    answer_with(job, 70)
-    job.sink.window_full()
-    record = job.sink.record(job, 3, PROMPT_OF_TURN)
+    running.sink.started(running)
+    answer_with(running, 70)
+    running.sink.window_full()
+    record = running.sink.record(running, 3, PROMPT_OF_TURN)
     assert (record.output_ids, record.finish_reason) == ((70,), "length")

@@ -18,7 +18,7 @@ from inference_svc.core.errors import (
 from inference_svc.core.turn_record import TurnRecord, Usage
 from inference_svc.runtime.turns.disk_trouble import PROBE_BYTES, RETRY_S
 from inference_svc.runtime.turns.transcript import TranscriptStore
-from shared.process.line_allowance import LineAllowance
+from shared.process.log import LineAllowance
 from shared.types.session_key import SessionKey
 
 KEY = SessionKey("default", "model", "s1")

@@ -5,11 +5,10 @@ import time
 
 import pytest
 
+from inference_svc.core.answers import SamplingParams
 from inference_svc.core.errors import TurnCancelledError
-from inference_svc.core.sampling_params import SamplingParams
 from inference_svc.core.submission import Submission, TextInput
-from inference_svc.core.turn_events import Finished, Started
-from inference_svc.core.turn_record import Usage
+from inference_svc.core.turn_record import Finished, Started, Usage
 from inference_svc.runtime.turns.turn import Turn
 from shared.types.session_key import SessionKey
 from shared.types.units import NS_PER_S

@@ -3,11 +3,10 @@
 import pytest
 from transformers import AutoTokenizer
 
+from inference_svc.core.answers import AnswerToken, GrowingAnswer, SamplingParams
 from inference_svc.core.context import Context
 from inference_svc.core.discards import num_in
 from inference_svc.core.errors import InputTooLongError, InvalidTurnError
-from inference_svc.core.sampling_params import SamplingParams
-from inference_svc.core.stopping import AnswerToken, GrowingAnswer
 from inference_svc.core.submission import ChatInput, Submission, TextInput, TokenInput
 from inference_svc.core.truncation import USUAL_SINKS, OverflowPolicy
 from inference_svc.runtime.turns.chat_text import TurnText

@@ -1,4 +1,4 @@
-"""What is said of turns: their spans, and the measures of those that were turned away."""
+"""What is said of turns: their spans, and the histograms of those that were turned away."""
 
 import pytest
 from opentelemetry.sdk.trace import TracerProvider
@@ -6,10 +6,10 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from inference_svc.core.errors import TurnMismatchError
-from inference_svc.core.turn_events import Finished
-from inference_svc.core.turn_measures import TurnMeasures
+from inference_svc.core.submission import TurnNames
+from inference_svc.core.turn_histograms import TurnHistograms
+from inference_svc.core.turn_record import Finished
 from inference_svc.runtime.turns.turn_report import TurnReport
-from shared.pb.inference.v1 import inference_pb2 as pb
 from shared.types.units import NS_PER_S
 from tests.memory_engine import loaded_model
 from tests.turn_service import asked, serving
@@ -57,13 +57,13 @@ def phases(exporter, turn):
 
 def test_who_is_turned_away_is_measured_by_its_tenant():
     """The default one if it names none; ten a second are logged of each client."""
-    measures = TurnMeasures({"acme"})
-    report = TurnReport(measures)
+    histograms = TurnHistograms({"acme"})
+    report = TurnReport(histograms)
     error = TurnMismatchError("it is not so", "look")
     for tenant in ("", "acme", "unknown"):
-        report.turned_away("client", pb.SubmitTurnRequest(tenant=tenant), error)
-    assert measures.refused.counts == {(error.reason,): 3}
-    assert measures.tenant_turns.counts == {
+        report.turned_away("client", TurnNames(tenant, "s", "r"), error)
+    assert histograms.refused.counts == {(error.reason,): 3}
+    assert histograms.tenant_turns.counts == {
         ("default", "refused"): 1,
         ("acme", "refused"): 1,
         ("other", "refused"): 1,

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
+from inference_svc.core.answers import SamplingParams
 from inference_svc.core.errors import RequestIdReusedError, SessionEndedError, TurnMismatchError
-from inference_svc.core.sampling_params import SamplingParams
-from inference_svc.core.turn_events import Accepted, Finished, Started, Tokens
+from inference_svc.core.turn_record import Accepted, Finished, Started, Tokens
 from inference_svc.runtime.turns.disk_trouble import PROBE_FILE
 from shared.types.errors import ReportedError
 from tests.memory_engine import alone, loaded_model
@@ -48,7 +48,7 @@ async def test_a_turn_is_accepted_started_answered_and_recorded(model, tmp_path)
         assert await service.counts(*names) == (2, 27, 27, 24)
         names = ("output_tokens", "recomputed_tokens", "overflows", "turns_failed")
         assert await service.counts(*names) == (16, 0, 0, 0)
-        assert service.measures.ended.counts == {("length",): 2}
+        assert service.histograms.ended.counts == {("length",): 2}
 
 
 async def test_history_that_nobody_kept_is_counted_as_computed_again(model, tmp_path):
@@ -83,7 +83,7 @@ async def test_a_repeat_is_answered_from_the_record(model, tmp_path, logprobs):
             await service.turns.submit(asked([99], request_id="a"))
         assert len((await service.transcript()).turns) == 1
         assert await service.counts("turns_replayed", "turns_finished") == (1, 1)
-        assert service.measures.ended.counts == {("length",): 1, ("replayed",): 1}
+        assert service.histograms.ended.counts == {("length",): 1, ("replayed",): 1}
 
 
 async def test_a_turn_that_expects_another_session_is_refused(model, tmp_path):
@@ -103,7 +103,7 @@ async def test_after_its_final_turn_a_session_is_over(model, tmp_path):
         await service.run(range(20, 40), is_final=True)
         await service.engine.loop.wait_idle()
         assert service.engine.store.ended == [KEY]
-        assert not service.engine.scheduler.num_resident
+        assert not len(service.engine.scheduler.residents)
         turn = await service.turns.submit(asked([50]))
         assert isinstance(await failure_of(turn), SessionEndedError)
 
@@ -113,7 +113,7 @@ async def test_a_session_that_ends_between_turns_gives_its_memory_back(model, tm
     async with serving(model, tmp_path) as service:
         service.engine.store.may_end.clear()
         await service.run(range(20, 40))
-        ending = asyncio.create_task(service.turns.end(KEY))
+        ending = asyncio.create_task(service.turns.sessions.end(KEY))
         await service.run([20], key=KEY._replace(session_id="other"))
         assert service.engine.store.ended == []
         assert KEY not in service.engine.scheduler.residents
@@ -155,7 +155,7 @@ async def test_a_turn_that_is_cancelled_ends_with_what_there_was(model, tmp_path
         assert not turn.cancel(), "it is over"
         assert len((await service.transcript()).turns) == 1
         assert await service.counts("turns_cancelled", "turns_finished") == (1, 1)
-        assert service.measures.ended.counts == {("length",): 1, ("cancelled",): 1}
+        assert service.histograms.ended.counts == {("length",): 1, ("cancelled",): 1}
 
 
 async def test_a_turn_that_is_handed_back_ends_with_the_error_alone(model, tmp_path):

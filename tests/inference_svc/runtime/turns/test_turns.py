@@ -19,19 +19,18 @@ from inference_svc.core.errors import (
     TooManyTurnsError,
     UnknownSessionError,
 )
-from inference_svc.core.expected_session import ExpectedSession
 from inference_svc.core.scheduling.request import Request
 from inference_svc.core.session_turns import SessionTurns
 from inference_svc.core.submission import TurnDefaults
 from inference_svc.core.tenant_limits import TenantBounds, TenantLimits
-from inference_svc.core.turn_events import Accepted, Finished, Started
-from inference_svc.core.turn_measures import TurnMeasures
-from inference_svc.core.turn_record import TurnRecord, Usage
+from inference_svc.core.transcript_format import ExpectedSession
+from inference_svc.core.turn_histograms import TurnHistograms
+from inference_svc.core.turn_record import Accepted, Finished, Started, TurnRecord, Usage
 from inference_svc.runtime.turns.transcript import TranscriptStore
 from inference_svc.runtime.turns.turn_report import TurnReport
 from inference_svc.runtime.turns.turns import Turns
 from inference_svc.service.lifecycle import Signals, drain
-from inference_svc.service.turn_requests import decode_submission
+from inference_svc.service.turn_messages import decode_submission
 from shared.pb.inference.v1 import inference_pb2 as pb
 from shared.types.errors import ReportedError
 from shared.types.session_key import SessionKey
@@ -61,9 +60,9 @@ class ToldEngine:
     def __init__(self):
         self.told = []
 
-    async def discard(self, _key, token_ids, ranges, _lineage):
+    async def discard(self, _key, cut):
         """See EngineLoop."""
-        self.told.append((token_ids, ranges))
+        self.told.append((cut.token_ids, cut.ranges))
 
     async def forget(self, key, _token_ids):
         """See EngineLoop."""
@@ -84,7 +83,7 @@ async def turns_of(store, engine):
     session_turns = SessionTurns(4, 2, lambda: 1.0)
     limits = TenantLimits(TenantBounds(), {})
     turns = Turns(
-        None, store, engine, session_turns, limits, Counters(), TurnReport(TurnMeasures())
+        None, store, engine, session_turns, limits, Counters(), TurnReport(TurnHistograms())
     )
     running = asyncio.create_task(turns.run())
     await asyncio.sleep(0)
@@ -114,14 +113,14 @@ async def test_a_discard_is_done_although_its_caller_left(tmp_path):
     """Record and KV go together; until then the session is in use."""
     store, engine = SlowStore(tmp_path), ToldEngine()
     async with turns_of(store, engine) as turns:
-        await left_in_the_middle(store, turns.discard(KEY, [(0, 4)], ANYTHING))
+        await left_in_the_middle(store, turns.sessions.discard(KEY, [(0, 4)], ANYTHING))
         with pytest.raises(SessionBusyError):
-            await turns.discard(KEY, [(0, 4)], ANYTHING)
+            await turns.sessions.discard(KEY, [(0, 4)], ANYTHING)
         store.may_write.set()
-        await until(lambda: engine.told and not turns._is_busy(KEY))
+        await until(lambda: engine.told and not turns.sessions._is_busy(KEY))
         assert engine.told == [(tuple(range(9)), ((0, 4),))]
-        assert await turns.discard(KEY, [(0, 2)], ANYTHING) == (4, 2)
-        transcript, is_busy = await turns.get_session(KEY)
+        assert await turns.sessions.discard(KEY, [(0, 2)], ANYTHING) == (4, 2)
+        transcript, is_busy = await turns.sessions.get(KEY)
     assert (transcript.context_ids, is_busy) == ((6, 7, 8, 9), False)
     assert (await TranscriptStore(tmp_path).get(KEY)).context == transcript.context
 
@@ -130,16 +129,16 @@ async def test_so_are_the_end_of_a_session_and_a_fork(tmp_path):
     """A fork that its caller did not wait for is there."""
     store, engine = SlowStore(tmp_path), ToldEngine()
     async with turns_of(store, engine) as turns:
-        await left_in_the_middle(store, turns.fork(KEY, None, "other"))
+        await left_in_the_middle(store, turns.sessions.fork(KEY, None, "other"))
         store.may_write.set()
         other = KEY._replace(session_id="other")
-        await until(lambda: other in store._cache and not turns._is_busy(other))
-        await left_in_the_middle(store, turns.end(KEY))
+        await until(lambda: other in store._cache and not turns.sessions._is_busy(other))
+        await left_in_the_middle(store, turns.sessions.end(KEY))
         store.may_write.set()
-        await until(lambda: engine.told and not turns._is_busy(KEY))
-        assert (await turns.get_session(KEY))[0].has_ended
-        assert len((await turns.get_session(other))[0].turns) == 1
-        await turns.delete(other)
+        await until(lambda: engine.told and not turns.sessions._is_busy(KEY))
+        assert (await turns.sessions.get(KEY))[0].has_ended
+        assert len((await turns.sessions.get(other))[0].turns) == 1
+        await turns.sessions.delete(other)
     assert engine.told == [("end", KEY), ("forget", other)]
 
 
@@ -148,10 +147,10 @@ async def test_a_change_that_fails_says_why_and_holds_nothing(tmp_path):
     store = SlowStore(tmp_path)
     async with turns_of(store, ToldEngine()) as turns:
         with pytest.raises(InvalidDiscardError):
-            await turns.discard(KEY, [(5, 99)], ANYTHING)
+            await turns.sessions.discard(KEY, [(5, 99)], ANYTHING)
         with pytest.raises(UnknownSessionError):
-            await turns.delete(KEY._replace(session_id="nobody"))
-        assert await turns.discard(KEY, [(5, 6)], ANYTHING) == (9, 1)
+            await turns.sessions.delete(KEY._replace(session_id="nobody"))
+        assert await turns.sessions.discard(KEY, [(5, 6)], ANYTHING) == (9, 1)
 
 
 class HeldRunner:
@@ -199,7 +198,7 @@ async def running_turns(tmp_path, bounds=TenantBounds(), named=None):  # noqa: B
     session_turns = SessionTurns(9, 9, lambda: 1.0)
     store = TranscriptStore(tmp_path)
     turns = Turns(
-        runner, store, ToldEngine(), session_turns, limits, counters, TurnReport(TurnMeasures())
+        runner, store, ToldEngine(), session_turns, limits, counters, TurnReport(TurnHistograms())
     )
     running = asyncio.create_task(turns.run())
     await asyncio.sleep(0)
@@ -309,9 +308,9 @@ async def test_a_tenants_sessions_are_those_on_disk_and_those_being_opened(tmp_p
         with pytest.raises(TooManySessionsError):
             await turns.submit(submission("d"))
         with pytest.raises(TooManySessionsError):
-            await turns.fork(KEY._replace(session_id="a"), None, "d")
+            await turns.sessions.fork(KEY._replace(session_id="a"), None, "d")
         await turns.submit(submission("a"))
-        await turns.delete(KEY._replace(session_id="b"))
-        forked = await turns.fork(KEY._replace(tenant="other"), None, "d")
+        await turns.sessions.delete(KEY._replace(session_id="b"))
+        forked = await turns.sessions.fork(KEY._replace(tenant="other"), None, "d")
         assert len(forked.turns) == 1
         await turns.submit(submission("d"))

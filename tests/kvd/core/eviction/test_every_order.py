@@ -4,9 +4,9 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from kvd.core.eviction.queue_window import QueueChange, QueuedJob, RunningJob
-from kvd.core.eviction.registry import POLICIES
+from kvd.core.eviction.policies import POLICIES
 from kvd.core.records.records import Tier
+from shared.types.queue_delta import QueueChange, QueuedRequest, RunningRequest
 from tests.kvd.core.eviction.sessions import Sessions, key_of
 
 NAMES = "abcdefgh"
@@ -20,7 +20,7 @@ class EveryOrder(RuleBasedStateMachine):
     @initialize(policy=st.sampled_from(sorted(POLICIES)))
     def start(self, policy):
         self.sessions = Sessions(policy, capacity_bytes=300)
-        self.sessions.placement.sized(100)
+        self.sessions.placement.note_size(100)
         self.policy = self.sessions.policy
         self.members = {tier: set() for tier in Tier}
         self.known = set()
@@ -33,7 +33,7 @@ class EveryOrder(RuleBasedStateMachine):
     def use(self, name, tokens, seconds):
         self.sessions.now_ns += seconds * 10**9
         self.sessions.use(name)
-        self.policy.sized(key_of(name), tokens)
+        self.policy.on_resize(key_of(name), tokens)
         for members in self.members.values():
             members.add(name)
         self.known.add(name)
@@ -41,29 +41,29 @@ class EveryOrder(RuleBasedStateMachine):
 
     @rule(name=names, tier=tiers)
     def enter(self, name, tier):
-        self.policy.entered(key_of(name), tier)
+        self.policy.on_insert(key_of(name), tier)
         self.members[tier].add(name)
         self.known.add(name)
 
     @rule(name=names, tier=tiers)
     def leave(self, name, tier):
-        self.policy.left(key_of(name), tier)
+        self.policy.on_evict(key_of(name), tier)
         self.members[tier].discard(name)
 
     @rule(name=names)
     def remove(self, name):
-        self.policy.removed(key_of(name))
+        self.policy.on_remove(key_of(name))
         for names_of in (*self.members.values(), self.known, self.guarded, self.ended):
             names_of.discard(name)
 
     @rule(name=names, is_guarded=st.booleans())
     def guard(self, name, is_guarded):
-        self.policy.guarded(key_of(name), is_guarded=is_guarded)
+        self.policy.guard(key_of(name), is_guarded=is_guarded)
         (self.guarded.add if is_guarded else self.guarded.discard)(name)
 
     @rule(name=names)
     def end(self, name):
-        self.policy.ended(key_of(name))
+        self.policy.on_end(key_of(name))
         if name in self.known | self.guarded:
             self.ended.add(name)
 
@@ -71,7 +71,7 @@ class EveryOrder(RuleBasedStateMachine):
     def submit(self, name, priority):
         self.num_jobs += 1
         self.jobs[self.num_jobs] = (name, True)
-        job = QueuedJob((-priority, float(self.num_jobs), self.num_jobs), key_of(name))
+        job = QueuedRequest((-priority, float(self.num_jobs), self.num_jobs), key_of(name))
         self._change(QueueChange([job], interval_ns=10**9))
 
     @rule(data=st.data())
@@ -80,7 +80,7 @@ class EveryOrder(RuleBasedStateMachine):
             number = data.draw(st.sampled_from(waiting))
             name = self.jobs[number][0]
             self.jobs[number] = (name, False)
-            self._change(QueueChange(running=[RunningJob(number, key_of(name))]))
+            self._change(QueueChange(running=[RunningRequest(number, key_of(name))]))
 
     @rule(data=st.data())
     def finish_a_job(self, data):
@@ -142,7 +142,7 @@ class EveryOrder(RuleBasedStateMachine):
     def give_way(self, name, tier):
         """Who gives way is what would go earlier anyway, and nothing that is needed sooner."""
         victims = self.sessions.victims(tier)
-        colder = self.sessions.victims(tier, colder_than=name)
+        colder = self.sessions.victims(tier, giving_way_to=name)
         assert name not in colder
         assert [v for v in victims if v in colder] == list(colder)
         if name in victims and name not in self.guarded:

@@ -2,8 +2,8 @@
 
 import random
 
-from kvd.core.eviction import lru_order
-from kvd.core.eviction.lru_order import LruOrder
+from kvd.core.eviction import session_order
+from kvd.core.eviction.session_order import LruOrder
 from shared.types.session_key import SessionKey
 
 KEYS = [SessionKey("a", "m", str(number)) for number in range(40)]
@@ -11,7 +11,7 @@ KEYS = [SessionKey("a", "m", str(number)) for number in range(40)]
 
 def test_pages_make_no_difference_and_stay_short(monkeypatch):
     """Sessions that enter, are used, end and leave are ordered as in one list."""
-    monkeypatch.setattr(lru_order, "PAGE", 8)
+    monkeypatch.setattr(session_order, "LRU_PAGE", 8)
     order, expected = LruOrder(), []
     chance = random.Random(1)  # noqa: S311 - what happens next
     for _ in range(5_000):
@@ -40,7 +40,7 @@ def test_pages_make_no_difference_and_stay_short(monkeypatch):
 
 def test_pages_that_hold_little_become_one(monkeypatch):
     """Where one session of each page stays, pages are not as many as sessions."""
-    monkeypatch.setattr(lru_order, "PAGE", 8)
+    monkeypatch.setattr(session_order, "LRU_PAGE", 8)
     order = LruOrder()
     keys = [SessionKey("a", "m", str(number)) for number in range(320)]
     for number, key in enumerate(keys):
@@ -54,7 +54,7 @@ def test_pages_that_hold_little_become_one(monkeypatch):
 
 def test_guarded_sessions_come_last_over_pages(monkeypatch):
     """Those of the last page that are not guarded come before the first guarded one."""
-    monkeypatch.setattr(lru_order, "PAGE", 2)
+    monkeypatch.setattr(session_order, "LRU_PAGE", 2)
     order = LruOrder()
     for key in KEYS[:6]:
         order.touch(key)

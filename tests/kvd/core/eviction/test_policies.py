@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvd.core.eviction.registry import POLICIES
+from kvd.core.eviction.policies import POLICIES
 from kvd.core.records.records import Tier
 from tests.kvd.core.eviction.sessions import Sessions, key_of
 
@@ -23,7 +23,7 @@ def test_fifo_keeps_the_place_of_a_session_until_it_is_dropped():
     sessions.use("a", "b", "c")
     sessions.use("a")
     assert sessions.victims() == "abc"
-    sessions.policy.removed(key_of("b"))
+    sessions.policy.on_remove(key_of("b"))
     sessions.use("b")
     assert sessions.victims() == "acb"
 
@@ -31,7 +31,7 @@ def test_fifo_keeps_the_place_of_a_session_until_it_is_dropped():
 def test_the_paper_s_window_exempts_its_jobs_and_no_others():
     """Outside of it the least recently used go first, though they may be the next to be needed."""
     sessions = Sessions("lookahead", capacity_bytes=200)
-    sessions.placement.sized(100)
+    sessions.placement.note_size(100)
     sessions.use("a", "b", "c", "d", "e")
     sessions.queue(waiting="badc")
     assert sessions.victims() == "cdeab"
@@ -49,13 +49,10 @@ def test_jobs_that_came_and_went_are_not_remembered_for_the_next_look():
     sessions.use("a")
     for number in range(50):
         sessions.queue(["a", f"new {number}"], [f"runs {number}"])
-    assert len(sessions.policy._moved) == 2
-    sessions.victims()
+    assert list(sessions.policy._facts) == [key_of("a")]
+    assert sessions.victims() == "a"
     sessions.queue([])
-    assert len(sessions.policy._moved) == 2
-    sessions.victims()
-    assert not sessions.policy._moved
-    assert not sessions.policy._places
+    assert sessions.victims() == "a"
 
 
 def test_the_whole_queue_goes_last_tail_first():
@@ -69,7 +66,7 @@ def test_the_whole_queue_goes_last_tail_first():
 def test_a_running_session_goes_first_in_dram_and_late_elsewhere(policy):
     """Its KV is in the engine's memory; what is on SSD may be the only copy."""
     sessions = Sessions(policy, capacity_bytes=100)
-    sessions.placement.sized(1)
+    sessions.placement.note_size(1)
     sessions.use("a", "b", "c", "d")
     sessions.queue(waiting="c", running="b")
     assert sessions.victims(Tier.DRAM) == "badc"
@@ -83,8 +80,8 @@ def test_a_running_session_goes_first_in_dram_and_late_elsewhere(policy):
 def test_an_ended_session_goes_first_until_it_is_used(policy):
     sessions = Sessions(policy)
     sessions.use("a", "b", "c")
-    sessions.policy.ended(key_of("b"))
-    sessions.policy.ended(key_of("never seen"))
+    sessions.policy.on_end(key_of("b"))
+    sessions.policy.on_end(key_of("never seen"))
     assert sessions.victims(Tier.DRAM) == sessions.victims(None) == "bac"
     sessions.use("b")
     assert sessions.victims()[0] == "a"
@@ -94,9 +91,9 @@ def test_an_ended_session_goes_first_until_it_is_used(policy):
 def test_an_ended_session_of_which_a_turn_waits_is_kept_for_it(policy):
     """The hint came with the last turn, which is still to be computed."""
     sessions = Sessions(policy, capacity_bytes=100)
-    sessions.placement.sized(1)
+    sessions.placement.note_size(1)
     sessions.use("a", "b")
-    sessions.policy.ended(key_of("a"))
+    sessions.policy.on_end(key_of("a"))
     sessions.queue(waiting="a")
     assert sessions.victims() == "ba"
     sessions.queue(waiting="", running="a")
@@ -109,20 +106,20 @@ def test_an_ended_session_of_which_a_turn_waits_is_kept_for_it(policy):
 def test_nothing_needed_sooner_gives_way(policy):
     """Not to a guarded session either; who is neither known nor queued displaces ended ones."""
     sessions = Sessions(policy, capacity_bytes=100)
-    sessions.placement.sized(1)
+    sessions.placement.note_size(1)
     sessions.use("a", "b", "c", "d", "e", "f")
-    sessions.policy.ended(key_of("f"))
-    sessions.policy.guarded(key_of("b"), is_guarded=True)
-    sessions.policy.guarded(key_of("e"), is_guarded=True)
+    sessions.policy.on_end(key_of("f"))
+    sessions.policy.guard(key_of("b"), is_guarded=True)
+    sessions.policy.guard(key_of("e"), is_guarded=True)
     sessions.queue(waiting="abc")
     assert sessions.victims() == "fdcaeb"
-    assert sessions.victims(colder_than="a") == "fdc"
-    assert sessions.victims(colder_than="b") == "fdce"
-    assert sessions.victims(colder_than="d") == "f"
-    assert sessions.victims(colder_than="e") == "fd"
-    assert sessions.victims(colder_than="x") == "f"
+    assert sessions.victims(giving_way_to="a") == "fdc"
+    assert sessions.victims(giving_way_to="b") == "fdce"
+    assert sessions.victims(giving_way_to="d") == "f"
+    assert sessions.victims(giving_way_to="e") == "fd"
+    assert sessions.victims(giving_way_to="x") == "f"
     sessions.queue(waiting="axbc")
-    assert sessions.victims(colder_than="x") == "fdc"
+    assert sessions.victims(giving_way_to="x") == "fdc"
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -130,11 +127,11 @@ def test_bytes_without_a_use_are_ranked_by_the_last_use(policy):
     """A late write makes nothing warm; a tier that is left is left alone."""
     sessions = Sessions(policy)
     sessions.use("a", "b", "c")
-    sessions.policy.left(key_of("a"), Tier.DRAM)
+    sessions.policy.on_evict(key_of("a"), Tier.DRAM)
     assert sessions.victims(Tier.DRAM) == "bc"
-    sessions.policy.entered(key_of("a"), Tier.DRAM)
-    sessions.policy.entered(key_of("d"), Tier.SSD)
+    sessions.policy.on_insert(key_of("a"), Tier.DRAM)
+    sessions.policy.on_insert(key_of("d"), Tier.SSD)
     assert sessions.victims(Tier.DRAM) == "abc"
     assert sessions.victims(Tier.SSD) == sessions.victims(None) == "abcd"
-    sessions.policy.removed(key_of("a"))
+    sessions.policy.on_remove(key_of("a"))
     assert not sessions.policy.ranks(key_of("a"), Tier.SSD)

@@ -4,7 +4,7 @@ from string import ascii_lowercase, ascii_uppercase
 
 import pytest
 
-from kvd.core.eviction import idle_sessions, predictive
+from kvd.core.eviction import idle_sessions, policies
 from kvd.core.eviction.return_hazards import EDGES_NS, bucket_at, observe
 from kvd.core.records.records import Tier
 from shared.types.units import NS_PER_S
@@ -23,7 +23,7 @@ class Chats(Sessions):
         self.queue([], [name])
         self.num_tokens[name] = self.num_tokens.get(name, 0) + new_tokens
         self.use(name)
-        self.policy.sized(key_of(name), self.num_tokens[name])
+        self.policy.on_resize(key_of(name), self.num_tokens[name])
         self.queue([])
 
     def wait(self, seconds: float) -> None:
@@ -37,8 +37,8 @@ class Chats(Sessions):
             self.turn(f"a lot {number}", 10_000)
             self.wait(60)
             self.turn(f"little {number}", 10)
-            self.policy.removed(key_of(f"little {number}"))
-            self.policy.removed(key_of(f"a lot {number}"))
+            self.policy.on_remove(key_of(f"little {number}"))
+            self.policy.on_remove(key_of(f"a lot {number}"))
         self.wait(4 * 60 * 60)
 
 
@@ -50,8 +50,8 @@ def test_before_anything_was_learned_it_is_lookahead_queue():
             sessions.turn(name, 10 * ord(name))
             sessions.wait(7)
         sessions.use("c")
-        sessions.policy.guarded(key_of("d"), is_guarded=True)
-        sessions.policy.ended(key_of("e"))
+        sessions.policy.guard(key_of("d"), is_guarded=True)
+        sessions.policy.on_end(key_of("e"))
         sessions.queue("fb", "h")
     for tier in (None, *Tier):
         assert learning.victims(tier) == plain.victims(tier)
@@ -77,10 +77,10 @@ def test_what_returns_is_learned_of_dropped_sessions_too():
     for number in range(200):
         for name in f"little {number}", f"a lot {number}":
             sessions.turn(name, 10 if name[0] == "l" else 10_000)
-            sessions.policy.removed(key_of(name))
+            sessions.policy.on_remove(key_of(name))
         sessions.wait(60)
         sessions.turn(f"little {number}", 10)
-        sessions.policy.removed(key_of(f"little {number}"))
+        sessions.policy.on_remove(key_of(f"little {number}"))
     sessions.wait(4 * 60 * 60)
     sessions.turn("x", 10)
     sessions.turn("y", 10_000)
@@ -93,12 +93,12 @@ def test_an_ended_session_is_no_evidence():
     for number in range(200):
         sessions.turn(f"returns {number}", 10)
         sessions.turn(f"ends {number}", 10)
-        sessions.policy.ended(key_of(f"ends {number}"))
-        sessions.policy.removed(key_of(f"ends {number}"))
+        sessions.policy.on_end(key_of(f"ends {number}"))
+        sessions.policy.on_remove(key_of(f"ends {number}"))
         sessions.wait(60)
         sessions.turn(f"returns {number}", 10)
-        sessions.policy.ended(key_of(f"returns {number}"))
-        sessions.policy.removed(key_of(f"returns {number}"))
+        sessions.policy.on_end(key_of(f"returns {number}"))
+        sessions.policy.on_remove(key_of(f"returns {number}"))
     sessions.wait(1)
     hazards = sessions.policy._idle._hazards
     survival = 1.0
@@ -116,8 +116,8 @@ def test_thinking_sessions_on_ssd_are_read_ahead_likeliest_first():
         sessions.wait(5)
     sessions.turn("f", 10_000)
     for name in "abcdf":
-        sessions.policy.left(key_of(name), Tier.DRAM)
-    sessions.policy.ended(key_of("b"))
+        sessions.policy.on_evict(key_of(name), Tier.DRAM)
+    sessions.policy.on_end(key_of("b"))
     sessions.queue("c")
     sessions.wait(15)
     returning = [key.session_id for key in sessions.policy.returning(sessions.now_ns)]
@@ -131,9 +131,9 @@ def test_thinking_sessions_that_are_guarded_are_read_ahead_first():
     sessions.teach()
     for name in "abc":
         sessions.turn(name, 10)
-        sessions.policy.left(key_of(name), Tier.DRAM)
+        sessions.policy.on_evict(key_of(name), Tier.DRAM)
         sessions.wait(5)
-    sessions.policy.guarded(key_of("b"), is_guarded=True)
+    sessions.policy.guard(key_of("b"), is_guarded=True)
     returning = [key.session_id for key in sessions.policy.returning(sessions.now_ns)]
     assert returning[0] == "b"
     assert sorted(returning) == ["a", "b", "c"]
@@ -146,7 +146,7 @@ def test_only_so_many_sessions_that_are_not_stored_are_remembered(monkeypatch):
     sessions.turn("stays")
     for number in range(50):
         sessions.turn(f"dropped {number}")
-        sessions.policy.removed(key_of(f"dropped {number}"))
+        sessions.policy.on_remove(key_of(f"dropped {number}"))
         sessions.queue([f"new {number}"])
         sessions.queue([])
     histories = sessions.policy._idle._histories
@@ -167,7 +167,7 @@ def test_sessions_wait_to_age_once_though_nobody_asks_who_has(monkeypatch):
     assert len(ageing) == 3
     for number in range(50):
         sessions.turn(f"dropped {number}")
-        sessions.policy.removed(key_of(f"dropped {number}"))
+        sessions.policy.on_remove(key_of(f"dropped {number}"))
     assert len(ageing) == 3 + 10
 
 
@@ -222,8 +222,8 @@ def survival_after_turns(seconds: float) -> list[float]:
 
 def test_many_sessions_are_ranked_anew_some_at_a_time(monkeypatch):
     """In one call a few, and all of them in the end."""
-    monkeypatch.setattr(predictive, "ALL_AT_ONCE", 4)
-    monkeypatch.setattr(predictive, "SOME_AT_ONCE", 3)
+    monkeypatch.setattr(policies, "ALL_AT_ONCE", 4)
+    monkeypatch.setattr(policies, "SOME_AT_ONCE", 3)
     sessions = Chats()
     lots, littles = ascii_lowercase, ascii_uppercase
     for name in littles:

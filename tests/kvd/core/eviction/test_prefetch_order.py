@@ -2,8 +2,9 @@
 
 import pytest
 
-from kvd.core.eviction.prefetch_order import MOST_LATE, PrefetchOrder
-from kvd.core.eviction.queue_window import QueueChange, QueuedJob, QueueWindow
+from kvd.core.eviction.queue_window import QueueWindow
+from kvd.core.eviction.session_placement import MOST_LATE, PrefetchOrder
+from shared.types.queue_delta import QueueChange, QueuedRequest
 from shared.types.session_key import SessionKey
 
 INTERVAL_NS = 1000
@@ -39,7 +40,7 @@ class Waiting:
 
 
 def jobs_of(*keys, first_number=0):
-    return [QueuedJob((0, 0.0, number), key) for number, key in enumerate(keys, first_number)]
+    return [QueuedRequest((0, 0.0, number), key) for number, key in enumerate(keys, first_number)]
 
 
 def test_sessions_are_picked_in_queue_order():
@@ -138,7 +139,7 @@ def test_one_that_does_not_wait_is_never_opened():
 def test_an_urgent_job_is_picked_first_wherever_it_came_from():
     """The queue's order counts, not the order of arrival."""
     waiting = Waiting(A, B)
-    waiting.change(waiting=[QueuedJob((-1, 0.0, 7), D)])
+    waiting.change(waiting=[QueuedRequest((-1, 0.0, 7), D)])
     assert waiting.picks() == [D, A, B]
 
 
@@ -160,7 +161,7 @@ def test_one_of_many_is_looked_up_by_itself():
     """It leaves its old place for the new one; one that was settled has a place again."""
     waiting = Waiting(*KEYS)
     assert waiting.pick() == KEYS[0]
-    waiting.change(waiting=[QueuedJob((-1, 0.0, 20), KEYS[20])])
+    waiting.change(waiting=[QueuedRequest((-1, 0.0, 20), KEYS[20])])
     assert waiting.pick() == KEYS[20]
     waiting.order.settle(KEYS[0])
     assert waiting.pick(late={KEYS[20]}) == KEYS[1]

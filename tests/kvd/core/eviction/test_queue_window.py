@@ -5,8 +5,15 @@ from dataclasses import replace
 
 import pytest
 
-from kvd.core.eviction.queue_window import QueueChange, QueuedJob, QueueWindow, RunningJob
-from shared.types.queue_digest import combined, running_digest, waiting_digest
+from kvd.core.eviction.queue_window import QueueWindow
+from shared.types.queue_delta import (
+    QueueChange,
+    QueuedRequest,
+    RunningRequest,
+    combined,
+    running_digest,
+    waiting_digest,
+)
 from shared.types.session_key import SessionKey
 
 MS = 1_000_000
@@ -16,8 +23,8 @@ def key_of(name) -> SessionKey:
     return SessionKey("t", "0f", str(name))
 
 
-def job(number: int, name=None, tag: float = 0.0, priority: int = 0) -> QueuedJob:
-    return QueuedJob((-priority, tag, number), key_of(number if name is None else name))
+def job(number: int, name=None, tag: float = 0.0, priority: int = 0) -> QueuedRequest:
+    return QueuedRequest((-priority, tag, number), key_of(number if name is None else name))
 
 
 class Window:
@@ -31,14 +38,14 @@ class Window:
         self.queue.check()  # it is told after the whole change
         self.told[key.session_id] += 1
 
-    def replace(self, owner: int, *jobs: QueuedJob, running=(), now_ns=0, interval_ns=0) -> int:
+    def replace(self, owner: int, *jobs: QueuedRequest, running=(), now_ns=0, interval_ns=0) -> int:
         self.told.clear()
         change = QueueChange(jobs, running, (), interval_ns)
         digest = self.queue.replace(owner, change, now_ns)
         self.queue.check()
         return digest
 
-    def change(self, owner: int, *jobs: QueuedJob, running=(), left=(), now_ns=0) -> int:
+    def change(self, owner: int, *jobs: QueuedRequest, running=(), left=(), now_ns=0) -> int:
         self.told.clear()
         digest = self.queue.change(owner, QueueChange(jobs, running, left), now_ns)
         self.queue.check()
@@ -61,7 +68,7 @@ def test_changes_join_move_start_and_leave():
     window = Window()
     window.replace(1, *map(job, range(5)))
     window.change(
-        1, job(9, tag=-0.0), job(4, priority=2), running=[RunningJob(0, key_of(0))], left=[2]
+        1, job(9, tag=-0.0), job(4, priority=2), running=[RunningRequest(0, key_of(0))], left=[2]
     )
     assert window.names() == ["4", "1", "3", "9"]
     assert window.queue.is_running(key_of(0))
@@ -88,7 +95,7 @@ def test_changes_of_what_is_not_known_are_harmless():
 def test_the_digest_is_the_sum_over_the_jobs():
     """The same by whatever way they came."""
     whole, steps = Window(), Window()
-    running = [RunningJob(77, key_of("r"))]
+    running = [RunningRequest(77, key_of("r"))]
     digest = whole.replace(1, *map(job, range(20)), running=running)
     steps.replace(1, *map(job, range(0, 30, 3)))
     steps.change(1, *map(job, range(20)), left=range(20, 30))
@@ -113,9 +120,9 @@ def test_a_queue_that_is_told_again_is_not_news():
 def test_a_number_that_is_another_sessions_now_is_a_change():
     """Whether it waits or runs."""
     window = Window()
-    window.replace(1, *map(job, range(9)), running=[RunningJob(10, key_of("x"))])
+    window.replace(1, *map(job, range(9)), running=[RunningRequest(10, key_of("x"))])
     window.replace(
-        1, job(0, "other"), *map(job, range(1, 9)), running=[RunningJob(10, key_of("y"))]
+        1, job(0, "other"), *map(job, range(1, 9)), running=[RunningRequest(10, key_of("y"))]
     )
     assert window.names()[0] == "other"
     assert window.queue.is_running(key_of("y"))
@@ -126,8 +133,8 @@ def test_a_number_that_is_another_sessions_now_is_a_change():
 def test_an_engine_goes_with_its_jobs(how):
     """Those of others stay, also of a session that both have."""
     window = Window()
-    window.replace(1, *map(job, range(10)), running=[RunningJob(20, key_of("both"))])
-    window.replace(2, job(1, "both"), running=[RunningJob(2, key_of("both"))])
+    window.replace(1, *map(job, range(10)), running=[RunningRequest(20, key_of("both"))])
+    window.replace(2, job(1, "both"), running=[RunningRequest(2, key_of("both"))])
     window.told.clear()
     if how == "forgotten":
         window.queue.forget(1)
@@ -160,9 +167,8 @@ def test_engines_are_merged_by_estimated_start():
     assert window.names() == ["b0", "a0", "b1", "b2", "a1", "b3", "a2", "a3"]
     place = window.queue.place(key_of("a1"))
     assert window.queue.num_ahead(place) == 4
-    assert window.queue.key_at(4) == key_of("a1")
     assert window.queue.starts_in_ns(place) == 4 * MS
-    assert list(window.queue.first(2)) == [key_of("b0"), key_of("a0")]
+    assert list(window.queue)[:2] == [key_of("b0"), key_of("a0")]
 
 
 def test_a_job_that_comes_late_keeps_its_engines_order():
@@ -178,7 +184,7 @@ def test_a_session_stands_where_its_first_turn_does():
     """It is queued while any of its turns waits, and runs while any runs, at any engine."""
     window = Window()
     window.replace(1, job(1, "s"), job(2), job(3, "s"))
-    window.replace(2, running=[RunningJob(1, key_of("s"))])
+    window.replace(2, running=[RunningRequest(1, key_of("s"))])
     assert window.queue.place(key_of("s")).rank[2] == 1
     window.change(1, left=[1])
     assert window.queue.place(key_of("s")).rank[2] == 3

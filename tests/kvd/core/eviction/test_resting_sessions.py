@@ -4,10 +4,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvd.core.eviction import resting_sessions
-from kvd.core.eviction.ranked import RankedPolicy
-from kvd.core.eviction.registry import POLICIES
-from kvd.core.eviction.resting_sessions import RestingSessions
+from kvd.core.eviction import session_order
+from kvd.core.eviction.policies import POLICIES
+from kvd.core.eviction.policy import EvictionPolicy
+from kvd.core.eviction.session_order import RestingSessions
 from kvd.core.records.records import Tier
 from tests.kvd.core.eviction.sessions import Sessions, key_of
 
@@ -30,18 +30,18 @@ def take(sessions: Sessions, what: str, name: str) -> None:
     match what:
         case "use":
             sessions.use(name)
-            policy.sized(key, 100)
+            policy.on_resize(key, 100)
         case "end":
-            policy.ended(key)
+            policy.on_end(key)
         case "guard" | "unguard":
-            policy.guarded(key, is_guarded=what == "guard")
-            policy.entered(key, Tier.SSD)
+            policy.guard(key, is_guarded=what == "guard")
+            policy.on_insert(key, Tier.SSD)
         case "remove":
-            policy.removed(key)
+            policy.on_remove(key)
         case "dram" | "ssd":
-            policy.entered(key, Tier.DRAM if what == "dram" else Tier.SSD)
+            policy.on_insert(key, Tier.DRAM if what == "dram" else Tier.SSD)
         case "left":
-            policy.left(key, Tier.SSD)
+            policy.on_evict(key, Tier.SSD)
         case "queue":
             sessions.queue([name])
         case "run":
@@ -62,9 +62,9 @@ def seen(sessions: Sessions) -> list[object]:
 def test_sessions_of_an_earlier_kvd_rank_as_if_each_had_come_by_itself(policy, steps):
     """Whatever happens to them, and to others, under every policy and in every tier."""
     resting, each = Sessions(policy, capacity_bytes=300), Sessions(policy, capacity_bytes=300)
-    resting.policy.restored([key_of(name) for name in RESTED])
+    resting.policy.on_restore([key_of(name) for name in RESTED])
     for name in RESTED:
-        each.policy.entered(key_of(name), Tier.SSD)
+        each.policy.on_insert(key_of(name), Tier.SSD)
     assert seen(resting) == seen(each)
     for what, name in steps:
         for sessions in resting, each:
@@ -77,18 +77,18 @@ def test_looking_at_the_order_ranks_no_session_that_rests(monkeypatch):
     """However many a start has found: a look at the coldest ones asks for a few ranks."""
     sessions = Sessions("predictive")
     keys = [key_of(str(number)) for number in range(100_000)]
-    sessions.policy.restored(keys)
+    sessions.policy.on_restore(keys)
     num_ranked = 0
-    warmth_of = RankedPolicy._resting_warmth
+    rank_of = EvictionPolicy._resting_rank
 
     def counted(policy, tier, use):
         nonlocal num_ranked
         num_ranked += 1
-        return warmth_of(policy, tier, use)
+        return rank_of(policy, tier, use)
 
-    monkeypatch.setattr(RankedPolicy, "_resting_warmth", counted)
+    monkeypatch.setattr(EvictionPolicy, "_resting_rank", counted)
     for tier in (None, Tier.SSD):
-        victims = sessions.placement.victims(tier, 0)
+        victims = sessions.placement.policy.victims(tier, 0)
         assert [next(victims) for _ in range(3)] == keys[:3]
     assert list(sessions.policy.returning(0)) == []
     assert num_ranked < 100
@@ -98,7 +98,7 @@ def test_looking_at_the_order_ranks_no_session_that_rests(monkeypatch):
 
 def test_sessions_that_woke_are_passed_over_by_the_page(monkeypatch):
     """The one at the very end is found without a look at each place before it."""
-    monkeypatch.setattr(resting_sessions, "PAGE", 4)
+    monkeypatch.setattr(session_order, "RESTING_PAGE", 4)
     resting = RestingSessions()
     keys = [key_of(str(number)) for number in range(19)]
     resting.restore(keys, first_use=7)
@@ -113,7 +113,7 @@ def test_sessions_that_woke_are_passed_over_by_the_page(monkeypatch):
 
 @given(st.integers(0, 20), st.integers(0, 25), st.integers(0, 25))
 def test_any_part_of_the_order_is_found(num_sessions, coldest, warmest):
-    """From one warmth to below another, whether or not any session has either."""
+    """From one rank to below another, whether or not any session has either."""
     resting = RestingSessions()
     keys = [key_of(str(number)) for number in range(num_sessions)]
     resting.restore(keys, first_use=1)

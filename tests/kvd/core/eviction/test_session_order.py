@@ -21,26 +21,26 @@ changes = st.lists(
 
 @settings(deadline=None)
 @given(changes)
-def test_the_order_is_that_of_the_newest_warmths(changes):
+def test_the_order_is_that_of_the_newest_ranks(changes):
     """Few changes between two looks or many: what is in the order comes sorted, each once."""
-    warmths = {key: (5, index) for index, key in enumerate(KEYS)}
-    order = SessionOrder(lambda key: warmths[key])
+    ranks = {key: (5, index) for index, key in enumerate(KEYS)}
+    order = SessionOrder(lambda key: ranks[key])
     members = set()
-    for what, index, warmth in changes:
+    for what, index, rank in changes:
         key = KEYS[index]
         if what == "enter":
             order.enter(key)
             members.add(key)
         elif what == "change":
-            warmths[key] = (warmth, index)
+            ranks[key] = (rank, index)
             order.change(key)
         elif what == "leave":
             order.leave(key)
             members.discard(key)
         else:
-            expected = sorted(members, key=warmths.__getitem__)
+            expected = sorted(members, key=ranks.__getitem__)
             assert list(order.between(*EVERYTHING)) == expected
-            above = [key for key in expected if (3,) <= warmths[key] < (7,)]
+            above = [key for key in expected if (3,) <= ranks[key] < (7,)]
             assert list(order.between((3,), (7,))) == above
         assert (key in order) == (key in members)
         assert len(order) == len(members)
@@ -51,12 +51,12 @@ def test_many_changes_that_nobody_looks_at_are_placed_some_at_a_time(monkeypatch
     monkeypatch.setattr(session_order, "MOST_CHANGED", 10)
     num_placed = 0
 
-    def warmth_of(key):
+    def rank_of(key):
         nonlocal num_placed
         num_placed += 1
         return (0.0, int(key.session_id))
 
-    order = SessionOrder(warmth_of)
+    order = SessionOrder(rank_of)
     most = 0
     for number in range(1000):
         before = num_placed

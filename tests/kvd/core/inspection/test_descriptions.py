@@ -1,7 +1,7 @@
 """What operators see."""
 
-from kvd.core.engine import COUNTERS
 from kvd.core.records.records import Tier
+from kvd.core.state.outbox import COUNTERS
 from tests.kvd.core.turns import (
     ONES,
     TWOS,
@@ -20,20 +20,20 @@ def test_a_session_is_described_block_by_block():
     world = new_world()
     store(world, A, [*ONES, 2])
     store(world, B, ONES, settle=False)
-    detail = world.engine.describe(A)
+    detail = world.engine.inspection.describe(A)
     assert [(b.token_offset, b.num_tokens, b.num_sessions, b.dirty) for b in detail.blocks] == [
         (0, 4, 2, False),
         (4, 1, 1, False),
     ]
     assert detail.blocks[0].tiers == (Tier.DRAM, Tier.SSD)
-    assert detail.info == world.engine.session_info(A)
+    assert detail.info == world.engine.inspection.info(A)
 
 
 def test_stats_count_bytes_and_leases():
     """Slots being written are used, not blocks; every counter is there from the start."""
     world = new_world(num_slots=4, num_extents=8)
     prepare_store(world, A, ONES + TWOS)
-    stats = world.engine.stats()
+    stats = world.engine.inspection.stats()
     block_bytes = world.engine.layout.block_bytes
     dram, ssd = stats.tiers
     assert (dram.capacity_bytes, dram.used_bytes, dram.num_blocks) == (
@@ -50,17 +50,17 @@ def test_ssd_is_used_by_whole_extents():
     """As many bytes as nobody else can have; a block of a part of one takes a part."""
     world = new_world(num_slots=4, num_extents=8)
     store(world, A, ONES + TWOS)
-    _, ssd = world.engine.stats().tiers
+    _, ssd = world.engine.inspection.stats().tiers
     assert (ssd.used_bytes, ssd.num_blocks) == (2 * world.engine.layout.block_bytes, 2)
 
 
 def test_queues_and_windows_are_counted():
     """Jobs that wait, and how many sessions of mean size fit in DRAM and in both tiers."""
     world = new_world(num_slots=8, num_extents=8)
-    assert world.engine.queue_stats().prefetch_window == 0
+    assert world.engine.inspection.queue_stats().prefetch_window == 0
     store(world, A, ONES + TWOS)
-    world.engine.replace_queue(1, queue_of(A, B, C), world.now_ns)
-    stats = world.engine.queue_stats()
+    world.engine.engines.replace_queue(1, queue_of(A, B, C))
+    stats = world.engine.inspection.queue_stats()
     assert (stats.waiting_jobs, stats.running_sessions) == (3, 0)
     assert stats.mean_session_bytes == 2 * world.engine.layout.block_bytes
     assert (stats.prefetch_window, stats.eviction_window) == (4, 8)

@@ -13,7 +13,8 @@ from kvd.core.inspection.listing import (
 )
 from kvd.core.inspection.session_filter import EVERYTHING, SessionFilter, SessionOrder
 from kvd.core.records.errors import InvalidRequestError
-from kvd.core.records.records import Pin, Tier
+from kvd.core.records.records import Tier
+from kvd.core.records.rows import Pin
 from tests.kvd.core.turns import (
     ONES,
     OTHER_TENANT,
@@ -38,8 +39,8 @@ def named(world, wanted=EVERYTHING, order=SessionOrder.IDLE, *, is_reversed=Fals
 
 def listing(world, request, after=None):
     builder = ListingBuilder(request, after)
-    keys = world.engine.session_keys()
-    ranked = world.engine.ranked(keys, request.wanted, request.order, world.now_ns)
+    keys = world.engine.inspection.keys()
+    ranked = world.engine.inspection.ranked(keys, request.wanted, request.order)
     builder.add(LAYOUT, ranked)
     return builder.finish()
 
@@ -65,8 +66,8 @@ def test_every_order_has_first_what_operators_look_for():
     for key, tokens in ((C, [*ONES, 9]), (A, ONES), (B, TWOS + THREES)):
         world.now_ns += 10
         store(world, key, tokens)
-    world.engine.set_ttl(B, 5, world.now_ns)
-    world.engine.pin(C, Pin.HARD, world.now_ns)
+    world.engine.sessions.set_ttl(B, 5)
+    world.engine.sessions.pin(C, Pin.HARD)
     expected = {
         SessionOrder.IDLE: [C, A, B],
         SessionOrder.BYTES: [B, C, A],
@@ -84,8 +85,8 @@ def test_filters_name_what_they_say():
     store(world, OTHER_TENANT, ONES + TWOS)
     world.now_ns += 100
     store(world, A, [*THREES, 5])
-    world.engine.pin(A, Pin.SOFT, world.now_ns)
-    world.engine.end_session(OTHER_TENANT, world.now_ns)
+    world.engine.sessions.pin(A, Pin.SOFT)
+    world.engine.sessions.end(OTHER_TENANT)
     block = world.engine.layout.block_bytes
     expected = {
         SessionFilter(tenants=frozenset({"a"})): [A],
@@ -117,18 +118,18 @@ def test_a_filter_is_narrowed_to_what_may_be_seen():
     assert EVERYTHING.within(None) is EVERYTHING
 
 
-def test_folded_tokens_are_counted():
+def test_packed_tokens_are_counted():
     """A session that lies on SSD only is as large and as long as before."""
     world = new_world(num_slots=3)
     store(world, A, ONES + TWOS + [3])
-    before = world.engine.session_info(A)
+    before = world.engine.inspection.info(A)
     store(world, B, [7] * 12)
     store(world, B, [7] * 12 + [8])
-    info = world.engine.session_info(A)
+    info = world.engine.inspection.info(A)
     assert (info.dram_bytes, info.num_tokens, info.total_bytes) == (0, 9, before.total_bytes)
     assert named(world, order=SessionOrder.TOKENS) == [B, A]
     load(world, A, ONES + TWOS + [3])
-    assert world.engine.session_info(A).num_tokens == 9
+    assert world.engine.inspection.info(A).num_tokens == 9
 
 
 def test_layouts_are_merged():

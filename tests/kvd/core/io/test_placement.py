@@ -2,13 +2,14 @@
 
 import pytest
 
-from kvd.core.engine import Limits
-from kvd.core.eviction.lru import LruPolicy
+from kvd.core.eviction.policies import POLICIES, LruPolicy
 from kvd.core.eviction.policy import PolicyContext
-from kvd.core.eviction.queue_window import QueueChange, QueueWindow, RunningJob
-from kvd.core.eviction.registry import POLICIES, make_policy
+from kvd.core.eviction.queue_window import QueueWindow
 from kvd.core.records.actions import WriteBlock
-from kvd.core.records.records import Admission, Pin, Tier
+from kvd.core.records.records import Admission, Tier
+from kvd.core.records.rows import Pin
+from kvd.core.state.limits import Limits
+from shared.types.queue_delta import QueueChange, RunningRequest
 from tests.kvd.core.turns import (
     ONES,
     OWNER,
@@ -67,12 +68,12 @@ def test_a_pinned_session_stays_in_dram():
     """Pins protect from eviction; unpinning ends that."""
     world = new_world(num_slots=2)
     store(world, A, ONES)
-    world.engine.pin(A, Pin.HARD, world.now_ns)
+    world.engine.sessions.pin(A, Pin.HARD)
     store(world, B, TWOS)
     store(world, C, THREES)
     assert tiers_of(world, A) == ["DS"]
     assert tiers_of(world, B) == ["S"]
-    world.engine.unpin(A, world.now_ns)
+    world.engine.sessions.pin(A, Pin.NONE)
     load(world, C, THREES)
     store(world, B, TWOS + ONES)
     assert tiers_of(world, A) == ["S"]
@@ -83,11 +84,11 @@ def test_a_block_that_a_pinned_session_shares_stays():
     world = new_world(num_slots=2)
     store(world, A, ONES)
     store(world, B, ONES + TWOS)
-    world.engine.pin(A, Pin.HARD, world.now_ns)
+    world.engine.sessions.pin(A, Pin.HARD)
     answer = store(world, C, THREES + ONES)
     assert (answer.end_token, answer.more) == (4, True), "one slot of two could be had"
     assert (tiers_of(world, A), tiers_of(world, B)) == (["DS"], ["DS", "S"])
-    world.engine.unpin(A, world.now_ns)
+    world.engine.sessions.pin(A, Pin.NONE)
     store(world, C, THREES + ONES)
     assert (tiers_of(world, A), tiers_of(world, B)) == (["S"], ["S", "S"])
 
@@ -96,14 +97,14 @@ def test_a_soft_pinned_session_goes_last():
     """After all others, queued ones too; a new block without a better claim does without SSD."""
     world = new_world(num_slots=2, num_extents=3, policy="lookahead_queue")
     store(world, A, ONES)
-    world.engine.pin(A, Pin.SOFT, world.now_ns)
+    world.engine.sessions.pin(A, Pin.SOFT)
     store(world, B, TWOS)
-    world.engine.replace_queue(OWNER, queue_of(B), world.now_ns)
+    world.engine.engines.replace_queue(OWNER, queue_of(B))
     store(world, C, THREES)
     assert (tiers_of(world, A), tiers_of(world, B)) == (["DS"], ["S"])
-    world.engine.replace_queue(OWNER, queue_of(C, B), world.now_ns)
+    world.engine.engines.replace_queue(OWNER, queue_of(C, B))
     store(world, C, THREES + ONES)
-    assert world.engine.session_info(B) is None
+    assert world.engine.inspection.info(B) is None
     assert (tiers_of(world, A), tiers_of(world, C)) == (["DS"], ["S", "DS"])
     store(world, C, THREES + ONES + TWOS)
     assert (tiers_of(world, A), tiers_of(world, C)) == (["DS"], ["S", "S", "D"])
@@ -116,9 +117,9 @@ def test_a_hard_pin_that_becomes_a_soft_one_leaves_clean_blocks_to_be_had():
     """The session ranked nowhere before; now it gives its blocks when there are no others."""
     world = new_world(num_slots=1)
     store(world, A, ONES)
-    world.engine.pin(A, Pin.HARD, world.now_ns)
+    world.engine.sessions.pin(A, Pin.HARD)
     assert store(world, B, TWOS).refused == "no_space"
-    world.engine.pin(A, Pin.SOFT, world.now_ns)
+    world.engine.sessions.pin(A, Pin.SOFT)
     world.engine.check()  # somebody offers its clean block
     store(world, B, TWOS)
     assert (tiers_of(world, A), tiers_of(world, B)) == (["S"], ["DS"])
@@ -128,16 +129,16 @@ def test_the_end_of_a_soft_pin_makes_a_session_a_victim_again():
     """In its place as one used just now; a soft pin keeps the order it had."""
     policy = LruPolicy(CONTEXT)
     for key in (A, B, C):
-        policy.touched(key, 0)
-    policy.guarded(A, is_guarded=True)
-    policy.guarded(B, is_guarded=True)
+        policy.on_access(key, 0)
+    policy.guard(A, is_guarded=True)
+    policy.guard(B, is_guarded=True)
     assert list(policy.victims(Tier.DRAM, 0)) == [C, A, B]
-    policy.left(A, Tier.DRAM)
-    policy.guarded(A, is_guarded=False)
+    policy.on_evict(A, Tier.DRAM)
+    policy.guard(A, is_guarded=False)
     assert list(policy.victims(Tier.DRAM, 0)) == [C, B]
     assert list(policy.victims(Tier.SSD, 0)) == [C, A, B]
-    policy.removed(B)
-    policy.touched(B, 0)
+    policy.on_remove(B)
+    policy.on_access(B, 0)
     assert list(policy.victims(None, 0)) == [C, A, B]
 
 
@@ -149,7 +150,7 @@ def test_a_leased_block_stays_in_dram():
     store(world, B, TWOS)
     store(world, C, THREES)
     assert tiers_of(world, A) == ["DS"]
-    world.engine.complete_load(lease.lease_id, OWNER, world.now_ns)
+    world.engine.loads.complete(lease.lease_id, OWNER)
 
 
 def test_an_ended_session_goes_first_until_it_is_used_again():
@@ -157,11 +158,11 @@ def test_an_ended_session_goes_first_until_it_is_used_again():
     world = new_world(num_slots=2)
     store(world, A, ONES)
     store(world, B, TWOS)
-    assert world.engine.end_session(B, world.now_ns)
+    assert world.engine.sessions.end(B)
     store(world, C, THREES)
     assert (tiers_of(world, A), tiers_of(world, B)) == (["DS"], ["S"])
     load(world, B, TWOS)
-    assert not world.engine.session_info(B).ended
+    assert not world.engine.inspection.info(B).ended
 
 
 def test_a_queued_session_goes_only_when_nothing_else_does():
@@ -169,11 +170,11 @@ def test_a_queued_session_goes_only_when_nothing_else_does():
     world = new_world(num_slots=2, policy="lookahead_queue")
     store(world, A, ONES)
     store(world, B, TWOS)
-    world.engine.replace_queue(OWNER, queue_of(A), world.now_ns)
-    assert world.engine.num_queued(OWNER) == 1
+    world.engine.engines.replace_queue(OWNER, queue_of(A))
+    assert world.engine.engines.num_jobs(OWNER)[0] == 1
     store(world, C, THREES)
     assert (tiers_of(world, A), tiers_of(world, B)) == (["DS"], ["S"])
-    world.engine.replace_queue(OWNER, queue_of(A, C), world.now_ns)
+    world.engine.engines.replace_queue(OWNER, queue_of(A, C))
     store(world, B, TWOS + ONES)
     assert (tiers_of(world, A), tiers_of(world, C)) == (["DS"], ["S"]), "the tail goes first"
 
@@ -182,10 +183,10 @@ def test_a_queued_session_goes_only_when_nothing_else_does():
 def test_what_a_running_turn_has_stored_may_leave_dram(is_running):
     """Its engine has these rows; what was stored before the turn began it has yet to load."""
     world = new_world(num_slots=2)
-    starts = QueueChange(running=[RunningJob(0, A)])
-    world.engine.replace_queue(OWNER, starts if is_running else QueueChange(), world.now_ns)
+    starts = QueueChange(running=[RunningRequest(0, A)])
+    world.engine.engines.replace_queue(OWNER, starts if is_running else QueueChange())
     store(world, A, ONES)
-    world.engine.replace_queue(OWNER, starts, world.now_ns)
+    world.engine.engines.replace_queue(OWNER, starts)
     store(world, B, TWOS)
     store(world, C, THREES)
     assert (tiers_of(world, A) == ["S"]) == is_running
@@ -198,10 +199,10 @@ def test_without_ssd_the_coldest_sessions_are_cut():
     store(world, A, ONES + TWOS)
     store(world, B, TWOS + THREES)
     store(world, C, THREES)
-    assert world.engine.session_info(A).num_tokens == 4
+    assert world.engine.inspection.info(A).num_tokens == 4
     assert load(world, A, ONES + TWOS, from_token=4).miss_reason == "evicted"
     store(world, C, THREES + ONES + TWOS + ONES)
-    assert world.engine.session_info(B) is None
+    assert world.engine.inspection.info(B) is None
     assert counter(world, "sessions_dropped") == 2
 
 
@@ -221,7 +222,7 @@ def test_a_block_evicted_from_ssd_but_in_dram_is_dirty_again():
     store(world, A, ONES + TWOS)
     store(world, B, THREES)
     assert tiers_of(world, A) == ["DS", "D"]
-    assert world.engine.session_info(A).dirty_bytes == world.engine.layout.block_bytes
+    assert world.engine.inspection.info(A).dirty_bytes == world.engine.layout.block_bytes
     store(world, A, ONES + TWOS)
     assert tiers_of(world, A) == ["DS", "DS"]
     assert tiers_of(world, B) == ["D"]
@@ -236,25 +237,24 @@ def test_a_session_larger_than_ssd_keeps_its_tail_in_dram_only():
 
 
 def test_policies_are_made_by_name():
-    """The factory knows every configured name."""
-    assert {make_policy(name, CONTEXT).name for name in POLICIES} == set(POLICIES)
-    with pytest.raises(KeyError):
-        make_policy("no such policy", CONTEXT)
+    """The table holds each by the name that it is configured by."""
+    for name, make_policy in POLICIES.items():
+        assert make_policy(CONTEXT).name == name
 
 
 def test_lru_ranks_by_last_use():
     """Touching moves to the warm end, ending to the cold end, entering happens at the warm end."""
     policy = LruPolicy(CONTEXT)
     for key in (A, B, C):
-        policy.touched(key, 0)
-    policy.touched(A, 1)
-    policy.ended(C)
+        policy.on_access(key, 0)
+    policy.on_access(A, 1)
+    policy.on_end(C)
     assert list(policy.victims(Tier.SSD, 0)) == list(policy.victims(None, 0)) == [C, B, A]
-    policy.left(B, Tier.SSD)
+    policy.on_evict(B, Tier.SSD)
     assert not policy.ranks(B, Tier.SSD)
-    policy.entered(B, Tier.SSD)
-    policy.removed(A)
-    policy.ended(A)
+    policy.on_insert(B, Tier.SSD)
+    policy.on_remove(A)
+    policy.on_end(A)
     assert list(policy.victims(Tier.SSD, 0)) == [C, B]
 
 
@@ -263,8 +263,8 @@ class CountingPolicy(LruPolicy):
 
     num_looked_at = 0
 
-    def victims(self, tier, now_ns, *, colder_than=None, clean=False):
-        for key in super().victims(tier, now_ns, colder_than=colder_than, clean=clean):
+    def victims(self, tier, now_ns, *, giving_way_to=None, clean=False):
+        for key in super().victims(tier, now_ns, giving_way_to=giving_way_to, clean=clean):
             self.num_looked_at += tier is Tier.DRAM
             yield key
 
@@ -276,7 +276,7 @@ def test_an_arena_full_of_dirty_blocks_is_not_looked_through():
     policy = world.engine._state.policy
     for index in range(16):
         store(world, A._replace(session_id=f"s{index}"), [index] * 4)
-    assert world.engine.stats().dirty_bytes == 16 * world.engine.layout.block_bytes
+    assert world.engine.inspection.stats().dirty_bytes == 16 * world.engine.layout.block_bytes
     for _ in range(3):
         answer = prepare_store(world, A, [99] * 4)
         assert answer.refused == "wait"
@@ -304,7 +304,7 @@ def test_a_clean_block_that_cannot_go_is_looked_for_once(how):
     if how == "leased":
         prepare_load(world, A, ONES)
     else:
-        world.engine.pin(A, Pin.HARD, world.now_ns)
+        world.engine.sessions.pin(A, Pin.HARD)
     looks = []
     for _ in range(4):
         policy.num_looked_at = 0
@@ -332,7 +332,7 @@ def test_a_block_that_is_given_back_may_go_at_once():
     world, policy = _full_of_dirty_blocks(16)
     held = prepare_load(world, A, ONES)
     assert prepare_store(world, B, [99] * 4).refused == "wait"
-    world.engine.complete_load(held.lease_id, OWNER, world.now_ns)
+    world.engine.loads.complete(held.lease_id, OWNER)
     world.pump()
     policy.num_looked_at = 0
     assert prepare_store(world, B, [99] * 4).lease_id
@@ -348,10 +348,10 @@ def test_a_shared_block_that_was_in_use_is_kept_by_its_last_user():
     held = prepare_load(world, A, ONES)
     store(world, C, TWOS + THREES)
     store(world, C._replace(session_id="d"), [9] * 8)
-    world.engine.complete_load(held.lease_id, OWNER, world.now_ns)
+    world.engine.loads.complete(held.lease_id, OWNER)
     world.pump()
     assert tiers_of(world, A) == ["DS"]
-    world.engine.end_session(A, world.now_ns)
+    world.engine.sessions.end(A)
     load(world, B, ONES)
     store(world, C._replace(session_id="e"), [7] * 4)
     assert tiers_of(world, A) == tiers_of(world, B) == ["DS"]

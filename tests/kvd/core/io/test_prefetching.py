@@ -2,14 +2,13 @@
 
 import pytest
 
-from kvd.core.engine import Limits
-from kvd.core.eviction.queue_window import QueueChange, QueuedJob, RunningJob
-from kvd.core.eviction.registry import POLICIES
-from kvd.core.io.prefetching import LOOK_NS, YIELD_NS
-from kvd.core.io.read_plan import MOST_TIMES
+from kvd.core.eviction.policies import POLICIES
+from kvd.core.io.prefetching import LOOK_NS, MOST_TIMES, YIELD_NS
 from kvd.core.io.reading import RETRY_NS
 from kvd.core.records.actions import Emit, IoOutcome, ReadBlock, WriteBlock
 from kvd.core.records.records import Admission, Lookup, Tier
+from kvd.core.state.limits import Limits
+from shared.types.queue_delta import QueueChange, QueuedRequest, RunningRequest
 from tests.kvd.core.turns import (
     ONES,
     OWNER,
@@ -48,7 +47,7 @@ def store_on_ssd(world, sizes):
     """Store sessions of so many blocks, and empty DRAM."""
     for key, num_blocks in sizes.items():
         store(world, key, tokens_of(key, num_blocks))
-    assert world.engine.release_dram(world.now_ns)
+    assert world.engine.release_dram()
     world.pump()
 
 
@@ -58,20 +57,23 @@ def tokens_of(key, num_blocks):
 
 
 def queue(world, *keys, owner=OWNER):
-    world.engine.replace_queue(owner, queue_of(*keys), world.now_ns)
+    world.engine.engines.replace_queue(owner, queue_of(*keys))
     world.pump()
 
 
 def run(world, key, number=99):
     """Have a turn of the session run, and no other."""
-    change = QueueChange(running=[RunningJob(number, key)])
-    world.engine.replace_queue(OWNER, change, world.now_ns)
+    change = QueueChange(running=[RunningRequest(number, key)])
+    world.engine.engines.replace_queue(OWNER, change)
     world.pump()
 
 
 def being_read(world):
     """Whose blocks are being read, in the order in which that was asked for."""
-    infos = {key: world.engine.session_info(key) and world.engine.describe(key) for key in TOKENS}
+    infos = {
+        key: world.engine.inspection.info(key) and world.engine.inspection.describe(key)
+        for key in TOKENS
+    }
     owner_of = {b.key: key for key, info in infos.items() if info for b in info.blocks}
     return [owner_of[world.io[op_id].key] for op_id in world.io_of(ReadBlock)]
 
@@ -87,7 +89,7 @@ def finish_reads(world):
 
 def wait(world, elapsed_ns):
     world.now_ns += elapsed_ns
-    world.engine.expire(world.now_ns)
+    world.engine.expire()
     world.pump()
 
 
@@ -164,7 +166,7 @@ def test_a_change_of_the_queue_counts_with_the_next_block():
 
 
 def test_nothing_more_is_read_for_a_turn_that_left():
-    """What has come stays; the rest of the session is folded again."""
+    """What has come stays; the rest of the session is packed again."""
     world = reading_world(prefetch_bytes=ONE)
     store_on_ssd(world, {A: 4})
     queue(world, A)
@@ -172,17 +174,17 @@ def test_nothing_more_is_read_for_a_turn_that_left():
     assert finish_reads(world) == [A]
     assert counter(world, "prefetch_cancelled") == 1
     assert tiers_of(world, A) == ["DS", "S", "S", "S"]
-    assert world.engine._state.sessions[A].num_folded == 3
+    assert world.engine._state.sessions[A].num_packed == 3
 
 
-@pytest.mark.parametrize("how", ["owner_gone", "detach"])
+@pytest.mark.parametrize("how", ["gone", "detach"])
 def test_a_lost_engine_stops_it(how):
     """Its queue goes with its connection; another engine's stays."""
     world = reading_world(prefetch_bytes=ONE)
     store_on_ssd(world, {A: 3, B: 2})
     queue(world, A)
     queue(world, B, owner=OTHER_OWNER)
-    getattr(world.engine, how)(OWNER, world.now_ns)
+    getattr(world.engine.engines, how)(OWNER)
     world.pump()
     assert finish_reads(world) == [A, B, B]
 
@@ -248,7 +250,7 @@ def test_dirty_blocks_do_not_give_way():
     assert [tiers_of(world, key) for key in (A, B, C)] == [["S"], ["D"], ["D"]]
     queue(world, A)
     assert not world.io
-    world.engine.write_dirty(world.now_ns)
+    world.engine.write_dirty()
     assert [tiers_of(world, key) for key in (B, C)] == [["D"], ["D"]]
 
 
@@ -283,7 +285,7 @@ def test_nothing_is_read_ahead_at_the_end():
     """Not even for a queue that is told then."""
     world = reading_world()
     store_on_ssd(world, {A: 2})
-    world.engine.write_dirty(world.now_ns)
+    world.engine.write_dirty()
     queue(world, A)
     assert not world.io
 
@@ -293,10 +295,10 @@ def test_what_a_waiting_session_shares_stays_for_it():
     world = reading_world(num_slots=3)
     store(world, A, ONES + TWOS)
     store(world, B, ONES)
-    assert world.engine.release_dram(world.now_ns)
+    assert world.engine.release_dram()
     world.pump()
     store(world, C, tokens_of(C, 2))
-    world.engine.release_dram(world.now_ns)
+    world.engine.release_dram()
     world.pump()
     for key, tokens in ((B, ONES), (C, tokens_of(C, 2))):
         world.now_ns += 1
@@ -313,10 +315,13 @@ def test_the_watermark_is_kept_by_evicting_clean_blocks():
         key = A._replace(session_id=f"s{index}")
         answer = prepare_store(world, key, [index] * 4)
         assert answer.blocks, "a store may use the watermark"
-        world.engine.complete_store(answer.lease_id, OWNER, True, world.now_ns)
+        world.engine.stores.complete(answer.lease_id, OWNER, success=True)
         world.pump()
         world.quiesce()
-        assert world.engine.stats().tiers[0].used_bytes <= 8 * world.engine.layout.block_bytes
+        assert (
+            world.engine.inspection.stats().tiers[0].used_bytes
+            <= 8 * world.engine.layout.block_bytes
+        )
     assert counter(world, "evictions_dram") == 4
 
 
@@ -350,12 +355,12 @@ def test_slots_are_left_for_the_stores_of_turns_that_run(num_slots, num_read, nu
     store_on_ssd(world, {B: 40})
     for _ in range(40):  # a running mean
         store(world, A, tokens_of(A, 3))
-        world.engine.flush(A, False, world.now_ns)
+        world.engine.sessions.flush(A, dry_run=False)
         world.pump()
     world.quiesce()
     waiting = queue_of(B).waiting
-    change = QueueChange(waiting, [RunningJob(99, A)])
-    world.engine.replace_queue(OWNER, change, world.now_ns)
+    change = QueueChange(waiting, [RunningRequest(99, A)])
+    world.engine.engines.replace_queue(OWNER, change)
     world.pump()
     finish_reads(world)
     assert tiers_of(world, B).count("DS") == num_read
@@ -378,7 +383,7 @@ def test_a_load_joins_a_read_that_is_under_way():
     assert world.tracked[answer.lease_id] == tuple(ahead)
     assert counter(world, "prefetch_late") == 2
     finish_reads(world)
-    assert world.engine.settle_load(answer.lease_id).end_token == 8
+    assert world.engine.loads.settle(answer.lease_id).end_token == 8
     assert (counter(world, "prefetch_hits"), counter(world, "prefetch_blocks")) == (0, 2)
 
 
@@ -400,7 +405,7 @@ def test_a_session_that_cannot_come_in_time_yields_to_one_that_can():
     world.now_ns += 100  # the time a block takes
     world.finish_all(ReadBlock)
     jobs = queue_of(A, B)
-    world.engine.replace_queue(OWNER, QueueChange(jobs.waiting, interval_ns=150), world.now_ns)
+    world.engine.engines.replace_queue(OWNER, QueueChange(jobs.waiting, interval_ns=150))
     world.pump()
     assert finish_reads(world) == [B, A, A, A, A]
 
@@ -413,7 +418,7 @@ def test_what_comes_in_time_keeps_its_turn():
     world.now_ns += 100
     world.finish_all(ReadBlock)
     jobs = queue_of(A, B)
-    world.engine.replace_queue(OWNER, QueueChange(jobs.waiting, interval_ns=400), world.now_ns)
+    world.engine.engines.replace_queue(OWNER, QueueChange(jobs.waiting, interval_ns=400))
     world.pump()
     assert finish_reads(world) == [A, A, A, A, B]
 
@@ -454,10 +459,10 @@ def test_a_session_flushed_while_it_is_read_leaves_nothing():
     world = reading_world(prefetch_bytes=ONE)
     store_on_ssd(world, {A: 3})
     queue(world, A)
-    world.engine.flush(A, False, world.now_ns)
+    world.engine.sessions.flush(A, dry_run=False)
     world.pump()
     world.quiesce()
-    assert [tier.used_bytes for tier in world.engine.stats().tiers] == [0, 0]
+    assert [tier.used_bytes for tier in world.engine.inspection.stats().tiers] == [0, 0]
     assert counter(world, "prefetch_wasted") == 1
 
 
@@ -472,7 +477,7 @@ def test_reading_and_evicting_do_not_keep_each_other_going():
         other = B._replace(session_id=f"s{index}")
         queue(world, other, A)
         store(world, other, [100 + index] * 16)
-        world.engine.flush(other, False, world.now_ns)
+        world.engine.sessions.flush(other, dry_run=False)
         world.pump()
     assert counter(world, "prefetch_blocks") == MOST_TIMES * 3
     assert counter(world, "prefetch_wasted") == MOST_TIMES * 3
@@ -491,7 +496,7 @@ def test_no_more_is_planned_than_may_be_read_between_two_uses():
     queue(world)
     finish_reads(world)
     for num_read in (2, 0):
-        assert world.engine.release_dram(world.now_ns)
+        assert world.engine.release_dram()
         world.pump()
         queue(world, A)
         assert len(finish_reads(world)) == num_read
@@ -532,12 +537,12 @@ def test_an_arena_that_is_given_up_is_not_filled_again():
     store(world, A, ONES)
     lease = prepare_load(world, A, ONES)
     store(world, B, TWOS)
-    assert not world.engine.release_dram(world.now_ns)
+    assert not world.engine.release_dram()
     world.pump()
     wait(world, 10 * LOOK_NS)
     assert not world.io
-    world.engine.complete_load(lease.lease_id, OWNER, world.now_ns)
-    assert world.engine.release_dram(world.now_ns)
+    world.engine.loads.complete(lease.lease_id, OWNER)
+    assert world.engine.release_dram()
 
 
 # ----------------------------------------------------------------------------------- who may return
@@ -551,7 +556,7 @@ def test_sessions_that_are_likely_to_return_come_into_idle_room():
     wait(world, LOOK_NS)
     assert sorted(finish_reads(world)) == [A, A, B]
     store(world, C, [9] * 16)
-    world.engine.flush(C, False, world.now_ns)
+    world.engine.sessions.flush(C, dry_run=False)
     world.pump()
     for _ in range(4):
         wait(world, LOOK_NS)
@@ -569,7 +574,7 @@ def test_nobody_gives_way_to_one_that_is_only_likely():
     queue(world)
     wait(world, LOOK_NS)
     assert not world.io
-    world.engine.end_session(B, world.now_ns)
+    world.engine.sessions.end(B)
     world.pump()
     wait(world, LOOK_NS)
     assert finish_reads(world) == [A]
@@ -626,10 +631,10 @@ def test_the_last_copy_of_a_running_session_is_not_cut_first():
     load(world, A, ONES)
     run(world, A)
     store(world, C, tokens_of(C, 2))
-    assert world.engine.session_info(B) is None
+    assert world.engine.inspection.info(B) is None
     assert tiers_of(world, A) == ["D"]
     store(world, C, tokens_of(C, 3))
-    assert world.engine.session_info(A) is None, "nothing else was left"
+    assert world.engine.inspection.info(A) is None, "nothing else was left"
 
 
 @pytest.mark.parametrize("policy", sorted(POLICIES))
@@ -650,8 +655,8 @@ def test_a_job_of_another_rank_is_read_in_its_new_order():
     world = reading_world(prefetch_bytes=ONE)
     store_on_ssd(world, {A: 1, B: 1, C: 1})
     queue(world, A, B, C)
-    change = QueueChange([QueuedJob((-1, 0.0, 2), C)])
-    world.engine.change_queue(OWNER, change, world.now_ns)
+    change = QueueChange([QueuedRequest((-1, 0.0, 2), C)])
+    world.engine.engines.change_queue(OWNER, change)
     world.pump()
     assert finish_reads(world) == [A, C, B]
 
@@ -664,8 +669,8 @@ def test_a_turn_that_starts_as_the_one_before_it_ends_is_loaded_anew():
     store(world, C, THREES)
     run(world, A)
     load(world, A, ONES)
-    change = QueueChange(running=[RunningJob(100, A)], left=[99])
-    world.engine.change_queue(OWNER, change, world.now_ns)
+    change = QueueChange(running=[RunningRequest(100, A)], left=[99])
+    world.engine.engines.change_queue(OWNER, change)
     world.pump()
     store(world, C, tokens_of(C, 2))
     assert [tiers_of(world, key) for key in (A, B)] == [["DS"], ["S"]]

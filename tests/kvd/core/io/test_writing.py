@@ -4,7 +4,8 @@ import pytest
 
 from kvd.core.io.writing import FIRST_RETRY_NS
 from kvd.core.records.actions import DropBlock, Emit, HashSlot, IoOutcome, PutBlock, WriteBlock
-from kvd.core.records.records import Admission, Pin
+from kvd.core.records.records import Admission
+from kvd.core.records.rows import Pin
 from shared.types.units import SECTOR_BYTES
 from tests.kvd.core.turns import (
     ONES,
@@ -32,13 +33,13 @@ def test_a_row_is_put_after_its_data_is_durable():
     world = new_world()
     store(world, A, ONES, settle=False)
     assert not any(isinstance(action, PutBlock) for action in world.index.uncommitted)
-    assert world.engine.stats().dirty_bytes == world.engine.layout.block_bytes
+    assert world.engine.inspection.stats().dirty_bytes == world.engine.layout.block_bytes
     world.finish_io(next(iter(world.io)), IoOutcome.OK)
     rows = [action.block for action in world.index.uncommitted if isinstance(action, PutBlock)]
     assert [row.num_tokens for row in rows] == [4]
     stored = world.extents[rows[0].extent].stored
     assert (len(stored.token_ids), len(stored.checksums)) == (16, 8)
-    assert world.engine.stats().dirty_bytes == 0
+    assert world.engine.inspection.stats().dirty_bytes == 0
 
 
 def test_a_failed_write_degrades_the_tier_and_is_tried_again():
@@ -48,15 +49,15 @@ def test_a_failed_write_degrades_the_tier_and_is_tried_again():
     for delay_ns in (FIRST_RETRY_NS, 2 * FIRST_RETRY_NS):
         for op_id in sorted(world.io):
             world.finish_io(op_id, IoOutcome.FULL)
-        assert world.engine.stats().tiers[1].degraded_reason == "full"
+        assert world.engine.inspection.stats().tiers[1].degraded_reason == "full"
         assert world.engine.next_deadline_ns() == world.now_ns + delay_ns
         store(world, B, TWOS, settle=False)
         assert not world.io, "writes are held back"
         world.now_ns += delay_ns
-        world.engine.expire(world.now_ns)
+        world.engine.expire()
         world.pump()
     world.finish_io(min(world.io), IoOutcome.OK)
-    assert world.engine.stats().tiers[1].degraded_reason == ""
+    assert world.engine.inspection.stats().tiers[1].degraded_reason == ""
     names = [event.name for event in world.events if isinstance(event, Emit)]
     assert names.count("ssd_degraded") == names.count("ssd_recovered") == 1
     assert world.engine.next_deadline_ns() is None
@@ -79,7 +80,7 @@ def test_a_degraded_tier_does_not_block_stores():
     world.finish_io(next(iter(world.io)), IoOutcome.FULL)
     answer = store(world, B, TWOS, settle=False)
     assert len(answer.blocks) == 1
-    assert world.engine.session_info(A) is None
+    assert world.engine.inspection.info(A) is None
 
 
 def test_a_write_waits_for_the_extent_of_a_dropped_row():
@@ -99,20 +100,20 @@ def test_a_block_dropped_while_it_is_written_gives_both_places_back():
     """A flush does not wait for writes; their outcome finds nobody."""
     world = new_world()
     store(world, A, ONES, settle=False)
-    world.engine.flush(A, False, world.now_ns)
+    world.engine.sessions.flush(A, dry_run=False)
     world.pump()
     world.finish_io(next(iter(world.io)), IoOutcome.OK)
-    assert [tier.used_bytes for tier in world.engine.stats().tiers] == [0, 0]
+    assert [tier.used_bytes for tier in world.engine.inspection.stats().tiers] == [0, 0]
 
 
 def test_a_dropped_block_whose_write_fails_leaves_nothing():
     """A failed write of an unwanted block is not tried again."""
     world = new_world()
     store(world, A, ONES, settle=False)
-    world.engine.flush(A, False, world.now_ns)
+    world.engine.sessions.flush(A, dry_run=False)
     world.pump()
     world.finish_io(next(iter(world.io)), IoOutcome.TRANSIENT)
-    assert [tier.used_bytes for tier in world.engine.stats().tiers] == [0, 0]
+    assert [tier.used_bytes for tier in world.engine.inspection.stats().tiers] == [0, 0]
     assert world.engine.next_deadline_ns() is None
 
 
@@ -122,20 +123,20 @@ def test_nothing_is_written_before_it_is_hashed():
     complete_store(world, prepare_store(world, A, ONES))
     world.finish_all(HashSlot, IoOutcome.TRANSIENT)
     assert not world.io
-    assert (counter(world, "hash_errors"), world.engine.stats().num_unhashed) == (1, 1)
+    assert (counter(world, "hash_errors"), world.engine.inspection.stats().num_unhashed) == (1, 1)
     store(world, A, ONES)
     assert tiers_of(world, A) == ["DS"]
-    assert world.engine.stats().num_unhashed == 0
+    assert world.engine.inspection.stats().num_unhashed == 0
 
 
 def test_a_block_dropped_while_it_is_hashed_leaves_nothing():
     """Nobody wants its checksums."""
     world = new_world()
     complete_store(world, prepare_store(world, A, ONES))
-    world.engine.flush(A, False, world.now_ns)
+    world.engine.sessions.flush(A, dry_run=False)
     world.pump()
     world.quiesce()
-    assert [tier.used_bytes for tier in world.engine.stats().tiers] == [0, 0]
+    assert [tier.used_bytes for tier in world.engine.inspection.stats().tiers] == [0, 0]
 
 
 @pytest.mark.parametrize(
@@ -160,7 +161,7 @@ def write_back_world(num_slots=16, **limits):
 
 def wait(world, elapsed_ns):
     world.now_ns += elapsed_ns
-    world.engine.expire(world.now_ns)
+    world.engine.expire()
     world.pump()
 
 
@@ -193,7 +194,7 @@ def test_a_session_flushed_before_its_write_back_is_not_missed():
     """Its turn comes, and nothing is there."""
     world = write_back_world()
     store(world, A, ONES)
-    world.engine.flush(A, False, world.now_ns)
+    world.engine.sessions.flush(A, dry_run=False)
     world.pump()
     wait(world, DELAY_NS)
     assert world.engine.next_deadline_ns() is None
@@ -244,24 +245,24 @@ def test_what_ssd_cannot_take_is_cut():
     """A demotion for which no extent can be had is no reason to wait."""
     world = new_world(num_slots=2, num_extents=1, admission=Admission.ON_EVICT)
     store(world, A, ONES)
-    world.engine.write_dirty(world.now_ns)
+    world.engine.write_dirty()
     world.pump()
     world.quiesce()
-    world.engine.pin(A, Pin.HARD, world.now_ns)
+    world.engine.sessions.pin(A, Pin.HARD)
     store(world, B, TWOS)
     assert len(prepare_store(world, C, THREES).blocks) == 1
     assert counter(world, "ssd_refused") == 2, "when it was hashed, and for its room"
-    assert world.engine.session_info(B) is None
+    assert world.engine.inspection.info(B) is None
 
 
 def test_all_that_is_dirty_can_be_written():
     """Whatever the policy: before a shutdown."""
     world = new_world(admission=Admission.ON_EVICT)
     store(world, A, ONES + TWOS)
-    world.engine.write_dirty(world.now_ns)
+    world.engine.write_dirty()
     world.pump()
     world.quiesce()
-    assert world.engine.stats().dirty_bytes == 0
+    assert world.engine.inspection.stats().dirty_bytes == 0
 
 
 @pytest.mark.parametrize("admission", [Admission.ON_EVICT, Admission.WRITE_BACK])
@@ -270,10 +271,10 @@ def test_what_is_being_hashed_at_the_end_is_written_too(admission):
     world = new_world(admission=admission)
     complete_store(world, prepare_store(world, A, ONES))
     assert any(isinstance(action, HashSlot) for action in world.io.values())
-    world.engine.write_dirty(world.now_ns)
+    world.engine.write_dirty()
     world.pump()
     world.quiesce()
-    assert world.engine.stats().dirty_bytes == 0
+    assert world.engine.inspection.stats().dirty_bytes == 0
 
 
 def test_less_room_on_ssd_makes_the_coldest_go():
@@ -282,14 +283,14 @@ def test_less_room_on_ssd_makes_the_coldest_go():
     store(world, A, ONES + TWOS)
     store(world, B, THREES, settle=False)
     world.finish_all(WriteBlock, IoOutcome.FULL)
-    assert world.engine.stats().tiers[1].degraded_reason == "full"
-    world.engine.set_ssd_capacity(2, world.now_ns)
+    assert world.engine.inspection.stats().tiers[1].degraded_reason == "full"
+    world.engine.writes.set_capacity(2)
     world.pump()
     world.quiesce()
-    assert world.engine.stats().tiers[1].degraded_reason == ""
+    assert world.engine.inspection.stats().tiers[1].degraded_reason == ""
     assert tiers_of(world, A) == ["DS", "D"]
     assert tiers_of(world, B) == ["DS"]
-    world.engine.set_ssd_capacity(3, world.now_ns)
+    world.engine.writes.set_capacity(3)
     store(world, A, ONES + TWOS)
     assert tiers_of(world, A) == ["DS", "DS"]
 
@@ -299,7 +300,7 @@ def test_fewer_extents_than_are_in_use_empty_the_tier_of_the_coldest():
     world = new_world()
     store(world, A, ONES + TWOS)
     store(world, B, THREES)
-    world.engine.set_ssd_capacity(1, world.now_ns)
+    world.engine.writes.set_capacity(1)
     world.pump()
     world.quiesce()
     assert (tiers_of(world, A), tiers_of(world, B)) == (["D", "D"], ["DS"])
@@ -310,7 +311,7 @@ def test_partial_blocks_share_extents():
     world = new_world(num_extents=4)
     for key in (A, B, C):
         store(world, key, [key.session_id.encode()[0]])
-    used_bytes = world.engine.stats().tiers[1].used_bytes
+    used_bytes = world.engine.inspection.stats().tiers[1].used_bytes
     assert [tiers_of(world, key) for key in (A, B, C)] == [["DS"]] * 3
     assert used_bytes <= 2 * 5 * 4096
 
@@ -323,17 +324,17 @@ def test_a_packed_block_that_fits_nowhere_makes_room_for_itself():
     store(world, C, [3])
     assert counter(world, "ssd_refused") + counter(world, "evictions_ssd") >= 1
     world.quiesce()
-    assert world.engine.stats().tiers[1].num_blocks >= 1
+    assert world.engine.inspection.stats().tiers[1].num_blocks >= 1
 
 
 def test_an_arena_can_be_given_up_and_made_again():
     """Dirty blocks are written first; then no slot is in use, and sessions are on SSD."""
     world = new_world(num_slots=2, admission=Admission.ON_EVICT)
     store(world, A, ONES + TWOS)
-    assert not world.engine.release_dram(world.now_ns)
+    assert not world.engine.release_dram()
     world.pump()
     world.quiesce()
-    assert world.engine.release_dram(world.now_ns)
+    assert world.engine.release_dram()
     world.engine.drop_slots()
     world.pump()
     assert tiers_of(world, A) == ["S", "S"]
@@ -361,28 +362,28 @@ def test_a_failed_write_of_what_nobody_wants_degrades_the_tier_all_the_same():
     """The next success says that it works again."""
     world = new_world()
     store(world, A, ONES, settle=False)
-    world.engine.flush(A, False, world.now_ns)
+    world.engine.sessions.flush(A, dry_run=False)
     world.pump()
     world.finish_all(WriteBlock, IoOutcome.TRANSIENT)
-    assert world.engine.stats().tiers[1].degraded_reason == "transient"
+    assert world.engine.inspection.stats().tiers[1].degraded_reason == "transient"
     wait(world, FIRST_RETRY_NS)
     store(world, B, TWOS)
-    assert world.engine.stats().tiers[1].degraded_reason == ""
+    assert world.engine.inspection.stats().tiers[1].degraded_reason == ""
 
 
 def test_what_was_refused_is_written_when_there_is_room_again():
     """Without its session being used: extents that nobody else wants are for it."""
     world = new_world(num_extents=1)
     store(world, A, ONES)
-    world.engine.pin(A, Pin.HARD, world.now_ns)
+    world.engine.sessions.pin(A, Pin.HARD)
     store(world, B, TWOS + THREES)
     assert tiers_of(world, B) == ["D", "D"]
     assert counter(world, "ssd_refused") == 2
-    world.engine.flush(A, False, world.now_ns)
+    world.engine.sessions.flush(A, dry_run=False)
     world.pump()
     world.quiesce()
     assert tiers_of(world, B) == ["DS", "D"], "the one refused first"
-    world.engine.set_ssd_capacity(2, world.now_ns)
+    world.engine.writes.set_capacity(2)
     world.pump()
     world.quiesce()
     assert tiers_of(world, B) == ["DS", "DS"]
@@ -394,7 +395,7 @@ def test_what_lost_its_extent_to_a_warmer_session_gets_one_again():
     store(world, A, ONES)
     store(world, B, TWOS)
     assert (tiers_of(world, A), tiers_of(world, B)) == (["D"], ["DS"])
-    world.engine.flush(B, False, world.now_ns)
+    world.engine.sessions.flush(B, dry_run=False)
     world.pump()
     world.quiesce()
     assert tiers_of(world, A) == ["DS"]
@@ -404,15 +405,15 @@ def test_what_was_refused_does_not_take_what_others_wait_for():
     """And is forgotten with its session."""
     world = new_world(num_slots=4, num_extents=1)
     store(world, A, ONES)
-    world.engine.pin(A, Pin.HARD, world.now_ns)
+    world.engine.sessions.pin(A, Pin.HARD)
     store(world, B, TWOS)
     store(world, C, THREES)
-    world.engine.flush(B, False, world.now_ns)
-    world.engine.flush(A, False, world.now_ns)
+    world.engine.sessions.flush(B, dry_run=False)
+    world.engine.sessions.flush(A, dry_run=False)
     world.pump()
     world.quiesce()
     assert tiers_of(world, C) == ["DS"]
-    assert not world.engine._state.refused
+    assert not world.engine._state.unwritten.refused
 
 
 def test_what_is_written_is_counted_as_it_lies_on_ssd():
@@ -423,7 +424,7 @@ def test_what_is_written_is_counted_as_it_lies_on_ssd():
     world.finish_all(WriteBlock)
     assert counter(world, "ssd_written_bytes") == SECTOR_BYTES * SHAPE.num_sectors(1)
     world.now_ns += FIRST_RETRY_NS
-    world.engine.expire(world.now_ns)
+    world.engine.expire()
     world.quiesce()
     num_sectors = SHAPE.num_sectors(1) + SHAPE.num_sectors(4)
     assert counter(world, "ssd_written_bytes") == SECTOR_BYTES * num_sectors
@@ -435,6 +436,6 @@ def test_extents_that_come_back_soon_are_not_made_free_again():
     for key, tokens in ((A, ONES), (B, TWOS), (C, THREES)):
         store(world, key, tokens)
     for num_extents in (2, 1):
-        world.engine.set_ssd_capacity(num_extents, world.now_ns)
+        world.engine.writes.set_capacity(num_extents)
         world.pump()
     assert [tiers_of(world, key) for key in (A, B, C)] == [["D"], ["D"], ["DS"]]

@@ -9,7 +9,8 @@ from kvd.core.records.actions import (
     IoOutcome,
     WriteBlock,
 )
-from kvd.core.records.records import Admission, CommittedSlot, Lookup
+from kvd.core.records.records import Admission, Lookup
+from kvd.core.records.rows import CommittedSlot
 from shared.types.lineage import WHOLE
 from tests.kvd.core.turns import (
     OWNER,
@@ -40,7 +41,7 @@ def sparse_world(**limits) -> CacheWorld:
 
 
 def discard(world, key, tokens, ranges) -> int:
-    kept = world.engine.discard(key, to_bytes(tokens), ranges, world.now_ns)
+    kept = world.engine.sessions.discard(key, to_bytes(tokens), ranges)
     world.pump()
     world.quiesce()
     return kept
@@ -49,7 +50,7 @@ def discard(world, key, tokens, ranges) -> int:
 def rest(world, elapsed_ns=REST_NS) -> None:
     """Let time pass; what is due is begun, and nothing ends."""
     world.now_ns += elapsed_ns
-    world.engine.expire(world.now_ns)
+    world.engine.expire()
     world.pump()
 
 
@@ -58,7 +59,7 @@ def rows_of(world, answer) -> list[int]:
 
 
 def num_blocks(world, key=A) -> int:
-    return world.engine.session_info(key).num_blocks
+    return world.engine.inspection.info(key).num_blocks
 
 
 def test_sparse_blocks_become_dense_ones():
@@ -72,7 +73,7 @@ def test_sparse_blocks_become_dense_ones():
     answer = load(world, A, KEPT)
     assert [(s.start, s.num_tokens) for s in answer.spans] == [(0, BLOCK_TOKENS)] * 3
     assert rows_of(world, answer) == rows == compute([], TOKENS)[1::2]
-    info = world.engine.session_info(A)
+    info = world.engine.inspection.info(A)
     assert (info.num_blocks, info.num_spans, info.waste_bytes, info.dirty_bytes) == (3, 3, 0, 0)
     assert len(world.index.blocks) == 3, "the old ones are gone from SSD, too"
     assert counter(world, "compactions") == 1
@@ -84,15 +85,18 @@ def test_sparse_blocks_become_dense_ones():
 def test_what_is_computed_after_a_compaction_goes_on_as_before_it():
     """Blocks stored before and after the compaction have the same chain."""
     world = sparse_world()
-    before = world.engine.describe(A).blocks[-1]
+    before = world.engine.inspection.describe(A).blocks[-1]
     rest(world)
     world.quiesce()
     store(world, A, [*KEPT, 1, 2, 3, 4])
     other = sparse_world(max_waste=1.0)
     store(other, A, [*KEPT, 1, 2, 3, 4])
     assert num_blocks(other) == 7, "this one is not compacted"
-    assert before.key != world.engine.describe(A).blocks[2].key
-    assert world.engine.describe(A).blocks[-1].key == other.engine.describe(A).blocks[-1].key
+    assert before.key != world.engine.inspection.describe(A).blocks[2].key
+    assert (
+        world.engine.inspection.describe(A).blocks[-1].key
+        == other.engine.inspection.describe(A).blocks[-1].key
+    )
 
 
 def test_a_compacted_session_is_found_by_its_lineage():
@@ -102,10 +106,10 @@ def test_a_compacted_session_is_found_by_its_lineage():
     world.quiesce()
     lineage = WHOLE.after(to_bytes(TOKENS), EVEN)
     for named, num_found in ((lineage, len(KEPT)), (lineage.after(to_bytes(KEPT), [(1, 2)]), 0)):
-        answer = world.engine.prepare_load(A, to_bytes(KEPT), 0, OWNER, world.now_ns, lineage=named)
+        answer = world.engine.loads.prepare(A, to_bytes(KEPT), 0, OWNER, lineage=named)
         assert answer.end_token == num_found
         if answer.lookup is Lookup.HIT:
-            world.engine.complete_load(answer.lease_id, OWNER, world.now_ns)
+            world.engine.loads.complete(answer.lease_id, OWNER)
         world.pump()
 
 
@@ -117,7 +121,7 @@ def test_shared_blocks_are_left_alone():
     discard(world, A, TOKENS, EVEN)
     rest(world)
     assert not world.io
-    world.engine.flush(B, False, world.now_ns)
+    world.engine.sessions.flush(B, dry_run=False)
     world.quiesce()
     load(world, A, KEPT)
     rest(world)
@@ -144,7 +148,7 @@ def test_a_lease_that_comes_meanwhile_wins():
     world.quiesce()
     assert (num_blocks(world), counter(world, "compactions_given_up")) == (6, 1)
     assert rows_of(world, answer) == compute([], TOKENS)[1::2]
-    world.engine.complete_load(answer.lease_id, OWNER, world.now_ns)
+    world.engine.loads.complete(answer.lease_id, OWNER)
     world.pump()
     rest(world, 2_000_000_000)
     world.quiesce()
@@ -163,7 +167,7 @@ def test_a_second_discard_meanwhile_wins():
 def test_a_source_that_is_not_what_was_stored_is_found():
     """Wrong bytes never get new checksums; the copy on SSD takes their place."""
     world = sparse_world()
-    block = world.engine.describe(A).blocks[0]
+    block = world.engine.inspection.describe(A).blocks[0]
     rest(world)
     world.damage_slot(block.slot_id)
     world.quiesce()
@@ -184,7 +188,7 @@ def test_a_new_kvd_finds_the_old_spans_or_the_new_ones():
             answer = load(world, A, KEPT)
             assert rows_of(world, answer) == compute([], TOKENS)[1::2]
             world.quiesce()
-            used = world.engine.session_info(A).num_blocks
+            used = world.engine.inspection.info(A).num_blocks
             assert len(world.index.blocks) == used, "nothing else is left"
             num_steps += 1
         assert num_steps > 10, "each of them was tried"
@@ -208,7 +212,7 @@ def test_without_room_on_ssd_it_is_given_up():
     rest(world)
     world.quiesce()
     assert (num_blocks(world), counter(world, "compactions_given_up")) == (6, 1)
-    assert world.engine.session_info(A).ssd_bytes
+    assert world.engine.inspection.info(A).ssd_bytes
 
 
 def test_without_ssd_dense_blocks_are_adopted():
@@ -246,7 +250,7 @@ def test_what_is_dense_already_stays_between_what_is_made_so():
     world.quiesce()
     assert (counter(world, "compactions"), num_blocks(world)) == (1, 4)
     assert rows_of(world, load(world, A, kept)) == rows
-    assert world.engine.session_info(A).num_tokens == len(kept)
+    assert world.engine.inspection.info(A).num_tokens == len(kept)
 
 
 def test_who_comes_into_use_while_it_waits_is_looked_at_later():
@@ -255,12 +259,12 @@ def test_who_comes_into_use_while_it_waits_is_looked_at_later():
     store(world, B, TOKENS[::-1])
     discard(world, B, TOKENS[::-1], EVEN)
     world.now_ns += REST_NS
-    world.engine.expire(world.now_ns)
+    world.engine.expire()
     world.pump()
-    world.engine.replace_queue(OWNER, queue_of(A, B), world.now_ns)
+    world.engine.engines.replace_queue(OWNER, queue_of(A, B))
     world.quiesce()
     assert counter(world, "compactions") < 2
-    world.engine.replace_queue(OWNER, queue_of(), world.now_ns)
+    world.engine.engines.replace_queue(OWNER, queue_of())
     rest(world, 2_000_000_000)
     world.quiesce()
     assert (num_blocks(world, A), num_blocks(world, B)) == (3, 3)
@@ -281,7 +285,7 @@ def test_room_is_taken_from_colder_sessions():
 def test_nothing_is_begun_once_the_end_is_near():
     """What is dirty goes first."""
     world = sparse_world(admission=Admission.ON_EVICT)
-    world.engine.write_dirty(world.now_ns)
+    world.engine.write_dirty()
     world.pump()
     rest(world)
     assert not world.io_of(CompactRows)
@@ -302,18 +306,18 @@ def test_an_arena_that_is_given_up_is_not_compacted():
     """A copy that is under way then is not made use of, and its slots come free."""
     world = sparse_world()
     rest(world)
-    assert not world.engine.release_dram(world.now_ns)
+    assert not world.engine.release_dram()
     world.pump()
     world.quiesce()
     assert (counter(world, "compactions"), counter(world, "compactions_given_up")) == (0, 1)
-    assert world.engine.release_dram(world.now_ns)
+    assert world.engine.release_dram()
 
 
 def test_a_session_that_goes_does_not_wait_any_more():
     """However long nothing can be compacted, only sessions that are stored wait."""
     world = sparse_world()
-    world.engine.release_dram(world.now_ns)
+    world.engine.release_dram()
     rest(world)
     assert list(world.engine._state.wasteful) == [A]
-    world.engine.flush(A, False, world.now_ns)
+    world.engine.sessions.flush(A, dry_run=False)
     assert not world.engine._state.wasteful

@@ -7,8 +7,6 @@ import pytest
 from kvd.core.engine import CacheEngine
 from kvd.core.records.actions import HashSlot, WriteBlock
 from kvd.core.records.errors import InvalidRequestError
-from kvd.core.records.records import Lookup
-from kvd.core.state.packing import unpack_spans
 from shared.types.lineage import WHOLE
 from tests.kvd.core.turns import (
     ONES,
@@ -19,11 +17,14 @@ from tests.kvd.core.turns import (
     B,
     complete_store,
     counter,
+    keys_of,
     load,
     new_world,
     prepare_load,
     prepare_store,
+    spans_of_a,
     store,
+    store_named,
 )
 from tests.property.cache_world import LAYOUT, compute, salt_of, to_bytes
 
@@ -31,7 +32,7 @@ FOURS = [4] * 4
 
 
 def discard(world, tokens, *ranges) -> int:
-    kept = world.engine.discard(A, to_bytes(tokens), ranges, world.now_ns)
+    kept = world.engine.sessions.discard(A, to_bytes(tokens), ranges)
     world.pump()
     return kept
 
@@ -44,7 +45,7 @@ def test_the_oldest_tokens_go_and_the_rest_moves_up():
     assert (counter(world, "discards"), counter(world, "discarded_tokens")) == (1, 6)
     answer = load(world, A, [2, 2, *THREES])
     assert [(s.start, s.num_tokens, s.token_offset) for s in answer.spans] == [(2, 2, 0), (0, 4, 2)]
-    assert world.engine.session_info(A).num_blocks == 2
+    assert world.engine.inspection.info(A).num_blocks == 2
 
 
 @pytest.mark.parametrize("is_named", [False, True])
@@ -54,17 +55,15 @@ def test_other_tokens_do_not_match_what_a_discard_has_left(is_named):
     tokens = [1, 2, 3, 4, 5, 6, 7, 8]
     lineage = WHOLE.after(to_bytes(tokens), [(0, 2)]) if is_named else None
     store(world, A, tokens)
-    world.engine.discard(
-        A, to_bytes(tokens), [(0, 2)], world.now_ns, lineage=WHOLE if is_named else None
+    world.engine.sessions.discard(
+        A, to_bytes(tokens), [(0, 2)], lineage=WHOLE if is_named else None
     )
     world.pump()
     for asked, num_found in (([3, 9, 5, 6, 7, 8], 0), ([3, 4, 5, 6, 7, 9], 2), (tokens[2:], 6)):
-        answer = world.engine.prepare_load(
-            A, to_bytes(asked), 0, OWNER, world.now_ns, lineage=lineage
-        )
+        answer = world.engine.loads.prepare(A, to_bytes(asked), 0, OWNER, lineage=lineage)
         assert answer.end_token == num_found
         if answer.lease_id:
-            world.engine.complete_load(answer.lease_id, OWNER, world.now_ns)
+            world.engine.loads.complete(answer.lease_id, OWNER)
         world.pump()
 
 
@@ -84,7 +83,7 @@ def test_nothing_to_discard_changes_nothing():
     store(world, A, ONES)
     assert discard(world, ONES) == 4
     assert discard(world, ONES + TWOS, (4, 8)) == 4
-    assert world.engine.describe(A).info.num_blocks == 1
+    assert world.engine.inspection.describe(A).info.num_blocks == 1
 
 
 def test_discarding_everything_drops_the_session():
@@ -92,7 +91,7 @@ def test_discarding_everything_drops_the_session():
     world = new_world()
     store(world, A, ONES)
     assert discard(world, ONES, (0, 4)) == 0
-    assert world.engine.session_info(A) is None
+    assert world.engine.inspection.info(A) is None
 
 
 def test_blocks_computed_after_a_discard_are_not_shared():
@@ -119,7 +118,7 @@ def test_two_spans_of_one_block_have_different_successors():
     world = new_world()
     store(world, A, [1, 2, 3, 4])
     discard(world, [1, 2, 3, 4], (1, 2))
-    chains = [span.chain for span in _spans(world)]
+    chains = [span.chain for span in spans_of_a(world)]
     assert len(set(chains)) == 2
 
 
@@ -142,10 +141,6 @@ def test_coupled_positions_keep_the_prefix_only():
     assert discard(world, ONES + TWOS, (5, 6)) == 5
 
 
-def _keys(world, key) -> list[bytes]:
-    return [block.key for block in world.engine.describe(key).blocks]
-
-
 def test_a_truncated_session_never_shares_later_blocks_with_an_untruncated_one():
     """D5: the same tokens remain, the same ones follow; whoever is first, nothing is shared."""
     for truncated_first in (True, False):
@@ -156,7 +151,7 @@ def test_a_truncated_session_never_shares_later_blocks_with_an_untruncated_one()
         discard(world, [7, 7, 7, 7, *kept], (0, 4))
         for key in (A, B) if truncated_first else (B, A):
             store(world, key, later)
-        assert not set(_keys(world, A)) & set(_keys(world, B))
+        assert not set(keys_of(world, A)) & set(keys_of(world, B))
         for key in (A, B):
             assert load(world, key, later).end_token == len(later)
 
@@ -173,10 +168,10 @@ def test_what_kvd_does_not_hold_is_discarded_too():
         if is_stored:
             store(world, A, ONES)
         assert discard(world, tokens, (4, 8)) == (4 if is_stored else 0)
-        _store_named(world, A, kept, WHOLE.after(to_bytes(tokens), [(4, 8)]))
+        store_named(world, A, kept, WHOLE.after(to_bytes(tokens), [(4, 8)]))
         store(world, B, kept)
-        assert _keys(world, A)[0] == _keys(world, B)[0], "before the discard all is as it was"
-        assert _keys(world, A)[1] != _keys(world, B)[1]
+        assert keys_of(world, A)[0] == keys_of(world, B)[0], "before the discard all is as it was"
+        assert keys_of(world, A)[1] != keys_of(world, B)[1]
 
 
 def test_a_discard_that_kvd_has_not_heard_of_shows_in_the_lineage():
@@ -186,7 +181,7 @@ def test_a_discard_that_kvd_has_not_heard_of_shows_in_the_lineage():
     store(world, A, tokens)
     lineage = WHOLE.after(to_bytes(tokens), [(4, 8)])
     kept = to_bytes([*ONES, *TWOS])
-    answer = world.engine.prepare_load(A, kept, 0, OWNER, world.now_ns, lineage=lineage)
+    answer = world.engine.loads.prepare(A, kept, 0, OWNER, lineage=lineage)
     assert answer.end_token == 4
     assert load(world, A, [*ONES, *TWOS]).end_token == 8, "who does not say is not to know"
 
@@ -197,10 +192,10 @@ def test_a_block_ends_where_the_first_discard_was():
     tokens = [*ONES, 2, 2, 9, 9, *THREES]
     lineage = WHOLE.after(to_bytes(tokens), [(6, 8)])
     kept = [*ONES, 2, 2, *THREES]
-    _store_named(world, A, kept, lineage)
-    blocks = world.engine.describe(A).blocks
+    store_named(world, A, kept, lineage)
+    blocks = world.engine.inspection.describe(A).blocks
     assert [block.num_tokens for block in blocks] == [4, 2, 4]
-    answer = world.engine.prepare_load(B, to_bytes(kept), 0, OWNER, world.now_ns, lineage=lineage)
+    answer = world.engine.loads.prepare(B, to_bytes(kept), 0, OWNER, lineage=lineage)
     assert answer.end_token == len(kept), "a fork with the same discards finds all of it"
 
 
@@ -211,7 +206,7 @@ def test_dropping_the_end_is_no_discard_that_matters():
     assert discard(world, ONES + TWOS, (4, 8)) == 4
     store(world, A, ONES + THREES)
     store(world, B, ONES + THREES)
-    assert _keys(world, A) == _keys(world, B)
+    assert keys_of(world, A) == keys_of(world, B)
     assert WHOLE.after(to_bytes(ONES + TWOS), [(4, 8)]) == WHOLE
 
 
@@ -221,19 +216,17 @@ def test_discards_add_up():
     tokens, lineage = list(range(40, 60)), WHOLE
     store(world, A, tokens)
     for ranges in ([(9, 11)], [(1, 2), (5, 12)], [(0, 3)], [(2, 3), (4, 6)]):
-        world.engine.discard(A, to_bytes(tokens), ranges, world.now_ns, lineage=lineage)
+        world.engine.sessions.discard(A, to_bytes(tokens), ranges, lineage=lineage)
         world.pump()
         lineage = lineage.after(to_bytes(tokens), ranges)
         for start, end in reversed(ranges):
             del tokens[start:end]
-        answer = world.engine.prepare_load(
-            A, to_bytes(tokens), 0, OWNER, world.now_ns, lineage=lineage
-        )
+        answer = world.engine.loads.prepare(A, to_bytes(tokens), 0, OWNER, lineage=lineage)
         assert answer.end_token == len(tokens)
         rows = [r for s in answer.spans for r in world.slots[s.slot_id][s.start :][: s.num_tokens]]
         first = compute([], list(range(40, 60)))
         assert rows == [first[token - 40] for token in tokens]
-        world.engine.complete_load(answer.lease_id, OWNER, world.now_ns)
+        world.engine.loads.complete(answer.lease_id, OWNER)
 
 
 def test_a_discard_outlives_a_restart():
@@ -247,13 +240,13 @@ def test_a_discard_outlives_a_restart():
         assert load(world, A, [1, 1, 2, 2, 3, 3]).end_token == 6
 
 
-def test_a_folded_session_is_unfolded_for_it():
+def test_a_packed_session_is_unpacked_for_it():
     """What lies on SSD only is edited like the rest."""
     world = new_world()
     store(world, A, ONES + TWOS)
-    world.engine.release_dram(world.now_ns)
+    world.engine.release_dram()
     world.pump()
-    assert world.engine.describe(A).info.dram_bytes == 0
+    assert world.engine.inspection.describe(A).info.dram_bytes == 0
     assert discard(world, ONES + TWOS, (0, 2)) == 6
     world.quiesce()
     assert load(world, A, [1, 1, *TWOS]).end_token == 6
@@ -268,10 +261,10 @@ def test_a_load_under_way_keeps_what_it_reads():
     world.quiesce()
     rows = [row for span in answer.spans for row in world.slots[span.slot_id]]
     assert rows == compute([], ONES + TWOS)
-    world.engine.complete_load(answer.lease_id, OWNER, world.now_ns)
+    world.engine.loads.complete(answer.lease_id, OWNER)
     world.pump()
     world.quiesce()
-    assert world.engine.stats().tiers[0].num_blocks == 1
+    assert world.engine.inspection.stats().tiers[0].num_blocks == 1
 
 
 def test_a_store_under_way_does_not_bring_back_what_was_discarded():
@@ -283,7 +276,7 @@ def test_a_store_under_way_does_not_bring_back_what_was_discarded():
     assert complete_store(world, answer) == 4
     world.quiesce()
     assert load(world, A, TWOS).end_token == 4
-    assert world.engine.stats().tiers[0].num_blocks == 1
+    assert world.engine.inspection.stats().tiers[0].num_blocks == 1
 
 
 def test_blocks_on_their_way_to_ssd_are_discarded_when_they_arrive():
@@ -297,7 +290,7 @@ def test_blocks_on_their_way_to_ssd_are_discarded_when_they_arrive():
         assert world.io_of(kind)
         discard(world, ONES + TWOS, (0, 4))
         world.quiesce()
-        assert [tier.num_blocks for tier in world.engine.stats().tiers] == [1, 1]
+        assert [tier.num_blocks for tier in world.engine.inspection.stats().tiers] == [1, 1]
 
 
 def test_shared_blocks_stay_whole_for_the_others():
@@ -305,9 +298,9 @@ def test_shared_blocks_stay_whole_for_the_others():
     world = new_world()
     store(world, A, ONES + TWOS)
     store(world, B, ONES + TWOS)
-    before = world.engine.describe(B).blocks
+    before = world.engine.inspection.describe(B).blocks
     discard(world, ONES + TWOS, (0, 1), (2, 3), (5, 8))
-    assert world.engine.describe(B).blocks == before
+    assert world.engine.inspection.describe(B).blocks == before
     assert load(world, B, ONES + TWOS).end_token == 8
 
 
@@ -329,9 +322,9 @@ def test_with_coupled_positions_a_prefix_is_like_any_other():
     store(world, A, ONES + TWOS)
     lineage = WHOLE.after(to_bytes(ONES + TWOS), [(4, 6)])
     assert discard(world, ONES + TWOS, (4, 6)) == 4
-    _store_named(world, A, [*ONES, 2, 2], lineage)
+    store_named(world, A, [*ONES, 2, 2], lineage)
     store(world, B, [*ONES, 2, 2])
-    assert _keys(world, A) == _keys(world, B)
+    assert keys_of(world, A) == keys_of(world, B)
 
 
 def test_impossible_ranges_are_refused():
@@ -340,179 +333,3 @@ def test_impossible_ranges_are_refused():
     for bad in ((2, 2), (3, 1), (0, 5), (-1, 2)):
         with pytest.raises(InvalidRequestError, match="range"):
             discard(world, ONES, bad)
-
-
-OLD = [*ONES, *TWOS, *THREES, *FOURS]
-CUT = [(4, 8)]
-KEPT = [*ONES, *THREES, *FOURS]
-AFTER = WHOLE.after(to_bytes(OLD), CUT)
-
-
-def test_who_names_that_nothing_was_discarded_gets_nothing_else():
-    """WHOLE is a lineage; only who names none is taken to mean what is stored."""
-    for discarded_as in (WHOLE, None):
-        world = new_world()
-        store(world, A, OLD)
-        _discard_named(world, OLD, CUT, discarded_as)
-        assert _num_found(world, KEPT, WHOLE) == 4
-        assert _num_found(world, KEPT, None) == _num_found(world, KEPT, AFTER) == 12
-
-
-def test_rows_before_all_discards_are_found_as_whole():
-    """When the last discarded token's successors are dropped, too, the rest is whole again."""
-    world = new_world()
-    store(world, A, [1, 2, 3, 4])
-    _discard_named(world, [1, 2, 3, 4], [(2, 3)], WHOLE)
-    _discard_named(world, [1, 2, 4], [(2, 3)], WHOLE.after(to_bytes([1, 2, 3, 4]), [(2, 3)]))
-    assert _num_found(world, [1, 2, 9], WHOLE) == 2, "as if nothing had been discarded"
-
-
-def test_what_is_stored_as_whole_is_not_chained_to_a_discard():
-    """A new context of the same tokens: it builds on the clean ones, and replaces the others."""
-    world = new_world()
-    store(world, A, OLD)
-    _discard_named(world, OLD, CUT, WHOLE)
-    _store_named(world, A, [*KEPT, 9], WHOLE)
-    store(world, B, [*KEPT, 9])
-    assert _keys(world, A) == _keys(world, B)
-    assert _num_found(world, KEPT, AFTER) == 4
-
-
-@pytest.mark.parametrize("restarts", [False, True])
-def test_a_discard_may_be_told_again(restarts):
-    """A turn that overflowed was cancelled; its retry drops the same tokens."""
-    world = new_world()
-    _store_named(world, A, OLD, WHOLE)
-    assert _discard_named(world, OLD, CUT, WHOLE) == 12
-    _store_named(world, A, [*KEPT, 5, 6], AFTER)
-    spans, num_discards = _spans(world), counter(world, "discards")
-    if restarts:
-        world.quiesce()
-        world.start(keep_dram=False)
-        num_discards = 0
-    assert _discard_named(world, OLD, CUT, WHOLE) == 12, "of what the discard leaves"
-    assert counter(world, "discards") == num_discards
-    assert world.engine.session_info(A).num_tokens == 14
-    assert [span.chain for span in _spans(world)] == [span.chain for span in spans]
-    assert _num_found(world, [*KEPT, 5, 6], AFTER) == 14
-
-
-@pytest.mark.parametrize("restarts", [False, True])
-@pytest.mark.parametrize("first", [0, 4, 6])
-def test_a_discard_that_comes_late_leaves_later_ones_alone(first, restarts):
-    """What it fell on is gone; what is there was made of other tokens, or after others."""
-    world = new_world()
-    ranges = [(first, first + 3)]
-    _store_named(world, A, OLD, WHOLE)
-    _discard_named(world, OLD, ranges, WHOLE)
-    after, kept = WHOLE.after(to_bytes(OLD), ranges), OLD[:first] + OLD[first + 3 :]
-    _discard_named(world, kept, [(1, 2)], after)
-    last, left = after.after(to_bytes(kept), [(1, 2)]), kept[:1] + kept[2:]
-    if restarts:
-        world.quiesce()
-        world.start(keep_dram=True)
-    for _ in range(2):
-        _discard_named(world, OLD, ranges, WHOLE)
-        _discard_named(world, kept, [(1, 2)], after)
-        assert _num_found(world, left, last) == len(left)
-
-
-def test_a_turn_that_goes_back_to_the_old_context_replaces_the_session():
-    """The discard's turn failed for good: the next one computes the old context anew."""
-    world = new_world()
-    _store_named(world, A, OLD, WHOLE)
-    _discard_named(world, OLD, CUT, WHOLE)
-    assert _num_found(world, OLD, WHOLE) == 4
-    _store_named(world, A, [*OLD, 5], WHOLE)
-    assert world.engine.session_info(A).num_tokens == 17
-    assert _num_found(world, [*OLD, 5], WHOLE) == 17
-    assert _num_found(world, KEPT, AFTER) == 4
-    assert world.engine.stats().tiers[0].num_blocks == 5, "of the truncated one nothing is left"
-    assert _discard_named(world, [*OLD, 5], CUT, WHOLE) == 13, "and it can be truncated in turn"
-    assert _num_found(world, [*KEPT, 5], WHOLE.after(to_bytes([*OLD, 5]), CUT)) == 13
-
-
-def test_a_store_of_the_old_context_does_not_outlive_a_discard_told_again():
-    """Of the new one it does."""
-    for lineage, tokens, num_left in ((WHOLE, [*OLD, 5], 12), (AFTER, [*KEPT, 5], 13)):
-        world = new_world()
-        _store_named(world, A, OLD, WHOLE)
-        _discard_named(world, OLD, CUT, WHOLE)
-        answer = world.engine.prepare_store(
-            A, to_bytes(tokens), 0, OWNER, world.now_ns, lineage=lineage
-        )
-        _discard_named(world, OLD, CUT, WHOLE)
-        complete_store(world, answer)
-        world.quiesce()
-        assert world.engine.session_info(A).num_tokens == num_left
-        assert _num_found(world, KEPT, AFTER) == 12
-
-
-def test_a_session_that_grew_past_the_context_is_cut_with_it():
-    """A failed turn has stored more than its context has now; that goes, the rest is discarded."""
-    world = new_world()
-    _store_named(world, A, [*OLD, *ONES], WHOLE)
-    assert _discard_named(world, OLD, CUT, WHOLE) == 12
-    assert world.engine.session_info(A).num_tokens == 12
-
-
-def test_dropping_the_end_again_spares_what_has_come_since():
-    """It leads to the lineage that it comes from."""
-    world = new_world()
-    _store_named(world, A, OLD, WHOLE)
-    for _ in range(2):
-        assert _discard_named(world, OLD, [(4, 16)], WHOLE) == 4
-        _store_named(world, A, KEPT, WHOLE)
-        assert _num_found(world, KEPT, WHOLE) == 12
-
-
-def test_coupled_sessions_are_left_alone_as_well():
-    """Their tokens alone might look like those before the discard."""
-    world = new_world()
-    layout = dataclasses.replace(LAYOUT, position_mode="coupled")
-    world.engine = CacheEngine(layout, world.limits, salt_of)
-    old = [1] * 16
-    _store_named(world, A, old, WHOLE)
-    assert _discard_named(world, old, CUT, WHOLE) == 4
-    after = WHOLE.after(to_bytes(old), CUT)
-    _store_named(world, A, old[4:], after)
-    assert _discard_named(world, old, CUT, WHOLE) == 12
-    assert world.engine.session_info(A).num_tokens == 12
-
-
-def _discard_named(world, tokens, ranges, lineage) -> int:
-    kept = world.engine.discard(A, to_bytes(tokens), ranges, world.now_ns, lineage=lineage)
-    world.pump()
-    return kept
-
-
-def _num_found(world, tokens, lineage) -> int:
-    """How many tokens a load is granted that names this lineage."""
-    answer = world.engine.prepare_load(A, to_bytes(tokens), 0, OWNER, world.now_ns, lineage=lineage)
-    world.pump()
-    if answer.lookup is Lookup.PENDING:
-        world.quiesce()
-        answer = world.engine.settle_load(answer.lease_id)
-    if answer.lookup is Lookup.HIT:
-        world.engine.complete_load(answer.lease_id, OWNER, world.now_ns)
-    world.pump()
-    return answer.end_token
-
-
-def _store_named(world, key, tokens, lineage) -> None:
-    """Store a sequence whose discards are named."""
-    answer = world.engine.prepare_store(
-        key, to_bytes(tokens), 0, OWNER, world.now_ns, lineage=lineage
-    )
-    for block in answer.blocks:
-        world.slots[block.slot_id] = compute([0], tokens)[1:][block.token_offset :][
-            : block.num_tokens
-        ]
-    if answer.lease_id:
-        complete_store(world, answer)
-    world.quiesce()
-
-
-def _spans(world):
-    world.commit(len(world.index.uncommitted))
-    return unpack_spans(world.index.sessions[A].spans)

@@ -5,7 +5,8 @@ import pytest
 from kvd.core.operations.erasing import LOOKED_AT
 from kvd.core.records.actions import IoOutcome, ReadBlock, WipeSlots, WriteBlock
 from kvd.core.records.errors import ErasingError, LeaseLostError
-from kvd.core.records.records import Lookup, Pin
+from kvd.core.records.records import Lookup
+from kvd.core.records.rows import Pin
 from tests.kvd.core.turns import (
     ONES,
     OTHER_TENANT,
@@ -28,12 +29,12 @@ def is_a(tenant: str) -> bool:
 
 
 def begin(world):
-    world.engine.erasing.begin(is_a, world.now_ns)
+    world.engine.erasing.begin(is_a)
     world.pump()
 
 
 def drop(world, max_sessions=10):
-    answer = world.engine.erasing.step(max_sessions, world.now_ns)
+    answer = world.engine.erasing.step(max_sessions)
     world.pump()
     return answer
 
@@ -43,7 +44,7 @@ def test_a_tenant_is_gone_from_every_tier():
     world = new_world()
     for key in (A, B, OTHER_TENANT):
         store(world, key, [*ONES, len(key.session_id)])
-    world.engine.pin(B, Pin.HARD, world.now_ns)
+    world.engine.sessions.pin(B, Pin.HARD)
     begin(world)
     assert drop(world, max_sessions=1).num_sessions == 1
     assert not world.engine.erasing.is_gone()
@@ -51,7 +52,7 @@ def test_a_tenant_is_gone_from_every_tier():
     world.quiesce()
     assert world.engine.erasing.is_gone()
     assert list(world.index.sessions) == [OTHER_TENANT]
-    assert [usage.tenant for usage in world.engine.tenants()] == [OTHER_TENANT.tenant]
+    assert [usage.tenant for usage in world.engine.inspection.tenants] == [OTHER_TENANT.tenant]
     assert load(world, OTHER_TENANT, ONES).end_token == 4
 
 
@@ -78,7 +79,7 @@ def test_a_tenant_is_shut_out_meanwhile():
     for call in (
         lambda: prepare_load(world, A, ONES),
         lambda: prepare_store(world, A, ONES),
-        lambda: world.engine.discard(A, to_bytes(ONES), [(0, 1)], world.now_ns),
+        lambda: world.engine.sessions.discard(A, to_bytes(ONES), [(0, 1)]),
     ):
         with pytest.raises(ErasingError) as refused:
             call()
@@ -99,9 +100,9 @@ def test_a_load_that_is_under_way_is_lost():
     assert waits.lookup is Lookup.PENDING
     begin(world)
     with pytest.raises(LeaseLostError):
-        world.engine.settle_load(waits.lease_id)
+        world.engine.loads.settle(waits.lease_id)
     with pytest.raises(LeaseLostError):
-        world.engine.complete_load(waits.lease_id, OWNER, world.now_ns)
+        world.engine.loads.complete(waits.lease_id, OWNER)
     drop(world)
     assert not world.engine.erasing.is_gone()
     world.finish_all(ReadBlock)
@@ -118,7 +119,7 @@ def test_a_store_that_is_under_way_publishes_nothing():
     drop(world)
     world.quiesce()
     assert world.engine.erasing.is_gone()
-    world.engine.erasing.wipe(world.now_ns)
+    world.engine.erasing.wipe()
     world.pump()
     world.quiesce()
     assert world.slots[answer.blocks[0].slot_id]
@@ -126,7 +127,7 @@ def test_a_store_that_is_under_way_publishes_nothing():
     assert complete_store(world, answer) == 0
     world.quiesce()
     assert load(world, A, ONES + TWOS).miss_reason == "unknown_session"
-    assert world.engine.stats().tiers[0].used_bytes == 0
+    assert world.engine.inspection.stats().tiers[0].used_bytes == 0
 
 
 def test_a_write_that_is_under_way_is_waited_for():
@@ -148,7 +149,7 @@ def test_rows_may_be_on_their_way():
     world = new_world(default_ttl_ns=10)
     store(world, A, ONES)
     world.now_ns += 20
-    world.engine.expire(world.now_ns)
+    world.engine.expire()
     begin(world)
     assert world.engine.erasing.is_gone()
     assert list(world.index.sessions) == [A]
@@ -164,7 +165,7 @@ def test_free_memory_is_zeroed():
         store(world, key, ONES)
     begin(world)
     drop(world)
-    world.engine.erasing.wipe(world.now_ns)
+    world.engine.erasing.wipe()
     world.pump()
     assert world.engine.erasing.is_wiping()
     prepare_load(world, OTHER_TENANT, ONES)  # its slot is not to be had
@@ -180,7 +181,7 @@ def test_what_cannot_be_zeroed_is_told():
     """The slots come back; that they are not clean is known."""
     world = new_world()
     begin(world)
-    world.engine.erasing.wipe(world.now_ns)
+    world.engine.erasing.wipe()
     world.pump()
     world.finish_all(WipeSlots, IoOutcome.TRANSIENT)
     assert not world.engine.erasing.is_wiping()

@@ -21,15 +21,8 @@ from tests.kvd.core.turns import (
     prepare_store,
     store,
     tiers_of,
+    world_with_a_on_ssd,
 )
-
-
-def world_with_a_on_ssd(num_slots: int = 2):
-    """A has two blocks on SSD only; B fills the arena and is clean."""
-    world = new_world(num_slots=num_slots)
-    store(world, A, ONES + TWOS)
-    store(world, B, THREES * num_slots)
-    return world
 
 
 def test_a_hit_covers_what_was_asked_for():
@@ -58,7 +51,7 @@ def test_a_fork_finds_the_full_blocks_of_its_origin():
     world = new_world()
     store(world, A, [*ONES, *TWOS, 3])
     assert load(world, B, [*ONES, *TWOS, 3]).end_token == 8
-    assert world.engine.session_info(B) is None
+    assert world.engine.inspection.info(B) is None
 
 
 def test_the_longer_of_own_spans_and_content_chain_wins():
@@ -79,11 +72,11 @@ def test_a_load_from_ssd_is_pending_until_read():
     assert {span.tier for span in answer.spans} == {Tier.SSD}
     first, second = sorted(world.io)
     world.finish_io(second, IoOutcome.OK)
-    assert world.engine.lease_state(answer.lease_id) is LeaseState.PENDING
+    assert world.engine.loads.state_of(answer.lease_id) is LeaseState.PENDING
     world.finish_io(first, IoOutcome.OK)
     assert LeaseReady(answer.lease_id) in world.events
-    assert world.engine.lease_state(answer.lease_id) is LeaseState.READY
-    assert world.engine.settle_load(answer.lease_id).end_token == 8
+    assert world.engine.loads.state_of(answer.lease_id) is LeaseState.READY
+    assert world.engine.loads.settle(answer.lease_id).end_token == 8
     assert counter(world, "load_tokens_ssd") == 8
 
 
@@ -94,43 +87,7 @@ def test_two_loads_share_a_read():
     assert len(world.io) == 1
     world.finish_io(next(iter(world.io)), IoOutcome.OK)
     for answer in (first, second):
-        assert world.engine.settle_load(answer.lease_id).lookup is Lookup.HIT
-
-
-def test_a_corrupt_block_cuts_the_answer_and_the_session():
-    """The prefix before it is served; the block and what follows it is gone; it is counted."""
-    world = world_with_a_on_ssd()
-    answer = prepare_load(world, A, ONES + TWOS)
-    first, second = sorted(world.io)
-    world.finish_io(first, IoOutcome.OK)
-    world.finish_io(second, IoOutcome.CORRUPT)
-    settled = world.engine.settle_load(answer.lease_id)
-    assert (settled.lookup, settled.end_token, settled.more) == (Lookup.HIT, 4, False)
-    world.engine.complete_load(answer.lease_id, OWNER, world.now_ns)
-    assert load(world, A, ONES + TWOS, from_token=4).miss_reason == "corrupt"
-    assert counter(world, "blocks_corrupt") == 1
-
-
-def test_a_load_that_is_corrupt_from_the_start_is_a_miss():
-    """Nothing survives: MISS, nothing owed, and reads behind it serve nobody."""
-    world = world_with_a_on_ssd()
-    answer = prepare_load(world, A, ONES + TWOS)
-    world.finish_io(min(world.io), IoOutcome.CORRUPT)
-    settled = world.engine.settle_load(answer.lease_id)
-    assert (settled.lookup, settled.miss_reason) == (Lookup.MISS, "corrupt")
-    assert world.engine.lease_state(answer.lease_id) is LeaseState.LOST
-    assert world.engine.session_info(A) is None
-    world.quiesce()
-
-
-def test_a_transient_error_keeps_the_block_on_ssd():
-    """The answer is cut, and the next load may succeed."""
-    world = world_with_a_on_ssd()
-    answer = prepare_load(world, A, ONES)
-    world.finish_io(min(world.io), IoOutcome.TRANSIENT)
-    assert world.engine.settle_load(answer.lease_id).miss_reason == "read_error"
-    assert tiers_of(world, A) == ["S", "S"]
-    assert load(world, A, ONES).end_token == 4
+        assert world.engine.loads.settle(answer.lease_id).lookup is Lookup.HIT
 
 
 def test_at_a_deadline_what_has_arrived_is_served():
@@ -138,9 +95,9 @@ def test_at_a_deadline_what_has_arrived_is_served():
     world = world_with_a_on_ssd()
     answer = prepare_load(world, A, ONES + TWOS)
     world.finish_io(min(world.io), IoOutcome.OK)
-    assert world.engine.settle_load(answer.lease_id).end_token == 4
+    assert world.engine.loads.settle(answer.lease_id).end_token == 4
     late = prepare_load(world, A, ONES + TWOS, from_token=4)
-    assert world.engine.settle_load(late.lease_id).miss_reason == "deadline"
+    assert world.engine.loads.settle(late.lease_id).miss_reason == "deadline"
     world.quiesce()
     assert tiers_of(world, A) == ["DS", "DS"]
 
@@ -165,7 +122,7 @@ def test_no_slot_at_all_is_busy():
     assert load(world, A, ONES).miss_reason == "busy"
     assert counter(world, "loads_busy") == 1
     world.events.clear()
-    world.engine.complete_load(held.lease_id, OWNER, world.now_ns)
+    world.engine.loads.complete(held.lease_id, OWNER)
     world.pump()
     assert [type(event).__name__ for event in world.events] == ["SpaceFreed"]
 
@@ -175,27 +132,15 @@ def test_a_gone_owner_loses_its_leases():
     world = world_with_a_on_ssd(num_slots=3)
     pending = prepare_load(world, A, ONES)
     storing = prepare_store(world, C, [7, 7, 7, 7])
-    world.engine.owner_gone(OWNER, world.now_ns)
+    world.engine.engines.gone(OWNER)
     world.pump()
     assert LeaseReady(pending.lease_id) in world.events
-    assert world.engine.lease_state(pending.lease_id) is LeaseState.LOST
+    assert world.engine.loads.state_of(pending.lease_id) is LeaseState.LOST
     with pytest.raises(LeaseLostError):
-        world.engine.settle_load(pending.lease_id)
+        world.engine.loads.settle(pending.lease_id)
     with pytest.raises(LeaseLostError):
-        world.engine.complete_store(storing.lease_id, OWNER, True, world.now_ns)
-    assert world.engine.stats().num_leases == 0
-
-
-def test_an_abandoned_read_of_a_flushed_session_leaves_nothing():
-    """The block goes when its read ends: nobody wants it."""
-    world = world_with_a_on_ssd()
-    answer = prepare_load(world, A, ONES)
-    world.engine.complete_load(answer.lease_id, OWNER, world.now_ns)
-    world.engine.flush(A, False, world.now_ns)
-    world.pump()
-    world.quiesce()
-    assert tiers_of(world, B) == ["DS", "S"]
-    assert [tier.num_blocks for tier in world.engine.stats().tiers] == [1, 2]
+        world.engine.stores.complete(storing.lease_id, OWNER, success=True)
+    assert world.engine.inspection.stats().num_leases == 0
 
 
 def test_a_pending_load_is_tracked_until_it_ends():
@@ -204,7 +149,7 @@ def test_a_pending_load_is_tracked_until_it_ends():
     answer = prepare_load(world, A, ONES + TWOS)
     assert world.tracked == {answer.lease_id: tuple(world.io_of(ReadBlock))}
     world.quiesce()
-    world.engine.complete_load(answer.lease_id, OWNER, world.now_ns)
+    world.engine.loads.complete(answer.lease_id, OWNER)
     world.pump()
     assert not world.tracked
     assert (counter(world, "load_hits"), counter(world, "load_tokens_ssd")) == (1, 8)
@@ -214,8 +159,8 @@ def test_an_engine_may_give_up_a_pending_load():
     """Completed before its reads are: a miss; the reads serve the cache."""
     world = world_with_a_on_ssd()
     answer = prepare_load(world, A, ONES)
-    assert [info.is_pending for info in world.engine.leases()] == [True]
-    world.engine.complete_load(answer.lease_id, OWNER, world.now_ns)
+    assert [info.is_pending for info in world.engine.inspection.leases()] == [True]
+    world.engine.loads.complete(answer.lease_id, OWNER)
     world.pump()
     assert not world.tracked
     assert counter(world, "load_misses") == 1
@@ -232,7 +177,7 @@ def test_a_load_of_what_is_in_dram_reads_nothing():
     assert (answer.lookup, answer.end_token, answer.more) == (Lookup.HIT, 4, True)
     assert {span.tier for span in answer.spans} == {Tier.DRAM}
     assert not world.io
-    world.engine.complete_load(answer.lease_id, OWNER, world.now_ns)
+    world.engine.loads.complete(answer.lease_id, OWNER)
     whole = prepare_load(world, A, ONES, dram_only=True)
     assert (whole.end_token, whole.more) == (4, False)
 
@@ -245,7 +190,7 @@ def test_a_load_of_what_is_in_dram_misses_what_is_on_ssd():
     assert (answer.lookup, answer.miss_reason) == (Lookup.MISS, "on_ssd")
     assert prepare_load(world, C, TWOS, dram_only=True).miss_reason == "unknown_session"
     assert not world.io
-    assert world.engine.stats().num_leases == 0
+    assert world.engine.inspection.stats().num_leases == 0
     assert counter(world, "load_misses") == 2
 
 
@@ -266,7 +211,7 @@ def test_what_is_being_verified_is_in_dram():
     assert (answer.lookup, answer.end_token, answer.more) == (Lookup.PENDING, 8, False)
     assert not world.io_of(ReadBlock)
     world.quiesce()
-    assert world.engine.settle_load(answer.lease_id).end_token == 8
+    assert world.engine.loads.settle(answer.lease_id).end_token == 8
 
 
 def test_large_loads_are_read_layer_by_layer():
@@ -277,25 +222,10 @@ def test_large_loads_are_read_layer_by_layer():
     small = prepare_load(world, A, ONES)
     assert [world.io[op_id].layered for op_id in world.io_of(ReadBlock)] == [False]
     world.quiesce()
-    world.engine.complete_load(small.lease_id, OWNER, world.now_ns)
+    world.engine.loads.complete(small.lease_id, OWNER)
     load(world, B, THREES * 2)
     prepare_load(world, A, ONES + TWOS)
     assert [world.io[op_id].layered for op_id in world.io_of(ReadBlock)] == [True, True]
-
-
-def test_what_was_read_may_be_written_again():
-    """Token ids come from the extent's header, so a block that left SSD is stored anew."""
-    world = world_with_a_on_ssd()
-    load(world, A, ONES + TWOS)
-    world.engine.set_ssd_capacity(0, world.now_ns)
-    world.pump()
-    world.quiesce()
-    assert tiers_of(world, A) == ["D", "D"]
-    world.engine.set_ssd_capacity(4, world.now_ns)
-    world.engine.write_dirty(world.now_ns)
-    world.pump()
-    world.quiesce()
-    assert tiers_of(world, A) == ["DS", "DS"]
 
 
 @pytest.mark.parametrize("from_token", [-1, 9])
@@ -305,7 +235,7 @@ def test_a_load_from_a_position_that_is_not_there_is_refused(from_token):
     store(world, A, ONES + TWOS)
     with pytest.raises(InvalidRequestError, match=str(from_token)):
         prepare_load(world, A, ONES + TWOS, from_token)
-    assert not world.engine.leases()
+    assert not world.engine.inspection.leases()
 
 
 def test_only_what_is_completed_by_another_counts_as_lost():
@@ -314,7 +244,7 @@ def test_only_what_is_completed_by_another_counts_as_lost():
     store(world, A, ONES)
     answer = prepare_load(world, A, ONES)
     with pytest.raises(LeaseLostError):
-        world.engine.complete_load(answer.lease_id, OWNER + 1, world.now_ns)
+        world.engine.loads.complete(answer.lease_id, OWNER + 1)
     assert counter(world, "leases_lost") == 1
-    world.engine.complete_load(answer.lease_id, OWNER, world.now_ns)
+    world.engine.loads.complete(answer.lease_id, OWNER)
     assert counter(world, "leases_lost") == 1

@@ -30,7 +30,7 @@ def scrub(world: CacheWorld, *, repair: bool = False, max_bytes: int = ALL) -> S
     """Scrub everything, with all that follows from it."""
     scrub_id = world.engine.scrubs.begin(repair=repair)
     while True:
-        step = world.engine.scrubs.step(scrub_id, max_bytes, world.now_ns)
+        step = world.engine.scrubs.step(scrub_id, max_bytes)
         world.pump()
         if step.done:
             return step.report
@@ -45,11 +45,11 @@ def world_with_one_block(**limits) -> CacheWorld:
 
 
 def slot_of(world: CacheWorld) -> int:
-    return world.engine.describe(A).blocks[0].slot_id
+    return world.engine.inspection.describe(A).blocks[0].slot_id
 
 
 def extent_of(world: CacheWorld) -> int:
-    return world.engine.describe(A).blocks[0].extent
+    return world.engine.inspection.describe(A).blocks[0].extent
 
 
 def test_a_good_cache_is_checked_in_both_tiers():
@@ -63,13 +63,13 @@ def test_a_good_cache_is_checked_in_both_tiers():
     assert (report.dram_corrupt, report.ssd_corrupt, report.lost, report.errors) == (0, 0, 0, 0)
 
 
-def test_folded_sessions_are_checked_too():
+def test_packed_sessions_are_checked_too():
     """Blocks that are only packed bytes have an extent all the same; a corrupt one is found."""
     world = new_world(num_slots=2)
     store(world, A, ONES + TWOS)
     store(world, B, THREES * 2)
     assert tiers_of(world, A) == ["S", "S"]
-    world.damage_extent(world.engine.describe(A).blocks[1].extent)
+    world.damage_extent(world.engine.inspection.describe(A).blocks[1].extent)
     report = scrub(world, repair=True)
     assert (report.ssd_blocks, report.ssd_corrupt, report.lost) == (4, 1, 1)
     assert tiers_of(world, A) == ["S"]
@@ -80,10 +80,10 @@ def test_the_caller_sets_the_pace():
     world = new_world()
     store(world, A, ONES + TWOS)
     scrub_id = world.engine.scrubs.begin(repair=False)
-    step = world.engine.scrubs.step(scrub_id, 1, world.now_ns)
+    step = world.engine.scrubs.step(scrub_id, 1)
     world.pump()
     assert (step.done, step.issued_bytes, len(world.io)) == (False, LAYOUT.block_bytes, 1)
-    again = world.engine.scrubs.step(scrub_id, 1, world.now_ns)
+    again = world.engine.scrubs.step(scrub_id, 1)
     assert (again.issued_bytes, again.report.dram_blocks) == (0, 0)
     world.engine.scrubs.end(scrub_id)
     world.quiesce()
@@ -98,7 +98,7 @@ def test_one_scrub_at_a_time():
     world.engine.scrubs.end(scrub_id + 1)
     world.engine.scrubs.end(scrub_id)
     with pytest.raises(ScrubError, match="over"):
-        world.engine.scrubs.step(scrub_id, ALL, world.now_ns)
+        world.engine.scrubs.step(scrub_id, ALL)
     scrub(world)
     events = [e for e in world.events if isinstance(e, Emit) and e.name == "scrubbed"]
     assert [event.fields["dram_blocks"] for event in events] == ["0", "1"]
@@ -119,7 +119,7 @@ def test_a_corrupt_block_in_dram_only_is_lost():
     """Its session is cut there, and the miss says why."""
     world = new_world(num_extents=0)
     store(world, A, ONES + TWOS)
-    world.damage_slot(world.engine.describe(A).blocks[1].slot_id)
+    world.damage_slot(world.engine.inspection.describe(A).blocks[1].slot_id)
     report = scrub(world)
     assert (report.dram_corrupt, report.lost) == (1, 1)
     assert load(world, A, ONES + TWOS, from_token=4).miss_reason == "corrupt"
@@ -132,7 +132,7 @@ def test_a_reader_of_a_corrupt_copy_may_not_complete():
     world.damage_slot(slot_of(world))
     scrub(world)
     with pytest.raises(LeaseLostError):
-        world.engine.complete_load(answer.lease_id, OWNER, world.now_ns)
+        world.engine.loads.complete(answer.lease_id, OWNER)
 
 
 def test_a_block_that_only_its_reader_wants_goes_with_it():
@@ -143,7 +143,7 @@ def test_a_block_that_only_its_reader_wants_goes_with_it():
     world.damage_slot(answer.spans[0].slot_id)
     report = scrub(world)
     assert (report.dram_blocks, report.dram_corrupt, report.lost) == (2, 1, 0)
-    assert world.engine.stats().tiers[0].num_blocks == 1
+    assert world.engine.inspection.stats().tiers[0].num_blocks == 1
 
 
 def test_a_corrupt_copy_that_is_being_written_is_lost_at_once():
@@ -153,7 +153,7 @@ def test_a_corrupt_copy_that_is_being_written_is_lost_at_once():
     world.damage_slot(slot_of(world))
     assert scrub(world).lost == 1
     world.quiesce()
-    assert [tier.used_bytes for tier in world.engine.stats().tiers] == [0, 0]
+    assert [tier.used_bytes for tier in world.engine.inspection.stats().tiers] == [0, 0]
 
 
 def test_without_repair_a_corrupt_extent_is_counted_only():
@@ -183,15 +183,15 @@ def test_repair_cuts_what_has_no_good_copy():
     slot_id = slot_of(world)
     world.damage_extent(extent_of(world))
     scrub_id = world.engine.scrubs.begin(repair=True)
-    world.engine.scrubs.step(scrub_id, ALL, world.now_ns)
+    world.engine.scrubs.step(scrub_id, ALL)
     world.pump()
     world.finish_all(VerifySlot)
     world.damage_slot(slot_id)
     world.finish_all(VerifyExtent)
     world.finish_all(VerifySlot)
-    step = world.engine.scrubs.step(scrub_id, ALL, world.now_ns)
+    step = world.engine.scrubs.step(scrub_id, ALL)
     assert (step.report.dram_corrupt, step.report.ssd_corrupt, step.report.lost) == (1, 1, 1)
-    assert world.engine.session_info(A) is None
+    assert world.engine.inspection.info(A) is None
 
 
 def test_what_moved_meanwhile_says_nothing():
@@ -199,14 +199,14 @@ def test_what_moved_meanwhile_says_nothing():
     world = new_world(num_slots=1, num_extents=1)
     store(world, A, ONES)
     scrub_id = world.engine.scrubs.begin(repair=True)
-    world.engine.scrubs.step(scrub_id, ALL, world.now_ns)
+    world.engine.scrubs.step(scrub_id, ALL)
     world.pump()
     checks = {**world.io}
     world.io = {}
     store(world, B, TWOS)
     world.io.update(checks)
     world.quiesce()
-    step = world.engine.scrubs.step(scrub_id, ALL, world.now_ns)
+    step = world.engine.scrubs.step(scrub_id, ALL)
     assert step.done
     assert step.report == ScrubReport()
     assert load(world, B, TWOS).lookup is Lookup.HIT
@@ -216,11 +216,11 @@ def test_an_io_error_is_not_corruption():
     """It is counted as an error, and nothing is dropped."""
     world = world_with_one_block()
     scrub_id = world.engine.scrubs.begin(repair=True)
-    world.engine.scrubs.step(scrub_id, ALL, world.now_ns)
+    world.engine.scrubs.step(scrub_id, ALL)
     world.pump()
     for kind in (VerifySlot, VerifyExtent):
         world.finish_all(kind, IoOutcome.TRANSIENT)
-    step = world.engine.scrubs.step(scrub_id, ALL, world.now_ns)
+    step = world.engine.scrubs.step(scrub_id, ALL)
     assert (step.done, step.report) == (True, ScrubReport(errors=2))
     assert tiers_of(world, A) == ["DS"]
 
@@ -229,7 +229,7 @@ def test_a_block_under_verification_for_a_load_is_left_to_it():
     """The load takes the consequences, once."""
     world = world_with_one_block(verify_on_load=True)
     scrub_id = world.engine.scrubs.begin(repair=True)
-    world.engine.scrubs.step(scrub_id, ALL, world.now_ns)
+    world.engine.scrubs.step(scrub_id, ALL)
     world.pump()
     answer = prepare_load(world, A, ONES)
     world.damage_slot(slot_of(world))
@@ -240,7 +240,7 @@ def test_a_block_under_verification_for_a_load_is_left_to_it():
     assert counter(world, "blocks_corrupt_dram") == 0
     world.finish_io(second)
     world.finish_all(ReadBlock)
-    assert world.engine.settle_load(answer.lease_id).miss_reason == "corrupt"
+    assert world.engine.loads.settle(answer.lease_id).miss_reason == "corrupt"
     assert counter(world, "blocks_corrupt_dram") == 1
 
 
@@ -250,15 +250,15 @@ def test_blocks_that_come_and_go_during_a_scrub():
     store(world, A, ONES + TWOS)
     store(world, B, THREES)
     scrub_id = world.engine.scrubs.begin(repair=False)
-    world.engine.scrubs.step(scrub_id, 1, world.now_ns)
+    world.engine.scrubs.step(scrub_id, 1)
     world.pump()
-    world.engine.flush(A, False, world.now_ns)
+    world.engine.sessions.flush(A, dry_run=False)
     world.pump()
     store(world, B, THREES + ONES)
     unhashed = prepare_store(world, A, TWOS)
     complete_store(world, unhashed)
     world.finish_all(VerifySlot)
-    while not (step := world.engine.scrubs.step(scrub_id, ALL, world.now_ns)).done:
+    while not (step := world.engine.scrubs.step(scrub_id, ALL)).done:
         world.pump()
         world.finish_all(VerifySlot)
         world.finish_all(VerifyExtent)
@@ -266,15 +266,15 @@ def test_blocks_that_come_and_go_during_a_scrub():
     assert world.io_of(HashSlot)
 
 
-def test_a_session_unfolded_during_its_scrub_is_checked_whole():
+def test_a_session_unpacked_during_its_scrub_is_checked_whole():
     """What was packed bytes a moment ago are blocks now; none is left out."""
     world = new_world(num_slots=2)
     store(world, A, ONES + TWOS)
     store(world, B, THREES * 2)
-    first, second = (block.extent for block in world.engine.describe(A).blocks)
+    first, second = (block.extent for block in world.engine.inspection.describe(A).blocks)
     world.damage_extent(second)
     scrub_id = world.engine.scrubs.begin(repair=False)
-    while not (step := world.engine.scrubs.step(scrub_id, 1, world.now_ns)).done:
+    while not (step := world.engine.scrubs.step(scrub_id, 1)).done:
         world.pump()
         checks = [world.io[op_id] for op_id in world.io_of(VerifyExtent)]
         if [check.extent for check in checks] == [first]:
@@ -283,16 +283,16 @@ def test_a_session_unfolded_during_its_scrub_is_checked_whole():
     assert step.report.ssd_corrupt == 1
 
 
-def test_a_session_that_is_unfolded_meanwhile_is_checked():
-    """Its blocks were not known when the walk began, and are folded no more when it gets there."""
+def test_a_session_that_is_unpacked_meanwhile_is_checked():
+    """Its blocks were not known when the walk began, and are packed no more when it gets there."""
     world = new_world(num_slots=2)
     store(world, A, ONES + TWOS)
     store(world, B, THREES * 2)
     scrub_id = world.engine.scrubs.begin(repair=False)
-    world.engine.scrubs.step(scrub_id, 1, world.now_ns)
+    world.engine.scrubs.step(scrub_id, 1)
     world.pump()
     assert load(world, A, ONES + TWOS).end_token == 8
-    while not (step := world.engine.scrubs.step(scrub_id, ALL, world.now_ns)).done:
+    while not (step := world.engine.scrubs.step(scrub_id, ALL)).done:
         world.pump()
         world.quiesce()
     assert step.report.ssd_blocks == 4

@@ -4,7 +4,8 @@ import pytest
 
 from kvd.core.records.actions import IoOutcome, SpaceFreed
 from kvd.core.records.errors import InvalidRequestError, LeaseLostError, TooManyLeasesError
-from kvd.core.records.records import Lookup, Pin
+from kvd.core.records.records import Lookup
+from kvd.core.records.rows import Pin
 from shared.types.lineage import WHOLE
 from tests.kvd.core.turns import (
     ONES,
@@ -38,8 +39,8 @@ def test_a_failed_store_leaves_nothing():
     """complete_store(success=False) frees the slots and stores nothing."""
     world = new_world()
     assert complete_store(world, prepare_store(world, A, ONES), success=False) == 0
-    assert world.engine.session_info(A) is None
-    assert world.engine.stats().tiers[0].used_bytes == 0
+    assert world.engine.inspection.info(A) is None
+    assert world.engine.inspection.stats().tiers[0].used_bytes == 0
 
 
 def test_a_partial_tail_is_replaced_by_a_block_that_contains_it():
@@ -49,7 +50,7 @@ def test_a_partial_tail_is_replaced_by_a_block_that_contains_it():
     answer = prepare_store(world, A, ONES + TWOS, from_token=4)
     assert [(b.token_offset, b.num_tokens) for b in answer.blocks] == [(4, 4)]
     complete_store(world, answer)
-    assert world.engine.session_info(A).num_blocks == 2
+    assert world.engine.inspection.info(A).num_blocks == 2
     assert load(world, A, ONES + TWOS).end_token == 8
 
 
@@ -60,7 +61,7 @@ def test_a_partial_tail_the_engine_cannot_write_again_stays():
     answer = prepare_store(world, A, ONES + TWOS, from_token=5)
     assert [(b.token_offset, b.num_tokens) for b in answer.blocks] == [(5, 3)]
     complete_store(world, answer)
-    assert world.engine.session_info(A).num_blocks == 3
+    assert world.engine.inspection.info(A).num_blocks == 3
     assert load(world, A, ONES + TWOS, from_token=5).end_token == 8
 
 
@@ -70,7 +71,7 @@ def test_an_equal_prefix_is_shared_and_not_written_again():
     store(world, A, ONES + TWOS)
     answer = store(world, B, ONES + THREES)
     assert [b.token_offset for b in answer.blocks] == [4]
-    assert world.engine.session_info(B).shared_blocks == 1
+    assert world.engine.inspection.info(B).shared_blocks == 1
 
 
 def test_a_session_adopts_what_is_stored_already():
@@ -79,7 +80,7 @@ def test_a_session_adopts_what_is_stored_already():
     store(world, A, ONES)
     answer = store(world, B, ONES)
     assert (answer.lease_id, answer.end_token, answer.refused) == (0, 4, "")
-    assert world.engine.session_info(B).num_tokens == 4
+    assert world.engine.inspection.info(B).num_tokens == 4
 
 
 def test_tenants_share_nothing():
@@ -96,8 +97,8 @@ def test_two_sessions_commit_the_same_block():
     assert len(first.blocks) == len(second.blocks) == 1
     complete_store(world, first)
     complete_store(world, second)
-    assert world.engine.stats().tiers[0].num_blocks == 1
-    assert world.engine.session_info(B).num_tokens == 4
+    assert world.engine.inspection.stats().tiers[0].num_blocks == 1
+    assert world.engine.inspection.info(B).num_tokens == 4
 
 
 def test_other_tokens_truncate_the_session():
@@ -106,7 +107,7 @@ def test_other_tokens_truncate_the_session():
     store(world, A, ONES + TWOS)
     store(world, A, ONES + THREES + ONES)
     assert load(world, A, ONES + TWOS).end_token == 4
-    assert world.engine.session_info(A).num_tokens == 12
+    assert world.engine.inspection.info(A).num_tokens == 12
 
 
 def test_a_shorter_store_keeps_what_is_longer():
@@ -114,7 +115,7 @@ def test_a_shorter_store_keeps_what_is_longer():
     world = new_world()
     store(world, A, ONES + TWOS)
     store(world, A, ONES)
-    assert world.engine.session_info(A).num_tokens == 8
+    assert world.engine.inspection.info(A).num_tokens == 8
 
 
 def test_a_session_has_the_lineage_of_the_store_that_it_ends_with():
@@ -123,9 +124,7 @@ def test_a_session_has_the_lineage_of_the_store_that_it_ends_with():
     after = WHOLE.after(to_bytes(ONES + TWOS), [(4, 6)])
     kept = [*ONES, 2, 2]
     for tokens, named in ((kept, after), (ONES, WHOLE), (kept, None)):
-        answer = world.engine.prepare_store(
-            A, to_bytes(tokens), 0, OWNER, world.now_ns, lineage=named
-        )
+        answer = world.engine.stores.prepare(A, to_bytes(tokens), 0, OWNER, lineage=named)
         if answer.lease_id:
             complete_store(world, answer)
         world.pump()
@@ -137,7 +136,7 @@ def test_an_empty_store_creates_no_session():
     """No tokens, no session."""
     world = new_world()
     assert store(world, A, []).end_token == 0
-    assert world.engine.session_info(A) is None
+    assert world.engine.inspection.info(A) is None
 
 
 def test_a_gap_is_refused_with_what_is_stored():
@@ -195,7 +194,7 @@ def test_no_space_when_waiting_cannot_help():
     """With everything pinned and no SSD there is nothing to wait for."""
     world = new_world(num_slots=1, num_extents=0)
     store(world, A, ONES)
-    world.engine.pin(A, Pin.HARD, world.now_ns)
+    world.engine.sessions.pin(A, Pin.HARD)
     assert prepare_store(world, B, TWOS).refused == "no_space"
     assert counter(world, "stores_refused") == 1
 
@@ -215,7 +214,7 @@ def test_a_base_found_corrupt_loses_what_was_built_on_it():
     store(world, A, ONES)
     store(world, B, TWOS + THREES + TWOS)  # pushes A's block to SSD
     answer = prepare_store(world, A, ONES + TWOS)
-    world.engine.prepare_load(A, to_bytes(ONES), 0, OWNER, world.now_ns)
+    world.engine.loads.prepare(A, to_bytes(ONES), 0, OWNER)
     world.pump()
     world.finish_io(next(iter(world.io)), IoOutcome.CORRUPT)
     assert complete_store(world, answer) == 0
@@ -227,26 +226,26 @@ def test_the_bound_on_sessions_drops_the_coldest():
     world = new_world(max_sessions=2)
     for key, tokens in ((A, ONES), (B, TWOS), (C, THREES)):
         store(world, key, tokens)
-    assert world.engine.session_info(A) is None
-    assert world.engine.session_info(C).num_tokens == 4
+    assert world.engine.inspection.info(A) is None
+    assert world.engine.inspection.info(C).num_tokens == 4
 
 
 def test_no_session_beyond_the_bound_when_none_can_go():
     """If every session is pinned or queued, a new one is not stored."""
     world = new_world(max_sessions=1)
     store(world, A, ONES)
-    world.engine.pin(A, Pin.HARD, world.now_ns)
+    world.engine.sessions.pin(A, Pin.HARD)
     assert complete_store(world, prepare_store(world, B, TWOS)) == 0
-    assert world.engine.stats().num_sessions == 1
+    assert world.engine.inspection.stats().num_sessions == 1
 
 
 def test_bad_requests_are_refused():
     """Half a token and positions outside the tokens are the caller's error."""
     world = new_world()
     with pytest.raises(InvalidRequestError, match="4 bytes a token"):
-        world.engine.prepare_store(A, b"\0" * 5, 0, OWNER, 0)
+        world.engine.stores.prepare(A, b"\0" * 5, 0, OWNER)
     with pytest.raises(InvalidRequestError, match="from_token 9"):
-        world.engine.prepare_store(A, to_bytes(ONES), 9, OWNER, 0)
+        world.engine.stores.prepare(A, to_bytes(ONES), 9, OWNER)
 
 
 def test_leases_are_bounded_and_belong_to_their_owner():
@@ -256,8 +255,7 @@ def test_leases_are_bounded_and_belong_to_their_owner():
     with pytest.raises(TooManyLeasesError):
         prepare_store(world, B, ONES)
     with pytest.raises(LeaseLostError):
-        world.engine.complete_store(answer.lease_id, OWNER + 1, True, 0)
+        world.engine.stores.complete(answer.lease_id, OWNER + 1, success=True)
     with pytest.raises(LeaseLostError):
-        world.engine.complete_load(answer.lease_id, OWNER, 0)
+        world.engine.loads.complete(answer.lease_id, OWNER)
     assert counter(world, "leases_lost") == 1
-    assert world.engine.confirm_leases(OWNER, [answer.lease_id, 99]) == ((answer.lease_id,), (99,))

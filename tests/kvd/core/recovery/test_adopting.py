@@ -14,14 +14,8 @@ from kvd.core.records.actions import (
     WriteBlock,
 )
 from kvd.core.records.errors import LeaseLostError
-from kvd.core.records.records import (
-    AdoptedSlot,
-    CommittedSlot,
-    Lookup,
-    OrphanSlot,
-    Tier,
-    WritingSlot,
-)
+from kvd.core.records.records import Lookup, Tier
+from kvd.core.records.rows import AdoptedSlot, CommittedSlot, OrphanSlot, WritingSlot
 from tests.kvd.core.turns import (
     ONES,
     OWNER,
@@ -54,9 +48,9 @@ def test_adopted_blocks_are_a_hit_once_verified():
     """What was in DRAM before a kill is in DRAM after it."""
     world = restarted(num_blocks=2)
     assert tiers_of(world, A) == ["DS", "DS"]
-    assert world.engine.stats().num_unverified == 2
+    assert world.engine.inspection.stats().num_unverified == 2
     world.quiesce()
-    assert world.engine.stats().num_unverified == 0
+    assert world.engine.inspection.stats().num_unverified == 0
     assert load(world, A, ONES + TWOS).spans[0].tier is Tier.DRAM
     assert (counter(world, "adopted_blocks"), counter(world, "verified_blocks")) == (2, 2)
 
@@ -72,7 +66,7 @@ def test_a_load_does_not_wait_for_the_background():
     assert [check.urgent for check in checks] == [False] * MAX_BACKGROUND + [True] * 2
     assert set(world.tracked[answer.lease_id]) == set(world.io)
     world.quiesce()
-    assert world.engine.settle_load(answer.lease_id).end_token == len(tokens)
+    assert world.engine.loads.settle(answer.lease_id).end_token == len(tokens)
 
 
 def test_dirty_adopted_blocks_are_written_after_their_verification():
@@ -96,14 +90,14 @@ def test_an_adopted_block_with_wrong_bytes_is_read_from_ssd():
     assert world.tracked[answer.lease_id] == (read,)
     assert world.io[read].slot_id == answer.spans[0].slot_id
     world.quiesce()
-    assert world.engine.settle_load(answer.lease_id).spans == answer.spans
+    assert world.engine.loads.settle(answer.lease_id).spans == answer.spans
     assert counter(world, "blocks_corrupt_dram") == 1
 
 
 def test_wrong_bytes_that_nobody_waits_for_are_dropped():
     """The copy on SSD remains; the next load reads it."""
     world = restarted()
-    world.damage_slot(world.engine.describe(A).blocks[0].slot_id)
+    world.damage_slot(world.engine.inspection.describe(A).blocks[0].slot_id)
     world.finish_all(VerifySlot)
     assert tiers_of(world, A) == ["S"]
     assert load(world, A, ONES).end_token == 4
@@ -115,7 +109,7 @@ def test_wrong_bytes_without_another_copy_are_a_miss():
     answer = prepare_load(world, A, ONES + TWOS)
     world.damage_slot(answer.spans[1].slot_id)
     world.finish_all(VerifySlot)
-    assert world.engine.settle_load(answer.lease_id).end_token == 4
+    assert world.engine.loads.settle(answer.lease_id).end_token == 4
     assert load(world, A, ONES + TWOS, from_token=4).miss_reason == "corrupt"
 
 
@@ -124,14 +118,14 @@ def test_a_verification_that_cannot_be_made_says_nothing():
     world = restarted()
     answer = prepare_load(world, A, ONES)
     world.finish_all(VerifySlot, IoOutcome.TRANSIENT)
-    assert world.engine.settle_load(answer.lease_id).miss_reason == "read_error"
-    assert world.engine.stats().num_unverified == 1
+    assert world.engine.loads.settle(answer.lease_id).miss_reason == "read_error"
+    assert world.engine.inspection.stats().num_unverified == 1
     assert world.engine.next_deadline_ns() == world.now_ns + RETRY_NS
     world.now_ns += RETRY_NS
-    world.engine.expire(world.now_ns)
+    world.engine.expire()
     world.pump()
     world.finish_all(VerifySlot)
-    assert world.engine.stats().num_unverified == 0
+    assert world.engine.inspection.stats().num_unverified == 0
     assert world.engine.next_deadline_ns() is None
 
 
@@ -140,12 +134,12 @@ def test_what_was_not_hashed_is_not_adopted():
     world = new_world()
     complete_store(world, prepare_store(world, A, ONES))
     assert world.io_of(HashSlot)
-    assert world.engine.stats().num_unhashed == 1
+    assert world.engine.inspection.stats().num_unhashed == 1
     assert not world.journal
     world.commit(len(world.index.uncommitted))
     world.start(keep_dram=True)
-    assert world.engine.session_info(A) is None
-    assert world.engine.stats().tiers[0].used_bytes == 0
+    assert world.engine.inspection.info(A) is None
+    assert world.engine.inspection.stats().tiers[0].used_bytes == 0
 
 
 def test_adopted_blocks_of_no_session_are_forgotten():
@@ -154,7 +148,7 @@ def test_adopted_blocks_of_no_session_are_forgotten():
     store(world, A, ONES, settle=False)
     assert world.journal
     world.start(keep_dram=True)
-    assert world.engine.stats().tiers[0].used_bytes == 0
+    assert world.engine.inspection.stats().tiers[0].used_bytes == 0
     assert not world.journal
 
 
@@ -185,7 +179,7 @@ def test_a_slot_whose_record_cannot_be_is_free(slot_id, record):
     world = new_world(num_slots=2)
     world.journal = {slot_id: record}
     world.start(keep_dram=True)
-    assert world.engine.stats().tiers[0].used_bytes == 0
+    assert world.engine.inspection.stats().tiers[0].used_bytes == 0
 
 
 def test_two_records_of_one_slot_or_block_count_once():
@@ -196,9 +190,9 @@ def test_two_records_of_one_slot_or_block_count_once():
     orphans = [OrphanSlot(2, writing), OrphanSlot(2, writing), OrphanSlot(3, writing)]
     world.journal = {0: GOOD, 1: GOOD, 2: writing, 3: writing}
     world.engine = type(world.engine)(world.engine.layout, world.limits, lambda _: bytes(32))
-    world.engine.restore(world.index.rows(), adopted, orphans, 1, world.now_ns)
+    world.engine.restore(world.index.rows(), adopted, orphans, 1)
     world.pump()
-    assert [lease.num_slots for lease in world.engine.leases()] == [2]
+    assert [lease.num_slots for lease in world.engine.inspection.leases()] == [2]
     assert set(world.journal) == {2, 3}
     assert prepare_store(world, A, ONES).lease_id == 6
 
@@ -211,7 +205,7 @@ def test_verify_on_load_verifies_live_hits():
     assert first.lookup is Lookup.PENDING
     assert [event for event in world.events if isinstance(event, TrackLoad)] == []
     world.finish_all(VerifySlot)
-    assert world.engine.settle_load(first.lease_id).lookup is Lookup.HIT
+    assert world.engine.loads.settle(first.lease_id).lookup is Lookup.HIT
 
 
 def test_readers_of_what_a_later_load_finds_corrupt_lose_their_lease():
@@ -220,11 +214,11 @@ def test_readers_of_what_a_later_load_finds_corrupt_lose_their_lease():
     store(world, A, ONES)
     first = prepare_load(world, A, ONES)
     world.finish_all(VerifySlot)
-    world.engine.settle_load(first.lease_id)
+    world.engine.loads.settle(first.lease_id)
     world.damage_slot(first.spans[0].slot_id)
     assert load(world, A, ONES).end_token == 4
     with pytest.raises(LeaseLostError):
-        world.engine.complete_load(first.lease_id, OWNER, world.now_ns)
+        world.engine.loads.complete(first.lease_id, OWNER)
     assert counter(world, "blocks_corrupt_dram") == 1
 
 
@@ -234,7 +228,7 @@ def test_verify_on_load_finds_wrong_bytes():
     store(world, A, ONES)
     answer = prepare_load(world, A, ONES)
     world.finish_all(VerifySlot, IoOutcome.TRANSIENT)
-    assert world.engine.settle_load(answer.lease_id).miss_reason == "read_error"
+    assert world.engine.loads.settle(answer.lease_id).miss_reason == "read_error"
     world.damage_slot(answer.spans[0].slot_id)
     assert load(world, A, ONES).end_token == 4
     assert counter(world, "blocks_corrupt_dram") == 1
@@ -249,7 +243,7 @@ def test_a_block_that_waits_to_be_written_is_verified_first():
     world.finish_all(WriteBlock)
     assert not world.io_of(WriteBlock)
     world.quiesce()
-    assert world.engine.settle_load(answer.lease_id).end_token == 8
+    assert world.engine.loads.settle(answer.lease_id).end_token == 8
     assert tiers_of(world, A) == ["DS", "DS"]
 
 
@@ -260,7 +254,7 @@ def test_all_that_was_adopted_is_verified_in_the_background():
     world.finish_io(min(world.io))
     assert len(world.io_of(VerifySlot)) == MAX_BACKGROUND
     world.quiesce()
-    assert world.engine.stats().num_unverified == 0
+    assert world.engine.inspection.stats().num_unverified == 0
 
 
 def test_what_is_warm_is_verified_first():
@@ -272,4 +266,4 @@ def test_what_is_warm_is_verified_first():
     world.commit(len(world.index.uncommitted))
     world.start(keep_dram=True)
     verified = {action.slot_id for action in world.io.values()}
-    assert verified == {block.slot_id for block in world.engine.describe(B).blocks}
+    assert verified == {block.slot_id for block in world.engine.inspection.describe(B).blocks}

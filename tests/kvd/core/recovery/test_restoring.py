@@ -6,13 +6,23 @@ from random import Random
 
 import pytest
 
-from kvd.core.engine import CacheEngine, Limits
+from kvd.core.engine import CacheEngine
 from kvd.core.records.actions import ClearSlot, DropBlock, DropSession, IoOutcome, PutSession
-from kvd.core.records.records import AdoptedSlot, CommittedSlot, IndexRows, Pin, SessionRecord, Span
+from kvd.core.records.rows import (
+    PLAIN_SPAN_BYTES,
+    AdoptedSlot,
+    CommittedSlot,
+    IndexRows,
+    Pin,
+    SessionRecord,
+    Span,
+    columns_of,
+    pack_full,
+    pack_spans,
+    plain_span,
+)
 from kvd.core.recovery import restoring, row_join
-from kvd.core.recovery.session_rows import columns_of
-from kvd.core.state.packing import PLAIN_SPAN_BYTES, pack_full, pack_spans, plain_span
-from kvd.core.state.tenants import TenantLimits
+from kvd.core.state.limits import Limits, TenantLimits
 from tests.kvd.core.turns import (
     ONES,
     OTHER_TENANT,
@@ -36,14 +46,14 @@ def test_every_stored_session_survives_a_restart():
     store(world, A, [*ONES, 2])
     store(world, B, TWOS)
     store(world, C, THREES)
-    world.engine.pin(A, Pin.HARD, world.now_ns)
-    world.engine.set_ttl(A, 10**13, world.now_ns)
-    world.engine.end_session(B, world.now_ns)
+    world.engine.sessions.pin(A, Pin.HARD)
+    world.engine.sessions.set_ttl(A, 10**13)
+    world.engine.sessions.end(B)
     world.pump()
     world.commit(len(world.index.uncommitted))
-    before = [world.engine.session_info(key) for key in (A, B, C)]
+    before = [world.engine.inspection.info(key) for key in (A, B, C)]
     world.start()
-    after = [world.engine.session_info(key) for key in (A, B, C)]
+    after = [world.engine.inspection.info(key) for key in (A, B, C)]
     assert after == [dataclasses.replace(info, dram_bytes=0) for info in before]
     assert load(world, A, [*ONES, 2, 9]).end_token == 5
 
@@ -57,8 +67,8 @@ def test_unwritten_blocks_cut_their_session():
     world.finish_io(third, IoOutcome.OK)
     world.commit(len(world.index.uncommitted))
     world.start()
-    assert world.engine.session_info(A).num_tokens == 4
-    assert len(world.engine.describe(A).blocks) == 1
+    assert world.engine.inspection.info(A).num_tokens == 4
+    assert len(world.engine.inspection.describe(A).blocks) == 1
     world.commit(len(world.index.uncommitted))
     assert len(world.index.blocks) == 1, "the orphan's row is removed"
     assert second
@@ -96,11 +106,11 @@ def test_rows_that_cannot_be_are_removed():
         [4, 4, 4, 0],
     )
     engine = CacheEngine(LAYOUT, Limits(4, 8), salt_of)
-    engine.restore(rows, (), (), 1, world.now_ns)
+    engine.restore(rows, (), (), 1)
     engine.check()
-    assert engine.session_info(B) is None
-    assert engine.session_info(C).num_tokens == 4
-    assert engine.stats().tiers[1].num_blocks == 1
+    assert engine.inspection.info(B) is None
+    assert engine.inspection.info(C).num_tokens == 4
+    assert engine.inspection.stats().tiers[1].num_blocks == 1
     actions = engine.drain()
     dropped = {action.key for action in actions if isinstance(action, DropBlock)}
     assert dropped == {second.key, third.key, b"?" * 16}
@@ -108,33 +118,33 @@ def test_rows_that_cannot_be_are_removed():
     assert gone == {B, OTHER_TENANT}
 
 
-@pytest.mark.parametrize("folds_sessions", [True, False])
-def test_blocks_that_sessions_share_are_in_memory_once(folds_sessions):
-    """What is private is folded behind it; either way the session says the same of itself."""
-    world = new_world(folds_sessions=folds_sessions)
+@pytest.mark.parametrize("packs_sessions", [True, False])
+def test_blocks_that_sessions_share_are_in_memory_once(packs_sessions):
+    """What is private is packed behind it; either way the session says the same of itself."""
+    world = new_world(packs_sessions=packs_sessions)
     store(world, A, ONES + TWOS + THREES)
     store(world, B, ONES + THREES)
-    before = world.engine.describe(A)
+    before = world.engine.inspection.describe(A)
     world.start()
-    after = world.engine.describe(A)
+    after = world.engine.inspection.describe(A)
     places = [(block.key, block.extent, block.num_sessions) for block in after.blocks]
     assert places == [(block.key, block.extent, block.num_sessions) for block in before.blocks]
-    assert len(world.engine._state.blocks) == (1 if folds_sessions else 4)
+    assert len(world.engine._state.blocks) == (1 if packs_sessions else 4)
     assert load(world, A, ONES + TWOS + THREES).end_token == 12
     assert load(world, B, ONES + THREES).end_token == 8
 
 
-def test_a_session_with_a_discard_is_folded_too():
+def test_a_session_with_a_discard_is_packed_too():
     """It is found by its own spans and, where its blocks are still plain, along the chain."""
     world = new_world()
     store(world, A, ONES + TWOS + THREES)
     tokens = ONES + TWOS[:2] + THREES
-    assert world.engine.discard(A, to_bytes(ONES + TWOS + THREES), [(4, 6)], world.now_ns) == 10
+    assert world.engine.sessions.discard(A, to_bytes(ONES + TWOS + THREES), [(4, 6)]) == 10
     world.pump()
     world.commit(len(world.index.uncommitted))
     world.start()
     assert not len(world.engine._state.blocks)
-    assert world.engine.session_info(A).num_tokens == 10
+    assert world.engine.inspection.info(A).num_tokens == 10
     assert load(world, B, ONES + TWOS + THREES).end_token == 12, "its blocks are what they were"
     assert load(world, A, tokens).end_token == 10
 
@@ -156,9 +166,9 @@ def test_rows_are_damaged_in_any_way():
     ]:
         world.index.sessions[A] = dataclasses.replace(record, spans=spans)
         engine = CacheEngine(LAYOUT, world.limits, salt_of)
-        engine.restore(world.index.rows(), (), (), 1, world.now_ns)
+        engine.restore(world.index.rows(), (), (), 1)
         engine.check()
-        info = engine.session_info(A)
+        info = engine.inspection.info(A)
         assert (info.num_tokens if info else 0) == num_tokens
         puts = [a for a in engine.drain() if isinstance(a, PutSession | DropSession)]
         assert len(puts) == 1, "the row is written anew"
@@ -172,9 +182,9 @@ def test_two_blocks_of_one_key_or_half_a_key():
         [columns_of([SessionRecord(A, spans, 1)])], b"".join(keys), [0, 5, 10], [4, 4, 4]
     )
     engine = CacheEngine(LAYOUT, Limits(4, 8), salt_of)
-    engine.restore(rows, (), (), 1, 10)
+    engine.restore(rows, (), (), 1)
     engine.check()
-    assert engine.session_info(A).num_tokens == 4
+    assert engine.inspection.info(A).num_tokens == 4
     dropped = [action.key for action in engine.drain() if isinstance(action, DropBlock)]
     assert dropped == [keys[2]]
 
@@ -186,10 +196,10 @@ def test_a_block_in_dram_is_believed_only_if_its_row_agrees():
     (record,) = world.journal.values()
     shorter = dataclasses.replace(record, num_tokens=2, token_ids=record.token_ids[:8])
     engine = CacheEngine(LAYOUT, world.limits, salt_of)
-    engine.restore(world.index.rows(), [AdoptedSlot(0, shorter)], (), 1, world.now_ns)
+    engine.restore(world.index.rows(), [AdoptedSlot(0, shorter)], (), 1)
     engine.check()
-    assert engine.stats().tiers[0].num_blocks == 0
-    assert engine.session_info(A).ssd_bytes == LAYOUT.block_bytes
+    assert engine.inspection.stats().tiers[0].num_blocks == 0
+    assert engine.inspection.info(A).ssd_bytes == LAYOUT.block_bytes
     assert ClearSlot(0) in engine.drain()
 
 
@@ -200,10 +210,10 @@ def test_of_half_equal_keys_the_one_on_ssd_is_found():
     spans = pack_spans([plain_span(b"a" * 16, 4)])
     rows = IndexRows([columns_of([SessionRecord(A, spans, 1)])], b"a" * 16, [0], [4])
     engine = CacheEngine(LAYOUT, Limits(4, 8), salt_of)
-    engine.restore(rows, [adopted], (), 1, 10)
+    engine.restore(rows, [adopted], (), 1)
     engine.check()
-    assert engine.stats().tiers[0].num_blocks == 0
-    assert engine.session_info(A).num_tokens == 4
+    assert engine.inspection.stats().tiers[0].num_blocks == 0
+    assert engine.inspection.info(A).num_tokens == 4
 
 
 def test_pins_and_quotas_survive():
@@ -213,24 +223,24 @@ def test_pins_and_quotas_survive():
     store(world, A, ONES)
     store(world, B, TWOS)
     store(world, C, THREES)
-    world.engine.pin(A, Pin.SOFT, world.now_ns)
-    world.engine.end_session(C, world.now_ns)
+    world.engine.sessions.pin(A, Pin.SOFT)
+    world.engine.sessions.end(C)
     world.pump()
     world.commit(len(world.index.uncommitted))
-    before = world.engine.tenants()
+    before = tuple(world.engine.inspection.tenants)
     world.start()
-    assert world.engine.tenants() == before
-    assert world.engine.stats().num_soft_pins == 1
+    assert tuple(world.engine.inspection.tenants) == before
+    assert world.engine.inspection.stats().num_soft_pins == 1
     fourth = A._replace(session_id="d")
     store(world, fourth, [7] * 8)
-    assert world.engine.session_info(C) is None, "the ended session goes first"
+    assert world.engine.inspection.info(C) is None, "the ended session goes first"
     store(world, fourth, [7] * 12)
-    assert world.engine.session_info(B) is None, "then the other one that is not pinned"
-    assert world.engine.session_info(A) is not None
+    assert world.engine.inspection.info(B) is None, "then the other one that is not pinned"
+    assert world.engine.inspection.info(A) is not None
 
 
 def test_thousands_of_sessions_are_restored():
-    """Private, shared, cut and discarded ones: each is what a start without folding makes of it."""
+    """Private, shared, cut and discarded ones: each is what a start without packing makes of it."""
     random = Random(7)  # noqa: S311
     keys: list[bytes] = []
     sessions = []
@@ -250,19 +260,20 @@ def test_thousands_of_sessions_are_restored():
         [columns_of(sessions)], b"".join(kept), [5 * i for i in range(len(kept))], [4] * len(kept)
     )
     engines = []
-    for folds_sessions in (True, False):
-        limits = Limits(4, len(kept), max_sessions=1_900, folds_sessions=folds_sessions)
+    for packs_sessions in (True, False):
+        limits = Limits(4, len(kept), max_sessions=1_900, packs_sessions=packs_sessions)
         engine = CacheEngine(LAYOUT, limits, salt_of)
-        engine.restore(replace(rows), (), (), 1, 100)
+        engine.advance(100)
+        engine.restore(replace(rows), (), (), 1)
         engine.check()
         engines.append(engine)
-    folded, plain = engines
+    packed, plain = engines
     listed = [infos(engine) for engine in engines]
     assert listed[0] == listed[1]
     for info in listed[0]:
-        assert folded.describe(info.key) == plain.describe(info.key)
-    assert folded.drain() == plain.drain()
-    assert len(folded._state.blocks) < len(plain._state.blocks) / 20
+        assert packed.inspection.describe(info.key) == plain.inspection.describe(info.key)
+    assert packed.drain() == plain.drain()
+    assert len(packed._state.blocks) < len(plain._state.blocks) / 20
 
 
 def test_a_start_lets_the_columns_go_and_joins_spans_a_part_at_a_time(monkeypatch):
@@ -279,10 +290,11 @@ def test_a_start_lets_the_columns_go_and_joins_spans_a_part_at_a_time(monkeypatc
     kept = [key for index, key in enumerate(keys) if index != missing]
     rows = IndexRows([columns_of(sessions)], b"".join(kept), [5 * i for i in range(29)], [4] * 29)
     engine = CacheEngine(LAYOUT, Limits(4, 40), salt_of)
-    engine.restore(rows, (), (), 1, 100)
+    engine.advance(100)
+    engine.restore(rows, (), (), 1)
     assert (rows.block_keys, rows.extents, rows.block_tokens) == (b"", (), ())
     assert not engine._state.policy._facts
-    victims = engine._state.placement.victims(None, 100)
+    victims = engine._state.placement.policy.victims(None, 100)
     assert [key.session_id for key in victims] == list("9876543210")
     num_blocks = {info.key.session_id: info.num_blocks for info in infos(engine)}
     assert num_blocks == {str(number): 1 if number == 4 else 3 for number in range(10)}
@@ -303,7 +315,7 @@ def test_the_oldest_sessions_beyond_the_bound_are_not_restored():
         store(world, key, tokens)
     world.limits = Limits(4, 64, max_sessions=1)
     world.start()
-    assert world.engine.session_info(A) is None
+    assert world.engine.inspection.info(A) is None
     assert tiers_of(world, B) == ["S"]
 
 
@@ -318,5 +330,5 @@ def test_order_of_last_access_survives():
     world.commit(len(world.index.uncommitted))
     world.start()
     store(world, C, THREES)
-    assert world.engine.session_info(B) is None
+    assert world.engine.inspection.info(B) is None
     assert tiers_of(world, A) == ["S"]

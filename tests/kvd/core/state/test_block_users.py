@@ -3,7 +3,8 @@
 import pytest
 
 from kvd.core.records.actions import SESSION_CUT, Emit
-from kvd.core.records.records import Pin, Tier
+from kvd.core.records.records import Tier
+from kvd.core.records.rows import Pin
 from kvd.core.state.block import Block
 from shared.types.session_key import SessionKey
 from tests.kvd.core.turns import (
@@ -62,12 +63,12 @@ def test_evicting_costs_the_same_however_many_share_a_block(how):
         world = _with_conversations(num_sessions, num_sessions + PROMPT_BLOCKS)
         last = _key(num_sessions - 1)
         if how == "flushed":
-            world.engine.flush(last, False, world.now_ns)
+            world.engine.sessions.flush(last, dry_run=False)
         else:
-            world.engine.end_session(last, world.now_ns)
+            world.engine.sessions.end(last)
         world.quiesce()
         tokens = [number for block in range(num_sessions - 8) for number in [5000 + block] * 4]
-        looks = _num_looks(lambda: world.engine.prepare_store(B, to_bytes(tokens), 0, 1, 0))
+        looks = _num_looks(lambda: world.engine.stores.prepare(B, to_bytes(tokens), 0, 1))
         return looks / counter(world, "evictions_dram")
 
     assert looks_per_block(MANY) <= 1.5 * looks_per_block(FEW)
@@ -78,8 +79,8 @@ def test_room_on_ssd_is_made_at_the_same_cost():
 
     def looks_per_block(num_sessions: int) -> float:
         world = _with_conversations(num_sessions, num_sessions + PROMPT_BLOCKS)
-        world.engine.end_session(_key(num_sessions - 1), world.now_ns)
-        looks = _num_looks(lambda: world.engine.set_ssd_capacity(16, world.now_ns))
+        world.engine.sessions.end(_key(num_sessions - 1))
+        looks = _num_looks(lambda: world.engine.writes.set_capacity(16))
         return looks / counter(world, "evictions_ssd")
 
     assert looks_per_block(MANY) <= 1.5 * looks_per_block(FEW)
@@ -92,7 +93,7 @@ def test_flushing_costs_the_same_for_each_session(dry_run):
     def looks_per_session(num_sessions: int) -> float:
         world = _with_conversations(num_sessions, num_sessions + PROMPT_BLOCKS)
         load(world, _key(0), PROMPT + [1000] * 4)
-        looks = _num_looks(lambda: world.engine.flush(None, dry_run, world.now_ns))
+        looks = _num_looks(lambda: world.engine.sessions.flush(None, dry_run=dry_run))
         return looks / num_sessions
 
     assert looks_per_session(MANY) <= 1.5 * looks_per_session(FEW)
@@ -103,7 +104,7 @@ def test_flushing_one_of_many_does_not_look_at_the_others():
 
     def looks(num_sessions: int) -> int:
         world = _with_conversations(num_sessions, num_sessions + PROMPT_BLOCKS)
-        return _num_looks(lambda: world.engine.flush(_key(3), False, world.now_ns))
+        return _num_looks(lambda: world.engine.sessions.flush(_key(3), dry_run=False))
 
     assert looks(MANY) == looks(FEW)
 
@@ -118,7 +119,7 @@ def test_the_users_of_a_block_answer_where_they_rank():
     store(world, C, TWOS + THREES)
     assert (block.num_answer(Tier.DRAM), block.num_answer(Tier.SSD)) == (0, 2)
     for pin, answering in ((Pin.HARD, 1), (Pin.SOFT, 1), (Pin.HARD, 1), (Pin.NONE, 1)):
-        world.engine.pin(A, pin, world.now_ns)
+        world.engine.sessions.pin(A, pin)
         world.engine.check()
         assert (block.num_answer(Tier.DRAM), block.num_answer(Tier.SSD)) == (answering, 2)
 
@@ -127,7 +128,7 @@ def test_a_hard_pinned_user_keeps_a_shared_block():
     """A session that is not pinned comes and goes; the block it shares stays in DRAM."""
     world = new_world(num_slots=2)
     store(world, A, ONES)
-    world.engine.pin(A, Pin.HARD, world.now_ns)
+    world.engine.sessions.pin(A, Pin.HARD)
     store(world, B, ONES)
     assert store(world, C, TWOS + THREES).more
     assert tiers_of(world, A) == tiers_of(world, B) == ["DS"]
@@ -141,7 +142,7 @@ def test_a_block_outlives_its_last_user_with_another():
     block = next(iter(world.engine._state.blocks))
     load(world, A, ONES)
     assert block.last_user == A
-    world.engine.flush(A, False, world.now_ns)
+    world.engine.sessions.flush(A, dry_run=False)
     assert block.last_user == C
 
 
@@ -174,9 +175,9 @@ def test_a_block_that_comes_to_ssd_late_is_evicted_in_its_turn():
     store(world, A, ONES)
     store(world, B, TWOS)
     assert (tiers_of(world, A), tiers_of(world, B)) == (["D"], ["DS"])
-    world.engine.set_ssd_capacity(2, world.now_ns)
+    world.engine.writes.set_capacity(2)
     world.quiesce()
     assert tiers_of(world, A) == ["DS"]
-    world.engine.set_ssd_capacity(1, world.now_ns)
+    world.engine.writes.set_capacity(1)
     world.quiesce()
     assert (tiers_of(world, A), tiers_of(world, B)) == (["D"], ["DS"])

@@ -11,7 +11,7 @@ from kvd.core.records.actions import (
     PutBlock,
     PutUse,
 )
-from kvd.core.records.records import BlockRecord, Pin
+from kvd.core.records.rows import BlockRecord, Pin
 from kvd.core.state.index_line import ROW_BYTES, IndexLine
 from kvd.core.state.session import Session
 from tests.kvd.core.turns import (
@@ -149,6 +149,12 @@ def test_the_last_use_is_found_by_the_next_kvd():
     assert list(world.engine._state.policy.victims(None, world.now_ns)) == [B, A]
 
 
+def _num_waiting(world):
+    """Rows that the index has not been given, and uses of sessions beside them."""
+    index_line = world.engine.index_line
+    return len(index_line), index_line.num_uses
+
+
 def test_what_waits_does_not_grow_with_changes():
     """An index that takes nothing is told of each session once, and as it is when it does."""
     world = new_world(num_slots=64)
@@ -157,9 +163,9 @@ def test_what_waits_does_not_grow_with_changes():
     waiting = set()
     for number in range(20):
         load(world, A, ONES)
-        world.engine.set_ttl(A, 1 + number, world.now_ns)
+        world.engine.sessions.set_ttl(A, 1 + number)
         world.pump()
-        waiting.add(world.engine.num_rows_waiting)
+        waiting.add(_num_waiting(world))
     assert waiting == {(1, 1)}
     world.quiesce()
     assert world.index.sessions[A].ttl_ns == 20
@@ -172,11 +178,11 @@ def test_sessions_that_come_and_go_meanwhile_leave_nothing():
     world.row_bytes = 0
     for number in range(20):
         store(world, B._replace(session_id=f"b{number}"), TWOS, settle=False)
-        world.engine.flush(B._replace(session_id=f"b{number}"), False, world.now_ns)
+        world.engine.sessions.flush(B._replace(session_id=f"b{number}"), dry_run=False)
         world.pump()
-    assert world.engine.num_rows_waiting == (0, 0)
-    world.engine.flush(A, False, world.now_ns)
-    assert world.engine.num_rows_waiting == (1, 0)
+    assert _num_waiting(world) == (0, 0)
+    world.engine.sessions.flush(A, dry_run=False)
+    assert _num_waiting(world) == (1, 0)
 
 
 def test_nothing_is_written_while_the_index_is_far_behind(monkeypatch):
@@ -203,9 +209,9 @@ def test_uncommitted_blocks_are_known():
     store(world, A, ONES + TWOS, settle=False)
     for op_id in list(world.io):
         world.finish_io(op_id)
-    assert world.engine.num_blocks_waiting == 2
+    assert world.engine.index_line.num_blocks == 2
     world.quiesce()
-    assert world.engine.num_blocks_waiting == 0
+    assert world.engine.index_line.num_blocks == 0
 
 
 def test_a_truncated_session_survives_an_index_that_is_behind():
@@ -214,11 +220,11 @@ def test_a_truncated_session_survives_an_index_that_is_behind():
         world = new_world()
         store(world, A, ONES + TWOS + THREES)
         world.row_bytes = 0
-        world.engine.discard(A, to_bytes(ONES + TWOS + THREES), [(0, 4)], world.now_ns)
+        world.engine.sessions.discard(A, to_bytes(ONES + TWOS + THREES), [(0, 4)])
         for _ in range(num_rows):
             world.row_bytes = 1
             world.pump()
             world.commit(1)
         world.row_bytes = 0
         world.start()
-        assert world.engine.session_info(A).num_tokens in (8, 12), num_rows
+        assert world.engine.inspection.info(A).num_tokens in (8, 12), num_rows

@@ -31,7 +31,7 @@ def test_leases_are_listed():
     store(world, A, ONES)
     world.now_ns += 5
     loading, storing = prepare_load(world, A, ONES), prepare_store(world, B, TWOS + THREES)
-    infos = world.engine.leases()
+    infos = world.engine.inspection.leases()
     assert [(i.lease_id, i.kind, i.owner, i.key, i.num_slots) for i in infos] == [
         (loading.lease_id, "load", OWNER, A, 1),
         (storing.lease_id, "store", OWNER, B, 2),
@@ -45,11 +45,13 @@ def test_a_detached_engine_keeps_the_slots_it_may_be_writing():
     world = new_world(num_slots=2, num_extents=0)
     store(world, A, ONES)
     loading, storing = prepare_load(world, A, ONES), prepare_store(world, B, TWOS)
-    world.engine.detach(OWNER, world.now_ns)
+    world.engine.engines.detach(OWNER)
     world.pump()
-    assert world.engine.lease_state(loading.lease_id) is LeaseState.LOST
-    assert [(i.lease_id, i.is_orphan) for i in world.engine.leases()] == [(storing.lease_id, True)]
-    stats = world.engine.stats()
+    assert world.engine.loads.state_of(loading.lease_id) is LeaseState.LOST
+    assert [(i.lease_id, i.is_orphan) for i in world.engine.inspection.leases()] == [
+        (storing.lease_id, True)
+    ]
+    stats = world.engine.inspection.stats()
     assert (stats.num_orphan_leases, stats.num_quarantined_slots) == (1, 1)
     slot_ids = {block.slot_id for block in prepare_store(world, A, THREES).blocks}
     assert slot_ids.isdisjoint(block.slot_id for block in storing.blocks)
@@ -59,15 +61,15 @@ def test_an_engine_that_comes_back_completes_its_store():
     """The lease passes to its new id; what it does not name is released."""
     world = new_world()
     kept, dropped = prepare_store(world, A, ONES), prepare_store(world, B, TWOS)
-    world.engine.detach(OWNER, world.now_ns)
+    world.engine.engines.detach(OWNER)
     held = [kept.lease_id, 99]
-    assert world.engine.reattach(OWNER, BACK, held, world.now_ns) == ((kept.lease_id,), (99,))
+    assert world.engine.engines.reattach(OWNER, BACK, held) == ((kept.lease_id,), (99,))
     world.pump()
-    assert world.engine.stats().num_orphan_leases == 0
+    assert world.engine.inspection.stats().num_orphan_leases == 0
     assert {record.owner for record in world.journal.values()} == {BACK}
     with pytest.raises(LeaseLostError):
-        world.engine.complete_store(dropped.lease_id, BACK, True, world.now_ns)
-    assert world.engine.complete_store(kept.lease_id, BACK, True, world.now_ns) == 4
+        world.engine.stores.complete(dropped.lease_id, BACK, success=True)
+    assert world.engine.stores.complete(kept.lease_id, BACK, success=True) == 4
     world.pump()
     world.quiesce()
     assert load(world, A, ONES).end_token == 4
@@ -77,10 +79,10 @@ def test_a_dead_orphan_is_released():
     """When the process is gone, its slots are free."""
     world = new_world()
     prepare_store(world, A, ONES)
-    world.engine.detach(OWNER, world.now_ns)
-    world.engine.owner_gone(OWNER, world.now_ns)
+    world.engine.engines.detach(OWNER)
+    world.engine.engines.gone(OWNER)
     world.pump()
-    stats = world.engine.stats()
+    stats = world.engine.inspection.stats()
     assert (stats.num_leases, stats.num_quarantined_slots) == (0, 0)
     assert stats.tiers[0].used_bytes == 0
     assert not world.journal
@@ -93,11 +95,11 @@ def test_an_engine_may_come_back_before_its_old_connection_is_missed():
     world = new_world()
     store(world, A, ONES)
     loading = prepare_load(world, A, ONES)
-    assert world.engine.reattach(OWNER, BACK, [loading.lease_id], world.now_ns) == (
+    assert world.engine.engines.reattach(OWNER, BACK, [loading.lease_id]) == (
         (),
         (loading.lease_id,),
     )
-    assert world.engine.stats().num_leases == 0
+    assert world.engine.inspection.stats().num_leases == 0
 
 
 def test_slots_that_an_earlier_kvd_granted_stay_their_writers():
@@ -105,20 +107,20 @@ def test_slots_that_an_earlier_kvd_granted_stay_their_writers():
     world = new_world(num_slots=3, num_extents=0)
     answer = prepare_store(world, A, ONES + TWOS)
     world.start(keep_dram=True, alive={OWNER})
-    stats = world.engine.stats()
+    stats = world.engine.inspection.stats()
     assert (stats.num_orphan_leases, stats.num_quarantined_slots) == (1, 2)
-    info = world.engine.leases()[0]
+    info = world.engine.inspection.leases()[0]
     assert (info.lease_id, info.key, info.is_orphan) == (answer.lease_id, None, True)
-    assert world.engine.prepare_store(B, to_bytes(THREES * 2), 0, 5, 0).end_token == 4
+    assert world.engine.stores.prepare(B, to_bytes(THREES * 2), 0, 5).end_token == 4
     held = [answer.lease_id]
-    confirmed, lost = world.engine.reattach(OWNER + ADOPTED_OWNERS, OWNER, held, world.now_ns)
+    confirmed, lost = world.engine.engines.reattach(OWNER + ADOPTED_OWNERS, OWNER, held)
     assert (confirmed, lost) == ((answer.lease_id,), ())
     with pytest.raises(LeaseLostError):
         complete_store(world, answer)
     world.pump()
-    assert world.engine.stats().num_leases == 1
+    assert world.engine.inspection.stats().num_leases == 1
     assert counter(world, "leases_lost") == 1
-    assert world.engine.session_info(A) is None
+    assert world.engine.inspection.info(A) is None
 
 
 def test_lease_ids_are_never_used_twice():
@@ -134,7 +136,7 @@ def test_a_dead_writer_is_not_restored():
     world = new_world(num_slots=1)
     prepare_store(world, A, ONES)
     world.start(keep_dram=True)
-    assert world.engine.stats().num_leases == 0
+    assert world.engine.inspection.stats().num_leases == 0
     assert len(prepare_store(world, A, ONES).blocks) == 1
 
 
@@ -144,11 +146,11 @@ def test_a_load_is_its_owners_to_end():
     store(world, A, ONES)
     answer = prepare_load(world, A, ONES)
     with pytest.raises(LeaseLostError):
-        world.engine.complete_load(answer.lease_id, OWNER + 1, world.now_ns)
+        world.engine.loads.complete(answer.lease_id, OWNER + 1)
     world.pump()
-    assert [lease.lease_id for lease in world.engine.leases()] == [answer.lease_id]
+    assert [lease.lease_id for lease in world.engine.inspection.leases()] == [answer.lease_id]
     assert prepare_store(world, B, TWOS).lease_id == 0, "the slot is being read"
-    world.engine.complete_load(answer.lease_id, OWNER, world.now_ns)
+    world.engine.loads.complete(answer.lease_id, OWNER)
     world.pump()
-    assert not world.engine.leases()
+    assert not world.engine.inspection.leases()
     assert store(world, B, TWOS).end_token == 4

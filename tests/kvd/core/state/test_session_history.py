@@ -1,14 +1,15 @@
 """What is remembered of a session's moves."""
 
-from kvd.core.records.records import Pin
+from kvd.core.records.rows import Pin
 from kvd.core.state.session_history import MOMENT_NS, MOST_OF_A_SESSION, MoveKind, SessionHistory
 from tests.kvd.core.turns import ONES, OTHER_TENANT, THREES, TWOS, A, B, load, new_world, store
+from tests.property.cache_world import to_bytes
 
 
 def moves(world, key) -> list[str]:
     """Kinds, with numbers of blocks and tokens and the reason where there are any."""
     told = []
-    for move in world.engine.history(key):
+    for move in world.engine.inspection.history.of(key):
         numbers = (move.num_blocks or "", move.num_tokens or "", move.why)
         told.append(" ".join(str(word) for word in (move.kind.value, *numbers) if word))
     return told
@@ -22,11 +23,11 @@ def test_the_life_of_a_session_is_told():
     store(world, B, [7] * 12)
     world.now_ns += 2 * MOMENT_NS
     load(world, A, ONES + TWOS)
-    world.engine.pin(A, Pin.HARD, world.now_ns)
-    world.engine.unpin(A, world.now_ns)
-    world.engine.set_ttl(A, 5, world.now_ns)
-    world.engine.end_session(A, world.now_ns)
-    world.engine.flush(A, False, world.now_ns)
+    world.engine.sessions.pin(A, Pin.HARD)
+    world.engine.sessions.pin(A, Pin.NONE)
+    world.engine.sessions.set_ttl(A, 5)
+    world.engine.sessions.end(A)
+    world.engine.sessions.flush(A, dry_run=False)
     assert moves(world, A) == [
         "stored 2 8",
         "written 2 8",
@@ -46,8 +47,7 @@ def test_what_is_cut_and_discarded_is_told():
     """Without an SSD tier, room is made by cutting the coldest session, tail first."""
     world = new_world(num_slots=3, num_extents=0)
     store(world, A, ONES + TWOS + THREES)
-    world.engine.discard(A, b"".join(n.to_bytes(4, "little") for n in ONES + TWOS + THREES),
-                         [(8, 12)], world.now_ns)  # fmt: skip
+    world.engine.sessions.discard(A, to_bytes(ONES + TWOS + THREES), [(8, 12)])
     store(world, B, [7] * 8)
     assert moves(world, A) == ["stored 3 12", "discarded 4", "cut 1 evicted"]
     store(world, B, [7] * 12)

@@ -2,8 +2,9 @@
 
 import pytest
 
-from kvd.core.records.records import Pin, TenantUsage
-from kvd.core.state.tenants import TenantLimits
+from kvd.core.records.records import TenantUsage
+from kvd.core.records.rows import Pin
+from kvd.core.state.limits import TenantLimits
 from tests.kvd.core.turns import (
     ONES,
     OTHER_TENANT,
@@ -34,12 +35,12 @@ def quota_world(num_blocks: int, **limits) -> CacheWorld:
 
 
 def used_blocks(world: CacheWorld, tenant: str = "a") -> int:
-    return sum(u.used_bytes for u in world.engine.tenants() if u.tenant == tenant) // BLOCK
+    return sum(u.used_bytes for u in world.engine.inspection.tenants if u.tenant == tenant) // BLOCK
 
 
 def stored(world: CacheWorld) -> list[int]:
     """Tokens stored of A, B and C."""
-    infos = [world.engine.session_info(key) for key in (A, B, C)]
+    infos = [world.engine.inspection.info(key) for key in (A, B, C)]
     return [info.num_tokens if info else 0 for info in infos]
 
 
@@ -49,12 +50,12 @@ def test_usage_counts_each_block_once():
     store(world, A, ONES + TWOS)
     store(world, B, [*ONES, 2])
     store(world, OTHER_TENANT, ONES)
-    assert set(world.engine.tenants()) == {
+    assert set(world.engine.inspection.tenants) == {
         TenantUsage("a", 3 * BLOCK, 9 * BLOCK, 2),
         TenantUsage("other", BLOCK, None, 1),
     }
-    world.engine.flush(None, False, world.now_ns)
-    assert world.engine.tenants() == ()
+    world.engine.sessions.flush(None, dry_run=False)
+    assert tuple(world.engine.inspection.tenants) == ()
 
 
 def test_slots_are_charged_from_the_grant_on():
@@ -83,11 +84,11 @@ def test_the_tenants_coldest_session_gives_way():
     load(world, A, ONES)
     store(world, C, TWOS + THREES + ONES)
     assert stored(world) == [4, 0, 12]
-    assert world.engine.session_info(OTHER_TENANT) is not None
+    assert world.engine.inspection.info(OTHER_TENANT) is not None
     assert (counter(world, "evictions_quota"), counter(world, "sessions_dropped")) == (3, 1)
 
 
-def test_folded_sessions_give_way_too():
+def test_packed_sessions_give_way_too():
     """What is on SSD only is charged, and goes, like the rest."""
     world = quota_world(3)
     store(world, A, ONES + TWOS)
@@ -104,18 +105,18 @@ def test_leased_queued_and_hard_pinned_sessions_do_not_give_way():
     world = quota_world(3)
     store(world, A, ONES)
     store(world, B, TWOS)
-    world.engine.pin(A, Pin.SOFT, world.now_ns)
+    world.engine.sessions.pin(A, Pin.SOFT)
     lease = prepare_load(world, B, TWOS)
     answer = prepare_store(world, C, THREES + ONES)
     complete_store(world, answer)
     assert stored(world) == [0, 4, 8]
-    world.engine.pin(C, Pin.HARD, world.now_ns)
+    world.engine.sessions.pin(C, Pin.HARD)
     refused = prepare_store(world, A, ONES)
     assert (refused.refused, refused.lease_id) == ("quota", 0)
-    world.engine.complete_load(lease.lease_id, OWNER, world.now_ns)
-    world.engine.replace_queue(OWNER, queue_of(B), world.now_ns)
+    world.engine.loads.complete(lease.lease_id, OWNER)
+    world.engine.engines.replace_queue(OWNER, queue_of(B))
     assert prepare_store(world, A, ONES).refused == "quota"
-    world.engine.replace_queue(OWNER, queue_of(), world.now_ns)
+    world.engine.engines.replace_queue(OWNER, queue_of())
     assert not prepare_store(world, A, ONES).refused
     assert counter(world, "stores_refused") == 2
 
@@ -133,10 +134,10 @@ def test_a_block_in_use_elsewhere_is_not_freed_by_a_cut():
     world = quota_world(2)
     store(world, A, ONES + TWOS)
     other = A._replace(session_id="fork")
-    lease = world.engine.prepare_load(other, to_bytes(ONES + TWOS), 0, OWNER, world.now_ns)
+    lease = world.engine.loads.prepare(other, to_bytes(ONES + TWOS), 0, OWNER)
     world.pump()
     assert prepare_store(world, B, THREES).refused == "quota"
-    world.engine.complete_load(lease.lease_id, OWNER, world.now_ns)
+    world.engine.loads.complete(lease.lease_id, OWNER)
     assert not prepare_store(world, B, THREES).refused
     assert stored(world)[0] == 4
 
@@ -148,5 +149,5 @@ def test_sessions_that_share_all_they_have_go_together(shared):
     store(world, A, shared)
     store(world, B, shared)
     store(world, C, THREES)
-    assert world.engine.session_info(C).num_tokens == 4
+    assert world.engine.inspection.info(C).num_tokens == 4
     assert used_blocks(world) <= len(shared) // 4

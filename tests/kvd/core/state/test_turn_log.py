@@ -2,9 +2,9 @@
 
 from itertools import product
 
-from kvd.core.eviction.queue_window import QueueChange, QueuedJob, RunningJob
 from kvd.core.records.records import Tier
 from kvd.core.state.turn_log import RecordedTurn, TurnLog
+from shared.types.queue_delta import QueueChange, QueuedRequest, RunningRequest
 from shared.types.session_key import SessionKey
 from tests.kvd.core.turns import ONES, OWNER, THREES, TWOS, load, new_world, store
 from tests.property.cache_world import to_bytes
@@ -14,7 +14,7 @@ A, B = (SessionKey("default", "ab" * 16, name) for name in "ab")
 
 
 def _waiting(key: SessionKey, number: int, history_tokens: int = 0) -> QueueChange:
-    return QueueChange(waiting=[QueuedJob((0, 0.0, number), key, history_tokens)])
+    return QueueChange(waiting=[QueuedRequest((0, 0.0, number), key, history_tokens)])
 
 
 def _turn(log: TurnLog, key: SessionKey, prompt: int, size: int, now_ns: int) -> None:
@@ -42,7 +42,7 @@ def test_a_turn_begins_when_its_job_runs() -> None:
     """It arrived when its job came to wait, and the queue knows how long the history is."""
     log = TurnLog(10)
     log.queue_changed(ENGINE, _waiting(A, 1, 33), 100)
-    log.queue_changed(ENGINE, QueueChange(running=[RunningJob(1, A)]), 150)
+    log.queue_changed(ENGINE, QueueChange(running=[RunningRequest(1, A)]), 150)
     log.asked(A, 40, 160, is_running=True)
     log.stored(A, 60, 170)
     assert list(log) == [RecordedTurn(1, 1, 100, 150, 170, 33, 0, 0, 60, is_asked=True)]
@@ -54,7 +54,7 @@ def test_a_load_before_its_job_is_told_to_run() -> None:
     _turn(log, A, 20, 50, 10)
     log.queue_changed(ENGINE, _waiting(A, 1, 50), 100)
     log.asked(A, 60, 140, is_running=False)
-    log.queue_changed(ENGINE, QueueChange(running=[RunningJob(1, A)]), 150)
+    log.queue_changed(ENGINE, QueueChange(running=[RunningRequest(1, A)]), 150)
     log.stored(A, 80, 170)
     _, turn = log
     assert (turn.turn, turn.arrived_ns, turn.wanted_tokens) == (2, 100, 50)
@@ -63,7 +63,7 @@ def test_a_load_before_its_job_is_told_to_run() -> None:
 def test_a_preempted_turn_is_one_turn() -> None:
     """It waits, runs and loads again under the same number."""
     log = TurnLog(10)
-    running = QueueChange(running=[RunningJob(1, A)])
+    running = QueueChange(running=[RunningRequest(1, A)])
     log.queue_changed(ENGINE, running, 10)
     log.asked(A, 20, 10, is_running=True)
     log.stored(A, 30, 20)
@@ -78,12 +78,12 @@ def test_a_preempted_turn_is_one_turn() -> None:
 def test_a_turn_that_the_queue_is_late_to_tell() -> None:
     """It wants more than the turn before has computed, which the queue says still runs."""
     log = TurnLog(10)
-    log.queue_changed(ENGINE, QueueChange(running=[RunningJob(1, A)]), 10)
+    log.queue_changed(ENGINE, QueueChange(running=[RunningRequest(1, A)]), 10)
     log.asked(A, 20, 10, is_running=True)
     log.stored(A, 30, 20)
     log.asked(A, 36, 40, is_running=True)
     log.stored(A, 45, 50)
-    log.queue_changed(ENGINE, QueueChange(running=[RunningJob(2, A)], left=[1]), 55)
+    log.queue_changed(ENGINE, QueueChange(running=[RunningRequest(2, A)], left=[1]), 55)
     log.stored(A, 50, 60)
     assert [(turn.started_ns, turn.ended_ns, turn.stored_tokens) for turn in log] == [
         (10, 20, 30),
@@ -98,7 +98,7 @@ def test_a_full_queue_keeps_known_arrivals() -> None:
         log.queue_changed(ENGINE, _waiting((A, B)[number - 1], number), now_ns)
     log.queue_replaced(ENGINE, _waiting(A, 1), 50)
     for key, number in ((A, 1), (B, 2)):
-        log.queue_changed(ENGINE, QueueChange(running=[RunningJob(number, key)]), 60)
+        log.queue_changed(ENGINE, QueueChange(running=[RunningRequest(number, key)]), 60)
         log.asked(key, 5, 60, is_running=True)
     assert [turn.arrived_ns for turn in log] == [10, 60]
 
@@ -108,9 +108,9 @@ def test_a_queue_is_forgotten_with_its_engine() -> None:
     log = TurnLog(10)
     log.queue_changed(ENGINE, _waiting(A, 1), 10)
     log.engine_gone(ENGINE)
-    log.queue_changed(ENGINE, QueueChange(running=[RunningJob(1, A)]), 60)
+    log.queue_changed(ENGINE, QueueChange(running=[RunningRequest(1, A)]), 60)
     log.asked(A, 5, 60, is_running=True)
-    log.queue_changed(ENGINE + 1, QueueChange(running=[RunningJob(1, A)]), 70)
+    log.queue_changed(ENGINE + 1, QueueChange(running=[RunningRequest(1, A)]), 70)
     log.stored(A, 9, 80)
     assert [(turn.arrived_ns, turn.started_ns) for turn in log] == [(60, 60), (70, 70)]
 
@@ -118,9 +118,9 @@ def test_a_queue_is_forgotten_with_its_engine() -> None:
 def test_a_session_in_the_engines_memory_asks_for_nothing() -> None:
     """Its turn is known by its job and its stores."""
     log = TurnLog(10)
-    log.queue_changed(ENGINE, QueueChange(running=[RunningJob(0, A)]), 10)
+    log.queue_changed(ENGINE, QueueChange(running=[RunningRequest(0, A)]), 10)
     _turn(log, A, 20, 50, 10)
-    log.queue_changed(ENGINE, QueueChange(running=[RunningJob(1, A)], left=[0]), 60)
+    log.queue_changed(ENGINE, QueueChange(running=[RunningRequest(1, A)], left=[0]), 60)
     log.stored(A, 80, 90)
     _, turn = log
     assert turn == RecordedTurn(1, 2, 60, 60, 90, 50, 0, 0, 80, is_asked=False)
@@ -151,7 +151,7 @@ def test_what_waits_only_is_not_told() -> None:
     log = TurnLog(10)
     log.queue_changed(ENGINE, _waiting(A, 1), 10)
     log.queue_changed(ENGINE, QueueChange(left=[1]), 20)
-    log.queue_changed(ENGINE, QueueChange(running=[RunningJob(2, B)]), 20)
+    log.queue_changed(ENGINE, QueueChange(running=[RunningRequest(2, B)]), 20)
     assert not list(log)
 
 
@@ -188,7 +188,7 @@ def test_every_order_of_two_sessions_keeps_the_bounds() -> None:
                 case "Q":
                     log.queue_replaced(ENGINE, _waiting(key, number, 5), now_ns)
                 case "q":
-                    change = QueueChange(running=[RunningJob(number, key)], left=[number + 1])
+                    change = QueueChange(running=[RunningRequest(number, key)], left=[number + 1])
                     log.queue_changed(ENGINE, change, now_ns)
                 case _:
                     log.engine_gone(ENGINE)
@@ -205,10 +205,10 @@ def test_what_the_engine_notes_of_a_turn() -> None:
     store(world, B, THREES * 2)  # A is on SSD only
     load(world, A, [*ONES, *TWOS, 9])
     store(world, A, [*ONES, *TWOS, 9, 9])
-    world.engine.discard(A, to_bytes([*ONES, *TWOS, 9, 9]), [(8, 10)], world.now_ns)
+    world.engine.sessions.discard(A, to_bytes([*ONES, *TWOS, 9, 9]), [(8, 10)])
     load(world, A, [*ONES, *TWOS, 7])
-    world.engine.end_session(A, world.now_ns)
-    turns = [turn for turn in world.engine.recent_turns() if turn.session == 1]
+    world.engine.sessions.end(A)
+    turns = [turn for turn in world.engine.inspection.turns if turn.session == 1]
     assert [turn.is_ended for turn in turns] == [False, False, True]
     assert [(t.turn, t.wanted_tokens, t.dram_tokens, t.ssd_tokens) for t in turns] == [
         (1, 0, 0, 0),
@@ -222,15 +222,21 @@ def test_what_the_engine_notes_of_a_turn() -> None:
 def test_a_job_reaches_the_log_through_the_engine() -> None:
     """A full queue and its changes; the engine's end ends what was known of it."""
     world = new_world()
-    key_job = QueueChange([QueuedJob((0, 0.0, 5), A, 3)])
-    world.engine.replace_queue(OWNER, key_job, now_ns=1000)
-    change = QueueChange(running=[RunningJob(5, A)])
-    world.engine.change_queue(OWNER, change, now_ns=2000)
-    world.engine.prepare_load(A, to_bytes(ONES), 0, OWNER, 3000)
-    (turn,) = world.engine.recent_turns()
+    key_job = QueueChange([QueuedRequest((0, 0.0, 5), A, 3)])
+    world.now_ns = 1000
+    world.engine.engines.replace_queue(OWNER, key_job)
+    world.now_ns = 2000
+    change = QueueChange(running=[RunningRequest(5, A)])
+    world.engine.engines.change_queue(OWNER, change)
+    world.now_ns = 3000
+    world.engine.loads.prepare(A, to_bytes(ONES), 0, OWNER)
+    (turn,) = world.engine.inspection.turns
     assert (turn.arrived_ns, turn.started_ns, turn.wanted_tokens) == (1000, 2000, 3)
-    world.engine.replace_queue(OWNER, QueueChange([QueuedJob((0, 0.0, 6), B, 3)]), now_ns=4000)
-    world.engine.owner_gone(OWNER, now_ns=5000)
-    world.engine.change_queue(OWNER, QueueChange(running=[RunningJob(6, B)]), now_ns=6000)
-    world.engine.prepare_load(B, to_bytes(ONES), 0, OWNER, 6000)
-    assert [turn.arrived_ns for turn in world.engine.recent_turns()] == [1000, 6000]
+    world.now_ns = 4000
+    world.engine.engines.replace_queue(OWNER, QueueChange([QueuedRequest((0, 0.0, 6), B, 3)]))
+    world.now_ns = 5000
+    world.engine.engines.gone(OWNER)
+    world.now_ns = 6000
+    world.engine.engines.change_queue(OWNER, QueueChange(running=[RunningRequest(6, B)]))
+    world.engine.loads.prepare(B, to_bytes(ONES), 0, OWNER)
+    assert [turn.arrived_ns for turn in world.engine.inspection.turns] == [1000, 6000]

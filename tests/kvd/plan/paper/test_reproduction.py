@@ -6,7 +6,7 @@ import pytest
 from rich.console import Console
 
 from kvd.plan.paper.numbers import LLAMA_13B, LLAMA_65B
-from kvd.plan.paper.reproduction import PaperReport, Reproduction, all_runs
+from kvd.plan.paper.reproduction import Reproduction, all_runs
 from kvd.plan.paper.runs import (
     LETTER_POLICY,
     QUICK_SCALE,
@@ -17,8 +17,7 @@ from kvd.plan.paper.runs import (
     cell_of,
     sessions_of,
 )
-from kvd.plan.paper.tables import Row
-from kvd.plan.paper.views import paper_tables
+from kvd.plan.paper.tables import PaperReport, Row, paper_tables
 from kvd.plan.sweep import run_cells
 
 TINY = Sample(seed=5, scale=0.004)

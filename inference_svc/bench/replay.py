@@ -1,0 +1,232 @@
+"""Sessions replayed by one engine, turn by turn, and what their turns come to.
+
+Of histories:
+
+    all       turns that found all of their history, of all turns: a first turn finds none
+    fu        the same, of turns that have history
+    tok       tokens of history that were found, of all of them: the prefill that is saved
+    dram      of the tokens found, those that were in DRAM when the turn started to be loaded
+
+Judge by tok, then fu, then dram; and look at the queue beside it.
+"""
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from inference_svc.bench.local_engine import LocalEngine, Source, TurnTimes
+from inference_svc.bench.trace import Session, truncated
+from inference_svc.runtime.engine.engine_request import ContextCut
+from shared.measuring.statistics import percentile
+
+MANY_AHEAD = 4  # turns: enough to read ahead while they are computed
+PERCENTILES = (50, 90, 99)
+TIERS = ("hbm", "dram", "ssd")
+WARM_UP_TOKENS, WARM_UP_ANSWER = 64, 8
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayedTurn:
+    """One turn.
+
+    Attributes:
+        history_tokens: that an earlier turn had computed.
+        prompt_tokens: history and new.
+        num_ahead: turns that waited when it came.
+    """
+
+    times: TurnTimes
+    history_tokens: int
+    prompt_tokens: int
+    num_ahead: int = 0
+
+    @property
+    def is_hit(self) -> bool:
+        """Whether it found all of its history."""
+        return 0 < self.history_tokens <= self.times.reused_tokens
+
+
+@dataclass(slots=True)
+class ReplayLog:
+    """The turns that count, and how long the whole replay took.
+
+    Attributes:
+        busy_s: of it, the time that the model computed.
+    """
+
+    turns: list[ReplayedTurn] = field(default_factory=list)
+    elapsed_s: float = 0.0
+    busy_s: float = 0.0
+
+    @property
+    def history_tokens(self) -> int:
+        """That could have been found."""
+        return sum(turn.history_tokens for turn in self.turns)
+
+    @property
+    def prompt_tokens(self) -> int:
+        """History and new."""
+        return sum(turn.prompt_tokens for turn in self.turns)
+
+    @property
+    def reused_tokens(self) -> int:
+        """That were found."""
+        return sum(turn.times.reused_tokens for turn in self.turns)
+
+    def serving(self) -> dict[str, float]:
+        """Metrics of part `serve`: percentiles, throughput, shares of the history by tier."""
+        ttft_s = [turn.times.ttft_s for turn in self.turns]
+        tpot_s = [turn.times.tpot_s for turn in self.turns if turn.times.tpot_s]
+        found = {f"ttft_p{p}_s": percentile(ttft_s, p / 100) for p in PERCENTILES}
+        if tpot_s:
+            found |= {f"tpot_p{p}_s": percentile(tpot_s, p / 100) for p in PERCENTILES}
+        history, tiers = self.history_tokens, _tier_tokens(self.turns)
+        num_output = sum(len(turn.times.token_s) for turn in self.turns)
+        return {
+            **found,
+            "turns_per_s": len(self.turns) / self.elapsed_s,
+            "prompt_tokens_per_s": self.prompt_tokens / self.elapsed_s,
+            "output_tokens_per_s": num_output / self.elapsed_s,
+            "elapsed_s": self.elapsed_s,
+            "busy_s": self.busy_s,
+            "busy_share": self.busy_s / self.elapsed_s,
+            **{f"{tier}_share": tiers[tier] / max(1, history) for tier in TIERS},
+            "recomputed_share": (history - self.reused_tokens) / max(1, history),
+        }
+
+    def placement(self) -> dict[str, float]:
+        """Metrics of parts `policies` and `positions`: what was found, times, the queue.
+
+        Raises:
+            ZeroDivisionError: no turn counts.
+        """
+        num_turns = len(self.turns)
+        ttft_s = [turn.times.ttft_s for turn in self.turns]
+        num_ahead = [turn.num_ahead for turn in self.turns]
+        return {
+            **self._shares(),
+            "ttft_mean_s": sum(ttft_s) / num_turns,
+            "ttft_p99_s": percentile(ttft_s, 0.99),
+            "queue_mean": sum(num_ahead) / num_turns,
+            "queue_p99": percentile(num_ahead, 0.99),
+            "turns_per_s": num_turns / self.elapsed_s,
+            "computed_prompt_tokens": self.prompt_tokens - self.reused_tokens,
+            "elapsed_s": self.elapsed_s,
+            "busy_s": self.busy_s,
+        }
+
+    def _shares(self) -> dict[str, float]:
+        """What was found of the histories, and where."""
+        num_hits = sum(turn.is_hit for turn in self.turns)
+        num_with_history = sum(turn.history_tokens > 0 for turn in self.turns)
+        shares = {
+            "all_share": num_hits / max(1, len(self.turns)),
+            "fu_share": num_hits / max(1, num_with_history),
+            "tok_share": self.reused_tokens / max(1, self.history_tokens),
+            "dram_share": _in_dram(self.turns),
+        }
+        behind_many = [turn for turn in self.turns if turn.num_ahead >= MANY_AHEAD]
+        if any(turn.times.reused_tokens for turn in behind_many):
+            shares["dram_4_ahead_share"] = _in_dram(behind_many)
+        return shares
+
+
+@dataclass(slots=True)
+class Replay:
+    """Says all turns of some sessions to one engine.
+
+    Attributes:
+        on_progress: told when a session is through.
+        source: where histories are to come from.
+        keeps: whether what was said stays; else every history is computed again.
+        window_tokens: to which contexts are truncated; 0: to none.
+        end_hints: a session's last turn says that it is the last.
+        warmup_turns: the first to arrive, which are not counted.
+        starts_s: when each session begins; empty: as soon as there is a place for it.
+    """
+
+    engine: LocalEngine
+    sessions: Sequence[Session]
+    on_progress: Callable[[str], None]
+    source: Source = "kvd"
+    keeps: bool = True
+    window_tokens: int = 0
+    end_hints: bool = False
+    warmup_turns: int = 0
+    starts_s: Sequence[float] = ()
+    log: ReplayLog = field(default_factory=ReplayLog)
+    num_arrived: int = 0
+    num_done: int = 0
+
+    async def warm_up(self) -> None:
+        """Answer a turn that is not counted: the first forward is slow."""
+        engine = self.engine
+        prompt = engine.new_tokens(WARM_UP_TOKENS)
+        await engine.turn(engine.key("warm-up"), prompt, WARM_UP_ANSWER, source="any")
+        await engine.settle()
+
+    async def run(self, num_open: int) -> ReplayLog:
+        """Say everything, to so many sessions at once: when one is through, the next opens."""
+        busy_s, started_s = self.engine.busy_s, time.perf_counter()
+        queue = iter(range(len(self.sessions)))
+        async with asyncio.TaskGroup() as tasks:
+            for _ in range(num_open):
+                tasks.create_task(self._say_all(queue))
+        self.log.elapsed_s = time.perf_counter() - started_s
+        self.log.busy_s = self.engine.busy_s - busy_s
+        return self.log
+
+    async def _say_all(self, queue: Iterator[int]) -> None:
+        for index in queue:
+            if self.starts_s:
+                await asyncio.sleep(self.starts_s[index])
+            await self._say(index)
+            self.num_done += 1
+            self.on_progress(f"{self.num_done}/{len(self.sessions)} sessions are through")
+
+    async def _say(self, index: int) -> None:
+        engine, context, num_computed = self.engine, list[int](), 0
+        key, session = engine.key(f"session-{index}"), self.sessions[index]
+        for number, turn in enumerate(session):
+            await asyncio.sleep(turn.think_s if number else 0.0)
+            num_dropped = 0
+            if self.window_tokens:
+                num_dropped = len(context) - truncated(len(context), turn, self.window_tokens)
+            if num_dropped:
+                await engine.parts.engine.discard(key, ContextCut(context, [(0, num_dropped)]))
+                context = context[num_dropped:]
+                num_computed = max(0, num_computed - num_dropped)
+            prompt = [*context, *engine.new_tokens(turn.new_tokens)]
+            end = len(prompt) + turn.output_tokens
+            self.num_arrived += 1
+            counts, num_ahead = (
+                self.num_arrived > self.warmup_turns,
+                len(engine.parts.engine.scheduler.queue),
+            )
+            times = await engine.turn(
+                key,
+                prompt,
+                turn.output_tokens,
+                source=self.source,
+                keep_tokens=end - 1 if self.keeps else 0,
+                history_tokens=num_computed,
+                is_final=self.end_hints and number == len(session) - 1,
+            )
+            if counts:
+                self.log.turns.append(ReplayedTurn(times, num_computed, len(prompt), num_ahead))
+            context, num_computed = [*prompt, *times.output_ids], end - 1
+
+
+def _tier_tokens(turns: Sequence[ReplayedTurn]) -> Counter[str]:
+    found = Counter[str]()
+    for turn in turns:
+        found.update(turn.times.tier_tokens)
+    return found
+
+
+def _in_dram(turns: Sequence[ReplayedTurn]) -> float:
+    """Share of the tokens found that were in DRAM."""
+    found = _tier_tokens(turns)
+    return found["dram"] / max(1, found.total())

@@ -1,0 +1,188 @@
+"""How an answer's tokens are chosen, when it ends, and which may be shown before that is certain.
+
+Pure: values, no choosing; tokens come with the text they add (`runtime/turns/answer_writer.py`).
+"""
+
+from dataclasses import dataclass
+from enum import StrEnum
+from math import isfinite
+
+from inference_svc.core.errors import InvalidSamplingError
+
+MAX_TOP_LOGPROBS = 20  # what one token event may carry
+MAX_STOP_STRINGS = 16
+MAX_STOP_CHARACTERS = 256  # a stop string delays the stream by its own length
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """One turn's sampling; the defaults are greedy decoding.
+
+    Attributes:
+        temperature: 0 is greedy (the lowest id wins a tie).
+        top_k: keep the k most likely tokens; 0: off.
+        top_p: keep the smallest set whose probability reaches it, in (0, 1].
+        min_p: keep tokens at least this fraction as likely as the most likely one, in [0, 1).
+        repetition_penalty: divides (or, if negative, multiplies) the logits of tokens seen; 1: off.
+        seed: of the random draw; the draw of step i depends on (seed, i) alone.
+        logprobs: 0: none; n: report the token's and the n most likely tokens' log-probabilities.
+        stop: the answer ends before the first of these strings.
+        max_tokens: upper bound of the answer's length.
+        ignore_eos: go on after an end-of-turn token.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    seed: int = 0
+    logprobs: int = 0
+    stop: tuple[str, ...] = ()
+    max_tokens: int = 256
+    ignore_eos: bool = False
+
+    def check(self) -> None:
+        """Raise InvalidSamplingError that lists every value out of range."""
+        problems = [text for text, is_right in self._rules() if not is_right]
+        if problems:
+            raise InvalidSamplingError("; ".join(problems), "correct these sampling values")
+
+    def _rules(self) -> list[tuple[str, bool]]:
+        """Pairs of (what to say, whether the value is right)."""
+        lengths = [len(text) for text in self.stop]
+        return [
+            (
+                f"temperature {self.temperature:g} is not in [0, 100]",
+                isfinite(self.temperature) and 0 <= self.temperature <= 100,
+            ),
+            (f"top_p {self.top_p:g} is not in (0, 1]", 0 < self.top_p <= 1),
+            (f"min_p {self.min_p:g} is not in [0, 1)", 0 <= self.min_p < 1),
+            (
+                f"repetition_penalty {self.repetition_penalty:g} is not in (0, 100]",
+                0 < self.repetition_penalty <= 100,
+            ),
+            (
+                f"logprobs {self.logprobs} is more than {MAX_TOP_LOGPROBS}",
+                self.logprobs <= MAX_TOP_LOGPROBS,
+            ),
+            ("max_tokens 0 leaves no room for an answer", self.max_tokens > 0),
+            (
+                f"{len(self.stop)} stop strings are more than {MAX_STOP_STRINGS}",
+                len(self.stop) <= MAX_STOP_STRINGS,
+            ),
+            (
+                f"a stop string is empty or longer than {MAX_STOP_CHARACTERS} characters",
+                all(0 < length <= MAX_STOP_CHARACTERS for length in lengths),
+            ),
+        ]
+
+
+class FinishReason(StrEnum):
+    """Why an answer ended."""
+
+    STOP = "stop"  # an end-of-turn token, or a stop string
+    LENGTH = "length"
+    CANCELLED = "cancelled"
+
+
+@dataclass(frozen=True)
+class AnswerToken:
+    """One token of an answer.
+
+    Attributes:
+        text: what it adds to the answer's text; "" while a character is incomplete.
+        logprob: None unless asked for.
+        top: (token id, log-probability), most likely first.
+    """
+
+    token_id: int
+    text: str
+    logprob: float | None = None
+    top: tuple[tuple[int, float], ...] = ()
+
+
+class GrowingAnswer:
+    """The answer of one turn as it is sampled.
+
+    Text that could be the beginning of a stop string is held back together with its tokens; a stop
+    string may span tokens and may begin inside one.
+
+    Invariants:
+        1. released text never contains any part of the stop string that ends the answer;
+        2. tokens leave in order, each at most once.
+
+    Attributes:
+        kept: the tokens of the answer, in order; those of a stop string are not among them.
+        cut_text: when a stop string begins inside a token, what of that token's text is kept.
+    """
+
+    def __init__(self, params: SamplingParams, eos_ids: frozenset[int]) -> None:
+        self._params = params
+        self._eos_ids = eos_ids
+        self._held: list[AnswerToken] = []
+        self._num_sampled = 0
+        self.kept: list[AnswerToken] = []
+        self.cut_text = ""
+
+    def push(self, token: AnswerToken) -> tuple[list[AnswerToken], FinishReason | None]:
+        """Take the next sampled token; return what may be shown now, and why the answer ends."""
+        self._held.append(token)
+        self._num_sampled += 1
+        held_text = "".join(held.text for held in self._held)
+        cut = self._find_stop(held_text)
+        if cut is not None:
+            return self._cut_at(cut), FinishReason.STOP
+        if token.token_id in self._eos_ids and not self._params.ignore_eos:
+            return self._release(len(self._held)), FinishReason.STOP
+        if self._num_sampled >= self._params.max_tokens:
+            return self._release(len(self._held)), FinishReason.LENGTH
+        return self._release(self._num_tokens_within(self._num_safe_characters(held_text))), None
+
+    @property
+    def num_held(self) -> int:
+        """Tokens that may not be shown yet."""
+        return len(self._held)
+
+    def end(self) -> list[AnswerToken]:
+        """Let what was held back go: no token comes any more."""
+        return self._release(len(self._held))
+
+    def _find_stop(self, text: str) -> int | None:
+        """Index of the first stop string in the text."""
+        found = [index for stop in self._params.stop if (index := text.find(stop)) >= 0]
+        return min(found, default=None)
+
+    def _num_safe_characters(self, text: str) -> int:
+        """Characters that cannot be part of a stop string, whatever comes next."""
+        for start in range(len(text)):
+            if any(stop.startswith(text[start:]) for stop in self._params.stop):
+                return start
+        return len(text)
+
+    def _num_tokens_within(self, num_characters: int) -> int:
+        """How many held tokens lie wholly within the first characters of the held text.
+
+        Tokens without text at their end do not count: they may be pieces of the next character.
+        """
+        num_tokens = end = 0
+        for index, held in enumerate(self._held):
+            end += len(held.text)
+            if end > num_characters:
+                break
+            if held.text or not self._params.stop:
+                num_tokens = index + 1
+        return num_tokens
+
+    def _cut_at(self, num_characters: int) -> list[AnswerToken]:
+        """Keep the tokens before the stop string, and note the text of one that it begins in."""
+        released = self._release(self._num_tokens_within(num_characters))
+        shown = sum(len(token.text) for token in released)
+        self.cut_text = "".join(held.text for held in self._held)[: num_characters - shown]
+        self._held.clear()
+        return released
+
+    def _release(self, num_tokens: int) -> list[AnswerToken]:
+        released, self._held = self._held[:num_tokens], self._held[num_tokens:]
+        self.kept += released
+        return released

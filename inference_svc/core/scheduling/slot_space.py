@@ -1,0 +1,75 @@
+"""Which slots of the working KV's region are taken: contiguous pieces of one numbered space.
+
+Knows offsets and lengths, nothing of memory. Sequences' KV come from the bottom (best fit), write
+buffers from the top: the short-lived ones do not split the room that a long sequence KV will need.
+
+Invariants (`check`):
+    1. pieces do not overlap, and lie within the space;
+    2. holes are exactly what is between the pieces, and no two of them touch.
+
+Cost: O(pieces) a call; pieces are as many as sequences run (tens), so lists beat cleverer trees.
+"""
+
+from bisect import bisect_left, insort
+
+
+class SlotSpace:
+    """Slots [0, num_slots), handed out in contiguous pieces."""
+
+    def __init__(self, num_slots: int) -> None:
+        assert num_slots >= 0, num_slots
+        self.num_slots = num_slots
+        self._holes = [(0, num_slots)] if num_slots else []  # (offset, length), by offset
+        self._pieces: dict[int, int] = {}  # offset → length
+
+    @property
+    def num_free(self) -> int:
+        """Slots in no piece; not necessarily side by side."""
+        return self.num_slots - sum(self._pieces.values())
+
+    def allocate(self, num_slots: int, *, from_top: bool = False) -> int | None:
+        """Take a piece; return its first slot, or None if no hole is long enough.
+
+        Args:
+            num_slots: how many slots, at least one.
+            from_top: take the end of the highest hole that is long enough, instead of the
+                beginning of the shortest one.
+        """
+        assert num_slots > 0, num_slots
+        fitting = [hole for hole in self._holes if hole[1] >= num_slots]
+        if not fitting:
+            return None
+        if from_top:
+            start, length = fitting[-1]
+            offset, rest = start + length - num_slots, (start, length - num_slots)
+        else:
+            start, length = min(fitting, key=lambda hole: hole[1])  # the lowest of equals
+            offset, rest = start, (start + num_slots, length - num_slots)
+        index = bisect_left(self._holes, (start, length))
+        self._holes[index : index + 1] = [rest] if rest[1] else []
+        self._pieces[offset] = num_slots
+        return offset
+
+    def free(self, offset: int) -> None:
+        """Give back the piece that begins at this slot; holes that touch become one."""
+        assert offset in self._pieces, f"no piece begins at slot {offset}"
+        end = offset + self._pieces.pop(offset)
+        index = bisect_left(self._holes, (offset, 0))
+        if index < len(self._holes) and self._holes[index][0] == end:
+            end += self._holes.pop(index)[1]
+        if index and sum(self._holes[index - 1]) == offset:
+            offset = self._holes.pop(index - 1)[0]
+        insort(self._holes, (offset, end - offset))
+
+    def check(self) -> None:
+        """Raise AssertionError if an invariant does not hold."""
+        ranges = sorted([*self._holes, *self._pieces.items()])
+        holes = set(self._holes)
+        position, after_hole = 0, False
+        for offset, length in ranges:
+            assert offset == position, f"gap or overlap at slot {offset}"
+            assert length > 0, f"empty range at slot {offset}"
+            is_hole = (offset, length) in holes and offset not in self._pieces
+            assert not (is_hole and after_hole), f"holes touch at slot {offset}"
+            position, after_hole = offset + length, is_hole
+        assert position == self.num_slots, f"slots {position}… are nobody's"

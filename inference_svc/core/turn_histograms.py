@@ -1,0 +1,130 @@
+"""How long turns and steps take, by bucket, and where their tokens came from. Pure.
+
+Beside the counters of `counters.py`, which say how often. Labels are bounded: a tenant is one only
+if the settings name it, all others are OTHER.
+"""
+
+from collections.abc import Collection
+
+from inference_svc.core.turn_record import Usage
+from shared.types.histogram import SIZE_BOUNDS, Histogram, Tally
+from shared.types.session_key import DEFAULT_TENANT
+
+OTHER = "other"
+
+
+class TurnHistograms:
+    """See the module docstring.
+
+    Args:
+        tenants: that get labels of their own, besides the default one.
+
+    Attributes:
+        ended: turns by how they ended: a finish reason, or the slug of an error.
+        ttft_s, prefill_s, total_s: by what became of the history: see `_history_of`.
+        itl_s: between two tokens of an answer, as they were sampled.
+        reused_tokens: by the tier where they were found.
+        recomputed_tokens: by reason.
+        refused: turns that were not begun, by reason.
+        tenant_turns: by tenant and outcome: "finished", "failed", "refused", "cancelled".
+        tenant_tokens: by tenant and kind: "computed", "reused", "output".
+        step_turns, step_tokens, step_s: of each forward pass.
+    """
+
+    def __init__(self, tenants: Collection[str] = ()) -> None:
+        self.ended = Tally()
+        self.ttft_s = Histogram()
+        self.prefill_s = Histogram()
+        self.total_s = Histogram()
+        self.tpot_s = Histogram()
+        self.itl_s = Histogram()
+        self.queue_s = Histogram()
+        self.load_s = Histogram()
+        self.stall_s = Histogram()
+        self.reused_tokens = Tally()
+        self.recomputed_tokens = Tally()
+        self.refused = Tally()
+        self.tenant_turns = Tally()
+        self.tenant_tokens = Tally()
+        self.step_turns = Histogram(SIZE_BOUNDS)
+        self.step_tokens = Histogram(SIZE_BOUNDS)
+        self.step_s = Histogram()
+        self.name_tenants(tenants)
+
+    def name_tenants(self, tenants: Collection[str]) -> None:
+        """Give these tenants labels of their own from now on."""
+        self._tenants = frozenset(tenants) | {DEFAULT_TENANT}
+
+    def answered(self, tenant: str, finish_reason: str, usage: Usage, *, cancelled: bool) -> None:
+        """Count a turn that was answered, or stopped by its client on the way."""
+        self.ended.add(finish_reason)
+        label = self._label(tenant)
+        self.tenant_turns.add(label, "cancelled" if cancelled else "finished")
+        for kind, num_tokens in (
+            ("computed", usage.recomputed_tokens + usage.new_tokens),
+            ("reused", usage.reused_tokens),
+            ("output", usage.output_tokens),
+        ):
+            self.tenant_tokens.add(label, kind, amount=num_tokens)
+        for tier, num_tokens in usage.tier_tokens.items():
+            self.reused_tokens.add(tier, amount=num_tokens)
+        if usage.recomputed_tokens:
+            reason = usage.recompute_reason or "none_given"
+            self.recomputed_tokens.add(reason, amount=usage.recomputed_tokens)
+        if not cancelled:
+            self._time(usage)
+
+    def failed(self, tenant: str, reason: str, *, cancelled: bool) -> None:
+        """Count a turn that ended with an error."""
+        self.ended.add(reason)
+        self.tenant_turns.add(self._label(tenant), "cancelled" if cancelled else "failed")
+
+    def turned_away(self, tenant: str, reason: str) -> None:
+        """Count a turn that was not begun."""
+        self.refused.add(reason)
+        self.tenant_turns.add(self._label(tenant), "refused")
+
+    def stepped(self, num_turns: int, num_tokens: int, seconds: float) -> None:
+        """Count a forward pass."""
+        self.step_turns.observe(num_turns)
+        self.step_tokens.observe(num_tokens)
+        self.step_s.observe(seconds)
+
+    def as_gauges(self) -> dict[str, float]:
+        """Return times of answered turns, for people; what was not measured is left out.
+
+        The totals and the number of turns are for whoever takes differences of two looks.
+        """
+        ttft, tpot = self.ttft_s.total, self.tpot_s.total
+        found: dict[str, float | None] = {
+            "timed_turns": ttft.count,
+            "ttft_total_s": ttft.total,
+            "ttft_p50_s": self.ttft_s.quantile(0.5),
+            "ttft_p95_s": self.ttft_s.quantile(0.95),
+            "tpot_p50_s": self.tpot_s.quantile(0.5) if tpot.count else None,
+        }
+        return {name: value for name, value in found.items() if value is not None}
+
+    def _time(self, usage: Usage) -> None:
+        history = _history_of(usage)
+        self.ttft_s.observe(usage.ttft_s, history)
+        self.prefill_s.observe(usage.prefill_s, history)
+        self.total_s.observe(usage.total_s, history)
+        self.queue_s.observe(usage.queue_s)
+        if usage.output_tokens > 1:
+            self.tpot_s.observe(usage.tpot_s)
+        if usage.history_tokens:
+            self.load_s.observe(usage.load_s)
+            self.stall_s.observe(usage.stall_s)
+
+    def _label(self, tenant: str) -> str:
+        return tenant if tenant in self._tenants else OTHER
+
+
+def _history_of(usage: Usage) -> str:
+    """Say what became of a history: "none" (there was none), "reused", "partial", "recomputed"."""
+    if not usage.history_tokens:
+        return "none"
+    if not usage.recomputed_tokens:
+        return "reused"
+    return "partial" if usage.reused_tokens else "recomputed"

@@ -1,0 +1,60 @@
+"""How the service is installed on this host: where it listens and keeps its state, and its extra.
+
+Both the service and its clients look here for the default places. Only a host that runs a model
+needs PyTorch and Transformers, the extra `engine`; nothing here imports them.
+"""
+
+import os
+from collections.abc import Mapping
+from importlib.util import find_spec
+from pathlib import Path
+
+from shared.types.errors import ConfigError
+
+SYSTEM_NAME = "inference-svc"  # of RuntimeDirectory= and StateDirectory=
+SOCKET = "inference.sock"
+
+
+def default_listen(environ: Mapping[str, str] = os.environ) -> str:
+    """Return the service's Unix socket: the supervisor's, the system's for root, or the user's."""
+    if environ.get("RUNTIME_DIRECTORY"):
+        return f"unix:{environ['RUNTIME_DIRECTORY'].split(':')[0]}/{SOCKET}"
+    if os.geteuid() == 0:
+        return f"unix:/run/{SYSTEM_NAME}/{SOCKET}"
+    if environ.get("XDG_RUNTIME_DIR"):
+        return f"unix:{environ['XDG_RUNTIME_DIR']}/{SYSTEM_NAME}/{SOCKET}"
+    return f"unix:/tmp/{SYSTEM_NAME}-{os.geteuid()}/{SOCKET}"  # its directory is made 0700
+
+
+def default_state_dir(environ: Mapping[str, str] = os.environ) -> Path:
+    """Return the supervisor's directory for state, else the system's for root, or the user's."""
+    if environ.get("STATE_DIRECTORY"):
+        return Path(environ["STATE_DIRECTORY"].split(":")[0])
+    if os.geteuid() == 0:
+        return Path("/var/lib") / SYSTEM_NAME
+    if environ.get("XDG_STATE_HOME"):
+        return Path(environ["XDG_STATE_HOME"]) / SYSTEM_NAME
+    return Path.home() / ".local" / "state" / SYSTEM_NAME
+
+
+EXTRA = "cachedattention[engine]"
+MODULES = ("torch", "transformers", "safetensors", "jinja2")  # of its packages
+
+
+class EngineMissingError(ConfigError):
+    """The package was installed without its extra `engine`."""
+
+    reason = "engine_missing"
+
+
+def require_engine() -> None:
+    """See to it that a model can be run here; imports nothing.
+
+    Raises:
+        EngineMissingError: it cannot.
+    """
+    missing = [module for module in MODULES if find_spec(module) is None]
+    if missing:
+        raise EngineMissingError(
+            f"this needs {', '.join(missing)}", f"install the extra: pip install '{EXTRA}'"
+        )

@@ -1,0 +1,235 @@
+"""The file of what is remembered between requests: its tables, opening it, and their bounds.
+
+SQLite in WAL mode, readable by the service's user only. A file that cannot be used as it is
+(damage, another release's tables) is set aside and begun anew: histories are then computed again,
+and responses are not there.
+
+Tables are bounded: the row that was not used for longest goes first. The bound is for all tenants
+together, and one of them cannot push out another's rows by adding its own: who has the most rows
+gives up its oldest, again and again, until the bound holds.
+
+Methods run on one thread: that of the database.
+"""
+
+import contextlib
+import os
+import secrets
+import sqlite3
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from string import Template
+from typing import Any
+
+from inference_svc.core.errors import TranscriptError
+from shared.process.log import get_logger
+
+PRUNE_EVERY = 256  # rows that are added between two looks at the bound
+
+
+_INSERT = Template("INSERT OR REPLACE INTO $name VALUES ($marks)")
+_LAST_USE = Template("SELECT coalesce(max(used), 0) FROM $name")
+_TOUCH = Template("UPDATE $name SET used = ? WHERE ($key) = ($key_marks)")
+_COUNT = Template("SELECT count(*) FROM $name")
+_TAKE = Template(
+    "DELETE FROM $name WHERE ($key) IN (SELECT $key FROM (SELECT $key, used,"
+    " row_number() OVER (PARTITION BY tenant ORDER BY used DESC) AS place FROM $name)"
+    " ORDER BY place DESC, used LIMIT ?) RETURNING $key"
+)
+
+
+class Table:
+    """What is said to a table that has a tenant, and as its last column when a row was used.
+
+    Args:
+        name: of the table.
+        num_columns: of the table.
+        key: columns of its primary key.
+
+    Attributes:
+        take: removes as many rows as it is given, and returns their keys.
+    """
+
+    def __init__(self, name: str, num_columns: int, *key: str) -> None:
+        words = {
+            "name": name,
+            "key": ", ".join(key),
+            "key_marks": _marks(len(key)),
+            "marks": _marks(num_columns),
+        }
+        self.insert = _INSERT.substitute(words)
+        self.last_use = _LAST_USE.substitute(words)
+        self.touch = _TOUCH.substitute(words)
+        self.count = _COUNT.substitute(words)
+        self.take = _TAKE.substitute(words)
+
+
+def _marks(number: int) -> str:
+    return ", ".join("?" * number)
+
+
+HISTORIES = Table("histories", 7, "digest")
+RESPONSES = Table("responses", 9, "id")
+REQUESTS = Table("requests", 9, "id")
+SESSIONS = Table("sessions", 3, "tenant", "session")  # who takes a row takes the session, too
+PRUNED = (HISTORIES, RESPONSES, REQUESTS)
+
+
+class BoundedTables:
+    """Adds rows, and removes those that were not used for longest.
+
+    Args:
+        db: where the tables are.
+        max_rows: of each table.
+    """
+
+    def __init__(self, db: sqlite3.Connection, max_rows: int) -> None:
+        self._db = db
+        self._max_rows = max_rows
+        self._num_added = 0
+        self._last_use: int = max(
+            db.execute(table.last_use).fetchone()[0] for table in (*PRUNED, SESSIONS)
+        )
+
+    def insert(self, table: Table, rows: Sequence[tuple[object, ...]]) -> None:
+        """Add rows, or put them in the place of those with the same key."""
+        with self._transaction():
+            self._db.executemany(table.insert, [(*row, self._use()) for row in rows])
+            self._num_added += len(rows)
+            if self._num_added >= PRUNE_EVERY:
+                self._num_added = 0
+                for pruned in PRUNED:
+                    self.take(pruned, self._max_rows)
+
+    def touch(self, table: Table, keys: Sequence[tuple[object, ...]]) -> None:
+        """Note that rows were used, if they are there."""
+        with self._transaction():
+            self._db.executemany(table.touch, [(self._use(), *key) for key in keys])
+
+    def take(self, table: Table, most: int) -> list[Any]:
+        """Remove the rows beyond a bound, and return their keys."""
+        (num_rows,) = self._db.execute(table.count).fetchone()
+        excess = num_rows - most
+        return self._db.execute(table.take, (excess,)).fetchall() if excess > 0 else []
+
+    def _use(self) -> int:
+        self._last_use += 1
+        return self._last_use
+
+    @contextmanager
+    def _transaction(self) -> Iterator[None]:
+        self._db.execute("BEGIN IMMEDIATE")
+        try:
+            yield
+            self._db.execute("COMMIT")
+        except BaseException:
+            if self._db.in_transaction:  # a full disk rolls back by itself, or fails to commit
+                self._db.execute("ROLLBACK")
+            raise
+
+
+FILE_NAME = "openai.sqlite"
+KEY_BYTES = 32  # of the secret that digests are keyed with
+SCHEMA_VERSION = 1
+BUSY_S = 5.0  # SQLite's wait for somebody's lock (a backup, an operator's sqlite3)
+
+_SCHEMA = """
+CREATE TABLE meta (name TEXT PRIMARY KEY, value BLOB NOT NULL) WITHOUT ROWID, STRICT;
+CREATE TABLE histories (                    -- where a history ends: after `turns` of a session
+    digest BLOB PRIMARY KEY, session TEXT NOT NULL, turns INTEGER NOT NULL,
+    request TEXT NOT NULL,                  -- id of the last of these turns
+    named INTEGER NOT NULL, tenant TEXT NOT NULL, used INTEGER NOT NULL
+) WITHOUT ROWID, STRICT;
+CREATE INDEX histories_tenant ON histories (tenant, used);
+CREATE TABLE responses (
+    id TEXT PRIMARY KEY, tenant TEXT NOT NULL, session TEXT NOT NULL, turns INTEGER NOT NULL,
+    request TEXT NOT NULL, named INTEGER NOT NULL,
+    history BLOB,                           -- digest after the turn, if it is known
+    facts TEXT NOT NULL, used INTEGER NOT NULL
+) WITHOUT ROWID, STRICT;
+CREATE INDEX responses_tenant ON responses (tenant, used);
+CREATE INDEX responses_session ON responses (tenant, session);
+CREATE TABLE requests (                     -- where a request with an idempotency key went
+    id BLOB PRIMARY KEY, body BLOB NOT NULL, session TEXT NOT NULL, turns INTEGER NOT NULL,
+    first INTEGER NOT NULL, history BLOB, named INTEGER NOT NULL, tenant TEXT NOT NULL,
+    used INTEGER NOT NULL
+) WITHOUT ROWID, STRICT;
+CREATE INDEX requests_tenant ON requests (tenant, used);
+CREATE TABLE sessions (                     -- that requests opened without naming them
+    tenant TEXT NOT NULL, session TEXT NOT NULL, used INTEGER NOT NULL,
+    PRIMARY KEY (tenant, session)
+) WITHOUT ROWID, STRICT;
+CREATE INDEX sessions_tenant ON sessions (tenant, used);
+CREATE TABLE passing (                      -- sessions that go when their turn is over
+    tenant TEXT NOT NULL, session TEXT NOT NULL, PRIMARY KEY (tenant, session)
+) WITHOUT ROWID, STRICT;
+"""
+
+log = get_logger(__name__)
+
+
+def open_store(directory: Path) -> tuple[sqlite3.Connection, bytes]:
+    """Open or create the file.
+
+    Returns:
+        The connection, and the secret key of its digests.
+
+    Raises:
+        TranscriptError: the directory cannot be used.
+    """
+    path = directory / FILE_NAME
+    try:
+        try:
+            return _open(path)
+        except sqlite3.DatabaseError as error:
+            if not _is_damage(error):  # locked, no access, a disk that is full or fails
+                raise
+            moved = _set_aside(path)
+            log.warning("openai_memory_set_aside", moved_to=str(moved), error=str(error))
+            return _open(path)
+    except (OSError, sqlite3.Error) as error:
+        raise TranscriptError(
+            f"{path} cannot be used ({error})", "give --state-dir a directory this user may write"
+        ) from error
+
+
+def _open(path: Path) -> tuple[sqlite3.Connection, bytes]:
+    os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))
+    db = sqlite3.connect(path, timeout=BUSY_S, check_same_thread=False, isolation_level=None)
+    try:
+        db.execute("PRAGMA journal_mode = WAL")
+        db.execute("PRAGMA synchronous = NORMAL")  # a power cut costs a recomputation, no more
+        (version,) = db.execute("PRAGMA user_version").fetchone()
+        if version == 0:
+            db.executescript(f"BEGIN; {_SCHEMA} PRAGMA user_version = {SCHEMA_VERSION}; COMMIT;")
+        elif version != SCHEMA_VERSION:
+            raise sqlite3.DatabaseError(f"its tables are of version {version}")  # noqa: TRY301
+        return db, _secret(db)
+    except BaseException:
+        db.close()
+        raise
+
+
+def _secret(db: sqlite3.Connection) -> bytes:
+    """The key of all digests; drawn once."""
+    new = secrets.token_bytes(KEY_BYTES)
+    db.execute("INSERT OR IGNORE INTO meta VALUES ('key', ?)", (new,))
+    (key,) = db.execute("SELECT value FROM meta WHERE name = 'key'").fetchone()
+    return bytes(key)
+
+
+def _is_damage(error: sqlite3.DatabaseError) -> bool:
+    """Whether opening failed because of what is in the file: else it may be fine, and stays."""
+    code = getattr(error, "sqlite_errorcode", None)
+    return type(error) is sqlite3.DatabaseError or code == sqlite3.SQLITE_ERROR
+
+
+def _set_aside(path: Path) -> Path:
+    """Rename the file, and what SQLite keeps beside it; nothing is deleted or overwritten."""
+    number = 1
+    while (moved := path.with_name(f"{path.name}.unusable-{number}")).exists():
+        number += 1
+    for suffix in ("-wal", "-shm"):
+        with contextlib.suppress(FileNotFoundError):
+            path.with_name(path.name + suffix).rename(moved.with_name(moved.name + suffix))
+    return path.rename(moved)

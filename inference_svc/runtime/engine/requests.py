@@ -1,0 +1,290 @@
+"""What memory a request has, how it goes back, and how a request ends without an answer.
+
+    sequence KV          released when the request ends without an answer, or given to a resident
+    write buffer  released when its save is over, which may be long after the request's end
+    resident      released when the scheduler evicts it or its session ends
+
+Everything here runs on the event loop. Invariants: 1. every token slot that is given back is given
+back to the scheduler in the same call; 2. a save is opened with the write buffer it reads and
+outlives it never.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from contextvars import Context
+
+from inference_svc.core.counters import Counters
+from inference_svc.core.errors import DeadlineExceededError
+from inference_svc.core.scheduling.request import Request, RequestEvent
+from inference_svc.core.scheduling.scheduler import Scheduler
+from inference_svc.runtime.engine.engine_request import ContextCut, EngineRequest
+from inference_svc.runtime.kv.kv_pool import KVPool
+from inference_svc.runtime.kv.sequence_kv import WriteBuffer
+from inference_svc.runtime.store.saves import Saves, SaveStream
+from inference_svc.runtime.store.session_store import SessionStore
+from inference_svc.runtime.transfer.resident_sequences import ResidentSequences
+from shared.types.session_key import SessionKey
+
+# Each has up to a block of token slots beside the scheduler's account: for its tail.
+MOST_RESIDENTS = 128
+
+
+class RequestMemory:
+    """The memory of requests, and the scheduler's account of it; see the module docstring.
+
+    Args:
+        changed: called when token slots came back.
+
+    Attributes:
+        num_saving: saves under way, and discards and ends of sessions that the store is being told.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        pool: KVPool,
+        residents: ResidentSequences,
+        saves: Saves,
+        store: SessionStore,
+        counters: Counters,
+        tasks: asyncio.TaskGroup,
+        changed: Callable[[], None],
+    ) -> None:
+        self.num_saving = 0
+        self._scheduler = scheduler
+        self._pool = pool
+        self._residents = residents
+        self._saves = saves
+        self._store = store
+        self._counters = counters
+        self._tasks = tasks
+        self._changed = changed
+
+    # ---------------------------------------------------------------------------- write buffers
+
+    def open_save(self, request: EngineRequest, buffer: WriteBuffer) -> None:
+        """Begin to save a buffer that is about to be filled."""
+        stream = request.saves = self._saves.open(request.key, buffer, request.lineage)
+        self._start(self._save(request, stream, buffer), request.context.copy())
+
+    async def _save(self, request: EngineRequest, stream: SaveStream, buffer: WriteBuffer) -> None:
+        try:
+            await self._saves.run(request.key, stream)
+            if request.is_kept and request.is_final and request.saves is stream:
+                await self._store.end_session(request.key)
+        finally:
+            self._pool.release(buffer)
+        self._scheduler.release_write(request)
+
+    def discard_stored(self, key: SessionKey, cut: ContextCut) -> None:
+        """Have the store drop tokens, behind the session's saves; nobody waits for that."""
+        link = self._saves.open_discard(key)
+        self._start(self._saves.run_discard(key, link, cut.token_bytes, cut.ranges, cut.lineage))
+
+    def _start(self, saving: Coroutine[None, None, None], context: Context | None = None) -> None:
+        """Run something in the background that counts as a save."""
+        self.num_saving += 1
+        self._tasks.create_task(self._count(saving), context=context)
+
+    async def _count(self, saving: Coroutine[None, None, None]) -> None:
+        await saving  # if the engine stops meanwhile, there is nobody left to account to
+        self.num_saving -= 1
+        self._changed()
+
+    # ----------------------------------------------------------------------------- sequences' KV
+
+    def keep(self, request: EngineRequest, token_ids: Sequence[int]) -> None:
+        """Save the first tokens of a request that is over; its KV may stay as a resident.
+
+        Of a session that has ended nothing stays, and the store is told once the save is over.
+        """
+        request.is_kept = True
+        if not request.is_final:
+            self._keep_resident(request, token_ids)
+        if request.saves is not None:
+            request.saves.finish(request.token_bytes(len(token_ids)))
+        elif request.is_final:
+            self._start(self._store.end_session(request.key))
+        self.release_kv(request)
+
+    def preempt(self, request: EngineRequest) -> None:
+        """Make the sequence's KV of a request that waits again a resident, and save all of it."""
+        self._leave_resident(request, request.write_buffer)
+
+    def overflow(self, request: EngineRequest) -> None:
+        """Do the same where tokens are about to be dropped: the last block is not going to grow."""
+        self._leave_resident(request, None)
+
+    def _leave_resident(self, request: EngineRequest, buffer: WriteBuffer | None) -> None:
+        num_tokens = request.computed_tokens
+        self._become_resident(request, num_tokens, buffer)
+        if request.saves is not None:
+            request.saves.finish(request.token_bytes(num_tokens))
+        request.detach()
+
+    def void(self, request: EngineRequest) -> None:
+        """Keep and save nothing of what a request computed: it cannot be believed."""
+        if request.kv is not None:
+            self._pool.release(request.kv)
+        if request.saves is not None:
+            request.saves.abandon()
+        request.detach()
+
+    def release(self, request: EngineRequest) -> None:
+        """Give back the memory of a request that has no answer, and save nothing more.
+
+        What its KV has of the session's history is as good as it was, and stays if it may: not
+        if the turn has dropped something while it was answered, which no other turn will.
+        """
+        num_tokens = min(request.computed_tokens, request.history_tokens)
+        if not request.discards:
+            self._keep_resident(request, request.token_ids[:num_tokens])
+        if request.saves is not None:
+            request.saves.abandon()
+        elif request.write_buffer is not None:  # it was cancelled before its save was opened
+            self._pool.release(request.write_buffer)
+        self.release_kv(request)
+        if request.discards:
+            self.release_resident(request.key)
+
+    def release_kv(self, request: EngineRequest) -> None:
+        """Give the sequence's KV back, if it is still the request's."""
+        if request.kv is not None:
+            self._pool.release(request.kv)
+            request.kv = None
+        self._scheduler.release_kv(request)
+        self._changed()
+
+    # -------------------------------------------------------------------------------- residents
+
+    def _keep_resident(self, request: EngineRequest, token_ids: Sequence[int]) -> None:
+        """Let the KV of a request that is over stay, with these tokens, if it may.
+
+        Not if some of them may never arrive, nor if the position-free KV of the last block is
+        gone with an earlier write buffer: its growth could not be stored.
+        """
+        kv, buffer = request.kv, request.write_buffer
+        is_whole = kv is not None and kv.gate is None and 0 < len(token_ids) <= kv.num_tokens
+        has_tail = buffer is None or buffer.first_token <= len(token_ids)
+        if not is_whole or not has_tail:
+            return
+        if self._scheduler.keep_resident(request, token_ids, time.monotonic_ns()):
+            self._become_resident(request, len(token_ids), request.write_buffer)
+            residents, rank = self._scheduler.residents, self._scheduler.queue.rank
+            for key in residents.take_surplus(MOST_RESIDENTS, rank):
+                self.evict(key)
+
+    def _become_resident(
+        self, request: EngineRequest, num_tokens: int, buffer: WriteBuffer | None
+    ) -> None:
+        assert request.kv is not None, "a request that has computed has a sequence's KV"  # noqa: S101
+        self._residents.put(request.key, request.kv, num_tokens, buffer)
+        request.kv = None
+
+    def evict(self, key: SessionKey) -> None:
+        """Release a resident that the scheduler has evicted."""
+        self._counters.add("residents_evicted")
+        self._residents.release(key)
+
+    def end_move(self, request: EngineRequest) -> None:
+        """Release a resident whose KV is in the request's KV, or wanted by nobody."""
+        self._scheduler.residents.end_move(request)
+        self._residents.release(request.key)
+        self._changed()
+
+    def release_resident(self, key: SessionKey) -> None:
+        """Give up a session's resident, if it has one that is not in use."""
+        if self._scheduler.residents.drop(key):
+            self._residents.release(key)
+            self._changed()
+
+
+class Requests:
+    """The engine's requests, until their KV is given up, and how they end without an answer.
+
+    Invariants: 1. a request is here from its submission until it is kept or released; 2. memory
+    that a load uses is released by that load, when it ends.
+
+    Args:
+        changed: called when a request was forgotten.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        memory: RequestMemory,
+        counters: Counters,
+        changed: Callable[[], None],
+    ) -> None:
+        self._scheduler = scheduler
+        self._memory = memory
+        self._counters = counters
+        self._changed = changed
+        self._requests: dict[int, EngineRequest] = {}  # by number
+        self._dropped: list[EngineRequest] = []
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def __iter__(self) -> Iterator[EngineRequest]:
+        return iter(self._requests.values())
+
+    def of(self, request: Request) -> EngineRequest:
+        """Return the engine's form of a request that the scheduler names."""
+        return self._requests[request.number]
+
+    def add(self, request: EngineRequest) -> None:
+        """Look after a request that was submitted."""
+        self._requests[request.number] = request
+
+    def forget(self, request: EngineRequest) -> bool:
+        """Forget a request that is over; False if it was before."""
+        is_known = self._requests.pop(request.number, None) is not None
+        self._changed()
+        return is_known
+
+    def drop(self, request: EngineRequest) -> bool:
+        """Have a request given up between two steps; False if it is kept or released already."""
+        if request.is_kept or request.number not in self._requests:
+            return False
+        self._dropped.append(request)
+        return True
+
+    def settle_dropped(self) -> None:
+        """Stop what was dropped, and release it unless a load uses it; no step is under way."""
+        dropped, self._dropped = self._dropped, []
+        for request in dropped:
+            if not request.is_over:
+                self._scheduler.end(request, RequestEvent.CANCEL, time.monotonic_ns())
+            self.release(request)
+
+    def restart(self, request: EngineRequest) -> None:
+        """Have a request admitted anew whose history did not arrive; what it computed is void."""
+        request.num_failed_loads += 1
+        self._memory.void(request)
+        self._scheduler.restart(request, time.monotonic_ns())
+
+    def expire(self, request: EngineRequest) -> None:
+        """Fail a request whose deadline passed, as the scheduler has found."""
+        self._counters.add("expired")
+        request.end(
+            DeadlineExceededError(
+                "the turn's deadline passed before it was complete",
+                "submit it again with more time, or when the service is less busy",
+            )
+        )
+        self.release(request)
+
+    def fail(self, request: EngineRequest, error: Exception) -> None:
+        """End a request with an error."""
+        if not request.is_over:
+            self._scheduler.end(request, RequestEvent.FAIL, time.monotonic_ns())
+        request.end(error)
+        self.release(request)
+
+    def release(self, request: EngineRequest) -> None:
+        """Release a request that has no answer, unless its load is under way: that does it then."""
+        request.in_batch.set()  # a load that waits for it resumes
+        if request.load is None and self.forget(request):
+            self._memory.release(request)

@@ -1,0 +1,230 @@
+"""ArenaKv: the mapped arena of one layout as tensors, and copies from and to its slots.
+
+A slot holds a block: per layer and component (keys, values) `block_tokens` tokens, [tokens, *shape]
+in the component's dtype, in a layout's order. One tensor per layer and component spans all slots,
+so that tokens of many slots move in one call instead of one per slot.
+
+Owns the views; knows no sequences and no positions.
+
+Invariant: the views keep the arena mapped (`shared.kvd_client.arena_map`): what they show stays
+readable for as long as they live, though it means something only under a lease.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import ClassVar, Protocol
+
+import torch
+from torch import Tensor
+
+from inference_svc.runtime.memory import ThreadScratch
+from shared.types.kv_layout import ITEM_BYTES, KVLayout
+
+
+class Arena(Protocol):
+    """Where slots are mapped."""
+
+    @property
+    def memory(self) -> memoryview:
+        """All slots, one after another."""
+
+    @property
+    def slot_bytes(self) -> int:
+        """Distance between slots."""
+
+    @property
+    def num_slots(self) -> int:
+        """How many there are."""
+
+
+class Block(Protocol):
+    """The first tokens of a slot, and where they are in a sequence."""
+
+    @property
+    def slot_id(self) -> int:
+        """Which slot."""
+
+    @property
+    def token_offset(self) -> int:
+        """Position in the sequence of the first token."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens."""
+
+
+@dataclass(frozen=True)
+class SlotRun:
+    """Tokens [start, start + tokens_per_slot) of some slots, at least one, in this order."""
+
+    slot_ids: Sequence[int]
+    start: int
+    tokens_per_slot: int
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all slots together."""
+        return len(self.slot_ids) * self.tokens_per_slot
+
+    def split(self, max_tokens: int) -> "list[SlotRun]":
+        """Cut into runs of at most so many tokens, or of one slot if that has more already."""
+        step = max(1, max_tokens // self.tokens_per_slot)
+        if step >= len(self.slot_ids):
+            return [self]
+        return [
+            SlotRun(self.slot_ids[begin : begin + step], self.start, self.tokens_per_slot)
+            for begin in range(0, len(self.slot_ids), step)
+        ]
+
+    def placed(self, tokens: Tensor) -> Tensor:
+        """View contiguous tokens [num_tokens, *shape] as [slots, tokens_per_slot, *shape]."""
+        return tokens.view(len(self.slot_ids), self.tokens_per_slot, *tokens.shape[1:])
+
+    @cached_property
+    def indices(self) -> Tensor:
+        """The slot ids as a tensor, [slots] int64."""
+        return torch.tensor(self.slot_ids)
+
+    @cached_property
+    def is_consecutive(self) -> bool:
+        """Whether the slots lie side by side, in order."""
+        first = self.slot_ids[0]
+        return first >= 0 and list(self.slot_ids) == list(range(first, first + len(self.slot_ids)))
+
+
+@dataclass(frozen=True, eq=False)
+class ScatteredTokens:
+    """Tokens here and there, one by one: many short runs, as a discard leaves them.
+
+    Attributes:
+        slot_ids: [n] the slot of each.
+        offsets: [n] its place in the slot.
+    """
+
+    slot_ids: Tensor
+    offsets: Tensor
+    tokens_per_slot: ClassVar = 1
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens there are."""
+        return len(self.offsets)
+
+    def split(self, max_tokens: int) -> "list[ScatteredTokens]":
+        """Cut into parts of at most so many."""
+        return [
+            ScatteredTokens(
+                *(ids[first : first + max_tokens] for ids in (self.slot_ids, self.offsets))
+            )
+            for first in range(0, self.num_tokens, max_tokens)
+        ]
+
+    def placed(self, tokens: Tensor) -> Tensor:
+        """View tokens [num_tokens, *shape] as `gather` fills them: as they are."""
+        return tokens
+
+
+class ArenaKv:
+    """See the module docstring; any thread may copy tokens that its lease covers."""
+
+    def __init__(self, arena: Arena, layout: KVLayout) -> None:
+        """View the arena; done once per arena, since it takes some microseconds per component.
+
+        Raises:
+            ValueError: if the arena is closed, or its slots are too small for a block.
+        """
+        if arena.slot_bytes < layout.block_bytes:
+            raise ValueError(
+                f"slots of {arena.slot_bytes} bytes for blocks of {layout.block_bytes}"
+            )
+        self.layout = layout
+        self.num_slots = arena.num_slots
+        memory = arena.memory
+        num_bytes = arena.slot_bytes * arena.num_slots
+        dtypes = {component.dtype for layer in layout.layers for component in layer.components}
+        flat = {
+            dtype: torch.frombuffer(
+                memory, dtype=getattr(torch, dtype), count=num_bytes // ITEM_BYTES[dtype]
+            )
+            for dtype in dtypes
+        }
+        self._scratch = {
+            dtype: ThreadScratch(torch.device("cpu"), getattr(torch, dtype)) for dtype in dtypes
+        }
+        self._views = [
+            [
+                self._view(flat[component.dtype], arena.slot_bytes, layer_index, index)
+                for index, component in enumerate(layer.components)
+            ]
+            for layer_index, layer in enumerate(layout.layers)
+        ]
+
+    def view(self, layer_index: int, component_index: int) -> Tensor:
+        """View one component of all slots, [num_slots, block_tokens, *shape]."""
+        return self._views[layer_index][component_index]
+
+    def scratch(self, layer_index: int, component_index: int, num_tokens: int) -> Tensor:
+        """Return this thread's scratch for tokens of a component, [num_tokens, *shape]."""
+        component = self.layout.layers[layer_index].components[component_index]
+        return self._scratch[component.dtype].take(num_tokens, *component.shape)
+
+    def gather(
+        self, layer_index: int, component_index: int, run: SlotRun | ScatteredTokens, out: Tensor
+    ) -> None:
+        """Copy a run's tokens out of the arena.
+
+        Args:
+            layer_index: of the layout.
+            component_index: 0: keys, before RoPE; 1: values.
+            run: of which slots.
+            out: [slots, tokens_per_slot, *shape], of scattered tokens [n, *shape]; of the
+                component's dtype, any strides and any device.
+        """
+        if isinstance(run, ScatteredTokens):
+            self._gather_scattered(self._views[layer_index][component_index], run, out)
+            return
+        tokens = self._tokens(layer_index, component_index, run)
+        if out.device.type == "cpu":
+            torch.index_select(tokens, 0, run.indices, out=out)
+        else:
+            out.copy_(tokens.index_select(0, run.indices))
+
+    def _gather_scattered(self, view: Tensor, run: ScatteredTokens, out: Tensor) -> None:
+        """Copy tokens one by one; by one index if slots are a whole number of tokens apart."""
+        tokens_apart, odd = divmod(view.stride(0), view.stride(1))
+        if odd or self.num_slots == 0:
+            out.copy_(view[run.slot_ids, run.offsets])
+            return
+        num_tokens = (self.num_slots - 1) * tokens_apart + view.shape[1]
+        flat = view.as_strided((num_tokens, *view.shape[2:]), view.stride()[1:])
+        indices = run.slot_ids * tokens_apart + run.offsets
+        if out.device.type == "cpu":
+            torch.index_select(flat, 0, indices, out=out)
+        else:
+            out.copy_(flat.index_select(0, indices))
+
+    def scatter(self, layer_index: int, component_index: int, run: SlotRun, source: Tensor) -> None:
+        """Copy `source`, as `out` of `gather`, to a run's tokens; no other byte changes."""
+        tokens = self._tokens(layer_index, component_index, run)
+        if run.is_consecutive:  # five times as fast for a few slots
+            tokens.narrow(0, run.slot_ids[0], len(run.slot_ids)).copy_(source)
+        else:
+            tokens.index_copy_(0, run.indices, source.cpu())
+
+    def _tokens(self, layer_index: int, component_index: int, run: SlotRun) -> Tensor:
+        """View the run's tokens of every slot, [num_slots, tokens_per_slot, *shape]."""
+        return self._views[layer_index][component_index].narrow(1, run.start, run.tokens_per_slot)
+
+    def _view(self, flat: Tensor, slot_bytes: int, layer_index: int, index: int) -> Tensor:
+        layout = self.layout
+        component = layout.layers[layer_index].components[index]
+        item_bytes = ITEM_BYTES[component.dtype]
+        strides = [1]
+        for size in reversed((layout.block_tokens, *component.shape)[1:]):
+            strides.append(strides[-1] * size)
+        return flat.as_strided(
+            (self.num_slots, layout.block_tokens, *component.shape),
+            (slot_bytes // item_bytes, *reversed(strides)),
+            layout.component_offset(layer_index, index) // item_bytes,
+        )

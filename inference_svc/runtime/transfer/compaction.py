@@ -1,0 +1,185 @@
+"""Compaction in place: after a discard a sequence's tokens move up, re-embedded at new positions.
+
+In one pass, layer by layer, piece by piece from the front: a token never moves to a higher slot, so
+that a piece may overwrite what has been read before it. A piece goes through scratch that fits a
+core's cache, in float32 whatever the KV's dtype: what was embedded at the old positions is taken
+back and embedded anew, rounded once.
+
+What the modes of a model's positions make of it (`recipes.Calibration.positions`):
+
+    decoupled   tokens move and are re-embedded
+    coupled     tokens do not move: those behind the first dropped one are lost
+    naive       tokens move as they are, at the price of wrong positions (for comparison only)
+
+Source: CachedAttention, section 3.4 (positions decoupled from stored keys).
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from inference_svc.core.discards import Range, num_in
+from inference_svc.runtime.kv.copy_stream import CopyStream
+from inference_svc.runtime.kv.sequence_kv import SequenceKv
+from inference_svc.runtime.memory import ThreadScratch
+from inference_svc.runtime.positions.recipes import Calibration, ScaledRotary
+from inference_svc.runtime.positions.rotary import RotaryTable
+from inference_svc.runtime.worker_thread import WorkerThread
+
+PIECE_ITEMS = 1 << 18  # elements moved at once: 1 MiB in float32
+MOST_GAP = 64  # adjacent dropped tokens that are taken along: they cost less than a piece more
+
+
+def can_compact(calibration: Calibration) -> bool:
+    """Whether tokens as they are cached can go to other positions."""
+    if calibration.positions != "decoupled":
+        return True
+    return all(part.can_move for layer in calibration.layers for part in layer.components)
+
+
+class Compactor:
+    """Compacts sequences of one model on a thread of copies, beside the steps of others."""
+
+    def __init__(self, calibration: Calibration, thread: WorkerThread) -> None:
+        """Store the parts."""
+        self._calibration = calibration
+        self._thread = thread
+
+    async def compact(self, kv: SequenceKv, kept: Sequence[Range]) -> int:
+        """See `compact_in_place`; returns how many tokens are left: 0 also if none can be moved."""
+        if not can_compact(self._calibration):
+            return 0
+        await self._thread.run(compact_in_place, kv, kept, self._calibration)
+        return kv.num_tokens
+
+
+def num_left(kept: Sequence[Range], calibration: Calibration) -> int:
+    """Return how many tokens `compact_in_place` leaves."""
+    if calibration.positions == "coupled":
+        return kept[0][1] if kept and kept[0][0] == 0 else 0
+    return num_in(kept)
+
+
+@torch.inference_mode()
+def compact_in_place(kv: SequenceKv, kept: Sequence[Range], calibration: Calibration) -> None:
+    """Move the tokens of the kept runs to the front; sets `kv.num_tokens` at the end.
+
+    If it raises, the KV is not to be used any more.
+
+    Args:
+        kv: nobody else uses it; its tokens are those of one sequence from position 0 on.
+        kept: runs of its tokens, in order, not touching.
+        calibration: of the model that computed them; `can_compact`.
+    """
+    left = num_left(kept, calibration)
+    if calibration.positions != "coupled":
+        stream = CopyStream(kv.device)
+        with kv.hold(), stream.copies(behind_computing=True):
+            Compaction(kv, kept, calibration).run()
+    kv.num_tokens = left
+
+
+class Compaction:
+    """One sequence being compacted; see the module docstring."""
+
+    def __init__(self, kv: SequenceKv, kept: Sequence[Range], calibration: Calibration) -> None:
+        """Store the parts."""
+        self._kv = kv
+        self._kept = kept
+        self._layers = calibration.layers
+        self._embeds = calibration.positions == "decoupled"
+        self._scratch = ThreadScratch(kv.device, torch.float32)
+        self._plain = ThreadScratch(kv.device, kv.keys[0].dtype)
+        self._pieces: dict[int, list[_Piece]] = {}  # by how many tokens one has
+
+    def run(self) -> None:
+        """Move the tokens of all layers."""
+        for layer_index, layer in enumerate(self._layers):
+            layer_kv = (self._kv.keys[layer_index][0], self._kv.values[layer_index][0])
+            for component, recipe, (heads, dim) in zip(
+                layer_kv, layer.components, layer.shape, strict=True
+            ):
+                mover = recipe.mover if self._embeds else None
+                for piece in self._pieces_of(max(1, PIECE_ITEMS // (heads * dim))):
+                    self._move(component.transpose(0, 1), piece, mover)
+
+    def _move(
+        self, component: Tensor, piece: "_Piece", mover: RotaryTable | ScaledRotary | None
+    ) -> None:
+        """Move a piece of keys or values, [capacity, kv_heads, dim]."""
+        old = component.narrow(0, piece.start, piece.num_tokens)
+        new = component.narrow(0, piece.target, piece.num_left)
+        if mover is None:
+            moved = self._plain.take(piece.num_left, *component.shape[1:])
+            if piece.chosen is None:
+                moved.copy_(old)
+            else:
+                torch.index_select(old, 0, piece.chosen, out=moved)
+            new.copy_(moved)
+        elif piece.chosen is None:
+            mover.move_into(old, piece.start, piece.target, new)
+        else:  # tokens between those that stay are taken along, up to here: one call for all runs
+            both = self._scratch.take(piece.num_tokens + piece.num_left, *component.shape[1:])
+            whole, chosen = both.split_with_sizes((piece.num_tokens, piece.num_left))
+            mover.unrotate_into(old, piece.start, whole)
+            torch.index_select(whole, 0, piece.chosen, out=chosen)
+            mover.rotate_into(chosen, piece.target, new)
+
+    def _pieces_of(self, max_tokens: int) -> "list[_Piece]":
+        if max_tokens not in self._pieces:
+            self._pieces[max_tokens] = list(_pieces(self._kept, max_tokens, self._kv.device))
+        return self._pieces[max_tokens]
+
+
+class _Piece(NamedTuple):
+    """Tokens that are moved in one go.
+
+    Attributes:
+        start: the first token, which stays.
+        num_tokens: from there to the last token that stays.
+        target: where the first goes.
+        num_left: of them, tokens that stay.
+        chosen: [num_left] which, counted from `start`; None: all.
+    """
+
+    start: int
+    num_tokens: int
+    target: int
+    num_left: int
+    chosen: Tensor | None
+
+
+def _pieces(kept: Sequence[Range], max_tokens: int, device: torch.device) -> Iterator[_Piece]:
+    """Cut the kept runs that move: as many as fit `max_tokens` with the gaps between them."""
+    target = 0
+    runs: list[Range] = []
+    for run in _moving(kept, max_tokens):
+        if runs and (run[1] - runs[0][0] > max_tokens or run[0] - runs[-1][1] > MOST_GAP):
+            yield _piece(runs, target, device)
+            target += num_in(runs)
+            runs = []
+        if not runs and run[0] == target:  # it is where it belongs
+            target = run[1]
+        else:
+            runs.append(run)
+    if runs:
+        yield _piece(runs, target, device)
+
+
+def _moving(kept: Sequence[Range], max_tokens: int) -> Iterator[Range]:
+    """Cut runs that are longer than a piece."""
+    for start, end in kept:
+        for first in range(start, end, max_tokens):
+            yield first, min(first + max_tokens, end)
+
+
+def _piece(runs: Sequence[Range], target: int, device: torch.device) -> _Piece:
+    start, end = runs[0][0], runs[-1][1]
+    num_tokens, num_kept = end - start, num_in(runs)
+    chosen = None
+    if num_kept < num_tokens:
+        kept = torch.cat([torch.arange(first - start, last - start) for first, last in runs])
+        chosen = kept.to(device)
+    return _Piece(start, num_tokens, target, num_kept, chosen)

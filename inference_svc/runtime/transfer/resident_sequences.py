@@ -1,0 +1,151 @@
+"""Resident sequences: KV of sessions whose turn is over. The scheduler decides who stays.
+
+A resident sequence keeps, beside its KV, the tokens of its last partial block as they were before
+RoPE: growing that block means to store these tokens again (D9). After a discard none are needed:
+what a discard has touched never grows, so that the next store begins behind it.
+
+Invariant: a session has one resident sequence at most.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from inference_svc.core.discards import Range
+from inference_svc.runtime.kv.kv_pool import KVPool
+from inference_svc.runtime.kv.sequence_kv import SequenceKv, WriteBuffer
+from inference_svc.runtime.transfer.compaction import Compactor
+from shared.types.session_key import SessionKey
+
+
+@dataclass(eq=False)
+class ResidentSequence:
+    """One session's KV.
+
+    Attributes:
+        kv: its tokens, by position.
+        tail_from: the block boundary at or before `kv.num_tokens`; after a discard blocks are
+            counted from there.
+        tail: tokens [tail_from, kv.num_tokens) before RoPE; None: there are none, or nothing is
+            saved.
+    """
+
+    kv: SequenceKv
+    tail_from: int
+    tail: WriteBuffer | None
+
+
+class ResidentSequences:
+    """See the module docstring."""
+
+    def __init__(self, pool: KVPool, block_tokens: int) -> None:
+        self._pool = pool
+        self._block_tokens = block_tokens
+        self._residents: dict[SessionKey, ResidentSequence] = {}
+
+    def put(
+        self, key: SessionKey, kv: SequenceKv, num_tokens: int, buffer: WriteBuffer | None
+    ) -> None:
+        """Keep a session's KV.
+
+        Args:
+            key: of the session.
+            kv: belongs to us from now on.
+            num_tokens: its first tokens, which are kept.
+            buffer: of the turn that ends, with the tokens of the last block before RoPE; None:
+                nothing is saved.
+        """
+        assert key not in self._residents, f"{key} has a resident sequence already"  # noqa: S101
+        kv.num_tokens, kv.gate = num_tokens, None
+        tail_from, tail = num_tokens, None
+        if buffer is not None:
+            tail_from = self._boundary(buffer.first_token, num_tokens)
+            tail = self._copy_tail(buffer, tail_from, num_tokens - tail_from)
+        self._residents[key] = ResidentSequence(kv, tail_from, tail)
+
+    def get(self, key: SessionKey) -> ResidentSequence:
+        """Return a session's resident sequence, which stays."""
+        return self._residents[key]
+
+    def take(self, key: SessionKey) -> ResidentSequence:
+        """Return a session's resident sequence, which is the caller's from now on."""
+        return self._residents.pop(key)
+
+    def release(self, key: SessionKey) -> None:
+        """Give a resident sequence's memory back."""
+        resident = self._residents.pop(key)
+        self._pool.release(resident.kv)
+        self.release_tail(resident)
+
+    def release_tail(self, resident: ResidentSequence) -> None:
+        """Give the memory of a tail back, once its tokens are in the next write buffer."""
+        if resident.tail is not None:
+            self._pool.release(resident.tail)
+            resident.tail = None
+
+    async def discard(self, key: SessionKey, kept: Sequence[Range], compactor: Compactor) -> int:
+        """Drop tokens of a resident sequence, and compact the rest in place.
+
+        Args:
+            key: of the session; meanwhile nobody else uses its sequence.
+            kept: runs of tokens that stay, in order, not touching.
+            compactor: of the model.
+
+        Returns:
+            How many tokens are left; with 0, or if it raises, a `release` is owed.
+        """
+        resident = self._residents[key]
+        self.release_tail(resident)
+        resident.tail_from = await compactor.compact(resident.kv, kept)
+        return resident.tail_from
+
+    def usable_tokens(self, resident: ResidentSequence, num_tokens: int) -> int:
+        """Return how many of the first `num_tokens` tokens can be built on.
+
+        Tokens of a block that we no longer have as they were before RoPE cannot: its growth could
+        not be stored.
+        """
+        if num_tokens >= resident.tail_from:
+            return num_tokens
+        return max(0, self._boundary(resident.tail_from, num_tokens))
+
+    def next_buffer(
+        self, resident: ResidentSequence, num_tokens: int, capacity_tokens: int
+    ) -> WriteBuffer:
+        """Lend the write buffer of the session's next turn.
+
+        Args:
+            resident: what the turn builds on.
+            num_tokens: first tokens of it that are used; as `usable_tokens` allows.
+            capacity_tokens: position after the last token that the turn may have.
+        """
+        first_token = min(resident.tail_from, num_tokens)
+        buffer = self._pool.new_write_buffer(first_token, capacity_tokens - first_token)
+        if num_tokens > first_token:
+            assert resident.tail is not None, "a partial block has its tail"  # noqa: S101
+            _copy_tokens(resident.tail, buffer, first_token, num_tokens - first_token)
+        buffer.end_token = num_tokens
+        return buffer
+
+    def _copy_tail(
+        self, buffer: WriteBuffer, tail_from: int, num_tokens: int
+    ) -> WriteBuffer | None:
+        if not num_tokens:
+            return None
+        tail = self._pool.new_write_buffer(tail_from, num_tokens)
+        _copy_tokens(buffer, tail, tail_from, num_tokens)
+        return tail
+
+    def _boundary(self, a_boundary: int, num_tokens: int) -> int:
+        """Return the last block boundary at or before `num_tokens`, given another one."""
+        return a_boundary + (num_tokens - a_boundary) // self._block_tokens * self._block_tokens
+
+
+def _copy_tokens(
+    source: WriteBuffer, target: WriteBuffer, first_token: int, num_tokens: int
+) -> None:
+    with torch.inference_mode():
+        from_keys, from_values = source.cut(first_token, num_tokens)
+        to_keys, to_values = target.cut(first_token, num_tokens)
+        torch._foreach_copy_([*to_keys, *to_values], [*from_keys, *from_values])

@@ -1,0 +1,208 @@
+"""What is done to sessions but by turns: they are read, forked, cut, ended and deleted.
+
+Invariant: a session that is being changed has no turn under way, and gets none meanwhile.
+"""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import TypeVar
+
+from inference_svc.core.context import clip
+from inference_svc.core.counters import Counters
+from inference_svc.core.discards import CLIENT, Discard, Range, merge_ranges, num_in
+from inference_svc.core.errors import (
+    InvalidDiscardError,
+    SessionBusyError,
+    SessionExistsError,
+    UnknownTurnError,
+)
+from inference_svc.core.session_turns import SessionTurns
+from inference_svc.core.tenant_limits import TenantLimits
+from inference_svc.core.transcript_format import ExpectedSession, Transcript
+from inference_svc.runtime.engine.engine_loop import EngineLoop
+from inference_svc.runtime.engine.engine_request import ContextCut
+from inference_svc.runtime.turns.transcript import TranscriptStore
+from inference_svc.runtime.turns.turn import Turn
+from shared.process.log import get_logger
+from shared.types.errors import ReportedError
+from shared.types.session_key import SessionKey
+
+T = TypeVar("T")
+
+log = get_logger(__name__)
+
+
+class Sessions:
+    """See the module docstring.
+
+    Args:
+        session_turns: under way.
+        tasks: changes run there, to the end: also if the caller leaves.
+    """
+
+    def __init__(
+        self,
+        transcripts: TranscriptStore,
+        engine: EngineLoop,
+        session_turns: SessionTurns[Turn],
+        limits: TenantLimits,
+        counters: Counters,
+        tasks: asyncio.TaskGroup,
+    ) -> None:
+        self._transcripts = transcripts
+        self._engine = engine
+        self._session_turns = session_turns
+        self._limits = limits
+        self._counters = counters
+        self._tasks = tasks
+        self._held: set[SessionKey] = set()  # that are being changed
+
+    def check_not_held(self, key: SessionKey) -> None:
+        """See that a turn of a session may begin.
+
+        Raises:
+            SessionBusyError: the session is being changed.
+        """
+        if key in self._held:
+            raise _busy(key)
+
+    async def get(self, key: SessionKey) -> tuple[Transcript, bool]:
+        """Return a session's complete turns, and whether another is under way."""
+        return await self._transcripts.get(key), self._is_busy(key)
+
+    async def fork(self, key: SessionKey, at_turn: int | None, new_session_id: str) -> Transcript:
+        """Start a session from another's first turns (all of them if at_turn is None)."""
+        transcript = await self._transcripts.get(key)
+        num_turns = len(transcript.turns)
+        if at_turn is not None and at_turn > num_turns:
+            raise UnknownTurnError(
+                f"session {key.session_id} has {num_turns} complete turns, not {at_turn}",
+                f"fork at 0 to {num_turns}",
+            )
+        new_key = key._replace(session_id=new_session_id)
+        exists = SessionExistsError(f"session {new_session_id} exists", "choose another id")
+        if self._is_busy(new_key):
+            raise exists
+        last_turn = num_turns if at_turn is None else at_turn
+        fork = partial(self._transcripts.fork, key, new_session_id, last_turn)
+        with self._opening(new_key):
+            forked = await self._change(new_key, fork)
+        if forked is None:
+            raise exists
+        return forked
+
+    async def delete(self, key: SessionKey) -> None:
+        """Remove a session that has no turn under way, and its KV."""
+
+        async def delete() -> None:
+            transcript = await self._transcripts.find(key)
+            await self._transcripts.delete(key)
+            if transcript is not None:
+                await self._engine.forget(key, transcript.context_ids)
+
+        await self._change(key, delete)
+
+    async def discard(
+        self, key: SessionKey, ranges: Sequence[Range], expected: ExpectedSession
+    ) -> tuple[int, int]:
+        """Drop tokens of a session's context; return how many are left, and how many went.
+
+        It is recorded before it takes effect: a crash in between leaves KV that is recomputed. Once
+        begun it is done, whether or not the caller waits for it.
+
+        Args:
+            key: of the session.
+            ranges: positions in the context as it is, in any order.
+            expected: what the client believes.
+
+        Raises:
+            SessionBusyError: a turn is under way.
+            TurnMismatchError: the session is not as the client believes.
+            InvalidDiscardError: there are no ranges, or they are not of the context.
+        """
+
+        async def discard() -> tuple[int, int]:
+            transcript = await self._transcripts.get(key)
+            expected.check(transcript)
+            context = transcript.context
+            merged = merge_ranges(ranges, len(context.token_ids))
+            if not merged:
+                raise InvalidDiscardError("no tokens are named", "send ranges or positions")
+            after = await self._transcripts.discard(key, Discard(merged, 0, CLIENT))
+            self._counters.add("discards")
+            computed = clip(merged, context.computed_tokens)
+            if computed:
+                cut = ContextCut(context.computed_ids, computed, context.lineage)
+                await self._engine.discard(key, cut)
+            return len(after.context_ids), num_in(merged)
+
+        return await self._change(key, discard)
+
+    async def end(self, key: SessionKey) -> None:
+        """Take no further turn of a session that has none under way; its KV is not needed."""
+
+        async def end() -> None:
+            await self._transcripts.end(key)
+            await self._engine.end_session(key)
+
+        await self._change(key, end)
+
+    @contextmanager
+    def _opening(self, key: SessionKey) -> Iterator[None]:
+        """Count a session that is opened, but by a turn."""
+        tenant, num_sessions = key.tenant, self._transcripts.num_sessions(key.tenant)
+        now_ns = time.monotonic_ns()
+        refusal = self._limits.refuse_session(tenant, key.session_id, num_sessions, now_ns)
+        if refusal is not None:
+            self._counters.add(f"refused_{refusal.reason}")
+            raise refusal
+        self._limits.open_session(tenant, key.session_id, now_ns)
+        try:
+            yield
+        finally:
+            self._limits.session_opened(tenant, key.session_id)
+
+    async def _change(self, key: SessionKey, change: Callable[[], Awaitable[T]]) -> T:
+        """Change a session that has no turn under way, to the end: also if the caller leaves.
+
+        Nobody else uses the session meanwhile.
+
+        Raises:
+            SessionBusyError: a turn is under way, or another change.
+        """
+        if self._is_busy(key):
+            raise _busy(key)
+        task = self._tasks.create_task(_outcome(key, change))
+        self._held.add(key)
+        # Not a `finally` in the task: a task cancelled before its first step never gets there.
+        task.add_done_callback(lambda _: self._held.discard(key))
+        result, error = await asyncio.shield(task)
+        if error is not None:
+            raise error
+        (changed,) = result
+        return changed
+
+    def _is_busy(self, key: SessionKey) -> bool:
+        return bool(self._session_turns.of(key)) or key in self._held
+
+
+async def _outcome(
+    key: SessionKey, change: Callable[[], Awaitable[T]]
+) -> tuple[tuple[T, ...], Exception | None]:
+    """Return what a change does, or why it failed: a task that raises would end its group."""
+    try:
+        return (await change(),), None
+    except ReportedError as error:
+        return (), error
+    except Exception as error:
+        log.exception("session_change_failed", session=str(key))
+        return (), error
+
+
+def _busy(key: SessionKey) -> SessionBusyError:
+    return SessionBusyError(
+        f"session {key.session_id} is in use", "try again when its turn has finished"
+    )

@@ -1,0 +1,116 @@
+"""What every front needs to make a `Submission`: defaults filled in, values checked.
+
+gRPC and HTTP read what a client sent in their own forms. What it says of sampling, overflow and
+compression comes here as a mapping of the names that it did say; whatever it left out is taken from
+the settings. Each function checks what it returns, as far as that goes without the session.
+"""
+
+import secrets
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from inference_svc.config import InferenceSettings
+from inference_svc.core.answers import SamplingParams
+from inference_svc.core.compression.policies import check_compression, make_compression
+from inference_svc.core.compression.policy import CompressionPolicy
+from inference_svc.core.errors import (
+    EmptyTurnError,
+    InvalidCompressionError,
+    UnsupportedModelError,
+)
+from inference_svc.core.submission import ChatInput, ModelTraits, TurnDefaults
+from inference_svc.core.truncation import KEPT_RATIO, RECOMPUTED_RATIO, OverflowPolicy
+
+MAX_SEED = 2**63
+
+
+def turn_defaults(settings: InferenceSettings, model: ModelTraits) -> TurnDefaults:
+    """Take what turns get that do not say from the settings, and check it against the model.
+
+    Args:
+        settings: in effect.
+        model: what it decides where the settings say "auto".
+
+    Raises:
+        UnsupportedModelError: the compression policy does not go with the model.
+    """
+    overflow, compression = settings.overflow, settings.compression
+    policy = make_compression(compression.policy, compression.keep_ratio)
+    try:
+        if policy is not None:
+            check_compression(policy, model.attention_mode)
+    except InvalidCompressionError as error:
+        raise UnsupportedModelError(error.message, error.remedy) from error
+    usual_ratio = KEPT_RATIO if model.keeps_truncated else RECOMPUTED_RATIO
+    return TurnDefaults(
+        max_tokens=settings.scheduler.default_max_tokens,
+        overflow=OverflowPolicy(
+            name=overflow.policy,
+            ratio=usual_ratio if overflow.ratio is None else overflow.ratio,
+            sink_tokens=model.sink_tokens if overflow.sink_tokens is None else overflow.sink_tokens,
+            split_frames=overflow.split_frames,
+            drop_system=overflow.drop_system,
+        ),
+        compression=compression.policy,
+        keep_ratio=compression.keep_ratio,
+        model=model,
+    )
+
+
+def chat_input(messages: Iterable[tuple[str, str]]) -> ChatInput:
+    """Make an input of the turn's new messages: (role, content).
+
+    Raises:
+        EmptyTurnError: none of them has any content.
+    """
+    found = tuple(messages)
+    if not any(content for _, content in found):
+        raise empty_turn()
+    return ChatInput(found)
+
+
+def empty_turn() -> EmptyTurnError:
+    """Make the error of a turn that brings nothing."""
+    return EmptyTurnError("the turn is empty", "send text, chat messages with content or token ids")
+
+
+def fill_sampling(given: Mapping[str, Any], defaults: TurnDefaults) -> SamplingParams:
+    """Complete what a client says of sampling; a seed that it does not name is drawn.
+
+    Raises:
+        InvalidSamplingError: listing every value out of range.
+    """
+    usual = {"max_tokens": defaults.max_tokens, "seed": secrets.randbelow(MAX_SEED)}
+    sampling = SamplingParams(**{**usual, **given})
+    sampling.check()
+    return sampling
+
+
+def fill_overflow(given: Mapping[str, Any], defaults: TurnDefaults) -> OverflowPolicy:
+    """Complete what a client says of its context's overflow.
+
+    Raises:
+        InvalidTurnError: listing every value that cannot be.
+    """
+    policy = replace(defaults.overflow, **given)
+    policy.check()
+    return policy
+
+
+def fill_compression(
+    defaults: TurnDefaults, name: str = "", keep_ratio: float | None = None
+) -> CompressionPolicy | None:
+    """Complete what a client says of compression: a policy's name, and how much it keeps.
+
+    Returns:
+        None for a turn after which nothing is given up.
+
+    Raises:
+        InvalidCompressionError: there is no such policy, or not with this model.
+    """
+    ratio = defaults.keep_ratio if keep_ratio is None else keep_ratio
+    policy = make_compression(name or defaults.compression, ratio)
+    if policy is not None:
+        check_compression(policy, defaults.model.attention_mode)
+    return policy

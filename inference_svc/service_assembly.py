@@ -1,0 +1,189 @@
+"""Wires the service together around an engine, and has it follow its settings; nothing runs yet."""
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from inference_svc.assembly import EngineParts, Model, assemble_engine
+from inference_svc.config import InferenceSettings
+from inference_svc.core.rates.rates import LoadPolicy
+from inference_svc.core.session_turns import SessionTurns
+from inference_svc.core.submission import ModelTraits
+from inference_svc.core.tenant_limits import TenantLimits
+from inference_svc.runtime.turns.chat_text import TurnText
+from inference_svc.runtime.turns.transcript import TranscriptStore
+from inference_svc.runtime.turns.turn_prompt import PromptMaker, TurnLimits
+from inference_svc.runtime.turns.turn_report import TurnReport
+from inference_svc.runtime.turns.turn_runner import TurnRunner
+from inference_svc.runtime.turns.turns import Turns
+from inference_svc.runtime.worker_thread import WorkerThread
+from inference_svc.service.gateway import Gateway
+from inference_svc.service.submissions import turn_defaults
+from shared.access.clients import StreamCounts
+from shared.config.reload import LiveSettings
+from shared.config.settings import warn_of_overridden
+from shared.pb.inference.v1 import inference_pb2
+from shared.process.log import configure_logging
+from shared.version import __version__
+
+
+@dataclass(frozen=True)
+class ServiceParts:
+    """What the server runs."""
+
+    engine_parts: EngineParts
+    limits: TenantLimits
+    transcripts: TranscriptStore
+    turns: Turns
+    gateway: Gateway
+    text_thread: WorkerThread
+
+    def follow(self, live: LiveSettings[InferenceSettings]) -> None:
+        """Follow the settings that a running service changes (`config.LIVE_KEYS`) from now on."""
+        live.check_with(self._check)
+        live.on_change(self._apply)
+        live.on_change(lambda _: warn_of_overridden(live.loaded))
+
+    def _check(self, settings: InferenceSettings) -> None:
+        """See what only the model can say.
+
+        Raises:
+            UnsupportedModelError: the compression policy does not go with it.
+        """
+        turn_defaults(settings, self.gateway.defaults.model)
+
+    def _apply(self, settings: InferenceSettings) -> None:
+        """Put settings into force; turns under way keep what they were submitted with."""
+        configure_logging(settings.log.level, json=settings.log.json_lines)
+        gateway, engine_parts = self.gateway, self.engine_parts
+        gateway.defaults = turn_defaults(settings, gateway.defaults.model)
+        gateway.streams.most = settings.limits.max_streams_per_client
+        self.limits.set_bounds(*settings.tenant_bounds(), time.monotonic_ns())
+        engine_parts.histograms.name_tenants(settings.tenants)
+        engine_parts.engine.scheduler.queue.weights = settings.scheduler.tenant_weights
+        engine_parts.loads.policy = LoadPolicy(settings.cache.load_policy)
+
+    def close(self) -> None:
+        """End the threads, each after the call it runs."""
+        self.engine_parts.close()
+        self.text_thread.close()
+
+
+def assemble_service(
+    settings: InferenceSettings, model: Model, transcripts: TranscriptStore
+) -> ServiceParts:
+    """Build every part and hand each what it needs.
+
+    Raises:
+        UnsupportedModelError: the settings ask for what the model cannot have.
+    """
+    loaded, calibration = model.loaded, model.calibration
+    traits = ModelTraits(
+        attention_mode=calibration.mode,
+        sink_tokens=model.sink_tokens,
+        keeps_truncated=calibration.positions == "decoupled",
+    )
+    defaults = turn_defaults(settings, traits)
+    engine_parts = assemble_engine(settings, model)
+    engine, counters = engine_parts.engine, engine_parts.counters
+    text = TurnText(loaded.tokenizer, loaded.eos_ids)
+    text.try_out()
+    text_thread = WorkerThread("text")
+    turn_limits = TurnLimits(
+        window_tokens=engine_parts.window_tokens,
+        vocab_size=loaded.vocab_size,
+        eos_ids=loaded.eos_ids,
+        reserve_tokens=settings.overflow.reserve_tokens,
+        compress_tokens=settings.compression.min_tokens,
+    )
+    report = TurnReport(engine_parts.histograms)
+    has_tokenizer = loaded.tokenizer is not None
+    runner = TurnRunner(
+        engine=engine,
+        transcripts=transcripts,
+        prompts=PromptMaker(text, text_thread, turn_limits, has_tokenizer=has_tokenizer),
+        tokenizer=loaded.tokenizer,
+        limits=turn_limits,
+        counters=counters,
+        report=report,
+    )
+    limits = TenantLimits(
+        *settings.tenant_bounds(), turn_s=engine.scheduler.estimates.retry_after_s
+    )
+    turns = Turns(
+        runner=runner,
+        transcripts=transcripts,
+        engine=engine,
+        session_turns=SessionTurns(
+            max_turns=settings.scheduler.max_turns,
+            max_turns_per_session=settings.scheduler.max_turns_per_session,
+            retry_after_s=engine.scheduler.estimates.retry_after_s,
+        ),
+        limits=limits,
+        counters=counters,
+        report=report,
+    )
+    gateway = Gateway(
+        turns=turns,
+        model=loaded.fingerprint,
+        describe=_describing(settings, model, engine_parts, text),
+        defaults=defaults,
+        streams=StreamCounts(settings.limits.max_streams_per_client),
+        counters=counters,
+        report=report,
+    )
+    return ServiceParts(
+        engine_parts=engine_parts,
+        limits=limits,
+        transcripts=transcripts,
+        turns=turns,
+        gateway=gateway,
+        text_thread=text_thread,
+    )
+
+
+def _describing(
+    settings: InferenceSettings, model: Model, parts: EngineParts, text: TurnText
+) -> Callable[[], inference_pb2.Model]:
+    """Return a call that describes the model and what serves it, as it goes at that moment."""
+    loaded, layout, calibration = model.loaded, model.calibration.layout, model.calibration
+    start_s = time.monotonic()
+    fixed = inference_pb2.Model(
+        name=loaded.name,
+        fingerprint=loaded.fingerprint,
+        architecture=loaded.architecture,
+        dtype=str(loaded.dtype).removeprefix("torch."),
+        device=str(loaded.device),
+        context_window=parts.window_tokens,
+        window_bound=parts.window_bound,
+        vocab_size=loaded.vocab_size,
+        has_chat_template=not text.chat_problem,
+        mode=settings.cache.mode,
+        attention_mode=calibration.mode,
+        positions=calibration.positions,
+        kv_bytes_per_token=layout.token_bytes,
+        block_tokens=layout.block_tokens,
+        num_layers=len(layout.layers),
+        version=__version__,
+    )
+
+    def gauges() -> Mapping[str, float]:
+        return {
+            "uptime_s": time.monotonic() - start_s,
+            **parts.engine.gauges(),
+            **parts.rates.as_dict(),
+            **parts.histograms.as_gauges(),
+        }
+
+    def describe() -> inference_pb2.Model:
+        now = inference_pb2.Model(
+            kvd_state=parts.store.state,
+            running_turns=parts.engine.scheduler.num_running,
+            waiting_turns=len(parts.engine.scheduler.queue),
+            counters=parts.counters.snapshot(),
+            gauges=gauges(),
+        )
+        now.MergeFrom(fixed)
+        return now
+
+    return describe

@@ -1,0 +1,209 @@
+"""SessionPlacement: which sessions go and which come, by queue and policy; knows no blocks.
+
+Pure (D1). The daemon makes room in blocks by it (kvd/core/io/placement.py), `kvd plan` in bytes, so
+that what is planned is what ships. It owns the queue, the policy and the order of prefetching; it
+must not know where any byte is: its callers tell it what enters and leaves a tier, and, with
+`settle` and `reopen`, of which waiting sessions something is to be read.
+
+*Source:* CachedAttention §3.3.1 (windows, S_kv, look-ahead prefetching).
+"""
+
+from collections.abc import Callable
+from itertools import islice
+
+from kvd.core.eviction.policy import EvictionPolicy, PolicyContext
+from kvd.core.eviction.queue_window import QueuePlace, QueueWindow
+from kvd.core.eviction.session_order import SessionOrder
+from shared.types.queue_delta import QueueChange
+from shared.types.session_key import SessionKey
+
+MOST_LATE = 16  # sessions passed over because they cannot be read in time, per look
+MEAN_SHARE = 1 / 256  # of the newest session's size in the running mean
+
+
+class PrefetchOrder:
+    """Waiting sessions that may still have something to be read into DRAM, soonest needed first.
+
+    A look costs O(log sessions) for each change before it.
+    """
+
+    def __init__(self, queue: QueueWindow) -> None:
+        self._queue = queue
+        self._open = SessionOrder(queue.place_of)
+
+    def __len__(self) -> int:
+        """Sessions that may have something to be read."""
+        return len(self._open)
+
+    def on_queue(self, key: SessionKey, place: QueuePlace | None) -> None:
+        """Look at a session again: its place is another; None: no turn of it waits. O(1)."""
+        if place is None:
+            self._open.leave(key)
+        else:
+            self._open.put(key)
+
+    def reopen(self, key: SessionKey) -> None:
+        """Look at a session again, if it waits: bytes of it left DRAM, or came to SSD."""
+        self.on_queue(key, self._queue.place(key))
+
+    def settle(self, key: SessionKey) -> None:
+        """There is nothing more to be read of a session now."""
+        self._open.leave(key)
+
+    def pick(self, window: int, is_in_time: Callable[[SessionKey, int], bool]) -> SessionKey | None:
+        """The session to be read next, if there is one.
+
+        Args:
+            window: jobs of the queue that are looked at (the paper's L_pw).
+            is_in_time: whether a session can be read within so many nanoseconds, 0: not known when.
+                One that cannot yields to a later one that can; if none can, the first is read
+                all the same: what is there by then need not be read on demand.
+        """
+        first = None
+        for place, key in islice(self._open.ranked_between(), MOST_LATE):
+            if self._queue.num_ahead(place) >= window:
+                break
+            if is_in_time(key, self._queue.starts_in_ns(place)):
+                return key
+            first = first or key
+        return first
+
+
+class SessionPlacement:
+    """See the module docstring.
+
+    Args:
+        make_policy: builds the policy, once.
+        capacity_bytes: of DRAM and SSD together, now.
+
+    Attributes:
+        policy: ranks sessions for eviction.
+        queue: of all engines.
+        prefetching: waiting sessions that may have something to be read.
+    """
+
+    def __init__(
+        self,
+        make_policy: Callable[[PolicyContext], EvictionPolicy],
+        capacity_bytes: Callable[[], int],
+    ) -> None:
+        self.queue = QueueWindow(self._on_queue)
+        self.prefetching = PrefetchOrder(self.queue)
+        self._capacity_bytes = capacity_bytes
+        self._mean_bytes = 0.0
+        self._num_sized = 0
+        self._busy: dict[SessionKey, bool] = {}  # a turn of it waits or runs -> runs
+        self._arriving: set[SessionKey] = set()  # by the change that is being taken
+        self._num_running = 0
+        self._loaded: set[SessionKey] = set()  # of these, an engine has the KV, for that turn
+        self._now_ns = 0
+        self.policy = make_policy(PolicyContext(self.queue, self._eviction_window))
+
+    # --------------------------------------------------------------------------------------- queue
+
+    def replace_queue(self, owner: int, jobs: QueueChange, now_ns: int) -> int:
+        """Take all of an engine's queue; returns its digest.
+
+        Of an engine that was not known the policy is not told that these turns arrived: when they
+        did nobody knows.
+        """
+        is_known = self._has_jobs(owner)
+        self._look_through(owner, jobs, now_ns)
+        if not is_known:
+            self._arriving.clear()
+        return self.queue.replace(owner, jobs, now_ns)
+
+    def change_queue(self, owner: int, change: QueueChange, now_ns: int) -> int:
+        """Take a change of an engine's queue; returns the digest of what it is now."""
+        self._look_through(owner, change, now_ns)
+        return self.queue.change(owner, change, now_ns)
+
+    def forget_engine(self, owner: int, now_ns: int) -> None:
+        """Forget an engine's queue."""
+        self._now_ns = now_ns
+        self._arriving = set()
+        self.queue.forget(owner)
+
+    def is_busy(self, key: SessionKey) -> bool:
+        """Whether a turn of the session waits or runs."""
+        return key in self._busy
+
+    @property
+    def num_running(self) -> int:
+        """Sessions of which a turn runs."""
+        return self._num_running
+
+    @property
+    def has_busy(self) -> bool:
+        """Whether any session is busy."""
+        return bool(self._busy)
+
+    def loaded(self, key: SessionKey) -> None:
+        """Note that an engine has what is stored of the session, for the turn it is busy with."""
+        if key in self._busy:
+            self._loaded.add(key)
+
+    def is_released(self, key: SessionKey) -> bool:
+        """Whether a turn runs in an engine that has its KV: DRAM need not hold what SSD does.
+
+        A session begins to run before it is loaded.
+        """
+        return key in self._loaded and self.queue.is_running(key)
+
+    # ------------------------------------------------------------------------------------- windows
+
+    def note_size(self, num_bytes: int) -> None:
+        """Note the size of a session that was just stored: it counts in S_kv."""
+        self._num_sized += 1
+        share = max(MEAN_SHARE, 1 / self._num_sized)
+        self._mean_bytes += share * (num_bytes - self._mean_bytes)
+
+    @property
+    def mean_bytes(self) -> int:
+        """S_kv; 0: nothing was stored yet."""
+        return int(self._mean_bytes)
+
+    def window(self, capacity_bytes: int) -> int:
+        """Sessions of mean size that fit: L_pw of DRAM's bytes, L_ew of those of both tiers."""
+        return int(capacity_bytes / self._mean_bytes) if self._mean_bytes else 0
+
+    # -------------------------------------------------------------------------------------- inside
+
+    def _eviction_window(self) -> int:
+        return self.window(self._capacity_bytes())
+
+    def _look_through(self, owner: int, change: QueueChange, now_ns: int) -> None:
+        """Note, before a change is taken, what cannot be told from what comes of it."""
+        self._now_ns = now_ns
+        self._arriving = self._new_turns(owner, change)
+        for job in change.running:
+            if self._busy.get(job.key) and not self.queue.runs(owner, job.number):
+                self._loaded.discard(job.key)  # the turn that it was loaded for has ended
+
+    def _new_turns(self, owner: int, change: QueueChange) -> set[SessionKey]:
+        """Sessions with a job that is not known, be another one's end told in the same change."""
+        if not self._has_jobs(owner):
+            return {job.key for jobs in (change.waiting, change.running) for job in jobs}
+        knows = self.queue.knows
+        waiting = {job.key for job in change.waiting if not knows(owner, job.rank[2])}
+        return waiting | {job.key for job in change.running if not knows(owner, job.number)}
+
+    def _has_jobs(self, owner: int) -> bool:
+        return bool(self.queue.num_waiting(owner) or self.queue.num_running(owner))
+
+    def _on_queue(self, key: SessionKey) -> None:
+        """The queue says something else of a session than before."""
+        place, is_running = self.queue.place(key), self.queue.is_running(key)
+        is_busy = place is not None or is_running
+        was_running = self._busy.pop(key, False)
+        self._num_running += is_running - was_running
+        if was_running and not is_running:
+            self._loaded.discard(key)
+        if is_busy:
+            self._busy[key] = is_running
+        else:
+            self._loaded.discard(key)
+        if key in self._arriving:
+            self.policy.on_submit(key, self._now_ns)
+        self.policy.on_queue(key, place, self._now_ns, is_running=is_running)
+        self.prefetching.on_queue(key, place)

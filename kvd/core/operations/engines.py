@@ -1,0 +1,112 @@
+"""What inference engines tell of themselves: their queues, and that they come and go (D10).
+
+Pure. A connection may end while its process lives. What the engine was loading it must not trust
+any more, so those leases end; what it was storing it may still be writing, so those leases become
+orphans, whose slots nobody else gets until the engine is back, or dead.
+"""
+
+from collections.abc import Sequence
+
+from kvd.core.io.prefetching import Prefetcher
+from kvd.core.operations.loading import Loader
+from kvd.core.operations.storing import Storer
+from kvd.core.records.actions import OWNER_DETACHED, OWNER_GONE, OWNER_REATTACHED
+from kvd.core.state.cache_state import CacheState
+from kvd.core.state.leases import Lease, LoadLease
+from shared.types.queue_delta import QueueChange
+
+
+class KnownEngines:
+    """Takes what engines tell one cache: their queues, and the ends of their connections."""
+
+    def __init__(
+        self, state: CacheState, loader: Loader, storer: Storer, prefetcher: Prefetcher
+    ) -> None:
+        self._state = state
+        self._loader = loader
+        self._storer = storer
+        self._prefetcher = prefetcher
+
+    def gone(self, owner: int) -> None:
+        """Release everything an engine holds: it is dead and will not touch its slots."""
+        leases = self._state.leases.of_owner(owner)
+        for lease in leases:
+            self._release(lease)
+        self._forget_queue(owner)
+        self._state.outbox.emit(OWNER_GONE, None, {"owner": owner, "num_leases": len(leases)})
+
+    def detach(self, owner: int) -> None:
+        """Take note that an engine's connection is over while its process lives.
+
+        What it loads it must not trust any more: those leases end. What it stores it may still be
+        writing: the slots stay its own, until `reattach` or `gone`.
+        """
+        num_slots = 0
+        for lease in self._state.leases.of_owner(owner):
+            if isinstance(lease, LoadLease):
+                self._loader.release(lease)
+            else:
+                self._state.leases.detach(lease)
+                num_slots += len(lease.slots())
+        self._forget_queue(owner)
+        fields = {"owner": owner, "num_quarantined_slots": num_slots}
+        self._state.outbox.emit(OWNER_DETACHED, None, fields)
+
+    def reattach(
+        self, old_owner: int, new_owner: int, held: Sequence[int]
+    ) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Give an engine that came back the store leases it still holds; it knows of no others.
+
+        Of one that an earlier kvd granted only the slots are kept: the engine may write to them,
+        but its completion fails.
+
+        Args:
+            old_owner: its id while it was attached before, or in an OrphanSlot.
+            new_owner: its id now.
+            held: ids of the leases it says it holds.
+
+        Returns:
+            Those of `held` that are its own again, and those that are lost.
+        """
+        wanted = frozenset(held)
+        for lease in self._state.leases.of_owner(old_owner):
+            if isinstance(lease, LoadLease) or lease.lease_id not in wanted:
+                self._release(lease)
+            else:
+                self._storer.give_to(lease, new_owner)
+        owned = {lease.lease_id for lease in self._state.leases.of_owner(new_owner)}
+        confirmed = tuple(lease_id for lease_id in held if lease_id in owned)
+        lost = tuple(lease_id for lease_id in held if lease_id not in owned)
+        fields = {"owner": new_owner, "num_confirmed": len(confirmed), "num_lost": len(lost)}
+        self._state.outbox.emit(OWNER_REATTACHED, None, fields)
+        return confirmed, lost
+
+    def replace_queue(self, owner: int, jobs: QueueChange) -> int:
+        """Take all of an engine's waiting queue; returns its digest."""
+        state = self._state
+        state.turns.queue_replaced(owner, jobs, state.now_ns)
+        self._prefetcher.queue_changed()
+        return state.placement.replace_queue(owner, jobs, state.now_ns)
+
+    def change_queue(self, owner: int, change: QueueChange) -> int:
+        """Take a change of an engine's waiting queue; returns the digest of what it is now."""
+        state = self._state
+        state.turns.queue_changed(owner, change, state.now_ns)
+        self._prefetcher.queue_changed()
+        return state.placement.change_queue(owner, change, state.now_ns)
+
+    def num_jobs(self, owner: int) -> tuple[int, int]:
+        """Count an engine's jobs: those that wait, and those that are being computed."""
+        queue = self._state.placement.queue
+        return queue.num_waiting(owner), queue.num_running(owner)
+
+    def _forget_queue(self, owner: int) -> None:
+        self._state.placement.forget_engine(owner, self._state.now_ns)
+        self._state.turns.engine_gone(owner)
+        self._prefetcher.queue_changed()
+
+    def _release(self, lease: Lease) -> None:
+        if isinstance(lease, LoadLease):
+            self._loader.release(lease)
+        else:
+            self._storer.release(lease)

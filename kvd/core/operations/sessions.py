@@ -1,0 +1,246 @@
+"""Requests that change stored sessions: discards, ends, pins, TTLs, flushes; and their expiry.
+
+Pure. Invariants: 1. a leased, queued or pinned session does not expire; 2. a hard-pinned session is
+in no eviction order, a soft-pinned one is guarded in every one; 3. a flush never touches a leased
+session.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Sequence
+
+from kvd.core.inspection.descriptions import Inspector
+from kvd.core.inspection.session_filter import SessionFilter, find_session, selects
+from kvd.core.io.prefetching import Prefetcher
+from kvd.core.operations import discarding
+from kvd.core.records.actions import SESSION_ENDED, SESSION_EXPIRED, SESSION_FLUSHED
+from kvd.core.records.errors import InvalidRequestError
+from kvd.core.records.records import FlushAnswer, SessionInfo, Tier
+from kvd.core.records.rows import TTL_NEVER_NS, Pin
+from kvd.core.state.cache_state import CacheState
+from kvd.core.state.session import Session
+from kvd.core.state.session_history import MoveKind
+from shared.types.lineage import Lineage
+from shared.types.session_key import SessionKey
+from shared.types.units import NS_PER_S
+
+EXPIRE_BATCH = (
+    128  # sessions per call, so that one call stays short; the next deadline is then already due
+)
+RECHECK_NS = NS_PER_S  # when to look again at a session whose TTL passed while it was in use
+
+
+class Sessions:
+    """Changes sessions of one cache state, as engines and operators ask for it.
+
+    Args:
+        state: the cache's tables.
+        inspector: describes the session whose TTL was set.
+        consider_compaction: called with each session after a discard.
+        prefetcher: looks for room again after the end of a session.
+    """
+
+    def __init__(
+        self,
+        state: CacheState,
+        inspector: Inspector,
+        consider_compaction: Callable[[SessionKey], None],
+        prefetcher: Prefetcher,
+    ) -> None:
+        self._state = state
+        self._inspector = inspector
+        self._consider_compaction = consider_compaction
+        self._prefetcher = prefetcher
+
+    def discard(
+        self,
+        key: SessionKey,
+        token_ids: bytes,
+        ranges: Sequence[tuple[int, int]],
+        *,
+        lineage: Lineage | None = None,
+    ) -> int:
+        """Drop token ranges of a session whose tokens are `token_ids`; metadata only.
+
+        All tokens are told, however few of them are stored; the lineage is that of these tokens,
+        before the discard. A store that is under way publishes nothing any more. A session that is
+        known by its lineage to be after this discard, or of other discards, is left alone.
+
+        Returns:
+            Stored tokens of what the discard leaves, contiguous from the first kept one.
+
+        Raises:
+            InvalidRequestError: ranges that are empty or outside the tokens.
+            ErasingError: the tenant is being erased.
+        """
+        state = self._state
+        state.tenants.refuse_erased(key.tenant)
+        num_kept = discarding.discard(state, key, token_ids, ranges, lineage)
+        session = state.sessions.get(key)
+        if session is not None:
+            state.turns.discarded(key, session.num_tokens)
+            self._consider_compaction(key)
+        return num_kept
+
+    def end(self, key: SessionKey) -> bool:
+        """Note that a session will not come back: the first to go; returns whether it is stored."""
+        state = self._state
+        state.turns.ended(key)
+        self._prefetcher.look_again()
+        state.policy.on_end(key)  # be it stored: it may learn from it
+        session = state.sessions.get(key)
+        if session is None:
+            return False
+        session.ended = True
+        state.tenants.on_end(key)
+        state.outbox.index.session_changed(key)
+        state.outbox.emit(SESSION_ENDED, key)
+        state.note(key, MoveKind.ENDED)
+        return True
+
+    def pin(self, key: SessionKey, pin: Pin) -> None:
+        """Protect a session from eviction and expiry; Pin.NONE ends that, which is a use.
+
+        Raises:
+            UnknownSessionError: it is not stored.
+        """
+        state = self._state
+        session = find_session(state, key)
+        answered = state.users.answers(session)
+        state.count_pin(session, -1)
+        session.pin = pin
+        state.count_pin(session, 1)
+        if pin is Pin.HARD:
+            state.policy.on_remove(key)
+            state.tenants.on_remove(key)
+        state.users.recount(session, answered)
+        if pin is not Pin.HARD:
+            _rank(state, session)
+        state.outbox.index.session_changed(key)
+        kind = MoveKind.UNPINNED if pin is Pin.NONE else MoveKind.PINNED
+        state.note(key, kind, why="" if pin is Pin.NONE else pin.name.lower())
+
+    def set_ttl(self, key: SessionKey, ttl_ns: int | None) -> SessionInfo:
+        """Set a session's own TTL (None: the default; TTL_NEVER_NS: never).
+
+        Raises:
+            InvalidRequestError: a TTL that is not positive.
+            UnknownSessionError: it is not stored.
+        """
+        if ttl_ns is not None and ttl_ns != TTL_NEVER_NS and ttl_ns <= 0:
+            raise InvalidRequestError(
+                f"a TTL of {ttl_ns} ns", "give a positive duration, or never, or the default"
+            )
+        state = self._state
+        session = find_session(state, key)
+        session.ttl_ns = ttl_ns
+        state.schedule_expiry(session)
+        state.outbox.index.session_changed(key)
+        state.note(key, MoveKind.TTL_SET)
+        return self._inspector.sum_up(session)
+
+    def expire(self) -> None:
+        """Drop sessions whose TTL has passed; a bounded number per call."""
+        state = self._state
+        for _ in range(EXPIRE_BATCH):
+            key = state.ttl.pop_due(state.now_ns)
+            if key is None:
+                return
+            session = state.sessions.get(key)
+            if session is None:
+                continue
+            deadline_ns = state.expires_at_ns(session)
+            if deadline_ns is None or deadline_ns > state.now_ns:
+                state.ttl.schedule(key, deadline_ns)
+            elif state.leases.num_of_session(key) or state.placement.is_busy(key):
+                state.ttl.schedule(key, state.now_ns + RECHECK_NS)
+            else:
+                state.outbox.count("sessions_expired")
+                state.drop_session(session, SESSION_EXPIRED, "ttl")
+
+    # ------------------------------------------------------------------------------------- flushes
+
+    def flush(self, key: SessionKey | None, *, dry_run: bool) -> FlushAnswer:
+        """Drop one session, or all (None), except leased ones, from every tier.
+
+        All of very many take long: `flush_selected` does it bit by bit. A dry run only says what
+        would go.
+
+        Raises:
+            UnknownSessionError: if the one named is not stored.
+        """
+        state = self._state
+        candidates = list(state.sessions) if key is None else [find_session(state, key).key]
+        leased = tuple(filter(state.leases.num_of_session, candidates))
+        flushed = dict.fromkeys(candidates)
+        for leased_key in leased:
+            del flushed[leased_key]
+        if dry_run:
+            return FlushAnswer(len(flushed), self.freed_bytes(flushed, Counter()), leased)
+        return self.drop(flushed, leased)
+
+    def flush_selected(self, keys: Iterable[SessionKey], wanted: SessionFilter) -> FlushAnswer:
+        """Drop those of the sessions that are (still) meant, except leased ones."""
+        flushed, leased = self.flushable(keys, wanted)
+        return self.drop(dict.fromkeys(flushed), leased)
+
+    def flushable(
+        self, keys: Iterable[SessionKey], wanted: SessionFilter
+    ) -> tuple[tuple[SessionKey, ...], tuple[SessionKey, ...]]:
+        """Tell which of the sessions a flush would drop, and which it would leave: leased ones."""
+        state = self._state
+        flushed: list[SessionKey] = []
+        leased: list[SessionKey] = []
+        for key in keys:
+            session = state.sessions.get(key)
+            if session is None or not selects(state, wanted, session):
+                continue
+            (leased if state.leases.num_of_session(key) else flushed).append(key)
+        return tuple(flushed), tuple(leased)
+
+    def drop(
+        self, keys: Collection[SessionKey], leased: tuple[SessionKey, ...], why: str = "flush"
+    ) -> FlushAnswer:
+        """Drop stored sessions from every tier, whoever uses them; `leased` were left out."""
+        num_bytes = self.freed_bytes(keys, Counter())
+        for key in keys:
+            self._state.outbox.count("sessions_flushed")
+            self._state.drop_session(self._state.sessions[key], SESSION_FLUSHED, why)
+        return FlushAnswer(len(keys), num_bytes, leased)
+
+    def freed_bytes(self, keys: Iterable[SessionKey], counted: Counter[bytes]) -> int:
+        """Count the bytes, over all tiers, that go with these sessions: O(their blocks).
+
+        A block that several sessions share goes with the last of them; see `counted`.
+
+        Args:
+            keys: of the sessions, each once; those that are gone free nothing.
+            counted: how many users of each shared block have been looked at. Empty at first; the
+                calls that add up one flush bit by bit hand it on.
+        """
+        state = self._state
+        sessions = [state.sessions[key] for key in keys if key in state.sessions]
+        num_copies = sum(session.num_packed for session in sessions)
+        for block_key in (key for session in sessions for key in session.block_keys()):
+            block = state.blocks[block_key]
+            if len(block.users) > 1:
+                counted[block_key] += 1
+                if counted[block_key] < len(block.users):
+                    continue
+            if not block.readers and not block.holders:
+                num_copies += (block.slot_id is not None) + (block.extent is not None)
+        return num_copies * state.layout.block_bytes
+
+
+def _rank(state: CacheState, session: Session) -> None:
+    """Give a session its place in the orders, where it may have had none."""
+    is_guarded = session.pin is Pin.SOFT
+    state.policy.guard(session.key, is_guarded=is_guarded)
+    state.tenants.guard(session.key, is_guarded=is_guarded)
+    if is_guarded:
+        for tier in Tier:
+            state.users.on_insert(session, tier)
+        for block_key in session.block_keys():  # a clean one needs a user that offers it
+            state.settle(state.blocks[block_key])
+        state.tenants.on_insert(session.key)
+    else:
+        state.touch(session)

@@ -1,0 +1,271 @@
+"""What is persisted: rows of the index, records of the journal, and how spans become bytes.
+
+Pure, frozen. Token ids are little-endian uint32 bytes; positions and lengths count tokens.
+
+The spans of a session are packed in its row, and so are, in memory, the blocks of an idle one:
+
+    spans     = kind (u8) | record per span
+    kind 0    = key (16) | num_tokens (u32)                          every span is plain
+    kind 1    = key (16) | start (u32) | num_tokens (u32) | tokens digest (16) | chain (16)
+    places    = key (16) | num_tokens (u32) | extent (u64)           a packed block, 28 bytes
+
+Little-endian, unpadded. A plain span's digest is zeros in a record of kind 1; its chain is its key.
+What cannot be unpacked ends the list: a damaged row gives the spans before the damage, which
+recovery then compares with the blocks there are.
+"""
+
+import struct
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import Enum
+
+from shared.types.block_key import KEY_BYTES
+from shared.types.session_key import SessionKey
+
+PLAIN = 0
+FULL = 1
+
+_PLAIN_SPAN = struct.Struct(f"<{KEY_BYTES}sI")
+_FULL_SPAN = struct.Struct(f"<{KEY_BYTES}sII{KEY_BYTES}s{KEY_BYTES}s")
+_PLACE = struct.Struct(f"<{KEY_BYTES}sIQ")
+_NO_DIGEST = bytes(KEY_BYTES)
+
+PLAIN_SPAN_BYTES = _PLAIN_SPAN.size
+FULL_SPAN_BYTES = _FULL_SPAN.size
+PLACE_BYTES = _PLACE.size
+TTL_NEVER_NS = -1  # a session's own TTL: never expire; None is the default TTL
+
+
+class Pin(Enum):
+    """An operator's protection of a session."""
+
+    NONE = 0
+    SOFT = 1  # does not expire; evicted only when nothing else is left
+    HARD = 2  # does not expire, is never evicted
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """A run of rows of one block that a session uses; its position is the sum of those before.
+
+    Attributes:
+        block_key: content key of the block.
+        start: first row.
+        num_tokens: number of rows.
+        tokens_digest: digest of the token ids of these rows; proves that a request asks for the
+            same tokens.
+        chain: parent key of whatever is computed after this span. It is `block_key` unless a
+            discard has happened at or before it (D5).
+
+    A *plain* span (a whole block, no discard at or before it) has an empty digest: that its tokens
+    are the ones asked for shows when the block key is computed from them.
+    """
+
+    block_key: bytes
+    start: int
+    num_tokens: int
+    tokens_digest: bytes
+    chain: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class SessionRecord:
+    """A session's row."""
+
+    key: SessionKey
+    spans: bytes  # as packed here
+    last_access_ns: int
+    ttl_ns: int | None = None  # None: the default; TTL_NEVER_NS: never
+    pin: Pin = Pin.NONE
+    ended: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class BlockRecord:
+    """A block's row: where it lies on SSD. How to verify it is in the extent's header."""
+
+    key: bytes
+    extent: int
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class SessionColumns:
+    """The rows of some sessions by columns: a record for each would cost more than all the rest.
+
+    Attributes:
+        spans: as packed here.
+        settings: by index: a session's row, if its settings are not the default ones; spans apart.
+    """
+
+    keys: Sequence[SessionKey]
+    spans: Sequence[bytes]
+    last_access_ns: Sequence[int]
+    settings: Mapping[int, SessionRecord]
+
+
+def columns_of(records: Iterable[SessionRecord]) -> SessionColumns:
+    """Put the rows of sessions into columns."""
+    rows = list(records)
+    return SessionColumns(
+        [row.key for row in rows],
+        [row.spans for row in rows],
+        [row.last_access_ns for row in rows],
+        {
+            index: replace(row, spans=b"")
+            for index, row in enumerate(rows)
+            if row.ttl_ns is not None or row.pin is not Pin.NONE or row.ended
+        },
+    )
+
+
+@dataclass(slots=True)
+class IndexRows:
+    """All rows of one layout by columns, because there may be millions.
+
+    Who restores them takes them: the sessions are read as they come, the columns are forgotten.
+    """
+
+    sessions: Iterable[SessionColumns]
+    block_keys: bytes  # KEY_BYTES each, joined
+    extents: Sequence[int]
+    block_tokens: Sequence[int]
+
+    def forget_blocks(self) -> None:
+        """Let the memory of the columns go: nobody needs them any more, whoever still has this."""
+        self.block_keys, self.extents, self.block_tokens = b"", (), ()
+
+
+@dataclass(frozen=True, slots=True)
+class StoredBlock:
+    """What an extent's header says of its block.
+
+    Attributes:
+        checksums: xxh3_64 of each layer slice's used bytes (of every component, in order, the
+            first num_tokens rows), little-endian, 8 bytes a layer.
+    """
+
+    token_ids: bytes
+    checksums: bytes
+
+
+# ------------------------------------------------------------------------------------ the journal
+
+
+@dataclass(frozen=True, slots=True)
+class WritingSlot:
+    """An engine writes to the slot."""
+
+    generation: int
+    lease_id: int
+    owner: int
+
+
+@dataclass(frozen=True, slots=True)
+class CommittedSlot:
+    """The slot holds a block whose bytes never change; checksums as in StoredBlock."""
+
+    generation: int
+    key: bytes
+    num_tokens: int
+    token_ids: bytes
+    checksums: bytes
+
+
+SlotRecord = WritingSlot | CommittedSlot
+
+
+@dataclass(frozen=True, slots=True)
+class AdoptedSlot:
+    """A slot that an earlier kvd had committed; to be verified before its first use."""
+
+    slot_id: int
+    block: CommittedSlot
+
+
+@dataclass(frozen=True, slots=True)
+class OrphanSlot:
+    """A slot that an engine may still be writing to, granted by an earlier kvd."""
+
+    slot_id: int
+    writing: WritingSlot  # its owner is an id that the shell gave to the process
+
+
+# ---------------------------------------------------------------------------------------- packing
+
+
+def is_plain(span: Span) -> bool:
+    """Whether the span is a whole block that no discard touched: its key proves its tokens."""
+    return not span.tokens_digest
+
+
+def plain_span(key: bytes, num_tokens: int) -> Span:
+    """Make the span of a whole block that no discard touched."""
+    return Span(key, 0, num_tokens, b"", key)
+
+
+def pack_spans(spans: Sequence[Span]) -> bytes:
+    """Pack the spans of a session for its row."""
+    if all(map(is_plain, spans)):
+        pack = _PLAIN_SPAN.pack
+        records = [pack(span.block_key, span.num_tokens) for span in spans]
+        return bytes((PLAIN,)) + b"".join(records)
+    return bytes((FULL,)) + pack_full(spans)
+
+
+def pack_full(spans: Iterable[Span]) -> bytes:
+    """Pack spans of any sort, without the kind."""
+    return b"".join(
+        _FULL_SPAN.pack(
+            span.block_key,
+            span.start,
+            span.num_tokens,
+            span.tokens_digest or _NO_DIGEST,
+            span.chain,
+        )
+        for span in spans
+    )
+
+
+def unpack_spans(packed: bytes) -> list[Span]:
+    """Unpack the spans of a row, as far as they are sound."""
+    kind = packed[0] if packed else None
+    if kind == PLAIN:
+        length = len(packed) - (len(packed) - 1) % PLAIN_SPAN_BYTES
+        records = _PLAIN_SPAN.iter_unpack(memoryview(packed)[1:length])
+        return list(_sound_prefix(plain_span(key, num_tokens) for key, num_tokens in records))
+    if kind == FULL:
+        return list(_sound_prefix(unpack_full(memoryview(packed)[1:])))
+    return []
+
+
+def unpack_full(packed: bytes | memoryview) -> Iterator[Span]:
+    """Unpack what pack_full has packed; a trailing part of a record is ignored."""
+    length = len(packed) - len(packed) % _FULL_SPAN.size
+    for key, start, num_tokens, digest, chain in _FULL_SPAN.iter_unpack(packed[:length]):
+        yield Span(key, start, num_tokens, b"" if digest == _NO_DIGEST else digest, chain)
+
+
+def pack_places(records: Iterable[BlockRecord]) -> bytes:
+    """Pack where blocks lie on SSD."""
+    return b"".join(_PLACE.pack(record.key, record.num_tokens, record.extent) for record in records)
+
+
+def unpack_places(places: bytes) -> Iterator[BlockRecord]:
+    """Unpack where blocks lie on SSD."""
+    for key, num_tokens, extent in _PLACE.iter_unpack(places):
+        yield BlockRecord(key, extent, num_tokens)
+
+
+def num_tokens_of_places(places: bytes) -> int:
+    """Count the tokens of packed blocks, without unpacking more of them."""
+    return sum(num_tokens for _, num_tokens, _ in _PLACE.iter_unpack(places))
+
+
+def _sound_prefix(spans: Iterable[Span]) -> Iterator[Span]:
+    """Stop at a span that no store and no discard can have made."""
+    for span in spans:
+        is_whole = span.start == 0 and span.chain == span.block_key
+        if not span.num_tokens or (is_plain(span) and not is_whole):
+            return
+        yield span

@@ -1,0 +1,207 @@
+"""The operations that the performer has yet to answer, and the writes that wait to be issued.
+
+Pure. Operations are numbered as they begin; each begins and ends here, and its block moves with it.
+Who begins one issues its action.
+
+Invariant: a block that is not IDLE is registered with the one operation that moves it. (A
+compaction's blocks are in its run, kvd/core/operations/compaction_plan.py.)
+"""
+
+from collections import OrderedDict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from kvd.core.records.extent_shape import ExtentShape
+from kvd.core.state.block import Block
+from kvd.core.state.extents import ExtentTable
+from kvd.core.state.leases import LoadLease
+from shared.types.units import ceil_div
+
+
+@dataclass(slots=True, eq=False)
+class Arrival:
+    """An SSD read or a verification under way, and the leases that wait for it.
+
+    Attributes:
+        was_queued: the block was to be written, and is again once it is verified.
+        is_ahead: a read that no load has come to wait for.
+        early: leases that were given the block before its verification began: they do not wait, and
+            end if it turns out corrupt.
+    """
+
+    op_id: int
+    block: Block
+    was_queued: bool = False
+    is_ahead: bool = False
+    waiting: dict[int, LoadLease] = field(default_factory=dict)
+    early: dict[int, LoadLease] = field(default_factory=dict)
+
+
+@dataclass(slots=True, eq=False)
+class WriteOp:
+    """An SSD write under way. The extent is the write's until its row is put."""
+
+    block: Block
+    extent: int
+    num_sectors: int
+
+
+class UnderWay:
+    """Operations by number; every call is O(1).
+
+    Attributes:
+        reads: by operation.
+        verifies: by operation; those of scrubs are the scrubber's.
+        arrival_of: both, by block key.
+        hashes: blocks that are hashed.
+        writes: by operation.
+        drops: removals of rows: the extent and sectors to be freed when the row is gone, if any.
+        wipes: slots that are zeroed.
+    """
+
+    def __init__(self) -> None:
+        self.reads: dict[int, Arrival] = {}
+        self.verifies: dict[int, Arrival] = {}
+        self.arrival_of: dict[bytes, Arrival] = {}
+        self.hashes: dict[int, Block] = {}
+        self.writes: dict[int, WriteOp] = {}
+        self.drops: dict[int, tuple[int, int] | None] = {}
+        self.wipes: dict[int, list[int]] = {}
+        self._next_op_id = 1
+
+    def next_op_id(self) -> int:
+        """Number an operation."""
+        self._next_op_id += 1
+        return self._next_op_id - 1
+
+    def begin_read(self, block: Block) -> Arrival:
+        """Read a block into the slot that it has."""
+        return self._begin_arrival(block, "read", self.reads)
+
+    def end_read(self, op_id: int) -> Arrival:
+        """Take a read out that has ended, however it did."""
+        return self._end_arrival(self.reads.pop(op_id), "read_done")
+
+    def begin_verify(self, block: Block) -> Arrival:
+        """Compare a block's slot with its checksums."""
+        return self._begin_arrival(block, "verify", self.verifies)
+
+    def end_verify(self, op_id: int) -> Arrival:
+        """Take a verification out that has ended, however it did."""
+        return self._end_arrival(self.verifies.pop(op_id), "verify_done")
+
+    def begin_hash(self, block: Block) -> int:
+        """Compute a block's checksums; returns the operation."""
+        block.move("hash")
+        op_id = self.next_op_id()
+        self.hashes[op_id] = block
+        return op_id
+
+    def end_hash(self, op_id: int) -> Block:
+        """Take a hash out that has ended; returns its block."""
+        block = self.hashes.pop(op_id)
+        block.move("hash_done")
+        return block
+
+    def begin_write(self, op: WriteOp) -> int:
+        """Write a block to its extent to be; returns the operation."""
+        op.block.move("write")
+        op_id = self.next_op_id()
+        self.writes[op_id] = op
+        return op_id
+
+    def end_write(self, op_id: int) -> WriteOp:
+        """Take a write out that has ended, however it did."""
+        op = self.writes.pop(op_id)
+        op.block.move("write_done")
+        return op
+
+    def _begin_arrival(self, block: Block, event: str, arrivals: dict[int, Arrival]) -> Arrival:
+        block.move(event)
+        arrival = Arrival(self.next_op_id(), block)
+        arrivals[arrival.op_id] = self.arrival_of[block.key] = arrival
+        return arrival
+
+    def _end_arrival(self, arrival: Arrival, event: str) -> Arrival:
+        del self.arrival_of[arrival.block.key]
+        arrival.block.move(event)
+        return arrival
+
+
+class WriteQueue:
+    """Dirty blocks that are to be written, oldest request first.
+
+    A block is here from the request until its write is issued. What extents they need is known at
+    any moment: partial blocks share theirs.
+
+    Attributes:
+        refused: dirty blocks that found no extent, oldest first; they do not wait.
+    """
+
+    def __init__(self, shape: ExtentShape, extents: ExtentTable) -> None:
+        self._shape = shape
+        self._extents = extents
+        self._blocks: OrderedDict[bytes, Block] = OrderedDict()
+        self._num_whole = 0
+        self._num_packed_sectors = 0
+        self.refused: OrderedDict[bytes, Block] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._blocks)
+
+    def __iter__(self) -> Iterator[Block]:
+        return iter(self._blocks.values())
+
+    def holds(self, block: Block) -> bool:
+        """Whether the block waits."""
+        return self._blocks.get(block.key) is block
+
+    def add(self, block: Block) -> None:
+        """Queue a block; it keeps its place if it waits already."""
+        if not self.holds(block):
+            self._blocks[block.key] = block
+            self._count(block, 1)
+        self.refused.pop(block.key, None)
+
+    def refuse(self, block: Block) -> None:
+        """Have a block stay in DRAM only, for now."""
+        self.discard(block)
+        self.refused[block.key] = block
+
+    def forget(self, block: Block) -> None:
+        """Take a block out, be it refused."""
+        self.discard(block)
+        self.refused.pop(block.key, None)
+
+    def discard(self, block: Block) -> None:
+        """Take a block out, if it waits."""
+        if self.holds(block):
+            del self._blocks[block.key]
+            self._count(block, -1)
+
+    @property
+    def oldest(self) -> Block:
+        """Its write is issued next; there is one."""
+        return next(iter(self._blocks.values()))
+
+    @property
+    def newest(self) -> Block:
+        """It is refused first; there is one."""
+        return next(reversed(self._blocks.values()))
+
+    def num_short(self, num_freed: int) -> int:
+        """Whole extents that are missing, if `num_freed` are given back soon.
+
+        Packed blocks are taken to fit without gaps, so it may turn out too low.
+        """
+        num_unpacked = self._num_packed_sectors - self._extents.num_free_packed
+        num_needed = self._num_whole
+        num_needed += ceil_div(max(0, num_unpacked), self._extents.sectors_per_extent)
+        return max(0, num_needed - self._extents.num_free - num_freed)
+
+    def _count(self, block: Block, sign: int) -> None:
+        num_sectors = self._shape.num_sectors(block.num_tokens)
+        if self._extents.is_packed(num_sectors):
+            self._num_packed_sectors += sign * num_sectors
+        else:
+            self._num_whole += sign

@@ -1,0 +1,192 @@
+"""Raw Mooncake traces: requests with block hashes, and the sessions that they are likely of.
+
+Pure but for reading the file. One JSON object a request: `timestamp` (milliseconds),
+`input_length`, `output_length`, `hash_ids` (of each 512 tokens of the prompt, chained: equal ids
+mean equal prompts up to there). Who asked is not in it. Two rules say it, one a kind of traffic:
+
+chain     chat, whose requests begin with the same system prompt: a request continues the one whose
+          full blocks are the longest prefix of its own, two at least, if it is longer by the answer
+          (or as long as before: the answer was asked for once more)
+prefix    question after question about a document of one's own: requests with the same first full
+          block are one session, whose history is what the best of the earlier ones has in common
+
+Which one holds is seen by how many requests share a first block. Both are guesses with a bias:
+short first turns cannot be linked, turns before the trace are not seen, so sessions come out short.
+"""
+
+from collections import Counter, defaultdict, deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import takewhile
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from kvd.plan.formats.filling import Request, session_of
+from kvd.plan.trace import (
+    BadTraceError,
+    Session,
+    check_sorted,
+    numbered_lines,
+    parse_object,
+    whole_number,
+)
+
+BLOCK_TOKENS = 512
+SYSTEM_PROMPT_SHARE = 0.05  # of the requests, from which on a first block is nobody's own
+LEAST_BLOCKS = 2  # that a continuation shares: the first one may be the system prompt
+# Templates and special tokens make a prompt a little shorter than history and answer before it.
+CLOSE_TOKENS, FAR_TOKENS = 16, 110
+SAME_TOKENS, SIMILAR_TOKENS = 32, 64  # difference of two prompts for answers to the same turn
+MOST_CANDIDATES = 64  # with the same blocks that are looked at, the latest
+MS_PER_S = 1e3
+MAX_TIMESTAMP = 1e14  # milliseconds; Unix time is far below
+
+
+@dataclass(frozen=True, slots=True)
+class HashedRequest(Request):
+    """A line of the file; `blocks` are the ids of full blocks."""
+
+    blocks: tuple[int, ...] = ()
+
+
+@dataclass(slots=True)
+class _Found:
+    """A session so far: its requests, each with the history that it has."""
+
+    requests: list[HashedRequest] = field(default_factory=list)
+    histories: list[int] = field(default_factory=list)
+
+
+class _Link(NamedTuple):
+    """What a request could continue. The best is the greatest."""
+
+    is_continuation: bool
+    kept_tokens: int
+    age: int  # negative index: the earliest is preferred
+    history_tokens: int
+    found: _Found
+
+
+def read_mooncake(path: Path) -> tuple[list[Session], str]:
+    """Read the sessions of a file, in the order in which they begin, and say how they were found.
+
+    Raises:
+        BadTraceError: it cannot be read, or a line is no request.
+    """
+    requests: list[HashedRequest] = []
+    for where, line in numbered_lines(path):
+        fields = parse_object(where, line)
+        request = _request(where, fields)
+        before_s = requests[-1].at_s if requests else 0.0
+        check_sorted(where, "timestamp", fields["timestamp"], request.at_s, before_s)
+        requests.append(request)
+    if not requests:
+        raise BadTraceError(f"{path}: no request in it", "give a trace that is not empty")
+    if has_system_prompt(requests):
+        return sessions_by_chain(requests), "sessions inferred from continued prompts"
+    return sessions_by_prefix(requests), "sessions inferred from equal first blocks"
+
+
+def has_system_prompt(requests: Sequence[HashedRequest]) -> bool:
+    """Whether so many requests begin alike that it cannot be one user's document."""
+    firsts = Counter(request.blocks[0] for request in requests if request.blocks)
+    most = max(firsts.values(), default=0)
+    return most > SYSTEM_PROMPT_SHARE * len(requests)
+
+
+def sessions_by_chain(requests: Sequence[HashedRequest]) -> list[Session]:
+    """Link requests that continue one another: rule "chain" of the module docstring."""
+    ends: defaultdict[int, deque[tuple[int, HashedRequest, _Found]]] = defaultdict(
+        lambda: deque(maxlen=MOST_CANDIDATES)
+    )
+    sessions: list[_Found] = []
+    for index, request in enumerate(requests):
+        link = _best_link(request, ends)
+        if link is None:
+            found, history_tokens = _Found(), 0
+            sessions.append(found)
+        else:
+            found, history_tokens = link.found, link.history_tokens
+        found.requests.append(request)
+        found.histories.append(history_tokens)
+        if len(request.blocks) >= LEAST_BLOCKS:
+            ends[request.blocks[-1]].append((index, request, found))
+    return [_session(found) for found in sessions]
+
+
+def sessions_by_prefix(requests: Sequence[HashedRequest]) -> list[Session]:
+    """Group requests by their first block; a prompt of less than a block is a session itself."""
+    sessions: dict[int, _Found] = {}
+    for index, request in enumerate(requests):
+        name = request.blocks[0] if request.blocks else -1 - index
+        found = sessions.setdefault(name, _Found())
+        shared = max((_num_shared(request, before) for before in found.requests), default=0)
+        found.requests.append(request)
+        found.histories.append(min(shared * BLOCK_TOKENS, request.input_tokens - 1))
+    return [_session(found) for found in sessions.values()]
+
+
+def _best_link(
+    request: HashedRequest, ends: defaultdict[int, deque[tuple[int, HashedRequest, _Found]]]
+) -> _Link | None:
+    """What the request continues; the longest prefix wins, then a continuation, then the longest.
+
+    Chained ids: the last full block of an earlier request says all of its blocks.
+    """
+    for num_blocks in range(len(request.blocks), LEAST_BLOCKS - 1, -1):
+        block = request.blocks[num_blocks - 1]
+        links = [
+            link
+            for index, before, found in ends.get(block, ())
+            if (link := _link(request, index, before, found)) is not None
+        ]
+        if links:
+            return max(links, key=lambda link: link[:3])
+    return None
+
+
+def _link(request: HashedRequest, index: int, before: HashedRequest, found: _Found) -> _Link | None:
+    growth = request.input_tokens - before.input_tokens
+    missing = before.kept_tokens - request.input_tokens
+    if missing <= CLOSE_TOKENS or (abs(growth) > SAME_TOKENS and missing <= FAR_TOKENS):
+        history_tokens = min(before.kept_tokens, request.input_tokens - 1)
+        return _Link(True, before.kept_tokens, -index, history_tokens, found)
+    if abs(growth) <= SIMILAR_TOKENS:
+        return _Link(False, 0, -index, len(before.blocks) * BLOCK_TOKENS, found)
+    return None
+
+
+def _num_shared(request: HashedRequest, before: HashedRequest) -> int:
+    pairs = zip(request.blocks, before.blocks, strict=False)
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+
+
+def _session(found: _Found) -> Session:
+    return session_of(found.requests, found.histories)
+
+
+def _request(where: str, fields: dict[str, Any]) -> HashedRequest:
+    at_s = _timestamp_s(where, fields)
+    input_tokens = whole_number(where, fields, "input_length")
+    output_tokens = whole_number(where, fields, "output_length")
+    ids = fields.get("hash_ids")
+    if not isinstance(ids, list) or not all(type(number) is int for number in ids):
+        raise BadTraceError(f"{where}: hash_ids is no list of numbers", "give the raw trace")
+    if not input_tokens:
+        raise BadTraceError(f"{where}: input_length is 0", "leave requests without a prompt out")
+    num_blocks = input_tokens // BLOCK_TOKENS
+    if len(ids) < num_blocks:
+        raise BadTraceError(
+            f"{where}: {len(ids)} hash_ids for {input_tokens} tokens",
+            f"give one for each {BLOCK_TOKENS}",
+        )
+    return HashedRequest(at_s, input_tokens, output_tokens, blocks=tuple(ids[:num_blocks]))
+
+
+def _timestamp_s(where: str, fields: dict[str, Any]) -> float:
+    value = fields.get("timestamp")
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise BadTraceError(f"{where}: timestamp is no number", "give milliseconds, from 0 on")
+    if not 0 <= value <= MAX_TIMESTAMP:
+        raise BadTraceError(f"{where}: timestamp is no time", "give milliseconds, from 0 on")
+    return value / MS_PER_S

@@ -1,0 +1,290 @@
+"""What backs an arena's two files, its slots and its journal, and keeps them for the next kvd.
+
+    fdstore   sealed memfds in systemd's fd store, kvd-<layout>-slots and kvd-<layout>-journal
+    file      <dram.directory>/kvd-<digest of the state directory>/<layout>.slots and .journal
+    none      sealed memfds that end with kvd and its engines
+
+Nothing that others may have made is trusted: a directory or file that is not ours alone is refused,
+and sizes are read from the descriptor.
+"""
+
+import contextlib
+import errno
+import fcntl
+import hashlib
+import os
+import stat
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from kvd.host import systemd
+from kvd.tiers.faults import Faults, WritePoint
+from kvd.tiers.journal import UnfitArenaError
+from shared.kvd_client.arena_map import ArenaMap
+from shared.process.log import get_logger
+from shared.types.units import SECTOR_BYTES, align_up
+
+PARTS = ("slots", "journal")
+SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+HUGE_PAGE_BYTES = 2 << 20
+_MFD_HUGE_2MB = 21 << 26  # log2 of the page size, as in memfd_create(2)
+_OPEN_FLAGS = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
+
+log = get_logger(__name__)
+
+
+class ArenaBacking(Protocol):
+    """One way to back arenas, and to keep them or not."""
+
+    @property
+    def name(self) -> str:
+        """As in dram.keep."""
+
+    @property
+    def is_sealed(self) -> bool:
+        """Whether nobody can resize its files."""
+
+    def new_file(self, layout: str, part: str, num_bytes: int) -> int:
+        """Make memory for one part of an arena; return its descriptor."""
+
+    def keep(self, layout: str, fds: Mapping[str, int]) -> None:
+        """Leave both parts for the next kvd."""
+
+    def found(self) -> dict[str, dict[str, int]]:
+        """Return what earlier kvds have left: layout → part → descriptor. Called at start only."""
+
+    def remove(self, layout: str) -> None:
+        """Take an arena away."""
+
+
+class UnkeptBacking:
+    """Sealed memfds that nobody keeps."""
+
+    name = "none"
+    is_sealed = True
+
+    def new_file(self, layout: str, part: str, num_bytes: int) -> int:
+        """See ArenaBacking."""
+        return sealed_memfd(f"kvd-{layout}-{part}", num_bytes)
+
+    def keep(self, layout: str, fds: Mapping[str, int]) -> None:
+        """See ArenaBacking."""
+
+    def found(self) -> dict[str, dict[str, int]]:
+        """See ArenaBacking."""
+        return {}
+
+    def remove(self, layout: str) -> None:
+        """See ArenaBacking."""
+
+
+class FdStoreBacking(UnkeptBacking):
+    """Sealed memfds that systemd keeps in its fd store."""
+
+    name = "fdstore"
+
+    def keep(self, layout: str, fds: Mapping[str, int]) -> None:
+        """See ArenaBacking."""
+        if not systemd.store_fds({_stored_name(layout, part): fd for part, fd in fds.items()}):
+            log.warning("dram_not_kept", reason="systemd has not taken the descriptors")
+
+    def found(self) -> dict[str, dict[str, int]]:
+        """See ArenaBacking. Descriptors whose names are not ours are closed."""
+        found: dict[str, dict[str, int]] = {}
+        for name, fd in systemd.stored_fds().items():
+            prefix, _, rest = name.partition("-")
+            layout, _, part = rest.rpartition("-")
+            if prefix == "kvd" and part in PARTS and layout:
+                found.setdefault(layout, {})[part] = fd
+            else:
+                os.close(fd)
+        return found
+
+    def remove(self, layout: str) -> None:
+        """See ArenaBacking."""
+        systemd.remove_fds(_stored_name(layout, part) for part in PARTS)
+
+
+class DirectoryBacking:
+    """A private directory in memory; one for each state directory, whose lock guards it too."""
+
+    name = "file"
+    is_sealed = False
+
+    def __init__(self, parent: Path, state_dir: Path, faults: Faults) -> None:
+        digest = hashlib.blake2b(os.fsencode(state_dir.resolve()), digest_size=8).hexdigest()
+        self.path = parent / f"kvd-{digest}"
+        self._faults = faults
+
+    def new_file(self, layout: str, part: str, num_bytes: int) -> int:
+        """See ArenaBacking.
+
+        Raises:
+            OSError: the directory is not ours alone, or has no room for it.
+        """
+        with self._opened() as directory_fd:
+            return new_file(directory_fd, f"{layout}.{part}", num_bytes)
+
+    def keep(self, layout: str, fds: Mapping[str, int]) -> None:
+        """See ArenaBacking: they lie here already."""
+
+    def found(self) -> dict[str, dict[str, int]]:
+        """See ArenaBacking. A file that is not ours alone is as good as missing."""
+        found: dict[str, dict[str, int]] = {}
+        if not self.path.is_dir():
+            return found
+        try:
+            with self._opened() as directory_fd:
+                for name in sorted(path.name for path in self.path.iterdir()):
+                    layout, _, part = name.rpartition(".")
+                    if part in PARTS and layout:
+                        parts = found.setdefault(layout, {})
+                        try:
+                            parts[part] = open_file(directory_fd, name)
+                        except (OSError, UnfitArenaError) as error:
+                            log.warning("arena_file_refused", file=name, error=str(error))
+        except OSError as error:
+            log.warning("arena_directory_refused", directory=str(self.path), error=str(error))
+        return found
+
+    def remove(self, layout: str) -> None:
+        """See ArenaBacking. The directory goes with its last file."""
+        if not self.path.is_dir():
+            return
+        with contextlib.suppress(OSError), self._opened() as directory_fd:
+            for part in PARTS:
+                remove_file(directory_fd, f"{layout}.{part}")
+                self._faults.reach(WritePoint.ARENA_REMOVED)
+            self.path.rmdir()
+
+    def kept_bytes(self) -> int:
+        """Return the bytes of memory that its files take up."""
+        try:
+            return sum(path.stat().st_blocks * 512 for path in self.path.iterdir())
+        except OSError:  # there is none, or it is not ours to look at
+            return 0
+
+    @contextmanager
+    def _opened(self) -> Iterator[int]:
+        directory_fd = private_directory(self.path)
+        try:
+            yield directory_fd
+        finally:
+            os.close(directory_fd)
+
+
+def _stored_name(layout: str, part: str) -> str:
+    return f"kvd-{layout}-{part}"
+
+
+@dataclass(frozen=True)
+class SlotsFile:
+    """Memory for slots, mapped; `pages` as in Arena."""
+
+    fd: int
+    slots: ArenaMap
+    pages: str
+
+
+def sealed_memfd(name: str, num_bytes: int, flags: int = 0) -> int:
+    """Make a memfd that nobody can resize. It takes memory only as its pages are used."""
+    fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING | flags)
+    try:
+        os.ftruncate(fd, num_bytes)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def huge_memfd(name: str, slot_bytes: int, num_slots: int) -> SlotsFile:
+    """Make a memfd of reserved huge pages.
+
+    Raises:
+        OSError: the machine has not enough of them free. The mapping reserves them, so that no
+            later touch can fail.
+    """
+    num_bytes = align_up(slot_bytes * num_slots, HUGE_PAGE_BYTES)
+    fd = sealed_memfd(name, num_bytes, os.MFD_HUGETLB | _MFD_HUGE_2MB)
+    return map_slots(fd, slot_bytes, num_slots, "hugetlb")
+
+
+def map_slots(fd: int, slot_bytes: int, num_slots: int, pages: str = "") -> SlotsFile:
+    """Map the slots of a file, which is closed if that fails; `pages` as in Arena."""
+    try:
+        return SlotsFile(fd, ArenaMap(fd, slot_bytes, num_slots), pages)
+    except BaseException:
+        os.close(fd)
+        raise
+
+
+def is_sealed(fd: int) -> bool:
+    """Whether nobody can resize this memory."""
+    wanted = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
+    try:
+        return fcntl.fcntl(fd, fcntl.F_GET_SEALS) & wanted == wanted
+    except OSError:  # not a memfd
+        return False
+
+
+def private_directory(path: Path) -> int:
+    """Open a directory of our own, made if it is missing (mode 0700).
+
+    Raises:
+        OSError: it cannot be made, or others have made it, or could write to it.
+    """
+    with contextlib.suppress(FileExistsError):
+        path.mkdir(mode=0o700, parents=True)
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    status = os.fstat(fd)
+    if status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o077:
+        os.close(fd)
+        raise PermissionError(f"{path} is not ours alone")
+    return fd
+
+
+def new_file(directory_fd: int, name: str, num_bytes: int) -> int:
+    """Make a file, in place of an older one. It takes memory only as its pages are used.
+
+    Raises:
+        OSError: there is no room for it; at a page's first use it is too late to say so.
+    """
+    remove_file(directory_fd, name)
+    space = os.fstatvfs(directory_fd)
+    free_bytes = space.f_bavail * space.f_frsize
+    if space.f_blocks and free_bytes < num_bytes:  # 0 blocks: a file system without a limit
+        raise OSError(errno.ENOSPC, f"{free_bytes} bytes are free, not {num_bytes}")
+    fd = os.open(name, _OPEN_FLAGS | os.O_CREAT | os.O_EXCL, 0o600, dir_fd=directory_fd)
+    try:
+        os.ftruncate(fd, align_up(num_bytes, max(os.fstat(fd).st_blksize, SECTOR_BYTES)))
+    except BaseException:
+        os.close(fd)
+        remove_file(directory_fd, name)
+        raise
+    return fd
+
+
+def open_file(directory_fd: int, name: str) -> int:
+    """Open a file that an earlier kvd has made.
+
+    Raises:
+        UnfitArenaError: it is not a file of ours alone.
+        OSError: it cannot be opened.
+    """
+    fd = os.open(name, _OPEN_FLAGS | os.O_NONBLOCK, dir_fd=directory_fd)
+    status = os.fstat(fd)
+    ours = stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid() and status.st_nlink == 1
+    if not ours or stat.S_IMODE(status.st_mode) & 0o077:
+        os.close(fd)
+        raise UnfitArenaError(f"file {name} is not ours alone")
+    return fd
+
+
+def remove_file(directory_fd: int, name: str) -> None:
+    """Remove a file, if it is there."""
+    with contextlib.suppress(OSError):
+        os.unlink(name, dir_fd=directory_fd)

@@ -1,0 +1,54 @@
+"""What both sides of kvd's RPCs name, as messages: session, lineage, layout. Pure.
+
+The layout is what the handshake of an attachment compares (D12).
+"""
+
+from shared.pb.kvd.v1 import kvd_pb2 as pb
+from shared.serving.message_fields import MessageFields
+from shared.types.kv_layout import Component, InvalidLayoutError, KVLayout, Layer
+from shared.types.lineage import Lineage
+from shared.types.session_key import SessionKey
+
+_COMPONENT = MessageFields(Component, pb.Component)
+_LAYOUT = MessageFields(KVLayout, pb.KVLayout, given=("layers", "fingerprint"))
+
+
+def key_message(key: SessionKey) -> pb.SessionKey:
+    """Encode a session's key."""
+    return pb.SessionKey(tenant=key.tenant, model=key.model, session_id=key.session_id)
+
+
+def lineage_message(lineage: Lineage | None) -> pb.Lineage | None:
+    """Encode a lineage; no discard is a lineage too, and is not the same as naming none."""
+    if lineage is None:
+        return None
+    return pb.Lineage(digest=lineage.digest, clean_tokens=lineage.clean_tokens)
+
+
+def layout_message(layout: KVLayout) -> pb.KVLayout:
+    """Encode a layout, fingerprint included."""
+    layers = [
+        pb.Layer(components=map(_COMPONENT.encode, layer.components)) for layer in layout.layers
+    ]
+    return _LAYOUT.encode(layout, layers=layers, fingerprint=layout.fingerprint)
+
+
+def layout_of(message: pb.KVLayout) -> KVLayout:
+    """Decode a layout and check it.
+
+    Raises:
+        InvalidLayoutError: if the layout cannot be, or the sender computes another fingerprint from
+            it: the two would disagree about where the bytes lie.
+    """
+    layers = tuple(
+        Layer(tuple(_COMPONENT.decode(c, shape=tuple(c.shape)) for c in layer.components))
+        for layer in message.layers
+    )
+    layout = _LAYOUT.decode(message, layers=layers)
+    layout.check()
+    if message.fingerprint != layout.fingerprint:
+        raise InvalidLayoutError(
+            f"the layout's fingerprint is {layout.fingerprint}, not {message.fingerprint[:40]!r}",
+            "run the same release on both sides",
+        )
+    return layout

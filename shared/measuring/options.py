@@ -1,0 +1,127 @@
+"""Options of a command as values: a field of a dataclass is an option of the command line.
+
+    @dataclass(frozen=True)
+    class Options:
+        rounds: Annotated[int, typer.Option(min=1, help="How often.")] = 3
+
+    @app.command()
+    @command(Options)
+    def measure(options: Options) -> None: ...
+
+What is told, its default and how it is asked for stand in one place.
+"""
+
+from collections.abc import Callable
+from dataclasses import MISSING, fields
+from inspect import Parameter, Signature
+from typing import Annotated, Any, get_args, get_type_hints
+
+from typer.models import OptionInfo
+
+from shared.types.errors import InvalidInputError
+
+TEXT = "<str>"  # as which help shows a value that is parsed here
+
+
+class BadListError(InvalidInputError):
+    """A list of numbers that is none."""
+
+    reason = "bad_list"
+
+
+def say_nothing(_what: str) -> None:
+    """Report progress to nobody."""
+
+
+def command(*groups: type[Any], order: str = "") -> Callable[[Callable[..., None]], Any]:
+    """Make a command of a function that takes one value of each of these dataclasses.
+
+    A field is an option if it is annotated with a `typer.Option`; others keep their default. Of a
+    default that is parsed, metadata may have the `text`.
+
+    Args:
+        groups: dataclasses; no two of them have an option of one name.
+        order: names of fields, separated by blanks: these are the options, in this order. "": all
+            of them, as they stand.
+    """
+
+    def decorate(run: Callable[..., None]) -> Any:
+        found = {name: (group, each) for group in groups for name, each in _options(group)}
+        names = order.split() or list(found)
+
+        def called(**given: Any) -> None:
+            values: dict[type[Any], dict[str, Any]] = {group: {} for group in groups}
+            for name, value in given.items():
+                values[found[name][0]][name] = value
+            run(*(group(**values[group]) for group in groups))
+
+        called.__name__, called.__doc__ = run.__name__, run.__doc__
+        called.__signature__ = Signature([found[name][1] for name in names])  # type: ignore[attr-defined]
+        return called
+
+    return decorate
+
+
+def _options(group: type[Any]) -> list[tuple[str, Parameter]]:
+    """The options of a dataclass, by field, as parameters of a function."""
+    hints = get_type_hints(group, include_extras=True)
+    found = []
+    for field in fields(group):
+        option = next((i for i in get_args(hints[field.name]) if isinstance(i, OptionInfo)), None)
+        if option is None:
+            continue
+        kind = hints[field.name] if option.parser is None else Annotated[str, option]
+        default = Parameter.empty if field.default is MISSING else field.default
+        if option.parser is not None:
+            default = field.metadata.get("text", as_text(default))
+        parameter = Parameter(field.name, Parameter.KEYWORD_ONLY, default=default, annotation=kind)
+        found.append((field.name, parameter))
+    return found
+
+
+def as_text(value: Any) -> Any:
+    """Write a default as the command line has it: ((900, 100), (500, 500)) is "900/100,500/500"."""
+    if not isinstance(value, tuple):
+        return value
+    parts = ("/".join(map(str, part)) if isinstance(part, tuple) else str(part) for part in value)
+    return ",".join(parts)
+
+
+def one_of(what: str, *names: str) -> Callable[[str], str]:
+    """Make a parser of one name; "" is one only if it is among them."""
+    known = [name for name in names if name]
+
+    def parse(text: str) -> str:
+        if text not in names:
+            listed = f"{', '.join(known[:-1])} or {known[-1]}"
+            raise InvalidInputError(f"no such {what}: {text}", f"name {listed}")
+        return text
+
+    return parse
+
+
+def some_of(what: str, *names: str) -> Callable[[str], tuple[str, ...]]:
+    """Make a parser of several names, separated by commas."""
+
+    def parse(text: str) -> tuple[str, ...]:
+        found = tuple(text.split(","))
+        if not set(found) <= set(names):
+            raise InvalidInputError(f"no such {what}: {text}", f"name some of {', '.join(names)}")
+        return found
+
+    return parse
+
+
+def numbers(text: str, least: int = 1) -> tuple[int, ...]:
+    """Read "1,8,24"; "" is none.
+
+    Raises:
+        BadListError: something else is there, or a number below `least`.
+    """
+    try:
+        found = tuple(int(part) for part in text.split(",") if part.strip())
+    except ValueError as error:
+        raise BadListError(f"{text!r} is no list of numbers", "write them as 1,8,24") from error
+    if any(number < least for number in found):
+        raise BadListError(f"{text!r} has a number below {least}", "give larger ones")
+    return found

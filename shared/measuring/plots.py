@@ -1,0 +1,72 @@
+"""Pictures of reports; they need matplotlib, which is imported when one is drawn."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from shared.types.errors import ConfigError
+
+DOTS_PER_INCH = 120
+
+
+class NoPlotError(ConfigError):
+    """matplotlib is missing, or the picture cannot be written."""
+
+    reason = "no_plot"
+
+
+def check_plot(path: Path) -> None:
+    """Raise NoPlotError if a picture could not be made: before the minutes that measuring takes."""
+    pyplot = load_pyplot()
+    if path.is_dir():
+        raise NoPlotError(f"{path} is a directory", "name a file with --plot")
+    if not path.resolve().parent.is_dir():
+        raise NoPlotError(f"{path.parent} is no directory", "name another file with --plot")
+    figure = pyplot.figure()
+    formats = figure.canvas.get_supported_filetypes()
+    pyplot.close(figure)
+    if path.suffix.removeprefix(".") not in formats:
+        raise NoPlotError(f"{path} is of no known kind", "name a .png or .svg file")
+
+
+@contextmanager
+def picture(path: Path, rows: int, columns: int, **how: Any) -> Iterator[tuple[Any, Any]]:
+    """Make a figure and its axes, and write them when the block has drawn them.
+
+    Args:
+        path: its name says the format.
+        rows: of axes.
+        columns: of axes.
+        how: more of `pyplot.subplots`.
+
+    Raises:
+        NoPlotError: matplotlib is missing, or the file cannot be written.
+    """
+    pyplot = load_pyplot()
+    figure, axes = pyplot.subplots(rows, columns, layout="constrained", **how)
+    try:
+        yield figure, axes
+        # Text stays text, and the same figures are the same file.
+        is_svg = path.suffix == ".svg"
+        with pyplot.rc_context({"svg.fonttype": "none", "svg.hashsalt": "measured"}):
+            figure.savefig(path, dpi=DOTS_PER_INCH, metadata={"Date": None} if is_svg else None)
+    except (OSError, ValueError) as error:
+        raise NoPlotError(f"{path} cannot be written ({error})", "name a .png file") from error
+    finally:
+        pyplot.close(figure)
+
+
+def load_pyplot() -> Any:
+    """Import matplotlib's pyplot, for pictures in files; raise NoPlotError if it is missing."""
+    try:
+        import matplotlib as mpl
+    except ImportError as error:
+        raise NoPlotError(
+            "--plot needs matplotlib, which is not installed",
+            "pip install 'cachedattention[bench]', or leave --plot out",
+        ) from error
+    mpl.use("agg")  # no display is needed
+    from matplotlib import pyplot as plt
+
+    return plt

@@ -1,0 +1,129 @@
+"""Reports on the command line: progress on stderr, tables for people, a document for scripts."""
+
+import json
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import typer
+from rich.table import Table
+
+from shared.measuring.statistics import Spread
+from shared.terminal.printing import console
+from shared.terminal.tables import Column, fitted
+from shared.types.errors import ConfigError
+
+ONLY = "-"  # as the file of --json: the document goes to stdout, and nothing else
+
+
+class UnusableOutputError(ConfigError):
+    """The JSON document cannot be written."""
+
+    reason = "unusable_output"
+
+
+@contextmanager
+def progress_bar(what: str, total: int) -> Iterator[Callable[[int], None]]:
+    """A bar on stderr if that is a terminal; what is yielded is told how much is done."""
+    from rich import progress
+    from rich.console import Console
+
+    bar = progress.Progress(
+        progress.TextColumn("{task.description}"),
+        progress.BarColumn(),
+        progress.TaskProgressColumn(),
+        progress.TimeRemainingColumn(),
+        console=Console(stderr=True),
+        transient=True,
+        disable=not sys.stderr.isatty(),
+    )
+    with bar:
+        task = bar.add_task(what, total=total)
+        yield lambda num_done: bar.update(task, completed=num_done)
+
+
+def say_progress(what: str) -> None:
+    """Say on stderr what is being measured."""
+    typer.echo(f"measuring: {what}", err=True)
+
+
+def check_json(json_to: str) -> None:
+    """Raise UnusableOutputError if it cannot be written, before minutes are spent."""
+    path = Path(json_to)
+    if json_to not in {"", ONLY} and (path.is_dir() or not path.resolve().parent.is_dir()):
+        raise UnusableOutputError(
+            f"{json_to} cannot be written", "name a file in a directory that exists with --json"
+        )
+
+
+def print_report(
+    document: Mapping[str, Any],
+    tables: Callable[[int], Iterable[Table]],
+    json_to: str,
+    notes: Iterable[str] = (),
+) -> None:
+    """Print the tables, and write the document if it is asked for; or print the document alone.
+
+    Args:
+        document: plain values.
+        tables: makes them for a terminal of so many columns.
+        json_to: file for the document, ONLY for it alone, "" for none.
+        notes: lines behind the tables, which are not wrapped: they may be commands.
+
+    Raises:
+        UnusableOutputError: the file cannot be written.
+    """
+    text = json.dumps(document, indent=2)
+    if json_to == ONLY:
+        typer.echo(text)
+        return
+    if json_to:
+        try:
+            Path(json_to).write_text(text + "\n", encoding="utf-8")
+        except OSError as error:
+            raise UnusableOutputError(
+                f"{json_to} cannot be written ({error.strerror})", "name another file with --json"
+            ) from error
+    out = console()
+    for table in tables(out.width):
+        out.print(table)
+        out.print()
+    for note in notes:
+        typer.echo(note)
+
+
+def number(heading: str, rank: int = 0) -> Column:
+    """A column of numbers; see Column for the rank."""
+    return Column(heading, is_number=True, rank=rank)
+
+
+def table_of(
+    cells: Sequence[tuple[Column, Callable[[Any], str]]],
+    found: Iterable[Any],
+    width: int,
+    title: str,
+    caption: str = "",
+) -> Table:
+    """Make a table with a row for each thing that was found.
+
+    Args:
+        cells: columns, and how what they say of one thing is written.
+        found: the things.
+        width: terminal columns.
+        title: above it.
+        caption: below it.
+    """
+    rows = [[write(each) for _, write in cells] for each in found]
+    return fitted([column for column, _ in cells], rows, width, title, caption)
+
+
+def quartiles(spread: Spread, form: str = ".2f") -> str:
+    """The quartiles as tables show them."""
+    return f"{format(spread.low, form)} - {format(spread.high, form)}"
+
+
+def verdict(is_met: bool) -> str:
+    """Whether a goal is met, as tables show it: it is shown, never asserted."""
+    return "met" if is_met else "MISSED"

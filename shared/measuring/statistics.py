@@ -1,0 +1,108 @@
+"""Medians, percentiles and quartiles, intervals and ratios of measurements. Pure.
+
+Machines are noisy: neighbours, clock rates and disks change from second to second. What is compared
+is therefore measured in turn, many times; the median does not mind a few bad seconds, and its
+quartiles say how far to trust it.
+
+Shares and means have 95 % intervals, transfers are compared in interleaved pairs.
+
+*Source:* for shares, E. B. Wilson, "Probable inference, the law of succession, and statistical
+inference" (1927): unlike the plain normal interval it is right near 0 and 1.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """A median and its quartiles."""
+
+    low: float
+    median: float
+    high: float
+
+
+def percentile(values: Sequence[float], fraction: float) -> float:
+    """Value below which `fraction` of the values lie, interpolated between neighbours.
+
+    Raises:
+        ValueError: if there are no values.
+    """
+    if not values:
+        raise ValueError("no values, no percentile")
+    ordered = sorted(values)
+    position = fraction * (len(ordered) - 1)
+    below = int(position)
+    above = min(below + 1, len(ordered) - 1)
+    return ordered[below] + (ordered[above] - ordered[below]) * (position - below)
+
+
+def spread(values: Sequence[float]) -> Spread:
+    """Median and quartiles of values."""
+    return Spread(percentile(values, 0.25), percentile(values, 0.5), percentile(values, 0.75))
+
+
+Z = 1.959964  # 95 % of a normal distribution are within so many standard deviations
+
+
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """A figure, and between what it lies with a probability of 95 %."""
+
+    low: float
+    value: float
+    high: float
+
+
+def share(num_hits: int, num: int) -> Interval:
+    """Wilson's interval of a share; of nothing, anything is possible."""
+    if not num:
+        return Interval(0.0, 0.0, 1.0)
+    value = num_hits / num
+    centre = (value + Z * Z / (2 * num)) / (1 + Z * Z / num)
+    half = Z / (1 + Z * Z / num) * math.sqrt(value * (1 - value) / num + Z * Z / (4 * num * num))
+    return Interval(max(0.0, centre - half), value, min(1.0, centre + half))
+
+
+def mean(values: Sequence[float]) -> Interval:
+    """A mean and its normal interval, from the values' own spread; one value has none."""
+    num = len(values)
+    value = math.fsum(values) / num
+    if num == 1:
+        return Interval(-math.inf, value, math.inf)
+    variance = math.fsum((each - value) ** 2 for each in values) / (num - 1)
+    half = Z * math.sqrt(variance / num)
+    return Interval(value - half, value, value + half)
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One timed transfer."""
+
+    num_bytes: int
+    seconds: float
+
+    @property
+    def bytes_per_s(self) -> float:
+        """Its speed."""
+        return self.num_bytes / self.seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """The same work done by kvd and by the machine alone, one right after the other."""
+
+    kvd: Sample
+    floor: Sample
+
+    @property
+    def ratio(self) -> float:
+        """Speed of kvd in units of the floor's: 1.0 is as fast as the machine."""
+        return self.kvd.bytes_per_s / self.floor.bytes_per_s
+
+
+def growth(before: Sequence[float], after: Sequence[float]) -> Spread:
+    """How many times larger `after` is, round by round: both were measured in every round."""
+    return spread([later / earlier for earlier, later in zip(before, after, strict=True)])

@@ -1,0 +1,127 @@
+"""What a measurement works with: directories, memory, an end on Ctrl-C, the machine's facts.
+
+Whatever it makes is removed when it ends. Without the facts of the machine nobody can compare what
+was measured.
+"""
+
+import asyncio
+import os
+import platform
+import signal
+import tempfile
+from collections.abc import Callable, Coroutine, Iterable, Iterator
+from contextlib import contextmanager
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, TypeVar
+
+import psutil
+import uvloop
+
+from shared.types.errors import ExhaustedError
+from shared.types.units import format_bytes
+
+_HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage")
+
+
+def common_facts(libraries: Iterable[str]) -> dict[str, Any]:
+    """What every report says of its machine, by the names of a document.
+
+    Args:
+        libraries: whose versions matter.
+    """
+    return {
+        "cpu": cpu_name(),
+        "cpus": len(os.sched_getaffinity(0)),
+        "load_average": os.getloadavg()[0],
+        "memory_bytes": psutil.virtual_memory().total,
+        "huge_pages": private_huge_pages(),
+        "kernel": platform.release(),
+        "python": platform.python_version(),
+        "libraries": {name: version(name) for name in libraries},
+    }
+
+
+def cpu_name() -> str:
+    """The processor's name, as the kernel knows it."""
+    for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+        name, _, value = line.partition(":")
+        if name.strip() == "model name":
+            return value.strip()
+    return platform.processor() or platform.machine()
+
+
+def private_huge_pages() -> str:
+    """When private memory gets transparent huge pages: "always", "madvise" or "never"."""
+    return _chosen(_HUGE_PAGES / "enabled")
+
+
+def shared_huge_pages() -> str:
+    """The same for shared memory: "advise", "never", …."""
+    return _chosen(_HUGE_PAGES / "shmem_enabled")
+
+
+def _chosen(setting: Path) -> str:
+    """The mode in brackets, "always [madvise] never"; "" if the kernel has no such setting."""
+    text = setting.read_text(encoding="ascii") if setting.exists() else ""
+    return text.partition("[")[2].partition("]")[0]
+
+
+T = TypeVar("T")
+
+
+class NoRoomError(ExhaustedError):
+    """The memory, or the disk, does not hold what is to be measured."""
+
+    reason = "no_room"
+
+
+@contextmanager
+def directories(parent: Path, prefix: str) -> Iterator[tuple[Path, Path]]:
+    """Make two directories that nobody else uses, removed with all that is in them at the end.
+
+    Returns:
+        One in `parent`, on the disk to measure; and one for sockets, whose paths must be short.
+
+    Raises:
+        OSError: nothing can be made there.
+    """
+    with (
+        tempfile.TemporaryDirectory(prefix=prefix, dir=parent) as state,
+        tempfile.TemporaryDirectory(prefix=prefix) as runtime,
+    ):
+        yield Path(state), Path(runtime)
+
+
+def check_memory(needed_bytes: int, what: str, remedy: str) -> None:
+    """Raise NoRoomError unless the machine has that much memory to give."""
+    available = psutil.virtual_memory().available
+    if available < needed_bytes:
+        raise NoRoomError(
+            f"{what} would take {format_bytes(needed_bytes)}, {format_bytes(available)} of memory"
+            " are available",
+            remedy,
+        )
+
+
+def run_until_signal(measure: Callable[[], Coroutine[Any, Any, T]]) -> T:
+    """Run a measurement; SIGTERM ends it as Ctrl-C does, so that everything is removed.
+
+    Raises:
+        KeyboardInterrupt: one of the two came.
+    """
+
+    async def measured() -> T:
+        loop, task = asyncio.get_running_loop(), asyncio.current_task()
+        assert task is not None, "the runner runs a task"  # noqa: S101
+        loop.add_signal_handler(signal.SIGTERM, task.cancel)
+        try:
+            return await measure()
+        finally:
+            loop.remove_signal_handler(signal.SIGTERM)
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        try:
+            return runner.run(measured())
+        except asyncio.CancelledError:
+            raise KeyboardInterrupt from None

@@ -1,0 +1,148 @@
+"""When an answer ends, and what may be shown before."""
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from inference_svc.core.answers import AnswerToken, FinishReason, GrowingAnswer, SamplingParams
+from inference_svc.core.errors import InvalidSamplingError
+
+EOS = 99
+
+
+def write(texts, **params):
+    """Push texts as tokens 0, 1, 2…; return (shown text, finish reason, answer)."""
+    answer = GrowingAnswer(SamplingParams(**params), frozenset({EOS}))
+    shown = ""
+    for token_id, text in enumerate(texts):
+        tokens, reason = answer.push(AnswerToken(token_id, text))
+        shown += "".join(token.text for token in tokens)
+        if reason is not None:
+            return shown + answer.cut_text, reason, answer
+    return shown, None, answer
+
+
+def test_an_end_token_ends_the_answer_and_belongs_to_it():
+    """The end-of-turn token is kept, so that the next turn's template can see it."""
+    answer = GrowingAnswer(SamplingParams(), frozenset({EOS}))
+    answer.push(AnswerToken(1, "a"))
+    assert answer.push(AnswerToken(EOS, "")) == ([AnswerToken(EOS, "")], FinishReason.STOP)
+    assert [token.token_id for token in answer.kept] == [1, EOS]
+
+
+def test_ignore_eos_goes_on():
+    """Benchmarks want answers of a given length."""
+    answer = GrowingAnswer(SamplingParams(ignore_eos=True, max_tokens=2), frozenset({EOS}))
+    assert answer.push(AnswerToken(EOS, ""))[1] is None
+    assert answer.push(AnswerToken(1, "a"))[1] is FinishReason.LENGTH
+
+
+def test_max_tokens_ends_the_answer_and_releases_what_was_held():
+    """Text that might have become a stop string is shown when no more can come."""
+    shown, reason, _ = write(["ab", "cS", "T"], stop=("STOP",), max_tokens=3)
+    assert (shown, reason) == ("abcST", FinishReason.LENGTH)
+
+
+@pytest.mark.parametrize(
+    ("texts", "shown", "kept"),
+    [
+        (["ab", "STOP", "c"], "ab", 1),
+        (["ab", "S", "TO", "P"], "ab", 1),
+        (["ab", "cS", "TO", "Px"], "abc", 1),
+        (["abSTOPc"], "ab", 0),
+        (["S", "TO", "x", "STOP"], "STOx", 3),
+        (["é", "", "STOP"], "é", 1),  # a token that began a character which the cut took away
+    ],
+)
+def test_a_stop_string_and_what_follows_are_not_shown(texts, shown, kept):
+    """A stop string may span tokens, and begin or end inside one."""
+    got, reason, answer = write(texts, stop=("STOP",))
+    assert (got, reason) == (shown, FinishReason.STOP)
+    assert len(answer.kept) == kept
+
+
+def test_the_first_of_several_stop_strings_counts():
+    """Whichever begins first in the text cuts it."""
+    assert write(["one two"], stop=("two", "ne"))[0] == "o"
+
+
+@given(
+    st.lists(st.text("abS", max_size=3), max_size=12),
+    st.lists(st.text("abS", min_size=1, max_size=4), min_size=1, max_size=3),
+)
+def test_shown_text_is_the_text_up_to_the_first_stop(texts, stops):
+    """For any split into tokens: nothing of a stop string is shown, nothing else is lost."""
+    shown, reason, answer = write(texts, stop=tuple(stops), max_tokens=1000)
+    whole = "".join(texts)
+    cuts = [whole.find(stop) for stop in stops if stop in whole]
+    if reason is None:
+        assert not cuts
+        held = "".join(token.text for token in answer._held)
+        assert shown + held == whole
+    else:
+        # Tokens were pushed only up to the one that completed a stop string.
+        completed = min(whole.find(stop) + len(stop) for stop in stops if stop in whole)
+        pushed = ""
+        for text in texts:
+            pushed += text
+            if len(pushed) >= completed:
+                break
+        assert shown == pushed[: min(pushed.find(stop) for stop in stops if stop in pushed)]
+
+
+# --------------------------------------------------------------------------------- sampling values
+
+
+def test_defaults_are_greedy_and_valid():
+    """No value given means greedy decoding."""
+    SamplingParams().check()
+    assert SamplingParams().temperature == 0
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"temperature": -0.1}, "temperature -0.1"),
+        ({"temperature": 100.5}, "temperature 100.5"),
+        ({"temperature": math.nan}, "temperature nan"),
+        ({"temperature": math.inf}, "temperature inf"),
+        ({"top_p": 0.0}, "top_p 0"),
+        ({"top_p": 1.5}, "top_p 1.5"),
+        ({"top_p": math.nan}, "top_p nan"),
+        ({"min_p": -0.1}, "min_p -0.1"),
+        ({"min_p": 1.0}, "min_p 1"),
+        ({"repetition_penalty": 0.0}, "repetition_penalty 0"),
+        ({"repetition_penalty": 100.5}, "repetition_penalty 100.5"),
+        ({"logprobs": 21}, "logprobs 21"),
+        ({"max_tokens": 0}, "max_tokens 0"),
+        ({"stop": ("",)}, "stop string is empty"),
+        ({"stop": ("end", "x" * 257)}, "longer than 256 characters"),
+        ({"stop": ("x",) * 17}, "17 stop strings"),
+    ],
+)
+def test_each_bad_value_is_named(values, said):
+    """The message names the value and what is accepted."""
+    with pytest.raises(InvalidSamplingError, match=said):
+        SamplingParams(**values).check()
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"temperature": 0.0, "top_p": 1.0, "min_p": 0.0, "logprobs": 0},
+        {"temperature": 100.0, "repetition_penalty": 100.0, "logprobs": 20},
+        {"stop": ("x", *["x" * 256] * 15), "max_tokens": 1},
+    ],
+)
+def test_the_bounds_themselves_are_good(values):
+    """They are in their ranges."""
+    SamplingParams(**values).check()
+
+
+def test_all_problems_come_in_one_error():
+    """A client learns everything that is wrong from one answer."""
+    with pytest.raises(InvalidSamplingError) as caught:
+        SamplingParams(temperature=-1, top_p=2, max_tokens=0).check()
+    assert str(caught.value).count(";") == 2

@@ -1,0 +1,85 @@
+"""Attention over sequences' KV: each part sees its own rows, whatever is beside it."""
+
+import pytest
+import torch
+
+from inference_svc.runtime.attention.attention import AttentionOptions, Part
+from inference_svc.runtime.attention.attention_backends import TorchAttention, make_attention
+from inference_svc.runtime.attention.softmax_attention import attend
+from inference_svc.runtime.kv.kv_pool import KVPool
+from inference_svc.runtime.kv.sequence_kv import LayerShape
+from shared.types.errors import ConfigError
+
+HEADS, KV_HEADS, DIM, NUM_LAYERS = 4, 2, 8, 2
+CPU = torch.device("cpu")
+OPTIONS = {
+    "plain": AttentionOptions(),
+    "window": AttentionOptions(window=5),
+    "chunk": AttentionOptions(chunk=8),
+    "softcap": AttentionOptions(softcap=1.5),
+    "sinks": AttentionOptions(sinks=torch.linspace(-1, 2, HEADS), window=9),
+}
+
+
+def filled_parts(sizes, value_dim=DIM):
+    """Return parts of these (tokens before, new tokens), their KV full of random rows."""
+    shapes = [LayerShape((KV_HEADS, DIM), (KV_HEADS, value_dim))] * NUM_LAYERS
+    pool = KVPool(shapes, 500, device=CPU, dtype=torch.float32)
+    torch.manual_seed(4)
+    parts = []
+    for num_past, num_tokens in sizes:
+        kv = pool.new_kv(num_past + num_tokens + 3)
+        for tensor in (*kv.keys.layers, *kv.values.layers):
+            tensor.normal_()
+        kv.num_tokens = num_past
+        parts.append(Part(kv, num_tokens))
+    return parts
+
+
+def query_for(parts):
+    """Return a query as models give it: a view of token-major memory."""
+    return torch.randn(1, sum(part.num_tokens for part in parts), HEADS, DIM).transpose(1, 2)
+
+
+@pytest.mark.parametrize("value_dim", [DIM, DIM + 4])
+@pytest.mark.parametrize("sizes", [[(20, 1), (0, 1), (7, 1)], [(20, 1), (0, 6), (9, 4)]])
+@pytest.mark.parametrize("name", OPTIONS)
+def test_a_part_is_attended_alone(name, sizes, value_dim):
+    """In a batch, of decodes or mixed, a part's result has the bits it has alone."""
+    parts = filled_parts(sizes, value_dim)
+    query = query_for(parts)
+    step = TorchAttention().prepare(parts)
+    for layer_index in reversed(range(NUM_LAYERS)):
+        together = step.attend(query, layer_index, OPTIONS[name])
+        assert together.shape == (1, query.shape[2], HEADS, value_dim)
+        assert together.is_contiguous()
+        begin = 0
+        for part in parts:
+            own = query[:, :, begin : begin + part.num_tokens]
+            alone = TorchAttention().prepare([part]).attend(own, layer_index, OPTIONS[name])
+            assert torch.equal(together[:, begin : begin + part.num_tokens], alone)
+            begin += part.num_tokens
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_a_part_sees_its_rows_and_no_others(name):
+    """A part sees the rows of its KV up to its length: as if these were all there are."""
+    parts = filled_parts([(6, 3), (11, 1)])
+    query = query_for(parts)
+    attended = TorchAttention().prepare(parts).attend(query, 1, OPTIONS[name])
+    for part, own, piece in zip(
+        parts, query.split([3, 1], 2), attended.split([3, 1], 1), strict=True
+    ):
+        rows = [
+            tensors[1][:, :, : part.length].clone() for tensors in (part.kv.keys, part.kv.values)
+        ]
+        expected = attend(own, *rows, OPTIONS[name], {}).transpose(1, 2)
+        torch.testing.assert_close(piece, expected)
+
+
+def test_back_ends_go_by_name():
+    """A name that there is not is refused with those there are."""
+    assert isinstance(make_attention("auto", CPU), TorchAttention)
+    assert isinstance(make_attention("torch", CPU), TorchAttention)
+    with pytest.raises(ConfigError, match="auto or torch"):
+        make_attention("flash9", CPU)

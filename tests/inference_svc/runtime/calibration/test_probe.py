@@ -1,0 +1,61 @@
+"""What a mask predicate hides is put in words: all before, a window, chunks, or something else."""
+
+import pytest
+import torch
+
+from inference_svc.runtime.calibration.probe import Mask, describe_mask
+
+HORIZON = 96
+CPU = torch.device("cpu")
+
+
+def causal(_batch, _head, query, key):
+    return key <= query
+
+
+def window(size):
+    return lambda b, h, query, key: causal(b, h, query, key) & (key > query - size)
+
+
+def chunks(size):
+    return lambda b, h, query, key: causal(b, h, query, key) & (query // size == key // size)
+
+
+@pytest.mark.parametrize("size", [1, 2, 7, 48, 95])
+def test_windows_are_found(size):
+    """A window shorter than the horizon is found by its size."""
+    assert describe_mask(window(size), HORIZON, CPU) == Mask(window=size)
+
+
+@pytest.mark.parametrize("size", [2, 7, 32, 48, 95])
+def test_chunks_are_found(size):
+    """Chunks are found by their size, also where the last one has just begun."""
+    assert describe_mask(chunks(size), HORIZON, CPU) == Mask(chunk=size)
+
+
+@pytest.mark.parametrize("size", [96, 97, 4096])
+def test_what_hides_nothing_is_no_mask(size):
+    """Windows and chunks as long as what is served are none."""
+    for allowed in (causal, window(size), chunks(size)):
+        assert describe_mask(allowed, HORIZON, CPU) == Mask()
+
+
+@pytest.mark.parametrize(
+    "allowed",
+    [
+        lambda _b, _h, query, key: key <= query + 1,
+        lambda _b, _h, query, key: (key <= query) & (key % 2 == query % 2),
+        lambda _b, _h, query, key: (key <= query) & ((key < 4) | (key > query - 8)),
+        lambda _b, _h, _query, key: key >= 0,
+    ],
+    ids=["future", "strided", "sinks", "bidirectional"],
+)
+def test_other_masks_are_not_taken_for_these(allowed):
+    """A mask of another form is said not to be understood."""
+    assert not describe_mask(allowed, HORIZON, CPU).is_understood
+
+
+def test_slices_of_a_description_are_the_description():
+    """Models that slice their mask get it back."""
+    mask = Mask(window=3)
+    assert mask[:, :, :, -5:] is mask

@@ -1,0 +1,116 @@
+"""A forward follows a load, and a save follows a forward, layer by layer."""
+
+import threading
+
+import pytest
+import torch
+
+from inference_svc.runtime.compute.chunk import Chunk
+from inference_svc.runtime.kv.copy_stream import StepClock
+from inference_svc.runtime.kv.layer_gate import LayerGate
+from shared.kvd_client.arena_map import LoadFailedError
+
+CPU = torch.device("cpu")
+
+SOON = 60.0  # seconds that nothing here takes unless it is broken
+
+
+def tokens(seed, length):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(3, 97, (length,), generator=generator).tolist()
+
+
+def gated(model, token_ids, num_open):
+    """Return a sequence's KV with these tokens behind a gate that lets `num_open` layers pass."""
+    kv = model.new_kv(64)
+    model.runner.step([Chunk(kv, token_ids, want_logits=False)])
+    kv.gate = LayerGate(len(model.calibration.layers))
+    kv.gate.open(num_open)
+    return kv
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "deepseek-v3", "falcon", "bloom"])
+@pytest.mark.parametrize("new", [[5], [5, 6, 7]])
+def test_late_gate_changes_no_bit(tiny, name, new):
+    """A step that waits for rows written by another thread computes what an open gate gives."""
+    model = tiny(name)
+    history = tokens(13, 30)
+    expected = model.runner.step([Chunk(gated(model, history, 2), new, want_logits=True)])
+
+    kv = gated(model, history, 0)
+    kept = [tensor[:, :, :30].clone() for tensor in (*kv.keys.layers, *kv.values.layers)]
+    for tensor in (*kv.keys.layers, *kv.values.layers):
+        tensor[:, :, :30] = float("nan")
+    clock = StepClock(2, CPU)
+
+    def load():
+        for layer_index in range(2):
+            clock.wait(layer_index, SOON)  # the step is that far: from here on it can only wait
+            kv.keys[layer_index][:, :, :30] = kept[layer_index]
+            kv.values[layer_index][:, :, :30] = kept[2 + layer_index]
+            kv.gate.open(layer_index + 1)
+
+    loader = threading.Thread(target=load)
+    loader.start()
+    logits = model.runner.step([Chunk(kv, new, want_logits=True)], clock)
+    loader.join(SOON)
+    assert torch.equal(logits, expected)
+    assert kv.num_tokens == 30 + len(new)
+
+
+@pytest.mark.parametrize("num_open", [0, 1])
+def test_failed_gate_leaves_everything_as_it_was(tiny, num_open):
+    """A load that fails before or within a step fails the step and moves no counter."""
+    model = tiny("llama")
+    kv = gated(model, tokens(14, 20), num_open)
+    beside = model.new_kv(20)
+    buffers = [model.new_buffer(20, first_token=20), model.new_buffer(20)]
+    chunks = [
+        Chunk(kv, [5, 6], want_logits=True, write_buffer=buffers[0]),
+        Chunk(beside, [7], want_logits=True, write_buffer=buffers[1]),
+    ]
+    clock = StepClock(2, CPU)
+    failing = threading.Thread(
+        target=lambda: (
+            clock.wait(num_open, SOON),
+            kv.gate.fail(LoadFailedError("gone", "ask again")),
+        )
+    )
+    failing.start()
+    with pytest.raises(LoadFailedError, match="gone"):
+        model.runner.step(chunks, clock)
+    failing.join(SOON)
+    assert (kv.num_tokens, beside.num_tokens) == (20, 0)
+    assert [buffer.end_token for buffer in buffers] == [20, 0]
+    assert clock.num_open == num_open + 1
+
+    kv.reset()
+    again = model.runner.step([Chunk(kv, [*tokens(14, 20), 5, 6], want_logits=True)])
+    torch.testing.assert_close(
+        again[0], model.stock_logits([*tokens(14, 20), 5, 6])[-1], rtol=1e-5, atol=1e-5
+    )
+
+
+def test_clock_follows_the_rows(tiny):
+    """When the clock lets a layer pass, its rows are in KV and buffer; those behind are not."""
+    model = tiny("llama")
+    kv, buffer = model.new_kv(8), model.new_buffer(8)
+    for tensor in (*buffer.keys.layers, *buffer.values.layers):
+        tensor.fill_(float("nan"))
+    kv.gate = LayerGate(2)  # nothing is loaded; it only holds the step where we look at it
+    clock = StepClock(2, CPU)
+    seen = []
+
+    def follow():
+        for layer_index in range(2):
+            clock.wait(layer_index, SOON)
+            layers = zip(buffer.keys.layers, buffer.values.layers, strict=True)
+            seen.append([bool((keys + values)[:3].isfinite().all()) for keys, values in layers])
+            kv.gate.open(layer_index + 1)
+
+    follower = threading.Thread(target=follow)
+    follower.start()
+    model.runner.step([Chunk(kv, [3, 4, 5], want_logits=False, write_buffer=buffer)], clock)
+    follower.join(SOON)
+    assert seen == [[True, False], [True, True]]
+    assert clock.num_open == 2

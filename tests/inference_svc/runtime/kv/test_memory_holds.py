@@ -1,0 +1,124 @@
+"""Rows that are being read or written are not lent again, though their owner has let them go.
+
+A turn that is cancelled gives its rows back at once, while another thread may still be at work on
+them. (Copies from and to kvd: store/test_session_store.py.)
+"""
+
+from types import SimpleNamespace
+
+import pytest
+
+from inference_svc.core.counters import Counters
+from inference_svc.core.rates.rates import Rates
+from inference_svc.core.turn_histograms import TurnHistograms
+from inference_svc.runtime.compute.chunk import Chunk
+from inference_svc.runtime.compute.model_runner import ModelRunner
+from inference_svc.runtime.engine.loads import _move_rows
+from inference_svc.runtime.engine.stepping import StepInput, Stepper
+from inference_svc.runtime.kv.kv_pool import KVPool
+from inference_svc.runtime.kv.layer_gate import LayerGate
+from inference_svc.runtime.transfer.compaction import compact_in_place
+from inference_svc.runtime.worker_thread import WorkerThread
+
+TOKENS = list(range(3, 43))
+NUM_ROWS = 512
+
+
+class LetGo:
+    """Gives rows back the first time it is called, as their owner would, and notes what is free.
+
+    Attributes:
+        num_free: rows of the pool before and right after.
+    """
+
+    def __init__(self, pool, *lent):
+        self._pool = pool
+        self._lent = lent
+        self.num_free = []
+
+    def __call__(self):
+        if self._lent:
+            self.num_free.append(self._pool.num_free)
+            for rows in self._lent:
+                self._pool.release(rows)
+            self._lent = ()
+            self.num_free.append(self._pool.num_free)
+
+
+@pytest.fixture
+def model(tiny):
+    return tiny("llama")
+
+
+@pytest.fixture
+def pool(model):
+    """A pool of nobody else."""
+    shapes = [layer.shape for layer in model.calibration.layers]
+    return KVPool(shapes, NUM_ROWS, device=model.loaded.device, dtype=model.loaded.dtype)
+
+
+def _computed(model, pool):
+    kv = pool.new_kv(64)
+    model.runner.step([Chunk(kv, TOKENS, want_logits=False)])
+    return kv
+
+
+@pytest.mark.parametrize("part", ["source", "target"])
+def test_a_move_holds_both_sequence_kvs(model, pool, part):
+    """A resident that is evicted, or a turn that is cancelled, while rows move to larger KV."""
+    kvs = {"source": _computed(model, pool), "target": pool.new_kv(128)}
+    target = kvs["target"]
+    target.num_tokens = len(TOKENS)
+    target.gate = LayerGate(len(model.calibration.layers))
+    target.gate.on_change = let_go = LetGo(pool, kvs[part])
+    _move_rows(kvs["source"], target)
+    assert let_go.num_free == [NUM_ROWS - 192, NUM_ROWS - 192]
+    assert pool.num_free == NUM_ROWS - (128 if part == "source" else 64)
+
+
+def test_compaction_holds_its_sequence_kv(model, pool):
+    """Its tokens are compacted after an overflow, layer by layer."""
+    kv = _computed(model, pool)
+    let_go = LetGo(pool, kv)
+
+    class Watched(type(kv.keys)):
+        """The same rows; whoever takes a layer of them lets go first."""
+
+        def __init__(self, rows):
+            self.__dict__ = rows.__dict__
+
+        def __getitem__(self, layer_index):
+            if layer_index == 1:
+                let_go()
+            return super().__getitem__(layer_index)
+
+    kv.keys = Watched(kv.keys)
+    compact_in_place(kv, ((10, 40),), model.calibration)
+    assert let_go.num_free == [NUM_ROWS - 64, NUM_ROWS - 64]
+    assert pool.num_free == NUM_ROWS
+
+
+@pytest.mark.parametrize("part", ["kv", "write_buffer"])
+async def test_a_step_holds_what_it_computes_into(model, pool, part):
+    """A turn that is cancelled in the middle of a forward."""
+    lent = {"kv": pool.new_kv(64), "write_buffer": pool.new_write_buffer(0, 64)}
+    let_go = LetGo(pool, lent[part])
+
+    class Runner(ModelRunner):
+        def step(self, chunks, clock=None):
+            let_go()
+            return super().step(chunks, clock)
+
+    thread = WorkerThread("compute")
+    stepper = Stepper(
+        Runner(model.loaded, model.calibration), thread, Counters(), Rates(), TurnHistograms()
+    )
+    chunk = Chunk(lent["kv"], TOKENS, want_logits=False, write_buffer=lent["write_buffer"])
+    request = SimpleNamespace(computed_tokens=0)
+    try:
+        (output,) = await stepper.step([StepInput(request, chunk)])
+    finally:
+        thread.close()
+    assert output.error is None
+    assert let_go.num_free == [NUM_ROWS - 128, NUM_ROWS - 128]
+    assert pool.num_free == NUM_ROWS - 64

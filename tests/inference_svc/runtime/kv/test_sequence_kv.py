@@ -1,0 +1,73 @@
+"""Sequences' KV and write buffers: layers of several shapes, in order; counters and bounds."""
+
+import pytest
+import torch
+
+from inference_svc.runtime.kv.kv_pool import KVPool
+from inference_svc.runtime.kv.layer_gate import LayerGate
+from inference_svc.runtime.kv.sequence_kv import LayerShape
+
+SHAPES = [LayerShape((2, 4), (2, 4)), LayerShape((1, 8), (1, 6)), LayerShape((2, 4), (1, 6))]
+
+
+@pytest.fixture
+def pool():
+    return KVPool(SHAPES, 64, device=torch.device("cpu"), dtype=torch.float32)
+
+
+def test_layers_of_several_shapes_keep_their_order(pool):
+    """Cutting all layers at once gives views of each layer's own rows."""
+    kv = pool.new_kv(10)
+    assert [tuple(rows.shape) for rows in kv.keys.cut(3, 5)] == [
+        (1, 2, 5, 4),
+        (1, 1, 5, 8),
+        (1, 2, 5, 4),
+    ]
+    assert [tuple(rows.shape) for rows in kv.values.cut(0, 2)] == [
+        (1, 2, 2, 4),
+        (1, 1, 2, 6),
+        (1, 1, 2, 6),
+    ]
+    for layer_index, rows in enumerate(kv.keys.cut(4, 2)):
+        rows.fill_(layer_index)
+    for layer_index in range(len(SHAPES)):
+        assert (kv.keys[layer_index][:, :, 4:6] == layer_index).all()
+
+
+def test_rows_of_a_head_are_contiguous(pool):
+    """Attention reads one head's rows after another: a head's tokens are one memory run."""
+    kv = pool.new_kv(7)
+    for rows in (*kv.keys.layers, *kv.values.layers):
+        assert rows[0, 0].is_contiguous()
+        assert rows.is_contiguous()
+
+
+def test_write_buffers_are_cut_by_position(pool):
+    """A buffer's rows are found by their position in the sequence, token-major."""
+    buffer = pool.new_write_buffer(first_token=40, capacity_tokens=6)
+    keys, values = buffer.cut(43, 2)
+    assert [tuple(rows.shape) for rows in keys] == [(2, 2, 4), (2, 1, 8), (2, 2, 4)]
+    assert [tuple(rows.shape) for rows in values] == [(2, 2, 4), (2, 1, 6), (2, 1, 6)]
+    for layer_index, rows in enumerate(values):
+        rows.fill_(layer_index)
+        assert (buffer.values[layer_index][3:5] == layer_index).all()
+    assert (buffer.end_token, buffer.free_tokens) == (40, 6)
+    buffer.end_token = 45
+    assert buffer.free_tokens == 1
+
+
+@pytest.mark.parametrize(("first", "count"), [(39, 1), (45, 2), (46, 1)])
+def test_a_cut_outside_the_buffer_is_a_mistake(pool, first, count):
+    """A buffer refuses positions it has no rows for; narrowing alone would take other rows."""
+    buffer = pool.new_write_buffer(first_token=40, capacity_tokens=6)
+    with pytest.raises(AssertionError, match="cut from a buffer"):
+        buffer.cut(first, count)
+
+
+def test_reset_forgets_rows_and_gate(pool):
+    """A sequence's KV whose load failed begins again, waiting for nothing."""
+    kv = pool.new_kv(10)
+    kv.num_tokens, kv.gate = 6, LayerGate(3)
+    assert kv.free_tokens == 4
+    kv.reset()
+    assert (kv.num_tokens, kv.gate, kv.free_tokens) == (0, None, 10)

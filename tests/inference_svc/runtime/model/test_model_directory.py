@@ -1,0 +1,147 @@
+"""Models in one file: which are taken, and what is said of those that cannot be."""
+
+import json
+
+import gguf
+import pytest
+import torch
+
+from inference_svc.core.errors import UnknownModelError, UnsupportedModelError
+from inference_svc.runtime.model.model_directory import check_gguf, is_gguf
+from inference_svc.runtime.model.model_loader import load_model
+from tests.fingerprints import model_fingerprint
+from tests.models import build_model
+
+
+@pytest.fixture
+def rubbish(tmp_path):
+    """Return a file that begins like a GGUF model."""
+    path = tmp_path / "rubbish.gguf"
+    path.write_bytes(b"GGUF" + bytes(range(64)))
+    return path
+
+
+def test_the_first_bytes_tell_not_the_name(tmp_path, rubbish):
+    """A file of another kind is none, and neither is a directory."""
+    other = tmp_path / "model.gguf"
+    other.write_bytes(b"PK\x03\x04")
+    renamed = rubbish.rename(tmp_path / "blob")
+    assert [is_gguf(path) for path in (renamed, other, tmp_path)] == [True, False, False]
+    with pytest.raises(UnknownModelError, match="neither a model directory nor a GGUF file"):
+        load_model(other)
+
+
+def test_what_is_missing_is_named_with_its_command(rubbish):
+    """Transformers cannot read the format alone."""
+    with pytest.raises(UnsupportedModelError) as refused:
+        check_gguf(rubbish, ("no_such_package", "json", "nor_this_one"))
+    assert "is a GGUF model" in refused.value.message
+    assert refused.value.remedy.startswith("pip install no_such_package nor_this_one, or convert")
+    assert "docs/getting-a-model.md" in refused.value.remedy
+    check_gguf(rubbish, ("json",))
+
+
+def test_a_part_of_a_model_is_refused(rubbish):
+    """It would be taken for all of it."""
+    part = rubbish.rename(rubbish.with_name("big-00002-of-00003.gguf"))
+    with pytest.raises(UnsupportedModelError, match="llama-gguf-split --merge"):
+        load_model(part)
+
+
+def test_a_directory_with_such_a_file_leads_to_it(rubbish):
+    """It has no config.json, but what is to be given instead is there."""
+    with pytest.raises(UnknownModelError, match=f"give the GGUF file itself: {rubbish}"):
+        load_model(rubbish.parent)
+
+
+def test_rubbish_is_refused_in_one_line(rubbish):
+    """Whatever reads it falls over it."""
+    with pytest.raises(UnsupportedModelError) as refused:
+        load_model(rubbish)
+    assert "\n" not in str(refused.value)
+    assert str(rubbish) in str(refused.value)
+
+
+def test_a_file_s_fingerprint_follows_its_content(rubbish):
+    """Not its name; every byte counts."""
+    before = model_fingerprint(rubbish)
+    assert model_fingerprint(rubbish.rename(rubbish.with_name("other.gguf"))) == before
+    content = bytearray(rubbish.with_name("other.gguf").read_bytes())
+    content[-1] ^= 1
+    rubbish.write_bytes(content)
+    assert model_fingerprint(rubbish) != before
+
+
+def test_a_model_in_a_file_is_the_model(tmp_path, capsys):
+    """Logits and tokens are those of the directory that the file was made of; no bar is drawn."""
+    directory, path = build_model(tmp_path / "made"), tmp_path / "Tiny.F32.gguf"
+    expected = load_model(directory)
+    _write_gguf(gguf, expected.model, expected.tokenizer, path)
+    capsys.readouterr()
+    loaded = load_model(path)
+    assert "it/s]" not in capsys.readouterr().err
+    assert (loaded.name, loaded.architecture, loaded.dtype) == (
+        "Tiny.F32",
+        "LlamaForCausalLM",
+        torch.float32,
+    )
+    assert (loaded.context_window, loaded.eos_ids) == (expected.context_window, expected.eos_ids)
+    text = "once upon a time there was"
+    token_ids = expected.tokenizer.encode(text)
+    assert loaded.tokenizer.encode(text) == token_ids
+    with torch.inference_mode():
+        found, wanted = (
+            each.model(torch.tensor([token_ids])).logits for each in (loaded, expected)
+        )
+    assert torch.allclose(found, wanted, atol=1e-5)
+    assert loaded.fingerprint == model_fingerprint(path)
+
+
+LAYER_TENSORS = {
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+    "attn_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+}
+
+
+def _write_gguf(gguf, model, tokenizer, path):
+    """Write a Llama as llama.cpp's converter does: rotary pairs side by side."""
+    config, weights = model.config, model.state_dict()
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_rope_dimension_count(config.head_dim)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_vocab_size(config.vocab_size)
+    merges = json.loads(tokenizer.backend_tokenizer.to_str())["model"]["merges"]
+    vocabulary = tokenizer.get_vocab()
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_list(sorted(vocabulary, key=vocabulary.__getitem__))
+    writer.add_token_merges([" ".join(pair) for pair in merges])
+    writer.add_eos_token_id(config.eos_token_id)
+    names = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+    for layer in range(config.num_hidden_layers):
+        for name, found in LAYER_TENSORS.items():
+            names[f"blk.{layer}.{name}"] = f"model.layers.{layer}.{found}"
+    heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
+    for name, found in names.items():
+        tensor = weights[f"{found}.weight"]
+        if num_heads := heads.get(name.rsplit(".", 1)[-1]):
+            halves = tensor.reshape(num_heads, 2, config.head_dim // 2, config.hidden_size)
+            tensor = halves.swapaxes(1, 2).reshape(tensor.shape)
+        writer.add_tensor(f"{name}.weight", tensor.contiguous().numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()

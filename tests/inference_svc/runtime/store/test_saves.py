@@ -1,0 +1,221 @@
+"""Save streams: groups of full blocks while computing, the rest at the end, sessions in order."""
+
+import asyncio
+
+import torch
+
+from inference_svc.core.counters import Counters
+from inference_svc.runtime.engine.engine_request import as_token_bytes
+from inference_svc.runtime.kv.kv_pool import KVPool
+from inference_svc.runtime.kv.sequence_kv import LayerShape
+from inference_svc.runtime.store.saves import Saves
+from shared.types.lineage import WHOLE
+from shared.types.session_key import SessionKey
+
+KEY = SessionKey("default", "m", "s")
+BLOCK_TOKENS = 4
+GROUP_TOKENS = 8
+
+
+class Store:
+    """Notes what it is asked to save; a save ends when it may, with the answer it is given."""
+
+    def __init__(self, answer=""):
+        self.saves = []
+        self.may_end = asyncio.Event()
+        self.may_end.set()
+        self.began = asyncio.Event()
+        self.answer = answer
+        self.num_under_way = 0
+
+    async def save(self, key, token_ids, from_token, buffer, clock=None, lineage=WHOLE):
+        assert self.num_under_way == 0, "two saves of one session at a time"
+        self.num_under_way += 1
+        self.began.set()
+        await self.may_end.wait()
+        self.saves.append((from_token, len(token_ids) // 4))
+        self.num_under_way -= 1
+        self.lineage = lineage
+        return self.answer
+
+    async def discard(self, key, token_ids, ranges, lineage=WHOLE):
+        assert self.num_under_way == 0, "a save is under way"
+        self.saves.append("discard")
+
+
+def tokens(num_tokens):
+    return as_token_bytes(range(num_tokens))
+
+
+class Scene:
+    """Saves over one pool."""
+
+    def __init__(self, answer=""):
+        self.store = Store(answer)
+        self.counters = Counters()
+        self.saves = Saves(
+            self.store, self.counters, block_tokens=BLOCK_TOKENS, group_tokens=GROUP_TOKENS
+        )
+        shapes = [LayerShape((1, 8), (1, 8))]
+        self.pool = KVPool(shapes, 200, device=torch.device("cpu"), dtype=torch.float32)
+
+    def open(self, first_token):
+        """A stream that runs."""
+        stream = self.saves.open(KEY, self.pool.new_write_buffer(first_token, 50))
+        return stream, asyncio.create_task(self.saves.run(KEY, stream))
+
+
+async def follow(stream, end_token):
+    if stream.wants(end_token):
+        stream.follow(tokens(end_token), None)
+        await stream.caught_up()
+
+
+async def test_full_blocks_go_in_groups_and_the_end_takes_the_rest():
+    """Fewer tokens than a group wait; a partial block is stored at the end only."""
+    scene = Scene()
+    stream, life = scene.open(0)
+    for end_token in range(1, 22):
+        await follow(stream, end_token)
+    stream.finish(tokens(22))
+    await life
+    assert scene.store.saves == [(0, 8), (8, 16), (16, 22)]
+    assert scene.counters.snapshot()["saves"] == 1
+
+
+async def test_blocks_are_counted_from_the_buffers_first_token():
+    """A history may end anywhere after a discard: its last block's start is what counts."""
+    scene = Scene()
+    stream, life = scene.open(3)
+    await follow(stream, 10)
+    await follow(stream, 11)
+    stream.finish(tokens(12))
+    await life
+    assert scene.store.saves == [(3, 11), (11, 12)]
+
+
+async def test_what_is_kept_shorter_than_what_is_stored_needs_no_save():
+    """An answer that a stop string cuts may be stored beyond its end: that is no error."""
+    scene = Scene()
+    stream, life = scene.open(0)
+    await follow(stream, 16)
+    stream.finish(tokens(13))
+    await life
+    assert scene.store.saves == [(0, 16)]
+    assert scene.counters.snapshot()["saves"] == 1
+
+
+async def test_a_piece_that_was_refused_is_asked_for_again_with_the_next():
+    """What is stored is only what the store said is."""
+    scene = Scene(answer="no_space")
+    stream, life = scene.open(0)
+    await follow(stream, 8)
+    scene.store.answer = ""
+    stream.finish(tokens(9))
+    await life
+    assert scene.store.saves == [(0, 8), (0, 9)]
+
+
+async def test_a_later_turn_is_saved_after_the_one_before_it():
+    """Even if its stream has everything first; and `settled` waits for both."""
+    scene = Scene()
+    scene.store.may_end.clear()
+    first, life_first = scene.open(0)
+    first.finish(tokens(5))
+    await scene.store.began.wait()
+    second, life_second = scene.open(4)
+    second.finish(tokens(9))
+    settled = asyncio.create_task(scene.saves.settled(KEY))
+    await asyncio.sleep(0)
+    assert not settled.done()
+    scene.store.may_end.set()
+    await asyncio.gather(life_first, life_second, settled)
+    assert scene.store.saves == [(0, 5), (4, 9)]
+
+
+async def test_an_abandoned_stream_ends_without_storing_and_is_not_counted():
+    """What is being copied goes on to its end, the rest is given up."""
+    scene = Scene()
+    scene.store.may_end.clear()
+    stream, life = scene.open(0)
+    stream.follow(tokens(8), None)
+    await scene.store.began.wait()
+    stream.follow(tokens(16), None)
+    stream.abandon()
+    scene.store.may_end.set()
+    await life
+    assert stream.over.is_set()
+    assert scene.store.saves == [(0, 8)]
+    counts = scene.counters.snapshot()
+    assert not counts["saves"] + counts["saves_refused"] + counts["save_dropped"]
+
+
+async def test_a_save_that_failed_is_counted_and_the_next_turn_goes_on():
+    """A failure costs a recomputation later, nothing else."""
+    scene = Scene(answer=None)
+    first, life = scene.open(0)
+    first.finish(tokens(5))
+    await life
+    assert scene.counters.snapshot()["save_dropped"] == 1
+    await scene.saves.settled(KEY)
+
+
+async def test_synchronous_saving_waits_for_everything_asked_for():
+    """`caught_up` ends with the last piece that was asked for."""
+    scene = Scene()
+    scene.store.may_end.clear()
+    stream, life = scene.open(0)
+    stream.follow(tokens(8), None)
+    waiting = asyncio.create_task(scene.saves.caught_up())
+    await scene.store.began.wait()
+    assert not waiting.done()
+    scene.store.may_end.set()
+    await waiting
+    assert scene.store.saves == [(0, 8)]
+    stream.abandon()
+    await life
+
+
+async def test_a_discard_comes_after_the_save_before_it_and_before_the_next():
+    """What it drops some of is stored by then; what builds on the rest is not."""
+    scene = Scene()
+    scene.store.may_end.clear()
+    first, first_life = scene.open(0)
+    first.finish(tokens(12))
+    link = scene.saves.open_discard(KEY)
+    told = asyncio.create_task(scene.saves.run_discard(KEY, link, tokens(12), ((0, 4),), WHOLE))
+    second, second_life = scene.open(8)
+    second.finish(tokens(10))
+    loads = asyncio.create_task(scene.saves.settled(KEY))
+    await scene.store.began.wait()
+    assert not link.over.is_set()
+    scene.store.may_end.set()
+    await asyncio.gather(first_life, told, second_life, loads)
+    assert scene.store.saves == [(0, 12), "discard", (8, 10)]
+
+
+async def test_a_load_waits_for_a_discard_that_nothing_follows():
+    """Else it would be granted what is about to be dropped."""
+    scene = Scene()
+    stream, life = scene.open(0)
+    link = scene.saves.open_discard(KEY)
+    told = asyncio.create_task(scene.saves.run_discard(KEY, link, tokens(12), ((0, 4),), WHOLE))
+    loads = asyncio.create_task(scene.saves.settled(KEY))
+    for _ in range(3):
+        await asyncio.sleep(0)
+    assert not loads.done()
+    stream.abandon()
+    await asyncio.gather(life, told, loads)
+    assert scene.store.saves == ["discard"]
+    await scene.saves.settled(KEY)
+    await scene.saves.caught_up()
+
+
+async def test_a_streams_tokens_come_after_its_lineage():
+    """It is handed on with each piece."""
+    scene = Scene()
+    lineage = WHOLE.after(tokens(12), [(0, 4)])
+    stream = scene.saves.open(KEY, scene.pool.new_write_buffer(8, 50), lineage)
+    stream.finish(tokens(20))
+    await scene.saves.run(KEY, stream)
+    assert scene.store.lineage == lineage

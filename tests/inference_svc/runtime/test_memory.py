@@ -1,0 +1,33 @@
+"""The heap is where a step's tensors are made: not in pieces that are mapped one by one."""
+
+import subprocess
+import sys
+
+import pytest
+
+from inference_svc.runtime.memory import HEAP_BYTES, keep_freed_memory
+
+PROGRAM = f"""
+import ctypes, sys
+from pathlib import Path
+from inference_svc.runtime.memory import keep_freed_memory
+
+if sys.argv[1] == "keep":
+    assert keep_freed_memory()
+malloc = ctypes.CDLL(None).malloc
+malloc.restype = ctypes.c_void_p
+address = malloc(ctypes.c_size_t({HEAP_BYTES // 2}))
+heap = next(line for line in Path("/proc/self/maps").read_text().splitlines() if "[heap]" in line)
+first, end = (int(bound, 16) for bound in heap.split()[0].split("-"))
+print(first <= address < end)
+"""
+
+
+@pytest.mark.skipif(not keep_freed_memory(), reason="this C library has no such setting")
+@pytest.mark.parametrize(("mode", "is_in_heap"), [("default", "False"), ("keep", "True")])
+def test_large_tensors_are_made_in_the_heap(mode, is_in_heap):
+    """A process that has just begun maps what is large apart, and unmaps it when it is freed."""
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, mode], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == is_in_heap

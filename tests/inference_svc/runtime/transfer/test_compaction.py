@@ -1,0 +1,180 @@
+"""Tokens compacted in place are those that a load would have embedded at their new positions."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from inference_svc.core.discards import kept_runs, num_in
+from inference_svc.runtime.compute.chunk import Chunk
+from inference_svc.runtime.positions.recipes import PostRotary
+from inference_svc.runtime.transfer import compaction
+from inference_svc.runtime.transfer.compaction import (
+    Compactor,
+    can_compact,
+    compact_in_place,
+    num_left,
+)
+from inference_svc.runtime.worker_thread import WorkerThread
+
+NUM_TOKENS = 120
+TOKENS = [3 + index * 7 % 90 for index in range(NUM_TOKENS)]
+SCATTERED = tuple((first, first + 1) for first in range(5, 110, 3))
+RANGES = {
+    "the oldest half": ((0, 60),),
+    "behind the first four": ((4, 64),),
+    "some here and there": SCATTERED,
+    "a few runs": ((1, 2), (10, 40), (41, 90), (119, 120)),
+    "the newest": ((100, 120),),
+    "all but the last": ((0, 119),),
+    "none": (),
+}
+MODELS = [
+    "llama",  # halves
+    "llama3",  # scaled
+    "gpt-neox",  # partial
+    "cohere",  # interleaved
+    "gemma3",  # two rotary embeddings
+    "smollm3",  # layers without positions
+    "llama-yarn",  # attention scaling
+    "deepseek-v3",  # MLA
+    "hunyuan",  # a norm with weights behind RoPE
+    "llama4",  # one without, and layers without positions
+]
+
+
+def computed(model):
+    """The KV of a sequence after RoPE, and a buffer of those before it."""
+    kv, buffer = model.new_kv(NUM_TOKENS + 30), model.new_buffer(NUM_TOKENS)
+    model.runner.step([Chunk(kv, TOKENS, False, buffer)])
+    return kv, buffer
+
+
+def kept_rows(rows, ranges):
+    """What is left of [tokens, heads, dim]."""
+    return torch.cat([rows[start:end] for start, end in kept_runs(ranges, NUM_TOKENS)])
+
+
+def loaded(model, buffer, ranges):
+    """Per layer what a load would make of the rows that are left: keys and values."""
+    return [
+        [
+            recipe.embed(kept_rows(rows[layer_index], ranges), 0)
+            for recipe, rows in zip(layer.components, (buffer.keys, buffer.values), strict=True)
+        ]
+        for layer_index, layer in enumerate(model.calibration.layers)
+    ]
+
+
+def in_kv(kv, layer_index):
+    """The sequence KV's rows in use, keys and values, [tokens, heads, dim]."""
+    return [
+        rows[layer_index][0, :, : kv.num_tokens].transpose(0, 1) for rows in (kv.keys, kv.values)
+    ]
+
+
+@pytest.mark.parametrize("ranges", RANGES.values(), ids=RANGES)
+@pytest.mark.parametrize("name", MODELS)
+def test_compacted_rows_are_those_a_load_would_bring(tiny, name, ranges):
+    """To the last but one bit: what was embedded is taken back first."""
+    model = tiny(name)
+    kv, buffer = computed(model)
+    expected = loaded(model, buffer, ranges)
+    compact_in_place(kv, kept_runs(ranges, NUM_TOKENS), model.calibration)
+    assert kv.num_tokens == NUM_TOKENS - num_in(ranges)
+    for layer_index, (keys, values) in enumerate(expected):
+        compacted_keys, compacted_values = in_kv(kv, layer_index)
+        torch.testing.assert_close(compacted_keys, keys, rtol=1e-5, atol=3e-6)
+        torch.testing.assert_close(compacted_values, values, rtol=1e-5, atol=3e-6)
+
+
+@pytest.mark.parametrize("piece_rows", [1, 7, 16, 1000])
+def test_it_is_the_same_whatever_its_pieces(tiny, monkeypatch, piece_rows):
+    """A piece never reads what an earlier one has overwritten."""
+    model = tiny("llama")
+    heads, dim = model.calibration.layers[0].shape.key
+    for ranges in RANGES.values():
+        kv, buffer = computed(model)
+        expected = loaded(model, buffer, ranges)
+        monkeypatch.setattr(compaction, "PIECE_ITEMS", piece_rows * heads * dim)
+        compact_in_place(kv, kept_runs(ranges, NUM_TOKENS), model.calibration)
+        for layer_index, (keys, values) in enumerate(expected):
+            compacted_keys, compacted_values = in_kv(kv, layer_index)
+            torch.testing.assert_close(compacted_keys, keys, rtol=1e-5, atol=3e-6)
+            assert torch.equal(compacted_values, values)
+
+
+def test_rows_in_bfloat16_are_rounded_once(tiny):
+    """Not to pre-RoPE keys in between: as near to the exact key as the type allows."""
+    model = tiny("llama", torch.bfloat16)
+    kv, _ = computed(model)
+    ranges = RANGES["some here and there"]
+    rotary = model.calibration.layers[0].key.rotary
+    before = in_kv(kv, 0)[0].float()
+    free = torch.empty_like(before)
+    rotary.unrotate_into(before, 0, free)
+    exact = kept_rows(free, ranges)
+    wide = torch.empty_like(exact)
+    rotary.with_dtypes(torch.bfloat16, torch.float32).rotate_into(exact, 0, wide)
+    compact_in_place(kv, kept_runs(ranges, NUM_TOKENS), model.calibration)
+    torch.testing.assert_close(in_kv(kv, 0)[0], wide.bfloat16(), rtol=0.008, atol=1e-6)
+
+
+def test_the_answer_goes_on_from_compacted_rows_as_from_loaded_ones(tiny):
+    """What attends to them attends to the same."""
+    model = tiny("llama")
+    ranges = RANGES["behind the first four"]
+    kv, buffer = computed(model)
+    other = model.new_kv(NUM_TOKENS)
+    for layer_index, (keys, values) in enumerate(loaded(model, buffer, ranges)):
+        other.keys[layer_index][0, :, : len(keys)] = keys.transpose(0, 1)
+        other.values[layer_index][0, :, : len(values)] = values.transpose(0, 1)
+    other.num_tokens = NUM_TOKENS - num_in(ranges)
+    compact_in_place(kv, kept_runs(ranges, NUM_TOKENS), model.calibration)
+    logits = model.runner.step([Chunk(kv, [5, 6, 7], True), Chunk(other, [5, 6, 7], True)])
+    torch.testing.assert_close(logits[0], logits[1], rtol=1e-4, atol=1e-4)
+
+
+def test_coupled_rows_stay_where_they_are(tiny):
+    """Only those before the first dropped one are of any use."""
+    model = tiny("llama")
+    coupled = dataclasses.replace(model.calibration, positions="coupled")
+    kv, _ = computed(model)
+    before = in_kv(kv, 0)[0].clone()
+    kept = kept_runs(((50, 60),), NUM_TOKENS)
+    assert num_left(kept, coupled) == 50
+    compact_in_place(kv, kept, coupled)
+    assert kv.num_tokens == 50
+    assert torch.equal(in_kv(kv, 0)[0], before[:50])
+    compact_in_place(kv, kept_runs(((0, 1),), 50), coupled)
+    assert kv.num_tokens == 0
+
+
+def test_naive_rows_move_as_they_are(tiny):
+    """With the embedding of their old positions."""
+    model = tiny("llama")
+    naive = dataclasses.replace(model.calibration, positions="naive")
+    kv, _ = computed(model)
+    before = in_kv(kv, 1)[0].clone()
+    ranges = RANGES["some here and there"]
+    compact_in_place(kv, kept_runs(ranges, NUM_TOKENS), naive)
+    assert torch.equal(in_kv(kv, 1)[0], kept_rows(before, ranges))
+
+
+async def test_what_cannot_be_re_embedded_is_not_compacted(tiny):
+    """A norm behind RoPE cannot be taken back: no row is left, and the KV is as it was."""
+    model = tiny("llama")
+    first, *others = model.calibration.layers
+    normed = dataclasses.replace(first.key, post=PostRotary(torch.nn.LayerNorm(8)))
+    layers = (dataclasses.replace(first, key=normed), *others)
+    calibration = dataclasses.replace(model.calibration, layers=layers)
+    assert can_compact(model.calibration)
+    assert not can_compact(calibration)
+    kv, _ = computed(model)
+    thread = WorkerThread("compact")
+    try:
+        assert await Compactor(calibration, thread).compact(kv, [(0, 5)]) == 0
+        assert kv.num_tokens == NUM_TOKENS
+        assert await Compactor(model.calibration, thread).compact(kv, [(7, 12)]) == 5
+    finally:
+        thread.close()

@@ -1,0 +1,177 @@
+"""Text in and out of token ids: incremental chat templates, incremental decoding."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import AutoTokenizer
+
+from inference_svc.core.errors import InvalidTurnError, NoChatTemplateError
+from inference_svc.runtime.turns.answer_writer import Detokenizer
+from inference_svc.runtime.turns.chat_text import TurnText
+
+STRICT = (
+    "{% for m in messages %}"
+    "{% if 'call' in m.content %}{{ raise_exception('no calls') }}{% endif %}"
+    "[{{ m.role }}]{{ m.content }}<|end|>{% endfor %}{% if add_generation_prompt %}[a]{% endif %}"
+)
+REWRITES = "{{ messages | length }}{% for m in messages %}{{ m.content }}<|end|>{% endfor %}"
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tiny_model):
+    return AutoTokenizer.from_pretrained(tiny_model)
+
+
+def text_of(tokenizer, template=None):
+    if template is not None:
+        tokenizer = AutoTokenizer.from_pretrained(tokenizer.name_or_path)
+        tokenizer.chat_template = template
+    text = TurnText(tokenizer, frozenset({tokenizer.eos_token_id}))
+    text.try_out()
+    return text
+
+
+def user(content):
+    return {"role": "user", "content": content}
+
+
+@pytest.mark.parametrize("ends_itself", [True, False])
+def test_turns_appended_equal_the_whole_conversation(tokenizer, ends_itself):
+    """Appending turn by turn gives the tokens of the template over the whole conversation."""
+    text = text_of(tokenizer)
+    answer = tokenizer("It is kept.", add_special_tokens=False).input_ids
+    first = text.encode_chat([user("What is a block?")], [])
+    history = [*first, *answer, *([tokenizer.eos_token_id] if ends_itself else [])]
+    appended = history + text.encode_chat([user("Is it?")], history)
+    whole = tokenizer.apply_chat_template(
+        [
+            user("What is a block?"),
+            {"role": "assistant", "content": "It is kept."},
+            user("Is it?"),
+        ],
+        tokenize=False,
+        add_generation_prompt=True,
+    )
+    assert appended == tokenizer(whole, add_special_tokens=False).input_ids
+
+
+def test_a_system_message_may_open_a_session(tokenizer):
+    """The first turn may bring several messages."""
+    ids = text_of(tokenizer).encode_chat(
+        [{"role": "system", "content": "Be brief."}, user("a")], []
+    )
+    assert "Be brief." in tokenizer.decode(ids)
+
+
+def test_what_the_template_refuses_is_an_invalid_turn(tokenizer):
+    """The template's own words reach the client."""
+    text = text_of(tokenizer, STRICT)
+    assert text.chat_problem == ""
+    with pytest.raises(InvalidTurnError, match="no calls"):
+        text.encode_chat([user("call it")], [1])
+
+
+def test_a_template_that_rewrites_history_is_found_out_at_the_start(tokenizer):
+    """Incremental use would be wrong, so chat messages are refused, and text is not."""
+    text = text_of(tokenizer, REWRITES)
+    assert "rewrites earlier messages" in text.chat_problem
+    with pytest.raises(NoChatTemplateError):
+        text.encode_chat([user("a")], [])
+    assert text.encode_text("a", opens_session=True)
+
+
+def test_no_template_and_no_tokenizer(tokenizer):
+    """Each is told apart, and token ids always work."""
+    assert text_of(tokenizer, "").chat_problem == "the model has no chat template"
+    without = TurnText(None, frozenset())
+    without.try_out()
+    with pytest.raises(NoChatTemplateError, match="no tokenizer"):
+        without.encode_text("a", opens_session=True)
+    assert Detokenizer(None, [1]).push(3) == ""
+
+
+@settings(max_examples=60, deadline=None)
+@given(text=st.text(alphabet="ab é東🙂\u0301\n", max_size=30))
+def test_pieces_are_the_text_and_never_half_a_character(tokenizer, text):
+    """Token by token, the pieces add up to the text, and no piece has a replacement character."""
+    detokenizer = Detokenizer(tokenizer, tokenizer("The answer: ").input_ids)
+    pieces = [detokenizer.push(token) for token in tokenizer(text).input_ids]
+    assert "".join(pieces) == text
+    assert not any("\ufffd" in piece for piece in pieces)
+
+
+def test_an_unfinished_character_is_not_shown(tokenizer):
+    """An answer that ends inside a character ends before it."""
+    detokenizer = Detokenizer(tokenizer, [])
+    token_ids = tokenizer("🙂🙂").input_ids
+    assert "\ufffd" not in "".join(detokenizer.push(token) for token in token_ids[:-1])
+
+
+def test_bytes_that_are_no_character_do_not_stop_the_text(tokenizer):
+    """A run of stray bytes is given up after a while, and what follows is shown."""
+    stray = tokenizer("🙂").input_ids[-1]
+    detokenizer = Detokenizer(tokenizer, [])
+    pieces = [detokenizer.push(stray) for _ in range(20)]
+    pieces += [detokenizer.push(token) for token in tokenizer(" block").input_ids]
+    assert "".join(pieces).endswith(" block")
+
+
+def test_special_tokens_have_no_text(tokenizer):
+    """The end-of-turn token adds nothing to the answer."""
+    detokenizer = Detokenizer(tokenizer, [])
+    assert [detokenizer.push(token) for token in [tokenizer.eos_token_id] * 3] == [""] * 3
+
+
+def test_messages_begin_at_the_templates_special_token(tokenizer):
+    """Found by trying the template out; none where it opens messages with plain text."""
+    start_id = tokenizer.convert_tokens_to_ids("<|start|>")
+    frames = text_of(tokenizer).frame_tokens
+    assert (frames.opening, frames.closing) == ({start_id}, {tokenizer.eos_token_id})
+    plain = text_of(tokenizer, STRICT).frame_tokens
+    assert (plain.opening, plain.closing) == (set(), {tokenizer.eos_token_id})
+    assert text_of(tokenizer, "").frame_tokens.starts([start_id], b"\1") == []
+
+
+SYSTEM = {"role": "system", "content": "Be brief."}
+# The system message as a part of the first question, as several templates have it.
+FOLDED = (
+    "{% if messages[0].role == 'system' %}{% set system = messages[0].content + '\n' %}"
+    "{% set rest = messages[1:] %}{% else %}{% set system = '' %}{% set rest = messages %}"
+    "{% endif %}"
+    "{% for m in rest %}<|start|>{{ m.role }}\n{{ system if loop.first else '' }}{{ m.content }}"
+    "<|end|>\n{% endfor %}{% if add_generation_prompt %}<|start|>assistant\n{% endif %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "messages", "expected"),
+    [
+        (None, [user("What?")], ""),
+        (None, [SYSTEM, user("What?")], "<|start|>system\nBe brief.<|end|>\n"),
+        (None, [SYSTEM, SYSTEM, user("ping 7f3a")], "<|start|>system\nBe brief.<|end|>\n" * 2),
+        (FOLDED, [user("What?")], ""),
+        (FOLDED, [SYSTEM, user("What?")], "<|start|>user\nBe brief.\n"),
+        (STRICT, [SYSTEM, user("What?")], "[system]Be brief.<|end|>"),
+        ("<|start|>" + STRICT, [user("What?")], ""),
+        (STRICT, [{"role": "tool", "content": "x"}], ""),
+    ],
+)
+def test_the_system_message_is_what_comes_before_the_first_question(
+    tokenizer, template, messages, expected
+):
+    """Whole frames of it; where it is part of the question, the tokens that are it."""
+    text = text_of(tokenizer, template)
+    if messages[0]["role"] == "tool":
+        assert text.system_tokens(messages, [5, 6]) == 0
+        return
+    ids = text.encode_chat(messages, [])
+    assert tokenizer.decode(ids[: text.system_tokens(messages, ids)]) == expected
+
+
+def test_a_question_after_an_answer_that_is_gone_closes_nothing(tokenizer):
+    """It begins with its own frame."""
+    text = text_of(tokenizer)
+    closed = text.encode_chat([user("Is it?")], [7])
+    opened = text.encode_chat([user("Is it?")], [7], continues_answer=False)
+    assert tokenizer.decode(closed) == "<|end|>\n" + tokenizer.decode(opened)
+    assert tokenizer.decode(opened).startswith("<|start|>user\nIs it?")

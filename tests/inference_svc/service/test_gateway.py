@@ -1,0 +1,108 @@
+"""The one way in: whose turns are taken, as which tenant, and what is left of the others."""
+
+from contextlib import asynccontextmanager
+from dataclasses import replace
+
+import pytest
+
+from inference_svc.core.errors import EmptyTurnError
+from inference_svc.core.submission import TurnDefaults, TurnNames
+from inference_svc.core.turn_record import Accepted, Finished
+from inference_svc.runtime.turns.turn_report import TurnReport
+from inference_svc.service.gateway import Gateway
+from inference_svc.service.submissions import empty_turn
+from shared.access.clients import StreamCounts, TooManyStreamsError
+from shared.access.identity import Identity, TenantDeniedError
+from shared.types.session_key import InvalidNameError, SessionKey
+from tests.memory_engine import loaded_model
+from tests.turn_service import asked, serving
+
+ANN = Identity("ann", "token", ("acme", "globex"), frozenset({"client"}))
+NEW = TurnNames("", "", "r")
+
+
+@pytest.fixture(scope="module")
+def model(tiny_model):
+    return loaded_model(tiny_model)
+
+
+@asynccontextmanager
+async def gateway_of(model, directory, most_streams=2):
+    async with serving(model, directory) as service:
+        report = TurnReport(service.measures)
+        streams, counters = StreamCounts(most_streams), service.counters
+        yield Gateway(service.turns, "m", None, TurnDefaults(64), streams, counters, report)
+
+
+def made(key, _defaults):
+    """What a front makes of a session's key."""
+    return replace(asked([5, 6, 7], max_tokens=2, request_id="r"), key=key)
+
+
+async def test_a_turn_is_followed_by_its_client(model, tmp_path):
+    """As its own tenant, in a session that gets a name; then its place is free again."""
+    async with gateway_of(model, tmp_path) as gateway:
+        stream = await gateway.submit(ANN, NEW, made)
+        events = [event async for event in stream.events]
+        await stream.wait_ended()
+        stream.leave()
+        stream.leave()
+        assert isinstance(events[0], Accepted)
+        assert isinstance(events[-1], Finished)
+        key = gateway.key(ANN, "acme", events[0].session_id)
+        transcript, is_busy = await gateway.turns.sessions.get(key)
+        assert (len(transcript.turns), is_busy) == (1, False)
+        assert not gateway.streams._held
+
+
+async def test_whoever_leaves_last_cancels(model, tmp_path):
+    """Two clients' requests with one id are one turn; the first that leaves disturbs nobody."""
+
+    def long(key, _defaults):
+        return replace(asked([5, 6], max_tokens=100, request_id="r"), key=key)
+
+    async with gateway_of(model, tmp_path) as gateway:
+        names = NEW._replace(session_id="s")
+        first, second = [await gateway.submit(ANN, names, long) for _ in range(2)]
+        assert gateway.streams._held["ann"] == 2
+        with pytest.raises(TooManyStreamsError):
+            await gateway.submit(ANN, names, long)
+        first.leave()
+        events = second.events
+        assert isinstance(await anext(events), Accepted)
+        second.leave()
+        assert [event async for event in events][-1].finish_reason == "cancelled"
+        await second.wait_ended()
+        assert not gateway.streams._held
+
+
+@pytest.mark.parametrize(
+    ("names", "error"),
+    [
+        (TurnNames("umbrella", "s", ""), TenantDeniedError),
+        (TurnNames("acme", "/etc", ""), InvalidNameError),
+        (TurnNames("acme", "s", ""), EmptyTurnError),
+    ],
+)
+async def test_what_is_refused_is_counted_once_and_holds_nothing(model, tmp_path, names, error):
+    """Also what a front finds out while it makes the submission."""
+
+    def refuse(_key, _defaults):
+        raise empty_turn()
+
+    async with gateway_of(model, tmp_path) as gateway:
+        with pytest.raises(error):
+            await gateway.submit(ANN, names, refuse)
+        assert not gateway.streams._held
+        assert list(gateway._report.measures.refused.counts.values()) == [1]
+
+
+async def test_a_session_is_the_tenants_that_is_named(model, tmp_path):
+    """Or the caller's first; a name that cannot be is told before whose it would be."""
+    async with gateway_of(model, tmp_path) as gateway:
+        assert gateway.key(ANN, "", "s") == SessionKey("acme", "m", "s")
+        assert gateway.key(ANN, "globex", "s") == SessionKey("globex", "m", "s")
+        with pytest.raises(TenantDeniedError):
+            gateway.key(ANN, "umbrella", "s")
+        with pytest.raises(InvalidNameError):
+            gateway.key(ANN, "umbrella", "")

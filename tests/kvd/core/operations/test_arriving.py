@@ -1,0 +1,79 @@
+"""What loads waited for has come, or does not come."""
+
+from kvd.core.records.actions import IoOutcome
+from kvd.core.records.records import LeaseState, Lookup
+from tests.kvd.core.turns import (
+    ONES,
+    OWNER,
+    TWOS,
+    A,
+    B,
+    counter,
+    load,
+    prepare_load,
+    tiers_of,
+    world_with_a_on_ssd,
+)
+
+
+def test_a_corrupt_block_cuts_the_answer_and_the_session():
+    """The prefix before it is served; the block and what follows it is gone; it is counted."""
+    world = world_with_a_on_ssd()
+    answer = prepare_load(world, A, ONES + TWOS)
+    first, second = sorted(world.io)
+    world.finish_io(first, IoOutcome.OK)
+    world.finish_io(second, IoOutcome.CORRUPT)
+    settled = world.engine.loads.settle(answer.lease_id)
+    assert (settled.lookup, settled.end_token, settled.more) == (Lookup.HIT, 4, False)
+    world.engine.loads.complete(answer.lease_id, OWNER)
+    assert load(world, A, ONES + TWOS, from_token=4).miss_reason == "corrupt"
+    assert counter(world, "blocks_corrupt") == 1
+
+
+def test_a_load_that_is_corrupt_from_the_start_is_a_miss():
+    """Nothing survives: MISS, nothing owed, and reads behind it serve nobody."""
+    world = world_with_a_on_ssd()
+    answer = prepare_load(world, A, ONES + TWOS)
+    world.finish_io(min(world.io), IoOutcome.CORRUPT)
+    settled = world.engine.loads.settle(answer.lease_id)
+    assert (settled.lookup, settled.miss_reason) == (Lookup.MISS, "corrupt")
+    assert world.engine.loads.state_of(answer.lease_id) is LeaseState.LOST
+    assert world.engine.inspection.info(A) is None
+    world.quiesce()
+
+
+def test_a_transient_error_keeps_the_block_on_ssd():
+    """The answer is cut, and the next load may succeed."""
+    world = world_with_a_on_ssd()
+    answer = prepare_load(world, A, ONES)
+    world.finish_io(min(world.io), IoOutcome.TRANSIENT)
+    assert world.engine.loads.settle(answer.lease_id).miss_reason == "read_error"
+    assert tiers_of(world, A) == ["S", "S"]
+    assert load(world, A, ONES).end_token == 4
+
+
+def test_an_abandoned_read_of_a_flushed_session_leaves_nothing():
+    """The block goes when its read ends: nobody wants it."""
+    world = world_with_a_on_ssd()
+    answer = prepare_load(world, A, ONES)
+    world.engine.loads.complete(answer.lease_id, OWNER)
+    world.engine.sessions.flush(A, dry_run=False)
+    world.pump()
+    world.quiesce()
+    assert tiers_of(world, B) == ["DS", "S"]
+    assert [tier.num_blocks for tier in world.engine.inspection.stats().tiers] == [1, 2]
+
+
+def test_what_was_read_may_be_written_again():
+    """Token ids come from the extent's header, so a block that left SSD is stored anew."""
+    world = world_with_a_on_ssd()
+    load(world, A, ONES + TWOS)
+    world.engine.writes.set_capacity(0)
+    world.pump()
+    world.quiesce()
+    assert tiers_of(world, A) == ["D", "D"]
+    world.engine.writes.set_capacity(4)
+    world.engine.write_dirty()
+    world.pump()
+    world.quiesce()
+    assert tiers_of(world, A) == ["DS", "DS"]

@@ -1,0 +1,233 @@
+"""TTLs, pins, flushes."""
+
+from collections import Counter
+
+import pytest
+
+from kvd.core.inspection.session_filter import SessionFilter
+from kvd.core.operations.sessions import EXPIRE_BATCH, RECHECK_NS
+from kvd.core.records.errors import InvalidRequestError, UnknownSessionError
+from kvd.core.records.records import Admission
+from kvd.core.records.rows import TTL_NEVER_NS, Pin
+from kvd.core.state.limits import TenantLimits
+from tests.kvd.core.turns import (
+    ONES,
+    OTHER_TENANT,
+    OWNER,
+    TWOS,
+    A,
+    B,
+    load,
+    new_world,
+    prepare_load,
+    queue_of,
+    store,
+)
+
+
+def expire(world, elapsed_ns: int) -> None:
+    world.now_ns += elapsed_ns
+    world.engine.expire()
+    world.pump()
+
+
+def test_sessions_that_are_gone_leave_every_clock():
+    """Long before their TTL, their write-back or their compaction would have been due."""
+    world = new_world(
+        default_ttl_ns=10**9, admission=Admission.WRITE_BACK, write_back_delay_ns=10**9
+    )
+    clocks = world.engine._state._clocks
+    for _ in range(20):
+        store(world, A, ONES)
+        assert {len(clock) for clock in clocks} >= {1}
+        world.engine.sessions.flush(A, dry_run=False)
+        world.pump()
+        assert sum(map(len, clocks)) == 0
+    assert world.engine.next_deadline_ns() is None
+
+
+def test_a_session_expires_after_its_last_use():
+    """A use moves the deadline on; without one the session goes."""
+    world = new_world(default_ttl_ns=100)
+    store(world, A, ONES)
+    assert world.engine.next_deadline_ns() == world.now_ns + 100
+    expire(world, 60)
+    load(world, A, ONES)
+    expire(world, 60)
+    assert world.engine.inspection.info(A).expires_at_ns == world.now_ns + 40
+    expire(world, 40)
+    assert world.engine.inspection.info(A) is None
+    assert world.engine.next_deadline_ns() is None
+
+
+def test_a_session_has_its_own_ttl():
+    """Shorter, never, and back to the default."""
+    world = new_world(default_ttl_ns=1000)
+    store(world, A, ONES)
+    assert world.engine.sessions.set_ttl(A, 10).expires_at_ns == world.now_ns + 10
+    assert world.engine.sessions.set_ttl(A, TTL_NEVER_NS).expires_at_ns is None
+    expire(world, 500)
+    assert world.engine.sessions.set_ttl(A, None).expires_at_ns == world.now_ns + 500
+    with pytest.raises(InvalidRequestError):
+        world.engine.sessions.set_ttl(A, 0)
+
+
+def test_sessions_in_use_do_not_expire():
+    """Leased, queued and pinned sessions are looked at again later."""
+    world = new_world(default_ttl_ns=100)
+    store(world, A, ONES)
+    lease = prepare_load(world, A, ONES)
+    expire(world, 200)
+    assert world.engine.next_deadline_ns() == world.now_ns + RECHECK_NS
+    world.engine.loads.complete(lease.lease_id, OWNER)
+    world.engine.engines.replace_queue(OWNER, queue_of(A))
+    expire(world, RECHECK_NS)
+    world.engine.engines.replace_queue(OWNER, queue_of())
+    world.engine.sessions.pin(A, Pin.HARD)
+    expire(world, RECHECK_NS)
+    assert world.engine.inspection.info(A).expires_at_ns is None
+    world.engine.sessions.pin(A, Pin.NONE)
+    expire(world, 100)
+    assert world.engine.inspection.info(A) is None
+
+
+def test_many_sessions_expire_in_batches():
+    """One call drops a bounded number; the next deadline is then already due."""
+    world = new_world(num_slots=2, default_ttl_ns=100)
+    for number in range(EXPIRE_BATCH + 1):
+        store(world, A._replace(session_id=str(number)), ONES)
+    expire(world, 200)
+    assert world.engine.inspection.stats().num_sessions == 1
+    assert world.engine.next_deadline_ns() <= world.now_ns
+    expire(world, 0)
+    assert world.engine.inspection.stats().num_sessions == 0
+
+
+def test_a_deadline_of_a_session_that_is_gone_means_nothing():
+    """The TTL clock may remember flushed sessions; it does no harm."""
+    world = new_world(default_ttl_ns=100)
+    store(world, A, ONES)
+    world.engine.sessions.flush(A, dry_run=False)
+    expire(world, 100)
+    assert world.engine.next_deadline_ns() is None
+
+
+def test_a_flush_frees_what_nobody_else_uses():
+    """The dry run says what the flush then does; shared blocks are not counted."""
+    world = new_world()
+    store(world, A, ONES + TWOS)
+    store(world, B, ONES)
+    block_bytes = world.engine.layout.block_bytes
+    dry = world.engine.sessions.flush(A, dry_run=True)
+    assert world.engine.inspection.info(A) is not None
+    wet = world.engine.sessions.flush(A, dry_run=False)
+    assert dry == wet
+    assert (wet.num_sessions, wet.freed_bytes) == (1, 2 * block_bytes)
+    assert world.engine.inspection.info(B).num_tokens == 4
+
+
+def test_a_flush_of_all_skips_leased_sessions():
+    """What is in use stays, and is named."""
+    world = new_world()
+    store(world, A, ONES)
+    store(world, B, TWOS)
+    prepare_load(world, A, ONES)
+    answer = world.engine.sessions.flush(None, dry_run=False)
+    assert (answer.num_sessions, answer.skipped_leased) == (1, (A,))
+    assert world.engine.inspection.info(B) is None
+
+
+def test_operators_hear_about_unknown_sessions():
+    """Naming a session that is not stored is an error with a remedy, except for engines."""
+    world = new_world()
+    for call in (
+        lambda: world.engine.sessions.pin(A, Pin.SOFT),
+        lambda: world.engine.sessions.pin(A, Pin.NONE),
+        lambda: world.engine.sessions.set_ttl(A, None),
+        lambda: world.engine.sessions.flush(A, dry_run=True),
+        lambda: world.engine.inspection.describe(A),
+    ):
+        with pytest.raises(UnknownSessionError, match="kvd ls"):
+            call()
+    assert not world.engine.sessions.end(A)
+    assert world.engine.sessions.discard(A, b"", []) == 0
+
+
+def test_the_nearest_ttl_holds():
+    """A session's own TTL goes before its tenant's, which goes before the default."""
+    tenants = {"a": TenantLimits(ttl_ns=50), "other": TenantLimits(ttl_ns=TTL_NEVER_NS)}
+    world = new_world(default_ttl_ns=100, tenant_limits=lambda t: tenants.get(t, TenantLimits()))
+    third = A._replace(tenant="third")
+    for key in (A, B, OTHER_TENANT, third):
+        store(world, key, ONES)
+    world.engine.sessions.set_ttl(B, 20)
+    infos = [world.engine.inspection.info(key) for key in (A, B, OTHER_TENANT, third)]
+    left = [info.expires_at_ns and info.expires_at_ns - world.now_ns for info in infos]
+    assert left == [50, 20, None, 100]
+    assert [info.ttl_source for info in infos] == ["tenant", "session", "tenant", "default"]
+    expire(world, 60)
+    assert world.engine.inspection.stats().num_sessions == 2
+
+
+@pytest.mark.parametrize("pin", [Pin.SOFT, Pin.HARD])
+def test_a_pin_of_either_kind_stops_the_clock(pin):
+    """Ending it counts as a use; changing its kind does not."""
+    world = new_world(default_ttl_ns=100)
+    store(world, A, ONES)
+    world.engine.sessions.pin(A, pin)
+    expire(world, 200)
+    assert world.engine.inspection.info(A).pin is pin
+    other = Pin.HARD if pin is Pin.SOFT else Pin.SOFT
+    world.engine.sessions.pin(A, other)
+    assert world.engine.inspection.info(A).last_access_ns == world.now_ns - 200
+    world.engine.sessions.pin(A, Pin.NONE)
+    assert world.engine.inspection.info(A).expires_at_ns == world.now_ns + 100
+    stats = world.engine.inspection.stats()
+    assert (stats.num_soft_pins, stats.num_hard_pins) == (0, 0)
+
+
+def test_pins_are_counted():
+    """By kind, and no longer than the session is stored."""
+    world = new_world()
+    for key, pin in ((A, Pin.SOFT), (B, Pin.HARD)):
+        store(world, key, ONES)
+        world.engine.sessions.pin(key, pin)
+    stats = world.engine.inspection.stats()
+    assert (stats.num_soft_pins, stats.num_hard_pins) == (1, 1)
+    world.engine.sessions.flush(None, dry_run=False)
+    stats = world.engine.inspection.stats()
+    assert (stats.num_soft_pins, stats.num_hard_pins) == (0, 0)
+
+
+def test_chosen_sessions_are_flushed_bit_by_bit():
+    """Of those named the ones that are still meant go; leased ones are told, and stay."""
+    world = new_world()
+    keys = [A._replace(session_id=str(number)) for number in range(4)]
+    for key in keys:
+        store(world, key, ONES)
+    prepare_load(world, keys[0], ONES)
+    world.now_ns += 100
+    load(world, keys[3], ONES)
+    idle = SessionFilter(idle_ns=100)
+    assert world.engine.sessions.flushable(keys, idle) == ((keys[1], keys[2]), (keys[0],))
+    answers = [world.engine.sessions.flush_selected(keys[2:], idle) for _ in range(2)]
+    assert [answer.num_sessions for answer in answers] == [1, 0]
+    everything = SessionFilter()
+    rest = world.engine.sessions.flush_selected(keys, everything)
+    assert (rest.num_sessions, rest.skipped_leased) == (2, (keys[0],))
+    world.pump()
+    assert world.engine.inspection.keys() == [keys[0]]
+
+
+def test_what_a_flush_would_free_is_summed_up_bit_by_bit():
+    """As much as at once: blocks that sessions of two bits share count with the last, once."""
+    world = new_world()
+    keys = [A._replace(session_id=str(number)) for number in range(4)]
+    for number, key in enumerate(keys):
+        store(world, key, ONES + [number] * 4)
+    counted: Counter[bytes] = Counter()
+    bits = [world.engine.sessions.freed_bytes([key], counted) for key in keys]
+    assert bits[3] > bits[0] == bits[1] == bits[2] > 0
+    assert sum(bits) == world.engine.sessions.flush(None, dry_run=True).freed_bytes
+    counted = Counter()
+    assert [world.engine.sessions.freed_bytes([key], counted) for key in keys[:2]] == bits[:2]

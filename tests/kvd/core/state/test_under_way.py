@@ -1,0 +1,47 @@
+"""The queue of blocks to be written: what they need is known at any moment."""
+
+from kvd.core.state.block import Block
+from kvd.core.state.extents import ExtentTable
+from kvd.core.state.under_way import WriteQueue
+from tests.property.cache_world import BLOCK_TOKENS, SHAPE
+
+PARTIAL = 1  # token: such blocks are packed
+
+
+def queue_of(sizes: list[int], num_extents: int) -> tuple[WriteQueue, list[Block]]:
+    """A queue of blocks of so many tokens each."""
+    queue = WriteQueue(SHAPE, ExtentTable(num_extents, SHAPE.sectors_per_extent))
+    blocks = [Block(bytes([number]) * 16, num_tokens) for number, num_tokens in enumerate(sizes)]
+    for block in blocks:
+        queue.add(block)
+    return queue, blocks
+
+
+def test_each_whole_block_needs_an_extent():
+    """One that is taken out needs none; what is free, or will be, is not missing."""
+    queue, blocks = queue_of([BLOCK_TOKENS] * 5, num_extents=1)
+    assert [queue.num_short(num_freed) for num_freed in (0, 1, 4, 9)] == [4, 3, 0, 0]
+    for num_short, block in zip((3, 2, 1, 0, 0), blocks, strict=True):
+        queue.discard(block)
+        queue.discard(block)
+        assert queue.num_short(0) == num_short
+    assert not len(queue)
+
+
+def test_partial_blocks_share_an_extent():
+    """As many as fit into one."""
+    assert SHAPE.sectors_per_extent // SHAPE.num_sectors(PARTIAL) == 2
+    queue, blocks = queue_of([PARTIAL] * 5, num_extents=0)
+    assert queue.num_short(0) == 2, "as if they fitted without gaps"
+    queue.discard(blocks[0])
+    queue.discard(blocks[1])
+    queue.discard(blocks[2])
+    assert queue.num_short(0) == 1
+
+
+def test_a_block_keeps_its_place():
+    """Asked for twice, it waits once."""
+    queue, blocks = queue_of([BLOCK_TOKENS] * 2, num_extents=0)
+    queue.add(blocks[0])
+    assert (queue.oldest, queue.newest) == (blocks[0], blocks[1])
+    assert (list(queue), queue.num_short(0)) == (blocks, 2)

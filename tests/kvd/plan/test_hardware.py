@@ -1,0 +1,36 @@
+"""Recompute load: how much of an engine's time a trace takes without a cache."""
+
+import pytest
+
+from kvd.plan.hardware import EngineConstants, engine_at_load, recompute_load
+from kvd.plan.trace import Session, Turn
+
+ENGINE = EngineConstants(slots=2, prefill_s_per_token=0.01, decode_step_s=0.1, fixed_s=0.5)
+TURNS = (Turn(100, 20, 0, 0.0), Turn(30, 20, 120, 5.0))  # 0.5 + 1.0 + 1.0 s and 0.5 + 1.5 + 1.0 s
+
+
+def test_load_is_work_over_the_span_of_arrivals():
+    """All prompt tokens are computed, and a decode takes its slot's share of the engine."""
+    sessions = [Session(0.0, TURNS), Session(22.0, TURNS)]
+    assert recompute_load(sessions, ENGINE) == pytest.approx(2 * 5.5 / 22)
+    assert recompute_load(sessions[:1], ENGINE) == 0
+
+
+def test_stray_sessions_do_not_make_a_trace_idle():
+    """One session of two hundred that comes much later hardly changes the load."""
+    sessions = [Session(float(second), TURNS) for second in range(200)]
+    even = recompute_load(sessions, ENGINE)
+    assert even == pytest.approx(200 * 5.5 / 199)
+    assert recompute_load([*sessions[:-1], Session(1e6, TURNS)], ENGINE) == pytest.approx(even)
+
+
+def test_an_engine_is_scaled_to_a_load():
+    """Its times are multiplied, all by the same; arrivals are left alone."""
+    sessions = [Session(0.0, TURNS), Session(22.0, TURNS)]
+    engine = engine_at_load(sessions, ENGINE, 2.0)
+    assert recompute_load(sessions, engine) == pytest.approx(2.0)
+    assert engine.slots == ENGINE.slots
+    assert engine.decode_step_s / ENGINE.decode_step_s == pytest.approx(
+        engine.fixed_s / ENGINE.fixed_s
+    )
+    assert engine_at_load(sessions[:1], ENGINE, 2.0) == ENGINE

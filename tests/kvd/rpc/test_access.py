@@ -1,0 +1,124 @@
+"""What a client of some tenants may ask of kvd, and what engines of a user may name."""
+
+import os
+
+import pytest
+
+from kvd.config import uid_of
+from kvd.core.records.errors import InvalidRequestError
+from kvd.engines.data_socket import EngineUsers
+from kvd.errors import AttachDeniedError
+from kvd.rpc.access import narrow
+from kvd.wire.selection import is_of_one
+from shared.access.identity import Identity, TenantDeniedError
+from shared.pb.kvd.v1 import kvd_pb2
+
+ACME = Identity("acme-ops", "token", ("acme", "acme-test"), frozenset({"operator"}))
+ALL = Identity("ops", "token", ("*",), frozenset({"operator"}))
+# Those that name a session, or keep to the caller's tenants by themselves.
+SESSIONS = {
+    "Reader": {"DescribeSession"},
+    "Operator": {"Pin", "Unpin", "SetTtl", "ExportSession"},
+}
+OWN_CHECK = {"Reader": {"ListSessions", "WatchEvents"}, "Operator": {"Flush", "ImportSession"}}
+
+
+def methods():
+    """Every method of Reader and Operator, with an empty request."""
+    for service in ("Reader", "Operator"):
+        for method in kvd_pb2.DESCRIPTOR.services_by_name[service].methods:
+            request = getattr(kvd_pb2, method.input_type.name)()
+            yield pytest.param(service, method, request, id=f"{service}.{method.name}")
+
+
+@pytest.mark.parametrize(("service", "method", "request_"), list(methods()))
+def test_every_method_is_held_to_its_callers_tenants(service, method, request_):
+    """Or refused, with all that will be added and is not looked at here."""
+    path = f"/kvd.v1.{service}/{method.name}"
+    before = request_.SerializeToString()
+    narrow(path, ALL, request_)
+    assert request_.SerializeToString() == before
+    if method.name in SESSIONS[service]:
+        narrow(path, ACME, request_)
+        assert request_.session.tenant == "acme"
+        request_.session.tenant = "acme-test"
+        narrow(path, ACME, request_)
+        assert request_.session.tenant == "acme-test"
+        request_.session.tenant = "other"
+        with pytest.raises(TenantDeniedError):
+            narrow(path, ACME, request_)
+    elif method.name in OWN_CHECK[service]:
+        narrow(path, ACME, request_)
+    else:
+        with pytest.raises(TenantDeniedError, match="concerns all tenants"):
+            narrow(path, ACME, request_)
+
+
+def test_what_a_flush_may_drop():
+    """A filter is of one of the caller's tenants, a session too; "all" and nothing are refused."""
+    flush = "/kvd.v1.Operator/Flush"
+    idle = kvd_pb2.FlushRequest(filter=kvd_pb2.SessionFilter(idle_s=1))
+    narrow(flush, ACME, idle)
+    assert idle.filter.tenant == "acme"
+    own = kvd_pb2.FlushRequest(filter=kvd_pb2.SessionFilter(tenant="acme-test"), secure=True)
+    narrow(flush, ACME, own)
+    assert own.filter.tenant == "acme-test"
+    for nothing in (
+        kvd_pb2.FlushRequest(secure=True),
+        kvd_pb2.FlushRequest(filter=kvd_pb2.SessionFilter()),
+    ):
+        narrow(flush, ACME, nothing)
+        assert not nothing.filter.tenant
+        with pytest.raises(InvalidRequestError, match="not clear"):
+            is_of_one(nothing)
+    for request in (
+        kvd_pb2.FlushRequest(all=True),
+        kvd_pb2.FlushRequest(all=True, session=kvd_pb2.SessionKey(session_id="s")),
+        kvd_pb2.FlushRequest(session=kvd_pb2.SessionKey(tenant="other", session_id="s")),
+        kvd_pb2.FlushRequest(filter=kvd_pb2.SessionFilter(tenant="other")),
+    ):
+        with pytest.raises(TenantDeniedError):
+            narrow(flush, ACME, request)
+
+
+def test_engines_and_the_rest_are_not_looked_at():
+    """Other services have checks of their own: what they are asked stays as it is."""
+    request = kvd_pb2.PrepareLoadRequest(session=kvd_pb2.SessionKey(tenant="other"))
+    before = request.SerializeToString()
+    narrow("/kvd.v1.Engine/PrepareLoad", ACME, request)
+    assert request.SerializeToString() == before
+    with pytest.raises(TenantDeniedError):  # the same request, where it is looked at
+        narrow("/kvd.v1.Reader/DescribeSession", ACME, request)
+    untouchable = object()
+    narrow("/grpc.health.v1.Health/Watch", ACME, untouchable)
+    with pytest.raises(TenantDeniedError, match="concerns all tenants"):
+        narrow("/kvd.v1.Reader/Watch", ACME, untouchable)
+
+
+def test_whose_engines_may_attach():
+    """kvd's own user, root, those named, and those of whom tenants are said."""
+    users = EngineUsers((70001,), {70002: ("acme",), os.geteuid(): ("own",)})
+    assert {0, 70001, 70002, os.geteuid()} == {
+        uid for uid in (0, 1, 70001, 70002, 70003, os.geteuid()) if users.identity_of(uid)
+    }
+    users.check(70001, "anybody")
+    users.check(70002, "acme")
+    for uid, tenant in ((70002, "other"), (os.geteuid(), "other")):
+        with pytest.raises(TenantDeniedError):
+            users.check(uid, tenant)
+
+
+def test_a_reload_reaches_engines_that_are_attached():
+    """One that may not attach any more is told so at its next call."""
+    users = EngineUsers((70001,))
+    users.replace((), {70002: ("acme",)})
+    with pytest.raises(AttachDeniedError, match=r"access\.allowed_uids"):
+        users.check(70001, "anybody")
+    assert users.identity_of(70002).tenants == ("acme",)
+
+
+def test_users_by_name():
+    """Names and numbers are the same; an unknown name is said to be one."""
+    assert uid_of("root") == uid_of("0") == 0
+    with pytest.raises(ValueError, match="no user 'nobody-here'"):
+        uid_of("nobody-here")

@@ -1,0 +1,56 @@
+"""What ends together is handed to the loop together, and nothing after the end."""
+
+import asyncio
+import threading
+
+from kvd.core.records.actions import (
+    VerifySlot,
+)
+from kvd.runtime.completions import Ended
+from tests.kvd.runtime.performed import (
+    World,
+)
+
+
+async def test_what_has_ended_at_the_end_is_reported(world):
+    """All of it, before the files and the arena go, and nothing afterwards."""
+    for op_id in range(1, 101):
+        world.performer._completions.put(
+            Ended(lambda engine, op_id=op_id: engine.ended(op_id, engine.now_ns))
+        )
+    await world.performer.close()
+    assert [op_id for _, op_id in world.engine.done] == list(range(1, 101))
+    world.performer._completions.put(Ended(lambda engine: engine.ended(101, engine.now_ns)))
+    for _ in range(3):
+        await asyncio.sleep(0)
+    assert len(world.engine.done) == 100
+
+
+class CountingLoop:
+    """The running loop, with its wake-ups from threads counted."""
+
+    def __init__(self):
+        self.loop = asyncio.get_running_loop()
+        self.num_wakes = 0
+
+    def call_soon_threadsafe(self, callback, *args):
+        self.num_wakes += 1
+        self.loop.call_soon_threadsafe(callback, *args)
+
+    def call_soon(self, callback, *args):
+        self.loop.call_soon(callback, *args)
+
+
+async def test_what_ends_together_is_one_wake_up(tmp_path):
+    """While the loop is busy any number of operations end at the price of one wake-up."""
+    world, loop = World(tmp_path), CountingLoop()
+    world.start(loop)
+    stored = world.fill(0)
+    for op_id in range(1, 301):
+        world.performer.perform(VerifySlot(op_id, 0, 16, stored.checksums, urgent=True))
+    while len(world.performer._completions) < 300:
+        threading.Event().wait(0.001)  # the loop does not run meanwhile
+    assert loop.num_wakes == 1
+    done = await world.until_idle()
+    assert sorted(op_id for _, op_id, _ in done) == list(range(1, 301))
+    await world.close()

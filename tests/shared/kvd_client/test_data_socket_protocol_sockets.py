@@ -1,0 +1,81 @@
+"""Packets and descriptors over a real socket."""
+
+import asyncio
+import os
+import socket
+from pathlib import Path
+
+import pytest
+
+from shared.kvd_client import data_socket_protocol as packets
+
+
+@pytest.fixture
+def pair():
+    ends = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    for end in ends:
+        end.setblocking(False)
+    yield ends
+    for end in ends:
+        end.close()
+
+
+async def test_descriptors_ride_along(pair):
+    """A descriptor arrives as another number for the same file, not inherited by children."""
+    fd = os.memfd_create("test")
+    os.write(fd, b"content")
+    socket.send_fds(pair[0], [b"packet"], [fd])
+    packet, (received,) = await packets.receive(pair[1])
+    assert packet == b"packet"
+    assert os.pread(received, 7, 0) == b"content"
+    assert not os.get_inheritable(received)
+    packets.close_fds([fd, received])
+
+
+async def test_waiting_and_end(pair):
+    """A receive waits for its packet, and sees the end as an empty one."""
+    waiting = asyncio.ensure_future(packets.receive(pair[1]))
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    pair[0].send(b"late")
+    assert (await waiting)[0] == b"late"
+    pair[0].close()
+    assert await packets.receive(pair[1]) == (b"", [])
+
+
+async def test_oversized_packets_are_an_error(pair):
+    """A packet that does not fit is not half a message."""
+    pair[0].send(b"x" * 5000)
+    with pytest.raises(OSError, match="cut short"):
+        await packets.receive(pair[1])
+
+
+async def test_too_many_descriptors_are_an_error_and_closed(pair):
+    """Descriptors nobody asked for are not kept open."""
+    before = _num_open()
+    fds = [os.memfd_create(str(number)) for number in range(packets.MAX_FDS + 2)]
+    socket.send_fds(pair[0], [b"packet"], fds)
+    with pytest.raises(OSError, match="cut short"):
+        await packets.receive(pair[1])
+    packets.close_fds(fds)
+    assert _num_open() == before
+
+
+def _num_open():
+    return sum(1 for _ in Path("/proc/self/fd").iterdir())
+
+
+def test_connecting_to_nobody(tmp_path):
+    """Connecting fails at once where nobody listens."""
+    with pytest.raises(OSError, match="No such file"):
+        packets.connect(str(tmp_path / "nobody"))
+
+
+async def test_a_cancelled_receive_leaves_no_reader(pair):
+    """After a cancelled receive the next one gets the packet."""
+    waiting = asyncio.ensure_future(packets.receive(pair[1]))
+    await asyncio.sleep(0)
+    waiting.cancel()
+    await asyncio.gather(waiting, return_exceptions=True)
+    pair[0].send(b"next")
+    assert (await packets.receive(pair[1]))[0] == b"next"

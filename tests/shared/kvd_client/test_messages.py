@@ -1,0 +1,39 @@
+"""Layouts on the wire."""
+
+import pytest
+
+from shared.kvd_client.messages import layout_message, layout_of
+from shared.types.kv_layout import Component, InvalidLayoutError, KVLayout, Layer
+
+LAYOUT = KVLayout(
+    "ab" * 16,
+    (
+        Layer((Component("k", (2, 8), "float32", "r"), Component("v", (2, 8), "float32"))),
+        Layer(()),
+        Layer((Component("latent", (64,), "bfloat16"),)),
+    ),
+    block_tokens=32,
+    tp_rank=1,
+    tp_size=2,
+)
+
+
+def test_layouts_survive_the_way():
+    """Several kinds of layers, shards and recipes are the same layout on the other side."""
+    assert layout_of(layout_message(LAYOUT)) == LAYOUT
+
+
+def test_another_fingerprint_is_refused():
+    """Two sides that compute different fingerprints would disagree about where bytes lie."""
+    message = layout_message(LAYOUT)
+    message.block_tokens = 64
+    with pytest.raises(InvalidLayoutError, match="fingerprint"):
+        layout_of(message)
+
+
+def test_a_layout_that_cannot_be_is_refused():
+    """The layout's own checks are made on what arrives."""
+    message = layout_message(LAYOUT)
+    del message.layers[:]
+    with pytest.raises(InvalidLayoutError, match="0 layers"):
+        layout_of(message)
