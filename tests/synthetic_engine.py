@@ -15,8 +15,8 @@ import numpy as np
 from shared.kvd_client.arena_map import ArenaMap
 from shared.kvd_client.client import KvdClient
 from shared.kvd_client.grants import LoadSpan, Lookup, StoreGrant
-from shared.kvd_client.queue_feed import QueueFeed
 from shared.types.kv_layout import Component, KVLayout, Layer
+from shared.types.queue_feed import QueueFeed
 from shared.types.session_key import SessionKey
 
 MODEL = "5e" * 16

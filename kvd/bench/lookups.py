@@ -52,11 +52,11 @@ from kvd.core.records.rows import StoredBlock
 from kvd.core.state.limits import Limits
 from kvd.rpc.queue_replica import QueueReplica, queue_update
 from shared.children.child_process import ChildFailedError
-from shared.kvd_client.queue_feed import QueueFeed
 from shared.kvd_client.queue_sender import snapshot_message
 from shared.measuring.statistics import spread
 from shared.pb.kvd.v1 import kvd_pb2
 from shared.types.queue_delta import QueueUpdate
+from shared.types.queue_feed import QueueFeed
 
 
 class MemoryPerformer:

@@ -29,12 +29,12 @@ from shared.kvd_client.grants import (
     store_grant,
 )
 from shared.kvd_client.messages import key_message, lineage_message
-from shared.kvd_client.queue_feed import QueueFeed
 from shared.kvd_client.queue_sender import QueueSender
 from shared.pb.kvd.v1 import kvd_pb2 as pb
 from shared.types.errors import ReportedError
 from shared.types.kv_layout import KVLayout
 from shared.types.lineage import Lineage
+from shared.types.queue_feed import QueueFeed
 from shared.types.session_key import SessionKey
 
 CALL_S = 5.0  # deadline of a call that only touches kvd's memory

@@ -13,12 +13,12 @@ import grpc
 
 from shared.kvd_client.attachment import Attachment, KvdUnavailableError
 from shared.kvd_client.grants import KvdProtocolError
-from shared.kvd_client.queue_feed import QueueFeed
 from shared.pb.kvd.v1 import kvd_pb2 as pb
 from shared.process.log import get_logger
 from shared.serving.grpc_status import error_from_rpc
 from shared.types.errors import ReportedError
 from shared.types.queue_delta import QueuedRequest, QueueUpdate
+from shared.types.queue_feed import QueueFeed
 from shared.types.session_key import SessionKey
 from shared.types.units import NS_PER_S
 

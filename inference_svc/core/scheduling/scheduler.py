@@ -39,7 +39,7 @@ from inference_svc.core.scheduling.slot_budget import SlotBudget
 from inference_svc.core.scheduling.start_gate import StartGate
 from inference_svc.core.scheduling.step_plan import SchedulerLimits, StepPlan, StepResult
 from inference_svc.core.scheduling.waiting_queue import Deadlines, StartEstimates, WaitingQueue
-from shared.kvd_client.queue_feed import QueueFeed
+from shared.types.queue_feed import QueueFeed
 
 __all__ = ["Scheduler", "SchedulerLimits"]
 

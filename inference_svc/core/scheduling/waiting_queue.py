@@ -23,8 +23,8 @@ from sortedcontainers import SortedList
 
 from inference_svc.core.rates.rates import Rates, pairs
 from inference_svc.core.scheduling.request import Request
-from shared.kvd_client.queue_feed import QueueFeed
 from shared.types.queue_delta import Rank
+from shared.types.queue_feed import QueueFeed
 from shared.types.session_key import SessionKey
 from shared.types.units import NS_PER_S
 

@@ -20,10 +20,10 @@ from inference_svc.runtime.store.session_store import StoreState
 from inference_svc.runtime.transfer.layer_store import no_wait, store_blocks
 from shared.kvd_client.client import KvdClient
 from shared.kvd_client.grants import StoreGrant
-from shared.kvd_client.queue_feed import QueueFeed
 from shared.types.block_key import TOKEN_BYTES
 from shared.types.errors import ReportedError
 from shared.types.lineage import Lineage
+from shared.types.queue_feed import QueueFeed
 from shared.types.session_key import SessionKey
 from shared.types.units import ceil_div
 

@@ -16,9 +16,9 @@ from inference_svc.runtime.kv.copy_stream import StepClock
 from inference_svc.runtime.kv.layer_gate import LayerGate
 from inference_svc.runtime.kv.sequence_kv import SequenceKv, WriteBuffer
 from shared.kvd_client.grants import LoadGrant
-from shared.kvd_client.queue_feed import QueueFeed
 from shared.types.block_key import TOKEN_BYTES
 from shared.types.lineage import Lineage
+from shared.types.queue_feed import QueueFeed
 from shared.types.session_key import SessionKey
 
 StoreState = Literal["attached", "detached", "off"]

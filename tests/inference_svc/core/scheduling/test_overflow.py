@@ -3,7 +3,7 @@
 import pytest
 
 from inference_svc.core.scheduling.request import RequestEvent, RequestState
-from shared.kvd_client.queue_feed import QueueFeed
+from shared.types.queue_feed import QueueFeed
 from tests.inference_svc.core.scheduling.test_scheduler import (
     admitted,
     announce,

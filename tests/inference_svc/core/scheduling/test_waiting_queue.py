@@ -6,8 +6,8 @@ import pytest
 
 from inference_svc.core.scheduling.request import Request
 from inference_svc.core.scheduling.waiting_queue import WaitingQueue
-from shared.kvd_client.queue_feed import QueueFeed
 from shared.types.queue_delta import QueuedRequest, RunningRequest
+from shared.types.queue_feed import QueueFeed
 from shared.types.session_key import SessionKey
 
 

@@ -2,7 +2,6 @@
 
 import pytest
 
-from shared.kvd_client.queue_feed import FEW_CHANGES, QueueFeed
 from shared.types.queue_delta import (
     QueuedRequest,
     QueueUpdate,
@@ -11,6 +10,7 @@ from shared.types.queue_delta import (
     running_digest,
     waiting_digest,
 )
+from shared.types.queue_feed import FEW_CHANGES, QueueFeed
 from shared.types.session_key import SessionKey
 
 MANY = 1000
