@@ -7,7 +7,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Self
 
-from inference_svc.cli.client import InferenceClient
+from inference_svc.client import InferenceClient
 from shared.access.channels import ClientCredentials
 from shared.children.child_process import ChildProcess
 from tests.warm_python import WarmProcess, WarmPython

@@ -10,7 +10,7 @@ from typing import Any
 
 import grpc
 
-from inference_svc.cli.client import TurnResult, turn_request
+from inference_svc.client import TurnResult, turn_request
 from shared.pb.inference.v1 import inference_pb2
 from shared.pb.kvd.v1 import kvd_pb2, kvd_pb2_grpc
 from shared.process.runtime_dir import READER_SOCKET, channel_options

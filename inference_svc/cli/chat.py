@@ -12,7 +12,7 @@ from contextlib import aclosing
 from rich.cells import cell_len
 from rich.console import Console
 
-from inference_svc.cli.client import InferenceClient, turn_request
+from inference_svc.client import InferenceClient, turn_request
 from shared.pb.inference.v1 import inference_pb2 as pb
 from shared.terminal import printing
 from shared.types.errors import ReportedError

@@ -10,7 +10,7 @@ from shared.access.addresses import UNIX
 
 # Imported where they are used: --help does without gRPC and settings.
 if TYPE_CHECKING:
-    from inference_svc.cli.client import InferenceClient
+    from inference_svc.client import InferenceClient
 
 # May stand before or after the command's name.
 MOVABLE = ("--address", "--token-file", "--tls-ca", "--tls-cert", "--tls-key")
@@ -65,7 +65,7 @@ def client_of(
     Raises:
         InvalidInputError: the address is none, or a file cannot be read.
     """
-    from inference_svc.cli.client import InferenceClient
+    from inference_svc.client import InferenceClient
     from shared.access.channels import read_credentials
 
     is_named = any((token_file, tls_ca, tls_cert, tls_key))

@@ -9,8 +9,8 @@ from itertools import pairwise
 from rich.live import Live
 from rich.text import Text
 
-from inference_svc.cli.client import InferenceClient
 from inference_svc.cli.status_view import status_lines
+from inference_svc.client import InferenceClient
 from shared.pb.inference.v1 import inference_pb2 as pb
 from shared.terminal import printing
 from shared.terminal.keyboard import keyboard

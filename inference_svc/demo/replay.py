@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from inference_svc.cli.client import InferenceClient, TurnResult, turn_request
+from inference_svc.client import InferenceClient, TurnResult, turn_request
 from inference_svc.demo.report import TurnFacts
 from inference_svc.demo.servers import DemoServers
 from shared.pb.inference.v1 import inference_pb2 as pb

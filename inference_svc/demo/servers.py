@@ -7,7 +7,7 @@ from pathlib import Path
 
 import grpc
 
-from inference_svc.cli.client import InferenceClient
+from inference_svc.client import InferenceClient
 from shared.children.child_process import ChildFailedError, ChildProcess
 from shared.pb.kvd.v1 import kvd_pb2, kvd_pb2_grpc
 from shared.process.runtime_dir import READER_SOCKET, channel_options

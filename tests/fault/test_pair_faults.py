@@ -4,7 +4,7 @@ from contextlib import aclosing
 
 import pytest
 
-from inference_svc.cli.client import turn_request
+from inference_svc.client import turn_request
 from shared.pb.inference.v1 import inference_pb2
 from tests.pair import SLOT_BYTES
 

@@ -8,7 +8,7 @@ import pytest
 import pytest_asyncio
 from openai import AsyncOpenAI
 
-from inference_svc.cli.client import turn_request
+from inference_svc.client import turn_request
 from shared.pb.inference.v1 import inference_pb2 as pb
 from shared.types.errors import ExhaustedError
 from tests.fault.test_disk import small_disk

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from inference_svc.cli.client import InferenceClient, TurnResult, turn_request
+from inference_svc.client import InferenceClient, TurnResult, turn_request
 from shared.pb.inference.v1 import inference_pb2 as pb
 from shared.types.errors import DeadlineError, ReportedError
 from shared.types.units import MIB

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from inference_svc.cli.client import InferenceClient, turn_request
+from inference_svc.client import InferenceClient, turn_request
 from shared.pb.inference.v1 import inference_pb2 as pb
 from shared.types.errors import InvalidInputError, NotFoundError, ReportedError, StateError
 from tests.inference_processes import SERVICE

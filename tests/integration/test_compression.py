@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from inference_svc.cli.client import turn_request
+from inference_svc.client import turn_request
 from inference_svc.core.compression.policies import make_compression
 from inference_svc.core.compression.policy import special_tokens
 from inference_svc.core.discards import num_in, without

@@ -6,7 +6,7 @@ import pytest_asyncio
 from openai import AsyncOpenAI
 from transformers import AutoTokenizer
 
-from inference_svc.cli.client import turn_request
+from inference_svc.client import turn_request
 from shared.pb.inference.v1 import inference_pb2 as pb
 from tests.inference_processes import InferenceProcess
 from tests.models import narrow_model

@@ -17,8 +17,8 @@ import pytest
 import pytest_asyncio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from inference_svc.cli.client import InferenceClient, TurnResult, turn_request
 from inference_svc.cli.main import app
+from inference_svc.client import InferenceClient, TurnResult, turn_request
 from shared.access.channels import ClientCredentials, aio_channel_of
 from shared.access.tokens import token_digest
 from shared.pb.inference.v1 import inference_pb2 as pb

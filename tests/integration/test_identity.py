@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from inference_svc.cli.client import turn_request
+from inference_svc.client import turn_request
 from shared.pb.inference.v1 import inference_pb2
 from tests.pair import BLOCK_TOKENS, SLOT_BYTES
 

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from inference_svc.cli.client import InferenceClient, turn_request
+from inference_svc.client import InferenceClient, turn_request
 from shared.access.channels import ClientCredentials
 from shared.access.tokens import make_token
 from shared.pb.inference.v1 import inference_pb2 as pb

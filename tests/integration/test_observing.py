@@ -17,7 +17,7 @@ import pytest_asyncio
 from aiohttp import ClientSession, UnixConnector
 from prometheus_client.parser import text_string_to_metric_families
 
-from inference_svc.cli.client import turn_request
+from inference_svc.client import turn_request
 from inference_svc.core.counters import COUNTERS
 from inference_svc.metrics.table import METRICS as INFERENCE
 from kvd.core.state.outbox import COUNTERS as KVD_COUNTERS

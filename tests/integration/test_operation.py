@@ -20,7 +20,7 @@ import pytest
 import pytest_asyncio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from inference_svc.cli.client import turn_request
+from inference_svc.client import turn_request
 from shared.pb.inference.v1 import inference_pb2 as pb
 from shared.types.errors import DeniedError, ExhaustedError, UnavailableError
 from tests.inference_processes import InferenceProcess

@@ -14,7 +14,7 @@ import grpc
 import pytest
 import pytest_asyncio
 
-from inference_svc.cli.client import turn_request
+from inference_svc.client import turn_request
 from inference_svc.core.truncation import USUAL_SINKS
 from shared.pb.inference.v1 import inference_pb2 as pb
 from shared.pb.inference.v1 import inference_pb2_grpc

@@ -11,7 +11,7 @@ from contextlib import suppress
 
 import pytest
 
-from inference_svc.cli.client import turn_request
+from inference_svc.client import turn_request
 from shared.pb.inference.v1 import inference_pb2 as pb
 from shared.types.errors import ReportedError
 from tests.models import narrow_model

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from inference_svc.cli.client import turn_request
+from inference_svc.client import turn_request
 from kvd.client.operator_client import connect
 from shared.pb.inference.v1 import inference_pb2
 from tests.inference_processes import InferenceProcess, wait_kvd_state

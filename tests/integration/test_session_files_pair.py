@@ -2,7 +2,7 @@
 
 import asyncio
 
-from inference_svc.cli.client import turn_request
+from inference_svc.client import turn_request
 from shared.pb.inference.v1 import inference_pb2 as pb
 from tests.inference_processes import InferenceProcess, wait_kvd_state
 from tests.kvd_polling import all_clean, eventually, sessions_of

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from inference_svc.cli.client import turn_request
+from inference_svc.client import turn_request
 from shared.pb.inference.v1 import inference_pb2 as pb
 from tests.inference_processes import InferenceProcess, wait_kvd_state, wait_saved
 from tests.oracle import Oracle

@@ -9,7 +9,7 @@ from collections import Counter
 from contextlib import aclosing, suppress
 from typing import ClassVar
 
-from inference_svc.cli.client import InferenceClient, turn_request
+from inference_svc.client import InferenceClient, turn_request
 from shared.pb.inference.v1 import inference_pb2 as pb
 from shared.types.errors import (
     ConflictError,

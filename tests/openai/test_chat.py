@@ -7,7 +7,7 @@ from functools import partial
 import openai
 import pytest
 
-from inference_svc.cli.client import turn_request
+from inference_svc.client import turn_request
 from shared.pb.inference.v1 import inference_pb2 as pb
 from shared.types.errors import NotFoundError
 from tests.openai.conftest import MODEL, name_of, said

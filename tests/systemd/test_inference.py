@@ -11,7 +11,7 @@ from contextlib import asynccontextmanager
 import pytest
 import pytest_asyncio
 
-from inference_svc.cli.client import InferenceClient, turn_request
+from inference_svc.client import InferenceClient, turn_request
 from shared.pb.inference.v1 import inference_pb2 as pb
 from shared.types.errors import ReportedError
 from tests.systemd.container import REPOSITORY

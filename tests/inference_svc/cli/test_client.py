@@ -6,12 +6,7 @@ from contextlib import asynccontextmanager
 import grpc
 import pytest
 
-from inference_svc.cli.client import (
-    InferenceClient,
-    NotRunningError,
-    TurnTimeoutError,
-    turn_request,
-)
+from inference_svc.client import InferenceClient, NotRunningError, TurnTimeoutError, turn_request
 from inference_svc.core.errors import (
     DrainingError,
     QueueFullError,

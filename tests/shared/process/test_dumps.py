@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from inference_svc.cli.client import turn_request
+from inference_svc.client import turn_request
 from inference_svc.runtime.memory import allocate_region
 from kvd.tiers.direct_io import Staging
 from shared.kvd_client.arena_map import ArenaMap
