@@ -15,6 +15,7 @@ from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 from inference_svc.eval.retrieval import record_line
 from tests.demo_training.corpus import Corpus
 from tests.demo_training.tokenizer import (
+    BOS,
     END,
     MAX_TOKENS,
     PAD,
@@ -22,7 +23,6 @@ from tests.demo_training.tokenizer import (
     VOCAB_SIZE,
     train_tokenizer,
 )
-from tests.models import BOS
 
 
 def model_config() -> LlamaConfig:

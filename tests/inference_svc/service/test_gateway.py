@@ -29,7 +29,7 @@ def model(tiny_model):
 @asynccontextmanager
 async def gateway_of(model, directory, most_streams=2):
     async with serving(model, directory) as service:
-        report = TurnReport(service.measures)
+        report = TurnReport(service.histograms)
         streams, counters = StreamCounts(most_streams), service.counters
         yield Gateway(service.turns, "m", None, TurnDefaults(64), streams, counters, report)
 
@@ -94,7 +94,7 @@ async def test_what_is_refused_is_counted_once_and_holds_nothing(model, tmp_path
         with pytest.raises(error):
             await gateway.submit(ANN, names, refuse)
         assert not gateway.streams._held
-        assert list(gateway._report.measures.refused.counts.values()) == [1]
+        assert list(gateway._report.histograms.refused.counts.values()) == [1]
 
 
 async def test_a_session_is_the_tenants_that_is_named(model, tmp_path):

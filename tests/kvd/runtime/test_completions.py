@@ -15,12 +15,10 @@ from tests.kvd.runtime.performed import (
 async def test_what_has_ended_at_the_end_is_reported(world):
     """All of it, before the files and the arena go, and nothing afterwards."""
     for op_id in range(1, 101):
-        world.performer._completions.put(
-            Ended(lambda engine, op_id=op_id: engine.ended(op_id, engine.now_ns))
-        )
+        world.performer._completions.put(Ended(lambda engine, op_id=op_id: engine.ended(op_id)))
     await world.performer.close()
     assert [op_id for _, op_id in world.engine.done] == list(range(1, 101))
-    world.performer._completions.put(Ended(lambda engine: engine.ended(101, engine.now_ns)))
+    world.performer._completions.put(Ended(lambda engine: engine.ended(101)))
     for _ in range(3):
         await asyncio.sleep(0)
     assert len(world.engine.done) == 100

@@ -317,7 +317,7 @@ def test_a_killed_process_leaves_its_arena(store, options, tmp_path):
 SUPERVISED = """
 import os, sys
 from pathlib import Path
-from kvd.core.records.records import CommittedSlot
+from kvd.core.records.rows import CommittedSlot
 from kvd.tiers.arena_store import ArenaOptions, ArenaStore
 from tests.synthetic_engine import small_layout
 layout = small_layout()
