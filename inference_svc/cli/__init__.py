@@ -1,1 +1,1 @@
-"""The `inference-svc` command, and its client of a running service."""
+"""The `inference-svc` command: what it asks a running service, and how it shows the answers."""

@@ -1,1 +1,1 @@
-"""Every way in for turns: the gateway that gRPC and HTTP share, and the gRPC servicer."""
+"""The way in for turns: the gateway that gRPC and HTTP share, gRPC itself, the drain at the end."""

@@ -25,8 +25,8 @@ What the figures mean:
              the median call takes with the largest number of sessions than with the middle one.
              Longest calls: processor time of single calls of the pure engine over the fullest
              index, each of which would stop the loop. With them comes what `restart` measures.
-    queue    what a queue of ten thousand jobs costs the pure engine, parsed, decoded and taken:
-             told at once, and one change of it.
+    queue    what a queue of ten thousand requests costs the pure engine, parsed, decoded and
+             taken: reported at once, and one change of it.
     restart  exec to SERVING over an index full of sessions, and the memory that one idle session
              costs: (RSS with them - RSS without) / their number; the same of the peak of the start.
 

@@ -1,1 +1,1 @@
-"""All layouts and their caches: opened, bounded, scrubbed, erased; keys of tenants."""
+"""All layouts and their caches: opened, bounded, scrubbed, listed, erased; tenants' secrets."""

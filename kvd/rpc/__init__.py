@@ -1,1 +1,1 @@
-"""The gRPC services of kvd: guarded, narrowed to tenants, decoded."""
+"""kvd's gRPC services, who may call what of them, and a replica of each engine's queue."""

@@ -1,1 +1,1 @@
-"""kvd top: what a kvd does, live. `screen` and `views` are pure, `loop` and `keyboard` are not."""
+"""kvd top: what a kvd does, live. `screen` and `views` are pure, `loop` is not."""

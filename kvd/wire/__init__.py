@@ -1,1 +1,1 @@
-"""Records as protobuf messages, and back."""
+"""The core's records as protobuf messages, and back; filters that callers name; events."""

@@ -1,4 +1,4 @@
-"""Values that both processes speak of.
+"""Values that both processes speak of: keys, layout, lineage, the queue's changes, errors, units.
 
-Keys, layout, lineage, errors, units. Pure; imports nothing else of ours.
+Pure; imports nothing else of ours.
 """

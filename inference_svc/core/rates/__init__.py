@@ -1,1 +1,1 @@
-"""What steps and loads take, learnt while running, and what pays by that."""
+"""How long steps and loads take, learnt while running; whether loading or computing is sooner."""

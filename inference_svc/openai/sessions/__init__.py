@@ -1,1 +1,1 @@
-"""Where an HTTP request's turn goes, how it is followed and ended, and what is remembered of it."""
+"""Which session an HTTP request goes to, how its turn ends, and what is stored of it."""

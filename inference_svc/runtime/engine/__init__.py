@@ -1,1 +1,1 @@
-"""The loop that owns the scheduler, and the requests, memory and loads it looks after."""
+"""The loop that owns the scheduler, and the requests, steps, loads and discards it looks after."""

@@ -1,1 +1,1 @@
-"""The talk with kvd: loads, saves, and the streams that save while a turn computes."""
+"""Sessions' KV in kvd: loads, saves, and the streams that save while a turn computes."""

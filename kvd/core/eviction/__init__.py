@@ -1,1 +1,1 @@
-"""Which session goes first: the policy protocol and the policies."""
+"""Which session goes first: the engines' queues, the policies, and when a session expires."""

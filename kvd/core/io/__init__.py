@@ -1,1 +1,1 @@
-"""What is read and written when, and where it goes: placement, prefetching, demotion, hashes."""
+"""When blocks are read, written and verified, prefetched too; and how room is made for them."""
