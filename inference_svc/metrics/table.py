@@ -192,8 +192,8 @@ METRICS = MetricTable(
         Metric(
             "inference_kv_rows",
             "gauge",
-            "Rows of the working KV: all there are, free ones, those reserved for turns, and those "
-            "of idle sessions",
+            "Token slots of the working KV: all there are, free ones, those reserved for turns, "
+            "and those of idle sessions",
             ("state",),
             {
                 "pool": "pool_rows",
@@ -220,7 +220,7 @@ METRICS = MetricTable(
         Metric(
             "inference_pool_misses_total",
             "counter",
-            "Rows that found no room in the pool: only slower",
+            "Token slots that found no room in the pool: only slower",
             (),
             {"": "pool_misses"},
         ),

@@ -105,11 +105,11 @@ METRICS = MetricTable(
         Metric(
             "kvd_index_queued_bytes",
             "gauge",
-            "Rows on their way to the index that are not committed",
+            "Index entries on their way that are not committed",
         ),
         _gauge(
             "kvd_index_waiting_rows",
-            "Rows for which that has no room: of blocks and sessions, and uses of sessions",
+            "Index entries for which that has no room: of blocks, sessions and their uses",
             "kind",
         ),
         Metric("kvd_io_queue_jobs", "gauge", "Jobs that wait for a thread of the I/O pool"),
@@ -253,7 +253,7 @@ METRICS = MetricTable(
         ),
         _counter(
             "kvd_compacted_tokens_total",
-            "Tokens whose rows were put together",
+            "Tokens whose KV was put together",
             counted="compacted_tokens",
         ),
         _counter(

@@ -25,7 +25,7 @@ random layers, calibrates it and checks it against the stock model; `make test` 
 sample, `make test-long` for all. A model that is not listed here is calibrated all the same.
 There is no list in the program: what calibration cannot prove is refused.
 
-**Mode**: *ragged*, attention reads the rows of each sequence where they are; *gather*, the model
+**Mode**: *ragged*, attention reads each sequence's KV where it is; *gather*, the model
 makes keys of what it caches, and gets all of it; *masked*, the model's own attention over all
 sequences at once, kept apart by a mask; *single*, the model's own attention, sequence by sequence.
 
