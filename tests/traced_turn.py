@@ -52,7 +52,7 @@ class Trace:
     def __init__(self, first: str, last: str, is_of_tasks: bool, path: Path) -> None:
         self._first, self._last, self._path = first, last, path
         self._tasks: set[object] | None = set() if is_of_tasks else None
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # signals come while the main thread has it, too
         self._calls: list[Call] = []
         self._frames: set[FrameType] = set()  # a coroutine that goes on is no new call
         self._is_on = False
