@@ -4,8 +4,8 @@ The parts of the service without its engine: tokens are fed through a `ModelRunn
 and a discard does to it what its method says. Nothing is saved or loaded; "ca" keeps the rows that
 a save would store in a write buffer, and embeds them again as a load would.
 
-Invariants: 1. the sequence KV's rows are those of `context_ids`, in this order; 2. so are those of
-the write buffer, if the method has one; 3. in one thread only.
+Invariants: 1. the sequence KV is that of `context_ids`, in this order; 2. so is what is in the
+write buffer, if the method has one; 3. in one thread only.
 """
 
 from collections.abc import Iterator

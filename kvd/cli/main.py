@@ -1,6 +1,6 @@
 """The kvd command: run the daemon, look at what it holds, change it. Here: serve, version.
 
-kvd/cli/commands.py lists the exit codes, kvd/cli/commands.py the examples of all commands.
+kvd/cli/commands.py lists all commands, their examples and the exit codes.
 """
 
 import sys

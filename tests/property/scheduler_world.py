@@ -1,6 +1,6 @@
 """The engine around a scheduler, in memory: KV whose rows are tokens, copies that end when told.
 
-A sequence's KV's row is the token it was computed from, VOID if it came of a load that has failed.
+What stands for a token's KV is the token itself, VOID if it came of a load that has failed.
 Whoever computes on a sequence's KV must find the rows of exactly its own tokens, and memory in use
 never exceeds what the scheduler was given.
 """

@@ -3,7 +3,7 @@
 Pure. `fifo` and `lru` look neither at the queue nor at the future; `lookahead_queue` lets idle
 sessions go first and then the queue, tail first; `lookahead` is the paper's look-ahead eviction, to
 the letter; `predictive` ranks idle sessions by what keeping them is likely to pay. What they have
-in common is in ranked.py.
+in common is `EvictionPolicy`.
 """
 
 from collections.abc import Iterator
