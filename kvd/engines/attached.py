@@ -1,11 +1,7 @@
 """Engines that are attached, and those that hold slots without being attached (D10).
 
-    attached ----its process dies, or it says that it leaves----> gone: all its leases end
-       │  └------its connection ends, a store is under way------> quarantined
-       └---------its connection ends, nothing is under way------> gone
-    quarantined -its process dies-------------------------------> gone: all its leases end
-       └---------the same process and instance attaches again---> gone: the stores that it still
-                  has under way are the new attachment's, all others end
+What may happen to them is the table ENGINE_MOVES; kvd/README.md has its drawing. When an engine is
+gone all its leases end, but for those that its new attachment takes over.
 
 There is no timeout: as long as a process lives that may be writing into a slot, nobody else gets
 that slot. Operators see such processes with `kvd leases`, and may kill them.
@@ -13,7 +9,7 @@ that slot. Operators see such processes with `kvd leases`, and may kill them.
 
 import secrets
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
@@ -36,6 +32,7 @@ from kvd.tiers.journal import JournaledWrite
 from shared.process.log import get_logger
 from shared.types.engine_id import shown_id
 from shared.types.errors import InvalidInputError
+from shared.types.transitions import Transitions
 
 log = get_logger(__name__)
 
@@ -50,19 +47,23 @@ class EngineState(Enum):
 
 # What may happen to an engine in each state, and the state that follows. It begins attached; a
 # writer of an earlier kvd begins quarantined.
-ENGINE_MOVES: Mapping[EngineState, Mapping[str, EngineState]] = {
-    EngineState.ATTACHED: {
-        "ended": EngineState.GONE,  # its process is dead, or has said that it leaves
-        "disconnected": EngineState.GONE,
-        "disconnected_storing": EngineState.QUARANTINED,
-    },
-    EngineState.QUARANTINED: {
-        "ended": EngineState.GONE,
-        "reattached": EngineState.GONE,  # what it holds is held by its new attachment
-        "kvd_stops": EngineState.GONE,  # the next kvd finds it in the journal
-    },
-    EngineState.GONE: {},
-}
+ENGINE_MOVES = Transitions(
+    {
+        EngineState.ATTACHED: {
+            "ended": EngineState.GONE,  # its process is dead, or has said that it leaves
+            "disconnected": EngineState.GONE,  # and nothing is under way
+            "disconnected_storing": EngineState.QUARANTINED,
+        },
+        EngineState.QUARANTINED: {
+            "ended": EngineState.GONE,  # its process is dead
+            # By the same process and instance: the stores that it still has under way are the new
+            # attachment's.
+            "reattached": EngineState.GONE,
+            "kvd_stops": EngineState.GONE,  # the next kvd finds it in the journal
+        },
+        EngineState.GONE: {},
+    }
+)
 
 
 @dataclass(eq=False)
@@ -102,9 +103,7 @@ class Engine:
 
     def move(self, event: str) -> None:
         """Change the state; AssertionError if that cannot happen in the one that it has."""
-        following = ENGINE_MOVES[self.state].get(event)
-        assert following is not None, f"{event}: an engine that is {self.state.value}"  # noqa: S101
-        self.state, self.since_s = following, time.monotonic()
+        self.state, self.since_s = ENGINE_MOVES.after(self.state, event), time.monotonic()
 
 
 @dataclass(frozen=True)

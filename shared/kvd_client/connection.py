@@ -1,7 +1,6 @@
 """Staying attached to a kvd: attach, hold, attach again, for ever; and calling it safely meanwhile.
 
-    detached --attach succeeds--> attached --Draining--> draining --kvd gone--> detached
-                                     └──────────────────kvd gone────────────────┘
+What may happen to a connection is the table CONNECTION_MOVES; kvd/README.md has its drawing.
 
 Slots of an ended attachment may still be read or written by threads of ours. kvd gives no slot of a
 store to others before we attach again and say which stores we still hold, or say that we leave, or
@@ -11,7 +10,7 @@ die. What was loaded meanwhile may not be used: its complete_load raises.
 import asyncio
 import contextlib
 import secrets
-from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Collection, Coroutine
 from enum import Enum
 from pathlib import Path
 from typing import Protocol, TypeVar
@@ -32,6 +31,7 @@ from shared.serving.tracing import Metadata, outgoing
 from shared.types.engine_id import shown_id
 from shared.types.errors import ReportedError, UnavailableError
 from shared.types.kv_layout import KVLayout
+from shared.types.transitions import Transitions
 from shared.version import __version__
 
 RECONNECT_DELAY_S = 0.1  # after an attachment has ended; doubled with each attempt that fails
@@ -72,17 +72,19 @@ class ConnectionState(Enum):
 
 
 # What may happen to a connection in each state, and the state that follows.
-CONNECTION_MOVES: Mapping[ConnectionState, Mapping[str, ConnectionState]] = {
-    ConnectionState.DETACHED: {"attached": ConnectionState.ATTACHED},
-    ConnectionState.ATTACHED: {
-        "draining": ConnectionState.DRAINING,
-        "ended": ConnectionState.DETACHED,
-    },
-    ConnectionState.DRAINING: {
-        "draining": ConnectionState.DRAINING,
-        "ended": ConnectionState.DETACHED,
-    },
-}
+CONNECTION_MOVES = Transitions(
+    {
+        ConnectionState.DETACHED: {"attached": ConnectionState.ATTACHED},
+        ConnectionState.ATTACHED: {
+            "draining": ConnectionState.DRAINING,
+            "ended": ConnectionState.DETACHED,
+        },
+        ConnectionState.DRAINING: {
+            "draining": ConnectionState.DRAINING,
+            "ended": ConnectionState.DETACHED,
+        },
+    }
+)
 
 
 class KvdConnection:
@@ -205,7 +207,7 @@ class KvdConnection:
     def _move(self, event: str, detached_reason: str = "", **logged: object) -> None:
         """Change the state, and notify of it if `attached` is another now."""
         was_attached = self.attached
-        self._state = CONNECTION_MOVES[self._state][event]
+        self._state = CONNECTION_MOVES.after(self._state, event)
         self._detached_reason = detached_reason or self._detached_reason
         if self.attached is was_attached:
             return

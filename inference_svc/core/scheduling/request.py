@@ -1,22 +1,23 @@
 """One turn as the scheduler sees it: token ids, how many of them have KV, and a state.
 
-The life of a request is the table TRANSITIONS; inference_svc/README.md has its drawing.
+The life of a request is the table REQUEST_MOVES; inference_svc/README.md has its drawing.
 
 Invariants:
-    1. the state moves along TRANSITIONS only;
+    1. the state moves along REQUEST_MOVES only;
     2. computed_tokens <= capacity_tokens <= window_tokens: an answer's last token is never fed;
     3. token_ids only grows, but for `discard`, while it waits: what is left keeps its order, and
        the last token, which is to be fed next, always stays;
     4. num_sampled only grows, whatever is discarded: max_tokens bounds it.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from enum import Enum
+from enum import Enum, StrEnum
 
 from inference_svc.core.discards import Range, kept_runs, num_in, without
 from shared.types.lineage import Lineage
 from shared.types.session_key import SessionKey
+from shared.types.transitions import Transitions
 
 NO_WINDOW = 1 << 62  # slots; more than there will ever be
 
@@ -33,7 +34,7 @@ class RequestState(Enum):
     FAILED = "failed"
 
 
-class RequestEvent(Enum):
+class RequestEvent(StrEnum):
     """What moves a request on.
 
     Attributes:
@@ -59,34 +60,36 @@ class RequestEvent(Enum):
     FAIL = "fail"
 
 
-_STOPS = {
+_STOPS: dict[str, RequestState] = {
     RequestEvent.CANCEL: RequestState.CANCELLED,
     RequestEvent.FAIL: RequestState.FAILED,
 }
-TRANSITIONS: Mapping[RequestState, Mapping[RequestEvent, RequestState]] = {
-    RequestState.WAITING: {RequestEvent.ADMIT: RequestState.LOADING, **_STOPS},
-    RequestState.LOADING: {
-        RequestEvent.ANNOUNCE: RequestState.READY,
-        RequestEvent.RESTART: RequestState.WAITING,
-        **_STOPS,
-    },
-    RequestState.READY: {
-        RequestEvent.START: RequestState.RUNNING,
-        RequestEvent.PREEMPT: RequestState.WAITING,
-        RequestEvent.RESTART: RequestState.WAITING,
-        **_STOPS,
-    },
-    RequestState.RUNNING: {
-        RequestEvent.FINISH: RequestState.FINISHED,
-        RequestEvent.PREEMPT: RequestState.WAITING,
-        RequestEvent.OVERFLOW: RequestState.WAITING,
-        RequestEvent.RESTART: RequestState.WAITING,
-        **_STOPS,
-    },
-    RequestState.FINISHED: {},
-    RequestState.CANCELLED: {},
-    RequestState.FAILED: {},
-}
+REQUEST_MOVES = Transitions(
+    {
+        RequestState.WAITING: {RequestEvent.ADMIT: RequestState.LOADING, **_STOPS},
+        RequestState.LOADING: {
+            RequestEvent.ANNOUNCE: RequestState.READY,
+            RequestEvent.RESTART: RequestState.WAITING,
+            **_STOPS,
+        },
+        RequestState.READY: {
+            RequestEvent.START: RequestState.RUNNING,
+            RequestEvent.PREEMPT: RequestState.WAITING,
+            RequestEvent.RESTART: RequestState.WAITING,
+            **_STOPS,
+        },
+        RequestState.RUNNING: {
+            RequestEvent.FINISH: RequestState.FINISHED,
+            RequestEvent.PREEMPT: RequestState.WAITING,
+            RequestEvent.OVERFLOW: RequestState.WAITING,
+            RequestEvent.RESTART: RequestState.WAITING,
+            **_STOPS,
+        },
+        RequestState.FINISHED: {},
+        RequestState.CANCELLED: {},
+        RequestState.FAILED: {},
+    }
+)
 
 
 _ADMITTED = frozenset({RequestState.LOADING, RequestState.READY, RequestState.RUNNING})
@@ -199,7 +202,7 @@ class Request:
     @property
     def is_over(self) -> bool:
         """Whether it has ended, one way or another."""
-        return not TRANSITIONS[self.state]
+        return not REQUEST_MOVES.events(self.state)
 
     def wanted_capacity(self, answer_tokens: int) -> int:
         """Slots to admit it with: what is known, and room for an answer of ordinary length.
@@ -230,9 +233,7 @@ class Request:
 
     def move(self, event: RequestEvent) -> None:
         """Take the transition of an event; the table has to have it."""
-        state = TRANSITIONS[self.state].get(event)
-        assert state is not None, f"request {self.number} is {self.state.value}: no {event.value}"
-        self.state = state
+        self.state = REQUEST_MOVES.after(self.state, event)
 
 
 class ActiveRequests:

@@ -18,8 +18,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from kvd.core.records.records import Tier
-from kvd.core.state.transitions import Transitions
 from shared.types.session_key import SessionKey
+from shared.types.transitions import Transitions
 
 
 class BlockIo(Enum):

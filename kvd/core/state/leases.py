@@ -17,9 +17,9 @@ from kvd.core.records.errors import LeaseLostError, TooManyLeasesError
 from kvd.core.records.records import LeaseInfo, LoadSpan
 from kvd.core.records.rows import Span
 from kvd.core.state.block import Block
-from kvd.core.state.transitions import Transitions
 from shared.types.lineage import Lineage
 from shared.types.session_key import SessionKey
+from shared.types.transitions import Transitions
 
 
 class LeasePhase(Enum):

@@ -12,7 +12,7 @@ from enum import Enum
 from kvd.core.records.actions import ClearSlot, PutSlot
 from kvd.core.records.rows import CommittedSlot, SlotRecord, WritingSlot
 from kvd.core.state.block import Block
-from kvd.core.state.transitions import Transitions
+from shared.types.transitions import Transitions
 
 
 class SlotState(Enum):

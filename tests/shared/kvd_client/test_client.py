@@ -286,5 +286,5 @@ def test_the_states_of_a_connection(tmp_path):
     for event in ("attached", "draining", "draining", "ended", "attached", "ended"):
         client._move(event, "stopping")
     assert changes == [True, False, True, False]
-    with pytest.raises(KeyError):
+    with pytest.raises(AssertionError, match="draining cannot happen to what is detached"):
         client._move("draining", "it is not there")

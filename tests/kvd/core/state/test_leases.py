@@ -5,6 +5,8 @@ import pytest
 from kvd.core.records.actions import Emit
 from kvd.core.records.errors import LeaseLostError
 from kvd.core.records.records import LeaseState
+from kvd.core.state.leases import StoreLease, move
+from shared.types.session_key import SessionKey
 from tests.kvd.core.turns import (
     ONES,
     OWNER,
@@ -154,3 +156,15 @@ def test_a_load_is_its_owners_to_end():
     world.pump()
     assert not world.engine.inspection.leases()
     assert store(world, B, TWOS).end_token == 4
+
+
+def test_a_lease_ends_once():
+    """An orphan is its engine's again, or ends; what has ended is nobody's."""
+    lease = StoreLease(1, 2, SessionKey("t", "m", "s"))
+    with pytest.raises(AssertionError):
+        move(lease, "reattach")
+    for event in ("detach", "reattach", "end"):
+        move(lease, event)
+    for event in ("settle", "detach", "reattach", "end"):
+        with pytest.raises(AssertionError, match=f"{event} cannot happen to what is ended"):
+            move(lease, event)

@@ -1,0 +1,27 @@
+"""A slot of the arena: whose it is, and which generation of it."""
+
+import pytest
+
+from kvd.core.state.slots import SlotTable
+
+
+def test_only_a_committed_slot_is_written_anew():
+    """A slot keeps its generation then; one that is free gets the next one."""
+    slots = SlotTable(2)
+    with pytest.raises(AssertionError):
+        slots.rewrite(0)
+    slot_id, generation = slots.allocate()
+    slots.commit(slot_id)
+    slots.rewrite(slot_id)
+    slots.commit(slot_id)
+    slots.free(slot_id)
+    assert slots.allocate() == (slot_id, generation + 1)
+
+
+def test_a_slot_is_adopted_once():
+    """What an earlier kvd had given away is not free."""
+    slots = SlotTable(2)
+    slots.adopt(1, 7, is_committed=True)
+    for is_committed in (True, False):
+        with pytest.raises(AssertionError):
+            slots.adopt(1, 7, is_committed=is_committed)
