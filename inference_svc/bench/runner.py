@@ -13,7 +13,7 @@ from inference_svc.bench import (
     overflow,
     overlap,
     policies,
-    serve,
+    replay,
     ssd_turns,
     turns,
 )
@@ -81,7 +81,7 @@ def _plan(part: Part) -> tuple[str, str, int, Measure]:
         case OverlapOptions():
             return "overlap", overlap.METRIC, overlap.window_tokens(part), overlap.measure_overlap
         case ServeOptions():
-            return "serve", serve.METRIC, part.window_tokens, serve.measure_serve
+            return "serve", replay.METRIC, part.window_tokens, replay.measure_serve
         case PoliciesOptions():
             return "policies", policies.METRIC, part.window_tokens, policies.measure_policies
         case OverflowOptions():

@@ -1,17 +1,23 @@
-"""`inference-svc demo`."""
+"""`inference-svc demo`: every turn is answered by both services, one after the other.
+
+Sessions are interleaved (all first turns, then all second turns, …). Only one turn is under way at
+a time, so that the two times to first token of a turn are measured alike.
+"""
 
 import asyncio
 import json
 import shutil
 import signal
 import tempfile
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
 
-from inference_svc.demo.replay import replay, shipped_conversations
+from inference_svc.client import InferenceClient, TurnResult, turn_request
 from inference_svc.demo.report import (
     LiveReport,
     Summary,
@@ -22,9 +28,13 @@ from inference_svc.demo.report import (
 )
 from inference_svc.demo.servers import MODEL_DIR, DemoServers, running_servers
 from inference_svc.installation import require_engine
+from shared.pb.inference.v1 import inference_pb2 as pb
 from shared.terminal import printing
 
 EXIT_DIFFERS = 1
+DATA_DIR = Path(__file__).parent / "data"  # origin and licences: its README.md
+OUTPUT_TOKENS = 32
+NUM_TURNS_BEFORE_KILL = 4
 
 
 def demo(
@@ -82,3 +92,84 @@ async def _keep_running(servers: DemoServers, console: Console) -> None:
         asyncio.get_running_loop().add_signal_handler(number, stopped.set)
     waits = [asyncio.ensure_future(wait) for wait in (stopped.wait(), servers.wait_any())]
     await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """The users' turns of one dialogue; the first one opens with a document.
+
+    Attributes:
+        session_id: the session it is replayed as.
+        title: of the document.
+        turns: what the user says, in order.
+    """
+
+    session_id: str
+    title: str
+    turns: tuple[str, ...]
+
+
+def shipped_conversations() -> tuple[Conversation, ...]:
+    """Read the sample that comes with the package."""
+    rows = json.loads((DATA_DIR / "conversations.json").read_text(encoding="utf-8"))
+    return tuple(Conversation(row["session"], row["title"], tuple(row["turns"])) for row in rows)
+
+
+async def replay(
+    servers: DemoServers, conversations: Sequence[Conversation]
+) -> AsyncIterator[TurnFacts]:
+    """Yield each turn's facts; kvd is killed and restarted before the last turns."""
+    async with InferenceClient(servers.cached) as cached, InferenceClient(servers.recompute) as re:
+        await _warm_up(cached, re)
+        stored_tokens: dict[str, int] = {}
+        for turn in range(NUM_TURNS_BEFORE_KILL + 1):
+            after_kill = turn == NUM_TURNS_BEFORE_KILL
+            if after_kill:
+                await servers.kill_and_restart_kvd(stored_tokens)
+            for conversation in conversations:
+                result = await _submit(cached, conversation, turn)
+                again = await _submit(re, conversation, turn)
+                stored_tokens[conversation.session_id] = _stored_tokens(result.usage)
+                yield _facts(conversation.session_id, turn, result, again, after_kill=after_kill)
+
+
+async def _submit(client: InferenceClient, conversation: Conversation, turn: int) -> TurnResult:
+    message = pb.ChatMessage(role="user", content=conversation.turns[turn])
+    # ignore_eos: answers of one length, so that every history has the same share of them
+    sampling = pb.Sampling(max_tokens=OUTPUT_TOKENS, ignore_eos=True)
+    request = turn_request(
+        [message], conversation.session_id, sampling=sampling, expected_turn=turn
+    )
+    return await client.submit(request)
+
+
+def _stored_tokens(usage: pb.Usage) -> int:
+    """Length of the session's KV after the turn: the last token of the answer has none yet."""
+    return usage.history_tokens + usage.new_tokens + usage.output_tokens - 1
+
+
+async def _warm_up(*clients: InferenceClient) -> None:
+    """One turn that is not counted: the first forward of a process is slow."""
+    for client in clients:
+        sampling = pb.Sampling(max_tokens=2, ignore_eos=True)
+        await client.submit(turn_request([1, 2, 3, 4], sampling=sampling, final=True))
+
+
+def _facts(
+    session_id: str, turn: int, result: TurnResult, again: TurnResult, *, after_kill: bool
+) -> TurnFacts:
+    usage = result.usage
+    tiers = sorted(usage.tier_tokens, key=lambda tier: -usage.tier_tokens[tier])
+    return TurnFacts(
+        session_id=session_id,
+        turn=turn,
+        history_tokens=usage.history_tokens,
+        reused_tokens=usage.reused_tokens,
+        new_tokens=usage.new_tokens,
+        output_tokens=usage.output_tokens,
+        tiers=tuple(tiers),
+        ttft_s=usage.ttft_s,
+        recompute_ttft_s=again.usage.ttft_s,
+        identical=result.token_ids == again.token_ids,
+        after_kill=after_kill,
+    )

@@ -38,6 +38,6 @@ asserted: a busy machine misses them.
 
 *Hashing* after a store is in the write figures, not in the arena's: no engine waits for it.
 
-Where to begin reading: runner.py; then arena.py, ssd.py with floor.py, control.py, lookups.py and
-loop_calls.py over filled_index.py. figures.py, report.py and options.py are pure.
+Where to begin reading: runner.py; then arena.py, ssd.py with floor.py, control.py and lookups.py
+over filled_index.py. figures.py, report.py and options.py are pure.
 """

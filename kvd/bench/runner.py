@@ -5,9 +5,7 @@ import time
 from dataclasses import replace
 
 from kvd.bench import arena, control, filled_index, lookups, ssd
-from kvd.bench.control import measure_restart
 from kvd.bench.figures import Report
-from kvd.bench.loop_calls import measure_loop_calls
 from kvd.bench.options import BenchOptions, fitted
 from kvd.bench.workspace import Workspace, machine_facts, room_of, workspace
 from shared.measuring.workspace import check_memory, run_until_signal
@@ -81,7 +79,7 @@ async def _measure(options: BenchOptions, work: Workspace) -> Report:
         report = replace(report, encryption=await ssd.measure_encryption(options, work))
     # Before control, which adds sessions to the indexes.
     if "restart" in options.parts or "control" in options.parts:
-        report = replace(report, restart=await measure_restart(options, work, indexes))
+        report = replace(report, restart=await control.measure_restart(options, work, indexes))
     if "control" in options.parts:
         report = await _measure_control(options, work, indexes, report)
     if "queue" in options.parts:
@@ -94,7 +92,7 @@ async def _measure_control(
     options: BenchOptions, work: Workspace, indexes: filled_index.FilledIndexes, report: Report
 ) -> Report:
     state_dir = await indexes.state_dir(max(options.scale.session_counts))
-    longest = await asyncio.to_thread(measure_loop_calls, options, indexes, state_dir)
+    longest = await asyncio.to_thread(control.measure_loop_calls, options, indexes, state_dir)
     calls = await control.measure_calls(options, work, indexes)
     options.on_progress("control plane, the engine by itself")
     looked_up = await asyncio.to_thread(lookups.measure_lookups, options)

@@ -20,10 +20,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from kvd.host import systemd
 from kvd.tiers.faults import Faults, WritePoint
 from kvd.tiers.journal import UnfitArenaError
 from shared.kvd_client.arena_map import ArenaMap
+from shared.process import systemd
 from shared.process.log import get_logger
 from shared.types.units import SECTOR_BYTES, align_up
 

@@ -1,18 +1,23 @@
-"""What systemd wants to hear from a Type=notify service: ready, reloading, stopping, still alive.
+"""What systemd wants to hear from a Type=notify service, and the descriptors it keeps for it (D4).
 
-Does nothing outside systemd.
+A service says that it is ready, reloading, stopping, or still alive. Descriptors in the fd store
+come back after a restart, whatever became of the process; a full stop closes them, unless the unit
+says FileDescriptorStorePreserve=yes. Does nothing outside systemd.
 
-*Source:* sd_notify(3), sd_watchdog_enabled(3).
+*Source:* sd_notify(3), sd_watchdog_enabled(3), sd_listen_fds(3), sd_pid_notify_with_fds(3).
 """
 
 import os
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, MutableMapping
 
 READY = "READY=1"
 STOPPING = "STOPPING=1"
 WATCHDOG = "WATCHDOG=1"
+STORE_S = 1.0  # how long a busy supervisor may take: what it misses here would be lost
+FIRST_FD = 3  # SD_LISTEN_FDS_START
+_LISTEN_VARIABLES = ("LISTEN_PID", "LISTEN_FDS", "LISTEN_FDNAMES", "LISTEN_PIDFDID")
 
 
 def notify(*states: str, environ: Mapping[str, str] = os.environ) -> None:
@@ -50,3 +55,48 @@ def send(message: str, fds: tuple[int, ...], environ: Mapping[str, str], timeout
         except OSError:  # a timeout is one, too
             return False
     return True
+
+
+def store_fds(fds: Mapping[str, int], environ: Mapping[str, str] = os.environ) -> bool:
+    """Have descriptors kept by name; False if there is nobody to keep them.
+
+    systemd drops what does not fit FileDescriptorStoreMax= without telling us.
+    """
+    # Polled descriptors are dropped once they hang up; memory never does, and cannot be polled.
+    return all(
+        send(f"FDSTORE=1\nFDNAME={name}\nFDPOLL=0", (fd,), environ, STORE_S)
+        for name, fd in fds.items()
+    )
+
+
+def remove_fds(names: Iterable[str], environ: Mapping[str, str] = os.environ) -> None:
+    """Have descriptors dropped; a name nobody knows is ignored."""
+    for name in names:
+        send(f"FDSTOREREMOVE=1\nFDNAME={name}", (), environ, STORE_S)
+
+
+def stored_fds(environ: MutableMapping[str, str] = os.environ) -> dict[str, int]:
+    """Take over the descriptors that an earlier process had kept, by name. The caller owns them.
+
+    Children do not inherit them, nor the variables that announce them; a second call finds none.
+    """
+    ours = environ.get("LISTEN_PID") == str(os.getpid())
+    count = environ.get("LISTEN_FDS", "")
+    names = environ.get("LISTEN_FDNAMES", "").split(":")
+    for variable in _LISTEN_VARIABLES:
+        environ.pop(variable, None)
+    if not ours or not count.isdigit():
+        return {}
+    stored: dict[str, int] = {}
+    for index in range(int(count)):
+        fd = FIRST_FD + index
+        try:
+            os.set_inheritable(fd, False)
+        except OSError:  # announced, but not there
+            continue
+        name = names[index] if index < len(names) else ""
+        if name in stored:  # systemd puts the newest of a name first
+            os.close(fd)
+        else:
+            stored[name] = fd
+    return stored

@@ -25,8 +25,7 @@ from inference_svc.core.scheduling.scheduler import Scheduler
 from inference_svc.core.scheduling.step_plan import PlannedChunk, StepPlan, StepResult
 from inference_svc.runtime.engine.discards import Discards
 from inference_svc.runtime.engine.engine_request import ContextCut, EngineRequest, as_token_bytes
-from inference_svc.runtime.engine.load_tasks import LoadTasks
-from inference_svc.runtime.engine.loads import Loads
+from inference_svc.runtime.engine.loads import Loads, LoadTasks
 from inference_svc.runtime.engine.requests import RequestMemory, Requests
 from inference_svc.runtime.engine.stepping import (
     StepOutput,

@@ -5,7 +5,7 @@ from io import StringIO
 
 from rich.console import Console
 
-from inference_svc.demo.replay import shipped_conversations
+from inference_svc.demo.cli import shipped_conversations
 from inference_svc.demo.report import TurnFacts, closing_words, summarise, turn_table
 
 # As wide as a row of the shipped conversations gets: found in both tiers, after the kill.

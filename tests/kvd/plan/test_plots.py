@@ -7,8 +7,7 @@ from xml.etree import ElementTree as ET
 
 import pytest
 
-from kvd.plan.page import capacity_ticks, charts, page, ticks
-from kvd.plan.plots import check_plot, plot
+from kvd.plan.plots import capacity_ticks, charts, check_plot, page, plot, ticks
 from shared.measuring.plots import NoPlotError
 from tests.kvd.plan.plans import plan, result, swept
 

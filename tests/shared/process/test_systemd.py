@@ -1,7 +1,10 @@
-"""What a supervisor hears."""
+"""What a supervisor hears, and the descriptors that it keeps."""
 
+import array
 import os
 import socket
+import subprocess
+import sys
 
 import pytest
 
@@ -39,3 +42,144 @@ def test_watchdog_interval():
     assert systemd.watchdog_interval_s(ours) == 1.5
     assert systemd.watchdog_interval_s({**ours, "WATCHDOG_PID": "1"}) is None
     assert systemd.watchdog_interval_s({}) is None
+
+
+@pytest.fixture
+def supervisor(tmp_path):
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sock:
+        sock.bind(str(tmp_path / "notify"))
+        sock.settimeout(30)
+        yield sock
+
+
+@pytest.fixture
+def environ(tmp_path):
+    return {"NOTIFY_SOCKET": str(tmp_path / "notify")}
+
+
+def heard(supervisor):
+    """One message, as lines, and the descriptors with it."""
+    data, ancillary, _, _ = supervisor.recvmsg(1000, socket.CMSG_LEN(64))
+    fds = [fd for _, _, raw in ancillary for fd in array.array("i", raw)]
+    return data.decode().split("\n"), fds
+
+
+def test_nobody_keeps_descriptors(tmp_path):
+    """Outside systemd, or when it is gone, nothing is kept."""
+    for environ in ({}, {"NOTIFY_SOCKET": str(tmp_path / "gone")}):
+        systemd.remove_fds(["a"], environ)
+        assert not systemd.store_fds({"a": 1}, environ)
+
+
+def test_descriptors_are_sent_by_name(supervisor, environ):
+    """One message each, and not polled; removal names them."""
+    fd = os.memfd_create("kept")
+    os.write(fd, b"content")
+    assert systemd.store_fds({"kvd-a-slots": fd, "kvd-a-journal": fd}, environ)
+    systemd.remove_fds(["kvd-a-slots"], environ)
+    for name in ("kvd-a-slots", "kvd-a-journal"):
+        lines, (received,) = heard(supervisor)
+        assert lines == ["FDSTORE=1", f"FDNAME={name}", "FDPOLL=0"]
+        assert os.pread(received, 7, 0) == b"content"
+        os.close(received)
+    assert heard(supervisor) == (["FDSTOREREMOVE=1", "FDNAME=kvd-a-slots"], [])
+    os.close(fd)
+
+
+# Takes over its descriptors; says what they hold, what a child of it inherits, and what is left.
+ADOPTING = """
+import os, subprocess, sys
+from shared.process import systemd
+fds = systemd.stored_fds()
+for name in sorted(fds):
+    print(name, os.pread(fds[name], 9, 0).decode())
+print("again", systemd.stored_fds(), [v for v in os.environ if v.startswith("LISTEN")])
+script = (
+    "import os; print('child', 'LISTEN_FDS' in os.environ, flush=True);"
+    "os.system('ls -l /proc/self/fd')"
+)
+answer = subprocess.run([sys.executable, "-c", script], close_fds=False, capture_output=True)
+print("memfd" in answer.stdout.decode(), answer.stdout.decode().splitlines()[0])
+"""
+
+
+def run_with_fds(fds, names, pid="self"):
+    """Start a process as systemd does: descriptors from 3 on, announced in its environment."""
+
+    def announce():
+        for number, fd in enumerate(sorted(fds), start=50):
+            os.dup2(fd, number)
+        for number in range(len(fds)):
+            os.dup2(50 + number, 3 + number)
+            os.close(50 + number)
+        listen_pid = str(os.getpid()) if pid == "self" else pid
+        environ = {**os.environ, "LISTEN_PID": listen_pid, "LISTEN_FDS": str(len(fds))}
+        environ["LISTEN_FDNAMES"] = ":".join(names)
+        command = [sys.executable, "-c", ADOPTING]
+        os.execve(sys.executable, command, environ)  # noqa: S606
+
+    # preexec_fn never returns: the process is replaced by the one that knows its own LISTEN_PID.
+    process = subprocess.run(
+        ["/bin/true"],
+        preexec_fn=announce,
+        close_fds=False,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return process.stdout.splitlines()
+
+
+@pytest.fixture
+def memfds():
+    fds = []
+    for number in range(3):
+        fds.append(os.memfd_create("kept"))
+        os.write(fds[-1], f"content {number}".encode())
+    yield fds
+    for fd in fds:
+        os.close(fd)
+
+
+def test_a_new_process_takes_its_descriptors_over(memfds):
+    """By name; once; and its own children inherit neither them nor the variables."""
+    lines = run_with_fds(memfds, ["kvd-a-slots", "kvd-a-journal", "stored"])
+    assert lines == [
+        "kvd-a-journal content 1",
+        "kvd-a-slots content 0",
+        "stored content 2",
+        "again {} []",
+        "False child False",
+    ]
+
+
+def test_of_two_descriptors_of_one_name_one_is_kept(memfds):
+    """The first, which is the newest in systemd's list; the other is closed."""
+    lines = run_with_fds(memfds, ["a", "a", "b"])
+    assert lines[:2] == ["a content 0", "b content 2"]
+
+
+def test_descriptors_of_another_process_are_left_alone(memfds):
+    """A LISTEN_PID that we inherited says nothing about our descriptors."""
+    lines = run_with_fds(memfds, ["a", "b", "c"], pid="1")
+    assert lines[0] == "again {} []"
+
+
+@pytest.mark.parametrize(
+    "variables", [{}, {"LISTEN_FDS": "junk"}, {"LISTEN_FDS": "1000"}, {"LISTEN_FDNAMES": "a:b"}]
+)
+def test_nonsense_announcements(variables):
+    """Descriptors that are announced and not there are no descriptors."""
+    script = (
+        "import os; from shared.process import systemd;"
+        "os.environ['LISTEN_PID'] = str(os.getpid());"
+        "print(systemd.stored_fds())"
+    )
+    answer = subprocess.run(
+        [sys.executable, "-c", script],
+        env={**os.environ, **variables},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert answer.stdout == "{}\n"

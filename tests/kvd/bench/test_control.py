@@ -2,8 +2,8 @@
 
 from dataclasses import replace
 
+from kvd.bench.control import TTL_NS, measure_loop_calls, opened
 from kvd.bench.filled_index import FilledIndexes, fill_index
-from kvd.bench.loop_calls import TTL_NS, measure_loop_calls, opened
 from kvd.bench.options import QUICK, BenchOptions, resized
 from shared.types.units import NS_PER_S
 
