@@ -132,7 +132,7 @@ async def _serve(
         _log_window(settings, model, parts)
         parts.follow(live)
         book = ClientBook(Clients(settings.clients))
-        live.on_change(lambda changed: book.use(Clients(changed.clients)))
+        live.on_change.append(lambda changed: book.use(Clients(changed.clients)))
         calls = Calls()
         servers = GrpcServers(settings, InferenceService(parts.gateway), book, calls.rpcs)
         servers.bind()

@@ -40,9 +40,9 @@ class ServiceParts:
 
     def follow(self, live: LiveSettings[InferenceSettings]) -> None:
         """Follow the settings that a running service changes (`config.LIVE_KEYS`) from now on."""
-        live.check_with(self._check)
-        live.on_change(self._apply)
-        live.on_change(lambda _: warn_of_overridden(live.loaded))
+        live.checks.append(self._check)
+        live.on_change.append(self._apply)
+        live.on_change.append(lambda _: warn_of_overridden(live.loaded))
 
     def _check(self, settings: InferenceSettings) -> None:
         """See what only the model can say.

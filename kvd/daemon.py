@@ -83,7 +83,7 @@ class Daemon:
 
     def __init__(self, live: LiveSettings[Settings], faults: Faults | None = None) -> None:
         self._live = live
-        self._settings = live.settings  # of the start: what cannot change live
+        self._settings = live.loaded.settings  # of the start: what cannot change live
         self._rpcs = RpcMetrics()
         self._access = Access(self._settings, self._rpcs)
         self._is_serving = False
@@ -121,10 +121,10 @@ class Daemon:
             caches.restore()
             data_socket = await stack.enter_async_context(self._data_socket(engines))
             draining = Draining(self._settings.limits.drain)
-            scrubber = Scrubber(self._live.settings.integrity.scrub_rate)
+            scrubber = Scrubber(self._live.loaded.settings.integrity.scrub_rate)
             parts = _Parts(caches, engines, data_socket, events, draining, scrubber)
             servers = self._servers(parts)
-            self._live.on_change(partial(self._follow_settings, parts))
+            self._live.on_change.append(partial(self._follow_settings, parts))
             # First: who finds gRPC serving finds the rest, too.
             await stack.enter_async_context(self._operations(parts))
             for server in servers:
@@ -277,7 +277,7 @@ class Daemon:
     async def _drain(self, caches: Caches) -> None:
         """Wait until leases are given back and writes are on disk, at most limits.drain."""
         loop = asyncio.get_running_loop()
-        drain_s = self._live.settings.limits.drain
+        drain_s = self._live.loaded.settings.limits.drain
         until = loop.time() + drain_s
         log.info("kvd_draining", deadline_s=drain_s)
         for cache in caches:

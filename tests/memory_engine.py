@@ -277,7 +277,7 @@ class Engine:
 
     async def all_given_back(self):
         """Nothing is under way, and nothing is held but by residents."""
-        await self.loop.wait_idle()
+        await self.loop.idle.wait()
         self.scheduler.check()
         assert not self.scheduler.slots.reserved_slots
         for key in list(self.loop.memory._residents._residents):

@@ -58,7 +58,7 @@ class SyntheticEngine:
 
     def __init__(self, client: KvdClient, layout: KVLayout) -> None:
         self.queue = QueueFeed()
-        client.follow_queue(self.queue)
+        client.queue.follow(self.queue)
         self.client = client
         self.layout = layout
 

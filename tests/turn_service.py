@@ -59,7 +59,7 @@ class Service:
 
     async def counts(self, *names):
         """Some counts, once nothing is under way."""
-        await self.turns.wait_idle()
+        await self.turns.idle.wait()
         snapshot = self.counters.snapshot()
         return tuple(snapshot[name] for name in names)
 
@@ -90,7 +90,7 @@ async def serving(model, directory, limits=LIMITS, **engine_limits):
         running = asyncio.create_task(service.turns.run())
         await asyncio.sleep(0)
         yield service
-        await service.turns.wait_idle()
+        await service.turns.idle.wait()
         await engine.all_given_back()
         assert not running.done()
         running.cancel()

@@ -9,7 +9,6 @@ from collections.abc import Awaitable, Callable, Mapping
 
 from inference_svc.bench.figures import Interleaved
 from inference_svc.bench.local_engine import LocalEngine, Source, TurnTimes, is_from
-from shared.types.session_key import SessionKey
 
 ATTEMPTS = 3  # at a measurement whose history was not where it should have been
 
@@ -22,17 +21,14 @@ class BenchSession:
 
     Attributes:
         ids: of the history.
+        key: the session's.
     """
 
     def __init__(self, engine: LocalEngine, name: str, ids: list[int] | None = None) -> None:
         self.ids = ids or []
+        self.key = engine.key(name)
         self._engine = engine
         self._name = name
-
-    @property
-    def key(self) -> SessionKey:
-        """The session's key."""
-        return self._engine.key(self._name)
 
     def on(self, engine: LocalEngine) -> "BenchSession":
         """The same session on another engine of the same kvd."""

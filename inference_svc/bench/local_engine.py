@@ -203,7 +203,7 @@ class LocalEngine:
 
     async def settle(self) -> None:
         """Return when engine and kvd have nothing to do: what is timed next is timed alone."""
-        await self.parts.engine.wait_idle()
+        await self.parts.engine.idle.wait()
         if self.kvd is not None:
             await self.kvd.until_quiet()
 

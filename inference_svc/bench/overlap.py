@@ -223,5 +223,5 @@ async def _answer_all(engine: LocalEngine, lengths: list[int], num_answer: int) 
         )
     )
     answers_s = max(times.end_s for times in answered) - started_s
-    await engine.parts.engine.wait_idle()
+    await engine.parts.engine.idle.wait()
     return {"answers_s": answers_s, "settled_s": time.perf_counter() - started_s}

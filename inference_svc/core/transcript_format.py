@@ -65,11 +65,6 @@ class Transcript:
         return self.known_context or replay(self.turns, self.discards)
 
     @property
-    def context_ids(self) -> tuple[int, ...]:
-        """Tokens that are still there."""
-        return self.context.token_ids
-
-    @property
     def token_ids(self) -> tuple[int, ...]:
         """All tokens the session ever had."""
         return tuple(token for turn in self.turns for token in (*turn.input_ids, *turn.output_ids))
@@ -264,7 +259,7 @@ class ExpectedSession:
             TurnMismatchError: it has other numbers.
             SessionEndedError: it takes no further turn.
         """
-        num_turns, context_tokens = len(transcript.turns), len(transcript.context_ids)
+        num_turns, context_tokens = len(transcript.turns), len(transcript.context.token_ids)
         if self.num_turns not in (None, num_turns):
             raise TurnMismatchError(
                 f"the session has {num_turns} complete turns, expected_turn is {self.num_turns}",

@@ -182,7 +182,7 @@ def _ask(
         context.feed(token_ids[-1:], want="none")
         each.after += [is_found(context, question) for question in questions]
     for record, question in zip(asked, questions, strict=True):
-        num_answered = len(model.text.encode_piece(record.line))
+        num_answered = len(model.text.control.encode_plain(record.line))
         prompt_ids = token_ids + question.token_ids[:-num_answered]
         answer_ids = question.token_ids[-num_answered:]
         answer = Question([prompt_ids[-1], *answer_ids], question.num_judged)

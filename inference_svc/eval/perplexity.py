@@ -93,10 +93,10 @@ def stream(context: Context, token_ids: Sequence[int], truncation: Truncation) -
     num_done = num_overflows = 0
     started = time.monotonic()
     while num_done < len(token_ids) - 1:
-        if not context.free_tokens:
+        if not context.kv.free_tokens:
             context.discard(dropped(truncation, len(context.context_ids)))
             num_overflows += 1
-        end = min(num_done + context.free_tokens, len(token_ids) - 1)
+        end = min(num_done + context.kv.free_tokens, len(token_ids) - 1)
         logits = context.feed(token_ids[num_done:end])
         targets = torch.tensor(token_ids[num_done + 1 : end + 1])
         losses.append(functional.cross_entropy(logits, targets, reduction="none").double())

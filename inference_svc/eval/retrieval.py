@@ -111,13 +111,13 @@ class RecordText:
     def records(self, records: Sequence[Record], context_ids: Sequence[int]) -> list[int]:
         """What a few records add to a context, acknowledgement included."""
         said = INTRO + "\n".join(record.line for record in records)
-        return self._asked(said, context_ids) + self._text.encode_piece(ACKNOWLEDGEMENT)
+        return self._asked(said, context_ids) + self._text.control.encode_plain(ACKNOWLEDGEMENT)
 
     def question(self, record: Record, context_ids: Sequence[int]) -> Question:
         """What asking for a record adds, with the right answer."""
         asked = self._asked(record_question(record.key), context_ids)
-        answer = self._text.encode_piece(record.line)
-        other = self._text.encode_piece(_other_number(record.line))
+        answer = self._text.control.encode_plain(record.line)
+        other = self._text.control.encode_plain(_other_number(record.line))
         given = next(
             (i for i, pair in enumerate(zip(answer, other, strict=False)) if pair[0] != pair[1]), 0
         )
@@ -127,7 +127,7 @@ class RecordText:
         if not self._text.chat_problem:
             return self._text.encode_chat([{"role": "user", "content": said}], context_ids)
         begin = [] if context_ids else self._bos_ids
-        return begin + self._text.encode_piece(f"\n{said}\n")
+        return begin + self._text.control.encode_plain(f"\n{said}\n")
 
 
 def _other_number(line: str) -> str:
@@ -215,7 +215,7 @@ def fill(context: Context, prompts: RecordText, options: RetrievalOptions, seed:
         while True:
             given = records[num_given : num_given + RECORDS_PER_TURN]
             piece = prompts.records(given, context.context_ids)
-            if len(piece) > context.free_tokens:
+            if len(piece) > context.kv.free_tokens:
                 break
             if num_given + RECORDS_PER_TURN > MOST_RECORDS:
                 raise InvalidInputError(

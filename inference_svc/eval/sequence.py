@@ -66,11 +66,6 @@ class Sequence:
         if self.stored is not None:
             self._pool.release(self.stored)
 
-    @property
-    def free_tokens(self) -> int:
-        """How many more tokens the window holds."""
-        return self.kv.free_tokens
-
     def feed(
         self,
         token_ids: Items[int],

@@ -7,12 +7,11 @@ where it is asked. What raises here raises ReportedErrors.
 
 import asyncio
 import uuid
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from dataclasses import replace
 
 from inference_svc.core.counters import Counters
 from inference_svc.core.submission import Submission, TurnDefaults, TurnNames
-from inference_svc.core.turn_record import TurnEvent
 from inference_svc.runtime.turns.turn import Turn
 from inference_svc.runtime.turns.turn_report import TurnReport
 from inference_svc.runtime.turns.turns import Turns
@@ -34,17 +33,16 @@ class TurnStream:
     Args:
         turn: that is followed.
         on_leave: called when the client leaves.
+
+    Attributes:
+        events: of the turn, from the first to the last; the end of a failed one raises.
     """
 
     def __init__(self, turn: Turn, on_leave: Callable[[], None]) -> None:
         self._turn = turn
+        self.events = turn.follow()
         self._on_leave = on_leave
         self._is_over = False
-
-    @property
-    def events(self) -> AsyncIterator[TurnEvent]:
-        """All events of the turn, from the first to the last; the end of a failed one raises."""
-        return self._turn.follow()
 
     async def wait_ended(self) -> None:
         """Wait until the turn's session is free, which is after the turn's last event."""

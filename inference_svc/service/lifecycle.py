@@ -112,5 +112,5 @@ async def drain(turns: Turns, engine: EngineLoop, drain_s: float, signals: Signa
 
 async def _idle(turns: Turns, engine: EngineLoop) -> None:
     """Until every turn is over, and its KV is saved."""
-    await turns.wait_idle()
-    await engine.wait_idle()
+    await turns.idle.wait()
+    await engine.idle.wait()

@@ -136,7 +136,7 @@ def encode_event(event: TurnEvent) -> pb.TurnEvent:
 
 def encode_session(transcript: Transcript, *, is_busy: bool, with_turns: bool) -> pb.Session:
     """Encode a session as its transcript has it."""
-    header, context_ids = transcript.header, transcript.context_ids
+    header, context_ids = transcript.header, transcript.context.token_ids
     return pb.Session(
         tenant=header.tenant,
         model=header.model,

@@ -148,7 +148,7 @@ class Caches:
                 return name
             if not self._try(found, accept_loss=accept_loss):
                 raise found.error(time.monotonic())
-            return found.fingerprint
+            return found.row.fingerprint
 
     async def open(self, layout: KVLayout, *, prefault: bool = True) -> tuple[Cache, Arena]:
         """Return the cache of a layout, made if there is none, and its arena.

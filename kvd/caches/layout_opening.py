@@ -147,7 +147,7 @@ class LayoutOpener:
         Raises:
             NotSetAsideError: the files cannot be renamed.
         """
-        volume = self.directory / found.fingerprint
+        volume = self.directory / found.row.fingerprint
         number = 1
         while (
             moved := volume.with_name(f"{volume.name}{SET_ASIDE}{number}")
@@ -165,8 +165,8 @@ class LayoutOpener:
         if found.kept is not None:
             self._arenas.discard(found.kept, "its layout is set aside")
             found.kept = None
-        self._manifest.rename_layout(found.fingerprint, moved.name)
-        log.warning("layout_set_aside", layout=found.fingerprint, name=moved.name)
+        self._manifest.rename_layout(found.row.fingerprint, moved.name)
+        log.warning("layout_set_aside", layout=found.row.fingerprint, name=moved.name)
         return moved.name
 
     def _volume_of(self, layout: KVLayout, row: LayoutRow) -> SegmentVolume:

@@ -52,11 +52,6 @@ class UnavailableLayout:
     try_at_s: float = 0.0
     num_attempts: int = 0
 
-    @property
-    def fingerprint(self) -> str:
-        """Of the layout."""
-        return self.row.fingerprint
-
     def failed(self, why: str, began_s: float, now_s: float) -> None:
         """Note a failed attempt and when the next ones may be."""
         if not self.num_attempts:
@@ -70,12 +65,12 @@ class UnavailableLayout:
     @property
     def remedy(self) -> str:
         """What to do about it."""
-        return REMEDY.format(layout=self.fingerprint[:12])
+        return REMEDY.format(layout=self.row.fingerprint[:12])
 
     def error(self, now_s: float) -> LayoutUnavailableError:
         """Return the error for an engine that comes for it."""
         return LayoutUnavailableError(
-            f"layout {self.fingerprint[:12]} is unavailable: {self.why}",
+            f"layout {self.row.fingerprint[:12]} is unavailable: {self.why}",
             self.remedy,
             retry_after_s=max(FIRST_PAUSE_S, self.may_try_at_s - now_s),
         )
@@ -117,7 +112,7 @@ class UnavailableLayouts:
             UnknownLayoutError: none does.
             UnclearSelectionError: several do.
         """
-        found = [layout for layout in self if prefix and layout.fingerprint.startswith(prefix)]
+        found = [layout for layout in self if prefix and layout.row.fingerprint.startswith(prefix)]
         if not found:
             raise UnknownLayoutError(
                 f"no layout {prefix[:64]!r} is unavailable", "see which there are: kvd stats"
@@ -141,7 +136,7 @@ class UnavailableLayouts:
 
     def drop(self, layout: UnavailableLayout) -> None:
         """Forget one."""
-        del self._layouts[layout.fingerprint]
+        del self._layouts[layout.row.fingerprint]
 
     def close(self) -> None:
         """Leave their memory to the next kvd."""
@@ -151,14 +146,14 @@ class UnavailableLayouts:
     def _failed(self, layout: UnavailableLayout, why: str, began_s: float) -> None:
         is_news = why != layout.why
         layout.failed(why, began_s, time.monotonic())
-        self._layouts[layout.fingerprint] = layout
+        self._layouts[layout.row.fingerprint] = layout
         if is_news:
-            log.warning("layout_not_restored", layout=layout.fingerprint, error=why)
-            fields = {"layout": layout.fingerprint, "why": why}
+            log.warning("layout_not_restored", layout=layout.row.fingerprint, error=why)
+            fields = {"layout": layout.row.fingerprint, "why": why}
             self._on_event(Emit("layout_unavailable", None, fields))
 
     def _restored(self, layout: UnavailableLayout) -> None:
-        if self._layouts.pop(layout.fingerprint, None) is not None:
+        if self._layouts.pop(layout.row.fingerprint, None) is not None:
             after_s = f"{time.monotonic() - layout.since_s:.1f}"
-            fields = {"layout": layout.fingerprint, "after_s": after_s}
+            fields = {"layout": layout.row.fingerprint, "after_s": after_s}
             self._on_event(Emit("layout_available", None, fields))

@@ -77,12 +77,12 @@ def serve(
     from shared.process.dumps import forbid_dumps
 
     live = config.load_live(config_file, flags)
-    if not live.settings.process.dumps:
+    if not live.loaded.settings.process.dumps:
         forbid_dumps()
-    _configure_logging(live.settings)
-    live.on_change(_configure_logging)
+    _configure_logging(live.loaded.settings)
+    live.on_change.append(_configure_logging)
     warn_of_overridden(live.loaded)
-    live.on_change(lambda _: warn_of_overridden(live.loaded))
+    live.on_change.append(lambda _: warn_of_overridden(live.loaded))
     os.umask(PRIVATE_UMASK)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(_serve_until_signal(live))

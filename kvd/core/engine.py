@@ -50,7 +50,7 @@ from kvd.core.records.actions import Action
 from kvd.core.records.rows import AdoptedSlot, IndexRows, OrphanSlot
 from kvd.core.recovery import adopting, restoring
 from kvd.core.state.cache_state import CacheState
-from kvd.core.state.index_line import NO_BOUND, IndexAction
+from kvd.core.state.index_line import NO_BOUND
 from kvd.core.state.limits import Limits
 from shared.types.kv_layout import KVLayout
 
@@ -138,7 +138,7 @@ class CacheEngine:
             self.writes.next_deadline_ns(),
             self._verifier.retry_at_ns(),
             self._prefetcher.next_deadline_ns(),
-            self.compactions.next_deadline_ns(),
+            self.compactions.resting.next_deadline_ns(),
         ):
             if deadline_ns is not None and (earliest_ns is None or deadline_ns < earliest_ns):
                 earliest_ns = deadline_ns
@@ -156,13 +156,9 @@ class CacheEngine:
         if state.compaction is not None or state.wasteful:
             self.compactions.resume()
         state.tails.pack_idle()
-        rows = self.take_rows(max_row_bytes)
+        rows = self.index_line.take(max_row_bytes)
         self.writes.index_took_rows()
         return [*rows, *state.outbox.drain()]
-
-    def take_rows(self, max_bytes: int = NO_BOUND) -> Sequence[IndexAction]:
-        """Hand out what the index is to be told next, as `drain` does, and nothing else."""
-        return self.index_line.take(self._state.sessions, max_bytes)
 
     # ------------------------------------------------------------------------------- begin and end
 

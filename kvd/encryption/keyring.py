@@ -32,21 +32,18 @@ class Keyring:
 
     Attributes:
         is_sealing: see above.
+        fingerprint: of the master key.
     """
 
     def __init__(self, master: MasterKey, *, is_sealing: bool) -> None:
         self.is_sealing = is_sealing
+        self.fingerprint = master.fingerprint
         self._master = master
         self._secrets: dict[str, TenantSecret] = {}
         self._keys: dict[bytes, bytes] = {}  # by key id, which extents name
 
     def __contains__(self, tenant: str) -> bool:
         return tenant in self._secrets
-
-    @property
-    def fingerprint(self) -> str:
-        """Of the master key."""
-        return self._master.fingerprint
 
     @property
     def tenants(self) -> tuple[str, ...]:

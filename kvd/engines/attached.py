@@ -92,11 +92,6 @@ class Engine:
     since_s: float = field(default_factory=time.monotonic)
 
     @property
-    def pid(self) -> int:
-        """Of its process; 0 if that is in a foreign PID namespace."""
-        return self.identity.pid
-
-    @property
     def shown_id(self) -> int:
         """Its id for logs and readers: who knows the other one can act as this engine."""
         return shown_id(self.engine_id)
@@ -274,8 +269,8 @@ class Engines:
             EngineInfo(
                 engine.engine_id,
                 engine.name,
-                engine.pid,
-                process_state(engine.pid) if engine.pid else "",
+                engine.identity.pid,
+                process_state(engine.identity.pid) if engine.identity.pid else "",
                 engine.state is EngineState.QUARANTINED,
             )
             for state in (EngineState.ATTACHED, EngineState.QUARANTINED)
@@ -286,7 +281,7 @@ class Engines:
         """Send SIGKILL to an engine's process, attached or not; False if there is none."""
         for engine in self._engines.values():
             watch = engine.watch if engine.connection is None else engine.connection.watch
-            if engine.pid == pid and watch is not None and watch.kill():
+            if engine.identity.pid == pid and watch is not None and watch.kill():
                 log.warning("holder_killed", pid=pid)
                 return True
         return False
@@ -332,8 +327,8 @@ class Engines:
             "engine_quarantined",
             engine=engine.name,
             engine_id=engine.shown_id,
-            pid=engine.pid,
-            state=process_state(engine.pid),
+            pid=engine.identity.pid,
+            state=process_state(engine.identity.pid),
         )
 
     def _end(self, engine: Engine) -> None:

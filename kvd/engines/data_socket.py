@@ -64,9 +64,9 @@ class EngineUsers:
             for uid in {ROOT_UID, os.geteuid(), *allowed, *tenants}
         }
 
-    def identity_of(self, uid: int) -> Identity | None:
-        """Who an engine's process is; None: it may not attach."""
-        return self._identities.get(uid)
+    def __contains__(self, uid: int) -> bool:
+        """Whether the user's processes may attach."""
+        return uid in self._identities
 
     def check(self, uid: int, tenant: str) -> None:
         """Refuse an engine a tenant that is none of its user's.
@@ -204,7 +204,7 @@ class DataSocket:
             pid, uid, _ = _UCRED.unpack(
                 sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)
             )
-            if self._users.identity_of(uid) is None:
+            if uid not in self._users:
                 self._refuse(sock, uid, "denied", f"uid {uid} is not in access.allowed_uids")
                 return
             if self._is_full(uid):

@@ -49,9 +49,9 @@ def _fill(sources: Sources, scrape: Scrape) -> None:
         _fill_gauges(scrape, layout, cache, sources)
         _fill_histograms(scrape, layout, cache)
         usages = cache.act(lambda core: tuple(core.inspection.tenants))
-        _fill_tenants(scrape, layout, usages, sources.live.settings.tenants)
+        _fill_tenants(scrape, layout, usages, sources.live.loaded.settings.tenants)
     for unavailable in sources.caches.unavailable:
-        scrape.put("kvd_layout_unavailable", 1, unavailable.fingerprint[:LAYOUT_CHARS])
+        scrape.put("kvd_layout_unavailable", 1, unavailable.row.fingerprint[:LAYOUT_CHARS])
     encryption = sources.caches.secrets.info()
     scrape.put("kvd_encryption", encryption.is_sealing, "encrypting")
     scrape.put("kvd_encryption", encryption.may_have_plain, "may_have_plain")
@@ -76,7 +76,7 @@ def _fill_info(scrape: Scrape, layout: str, cache: Cache, sources: Sources) -> N
         layout,
         cache.layout.model,
         str(cache.layout.block_tokens),
-        sources.live.settings.ssd.admission.value,
+        sources.live.loaded.settings.ssd.admission.value,
         arena.keep if arena else "",
         arena.pages if arena else "",
         str(volume.is_direct).lower(),

@@ -181,7 +181,7 @@ def encryption_message(info: EncryptionInfo) -> pb.EncryptionStats:
 def unavailable_message(layout: UnavailableLayout, now_s: float) -> pb.UnavailableLayout:
     """Encode a layout that cannot be opened; `now_s` is of the monotonic clock."""
     return pb.UnavailableLayout(
-        layout=layout.fingerprint,
+        layout=layout.row.fingerprint,
         why=layout.why,
         remedy=layout.remedy,
         since_s=now_s - layout.since_s,
@@ -259,14 +259,14 @@ def engine_message(engine: Engine, queue_jobs: int, running_jobs: int) -> pb.Eng
         engine_id=engine.shown_id,
         name=engine.name,
         layout=engine.cache.layout.fingerprint,
-        pid=engine.pid,
+        pid=engine.identity.pid,
         attached_s=time.monotonic() - engine.since_s,
         queue_jobs=queue_jobs,
         running_jobs=running_jobs,
         version=engine.version,
     )
     try:
-        process = psutil.Process(engine.pid)
+        process = psutil.Process(engine.identity.pid)
         message.command = " ".join(process.cmdline())[:MAX_COMMAND]
         message.rss_bytes = process.memory_info().rss
     except psutil.Error:

@@ -68,16 +68,11 @@ class ReaderService(kvd_pb2_grpc.ReaderServicer):  # type: ignore[misc]  # the s
         self._live = live
         self._lister = SessionLister(caches)
 
-    @property
-    def _settings(self) -> Settings:
-        """In force now."""
-        return self._live.settings
-
     async def ListSessions(  # noqa: N802
         self, request: pb.ListSessionsRequest, _: Any
     ) -> pb.ListSessionsResponse:
         """Page through the sessions of all layouts."""
-        most = self._settings.limits.sessions_page
+        most = self._live.loaded.settings.limits.sessions_page
         limit = min(request.limit or most, most)
         listing = listing_of(request, allowed_tenants())
         page = await self._lister.page(listing, request.page_token, limit)
@@ -145,7 +140,7 @@ class ReaderService(kvd_pb2_grpc.ReaderServicer):  # type: ignore[misc]  # the s
         self, request: pb.ListRecentTurnsRequest, _: Any
     ) -> AsyncIterator[pb.RecentTurns]:
         """The turns of the last while, layout by layout."""
-        settings = self._settings
+        settings = self._live.loaded.settings
         for cache in self._caches.of_model(request.model):
             turns, now_ns = cache.act(lambda core: (iter(core.inspection.turns), core.now_ns))
             for message in recent_turns_messages(
@@ -182,7 +177,7 @@ class ReaderService(kvd_pb2_grpc.ReaderServicer):  # type: ignore[misc]  # the s
             cache.layout,
             cache.arena_info(self._caches.keep),
             cache.volume.files.info(),
-            self._settings.ssd.admission,
+            self._live.loaded.settings.ssd.admission,
             cache.act(lambda core: tuple(core.inspection.tenants)),
             cache.act(lambda core: core.inspection.queue_stats()),
         )

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from kvd.caches.caches import Caches
-from kvd.config import LimitSettings, Settings
+from kvd.config import Settings
 from kvd.core.engine import CacheEngine
 from kvd.core.records.errors import InvalidRequestError, UnknownSessionError
 from kvd.core.records.records import LeaseState, LoadAnswer, Lookup, StoreAnswer
@@ -76,12 +76,7 @@ class EngineService(kvd_pb2_grpc.EngineServicer):  # type: ignore[misc]  # the s
         self._live = live
         self._draining = draining
         self._users = users
-        self._queues = QueueStreams(engines, live.settings.limits.max_queue_jobs, users)
-
-    @property
-    def _limits(self) -> LimitSettings:
-        """In force now."""
-        return self._live.settings.limits
+        self._queues = QueueStreams(engines, live.loaded.settings.limits.max_queue_jobs, users)
 
     async def Attach(self, request: pb.AttachRequest, _: Any) -> AsyncIterator[pb.AttachEvent]:  # noqa: N802
         """Bind the stream to the process that the token was given to, and hold it."""
@@ -110,7 +105,7 @@ class EngineService(kvd_pb2_grpc.EngineServicer):  # type: ignore[misc]  # the s
                     confirmed_leases=confirmed,
                     lost_leases=lost,
                     kvd_version=__version__,
-                    max_queue_jobs=self._limits.max_queue_jobs,
+                    max_queue_jobs=self._live.loaded.settings.limits.max_queue_jobs,
                 )
             )
             await _first_of(connection.gone, self._draining.begun)
@@ -127,7 +122,7 @@ class EngineService(kvd_pb2_grpc.EngineServicer):  # type: ignore[misc]  # the s
         """Lease slots with stored KV, after the SSD reads that this needs."""
         self._draining.refuse()
         engine, key = self._who(request)
-        until = _until(request.deadline_s or self._limits.load_wait)
+        until = _until(request.deadline_s or self._live.loaded.settings.limits.load_wait)
         prepare = partial(_prepare_load, request, key)
         answer = self._act(engine, prepare)
         while answer.miss_reason == "busy" and await engine.cache.changed(_left_s(until)):
@@ -153,7 +148,7 @@ class EngineService(kvd_pb2_grpc.EngineServicer):  # type: ignore[misc]  # the s
         """Lease slots to write to, waiting for them if they are in use."""
         self._draining.refuse()
         engine, key = self._who(request)
-        until = _until(request.deadline_s or self._limits.store_wait)
+        until = _until(request.deadline_s or self._live.loaded.settings.limits.store_wait)
         prepare = partial(_prepare_store, request, key)
         answer = self._act(engine, prepare)
         while answer.refused == "wait" and await engine.cache.changed(_left_s(until)):

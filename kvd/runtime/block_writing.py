@@ -36,6 +36,10 @@ class BlockWriter:
         memory_of: slot id → its memory.
         histograms: observe how long writes take.
         report: takes what has ended, in some thread; OK means that it is durable.
+
+    Attributes:
+        syncer: makes durable, and reports, what was written; to be started before the first write,
+            and closed after the pool.
     """
 
     def __init__(
@@ -55,13 +59,9 @@ class BlockWriter:
         self._began_s: dict[int, float] = {}  # by operation
         self._waiting: deque[WriteBlock] = deque()
         self._lock = threading.Lock()  # guards the taking of runs
-        self._syncer: BatchWorker[tuple[int, Written]] = BatchWorker(
+        self.syncer: BatchWorker[tuple[int, Written]] = BatchWorker(
             name, self._sync, MAX_SYNC_BATCH
         )
-
-    def start(self) -> None:
-        """Open for writes."""
-        self._syncer.start()
 
     def write(self, action: WriteBlock) -> None:
         """Begin a write; returns at once."""
@@ -71,10 +71,6 @@ class BlockWriter:
         # As many jobs as blocks, though one may take several: what is in flight stays within the
         # budget but for MAX_RUN_BYTES a thread, and a job that finds nothing left costs nothing.
         self._pool.submit(Priority.WRITE, num_bytes, self._job)
-
-    def close(self) -> None:
-        """Sync and report what has been written; blocks. The pool is closed before."""
-        self._syncer.close()
 
     def _job(self, staging: Staging) -> None:
         """Write what has waited longest, with what follows it on SSD."""
@@ -89,7 +85,7 @@ class BlockWriter:
         )
         if written.outcome is IoOutcome.OK:
             for action in run:
-                self._syncer.put((action.op_id, written))
+                self.syncer.put((action.op_id, written))
         else:
             self._done([(action.op_id, written.outcome) for action in run])
 

@@ -232,7 +232,7 @@ class Cache:
         But for rows: the index is given all of them, to commit before it closes.
         """
         await self._stop_prefault()
-        for row in self._engine.take_rows():
+        for row in self._engine.index_line.take():
             self._performer.perform(row)
         await self._performer.close()
         if self._timer is not None:

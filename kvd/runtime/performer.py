@@ -133,7 +133,7 @@ class Performer:
         """Open for actions; `complete` is called on the loop for each that is done."""
         self._complete = complete
         self._completions.start(loop)
-        self._writer.start()
+        self._writer.syncer.start()
 
     def use_arena(self, arena: Arena | None) -> None:
         """Take the layout's arena, or give it up: then no slot is in use and no load tracked."""
@@ -181,7 +181,7 @@ class Performer:
 
         The I/O pool is closed before; the arena and the files go afterwards.
         """
-        await asyncio.to_thread(self._writer.close)
+        await asyncio.to_thread(self._writer.syncer.close)
         try:
             self._completions.close()
         except Exception:

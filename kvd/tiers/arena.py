@@ -84,6 +84,7 @@ class Arena:
         arena_id: random, hex; a client that finds the same one again keeps its mapping.
         fd: of the slots: what engines get.
         slots: kvd's own mapping.
+        num_bytes: of memory that the slots take once they are all allocated.
         journal: see kvd/tiers/journal.py.
         progress: see kvd/tiers/progress.py.
         epoch: how many kvds have used the arena, from a random start.
@@ -106,6 +107,7 @@ class Arena:
         self.arena_id = journal.header.arena_id.hex()
         self.fd = fd
         self.slots = slots
+        self.num_bytes = slots.memory.nbytes
         self.journal = journal
         self.progress = progress
         self.epoch = epoch
@@ -117,11 +119,6 @@ class Arena:
     def first_lease_id(self) -> int:
         """Lease ids from here on were never given out by an earlier kvd of this arena."""
         return self.epoch << LEASE_ID_SHIFT
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of memory the slots take once they are all allocated."""
-        return self.slots.memory.nbytes
 
     def physical_bytes(self) -> int:
         """Return the bytes of memory that the slots take now."""

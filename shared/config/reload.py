@@ -83,7 +83,9 @@ class LiveSettings(Generic[S]):
         live: the process's LIVE_KEYS.
 
     Attributes:
-        loaded: in force.
+        loaded: in force: ask again rather than keep them.
+        checks: called with settings before they are in force; they raise a ConfigError.
+        on_change: called with each new settings. They must not fail: that is what checks are for.
     """
 
     def __init__(
@@ -95,21 +97,8 @@ class LiveSettings(Generic[S]):
         self.loaded = loaded
         self._read = read
         self._live = tuple(live)
-        self._checks: list[Callable[[S], None]] = []
-        self._appliers: list[Callable[[S], None]] = []
-
-    @property
-    def settings(self) -> S:
-        """In force: ask again rather than keep them."""
-        return self.loaded.settings
-
-    def check_with(self, check: Callable[[S], None]) -> None:
-        """Have settings checked before they are in force; `check` raises a ConfigError."""
-        self._checks.append(check)
-
-    def on_change(self, apply: Callable[[S], None]) -> None:
-        """Have `apply` called with each new settings; it must not fail: see check_with."""
-        self._appliers.append(apply)
+        self.checks: list[Callable[[S], None]] = []
+        self.on_change: list[Callable[[S], None]] = []
 
     def reload(self) -> Changes[S]:
         """Read the settings again and put into force what may change.
@@ -119,14 +108,14 @@ class LiveSettings(Generic[S]):
         """
         try:
             found = changes(self.loaded, self._read(), self._live)
-            for check in self._checks:
+            for check in self.checks:
                 check(found.live.settings)
         except ConfigError as error:
             raise ReloadRefusedError(
                 f"nothing has changed: {error.message}", "correct the settings and reload again"
             ) from error
         self.loaded = found.live
-        for apply in self._appliers:  # even if no key changed: certificates are files, say
+        for apply in self.on_change:  # even if no key changed: certificates are files, say
             apply(found.live.settings)
         return found
 

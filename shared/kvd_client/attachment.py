@@ -67,11 +67,6 @@ class Attachment:
     lost_leases: frozenset[int]
     max_queue_jobs: int
 
-    @property
-    def arena(self) -> ArenaMap:
-        """The slots."""
-        return self.mapped.slots
-
     async def hold(self, on_draining: Callable[[float], None]) -> None:
         """Return when the peer is gone; call `on_draining(deadline_s)` when it announces that."""
         watched = {

@@ -34,7 +34,6 @@ from shared.pb.kvd.v1 import kvd_pb2 as pb
 from shared.types.errors import ReportedError
 from shared.types.kv_layout import KVLayout
 from shared.types.lineage import Lineage
-from shared.types.queue_feed import QueueFeed
 from shared.types.session_key import SessionKey
 
 CALL_S = 5.0  # deadline of a call that only touches kvd's memory
@@ -43,7 +42,11 @@ MOST_ENDED = 4096  # sessions whose end is remembered while kvd is away; older o
 
 
 class KvdClient(KvdConnection):
-    """What an engine asks of kvd; see KvdConnection for run, attached and on_change."""
+    """What an engine asks of kvd; see KvdConnection for run, attached and on_change.
+
+    Attributes:
+        queue: reports to kvd what waits and what runs; it is to be followed before `run`.
+    """
 
     def __init__(
         self,
@@ -54,7 +57,7 @@ class KvdClient(KvdConnection):
         reconnect_delay_s: float = RECONNECT_DELAY_S,
     ) -> None:
         super().__init__(runtime_dir, layout, engine_name, reconnect_delay_s=reconnect_delay_s)
-        self._queue = QueueSender()
+        self.queue = QueueSender()
         # Sessions whose end kvd does not know.
         self._ended: OrderedDict[SessionKey, None] = OrderedDict()
 
@@ -100,7 +103,7 @@ class KvdClient(KvdConnection):
         with self._ending_on_nonsense(attachment, response.lease_id):
             block_tokens = self._layout.block_tokens
             return load_grant(
-                response, request, attachment.arena, block_tokens, attachment.progress
+                response, request, attachment.mapped.slots, block_tokens, attachment.progress
             )
 
     async def complete_load(self, grant: LoadGrant) -> None:
@@ -138,7 +141,9 @@ class KvdClient(KvdConnection):
         call = self._call(attachment.stub.PrepareStore, request, deadline_s + GRACE_S, attachment)
         response = await self._granted(call, self._complete_store, attachment)
         with self._ending_on_nonsense(attachment, response.lease_id):
-            return store_grant(response, request, attachment.arena, self._layout.block_tokens)
+            return store_grant(
+                response, request, attachment.mapped.slots, self._layout.block_tokens
+            )
 
     async def complete_store(self, grant: StoreGrant, success: bool) -> int:
         """Publish what was written, or forget it.
@@ -205,13 +210,6 @@ class KvdClient(KvdConnection):
         request = pb.GetSessionRequest(session=key_message(key), engine_id=ready.engine_id)
         return await self._call(ready.stub.GetSession, request, CALL_S)
 
-    def follow_queue(self, feed: QueueFeed) -> None:
-        """Report to kvd what waits and what runs; to be called before `run`.
-
-        Whoever changes the feed never waits for that.
-        """
-        self._queue.follow(feed)
-
     # ---------------------------------------------------------------------------------- inside
 
     async def _while_attached(self, attachment: Attachment, abandoned: Collection[int]) -> None:
@@ -222,7 +220,7 @@ class KvdClient(KvdConnection):
         for key in list(self._ended):
             with suppress(ReportedError):  # kvd has gone again: the next attachment repeats it
                 await self._report_end(attachment, key)
-        await self._queue.run(attachment)
+        await self.queue.run(attachment)
 
     async def _report_end(self, attachment: Attachment, key: SessionKey) -> None:
         request = pb.EndSessionRequest(engine_id=attachment.engine_id, session=key_message(key))
@@ -235,14 +233,14 @@ class KvdClient(KvdConnection):
         self._ended.pop(key, None)
 
     async def _complete_load(self, attachment: Attachment, lease_id: int) -> None:
-        self._release(lease_id)
+        self._held.discard(lease_id)
         request = pb.CompleteLoadRequest(engine_id=attachment.engine_id, lease_id=lease_id)
         await self._call(attachment.stub.CompleteLoad, request, CALL_S, attachment)
 
     async def _complete_store(
         self, attachment: Attachment, lease_id: int, *, success: bool = False
     ) -> int:
-        self._release(lease_id)
+        self._held.discard(lease_id)
         request = pb.CompleteStoreRequest(
             engine_id=attachment.engine_id, lease_id=lease_id, success=success
         )
@@ -253,8 +251,8 @@ class KvdClient(KvdConnection):
         """The attachment a grant belongs to: its own, or a later one that confirmed its lease."""
         attachment = self._attachment
         is_ours = grant.lease_id in self._held  # not among those lost
-        if attachment is None or attachment.arena is not grant.arena or not is_ours:
-            self._release(grant.lease_id)
+        if attachment is None or attachment.mapped.slots is not grant.arena or not is_ours:
+            self._held.discard(grant.lease_id)
             raise self._unavailable()
         return attachment
 
@@ -264,6 +262,6 @@ class KvdClient(KvdConnection):
         try:
             yield
         except KvdProtocolError:
-            self._release(lease_id)
+            self._held.discard(lease_id)
             attachment.events.cancel()
             raise

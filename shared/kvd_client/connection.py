@@ -123,7 +123,7 @@ class KvdConnection:
         self._state = ConnectionState.DETACHED
         self._detached_reason = "not attached yet"
         self._attached_event = asyncio.Event()
-        self._held: set[int] = set()  # leases granted and not completed
+        self._held: set[int] = set()  # leases granted, neither completed nor about to be
         self._undoing: set[asyncio.Future[None]] = set()  # see _granted
 
     # ------------------------------------------------------------------------------------ life
@@ -231,10 +231,6 @@ class KvdConnection:
         if self._attachment is None or not self.attached:
             raise self._unavailable()
         return self._attachment
-
-    def _release(self, lease_id: int) -> None:
-        """Note that a lease is completed, or is about to be."""
-        self._held.discard(lease_id)
 
     async def _granted(
         self,

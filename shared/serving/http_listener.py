@@ -97,7 +97,7 @@ class HttpListener:
     # -------------------------------------------------------------------------- what connections do
 
     def begin(self, connection: "Connection", path: str) -> bool:
-        """See Connection."""
+        """A request has come whole, but for its body; False: it cannot be answered now."""
         if path not in self._reserved and not self._table.may_answer():
             self._count("places", connection.peer)
             return False
@@ -229,7 +229,7 @@ class Connection(web.RequestHandler):
         self.peer = peer
         self.opening: asyncio.Task[None] | None = None
         self.has_socket = False
-        self._listener = listener
+        self.listener = listener
         self._wire: asyncio.Transport | None = None  # aiohttp forgets its own when it closes it
         self._deadline: asyncio.TimerHandle | None = None
         self._unread: asyncio.TimerHandle | None = None
@@ -239,15 +239,11 @@ class Connection(web.RequestHandler):
         _cancel(self._deadline)
         self._deadline = None
         if phase is Phase.UNFINISHED:
-            self._deadline = self._loop.call_later(self._listener.bounds.header_s, self._late)
+            self._deadline = self._loop.call_later(self.listener.bounds.header_s, self._late)
         elif phase is Phase.IDLE and self._num_unsent():
-            self._deadline = self._loop.call_later(self._listener.bounds.write_s, self._late)
+            self._deadline = self._loop.call_later(self.listener.bounds.write_s, self._late)
         elif phase is None:
             _cancel(self._unread)
-
-    def begin(self, path: str) -> bool:
-        """A request has come whole, but for its body; False: it cannot be answered now."""
-        return self._listener.begin(self, path)
 
     def abort(self) -> None:
         """Close it now, whatever is unsent."""
@@ -257,10 +253,10 @@ class Connection(web.RequestHandler):
             self.opening.cancel()
 
     def _late(self) -> None:
-        if self._listener.is_in(self, Phase.UNFINISHED):
-            self._listener.cut(self, "handshake" if self._wire is None else "headers")
+        if self.listener.is_in(self, Phase.UNFINISHED):
+            self.listener.cut(self, "handshake" if self._wire is None else "headers")
         elif self._num_unsent():
-            self._listener.cut(self, "unread")
+            self.listener.cut(self, "unread")
 
     def _num_unsent(self) -> int:
         return 0 if self._wire is None else self._wire.get_write_buffer_size()
@@ -275,20 +271,20 @@ class Connection(web.RequestHandler):
 
     def connection_lost(self, exc: BaseException | None) -> None:
         """The end."""
-        self._listener.forget(self)
+        self.listener.forget(self)
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
         """The first byte after an answer begins the next request."""
-        if data and self._listener.is_in(self, Phase.IDLE):
-            self._listener.enter(self, Phase.UNFINISHED)
+        if data and self.listener.is_in(self, Phase.IDLE):
+            self.listener.enter(self, Phase.UNFINISHED)
         super().data_received(data)
 
     def pause_writing(self) -> None:
         """The client does not read as fast as it is written to."""
         super().pause_writing()
         self._unread = self._loop.call_later(
-            self._listener.bounds.write_s, self._listener.cut, self, "unread"
+            self.listener.bounds.write_s, self.listener.cut, self, "unread"
         )
 
     def resume_writing(self) -> None:
@@ -303,7 +299,7 @@ class Connection(web.RequestHandler):
         try:
             await super().start()
         finally:
-            self._listener.enter(self, Phase.IDLE)
+            self.listener.enter(self, Phase.IDLE)
 
     async def finish_response(
         self, request: web.BaseRequest, resp: web.StreamResponse, start_time: float | None
@@ -312,7 +308,7 @@ class Connection(web.RequestHandler):
         try:
             return await super().finish_response(request, resp, start_time)
         finally:
-            self._listener.enter(self, Phase.IDLE)
+            self.listener.enter(self, Phase.IDLE)
 
     def handle_error(
         self,
@@ -324,7 +320,7 @@ class Connection(web.RequestHandler):
         """Answer what is no HTTP without its words, which may be secret, in answer and log."""
         if not isinstance(exc, HttpProcessingError):
             return super().handle_error(request, status, exc, message)
-        self._listener.malformed(self, exc)
+        self.listener.malformed(self, exc)
         response = web.Response(status=status, text=f"{status}: {type(exc).__name__}\n")
         response.force_close()
         return response
@@ -333,7 +329,7 @@ class Connection(web.RequestHandler):
         """A body that is no HTTP is told as that; any other error is one of ours."""
         error = kw.get("exc_info")
         if isinstance(error, HttpProcessingError | web.RequestPayloadError):
-            self._listener.malformed(self, error)
+            self.listener.malformed(self, error)
         elif not isinstance(error, ConnectionError):  # whose client has left
             log.error("http_request_failed", exc_info=error)
 

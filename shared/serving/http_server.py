@@ -182,7 +182,7 @@ class HttpServer:
         ) -> web.StreamResponse:
             connection = request.protocol
             assert isinstance(connection, Connection), connection  # noqa: S101
-            if connection.begin(request.path):
+            if connection.listener.begin(connection, request.path):
                 return await handler(request)
             refused = web.Response(status=503, text="all places are taken\n", headers=RETRY_AFTER)
             refused.force_close()

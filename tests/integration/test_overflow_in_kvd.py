@@ -109,7 +109,7 @@ async def test_every_turn_loads_what_the_discards_left(
                 request = await session.turn(new_ids, 40, choose)
                 assert request.outcome.tier_tokens == {"dram": num_stored}
                 assert request.sink.token_ids == plain.answer(new_ids, 40, choose)
-            await local.parts.engine.wait_idle()
+            await local.parts.engine.idle.wait()
             counted = local.parts.counters.snapshot()
             assert counted["store_discards_failed"] == counted["saves_refused"] == 0
             assert counted["save_errors"] == counted["load_errors"] == 0

@@ -45,6 +45,9 @@ class LiveAnswer:
         route: where it is answered.
         stream: the turn's events.
         is_passing: the session was made for this turn.
+
+    Attributes:
+        session_id: the session of the turn.
     """
 
     def __init__(
@@ -61,16 +64,12 @@ class LiveAnswer:
         self._caller = caller
         self._turn = turn
         self._route = route
+        self.session_id = route.session_id
         self._stream = stream
         self._events: AsyncIterator[TurnEvent] = stream.events
         self._first: Tokens | Finished | None = None
         self._is_passing = is_passing
         self._is_over = False
-
-    @property
-    def session_id(self) -> str:
-        """The session of the turn."""
-        return self._route.session_id
 
     async def __aenter__(self) -> Self:
         return self

@@ -50,6 +50,9 @@ class EngineLoop:
     Args:
         num_layers: of the model.
         saves_first: a step waits until what was computed before it is stored (for measuring).
+
+    Attributes:
+        idle: set while nothing is computed, loaded, saved or dropped.
     """
 
     def __init__(
@@ -76,8 +79,8 @@ class EngineLoop:
         self._num_layers = num_layers
         self._saves_first = saves_first
         self._wake = asyncio.Event()
-        self._idle = asyncio.Event()
-        self._idle.set()
+        self.idle = asyncio.Event()
+        self.idle.set()
         store.follow_queue(scheduler.feed)
         self._tasks = asyncio.TaskGroup()
         self.memory = RequestMemory(
@@ -126,10 +129,6 @@ class EngineLoop:
             "compute_busy_s": self._stepper.busy_s,
         }
 
-    async def wait_idle(self) -> None:
-        """Wait until nothing is computed, loaded, saved or dropped."""
-        await self._idle.wait()
-
     # ------------------------------------------------------------------------- for the turns
 
     async def generate(self, request: EngineRequest, cut: ContextCut | None = None) -> None:
@@ -146,7 +145,7 @@ class EngineLoop:
         """
         self.scheduler.submit(request)
         self._requests.add(request)
-        self._idle.clear()
+        self.idle.clear()
         self._wake.set()
         try:
             if cut is not None:
@@ -176,7 +175,7 @@ class EngineLoop:
         """
         merged = merge_ranges(cut.ranges, len(cut.token_ids))
         if merged:
-            self._idle.clear()
+            self.idle.clear()
             await self._discards.discard(key, replace(cut, ranges=merged))
 
     async def forget(self, key: SessionKey, token_ids: Sequence[int]) -> None:
@@ -284,4 +283,4 @@ class EngineLoop:
     def _changed(self) -> None:
         self._wake.set()
         if not (self._requests or self.memory.num_saving or self._discards.num_compacting):
-            self._idle.set()
+            self.idle.set()

@@ -164,7 +164,7 @@ class KvdSessionStore:
 
     def follow_queue(self, feed: QueueFeed) -> None:
         """See SessionStore."""
-        self._client.follow_queue(feed)
+        self._client.queue.follow(feed)
 
 
 def _in_groups(clock: StepClock, stream: CopyStream) -> Callable[[int], None]:

@@ -49,6 +49,7 @@ class SaveStream:
 
     Attributes:
         over: set when nothing is being stored any more and nothing will be.
+        idle: set while everything asked for so far is stored, or given up.
         refused_reason: of the last piece: "" stored, None failed.
         is_finished: `finish` was called: a turn's KV was to be stored to the end.
     """
@@ -79,8 +80,8 @@ class SaveStream:
         self._next: _Piece | None = None
         self._is_last = False
         self._changed = asyncio.Event()
-        self._idle = asyncio.Event()  # nothing is asked for that is not stored
-        self._idle.set()
+        self.idle = asyncio.Event()
+        self.idle.set()
 
     def wants(self, end_token: int) -> bool:
         """Whether `follow` would store something once tokens [0, end_token) are computed."""
@@ -119,20 +120,16 @@ class SaveStream:
                 if piece is not None:
                     await self._store_piece(piece)
                 if self._next is None:
-                    self._idle.set()
+                    self.idle.set()
                     if self._is_last:
                         return
         finally:
-            self._idle.set()
+            self.idle.set()
             self.over.set()
-
-    async def caught_up(self) -> None:
-        """Wait until everything asked for so far is stored, or given up."""
-        await self._idle.wait()
 
     def _put(self, piece: _Piece) -> None:
         self._next = piece
-        self._idle.clear()
+        self.idle.clear()
         self._changed.set()
 
     async def _store_piece(self, piece: _Piece) -> None:
@@ -164,16 +161,12 @@ class DiscardLink:
         previous: set when what is before it in the chain is over.
 
     Attributes:
-        over: set when the store has been told, or cannot be.
+        over, idle: set when the store has been told, or cannot be.
     """
 
     def __init__(self, previous: asyncio.Event | None) -> None:
         self.previous = previous
-        self.over = asyncio.Event()
-
-    async def caught_up(self) -> None:
-        """Wait until it is over."""
-        await self.over.wait()
+        self.idle = self.over = asyncio.Event()
 
 
 class Saves:
@@ -250,7 +243,7 @@ class Saves:
     async def caught_up(self) -> None:
         """Wait until what was asked for is stored: what synchronous saving waits for."""
         for stream in list(self._newest.values()):
-            await stream.caught_up()
+            await stream.idle.wait()
 
     def _end(self, key: SessionKey) -> asyncio.Event | None:
         """Set when the session's chain, as it is now, is over; None: it has none."""

@@ -33,6 +33,7 @@ class TurnText:
     Attributes:
         chat_problem: why chat messages cannot be taken; "" if they can.
         frame_tokens: where messages of a chat begin; set by `try_out`.
+        control: encodes texts that stay texts; only a model with a tokenizer has it.
     """
 
     def __init__(self, tokenizer: Any | None, eos_ids: frozenset[int]) -> None:
@@ -43,13 +44,13 @@ class TurnText:
         if tokenizer is not None:
             self.chat_problem = "the chat template was not tried out"
             self._template = ChatTemplate(self._tokenizer)
-            self._control = ControlTokens(self._tokenizer)
+            self.control = ControlTokens(self._tokenizer)
 
     def try_out(self) -> None:
         """Find out whether, and how, the model's chat template can be applied incrementally."""
         if self._tokenizer is None:
             return
-        template, control = self._template, self._control
+        template, control = self._template, self.control
         self.chat_problem = template.try_out()
         control.add_written(template.source)
         if self.chat_problem:
@@ -81,7 +82,7 @@ class TurnText:
         begins = (
             opens_session and bos_id is not None and self._tokenizer("").input_ids[:1] == [bos_id]
         )
-        encode = self._control.encode if has_special else self._control.encode_plain
+        encode = self.control.encode if has_special else self.control.encode_plain
         return [bos_id, *encode(text)] if begins else encode(text)
 
     def encode_chat(
@@ -108,7 +109,7 @@ class TurnText:
             return self._encode_opening(messages)
         closing = self._unwritten_closing(history_ids[-1]) if continues_answer else ""
         guarded, marked = self._guarded(messages)
-        return self._control.encode(closing + self._template.added(guarded), marked)
+        return self.control.encode(closing + self._template.added(guarded), marked)
 
     def system_tokens(self, messages: Sequence[Message], input_ids: Sequence[int]) -> int:
         """Count the first tokens of a session that are its system message.
@@ -135,10 +136,6 @@ class TurnText:
         is_inside = bool(leading) and common_prefix(input_ids, without) >= whole_frames
         return shared if is_inside else whole_frames
 
-    def encode_piece(self, text: str) -> list[int]:
-        """Encode text that stands within a turn, by itself."""
-        return self._control.encode_plain(text)
-
     def _opening_ids(self) -> frozenset[int]:
         """Find the special tokens that begin a question, and the prompt for an answer."""
         template = self._template
@@ -146,12 +143,12 @@ class TurnText:
         question = template.render(turn, is_prompt=False)
         prompted = template.render(turn, is_prompt=True)
         texts = (question[len(template.base) :], prompted[len(question) :])
-        first_ids = {token for text in texts for token in self._control.encode(text)[:1]}
-        return frozenset(first_ids & self._control.ids)
+        first_ids = {token for text in texts for token in self.control.encode(text)[:1]}
+        return frozenset(first_ids & self.control.ids)
 
     def _encode_opening(self, messages: Sequence[Message]) -> list[int]:
         guarded, marked = self._guarded(messages)
-        return self._control.encode(self._template.render(guarded, is_prompt=True), marked)
+        return self.control.encode(self._template.render(guarded, is_prompt=True), marked)
 
     def _guarded(self, messages: Sequence[Message]) -> tuple[list[Message], list[str]]:
         """Messages of roles that the template knows, with marks in their texts, and what these are.
@@ -163,7 +160,7 @@ class TurnText:
         marked: list[str] = []
         guarded: list[Message] = [
             {
-                name: value if name == "role" else self._control.guard(value, marked)
+                name: value if name == "role" else self.control.guard(value, marked)
                 for name, value in one.items()
             }
             for one in messages

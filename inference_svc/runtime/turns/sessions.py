@@ -101,7 +101,7 @@ class Sessions:
             transcript = await self._transcripts.find(key)
             await self._transcripts.delete(key)
             if transcript is not None:
-                await self._engine.forget(key, transcript.context_ids)
+                await self._engine.forget(key, transcript.context.token_ids)
 
         await self._change(key, delete)
 
@@ -137,7 +137,7 @@ class Sessions:
             if computed:
                 cut = ContextCut(context.computed_ids, computed, context.lineage)
                 await self._engine.discard(key, cut)
-            return len(after.context_ids), num_in(merged)
+            return len(after.context.token_ids), num_in(merged)
 
         return await self._change(key, discard)
 

@@ -41,6 +41,7 @@ class Turns:
 
     Attributes:
         sessions: what else is done to the sessions of turns.
+        idle: set while no turn is under way.
     """
 
     def __init__(
@@ -60,8 +61,8 @@ class Turns:
         self._counters = counters
         self._report = report
         self._is_draining = False
-        self._idle = asyncio.Event()
-        self._idle.set()
+        self.idle = asyncio.Event()
+        self.idle.set()
         self._tasks = asyncio.TaskGroup()
         self.sessions = Sessions(
             transcripts=transcripts,
@@ -88,10 +89,6 @@ class Turns:
         """Accept no more turns, and give those back that have not started."""
         self._is_draining = True
         self._hand_back([turn for turn in self._session_turns if not turn.has_started])
-
-    async def wait_idle(self) -> None:
-        """Wait until no turn is under way."""
-        await self._idle.wait()
 
     def hand_back_all(self) -> None:
         """Stop every turn that is not being recorded; its client is to submit it again."""
@@ -180,7 +177,7 @@ class Turns:
         place = self._limits.enter(key.tenant, submission.most_tokens, opens, now_ns)
         if runs_now:
             turn.may_run.set()
-        self._idle.clear()
+        self.idle.clear()
         turn.task = self._tasks.create_task(self._run(turn))
         # Not a `finally` in the task: a task cancelled before its first step never gets there.
         turn.task.add_done_callback(partial(self._ended, turn, place))
@@ -240,7 +237,7 @@ class Turns:
         if following is not None:
             following.may_run.set()
         if not len(self._session_turns):
-            self._idle.set()
+            self.idle.set()
 
 
 def _draining() -> DrainingError:

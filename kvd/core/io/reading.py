@@ -64,7 +64,7 @@ class Reader:
 
     def num_bytes(self, block: Block) -> int:
         """What reading the block amounts to."""
-        return self._state.num_sectors(block) * SECTOR_BYTES
+        return self._state.shape.num_sectors(block.num_tokens) * SECTOR_BYTES
 
     def start(self, block: Block) -> Arrival:
         """Give a block on SSD a free slot and begin its read, which is to be issued."""

@@ -18,6 +18,7 @@ from kvd.core.records.records import Tier
 from kvd.core.state.block import Block, BlockIo
 from kvd.core.state.cache_state import CacheState
 from kvd.core.state.session_history import MoveKind
+from kvd.core.state.under_way import Arrival
 from shared.types.units import NS_PER_S
 
 MAX_BACKGROUND = 4  # verifications under way that nobody waits for
@@ -73,9 +74,10 @@ class Verifier:
         """When `issue` is to be called again; None if a completion calls it anyhow."""
         return self._retry_at_ns if self._state.unverified and not self._background else None
 
-    def ended(self, op_id: int) -> None:
-        """Note that a verification is over, however it ended."""
+    def ended(self, op_id: int) -> Arrival:
+        """Take a verification out of those under way, however it ended."""
         self._background.discard(op_id)
+        return self._state.under_way.end_verify(op_id)
 
     def passed(self, block: Block) -> None:
         """The block's bytes are good."""

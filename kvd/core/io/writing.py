@@ -154,7 +154,7 @@ class Writer:
             return
         while len(state.unwritten) and self._issued_bytes < state.limits.max_write_bytes:
             block = state.unwritten.oldest
-            num_sectors = state.num_sectors(block)
+            num_sectors = state.shape.num_sectors(block.num_tokens)
             if not state.extents.can_allocate(num_sectors):
                 break
             state.unwritten.discard(block)
@@ -237,7 +237,7 @@ class Writer:
         state = self._state
         while state.unwritten.refused and not len(state.unwritten) and not self._is_holding_back():
             block = next(iter(state.unwritten.refused.values()))
-            if not state.extents.can_allocate(state.num_sectors(block)):
+            if not state.extents.can_allocate(state.shape.num_sectors(block.num_tokens)):
                 return
             state.unwritten.forget(block)
             if block.writable:
@@ -278,7 +278,7 @@ class Writer:
         if num_short or state.under_way.drops or state.under_way.writes:
             return num_short
         # nothing will come back: packed blocks must fit as things are
-        num_sectors = state.num_sectors(state.unwritten.oldest)
+        num_sectors = state.shape.num_sectors(state.unwritten.oldest.num_tokens)
         return int(not state.extents.can_allocate(num_sectors))
 
     def _demote(self, num_slots: int) -> None:

@@ -84,8 +84,7 @@ class Arrivals:
         if op_id not in state.under_way.verifies:
             self._scrubbed(op_id, outcome)
             return
-        arrival = state.under_way.end_verify(op_id)
-        self._verifier.ended(op_id)
+        arrival = self._verifier.ended(op_id)
         block = arrival.block
         if outcome is IoOutcome.OK:
             self._verifier.passed(block)

@@ -64,7 +64,11 @@ def _check_slots(state: CacheState) -> None:
 
 def _check_extents(state: CacheState) -> None:
     """Each sector in use belongs to one block, one write or one drop."""
-    runs = [(b.extent, state.num_sectors(b)) for b in state.blocks if b.extent is not None]
+    runs = [
+        (b.extent, state.shape.num_sectors(b.num_tokens))
+        for b in state.blocks
+        if b.extent is not None
+    ]
     runs += [
         (record.extent, state.shape.num_sectors(record.num_tokens))
         for session in state.sessions.values()

@@ -60,7 +60,11 @@ class _Work:
 
 
 class Compactor:
-    """Compacts sessions of one cache state; see the module docstring."""
+    """Compacts sessions of one cache state; see the module docstring.
+
+    Attributes:
+        resting: sessions to look at once they have been left alone: `look` when the first is due.
+    """
 
     def __init__(
         self, state: CacheState, placement: Placement, writer: Writer, verifier: Verifier
@@ -69,7 +73,7 @@ class Compactor:
         self._placement = placement
         self._writer = writer
         self._verifier = verifier
-        self._resting = state.make_clock()  # sessions to look at once they have been left alone
+        self.resting = state.make_clock()
         self._waiting = state.wasteful
         self._work: _Work | None = None
         self._rests_at = -1  # Outbox.num_freed when there was no room
@@ -83,13 +87,13 @@ class Compactor:
         if session.lineage is None or session.lineage.is_whole:
             return
         self._is_stopped = False
-        self._resting.schedule(key, self._state.now_ns + self._state.limits.compact_rest_ns)
+        self.resting.schedule(key, self._state.now_ns + self._state.limits.compact_rest_ns)
 
     def look(self) -> None:
         """Look at the sessions that are due; a bounded number per call."""
         state = self._state
         for _ in range(LOOK_BATCH):
-            key = self._resting.pop_due(state.now_ns)
+            key = self.resting.pop_due(state.now_ns)
             if key is None:
                 return
             session = state.sessions.get(key)
@@ -97,9 +101,9 @@ class Compactor:
                 continue
             rests_until_ns = session.last_access_ns + state.limits.compact_rest_ns
             if self._is_in_use(key):
-                self._resting.schedule(key, state.now_ns + RETRY_NS)
+                self.resting.schedule(key, state.now_ns + RETRY_NS)
             elif rests_until_ns > state.now_ns:
-                self._resting.schedule(key, rests_until_ns)
+                self.resting.schedule(key, rests_until_ns)
             elif is_wasteful(state, session):
                 self._waiting[key] = None
 
@@ -123,10 +127,6 @@ class Compactor:
         run = self._state.compaction
         if run is not None and run.phase is Phase.WRITING:
             self._cancel(run)
-
-    def next_deadline_ns(self) -> int | None:
-        """When to call `look`."""
-        return self._resting.next_deadline_ns()
 
     # --------------------------------------------------------------------------------- completions
 
@@ -179,14 +179,14 @@ class Compactor:
             return True
         if self._is_in_use(key):
             del self._waiting[key]
-            self._resting.schedule(key, self._state.now_ns + RETRY_NS)
+            self.resting.schedule(key, self._state.now_ns + RETRY_NS)
             return True
         plan = self._plan(work, max(1, MAX_RUN_BYTES // self._state.layout.block_bytes))
         if plan is None or self._is_over_quota(key, len(plan.dense)):
             del self._waiting[key]
             if plan is None and is_pending(self._state, work.session):
                 self._work = None  # from the beginning
-                self._resting.schedule(key, self._state.now_ns + RETRY_NS)
+                self.resting.schedule(key, self._state.now_ns + RETRY_NS)
             return True
         num_slots = self._make_room(key, len(plan.dense))
         if num_slots < len(plan.dense):
@@ -332,7 +332,7 @@ class Compactor:
             state.settle(block)
         state.outbox.count("compactions_given_up")
         if self._waiting.pop(run.key, self) is None:
-            self._resting.schedule(run.key, state.now_ns + RETRY_NS)
+            self.resting.schedule(run.key, state.now_ns + RETRY_NS)
         state.outbox.space_freed()
 
     def _free(self, run: Compaction, target: Target) -> None:

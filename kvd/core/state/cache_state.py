@@ -100,7 +100,7 @@ class CacheState:
         self._clocks: list[TtlClock] = []
         self.ttl = self.make_clock()
         self.turns = TurnLog(limits.max_turns)
-        self.outbox = Outbox()
+        self.outbox = Outbox(self.sessions)
         self.measures = Measures()
         self.under_way = UnderWay()
         self.compaction: Compaction | None = None
@@ -133,10 +133,6 @@ class CacheState:
         ops = self.under_way
         is_busy = ops.hashes or ops.verifies or ops.writes or ops.wipes or self.compaction
         return bool(is_busy or (len(self.unwritten) and ops.drops))
-
-    def num_sectors(self, block: Block) -> int:
-        """Sectors of the block's extent."""
-        return self.shape.num_sectors(block.num_tokens)
 
     # ------------------------------------------------------------------------------------ sessions
 

@@ -40,11 +40,15 @@ IndexAction = PutBlock | DropBlock | CommitRows | PutSession | DropSession | Put
 class IndexLine:
     """See the module docstring. Every call but `take` is O(1).
 
+    Args:
+        sessions: those that there are, by key.
+
     Attributes:
         num_blocks: rows of blocks that wait, removals excluded.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, sessions: Mapping[SessionKey, Session]) -> None:
+        self._sessions = sessions
         # In order: sessions, whose rows are made when they are taken, and numbered actions.
         self._line: OrderedDict[SessionKey | int, PutBlock | DropBlock | CommitRows | None] = (
             OrderedDict()
@@ -95,31 +99,27 @@ class IndexLine:
             self._line.pop(key, None)
         self._used.pop(key, None)
 
-    def take(
-        self, sessions: Mapping[SessionKey, Session], max_bytes: int = NO_BOUND
-    ) -> list[IndexAction]:
+    def take(self, max_bytes: int = NO_BOUND) -> list[IndexAction]:
         """Hand out what comes next, until it has `max_bytes` or a little more."""
         taken: list[IndexAction] = []
         left_bytes = max_bytes
         while self._line and left_bytes > 0:
             entry, action = self._line.popitem(last=False)
-            row = action or self._session_row(entry, sessions)
+            row = action or self._session_row(entry)
             taken.append(row)
             self.num_blocks -= isinstance(row, PutBlock)
             left_bytes -= _size(row)
         while self._used and left_bytes > 0:
             key, _ = self._used.popitem(last=False)
-            taken.append(PutUse(key, sessions[key].last_access_ns))
+            taken.append(PutUse(key, self._sessions[key].last_access_ns))
             left_bytes -= ROW_BYTES
         return taken
 
-    def _session_row(
-        self, key: SessionKey | int, sessions: Mapping[SessionKey, Session]
-    ) -> PutSession | DropSession:
+    def _session_row(self, key: SessionKey | int) -> PutSession | DropSession:
         assert not isinstance(key, int), "a numbered entry has its action"
         self._gone.discard(key)
         self._used.pop(key, None)
-        session = sessions.get(key)
+        session = self._sessions.get(key)
         if session is None:
             return DropSession(key)
         session.is_indexed = True

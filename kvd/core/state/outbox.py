@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from kvd.core.records.actions import Action, Emit, SpaceFreed
 from kvd.core.records.records import Tier
 from kvd.core.state.index_line import IndexLine
+from kvd.core.state.session import Session
 from shared.types.histogram import LATENCY_BOUNDS_S, REST_BOUNDS_S, Histogram, Tally
 from shared.types.session_key import SessionKey
 from shared.types.units import NS_PER_S
@@ -63,15 +64,18 @@ COUNTERS = (
 class Outbox:
     """Collects actions and counters.
 
+    Args:
+        sessions: those that there are, whose rows the index is to be told.
+
     Attributes:
         index: what the index is to be told.
         num_freed: how often `space_freed` was called.
         num_waits: how often `want_wake` was.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, sessions: Mapping[SessionKey, Session]) -> None:
         self._actions: list[Action] = []
-        self.index = IndexLine()
+        self.index = IndexLine(sessions)
         self._wake_wanted = False
         self.num_freed = 0
         self.num_waits = 0

@@ -146,11 +146,11 @@ def test_the_context_is_what_turns_and_discards_leave():
     """Tokens come in order; each discard falls on what was there when it happened."""
     session = transcript(1)  # 1 2 3 5 6, the last one not computed
     session = session.with_discard(Discard(((1, 2), (4, 5)), 0, CLIENT))
-    assert (session.context_ids, session.context.computed_tokens) == ((1, 3, 5), 3)
+    assert (session.context.token_ids, session.context.computed_tokens) == ((1, 3, 5), 3)
     mid = Discard(((0, 4),), after_tokens=4)  # of 3 5 1 2 3 5
     turn = replace(record(1), discards=(Discard(((0, 1),)), mid))
     session = session.with_turn(turn, is_final=False)
-    assert (session.context_ids, session.context.computed_tokens) == ((3, 5, 6), 2)
+    assert (session.context.token_ids, session.context.computed_tokens) == ((3, 5, 6), 2)
     assert session.token_ids == (1, 2, 3, 5, 6, 1, 2, 3, 5, 6)
 
 
@@ -179,9 +179,9 @@ def test_a_fork_keeps_the_discards_up_to_its_turn():
     session = session.with_turn(record(1), is_final=False).with_discard(
         Discard(((0, 1),), 0, CLIENT)
     )
-    assert session.forked("s2", 0).context_ids == ()
-    assert session.forked("s2", 1).context_ids == (3, 5, 6)
-    assert session.forked("s2", 2).context_ids == session.context_ids
+    assert session.forked("s2", 0).context.token_ids == ()
+    assert session.forked("s2", 1).context.token_ids == (3, 5, 6)
+    assert session.forked("s2", 2).context.token_ids == session.context.token_ids
     forked = session.forked("s2", 1)
     assert decode_transcript(encode_transcript(forked))[0] == forked
 
@@ -230,7 +230,7 @@ def some_ranges(num_tokens):
 def test_replaying_gives_the_context_of_living_through_it(lived):
     """Whatever was discarded, and when; also from the file, lineage and marks included."""
     session, context = lived
-    assert list(session.context_ids) == context
+    assert list(session.context.token_ids) == context
     read, _ = decode_transcript(encode_transcript(session))
     assert read.known_context is None
     assert read.context == session.context
@@ -244,7 +244,7 @@ def test_a_turn_costs_no_replay(monkeypatch):
     session = session.with_turn(record(0), is_final=False)
     session = session.with_discard(Discard(((0, 2),), 0, CLIENT))
     session = session.with_turn(record(1), is_final=False)
-    assert session.context_ids == (3, 5, 6, 1, 2, 3, 5, 6)
+    assert session.context.token_ids == (3, 5, 6, 1, 2, 3, 5, 6)
 
 
 def test_a_lineage_that_tokens_do_not_tell_is_recorded():

@@ -113,4 +113,4 @@ class _NoChat:
     chat_problem = "the model has no chat template"
 
     def __init__(self, text):
-        self.encode_piece = text.encode_piece
+        self.control = text.control

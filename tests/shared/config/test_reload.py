@@ -78,7 +78,10 @@ def test_live_keys_change_and_others_wait(file):
     file.write_text('[limits]\nturns = 3\n[cache]\nbytes = "8KB"\nttl = "2m"\n')
     found = live.reload()
     assert (found.applied, found.needs_restart) == (("limits.turns", "cache.ttl"), ("cache.bytes",))
-    assert (live.settings.limits.turns, live.settings.cache) == (3, Cache(bytes=4096, ttl=120))
+    assert (live.loaded.settings.limits.turns, live.loaded.settings.cache) == (
+        3,
+        Cache(bytes=4096, ttl=120),
+    )
     assert live.reload().needs_restart == ("cache.bytes",)
     assert live.loaded.provenance["limits.wait"] == "env"
     assert live.loaded.provenance["cache.bytes"] == "default"
@@ -88,7 +91,7 @@ def test_nothing_has_changed(file):
     """A reload of the same file changes nothing; those who listen hear of it all the same."""
     live = _live(file)
     heard = []
-    live.on_change(heard.append)
+    live.on_change.append(heard.append)
     before = live.loaded
     found = live.reload()
     assert (found.applied, found.needs_restart, live.loaded) == ((), (), before)
@@ -109,7 +112,7 @@ def test_a_problem_changes_nothing(file, text):
     """Neither in the part that is wrong nor in the others, and nobody hears of it."""
     live = _live(file)
     heard = []
-    live.on_change(heard.append)
+    live.on_change.append(heard.append)
     before = live.loaded
     file.write_text(text)
     with pytest.raises(ReloadRefusedError, match="nothing has changed"):
@@ -129,12 +132,12 @@ def test_a_check_refuses_all_of_it(file):
         if settings.limits.turns == 3:
             raise ConfigError("three is taken", "take another one")
 
-    live.check_with(check)
-    live.on_change(heard.append)
+    live.checks.append(check)
+    live.on_change.append(heard.append)
     file.write_text("[limits]\nturns = 3\n")
     with pytest.raises(ReloadRefusedError, match="three is taken"):
         live.reload()
-    assert (live.settings.limits.turns, heard) == (2, [])
+    assert (live.loaded.settings.limits.turns, heard) == (2, [])
 
 
 def test_tables_by_name_come_and_go(file):
@@ -156,12 +159,12 @@ def test_tables_by_name_come_and_go(file):
         "tenants.other.ttl",
         "weights",
     )
-    assert live.settings.tenants == {"acme": Tenant(ttl=120)}
-    assert live.settings.tenants["acme"].model_fields_set == {"ttl"}
+    assert live.loaded.settings.tenants == {"acme": Tenant(ttl=120)}
+    assert live.loaded.settings.tenants["acme"].model_fields_set == {"ttl"}
     assert "tenants.acme.quota" not in live.loaded.provenance
     file.write_text("")
     assert live.reload().applied == ("tenants.acme.ttl", "weights")
-    assert live.settings == Example(limits=Limits(wait=2))
+    assert live.loaded.settings == Example(limits=Limits(wait=2))
 
 
 def test_what_is_in_force_can_be_shown(file):
@@ -209,4 +212,4 @@ def test_settings_that_are_fixed():
     """Who was given settings reloads nothing."""
     live = fixed(Example())
     assert live.reload().applied == ()
-    assert live.settings == Example()
+    assert live.loaded.settings == Example()

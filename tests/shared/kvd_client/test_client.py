@@ -25,7 +25,7 @@ TOKENS = encode(range(16))
 async def client_of(directory, feed=None):
     client = KvdClient(directory, LAYOUT, "test", reconnect_delay_s=0.02)
     if feed is not None:
-        client.follow_queue(feed)
+        client.queue.follow(feed)
     running = asyncio.create_task(client.run())
     try:
         yield client

@@ -278,7 +278,7 @@ async def test_a_turn_cancelled_while_its_rows_close_up_leaves_nothing(model, st
             other = await engine.run(PROMPT, session="other")
             assert engine.scheduler.residents.is_busy(cut.key)
             may_go_on.set()
-            await engine.loop.wait_idle()
+            await engine.loop.idle.wait()
         assert len(engine.scheduler.residents) == 1
         assert resident_ids(engine, other)
         session = PlainSession(stock)
@@ -304,7 +304,7 @@ async def test_a_turn_cancelled_after_its_context_was_cut_leaves_no_resident(mod
         await is_full_again.wait()
         answer.cancel()
         await asyncio.gather(answer, return_exceptions=True)
-        await engine.loop.wait_idle()
+        await engine.loop.idle.wait()
         assert cut.discards
         assert not len(engine.scheduler.residents)
         await engine.all_given_back()
@@ -429,7 +429,7 @@ async def test_rows_of_a_cancelled_turns_context_are_not_those_of_the_whole_one(
         await turn.sink.has_token.wait()
         answer.cancel()
         await asyncio.gather(answer, return_exceptions=True)
-        await engine.loop.wait_idle()
+        await engine.loop.idle.wait()
         assert resident_ids(engine, turn) == (PERIOD * 4 if keeps_residents else [])
         whole = turn_after(engine, first, None, [72])
         await finished(engine, whole)
@@ -450,7 +450,7 @@ async def test_a_turn_cancelled_while_it_waits_may_be_tried_again(model, stock, 
             answer.cancel()
             await asyncio.gather(answer, return_exceptions=True)
             assert turn.started_ns == 0
-        await engine.loop.wait_idle()
+        await engine.loop.idle.wait()
         again = turn_after(engine, first, cut, [70, 71])
         await engine.loop.generate(again, cut)
         engine.loop.keep(again, again.token_ids[:-1])
@@ -464,7 +464,7 @@ async def test_a_turn_for_which_there_is_no_place_drops_nothing(model):
     """It is refused before anything is told of it."""
     async with running_engine(model, max_waiting=1, kv_slots=800) as engine:
         first, cut = await periodic_session(engine)
-        await engine.loop.wait_idle()
+        await engine.loop.idle.wait()
         requests = [engine.request(PROMPT, 300, name) for name in "abc"]  # more than are admitted
         answers = []
         for request in requests[:2]:

@@ -77,7 +77,7 @@ async def test_rows_that_are_still_being_saved_are_not_reused(model):
         for number in range(4):
             await engine.run(range(30, 50), session=f"other {number}")
         engine.store.may_end.set()
-        await engine.loop.wait_idle()
+        await engine.loop.idle.wait()
         following = [*first.token_ids, 22]
         assert (await engine.run(following)).sink.token_ids == await alone(model, following)
         await engine.all_given_back()
@@ -88,7 +88,7 @@ async def test_a_load_that_breaks_off_under_a_step_is_computed_instead(model, nu
     """What was computed over it is void; after some tries the history is not asked for."""
     async with running_engine(model, keeps_residents=False) as engine:
         first = await engine.run(range(20, 60))
-        await engine.loop.wait_idle()
+        await engine.loop.idle.wait()
         engine.store.num_failing_loads = num_failures
         following = [*first.token_ids, *range(80, 120)]
         turn = await engine.run(following)
@@ -168,7 +168,7 @@ async def test_every_way_to_preload_gives_the_same_answer(model, preload):
     """The ablations differ in time only."""
     async with running_engine(model, preload, keeps_residents=False) as engine:
         first = await engine.run(range(20, 60))
-        await engine.loop.wait_idle()
+        await engine.loop.idle.wait()
         following = [*first.token_ids, *range(80, 90)]
         turn = await engine.run(following)
         assert turn.outcome.tokens == 47
@@ -184,7 +184,7 @@ async def test_an_answer_that_is_cut_behind_its_last_preemption(model):
         assert request.num_preemptions == 1
         kept = request.token_ids[: request.write_buffer.first_token - 1]
         engine.loop.keep(request, kept)
-        await engine.loop.wait_idle()
+        await engine.loop.idle.wait()
         following = [*kept, 99, 98]
         assert (await engine.run(following)).sink.token_ids == await alone(model, following)
         await engine.all_given_back()
@@ -200,7 +200,7 @@ async def test_a_cancelled_turn_leaves_its_sessions_resident(model):
         await cancelled.sink.has_token.wait()
         answer.cancel()
         await asyncio.gather(answer, return_exceptions=True)
-        await engine.loop.wait_idle()
+        await engine.loop.idle.wait()
         again = await engine.run([*first.token_ids, *range(50, 60)])
         assert again.outcome.tier_tokens == {"hbm": 47}
         assert again.sink.token_ids == await alone(model, again.token_ids[:58])
@@ -227,7 +227,7 @@ async def test_a_step_that_fails_under_a_save_stores_nothing_of_it(model):
         with pytest.raises(EngineFailedError):
             await engine.loop.generate(bad)
         turn = await good
-        await engine.loop.wait_idle()
+        await engine.loop.idle.wait()
         assert engine.counters.snapshot()["save_errors"] == 0
         following = [*turn.token_ids, 99]
         again = await engine.run(following)
@@ -272,7 +272,7 @@ async def test_the_end_of_a_session_is_told_after_its_last_save(model, saves):
         await engine.run(range(20, 60), session="other")
         assert engine.store.ended == []
         last = await engine.run(range(20, 60), is_final=True)
-        await engine.loop.wait_idle()
+        await engine.loop.idle.wait()
         assert engine.store.ended == [last.key]
         assert engine.store.order[-1] == "end"
         assert len(engine.scheduler.residents) == 1
@@ -288,7 +288,7 @@ async def test_the_end_of_a_session_is_told_after_preemptions_and_failed_loads(m
         last = await engine.run(prompt, 40, is_final=True)
         assert last.num_preemptions
         assert last.num_failed_loads
-        await engine.loop.wait_idle()
+        await engine.loop.idle.wait()
         assert engine.store.ended == [last.key]
         assert engine.store.order[-2:] == ["save", "end"]
         await engine.all_given_back()

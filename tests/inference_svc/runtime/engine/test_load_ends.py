@@ -20,7 +20,7 @@ def model(tiny_model):
 async def stored_turn(engine):
     """A turn whose KV is in the store alone; returns the next one's prompt."""
     first = await engine.run(FIRST)
-    await engine.loop.wait_idle()
+    await engine.loop.idle.wait()
     return [*first.token_ids, *range(80, 120)]
 
 
@@ -136,7 +136,7 @@ async def test_residents_are_few(model, monkeypatch):
     async with running_engine(model) as engine:
         for name in ("a", "b", "c"):
             await engine.run([20, 21, 22], session=name)
-        await engine.loop.wait_idle()
+        await engine.loop.idle.wait()
         gauges = engine.loop.gauges()
         assert gauges["resident_sessions"] == 2
         assert gauges["pool_rows"] - gauges["pool_free_rows"] >= gauges["resident_rows"] > 0

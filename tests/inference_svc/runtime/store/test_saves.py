@@ -68,7 +68,7 @@ class Scene:
 async def follow(stream, end_token):
     if stream.wants(end_token):
         stream.follow(tokens(end_token), None)
-        await stream.caught_up()
+        await stream.idle.wait()
 
 
 async def test_full_blocks_go_in_groups_and_the_end_takes_the_rest():

@@ -269,9 +269,9 @@ async def test_a_discard_is_there_for_the_next_process(tmp_path):
     await append(store, KEY, 0)
     after = await store.discard(KEY, Discard(((0, 2),), 0, CLIENT))
     await append(store, KEY, 1)
-    assert after.context_ids == (2, 3, 9)
+    assert after.context.token_ids == (2, 3, 9)
     found = await TranscriptStore(tmp_path).get(KEY)
-    assert found.context_ids == (2, 3, 9, 0, 1, 2, 3, 9)
+    assert found.context.token_ids == (2, 3, 9, 0, 1, 2, 3, 9)
     assert [turn for turn, _ in found.all_discards] == [1]
     with pytest.raises(UnknownSessionError):
         await store.discard(KEY._replace(session_id="nobody"), Discard(((0, 2),), 0, CLIENT))
@@ -295,5 +295,5 @@ async def test_a_write_that_is_given_up_leaves_nothing_stale(tmp_path, monkeypat
         with pytest.raises(asyncio.CancelledError):
             await writing
         may_sync.set()
-    assert (await store.get(KEY)).context_ids == (2, 3, 9)
-    assert (await TranscriptStore(tmp_path).get(KEY)).context_ids == (2, 3, 9)
+    assert (await store.get(KEY)).context.token_ids == (2, 3, 9)
+    assert (await TranscriptStore(tmp_path).get(KEY)).context.token_ids == (2, 3, 9)

@@ -27,7 +27,7 @@ async def test_a_full_window_makes_the_context_give_tokens_up(model, tmp_path):
         assert (discard.reason, start, usage.dropped_tokens) == ("overflow", 0, end)
         assert usage.history_tokens == usage.reused_tokens == 47 - end
         assert usage.new_tokens == 21
-        assert (await service.transcript()).context_ids[:20] == (*context[end:], 70)[:20]
+        assert (await service.transcript()).context.token_ids[:20] == (*context[end:], 70)[:20]
         assert await service.counts("overflows", "dropped_tokens", "shifts") == (1, end, 1)
 
 
@@ -85,7 +85,7 @@ async def test_what_is_protected_stays_whatever_the_policy_says(model, tmp_path)
         compression = make_compression("snapkv", 0.1)
         overflow = OverflowPolicy(sink_tokens=20)
         await service.run(range(20, 100), compression=compression, overflow=overflow)
-        assert (await service.transcript()).context_ids[:20] == tuple(range(20, 40))
+        assert (await service.transcript()).context.token_ids[:20] == tuple(range(20, 40))
 
 
 @pytest.mark.parametrize(

@@ -55,7 +55,7 @@ async def test_history_that_nobody_kept_is_counted_as_computed_again(model, tmp_
     """The store lost it."""
     async with serving(model, tmp_path, keeps_residents=False) as service:
         await service.run(range(20, 40))
-        await service.engine.loop.wait_idle()
+        await service.engine.loop.idle.wait()
         service.engine.store.rows.clear()
         usage = (await service.run([50]))[-1].usage
         assert (usage.history_tokens, usage.reused_tokens) == (27, 0)
@@ -101,7 +101,7 @@ async def test_after_its_final_turn_a_session_is_over(model, tmp_path):
     """The store is told, nothing stays in memory, no turn is taken."""
     async with serving(model, tmp_path) as service:
         await service.run(range(20, 40), is_final=True)
-        await service.engine.loop.wait_idle()
+        await service.engine.loop.idle.wait()
         assert service.engine.store.ended == [KEY]
         assert not len(service.engine.scheduler.residents)
         turn = await service.turns.submit(asked([50]))

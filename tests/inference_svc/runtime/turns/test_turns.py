@@ -59,6 +59,8 @@ class ToldEngine:
 
     def __init__(self):
         self.told = []
+        self.idle = asyncio.Event()
+        self.idle.set()
 
     async def discard(self, _key, cut):
         """See EngineLoop."""
@@ -71,9 +73,6 @@ class ToldEngine:
     async def end_session(self, key):
         """See EngineLoop."""
         self.told.append(("end", key))
-
-    async def wait_idle(self):
-        """See EngineLoop."""
 
 
 @asynccontextmanager
@@ -121,7 +120,7 @@ async def test_a_discard_is_done_although_its_caller_left(tmp_path):
         assert engine.told == [(tuple(range(9)), ((0, 4),))]
         assert await turns.sessions.discard(KEY, [(0, 2)], ANYTHING) == (4, 2)
         transcript, is_busy = await turns.sessions.get(KEY)
-    assert (transcript.context_ids, is_busy) == ((6, 7, 8, 9), False)
+    assert (transcript.context.token_ids, is_busy) == ((6, 7, 8, 9), False)
     assert (await TranscriptStore(tmp_path).get(KEY)).context == transcript.context
 
 
@@ -219,7 +218,7 @@ async def test_limits_can_be_asked_for_before_anything_is_made(tmp_path):
         assert counters.snapshot()["refused_too_many_turns"] == 1
         runner.may_start.set()
         runner.may_end.set()
-        await turns.wait_idle()
+        await turns.idle.wait()
         turns.check_limits(KEY.tenant)
         turns.refuse_new()
         with pytest.raises(DrainingError):
@@ -246,7 +245,7 @@ async def test_a_drain_hands_back_what_has_not_started(tmp_path):
         assert not turns._idle.is_set()
         runner.may_end.set()
         assert (await end_of(first)).finish_reason == "stop"
-        await turns.wait_idle()
+        await turns.idle.wait()
     assert counters.snapshot()["turns_handed_back"] == 2
 
 
@@ -260,7 +259,7 @@ async def test_a_drain_that_takes_too_long_hands_the_rest_back(tmp_path):
             await anext(events)
         await drain(turns, ToldEngine(), 0.0, Signals())
         assert (await end_of(turn)).reason == "draining"
-        await turns.wait_idle()
+        await turns.idle.wait()
 
 
 async def test_limits_are_for_turns_that_begin(tmp_path):
@@ -273,7 +272,7 @@ async def test_limits_are_for_turns_that_begin(tmp_path):
         await turns.submit(submission("two", tenant="other"))
         runner.may_start.set()
         runner.may_end.set()
-        await turns.wait_idle()
+        await turns.idle.wait()
         await turns.submit(submission("two"))
     assert counters.snapshot()["refused_too_many_turns"] == 1
 
@@ -286,11 +285,11 @@ async def test_tokens_are_charged_as_they_were_computed(tmp_path):
         with pytest.raises(RateLimitedError):
             await turns.submit(submission("one"))
         cancelled.cancel()
-        await turns.wait_idle()
+        await turns.idle.wait()
         runner.may_start.set()
         runner.may_end.set()
         await turns.submit(submission("one"))
-        await turns.wait_idle()
+        await turns.idle.wait()
         with pytest.raises(RateLimitedError):
             await turns.submit(submission("two"))
 

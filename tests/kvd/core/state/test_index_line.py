@@ -44,36 +44,37 @@ def _kinds(actions) -> list[str]:
 
 def test_a_session_keeps_its_place_however_often_it_changes():
     """Its row is handed out once, as it is then, where its first change was."""
-    line, session = IndexLine(), Session(A, 7)
+    session = Session(A, 7)
+    line = IndexLine({A: session})
     line.session_changed(A)
     line.add(_block(1))
     session.pin = Pin.HARD
     line.session_changed(A)
-    taken = line.take({A: session})
+    taken = line.take()
     assert _kinds(taken) == ["PutSession", "PutBlock"]
     assert taken[0].session.pin is Pin.HARD
-    assert line.take({A: session}) == []
+    assert line.take() == []
 
 
 def test_a_session_may_ask_for_a_place_behind_blocks():
     """What names new blocks in place of old ones comes after their rows, and before what waits."""
-    line = IndexLine()
+    line = IndexLine({A: Session(A, 7)})
     line.session_changed(A)
     line.add(_block(1))
     line.session_changed(A, behind_blocks=True)
     line.add(CommitRows(9))
-    assert _kinds(line.take({A: Session(A, 7)})) == ["PutBlock", "PutSession", "CommitRows"]
+    assert _kinds(line.take()) == ["PutBlock", "PutSession", "CommitRows"]
 
 
 def test_a_use_is_told_behind_everything_else_and_by_its_time_alone():
     """Unless the session's row is written anyhow, which has the time, too."""
-    line, sessions = IndexLine(), {key: Session(key, 7) for key in KEYS}
+    line = IndexLine({key: Session(key, 7) for key in KEYS})
     for key in (A, A, B):
         line.session_used(key)
     line.session_changed(B)
     line.add(DropBlock(1, b"k" * 16))
     assert (len(line), line.num_uses) == (2, 2)
-    taken = line.take(sessions)
+    taken = line.take()
     assert _kinds(taken) == ["PutSession", "DropBlock", "PutUse"]
     assert taken[-1] == PutUse(A, 7)
 
@@ -81,40 +82,39 @@ def test_a_use_is_told_behind_everything_else_and_by_its_time_alone():
 @pytest.mark.parametrize("is_indexed", [True, False])
 def test_a_session_that_is_gone_is_removed_if_the_index_may_have_it(is_indexed):
     """One that came and went while the index took nothing leaves nothing behind."""
-    line = IndexLine()
+    line = IndexLine({})
     line.session_changed(A)
     line.session_used(A)
     line.session_gone(A, is_indexed=is_indexed)
-    assert line.take({}) == ([DropSession(A)] if is_indexed else [])
+    assert line.take() == ([DropSession(A)] if is_indexed else [])
 
 
 def test_a_session_that_comes_back_is_still_removed_when_it_goes_again():
     """The index has the row of the first one, whatever became of the second."""
-    line = IndexLine()
+    line = IndexLine({})
     line.session_gone(A, is_indexed=True)
     line.session_changed(A)
     line.session_gone(A, is_indexed=False)
-    assert line.take({}) == [DropSession(A)]
+    assert line.take() == [DropSession(A)]
     line.session_changed(A)
     line.session_gone(A, is_indexed=False)
-    assert line.take({}) == []
+    assert line.take() == []
 
 
 def test_what_is_handed_out_is_bounded_into_bytes():
     """The last row may go beyond; what does not fit waits for the next time, in order."""
-    line = IndexLine()
+    line = IndexLine({key: Session(key, 7) for key in KEYS})
     for number in range(5):
         line.add(_block(number))
-    assert line.take({}, 0) == []
-    assert line.take({}, 2 * ROW_BYTES) == [_block(0), _block(1)]
+    assert line.take(0) == []
+    assert line.take(2 * ROW_BYTES) == [_block(0), _block(1)]
     assert line.num_blocks == 3
-    assert line.take({}, 2 * ROW_BYTES + 1) == [_block(2), _block(3), _block(4)]
+    assert line.take(2 * ROW_BYTES + 1) == [_block(2), _block(3), _block(4)]
     assert (len(line), line.num_blocks) == (0, 0)
 
     for key in KEYS:
         line.session_used(key)
-    sessions = {key: Session(key, 7) for key in KEYS}
-    assert line.take(sessions, 2 * ROW_BYTES) == [PutUse(A, 7), PutUse(B, 7)]
+    assert line.take(2 * ROW_BYTES) == [PutUse(A, 7), PutUse(B, 7)]
     assert line.num_uses == 1
 
 
