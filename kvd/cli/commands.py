@@ -124,7 +124,7 @@ SETUP = "Setting up"
 
 COMMANDS: Mapping[str, LazyCommand] = {
     "serve": LazyCommand(
-        "kvd.cli.main:serve",
+        "kvd.cli.serve:serve",
         "Run the daemon until SIGTERM (DRAM is kept for the next start) or SIGINT (it is not)",
         heading=DAEMON,
     ),

@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
 
-from kvd.core.engine import CacheEngine
 from kvd.core.records.rows import OrphanSlot, WritingSlot
 from kvd.engines.data_socket import DataConnection
 from kvd.errors import LimitReachedError, NotAttachedError
@@ -188,7 +187,7 @@ class Engines:
         confirmed: list[int] = []
         for earlier in returning:
             self._forget(earlier, "reattached")
-            confirmed.extend(cache.act(partial(_reattach, earlier.engine_id, engine_id, held)))
+            confirmed.extend(_reattached(cache, earlier.engine_id, engine_id, held))
         lost = [lease_id for lease_id in held if lease_id not in confirmed]
         log.info(
             "engine_attached",
@@ -217,7 +216,7 @@ class Engines:
             engine.connection = None
             if not connection.may_still_write:
                 self._end(engine)
-            elif engine.cache.act(partial(_detach, engine.engine_id)):
+            elif _detached(engine):
                 engine.watch, connection.watch = connection.watch, None  # outlives the connection
                 engine.move("disconnected_storing")
                 self._quarantine(engine)
@@ -356,15 +355,17 @@ def _instance(text: str) -> bytes:
     return instance
 
 
-def _detach(engine_id: int, core: CacheEngine) -> bool:
-    """Tell the core, and return whether slots stay with the process."""
-    core.engines.detach(engine_id)
-    return any(lease.owner == engine_id for lease in core.inspection.leases())
+def _reattached(cache: Cache, old: int, new: int, held: Sequence[int]) -> Sequence[int]:
+    """Give an engine that came back, under a new id, the leases it still holds; return those."""
+    confirmed, _lost = cache.act(lambda core: core.engines.reattach(old, new, held))
+    return confirmed
 
 
-def _reattach(old: int, new: int, held: Sequence[int], core: CacheEngine) -> Sequence[int]:
-    confirmed, _lost = core.engines.reattach(old, new, held)
-    return list(confirmed)
+def _detached(engine: Engine) -> bool:
+    """Tell the core that an engine is detached; return whether slots stay with its process."""
+    engine.cache.act(lambda core: core.engines.detach(engine.engine_id))
+    leases = engine.cache.act(lambda core: core.inspection.leases())
+    return any(lease.owner == engine.engine_id for lease in leases)
 
 
 def _nothing() -> None:

@@ -10,9 +10,8 @@ nor in the journal, so that no later kvd can take bytes over that nobody can ver
 Bytes that are not what was stored are counted and reported; an I/O error is not corruption.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
-from kvd.core.io.writing import Writer
 from kvd.core.records.actions import BLOCK_CORRUPT, HashSlot, VerifySlot
 from kvd.core.records.records import Tier
 from kvd.core.state.block import Block, BlockIo
@@ -92,20 +91,26 @@ class Verifier:
 
 
 class Hasher:
-    """Issues and completes hashes of one cache state."""
+    """Issues and completes hashes of one cache state.
 
-    def __init__(self, state: CacheState, writer: Writer) -> None:
+    Args:
+        state: of the cache.
+        write: takes blocks that have been hashed.
+    """
+
+    def __init__(self, state: CacheState, write: Callable[[Iterable[Block]], None]) -> None:
         self._state = state
-        self._writer = writer
+        self._write = write
 
     def request(self, blocks: Iterable[Block]) -> None:
         """Have a session's dirty blocks hashed; those that are go to the writer."""
+        ready = []
         for block in blocks:
             if block.unhashed and block.io is BlockIo.IDLE:
                 self._start(block)
             else:
-                self._writer.admit(block)
-        self._writer.issue()
+                ready.append(block)
+        self._write(ready)
 
     def hash_done(self, op_id: int, checksums: bytes) -> None:
         """See CacheEngine.hash_done."""
@@ -117,8 +122,7 @@ class Hasher:
         else:  # tried again when its session stores again
             state.outbox.count("hash_errors")
         state.settle(block)
-        self._writer.admit(block)
-        self._writer.issue()
+        self._write((block,))
         state.outbox.space_freed()
 
     def _start(self, block: Block) -> None:

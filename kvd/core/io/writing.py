@@ -66,6 +66,12 @@ class Writer:
             self._resting.schedule(session.key, self._write_back_at_ns(session))
             self._write_back_excess()
 
+    def take(self, blocks: Iterable[Block]) -> None:
+        """Admit blocks, and issue what can be written."""
+        for block in blocks:
+            self.admit(block)
+        self.issue()
+
     def write_back(self) -> None:
         """Queue the blocks of sessions that have been left alone; a bounded number per call."""
         for _ in range(WRITE_BACK_BATCH):

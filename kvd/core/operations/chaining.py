@@ -8,8 +8,8 @@ there. What is computed later is chained to that in turn.
 from copy import copy
 
 from kvd.core.records.rows import Span, is_plain
-from kvd.core.state.cache_state import CacheState
 from shared.types.block_key import block_key, discard_key, root_key, tokens_digest
+from shared.types.kv_layout import KVLayout
 from shared.types.lineage import WHOLE, Lineage
 
 
@@ -17,8 +17,8 @@ class Chaining:
     """How keys follow from each other along one context. To make one costs a hash.
 
     Args:
-        state: its layout and its tenants' salts count.
-        tenant: whose context.
+        layout: of the blocks.
+        salt: of the tenant whose context it is.
         lineage: of the context; None: it is not named, and chained to as if it were whole. Where
             positions are baked into keys, discards are no matter: only what was computed before
             the first dropped token is ever kept.
@@ -29,11 +29,11 @@ class Chaining:
         lineage: what counts as it here.
     """
 
-    def __init__(self, state: CacheState, tenant: str, lineage: Lineage | None) -> None:
-        self._salt = state.salt_of(tenant)
-        self._step = state.layout.block_tokens
-        self._is_coupled = state.layout.position_mode == "coupled"
-        self.root = root_key(self._salt, state.layout.fingerprint)
+    def __init__(self, layout: KVLayout, salt: bytes, lineage: Lineage | None) -> None:
+        self._salt = salt
+        self._step = layout.block_tokens
+        self._is_coupled = layout.position_mode == "coupled"
+        self.root = root_key(salt, layout.fingerprint)
         self._use(lineage)
 
     def _use(self, lineage: Lineage | None) -> None:

@@ -74,7 +74,7 @@ class _Planning:
         self.plan = plan
         self._state = state
         self._salt = state.salt_of(session.key.tenant)
-        self._chaining = Chaining(state, session.key.tenant, session.lineage)
+        self._chaining = Chaining(state.layout, state.salt_of(session.key.tenant), session.lineage)
         self._group: list[Span] = []
         self._num_rows = 0
         self._num_done = (0, 0)  # spans of old and new up to the end of the last dense one

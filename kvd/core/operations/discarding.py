@@ -61,7 +61,7 @@ def discard(
     if not merged:
         return session.num_tokens
     state.tails.unpack(session)
-    chaining = Chaining(state, key.tenant, lineage)
+    chaining = Chaining(state.layout, state.salt_of(key.tenant), lineage)
     match = match_session(state, session, token_ids, chaining)
     known = _known(chaining, lineage, match, token_ids)
     change = _Change(known, known.after(token_ids, merged), merged[0][0])

@@ -101,7 +101,9 @@ class Loader:
         session = state.sessions.get(key)
         if session is not None:
             state.touch(session)
-        match = match_tokens(state, key, token_ids, Chaining(state, key.tenant, lineage))
+        match = match_tokens(
+            state, key, token_ids, Chaining(state.layout, state.salt_of(key.tenant), lineage)
+        )
         if session is not None and session.lineage is None and match.covers(session):
             session.lineage = lineage
         stored = [piece for piece in match.pieces if piece.end > from_token]

@@ -76,7 +76,9 @@ class SessionFiles:
         spans = (*session.spans, *session.tail_spans())
         is_coupled = state.layout.position_mode == "coupled"
         lineage = WHOLE if is_coupled or session.lineage is None else session.lineage
-        return Export(key, spans, lineage, chain=Chaining(state, key.tenant, WHOLE).root)
+        return Export(
+            key, spans, lineage, chain=Chaining(state.layout, state.salt_of(key.tenant), WHOLE).root
+        )
 
     def prepare_export(self, export: Export, max_spans: int, owner: int) -> LoadAnswer:
         """Lease the next spans, as far as slots can be had; the caller owes what a load owes.
@@ -110,7 +112,8 @@ class SessionFiles:
             UnknownLineageError: nobody knows what they were computed after.
         """
         lease = self._state.leases.load_of(lease_id)
-        chaining = Chaining(self._state, export.key.tenant, export.lineage)
+        state = self._state
+        chaining = Chaining(state.layout, state.salt_of(export.key.tenant), export.lineage)
         rows: list[ExportedRows] = []
         for block, granted in lease.entries:
             span = export.spans[export.next_span]

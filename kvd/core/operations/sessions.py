@@ -10,7 +10,6 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 
 from kvd.core.inspection.descriptions import Inspector
 from kvd.core.inspection.session_filter import SessionFilter, find_session, selects
-from kvd.core.io.prefetching import Prefetcher
 from kvd.core.operations import discarding
 from kvd.core.records.actions import SESSION_ENDED, SESSION_EXPIRED, SESSION_FLUSHED
 from kvd.core.records.errors import InvalidRequestError
@@ -36,7 +35,7 @@ class Sessions:
         state: the cache's tables.
         inspector: describes the session whose TTL was set.
         consider_compaction: called with each session after a discard.
-        prefetcher: looks for room again after the end of a session.
+        look_again: called after the end of a session: there may be room to read ahead.
     """
 
     def __init__(
@@ -44,12 +43,12 @@ class Sessions:
         state: CacheState,
         inspector: Inspector,
         consider_compaction: Callable[[SessionKey], None],
-        prefetcher: Prefetcher,
+        look_again: Callable[[], None],
     ) -> None:
         self._state = state
         self._inspector = inspector
         self._consider_compaction = consider_compaction
-        self._prefetcher = prefetcher
+        self._look_again = look_again
 
     def discard(
         self,
@@ -85,7 +84,7 @@ class Sessions:
         """Note that a session will not come back: the first to go; returns whether it is stored."""
         state = self._state
         state.turns.ended(key)
-        self._prefetcher.look_again()
+        self._look_again()
         state.policy.on_end(key)  # be it stored: it may learn from it
         session = state.sessions.get(key)
         if session is None:

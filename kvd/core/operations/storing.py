@@ -104,7 +104,7 @@ class Storer:
         session = state.sessions.get(key)
         if session is not None:
             state.touch(session)
-        chaining = Chaining(state, key.tenant, lineage)
+        chaining = Chaining(state.layout, state.salt_of(key.tenant), lineage)
         match = match_tokens(state, key, token_ids, chaining)
         base = kept_pieces(match.pieces, from_token, num_tokens, chaining)
         stored_end = base[-1].end if base else 0

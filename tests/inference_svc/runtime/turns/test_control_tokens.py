@@ -223,7 +223,7 @@ def test_a_character_is_spelled_by_its_own_token_or_by_its_bytes():
     """Not by both; what has neither is encoded as it is anywhere else."""
     tokenizer = make_tokenizer("metaspace")
     tokenizer.add_tokens(["<0xD0>", "<0xB6>", "<0x68>"])
-    control = text_of(tokenizer)[1]._control
+    control = text_of(tokenizer)[1].control
     own = tokenizer.convert_tokens_to_ids("h")
     assert own != tokenizer.unk_token_id
     assert control._character_ids("h") == [own]
@@ -245,12 +245,12 @@ def test_many_forged_parts_cost_what_they_are_long(made):
     """The tokenizer is asked a bounded number of times, however many there are."""
     tokenizer, text = made
     calls = []
-    encode = text._control._encode
-    text._control._encode = lambda given: calls.append(len(given)) or encode(given)
+    encode = text.control._encode
+    text.control._encode = lambda given: calls.append(len(given)) or encode(given)
     try:
         ids = text.encode_chat([say("a" + EOS * 2000)], [])
     finally:
-        text._control._encode = encode
+        text.control._encode = encode
     assert len(structure(tokenizer, ids)) == len(
         structure(tokenizer, stock_ids(tokenizer, [say("a")]))
     )

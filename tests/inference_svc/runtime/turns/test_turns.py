@@ -242,7 +242,7 @@ async def test_a_drain_hands_back_what_has_not_started(tmp_path):
             assert (error.reason, error.retryable) == ("draining", True)
         with pytest.raises(DrainingError):
             await turns.submit(submission("new"))
-        assert not turns._idle.is_set()
+        assert not turns.idle.is_set()
         runner.may_end.set()
         assert (await end_of(first)).finish_reason == "stop"
         await turns.idle.wait()

@@ -1,0 +1,92 @@
+"""kvd serve: the daemon in this process, until a signal ends it."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from kvd.cli.options import Config, RuntimeDir
+
+if TYPE_CHECKING:
+    from kvd.config import Settings
+    from shared.config.reload import LiveSettings
+
+PRIVATE_UMASK = 0o077  # files of the daemon are its own; sockets get their mode explicitly
+
+
+def serve(
+    config_file: Config = None,
+    runtime_dir: RuntimeDir = None,
+    state_dir: Annotated[Path | None, typer.Option(help="Directory of index and volumes.")] = None,
+    dram: Annotated[str | None, typer.Option(help='DRAM tier, e.g. "8GB" or "auto".')] = None,
+    dram_keep: Annotated[
+        str | None, typer.Option(help="What keeps DRAM over restarts: auto, fdstore, file, none.")
+    ] = None,
+    ssd: Annotated[str | None, typer.Option(help='SSD tier, e.g. "100GB", "auto", "0".')] = None,
+    tcp: Annotated[
+        str | None, typer.Option(help="Serve clients of [clients.NAME] at host:port.")
+    ] = None,
+    log_level: Annotated[str | None, typer.Option(help="debug, info, warning or error.")] = None,
+    log_format: Annotated[
+        str | None, typer.Option(help="auto (text on a terminal), json or text.")
+    ] = None,
+) -> None:
+    """Run the daemon until SIGTERM (DRAM is kept for the next start) or SIGINT (it is not)."""
+    flags: dict[str, object] = {
+        "runtime_dir": runtime_dir,
+        "state_dir": state_dir,
+        "dram.bytes": dram,
+        "dram.keep": dram_keep,
+        "ssd.bytes": ssd,
+        "access.tcp": tcp,
+        "log.level": log_level,
+        "log.format": log_format,
+    }
+    # Only the daemon needs these: its help comes in a fraction of the time without.
+    import asyncio
+    import os
+
+    import uvloop
+
+    from kvd import config
+    from shared.config.settings import warn_of_overridden
+    from shared.process.dumps import forbid_dumps
+
+    live = config.load_live(config_file, flags)
+    if not live.loaded.settings.process.dumps:
+        forbid_dumps()
+    _configure_logging(live.loaded.settings)
+    live.on_change.append(_configure_logging)
+    warn_of_overridden(live.loaded)
+    live.on_change.append(lambda _: warn_of_overridden(live.loaded))
+    os.umask(PRIVATE_UMASK)
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(_serve_until_signal(live))
+
+
+def _configure_logging(settings: "Settings") -> None:
+    from shared.process.log import configure_logging
+
+    as_json = {"auto": None, "json": True, "text": False}[settings.log.format]
+    configure_logging(settings.log.level, json=as_json)
+
+
+async def _serve_until_signal(live: "LiveSettings[Settings]") -> None:
+    import asyncio
+    import signal
+
+    from kvd.daemon import Daemon
+
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    daemon = Daemon(live)
+
+    def interrupt() -> None:
+        """Leave nothing behind in memory: whoever presses Ctrl-C looks after kvd by hand."""
+        daemon.keeps_dram = False
+        stop.set()
+
+    loop.add_signal_handler(signal.SIGTERM, stop.set)
+    loop.add_signal_handler(signal.SIGINT, interrupt)
+    loop.add_signal_handler(signal.SIGHUP, daemon.reload_on_signal)
+    await daemon.run(stop)
