@@ -1,18 +1,18 @@
-"""What the handlers of the API stand on: its parts, the served model, and tokens as text."""
+"""What the handlers of the API stand on: its parts, and the served model."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from aiohttp import web
 
-from inference_svc.core.answers import AnswerToken
 from inference_svc.openai.bodies import decode
 from inference_svc.openai.errors import UnknownModelNameError
 from inference_svc.openai.requests import B, RequestSlots, TurnRequest, caller_of
 from inference_svc.openai.sessions.answers import Answers
 from inference_svc.openai.sessions.completion import Completion
 from inference_svc.openai.sessions.store import ApiStore
+from inference_svc.openai.token_text import TokenText
 from inference_svc.openai_settings import OpenAISettings
 from inference_svc.service.gateway import Gateway
 from shared.access.clients import ClientBook
@@ -65,43 +65,6 @@ class ServedModel:
             "fingerprint": self.fingerprint,
             "context_window": self.context_window,
         }
-
-
-LOWEST_LOGPROB = -9999.0  # OpenAI's word for "never": JSON has no minus infinity
-_HALF = "\ufffd"  # what a tokenizer writes for a piece of a character
-
-
-class TokenText:
-    """Writes token ids as text, with log-probabilities.
-
-    Args:
-        tokenizer: the model's; None: a token is named by its number.
-    """
-
-    def __init__(self, tokenizer: Any | None) -> None:
-        self._tokenizer = tokenizer
-
-    def rows(self, tokens: Iterable[AnswerToken], num_top: int) -> list[dict[str, Any]]:
-        """Make one object for each token, with its `num_top` most likely alternatives."""
-        return [
-            self._row(token.token_id, token.logprob)
-            | {"top_logprobs": [self._row(*top) for top in token.top[:num_top]]}
-            for token in tokens
-        ]
-
-    def _row(self, token_id: int, logprob: float | None) -> dict[str, Any]:
-        text = self._text(token_id)
-        return {
-            "token": text,
-            "logprob": max(LOWEST_LOGPROB, 0.0 if logprob is None else logprob),
-            "bytes": [] if _HALF in text else list(text.encode()),
-        }
-
-    def _text(self, token_id: int) -> str:
-        if self._tokenizer is None:
-            return str(token_id)
-        text: str = self._tokenizer.decode([token_id], skip_special_tokens=False)
-        return text
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from pydantic import Field, model_validator
 
 from inference_svc.core.answers import AnswerToken
 from inference_svc.core.turn_record import Finished, Usage
-from inference_svc.openai.api import Api, TokenText
+from inference_svc.openai.api import Api
 from inference_svc.openai.bodies import (
     Body,
     Count,
@@ -23,6 +23,7 @@ from inference_svc.openai.bodies import (
 )
 from inference_svc.openai.messages import Message, Messages
 from inference_svc.openai.replies import send_answer
+from inference_svc.openai.token_text import TokenText
 
 _TEXT_ONLY = "the service writes plain text only: leave it out"
 _NO_REASONING = "the model does not reason apart from its answer: leave it out"

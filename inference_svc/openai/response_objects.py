@@ -15,8 +15,8 @@ from typing import Any, ClassVar
 
 from inference_svc.core.answers import AnswerToken
 from inference_svc.core.turn_record import Finished, Usage
-from inference_svc.openai.api import TokenText
 from inference_svc.openai.sessions.lookup import ResponseInfo
+from inference_svc.openai.token_text import TokenText
 
 IN_PROGRESS = "in_progress"
 COMPLETED = "completed"

@@ -17,7 +17,7 @@ from aiohttp import web
 from aiohttp.typedefs import Middleware
 
 from inference_svc.config import InferenceSettings
-from inference_svc.openai.api import Api, ServedModel, TokenText
+from inference_svc.openai.api import Api, ServedModel
 from inference_svc.openai.chats import create_chat
 from inference_svc.openai.errors import MethodNotAllowedError, UnknownUrlError
 from inference_svc.openai.replies import refusal, reply, reported
@@ -26,6 +26,7 @@ from inference_svc.openai.responses import create_response, delete_response, sho
 from inference_svc.openai.sessions.answers import Answers
 from inference_svc.openai.sessions.completion import Completion
 from inference_svc.openai.sessions.store import ApiStore
+from inference_svc.openai.token_text import TokenText
 from inference_svc.service.gateway import Gateway
 from shared.access.addresses import is_unix
 from shared.access.clients import ClientBook
@@ -104,7 +105,9 @@ def _api(
     store: ApiStore,
 ) -> Api:
     about = gateway.describe()
-    completion = Completion(gateway, store, settings.openai.max_sessions)
+    completion = Completion(
+        gateway.turns.sessions, gateway.model, store, settings.openai.max_sessions
+    )
     own = socket_identity(SOCKET_NAME, settings.server.socket_tenants, {ROLE})
     return Api(
         settings=settings.openai,

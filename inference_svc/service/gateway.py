@@ -19,7 +19,7 @@ from shared.access.clients import StreamCounts, TooManyStreamsError
 from shared.access.identity import Identity
 from shared.pb.inference.v1 import inference_pb2 as pb
 from shared.types.errors import ReportedError
-from shared.types.session_key import SessionKey, session_key
+from shared.types.session_key import SessionKey
 
 
 def new_session_id() -> str:
@@ -108,9 +108,7 @@ class Gateway:
             InvalidNameError: tenant or session can be no names.
             TenantDeniedError: the tenant is not one of the identity's.
         """
-        # What is no name is told first: the identity would only say that it is not its own.
-        asked = session_key(tenant, self.model, session_id)
-        return asked._replace(tenant=identity.tenant(tenant))
+        return identity.key(tenant, self.model, session_id)
 
     async def submit(
         self,

@@ -11,7 +11,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 
 from shared.types.errors import DeniedError
-from shared.types.session_key import DEFAULT_TENANT
+from shared.types.session_key import DEFAULT_TENANT, SessionKey, session_key
 
 ANY = "*"  # among an identity's tenants: all there are
 _INCLUDED = {"reader": "operator"}  # role -> the one that includes it
@@ -67,6 +67,17 @@ class Identity:
             f"{self.name} may not use tenant {requested[:40]!r}",
             f"name one of its own, such as {own}" if self.tenants else "give it tenants",
         )
+
+    def key(self, tenant: str, model: str, session_id: str) -> SessionKey:
+        """Return the key of a session of that tenant; "" is the identity's own, its first.
+
+        Raises:
+            InvalidNameError: tenant or session can be no names.
+            TenantDeniedError: the tenant is not one of the identity's.
+        """
+        # What is no name is told first: the identity would only say that it is not its own.
+        asked = session_key(tenant, model, session_id)
+        return asked._replace(tenant=self.tenant(tenant))
 
     def check_role(self, role: str) -> None:
         """Refuse what the role is needed for.

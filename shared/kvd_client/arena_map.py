@@ -18,7 +18,7 @@ import threading
 import time
 
 from shared.process.dumps import leave_out
-from shared.types.errors import UnavailableError
+from shared.types.errors import LoadFailedError
 from shared.types.units import align_up
 
 
@@ -79,12 +79,6 @@ LAYERS_MASK = 0xFFFF
 FAILED_BIT = 1 << 16
 LEASE_SHIFT = 32
 LEASE_MASK = 0xFFFFFFFF
-
-
-class LoadFailedError(UnavailableError):
-    """A load that was under way will not arrive: what was read of it may not be used."""
-
-    reason = "load_failed"
 
 
 def packed_word(lease_id: int, layers_ready: int) -> int:

@@ -10,6 +10,7 @@
     ├── UnauthenticatedError      UNAUTHENTICATED       exit 7    nobody knows who calls
     ├── DeadlineError             DEADLINE_EXCEEDED     exit 8    not done in the caller's time
     ├── UnavailableError          UNAVAILABLE           exit 69   the peer is not there; try again
+    │   └── LoadFailedError       a load that was under way will not arrive
     └── ConfigError               FAILED_PRECONDITION   exit 78   the start was refused
 
 A concrete error is a subclass with a `reason` slug; those of one process live in its
@@ -125,6 +126,12 @@ class UnavailableError(ReportedError):
     retryable = True
     grpc_code = "UNAVAILABLE"
     exit_code = 69
+
+
+class LoadFailedError(UnavailableError):
+    """A load that was under way will not arrive: what was read of it may not be used."""
+
+    reason = "load_failed"
 
 
 class ConfigError(ReportedError):

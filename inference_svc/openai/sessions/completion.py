@@ -18,7 +18,7 @@ from inference_svc.openai.messages import ASSISTANT, Message
 from inference_svc.openai.sessions.lookup import KnownResponse, Point, Route
 from inference_svc.openai.sessions.routing import Caller, HistoryChain, HttpTurn
 from inference_svc.openai.sessions.store import ApiStore
-from inference_svc.service.gateway import Gateway
+from inference_svc.runtime.turns.sessions import Sessions
 from shared.access.identity import ANY, Identity
 from shared.process.log import get_logger
 from shared.types.errors import ReportedError
@@ -34,13 +34,15 @@ class Completion:
     """Remembers answers and removes sessions.
 
     Args:
-        gateway: the one way in.
+        sessions: of the service.
+        model: fingerprint of the model, part of every session's key.
         store: where answers are remembered.
         max_sessions: bound of the sessions that nobody named.
     """
 
-    def __init__(self, gateway: Gateway, store: ApiStore, max_sessions: int) -> None:
-        self._gateway = gateway
+    def __init__(self, sessions: Sessions, model: str, store: ApiStore, max_sessions: int) -> None:
+        self._sessions = sessions
+        self._model = model
         self._store = store
         self._max_sessions = max_sessions
         self._tasks = asyncio.TaskGroup()
@@ -54,7 +56,7 @@ class Completion:
 
     def chain(self, caller: Caller) -> HistoryChain:
         """Return the digests of a caller's histories."""
-        return HistoryChain(self._store.key, caller.tenant, self._gateway.model)
+        return HistoryChain(self._store.key, caller.tenant, self._model)
 
     async def remember(
         self,
@@ -106,10 +108,10 @@ class Completion:
         """Remove a session; return whether it is. With `turns`: if it has no more than these."""
         is_removed = False
         try:
-            key = self._gateway.key(caller.identity, caller.tenant, session_id)
-            found, _ = await self._gateway.turns.sessions.get(key)
+            key = caller.identity.key(caller.tenant, self._model, session_id)
+            found, _ = await self._sessions.get(key)
             if turns is None or len(found.turns) <= turns:
-                await self._gateway.turns.sessions.delete(key)
+                await self._sessions.delete(key)
                 is_removed = True
         except ReportedError as error:  # most likely it never came into being
             log.debug("openai_session_not_removed", session=session_id, reason=error.reason)

@@ -23,7 +23,7 @@ from inference_svc.openai.errors import UnknownHistoryError
 from inference_svc.openai.messages import ASSISTANT, Message
 from inference_svc.openai.sessions.lookup import KnownResponse, Point, ResponseInfo, Route
 from inference_svc.openai.sessions.store import ApiStore
-from inference_svc.service.gateway import Gateway
+from inference_svc.runtime.turns.sessions import Sessions
 from inference_svc.service.submissions import (
     chat_input,
     fill_compression,
@@ -163,12 +163,14 @@ class Router:
     """Finds routes; one for all tenants.
 
     Args:
-        gateway: the one way in.
+        sessions: of the service.
+        model: fingerprint of the model, part of every session's key.
         store: knows histories again.
     """
 
-    def __init__(self, gateway: Gateway, store: ApiStore) -> None:
-        self._gateway = gateway
+    def __init__(self, sessions: Sessions, model: str, store: ApiStore) -> None:
+        self._sessions = sessions
+        self._model = model
         self._store = store
 
     async def find(
@@ -253,9 +255,9 @@ class Router:
 
     async def _session(self, caller: Caller, session_id: str) -> tuple[Transcript | None, bool]:
         """Return a session's transcript, if it is there, and whether a turn is under way."""
-        key = self._gateway.key(caller.identity, caller.tenant, session_id)
+        key = caller.identity.key(caller.tenant, self._model, session_id)
         try:
-            return await self._gateway.turns.sessions.get(key)
+            return await self._sessions.get(key)
         except NotFoundError:
             return None, False
 

@@ -39,7 +39,7 @@ from inference_svc.runtime.store.saves import Saves
 from inference_svc.runtime.store.session_store import SessionStore
 from inference_svc.runtime.transfer.compaction import Compactor
 from inference_svc.runtime.transfer.resident_sequences import ResidentSequences
-from shared.kvd_client.arena_map import LoadFailedError
+from shared.types.errors import LoadFailedError
 from shared.types.session_key import SessionKey
 from shared.types.units import NS_PER_S
 

@@ -26,9 +26,8 @@ from inference_svc.runtime.engine.engine_request import EngineRequest
 from inference_svc.runtime.kv.copy_stream import StepClock
 from inference_svc.runtime.kv.layer_gate import StepNotDoneError
 from inference_svc.runtime.worker_thread import WorkerThread
-from shared.kvd_client.arena_map import LoadFailedError
 from shared.process.log import get_logger
-from shared.types.errors import ReportedError
+from shared.types.errors import LoadFailedError, ReportedError
 
 log = get_logger(__name__)
 

@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from shared.kvd_client.arena_map import LoadFailedError
+from shared.types.errors import LoadFailedError
 
 LAYER_TIMEOUT_S = 60.0  # far beyond any layer's copy; kvd has given up a slow read long before
 _NONE_OPEN = -1  # layers open in a gate that failed: less than any layer's index + 1

@@ -22,11 +22,11 @@ from inference_svc.runtime.store.session_store import BegunLoad, LoadRequest
 from inference_svc.runtime.transfer.layer_load import LayerLoader, check_spans
 from inference_svc.runtime.transfer.layer_store import no_wait
 from inference_svc.runtime.worker_thread import WorkerThread
-from shared.kvd_client.arena_map import ArenaMap, LoadFailedError, LoadProgress
+from shared.kvd_client.arena_map import ArenaMap, LoadProgress
 from shared.kvd_client.client import KvdClient
 from shared.kvd_client.grants import LoadGrant, Lookup
 from shared.process.log import get_logger
-from shared.types.errors import ReportedError
+from shared.types.errors import LoadFailedError, ReportedError
 from shared.types.kv_layout import KVLayout
 
 

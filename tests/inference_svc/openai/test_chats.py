@@ -5,7 +5,6 @@ from openai.types import CompletionUsage
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from inference_svc.core.answers import AnswerToken
-from inference_svc.openai.api import TokenText
 from inference_svc.openai.bodies import decode
 from inference_svc.openai.chats import ChatBody, ChatObjects, chat_usage
 from inference_svc.openai.errors import (
@@ -14,6 +13,7 @@ from inference_svc.openai.errors import (
     UnsupportedValueError,
 )
 from inference_svc.openai.messages import MAX_MESSAGES, Message
+from inference_svc.openai.token_text import TokenText
 from tests.inference_svc.openai.as_clients_read import TOKENS, USAGE, Letters, finished, strict
 
 HELLO = [{"role": "user", "content": "Hello"}]

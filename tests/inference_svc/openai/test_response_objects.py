@@ -4,12 +4,12 @@ import pytest
 from openai.types.responses import Response, ResponseStreamEvent
 
 from inference_svc.core.errors import SessionBusyError
-from inference_svc.openai.api import TokenText
 from inference_svc.openai.errors import (
     error_object,
 )
 from inference_svc.openai.response_objects import ResponseObjects
 from inference_svc.openai.sessions.lookup import ResponseInfo
+from inference_svc.openai.token_text import TokenText
 from tests.inference_svc.openai.as_clients_read import TOKENS, Letters, finished, strict
 
 INFO = ResponseInfo(1_700_000_000, "tiny", instructions="Be brief.", metadata={"a": "b"})

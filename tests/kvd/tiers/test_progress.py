@@ -9,7 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from kvd.tiers.progress import Progress, Wakeup
-from shared.kvd_client.arena_map import LAYERS_MASK, LoadFailedError, LoadProgress, ProgressWords
+from shared.kvd_client.arena_map import LAYERS_MASK, LoadProgress, ProgressWords
+from shared.types.errors import LoadFailedError
 
 LEASE = (7 << 40) + 1
 

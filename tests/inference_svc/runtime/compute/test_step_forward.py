@@ -8,7 +8,7 @@ import torch
 from inference_svc.runtime.compute.chunk import Chunk
 from inference_svc.runtime.kv.copy_stream import StepClock
 from inference_svc.runtime.kv.layer_gate import LayerGate
-from shared.kvd_client.arena_map import LoadFailedError
+from shared.types.errors import LoadFailedError
 
 CPU = torch.device("cpu")
 

@@ -5,7 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from inference_svc.runtime.kv.layer_gate import LayerGate
-from shared.kvd_client.arena_map import LoadFailedError
+from shared.types.errors import LoadFailedError
 
 SOON = 20.0  # seconds that nothing here takes unless it is broken
 

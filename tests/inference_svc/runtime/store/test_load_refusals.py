@@ -8,7 +8,7 @@ from inference_svc.core.rates.rates import LoadPolicy, pairs
 from inference_svc.runtime.engine.engine_request import as_token_bytes
 from inference_svc.runtime.kv.layer_gate import LayerGate
 from inference_svc.runtime.store.session_store import LoadRequest
-from shared.kvd_client.arena_map import LoadFailedError
+from shared.types.errors import LoadFailedError
 from tests.inference_svc.runtime.store.test_session_store import (
     KEY,
     PROMPT,

@@ -22,7 +22,7 @@ from inference_svc.runtime.store.kvd_session_store import KvdSessionStore
 from inference_svc.runtime.store.session_store import LoadRequest
 from inference_svc.runtime.worker_thread import WorkerThread
 from kvd.tiers.progress import Progress
-from shared.kvd_client.arena_map import LoadFailedError, LoadProgress, ProgressWords
+from shared.kvd_client.arena_map import LoadProgress, ProgressWords
 from shared.kvd_client.attachment import KvdUnavailableError
 from shared.kvd_client.grants import (
     KvdProtocolError,
@@ -32,6 +32,7 @@ from shared.kvd_client.grants import (
     StoreBlock,
     StoreGrant,
 )
+from shared.types.errors import LoadFailedError
 from shared.types.lineage import WHOLE
 from shared.types.session_key import SessionKey
 
