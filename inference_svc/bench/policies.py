@@ -26,7 +26,6 @@ from inference_svc.bench.bench_session import take_rounds
 from inference_svc.bench.figures import Case, Interleaved
 from inference_svc.bench.local_engine import LocalEngine, running_engine
 from inference_svc.bench.options import PoliciesOptions, PositionsOptions, RunOptions
-from inference_svc.bench.plan_trace import plan_command, positions_commands, write_plan_trace
 from inference_svc.bench.replay import Replay
 from inference_svc.bench.trace import (
     Session,
@@ -34,7 +33,10 @@ from inference_svc.bench.trace import (
     origin_of,
     overflowing_sessions,
     overflows,
+    plan_command,
+    positions_commands,
     replayed_sessions,
+    write_plan_trace,
 )
 from inference_svc.bench.workspace import KvdSizes, Workspace
 from inference_svc.runtime.calibration.calibration import calibrate

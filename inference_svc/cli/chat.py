@@ -8,10 +8,20 @@ import re
 import sys
 from collections.abc import Callable
 from contextlib import aclosing
+from typing import Annotated
 
+import typer
 from rich.cells import cell_len
 from rich.console import Console
 
+from inference_svc.cli.connection import (
+    Address,
+    TlsCa,
+    TlsCert,
+    TlsKey,
+    TokenFile,
+    client_of,
+)
 from inference_svc.client import InferenceClient, turn_request
 from shared.pb.inference.v1 import inference_pb2 as pb
 from shared.terminal import printing
@@ -76,7 +86,29 @@ HELP = "an empty line or Ctrl-D leaves; the session stays and can be continued w
 RequestOf = Callable[[str, str], pb.SubmitTurnRequest]
 
 
-async def chat(
+def chat(
+    address: Address,
+    session: Annotated[str, typer.Option(help="Continue this session.")] = "",
+    max_tokens: Annotated[int, typer.Option(min=1, help="Longest answer.")] = 256,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0: greedy.")] = 0.0,
+    token_file: TokenFile = None,
+    tls_ca: TlsCa = None,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
+) -> None:
+    """Talk to a running service; each answer shows what was reused.
+
+    In a pipe it is a filter: each line of stdin is a question, and only answers come out.
+    """
+
+    async def connected() -> None:
+        client = client_of(address, token_file, tls_ca, tls_cert, tls_key)
+        await talk(client, session, max_tokens, temperature)
+
+    asyncio.run(connected())
+
+
+async def talk(
     client: InferenceClient, session_id: str, max_tokens: int, temperature: float
 ) -> None:
     """Talk until the user leaves, and close the client.

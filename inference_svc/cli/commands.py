@@ -12,20 +12,20 @@ SETUP = "Setting up"
 
 COMMANDS: Mapping[str, LazyCommand] = {
     "serve": LazyCommand(
-        "inference_svc.cli.main:serve", "Serve a model until SIGTERM", heading=SERVING
+        "inference_svc.cli.serve:serve", "Serve a model until SIGTERM", heading=SERVING
     ),
     "chat": LazyCommand(
-        "inference_svc.cli.main:chat",
+        "inference_svc.cli.chat:chat",
         "Talk to a running service; each answer shows what was reused",
         heading=CLIENTS,
     ),
     "status": LazyCommand(
-        "inference_svc.cli.main:status",
+        "inference_svc.cli.status:status",
         "Say what a running service serves, and how it goes; exit code 69 if nobody answers",
         heading=CLIENTS,
     ),
     "top": LazyCommand(
-        "inference_svc.cli.main:top",
+        "inference_svc.cli.top:top",
         "Watch a running service: tokens a second, hit rate, first tokens, turns; live",
         heading=CLIENTS,
     ),
@@ -40,7 +40,7 @@ COMMANDS: Mapping[str, LazyCommand] = {
         heading=SETUP,
     ),
     "config": LazyCommand(
-        "inference_svc.cli.main:config_app", "Look at the settings", heading=SERVING
+        "inference_svc.cli.serve:config_app", "Look at the settings", heading=SERVING
     ),
     "bench": LazyCommand(
         "inference_svc.bench.cli:bench_app",

@@ -5,18 +5,28 @@ import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
+from typing import Annotated
 
+import typer
 from rich.live import Live
 from rich.text import Text
 
-from inference_svc.cli.status_view import status_lines
+from inference_svc.cli.connection import (
+    Address,
+    TlsCa,
+    TlsCert,
+    TlsKey,
+    TokenFile,
+    client_of,
+)
+from inference_svc.cli.status import status_lines
 from inference_svc.client import InferenceClient
 from shared.pb.inference.v1 import inference_pb2 as pb
 from shared.terminal import printing
 from shared.terminal.keyboard import keyboard
 from shared.terminal.printing import sparkline
 from shared.types.errors import InvalidInputError, ReportedError
-from shared.types.units import format_duration
+from shared.types.units import format_duration, parse_duration_s
 
 _LABEL_WIDTH = 13
 _VALUE_WIDTH = 12
@@ -99,7 +109,37 @@ class NoTerminalError(InvalidInputError):
     reason = "no_terminal"
 
 
-async def top(client: InferenceClient, every_s: float) -> None:
+def top(
+    address: Address,
+    interval: Annotated[
+        str, typer.Option("--interval", metavar="TIME", help="Time between two looks.")
+    ] = "2s",
+    token_file: TokenFile = None,
+    tls_ca: TlsCa = None,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
+) -> None:
+    """Watch a running service: tokens a second, hit rate, first tokens, turns; live.
+
+    Sessions and tenants are not in it: a service tells every client the same. Which sessions are
+    busiest says kvd top, to operators; tenants are in the metrics.
+    """
+    try:
+        every_s = parse_duration_s(interval)
+    except ValueError as error:
+        raise InvalidInputError(f"--interval: {error}", 'as in "2s"') from error
+    if every_s < LEAST_INTERVAL_S:
+        raise InvalidInputError(
+            f"--interval {interval} is too short", f"give {LEAST_INTERVAL_S} s or more"
+        )
+
+    async def watched() -> None:
+        await watch(client_of(address, token_file, tls_ca, tls_cert, tls_key), every_s)
+
+    asyncio.run(watched())
+
+
+async def watch(client: InferenceClient, every_s: float) -> None:
     """Show how a service goes until `q` is pressed, and close the client.
 
     Raises:

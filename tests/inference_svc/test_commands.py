@@ -13,7 +13,7 @@ from structlog.testing import capture_logs
 
 from inference_svc.cli.chat import describe
 from inference_svc.cli.connection import default_address
-from inference_svc.cli.status_view import format_gauge, status_lines, status_tables
+from inference_svc.cli.status import format_gauge, status_lines, status_tables
 from inference_svc.config import load_inference_settings
 from inference_svc.core.counters import COUNTERS
 from inference_svc.core.errors import ListenError

@@ -1,15 +1,28 @@
-"""What `inference-svc status` shows a person: one screen, or everything with its meaning. Pure.
+"""`inference-svc status`: one screen for a person, or everything with its meaning.
 
 The screen answers what is asked first: what is served, what goes on, how much of the history was
 not computed again, how soon first tokens come, how many tokens a second, and what went wrong.
 """
 
+import asyncio
+import json
 from collections.abc import Iterator, Mapping
+from typing import Annotated
 
+import typer
 from rich.table import Table
 
+from inference_svc.cli.connection import (
+    Address,
+    TlsCa,
+    TlsCert,
+    TlsKey,
+    TokenFile,
+    client_of,
+)
 from inference_svc.core.counters import COUNTERS
 from shared.pb.inference.v1 import inference_pb2 as pb
+from shared.terminal import printing
 from shared.terminal.printing import counted, hanging, plain
 from shared.types.units import format_bytes, format_duration
 
@@ -20,6 +33,35 @@ TROUBLES = (  # counts that are nothing to worry about only while they are 0
     *("shifts_failed", "store_discards_failed"),
 )
 _INDENT = 13
+
+
+def status(
+    address: Address,
+    everything: Annotated[
+        bool, typer.Option("--all", help="Every gauge and count, with its meaning.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON document.")] = False,
+    token_file: TokenFile = None,
+    tls_ca: TlsCa = None,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
+) -> None:
+    """Say what a running service serves, and how it goes; exit code 69 if nobody answers."""
+
+    async def get_model() -> pb.Model:
+        async with client_of(address, token_file, tls_ca, tls_cert, tls_key) as client:
+            return await client.get_model()
+
+    model = asyncio.run(get_model())
+    if as_json:
+        typer.echo(json.dumps(plain(model), indent=2))
+        return
+    console = printing.console()
+    if everything:
+        console.print(*status_tables(model), sep="")
+        return
+    for line in status_lines(model, console.width):
+        typer.echo(line)
 
 
 def status_lines(model: pb.Model, width: int) -> Iterator[str]:
