@@ -7,10 +7,9 @@ import pytest
 
 from inference_svc.bench.local_engine import TurnTimes
 from inference_svc.bench.options import ModelChoice, PoliciesOptions, RunOptions
-from inference_svc.bench.plan_trace import write_plan_trace
 from inference_svc.bench.replay import ReplayedTurn, ReplayLog
 from inference_svc.bench.runner import run
-from inference_svc.bench.trace import PlannedTurn
+from inference_svc.bench.trace import PlannedTurn, write_plan_trace
 from kvd.plan.trace import Session, Turn, read_trace
 from tests.inference_svc.bench.test_trace import SAMPLE
 from tests.processes import run_cli

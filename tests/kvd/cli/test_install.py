@@ -331,7 +331,7 @@ def test_set_values_touch_their_own_section_only():
 
 def test_the_wheel_has_what_is_shipped():
     """pyproject.toml puts the whole of systemd/ where an installed kvd looks for it."""
-    repository = Path(__file__).parents[2]
+    repository = Path(__file__).parents[3]
     project = tomllib.loads((repository / "pyproject.toml").read_text())
     included = project["tool"]["hatch"]["build"]["targets"]["wheel"]["force-include"]
     assert included["systemd"] == "kvd/units"
