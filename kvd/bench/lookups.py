@@ -106,7 +106,7 @@ class MemoryPerformer:
 T = TypeVar("T")
 
 OPERATIONS = ("prepare_load", "complete_load", "prepare_store", "complete_store")
-OWNER = 1
+ENGINE_ID = 1
 SLOTS_IN_SESSIONS = 64
 SPARE_SESSIONS = 10_000  # room on SSD for those that are stored meanwhile
 NEW_SEED = 1 << 24  # token ids of new sessions: not those of an idle one
@@ -175,7 +175,7 @@ class TimedEngine:
         self._tick()
         answer = _timed(
             turn["prepare_load"],
-            lambda: self.engine.loads.prepare(idle_key(number), request, 0, OWNER),
+            lambda: self.engine.loads.prepare(idle_key(number), request, 0, ENGINE_ID),
         )
         self._performer.settle(token_ids)
         if answer.lookup is Lookup.PENDING:
@@ -186,7 +186,7 @@ class TimedEngine:
             )
         _timed(
             turn["complete_load"],
-            lambda: self.engine.loads.complete(answer.lease_id, OWNER),
+            lambda: self.engine.loads.complete(answer.lease_id, ENGINE_ID),
         )
         self._performer.settle({})
 
@@ -197,12 +197,12 @@ class TimedEngine:
         self._tick()
         answer = _timed(
             turn["prepare_store"],
-            lambda: self.engine.stores.prepare(bench_key(name), request, 0, OWNER),
+            lambda: self.engine.stores.prepare(bench_key(name), request, 0, ENGINE_ID),
         )
         self._performer.settle({})
         _timed(
             turn["complete_store"],
-            lambda: self.engine.stores.complete(answer.lease_id, OWNER, success=True),
+            lambda: self.engine.stores.complete(answer.lease_id, ENGINE_ID, success=True),
         )
         self._performer.settle({})
         return name
@@ -258,7 +258,7 @@ class _Telling:
         """Tell what has changed; return the seconds that kvd takes for it."""
         update = self._feed.next_update(self._num_jobs)
         assert update is not None, "something has changed"  # noqa: S101
-        sent = snapshot_message(OWNER, update).SerializeToString()
+        sent = snapshot_message(ENGINE_ID, update).SerializeToString()
         started = time.perf_counter()
         received = kvd_pb2.QueueSnapshot.FromString(sent)
         is_known = self._told.take(queue_update(received, MODEL, self._num_jobs))
@@ -272,4 +272,4 @@ class _Telling:
     def _apply(self, update: QueueUpdate) -> int:
         engines = self._engine.engines
         take = engines.change_queue if update.base_sequence else engines.replace_queue
-        return take(OWNER, update.change)
+        return take(ENGINE_ID, update.change)

@@ -18,7 +18,7 @@ from kvd.engines.attached import Engines
 from kvd.host import memory
 from kvd.host.clock import Clock
 from kvd.runtime.cache import Cache
-from kvd.runtime.performer import Owners, Performer
+from kvd.runtime.performer import LeaseHolders, Performer
 from kvd.tiers.arena import num_slots_for
 from kvd.tiers.io_threads import IoPool
 from kvd.tiers.manifest import Manifest
@@ -86,12 +86,12 @@ class CacheBuilder:
             self._salt_of,
             POLICIES[self.settings.eviction.policy],
         )
-        owners = Owners(self._engines.identity_of, self._engines.wake_of)
+        lease_holders = LeaseHolders(self._engines.identity_of, self._engines.wake_of)
         cache = Cache(
             engine=engine,
             max_extents=num_extents,
             volume=volume,
-            performer=Performer(layout, volume, self._manifest, self._io_pool, owners),
+            performer=Performer(layout, volume, self._manifest, self._io_pool, lease_holders),
             clock=self._clock,
             on_event=self._on_event,
             on_broken=self._on_broken,

@@ -15,12 +15,12 @@ completions come back as calls of the part that asked for the effect.
 Invariants (checking.py holds them as code):
 1. what a load answers is the KV of exactly the tokens asked for, or less of it, never other bytes;
 2. bytes are visible only after a store is completed with success, and never change afterwards;
-3. a leased slot is given to nobody else; a lease ends by its completion or with its owner;
+3. a leased slot is given to nobody else; a lease ends by its completion or with its engine;
 4. what remains of a session is a prefix; evicting never breaks it in the middle;
 5. after every call the rows emitted so far restore to a usable cache: rows of blocks follow their
    data, sessions are cut to what exists.
 
-Calls that name an owner are made only between its attach and `engines.gone`.
+Calls that name an engine are made only between its attach and `engines.gone`.
 
 *Source:* sessions as the unit of placement: CachedAttention §3.3; the sans-I/O shape: aioquic.
 """
@@ -177,7 +177,7 @@ class CacheEngine:
 
         Sessions are cut to the prefix whose blocks exist; rows and slots that nothing needs are
         removed. Adopted blocks are verified before their first use. Orphans' slots stay their
-        engines': each owner is to be named in `engines.reattach` or `engines.gone`.
+        engines': each engine is to be named in `engines.reattach` or `engines.gone`.
 
         Args:
             rows: all rows of this layout.

@@ -70,8 +70,8 @@ class Engine:
     """One attachment of an engine process, or what is left of it.
 
     Attributes:
-        engine_id: random, so that an id of an earlier kvd means nothing to this one; the `owner` of
-            its leases.
+        engine_id: random, so that an id of an earlier kvd means nothing to this one; its leases
+            have it too.
         uid: of its user; -1 if an earlier kvd has attached it.
         connection: its data connection, while it is attached.
         watch: of its process, while it is quarantined; before, the connection has it.
@@ -365,7 +365,7 @@ def _instance(text: str) -> bytes:
 def _detach(engine_id: int, core: CacheEngine) -> bool:
     """Tell the core, and return whether slots stay with the process."""
     core.engines.detach(engine_id)
-    return any(lease.owner == engine_id for lease in core.inspection.leases())
+    return any(lease.engine_id == engine_id for lease in core.inspection.leases())
 
 
 def _reattach(old: int, new: int, held: Sequence[int], core: CacheEngine) -> Sequence[int]:

@@ -42,7 +42,7 @@ _LEASE = MessageFields(
     LeaseInfo,
     pb.LeaseInfo,
     renamed={"is_orphan": "quarantined"},
-    left_out=("owner", "key", "since_ns"),
+    left_out=("engine_id", "key", "since_ns"),
     given=(
         *("session", "layout", "bytes", "age_s"),
         *("engine_id", "engine_name", "pid", "process_status"),
@@ -108,7 +108,7 @@ def lease_message(
         layout=layout.fingerprint,
         bytes=lease.num_slots * layout.block_bytes,
         age_s=max(0.0, (now_ns - lease.since_ns) / NS_PER_S),
-        engine_id=shown_id(lease.owner),
+        engine_id=shown_id(lease.engine_id),
         engine_name=engine and engine.name,
         pid=engine and engine.pid,
         process_status=engine and engine.process_status,

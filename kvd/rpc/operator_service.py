@@ -209,7 +209,7 @@ class OperatorService(kvd_pb2_grpc.OperatorServicer):  # type: ignore[misc]  # t
             (cache, lease)
             for cache in self._caches
             for lease in cache.act(lambda core: core.inspection.leases())
-            if lease.owner in engine_ids
+            if lease.engine_id in engine_ids
         ]
 
 

@@ -104,7 +104,7 @@ class ReaderService(kvd_pb2_grpc.ReaderServicer):  # type: ignore[misc]  # the s
                 cache.act(lambda core: core.inspection.history.of(key)), now_ns
             ),
             leases=[
-                lease_message(lease, cache.layout, engines.get(lease.owner), now_ns)
+                lease_message(lease, cache.layout, engines.get(lease.engine_id), now_ns)
                 for lease in leases
                 if lease.key == key
             ],
@@ -117,7 +117,7 @@ class ReaderService(kvd_pb2_grpc.ReaderServicer):  # type: ignore[misc]  # the s
         for cache in self._caches.of_model(request.model):
             leases, now_ns = cache.act(lambda core: (core.inspection.leases(), core.now_ns))
             messages += [
-                lease_message(lease, cache.layout, engines.get(lease.owner), now_ns)
+                lease_message(lease, cache.layout, engines.get(lease.engine_id), now_ns)
                 for lease in leases
             ]
         messages.sort(key=lambda message: -message.age_s)

@@ -64,8 +64,8 @@ log = get_logger(__name__)
 
 
 @dataclass(frozen=True)
-class Owners:
-    """What the performer asks about the engines that hold leases, by their owner id.
+class LeaseHolders:
+    """What the performer asks about the engines that hold leases, by engine id.
 
     Attributes:
         identity_of: the process, for the journal.
@@ -92,7 +92,7 @@ class Performer:
         volume: SegmentVolume,
         manifest: Manifest,
         io_pool: IoPool,
-        owners: Owners,
+        lease_holders: LeaseHolders,
     ) -> None:
         self.histograms = IoHistograms()
         self.loads = LoadTracker(len(layout.layers), self.histograms)
@@ -100,7 +100,7 @@ class Performer:
         self.num_uncommitted = 0
         self._fingerprint = layout.fingerprint
         self._manifest = manifest
-        self._owners = owners
+        self._lease_holders = lease_holders
         self._arena: Arena | None = None
         self._complete: Callable[[Completion], None] | None = None
         # None: a block's row is committed
@@ -147,9 +147,9 @@ class Performer:
                 self._put_slot(slot_id, record)
             case ClearSlot(slot_id):
                 self._mounted().journal.clear(slot_id)
-            case TrackLoad(lease_id, owner, op_ids):
+            case TrackLoad(lease_id, engine_id, op_ids):
                 self._reader.begin_load()
-                self.loads.track(lease_id, op_ids, self._owners.wake_of(owner))
+                self.loads.track(lease_id, op_ids, self._lease_holders.wake_of(engine_id))
                 # Some of these operations were begun when no load waited for them.
                 self._reader.hurry(op_ids)
                 self._slot_worker.hurry(op_ids)
@@ -226,7 +226,7 @@ class Performer:
     def _put_slot(self, slot_id: int, record: SlotRecord) -> None:
         writer = None
         if isinstance(record, WritingSlot):
-            writer = self._owners.identity_of(record.owner)
+            writer = self._lease_holders.identity_of(record.engine_id)
         self._mounted().journal.put(slot_id, record, writer)
 
     def _mounted(self) -> Arena:

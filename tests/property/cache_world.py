@@ -55,7 +55,7 @@ MODEL = "0f"
 # A full block has 5 sectors on SSD, a partial one 2 (packed by twos), 3 or 4.
 LAYOUT = KVLayout(MODEL, (Layer((Component("k", (4, 256), "float32"),)),), BLOCK_TOKENS)
 SHAPE = ExtentShape(LAYOUT)
-ADOPTED_OWNERS = 100  # the shell gives an engine of an earlier kvd this much on top of its id
+ADOPTED_ENGINES = 100  # the shell gives an engine of an earlier kvd this much on top of its id
 
 Row = int  # symbolic KV of one token
 
@@ -168,7 +168,7 @@ class CacheWorld:
 
         Args:
             keep_dram: the arena has survived the daemon; otherwise it begins empty.
-            alive: owners whose processes live; their ids are ADOPTED_OWNERS higher then.
+            alive: engines whose processes live; their ids are ADOPTED_ENGINES higher then.
         """
         self.index.uncommitted = []
         if not keep_dram:
@@ -200,9 +200,9 @@ class CacheWorld:
         for slot_id, record in sorted(self.journal.items()):
             if isinstance(record, CommittedSlot):
                 adopted.append(AdoptedSlot(slot_id, record))
-            elif record.owner in alive:
+            elif record.engine_id in alive:
                 self.journal[slot_id] = writing = replace(
-                    record, owner=record.owner + ADOPTED_OWNERS
+                    record, engine_id=record.engine_id + ADOPTED_ENGINES
                 )
                 orphans.append(OrphanSlot(slot_id, writing))
             else:

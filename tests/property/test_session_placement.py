@@ -27,7 +27,7 @@ SESSIONS = [SessionKey("a", "m", f"s{number}") for number in range(7)]
 ENGINES = [1, 2, 3]
 WHOLE_QUEUE = {"lookahead_queue", "predictive"}
 KEYS = st.sampled_from(SESSIONS)
-OWNERS = st.sampled_from(ENGINES)
+ENGINE_IDS = st.sampled_from(ENGINES)
 INTERVALS = st.sampled_from([0, 0, 10, 70])
 PRIORITIES = st.integers(-1, 1)
 TAGS = st.sampled_from([0.0, 1.0, 2.5])
@@ -58,7 +58,7 @@ class PlacementMachine(RuleBasedStateMachine):
     def start(self, name, capacity) -> None:
         self.name = name
         self.placement = SessionPlacement(POLICIES[name], lambda: capacity)
-        self.engines = {owner: Jobs() for owner in ENGINES}
+        self.engines = {engine_id: Jobs() for engine_id in ENGINES}
         self.now_ns = 0
         self.next_number = 0
         self.ranked = {tier: set() for tier in Tier}
@@ -67,10 +67,10 @@ class PlacementMachine(RuleBasedStateMachine):
 
     # --------------------------------------------------------------------------------------- queue
 
-    @rule(owner=OWNERS, data=st.data(), interval_ns=INTERVALS)
-    def change(self, owner, data, interval_ns) -> None:
+    @rule(engine_id=ENGINE_IDS, data=st.data(), interval_ns=INTERVALS)
+    def change(self, engine_id, data, interval_ns) -> None:
         """Some join, some start, some leave, some get another rank: all in one change."""
-        jobs = self.engines[owner]
+        jobs = self.engines[engine_id]
         before = self._queued()
         left = data.draw(_some_of([*jobs.waiting, *jobs.running]), "left")
         numbers = [number for number in jobs.waiting if number not in left]
@@ -98,15 +98,17 @@ class PlacementMachine(RuleBasedStateMachine):
         for job in change.waiting:
             jobs.running.pop(job.rank[2], None)
             jobs.waiting[job.rank[2]] = job
-        digest = self.placement.change_queue(owner, change, self.now_ns)
+        digest = self.placement.change_queue(engine_id, change, self.now_ns)
         assert digest == jobs.digest
         touched = {job.key for job in change.waiting} | {job.key for job in change.running}
         self._reopened(before, touched)
 
-    @rule(owner=OWNERS, data=st.data(), keys=st.lists(KEYS, max_size=5), interval_ns=INTERVALS)
-    def replace(self, owner, data, keys, interval_ns) -> None:
+    @rule(
+        engine_id=ENGINE_IDS, data=st.data(), keys=st.lists(KEYS, max_size=5), interval_ns=INTERVALS
+    )
+    def replace(self, engine_id, data, keys, interval_ns) -> None:
         """A full snapshot: what is kept of the old queue may stand anywhere."""
-        jobs = self.engines[owner]
+        jobs = self.engines[engine_id]
         before = self._queued()
         kept = data.draw(_some_of([*jobs.waiting]), "kept")
         running = data.draw(_some_of([*jobs.running]), "running")
@@ -116,16 +118,16 @@ class PlacementMachine(RuleBasedStateMachine):
         jobs.running = {number: jobs.running[number] for number in running}
         runs = [RunningRequest(number, key) for number, key in jobs.running.items()]
         digest = self.placement.replace_queue(
-            owner, QueueChange(waiting, runs, interval_ns=interval_ns), self.now_ns
+            engine_id, QueueChange(waiting, runs, interval_ns=interval_ns), self.now_ns
         )
         assert digest == jobs.digest
         self._reopened(before, {job.key for job in waiting} | {job.key for job in runs})
 
-    @rule(owner=OWNERS)
-    def forget(self, owner) -> None:
+    @rule(engine_id=ENGINE_IDS)
+    def forget(self, engine_id) -> None:
         before = self._queued()
-        self.engines[owner] = Jobs()
-        self.placement.forget_engine(owner, self.now_ns)
+        self.engines[engine_id] = Jobs()
+        self.placement.forget_engine(engine_id, self.now_ns)
         self._reopened(before, set())
 
     # ------------------------------------------------------------------------------------ sessions

@@ -85,7 +85,7 @@ class LookaheadQueuePolicy(EvictionPolicy):
 def later_first(place: QueuePlace) -> EvictionRank:
     """Numbers that sort places from the tail of the queue to its head."""
     priority, tag, number = place.rank
-    return -place.starts_at_ns, -place.owner, -priority, -tag, -number
+    return -place.starts_at_ns, -place.engine_id, -priority, -tag, -number
 
 
 class LookaheadPolicy(LookaheadQueuePolicy):

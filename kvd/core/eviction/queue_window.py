@@ -38,7 +38,7 @@ class QueuePlace(NamedTuple):
     """Where a job stands among those of all engines; lower is sooner."""
 
     starts_at_ns: int  # estimate
-    owner: int
+    engine_id: int
     rank: Rank
     key: SessionKey
 
@@ -85,25 +85,25 @@ class QueueWindow:
 
     # ------------------------------------------------------------------------------------ changing
 
-    def replace(self, owner: int, jobs: QueueChange, now_ns: int) -> int:
+    def replace(self, engine_id: int, jobs: QueueChange, now_ns: int) -> int:
         """Take all of an engine's queue; returns its digest. O(jobs).
 
         What is known already stays where it is, unless most is new: then all is sorted at once.
         """
-        difference = self._difference(owner, jobs)
+        difference = self._difference(engine_id, jobs)
         if FEW_SHARE * (len(difference.waiting) + len(difference.left)) < len(jobs.waiting):
-            return self.change(owner, difference, now_ns)
-        touched = self._drop(owner)
+            return self.change(engine_id, difference, now_ns)
+        touched = self._drop(engine_id)
         engine = _EngineQueue(jobs.interval_ns)
         if jobs.waiting or jobs.running:
-            self._engines[owner] = engine
-            self._fill(owner, engine, jobs, now_ns, touched)
+            self._engines[engine_id] = engine
+            self._fill(engine_id, engine, jobs, now_ns, touched)
         self._tell(touched)
         return engine.digest
 
-    def change(self, owner: int, change: QueueChange, now_ns: int) -> int:
+    def change(self, engine_id: int, change: QueueChange, now_ns: int) -> int:
         """Take a change of an engine's queue; returns the digest of what it is now."""
-        engine = self._engines.setdefault(owner, _EngineQueue())
+        engine = self._engines.setdefault(engine_id, _EngineQueue())
         engine.interval_ns = change.interval_ns or engine.interval_ns
         touched: _Touched = {}
         for number in change.left:
@@ -113,13 +113,13 @@ class QueueWindow:
             self._run(engine, running, touched)
         for job in sorted(change.waiting):
             self._take_out(engine, job.rank[2], touched)
-            self._put_in(owner, engine, job, now_ns, touched)
+            self._put_in(engine_id, engine, job, now_ns, touched)
         self._tell(touched)
         return engine.digest
 
-    def forget(self, owner: int) -> None:
+    def forget(self, engine_id: int) -> None:
         """Forget an engine and its jobs."""
-        self._tell(self._drop(owner))
+        self._tell(self._drop(engine_id))
 
     # ------------------------------------------------------------------------------------- looking
 
@@ -157,27 +157,27 @@ class QueueWindow:
 
     def starts_in_ns(self, place: QueuePlace) -> int:
         """Estimated time until the job starts, by the jobs before it at its engine; 0: unknown."""
-        engine = self._engines[place.owner]
+        engine = self._engines[place.engine_id]
         return (engine.order.bisect_left(place.rank) + 1) * engine.interval_ns
 
-    def runs(self, owner: int, number: int) -> bool:
+    def runs(self, engine_id: int, number: int) -> bool:
         """Whether a job of an engine is being computed."""
-        engine = self._engines.get(owner)
+        engine = self._engines.get(engine_id)
         return engine is not None and number in engine.running
 
-    def knows(self, owner: int, number: int) -> bool:
+    def knows(self, engine_id: int, number: int) -> bool:
         """Whether a job of an engine waits or runs."""
-        engine = self._engines.get(owner)
+        engine = self._engines.get(engine_id)
         return engine is not None and (number in engine.places or number in engine.running)
 
-    def num_waiting(self, owner: int) -> int:
+    def num_waiting(self, engine_id: int) -> int:
         """Jobs of an engine that wait."""
-        engine = self._engines.get(owner)
+        engine = self._engines.get(engine_id)
         return len(engine.places) if engine else 0
 
-    def num_running(self, owner: int) -> int:
+    def num_running(self, engine_id: int) -> int:
         """Jobs of an engine that are being computed."""
-        engine = self._engines.get(owner)
+        engine = self._engines.get(engine_id)
         return len(engine.running) if engine else 0
 
     def check(self) -> None:
@@ -185,8 +185,8 @@ class QueueWindow:
         assert list(self._order) == sorted(self._order)
         assert sorted(p for places in self._places.values() for p in places) == list(self._order)
         num_running: dict[SessionKey, int] = {}
-        for owner, engine in self._engines.items():
-            own = [place for place in self._order if place.owner == owner]
+        for engine_id, engine in self._engines.items():
+            own = [place for place in self._order if place.engine_id == engine_id]
             assert [place.rank for place in own] == list(engine.order) == sorted(engine.order)
             assert {place.rank[2]: place for place in own} == engine.places
             assert not engine.places.keys() & engine.running.keys()
@@ -202,9 +202,9 @@ class QueueWindow:
 
     # -------------------------------------------------------------------------------- all at once
 
-    def _difference(self, owner: int, jobs: QueueChange) -> QueueChange:
+    def _difference(self, engine_id: int, jobs: QueueChange) -> QueueChange:
         """What `jobs`, which are all, change in what is known of an engine."""
-        engine = self._engines.get(owner)
+        engine = self._engines.get(engine_id)
         if engine is None:
             return jobs
         places, running = engine.places, engine.running
@@ -222,11 +222,16 @@ class QueueWindow:
         )
 
     def _fill(
-        self, owner: int, engine: _EngineQueue, jobs: QueueChange, now_ns: int, touched: _Touched
+        self,
+        engine_id: int,
+        engine: _EngineQueue,
+        jobs: QueueChange,
+        now_ns: int,
+        touched: _Touched,
     ) -> None:
         """Take all jobs of an engine that has none; `_put_in` for each would be four times this."""
         places = [
-            QueuePlace(now_ns + index * engine.interval_ns, owner, rank, key)
+            QueuePlace(now_ns + index * engine.interval_ns, engine_id, rank, key)
             for index, (rank, key, _) in enumerate(sorted(jobs.waiting), 1)
         ]
         engine.places = {place.rank[2]: place for place in places}
@@ -240,16 +245,16 @@ class QueueWindow:
         for running in jobs.running:
             self._run(engine, running, touched)
 
-    def _drop(self, owner: int) -> _Touched:
+    def _drop(self, engine_id: int) -> _Touched:
         """Forget an engine, and return whose jobs it had."""
         touched: _Touched = {}
-        engine = self._engines.pop(owner, None)
+        engine = self._engines.pop(engine_id, None)
         if engine is None:
             return touched
         for number in list(engine.running):
             self._take_out(engine, number, touched)
         if BULK_SHARE * len(engine.places) > len(self._order):
-            self._order = SortedList(place for place in self._order if place.owner != owner)
+            self._order = SortedList(place for place in self._order if place.engine_id != engine_id)
         else:
             for place in engine.places.values():
                 self._order.remove(place)
@@ -260,7 +265,12 @@ class QueueWindow:
     # ------------------------------------------------------------------------------- job by job
 
     def _put_in(
-        self, owner: int, engine: _EngineQueue, job: QueuedRequest, now_ns: int, touched: _Touched
+        self,
+        engine_id: int,
+        engine: _EngineQueue,
+        job: QueuedRequest,
+        now_ns: int,
+        touched: _Touched,
     ) -> None:
         order, places = engine.order, engine.places
         index = order.bisect_left(job.rank)
@@ -269,7 +279,7 @@ class QueueWindow:
             starts_at_ns = max(starts_at_ns, places[order[index - 1][2]].starts_at_ns)
         if index < len(order):
             starts_at_ns = min(starts_at_ns, places[order[index][2]].starts_at_ns)
-        place = places[job.rank[2]] = QueuePlace(starts_at_ns, owner, job.rank, job.key)
+        place = places[job.rank[2]] = QueuePlace(starts_at_ns, engine_id, job.rank, job.key)
         order.add(job.rank)
         engine.digest = combined(engine.digest, added=waiting_digest(job.rank, job.key))
         self._order.add(place)

@@ -101,28 +101,28 @@ class SessionPlacement:
 
     # --------------------------------------------------------------------------------------- queue
 
-    def replace_queue(self, owner: int, jobs: QueueChange, now_ns: int) -> int:
+    def replace_queue(self, engine_id: int, jobs: QueueChange, now_ns: int) -> int:
         """Take all of an engine's queue; returns its digest.
 
         Of an engine that was not known the policy is not told that these turns arrived: when they
         did nobody knows.
         """
-        is_known = self._has_jobs(owner)
-        self._look_through(owner, jobs, now_ns)
+        is_known = self._has_jobs(engine_id)
+        self._look_through(engine_id, jobs, now_ns)
         if not is_known:
             self._arriving.clear()
-        return self.queue.replace(owner, jobs, now_ns)
+        return self.queue.replace(engine_id, jobs, now_ns)
 
-    def change_queue(self, owner: int, change: QueueChange, now_ns: int) -> int:
+    def change_queue(self, engine_id: int, change: QueueChange, now_ns: int) -> int:
         """Take a change of an engine's queue; returns the digest of what it is now."""
-        self._look_through(owner, change, now_ns)
-        return self.queue.change(owner, change, now_ns)
+        self._look_through(engine_id, change, now_ns)
+        return self.queue.change(engine_id, change, now_ns)
 
-    def forget_engine(self, owner: int, now_ns: int) -> None:
+    def forget_engine(self, engine_id: int, now_ns: int) -> None:
         """Forget an engine's queue."""
         self._now_ns = now_ns
         self._arriving = set()
-        self.queue.forget(owner)
+        self.queue.forget(engine_id)
 
     def is_busy(self, key: SessionKey) -> bool:
         """Whether a turn of the session waits or runs."""
@@ -172,24 +172,24 @@ class SessionPlacement:
     def _eviction_window(self) -> int:
         return self.window(self._capacity_bytes())
 
-    def _look_through(self, owner: int, change: QueueChange, now_ns: int) -> None:
+    def _look_through(self, engine_id: int, change: QueueChange, now_ns: int) -> None:
         """Note, before a change is taken, what cannot be told from what comes of it."""
         self._now_ns = now_ns
-        self._arriving = self._new_turns(owner, change)
+        self._arriving = self._new_turns(engine_id, change)
         for job in change.running:
-            if self._busy.get(job.key) and not self.queue.runs(owner, job.number):
+            if self._busy.get(job.key) and not self.queue.runs(engine_id, job.number):
                 self._loaded.discard(job.key)  # the turn that it was loaded for has ended
 
-    def _new_turns(self, owner: int, change: QueueChange) -> set[SessionKey]:
+    def _new_turns(self, engine_id: int, change: QueueChange) -> set[SessionKey]:
         """Sessions with a job that is not known, be another one's end told in the same change."""
-        if not self._has_jobs(owner):
+        if not self._has_jobs(engine_id):
             return {job.key for jobs in (change.waiting, change.running) for job in jobs}
         knows = self.queue.knows
-        waiting = {job.key for job in change.waiting if not knows(owner, job.rank[2])}
-        return waiting | {job.key for job in change.running if not knows(owner, job.number)}
+        waiting = {job.key for job in change.waiting if not knows(engine_id, job.rank[2])}
+        return waiting | {job.key for job in change.running if not knows(engine_id, job.number)}
 
-    def _has_jobs(self, owner: int) -> bool:
-        return bool(self.queue.num_waiting(owner) or self.queue.num_running(owner))
+    def _has_jobs(self, engine_id: int) -> bool:
+        return bool(self.queue.num_waiting(engine_id) or self.queue.num_running(engine_id))
 
     def _on_queue(self, key: SessionKey) -> None:
         """The queue says something else of a session than before."""

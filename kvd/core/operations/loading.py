@@ -74,7 +74,7 @@ class Loader:
         key: SessionKey,
         token_ids: bytes,
         from_token: int,
-        owner: int,
+        engine_id: int,
         *,
         dram_only: bool = False,
         lineage: Lineage | None = None,
@@ -107,7 +107,9 @@ class Loader:
         stored = [piece for piece in match.pieces if piece.end > from_token]
         pieces = list(takewhile(_is_in_dram, stored)) if dram_only else stored
         if pieces:
-            lease = LoadLease(state.leases.next_id(), owner, key, from_token, since_ns=state.now_ns)
+            lease = LoadLease(
+                state.leases.next_id(), engine_id, key, from_token, since_ns=state.now_ns
+            )
             answer = self.grant(lease, pieces, len(stored))
         else:
             answer = self._miss(ON_SSD if stored else match.miss_reason)
@@ -143,7 +145,7 @@ class Loader:
         nothing is owed.
 
         Raises:
-            LeaseLostError: if the owner is gone.
+            LeaseLostError: if the engine is gone.
         """
         lease = self._state.leases.load_of(lease_id)
         if lease.num_waiting:
@@ -158,16 +160,16 @@ class Loader:
             return LoadAnswer(Lookup.MISS, miss_reason=failure)
         return self._miss(failure)
 
-    def complete(self, lease_id: int, owner: int) -> None:
+    def complete(self, lease_id: int, engine_id: int) -> None:
         """End a load lease, settled or not.
 
         Raises:
-            LeaseLostError: if it is not the owner's (any more): what was loaded must not be
+            LeaseLostError: if it is not the engine's (any more): what was loaded must not be
                 trusted.
         """
         state = self._state
-        state.outbox.count("leases_lost", state.leases.is_lost(lease_id, owner))
-        lease = state.leases.load_of(lease_id, owner)
+        state.outbox.count("leases_lost", state.leases.is_lost(lease_id, engine_id))
+        lease = state.leases.load_of(lease_id, engine_id)
         if lease.is_export:
             self.release(lease)
         else:
@@ -257,7 +259,7 @@ class Loader:
             self._state.under_way.arrival_of[block.key].op_id for block in blocks.values()
         )
         lease.is_tracked = True
-        self._state.outbox.add(TrackLoad(lease.lease_id, lease.owner, op_ids))
+        self._state.outbox.add(TrackLoad(lease.lease_id, lease.engine_id, op_ids))
 
     def cut(self, lease: LoadLease, num_entries: int, failure: str) -> None:
         """Keep the lease's first entries and let go of the others."""

@@ -78,7 +78,7 @@ class SessionFiles:
         lineage = WHOLE if is_coupled or session.lineage is None else session.lineage
         return Export(key, spans, lineage, chain=Chaining(state, key.tenant, WHOLE).root)
 
-    def prepare_export(self, export: Export, max_spans: int, owner: int) -> LoadAnswer:
+    def prepare_export(self, export: Export, max_spans: int, engine_id: int) -> LoadAnswer:
         """Lease the next spans, as far as slots can be had; the caller owes what a load owes.
 
         When it is settled `exported` says what the rows are, before the load is completed. The
@@ -94,7 +94,7 @@ class SessionFiles:
         pieces = self._next_pieces(export, max_spans)
         lease = LoadLease(
             state.leases.next_id(),
-            owner,
+            engine_id,
             export.key,
             export.num_tokens,
             since_ns=state.now_ns,
@@ -134,12 +134,12 @@ class SessionFiles:
         key: SessionKey,
         token_ids: bytes,
         from_token: int,
-        owner: int,
+        engine_id: int,
         lineage: Lineage,
     ) -> StoreAnswer:
         """Lease slots as for a store, for what no turn has computed."""
         self._state.tenants.refuse_erased(key.tenant)
-        return self._storer.lease_slots(key, token_ids, from_token, owner, lineage)
+        return self._storer.lease_slots(key, token_ids, from_token, engine_id, lineage)
 
     def _next_pieces(self, export: Export, max_spans: int) -> list[Piece]:
         """Find the blocks of the next spans.

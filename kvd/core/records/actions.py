@@ -181,7 +181,7 @@ class TrackLoad:
     """
 
     lease_id: int
-    owner: int
+    engine_id: int
     op_ids: tuple[int, ...]
 
 

@@ -40,7 +40,7 @@ class LeaseState(Enum):
 
     READY = "ready"
     PENDING = "pending"
-    LOST = "lost"  # its owner is gone, or it never was
+    LOST = "lost"  # its engine is gone, or it never was
 
 
 # ---------------------------------------------------------------------------------- load and store
@@ -228,7 +228,7 @@ class LeaseInfo:
 
     lease_id: int
     kind: str
-    owner: int
+    engine_id: int
     key: SessionKey | None
     num_slots: int
     since_ns: int  # when it was granted, or found

@@ -158,7 +158,7 @@ class WritingSlot:
 
     generation: int
     lease_id: int
-    owner: int
+    engine_id: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,7 +188,7 @@ class OrphanSlot:
     """A slot that an engine may still be writing to, granted by an earlier kvd."""
 
     slot_id: int
-    writing: WritingSlot  # its owner is an id that the shell gave to the process
+    writing: WritingSlot  # its engine_id is one that the shell gave to the process
 
 
 # ---------------------------------------------------------------------------------------- packing

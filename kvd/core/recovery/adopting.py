@@ -71,7 +71,7 @@ def _quarantine(state: CacheState, orphan: OrphanSlot) -> None:
     writing = orphan.writing
     lease = state.leases.get(writing.lease_id)
     if not isinstance(lease, RestoredLease):
-        lease = RestoredLease(writing.lease_id, writing.owner, since_ns=state.now_ns)
+        lease = RestoredLease(writing.lease_id, writing.engine_id, since_ns=state.now_ns)
         state.leases.add(lease)
     state.leases.quarantine(lease, orphan.slot_id, writing.generation)
     state.slots.adopt(orphan.slot_id, writing.generation, is_committed=False)

@@ -64,7 +64,7 @@ class _Turn:
 
     Attributes:
         history_tokens: as the engine's queue says, or as the turn before has left them.
-        job: owner and number; None: no queue has named it.
+        job: engine id and request number; None: no queue has named it.
         prompt_tokens: the most that was asked for.
     """
 
@@ -124,7 +124,7 @@ class TurnLog:
         self._max_turns = max_turns
         self._turns: deque[_Turn] = deque()
         self._newest: dict[SessionKey, _Turn] = {}
-        self._arrivals: dict[int, dict[int, Arrival]] = {}  # by owner and job number
+        self._arrivals: dict[int, dict[int, Arrival]] = {}  # by engine id and request number
         self._next_session = 1
 
     def __iter__(self) -> Iterator[RecordedTurn]:
@@ -137,26 +137,26 @@ class TurnLog:
 
     # -------------------------------------------------------------------------------------- queues
 
-    def queue_replaced(self, owner: int, jobs: QueueChange, now_ns: int) -> None:
+    def queue_replaced(self, engine_id: int, jobs: QueueChange, now_ns: int) -> None:
         """Note all of an engine's queue: O(jobs)."""
-        before = self._arrivals.get(owner, {})
-        self._arrivals[owner] = {
+        before = self._arrivals.get(engine_id, {})
+        self._arrivals[engine_id] = {
             job.rank[2]: before.get(job.rank[2]) or (now_ns, job.history_tokens)
             for job in jobs.waiting
         }
-        self._started(owner, jobs, before, now_ns)
+        self._started(engine_id, jobs, before, now_ns)
 
-    def queue_changed(self, owner: int, change: QueueChange, now_ns: int) -> None:
+    def queue_changed(self, engine_id: int, change: QueueChange, now_ns: int) -> None:
         """Note a change of an engine's queue: O(jobs in it)."""
-        arrivals = self._arrivals.setdefault(owner, {})
-        self._started(owner, change, arrivals, now_ns)
+        arrivals = self._arrivals.setdefault(engine_id, {})
+        self._started(engine_id, change, arrivals, now_ns)
         for number in change.left:
             arrivals.pop(number, None)
         _note_arrivals(arrivals, change.waiting, now_ns)
 
-    def engine_gone(self, owner: int) -> None:
+    def engine_gone(self, engine_id: int) -> None:
         """Forget an engine's queue."""
-        self._arrivals.pop(owner, None)
+        self._arrivals.pop(engine_id, None)
 
     # --------------------------------------------------------------------------------------- turns
 
@@ -215,18 +215,18 @@ class TurnLog:
     # -------------------------------------------------------------------------------------- inside
 
     def _started(
-        self, owner: int, change: QueueChange, arrivals: dict[int, Arrival], now_ns: int
+        self, engine_id: int, change: QueueChange, arrivals: dict[int, Arrival], now_ns: int
     ) -> None:
         for job in change.running:
             arrival = arrivals.pop(job.number, None)
             turn = self._newest.get(job.key)
-            if turn is not None and turn.job == (owner, job.number):
+            if turn is not None and turn.job == (engine_id, job.number):
                 continue
             arrived_ns, history_tokens = arrival or (now_ns, 0)
             is_over = turn is not None and turn.is_stored and turn.arrived_ns < arrived_ns
             if turn is None or turn.job is not None or (arrival is not None and is_over):
                 turn = self._begin(job.key, now_ns)
-            turn.job = (owner, job.number)
+            turn.job = (engine_id, job.number)
             turn.arrived_ns = min(turn.arrived_ns, arrived_ns)
             turn.history_tokens = history_tokens or turn.history_tokens
 

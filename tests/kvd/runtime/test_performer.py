@@ -30,11 +30,11 @@ from kvd.tiers.manifest import MAX_QUEUED_BYTES
 from shared.types.units import SECTOR_BYTES
 from tests.kvd.runtime.performed import (
     DEADLINE_S,
+    ENGINE_ID,
     IDENTITY,
     KEY,
     LAYOUT,
     LEASE,
-    OWNER,
 )
 
 
@@ -118,7 +118,7 @@ async def test_what_is_in_flight_is_counted(world, num_tokens):
 
 async def test_the_journal_is_written_at_once(world):
     """Records are there when perform() returns, with the identity of the writer."""
-    writing = WritingSlot(generation=4, lease_id=LEASE, owner=OWNER)
+    writing = WritingSlot(generation=4, lease_id=LEASE, engine_id=ENGINE_ID)
     committed = CommittedSlot(5, b"k" * 16, 16, b"t" * 64, b"c" * 64)
     world.performer.perform(PutSlot(0, writing))
     world.performer.perform(PutSlot(1, committed))

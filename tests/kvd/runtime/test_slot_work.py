@@ -19,8 +19,8 @@ from shared.kvd_client.arena_map import FAILED_BIT, LAYERS_MASK, ProgressWords
 from shared.types.kv_layout import Component, KVLayout, Layer
 from tests.kvd.runtime.performed import (
     DEADLINE_S,
+    ENGINE_ID,
     LEASE,
-    OWNER,
 )
 
 BLOCK_TOKENS = 16
@@ -95,7 +95,7 @@ async def test_a_verify_brings_all_layers(world):
     words = ProgressWords(world.arena.progress.fd, 4)
     stored = world.fill(0)
     world.performer.perform(VerifySlot(11, 0, 16, stored.checksums, urgent=True))
-    world.performer.perform(TrackLoad(LEASE, OWNER, (11,)))
+    world.performer.perform(TrackLoad(LEASE, ENGINE_ID, (11,)))
     index = world.performer.loads.index_of(LEASE)
     await world.until_idle()
     assert words.word(index) & (LAYERS_MASK | FAILED_BIT) == 8
@@ -109,7 +109,7 @@ async def test_a_load_hurries_a_verify_in_the_background(world):
     for slot_id in (1, 2, 3, 4):  # more than there are threads
         world.performer.perform(world.write_action(slot_id, slot_id, slot_id)[0])
     world.performer.perform(VerifySlot(11, 0, 16, stored.checksums, urgent=False))
-    world.performer.perform(TrackLoad(LEASE, OWNER, (11,)))
+    world.performer.perform(TrackLoad(LEASE, ENGINE_ID, (11,)))
     index = world.performer.loads.index_of(LEASE)
     async with asyncio.timeout(DEADLINE_S):
         while words.word(index) & LAYERS_MASK < 8:  # noqa: ASYNC110  # the word is what counts

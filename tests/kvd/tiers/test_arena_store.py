@@ -56,7 +56,7 @@ def kept_arena(store, layout=LAYOUT):
     arena = store.create(layout, 4)
     arena.slots.slot(1)[:5] = b"bytes"
     arena.journal.put(1, RECORD)
-    arena.journal.put(2, WritingSlot(4, 99, owner=1), ProcessIdentity(77, 5, b"i" * 16))
+    arena.journal.put(2, WritingSlot(4, 99, engine_id=1), ProcessIdentity(77, 5, b"i" * 16))
     facts = (arena.arena_id, arena.epoch)
     arena.close(keep=True)
     return facts

@@ -64,7 +64,7 @@ def test_what_is_put_is_read_again(journal, fd):
     """By another mapping, as by another process; a cleared slot is free."""
     journal.put(0, committed(5))
     journal.put(1, committed(6, num_tokens=3))
-    journal.put(2, WritingSlot(8, 1 << 41, owner=3), WRITER)
+    journal.put(2, WritingSlot(8, 1 << 41, engine_id=3), WRITER)
     journal.put(3, committed(9))
     journal.clear(3)
     again = Journal(fd, LAYOUT, NUM_SLOTS, NoFaults())
@@ -81,10 +81,10 @@ def test_what_is_put_is_read_again(journal, fd):
 
 def test_a_slot_holds_the_newest_record(journal):
     """Written, committed, written again."""
-    journal.put(0, WritingSlot(1, 2, owner=3), WRITER)
+    journal.put(0, WritingSlot(1, 2, engine_id=3), WRITER)
     journal.put(0, committed(5, num_tokens=2))
     assert [slot.block for slot in journal.read_all()[0]] == [committed(5, num_tokens=2)]
-    journal.put(0, WritingSlot(2, 3, owner=3), WRITER)
+    journal.put(0, WritingSlot(2, 3, engine_id=3), WRITER)
     adopted, writing = journal.read_all()
     assert (adopted, len(writing)) == ([], 1)
 

@@ -38,16 +38,18 @@ class Window:
         self.queue.check()  # it is told after the whole change
         self.told[key.session_id] += 1
 
-    def replace(self, owner: int, *jobs: QueuedRequest, running=(), now_ns=0, interval_ns=0) -> int:
+    def replace(
+        self, engine_id: int, *jobs: QueuedRequest, running=(), now_ns=0, interval_ns=0
+    ) -> int:
         self.told.clear()
         change = QueueChange(jobs, running, (), interval_ns)
-        digest = self.queue.replace(owner, change, now_ns)
+        digest = self.queue.replace(engine_id, change, now_ns)
         self.queue.check()
         return digest
 
-    def change(self, owner: int, *jobs: QueuedRequest, running=(), left=(), now_ns=0) -> int:
+    def change(self, engine_id: int, *jobs: QueuedRequest, running=(), left=(), now_ns=0) -> int:
         self.told.clear()
-        digest = self.queue.change(owner, QueueChange(jobs, running, left), now_ns)
+        digest = self.queue.change(engine_id, QueueChange(jobs, running, left), now_ns)
         self.queue.check()
         return digest
 

@@ -13,7 +13,7 @@ from kvd.core.records.records import Admission, Lookup
 from kvd.core.records.rows import CommittedSlot
 from shared.types.lineage import WHOLE
 from tests.kvd.core.turns import (
-    OWNER,
+    ENGINE_ID,
     A,
     B,
     counter,
@@ -106,10 +106,10 @@ def test_a_compacted_session_is_found_by_its_lineage():
     world.quiesce()
     lineage = WHOLE.after(to_bytes(TOKENS), EVEN)
     for named, num_found in ((lineage, len(KEPT)), (lineage.after(to_bytes(KEPT), [(1, 2)]), 0)):
-        answer = world.engine.loads.prepare(A, to_bytes(KEPT), 0, OWNER, lineage=named)
+        answer = world.engine.loads.prepare(A, to_bytes(KEPT), 0, ENGINE_ID, lineage=named)
         assert answer.end_token == num_found
         if answer.lookup is Lookup.HIT:
-            world.engine.loads.complete(answer.lease_id, OWNER)
+            world.engine.loads.complete(answer.lease_id, ENGINE_ID)
         world.pump()
 
 
@@ -148,7 +148,7 @@ def test_a_lease_that_comes_meanwhile_wins():
     world.quiesce()
     assert (num_blocks(world), counter(world, "compactions_given_up")) == (6, 1)
     assert rows_of(world, answer) == compute([], TOKENS)[1::2]
-    world.engine.loads.complete(answer.lease_id, OWNER)
+    world.engine.loads.complete(answer.lease_id, ENGINE_ID)
     world.pump()
     rest(world, 2_000_000_000)
     world.quiesce()
@@ -261,10 +261,10 @@ def test_who_comes_into_use_while_it_waits_is_looked_at_later():
     world.now_ns += REST_NS
     world.engine.expire()
     world.pump()
-    world.engine.engines.replace_queue(OWNER, queue_of(A, B))
+    world.engine.engines.replace_queue(ENGINE_ID, queue_of(A, B))
     world.quiesce()
     assert counter(world, "compactions") < 2
-    world.engine.engines.replace_queue(OWNER, queue_of())
+    world.engine.engines.replace_queue(ENGINE_ID, queue_of())
     rest(world, 2_000_000_000)
     world.quiesce()
     assert (num_blocks(world, A), num_blocks(world, B)) == (3, 3)

@@ -8,9 +8,9 @@ from kvd.core.records.errors import ErasingError, LeaseLostError
 from kvd.core.records.records import Lookup
 from kvd.core.records.rows import Pin
 from tests.kvd.core.turns import (
+    ENGINE_ID,
     ONES,
     OTHER_TENANT,
-    OWNER,
     TWOS,
     A,
     B,
@@ -102,7 +102,7 @@ def test_a_load_that_is_under_way_is_lost():
     with pytest.raises(LeaseLostError):
         world.engine.loads.settle(waits.lease_id)
     with pytest.raises(LeaseLostError):
-        world.engine.loads.complete(waits.lease_id, OWNER)
+        world.engine.loads.complete(waits.lease_id, ENGINE_ID)
     drop(world)
     assert not world.engine.erasing.is_gone()
     world.finish_all(ReadBlock)

@@ -11,9 +11,9 @@ from kvd.core.records.records import Admission
 from kvd.core.records.rows import TTL_NEVER_NS, Pin
 from kvd.core.state.limits import TenantLimits
 from tests.kvd.core.turns import (
+    ENGINE_ID,
     ONES,
     OTHER_TENANT,
-    OWNER,
     TWOS,
     A,
     B,
@@ -79,10 +79,10 @@ def test_sessions_in_use_do_not_expire():
     lease = prepare_load(world, A, ONES)
     expire(world, 200)
     assert world.engine.next_deadline_ns() == world.now_ns + RECHECK_NS
-    world.engine.loads.complete(lease.lease_id, OWNER)
-    world.engine.engines.replace_queue(OWNER, queue_of(A))
+    world.engine.loads.complete(lease.lease_id, ENGINE_ID)
+    world.engine.engines.replace_queue(ENGINE_ID, queue_of(A))
     expire(world, RECHECK_NS)
-    world.engine.engines.replace_queue(OWNER, queue_of())
+    world.engine.engines.replace_queue(ENGINE_ID, queue_of())
     world.engine.sessions.pin(A, Pin.HARD)
     expire(world, RECHECK_NS)
     assert world.engine.inspection.info(A).expires_at_ns is None

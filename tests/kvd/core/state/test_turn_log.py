@@ -6,7 +6,7 @@ from kvd.core.records.records import Tier
 from kvd.core.state.turn_log import RecordedTurn, TurnLog
 from shared.types.queue_delta import QueueChange, QueuedRequest, RunningRequest
 from shared.types.session_key import SessionKey
-from tests.kvd.core.turns import ONES, OWNER, THREES, TWOS, load, new_world, store
+from tests.kvd.core.turns import ENGINE_ID, ONES, THREES, TWOS, load, new_world, store
 from tests.property.cache_world import to_bytes
 
 ENGINE = 7
@@ -224,19 +224,19 @@ def test_a_job_reaches_the_log_through_the_engine() -> None:
     world = new_world()
     key_job = QueueChange([QueuedRequest((0, 0.0, 5), A, 3)])
     world.now_ns = 1000
-    world.engine.engines.replace_queue(OWNER, key_job)
+    world.engine.engines.replace_queue(ENGINE_ID, key_job)
     world.now_ns = 2000
     change = QueueChange(running=[RunningRequest(5, A)])
-    world.engine.engines.change_queue(OWNER, change)
+    world.engine.engines.change_queue(ENGINE_ID, change)
     world.now_ns = 3000
-    world.engine.loads.prepare(A, to_bytes(ONES), 0, OWNER)
+    world.engine.loads.prepare(A, to_bytes(ONES), 0, ENGINE_ID)
     (turn,) = world.engine.inspection.turns
     assert (turn.arrived_ns, turn.started_ns, turn.wanted_tokens) == (1000, 2000, 3)
     world.now_ns = 4000
-    world.engine.engines.replace_queue(OWNER, QueueChange([QueuedRequest((0, 0.0, 6), B, 3)]))
+    world.engine.engines.replace_queue(ENGINE_ID, QueueChange([QueuedRequest((0, 0.0, 6), B, 3)]))
     world.now_ns = 5000
-    world.engine.engines.gone(OWNER)
+    world.engine.engines.gone(ENGINE_ID)
     world.now_ns = 6000
-    world.engine.engines.change_queue(OWNER, QueueChange(running=[RunningRequest(6, B)]))
-    world.engine.loads.prepare(B, to_bytes(ONES), 0, OWNER)
+    world.engine.engines.change_queue(ENGINE_ID, QueueChange(running=[RunningRequest(6, B)]))
+    world.engine.loads.prepare(B, to_bytes(ONES), 0, ENGINE_ID)
     assert [turn.arrived_ns for turn in world.engine.inspection.turns] == [1000, 6000]
