@@ -253,7 +253,7 @@ class Daemon:
     async def _until_stopped(
         self, stop: asyncio.Event, manifest: Manifest, clock: Clock, caches: Caches
     ) -> None:
-        """Wait for the end; meanwhile tell the watchdog, save the clock, look after the disk."""
+        """Wait for the end; meanwhile notify the watchdog, save the clock, look after the disk."""
         assert self._broken is not None, "set by run"  # noqa: S101
         stopped = asyncio.ensure_future(stop.wait())
         beat_s = min(systemd.watchdog_interval_s() or BEAT_S, BEAT_S)

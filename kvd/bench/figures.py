@@ -71,7 +71,7 @@ class Growth:
 
 @dataclass(frozen=True, slots=True)
 class QueueCosts:
-    """An engine's queue, told to the pure engine: message parsed, decoded, taken.
+    """An engine's queue, reported to the pure engine: message parsed, decoded, applied.
 
     Attributes:
         num_jobs: that wait.

@@ -4,7 +4,7 @@ Every engine holds its sessions on SSD and has room for few in DRAM. Loaded are 
 each load finds a session that has been idle, promotes its blocks, and evicts another's. Stored are
 new ones, dropped again between the rounds. What the engine asks for is done in memory, at once.
 
-An engine's queue is told whole, and one change of it: a message is parsed, decoded, checked and
+An engine's queue is sent whole, and one change of it: a message is parsed, decoded, checked and
 taken by the pure engine with its default policy, as the service does it; nothing is stored of the
 sessions that wait.
 
@@ -223,21 +223,21 @@ INTERVAL_S = 0.1  # between two starts
 
 
 def measure_queues(options: BenchOptions) -> QueueCosts:
-    """Tell a queue whole, then change by change, so many times."""
+    """Report a queue whole, then change by change, so many times."""
     policy, num_jobs = EvictionSettings().policy, options.scale.queue_jobs
     full_s, change_s = [], []
     for _ in range(options.scale.rounds):
-        telling = _Telling(num_jobs, policy)
+        reports = _QueueReports(num_jobs, policy)
         with uncollected():
-            full_s.append(telling.tell())
+            full_s.append(reports.report())
             for number in range(options.scale.calls_per_round):
-                telling.change(number)
-                change_s.append(telling.tell())
+                reports.change(number)
+                change_s.append(reports.report())
     return QueueCosts(num_jobs, policy, spread(full_s), spread(change_s))
 
 
-class _Telling:
-    """A scheduler with a queue, and a cache engine that is told of it."""
+class _QueueReports:
+    """A scheduler with a queue, and a cache engine that gets its reports."""
 
     def __init__(self, num_jobs: int, policy: str) -> None:
         self._num_jobs = num_jobs
@@ -247,21 +247,21 @@ class _Telling:
             self._add(number, float(number))
         limits = Limits(num_slots=BLOCKS_PER_SESSION, num_extents=0)
         self._engine = CacheEngine(SMALL_LAYOUT, limits, lambda _tenant: SALT, POLICIES[policy])
-        self._told = QueueReplica(self._apply)
+        self._replica = QueueReplica(self._apply)
 
     def change(self, number: int) -> None:
         """Let a job leave, and another join somewhere."""
         self._feed.left(number)
         self._add(self._num_jobs + number, number * 0.618 % 1 * self._num_jobs)
 
-    def tell(self) -> float:
-        """Tell what has changed; return the seconds that kvd takes for it."""
+    def report(self) -> float:
+        """Report what has changed; return the seconds that kvd takes for it."""
         update = self._feed.next_update(self._num_jobs)
         assert update is not None, "something has changed"  # noqa: S101
         sent = snapshot_message(ENGINE_ID, update).SerializeToString()
         started = time.perf_counter()
         received = kvd_pb2.QueueSnapshot.FromString(sent)
-        is_known = self._told.take(queue_update(received, MODEL, self._num_jobs))
+        is_known = self._replica.take(queue_update(received, MODEL, self._num_jobs))
         seconds = time.perf_counter() - started
         self._feed.acknowledged(update.sequence, send_full=not is_known)
         return seconds

@@ -10,7 +10,7 @@
 4. the tenants are let in again; they get new keys and salts.
 
 A kill before 3 is durable leaves the keys, and whatever sessions were not dropped yet: then it has
-not happened, and no caller has heard otherwise. A kill after it leaves nothing that could be read.
+not happened, and no caller got another answer. A kill after it leaves nothing that could be read.
 """
 
 import asyncio

@@ -110,7 +110,7 @@ def _nearest_socket(runtime_dir: Path | None) -> Path:
     """
     path = socket_of(runtime_dir or default_runtime_dir())
     if runtime_dir is None and not os.access(path, os.F_OK, effective_ids=True):
-        socket_of(SYSTEM_RUNTIME_DIR)  # whoever may not enter it is told so, not: start a kvd
+        socket_of(SYSTEM_RUNTIME_DIR)  # who may not enter it gets that error, not: start a kvd
     return path
 
 

@@ -161,7 +161,7 @@ class CacheEngine:
         return [*rows, *state.outbox.drain()]
 
     def take_rows(self, max_bytes: int = NO_BOUND) -> Sequence[IndexAction]:
-        """Hand out what the index is to be told next, as `drain` does, and nothing else."""
+        """Hand out the index actions that are next, as `drain` does, and nothing else."""
         return self.index_line.take(self._state.sessions, max_bytes)
 
     # ------------------------------------------------------------------------------- begin and end

@@ -90,7 +90,7 @@ class DataConnection:
         pid: of the process, 0 if it lives in a foreign PID namespace.
         uid: of its user.
         watch: of the process; None if it is dead, cannot be watched, or somebody has taken over.
-        wakeup: what tells it of its progress words.
+        wakeup: notifies it of its progress words.
         arena: what it may map; set by Attach.
         gone: set at the end of the connection or of the process.
         has_left: it said that it holds nothing any more.

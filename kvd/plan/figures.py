@@ -88,7 +88,7 @@ class PlanReport:
     """Everything of one plan.
 
     Attributes:
-        options: what the replays were told, by name.
+        options: what the replays were given, by name.
         baselines: of recomputing everything, one for each HBM.
         results: in the order of the sweep: capacities, and policies within each.
     """

@@ -1,7 +1,7 @@
 """The engine's time: blocking prefills, and decodes that share one clock. Pure.
 
 One prefill runs at a time and stalls every decode. Decodes run in steps of a fixed length, whatever
-their number. So a clock that stands still during prefills tells when each decode ends: a turn
+their number. So a clock that stands still during prefills says when each decode ends: a turn
 costs O(log turns), not O(steps).
 
 Invariants: 1. decodes end in the order of their ends on the decode clock; 2. the decode clock and

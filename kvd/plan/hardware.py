@@ -192,7 +192,7 @@ STRAY_SHARE = 0.01  # of the sessions, at either end, that may come long before 
 def recompute_load(sessions: Sequence[Session], engine: EngineConstants) -> float:
     """Engine time per second of arrivals, if nothing is ever loaded; above 1 queues grow.
 
-    How long the arrivals take is told from all but the first and the last hundredth of the
+    How long the arrivals take is computed from all but the first and the last hundredth of the
     sessions: a few stray ones would make a trace look idle. 0 if they all come at once.
     """
     starts = sorted(session.start_s for session in sessions)

@@ -55,7 +55,7 @@ class Reachable:
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """What is told of one layout.
+    """What is reported of one layout.
 
     Attributes:
         had: what the daemon really handed out.
@@ -85,10 +85,10 @@ def observe(
     """Replay a daemon's recent turns against its tiers, once, twice and four times as large.
 
     Args:
-        turns: as the daemon tells them, oldest first.
+        turns: as the daemon lists them, oldest first.
         cache: the daemon as it is.
         max_turns: that it remembers.
-        on_progress: told how many replays are done.
+        on_progress: called with the number of replays done.
     """
     judged = [index for index in range(len(turns) // 2, len(turns)) if _is_judged(turns[index])]
     footprint = _footprint_bytes(turns, cache)

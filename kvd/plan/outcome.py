@@ -98,7 +98,7 @@ class Totals:
 
 @dataclass(slots=True)
 class Tally:
-    """Sums over the measured turns; `started` and `answered` are told of each of them once."""
+    """Sums over the measured turns; `started` and `answered` are called for each of them once."""
 
     num_turns: int = 0
     num_with_history: int = 0

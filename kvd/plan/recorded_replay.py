@@ -33,7 +33,7 @@ class ObservedCache:
 
     Attributes:
         ttl_ns: None: sessions stay.
-        ssd_bytes_per_s: of reads; the daemon does not tell, so this is a guess.
+        ssd_bytes_per_s: of reads; the daemon does not report it, so this is a guess.
     """
 
     block_tokens: int
@@ -138,11 +138,11 @@ class _RecordedReplay:
     def _arrive(self, index: int, turn: RecordedTurn) -> None:
         key = self._keys[turn.session]
         waiting = QueuedRequest((0, 0.0, index), key, turn.wanted_tokens)
-        self._tell_queue(QueueChange(waiting=[waiting], interval_ns=self._interval_ns))
+        self._report_queue(QueueChange(waiting=[waiting], interval_ns=self._interval_ns))
 
     def _start(self, index: int, turn: RecordedTurn) -> None:
         key = self._keys[turn.session]
-        self._tell_queue(QueueChange(running=[RunningRequest(index, key)]))
+        self._report_queue(QueueChange(running=[RunningRequest(index, key)]))
         found = self._found[index]
         found.tier = self._tiers.find(key)
         if found.tier is not None:
@@ -153,7 +153,7 @@ class _RecordedReplay:
 
     def _end(self, index: int, turn: RecordedTurn) -> None:
         key, cache = self._keys[turn.session], self._cache
-        self._tell_queue(QueueChange(left=[index]))
+        self._report_queue(QueueChange(left=[index]))
         num_bytes = cache.num_bytes(turn.stored_tokens)
         if not num_bytes:
             return
@@ -175,7 +175,7 @@ class _RecordedReplay:
             elif not self._placement.is_busy(key) and not self._tiers.is_reading(key):
                 self._tiers.drop(key)
 
-    def _tell_queue(self, change: QueueChange) -> None:
+    def _report_queue(self, change: QueueChange) -> None:
         self._placement.change_queue(ENGINE, change, self._now_ns)
 
 

@@ -4,8 +4,8 @@ Pure. Closed loop: a turn comes when its session's previous answer is complete a
 thought. A turn takes a slot in the order of the queue, waits for its history if that is on SSD,
 is prefilled (DRAM to HBM overlaps with it), decoded, and stored.
 
-What is placed is decided by the daemon's own code: SessionPlacement is told of the queue as an
-engine tells it, and asked for victims, windows and what to read ahead.
+What is placed is decided by the daemon's own code: SessionPlacement gets the queue as an
+engine reports it, and is asked for victims, windows and what to read ahead.
 
 Of what happens at one moment, prefills end first, then decodes, then reads; then turns arrive, then
 TTLs pass. After each, turns start that can, and reading ahead is looked at.
@@ -50,7 +50,7 @@ def replay(
 ) -> Outcome:
     """Replay a trace, start to end.
 
-    `on_progress` is told how many turns are complete, now and then and at the end.
+    `on_progress` is called with the number of complete turns, now and then and at the end.
 
     Raises:
         KeyError: there is no such policy.
@@ -179,7 +179,7 @@ class Replay:
         self._num_arrived += 1
         self._waiting.append(job)
         waiting = QueuedRequest((0, 0.0, job.number), key, turn.history_tokens)
-        self._tell_queue(QueueChange(waiting=[waiting], interval_ns=round(self._interval_ns)))
+        self._report_queue(QueueChange(waiting=[waiting], interval_ns=round(self._interval_ns)))
 
     def _start(self, job: _Job) -> None:
         """Give a job a slot, and its history if that is held and loading pays."""
@@ -187,7 +187,7 @@ class Replay:
         key, record = self._keys[job.session], job.record
         self._running[job.session] = job
         self._hbm_bytes += job.hbm_bytes
-        self._tell_queue(QueueChange(running=[RunningRequest(job.number, key)]))
+        self._report_queue(QueueChange(running=[RunningRequest(job.number, key)]))
         record.started_ns = self._now_ns
         record.found_in, record.loaded_tokens = self._lookup(key, job.turn)
         if job.number == self._options.warmup_turns:
@@ -216,7 +216,7 @@ class Replay:
             if turn.history_tokens:
                 self._returns_ns[key] = returns_ns
             heappush(self._arrivals, (returns_ns, job.session))
-        self._tell_queue(QueueChange(left=[job.number]))
+        self._report_queue(QueueChange(left=[job.number]))
         if self._options.load_policy == "never":
             return
         if is_last and self._options.end_hints:
@@ -312,7 +312,7 @@ class Replay:
             return BeladyPolicy(context, self._returns_ns)
         return POLICIES[self._options.policy](context)
 
-    def _tell_queue(self, change: QueueChange) -> None:
+    def _report_queue(self, change: QueueChange) -> None:
         self._placement.change_queue(ENGINE, change, self._now_ns)
 
     def _note_start(self) -> None:

@@ -142,7 +142,7 @@ class Tiers:
             held.is_running = True
 
     def store(self, key: SessionKey, num_bytes: int, clean_bytes: int, now_ns: int) -> None:
-        """Keep all of a session; the policy has just been told that it was used.
+        """Keep all of a session; its use is known to the policy already.
 
         Of its bytes, `clean_bytes` were held before the turn, and are the same now.
         """

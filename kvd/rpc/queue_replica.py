@@ -160,9 +160,11 @@ def queue_update(message: pb.QueueSnapshot, model: str, max_jobs: int) -> QueueU
     numbers = [*message.waiting.numbers, *message.running.numbers, *message.left]
     check_num_jobs(max(len(numbers) - len(message.left), len(message.left)), max_jobs)
     if len(set(numbers)) < len(numbers):
-        raise _nonsense("a job that comes twice", "tell each number once: waiting, running or left")
+        raise _nonsense(
+            "a job that comes twice", "report each number once: waiting, running or left"
+        )
     if message.left and not message.base_sequence:
-        raise _nonsense("all of a queue with jobs that left", "tell only the others")
+        raise _nonsense("all of a queue with jobs that left", "report only the others")
     if message.start_interval_s < 0:
         raise _nonsense(f"an interval of {message.start_interval_s} s", "send 0 if it is not known")
     change = QueueChange(

@@ -21,7 +21,7 @@ LOAD, AHEAD = "load", "ahead"  # what a read is for when it begins; a load may c
 MAX_AT_ONCE = 64  # handled before other callbacks of the loop get their turn
 
 T = TypeVar("T")
-Completion: TypeAlias = Callable[["CacheEngine"], None]  # tells the engine of an end
+Completion: TypeAlias = Callable[["CacheEngine"], None]  # reports an end to the cache engine
 
 log = get_logger(__name__)
 

@@ -49,7 +49,7 @@ _MOVES = {  # words for kinds of moves, which may end with their reason
 
 
 def session_tables(found: kvd_pb2.DescribeSessionResponse, width: int) -> Iterator[Table]:
-    """Everything that is told of a session, in the order an operator reads it."""
+    """Everything that is shown of a session, in the order an operator reads it."""
     yield session_table(found.info)
     if found.leases:
         yield _titled("leases", leases_table(found.leases, width))

@@ -315,7 +315,7 @@ def _counters_table(stats: kvd_pb2.GetStatsResponse, rates: Rates, width: int) -
 
 
 def _count(name: str, count: int) -> str:
-    """A counter for people; the end of its name tells the unit."""
+    """A counter for people; the end of its name is the unit."""
     return format_bytes(count) if name.endswith("_bytes") else str(count)
 
 

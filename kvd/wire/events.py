@@ -18,7 +18,7 @@ from shared.process.log import get_logger
 
 MAX_WAITING = 1024  # events a watcher may lag behind
 MAX_RECENT = 4096  # events that are remembered: about 2 MiB
-EVENTS_LOST = "events_lost"  # told to a watcher that was too slow, with their number
+EVENTS_LOST = "events_lost"  # sent to a watcher that was too slow, with their number
 
 log = get_logger(__name__)
 
@@ -50,7 +50,7 @@ EVERY_EVENT = EventFilter()
 
 
 class Watcher:
-    """One who watches: the events it is to be told of, as far as they are not lost."""
+    """A caller of WatchEvents: the events that it is still to be sent, the newest MAX_WAITING."""
 
     def __init__(self, wanted: EventFilter) -> None:
         self._wanted = wanted
@@ -62,7 +62,7 @@ class Watcher:
         """Events that wait."""
         return len(self._events)
 
-    def tell(self, event: pb.Event) -> None:
+    def notify(self, event: pb.Event) -> None:
         """Queue an event if it is meant; the oldest gives way to it."""
         if not self._wanted.selects(event):
             return
@@ -104,7 +104,7 @@ class EventHub:
             event.session.CopyFrom(key_message(emit.key))
         self._recent.append(event)
         for watcher in self._watchers:
-            watcher.tell(event)
+            watcher.notify(event)
 
     def recent(self, wanted: EventFilter, num_events: int) -> list[pb.Event]:
         """Give the last so many events that are meant, oldest first."""

@@ -442,7 +442,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.wait(20)
 
     def _discard(self, key, ranges, *, is_heard) -> None:
-        """Tell kvd, if it hears: one that does not must find out by the lineage."""
+        """Report it to kvd, if it runs: one that missed it must find out by the lineage."""
         if self.stores and not self.names_lineage:
             return
         conversation = self.conversations[key]

@@ -1,7 +1,7 @@
 """Whatever is discarded, compacted, evicted, forked or lost: each row loaded is the context's own.
 
 Engines here name the lineage of what they load and store, and may go on with rows of their own that
-kvd has lost, or store them after a discard that kvd has not heard of. Before the first discard a
+kvd has lost, or store them after a discard that kvd has not received. Before the first discard a
 row must be the one that a fresh computation gives; behind it, one that some engine has had for this
 very context, after these very discards, in this very place.
 """

@@ -1,6 +1,6 @@
 """Whatever schedulers do and connections suffer, kvd knows what it was told last, in order.
 
-Several engines go round at random, and tell one queue window of it in between, over connections
+Several engines go round at random, and report to one queue window in between, over connections
 that break before or after an update has arrived, to a kvd that forgets. After each update that is
 acknowledged the window has what the scheduler has, as far as kvd takes it.
 """
@@ -34,7 +34,7 @@ class TellingEngine:
         self.window = window
         self.replica = QueueReplica(self._apply)
         self.now_ns = 0
-        self.is_forgotten = False  # by kvd, of which we hear with the next update
+        self.is_forgotten = False  # by kvd, as the answer to the next update will show
 
     def go_round(self) -> None:
         random, world = self.random, self.world
@@ -47,7 +47,7 @@ class TellingEngine:
             )
         go_round(world, random, Counter())
 
-    def tell(self, seen: Counter[str]) -> None:
+    def report(self, seen: Counter[str]) -> None:
         """Send an update over a connection that may break."""
         feed = self.world.scheduler.feed
         feed.interval_s = self.random.choice([0.0, 0.1, 0.2])
@@ -102,7 +102,7 @@ class TellingEngine:
 
 
 def exchange(seed: int, num_rounds: int) -> Counter[str]:
-    """Engines go round, and tell of it now and then; returns what happened."""
+    """Engines go round, and report now and then; returns what happened."""
     random, seen = Random(seed), Counter[str]()  # noqa: S311  # test data
     window = QueueWindow(lambda _: None)
     engines = [
@@ -112,7 +112,7 @@ def exchange(seed: int, num_rounds: int) -> Counter[str]:
         engine = random.choice(engines)
         engine.go_round()
         if random.random() < 0.7:
-            engine.tell(seen)
+            engine.report(seen)
         if random.random() < 0.02:
             engine.is_forgotten = True
             window.forget(engine.engine_id)
@@ -121,7 +121,7 @@ def exchange(seed: int, num_rounds: int) -> Counter[str]:
         engine.world.drain()
         engine.reconnect()
         while engine.replica._taken == 0:
-            engine.tell(seen)
+            engine.report(seen)
     window.check()
     assert len(window) == 0
     return seen

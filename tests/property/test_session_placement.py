@@ -182,7 +182,7 @@ class PlacementMachine(RuleBasedStateMachine):
 
     @rule(key=KEYS)
     def load(self, key) -> None:
-        """An engine has what is stored: its turn may run before or after kvd hears of it."""
+        """An engine has what is stored: its turn may run before or after that is reported."""
         self.placement.loaded(key)
         running = {key for jobs in self.engines.values() for key in jobs.running.values()}
         assert self.placement.is_released(key) == (key in running)

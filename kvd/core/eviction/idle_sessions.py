@@ -78,7 +78,7 @@ class IdleSessions:
         self._num_seen = 0
         self._num_learned = 0  # of these
 
-    # -------------------------------------------------------------------------------------- told
+    # ------------------------------------------------------------------------------------ events
 
     def on_submit(self, key: SessionKey, now_ns: int) -> None:
         """Note that a turn was submitted."""

@@ -1,6 +1,6 @@
 """The queues of all engines in one order: which sessions are needed, and how soon.
 
-Pure. An engine tells its queue in full once, and then what has changed; all of it is forgotten
+Pure. An engine reports its queue in full once, and then what has changed; all of it is forgotten
 with the engine. Engines are merged by estimated start: a job's estimate is made when it comes, and
 kept between those of its neighbours, so that within one engine the order is the engine's own.
 
@@ -98,7 +98,7 @@ class QueueWindow:
         if jobs.waiting or jobs.running:
             self._engines[engine_id] = engine
             self._fill(engine_id, engine, jobs, now_ns, touched)
-        self._tell(touched)
+        self._notify(touched)
         return engine.digest
 
     def change(self, engine_id: int, change: QueueChange, now_ns: int) -> int:
@@ -114,12 +114,12 @@ class QueueWindow:
         for job in sorted(change.waiting):
             self._take_out(engine, job.rank[2], touched)
             self._put_in(engine_id, engine, job, now_ns, touched)
-        self._tell(touched)
+        self._notify(touched)
         return engine.digest
 
     def forget(self, engine_id: int) -> None:
         """Forget an engine and its jobs."""
-        self._tell(self._drop(engine_id))
+        self._notify(self._drop(engine_id))
 
     # ------------------------------------------------------------------------------------- looking
 
@@ -213,11 +213,11 @@ class QueueWindow:
             for job in jobs.waiting
             if (place := places.get(job.rank[2])) is None or (place.rank, place.key) != job[:2]
         ]
-        told = {job.rank[2] for job in jobs.waiting} | {job.number for job in jobs.running}
+        reported = {job.rank[2] for job in jobs.waiting} | {job.number for job in jobs.running}
         return QueueChange(
             waiting,
             [job for job in jobs.running if running.get(job.number) != job.key],
-            [number for number in (*places, *running) if number not in told],
+            [number for number in (*places, *running) if number not in reported],
             jobs.interval_ns,
         )
 
@@ -316,6 +316,6 @@ class QueueWindow:
             del self._places[place.key]
         touched[place.key] = None
 
-    def _tell(self, touched: Iterable[SessionKey]) -> None:
+    def _notify(self, touched: Iterable[SessionKey]) -> None:
         for key in touched:
             self._changed(key)

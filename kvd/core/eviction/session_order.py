@@ -26,7 +26,7 @@ class SessionOrder(Generic[Rank]):
     """Some sessions by their rank. Changes are O(1), a look O(log sessions) for each.
 
     Places are looked up when the order is asked, not when something changes: a session that changes
-    ten times between two looks is moved once, and a whole queue that is told at once is sorted at
+    ten times between two looks is moved once, and a whole queue that is sent at once is sorted at
     once. If nobody asks for long, some are placed at a time.
 
     Invariant: a session is in the order, with one rank, or waits to be placed; never neither.

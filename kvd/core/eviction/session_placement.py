@@ -2,7 +2,7 @@
 
 Pure (D1). The daemon makes room in blocks by it (kvd/core/io/placement.py), `kvd plan` in bytes, so
 that what is planned is what ships. It owns the queue, the policy and the order of prefetching; it
-must not know where any byte is: its callers tell it what enters and leaves a tier, and, with
+must not know where any byte is: its callers report what enters and leaves a tier, and, with
 `settle` and `reopen`, of which waiting sessions something is to be read.
 
 *Source:* CachedAttention §3.3.1 (windows, S_kv, look-ahead prefetching).
@@ -104,8 +104,8 @@ class SessionPlacement:
     def replace_queue(self, engine_id: int, jobs: QueueChange, now_ns: int) -> int:
         """Take all of an engine's queue; returns its digest.
 
-        Of an engine that was not known the policy is not told that these turns arrived: when they
-        did nobody knows.
+        If the engine had no queue here before, the policy gets no `on_submit` for these turns: when
+        they arrived nobody knows.
         """
         is_known = self._has_jobs(engine_id)
         self._look_through(engine_id, jobs, now_ns)
@@ -173,7 +173,7 @@ class SessionPlacement:
         return self.window(self._capacity_bytes())
 
     def _look_through(self, engine_id: int, change: QueueChange, now_ns: int) -> None:
-        """Note, before a change is taken, what cannot be told from what comes of it."""
+        """Record, before a change is applied, what its result does not show any more."""
         self._now_ns = now_ns
         self._arriving = self._new_turns(engine_id, change)
         for job in change.running:
@@ -181,7 +181,7 @@ class SessionPlacement:
                 self._loaded.discard(job.key)  # the turn that it was loaded for has ended
 
     def _new_turns(self, engine_id: int, change: QueueChange) -> set[SessionKey]:
-        """Sessions with a job that is not known, be another one's end told in the same change."""
+        """Sessions with a request that is new, be another one's end reported in the same change."""
         if not self._has_jobs(engine_id):
             return {job.key for jobs in (change.waiting, change.running) for job in jobs}
         knows = self.queue.knows

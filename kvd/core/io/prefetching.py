@@ -39,7 +39,7 @@ MOST_TIMES = 2  # its blocks are read ahead for a session between two uses of it
 MOST_STEPS = 16  # blocks begun, and sessions found to need none, per call
 MOST_KEPT = 8  # one of so many slots is kept for stores, at most
 EVICT_BATCH = 16  # blocks: making room costs a look at the order
-YIELD_NS = NS_PER_S // 50  # nothing is begun for so long after somebody was told to wait for slots
+YIELD_NS = NS_PER_S // 50  # nothing is begun for so long after a caller was answered "wait"
 LOOK_NS = NS_PER_S // 4  # between two looks at which sessions are likely to return
 
 
@@ -143,7 +143,7 @@ class Prefetcher:
         self._rests_at = -1
 
     def stop(self, *, for_good: bool = False) -> None:
-        """Begin nothing more, until an engine tells of its queue: the arena is to be emptied.
+        """Begin nothing more, until an engine reports its queue: the arena is to be emptied.
 
         `for_good`: the end is near.
         """

@@ -127,7 +127,7 @@ class Hasher:
 
 
 def report_corrupt(state: CacheState, block: Block, tier: Tier) -> None:
-    """Count and tell that a block's copy in this tier is not what was stored."""
+    """Count and report that a block's copy in this tier is not what was stored."""
     state.outbox.count("blocks_corrupt")
     state.outbox.count(f"blocks_corrupt_{tier.value}")
     fields = {"block": block.key.hex(), "tier": tier.value, "num_sessions": len(block.users)}

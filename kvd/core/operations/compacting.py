@@ -302,9 +302,9 @@ class Compactor:
         state.outbox.index.add(CommitRows(run.op_id))
         assert self._work is not None, "a run is part of work on its session"
         self._work.first, self._work.offset = plan.first + len(plan.new), plan.end_offset
-        self._tell(run, session)
+        self._record(run, session)
 
-    def _tell(self, run: Compaction, session: Session) -> None:
+    def _record(self, run: Compaction, session: Session) -> None:
         outbox = self._state.outbox
         num_tokens = sum(block.num_tokens for block in run.made)
         outbox.count("compactions")

@@ -6,14 +6,14 @@ discarded token gets a chain key of its own: what is computed after it must neve
 session that did not discard (D5). In `coupled` mode positions are baked in, so only the prefix
 before the first discarded token remains, and that is nobody's loss: it is a prefix like any other.
 
-What is stored may be less than the context that is told: then the discard counts for as much of it
+What is stored may be less than the context that is named: then the discard counts for as much of it
 as there is, and the lineage of the tokens says the rest, when the next store comes.
 
 An engine that names the lineage may say the same discard again: a turn that dropped tokens was
 cancelled, its retry drops the same ones. A session that is after the discard already, or of other
-discards made meanwhile, is left alone: nothing in it is of the context that is told but what lies
+discards made meanwhile, is left alone: nothing in it is of the context that is named but what lies
 before the first dropped token, and that stays in any case. If this kvd does not know its lineage,
-the spans tell it: what lies behind the first dropped token follows from one lineage only.
+it follows from the spans: what lies behind the first dropped token follows from one lineage only.
 
 Cost: O(spans + ranges), and a digest over the tokens.
 """
@@ -131,7 +131,7 @@ def _replace(state: CacheState, session: Session, spans: list[Span]) -> None:
 
 
 def _known(chaining: Chaining, lineage: Lineage | None, match: Match, token_ids: bytes) -> Lineage:
-    """The lineage of the context; of a caller that names none, as far as the spans tell it."""
+    """The lineage of the context; if a caller names none, as far as it follows from the spans."""
     if lineage is not None:
         return lineage
     chain = chaining.root

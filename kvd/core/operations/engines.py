@@ -1,4 +1,4 @@
-"""What inference engines tell of themselves: their queues, and that they come and go (D10).
+"""What inference engines report of themselves: their queues, and that they come and go (D10).
 
 Pure. A connection may end while its process lives. What the engine was loading it must not trust
 any more, so those leases end; what it was storing it may still be writing, so those leases become
@@ -17,7 +17,7 @@ from shared.types.queue_delta import QueueChange
 
 
 class KnownEngines:
-    """Takes what engines tell one cache: their queues, and the ends of their connections."""
+    """Takes what engines report to one cache: their queues, and the ends of their connections."""
 
     def __init__(
         self, state: CacheState, loader: Loader, storer: Storer, prefetcher: Prefetcher

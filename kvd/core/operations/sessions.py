@@ -61,7 +61,7 @@ class Sessions:
     ) -> int:
         """Drop token ranges of a session whose tokens are `token_ids`; metadata only.
 
-        All tokens are told, however few of them are stored; the lineage is that of these tokens,
+        All tokens are named, however few of them are stored; the lineage is that of these tokens,
         before the discard. A store that is under way publishes nothing any more. A session that is
         known by its lineage to be after this discard, or of other discards, is left alone.
 

@@ -49,7 +49,7 @@ class BlockUsers:
         self._policy = policy
 
     def answers(self, session: Session) -> Answers:
-        """Tell in which tiers the session answers for its blocks."""
+        """Return in which tiers the session answers for its blocks."""
         if session.pin is Pin.HARD:
             return EVERYWHERE
         key, policy = session.key, self._policy

@@ -1,9 +1,9 @@
-"""IndexLine: what the index is to be told, in order, while it may be slow or not take anything.
+"""IndexLine: what waits to be written to the index, in order, while that may be slow or stuck.
 
 The index takes a bounded number of bytes at a time (`take`). What waits meanwhile waits here: of a
 session only its name, so that it costs the same however long the session is and however often it
 changes. Its row is made when it is handed out, as the session is then. A mere use of a session is
-told apart, behind everything else: it writes a few bytes, and its loss costs a place in the order
+written apart, behind everything else: it is a few bytes, and its loss costs a place in the order
 of eviction after the next start.
 
 A session's row keeps its place in the line, that of its first change since it was handed out last.
@@ -60,7 +60,7 @@ class IndexLine:
 
     @property
     def num_uses(self) -> int:
-        """How many sessions wait whose use is all that is to be told."""
+        """How many sessions wait of which only the last use is to be written."""
         return len(self._used)
 
     def add(self, action: PutBlock | DropBlock | CommitRows) -> None:

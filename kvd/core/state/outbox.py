@@ -64,7 +64,7 @@ class Outbox:
     """Collects actions and counters.
 
     Attributes:
-        index: what the index is to be told.
+        index: what is to be written to the index.
         num_freed: how often `space_freed` was called.
         num_waits: how often `want_wake` was.
     """
@@ -93,7 +93,7 @@ class Outbox:
         self.counters[counter] += increment
 
     def want_wake(self) -> None:
-        """Somebody was told to wait for space."""
+        """Count a caller that was answered "wait": the next `space_freed` emits SpaceFreed."""
         self.num_waits += 1
         self._wake_wanted = True
 

@@ -3,7 +3,7 @@
 Pure. A tenant's quota counts each of its blocks once, as `block_bytes`, wherever it lies and
 however many sessions share it (salts keep tenants' blocks apart); slots that a store is still
 filling count from the moment they are granted. So a partial block, which SSD packs, counts as a
-whole one: what a quota bounds can be told from the tokens stored, and does not change when a block
+whole one: what a quota bounds follows from the tokens stored, and does not change when a block
 moves.
 
 A quota that begins while sessions are stored bounds nobody until all of them are in order: they are

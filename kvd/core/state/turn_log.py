@@ -1,17 +1,17 @@
 """TurnLog: the most recent turns as the cache saw them, for `kvd plan --observe`.
 
 Pure. A turn is what an engine asks and stores for one session between two arrivals. It begins when
-its job runs, or with its first call if that comes before; of an engine that tells no queue, with a
-load (or a first store) after the stores of the turn before. Each call costs O(1), none looks at
-tokens; of a job that waits only its arrival is kept. A turn that neither asks nor is told to run
-(its history was in the engine, and it came and went between two words of the queue) counts as the
-one before it going on.
+its request runs, or with its first call if that comes before; of an engine that reports no queue,
+with a load (or a first store) after the stores of the turn before. Each call costs O(1), none looks
+at tokens; of a request that waits only its arrival is kept. A turn that neither asks nor is
+reported to run (its history was in the engine, and it came and went between two reports of the
+queue) counts as the one before it going on.
 
 Sessions are numbered as they come: a number says which turns belong together and nothing of whose
 they are. One whose turns have all left the log gets a new number when it returns.
 
 Invariants: 1. at most `max_turns` turns are kept, and of each session in them the newest is known;
-2. arrivals are those of the jobs that wait, by the newest word of their engines.
+2. arrivals are those of the jobs that wait, by the newest report of their engines.
 """
 
 from collections import deque
@@ -29,13 +29,13 @@ Arrival = tuple[int, int]  # ns; history tokens of the job
 
 @dataclass(frozen=True, slots=True)
 class RecordedTurn:
-    """A turn as it is told.
+    """A turn as operators see it.
 
     Attributes:
         session: a number; the same for all turns of a session.
         turn: 1 for the first one in the log, which need not be the session's first.
-        arrived_ns: when it came to wait, or was first heard of.
-        started_ns: when it came to run, or was first heard of.
+        arrived_ns: when it came to wait, or was first reported.
+        started_ns: when it came to run, or was first reported.
         ended_ns: when it stored last; as started_ns if it has not.
         wanted_tokens: of the session's history, as far as it is known to be any.
         dram_tokens: handed out from DRAM.
@@ -169,8 +169,8 @@ class TurnLog:
             now_ns: time.
             is_running: whether a queue says that a turn of the session runs. If that has stored
                 something, this may be its load after a preemption, which wants what it had
-                computed; more than that is wanted by the next turn, of which the queue is late to
-                tell.
+                computed; more than that is wanted by the next turn, which the queue reports
+                later.
         """
         turn = self._newest.get(key)
         if turn is None or (turn.is_stored and not (is_running and turn.covers(num_tokens))):

@@ -1,6 +1,6 @@
 """What the paper and its preprint state, number by number, each with where it stands. Pure.
 
-Only what the text says is here. Most figures show more than the text tells (absolute TTFTs by
+Only what the text says is here. Most figures show more than the text says (absolute TTFTs by
 model, the rates between the ends of Figure 25, …); bars and curves are not measured off the page,
 so for these there is no number.
 

@@ -120,7 +120,7 @@ def _store(cache, name="a", first_token=0):
     return key
 
 
-async def test_an_index_that_takes_nothing_is_told_little_and_then_all(tmp_path, monkeypatch):
+async def test_an_index_that_falls_behind_is_sent_little_and_then_all(tmp_path, monkeypatch):
     """Rows on their way stay within their bound; when it takes rows again, it gets the latest."""
     bound = 4096
     monkeypatch.setattr("kvd.tiers.manifest.MAX_QUEUED_BYTES", bound)

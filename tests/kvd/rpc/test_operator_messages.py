@@ -90,7 +90,7 @@ def test_stats_without_an_arena():
     assert message.tiers[0].physical_bytes == 0
 
 
-def test_a_verification_is_told_by_tier():
+def test_a_verification_is_reported_by_tier():
     """Every count of a report has its place."""
     report = ScrubReport(*range(1, 10))
     message = verify_message(report, "ff", 12, done=True)

@@ -47,7 +47,7 @@ class Engine:
 
 
 class Breaking(NoFaults):
-    """Raises what it is told to, at reads or writes, or holds them up."""
+    """Raises what a test sets, at reads or writes, or holds them up."""
 
     def __init__(self):
         self.read_error = self.write_error = None

@@ -98,7 +98,7 @@ async def test_slots_that_are_gone_are_answered(world):
 
 @pytest.mark.parametrize("num_tokens", [16, 3])
 async def test_what_is_in_flight_is_counted(world, num_tokens):
-    """The pool is told the bytes of each write and read: its budget is one of bytes."""
+    """The pool gets the bytes of each write and read: its budget is one of bytes."""
     write, _ = world.write_action(1, 0, 0, num_tokens)
     shape = world.volume.shape
     num_bytes = shape.num_sectors(num_tokens) * SECTOR_BYTES
@@ -132,7 +132,7 @@ async def test_the_journal_is_written_at_once(world):
 
 
 async def test_index_rows_are_kept_in_order(world):
-    """A dropped block is told after its commit; rows count as uncommitted until theirs."""
+    """A dropped block is reported after its commit; rows count as uncommitted until theirs."""
     block = BlockRecord(b"k" * 16, 0, 16)
     session = SessionRecord(KEY, b"\0", 7)
     world.performer.perform(PutBlock(block))
@@ -147,7 +147,7 @@ async def test_index_rows_are_kept_in_order(world):
     assert (rows.block_keys, list(rows.extents)) == (b"l" * 16, [9])
 
 
-async def test_a_full_queue_of_rows_is_told_when_it_is_empty(world):
+async def test_a_full_queue_of_entries_reports_when_it_is_empty(world):
     """Rows are asked for again by one call, however often that was asked for."""
     spans = b"\0" * (MAX_QUEUED_BYTES // 4)
     assert world.performer.row_room == MAX_ROW_BYTES

@@ -184,7 +184,7 @@ def test_files_are_removed_when_they_are_not_kept_any_more(store, files, options
 
 
 def test_the_directory_of_kept_arenas_is_made_with_those_above_it(options, tmp_path):
-    """All that it is told is where."""
+    """It is given nothing but the place."""
     options = replace(options, directory=tmp_path / "run" / "kvd" / "shm")
     kept_arena(ArenaStore(options, tmp_path / "state", num_words=4))
     found = ArenaStore(options, tmp_path / "state", num_words=4).find()
@@ -192,7 +192,7 @@ def test_the_directory_of_kept_arenas_is_made_with_those_above_it(options, tmp_p
 
 
 @pytest.mark.parametrize("does_keep", [False, True])
-def test_what_systemd_does_not_take_is_told(tmp_path, monkeypatch, does_keep):
+def test_what_systemd_does_not_take_is_reported(tmp_path, monkeypatch, does_keep):
     """Its fd store may be full, or not allowed: a restart then begins without DRAM."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as supervisor:
         supervisor.bind(str(tmp_path / "notify"))

@@ -106,7 +106,7 @@ def test_a_damaged_header_is_refused(journal, offset):
 
 
 def test_another_version_is_named(journal):
-    """The operator hears which."""
+    """The error names which."""
     data = bytearray(pack_header(journal.header))
     data[8] = 9
     with pytest.raises(UnfitArenaError, match="version 9"):
@@ -253,18 +253,18 @@ def test_random_kills_leave_only_records_that_were_put(fd):
         for number in range(1 << 30):
             journal.put(number % NUM_SLOTS, committed(number, 1 + number % 16))
             if number < NUM_TURNS:
-                os.write(tells, b".")
+                os.write(writer, b".")
 
     num_free = 0
     for turn in range(NUM_TURNS):
-        told, tells = os.pipe()
+        reader, writer = os.pipe()
         child = in_child(write)
         for _ in range(turn + 1):  # it goes on meanwhile: nobody knows how far it is then
-            os.read(told, 1)
+            os.read(reader, 1)
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
-        os.close(told)
-        os.close(tells)
+        os.close(reader)
+        os.close(writer)
         journal = Journal(fd, LAYOUT, NUM_SLOTS, NoFaults())
         adopted, writing = journal.read_all()
         assert not writing

@@ -19,7 +19,7 @@ ALWAYS = RunningRequest(999, key_of("always"))
 
 
 class Sessions:
-    """A placement under one policy; time passes as it is told."""
+    """A placement under one policy; time passes as the test says."""
 
     def __init__(self, policy: str, capacity_bytes: int = 0) -> None:
         self.now_ns = 0

@@ -15,7 +15,7 @@ tiers = st.sampled_from(Tier)
 
 
 class EveryOrder(RuleBasedStateMachine):
-    """One policy under everything that can be told to it, against sets of names."""
+    """One policy under every event that can be reported to it, against sets of names."""
 
     @initialize(policy=st.sampled_from(sorted(POLICIES)))
     def start(self, policy):

@@ -65,7 +65,7 @@ def test_the_window_counts_all_jobs_of_the_queue(window):
 
 
 def test_the_window_moves_as_turns_start():
-    """A session behind the window comes into it without being told of."""
+    """A session behind the window comes into it without a report of its own."""
     waiting = Waiting(A, B, C)
     assert waiting.picks(window=2) == [A, B]
     waiting.change(left=[0])
@@ -90,19 +90,19 @@ def test_a_bounded_number_of_late_ones_is_passed_over():
     assert waiting.pick(late=KEYS[:MOST_LATE]) == KEYS[0]
 
 
-def test_a_pick_is_told_when_the_session_starts():
+def test_a_pick_says_when_the_session_starts():
     """By the jobs that its own engine has before it; 0 if nobody knows how long one takes."""
-    told = {}
+    seen_ns = {}
 
     def note(key, starts_in_ns):
-        told[key] = starts_in_ns
+        seen_ns[key] = starts_in_ns
         return False
 
     waiting = Waiting(A, B)
     waiting.order.pick(100, note)
-    assert told == {A: INTERVAL_NS, B: 2 * INTERVAL_NS}
+    assert seen_ns == {A: INTERVAL_NS, B: 2 * INTERVAL_NS}
     Waiting(C, interval_ns=0).order.pick(100, note)
-    assert told[C] == 0
+    assert seen_ns[C] == 0
 
 
 def test_a_session_whose_job_left_is_not_picked():

@@ -28,27 +28,27 @@ def job(number: int, name=None, tag: float = 0.0, priority: int = 0) -> QueuedRe
 
 
 class Window:
-    """A queue window that is checked after each call, and notes whom it has told of."""
+    """A queue window that is checked after each call, and counts its notifications by session."""
 
     def __init__(self) -> None:
-        self.told: Counter[str] = Counter()
+        self.reported: Counter[str] = Counter()
         self.queue = QueueWindow(self._changed)
 
     def _changed(self, key: SessionKey) -> None:
-        self.queue.check()  # it is told after the whole change
-        self.told[key.session_id] += 1
+        self.queue.check()  # notifications come after the whole change
+        self.reported[key.session_id] += 1
 
     def replace(
         self, engine_id: int, *jobs: QueuedRequest, running=(), now_ns=0, interval_ns=0
     ) -> int:
-        self.told.clear()
+        self.reported.clear()
         change = QueueChange(jobs, running, (), interval_ns)
         digest = self.queue.replace(engine_id, change, now_ns)
         self.queue.check()
         return digest
 
     def change(self, engine_id: int, *jobs: QueuedRequest, running=(), left=(), now_ns=0) -> int:
-        self.told.clear()
+        self.reported.clear()
         digest = self.queue.change(engine_id, QueueChange(jobs, running, left), now_ns)
         self.queue.check()
         return digest
@@ -58,7 +58,7 @@ class Window:
 
 
 def test_a_queue_is_in_the_order_of_its_ranks():
-    """Higher priorities first, then lower tags, then lower numbers, however they are told."""
+    """Higher priorities first, then lower tags, then lower numbers, however they are reported."""
     window = Window()
     window.replace(1, job(3), job(1, tag=5.0), job(2), job(4, priority=1))
     assert window.names() == ["4", "2", "3", "1"]
@@ -78,7 +78,7 @@ def test_changes_join_move_start_and_leave():
     assert [n for n in range(10) if window.queue.knows(1, n)] == [0, 1, 3, 4, 9]
     assert not window.queue.knows(2, 1)
     assert window.queue.num_running(1) == 1
-    assert set(window.told) == {"9", "4", "0", "2"}
+    assert set(window.reported) == {"9", "4", "0", "2"}
     window.change(1, job(0))
     assert window.names() == ["4", "0", "1", "3", "9"]
     assert not window.queue.is_running(key_of(0))
@@ -107,13 +107,13 @@ def test_the_digest_is_the_sum_over_the_jobs():
     assert whole.replace(1) == 0
 
 
-def test_a_queue_that_is_told_again_is_not_news():
-    """Only sessions whose jobs are others are told of, and the others keep their place."""
+def test_a_queue_that_is_reported_again_is_not_news():
+    """Only sessions whose jobs are others are notified of, and the others keep their place."""
     window = Window()
     window.replace(1, *map(job, range(100)), interval_ns=MS)
     place = window.queue.place(key_of(50))
     window.replace(1, *map(job, range(2, 101)), now_ns=5, interval_ns=MS)
-    assert set(window.told) == {"0", "1", "100"}
+    assert set(window.reported) == {"0", "1", "100"}
     assert window.queue.place(key_of(50)) == place
     window.replace(1, *map(job, range(80, 200)), now_ns=5, interval_ns=MS)
     assert window.names() == [str(n) for n in range(80, 200)]
@@ -137,7 +137,7 @@ def test_an_engine_goes_with_its_jobs(how):
     window = Window()
     window.replace(1, *map(job, range(10)), running=[RunningRequest(20, key_of("both"))])
     window.replace(2, job(1, "both"), running=[RunningRequest(2, key_of("both"))])
-    window.told.clear()
+    window.reported.clear()
     if how == "forgotten":
         window.queue.forget(1)
         window.queue.forget(77)
@@ -146,7 +146,7 @@ def test_an_engine_goes_with_its_jobs(how):
     window.queue.check()
     assert window.names() == ["both"]
     assert window.queue.is_running(key_of("both"))
-    assert set(window.told) == {*map(str, range(10)), "both"}
+    assert set(window.reported) == {*map(str, range(10)), "both"}
     assert window.queue.num_waiting(1) == window.queue.num_running(1) == 0
     assert 1 not in window.queue._engines
 

@@ -127,7 +127,7 @@ def test_an_engine_that_is_gone_leaves_only_its_own(placement):
     assert len(placement.queue) == 1
 
 
-def test_to_forget_an_engine_that_never_told_anything_is_nothing(placement):
+def test_forgetting_an_engine_that_never_reported_anything_changes_nothing(placement):
     """It attached and left."""
     placement.forget_engine(ENGINE, 0)
     assert placement.policy.take() == []
@@ -153,8 +153,8 @@ def test_a_running_session_is_released_once_its_engine_has_its_kv(placement):
     assert not placement.is_released(A)
 
 
-def test_what_is_loaded_before_kvd_hears_of_the_start_counts(placement):
-    """Changes of the queue come a little later than what they tell of."""
+def test_what_is_loaded_before_the_start_is_reported_counts(placement):
+    """Changes of the queue come a little later than what they report."""
     placement.change_queue(ENGINE, QueueChange(waiting(A)), 0)
     placement.loaded(A)
     assert not placement.is_released(A)
@@ -177,7 +177,7 @@ def test_the_next_turn_of_a_session_has_to_be_loaded_anew(placement):
     assert not placement.is_released(A)
 
 
-def test_a_queue_told_in_full_releases_only_the_turn_that_was_loaded(placement):
+def test_a_queue_reported_in_full_releases_only_the_turn_that_was_loaded(placement):
     """The same turn stays released, another turn of the session is not."""
     placement.replace_queue(ENGINE, QueueChange(running=[RunningRequest(0, A)]), 0)
     placement.loaded(A)
@@ -188,7 +188,7 @@ def test_a_queue_told_in_full_releases_only_the_turn_that_was_loaded(placement):
 
 
 def test_a_turn_that_comes_as_the_one_before_it_ends_has_arrived(placement):
-    """Both may be told in one change."""
+    """Both may be reported in one change."""
     placement.change_queue(ENGINE, QueueChange(running=[RunningRequest(0, A)]), 0)
     placement.policy.take()
     placement.change_queue(ENGINE, QueueChange(waiting(A, first_number=1), left=[0]), 1)

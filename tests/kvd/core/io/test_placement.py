@@ -315,7 +315,7 @@ def test_a_clean_block_that_cannot_go_is_looked_for_once(how):
 
 
 def test_what_becomes_clean_is_found_among_many():
-    """A store that was told to wait gets the block that was written, and asks nobody else."""
+    """A store that was answered "wait" gets the block that was written, and asks nobody else."""
     world, policy = _full_of_dirty_blocks(16)
     prepare_load(world, A, ONES)
     assert prepare_store(world, B, [99] * 4).refused == "wait"

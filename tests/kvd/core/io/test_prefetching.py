@@ -282,7 +282,7 @@ def test_who_waits_wakes_nobody_where_nothing_is_read_ahead():
 
 
 def test_nothing_is_read_ahead_at_the_end():
-    """Not even for a queue that is told then."""
+    """Not even for a queue that is reported then."""
     world = reading_world()
     store_on_ssd(world, {A: 2})
     world.engine.write_dirty()
@@ -372,7 +372,7 @@ def test_slots_are_left_for_the_stores_of_turns_that_run(num_slots, num_read, nu
 
 
 def test_a_load_joins_a_read_that_is_under_way():
-    """It is not read twice; the performer is told whom to hurry."""
+    """It is not read twice; the performer gets the reads that became urgent."""
     world = reading_world()
     store_on_ssd(world, {A: 2})
     queue(world, A)
@@ -520,7 +520,7 @@ def test_a_queue_that_does_not_fit_comes_to_rest():
     assert [tiers_of(world, key) for key in keys[:2]] == [["DS", "DS"]] * 2
 
 
-def test_a_new_kvd_reads_ahead_for_the_queue_it_is_told():
+def test_a_new_kvd_reads_ahead_for_the_queue_that_is_reported():
     """It knows how large sessions are on average from what it finds."""
     world = reading_world(prefetch_bytes=ONE)
     store_on_ssd(world, {A: 2, B: 2})

@@ -78,8 +78,8 @@ def test_sparse_blocks_become_dense_ones():
     assert len(world.index.blocks) == 3, "the old ones are gone from SSD, too"
     assert counter(world, "compactions") == 1
     assert counter(world, "compacted_tokens") == len(KEPT)
-    told = next(e for e in world.events if isinstance(e, Emit) and e.name == SESSION_COMPACTED)
-    assert (told.fields["num_blocks"], told.fields["num_blocks_before"]) == ("3", "6")
+    compacted = next(e for e in world.events if isinstance(e, Emit) and e.name == SESSION_COMPACTED)
+    assert (compacted.fields["num_blocks"], compacted.fields["num_blocks_before"]) == ("3", "6")
 
 
 def test_what_is_computed_after_a_compaction_goes_on_as_before_it():

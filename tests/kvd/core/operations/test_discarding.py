@@ -174,7 +174,7 @@ def test_what_kvd_does_not_hold_is_discarded_too():
         assert keys_of(world, A)[1] != keys_of(world, B)[1]
 
 
-def test_a_discard_that_kvd_has_not_heard_of_shows_in_the_lineage():
+def test_a_discard_that_kvd_has_not_received_shows_in_the_lineage():
     """Equal tokens in the old place are another computation: they are not handed out."""
     world = new_world()
     tokens = [*ONES, *TWOS, *TWOS]

@@ -63,7 +63,7 @@ def test_what_is_stored_as_whole_is_not_chained_to_a_discard():
 
 
 @pytest.mark.parametrize("restarts", [False, True])
-def test_a_discard_may_be_told_again(restarts):
+def test_a_discard_may_be_repeated(restarts):
     """A turn that overflowed was cancelled; its retry drops the same tokens."""
     world = new_world()
     store_named(world, A, OLD, WHOLE)
@@ -118,7 +118,7 @@ def test_a_turn_that_goes_back_to_the_old_context_replaces_the_session():
     assert _num_found(world, [*KEPT, 5], WHOLE.after(to_bytes([*OLD, 5]), CUT)) == 13
 
 
-def test_a_store_of_the_old_context_does_not_outlive_a_discard_told_again():
+def test_a_store_of_the_old_context_does_not_outlive_a_repeated_discard():
     """Of the new one it does."""
     for lineage, tokens, num_left in ((WHOLE, [*OLD, 5], 12), (AFTER, [*KEPT, 5], 13)):
         world = new_world()

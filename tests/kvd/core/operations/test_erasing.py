@@ -177,7 +177,7 @@ def test_free_memory_is_zeroed():
     assert load(world, OTHER_TENANT, ONES + TWOS).end_token == 8
 
 
-def test_what_cannot_be_zeroed_is_told():
+def test_what_cannot_be_zeroed_is_reported():
     """The slots come back; that they are not clean is known."""
     world = new_world()
     begin(world)

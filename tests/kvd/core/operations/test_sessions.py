@@ -137,7 +137,7 @@ def test_a_flush_of_all_skips_leased_sessions():
     assert world.engine.inspection.info(B) is None
 
 
-def test_operators_hear_about_unknown_sessions():
+def test_unknown_sessions_are_refused():
     """Naming a session that is not stored is an error with a remedy, except for engines."""
     world = new_world()
     for call in (
@@ -200,7 +200,7 @@ def test_pins_are_counted():
 
 
 def test_chosen_sessions_are_flushed_bit_by_bit():
-    """Of those named the ones that are still meant go; leased ones are told, and stay."""
+    """Of those named the ones that are still meant go; leased ones are reported, and stay."""
     world = new_world()
     keys = [A._replace(session_id=str(number)) for number in range(4)]
     for key in keys:

@@ -180,7 +180,7 @@ def test_a_full_arena_makes_stores_wait_for_writes():
 
 
 def test_stores_that_wait_do_not_wake_each_other():
-    """A store that is told to wait frees nothing: it wakes nobody, although it holds its base."""
+    """A store that is answered "wait" frees nothing: it wakes nobody, though it holds its base."""
     world = new_world(num_slots=1)
     store(world, B, ONES)
     store(world, A, THREES, settle=False)

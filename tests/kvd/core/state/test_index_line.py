@@ -1,4 +1,4 @@
-"""What the index is told, and in which order, while it takes little or nothing."""
+"""What is written to the index, and in which order, while it takes little or nothing."""
 
 import pytest
 
@@ -65,7 +65,7 @@ def test_a_session_may_ask_for_a_place_behind_blocks():
     assert _kinds(line.take({A: Session(A, 7)})) == ["PutBlock", "PutSession", "CommitRows"]
 
 
-def test_a_use_is_told_behind_everything_else_and_by_its_time_alone():
+def test_a_use_is_written_behind_everything_else_and_by_its_time_alone():
     """Unless the session's row is written anyhow, which has the time, too."""
     line, sessions = IndexLine(), {key: Session(key, 7) for key in KEYS}
     for key in (A, A, B):
@@ -156,7 +156,7 @@ def _num_waiting(world):
 
 
 def test_what_waits_does_not_grow_with_changes():
-    """An index that takes nothing is told of each session once, and as it is when it does."""
+    """An index that took nothing gets each session once, and as it is when it takes again."""
     world = new_world(num_slots=64)
     store(world, A, ONES)
     world.row_bytes = 0

@@ -8,14 +8,14 @@ from tests.property.cache_world import to_bytes
 
 def moves(world, key) -> list[str]:
     """Kinds, with numbers of blocks and tokens and the reason where there are any."""
-    told = []
+    found = []
     for move in world.engine.inspection.history.of(key):
         numbers = (move.num_blocks or "", move.num_tokens or "", move.why)
-        told.append(" ".join(str(word) for word in (move.kind.value, *numbers) if word))
-    return told
+        found.append(" ".join(str(word) for word in (move.kind.value, *numbers) if word))
+    return found
 
 
-def test_the_life_of_a_session_is_told():
+def test_the_history_of_a_session_is_recorded():
     """Stored, written, evicted, read and loaded, pinned and flushed: each once, with its counts."""
     world = new_world(num_slots=3)
     store(world, A, ONES + TWOS)
@@ -43,7 +43,7 @@ def test_the_life_of_a_session_is_told():
     assert moves(world, B)[:2] == ["stored 3 12", "written 3 12"]
 
 
-def test_what_is_cut_and_discarded_is_told():
+def test_what_is_cut_and_discarded_is_recorded():
     """Without an SSD tier, room is made by cutting the coldest session, tail first."""
     world = new_world(num_slots=3, num_extents=0)
     store(world, A, ONES + TWOS + THREES)

@@ -48,7 +48,7 @@ def test_a_turn_begins_when_its_job_runs() -> None:
     assert list(log) == [RecordedTurn(1, 1, 100, 150, 170, 33, 0, 0, 60, is_asked=True)]
 
 
-def test_a_load_before_its_job_is_told_to_run() -> None:
+def test_a_load_before_its_request_is_reported_to_run() -> None:
     """The job takes over the turn that the load has begun, whatever the order of the two."""
     log = TurnLog(10)
     _turn(log, A, 20, 50, 10)
@@ -75,7 +75,7 @@ def test_a_preempted_turn_is_one_turn() -> None:
     assert (turn.started_ns, turn.ended_ns, turn.stored_tokens) == (10, 60, 50)
 
 
-def test_a_turn_that_the_queue_is_late_to_tell() -> None:
+def test_a_turn_that_the_queue_reports_late() -> None:
     """It wants more than the turn before has computed, which the queue says still runs."""
     log = TurnLog(10)
     log.queue_changed(ENGINE, QueueChange(running=[RunningRequest(1, A)]), 10)
@@ -146,7 +146,7 @@ def test_an_end_is_remembered() -> None:
     assert [turn.is_ended for turn in log] == [False, True]
 
 
-def test_what_waits_only_is_not_told() -> None:
+def test_what_waits_only_is_not_recorded() -> None:
     """A job that is withdrawn, or runs without asking or storing, leaves no turn behind."""
     log = TurnLog(10)
     log.queue_changed(ENGINE, _waiting(A, 1), 10)
