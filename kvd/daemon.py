@@ -275,7 +275,7 @@ class Daemon:
             self._broken.result()  # raises
 
     async def _drain(self, caches: Caches) -> None:
-        """Wait until leases are given back and writes are on disk, at most limits.drain."""
+        """Wait until leases are completed and writes are on disk, at most limits.drain."""
         loop = asyncio.get_running_loop()
         drain_s = self._live.settings.limits.drain
         until = loop.time() + drain_s

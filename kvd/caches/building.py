@@ -1,7 +1,7 @@
 """Builds the caches of layouts whose files are open, and finds the DRAM that their arenas take.
 
 A cache is an engine within the limits of the settings, and a performer for it. Of DRAM there is
-what other arenas leave, and what layouts without engines can give up.
+what other arenas leave, and what layouts without engines can release.
 """
 
 from collections.abc import Callable, Iterable
@@ -184,7 +184,7 @@ class DramRoom:
                 return num_slots_for(free_bytes, layout.block_bytes, "dram.total_bytes")
 
     async def _take_an_arena(self) -> bool:
-        """Have a layout without engines give up its arena, the least recently opened first.
+        """Have a layout without engines release its arena, the least recently opened first.
 
         One with a quarantined process cannot: asking it to would only empty its DRAM.
         """

@@ -118,7 +118,7 @@ class TenantEraser:
             freed_bytes += dropped.freed_bytes
             if cache.act(lambda core: core.erasing.is_gone()):
                 break
-            is_dropping = dropped.num_sessions or cache.act(lambda core: core.erasing.is_looking)
+            is_dropping = dropped.num_sessions or cache.act(lambda core: core.erasing.has_unvisited)
             await (asyncio.sleep(0) if is_dropping else cache.changed(POLL_S))
         cache.act(lambda core: core.erasing.wipe())
         while cache.act(lambda core: core.erasing.is_wiping()):

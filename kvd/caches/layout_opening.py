@@ -3,7 +3,7 @@
 Invariants:
 1. what cannot be opened is left as it is: it raises, and nothing was changed or made;
 2. rows are used only with the volume that the index names, and only if every segment that they
-   name is there; what an operator gives up is first taken from the index, or set aside under
+   name is there; what an operator abandons is first taken from the index, or set aside under
    another name.
 """
 
@@ -183,7 +183,7 @@ class LayoutOpener:
     def _rows_there(
         self, volume: SegmentVolume, layout: KVLayout, *, accept_loss: bool
     ) -> IndexRows:
-        """Read the rows of a layout; those whose extents are not there are refused, or given up.
+        """Read the rows of a layout; those whose extents are not there are refused, or abandoned.
 
         Rows beyond what the volume may have are none of it: they are dropped in any case.
         """

@@ -118,7 +118,7 @@ class TenantSecrets:
             keys = Keyring(read_master_key(settings.key_file), is_sealing=settings.enabled)
             self._open_keys(keys, wrapped, note, settings.key_file)
             was_plain = note.has_plain if note.key else self._may_have_plain(volumes)
-            self._take_note(EncryptionNote(keys.fingerprint, was_plain or not settings.enabled))
+            self._write_note(EncryptionNote(keys.fingerprint, was_plain or not settings.enabled))
             return
         if wrapped:
             raise KeyNeededError(
@@ -128,7 +128,7 @@ class TenantSecrets:
             )
         self._salts = self._manifest.salts()
         if note.key:
-            self._take_note(EncryptionNote())  # what is written from now on is plain
+            self._write_note(EncryptionNote())  # what is written from now on is plain
 
     def salt_of(self, tenant: str, max_tenants: int) -> bytes:
         """Return a tenant's secret salt, made and kept at its first block.
@@ -167,7 +167,7 @@ class TenantSecrets:
     def has_no_plain(self) -> None:
         """Note that there is no plain block on SSD any more, nor will there be."""
         if self.keys is not None and self.keys.is_sealing:
-            self._take_note(EncryptionNote(self.keys.fingerprint, has_plain=False))
+            self._write_note(EncryptionNote(self.keys.fingerprint, has_plain=False))
 
     def _open_keys(
         self, keys: Keyring, wrapped: dict[str, bytes], note: EncryptionNote, key_file: str
@@ -191,7 +191,7 @@ class TenantSecrets:
             self._manifest.put_tenant_key(tenant, known)
         self._manifest.purge()  # also of what a kill has kept from being purged
 
-    def _take_note(self, note: EncryptionNote) -> None:
+    def _write_note(self, note: EncryptionNote) -> None:
         self.note = note
         self._manifest.put_meta(META_NAME, note.text())
 

@@ -74,7 +74,7 @@ class CacheEngine:
         scrubs: comparing every copy with what was stored.
         erasing: dropping tenants without a trace.
         session_files: sessions on their way into files, and out of them.
-        index_line: rows that are to be handed out yet.
+        index_line: actions of the index that were not drained yet.
         arrivals, hashes, writes, compactions: what the performer answers to.
     """
 
@@ -127,7 +127,7 @@ class CacheEngine:
         self.writes.write_back()
         self._verifier.issue()
         self.compactions.look()
-        self._prefetcher.go_on()
+        self._prefetcher.resume()
 
     def next_deadline_ns(self) -> int | None:
         """When to call `expire`; may be in the past (at once). None: not before another call."""
@@ -147,12 +147,12 @@ class CacheEngine:
     # ------------------------------------------------------------------------------------- effects
 
     def drain(self, max_row_bytes: int = NO_BOUND) -> list[Action]:
-        """Hand out every action since the last drain, in order. Each is to be carried out.
+        """Return every action since the last drain, in order. Each is to be carried out.
 
         Of the rows of the index only so many bytes, or a little more; see `index_line`.
         """
         state = self._state
-        self._prefetcher.go_on()
+        self._prefetcher.resume()
         if state.compaction is not None or state.wasteful:
             self.compactions.resume()
         state.tails.pack_idle()
@@ -161,7 +161,7 @@ class CacheEngine:
         return [*rows, *state.outbox.drain()]
 
     def take_rows(self, max_bytes: int = NO_BOUND) -> Sequence[IndexAction]:
-        """Hand out the index actions that are next, as `drain` does, and nothing else."""
+        """Return the index actions that are next, as `drain` does, and nothing else."""
         return self.index_line.take(self._state.sessions, max_bytes)
 
     # ------------------------------------------------------------------------------- begin and end
@@ -218,7 +218,7 @@ class CacheEngine:
         What they ask of sessions that are stored already comes in time, by `expire`.
         """
         self._reconfigurer.change(limits)
-        self._prefetcher.look_again()
+        self._prefetcher.reschedule()
 
     def write_dirty(self) -> None:
         """Write every dirty block now or as soon as it can be, whatever the policy; O(blocks).

@@ -112,7 +112,7 @@ class DataConnection:
         return self.watch is not None and not self.watch.is_dead and not self.has_left
 
     def close(self) -> None:
-        """Give up what belongs to the connection, and the watch unless it was taken over."""
+        """Close what belongs to the connection, and the watch unless it was taken over."""
         self.wakeup.close()
         if self.watch is not None:
             self.watch.close()

@@ -58,7 +58,7 @@ class Observation:
     """What is reported of one layout.
 
     Attributes:
-        had: what the daemon really handed out.
+        had: what the daemon really granted.
         num_judged: turns that the rates are of.
         is_log_full: whether older turns have been forgotten.
         is_too_few: whether the rates say little.

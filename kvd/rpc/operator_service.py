@@ -220,7 +220,7 @@ async def flush_selected(
     *,
     dry_run: bool,
 ) -> None:
-    """Drop those of the sessions there are now that are meant, bit by bit: engines go on meanwhile.
+    """Drop those of the sessions there are now that are meant, bit by bit: engines work meanwhile.
 
     Args:
         caches: where to look.

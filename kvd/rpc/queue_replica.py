@@ -99,7 +99,7 @@ class QueueStreams:
                     raise InvalidRequestError("a queue stream of two engines", "open one for each")
                 if self._newest.get(engine.engine_id) is not queue:
                     raise StreamReplacedError(
-                        "the engine has opened another queue stream", "go on with that one"
+                        "the engine has opened another queue stream", "use that one"
                     )
                 for tenant in _tenants(message):
                     self._users.check(engine.uid, tenant)

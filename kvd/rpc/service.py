@@ -46,7 +46,7 @@ class Draining:
     def refuse(self) -> None:
         """Raise StoppingError once it has begun."""
         if self.begun.is_set():
-            raise StoppingError("kvd is stopping", "go on without it and attach again")
+            raise StoppingError("kvd is stopping", "work without it and attach again")
 
 
 class EngineService(kvd_pb2_grpc.EngineServicer):  # type: ignore[misc]  # the stubs are untyped
@@ -227,7 +227,7 @@ class EngineService(kvd_pb2_grpc.EngineServicer):  # type: ignore[misc]  # the s
             while cache.act(lambda core: core.loads.state_of(lease_id)) is LeaseState.PENDING:
                 if not await cache.changed(_left_s(until)):
                     break
-        except asyncio.CancelledError:  # the caller has given up: nobody else will complete it
+        except asyncio.CancelledError:  # the caller has cancelled: nobody else will complete it
             if cache.act(lambda core: core.loads.state_of(lease_id)) is not LeaseState.LOST:
                 cache.act(lambda core: core.loads.complete(lease_id, engine.engine_id))
             raise

@@ -227,7 +227,7 @@ class Cache:
         self.act(lambda core: core.write_dirty())
 
     async def close(self, *, keep_dram: bool) -> None:
-        """Stop threads and give up the memory; what is under way ends, what waits is dropped.
+        """Stop threads and release the memory; what is under way ends, what waits is dropped.
 
         But for rows: the index is given all of them, to commit before it closes.
         """

@@ -87,7 +87,7 @@ class LoadTracker:
                 self._forget_operations(lease_id, load)
                 self._words().close(lease_id)
                 if load.num_running:
-                    load.wait.end()  # given up
+                    load.wait.end()  # cancelled
 
     def index_of(self, lease_id: int) -> int | None:
         """Return the index of a load's progress word; None if it has none."""

@@ -93,7 +93,7 @@ class EventHub:
         self._recent: deque[pb.Event] = deque(maxlen=MAX_RECENT)
 
     def set_bound(self, max_watchers: int) -> None:
-        """Let no more than so many watch from now on; those that do go on."""
+        """Let no more than so many watch from now on; those that do may stay."""
         self._max_watchers = max_watchers
 
     def publish(self, emit: Emit) -> None:

@@ -108,14 +108,14 @@ class SessionPlacement:
         they arrived nobody knows.
         """
         is_known = self._has_jobs(engine_id)
-        self._look_through(engine_id, jobs, now_ns)
+        self._prepare_change(engine_id, jobs, now_ns)
         if not is_known:
             self._arriving.clear()
         return self.queue.replace(engine_id, jobs, now_ns)
 
     def change_queue(self, engine_id: int, change: QueueChange, now_ns: int) -> int:
         """Take a change of an engine's queue; returns the digest of what it is now."""
-        self._look_through(engine_id, change, now_ns)
+        self._prepare_change(engine_id, change, now_ns)
         return self.queue.change(engine_id, change, now_ns)
 
     def forget_engine(self, engine_id: int, now_ns: int) -> None:
@@ -172,7 +172,7 @@ class SessionPlacement:
     def _eviction_window(self) -> int:
         return self.window(self._capacity_bytes())
 
-    def _look_through(self, engine_id: int, change: QueueChange, now_ns: int) -> None:
+    def _prepare_change(self, engine_id: int, change: QueueChange, now_ns: int) -> None:
         """Record, before a change is applied, what its result does not show any more."""
         self._now_ns = now_ns
         self._arriving = self._new_turns(engine_id, change)

@@ -1,4 +1,4 @@
-"""Making room: which sessions give up which blocks, in which tier.
+"""Making room: which sessions lose which blocks, in which tier.
 
 Pure. The policy ranks sessions; here their blocks are taken, in order of eviction, tail first, so
 that what remains is a prefix. Rules:

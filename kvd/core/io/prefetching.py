@@ -112,10 +112,10 @@ class Prefetcher:
         self._num_waits = 0  # of Outbox, as it was seen
         self._yields_until_ns = 0
         self._is_looking = False  # for sessions that are likely to return
-        self._look_at_ns = 0
+        self._next_look_ns = 0
         self._is_stopped = self._is_over = False
 
-    def go_on(self) -> None:
+    def resume(self) -> None:
         """Keep the watermark, and begin what is to be read now. No other call is under way."""
         if not self._is_over:
             self._writer.keep_free()
@@ -123,7 +123,7 @@ class Prefetcher:
         if not self._is_on():
             return
         self._yield()
-        self._look_now_and_then()
+        self._schedule_look()
         self._drop_stale_plan()
         for _ in range(MOST_STEPS):
             if not self._may_begin():
@@ -136,10 +136,10 @@ class Prefetcher:
     def queue_changed(self) -> None:
         """Plan anew: the queue is another one."""
         self._is_stopped = False
-        self.look_again()
+        self.reschedule()
 
-    def look_again(self) -> None:
-        """Look for room again where there was none: other sessions may give way now."""
+    def reschedule(self) -> None:
+        """Try again where there was no room: other sessions may give way now."""
         self._rests_at = -1
 
     def stop(self, *, for_good: bool = False) -> None:
@@ -153,7 +153,7 @@ class Prefetcher:
         self._use_plan(None)
 
     def next_deadline_ns(self) -> int | None:
-        """When to call `go_on` though nothing has happened; None: not before another call."""
+        """When to call `resume` though nothing has happened; None: not before another call."""
         if not self._is_on():
             return None
         if self._has_more:
@@ -162,7 +162,7 @@ class Prefetcher:
             return max(self._reader.retry_at_ns, self._yields_until_ns)
         if not self._may_look() or not self._has_budget():
             return None
-        return max(self._look_at_ns, self._state.now_ns + 1)
+        return max(self._next_look_ns, self._state.now_ns + 1)
 
     # -------------------------------------------------------------------------------------- whether
 
@@ -194,9 +194,9 @@ class Prefetcher:
         num_stored = state.blocks.num_ssd + state.tails.num_blocks
         return state.limits.reads_returning and num_stored > 0
 
-    def _look_now_and_then(self) -> None:
-        if self._state.now_ns >= self._look_at_ns and self._may_look():
-            self._look_at_ns = self._state.now_ns + LOOK_NS
+    def _schedule_look(self) -> None:
+        if self._state.now_ns >= self._next_look_ns and self._may_look():
+            self._next_look_ns = self._state.now_ns + LOOK_NS
             self._is_looking = True
             self._rests_at = -1
 
@@ -268,12 +268,12 @@ class Prefetcher:
     # ------------------------------------------------------------------------------------- planning
 
     def _use_plan(self, plan: ReadPlan | None) -> None:
-        """Go on with another session; the one before may be packed again."""
+        """Continue with another session; the one before may be packed again."""
         self._plan = plan
         self._state.tails.kept_unpacked = plan.session.key if plan else None
 
     def _drop_stale_plan(self) -> None:
-        """Give up what was begun for a session that is gone, or whose turn waits no more."""
+        """Cancel what was begun for a session that is gone, or whose turn waits no more."""
         plan = self._plan
         if plan is None:
             return

@@ -73,7 +73,7 @@ class Writer:
             if session is None:
                 break
             self._queue_session(session)
-        self._go_on()
+        self._resume()
 
     def make_slots(self, num_wanted: int) -> int:
         """Make room in DRAM for `num_wanted` blocks, as far as possible.
@@ -117,7 +117,7 @@ class Writer:
         """Treat every dirty block as if it were new: O(blocks)."""
         for block in list(self._state.blocks):
             self.admit(block)
-        self._go_on()
+        self._resume()
 
     def rewrite(self, block: Block) -> None:
         """Write a block whose copy on SSD was bad, whatever the policy says."""
@@ -168,10 +168,10 @@ class Writer:
         return self._retry_at_ns if due_ns is None else min(due_ns, self._retry_at_ns)
 
     def index_took_rows(self) -> None:
-        """Go on with what waited until the index was less far behind."""
+        """Resume what waited until the index was less far behind."""
         if self._waits_for_index and not self._is_index_behind():
             self._waits_for_index = False
-            self._go_on()
+            self._resume()
 
     def write_done(self, op_id: int, outcome: IoOutcome) -> None:
         """Take the outcome of a WriteBlock; OK means that it is durable."""
@@ -195,14 +195,14 @@ class Writer:
                 state.unwritten.add(block)
         state.settle(block)
         state.outbox.space_freed()
-        self._go_on()
+        self._resume()
 
     def drop_done(self, op_id: int) -> None:
         """Take the commit of a DropBlock."""
         run = self._state.under_way.drops.pop(op_id)
         if run is not None:
             self._state.extents.free(*run)
-        self._go_on()
+        self._resume()
 
     # --------------------------------------------------------------------------------------- inside
 
@@ -223,7 +223,7 @@ class Writer:
         )
         state.outbox.add(action)
 
-    def _go_on(self) -> None:
+    def _resume(self) -> None:
         """Issue what waits; what waits for an extent that will not come is provided for anew."""
         state = self._state
         self.issue()

@@ -13,7 +13,7 @@ Invariants:
 2. at any moment a next kvd finds the old spans or the new ones, whole, in the tiers they were in:
    new slots are in the journal only once they are hashed, new blocks are on SSD before their
    session says that it uses them, old ones go only after the row that names the new is durable;
-3. a lease or a turn that comes before the session has its new spans wins: all is given up, and
+3. a lease or a turn that comes before the session has its new spans wins: the run is cancelled, and
    tried again later. So does whatever else changes those spans;
 4. one run at a time, of MAX_RUN_BYTES at most; it takes room from nobody that is needed sooner, and
    none that is kept free.
@@ -45,7 +45,7 @@ from shared.types.session_key import SessionKey
 from shared.types.units import MIB, NS_PER_S
 
 MAX_RUN_BYTES = 64 * MIB  # of new blocks: some ten milliseconds of copying
-RETRY_NS = NS_PER_S  # after a session was in use, or a run was given up
+RETRY_NS = NS_PER_S  # after a session was in use, or a run was cancelled
 LOOK_BATCH = 16  # sessions looked at per call, so that one call stays short
 
 
@@ -108,7 +108,7 @@ class Compactor:
         state = self._state
         if state.compaction is not None:
             if state.compaction.phase is Phase.WRITING:
-                self._look_at_writes(state.compaction)
+                self._follow_writes(state.compaction)
             return
         if self._rests_at != state.outbox.num_freed and not self._is_stopped:
             while self._waiting and state.compaction is None:
@@ -273,7 +273,7 @@ class Compactor:
         else:
             self._replace(run)
 
-    def _look_at_writes(self, run: Compaction) -> None:
+    def _follow_writes(self, run: Compaction) -> None:
         if not self._is_as_it_was(run):
             self._cancel(run)
             return

@@ -73,7 +73,7 @@ class KnownEngines:
             if isinstance(lease, LoadLease) or lease.lease_id not in wanted:
                 self._release(lease)
             else:
-                self._storer.give_to(lease, new_id)
+                self._storer.reattach(lease, new_id)
         granted = {lease.lease_id for lease in self._state.leases.of_engine(new_id)}
         confirmed = tuple(lease_id for lease_id in held if lease_id in granted)
         lost = tuple(lease_id for lease_id in held if lease_id not in granted)

@@ -141,7 +141,7 @@ class Loader:
     def settle(self, lease_id: int) -> LoadAnswer:
         """Answer a PENDING load: HIT with the spans that arrived, up to the first that did not.
 
-        Called before LeaseReady (at a deadline), it gives up on the reads still under way. On MISS
+        Called before LeaseReady (at a deadline), it ends the wait for reads under way. On MISS
         nothing is owed.
 
         Raises:
@@ -181,7 +181,7 @@ class Loader:
         """Count a load that is over, which is a use of its session."""
         state = self._state
         has_arrived = lease.entries and not lease.num_waiting and not lease.failure
-        if lease.phase is LeasePhase.HELD:  # followed by its progress word, or given up
+        if lease.phase is LeasePhase.HELD:  # followed by its progress word, or cancelled
             self._count(lease) if has_arrived else state.outbox.count("load_misses")
         if has_arrived and not lease.more:
             state.placement.loaded(lease.key)
@@ -192,7 +192,7 @@ class Loader:
             state.outbox.index.session_used(session.key)
 
     def release(self, lease: LoadLease) -> None:
-        """End a lease; reads under way go on and serve the cache."""
+        """End a lease; reads under way continue and serve the cache."""
         if lease.num_waiting:
             self._state.outbox.add(LeaseReady(lease.lease_id))
         if lease.is_tracked:
@@ -262,7 +262,7 @@ class Loader:
         self._state.outbox.add(TrackLoad(lease.lease_id, lease.engine_id, op_ids))
 
     def cut(self, lease: LoadLease, num_entries: int, failure: str) -> None:
-        """Keep the lease's first entries and let go of the others."""
+        """Keep the lease's first entries and release the others."""
         kept, released = lease.entries[:num_entries], lease.entries[num_entries:]
         lease.entries, lease.more, lease.failure = kept, False, failure
         still_needed = {block.key for block, _ in kept}

@@ -59,7 +59,7 @@ class Match:
 
     pieces: list[Piece]
     chain: bytes  # parent key of what follows
-    miss_reason: str  # why it does not go on; see LoadAnswer
+    miss_reason: str  # why it ends there; see LoadAnswer
 
     @property
     def end(self) -> int:

@@ -1,7 +1,7 @@
 """Scrubs: every copy of every block is compared with what was stored, at the pace of the caller.
 
 Pure. The caller asks for a few operations at a time (`step`); what they find is counted in a
-ScrubReport. Nothing is held for them: loads, evictions and writes go on, and an outcome is counted
+ScrubReport. Nothing is held for them: loads, evictions and writes run on, and an outcome is counted
 only if its copy is still where it was when the operation was issued (`CacheState.scrubbed`).
 
 A corrupt copy in DRAM is dropped; the block is read again from SSD, or is lost. A corrupt copy on
@@ -33,7 +33,7 @@ class _Check(Enum):
 
     DRAM = "dram"
     SSD = "ssd"
-    REPAIR = "repair"  # the copy in DRAM, before the one on SSD is given up
+    REPAIR = "repair"  # the copy in DRAM, before the one on SSD is dropped
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +86,7 @@ class Scrubber:
         return self._last_id
 
     def step(self, scrub_id: int, max_bytes: int) -> ScrubStep:
-        """Go on with a scrub until `max_bytes` are under way; the caller sets the pace.
+        """Continue a scrub until `max_bytes` are under way; the caller sets the pace.
 
         Raises:
             ScrubError: it is over.
@@ -249,7 +249,7 @@ class Scrubber:
             self._state.lose(block, CORRUPT)
 
     def _write_again(self, block: Block) -> None:
-        """Give up the extent of a block whose copy in DRAM is good, and write it to another."""
+        """Free the extent of a block whose copy in DRAM is good, and write it to another."""
         if block.extent is not None:
             self._count("repaired")
             self._state.leave_ssd(block)

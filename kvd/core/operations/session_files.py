@@ -103,7 +103,7 @@ class SessionFiles:
         return self._loader.grant(lease, pieces, len(pieces))
 
     def exported(self, export: Export, lease_id: int) -> list[ExportedRows]:
-        """Prove the rows of a settled lease, and go on behind them; none: a read did not come.
+        """Prove the rows of a settled lease, and continue behind them; none: a read did not come.
 
         Raises:
             LeaseLostError: the rows turned out corrupt.

@@ -26,7 +26,7 @@ from shared.types.units import NS_PER_S
 EXPIRE_BATCH = (
     128  # sessions per call, so that one call stays short; the next deadline is then already due
 )
-RECHECK_NS = NS_PER_S  # when to look again at a session whose TTL passed while it was in use
+RECHECK_NS = NS_PER_S  # when to check again a session whose TTL passed while it was in use
 
 
 class Sessions:
@@ -85,7 +85,7 @@ class Sessions:
         """Note that a session will not come back: the first to go; returns whether it is stored."""
         state = self._state
         state.turns.ended(key)
-        self._prefetcher.look_again()
+        self._prefetcher.reschedule()
         state.policy.on_end(key)  # be it stored: it may learn from it
         session = state.sessions.get(key)
         if session is None:

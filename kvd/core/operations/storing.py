@@ -184,7 +184,7 @@ class Storer:
         lease.is_outdated = True
         self._release(held)
 
-    def give_to(self, lease: StoreLease | RestoredLease, engine_id: int) -> None:
+    def reattach(self, lease: StoreLease | RestoredLease, engine_id: int) -> None:
         """Have an engine that came back hold its lease again."""
         self._state.leases.reattach(lease, engine_id)
         self._journal(lease)

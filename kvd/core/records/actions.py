@@ -1,4 +1,4 @@
-"""What the cache engine asks of the world: frozen values, handed out by `CacheEngine.drain`.
+"""What the cache engine asks of the world: frozen values, returned by `CacheEngine.drain`.
 
 Pure. The performer carries them out and reports back through `read_done`, `verify_done`,
 `hash_done`, `write_done`, `drop_done`, `compact_done`, `wipe_done` and `rows_committed`.

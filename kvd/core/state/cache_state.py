@@ -71,7 +71,7 @@ class CacheState:
         mean_store_blocks: that a store asks slots for.
         num_pins: sessions, by how they are pinned.
         ssd_degraded: why writes are held back; "": they are not.
-        outbox, measures, history, turns: what is handed out, counted and remembered.
+        outbox, measures, history, turns: what is emitted, counted and recorded.
         now_ns: time of the call under way.
     """
 
@@ -211,7 +211,7 @@ class CacheState:
         self._was_cut(session, num_lost, why)
 
     def cut_packed(self, session: Session, num_blocks: int, why: str) -> None:
-        """Give up the session's last packed blocks; a session without any span is dropped."""
+        """Drop the session's last packed blocks; a session without any span is dropped."""
         if not session.spans and num_blocks == session.num_packed:
             self.drop_session(session, SESSION_DROPPED, why)
             return
@@ -268,7 +268,7 @@ class CacheState:
         return num_before - len(self.sessions)
 
     def _drop_packed(self, session: Session, num_blocks: int) -> None:
-        """Give up the session's last packed blocks, without making blocks of them."""
+        """Drop the session's last packed blocks, without making blocks of them."""
         if not num_blocks:
             return
         for record in reversed(self.tails.take(session, num_blocks)):

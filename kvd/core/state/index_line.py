@@ -2,16 +2,16 @@
 
 The index takes a bounded number of bytes at a time (`take`). What waits meanwhile waits here: of a
 session only its name, so that it costs the same however long the session is and however often it
-changes. Its row is made when it is handed out, as the session is then. A mere use of a session is
+changes. Its row is made when it is taken, as the session is then. A mere use of a session is
 written apart, behind everything else: it is a few bytes, and its loss costs a place in the order
 of eviction after the next start.
 
-A session's row keeps its place in the line, that of its first change since it was handed out last.
+A session's row keeps its place in the line, that of its first change since it was taken last.
 So a row may name blocks whose own rows come later, and never blocks whose removal came earlier;
 recovery cuts a session at the first block that it does not find. A change that needs rows of blocks
 before it asks for a place behind them.
 
-Pure. Invariants: 1. rows of blocks, removals and requests to commit are handed out in the order
+Pure. Invariants: 1. rows of blocks, removals and requests to commit are taken in the order
 they were added in; 2. a session is in the line once; 3. a session that is gone waits only if the
 index may have a row of it. So what waits is bounded by the sessions and blocks there are, or were
 when the index took its last row.
@@ -98,7 +98,7 @@ class IndexLine:
     def take(
         self, sessions: Mapping[SessionKey, Session], max_bytes: int = NO_BOUND
     ) -> list[IndexAction]:
-        """Hand out what comes next, until it has `max_bytes` or a little more."""
+        """Take what comes next, until it is `max_bytes` or a little more."""
         taken: list[IndexAction] = []
         left_bytes = max_bytes
         while self._line and left_bytes > 0:

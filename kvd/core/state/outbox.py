@@ -20,8 +20,8 @@ COUNTERS = (
     "load_hits",  # loads answered with at least one span, reads included
     "load_misses",  # loads answered with none, "busy" excluded
     "loads_busy",  # loads that found no slot to read into
-    "load_tokens_dram",  # tokens handed out that were in DRAM
-    "load_tokens_ssd",  # tokens handed out that were read from SSD for it
+    "load_tokens_dram",  # tokens granted that were in DRAM
+    "load_tokens_ssd",  # tokens granted that were read from SSD for it
     "stores",  # completed store leases, and stores that found everything stored
     "store_tokens",  # tokens published
     "stores_waited",  # answers "wait"
@@ -105,7 +105,7 @@ class Outbox:
             self.add(SpaceFreed())
 
     def drain(self) -> list[Action]:
-        """Hand out every action since the last drain, but for those of the index."""
+        """Return every action since the last drain, but for those of the index."""
         actions, self._actions = self._actions, []
         return actions
 

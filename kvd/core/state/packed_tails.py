@@ -122,7 +122,7 @@ class PackedTails:
         self.pack_later(session.key)
 
     def take(self, session: Session, num_blocks: int) -> list[BlockRecord]:
-        """Take a session's last packed blocks off; the caller gives up what they occupy."""
+        """Take a session's last packed blocks off; the caller frees what they occupy."""
         num_kept = session.num_packed - num_blocks
         taken = list(session.tail_blocks())[num_kept:]
         self._unregister(session)

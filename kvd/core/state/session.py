@@ -38,7 +38,7 @@ class Session:
         num_read_ahead: blocks read ahead for it since it was last used.
         num_discards: since this kvd knows it.
         lineage: of what it holds; None: no caller has named it yet. Not kept across restarts.
-        is_indexed: a row of it was handed out to the index, or came from there.
+        is_indexed: a row of it was sent to the index, or came from there.
     """
 
     key: SessionKey

@@ -19,7 +19,7 @@ from shared.types.units import NS_PER_S
 MAX_MOVES = 32_768  # about 6 MiB
 MOST_OF_A_SESSION = 32
 MOMENT_NS = NS_PER_S  # moves of one kind that are no farther apart become one
-_LOOK_BACK = 4  # moves of a session that may go on, beside each other
+_LOOK_BACK = 4  # moves of a session that may still be extended, beside each other
 
 
 class MoveKind(Enum):
@@ -33,7 +33,7 @@ class MoveKind(Enum):
     EVICTED_DRAM = "evicted_dram"  # blocks left DRAM, SSD has them
     EVICTED_SSD = "evicted_ssd"  # blocks left SSD, DRAM has them
     CUT = "cut"  # its last blocks left all tiers; why: evicted, corrupt
-    DISCARDED = "discarded"  # tokens were given up by an overflow, a policy, a client
+    DISCARDED = "discarded"  # tokens were discarded by an overflow, a policy, a client
     COMPACTED = "compacted"  # what discards left was put together
     CORRUPT = "corrupt"  # a copy was not what was stored; why: its tier
     DROPPED = "dropped"  # all of it left all tiers, for room; why: evicted, corrupt
@@ -132,7 +132,7 @@ class SessionHistory:
 
 
 def _going_on(moves: deque[Move], kind: MoveKind, why: str, now_ns: int) -> Move | None:
-    """The move that this one goes on with, if there is one."""
+    """The move that this one extends, if there is one."""
     for back in range(1, min(_LOOK_BACK, len(moves)) + 1):
         move = moves[-back]
         if move.kind is kind and move.why == why:

@@ -97,7 +97,7 @@ class SlotTable:
 
     def drop(self) -> None:
         """Give the arena up; nobody uses a slot."""
-        assert self.num_free == len(self), "an arena is given up when its slots are free"
+        assert self.num_free == len(self), "an arena is dropped when its slots are free"
         self._states, self._generations, self._free = [], [], []
 
     def adopt(self, slot_id: int, generation: int, *, is_committed: bool) -> None:

@@ -98,7 +98,7 @@ class TenantTable:
         """Count blocks, or slots that are to hold one; a negative number gives them back."""
         entry = self._of(tenant)
         entry.num_blocks += num_blocks
-        assert entry.num_blocks >= 0, "a block is given back once"
+        assert entry.num_blocks >= 0, "a block is discharged once"
 
     def num_over(self, tenant: str, num_wanted: int) -> int:
         """Blocks that must go before a tenant with a quota may have this many more."""

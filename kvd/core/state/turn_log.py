@@ -5,7 +5,7 @@ its request runs, or with its first call if that comes before; of an engine that
 with a load (or a first store) after the stores of the turn before. Each call costs O(1), none looks
 at tokens; of a request that waits only its arrival is kept. A turn that neither asks nor is
 reported to run (its history was in the engine, and it came and went between two reports of the
-queue) counts as the one before it going on.
+queue) counts as a part of the one before it.
 
 Sessions are numbered as they come: a number says which turns belong together and nothing of whose
 they are. One whose turns have all left the log gets a new number when it returns.
@@ -38,8 +38,8 @@ class RecordedTurn:
         started_ns: when it came to run, or was first reported.
         ended_ns: when it stored last; as started_ns if it has not.
         wanted_tokens: of the session's history, as far as it is known to be any.
-        dram_tokens: handed out from DRAM.
-        ssd_tokens: handed out that were read from SSD for it.
+        dram_tokens: granted from DRAM.
+        ssd_tokens: granted that were read from SSD for it.
         stored_tokens: of the session after it; what it computed, even if not all found room.
         is_asked: whether the engine asked for the history; else it had it itself, or there is none.
         is_ended: whether the session was said to end with it.

@@ -190,7 +190,7 @@ class WriteQueue:
         return next(reversed(self._blocks.values()))
 
     def num_short(self, num_freed: int) -> int:
-        """Whole extents that are missing, if `num_freed` are given back soon.
+        """Whole extents that are missing, if `num_freed` come free soon.
 
         Packed blocks are taken to fit without gaps, so it may turn out too low.
         """

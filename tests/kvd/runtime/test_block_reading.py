@@ -93,9 +93,9 @@ async def test_a_load_hurries_what_is_read_ahead(world, num_tokens):
     write, stored = world.write_action(1, 0, 0, num_tokens)
     world.performer.perform(write)
     await world.until_idle()
-    let_go = threading.Event()
+    may_end = threading.Event()
     for _ in range(3):  # as many as there are threads for what nobody waits for
-        world.pool.submit(Priority.WRITE, 0, lambda _: let_go.wait(DEADLINE_S))
+        world.pool.submit(Priority.WRITE, 0, lambda _: may_end.wait(DEADLINE_S))
     try:
         world.performer.perform(ReadBlock(11, write.key, 0, 1, num_tokens, ahead=True))
         world.performer.perform(TrackLoad(LEASE, ENGINE_ID, (11,)))
@@ -104,7 +104,7 @@ async def test_a_load_hurries_what_is_read_ahead(world, num_tokens):
             while words.word(index) & LAYERS_MASK < 8:  # noqa: ASYNC110  # the word is what counts
                 await asyncio.sleep(0.001)
     finally:
-        let_go.set()
+        may_end.set()
     assert await world.until_idle() == [("read_done", 11, IoOutcome.OK, stored)]
     async with asyncio.timeout(DEADLINE_S):
         while len(world.pool):  # noqa: ASYNC110  # the job that came too late

@@ -182,7 +182,7 @@ def test_a_new_kvd_finds_the_old_spans_or_the_new_ones():
         while True:
             world = sparse_world()
             rest(world)
-            if not _go_on(world, num_steps):
+            if not _resume(world, num_steps):
                 break
             world.start(keep_dram=keep_dram)
             answer = load(world, A, KEPT)
@@ -194,7 +194,7 @@ def test_a_new_kvd_finds_the_old_spans_or_the_new_ones():
         assert num_steps > 10, "each of them was tried"
 
 
-def _go_on(world, num_steps: int) -> bool:
+def _resume(world, num_steps: int) -> bool:
     """Do so many things in turn: end an operation, or commit a row; False if there are fewer."""
     for _ in range(num_steps):
         if world.io:

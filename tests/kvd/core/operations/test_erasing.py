@@ -64,7 +64,7 @@ def test_others_are_passed_over_in_bounded_steps():
     store(world, A, ONES)
     begin(world)
     dropped = []
-    while world.engine.erasing.is_looking:
+    while world.engine.erasing.has_unvisited:
         dropped.append(drop(world, max_sessions=1).num_sessions)
     assert sum(dropped) == 1
     assert dropped[:2] == [0, 0]

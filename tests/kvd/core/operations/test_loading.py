@@ -155,7 +155,7 @@ def test_a_pending_load_is_tracked_until_it_ends():
     assert (counter(world, "load_hits"), counter(world, "load_tokens_ssd")) == (1, 8)
 
 
-def test_an_engine_may_give_up_a_pending_load():
+def test_an_engine_may_cancel_a_pending_load():
     """Completed before its reads are: a miss; the reads serve the cache."""
     world = world_with_a_on_ssd()
     answer = prepare_load(world, A, ONES)

@@ -199,7 +199,7 @@ def test_no_space_when_waiting_cannot_help():
     assert counter(world, "stores_refused") == 1
 
 
-def test_existing_blocks_beyond_the_slots_are_let_go():
+def test_existing_blocks_beyond_the_slots_are_released():
     """A planned chunk that exists already is held only as far as slots reach before it."""
     world = new_world(num_slots=3, num_extents=0)
     store(world, A, ONES + TWOS)
