@@ -31,7 +31,7 @@ from kvd.tiers.manifest import Manifest
 from shared.types.units import NS_PER_S
 
 POLICY = "predictive"  # the default one
-ENGINE_ID = 1
+OWNER = 1
 NUM_SLOTS = 512
 NUM_STORES = 100  # of new sessions where the SSD tier is full
 TICKS_SHARE = 500  # one call for so many sessions, until a reload is brought about
@@ -142,12 +142,10 @@ class LoopRun:
 
         def prepare() -> None:
             nonlocal lease_id
-            lease_id = self.engine.stores.prepare(key, tokens, 0, ENGINE_ID).lease_id
+            lease_id = self.engine.stores.prepare(key, tokens, 0, OWNER).lease_id
 
         took_s = self.longest(prepare)
         if not lease_id:
             return took_s
-        complete = self.longest(
-            lambda: self.engine.stores.complete(lease_id, ENGINE_ID, success=True)
-        )
+        complete = self.longest(lambda: self.engine.stores.complete(lease_id, OWNER, success=True))
         return max(took_s, complete)

@@ -19,7 +19,7 @@ _LISTEN_VARIABLES = ("LISTEN_PID", "LISTEN_FDS", "LISTEN_FDNAMES", "LISTEN_PIDFD
 def store_fds(fds: Mapping[str, int], environ: Mapping[str, str] = os.environ) -> bool:
     """Have descriptors kept by name; False if there is nobody to keep them.
 
-    systemd drops what does not fit FileDescriptorStoreMax= without an error.
+    systemd drops what does not fit FileDescriptorStoreMax= without telling us.
     """
     # Polled descriptors are dropped once they hang up; memory never does, and cannot be polled.
     return all(

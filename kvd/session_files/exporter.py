@@ -67,26 +67,24 @@ class Exporter:
 
     async def _next(self) -> bytes:
         """Copy the next rows out."""
-        cache, export, engine_id = self._cache, self._export, secrets.randbits(63)
-        with _ending(cache, engine_id):
-            answer = await self._granted(engine_id)
+        cache, export, owner = self._cache, self._export, secrets.randbits(63)
+        with _ending(cache, owner):
+            answer = await self._granted(owner)
             token_offset = export.num_tokens
             rows = cache.act(lambda core: core.session_files.exported(export, answer.lease_id))
             piece = await finished_in_thread(self._copied, token_offset, rows)
             # What raises here was given to somebody else, or is corrupt: nothing of it is sent.
-            cache.act(lambda core: core.loads.complete(answer.lease_id, engine_id))
+            cache.act(lambda core: core.loads.complete(answer.lease_id, owner))
         return piece
 
-    async def _granted(self, engine_id: int) -> LoadAnswer:
+    async def _granted(self, owner: int) -> LoadAnswer:
         """Lease the next spans and wait until they are in their slots."""
         cache, loop = self._cache, asyncio.get_running_loop()
         until = loop.time() + WAIT_S
         while True:
             await self._caches.open(cache.layout, prefault=False)
             answer = cache.act(
-                lambda core: core.session_files.prepare_export(
-                    self._export, self._max_spans, engine_id
-                )
+                lambda core: core.session_files.prepare_export(self._export, self._max_spans, owner)
             )
             if answer.lookup is Lookup.PENDING:
                 answer = await _settled(cache, answer.lease_id, until)
@@ -112,12 +110,12 @@ class Exporter:
 
 
 @contextmanager
-def _ending(cache: Cache, engine_id: int) -> Iterator[None]:
+def _ending(cache: Cache, owner: int) -> Iterator[None]:
     """Release whatever is still leased in the end."""
     try:
         yield
     finally:
-        cache.act(lambda core: core.engines.gone(engine_id))
+        cache.act(lambda core: core.engines.gone(owner))
 
 
 async def _settled(cache: Cache, lease_id: int, until: float) -> LoadAnswer:
