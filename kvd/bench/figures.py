@@ -77,7 +77,7 @@ class QueueCosts:
         num_jobs: that wait.
         policy: of the eviction.
         full_s: all of it at once.
-        change_s: one job leaves and one joins.
+        change_s: one request leaves and one joins.
     """
 
     num_jobs: int

@@ -250,7 +250,7 @@ class _QueueReports:
         self._replica = QueueReplica(self._apply)
 
     def change(self, number: int) -> None:
-        """Let a job leave, and another join somewhere."""
+        """Let a request leave, and another join somewhere."""
         self._feed.left(number)
         self._add(self._num_jobs + number, number * 0.618 % 1 * self._num_jobs)
 

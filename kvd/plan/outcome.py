@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from kvd.core.records.records import Tier
 from shared.types.units import NS_PER_S
 
-BUSY_QUEUE = 4  # jobs ahead: from here on there is time to read a session ahead
+BUSY_QUEUE = 4  # requests ahead: from here on there is time to read a session ahead
 _S_PER_H = 3600
 
 
@@ -23,7 +23,7 @@ class TurnRecord:
         history_tokens: of its prompt.
         loaded_tokens: of these, how many were loaded.
         found_in: the tier that they were in when it started; None: not held.
-        num_ahead: jobs that waited when it arrived.
+        num_ahead: requests that waited when it arrived.
     """
 
     arrived_ns: int
@@ -46,12 +46,12 @@ class Outcome:
         hits_fu: hits per turn that has history.
         hits_tok: history tokens loaded per history token: the prefill saved.
         dram_share: of the hits, those in DRAM when the turn started.
-        dram_share_4_ahead: the same, of hits with at least four jobs waiting when they arrived.
+        dram_share_4_ahead: the same, of hits with at least four requests waiting when they arrived.
         num_guarded: turns whose history was held but faster to compute.
         guarded_fu: the same, per turn that has history.
         ttft_mean_s: from arrival to the first token.
         start_ttft_mean_s: from the turn's start to the first token, without the wait in the queue.
-        queue_mean: jobs that waited when a turn arrived.
+        queue_mean: requests that waited when a turn arrived.
         prefill_tokens_per_s: prompt tokens per second of prefill.
         gpu_hours: time in which the engine computed.
         prefill_hours: of these, prefills.

@@ -59,7 +59,7 @@ def replay(
 
 
 @dataclass(slots=True)
-class _Job:
+class _Request:
     """A turn that waits or runs."""
 
     session: int
@@ -101,8 +101,8 @@ class Replay:
         self._now_ns = 0
         self._arrivals: list[tuple[int, int]] = []  # heap: when, which session
         self._next_turn = [0] * len(sessions)
-        self._waiting: deque[_Job] = deque()
-        self._running: dict[int, _Job] = {}  # by session
+        self._waiting: deque[_Request] = deque()
+        self._running: dict[int, _Request] = {}  # by session
         self._num_arrived = 0
         self._num_turns = sum(len(session.turns) for session in sessions)
         self._started_ns: int | None = None  # the last turn
@@ -175,55 +175,55 @@ class Replay:
         self._returns_ns.pop(key, None)
         record = TurnRecord(self._now_ns, len(self._waiting), turn.history_tokens, turn.new_tokens)
         hbm_bytes = self._costs.num_bytes(turn.kept_tokens)
-        job = _Job(session, self._num_arrived, turn, record, hbm_bytes)
+        request = _Request(session, self._num_arrived, turn, record, hbm_bytes)
         self._num_arrived += 1
-        self._waiting.append(job)
-        waiting = QueuedRequest((0, 0.0, job.number), key, turn.history_tokens)
+        self._waiting.append(request)
+        waiting = QueuedRequest((0, 0.0, request.number), key, turn.history_tokens)
         self._report_queue(QueueChange(waiting=[waiting], interval_ns=round(self._interval_ns)))
 
-    def _start(self, job: _Job) -> None:
-        """Give a job a slot, and its history if that is held and loading pays."""
+    def _start(self, request: _Request) -> None:
+        """Give a request a slot, and its history if that is held and loading pays."""
         self._note_start()
-        key, record = self._keys[job.session], job.record
-        self._running[job.session] = job
-        self._hbm_bytes += job.hbm_bytes
-        self._report_queue(QueueChange(running=[RunningRequest(job.number, key)]))
+        key, record = self._keys[request.session], request.record
+        self._running[request.session] = request
+        self._hbm_bytes += request.hbm_bytes
+        self._report_queue(QueueChange(running=[RunningRequest(request.number, key)]))
         record.started_ns = self._now_ns
-        record.found_in, record.loaded_tokens = self._lookup(key, job.turn)
-        if job.number == self._options.warmup_turns:
+        record.found_in, record.loaded_tokens = self._lookup(key, request.turn)
+        if request.number == self._options.warmup_turns:
             self._since = self._totals()
-        if self._is_measured(job):
+        if self._is_measured(request):
             self._tally.started(record)
         if record.found_in is Tier.SSD and record.loaded_tokens:
             self._reading.demand(key, self._costs.num_bytes(record.loaded_tokens), self._now_ns)
         else:
-            self._prefill(job)
+            self._prefill(request)
 
-    def _answered(self, job: _Job) -> None:
-        if self._is_measured(job):
-            self._tally.answered(job.record, self._now_ns)
+    def _answered(self, request: _Request) -> None:
+        if self._is_measured(request):
+            self._tally.answered(request.record, self._now_ns)
 
-    def _complete(self, job: _Job) -> None:
+    def _complete(self, request: _Request) -> None:
         """End a turn: its session is stored, and thinks."""
-        key, turns = self._keys[job.session], self._sessions[job.session].turns
-        self._hbm_bytes -= job.hbm_bytes
-        self._next_turn[job.session] += 1
-        is_last = self._next_turn[job.session] == len(turns)
+        key, turns = self._keys[request.session], self._sessions[request.session].turns
+        self._hbm_bytes -= request.hbm_bytes
+        self._next_turn[request.session] += 1
+        is_last = self._next_turn[request.session] == len(turns)
         if not is_last:
-            turn = self._turn(job.session)
+            turn = self._turn(request.session)
             think_ns = round(turn.think_s * self._options.think_scale * NS_PER_S)
             returns_ns = self._now_ns + think_ns
             if turn.history_tokens:
                 self._returns_ns[key] = returns_ns
-            heappush(self._arrivals, (returns_ns, job.session))
-        self._report_queue(QueueChange(left=[job.number]))
+            heappush(self._arrivals, (returns_ns, request.session))
+        self._report_queue(QueueChange(left=[request.number]))
         if self._options.load_policy == "never":
             return
         if is_last and self._options.end_hints:
             self._placement.policy.on_end(key)
             self._tiers.drop(key)  # an engine does not store a session's last turn
         else:
-            self._store(key, job.turn)
+            self._store(key, request.turn)
 
     def _was_read(self, read: Read) -> None:
         """A session was read from SSD: for its turn, or ahead of it."""
@@ -245,11 +245,13 @@ class Replay:
 
     # --------------------------------------------------------------------------------------- pieces
 
-    def _has_room(self, job: _Job) -> bool:
+    def _has_room(self, request: _Request) -> bool:
         if len(self._running) >= self._hardware.engine.slots:
             return False
         hbm_bytes = self._hardware.hbm_bytes
-        return not hbm_bytes or not self._running or self._hbm_bytes + job.hbm_bytes <= hbm_bytes
+        return (
+            not hbm_bytes or not self._running or self._hbm_bytes + request.hbm_bytes <= hbm_bytes
+        )
 
     def _lookup(self, key: SessionKey, turn: Turn) -> tuple[Tier | None, int]:
         """Where a turn's history is, and how many tokens of it are to be loaded."""
@@ -268,17 +270,17 @@ class Replay:
                 return found_in, 0
         return found_in, tokens
 
-    def _prefill(self, job: _Job) -> None:
-        """Queue a job's prefill; the engine has what is held of its session, or does without."""
-        key, record = self._keys[job.session], job.record
+    def _prefill(self, request: _Request) -> None:
+        """Queue a request's prefill; the engine has what is held of its session, or recomputes."""
+        key, record = self._keys[request.session], request.record
         self._reading.cancel(key)
         if record.found_in is None:
             self._tiers.drop(key)  # what is held is no part of this prompt
         else:
             self._tiers.run(key)
-        prefill_ns = self._costs.prefill_ns(job.turn, record.loaded_tokens)
-        decode_ns = self._costs.decode_ns(job.turn)
-        self._gpu.add(Prefill(job.session, prefill_ns, decode_ns), self._now_ns)
+        prefill_ns = self._costs.prefill_ns(request.turn, record.loaded_tokens)
+        decode_ns = self._costs.decode_ns(request.turn)
+        self._gpu.add(Prefill(request.session, prefill_ns, decode_ns), self._now_ns)
 
     def _store(self, key: SessionKey, turn: Turn) -> None:
         tokens = self._costs.kept_tokens(turn)
@@ -323,8 +325,8 @@ class Replay:
             self._interval_ns += share * (passed_ns - self._interval_ns)
         self._started_ns = self._now_ns
 
-    def _is_measured(self, job: _Job) -> bool:
-        return job.number >= self._options.warmup_turns
+    def _is_measured(self, request: _Request) -> bool:
+        return request.number >= self._options.warmup_turns
 
     def _totals(self) -> Totals:
         """The counters of now."""

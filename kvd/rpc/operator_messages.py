@@ -252,7 +252,7 @@ def engine_message(engine: Engine, queue_jobs: int, running_jobs: int) -> pb.Eng
 
     Args:
         engine: which one.
-        queue_jobs: of its jobs that wait, as far as it has reported them.
+        queue_jobs: of its requests that wait, as far as it has reported them.
         running_jobs: that it computes.
     """
     message = pb.EngineInfo(

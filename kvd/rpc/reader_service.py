@@ -173,8 +173,8 @@ class ReaderService(kvd_pb2_grpc.ReaderServicer):  # type: ignore[misc]  # the s
                 yield await watcher.next()
 
     def _engine_message(self, engine: Engine) -> pb.EngineInfo:
-        num_jobs = engine.cache.act(lambda core: core.engines.num_jobs(engine.engine_id))
-        return engine_message(engine, *num_jobs)
+        num_requests = engine.cache.act(lambda core: core.engines.num_requests(engine.engine_id))
+        return engine_message(engine, *num_requests)
 
     def _layout_message(self, cache: Cache) -> pb.LayoutStats:
         return layout_stats_message(

@@ -182,7 +182,7 @@ def _layout_lines(layout: kvd_pb2.LayoutStats) -> Iterator[Text]:
         ("queue ", _HEADING),
         f"{queue.waiting_jobs} wait, {queue.running_sessions} run  ",
         ("windows ", _HEADING),
-        f"prefetch {queue.prefetch_window}, eviction {queue.eviction_window} jobs",
+        f"prefetch {queue.prefetch_window}, eviction {queue.eviction_window} requests",
     )
 
 

@@ -174,7 +174,7 @@ def _since(rates: Rates) -> str:
 
 
 def _queues_table(stats: kvd_pb2.GetStatsResponse, width: int) -> Table:
-    """What engines will ask for, and how far kvd looks ahead, in jobs."""
+    """What engines will ask for, and how far kvd looks ahead, in requests."""
     columns = (
         Column("model"),
         Column("wait", is_number=True),

@@ -156,10 +156,10 @@ class CacheMachine(RuleBasedStateMachine):
         )
         self.world = CacheWorld(limits, policy)
         self.names_lineage = names_lineage
-        self.jobs: dict[int, dict[int, SessionKey]] = {
+        self.requests: dict[int, dict[int, SessionKey]] = {
             engine_id: {} for engine_id in ENGINE_IDS
         }  # by number
-        self.num_jobs = 0
+        self.num_requests = 0
         self.ids = {
             engine_id: engine_id for engine_id in ENGINE_IDS
         }  # an engine gets a new id as it attaches
@@ -551,12 +551,12 @@ class CacheMachine(RuleBasedStateMachine):
     def replace_queue(self, engine_id, keys, num_running, interval_ns) -> None:
         if engine_id in self.detached:
             return
-        jobs = self.jobs[engine_id] = dict(enumerate(keys, self.num_jobs))
-        self.num_jobs += len(keys)
-        numbers = list(jobs)
+        requests = self.requests[engine_id] = dict(enumerate(keys, self.num_requests))
+        self.num_requests += len(keys)
+        numbers = list(requests)
         change = QueueChange(
-            [QueuedRequest((0, 0.0, number), jobs[number]) for number in numbers[num_running:]],
-            [RunningRequest(number, jobs[number]) for number in numbers[:num_running]],
+            [QueuedRequest((0, 0.0, number), requests[number]) for number in numbers[num_running:]],
+            [RunningRequest(number, requests[number]) for number in numbers[:num_running]],
             interval_ns=interval_ns,
         )
         self.world.engine.engines.replace_queue(self.ids[engine_id], change)
@@ -586,23 +586,27 @@ class CacheMachine(RuleBasedStateMachine):
         """Some join, some move, some start or go on waiting, some leave."""
         if engine_id in self.detached:
             return
-        jobs = self.jobs[engine_id]
-        what = {n: data.draw(st.sampled_from(["stay", "wait", "run", "leave"])) for n in jobs}
+        requests = self.requests[engine_id]
+        what = {n: data.draw(st.sampled_from(["stay", "wait", "run", "leave"])) for n in requests}
         for key in joining:
-            what[self.num_jobs] = "wait"
-            jobs[self.num_jobs] = key
-            self.num_jobs += 1
+            what[self.num_requests] = "wait"
+            requests[self.num_requests] = key
+            self.num_requests += 1
         change = QueueChange(
             [
-                QueuedRequest((data.draw(st.integers(-1, 1)), 0.0, number), jobs[number])
+                QueuedRequest((data.draw(st.integers(-1, 1)), 0.0, number), requests[number])
                 for number, how in what.items()
                 if how == "wait"
             ],
-            [RunningRequest(number, jobs[number]) for number, how in what.items() if how == "run"],
+            [
+                RunningRequest(number, requests[number])
+                for number, how in what.items()
+                if how == "run"
+            ],
             [number for number, how in what.items() if how == "leave"],
         )
         for number in change.left:
-            del jobs[number]
+            del requests[number]
         self.world.engine.engines.change_queue(self.ids[engine_id], change)
         self.world.pump()
 
@@ -626,7 +630,7 @@ class CacheMachine(RuleBasedStateMachine):
             assert state is LeaseState.LOST, "loads end with the connection"
 
     def _attach_anew(self, engine_id: int) -> None:
-        self.jobs[engine_id] = {}
+        self.requests[engine_id] = {}
         self.ids[engine_id] += len(ENGINE_IDS)
         self.detached.discard(engine_id)
 
@@ -639,7 +643,7 @@ class CacheMachine(RuleBasedStateMachine):
         engine = self.world.engine
         engine.engines.detach(self.ids[engine_id])
         self.detached.add(engine_id)
-        self.jobs[engine_id] = {}
+        self.requests[engine_id] = {}
         self._forget_loads(engine_id)
         held = sorted(s.answer.lease_id for s in self.stores if s.engine_id == engine_id)
         assert [
@@ -843,7 +847,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.detached = {store.engine_id for store in self.stores}
         for engine_id in ENGINE_IDS:
             self.ids[engine_id] += ADOPTED_ENGINES
-            self.jobs[engine_id] = {}
+            self.requests[engine_id] = {}
         world.start(keep_dram=keep_dram, alive=alive_ids)
 
     def teardown(self) -> None:

@@ -91,8 +91,8 @@ def later_first(place: QueuePlace) -> EvictionRank:
 class LookaheadPolicy(LookaheadQueuePolicy):
     """Sessions in the eviction window go last, tail of the window first; others go by last use.
 
-    The window is of `L_ew = (C_mem + C_disk) / S_kv` jobs. Its edge is moved when victims are asked
-    for: by a session or so for each job that joined or left since, O(log jobs) each.
+    The window is of `L_ew = (C_mem + C_disk) / S_kv` requests. Its edge is moved when victims are
+    asked for: by a session or so for each request that joined or left since, O(log requests) each.
 
     *Source:* CachedAttention §3.3.2 (the order outside the window is not stated there).
     """

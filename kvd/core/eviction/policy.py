@@ -43,7 +43,7 @@ class PolicyContext:
 
     Attributes:
         queue: of all engines.
-        eviction_window: the paper's L_ew, in jobs, now.
+        eviction_window: the paper's L_ew, in requests, now.
     """
 
     queue: QueueWindow

@@ -54,7 +54,7 @@ class PrefetchOrder:
         """The session to be read next, if there is one.
 
         Args:
-            window: jobs of the queue that are looked at (the paper's L_pw).
+            window: requests of the queue that are looked at (the paper's L_pw).
             is_in_time: whether a session can be read within so many nanoseconds, 0: not known when.
                 One that cannot yields to a later one that can; if none can, the first is read
                 all the same: what is there by then need not be read on demand.
@@ -101,17 +101,17 @@ class SessionPlacement:
 
     # --------------------------------------------------------------------------------------- queue
 
-    def replace_queue(self, engine_id: int, jobs: QueueChange, now_ns: int) -> int:
+    def replace_queue(self, engine_id: int, queue: QueueChange, now_ns: int) -> int:
         """Take all of an engine's queue; returns its digest.
 
         If the engine had no queue here before, the policy gets no `on_submit` for these turns: when
         they arrived nobody knows.
         """
-        is_known = self._has_jobs(engine_id)
-        self._prepare_change(engine_id, jobs, now_ns)
+        is_known = self._has_requests(engine_id)
+        self._prepare_change(engine_id, queue, now_ns)
         if not is_known:
             self._arriving.clear()
-        return self.queue.replace(engine_id, jobs, now_ns)
+        return self.queue.replace(engine_id, queue, now_ns)
 
     def change_queue(self, engine_id: int, change: QueueChange, now_ns: int) -> int:
         """Take a change of an engine's queue; returns the digest of what it is now."""
@@ -176,19 +176,24 @@ class SessionPlacement:
         """Record, before a change is applied, what its result does not show any more."""
         self._now_ns = now_ns
         self._arriving = self._new_turns(engine_id, change)
-        for job in change.running:
-            if self._busy.get(job.key) and not self.queue.runs(engine_id, job.number):
-                self._loaded.discard(job.key)  # the turn that it was loaded for has ended
+        for request in change.running:
+            if self._busy.get(request.key) and not self.queue.runs(engine_id, request.number):
+                self._loaded.discard(request.key)  # the turn that it was loaded for has ended
 
     def _new_turns(self, engine_id: int, change: QueueChange) -> set[SessionKey]:
         """Sessions with a request that is new, be another one's end reported in the same change."""
-        if not self._has_jobs(engine_id):
-            return {job.key for jobs in (change.waiting, change.running) for job in jobs}
+        if not self._has_requests(engine_id):
+            waiting = {request.key for request in change.waiting}
+            return waiting | {request.key for request in change.running}
         knows = self.queue.knows
-        waiting = {job.key for job in change.waiting if not knows(engine_id, job.rank[2])}
-        return waiting | {job.key for job in change.running if not knows(engine_id, job.number)}
+        waiting = {
+            request.key for request in change.waiting if not knows(engine_id, request.rank[2])
+        }
+        return waiting | {
+            request.key for request in change.running if not knows(engine_id, request.number)
+        }
 
-    def _has_jobs(self, engine_id: int) -> bool:
+    def _has_requests(self, engine_id: int) -> bool:
         return bool(self.queue.num_waiting(engine_id) or self.queue.num_running(engine_id))
 
     def _on_queue(self, key: SessionKey) -> None:

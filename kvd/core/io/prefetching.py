@@ -219,7 +219,7 @@ class Prefetcher:
         return self._read_next()
 
     def _window(self) -> int:
-        """The paper's L_pw, in jobs; the next one is read as far as it fits, however large."""
+        """The paper's L_pw, in requests; the next one is read as far as it fits, however large."""
         state = self._state
         num_slots = len(state.slots) - state.num_kept_free
         return max(1, state.placement.window(num_slots * state.layout.block_bytes))

@@ -81,12 +81,12 @@ class KnownEngines:
         self._state.outbox.emit(OWNER_REATTACHED, None, fields)
         return confirmed, lost
 
-    def replace_queue(self, engine_id: int, jobs: QueueChange) -> int:
+    def replace_queue(self, engine_id: int, queue: QueueChange) -> int:
         """Take all of an engine's waiting queue; returns its digest."""
         state = self._state
-        state.turns.queue_replaced(engine_id, jobs, state.now_ns)
+        state.turns.queue_replaced(engine_id, queue, state.now_ns)
         self._prefetcher.queue_changed()
-        return state.placement.replace_queue(engine_id, jobs, state.now_ns)
+        return state.placement.replace_queue(engine_id, queue, state.now_ns)
 
     def change_queue(self, engine_id: int, change: QueueChange) -> int:
         """Take a change of an engine's waiting queue; returns the digest of what it is now."""
@@ -95,8 +95,8 @@ class KnownEngines:
         self._prefetcher.queue_changed()
         return state.placement.change_queue(engine_id, change, state.now_ns)
 
-    def num_jobs(self, engine_id: int) -> tuple[int, int]:
-        """Count an engine's jobs: those that wait, and those that are being computed."""
+    def num_requests(self, engine_id: int) -> tuple[int, int]:
+        """Count an engine's requests: those that wait, and those that are being computed."""
         queue = self._state.placement.queue
         return queue.num_waiting(engine_id), queue.num_running(engine_id)
 

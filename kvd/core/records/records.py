@@ -183,7 +183,7 @@ class QueueStats:
     """Answer of `queue_stats`: what the queues of all engines say, and how far is looked into them.
 
     Attributes:
-        prefetch_window: L_pw in jobs: sessions of mean size that fit in DRAM; 0: none was stored.
+        prefetch_window: L_pw in requests: sessions of mean size that fit in DRAM; 0: none stored.
         eviction_window: those that fit in both tiers together.
         mean_session_bytes: S_kv.
     """

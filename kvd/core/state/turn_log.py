@@ -11,7 +11,7 @@ Sessions are numbered as they come: a number says which turns belong together an
 they are. One whose turns have all left the log gets a new number when it returns.
 
 Invariants: 1. at most `max_turns` turns are kept, and of each session in them the newest is known;
-2. arrivals are those of the jobs that wait, by the newest report of their engines.
+2. arrivals are those of the requests that wait, by the newest report of their engines.
 """
 
 from collections import deque
@@ -24,7 +24,7 @@ from shared.types.session_key import SessionKey
 
 MAX_TURNS = 8_192  # about 2 MiB; at a turn a second, two hours
 
-Arrival = tuple[int, int]  # ns; history tokens of the job
+Arrival = tuple[int, int]  # ns; history tokens of the request
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ class _Turn:
 
     Attributes:
         history_tokens: as the engine's queue says, or as the turn before has left them.
-        job: engine id and request number; None: no queue has named it.
+        request: engine id and request number; None: no queue has named it.
         prompt_tokens: the most that was asked for.
     """
 
@@ -75,7 +75,7 @@ class _Turn:
     started_ns: int
     ended_ns: int
     history_tokens: int
-    job: tuple[int, int] | None = None
+    request: tuple[int, int] | None = None
     prompt_tokens: int = 0
     dram_tokens: int = 0
     ssd_tokens: int = 0
@@ -137,17 +137,17 @@ class TurnLog:
 
     # -------------------------------------------------------------------------------------- queues
 
-    def queue_replaced(self, engine_id: int, jobs: QueueChange, now_ns: int) -> None:
-        """Note all of an engine's queue: O(jobs)."""
+    def queue_replaced(self, engine_id: int, queue: QueueChange, now_ns: int) -> None:
+        """Note all of an engine's queue: O(requests)."""
         before = self._arrivals.get(engine_id, {})
         self._arrivals[engine_id] = {
-            job.rank[2]: before.get(job.rank[2]) or (now_ns, job.history_tokens)
-            for job in jobs.waiting
+            request.rank[2]: before.get(request.rank[2]) or (now_ns, request.history_tokens)
+            for request in queue.waiting
         }
-        self._started(engine_id, jobs, before, now_ns)
+        self._started(engine_id, queue, before, now_ns)
 
     def queue_changed(self, engine_id: int, change: QueueChange, now_ns: int) -> None:
-        """Note a change of an engine's queue: O(jobs in it)."""
+        """Note a change of an engine's queue: O(requests in it)."""
         arrivals = self._arrivals.setdefault(engine_id, {})
         self._started(engine_id, change, arrivals, now_ns)
         for number in change.left:
@@ -217,16 +217,16 @@ class TurnLog:
     def _started(
         self, engine_id: int, change: QueueChange, arrivals: dict[int, Arrival], now_ns: int
     ) -> None:
-        for job in change.running:
-            arrival = arrivals.pop(job.number, None)
-            turn = self._newest.get(job.key)
-            if turn is not None and turn.job == (engine_id, job.number):
+        for request in change.running:
+            arrival = arrivals.pop(request.number, None)
+            turn = self._newest.get(request.key)
+            if turn is not None and turn.request == (engine_id, request.number):
                 continue
             arrived_ns, history_tokens = arrival or (now_ns, 0)
             is_over = turn is not None and turn.is_stored and turn.arrived_ns < arrived_ns
-            if turn is None or turn.job is not None or (arrival is not None and is_over):
-                turn = self._begin(job.key, now_ns)
-            turn.job = (engine_id, job.number)
+            if turn is None or turn.request is not None or (arrival is not None and is_over):
+                turn = self._begin(request.key, now_ns)
+            turn.request = (engine_id, request.number)
             turn.arrived_ns = min(turn.arrived_ns, arrived_ns)
             turn.history_tokens = history_tokens or turn.history_tokens
 
@@ -250,6 +250,6 @@ class TurnLog:
 def _note_arrivals(
     arrivals: dict[int, Arrival], waiting: Sequence[QueuedRequest], now_ns: int
 ) -> None:
-    for job in waiting:
-        if job.rank[2] not in arrivals:
-            arrivals[job.rank[2]] = (now_ns, job.history_tokens)
+    for request in waiting:
+        if request.rank[2] not in arrivals:
+            arrivals[request.rank[2]] = (now_ns, request.history_tokens)

@@ -28,7 +28,7 @@ def test_fifo_keeps_the_place_of_a_session_until_it_is_dropped():
     assert sessions.victims() == "acb"
 
 
-def test_the_paper_s_window_exempts_its_jobs_and_no_others():
+def test_the_paper_s_window_exempts_its_requests_and_no_others():
     """Outside of it the least recently used go first, though they may be the next to be needed."""
     sessions = Sessions("lookahead", capacity_bytes=200)
     sessions.placement.note_size(100)
@@ -43,8 +43,8 @@ def test_the_paper_s_window_exempts_its_jobs_and_no_others():
     assert sessions.victims() == "abcde"
 
 
-def test_jobs_that_came_and_went_are_not_remembered_for_the_next_look():
-    """Nobody asks the paper's policy for victims, and jobs come and go all the same."""
+def test_requests_that_came_and_went_leave_nothing_for_the_next_look():
+    """Nobody asks the paper's policy for victims, and requests come and go all the same."""
     sessions = Sessions("lookahead", capacity_bytes=200)
     sessions.use("a")
     for number in range(50):

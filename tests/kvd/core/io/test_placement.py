@@ -171,7 +171,7 @@ def test_a_queued_session_goes_only_when_nothing_else_does():
     store(world, A, ONES)
     store(world, B, TWOS)
     world.engine.engines.replace_queue(ENGINE_ID, queue_of(A))
-    assert world.engine.engines.num_jobs(ENGINE_ID)[0] == 1
+    assert world.engine.engines.num_requests(ENGINE_ID)[0] == 1
     store(world, C, THREES)
     assert (tiers_of(world, A), tiers_of(world, B)) == (["DS"], ["S"])
     world.engine.engines.replace_queue(ENGINE_ID, queue_of(A, C))

@@ -126,7 +126,7 @@ def test_what_is_under_way_is_bounded():
 
 
 def test_only_the_window_is_read():
-    """L_pw = C_mem / S_kv jobs, though there were room for more."""
+    """L_pw = C_mem / S_kv requests, though there were room for more."""
     world = reading_world(num_slots=6)
     store_on_ssd(world, {C: 4, A: 1, B: 1})
     queue(world, A, B, C)
@@ -404,8 +404,8 @@ def test_a_session_that_cannot_come_in_time_yields_to_one_that_can():
     prepare_load(world, C, THREES)
     world.now_ns += 100  # the time a block takes
     world.finish_all(ReadBlock)
-    jobs = queue_of(A, B)
-    world.engine.engines.replace_queue(ENGINE_ID, QueueChange(jobs.waiting, interval_ns=150))
+    requests = queue_of(A, B)
+    world.engine.engines.replace_queue(ENGINE_ID, QueueChange(requests.waiting, interval_ns=150))
     world.pump()
     assert finish_reads(world) == [B, A, A, A, A]
 
@@ -417,8 +417,8 @@ def test_what_comes_in_time_keeps_its_turn():
     prepare_load(world, C, THREES)
     world.now_ns += 100
     world.finish_all(ReadBlock)
-    jobs = queue_of(A, B)
-    world.engine.engines.replace_queue(ENGINE_ID, QueueChange(jobs.waiting, interval_ns=400))
+    requests = queue_of(A, B)
+    world.engine.engines.replace_queue(ENGINE_ID, QueueChange(requests.waiting, interval_ns=400))
     world.pump()
     assert finish_reads(world) == [A, A, A, A, B]
 
@@ -650,8 +650,8 @@ def test_no_policy_writes_what_is_clean(policy):
     assert counter(world, "ssd_read_bytes") % BLOCK_BYTES == 0
 
 
-def test_a_job_of_another_rank_is_read_in_its_new_order():
-    """A delta that only moves a job moves its session."""
+def test_a_request_of_another_rank_is_read_in_its_new_order():
+    """A delta that only moves a request moves its session."""
     world = reading_world(prefetch_bytes=ONE)
     store_on_ssd(world, {A: 1, B: 1, C: 1})
     queue(world, A, B, C)

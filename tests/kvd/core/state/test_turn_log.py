@@ -38,8 +38,8 @@ def test_turns_of_an_engine_without_a_queue() -> None:
     log.check()
 
 
-def test_a_turn_begins_when_its_job_runs() -> None:
-    """It arrived when its job came to wait, and the queue knows how long the history is."""
+def test_a_turn_begins_when_its_request_runs() -> None:
+    """It arrived when its request came to wait, and the queue knows how long the history is."""
     log = TurnLog(10)
     log.queue_changed(ENGINE, _waiting(A, 1, 33), 100)
     log.queue_changed(ENGINE, QueueChange(running=[RunningRequest(1, A)]), 150)
@@ -49,7 +49,7 @@ def test_a_turn_begins_when_its_job_runs() -> None:
 
 
 def test_a_load_before_its_request_is_reported_to_run() -> None:
-    """The job takes over the turn that the load has begun, whatever the order of the two."""
+    """The request takes over the turn that the load has begun, whatever the order of the two."""
     log = TurnLog(10)
     _turn(log, A, 20, 50, 10)
     log.queue_changed(ENGINE, _waiting(A, 1, 50), 100)
@@ -92,7 +92,7 @@ def test_a_turn_that_the_queue_reports_late() -> None:
 
 
 def test_a_full_queue_keeps_known_arrivals() -> None:
-    """A snapshot that repeats a job does not make it arrive anew; one that it omits is gone."""
+    """A snapshot that repeats a request does not make it arrive anew; one that it omits is gone."""
     log = TurnLog(10)
     for number, now_ns in ((1, 10), (2, 11)):
         log.queue_changed(ENGINE, _waiting((A, B)[number - 1], number), now_ns)
@@ -104,7 +104,7 @@ def test_a_full_queue_keeps_known_arrivals() -> None:
 
 
 def test_a_queue_is_forgotten_with_its_engine() -> None:
-    """Another engine's job of the same number is another job."""
+    """Another engine's request of the same number is another request."""
     log = TurnLog(10)
     log.queue_changed(ENGINE, _waiting(A, 1), 10)
     log.engine_gone(ENGINE)
@@ -116,7 +116,7 @@ def test_a_queue_is_forgotten_with_its_engine() -> None:
 
 
 def test_a_session_in_the_engines_memory_asks_for_nothing() -> None:
-    """Its turn is known by its job and its stores."""
+    """Its turn is known by its request and its stores."""
     log = TurnLog(10)
     log.queue_changed(ENGINE, QueueChange(running=[RunningRequest(0, A)]), 10)
     _turn(log, A, 20, 50, 10)
@@ -147,7 +147,7 @@ def test_an_end_is_remembered() -> None:
 
 
 def test_what_waits_only_is_not_recorded() -> None:
-    """A job that is withdrawn, or runs without asking or storing, leaves no turn behind."""
+    """A request that is withdrawn, or runs without asking or storing, leaves no turn behind."""
     log = TurnLog(10)
     log.queue_changed(ENGINE, _waiting(A, 1), 10)
     log.queue_changed(ENGINE, QueueChange(left=[1]), 20)
@@ -219,12 +219,12 @@ def test_what_the_engine_notes_of_a_turn() -> None:
     world.engine.check()
 
 
-def test_a_job_reaches_the_log_through_the_engine() -> None:
+def test_a_request_reaches_the_log_through_the_engine() -> None:
     """A full queue and its changes; the engine's end ends what was known of it."""
     world = new_world()
-    key_job = QueueChange([QueuedRequest((0, 0.0, 5), A, 3)])
+    queued = QueueChange([QueuedRequest((0, 0.0, 5), A, 3)])
     world.now_ns = 1000
-    world.engine.engines.replace_queue(ENGINE_ID, key_job)
+    world.engine.engines.replace_queue(ENGINE_ID, queued)
     world.now_ns = 2000
     change = QueueChange(running=[RunningRequest(5, A)])
     world.engine.engines.change_queue(ENGINE_ID, change)
