@@ -8,8 +8,8 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, BeforeValidator, Field, StringConstraints, field_validator
 
 from kvd.core.eviction.policies import POLICIES
+from kvd.core.records.entries import TTL_NEVER_NS
 from kvd.core.records.records import Admission
-from kvd.core.records.rows import TTL_NEVER_NS
 from shared.access.addresses import check_guarded, is_tcp
 from shared.access.settings import ClientName, ClientSettings, Tenants, TlsSettings, distinct
 from shared.config import reload

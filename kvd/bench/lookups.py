@@ -36,8 +36,8 @@ from kvd.core.engine import CacheEngine
 from kvd.core.eviction.policies import POLICIES
 from kvd.core.records.actions import (
     Action,
-    CommitRows,
-    CompactRows,
+    CommitIndex,
+    CompactTokens,
     DropBlock,
     HashSlot,
     IoOutcome,
@@ -46,9 +46,9 @@ from kvd.core.records.actions import (
     VerifySlot,
     WriteBlock,
 )
+from kvd.core.records.entries import StoredBlock
 from kvd.core.records.extent_shape import CHECKSUM_BYTES
 from kvd.core.records.records import Lookup
-from kvd.core.records.rows import StoredBlock
 from kvd.core.state.limits import Limits
 from kvd.rpc.queue_replica import QueueReplica, queue_update
 from shared.children.child_process import ChildFailedError
@@ -92,10 +92,10 @@ class MemoryPerformer:
                 engine.hashes.hash_done(action.op_id, self._checksums)
             case WriteBlock():
                 engine.writes.write_done(action.op_id, IoOutcome.OK)
-            case CompactRows():
+            case CompactTokens():
                 made = [self._checksums] * len(action.blocks)
                 engine.compactions.copied(action.op_id, IoOutcome.OK, made)
-            case CommitRows():
+            case CommitIndex():
                 engine.compactions.committed(action.op_id)
             case DropBlock():
                 engine.writes.drop_done(action.op_id)

@@ -4,7 +4,7 @@
    dropped, what is being moved waited for; then free memory is zeroed;
 2. if all is erased, and there may be plain blocks from a time without encryption, the segments are
    removed;
-3. the tenants' keys and salts are deleted: the rows of their sessions and blocks went before, in
+3. the tenants' keys and salts are deleted: the entries of their sessions and blocks went before, in
    the same order, and those that no cache knows of go with them. Once that is durable, and in no
    file of the database any more, they are erased;
 4. the tenants are let in again; they get new keys and salts.
@@ -134,7 +134,7 @@ class TenantEraser:
         """Remove what was written before there was a key; nothing of it is in use."""
         if tenant is not None or not self._caches.secrets.note.has_plain:
             return
-        await self._caches.committed()  # of the rows that name extents
+        await self._caches.committed()  # of the entries that name extents
         for cache in list(self._caches):
             while not cache.is_still:
                 await cache.changed(POLL_S)

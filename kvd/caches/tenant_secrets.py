@@ -7,7 +7,7 @@ What the index says of encryption as a whole (`meta`, "encryption"): which key w
 there may be plain blocks on SSD, in use or in what is free. Both are one value, so that a kill
 leaves neither without the other.
 
-Invariant: the row of a tenant's secret is on its way to the index before anything that needs it.
+Invariant: the entry of a tenant's secret is on its way to the index before anything that needs it.
 
 Where another master key comes in place of the old one, while no kvd runs, all secrets are wrapped
 anew in one transaction: a kill leaves the old key or the new one, never some of each. Blocks on SSD

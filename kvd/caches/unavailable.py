@@ -36,7 +36,7 @@ class UnavailableLayout:
     """One layout, and what was tried.
 
     Attributes:
-        row: what the index says of it.
+        entry: what the index says of it.
         kept: its memory of an earlier kvd, if there is some.
         why: it could not be opened at the last attempt.
         since_s, may_try_at_s, try_at_s: when that was found first; from when an engine that comes

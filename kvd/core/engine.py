@@ -9,16 +9,16 @@ completions come back as calls of the part that asked for the effect.
     an engine                    loads, stores, sessions (discard, end), engines (queues)
     an operator                  sessions, inspection, scrubs, erasing, session_files
     the performer, at an end     arrivals (ReadBlock, VerifySlot, VerifyExtent), hashes (HashSlot),
-                                 writes (WriteBlock, DropBlock), compactions (CompactRows,
-                                 CommitRows), erasing (WipeSlots)
+                                 writes (WriteBlock, DropBlock), compactions (CompactTokens,
+                                 CommitIndex), erasing (WipeSlots)
 
 Invariants (checking.py holds them as code):
 1. what a load answers is the KV of exactly the tokens asked for, or less of it, never other bytes;
 2. bytes are visible only after a store is completed with success, and never change afterwards;
 3. a leased slot is given to nobody else; a lease ends by its completion or with its engine;
 4. what remains of a session is a prefix; evicting never breaks it in the middle;
-5. after every call the rows emitted so far restore to a usable cache: rows of blocks follow their
-   data, sessions are cut to what exists.
+5. after every call the index entries emitted so far restore to a usable cache: those of blocks
+   follow their data, sessions are cut to what exists.
 
 Calls that name an engine are made only between its attach and `engines.gone`.
 
@@ -47,7 +47,7 @@ from kvd.core.operations.session_files import SessionFiles
 from kvd.core.operations.sessions import Sessions
 from kvd.core.operations.storing import Storer
 from kvd.core.records.actions import Action
-from kvd.core.records.rows import AdoptedSlot, IndexRows, OrphanSlot
+from kvd.core.records.entries import AdoptedSlot, IndexEntries, OrphanSlot
 from kvd.core.recovery import adopting, restoring
 from kvd.core.state.cache_state import CacheState
 from kvd.core.state.index_line import NO_BOUND, IndexAction
@@ -146,21 +146,21 @@ class CacheEngine:
 
     # ------------------------------------------------------------------------------------- effects
 
-    def drain(self, max_row_bytes: int = NO_BOUND) -> list[Action]:
+    def drain(self, max_index_bytes: int = NO_BOUND) -> list[Action]:
         """Return every action since the last drain, in order. Each is to be carried out.
 
-        Of the rows of the index only so many bytes, or a little more; see `index_line`.
+        Of the entries of the index only so many bytes, or a little more; see `index_line`.
         """
         state = self._state
         self._prefetcher.resume()
         if state.compaction is not None or state.wasteful:
             self.compactions.resume()
         state.tails.pack_idle()
-        rows = self.take_rows(max_row_bytes)
-        self.writes.index_took_rows()
-        return [*rows, *state.outbox.drain()]
+        entries = self.take_entries(max_index_bytes)
+        self.writes.index_took_entries()
+        return [*entries, *state.outbox.drain()]
 
-    def take_rows(self, max_bytes: int = NO_BOUND) -> Sequence[IndexAction]:
+    def take_entries(self, max_bytes: int = NO_BOUND) -> Sequence[IndexAction]:
         """Return the index actions that are next, as `drain` does, and nothing else."""
         return self.index_line.take(self._state.sessions, max_bytes)
 
@@ -168,25 +168,25 @@ class CacheEngine:
 
     def restore(
         self,
-        rows: IndexRows,
+        entries: IndexEntries,
         adopted: Sequence[AdoptedSlot],
         orphans: Sequence[OrphanSlot],
         first_lease_id: int,
     ) -> None:
         """Start from what the index and the journal of the arena say; before anything else.
 
-        Sessions are cut to the prefix whose blocks exist; rows and slots that nothing needs are
+        Sessions are cut to the prefix whose blocks exist; entries and slots that nothing needs are
         removed. Adopted blocks are verified before their first use. Orphans' slots stay their
         engines': each engine is to be named in `engines.reattach` or `engines.gone`.
 
         Args:
-            rows: all rows of this layout.
+            entries: all entries of this layout.
             adopted: slots that hold a block.
             orphans: slots that engines may still be writing to.
             first_lease_id: above every lease id that an earlier kvd has granted in this arena.
         """
         adopting.adopt(self._state, adopted, orphans, first_lease_id)
-        restoring.restore(self._state, rows)
+        restoring.restore(self._state, entries)
         adopting.settle(self._state)
         self._verifier.issue()
 

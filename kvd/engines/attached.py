@@ -19,7 +19,7 @@ from enum import Enum
 from functools import partial
 
 from kvd.core.engine import CacheEngine
-from kvd.core.records.rows import OrphanSlot, WritingSlot
+from kvd.core.records.entries import OrphanSlot, WritingSlot
 from kvd.engines.data_socket import DataConnection
 from kvd.errors import LimitReachedError, NotAttachedError
 from kvd.host.process_identity import (

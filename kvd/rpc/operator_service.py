@@ -14,9 +14,9 @@ from kvd.caches.session_listing import scan_sessions
 from kvd.config import Settings
 from kvd.core.engine import CacheEngine
 from kvd.core.inspection.session_filter import SessionFilter
+from kvd.core.records.entries import Pin
 from kvd.core.records.errors import InvalidRequestError
 from kvd.core.records.records import FlushAnswer, LeaseInfo
-from kvd.core.records.rows import Pin
 from kvd.engines.attached import Engines
 from kvd.errors import NoHolderError, NotOursToKillError, UnknownModelError
 from kvd.rpc.operator_messages import verify_message

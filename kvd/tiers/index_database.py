@@ -45,7 +45,7 @@ CREATE TABLE IF NOT EXISTS blocks (
 ) WITHOUT ROWID, STRICT;
 CREATE TABLE IF NOT EXISTS sessions (
     layout INTEGER NOT NULL, tenant TEXT NOT NULL, session_id TEXT NOT NULL,
-    spans BLOB NOT NULL,                    -- see kvd/core/records/rows.py
+    spans BLOB NOT NULL,                    -- see kvd/core/records/entries.py
     last_access_ns INTEGER NOT NULL,        -- of kvd's clock
     ttl_ns INTEGER,                         -- NULL: the default
     pin INTEGER NOT NULL, ended INTEGER NOT NULL,

@@ -18,7 +18,7 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from kvd.core.records.rows import Pin, SessionColumns, SessionRecord
+from kvd.core.records.entries import Pin, SessionColumns, SessionRecord
 from shared.types.block_key import KEY_BYTES
 from shared.types.session_key import SessionKey
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import xxhash
 
-from kvd.core.records.rows import AdoptedSlot, CommittedSlot, SlotRecord, WritingSlot
+from kvd.core.records.entries import AdoptedSlot, CommittedSlot, SlotRecord, WritingSlot
 from kvd.host.process_identity import INSTANCE_BYTES, NOBODY, ProcessIdentity
 from kvd.tiers.faults import Faults, WritePoint
 from shared.types.block_key import KEY_BYTES, TOKEN_BYTES

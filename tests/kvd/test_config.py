@@ -17,7 +17,7 @@ from kvd.config import (
     is_live,
     load,
 )
-from kvd.core.records.rows import TTL_NEVER_NS
+from kvd.core.records.entries import TTL_NEVER_NS
 from shared.config.settings import InvalidSettingsError, load_settings
 from shared.types.units import NS_PER_S
 from tests.synthetic_engine import small_layout

@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 from kvd.core.eviction.policies import POLICIES
 from kvd.core.records.actions import (
-    CompactRows,
+    CompactTokens,
     HashSlot,
     IoOutcome,
     ReadBlock,
@@ -19,6 +19,7 @@ from kvd.core.records.actions import (
     VerifySlot,
     WriteBlock,
 )
+from kvd.core.records.entries import TTL_NEVER_NS, CommittedSlot, Pin
 from kvd.core.records.errors import (
     ErasingError,
     LeaseLostError,
@@ -29,7 +30,6 @@ from kvd.core.records.errors import (
     UnknownSessionError,
 )
 from kvd.core.records.records import Admission, LeaseState, LoadAnswer, Lookup, StoreAnswer, Tier
-from kvd.core.records.rows import TTL_NEVER_NS, CommittedSlot, Pin
 from kvd.core.state.limits import Limits, TenantLimits
 from shared.types.lineage import WHOLE, Lineage
 from shared.types.queue_delta import QueueChange, QueuedRequest, RunningRequest
@@ -714,7 +714,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     @rule(
         kind=st.sampled_from(
-            [HashSlot, HashSlot, ReadBlock, VerifySlot, VerifyExtent, WriteBlock, CompactRows]
+            [HashSlot, HashSlot, ReadBlock, VerifySlot, VerifyExtent, WriteBlock, CompactTokens]
         )
     )
     def finish_kind(self, kind) -> None:

@@ -14,6 +14,7 @@ from kvd.core.inspection.session_filter import (
     rank_of,
     selects,
 )
+from kvd.core.records.entries import BlockRecord, Pin, Span
 from kvd.core.records.records import (
     BlockInfo,
     EngineStats,
@@ -24,7 +25,6 @@ from kvd.core.records.records import (
     Tier,
     TierStats,
 )
-from kvd.core.records.rows import BlockRecord, Pin, Span
 from kvd.core.state.block import Block
 from kvd.core.state.cache_state import CacheState
 from kvd.core.state.session import Session
@@ -116,17 +116,17 @@ class Inspector:
         return [session for session in found if session is not None]
 
     def _waste_bytes(self, session: Session) -> int:
-        """What rows take up that hold nothing of the session, in blocks that are its own."""
+        """Return the bytes of tokens that are not the session's, in blocks that are its own."""
         state = self._state
         step = state.layout.block_tokens
-        num_rows = (
+        num_tokens = (
             sum(1 for key in session.block_keys() if len(state.blocks[key].users) == 1) * step
         )
-        num_rows += session.num_packed * step
+        num_tokens += session.num_packed * step
         for span in session.spans:
-            num_rows -= span.num_tokens if len(state.blocks[span.block_key].users) == 1 else 0
-        num_rows -= sum(span.num_tokens for span in session.tail_spans())
-        return num_rows * state.layout.block_bytes // step
+            num_tokens -= span.num_tokens if len(state.blocks[span.block_key].users) == 1 else 0
+        num_tokens -= sum(span.num_tokens for span in session.tail_spans())
+        return num_tokens * state.layout.block_bytes // step
 
     def _ttl_source(self, session: Session) -> str:
         if session.ttl_ns is not None:

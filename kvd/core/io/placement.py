@@ -145,7 +145,7 @@ class Placement:
     # --------------------------------------------------------------------------------- other tiers
 
     def make_extents(self, num_short: int, giving_way_to: SessionKey | None) -> None:
-        """Start to drop `num_short` rows of sessions that may give way to that one (None: all)."""
+        """Start to drop `num_short` entries of sessions that give way to that one (None: all)."""
         if num_short > 0:
             rule = _Rule(Tier.SSD, may_cut=True)
             self._apply(self._plan(rule, num_short, self._victims(Tier.SSD, giving_way_to)), rule)

@@ -6,7 +6,7 @@ Pure. The admission policy says when a dirty block that is hashed is queued for 
     write_back      when its session has been left alone for a while, or too much is dirty
     on_evict        when its room in DRAM is wanted, as with the others (a *demotion*)
 
-A queued block waits for an extent (rows being dropped give theirs back), for writes under way
+A queued block waits for an extent (entries being dropped give theirs back), for writes under way
 (`max_write_bytes`), for an index that is far behind or, while the tier is degraded, for the next
 try. Blocks for which no extent can be had are refused: they stay in DRAM only, until extents are
 free that nothing else waits for, their session stores again, or their room is wanted. A partial
@@ -17,8 +17,8 @@ from collections.abc import Iterable
 
 from kvd.core.io.placement import Placement
 from kvd.core.records.actions import SSD_DEGRADED, SSD_RECOVERED, IoOutcome, PutBlock, WriteBlock
+from kvd.core.records.entries import BlockRecord
 from kvd.core.records.records import Admission
-from kvd.core.records.rows import BlockRecord
 from kvd.core.state.block import Block
 from kvd.core.state.cache_state import CacheState
 from kvd.core.state.session import Session
@@ -31,7 +31,7 @@ LAST_RETRY_NS = 64 * NS_PER_S
 MAX_RESTING_SHARE = 0.5  # of the slots: more blocks that rest before their write-back are too many
 WRITE_BACK_BATCH = 64  # sessions per call, so that one call stays short
 FAR_FUTURE_NS = 1 << 62
-MOST_ROWS_WAITING = 65_536  # that the index has not taken; with more nothing is written: 20 MB
+MOST_ENTRIES_WAITING = 65_536  # that the index has not taken; with more nothing is written: 20 MB
 
 
 class Writer:
@@ -167,7 +167,7 @@ class Writer:
             return due_ns
         return self._retry_at_ns if due_ns is None else min(due_ns, self._retry_at_ns)
 
-    def index_took_rows(self) -> None:
+    def index_took_entries(self) -> None:
         """Resume what waited until the index was less far behind."""
         if self._waits_for_index and not self._is_index_behind():
             self._waits_for_index = False
@@ -326,7 +326,7 @@ class Writer:
         return self._is_resting()
 
     def _is_index_behind(self) -> bool:
-        return len(self._state.outbox.index) > MOST_ROWS_WAITING
+        return len(self._state.outbox.index) > MOST_ENTRIES_WAITING
 
     def _is_resting(self) -> bool:
         """Whether a write has failed, and it is too early to try again."""

@@ -7,7 +7,7 @@ there. What is computed later is chained to that in turn.
 
 from copy import copy
 
-from kvd.core.records.rows import Span, is_plain
+from kvd.core.records.entries import Span, is_plain
 from kvd.core.state.cache_state import CacheState
 from shared.types.block_key import block_key, discard_key, root_key, tokens_digest
 from shared.types.lineage import WHOLE, Lineage

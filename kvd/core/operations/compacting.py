@@ -1,18 +1,18 @@
 """Compaction: what discards have left of a session goes into dense blocks of its own.
 
 A discard frees only the blocks that it empties. Scattered discards leave blocks of which little is
-used, and spans of few rows; when that is much, and the session has been left alone for a moment,
-its rows are copied together. Pure: the copying is the performer's (CompactRows).
+used, and spans of few tokens; when that is much, and the session has been left alone for a moment,
+its KV is copied together. Pure: the copying is the performer's (CompactTokens).
 
-    COPYING      the performer verifies the sources and copies their rows to new slots, hashes these
+    COPYING      the performer verifies the sources and copies their KV to new slots, hashes these
     WRITING      the new blocks are on their way to SSD: only if sources are there
-    COMMITTING   the session has the new spans; the old blocks wait until its row is committed
+    COMMITTING   the session has the new spans; the old blocks wait until its entry is committed
 
 Invariants:
 1. committed slots never change, shared blocks are never touched;
 2. at any moment a next kvd finds the old spans or the new ones, whole, in the tiers they were in:
    new slots are in the journal only once they are hashed, new blocks are on SSD before their
-   session says that it uses them, old ones go only after the row that names the new is durable;
+   session says that it uses them, old ones go only after the entry that names the new is durable;
 3. a lease or a turn that comes before the session has its new spans wins: the run is cancelled, and
    tried again later. So does whatever else changes those spans;
 4. one run at a time, of MAX_RUN_BYTES at most; it takes room from nobody that is needed sooner, and
@@ -32,7 +32,7 @@ from kvd.core.operations.compaction_plan import (
 )
 from kvd.core.records.actions import (
     SESSION_COMPACTED,
-    CommitRows,
+    CommitIndex,
     IoOutcome,
 )
 from kvd.core.records.records import Tier
@@ -131,7 +131,7 @@ class Compactor:
     # --------------------------------------------------------------------------------- completions
 
     def copied(self, op_id: int, outcome: IoOutcome, checksums: list[bytes]) -> None:
-        """Take the outcome of a CompactRows, and the checksums of each block it made.
+        """Take the outcome of a CompactTokens, and the checksums of each block it made.
 
         CORRUPT: a source is not what was stored, and what was made of it means nothing.
         """
@@ -156,7 +156,7 @@ class Compactor:
         state.outbox.space_freed()
 
     def committed(self, op_id: int) -> None:
-        """Take the commit of a CommitRows."""
+        """Take the commit of a CommitIndex."""
         run = self._state.compaction
         assert run is not None and run.op_id == op_id, "one run is under way"  # noqa: PT018
         self._state.compaction = None
@@ -299,7 +299,7 @@ class Compactor:
             state.settle(block)
         run.phase, run.op_id = Phase.COMMITTING, state.under_way.next_op_id()
         state.outbox.index.session_changed(run.key, behind_blocks=True)
-        state.outbox.index.add(CommitRows(run.op_id))
+        state.outbox.index.add(CommitIndex(run.op_id))
         assert self._work is not None, "a run is part of work on its session"
         self._work.first, self._work.offset = plan.first + len(plan.new), plan.end_offset
         self._record(run, session)

@@ -24,8 +24,8 @@ from dataclasses import dataclass
 from kvd.core.operations.chaining import Chaining
 from kvd.core.operations.matching import Match, Piece, match_session, num_tokens_of, slice_tokens
 from kvd.core.records.actions import SESSION_DISCARDED
+from kvd.core.records.entries import Span
 from kvd.core.records.errors import InvalidRequestError
-from kvd.core.records.rows import Span
 from kvd.core.state.cache_state import CacheState
 from kvd.core.state.leases import StoreLease
 from kvd.core.state.session import Session
@@ -180,7 +180,7 @@ class _Remains:
         self._num_kept = 0  # tokens
 
     def of(self, piece: Piece) -> list[Span]:
-        """Spans on the rows of the next piece that stay."""
+        """Spans on the tokens of the next piece that stay."""
         spans = [self._span(piece, start, end) for start, end in self._kept(piece)]
         self._chain = piece.span.chain
         return spans
@@ -225,7 +225,7 @@ class _Remains:
         return self._before.follows(piece.span, self._chain, piece.token_offset, tokens)
 
     def _chain_of(self, piece: Piece, tokens: bytes) -> bytes:
-        """Parent of what comes behind the rows that were kept last."""
+        """Parent of what comes behind the tokens that were kept last."""
         if self._matters and not self._after.lineage.is_whole:
             return self._after.after_discards(self._num_kept)
         if self._after.lineage.is_whole or self._is_plain(piece):

@@ -87,7 +87,7 @@ class Eraser:
     def is_gone(self) -> bool:
         """Whether nothing of the tenants is stored, or being moved, any more.
 
-        The rows of the last of it may be in `drain` yet, or on their way to the index: what is to
+        Entries of the last of it may be in `drain` yet, or on their way to the index: what is to
         happen after them, as to the keys, goes behind them.
         """
         state, is_erased = self._state, self._state.tenants.is_erased

@@ -20,8 +20,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from kvd.core.operations.chaining import Chaining
+from kvd.core.records.entries import Span, plain_span
 from kvd.core.records.errors import InvalidRequestError
-from kvd.core.records.rows import Span, plain_span
 from kvd.core.state.block import Block
 from kvd.core.state.cache_state import CacheState
 from kvd.core.state.session import Session

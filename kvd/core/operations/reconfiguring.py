@@ -15,7 +15,7 @@ from itertools import islice
 
 from kvd.core.io.placement import Placement
 from kvd.core.io.writing import Writer
-from kvd.core.records.rows import Pin
+from kvd.core.records.entries import Pin
 from kvd.core.state.cache_state import CacheState
 from kvd.core.state.limits import Limits
 from kvd.core.state.session import Session

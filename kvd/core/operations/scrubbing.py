@@ -19,9 +19,9 @@ from kvd.core.io.verifying import CORRUPT, report_corrupt
 from kvd.core.io.writing import Writer
 from kvd.core.operations.loading import Loader
 from kvd.core.records.actions import SCRUBBED, IoOutcome, VerifyExtent, VerifySlot
+from kvd.core.records.entries import BlockRecord, unpack_places
 from kvd.core.records.errors import ScrubError
 from kvd.core.records.records import ScrubReport, ScrubStep, Tier
-from kvd.core.records.rows import BlockRecord, unpack_places
 from kvd.core.state.block import Block, BlockIo
 from kvd.core.state.cache_state import CacheState
 from shared.types.session_key import SessionKey

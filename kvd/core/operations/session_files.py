@@ -6,7 +6,7 @@ on SSD comes through DRAM. Blocks in DRAM are verified before they are given out
 the memory. An import is stored like what an engine has computed. A tenant that is being erased can
 do neither.
 
-What another kvd needs besides tokens and rows is the lineage: which discards the context comes
+What another kvd needs besides tokens and KV is the lineage: which discards the context comes
 after. A kvd that has restarted since may not know it; then what follows from the tokens alone can
 be exported, and the rest only once an engine has named the lineage again.
 
@@ -21,9 +21,9 @@ from kvd.core.operations.chaining import Chaining
 from kvd.core.operations.loading import Loader
 from kvd.core.operations.matching import Piece, slice_tokens
 from kvd.core.operations.storing import Storer
+from kvd.core.records.entries import Span
 from kvd.core.records.errors import SessionChangedError, UnknownLineageError
 from kvd.core.records.records import ExportedRows, LoadAnswer, StoreAnswer
-from kvd.core.records.rows import Span
 from kvd.core.state.cache_state import CacheState
 from kvd.core.state.leases import LoadLease
 from shared.types.lineage import WHOLE, Lineage
@@ -81,7 +81,7 @@ class SessionFiles:
     def prepare_export(self, export: Export, max_spans: int, engine_id: int) -> LoadAnswer:
         """Lease the next spans, as far as slots can be had; the caller owes what a load owes.
 
-        When it is settled `exported` says what the rows are, before the load is completed. The
+        When it is settled `exported` says what they hold, before the load is completed. The
         spans of the answer are at their places in the session.
 
         Raises:
@@ -103,10 +103,10 @@ class SessionFiles:
         return self._loader.grant(lease, pieces, len(pieces))
 
     def exported(self, export: Export, lease_id: int) -> list[ExportedRows]:
-        """Prove the rows of a settled lease, and continue behind them; none: a read did not come.
+        """Prove the KV of a settled lease, and continue behind them; none: a read did not come.
 
         Raises:
-            LeaseLostError: the rows turned out corrupt.
+            LeaseLostError: the KV turned out corrupt.
             UnknownLineageError: nobody knows what they were computed after.
         """
         lease = self._state.leases.load_of(lease_id)

@@ -13,9 +13,9 @@ from kvd.core.inspection.session_filter import SessionFilter, find_session, sele
 from kvd.core.io.prefetching import Prefetcher
 from kvd.core.operations import discarding
 from kvd.core.records.actions import SESSION_ENDED, SESSION_EXPIRED, SESSION_FLUSHED
+from kvd.core.records.entries import TTL_NEVER_NS, Pin
 from kvd.core.records.errors import InvalidRequestError
 from kvd.core.records.records import FlushAnswer, SessionInfo, Tier
-from kvd.core.records.rows import TTL_NEVER_NS, Pin
 from kvd.core.state.cache_state import CacheState
 from kvd.core.state.session import Session
 from kvd.core.state.session_history import MoveKind

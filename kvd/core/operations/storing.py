@@ -21,8 +21,8 @@ from kvd.core.operations.matching import (
     plan_blocks,
 )
 from kvd.core.records.actions import SESSION_STORED
+from kvd.core.records.entries import Span, WritingSlot
 from kvd.core.records.records import StoreAnswer, StoreBlock
-from kvd.core.records.rows import Span, WritingSlot
 from kvd.core.state.block import Block
 from kvd.core.state.cache_state import CacheState
 from kvd.core.state.leases import NewBlock, Part, RestoredLease, StoreLease, lost

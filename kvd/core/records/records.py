@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 
-from kvd.core.records.rows import Pin
+from kvd.core.records.entries import Pin
 from shared.types.session_key import SessionKey
 
 
@@ -48,7 +48,7 @@ class LeaseState(Enum):
 
 @dataclass(frozen=True, slots=True)
 class LoadSpan:
-    """Rows [start, start + num_tokens) of a slot are tokens [token_offset, …) of the request."""
+    """Tokens [start, start + num_tokens) of a slot are [token_offset, …) of the request."""
 
     slot_id: int
     start: int
@@ -82,7 +82,7 @@ class LoadAnswer:
 
 @dataclass(frozen=True, slots=True)
 class ExportedRows:
-    """Rows [start, start + num_tokens) of a slot, and the tokens they are of."""
+    """Tokens [start, start + num_tokens) of a slot, and their ids."""
 
     slot_id: int
     start: int
@@ -92,7 +92,7 @@ class ExportedRows:
 
 @dataclass(frozen=True, slots=True)
 class StoreBlock:
-    """The caller writes tokens [token_offset, …) to rows [0, num_tokens) of the slot."""
+    """The caller writes tokens [token_offset, …) as tokens [0, num_tokens) of the slot."""
 
     slot_id: int
     token_offset: int
@@ -127,7 +127,7 @@ class SessionInfo:
     Attributes:
         total_bytes: of all its blocks, shared ones included.
         dirty_bytes: in DRAM, not on SSD.
-        waste_bytes: of rows that blocks of its own have and that hold nothing of it: discarded
+        waste_bytes: of tokens that blocks of its own have and that hold nothing of it: discarded
             ones, and those that were never filled.
         ttl_ns: as set on the session.
         ttl_source: whose TTL holds: "session", "tenant", "default".

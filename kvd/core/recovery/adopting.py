@@ -10,8 +10,8 @@ blocks that are in DRAM only, `settle` after it.
 
 from collections.abc import Sequence
 
+from kvd.core.records.entries import AdoptedSlot, OrphanSlot
 from kvd.core.records.extent_shape import CHECKSUM_BYTES
-from kvd.core.records.rows import AdoptedSlot, OrphanSlot
 from kvd.core.state.block import Block
 from kvd.core.state.cache_state import CacheState
 from kvd.core.state.leases import RestoredLease

@@ -30,7 +30,9 @@ class BlockIo(Enum):
     VERIFYING = "verifying"  # the slot's bytes are compared with their checksums
     HASHING = "hashing"  # the slot may be read meanwhile
     WRITING = "writing"  # slot -> extent; the slot may be read meanwhile
-    COPYING = "copying"  # rows of it -> other slots (compacting.py); the slot may be read meanwhile
+    COPYING = (
+        "copying"  # tokens of it -> other slots (compacting.py); the slot may be read meanwhile
+    )
 
     @property
     def is_arriving(self) -> bool:

@@ -24,9 +24,9 @@ from kvd.core.records.actions import (
     SESSION_FLUSHED,
     DropBlock,
 )
+from kvd.core.records.entries import Pin, Span
 from kvd.core.records.extent_shape import ExtentShape
 from kvd.core.records.records import Tier
-from kvd.core.records.rows import Pin, Span
 from kvd.core.state.block import Block, BlockIndex, BlockIo
 from kvd.core.state.block_users import BlockUsers
 from kvd.core.state.extents import ExtentTable
@@ -272,7 +272,7 @@ class CacheState:
         if not num_blocks:
             return
         for record in reversed(self.tails.take(session, num_blocks)):
-            self.drop_row(record.key, record.extent, record.num_tokens)
+            self.drop_entry(record.key, record.extent, record.num_tokens)
         self.tenants.charge(session.key.tenant, -num_blocks)
 
     # -------------------------------------------------------------------------------------- blocks
@@ -323,11 +323,11 @@ class CacheState:
         self.free_slot(self.blocks.leave_dram(block))
 
     def leave_ssd(self, block: Block) -> None:
-        """Have the block's row removed; its extent is free once that is committed."""
-        self.drop_row(block.key, self.blocks.leave_ssd(block), block.num_tokens)
+        """Have the block's entry removed; its extent is free once that is committed."""
+        self.drop_entry(block.key, self.blocks.leave_ssd(block), block.num_tokens)
 
-    def drop_row(self, key: bytes, extent: int | None, num_tokens: int = 0) -> None:
-        """Have a block's row removed, and then its extent freed."""
+    def drop_entry(self, key: bytes, extent: int | None, num_tokens: int = 0) -> None:
+        """Have a block's entry removed, and then its extent freed."""
         op_id = self.under_way.next_op_id()
         self.under_way.drops[op_id] = None
         if extent is not None:

@@ -13,9 +13,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum
 
+from kvd.core.records.entries import Span
 from kvd.core.records.errors import LeaseLostError, TooManyLeasesError
 from kvd.core.records.records import LeaseInfo, LoadSpan
-from kvd.core.records.rows import Span
 from kvd.core.state.block import Block
 from kvd.core.state.transitions import Transitions
 from shared.types.lineage import Lineage

@@ -15,7 +15,7 @@ from shared.types.session_key import SessionKey
 from shared.types.units import NS_PER_S
 
 MOST_EVICTED = 10_000  # sessions whose eviction is remembered until they are asked for
-# Monotonic counters since start; each name is a row of LayoutStats.counters.
+# Monotonic counters since start; each name is an entry of LayoutStats.counters.
 COUNTERS = (
     "load_hits",  # loads answered with at least one span, reads included
     "load_misses",  # loads answered with none, "busy" excluded

@@ -3,7 +3,7 @@
 A server may know hundreds of thousands of sessions, of which few are in use. What an idle one has
 is mostly *private* (no other session uses it) and on SSD only. The run of such blocks at its end is
 *packed*: 28 bytes a block instead of about 600. Everything but the index of blocks treats packed
-blocks as it treats others: they keep their extents, rows and quota, and are scrubbed.
+blocks as it treats others: they keep their extents, entries and quota, and are scrubbed.
 
 How a packed block is found: the keys of blocks form a trie, and packed blocks are private. So
 whoever comes to one along the content chain comes to the first of its run before; only that one is
@@ -19,7 +19,7 @@ Pure. Invariants:
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 
-from kvd.core.records.rows import (
+from kvd.core.records.entries import (
     FULL_SPAN_BYTES,
     PLACE_BYTES,
     BlockRecord,

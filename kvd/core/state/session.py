@@ -9,7 +9,7 @@ Invariant: spans are contiguous from the session's first kept token; only a pref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from kvd.core.records.rows import (
+from kvd.core.records.entries import (
     PLACE_BYTES,
     TTL_NEVER_NS,
     BlockRecord,
@@ -38,7 +38,7 @@ class Session:
         num_read_ahead: blocks read ahead for it since it was last used.
         num_discards: since this kvd knows it.
         lineage: of what it holds; None: no caller has named it yet. Not kept across restarts.
-        is_indexed: a row of it was sent to the index, or came from there.
+        is_indexed: an entry of it was sent to the index, or came from there.
     """
 
     key: SessionKey
@@ -103,7 +103,7 @@ class Session:
         return self.last_access_ns + ttl_ns
 
     def record(self) -> SessionRecord:
-        """Its row."""
+        """Its entry."""
         return SessionRecord(
             key=self.key,
             spans=pack_spans([*self.spans, *self.tail_spans()]),

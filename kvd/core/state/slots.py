@@ -10,7 +10,7 @@ from collections.abc import Callable
 from enum import Enum
 
 from kvd.core.records.actions import ClearSlot, PutSlot
-from kvd.core.records.rows import CommittedSlot, SlotRecord, WritingSlot
+from kvd.core.records.entries import CommittedSlot, SlotRecord, WritingSlot
 from kvd.core.state.block import Block
 from kvd.core.state.transitions import Transitions
 

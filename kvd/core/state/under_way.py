@@ -39,7 +39,7 @@ class Arrival:
 
 @dataclass(slots=True, eq=False)
 class WriteOp:
-    """An SSD write under way. The extent is the write's until its row is put."""
+    """An SSD write under way. The extent is the write's until its entry is put."""
 
     block: Block
     extent: int
@@ -55,7 +55,7 @@ class UnderWay:
         arrival_of: both, by block key.
         hashes: blocks that are hashed.
         writes: by operation.
-        drops: removals of rows: the extent and sectors to be freed when the row is gone, if any.
+        drops: removals of entries: the extent and sectors to be freed when one is gone, if any.
         wipes: slots that are zeroed.
     """
 

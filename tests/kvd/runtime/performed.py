@@ -10,8 +10,8 @@ import threading
 from kvd.core.records.actions import (
     WriteBlock,
 )
+from kvd.core.records.entries import StoredBlock
 from kvd.core.records.extent_shape import ExtentShape
-from kvd.core.records.rows import StoredBlock
 from kvd.host.process_identity import ProcessIdentity
 from kvd.runtime.performer import LeaseHolders, Performer
 from kvd.tiers.arena_store import ArenaOptions, ArenaStore

@@ -18,14 +18,14 @@ from kvd.core.records.actions import (
     VerifyExtent,
     VerifySlot,
 )
-from kvd.core.records.rows import (
+from kvd.core.records.entries import (
     AdoptedSlot,
     BlockRecord,
     CommittedSlot,
     SessionRecord,
     WritingSlot,
 )
-from kvd.runtime.performer import MAX_ROW_BYTES
+from kvd.runtime.performer import MAX_INDEX_BYTES
 from kvd.tiers.manifest import MAX_QUEUED_BYTES
 from shared.types.units import SECTOR_BYTES
 from tests.kvd.runtime.performed import (
@@ -150,15 +150,15 @@ async def test_index_rows_are_kept_in_order(world):
 async def test_a_full_queue_of_entries_reports_when_it_is_empty(world):
     """Rows are asked for again by one call, however often that was asked for."""
     spans = b"\0" * (MAX_QUEUED_BYTES // 4)
-    assert world.performer.row_room == MAX_ROW_BYTES
+    assert world.performer.index_room == MAX_INDEX_BYTES
     for number in range(5):
         key = KEY._replace(session_id=str(number))
         world.performer.perform(PutSession(SessionRecord(key, spans, 7)))
-    assert world.performer.row_room == 0
+    assert world.performer.index_room == 0
     for _ in range(3):
         world.performer.await_room()
     async with asyncio.timeout(DEADLINE_S):
         while not world.num_completions:  # noqa: ASYNC110
             await asyncio.sleep(0.001)
-    assert world.performer.row_room == MAX_ROW_BYTES
+    assert world.performer.index_room == MAX_INDEX_BYTES
     assert world.num_completions == 1

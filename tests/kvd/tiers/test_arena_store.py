@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from structlog.testing import capture_logs
 
-from kvd.core.records.rows import CommittedSlot, WritingSlot
+from kvd.core.records.entries import CommittedSlot, WritingSlot
 from kvd.host.process_identity import ProcessIdentity
 from kvd.tiers.arena_backing import SEALS, FdStoreBacking
 from kvd.tiers.arena_store import ArenaOptions, ArenaStore, KeptArena
@@ -317,7 +317,7 @@ def test_a_killed_process_leaves_its_arena(store, options, tmp_path):
 SUPERVISED = """
 import os, sys
 from pathlib import Path
-from kvd.core.records.rows import CommittedSlot
+from kvd.core.records.entries import CommittedSlot
 from kvd.tiers.arena_store import ArenaOptions, ArenaStore
 from tests.synthetic_engine import small_layout
 layout = small_layout()

@@ -10,7 +10,7 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvd.core.records.rows import CommittedSlot, WritingSlot
+from kvd.core.records.entries import CommittedSlot, WritingSlot
 from kvd.host.process_identity import ProcessIdentity
 from kvd.tiers.faults import NoFaults, WritePoint
 from kvd.tiers.journal import (

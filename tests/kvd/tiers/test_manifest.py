@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvd.core.records.rows import BlockRecord, Pin, SessionRecord
+from kvd.core.records.entries import BlockRecord, Pin, SessionRecord
 from kvd.tiers.faults import NoFaults, WritePoint
 from kvd.tiers.index_database import (
     SCHEMA_VERSION,

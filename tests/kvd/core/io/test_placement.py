@@ -6,8 +6,8 @@ from kvd.core.eviction.policies import POLICIES, LruPolicy
 from kvd.core.eviction.policy import PolicyContext
 from kvd.core.eviction.queue_window import QueueWindow
 from kvd.core.records.actions import WriteBlock
+from kvd.core.records.entries import Pin
 from kvd.core.records.records import Admission, Tier
-from kvd.core.records.rows import Pin
 from kvd.core.state.limits import Limits
 from shared.types.queue_delta import QueueChange, RunningRequest
 from tests.kvd.core.turns import (

@@ -2,15 +2,15 @@
 
 from kvd.core.records.actions import (
     SESSION_COMPACTED,
-    CommitRows,
-    CompactRows,
+    CommitIndex,
+    CompactTokens,
     Emit,
     HashSlot,
     IoOutcome,
     WriteBlock,
 )
+from kvd.core.records.entries import CommittedSlot
 from kvd.core.records.records import Admission, Lookup
-from kvd.core.records.rows import CommittedSlot
 from shared.types.lineage import WHOLE
 from tests.kvd.core.turns import (
     ENGINE_ID,
@@ -67,7 +67,7 @@ def test_sparse_blocks_become_dense_ones():
     world = sparse_world()
     rows = rows_of(world, load(world, A, KEPT))
     rest(world)
-    world.finish_all(CompactRows)
+    world.finish_all(CompactTokens)
     assert num_blocks(world) == 6, "not before the new blocks are on SSD"
     world.quiesce()
     answer = load(world, A, KEPT)
@@ -219,10 +219,10 @@ def test_without_ssd_dense_blocks_are_adopted():
     """The journal has them once they are hashed, and the old ones until the row is committed."""
     world = sparse_world(num_extents=0, admission=Admission.ON_EVICT)
     rest(world)
-    world.finish_all(CompactRows)
+    world.finish_all(CompactTokens)
     held = sum(isinstance(record, CommittedSlot) for record in world.journal.values())
     assert (num_blocks(world), held) == (3, 9)
-    assert any(isinstance(action, CommitRows) for action in world.index.uncommitted)
+    assert any(isinstance(action, CommitIndex) for action in world.index.uncommitted)
     world.quiesce()
     assert len(world.journal) == 3
     world.start(keep_dram=True)
@@ -288,7 +288,7 @@ def test_nothing_is_begun_once_the_end_is_near():
     world.engine.write_dirty()
     world.pump()
     rest(world)
-    assert not world.io_of(CompactRows)
+    assert not world.io_of(CompactTokens)
     assert world.io_of(WriteBlock)
 
 
@@ -296,7 +296,7 @@ def test_a_failed_copy_leaves_all_as_it_was():
     """An operation that could not be made says nothing of the bytes."""
     world = sparse_world()
     rest(world)
-    world.finish_all(CompactRows, IoOutcome.TRANSIENT)
+    world.finish_all(CompactTokens, IoOutcome.TRANSIENT)
     assert not world.io_of(HashSlot)
     assert load(world, A, KEPT).end_token == len(KEPT)
     assert num_blocks(world) == 6

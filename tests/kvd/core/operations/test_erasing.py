@@ -4,9 +4,9 @@ import pytest
 
 from kvd.core.operations.erasing import LOOKED_AT
 from kvd.core.records.actions import IoOutcome, ReadBlock, WipeSlots, WriteBlock
+from kvd.core.records.entries import Pin
 from kvd.core.records.errors import ErasingError, LeaseLostError
 from kvd.core.records.records import Lookup
-from kvd.core.records.rows import Pin
 from tests.kvd.core.turns import (
     ENGINE_ID,
     ONES,

@@ -6,9 +6,9 @@ import pytest
 
 from kvd.core.inspection.session_filter import SessionFilter
 from kvd.core.operations.sessions import EXPIRE_BATCH, RECHECK_NS
+from kvd.core.records.entries import TTL_NEVER_NS, Pin
 from kvd.core.records.errors import InvalidRequestError, UnknownSessionError
 from kvd.core.records.records import Admission
-from kvd.core.records.rows import TTL_NEVER_NS, Pin
 from kvd.core.state.limits import TenantLimits
 from tests.kvd.core.turns import (
     ENGINE_ID,

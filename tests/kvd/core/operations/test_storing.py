@@ -3,9 +3,9 @@
 import pytest
 
 from kvd.core.records.actions import IoOutcome, SpaceFreed
+from kvd.core.records.entries import Pin
 from kvd.core.records.errors import InvalidRequestError, LeaseLostError, TooManyLeasesError
 from kvd.core.records.records import Lookup
-from kvd.core.records.rows import Pin
 from shared.types.lineage import WHOLE
 from tests.kvd.core.turns import (
     ENGINE_ID,

@@ -13,9 +13,9 @@ from kvd.core.records.actions import (
     VerifySlot,
     WriteBlock,
 )
+from kvd.core.records.entries import AdoptedSlot, CommittedSlot, OrphanSlot, WritingSlot
 from kvd.core.records.errors import LeaseLostError
 from kvd.core.records.records import Lookup, Tier
-from kvd.core.records.rows import AdoptedSlot, CommittedSlot, OrphanSlot, WritingSlot
 from tests.kvd.core.turns import (
     ENGINE_ID,
     ONES,

@@ -5,8 +5,8 @@ from dataclasses import replace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvd.core.records.entries import Pin
 from kvd.core.records.records import LoadAnswer
-from kvd.core.records.rows import Pin
 from tests.kvd.core.turns import (
     ENGINE_ID,
     ONES,

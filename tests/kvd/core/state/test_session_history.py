@@ -1,6 +1,6 @@
 """What is remembered of a session's moves."""
 
-from kvd.core.records.rows import Pin
+from kvd.core.records.entries import Pin
 from kvd.core.state.session_history import MOMENT_NS, MOST_OF_A_SESSION, MoveKind, SessionHistory
 from tests.kvd.core.turns import ONES, OTHER_TENANT, THREES, TWOS, A, B, load, new_world, store
 from tests.property.cache_world import to_bytes

@@ -2,8 +2,8 @@
 
 import pytest
 
+from kvd.core.records.entries import Pin
 from kvd.core.records.records import TenantUsage
-from kvd.core.records.rows import Pin
 from kvd.core.state.limits import TenantLimits
 from tests.kvd.core.turns import (
     ENGINE_ID,
