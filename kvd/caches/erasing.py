@@ -72,8 +72,8 @@ class TenantEraser:
                 "blocks from a time without encryption may be on SSD, which no key erases",
                 "flush everything once, which removes them: kvd flush --secure --all",
             )
-        known = secrets.keys.tenants
-        return known if tenant is None else tuple(t for t in known if t == tenant)
+        stored_tenants = secrets.keys.tenants
+        return stored_tenants if tenant is None else tuple(t for t in stored_tenants if t == tenant)
 
     async def erase(self, tenant: str | None) -> Erased:
         """Erase one tenant, or all (None); nothing of it is there any more when this returns.

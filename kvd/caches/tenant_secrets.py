@@ -165,7 +165,7 @@ class TenantSecrets:
         self._manifest.drop_tenant_keys(dropped, committed)
 
     def has_no_plain(self) -> None:
-        """Note that there is no plain block on SSD any more, nor will there be."""
+        """Record that there is no plain block on SSD any more, nor will there be."""
         if self.keys is not None and self.keys.is_sealing:
             self._write_note(EncryptionNote(self.keys.fingerprint, has_plain=False))
 

@@ -58,7 +58,7 @@ class UnavailableLayout:
         return self.row.fingerprint
 
     def failed(self, why: str, began_s: float, now_s: float) -> None:
-        """Note a failed attempt and when the next ones may be."""
+        """Record a failed attempt and when the next ones may be."""
         if not self.num_attempts:
             self.since_s = now_s
         rest_s = max(FIRST_PAUSE_S, (now_s - began_s) / ATTEMPT_SHARE)

@@ -38,7 +38,7 @@ from kvd.core.io.writing import Writer
 from kvd.core.operations import checking
 from kvd.core.operations.arriving import Arrivals
 from kvd.core.operations.compacting import Compactor
-from kvd.core.operations.engines import KnownEngines
+from kvd.core.operations.engines import EngineReports
 from kvd.core.operations.erasing import Eraser
 from kvd.core.operations.loading import Loader
 from kvd.core.operations.reconfiguring import Reconfigurer
@@ -99,7 +99,7 @@ class CacheEngine:
         self.stores = Storer(state, placement, writer, hasher, compactor.consider)
         self.inspection = Inspector(state)
         self.sessions = Sessions(state, self.inspection, compactor.consider, prefetcher)
-        self.engines = KnownEngines(state, self.loads, self.stores, prefetcher)
+        self.engines = EngineReports(state, self.loads, self.stores, prefetcher)
         self.scrubs = Scrubber(state, self.loads, writer)
         self.erasing = Eraser(state, self.loads, self.stores, self.sessions)
         self.session_files = SessionFiles(state, self.loads, self.stores)

@@ -218,7 +218,7 @@ class Engines:
         return engine
 
     def gone(self, connection: DataConnection) -> None:
-        """Note the end of a connection: release what its engine held, or quarantine it."""
+        """Record the end of a connection: release what its engine held, or quarantine it."""
         for engine in [engine for engine in self if engine.connection is connection]:
             engine.connection = None
             if not connection.may_still_write:

@@ -89,7 +89,7 @@ class BeladyPolicy(EvictionPolicy):
         return IDLE, -returns_ns, facts.first_use
 
     def _reorder(self, key: SessionKey) -> None:
-        """Note whether the session thinks and is on SSD only."""
+        """Record whether the session thinks and is on SSD only."""
         before_ns = self._absent_until.pop(key, None)
         if before_ns is not None:
             del self._absent[before_ns, key]

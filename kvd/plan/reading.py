@@ -151,7 +151,7 @@ class Reading:
         self._wanted.pop(_session_of(key), None)
 
     def ended(self, key: SessionKey, read: Read) -> bool:
-        """Note that a read ended; returns whether it is wanted still."""
+        """Record that a read ended; returns whether it is wanted still."""
         if self._wanted.get(read.session) != read:
             return False
         del self._wanted[read.session]

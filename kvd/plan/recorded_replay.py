@@ -159,7 +159,7 @@ class _RecordedReplay:
             return
         policy = self._placement.policy
         policy.on_access(key, self._now_ns)
-        self._placement.note_size(num_bytes)
+        self._placement.observe_size(num_bytes)
         policy.on_resize(key, turn.stored_tokens)
         self._tiers.store(key, num_bytes, cache.num_bytes(turn.wanted_tokens), self._now_ns)
         if turn.is_ended:

@@ -289,7 +289,7 @@ class Replay:
             self._tiers.drop(key)
             return
         self._placement.policy.on_access(key, self._now_ns)
-        self._placement.note_size(self._costs.charge(num_bytes))
+        self._placement.observe_size(self._costs.charge(num_bytes))
         self._placement.policy.on_resize(key, tokens)
         clean_bytes = self._costs.num_bytes(turn.history_tokens)
         self._tiers.store(key, num_bytes, clean_bytes, self._now_ns)

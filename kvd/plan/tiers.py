@@ -117,7 +117,7 @@ class Tiers:
         self._sessions[key].is_reading = True
 
     def end_reading(self, key: SessionKey) -> None:
-        """Note that a session was read; what was read ahead is in DRAM now."""
+        """Record that a session was read; what was read ahead is in DRAM now."""
         held = self._sessions[key]
         held.is_reading = False
         if not held.is_reserved:
@@ -131,7 +131,7 @@ class Tiers:
     # ------------------------------------------------------------------------- a session's own life
 
     def run(self, key: SessionKey) -> None:
-        """Note that a session's KV is in the engine's memory; a read of it is not waited for."""
+        """Record that a session's KV is in the engine's memory; a read of it is not waited for."""
         held = self._sessions[key]
         held.is_reading = False
         self._leave_dram(key, held)

@@ -191,7 +191,7 @@ class EngineService(kvd_pb2_grpc.EngineServicer):  # type: ignore[misc]  # the s
         return engine.cache.act(partial(_session_message, engine.cache, key))
 
     async def EndSession(self, request: pb.EndSessionRequest, _: Any) -> pb.EndSessionResponse:  # noqa: N802
-        """Note that a session will not come back."""
+        """Record that a session will not come back."""
         engine, key = self._who(request)
         engine.cache.act(lambda core: core.sessions.end(key))
         return pb.EndSessionResponse()

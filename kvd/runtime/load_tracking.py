@@ -55,7 +55,7 @@ class LoadTracker:
         self._leases_of: dict[int, set[int]] = {}  # by operation
 
     def begin(self, op_id: int) -> None:
-        """Note that an operation has begun that loads may wait for."""
+        """Record that an operation has begun that loads may wait for."""
         with self._lock:
             self._running[op_id] = 0
 
@@ -95,7 +95,7 @@ class LoadTracker:
         return None if load is None else load.word
 
     def advanced(self, op_id: int, num_layers: int) -> None:
-        """Note that an operation has brought layers [0, num_layers), verified."""
+        """Record that an operation has brought layers [0, num_layers), verified."""
         with self._lock:
             if op_id not in self._running:
                 return

@@ -242,13 +242,13 @@ async def begin_import(caches: Caches, header: FileHeader, target: Target) -> Im
 
 
 def _check_layout(caches: Caches, layout: KVLayout, target: Target) -> None:
-    known = [cache.layout.fingerprint for cache in caches]
-    if layout.fingerprint in known:
+    fingerprints = [cache.layout.fingerprint for cache in caches]
+    if layout.fingerprint in fingerprints:
         return
     what = f"the file is of layout {layout.fingerprint[:12]} (model {layout.model[:12]})"
     if not target.may_add_layout:
         raise UnknownLayoutError(
-            f"{what}, kvd has {', '.join(name[:12] for name in known) or 'none yet'}",
+            f"{what}, kvd has {', '.join(name[:12] for name in fingerprints) or 'none yet'}",
             "start the engine of that very model, dtype and positions first, or say --new-layout",
         )
     if target.allowed is not None:

@@ -168,7 +168,7 @@ class PlacementMachine(RuleBasedStateMachine):
     @rule(key=KEYS, num_tokens=st.integers(1, 5000))
     def size(self, key, num_tokens) -> None:
         self.placement.policy.on_resize(key, num_tokens)
-        self.placement.note_size(num_tokens)
+        self.placement.observe_size(num_tokens)
 
     @rule(key=KEYS)
     def end(self, key) -> None:

@@ -81,7 +81,7 @@ class IdleSessions:
     # ------------------------------------------------------------------------------------ events
 
     def on_submit(self, key: SessionKey, now_ns: int) -> None:
-        """Note that a turn was submitted."""
+        """Record that a turn was submitted."""
         history = self._histories.get(key)
         if history is None:
             self._new[key] = self._new.get(key, 0) + 1
@@ -97,32 +97,32 @@ class IdleSessions:
         history.idle_ns = None
 
     def busy(self, key: SessionKey) -> None:
-        """Note that the session is not idle now; or has ended, so that it need not be watched."""
+        """Record that the session is not idle now; or has ended, so that it need not be watched."""
         history = self._histories.get(key)
         if history is not None:
             history.idle_ns = None
 
     def idle(self, key: SessionKey, now_ns: int) -> None:
-        """Note that the session is idle from now on."""
+        """Record that the session is idle from now on."""
         history = self._history(key)
         history.idle_ns, history.bucket = now_ns, 0
         history.session_class = self._hazards.class_of(history.traits())
         self._age_later(key, history)
 
     def on_resize(self, key: SessionKey, num_tokens: int) -> None:
-        """Note how much is stored of the session."""
+        """Record how much is stored of the session."""
         history = self._history(key)
         history.grown_tokens = num_tokens - history.num_tokens
         history.num_tokens = num_tokens
         history.session_class = self._hazards.class_of(history.traits())
 
     def stored(self, key: SessionKey) -> None:
-        """Note that something of the session is stored: it is remembered until it is dropped."""
+        """Record that something of the session is stored: it is remembered until it is dropped."""
         self._history(key)
         self._ghosts.pop(key, None)
 
     def dropped(self, key: SessionKey) -> None:
-        """Note that nothing of the session is stored any more."""
+        """Record that nothing of the session is stored any more."""
         if key in self._histories:
             self._haunt(key)
 

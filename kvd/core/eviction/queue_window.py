@@ -165,7 +165,7 @@ class QueueWindow:
         engine = self._engines.get(engine_id)
         return engine is not None and number in engine.running
 
-    def knows(self, engine_id: int, number: int) -> bool:
+    def holds(self, engine_id: int, number: int) -> bool:
         """Whether a request of an engine waits or runs."""
         engine = self._engines.get(engine_id)
         return engine is not None and (number in engine.places or number in engine.running)

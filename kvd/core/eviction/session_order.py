@@ -53,7 +53,7 @@ class SessionOrder(Generic[Rank]):
             self._changed[key] = None
 
     def change(self, key: SessionKey) -> None:
-        """Note that the session, if it is in the order, may have another rank."""
+        """Record that the session, if it is in the order, may have another rank."""
         if key in self._ranks:
             self._changed[key] = None
 

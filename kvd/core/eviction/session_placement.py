@@ -139,7 +139,7 @@ class SessionPlacement:
         return bool(self._busy)
 
     def loaded(self, key: SessionKey) -> None:
-        """Note that an engine has what is stored of the session, for the turn it is busy with."""
+        """Record that an engine has what is stored of the session, for the turn it is busy with."""
         if key in self._busy:
             self._loaded.add(key)
 
@@ -152,8 +152,8 @@ class SessionPlacement:
 
     # ------------------------------------------------------------------------------------- windows
 
-    def note_size(self, num_bytes: int) -> None:
-        """Note the size of a session that was just stored: it counts in S_kv."""
+    def observe_size(self, num_bytes: int) -> None:
+        """Record the size of a session that was just stored: it counts in S_kv."""
         self._num_sized += 1
         share = max(MEAN_SHARE, 1 / self._num_sized)
         self._mean_bytes += share * (num_bytes - self._mean_bytes)
@@ -185,12 +185,12 @@ class SessionPlacement:
         if not self._has_requests(engine_id):
             waiting = {request.key for request in change.waiting}
             return waiting | {request.key for request in change.running}
-        knows = self.queue.knows
+        holds = self.queue.holds
         waiting = {
-            request.key for request in change.waiting if not knows(engine_id, request.rank[2])
+            request.key for request in change.waiting if not holds(engine_id, request.rank[2])
         }
         return waiting | {
-            request.key for request in change.running if not knows(engine_id, request.number)
+            request.key for request in change.running if not holds(engine_id, request.number)
         }
 
     def _has_requests(self, engine_id: int) -> bool:

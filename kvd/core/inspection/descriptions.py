@@ -36,7 +36,7 @@ class Inspector:
 
     Attributes:
         history: what happened lately to each session, be it stored or not.
-        measures: how long things take and rest.
+        histograms: how long things take and rest.
         tenants: what each tenant that stores something has, and may have.
         turns: the turns of the last while, oldest first.
     """
@@ -44,7 +44,7 @@ class Inspector:
     def __init__(self, state: CacheState) -> None:
         self._state = state
         self.history = state.history
-        self.measures = state.measures
+        self.histograms = state.histograms
         self.tenants = state.tenants
         self.turns = state.turns
 

@@ -255,7 +255,7 @@ class Placement:
         state = self._state
         counter = f"evictions_{rule.tier.value if rule.tier else 'quota'}"
         if rule.tier is not None:
-            self._measure(plan, rule.tier)
+            self._observe_rest(plan, rule.tier)
         for session, num_packed in plan.packed:
             state.outbox.count(counter, num_packed)
             num_sessions = len(state.sessions)
@@ -274,28 +274,28 @@ class Placement:
             if _is_in(block, rule.tier):  # else an earlier cut took it along
                 self._take(block, rule.tier)
 
-    def _measure(self, plan: _Plan, tier: Tier) -> None:
-        """Note how long they rested that are about to leave the tier."""
+    def _observe_rest(self, plan: _Plan, tier: Tier) -> None:
+        """Record how long the sessions rested that are about to leave the tier."""
         state = self._state
         for key in plan.emptied:
             last_access_ns = state.sessions[key].last_access_ns
-            state.measures.evicted(key, tier, last_access_ns, state.now_ns)
+            state.histograms.on_evict(key, tier, last_access_ns, state.now_ns)
 
     def _take(self, block: Block, tier: Tier | None) -> None:
         state = self._state
         if _is_last_copy(block, tier):
             state.outbox.count("sessions_dropped", state.cut_users(block, EVICTED))
         elif tier is Tier.DRAM:
-            state.note_block(block, MoveKind.EVICTED_DRAM)
+            state.record_block_move(block, MoveKind.EVICTED_DRAM)
             state.leave_dram(block)
         else:
-            state.note_block(block, MoveKind.EVICTED_SSD)
+            state.record_block_move(block, MoveKind.EVICTED_SSD)
             state.leave_ssd(block)
             if state.limits.admission is not Admission.ON_EVICT:
                 state.unwritten.refuse(block)  # dirty again
 
     def _left(self, key: SessionKey, tier: Tier) -> None:
-        """Note that a session has nothing more to give in the tier."""
+        """Record that a session has nothing more to give in the tier."""
         session = self._state.sessions.get(key)
         if session is not None:
             self._state.users.on_evict(session, tier)

@@ -67,7 +67,7 @@ class ReadPlan:
         return None
 
     def begun(self, state: CacheState) -> None:
-        """Note that the next block is about to be read into DRAM."""
+        """Record that the next block is about to be read into DRAM."""
         self.missing.popleft()
         self.num_begun += 1
         self.session.num_read_ahead += 1

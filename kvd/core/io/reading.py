@@ -24,12 +24,12 @@ class ReadRate:
         self._busy_ns = 0.0
 
     def began(self, now_ns: int) -> None:
-        """Note the begin of a read."""
+        """Record the begin of a read."""
         self._advance(now_ns)
         self._num_under_way += 1
 
     def ended(self, num_bytes: int, now_ns: int) -> None:
-        """Note the end of a read."""
+        """Record the end of a read."""
         self._advance(now_ns)
         self._num_under_way -= 1
         self._num_bytes += num_bytes
@@ -97,7 +97,7 @@ class Reader:
         outbox.add(_action(read, is_layered=False))
 
     def join(self, read: Arrival) -> None:
-        """Note that a load waits for a read now, which may have been begun ahead."""
+        """Record that a load waits for a read now, which may have been begun ahead."""
         if read.is_ahead:
             self._no_more_ahead(read)
             self._state.outbox.count("prefetch_late")

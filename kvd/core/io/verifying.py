@@ -74,7 +74,7 @@ class Verifier:
         return self._retry_at_ns if self._state.unverified and not self._background else None
 
     def ended(self, op_id: int) -> None:
-        """Note that a verification is over, however it ended."""
+        """Record that a verification is over, however it ended."""
         self._background.discard(op_id)
 
     def passed(self, block: Block) -> None:
@@ -132,4 +132,4 @@ def report_corrupt(state: CacheState, block: Block, tier: Tier) -> None:
     state.outbox.count(f"blocks_corrupt_{tier.value}")
     fields = {"block": block.key.hex(), "tier": tier.value, "num_sessions": len(block.users)}
     state.outbox.emit(BLOCK_CORRUPT, block.last_user, fields)
-    state.note_block(block, MoveKind.CORRUPT, tier.value)
+    state.record_block_move(block, MoveKind.CORRUPT, tier.value)

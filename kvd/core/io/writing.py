@@ -186,7 +186,7 @@ class Writer:
             self._recover()
         if outcome is IoOutcome.OK and is_kept:
             state.blocks.enter_ssd(block, op.extent)
-            state.note_block(block, MoveKind.WRITTEN)
+            state.record_block_move(block, MoveKind.WRITTEN)
             state.outbox.count("ssd_written_bytes", op.num_sectors * SECTOR_BYTES)
             state.outbox.index.add(PutBlock(BlockRecord(block.key, op.extent, block.num_tokens)))
         else:

@@ -58,7 +58,7 @@ class Arrivals:
 
     def _was_read(self, arrival: Arrival, stored: StoredBlock) -> None:
         state, block = self._state, arrival.block
-        state.note_block(block, MoveKind.READ_AHEAD if block.is_ahead else MoveKind.READ)
+        state.record_block_move(block, MoveKind.READ_AHEAD if block.is_ahead else MoveKind.READ)
         assert block.slot_id is not None, "a block keeps its slot while it is read"
         state.slots.commit(block.slot_id)
         state.blocks.know(block, stored.token_ids, stored.checksums)

@@ -318,7 +318,9 @@ class Compactor:
         }
         outbox.emit(SESSION_COMPACTED, run.key, fields)
         num_blocks = len(run.made)
-        self._state.note(run.key, MoveKind.COMPACTED, num_blocks=num_blocks, num_tokens=num_tokens)
+        self._state.record_move(
+            run.key, MoveKind.COMPACTED, num_blocks=num_blocks, num_tokens=num_tokens
+        )
 
     # ------------------------------------------------------------------------------------- the end
 

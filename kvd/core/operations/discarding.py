@@ -63,8 +63,8 @@ def discard(
     state.tails.unpack(session)
     chaining = Chaining(state, key.tenant, lineage)
     match = match_session(state, session, token_ids, chaining)
-    known = _known(chaining, lineage, match, token_ids)
-    change = _Change(known, known.after(token_ids, merged), merged[0][0])
+    before = _lineage_before(chaining, lineage, match, token_ids)
+    change = _Change(before, before.after(token_ids, merged), merged[0][0])
     is_coupled = state.layout.position_mode == "coupled"
     if lineage is not None and _is_left_alone(session, match, change, is_coupled=is_coupled):
         state.touch(session)
@@ -127,10 +127,12 @@ def _replace(state: CacheState, session: Session, spans: list[Span]) -> None:
     state.outbox.count("discarded_tokens", num_dropped)
     fields = {"num_dropped": num_dropped, "num_tokens": num_tokens, "num_spans": len(spans)}
     state.outbox.emit(SESSION_DISCARDED, session.key, fields)
-    state.note(session.key, MoveKind.DISCARDED, num_tokens=num_dropped)
+    state.record_move(session.key, MoveKind.DISCARDED, num_tokens=num_dropped)
 
 
-def _known(chaining: Chaining, lineage: Lineage | None, match: Match, token_ids: bytes) -> Lineage:
+def _lineage_before(
+    chaining: Chaining, lineage: Lineage | None, match: Match, token_ids: bytes
+) -> Lineage:
     """The lineage of the context; if a caller names none, as far as it follows from the spans."""
     if lineage is not None:
         return lineage

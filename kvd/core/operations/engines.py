@@ -16,7 +16,7 @@ from kvd.core.state.leases import Lease, LoadLease
 from shared.types.queue_delta import QueueChange
 
 
-class KnownEngines:
+class EngineReports:
     """Takes what engines report to one cache: their queues, and the ends of their connections."""
 
     def __init__(
@@ -36,7 +36,7 @@ class KnownEngines:
         self._state.outbox.emit(OWNER_GONE, None, {"owner": engine_id, "num_leases": len(leases)})
 
     def detach(self, engine_id: int) -> None:
-        """Take note that an engine's connection is over while its process lives.
+        """Record that an engine's connection is over while its process lives.
 
         What it loads it must not trust any more: those leases end. What it stores it may still be
         writing: the slots stay its own, until `reattach` or `gone`.

@@ -96,7 +96,7 @@ class Loader:
         state.tenants.refuse_erased(key.tenant)
         num_tokens = num_tokens_of(token_ids)
         is_running = state.placement.queue.is_running(key)
-        state.turns.asked(key, num_tokens, state.now_ns, is_running=is_running)
+        state.turns.requested(key, num_tokens, state.now_ns, is_running=is_running)
         check_from_token(from_token, num_tokens)
         session = state.sessions.get(key)
         if session is not None:
@@ -113,7 +113,7 @@ class Loader:
             answer = self.grant(lease, pieces, len(stored))
         else:
             answer = self._miss(ON_SSD if stored else match.miss_reason)
-        state.measures.asked(key, state.now_ns)
+        state.histograms.on_load(key, state.now_ns)
         return answer
 
     def grant(self, lease: LoadLease, pieces: list[Piece], num_stored: int) -> LoadAnswer:
@@ -174,7 +174,7 @@ class Loader:
             self.release(lease)
         else:
             self._end(lease)
-        state.measures.load_s.observe((state.now_ns - lease.since_ns) / NS_PER_S)
+        state.histograms.load_s.observe((state.now_ns - lease.since_ns) / NS_PER_S)
         self._consider_compaction(lease.key)
 
     def _end(self, lease: LoadLease) -> None:
@@ -277,7 +277,7 @@ class Loader:
 
     def _miss(self, reason: str) -> LoadAnswer:
         self._state.outbox.count("load_misses")
-        self._state.measures.misses.add(reason)
+        self._state.histograms.misses.add(reason)
         return LoadAnswer(Lookup.MISS, miss_reason=reason)
 
     def _granted(self, lease: LoadLease, lookup: Lookup) -> LoadAnswer:
@@ -302,7 +302,7 @@ class Loader:
             self._state.turns.loaded(lease.key, tier, num_of_tier)
             if num_of_tier:
                 why = tier.value
-                self._state.note(lease.key, MoveKind.LOADED, num_tokens=num_of_tier, why=why)
+                self._state.record_move(lease.key, MoveKind.LOADED, num_tokens=num_of_tier, why=why)
 
 
 def _is_in_dram(piece: Piece) -> bool:

@@ -94,7 +94,7 @@ class Sessions:
         state.tenants.on_end(key)
         state.outbox.index.session_changed(key)
         state.outbox.emit(SESSION_ENDED, key)
-        state.note(key, MoveKind.ENDED)
+        state.record_move(key, MoveKind.ENDED)
         return True
 
     def pin(self, key: SessionKey, pin: Pin) -> None:
@@ -117,7 +117,7 @@ class Sessions:
             _rank(state, session)
         state.outbox.index.session_changed(key)
         kind = MoveKind.UNPINNED if pin is Pin.NONE else MoveKind.PINNED
-        state.note(key, kind, why="" if pin is Pin.NONE else pin.name.lower())
+        state.record_move(key, kind, why="" if pin is Pin.NONE else pin.name.lower())
 
     def set_ttl(self, key: SessionKey, ttl_ns: int | None) -> SessionInfo:
         """Set a session's own TTL (None: the default; TTL_NEVER_NS: never).
@@ -135,7 +135,7 @@ class Sessions:
         session.ttl_ns = ttl_ns
         state.schedule_expiry(session)
         state.outbox.index.session_changed(key)
-        state.note(key, MoveKind.TTL_SET)
+        state.record_move(key, MoveKind.TTL_SET)
         return self._inspector.sum_up(session)
 
     def expire(self) -> None:

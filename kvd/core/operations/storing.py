@@ -159,7 +159,7 @@ class Storer:
                 state.placement.loaded(lease.key)
         self.release(lease)
         session = state.sessions.get(lease.key)
-        state.measures.store_s.observe((state.now_ns - lease.since_ns) / NS_PER_S)
+        state.histograms.store_s.observe((state.now_ns - lease.since_ns) / NS_PER_S)
         self._consider_compaction(lease.key)
         return session.num_tokens if session else 0
 
@@ -270,7 +270,7 @@ class Storer:
         state.blocks.enter_dram(block, part.slot_id, part.generation)
         state.blocks.know(block, part.token_ids, b"")
         state.outbox.count("store_tokens", span.num_tokens)
-        state.note(key, MoveKind.STORED, num_blocks=1, num_tokens=span.num_tokens)
+        state.record_move(key, MoveKind.STORED, num_blocks=1, num_tokens=span.num_tokens)
         return block
 
     def _shorten(self, lease: StoreLease, index: int) -> None:
@@ -314,7 +314,7 @@ class Storer:
         state.outbox.count("stores")
         num_tokens, num_blocks = session.num_tokens, len(session.spans)
         state.policy.on_resize(key, num_tokens)
-        state.placement.note_size(num_blocks * state.layout.block_bytes)
+        state.placement.observe_size(num_blocks * state.layout.block_bytes)
         fields = {"num_tokens": num_tokens, "num_blocks": num_blocks}
         state.outbox.emit(SESSION_STORED, key, fields)
         self._hasher.request([state.blocks[block_key] for block_key in session.block_keys()])

@@ -158,7 +158,7 @@ class WipeSlots:
 
 @dataclass(frozen=True, slots=True)
 class PutSlot:
-    """Note in the journal what a slot holds, for the next kvd."""
+    """Record in the journal what a slot holds, for the next kvd."""
 
     slot_id: int
     record: SlotRecord
@@ -166,7 +166,7 @@ class PutSlot:
 
 @dataclass(frozen=True, slots=True)
 class ClearSlot:
-    """Note in the journal that a slot holds nothing."""
+    """Record in the journal that a slot holds nothing."""
 
     slot_id: int
 

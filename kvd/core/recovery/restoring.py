@@ -96,7 +96,7 @@ class BlockEntries:
         return is_object
 
     def use(self, num_users: Ints) -> None:
-        """Note how many spans use each block; none is to be found any more."""
+        """Record how many spans use each block; none is to be found any more."""
         self._is_used = num_users > 0
         self._index = None  # it takes as much memory as all the rest
 
@@ -137,7 +137,7 @@ class BlockEntries:
         self.is_sound[:num_entries] = self._state.extents.restore(extents, num_sectors)
 
     def _join_adopted(self, entry: int, index: int, block: Block) -> None:
-        """Note which of all blocks one in DRAM is: that of an entry, or one of its own."""
+        """Record which of all blocks one in DRAM is: that of an entry, or one of its own."""
         if entry == -1 or self.num_tokens[entry] != block.num_tokens:
             self.is_sound[index] = False
             self._state.forget(block)
@@ -346,4 +346,4 @@ def _count(state: CacheState, tenants: Counter[str], num_spans: int) -> None:
         state.tenants.charge(tenant, num_packed_bytes[tenant] // PLACE_BYTES)
         state.tenants.count_session(tenant, num_sessions)
     if num_spans:  # about one block each
-        state.placement.note_size(num_spans * state.layout.block_bytes // len(state.sessions))
+        state.placement.observe_size(num_spans * state.layout.block_bytes // len(state.sessions))

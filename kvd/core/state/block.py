@@ -124,7 +124,7 @@ class Block:
         return bool(self.users or self.readers or self.holders)
 
     def move(self, event: str) -> None:
-        """Note what the performer begins or ends with the block; see BLOCK_MOVES."""
+        """Record what the performer begins or ends with the block; see BLOCK_MOVES."""
         self.io = BLOCK_MOVES.after(self.io, event)
 
     def num_answer(self, tier: Tier) -> int:
@@ -206,7 +206,7 @@ class BlockIndex:
         return slot_id
 
     def enter_ssd(self, block: Block, extent: int) -> None:
-        """Note that the block is durable."""
+        """Record that the block is durable."""
         self._recount(block, -1)
         block.extent = extent
         self._recount(block, 1)
@@ -221,13 +221,13 @@ class BlockIndex:
         return extent
 
     def know(self, block: Block, token_ids: bytes, checksums: bytes) -> None:
-        """Note what the bytes in the block's slot are."""
+        """Record what the bytes in the block's slot are."""
         self._recount(block, -1)
         block.token_ids, block.checksums = token_ids, checksums
         self._recount(block, 1)
 
     def doubt(self, block: Block, *, is_unverified: bool) -> None:
-        """Note whether the bytes in the block's slot are still to be verified."""
+        """Record whether the bytes in the block's slot are still to be verified."""
         self._recount(block, -1)
         block.is_unverified = is_unverified
         self._recount(block, 1)

@@ -32,7 +32,7 @@ from kvd.core.state.block_users import BlockUsers
 from kvd.core.state.extents import ExtentTable
 from kvd.core.state.leases import LeaseTable
 from kvd.core.state.limits import Limits
-from kvd.core.state.outbox import Measures, Outbox
+from kvd.core.state.outbox import CacheHistograms, Outbox
 from kvd.core.state.packed_tails import PackedTails
 from kvd.core.state.session import Session
 from kvd.core.state.session_history import MoveKind, SessionHistory
@@ -71,7 +71,7 @@ class CacheState:
         mean_store_blocks: that a store asks slots for.
         num_pins: sessions, by how they are pinned.
         ssd_degraded: why writes are held back; "": they are not.
-        outbox, measures, history, turns: what is emitted, counted and recorded.
+        outbox, histograms, history, turns: what is emitted, counted and recorded.
         now_ns: time of the call under way.
     """
 
@@ -101,7 +101,7 @@ class CacheState:
         self.ttl = self.make_clock()
         self.turns = TurnLog(limits.max_turns)
         self.outbox = Outbox()
-        self.measures = Measures()
+        self.histograms = CacheHistograms()
         self.under_way = UnderWay()
         self.compaction: Compaction | None = None
         self.unverified: OrderedDict[bytes, Block] = OrderedDict()
@@ -158,7 +158,7 @@ class CacheState:
             self.num_pins[session.pin] += increment
 
     def touch(self, session: Session) -> None:
-        """Note a use of the session: O(its blocks)."""
+        """Record a use of the session: O(its blocks)."""
         session.last_access_ns = self.now_ns
         session.num_read_ahead = 0
         if session.ended:
@@ -234,9 +234,11 @@ class CacheState:
         self.tenants.count_session(session.key.tenant, -1)
         self.count_pin(session, -1)
         self.outbox.emit(event, session.key, {"why": why, "num_tokens": num_tokens})
-        self.note(session.key, _DROPS[event], num_blocks=num_blocks, num_tokens=num_tokens, why=why)
+        self.record_move(
+            session.key, _DROPS[event], num_blocks=num_blocks, num_tokens=num_tokens, why=why
+        )
 
-    def note(
+    def record_move(
         self,
         key: SessionKey | None,
         kind: MoveKind,
@@ -245,18 +247,18 @@ class CacheState:
         num_tokens: int = 0,
         why: str = "",
     ) -> None:
-        """Remember a move of a session's KV; without a session there is nothing to remember."""
-        self.history.note(
+        """Record a move of a session's KV; without a session there is nothing to remember."""
+        self.history.record(
             key, kind, self.now_ns, num_blocks=num_blocks, num_tokens=num_tokens, why=why
         )
 
-    def note_block(self, block: Block, kind: MoveKind, why: str = "") -> None:
-        """Remember what became of a block, with the session that used it last."""
-        self.note(block.last_user, kind, num_blocks=1, num_tokens=block.num_tokens, why=why)
+    def record_block_move(self, block: Block, kind: MoveKind, why: str = "") -> None:
+        """Record what became of a block, with the session that used it last."""
+        self.record_move(block.last_user, kind, num_blocks=1, num_tokens=block.num_tokens, why=why)
 
     def _was_cut(self, session: Session, num_blocks: int, why: str) -> None:
         session.lost = why
-        self.note(session.key, MoveKind.CUT, num_blocks=num_blocks, why=why)
+        self.record_move(session.key, MoveKind.CUT, num_blocks=num_blocks, why=why)
         self.outbox.emit(SESSION_CUT, session.key, {"why": why, "num_tokens": session.num_tokens})
 
     def cut_users(self, block: Block, why: str) -> int:
@@ -338,7 +340,7 @@ class CacheState:
     # --------------------------------------------------------------------------------------- slots
 
     def clear_slot(self, slot_id: int) -> None:
-        """Note in the journal that nothing in the slot counts."""
+        """Record in the journal that nothing in the slot counts."""
         self.scrubbed.pop((Tier.DRAM, slot_id), None)
         self.journal.clear(slot_id)
 

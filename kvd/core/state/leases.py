@@ -148,7 +148,7 @@ Lease = LoadLease | StoreLease | RestoredLease
 
 
 def move(lease: Lease, event: str) -> None:
-    """Note what happens to a lease; see LEASE_MOVES."""
+    """Record what happens to a lease; see LEASE_MOVES."""
     lease.phase = LEASE_MOVES.after(lease.phase, event)
 
 
@@ -242,7 +242,7 @@ class LeaseTable:
             del self._by_session[lease.key]
 
     def detach(self, lease: StoreLease | RestoredLease) -> None:
-        """Note that the connection of a store lease's engine is over."""
+        """Record that the connection of a store lease's engine is over."""
         move(lease, "detach")
         self._count_orphan(lease, 1)
 

@@ -1,7 +1,7 @@
 """Actions on their way out, and what is counted and measured on the way. Pure.
 
-Counters say how often; `Measures` how long things take and rest, by bucket, and why loads missed.
-Times are of kvd's own clock.
+Counters say how often; `CacheHistograms` how long things take and rest, by bucket, and why loads
+missed. Times are of kvd's own clock.
 """
 
 from collections import OrderedDict
@@ -110,7 +110,7 @@ class Outbox:
         return actions
 
 
-class Measures:
+class CacheHistograms:
     """How long things take and rest in the cache, and why loads missed.
 
     Attributes:
@@ -129,16 +129,16 @@ class Measures:
         self.gone_before_asked_s = Histogram(REST_BOUNDS_S)
         self._gone: OrderedDict[SessionKey, tuple[Tier, int]] = OrderedDict()  # oldest first
 
-    def evicted(self, key: SessionKey, tier: Tier, last_access_ns: int, now_ns: int) -> None:
-        """A session has left a tier to make room."""
+    def on_evict(self, key: SessionKey, tier: Tier, last_access_ns: int, now_ns: int) -> None:
+        """Record that a session has left a tier to make room; O(1)."""
         self.rest_before_evict_s.observe((now_ns - last_access_ns) / NS_PER_S, tier.value)
         self._gone.pop(key, None)
         self._gone[key] = (tier, now_ns)
         if len(self._gone) > MOST_EVICTED:
             self._gone.popitem(last=False)
 
-    def asked(self, key: SessionKey, now_ns: int) -> None:
-        """A load asks for a session."""
+    def on_load(self, key: SessionKey, now_ns: int) -> None:
+        """Record that a load asks for a session, which may have left before."""
         gone = self._gone.pop(key, None)
         if gone is not None:
             tier, since_ns = gone

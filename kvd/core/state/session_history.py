@@ -70,7 +70,7 @@ class SessionHistory:
         self._moves: OrderedDict[SessionKey, deque[Move]] = OrderedDict()
         self._num_moves = 0
 
-    def note(
+    def record(
         self,
         key: SessionKey | None,
         kind: MoveKind,
@@ -80,7 +80,7 @@ class SessionHistory:
         num_tokens: int = 0,
         why: str = "",
     ) -> None:
-        """Remember a move; None: of blocks that no session is known to use. O(1)."""
+        """Record a move; None: of blocks that no session is known to use. O(1)."""
         if key is None:
             return
         moves = self._moves.get(key)

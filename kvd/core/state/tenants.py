@@ -125,7 +125,7 @@ class TenantTable:
         return entry.order if entry.is_ordered else None
 
     def on_access(self, key: SessionKey) -> None:
-        """Note a use of a session that may be evicted."""
+        """Record a use of a session that may be evicted."""
         order = self._of(key.tenant).order
         if order is not None:
             order.touch(key)
@@ -137,13 +137,13 @@ class TenantTable:
             order.enter(key)
 
     def insert_before(self, key: SessionKey) -> None:
-        """Note that a session may be evicted, sooner than all that are in the order."""
+        """Record that a session may be evicted, sooner than all that are in the order."""
         order = self._of(key.tenant).order
         if order is not None:
             order.enter_before(key)
 
     def on_end(self, key: SessionKey) -> None:
-        """Note that the session will not come back."""
+        """Record that the session will not come back."""
         order = self._of(key.tenant).order
         if order is not None:
             order.end(key)

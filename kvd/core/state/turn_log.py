@@ -138,7 +138,7 @@ class TurnLog:
     # -------------------------------------------------------------------------------------- queues
 
     def queue_replaced(self, engine_id: int, queue: QueueChange, now_ns: int) -> None:
-        """Note all of an engine's queue: O(requests)."""
+        """Record all of an engine's queue: O(requests)."""
         before = self._arrivals.get(engine_id, {})
         self._arrivals[engine_id] = {
             request.rank[2]: before.get(request.rank[2]) or (now_ns, request.history_tokens)
@@ -147,7 +147,7 @@ class TurnLog:
         self._started(engine_id, queue, before, now_ns)
 
     def queue_changed(self, engine_id: int, change: QueueChange, now_ns: int) -> None:
-        """Note a change of an engine's queue: O(requests in it)."""
+        """Record a change of an engine's queue: O(requests in it)."""
         arrivals = self._arrivals.setdefault(engine_id, {})
         self._started(engine_id, change, arrivals, now_ns)
         for number in change.left:
@@ -160,8 +160,8 @@ class TurnLog:
 
     # --------------------------------------------------------------------------------------- turns
 
-    def asked(self, key: SessionKey, num_tokens: int, now_ns: int, *, is_running: bool) -> None:
-        """Note that an engine asks for the KV of so many tokens.
+    def requested(self, key: SessionKey, num_tokens: int, now_ns: int, *, is_running: bool) -> None:
+        """Record that an engine asks for the KV of so many tokens.
 
         Args:
             key: whose.
@@ -178,7 +178,7 @@ class TurnLog:
         turn.prompt_tokens = max(turn.prompt_tokens, num_tokens)
 
     def loaded(self, key: SessionKey, tier: Tier, num_tokens: int) -> None:
-        """Note what an engine was given of a tier."""
+        """Record what an engine was given of a tier."""
         turn = self._newest.get(key)
         if turn is None:
             return
@@ -195,13 +195,13 @@ class TurnLog:
         turn.is_stored = True
 
     def discarded(self, key: SessionKey, num_tokens: int) -> None:
-        """Note how many tokens a session has left."""
+        """Record how many tokens a session has left."""
         turn = self._newest.get(key)
         if turn is not None:
             turn.stored_tokens = num_tokens
 
     def ended(self, key: SessionKey) -> None:
-        """Note that the session will not come back."""
+        """Record that the session will not come back."""
         turn = self._newest.get(key)
         if turn is not None:
             turn.is_ended = True

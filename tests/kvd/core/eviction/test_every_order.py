@@ -20,7 +20,7 @@ class EveryOrder(RuleBasedStateMachine):
     @initialize(policy=st.sampled_from(sorted(POLICIES)))
     def start(self, policy):
         self.sessions = Sessions(policy, capacity_bytes=300)
-        self.sessions.placement.note_size(100)
+        self.sessions.placement.observe_size(100)
         self.policy = self.sessions.policy
         self.members = {tier: set() for tier in Tier}
         self.known = set()

@@ -81,8 +81,8 @@ def test_changes_join_move_start_and_leave():
     assert window.names() == ["4", "1", "3", "9"]
     assert window.queue.is_running(key_of(0))
     assert not window.queue.is_queued(key_of(0))
-    assert [n for n in range(10) if window.queue.knows(1, n)] == [0, 1, 3, 4, 9]
-    assert not window.queue.knows(2, 1)
+    assert [n for n in range(10) if window.queue.holds(1, n)] == [0, 1, 3, 4, 9]
+    assert not window.queue.holds(2, 1)
     assert window.queue.num_running(1) == 1
     assert set(window.reported) == {"9", "4", "0", "2"}
     window.change(1, request(0))

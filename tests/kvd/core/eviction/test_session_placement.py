@@ -201,8 +201,8 @@ def test_a_turn_that_comes_as_the_one_before_it_ends_has_arrived(placement):
 def test_the_window_is_so_many_sessions_of_mean_size(placement):
     """L_pw = C_mem / S_kv; without any session there is no mean, and no window."""
     assert placement.window(CAPACITY) == 0
-    placement.note_size(100)
-    placement.note_size(300)
+    placement.observe_size(100)
+    placement.observe_size(300)
     assert placement.window(CAPACITY) == 5
     assert placement.window(199) == 0
 
@@ -211,14 +211,14 @@ def test_the_first_sizes_weigh_alike(placement):
     """The mean is exact until there are many."""
     sizes = [3, 50, 700, 20, 1]
     for size in sizes:
-        placement.note_size(size)
+        placement.observe_size(size)
     assert placement.window(10**9) == int(10**9 / (sum(sizes) / len(sizes)))
 
 
 def test_the_mean_forgets(placement):
     """Sessions that have become longer widen no window for ever."""
     for size in [1] * 1000 + [100] * int(10 / MEAN_SHARE):
-        placement.note_size(size)
+        placement.observe_size(size)
     assert placement.window(10_000) == 100
 
 
@@ -226,7 +226,7 @@ def test_the_eviction_window_is_of_both_tiers_as_they_are_now():
     """L_ew = (C_mem + C_disk) / S_kv; a tier that shrinks makes it smaller."""
     capacity = [CAPACITY]
     placement = SessionPlacement(NotedPolicy, lambda: capacity[0])
-    placement.note_size(100)
+    placement.observe_size(100)
     window = placement.policy.context.eviction_window
     assert window() == 10
     capacity[0] = 450

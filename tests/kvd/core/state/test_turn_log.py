@@ -19,7 +19,7 @@ def _waiting(key: SessionKey, number: int, history_tokens: int = 0) -> QueueChan
 
 def _turn(log: TurnLog, key: SessionKey, prompt: int, size: int, now_ns: int) -> None:
     """A turn of an engine that tells no queue."""
-    log.asked(key, prompt, now_ns, is_running=False)
+    log.requested(key, prompt, now_ns, is_running=False)
     log.stored(key, size, now_ns + 5)
 
 
@@ -27,7 +27,7 @@ def test_turns_of_an_engine_without_a_queue() -> None:
     """A load after the stores of a turn begins the next; its history is what was stored."""
     log = TurnLog(10)
     _turn(log, A, 20, 50, 100)
-    log.asked(A, 70, 200, is_running=False)
+    log.requested(A, 70, 200, is_running=False)
     log.loaded(A, Tier.DRAM, 30)
     log.loaded(A, Tier.SSD, 16)
     log.stored(A, 80, 210)
@@ -43,7 +43,7 @@ def test_a_turn_begins_when_its_request_runs() -> None:
     log = TurnLog(10)
     log.queue_changed(ENGINE, _waiting(A, 1, 33), 100)
     log.queue_changed(ENGINE, QueueChange(running=[RunningRequest(1, A)]), 150)
-    log.asked(A, 40, 160, is_running=True)
+    log.requested(A, 40, 160, is_running=True)
     log.stored(A, 60, 170)
     assert list(log) == [RecordedTurn(1, 1, 100, 150, 170, 33, 0, 0, 60, is_asked=True)]
 
@@ -53,7 +53,7 @@ def test_a_load_before_its_request_is_reported_to_run() -> None:
     log = TurnLog(10)
     _turn(log, A, 20, 50, 10)
     log.queue_changed(ENGINE, _waiting(A, 1, 50), 100)
-    log.asked(A, 60, 140, is_running=False)
+    log.requested(A, 60, 140, is_running=False)
     log.queue_changed(ENGINE, QueueChange(running=[RunningRequest(1, A)]), 150)
     log.stored(A, 80, 170)
     _, turn = log
@@ -65,11 +65,11 @@ def test_a_preempted_turn_is_one_turn() -> None:
     log = TurnLog(10)
     running = QueueChange(running=[RunningRequest(1, A)])
     log.queue_changed(ENGINE, running, 10)
-    log.asked(A, 20, 10, is_running=True)
+    log.requested(A, 20, 10, is_running=True)
     log.stored(A, 30, 20)
     log.queue_changed(ENGINE, _waiting(A, 1), 30)
     log.queue_changed(ENGINE, running, 40)
-    log.asked(A, 30, 40, is_running=True)
+    log.requested(A, 30, 40, is_running=True)
     log.stored(A, 50, 60)
     (turn,) = log
     assert (turn.started_ns, turn.ended_ns, turn.stored_tokens) == (10, 60, 50)
@@ -79,9 +79,9 @@ def test_a_turn_that_the_queue_reports_late() -> None:
     """It wants more than the turn before has computed, which the queue says still runs."""
     log = TurnLog(10)
     log.queue_changed(ENGINE, QueueChange(running=[RunningRequest(1, A)]), 10)
-    log.asked(A, 20, 10, is_running=True)
+    log.requested(A, 20, 10, is_running=True)
     log.stored(A, 30, 20)
-    log.asked(A, 36, 40, is_running=True)
+    log.requested(A, 36, 40, is_running=True)
     log.stored(A, 45, 50)
     log.queue_changed(ENGINE, QueueChange(running=[RunningRequest(2, A)], left=[1]), 55)
     log.stored(A, 50, 60)
@@ -99,7 +99,7 @@ def test_a_full_queue_keeps_known_arrivals() -> None:
     log.queue_replaced(ENGINE, _waiting(A, 1), 50)
     for key, number in ((A, 1), (B, 2)):
         log.queue_changed(ENGINE, QueueChange(running=[RunningRequest(number, key)]), 60)
-        log.asked(key, 5, 60, is_running=True)
+        log.requested(key, 5, 60, is_running=True)
     assert [turn.arrived_ns for turn in log] == [10, 60]
 
 
@@ -109,7 +109,7 @@ def test_a_queue_is_forgotten_with_its_engine() -> None:
     log.queue_changed(ENGINE, _waiting(A, 1), 10)
     log.engine_gone(ENGINE)
     log.queue_changed(ENGINE, QueueChange(running=[RunningRequest(1, A)]), 60)
-    log.asked(A, 5, 60, is_running=True)
+    log.requested(A, 5, 60, is_running=True)
     log.queue_changed(ENGINE + 1, QueueChange(running=[RunningRequest(1, A)]), 70)
     log.stored(A, 9, 80)
     assert [(turn.arrived_ns, turn.started_ns) for turn in log] == [(60, 60), (70, 70)]
@@ -182,7 +182,7 @@ def test_every_order_of_two_sessions_keeps_the_bounds() -> None:
             number = now_ns // 2
             match call:
                 case "a":
-                    log.asked(key, 10, now_ns, is_running=False)
+                    log.requested(key, 10, now_ns, is_running=False)
                 case "s":
                     log.stored(key, 12, now_ns)
                 case "Q":
