@@ -226,7 +226,7 @@ class Daemon:
         return serving_operations(settings.metrics, settings.tls, operations)
 
     def _servers(self, parts: _Parts) -> list[GrpcServer]:
-        """One server per role."""
+        """Return one server per role."""
         caches, engines, scrubber = parts.caches, parts.engines, parts.scrubber
         users = self._access.users
         engine = EngineService(

@@ -237,14 +237,14 @@ class Rounds:
         return turn
 
     def latencies(self) -> list[Latency]:
-        """One for each operation and size, over all rounds."""
+        """Return a latency for each operation and size, over all rounds."""
         return [
             latency(self._level, operation, num_sessions, [s for turn in turns for s in turn])
             for (operation, num_sessions), turns in sorted(self._seconds.items())
         ]
 
     def growths(self, from_sessions: int, to_sessions: int) -> list[Growth]:
-        """How the median call grows between two sizes, for each operation."""
+        """Return how the median call grows between two sizes, for each operation."""
         operations = sorted({operation for operation, _ in self._seconds})
         return [
             Growth(

@@ -31,7 +31,7 @@ TENANT = "bench"
 
 
 def bench_key(name: str) -> SessionKey:
-    """A session of the bench's layouts."""
+    """Return a session of the bench's layouts."""
     return SessionKey(TENANT, MODEL, name)
 
 
@@ -49,7 +49,7 @@ NUM_SEGMENT_BLOCKS = 1 << 16
 
 
 def idle_key(number: int) -> SessionKey:
-    """Key of one of the idle sessions."""
+    """Return the key of one of the idle sessions."""
     return bench_key(f"idle-{number:06}")
 
 
@@ -61,7 +61,7 @@ def block_tokens_of(number: int, num_blocks: int = BLOCKS_PER_SESSION) -> list[b
 
 
 def block_keys_of(number: int, num_blocks: int = BLOCKS_PER_SESSION) -> list[bytes]:
-    """Key of each block of a session."""
+    """Return the key of each block of a session."""
     keys = []
     parent = root_key(SALT, SMALL_LAYOUT.fingerprint)
     for token_ids in block_tokens_of(number, num_blocks):
@@ -91,7 +91,7 @@ def population(num_sessions: int) -> IndexEntries:
 
 
 def extents_of(num_blocks: int) -> Iterator[int]:
-    """Where the blocks lie: one after the other."""
+    """Return where the blocks lie: one after the other."""
     return iter(range(0, num_blocks * SECTORS_PER_BLOCK, SECTORS_PER_BLOCK))
 
 
@@ -124,7 +124,7 @@ class FilledIndexes:
         )
 
     async def state_dir(self, num_sessions: int) -> Path:
-        """The directory; filling it takes seconds."""
+        """Return the directory; filling it takes seconds."""
         path = self._directory / f"index-{num_sessions}"
         if not path.exists():
             path.mkdir(parents=True, mode=0o700)
@@ -133,7 +133,7 @@ class FilledIndexes:
 
 
 def needed_bytes(max_sessions: int, blocks_per_session: int) -> int:
-    """What the state directories take on disk, each as full as the fullest."""
+    """Return what the state directories take on disk, each as full as the fullest."""
     num_blocks = max_sessions * blocks_per_session
     return SPARE_BYTES + 3 * num_blocks * INDEX_BYTES_PER_BLOCK
 

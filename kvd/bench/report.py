@@ -47,7 +47,7 @@ class Goal:
 
 
 def goals_of(report: Report) -> tuple[Goal, ...]:
-    """The goals of the parts that were run."""
+    """Return the goals of the parts that were run."""
     return (
         *_ratios_goals(report),
         *_growths_goals(report),
@@ -167,7 +167,7 @@ def as_document(report: Report) -> dict[str, Any]:
 
 
 def tables(report: Report, width: int) -> Iterator[Table]:
-    """What was run, one table a part, for a terminal of so many columns."""
+    """Yield what was run, one table a part, for a terminal of so many columns."""
     yield facts(_machine_facts(report), width)
     for title, found in (
         ("arena: through leases, against memcpy", report.arena),

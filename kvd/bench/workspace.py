@@ -56,7 +56,7 @@ def workspace(directory: Path, needed_bytes: int) -> Iterator[Workspace]:
 
 
 def room_of(directory: Path) -> tuple[int, int]:
-    """Bytes of memory, and of disk under the directory, that are there to be used."""
+    """Return the bytes of memory, and of disk under the directory, that are there to be used."""
     return psutil.virtual_memory().available, shutil.disk_usage(directory).free
 
 
@@ -114,7 +114,7 @@ async def running_kvd(
 
 @asynccontextmanager
 async def attached_client(kvd: ChildKvd, layout: KVLayout) -> AsyncIterator[KvdClient]:
-    """An attached client, as an engine has it, whose arena is mapped and touched."""
+    """Yield an attached client, as an engine has it, whose arena is mapped and touched."""
     client = KvdClient(kvd.runtime_dir, layout, "kvd-bench")
     running = asyncio.create_task(client.run())
     try:

@@ -127,7 +127,7 @@ def _plan(programs: Path, root: Path | None, *, user: bool) -> list[Planned]:
 
 
 def _inside(path: Path, root: Path) -> Path:
-    """What a path of ours is called where `root` is /."""
+    """Return what a path of ours is called where `root` is /."""
     return Path("/") / path.relative_to(root) if path.is_relative_to(root) else path
 
 

@@ -96,7 +96,7 @@ def _watch(looks: Iterator[kvd_pb2.GetStatsResponse], *, as_json: bool) -> None:
 def _views(
     looks: Iterator[kvd_pb2.GetStatsResponse],
 ) -> Iterator[Callable[[int], list[RenderableType]]]:
-    """What to show of each look, with what has changed since the one before."""
+    """Yield what to show of each look, with what has changed since the one before."""
     before: kvd_pb2.GetStatsResponse | None = None
     for found in looks:
         yield partial(_tables, found, before)

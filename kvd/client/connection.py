@@ -103,7 +103,7 @@ def open_client(runtime_dir: Path | None) -> Iterator["OperatorClient"]:
 
 
 def _nearest_socket(runtime_dir: Path | None) -> Path:
-    """A socket in the directory that is named, else in the one that a kvd of this user has.
+    """Return a socket in the directory that is named, else in the one that a kvd of this user has.
 
     Raises:
         SocketDeniedError: this user may open none; or has none, and may not enter the system's.
@@ -115,7 +115,7 @@ def _nearest_socket(runtime_dir: Path | None) -> Path:
 
 
 def socket_of(runtime_dir: Path) -> Path:
-    """The socket that allows most of those that this user may open; the operators', if none is.
+    """Return the socket that allows most, of those this user may open; else the operators'.
 
     Raises:
         SocketDeniedError: there are sockets, and this user may open none.

@@ -259,18 +259,18 @@ class Engines:
         return any(engine.cache is cache for engine in self._engines.values())
 
     def identity_of(self, engine_id: int) -> ProcessIdentity:
-        """Which process an engine is, for the journal."""
+        """Return which process an engine is, for the journal."""
         engine = self._engines.get(engine_id)
         return NOBODY if engine is None else engine.identity
 
     def wake_of(self, engine_id: int) -> Callable[[], None]:
-        """What to call when a progress word of an engine has changed; any thread may."""
+        """Return what to call when a progress word of an engine has changed; any thread may."""
         engine = self._engines.get(engine_id)
         connection = None if engine is None else engine.connection
         return _nothing if connection is None else connection.wakeup.wake
 
     def infos(self) -> list[EngineInfo]:
-        """All engines that may hold leases, the attached ones first."""
+        """Return all engines that may hold leases, the attached ones first."""
         return [
             EngineInfo(
                 engine.engine_id,

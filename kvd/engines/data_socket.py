@@ -65,7 +65,7 @@ class EngineUsers:
         }
 
     def identity_of(self, uid: int) -> Identity | None:
-        """Who an engine's process is; None: it may not attach."""
+        """Identify an engine's process; None: it may not attach."""
         return self._identities.get(uid)
 
     def check(self, uid: int, tenant: str) -> None:

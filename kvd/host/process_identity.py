@@ -42,7 +42,7 @@ NOBODY = ProcessIdentity(0, 0, b"")
 
 
 def start_ticks_of(pid: int) -> int:
-    """When a process was started; 0 if it is not there.
+    """Return when a process was started; 0 if it is not there.
 
     Raises:
         OSError: nobody knows: no descriptor is left to look with.

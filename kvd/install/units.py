@@ -109,7 +109,7 @@ class UserDirectories:
 
 
 def system_files(shipped: Mapping[str, str], programs: Path, root: Path) -> list[PlannedFile]:
-    """What a machine gets.
+    """Return what a machine gets.
 
     Args:
         shipped: name → text, of all SHIPPED.
@@ -133,7 +133,7 @@ def system_files(shipped: Mapping[str, str], programs: Path, root: Path) -> list
 def user_files(
     shipped: Mapping[str, str], programs: Path, own: UserDirectories
 ) -> list[PlannedFile]:
-    """What one user gets, for the manager of their session."""
+    """Return what one user gets, for the manager of their session."""
     paths = {
         SHIPPED_PROGRAMS: str(programs),
         "/etc/kvd/": f"{own.config}/kvd/",
@@ -172,7 +172,7 @@ def found_by_name(
     bin_dir: Path,
     share: Path,
 ) -> list[Planned]:
-    """What has a shell, `man` and Tab find the commands, without the installation in PATH.
+    """Return what lets a shell, `man` and Tab find the commands, without the installation in PATH.
 
     Args:
         programs: as in system_files.
@@ -230,7 +230,7 @@ def with_values(settings: str, values: Mapping[str, str]) -> str:
 
 
 def _with_keys(settings: str) -> Iterator[tuple[str, str]]:
-    """Each line with the dotted key that it sets, "" if it sets none."""
+    """Yield each line with the dotted key that it sets, "" if it sets none."""
     section = ""
     for line in settings.splitlines():
         if header := re.match(r"\[([^\]]+)\]", line):
@@ -257,7 +257,7 @@ def read_shipped() -> dict[str, str]:
 
 
 def man_pages() -> list[Path]:
-    """Those of this installation; of a working tree the tree's."""
+    """Return the man pages of this installation; of a working tree the tree's."""
     tree = Path(kvd.__file__).resolve().parents[1] / "docs" / "man"
     for place in (Path(sys.prefix) / "share" / "man" / "man1", tree):
         if found := sorted(place.glob("kvd*.1")):

@@ -33,7 +33,7 @@ class Sources:
 
 
 def make_exporter(sources: Sources) -> MetricExporter:
-    """The exporter of kvd's table."""
+    """Return the exporter of kvd's table."""
     return MetricExporter(METRICS, partial(_fill, sources))
 
 

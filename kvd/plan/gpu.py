@@ -49,7 +49,7 @@ class Gpu:
             self._prefill_ends_ns = now_ns + prefill.prefill_ns
 
     def next_ns(self) -> int | None:
-        """When a prefill or a decode ends next; None: nothing is under way."""
+        """Return when a prefill or a decode ends next; None: nothing is under way."""
         if self._prefills:
             return self._prefill_ends_ns
         if self._decodes:

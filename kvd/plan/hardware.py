@@ -59,7 +59,7 @@ class EngineConstants:
     fixed_s: float = 20e-3
 
     def scaled(self, factor: float) -> "EngineConstants":
-        """An engine that takes so many times as long for everything."""
+        """Return an engine that takes so many times as long for everything."""
         return replace(
             self,
             prefill_s_per_token=self.prefill_s_per_token * factor,
@@ -145,11 +145,11 @@ class Costs:
         return round(num_bytes / self._bytes_per_token)
 
     def charge(self, num_bytes: int) -> int:
-        """What a session of so many bytes takes of a tier."""
+        """Return what a session of so many bytes takes of a tier."""
         return num_bytes if self._window_bytes is None else self._window_bytes
 
     def kept_tokens(self, turn: Turn) -> int:
-        """What is stored after a turn."""
+        """Return what is stored after a turn."""
         if not self._is_truncated:
             return turn.kept_tokens
         return truncated(turn.kept_tokens, 0, self._window_tokens)
@@ -217,7 +217,7 @@ def engine_at_load(
 
 
 def _recompute_s(turn: Turn, engine: EngineConstants) -> float:
-    """A decode's share of the engine is that of its slot."""
+    """Return the seconds that recomputing takes; a decode's share of the engine is its slot's."""
     return (
         engine.fixed_s
         + (turn.history_tokens + turn.new_tokens) * engine.prefill_s_per_token

@@ -121,7 +121,7 @@ def observe(
 
 
 def num_replays(cache: ObservedCache) -> int:
-    """How many replays an observation takes."""
+    """Return how many replays an observation takes."""
     return len(_sizes(cache))
 
 
@@ -167,7 +167,7 @@ def _footprint_bytes(turns: Sequence[RecordedTurn], cache: ObservedCache) -> int
 
 
 def observation_tables(model: str, observed: Observation) -> Iterator[Table]:
-    """What was seen of a layout, and what larger tiers would have found."""
+    """Yield what was seen of a layout, and what larger tiers would have found."""
     yield _facts(model, observed)
     if observed.num_judged:
         yield _rates_table(observed)

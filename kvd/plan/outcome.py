@@ -176,5 +176,5 @@ def _mean(values: Sequence[int]) -> float:
 
 
 def _p99(values: Sequence[int]) -> int:
-    """The smallest value that 99 % of them do not exceed."""
+    """Return the smallest value that 99 % of them do not exceed."""
     return sorted(values)[-(-len(values) * 99 // 100) - 1] if values else 0

@@ -159,7 +159,7 @@ def _facts(request: PlanRequest) -> WorkloadFacts:
 
 
 def _options(request: PlanRequest) -> dict[str, Any]:
-    """The options that are nowhere else in the report."""
+    """Return the options that are nowhere else in the report."""
     hardware, options = request.hardware, request.options
     return {
         "tiers": options.tiers,

@@ -45,7 +45,7 @@ class ObservedCache:
     ssd_bytes_per_s: float = 5e9
 
     def num_bytes(self, num_tokens: int) -> int:
-        """What so many tokens take of a tier."""
+        """Return what so many tokens take of a tier."""
         return ceil_div(num_tokens, self.block_tokens) * self.block_bytes
 
 
@@ -184,7 +184,7 @@ def _key_of(turn: RecordedTurn) -> SessionKey:
 
 
 def _events(turns: Sequence[RecordedTurn]) -> Iterator[_Event]:
-    """What happens when. A turn starts only after its session's turn before has ended."""
+    """Return the events by time. A turn starts only after its session's turn before has ended."""
     events = []
     ended_ns: dict[int, int] = {}
     for index, turn in enumerate(turns):

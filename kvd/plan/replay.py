@@ -161,7 +161,7 @@ class Replay:
     # --------------------------------------------------------------------------------------- events
 
     def _next_ns(self) -> int:
-        """When something happens next."""
+        """Return when something happens next."""
         times = (
             self._gpu.next_ns(),
             self._channel.next_ns(),
@@ -226,7 +226,7 @@ class Replay:
             self._store(key, request.turn)
 
     def _was_read(self, read: Read) -> None:
-        """A session was read from SSD: for its turn, or ahead of it."""
+        """Take in a session that was read from SSD, for its turn or ahead of it."""
         if self._reading.ended(self._keys[read.session], read) and read.session in self._running:
             self._prefill(self._running[read.session])
 
@@ -254,7 +254,7 @@ class Replay:
         )
 
     def _lookup(self, key: SessionKey, turn: Turn) -> tuple[Tier | None, int]:
-        """Where a turn's history is, and how many tokens of it are to be loaded."""
+        """Return where a turn's history is, and how many tokens of it are to be loaded."""
         found_in = self._tiers.find(key)
         if found_in is None:
             return None, 0
@@ -298,7 +298,7 @@ class Replay:
             self._ttl.schedule(key, self._deadlines_ns[key])
 
     def _turn(self, session: int) -> Turn:
-        """The session's turn that waits, runs or is still to come."""
+        """Return the session's turn that waits, runs or is still to come."""
         return self._sessions[session].turns[self._next_turn[session]]
 
     def _wanted_bytes(self, key: SessionKey) -> int:
@@ -329,7 +329,7 @@ class Replay:
         return request.number >= self._options.warmup_turns
 
     def _totals(self) -> Totals:
-        """The counters of now."""
+        """Return the counters of now."""
         return Totals(
             self._now_ns,
             self._gpu.busy_ns,

@@ -151,7 +151,7 @@ def _ended(worker: _Worker) -> WorkerEndedError:
 def _worker(
     context: multiprocessing.context.SpawnContext, sessions: Sequence[Session], number: int
 ) -> Iterator[_Worker]:
-    """A worker, gone at the end."""
+    """Yield a worker, gone at the end."""
     ours, theirs = context.Pipe()
     process = context.Process(
         target=_work, args=(theirs, sessions), name=f"kvd-plan-{number}", daemon=True
@@ -191,7 +191,7 @@ def _no_interrupts() -> Iterator[None]:
 
 
 def _work(connection: Connection, sessions: Sequence[Session]) -> None:
-    """A worker's life."""
+    """Replay each cell that the parent sends, until it closes the connection."""
     try:
         while True:
             cell: Cell = connection.recv()

@@ -79,14 +79,14 @@ class Tiers:
     # ------------------------------------------------------------------------------------- looking
 
     def find(self, key: SessionKey) -> Tier | None:
-        """The faster tier that a session is in; None: it is not held."""
+        """Return the faster tier that a session is in; None: it is not held."""
         held = self._sessions.get(key)
         if held is None or held.is_running:
             return None
         return Tier.DRAM if held.in_dram else Tier.SSD
 
     def num_bytes(self, key: SessionKey) -> int:
-        """What is held of a session."""
+        """Return what is held of a session."""
         held = self._sessions.get(key)
         return held.num_bytes if held else 0
 

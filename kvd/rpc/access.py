@@ -71,7 +71,7 @@ class Access:
         self._streams.most = settings.limits.max_streams_per_client
 
     def guard(self, socket_role: str) -> AccessInterceptor:
-        """What stands before the services of one address.
+        """Return what stands before the services of one address.
 
         Args:
             socket_role: of whoever may open that Unix socket; "" for TCP.

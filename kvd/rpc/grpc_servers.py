@@ -139,7 +139,7 @@ def make_servers(
     reader: object,
     rpcs: RpcMetrics,
 ) -> list[GrpcServer]:
-    """The servers of kvd: a Unix socket of each role, and one for clients on TCP if that is set.
+    """Return kvd's servers: a Unix socket of each role, and TCP for clients if that is set.
 
     Args:
         settings: of the start.

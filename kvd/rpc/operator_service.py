@@ -189,7 +189,7 @@ class OperatorService(kvd_pb2_grpc.OperatorServicer):  # type: ignore[misc]  # t
         return response
 
     def _found(self, named: pb.SessionKey) -> tuple[Cache, SessionKey]:
-        """The session that a request names, if its caller may see it."""
+        """Return the session that a request names, if its caller may see it."""
         key = key_of(named)
         check_allowed(key, allowed_tenants())
         return self._caches.find(key)
@@ -203,7 +203,7 @@ class OperatorService(kvd_pb2_grpc.OperatorServicer):  # type: ignore[misc]  # t
             ) from error
 
     def _leases_of(self, pid: int) -> list[tuple[Cache, LeaseInfo]]:
-        """What a process holds."""
+        """Return what a process holds."""
         engine_ids = {info.engine_id for info in self._engines.infos() if info.pid == pid}
         return [
             (cache, lease)
@@ -241,7 +241,7 @@ async def flush_selected(
 
 
 async def _would_flush(cache: Cache, keys: list[SessionKey], wanted: SessionFilter) -> FlushAnswer:
-    """What a flush would do; what two sessions share it would free with both of them."""
+    """Return what a flush would do; what two sessions share it would free with both of them."""
     flushed: dict[SessionKey, None] = {}
     leased: list[SessionKey] = []
     for bit in _bits(keys):

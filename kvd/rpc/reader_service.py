@@ -87,7 +87,7 @@ class ReaderService(kvd_pb2_grpc.ReaderServicer):  # type: ignore[misc]  # the s
     async def DescribeSession(  # noqa: N802
         self, request: pb.DescribeSessionRequest, _: Any
     ) -> pb.DescribeSessionResponse:
-        """One session with its blocks, its leases, and what happened to it lately."""
+        """Return one session with its blocks, its leases, and what happened to it lately."""
         asked = key_of(request.session)
         check_allowed(asked, allowed_tenants())
         try:
@@ -111,7 +111,7 @@ class ReaderService(kvd_pb2_grpc.ReaderServicer):  # type: ignore[misc]  # the s
         )
 
     async def ListLeases(self, request: pb.ListLeasesRequest, _: Any) -> pb.ListLeasesResponse:  # noqa: N802
-        """Who uses slots, attached or quarantined; oldest first."""
+        """Return who uses slots, attached or quarantined; oldest first."""
         engines = {info.engine_id: info for info in self._engines.infos()}
         messages = []
         for cache in self._caches.of_model(request.model):
@@ -138,13 +138,13 @@ class ReaderService(kvd_pb2_grpc.ReaderServicer):  # type: ignore[misc]  # the s
         )
 
     async def GetSettings(self, _request: pb.GetSettingsRequest, _: Any) -> pb.GetSettingsResponse:  # noqa: N802
-        """The settings in force, and where each comes from."""
+        """Return the settings in force, and where each comes from."""
         return settings_message(self._live.loaded)
 
     async def ListRecentTurns(  # noqa: N802
         self, request: pb.ListRecentTurnsRequest, _: Any
     ) -> AsyncIterator[pb.RecentTurns]:
-        """The turns of the last while, layout by layout."""
+        """Yield the turns of the last while, layout by layout."""
         settings = self._settings
         for cache in self._caches.of_model(request.model):
             turns, now_ns = cache.act(lambda core: (iter(core.inspection.turns), core.now_ns))

@@ -182,7 +182,7 @@ def _set_older_aside(path: Path, volumes: Path, version: int, faults: Faults) ->
 
 
 def _with_companions(path: Path) -> list[Path]:
-    """A database and what SQLite keeps beside it, the database itself last."""
+    """Return a database and what SQLite keeps beside it, the database itself last."""
     return [path.with_name(path.name + suffix) for suffix in ("-wal", "-shm", "")]
 
 

@@ -212,7 +212,7 @@ class Journal:
         self._memory[offset : offset + self._record_bytes] = bytes(self._record_bytes)
 
     def read_all(self) -> tuple[list[AdoptedSlot], list[JournaledWrite]]:
-        """What is committed, and what is being written; everything else is free."""
+        """Return what is committed, and what is being written; everything else is free."""
         adopted: list[AdoptedSlot] = []
         writing: list[JournaledWrite] = []
         for slot_id, state, body in self._records():
@@ -249,7 +249,7 @@ class Journal:
                 yield slot_id, state, body
 
     def _body_bytes(self, state: int, start: int) -> int:
-        """Bytes of the body of a record in this state; 0 if it holds nothing sound."""
+        """Return the bytes of the body of a record in this state; 0 if it holds nothing sound."""
         if state == WRITING:
             return _BODY.size
         if state != COMMITTED:

@@ -56,7 +56,7 @@ class _History:
     bucket: int = 0
 
     def traits(self) -> Traits:
-        """Class of the session: turns so far, size of the last one, idle time before it."""
+        """Return the session's class: turns so far, size of the last one, idle time before it."""
         is_many = self.num_turns >= len(TURN_GROUPS)
         return (
             MANY_TURNS if is_many else TURN_GROUPS[self.num_turns],

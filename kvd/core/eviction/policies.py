@@ -78,7 +78,7 @@ class LookaheadQueuePolicy(EvictionPolicy):
         return super()._rank(key, facts, tier)
 
     def _place_of(self, key: SessionKey) -> QueuePlace | None:
-        """The place that a session is kept for, if there is one."""
+        """Return the place that a session is kept for, if there is one."""
         return self._queue.place(key)
 
 

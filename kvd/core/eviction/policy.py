@@ -246,7 +246,7 @@ class EvictionPolicy:
     def _between(
         self, tier: Tier | None, low: EvictionRank, high: EvictionRank
     ) -> Iterator[SessionKey]:
-        """Sessions from one rank to below another, in order of eviction."""
+        """Return the sessions from one rank to below another, in order of eviction."""
         order = self._orders[tier]
         if tier is Tier.DRAM or not self._resting:
             return order.between(low, high)

@@ -132,27 +132,27 @@ class QueueWindow:
         return key in self._num_running
 
     def place(self, key: SessionKey) -> QueuePlace | None:
-        """Where the session's first waiting turn stands; None if none waits."""
+        """Return where the session's first waiting turn stands; None if none waits."""
         places = self._places.get(key)
         return places[0] if places else None
 
     def place_of(self, key: SessionKey) -> QueuePlace:
-        """Where the first waiting turn of a session stands that is queued."""
+        """Return where the first waiting turn of a session stands that is queued."""
         return self._places[key][0]
 
     def place_at(self, index: int) -> QueuePlace | None:
-        """Place with so many requests before it, None if there are no more: O(log requests)."""
+        """Return the place with `index` requests before it, if there is one: O(log requests)."""
         return self._order[index] if index < len(self._order) else None
 
     def between(self, one: QueuePlace | None, other: QueuePlace | None) -> Iterator[QueuePlace]:
-        """Places from the one to the other, whichever is sooner; None is behind all."""
+        """Return the places from the one to the other, whichever is sooner; None is behind all."""
         bounds = sorted(place for place in (one, other) if place is not None)
         if not bounds:
             return iter(())
         return self._order.irange(bounds[0], bounds[1] if len(bounds) > 1 else None)
 
     def num_ahead(self, place: QueuePlace) -> int:
-        """Requests before a place: O(log requests)."""
+        """Count the requests before a place: O(log requests)."""
         return self._order.bisect_left(place)
 
     def starts_in_ns(self, place: QueuePlace) -> int:
@@ -171,12 +171,12 @@ class QueueWindow:
         return engine is not None and (number in engine.places or number in engine.running)
 
     def num_waiting(self, engine_id: int) -> int:
-        """Requests of an engine that wait."""
+        """Count the requests of an engine that wait."""
         engine = self._engines.get(engine_id)
         return len(engine.places) if engine else 0
 
     def num_running(self, engine_id: int) -> int:
-        """Requests of an engine that are being computed."""
+        """Count the requests of an engine that are being computed."""
         engine = self._engines.get(engine_id)
         return len(engine.running) if engine else 0
 
@@ -314,7 +314,7 @@ class QueueWindow:
             touched[key] = None
 
     def _vacate(self, place: QueuePlace, touched: _Touched) -> None:
-        """The session does not wait there any more."""
+        """Take out a place where a session waits no more."""
         places = self._places[place.key]
         del places[bisect_left(places, place)]
         if not places:

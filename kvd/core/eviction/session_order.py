@@ -80,19 +80,19 @@ class SessionOrder(Generic[Rank]):
             self._settle()
 
     def between(self, low: Rank, high: Rank) -> Iterator[SessionKey]:
-        """Sessions of at least the one rank and below the other, the lowest first."""
+        """Return the sessions of at least the one rank and below the other, the lowest first."""
         return (key for _, key in self.ranked_between(low, high))
 
     def ranked_between(
         self, low: Rank | None = None, high: Rank | None = None
     ) -> Iterator[tuple[Rank, SessionKey]]:
-        """The same, each with its rank; None: without a bound."""
+        """Return the same, each with its rank; None: without a bound."""
         self._settle()
         least, most = None if low is None else (low,), None if high is None else (high,)
         return self._placed.irange(least, most)  # (rank,) sorts before every (rank, key)
 
     def downwards(self, low: Rank, high: Rank) -> Iterator[SessionKey]:
-        """The same, in reverse order."""
+        """Return the same, in reverse order."""
         self._settle()
         return (key for _, key in self._placed.irange((low,), (high,), reverse=True))
 
@@ -162,7 +162,7 @@ class RestingSessions:
     def between(
         self, low: EvictionRank, high: EvictionRank, rank_of: Callable[[int], EvictionRank]
     ) -> Iterator[tuple[EvictionRank, SessionKey]]:
-        """Sessions of at least the one rank and below the other, in order of eviction.
+        """Yield the sessions of at least the one rank and below the other, in order of eviction.
 
         Args:
             low: what they have at least.
@@ -180,7 +180,7 @@ class RestingSessions:
             start = page_end
 
     def _bisect(self, bound: EvictionRank, rank_of: Callable[[int], EvictionRank]) -> int:
-        """The first place that is not below the bound."""
+        """Return the first place that is not below the bound."""
         low, high = 0, len(self._places)
         while low < high:
             middle = (low + high) // 2

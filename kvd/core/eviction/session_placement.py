@@ -47,11 +47,11 @@ class PrefetchOrder:
         self.on_queue(key, self._queue.place(key))
 
     def settle(self, key: SessionKey) -> None:
-        """There is nothing more to be read of a session now."""
+        """Take out a session of which there is nothing more to be read now."""
         self._open.leave(key)
 
     def pick(self, window: int, is_in_time: Callable[[SessionKey, int], bool]) -> SessionKey | None:
-        """The session to be read next, if there is one.
+        """Return the session to be read next, if there is one.
 
         Args:
             window: requests of the queue that are looked at (the paper's L_pw).
@@ -164,7 +164,7 @@ class SessionPlacement:
         return int(self._mean_bytes)
 
     def window(self, capacity_bytes: int) -> int:
-        """Sessions of mean size that fit: L_pw of DRAM's bytes, L_ew of those of both tiers."""
+        """Count the sessions of mean size that fit: L_pw for DRAM's bytes, L_ew for both tiers'."""
         return int(capacity_bytes / self._mean_bytes) if self._mean_bytes else 0
 
     # -------------------------------------------------------------------------------------- inside
@@ -197,7 +197,7 @@ class SessionPlacement:
         return bool(self.queue.num_waiting(engine_id) or self.queue.num_running(engine_id))
 
     def _on_queue(self, key: SessionKey) -> None:
-        """The queue says something else of a session than before."""
+        """Follow a session of which the queue says something else than before."""
         place, is_running = self.queue.place(key), self.queue.is_running(key)
         is_busy = place is not None or is_running
         was_running = self._busy.pop(key, False)

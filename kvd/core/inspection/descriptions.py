@@ -80,7 +80,7 @@ class Inspector:
         return self.sum_up(session) if session else None
 
     def describe(self, key: SessionKey) -> SessionDetail:
-        """Everything about one session; raises UnknownSessionError."""
+        """Return everything about one session; raises UnknownSessionError."""
         session = find_session(self._state, key)
         return SessionDetail(self.sum_up(session), self._blocks(session))
 
@@ -154,7 +154,7 @@ class Inspector:
         return tuple(sorted(infos, key=lambda info: info.lease_id))
 
     def queue_stats(self) -> QueueStats:
-        """What the queues of all engines say, and the paper's windows; O(1)."""
+        """Return what the queues of all engines say, and the paper's windows; O(1)."""
         state = self._state
         placement, block_bytes = state.placement, state.layout.block_bytes
         dram_bytes = max(0, len(state.slots) - state.num_kept_free) * block_bytes

@@ -86,7 +86,7 @@ def selects(state: CacheState, wanted: SessionFilter, session: Session) -> bool:
 
 
 def num_bytes(state: CacheState, session: Session) -> int:
-    """Bytes of a session's blocks, shared ones included."""
+    """Return the bytes of a session's blocks, shared ones included."""
     num_blocks = len(session.block_keys()) + session.num_packed
     return num_blocks * state.layout.block_bytes
 

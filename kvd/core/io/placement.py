@@ -43,7 +43,7 @@ class _Rule:
         return self.tier is Tier.DRAM and not self.may_cut
 
     def num_users(self, block: Block) -> int:
-        """How many of the block's users the pass may come to, hard-pinned ones besides."""
+        """Return how many of the block's users the pass may come to, hard-pinned ones besides."""
         if self.tier is None:
             return len(block.users)
         return block.num_answer_clean if self.takes_clean else block.num_answer(self.tier)
@@ -126,11 +126,11 @@ class Placement:
             self._apply(self._plan(rule, num_short, islice(order, MOST_LOOKED_AT)), rule)
 
     def _num_clean(self) -> int:
-        """Blocks in DRAM that are on SSD too; those being read and leased ones are among them."""
+        """Count the blocks in DRAM that are on SSD too, being read and leased ones included."""
         return self._state.blocks.num_dram - self._state.blocks.num_dirty
 
     def _idle(self) -> Iterator[SessionKey]:
-        """Sessions that have ended, and those that run elsewhere: the first ones in the order."""
+        """Yield the sessions that have ended or run elsewhere: the first ones in the order."""
         sessions, placement = self._state.sessions, self._state.placement
 
         def is_early(key: SessionKey) -> bool:
@@ -190,7 +190,7 @@ class Placement:
         return state.policy.victims(tier, state.now_ns, giving_way_to=giving_way_to, clean=clean)
 
     def _rules(self, *, may_cut: bool) -> Iterable[_Rule]:
-        """What to do in DRAM in turn, until there is room."""
+        """Yield what to do in DRAM in turn, until there is room."""
         yield _Rule(Tier.DRAM, may_cut)
         if self._state.placement.has_busy:
             yield _Rule(Tier.DRAM, may_cut, may_take_running=True)

@@ -58,7 +58,7 @@ class ReadPlan:
     num_begun: int = 0
 
     def next_block(self, state: CacheState) -> Block | None:
-        """The block to be read next; those that were lost, or came with a load, are passed over."""
+        """Return the block to be read next; lost ones, and those that a load read, are skipped."""
         while self.missing:
             block = state.blocks.get(self.missing[0])
             if block is not None and _is_missing(block):
@@ -219,7 +219,7 @@ class Prefetcher:
         return self._read_next()
 
     def _window(self) -> int:
-        """The paper's L_pw, in requests; the next one is read as far as it fits, however large."""
+        """Return the paper's L_pw in requests, at least 1: the next is read as far as it fits."""
         state = self._state
         num_slots = len(state.slots) - state.num_kept_free
         return max(1, state.placement.window(num_slots * state.layout.block_bytes))
@@ -235,7 +235,7 @@ class Prefetcher:
         return self._reader.rate.time_of(num_bytes) <= starts_in_ns
 
     def _num_missing(self, session: Session) -> int:
-        """Blocks that are to be read, about: what is in DRAM only in part is rarely packed."""
+        """Estimate how many blocks are to be read: what DRAM has in part is rarely packed."""
         if self._plan is not None and self._plan.session is session:
             return len(self._plan.missing)
         return session.num_packed or session.num_spans
@@ -255,7 +255,7 @@ class Prefetcher:
         return False
 
     def _likeliest(self) -> SessionKey | None:
-        """The session that is likeliest to return, of those that may be read."""
+        """Return the session that is likeliest to return, of those that may be read."""
         likely = islice(self._state.policy.returning(self._state.now_ns), MOST_LOOKED_AT)
         return next(filter(self._may_be_read_once, likely), None)
 

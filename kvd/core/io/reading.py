@@ -63,7 +63,7 @@ class Reader:
         self.retry_at_ns = 0
 
     def num_bytes(self, block: Block) -> int:
-        """What reading the block amounts to."""
+        """Return what reading the block amounts to."""
         return self._state.num_sectors(block) * SECTOR_BYTES
 
     def start(self, block: Block) -> Arrival:

@@ -70,7 +70,7 @@ class Verifier:
             self.start(next(iter(state.unverified.values())), urgent=False)
 
     def retry_at_ns(self) -> int | None:
-        """When `issue` is to be called again; None if a completion calls it anyhow."""
+        """Return when `issue` is to be called again; None if a completion calls it anyhow."""
         return self._retry_at_ns if self._state.unverified and not self._background else None
 
     def ended(self, op_id: int) -> None:
@@ -78,12 +78,12 @@ class Verifier:
         self._background.discard(op_id)
 
     def passed(self, block: Block) -> None:
-        """The block's bytes are good."""
+        """Record that a block's bytes are good."""
         self._state.outbox.count("verified_blocks")
         self._state.blocks.doubt(block, is_unverified=False)
 
     def failed(self, block: Block) -> None:
-        """The block could not be verified; that says nothing of its bytes."""
+        """Record that a block could not be verified, which says nothing of its bytes."""
         if block.is_unverified:
             self._state.unverified[block.key] = block
             self._retry_at_ns = self._state.now_ns + RETRY_NS

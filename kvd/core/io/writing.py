@@ -161,7 +161,7 @@ class Writer:
             self._write(block, WriteOp(block, state.extents.allocate(num_sectors), num_sectors))
 
     def next_deadline_ns(self) -> int | None:
-        """When to call `write_back`; None if nothing waits for time alone."""
+        """Return when to call `write_back`; None if nothing waits for time alone."""
         due_ns = self._resting.next_deadline_ns()
         if not self._is_resting() or not len(self._state.unwritten):
             return due_ns

@@ -105,7 +105,7 @@ class Arrivals:
         self._writer.issue()
 
     def _arrived(self, arrival: Arrival) -> None:
-        """The block's bytes may be used."""
+        """Let the leases that wait use a block, whose bytes are good."""
         for lease in arrival.waiting.values():
             self._waits_less(lease)
         self._state.outbox.space_freed()

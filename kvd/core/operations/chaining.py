@@ -47,25 +47,25 @@ class Chaining:
         return other
 
     def after_discards(self, num_tokens: int) -> bytes:
-        """Parent of what follows the first tokens, all discards having happened."""
+        """Return the parent key of what follows the first tokens, all discards having happened."""
         return discard_key(self._salt, self.root, self.lineage.digest, num_tokens)
 
     def parent(self, chain: bytes, offset: int) -> bytes:
-        """Parent of what is computed at an offset, behind a span with this chain."""
+        """Return the parent key of what is computed at an offset, behind a span with this chain."""
         lineage = self.lineage
         is_turning = not lineage.is_whole and offset == lineage.clean_tokens
         return self.after_discards(offset) if is_turning else chain
 
     def key(self, chain: bytes, offset: int, tokens: bytes) -> bytes:
-        """Key of a block of these tokens at an offset, behind a span with this chain."""
+        """Return the key of a block of these tokens at an offset, behind a span with this chain."""
         return block_key(self._salt, self.parent(chain, offset), tokens)
 
     def digest(self, tokens: bytes) -> bytes:
-        """What a span that is not plain says of its tokens."""
+        """Return what a span that is not plain says of its tokens."""
         return tokens_digest(self._salt, tokens)
 
     def end_of_block(self, offset: int) -> int:
-        """Where a full block that begins at an offset ends: never across the first discard."""
+        """Return where a full block from an offset on ends: never across the first discard."""
         end, clean_tokens = offset + self._step, self.lineage.clean_tokens
         if not self.lineage.is_whole and offset < clean_tokens < end:
             return clean_tokens

@@ -125,7 +125,7 @@ class Compactor:
             self._cancel(run)
 
     def next_deadline_ns(self) -> int | None:
-        """When to call `look`."""
+        """Return when to call `look`."""
         return self._resting.next_deadline_ns()
 
     # --------------------------------------------------------------------------------- completions
@@ -214,7 +214,7 @@ class Compactor:
         return has_quota and bool(tenants.num_over(key.tenant, num_blocks))
 
     def _make_room(self, key: SessionKey, num_blocks: int) -> int:
-        """How many of the slots can be had without taking them from who needs them sooner."""
+        """Return how many slots can be had that nobody needs sooner."""
         state = self._state
         num_short = num_blocks - (state.slots.num_free - state.num_kept_free)
         if num_short > 0:

@@ -107,7 +107,7 @@ class _Planning:
             plan.first += len(group)
 
     def done(self) -> Plan | None:
-        """The plan, without the spans behind the last new block."""
+        """Return the plan, without the spans behind the last new block."""
         plan = self.plan
         del plan.old[self._num_done[0] :], plan.new[self._num_done[1] :]
         return plan if plan.dense else None

@@ -133,7 +133,7 @@ def _replace(state: CacheState, session: Session, spans: list[Span]) -> None:
 def _lineage_before(
     chaining: Chaining, lineage: Lineage | None, match: Match, token_ids: bytes
 ) -> Lineage:
-    """The lineage of the context; if a caller names none, as far as it follows from the spans."""
+    """Return the context's lineage; if a caller names none, as far as the spans say it."""
     if lineage is not None:
         return lineage
     chain = chaining.root
@@ -182,13 +182,13 @@ class _Remains:
         self._num_kept = 0  # tokens
 
     def of(self, piece: Piece) -> list[Span]:
-        """Spans on the tokens of the next piece that stay."""
+        """Return the spans on the tokens of the next piece that stay."""
         spans = [self._span(piece, start, end) for start, end in self._kept(piece)]
         self._chain = piece.span.chain
         return spans
 
     def _kept(self, piece: Piece) -> list[Range]:
-        """What stays of a piece, in token positions before the discard."""
+        """Return what stays of a piece, in token positions before the discard."""
         kept = []
         start, piece_end = piece.token_offset, piece.end
         while start < piece_end:
@@ -227,7 +227,7 @@ class _Remains:
         return self._before.follows(piece.span, self._chain, piece.token_offset, tokens)
 
     def _chain_of(self, piece: Piece, tokens: bytes) -> bytes:
-        """Parent of what comes behind the tokens that were kept last."""
+        """Return the parent key of what comes behind the tokens that were kept last."""
         if self._matters and not self._after.lineage.is_whole:
             return self._after.after_discards(self._num_kept)
         if self._after.lineage.is_whole or self._is_plain(piece):

@@ -311,7 +311,7 @@ def _is_in_dram(piece: Piece) -> bool:
 
 
 def _load_span(piece: Piece, from_token: int, tier: Tier) -> LoadSpan:
-    """The tokens of the piece from `from_token` on; its block has its slot."""
+    """Return the tokens of the piece from `from_token` on; its block has its slot."""
     assert piece.block.slot_id is not None, "spans are granted on blocks with a slot"
     num_skipped = max(0, from_token - piece.token_offset)
     return LoadSpan(

@@ -126,7 +126,7 @@ def match_session(
 
 
 def _spans(state: CacheState, session: Session) -> Iterator[Span]:
-    """A session's spans; it is unpacked only if its first packed one is what was looked for."""
+    """Return a session's spans, unpacked only if its first packed one is what was looked for."""
     num_spans = len(session.spans)
     yield from session.spans
     if not session.packed:

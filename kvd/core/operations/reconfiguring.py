@@ -74,7 +74,7 @@ class Reconfigurer:
                 break
 
     def next_deadline_ns(self) -> int | None:
-        """When to call `resume`; None: nothing is left to do."""
+        """Return when to call `resume`; None: nothing is left to do."""
         is_looking = self._rescheduled is not None or self._to_enter is not None
         return self._state.now_ns if is_looking or self._is_trimming else None
 

@@ -160,7 +160,7 @@ class Scrubber:
             yield from self._session_checks(session_key, seen)
 
     def _session_checks(self, session_key: SessionKey, seen: set[bytes]) -> Iterator[_Op]:
-        """Blocks of a session that are not seen yet; any may be packed or unpacked meanwhile."""
+        """Yield a session's blocks that were not seen; any may be packed or unpacked meanwhile."""
         state = self._state
         session = state.sessions.get(session_key)
         if session is None:

@@ -143,14 +143,14 @@ class SpanJoin:
 
 
 def count_users(spans: SpanColumns, num_blocks: int) -> Ints:
-    """How many spans use each block."""
+    """Return how many spans use each block."""
     is_kept = _is_kept(spans)
     entries = spans.entries if is_kept.all() else spans.entries[is_kept]
     return np.bincount(entries, minlength=num_blocks)
 
 
 def head_lengths(spans: SpanColumns, is_private: Flags) -> Ints:
-    """How many spans of each session come up to its last one whose block is not private."""
+    """Return how many spans of each session come up to its last one whose block is not private."""
     lengths = np.zeros(len(spans.lengths), dtype=np.int64)
     if not len(is_private):
         return lengths  # there is no block, so there is no sound span
@@ -178,7 +178,7 @@ def pack_places_of(
 
 
 def _is_kept(spans: SpanColumns) -> Flags:
-    """Which spans are sound, as are all before them in their session."""
+    """Return which spans are sound, as are all before them in their session."""
     num_spans = np.diff(spans.starts)
     if np.array_equal(num_spans, spans.lengths):
         return np.ones(len(spans.entries), dtype=np.bool_)  # as after nearly every start
@@ -240,7 +240,7 @@ class SessionEntries:
         return np.argsort(np.frombuffer(self.last_access_ns, dtype=np.int64), kind="stable")
 
     def are_plain(self) -> Flags:
-        """Which sessions have plain spans, a sound entry and the default settings."""
+        """Return which sessions have plain spans, a sound entry and the default settings."""
         are_plain = np.ones(len(self.keys), dtype=np.bool_)
         for others in (self.full, self.settings, self.damaged):
             are_plain[list(others)] = False

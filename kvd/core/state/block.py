@@ -128,7 +128,7 @@ class Block:
         self.io = BLOCK_MOVES.after(self.io, event)
 
     def num_answer(self, tier: Tier) -> int:
-        """How many of its users answer for it in the tier."""
+        """Return how many of its users answer for it in the tier."""
         return self.num_answer_dram if tier is Tier.DRAM else self.num_answer_ssd
 
     def newest_user(self) -> SessionKey:

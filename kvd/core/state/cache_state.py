@@ -135,7 +135,7 @@ class CacheState:
         return bool(is_busy or (len(self.unwritten) and ops.drops))
 
     def num_sectors(self, block: Block) -> int:
-        """Sectors of the block's extent."""
+        """Return how many sectors are in the block's extent."""
         return self.shape.num_sectors(block.num_tokens)
 
     # ------------------------------------------------------------------------------------ sessions
@@ -177,7 +177,7 @@ class CacheState:
         return self.limits.default_ttl_ns if ttl_ns is None else ttl_ns
 
     def expires_at_ns(self, session: Session) -> int | None:
-        """When the session's TTL passes; None for never."""
+        """Return when the session's TTL passes; None for never."""
         return session.expires_at_ns(self.inherited_ttl_ns(session.key.tenant))
 
     def schedule_expiry(self, session: Session) -> None:

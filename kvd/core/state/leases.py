@@ -71,7 +71,7 @@ class LoadLease:
     phase: LeasePhase = LeasePhase.HELD
 
     def info(self) -> LeaseInfo:
-        """The lease as operators see it."""
+        """Return the lease as operators see it."""
         num_slots = len({span.slot_id for _, span in self.entries})
         is_pending = bool(self.num_waiting)
         return LeaseInfo(
@@ -121,7 +121,7 @@ class StoreLease:
         ]
 
     def info(self) -> LeaseInfo:
-        """The lease as operators see it."""
+        """Return the lease as operators see it."""
         return _store_info(self, self.key)
 
 
@@ -140,7 +140,7 @@ class RestoredLease:
         return self.held
 
     def info(self) -> LeaseInfo:
-        """The lease as operators see it."""
+        """Return the lease as operators see it."""
         return _store_info(self, None)
 
 
@@ -285,7 +285,7 @@ class LeaseTable:
         return lease
 
     def of_engine(self, engine_id: int) -> tuple[Lease, ...]:
-        """All leases of an engine, oldest first."""
+        """Return all leases of an engine, oldest first."""
         return tuple(self._leases[lease_id] for lease_id in self._by_engine.get(engine_id, ()))
 
     def reading(self, block: Block) -> list[LoadLease]:

@@ -98,7 +98,7 @@ class Outbox:
         self._wake_wanted = True
 
     def space_freed(self) -> None:
-        """A slot is free, or a block may be evicted that could not be."""
+        """Record that a slot came free, or that a block may be evicted that could not be."""
         self.num_freed += 1
         if self._wake_wanted:
             self._wake_wanted = False

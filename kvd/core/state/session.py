@@ -82,17 +82,17 @@ class Session:
         return next(i for i, span in enumerate(self.spans) if span.block_key == block_key)
 
     def tail_blocks(self) -> Iterator[BlockRecord]:
-        """Its packed blocks, in token order."""
+        """Return its packed blocks, in token order."""
         return unpack_places(self.packed)
 
     def tail_spans(self) -> Iterator[Span]:
-        """The spans on its packed blocks; the first one costs O(1)."""
+        """Return the spans on its packed blocks; the first one costs O(1)."""
         if self.packed_spans:
             return unpack_full(self.packed_spans)
         return (plain_span(block.key, block.num_tokens) for block in self.tail_blocks())
 
     def expires_at_ns(self, inherited_ttl_ns: int | None) -> int | None:
-        """When its TTL passes; None for never. Pinned sessions do not expire.
+        """Return when its TTL passes; None for never. Pinned sessions do not expire.
 
         Args:
             inherited_ttl_ns: what holds if it has none of its own.
@@ -103,7 +103,7 @@ class Session:
         return self.last_access_ns + ttl_ns
 
     def record(self) -> SessionRecord:
-        """Its entry."""
+        """Return the session's entry for the index."""
         return SessionRecord(
             key=self.key,
             spans=pack_spans([*self.spans, *self.tail_spans()]),

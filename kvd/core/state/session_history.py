@@ -96,7 +96,7 @@ class SessionHistory:
             move.num_tokens += num_tokens
 
     def of(self, key: SessionKey) -> tuple[Move, ...]:
-        """A session's moves, oldest first; copies."""
+        """Return a session's moves, oldest first; copies."""
         return tuple(
             Move(m.kind, m.first_ns, m.last_ns, m.num_blocks, m.num_tokens, m.why)
             for m in self._moves.get(key, ())
@@ -132,7 +132,7 @@ class SessionHistory:
 
 
 def _going_on(moves: deque[Move], kind: MoveKind, why: str, now_ns: int) -> Move | None:
-    """The move that this one extends, if there is one."""
+    """Return the move that this one extends, if there is one."""
     for back in range(1, min(_LOOK_BACK, len(moves)) + 1):
         move = moves[-back]
         if move.kind is kind and move.why == why:

@@ -40,7 +40,7 @@ class Stated:
 def _by_model(
     by: str, where: str, values: tuple[float, float, float, float], hedge: str = ""
 ) -> dict[str, Stated]:
-    """One number for each of PAPER_MODELS, in that order."""
+    """Return one number for each of PAPER_MODELS, in that order."""
     return {
         model: Stated(value, by, where, hedge)
         for model, value in zip(PAPER_MODELS, values, strict=True)
@@ -53,7 +53,7 @@ def _both(
     preprint: tuple[float, float, float, float],
     hedge: str = "",
 ) -> dict[str, dict[str, Stated]]:
-    """What both documents state by model, at the same place."""
+    """Return what both documents state by model, at the same place."""
     return {
         PAPER: _by_model(PAPER, where, paper, hedge),
         PREPRINT: _by_model(PREPRINT, where, preprint, hedge),

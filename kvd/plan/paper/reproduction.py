@@ -16,7 +16,7 @@ _FIGURES = (end_to_end, ablations)
 
 
 def all_runs() -> tuple[Run, ...]:
-    """What all figures need, each replay once."""
+    """Return what all figures need, each replay once."""
     return tuple(dict.fromkeys(run for figures in _FIGURES for run in figures.runs()))
 
 
