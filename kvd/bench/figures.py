@@ -75,7 +75,7 @@ class QueueCosts:
 
     Attributes:
         num_jobs: that wait.
-        policy: of the eviction.
+        policy: name of the eviction policy.
         full_s: all of it at once.
         change_s: one request leaves and one joins.
     """
@@ -99,7 +99,7 @@ class Restart:
         rss_per_session_bytes: the difference of both, divided by the sessions.
         peak_rss_per_session_bytes: the same of the most memory that the start took.
         num_restored: sessions that kvd then says it has.
-        index_bytes: of the index file.
+        index_bytes: size of the index file.
     """
 
     num_sessions: int

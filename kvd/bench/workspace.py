@@ -139,11 +139,11 @@ async def of_layouts(
     """Measure with blocks of each layout, and sum up the pairs of each operation.
 
     Args:
-        what: for people.
-        options: of the run.
-        work: of the run.
-        measure: pairs by operation.
-        num_threads: that copy; 0: those of the disk move whole extents.
+        what: the run's name, for people.
+        options: the options of the run.
+        work: the workspace of the run.
+        measure: returns pairs by operation for blocks of one layout.
+        num_threads: threads that copy; 0: the disk's threads move whole extents.
     """
     found: list[Comparison] = []
     for layout in options.scale.layouts:

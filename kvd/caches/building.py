@@ -36,11 +36,11 @@ class CacheBuilder:
     """Builds caches, and starts them. On the event loop.
 
     Args:
-        settings: of this kvd.
+        settings: this kvd's settings.
         manifest: the index.
         clock: kvd's.
         engines: who uses which cache.
-        io_pool: of all layouts.
+        io_pool: the I/O threads of all layouts.
         secrets: the tenants'.
         on_event: called with what subscribers are to see.
         on_broken: called when an invariant of the core broke.
@@ -75,9 +75,9 @@ class CacheBuilder:
         """Build a cache that holds nothing, and start it.
 
         Args:
-            layout: of its blocks.
+            layout: what its blocks look like.
             volume: where they go; it is open.
-            num_extents: what the volume may grow to.
+            num_extents: how many extents the volume may grow to.
             num_slots: of the arena that it is to be given next; 0: there is none yet.
         """
         engine = CacheEngine(

@@ -44,7 +44,7 @@ class Caches:
         keep: what lets arenas outlive this process: "fdstore", "file" or "none".
         secrets: the tenants' salts and keys.
         unavailable: layouts in the index that have no cache: they cannot be opened.
-        directory: of all volumes.
+        directory: where all volumes are.
     """
 
     def __init__(
@@ -127,7 +127,7 @@ class Caches:
         """Open an unavailable layout, or do with it what an operator has decided.
 
         Args:
-            prefix: of its fingerprint.
+            prefix: how its fingerprint begins.
             accept_loss: do without the blocks that are not there.
             set_aside: rename its entries and files instead, so that it begins anew.
 

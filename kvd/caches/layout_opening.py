@@ -109,7 +109,7 @@ class LayoutOpener:
         Args:
             found: the layout, with its memory of an earlier kvd.
             asked: the same, from an engine: what the index has of it may be damaged.
-            taken_bytes: of the arenas that are in use.
+            taken_bytes: DRAM of the arenas that are in use.
             accept_loss: do without blocks, or memory, that are not there.
 
         Raises:

@@ -42,7 +42,7 @@ class Named:
         """Call for the session that is meant; returns its key, too.
 
         Args:
-            client: of the kvd that has it.
+            client: calls the kvd that has it.
             do: what asks kvd; it raises if kvd has no such session.
             approve: asked before `do` where the command line has only the beginning of an id.
 

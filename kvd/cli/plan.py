@@ -116,7 +116,7 @@ def show_paper(*, seed: int, is_quick: bool, num_workers: int, json_to: str) -> 
     """Replay the paper's experiments, beside its numbers; minutes, with is_quick seconds.
 
     Args:
-        seed: of the sessions that are drawn.
+        seed: draws the sessions; the same seed, the same sessions.
         is_quick: a twentieth of the sessions, in a twentieth of the tiers.
         num_workers: processes; 0: as many as there are processors.
         json_to: file for the document, "-" for it alone, "" for none.

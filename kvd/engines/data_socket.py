@@ -48,7 +48,7 @@ class EngineUsers:
 
     Args:
         allowed: users that may attach, besides kvd's own, root and those of `tenants`.
-        tenants: by user.
+        tenants: which tenants each user may name.
     """
 
     def __init__(
@@ -86,12 +86,12 @@ class DataConnection:
     """The connection of one process, attached or not yet.
 
     Attributes:
-        token: what Attach must present, once.
+        token: the secret that Attach must present, once.
         pid: of the process, 0 if it lives in a foreign PID namespace.
-        uid: of its user.
+        uid: the number of its user.
         watch: of the process; None if it is dead, cannot be watched, or somebody has taken over.
         wakeup: notifies it of its progress words.
-        arena: what it may map; set by Attach.
+        arena: the arena that it may map; set by Attach.
         gone: set at the end of the connection or of the process.
         has_left: it said that it holds nothing any more.
     """
@@ -122,7 +122,7 @@ class DataSocket:
     """Accepts and serves the connections.
 
     Args:
-        path: of the socket.
+        path: where the socket is.
         users: whose processes may attach.
         max_connections: at once.
         refused: where refusals are counted: by reason and user, "uid 1000".

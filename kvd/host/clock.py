@@ -54,8 +54,8 @@ def resume_clock(
 
     Args:
         saved: what Clock.saved returned; an empty or damaged text starts a new clock.
-        boot_id: of this boot.
-        wall_ns: what the wall clock says.
+        boot_id: the kernel's id of this boot.
+        wall_ns: the wall clock's time.
         boottime_ns: time since boot.
     """
     try:

@@ -75,7 +75,7 @@ class ProcessWatch:
     """Watches one process by its pidfd, from the event loop.
 
     Attributes:
-        pid: of the process.
+        pid: the number of the process.
         start_ticks: as in ProcessIdentity.
         is_dead: set before `on_death` is called.
     """

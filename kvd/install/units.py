@@ -66,7 +66,7 @@ class PlannedFile:
 
     Attributes:
         path: where it goes.
-        text: what will be in it.
+        text: the file's whole text.
         top: a directory above it that is not ours; those below it go when they are empty.
         is_settings: it belongs to the operator once it is there, and is never written over.
     """
@@ -82,7 +82,7 @@ class PlannedLink:
     """One symbolic link, to something of this installation.
 
     Attributes:
-        top: as of PlannedFile.
+        top: the same as PlannedFile.top.
     """
 
     path: Path
@@ -114,7 +114,7 @@ def system_files(shipped: Mapping[str, str], programs: Path, root: Path) -> list
     Args:
         shipped: name → text, of all SHIPPED.
         programs: the directory of `kvd` and `inference-svc`, as the machine will see it.
-        root: what is / to that machine.
+        root: the directory that is / to that machine.
     """
     local, etc = root / LOCAL, root / "etc"
     paths = {SHIPPED_PROGRAMS: str(programs)}
@@ -175,7 +175,7 @@ def found_by_name(
     """Return what lets a shell, `man` and Tab find the commands, without the installation in PATH.
 
     Args:
-        programs: as in system_files.
+        programs: the same as in system_files.
         pages: man pages of the installation.
         completions: shell → script.
         bin_dir: a directory in PATH.

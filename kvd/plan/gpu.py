@@ -30,7 +30,7 @@ class Gpu:
 
     Attributes:
         busy_ns: time in which something was prefilled or decoded.
-        prefill_ns: of it, prefills.
+        prefill_ns: the part of it that prefills took.
     """
 
     busy_ns: int = 0

@@ -19,7 +19,7 @@ class PlannedModel:
     """A model as the planner sees it.
 
     Attributes:
-        kv_bytes_per_token: of K and V of all layers.
+        kv_bytes_per_token: keys and values of all layers.
         window_tokens: the longest context.
     """
 
@@ -74,7 +74,7 @@ class Hardware:
 
     Attributes:
         hbm_bytes: for the KV of turns that run; 0: only the slots bound them.
-        ssd_bytes_per_s: of reads; writes cost no time.
+        ssd_bytes_per_s: speed of reads; writes cost no time.
         pcie_bytes_per_s: DRAM to HBM.
     """
 
@@ -97,9 +97,9 @@ class ReplayOptions:
     """What a replay assumes beside the machine.
 
     Attributes:
-        policy: by name; `belady` too.
+        policy: the eviction policy's name, or `belady`.
         charge: "packed": a session takes its bytes; "window": those of a full window.
-        window_tokens: of the model; 0: no bound.
+        window_tokens: the model's window; 0: no bound.
         ttl_s: None: sessions stay.
         watermark: share of DRAM kept free.
         warmup_turns: turns that are not measured.

@@ -20,7 +20,7 @@ class TurnRecord:
     """One turn, measured.
 
     Attributes:
-        history_tokens: of its prompt.
+        history_tokens: the part of its prompt that is history.
         loaded_tokens: of these, how many were loaded.
         found_in: the tier that they were in when it started; None: not held.
         num_ahead: requests that waited when it arrived.
@@ -40,7 +40,7 @@ class Outcome:
     """Shares are between 0 and 1; 0 if there is nothing to have a share of.
 
     Attributes:
-        num_turns: of the trace.
+        num_turns: turns in the trace.
         num_turns_measured: of these, after the warm-up.
         hits_all: hits per turn; first turns cannot hit.
         hits_fu: hits per turn that has history.
@@ -54,8 +54,8 @@ class Outcome:
         queue_mean: requests that waited when a turn arrived.
         prefill_tokens_per_s: prompt tokens per second of prefill.
         gpu_hours: time in which the engine computed.
-        prefill_hours: of these, prefills.
-        ssd_bytes_written: by saves and evictions.
+        prefill_hours: the part of these that prefills took.
+        ssd_bytes_written: bytes that saves and evictions wrote to SSD.
         recompute_load: of the whole trace, without a cache: see `kvd.plan.hardware`.
     """
 

@@ -42,7 +42,7 @@ class SsdChannel:
     """The SSD's read channel: one read at a time, demand before prefetch. Sessions are numbers.
 
     Attributes:
-        bytes_read: of reads that have begun.
+        bytes_read: bytes of all reads that have begun.
     """
 
     bytes_per_s: float

@@ -54,7 +54,7 @@ class Found:
     """What a turn would have found.
 
     Attributes:
-        tokens: of the history that it wanted.
+        tokens: the history that it wanted.
         tier: where; None: nowhere.
     """
 

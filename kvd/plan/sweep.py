@@ -57,7 +57,7 @@ def run_cells(
     """Replay the sessions once for each cell; outcomes are in the cells' order.
 
     Args:
-        sessions: by their begin.
+        sessions: in the order of their begin.
         cells: replays to make.
         num_workers: processes; 1: this one.
         on_progress: called now and then with the number of turns replayed, over all cells.

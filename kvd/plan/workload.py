@@ -160,8 +160,8 @@ def read_workload(
     """Read a trace of any kind.
 
     Args:
-        path: of the file.
-        format_name: of FORMATS.
+        path: where the file is.
+        format_name: a key of FORMATS.
         filling: how what the trace lacks is drawn.
 
     Raises:

@@ -50,7 +50,7 @@ class Access:
         book: clients that come with a token or a certificate.
 
     Args:
-        settings: of the start.
+        settings: kvd's settings, as of its start.
         metrics: where refusals are counted.
 
     Raises:
@@ -95,7 +95,7 @@ def narrow(method: str, identity: Identity, request: Any) -> None:
 
     Args:
         method: full name of the RPC.
-        identity: of the caller.
+        identity: who calls.
         request: its message, in which tenants are put in.
 
     Raises:

@@ -39,7 +39,7 @@ class OperatorService(kvd_pb2_grpc.OperatorServicer):  # type: ignore[misc]  # t
     """What an operator may change; an answer means that a restart will not undo it.
 
     Args:
-        caches: of all layouts.
+        caches: the caches of all layouts.
         engines: those that may hold leases.
         scrubber: checks what is stored.
         reload: puts the settings into force as they are now.

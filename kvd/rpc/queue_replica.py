@@ -75,8 +75,8 @@ class QueueStreams:
 
     Args:
         engines: those that are attached.
-        max_requests: that an engine may report.
-        users: whose engines they are, and of which tenants.
+        max_requests: how many requests an engine may report.
+        users: which tenants each user's engines may name.
     """
 
     def __init__(self, engines: Engines, max_requests: int, users: EngineUsers) -> None:
@@ -150,9 +150,9 @@ def queue_update(message: pb.QueueSnapshot, model: str, max_requests: int) -> Qu
     """Decode a message and check it.
 
     Args:
-        message: as an engine sent it.
-        model: of its sessions.
-        max_requests: that it may report.
+        message: an engine's message.
+        model: the fingerprint of its sessions' model.
+        max_requests: how many requests it may report.
 
     Raises:
         InvalidInputError: it makes no sense, or reports more requests than that.

@@ -46,7 +46,7 @@ class ReaderService(kvd_pb2_grpc.ReaderServicer):  # type: ignore[misc]  # the s
     """What a monitor may look at.
 
     Args:
-        caches: of all layouts.
+        caches: the caches of all layouts.
         engines: attached and quarantined ones.
         events: what has happened, and what will.
         scrubber: whether it runs.

@@ -53,7 +53,7 @@ class EngineService(kvd_pb2_grpc.EngineServicer):  # type: ignore[misc]  # the s
     """What an inference engine may do.
 
     Args:
-        caches: of all layouts.
+        caches: the caches of all layouts.
         engines: where attachments are registered.
         data_socket: who comes with its tokens has come from a process that may attach.
         live: the settings in force.

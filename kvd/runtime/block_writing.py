@@ -32,7 +32,7 @@ class BlockWriter:
     Args:
         pool: runs the writes.
         volume: written to.
-        name: of the syncer's thread.
+        name: the name of the syncer's thread.
         memory_of: slot id → its memory.
         histograms: observe how long writes take.
         report: takes what has ended, in some thread; OK means that it is durable.

@@ -73,7 +73,7 @@ def attempt(event: str, work: Callable[[], T], otherwise: T, **fields: object) -
         event: logged with `fields` when the work raises what it should not.
         work: returns what is to be answered.
         otherwise: the answer when it raises.
-        fields: for the log.
+        fields: written to the log with it.
     """
     try:
         return work()

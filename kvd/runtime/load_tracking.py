@@ -22,7 +22,7 @@ class _Load:
     """One load; `layers` by operation.
 
     Attributes:
-        num_running: of its operations.
+        num_running: how many of its operations have not ended.
         wait: span from its grant until none of them runs.
     """
 

@@ -57,7 +57,7 @@ class RowCopier:
     """Copies rows of one layout.
 
     Args:
-        layout: of the slots.
+        layout: the layout of the slots.
         memory_of: slot id → its memory.
     """
 
@@ -142,7 +142,7 @@ class SlotWorker:
     """See the module docstring.
 
     Args:
-        layout: of the slots.
+        layout: the layout of the slots.
         pool: runs the work.
         arena: returns the arena that the slots are in.
         loads: is shown the verifications that loads may wait for.

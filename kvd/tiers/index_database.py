@@ -85,7 +85,7 @@ def open_database(path: Path, volumes: Path, faults: Faults) -> sqlite3.Connecti
     """Open or create the index; set an unusable one aside and start empty.
 
     Args:
-        path: of the database.
+        path: where the database is.
         volumes: the directory of the segments that it describes.
         faults: see kvd/tiers/faults.py.
 

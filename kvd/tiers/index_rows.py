@@ -86,8 +86,8 @@ def _columns(rows: list[_Row], model: str, names: dict[bytes, str]) -> SessionCo
     """Put rows into columns.
 
     Args:
-        rows: of sessions.
-        model: of all of them.
+        rows: rows of the table of sessions.
+        model: the fingerprint of the model of all of them.
         names: tenants' names that were met before.
 
     Raises:

@@ -131,8 +131,8 @@ class Journal:
 
     Args:
         fd: of the journal's file; the caller may close it afterwards.
-        layout: of the arena's blocks.
-        num_slots: of the arena.
+        layout: the layout of the arena's blocks.
+        num_slots: how many slots the arena has.
         faults: see kvd/tiers/faults.py.
 
     Raises:
@@ -185,8 +185,8 @@ class Journal:
         """Note what a slot holds. A few microseconds.
 
         Args:
-            slot_id: of the arena.
-            record: what it holds.
+            slot_id: a slot of the arena.
+            record: the slot's contents, or its writer.
             writer: who writes to it; needed for a WritingSlot only.
         """
         state, body = _packed(record, writer or NOBODY)

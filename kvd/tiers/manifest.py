@@ -51,7 +51,7 @@ class LayoutRow:
     """A layout that has a volume.
 
     Attributes:
-        fingerprint: of the layout.
+        fingerprint: the layout's fingerprint.
         message: kvd.v1.KVLayout, serialised; b"": what the index has is damaged.
         extents_per_segment: of its volume; 0: what the index has is damaged.
         volume_id: see kvd/tiers/volume_identity.py; "": the volume has none yet.
@@ -93,7 +93,7 @@ class Manifest:
     """The open index. Reading is for the start; afterwards rows are only put.
 
     Args:
-        path: of the database.
+        path: where the database is.
         volumes: directory of the volumes, which is set aside together with an older index.
         faults: see kvd/tiers/faults.py.
     """

@@ -40,11 +40,11 @@ class _History:
     Attributes:
         num_turns: that were submitted.
         num_tokens: stored after the last one.
-        grown_tokens: by the last one.
+        grown_tokens: how many of them the last one added.
         gap_ns: idle time before the last one.
         session_class: by its traits when it became idle, or was stored since.
         idle_ns: since when it is idle; None: it is not, or has ended.
-        bucket: of idle time that it is in.
+        bucket: the bucket of idle time that it is in.
     """
 
     num_turns: int = 0

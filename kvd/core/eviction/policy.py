@@ -42,7 +42,7 @@ class PolicyContext:
     """What a policy may look at.
 
     Attributes:
-        queue: of all engines.
+        queue: the queues of all engines, merged.
         eviction_window: the paper's L_ew, in requests, now.
     """
 
@@ -69,7 +69,7 @@ class EvictionPolicy:
     """See the module docstring. Every call is O(log sessions), and so is each victim.
 
     Attributes:
-        name: what it is configured by.
+        name: names it in the settings.
         looks_ahead: whether sessions that wait, or are likely to return, are read from SSD in
             advance.
     """

@@ -32,7 +32,7 @@ class SessionOrder(Generic[Rank]):
     Invariant: a session is in the order, with one rank, or waits to be placed; never neither.
 
     Args:
-        rank_of: of a session of the order, now.
+        rank_of: returns a session's rank as of now.
     """
 
     def __init__(self, rank_of: Callable[[SessionKey], Rank]) -> None:
@@ -165,8 +165,8 @@ class RestingSessions:
         """Yield the sessions of at least the one rank and below the other, in order of eviction.
 
         Args:
-            low: what they have at least.
-            high: what they have not.
+            low: the lowest rank, included.
+            high: the bound above, excluded.
             rank_of: of a session at rest by its last use: the later the higher.
         """
         start, end = (self._bisect(bound, rank_of) for bound in (low, high))

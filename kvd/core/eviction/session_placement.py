@@ -74,11 +74,11 @@ class SessionPlacement:
 
     Args:
         make_policy: builds the policy, once.
-        capacity_bytes: of DRAM and SSD together, now.
+        capacity_bytes: returns the bytes of DRAM and SSD together, as of now.
 
     Attributes:
         policy: ranks sessions for eviction.
-        queue: of all engines.
+        queue: the queues of all engines, merged.
         prefetching: waiting sessions that may have something to be read.
     """
 

@@ -51,9 +51,9 @@ class Reader:
     """Begins and ends reads of one cache state.
 
     Attributes:
-        rate: of all reads.
-        ahead_bytes: of reads under way that no load waits for.
-        retry_at_ns: nothing is to be read ahead before.
+        rate: how fast reads are, all of them counted.
+        ahead_bytes: bytes of reads under way that no load waits for.
+        retry_at_ns: when reading ahead may begin again.
     """
 
     def __init__(self, state: CacheState) -> None:

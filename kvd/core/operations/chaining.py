@@ -19,14 +19,14 @@ class Chaining:
     Args:
         state: its layout and its tenants' salts count.
         tenant: whose context.
-        lineage: of the context; None: it is not named, and chained to as if it were whole. Where
+        lineage: the context's; None: it is not named, and chained to as if it were whole. Where
             positions are baked into keys, discards are no matter: only what was computed before
             the first dropped token is ever kept.
 
     Attributes:
-        root: parent of the first block.
-        is_named: the lineage is.
-        lineage: what counts as it here.
+        root: the parent key of the first block.
+        is_named: whether a lineage was named.
+        lineage: the lineage that keys follow; WHOLE if none is named.
     """
 
     def __init__(self, state: CacheState, tenant: str, lineage: Lineage | None) -> None:

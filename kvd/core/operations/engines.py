@@ -62,7 +62,7 @@ class EngineReports:
 
         Args:
             old_id: its id while it was attached before, or in an OrphanSlot.
-            new_id: its id now.
+            new_id: its id since it attached again.
             held: ids of the leases it says it holds.
 
         Returns:

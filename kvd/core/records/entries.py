@@ -94,7 +94,7 @@ class SessionColumns:
     """The entries of some sessions by columns: a record for each would cost more than all the rest.
 
     Attributes:
-        spans: as packed here.
+        spans: each session's, packed as described above.
         settings: by index: a session's entry, if its settings are not the defaults; spans apart.
     """
 

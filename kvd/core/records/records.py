@@ -129,7 +129,7 @@ class SessionInfo:
         dirty_bytes: in DRAM, not on SSD.
         waste_bytes: of tokens that blocks of its own have and that hold nothing of it: discarded
             ones, and those that were never filled.
-        ttl_ns: as set on the session.
+        ttl_ns: set on the session itself; None: it has none of its own.
         ttl_source: whose TTL holds: "session", "tenant", "default".
         expires_at_ns: None: never.
     """

@@ -53,8 +53,8 @@ class BlockEntries:
     """All blocks there are: the entries of the index, and then those in DRAM.
 
     Attributes:
-        keys: of KEY_BYTES each, joined.
-        num_tokens: of each.
+        keys: block keys of KEY_BYTES each, joined.
+        num_tokens: how many tokens each has.
         extents: where they lie; -1: not on SSD.
         is_sound: which may be used.
     """

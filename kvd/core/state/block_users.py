@@ -35,7 +35,7 @@ class BlockUsers:
     Args:
         blocks: the index of blocks.
         sessions: all sessions.
-        policy: what ranks them.
+        policy: ranks the sessions.
     """
 
     def __init__(

@@ -24,7 +24,7 @@ class Plan:
     Attributes:
         first: index of the first span that is replaced.
         old: the spans that are replaced, dense or not.
-        new: what takes their place.
+        new: the spans that take their place.
         dense: the new ones among those.
         end_offset: position of what follows in the session, in tokens.
     """

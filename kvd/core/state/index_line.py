@@ -73,7 +73,7 @@ class IndexLine:
         """Have the session's entry written.
 
         Args:
-            key: of the session.
+            key: names the session.
             behind_blocks: not before the entries of blocks that wait now: what they replace may
                 not be missed from the session's entry before they are there.
         """

@@ -99,7 +99,7 @@ class StoreLease:
         parts: what the session will consist of: each span with the existing block it uses (held by
             this lease) or the new one.
         num_discards: that the session had seen when it was prepared.
-        lineage: of the tokens, if it was named.
+        lineage: the lineage of the tokens, if it was named.
         is_outdated: a discard has come since, which has left the session alone; or its tenant is
             erased.
     """

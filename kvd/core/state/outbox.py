@@ -114,8 +114,8 @@ class CacheHistograms:
     """How long things take and rest in the cache, and why loads missed.
 
     Attributes:
-        load_s: from the grant of a load lease to its completion.
-        store_s: of a store lease, the same.
+        load_s: seconds from the grant of a load lease to its completion.
+        store_s: seconds from the grant of a store lease to its completion.
         misses: loads answered with nothing, by reason.
         rest_before_evict_s: by tier: how long a session had not been used when the last of it left.
         gone_before_asked_s: by tier: how long it was gone when it was asked for again.

@@ -42,7 +42,7 @@ class PackedTails:
     Args:
         blocks: the index of blocks.
         sessions: all sessions.
-        users: of the blocks.
+        users: which sessions use which blocks.
         packs_sessions: False: idle ones stay as they are.
 
     Attributes:

@@ -50,13 +50,13 @@ class UnderWay:
     """Operations by number; every call is O(1).
 
     Attributes:
-        reads: by operation.
-        verifies: by operation; those of scrubs are the scrubber's.
-        arrival_of: both, by block key.
-        hashes: blocks that are hashed.
-        writes: by operation.
+        reads: SSD reads by operation.
+        verifies: verifications by operation; those of scrubs are the scrubber's.
+        arrival_of: reads and verifications by block key.
+        hashes: blocks that are being hashed, by operation.
+        writes: SSD writes by operation.
         drops: removals of entries: the extent and sectors to be freed when one is gone, if any.
-        wipes: slots that are zeroed.
+        wipes: slots that are being zeroed, by operation.
     """
 
     def __init__(self) -> None:

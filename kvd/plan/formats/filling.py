@@ -68,7 +68,7 @@ def session_of(requests: Sequence[Request], histories: Sequence[int] | None = No
     """Return the session that some requests are, in the order of their times.
 
     Args:
-        requests: of one user.
+        requests: one user's requests.
         histories: tokens of each prompt that were there before; None: a prompt that is longer than
             the longest prompt and answer before it has that as its history. Of a shorter one
             nobody knows, without its text, what it shares with them: it counts as new.

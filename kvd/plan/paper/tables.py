@@ -21,8 +21,8 @@ class Row:
     Attributes:
         unit: "%", "x" (times), "s", "h", "points" (of percent), "tokens/s".
         paper: as the paper states it; None: its text does not.
-        preprint: as the preprint does.
-        planned: as the replay has it.
+        preprint: the value that the preprint states.
+        planned: the value that the replay gives.
     """
 
     label: str
