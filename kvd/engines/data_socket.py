@@ -37,7 +37,7 @@ BACKLOG = 64
 ATTACH_S = 30.0  # from connecting to Attach
 ACCEPT_RETRY_S = 0.1
 ROOT_UID = 0
-ROLES = frozenset(("engine",))  # of whoever may attach
+ROLES = frozenset(("engine",))  # what a process may do that may attach
 _UCRED = struct.Struct("3i")  # struct ucred: pid, uid, gid
 
 log = get_logger(__name__)
@@ -89,7 +89,7 @@ class DataConnection:
         token: the secret that Attach must present, once.
         pid: of the process, 0 if it lives in a foreign PID namespace.
         uid: the number of its user.
-        watch: of the process; None if it is dead, cannot be watched, or somebody has taken over.
+        watch: of the process; None if it is dead, cannot be watched, or was taken over.
         wakeup: notifies it of its progress words.
         arena: the arena that it may map; set by Attach.
         gone: set at the end of the connection or of the process.

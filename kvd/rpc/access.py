@@ -74,7 +74,7 @@ class Access:
         """Return what stands before the services of one address.
 
         Args:
-            socket_role: of whoever may open that Unix socket; "" for TCP.
+            socket_role: the role of those who may open that Unix socket; "" for TCP.
         """
         own: Identity | None = None
         if socket_role:

@@ -189,7 +189,7 @@ class ReaderService(kvd_pb2_grpc.ReaderServicer):  # type: ignore[misc]  # the s
 
 
 def gone_error(caches: Caches, key: SessionKey) -> UnknownSessionError | None:
-    """Say what became of a session that is not stored any more; None: it is not remembered."""
+    """Say what became of a session that is not stored any more; None: it is not known any more."""
     for cache in caches.of_model(key.model):
         full = session_key(key.tenant, cache.layout.model, key.session_id)
         moves, now_ns = cache.act(partial(_history, full))

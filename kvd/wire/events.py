@@ -1,6 +1,6 @@
-"""Events for whoever watches: each watcher has a bounded queue, and a slow one loses the oldest.
+"""Events for callers of WatchEvents: each has a bounded queue, and a slow one loses the oldest.
 
-The last ones are remembered, so that whoever comes after a thing happened can still see it.
+The last ones are kept, so that a caller that comes after a thing happened can still see it.
 """
 
 import asyncio
@@ -17,7 +17,7 @@ from shared.pb.kvd.v1 import kvd_pb2 as pb
 from shared.process.log import get_logger
 
 MAX_WAITING = 1024  # events a watcher may lag behind
-MAX_RECENT = 4096  # events that are remembered: about 2 MiB
+MAX_RECENT = 4096  # events that are kept: about 2 MiB
 EVENTS_LOST = "events_lost"  # sent to a watcher that was too slow, with their number
 
 log = get_logger(__name__)
@@ -73,7 +73,7 @@ class Watcher:
         self._some.set()
 
     async def next(self) -> pb.Event:
-        """Wait for the next event; after a loss first for a word of it."""
+        """Wait for the next event; after a loss first report that."""
         while not self._events:
             self._some.clear()
             await self._some.wait()
@@ -85,7 +85,7 @@ class Watcher:
 
 
 class EventHub:
-    """Fans the engine's events out to the log and to watchers, and remembers the last ones."""
+    """Fans the engine's events out to the log and to watchers, and keeps the last ones."""
 
     def __init__(self, max_watchers: int) -> None:
         self._max_watchers = max_watchers

@@ -117,7 +117,7 @@ class IdleSessions:
         history.session_class = self._hazards.class_of(history.traits())
 
     def stored(self, key: SessionKey) -> None:
-        """Record that something of the session is stored: it is remembered until it is dropped."""
+        """Record that something of the session is stored: it is watched until it is dropped."""
         self._history(key)
         self._ghosts.pop(key, None)
 
@@ -188,7 +188,7 @@ class IdleSessions:
         return history
 
     def _haunt(self, key: SessionKey) -> None:
-        """Have a session that is not stored be remembered as long as there is room."""
+        """Keep the history of a session that is not stored, as long as there is room."""
         self._ghosts[key] = None
         self._ghosts.move_to_end(key)
         if len(self._ghosts) > MOST_GHOSTS:

@@ -80,7 +80,7 @@ class Verifier:
     def passed(self, block: Block) -> None:
         """Record that a block's bytes are good."""
         self._state.outbox.count("verified_blocks")
-        self._state.blocks.doubt(block, is_unverified=False)
+        self._state.blocks.set_unverified(block, is_unverified=False)
 
     def failed(self, block: Block) -> None:
         """Record that a block could not be verified, which says nothing of its bytes."""
@@ -110,7 +110,7 @@ class Hasher:
         state = self._state
         block = state.under_way.end_hash(op_id)
         if checksums:
-            state.blocks.know(block, block.token_ids, checksums)
+            state.blocks.set_contents(block, block.token_ids, checksums)
             state.journal.put_block(block)
         else:  # tried again when its session stores again
             state.outbox.count("hash_errors")

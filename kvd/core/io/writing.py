@@ -143,7 +143,7 @@ class Writer:
             self._retry_at_ns = state.now_ns  # the reason may be gone
         self._provide()
         self.issue()
-        self._take_up_refused()
+        self._retry_refused()
 
     # --------------------------------------------------------------------------------------- writes
 
@@ -230,9 +230,9 @@ class Writer:
         if len(state.unwritten) and not state.under_way.drops and not state.under_way.writes:
             self._provide()
             self.issue()
-        self._take_up_refused()
+        self._retry_refused()
 
-    def _take_up_refused(self) -> None:
+    def _retry_refused(self) -> None:
         """Write blocks that were refused, as far as there are extents that nobody else wants."""
         state = self._state
         while state.unwritten.refused and not len(state.unwritten) and not self._is_holding_back():

@@ -61,7 +61,7 @@ class Arrivals:
         state.record_block_move(block, MoveKind.READ_AHEAD if block.is_ahead else MoveKind.READ)
         assert block.slot_id is not None, "a block keeps its slot while it is read"
         state.slots.commit(block.slot_id)
-        state.blocks.know(block, stored.token_ids, stored.checksums)
+        state.blocks.set_contents(block, stored.token_ids, stored.checksums)
         state.journal.put_block(block)
         self._arrived(arrival)
 
@@ -107,7 +107,7 @@ class Arrivals:
     def _arrived(self, arrival: Arrival) -> None:
         """Let the leases that wait use a block, whose bytes are good."""
         for lease in arrival.waiting.values():
-            self._waits_less(lease)
+            self._count_arrival(lease)
         self._state.outbox.space_freed()
         self._state.settle(arrival.block)
 
@@ -124,8 +124,8 @@ class Arrivals:
             assert block.slot_id is not None, "a block keeps its slot while it is verified"
             state.clear_slot(block.slot_id)
             state.slots.rewrite(block.slot_id)
-            state.blocks.doubt(block, is_unverified=False)
-            state.blocks.know(block, b"", b"")
+            state.blocks.set_unverified(block, is_unverified=False)
+            state.blocks.set_contents(block, b"", b"")
             read = self._reader.begin(block)
             read.waiting = arrival.waiting
             self._reader.issue([read])
@@ -137,9 +137,9 @@ class Arrivals:
         for lease in arrival.waiting.values():
             first = next(i for i, (block, _) in enumerate(lease.entries) if block is arrival.block)
             self._loader.cut(lease, first, failure)
-            self._waits_less(lease)
+            self._count_arrival(lease)
 
-    def _waits_less(self, lease: LoadLease) -> None:
+    def _count_arrival(self, lease: LoadLease) -> None:
         lease.num_waiting -= 1
         if not lease.num_waiting:
             self._state.outbox.add(LeaseReady(lease.lease_id))

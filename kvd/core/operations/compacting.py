@@ -146,7 +146,7 @@ class Compactor:
             for target in run.targets:
                 self._free(run, target)
             if outcome is IoOutcome.CORRUPT:
-                self._doubt(run.sources)
+                self._verify_again(run.sources)
             self._cancel(run)
         for block in run.sources:
             state.settle(block)
@@ -256,7 +256,7 @@ class Compactor:
                 state.slots.commit(target.slot_id)
                 state.blocks.add(block)
                 state.blocks.enter_dram(block, target.slot_id, target.generation)
-                state.blocks.know(block, target.dense.token_ids, block_checksums)
+                state.blocks.set_contents(block, target.dense.token_ids, block_checksums)
                 block.last_user = run.key
                 state.journal.put_block(block)
             block.holders += 1
@@ -341,7 +341,7 @@ class Compactor:
         self._state.free_slot(target.slot_id)
         self._state.tenants.charge(run.key.tenant, -1)
 
-    def _doubt(self, sources: list[Block]) -> None:
+    def _verify_again(self, sources: list[Block]) -> None:
         """Have the sources verified, one of which is not what was stored."""
         for block in sources:
             if self._state.blocks.holds(block) and block.slot_id is not None and block.checksums:

@@ -5,7 +5,7 @@
 From `begin` to `end` the tenants are shut out: their engines' calls are refused, to be tried again.
 Their loads end there, and must not be trusted; what they are storing publishes nothing. `step`
 drops sessions, some at a time; blocks that are being moved go when that ends. Then `wipe` has every
-free slot zeroed, whoever had it: also what was evicted long ago is gone. Slots that engines are
+free slot zeroed, of any tenant: also what was evicted long ago is gone. Slots that engines are
 filling just then are left alone, because they are written to. Keys are the business of
 kvd/caches/erasing.py, which calls this.
 

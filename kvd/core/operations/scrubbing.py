@@ -232,7 +232,7 @@ class Scrubber:
             self._issue(self._slot_check(_Check.REPAIR, block))
 
     def _drop_slot(self, block: Block) -> None:
-        """Take a corrupt copy out of DRAM; whoever reads it must not trust what it has read."""
+        """Take a corrupt copy out of DRAM; engines that load it must not trust what they have."""
         state = self._state
         self._loader.revoke(block)
         if not state.blocks.holds(block):

@@ -200,7 +200,7 @@ class Sessions:
     def drop(
         self, keys: Collection[SessionKey], leased: tuple[SessionKey, ...], why: str = "flush"
     ) -> FlushAnswer:
-        """Drop stored sessions from every tier, whoever uses them; `leased` were left out."""
+        """Drop stored sessions from every tier, in use or not; `leased` were left out."""
         num_bytes = self.freed_bytes(keys, Counter())
         for key in keys:
             self._state.outbox.count("sessions_flushed")

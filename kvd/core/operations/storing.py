@@ -268,7 +268,7 @@ class Storer:
         state.clear_slot(part.slot_id)
         state.blocks.add(block)
         state.blocks.enter_dram(block, part.slot_id, part.generation)
-        state.blocks.know(block, part.token_ids, b"")
+        state.blocks.set_contents(block, part.token_ids, b"")
         state.outbox.count("store_tokens", span.num_tokens)
         state.record_move(key, MoveKind.STORED, num_blocks=1, num_tokens=span.num_tokens)
         return block

@@ -132,7 +132,7 @@ class IndexEntries:
     block_tokens: Sequence[int]
 
     def forget_blocks(self) -> None:
-        """Let the memory of the columns go: nobody needs them any more, whoever still has this."""
+        """Release the columns of blocks: nobody needs them any more, and they are large."""
         self.block_keys, self.extents, self.block_tokens = b"", (), ()
 
 

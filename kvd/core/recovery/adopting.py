@@ -95,5 +95,5 @@ def _add_block(state: CacheState, slot: AdoptedSlot) -> None:
     state.slots.adopt(slot.slot_id, record.generation, is_committed=True)
     state.blocks.add(block)
     state.blocks.enter_dram(block, slot.slot_id, record.generation)
-    state.blocks.know(block, record.token_ids, record.checksums)
-    state.blocks.doubt(block, is_unverified=True)
+    state.blocks.set_contents(block, record.token_ids, record.checksums)
+    state.blocks.set_unverified(block, is_unverified=True)

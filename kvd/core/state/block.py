@@ -220,13 +220,13 @@ class BlockIndex:
         self._recount(block, 1)
         return extent
 
-    def know(self, block: Block, token_ids: bytes, checksums: bytes) -> None:
+    def set_contents(self, block: Block, token_ids: bytes, checksums: bytes) -> None:
         """Record what the bytes in the block's slot are."""
         self._recount(block, -1)
         block.token_ids, block.checksums = token_ids, checksums
         self._recount(block, 1)
 
-    def doubt(self, block: Block, *, is_unverified: bool) -> None:
+    def set_unverified(self, block: Block, *, is_unverified: bool) -> None:
         """Record whether the bytes in the block's slot are still to be verified."""
         self._recount(block, -1)
         block.is_unverified = is_unverified

@@ -14,7 +14,7 @@ from shared.types.histogram import LATENCY_BOUNDS_S, REST_BOUNDS_S, Histogram, T
 from shared.types.session_key import SessionKey
 from shared.types.units import NS_PER_S
 
-MOST_EVICTED = 10_000  # sessions whose eviction is remembered until they are asked for
+MOST_EVICTED = 10_000  # sessions whose eviction is kept until a load asks for them
 # Monotonic counters since start; each name is an entry of LayoutStats.counters.
 COUNTERS = (
     "load_hits",  # loads answered with at least one span, reads included
@@ -31,7 +31,7 @@ COUNTERS = (
     "compactions",  # runs of a session's spans that were put together
     "compacted_tokens",
     "compacted_blocks",  # blocks that were made by it
-    "compactions_given_up",  # because somebody came to use the session, or a source was gone
+    "compactions_given_up",  # because the session came into use, or a source was gone
     "prefetch_blocks",  # reads begun ahead of a load
     "prefetch_tokens",  # of these blocks
     "prefetch_hits",  # of these blocks, found in DRAM by a load

@@ -6,9 +6,9 @@ is mostly *private* (no other session uses it) and on SSD only. The run of such 
 blocks as it treats others: they keep their extents, entries and quota, and are scrubbed.
 
 How a packed block is found: the keys of blocks form a trie, and packed blocks are private. So
-whoever comes to one along the content chain comes to the first of its run before; only that one is
-registered (`heads`). Behind a discard a block's key does not follow from the key before it, so
-there every block of the run is registered.
+a lookup that comes to one along the content chain comes to the first of its run before; only that
+one is registered (`heads`). Behind a discard a block's key does not follow from the key before it,
+so there every block of the run is registered.
 
 Pure. Invariants:
 1. a packed block is used by one session, once, and is at rest: no slot, no lease, no operation that

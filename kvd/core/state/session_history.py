@@ -5,7 +5,7 @@ becomes one move. A move of a block that several sessions share is noted with th
 last. A session that is dropped keeps its history: it says why the next turn was recomputed. It is
 not kept across restarts.
 
-Invariant: at most `max_moves` moves are remembered, MOST_OF_A_SESSION of each session; the history
+Invariant: at most `max_moves` moves are kept, MOST_OF_A_SESSION of each session; the history
 of the session in which nothing happened for longest goes first.
 """
 
@@ -87,7 +87,7 @@ class SessionHistory:
         if moves is None:
             moves = self._moves[key] = deque()
         self._moves.move_to_end(key)
-        move = _going_on(moves, kind, why, now_ns)
+        move = _extendable(moves, kind, why, now_ns)
         if move is None:
             self._add(moves, Move(kind, now_ns, now_ns, num_blocks, num_tokens, why))
         else:
@@ -131,7 +131,7 @@ class SessionHistory:
             del self._moves[key]
 
 
-def _going_on(moves: deque[Move], kind: MoveKind, why: str, now_ns: int) -> Move | None:
+def _extendable(moves: deque[Move], kind: MoveKind, why: str, now_ns: int) -> Move | None:
     """Return the move that this one extends, if there is one."""
     for back in range(1, min(_LOOK_BACK, len(moves)) + 1):
         move = moves[-back]

@@ -16,7 +16,7 @@ from kvd.core.state.transitions import Transitions
 
 
 class SlotState(Enum):
-    """What a slot is to whoever comes to it."""
+    """What a slot's bytes are, and so who may use it."""
 
     FREE = "free"
     WRITING = "writing"
