@@ -8,8 +8,8 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, BeforeValidator, Field, StringConstraints, field_validator
 
 from kvd.core.eviction.policies import POLICIES
+from kvd.core.records.entries import TTL_NEVER_NS
 from kvd.core.records.records import Admission
-from kvd.core.records.rows import TTL_NEVER_NS
 from shared.access.addresses import check_guarded, is_tcp
 from shared.access.settings import ClientName, ClientSettings, Tenants, TlsSettings, distinct
 from shared.config import reload
@@ -66,7 +66,7 @@ MIN_DRAM_BYTES = 1 << 16  # anything less is a slip of the pen
 
 
 def uid_of(user: str) -> int:
-    """The number of a user, who may be named by it.
+    """Return the number of a user, who may be named by it.
 
     Raises:
         ValueError: there is no such user here.
@@ -266,14 +266,14 @@ class Settings(Section):
     log: LogSettings = LogSettings()
 
     def tenant_ttl_ns(self, tenant: str) -> int | None:
-        """The TTL that was given to a tenant; None if none was, TTL_NEVER_NS for never."""
+        """Return the TTL that was given to a tenant; None if none was, TTL_NEVER_NS for never."""
         given = self.tenants.get(tenant)
         if given is None or "ttl" not in given.model_fields_set:
             return None
         return TTL_NEVER_NS if given.ttl is None else int(given.ttl * NS_PER_S)
 
     def tenant_quota_bytes(self, tenant: str) -> int | None:
-        """The quota that holds for a tenant; None for no bound."""
+        """Return the quota that holds for a tenant; None for no bound."""
         given = self.tenants.get(tenant)
         if given is None or "quota" not in given.model_fields_set:
             return self.sessions.default_quota
@@ -284,11 +284,11 @@ class Settings(Section):
         return tuple(map(uid_of, (*self.access.allowed_uids, *self.engine_users)))
 
     def engine_tenants(self) -> dict[int, tuple[str, ...]]:
-        """The tenants of those users whose engines may not name all."""
+        """Return the tenants of those users whose engines may not name all."""
         return {uid_of(user): given.tenants for user, given in self.engine_users.items()}
 
     def layout_settings(self, layout: KVLayout) -> LayoutSettings:
-        """The budgets of a layout: of the longest prefix that its fingerprint or model has."""
+        """Return a layout's budgets: of the longest prefix that its fingerprint or model has."""
         names = (layout.fingerprint, layout.model)
         fitting = [p for p in self.layouts if any(name.startswith(p) for name in names)]
         return self.layouts[max(fitting, key=len)] if fitting else LayoutSettings()

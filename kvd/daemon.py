@@ -226,7 +226,7 @@ class Daemon:
         return serving_operations(settings.metrics, settings.tls, operations)
 
     def _servers(self, parts: _Parts) -> list[GrpcServer]:
-        """One server per role."""
+        """Return one server per role."""
         caches, engines, scrubber = parts.caches, parts.engines, parts.scrubber
         users = self._access.users
         engine = EngineService(
@@ -253,7 +253,7 @@ class Daemon:
     async def _until_stopped(
         self, stop: asyncio.Event, manifest: Manifest, clock: Clock, caches: Caches
     ) -> None:
-        """Wait for the end; meanwhile tell the watchdog, save the clock, look after the disk."""
+        """Wait for the end; meanwhile notify the watchdog, save the clock, look after the disk."""
         assert self._broken is not None, "set by run"  # noqa: S101
         stopped = asyncio.ensure_future(stop.wait())
         beat_s = min(systemd.watchdog_interval_s() or BEAT_S, BEAT_S)
@@ -275,7 +275,7 @@ class Daemon:
             self._broken.result()  # raises
 
     async def _drain(self, caches: Caches) -> None:
-        """Wait until leases are given back and writes are on disk, at most limits.drain."""
+        """Wait until leases are completed and writes are on disk, at most limits.drain."""
         loop = asyncio.get_running_loop()
         drain_s = self._live.loaded.settings.limits.drain
         until = loop.time() + drain_s

@@ -117,7 +117,7 @@ class _CopyingEngine:
 
     @asynccontextmanager
     async def new_session(self) -> AsyncIterator[None]:
-        """The session that store and load are about; dropped at the end."""
+        """Yield the session that store and load are about; dropped at the end."""
         self._seed += 1
         self._token_ids = token_ids_of(self._seed, self._num_blocks * self._layout.block_tokens)
         yield

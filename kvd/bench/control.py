@@ -60,7 +60,7 @@ NEW_SEED = 1 << 25
 OTHER_SEED = 1 << 26
 # Of the pure engine, for the longest calls of the loop.
 POLICY = "predictive"  # the default one
-OWNER = 1
+ENGINE_ID = 1
 NUM_SLOTS = 512
 NUM_STORES = 100  # of new sessions where the SSD tier is full
 TICKS_SHARE = 500  # one call for so many sessions, until a reload is brought about
@@ -322,10 +322,12 @@ class LoopRun:
 
         def prepare() -> None:
             nonlocal lease_id
-            lease_id = self.engine.stores.prepare(key, tokens, 0, OWNER).lease_id
+            lease_id = self.engine.stores.prepare(key, tokens, 0, ENGINE_ID).lease_id
 
         took_s = self.longest(prepare)
         if not lease_id:
             return took_s
-        complete = self.longest(lambda: self.engine.stores.complete(lease_id, OWNER, success=True))
+        complete = self.longest(
+            lambda: self.engine.stores.complete(lease_id, ENGINE_ID, success=True)
+        )
         return max(took_s, complete)

@@ -71,13 +71,13 @@ class Growth:
 
 @dataclass(frozen=True, slots=True)
 class QueueCosts:
-    """An engine's queue, told to the pure engine: message parsed, decoded, taken.
+    """An engine's queue, reported to the pure engine: message parsed, decoded, applied.
 
     Attributes:
         num_jobs: that wait.
-        policy: of the eviction.
+        policy: name of the eviction policy.
         full_s: all of it at once.
-        change_s: one job leaves and one joins.
+        change_s: one request leaves and one joins.
     """
 
     num_jobs: int
@@ -99,7 +99,7 @@ class Restart:
         rss_per_session_bytes: the difference of both, divided by the sessions.
         peak_rss_per_session_bytes: the same of the most memory that the start took.
         num_restored: sessions that kvd then says it has.
-        index_bytes: of the index file.
+        index_bytes: size of the index file.
     """
 
     num_sessions: int
@@ -237,14 +237,14 @@ class Rounds:
         return turn
 
     def latencies(self) -> list[Latency]:
-        """One for each operation and size, over all rounds."""
+        """Return a latency for each operation and size, over all rounds."""
         return [
             latency(self._level, operation, num_sessions, [s for turn in turns for s in turn])
             for (operation, num_sessions), turns in sorted(self._seconds.items())
         ]
 
     def growths(self, from_sessions: int, to_sessions: int) -> list[Growth]:
-        """How the median call grows between two sizes, for each operation."""
+        """Return how the median call grows between two sizes, for each operation."""
         operations = sorted({operation for operation, _ in self._seconds})
         return [
             Growth(

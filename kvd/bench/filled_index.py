@@ -18,8 +18,8 @@ import numpy as np
 
 from kvd.bench.options import BLOCKS_PER_SESSION, MODEL, SMALL_LAYOUT
 from kvd.bench.workspace import KvdSizes
+from kvd.core.records.entries import IndexEntries, SessionRecord, columns_of, pack_spans, plain_span
 from kvd.core.records.extent_shape import ExtentShape
-from kvd.core.records.rows import IndexRows, SessionRecord, columns_of, pack_spans, plain_span
 from kvd.tiers.faults import NoFaults
 from kvd.tiers.manifest import PUT_BLOCK, PUT_SESSION, LayoutRow, Manifest, Value
 from shared.kvd_client.messages import layout_message
@@ -31,7 +31,7 @@ TENANT = "bench"
 
 
 def bench_key(name: str) -> SessionKey:
-    """A session of the bench's layouts."""
+    """Return a session of the bench's layouts."""
     return SessionKey(TENANT, MODEL, name)
 
 
@@ -49,7 +49,7 @@ NUM_SEGMENT_BLOCKS = 1 << 16
 
 
 def idle_key(number: int) -> SessionKey:
-    """Key of one of the idle sessions."""
+    """Return the key of one of the idle sessions."""
     return bench_key(f"idle-{number:06}")
 
 
@@ -61,7 +61,7 @@ def block_tokens_of(number: int, num_blocks: int = BLOCKS_PER_SESSION) -> list[b
 
 
 def block_keys_of(number: int, num_blocks: int = BLOCKS_PER_SESSION) -> list[bytes]:
-    """Key of each block of a session."""
+    """Return the key of each block of a session."""
     keys = []
     parent = root_key(SALT, SMALL_LAYOUT.fingerprint)
     for token_ids in block_tokens_of(number, num_blocks):
@@ -77,7 +77,7 @@ def session_record(number: int, keys: list[bytes]) -> SessionRecord:
     return SessionRecord(idle_key(number), pack_spans(spans), last_access_ns=1 + number)
 
 
-def population(num_sessions: int) -> IndexRows:
+def population(num_sessions: int) -> IndexEntries:
     """Rows of sessions 0 … num_sessions - 1."""
     keys: list[bytes] = []
     sessions: list[SessionRecord] = []
@@ -87,11 +87,11 @@ def population(num_sessions: int) -> IndexRows:
         sessions.append(session_record(number, own))
     extents = array("Q", extents_of(len(keys)))
     tokens = array("I", [SMALL_LAYOUT.block_tokens]) * len(keys)
-    return IndexRows([columns_of(sessions)], b"".join(keys), extents, tokens)
+    return IndexEntries([columns_of(sessions)], b"".join(keys), extents, tokens)
 
 
 def extents_of(num_blocks: int) -> Iterator[int]:
-    """Where the blocks lie: one after the other."""
+    """Return where the blocks lie: one after the other."""
     return iter(range(0, num_blocks * SECTORS_PER_BLOCK, SECTORS_PER_BLOCK))
 
 
@@ -124,7 +124,7 @@ class FilledIndexes:
         )
 
     async def state_dir(self, num_sessions: int) -> Path:
-        """The directory; filling it takes seconds."""
+        """Return the directory; filling it takes seconds."""
         path = self._directory / f"index-{num_sessions}"
         if not path.exists():
             path.mkdir(parents=True, mode=0o700)
@@ -133,7 +133,7 @@ class FilledIndexes:
 
 
 def needed_bytes(max_sessions: int, blocks_per_session: int) -> int:
-    """What the state directories take on disk, each as full as the fullest."""
+    """Return what the state directories take on disk, each as full as the fullest."""
     num_blocks = max_sessions * blocks_per_session
     return SPARE_BYTES + 3 * num_blocks * INDEX_BYTES_PER_BLOCK
 
@@ -166,7 +166,7 @@ def _put_all(db: sqlite3.Connection, num_sessions: int, blocks_per_session: int)
     (layout_id,) = db.execute("SELECT id FROM layouts").fetchone()
     joined = bytearray()
 
-    def session_rows() -> Iterator[tuple[Value, ...]]:
+    def session_entries() -> Iterator[tuple[Value, ...]]:
         for number in range(num_sessions):
             keys = block_keys_of(number, blocks_per_session)
             joined.extend(b"".join(keys))
@@ -174,7 +174,7 @@ def _put_all(db: sqlite3.Connection, num_sessions: int, blocks_per_session: int)
             identity = (layout_id, row.key.tenant, row.key.session_id)
             yield (*identity, row.spans, row.last_access_ns, row.ttl_ns, row.pin.value, row.ended)
 
-    db.executemany(PUT_SESSION, session_rows())
+    db.executemany(PUT_SESSION, session_entries())
     # In the order of the index: many times faster than as they come.
     halves = np.frombuffer(bytes(joined), dtype=[("first", ">u8"), ("last", ">u8")])
     order = np.lexsort((halves["last"], halves["first"])).tolist()

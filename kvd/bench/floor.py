@@ -118,7 +118,7 @@ class DirectFloor:
 
     Args:
         directory: made, if it is not there; on the file system to measure.
-        header_bytes, block_bytes: of an extent, whole sectors.
+        header_bytes, block_bytes: sizes of an extent's two parts, whole sectors.
         num_extents: all of them are written and read by a pass.
         segment_bytes: of one file, at most; kvd's ssd.segment_bytes.
     """

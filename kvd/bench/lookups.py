@@ -4,7 +4,7 @@ Every engine holds its sessions on SSD and has room for few in DRAM. Loaded are 
 each load finds a session that has been idle, promotes its blocks, and evicts another's. Stored are
 new ones, dropped again between the rounds. What the engine asks for is done in memory, at once.
 
-An engine's queue is told whole, and one change of it: a message is parsed, decoded, checked and
+An engine's queue is sent whole, and one change of it: a message is parsed, decoded, checked and
 taken by the pure engine with its default policy, as the service does it; nothing is stored of the
 sessions that wait.
 
@@ -36,8 +36,8 @@ from kvd.core.engine import CacheEngine
 from kvd.core.eviction.policies import POLICIES
 from kvd.core.records.actions import (
     Action,
-    CommitRows,
-    CompactRows,
+    CommitIndex,
+    CompactTokens,
     DropBlock,
     HashSlot,
     IoOutcome,
@@ -46,9 +46,9 @@ from kvd.core.records.actions import (
     VerifySlot,
     WriteBlock,
 )
+from kvd.core.records.entries import StoredBlock
 from kvd.core.records.extent_shape import CHECKSUM_BYTES
 from kvd.core.records.records import Lookup
-from kvd.core.records.rows import StoredBlock
 from kvd.core.state.limits import Limits
 from kvd.rpc.queue_replica import QueueReplica, queue_update
 from shared.children.child_process import ChildFailedError
@@ -92,10 +92,10 @@ class MemoryPerformer:
                 engine.hashes.hash_done(action.op_id, self._checksums)
             case WriteBlock():
                 engine.writes.write_done(action.op_id, IoOutcome.OK)
-            case CompactRows():
+            case CompactTokens():
                 made = [self._checksums] * len(action.blocks)
                 engine.compactions.copied(action.op_id, IoOutcome.OK, made)
-            case CommitRows():
+            case CommitIndex():
                 engine.compactions.committed(action.op_id)
             case DropBlock():
                 engine.writes.drop_done(action.op_id)
@@ -106,7 +106,7 @@ class MemoryPerformer:
 T = TypeVar("T")
 
 OPERATIONS = ("prepare_load", "complete_load", "prepare_store", "complete_store")
-OWNER = 1
+ENGINE_ID = 1
 SLOTS_IN_SESSIONS = 64
 SPARE_SESSIONS = 10_000  # room on SSD for those that are stored meanwhile
 NEW_SEED = 1 << 24  # token ids of new sessions: not those of an idle one
@@ -175,7 +175,7 @@ class TimedEngine:
         self._tick()
         answer = _timed(
             turn["prepare_load"],
-            lambda: self.engine.loads.prepare(idle_key(number), request, 0, OWNER),
+            lambda: self.engine.loads.prepare(idle_key(number), request, 0, ENGINE_ID),
         )
         self._performer.settle(token_ids)
         if answer.lookup is Lookup.PENDING:
@@ -186,7 +186,7 @@ class TimedEngine:
             )
         _timed(
             turn["complete_load"],
-            lambda: self.engine.loads.complete(answer.lease_id, OWNER),
+            lambda: self.engine.loads.complete(answer.lease_id, ENGINE_ID),
         )
         self._performer.settle({})
 
@@ -197,12 +197,12 @@ class TimedEngine:
         self._tick()
         answer = _timed(
             turn["prepare_store"],
-            lambda: self.engine.stores.prepare(bench_key(name), request, 0, OWNER),
+            lambda: self.engine.stores.prepare(bench_key(name), request, 0, ENGINE_ID),
         )
         self._performer.settle({})
         _timed(
             turn["complete_store"],
-            lambda: self.engine.stores.complete(answer.lease_id, OWNER, success=True),
+            lambda: self.engine.stores.complete(answer.lease_id, ENGINE_ID, success=True),
         )
         self._performer.settle({})
         return name
@@ -223,21 +223,21 @@ INTERVAL_S = 0.1  # between two starts
 
 
 def measure_queues(options: BenchOptions) -> QueueCosts:
-    """Tell a queue whole, then change by change, so many times."""
+    """Report a queue whole, then change by change, so many times."""
     policy, num_jobs = EvictionSettings().policy, options.scale.queue_jobs
     full_s, change_s = [], []
     for _ in range(options.scale.rounds):
-        telling = _Telling(num_jobs, policy)
+        reports = _QueueReports(num_jobs, policy)
         with uncollected():
-            full_s.append(telling.tell())
+            full_s.append(reports.report())
             for number in range(options.scale.calls_per_round):
-                telling.change(number)
-                change_s.append(telling.tell())
+                reports.change(number)
+                change_s.append(reports.report())
     return QueueCosts(num_jobs, policy, spread(full_s), spread(change_s))
 
 
-class _Telling:
-    """A scheduler with a queue, and a cache engine that is told of it."""
+class _QueueReports:
+    """A scheduler with a queue, and a cache engine that gets its reports."""
 
     def __init__(self, num_jobs: int, policy: str) -> None:
         self._num_jobs = num_jobs
@@ -247,21 +247,21 @@ class _Telling:
             self._add(number, float(number))
         limits = Limits(num_slots=BLOCKS_PER_SESSION, num_extents=0)
         self._engine = CacheEngine(SMALL_LAYOUT, limits, lambda _tenant: SALT, POLICIES[policy])
-        self._told = QueueReplica(self._apply)
+        self._replica = QueueReplica(self._apply)
 
     def change(self, number: int) -> None:
-        """Let a job leave, and another join somewhere."""
+        """Let a request leave, and another join somewhere."""
         self._feed.left(number)
         self._add(self._num_jobs + number, number * 0.618 % 1 * self._num_jobs)
 
-    def tell(self) -> float:
-        """Tell what has changed; return the seconds that kvd takes for it."""
+    def report(self) -> float:
+        """Report what has changed; return the seconds that kvd takes for it."""
         update = self._feed.next_update(self._num_jobs)
         assert update is not None, "something has changed"  # noqa: S101
-        sent = snapshot_message(OWNER, update).SerializeToString()
+        sent = snapshot_message(ENGINE_ID, update).SerializeToString()
         started = time.perf_counter()
         received = kvd_pb2.QueueSnapshot.FromString(sent)
-        is_known = self._told.take(queue_update(received, MODEL, self._num_jobs))
+        is_known = self._replica.take(queue_update(received, MODEL, self._num_jobs))
         seconds = time.perf_counter() - started
         self._feed.acknowledged(update.sequence, send_full=not is_known)
         return seconds
@@ -272,4 +272,4 @@ class _Telling:
     def _apply(self, update: QueueUpdate) -> int:
         engines = self._engine.engines
         take = engines.change_queue if update.base_sequence else engines.replace_queue
-        return take(OWNER, update.change)
+        return take(ENGINE_ID, update.change)

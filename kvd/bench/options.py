@@ -44,7 +44,7 @@ class Scale:
         rounds: the session counts take turns this often, with calls_per_round calls each.
         restarts: starts over the fullest index.
         blocks_per_session: of the sessions that fill an index.
-        queue_jobs: of the queue that kvd is told.
+        queue_jobs: requests in the queue that is reported to kvd.
     """
 
     name: str
@@ -118,7 +118,7 @@ class BenchOptions:
         directory: the file system to measure; a directory of its own is made there, and removed.
         copy_threads: that copy into and out of the arena.
         io_threads: kvd's ssd.io_threads, and the floor's.
-        on_progress: told what is being measured.
+        on_progress: called with the name of what is measured next.
     """
 
     directory: Path

@@ -47,7 +47,7 @@ class Goal:
 
 
 def goals_of(report: Report) -> tuple[Goal, ...]:
-    """The goals of the parts that were run."""
+    """Return the goals of the parts that were run."""
     return (
         *_ratios_goals(report),
         *_growths_goals(report),
@@ -76,7 +76,7 @@ def _growths_goals(report: Report) -> Iterator[Goal]:
 
 def _queue_goals(report: Report) -> Iterator[Goal]:
     if report.queue is not None:
-        what = f"queue of {report.queue.num_jobs} jobs told at once, milliseconds"
+        what = f"queue of {report.queue.num_jobs} requests reported at once, milliseconds"
         yield _at_most(what, report.queue.full_s.median * 1e3, MAX_QUEUE_MS)
 
 
@@ -140,8 +140,8 @@ _GROWTH = (
     (number("median"), lambda each: f"x {each.ratio.median:.2f}"),
     (number("quartiles", 1), lambda each: quartiles(each.ratio)),
 )
-_QUEUE = (  # what is told, and milliseconds
-    (Column("told"), lambda each: each[0]),
+_QUEUE = (  # what is reported, and milliseconds
+    (Column("reported"), lambda each: each[0]),
     (number("median"), lambda each: f"{each[1].median:.2f} ms"),
     (number("quartiles, ms", 1), lambda each: quartiles(each[1])),
 )
@@ -167,7 +167,7 @@ def as_document(report: Report) -> dict[str, Any]:
 
 
 def tables(report: Report, width: int) -> Iterator[Table]:
-    """What was run, one table a part, for a terminal of so many columns."""
+    """Yield what was run, one table a part, for a terminal of so many columns."""
     yield facts(_machine_facts(report), width)
     for title, found in (
         ("arena: through leases, against memcpy", report.arena),
@@ -181,9 +181,9 @@ def tables(report: Report, width: int) -> Iterator[Table]:
     if report.growths is not None:
         yield table_of(_GROWTH, report.growths, width, "growth of the median")
     if (queue := report.queue) is not None:
-        title = f"queue of {queue.num_jobs:,} jobs, {queue.policy}"
-        told = (("all at once", queue.full_s), ("a change", queue.change_s))
-        rows = [(what, Spread(s.low * 1e3, s.median * 1e3, s.high * 1e3)) for what, s in told]
+        title = f"queue of {queue.num_jobs:,} requests, {queue.policy}"
+        reports = (("all at once", queue.full_s), ("a change", queue.change_s))
+        rows = [(what, Spread(s.low * 1e3, s.median * 1e3, s.high * 1e3)) for what, s in reports]
         yield table_of(_QUEUE, rows, width, title)
     if report.restart is not None:
         yield facts(_restart_facts(report.restart), width, "restart")

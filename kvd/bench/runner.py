@@ -33,7 +33,7 @@ def run(options: BenchOptions) -> Report:
 
 
 def needed_disk_bytes(options: BenchOptions) -> int:
-    """What the largest of the parts takes; they follow one another."""
+    """Return what the largest of the parts takes; they follow one another."""
     needed = 64 << 20
     if "ssd" in options.parts:
         needed += ssd.needed_bytes(options)

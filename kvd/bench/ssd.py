@@ -57,12 +57,12 @@ async def measure_encryption(options: BenchOptions, work: Workspace) -> tuple[Co
 
 
 def needed_bytes(options: BenchOptions) -> int:
-    """What all of it takes on disk: kvd's sessions, and the floor's one."""
+    """Return what all of it takes on disk: kvd's sessions, and the floor's one."""
     return (SESSIONS_KEPT + 1) * options.scale.ssd_max_bytes + 2 * SEGMENT_BYTES
 
 
 def encryption_bytes(options: BenchOptions) -> int:
-    """What encryption takes on disk: the sessions of two kvds."""
+    """Return what encryption takes on disk: the sessions of two kvds."""
     return (2 * SESSIONS_KEPT + 1) * options.scale.ssd_max_bytes + (1 << 30)
 
 
@@ -125,7 +125,7 @@ async def _measure_encryption(
 
 
 async def _pair(disks: list["KvdDisk"], turn: int, operation: str, session: str) -> Pair:
-    """Each of the two, beginning with the other one every time."""
+    """Return each of the two, beginning with the other one every time."""
     samples = {}
     for which in (0, 1) if turn % 2 else (1, 0):
         disk = disks[which]
@@ -249,7 +249,7 @@ class KvdDisk:
 
 
 def sizes_of(options: BenchOptions, layout: KVLayout, num_blocks: int) -> KvdSizes:
-    """A kvd whose arena holds one session of a pass, and its SSD all of them."""
+    """Return a kvd whose arena holds one session of a pass, and its SSD all of them."""
     return KvdSizes(
         dram_bytes=(num_blocks + SPARE_BLOCKS) * layout.block_bytes,
         ssd_bytes=SESSIONS_KEPT * num_blocks * ExtentShape(layout).full_bytes + 2 * SEGMENT_BYTES,

@@ -56,7 +56,7 @@ def workspace(directory: Path, needed_bytes: int) -> Iterator[Workspace]:
 
 
 def room_of(directory: Path) -> tuple[int, int]:
-    """Bytes of memory, and of disk under the directory, that are there to be used."""
+    """Return the bytes of memory, and of disk under the directory, that are there to be used."""
     return psutil.virtual_memory().available, shutil.disk_usage(directory).free
 
 
@@ -114,7 +114,7 @@ async def running_kvd(
 
 @asynccontextmanager
 async def attached_client(kvd: ChildKvd, layout: KVLayout) -> AsyncIterator[KvdClient]:
-    """An attached client, as an engine has it, whose arena is mapped and touched."""
+    """Yield an attached client, as an engine has it, whose arena is mapped and touched."""
     client = KvdClient(kvd.runtime_dir, layout, "kvd-bench")
     running = asyncio.create_task(client.run())
     try:
@@ -139,11 +139,11 @@ async def of_layouts(
     """Measure with blocks of each layout, and sum up the pairs of each operation.
 
     Args:
-        what: for people.
-        options: of the run.
-        work: of the run.
-        measure: pairs by operation.
-        num_threads: that copy; 0: those of the disk move whole extents.
+        what: the run's name, for people.
+        options: the options of the run.
+        work: the workspace of the run.
+        measure: returns pairs by operation for blocks of one layout.
+        num_threads: threads that copy; 0: the disk's threads move whole extents.
     """
     found: list[Comparison] = []
     for layout in options.scale.layouts:

@@ -18,7 +18,7 @@ class Budgets:
     """Each layout's part of the tiers.
 
     Attributes:
-        ssd_bytes: of all segments of all layouts.
+        ssd_bytes: bound on all segments of all layouts, in bytes.
     """
 
     def __init__(self, settings: Settings, volumes: Path) -> None:
@@ -57,9 +57,9 @@ class Budgets:
         all, an arena may be smaller than it was to be: others had taken the rest when it was made.
 
         Args:
-            layout: of the arena.
+            layout: the arena's layout.
             arena_bytes: its size, up to the end of its last page.
-            page_bytes: of its memory.
+            page_bytes: size of its memory's pages.
             taken_bytes: of the arenas that are in use already.
         """
         free_bytes = self.free_dram_bytes(taken_bytes)

@@ -1,7 +1,7 @@
 """Builds the caches of layouts whose files are open, and finds the DRAM that their arenas take.
 
 A cache is an engine within the limits of the settings, and a performer for it. Of DRAM there is
-what other arenas leave, and what layouts without engines can give up.
+what other arenas leave, and what layouts without engines can release.
 """
 
 from collections.abc import Callable, Iterable
@@ -18,7 +18,7 @@ from kvd.engines.attached import Engines
 from kvd.host import memory
 from kvd.host.clock import Clock
 from kvd.runtime.cache import Cache
-from kvd.runtime.performer import Owners, Performer
+from kvd.runtime.performer import LeaseHolders, Performer
 from kvd.tiers.arena import num_slots_for
 from kvd.tiers.io_threads import IoPool
 from kvd.tiers.manifest import Manifest
@@ -36,11 +36,11 @@ class CacheBuilder:
     """Builds caches, and starts them. On the event loop.
 
     Args:
-        settings: of this kvd.
+        settings: this kvd's settings.
         manifest: the index.
         clock: kvd's.
         engines: who uses which cache.
-        io_pool: of all layouts.
+        io_pool: the I/O threads of all layouts.
         secrets: the tenants'.
         on_event: called with what subscribers are to see.
         on_broken: called when an invariant of the core broke.
@@ -75,9 +75,9 @@ class CacheBuilder:
         """Build a cache that holds nothing, and start it.
 
         Args:
-            layout: of its blocks.
+            layout: what its blocks look like.
             volume: where they go; it is open.
-            num_extents: what the volume may grow to.
+            num_extents: how many extents the volume may grow to.
             num_slots: of the arena that it is to be given next; 0: there is none yet.
         """
         engine = CacheEngine(
@@ -86,12 +86,12 @@ class CacheBuilder:
             self._salt_of,
             POLICIES[self.settings.eviction.policy],
         )
-        owners = Owners(self._engines.identity_of, self._engines.wake_of)
+        lease_holders = LeaseHolders(self._engines.identity_of, self._engines.wake_of)
         cache = Cache(
             engine=engine,
             max_extents=num_extents,
             volume=volume,
-            performer=Performer(layout, volume, self._manifest, self._io_pool, owners),
+            performer=Performer(layout, volume, self._manifest, self._io_pool, lease_holders),
             clock=self._clock,
             on_event=self._on_event,
             on_broken=self._on_broken,
@@ -184,7 +184,7 @@ class DramRoom:
                 return num_slots_for(free_bytes, layout.block_bytes, "dram.total_bytes")
 
     async def _take_an_arena(self) -> bool:
-        """Have a layout without engines give up its arena, the least recently opened first.
+        """Have a layout without engines release its arena, the least recently opened first.
 
         One with a quarantined process cannot: asking it to would only empty its DRAM.
         """

@@ -44,7 +44,7 @@ class Caches:
         keep: what lets arenas outlive this process: "fdstore", "file" or "none".
         secrets: the tenants' salts and keys.
         unavailable: layouts in the index that have no cache: they cannot be opened.
-        directory: of all volumes.
+        directory: where all volumes are.
     """
 
     def __init__(
@@ -127,12 +127,12 @@ class Caches:
         """Open an unavailable layout, or do with it what an operator has decided.
 
         Args:
-            prefix: of its fingerprint.
+            prefix: how its fingerprint begins.
             accept_loss: do without the blocks that are not there.
-            set_aside: rename its rows and files instead, so that it begins anew.
+            set_aside: rename its entries and files instead, so that it begins anew.
 
         Returns:
-            Its fingerprint, or the name that its rows and files have now.
+            Its fingerprint, or the name that its entries and files have now.
 
         Raises:
             LayoutUnavailableError: it still cannot be opened.
@@ -229,7 +229,7 @@ class Caches:
 
     @property
     def index_queued_bytes(self) -> int:
-        """Bytes of index rows that are not committed yet."""
+        """Bytes of index entries that are not committed yet."""
         return self._manifest.queued_bytes
 
     async def committed(self) -> None:
@@ -243,7 +243,7 @@ class Caches:
         try:
             async with asyncio.timeout(COMMIT_S):
                 for cache in tuple(self):
-                    while cache.has_rows_waiting:
+                    while cache.has_entries_waiting:
                         await cache.changed(COMMIT_S)
                 self._manifest.when_committed(lambda: loop.call_soon_threadsafe(done.set))
                 await done.wait()
@@ -329,7 +329,7 @@ class Caches:
         )
 
     async def _remove(self, cache: Cache) -> None:
-        """Close a cache for good, with its files, once no row names them any more."""
+        """Close a cache for good, with its files, once no entry names them any more."""
         try:
             await self.committed()
         except BaseException:

@@ -4,13 +4,13 @@
    dropped, what is being moved waited for; then free memory is zeroed;
 2. if all is erased, and there may be plain blocks from a time without encryption, the segments are
    removed;
-3. the tenants' keys and salts are deleted: the rows of their sessions and blocks went before, in
+3. the tenants' keys and salts are deleted: the entries of their sessions and blocks went before, in
    the same order, and those that no cache knows of go with them. Once that is durable, and in no
    file of the database any more, they are erased;
 4. the tenants are let in again; they get new keys and salts.
 
 A kill before 3 is durable leaves the keys, and whatever sessions were not dropped yet: then it has
-not happened, and no caller has heard otherwise. A kill after it leaves nothing that could be read.
+not happened, and no caller got another answer. A kill after it leaves nothing that could be read.
 """
 
 import asyncio
@@ -72,8 +72,8 @@ class TenantEraser:
                 "blocks from a time without encryption may be on SSD, which no key erases",
                 "flush everything once, which removes them: kvd flush --secure --all",
             )
-        known = secrets.keys.tenants
-        return known if tenant is None else tuple(t for t in known if t == tenant)
+        stored_tenants = secrets.keys.tenants
+        return stored_tenants if tenant is None else tuple(t for t in stored_tenants if t == tenant)
 
     async def erase(self, tenant: str | None) -> Erased:
         """Erase one tenant, or all (None); nothing of it is there any more when this returns.
@@ -118,7 +118,7 @@ class TenantEraser:
             freed_bytes += dropped.freed_bytes
             if cache.act(lambda core: core.erasing.is_gone()):
                 break
-            is_dropping = dropped.num_sessions or cache.act(lambda core: core.erasing.is_looking)
+            is_dropping = dropped.num_sessions or cache.act(lambda core: core.erasing.has_unvisited)
             await (asyncio.sleep(0) if is_dropping else cache.changed(POLL_S))
         cache.act(lambda core: core.erasing.wipe())
         while cache.act(lambda core: core.erasing.is_wiping()):
@@ -134,7 +134,7 @@ class TenantEraser:
         """Remove what was written before there was a key; nothing of it is in use."""
         if tenant is not None or not self._caches.secrets.note.has_plain:
             return
-        await self._caches.committed()  # of the rows that name extents
+        await self._caches.committed()  # of the entries that name extents
         for cache in list(self._caches):
             while not cache.is_still:
                 await cache.changed(POLL_S)

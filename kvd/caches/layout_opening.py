@@ -1,9 +1,9 @@
-"""Opening what is stored of a layout: its volume, the rows of what lies there, its memory.
+"""Opening what is stored of a layout: its volume, the entries of what lies there, its memory.
 
 Invariants:
 1. what cannot be opened is left as it is: it raises, and nothing was changed or made;
-2. rows are used only with the volume that the index names, and only if every segment that they
-   name is there; what an operator gives up is first taken from the index, or set aside under
+2. entries are used only with the volume that the index names, and only if every segment that they
+   name is there; what an operator abandons is first taken from the index, or set aside under
    another name.
 """
 
@@ -17,8 +17,8 @@ from kvd.caches.budgets import Budgets
 from kvd.caches.tenant_secrets import TenantSecrets
 from kvd.caches.unavailable import UnavailableLayout
 from kvd.config import Settings
+from kvd.core.records.entries import IndexEntries
 from kvd.core.records.extent_shape import ExtentShape
-from kvd.core.records.rows import IndexRows
 from kvd.errors import LayoutUnavailableError, NotSetAsideError
 from kvd.tiers.arena_store import Adoption, ArenaStore
 from kvd.tiers.faults import Faults
@@ -46,7 +46,7 @@ class Opened(NamedTuple):
 
     layout: KVLayout
     volume: SegmentVolume
-    rows: IndexRows
+    rows: IndexEntries
     adoption: Adoption | None
 
 
@@ -77,7 +77,7 @@ class LayoutOpener:
         return self.budgets.ssd_bytes_of(shape.layout) // shape.full_bytes
 
     def open_new(self, layout: KVLayout) -> tuple[SegmentVolume, LayoutRow]:
-        """Make the volume of a layout that the index does not know, and the row it is to have.
+        """Make the volume of a layout that the index does not know, and the entry it is to have.
 
         Raises:
             LayoutUnavailableError: it cannot be made.
@@ -109,7 +109,7 @@ class LayoutOpener:
         Args:
             found: the layout, with its memory of an earlier kvd.
             asked: the same, from an engine: what the index has of it may be damaged.
-            taken_bytes: of the arenas that are in use.
+            taken_bytes: DRAM of the arenas that are in use.
             accept_loss: do without blocks, or memory, that are not there.
 
         Raises:
@@ -125,7 +125,7 @@ class LayoutOpener:
         try:
             if found.num_attempts:  # what was measured at the start was another disk
                 self._space.total_bytes = self.budgets.measure()
-            rows = self._rows_there(volume, layout, accept_loss=accept_loss)
+            rows = self._entries_there(volume, layout, accept_loss=accept_loss)
             adoption = self._adopt(layout, found, taken_bytes, accept_loss=accept_loss)
         except BaseException:
             volume.files.close()
@@ -137,9 +137,9 @@ class LayoutOpener:
         return Opened(layout, volume, rows, adoption)
 
     def set_aside(self, found: UnavailableLayout) -> str:
-        """Rename the files and the rows of a layout, and discard its memory.
+        """Rename the files and the entries of a layout, and discard its memory.
 
-        First the files: a kill between the two leaves rows without files, which lose nothing.
+        First the files: a kill between the two leaves entries without files, which lose nothing.
 
         Returns:
             The name that they have now.
@@ -180,12 +180,12 @@ class LayoutOpener:
         )
         return SegmentVolume(layout, files, self._secrets.keys)
 
-    def _rows_there(
+    def _entries_there(
         self, volume: SegmentVolume, layout: KVLayout, *, accept_loss: bool
-    ) -> IndexRows:
-        """Read the rows of a layout; those whose extents are not there are refused, or given up.
+    ) -> IndexEntries:
+        """Read the entries of a layout; those whose extents are missing are refused, or abandoned.
 
-        Rows beyond what the volume may have are none of it: they are dropped in any case.
+        Entries beyond what the volume may have are none of it: they are dropped in any case.
         """
         rows = self._manifest.rows(layout)
         extents, block_tokens = np.asarray(rows.extents), np.asarray(rows.block_tokens)
@@ -202,7 +202,7 @@ class LayoutOpener:
         keys = np.frombuffer(rows.block_keys, np.dtype((np.void, KEY_BYTES)))
         for key in keys[lacking]:
             self._manifest.drop_block(layout.fingerprint, bytes(key))
-        return IndexRows(
+        return IndexEntries(
             rows.sessions,
             keys[~lacking].tobytes(),
             extents[~lacking],  # type: ignore[arg-type]

@@ -7,7 +7,7 @@ What the index says of encryption as a whole (`meta`, "encryption"): which key w
 there may be plain blocks on SSD, in use or in what is free. Both are one value, so that a kill
 leaves neither without the other.
 
-Invariant: the row of a tenant's secret is on its way to the index before anything that needs it.
+Invariant: the entry of a tenant's secret is on its way to the index before anything that needs it.
 
 Where another master key comes in place of the old one, while no kvd runs, all secrets are wrapped
 anew in one transaction: a kill leaves the old key or the new one, never some of each. Blocks on SSD
@@ -118,7 +118,7 @@ class TenantSecrets:
             keys = Keyring(read_master_key(settings.key_file), is_sealing=settings.enabled)
             self._open_keys(keys, wrapped, note, settings.key_file)
             was_plain = note.has_plain if note.key else self._may_have_plain(volumes)
-            self._take_note(EncryptionNote(keys.fingerprint, was_plain or not settings.enabled))
+            self._write_note(EncryptionNote(keys.fingerprint, was_plain or not settings.enabled))
             return
         if wrapped:
             raise KeyNeededError(
@@ -128,7 +128,7 @@ class TenantSecrets:
             )
         self._salts = self._manifest.salts()
         if note.key:
-            self._take_note(EncryptionNote())  # what is written from now on is plain
+            self._write_note(EncryptionNote())  # what is written from now on is plain
 
     def salt_of(self, tenant: str, max_tenants: int) -> bytes:
         """Return a tenant's secret salt, made and kept at its first block.
@@ -165,9 +165,9 @@ class TenantSecrets:
         self._manifest.drop_tenant_keys(dropped, committed)
 
     def has_no_plain(self) -> None:
-        """Note that there is no plain block on SSD any more, nor will there be."""
+        """Record that there is no plain block on SSD any more, nor will there be."""
         if self.keys is not None and self.keys.is_sealing:
-            self._take_note(EncryptionNote(self.keys.fingerprint, has_plain=False))
+            self._write_note(EncryptionNote(self.keys.fingerprint, has_plain=False))
 
     def _open_keys(
         self, keys: Keyring, wrapped: dict[str, bytes], note: EncryptionNote, key_file: str
@@ -191,7 +191,7 @@ class TenantSecrets:
             self._manifest.put_tenant_key(tenant, known)
         self._manifest.purge()  # also of what a kill has kept from being purged
 
-    def _take_note(self, note: EncryptionNote) -> None:
+    def _write_note(self, note: EncryptionNote) -> None:
         self.note = note
         self._manifest.put_meta(META_NAME, note.text())
 

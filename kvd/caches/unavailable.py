@@ -36,7 +36,7 @@ class UnavailableLayout:
     """One layout, and what was tried.
 
     Attributes:
-        row: what the index says of it.
+        entry: what the index says of it.
         kept: its memory of an earlier kvd, if there is some.
         why: it could not be opened at the last attempt.
         since_s, may_try_at_s, try_at_s: when that was found first; from when an engine that comes
@@ -53,7 +53,7 @@ class UnavailableLayout:
     num_attempts: int = 0
 
     def failed(self, why: str, began_s: float, now_s: float) -> None:
-        """Note a failed attempt and when the next ones may be."""
+        """Record a failed attempt and when the next ones may be."""
         if not self.num_attempts:
             self.since_s = now_s
         rest_s = max(FIRST_PAUSE_S, (now_s - began_s) / ATTEMPT_SHARE)

@@ -129,7 +129,7 @@ def _options(command: Any) -> Iterator[Candidate]:
 
 
 def _values(param: Any, begun: str, words: Sequence[str], ids: Ids) -> Iterator[Candidate]:
-    """What an option or argument may be."""
+    """Return what an option or argument may be."""
     if param.name in CHOICES:
         return (Candidate(word) for word in CHOICES[param.name])
     kind = "session" if param.name == "prefix" else param.name
@@ -188,7 +188,7 @@ def _runtime_dir(words: Sequence[str]) -> Path | None:
 
 
 def _said(words: Sequence[str], option: str) -> str:
-    """The value of an option that is typed already."""
+    """Return the value of an option that is typed already."""
     for index, word in enumerate(words[:-1]):
         if word == option and index + 1 < len(words) - 1:
             return words[index + 1]

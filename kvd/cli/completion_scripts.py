@@ -1,4 +1,4 @@
-"""What each shell is told at its start, so that Tab asks `kvd complete`."""
+"""What each shell evaluates at its start, so that Tab asks `kvd complete`."""
 
 from collections.abc import Mapping
 

@@ -50,7 +50,7 @@ def doctor(
 
 
 def _file_in_use(runtime_dir: Path | None) -> Path | None:
-    """The settings of the running kvd; else those that its unit reads, if there are any."""
+    """Return the settings of the running kvd; else those that its unit reads, if there are any."""
     try:
         with open_client(runtime_dir) as client:
             name = client.settings().file

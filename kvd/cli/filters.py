@@ -42,7 +42,7 @@ class Named:
         """Call for the session that is meant; returns its key, too.
 
         Args:
-            client: of the kvd that has it.
+            client: calls the kvd that has it.
             do: what asks kvd; it raises if kvd has no such session.
             approve: asked before `do` where the command line has only the beginning of an id.
 
@@ -66,7 +66,7 @@ class Named:
         return found[0], do(found[0])
 
     def _found(self, client: OperatorClient) -> list[kvd_pb2.SessionKey]:
-        """Sessions of exactly this id; if there are none those whose ids begin so."""
+        """Return the sessions of exactly this id; if there are none those whose ids begin so."""
         wanted = kvd_pb2.SessionFilter(tenant=self.tenant, model=self.model, id_prefix=self.session)
         listed = client.sessions(wanted, MOST_LOOKED_AT, reverse=True)
         keys = [info.session for info in listed.sessions]
@@ -74,7 +74,7 @@ class Named:
 
 
 def name_of(key: kvd_pb2.SessionKey) -> str:
-    """A session for people: with its tenant, if that is not the default one."""
+    """Return a session for people: with its tenant, if that is not the default one."""
     is_other = key.tenant and key.tenant != DEFAULT_TENANT
     return f"{key.tenant}/{key.session_id}" if is_other else key.session_id
 
@@ -160,7 +160,7 @@ def filter_of(
     pinned: bool,
     ended: bool,
 ) -> kvd_pb2.SessionFilter:
-    """The sessions that a command line is about.
+    """Return the sessions that a command line is about.
 
     Raises:
         UnclearSelectionError: a time or size that is none.

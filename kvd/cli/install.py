@@ -28,7 +28,7 @@ from kvd.install.units import (
 HOMES = (Path("/home"), Path("/root"), Path("/run/user"))
 COMMAND_S = 60.0
 
-# How systemd hears of it; nothing of this touches a service that runs. Each with what it does.
+# How systemd learns of it; nothing of this touches a service that runs. Each with what it does.
 _MAKES = {
     "systemd-sysusers": "makes users and groups",
     "systemd-tmpfiles": "makes directories",
@@ -96,7 +96,7 @@ def install_units(
         }
         typer.echo(json.dumps(document, indent=2))
         return
-    _tell(deeds, commands, dry_run=dry_run)
+    _show(deeds, commands, dry_run=dry_run)
     if not (removing or dry_run or root is not None):
         models = str(_own_directories().data / "models") if user else "/var/lib/models"
         typer.echo(
@@ -127,7 +127,7 @@ def _plan(programs: Path, root: Path | None, *, user: bool) -> list[Planned]:
 
 
 def _inside(path: Path, root: Path) -> Path:
-    """What a path of ours is called where `root` is /."""
+    """Return what a path of ours is called where `root` is /."""
     return Path("/") / path.relative_to(root) if path.is_relative_to(root) else path
 
 
@@ -162,7 +162,7 @@ def _run(command: tuple[str, ...]) -> None:
         raise InstallError(f"the files are done with, but {command[0]} failed ({said})", remedy)
 
 
-def _tell(
+def _show(
     deeds: Iterable[tuple[Path, Deed]], commands: Iterable[tuple[str, ...]], *, dry_run: bool
 ) -> None:
     said = _WOULD if dry_run else _SAID

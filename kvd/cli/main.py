@@ -40,7 +40,7 @@ app.callback()(connection_options)
 
 
 def root_command() -> Any:
-    """The tree of all commands, as completion and man pages walk it."""
+    """Return the tree of all commands, as completion and man pages walk it."""
     return typer.main.get_command(app)
 
 

@@ -36,7 +36,7 @@ OfModel = Annotated[str, typer.Option("--model", help="Only models whose fingerp
 
 
 def key_of(session: str, tenant: str, model: str) -> "kvd_pb2.SessionKey":
-    """The session that a command line names."""
+    """Return the session that a command line names."""
     from shared.pb.kvd.v1 import kvd_pb2
 
     return kvd_pb2.SessionKey(tenant=tenant, model=model, session_id=session)

@@ -96,8 +96,8 @@ def plan(
         check_plot(cost.plot)
     check_json(cost.json_to)
     request = request_of(arrivals, engine, capacity, kvd, cost, tuple(sys.argv))
-    with progress_bar("replaying", request.num_replays * request.workload.num_turns) as tell:
-        report = make_plan(request, tell)
+    with progress_bar("replaying", request.num_replays * request.workload.num_turns) as on_progress:
+        report = make_plan(request, on_progress)
     print_report(as_document(report), lambda _: tables(report), cost.json_to)
     if cost.plot is not None:
         plot(report, cost.plot)
@@ -116,7 +116,7 @@ def show_paper(*, seed: int, is_quick: bool, num_workers: int, json_to: str) -> 
     """Replay the paper's experiments, beside its numbers; minutes, with is_quick seconds.
 
     Args:
-        seed: of the sessions that are drawn.
+        seed: draws the sessions; the same seed, the same sessions.
         is_quick: a twentieth of the sessions, in a twentieth of the tiers.
         num_workers: processes; 0: as many as there are processors.
         json_to: file for the document, "-" for it alone, "" for none.
@@ -127,8 +127,8 @@ def show_paper(*, seed: int, is_quick: bool, num_workers: int, json_to: str) -> 
 
     check_json(json_to)
     reproduction = Reproduction(Sample(seed, QUICK_SCALE if is_quick else 1.0))
-    with progress_bar("replaying", reproduction.num_turns) as tell:
-        report = reproduction.make(num_workers or os.cpu_count() or 1, tell)
+    with progress_bar("replaying", reproduction.num_turns) as on_progress:
+        report = reproduction.make(num_workers or os.cpu_count() or 1, on_progress)
     print_report(report.as_dict(), lambda _: paper_tables(report), json_to)
 
 
@@ -157,15 +157,15 @@ def show_observation(
         )
     caches = [_cache_of(layout, ssd_bytes_per_s) for layout in layouts]
     found = []
-    with progress_bar("replaying", sum(map(num_replays, caches))) as tell:
+    with progress_bar("replaying", sum(map(num_replays, caches))) as on_progress:
         num_before = 0
         for layout, cache in zip(layouts, caches, strict=True):
 
-            def told(num_done: int, num_before: int = num_before) -> None:
-                tell(num_before + num_done)
+            def on_replay(num_done: int, num_before: int = num_before) -> None:
+                on_progress(num_before + num_done)
 
             turns = recorded_turns(layout.turns)
-            found.append((layout, observe(turns, cache, layout.max_turns, told)))
+            found.append((layout, observe(turns, cache, layout.max_turns, on_replay)))
             num_before += num_replays(cache)
     tables = (
         table for layout, observed in found for table in observation_tables(layout.model, observed)

@@ -34,8 +34,8 @@ from shared.terminal import printing
 from shared.terminal.printing import console
 
 
-def look_again(look: Callable[[], Any], every_s: float) -> Iterator[Any]:
-    """Yield what is seen at each look, until Ctrl-C."""
+def poll(look: Callable[[], Any], every_s: float) -> Iterator[Any]:
+    """Yield what `look` returns, every `every_s` seconds until Ctrl-C."""
     while True:
         yield look()
         time.sleep(every_s)
@@ -74,7 +74,7 @@ def stats(
     every_s = interval_s(interval)
     with open_client(runtime_dir) as client:
         if watch:
-            _watch(look_again(client.stats, every_s), as_json=as_json)
+            _watch(poll(client.stats, every_s), as_json=as_json)
             return
         found = client.stats()
     if as_json:
@@ -96,7 +96,7 @@ def _watch(looks: Iterator[kvd_pb2.GetStatsResponse], *, as_json: bool) -> None:
 def _views(
     looks: Iterator[kvd_pb2.GetStatsResponse],
 ) -> Iterator[Callable[[int], list[RenderableType]]]:
-    """What to show of each look, with what has changed since the one before."""
+    """Yield what to show of each look, with what has changed since the one before."""
     before: kvd_pb2.GetStatsResponse | None = None
     for found in looks:
         yield partial(_tables, found, before)

@@ -21,8 +21,8 @@ def token(
     Nothing is kept but the file: the settings need only the digest. Put two digests into the list
     while one token is being replaced by another.
     """
-    told = make_token(file)
+    made = make_token(file)
     if as_json:
-        print_json(dict(told))
+        print_json(dict(made))
     else:
-        typer.echo(token_text(name, told))
+        typer.echo(token_text(name, made))

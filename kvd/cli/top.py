@@ -75,7 +75,7 @@ def _is_terminal() -> bool:
 def _snapshot(
     client: OperatorClient, wanted: kvd_pb2.SessionFilter, screen: Screen, every_s: float
 ) -> dict[str, Any]:
-    """What the screen would show after its first interval."""
+    """Return what the screen would show after its first interval."""
     before = client.stats()
     time.sleep(every_s)
     stats = client.stats()

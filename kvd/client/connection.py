@@ -103,19 +103,19 @@ def open_client(runtime_dir: Path | None) -> Iterator["OperatorClient"]:
 
 
 def _nearest_socket(runtime_dir: Path | None) -> Path:
-    """A socket in the directory that is named, else in the one that a kvd of this user has.
+    """Return a socket in the directory that is named, else in the one that a kvd of this user has.
 
     Raises:
         SocketDeniedError: this user may open none; or has none, and may not enter the system's.
     """
     path = socket_of(runtime_dir or default_runtime_dir())
     if runtime_dir is None and not os.access(path, os.F_OK, effective_ids=True):
-        socket_of(SYSTEM_RUNTIME_DIR)  # whoever may not enter it is told so, not: start a kvd
+        socket_of(SYSTEM_RUNTIME_DIR)  # who may not enter it gets that error, not: start a kvd
     return path
 
 
 def socket_of(runtime_dir: Path) -> Path:
-    """The socket that allows most of those that this user may open; the operators', if none is.
+    """Return the socket that allows most, of those this user may open; else the operators'.
 
     Raises:
         SocketDeniedError: there are sockets, and this user may open none.

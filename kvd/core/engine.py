@@ -9,18 +9,18 @@ completions come back as calls of the part that asked for the effect.
     an engine                    loads, stores, sessions (discard, end), engines (queues)
     an operator                  sessions, inspection, scrubs, erasing, session_files
     the performer, at an end     arrivals (ReadBlock, VerifySlot, VerifyExtent), hashes (HashSlot),
-                                 writes (WriteBlock, DropBlock), compactions (CompactRows,
-                                 CommitRows), erasing (WipeSlots)
+                                 writes (WriteBlock, DropBlock), compactions (CompactTokens,
+                                 CommitIndex), erasing (WipeSlots)
 
 Invariants (checking.py holds them as code):
 1. what a load answers is the KV of exactly the tokens asked for, or less of it, never other bytes;
 2. bytes are visible only after a store is completed with success, and never change afterwards;
-3. a leased slot is given to nobody else; a lease ends by its completion or with its owner;
+3. a leased slot is given to nobody else; a lease ends by its completion or with its engine;
 4. what remains of a session is a prefix; evicting never breaks it in the middle;
-5. after every call the rows emitted so far restore to a usable cache: rows of blocks follow their
-   data, sessions are cut to what exists.
+5. after every call the index entries emitted so far restore to a usable cache: those of blocks
+   follow their data, sessions are cut to what exists.
 
-Calls that name an owner are made only between its attach and `engines.gone`.
+Calls that name an engine are made only between its attach and `engines.gone`.
 
 *Source:* sessions as the unit of placement: CachedAttention §3.3; the sans-I/O shape: aioquic.
 """
@@ -38,7 +38,7 @@ from kvd.core.io.writing import Writer
 from kvd.core.operations import checking
 from kvd.core.operations.arriving import Arrivals
 from kvd.core.operations.compacting import Compactor
-from kvd.core.operations.engines import KnownEngines
+from kvd.core.operations.engines import EngineReports
 from kvd.core.operations.erasing import Eraser
 from kvd.core.operations.loading import Loader
 from kvd.core.operations.reconfiguring import Reconfigurer
@@ -47,7 +47,7 @@ from kvd.core.operations.session_files import SessionFiles
 from kvd.core.operations.sessions import Sessions
 from kvd.core.operations.storing import Storer
 from kvd.core.records.actions import Action
-from kvd.core.records.rows import AdoptedSlot, IndexRows, OrphanSlot
+from kvd.core.records.entries import AdoptedSlot, IndexEntries, OrphanSlot
 from kvd.core.recovery import adopting, restoring
 from kvd.core.state.cache_state import CacheState
 from kvd.core.state.index_line import NO_BOUND
@@ -74,7 +74,7 @@ class CacheEngine:
         scrubs: comparing every copy with what was stored.
         erasing: dropping tenants without a trace.
         session_files: sessions on their way into files, and out of them.
-        index_line: rows that are to be handed out yet.
+        index_line: actions of the index that were not drained yet.
         arrivals, hashes, writes, compactions: what the performer answers to.
     """
 
@@ -98,8 +98,8 @@ class CacheEngine:
         self.loads = Loader(state, reader, writer, verifier, compactor.consider)
         self.stores = Storer(state, placement, writer, hasher, compactor.consider)
         self.inspection = Inspector(state)
-        self.sessions = Sessions(state, self.inspection, compactor.consider, prefetcher.look_again)
-        self.engines = KnownEngines(state, self.loads, self.stores, prefetcher)
+        self.sessions = Sessions(state, self.inspection, compactor.consider, prefetcher.reschedule)
+        self.engines = EngineReports(state, self.loads, self.stores, prefetcher)
         self.scrubs = Scrubber(state, self.loads, writer)
         self.erasing = Eraser(state, self.loads, self.stores, self.sessions)
         self.session_files = SessionFiles(state, self.loads, self.stores)
@@ -127,7 +127,7 @@ class CacheEngine:
         self.writes.write_back()
         self._verifier.issue()
         self.compactions.look()
-        self._prefetcher.go_on()
+        self._prefetcher.resume()
 
     def next_deadline_ns(self) -> int | None:
         """When to call `expire`; may be in the past (at once). None: not before another call."""
@@ -146,43 +146,43 @@ class CacheEngine:
 
     # ------------------------------------------------------------------------------------- effects
 
-    def drain(self, max_row_bytes: int = NO_BOUND) -> list[Action]:
-        """Hand out every action since the last drain, in order. Each is to be carried out.
+    def drain(self, max_index_bytes: int = NO_BOUND) -> list[Action]:
+        """Return every action since the last drain, in order. Each is to be carried out.
 
-        Of the rows of the index only so many bytes, or a little more; see `index_line`.
+        Of the entries of the index only so many bytes, or a little more; see `index_line`.
         """
         state = self._state
-        self._prefetcher.go_on()
+        self._prefetcher.resume()
         if state.compaction is not None or state.wasteful:
             self.compactions.resume()
         state.tails.pack_idle()
-        rows = self.index_line.take(max_row_bytes)
-        self.writes.index_took_rows()
-        return [*rows, *state.outbox.drain()]
+        entries = self.index_line.take(max_index_bytes)
+        self.writes.index_took_entries()
+        return [*entries, *state.outbox.drain()]
 
     # ------------------------------------------------------------------------------- begin and end
 
     def restore(
         self,
-        rows: IndexRows,
+        entries: IndexEntries,
         adopted: Sequence[AdoptedSlot],
         orphans: Sequence[OrphanSlot],
         first_lease_id: int,
     ) -> None:
         """Start from what the index and the journal of the arena say; before anything else.
 
-        Sessions are cut to the prefix whose blocks exist; rows and slots that nothing needs are
+        Sessions are cut to the prefix whose blocks exist; entries and slots that nothing needs are
         removed. Adopted blocks are verified before their first use. Orphans' slots stay their
-        engines': each owner is to be named in `engines.reattach` or `engines.gone`.
+        engines': each engine is to be named in `engines.reattach` or `engines.gone`.
 
         Args:
-            rows: all rows of this layout.
+            entries: all entries of this layout.
             adopted: slots that hold a block.
             orphans: slots that engines may still be writing to.
             first_lease_id: above every lease id that an earlier kvd has granted in this arena.
         """
         adopting.adopt(self._state, adopted, orphans, first_lease_id)
-        restoring.restore(self._state, rows)
+        restoring.restore(self._state, entries)
         adopting.settle(self._state)
         self._verifier.issue()
 
@@ -214,7 +214,7 @@ class CacheEngine:
         What they ask of sessions that are stored already comes in time, by `expire`.
         """
         self._reconfigurer.change(limits)
-        self._prefetcher.look_again()
+        self._prefetcher.reschedule()
 
     def write_dirty(self) -> None:
         """Write every dirty block now or as soon as it can be, whatever the policy; O(blocks).

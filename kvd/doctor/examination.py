@@ -41,10 +41,10 @@ def examine(
     """Look at everything; nothing is changed.
 
     Args:
-        config_file: of kvd.
+        config_file: the settings file of kvd.
         flags: as kvd serve is given them: runtime_dir, state_dir.
         machine: where the machine says what it has.
-        limits: of a process such as kvd's.
+        limits: the limits of a process such as kvd's.
     """
     yield from check_kernel()
     yield from check_cuda(machine)

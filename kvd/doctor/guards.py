@@ -109,7 +109,7 @@ def _bound(unit: Mapping[str, str], name: str, wanted: int, what: str) -> Iterat
         )
 
 
-# Where LoadCredential= finds what it is told by name only.
+# Where LoadCredential= looks for a credential that is given by name only.
 CREDENTIAL_STORES = (
     Path("/etc/credstore"),
     Path("/etc/credstore.encrypted"),

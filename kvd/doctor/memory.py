@@ -139,7 +139,7 @@ def check_swap(machine: Machine, unit: Mapping[str, str]) -> Iterator[Finding]:
     """May what is in DRAM come to lie on a disk?
 
     Args:
-        machine: of kvd.
+        machine: the machine that kvd runs on.
         unit: what systemd knows of kvd's unit; empty if it is not there.
     """
     swap = machine.memory("SwapTotal")

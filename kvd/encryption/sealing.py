@@ -44,7 +44,7 @@ class Seal:
         """Fill `buffer`, TAG_BYTES longer than `data`, with the sealed part and its tag.
 
         Args:
-            part: its number; each is sealed once.
+            part: the number of the part; each is sealed once.
             data: elsewhere than the buffer.
             buffer: see above.
             bound: is not in it, and yet must be the same when it is opened.

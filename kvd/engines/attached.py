@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
 
-from kvd.core.records.rows import OrphanSlot, WritingSlot
+from kvd.core.records.entries import OrphanSlot, WritingSlot
 from kvd.engines.data_socket import DataConnection
 from kvd.errors import LimitReachedError, NotAttachedError
 from kvd.host.process_identity import (
@@ -70,8 +70,8 @@ class Engine:
     """One attachment of an engine process, or what is left of it.
 
     Attributes:
-        engine_id: random, so that an id of an earlier kvd means nothing to this one; the `owner` of
-            its leases.
+        engine_id: random, so that an id of an earlier kvd means nothing to this one; its leases
+            have it too.
         uid: of its user; -1 if an earlier kvd has attached it.
         connection: its data connection, while it is attached.
         watch: of its process, while it is quarantined; before, the connection has it.
@@ -211,7 +211,7 @@ class Engines:
         return engine
 
     def gone(self, connection: DataConnection) -> None:
-        """Note the end of a connection: release what its engine held, or quarantine it."""
+        """Record the end of a connection: release what its engine held, or quarantine it."""
         for engine in [engine for engine in self if engine.connection is connection]:
             engine.connection = None
             if not connection.may_still_write:
@@ -252,18 +252,18 @@ class Engines:
         return any(engine.cache is cache for engine in self._engines.values())
 
     def identity_of(self, engine_id: int) -> ProcessIdentity:
-        """Which process an engine is, for the journal."""
+        """Return which process an engine is, for the journal."""
         engine = self._engines.get(engine_id)
         return NOBODY if engine is None else engine.identity
 
     def wake_of(self, engine_id: int) -> Callable[[], None]:
-        """What to call when a progress word of an engine has changed; any thread may."""
+        """Return what to call when a progress word of an engine has changed; any thread may."""
         engine = self._engines.get(engine_id)
         connection = None if engine is None else engine.connection
         return _nothing if connection is None else connection.wakeup.wake
 
     def infos(self) -> list[EngineInfo]:
-        """All engines that may hold leases, the attached ones first."""
+        """Return all engines that may hold leases, the attached ones first."""
         return [
             EngineInfo(
                 engine.engine_id,
@@ -362,10 +362,10 @@ def _reattached(cache: Cache, old: int, new: int, held: Sequence[int]) -> Sequen
 
 
 def _detached(engine: Engine) -> bool:
-    """Tell the core that an engine is detached; return whether slots stay with its process."""
+    """Report an engine's end to the core; return whether slots stay with its process."""
     engine.cache.act(lambda core: core.engines.detach(engine.engine_id))
     leases = engine.cache.act(lambda core: core.inspection.leases())
-    return any(lease.owner == engine.engine_id for lease in leases)
+    return any(lease.engine_id == engine.engine_id for lease in leases)
 
 
 def _nothing() -> None:

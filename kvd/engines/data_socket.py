@@ -37,7 +37,7 @@ BACKLOG = 64
 ATTACH_S = 30.0  # from connecting to Attach
 ACCEPT_RETRY_S = 0.1
 ROOT_UID = 0
-ROLES = frozenset(("engine",))  # of whoever may attach
+ROLES = frozenset(("engine",))  # what a process may do that may attach
 _UCRED = struct.Struct("3i")  # struct ucred: pid, uid, gid
 
 log = get_logger(__name__)
@@ -48,7 +48,7 @@ class EngineUsers:
 
     Args:
         allowed: users that may attach, besides kvd's own, root and those of `tenants`.
-        tenants: by user.
+        tenants: which tenants each user may name.
     """
 
     def __init__(
@@ -86,12 +86,12 @@ class DataConnection:
     """The connection of one process, attached or not yet.
 
     Attributes:
-        token: what Attach must present, once.
+        token: the secret that Attach must present, once.
         pid: of the process, 0 if it lives in a foreign PID namespace.
-        uid: of its user.
-        watch: of the process; None if it is dead, cannot be watched, or somebody has taken over.
-        wakeup: what tells it of its progress words.
-        arena: what it may map; set by Attach.
+        uid: the number of its user.
+        watch: of the process; None if it is dead, cannot be watched, or was taken over.
+        wakeup: notifies it of its progress words.
+        arena: the arena that it may map; set by Attach.
         gone: set at the end of the connection or of the process.
         has_left: it said that it holds nothing any more.
     """
@@ -112,7 +112,7 @@ class DataConnection:
         return self.watch is not None and not self.watch.is_dead and not self.has_left
 
     def close(self) -> None:
-        """Give up what belongs to the connection, and the watch unless it was taken over."""
+        """Close what belongs to the connection, and the watch unless it was taken over."""
         self.wakeup.close()
         if self.watch is not None:
             self.watch.close()
@@ -122,7 +122,7 @@ class DataSocket:
     """Accepts and serves the connections.
 
     Args:
-        path: of the socket.
+        path: where the socket is.
         users: whose processes may attach.
         max_connections: at once.
         refused: where refusals are counted: by reason and user, "uid 1000".

@@ -1,7 +1,7 @@
 """kvd's own clock: non-decreasing over restarts, reboots and changes of the wall clock (D17).
 
 Within one boot it is CLOCK_BOOTTIME plus a fixed offset, so that a suspended machine ages its
-sessions too. After a reboot it goes on from the last value that was saved, plus the time the wall
+sessions too. After a reboot it continues from the last value that was saved, plus the time the wall
 clock says has passed since (never less than nothing).
 """
 
@@ -54,8 +54,8 @@ def resume_clock(
 
     Args:
         saved: what Clock.saved returned; an empty or damaged text starts a new clock.
-        boot_id: of this boot.
-        wall_ns: what the wall clock says.
+        boot_id: the kernel's id of this boot.
+        wall_ns: the wall clock's time.
         boottime_ns: time since boot.
     """
     try:

@@ -16,7 +16,7 @@ def building_up() -> Iterator[None]:
     """For making very many objects that stay: hundreds of thousands of sessions, say.
 
     The collector would walk over all of them again and again and find nothing; afterwards it leaves
-    them alone. What was freed on the way is given back to the system, which glibc does not do by
+    them alone. What was freed on the way is returned to the system, which glibc does not do by
     itself.
     """
     gc.disable()

@@ -42,7 +42,7 @@ NOBODY = ProcessIdentity(0, 0, b"")
 
 
 def start_ticks_of(pid: int) -> int:
-    """When a process was started; 0 if it is not there.
+    """Return when a process was started; 0 if it is not there.
 
     Raises:
         OSError: nobody knows: no descriptor is left to look with.
@@ -75,7 +75,7 @@ class ProcessWatch:
     """Watches one process by its pidfd, from the event loop.
 
     Attributes:
-        pid: of the process.
+        pid: the number of the process.
         start_ticks: as in ProcessIdentity.
         is_dead: set before `on_death` is called.
     """

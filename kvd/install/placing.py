@@ -68,7 +68,7 @@ def _place_link(link: PlannedLink, *, dry_run: bool) -> Deed:
 
 
 def _target(path: Path) -> Path | None:
-    """Where a symbolic link leads; None if it is none."""
+    """Return where a symbolic link leads; None if it is none."""
     return path.readlink() if path.is_symlink() else None
 
 

@@ -66,7 +66,7 @@ class PlannedFile:
 
     Attributes:
         path: where it goes.
-        text: what will be in it.
+        text: the file's whole text.
         top: a directory above it that is not ours; those below it go when they are empty.
         is_settings: it belongs to the operator once it is there, and is never written over.
     """
@@ -82,7 +82,7 @@ class PlannedLink:
     """One symbolic link, to something of this installation.
 
     Attributes:
-        top: as of PlannedFile.
+        top: the same as PlannedFile.top.
     """
 
     path: Path
@@ -109,12 +109,12 @@ class UserDirectories:
 
 
 def system_files(shipped: Mapping[str, str], programs: Path, root: Path) -> list[PlannedFile]:
-    """What a machine gets.
+    """Return what a machine gets.
 
     Args:
         shipped: name → text, of all SHIPPED.
         programs: the directory of `kvd` and `inference-svc`, as the machine will see it.
-        root: what is / to that machine.
+        root: the directory that is / to that machine.
     """
     local, etc = root / LOCAL, root / "etc"
     paths = {SHIPPED_PROGRAMS: str(programs)}
@@ -133,7 +133,7 @@ def system_files(shipped: Mapping[str, str], programs: Path, root: Path) -> list
 def user_files(
     shipped: Mapping[str, str], programs: Path, own: UserDirectories
 ) -> list[PlannedFile]:
-    """What one user gets, for the manager of their session."""
+    """Return what one user gets, for the manager of their session."""
     paths = {
         SHIPPED_PROGRAMS: str(programs),
         "/etc/kvd/": f"{own.config}/kvd/",
@@ -172,10 +172,10 @@ def found_by_name(
     bin_dir: Path,
     share: Path,
 ) -> list[Planned]:
-    """What has a shell, `man` and Tab find the commands, without the installation in PATH.
+    """Return what lets a shell, `man` and Tab find the commands, without the installation in PATH.
 
     Args:
-        programs: as in system_files.
+        programs: the same as in system_files.
         pages: man pages of the installation.
         completions: shell → script.
         bin_dir: a directory in PATH.
@@ -230,7 +230,7 @@ def with_values(settings: str, values: Mapping[str, str]) -> str:
 
 
 def _with_keys(settings: str) -> Iterator[tuple[str, str]]:
-    """Each line with the dotted key that it sets, "" if it sets none."""
+    """Yield each line with the dotted key that it sets, "" if it sets none."""
     section = ""
     for line in settings.splitlines():
         if header := re.match(r"\[([^\]]+)\]", line):
@@ -257,7 +257,7 @@ def read_shipped() -> dict[str, str]:
 
 
 def man_pages() -> list[Path]:
-    """Those of this installation; of a working tree the tree's."""
+    """Return the man pages of this installation; of a working tree the tree's."""
     tree = Path(kvd.__file__).resolve().parents[1] / "docs" / "man"
     for place in (Path(sys.prefix) / "share" / "man" / "man1", tree):
         if found := sorted(place.glob("kvd*.1")):

@@ -33,7 +33,7 @@ class Sources:
 
 
 def make_exporter(sources: Sources) -> MetricExporter:
-    """The exporter of kvd's table."""
+    """Return the exporter of kvd's table."""
     return MetricExporter(METRICS, partial(_fill, sources))
 
 
@@ -86,7 +86,7 @@ def _fill_info(scrape: Scrape, layout: str, cache: Cache, sources: Sources) -> N
 def _fill_counters(scrape: Scrape, layout: str, cache: Cache) -> None:
     counters = cache.stats().counters
     scrape.put_counters(counters, layout)
-    misses = cache.act(lambda core: core.inspection.measures).misses
+    misses = cache.act(lambda core: core.inspection.histograms).misses
     scrape.put_tally("kvd_load_misses_total", misses, layout)
     token_bytes = cache.layout.block_bytes // cache.layout.block_tokens
     loaded_tokens = counters["load_tokens_dram"] + counters["load_tokens_ssd"]
@@ -130,12 +130,12 @@ def _fill_gauges(scrape: Scrape, layout: str, cache: Cache, sources: Sources) ->
 
 
 def _fill_histograms(scrape: Scrape, layout: str, cache: Cache) -> None:
-    measures, io = cache.act(lambda core: core.inspection.measures), cache.io_histograms
+    histograms, io = cache.act(lambda core: core.inspection.histograms), cache.io_histograms
     for name, histogram in (
-        ("kvd_load_seconds", measures.load_s),
-        ("kvd_store_seconds", measures.store_s),
-        ("kvd_rest_before_evict_seconds", measures.rest_before_evict_s),
-        ("kvd_gone_before_asked_seconds", measures.gone_before_asked_s),
+        ("kvd_load_seconds", histograms.load_s),
+        ("kvd_store_seconds", histograms.store_s),
+        ("kvd_rest_before_evict_seconds", histograms.rest_before_evict_s),
+        ("kvd_gone_before_asked_seconds", histograms.gone_before_asked_s),
         ("kvd_load_wait_seconds", io.load_wait_s),
         ("kvd_read_seconds", io.read_s),
         ("kvd_write_seconds", io.write_s),

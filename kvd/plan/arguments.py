@@ -52,7 +52,7 @@ def request_of(
     cost: CostArguments,
     command: tuple[str, ...],
 ) -> PlanRequest:
-    """The plan that is asked for.
+    """Return the plan that is asked for.
 
     Raises:
         ReportedError: an option or a file is not usable.

@@ -48,27 +48,27 @@ class BeladyPolicy(EvictionPolicy):
     ) -> None:
         """See EvictionPolicy."""
         super().on_queue(key, place, now_ns, is_running=is_running)
-        self._look_at(key)
+        self._reorder(key)
 
     def on_access(self, key: SessionKey, now_ns: int) -> None:
         """See EvictionPolicy."""
         super().on_access(key, now_ns)
-        self._look_at(key)
+        self._reorder(key)
 
     def on_insert(self, key: SessionKey, tier: Tier) -> None:
         """See EvictionPolicy."""
         super().on_insert(key, tier)
-        self._look_at(key)
+        self._reorder(key)
 
     def on_evict(self, key: SessionKey, tier: Tier) -> None:
         """See EvictionPolicy."""
         super().on_evict(key, tier)
-        self._look_at(key)
+        self._reorder(key)
 
     def on_remove(self, key: SessionKey) -> None:
         """See EvictionPolicy."""
         super().on_remove(key)
-        self._look_at(key)
+        self._reorder(key)
 
     def returning(self, now_ns: int) -> Iterator[SessionKey]:  # noqa: ARG002
         """See EvictionPolicy."""
@@ -88,8 +88,8 @@ class BeladyPolicy(EvictionPolicy):
             return ENDED, facts.last_use
         return IDLE, -returns_ns, facts.first_use
 
-    def _look_at(self, key: SessionKey) -> None:
-        """Note whether the session thinks and is on SSD only."""
+    def _reorder(self, key: SessionKey) -> None:
+        """Record whether the session thinks and is on SSD only."""
         before_ns = self._absent_until.pop(key, None)
         if before_ns is not None:
             del self._absent[before_ns, key]

@@ -88,7 +88,7 @@ class PlanReport:
     """Everything of one plan.
 
     Attributes:
-        options: what the replays were told, by name.
+        options: what the replays were given, by name.
         baselines: of recomputing everything, one for each HBM.
         results: in the order of the sweep: capacities, and policies within each.
     """
@@ -129,7 +129,7 @@ class Curve:
 
 
 def curves_of(results: Sequence[Result]) -> list[Curve]:
-    """One curve for each policy and, if these were swept too, HBM and DRAM."""
+    """Return one curve for each policy and, if these were swept too, HBM and DRAM."""
     hbms = {result.capacity.hbm_bytes for result in results}
     names: dict[str, list[Result]] = {}
     for result in results:

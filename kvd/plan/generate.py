@@ -112,7 +112,7 @@ def _whole(values: Floats, bounds: tuple[int, int]) -> Counts:
 def turns_in_window(
     prompts: Sequence[int], outputs: Sequence[int], thinks_s: Sequence[float], window_tokens: int
 ) -> tuple[Turn, ...]:
-    """The turns of one session, whose context is truncated to the window."""
+    """Return the turns of one session, whose context is truncated to the window."""
     turns: list[Turn] = []
     context = 0
     for prompt, output, think_s in zip(prompts, outputs, thinks_s, strict=True):

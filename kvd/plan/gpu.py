@@ -1,7 +1,7 @@
 """The engine's time: blocking prefills, and decodes that share one clock. Pure.
 
 One prefill runs at a time and stalls every decode. Decodes run in steps of a fixed length, whatever
-their number. So a clock that stands still during prefills tells when each decode ends: a turn
+their number. So a clock that stands still during prefills says when each decode ends: a turn
 costs O(log turns), not O(steps).
 
 Invariants: 1. decodes end in the order of their ends on the decode clock; 2. the decode clock and
@@ -30,7 +30,7 @@ class Gpu:
 
     Attributes:
         busy_ns: time in which something was prefilled or decoded.
-        prefill_ns: of it, prefills.
+        prefill_ns: the part of it that prefills took.
     """
 
     busy_ns: int = 0
@@ -49,7 +49,7 @@ class Gpu:
             self._prefill_ends_ns = now_ns + prefill.prefill_ns
 
     def next_ns(self) -> int | None:
-        """When a prefill or a decode ends next; None: nothing is under way."""
+        """Return when a prefill or a decode ends next; None: nothing is under way."""
         if self._prefills:
             return self._prefill_ends_ns
         if self._decodes:

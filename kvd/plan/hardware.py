@@ -19,7 +19,7 @@ class PlannedModel:
     """A model as the planner sees it.
 
     Attributes:
-        kv_bytes_per_token: of K and V of all layers.
+        kv_bytes_per_token: keys and values of all layers.
         window_tokens: the longest context.
     """
 
@@ -59,7 +59,7 @@ class EngineConstants:
     fixed_s: float = 20e-3
 
     def scaled(self, factor: float) -> "EngineConstants":
-        """An engine that takes so many times as long for everything."""
+        """Return an engine that takes so many times as long for everything."""
         return replace(
             self,
             prefill_s_per_token=self.prefill_s_per_token * factor,
@@ -74,7 +74,7 @@ class Hardware:
 
     Attributes:
         hbm_bytes: for the KV of turns that run; 0: only the slots bound them.
-        ssd_bytes_per_s: of reads; writes cost no time.
+        ssd_bytes_per_s: speed of reads; writes cost no time.
         pcie_bytes_per_s: DRAM to HBM.
     """
 
@@ -97,9 +97,9 @@ class ReplayOptions:
     """What a replay assumes beside the machine.
 
     Attributes:
-        policy: by name; `belady` too.
+        policy: the eviction policy's name, or `belady`.
         charge: "packed": a session takes its bytes; "window": those of a full window.
-        window_tokens: of the model; 0: no bound.
+        window_tokens: the model's window; 0: no bound.
         ttl_s: None: sessions stay.
         watermark: share of DRAM kept free.
         warmup_turns: turns that are not measured.
@@ -145,11 +145,11 @@ class Costs:
         return round(num_bytes / self._bytes_per_token)
 
     def charge(self, num_bytes: int) -> int:
-        """What a session of so many bytes takes of a tier."""
+        """Return what a session of so many bytes takes of a tier."""
         return num_bytes if self._window_bytes is None else self._window_bytes
 
     def kept_tokens(self, turn: Turn) -> int:
-        """What is stored after a turn."""
+        """Return what is stored after a turn."""
         if not self._is_truncated:
             return turn.kept_tokens
         return truncated(turn.kept_tokens, 0, self._window_tokens)
@@ -192,7 +192,7 @@ STRAY_SHARE = 0.01  # of the sessions, at either end, that may come long before 
 def recompute_load(sessions: Sequence[Session], engine: EngineConstants) -> float:
     """Engine time per second of arrivals, if nothing is ever loaded; above 1 queues grow.
 
-    How long the arrivals take is told from all but the first and the last hundredth of the
+    How long the arrivals take is computed from all but the first and the last hundredth of the
     sessions: a few stray ones would make a trace look idle. 0 if they all come at once.
     """
     starts = sorted(session.start_s for session in sessions)
@@ -217,7 +217,7 @@ def engine_at_load(
 
 
 def _recompute_s(turn: Turn, engine: EngineConstants) -> float:
-    """A decode's share of the engine is that of its slot."""
+    """Return the seconds that recomputing takes; a decode's share of the engine is its slot's."""
     return (
         engine.fixed_s
         + (turn.history_tokens + turn.new_tokens) * engine.prefill_s_per_token

@@ -33,7 +33,7 @@ class UnknownModelError(InvalidInputError):
 
 
 def choose_model(name: str, kv_bytes_per_token: int | None, window_tokens: int) -> PlannedModel:
-    """The model of a command line: its name or directory, and what is said besides.
+    """Return the model of a command line: its name or directory, and what is said besides.
 
     Args:
         name: "": nothing is said but the size of a token.
@@ -57,7 +57,7 @@ def choose_model(name: str, kv_bytes_per_token: int | None, window_tokens: int) 
 
 
 def read_model(directory: Path) -> PlannedModel:
-    """A model by its directory.
+    """Return a model by its directory.
 
     Raises:
         UnknownModelError: it is none, or its configuration does not say what is needed.
@@ -127,7 +127,7 @@ class BadCalibrationError(InvalidInputError):
 
 
 def calibrated(engine: EngineConstants, paths: Sequence[Path]) -> EngineConstants:
-    """The constants, with what these files say.
+    """Return the constants, with what these files say.
 
     Raises:
         BadCalibrationError: one is no such file, or says nothing.

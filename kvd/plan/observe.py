@@ -55,10 +55,10 @@ class Reachable:
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """What is told of one layout.
+    """What is reported of one layout.
 
     Attributes:
-        had: what the daemon really handed out.
+        had: what the daemon really granted.
         num_judged: turns that the rates are of.
         is_log_full: whether older turns have been forgotten.
         is_too_few: whether the rates say little.
@@ -85,10 +85,10 @@ def observe(
     """Replay a daemon's recent turns against its tiers, once, twice and four times as large.
 
     Args:
-        turns: as the daemon tells them, oldest first.
+        turns: as the daemon lists them, oldest first.
         cache: the daemon as it is.
         max_turns: that it remembers.
-        on_progress: told how many replays are done.
+        on_progress: called with the number of replays done.
     """
     judged = [index for index in range(len(turns) // 2, len(turns)) if _is_judged(turns[index])]
     footprint = _footprint_bytes(turns, cache)
@@ -121,7 +121,7 @@ def observe(
 
 
 def num_replays(cache: ObservedCache) -> int:
-    """How many replays an observation takes."""
+    """Return how many replays an observation takes."""
     return len(_sizes(cache))
 
 
@@ -167,7 +167,7 @@ def _footprint_bytes(turns: Sequence[RecordedTurn], cache: ObservedCache) -> int
 
 
 def observation_tables(model: str, observed: Observation) -> Iterator[Table]:
-    """What was seen of a layout, and what larger tiers would have found."""
+    """Yield what was seen of a layout, and what larger tiers would have found."""
     yield _facts(model, observed)
     if observed.num_judged:
         yield _rates_table(observed)

@@ -1,4 +1,4 @@
-"""What `kvd plan` is told, in the order of its help; arguments.py makes a plan of it. Pure."""
+"""The options of `kvd plan`, in the order of its help; arguments.py makes a plan of it. Pure."""
 
 from dataclasses import dataclass
 from pathlib import Path

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from kvd.core.records.records import Tier
 from shared.types.units import NS_PER_S
 
-BUSY_QUEUE = 4  # jobs ahead: from here on there is time to read a session ahead
+BUSY_QUEUE = 4  # requests ahead: from here on there is time to read a session ahead
 _S_PER_H = 3600
 
 
@@ -20,10 +20,10 @@ class TurnRecord:
     """One turn, measured.
 
     Attributes:
-        history_tokens: of its prompt.
+        history_tokens: the part of its prompt that is history.
         loaded_tokens: of these, how many were loaded.
         found_in: the tier that they were in when it started; None: not held.
-        num_ahead: jobs that waited when it arrived.
+        num_ahead: requests that waited when it arrived.
     """
 
     arrived_ns: int
@@ -40,22 +40,22 @@ class Outcome:
     """Shares are between 0 and 1; 0 if there is nothing to have a share of.
 
     Attributes:
-        num_turns: of the trace.
+        num_turns: turns in the trace.
         num_turns_measured: of these, after the warm-up.
         hits_all: hits per turn; first turns cannot hit.
         hits_fu: hits per turn that has history.
         hits_tok: history tokens loaded per history token: the prefill saved.
         dram_share: of the hits, those in DRAM when the turn started.
-        dram_share_4_ahead: the same, of hits with at least four jobs waiting when they arrived.
+        dram_share_4_ahead: the same, of hits with at least four requests waiting when they arrived.
         num_guarded: turns whose history was held but faster to compute.
         guarded_fu: the same, per turn that has history.
         ttft_mean_s: from arrival to the first token.
         start_ttft_mean_s: from the turn's start to the first token, without the wait in the queue.
-        queue_mean: jobs that waited when a turn arrived.
+        queue_mean: requests that waited when a turn arrived.
         prefill_tokens_per_s: prompt tokens per second of prefill.
         gpu_hours: time in which the engine computed.
-        prefill_hours: of these, prefills.
-        ssd_bytes_written: by saves and evictions.
+        prefill_hours: the part of these that prefills took.
+        ssd_bytes_written: bytes that saves and evictions wrote to SSD.
         recompute_load: of the whole trace, without a cache: see `kvd.plan.hardware`.
     """
 
@@ -98,7 +98,7 @@ class Totals:
 
 @dataclass(slots=True)
 class Tally:
-    """Sums over the measured turns; `started` and `answered` are told of each of them once."""
+    """Sums over the measured turns; `started` and `answered` are called for each of them once."""
 
     num_turns: int = 0
     num_with_history: int = 0
@@ -176,5 +176,5 @@ def _mean(values: Sequence[int]) -> float:
 
 
 def _p99(values: Sequence[int]) -> int:
-    """The smallest value that 99 % of them do not exceed."""
+    """Return the smallest value that 99 % of them do not exceed."""
     return sorted(values)[-(-len(values) * 99 // 100) - 1] if values else 0

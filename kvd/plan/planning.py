@@ -74,7 +74,7 @@ def make_plan(request: PlanRequest, on_progress: Callable[[int], None]) -> PlanR
 
     Args:
         request: what is to be planned.
-        on_progress: told how many turns were replayed, over all replays, now and then.
+        on_progress: called now and then with the number of turns replayed, over all replays.
 
     Raises:
         ReportedError: a process ended.
@@ -159,7 +159,7 @@ def _facts(request: PlanRequest) -> WorkloadFacts:
 
 
 def _options(request: PlanRequest) -> dict[str, Any]:
-    """What was told and is not elsewhere in the report."""
+    """Return the options that are nowhere else in the report."""
     hardware, options = request.hardware, request.options
     return {
         "tiers": options.tiers,

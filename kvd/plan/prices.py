@@ -54,7 +54,7 @@ class Cost:
         return (self.dram + self.ssd) / self.total if self.total else 0.0
 
     def as_dict(self) -> dict[str, float]:
-        """By field, with the total."""
+        """Return the costs by field, with the total."""
         return {**asdict(self), "total": self.total}
 
 

@@ -42,7 +42,7 @@ class SsdChannel:
     """The SSD's read channel: one read at a time, demand before prefetch. Sessions are numbers.
 
     Attributes:
-        bytes_read: of reads that have begun.
+        bytes_read: bytes of all reads that have begun.
     """
 
     bytes_per_s: float
@@ -59,17 +59,17 @@ class SsdChannel:
         return self._current is None
 
     def duration_ns(self, num_bytes: int) -> int:
-        """How long a read takes."""
+        """Return how long a read takes."""
         return round(num_bytes / self.bytes_per_s * NS_PER_S)
 
     def waits_ns(self, now_ns: int) -> int:
-        """How long a demand made now waits for its read to begin."""
+        """Return how long a demand made now waits for its read to begin."""
         if self._current is None:
             return 0
         return self.remaining_ns(now_ns) + self.duration_ns(self._demand_bytes)
 
     def remaining_ns(self, now_ns: int) -> int:
-        """How long what is read now still takes."""
+        """Return how long what is read now still takes."""
         return self._ends_ns - now_ns if self._current else 0
 
     def read(self, session: int, num_bytes: int, now_ns: int) -> Read:
@@ -84,7 +84,7 @@ class SsdChannel:
         return read
 
     def next_ns(self) -> int | None:
-        """When a read ends next; None: nothing is read."""
+        """Return when a read ends next; None: nothing is read."""
         return None if self._current is None else self._ends_ns
 
     def end(self, now_ns: int) -> Read | None:
@@ -134,7 +134,7 @@ class Reading:
     # ------------------------------------------------------------------------------ for a turn
 
     def expected_ns(self, key: SessionKey, num_bytes: int, now_ns: int) -> int:
-        """How long a turn would wait."""
+        """Return how long a turn would wait."""
         if _session_of(key) in self._wanted:
             return self._channel.remaining_ns(now_ns)
         return self._channel.waits_ns(now_ns) + self._channel.duration_ns(num_bytes)
@@ -147,11 +147,11 @@ class Reading:
             self._wanted[session] = self._channel.read(session, num_bytes, now_ns)
 
     def cancel(self, key: SessionKey) -> None:
-        """The session is not wanted any more; what is being read of it is not kept."""
+        """Cancel the reads of a session; what is being read of it is not kept."""
         self._wanted.pop(_session_of(key), None)
 
     def ended(self, key: SessionKey, read: Read) -> bool:
-        """Note that a read ended; returns whether it is wanted still."""
+        """Record that a read ended; returns whether it is wanted still."""
         if self._wanted.get(read.session) != read:
             return False
         del self._wanted[read.session]

@@ -33,7 +33,7 @@ class ObservedCache:
 
     Attributes:
         ttl_ns: None: sessions stay.
-        ssd_bytes_per_s: of reads; the daemon does not tell, so this is a guess.
+        ssd_bytes_per_s: of reads; the daemon does not report it, so this is a guess.
     """
 
     block_tokens: int
@@ -45,7 +45,7 @@ class ObservedCache:
     ssd_bytes_per_s: float = 5e9
 
     def num_bytes(self, num_tokens: int) -> int:
-        """What so many tokens take of a tier."""
+        """Return what so many tokens take of a tier."""
         return ceil_div(num_tokens, self.block_tokens) * self.block_bytes
 
 
@@ -54,7 +54,7 @@ class Found:
     """What a turn would have found.
 
     Attributes:
-        tokens: of the history that it wanted.
+        tokens: the history that it wanted.
         tier: where; None: nowhere.
     """
 
@@ -138,11 +138,11 @@ class _RecordedReplay:
     def _arrive(self, index: int, turn: RecordedTurn) -> None:
         key = self._keys[turn.session]
         waiting = QueuedRequest((0, 0.0, index), key, turn.wanted_tokens)
-        self._tell_queue(QueueChange(waiting=[waiting], interval_ns=self._interval_ns))
+        self._report_queue(QueueChange(waiting=[waiting], interval_ns=self._interval_ns))
 
     def _start(self, index: int, turn: RecordedTurn) -> None:
         key = self._keys[turn.session]
-        self._tell_queue(QueueChange(running=[RunningRequest(index, key)]))
+        self._report_queue(QueueChange(running=[RunningRequest(index, key)]))
         found = self._found[index]
         found.tier = self._tiers.find(key)
         if found.tier is not None:
@@ -153,13 +153,13 @@ class _RecordedReplay:
 
     def _end(self, index: int, turn: RecordedTurn) -> None:
         key, cache = self._keys[turn.session], self._cache
-        self._tell_queue(QueueChange(left=[index]))
+        self._report_queue(QueueChange(left=[index]))
         num_bytes = cache.num_bytes(turn.stored_tokens)
         if not num_bytes:
             return
         policy = self._placement.policy
         policy.on_access(key, self._now_ns)
-        self._placement.note_size(num_bytes)
+        self._placement.observe_size(num_bytes)
         policy.on_resize(key, turn.stored_tokens)
         self._tiers.store(key, num_bytes, cache.num_bytes(turn.wanted_tokens), self._now_ns)
         if turn.is_ended:
@@ -175,7 +175,7 @@ class _RecordedReplay:
             elif not self._placement.is_busy(key) and not self._tiers.is_reading(key):
                 self._tiers.drop(key)
 
-    def _tell_queue(self, change: QueueChange) -> None:
+    def _report_queue(self, change: QueueChange) -> None:
         self._placement.change_queue(ENGINE, change, self._now_ns)
 
 
@@ -184,7 +184,7 @@ def _key_of(turn: RecordedTurn) -> SessionKey:
 
 
 def _events(turns: Sequence[RecordedTurn]) -> Iterator[_Event]:
-    """What happens when. A turn starts only after its session's turn before has ended."""
+    """Return the events by time. A turn starts only after its session's turn before has ended."""
     events = []
     ended_ns: dict[int, int] = {}
     for index, turn in enumerate(turns):

@@ -4,8 +4,8 @@ Pure. Closed loop: a turn comes when its session's previous answer is complete a
 thought. A turn takes a slot in the order of the queue, waits for its history if that is on SSD,
 is prefilled (DRAM to HBM overlaps with it), decoded, and stored.
 
-What is placed is decided by the daemon's own code: SessionPlacement is told of the queue as an
-engine tells it, and asked for victims, windows and what to read ahead.
+What is placed is decided by the daemon's own code: SessionPlacement gets the queue as an
+engine reports it, and is asked for victims, windows and what to read ahead.
 
 Of what happens at one moment, prefills end first, then decodes, then reads; then turns arrive, then
 TTLs pass. After each, turns start that can, and reading ahead is looked at.
@@ -50,7 +50,7 @@ def replay(
 ) -> Outcome:
     """Replay a trace, start to end.
 
-    `on_progress` is told how many turns are complete, now and then and at the end.
+    `on_progress` is called with the number of complete turns, now and then and at the end.
 
     Raises:
         KeyError: there is no such policy.
@@ -59,7 +59,7 @@ def replay(
 
 
 @dataclass(slots=True)
-class _Job:
+class _Request:
     """A turn that waits or runs."""
 
     session: int
@@ -101,8 +101,8 @@ class Replay:
         self._now_ns = 0
         self._arrivals: list[tuple[int, int]] = []  # heap: when, which session
         self._next_turn = [0] * len(sessions)
-        self._waiting: deque[_Job] = deque()
-        self._running: dict[int, _Job] = {}  # by session
+        self._waiting: deque[_Request] = deque()
+        self._running: dict[int, _Request] = {}  # by session
         self._num_arrived = 0
         self._num_turns = sum(len(session.turns) for session in sessions)
         self._started_ns: int | None = None  # the last turn
@@ -161,7 +161,7 @@ class Replay:
     # --------------------------------------------------------------------------------------- events
 
     def _next_ns(self) -> int:
-        """When something happens next."""
+        """Return when something happens next."""
         times = (
             self._gpu.next_ns(),
             self._channel.next_ns(),
@@ -175,58 +175,58 @@ class Replay:
         self._returns_ns.pop(key, None)
         record = TurnRecord(self._now_ns, len(self._waiting), turn.history_tokens, turn.new_tokens)
         hbm_bytes = self._costs.num_bytes(turn.kept_tokens)
-        job = _Job(session, self._num_arrived, turn, record, hbm_bytes)
+        request = _Request(session, self._num_arrived, turn, record, hbm_bytes)
         self._num_arrived += 1
-        self._waiting.append(job)
-        waiting = QueuedRequest((0, 0.0, job.number), key, turn.history_tokens)
-        self._tell_queue(QueueChange(waiting=[waiting], interval_ns=round(self._interval_ns)))
+        self._waiting.append(request)
+        waiting = QueuedRequest((0, 0.0, request.number), key, turn.history_tokens)
+        self._report_queue(QueueChange(waiting=[waiting], interval_ns=round(self._interval_ns)))
 
-    def _start(self, job: _Job) -> None:
-        """Give a job a slot, and its history if that is held and loading pays."""
+    def _start(self, request: _Request) -> None:
+        """Give a request a slot, and its history if that is held and loading pays."""
         self._note_start()
-        key, record = self._keys[job.session], job.record
-        self._running[job.session] = job
-        self._hbm_bytes += job.hbm_bytes
-        self._tell_queue(QueueChange(running=[RunningRequest(job.number, key)]))
+        key, record = self._keys[request.session], request.record
+        self._running[request.session] = request
+        self._hbm_bytes += request.hbm_bytes
+        self._report_queue(QueueChange(running=[RunningRequest(request.number, key)]))
         record.started_ns = self._now_ns
-        record.found_in, record.loaded_tokens = self._lookup(key, job.turn)
-        if job.number == self._options.warmup_turns:
+        record.found_in, record.loaded_tokens = self._lookup(key, request.turn)
+        if request.number == self._options.warmup_turns:
             self._since = self._totals()
-        if self._is_measured(job):
+        if self._is_measured(request):
             self._tally.started(record)
         if record.found_in is Tier.SSD and record.loaded_tokens:
             self._reading.demand(key, self._costs.num_bytes(record.loaded_tokens), self._now_ns)
         else:
-            self._prefill(job)
+            self._prefill(request)
 
-    def _answered(self, job: _Job) -> None:
-        if self._is_measured(job):
-            self._tally.answered(job.record, self._now_ns)
+    def _answered(self, request: _Request) -> None:
+        if self._is_measured(request):
+            self._tally.answered(request.record, self._now_ns)
 
-    def _complete(self, job: _Job) -> None:
+    def _complete(self, request: _Request) -> None:
         """End a turn: its session is stored, and thinks."""
-        key, turns = self._keys[job.session], self._sessions[job.session].turns
-        self._hbm_bytes -= job.hbm_bytes
-        self._next_turn[job.session] += 1
-        is_last = self._next_turn[job.session] == len(turns)
+        key, turns = self._keys[request.session], self._sessions[request.session].turns
+        self._hbm_bytes -= request.hbm_bytes
+        self._next_turn[request.session] += 1
+        is_last = self._next_turn[request.session] == len(turns)
         if not is_last:
-            turn = self._turn(job.session)
+            turn = self._turn(request.session)
             think_ns = round(turn.think_s * self._options.think_scale * NS_PER_S)
             returns_ns = self._now_ns + think_ns
             if turn.history_tokens:
                 self._returns_ns[key] = returns_ns
-            heappush(self._arrivals, (returns_ns, job.session))
-        self._tell_queue(QueueChange(left=[job.number]))
+            heappush(self._arrivals, (returns_ns, request.session))
+        self._report_queue(QueueChange(left=[request.number]))
         if self._options.load_policy == "never":
             return
         if is_last and self._options.end_hints:
             self._placement.policy.on_end(key)
             self._tiers.drop(key)  # an engine does not store a session's last turn
         else:
-            self._store(key, job.turn)
+            self._store(key, request.turn)
 
     def _was_read(self, read: Read) -> None:
-        """A session was read from SSD: for its turn, or ahead of it."""
+        """Take in a session that was read from SSD, for its turn or ahead of it."""
         if self._reading.ended(self._keys[read.session], read) and read.session in self._running:
             self._prefill(self._running[read.session])
 
@@ -245,14 +245,16 @@ class Replay:
 
     # --------------------------------------------------------------------------------------- pieces
 
-    def _has_room(self, job: _Job) -> bool:
+    def _has_room(self, request: _Request) -> bool:
         if len(self._running) >= self._hardware.engine.slots:
             return False
         hbm_bytes = self._hardware.hbm_bytes
-        return not hbm_bytes or not self._running or self._hbm_bytes + job.hbm_bytes <= hbm_bytes
+        return (
+            not hbm_bytes or not self._running or self._hbm_bytes + request.hbm_bytes <= hbm_bytes
+        )
 
     def _lookup(self, key: SessionKey, turn: Turn) -> tuple[Tier | None, int]:
-        """Where a turn's history is, and how many tokens of it are to be loaded."""
+        """Return where a turn's history is, and how many tokens of it are to be loaded."""
         found_in = self._tiers.find(key)
         if found_in is None:
             return None, 0
@@ -268,17 +270,17 @@ class Replay:
                 return found_in, 0
         return found_in, tokens
 
-    def _prefill(self, job: _Job) -> None:
-        """Queue a job's prefill; the engine has what is held of its session, or does without."""
-        key, record = self._keys[job.session], job.record
+    def _prefill(self, request: _Request) -> None:
+        """Queue a request's prefill; the engine has what is held of its session, or recomputes."""
+        key, record = self._keys[request.session], request.record
         self._reading.cancel(key)
         if record.found_in is None:
             self._tiers.drop(key)  # what is held is no part of this prompt
         else:
             self._tiers.run(key)
-        prefill_ns = self._costs.prefill_ns(job.turn, record.loaded_tokens)
-        decode_ns = self._costs.decode_ns(job.turn)
-        self._gpu.add(Prefill(job.session, prefill_ns, decode_ns), self._now_ns)
+        prefill_ns = self._costs.prefill_ns(request.turn, record.loaded_tokens)
+        decode_ns = self._costs.decode_ns(request.turn)
+        self._gpu.add(Prefill(request.session, prefill_ns, decode_ns), self._now_ns)
 
     def _store(self, key: SessionKey, turn: Turn) -> None:
         tokens = self._costs.kept_tokens(turn)
@@ -287,7 +289,7 @@ class Replay:
             self._tiers.drop(key)
             return
         self._placement.policy.on_access(key, self._now_ns)
-        self._placement.note_size(self._costs.charge(num_bytes))
+        self._placement.observe_size(self._costs.charge(num_bytes))
         self._placement.policy.on_resize(key, tokens)
         clean_bytes = self._costs.num_bytes(turn.history_tokens)
         self._tiers.store(key, num_bytes, clean_bytes, self._now_ns)
@@ -296,7 +298,7 @@ class Replay:
             self._ttl.schedule(key, self._deadlines_ns[key])
 
     def _turn(self, session: int) -> Turn:
-        """The session's turn that waits, runs or is still to come."""
+        """Return the session's turn that waits, runs or is still to come."""
         return self._sessions[session].turns[self._next_turn[session]]
 
     def _wanted_bytes(self, key: SessionKey) -> int:
@@ -312,7 +314,7 @@ class Replay:
             return BeladyPolicy(context, self._returns_ns)
         return POLICIES[self._options.policy](context)
 
-    def _tell_queue(self, change: QueueChange) -> None:
+    def _report_queue(self, change: QueueChange) -> None:
         self._placement.change_queue(ENGINE, change, self._now_ns)
 
     def _note_start(self) -> None:
@@ -323,11 +325,11 @@ class Replay:
             self._interval_ns += share * (passed_ns - self._interval_ns)
         self._started_ns = self._now_ns
 
-    def _is_measured(self, job: _Job) -> bool:
-        return job.number >= self._options.warmup_turns
+    def _is_measured(self, request: _Request) -> bool:
+        return request.number >= self._options.warmup_turns
 
     def _totals(self) -> Totals:
-        """The counters of now."""
+        """Return the counters of now."""
         return Totals(
             self._now_ns,
             self._gpu.busy_ns,

@@ -146,7 +146,7 @@ def as_document(report: PlanReport) -> dict[str, Any]:
 
 
 def tables(report: PlanReport) -> Iterator[Table]:
-    """What was replayed on what; hits, times and costs; where it bends."""
+    """Yield what was replayed on what; hits, times and costs; where it bends."""
     yield facts_table(report)
     for section in sections_of(report):
         yield _section_table(report, section)
@@ -155,7 +155,7 @@ def tables(report: PlanReport) -> Iterator[Table]:
 
 
 def facts_table(report: PlanReport) -> Table:
-    """What was replayed on what."""
+    """Return what was replayed on what."""
     table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
     for name, value in facts(report):
         table.add_row(name, value)
@@ -229,7 +229,7 @@ def _curve_document(curve: Curve) -> dict[str, Any]:
 
 
 def _section_table(report: PlanReport, section: Section) -> Table:
-    """A table section for each capacity, which is said once."""
+    """Return a table section for each capacity, which is said once."""
     table = Table(
         *("DRAM + SSD", "policy"),
         box=None,
@@ -267,7 +267,7 @@ def _curves_table(report: PlanReport) -> Table:
 
 
 def _option_texts(options: Mapping[str, Any]) -> Iterator[str]:
-    """What kvd does, in words; values as in PlanReport.options."""
+    """Yield what kvd does, in words; values as in PlanReport.options."""
     yield f"{options['tiers']} tiers, charged {options['charge']}"
     ttl_s = options["ttl_s"]
     yield "no TTL" if ttl_s is None else f"TTL {format_duration(ttl_s)}"

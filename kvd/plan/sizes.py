@@ -1,4 +1,4 @@
-"""Sizes, rates, shares and lists as plans are told them; 1 GB is 10**9 bytes here. Pure.
+"""Sizes, rates, shares and lists as options give them; 1 GB is 10**9 bytes here. Pure.
 
 The paper's figures, prices and disks are decimal, and with 10 % more at a terabyte no plan would
 reproduce them. Settings of kvd are binary (shared/types/units.py): 128 GB here are "119.2 GB"

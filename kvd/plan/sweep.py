@@ -25,7 +25,7 @@ from kvd.plan.replay import replay
 from kvd.plan.trace import Session
 from shared.types.errors import ReportedError
 
-JOIN_S = 10.0  # for a worker to be gone, once it is told to go
+JOIN_S = 10.0  # for a worker to be gone, once it was sent the end
 OnProgress = Callable[[int], None]
 
 
@@ -57,10 +57,10 @@ def run_cells(
     """Replay the sessions once for each cell; outcomes are in the cells' order.
 
     Args:
-        sessions: by their begin.
+        sessions: in the order of their begin.
         cells: replays to make.
         num_workers: processes; 1: this one.
-        on_progress: told how many turns were replayed, over all cells, now and then.
+        on_progress: called now and then with the number of turns replayed, over all cells.
 
     Raises:
         WorkerEndedError: the system has ended a worker, or a bug has.
@@ -84,10 +84,10 @@ def _run_here(
     for index, cell in enumerate(cells):
         before = index * num_turns
 
-        def tell(num_done: int, before: int = before) -> None:
+        def on_turn(num_done: int, before: int = before) -> None:
             on_progress(before + num_done)
 
-        yield replay(sessions, cell.hardware, cell.options, tell)
+        yield replay(sessions, cell.hardware, cell.options, on_turn)
 
 
 def _run_there(
@@ -151,7 +151,7 @@ def _ended(worker: _Worker) -> WorkerEndedError:
 def _worker(
     context: multiprocessing.context.SpawnContext, sessions: Sequence[Session], number: int
 ) -> Iterator[_Worker]:
-    """A worker, gone at the end."""
+    """Yield a worker, gone at the end."""
     ours, theirs = context.Pipe()
     process = context.Process(
         target=_work, args=(theirs, sessions), name=f"kvd-plan-{number}", daemon=True
@@ -191,7 +191,7 @@ def _no_interrupts() -> Iterator[None]:
 
 
 def _work(connection: Connection, sessions: Sequence[Session]) -> None:
-    """A worker's life."""
+    """Replay each cell that the parent sends, until it closes the connection."""
     try:
         while True:
             cell: Cell = connection.recv()

@@ -79,14 +79,14 @@ class Tiers:
     # ------------------------------------------------------------------------------------- looking
 
     def find(self, key: SessionKey) -> Tier | None:
-        """The faster tier that a session is in; None: it is not held."""
+        """Return the faster tier that a session is in; None: it is not held."""
         held = self._sessions.get(key)
         if held is None or held.is_running:
             return None
         return Tier.DRAM if held.in_dram else Tier.SSD
 
     def num_bytes(self, key: SessionKey) -> int:
-        """What is held of a session."""
+        """Return what is held of a session."""
         held = self._sessions.get(key)
         return held.num_bytes if held else 0
 
@@ -117,7 +117,7 @@ class Tiers:
         self._sessions[key].is_reading = True
 
     def end_reading(self, key: SessionKey) -> None:
-        """Note that a session was read; what was read ahead is in DRAM now."""
+        """Record that a session was read; what was read ahead is in DRAM now."""
         held = self._sessions[key]
         held.is_reading = False
         if not held.is_reserved:
@@ -131,7 +131,7 @@ class Tiers:
     # ------------------------------------------------------------------------- a session's own life
 
     def run(self, key: SessionKey) -> None:
-        """Note that a session's KV is in the engine's memory; a read of it is not waited for."""
+        """Record that a session's KV is in the engine's memory; a read of it is not waited for."""
         held = self._sessions[key]
         held.is_reading = False
         self._leave_dram(key, held)
@@ -142,7 +142,7 @@ class Tiers:
             held.is_running = True
 
     def store(self, key: SessionKey, num_bytes: int, clean_bytes: int, now_ns: int) -> None:
-        """Keep all of a session; the policy has just been told that it was used.
+        """Keep all of a session; its use is known to the policy already.
 
         Of its bytes, `clean_bytes` were held before the turn, and are the same now.
         """

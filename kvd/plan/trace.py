@@ -127,7 +127,7 @@ def numbered_lines(path: Path) -> Iterator[tuple[str, str]]:
 
 
 def first_line(path: Path) -> str:
-    """The first line that is not blank, or its first MAX_HEAD bytes; "" if there is none.
+    """Return the first line that is not blank, or its first MAX_HEAD bytes; "" if there is none.
 
     Raises:
         BadTraceError: it cannot be opened, decompressed or decoded.

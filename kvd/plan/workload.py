@@ -36,7 +36,7 @@ FORMATS = (RECOGNISED, *READERS)
 
 
 def recognised(path: Path) -> str:
-    """The kind of trace that a file seems to be; TURNS if its first line says nothing else.
+    """Return the kind of trace that a file seems to be; TURNS if its first line says nothing else.
 
     Raises:
         BadTraceError: it cannot be read.
@@ -131,7 +131,7 @@ class Workload:
         return self.sessions[-1].start_s - self.sessions[0].start_s
 
     def with_arrival_rate(self, rate: float) -> "Workload":
-        """The same sessions, of which so many begin a second, in the mean.
+        """Return the same sessions, of which so many begin a second, in the mean.
 
         Raises:
             NoRateError: they all begin at once.
@@ -142,7 +142,7 @@ class Workload:
         return replace(self, sessions=stretched)
 
     def with_coupled_positions(self) -> "Workload":
-        """The same sessions, if what is stored is useless after a context overflow."""
+        """Return the same sessions, if what is stored is useless after a context overflow."""
         return Workload(f"{self.origin}, coupled positions", [coupled(s) for s in self.sessions])
 
     def check_rate(self, option: str) -> None:
@@ -160,8 +160,8 @@ def read_workload(
     """Read a trace of any kind.
 
     Args:
-        path: of the file.
-        format_name: of FORMATS.
+        path: where the file is.
+        format_name: a key of FORMATS.
         filling: how what the trace lacks is drawn.
 
     Raises:

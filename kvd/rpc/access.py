@@ -50,7 +50,7 @@ class Access:
         book: clients that come with a token or a certificate.
 
     Args:
-        settings: of the start.
+        settings: kvd's settings, as of its start.
         metrics: where refusals are counted.
 
     Raises:
@@ -71,10 +71,10 @@ class Access:
         self._streams.most = settings.limits.max_streams_per_client
 
     def guard(self, socket_role: str) -> AccessInterceptor:
-        """What stands before the services of one address.
+        """Return what stands before the services of one address.
 
         Args:
-            socket_role: of whoever may open that Unix socket; "" for TCP.
+            socket_role: the role of those who may open that Unix socket; "" for TCP.
         """
         own: Identity | None = None
         if socket_role:
@@ -95,7 +95,7 @@ def narrow(method: str, identity: Identity, request: Any) -> None:
 
     Args:
         method: full name of the RPC.
-        identity: of the caller.
+        identity: who calls.
         request: its message, in which tenants are put in.
 
     Raises:

@@ -49,7 +49,7 @@ class Place:
         address: "unix:/path" or "host:port".
         guard: finds out who calls.
         group: of a Unix socket; "": kvd's own.
-        tls: of a TCP port.
+        tls: the certificates of a TCP port.
     """
 
     address: str
@@ -139,10 +139,10 @@ def make_servers(
     reader: object,
     rpcs: RpcMetrics,
 ) -> list[GrpcServer]:
-    """The servers of kvd: a Unix socket of each role, and one for clients on TCP if that is set.
+    """Return kvd's servers: a Unix socket of each role, and TCP for clients if that is set.
 
     Args:
-        settings: of the start.
+        settings: kvd's settings, as of its start.
         access: makes the guard of each address.
         engine: servicer of engines.
         operator: servicer of operators.

@@ -42,7 +42,7 @@ _LEASE = MessageFields(
     LeaseInfo,
     pb.LeaseInfo,
     renamed={"is_orphan": "quarantined"},
-    left_out=("owner", "key", "since_ns"),
+    left_out=("engine_id", "key", "since_ns"),
     given=(
         *("session", "layout", "bytes", "age_s"),
         *("engine_id", "engine_name", "pid", "process_status"),
@@ -97,10 +97,10 @@ def lease_message(
     """Encode a lease.
 
     Args:
-        lease: as the core has it.
-        layout: of its slots.
+        lease: the lease as the core has it.
+        layout: the layout of its slots.
         engine: that it was granted to; None if nobody knows it any more.
-        now_ns: of the core's clock.
+        now_ns: the time of the core's clock.
     """
     return _LEASE.encode(
         lease,
@@ -108,7 +108,7 @@ def lease_message(
         layout=layout.fingerprint,
         bytes=lease.num_slots * layout.block_bytes,
         age_s=max(0.0, (now_ns - lease.since_ns) / NS_PER_S),
-        engine_id=shown_id(lease.owner),
+        engine_id=shown_id(lease.engine_id),
         engine_name=engine and engine.name,
         pid=engine and engine.pid,
         process_status=engine and engine.process_status,
@@ -140,13 +140,13 @@ def layout_stats_message(
     """Encode the statistics of a layout.
 
     Args:
-        stats: of its core.
-        layout: what is stored.
+        stats: its core's counts.
+        layout: the layout of what is stored.
         arena: None while no engine has attached; its message is then empty.
         volume: where blocks lie on SSD.
         admission: when blocks are written there.
         tenants: those that store something.
-        queue: of all its engines.
+        queue: the queues of all its engines.
     """
     physical_bytes = {
         Tier.DRAM: arena.physical_bytes if arena else 0,
@@ -196,7 +196,7 @@ def verify_message(
     """Encode how far a check of both tiers has come.
 
     Args:
-        report: what it has found so far.
+        report: the scrub's findings so far.
         layout: fingerprint of the one being looked at; "" at the end.
         num_copies: to compare, as counted when it began.
         done: whether this is the end.
@@ -252,8 +252,8 @@ def engine_message(engine: Engine, queue_jobs: int, running_jobs: int) -> pb.Eng
 
     Args:
         engine: which one.
-        queue_jobs: of its jobs that wait, as far as it has reported them.
-        running_jobs: that it computes.
+        queue_jobs: how many of its requests wait, as far as it has reported them.
+        running_jobs: how many requests it computes.
     """
     message = pb.EngineInfo(
         engine_id=engine.shown_id,

@@ -14,9 +14,9 @@ from kvd.caches.session_listing import scan_sessions
 from kvd.config import Settings
 from kvd.core.engine import CacheEngine
 from kvd.core.inspection.session_filter import SessionFilter
+from kvd.core.records.entries import Pin
 from kvd.core.records.errors import InvalidRequestError
 from kvd.core.records.records import FlushAnswer, LeaseInfo
-from kvd.core.records.rows import Pin
 from kvd.engines.attached import Engines
 from kvd.errors import NoHolderError, NotOursToKillError, UnknownModelError
 from kvd.rpc.operator_messages import verify_message
@@ -39,7 +39,7 @@ class OperatorService(kvd_pb2_grpc.OperatorServicer):  # type: ignore[misc]  # t
     """What an operator may change; an answer means that a restart will not undo it.
 
     Args:
-        caches: of all layouts.
+        caches: the caches of all layouts.
         engines: those that may hold leases.
         scrubber: checks what is stored.
         reload: puts the settings into force as they are now.
@@ -189,7 +189,7 @@ class OperatorService(kvd_pb2_grpc.OperatorServicer):  # type: ignore[misc]  # t
         return response
 
     def _found(self, named: pb.SessionKey) -> tuple[Cache, SessionKey]:
-        """The session that a request names, if its caller may see it."""
+        """Return the session that a request names, if its caller may see it."""
         key = key_of(named)
         check_allowed(key, allowed_tenants())
         return self._caches.find(key)
@@ -203,13 +203,13 @@ class OperatorService(kvd_pb2_grpc.OperatorServicer):  # type: ignore[misc]  # t
             ) from error
 
     def _leases_of(self, pid: int) -> list[tuple[Cache, LeaseInfo]]:
-        """What a process holds."""
+        """Return what a process holds."""
         engine_ids = {info.engine_id for info in self._engines.infos() if info.pid == pid}
         return [
             (cache, lease)
             for cache in self._caches
             for lease in cache.act(lambda core: core.inspection.leases())
-            if lease.owner in engine_ids
+            if lease.engine_id in engine_ids
         ]
 
 
@@ -220,7 +220,7 @@ async def flush_selected(
     *,
     dry_run: bool,
 ) -> None:
-    """Drop those of the sessions there are now that are meant, bit by bit: engines go on meanwhile.
+    """Drop those of the sessions there are now that are meant, bit by bit: engines work meanwhile.
 
     Args:
         caches: where to look.
@@ -241,7 +241,7 @@ async def flush_selected(
 
 
 async def _would_flush(cache: Cache, keys: list[SessionKey], wanted: SessionFilter) -> FlushAnswer:
-    """What a flush would do; what two sessions share it would free with both of them."""
+    """Return what a flush would do; what two sessions share it would free with both of them."""
     flushed: dict[SessionKey, None] = {}
     leased: list[SessionKey] = []
     for bit in _bits(keys):

@@ -4,11 +4,11 @@
     a change of what was taken last ─► known, if its digest is that of the result
     any other change ─► all of the queue is asked for
 
-A message is decoded and checked before anything of it is applied. A job may be reported once in a
-message; everything else that a message may say is harmless: jobs that kvd does not know, changes
-that change nothing. What makes no sense ends its stream with an error. When a stream ends, however
-it does, its jobs are forgotten, as they are when its engine goes. An engine that opens a second
-stream has given the first one up.
+A message is decoded and checked before anything of it is applied. A request may be reported once in
+a message; everything else that a message may say is harmless: requests that kvd does not know,
+changes that change nothing. What makes no sense ends its stream with an error. When a stream ends,
+however it does, its requests are forgotten, as they are when its engine goes. An engine that opens
+a second stream has left the first one.
 
 *Source:* as snapshots and increments of DNS zones (IXFR, RFC 1995), with a digest besides.
 """
@@ -75,13 +75,13 @@ class QueueStreams:
 
     Args:
         engines: those that are attached.
-        max_jobs: that an engine may report.
-        users: whose engines they are, and of which tenants.
+        max_requests: how many requests an engine may report.
+        users: which tenants each user's engines may name.
     """
 
-    def __init__(self, engines: Engines, max_jobs: int, users: EngineUsers) -> None:
+    def __init__(self, engines: Engines, max_requests: int, users: EngineUsers) -> None:
         self._engines = engines
-        self._max_jobs = max_jobs
+        self._max_requests = max_requests
         self._users = users
         self._newest: dict[int, QueueReplica] = {}  # by engine id
 
@@ -99,11 +99,11 @@ class QueueStreams:
                     raise InvalidRequestError("a queue stream of two engines", "open one for each")
                 if self._newest.get(engine.engine_id) is not queue:
                     raise StreamReplacedError(
-                        "the engine has opened another queue stream", "go on with that one"
+                        "the engine has opened another queue stream", "use that one"
                     )
                 for tenant in _tenants(message):
                     self._users.check(engine.uid, tenant)
-                update = queue_update(message, engine.cache.layout.model, self._max_jobs)
+                update = queue_update(message, engine.cache.layout.model, self._max_requests)
                 is_known = queue.take(update)
                 yield pb.QueueAck(sequence=message.sequence, send_full=not is_known)
         finally:
@@ -119,7 +119,7 @@ class QueueStreams:
         return queue
 
     def _forget(self, engine: Engine) -> None:
-        """Forget an engine's jobs, unless the core has forgotten them with the engine."""
+        """Forget an engine's requests, unless the core has forgotten them with the engine."""
         try:
             self._engines.of(engine.engine_id)
         except NotAttachedError:
@@ -128,8 +128,8 @@ class QueueStreams:
 
     def _apply(self, engine: Engine, update: QueueUpdate) -> int:
         """Have the core take an update, and return the digest of the engine's queue."""
-        digest, num_jobs = engine.cache.act(partial(_take, engine.engine_id, update))
-        check_num_jobs(num_jobs, self._max_jobs)
+        digest, num_requests = engine.cache.act(partial(_take, engine.engine_id, update))
+        check_num_requests(num_requests, self._max_requests)
         return digest
 
 
@@ -141,28 +141,30 @@ def _tenants(message: pb.QueueSnapshot) -> list[str]:
 
 
 def _take(engine_id: int, update: QueueUpdate, core: CacheEngine) -> tuple[int, int]:
-    """Returns the digest of the engine's queue, and the number of its jobs."""
+    """Apply an update; return the digest of the engine's queue, and how many requests it has."""
     take = core.engines.change_queue if update.base_sequence else core.engines.replace_queue
-    return take(engine_id, update.change), sum(core.engines.num_jobs(engine_id))
+    return take(engine_id, update.change), sum(core.engines.num_requests(engine_id))
 
 
-def queue_update(message: pb.QueueSnapshot, model: str, max_jobs: int) -> QueueUpdate:
+def queue_update(message: pb.QueueSnapshot, model: str, max_requests: int) -> QueueUpdate:
     """Decode a message and check it.
 
     Args:
-        message: as an engine sent it.
-        model: of its sessions.
-        max_jobs: that it may report.
+        message: an engine's message.
+        model: the fingerprint of its sessions' model.
+        max_requests: how many requests it may report.
 
     Raises:
-        InvalidInputError: it makes no sense, or reports more jobs than that.
+        InvalidInputError: it makes no sense, or reports more requests than that.
     """
     numbers = [*message.waiting.numbers, *message.running.numbers, *message.left]
-    check_num_jobs(max(len(numbers) - len(message.left), len(message.left)), max_jobs)
+    check_num_requests(max(len(numbers) - len(message.left), len(message.left)), max_requests)
     if len(set(numbers)) < len(numbers):
-        raise _nonsense("a job that comes twice", "tell each number once: waiting, running or left")
+        raise _nonsense(
+            "a request that comes twice", "report each number once: waiting, running or left"
+        )
     if message.left and not message.base_sequence:
-        raise _nonsense("all of a queue with jobs that left", "tell only the others")
+        raise _nonsense("all of a queue with requests that left", "report only the others")
     if message.start_interval_s < 0:
         raise _nonsense(f"an interval of {message.start_interval_s} s", "send 0 if it is not known")
     change = QueueChange(
@@ -174,43 +176,46 @@ def queue_update(message: pb.QueueSnapshot, model: str, max_jobs: int) -> QueueU
     return QueueUpdate(message.sequence, message.base_sequence, change, message.digest)
 
 
-def check_num_jobs(num_jobs: int, max_jobs: int) -> None:
-    """Raise InvalidRequestError if an engine reports more jobs than it may."""
-    if num_jobs > max_jobs:
+def check_num_requests(num_requests: int, max_requests: int) -> None:
+    """Raise InvalidRequestError if an engine reports more requests than it may."""
+    if num_requests > max_requests:
         raise InvalidRequestError(
-            f"a queue of {num_jobs} jobs", f"send the first {max_jobs} (limits.max_queue_jobs)"
+            f"a queue of {num_requests} requests",
+            f"send the first {max_requests} (limits.max_queue_jobs)",
         )
 
 
 def _waiting(message: pb.QueueSnapshot, model: str) -> list[QueuedRequest]:
-    jobs = message.waiting
-    num_jobs = len(jobs.numbers)
-    tags = _column(jobs.start_tags, num_jobs, 0.0)
+    columns = message.waiting
+    num_requests = len(columns.numbers)
+    tags = _column(columns.start_tags, num_requests, 0.0)
     if not isfinite(sum(tags)) or min(tags, default=0.0) < 0:
         raise _nonsense("a start tag that is no tag", "send finite numbers, not below 0")
-    priorities = _column(jobs.priorities, num_jobs, 0)
-    ranks = zip(map(neg, priorities), tags, jobs.numbers, strict=True)
-    history_tokens = _column(jobs.history_tokens, num_jobs, 0)
-    rows = zip(ranks, _keys(message, jobs, model), history_tokens, strict=True)
+    priorities = _column(columns.priorities, num_requests, 0)
+    ranks = zip(map(neg, priorities), tags, columns.numbers, strict=True)
+    history_tokens = _column(columns.history_tokens, num_requests, 0)
+    rows = zip(ranks, _keys(message, columns, model), history_tokens, strict=True)
     return list(map(QueuedRequest._make, rows))
 
 
-def _keys(message: pb.QueueSnapshot, jobs: pb.QueueJobs, model: str) -> list[SessionKey]:
+def _keys(message: pb.QueueSnapshot, columns: pb.QueueJobs, model: str) -> list[SessionKey]:
     names = list(message.tenants) or [""]
-    indexes = _column(jobs.tenants, len(jobs.numbers), 0)
+    indexes = _column(columns.tenants, len(columns.numbers), 0)
     if max(indexes, default=0) >= len(names):
         raise _nonsense("a tenant that is not named", "send its index in `tenants`")
-    session_ids = jobs.session_ids[:]
-    if len(session_ids) != len(jobs.numbers):
-        raise _nonsense(f"{len(jobs.numbers)} jobs of {len(session_ids)} sessions", EQUAL_COLUMNS)
+    session_ids = columns.session_ids[:]
+    if len(session_ids) != len(columns.numbers):
+        raise _nonsense(
+            f"{len(columns.numbers)} requests of {len(session_ids)} sessions", EQUAL_COLUMNS
+        )
     return session_keys([names[index] for index in indexes], model, session_ids)
 
 
-def _column(values: Sequence[Number], num_jobs: int, default: Number) -> Sequence[Number]:
-    """A column that may be left out."""
-    if len(values) not in (0, num_jobs):
-        raise _nonsense(f"{num_jobs} jobs with a column of {len(values)}", EQUAL_COLUMNS)
-    return values[:] or [default] * num_jobs
+def _column(values: Sequence[Number], num_requests: int, default: Number) -> Sequence[Number]:
+    """Return a column, or defaults for one that is left out."""
+    if len(values) not in (0, num_requests):
+        raise _nonsense(f"{num_requests} requests with a column of {len(values)}", EQUAL_COLUMNS)
+    return values[:] or [default] * num_requests
 
 
 def _nonsense(what: str, remedy: str) -> InvalidRequestError:

@@ -46,7 +46,7 @@ class ReaderService(kvd_pb2_grpc.ReaderServicer):  # type: ignore[misc]  # the s
     """What a monitor may look at.
 
     Args:
-        caches: of all layouts.
+        caches: the caches of all layouts.
         engines: attached and quarantined ones.
         events: what has happened, and what will.
         scrubber: whether it runs.
@@ -82,7 +82,7 @@ class ReaderService(kvd_pb2_grpc.ReaderServicer):  # type: ignore[misc]  # the s
     async def DescribeSession(  # noqa: N802
         self, request: pb.DescribeSessionRequest, _: Any
     ) -> pb.DescribeSessionResponse:
-        """One session with its blocks, its leases, and what happened to it lately."""
+        """Return one session with its blocks, its leases, and what happened to it lately."""
         asked = key_of(request.session)
         check_allowed(asked, allowed_tenants())
         try:
@@ -99,20 +99,20 @@ class ReaderService(kvd_pb2_grpc.ReaderServicer):  # type: ignore[misc]  # the s
                 cache.act(lambda core: core.inspection.history.of(key)), now_ns
             ),
             leases=[
-                lease_message(lease, cache.layout, engines.get(lease.owner), now_ns)
+                lease_message(lease, cache.layout, engines.get(lease.engine_id), now_ns)
                 for lease in leases
                 if lease.key == key
             ],
         )
 
     async def ListLeases(self, request: pb.ListLeasesRequest, _: Any) -> pb.ListLeasesResponse:  # noqa: N802
-        """Who uses slots, attached or quarantined; oldest first."""
+        """Return who uses slots, attached or quarantined; oldest first."""
         engines = {info.engine_id: info for info in self._engines.infos()}
         messages = []
         for cache in self._caches.of_model(request.model):
             leases, now_ns = cache.act(lambda core: (core.inspection.leases(), core.now_ns))
             messages += [
-                lease_message(lease, cache.layout, engines.get(lease.owner), now_ns)
+                lease_message(lease, cache.layout, engines.get(lease.engine_id), now_ns)
                 for lease in leases
             ]
         messages.sort(key=lambda message: -message.age_s)
@@ -133,13 +133,13 @@ class ReaderService(kvd_pb2_grpc.ReaderServicer):  # type: ignore[misc]  # the s
         )
 
     async def GetSettings(self, _request: pb.GetSettingsRequest, _: Any) -> pb.GetSettingsResponse:  # noqa: N802
-        """The settings in force, and where each comes from."""
+        """Return the settings in force, and where each comes from."""
         return settings_message(self._live.loaded)
 
     async def ListRecentTurns(  # noqa: N802
         self, request: pb.ListRecentTurnsRequest, _: Any
     ) -> AsyncIterator[pb.RecentTurns]:
-        """The turns of the last while, layout by layout."""
+        """Yield the turns of the last while, layout by layout."""
         settings = self._live.loaded.settings
         for cache in self._caches.of_model(request.model):
             turns, now_ns = cache.act(lambda core: (iter(core.inspection.turns), core.now_ns))
@@ -168,8 +168,8 @@ class ReaderService(kvd_pb2_grpc.ReaderServicer):  # type: ignore[misc]  # the s
                 yield await watcher.next()
 
     def _engine_message(self, engine: Engine) -> pb.EngineInfo:
-        num_jobs = engine.cache.act(lambda core: core.engines.num_jobs(engine.engine_id))
-        return engine_message(engine, *num_jobs)
+        num_requests = engine.cache.act(lambda core: core.engines.num_requests(engine.engine_id))
+        return engine_message(engine, *num_requests)
 
     def _layout_message(self, cache: Cache) -> pb.LayoutStats:
         return layout_stats_message(
@@ -184,7 +184,7 @@ class ReaderService(kvd_pb2_grpc.ReaderServicer):  # type: ignore[misc]  # the s
 
 
 def gone_error(caches: Caches, key: SessionKey) -> UnknownSessionError | None:
-    """Say what became of a session that is not stored any more; None: it is not remembered."""
+    """Say what became of a session that is not stored any more; None: it is not known any more."""
     for cache in caches.of_model(key.model):
         full = session_key(key.tenant, cache.layout.model, key.session_id)
         moves, now_ns = cache.act(partial(_history, full))

@@ -46,14 +46,14 @@ class Draining:
     def refuse(self) -> None:
         """Raise StoppingError once it has begun."""
         if self.begun.is_set():
-            raise StoppingError("kvd is stopping", "go on without it and attach again")
+            raise StoppingError("kvd is stopping", "work without it and attach again")
 
 
 class EngineService(kvd_pb2_grpc.EngineServicer):  # type: ignore[misc]  # the stubs are untyped
     """What an inference engine may do.
 
     Args:
-        caches: of all layouts.
+        caches: the caches of all layouts.
         engines: where attachments are registered.
         data_socket: who comes with its tokens has come from a process that may attach.
         live: the settings in force.
@@ -186,7 +186,7 @@ class EngineService(kvd_pb2_grpc.EngineServicer):  # type: ignore[misc]  # the s
         return engine.cache.act(partial(_session_message, engine.cache, key))
 
     async def EndSession(self, request: pb.EndSessionRequest, _: Any) -> pb.EndSessionResponse:  # noqa: N802
-        """Note that a session will not come back."""
+        """Record that a session will not come back."""
         engine, key = self._who(request)
         engine.cache.act(lambda core: core.sessions.end(key))
         return pb.EndSessionResponse()
@@ -222,7 +222,7 @@ class EngineService(kvd_pb2_grpc.EngineServicer):  # type: ignore[misc]  # the s
             while cache.act(lambda core: core.loads.state_of(lease_id)) is LeaseState.PENDING:
                 if not await cache.changed(_left_s(until)):
                     break
-        except asyncio.CancelledError:  # the caller has given up: nobody else will complete it
+        except asyncio.CancelledError:  # the caller has cancelled: nobody else will complete it
             if cache.act(lambda core: core.loads.state_of(lease_id)) is not LeaseState.LOST:
                 cache.act(lambda core: core.loads.complete(lease_id, engine.engine_id))
             raise

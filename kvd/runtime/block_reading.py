@@ -15,7 +15,7 @@ from functools import partial
 from typing import TYPE_CHECKING, TypeAlias
 
 from kvd.core.records.actions import IoOutcome, ReadBlock, VerifyExtent
-from kvd.core.records.rows import StoredBlock
+from kvd.core.records.entries import StoredBlock
 from kvd.runtime.completions import AHEAD, LOAD, Ended, IoHistograms, attempt, verified
 from kvd.runtime.load_tracking import LoadTracker
 from kvd.tiers.direct_io import Staging

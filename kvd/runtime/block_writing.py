@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from kvd.core.records.actions import IoOutcome, WriteBlock
-from kvd.core.records.rows import StoredBlock
+from kvd.core.records.entries import StoredBlock
 from kvd.runtime.completions import Ended, IoHistograms, attempt
 from kvd.tiers.direct_io import Staging
 from kvd.tiers.extent_format import ToWrite
@@ -32,7 +32,7 @@ class BlockWriter:
     Args:
         pool: runs the writes.
         volume: written to.
-        name: of the syncer's thread.
+        name: the name of the syncer's thread.
         memory_of: slot id → its memory.
         histograms: observe how long writes take.
         report: takes what has ended, in some thread; OK means that it is durable.

@@ -15,8 +15,8 @@ from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 from kvd.core.records.actions import Emit, LeaseReady, SpaceFreed
+from kvd.core.records.entries import AdoptedSlot, IndexEntries, OrphanSlot
 from kvd.core.records.records import EngineStats
-from kvd.core.records.rows import AdoptedSlot, IndexRows, OrphanSlot
 from kvd.host.clock import Clock
 from kvd.runtime.completions import Completion
 from kvd.runtime.performer import Performer
@@ -84,7 +84,7 @@ class Cache:
 
     def restore(
         self,
-        rows: IndexRows,
+        rows: IndexEntries,
         adopted: Sequence[AdoptedSlot],
         orphans: Sequence[OrphanSlot],
     ) -> None:
@@ -173,12 +173,12 @@ class Cache:
 
     @property
     def is_still(self) -> bool:
-        """Whether no read or write is under way, and the index was given all rows."""
-        return not self._performer.num_pending and not self.has_rows_waiting
+        """Whether no read or write is under way, and the index was given all entries."""
+        return not self._performer.num_pending and not self.has_entries_waiting
 
     @property
-    def has_rows_waiting(self) -> bool:
-        """Whether the index is behind: it has not been given some of its rows."""
+    def has_entries_waiting(self) -> bool:
+        """Whether the index is behind: it has not been given some of its entries."""
         return any((len(self._engine.index_line), self._engine.index_line.num_uses))
 
     def stats(self) -> EngineStats:
@@ -227,13 +227,13 @@ class Cache:
         self.act(lambda core: core.write_dirty())
 
     async def close(self, *, keep_dram: bool) -> None:
-        """Stop threads and give up the memory; what is under way ends, what waits is dropped.
+        """Stop threads and release the memory; what is under way ends, what waits is dropped.
 
-        But for rows: the index is given all of them, to commit before it closes.
+        But for entries: the index is given all of them, to commit before it closes.
         """
         await self._stop_prefault()
-        for row in self._engine.index_line.take():
-            self._performer.perform(row)
+        for entry in self._engine.index_line.take():
+            self._performer.perform(entry)
         await self._performer.close()
         if self._timer is not None:
             self._timer.cancel()
@@ -253,14 +253,14 @@ class Cache:
 
     def _carry_out(self) -> None:
         wake = False
-        for action in self._engine.drain(self._performer.row_room):
+        for action in self._engine.drain(self._performer.index_room):
             if isinstance(action, LeaseReady | SpaceFreed):
                 wake = True
             elif isinstance(action, Emit):
                 self._on_event(action)
             else:
                 self._performer.perform(action)
-        if self.has_rows_waiting:
+        if self.has_entries_waiting:
             self._performer.await_room()
         if wake:
             self._notify()

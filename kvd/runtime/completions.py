@@ -21,7 +21,7 @@ LOAD, AHEAD = "load", "ahead"  # what a read is for when it begins; a load may c
 MAX_AT_ONCE = 64  # handled before other callbacks of the loop get their turn
 
 T = TypeVar("T")
-Completion: TypeAlias = Callable[["CacheEngine"], None]  # tells the engine of an end
+Completion: TypeAlias = Callable[["CacheEngine"], None]  # reports an end to the cache engine
 
 log = get_logger(__name__)
 
@@ -73,7 +73,7 @@ def attempt(event: str, work: Callable[[], T], otherwise: T, **fields: object) -
         event: logged with `fields` when the work raises what it should not.
         work: returns what is to be answered.
         otherwise: the answer when it raises.
-        fields: for the log.
+        fields: written to the log with it.
     """
     try:
         return work()
@@ -109,16 +109,16 @@ class Completions(Generic[T]):
             self._is_closed = True
 
     def put(self, item: T) -> None:
-        """Hand an item over; from any thread."""
+        """Queue an item for the loop; from any thread."""
         assert self._loop is not None, "completions are started before they come"  # noqa: S101
         if self._is_closed:
             return
         self._items.append(item)
         if not self._is_wake_due:  # read after the append: see _hand_over
             self._is_wake_due = True
-            self._loop.call_soon_threadsafe(self._hand_over)
+            self._loop.call_soon_threadsafe(self._handle_items)
 
-    def _hand_over(self) -> None:
+    def _handle_items(self) -> None:
         """Handle what is there. The flag goes down first: what is put later wakes us anew."""
         assert self._loop is not None, "completions are started before they come"  # noqa: S101
         self._is_wake_due = False
@@ -130,4 +130,4 @@ class Completions(Generic[T]):
         finally:  # also when one of them breaks an invariant: the others have their own
             if self._items and not self._is_wake_due and not self._is_closed:
                 self._is_wake_due = True
-                self._loop.call_soon(self._hand_over)
+                self._loop.call_soon(self._handle_items)

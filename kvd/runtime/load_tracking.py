@@ -22,7 +22,7 @@ class _Load:
     """One load; `layers` by operation.
 
     Attributes:
-        num_running: of its operations.
+        num_running: how many of its operations have not ended.
         wait: span from its grant until none of them runs.
     """
 
@@ -55,7 +55,7 @@ class LoadTracker:
         self._leases_of: dict[int, set[int]] = {}  # by operation
 
     def begin(self, op_id: int) -> None:
-        """Note that an operation has begun that loads may wait for."""
+        """Record that an operation has begun that loads may wait for."""
         with self._lock:
             self._running[op_id] = 0
 
@@ -87,7 +87,7 @@ class LoadTracker:
                 self._forget_operations(lease_id, load)
                 self._words().close(lease_id)
                 if load.num_running:
-                    load.wait.end()  # given up
+                    load.wait.end()  # cancelled
 
     def index_of(self, lease_id: int) -> int | None:
         """Return the index of a load's progress word; None if it has none."""
@@ -95,7 +95,7 @@ class LoadTracker:
         return None if load is None else load.word
 
     def advanced(self, op_id: int, num_layers: int) -> None:
-        """Note that an operation has brought layers [0, num_layers), verified."""
+        """Record that an operation has brought layers [0, num_layers), verified."""
         with self._lock:
             if op_id not in self._running:
                 return

@@ -3,10 +3,10 @@
     Read…, VerifyExtent        the I/O pool, shared by all layouts: see block_reading.py
     WriteBlock                 the I/O pool, then this layout's syncer: see block_writing.py
     VerifySlot, HashSlot,
-    CompactRows, WipeSlots     the I/O pool: see slot_work.py
+    CompactTokens, WipeSlots     the I/O pool: see slot_work.py
     PutSlot, ClearSlot         the journal, at once
     TrackLoad, UntrackLoad     the progress words, at once: see load_tracking.py
-    Put…, Drop…, CommitRows    the manifest's writer thread, in order, as it has room for them
+    Put…, Drop…, CommitIndex    the manifest's writer thread, in order, as it has room for them
 
 Every action with an op_id is answered exactly once, on the event loop, whatever happens in the
 thread. What may be under way is bounded by the engine: a read or write holds a slot, a drop an
@@ -21,8 +21,8 @@ from typing import TypeAlias
 
 from kvd.core.records.actions import (
     ClearSlot,
-    CommitRows,
-    CompactRows,
+    CommitIndex,
+    CompactTokens,
     DropBlock,
     DropSession,
     HashSlot,
@@ -38,7 +38,7 @@ from kvd.core.records.actions import (
     WipeSlots,
     WriteBlock,
 )
-from kvd.core.records.rows import SlotRecord, WritingSlot
+from kvd.core.records.entries import SlotRecord, WritingSlot
 from kvd.core.state.index_line import IndexAction
 from kvd.host.process_identity import ProcessIdentity
 from kvd.runtime.block_reading import BlockReader
@@ -58,14 +58,14 @@ Performable: TypeAlias = (
     MoveAction | SlotAction | PutSlot | ClearSlot | TrackLoad | UntrackLoad | IndexAction
 )
 
-MAX_ROW_BYTES = 1 << 20  # of index rows at once: a few milliseconds of the loop
+MAX_INDEX_BYTES = 1 << 20  # of index entries at once: a few milliseconds of the loop
 
 log = get_logger(__name__)
 
 
 @dataclass(frozen=True)
-class Owners:
-    """What the performer asks about the engines that hold leases, by their owner id.
+class LeaseHolders:
+    """What the performer asks about the engines that hold leases, by engine id.
 
     Attributes:
         identity_of: the process, for the journal.
@@ -92,7 +92,7 @@ class Performer:
         volume: SegmentVolume,
         manifest: Manifest,
         io_pool: IoPool,
-        owners: Owners,
+        lease_holders: LeaseHolders,
     ) -> None:
         self.histograms = IoHistograms()
         self.loads = LoadTracker(len(layout.layers), self.histograms)
@@ -100,10 +100,10 @@ class Performer:
         self.num_uncommitted = 0
         self._fingerprint = layout.fingerprint
         self._manifest = manifest
-        self._owners = owners
+        self._lease_holders = lease_holders
         self._arena: Arena | None = None
         self._complete: Callable[[Completion], None] | None = None
-        # None: a block's row is committed
+        # None: a block's entry is committed
         self._completions: Completions[Ended | None] = Completions(self._handle)
         report = self._completions.put
         self._reader = BlockReader(
@@ -147,9 +147,9 @@ class Performer:
                 self._put_slot(slot_id, record)
             case ClearSlot(slot_id):
                 self._mounted().journal.clear(slot_id)
-            case TrackLoad(lease_id, owner, op_ids):
+            case TrackLoad(lease_id, engine_id, op_ids):
                 self._reader.begin_load()
-                self.loads.track(lease_id, op_ids, self._owners.wake_of(owner))
+                self.loads.track(lease_id, op_ids, self._lease_holders.wake_of(engine_id))
                 # Some of these operations were begun when no load waited for them.
                 self._reader.hurry(op_ids)
                 self._slot_worker.hurry(op_ids)
@@ -158,16 +158,16 @@ class Performer:
             case ReadBlock() | VerifyExtent() | WriteBlock():
                 self.num_pending += 1
                 self._move(action)
-            case HashSlot() | VerifySlot() | CompactRows() | WipeSlots():
+            case HashSlot() | VerifySlot() | CompactTokens() | WipeSlots():
                 self.num_pending += 1
                 self._slot_worker.begin(action)
             case _:
-                self._put_row(action)
+                self._put_entry(action)
 
     @property
-    def row_room(self) -> int:
-        """Bytes of index rows that may be put now; 0: the index is behind, see `await_room`."""
-        return min(MAX_ROW_BYTES, self._manifest.room_bytes)
+    def index_room(self) -> int:
+        """Bytes of index entries that may be put now; 0: the index is behind, see `await_room`."""
+        return min(MAX_INDEX_BYTES, self._manifest.room_bytes)
 
     def await_room(self) -> None:
         """Have the engine be called, and drained, once what was put so far is committed."""
@@ -198,7 +198,7 @@ class Performer:
             case WriteBlock():
                 self._writer.write(action)
 
-    def _put_row(self, action: IndexAction) -> None:
+    def _put_entry(self, action: IndexAction) -> None:
         """Have the index changed, in the order of the calls."""
         layout = self._fingerprint
         match action:
@@ -215,7 +215,7 @@ class Performer:
                 self.num_pending += 1
                 dropped = Ended(lambda engine: engine.writes.drop_done(op_id))
                 self._manifest.drop_block(layout, key, self._reporting(dropped))
-            case CommitRows(op_id):
+            case CommitIndex(op_id):
                 self.num_pending += 1
                 committed = Ended(lambda engine: engine.compactions.committed(op_id))
                 self._manifest.when_committed(self._reporting(committed))
@@ -226,7 +226,7 @@ class Performer:
     def _put_slot(self, slot_id: int, record: SlotRecord) -> None:
         writer = None
         if isinstance(record, WritingSlot):
-            writer = self._owners.identity_of(record.owner)
+            writer = self._lease_holders.identity_of(record.engine_id)
         self._mounted().journal.put(slot_id, record, writer)
 
     def _mounted(self) -> Arena:
@@ -242,7 +242,7 @@ class Performer:
         self._awaits_room = False  # it is drained after this call, as after any
 
     def _handle(self, ended: Ended | None) -> None:
-        """Report an operation to the engine; None: a block's row is committed."""
+        """Report an operation to the engine; None: a block's entry is committed."""
         assert self._complete is not None, "the performer is started"  # noqa: S101
         if ended is None:
             self.num_uncommitted -= 1

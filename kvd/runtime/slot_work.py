@@ -26,11 +26,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvd.core.records.actions import (
-    CompactRows,
+    CompactTokens,
     DenseBlock,
     HashSlot,
     IoOutcome,
-    RowRun,
+    TokenRun,
     VerifySlot,
     WipeSlots,
 )
@@ -50,14 +50,14 @@ _SLOT = attrgetter("slot_id")
 
 Rows = NDArray[np.uint8]  # [block_tokens, token_bytes]
 Indexes = NDArray[np.intp]
-SlotAction: TypeAlias = HashSlot | VerifySlot | CompactRows | WipeSlots
+SlotAction: TypeAlias = HashSlot | VerifySlot | CompactTokens | WipeSlots
 
 
 class RowCopier:
     """Copies rows of one layout.
 
     Args:
-        layout: of the slots.
+        layout: the layout of the slots.
         memory_of: slot id → its memory.
     """
 
@@ -67,7 +67,7 @@ class RowCopier:
         self._block_tokens = layout.block_tokens
         self._components = SlotRows(layout).components
 
-    def compact(self, action: CompactRows) -> list[bytes] | None:
+    def compact(self, action: CompactTokens) -> list[bytes] | None:
         """Fill the slots; returns the checksums of each, None if a source is not what was stored.
 
         Padding, and rows behind the last one, are left as they are: nobody reads them.
@@ -95,7 +95,7 @@ class RowCopier:
         return flat.reshape(self._block_tokens, token_bytes)
 
 
-def _gathers(runs: Sequence[RowRun]) -> Iterator[tuple[int, int, Indexes]]:
+def _gathers(runs: Sequence[TokenRun]) -> Iterator[tuple[int, int, Indexes]]:
     """Yield what neighbouring runs take from one slot: (first row filled, slot, rows taken)."""
     first = 0
     for slot_id, of_slot in groupby(runs, key=_SLOT):
@@ -142,7 +142,7 @@ class SlotWorker:
     """See the module docstring.
 
     Args:
-        layout: of the slots.
+        layout: the layout of the slots.
         pool: runs the work.
         arena: returns the arena that the slots are in.
         loads: is shown the verifications that loads may wait for.
@@ -182,7 +182,7 @@ class SlotWorker:
                 else:
                     self._patient[op_id] = action
                     self._submit_patient(Priority.BACKGROUND, op_id)
-            case CompactRows():
+            case CompactTokens():
                 self._pool.submit(Priority.BACKGROUND, 0, lambda _: self._compact(action))
             case WipeSlots():
                 self._pool.submit(Priority.WRITE, 0, lambda _: self._wipe(action))
@@ -235,7 +235,7 @@ class SlotWorker:
             self._loads.advanced(action.op_id, self._num_layers)
         self._report(verified(action.op_id, outcome))
 
-    def _compact(self, action: CompactRows) -> None:
+    def _compact(self, action: CompactTokens) -> None:
         op_id = action.op_id
 
         def work() -> tuple[IoOutcome, list[bytes]]:

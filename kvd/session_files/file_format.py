@@ -109,7 +109,7 @@ class FileReader:
 
     Attributes:
         header: once it has come whole.
-        num_tokens: of the frames so far.
+        num_tokens: tokens in the frames so far.
     """
 
     def __init__(self) -> None:

@@ -78,7 +78,7 @@ class Import:
         self._replaces = replaces
         layout = cache.layout
         self._unfinished = key._replace(session_id=f"import-{secrets.token_hex(16)}")
-        self._owner = secrets.randbits(63)
+        self._engine_id = secrets.randbits(63)
         self._runs = SlotRuns(layout)
         self._buffer = RowBuffer(row_bytes(layout))
         self._token_ids = bytearray()
@@ -112,7 +112,7 @@ class Import:
 
     def cancel(self) -> None:
         """End the import, and leave nothing of it."""
-        self._cache.act(lambda core: core.engines.gone(self._owner))
+        self._cache.act(lambda core: core.engines.gone(self._engine_id))
         self._forget()
 
     # -------------------------------------------------------------------------------------- inside
@@ -159,7 +159,9 @@ class Import:
         token_ids = bytes(self._token_ids[: end * TOKEN_BYTES])
         start = self._buffer.token_offset
         key = self._unfinished
-        return core.session_files.prepare_import(key, token_ids, start, self._owner, self._lineage)
+        return core.session_files.prepare_import(
+            key, token_ids, start, self._engine_id, self._lineage
+        )
 
     def _fill(self, answer: StoreAnswer) -> None:
         arena = self._cache.arena
@@ -170,7 +172,7 @@ class Import:
             self._runs.write(slot, first, block.num_tokens, self._buffer.runs)
 
     def _complete(self, lease_id: int, core: CacheEngine) -> None:
-        core.stores.complete(lease_id, self._owner, success=True)
+        core.stores.complete(lease_id, self._engine_id, success=True)
         if core.inspection.info(self._unfinished) is not None:
             core.sessions.set_ttl(self._unfinished, UNFINISHED_NS)
 
@@ -189,11 +191,11 @@ class Import:
             raise SessionExistsError(
                 f"session {self.key} came meanwhile", "say --replace, or name it with --session"
             )
-        token_ids, owner = bytes(self._token_ids), self._owner
-        answer = core.session_files.prepare_import(self.key, token_ids, 0, owner, self._lineage)
+        token_ids, engine_id = bytes(self._token_ids), self._engine_id
+        answer = core.session_files.prepare_import(self.key, token_ids, 0, engine_id, self._lineage)
         info = core.inspection.info(self.key)
         if answer.lease_id or answer.refused or info is None:
-            core.engines.gone(owner)
+            core.engines.gone(engine_id)
             raise self._lost()
         return info.num_tokens
 
@@ -240,13 +242,13 @@ async def begin_import(caches: Caches, header: FileHeader, target: Target) -> Im
 
 
 def _check_layout(caches: Caches, layout: KVLayout, target: Target) -> None:
-    known = [cache.layout.fingerprint for cache in caches]
-    if layout.fingerprint in known:
+    fingerprints = [cache.layout.fingerprint for cache in caches]
+    if layout.fingerprint in fingerprints:
         return
     what = f"the file is of layout {layout.fingerprint[:12]} (model {layout.model[:12]})"
     if not target.may_add_layout:
         raise UnknownLayoutError(
-            f"{what}, kvd has {', '.join(name[:12] for name in known) or 'none yet'}",
+            f"{what}, kvd has {', '.join(name[:12] for name in fingerprints) or 'none yet'}",
             "start the engine of that very model, dtype and positions first, or say --new-layout",
         )
     if target.allowed is not None:

@@ -68,7 +68,7 @@ class RowBuffer:
         self.num_tokens += num_tokens
 
     def drop(self, num_tokens: int) -> None:
-        """Give up the first rows."""
+        """Drop the first rows."""
         for run, row in zip(self.runs, self._row_bytes, strict=True):
             del run[: num_tokens * row]
         self.token_offset += num_tokens

@@ -144,7 +144,7 @@ class Arena:
         return memory.nbytes
 
     def close(self, *, keep: bool = False) -> None:
-        """Give up descriptors and mappings; engines that map the slots keep that memory alive.
+        """Close descriptors and mappings; engines that map the slots keep that memory alive.
 
         Args:
             keep: leave the arena for the next kvd, where it can be left at all.

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvd.core.records.rows import AdoptedSlot
+from kvd.core.records.entries import AdoptedSlot
 from kvd.host.clock import read_boot_id
 from kvd.tiers import arena_backing, page_advice
 from kvd.tiers.arena import Arena

@@ -35,7 +35,7 @@ def read_fully(fd: int, buffers: Sequence[memoryview], offset: int) -> bool:
     done = 0
     while done < total:
         count = os.preadv(fd, _rest(buffers, done), offset + done)
-        # A read may stop anywhere; only from a sector's start may a direct one go on.
+        # A read may stop anywhere; only from a sector's start may a direct one continue.
         whole = (done + count) // SECTOR_BYTES * SECTOR_BYTES
         if whole == done:
             return False

@@ -26,8 +26,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from kvd.core.records.entries import StoredBlock
 from kvd.core.records.extent_shape import HEADER_FIXED_BYTES, ExtentShape
-from kvd.core.records.rows import StoredBlock
 from kvd.tiers.slot_rows import CHECKSUM_BYTES, BlockHasher, SlotRows, checksum
 from shared.types.block_key import KEY_BYTES, TOKEN_BYTES
 from shared.types.kv_layout import KVLayout

@@ -18,7 +18,7 @@ from kvd.tiers.slot_rows import checksum, checksum_at
 from shared.process.log import get_logger
 
 if TYPE_CHECKING:
-    from kvd.core.records.rows import StoredBlock
+    from kvd.core.records.entries import StoredBlock
 
 Source: TypeAlias = Callable[[int, list[memoryview]], bool]  # fills buffers from an offset on
 

@@ -45,7 +45,7 @@ CREATE TABLE IF NOT EXISTS blocks (
 ) WITHOUT ROWID, STRICT;
 CREATE TABLE IF NOT EXISTS sessions (
     layout INTEGER NOT NULL, tenant TEXT NOT NULL, session_id TEXT NOT NULL,
-    spans BLOB NOT NULL,                    -- see kvd/core/records/rows.py
+    spans BLOB NOT NULL,                    -- see kvd/core/records/entries.py
     last_access_ns INTEGER NOT NULL,        -- of kvd's clock
     ttl_ns INTEGER,                         -- NULL: the default
     pin INTEGER NOT NULL, ended INTEGER NOT NULL,
@@ -85,7 +85,7 @@ def open_database(path: Path, volumes: Path, faults: Faults) -> sqlite3.Connecti
     """Open or create the index; set an unusable one aside and start empty.
 
     Args:
-        path: of the database.
+        path: where the database is.
         volumes: the directory of the segments that it describes.
         faults: see kvd/tiers/faults.py.
 
@@ -182,7 +182,7 @@ def _set_older_aside(path: Path, volumes: Path, version: int, faults: Faults) ->
 
 
 def _with_companions(path: Path) -> list[Path]:
-    """A database and what SQLite keeps beside it, the database itself last."""
+    """Return a database and what SQLite keeps beside it, the database itself last."""
     return [path.with_name(path.name + suffix) for suffix in ("-wal", "-shm", "")]
 
 

@@ -18,7 +18,7 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from kvd.core.records.rows import Pin, SessionColumns, SessionRecord
+from kvd.core.records.entries import Pin, SessionColumns, SessionRecord
 from shared.types.block_key import KEY_BYTES
 from shared.types.session_key import SessionKey
 
@@ -86,8 +86,8 @@ def _columns(rows: list[_Row], model: str, names: dict[bytes, str]) -> SessionCo
     """Put rows into columns.
 
     Args:
-        rows: of sessions.
-        model: of all of them.
+        rows: rows of the table of sessions.
+        model: the fingerprint of the model of all of them.
         names: tenants' names that were met before.
 
     Raises:

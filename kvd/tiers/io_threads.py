@@ -17,7 +17,7 @@ Invariants of the pool:
    and half of the budget is theirs: a load does not wait for the end of a write or of what is read
    ahead;
 3. half of the threads read ahead, at most, and none begins while a load reads: it shares the disk
-   with few of them, and for a moment. Writes go on beside them.
+   with few of them, and for a moment. Writes continue beside them.
 
 A batch worker is one thread that takes everything queued at once, in the order it was put: the
 shape of a group commit.
@@ -160,7 +160,7 @@ class IoPool:
                 # The edge: the thread outlives a faulty job.
                 log.exception("io_job_failed", priority=queued.priority.name)
             # A thread that waits keeps no job alive: it may hold a slot, and with it an arena that
-            # is given up meanwhile.
+            # is abandoned meanwhile.
             ended = queued._replace(job=_done)
             del queued
 

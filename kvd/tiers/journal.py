@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import xxhash
 
-from kvd.core.records.rows import AdoptedSlot, CommittedSlot, SlotRecord, WritingSlot
+from kvd.core.records.entries import AdoptedSlot, CommittedSlot, SlotRecord, WritingSlot
 from kvd.host.process_identity import INSTANCE_BYTES, NOBODY, ProcessIdentity
 from kvd.tiers.faults import Faults, WritePoint
 from shared.types.block_key import KEY_BYTES, TOKEN_BYTES
@@ -131,8 +131,8 @@ class Journal:
 
     Args:
         fd: of the journal's file; the caller may close it afterwards.
-        layout: of the arena's blocks.
-        num_slots: of the arena.
+        layout: the layout of the arena's blocks.
+        num_slots: how many slots the arena has.
         faults: see kvd/tiers/faults.py.
 
     Raises:
@@ -185,8 +185,8 @@ class Journal:
         """Note what a slot holds. A few microseconds.
 
         Args:
-            slot_id: of the arena.
-            record: what it holds.
+            slot_id: a slot of the arena.
+            record: the slot's contents, or its writer.
             writer: who writes to it; needed for a WritingSlot only.
         """
         state, body = _packed(record, writer or NOBODY)
@@ -212,7 +212,7 @@ class Journal:
         self._memory[offset : offset + self._record_bytes] = bytes(self._record_bytes)
 
     def read_all(self) -> tuple[list[AdoptedSlot], list[JournaledWrite]]:
-        """What is committed, and what is being written; everything else is free."""
+        """Return what is committed, and what is being written; everything else is free."""
         adopted: list[AdoptedSlot] = []
         writing: list[JournaledWrite] = []
         for slot_id, state, body in self._records():
@@ -249,7 +249,7 @@ class Journal:
                 yield slot_id, state, body
 
     def _body_bytes(self, state: int, start: int) -> int:
-        """Bytes of the body of a record in this state; 0 if it holds nothing sound."""
+        """Return the bytes of the body of a record in this state; 0 if it holds nothing sound."""
         if state == WRITING:
             return _BODY.size
         if state != COMMITTED:

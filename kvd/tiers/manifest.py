@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
-from kvd.core.records.rows import BlockRecord, IndexRows, SessionRecord
+from kvd.core.records.entries import BlockRecord, IndexEntries, SessionRecord
 from kvd.tiers.faults import Faults, WritePoint
 from kvd.tiers.index_database import BUSY_S, open_database
 from kvd.tiers.index_rows import read_blocks, read_sessions
@@ -51,7 +51,7 @@ class LayoutRow:
     """A layout that has a volume.
 
     Attributes:
-        fingerprint: of the layout.
+        fingerprint: the layout's fingerprint.
         message: kvd.v1.KVLayout, serialised; b"": what the index has is damaged.
         extents_per_segment: of its volume; 0: what the index has is damaged.
         volume_id: see kvd/tiers/volume_identity.py; "": the volume has none yet.
@@ -93,7 +93,7 @@ class Manifest:
     """The open index. Reading is for the start; afterwards rows are only put.
 
     Args:
-        path: of the database.
+        path: where the database is.
         volumes: directory of the volumes, which is set aside together with an older index.
         faults: see kvd/tiers/faults.py.
     """
@@ -160,7 +160,7 @@ class Manifest:
         rows = list(self._query("SELECT value FROM meta WHERE name = ?", name))
         return str(rows[0][0]) if rows else ""
 
-    def rows(self, layout: KVLayout) -> IndexRows:
+    def rows(self, layout: KVLayout) -> IndexEntries:
         """Return blocks and sessions of a layout, in any order; sessions are read when asked for.
 
         Rows that cannot be decoded are left out.
@@ -174,7 +174,7 @@ class Manifest:
             raise ValueError(f"layout {layout.fingerprint} is not in the index")
         keys, extents, block_tokens = read_blocks(self._reader, layout_id)
         sessions = read_sessions(self._reader, layout_id, layout.model)
-        return IndexRows(sessions, keys, extents, block_tokens)  # type: ignore[arg-type]
+        return IndexEntries(sessions, keys, extents, block_tokens)  # type: ignore[arg-type]
 
     def _query(self, sql: str, *values: Value) -> Iterator[tuple[Any, ...]]:
         assert self._reader is not None, "the manifest is not open"  # noqa: S101

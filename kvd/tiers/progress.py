@@ -45,7 +45,7 @@ class Wakeup:
             self._ours.send(b"w")
 
     def close(self) -> None:
-        """Give up our descriptors."""
+        """Close our descriptors."""
         with self._lock:
             self._ours.close()
             self._theirs.close()
@@ -93,7 +93,7 @@ class Progress:
     def publish(self, lease_id: int, layers_ready: int) -> None:
         """Say that layers [0, layers_ready) may be read. They are never taken back.
 
-        Words are named by their lease: a read that ends after its load was given up must not touch
+        Words are named by their lease: a read that ends after its load was cancelled must not touch
         the word of the next one.
         """
         self._change(lease_id, lambda word: max(word, (word & ~LAYERS_MASK) | layers_ready))
@@ -126,7 +126,7 @@ class Progress:
     def _change(self, lease_id: int, change: Callable[[int], int]) -> None:
         with self._lock:
             index, wake = self._open.get(lease_id, (-1, None))
-            if wake is None:  # given up meanwhile
+            if wake is None:  # cancelled meanwhile
                 return
             self._words[index] = change(int(self._words[index]))
         wake()

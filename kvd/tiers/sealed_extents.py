@@ -30,8 +30,8 @@ import struct
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+from kvd.core.records.entries import StoredBlock
 from kvd.core.records.extent_shape import HEADER_FIXED_BYTES, ExtentShape
-from kvd.core.records.rows import StoredBlock
 from kvd.encryption.keyring import Keyring
 from kvd.encryption.sealing import KEY_ID_BYTES, SALT_BYTES, TAG_BYTES, Seal, key_id, new_salt
 from kvd.tiers.direct_io import STAGED_IO_BYTES, Staging

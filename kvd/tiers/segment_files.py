@@ -111,10 +111,10 @@ class SegmentFiles:
     """See the module docstring.
 
     Args:
-        directory: of the volume.
-        extent_bytes: of a whole extent.
+        directory: the volume's directory.
+        extent_bytes: the size of a whole extent.
         extents_per_segment: fixed for the volume's life.
-        budget: of all volumes.
+        budget: what all volumes may take together.
         direct: "auto" and "on" read and write past the page cache if the file system lets us; it is
             worth a warning when it does not with "on". "off" does not try.
         faults: see kvd/tiers/faults.py.

@@ -99,7 +99,7 @@ class Top:
         self._list_at_s = now_s + LIST_SHARE * (time.monotonic() - now_s)
 
     def _detail(self) -> kvd_pb2.DescribeSessionResponse | None:
-        """The chosen session, if it is to be shown; None as soon as it is gone."""
+        """Return the chosen session, if it is to be shown; None as soon as it is gone."""
         if not self._screen.shows_session or self._screen.chosen is None:
             return None
         try:

@@ -90,13 +90,13 @@ def starts_reversed(order: kvd_pb2.SessionOrder) -> bool:
 
 
 def name_of(info: kvd_pb2.SessionInfo) -> Name:
-    """A session's name."""
+    """Return a session's name."""
     key = info.session
     return key.tenant, key.model, key.session_id
 
 
 def index_of(screen: Screen, names: Sequence[Name]) -> int:
-    """Where the chosen session stands; the first one is chosen if it is gone."""
+    """Return where the chosen session stands; the first one is chosen if it is gone."""
     return names.index(screen.chosen) if screen.chosen in names else 0
 
 

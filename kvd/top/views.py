@@ -43,7 +43,7 @@ Points = Mapping[str, Point]  # by layout
 
 
 def points(now: kvd_pb2.GetStatsResponse, before: kvd_pb2.GetStatsResponse | None) -> Points:
-    """What every layout did since the look before; nothing if kvd was started since."""
+    """Return what every layout did since the look before; nothing if kvd was started since."""
     rates = Rates(now, before)
     if not rates.is_of_interval:
         return {}
@@ -117,7 +117,7 @@ class Seen:
 
 
 def top_view(seen: Seen, screen: Screen, width: int, height: int) -> RenderableType:
-    """The whole screen."""
+    """Return the whole screen."""
     if screen.shows_help:
         return Group(*_help_lines())
     head = list(_head(seen, width, shows_trend=height >= _TREND_HEIGHT))
@@ -182,7 +182,7 @@ def _layout_lines(layout: kvd_pb2.LayoutStats) -> Iterator[Text]:
         ("queue ", _HEADING),
         f"{queue.waiting_jobs} wait, {queue.running_sessions} run  ",
         ("windows ", _HEADING),
-        f"prefetch {queue.prefetch_window}, eviction {queue.eviction_window} jobs",
+        f"prefetch {queue.prefetch_window}, eviction {queue.eviction_window} requests",
     )
 
 
@@ -205,7 +205,7 @@ def _tier_line(tier: kvd_pb2.TierStats, layout: kvd_pb2.LayoutStats) -> Text:
 
 
 def _rate_lines(key: str, rates: Rates) -> Iterator[Text]:
-    """What happened between two looks, a second."""
+    """Yield what happened between two looks, a second."""
     share = rates.share(key, "load_hits", "load_misses")
     yield Text.assemble(
         (" hits ", _HEADING),
@@ -231,7 +231,7 @@ def _rate_lines(key: str, rates: Rates) -> Iterator[Text]:
 
 
 def _sessions(seen: Seen, screen: Screen, width: int, room: int) -> RenderableType:
-    """The part of the list around the chosen session."""
+    """Return the part of the list around the chosen session."""
     turned = screen.is_reversed != starts_reversed(screen.order)
     how = _ORDER_NAMES[screen.order] + (", reversed" if turned else "")
     title = Text(f"{counted(seen.total, 'session')} by {how}", style=_HEADING)
@@ -250,7 +250,7 @@ def _sessions(seen: Seen, screen: Screen, width: int, room: int) -> RenderableTy
 def _session(
     detail: kvd_pb2.DescribeSessionResponse, width: int, room: int
 ) -> Iterator[RenderableType]:
-    """The chosen session: facts in short, and its newest moves; `kvd show` has everything."""
+    """Yield the chosen session: facts in short, and its newest moves; `kvd show` has everything."""
     info = detail.info
     tokens, blocks = counted(info.num_tokens, "token"), counted(info.num_blocks, "block")
     facts = (

@@ -49,7 +49,7 @@ _MOVES = {  # words for kinds of moves, which may end with their reason
 
 
 def session_tables(found: kvd_pb2.DescribeSessionResponse, width: int) -> Iterator[Table]:
-    """Everything that is told of a session, in the order an operator reads it."""
+    """Yield everything that is shown of a session, in the order an operator reads it."""
     yield session_table(found.info)
     if found.leases:
         yield _titled("leases", leases_table(found.leases, width))
@@ -58,7 +58,7 @@ def session_tables(found: kvd_pb2.DescribeSessionResponse, width: int) -> Iterat
 
 
 def session_table(info: kvd_pb2.SessionInfo) -> Table:
-    """The facts of one session."""
+    """Return the facts of one session."""
     table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
     facts = (
         ("session", info.session.session_id),
@@ -84,7 +84,7 @@ def session_table(info: kvd_pb2.SessionInfo) -> Table:
 
 
 def blocks_table(blocks: Sequence[kvd_pb2.BlockInfo], width: int) -> Table:
-    """One line per block of a session."""
+    """Return one line per block of a session."""
     rows = []
     for block in blocks:
         tiers = plain(block)["tiers"]
@@ -102,7 +102,7 @@ def blocks_table(blocks: Sequence[kvd_pb2.BlockInfo], width: int) -> Table:
 
 
 def history_table(moves: Sequence[kvd_pb2.SessionMove], width: int) -> Table:
-    """One line per move, newest last; kvd remembers those since its start, up to a bound."""
+    """Return one line per move, newest last; kvd remembers those since its start, up to a bound."""
     rows = [
         (
             format_duration(move.age_s),
@@ -132,7 +132,7 @@ def _ttl_source(info: kvd_pb2.SessionInfo) -> str:
 
 
 def _copies(block: kvd_pb2.BlockInfo) -> str:
-    """Where a block is, and what is still to be done with it."""
+    """Return where a block is, and what is still to be done with it."""
     tiers = plain(block)["tiers"]
     words = (
         ("+".join(tiers), True),

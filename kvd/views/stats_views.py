@@ -40,7 +40,7 @@ def stats_tables(
 
 
 def process_line(stats: kvd_pb2.GetStatsResponse, rates: Rates) -> Text:
-    """The process, in one line of facts."""
+    """Return the process, in one line of facts."""
     process = stats.process
     facts = (
         f"kvd {stats.version}",
@@ -115,7 +115,7 @@ def _tiers_table(stats: kvd_pb2.GetStatsResponse, width: int) -> Table:
 
 
 def _arena(arena: kvd_pb2.ArenaStats) -> str:
-    """What the DRAM tier is made of, and what became of the last kvd's."""
+    """Return what the DRAM tier is made of, and what became of the last kvd's."""
     if not arena.arena_id:
         return "no arena: no engine yet"
     words = [f"kept: {arena.keep}"] + ([f"{arena.pages} pages"] if arena.pages else [])
@@ -125,7 +125,7 @@ def _arena(arena: kvd_pb2.ArenaStats) -> str:
 
 
 def _volume(volume: kvd_pb2.VolumeStats) -> str:
-    """How the SSD tier is written."""
+    """Return how the SSD tier is written."""
     words = [volume.admission.replace("_", "-")] if volume.admission else []
     if volume.direct:
         words.append("direct I/O")
@@ -135,7 +135,7 @@ def _volume(volume: kvd_pb2.VolumeStats) -> str:
 
 
 def _loads_table(stats: kvd_pb2.GetStatsResponse, rates: Rates, width: int) -> Table:
-    """What engines asked for, and what they got."""
+    """Return what engines asked for, and what they got."""
     columns = (
         Column("model"),
         Column("loads", is_number=True),
@@ -163,7 +163,7 @@ def _loads_table(stats: kvd_pb2.GetStatsResponse, rates: Rates, width: int) -> T
 
 
 def percent(share: float | None) -> str:
-    """A share for people."""
+    """Return a share for people."""
     return "-" if share is None else f"{share:.0%}"
 
 
@@ -174,7 +174,7 @@ def _since(rates: Rates) -> str:
 
 
 def _queues_table(stats: kvd_pb2.GetStatsResponse, width: int) -> Table:
-    """What engines will ask for, and how far kvd looks ahead, in jobs."""
+    """Return what engines will ask for, and how far kvd looks ahead, in requests."""
     columns = (
         Column("model"),
         Column("wait", is_number=True),
@@ -225,7 +225,7 @@ def _layouts_table(stats: kvd_pb2.GetStatsResponse, width: int) -> Table:
 
 
 def _reading_table(stats: kvd_pb2.GetStatsResponse, width: int) -> Table:
-    """What came from SSD, how much of it ahead of its load, and what became of that."""
+    """Return what came from SSD, how much of it ahead of its load, and what became of that."""
     headings = ("read", "written", "blocks ahead", "hits", "late", "wasted", "cancelled")
     columns = (Column("model"), *(Column(heading, is_number=True) for heading in headings))
     names = ("blocks", "hits", "late", "wasted", "cancelled")
@@ -242,7 +242,7 @@ def _reading_table(stats: kvd_pb2.GetStatsResponse, width: int) -> Table:
 
 
 def _tenants_table(stats: kvd_pb2.GetStatsResponse, width: int) -> Iterator[Table | Text]:
-    """The largest tenants of each layout."""
+    """Yield the largest tenants of each layout."""
     columns = (
         Column("tenant", may_be_cut=True),
         Column("model", rank=1),
@@ -268,7 +268,7 @@ def _tenants_table(stats: kvd_pb2.GetStatsResponse, width: int) -> Iterator[Tabl
 
 
 def engines_table(stats: kvd_pb2.GetStatsResponse, width: int) -> Table:
-    """Who is attached."""
+    """Return who is attached."""
     columns = (
         Column("engine", may_be_cut=True),
         Column("pid", is_number=True),
@@ -315,7 +315,7 @@ def _counters_table(stats: kvd_pb2.GetStatsResponse, rates: Rates, width: int) -
 
 
 def _count(name: str, count: int) -> str:
-    """A counter for people; the end of its name tells the unit."""
+    """Return a counter for people; the end of its name is the unit."""
     return format_bytes(count) if name.endswith("_bytes") else str(count)
 
 

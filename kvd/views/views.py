@@ -38,17 +38,17 @@ class Rates:
         self._before = _counters(earlier) if earlier else {}
 
     def count(self, layout: str, counter: str) -> int:
-        """How much was counted."""
+        """Return how much was counted."""
         now = self._now.get(layout, {}).get(counter, 0)
         return now - self._before.get(layout, {}).get(counter, 0)
 
     def per_second(self, layout: str, *counters: str) -> float:
-        """How much of them together a second."""
+        """Return how much of them together a second."""
         count = sum(self.count(layout, counter) for counter in counters)
         return count / self.seconds if self.seconds > 0 else 0.0
 
     def share(self, layout: str, part: str, rest: str) -> float | None:
-        """A part of the whole; None: there is nothing of either."""
+        """Return a part of the whole; None: there is nothing of either."""
         num_part = self.count(layout, part)
         whole = num_part + self.count(layout, rest)
         return num_part / whole if whole else None
@@ -92,12 +92,12 @@ _LEASE_COLUMNS = (
 
 
 def sessions_table(sessions: Sequence[kvd_pb2.SessionInfo], width: int) -> Table:
-    """One line per session."""
+    """Return one line per session."""
     return fitted(SESSION_COLUMNS, [session_row(info) for info in sessions], width)
 
 
 def session_row(info: kvd_pb2.SessionInfo) -> tuple[str, ...]:
-    """A session's cells under SESSION_COLUMNS."""
+    """Return a session's cells under SESSION_COLUMNS."""
     return (
         info.session.session_id,
         info.session.tenant,
@@ -114,7 +114,7 @@ def session_row(info: kvd_pb2.SessionInfo) -> tuple[str, ...]:
 
 
 def leases_table(leases: Sequence[kvd_pb2.LeaseInfo], width: int) -> Table:
-    """One line per lease."""
+    """Return one line per lease."""
     rows = [
         (
             str(lease.lease_id),
@@ -135,7 +135,7 @@ def leases_table(leases: Sequence[kvd_pb2.LeaseInfo], width: int) -> Table:
 
 
 def verify_line(progress: kvd_pb2.VerifyProgress) -> str:
-    """How far a verification is, in one line of a terminal."""
+    """Return how far a verification is, in one line of a terminal."""
     num_checked = progress.dram.num_blocks + progress.ssd.num_blocks
     share = min(1.0, num_checked / progress.num_copies) if progress.num_copies else 1.0
     num_corrupt = progress.dram.num_corrupt + progress.ssd.num_corrupt
@@ -144,7 +144,7 @@ def verify_line(progress: kvd_pb2.VerifyProgress) -> str:
 
 
 def verify_table(report: kvd_pb2.VerifyProgress) -> Table:
-    """What a verification found."""
+    """Return what a verification found."""
     table = Table("tier", box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for heading in ("copies checked", "bytes", "corrupt"):
         table.add_column(heading, justify="right")
@@ -158,19 +158,19 @@ def verify_table(report: kvd_pb2.VerifyProgress) -> Table:
 
 
 def temperature(info: kvd_pb2.SessionInfo) -> str:
-    """How fast a session loads: hot (all in DRAM), warm (partly), cold (on SSD only)."""
+    """Return how fast a session loads: hot (all in DRAM), warm (partly), cold (on SSD only)."""
     if not info.dram_bytes:
         return "cold"
     return "hot" if info.dram_bytes == info.bytes else "warm"
 
 
 def expiry(expires_in_s: float) -> str:
-    """When a session expires, for people."""
+    """Return when a session expires, for people."""
     return "never" if expires_in_s < 0 else format_duration(expires_in_s)
 
 
 def state(info: kvd_pb2.SessionInfo) -> str:
-    """How fast a session loads, and what else is to be known of it."""
+    """Return how fast a session loads, and what else is to be known of it."""
     words = (
         (temperature(info), True),
         ("pinned", info.pin == kvd_pb2.PIN_HARD),

@@ -1,6 +1,6 @@
-"""Events for whoever watches: each watcher has a bounded queue, and a slow one loses the oldest.
+"""Events for callers of WatchEvents: each has a bounded queue, and a slow one loses the oldest.
 
-The last ones are remembered, so that whoever comes after a thing happened can still see it.
+The last ones are kept, so that a caller that comes after a thing happened can still see it.
 """
 
 import asyncio
@@ -17,8 +17,8 @@ from shared.pb.kvd.v1 import kvd_pb2 as pb
 from shared.process.log import get_logger
 
 MAX_WAITING = 1024  # events a watcher may lag behind
-MAX_RECENT = 4096  # events that are remembered: about 2 MiB
-EVENTS_LOST = "events_lost"  # told to a watcher that was too slow, with their number
+MAX_RECENT = 4096  # events that are kept: about 2 MiB
+EVENTS_LOST = "events_lost"  # sent to a watcher that was too slow, with their number
 
 log = get_logger(__name__)
 
@@ -50,7 +50,7 @@ EVERY_EVENT = EventFilter()
 
 
 class Watcher:
-    """One who watches: the events it is to be told of, as far as they are not lost."""
+    """A caller of WatchEvents: the events that it is still to be sent, the newest MAX_WAITING."""
 
     def __init__(self, wanted: EventFilter) -> None:
         self._wanted = wanted
@@ -62,7 +62,7 @@ class Watcher:
         """Events that wait."""
         return len(self._events)
 
-    def tell(self, event: pb.Event) -> None:
+    def notify(self, event: pb.Event) -> None:
         """Queue an event if it is meant; the oldest gives way to it."""
         if not self._wanted.selects(event):
             return
@@ -73,7 +73,7 @@ class Watcher:
         self._some.set()
 
     async def next(self) -> pb.Event:
-        """Wait for the next event; after a loss first for a word of it."""
+        """Wait for the next event; after a loss first report that."""
         while not self._events:
             self._some.clear()
             await self._some.wait()
@@ -85,7 +85,7 @@ class Watcher:
 
 
 class EventHub:
-    """Fans the engine's events out to the log and to watchers, and remembers the last ones."""
+    """Fans the engine's events out to the log and to watchers, and keeps the last ones."""
 
     def __init__(self, max_watchers: int) -> None:
         self._max_watchers = max_watchers
@@ -93,7 +93,7 @@ class EventHub:
         self._recent: deque[pb.Event] = deque(maxlen=MAX_RECENT)
 
     def set_bound(self, max_watchers: int) -> None:
-        """Let no more than so many watch from now on; those that do go on."""
+        """Let no more than so many watch from now on; those that do may stay."""
         self._max_watchers = max_watchers
 
     def publish(self, emit: Emit) -> None:
@@ -104,7 +104,7 @@ class EventHub:
             event.session.CopyFrom(key_message(emit.key))
         self._recent.append(event)
         for watcher in self._watchers:
-            watcher.tell(event)
+            watcher.notify(event)
 
     def recent(self, wanted: EventFilter, num_events: int) -> list[pb.Event]:
         """Give the last so many events that are meant, oldest first."""

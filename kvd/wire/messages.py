@@ -6,6 +6,7 @@ Instants of the core become durations from now, so that nobody needs to share it
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 
+from kvd.core.records.entries import TTL_NEVER_NS
 from kvd.core.records.errors import InvalidRequestError
 from kvd.core.records.records import (
     BlockInfo,
@@ -17,7 +18,6 @@ from kvd.core.records.records import (
     Tier,
     TierStats,
 )
-from kvd.core.records.rows import TTL_NEVER_NS
 from kvd.core.state.turn_log import MAX_TURNS, RecordedTurn
 from shared.kvd_client.messages import key_message
 from shared.pb.kvd.v1 import kvd_pb2 as pb

@@ -114,7 +114,7 @@ def is_of_one(request: pb.FlushRequest) -> bool:
 
 
 def tenant_to_erase(request: pb.FlushRequest, allowed: frozenset[str] | None) -> str | None:
-    """The tenant that a secure flush names; None: all.
+    """Return the tenant that a secure flush names; None: all.
 
     Raises:
         InvalidRequestError: it names a session, or some of a tenant's.

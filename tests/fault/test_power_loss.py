@@ -34,7 +34,7 @@ from shared.types.units import ceil_div
 from tests.synthetic_engine import encode, key_of, small_layout
 
 LAYOUT = small_layout()
-OWNER = 1
+ENGINE_ID = 1
 WAIT_S = 30.0
 NUM_EXTENTS = 24  # fewer than blocks are stored: those of flushed sessions are used again
 MOMENTS = {
@@ -183,14 +183,14 @@ def _bytes_of(name: str, token: int) -> bytes:
 
 async def _store(cache, name: str) -> None:
     tokens = encode(_tokens(name))
-    answer = cache.act(lambda core: core.stores.prepare(key_of(name), tokens, 0, OWNER))
+    answer = cache.act(lambda core: core.stores.prepare(key_of(name), tokens, 0, ENGINE_ID))
     while answer.refused == "wait":  # for reads and writes that hold slots
         assert await cache.changed(WAIT_S)
-        answer = cache.act(lambda core: core.stores.prepare(key_of(name), tokens, 0, OWNER))
+        answer = cache.act(lambda core: core.stores.prepare(key_of(name), tokens, 0, ENGINE_ID))
     assert (answer.refused, answer.more) == ("", False)
     for block in answer.blocks:
         cache.arena.slots.slot(block.slot_id)[:] = _bytes_of(name, block.token_offset)
-    cache.act(lambda core: core.stores.complete(answer.lease_id, OWNER, success=True))
+    cache.act(lambda core: core.stores.complete(answer.lease_id, ENGINE_ID, success=True))
 
 
 async def _until_durable(cache) -> None:
@@ -205,7 +205,7 @@ def _flush(name: str, core: CacheEngine) -> None:
 async def _load(cache, name: str) -> None:
     """Load all of a session from SSD, and compare every byte that is used."""
     tokens = _tokens(name)
-    answer = cache.act(lambda core: core.loads.prepare(key_of(name), encode(tokens), 0, OWNER))
+    answer = cache.act(lambda core: core.loads.prepare(key_of(name), encode(tokens), 0, ENGINE_ID))
     assert answer.lookup is not Lookup.MISS, answer.miss_reason
     lease_id = answer.lease_id
     while cache.act(lambda core: core.loads.state_of(lease_id)) is LeaseState.PENDING:
@@ -220,7 +220,7 @@ async def _load(cache, name: str) -> None:
                 start = LAYOUT.component_offset(layer, component)
                 end = start + span.num_tokens * 64
                 assert slot[start:end] == stored[start:end]
-    cache.act(lambda core: core.loads.complete(lease_id, OWNER))
+    cache.act(lambda core: core.loads.complete(lease_id, ENGINE_ID))
 
 
 async def _run(directory: Path) -> Power:

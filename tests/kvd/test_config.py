@@ -17,7 +17,7 @@ from kvd.config import (
     is_live,
     load,
 )
-from kvd.core.records.rows import TTL_NEVER_NS
+from kvd.core.records.entries import TTL_NEVER_NS
 from shared.config.settings import InvalidSettingsError, load_settings
 from shared.types.units import NS_PER_S
 from tests.synthetic_engine import small_layout
@@ -194,15 +194,15 @@ def test_users_are_known_by_name_and_number(tmp_path):
 def test_the_shipped_file_says_what_a_reload_changes():
     """The comment of each key that is live says so, and of no other."""
     section, comment = "", ""
-    told: dict[str, bool] = {}
+    documented: dict[str, bool] = {}
     before = ""
     for line in SHIPPED.read_text().splitlines():
         if heading := re.match(r"#?\[([\w.]+)\]$", line):
             section = heading[1]
         elif key := re.match(r"#?([a-z0-9_]+) = ", line):
-            told[f"{section}.{key[1]}" if section else key[1]] = "(live)" in comment
+            documented[f"{section}.{key[1]}" if section else key[1]] = "(live)" in comment
         elif line.startswith("# "):
             comment = comment + line if before.startswith("# ") else line
         before = line
-    assert len(told) > 60
-    assert told == {key: is_live(key) for key in told}
+    assert len(documented) > 60
+    assert documented == {key: is_live(key) for key in documented}

@@ -15,8 +15,8 @@ from kvd.core.eviction.policy import PolicyMaker
 from kvd.core.records.actions import (
     Action,
     ClearSlot,
-    CommitRows,
-    CompactRows,
+    CommitIndex,
+    CompactTokens,
     DropBlock,
     DropSession,
     HashSlot,
@@ -33,18 +33,18 @@ from kvd.core.records.actions import (
     WipeSlots,
     WriteBlock,
 )
-from kvd.core.records.extent_shape import ExtentShape
-from kvd.core.records.rows import (
+from kvd.core.records.entries import (
     AdoptedSlot,
     BlockRecord,
     CommittedSlot,
-    IndexRows,
+    IndexEntries,
     OrphanSlot,
     SessionRecord,
     SlotRecord,
     StoredBlock,
     columns_of,
 )
+from kvd.core.records.extent_shape import ExtentShape
 from kvd.core.state.index_line import NO_BOUND
 from kvd.core.state.limits import Limits
 from shared.types.kv_layout import Component, KVLayout, Layer
@@ -55,7 +55,7 @@ MODEL = "0f"
 # A full block has 5 sectors on SSD, a partial one 2 (packed by twos), 3 or 4.
 LAYOUT = KVLayout(MODEL, (Layer((Component("k", (4, 256), "float32"),)),), BLOCK_TOKENS)
 SHAPE = ExtentShape(LAYOUT)
-ADOPTED_OWNERS = 100  # the shell gives an engine of an earlier kvd this much on top of its id
+ADOPTED_ENGINES = 100  # the shell gives an engine of an earlier kvd this much on top of its id
 
 Row = int  # symbolic KV of one token
 
@@ -93,10 +93,10 @@ class Index:
     sessions: dict[SessionKey, SessionRecord] = field(default_factory=dict)
     uncommitted: list[Action] = field(default_factory=list)
 
-    def commit(self, num_actions: int) -> list[DropBlock | CommitRows]:
+    def commit(self, num_actions: int) -> list[DropBlock | CommitIndex]:
         """Commit the oldest actions; returns those that are to be answered."""
         committed, self.uncommitted = self.uncommitted[:num_actions], self.uncommitted[num_actions:]
-        answered: list[DropBlock | CommitRows] = []
+        answered: list[DropBlock | CommitIndex] = []
         for action in committed:
             if isinstance(action, PutBlock):
                 self.blocks[action.block.key] = action.block
@@ -110,14 +110,14 @@ class Index:
             elif isinstance(action, DropBlock):
                 self.blocks.pop(action.key, None)
                 answered.append(action)
-            elif isinstance(action, CommitRows):
+            elif isinstance(action, CommitIndex):
                 answered.append(action)
         return answered
 
-    def rows(self) -> IndexRows:
+    def rows(self) -> IndexEntries:
         """What a new kvd reads."""
         blocks = list(self.blocks.values())
-        return IndexRows(
+        return IndexEntries(
             [columns_of(self.sessions.values())],
             b"".join(block.key for block in blocks),
             [block.extent for block in blocks],
@@ -140,8 +140,8 @@ class Extent:
         return is_same and checksums_of(self.rows) == self.stored.checksums
 
 
-IndexAction = PutBlock | PutSession | PutUse | DropSession | DropBlock | CommitRows
-Io = ReadBlock | VerifySlot | VerifyExtent | HashSlot | WriteBlock | CompactRows | WipeSlots
+IndexAction = PutBlock | PutSession | PutUse | DropSession | DropBlock | CommitIndex
+Io = ReadBlock | VerifySlot | VerifyExtent | HashSlot | WriteBlock | CompactTokens | WipeSlots
 
 
 class CacheWorld:
@@ -168,7 +168,7 @@ class CacheWorld:
 
         Args:
             keep_dram: the arena has survived the daemon; otherwise it begins empty.
-            alive: owners whose processes live; their ids are ADOPTED_OWNERS higher then.
+            alive: engines whose processes live; their ids are ADOPTED_ENGINES higher then.
         """
         self.index.uncommitted = []
         if not keep_dram:
@@ -200,9 +200,9 @@ class CacheWorld:
         for slot_id, record in sorted(self.journal.items()):
             if isinstance(record, CommittedSlot):
                 adopted.append(AdoptedSlot(slot_id, record))
-            elif record.owner in alive:
+            elif record.engine_id in alive:
                 self.journal[slot_id] = writing = replace(
-                    record, owner=record.owner + ADOPTED_OWNERS
+                    record, engine_id=record.engine_id + ADOPTED_ENGINES
                 )
                 orphans.append(OrphanSlot(slot_id, writing))
             else:
@@ -289,7 +289,7 @@ class CacheWorld:
             self.engine.hashes.hash_done(action.op_id, checksums)
         elif isinstance(action, ReadBlock):
             self._finish_read(action, outcome)
-        elif isinstance(action, CompactRows):
+        elif isinstance(action, CompactTokens):
             self._finish_compaction(action, outcome)
         elif isinstance(action, WipeSlots):
             for slot_id in action.slot_ids:
@@ -302,7 +302,7 @@ class CacheWorld:
             self.engine.arrivals.verify_done(action.op_id, outcome)
         self.pump()
 
-    def _finish_compaction(self, action: CompactRows, outcome: IoOutcome) -> None:
+    def _finish_compaction(self, action: CompactTokens, outcome: IoOutcome) -> None:
         sources = ((checksums_of(self.slots[s.slot_id]), s.checksums) for s in action.sources)
         if outcome is IoOutcome.OK and any(found != stored for found, stored in sources):
             outcome = IoOutcome.CORRUPT

@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 from kvd.core.eviction.policies import POLICIES
 from kvd.core.records.actions import (
-    CompactRows,
+    CompactTokens,
     HashSlot,
     IoOutcome,
     ReadBlock,
@@ -19,6 +19,7 @@ from kvd.core.records.actions import (
     VerifySlot,
     WriteBlock,
 )
+from kvd.core.records.entries import TTL_NEVER_NS, CommittedSlot, Pin
 from kvd.core.records.errors import (
     ErasingError,
     LeaseLostError,
@@ -29,13 +30,12 @@ from kvd.core.records.errors import (
     UnknownSessionError,
 )
 from kvd.core.records.records import Admission, LeaseState, LoadAnswer, Lookup, StoreAnswer, Tier
-from kvd.core.records.rows import TTL_NEVER_NS, CommittedSlot, Pin
 from kvd.core.state.limits import Limits, TenantLimits
 from shared.types.lineage import WHOLE, Lineage
 from shared.types.queue_delta import QueueChange, QueuedRequest, RunningRequest
 from shared.types.session_key import SessionKey
 from tests.property.cache_world import (
-    ADOPTED_OWNERS,
+    ADOPTED_ENGINES,
     BLOCK_TOKENS,
     LAYOUT,
     MODEL,
@@ -48,8 +48,8 @@ from tests.property.cache_world import (
 from tests.property.expecting_policy import ExpectingPolicy
 
 KEYS = [SessionKey("a", MODEL, name) for name in "xyz"] + [SessionKey("b", MODEL, "x")]
-OWNERS = [1, 2]
-EXPORTER = 9  # the owner of what is exported
+ENGINE_IDS = [1, 2]
+EXPORTER = 9  # holds what is exported, as an engine would
 PHRASES = [[0] * 4, [0] * 2, [1] * 5, [0] * 8, [1, 0, 0, 0, 0, 0]]  # few, so that sessions share
 TOKENS = st.sampled_from(PHRASES)
 
@@ -77,20 +77,20 @@ class Conversation:
 
 @dataclass
 class Load:
-    """A load lease as its owner sees it."""
+    """A load lease as its engine sees it."""
 
     answer: LoadAnswer
-    owner: int
+    engine_id: int
     conversation: Conversation
     from_token: int
 
 
 @dataclass
 class Store:
-    """A store lease as its owner sees it."""
+    """A store lease as its engine sees it."""
 
     answer: StoreAnswer
-    owner: int
+    engine_id: int
     rows: list[Row]
     is_restored: bool = False  # its kvd was killed: only the slots are still its own
 
@@ -156,9 +156,13 @@ class CacheMachine(RuleBasedStateMachine):
         )
         self.world = CacheWorld(limits, policy)
         self.names_lineage = names_lineage
-        self.jobs: dict[int, dict[int, SessionKey]] = {owner: {} for owner in OWNERS}  # by number
-        self.num_jobs = 0
-        self.ids = {owner: owner for owner in OWNERS}  # an engine gets a new id as it attaches
+        self.requests: dict[int, dict[int, SessionKey]] = {
+            engine_id: {} for engine_id in ENGINE_IDS
+        }  # by number
+        self.num_requests = 0
+        self.ids = {
+            engine_id: engine_id for engine_id in ENGINE_IDS
+        }  # an engine gets a new id as it attaches
         self.detached: set[int] = set()
         self.scrub_id = 0
         self.conversations = {key: Conversation() for key in KEYS}
@@ -169,12 +173,12 @@ class CacheMachine(RuleBasedStateMachine):
 
     @rule(
         key=st.sampled_from(KEYS),
-        owner=st.sampled_from(OWNERS),
+        engine_id=st.sampled_from(ENGINE_IDS),
         skip=st.integers(0, 20),
         dram_only=st.booleans(),
     )
-    def prepare_load(self, key, owner, skip, dram_only) -> None:
-        if owner in self.detached:
+    def prepare_load(self, key, engine_id, skip, dram_only) -> None:
+        if engine_id in self.detached:
             return
         conversation = self.conversations[key]
         # rows before from_token are known only where they follow from the tokens alone
@@ -185,7 +189,7 @@ class CacheMachine(RuleBasedStateMachine):
                 key,
                 to_bytes(conversation.tokens),
                 from_token,
-                self.ids[owner],
+                self.ids[engine_id],
                 dram_only=dram_only,
                 lineage=self._named(conversation),
             )
@@ -195,7 +199,7 @@ class CacheMachine(RuleBasedStateMachine):
         if answer.lookup is Lookup.MISS:
             assert answer.miss_reason, "a miss has a reason"
         else:
-            self.loads.append(Load(answer, owner, snapshot, from_token))
+            self.loads.append(Load(answer, engine_id, snapshot, from_token))
         self.world.pump()
 
     @precondition(lambda self: self.loads)
@@ -224,7 +228,7 @@ class CacheMachine(RuleBasedStateMachine):
             elif answer.lookup is Lookup.PENDING:
                 answer = engine.loads.settle(lease_id)
             if answer.lookup is not Lookup.MISS:
-                engine.loads.complete(lease_id, self.ids[load.owner])
+                engine.loads.complete(lease_id, self.ids[load.engine_id])
                 if is_whole:
                     self._check_rows(load, answer)
         except (LeaseLostError, StopIteration):
@@ -251,22 +255,22 @@ class CacheMachine(RuleBasedStateMachine):
     @rule(
         key=st.sampled_from(KEYS),
         new_tokens=TOKENS,
-        owner=st.sampled_from(OWNERS),
+        engine_id=st.sampled_from(ENGINE_IDS),
         is_quiet=st.booleans(),
     )
-    def turn(self, key, new_tokens, owner, is_quiet) -> None:
+    def turn(self, key, new_tokens, engine_id, is_quiet) -> None:
         """A whole turn, without anything in between: load all there is, compute, store."""
-        if owner in self.detached:
+        if engine_id in self.detached:
             return
         engine, conversation = self.world.engine, self.conversations[key]
         rows: list[Row] = []
         more = True
         while more:
             token_ids = to_bytes(conversation.tokens)
-            owner_id = self.ids[owner]
+            attached_id = self.ids[engine_id]
             try:
                 answer = engine.loads.prepare(
-                    key, token_ids, len(rows), owner_id, lineage=self._named(conversation)
+                    key, token_ids, len(rows), attached_id, lineage=self._named(conversation)
                 )
             except TooManyLeasesError:
                 break
@@ -276,11 +280,11 @@ class CacheMachine(RuleBasedStateMachine):
                 answer = engine.loads.settle(answer.lease_id)
             if answer.lookup is Lookup.MISS:
                 break
-            rows = self._check_rows(Load(answer, owner, conversation, len(rows)), answer)
+            rows = self._check_rows(Load(answer, engine_id, conversation, len(rows)), answer)
             conversation.replace(
                 conversation.tokens, compute(rows, conversation.tokens[len(rows) :])
             )
-            engine.loads.complete(answer.lease_id, owner_id)
+            engine.loads.complete(answer.lease_id, attached_id)
             self.world.pump()
             more = answer.more
         is_told = conversation.discarded and not self.names_lineage
@@ -289,11 +293,11 @@ class CacheMachine(RuleBasedStateMachine):
         tokens = conversation.tokens + new_tokens
         rows = compute(rows, tokens[len(rows) :])
         conversation.replace(tokens, rows)
-        self._store_all(key, owner)
+        self._store_all(key, engine_id)
         if is_quiet:
             self.world.quiesce()
 
-    def _store_all(self, key: SessionKey, owner: int) -> None:
+    def _store_all(self, key: SessionKey, engine_id: int) -> None:
         engine, conversation = self.world.engine, self.conversations[key]
         more, from_token = True, 0
         while more:
@@ -303,7 +307,7 @@ class CacheMachine(RuleBasedStateMachine):
                     key,
                     token_ids,
                     from_token,
-                    self.ids[owner],
+                    self.ids[engine_id],
                     lineage=self._named(conversation),
                 )
             except TooManyLeasesError:
@@ -312,7 +316,7 @@ class CacheMachine(RuleBasedStateMachine):
                 for block in answer.blocks:
                     end = block.token_offset + block.num_tokens
                     self.world.slots[block.slot_id] = conversation.rows[block.token_offset : end]
-                stored = engine.stores.complete(answer.lease_id, self.ids[owner], success=True)
+                stored = engine.stores.complete(answer.lease_id, self.ids[engine_id], success=True)
                 assert stored in (0, answer.end_token)
             assert answer.end_token > from_token or not answer.more, "asking again gets further"
             more, from_token = answer.more, answer.end_token
@@ -321,11 +325,11 @@ class CacheMachine(RuleBasedStateMachine):
     @rule(
         key=st.sampled_from(KEYS),
         new_tokens=TOKENS,
-        owner=st.sampled_from(OWNERS),
+        engine_id=st.sampled_from(ENGINE_IDS),
         held_from=st.sampled_from(["start", "stored", "stored", "end"]),
     )
-    def prepare_store(self, key, new_tokens, owner, held_from) -> None:
-        if owner in self.detached:
+    def prepare_store(self, key, new_tokens, engine_id, held_from) -> None:
+        if engine_id in self.detached:
             return
         conversation = self.conversations[key]
         num_stored = self._recompute_lost(key)
@@ -340,7 +344,7 @@ class CacheMachine(RuleBasedStateMachine):
                 key,
                 to_bytes(conversation.tokens),
                 from_token,
-                self.ids[owner],
+                self.ids[engine_id],
                 lineage=self._named(conversation),
             )
         except TooManyLeasesError:
@@ -351,7 +355,7 @@ class CacheMachine(RuleBasedStateMachine):
             assert block.token_offset >= from_token, "the engine is asked for KV it holds"
             self.world.slots[block.slot_id] = rows
         if answer.lease_id:
-            self.stores.append(Store(answer, owner, list(conversation.rows)))
+            self.stores.append(Store(answer, engine_id, list(conversation.rows)))
         self.world.pump()
 
     @rule(key=st.sampled_from(KEYS), kept=st.integers(0, 30))
@@ -381,12 +385,12 @@ class CacheMachine(RuleBasedStateMachine):
     def complete_store(self, data, success) -> None:
         store = data.draw(st.sampled_from(self.stores))
         self._check_slots(store)
-        if store.owner in self.detached:
+        if store.engine_id in self.detached:
             return
         self.stores.remove(store)
-        lease_id, owner_id = store.answer.lease_id, self.ids[store.owner]
+        lease_id, attached_id = store.answer.lease_id, self.ids[store.engine_id]
         with pytest.raises(LeaseLostError) if store.is_restored else nullcontext():
-            self.world.engine.stores.complete(lease_id, owner_id, success=success)
+            self.world.engine.stores.complete(lease_id, attached_id, success=success)
         self.world.pump()
 
     def _check_slots(self, store: Store) -> None:
@@ -425,20 +429,20 @@ class CacheMachine(RuleBasedStateMachine):
 
     @rule(
         key=st.sampled_from(KEYS),
-        owner=st.sampled_from(OWNERS),
+        engine_id=st.sampled_from(ENGINE_IDS),
         phrases=st.lists(TOKENS, min_size=1, max_size=3),
         start=st.integers(0, 9),
     )
-    def thin_out(self, key, owner, phrases, start) -> None:
+    def thin_out(self, key, engine_id, phrases, start) -> None:
         """A session grows, loses every other token, and is left alone for a while."""
         for phrase in phrases:
-            self.turn(key, phrase, owner, is_quiet=True)
+            self.turn(key, phrase, engine_id, is_quiet=True)
         self.discard_scattered(key, start, 2)
         self.world.quiesce()
         self.wait(20)
 
     def _discard(self, key, ranges, *, is_heard) -> None:
-        """Tell kvd, if it hears: one that does not must find out by the lineage."""
+        """Report it to kvd, if it runs: one that missed it must find out by the lineage."""
         if self.stores and not self.names_lineage:
             return
         conversation = self.conversations[key]
@@ -539,107 +543,111 @@ class CacheMachine(RuleBasedStateMachine):
     # --------------------------------------------------------------------------------------- queue
 
     @rule(
-        owner=st.sampled_from(OWNERS),
+        engine_id=st.sampled_from(ENGINE_IDS),
         keys=st.lists(st.sampled_from(KEYS), max_size=4),
         num_running=st.integers(0, 2),
         interval_ns=st.sampled_from([0, 5, 100]),
     )
-    def replace_queue(self, owner, keys, num_running, interval_ns) -> None:
-        if owner in self.detached:
+    def replace_queue(self, engine_id, keys, num_running, interval_ns) -> None:
+        if engine_id in self.detached:
             return
-        jobs = self.jobs[owner] = dict(enumerate(keys, self.num_jobs))
-        self.num_jobs += len(keys)
-        numbers = list(jobs)
+        requests = self.requests[engine_id] = dict(enumerate(keys, self.num_requests))
+        self.num_requests += len(keys)
+        numbers = list(requests)
         change = QueueChange(
-            [QueuedRequest((0, 0.0, number), jobs[number]) for number in numbers[num_running:]],
-            [RunningRequest(number, jobs[number]) for number in numbers[:num_running]],
+            [QueuedRequest((0, 0.0, number), requests[number]) for number in numbers[num_running:]],
+            [RunningRequest(number, requests[number]) for number in numbers[:num_running]],
             interval_ns=interval_ns,
         )
-        self.world.engine.engines.replace_queue(self.ids[owner], change)
+        self.world.engine.engines.replace_queue(self.ids[engine_id], change)
         self.world.pump()
 
     @rule(
-        owner=st.sampled_from(OWNERS),
+        engine_id=st.sampled_from(ENGINE_IDS),
         keys=st.lists(st.sampled_from(KEYS), min_size=1, max_size=4),
         turns=st.lists(st.tuples(st.sampled_from(KEYS), TOKENS), max_size=3),
     )
-    def begin_a_day(self, owner, keys, turns) -> None:
+    def begin_a_day(self, engine_id, keys, turns) -> None:
         """Sessions are on SSD only, as far as it has them, and some are asked for."""
         for key, new_tokens in turns:
-            self.turn(key, new_tokens, owner, is_quiet=True)
+            self.turn(key, new_tokens, engine_id, is_quiet=True)
         self.world.quiesce()
         self.world.engine.release_dram()
         self.world.pump()
         self.world.quiesce()
-        self.replace_queue(owner, keys, 0, 100)
+        self.replace_queue(engine_id, keys, 0, 100)
 
     @rule(
-        owner=st.sampled_from(OWNERS),
+        engine_id=st.sampled_from(ENGINE_IDS),
         joining=st.lists(st.sampled_from(KEYS), max_size=2),
         data=st.data(),
     )
-    def change_queue(self, owner, joining, data) -> None:
+    def change_queue(self, engine_id, joining, data) -> None:
         """Some join, some move, some start or go on waiting, some leave."""
-        if owner in self.detached:
+        if engine_id in self.detached:
             return
-        jobs = self.jobs[owner]
-        what = {n: data.draw(st.sampled_from(["stay", "wait", "run", "leave"])) for n in jobs}
+        requests = self.requests[engine_id]
+        what = {n: data.draw(st.sampled_from(["stay", "wait", "run", "leave"])) for n in requests}
         for key in joining:
-            what[self.num_jobs] = "wait"
-            jobs[self.num_jobs] = key
-            self.num_jobs += 1
+            what[self.num_requests] = "wait"
+            requests[self.num_requests] = key
+            self.num_requests += 1
         change = QueueChange(
             [
-                QueuedRequest((data.draw(st.integers(-1, 1)), 0.0, number), jobs[number])
+                QueuedRequest((data.draw(st.integers(-1, 1)), 0.0, number), requests[number])
                 for number, how in what.items()
                 if how == "wait"
             ],
-            [RunningRequest(number, jobs[number]) for number, how in what.items() if how == "run"],
+            [
+                RunningRequest(number, requests[number])
+                for number, how in what.items()
+                if how == "run"
+            ],
             [number for number, how in what.items() if how == "leave"],
         )
         for number in change.left:
-            del jobs[number]
-        self.world.engine.engines.change_queue(self.ids[owner], change)
+            del requests[number]
+        self.world.engine.engines.change_queue(self.ids[engine_id], change)
         self.world.pump()
 
     @precondition(lambda self: len(self.loads) + len(self.stores) > 2)
-    @rule(owner=st.sampled_from(OWNERS))
-    def owner_gone(self, owner) -> None:
+    @rule(engine_id=st.sampled_from(ENGINE_IDS))
+    def engine_gone(self, engine_id) -> None:
         engine = self.world.engine
-        engine.engines.gone(self.ids[owner])
-        self._forget_loads(owner)
-        for store in [store for store in self.stores if store.owner == owner]:
+        engine.engines.gone(self.ids[engine_id])
+        self._forget_loads(engine_id)
+        for store in [store for store in self.stores if store.engine_id == engine_id]:
             self.stores.remove(store)
             with pytest.raises(LeaseLostError):
-                engine.stores.complete(store.answer.lease_id, self.ids[owner], success=True)
-        self._attach_anew(owner)
+                engine.stores.complete(store.answer.lease_id, self.ids[engine_id], success=True)
+        self._attach_anew(engine_id)
         self.world.pump()
 
-    def _forget_loads(self, owner: int) -> None:
-        for load in [load for load in self.loads if load.owner == owner]:
+    def _forget_loads(self, engine_id: int) -> None:
+        for load in [load for load in self.loads if load.engine_id == engine_id]:
             self.loads.remove(load)
             state = self.world.engine.loads.state_of(load.answer.lease_id)
             assert state is LeaseState.LOST, "loads end with the connection"
 
-    def _attach_anew(self, owner: int) -> None:
-        self.jobs[owner] = {}
-        self.ids[owner] += len(OWNERS)
-        self.detached.discard(owner)
+    def _attach_anew(self, engine_id: int) -> None:
+        self.requests[engine_id] = {}
+        self.ids[engine_id] += len(ENGINE_IDS)
+        self.detached.discard(engine_id)
 
     @precondition(lambda self: self.stores)
-    @rule(owner=st.sampled_from(OWNERS))
-    def detach(self, owner) -> None:
+    @rule(engine_id=st.sampled_from(ENGINE_IDS))
+    def detach(self, engine_id) -> None:
         """The engine's connection ends, its process lives, and may go on to write."""
-        if owner in self.detached:
+        if engine_id in self.detached:
             return
         engine = self.world.engine
-        engine.engines.detach(self.ids[owner])
-        self.detached.add(owner)
-        self.jobs[owner] = {}
-        self._forget_loads(owner)
-        held = sorted(s.answer.lease_id for s in self.stores if s.owner == owner)
+        engine.engines.detach(self.ids[engine_id])
+        self.detached.add(engine_id)
+        self.requests[engine_id] = {}
+        self._forget_loads(engine_id)
+        held = sorted(s.answer.lease_id for s in self.stores if s.engine_id == engine_id)
         assert [
-            i.lease_id for i in engine.inspection.leases() if i.owner == self.ids[owner]
+            i.lease_id for i in engine.inspection.leases() if i.engine_id == self.ids[engine_id]
         ] == held
         self.world.pump()
 
@@ -647,17 +655,19 @@ class CacheMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def reattach(self, data) -> None:
         """The engine comes back and says what it holds; of the rest it knows nothing."""
-        owner = data.draw(st.sampled_from(sorted(self.detached)))
-        stores = [store for store in self.stores if store.owner == owner]
+        engine_id = data.draw(st.sampled_from(sorted(self.detached)))
+        stores = [store for store in self.stores if store.engine_id == engine_id]
         kept = [store for store in stores if data.draw(st.booleans())]
         for store in stores:
             self._check_slots(store)
             if store not in kept:
                 self.stores.remove(store)
         held = [store.answer.lease_id for store in kept]
-        old_id = self.ids[owner]
-        self._attach_anew(owner)
-        confirmed, lost = self.world.engine.engines.reattach(old_id, self.ids[owner], [*held, 1])
+        old_id = self.ids[engine_id]
+        self._attach_anew(engine_id)
+        confirmed, lost = self.world.engine.engines.reattach(
+            old_id, self.ids[engine_id], [*held, 1]
+        )
         assert (list(confirmed), lost) == (held, (1,)), "what an engine writes to stays its own"
         self.world.pump()
 
@@ -704,7 +714,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     @rule(
         kind=st.sampled_from(
-            [HashSlot, HashSlot, ReadBlock, VerifySlot, VerifyExtent, WriteBlock, CompactRows]
+            [HashSlot, HashSlot, ReadBlock, VerifySlot, VerifyExtent, WriteBlock, CompactTokens]
         )
     )
     def finish_kind(self, kind) -> None:
@@ -817,7 +827,7 @@ class CacheMachine(RuleBasedStateMachine):
     @rule(
         num_committed=st.integers(0, 5),
         keep_dram=st.booleans(),
-        alive=st.sets(st.sampled_from(OWNERS)),
+        alive=st.sets(st.sampled_from(ENGINE_IDS)),
         data=st.data(),
     )
     def kill(self, num_committed, keep_dram, alive, data) -> None:
@@ -828,16 +838,16 @@ class CacheMachine(RuleBasedStateMachine):
             if isinstance(record, CommittedSlot) and data.draw(st.integers(0, 5)) == 0:
                 world.damage_slot(slot_id)
         self.loads, self.scrub_id = [], 0
-        alive_ids = {self.ids[owner] for owner in alive} if keep_dram else set()
+        alive_ids = {self.ids[engine_id] for engine_id in alive} if keep_dram else set()
         self.stores = [
             replace(store, is_restored=True)
             for store in self.stores
-            if self.ids[store.owner] in alive_ids
+            if self.ids[store.engine_id] in alive_ids
         ]
-        self.detached = {store.owner for store in self.stores}
-        for owner in OWNERS:
-            self.ids[owner] += ADOPTED_OWNERS
-            self.jobs[owner] = {}
+        self.detached = {store.engine_id for store in self.stores}
+        for engine_id in ENGINE_IDS:
+            self.ids[engine_id] += ADOPTED_ENGINES
+            self.requests[engine_id] = {}
         world.start(keep_dram=keep_dram, alive=alive_ids)
 
     def teardown(self) -> None:
@@ -845,8 +855,8 @@ class CacheMachine(RuleBasedStateMachine):
         if not hasattr(self, "world"):
             return
         world = self.world
-        for owner in OWNERS:
-            world.engine.engines.gone(self.ids[owner])
+        for engine_id in ENGINE_IDS:
+            world.engine.engines.gone(self.ids[engine_id])
         world.engine.scrubs.end(self.scrub_id)
         world.engine.sessions.flush(None, dry_run=False)
         world.pump()

@@ -1,7 +1,7 @@
 """Whatever is discarded, compacted, evicted, forked or lost: each row loaded is the context's own.
 
 Engines here name the lineage of what they load and store, and may go on with rows of their own that
-kvd has lost, or store them after a discard that kvd has not heard of. Before the first discard a
+kvd has lost, or store them after a discard that kvd has not received. Before the first discard a
 row must be the one that a fresh computation gives; behind it, one that some engine has had for this
 very context, after these very discards, in this very place.
 """
@@ -20,7 +20,7 @@ from shared.types.session_key import SessionKey
 from tests.property.cache_world import MODEL, CacheWorld, Row, compute, to_bytes
 
 KEYS = [SessionKey("a", MODEL, name) for name in "xyz"]
-OWNER = 1
+ENGINE_ID = 1
 REST_NS = 20
 LATER_NS = 2_000_000_000  # after it was given up, a compaction is tried again
 PHRASE = st.lists(st.integers(0, 1), min_size=1, max_size=9)
@@ -224,7 +224,7 @@ class DiscardMachine(RuleBasedStateMachine):
                 key,
                 to_bytes(context.tokens),
                 len(rows),
-                OWNER,
+                ENGINE_ID,
                 lineage=context.lineage,
             )
             self.world.pump()
@@ -235,7 +235,7 @@ class DiscardMachine(RuleBasedStateMachine):
                 break
             for span in answer.spans:
                 rows += self.world.slots[span.slot_id][span.start :][: span.num_tokens]
-            engine.loads.complete(answer.lease_id, OWNER)
+            engine.loads.complete(answer.lease_id, ENGINE_ID)
             self.world.pump()
             more = answer.more
         self._check(context, rows)
@@ -257,7 +257,7 @@ class DiscardMachine(RuleBasedStateMachine):
                 key,
                 to_bytes(context.tokens),
                 from_token,
-                OWNER,
+                ENGINE_ID,
                 lineage=context.lineage,
             )
             for block in answer.blocks:
@@ -265,7 +265,7 @@ class DiscardMachine(RuleBasedStateMachine):
                 self.world.slots[block.slot_id] = rows
             if answer.lease_id:
                 self.world.pump()
-                engine.stores.complete(answer.lease_id, OWNER, success=True)
+                engine.stores.complete(answer.lease_id, ENGINE_ID, success=True)
             more = answer.more and answer.end_token > from_token
             from_token = answer.end_token
             self.world.pump()

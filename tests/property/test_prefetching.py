@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from kvd.core.eviction.policies import POLICIES
 from kvd.core.state.limits import Limits
 from shared.types.session_key import SessionKey
-from tests.kvd.core.turns import OWNER, counter, load, queue_of, store, tiers_of
+from tests.kvd.core.turns import ENGINE_ID, counter, load, queue_of, store, tiers_of
 from tests.property.cache_world import MODEL, SHAPE, CacheWorld
 
 KEYS = [SessionKey("a", MODEL, name) for name in "stuvwx"]
@@ -49,7 +49,7 @@ def test_what_is_needed_sooner_never_gives_way(
     for key in used:
         load(world, key, tokens_of(key, size_of[key]))
     before = {key: num_in_dram(world, key) for key in KEYS}
-    world.engine.engines.replace_queue(OWNER, queue_of(*queued))
+    world.engine.engines.replace_queue(ENGINE_ID, queue_of(*queued))
     world.pump()
     world.quiesce()
     after = {key: num_in_dram(world, key) for key in KEYS}

@@ -1,6 +1,6 @@
 """Whatever schedulers do and connections suffer, kvd knows what it was told last, in order.
 
-Several engines go round at random, and tell one queue window of it in between, over connections
+Several engines go round at random, and report to one queue window in between, over connections
 that break before or after an update has arrived, to a kvd that forgets. After each update that is
 acknowledged the window has what the scheduler has, as far as kvd takes it.
 """
@@ -25,8 +25,8 @@ MODEL = KEYS[0].model
 class TellingEngine:
     """An engine whose scheduler goes round, and its end of the connection to kvd."""
 
-    def __init__(self, owner: int, window: QueueWindow, random: Random) -> None:
-        self.owner = owner
+    def __init__(self, engine_id: int, window: QueueWindow, random: Random) -> None:
+        self.engine_id = engine_id
         self.random = random
         self.most_jobs = random.choice([1, 3, 8, 1000])
         limits = random_limits(random)
@@ -34,7 +34,7 @@ class TellingEngine:
         self.window = window
         self.replica = QueueReplica(self._apply)
         self.now_ns = 0
-        self.is_forgotten = False  # by kvd, of which we hear with the next update
+        self.is_forgotten = False  # by kvd, as the answer to the next update will show
 
     def go_round(self) -> None:
         random, world = self.random, self.world
@@ -47,7 +47,7 @@ class TellingEngine:
             )
         go_round(world, random, Counter())
 
-    def tell(self, seen: Counter[str]) -> None:
+    def report(self, seen: Counter[str]) -> None:
         """Send an update over a connection that may break."""
         feed = self.world.scheduler.feed
         feed.interval_s = self.random.choice([0.0, 0.1, 0.2])
@@ -57,7 +57,7 @@ class TellingEngine:
             if not self.is_forgotten:
                 self.check()
             return
-        sent = snapshot_message(self.owner, update).SerializeToString()
+        sent = snapshot_message(self.engine_id, update).SerializeToString()
         luck = self.random.random()
         if luck < 0.05:
             seen["lost"] += 1
@@ -79,13 +79,13 @@ class TellingEngine:
 
     def reconnect(self) -> None:
         """The stream ends, and with it what kvd knows."""
-        self.window.forget(self.owner)
+        self.window.forget(self.engine_id)
         self.replica = QueueReplica(self._apply)
         self.world.scheduler.feed.restart()
 
     def check(self) -> None:
         """Kvd has the head of the scheduler's queue."""
-        engine = self.window._engines.get(self.owner)
+        engine = self.window._engines.get(self.engine_id)
         known = []
         if engine is not None:
             known = [(number, None) for number in sorted(engine.running)]
@@ -98,28 +98,30 @@ class TellingEngine:
     def _apply(self, update: QueueUpdate) -> int:
         self.now_ns += 50_000_000
         take = self.window.change if update.base_sequence else self.window.replace
-        return take(self.owner, update.change, self.now_ns)
+        return take(self.engine_id, update.change, self.now_ns)
 
 
 def exchange(seed: int, num_rounds: int) -> Counter[str]:
-    """Engines go round, and tell of it now and then; returns what happened."""
+    """Engines go round, and report now and then; returns what happened."""
     random, seen = Random(seed), Counter[str]()  # noqa: S311  # test data
     window = QueueWindow(lambda _: None)
-    engines = [TellingEngine(owner, window, random) for owner in range(random.randint(1, 3))]
+    engines = [
+        TellingEngine(engine_id, window, random) for engine_id in range(random.randint(1, 3))
+    ]
     for _ in range(num_rounds):
         engine = random.choice(engines)
         engine.go_round()
         if random.random() < 0.7:
-            engine.tell(seen)
+            engine.report(seen)
         if random.random() < 0.02:
             engine.is_forgotten = True
-            window.forget(engine.owner)
+            window.forget(engine.engine_id)
         window.check()
     for engine in engines:
         engine.world.drain()
         engine.reconnect()
         while engine.replica._taken == 0:
-            engine.tell(seen)
+            engine.report(seen)
     window.check()
     assert len(window) == 0
     return seen

@@ -1,6 +1,6 @@
 """Under random queues and sessions the placement knows who is busy, and ranks each once.
 
-A model keeps every engine's jobs as plain lists; what the placement says is compared with what
+A model keeps every engine's requests as plain lists; what the placement says is compared with what
 follows from them the long way.
 """
 
@@ -27,14 +27,14 @@ SESSIONS = [SessionKey("a", "m", f"s{number}") for number in range(7)]
 ENGINES = [1, 2, 3]
 WHOLE_QUEUE = {"lookahead_queue", "predictive"}
 KEYS = st.sampled_from(SESSIONS)
-OWNERS = st.sampled_from(ENGINES)
+ENGINE_IDS = st.sampled_from(ENGINES)
 INTERVALS = st.sampled_from([0, 0, 10, 70])
 PRIORITIES = st.integers(-1, 1)
 TAGS = st.sampled_from([0.0, 1.0, 2.5])
 
 
 @dataclass
-class Jobs:
+class Requests:
     """One engine's, as it knows them itself."""
 
     waiting: dict[int, QueuedRequest] = field(default_factory=dict)  # by number
@@ -44,8 +44,8 @@ class Jobs:
     def digest(self) -> int:
         """Of all of it, computed anew."""
         digest = 0
-        for job in self.waiting.values():
-            digest = combined(digest, added=waiting_digest(job.rank, job.key))
+        for request in self.waiting.values():
+            digest = combined(digest, added=waiting_digest(request.rank, request.key))
         for number, key in self.running.items():
             digest = combined(digest, added=running_digest(number, key))
         return digest
@@ -58,7 +58,7 @@ class PlacementMachine(RuleBasedStateMachine):
     def start(self, name, capacity) -> None:
         self.name = name
         self.placement = SessionPlacement(POLICIES[name], lambda: capacity)
-        self.engines = {owner: Jobs() for owner in ENGINES}
+        self.engines = {engine_id: Requests() for engine_id in ENGINES}
         self.now_ns = 0
         self.next_number = 0
         self.ranked = {tier: set() for tier in Tier}
@@ -67,65 +67,71 @@ class PlacementMachine(RuleBasedStateMachine):
 
     # --------------------------------------------------------------------------------------- queue
 
-    @rule(owner=OWNERS, data=st.data(), interval_ns=INTERVALS)
-    def change(self, owner, data, interval_ns) -> None:
+    @rule(engine_id=ENGINE_IDS, data=st.data(), interval_ns=INTERVALS)
+    def change(self, engine_id, data, interval_ns) -> None:
         """Some join, some start, some leave, some get another rank: all in one change."""
-        jobs = self.engines[owner]
+        requests = self.engines[engine_id]
         before = self._queued()
-        left = data.draw(_some_of([*jobs.waiting, *jobs.running]), "left")
-        numbers = [number for number in jobs.waiting if number not in left]
+        left = data.draw(_some_of([*requests.waiting, *requests.running]), "left")
+        numbers = [number for number in requests.waiting if number not in left]
         started = data.draw(_some_of(numbers), "started")
         moved = data.draw(_some_of([n for n in numbers if n not in started]), "moved")
         joined = data.draw(st.lists(KEYS, max_size=3), "joined")
         preempted = data.draw(
-            _some_of([n for n in jobs.running if n not in left]), "back from running"
+            _some_of([n for n in requests.running if n not in left]), "back from running"
         )
         change = QueueChange(
             waiting=[
                 *(self._job(data, key) for key in joined),
-                *(self._job(data, jobs.waiting[number].key, number) for number in moved),
-                *(self._job(data, jobs.running[number], number) for number in preempted),
+                *(self._job(data, requests.waiting[number].key, number) for number in moved),
+                *(self._job(data, requests.running[number], number) for number in preempted),
             ],
-            running=[RunningRequest(number, jobs.waiting[number].key) for number in started],
+            running=[RunningRequest(number, requests.waiting[number].key) for number in started],
             left=left,
             interval_ns=interval_ns,
         )
         for number in left:
-            jobs.waiting.pop(number, None)
-            jobs.running.pop(number, None)
+            requests.waiting.pop(number, None)
+            requests.running.pop(number, None)
         for number in started:
-            jobs.running[number] = jobs.waiting.pop(number).key
-        for job in change.waiting:
-            jobs.running.pop(job.rank[2], None)
-            jobs.waiting[job.rank[2]] = job
-        digest = self.placement.change_queue(owner, change, self.now_ns)
-        assert digest == jobs.digest
-        touched = {job.key for job in change.waiting} | {job.key for job in change.running}
+            requests.running[number] = requests.waiting.pop(number).key
+        for request in change.waiting:
+            requests.running.pop(request.rank[2], None)
+            requests.waiting[request.rank[2]] = request
+        digest = self.placement.change_queue(engine_id, change, self.now_ns)
+        assert digest == requests.digest
+        touched = {request.key for request in change.waiting} | {
+            request.key for request in change.running
+        }
         self._reopened(before, touched)
 
-    @rule(owner=OWNERS, data=st.data(), keys=st.lists(KEYS, max_size=5), interval_ns=INTERVALS)
-    def replace(self, owner, data, keys, interval_ns) -> None:
+    @rule(
+        engine_id=ENGINE_IDS, data=st.data(), keys=st.lists(KEYS, max_size=5), interval_ns=INTERVALS
+    )
+    def replace(self, engine_id, data, keys, interval_ns) -> None:
         """A full snapshot: what is kept of the old queue may stand anywhere."""
-        jobs = self.engines[owner]
+        requests = self.engines[engine_id]
         before = self._queued()
-        kept = data.draw(_some_of([*jobs.waiting]), "kept")
-        running = data.draw(_some_of([*jobs.running]), "running")
+        kept = data.draw(_some_of([*requests.waiting]), "kept")
+        running = data.draw(_some_of([*requests.running]), "running")
         waiting = [self._job(data, key) for key in keys]
-        waiting += [jobs.waiting[number] for number in kept]
-        jobs.waiting = {job.rank[2]: job for job in waiting}
-        jobs.running = {number: jobs.running[number] for number in running}
-        runs = [RunningRequest(number, key) for number, key in jobs.running.items()]
+        waiting += [requests.waiting[number] for number in kept]
+        requests.waiting = {request.rank[2]: request for request in waiting}
+        requests.running = {number: requests.running[number] for number in running}
+        runs = [RunningRequest(number, key) for number, key in requests.running.items()]
         digest = self.placement.replace_queue(
-            owner, QueueChange(waiting, runs, interval_ns=interval_ns), self.now_ns
+            engine_id, QueueChange(waiting, runs, interval_ns=interval_ns), self.now_ns
         )
-        assert digest == jobs.digest
-        self._reopened(before, {job.key for job in waiting} | {job.key for job in runs})
+        assert digest == requests.digest
+        self._reopened(
+            before, {request.key for request in waiting} | {request.key for request in runs}
+        )
 
-    @rule(owner=OWNERS)
-    def forget(self, owner) -> None:
+    @rule(engine_id=ENGINE_IDS)
+    def forget(self, engine_id) -> None:
         before = self._queued()
-        self.engines[owner] = Jobs()
-        self.placement.forget_engine(owner, self.now_ns)
+        self.engines[engine_id] = Requests()
+        self.placement.forget_engine(engine_id, self.now_ns)
         self._reopened(before, set())
 
     # ------------------------------------------------------------------------------------ sessions
@@ -162,7 +168,7 @@ class PlacementMachine(RuleBasedStateMachine):
     @rule(key=KEYS, num_tokens=st.integers(1, 5000))
     def size(self, key, num_tokens) -> None:
         self.placement.policy.on_resize(key, num_tokens)
-        self.placement.note_size(num_tokens)
+        self.placement.observe_size(num_tokens)
 
     @rule(key=KEYS)
     def end(self, key) -> None:
@@ -180,9 +186,9 @@ class PlacementMachine(RuleBasedStateMachine):
 
     @rule(key=KEYS)
     def load(self, key) -> None:
-        """An engine has what is stored: its turn may run before or after kvd hears of it."""
+        """An engine has what is stored: its turn may run before or after that is reported."""
         self.placement.loaded(key)
-        running = {key for jobs in self.engines.values() for key in jobs.running.values()}
+        running = {key for requests in self.engines.values() for key in requests.running.values()}
         assert self.placement.is_released(key) == (key in running)
 
     # -------------------------------------------------------------------------------------- asking
@@ -202,8 +208,8 @@ class PlacementMachine(RuleBasedStateMachine):
     def pick(self, window, late) -> None:
         """As looked for the long way: the first in time of those in the window, else the first."""
         found = self.placement.prefetching.pick(window, lambda key, _: key not in late)
-        jobs = list(self.placement.queue)
-        first_at = {key: jobs.index(key) for key in self._queued() & self.opened}
+        requests = list(self.placement.queue)
+        first_at = {key: requests.index(key) for key in self._queued() & self.opened}
         order = [k for k in sorted(first_at, key=first_at.get) if first_at[k] < window][:MOST_LATE]
         in_time = [key for key in order if key not in late]
         assert found == next(iter(in_time or order), None)
@@ -228,7 +234,7 @@ class PlacementMachine(RuleBasedStateMachine):
             return
         queue = self.placement.queue
         queue.check()
-        running = {key for jobs in self.engines.values() for key in jobs.running.values()}
+        running = {key for requests in self.engines.values() for key in requests.running.values()}
         for key in SESSIONS:
             assert queue.is_queued(key) == (key in self._queued())
             assert queue.is_running(key) == (key in running)
@@ -237,7 +243,7 @@ class PlacementMachine(RuleBasedStateMachine):
         assert self.placement.num_running == len(running)
         assert self.placement.has_busy == bool(self._queued() | running)
         assert len(self.placement.prefetching) == len(self.opened & self._queued())
-        assert len(queue) == sum(len(jobs.waiting) for jobs in self.engines.values())
+        assert len(queue) == sum(len(requests.waiting) for requests in self.engines.values())
 
     @invariant()
     def each_is_ranked_once(self) -> None:
@@ -265,12 +271,16 @@ class PlacementMachine(RuleBasedStateMachine):
         return QueuedRequest(rank, key, 0)
 
     def _queued(self) -> set[SessionKey]:
-        return {job.key for jobs in self.engines.values() for job in jobs.waiting.values()}
+        return {
+            request.key
+            for requests in self.engines.values()
+            for request in requests.waiting.values()
+        }
 
     def _reopened(self, before, touched) -> None:
         """Who begins to wait is looked at, and who left is not; the rest may or may not be.
 
-        A job that stands where it stood, and another one of a session that waits, change nothing.
+        A request that stands where it stood, and another one of a waiting session, are no change.
         """
         queued, order = self._queued(), self.placement.prefetching
         self.opened = (self.opened & queued) | (queued - before)

@@ -40,11 +40,11 @@ class _History:
     Attributes:
         num_turns: that were submitted.
         num_tokens: stored after the last one.
-        grown_tokens: by the last one.
+        grown_tokens: how many of them the last one added.
         gap_ns: idle time before the last one.
         session_class: by its traits when it became idle, or was stored since.
         idle_ns: since when it is idle; None: it is not, or has ended.
-        bucket: of idle time that it is in.
+        bucket: the bucket of idle time that it is in.
     """
 
     num_turns: int = 0
@@ -56,7 +56,7 @@ class _History:
     bucket: int = 0
 
     def traits(self) -> Traits:
-        """Class of the session: turns so far, size of the last one, idle time before it."""
+        """Return the session's class: turns so far, size of the last one, idle time before it."""
         is_many = self.num_turns >= len(TURN_GROUPS)
         return (
             MANY_TURNS if is_many else TURN_GROUPS[self.num_turns],
@@ -78,10 +78,10 @@ class IdleSessions:
         self._num_seen = 0
         self._num_learned = 0  # of these
 
-    # -------------------------------------------------------------------------------------- told
+    # ------------------------------------------------------------------------------------ events
 
     def on_submit(self, key: SessionKey, now_ns: int) -> None:
-        """Note that a turn was submitted."""
+        """Record that a turn was submitted."""
         history = self._histories.get(key)
         if history is None:
             self._new[key] = self._new.get(key, 0) + 1
@@ -97,32 +97,32 @@ class IdleSessions:
         history.idle_ns = None
 
     def busy(self, key: SessionKey) -> None:
-        """Note that the session is not idle now; or has ended, so that it need not be watched."""
+        """Record that the session is not idle now; or has ended, so that it need not be watched."""
         history = self._histories.get(key)
         if history is not None:
             history.idle_ns = None
 
     def idle(self, key: SessionKey, now_ns: int) -> None:
-        """Note that the session is idle from now on."""
+        """Record that the session is idle from now on."""
         history = self._history(key)
         history.idle_ns, history.bucket = now_ns, 0
         history.session_class = self._hazards.class_of(history.traits())
         self._age_later(key, history)
 
     def on_resize(self, key: SessionKey, num_tokens: int) -> None:
-        """Note how much is stored of the session."""
+        """Record how much is stored of the session."""
         history = self._history(key)
         history.grown_tokens = num_tokens - history.num_tokens
         history.num_tokens = num_tokens
         history.session_class = self._hazards.class_of(history.traits())
 
     def stored(self, key: SessionKey) -> None:
-        """Note that something of the session is stored: it is remembered until it is dropped."""
+        """Record that something of the session is stored: it is watched until it is dropped."""
         self._history(key)
         self._ghosts.pop(key, None)
 
     def dropped(self, key: SessionKey) -> None:
-        """Note that nothing of the session is stored any more."""
+        """Record that nothing of the session is stored any more."""
         if key in self._histories:
             self._haunt(key)
 
@@ -188,7 +188,7 @@ class IdleSessions:
         return history
 
     def _haunt(self, key: SessionKey) -> None:
-        """Have a session that is not stored be remembered as long as there is room."""
+        """Keep the history of a session that is not stored, as long as there is room."""
         self._ghosts[key] = None
         self._ghosts.move_to_end(key)
         if len(self._ghosts) > MOST_GHOSTS:

@@ -78,21 +78,21 @@ class LookaheadQueuePolicy(EvictionPolicy):
         return super()._rank(key, facts, tier)
 
     def _place_of(self, key: SessionKey) -> QueuePlace | None:
-        """The place that a session is kept for, if there is one."""
+        """Return the place that a session is kept for, if there is one."""
         return self._queue.place(key)
 
 
 def later_first(place: QueuePlace) -> EvictionRank:
     """Numbers that sort places from the tail of the queue to its head."""
     priority, tag, number = place.rank
-    return -place.starts_at_ns, -place.owner, -priority, -tag, -number
+    return -place.starts_at_ns, -place.engine_id, -priority, -tag, -number
 
 
 class LookaheadPolicy(LookaheadQueuePolicy):
     """Sessions in the eviction window go last, tail of the window first; others go by last use.
 
-    The window is of `L_ew = (C_mem + C_disk) / S_kv` jobs. Its edge is moved when victims are asked
-    for: by a session or so for each job that joined or left since, O(log jobs) each.
+    The window is of `L_ew = (C_mem + C_disk) / S_kv` requests. Its edge is moved when victims are
+    asked for: by a session or so for each request that joined or left since, O(log requests) each.
 
     *Source:* CachedAttention §3.3.2 (the order outside the window is not stated there).
     """

@@ -42,8 +42,8 @@ class PolicyContext:
     """What a policy may look at.
 
     Attributes:
-        queue: of all engines.
-        eviction_window: the paper's L_ew, in jobs, now.
+        queue: the queues of all engines, merged.
+        eviction_window: the paper's L_ew, in requests, now.
     """
 
     queue: QueueWindow
@@ -69,7 +69,7 @@ class EvictionPolicy:
     """See the module docstring. Every call is O(log sessions), and so is each victim.
 
     Attributes:
-        name: what it is configured by.
+        name: names it in the settings.
         looks_ahead: whether sessions that wait, or are likely to return, are read from SSD in
             advance.
     """
@@ -103,7 +103,7 @@ class EvictionPolicy:
     # -------------------------------------------------------------------------- a session's life
 
     def on_submit(self, key: SessionKey, now_ns: int) -> None:
-        """Note that a turn of the session was submitted; perhaps nothing is stored of it."""
+        """Record that a turn of the session was submitted; perhaps nothing is stored of it."""
 
     def on_queue(
         self,
@@ -113,7 +113,7 @@ class EvictionPolicy:
         *,
         is_running: bool,  # noqa: ARG002
     ) -> None:
-        """Note where its first waiting turn stands (None: none waits), and whether one runs.
+        """Record where its first waiting turn stands (None: none waits), and whether one runs.
 
         A running session's KV is in the engine's memory: in DRAM it goes before others. In SSD it
         does not, it may be the only copy.
@@ -122,7 +122,7 @@ class EvictionPolicy:
             self._changed(key)
 
     def on_access(self, key: SessionKey, now_ns: int) -> None:  # noqa: ARG002
-        """Note that the session is used now; it enters the order of every tier."""
+        """Record that the session is used now; it enters the order of every tier."""
         facts = self._facts_of(key)
         facts.last_use = self._next_use()
         facts.is_ended = False
@@ -132,10 +132,10 @@ class EvictionPolicy:
         self._settle_many()
 
     def on_resize(self, key: SessionKey, num_tokens: int) -> None:
-        """Note how much is stored of the session, after it was stored."""
+        """Record how much is stored of the session, after it was stored."""
 
     def on_end(self, key: SessionKey) -> None:
-        """Note that the session will not come back: first victim, until touched again."""
+        """Record that the session will not come back: first victim, until touched again."""
         facts = self._wake(key)
         if facts is not None:
             facts.is_ended = True
@@ -174,7 +174,7 @@ class EvictionPolicy:
         self._num_uses += len(keys)
 
     def on_insert(self, key: SessionKey, tier: Tier) -> None:
-        """Note bytes in this tier without a use (a late write, a shared block it answers for).
+        """Record bytes in this tier without a use (a late write, a shared block it answers for).
 
         A session that was never used counts as used now.
         """
@@ -186,7 +186,7 @@ class EvictionPolicy:
         self._settle_many()
 
     def on_evict(self, key: SessionKey, tier: Tier) -> None:
-        """Note that nothing of it is to be had in this tier."""
+        """Record that nothing of it is to be had in this tier."""
         self._wake(key)
         self._orders[tier].leave(key)
         if tier is Tier.DRAM:
@@ -197,11 +197,11 @@ class EvictionPolicy:
         return key in self._orders[tier] or (tier is Tier.SSD and key in self._resting)
 
     def offered(self, key: SessionKey) -> None:
-        """Note that the session, which is in the order of DRAM, has clean bytes there."""
+        """Record that the session, which is in the order of DRAM, has clean bytes there."""
         self._clean.enter(key)
 
     def spent(self, key: SessionKey) -> None:
-        """Note that it has none that it could give, until they are offered again."""
+        """Record that it has none that it could give, until they are offered again."""
         self._clean.leave(key)
 
     def offers(self, key: SessionKey) -> bool:
@@ -246,7 +246,7 @@ class EvictionPolicy:
     def _between(
         self, tier: Tier | None, low: EvictionRank, high: EvictionRank
     ) -> Iterator[SessionKey]:
-        """Sessions from one rank to below another, in order of eviction."""
+        """Return the sessions from one rank to below another, in order of eviction."""
         order = self._orders[tier]
         if tier is Tier.DRAM or not self._resting:
             return order.between(low, high)

@@ -1,11 +1,11 @@
 """The queues of all engines in one order: which sessions are needed, and how soon.
 
-Pure. An engine tells its queue in full once, and then what has changed; all of it is forgotten
-with the engine. Engines are merged by estimated start: a job's estimate is made when it comes, and
-kept between those of its neighbours, so that within one engine the order is the engine's own.
+Pure. An engine reports its queue in full once, and then what has changed; all of it is forgotten
+with the engine. Engines are merged by estimated start: a request's estimate is made when it comes,
+and kept between those of its neighbours, so that within one engine the order is the engine's own.
 
 Invariants (`check`): 1. the merged order, and its restriction to each engine, are sorted; 2. a
-session is queued exactly while one of its jobs waits, and its place is that of its first job.
+session is queued exactly while a request of it waits, and its place is that of its first one.
 
 *Source:* look-ahead windows over the job queue: CachedAttention §3.3.1.
 """
@@ -28,29 +28,29 @@ from shared.types.queue_delta import (
 )
 from shared.types.session_key import SessionKey
 
-FEW_SHARE = 2  # with fewer changes than one for so many jobs, they are made one by one
-BULK_SHARE = 8  # an engine with more than one of so many jobs is dropped by sifting all of them
+FEW_SHARE = 2  # with fewer changes than one for so many requests, they are made one by one
+BULK_SHARE = 8  # an engine with more than one of so many requests is dropped by sifting all of them
 
-_Touched = dict[SessionKey, None]  # sessions whose jobs are others now, in order
+_Touched = dict[SessionKey, None]  # sessions whose requests are others now, in order
 
 
 class QueuePlace(NamedTuple):
-    """Where a job stands among those of all engines; lower is sooner."""
+    """Where a request stands among those of all engines; lower is sooner."""
 
     starts_at_ns: int  # estimate
-    owner: int
+    engine_id: int
     rank: Rank
     key: SessionKey
 
 
 @dataclass(slots=True)
 class _EngineQueue:
-    """One engine's jobs.
+    """One engine's requests.
 
     Attributes:
-        order: ranks of jobs that wait.
-        places: of jobs that wait, by number.
-        running: sessions of jobs that run, by number.
+        order: ranks of requests that wait.
+        places: of requests that wait, by number.
+        running: sessions of requests that run, by number.
     """
 
     interval_ns: int = 0
@@ -61,7 +61,7 @@ class _EngineQueue:
 
 
 class QueueWindow:
-    """See the module docstring. Changes cost O(log jobs) each.
+    """See the module docstring. Changes cost O(log requests) each.
 
     Args:
         changed: called with each session whose place, or whether it runs, may be another now;
@@ -76,34 +76,34 @@ class QueueWindow:
         self._num_running: dict[SessionKey, int] = {}
 
     def __len__(self) -> int:
-        """Jobs that wait."""
+        """Requests that wait."""
         return len(self._order)
 
     def __iter__(self) -> Iterator[SessionKey]:
-        """Sessions of the jobs that wait, soonest first; one may come twice."""
+        """Sessions of the requests that wait, soonest first; one may come twice."""
         return (place.key for place in self._order)
 
     # ------------------------------------------------------------------------------------ changing
 
-    def replace(self, owner: int, jobs: QueueChange, now_ns: int) -> int:
-        """Take all of an engine's queue; returns its digest. O(jobs).
+    def replace(self, engine_id: int, queue: QueueChange, now_ns: int) -> int:
+        """Take all of an engine's queue; returns its digest. O(requests).
 
         What is known already stays where it is, unless most is new: then all is sorted at once.
         """
-        difference = self._difference(owner, jobs)
-        if FEW_SHARE * (len(difference.waiting) + len(difference.left)) < len(jobs.waiting):
-            return self.change(owner, difference, now_ns)
-        touched = self._drop(owner)
-        engine = _EngineQueue(jobs.interval_ns)
-        if jobs.waiting or jobs.running:
-            self._engines[owner] = engine
-            self._fill(owner, engine, jobs, now_ns, touched)
-        self._tell(touched)
+        difference = self._difference(engine_id, queue)
+        if FEW_SHARE * (len(difference.waiting) + len(difference.left)) < len(queue.waiting):
+            return self.change(engine_id, difference, now_ns)
+        touched = self._drop(engine_id)
+        engine = _EngineQueue(queue.interval_ns)
+        if queue.waiting or queue.running:
+            self._engines[engine_id] = engine
+            self._fill(engine_id, engine, queue, now_ns, touched)
+        self._notify(touched)
         return engine.digest
 
-    def change(self, owner: int, change: QueueChange, now_ns: int) -> int:
+    def change(self, engine_id: int, change: QueueChange, now_ns: int) -> int:
         """Take a change of an engine's queue; returns the digest of what it is now."""
-        engine = self._engines.setdefault(owner, _EngineQueue())
+        engine = self._engines.setdefault(engine_id, _EngineQueue())
         engine.interval_ns = change.interval_ns or engine.interval_ns
         touched: _Touched = {}
         for number in change.left:
@@ -111,15 +111,15 @@ class QueueWindow:
         for running in change.running:
             self._take_out(engine, running.number, touched)
             self._run(engine, running, touched)
-        for job in sorted(change.waiting):
-            self._take_out(engine, job.rank[2], touched)
-            self._put_in(owner, engine, job, now_ns, touched)
-        self._tell(touched)
+        for request in sorted(change.waiting):
+            self._take_out(engine, request.rank[2], touched)
+            self._put_in(engine_id, engine, request, now_ns, touched)
+        self._notify(touched)
         return engine.digest
 
-    def forget(self, owner: int) -> None:
-        """Forget an engine and its jobs."""
-        self._tell(self._drop(owner))
+    def forget(self, engine_id: int) -> None:
+        """Forget an engine and its requests."""
+        self._notify(self._drop(engine_id))
 
     # ------------------------------------------------------------------------------------- looking
 
@@ -132,52 +132,52 @@ class QueueWindow:
         return key in self._num_running
 
     def place(self, key: SessionKey) -> QueuePlace | None:
-        """Where the session's first waiting turn stands; None if none waits."""
+        """Return where the session's first waiting turn stands; None if none waits."""
         places = self._places.get(key)
         return places[0] if places else None
 
     def place_of(self, key: SessionKey) -> QueuePlace:
-        """Where the first waiting turn of a session stands that is queued."""
+        """Return where the first waiting turn of a session stands that is queued."""
         return self._places[key][0]
 
     def place_at(self, index: int) -> QueuePlace | None:
-        """Place with so many jobs before it, None if there are no more: O(log jobs)."""
+        """Return the place with `index` requests before it, if there is one: O(log requests)."""
         return self._order[index] if index < len(self._order) else None
 
     def between(self, one: QueuePlace | None, other: QueuePlace | None) -> Iterator[QueuePlace]:
-        """Places from the one to the other, whichever is sooner; None is behind all."""
+        """Return the places from the one to the other, whichever is sooner; None is behind all."""
         bounds = sorted(place for place in (one, other) if place is not None)
         if not bounds:
             return iter(())
         return self._order.irange(bounds[0], bounds[1] if len(bounds) > 1 else None)
 
     def num_ahead(self, place: QueuePlace) -> int:
-        """Jobs before a place: O(log jobs)."""
+        """Count the requests before a place: O(log requests)."""
         return self._order.bisect_left(place)
 
     def starts_in_ns(self, place: QueuePlace) -> int:
-        """Estimated time until the job starts, by the jobs before it at its engine; 0: unknown."""
-        engine = self._engines[place.owner]
+        """Estimate when the request starts, by those before it at its engine; 0: unknown."""
+        engine = self._engines[place.engine_id]
         return (engine.order.bisect_left(place.rank) + 1) * engine.interval_ns
 
-    def runs(self, owner: int, number: int) -> bool:
-        """Whether a job of an engine is being computed."""
-        engine = self._engines.get(owner)
+    def runs(self, engine_id: int, number: int) -> bool:
+        """Whether a request of an engine is being computed."""
+        engine = self._engines.get(engine_id)
         return engine is not None and number in engine.running
 
-    def knows(self, owner: int, number: int) -> bool:
-        """Whether a job of an engine waits or runs."""
-        engine = self._engines.get(owner)
+    def holds(self, engine_id: int, number: int) -> bool:
+        """Whether a request of an engine waits or runs."""
+        engine = self._engines.get(engine_id)
         return engine is not None and (number in engine.places or number in engine.running)
 
-    def num_waiting(self, owner: int) -> int:
-        """Jobs of an engine that wait."""
-        engine = self._engines.get(owner)
+    def num_waiting(self, engine_id: int) -> int:
+        """Count the requests of an engine that wait."""
+        engine = self._engines.get(engine_id)
         return len(engine.places) if engine else 0
 
-    def num_running(self, owner: int) -> int:
-        """Jobs of an engine that are being computed."""
-        engine = self._engines.get(owner)
+    def num_running(self, engine_id: int) -> int:
+        """Count the requests of an engine that are being computed."""
+        engine = self._engines.get(engine_id)
         return len(engine.running) if engine else 0
 
     def check(self) -> None:
@@ -185,8 +185,8 @@ class QueueWindow:
         assert list(self._order) == sorted(self._order)
         assert sorted(p for places in self._places.values() for p in places) == list(self._order)
         num_running: dict[SessionKey, int] = {}
-        for owner, engine in self._engines.items():
-            own = [place for place in self._order if place.owner == owner]
+        for engine_id, engine in self._engines.items():
+            own = [place for place in self._order if place.engine_id == engine_id]
             assert [place.rank for place in own] == list(engine.order) == sorted(engine.order)
             assert {place.rank[2]: place for place in own} == engine.places
             assert not engine.places.keys() & engine.running.keys()
@@ -202,32 +202,40 @@ class QueueWindow:
 
     # -------------------------------------------------------------------------------- all at once
 
-    def _difference(self, owner: int, jobs: QueueChange) -> QueueChange:
-        """What `jobs`, which are all, change in what is known of an engine."""
-        engine = self._engines.get(owner)
+    def _difference(self, engine_id: int, queue: QueueChange) -> QueueChange:
+        """Return what `queue`, which is all of it, changes in what is known of an engine."""
+        engine = self._engines.get(engine_id)
         if engine is None:
-            return jobs
+            return queue
         places, running = engine.places, engine.running
         waiting = [
-            job
-            for job in jobs.waiting
-            if (place := places.get(job.rank[2])) is None or (place.rank, place.key) != job[:2]
+            request
+            for request in queue.waiting
+            if (place := places.get(request.rank[2])) is None
+            or (place.rank, place.key) != request[:2]
         ]
-        told = {job.rank[2] for job in jobs.waiting} | {job.number for job in jobs.running}
+        reported = {request.rank[2] for request in queue.waiting} | {
+            request.number for request in queue.running
+        }
         return QueueChange(
             waiting,
-            [job for job in jobs.running if running.get(job.number) != job.key],
-            [number for number in (*places, *running) if number not in told],
-            jobs.interval_ns,
+            [request for request in queue.running if running.get(request.number) != request.key],
+            [number for number in (*places, *running) if number not in reported],
+            queue.interval_ns,
         )
 
     def _fill(
-        self, owner: int, engine: _EngineQueue, jobs: QueueChange, now_ns: int, touched: _Touched
+        self,
+        engine_id: int,
+        engine: _EngineQueue,
+        queue: QueueChange,
+        now_ns: int,
+        touched: _Touched,
     ) -> None:
-        """Take all jobs of an engine that has none; `_put_in` for each would be four times this."""
+        """Take all requests of an engine that has none, in a quarter of the time of `_put_in`s."""
         places = [
-            QueuePlace(now_ns + index * engine.interval_ns, owner, rank, key)
-            for index, (rank, key, _) in enumerate(sorted(jobs.waiting), 1)
+            QueuePlace(now_ns + index * engine.interval_ns, engine_id, rank, key)
+            for index, (rank, key, _) in enumerate(sorted(queue.waiting), 1)
         ]
         engine.places = {place.rank[2]: place for place in places}
         engine.order = SortedList(place.rank for place in places)
@@ -237,19 +245,19 @@ class QueueWindow:
         for place in places:
             insort(self._places.setdefault(place.key, []), place)
             touched[place.key] = None
-        for running in jobs.running:
+        for running in queue.running:
             self._run(engine, running, touched)
 
-    def _drop(self, owner: int) -> _Touched:
-        """Forget an engine, and return whose jobs it had."""
+    def _drop(self, engine_id: int) -> _Touched:
+        """Forget an engine, and return whose requests it had."""
         touched: _Touched = {}
-        engine = self._engines.pop(owner, None)
+        engine = self._engines.pop(engine_id, None)
         if engine is None:
             return touched
         for number in list(engine.running):
             self._take_out(engine, number, touched)
         if BULK_SHARE * len(engine.places) > len(self._order):
-            self._order = SortedList(place for place in self._order if place.owner != owner)
+            self._order = SortedList(place for place in self._order if place.engine_id != engine_id)
         else:
             for place in engine.places.values():
                 self._order.remove(place)
@@ -257,33 +265,40 @@ class QueueWindow:
             self._vacate(place, touched)
         return touched
 
-    # ------------------------------------------------------------------------------- job by job
+    # ------------------------------------------------------------------------- request by request
 
     def _put_in(
-        self, owner: int, engine: _EngineQueue, job: QueuedRequest, now_ns: int, touched: _Touched
+        self,
+        engine_id: int,
+        engine: _EngineQueue,
+        request: QueuedRequest,
+        now_ns: int,
+        touched: _Touched,
     ) -> None:
         order, places = engine.order, engine.places
-        index = order.bisect_left(job.rank)
+        index = order.bisect_left(request.rank)
         starts_at_ns = now_ns + (index + 1) * engine.interval_ns
         if index:
             starts_at_ns = max(starts_at_ns, places[order[index - 1][2]].starts_at_ns)
         if index < len(order):
             starts_at_ns = min(starts_at_ns, places[order[index][2]].starts_at_ns)
-        place = places[job.rank[2]] = QueuePlace(starts_at_ns, owner, job.rank, job.key)
-        order.add(job.rank)
-        engine.digest = combined(engine.digest, added=waiting_digest(job.rank, job.key))
+        place = places[request.rank[2]] = QueuePlace(
+            starts_at_ns, engine_id, request.rank, request.key
+        )
+        order.add(request.rank)
+        engine.digest = combined(engine.digest, added=waiting_digest(request.rank, request.key))
         self._order.add(place)
-        insort(self._places.setdefault(job.key, []), place)
-        touched[job.key] = None
+        insort(self._places.setdefault(request.key, []), place)
+        touched[request.key] = None
 
-    def _run(self, engine: _EngineQueue, job: RunningRequest, touched: _Touched) -> None:
-        engine.running[job.number] = job.key
-        engine.digest = combined(engine.digest, added=running_digest(job.number, job.key))
-        self._num_running[job.key] = self._num_running.get(job.key, 0) + 1
-        touched[job.key] = None
+    def _run(self, engine: _EngineQueue, request: RunningRequest, touched: _Touched) -> None:
+        engine.running[request.number] = request.key
+        engine.digest = combined(engine.digest, added=running_digest(request.number, request.key))
+        self._num_running[request.key] = self._num_running.get(request.key, 0) + 1
+        touched[request.key] = None
 
     def _take_out(self, engine: _EngineQueue, number: int, touched: _Touched) -> None:
-        """Forget a job, if it is known."""
+        """Forget a request, if it is known."""
         place = engine.places.pop(number, None)
         if place is not None:
             engine.digest = combined(engine.digest, removed=waiting_digest(place.rank, place.key))
@@ -299,13 +314,13 @@ class QueueWindow:
             touched[key] = None
 
     def _vacate(self, place: QueuePlace, touched: _Touched) -> None:
-        """The session does not wait there any more."""
+        """Take out a place where a session waits no more."""
         places = self._places[place.key]
         del places[bisect_left(places, place)]
         if not places:
             del self._places[place.key]
         touched[place.key] = None
 
-    def _tell(self, touched: Iterable[SessionKey]) -> None:
+    def _notify(self, touched: Iterable[SessionKey]) -> None:
         for key in touched:
             self._changed(key)

@@ -1,4 +1,4 @@
-"""ReturnHazards: how likely idle sessions are to return, and when; learned while it goes on. Pure.
+"""ReturnHazards: how likely idle sessions are to return, and when; learned while running. Pure.
 
 Idle time is cut into buckets, two an octave from a second on. Of each *class* of sessions two
 numbers are kept per bucket `b`: how many were seen to its end or until they returned in it (`n_b`),

@@ -26,13 +26,13 @@ class SessionOrder(Generic[Rank]):
     """Some sessions by their rank. Changes are O(1), a look O(log sessions) for each.
 
     Places are looked up when the order is asked, not when something changes: a session that changes
-    ten times between two looks is moved once, and a whole queue that is told at once is sorted at
+    ten times between two looks is moved once, and a whole queue that is sent at once is sorted at
     once. If nobody asks for long, some are placed at a time.
 
     Invariant: a session is in the order, with one rank, or waits to be placed; never neither.
 
     Args:
-        rank_of: of a session of the order, now.
+        rank_of: returns a session's rank as of now.
     """
 
     def __init__(self, rank_of: Callable[[SessionKey], Rank]) -> None:
@@ -53,7 +53,7 @@ class SessionOrder(Generic[Rank]):
             self._changed[key] = None
 
     def change(self, key: SessionKey) -> None:
-        """Note that the session, if it is in the order, may have another rank."""
+        """Record that the session, if it is in the order, may have another rank."""
         if key in self._ranks:
             self._changed[key] = None
 
@@ -80,19 +80,19 @@ class SessionOrder(Generic[Rank]):
             self._settle()
 
     def between(self, low: Rank, high: Rank) -> Iterator[SessionKey]:
-        """Sessions of at least the one rank and below the other, the lowest first."""
+        """Return the sessions of at least the one rank and below the other, the lowest first."""
         return (key for _, key in self.ranked_between(low, high))
 
     def ranked_between(
         self, low: Rank | None = None, high: Rank | None = None
     ) -> Iterator[tuple[Rank, SessionKey]]:
-        """The same, each with its rank; None: without a bound."""
+        """Return the same, each with its rank; None: without a bound."""
         self._settle()
         least, most = None if low is None else (low,), None if high is None else (high,)
         return self._placed.irange(least, most)  # (rank,) sorts before every (rank, key)
 
     def downwards(self, low: Rank, high: Rank) -> Iterator[SessionKey]:
-        """The same, in reverse order."""
+        """Return the same, in reverse order."""
         self._settle()
         return (key for _, key in self._placed.irange((low,), (high,), reverse=True))
 
@@ -162,11 +162,11 @@ class RestingSessions:
     def between(
         self, low: EvictionRank, high: EvictionRank, rank_of: Callable[[int], EvictionRank]
     ) -> Iterator[tuple[EvictionRank, SessionKey]]:
-        """Sessions of at least the one rank and below the other, in order of eviction.
+        """Yield the sessions of at least the one rank and below the other, in order of eviction.
 
         Args:
-            low: what they have at least.
-            high: what they have not.
+            low: the lowest rank, included.
+            high: the bound above, excluded.
             rank_of: of a session at rest by its last use: the later the higher.
         """
         start, end = (self._bisect(bound, rank_of) for bound in (low, high))
@@ -180,7 +180,7 @@ class RestingSessions:
             start = page_end
 
     def _bisect(self, bound: EvictionRank, rank_of: Callable[[int], EvictionRank]) -> int:
-        """The first place that is not below the bound."""
+        """Return the first place that is not below the bound."""
         low, high = 0, len(self._places)
         while low < high:
             middle = (low + high) // 2

@@ -2,7 +2,7 @@
 
 Pure (D1). The daemon makes room in blocks by it (kvd/core/io/placement.py), `kvd plan` in bytes, so
 that what is planned is what ships. It owns the queue, the policy and the order of prefetching; it
-must not know where any byte is: its callers tell it what enters and leaves a tier, and, with
+must not know where any byte is: its callers report what enters and leaves a tier, and, with
 `settle` and `reopen`, of which waiting sessions something is to be read.
 
 *Source:* CachedAttention §3.3.1 (windows, S_kv, look-ahead prefetching).
@@ -47,14 +47,14 @@ class PrefetchOrder:
         self.on_queue(key, self._queue.place(key))
 
     def settle(self, key: SessionKey) -> None:
-        """There is nothing more to be read of a session now."""
+        """Take out a session of which there is nothing more to be read now."""
         self._open.leave(key)
 
     def pick(self, window: int, is_in_time: Callable[[SessionKey, int], bool]) -> SessionKey | None:
-        """The session to be read next, if there is one.
+        """Return the session to be read next, if there is one.
 
         Args:
-            window: jobs of the queue that are looked at (the paper's L_pw).
+            window: requests of the queue that are looked at (the paper's L_pw).
             is_in_time: whether a session can be read within so many nanoseconds, 0: not known when.
                 One that cannot yields to a later one that can; if none can, the first is read
                 all the same: what is there by then need not be read on demand.
@@ -74,11 +74,11 @@ class SessionPlacement:
 
     Args:
         make_policy: builds the policy, once.
-        capacity_bytes: of DRAM and SSD together, now.
+        capacity_bytes: returns the bytes of DRAM and SSD together, as of now.
 
     Attributes:
         policy: ranks sessions for eviction.
-        queue: of all engines.
+        queue: the queues of all engines, merged.
         prefetching: waiting sessions that may have something to be read.
     """
 
@@ -101,28 +101,28 @@ class SessionPlacement:
 
     # --------------------------------------------------------------------------------------- queue
 
-    def replace_queue(self, owner: int, jobs: QueueChange, now_ns: int) -> int:
+    def replace_queue(self, engine_id: int, queue: QueueChange, now_ns: int) -> int:
         """Take all of an engine's queue; returns its digest.
 
-        Of an engine that was not known the policy is not told that these turns arrived: when they
-        did nobody knows.
+        If the engine had no queue here before, the policy gets no `on_submit` for these turns: when
+        they arrived nobody knows.
         """
-        is_known = self._has_jobs(owner)
-        self._look_through(owner, jobs, now_ns)
+        is_known = self._has_requests(engine_id)
+        self._prepare_change(engine_id, queue, now_ns)
         if not is_known:
             self._arriving.clear()
-        return self.queue.replace(owner, jobs, now_ns)
+        return self.queue.replace(engine_id, queue, now_ns)
 
-    def change_queue(self, owner: int, change: QueueChange, now_ns: int) -> int:
+    def change_queue(self, engine_id: int, change: QueueChange, now_ns: int) -> int:
         """Take a change of an engine's queue; returns the digest of what it is now."""
-        self._look_through(owner, change, now_ns)
-        return self.queue.change(owner, change, now_ns)
+        self._prepare_change(engine_id, change, now_ns)
+        return self.queue.change(engine_id, change, now_ns)
 
-    def forget_engine(self, owner: int, now_ns: int) -> None:
+    def forget_engine(self, engine_id: int, now_ns: int) -> None:
         """Forget an engine's queue."""
         self._now_ns = now_ns
         self._arriving = set()
-        self.queue.forget(owner)
+        self.queue.forget(engine_id)
 
     def is_busy(self, key: SessionKey) -> bool:
         """Whether a turn of the session waits or runs."""
@@ -139,7 +139,7 @@ class SessionPlacement:
         return bool(self._busy)
 
     def loaded(self, key: SessionKey) -> None:
-        """Note that an engine has what is stored of the session, for the turn it is busy with."""
+        """Record that an engine has what is stored of the session, for the turn it is busy with."""
         if key in self._busy:
             self._loaded.add(key)
 
@@ -152,8 +152,8 @@ class SessionPlacement:
 
     # ------------------------------------------------------------------------------------- windows
 
-    def note_size(self, num_bytes: int) -> None:
-        """Note the size of a session that was just stored: it counts in S_kv."""
+    def observe_size(self, num_bytes: int) -> None:
+        """Record the size of a session that was just stored: it counts in S_kv."""
         self._num_sized += 1
         share = max(MEAN_SHARE, 1 / self._num_sized)
         self._mean_bytes += share * (num_bytes - self._mean_bytes)
@@ -164,7 +164,7 @@ class SessionPlacement:
         return int(self._mean_bytes)
 
     def window(self, capacity_bytes: int) -> int:
-        """Sessions of mean size that fit: L_pw of DRAM's bytes, L_ew of those of both tiers."""
+        """Count the sessions of mean size that fit: L_pw for DRAM's bytes, L_ew for both tiers'."""
         return int(capacity_bytes / self._mean_bytes) if self._mean_bytes else 0
 
     # -------------------------------------------------------------------------------------- inside
@@ -172,27 +172,32 @@ class SessionPlacement:
     def _eviction_window(self) -> int:
         return self.window(self._capacity_bytes())
 
-    def _look_through(self, owner: int, change: QueueChange, now_ns: int) -> None:
-        """Note, before a change is taken, what cannot be told from what comes of it."""
+    def _prepare_change(self, engine_id: int, change: QueueChange, now_ns: int) -> None:
+        """Record, before a change is applied, what its result does not show any more."""
         self._now_ns = now_ns
-        self._arriving = self._new_turns(owner, change)
-        for job in change.running:
-            if self._busy.get(job.key) and not self.queue.runs(owner, job.number):
-                self._loaded.discard(job.key)  # the turn that it was loaded for has ended
+        self._arriving = self._new_turns(engine_id, change)
+        for request in change.running:
+            if self._busy.get(request.key) and not self.queue.runs(engine_id, request.number):
+                self._loaded.discard(request.key)  # the turn that it was loaded for has ended
 
-    def _new_turns(self, owner: int, change: QueueChange) -> set[SessionKey]:
-        """Sessions with a job that is not known, be another one's end told in the same change."""
-        if not self._has_jobs(owner):
-            return {job.key for jobs in (change.waiting, change.running) for job in jobs}
-        knows = self.queue.knows
-        waiting = {job.key for job in change.waiting if not knows(owner, job.rank[2])}
-        return waiting | {job.key for job in change.running if not knows(owner, job.number)}
+    def _new_turns(self, engine_id: int, change: QueueChange) -> set[SessionKey]:
+        """Sessions with a request that is new, be another one's end reported in the same change."""
+        if not self._has_requests(engine_id):
+            waiting = {request.key for request in change.waiting}
+            return waiting | {request.key for request in change.running}
+        holds = self.queue.holds
+        waiting = {
+            request.key for request in change.waiting if not holds(engine_id, request.rank[2])
+        }
+        return waiting | {
+            request.key for request in change.running if not holds(engine_id, request.number)
+        }
 
-    def _has_jobs(self, owner: int) -> bool:
-        return bool(self.queue.num_waiting(owner) or self.queue.num_running(owner))
+    def _has_requests(self, engine_id: int) -> bool:
+        return bool(self.queue.num_waiting(engine_id) or self.queue.num_running(engine_id))
 
     def _on_queue(self, key: SessionKey) -> None:
-        """The queue says something else of a session than before."""
+        """Follow a session of which the queue says something else than before."""
         place, is_running = self.queue.place(key), self.queue.is_running(key)
         is_busy = place is not None or is_running
         was_running = self._busy.pop(key, False)

@@ -47,7 +47,7 @@ class TtlClock:
         self._earliest = {key: deadline_ns for deadline_ns, key in entries}
 
     def next_deadline_ns(self) -> int | None:
-        """When to look next."""
+        """Return when to look next."""
         return self._order[0][0] if self._order else None
 
     def pop_due(self, now_ns: int) -> SessionKey | None:

@@ -14,6 +14,7 @@ from kvd.core.inspection.session_filter import (
     rank_of,
     selects,
 )
+from kvd.core.records.entries import BlockRecord, Pin, Span
 from kvd.core.records.records import (
     BlockInfo,
     EngineStats,
@@ -24,7 +25,6 @@ from kvd.core.records.records import (
     Tier,
     TierStats,
 )
-from kvd.core.records.rows import BlockRecord, Pin, Span
 from kvd.core.state.block import Block
 from kvd.core.state.cache_state import CacheState
 from kvd.core.state.session import Session
@@ -36,7 +36,7 @@ class Inspector:
 
     Attributes:
         history: what happened lately to each session, be it stored or not.
-        measures: how long things take and rest.
+        histograms: how long things take and rest.
         tenants: what each tenant that stores something has, and may have.
         turns: the turns of the last while, oldest first.
     """
@@ -44,7 +44,7 @@ class Inspector:
     def __init__(self, state: CacheState) -> None:
         self._state = state
         self.history = state.history
-        self.measures = state.measures
+        self.histograms = state.histograms
         self.tenants = state.tenants
         self.turns = state.turns
 
@@ -80,7 +80,7 @@ class Inspector:
         return self.sum_up(session) if session else None
 
     def describe(self, key: SessionKey) -> SessionDetail:
-        """Everything about one session; raises UnknownSessionError."""
+        """Return everything about one session; raises UnknownSessionError."""
         session = find_session(self._state, key)
         return SessionDetail(self.sum_up(session), self._blocks(session))
 
@@ -116,17 +116,17 @@ class Inspector:
         return [session for session in found if session is not None]
 
     def _waste_bytes(self, session: Session) -> int:
-        """What rows take up that hold nothing of the session, in blocks that are its own."""
+        """Return the bytes of tokens that are not the session's, in blocks that are its own."""
         state = self._state
         step = state.layout.block_tokens
-        num_rows = (
+        num_tokens = (
             sum(1 for key in session.block_keys() if len(state.blocks[key].users) == 1) * step
         )
-        num_rows += session.num_packed * step
+        num_tokens += session.num_packed * step
         for span in session.spans:
-            num_rows -= span.num_tokens if len(state.blocks[span.block_key].users) == 1 else 0
-        num_rows -= sum(span.num_tokens for span in session.tail_spans())
-        return num_rows * state.layout.block_bytes // step
+            num_tokens -= span.num_tokens if len(state.blocks[span.block_key].users) == 1 else 0
+        num_tokens -= sum(span.num_tokens for span in session.tail_spans())
+        return num_tokens * state.layout.block_bytes // step
 
     def _ttl_source(self, session: Session) -> str:
         if session.ttl_ns is not None:
@@ -154,7 +154,7 @@ class Inspector:
         return tuple(sorted(infos, key=lambda info: info.lease_id))
 
     def queue_stats(self) -> QueueStats:
-        """What the queues of all engines say, and the paper's windows; O(1)."""
+        """Return what the queues of all engines say, and the paper's windows; O(1)."""
         state = self._state
         placement, block_bytes = state.placement, state.layout.block_bytes
         dram_bytes = max(0, len(state.slots) - state.num_kept_free) * block_bytes

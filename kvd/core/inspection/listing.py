@@ -2,7 +2,7 @@
 
 Pure. The first page looks at every session; the others only take those that follow. A listing is
 kept until its last page is served, or until newer ones take its place; then a page token still says
-after which session to go on, and the sessions are sorted anew.
+after which session to continue, and the sessions are sorted anew.
 
     page token = listing / position / order / rank / layout / tenant / model / session id
 """

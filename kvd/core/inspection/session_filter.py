@@ -3,9 +3,9 @@
 from dataclasses import dataclass, replace
 from enum import Enum
 
+from kvd.core.records.entries import Pin
 from kvd.core.records.errors import UnknownSessionError
 from kvd.core.records.records import Tier
-from kvd.core.records.rows import Pin
 from kvd.core.state.cache_state import CacheState
 from kvd.core.state.session import Session
 from shared.types.session_key import SessionKey
@@ -86,7 +86,7 @@ def selects(state: CacheState, wanted: SessionFilter, session: Session) -> bool:
 
 
 def num_bytes(state: CacheState, session: Session) -> int:
-    """Bytes of a session's blocks, shared ones included."""
+    """Return the bytes of a session's blocks, shared ones included."""
     num_blocks = len(session.block_keys()) + session.num_packed
     return num_blocks * state.layout.block_bytes
 

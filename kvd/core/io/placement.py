@@ -1,4 +1,4 @@
-"""Making room: which sessions give up which blocks, in which tier.
+"""Making room: which sessions lose which blocks, in which tier.
 
 Pure. The policy ranks sessions; here their blocks are taken, in order of eviction, tail first, so
 that what remains is a prefix. Rules:
@@ -43,7 +43,7 @@ class _Rule:
         return self.tier is Tier.DRAM and not self.may_cut
 
     def num_users(self, block: Block) -> int:
-        """How many of the block's users the pass may come to, hard-pinned ones besides."""
+        """Return how many of the block's users the pass may come to, hard-pinned ones besides."""
         if self.tier is None:
             return len(block.users)
         return block.num_answer_clean if self.takes_clean else block.num_answer(self.tier)
@@ -126,11 +126,11 @@ class Placement:
             self._apply(self._plan(rule, num_short, islice(order, MOST_LOOKED_AT)), rule)
 
     def _num_clean(self) -> int:
-        """Blocks in DRAM that are on SSD too; those being read and leased ones are among them."""
+        """Count the blocks in DRAM that are on SSD too, being read and leased ones included."""
         return self._state.blocks.num_dram - self._state.blocks.num_dirty
 
     def _idle(self) -> Iterator[SessionKey]:
-        """Sessions that have ended, and those that run elsewhere: the first ones in the order."""
+        """Yield the sessions that have ended or run elsewhere: the first ones in the order."""
         sessions, placement = self._state.sessions, self._state.placement
 
         def is_early(key: SessionKey) -> bool:
@@ -145,7 +145,7 @@ class Placement:
     # --------------------------------------------------------------------------------- other tiers
 
     def make_extents(self, num_short: int, giving_way_to: SessionKey | None) -> None:
-        """Start to drop `num_short` rows of sessions that may give way to that one (None: all)."""
+        """Start to drop `num_short` entries of sessions that give way to that one (None: all)."""
         if num_short > 0:
             rule = _Rule(Tier.SSD, may_cut=True)
             self._apply(self._plan(rule, num_short, self._victims(Tier.SSD, giving_way_to)), rule)
@@ -190,7 +190,7 @@ class Placement:
         return state.policy.victims(tier, state.now_ns, giving_way_to=giving_way_to, clean=clean)
 
     def _rules(self, *, may_cut: bool) -> Iterable[_Rule]:
-        """What to do in DRAM in turn, until there is room."""
+        """Yield what to do in DRAM in turn, until there is room."""
         yield _Rule(Tier.DRAM, may_cut)
         if self._state.placement.has_busy:
             yield _Rule(Tier.DRAM, may_cut, may_take_running=True)
@@ -255,7 +255,7 @@ class Placement:
         state = self._state
         counter = f"evictions_{rule.tier.value if rule.tier else 'quota'}"
         if rule.tier is not None:
-            self._measure(plan, rule.tier)
+            self._observe_rest(plan, rule.tier)
         for session, num_packed in plan.packed:
             state.outbox.count(counter, num_packed)
             num_sessions = len(state.sessions)
@@ -274,28 +274,28 @@ class Placement:
             if _is_in(block, rule.tier):  # else an earlier cut took it along
                 self._take(block, rule.tier)
 
-    def _measure(self, plan: _Plan, tier: Tier) -> None:
-        """Note how long they rested that are about to leave the tier."""
+    def _observe_rest(self, plan: _Plan, tier: Tier) -> None:
+        """Record how long the sessions rested that are about to leave the tier."""
         state = self._state
         for key in plan.emptied:
             last_access_ns = state.sessions[key].last_access_ns
-            state.measures.evicted(key, tier, last_access_ns, state.now_ns)
+            state.histograms.on_evict(key, tier, last_access_ns, state.now_ns)
 
     def _take(self, block: Block, tier: Tier | None) -> None:
         state = self._state
         if _is_last_copy(block, tier):
             state.outbox.count("sessions_dropped", state.cut_users(block, EVICTED))
         elif tier is Tier.DRAM:
-            state.note_block(block, MoveKind.EVICTED_DRAM)
+            state.record_block_move(block, MoveKind.EVICTED_DRAM)
             state.leave_dram(block)
         else:
-            state.note_block(block, MoveKind.EVICTED_SSD)
+            state.record_block_move(block, MoveKind.EVICTED_SSD)
             state.leave_ssd(block)
             if state.limits.admission is not Admission.ON_EVICT:
                 state.unwritten.refuse(block)  # dirty again
 
     def _left(self, key: SessionKey, tier: Tier) -> None:
-        """Note that a session has nothing more to give in the tier."""
+        """Record that a session has nothing more to give in the tier."""
         session = self._state.sessions.get(key)
         if session is not None:
             self._state.users.on_evict(session, tier)

@@ -39,7 +39,7 @@ MOST_TIMES = 2  # its blocks are read ahead for a session between two uses of it
 MOST_STEPS = 16  # blocks begun, and sessions found to need none, per call
 MOST_KEPT = 8  # one of so many slots is kept for stores, at most
 EVICT_BATCH = 16  # blocks: making room costs a look at the order
-YIELD_NS = NS_PER_S // 50  # nothing is begun for so long after somebody was told to wait for slots
+YIELD_NS = NS_PER_S // 50  # nothing is begun for so long after a caller was answered "wait"
 LOOK_NS = NS_PER_S // 4  # between two looks at which sessions are likely to return
 
 
@@ -58,7 +58,7 @@ class ReadPlan:
     num_begun: int = 0
 
     def next_block(self, state: CacheState) -> Block | None:
-        """The block to be read next; those that were lost, or came with a load, are passed over."""
+        """Return the block to be read next; lost ones, and those that a load read, are skipped."""
         while self.missing:
             block = state.blocks.get(self.missing[0])
             if block is not None and _is_missing(block):
@@ -67,7 +67,7 @@ class ReadPlan:
         return None
 
     def begun(self, state: CacheState) -> None:
-        """Note that the next block is about to be read into DRAM."""
+        """Record that the next block is about to be read into DRAM."""
         self.missing.popleft()
         self.num_begun += 1
         self.session.num_read_ahead += 1
@@ -112,10 +112,10 @@ class Prefetcher:
         self._num_waits = 0  # of Outbox, as it was seen
         self._yields_until_ns = 0
         self._is_looking = False  # for sessions that are likely to return
-        self._look_at_ns = 0
+        self._next_look_ns = 0
         self._is_stopped = self._is_over = False
 
-    def go_on(self) -> None:
+    def resume(self) -> None:
         """Keep the watermark, and begin what is to be read now. No other call is under way."""
         if not self._is_over:
             self._writer.keep_free()
@@ -123,7 +123,7 @@ class Prefetcher:
         if not self._is_on():
             return
         self._yield()
-        self._look_now_and_then()
+        self._schedule_look()
         self._drop_stale_plan()
         for _ in range(MOST_STEPS):
             if not self._may_begin():
@@ -136,14 +136,14 @@ class Prefetcher:
     def queue_changed(self) -> None:
         """Plan anew: the queue is another one."""
         self._is_stopped = False
-        self.look_again()
+        self.reschedule()
 
-    def look_again(self) -> None:
-        """Look for room again where there was none: other sessions may give way now."""
+    def reschedule(self) -> None:
+        """Try again where there was no room: other sessions may give way now."""
         self._rests_at = -1
 
     def stop(self, *, for_good: bool = False) -> None:
-        """Begin nothing more, until an engine tells of its queue: the arena is to be emptied.
+        """Begin nothing more, until an engine reports its queue: the arena is to be emptied.
 
         `for_good`: the end is near.
         """
@@ -153,7 +153,7 @@ class Prefetcher:
         self._use_plan(None)
 
     def next_deadline_ns(self) -> int | None:
-        """When to call `go_on` though nothing has happened; None: not before another call."""
+        """When to call `resume` though nothing has happened; None: not before another call."""
         if not self._is_on():
             return None
         if self._has_more:
@@ -162,7 +162,7 @@ class Prefetcher:
             return max(self._reader.retry_at_ns, self._yields_until_ns)
         if not self._may_look() or not self._has_budget():
             return None
-        return max(self._look_at_ns, self._state.now_ns + 1)
+        return max(self._next_look_ns, self._state.now_ns + 1)
 
     # -------------------------------------------------------------------------------------- whether
 
@@ -194,9 +194,9 @@ class Prefetcher:
         num_stored = state.blocks.num_ssd + state.tails.num_blocks
         return state.limits.reads_returning and num_stored > 0
 
-    def _look_now_and_then(self) -> None:
-        if self._state.now_ns >= self._look_at_ns and self._may_look():
-            self._look_at_ns = self._state.now_ns + LOOK_NS
+    def _schedule_look(self) -> None:
+        if self._state.now_ns >= self._next_look_ns and self._may_look():
+            self._next_look_ns = self._state.now_ns + LOOK_NS
             self._is_looking = True
             self._rests_at = -1
 
@@ -219,7 +219,7 @@ class Prefetcher:
         return self._read_next()
 
     def _window(self) -> int:
-        """The paper's L_pw, in jobs; the next one is read as far as it fits, however large."""
+        """Return the paper's L_pw in requests, at least 1: the next is read as far as it fits."""
         state = self._state
         num_slots = len(state.slots) - state.num_kept_free
         return max(1, state.placement.window(num_slots * state.layout.block_bytes))
@@ -235,7 +235,7 @@ class Prefetcher:
         return self._reader.rate.time_of(num_bytes) <= starts_in_ns
 
     def _num_missing(self, session: Session) -> int:
-        """Blocks that are to be read, about: what is in DRAM only in part is rarely packed."""
+        """Estimate how many blocks are to be read: what DRAM has in part is rarely packed."""
         if self._plan is not None and self._plan.session is session:
             return len(self._plan.missing)
         return session.num_packed or session.num_spans
@@ -255,7 +255,7 @@ class Prefetcher:
         return False
 
     def _likeliest(self) -> SessionKey | None:
-        """The session that is likeliest to return, of those that may be read."""
+        """Return the session that is likeliest to return, of those that may be read."""
         likely = islice(self._state.policy.returning(self._state.now_ns), MOST_LOOKED_AT)
         return next(filter(self._may_be_read_once, likely), None)
 
@@ -268,12 +268,12 @@ class Prefetcher:
     # ------------------------------------------------------------------------------------- planning
 
     def _use_plan(self, plan: ReadPlan | None) -> None:
-        """Go on with another session; the one before may be packed again."""
+        """Continue with another session; the one before may be packed again."""
         self._plan = plan
         self._state.tails.kept_unpacked = plan.session.key if plan else None
 
     def _drop_stale_plan(self) -> None:
-        """Give up what was begun for a session that is gone, or whose turn waits no more."""
+        """Cancel what was begun for a session that is gone, or whose turn waits no more."""
         plan = self._plan
         if plan is None:
             return

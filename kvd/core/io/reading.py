@@ -24,12 +24,12 @@ class ReadRate:
         self._busy_ns = 0.0
 
     def began(self, now_ns: int) -> None:
-        """Note the begin of a read."""
+        """Record the begin of a read."""
         self._advance(now_ns)
         self._num_under_way += 1
 
     def ended(self, num_bytes: int, now_ns: int) -> None:
-        """Note the end of a read."""
+        """Record the end of a read."""
         self._advance(now_ns)
         self._num_under_way -= 1
         self._num_bytes += num_bytes
@@ -51,9 +51,9 @@ class Reader:
     """Begins and ends reads of one cache state.
 
     Attributes:
-        rate: of all reads.
-        ahead_bytes: of reads under way that no load waits for.
-        retry_at_ns: nothing is to be read ahead before.
+        rate: how fast reads are, all of them counted.
+        ahead_bytes: bytes of reads under way that no load waits for.
+        retry_at_ns: when reading ahead may begin again.
     """
 
     def __init__(self, state: CacheState) -> None:
@@ -63,7 +63,7 @@ class Reader:
         self.retry_at_ns = 0
 
     def num_bytes(self, block: Block) -> int:
-        """What reading the block amounts to."""
+        """Return what reading the block amounts to."""
         return self._state.shape.num_sectors(block.num_tokens) * SECTOR_BYTES
 
     def start(self, block: Block) -> Arrival:
@@ -97,7 +97,7 @@ class Reader:
         outbox.add(_action(read, is_layered=False))
 
     def join(self, read: Arrival) -> None:
-        """Note that a load waits for a read now, which may have been begun ahead."""
+        """Record that a load waits for a read now, which may have been begun ahead."""
         if read.is_ahead:
             self._no_more_ahead(read)
             self._state.outbox.count("prefetch_late")

@@ -70,7 +70,7 @@ class Verifier:
             self.start(next(iter(state.unverified.values())), urgent=False)
 
     def retry_at_ns(self) -> int | None:
-        """When `issue` is to be called again; None if a completion calls it anyhow."""
+        """Return when `issue` is to be called again; None if a completion calls it anyhow."""
         return self._retry_at_ns if self._state.unverified and not self._background else None
 
     def ended(self, op_id: int) -> Arrival:
@@ -79,12 +79,12 @@ class Verifier:
         return self._state.under_way.end_verify(op_id)
 
     def passed(self, block: Block) -> None:
-        """The block's bytes are good."""
+        """Record that a block's bytes are good."""
         self._state.outbox.count("verified_blocks")
-        self._state.blocks.doubt(block, is_unverified=False)
+        self._state.blocks.set_unverified(block, is_unverified=False)
 
     def failed(self, block: Block) -> None:
-        """The block could not be verified; that says nothing of its bytes."""
+        """Record that a block could not be verified, which says nothing of its bytes."""
         if block.is_unverified:
             self._state.unverified[block.key] = block
             self._retry_at_ns = self._state.now_ns + RETRY_NS
@@ -117,7 +117,7 @@ class Hasher:
         state = self._state
         block = state.under_way.end_hash(op_id)
         if checksums:
-            state.blocks.know(block, block.token_ids, checksums)
+            state.blocks.set_contents(block, block.token_ids, checksums)
             state.journal.put_block(block)
         else:  # tried again when its session stores again
             state.outbox.count("hash_errors")
@@ -133,9 +133,9 @@ class Hasher:
 
 
 def report_corrupt(state: CacheState, block: Block, tier: Tier) -> None:
-    """Count and tell that a block's copy in this tier is not what was stored."""
+    """Count and report that a block's copy in this tier is not what was stored."""
     state.outbox.count("blocks_corrupt")
     state.outbox.count(f"blocks_corrupt_{tier.value}")
     fields = {"block": block.key.hex(), "tier": tier.value, "num_sessions": len(block.users)}
     state.outbox.emit(BLOCK_CORRUPT, block.last_user, fields)
-    state.note_block(block, MoveKind.CORRUPT, tier.value)
+    state.record_block_move(block, MoveKind.CORRUPT, tier.value)

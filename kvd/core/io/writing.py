@@ -6,7 +6,7 @@ Pure. The admission policy says when a dirty block that is hashed is queued for 
     write_back      when its session has been left alone for a while, or too much is dirty
     on_evict        when its room in DRAM is wanted, as with the others (a *demotion*)
 
-A queued block waits for an extent (rows being dropped give theirs back), for writes under way
+A queued block waits for an extent (entries being dropped give theirs back), for writes under way
 (`max_write_bytes`), for an index that is far behind or, while the tier is degraded, for the next
 try. Blocks for which no extent can be had are refused: they stay in DRAM only, until extents are
 free that nothing else waits for, their session stores again, or their room is wanted. A partial
@@ -17,8 +17,8 @@ from collections.abc import Iterable
 
 from kvd.core.io.placement import Placement
 from kvd.core.records.actions import SSD_DEGRADED, SSD_RECOVERED, IoOutcome, PutBlock, WriteBlock
+from kvd.core.records.entries import BlockRecord
 from kvd.core.records.records import Admission
-from kvd.core.records.rows import BlockRecord
 from kvd.core.state.block import Block
 from kvd.core.state.cache_state import CacheState
 from kvd.core.state.session import Session
@@ -31,7 +31,7 @@ LAST_RETRY_NS = 64 * NS_PER_S
 MAX_RESTING_SHARE = 0.5  # of the slots: more blocks that rest before their write-back are too many
 WRITE_BACK_BATCH = 64  # sessions per call, so that one call stays short
 FAR_FUTURE_NS = 1 << 62
-MOST_ROWS_WAITING = 65_536  # that the index has not taken; with more nothing is written: 20 MB
+MOST_ENTRIES_WAITING = 65_536  # that the index has not taken; with more nothing is written: 20 MB
 
 
 class Writer:
@@ -79,7 +79,7 @@ class Writer:
             if session is None:
                 break
             self._queue_session(session)
-        self._go_on()
+        self._resume()
 
     def make_slots(self, num_wanted: int) -> int:
         """Make room in DRAM for `num_wanted` blocks, as far as possible.
@@ -123,7 +123,7 @@ class Writer:
         """Treat every dirty block as if it were new: O(blocks)."""
         for block in list(self._state.blocks):
             self.admit(block)
-        self._go_on()
+        self._resume()
 
     def rewrite(self, block: Block) -> None:
         """Write a block whose copy on SSD was bad, whatever the policy says."""
@@ -149,7 +149,7 @@ class Writer:
             self._retry_at_ns = state.now_ns  # the reason may be gone
         self._provide()
         self.issue()
-        self._take_up_refused()
+        self._retry_refused()
 
     # --------------------------------------------------------------------------------------- writes
 
@@ -167,17 +167,17 @@ class Writer:
             self._write(block, WriteOp(block, state.extents.allocate(num_sectors), num_sectors))
 
     def next_deadline_ns(self) -> int | None:
-        """When to call `write_back`; None if nothing waits for time alone."""
+        """Return when to call `write_back`; None if nothing waits for time alone."""
         due_ns = self._resting.next_deadline_ns()
         if not self._is_resting() or not len(self._state.unwritten):
             return due_ns
         return self._retry_at_ns if due_ns is None else min(due_ns, self._retry_at_ns)
 
-    def index_took_rows(self) -> None:
-        """Go on with what waited until the index was less far behind."""
+    def index_took_entries(self) -> None:
+        """Resume what waited until the index was less far behind."""
         if self._waits_for_index and not self._is_index_behind():
             self._waits_for_index = False
-            self._go_on()
+            self._resume()
 
     def write_done(self, op_id: int, outcome: IoOutcome) -> None:
         """Take the outcome of a WriteBlock; OK means that it is durable."""
@@ -192,7 +192,7 @@ class Writer:
             self._recover()
         if outcome is IoOutcome.OK and is_kept:
             state.blocks.enter_ssd(block, op.extent)
-            state.note_block(block, MoveKind.WRITTEN)
+            state.record_block_move(block, MoveKind.WRITTEN)
             state.outbox.count("ssd_written_bytes", op.num_sectors * SECTOR_BYTES)
             state.outbox.index.add(PutBlock(BlockRecord(block.key, op.extent, block.num_tokens)))
         else:
@@ -201,14 +201,14 @@ class Writer:
                 state.unwritten.add(block)
         state.settle(block)
         state.outbox.space_freed()
-        self._go_on()
+        self._resume()
 
     def drop_done(self, op_id: int) -> None:
         """Take the commit of a DropBlock."""
         run = self._state.under_way.drops.pop(op_id)
         if run is not None:
             self._state.extents.free(*run)
-        self._go_on()
+        self._resume()
 
     # --------------------------------------------------------------------------------------- inside
 
@@ -229,16 +229,16 @@ class Writer:
         )
         state.outbox.add(action)
 
-    def _go_on(self) -> None:
+    def _resume(self) -> None:
         """Issue what waits; what waits for an extent that will not come is provided for anew."""
         state = self._state
         self.issue()
         if len(state.unwritten) and not state.under_way.drops and not state.under_way.writes:
             self._provide()
             self.issue()
-        self._take_up_refused()
+        self._retry_refused()
 
-    def _take_up_refused(self) -> None:
+    def _retry_refused(self) -> None:
         """Write blocks that were refused, as far as there are extents that nobody else wants."""
         state = self._state
         while state.unwritten.refused and not len(state.unwritten) and not self._is_holding_back():
@@ -332,7 +332,7 @@ class Writer:
         return self._is_resting()
 
     def _is_index_behind(self) -> bool:
-        return len(self._state.outbox.index) > MOST_ROWS_WAITING
+        return len(self._state.outbox.index) > MOST_ENTRIES_WAITING
 
     def _is_resting(self) -> bool:
         """Whether a write has failed, and it is too early to try again."""

@@ -11,8 +11,8 @@ from kvd.core.io.verifying import CORRUPT, Verifier, report_corrupt
 from kvd.core.io.writing import Writer
 from kvd.core.operations.loading import READ_ERROR, Loader
 from kvd.core.records.actions import READ_FAILED, IoOutcome, LeaseReady
+from kvd.core.records.entries import StoredBlock
 from kvd.core.records.records import Tier
-from kvd.core.records.rows import StoredBlock
 from kvd.core.state.cache_state import CacheState
 from kvd.core.state.leases import LoadLease
 from kvd.core.state.session_history import MoveKind
@@ -58,10 +58,10 @@ class Arrivals:
 
     def _was_read(self, arrival: Arrival, stored: StoredBlock) -> None:
         state, block = self._state, arrival.block
-        state.note_block(block, MoveKind.READ_AHEAD if block.is_ahead else MoveKind.READ)
+        state.record_block_move(block, MoveKind.READ_AHEAD if block.is_ahead else MoveKind.READ)
         assert block.slot_id is not None, "a block keeps its slot while it is read"
         state.slots.commit(block.slot_id)
-        state.blocks.know(block, stored.token_ids, stored.checksums)
+        state.blocks.set_contents(block, stored.token_ids, stored.checksums)
         state.journal.put_block(block)
         self._arrived(arrival)
 
@@ -104,9 +104,9 @@ class Arrivals:
         self._writer.issue()
 
     def _arrived(self, arrival: Arrival) -> None:
-        """The block's bytes may be used."""
+        """Let the leases that wait use a block, whose bytes are good."""
         for lease in arrival.waiting.values():
-            self._waits_less(lease)
+            self._count_arrival(lease)
         self._state.outbox.space_freed()
         self._state.settle(arrival.block)
 
@@ -123,8 +123,8 @@ class Arrivals:
             assert block.slot_id is not None, "a block keeps its slot while it is verified"
             state.clear_slot(block.slot_id)
             state.slots.rewrite(block.slot_id)
-            state.blocks.doubt(block, is_unverified=False)
-            state.blocks.know(block, b"", b"")
+            state.blocks.set_unverified(block, is_unverified=False)
+            state.blocks.set_contents(block, b"", b"")
             read = self._reader.begin(block)
             read.waiting = arrival.waiting
             self._reader.issue([read])
@@ -136,9 +136,9 @@ class Arrivals:
         for lease in arrival.waiting.values():
             first = next(i for i, (block, _) in enumerate(lease.entries) if block is arrival.block)
             self._loader.cut(lease, first, failure)
-            self._waits_less(lease)
+            self._count_arrival(lease)
 
-    def _waits_less(self, lease: LoadLease) -> None:
+    def _count_arrival(self, lease: LoadLease) -> None:
         lease.num_waiting -= 1
         if not lease.num_waiting:
             self._state.outbox.add(LeaseReady(lease.lease_id))

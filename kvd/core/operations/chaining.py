@@ -7,7 +7,7 @@ there. What is computed later is chained to that in turn.
 
 from copy import copy
 
-from kvd.core.records.rows import Span, is_plain
+from kvd.core.records.entries import Span, is_plain
 from shared.types.block_key import block_key, discard_key, root_key, tokens_digest
 from shared.types.kv_layout import KVLayout
 from shared.types.lineage import WHOLE, Lineage
@@ -19,14 +19,14 @@ class Chaining:
     Args:
         layout: of the blocks.
         salt: of the tenant whose context it is.
-        lineage: of the context; None: it is not named, and chained to as if it were whole. Where
+        lineage: the context's; None: it is not named, and chained to as if it were whole. Where
             positions are baked into keys, discards are no matter: only what was computed before
             the first dropped token is ever kept.
 
     Attributes:
-        root: parent of the first block.
-        is_named: the lineage is.
-        lineage: what counts as it here.
+        root: the parent key of the first block.
+        is_named: whether a lineage was named.
+        lineage: the lineage that keys follow; WHOLE if none is named.
     """
 
     def __init__(self, layout: KVLayout, salt: bytes, lineage: Lineage | None) -> None:
@@ -47,25 +47,25 @@ class Chaining:
         return other
 
     def after_discards(self, num_tokens: int) -> bytes:
-        """Parent of what follows the first tokens, all discards having happened."""
+        """Return the parent key of what follows the first tokens, all discards having happened."""
         return discard_key(self._salt, self.root, self.lineage.digest, num_tokens)
 
     def parent(self, chain: bytes, offset: int) -> bytes:
-        """Parent of what is computed at an offset, behind a span with this chain."""
+        """Return the parent key of what is computed at an offset, behind a span with this chain."""
         lineage = self.lineage
         is_turning = not lineage.is_whole and offset == lineage.clean_tokens
         return self.after_discards(offset) if is_turning else chain
 
     def key(self, chain: bytes, offset: int, tokens: bytes) -> bytes:
-        """Key of a block of these tokens at an offset, behind a span with this chain."""
+        """Return the key of a block of these tokens at an offset, behind a span with this chain."""
         return block_key(self._salt, self.parent(chain, offset), tokens)
 
     def digest(self, tokens: bytes) -> bytes:
-        """What a span that is not plain says of its tokens."""
+        """Return what a span that is not plain says of its tokens."""
         return tokens_digest(self._salt, tokens)
 
     def end_of_block(self, offset: int) -> int:
-        """Where a full block that begins at an offset ends: never across the first discard."""
+        """Return where a full block from an offset on ends: never across the first discard."""
         end, clean_tokens = offset + self._step, self.lineage.clean_tokens
         if not self.lineage.is_whole and offset < clean_tokens < end:
             return clean_tokens

@@ -1,19 +1,19 @@
 """Compaction: what discards have left of a session goes into dense blocks of its own.
 
 A discard frees only the blocks that it empties. Scattered discards leave blocks of which little is
-used, and spans of few rows; when that is much, and the session has been left alone for a moment,
-its rows are copied together. Pure: the copying is the performer's (CompactRows).
+used, and spans of few tokens; when that is much, and the session has been left alone for a moment,
+its KV is copied together. Pure: the copying is the performer's (CompactTokens).
 
-    COPYING      the performer verifies the sources and copies their rows to new slots, hashes these
+    COPYING      the performer verifies the sources and copies their KV to new slots, hashes these
     WRITING      the new blocks are on their way to SSD: only if sources are there
-    COMMITTING   the session has the new spans; the old blocks wait until its row is committed
+    COMMITTING   the session has the new spans; the old blocks wait until its entry is committed
 
 Invariants:
 1. committed slots never change, shared blocks are never touched;
 2. at any moment a next kvd finds the old spans or the new ones, whole, in the tiers they were in:
    new slots are in the journal only once they are hashed, new blocks are on SSD before their
-   session says that it uses them, old ones go only after the row that names the new is durable;
-3. a lease or a turn that comes before the session has its new spans wins: all is given up, and
+   session says that it uses them, old ones go only after the entry that names the new is durable;
+3. a lease or a turn that comes before the session has its new spans wins: the run is cancelled, and
    tried again later. So does whatever else changes those spans;
 4. one run at a time, of MAX_RUN_BYTES at most; it takes room from nobody that is needed sooner, and
    none that is kept free.
@@ -32,7 +32,7 @@ from kvd.core.operations.compaction_plan import (
 )
 from kvd.core.records.actions import (
     SESSION_COMPACTED,
-    CommitRows,
+    CommitIndex,
     IoOutcome,
 )
 from kvd.core.records.records import Tier
@@ -45,7 +45,7 @@ from shared.types.session_key import SessionKey
 from shared.types.units import MIB, NS_PER_S
 
 MAX_RUN_BYTES = 64 * MIB  # of new blocks: some ten milliseconds of copying
-RETRY_NS = NS_PER_S  # after a session was in use, or a run was given up
+RETRY_NS = NS_PER_S  # after a session was in use, or a run was cancelled
 LOOK_BATCH = 16  # sessions looked at per call, so that one call stays short
 
 
@@ -112,7 +112,7 @@ class Compactor:
         state = self._state
         if state.compaction is not None:
             if state.compaction.phase is Phase.WRITING:
-                self._look_at_writes(state.compaction)
+                self._follow_writes(state.compaction)
             return
         if self._rests_at != state.outbox.num_freed and not self._is_stopped:
             while self._waiting and state.compaction is None:
@@ -131,7 +131,7 @@ class Compactor:
     # --------------------------------------------------------------------------------- completions
 
     def copied(self, op_id: int, outcome: IoOutcome, checksums: list[bytes]) -> None:
-        """Take the outcome of a CompactRows, and the checksums of each block it made.
+        """Take the outcome of a CompactTokens, and the checksums of each block it made.
 
         CORRUPT: a source is not what was stored, and what was made of it means nothing.
         """
@@ -146,7 +146,7 @@ class Compactor:
             for target in run.targets:
                 self._free(run, target)
             if outcome is IoOutcome.CORRUPT:
-                self._doubt(run.sources)
+                self._verify_again(run.sources)
             self._cancel(run)
         for block in run.sources:
             state.settle(block)
@@ -156,7 +156,7 @@ class Compactor:
         state.outbox.space_freed()
 
     def committed(self, op_id: int) -> None:
-        """Take the commit of a CommitRows."""
+        """Take the commit of a CommitIndex."""
         run = self._state.compaction
         assert run is not None and run.op_id == op_id, "one run is under way"  # noqa: PT018
         self._state.compaction = None
@@ -214,7 +214,7 @@ class Compactor:
         return has_quota and bool(tenants.num_over(key.tenant, num_blocks))
 
     def _make_room(self, key: SessionKey, num_blocks: int) -> int:
-        """How many of the slots can be had without taking them from who needs them sooner."""
+        """Return how many slots can be had that nobody needs sooner."""
         state = self._state
         num_short = num_blocks - (state.slots.num_free - state.num_kept_free)
         if num_short > 0:
@@ -256,7 +256,7 @@ class Compactor:
                 state.slots.commit(target.slot_id)
                 state.blocks.add(block)
                 state.blocks.enter_dram(block, target.slot_id, target.generation)
-                state.blocks.know(block, target.dense.token_ids, block_checksums)
+                state.blocks.set_contents(block, target.dense.token_ids, block_checksums)
                 block.last_user = run.key
                 state.journal.put_block(block)
             block.holders += 1
@@ -273,7 +273,7 @@ class Compactor:
         else:
             self._replace(run)
 
-    def _look_at_writes(self, run: Compaction) -> None:
+    def _follow_writes(self, run: Compaction) -> None:
         if not self._is_as_it_was(run):
             self._cancel(run)
             return
@@ -299,12 +299,12 @@ class Compactor:
             state.settle(block)
         run.phase, run.op_id = Phase.COMMITTING, state.under_way.next_op_id()
         state.outbox.index.session_changed(run.key, behind_blocks=True)
-        state.outbox.index.add(CommitRows(run.op_id))
+        state.outbox.index.add(CommitIndex(run.op_id))
         assert self._work is not None, "a run is part of work on its session"
         self._work.first, self._work.offset = plan.first + len(plan.new), plan.end_offset
-        self._tell(run, session)
+        self._record(run, session)
 
-    def _tell(self, run: Compaction, session: Session) -> None:
+    def _record(self, run: Compaction, session: Session) -> None:
         outbox = self._state.outbox
         num_tokens = sum(block.num_tokens for block in run.made)
         outbox.count("compactions")
@@ -318,7 +318,9 @@ class Compactor:
         }
         outbox.emit(SESSION_COMPACTED, run.key, fields)
         num_blocks = len(run.made)
-        self._state.note(run.key, MoveKind.COMPACTED, num_blocks=num_blocks, num_tokens=num_tokens)
+        self._state.record_move(
+            run.key, MoveKind.COMPACTED, num_blocks=num_blocks, num_tokens=num_tokens
+        )
 
     # ------------------------------------------------------------------------------------- the end
 
@@ -339,7 +341,7 @@ class Compactor:
         self._state.free_slot(target.slot_id)
         self._state.tenants.charge(run.key.tenant, -1)
 
-    def _doubt(self, sources: list[Block]) -> None:
+    def _verify_again(self, sources: list[Block]) -> None:
         """Have the sources verified, one of which is not what was stored."""
         for block in sources:
             if self._state.blocks.holds(block) and block.slot_id is not None and block.checksums:

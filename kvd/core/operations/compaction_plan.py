@@ -1,10 +1,10 @@
-"""Which rows of a session are to be put together, in which blocks, under which keys.
+"""Which tokens of a session are to be put together, in which blocks, under which keys.
 
 Pure; changes nothing. Only what a discard has left is moved, out of blocks that only this session
 uses: a shared block saves nothing by it. Whole spans are taken, in order, as many as fit into a
 block, so that a new block ends where a span ended: it takes that span's chain over, and whatever
 was computed after it keeps its key. The chain stands for all of the context up to there, so a key
-made of it and the number of rows means equal rows (shared/types/block_key.py: dense_key).
+made of it and the number of tokens means equal KV (shared/types/block_key.py: dense_key).
 
 A span that cannot be moved now stays: its block is shared, not in DRAM, not hashed or verified yet,
 or in use.
@@ -13,8 +13,8 @@ or in use.
 from collections.abc import Sequence
 
 from kvd.core.operations.chaining import Chaining
-from kvd.core.records.actions import CompactRows, DenseBlock, RowRun, SourceSlot
-from kvd.core.records.rows import Span, is_plain
+from kvd.core.records.actions import CompactTokens, DenseBlock, SourceSlot, TokenRun
+from kvd.core.records.entries import Span, is_plain
 from kvd.core.state.block import Block, BlockIo
 from kvd.core.state.cache_state import CacheState
 from kvd.core.state.compaction_run import Compaction, Dense, Plan
@@ -26,17 +26,17 @@ MANY_SPANS = 4  # of a block, on average: a load names each of them
 
 def is_wasteful(state: CacheState, session: Session) -> bool:
     """Whether what discards have left of a session is worth being put together: O(spans)."""
-    num_rows = num_spans = 0
+    num_tokens = num_spans = 0
     keys = set()
     for span in session.spans:
         if not is_plain(span) and len(state.blocks[span.block_key].users) == 1:
             keys.add(span.block_key)
-            num_rows += span.num_tokens
+            num_tokens += span.num_tokens
             num_spans += 1
     capacity = len(keys) * state.layout.block_tokens
     if len(keys) * state.layout.block_bytes < max(1, state.limits.compact_min_bytes):
         return False
-    is_loose = capacity - num_rows >= state.limits.max_waste * capacity
+    is_loose = capacity - num_tokens >= state.limits.max_waste * capacity
     return is_loose or num_spans >= MANY_SPANS * len(keys)
 
 
@@ -76,23 +76,23 @@ class _Planning:
         self._salt = state.salt_of(session.key.tenant)
         self._chaining = Chaining(state.layout, state.salt_of(session.key.tenant), session.lineage)
         self._group: list[Span] = []
-        self._num_rows = 0
+        self._num_tokens = 0
         self._num_done = (0, 0)  # spans of old and new up to the end of the last dense one
 
     def take(self, span: Span, offset: int) -> None:
         """Take the next span, which begins at an offset."""
         is_movable = self._is_movable(span, offset + span.num_tokens)
-        if not is_movable or self._num_rows + span.num_tokens > self._state.layout.block_tokens:
+        if not is_movable or self._num_tokens + span.num_tokens > self._state.layout.block_tokens:
             self.close(offset)
         self._group.append(span)
-        self._num_rows += span.num_tokens
+        self._num_tokens += span.num_tokens
         if not is_movable:
             self.close(offset + span.num_tokens)
 
     def close(self, offset: int) -> None:
         """End the group: it ends at an offset."""
         plan, group = self.plan, self._group
-        self._group, self._num_rows = [], 0
+        self._group, self._num_tokens = [], 0
         if len(group) > 1:
             dense = self._dense(group)
             plan.dense.append(dense)
@@ -107,7 +107,7 @@ class _Planning:
             plan.first += len(group)
 
     def done(self) -> Plan | None:
-        """The plan, without the spans behind the last new block."""
+        """Return the plan, without the spans behind the last new block."""
         plan = self.plan
         del plan.old[self._num_done[0] :], plan.new[self._num_done[1] :]
         return plan if plan.dense else None
@@ -121,10 +121,10 @@ class _Planning:
         )
 
     def _dense(self, group: Sequence[Span]) -> Dense:
-        chain, num_rows = group[-1].chain, sum(span.num_tokens for span in group)
+        chain, num_tokens = group[-1].chain, sum(span.num_tokens for span in group)
         tokens = b"".join(map(self._tokens, group))
-        key = dense_key(self._salt, chain, num_rows)
-        span = Span(key, 0, num_rows, self._chaining.digest(tokens), chain)
+        key = dense_key(self._salt, chain, num_tokens)
+        span = Span(key, 0, num_tokens, self._chaining.digest(tokens), chain)
         return Dense(span, tuple(group), tokens)
 
     def _tokens(self, span: Span) -> bytes:
@@ -141,17 +141,17 @@ def may_be_copied(state: CacheState, block: Block) -> bool:
     return is_own and is_good and is_at_rest and not state.unwritten.holds(block)
 
 
-def copy_action(state: CacheState, run: Compaction) -> CompactRows:
+def copy_action(state: CacheState, run: Compaction) -> CompactTokens:
     """Ask for the copying of a run."""
     targets = []
     for target in run.targets:
         runs = tuple(
-            RowRun(_slot(state.blocks[span.block_key]), span.start, span.num_tokens)
+            TokenRun(_slot(state.blocks[span.block_key]), span.start, span.num_tokens)
             for span in target.dense.sources
         )
         targets.append(DenseBlock(target.slot_id, target.dense.span.num_tokens, runs))
     sources = tuple(SourceSlot(_slot(b), b.num_tokens, b.checksums) for b in run.sources)
-    return CompactRows(run.op_id, sources, tuple(targets))
+    return CompactTokens(run.op_id, sources, tuple(targets))
 
 
 def _slot(block: Block) -> int:

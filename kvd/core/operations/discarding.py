@@ -6,14 +6,14 @@ discarded token gets a chain key of its own: what is computed after it must neve
 session that did not discard (D5). In `coupled` mode positions are baked in, so only the prefix
 before the first discarded token remains, and that is nobody's loss: it is a prefix like any other.
 
-What is stored may be less than the context that is told: then the discard counts for as much of it
+What is stored may be less than the context that is named: then the discard counts for as much of it
 as there is, and the lineage of the tokens says the rest, when the next store comes.
 
 An engine that names the lineage may say the same discard again: a turn that dropped tokens was
 cancelled, its retry drops the same ones. A session that is after the discard already, or of other
-discards made meanwhile, is left alone: nothing in it is of the context that is told but what lies
+discards made meanwhile, is left alone: nothing in it is of the context that is named but what lies
 before the first dropped token, and that stays in any case. If this kvd does not know its lineage,
-the spans tell it: what lies behind the first dropped token follows from one lineage only.
+it follows from the spans: what lies behind the first dropped token follows from one lineage only.
 
 Cost: O(spans + ranges), and a digest over the tokens.
 """
@@ -24,8 +24,8 @@ from dataclasses import dataclass
 from kvd.core.operations.chaining import Chaining
 from kvd.core.operations.matching import Match, Piece, match_session, num_tokens_of, slice_tokens
 from kvd.core.records.actions import SESSION_DISCARDED
+from kvd.core.records.entries import Span
 from kvd.core.records.errors import InvalidRequestError
-from kvd.core.records.rows import Span
 from kvd.core.state.cache_state import CacheState
 from kvd.core.state.leases import StoreLease
 from kvd.core.state.session import Session
@@ -63,8 +63,8 @@ def discard(
     state.tails.unpack(session)
     chaining = Chaining(state.layout, state.salt_of(key.tenant), lineage)
     match = match_session(state, session, token_ids, chaining)
-    known = _known(chaining, lineage, match, token_ids)
-    change = _Change(known, known.after(token_ids, merged), merged[0][0])
+    before = _lineage_before(chaining, lineage, match, token_ids)
+    change = _Change(before, before.after(token_ids, merged), merged[0][0])
     is_coupled = state.layout.position_mode == "coupled"
     if lineage is not None and _is_left_alone(session, match, change, is_coupled=is_coupled):
         state.touch(session)
@@ -127,11 +127,13 @@ def _replace(state: CacheState, session: Session, spans: list[Span]) -> None:
     state.outbox.count("discarded_tokens", num_dropped)
     fields = {"num_dropped": num_dropped, "num_tokens": num_tokens, "num_spans": len(spans)}
     state.outbox.emit(SESSION_DISCARDED, session.key, fields)
-    state.note(session.key, MoveKind.DISCARDED, num_tokens=num_dropped)
+    state.record_move(session.key, MoveKind.DISCARDED, num_tokens=num_dropped)
 
 
-def _known(chaining: Chaining, lineage: Lineage | None, match: Match, token_ids: bytes) -> Lineage:
-    """The lineage of the context; of a caller that names none, as far as the spans tell it."""
+def _lineage_before(
+    chaining: Chaining, lineage: Lineage | None, match: Match, token_ids: bytes
+) -> Lineage:
+    """Return the context's lineage; if a caller names none, as far as the spans say it."""
     if lineage is not None:
         return lineage
     chain = chaining.root
@@ -180,13 +182,13 @@ class _Remains:
         self._num_kept = 0  # tokens
 
     def of(self, piece: Piece) -> list[Span]:
-        """Spans on the rows of the next piece that stay."""
+        """Return the spans on the tokens of the next piece that stay."""
         spans = [self._span(piece, start, end) for start, end in self._kept(piece)]
         self._chain = piece.span.chain
         return spans
 
     def _kept(self, piece: Piece) -> list[Range]:
-        """What stays of a piece, in token positions before the discard."""
+        """Return what stays of a piece, in token positions before the discard."""
         kept = []
         start, piece_end = piece.token_offset, piece.end
         while start < piece_end:
@@ -225,7 +227,7 @@ class _Remains:
         return self._before.follows(piece.span, self._chain, piece.token_offset, tokens)
 
     def _chain_of(self, piece: Piece, tokens: bytes) -> bytes:
-        """Parent of what comes behind the rows that were kept last."""
+        """Return the parent key of what comes behind the tokens that were kept last."""
         if self._matters and not self._after.lineage.is_whole:
             return self._after.after_discards(self._num_kept)
         if self._after.lineage.is_whole or self._is_plain(piece):

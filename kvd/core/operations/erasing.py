@@ -5,7 +5,7 @@
 From `begin` to `end` the tenants are shut out: their engines' calls are refused, to be tried again.
 Their loads end there, and must not be trusted; what they are storing publishes nothing. `step`
 drops sessions, some at a time; blocks that are being moved go when that ends. Then `wipe` has every
-free slot zeroed, whoever had it: also what was evicted long ago is gone. Slots that engines are
+free slot zeroed, of any tenant: also what was evicted long ago is gone. Slots that engines are
 filling just then are left alone, because they are written to. Keys are the business of
 kvd/caches/erasing.py, which calls this.
 
@@ -38,7 +38,7 @@ class Eraser:
     """Erases tenants of one cache state.
 
     Attributes:
-        is_looking: `step` has not come to all sessions that there were at `begin`.
+        has_unvisited: `step` has not come to all sessions that there were at `begin`.
     """
 
     def __init__(
@@ -48,8 +48,8 @@ class Eraser:
         self._loader = loader
         self._storer = storer
         self._sessions = sessions
-        self._to_look_at: Iterator[SessionKey] = iter(())
-        self.is_looking = False
+        self._unvisited: Iterator[SessionKey] = iter(())
+        self.has_unvisited = False
         self._num_to_wipe = 0
         self._has_failed = False
 
@@ -59,7 +59,7 @@ class Eraser:
         The caller owes `step` until it drops nothing more, and waits for `is_gone`.
         """
         self._state.tenants.is_erased = is_erased
-        self._to_look_at, self.is_looking = iter(list(self._state.sessions)), True
+        self._unvisited, self.has_unvisited = iter(list(self._state.sessions)), True
         for lease in tuple(self._state.leases):
             if isinstance(lease, LoadLease) and is_erased(lease.key.tenant):
                 self._loader.release(lease)
@@ -69,16 +69,16 @@ class Eraser:
     def step(self, max_sessions: int) -> FlushAnswer:
         """Drop up to this many sessions of the tenants, from every tier, pinned or not.
 
-        Others are passed over, a bounded number of them: nothing may be dropped while `is_looking`.
+        Others are passed over, so many at most: a step may drop none though `has_unvisited`.
         """
         state = self._state
         keys: list[SessionKey] = []
         for _ in range(LOOKED_AT * max_sessions):
             if len(keys) == max_sessions:
                 break
-            key = next(self._to_look_at, None)
+            key = next(self._unvisited, None)
             if key is None:
-                self.is_looking = False
+                self.has_unvisited = False
                 break
             if state.tenants.is_erased(key.tenant) and key in state.sessions:
                 keys.append(key)
@@ -87,7 +87,7 @@ class Eraser:
     def is_gone(self) -> bool:
         """Whether nothing of the tenants is stored, or being moved, any more.
 
-        The rows of the last of it may be in `drain` yet, or on their way to the index: what is to
+        Entries of the last of it may be in `drain` yet, or on their way to the index: what is to
         happen after them, as to the keys, goes behind them.
         """
         state, is_erased = self._state, self._state.tenants.is_erased

@@ -74,7 +74,7 @@ class Loader:
         key: SessionKey,
         token_ids: bytes,
         from_token: int,
-        owner: int,
+        engine_id: int,
         *,
         dram_only: bool = False,
         lineage: Lineage | None = None,
@@ -96,7 +96,7 @@ class Loader:
         state.tenants.refuse_erased(key.tenant)
         num_tokens = num_tokens_of(token_ids)
         is_running = state.placement.queue.is_running(key)
-        state.turns.asked(key, num_tokens, state.now_ns, is_running=is_running)
+        state.turns.requested(key, num_tokens, state.now_ns, is_running=is_running)
         check_from_token(from_token, num_tokens)
         session = state.sessions.get(key)
         if session is not None:
@@ -109,11 +109,13 @@ class Loader:
         stored = [piece for piece in match.pieces if piece.end > from_token]
         pieces = list(takewhile(_is_in_dram, stored)) if dram_only else stored
         if pieces:
-            lease = LoadLease(state.leases.next_id(), owner, key, from_token, since_ns=state.now_ns)
+            lease = LoadLease(
+                state.leases.next_id(), engine_id, key, from_token, since_ns=state.now_ns
+            )
             answer = self.grant(lease, pieces, len(stored))
         else:
             answer = self._miss(ON_SSD if stored else match.miss_reason)
-        state.measures.asked(key, state.now_ns)
+        state.histograms.on_load(key, state.now_ns)
         return answer
 
     def grant(self, lease: LoadLease, pieces: list[Piece], num_stored: int) -> LoadAnswer:
@@ -141,11 +143,11 @@ class Loader:
     def settle(self, lease_id: int) -> LoadAnswer:
         """Answer a PENDING load: HIT with the spans that arrived, up to the first that did not.
 
-        Called before LeaseReady (at a deadline), it gives up on the reads still under way. On MISS
+        Called before LeaseReady (at a deadline), it ends the wait for reads under way. On MISS
         nothing is owed.
 
         Raises:
-            LeaseLostError: if the owner is gone.
+            LeaseLostError: if the engine is gone.
         """
         lease = self._state.leases.load_of(lease_id)
         if lease.num_waiting:
@@ -160,28 +162,28 @@ class Loader:
             return LoadAnswer(Lookup.MISS, miss_reason=failure)
         return self._miss(failure)
 
-    def complete(self, lease_id: int, owner: int) -> None:
+    def complete(self, lease_id: int, engine_id: int) -> None:
         """End a load lease, settled or not.
 
         Raises:
-            LeaseLostError: if it is not the owner's (any more): what was loaded must not be
+            LeaseLostError: if it is not the engine's (any more): what was loaded must not be
                 trusted.
         """
         state = self._state
-        state.outbox.count("leases_lost", state.leases.is_lost(lease_id, owner))
-        lease = state.leases.load_of(lease_id, owner)
+        state.outbox.count("leases_lost", state.leases.is_lost(lease_id, engine_id))
+        lease = state.leases.load_of(lease_id, engine_id)
         if lease.is_export:
             self.release(lease)
         else:
             self._end(lease)
-        state.measures.load_s.observe((state.now_ns - lease.since_ns) / NS_PER_S)
+        state.histograms.load_s.observe((state.now_ns - lease.since_ns) / NS_PER_S)
         self._consider_compaction(lease.key)
 
     def _end(self, lease: LoadLease) -> None:
         """Count a load that is over, which is a use of its session."""
         state = self._state
         has_arrived = lease.entries and not lease.num_waiting and not lease.failure
-        if lease.phase is LeasePhase.HELD:  # followed by its progress word, or given up
+        if lease.phase is LeasePhase.HELD:  # followed by its progress word, or cancelled
             self._count(lease) if has_arrived else state.outbox.count("load_misses")
         if has_arrived and not lease.more:
             state.placement.loaded(lease.key)
@@ -192,7 +194,7 @@ class Loader:
             state.outbox.index.session_used(session.key)
 
     def release(self, lease: LoadLease) -> None:
-        """End a lease; reads under way go on and serve the cache."""
+        """End a lease; reads under way continue and serve the cache."""
         if lease.num_waiting:
             self._state.outbox.add(LeaseReady(lease.lease_id))
         if lease.is_tracked:
@@ -259,10 +261,10 @@ class Loader:
             self._state.under_way.arrival_of[block.key].op_id for block in blocks.values()
         )
         lease.is_tracked = True
-        self._state.outbox.add(TrackLoad(lease.lease_id, lease.owner, op_ids))
+        self._state.outbox.add(TrackLoad(lease.lease_id, lease.engine_id, op_ids))
 
     def cut(self, lease: LoadLease, num_entries: int, failure: str) -> None:
-        """Keep the lease's first entries and let go of the others."""
+        """Keep the lease's first entries and release the others."""
         kept, released = lease.entries[:num_entries], lease.entries[num_entries:]
         lease.entries, lease.more, lease.failure = kept, False, failure
         still_needed = {block.key for block, _ in kept}
@@ -277,7 +279,7 @@ class Loader:
 
     def _miss(self, reason: str) -> LoadAnswer:
         self._state.outbox.count("load_misses")
-        self._state.measures.misses.add(reason)
+        self._state.histograms.misses.add(reason)
         return LoadAnswer(Lookup.MISS, miss_reason=reason)
 
     def _granted(self, lease: LoadLease, lookup: Lookup) -> LoadAnswer:
@@ -302,7 +304,7 @@ class Loader:
             self._state.turns.loaded(lease.key, tier, num_of_tier)
             if num_of_tier:
                 why = tier.value
-                self._state.note(lease.key, MoveKind.LOADED, num_tokens=num_of_tier, why=why)
+                self._state.record_move(lease.key, MoveKind.LOADED, num_tokens=num_of_tier, why=why)
 
 
 def _is_in_dram(piece: Piece) -> bool:
@@ -311,7 +313,7 @@ def _is_in_dram(piece: Piece) -> bool:
 
 
 def _load_span(piece: Piece, from_token: int, tier: Tier) -> LoadSpan:
-    """The rows of the piece from `from_token` on; its block has its slot."""
+    """Return the tokens of the piece from `from_token` on; its block has its slot."""
     assert piece.block.slot_id is not None, "spans are granted on blocks with a slot"
     num_skipped = max(0, from_token - piece.token_offset)
     return LoadSpan(

@@ -20,8 +20,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from kvd.core.operations.chaining import Chaining
+from kvd.core.records.entries import Span, plain_span
 from kvd.core.records.errors import InvalidRequestError
-from kvd.core.records.rows import Span, plain_span
 from kvd.core.state.block import Block
 from kvd.core.state.cache_state import CacheState
 from kvd.core.state.session import Session
@@ -59,7 +59,7 @@ class Match:
 
     pieces: list[Piece]
     chain: bytes  # parent key of what follows
-    miss_reason: str  # why it does not go on; see LoadAnswer
+    miss_reason: str  # why it ends there; see LoadAnswer
 
     @property
     def end(self) -> int:
@@ -126,7 +126,7 @@ def match_session(
 
 
 def _spans(state: CacheState, session: Session) -> Iterator[Span]:
-    """A session's spans; it is unpacked only if its first packed one is what was looked for."""
+    """Return a session's spans, unpacked only if its first packed one is what was looked for."""
     num_spans = len(session.spans)
     yield from session.spans
     if not session.packed:

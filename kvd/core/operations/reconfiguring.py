@@ -15,7 +15,7 @@ from itertools import islice
 
 from kvd.core.io.placement import Placement
 from kvd.core.io.writing import Writer
-from kvd.core.records.rows import Pin
+from kvd.core.records.entries import Pin
 from kvd.core.state.cache_state import CacheState
 from kvd.core.state.limits import Limits
 from kvd.core.state.session import Session
@@ -74,7 +74,7 @@ class Reconfigurer:
                 break
 
     def next_deadline_ns(self) -> int | None:
-        """When to call `resume`; None: nothing is left to do."""
+        """Return when to call `resume`; None: nothing is left to do."""
         is_looking = self._rescheduled is not None or self._to_enter is not None
         return self._state.now_ns if is_looking or self._is_trimming else None
 

@@ -1,7 +1,7 @@
 """Scrubs: every copy of every block is compared with what was stored, at the pace of the caller.
 
 Pure. The caller asks for a few operations at a time (`step`); what they find is counted in a
-ScrubReport. Nothing is held for them: loads, evictions and writes go on, and an outcome is counted
+ScrubReport. Nothing is held for them: loads, evictions and writes run on, and an outcome is counted
 only if its copy is still where it was when the operation was issued (`CacheState.scrubbed`).
 
 A corrupt copy in DRAM is dropped; the block is read again from SSD, or is lost. A corrupt copy on
@@ -19,9 +19,9 @@ from kvd.core.io.verifying import CORRUPT, report_corrupt
 from kvd.core.io.writing import Writer
 from kvd.core.operations.loading import Loader
 from kvd.core.records.actions import SCRUBBED, IoOutcome, VerifyExtent, VerifySlot
+from kvd.core.records.entries import BlockRecord, unpack_places
 from kvd.core.records.errors import ScrubError
 from kvd.core.records.records import ScrubReport, ScrubStep, Tier
-from kvd.core.records.rows import BlockRecord, unpack_places
 from kvd.core.state.block import Block, BlockIo
 from kvd.core.state.cache_state import CacheState
 from shared.types.session_key import SessionKey
@@ -33,7 +33,7 @@ class _Check(Enum):
 
     DRAM = "dram"
     SSD = "ssd"
-    REPAIR = "repair"  # the copy in DRAM, before the one on SSD is given up
+    REPAIR = "repair"  # the copy in DRAM, before the one on SSD is dropped
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +86,7 @@ class Scrubber:
         return self._last_id
 
     def step(self, scrub_id: int, max_bytes: int) -> ScrubStep:
-        """Go on with a scrub until `max_bytes` are under way; the caller sets the pace.
+        """Continue a scrub until `max_bytes` are under way; the caller sets the pace.
 
         Raises:
             ScrubError: it is over.
@@ -160,7 +160,7 @@ class Scrubber:
             yield from self._session_checks(session_key, seen)
 
     def _session_checks(self, session_key: SessionKey, seen: set[bytes]) -> Iterator[_Op]:
-        """Blocks of a session that are not seen yet; any may be packed or unpacked meanwhile."""
+        """Yield a session's blocks that were not seen; any may be packed or unpacked meanwhile."""
         state = self._state
         session = state.sessions.get(session_key)
         if session is None:
@@ -232,7 +232,7 @@ class Scrubber:
             self._issue(self._slot_check(_Check.REPAIR, block))
 
     def _drop_slot(self, block: Block) -> None:
-        """Take a corrupt copy out of DRAM; whoever reads it must not trust what it has read."""
+        """Take a corrupt copy out of DRAM; engines that load it must not trust what they have."""
         state = self._state
         self._loader.revoke(block)
         if not state.blocks.holds(block):
@@ -249,7 +249,7 @@ class Scrubber:
             self._state.lose(block, CORRUPT)
 
     def _write_again(self, block: Block) -> None:
-        """Give up the extent of a block whose copy in DRAM is good, and write it to another."""
+        """Free the extent of a block whose copy in DRAM is good, and write it to another."""
         if block.extent is not None:
             self._count("repaired")
             self._state.leave_ssd(block)

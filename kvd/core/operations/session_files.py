@@ -6,7 +6,7 @@ on SSD comes through DRAM. Blocks in DRAM are verified before they are given out
 the memory. An import is stored like what an engine has computed. A tenant that is being erased can
 do neither.
 
-What another kvd needs besides tokens and rows is the lineage: which discards the context comes
+What another kvd needs besides tokens and KV is the lineage: which discards the context comes
 after. A kvd that has restarted since may not know it; then what follows from the tokens alone can
 be exported, and the rest only once an engine has named the lineage again.
 
@@ -21,9 +21,9 @@ from kvd.core.operations.chaining import Chaining
 from kvd.core.operations.loading import Loader
 from kvd.core.operations.matching import Piece, slice_tokens
 from kvd.core.operations.storing import Storer
+from kvd.core.records.entries import Span
 from kvd.core.records.errors import SessionChangedError, UnknownLineageError
 from kvd.core.records.records import ExportedRows, LoadAnswer, StoreAnswer
-from kvd.core.records.rows import Span
 from kvd.core.state.cache_state import CacheState
 from kvd.core.state.leases import LoadLease
 from shared.types.lineage import WHOLE, Lineage
@@ -80,10 +80,10 @@ class SessionFiles:
             key, spans, lineage, chain=Chaining(state.layout, state.salt_of(key.tenant), WHOLE).root
         )
 
-    def prepare_export(self, export: Export, max_spans: int, owner: int) -> LoadAnswer:
+    def prepare_export(self, export: Export, max_spans: int, engine_id: int) -> LoadAnswer:
         """Lease the next spans, as far as slots can be had; the caller owes what a load owes.
 
-        When it is settled `exported` says what the rows are, before the load is completed. The
+        When it is settled `exported` says what they hold, before the load is completed. The
         spans of the answer are at their places in the session.
 
         Raises:
@@ -96,7 +96,7 @@ class SessionFiles:
         pieces = self._next_pieces(export, max_spans)
         lease = LoadLease(
             state.leases.next_id(),
-            owner,
+            engine_id,
             export.key,
             export.num_tokens,
             since_ns=state.now_ns,
@@ -105,10 +105,10 @@ class SessionFiles:
         return self._loader.grant(lease, pieces, len(pieces))
 
     def exported(self, export: Export, lease_id: int) -> list[ExportedRows]:
-        """Prove the rows of a settled lease, and go on behind them; none: a read did not come.
+        """Prove the KV of a settled lease, and continue behind them; none: a read did not come.
 
         Raises:
-            LeaseLostError: the rows turned out corrupt.
+            LeaseLostError: the KV turned out corrupt.
             UnknownLineageError: nobody knows what they were computed after.
         """
         lease = self._state.leases.load_of(lease_id)
@@ -137,12 +137,12 @@ class SessionFiles:
         key: SessionKey,
         token_ids: bytes,
         from_token: int,
-        owner: int,
+        engine_id: int,
         lineage: Lineage,
     ) -> StoreAnswer:
         """Lease slots as for a store, for what no turn has computed."""
         self._state.tenants.refuse_erased(key.tenant)
-        return self._storer.lease_slots(key, token_ids, from_token, owner, lineage)
+        return self._storer.lease_slots(key, token_ids, from_token, engine_id, lineage)
 
     def _next_pieces(self, export: Export, max_spans: int) -> list[Piece]:
         """Find the blocks of the next spans.

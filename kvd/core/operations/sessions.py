@@ -12,9 +12,9 @@ from kvd.core.inspection.descriptions import Inspector
 from kvd.core.inspection.session_filter import SessionFilter, find_session, selects
 from kvd.core.operations import discarding
 from kvd.core.records.actions import SESSION_ENDED, SESSION_EXPIRED, SESSION_FLUSHED
+from kvd.core.records.entries import TTL_NEVER_NS, Pin
 from kvd.core.records.errors import InvalidRequestError
 from kvd.core.records.records import FlushAnswer, SessionInfo, Tier
-from kvd.core.records.rows import TTL_NEVER_NS, Pin
 from kvd.core.state.cache_state import CacheState
 from kvd.core.state.session import Session
 from kvd.core.state.session_history import MoveKind
@@ -25,7 +25,7 @@ from shared.types.units import NS_PER_S
 EXPIRE_BATCH = (
     128  # sessions per call, so that one call stays short; the next deadline is then already due
 )
-RECHECK_NS = NS_PER_S  # when to look again at a session whose TTL passed while it was in use
+RECHECK_NS = NS_PER_S  # when to check again a session whose TTL passed while it was in use
 
 
 class Sessions:
@@ -35,7 +35,7 @@ class Sessions:
         state: the cache's tables.
         inspector: describes the session whose TTL was set.
         consider_compaction: called with each session after a discard.
-        look_again: called after the end of a session: there may be room to read ahead.
+        reschedule_prefetch: called after the end of a session: there may be room to read ahead.
     """
 
     def __init__(
@@ -43,12 +43,12 @@ class Sessions:
         state: CacheState,
         inspector: Inspector,
         consider_compaction: Callable[[SessionKey], None],
-        look_again: Callable[[], None],
+        reschedule_prefetch: Callable[[], None],
     ) -> None:
         self._state = state
         self._inspector = inspector
         self._consider_compaction = consider_compaction
-        self._look_again = look_again
+        self._reschedule_prefetch = reschedule_prefetch
 
     def discard(
         self,
@@ -60,7 +60,7 @@ class Sessions:
     ) -> int:
         """Drop token ranges of a session whose tokens are `token_ids`; metadata only.
 
-        All tokens are told, however few of them are stored; the lineage is that of these tokens,
+        All tokens are named, however few of them are stored; the lineage is that of these tokens,
         before the discard. A store that is under way publishes nothing any more. A session that is
         known by its lineage to be after this discard, or of other discards, is left alone.
 
@@ -84,7 +84,7 @@ class Sessions:
         """Note that a session will not come back: the first to go; returns whether it is stored."""
         state = self._state
         state.turns.ended(key)
-        self._look_again()
+        self._reschedule_prefetch()
         state.policy.on_end(key)  # be it stored: it may learn from it
         session = state.sessions.get(key)
         if session is None:
@@ -93,7 +93,7 @@ class Sessions:
         state.tenants.on_end(key)
         state.outbox.index.session_changed(key)
         state.outbox.emit(SESSION_ENDED, key)
-        state.note(key, MoveKind.ENDED)
+        state.record_move(key, MoveKind.ENDED)
         return True
 
     def pin(self, key: SessionKey, pin: Pin) -> None:
@@ -116,7 +116,7 @@ class Sessions:
             _rank(state, session)
         state.outbox.index.session_changed(key)
         kind = MoveKind.UNPINNED if pin is Pin.NONE else MoveKind.PINNED
-        state.note(key, kind, why="" if pin is Pin.NONE else pin.name.lower())
+        state.record_move(key, kind, why="" if pin is Pin.NONE else pin.name.lower())
 
     def set_ttl(self, key: SessionKey, ttl_ns: int | None) -> SessionInfo:
         """Set a session's own TTL (None: the default; TTL_NEVER_NS: never).
@@ -134,7 +134,7 @@ class Sessions:
         session.ttl_ns = ttl_ns
         state.schedule_expiry(session)
         state.outbox.index.session_changed(key)
-        state.note(key, MoveKind.TTL_SET)
+        state.record_move(key, MoveKind.TTL_SET)
         return self._inspector.sum_up(session)
 
     def expire(self) -> None:
@@ -199,7 +199,7 @@ class Sessions:
     def drop(
         self, keys: Collection[SessionKey], leased: tuple[SessionKey, ...], why: str = "flush"
     ) -> FlushAnswer:
-        """Drop stored sessions from every tier, whoever uses them; `leased` were left out."""
+        """Drop stored sessions from every tier, in use or not; `leased` were left out."""
         num_bytes = self.freed_bytes(keys, Counter())
         for key in keys:
             self._state.outbox.count("sessions_flushed")

@@ -21,8 +21,8 @@ from kvd.core.operations.matching import (
     plan_blocks,
 )
 from kvd.core.records.actions import SESSION_STORED
+from kvd.core.records.entries import Span, WritingSlot
 from kvd.core.records.records import StoreAnswer, StoreBlock
-from kvd.core.records.rows import Span, WritingSlot
 from kvd.core.state.block import Block
 from kvd.core.state.cache_state import CacheState
 from kvd.core.state.leases import NewBlock, Part, RestoredLease, StoreLease, lost
@@ -69,7 +69,7 @@ class Storer:
         key: SessionKey,
         token_ids: bytes,
         from_token: int,
-        owner: int,
+        engine_id: int,
         *,
         lineage: Lineage | None = None,
     ) -> StoreAnswer:
@@ -87,14 +87,14 @@ class Storer:
         state = self._state
         state.tenants.refuse_erased(key.tenant)
         state.turns.stored(key, num_tokens_of(token_ids), state.now_ns)
-        return self.lease_slots(key, token_ids, from_token, owner, lineage)
+        return self.lease_slots(key, token_ids, from_token, engine_id, lineage)
 
     def lease_slots(
         self,
         key: SessionKey,
         token_ids: bytes,
         from_token: int,
-        owner: int,
+        engine_id: int,
         lineage: Lineage | None,
     ) -> StoreAnswer:
         """Do what `prepare` says, but for what is asked of an engine's turn."""
@@ -111,7 +111,7 @@ class Storer:
         if from_token > stored_end:
             return self._refused(GAP, stored_end)
         lease_id, now_ns = state.leases.next_id(), state.now_ns
-        lease = StoreLease(lease_id, owner, key, lineage=lineage, since_ns=now_ns)
+        lease = StoreLease(lease_id, engine_id, key, lineage=lineage, since_ns=now_ns)
         lease.num_discards = session.num_discards if session else 0
         held: list[Part] = [(piece.span, piece.block) for piece in base]
         planned = plan_blocks(state, chaining, token_ids, base)
@@ -135,18 +135,18 @@ class Storer:
         self._release(held[num_kept:])  # beyond what slots could be had for
         return answer
 
-    def complete(self, lease_id: int, owner: int, *, success: bool) -> int:
+    def complete(self, lease_id: int, engine_id: int, *, success: bool) -> int:
         """Publish what a store lease's slots hold (or forget it), and have it written to SSD.
 
         Returns:
             Stored tokens of the session.
 
         Raises:
-            LeaseLostError: if it is not the owner's (any more).
+            LeaseLostError: if it is not the engine's (any more).
         """
         state = self._state
-        state.outbox.count("leases_lost", state.leases.is_lost(lease_id, owner))
-        lease = state.leases.store_of(lease_id, owner)
+        state.outbox.count("leases_lost", state.leases.is_lost(lease_id, engine_id))
+        lease = state.leases.store_of(lease_id, engine_id)
         if isinstance(lease, RestoredLease):
             self.release(lease)
             raise lost(lease_id)
@@ -159,7 +159,7 @@ class Storer:
                 state.placement.loaded(lease.key)
         self.release(lease)
         session = state.sessions.get(lease.key)
-        state.measures.store_s.observe((state.now_ns - lease.since_ns) / NS_PER_S)
+        state.histograms.store_s.observe((state.now_ns - lease.since_ns) / NS_PER_S)
         self._consider_compaction(lease.key)
         return session.num_tokens if session else 0
 
@@ -184,9 +184,9 @@ class Storer:
         lease.is_outdated = True
         self._release(held)
 
-    def give_to(self, lease: StoreLease | RestoredLease, owner: int) -> None:
+    def reattach(self, lease: StoreLease | RestoredLease, engine_id: int) -> None:
         """Have an engine that came back hold its lease again."""
-        self._state.leases.reattach(lease, owner)
+        self._state.leases.reattach(lease, engine_id)
         self._journal(lease)
 
     # ------------------------------------------------------------------------------------- prepare
@@ -222,7 +222,7 @@ class Storer:
 
     def _journal(self, lease: StoreLease | RestoredLease) -> None:
         for slot_id, generation in lease.slots():
-            record = WritingSlot(generation, lease.lease_id, lease.owner)
+            record = WritingSlot(generation, lease.lease_id, lease.engine_id)
             self._state.journal.put(slot_id, record)
 
     def _why_no_slot(self) -> str:
@@ -268,9 +268,9 @@ class Storer:
         state.clear_slot(part.slot_id)
         state.blocks.add(block)
         state.blocks.enter_dram(block, part.slot_id, part.generation)
-        state.blocks.know(block, part.token_ids, b"")
+        state.blocks.set_contents(block, part.token_ids, b"")
         state.outbox.count("store_tokens", span.num_tokens)
-        state.note(key, MoveKind.STORED, num_blocks=1, num_tokens=span.num_tokens)
+        state.record_move(key, MoveKind.STORED, num_blocks=1, num_tokens=span.num_tokens)
         return block
 
     def _shorten(self, lease: StoreLease, index: int) -> None:
@@ -314,7 +314,7 @@ class Storer:
         state.outbox.count("stores")
         num_tokens, num_blocks = session.num_tokens, len(session.spans)
         state.policy.on_resize(key, num_tokens)
-        state.placement.note_size(num_blocks * state.layout.block_bytes)
+        state.placement.observe_size(num_blocks * state.layout.block_bytes)
         fields = {"num_tokens": num_tokens, "num_blocks": num_blocks}
         state.outbox.emit(SESSION_STORED, key, fields)
         self._hasher.request([state.blocks[block_key] for block_key in session.block_keys()])

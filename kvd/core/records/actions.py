@@ -1,12 +1,12 @@
-"""What the cache engine asks of the world: frozen values, handed out by `CacheEngine.drain`.
+"""What the cache engine asks of the world: frozen values, returned by `CacheEngine.drain`.
 
 Pure. The performer carries them out and reports back through `read_done`, `verify_done`,
-`hash_done`, `write_done`, `drop_done`, `compact_done`, `wipe_done` and `rows_committed`.
+`hash_done`, `write_done`, `drop_done`, `compact_done`, `wipe_done` and `index_committed`.
 
 Invariants the performer keeps:
-1. index actions (PutBlock, PutSession, PutUse, DropSession, DropBlock, CommitRows) reach the index
+1. index actions (PutBlock, PutSession, PutUse, DropSession, DropBlock, CommitIndex) reach the index
    in the order they were drained;
-2. `drop_done` is reported only once the removal of the row is committed, because the extent is
+2. `drop_done` is reported only once the removal of the entry is committed, because the extent is
    reused after it;
 3. journal actions (PutSlot, ClearSlot) are done before the call that caused them is answered;
 4. every action with an `op_id` is answered exactly once.
@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
-from kvd.core.records.rows import BlockRecord, SessionRecord, SlotRecord
+from kvd.core.records.entries import BlockRecord, SessionRecord, SlotRecord
 from shared.types.session_key import SessionKey
 
 # Names of events, for Emit.
@@ -114,7 +114,7 @@ class WriteBlock:
 
 @dataclass(frozen=True, slots=True)
 class SourceSlot:
-    """A slot that rows are copied from, and what its bytes must be."""
+    """A slot that KV is copied from, and what its bytes must be."""
 
     slot_id: int
     num_tokens: int
@@ -122,8 +122,8 @@ class SourceSlot:
 
 
 @dataclass(frozen=True, slots=True)
-class RowRun:
-    """Rows [start, start + num_tokens) of a slot."""
+class TokenRun:
+    """The KV of tokens [start, start + num_tokens) of a slot."""
 
     slot_id: int
     start: int
@@ -132,16 +132,16 @@ class RowRun:
 
 @dataclass(frozen=True, slots=True)
 class DenseBlock:
-    """A slot to be filled with runs of rows, one after the other."""
+    """A slot to be filled with runs of tokens, one after the other."""
 
     slot_id: int
     num_tokens: int
-    runs: tuple[RowRun, ...]
+    runs: tuple[TokenRun, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class CompactRows:
-    """Verify the sources, copy their rows together, hash what was made; then `compact_done`."""
+class CompactTokens:
+    """Verify the sources, copy their KV together, hash what was made; then `compact_done`."""
 
     op_id: int
     sources: tuple[SourceSlot, ...]
@@ -158,7 +158,7 @@ class WipeSlots:
 
 @dataclass(frozen=True, slots=True)
 class PutSlot:
-    """Note in the journal what a slot holds, for the next kvd."""
+    """Record in the journal what a slot holds, for the next kvd."""
 
     slot_id: int
     record: SlotRecord
@@ -166,7 +166,7 @@ class PutSlot:
 
 @dataclass(frozen=True, slots=True)
 class ClearSlot:
-    """Note in the journal that a slot holds nothing."""
+    """Record in the journal that a slot holds nothing."""
 
     slot_id: int
 
@@ -181,7 +181,7 @@ class TrackLoad:
     """
 
     lease_id: int
-    owner: int
+    engine_id: int
     op_ids: tuple[int, ...]
 
 
@@ -194,14 +194,14 @@ class UntrackLoad:
 
 @dataclass(frozen=True, slots=True)
 class PutBlock:
-    """Write an index row; the data it points to is durable already."""
+    """Write an index entry; the data it points to is durable already."""
 
     block: BlockRecord
 
 
 @dataclass(frozen=True, slots=True)
 class PutSession:
-    """Write or replace a session's row.
+    """Write or replace a session's entry.
 
     Its spans may name blocks that are not on SSD (yet): recovery cuts it there.
     """
@@ -211,7 +211,7 @@ class PutSession:
 
 @dataclass(frozen=True, slots=True)
 class PutUse:
-    """Write when a session was last used; of its row nothing else has changed."""
+    """Write when a session was last used; of its entry nothing else has changed."""
 
     key: SessionKey
     last_access_ns: int
@@ -219,22 +219,22 @@ class PutUse:
 
 @dataclass(frozen=True, slots=True)
 class DropSession:
-    """Remove a session's row."""
+    """Remove a session's entry."""
 
     key: SessionKey
 
 
 @dataclass(frozen=True, slots=True)
 class DropBlock:
-    """Remove a block's row and commit; answer with `drop_done`."""
+    """Remove a block's entry and commit; answer with `drop_done`."""
 
     op_id: int
     key: bytes
 
 
 @dataclass(frozen=True, slots=True)
-class CommitRows:
-    """Commit all rows that were put or removed before; answer with `rows_committed`."""
+class CommitIndex:
+    """Commit all entries that were put or removed before; answer with `index_committed`."""
 
     op_id: int
 
@@ -266,7 +266,7 @@ Action = (
     | VerifySlot
     | VerifyExtent
     | WriteBlock
-    | CompactRows
+    | CompactTokens
     | WipeSlots
     | PutSlot
     | ClearSlot
@@ -277,7 +277,7 @@ Action = (
     | PutUse
     | DropSession
     | DropBlock
-    | CommitRows
+    | CommitIndex
     | LeaseReady
     | SpaceFreed
     | Emit

@@ -38,12 +38,12 @@ class ExtentShape:
         self._num_sectors: dict[int, int] = {}  # by number of tokens, as they are asked for
 
     def slice_bytes(self, layer_index: int, num_tokens: int) -> int:
-        """Bytes of one layer slice on SSD, padding included."""
+        """Return the bytes of one layer slice on SSD, padding included."""
         used_bytes = self.layout.layers[layer_index].token_bytes * num_tokens
         return align_up(used_bytes, SECTOR_BYTES)
 
     def num_sectors(self, num_tokens: int) -> int:
-        """Sectors of a block's extent; remembered, because it costs O(layers)."""
+        """Return how many sectors are in a block's extent; kept, because it costs O(layers)."""
         num_sectors = self._num_sectors.get(num_tokens)
         if num_sectors is None:
             slices = (self.slice_bytes(i, num_tokens) for i in range(len(self.layout.layers)))

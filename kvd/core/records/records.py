@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 
-from kvd.core.records.rows import Pin
+from kvd.core.records.entries import Pin
 from shared.types.session_key import SessionKey
 
 
@@ -40,7 +40,7 @@ class LeaseState(Enum):
 
     READY = "ready"
     PENDING = "pending"
-    LOST = "lost"  # its owner is gone, or it never was
+    LOST = "lost"  # its engine is gone, or it never was
 
 
 # ---------------------------------------------------------------------------------- load and store
@@ -48,7 +48,7 @@ class LeaseState(Enum):
 
 @dataclass(frozen=True, slots=True)
 class LoadSpan:
-    """Rows [start, start + num_tokens) of a slot are tokens [token_offset, …) of the request."""
+    """Tokens [start, start + num_tokens) of a slot are [token_offset, …) of the request."""
 
     slot_id: int
     start: int
@@ -82,7 +82,7 @@ class LoadAnswer:
 
 @dataclass(frozen=True, slots=True)
 class ExportedRows:
-    """Rows [start, start + num_tokens) of a slot, and the tokens they are of."""
+    """Tokens [start, start + num_tokens) of a slot, and their ids."""
 
     slot_id: int
     start: int
@@ -92,7 +92,7 @@ class ExportedRows:
 
 @dataclass(frozen=True, slots=True)
 class StoreBlock:
-    """The caller writes tokens [token_offset, …) to rows [0, num_tokens) of the slot."""
+    """The caller writes tokens [token_offset, …) as tokens [0, num_tokens) of the slot."""
 
     slot_id: int
     token_offset: int
@@ -127,9 +127,9 @@ class SessionInfo:
     Attributes:
         total_bytes: of all its blocks, shared ones included.
         dirty_bytes: in DRAM, not on SSD.
-        waste_bytes: of rows that blocks of its own have and that hold nothing of it: discarded
+        waste_bytes: of tokens that blocks of its own have and that hold nothing of it: discarded
             ones, and those that were never filled.
-        ttl_ns: as set on the session.
+        ttl_ns: set on the session itself; None: it has none of its own.
         ttl_source: whose TTL holds: "session", "tenant", "default".
         expires_at_ns: None: never.
     """
@@ -183,7 +183,7 @@ class QueueStats:
     """Answer of `queue_stats`: what the queues of all engines say, and how far is looked into them.
 
     Attributes:
-        prefetch_window: L_pw in jobs: sessions of mean size that fit in DRAM; 0: none was stored.
+        prefetch_window: L_pw in requests: sessions of mean size that fit in DRAM; 0: none stored.
         eviction_window: those that fit in both tiers together.
         mean_session_bytes: S_kv.
     """
@@ -228,7 +228,7 @@ class LeaseInfo:
 
     lease_id: int
     kind: str
-    owner: int
+    engine_id: int
     key: SessionKey | None
     num_slots: int
     since_ns: int  # when it was granted, or found

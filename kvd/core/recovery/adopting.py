@@ -10,8 +10,8 @@ blocks that are in DRAM only, `settle` after it.
 
 from collections.abc import Sequence
 
+from kvd.core.records.entries import AdoptedSlot, OrphanSlot
 from kvd.core.records.extent_shape import CHECKSUM_BYTES
-from kvd.core.records.rows import AdoptedSlot, OrphanSlot
 from kvd.core.state.block import Block
 from kvd.core.state.cache_state import CacheState
 from kvd.core.state.leases import RestoredLease
@@ -71,7 +71,7 @@ def _quarantine(state: CacheState, orphan: OrphanSlot) -> None:
     writing = orphan.writing
     lease = state.leases.get(writing.lease_id)
     if not isinstance(lease, RestoredLease):
-        lease = RestoredLease(writing.lease_id, writing.owner, since_ns=state.now_ns)
+        lease = RestoredLease(writing.lease_id, writing.engine_id, since_ns=state.now_ns)
         state.leases.add(lease)
     state.leases.quarantine(lease, orphan.slot_id, writing.generation)
     state.slots.adopt(orphan.slot_id, writing.generation, is_committed=False)
@@ -95,5 +95,5 @@ def _add_block(state: CacheState, slot: AdoptedSlot) -> None:
     state.slots.adopt(slot.slot_id, record.generation, is_committed=True)
     state.blocks.add(block)
     state.blocks.enter_dram(block, slot.slot_id, record.generation)
-    state.blocks.know(block, record.token_ids, record.checksums)
-    state.blocks.doubt(block, is_unverified=True)
+    state.blocks.set_contents(block, record.token_ids, record.checksums)
+    state.blocks.set_unverified(block, is_unverified=True)

@@ -1,12 +1,12 @@
-"""Recovery: from the rows of the index to the state they describe.
+"""Recovery: from the entries of the index to the state they describe.
 
-Pure. Reads no data: blocks are verified when they are used (D11). Rows that cannot be are removed,
+Pure. Reads no data: blocks are verified when they are used (D11). Impossible entries are removed,
 not trusted: blocks outside the tier, two blocks on one place, sessions beyond the prefix whose
 blocks exist. Blocks that adoption has found in DRAM are there already
 (kvd/core/recovery/adopting.py).
 
 Sessions begin packed, as far as they may be, and rest until they are used. What is needed of a
-million of them at once is columns (row_join.py); `kvd bench --only control` shows what they take.
+million of them at once is columns (entry_join.py); `kvd bench --only control` shows what they take.
 """
 
 from collections import Counter
@@ -17,20 +17,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvd.core.records.actions import RESTORED
-from kvd.core.records.rows import (
+from kvd.core.records.entries import (
     PLACE_BYTES,
     TTL_NEVER_NS,
-    IndexRows,
+    IndexEntries,
     Pin,
     SessionRecord,
     plain_span,
 )
-from kvd.core.recovery.row_join import (
+from kvd.core.recovery.entry_join import (
     BlockColumns,
+    EntryIndexes,
     Flags,
     Ints,
-    Rows,
-    SessionRows,
+    SessionEntries,
     SpanColumns,
     SpanJoin,
     count_users,
@@ -49,26 +49,26 @@ from shared.types.session_key import SessionKey
 Number = TypeVar("Number", np.int32, np.int64)
 
 
-class BlockRows:
-    """All blocks there are: the rows of the index, and then those in DRAM.
+class BlockEntries:
+    """All blocks there are: the entries of the index, and then those in DRAM.
 
     Attributes:
-        keys: of KEY_BYTES each, joined.
-        num_tokens: of each.
+        keys: block keys of KEY_BYTES each, joined.
+        num_tokens: how many tokens each has.
         extents: where they lie; -1: not on SSD.
         is_sound: which may be used.
     """
 
-    def __init__(self, state: CacheState, rows: IndexRows) -> None:
+    def __init__(self, state: CacheState, entries: IndexEntries) -> None:
         self._state = state
-        self._num_rows = len(rows.block_keys) // KEY_BYTES
+        self._num_entries = len(entries.block_keys) // KEY_BYTES
         adopted = list(state.blocks)
         self._made: dict[int, Block] = {}
-        self.keys = rows.block_keys + b"".join(block.key for block in adopted)
+        self.keys = entries.block_keys + b"".join(block.key for block in adopted)
         self.num_tokens = _extended(
-            np.asarray(rows.block_tokens, dtype=np.int32), [b.num_tokens for b in adopted]
+            np.asarray(entries.block_tokens, dtype=np.int32), [b.num_tokens for b in adopted]
         )
-        extents = np.asarray(rows.extents).astype(np.int64, copy=False)
+        extents = np.asarray(entries.extents).astype(np.int64, copy=False)
         num_blocks = len(self.num_tokens)
         self.is_sound: Flags = np.ones(num_blocks, dtype=np.bool_)
         self._is_used: Flags = np.zeros(num_blocks, dtype=np.bool_)
@@ -76,11 +76,11 @@ class BlockRows:
         same_as = self._index.same_as
         self._is_copy: Flags = (same_as != np.arange(num_blocks)) & (same_as >= 0)
         self._take_extents(extents, same_as)
-        is_on_ssd = self.is_sound[: self._num_rows]
+        is_on_ssd = self.is_sound[: self._num_entries]
         if not is_on_ssd.all():
             extents = np.where(is_on_ssd, extents, -1)
         self.extents: Ints = _extended(extents, [-1] * len(adopted))
-        for index, block in enumerate(adopted, start=self._num_rows):
+        for index, block in enumerate(adopted, start=self._num_entries):
             self._join_adopted(int(same_as[index]), index, block)
 
     def join(self) -> SpanJoin:
@@ -96,7 +96,7 @@ class BlockRows:
         return is_object
 
     def use(self, num_users: Ints) -> None:
-        """Note how many spans use each block; none is to be found any more."""
+        """Record how many spans use each block; none is to be found any more."""
         self._is_used = num_users > 0
         self._index = None  # it takes as much memory as all the rest
 
@@ -111,37 +111,39 @@ class BlockRows:
         return block
 
     def drop_unused(self) -> int:
-        """Remove the rows that nothing needs, or that cannot be; returns how many."""
-        is_needed = self._is_copy | (self._is_used & (self.extents >= 0))  # or its row is another's
-        dropped = np.flatnonzero(~is_needed[: self._num_rows]).tolist()
+        """Remove the entries that nothing needs, or that cannot be; returns how many."""
+        is_needed = self._is_copy | (
+            self._is_used & (self.extents >= 0)
+        )  # or its entry is another's
+        dropped = np.flatnonzero(~is_needed[: self._num_entries]).tolist()
         for index in dropped:
             extent = int(self.extents[index])
             num_tokens = int(self.num_tokens[index])
-            self._state.drop_row(self._key(index), extent if extent >= 0 else None, num_tokens)
+            self._state.drop_entry(self._key(index), extent if extent >= 0 else None, num_tokens)
         return len(dropped)
 
     def _key(self, index: int) -> bytes:
         return self.keys[index * KEY_BYTES : (index + 1) * KEY_BYTES]
 
-    def _take_extents(self, extents: Ints, same_as: Rows) -> None:
-        """Let rows of the index own what they say they do, as far as that can be."""
-        shape, num_rows = self._state.shape, self._num_rows
+    def _take_extents(self, extents: Ints, same_as: EntryIndexes) -> None:
+        """Let entries of the index own what they say they do, as far as that can be."""
+        shape, num_entries = self._state.shape, self._num_entries
         block_tokens = self._state.layout.block_tokens
-        num_tokens = self.num_tokens[:num_rows]
+        num_tokens = self.num_tokens[:num_entries]
         sectors_of = np.array([0, *map(shape.num_sectors, range(1, block_tokens + 1))])
         is_possible = (num_tokens > 0) & (num_tokens <= block_tokens)
-        is_possible &= same_as[:num_rows] == np.arange(num_rows)
+        is_possible &= same_as[:num_entries] == np.arange(num_entries)
         num_sectors = sectors_of[np.where(is_possible, num_tokens, 0)]
-        self.is_sound[:num_rows] = self._state.extents.restore(extents, num_sectors)
+        self.is_sound[:num_entries] = self._state.extents.restore(extents, num_sectors)
 
-    def _join_adopted(self, row: int, index: int, block: Block) -> None:
-        """Note which of all blocks one in DRAM is: that of a row, or one of its own."""
-        if row == -1 or self.num_tokens[row] != block.num_tokens:
+    def _join_adopted(self, entry: int, index: int, block: Block) -> None:
+        """Record which of all blocks one in DRAM is: that of an entry, or one of its own."""
+        if entry == -1 or self.num_tokens[entry] != block.num_tokens:
             self.is_sound[index] = False
             self._state.forget(block)
         else:
-            self.is_sound[row] = True
-            self._made[row] = block
+            self.is_sound[entry] = True
+            self._made[entry] = block
 
 
 def _extended(column: NDArray[Number], more: Sequence[int]) -> NDArray[Number]:
@@ -154,13 +156,15 @@ Settings: TypeAlias = dict[SessionKey, SessionRecord]  # of sessions that have s
 MADE_AT_ONCE = 1 << 14  # sessions whose places are packed together
 
 
-def restore(state: CacheState, rows: IndexRows) -> None:
+def restore(state: CacheState, entries: IndexEntries) -> None:
     """See CacheEngine.restore; adopted blocks are in the index of blocks, and nothing else is."""
     assert not state.sessions, "a cache is restored before it is used"
-    sessions = SessionRows()
-    with_blocks, num_spans, num_dropped = _make_all(state, sessions, rows)
-    rows.forget_blocks()  # what follows takes as much memory again
-    settings = {row.key: row for row in sessions.settings.values() if row.key in state.sessions}
+    sessions = SessionEntries()
+    with_blocks, num_spans, num_dropped = _make_all(state, sessions, entries)
+    entries.forget_blocks()  # what follows takes as much memory again
+    settings = {
+        entry.key: entry for entry in sessions.settings.values() if entry.key in state.sessions
+    }
     tenants = Counter(key.tenant for key in state.sessions)
     _rank_all(state, settings, tenants, with_blocks)
     _schedule(state, settings, tenants)
@@ -178,12 +182,12 @@ def restore(state: CacheState, rows: IndexRows) -> None:
 
 
 def _make_all(
-    state: CacheState, sessions: SessionRows, rows: IndexRows
+    state: CacheState, sessions: SessionEntries, entries: IndexEntries
 ) -> tuple[list[Session], int, int]:
     """Make all sessions; returns those that are not wholly packed, and counts spans and drops."""
-    blocks = BlockRows(state, rows)
+    blocks = BlockEntries(state, entries)
     join = blocks.join()
-    sessions.collect(rows.sessions, join)
+    sessions.collect(entries.sessions, join)
     restoration = _Restoration(state, sessions, blocks, join.finish())
     del join
     num_spans = restoration.run()
@@ -191,14 +195,14 @@ def _make_all(
 
 
 class _Restoration:
-    """Makes the sessions of rows.
+    """Makes the sessions of entries.
 
     Attributes:
         with_blocks: those that have blocks in the index of blocks.
     """
 
     def __init__(
-        self, state: CacheState, sessions: SessionRows, blocks: BlockRows, spans: SpanColumns
+        self, state: CacheState, sessions: SessionEntries, blocks: BlockEntries, spans: SpanColumns
     ) -> None:
         self._state = state
         self._sessions = sessions
@@ -225,18 +229,20 @@ class _Restoration:
         return int(spans.lengths.sum())
 
     def _make(self, some: Ints, heads: Ints) -> None:
-        """Make the sessions of some rows, in their order: all at once, as far as they are alike."""
-        spans, rows, blocks = self._spans, self._sessions, self._blocks
+        """Make the sessions of some entries, in order: all at once, as far as they are alike."""
+        spans, entries, blocks = self._spans, self._sessions, self._blocks
         lengths, num_stored = spans.lengths[some], np.diff(spans.starts)[some]
         num_packed = lengths - heads[some]
         packed = gathered(spans.starts[some] + heads[some], num_packed)
-        places = pack_places_of(blocks.keys, blocks.num_tokens, blocks.extents, spans.rows[packed])
+        places = pack_places_of(
+            blocks.keys, blocks.num_tokens, blocks.extents, spans.entries[packed]
+        )
         ends = np.cumsum(num_packed) * PLACE_BYTES
         starts = ends - num_packed * PLACE_BYTES
         last_access_ns = np.minimum(self._last_access_ns[some], self._state.now_ns)
         columns = (some.tolist(), last_access_ns.tolist(), starts.tolist(), ends.tolist())
         made = [
-            Session(rows.keys[index], last_ns, (), places[start:end], is_indexed=True)
+            Session(entries.keys[index], last_ns, (), places[start:end], is_indexed=True)
             for index, last_ns, start, end in zip(*columns, strict=True)
         ]
         is_alike = self._are_plain[some] & (num_packed > 0) & (num_packed == num_stored)
@@ -249,7 +255,7 @@ class _Restoration:
                 is_cut = length < num_stored[place]
                 self._settle(made[place], index, int(heads[index]), is_cut=is_cut)
             else:
-                self._state.outbox.index.session_gone(rows.keys[index], is_indexed=True)
+                self._state.outbox.index.session_gone(entries.keys[index], is_indexed=True)
 
     def _settle(self, session: Session, index: int, head: int, *, is_cut: bool) -> None:
         """Do for a session what few need: its first `head` blocks are no packed ones."""
@@ -265,8 +271,8 @@ class _Restoration:
     def _use_blocks(self, session: Session, index: int, head: int) -> None:
         """Give a session the spans whose blocks are not packed."""
         start = int(self._spans.starts[index])
-        rows = self._spans.rows[start : start + head].tolist()
-        blocks = [self._blocks.block(row) for row in rows]
+        entries = self._spans.entries[start : start + head].tolist()
+        blocks = [self._blocks.block(entry) for entry in entries]
         full = self._sessions.full.get(index)
         if full is None:
             session.spans = [plain_span(block.key, block.num_tokens) for block in blocks]
@@ -290,7 +296,7 @@ def _rank_all(
     state: CacheState, settings: Settings, tenants: Iterable[str], with_blocks: list[Session]
 ) -> None:
     """Give sessions their places in the orders."""
-    pinned = {key for key, row in settings.items() if row.pin is Pin.HARD}
+    pinned = {key for key, entry in settings.items() if entry.pin is Pin.HARD}
     ranked = [key for key in state.sessions if key not in pinned] if pinned else [*state.sessions]
     state.policy.on_restore(ranked)
     for session in with_blocks:
@@ -298,8 +304,8 @@ def _rank_all(
     has_quota = any(state.tenants.order_of(name) is not None for name in tenants)
     for key in ranked if has_quota else ():
         state.tenants.on_insert(key)
-    for row in settings.values():
-        _rank(state, row)
+    for entry in settings.values():
+        _rank(state, entry)
 
 
 def _rank(state: CacheState, settings: SessionRecord) -> None:
@@ -340,4 +346,4 @@ def _count(state: CacheState, tenants: Counter[str], num_spans: int) -> None:
         state.tenants.charge(tenant, num_packed_bytes[tenant] // PLACE_BYTES)
         state.tenants.count_session(tenant, num_sessions)
     if num_spans:  # about one block each
-        state.placement.note_size(num_spans * state.layout.block_bytes // len(state.sessions))
+        state.placement.observe_size(num_spans * state.layout.block_bytes // len(state.sessions))

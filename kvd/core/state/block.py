@@ -30,7 +30,9 @@ class BlockIo(Enum):
     VERIFYING = "verifying"  # the slot's bytes are compared with their checksums
     HASHING = "hashing"  # the slot may be read meanwhile
     WRITING = "writing"  # slot -> extent; the slot may be read meanwhile
-    COPYING = "copying"  # rows of it -> other slots (compacting.py); the slot may be read meanwhile
+    COPYING = (
+        "copying"  # tokens of it -> other slots (compacting.py); the slot may be read meanwhile
+    )
 
     @property
     def is_arriving(self) -> bool:
@@ -122,11 +124,11 @@ class Block:
         return bool(self.users or self.readers or self.holders)
 
     def move(self, event: str) -> None:
-        """Note what the performer begins or ends with the block; see BLOCK_MOVES."""
+        """Record what the performer begins or ends with the block; see BLOCK_MOVES."""
         self.io = BLOCK_MOVES.after(self.io, event)
 
     def num_answer(self, tier: Tier) -> int:
-        """How many of its users answer for it in the tier."""
+        """Return how many of its users answer for it in the tier."""
         return self.num_answer_dram if tier is Tier.DRAM else self.num_answer_ssd
 
     def newest_user(self) -> SessionKey:
@@ -204,7 +206,7 @@ class BlockIndex:
         return slot_id
 
     def enter_ssd(self, block: Block, extent: int) -> None:
-        """Note that the block is durable."""
+        """Record that the block is durable."""
         self._recount(block, -1)
         block.extent = extent
         self._recount(block, 1)
@@ -218,14 +220,14 @@ class BlockIndex:
         self._recount(block, 1)
         return extent
 
-    def know(self, block: Block, token_ids: bytes, checksums: bytes) -> None:
-        """Note what the bytes in the block's slot are."""
+    def set_contents(self, block: Block, token_ids: bytes, checksums: bytes) -> None:
+        """Record what the bytes in the block's slot are."""
         self._recount(block, -1)
         block.token_ids, block.checksums = token_ids, checksums
         self._recount(block, 1)
 
-    def doubt(self, block: Block, *, is_unverified: bool) -> None:
-        """Note whether the bytes in the block's slot are still to be verified."""
+    def set_unverified(self, block: Block, *, is_unverified: bool) -> None:
+        """Record whether the bytes in the block's slot are still to be verified."""
         self._recount(block, -1)
         block.is_unverified = is_unverified
         self._recount(block, 1)

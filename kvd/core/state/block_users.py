@@ -18,8 +18,8 @@ that is clean in DRAM one that answers for clean blocks, once it is settled.
 from collections.abc import Iterable, Mapping
 
 from kvd.core.eviction.policy import EvictionPolicy
+from kvd.core.records.entries import Pin
 from kvd.core.records.records import Tier
-from kvd.core.records.rows import Pin
 from kvd.core.state.block import Block, BlockIndex
 from kvd.core.state.session import Session
 from shared.types.session_key import SessionKey
@@ -35,7 +35,7 @@ class BlockUsers:
     Args:
         blocks: the index of blocks.
         sessions: all sessions.
-        policy: what ranks them.
+        policy: ranks the sessions.
     """
 
     def __init__(
@@ -49,14 +49,14 @@ class BlockUsers:
         self._policy = policy
 
     def answers(self, session: Session) -> Answers:
-        """Tell in which tiers the session answers for its blocks."""
+        """Return in which tiers the session answers for its blocks."""
         if session.pin is Pin.HARD:
             return EVERYWHERE
         key, policy = session.key, self._policy
         return policy.ranks(key, Tier.DRAM), policy.ranks(key, Tier.SSD), policy.offers(key)
 
     def add(self, session: Session, blocks: Iterable[Block]) -> None:
-        """Note that a session uses these blocks from now on, and was the last to use them."""
+        """Record that a session uses these blocks from now on, and was the last to use them."""
         answers = self.answers(session)
         for block in blocks:
             block.users[session.key] = None
@@ -64,7 +64,7 @@ class BlockUsers:
             _count(block, answers)
 
     def remove(self, session: Session, block: Block) -> None:
-        """Note that a session uses a block no more; `settle` is to follow."""
+        """Record that a session uses a block no more; `settle` is to follow."""
         del block.users[session.key]
         _count(block, self.answers(session), -1)
         if block.last_user == session.key and block.users:
@@ -86,7 +86,7 @@ class BlockUsers:
     # --------------------------------------------------------------------------------- the orders
 
     def on_access(self, session: Session, now_ns: int) -> None:
-        """Note a use of a session that may be evicted: it answers wherever it has blocks."""
+        """Record a use of a session that may be evicted: it answers wherever it has blocks."""
         before = self.answers(session)
         self._policy.on_access(session.key, now_ns)
         if any(self._blocks[span.block_key].clean for span in session.spans):
@@ -101,13 +101,13 @@ class BlockUsers:
             self.recount(session, before)
 
     def on_evict(self, session: Session, tier: Tier) -> None:
-        """Note that nothing of a session that may be evicted is to be had in a tier."""
+        """Record that nothing of a session that may be evicted is to be had in a tier."""
         before = self.answers(session)
         self._policy.on_evict(session.key, tier)
         self.recount(session, before)
 
     def spent(self, session: Session) -> None:
-        """Note that a session has no clean block in DRAM that it could give."""
+        """Record that a session has no clean block in DRAM that it could give."""
         before = self.answers(session)
         self._policy.spent(session.key)
         self.recount(session, before)

@@ -24,15 +24,15 @@ from kvd.core.records.actions import (
     SESSION_FLUSHED,
     DropBlock,
 )
+from kvd.core.records.entries import Pin, Span
 from kvd.core.records.extent_shape import ExtentShape
 from kvd.core.records.records import Tier
-from kvd.core.records.rows import Pin, Span
 from kvd.core.state.block import Block, BlockIndex, BlockIo
 from kvd.core.state.block_users import BlockUsers
 from kvd.core.state.extents import ExtentTable
 from kvd.core.state.leases import LeaseTable
 from kvd.core.state.limits import Limits
-from kvd.core.state.outbox import Measures, Outbox
+from kvd.core.state.outbox import CacheHistograms, Outbox
 from kvd.core.state.packed_tails import PackedTails
 from kvd.core.state.session import Session
 from kvd.core.state.session_history import MoveKind, SessionHistory
@@ -71,7 +71,7 @@ class CacheState:
         mean_store_blocks: that a store asks slots for.
         num_pins: sessions, by how they are pinned.
         ssd_degraded: why writes are held back; "": they are not.
-        outbox, measures, history, turns: what is handed out, counted and remembered.
+        outbox, histograms, history, turns: what is emitted, counted and recorded.
         now_ns: time of the call under way.
     """
 
@@ -101,7 +101,7 @@ class CacheState:
         self.ttl = self.make_clock()
         self.turns = TurnLog(limits.max_turns)
         self.outbox = Outbox(self.sessions)
-        self.measures = Measures()
+        self.histograms = CacheHistograms()
         self.under_way = UnderWay()
         self.compaction: Compaction | None = None
         self.unverified: OrderedDict[bytes, Block] = OrderedDict()
@@ -154,7 +154,7 @@ class CacheState:
             self.num_pins[session.pin] += increment
 
     def touch(self, session: Session) -> None:
-        """Note a use of the session: O(its blocks)."""
+        """Record a use of the session: O(its blocks)."""
         session.last_access_ns = self.now_ns
         session.num_read_ahead = 0
         if session.ended:
@@ -173,7 +173,7 @@ class CacheState:
         return self.limits.default_ttl_ns if ttl_ns is None else ttl_ns
 
     def expires_at_ns(self, session: Session) -> int | None:
-        """When the session's TTL passes; None for never."""
+        """Return when the session's TTL passes; None for never."""
         return session.expires_at_ns(self.inherited_ttl_ns(session.key.tenant))
 
     def schedule_expiry(self, session: Session) -> None:
@@ -207,7 +207,7 @@ class CacheState:
         self._was_cut(session, num_lost, why)
 
     def cut_packed(self, session: Session, num_blocks: int, why: str) -> None:
-        """Give up the session's last packed blocks; a session without any span is dropped."""
+        """Drop the session's last packed blocks; a session without any span is dropped."""
         if not session.spans and num_blocks == session.num_packed:
             self.drop_session(session, SESSION_DROPPED, why)
             return
@@ -230,9 +230,11 @@ class CacheState:
         self.tenants.count_session(session.key.tenant, -1)
         self.count_pin(session, -1)
         self.outbox.emit(event, session.key, {"why": why, "num_tokens": num_tokens})
-        self.note(session.key, _DROPS[event], num_blocks=num_blocks, num_tokens=num_tokens, why=why)
+        self.record_move(
+            session.key, _DROPS[event], num_blocks=num_blocks, num_tokens=num_tokens, why=why
+        )
 
-    def note(
+    def record_move(
         self,
         key: SessionKey | None,
         kind: MoveKind,
@@ -241,18 +243,18 @@ class CacheState:
         num_tokens: int = 0,
         why: str = "",
     ) -> None:
-        """Remember a move of a session's KV; without a session there is nothing to remember."""
-        self.history.note(
+        """Record a move of a session's KV; without a session there is nothing to remember."""
+        self.history.record(
             key, kind, self.now_ns, num_blocks=num_blocks, num_tokens=num_tokens, why=why
         )
 
-    def note_block(self, block: Block, kind: MoveKind, why: str = "") -> None:
-        """Remember what became of a block, with the session that used it last."""
-        self.note(block.last_user, kind, num_blocks=1, num_tokens=block.num_tokens, why=why)
+    def record_block_move(self, block: Block, kind: MoveKind, why: str = "") -> None:
+        """Record what became of a block, with the session that used it last."""
+        self.record_move(block.last_user, kind, num_blocks=1, num_tokens=block.num_tokens, why=why)
 
     def _was_cut(self, session: Session, num_blocks: int, why: str) -> None:
         session.lost = why
-        self.note(session.key, MoveKind.CUT, num_blocks=num_blocks, why=why)
+        self.record_move(session.key, MoveKind.CUT, num_blocks=num_blocks, why=why)
         self.outbox.emit(SESSION_CUT, session.key, {"why": why, "num_tokens": session.num_tokens})
 
     def cut_users(self, block: Block, why: str) -> int:
@@ -264,11 +266,11 @@ class CacheState:
         return num_before - len(self.sessions)
 
     def _drop_packed(self, session: Session, num_blocks: int) -> None:
-        """Give up the session's last packed blocks, without making blocks of them."""
+        """Drop the session's last packed blocks, without making blocks of them."""
         if not num_blocks:
             return
         for record in reversed(self.tails.take(session, num_blocks)):
-            self.drop_row(record.key, record.extent, record.num_tokens)
+            self.drop_entry(record.key, record.extent, record.num_tokens)
         self.tenants.charge(session.key.tenant, -num_blocks)
 
     # -------------------------------------------------------------------------------------- blocks
@@ -319,11 +321,11 @@ class CacheState:
         self.free_slot(self.blocks.leave_dram(block))
 
     def leave_ssd(self, block: Block) -> None:
-        """Have the block's row removed; its extent is free once that is committed."""
-        self.drop_row(block.key, self.blocks.leave_ssd(block), block.num_tokens)
+        """Have the block's entry removed; its extent is free once that is committed."""
+        self.drop_entry(block.key, self.blocks.leave_ssd(block), block.num_tokens)
 
-    def drop_row(self, key: bytes, extent: int | None, num_tokens: int = 0) -> None:
-        """Have a block's row removed, and then its extent freed."""
+    def drop_entry(self, key: bytes, extent: int | None, num_tokens: int = 0) -> None:
+        """Have a block's entry removed, and then its extent freed."""
         op_id = self.under_way.next_op_id()
         self.under_way.drops[op_id] = None
         if extent is not None:
@@ -334,7 +336,7 @@ class CacheState:
     # --------------------------------------------------------------------------------------- slots
 
     def clear_slot(self, slot_id: int) -> None:
-        """Note in the journal that nothing in the slot counts."""
+        """Record in the journal that nothing in the slot counts."""
         self.scrubbed.pop((Tier.DRAM, slot_id), None)
         self.journal.clear(slot_id)
 

@@ -3,14 +3,14 @@
 from dataclasses import dataclass, field
 from enum import Enum
 
-from kvd.core.records.rows import Span
+from kvd.core.records.entries import Span
 from kvd.core.state.block import Block
 from shared.types.session_key import SessionKey
 
 
 @dataclass(frozen=True, slots=True)
 class Dense:
-    """A block to be made: the rows of some spans, one after the other."""
+    """A block to be made: the KV of some spans, one after the other."""
 
     span: Span
     sources: tuple[Span, ...]
@@ -24,7 +24,7 @@ class Plan:
     Attributes:
         first: index of the first span that is replaced.
         old: the spans that are replaced, dense or not.
-        new: what takes their place.
+        new: the spans that take their place.
         dense: the new ones among those.
         end_offset: position of what follows in the session, in tokens.
     """
@@ -60,7 +60,7 @@ class Compaction:
     Attributes:
         op_id: of the operation that the performer has yet to answer, if any.
         targets: slots being filled, while COPYING.
-        sources: blocks whose rows go into new ones: COPYING while that is under way, held while
+        sources: blocks whose KV goes into new ones: COPYING while that is under way, held while
             COMMITTING.
         made: the new blocks, held while WRITING.
     """

@@ -162,7 +162,7 @@ class ExtentTable:
         return self._next - 1
 
     def _set_mask(self, index: int, free: int) -> None:
-        """Note the free sectors of a packing extent; all free: it is a whole one."""
+        """Record the free sectors of a packing extent; all free: it is a whole one."""
         old_free = self._packing.pop(index, 0)
         self.num_free_packed -= old_free.bit_count()
         old_run = _longest_run(old_free)

@@ -13,9 +13,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum
 
+from kvd.core.records.entries import Span
 from kvd.core.records.errors import LeaseLostError, TooManyLeasesError
 from kvd.core.records.records import LeaseInfo, LoadSpan
-from kvd.core.records.rows import Span
 from kvd.core.state.block import Block
 from shared.types.lineage import Lineage
 from shared.types.session_key import SessionKey
@@ -58,7 +58,7 @@ class LoadLease:
     """
 
     lease_id: int
-    owner: int
+    engine_id: int
     key: SessionKey
     from_token: int
     entries: list[tuple[Block, LoadSpan]] = field(default_factory=list)
@@ -71,11 +71,11 @@ class LoadLease:
     phase: LeasePhase = LeasePhase.HELD
 
     def info(self) -> LeaseInfo:
-        """The lease as operators see it."""
+        """Return the lease as operators see it."""
         num_slots = len({span.slot_id for _, span in self.entries})
         is_pending = bool(self.num_waiting)
         return LeaseInfo(
-            self.lease_id, "load", self.owner, self.key, num_slots, self.since_ns, is_pending
+            self.lease_id, "load", self.engine_id, self.key, num_slots, self.since_ns, is_pending
         )
 
 
@@ -99,13 +99,13 @@ class StoreLease:
         parts: what the session will consist of: each span with the existing block it uses (held by
             this lease) or the new one.
         num_discards: that the session had seen when it was prepared.
-        lineage: of the tokens, if it was named.
+        lineage: the lineage of the tokens, if it was named.
         is_outdated: a discard has come since, which has left the session alone; or its tenant is
             erased.
     """
 
     lease_id: int
-    owner: int
+    engine_id: int
     key: SessionKey
     parts: list[Part] = field(default_factory=list)
     num_discards: int = 0
@@ -121,7 +121,7 @@ class StoreLease:
         ]
 
     def info(self) -> LeaseInfo:
-        """The lease as operators see it."""
+        """Return the lease as operators see it."""
         return _store_info(self, self.key)
 
 
@@ -130,7 +130,7 @@ class RestoredLease:
     """Slots that an engine may still be filling for an earlier kvd; what for is not known."""
 
     lease_id: int
-    owner: int
+    engine_id: int
     held: list[tuple[int, int]] = field(default_factory=list)
     since_ns: int = 0
     phase: LeasePhase = LeasePhase.ORPHAN
@@ -140,7 +140,7 @@ class RestoredLease:
         return self.held
 
     def info(self) -> LeaseInfo:
-        """The lease as operators see it."""
+        """Return the lease as operators see it."""
         return _store_info(self, None)
 
 
@@ -148,7 +148,7 @@ Lease = LoadLease | StoreLease | RestoredLease
 
 
 def move(lease: Lease, event: str) -> None:
-    """Note what happens to a lease; see LEASE_MOVES."""
+    """Record what happens to a lease; see LEASE_MOVES."""
     lease.phase = LEASE_MOVES.after(lease.phase, event)
 
 
@@ -156,7 +156,7 @@ def _store_info(lease: StoreLease | RestoredLease, key: SessionKey | None) -> Le
     return LeaseInfo(
         lease.lease_id,
         "store",
-        lease.owner,
+        lease.engine_id,
         key,
         len(lease.slots()),
         lease.since_ns,
@@ -165,7 +165,7 @@ def _store_info(lease: StoreLease | RestoredLease, key: SessionKey | None) -> Le
 
 
 class LeaseTable:
-    """All leases, by id, owner and session.
+    """All leases, by id, engine and session.
 
     Attributes:
         num_orphans: store leases without a connection.
@@ -176,7 +176,7 @@ class LeaseTable:
         self._max_leases = max_leases
         self._next_id = 1
         self._leases: dict[int, Lease] = {}
-        self._by_owner: dict[int, dict[int, None]] = {}
+        self._by_engine: dict[int, dict[int, None]] = {}
         self._by_session: dict[SessionKey, int] = {}
         self.num_orphans = 0
         self.num_quarantined_slots = 0
@@ -213,7 +213,7 @@ class LeaseTable:
         """Register a lease."""
         assert lease.phase is not LeasePhase.ENDED, "a lease ends once"
         self._leases[lease.lease_id] = lease
-        self._by_owner.setdefault(lease.owner, {})[lease.lease_id] = None
+        self._by_engine.setdefault(lease.engine_id, {})[lease.lease_id] = None
         if not isinstance(lease, RestoredLease):
             self._by_session[lease.key] = self._by_session.get(lease.key, 0) + 1
         self._count_orphan(lease, 1)
@@ -231,10 +231,10 @@ class LeaseTable:
     def _remove(self, lease: Lease) -> None:
         self._count_orphan(lease, -1)
         del self._leases[lease.lease_id]
-        owned = self._by_owner[lease.owner]
-        del owned[lease.lease_id]
-        if not owned:
-            del self._by_owner[lease.owner]
+        of_engine = self._by_engine[lease.engine_id]
+        del of_engine[lease.lease_id]
+        if not of_engine:
+            del self._by_engine[lease.engine_id]
         if isinstance(lease, RestoredLease):
             return
         self._by_session[lease.key] -= 1
@@ -242,14 +242,14 @@ class LeaseTable:
             del self._by_session[lease.key]
 
     def detach(self, lease: StoreLease | RestoredLease) -> None:
-        """Note that the connection of a store lease's engine is over."""
+        """Record that the connection of a store lease's engine is over."""
         move(lease, "detach")
         self._count_orphan(lease, 1)
 
-    def reattach(self, lease: StoreLease | RestoredLease, owner: int) -> None:
+    def reattach(self, lease: StoreLease | RestoredLease, engine_id: int) -> None:
         """Have an engine that came back hold its store lease, under its new id."""
         self._remove(lease)
-        lease.owner = owner
+        lease.engine_id = engine_id
         move(lease, "reattach")
         self.add(lease)
 
@@ -257,36 +257,36 @@ class LeaseTable:
         """Find a lease."""
         return self._leases.get(lease_id)
 
-    def is_lost(self, lease_id: int, owner: int) -> bool:
-        """Whether an owner does not have a lease (any more) that it means to complete."""
+    def is_lost(self, lease_id: int, engine_id: int) -> bool:
+        """Whether an engine does not have a lease (any more) that it means to complete."""
         lease = self._leases.get(lease_id)
-        return lease is None or lease.owner != owner or isinstance(lease, RestoredLease)
+        return lease is None or lease.engine_id != engine_id or isinstance(lease, RestoredLease)
 
-    def load_of(self, lease_id: int, owner: int | None = None) -> LoadLease:
-        """Find a load lease, of this owner if one is given.
+    def load_of(self, lease_id: int, engine_id: int | None = None) -> LoadLease:
+        """Find a load lease, of this engine if one is given.
 
         Raises:
             LeaseLostError: if there is none such.
         """
         lease = self._leases.get(lease_id)
-        if not isinstance(lease, LoadLease) or owner not in (None, lease.owner):
+        if not isinstance(lease, LoadLease) or engine_id not in (None, lease.engine_id):
             raise lost(lease_id)
         return lease
 
-    def store_of(self, lease_id: int, owner: int) -> StoreLease | RestoredLease:
-        """Find a store lease of this owner.
+    def store_of(self, lease_id: int, engine_id: int) -> StoreLease | RestoredLease:
+        """Find a store lease of this engine.
 
         Raises:
             LeaseLostError: if there is none such.
         """
         lease = self._leases.get(lease_id)
-        if lease is None or isinstance(lease, LoadLease) or owner != lease.owner:
+        if lease is None or isinstance(lease, LoadLease) or engine_id != lease.engine_id:
             raise lost(lease_id)
         return lease
 
-    def of_owner(self, owner: int) -> tuple[Lease, ...]:
-        """All leases of an engine, oldest first."""
-        return tuple(self._leases[lease_id] for lease_id in self._by_owner.get(owner, ()))
+    def of_engine(self, engine_id: int) -> tuple[Lease, ...]:
+        """Return all leases of an engine, oldest first."""
+        return tuple(self._leases[lease_id] for lease_id in self._by_engine.get(engine_id, ()))
 
     def reading(self, block: Block) -> list[LoadLease]:
         """Load leases on a block; O(leases)."""

@@ -44,6 +44,6 @@ class Limits:
     watermark: float = 0.0  # share of the slots that is kept free, for stores and loads only
     prefetch_bytes: int = 0  # of reads ahead of loads, issued and not done; 0: none
     reads_returning: bool = True  # also ahead of turns that are only likely
-    max_waste: float = 1.0  # share of unused rows from which on blocks are compacted; 1: never
+    max_waste: float = 1.0  # share of unused tokens from which on blocks are compacted; 1: never
     compact_min_bytes: int = 0  # of such blocks, below which a session is left as it is
     compact_rest_ns: int = 2 * NS_PER_S  # how long a session is left alone before

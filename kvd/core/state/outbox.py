@@ -1,7 +1,7 @@
 """Actions on their way out, and what is counted and measured on the way. Pure.
 
-Counters say how often; `Measures` how long things take and rest, by bucket, and why loads missed.
-Times are of kvd's own clock.
+Counters say how often; `CacheHistograms` how long things take and rest, by bucket, and why loads
+missed. Times are of kvd's own clock.
 """
 
 from collections import OrderedDict
@@ -15,14 +15,14 @@ from shared.types.histogram import LATENCY_BOUNDS_S, REST_BOUNDS_S, Histogram, T
 from shared.types.session_key import SessionKey
 from shared.types.units import NS_PER_S
 
-MOST_EVICTED = 10_000  # sessions whose eviction is remembered until they are asked for
-# Monotonic counters since start; each name is a row of LayoutStats.counters.
+MOST_EVICTED = 10_000  # sessions whose eviction is kept until a load asks for them
+# Monotonic counters since start; each name is an entry of LayoutStats.counters.
 COUNTERS = (
     "load_hits",  # loads answered with at least one span, reads included
     "load_misses",  # loads answered with none, "busy" excluded
     "loads_busy",  # loads that found no slot to read into
-    "load_tokens_dram",  # tokens handed out that were in DRAM
-    "load_tokens_ssd",  # tokens handed out that were read from SSD for it
+    "load_tokens_dram",  # tokens granted that were in DRAM
+    "load_tokens_ssd",  # tokens granted that were read from SSD for it
     "stores",  # completed store leases, and stores that found everything stored
     "store_tokens",  # tokens published
     "stores_waited",  # answers "wait"
@@ -32,7 +32,7 @@ COUNTERS = (
     "compactions",  # runs of a session's spans that were put together
     "compacted_tokens",
     "compacted_blocks",  # blocks that were made by it
-    "compactions_given_up",  # because somebody came to use the session, or a source was gone
+    "compactions_given_up",  # because the session came into use, or a source was gone
     "prefetch_blocks",  # reads begun ahead of a load
     "prefetch_tokens",  # of these blocks
     "prefetch_hits",  # of these blocks, found in DRAM by a load
@@ -68,7 +68,7 @@ class Outbox:
         sessions: those that there are, whose rows the index is to be told.
 
     Attributes:
-        index: what the index is to be told.
+        index: what is to be written to the index.
         num_freed: how often `space_freed` was called.
         num_waits: how often `want_wake` was.
     """
@@ -97,29 +97,29 @@ class Outbox:
         self.counters[counter] += increment
 
     def want_wake(self) -> None:
-        """Somebody was told to wait for space."""
+        """Count a caller that was answered "wait": the next `space_freed` emits SpaceFreed."""
         self.num_waits += 1
         self._wake_wanted = True
 
     def space_freed(self) -> None:
-        """A slot is free, or a block may be evicted that could not be."""
+        """Record that a slot came free, or that a block may be evicted that could not be."""
         self.num_freed += 1
         if self._wake_wanted:
             self._wake_wanted = False
             self.add(SpaceFreed())
 
     def drain(self) -> list[Action]:
-        """Hand out every action since the last drain, but for those of the index."""
+        """Return every action since the last drain, but for those of the index."""
         actions, self._actions = self._actions, []
         return actions
 
 
-class Measures:
+class CacheHistograms:
     """How long things take and rest in the cache, and why loads missed.
 
     Attributes:
-        load_s: from the grant of a load lease to its completion.
-        store_s: of a store lease, the same.
+        load_s: seconds from the grant of a load lease to its completion.
+        store_s: seconds from the grant of a store lease to its completion.
         misses: loads answered with nothing, by reason.
         rest_before_evict_s: by tier: how long a session had not been used when the last of it left.
         gone_before_asked_s: by tier: how long it was gone when it was asked for again.
@@ -133,16 +133,16 @@ class Measures:
         self.gone_before_asked_s = Histogram(REST_BOUNDS_S)
         self._gone: OrderedDict[SessionKey, tuple[Tier, int]] = OrderedDict()  # oldest first
 
-    def evicted(self, key: SessionKey, tier: Tier, last_access_ns: int, now_ns: int) -> None:
-        """A session has left a tier to make room."""
+    def on_evict(self, key: SessionKey, tier: Tier, last_access_ns: int, now_ns: int) -> None:
+        """Record that a session has left a tier to make room; O(1)."""
         self.rest_before_evict_s.observe((now_ns - last_access_ns) / NS_PER_S, tier.value)
         self._gone.pop(key, None)
         self._gone[key] = (tier, now_ns)
         if len(self._gone) > MOST_EVICTED:
             self._gone.popitem(last=False)
 
-    def asked(self, key: SessionKey, now_ns: int) -> None:
-        """A load asks for a session."""
+    def on_load(self, key: SessionKey, now_ns: int) -> None:
+        """Record that a load asks for a session, which may have left before."""
         gone = self._gone.pop(key, None)
         if gone is not None:
             tier, since_ns = gone

@@ -3,12 +3,12 @@
 A server may know hundreds of thousands of sessions, of which few are in use. What an idle one has
 is mostly *private* (no other session uses it) and on SSD only. The run of such blocks at its end is
 *packed*: 28 bytes a block instead of about 600. Everything but the index of blocks treats packed
-blocks as it treats others: they keep their extents, rows and quota, and are scrubbed.
+blocks as it treats others: they keep their extents, entries and quota, and are scrubbed.
 
 How a packed block is found: the keys of blocks form a trie, and packed blocks are private. So
-whoever comes to one along the content chain comes to the first of its run before; only that one is
-registered (`heads`). Behind a discard a block's key does not follow from the key before it, so
-there every block of the run is registered.
+a lookup that comes to one along the content chain comes to the first of its run before; only that
+one is registered (`heads`). Behind a discard a block's key does not follow from the key before it,
+so there every block of the run is registered.
 
 Pure. Invariants:
 1. a packed block is used by one session, once, and is at rest: no slot, no lease, no operation that
@@ -19,7 +19,7 @@ Pure. Invariants:
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 
-from kvd.core.records.rows import (
+from kvd.core.records.entries import (
     FULL_SPAN_BYTES,
     PLACE_BYTES,
     BlockRecord,
@@ -42,7 +42,7 @@ class PackedTails:
     Args:
         blocks: the index of blocks.
         sessions: all sessions.
-        users: of the blocks.
+        users: which sessions use which blocks.
         packs_sessions: False: idle ones stay as they are.
 
     Attributes:
@@ -122,7 +122,7 @@ class PackedTails:
         self.pack_later(session.key)
 
     def take(self, session: Session, num_blocks: int) -> list[BlockRecord]:
-        """Take a session's last packed blocks off; the caller gives up what they occupy."""
+        """Take a session's last packed blocks off; the caller frees what they occupy."""
         num_kept = session.num_packed - num_blocks
         taken = list(session.tail_blocks())[num_kept:]
         self._unregister(session)

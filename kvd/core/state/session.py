@@ -9,7 +9,7 @@ Invariant: spans are contiguous from the session's first kept token; only a pref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from kvd.core.records.rows import (
+from kvd.core.records.entries import (
     PLACE_BYTES,
     TTL_NEVER_NS,
     BlockRecord,
@@ -37,8 +37,8 @@ class Session:
         lost: why it holds less than was stored: "", "evicted", "corrupt".
         num_read_ahead: blocks read ahead for it since it was last used.
         num_discards: since this kvd knows it.
-        lineage: of what it holds; None: this kvd was not told. Not kept across restarts.
-        is_indexed: a row of it was handed out to the index, or came from there.
+        lineage: of what it holds; None: no caller has named it yet. Not kept across restarts.
+        is_indexed: an entry of it was sent to the index, or came from there.
     """
 
     key: SessionKey
@@ -82,17 +82,17 @@ class Session:
         return next(i for i, span in enumerate(self.spans) if span.block_key == block_key)
 
     def tail_blocks(self) -> Iterator[BlockRecord]:
-        """Its packed blocks, in token order."""
+        """Return its packed blocks, in token order."""
         return unpack_places(self.packed)
 
     def tail_spans(self) -> Iterator[Span]:
-        """The spans on its packed blocks; the first one costs O(1)."""
+        """Return the spans on its packed blocks; the first one costs O(1)."""
         if self.packed_spans:
             return unpack_full(self.packed_spans)
         return (plain_span(block.key, block.num_tokens) for block in self.tail_blocks())
 
     def expires_at_ns(self, inherited_ttl_ns: int | None) -> int | None:
-        """When its TTL passes; None for never. Pinned sessions do not expire.
+        """Return when its TTL passes; None for never. Pinned sessions do not expire.
 
         Args:
             inherited_ttl_ns: what holds if it has none of its own.
@@ -103,7 +103,7 @@ class Session:
         return self.last_access_ns + ttl_ns
 
     def record(self) -> SessionRecord:
-        """Its row."""
+        """Return the session's entry for the index."""
         return SessionRecord(
             key=self.key,
             spans=pack_spans([*self.spans, *self.tail_spans()]),

@@ -5,7 +5,7 @@ becomes one move. A move of a block that several sessions share is noted with th
 last. A session that is dropped keeps its history: it says why the next turn was recomputed. It is
 not kept across restarts.
 
-Invariant: at most `max_moves` moves are remembered, MOST_OF_A_SESSION of each session; the history
+Invariant: at most `max_moves` moves are kept, MOST_OF_A_SESSION of each session; the history
 of the session in which nothing happened for longest goes first.
 """
 
@@ -19,7 +19,7 @@ from shared.types.units import NS_PER_S
 MAX_MOVES = 32_768  # about 6 MiB
 MOST_OF_A_SESSION = 32
 MOMENT_NS = NS_PER_S  # moves of one kind that are no farther apart become one
-_LOOK_BACK = 4  # moves of a session that may go on, beside each other
+_LOOK_BACK = 4  # moves of a session that may still be extended, beside each other
 
 
 class MoveKind(Enum):
@@ -33,7 +33,7 @@ class MoveKind(Enum):
     EVICTED_DRAM = "evicted_dram"  # blocks left DRAM, SSD has them
     EVICTED_SSD = "evicted_ssd"  # blocks left SSD, DRAM has them
     CUT = "cut"  # its last blocks left all tiers; why: evicted, corrupt
-    DISCARDED = "discarded"  # tokens were given up by an overflow, a policy, a client
+    DISCARDED = "discarded"  # tokens were discarded by an overflow, a policy, a client
     COMPACTED = "compacted"  # what discards left was put together
     CORRUPT = "corrupt"  # a copy was not what was stored; why: its tier
     DROPPED = "dropped"  # all of it left all tiers, for room; why: evicted, corrupt
@@ -70,7 +70,7 @@ class SessionHistory:
         self._moves: OrderedDict[SessionKey, deque[Move]] = OrderedDict()
         self._num_moves = 0
 
-    def note(
+    def record(
         self,
         key: SessionKey | None,
         kind: MoveKind,
@@ -80,14 +80,14 @@ class SessionHistory:
         num_tokens: int = 0,
         why: str = "",
     ) -> None:
-        """Remember a move; None: of blocks that no session is known to use. O(1)."""
+        """Record a move; None: of blocks that no session is known to use. O(1)."""
         if key is None:
             return
         moves = self._moves.get(key)
         if moves is None:
             moves = self._moves[key] = deque()
         self._moves.move_to_end(key)
-        move = _going_on(moves, kind, why, now_ns)
+        move = _extendable(moves, kind, why, now_ns)
         if move is None:
             self._add(moves, Move(kind, now_ns, now_ns, num_blocks, num_tokens, why))
         else:
@@ -96,7 +96,7 @@ class SessionHistory:
             move.num_tokens += num_tokens
 
     def of(self, key: SessionKey) -> tuple[Move, ...]:
-        """A session's moves, oldest first; copies."""
+        """Return a session's moves, oldest first; copies."""
         return tuple(
             Move(m.kind, m.first_ns, m.last_ns, m.num_blocks, m.num_tokens, m.why)
             for m in self._moves.get(key, ())
@@ -131,8 +131,8 @@ class SessionHistory:
             del self._moves[key]
 
 
-def _going_on(moves: deque[Move], kind: MoveKind, why: str, now_ns: int) -> Move | None:
-    """The move that this one goes on with, if there is one."""
+def _extendable(moves: deque[Move], kind: MoveKind, why: str, now_ns: int) -> Move | None:
+    """Return the move that this one extends, if there is one."""
     for back in range(1, min(_LOOK_BACK, len(moves)) + 1):
         move = moves[-back]
         if move.kind is kind and move.why == why:

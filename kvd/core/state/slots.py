@@ -10,13 +10,13 @@ from collections.abc import Callable
 from enum import Enum
 
 from kvd.core.records.actions import ClearSlot, PutSlot
-from kvd.core.records.rows import CommittedSlot, SlotRecord, WritingSlot
+from kvd.core.records.entries import CommittedSlot, SlotRecord, WritingSlot
 from kvd.core.state.block import Block
 from shared.types.transitions import Transitions
 
 
 class SlotState(Enum):
-    """What a slot is to whoever comes to it."""
+    """What a slot's bytes are, and so who may use it."""
 
     FREE = "free"
     WRITING = "writing"
@@ -51,13 +51,13 @@ class Journal:
         self.states: dict[int, SlotState] = {}
 
     def put(self, slot_id: int, record: SlotRecord) -> None:
-        """Note what a slot holds."""
+        """Record what a slot holds."""
         is_writing = isinstance(record, WritingSlot)
         self.states[slot_id] = SlotState.WRITING if is_writing else SlotState.COMMITTED
         self._note(PutSlot(slot_id, record))
 
     def put_block(self, block: Block) -> None:
-        """Note that a slot holds a hashed block: a next kvd may adopt it."""
+        """Record that a slot holds a hashed block: a next kvd may adopt it."""
         assert block.slot_id is not None, "only a block in DRAM is in the journal"
         assert block.checksums, "only a hashed block is in the journal"
         record = CommittedSlot(
@@ -66,7 +66,7 @@ class Journal:
         self.put(block.slot_id, record)
 
     def clear(self, slot_id: int) -> None:
-        """Note that nothing in a slot counts."""
+        """Record that nothing in a slot counts."""
         if self.states.pop(slot_id, None) is not None:
             self._note(ClearSlot(slot_id))
 
@@ -97,7 +97,7 @@ class SlotTable:
 
     def drop(self) -> None:
         """Give the arena up; nobody uses a slot."""
-        assert self.num_free == len(self), "an arena is given up when its slots are free"
+        assert self.num_free == len(self), "an arena is dropped when its slots are free"
         self._states, self._generations, self._free = [], [], []
 
     def adopt(self, slot_id: int, generation: int, *, is_committed: bool) -> None:
@@ -133,7 +133,7 @@ class SlotTable:
         return taken
 
     def commit(self, slot_id: int) -> None:
-        """Note that the slot's bytes are complete."""
+        """Record that the slot's bytes are complete."""
         self._move(slot_id, "commit")
 
     def rewrite(self, slot_id: int) -> None:

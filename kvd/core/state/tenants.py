@@ -3,7 +3,7 @@
 Pure. A tenant's quota counts each of its blocks once, as `block_bytes`, wherever it lies and
 however many sessions share it (salts keep tenants' blocks apart); slots that a store is still
 filling count from the moment they are granted. So a partial block, which SSD packs, counts as a
-whole one: what a quota bounds can be told from the tokens stored, and does not change when a block
+whole one: what a quota bounds follows from the tokens stored, and does not change when a block
 moves.
 
 A quota that begins while sessions are stored bounds nobody until all of them are in order: they are
@@ -65,7 +65,7 @@ class TenantTable:
             raise ErasingError(f"tenant {tenant!r} is being erased", "try again in a moment")
 
     def limits(self, tenant: str) -> TenantLimits:
-        """What is configured for it."""
+        """Return what is configured for it."""
         return self._of(tenant).limits
 
     def change_limits(self, limits_of: Callable[[str], TenantLimits]) -> frozenset[str]:
@@ -98,10 +98,10 @@ class TenantTable:
         """Count blocks, or slots that are to hold one; a negative number gives them back."""
         entry = self._of(tenant)
         entry.num_blocks += num_blocks
-        assert entry.num_blocks >= 0, "a block is given back once"
+        assert entry.num_blocks >= 0, "a block is discharged once"
 
     def num_over(self, tenant: str, num_wanted: int) -> int:
-        """Blocks that must go before a tenant with a quota may have this many more."""
+        """Count the blocks that must go before a tenant with a quota may have this many more."""
         return max(0, self._of(tenant).num_blocks + num_wanted - self._num_allowed(tenant))
 
     def may_ever_have(self, tenant: str, num_wanted: int) -> bool:
@@ -115,17 +115,17 @@ class TenantTable:
         self._of(tenant).num_sessions += increment
 
     def num_sessions(self, tenant: str) -> int:
-        """How many sessions of it are stored; asking is no reason to remember a tenant."""
+        """Return how many sessions of it are stored; asking makes no record of a tenant."""
         entry = self._tenants.get(tenant)
         return entry.num_sessions if entry else 0
 
     def order_of(self, tenant: str) -> LruOrder | None:
-        """The tenant's sessions in order of eviction; None without a quota, or before it begins."""
+        """Return a tenant's sessions in order of eviction; None if it has no quota in force."""
         entry = self._of(tenant)
         return entry.order if entry.is_ordered else None
 
     def on_access(self, key: SessionKey) -> None:
-        """Note a use of a session that may be evicted."""
+        """Record a use of a session that may be evicted."""
         order = self._of(key.tenant).order
         if order is not None:
             order.touch(key)
@@ -137,13 +137,13 @@ class TenantTable:
             order.enter(key)
 
     def insert_before(self, key: SessionKey) -> None:
-        """Note that a session may be evicted, sooner than all that are in the order."""
+        """Record that a session may be evicted, sooner than all that are in the order."""
         order = self._of(key.tenant).order
         if order is not None:
             order.enter_before(key)
 
     def on_end(self, key: SessionKey) -> None:
-        """Note that the session will not come back."""
+        """Record that the session will not come back."""
         order = self._of(key.tenant).order
         if order is not None:
             order.end(key)
@@ -155,7 +155,7 @@ class TenantTable:
             order.guard(key, is_guarded=is_guarded)
 
     def on_remove(self, key: SessionKey) -> None:
-        """The session is gone, or may not be evicted."""
+        """Take out a session that is gone, or may not be evicted."""
         order = self._of(key.tenant).order
         if order is not None:
             order.remove(key)

@@ -1,17 +1,17 @@
 """TurnLog: the most recent turns as the cache saw them, for `kvd plan --observe`.
 
 Pure. A turn is what an engine asks and stores for one session between two arrivals. It begins when
-its job runs, or with its first call if that comes before; of an engine that tells no queue, with a
-load (or a first store) after the stores of the turn before. Each call costs O(1), none looks at
-tokens; of a job that waits only its arrival is kept. A turn that neither asks nor is told to run
-(its history was in the engine, and it came and went between two words of the queue) counts as the
-one before it going on.
+its request runs, or with its first call if that comes before; of an engine that reports no queue,
+with a load (or a first store) after the stores of the turn before. Each call costs O(1), none looks
+at tokens; of a request that waits only its arrival is kept. A turn that neither asks nor is
+reported to run (its history was in the engine, and it came and went between two reports of the
+queue) counts as a part of the one before it.
 
 Sessions are numbered as they come: a number says which turns belong together and nothing of whose
 they are. One whose turns have all left the log gets a new number when it returns.
 
 Invariants: 1. at most `max_turns` turns are kept, and of each session in them the newest is known;
-2. arrivals are those of the jobs that wait, by the newest word of their engines.
+2. arrivals are those of the requests that wait, by the newest report of their engines.
 """
 
 from collections import deque
@@ -24,22 +24,22 @@ from shared.types.session_key import SessionKey
 
 MAX_TURNS = 8_192  # about 2 MiB; at a turn a second, two hours
 
-Arrival = tuple[int, int]  # ns; history tokens of the job
+Arrival = tuple[int, int]  # ns; history tokens of the request
 
 
 @dataclass(frozen=True, slots=True)
 class RecordedTurn:
-    """A turn as it is told.
+    """A turn as operators see it.
 
     Attributes:
         session: a number; the same for all turns of a session.
         turn: 1 for the first one in the log, which need not be the session's first.
-        arrived_ns: when it came to wait, or was first heard of.
-        started_ns: when it came to run, or was first heard of.
+        arrived_ns: when it came to wait, or was first reported.
+        started_ns: when it came to run, or was first reported.
         ended_ns: when it stored last; as started_ns if it has not.
         wanted_tokens: of the session's history, as far as it is known to be any.
-        dram_tokens: handed out from DRAM.
-        ssd_tokens: handed out that were read from SSD for it.
+        dram_tokens: granted from DRAM.
+        ssd_tokens: granted that were read from SSD for it.
         stored_tokens: of the session after it; what it computed, even if not all found room.
         is_asked: whether the engine asked for the history; else it had it itself, or there is none.
         is_ended: whether the session was said to end with it.
@@ -64,7 +64,7 @@ class _Turn:
 
     Attributes:
         history_tokens: as the engine's queue says, or as the turn before has left them.
-        job: owner and number; None: no queue has named it.
+        request: engine id and request number; None: no queue has named it.
         prompt_tokens: the most that was asked for.
     """
 
@@ -75,7 +75,7 @@ class _Turn:
     started_ns: int
     ended_ns: int
     history_tokens: int
-    job: tuple[int, int] | None = None
+    request: tuple[int, int] | None = None
     prompt_tokens: int = 0
     dram_tokens: int = 0
     ssd_tokens: int = 0
@@ -124,7 +124,7 @@ class TurnLog:
         self._max_turns = max_turns
         self._turns: deque[_Turn] = deque()
         self._newest: dict[SessionKey, _Turn] = {}
-        self._arrivals: dict[int, dict[int, Arrival]] = {}  # by owner and job number
+        self._arrivals: dict[int, dict[int, Arrival]] = {}  # by engine id and request number
         self._next_session = 1
 
     def __iter__(self) -> Iterator[RecordedTurn]:
@@ -137,31 +137,31 @@ class TurnLog:
 
     # -------------------------------------------------------------------------------------- queues
 
-    def queue_replaced(self, owner: int, jobs: QueueChange, now_ns: int) -> None:
-        """Note all of an engine's queue: O(jobs)."""
-        before = self._arrivals.get(owner, {})
-        self._arrivals[owner] = {
-            job.rank[2]: before.get(job.rank[2]) or (now_ns, job.history_tokens)
-            for job in jobs.waiting
+    def queue_replaced(self, engine_id: int, queue: QueueChange, now_ns: int) -> None:
+        """Record all of an engine's queue: O(requests)."""
+        before = self._arrivals.get(engine_id, {})
+        self._arrivals[engine_id] = {
+            request.rank[2]: before.get(request.rank[2]) or (now_ns, request.history_tokens)
+            for request in queue.waiting
         }
-        self._started(owner, jobs, before, now_ns)
+        self._started(engine_id, queue, before, now_ns)
 
-    def queue_changed(self, owner: int, change: QueueChange, now_ns: int) -> None:
-        """Note a change of an engine's queue: O(jobs in it)."""
-        arrivals = self._arrivals.setdefault(owner, {})
-        self._started(owner, change, arrivals, now_ns)
+    def queue_changed(self, engine_id: int, change: QueueChange, now_ns: int) -> None:
+        """Record a change of an engine's queue: O(requests in it)."""
+        arrivals = self._arrivals.setdefault(engine_id, {})
+        self._started(engine_id, change, arrivals, now_ns)
         for number in change.left:
             arrivals.pop(number, None)
         _note_arrivals(arrivals, change.waiting, now_ns)
 
-    def engine_gone(self, owner: int) -> None:
+    def engine_gone(self, engine_id: int) -> None:
         """Forget an engine's queue."""
-        self._arrivals.pop(owner, None)
+        self._arrivals.pop(engine_id, None)
 
     # --------------------------------------------------------------------------------------- turns
 
-    def asked(self, key: SessionKey, num_tokens: int, now_ns: int, *, is_running: bool) -> None:
-        """Note that an engine asks for the KV of so many tokens.
+    def requested(self, key: SessionKey, num_tokens: int, now_ns: int, *, is_running: bool) -> None:
+        """Record that an engine asks for the KV of so many tokens.
 
         Args:
             key: whose.
@@ -169,8 +169,8 @@ class TurnLog:
             now_ns: time.
             is_running: whether a queue says that a turn of the session runs. If that has stored
                 something, this may be its load after a preemption, which wants what it had
-                computed; more than that is wanted by the next turn, of which the queue is late to
-                tell.
+                computed; more than that is wanted by the next turn, which the queue reports
+                later.
         """
         turn = self._newest.get(key)
         if turn is None or (turn.is_stored and not (is_running and turn.covers(num_tokens))):
@@ -178,7 +178,7 @@ class TurnLog:
         turn.prompt_tokens = max(turn.prompt_tokens, num_tokens)
 
     def loaded(self, key: SessionKey, tier: Tier, num_tokens: int) -> None:
-        """Note what an engine was given of a tier."""
+        """Record what an engine was given of a tier."""
         turn = self._newest.get(key)
         if turn is None:
             return
@@ -195,13 +195,13 @@ class TurnLog:
         turn.is_stored = True
 
     def discarded(self, key: SessionKey, num_tokens: int) -> None:
-        """Note how many tokens a session has left."""
+        """Record how many tokens a session has left."""
         turn = self._newest.get(key)
         if turn is not None:
             turn.stored_tokens = num_tokens
 
     def ended(self, key: SessionKey) -> None:
-        """Note that the session will not come back."""
+        """Record that the session will not come back."""
         turn = self._newest.get(key)
         if turn is not None:
             turn.is_ended = True
@@ -215,18 +215,18 @@ class TurnLog:
     # -------------------------------------------------------------------------------------- inside
 
     def _started(
-        self, owner: int, change: QueueChange, arrivals: dict[int, Arrival], now_ns: int
+        self, engine_id: int, change: QueueChange, arrivals: dict[int, Arrival], now_ns: int
     ) -> None:
-        for job in change.running:
-            arrival = arrivals.pop(job.number, None)
-            turn = self._newest.get(job.key)
-            if turn is not None and turn.job == (owner, job.number):
+        for request in change.running:
+            arrival = arrivals.pop(request.number, None)
+            turn = self._newest.get(request.key)
+            if turn is not None and turn.request == (engine_id, request.number):
                 continue
             arrived_ns, history_tokens = arrival or (now_ns, 0)
             is_over = turn is not None and turn.is_stored and turn.arrived_ns < arrived_ns
-            if turn is None or turn.job is not None or (arrival is not None and is_over):
-                turn = self._begin(job.key, now_ns)
-            turn.job = (owner, job.number)
+            if turn is None or turn.request is not None or (arrival is not None and is_over):
+                turn = self._begin(request.key, now_ns)
+            turn.request = (engine_id, request.number)
             turn.arrived_ns = min(turn.arrived_ns, arrived_ns)
             turn.history_tokens = history_tokens or turn.history_tokens
 
@@ -250,6 +250,6 @@ class TurnLog:
 def _note_arrivals(
     arrivals: dict[int, Arrival], waiting: Sequence[QueuedRequest], now_ns: int
 ) -> None:
-    for job in waiting:
-        if job.rank[2] not in arrivals:
-            arrivals[job.rank[2]] = (now_ns, job.history_tokens)
+    for request in waiting:
+        if request.rank[2] not in arrivals:
+            arrivals[request.rank[2]] = (now_ns, request.history_tokens)

@@ -39,7 +39,7 @@ class Arrival:
 
 @dataclass(slots=True, eq=False)
 class WriteOp:
-    """An SSD write under way. The extent is the write's until its row is put."""
+    """An SSD write under way. The extent is the write's until its entry is put."""
 
     block: Block
     extent: int
@@ -50,13 +50,13 @@ class UnderWay:
     """Operations by number; every call is O(1).
 
     Attributes:
-        reads: by operation.
-        verifies: by operation; those of scrubs are the scrubber's.
-        arrival_of: both, by block key.
-        hashes: blocks that are hashed.
-        writes: by operation.
-        drops: removals of rows: the extent and sectors to be freed when the row is gone, if any.
-        wipes: slots that are zeroed.
+        reads: SSD reads by operation.
+        verifies: verifications by operation; those of scrubs are the scrubber's.
+        arrival_of: reads and verifications by block key.
+        hashes: blocks that are being hashed, by operation.
+        writes: SSD writes by operation.
+        drops: removals of entries: the extent and sectors to be freed when one is gone, if any.
+        wipes: slots that are being zeroed, by operation.
     """
 
     def __init__(self) -> None:
@@ -190,7 +190,7 @@ class WriteQueue:
         return next(reversed(self._blocks.values()))
 
     def num_short(self, num_freed: int) -> int:
-        """Whole extents that are missing, if `num_freed` are given back soon.
+        """Whole extents that are missing, if `num_freed` come free soon.
 
         Packed blocks are taken to fit without gaps, so it may turn out too low.
         """

@@ -65,10 +65,10 @@ class Request:
 
 
 def session_of(requests: Sequence[Request], histories: Sequence[int] | None = None) -> Session:
-    """The session that some requests are, in the order of their times.
+    """Return the session that some requests are, in the order of their times.
 
     Args:
-        requests: of one user.
+        requests: one user's requests.
         histories: tokens of each prompt that were there before; None: a prompt that is longer than
             the longest prompt and answer before it has that as its history. Of a shorter one
             nobody knows, without its text, what it shares with them: it counts as new.
@@ -121,7 +121,7 @@ def drawn_sessions(requests: Sequence[Request], seed: int) -> list[Session]:
 
 
 def poisson_begins(number: int, filling: Filling) -> list[float]:
-    """When so many sessions begin, if the trace has no times."""
+    """Return when so many sessions begin, if the trace has no times."""
     random = np.random.default_rng(filling.seed)
     begins: list[float] = np.cumsum(random.exponential(1 / filling.rate, number)).tolist()
     return begins

@@ -39,7 +39,7 @@ Row = dict[str, str]
 
 
 def header_of(line: str) -> list[str]:
-    """The names of the columns, if that is the first line of a table."""
+    """Return the names of the columns, if that is the first line of a table."""
     return next(csv.reader([line.lstrip("\ufeff")]), [])
 
 

@@ -52,7 +52,7 @@ HOUR_SESSIONS = 3600  # that begin in an hour at 1 a second: the paper's DSpUT
 
 
 def runs() -> Iterator[Run]:
-    """What these figures need."""
+    """Yield what these figures need."""
     for storage in (SMALL, LARGE):
         for policy in (LRU, FIFO, CA):
             yield _policy_run(policy, storage)
@@ -74,7 +74,7 @@ def runs() -> Iterator[Run]:
 
 
 def tables(of: OutcomeOf) -> Iterator[Table]:
-    """The figures."""
+    """Yield the figures."""
     yield _policies(of)
     yield _overflow(of)
     yield _capacity(of)
@@ -242,7 +242,7 @@ _PAPER_PCIE = 26e9  # "about 26 GB/s of effective data transmission bandwidth" (
 
 
 def _long_runs() -> Iterator[Run]:
-    """What the preprint's long documents need."""
+    """Yield what the preprint's long documents need."""
     yield _CACHED
     yield _RECOMPUTED
 

@@ -22,7 +22,7 @@ _BY_MODEL = "by model, 128 GB of DRAM and 10 TB of SSD"
 
 
 def runs() -> Iterator[Run]:
-    """What these figures need."""
+    """Yield what these figures need."""
     for model in PAPER_MODELS:
         yield Run(model=model)
         yield Run(model=model, policy=RECOMPUTE)
@@ -32,7 +32,7 @@ def runs() -> Iterator[Run]:
 
 
 def tables(of: OutcomeOf) -> Iterator[Table]:
-    """What the abstract says, and the figures."""
+    """Yield what the abstract says, and the figures."""
     ttfts, throughput, costs = _ttfts(of), _prefill_throughput(of), _costs(of)
     yield _summary(ttfts, throughput, costs)
     yield _hit_rates(of)

@@ -1,6 +1,6 @@
 """What the paper and its preprint state, number by number, each with where it stands. Pure.
 
-Only what the text says is here. Most figures show more than the text tells (absolute TTFTs by
+Only what the text says is here. Most figures show more than the text says (absolute TTFTs by
 model, the rates between the ends of Figure 25, …); bars and curves are not measured off the page,
 so for these there is no number.
 
@@ -40,7 +40,7 @@ class Stated:
 def _by_model(
     by: str, where: str, values: tuple[float, float, float, float], hedge: str = ""
 ) -> dict[str, Stated]:
-    """One number for each of PAPER_MODELS, in that order."""
+    """Return one number for each of PAPER_MODELS, in that order."""
     return {
         model: Stated(value, by, where, hedge)
         for model, value in zip(PAPER_MODELS, values, strict=True)
@@ -53,7 +53,7 @@ def _both(
     preprint: tuple[float, float, float, float],
     hedge: str = "",
 ) -> dict[str, dict[str, Stated]]:
-    """What both documents state by model, at the same place."""
+    """Return what both documents state by model, at the same place."""
     return {
         PAPER: _by_model(PAPER, where, paper, hedge),
         PREPRINT: _by_model(PREPRINT, where, preprint, hedge),

@@ -16,7 +16,7 @@ _FIGURES = (end_to_end, ablations)
 
 
 def all_runs() -> tuple[Run, ...]:
-    """What all figures need, each replay once."""
+    """Return what all figures need, each replay once."""
     return tuple(dict.fromkeys(run for figures in _FIGURES for run in figures.runs()))
 
 
@@ -43,7 +43,7 @@ class Reproduction:
 
         Args:
             num_workers: processes; 1: this one.
-            on_progress: told how many turns are replayed.
+            on_progress: called with the number of turns replayed.
 
         Raises:
             WorkerEndedError: the system has ended a worker, or a bug has.
@@ -53,11 +53,11 @@ class Reproduction:
         for workload, runs in self._runs.items():
             sessions = self._sessions[workload]
 
-            def tell(num_done: int, num_before: int = num_before) -> None:
+            def on_turn(num_done: int, num_before: int = num_before) -> None:
                 on_progress(num_before + num_done)
 
             cells = [cell_of(run, self._sample) for run in runs]
-            found = run_cells(sessions, cells, num_workers, tell)
+            found = run_cells(sessions, cells, num_workers, on_turn)
             outcomes.update(zip(runs, found, strict=True))
             num_before += len(runs) * _num_turns(sessions)
         tables = [table for figures in _FIGURES for table in figures.tables(outcomes.__getitem__)]

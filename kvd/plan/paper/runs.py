@@ -175,7 +175,7 @@ def long_engine() -> EngineConstants:
 
 
 def _document() -> Session:
-    """The first question comes with the document; the preprint looks at the others."""
+    """Return a session on one document, which comes with its first question."""
     turns = []
     history = 0
     for index in range(LONG_QUESTIONS):

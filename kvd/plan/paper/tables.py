@@ -21,8 +21,8 @@ class Row:
     Attributes:
         unit: "%", "x" (times), "s", "h", "points" (of percent), "tokens/s".
         paper: as the paper states it; None: its text does not.
-        preprint: as the preprint does.
-        planned: as the replay has it.
+        preprint: the value that the preprint states.
+        planned: the value that the replay gives.
     """
 
     label: str
@@ -94,7 +94,7 @@ class PaperReport:
 def stated_row(
     label: str, unit: str, planned: float, stated: Mapping[str, Mapping[Any, Stated]], key: object
 ) -> Row:
-    """A row beside what paper and preprint state of `key`, as far as they do."""
+    """Return a row beside what paper and preprint state of `key`, as far as they do."""
     return Row(label, unit, planned, stated[PAPER].get(key), stated[PREPRINT].get(key))
 
 
@@ -104,7 +104,7 @@ def model_rows(
     stated: Mapping[str, Mapping[str, Stated]],
     label: str = "{}",
 ) -> list[Row]:
-    """A row for each of the paper's models, whose name goes into the label."""
+    """Return a row for each of the paper's models, whose name goes into the label."""
     return [
         stated_row(label.format(model), unit, planned(model), stated, model)
         for model in PAPER_MODELS
@@ -112,7 +112,7 @@ def model_rows(
 
 
 def notes(text: str, **values: float) -> tuple[str, ...]:
-    """The paragraphs of a text of reasons.py, with numbers of the replays in them."""
+    """Return the paragraphs of a text of reasons.py, with numbers of the replays in them."""
     filled = text.format(**values)
     return tuple(" ".join(note.split()) for note in filled.split("\n\n"))
 
@@ -127,7 +127,7 @@ _NOT_STATED = "-"
 
 
 def paper_tables(report: PaperReport) -> Iterator[RichTable]:
-    """One table a figure, and what the columns mean."""
+    """Yield one table a figure, and what the columns mean."""
     yield _legend(report)
     for table in report.tables:
         yield _figure(table)

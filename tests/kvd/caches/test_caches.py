@@ -120,7 +120,7 @@ def _store(cache, name="a", first_token=0):
     return key
 
 
-async def test_an_index_that_takes_nothing_is_told_little_and_then_all(tmp_path, monkeypatch):
+async def test_an_index_that_falls_behind_is_sent_little_and_then_all(tmp_path, monkeypatch):
     """Rows on their way stay within their bound; when it takes rows again, it gets the latest."""
     bound = 4096
     monkeypatch.setattr("kvd.tiers.manifest.MAX_QUEUED_BYTES", bound)
@@ -134,12 +134,12 @@ async def test_an_index_that_takes_nothing_is_told_little_and_then_all(tmp_path,
                 key = keys[ttl_ns % 4]
                 cache.act(partial(_set_ttl, key, ttl_ns))
                 assert caches.index_queued_bytes <= bound + 1024
-            assert cache.has_rows_waiting
+            assert cache.has_entries_waiting
             num_rows, _ = cache.act(lambda core: (len(core.index_line), core.index_line.num_uses))
             assert num_rows <= len(keys) + 4, "those of sessions, and of their blocks"
             other.execute("ROLLBACK")
         await caches.committed()
-        assert not cache.has_rows_waiting
+        assert not cache.has_entries_waiting
     async with caches_in(tmp_path) as caches:
         caches.restore()
         (cache,) = caches

@@ -4,8 +4,8 @@ from kvd.core.engine import CacheEngine
 from kvd.core.eviction.policies import POLICIES
 from kvd.core.inspection.session_filter import EVERYTHING
 from kvd.core.records.actions import HashSlot
+from kvd.core.records.entries import Span, unpack_spans
 from kvd.core.records.records import LoadAnswer, Lookup, SessionInfo, StoreAnswer, Tier
-from kvd.core.records.rows import Span, unpack_spans
 from kvd.core.state.limits import Limits
 from shared.types.lineage import Lineage
 from shared.types.queue_delta import QueueChange, QueuedRequest
@@ -16,7 +16,7 @@ A = SessionKey("a", MODEL, "a")
 B = SessionKey("a", MODEL, "b")
 C = SessionKey("a", MODEL, "c")
 OTHER_TENANT = SessionKey("other", MODEL, "a")
-OWNER = 1
+ENGINE_ID = 1
 ONES, TWOS, THREES = [1] * 4, [2] * 4, [3] * 4  # one block each
 
 
@@ -35,7 +35,7 @@ def prepare_store(
     world: CacheWorld, key: SessionKey, tokens: list[int], from_token: int = 0
 ) -> StoreAnswer:
     """Ask for slots and fill those granted."""
-    answer = world.engine.stores.prepare(key, to_bytes(tokens), from_token, OWNER)
+    answer = world.engine.stores.prepare(key, to_bytes(tokens), from_token, ENGINE_ID)
     rows = compute([], tokens)
     for block in answer.blocks:
         end = block.token_offset + block.num_tokens
@@ -45,7 +45,7 @@ def prepare_store(
 
 
 def complete_store(world: CacheWorld, answer: StoreAnswer, *, success: bool = True) -> int:
-    stored = world.engine.stores.complete(answer.lease_id, OWNER, success=success)
+    stored = world.engine.stores.complete(answer.lease_id, ENGINE_ID, success=success)
     world.pump()
     return stored
 
@@ -72,7 +72,7 @@ def prepare_load(
     dram_only: bool = False,
 ) -> LoadAnswer:
     answer = world.engine.loads.prepare(
-        key, to_bytes(tokens), from_token, OWNER, dram_only=dram_only
+        key, to_bytes(tokens), from_token, ENGINE_ID, dram_only=dram_only
     )
     world.pump()
     return answer
@@ -85,7 +85,7 @@ def load(world: CacheWorld, key: SessionKey, tokens: list[int], from_token: int 
         world.quiesce()
         answer = world.engine.loads.settle(answer.lease_id)
     if answer.lookup is Lookup.HIT:
-        world.engine.loads.complete(answer.lease_id, OWNER)
+        world.engine.loads.complete(answer.lease_id, ENGINE_ID)
     world.pump()
     return answer
 
@@ -118,7 +118,7 @@ def counter(world: CacheWorld, name: str) -> int:
 
 def store_named(world: CacheWorld, key: SessionKey, tokens: list[int], lineage: Lineage) -> None:
     """Store a sequence whose discards are named."""
-    answer = world.engine.stores.prepare(key, to_bytes(tokens), 0, OWNER, lineage=lineage)
+    answer = world.engine.stores.prepare(key, to_bytes(tokens), 0, ENGINE_ID, lineage=lineage)
     for block in answer.blocks:
         world.slots[block.slot_id] = compute([0], tokens)[1:][block.token_offset :][
             : block.num_tokens

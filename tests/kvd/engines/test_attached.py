@@ -228,9 +228,9 @@ async def test_writers_of_an_earlier_kvd(engines, cache):
         writing = [JournaledWrite(n, 1, 90 + n % 4, who) for n, who in enumerate(writers)]
         orphans = engines.watch_orphans(cache, writing)
         assert [orphan.slot_id for orphan in orphans] == [0, 4]
-        owner = orphans[0].writing.owner
-        assert owner == orphans[1].writing.owner
-        assert engines.identity_of(owner) == living
+        engine_id = orphans[0].writing.engine_id
+        assert engine_id == orphans[1].writing.engine_id
+        assert engines.identity_of(engine_id) == living
         assert [info.pid for info in engines.infos()] == [child.pid]
         child.kill()
         await until(lambda: not engines.infos())
@@ -249,7 +249,7 @@ def test_what_cannot_happen_to_an_engine(cache):
 
 
 async def test_questions_about_nobody(engines):
-    """An owner that is gone is nobody, and nobody can be woken."""
+    """An engine that is gone is nobody, and nobody can be woken."""
     assert engines.identity_of(5).pid == 0
     engines.wake_of(5)()
 

@@ -134,7 +134,7 @@ async def test_descriptors_are_given_back(tmp_path):
 
 
 async def test_a_closed_connection_is_a_gone_peer(tmp_path):
-    """Its end is told once, and its token is worth nothing any more."""
+    """Its end is reported once, and its token is worth nothing any more."""
     async with _serving(tmp_path) as (data_socket, gone):
         sock = _connect(tmp_path)
         welcome, _ = await _received(sock)
@@ -166,7 +166,7 @@ async def test_a_dead_process_is_gone_though_its_connection_lives(tmp_path):
 
 
 async def test_peers_are_bounded(tmp_path):
-    """One too many is told so, and counted by its user; when another leaves there is room again."""
+    """One too many is refused, and counted by its user; when another leaves there is room again."""
     counted = Tally()
     async with _serving(tmp_path, max_connections=1, refused=counted) as (_, gone):
         first = _connect(tmp_path)

@@ -52,7 +52,7 @@ def test_a_directory_that_others_write_to_can_be_mended(tmp_path):
 
 
 @pytest.mark.parametrize("is_there", [True, False])
-def test_a_directory_that_is_made_is_told(tmp_path, is_there):
+def test_a_directory_that_is_made_is_reported(tmp_path, is_there):
     """A slip of the pen makes one where nobody looks for it."""
     path = tmp_path / "a" / "b"
     if is_there:

@@ -116,7 +116,7 @@ def test_sessions_are_drawn():
 
 
 def test_kvd_s_defaults_are_planned_for():
-    """TTL, watermark, load policy, warm-up: what is asked for, as the replay is told."""
+    """TTL, watermark, load policy, warm-up: what is asked for is what the replay gets."""
     options = _request().options
     assert (options.ttl_s, options.watermark, options.load_policy) == (7 * 86400, 0.02, "auto")
     assert (options.tiers, options.charge, options.end_hints) == ("inclusive", "packed", False)

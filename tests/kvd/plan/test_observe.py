@@ -122,10 +122,10 @@ def test_a_full_log_and_a_document() -> None:
     assert len(document["reachable"]) == 3
 
 
-def test_progress_is_told() -> None:
+def test_progress_is_reported() -> None:
     """After each of the replays."""
-    told: list[int] = []
-    observe(_round(4, 4), _cache(2), MANY, told.append)
-    assert told == [1, 2, 3]
+    progress: list[int] = []
+    observe(_round(4, 4), _cache(2), MANY, progress.append)
+    assert progress == [1, 2, 3]
     assert num_replays(_cache(2)) == 3
     assert num_replays(_cache(2, 2)) == 9

@@ -30,9 +30,9 @@ REQUEST = request_of(
 @pytest.fixture(scope="module")
 def report():
     """Two HBMs with two SSDs each."""
-    told = []
-    found = make_plan(REQUEST, told.append)
-    assert told[-1] == REQUEST.num_replays * 88
+    progress = []
+    found = make_plan(REQUEST, progress.append)
+    assert progress[-1] == REQUEST.num_replays * 88
     return found
 
 

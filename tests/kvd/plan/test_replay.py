@@ -269,11 +269,11 @@ def test_the_queue_decides_what_is_evicted():
     assert (kept.num_hits, lost.num_hits) == (2, 0)
 
 
-def test_progress_is_told_to_the_end():
+def test_progress_is_reported_to_the_end():
     """The last report is the number of turns."""
-    told: list[int] = []
-    replay([at(float(start), FIRST) for start in range(300)], MACHINE, LRU, told.append)
-    assert told == [256, 300]
+    progress: list[int] = []
+    replay([at(float(start), FIRST) for start in range(300)], MACHINE, LRU, progress.append)
+    assert progress == [256, 300]
 
 
 def test_a_policy_that_is_none_is_refused():

@@ -16,13 +16,13 @@ CELLS = [Cell(Hardware(GB, size * GB), LRU) for size in (40, 5, 20)]
 
 
 def test_outcomes_do_not_depend_on_who_computed_them():
-    """In the cells' order, whatever was ready first; all turns are told of."""
-    told = []
-    here = run_cells(SESSIONS, CELLS, 1, told.append)
-    assert (told == sorted(told), told[-1]) == (True, 3 * NUM_TURNS)
-    told.clear()
-    there = run_cells(SESSIONS, CELLS, 2, told.append)
-    assert (there, told[-1]) == (here, 3 * NUM_TURNS)
+    """In the cells' order, whatever was ready first; all turns are reported."""
+    progress = []
+    here = run_cells(SESSIONS, CELLS, 1, progress.append)
+    assert (progress == sorted(progress), progress[-1]) == (True, 3 * NUM_TURNS)
+    progress.clear()
+    there = run_cells(SESSIONS, CELLS, 2, progress.append)
+    assert (there, progress[-1]) == (here, 3 * NUM_TURNS)
     hits = [found.hits_tok for found in here]
     assert hits[1] < hits[2] < hits[0]
 

@@ -13,7 +13,7 @@ A, B, C, D = (SessionKey("t", "m", name) for name in "ABCD")
 
 
 class Shelf:
-    """Tiers with a policy, and stores that tell it."""
+    """Tiers with a policy, and stores that report to it."""
 
     def __init__(self, dram: int, ssd: int, *, policy="lru", exclusive=True, watermark=0.0):
         self.placement = SessionPlacement(POLICIES[policy], lambda: dram + ssd)

@@ -1,4 +1,4 @@
-"""Published traces are told by their first line; real samples of each are read."""
+"""Published traces are recognised by their first line; real samples of each are read."""
 
 import gzip
 import json
@@ -48,7 +48,7 @@ def test_a_sample_is_recognised_and_read(name):
         ("", "turns"),
     ],
 )
-def test_the_first_line_tells_the_format(tmp_path, line, name):
+def test_the_first_line_determines_the_format(tmp_path, line, name):
     """Whatever is nothing else is taken for a plan's own, which says what is wrong with it."""
     path = tmp_path / "trace"
     path.write_text(f"\n{line}\n", encoding="utf-8")

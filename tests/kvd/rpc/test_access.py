@@ -109,7 +109,7 @@ def test_whose_engines_may_attach():
 
 
 def test_a_reload_reaches_engines_that_are_attached():
-    """One that may not attach any more is told so at its next call."""
+    """One that may not attach any more gets that answer to its next call."""
     users = EngineUsers((70001,))
     users.replace((), {70002: ("acme",)})
     with pytest.raises(AttachDeniedError, match=r"access\.allowed_uids"):

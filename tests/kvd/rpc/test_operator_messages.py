@@ -21,7 +21,7 @@ from shared.types.units import NS_PER_S
 from tests.synthetic_engine import key_of, small_layout
 
 LAYOUT = small_layout()
-LEASE = LeaseInfo(7, "store", owner=11, key=key_of("a"), num_slots=3, since_ns=5 * NS_PER_S)
+LEASE = LeaseInfo(7, "store", engine_id=11, key=key_of("a"), num_slots=3, since_ns=5 * NS_PER_S)
 ENGINE = EngineInfo(11, "engine", 4321, "stopped", is_quarantined=True)
 STATS = EngineStats(
     num_sessions=4,
@@ -90,7 +90,7 @@ def test_stats_without_an_arena():
     assert message.tiers[0].physical_bytes == 0
 
 
-def test_a_verification_is_told_by_tier():
+def test_a_verification_is_reported_by_tier():
     """Every count of a report has its place."""
     report = ScrubReport(*range(1, 10))
     message = verify_message(report, "ff", 12, done=True)

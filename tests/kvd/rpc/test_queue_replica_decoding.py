@@ -26,10 +26,10 @@ def columns(**changes) -> kvd_pb2.QueueJobs:
     )
 
 
-def decoded(max_jobs=100, **fields) -> QueueUpdate:
+def decoded(max_requests=100, **fields) -> QueueUpdate:
     message = kvd_pb2.QueueSnapshot(**{"sequence": 1, **fields})
     return queue_update(
-        kvd_pb2.QueueSnapshot.FromString(message.SerializeToString()), MODEL, max_jobs
+        kvd_pb2.QueueSnapshot.FromString(message.SerializeToString()), MODEL, max_requests
     )
 
 
@@ -51,8 +51,8 @@ def test_what_is_encoded_is_decoded():
 
 def test_columns_that_are_left_out_have_defaults():
     """One tenant, the default one, and the order of the numbers."""
-    jobs = decoded(waiting=columns()).change.waiting
-    assert jobs[2] == QueuedRequest((0, 0.0, 2), key_of("s2", "default"), 0)
+    requests = decoded(waiting=columns()).change.waiting
+    assert requests[2] == QueuedRequest((0, 0.0, 2), key_of("s2", "default"), 0)
 
 
 @pytest.mark.parametrize(
@@ -75,8 +75,8 @@ def test_columns_that_are_left_out_have_defaults():
         {"start_interval_s": -1.0},
         {"start_interval_s": math.nan},
         {"start_interval_s": 1e300},
-        {"waiting": columns(), "max_jobs": 3},
-        {"left": NUMBERS, "base_sequence": 1, "max_jobs": 3},
+        {"waiting": columns(), "max_requests": 3},
+        {"left": NUMBERS, "base_sequence": 1, "max_requests": 3},
     ],
 )
 def test_nonsense_is_refused(fields):

@@ -10,10 +10,10 @@ import threading
 from kvd.core.records.actions import (
     WriteBlock,
 )
+from kvd.core.records.entries import StoredBlock
 from kvd.core.records.extent_shape import ExtentShape
-from kvd.core.records.rows import StoredBlock
 from kvd.host.process_identity import ProcessIdentity
-from kvd.runtime.performer import Owners, Performer
+from kvd.runtime.performer import LeaseHolders, Performer
 from kvd.tiers.arena_store import ArenaOptions, ArenaStore
 from kvd.tiers.faults import NoFaults
 from kvd.tiers.io_threads import IoPool
@@ -29,7 +29,7 @@ LAYOUT = KVLayout(
     "ab" * 16, tuple(Layer((Component("k", (8192,), "float32"),)) for _ in range(8)), 16
 )
 NUM_SLOTS = 6
-OWNER, LEASE = 3, 77
+ENGINE_ID, LEASE = 3, 77
 IDENTITY = ProcessIdentity(os.getpid(), 123, b"i" * 16)
 KEY = SessionKey("tenant", LAYOUT.model, "a")
 DEADLINE_S = 30
@@ -47,7 +47,7 @@ class Engine:
 
 
 class Breaking(NoFaults):
-    """Raises what it is told to, at reads or writes, or holds them up."""
+    """Raises what a test sets, at reads or writes, or holds them up."""
 
     def __init__(self):
         self.read_error = self.write_error = None
@@ -79,8 +79,8 @@ class World:
         self.manifest = Manifest(directory / "manifest.db", directory / "volumes", self.faults)
         self.pool = IoPool(3, 64 << 20)
         self.arena = ArenaStore(ArenaOptions(), directory, num_words=4).create(LAYOUT, NUM_SLOTS)
-        owners = Owners(lambda _owner: IDENTITY, lambda _owner: self._wake)
-        self.performer = Performer(LAYOUT, self.volume, self.manifest, self.pool, owners)
+        lease_holders = LeaseHolders(lambda _engine_id: IDENTITY, lambda _engine_id: self._wake)
+        self.performer = Performer(LAYOUT, self.volume, self.manifest, self.pool, lease_holders)
         self.changed = asyncio.Event()
 
     def start(self, loop=None):

@@ -15,8 +15,8 @@ from kvd.tiers.io_threads import Priority
 from shared.kvd_client.arena_map import FAILED_BIT, LAYERS_MASK, ProgressWords
 from tests.kvd.runtime.performed import (
     DEADLINE_S,
+    ENGINE_ID,
     LEASE,
-    OWNER,
 )
 
 
@@ -33,7 +33,7 @@ async def test_progress_of_a_load(world):
         world.performer.perform(
             ReadBlock(op_id, key, slot_id * sectors, slot_id + 2, 16, layered=True)
         )
-    world.performer.perform(TrackLoad(LEASE, OWNER, (11, 12)))
+    world.performer.perform(TrackLoad(LEASE, ENGINE_ID, (11, 12)))
     index = world.performer.loads.index_of(LEASE)
     assert words.word(index) & (LAYERS_MASK | FAILED_BIT) == 0
     world.faults.hold.set()
@@ -63,7 +63,7 @@ async def test_a_failed_read_fails_the_load(world):
     """FAILED is seen by the engine."""
     words = ProgressWords(world.arena.progress.fd, 4)
     world.performer.perform(ReadBlock(11, b"x" * 16, 0, 1, 16, layered=True))
-    world.performer.perform(TrackLoad(LEASE, OWNER, (11,)))
+    world.performer.perform(TrackLoad(LEASE, ENGINE_ID, (11,)))
     index = world.performer.loads.index_of(LEASE)
     assert await world.until_idle() == [("read_done", 11, IoOutcome.CORRUPT, None)]
     assert words.word(index) & FAILED_BIT
@@ -79,7 +79,7 @@ async def test_layers_before_a_wrong_one_are_announced(world):
         file.seek(world.volume.shape.full_bytes - 1)
         file.write(bytes([world.arena.slots.slot(0)[-1] ^ 1]))
     world.performer.perform(ReadBlock(11, write.key, 0, 1, 16, layered=True))
-    world.performer.perform(TrackLoad(LEASE, OWNER, (11,)))
+    world.performer.perform(TrackLoad(LEASE, ENGINE_ID, (11,)))
     assert await world.until_idle() == [("read_done", 11, IoOutcome.CORRUPT, None)]
     word = words.word(world.performer.loads.index_of(LEASE))
     assert word & FAILED_BIT
@@ -93,18 +93,18 @@ async def test_a_load_hurries_what_is_read_ahead(world, num_tokens):
     write, stored = world.write_action(1, 0, 0, num_tokens)
     world.performer.perform(write)
     await world.until_idle()
-    let_go = threading.Event()
+    may_end = threading.Event()
     for _ in range(3):  # as many as there are threads for what nobody waits for
-        world.pool.submit(Priority.WRITE, 0, lambda _: let_go.wait(DEADLINE_S))
+        world.pool.submit(Priority.WRITE, 0, lambda _: may_end.wait(DEADLINE_S))
     try:
         world.performer.perform(ReadBlock(11, write.key, 0, 1, num_tokens, ahead=True))
-        world.performer.perform(TrackLoad(LEASE, OWNER, (11,)))
+        world.performer.perform(TrackLoad(LEASE, ENGINE_ID, (11,)))
         index = world.performer.loads.index_of(LEASE)
         async with asyncio.timeout(DEADLINE_S):
             while words.word(index) & LAYERS_MASK < 8:  # noqa: ASYNC110  # the word is what counts
                 await asyncio.sleep(0.001)
     finally:
-        let_go.set()
+        may_end.set()
     assert await world.until_idle() == [("read_done", 11, IoOutcome.OK, stored)]
     async with asyncio.timeout(DEADLINE_S):
         while len(world.pool):  # noqa: ASYNC110  # the job that came too late

@@ -75,7 +75,7 @@ def test_a_failed_operation_fails_its_loads(world):
 
 
 def test_an_operation_may_take_anothers_place(world):
-    """A load that is tracked anew before the failure is told has not failed."""
+    """A load that is tracked anew before the failure is reported has not failed."""
     world.begin(1, 2)
     world.track(LEASE, 1, 2)
     world.tracker.advanced(2, 5)

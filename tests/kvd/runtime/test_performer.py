@@ -18,23 +18,23 @@ from kvd.core.records.actions import (
     VerifyExtent,
     VerifySlot,
 )
-from kvd.core.records.rows import (
+from kvd.core.records.entries import (
     AdoptedSlot,
     BlockRecord,
     CommittedSlot,
     SessionRecord,
     WritingSlot,
 )
-from kvd.runtime.performer import MAX_ROW_BYTES
+from kvd.runtime.performer import MAX_INDEX_BYTES
 from kvd.tiers.manifest import MAX_QUEUED_BYTES
 from shared.types.units import SECTOR_BYTES
 from tests.kvd.runtime.performed import (
     DEADLINE_S,
+    ENGINE_ID,
     IDENTITY,
     KEY,
     LAYOUT,
     LEASE,
-    OWNER,
 )
 
 
@@ -98,7 +98,7 @@ async def test_slots_that_are_gone_are_answered(world):
 
 @pytest.mark.parametrize("num_tokens", [16, 3])
 async def test_what_is_in_flight_is_counted(world, num_tokens):
-    """The pool is told the bytes of each write and read: its budget is one of bytes."""
+    """The pool gets the bytes of each write and read: its budget is one of bytes."""
     write, _ = world.write_action(1, 0, 0, num_tokens)
     shape = world.volume.shape
     num_bytes = shape.num_sectors(num_tokens) * SECTOR_BYTES
@@ -118,7 +118,7 @@ async def test_what_is_in_flight_is_counted(world, num_tokens):
 
 async def test_the_journal_is_written_at_once(world):
     """Records are there when perform() returns, with the identity of the writer."""
-    writing = WritingSlot(generation=4, lease_id=LEASE, owner=OWNER)
+    writing = WritingSlot(generation=4, lease_id=LEASE, engine_id=ENGINE_ID)
     committed = CommittedSlot(5, b"k" * 16, 16, b"t" * 64, b"c" * 64)
     world.performer.perform(PutSlot(0, writing))
     world.performer.perform(PutSlot(1, committed))
@@ -132,7 +132,7 @@ async def test_the_journal_is_written_at_once(world):
 
 
 async def test_index_rows_are_kept_in_order(world):
-    """A dropped block is told after its commit; rows count as uncommitted until theirs."""
+    """A dropped block is reported after its commit; rows count as uncommitted until theirs."""
     block = BlockRecord(b"k" * 16, 0, 16)
     session = SessionRecord(KEY, b"\0", 7)
     world.performer.perform(PutBlock(block))
@@ -147,18 +147,18 @@ async def test_index_rows_are_kept_in_order(world):
     assert (rows.block_keys, list(rows.extents)) == (b"l" * 16, [9])
 
 
-async def test_a_full_queue_of_rows_is_told_when_it_is_empty(world):
+async def test_a_full_queue_of_entries_reports_when_it_is_empty(world):
     """Rows are asked for again by one call, however often that was asked for."""
     spans = b"\0" * (MAX_QUEUED_BYTES // 4)
-    assert world.performer.row_room == MAX_ROW_BYTES
+    assert world.performer.index_room == MAX_INDEX_BYTES
     for number in range(5):
         key = KEY._replace(session_id=str(number))
         world.performer.perform(PutSession(SessionRecord(key, spans, 7)))
-    assert world.performer.row_room == 0
+    assert world.performer.index_room == 0
     for _ in range(3):
         world.performer.await_room()
     async with asyncio.timeout(DEADLINE_S):
         while not world.num_completions:  # noqa: ASYNC110
             await asyncio.sleep(0.001)
-    assert world.performer.row_room == MAX_ROW_BYTES
+    assert world.performer.index_room == MAX_INDEX_BYTES
     assert world.num_completions == 1

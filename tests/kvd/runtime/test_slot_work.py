@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from kvd.core.records.actions import (
-    CompactRows,
+    CompactTokens,
     DenseBlock,
-    RowRun,
     SourceSlot,
+    TokenRun,
     TrackLoad,
     VerifySlot,
 )
@@ -19,8 +19,8 @@ from shared.kvd_client.arena_map import FAILED_BIT, LAYERS_MASK, ProgressWords
 from shared.types.kv_layout import Component, KVLayout, Layer
 from tests.kvd.runtime.performed import (
     DEADLINE_S,
+    ENGINE_ID,
     LEASE,
-    OWNER,
 )
 
 BLOCK_TOKENS = 16
@@ -68,9 +68,9 @@ def test_runs_of_several_slots_follow_each_other(layers):
     runs = [(0, 3, 1), (0, 5, 4), (1, 0, 2), (0, 15, 1)]
     expected = [slots.row(slot, row) for slot, first, n in runs for row in range(first, first + n)]
     behind = slots.row(3, len(expected))
-    block = DenseBlock(3, len(expected), tuple(RowRun(*run) for run in runs))
+    block = DenseBlock(3, len(expected), tuple(TokenRun(*run) for run in runs))
     sources = (slots.source(0), slots.source(1, num_tokens=2))
-    checksums = slots.copier.compact(CompactRows(1, sources, (block,)))
+    checksums = slots.copier.compact(CompactTokens(1, sources, (block,)))
     assert [slots.row(3, row) for row in range(len(expected))] == expected
     assert slots.row(3, len(expected)) == behind
     assert checksums == [slots.hasher.checksums(slots.slot(3), len(expected))]
@@ -82,8 +82,8 @@ def test_nothing_is_made_of_wrong_bytes():
     source = slots.source(0)
     before = slots.memory[3].copy()
     slots.memory[0, 9] ^= 1
-    block = DenseBlock(3, 1, (RowRun(0, 8, 1),))
-    assert slots.copier.compact(CompactRows(1, (source,), (block,))) is None
+    block = DenseBlock(3, 1, (TokenRun(0, 8, 1),))
+    assert slots.copier.compact(CompactTokens(1, (source,), (block,))) is None
     assert np.array_equal(slots.memory[3], before)
 
 
@@ -95,7 +95,7 @@ async def test_a_verify_brings_all_layers(world):
     words = ProgressWords(world.arena.progress.fd, 4)
     stored = world.fill(0)
     world.performer.perform(VerifySlot(11, 0, 16, stored.checksums, urgent=True))
-    world.performer.perform(TrackLoad(LEASE, OWNER, (11,)))
+    world.performer.perform(TrackLoad(LEASE, ENGINE_ID, (11,)))
     index = world.performer.loads.index_of(LEASE)
     await world.until_idle()
     assert words.word(index) & (LAYERS_MASK | FAILED_BIT) == 8
@@ -109,7 +109,7 @@ async def test_a_load_hurries_a_verify_in_the_background(world):
     for slot_id in (1, 2, 3, 4):  # more than there are threads
         world.performer.perform(world.write_action(slot_id, slot_id, slot_id)[0])
     world.performer.perform(VerifySlot(11, 0, 16, stored.checksums, urgent=False))
-    world.performer.perform(TrackLoad(LEASE, OWNER, (11,)))
+    world.performer.perform(TrackLoad(LEASE, ENGINE_ID, (11,)))
     index = world.performer.loads.index_of(LEASE)
     async with asyncio.timeout(DEADLINE_S):
         while words.word(index) & LAYERS_MASK < 8:  # noqa: ASYNC110  # the word is what counts

@@ -5,8 +5,8 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kvd.core.records.entries import StoredBlock
 from kvd.core.records.extent_shape import ExtentShape
-from kvd.core.records.rows import StoredBlock
 from kvd.tiers.direct_io import Staging
 from kvd.tiers.extent_format import ToWrite
 from kvd.tiers.faults import NoFaults

@@ -86,7 +86,7 @@ def test_prefault_ends_where_there_is_no_memory(tmp_path, monkeypatch, is_older)
         arena.close()
 
 
-def test_prefault_stops_when_told(arena):
+def test_prefault_stops_on_close(arena):
     """A stop during the start does not wait for gigabytes of pages."""
     arena.closing.set()
     assert arena.prefault() == 0

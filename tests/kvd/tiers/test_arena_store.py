@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from structlog.testing import capture_logs
 
-from kvd.core.records.rows import CommittedSlot, WritingSlot
+from kvd.core.records.entries import CommittedSlot, WritingSlot
 from kvd.host.process_identity import ProcessIdentity
 from kvd.tiers.arena_backing import SEALS, FdStoreBacking
 from kvd.tiers.arena_store import ArenaOptions, ArenaStore, KeptArena
@@ -56,7 +56,7 @@ def kept_arena(store, layout=LAYOUT):
     arena = store.create(layout, 4)
     arena.slots.slot(1)[:5] = b"bytes"
     arena.journal.put(1, RECORD)
-    arena.journal.put(2, WritingSlot(4, 99, owner=1), ProcessIdentity(77, 5, b"i" * 16))
+    arena.journal.put(2, WritingSlot(4, 99, engine_id=1), ProcessIdentity(77, 5, b"i" * 16))
     facts = (arena.arena_id, arena.epoch)
     arena.close(keep=True)
     return facts
@@ -184,7 +184,7 @@ def test_files_are_removed_when_they_are_not_kept_any_more(store, files, options
 
 
 def test_the_directory_of_kept_arenas_is_made_with_those_above_it(options, tmp_path):
-    """All that it is told is where."""
+    """It is given nothing but the place."""
     options = replace(options, directory=tmp_path / "run" / "kvd" / "shm")
     kept_arena(ArenaStore(options, tmp_path / "state", num_words=4))
     found = ArenaStore(options, tmp_path / "state", num_words=4).find()
@@ -192,7 +192,7 @@ def test_the_directory_of_kept_arenas_is_made_with_those_above_it(options, tmp_p
 
 
 @pytest.mark.parametrize("does_keep", [False, True])
-def test_what_systemd_does_not_take_is_told(tmp_path, monkeypatch, does_keep):
+def test_what_systemd_does_not_take_is_reported(tmp_path, monkeypatch, does_keep):
     """Its fd store may be full, or not allowed: a restart then begins without DRAM."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as supervisor:
         supervisor.bind(str(tmp_path / "notify"))
@@ -317,7 +317,7 @@ def test_a_killed_process_leaves_its_arena(store, options, tmp_path):
 SUPERVISED = """
 import os, sys
 from pathlib import Path
-from kvd.core.records.rows import CommittedSlot
+from kvd.core.records.entries import CommittedSlot
 from kvd.tiers.arena_store import ArenaOptions, ArenaStore
 from tests.synthetic_engine import small_layout
 layout = small_layout()

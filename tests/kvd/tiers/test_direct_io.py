@@ -35,7 +35,7 @@ def file(tmp_path):
 
 
 @pytest.mark.parametrize("step", [4096, 5000, 9000, 1 << 20])
-def test_short_transfers_go_on(file, monkeypatch, step):
+def test_short_transfers_are_continued(file, monkeypatch, step):
     """A kernel that moves `step` bytes at a time moves everything in the end."""
     read, write = os.preadv, os.pwritev
 

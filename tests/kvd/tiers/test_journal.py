@@ -10,7 +10,7 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvd.core.records.rows import CommittedSlot, WritingSlot
+from kvd.core.records.entries import CommittedSlot, WritingSlot
 from kvd.host.process_identity import ProcessIdentity
 from kvd.tiers.faults import NoFaults, WritePoint
 from kvd.tiers.journal import (
@@ -64,7 +64,7 @@ def test_what_is_put_is_read_again(journal, fd):
     """By another mapping, as by another process; a cleared slot is free."""
     journal.put(0, committed(5))
     journal.put(1, committed(6, num_tokens=3))
-    journal.put(2, WritingSlot(8, 1 << 41, owner=3), WRITER)
+    journal.put(2, WritingSlot(8, 1 << 41, engine_id=3), WRITER)
     journal.put(3, committed(9))
     journal.clear(3)
     again = Journal(fd, LAYOUT, NUM_SLOTS, NoFaults())
@@ -81,10 +81,10 @@ def test_what_is_put_is_read_again(journal, fd):
 
 def test_a_slot_holds_the_newest_record(journal):
     """Written, committed, written again."""
-    journal.put(0, WritingSlot(1, 2, owner=3), WRITER)
+    journal.put(0, WritingSlot(1, 2, engine_id=3), WRITER)
     journal.put(0, committed(5, num_tokens=2))
     assert [slot.block for slot in journal.read_all()[0]] == [committed(5, num_tokens=2)]
-    journal.put(0, WritingSlot(2, 3, owner=3), WRITER)
+    journal.put(0, WritingSlot(2, 3, engine_id=3), WRITER)
     adopted, writing = journal.read_all()
     assert (adopted, len(writing)) == ([], 1)
 
@@ -106,7 +106,7 @@ def test_a_damaged_header_is_refused(journal, offset):
 
 
 def test_another_version_is_named(journal):
-    """The operator hears which."""
+    """The error names which."""
     data = bytearray(pack_header(journal.header))
     data[8] = 9
     with pytest.raises(UnfitArenaError, match="version 9"):
@@ -253,18 +253,18 @@ def test_random_kills_leave_only_records_that_were_put(fd):
         for number in range(1 << 30):
             journal.put(number % NUM_SLOTS, committed(number, 1 + number % 16))
             if number < NUM_TURNS:
-                os.write(tells, b".")
+                os.write(writer, b".")
 
     num_free = 0
     for turn in range(NUM_TURNS):
-        told, tells = os.pipe()
+        reader, writer = os.pipe()
         child = in_child(write)
         for _ in range(turn + 1):  # it goes on meanwhile: nobody knows how far it is then
-            os.read(told, 1)
+            os.read(reader, 1)
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
-        os.close(told)
-        os.close(tells)
+        os.close(reader)
+        os.close(writer)
         journal = Journal(fd, LAYOUT, NUM_SLOTS, NoFaults())
         adopted, writing = journal.read_all()
         assert not writing

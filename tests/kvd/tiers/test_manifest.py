@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvd.core.records.rows import BlockRecord, Pin, SessionRecord
+from kvd.core.records.entries import BlockRecord, Pin, SessionRecord
 from kvd.tiers.faults import NoFaults, WritePoint
 from kvd.tiers.index_database import (
     SCHEMA_VERSION,
@@ -163,7 +163,7 @@ def test_rows_are_replaced_and_removed(make):
     assert _rows(make()) == ([], [])
 
 
-def test_committed_is_told_after_the_commit(make, tmp_path):
+def test_commits_are_reported_when_they_are_durable(make, tmp_path):
     """When a drop is reported, another connection no longer sees the row."""
     manifest = _new(make(), LAYOUT)
     manifest.put_block(LAYOUT.fingerprint, BLOCK, _ignore)
@@ -289,7 +289,7 @@ def test_flipped_bytes_never_end_the_start(tmp_path_factory, data):
 
 
 def test_there_are_blocks_of_a_layout_or_of_any(make):
-    """Who asks about one layout is not told of another."""
+    """Who asks about one layout gets nothing of another."""
     manifest = _new(make(), LAYOUT, OTHER)
     assert not manifest.has_blocks()
     manifest.put_block(OTHER.fingerprint, BLOCK, _ignore)
@@ -367,7 +367,7 @@ def test_the_use_that_was_put_last_counts(make):
 
 
 def test_no_commit_has_an_older_use_beside_a_row(make, tmp_path):
-    """A kill between any two commits leaves the last use of a session that was told by then."""
+    """A kill between any two commits leaves the last use of a session that was reported by then."""
     found, released = [], threading.Event()
 
     class Watched(NoFaults):

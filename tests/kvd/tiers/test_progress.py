@@ -54,7 +54,7 @@ def test_engines_can_not_write_them(progress):
 
 
 @pytest.mark.parametrize("end", ["fail", "close", "end"])
-def test_a_waiting_thread_is_told_of_the_end(progress, words, end):
+def test_a_waiting_thread_is_woken_at_the_end(progress, words, end):
     """A failed load, a lease that ended, an attachment that ended."""
     load = LoadProgress(words, progress.open(LEASE, words.wake), LEASE)
     with ThreadPoolExecutor(1) as pool:

@@ -1,4 +1,4 @@
-"""Which volume a directory holds: told by a file in it, and never guessed."""
+"""Which volume a directory holds: a file in it says so, and it is never guessed."""
 
 import pytest
 
@@ -27,7 +27,7 @@ def test_a_new_volume_has_an_id_of_its_own(tmp_path):
 
 
 def test_an_id_that_cannot_be_written_is_no_volume_without_one(tmp_path):
-    """Only a full disk goes without; whatever else is wrong is told."""
+    """Only a full disk goes without; whatever else is wrong is reported."""
     directory = tmp_path / "volume"
     (directory / ID_NAME).with_suffix(".new").mkdir(parents=True)
     with pytest.raises(IsADirectoryError):

@@ -88,7 +88,7 @@ def test_every_screen_fits(width, height, shown):
         assert len(found) <= height
 
 
-def test_the_last_interval_is_told():
+def test_the_last_interval_is_shown():
     """Hit rate and tokens a second are those since the look before; windows and jobs as of now."""
     text = "\n".join(lines(SEEN, Screen(), 100, 30))
     assert "hits 100% of 3.0 loads/s" in text

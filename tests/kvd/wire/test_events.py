@@ -17,7 +17,7 @@ from shared.types.session_key import SessionKey
 KEY = SessionKey("tenant", "model", "a")
 
 
-async def test_every_watcher_hears_every_event():
+async def test_every_watcher_receives_every_event():
     """An event carries its name, session and facts to all who watch."""
     hub = EventHub(max_watchers=2)
     with hub.watch() as one, hub.watch() as two:
@@ -29,7 +29,7 @@ async def test_every_watcher_hears_every_event():
 
 
 async def test_a_slow_watcher_loses_the_oldest():
-    """The queue is bounded; what is newest is kept, and the watcher hears how many it has lost."""
+    """The queue is bounded; what is newest is kept, and the watcher learns how many it has lost."""
     hub = EventHub(max_watchers=1)
     with hub.watch() as watcher:
         for number in range(MAX_WAITING + 5):
@@ -40,7 +40,7 @@ async def test_a_slow_watcher_loses_the_oldest():
         assert (await watcher.next()).name == "event_5"
 
 
-async def test_a_watcher_hears_what_it_asked_for():
+async def test_a_watcher_receives_what_it_asked_for():
     """By session, tenant and name; what is about no session is of no tenant."""
     hub = EventHub(max_watchers=4)
     other = SessionKey("other", "model", "b")
@@ -51,10 +51,10 @@ async def test_a_watcher_hears_what_it_asked_for():
     }
     for emit in (Emit("restored"), Emit("session_cut", KEY), Emit("session_stored", other)):
         hub.publish(emit)
-    heard = {
+    received = {
         name: [event.name for event in hub.recent(wanted, 9)] for name, wanted in filters.items()
     }
-    assert heard == {
+    assert received == {
         "tenant": ["session_cut"],
         "session": ["session_stored"],
         "names": ["restored", "session_cut"],

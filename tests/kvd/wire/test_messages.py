@@ -4,8 +4,8 @@ import math
 
 import pytest
 
+from kvd.core.records.entries import TTL_NEVER_NS
 from kvd.core.records.errors import InvalidRequestError
-from kvd.core.records.rows import TTL_NEVER_NS
 from kvd.wire.messages import MAX_DURATION_S, key_of, lineage_of, ns_of, ttl_ns_of
 from shared.kvd_client.messages import lineage_message
 from shared.pb.kvd.v1 import kvd_pb2

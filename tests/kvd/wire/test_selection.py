@@ -79,26 +79,26 @@ def test_a_flush_says_what_it_is_for():
 
 
 def test_sessions_of_others_do_not_exist():
-    """Who may not see a tenant is told the same as if its session were not there."""
+    """Who may not see a tenant gets the same answer as if its session were not there."""
     check_allowed(SessionKey("mine", "", "a"), MINE)
     check_allowed(SessionKey("other", "", "a"), None)
     with pytest.raises(UnknownSessionError, match="is stored"):
         check_allowed(SessionKey("other", "", "a"), MINE)
 
 
-def test_events_of_others_are_not_told():
-    """Within its tenants a caller may name one; of others, and of none, it hears nothing."""
+def test_events_of_others_are_not_sent():
+    """Within its tenants a caller may name one; of others, and of none, it receives nothing."""
     about = {
         name: kvd_pb2.Event(name=name, session=kvd_pb2.SessionKey(tenant=name, session_id="a"))
         for name in ("mine", "other")
     }
     about["none"] = kvd_pb2.Event(name="restored")
 
-    def heard(request, allowed):
+    def received(request, allowed):
         wanted = event_filter_of(request, allowed)
         return [name for name, event in about.items() if wanted.selects(event)]
 
-    assert heard(kvd_pb2.WatchEventsRequest(), None) == ["mine", "other", "none"]
-    assert heard(kvd_pb2.WatchEventsRequest(), MINE) == ["mine"]
-    assert heard(kvd_pb2.WatchEventsRequest(tenant="other"), MINE) == []
-    assert heard(kvd_pb2.WatchEventsRequest(session_id="a"), None) == ["mine", "other"]
+    assert received(kvd_pb2.WatchEventsRequest(), None) == ["mine", "other", "none"]
+    assert received(kvd_pb2.WatchEventsRequest(), MINE) == ["mine"]
+    assert received(kvd_pb2.WatchEventsRequest(tenant="other"), MINE) == []
+    assert received(kvd_pb2.WatchEventsRequest(session_id="a"), None) == ["mine", "other"]

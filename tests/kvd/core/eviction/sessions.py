@@ -8,7 +8,7 @@ from kvd.core.records.records import Tier
 from shared.types.queue_delta import QueueChange, QueuedRequest, RunningRequest
 from shared.types.session_key import SessionKey
 
-OWNER = 1
+ENGINE_ID = 1
 
 
 def key_of(name: str) -> SessionKey:
@@ -19,14 +19,14 @@ ALWAYS = RunningRequest(999, key_of("always"))
 
 
 class Sessions:
-    """A placement under one policy; time passes as it is told."""
+    """A placement under one policy; time passes as the test says."""
 
     def __init__(self, policy: str, capacity_bytes: int = 0) -> None:
         self.now_ns = 0
         self.capacity_bytes = capacity_bytes
         self.placement = SessionPlacement(POLICIES[policy], lambda: self.capacity_bytes)
         self.policy = self.placement.policy
-        self.placement.change_queue(OWNER, QueueChange(running=[ALWAYS]), 0)  # it is known
+        self.placement.change_queue(ENGINE_ID, QueueChange(running=[ALWAYS]), 0)  # it is known
 
     def use(self, *names: str) -> None:
         for name in names:
@@ -35,7 +35,7 @@ class Sessions:
     def queue(self, waiting: Sequence[str], running: Sequence[str] = ()) -> None:
         """Have these sessions' turns wait, in this order, and those run; nobody else's."""
         self.placement.replace_queue(
-            OWNER,
+            ENGINE_ID,
             QueueChange(
                 [QueuedRequest((0, 0.0, i), key_of(name)) for i, name in enumerate(waiting)],
                 [ALWAYS, *(RunningRequest(1000 + i, key_of(x)) for i, x in enumerate(running))],

@@ -15,19 +15,19 @@ tiers = st.sampled_from(Tier)
 
 
 class EveryOrder(RuleBasedStateMachine):
-    """One policy under everything that can be told to it, against sets of names."""
+    """One policy under every event that can be reported to it, against sets of names."""
 
     @initialize(policy=st.sampled_from(sorted(POLICIES)))
     def start(self, policy):
         self.sessions = Sessions(policy, capacity_bytes=300)
-        self.sessions.placement.note_size(100)
+        self.sessions.placement.observe_size(100)
         self.policy = self.sessions.policy
         self.members = {tier: set() for tier in Tier}
         self.known = set()
         self.guarded = set()
         self.ended = set()
-        self.num_jobs = 0
-        self.jobs = {}  # number -> (name, does it wait)
+        self.num_requests = 0
+        self.requests = {}  # number -> (name, does it wait)
 
     @rule(name=names, tokens=st.integers(1, 100_000), seconds=st.integers(0, 1000))
     def use(self, name, tokens, seconds):
@@ -69,29 +69,31 @@ class EveryOrder(RuleBasedStateMachine):
 
     @rule(name=names, priority=st.integers(0, 2))
     def submit(self, name, priority):
-        self.num_jobs += 1
-        self.jobs[self.num_jobs] = (name, True)
-        job = QueuedRequest((-priority, float(self.num_jobs), self.num_jobs), key_of(name))
-        self._change(QueueChange([job], interval_ns=10**9))
+        self.num_requests += 1
+        self.requests[self.num_requests] = (name, True)
+        request = QueuedRequest(
+            (-priority, float(self.num_requests), self.num_requests), key_of(name)
+        )
+        self._change(QueueChange([request], interval_ns=10**9))
 
     @rule(data=st.data())
-    def start_a_job(self, data):
-        if waiting := [number for number, (_, waits) in self.jobs.items() if waits]:
+    def start_a_request(self, data):
+        if waiting := [number for number, (_, waits) in self.requests.items() if waits]:
             number = data.draw(st.sampled_from(waiting))
-            name = self.jobs[number][0]
-            self.jobs[number] = (name, False)
+            name = self.requests[number][0]
+            self.requests[number] = (name, False)
             self._change(QueueChange(running=[RunningRequest(number, key_of(name))]))
 
     @rule(data=st.data())
-    def finish_a_job(self, data):
-        if self.jobs:
-            number = data.draw(st.sampled_from(sorted(self.jobs)))
-            del self.jobs[number]
+    def finish_a_request(self, data):
+        if self.requests:
+            number = data.draw(st.sampled_from(sorted(self.requests)))
+            del self.requests[number]
             self._change(QueueChange(left=[number]))
 
     @rule()
     def lose_the_engine(self):
-        self.jobs.clear()
+        self.requests.clear()
         self.sessions.placement.forget_engine(1, self.sessions.now_ns)
 
     def _change(self, change):

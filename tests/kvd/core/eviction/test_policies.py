@@ -28,10 +28,10 @@ def test_fifo_keeps_the_place_of_a_session_until_it_is_dropped():
     assert sessions.victims() == "acb"
 
 
-def test_the_paper_s_window_exempts_its_jobs_and_no_others():
+def test_the_paper_s_window_exempts_its_requests_and_no_others():
     """Outside of it the least recently used go first, though they may be the next to be needed."""
     sessions = Sessions("lookahead", capacity_bytes=200)
-    sessions.placement.note_size(100)
+    sessions.placement.observe_size(100)
     sessions.use("a", "b", "c", "d", "e")
     sessions.queue(waiting="badc")
     assert sessions.victims() == "cdeab"
@@ -43,8 +43,8 @@ def test_the_paper_s_window_exempts_its_jobs_and_no_others():
     assert sessions.victims() == "abcde"
 
 
-def test_jobs_that_came_and_went_are_not_remembered_for_the_next_look():
-    """Nobody asks the paper's policy for victims, and jobs come and go all the same."""
+def test_requests_that_came_and_went_leave_nothing_for_the_next_look():
+    """Nobody asks the paper's policy for victims, and requests come and go all the same."""
     sessions = Sessions("lookahead", capacity_bytes=200)
     sessions.use("a")
     for number in range(50):
@@ -66,7 +66,7 @@ def test_the_whole_queue_goes_last_tail_first():
 def test_a_running_session_goes_first_in_dram_and_late_elsewhere(policy):
     """Its KV is in the engine's memory; what is on SSD may be the only copy."""
     sessions = Sessions(policy, capacity_bytes=100)
-    sessions.placement.note_size(1)
+    sessions.placement.observe_size(1)
     sessions.use("a", "b", "c", "d")
     sessions.queue(waiting="c", running="b")
     assert sessions.victims(Tier.DRAM) == "badc"
@@ -91,7 +91,7 @@ def test_an_ended_session_goes_first_until_it_is_used(policy):
 def test_an_ended_session_of_which_a_turn_waits_is_kept_for_it(policy):
     """The hint came with the last turn, which is still to be computed."""
     sessions = Sessions(policy, capacity_bytes=100)
-    sessions.placement.note_size(1)
+    sessions.placement.observe_size(1)
     sessions.use("a", "b")
     sessions.policy.on_end(key_of("a"))
     sessions.queue(waiting="a")
@@ -106,7 +106,7 @@ def test_an_ended_session_of_which_a_turn_waits_is_kept_for_it(policy):
 def test_nothing_needed_sooner_gives_way(policy):
     """Not to a guarded session either; who is neither known nor queued displaces ended ones."""
     sessions = Sessions(policy, capacity_bytes=100)
-    sessions.placement.note_size(1)
+    sessions.placement.observe_size(1)
     sessions.use("a", "b", "c", "d", "e", "f")
     sessions.policy.on_end(key_of("f"))
     sessions.policy.guard(key_of("b"), is_guarded=True)

@@ -184,7 +184,7 @@ def test_a_session_ages_from_its_last_use_on():
         assert history.bucket == bucket
 
 
-def test_jobs_of_unknown_sessions_that_never_start_take_bounded_room(monkeypatch):
+def test_requests_of_unknown_sessions_that_never_start_take_bounded_room(monkeypatch):
     """They are counted, and no more."""
     monkeypatch.setattr(idle_sessions, "MOST_GHOSTS", 10)
     sessions = Chats()

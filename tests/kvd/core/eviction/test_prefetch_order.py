@@ -19,7 +19,7 @@ class Waiting:
     def __init__(self, *keys, interval_ns=INTERVAL_NS) -> None:
         self.queue = QueueWindow(self._changed)
         self.order = PrefetchOrder(self.queue)
-        self.change(waiting=jobs_of(*keys), interval_ns=interval_ns)
+        self.change(waiting=requests_of(*keys), interval_ns=interval_ns)
 
     def _changed(self, key) -> None:
         self.order.reopen(key)
@@ -39,7 +39,7 @@ class Waiting:
         return found
 
 
-def jobs_of(*keys, first_number=0):
+def requests_of(*keys, first_number=0):
     return [QueuedRequest((0, 0.0, number), key) for number, key in enumerate(keys, first_number)]
 
 
@@ -57,7 +57,7 @@ def test_a_pick_stays_until_it_is_settled():
 
 
 @pytest.mark.parametrize("window", range(4))
-def test_the_window_counts_all_jobs_of_the_queue(window):
+def test_the_window_counts_all_requests_of_the_queue(window):
     """Also those of sessions that have nothing to be read: it is DRAM that would be full."""
     waiting = Waiting(A, B, C)
     waiting.order.settle(A)
@@ -65,7 +65,7 @@ def test_the_window_counts_all_jobs_of_the_queue(window):
 
 
 def test_the_window_moves_as_turns_start():
-    """A session behind the window comes into it without being told of."""
+    """A session behind the window comes into it without a report of its own."""
     waiting = Waiting(A, B, C)
     assert waiting.picks(window=2) == [A, B]
     waiting.change(left=[0])
@@ -90,29 +90,29 @@ def test_a_bounded_number_of_late_ones_is_passed_over():
     assert waiting.pick(late=KEYS[:MOST_LATE]) == KEYS[0]
 
 
-def test_a_pick_is_told_when_the_session_starts():
-    """By the jobs that its own engine has before it; 0 if nobody knows how long one takes."""
-    told = {}
+def test_a_pick_says_when_the_session_starts():
+    """By the requests that its own engine has before it; 0 if nobody knows how long one takes."""
+    seen_ns = {}
 
     def note(key, starts_in_ns):
-        told[key] = starts_in_ns
+        seen_ns[key] = starts_in_ns
         return False
 
     waiting = Waiting(A, B)
     waiting.order.pick(100, note)
-    assert told == {A: INTERVAL_NS, B: 2 * INTERVAL_NS}
+    assert seen_ns == {A: INTERVAL_NS, B: 2 * INTERVAL_NS}
     Waiting(C, interval_ns=0).order.pick(100, note)
-    assert told[C] == 0
+    assert seen_ns[C] == 0
 
 
-def test_a_session_whose_job_left_is_not_picked():
+def test_a_session_whose_request_left_is_not_picked():
     """Neither the cancelled one nor one that runs already."""
     waiting = Waiting(A, B, C)
     waiting.change(left=[0])
     assert waiting.picks() == [B, C]
 
 
-def test_a_session_with_two_jobs_stands_where_its_first_one_does():
+def test_a_session_with_two_requests_stands_where_its_first_one_does():
     """When that one starts, where the second does; it is picked once."""
     waiting = Waiting(A, B, A)
     assert waiting.pick() == A
@@ -136,17 +136,17 @@ def test_one_that_does_not_wait_is_never_opened():
     assert waiting.picks() == [A]
 
 
-def test_an_urgent_job_is_picked_first_wherever_it_came_from():
+def test_an_urgent_request_is_picked_first_wherever_it_came_from():
     """The queue's order counts, not the order of arrival."""
     waiting = Waiting(A, B)
     waiting.change(waiting=[QueuedRequest((-1, 0.0, 7), D)])
     assert waiting.picks() == [D, A, B]
 
 
-def test_jobs_of_another_engine_are_picked_by_when_they_start():
-    """A fast engine's third job may start before a slow one's first."""
+def test_requests_of_another_engine_are_picked_by_when_they_start():
+    """A fast engine's third request may start before a slow one's first."""
     waiting = Waiting(A, B)
-    waiting.change(engine=2, waiting=jobs_of(C, D), interval_ns=INTERVAL_NS + 1)
+    waiting.change(engine=2, waiting=requests_of(C, D), interval_ns=INTERVAL_NS + 1)
     assert waiting.picks() == [A, C, B, D]
 
 

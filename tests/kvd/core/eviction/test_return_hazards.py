@@ -109,7 +109,7 @@ def test_old_sessions_fade():
     assert hazards.hazards(root)[10] < 0.1
 
 
-def test_rates_change_when_they_are_told_to():
+def test_rates_change_only_when_learned():
     """So that an order made of them stays one."""
     hazards = ReturnHazards()
     session_class = hazards.class_of((1,))

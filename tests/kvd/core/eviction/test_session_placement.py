@@ -127,7 +127,7 @@ def test_an_engine_that_is_gone_leaves_only_its_own(placement):
     assert len(placement.queue) == 1
 
 
-def test_to_forget_an_engine_that_never_told_anything_is_nothing(placement):
+def test_forgetting_an_engine_that_never_reported_anything_changes_nothing(placement):
     """It attached and left."""
     placement.forget_engine(ENGINE, 0)
     assert placement.policy.take() == []
@@ -153,8 +153,8 @@ def test_a_running_session_is_released_once_its_engine_has_its_kv(placement):
     assert not placement.is_released(A)
 
 
-def test_what_is_loaded_before_kvd_hears_of_the_start_counts(placement):
-    """Changes of the queue come a little later than what they tell of."""
+def test_what_is_loaded_before_the_start_is_reported_counts(placement):
+    """Changes of the queue come a little later than what they report."""
     placement.change_queue(ENGINE, QueueChange(waiting(A)), 0)
     placement.loaded(A)
     assert not placement.is_released(A)
@@ -177,7 +177,7 @@ def test_the_next_turn_of_a_session_has_to_be_loaded_anew(placement):
     assert not placement.is_released(A)
 
 
-def test_a_queue_told_in_full_releases_only_the_turn_that_was_loaded(placement):
+def test_a_queue_reported_in_full_releases_only_the_turn_that_was_loaded(placement):
     """The same turn stays released, another turn of the session is not."""
     placement.replace_queue(ENGINE, QueueChange(running=[RunningRequest(0, A)]), 0)
     placement.loaded(A)
@@ -188,7 +188,7 @@ def test_a_queue_told_in_full_releases_only_the_turn_that_was_loaded(placement):
 
 
 def test_a_turn_that_comes_as_the_one_before_it_ends_has_arrived(placement):
-    """Both may be told in one change."""
+    """Both may be reported in one change."""
     placement.change_queue(ENGINE, QueueChange(running=[RunningRequest(0, A)]), 0)
     placement.policy.take()
     placement.change_queue(ENGINE, QueueChange(waiting(A, first_number=1), left=[0]), 1)
@@ -201,8 +201,8 @@ def test_a_turn_that_comes_as_the_one_before_it_ends_has_arrived(placement):
 def test_the_window_is_so_many_sessions_of_mean_size(placement):
     """L_pw = C_mem / S_kv; without any session there is no mean, and no window."""
     assert placement.window(CAPACITY) == 0
-    placement.note_size(100)
-    placement.note_size(300)
+    placement.observe_size(100)
+    placement.observe_size(300)
     assert placement.window(CAPACITY) == 5
     assert placement.window(199) == 0
 
@@ -211,14 +211,14 @@ def test_the_first_sizes_weigh_alike(placement):
     """The mean is exact until there are many."""
     sizes = [3, 50, 700, 20, 1]
     for size in sizes:
-        placement.note_size(size)
+        placement.observe_size(size)
     assert placement.window(10**9) == int(10**9 / (sum(sizes) / len(sizes)))
 
 
 def test_the_mean_forgets(placement):
     """Sessions that have become longer widen no window for ever."""
     for size in [1] * 1000 + [100] * int(10 / MEAN_SHARE):
-        placement.note_size(size)
+        placement.observe_size(size)
     assert placement.window(10_000) == 100
 
 
@@ -226,7 +226,7 @@ def test_the_eviction_window_is_of_both_tiers_as_they_are_now():
     """L_ew = (C_mem + C_disk) / S_kv; a tier that shrinks makes it smaller."""
     capacity = [CAPACITY]
     placement = SessionPlacement(NotedPolicy, lambda: capacity[0])
-    placement.note_size(100)
+    placement.observe_size(100)
     window = placement.policy.context.eviction_window
     assert window() == 10
     capacity[0] = 450

@@ -55,7 +55,7 @@ def test_ssd_is_used_by_whole_extents():
 
 
 def test_queues_and_windows_are_counted():
-    """Jobs that wait, and how many sessions of mean size fit in DRAM and in both tiers."""
+    """Requests that wait, and how many sessions of mean size fit in DRAM and in both tiers."""
     world = new_world(num_slots=8, num_extents=8)
     assert world.engine.inspection.queue_stats().prefetch_window == 0
     store(world, A, ONES + TWOS)

@@ -12,9 +12,9 @@ from kvd.core.inspection.listing import (
     parse_page_token,
 )
 from kvd.core.inspection.session_filter import EVERYTHING, SessionFilter, SessionOrder
+from kvd.core.records.entries import Pin
 from kvd.core.records.errors import InvalidRequestError
 from kvd.core.records.records import Tier
-from kvd.core.records.rows import Pin
 from tests.kvd.core.turns import (
     ONES,
     OTHER_TENANT,

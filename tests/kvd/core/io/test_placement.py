@@ -6,13 +6,13 @@ from kvd.core.eviction.policies import POLICIES, LruPolicy
 from kvd.core.eviction.policy import PolicyContext
 from kvd.core.eviction.queue_window import QueueWindow
 from kvd.core.records.actions import WriteBlock
+from kvd.core.records.entries import Pin
 from kvd.core.records.records import Admission, Tier
-from kvd.core.records.rows import Pin
 from kvd.core.state.limits import Limits
 from shared.types.queue_delta import QueueChange, RunningRequest
 from tests.kvd.core.turns import (
+    ENGINE_ID,
     ONES,
-    OWNER,
     THREES,
     TWOS,
     A,
@@ -99,10 +99,10 @@ def test_a_soft_pinned_session_goes_last():
     store(world, A, ONES)
     world.engine.sessions.pin(A, Pin.SOFT)
     store(world, B, TWOS)
-    world.engine.engines.replace_queue(OWNER, queue_of(B))
+    world.engine.engines.replace_queue(ENGINE_ID, queue_of(B))
     store(world, C, THREES)
     assert (tiers_of(world, A), tiers_of(world, B)) == (["DS"], ["S"])
-    world.engine.engines.replace_queue(OWNER, queue_of(C, B))
+    world.engine.engines.replace_queue(ENGINE_ID, queue_of(C, B))
     store(world, C, THREES + ONES)
     assert world.engine.inspection.info(B) is None
     assert (tiers_of(world, A), tiers_of(world, C)) == (["DS"], ["S", "DS"])
@@ -150,7 +150,7 @@ def test_a_leased_block_stays_in_dram():
     store(world, B, TWOS)
     store(world, C, THREES)
     assert tiers_of(world, A) == ["DS"]
-    world.engine.loads.complete(lease.lease_id, OWNER)
+    world.engine.loads.complete(lease.lease_id, ENGINE_ID)
 
 
 def test_an_ended_session_goes_first_until_it_is_used_again():
@@ -170,11 +170,11 @@ def test_a_queued_session_goes_only_when_nothing_else_does():
     world = new_world(num_slots=2, policy="lookahead_queue")
     store(world, A, ONES)
     store(world, B, TWOS)
-    world.engine.engines.replace_queue(OWNER, queue_of(A))
-    assert world.engine.engines.num_jobs(OWNER)[0] == 1
+    world.engine.engines.replace_queue(ENGINE_ID, queue_of(A))
+    assert world.engine.engines.num_requests(ENGINE_ID)[0] == 1
     store(world, C, THREES)
     assert (tiers_of(world, A), tiers_of(world, B)) == (["DS"], ["S"])
-    world.engine.engines.replace_queue(OWNER, queue_of(A, C))
+    world.engine.engines.replace_queue(ENGINE_ID, queue_of(A, C))
     store(world, B, TWOS + ONES)
     assert (tiers_of(world, A), tiers_of(world, C)) == (["DS"], ["S"]), "the tail goes first"
 
@@ -184,9 +184,9 @@ def test_what_a_running_turn_has_stored_may_leave_dram(is_running):
     """Its engine has these rows; what was stored before the turn began it has yet to load."""
     world = new_world(num_slots=2)
     starts = QueueChange(running=[RunningRequest(0, A)])
-    world.engine.engines.replace_queue(OWNER, starts if is_running else QueueChange())
+    world.engine.engines.replace_queue(ENGINE_ID, starts if is_running else QueueChange())
     store(world, A, ONES)
-    world.engine.engines.replace_queue(OWNER, starts)
+    world.engine.engines.replace_queue(ENGINE_ID, starts)
     store(world, B, TWOS)
     store(world, C, THREES)
     assert (tiers_of(world, A) == ["S"]) == is_running
@@ -315,7 +315,7 @@ def test_a_clean_block_that_cannot_go_is_looked_for_once(how):
 
 
 def test_what_becomes_clean_is_found_among_many():
-    """A store that was told to wait gets the block that was written, and asks nobody else."""
+    """A store that was answered "wait" gets the block that was written, and asks nobody else."""
     world, policy = _full_of_dirty_blocks(16)
     prepare_load(world, A, ONES)
     assert prepare_store(world, B, [99] * 4).refused == "wait"
@@ -332,7 +332,7 @@ def test_a_block_that_is_given_back_may_go_at_once():
     world, policy = _full_of_dirty_blocks(16)
     held = prepare_load(world, A, ONES)
     assert prepare_store(world, B, [99] * 4).refused == "wait"
-    world.engine.loads.complete(held.lease_id, OWNER)
+    world.engine.loads.complete(held.lease_id, ENGINE_ID)
     world.pump()
     policy.num_looked_at = 0
     assert prepare_store(world, B, [99] * 4).lease_id
@@ -348,7 +348,7 @@ def test_a_shared_block_that_was_in_use_is_kept_by_its_last_user():
     held = prepare_load(world, A, ONES)
     store(world, C, TWOS + THREES)
     store(world, C._replace(session_id="d"), [9] * 8)
-    world.engine.loads.complete(held.lease_id, OWNER)
+    world.engine.loads.complete(held.lease_id, ENGINE_ID)
     world.pump()
     assert tiers_of(world, A) == ["DS"]
     world.engine.sessions.end(A)

@@ -10,8 +10,8 @@ from kvd.core.records.records import Admission, Lookup, Tier
 from kvd.core.state.limits import Limits
 from shared.types.queue_delta import QueueChange, QueuedRequest, RunningRequest
 from tests.kvd.core.turns import (
+    ENGINE_ID,
     ONES,
-    OWNER,
     THREES,
     TWOS,
     A,
@@ -31,7 +31,7 @@ from tests.property.expecting_policy import ExpectingPolicy
 
 BLOCK_BYTES = SHAPE.full_bytes  # of a read
 ONE, MANY = BLOCK_BYTES, 64 * BLOCK_BYTES  # in flight
-OTHER_OWNER = 2
+OTHER_ENGINE_ID = 2
 TOKENS = {A: ONES, B: TWOS, C: THREES}
 
 
@@ -56,15 +56,15 @@ def tokens_of(key, num_blocks):
     return TOKENS[key] * num_blocks
 
 
-def queue(world, *keys, owner=OWNER):
-    world.engine.engines.replace_queue(owner, queue_of(*keys))
+def queue(world, *keys, engine_id=ENGINE_ID):
+    world.engine.engines.replace_queue(engine_id, queue_of(*keys))
     world.pump()
 
 
 def run(world, key, number=99):
     """Have a turn of the session run, and no other."""
     change = QueueChange(running=[RunningRequest(number, key)])
-    world.engine.engines.replace_queue(OWNER, change)
+    world.engine.engines.replace_queue(ENGINE_ID, change)
     world.pump()
 
 
@@ -74,8 +74,8 @@ def being_read(world):
         key: world.engine.inspection.info(key) and world.engine.inspection.describe(key)
         for key in TOKENS
     }
-    owner_of = {b.key: key for key, info in infos.items() if info for b in info.blocks}
-    return [owner_of[world.io[op_id].key] for op_id in world.io_of(ReadBlock)]
+    key_of_block = {b.key: key for key, info in infos.items() if info for b in info.blocks}
+    return [key_of_block[world.io[op_id].key] for op_id in world.io_of(ReadBlock)]
 
 
 def finish_reads(world):
@@ -126,7 +126,7 @@ def test_what_is_under_way_is_bounded():
 
 
 def test_only_the_window_is_read():
-    """L_pw = C_mem / S_kv jobs, though there were room for more."""
+    """L_pw = C_mem / S_kv requests, though there were room for more."""
     world = reading_world(num_slots=6)
     store_on_ssd(world, {C: 4, A: 1, B: 1})
     queue(world, A, B, C)
@@ -183,8 +183,8 @@ def test_a_lost_engine_stops_it(how):
     world = reading_world(prefetch_bytes=ONE)
     store_on_ssd(world, {A: 3, B: 2})
     queue(world, A)
-    queue(world, B, owner=OTHER_OWNER)
-    getattr(world.engine.engines, how)(OWNER)
+    queue(world, B, engine_id=OTHER_ENGINE_ID)
+    getattr(world.engine.engines, how)(ENGINE_ID)
     world.pump()
     assert finish_reads(world) == [A, B, B]
 
@@ -282,7 +282,7 @@ def test_who_waits_wakes_nobody_where_nothing_is_read_ahead():
 
 
 def test_nothing_is_read_ahead_at_the_end():
-    """Not even for a queue that is told then."""
+    """Not even for a queue that is reported then."""
     world = reading_world()
     store_on_ssd(world, {A: 2})
     world.engine.write_dirty()
@@ -315,7 +315,7 @@ def test_the_watermark_is_kept_by_evicting_clean_blocks():
         key = A._replace(session_id=f"s{index}")
         answer = prepare_store(world, key, [index] * 4)
         assert answer.blocks, "a store may use the watermark"
-        world.engine.stores.complete(answer.lease_id, OWNER, success=True)
+        world.engine.stores.complete(answer.lease_id, ENGINE_ID, success=True)
         world.pump()
         world.quiesce()
         assert (
@@ -360,7 +360,7 @@ def test_slots_are_left_for_the_stores_of_turns_that_run(num_slots, num_read, nu
     world.quiesce()
     waiting = queue_of(B).waiting
     change = QueueChange(waiting, [RunningRequest(99, A)])
-    world.engine.engines.replace_queue(OWNER, change)
+    world.engine.engines.replace_queue(ENGINE_ID, change)
     world.pump()
     finish_reads(world)
     assert tiers_of(world, B).count("DS") == num_read
@@ -372,7 +372,7 @@ def test_slots_are_left_for_the_stores_of_turns_that_run(num_slots, num_read, nu
 
 
 def test_a_load_joins_a_read_that_is_under_way():
-    """It is not read twice; the performer is told whom to hurry."""
+    """It is not read twice; the performer gets the reads that became urgent."""
     world = reading_world()
     store_on_ssd(world, {A: 2})
     queue(world, A)
@@ -404,8 +404,8 @@ def test_a_session_that_cannot_come_in_time_yields_to_one_that_can():
     prepare_load(world, C, THREES)
     world.now_ns += 100  # the time a block takes
     world.finish_all(ReadBlock)
-    jobs = queue_of(A, B)
-    world.engine.engines.replace_queue(OWNER, QueueChange(jobs.waiting, interval_ns=150))
+    requests = queue_of(A, B)
+    world.engine.engines.replace_queue(ENGINE_ID, QueueChange(requests.waiting, interval_ns=150))
     world.pump()
     assert finish_reads(world) == [B, A, A, A, A]
 
@@ -417,8 +417,8 @@ def test_what_comes_in_time_keeps_its_turn():
     prepare_load(world, C, THREES)
     world.now_ns += 100
     world.finish_all(ReadBlock)
-    jobs = queue_of(A, B)
-    world.engine.engines.replace_queue(OWNER, QueueChange(jobs.waiting, interval_ns=400))
+    requests = queue_of(A, B)
+    world.engine.engines.replace_queue(ENGINE_ID, QueueChange(requests.waiting, interval_ns=400))
     world.pump()
     assert finish_reads(world) == [A, A, A, A, B]
 
@@ -520,7 +520,7 @@ def test_a_queue_that_does_not_fit_comes_to_rest():
     assert [tiers_of(world, key) for key in keys[:2]] == [["DS", "DS"]] * 2
 
 
-def test_a_new_kvd_reads_ahead_for_the_queue_it_is_told():
+def test_a_new_kvd_reads_ahead_for_the_queue_that_is_reported():
     """It knows how large sessions are on average from what it finds."""
     world = reading_world(prefetch_bytes=ONE)
     store_on_ssd(world, {A: 2, B: 2})
@@ -541,7 +541,7 @@ def test_an_arena_that_is_given_up_is_not_filled_again():
     world.pump()
     wait(world, 10 * LOOK_NS)
     assert not world.io
-    world.engine.loads.complete(lease.lease_id, OWNER)
+    world.engine.loads.complete(lease.lease_id, ENGINE_ID)
     assert world.engine.release_dram()
 
 
@@ -650,13 +650,13 @@ def test_no_policy_writes_what_is_clean(policy):
     assert counter(world, "ssd_read_bytes") % BLOCK_BYTES == 0
 
 
-def test_a_job_of_another_rank_is_read_in_its_new_order():
-    """A delta that only moves a job moves its session."""
+def test_a_request_of_another_rank_is_read_in_its_new_order():
+    """A delta that only moves a request moves its session."""
     world = reading_world(prefetch_bytes=ONE)
     store_on_ssd(world, {A: 1, B: 1, C: 1})
     queue(world, A, B, C)
     change = QueueChange([QueuedRequest((-1, 0.0, 2), C)])
-    world.engine.engines.change_queue(OWNER, change)
+    world.engine.engines.change_queue(ENGINE_ID, change)
     world.pump()
     assert finish_reads(world) == [A, C, B]
 
@@ -670,7 +670,7 @@ def test_a_turn_that_starts_as_the_one_before_it_ends_is_loaded_anew():
     run(world, A)
     load(world, A, ONES)
     change = QueueChange(running=[RunningRequest(100, A)], left=[99])
-    world.engine.engines.change_queue(OWNER, change)
+    world.engine.engines.change_queue(ENGINE_ID, change)
     world.pump()
     store(world, C, tokens_of(C, 2))
     assert [tiers_of(world, key) for key in (A, B)] == [["DS"], ["S"]]

@@ -4,8 +4,8 @@ import pytest
 
 from kvd.core.io.writing import FIRST_RETRY_NS
 from kvd.core.records.actions import DropBlock, Emit, HashSlot, IoOutcome, PutBlock, WriteBlock
+from kvd.core.records.entries import Pin
 from kvd.core.records.records import Admission
-from kvd.core.records.rows import Pin
 from shared.types.units import SECTOR_BYTES
 from tests.kvd.core.turns import (
     ONES,

@@ -3,8 +3,8 @@
 from kvd.core.records.actions import IoOutcome
 from kvd.core.records.records import LeaseState, Lookup
 from tests.kvd.core.turns import (
+    ENGINE_ID,
     ONES,
-    OWNER,
     TWOS,
     A,
     B,
@@ -25,7 +25,7 @@ def test_a_corrupt_block_cuts_the_answer_and_the_session():
     world.finish_io(second, IoOutcome.CORRUPT)
     settled = world.engine.loads.settle(answer.lease_id)
     assert (settled.lookup, settled.end_token, settled.more) == (Lookup.HIT, 4, False)
-    world.engine.loads.complete(answer.lease_id, OWNER)
+    world.engine.loads.complete(answer.lease_id, ENGINE_ID)
     assert load(world, A, ONES + TWOS, from_token=4).miss_reason == "corrupt"
     assert counter(world, "blocks_corrupt") == 1
 
@@ -56,7 +56,7 @@ def test_an_abandoned_read_of_a_flushed_session_leaves_nothing():
     """The block goes when its read ends: nobody wants it."""
     world = world_with_a_on_ssd()
     answer = prepare_load(world, A, ONES)
-    world.engine.loads.complete(answer.lease_id, OWNER)
+    world.engine.loads.complete(answer.lease_id, ENGINE_ID)
     world.engine.sessions.flush(A, dry_run=False)
     world.pump()
     world.quiesce()

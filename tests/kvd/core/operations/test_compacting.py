@@ -2,18 +2,18 @@
 
 from kvd.core.records.actions import (
     SESSION_COMPACTED,
-    CommitRows,
-    CompactRows,
+    CommitIndex,
+    CompactTokens,
     Emit,
     HashSlot,
     IoOutcome,
     WriteBlock,
 )
+from kvd.core.records.entries import CommittedSlot
 from kvd.core.records.records import Admission, Lookup
-from kvd.core.records.rows import CommittedSlot
 from shared.types.lineage import WHOLE
 from tests.kvd.core.turns import (
-    OWNER,
+    ENGINE_ID,
     A,
     B,
     counter,
@@ -67,7 +67,7 @@ def test_sparse_blocks_become_dense_ones():
     world = sparse_world()
     rows = rows_of(world, load(world, A, KEPT))
     rest(world)
-    world.finish_all(CompactRows)
+    world.finish_all(CompactTokens)
     assert num_blocks(world) == 6, "not before the new blocks are on SSD"
     world.quiesce()
     answer = load(world, A, KEPT)
@@ -78,8 +78,8 @@ def test_sparse_blocks_become_dense_ones():
     assert len(world.index.blocks) == 3, "the old ones are gone from SSD, too"
     assert counter(world, "compactions") == 1
     assert counter(world, "compacted_tokens") == len(KEPT)
-    told = next(e for e in world.events if isinstance(e, Emit) and e.name == SESSION_COMPACTED)
-    assert (told.fields["num_blocks"], told.fields["num_blocks_before"]) == ("3", "6")
+    compacted = next(e for e in world.events if isinstance(e, Emit) and e.name == SESSION_COMPACTED)
+    assert (compacted.fields["num_blocks"], compacted.fields["num_blocks_before"]) == ("3", "6")
 
 
 def test_what_is_computed_after_a_compaction_goes_on_as_before_it():
@@ -106,10 +106,10 @@ def test_a_compacted_session_is_found_by_its_lineage():
     world.quiesce()
     lineage = WHOLE.after(to_bytes(TOKENS), EVEN)
     for named, num_found in ((lineage, len(KEPT)), (lineage.after(to_bytes(KEPT), [(1, 2)]), 0)):
-        answer = world.engine.loads.prepare(A, to_bytes(KEPT), 0, OWNER, lineage=named)
+        answer = world.engine.loads.prepare(A, to_bytes(KEPT), 0, ENGINE_ID, lineage=named)
         assert answer.end_token == num_found
         if answer.lookup is Lookup.HIT:
-            world.engine.loads.complete(answer.lease_id, OWNER)
+            world.engine.loads.complete(answer.lease_id, ENGINE_ID)
         world.pump()
 
 
@@ -148,7 +148,7 @@ def test_a_lease_that_comes_meanwhile_wins():
     world.quiesce()
     assert (num_blocks(world), counter(world, "compactions_given_up")) == (6, 1)
     assert rows_of(world, answer) == compute([], TOKENS)[1::2]
-    world.engine.loads.complete(answer.lease_id, OWNER)
+    world.engine.loads.complete(answer.lease_id, ENGINE_ID)
     world.pump()
     rest(world, 2_000_000_000)
     world.quiesce()
@@ -182,7 +182,7 @@ def test_a_new_kvd_finds_the_old_spans_or_the_new_ones():
         while True:
             world = sparse_world()
             rest(world)
-            if not _go_on(world, num_steps):
+            if not _resume(world, num_steps):
                 break
             world.start(keep_dram=keep_dram)
             answer = load(world, A, KEPT)
@@ -194,7 +194,7 @@ def test_a_new_kvd_finds_the_old_spans_or_the_new_ones():
         assert num_steps > 10, "each of them was tried"
 
 
-def _go_on(world, num_steps: int) -> bool:
+def _resume(world, num_steps: int) -> bool:
     """Do so many things in turn: end an operation, or commit a row; False if there are fewer."""
     for _ in range(num_steps):
         if world.io:
@@ -219,10 +219,10 @@ def test_without_ssd_dense_blocks_are_adopted():
     """The journal has them once they are hashed, and the old ones until the row is committed."""
     world = sparse_world(num_extents=0, admission=Admission.ON_EVICT)
     rest(world)
-    world.finish_all(CompactRows)
+    world.finish_all(CompactTokens)
     held = sum(isinstance(record, CommittedSlot) for record in world.journal.values())
     assert (num_blocks(world), held) == (3, 9)
-    assert any(isinstance(action, CommitRows) for action in world.index.uncommitted)
+    assert any(isinstance(action, CommitIndex) for action in world.index.uncommitted)
     world.quiesce()
     assert len(world.journal) == 3
     world.start(keep_dram=True)
@@ -261,10 +261,10 @@ def test_who_comes_into_use_while_it_waits_is_looked_at_later():
     world.now_ns += REST_NS
     world.engine.expire()
     world.pump()
-    world.engine.engines.replace_queue(OWNER, queue_of(A, B))
+    world.engine.engines.replace_queue(ENGINE_ID, queue_of(A, B))
     world.quiesce()
     assert counter(world, "compactions") < 2
-    world.engine.engines.replace_queue(OWNER, queue_of())
+    world.engine.engines.replace_queue(ENGINE_ID, queue_of())
     rest(world, 2_000_000_000)
     world.quiesce()
     assert (num_blocks(world, A), num_blocks(world, B)) == (3, 3)
@@ -288,7 +288,7 @@ def test_nothing_is_begun_once_the_end_is_near():
     world.engine.write_dirty()
     world.pump()
     rest(world)
-    assert not world.io_of(CompactRows)
+    assert not world.io_of(CompactTokens)
     assert world.io_of(WriteBlock)
 
 
@@ -296,7 +296,7 @@ def test_a_failed_copy_leaves_all_as_it_was():
     """An operation that could not be made says nothing of the bytes."""
     world = sparse_world()
     rest(world)
-    world.finish_all(CompactRows, IoOutcome.TRANSIENT)
+    world.finish_all(CompactTokens, IoOutcome.TRANSIENT)
     assert not world.io_of(HashSlot)
     assert load(world, A, KEPT).end_token == len(KEPT)
     assert num_blocks(world) == 6

@@ -9,8 +9,8 @@ from kvd.core.records.actions import HashSlot, WriteBlock
 from kvd.core.records.errors import InvalidRequestError
 from shared.types.lineage import WHOLE
 from tests.kvd.core.turns import (
+    ENGINE_ID,
     ONES,
-    OWNER,
     THREES,
     TWOS,
     A,
@@ -60,10 +60,10 @@ def test_other_tokens_do_not_match_what_a_discard_has_left(is_named):
     )
     world.pump()
     for asked, num_found in (([3, 9, 5, 6, 7, 8], 0), ([3, 4, 5, 6, 7, 9], 2), (tokens[2:], 6)):
-        answer = world.engine.loads.prepare(A, to_bytes(asked), 0, OWNER, lineage=lineage)
+        answer = world.engine.loads.prepare(A, to_bytes(asked), 0, ENGINE_ID, lineage=lineage)
         assert answer.end_token == num_found
         if answer.lease_id:
-            world.engine.loads.complete(answer.lease_id, OWNER)
+            world.engine.loads.complete(answer.lease_id, ENGINE_ID)
         world.pump()
 
 
@@ -174,14 +174,14 @@ def test_what_kvd_does_not_hold_is_discarded_too():
         assert keys_of(world, A)[1] != keys_of(world, B)[1]
 
 
-def test_a_discard_that_kvd_has_not_heard_of_shows_in_the_lineage():
+def test_a_discard_that_kvd_has_not_received_shows_in_the_lineage():
     """Equal tokens in the old place are another computation: they are not handed out."""
     world = new_world()
     tokens = [*ONES, *TWOS, *TWOS]
     store(world, A, tokens)
     lineage = WHOLE.after(to_bytes(tokens), [(4, 8)])
     kept = to_bytes([*ONES, *TWOS])
-    answer = world.engine.loads.prepare(A, kept, 0, OWNER, lineage=lineage)
+    answer = world.engine.loads.prepare(A, kept, 0, ENGINE_ID, lineage=lineage)
     assert answer.end_token == 4
     assert load(world, A, [*ONES, *TWOS]).end_token == 8, "who does not say is not to know"
 
@@ -195,7 +195,7 @@ def test_a_block_ends_where_the_first_discard_was():
     store_named(world, A, kept, lineage)
     blocks = world.engine.inspection.describe(A).blocks
     assert [block.num_tokens for block in blocks] == [4, 2, 4]
-    answer = world.engine.loads.prepare(B, to_bytes(kept), 0, OWNER, lineage=lineage)
+    answer = world.engine.loads.prepare(B, to_bytes(kept), 0, ENGINE_ID, lineage=lineage)
     assert answer.end_token == len(kept), "a fork with the same discards finds all of it"
 
 
@@ -221,12 +221,12 @@ def test_discards_add_up():
         lineage = lineage.after(to_bytes(tokens), ranges)
         for start, end in reversed(ranges):
             del tokens[start:end]
-        answer = world.engine.loads.prepare(A, to_bytes(tokens), 0, OWNER, lineage=lineage)
+        answer = world.engine.loads.prepare(A, to_bytes(tokens), 0, ENGINE_ID, lineage=lineage)
         assert answer.end_token == len(tokens)
         rows = [r for s in answer.spans for r in world.slots[s.slot_id][s.start :][: s.num_tokens]]
         first = compute([], list(range(40, 60)))
         assert rows == [first[token - 40] for token in tokens]
-        world.engine.loads.complete(answer.lease_id, OWNER)
+        world.engine.loads.complete(answer.lease_id, ENGINE_ID)
 
 
 def test_a_discard_outlives_a_restart():
@@ -261,7 +261,7 @@ def test_a_load_under_way_keeps_what_it_reads():
     world.quiesce()
     rows = [row for span in answer.spans for row in world.slots[span.slot_id]]
     assert rows == compute([], ONES + TWOS)
-    world.engine.loads.complete(answer.lease_id, OWNER)
+    world.engine.loads.complete(answer.lease_id, ENGINE_ID)
     world.pump()
     world.quiesce()
     assert world.engine.inspection.stats().tiers[0].num_blocks == 1

@@ -8,8 +8,8 @@ from kvd.core.engine import CacheEngine
 from kvd.core.records.records import Lookup
 from shared.types.lineage import WHOLE
 from tests.kvd.core.turns import (
+    ENGINE_ID,
     ONES,
-    OWNER,
     THREES,
     TWOS,
     A,
@@ -63,7 +63,7 @@ def test_what_is_stored_as_whole_is_not_chained_to_a_discard():
 
 
 @pytest.mark.parametrize("restarts", [False, True])
-def test_a_discard_may_be_told_again(restarts):
+def test_a_discard_may_be_repeated(restarts):
     """A turn that overflowed was cancelled; its retry drops the same tokens."""
     world = new_world()
     store_named(world, A, OLD, WHOLE)
@@ -118,13 +118,13 @@ def test_a_turn_that_goes_back_to_the_old_context_replaces_the_session():
     assert _num_found(world, [*KEPT, 5], WHOLE.after(to_bytes([*OLD, 5]), CUT)) == 13
 
 
-def test_a_store_of_the_old_context_does_not_outlive_a_discard_told_again():
+def test_a_store_of_the_old_context_does_not_outlive_a_repeated_discard():
     """Of the new one it does."""
     for lineage, tokens, num_left in ((WHOLE, [*OLD, 5], 12), (AFTER, [*KEPT, 5], 13)):
         world = new_world()
         store_named(world, A, OLD, WHOLE)
         _discard_named(world, OLD, CUT, WHOLE)
-        answer = world.engine.stores.prepare(A, to_bytes(tokens), 0, OWNER, lineage=lineage)
+        answer = world.engine.stores.prepare(A, to_bytes(tokens), 0, ENGINE_ID, lineage=lineage)
         _discard_named(world, OLD, CUT, WHOLE)
         complete_store(world, answer)
         world.quiesce()
@@ -172,12 +172,12 @@ def _discard_named(world, tokens, ranges, lineage) -> int:
 
 def _num_found(world, tokens, lineage) -> int:
     """How many tokens a load is granted that names this lineage."""
-    answer = world.engine.loads.prepare(A, to_bytes(tokens), 0, OWNER, lineage=lineage)
+    answer = world.engine.loads.prepare(A, to_bytes(tokens), 0, ENGINE_ID, lineage=lineage)
     world.pump()
     if answer.lookup is Lookup.PENDING:
         world.quiesce()
         answer = world.engine.loads.settle(answer.lease_id)
     if answer.lookup is Lookup.HIT:
-        world.engine.loads.complete(answer.lease_id, OWNER)
+        world.engine.loads.complete(answer.lease_id, ENGINE_ID)
     world.pump()
     return answer.end_token

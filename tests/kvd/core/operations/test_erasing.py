@@ -4,13 +4,13 @@ import pytest
 
 from kvd.core.operations.erasing import LOOKED_AT
 from kvd.core.records.actions import IoOutcome, ReadBlock, WipeSlots, WriteBlock
+from kvd.core.records.entries import Pin
 from kvd.core.records.errors import ErasingError, LeaseLostError
 from kvd.core.records.records import Lookup
-from kvd.core.records.rows import Pin
 from tests.kvd.core.turns import (
+    ENGINE_ID,
     ONES,
     OTHER_TENANT,
-    OWNER,
     TWOS,
     A,
     B,
@@ -64,7 +64,7 @@ def test_others_are_passed_over_in_bounded_steps():
     store(world, A, ONES)
     begin(world)
     dropped = []
-    while world.engine.erasing.is_looking:
+    while world.engine.erasing.has_unvisited:
         dropped.append(drop(world, max_sessions=1).num_sessions)
     assert sum(dropped) == 1
     assert dropped[:2] == [0, 0]
@@ -102,7 +102,7 @@ def test_a_load_that_is_under_way_is_lost():
     with pytest.raises(LeaseLostError):
         world.engine.loads.settle(waits.lease_id)
     with pytest.raises(LeaseLostError):
-        world.engine.loads.complete(waits.lease_id, OWNER)
+        world.engine.loads.complete(waits.lease_id, ENGINE_ID)
     drop(world)
     assert not world.engine.erasing.is_gone()
     world.finish_all(ReadBlock)
@@ -177,7 +177,7 @@ def test_free_memory_is_zeroed():
     assert load(world, OTHER_TENANT, ONES + TWOS).end_token == 8
 
 
-def test_what_cannot_be_zeroed_is_told():
+def test_what_cannot_be_zeroed_is_reported():
     """The slots come back; that they are not clean is known."""
     world = new_world()
     begin(world)

@@ -6,8 +6,8 @@ from kvd.core.records.actions import IoOutcome, LeaseReady, ReadBlock
 from kvd.core.records.errors import InvalidRequestError, LeaseLostError
 from kvd.core.records.records import LeaseState, Lookup, Tier
 from tests.kvd.core.turns import (
+    ENGINE_ID,
     ONES,
-    OWNER,
     THREES,
     TWOS,
     A,
@@ -122,24 +122,24 @@ def test_no_slot_at_all_is_busy():
     assert load(world, A, ONES).miss_reason == "busy"
     assert counter(world, "loads_busy") == 1
     world.events.clear()
-    world.engine.loads.complete(held.lease_id, OWNER)
+    world.engine.loads.complete(held.lease_id, ENGINE_ID)
     world.pump()
     assert [type(event).__name__ for event in world.events] == ["SpaceFreed"]
 
 
-def test_a_gone_owner_loses_its_leases():
+def test_a_gone_engine_loses_its_leases():
     """Loads and stores of a dead engine are released; a waiting servicer is woken."""
     world = world_with_a_on_ssd(num_slots=3)
     pending = prepare_load(world, A, ONES)
     storing = prepare_store(world, C, [7, 7, 7, 7])
-    world.engine.engines.gone(OWNER)
+    world.engine.engines.gone(ENGINE_ID)
     world.pump()
     assert LeaseReady(pending.lease_id) in world.events
     assert world.engine.loads.state_of(pending.lease_id) is LeaseState.LOST
     with pytest.raises(LeaseLostError):
         world.engine.loads.settle(pending.lease_id)
     with pytest.raises(LeaseLostError):
-        world.engine.stores.complete(storing.lease_id, OWNER, success=True)
+        world.engine.stores.complete(storing.lease_id, ENGINE_ID, success=True)
     assert world.engine.inspection.stats().num_leases == 0
 
 
@@ -149,18 +149,18 @@ def test_a_pending_load_is_tracked_until_it_ends():
     answer = prepare_load(world, A, ONES + TWOS)
     assert world.tracked == {answer.lease_id: tuple(world.io_of(ReadBlock))}
     world.quiesce()
-    world.engine.loads.complete(answer.lease_id, OWNER)
+    world.engine.loads.complete(answer.lease_id, ENGINE_ID)
     world.pump()
     assert not world.tracked
     assert (counter(world, "load_hits"), counter(world, "load_tokens_ssd")) == (1, 8)
 
 
-def test_an_engine_may_give_up_a_pending_load():
+def test_an_engine_may_cancel_a_pending_load():
     """Completed before its reads are: a miss; the reads serve the cache."""
     world = world_with_a_on_ssd()
     answer = prepare_load(world, A, ONES)
     assert [info.is_pending for info in world.engine.inspection.leases()] == [True]
-    world.engine.loads.complete(answer.lease_id, OWNER)
+    world.engine.loads.complete(answer.lease_id, ENGINE_ID)
     world.pump()
     assert not world.tracked
     assert counter(world, "load_misses") == 1
@@ -177,7 +177,7 @@ def test_a_load_of_what_is_in_dram_reads_nothing():
     assert (answer.lookup, answer.end_token, answer.more) == (Lookup.HIT, 4, True)
     assert {span.tier for span in answer.spans} == {Tier.DRAM}
     assert not world.io
-    world.engine.loads.complete(answer.lease_id, OWNER)
+    world.engine.loads.complete(answer.lease_id, ENGINE_ID)
     whole = prepare_load(world, A, ONES, dram_only=True)
     assert (whole.end_token, whole.more) == (4, False)
 
@@ -222,7 +222,7 @@ def test_large_loads_are_read_layer_by_layer():
     small = prepare_load(world, A, ONES)
     assert [world.io[op_id].layered for op_id in world.io_of(ReadBlock)] == [False]
     world.quiesce()
-    world.engine.loads.complete(small.lease_id, OWNER)
+    world.engine.loads.complete(small.lease_id, ENGINE_ID)
     load(world, B, THREES * 2)
     prepare_load(world, A, ONES + TWOS)
     assert [world.io[op_id].layered for op_id in world.io_of(ReadBlock)] == [True, True]
@@ -244,7 +244,7 @@ def test_only_what_is_completed_by_another_counts_as_lost():
     store(world, A, ONES)
     answer = prepare_load(world, A, ONES)
     with pytest.raises(LeaseLostError):
-        world.engine.loads.complete(answer.lease_id, OWNER + 1)
+        world.engine.loads.complete(answer.lease_id, ENGINE_ID + 1)
     assert counter(world, "leases_lost") == 1
-    world.engine.loads.complete(answer.lease_id, OWNER)
+    world.engine.loads.complete(answer.lease_id, ENGINE_ID)
     assert counter(world, "leases_lost") == 1

@@ -8,15 +8,15 @@ import pytest
 from kvd.core.operations import reconfiguring
 from kvd.core.operations.reconfiguring import DROP_BATCH, RESCHEDULE_BATCH
 from kvd.core.records.actions import WriteBlock
+from kvd.core.records.entries import TTL_NEVER_NS, Pin
 from kvd.core.records.errors import TooManyLeasesError
 from kvd.core.records.records import Admission
-from kvd.core.records.rows import TTL_NEVER_NS, Pin
 from kvd.core.state.limits import TenantLimits
 from shared.types.session_key import SessionKey
 from tests.kvd.core.turns import (
+    ENGINE_ID,
     ONES,
     OTHER_TENANT,
-    OWNER,
     THREES,
     TWOS,
     A,
@@ -84,7 +84,7 @@ def test_many_sessions_are_rescheduled_in_bounded_steps():
     store(world, A, ONES)
     for index in range(1, num_sessions):  # they share their block: there is nothing to write
         key = SessionKey("a", MODEL, str(index))
-        world.engine.stores.prepare(key, to_bytes(ONES), 0, OWNER)
+        world.engine.stores.prepare(key, to_bytes(ONES), 0, ENGINE_ID)
     world.pump()
     assert world.engine.inspection.stats().num_sessions == num_sessions
     world.limits = replace(world.limits, default_ttl_ns=100)

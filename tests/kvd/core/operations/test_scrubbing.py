@@ -6,8 +6,8 @@ from kvd.core.records.actions import Emit, HashSlot, IoOutcome, ReadBlock, Verif
 from kvd.core.records.errors import LeaseLostError, ScrubError
 from kvd.core.records.records import Lookup, ScrubReport
 from tests.kvd.core.turns import (
+    ENGINE_ID,
     ONES,
-    OWNER,
     THREES,
     TWOS,
     A,
@@ -132,7 +132,7 @@ def test_a_reader_of_a_corrupt_copy_may_not_complete():
     world.damage_slot(slot_of(world))
     scrub(world)
     with pytest.raises(LeaseLostError):
-        world.engine.loads.complete(answer.lease_id, OWNER)
+        world.engine.loads.complete(answer.lease_id, ENGINE_ID)
 
 
 def test_a_block_that_only_its_reader_wants_goes_with_it():

@@ -17,7 +17,7 @@ from shared.types.lineage import WHOLE
 from tests.kvd.core.turns import ONES, THREES, TWOS, A, B, C, counter, new_world, store, tiers_of
 from tests.property.cache_world import compute, to_bytes
 
-OPERATOR = 7  # the owner of the leases
+OPERATOR = 7  # holds the leases, as an engine would
 TOKENS = [*ONES, *TWOS, 3, 3]
 
 

@@ -6,14 +6,14 @@ import pytest
 
 from kvd.core.inspection.session_filter import SessionFilter
 from kvd.core.operations.sessions import EXPIRE_BATCH, RECHECK_NS
+from kvd.core.records.entries import TTL_NEVER_NS, Pin
 from kvd.core.records.errors import InvalidRequestError, UnknownSessionError
 from kvd.core.records.records import Admission
-from kvd.core.records.rows import TTL_NEVER_NS, Pin
 from kvd.core.state.limits import TenantLimits
 from tests.kvd.core.turns import (
+    ENGINE_ID,
     ONES,
     OTHER_TENANT,
-    OWNER,
     TWOS,
     A,
     B,
@@ -79,10 +79,10 @@ def test_sessions_in_use_do_not_expire():
     lease = prepare_load(world, A, ONES)
     expire(world, 200)
     assert world.engine.next_deadline_ns() == world.now_ns + RECHECK_NS
-    world.engine.loads.complete(lease.lease_id, OWNER)
-    world.engine.engines.replace_queue(OWNER, queue_of(A))
+    world.engine.loads.complete(lease.lease_id, ENGINE_ID)
+    world.engine.engines.replace_queue(ENGINE_ID, queue_of(A))
     expire(world, RECHECK_NS)
-    world.engine.engines.replace_queue(OWNER, queue_of())
+    world.engine.engines.replace_queue(ENGINE_ID, queue_of())
     world.engine.sessions.pin(A, Pin.HARD)
     expire(world, RECHECK_NS)
     assert world.engine.inspection.info(A).expires_at_ns is None
@@ -137,7 +137,7 @@ def test_a_flush_of_all_skips_leased_sessions():
     assert world.engine.inspection.info(B) is None
 
 
-def test_operators_hear_about_unknown_sessions():
+def test_unknown_sessions_are_refused():
     """Naming a session that is not stored is an error with a remedy, except for engines."""
     world = new_world()
     for call in (
@@ -200,7 +200,7 @@ def test_pins_are_counted():
 
 
 def test_chosen_sessions_are_flushed_bit_by_bit():
-    """Of those named the ones that are still meant go; leased ones are told, and stay."""
+    """Of those named the ones that are still meant go; leased ones are reported, and stay."""
     world = new_world()
     keys = [A._replace(session_id=str(number)) for number in range(4)]
     for key in keys:

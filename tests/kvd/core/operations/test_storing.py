@@ -3,13 +3,13 @@
 import pytest
 
 from kvd.core.records.actions import IoOutcome, SpaceFreed
+from kvd.core.records.entries import Pin
 from kvd.core.records.errors import InvalidRequestError, LeaseLostError, TooManyLeasesError
 from kvd.core.records.records import Lookup
-from kvd.core.records.rows import Pin
 from shared.types.lineage import WHOLE
 from tests.kvd.core.turns import (
+    ENGINE_ID,
     ONES,
-    OWNER,
     THREES,
     TWOS,
     A,
@@ -124,7 +124,7 @@ def test_a_session_has_the_lineage_of_the_store_that_it_ends_with():
     after = WHOLE.after(to_bytes(ONES + TWOS), [(4, 6)])
     kept = [*ONES, 2, 2]
     for tokens, named in ((kept, after), (ONES, WHOLE), (kept, None)):
-        answer = world.engine.stores.prepare(A, to_bytes(tokens), 0, OWNER, lineage=named)
+        answer = world.engine.stores.prepare(A, to_bytes(tokens), 0, ENGINE_ID, lineage=named)
         if answer.lease_id:
             complete_store(world, answer)
         world.pump()
@@ -180,7 +180,7 @@ def test_a_full_arena_makes_stores_wait_for_writes():
 
 
 def test_stores_that_wait_do_not_wake_each_other():
-    """A store that is told to wait frees nothing: it wakes nobody, although it holds its base."""
+    """A store that is answered "wait" frees nothing: it wakes nobody, though it holds its base."""
     world = new_world(num_slots=1)
     store(world, B, ONES)
     store(world, A, THREES, settle=False)
@@ -199,7 +199,7 @@ def test_no_space_when_waiting_cannot_help():
     assert counter(world, "stores_refused") == 1
 
 
-def test_existing_blocks_beyond_the_slots_are_let_go():
+def test_existing_blocks_beyond_the_slots_are_released():
     """A planned chunk that exists already is held only as far as slots reach before it."""
     world = new_world(num_slots=3, num_extents=0)
     store(world, A, ONES + TWOS)
@@ -214,7 +214,7 @@ def test_a_base_found_corrupt_loses_what_was_built_on_it():
     store(world, A, ONES)
     store(world, B, TWOS + THREES + TWOS)  # pushes A's block to SSD
     answer = prepare_store(world, A, ONES + TWOS)
-    world.engine.loads.prepare(A, to_bytes(ONES), 0, OWNER)
+    world.engine.loads.prepare(A, to_bytes(ONES), 0, ENGINE_ID)
     world.pump()
     world.finish_io(next(iter(world.io)), IoOutcome.CORRUPT)
     assert complete_store(world, answer) == 0
@@ -243,19 +243,19 @@ def test_bad_requests_are_refused():
     """Half a token and positions outside the tokens are the caller's error."""
     world = new_world()
     with pytest.raises(InvalidRequestError, match="4 bytes a token"):
-        world.engine.stores.prepare(A, b"\0" * 5, 0, OWNER)
+        world.engine.stores.prepare(A, b"\0" * 5, 0, ENGINE_ID)
     with pytest.raises(InvalidRequestError, match="from_token 9"):
-        world.engine.stores.prepare(A, to_bytes(ONES), 9, OWNER)
+        world.engine.stores.prepare(A, to_bytes(ONES), 9, ENGINE_ID)
 
 
-def test_leases_are_bounded_and_belong_to_their_owner():
-    """The bound raises; another owner's completion is a lost lease, counted."""
+def test_leases_are_bounded_and_belong_to_their_engine():
+    """The bound raises; another engine's completion is a lost lease, counted."""
     world = new_world(max_leases=1)
     answer = prepare_store(world, A, ONES)
     with pytest.raises(TooManyLeasesError):
         prepare_store(world, B, ONES)
     with pytest.raises(LeaseLostError):
-        world.engine.stores.complete(answer.lease_id, OWNER + 1, success=True)
+        world.engine.stores.complete(answer.lease_id, ENGINE_ID + 1, success=True)
     with pytest.raises(LeaseLostError):
-        world.engine.loads.complete(answer.lease_id, OWNER)
+        world.engine.loads.complete(answer.lease_id, ENGINE_ID)
     assert counter(world, "leases_lost") == 1

@@ -13,12 +13,12 @@ from kvd.core.records.actions import (
     VerifySlot,
     WriteBlock,
 )
+from kvd.core.records.entries import AdoptedSlot, CommittedSlot, OrphanSlot, WritingSlot
 from kvd.core.records.errors import LeaseLostError
 from kvd.core.records.records import Lookup, Tier
-from kvd.core.records.rows import AdoptedSlot, CommittedSlot, OrphanSlot, WritingSlot
 from tests.kvd.core.turns import (
+    ENGINE_ID,
     ONES,
-    OWNER,
     THREES,
     TWOS,
     A,
@@ -218,7 +218,7 @@ def test_readers_of_what_a_later_load_finds_corrupt_lose_their_lease():
     world.damage_slot(first.spans[0].slot_id)
     assert load(world, A, ONES).end_token == 4
     with pytest.raises(LeaseLostError):
-        world.engine.loads.complete(first.lease_id, OWNER)
+        world.engine.loads.complete(first.lease_id, ENGINE_ID)
     assert counter(world, "blocks_corrupt_dram") == 1
 
 

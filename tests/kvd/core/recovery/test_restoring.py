@@ -8,11 +8,11 @@ import pytest
 
 from kvd.core.engine import CacheEngine
 from kvd.core.records.actions import ClearSlot, DropBlock, DropSession, IoOutcome, PutSession
-from kvd.core.records.rows import (
+from kvd.core.records.entries import (
     PLAIN_SPAN_BYTES,
     AdoptedSlot,
     CommittedSlot,
-    IndexRows,
+    IndexEntries,
     Pin,
     SessionRecord,
     Span,
@@ -21,7 +21,7 @@ from kvd.core.records.rows import (
     pack_spans,
     plain_span,
 )
-from kvd.core.recovery import restoring, row_join
+from kvd.core.recovery import entry_join, restoring
 from kvd.core.state.limits import Limits, TenantLimits
 from tests.kvd.core.turns import (
     ONES,
@@ -99,7 +99,7 @@ def test_rows_that_cannot_be_are_removed():
         dataclasses.replace(record, key=C, spans=pack_spans([plain_span(first.key, 4), longer])),
         dataclasses.replace(record, key=OTHER_TENANT, spans=pack_spans([plain_span(b"?" * 16, 0)])),
     ]
-    rows = IndexRows(
+    rows = IndexEntries(
         [columns_of(sessions)],
         first.key + second.key + third.key + b"?" * 16,
         [first.extent, first.extent, 10**6, third.extent],
@@ -178,7 +178,7 @@ def test_two_blocks_of_one_key_or_half_a_key():
     """A row that another one repeats is ignored; of two keys with equal halves one is dropped."""
     keys = [b"a" * 16, b"a" * 16, b"a" * 8 + b"b" * 8]
     spans = pack_spans([plain_span(keys[0], 4), plain_span(keys[2], 4)])
-    rows = IndexRows(
+    rows = IndexEntries(
         [columns_of([SessionRecord(A, spans, 1)])], b"".join(keys), [0, 5, 10], [4, 4, 4]
     )
     engine = CacheEngine(LAYOUT, Limits(4, 8), salt_of)
@@ -208,7 +208,7 @@ def test_of_half_equal_keys_the_one_on_ssd_is_found():
     checksums = bytes(8 * len(LAYOUT.layers))
     adopted = AdoptedSlot(1, CommittedSlot(1, b"a" * 8 + b"b" * 8, 1, bytes(4), checksums))
     spans = pack_spans([plain_span(b"a" * 16, 4)])
-    rows = IndexRows([columns_of([SessionRecord(A, spans, 1)])], b"a" * 16, [0], [4])
+    rows = IndexEntries([columns_of([SessionRecord(A, spans, 1)])], b"a" * 16, [0], [4])
     engine = CacheEngine(LAYOUT, Limits(4, 8), salt_of)
     engine.restore(rows, [adopted], (), 1)
     engine.check()
@@ -256,7 +256,7 @@ def test_thousands_of_sessions_are_restored():
         keys += own
     kept = [key for key in keys if random.random() < 0.99]
     random.shuffle(kept)
-    rows = IndexRows(
+    rows = IndexEntries(
         [columns_of(sessions)], b"".join(kept), [5 * i for i in range(len(kept))], [4] * len(kept)
     )
     engines = []
@@ -279,7 +279,7 @@ def test_thousands_of_sessions_are_restored():
 def test_a_start_lets_the_columns_go_and_joins_spans_a_part_at_a_time(monkeypatch):
     """Whatever the parts: sessions are the same, coldest first, and rank no session by itself."""
     monkeypatch.setattr(restoring, "MADE_AT_ONCE", 3)
-    monkeypatch.setattr(row_join, "JOINED_BYTES", 5 * PLAIN_SPAN_BYTES)
+    monkeypatch.setattr(entry_join, "JOINED_BYTES", 5 * PLAIN_SPAN_BYTES)
     keys = [bytes([number]) * 16 for number in range(1, 31)]
     sessions = []
     for number in range(10):
@@ -288,7 +288,9 @@ def test_a_start_lets_the_columns_go_and_joins_spans_a_part_at_a_time(monkeypatc
         sessions.append(SessionRecord(key, spans, last_access_ns=50 - number))
     missing = 3 * 4 + 1  # a block in the middle of session 4
     kept = [key for index, key in enumerate(keys) if index != missing]
-    rows = IndexRows([columns_of(sessions)], b"".join(kept), [5 * i for i in range(29)], [4] * 29)
+    rows = IndexEntries(
+        [columns_of(sessions)], b"".join(kept), [5 * i for i in range(29)], [4] * 29
+    )
     engine = CacheEngine(LAYOUT, Limits(4, 40), salt_of)
     engine.advance(100)
     engine.restore(rows, (), (), 1)

@@ -3,8 +3,8 @@
 import pytest
 
 from kvd.core.records.actions import SESSION_CUT, Emit
+from kvd.core.records.entries import Pin
 from kvd.core.records.records import Tier
-from kvd.core.records.rows import Pin
 from kvd.core.state.block import Block
 from shared.types.session_key import SessionKey
 from tests.kvd.core.turns import (

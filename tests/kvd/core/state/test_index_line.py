@@ -1,18 +1,18 @@
-"""What the index is told, and in which order, while it takes little or nothing."""
+"""What is written to the index, and in which order, while it takes little or nothing."""
 
 import pytest
 
 from kvd.core.io import writing
 from kvd.core.records.actions import (
-    CommitRows,
+    CommitIndex,
     DropBlock,
     DropSession,
     HashSlot,
     PutBlock,
     PutUse,
 )
-from kvd.core.records.rows import BlockRecord, Pin
-from kvd.core.state.index_line import ROW_BYTES, IndexLine
+from kvd.core.records.entries import BlockRecord, Pin
+from kvd.core.state.index_line import ENTRY_BYTES, IndexLine
 from kvd.core.state.session import Session
 from tests.kvd.core.turns import (
     ONES,
@@ -62,11 +62,11 @@ def test_a_session_may_ask_for_a_place_behind_blocks():
     line.session_changed(A)
     line.add(_block(1))
     line.session_changed(A, behind_blocks=True)
-    line.add(CommitRows(9))
-    assert _kinds(line.take()) == ["PutBlock", "PutSession", "CommitRows"]
+    line.add(CommitIndex(9))
+    assert _kinds(line.take()) == ["PutBlock", "PutSession", "CommitIndex"]
 
 
-def test_a_use_is_told_behind_everything_else_and_by_its_time_alone():
+def test_a_use_is_written_behind_everything_else_and_by_its_time_alone():
     """Unless the session's row is written anyhow, which has the time, too."""
     line = IndexLine({key: Session(key, 7) for key in KEYS})
     for key in (A, A, B):
@@ -107,14 +107,14 @@ def test_what_is_handed_out_is_bounded_into_bytes():
     for number in range(5):
         line.add(_block(number))
     assert line.take(0) == []
-    assert line.take(2 * ROW_BYTES) == [_block(0), _block(1)]
+    assert line.take(2 * ENTRY_BYTES) == [_block(0), _block(1)]
     assert line.num_blocks == 3
-    assert line.take(2 * ROW_BYTES + 1) == [_block(2), _block(3), _block(4)]
+    assert line.take(2 * ENTRY_BYTES + 1) == [_block(2), _block(3), _block(4)]
     assert (len(line), line.num_blocks) == (0, 0)
 
     for key in KEYS:
         line.session_used(key)
-    assert line.take(2 * ROW_BYTES) == [PutUse(A, 7), PutUse(B, 7)]
+    assert line.take(2 * ENTRY_BYTES) == [PutUse(A, 7), PutUse(B, 7)]
     assert line.num_uses == 1
 
 
@@ -156,7 +156,7 @@ def _num_waiting(world):
 
 
 def test_what_waits_does_not_grow_with_changes():
-    """An index that takes nothing is told of each session once, and as it is when it does."""
+    """An index that took nothing gets each session once, and as it is when it takes again."""
     world = new_world(num_slots=64)
     store(world, A, ONES)
     world.row_bytes = 0
@@ -187,7 +187,7 @@ def test_sessions_that_come_and_go_meanwhile_leave_nothing():
 
 def test_nothing_is_written_while_the_index_is_far_behind(monkeypatch):
     """Blocks stay in DRAM; once the index has taken its rows they are written, by themselves."""
-    monkeypatch.setattr(writing, "MOST_ROWS_WAITING", 2)
+    monkeypatch.setattr(writing, "MOST_ENTRIES_WAITING", 2)
     world = new_world()
     world.row_bytes = 0
     store(world, A, ONES + TWOS + THREES, settle=False)

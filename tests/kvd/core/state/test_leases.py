@@ -8,8 +8,8 @@ from kvd.core.records.records import LeaseState
 from kvd.core.state.leases import StoreLease, move
 from shared.types.session_key import SessionKey
 from tests.kvd.core.turns import (
+    ENGINE_ID,
     ONES,
-    OWNER,
     THREES,
     TWOS,
     A,
@@ -22,21 +22,21 @@ from tests.kvd.core.turns import (
     prepare_store,
     store,
 )
-from tests.property.cache_world import ADOPTED_OWNERS, to_bytes
+from tests.property.cache_world import ADOPTED_ENGINES, to_bytes
 
-BACK = 7  # the owner's id after it came back
+BACK = 7  # the engine's id after it came back
 
 
 def test_leases_are_listed():
-    """Kind, owner, session, slots and age of each."""
+    """Kind, engine, session, slots and age of each."""
     world = new_world(num_slots=3)
     store(world, A, ONES)
     world.now_ns += 5
     loading, storing = prepare_load(world, A, ONES), prepare_store(world, B, TWOS + THREES)
     infos = world.engine.inspection.leases()
-    assert [(i.lease_id, i.kind, i.owner, i.key, i.num_slots) for i in infos] == [
-        (loading.lease_id, "load", OWNER, A, 1),
-        (storing.lease_id, "store", OWNER, B, 2),
+    assert [(i.lease_id, i.kind, i.engine_id, i.key, i.num_slots) for i in infos] == [
+        (loading.lease_id, "load", ENGINE_ID, A, 1),
+        (storing.lease_id, "store", ENGINE_ID, B, 2),
     ]
     assert {info.since_ns for info in infos} == {world.now_ns}
     assert not any(info.is_pending or info.is_orphan for info in infos)
@@ -47,7 +47,7 @@ def test_a_detached_engine_keeps_the_slots_it_may_be_writing():
     world = new_world(num_slots=2, num_extents=0)
     store(world, A, ONES)
     loading, storing = prepare_load(world, A, ONES), prepare_store(world, B, TWOS)
-    world.engine.engines.detach(OWNER)
+    world.engine.engines.detach(ENGINE_ID)
     world.pump()
     assert world.engine.loads.state_of(loading.lease_id) is LeaseState.LOST
     assert [(i.lease_id, i.is_orphan) for i in world.engine.inspection.leases()] == [
@@ -63,12 +63,12 @@ def test_an_engine_that_comes_back_completes_its_store():
     """The lease passes to its new id; what it does not name is released."""
     world = new_world()
     kept, dropped = prepare_store(world, A, ONES), prepare_store(world, B, TWOS)
-    world.engine.engines.detach(OWNER)
+    world.engine.engines.detach(ENGINE_ID)
     held = [kept.lease_id, 99]
-    assert world.engine.engines.reattach(OWNER, BACK, held) == ((kept.lease_id,), (99,))
+    assert world.engine.engines.reattach(ENGINE_ID, BACK, held) == ((kept.lease_id,), (99,))
     world.pump()
     assert world.engine.inspection.stats().num_orphan_leases == 0
-    assert {record.owner for record in world.journal.values()} == {BACK}
+    assert {record.engine_id for record in world.journal.values()} == {BACK}
     with pytest.raises(LeaseLostError):
         world.engine.stores.complete(dropped.lease_id, BACK, success=True)
     assert world.engine.stores.complete(kept.lease_id, BACK, success=True) == 4
@@ -81,8 +81,8 @@ def test_a_dead_orphan_is_released():
     """When the process is gone, its slots are free."""
     world = new_world()
     prepare_store(world, A, ONES)
-    world.engine.engines.detach(OWNER)
-    world.engine.engines.gone(OWNER)
+    world.engine.engines.detach(ENGINE_ID)
+    world.engine.engines.gone(ENGINE_ID)
     world.pump()
     stats = world.engine.inspection.stats()
     assert (stats.num_leases, stats.num_quarantined_slots) == (0, 0)
@@ -97,7 +97,7 @@ def test_an_engine_may_come_back_before_its_old_connection_is_missed():
     world = new_world()
     store(world, A, ONES)
     loading = prepare_load(world, A, ONES)
-    assert world.engine.engines.reattach(OWNER, BACK, [loading.lease_id]) == (
+    assert world.engine.engines.reattach(ENGINE_ID, BACK, [loading.lease_id]) == (
         (),
         (loading.lease_id,),
     )
@@ -108,14 +108,14 @@ def test_slots_that_an_earlier_kvd_granted_stay_their_writers():
     """The engine lives: its slots are nobody else's until it completes, which fails."""
     world = new_world(num_slots=3, num_extents=0)
     answer = prepare_store(world, A, ONES + TWOS)
-    world.start(keep_dram=True, alive={OWNER})
+    world.start(keep_dram=True, alive={ENGINE_ID})
     stats = world.engine.inspection.stats()
     assert (stats.num_orphan_leases, stats.num_quarantined_slots) == (1, 2)
     info = world.engine.inspection.leases()[0]
     assert (info.lease_id, info.key, info.is_orphan) == (answer.lease_id, None, True)
     assert world.engine.stores.prepare(B, to_bytes(THREES * 2), 0, 5).end_token == 4
     held = [answer.lease_id]
-    confirmed, lost = world.engine.engines.reattach(OWNER + ADOPTED_OWNERS, OWNER, held)
+    confirmed, lost = world.engine.engines.reattach(ENGINE_ID + ADOPTED_ENGINES, ENGINE_ID, held)
     assert (confirmed, lost) == ((answer.lease_id,), ())
     with pytest.raises(LeaseLostError):
         complete_store(world, answer)
@@ -129,7 +129,7 @@ def test_lease_ids_are_never_used_twice():
     """A new kvd numbers leases above those an earlier one may have granted."""
     world = new_world()
     before = prepare_store(world, A, ONES)
-    world.start(keep_dram=True, alive={OWNER})
+    world.start(keep_dram=True, alive={ENGINE_ID})
     assert prepare_store(world, A, ONES).lease_id > before.lease_id
 
 
@@ -142,17 +142,17 @@ def test_a_dead_writer_is_not_restored():
     assert len(prepare_store(world, A, ONES).blocks) == 1
 
 
-def test_a_load_is_its_owners_to_end():
-    """Another engine that names its lease ends nothing: the slots stay its owner's."""
+def test_a_load_is_its_engines_to_end():
+    """Another engine that names its lease ends nothing: the slots stay with their engine."""
     world = new_world(num_slots=1)
     store(world, A, ONES)
     answer = prepare_load(world, A, ONES)
     with pytest.raises(LeaseLostError):
-        world.engine.loads.complete(answer.lease_id, OWNER + 1)
+        world.engine.loads.complete(answer.lease_id, ENGINE_ID + 1)
     world.pump()
     assert [lease.lease_id for lease in world.engine.inspection.leases()] == [answer.lease_id]
     assert prepare_store(world, B, TWOS).lease_id == 0, "the slot is being read"
-    world.engine.loads.complete(answer.lease_id, OWNER)
+    world.engine.loads.complete(answer.lease_id, ENGINE_ID)
     world.pump()
     assert not world.engine.inspection.leases()
     assert store(world, B, TWOS).end_token == 4

@@ -5,11 +5,11 @@ from dataclasses import replace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvd.core.records.entries import Pin
 from kvd.core.records.records import LoadAnswer
-from kvd.core.records.rows import Pin
 from tests.kvd.core.turns import (
+    ENGINE_ID,
     ONES,
-    OWNER,
     THREES,
     TWOS,
     A,
@@ -85,7 +85,7 @@ def test_a_look_that_came_to_nothing_is_forgotten():
     lease = prepare_load(world, B, [7] * 4)
     assert prepare_load(world, A, TOKENS).miss_reason == "busy"
     assert num_objects(world) == before
-    world.engine.loads.complete(lease.lease_id, OWNER)
+    world.engine.loads.complete(lease.lease_id, ENGINE_ID)
 
 
 def test_a_block_that_becomes_private_is_packed():
@@ -107,7 +107,7 @@ def test_a_held_block_is_packed_later():
     answer = prepare_store(world, A, [*TOKENS, 5], from_token=12)
     world.pump()
     assert world.engine._state.sessions[A].num_packed == 0
-    world.engine.stores.complete(answer.lease_id, OWNER, success=False)
+    world.engine.stores.complete(answer.lease_id, ENGINE_ID, success=False)
     world.pump()
     world.pump()
     assert world.engine._state.sessions[A].num_packed == 3
@@ -120,7 +120,7 @@ def test_a_store_that_lags_behind_leaves_a_longer_session_as_it_is():
     answer = prepare_store(world, A, ONES + [9] * 4)
     assert answer.lease_id
     assert state.sessions[A].num_packed, "what the store does not build on"
-    world.engine.stores.complete(answer.lease_id, OWNER, success=True)
+    world.engine.stores.complete(answer.lease_id, ENGINE_ID, success=True)
     world.pump()
     assert world.engine.inspection.info(A).num_tokens == 8
     assert load(world, A, ONES + [9] * 4).end_token == 8
@@ -229,7 +229,7 @@ class Twin:
         self.world.engine.expire()
 
     def _queue(self, key, _) -> None:
-        self.world.engine.engines.replace_queue(OWNER, queue_of(key))
+        self.world.engine.engines.replace_queue(ENGINE_ID, queue_of(key))
 
     def _end(self, key, _) -> object:
         return self.world.engine.sessions.end(key)

@@ -1,6 +1,6 @@
 """What is remembered of a session's moves."""
 
-from kvd.core.records.rows import Pin
+from kvd.core.records.entries import Pin
 from kvd.core.state.session_history import MOMENT_NS, MOST_OF_A_SESSION, MoveKind, SessionHistory
 from tests.kvd.core.turns import ONES, OTHER_TENANT, THREES, TWOS, A, B, load, new_world, store
 from tests.property.cache_world import to_bytes
@@ -8,14 +8,14 @@ from tests.property.cache_world import to_bytes
 
 def moves(world, key) -> list[str]:
     """Kinds, with numbers of blocks and tokens and the reason where there are any."""
-    told = []
+    found = []
     for move in world.engine.inspection.history.of(key):
         numbers = (move.num_blocks or "", move.num_tokens or "", move.why)
-        told.append(" ".join(str(word) for word in (move.kind.value, *numbers) if word))
-    return told
+        found.append(" ".join(str(word) for word in (move.kind.value, *numbers) if word))
+    return found
 
 
-def test_the_life_of_a_session_is_told():
+def test_the_history_of_a_session_is_recorded():
     """Stored, written, evicted, read and loaded, pinned and flushed: each once, with its counts."""
     world = new_world(num_slots=3)
     store(world, A, ONES + TWOS)
@@ -43,7 +43,7 @@ def test_the_life_of_a_session_is_told():
     assert moves(world, B)[:2] == ["stored 3 12", "written 3 12"]
 
 
-def test_what_is_cut_and_discarded_is_told():
+def test_what_is_cut_and_discarded_is_recorded():
     """Without an SSD tier, room is made by cutting the coldest session, tail first."""
     world = new_world(num_slots=3, num_extents=0)
     store(world, A, ONES + TWOS + THREES)
@@ -58,9 +58,9 @@ def test_what_goes_on_is_one_move():
     """Moves of one kind within a moment are one, also with others between; later ones are not."""
     history = SessionHistory()
     for at_ns in range(0, 3 * MOMENT_NS, MOMENT_NS // 2):
-        history.note(A, MoveKind.STORED, at_ns, num_blocks=1)
-        history.note(A, MoveKind.WRITTEN, at_ns, num_blocks=2)
-    history.note(A, MoveKind.STORED, 9 * MOMENT_NS, num_blocks=1)
+        history.record(A, MoveKind.STORED, at_ns, num_blocks=1)
+        history.record(A, MoveKind.WRITTEN, at_ns, num_blocks=2)
+    history.record(A, MoveKind.STORED, 9 * MOMENT_NS, num_blocks=1)
     stored, written, later = history.of(A)
     assert (stored.num_blocks, stored.first_ns, stored.last_ns) == (6, 0, 5 * MOMENT_NS // 2)
     assert (written.num_blocks, later.kind, later.num_blocks) == (12, MoveKind.STORED, 1)
@@ -69,15 +69,15 @@ def test_what_goes_on_is_one_move():
 def test_memory_is_bounded():
     """So many of a session, so many of all; who has changed least recently is forgotten first."""
     history = SessionHistory(max_moves=MOST_OF_A_SESSION + 3)
-    history.note(None, MoveKind.WRITTEN, 0)
+    history.record(None, MoveKind.WRITTEN, 0)
     for number in range(3):
-        history.note(B, MoveKind.ENDED, number * 2 * MOMENT_NS)
+        history.record(B, MoveKind.ENDED, number * 2 * MOMENT_NS)
     for number in range(MOST_OF_A_SESSION + 5):
-        history.note(A, MoveKind.ENDED, number * 2 * MOMENT_NS)
+        history.record(A, MoveKind.ENDED, number * 2 * MOMENT_NS)
         history.check()
     assert (len(history.of(A)), len(history.of(B))) == (MOST_OF_A_SESSION, 3)
     for number in range(4):
-        history.note(OTHER_TENANT, MoveKind.ENDED, number * 2 * MOMENT_NS)
+        history.record(OTHER_TENANT, MoveKind.ENDED, number * 2 * MOMENT_NS)
         history.check()
     assert (len(history.of(A)), len(history.of(B))) == (MOST_OF_A_SESSION - 1, 0)
 
@@ -86,7 +86,7 @@ def test_a_tenant_leaves_no_trace():
     """What is forgotten is gone; others stay."""
     history = SessionHistory()
     for key in (A, B, OTHER_TENANT):
-        history.note(key, MoveKind.ENDED, 0)
+        history.record(key, MoveKind.ENDED, 0)
     history.forget(A.tenant)
     history.check()
     assert (history.of(A), history.of(B), len(history.of(OTHER_TENANT))) == ((), (), 1)

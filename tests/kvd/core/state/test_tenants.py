@@ -2,13 +2,13 @@
 
 import pytest
 
+from kvd.core.records.entries import Pin
 from kvd.core.records.records import TenantUsage
-from kvd.core.records.rows import Pin
 from kvd.core.state.limits import TenantLimits
 from tests.kvd.core.turns import (
+    ENGINE_ID,
     ONES,
     OTHER_TENANT,
-    OWNER,
     THREES,
     TWOS,
     A,
@@ -113,10 +113,10 @@ def test_leased_queued_and_hard_pinned_sessions_do_not_give_way():
     world.engine.sessions.pin(C, Pin.HARD)
     refused = prepare_store(world, A, ONES)
     assert (refused.refused, refused.lease_id) == ("quota", 0)
-    world.engine.loads.complete(lease.lease_id, OWNER)
-    world.engine.engines.replace_queue(OWNER, queue_of(B))
+    world.engine.loads.complete(lease.lease_id, ENGINE_ID)
+    world.engine.engines.replace_queue(ENGINE_ID, queue_of(B))
     assert prepare_store(world, A, ONES).refused == "quota"
-    world.engine.engines.replace_queue(OWNER, queue_of())
+    world.engine.engines.replace_queue(ENGINE_ID, queue_of())
     assert not prepare_store(world, A, ONES).refused
     assert counter(world, "stores_refused") == 2
 
@@ -134,10 +134,10 @@ def test_a_block_in_use_elsewhere_is_not_freed_by_a_cut():
     world = quota_world(2)
     store(world, A, ONES + TWOS)
     other = A._replace(session_id="fork")
-    lease = world.engine.loads.prepare(other, to_bytes(ONES + TWOS), 0, OWNER)
+    lease = world.engine.loads.prepare(other, to_bytes(ONES + TWOS), 0, ENGINE_ID)
     world.pump()
     assert prepare_store(world, B, THREES).refused == "quota"
-    world.engine.loads.complete(lease.lease_id, OWNER)
+    world.engine.loads.complete(lease.lease_id, ENGINE_ID)
     assert not prepare_store(world, B, THREES).refused
     assert stored(world)[0] == 4
 

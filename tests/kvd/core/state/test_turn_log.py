@@ -6,7 +6,7 @@ from kvd.core.records.records import Tier
 from kvd.core.state.turn_log import RecordedTurn, TurnLog
 from shared.types.queue_delta import QueueChange, QueuedRequest, RunningRequest
 from shared.types.session_key import SessionKey
-from tests.kvd.core.turns import ONES, OWNER, THREES, TWOS, load, new_world, store
+from tests.kvd.core.turns import ENGINE_ID, ONES, THREES, TWOS, load, new_world, store
 from tests.property.cache_world import to_bytes
 
 ENGINE = 7
@@ -19,7 +19,7 @@ def _waiting(key: SessionKey, number: int, history_tokens: int = 0) -> QueueChan
 
 def _turn(log: TurnLog, key: SessionKey, prompt: int, size: int, now_ns: int) -> None:
     """A turn of an engine that tells no queue."""
-    log.asked(key, prompt, now_ns, is_running=False)
+    log.requested(key, prompt, now_ns, is_running=False)
     log.stored(key, size, now_ns + 5)
 
 
@@ -27,7 +27,7 @@ def test_turns_of_an_engine_without_a_queue() -> None:
     """A load after the stores of a turn begins the next; its history is what was stored."""
     log = TurnLog(10)
     _turn(log, A, 20, 50, 100)
-    log.asked(A, 70, 200, is_running=False)
+    log.requested(A, 70, 200, is_running=False)
     log.loaded(A, Tier.DRAM, 30)
     log.loaded(A, Tier.SSD, 16)
     log.stored(A, 80, 210)
@@ -38,22 +38,22 @@ def test_turns_of_an_engine_without_a_queue() -> None:
     log.check()
 
 
-def test_a_turn_begins_when_its_job_runs() -> None:
-    """It arrived when its job came to wait, and the queue knows how long the history is."""
+def test_a_turn_begins_when_its_request_runs() -> None:
+    """It arrived when its request came to wait, and the queue knows how long the history is."""
     log = TurnLog(10)
     log.queue_changed(ENGINE, _waiting(A, 1, 33), 100)
     log.queue_changed(ENGINE, QueueChange(running=[RunningRequest(1, A)]), 150)
-    log.asked(A, 40, 160, is_running=True)
+    log.requested(A, 40, 160, is_running=True)
     log.stored(A, 60, 170)
     assert list(log) == [RecordedTurn(1, 1, 100, 150, 170, 33, 0, 0, 60, is_asked=True)]
 
 
-def test_a_load_before_its_job_is_told_to_run() -> None:
-    """The job takes over the turn that the load has begun, whatever the order of the two."""
+def test_a_load_before_its_request_is_reported_to_run() -> None:
+    """The request takes over the turn that the load has begun, whatever the order of the two."""
     log = TurnLog(10)
     _turn(log, A, 20, 50, 10)
     log.queue_changed(ENGINE, _waiting(A, 1, 50), 100)
-    log.asked(A, 60, 140, is_running=False)
+    log.requested(A, 60, 140, is_running=False)
     log.queue_changed(ENGINE, QueueChange(running=[RunningRequest(1, A)]), 150)
     log.stored(A, 80, 170)
     _, turn = log
@@ -65,23 +65,23 @@ def test_a_preempted_turn_is_one_turn() -> None:
     log = TurnLog(10)
     running = QueueChange(running=[RunningRequest(1, A)])
     log.queue_changed(ENGINE, running, 10)
-    log.asked(A, 20, 10, is_running=True)
+    log.requested(A, 20, 10, is_running=True)
     log.stored(A, 30, 20)
     log.queue_changed(ENGINE, _waiting(A, 1), 30)
     log.queue_changed(ENGINE, running, 40)
-    log.asked(A, 30, 40, is_running=True)
+    log.requested(A, 30, 40, is_running=True)
     log.stored(A, 50, 60)
     (turn,) = log
     assert (turn.started_ns, turn.ended_ns, turn.stored_tokens) == (10, 60, 50)
 
 
-def test_a_turn_that_the_queue_is_late_to_tell() -> None:
+def test_a_turn_that_the_queue_reports_late() -> None:
     """It wants more than the turn before has computed, which the queue says still runs."""
     log = TurnLog(10)
     log.queue_changed(ENGINE, QueueChange(running=[RunningRequest(1, A)]), 10)
-    log.asked(A, 20, 10, is_running=True)
+    log.requested(A, 20, 10, is_running=True)
     log.stored(A, 30, 20)
-    log.asked(A, 36, 40, is_running=True)
+    log.requested(A, 36, 40, is_running=True)
     log.stored(A, 45, 50)
     log.queue_changed(ENGINE, QueueChange(running=[RunningRequest(2, A)], left=[1]), 55)
     log.stored(A, 50, 60)
@@ -92,31 +92,31 @@ def test_a_turn_that_the_queue_is_late_to_tell() -> None:
 
 
 def test_a_full_queue_keeps_known_arrivals() -> None:
-    """A snapshot that repeats a job does not make it arrive anew; one that it omits is gone."""
+    """A snapshot that repeats a request does not make it arrive anew; one that it omits is gone."""
     log = TurnLog(10)
     for number, now_ns in ((1, 10), (2, 11)):
         log.queue_changed(ENGINE, _waiting((A, B)[number - 1], number), now_ns)
     log.queue_replaced(ENGINE, _waiting(A, 1), 50)
     for key, number in ((A, 1), (B, 2)):
         log.queue_changed(ENGINE, QueueChange(running=[RunningRequest(number, key)]), 60)
-        log.asked(key, 5, 60, is_running=True)
+        log.requested(key, 5, 60, is_running=True)
     assert [turn.arrived_ns for turn in log] == [10, 60]
 
 
 def test_a_queue_is_forgotten_with_its_engine() -> None:
-    """Another engine's job of the same number is another job."""
+    """Another engine's request of the same number is another request."""
     log = TurnLog(10)
     log.queue_changed(ENGINE, _waiting(A, 1), 10)
     log.engine_gone(ENGINE)
     log.queue_changed(ENGINE, QueueChange(running=[RunningRequest(1, A)]), 60)
-    log.asked(A, 5, 60, is_running=True)
+    log.requested(A, 5, 60, is_running=True)
     log.queue_changed(ENGINE + 1, QueueChange(running=[RunningRequest(1, A)]), 70)
     log.stored(A, 9, 80)
     assert [(turn.arrived_ns, turn.started_ns) for turn in log] == [(60, 60), (70, 70)]
 
 
 def test_a_session_in_the_engines_memory_asks_for_nothing() -> None:
-    """Its turn is known by its job and its stores."""
+    """Its turn is known by its request and its stores."""
     log = TurnLog(10)
     log.queue_changed(ENGINE, QueueChange(running=[RunningRequest(0, A)]), 10)
     _turn(log, A, 20, 50, 10)
@@ -146,8 +146,8 @@ def test_an_end_is_remembered() -> None:
     assert [turn.is_ended for turn in log] == [False, True]
 
 
-def test_what_waits_only_is_not_told() -> None:
-    """A job that is withdrawn, or runs without asking or storing, leaves no turn behind."""
+def test_what_waits_only_is_not_recorded() -> None:
+    """A request that is withdrawn, or runs without asking or storing, leaves no turn behind."""
     log = TurnLog(10)
     log.queue_changed(ENGINE, _waiting(A, 1), 10)
     log.queue_changed(ENGINE, QueueChange(left=[1]), 20)
@@ -182,7 +182,7 @@ def test_every_order_of_two_sessions_keeps_the_bounds() -> None:
             number = now_ns // 2
             match call:
                 case "a":
-                    log.asked(key, 10, now_ns, is_running=False)
+                    log.requested(key, 10, now_ns, is_running=False)
                 case "s":
                     log.stored(key, 12, now_ns)
                 case "Q":
@@ -219,24 +219,24 @@ def test_what_the_engine_notes_of_a_turn() -> None:
     world.engine.check()
 
 
-def test_a_job_reaches_the_log_through_the_engine() -> None:
+def test_a_request_reaches_the_log_through_the_engine() -> None:
     """A full queue and its changes; the engine's end ends what was known of it."""
     world = new_world()
-    key_job = QueueChange([QueuedRequest((0, 0.0, 5), A, 3)])
+    queued = QueueChange([QueuedRequest((0, 0.0, 5), A, 3)])
     world.now_ns = 1000
-    world.engine.engines.replace_queue(OWNER, key_job)
+    world.engine.engines.replace_queue(ENGINE_ID, queued)
     world.now_ns = 2000
     change = QueueChange(running=[RunningRequest(5, A)])
-    world.engine.engines.change_queue(OWNER, change)
+    world.engine.engines.change_queue(ENGINE_ID, change)
     world.now_ns = 3000
-    world.engine.loads.prepare(A, to_bytes(ONES), 0, OWNER)
+    world.engine.loads.prepare(A, to_bytes(ONES), 0, ENGINE_ID)
     (turn,) = world.engine.inspection.turns
     assert (turn.arrived_ns, turn.started_ns, turn.wanted_tokens) == (1000, 2000, 3)
     world.now_ns = 4000
-    world.engine.engines.replace_queue(OWNER, QueueChange([QueuedRequest((0, 0.0, 6), B, 3)]))
+    world.engine.engines.replace_queue(ENGINE_ID, QueueChange([QueuedRequest((0, 0.0, 6), B, 3)]))
     world.now_ns = 5000
-    world.engine.engines.gone(OWNER)
+    world.engine.engines.gone(ENGINE_ID)
     world.now_ns = 6000
-    world.engine.engines.change_queue(OWNER, QueueChange(running=[RunningRequest(6, B)]))
-    world.engine.loads.prepare(B, to_bytes(ONES), 0, OWNER)
+    world.engine.engines.change_queue(ENGINE_ID, QueueChange(running=[RunningRequest(6, B)]))
+    world.engine.loads.prepare(B, to_bytes(ONES), 0, ENGINE_ID)
     assert [turn.arrived_ns for turn in world.engine.inspection.turns] == [1000, 6000]

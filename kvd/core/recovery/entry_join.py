@@ -1,4 +1,4 @@
-"""The rows of sessions by columns, joined with the blocks there are: millions in a second.
+"""The entries of sessions by columns, joined with the blocks there are: millions in a second.
 
 Pure. Keys are compared by their first 8 bytes and then verified by the others. Of two keys with
 equal first bytes (never, in practice: keys are keyed hashes) one is not found, which is a miss.
@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from kvd.core.records.rows import (
+from kvd.core.records.entries import (
     FULL,
     PLACE_BYTES,
     PLAIN,
@@ -27,11 +27,11 @@ from kvd.core.records.rows import (
 from shared.types.session_key import SessionKey
 
 Ints = NDArray[np.int64]
-Rows = NDArray[np.int32]  # which block; there are never more than 2^31
+EntryIndexes = NDArray[np.int32]  # which block; there are never more than 2^31
 Words = NDArray[np.uint64]
 Flags = NDArray[np.bool_]
 
-PARTIAL = 1 << 31  # flag in a span's row count: it may use less than the whole block
+PARTIAL = 1 << 31  # flag in a span's token count: it may use less than the whole block
 JOINED_BYTES = PLAIN_SPAN_BYTES << 18  # at once: these and their like need not all be there
 
 _KEY = np.dtype([("first", ">u8"), ("last", ">u8")])
@@ -52,9 +52,9 @@ class BlockColumns:
 
     first: Words
     last: Words
-    num_tokens: Rows
-    order: Rows
-    same_as: Rows
+    num_tokens: EntryIndexes
+    order: EntryIndexes
+    same_as: EntryIndexes
     in_order: Words
 
 
@@ -64,16 +64,16 @@ class SpanColumns:
 
     Attributes:
         starts: index of each session's first span, and the number of spans.
-        rows: the block of each span, as far as the session is sound.
+        entries: the block of each span, as far as the session is sound.
         lengths: how many spans of each session are sound: all before the first that is not.
     """
 
     starts: Ints
-    rows: Rows
+    entries: EntryIndexes
     lengths: Ints
 
 
-def index_blocks(keys: bytes, num_tokens: Rows) -> BlockColumns:
+def index_blocks(keys: bytes, num_tokens: EntryIndexes) -> BlockColumns:
     """Make blocks findable; of several with one key the first one counts."""
     halves = np.frombuffer(keys, dtype=_KEY)
     first, last = halves["first"].astype(np.uint64), halves["last"].astype(np.uint64)
@@ -101,14 +101,14 @@ class SpanJoin:
         self._is_sound = is_sound
         self._packed = bytearray()
         self._num_spans = array("q")
-        self._rows: list[Rows] = []
+        self._entries: list[EntryIndexes] = []
         self._is_found: list[Flags] = []
 
     def add(self, packed: Sequence[bytes]) -> None:
         """Take sessions' spans as kind 0 packs them.
 
         Where one may use a part of its block, PARTIAL says so and num_tokens is the end of its
-        rows.
+        entries.
         """
         self._packed += b"".join(packed)
         self._num_spans.extend(len(spans) // PLAIN_SPAN_BYTES for spans in packed)
@@ -124,37 +124,37 @@ class SpanJoin:
         lengths = np.diff(starts)
         sessions = np.searchsorted(starts, missing, side="right") - 1
         lengths[sessions] = missing - starts[sessions]  # the first one of a session comes last
-        return SpanColumns(starts, np.concatenate(self._rows), lengths)
+        return SpanColumns(starts, np.concatenate(self._entries), lengths)
 
     def _join(self) -> None:
         spans = np.frombuffer(bytes(self._packed), dtype=_SPAN)
-        rows = _find(self._blocks, spans["key"])
-        is_found = rows >= 0
-        rows[~is_found] = 0
+        entries = _find(self._blocks, spans["key"])
+        is_found = entries >= 0
+        entries[~is_found] = 0
         if len(self._blocks.first):
-            num_rows = spans["num_tokens"].astype(np.int64)
-            is_partial = num_rows >= PARTIAL
-            num_tokens = self._blocks.num_tokens[rows]
-            fits = np.where(is_partial, num_rows - PARTIAL <= num_tokens, num_rows == num_tokens)
-            is_found &= fits & self._is_sound[rows]
-        self._rows.append(rows)
+            coded = spans["num_tokens"].astype(np.int64)
+            is_partial = coded >= PARTIAL
+            num_tokens = self._blocks.num_tokens[entries]
+            fits = np.where(is_partial, coded - PARTIAL <= num_tokens, coded == num_tokens)
+            is_found &= fits & self._is_sound[entries]
+        self._entries.append(entries)
         self._is_found.append(is_found)
         self._packed.clear()
 
 
 def count_users(spans: SpanColumns, num_blocks: int) -> Ints:
-    """How many spans use each block."""
+    """Return how many spans use each block."""
     is_kept = _is_kept(spans)
-    rows = spans.rows if is_kept.all() else spans.rows[is_kept]
-    return np.bincount(rows, minlength=num_blocks)
+    entries = spans.entries if is_kept.all() else spans.entries[is_kept]
+    return np.bincount(entries, minlength=num_blocks)
 
 
 def head_lengths(spans: SpanColumns, is_private: Flags) -> Ints:
-    """How many spans of each session come up to its last one whose block is not private."""
+    """Return how many spans of each session come up to its last one whose block is not private."""
     lengths = np.zeros(len(spans.lengths), dtype=np.int64)
     if not len(is_private):
         return lengths  # there is no block, so there is no sound span
-    shared = np.flatnonzero(_is_kept(spans) & ~is_private[spans.rows])
+    shared = np.flatnonzero(_is_kept(spans) & ~is_private[spans.entries])
     sessions = np.searchsorted(spans.starts, shared, side="right") - 1
     lengths[sessions] = shared - spans.starts[sessions] + 1  # the last one is assigned last
     return lengths
@@ -166,25 +166,27 @@ def gathered(starts: Ints, lengths: Ints) -> Ints:
     return np.repeat(starts - before, lengths) + np.arange(int(lengths.sum()))
 
 
-def pack_places_of(keys: bytes, num_tokens: Rows, extents: Ints, rows: Rows) -> bytes:
+def pack_places_of(
+    keys: bytes, num_tokens: EntryIndexes, extents: Ints, entries: EntryIndexes
+) -> bytes:
     """Pack the places of some of all blocks; they have one."""
-    places = np.empty(len(rows), dtype=_PLACE)
-    places["key"] = np.frombuffer(keys, dtype=_KEY)[rows]
-    places["num_tokens"] = num_tokens[rows]
-    places["extent"] = extents[rows]
+    places = np.empty(len(entries), dtype=_PLACE)
+    places["key"] = np.frombuffer(keys, dtype=_KEY)[entries]
+    places["num_tokens"] = num_tokens[entries]
+    places["extent"] = extents[entries]
     return places.tobytes()
 
 
 def _is_kept(spans: SpanColumns) -> Flags:
-    """Which spans are sound, as are all before them in their session."""
+    """Return which spans are sound, as are all before them in their session."""
     num_spans = np.diff(spans.starts)
     if np.array_equal(num_spans, spans.lengths):
-        return np.ones(len(spans.rows), dtype=np.bool_)  # as after nearly every start
-    index = np.arange(len(spans.rows)) - np.repeat(spans.starts[:-1], num_spans)
+        return np.ones(len(spans.entries), dtype=np.bool_)  # as after nearly every start
+    index = np.arange(len(spans.entries)) - np.repeat(spans.starts[:-1], num_spans)
     return np.asarray(index < np.repeat(spans.lengths, num_spans))
 
 
-def _find(blocks: BlockColumns, keys: NDArray[np.void]) -> Rows:
+def _find(blocks: BlockColumns, keys: NDArray[np.void]) -> EntryIndexes:
     """Index of each key's block, -1 if there is none."""
     if not len(blocks.first):
         return np.full(len(keys), -1, dtype=np.int32)
@@ -192,22 +194,22 @@ def _find(blocks: BlockColumns, keys: NDArray[np.void]) -> Rows:
     by_key = np.argsort(first)  # look-ups in ascending order stay in the processor's cache
     places = np.empty(len(first), dtype=np.int64)
     places[by_key] = np.searchsorted(blocks.in_order, first[by_key])
-    rows = blocks.order[np.minimum(places, len(blocks.order) - 1)]
-    is_found = (blocks.first[rows] == first) & (blocks.last[rows] == last)
-    return np.where(is_found, rows, np.int32(-1))
+    entries = blocks.order[np.minimum(places, len(blocks.order) - 1)]
+    is_found = (blocks.first[entries] == first) & (blocks.last[entries] == last)
+    return np.where(is_found, entries, np.int32(-1))
 
 
 _PLAIN_KIND = bytes((PLAIN,))
 
 
 @dataclass(slots=True)
-class SessionRows:
-    """The rows of sessions by columns.
+class SessionEntries:
+    """The entries of sessions by columns.
 
     Attributes:
         full: by index: the spans of a session that are not all plain.
-        settings: by index: a session's row, if its settings are not the default ones.
-        damaged: indexes of sessions whose row could not be read to its end.
+        settings: by index: a session's entry, if its settings are not the default ones.
+        damaged: indexes of sessions whose entry could not be read to its end.
     """
 
     keys: list[SessionKey] = field(default_factory=list)
@@ -217,7 +219,7 @@ class SessionRows:
     damaged: set[int] = field(default_factory=set)
 
     def collect(self, sessions: Iterable[SessionColumns], spans: SpanJoin) -> None:
-        """Take the rows in; their spans are needed for a moment only."""
+        """Take the entries in; their spans are needed for a moment only."""
         for some in sessions:
             first = len(self.keys)
             self.keys.extend(some.keys)
@@ -238,7 +240,7 @@ class SessionRows:
         return np.argsort(np.frombuffer(self.last_access_ns, dtype=np.int64), kind="stable")
 
     def are_plain(self) -> Flags:
-        """Which sessions have plain spans, a sound row and the default settings."""
+        """Return which sessions have plain spans, a sound entry and the default settings."""
         are_plain = np.ones(len(self.keys), dtype=np.bool_)
         for others in (self.full, self.settings, self.damaged):
             are_plain[list(others)] = False

@@ -1,8 +1,8 @@
-"""What is persisted: rows of the index, records of the journal, and how spans become bytes.
+"""What is persisted: entries of the index, records of the journal, and how spans become bytes.
 
 Pure, frozen. Token ids are little-endian uint32 bytes; positions and lengths count tokens.
 
-The spans of a session are packed in its row, and so are, in memory, the blocks of an idle one:
+The spans of a session are packed in its entry, and so are, in memory, the blocks of an idle one:
 
     spans     = kind (u8) | record per span
     kind 0    = key (16) | num_tokens (u32)                          every span is plain
@@ -10,7 +10,7 @@ The spans of a session are packed in its row, and so are, in memory, the blocks 
     places    = key (16) | num_tokens (u32) | extent (u64)           a packed block, 28 bytes
 
 Little-endian, unpadded. A plain span's digest is zeros in a record of kind 1; its chain is its key.
-What cannot be unpacked ends the list: a damaged row gives the spans before the damage, which
+What cannot be unpacked ends the list: a damaged entry gives the spans before the damage, which
 recovery then compares with the blocks there are.
 """
 
@@ -46,13 +46,13 @@ class Pin(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """A run of rows of one block that a session uses; its position is the sum of those before.
+    """A run of tokens of one block that a session uses; its position is the sum of those before.
 
     Attributes:
         block_key: content key of the block.
-        start: first row.
-        num_tokens: number of rows.
-        tokens_digest: digest of the token ids of these rows; proves that a request asks for the
+        start: first token, counted from the block's.
+        num_tokens: how many, at least 1.
+        tokens_digest: digest of the ids of these tokens; proves that a request asks for the
             same tokens.
         chain: parent key of whatever is computed after this span. It is `block_key` unless a
             discard has happened at or before it (D5).
@@ -70,7 +70,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class SessionRecord:
-    """A session's row."""
+    """A session's entry in the index."""
 
     key: SessionKey
     spans: bytes  # as packed here
@@ -82,7 +82,7 @@ class SessionRecord:
 
 @dataclass(frozen=True, slots=True)
 class BlockRecord:
-    """A block's row: where it lies on SSD. How to verify it is in the extent's header."""
+    """A block's entry in the index: its place on SSD. The extent's header says how to verify it."""
 
     key: bytes
     extent: int
@@ -91,11 +91,11 @@ class BlockRecord:
 
 @dataclass(frozen=True, slots=True)
 class SessionColumns:
-    """The rows of some sessions by columns: a record for each would cost more than all the rest.
+    """The entries of some sessions by columns: a record for each would cost more than all the rest.
 
     Attributes:
-        spans: as packed here.
-        settings: by index: a session's row, if its settings are not the default ones; spans apart.
+        spans: each session's, packed as described above.
+        settings: by index: a session's entry, if its settings are not the defaults; spans apart.
     """
 
     keys: Sequence[SessionKey]
@@ -105,23 +105,23 @@ class SessionColumns:
 
 
 def columns_of(records: Iterable[SessionRecord]) -> SessionColumns:
-    """Put the rows of sessions into columns."""
-    rows = list(records)
+    """Put the entries of sessions into columns."""
+    entries = list(records)
     return SessionColumns(
-        [row.key for row in rows],
-        [row.spans for row in rows],
-        [row.last_access_ns for row in rows],
+        [entry.key for entry in entries],
+        [entry.spans for entry in entries],
+        [entry.last_access_ns for entry in entries],
         {
-            index: replace(row, spans=b"")
-            for index, row in enumerate(rows)
-            if row.ttl_ns is not None or row.pin is not Pin.NONE or row.ended
+            index: replace(entry, spans=b"")
+            for index, entry in enumerate(entries)
+            if entry.ttl_ns is not None or entry.pin is not Pin.NONE or entry.ended
         },
     )
 
 
 @dataclass(slots=True)
-class IndexRows:
-    """All rows of one layout by columns, because there may be millions.
+class IndexEntries:
+    """All entries of one layout by columns, because there may be millions.
 
     Who restores them takes them: the sessions are read as they come, the columns are forgotten.
     """
@@ -132,7 +132,7 @@ class IndexRows:
     block_tokens: Sequence[int]
 
     def forget_blocks(self) -> None:
-        """Let the memory of the columns go: nobody needs them any more, whoever still has this."""
+        """Release the columns of blocks: nobody needs them any more, and they are large."""
         self.block_keys, self.extents, self.block_tokens = b"", (), ()
 
 
@@ -142,7 +142,7 @@ class StoredBlock:
 
     Attributes:
         checksums: xxh3_64 of each layer slice's used bytes (of every component, in order, the
-            first num_tokens rows), little-endian, 8 bytes a layer.
+            first num_tokens tokens), little-endian, 8 bytes a layer.
     """
 
     token_ids: bytes
@@ -158,7 +158,7 @@ class WritingSlot:
 
     generation: int
     lease_id: int
-    owner: int
+    engine_id: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,7 +188,7 @@ class OrphanSlot:
     """A slot that an engine may still be writing to, granted by an earlier kvd."""
 
     slot_id: int
-    writing: WritingSlot  # its owner is an id that the shell gave to the process
+    writing: WritingSlot  # its engine_id is one that the shell gave to the process
 
 
 # ---------------------------------------------------------------------------------------- packing
@@ -205,7 +205,7 @@ def plain_span(key: bytes, num_tokens: int) -> Span:
 
 
 def pack_spans(spans: Sequence[Span]) -> bytes:
-    """Pack the spans of a session for its row."""
+    """Pack the spans of a session for its entry."""
     if all(map(is_plain, spans)):
         pack = _PLAIN_SPAN.pack
         records = [pack(span.block_key, span.num_tokens) for span in spans]
@@ -228,7 +228,7 @@ def pack_full(spans: Iterable[Span]) -> bytes:
 
 
 def unpack_spans(packed: bytes) -> list[Span]:
-    """Unpack the spans of a row, as far as they are sound."""
+    """Unpack the spans of an entry, as far as they are sound."""
     kind = packed[0] if packed else None
     if kind == PLAIN:
         length = len(packed) - (len(packed) - 1) % PLAIN_SPAN_BYTES

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvd.core.records.rows import (
+from kvd.core.records.entries import (
     FULL,
     PLAIN_SPAN_BYTES,
     BlockRecord,
