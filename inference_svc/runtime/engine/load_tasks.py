@@ -52,7 +52,7 @@ class LoadTasks:
     def start(self, request: EngineRequest, admission: Admission) -> None:
         """Load an admitted request. What it has of a resident is its own at once."""
         load = request.load = Load(admission)
-        if admission.resident_tokens:
+        if admission.source is not None:
             self._loads.begin_resident(request, load)
         self._tasks.create_task(self._run(request, load), context=request.context.copy())
 
@@ -76,6 +76,7 @@ class LoadTasks:
         except Exception as error:  # noqa: BLE001  # the turn's, which logs it
             self._requests.fail(request, error)
         finally:
+            load.held.close()
             if request.load is load:
                 request.load = None
             if request.is_over and not request.is_kept:
@@ -83,7 +84,7 @@ class LoadTasks:
             self._changed()
 
     async def _load(self, request: EngineRequest, load: Load) -> None:
-        if not load.admission.resident_tokens:
+        if load.admission.source is None:
             await self._saves.settled(request.key)
             await self._loads.begin(request, load)
         if request.state is not RequestState.LOADING:
@@ -107,7 +108,9 @@ class LoadTasks:
         first_token = 0
         if request.write_buffer is not None:
             first_token = request.write_buffer.first_token
-            self._memory.open_save(request, request.write_buffer)
+            source = load.admission.source
+            shared_from = None if source == request.key else source
+            self._memory.open_save(request, request.write_buffer, shared_from)
         self._scheduler.announced(
             request,
             request.kv.num_tokens,
@@ -129,11 +132,11 @@ class LoadTasks:
         """All KV is where it belongs, or never will be; the gate knows which."""
         now_ns = time.monotonic_ns()
         request.outcome.load_s = (now_ns - request.admitted_ns) / NS_PER_S
-        if request.is_over:  # a resident that was moved for nothing stays
+        if request.is_over:  # a resident that was copied for nothing stays
             return
         self._scheduler.gate.progressed(request, self._num_layers, now_ns)
-        if load.is_move:
-            self._memory.end_move(request)
+        if load.admission.is_copy:
+            self._memory.end_copy(request)
 
 
 def _call_soon(loop: asyncio.AbstractEventLoop, call: Callable[[], None]) -> None:

@@ -1,8 +1,9 @@
 """Gives an admitted request its memory and its history, from wherever that is.
 
     resident, large enough   its KV, as it is
-    resident, too small      a larger sequence KV, KV moved layer by layer
-    kvd                      a sequence's KV, KV loaded layer by layer
+    resident, too small      a larger sequence KV, KV copied layer by layer
+    another's resident       a sequence KV, the prefix they share copied layer by layer
+    kvd                      a sequence KV, KV loaded layer by layer
     nowhere                  an empty sequence KV
 
 `begin` returns once it is known how many tokens there will be; `finish` copies them behind the
@@ -19,7 +20,7 @@ from inference_svc.runtime.kv.kv_pool import KVPool
 from inference_svc.runtime.kv.layer_gate import LayerGate
 from inference_svc.runtime.kv.sequence_kv import SequenceKv
 from inference_svc.runtime.store.session_store import BegunLoad, LoadRequest, SessionStore
-from inference_svc.runtime.transfer.layer_load import move_layer
+from inference_svc.runtime.transfer.layer_load import copy_layer
 from inference_svc.runtime.transfer.resident_sequences import ResidentSequences
 from inference_svc.runtime.worker_thread import WorkerThread
 
@@ -96,15 +97,17 @@ class Loads:
             load.gate = kv.gate = LayerGate(self._num_layers)
 
     def begin_resident(self, request: EngineRequest, load: Load) -> None:
-        """Give the request its session's resident KV or a larger one, and its write buffer."""
-        admission, key = load.admission, request.key
-        resident = self._residents.take(key) if admission.in_place else self._residents.get(key)
+        """Give the request a resident's KV, or KV to copy it to, and its write buffer."""
+        admission, source = load.admission, load.admission.source
+        assert source is not None, "no resident to begin with"  # noqa: S101
+        take = self._residents.take if admission.in_place else self._residents.get
+        resident = take(source)
         num_tokens = self._residents.usable_tokens(resident, admission.resident_tokens)
         if self._store.saves:
             request.write_buffer = self._residents.next_buffer(
                 resident, num_tokens, request.capacity_tokens
             )
-        self._counters.add("resident_hits")
+        self._counters.add("resident_hits" if source == request.key else "prefixes_shared")
         _note_outcome(request, num_tokens, {HBM: num_tokens}, "")
         if admission.in_place:
             self._residents.release_tail(resident)
@@ -112,6 +115,8 @@ class Loads:
         else:
             request.kv = self._pool.new_kv(request.capacity_tokens)
             load.gate = request.kv.gate = LayerGate(self._num_layers)
+            load.source = resident.kv
+            load.held.enter_context(resident.kv.hold())
         request.kv.num_tokens = num_tokens
 
     async def finish(self, request: EngineRequest, load: Load) -> None:
@@ -120,10 +125,10 @@ class Loads:
             return
         if load.begun is not None:
             await self._copy(request, load.begun, request.kv, load.gate)
-        else:
-            self._counters.add("moves")
-            source = self._residents.get(request.key).kv
-            await self._load_thread.run(_move_rows, source, request.kv)
+        elif load.source is not None:
+            if load.admission.source == request.key:
+                self._counters.add("moves")
+            await self._load_thread.run(_copy_prefix, load.source, request.kv)
 
     async def cancel(self, load: Load) -> None:
         """End a load that was begun for a request that is over."""
@@ -166,18 +171,18 @@ class Loads:
             _hand_over(shown, gate)
 
 
-def _move_rows(source: SequenceKv, target: SequenceKv) -> None:
-    """Copy all KV, on the load thread, layer by layer behind the target's gate."""
+def _copy_prefix(source: SequenceKv, target: SequenceKv) -> None:
+    """Copy all tokens of the target, on the load thread, layer by layer behind its gate."""
     gate = target.gate
-    assert gate is not None, "a move has a gate"  # noqa: S101
+    assert gate is not None, "a copy has a gate"  # noqa: S101
     stream = CopyStream(target.device)
-    moved = DoneInOrder(gate.open)
-    with source.hold(), target.hold(), stream.copies(behind_computing=True):
+    copied = DoneInOrder(gate.open)
+    with target.hold(), stream.copies(behind_computing=True):
         try:
             for layer_index in range(gate.num_layers):
-                move_layer(source, target, layer_index, target.num_tokens)
-                moved.enqueued(stream.mark())
-            moved.finish()
+                copy_layer(source, target, layer_index, target.num_tokens)
+                copied.enqueued(stream.mark())
+            copied.finish()
         except BaseException as error:
             gate.fail(error)
             raise
