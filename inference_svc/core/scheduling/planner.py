@@ -212,16 +212,21 @@ class Planner:
                 return [Terms(usable, 0, self._write_slots(usable), num_tokens, request.key)]
             return [replace(fresh, resident_tokens=num_tokens, source=request.key), fresh]
         shared = self._shared_prefix(request)
-        if shared is not None and 2 * shared[1] >= request.history_tokens:
+        if shared is not None:
             return [replace(fresh, source=shared[0], resident_tokens=shared[1]), fresh]
         return [fresh]
 
     def _shared_prefix(self, request: Request) -> tuple[SessionKey, int] | None:
-        """Find another session's resident that is of use; see `Residents.shared_prefix`."""
+        """Find another session's resident that is of use; see `Residents.shared_prefix`.
+
+        It is not where it has less than the session's own history, which the store likely has, nor
+        where it has no block: part of one could not be saved anew.
+        """
         if not (request.may_share and self._limits.keeps_residents):
             return None
         found = self._residents.shared_prefix(request)
-        return found if found is not None and found[1] >= self._limits.block_tokens else None
+        least = max(self._limits.block_tokens, request.history_tokens, request.computed_tokens)
+        return found if found is not None and found[1] >= least else None
 
     def _fits(self, terms: Terms, preempted_slots: int = 0) -> bool:
         """Whether there is room, if residents are evicted and so many slots preempted."""

@@ -360,7 +360,7 @@ def test_another_session_s_prefix_is_copied():
         ({"block_tokens": 14}, {}),  # part of a block could not be saved
         ({"keeps_residents": False}, {}),
         ({}, {"may_share": False}),
-        ({}, {"history_tokens": 27}),  # the store likely has more
+        ({}, {"history_tokens": 14, "prompt_tokens": 20}),  # the store likely has more
     ],
 )
 def test_a_prefix_is_shared_only_where_it_is_of_use(limits, attributes):
@@ -368,7 +368,7 @@ def test_a_prefix_is_shared_only_where_it_is_of_use(limits, attributes):
     scheduler = make(**{"block_tokens": 8, **limits})
     one = run(scheduler, 1, prompt_tokens=14)
     scheduler.slots.become_resident(one, one.token_ids[:13], 9)
-    other = submit(scheduler, 2, prompt_tokens=14, **attributes)
+    other = submit(scheduler, 2, **{"prompt_tokens": 14, **attributes})
     (admission,) = scheduler.schedule(20).admitted
     assert (admission.request, admission.source) == (other, None)
 

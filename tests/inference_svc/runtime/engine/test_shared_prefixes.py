@@ -1,6 +1,7 @@
 """Turns that begin with KV of another session's resident."""
 
 import asyncio
+import threading
 
 import pytest
 
@@ -61,18 +62,24 @@ async def test_many_sessions_share_one_prompt_at_once(model):
 
 
 async def test_a_session_that_is_deleted_while_its_prefix_is_copied(model):
-    """The copy ends as if it was still there; then its memory is free."""
+    """Its memory is nobody else's until the copy is over."""
     async with running_engine(model, **BLOCK) as engine:
         first = await engine.run(FIRST, session="a")
         await engine.loop.wait_idle()
+        may_copy = threading.Event()
+        busy = asyncio.create_task(engine.threads[1].run(may_copy.wait))
         prompt = [*FIRST, 90, 91]
         request = engine.request(prompt, session="b")
         is_announced = asyncio.Event()
         request.sink.started = lambda _: is_announced.set()
         answer = asyncio.create_task(engine.loop.generate(request))
         await is_announced.wait()
+        num_free = engine.pool.num_free
         await engine.loop.forget(first.key, first.token_ids)
-        await answer
+        num_freed = engine.pool.num_free - num_free
+        may_copy.set()
+        assert num_freed < len(FIRST), "only the tail is free"
+        await asyncio.gather(busy, answer)
         assert request.outcome.tier_tokens == {"hbm": len(FIRST)}
         assert request.sink.token_ids == await alone(model, prompt)
         engine.loop.keep(request, request.token_ids[:-1])
