@@ -220,6 +220,7 @@ def _scheduler_limits(
         answer_tokens=settings.answer_tokens,
         saves=saves,
         keeps_residents=cache.residents and cache.mode == "cached",
+        block_tokens=model.calibration.layout.block_tokens,
     )
 
 

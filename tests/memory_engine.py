@@ -137,6 +137,16 @@ class MemoryStore:
         if self.lineages.get(key) != lineage:
             self.rows.pop(key, None)
         stored, keys, values = self.rows.get(key, (b"", [], []))
+        if from_token > len(stored) // 4:  # sessions share what they have in common
+            begins = token_ids[: 4 * from_token]
+            stored, keys, values = next(
+                (
+                    rows
+                    for other, rows in self.rows.items()
+                    if rows[0].startswith(begins) and self.lineages.get(other) == lineage
+                ),
+                (b"", [], []),
+            )
         if not (from_token <= len(stored) // 4 and stored.startswith(token_ids[: 4 * from_token])):
             return "gap"
         num_tokens = len(token_ids) // 4

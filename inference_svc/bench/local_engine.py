@@ -192,6 +192,7 @@ class LocalEngine:
             sampler=Sampler(SamplingParams(max_tokens=max_tokens, ignore_eos=True)),
             sink=sink,
             load_policy=POLICIES[source],
+            may_share=source in KEEPS_RESIDENT,
         )
         submitted_s = time.perf_counter()
         await self._generate(request)

@@ -32,6 +32,7 @@ COUNTERS: Mapping[str, str] = {
     "store_discards": "discards that were reported to kvd",
     "store_discards_failed": "discards that could not be reported: a later load misses",
     "resident_hits": "turns whose session still had KV in memory",
+    "prefixes_shared": "turns that began with KV in memory of another session",
     "residents_evicted": "idle sessions whose KV left memory for others'",
     "moves": "turns whose session's KV in memory was copied to a larger place",
     "load_hits": "turns for which kvd had something",

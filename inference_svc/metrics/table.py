@@ -213,9 +213,14 @@ METRICS = MetricTable(
             "inference_resident_events_total",
             "counter",
             "Turns that found their session's KV in memory, those that moved it to a larger place, "
-            "and sessions that had to leave it",
+            "those that began with another session's, and sessions that had to leave memory",
             ("event",),
-            {"hit": "resident_hits", "moved": "moves", "evicted": "residents_evicted"},
+            {
+                "hit": "resident_hits",
+                "moved": "moves",
+                "shared": "prefixes_shared",
+                "evicted": "residents_evicted",
+            },
         ),
         Metric(
             "inference_pool_misses_total",

@@ -39,7 +39,8 @@ class Turn:
         admission: its newest; None once it was announced.
         layers: of its load that are there; None: no load is under way.
         fails: its load will turn out to have failed.
-        source: it moves its rows from there.
+        source: its first rows are copied from there …
+        num_copied: … so many.
         writes: rows of its write buffers, oldest first.
         is_writing: the last of them is its own.
         is_rigid: nothing of its context may be dropped.
@@ -51,6 +52,7 @@ class Turn:
     layers: int | None = None
     fails: bool = False
     source: SequenceKv | None = None
+    num_copied: int = 0
     writes: list[int] = field(default_factory=list)
     is_writing: bool = False
     is_rigid: bool = False
@@ -140,6 +142,11 @@ class SchedulerWorld:
 
     # ---------------------------------------------------------------------------------- turns
 
+    def fork(self, key: SessionKey, other: SessionKey, num_tokens: int) -> None:
+        """A session that has not begun begins as another one of its tenant does."""
+        if key.tenant == other.tenant and not self.conversations[key]:
+            self.conversations[key] = self.conversations[other][:num_tokens]
+
     def submit(self, key, new_tokens, max_tokens, *, priority=0, deadline_ns=None) -> Turn | None:
         """Submit a turn that goes on with its conversation, as far as that fits."""
         history, window = self.conversations[key], self.window_tokens
@@ -183,6 +190,8 @@ class SchedulerWorld:
             turn.admission = admission
             if admission.in_place:
                 turn.kv = self.residents.pop(turn.request.key)
+            elif admission.is_copy:
+                turn.source = self.residents[admission.source]
         for request in plan.expired:
             assert request.deadline_ns <= self.now_ns
             self._give_up(self.turns[request.number])
@@ -265,18 +274,19 @@ class SchedulerWorld:
         request, admission = turn.request, turn.admission
         assert admission is not None
         turn.admission = None
-        if admission.resident_tokens:
+        if admission.source is not None:
             found = admission.resident_tokens
-            source = turn.kv if admission.in_place else self.residents[request.key]
+            source = turn.kv if admission.in_place else turn.source
             assert source.rows[:found] == request.token_ids[:found]
+            assert admission.source.tenant == request.key.tenant
         found = min(found, len(request.token_ids) - 1)
         if admission.in_place:
             layers = NUM_LAYERS
             assert turn.kv.capacity >= request.capacity_tokens
         else:
             turn.kv = SequenceKv(request.capacity_tokens)
-            if admission.resident_tokens:
-                turn.source, layers = source, min(layers, NUM_LAYERS - 1)
+            if admission.is_copy:
+                turn.num_copied, layers = found, min(layers, NUM_LAYERS - 1)
         if not found:
             layers = NUM_LAYERS
         turn.kv.rows = request.token_ids[:found]
@@ -294,7 +304,7 @@ class SchedulerWorld:
 
     def admit_in_vain(self, turn: Turn) -> None:
         """An admitted turn's load cannot be had."""
-        turn.admission = turn.kv = None
+        turn.admission = turn.kv = turn.source = None
         self.scheduler.restart(turn.request, self.tick())
 
     def progress(self, turn: Turn, layers: int) -> None:
@@ -304,14 +314,16 @@ class SchedulerWorld:
             self.scheduler.gate.progressed(turn.request, NUM_LAYERS, self.tick())
             turn.layers = None
             if turn.source is not None:
-                self._end_move(turn)
+                self._end_copy(turn)
         else:
             self.scheduler.gate.progressed(turn.request, turn.layers, self.tick())
 
-    def _end_move(self, turn: Turn) -> None:
-        assert self.residents.pop(turn.request.key) is turn.source
+    def _end_copy(self, turn: Turn) -> None:
+        rows = turn.request.token_ids[: turn.num_copied]
+        assert turn.source.rows[: turn.num_copied] == rows, "nobody wrote to what was copied"
+        if self.scheduler.residents.end_copy(turn.request):
+            assert self.residents.pop(turn.request.key) is turn.source
         turn.source = None
-        self.scheduler.residents.end_move(turn.request)
 
     # ---------------------------------------------------------------------------------- steps
 
@@ -368,14 +380,14 @@ class SchedulerWorld:
         turn.is_writing = False
         if turn.layers is not None:
             return  # `settle` follows
-        turn.admission = turn.kv = None
+        turn.admission = turn.kv = turn.source = None
         self.scheduler.release_kv(turn.request)
 
-    def settle(self, turn: Turn, *, moves: bool) -> None:
-        """The copy of a turn that is over has ended; a move with or without its old sequence KV."""
+    def settle(self, turn: Turn, *, copies: bool) -> None:
+        """The copy of a turn that is over has ended; the scheduler hears of that or does not."""
         turn.layers = None
-        if turn.source is not None and moves:
-            self._end_move(turn)
+        if turn.source is not None and copies:
+            self._end_copy(turn)
         turn.source = None
         self._give_up(turn)
 
@@ -416,11 +428,11 @@ class SchedulerWorld:
             self.end_compaction(key, works=True)
         for turn in self.turns.values():
             if turn.request.is_over and turn.layers is not None:
-                self.settle(turn, moves=True)
+                self.settle(turn, copies=True)
             while turn.num_saving:
                 self.end_save(turn)
             if turn.admission is not None:
-                self.announce(turn, 0, NUM_LAYERS if not turn.admission.resident_tokens else 0, 0)
+                self.announce(turn, 0, 0 if turn.admission.is_copy else NUM_LAYERS, 0)
             if turn.layers is not None:
                 self.progress(turn, NUM_LAYERS)
         for turn in self.step(self.schedule()):

@@ -92,12 +92,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.world.admit_in_vain(turn)
 
     @precondition(lambda self: any(turn.layers is not None for turn in self.world.turns.values()))
-    @rule(data=st.data(), layers=st.integers(1, NUM_LAYERS), moves=st.booleans())
-    def copy(self, data, layers, moves) -> None:
+    @rule(data=st.data(), layers=st.integers(1, NUM_LAYERS), copies=st.booleans())
+    def copy(self, data, layers, copies) -> None:
         copying = [turn for turn in self.world.turns.values() if turn.layers is not None]
         turn = self.some(data, copying)
         if turn.request.is_over:
-            self.world.settle(turn, moves=moves)
+            self.world.settle(turn, copies=copies)
         else:
             self.world.progress(turn, layers)
 
@@ -119,7 +119,9 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule(
         key=st.sampled_from(KEYS),
-        what=st.sampled_from(["delete", "discard", "regenerate", "measure", "wait", "look"]),
+        what=st.sampled_from(
+            ["delete", "discard", "regenerate", "fork", "measure", "wait", "look"]
+        ),
         amount=st.integers(1, 30),
     )
     def meanwhile(self, key, what, amount) -> None:
@@ -132,6 +134,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             world.discard(key, amount)
         elif what == "regenerate":
             del world.conversations[key][amount:]
+        elif what == "fork":
+            world.fork(key, KEYS[amount % len(KEYS)], amount)
         elif what == "measure":
             for num_tokens in (1, 2, 4, 8, 16):
                 world.rates.steps.note(num_tokens, num_tokens**2, num_tokens * amount / 1000)
@@ -203,7 +207,7 @@ def disturb(world: SchedulerWorld, turn: Turn, random: Random) -> None:
         world.announce(turn, found, layers, random.randint(0, 3), fails=fails)
     elif turn.layers is not None and random.random() < 0.5:
         if turn.request.is_over:
-            world.settle(turn, moves=random.random() < 0.5)
+            world.settle(turn, copies=random.random() < 0.5)
         else:
             world.progress(turn, random.randint(1, 3))
     if not turn.request.is_over and random.random() < 0.01:
@@ -228,7 +232,9 @@ def go_round(world: SchedulerWorld, random: Random, seen: Counter[str]) -> None:
     seen["evicted"] += len(plan.evicted)
     seen["expired"] += len(plan.expired)
     seen["in place"] += sum(admission.in_place for admission in plan.admitted)
-    seen["moved"] += sum(a.resident_tokens > 0 and not a.in_place for a in plan.admitted)
+    copied = [admission for admission in plan.admitted if admission.is_copy]
+    seen["moved"] += sum(admission.source == admission.request.key for admission in copied)
+    seen["shared"] += sum(admission.source != admission.request.key for admission in copied)
     seen["mixed"] += len(plan.chunks) > 1
     for turn in world.step(plan):
         if turn.is_complete or random.random() < 0.05:
@@ -248,6 +254,7 @@ def random_traffic(seed: int, num_rounds: int) -> Counter[str]:
                 priority = random.choice([0, 0, 0, 1, 2])
                 in_ns = random.choice([None, None, None, 100 * MS])
                 deadline_ns = in_ns and world.now_ns + in_ns
+                world.fork(key, random.choice(KEYS), random.randint(1, 20))
                 world.submit(
                     key,
                     random.randint(1, 12),
@@ -263,7 +270,7 @@ def random_traffic(seed: int, num_rounds: int) -> Counter[str]:
 def check_traffic(seeds: range, num_rounds: int) -> None:
     seen = sum((random_traffic(seed, num_rounds) for seed in seeds), Counter[str]())
     wanted = ("preempted", "overflowed", "shifted", "discarded", "evicted", "expired", "in place")
-    wanted += ("moved", "mixed", "finished")
+    wanted += ("moved", "shared", "mixed", "finished")
     assert min(seen[what] for what in wanted) > 0, f"the traffic is too tame: {seen}"
 
 

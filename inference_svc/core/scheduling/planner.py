@@ -14,14 +14,16 @@ KV may yet turn out to be void. Plans are made between steps; what they say is a
 A request gets its slots on its session's resident, or on a sequence's KV of its own:
 
     resident large enough      in place: only a write buffer is needed
-    resident too small         moved to a new sequence KV, if old and new fit together …
-    … or they do not, or it    … on a new sequence KV; a resident of the session is evicted
-      is of no use, or none
+    resident too small         copied to a new sequence KV, if old and new fit together …
+    none, but another          … so is the prefix that they share, if it is worth it …
+      session's begins so
+    … or they do not fit, or   … on a new sequence KV; a resident of the session is evicted
+      it is of no use, or none
 
 Other residents are evicted for it, never more than it takes, and none if it cannot be had anyway.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from inference_svc.core.scheduling.request import (
     ActiveRequests,
@@ -51,13 +53,15 @@ class Terms:
         capacity_tokens: slots it may fill.
         kv_slots: of a new sequence KV; 0 if it takes the resident's.
         write_slots: of its write buffer, in the worst case.
-        resident_tokens: it has from the resident, which must stay for that; 0: it need not.
+        resident_tokens: it has from a resident, which must stay for that.
+        source: whose resident that is; None: none need stay.
     """
 
     capacity_tokens: int
     kv_slots: int
     write_slots: int
     resident_tokens: int = 0
+    source: SessionKey | None = None
 
     @property
     def new_slots(self) -> int:
@@ -166,7 +170,7 @@ class Planner:
         if not self._may_load():
             return None
         terms = self._terms(head)
-        return next((t for t in terms if self._fits(head, t)), None)
+        return next((t for t in terms if self._fits(t)), None)
 
     def _terms_by_preempting(self, head: Request, draft: _Draft) -> Terms | None:
         """Preempt lower priorities for the most modest terms, if that helps."""
@@ -182,7 +186,7 @@ class Planner:
             victims.append(ready[0])
             candidates.remove(ready[0])
         slots = sum(map(self._slots.kv_slots, victims))
-        while not self._fits(head, terms, slots):
+        while not self._fits(terms, slots):
             if not candidates:
                 return None
             victims.append(candidates.pop(0))
@@ -202,39 +206,55 @@ class Planner:
         resident = self._residents.get(request.key)
         num_tokens = self._residents.match(request)
         # With less than half of the history, as after a truncation, the store likely has more.
-        if resident is None or not num_tokens or 2 * num_tokens < request.history_tokens:
-            return [fresh]
-        if resident.capacity_tokens >= capacity:
-            usable = min(resident.capacity_tokens, request.full_capacity_tokens)
-            return [Terms(usable, 0, self._write_slots(usable), num_tokens)]
-        return [Terms(capacity, capacity, self._write_slots(capacity), num_tokens), fresh]
+        if resident is not None and num_tokens and 2 * num_tokens >= request.history_tokens:
+            if resident.capacity_tokens >= capacity:
+                usable = min(resident.capacity_tokens, request.full_capacity_tokens)
+                return [Terms(usable, 0, self._write_slots(usable), num_tokens, request.key)]
+            return [replace(fresh, resident_tokens=num_tokens, source=request.key), fresh]
+        shared = self._shared_prefix(request)
+        if shared is not None:
+            return [replace(fresh, source=shared[0], resident_tokens=shared[1]), fresh]
+        return [fresh]
 
-    def _fits(self, request: Request, terms: Terms, preempted_slots: int = 0) -> bool:
+    def _shared_prefix(self, request: Request) -> tuple[SessionKey, int] | None:
+        """Find another session's resident that is of use; see `Residents.shared_prefix`.
+
+        It is not where it has less than the session's own history, which the store likely has, nor
+        where it has no block: part of one could not be saved anew.
+        """
+        if not (request.may_share and self._limits.keeps_residents):
+            return None
+        found = self._residents.shared_prefix(request)
+        least = max(self._limits.block_tokens, request.history_tokens, request.computed_tokens)
+        return found if found is not None and found[1] >= least else None
+
+    def _fits(self, terms: Terms, preempted_slots: int = 0) -> bool:
         """Whether there is room, if residents are evicted and so many slots preempted."""
-        resident = self._residents.get(request.key)
-        spared = resident.capacity_tokens if resident and terms.resident_tokens else 0
+        source = self._residents.get(terms.source) if terms.source is not None else None
+        is_spared = source is not None and not self._residents.is_busy(source.key)
+        spared = source.capacity_tokens if source is not None and is_spared else 0
         room = self._slots.free_slots + self._residents.evictable_slots - spared + preempted_slots
         return terms.new_slots <= room
 
     def _take(self, request: Request, terms: Terms, draft: _Draft) -> None:
         """Take a request from the queue and reserve its slots, evicting residents if need be."""
         self._queue.admit(request)
-        if not terms.resident_tokens and request.key in self._residents:
+        if terms.source != request.key and request.key in self._residents:
             self._evict(request.key, draft)
+        in_place = terms.source is not None and not terms.kv_slots
+        if terms.source is not None and not in_place:
+            self._residents.begin_copy(terms.source, request)
         missing = terms.new_slots - self._slots.free_slots
         for key in self._residents.victims(missing, self._queue.rank, request.key):
             self._evict(key, draft)
-        in_place = bool(terms.resident_tokens) and not terms.kv_slots
         if in_place:
             self._slots.take_resident(request)
-        elif terms.resident_tokens:
-            self._residents.begin_move(request)
         self._slots.reserve(request, terms.kv_slots, terms.write_slots)
         request.move(RequestEvent.ADMIT)
         request.capacity_tokens = terms.capacity_tokens
         request.admitted_ns = request.admitted_ns or draft.now_ns
         self._active.add(request)
-        draft.admitted.append(Admission(request, terms.resident_tokens, in_place))
+        draft.admitted.append(Admission(request, terms.resident_tokens, terms.source, in_place))
 
     def _write_slots(self, capacity_tokens: int) -> int:
         return capacity_tokens if self._limits.saves else 0
@@ -251,7 +271,7 @@ class Planner:
         return candidates[::-1]
 
     def _can_preempt(self, request: Request) -> bool:
-        return self._gate.is_certain(request) and not self._residents.is_moved_by(request)
+        return self._gate.is_certain(request) and not self._residents.is_copied_to(request)
 
     def _preempt(self, request: Request, draft: _Draft) -> None:
         """Send a request back to its place; what it has is its session's resident."""

@@ -112,6 +112,7 @@ class Request:
         deadline_ns: when it fails if it is not finished; None: never.
         lineage: which discards its context comes after; None: not named, for engines without
             discards. Only KV of the same one is of use to it.
+        may_share: whether KV that another session's resident has of the same tokens is of use.
         computed_tokens: how many of token_ids have KV in the request's KV. From a preemption
             until the next load is announced: how many its session's resident was left with,
             and are not discarded.
@@ -135,6 +136,7 @@ class Request:
     priority: int = 0
     deadline_ns: int | None = None
     lineage: Lineage | None = None
+    may_share: bool = True
     state: RequestState = RequestState.WAITING
     computed_tokens: int = 0
     loaded_tokens: int = 0

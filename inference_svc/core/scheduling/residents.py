@@ -2,11 +2,15 @@
 
 Knows which tokens a resident's KV is of, after which discards, and who must go first when room
 is needed. KV of another lineage than a request's is of no use to it, whatever its tokens.
-While a resident is moved to a larger sequence KV, or compacted because some of its tokens were
-dropped, it stays, is of no use to others, and is no victim.
+
+A resident that is too small for its session's next turn is copied to a larger sequence KV, after
+which it goes; one that begins as another session's prompt is copied there as far as it does, and
+stays. While it is copied, or compacted because some of its tokens were dropped, it is no victim,
+and nothing is written to it. Sessions share within a tenant, a model and a lineage, as in kvd.
 
 Invariants (`check`): 1. a session has one resident at most; 2. num_slots is the sum of their
-capacities; 3. only a resident is moved, by one request, or compacted, not both.
+capacities; 3. only a resident is copied from, or compacted, not both; 4. the index of prefixes
+holds residents' tokens.
 
 *Source:* look-ahead eviction: CachedAttention §3.3.2.
 """
@@ -14,6 +18,7 @@ capacities; 3. only a resident is moved, by one request, or compacted, not both.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from inference_svc.core.scheduling.prefix_index import PrefixIndex, common_prefix
 from inference_svc.core.scheduling.request import Request
 from shared.types.lineage import Lineage
 from shared.types.queue_delta import Rank
@@ -48,7 +53,8 @@ class Residents:
     def __init__(self) -> None:
         self.num_slots = 0
         self._residents: dict[SessionKey, Resident] = {}
-        self._movers: dict[SessionKey, int] = {}  # by the request that has the new sequence KV
+        self._index: PrefixIndex[SessionKey] = PrefixIndex()
+        self._copies: dict[int, SessionKey] = {}  # whose is copied, by number of the request
         self._compactions: dict[SessionKey, bool] = {}  # whether it is still wanted
         self._last_match: tuple[Request | None, Resident | None, int] = (None, None, 0)
 
@@ -61,8 +67,8 @@ class Residents:
     @property
     def evictable_slots(self) -> int:
         """Slots that would be free if every resident were evicted that can be."""
-        busy = (self._residents[key].capacity_tokens for key in (*self._movers, *self._compactions))
-        return self.num_slots - sum(busy)
+        busy = {*self._copies.values(), *self._compactions}
+        return self.num_slots - sum(self._residents[key].capacity_tokens for key in busy)
 
     def get(self, key: SessionKey) -> Resident | None:
         """Return a session's resident."""
@@ -72,24 +78,28 @@ class Residents:
         """Add one; the session has none."""
         assert resident.key not in self._residents, f"{resident.key} has a resident"
         self._residents[resident.key] = resident
+        self._index.put(resident.key, _scope(resident), resident.token_ids)
         self.num_slots += resident.capacity_tokens
 
     def take(self, key: SessionKey) -> Resident:
         """Remove one that is not busy."""
-        assert not self.is_busy(key), f"the resident of {key} is being moved"
+        assert not self.is_busy(key), f"the resident of {key} is being copied or compacted"
         resident = self._residents.pop(key)
+        self._index.take(key)
         self.num_slots -= resident.capacity_tokens
         return resident
 
     def drop(self, key: SessionKey) -> bool:
-        """Remove a session's resident; False if there is none, or it is busy.
+        """Remove a session's resident; False if there is none, or it is being compacted.
 
-        One that is being compacted goes when that ends.
+        One that is being compacted goes when that ends; who copies one holds its memory.
         """
         if key in self._compactions:
             self._compactions[key] = False
-        if key not in self._residents or self.is_busy(key):
             return False
+        if key not in self._residents:
+            return False
+        self._copies = {number: source for number, source in self._copies.items() if source != key}
         self.take(key)
         return True
 
@@ -105,9 +115,21 @@ class Residents:
             return 0
         last_request, last_resident, num_tokens = self._last_match
         if request is not last_request or resident is not last_resident:
-            num_tokens = _num_common(resident.token_ids, request.token_ids[:-1])
+            num_tokens = common_prefix(resident.token_ids, request.token_ids[:-1])
             self._last_match = (request, resident, num_tokens)
         return num_tokens
+
+    def shared_prefix(self, request: Request) -> tuple[SessionKey, int] | None:
+        """Find another session's resident with the KV of most of a request's first tokens.
+
+        Returns:
+            The session and the number of tokens, one less than all at most; None: there is none.
+        """
+        return self._index.longest(
+            _scope(request),
+            request.token_ids[:-1],
+            lambda key: key != request.key and key not in self._compactions,
+        )
 
     def victims(
         self,
@@ -154,32 +176,31 @@ class Residents:
         """Those of whom no request waits and that are not busy."""
         return [key for key in self._residents if not self.is_busy(key) and rank(key) is None]
 
-    # ------------------------------------------------------------------------ moves and compactions
+    # ----------------------------------------------------------------------- copies, compactions
 
     def is_busy(self, key: SessionKey) -> bool:
-        """Whether a session's resident is being moved or compacted."""
-        return key in self._movers or key in self._compactions
+        """Whether a session's resident is being copied or compacted."""
+        return key in self._compactions or key in self._copies.values()
 
-    def is_moved_by(self, request: Request) -> bool:
-        """Whether a request's session has a resident that is being moved to its KV."""
-        return self._movers.get(request.key) == request.number
+    def is_copied_to(self, request: Request) -> bool:
+        """Whether a resident is being copied to a request's KV."""
+        return request.number in self._copies
 
-    def begin_move(self, request: Request) -> None:
-        """Begin to move the KV of the session's resident to a request's KV."""
-        assert request.key in self._residents, f"{request.key} has no resident"
-        assert not self.is_busy(request.key), f"the resident of {request.key} is being moved"
-        self._movers[request.key] = request.number
+    def begin_copy(self, source: SessionKey, request: Request) -> None:
+        """Begin to copy a session's resident, the request's own or another's, to its KV."""
+        assert source in self._residents, f"{source} has no resident"
+        assert source not in self._compactions, f"the resident of {source} is being compacted"
+        assert request.number not in self._copies, f"request {request.number} copies already"
+        self._copies[request.number] = source
 
-    def end_move(self, request: Request) -> None:
-        """They are there, or nobody wants them any more: the resident is no more."""
-        assert self.is_moved_by(request), f"request {request.number} moves no resident"
-        del self._movers[request.key]
-        self.take(request.key)
+    def end_copy(self, request: Request) -> bool:
+        """Note that the KV is there; True: it was the session's own resident, which is no more."""
+        source = self._copies.pop(request.number, None)
+        return source == request.key and self.drop(source)
 
-    def cancel_move(self, request: Request) -> None:
-        """Keep the session's resident, if it was being moved: the request gives its KV up."""
-        if self.is_moved_by(request):
-            del self._movers[request.key]
+    def cancel_copy(self, request: Request) -> None:
+        """Keep a resident that was being copied to the KV of a request, which gives that up."""
+        self._copies.pop(request.number, None)
 
     def begin_compaction(self, key: SessionKey) -> bool:
         """Protect a resident while tokens of it are dropped and the others are compacted.
@@ -201,7 +222,10 @@ class Residents:
         is_wanted = self._compactions.pop(key)
         resident = self._residents[key]
         if is_wanted and token_ids:
-            self._residents[key] = replace(resident, token_ids=tuple(token_ids), lineage=lineage)
+            compacted = replace(resident, token_ids=tuple(token_ids), lineage=lineage)
+            self._residents[key] = compacted
+            self._index.take(key)
+            self._index.put(key, _scope(compacted), token_ids)
             return True
         self.take(key)
         return False
@@ -210,14 +234,13 @@ class Residents:
         """Raise AssertionError if an invariant is broken."""
         assert all(key == resident.key for key, resident in self._residents.items())
         assert self.num_slots == sum(r.capacity_tokens for r in self._residents.values())
-        assert self._movers.keys() | self._compactions.keys() <= self._residents.keys()
-        assert not self._movers.keys() & self._compactions.keys()
+        assert {*self._copies.values(), *self._compactions} <= self._residents.keys()
+        assert not self._compactions.keys() & set(self._copies.values())
         assert all(len(r.token_ids) <= r.capacity_tokens for r in self._residents.values())
+        assert len(self._index) == len(self._residents)
+        self._index.check()
 
 
-def _num_common(ours: Sequence[int], theirs: Sequence[int]) -> int:
-    """Length of the longest common prefix."""
-    shorter = min(len(ours), len(theirs))
-    if tuple(ours[:shorter]) == tuple(theirs[:shorter]):  # the common case, at memcmp's speed
-        return shorter
-    return next(i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b)
+def _scope(held: Resident | Request) -> tuple[str, str, Lineage | None]:
+    """What has to be equal for equal tokens to have equal KV."""
+    return held.key.tenant, held.key.model, held.lineage

@@ -7,13 +7,13 @@ write buffers, and by residents. What happens to them:
     ───────────────────   ───────────────────────────────   ─────────────────────────────────────
     admitted, fresh       + capacity                        + capacity promised, the worst case
     admitted, in place    the resident's become its own     + capacity promised
-    admitted, moving      + capacity; the resident's stay   + capacity promised
+    admitted, copying     + capacity; the resident's stay   + capacity promised
     announced                                               of the promise, what can be new stays
-    moved                 the resident's are free
+    copied                its own resident's are free
     preempted, overflowed become a resident's               stay
     ended                 stay                              stay
     kept                  become a resident's               stay
-    restarted, or         free; a move under way is         a promise is void; others stay
+    restarted, or         free; a copy under way is         a promise is void; others stay
       release_kv            off, and the resident stays
     release_write                                           the oldest one's are free
     resident compacted    stay, however few are in use
@@ -97,7 +97,7 @@ class SlotBudget:
         """Free a request's KV, if it has one, and what it was only promised."""
         self.reserved_slots -= self._kvs.pop(request.number, 0)
         self.reserved_slots -= self._promises.pop(request.number, 0)
-        self._residents.cancel_move(request)
+        self._residents.cancel_copy(request)
 
     def release_write(self, request: Request) -> None:
         """Free the oldest of a request's write buffers, if there is one."""

@@ -28,6 +28,7 @@ class SchedulerLimits:
         answer_tokens: room for an answer that a request is first admitted with.
         saves: whether requests have write buffers.
         keeps_residents: whether sessions keep their KV when their turn is over.
+        block_tokens: of what is stored: of another session's KV no part of a block is of use.
     """
 
     max_running: int
@@ -39,6 +40,7 @@ class SchedulerLimits:
     answer_tokens: int
     saves: bool
     keeps_residents: bool
+    block_tokens: int = 1
 
 
 @dataclass(frozen=True)
@@ -59,14 +61,21 @@ class Admission:
     """Give a request its memory, fill in what is stored, and call `announced`.
 
     Attributes:
-        resident_tokens: its first tokens, of which its session's resident has the KV.
-        in_place: that resident's KV is the request's now. Otherwise it is to be moved to new KV,
-            and `resident_moved` is owed.
+        resident_tokens: its first tokens, of which a resident has the KV; 0: none has.
+        source: whose resident that is: its session's or another's. If it is not in place, these
+            tokens are to be copied to new KV, and the end of the residents' copy is owed.
+        in_place: the KV of its session's resident is the request's now.
     """
 
     request: Request
     resident_tokens: int = 0
+    source: SessionKey | None = None
     in_place: bool = False
+
+    @property
+    def is_copy(self) -> bool:
+        """Whether a resident is to be copied."""
+        return self.source is not None and not self.in_place
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from contextvars import Context, copy_context
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -86,16 +87,15 @@ class Load:
     Attributes:
         begun: to be copied from the store; None: nothing, as far as is known.
         gate: of the sequence's KV, once it is known that KV is to be copied to it.
+        source: a resident's KV, to be copied; None: none is.
+        held: the hold on that KV's memory, until the load is over: its session may be deleted.
     """
 
     admission: Admission
     begun: BegunLoad | None = None
     gate: LayerGate | None = None
-
-    @property
-    def is_move(self) -> bool:
-        """Whether the KV of the session's resident goes to a larger sequence KV."""
-        return self.admission.resident_tokens > 0 and not self.admission.in_place
+    source: SequenceKv | None = None
+    held: ExitStack = field(default_factory=ExitStack)
 
 
 @dataclass(eq=False, kw_only=True)

@@ -1,8 +1,9 @@
 """Gives an admitted request its memory and its history, from wherever that is.
 
     resident, large enough   its KV, as it is
-    resident, too small      a larger sequence KV, KV moved layer by layer
-    kvd                      a sequence's KV, KV loaded layer by layer
+    resident, too small      a larger sequence KV, KV copied layer by layer
+    another's resident       a sequence KV, the prefix they share copied layer by layer
+    kvd                      a sequence KV, KV loaded layer by layer
     nowhere                  an empty sequence KV
 
 `Loads.begin` returns once it is known how many tokens there will be; `finish` copies them behind
@@ -33,7 +34,7 @@ from inference_svc.runtime.kv.layer_gate import LayerGate
 from inference_svc.runtime.kv.sequence_kv import SequenceKv
 from inference_svc.runtime.store.saves import Saves
 from inference_svc.runtime.store.session_store import BegunLoad, LoadRequest, SessionStore
-from inference_svc.runtime.transfer.layer_load import move_layer
+from inference_svc.runtime.transfer.layer_load import copy_layer
 from inference_svc.runtime.transfer.resident_sequences import ResidentSequences
 from inference_svc.runtime.worker_thread import WorkerThread
 from shared.serving.tracing import child_span
@@ -112,15 +113,17 @@ class Loads:
             load.gate = kv.gate = LayerGate(self._num_layers)
 
     def begin_resident(self, request: EngineRequest, load: Load) -> None:
-        """Give the request its session's resident KV or a larger one, and its write buffer."""
-        admission, key = load.admission, request.key
-        resident = self._residents.take(key) if admission.in_place else self._residents.get(key)
+        """Give the request a resident's KV, or KV to copy it to, and its write buffer."""
+        admission, source = load.admission, load.admission.source
+        assert source is not None, "no resident to begin with"  # noqa: S101
+        take = self._residents.take if admission.in_place else self._residents.get
+        resident = take(source)
         num_tokens = self._residents.usable_tokens(resident, admission.resident_tokens)
         if self._store.saves:
             request.write_buffer = self._residents.next_buffer(
                 resident, num_tokens, request.capacity_tokens
             )
-        self._counters.add("resident_hits")
+        self._counters.add("resident_hits" if source == request.key else "prefixes_shared")
         _note_outcome(request, num_tokens, {HBM: num_tokens}, "")
         if admission.in_place:
             self._residents.release_tail(resident)
@@ -128,6 +131,8 @@ class Loads:
         else:
             request.kv = self._pool.new_kv(request.capacity_tokens)
             load.gate = request.kv.gate = LayerGate(self._num_layers)
+            load.source = resident.kv
+            load.held.enter_context(resident.kv.hold())
         request.kv.num_tokens = num_tokens
 
     async def finish(self, request: EngineRequest, load: Load) -> None:
@@ -136,10 +141,10 @@ class Loads:
             return
         if load.begun is not None:
             await self._copy(request, load.begun, request.kv, load.gate)
-        else:
-            self._counters.add("moves")
-            source = self._residents.get(request.key).kv
-            await self._load_thread.run(_move_rows, source, request.kv)
+        elif load.source is not None:
+            if load.admission.source == request.key:
+                self._counters.add("moves")
+            await self._load_thread.run(_copy_prefix, load.source, request.kv)
 
     async def cancel(self, load: Load) -> None:
         """End a load that was begun for a request that is over."""
@@ -182,18 +187,18 @@ class Loads:
             _hand_over(shown, gate)
 
 
-def _move_rows(source: SequenceKv, target: SequenceKv) -> None:
-    """Copy all KV, on the load thread, layer by layer behind the target's gate."""
+def _copy_prefix(source: SequenceKv, target: SequenceKv) -> None:
+    """Copy all tokens of the target, on the load thread, layer by layer behind its gate."""
     gate = target.gate
-    assert gate is not None, "a move has a gate"  # noqa: S101
+    assert gate is not None, "a copy has a gate"  # noqa: S101
     stream = CopyStream(target.device)
-    moved = DoneInOrder(gate.open)
-    with source.hold(), target.hold(), stream.copies(behind_computing=True):
+    copied = DoneInOrder(gate.open)
+    with target.hold(), stream.copies(behind_computing=True):
         try:
             for layer_index in range(gate.num_layers):
-                move_layer(source, target, layer_index, target.num_tokens)
-                moved.enqueued(stream.mark())
-            moved.finish()
+                copy_layer(source, target, layer_index, target.num_tokens)
+                copied.enqueued(stream.mark())
+            copied.finish()
         except BaseException as error:
             gate.fail(error)
             raise
@@ -249,7 +254,7 @@ class LoadTasks:
     def start(self, request: EngineRequest, admission: Admission) -> None:
         """Load an admitted request. What it has of a resident is its own at once."""
         load = request.load = Load(admission)
-        if admission.resident_tokens:
+        if admission.source is not None:
             self._loads.begin_resident(request, load)
         self._tasks.create_task(self._run(request, load), context=request.context.copy())
 
@@ -273,6 +278,7 @@ class LoadTasks:
         except Exception as error:  # noqa: BLE001  # the turn's, which logs it
             self._requests.fail(request, error)
         finally:
+            load.held.close()
             if request.load is load:
                 request.load = None
             if request.is_over and not request.is_kept:
@@ -280,7 +286,7 @@ class LoadTasks:
             self._changed()
 
     async def _load(self, request: EngineRequest, load: Load) -> None:
-        if not load.admission.resident_tokens:
+        if load.admission.source is None:
             await self._saves.settled(request.key)
             await self._loads.begin(request, load)
         if request.state is not RequestState.LOADING:
@@ -304,7 +310,9 @@ class LoadTasks:
         first_token = 0
         if request.write_buffer is not None:
             first_token = request.write_buffer.first_token
-            self._memory.open_save(request, request.write_buffer)
+            source = load.admission.source
+            shared_from = None if source == request.key else source
+            self._memory.open_save(request, request.write_buffer, shared_from)
         self._scheduler.announced(
             request,
             request.kv.num_tokens,
@@ -326,11 +334,11 @@ class LoadTasks:
         """All KV is where it belongs, or never will be; the gate knows which."""
         now_ns = time.monotonic_ns()
         request.outcome.load_s = (now_ns - request.admitted_ns) / NS_PER_S
-        if request.is_over:  # a resident that was moved for nothing stays
+        if request.is_over:  # a resident that was copied for nothing stays
             return
         self._scheduler.gate.progressed(request, self._num_layers, now_ns)
-        if load.is_move:
-            self._memory.end_move(request)
+        if load.admission.is_copy:
+            self._memory.end_copy(request)
 
 
 def _call_soon(loop: asyncio.AbstractEventLoop, call: Callable[[], None]) -> None:

@@ -63,9 +63,12 @@ class RequestMemory:
 
     # ---------------------------------------------------------------------------- write buffers
 
-    def open_save(self, request: EngineRequest, buffer: WriteBuffer) -> None:
-        """Begin to save a buffer that is about to be filled."""
-        stream = request.saves = self._saves.open(request.key, buffer, request.lineage)
+    def open_save(
+        self, request: EngineRequest, buffer: WriteBuffer, shared_from: SessionKey | None
+    ) -> None:
+        """Begin to save a buffer that is about to be filled, behind tokens of that session."""
+        stream = self._saves.open(request.key, buffer, request.lineage, shared_from)
+        request.saves = stream
         self._start(self._save(request, stream, buffer), request.context.copy())
 
     async def _save(self, request: EngineRequest, stream: SaveStream, buffer: WriteBuffer) -> None:
@@ -187,10 +190,10 @@ class RequestMemory:
         self._counters.add("residents_evicted")
         self._residents.release(key)
 
-    def end_move(self, request: EngineRequest) -> None:
-        """Release a resident whose KV is in the request's KV, or wanted by nobody."""
-        self._scheduler.residents.end_move(request)
-        self._residents.release(request.key)
+    def end_copy(self, request: EngineRequest) -> None:
+        """Release the session's resident, if that is what is in the request's KV now."""
+        if self._scheduler.residents.end_copy(request):
+            self._residents.release(request.key)
         self._changed()
 
     def release_resident(self, key: SessionKey) -> None:

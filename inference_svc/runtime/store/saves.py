@@ -37,12 +37,13 @@ class SaveStream:
                 included
 
     Invariants:
-        1. one piece at a time, in order; the first waits for the session's save before this one;
+        1. one piece at a time, in order; the first waits for the saves that it builds on;
         2. KV is read only behind the clock of the step that computes it;
         3. a piece that failed is tried again with the next one; nobody waits for it.
 
     Args:
-        previous: set when the session's save before this one is over.
+        previous: each set when a save that this one builds on is over: the session's last one, and
+            that of the session whose prefix it shares.
         block_tokens: of the layout.
         group_tokens: fewer unsaved tokens than this wait for more, or for the end.
         lineage: of the tokens; None: not named.
@@ -60,7 +61,7 @@ class SaveStream:
         key: SessionKey,
         buffer: WriteBuffer,
         *,
-        previous: asyncio.Event | None,
+        previous: Sequence[asyncio.Event],
         block_tokens: int,
         group_tokens: int,
         lineage: Lineage | None = None,
@@ -111,8 +112,8 @@ class SaveStream:
     async def run(self) -> None:
         """Store until finished or abandoned."""
         try:
-            if self._previous is not None:
-                await self._previous.wait()
+            for event in self._previous:
+                await event.wait()
             while True:
                 await self._changed.wait()
                 self._changed.clear()
@@ -186,17 +187,26 @@ class Saves:
         self._newest: dict[SessionKey, SaveStream | DiscardLink] = {}
 
     def open(
-        self, key: SessionKey, buffer: WriteBuffer, lineage: Lineage | None = None
+        self,
+        key: SessionKey,
+        buffer: WriteBuffer,
+        lineage: Lineage | None = None,
+        shared_from: SessionKey | None = None,
     ) -> SaveStream:
         """Append a stream for a buffer to the session's chain; the caller owes `run`.
 
-        `lineage` is that of the tokens.
+        Args:
+            key: of the session.
+            buffer: that is going to be filled.
+            lineage: of the tokens.
+            shared_from: whose tokens are before the buffer's, which that session's saves store.
         """
+        ends = [self._end(key), None if shared_from is None else self._end(shared_from)]
         stream = self._newest[key] = SaveStream(
             self._store,
             key,
             buffer,
-            previous=self._end(key),
+            previous=[end for end in ends if end is not None],
             block_tokens=self._block_tokens,
             group_tokens=self._group_tokens,
             lineage=lineage,

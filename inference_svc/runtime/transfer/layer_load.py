@@ -155,7 +155,7 @@ class LayerLoader:
         return self._pieces[kind]
 
 
-def move_layer(source: SequenceKv, target: SequenceKv, layer_index: int, num_tokens: int) -> None:
+def copy_layer(source: SequenceKv, target: SequenceKv, layer_index: int, num_tokens: int) -> None:
     """Copy the first `num_tokens` tokens of one layer to other KV of the same shapes."""
     for old, new in ((source.keys, target.keys), (source.values, target.values)):
         new[layer_index].narrow(2, 0, num_tokens).copy_(old[layer_index].narrow(2, 0, num_tokens))

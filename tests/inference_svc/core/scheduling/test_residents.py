@@ -80,14 +80,14 @@ def test_a_request_that_is_cut_while_it_waits_is_compared_anew():
     assert residents.match(wanted) == 2
 
 
-def test_a_resident_that_was_being_moved_while_its_tokens_were_dropped_is_not_matched():
+def test_a_resident_that_was_being_copied_while_its_tokens_were_dropped_is_not_matched():
     """It stays what it was: its lineage tells it from what is left."""
     residents = Residents()
     residents.put(resident("a", [7, 7, 7], lineage=WHOLE))
-    mover = request("a", [7, 7, 7, 7], WHOLE)
-    residents.begin_move(mover)
+    copier = request("a", [7, 7, 7, 7], WHOLE)
+    residents.begin_copy(key("a"), copier)
     assert not residents.begin_compaction(key("a"))
-    residents.cancel_move(mover)
+    residents.cancel_copy(copier)
     assert residents.match(request("a", [7, 7, 7], Lineage(b"one", 0))) == 0
 
 
@@ -110,39 +110,97 @@ def test_no_more_victims_than_it_takes():
     assert residents.victims(11, {}.get, key("a")) == [key("b"), key("c")]
 
 
-def test_what_is_being_moved_is_no_victim():
+def test_what_is_being_copied_is_no_victim():
     """Its rows are being read; they count, but cannot be had."""
     residents = Residents()
     residents.put(resident("a"))
     residents.put(resident("b"))
-    mover = request("a", [1, 2, 3, 4])
-    residents.begin_move(mover)
+    residents.begin_copy(key("a"), request("c", [1, 2, 3, 4]))
     assert residents.is_busy(key("a"))
     assert residents.evictable_slots == 10
     assert residents.num_slots == 20
     assert residents.victims(1000, {}.get, key("z")) == [key("b")]
     assert residents.unqueued({}.get) == [key("b")]
-    with pytest.raises(AssertionError, match="being moved"):
+    with pytest.raises(AssertionError, match="being copied"):
         residents.take(key("a"))
     residents.check()
 
 
-def test_a_move_ends_with_the_resident_or_is_given_up_without():
-    """After the move its rows are free; a request that gives up leaves them where they were."""
+def numbered(number, name, token_ids):
+    return Request(number, key(name), list(token_ids), 4, arrived_ns=0)
+
+
+def test_a_copy_for_the_session_itself_ends_with_the_resident_or_is_given_up_without():
+    """After the copy its slots are free; a request that gives up leaves it where it was."""
     residents = Residents()
     residents.put(resident("a"))
-    mover, other = request("a", [1, 2, 3, 4]), request("b", [1])
-    residents.begin_move(mover)
-    residents.cancel_move(other)
-    assert residents.is_moved_by(mover)
-    residents.cancel_move(mover)
+    copier, other = numbered(1, "a", [1, 2, 3, 4]), numbered(2, "b", [1])
+    residents.begin_copy(key("a"), copier)
+    residents.cancel_copy(other)
+    assert residents.is_copied_to(copier)
+    residents.cancel_copy(copier)
     assert key("a") in residents
-    residents.begin_move(mover)
-    residents.end_move(mover)
+    residents.begin_copy(key("a"), copier)
+    assert residents.end_copy(copier)
     assert len(residents) == 0
     assert residents.num_slots == 0
-    with pytest.raises(AssertionError, match="moves no resident"):
-        residents.end_move(mover)
+    assert not residents.end_copy(copier)
+
+
+def test_a_copy_for_other_sessions_leaves_the_resident_where_it_is():
+    """Several may copy it at once; it is busy until the last one is through."""
+    residents = Residents()
+    residents.put(resident("a"))
+    copiers = numbered(1, "b", [1, 2, 3, 4]), numbered(2, "c", [1, 2, 9])
+    for copier in copiers:
+        residents.begin_copy(key("a"), copier)
+    for copier in copiers:
+        assert residents.is_busy(key("a"))
+        assert not residents.end_copy(copier)
+    assert not residents.is_busy(key("a"))
+    assert key("a") in residents
+    residents.check()
+
+
+def test_a_prefix_is_shared_within_a_tenant_a_model_and_a_lineage():
+    """Nothing else makes equal tokens' KV equal; the last token is always computed."""
+    residents = Residents()
+    residents.put(resident("a", [7, 7, 7], lineage=WHOLE))
+    assert residents.shared_prefix(request("b", [7, 7, 7], WHOLE)) == (key("a"), 2)
+    assert residents.shared_prefix(request("b", [7, 7, 7, 8], WHOLE)) == (key("a"), 3)
+    assert residents.shared_prefix(request("b", [8, 7, 7], WHOLE)) is None
+    assert residents.shared_prefix(request("a", [7, 7, 7], WHOLE)) is None, "that is its own"
+    assert residents.shared_prefix(request("b", [7, 7, 7])) is None
+    assert residents.shared_prefix(request("b", [7, 7, 7], Lineage(b"one", 2))) is None
+    for other in (SessionKey("other", "0f", "b"), SessionKey("default", "1e", "b")):
+        asked = Request(1, other, [7, 7, 7], 4, arrived_ns=0, lineage=WHOLE)
+        assert residents.shared_prefix(asked) is None
+
+
+def test_a_resident_is_found_by_what_it_has_now():
+    """Not while it is compacted; after that by what is left, and no more once it is gone."""
+    residents = Residents()
+    residents.put(resident("a", [1, 2, 3], lineage=WHOLE))
+    residents.begin_compaction(key("a"))
+    assert residents.shared_prefix(request("b", [1, 2, 3], WHOLE)) is None
+    after = Lineage(b"one", 0)
+    assert residents.end_compaction(key("a"), [2, 3], after)
+    assert residents.shared_prefix(request("b", [1, 2, 3], WHOLE)) is None
+    assert residents.shared_prefix(request("b", [2, 3, 4], after)) == (key("a"), 2)
+    residents.take(key("a"))
+    assert residents.shared_prefix(request("b", [2, 3, 4], after)) is None
+
+
+def test_a_session_that_is_deleted_while_it_is_copied_goes_at_once():
+    """Who copies it holds its memory."""
+    residents = Residents()
+    residents.put(resident("a"))
+    copier = numbered(1, "b", [1, 2, 3, 4])
+    residents.begin_copy(key("a"), copier)
+    assert residents.drop(key("a"))
+    assert not residents.is_copied_to(copier)
+    assert not residents.end_copy(copier)
+    residents.check()
 
 
 def test_a_session_has_one_resident():
@@ -165,8 +223,8 @@ def test_a_resident_that_is_shifted_is_protected_until_its_rows_have_closed_up()
     assert residents.evictable_slots == 10
     assert residents.victims(1000, {}.get, key("z")) == [key("b")]
     assert residents.take_surplus(0, {}.get) == [key("b")]
-    with pytest.raises(AssertionError, match="being moved"):
-        residents.begin_move(request("a", [1, 2, 3, 4]))
+    with pytest.raises(AssertionError, match="being compacted"):
+        residents.begin_copy(key("a"), request("a", [1, 2, 3, 4]))
     residents.check()
     assert residents.end_compaction(key("a"), [3])
     assert residents.get(key("a")).token_ids == (3,)

@@ -23,6 +23,7 @@ LIMITS = SchedulerLimits(
     answer_tokens=100,
     saves=False,
     keeps_residents=True,
+    block_tokens=1000,  # prompts of different sessions are alike here; who shares says so
 )
 NUM_LAYERS = 4
 
@@ -48,7 +49,7 @@ def announce(scheduler, plan, found=0):
         num_tokens = admission.resident_tokens or found
         scheduler.announced(admission.request, num_tokens, 0, 2, layers_ready=NUM_LAYERS)
         if admission.resident_tokens and not admission.in_place:
-            scheduler.residents.end_move(admission.request)
+            scheduler.residents.end_copy(admission.request)
 
 
 def step(scheduler, now_ns=3, token_id=7):
@@ -331,9 +332,55 @@ def test_a_resident_that_is_too_small_is_moved():
     (admission,) = scheduler.schedule(20).admitted
     assert (admission.resident_tokens, admission.in_place) == (23, False)
     assert (scheduler.slots.reserved_slots, scheduler.residents.num_slots) == (32, 23)
-    assert not scheduler.residents.drop(before.key)
-    scheduler.residents.end_move(turn)
+    assert scheduler.residents.end_copy(turn)
     assert (scheduler.slots.reserved_slots, scheduler.residents.num_slots) == (32, 0)
+    scheduler.check()
+
+
+def test_another_session_s_prefix_is_copied():
+    """Its resident stays, and is no victim until the copy is over."""
+    scheduler = make(block_tokens=8)
+    before = run_to_the_end(scheduler, 1, prompt_tokens=20)
+    turns = [submit(scheduler, number, prompt_tokens=12 + number) for number in (2, 3)]
+    plan = scheduler.schedule(20)
+    assert [(a.source, a.resident_tokens, a.in_place) for a in plan.admitted] == [
+        (before.key, 13, False),
+        (before.key, 14, False),
+    ]
+    assert scheduler.residents.evictable_slots == 0
+    for turn in turns:
+        assert not scheduler.residents.end_copy(turn)
+    assert scheduler.residents.evictable_slots == scheduler.residents.num_slots == 23
+    scheduler.check()
+
+
+@pytest.mark.parametrize(
+    ("limits", "attributes"),
+    [
+        ({"block_tokens": 14}, {}),  # part of a block could not be saved
+        ({"keeps_residents": False}, {}),
+        ({}, {"may_share": False}),
+        ({}, {"history_tokens": 14, "prompt_tokens": 20}),  # the store likely has more
+    ],
+)
+def test_a_prefix_is_shared_only_where_it_is_of_use(limits, attributes):
+    """Else the turn is loaded or computed."""
+    scheduler = make(**{"block_tokens": 8, **limits})
+    one = run(scheduler, 1, prompt_tokens=14)
+    scheduler.slots.become_resident(one, one.token_ids[:13], 9)
+    other = submit(scheduler, 2, **{"prompt_tokens": 14, **attributes})
+    (admission,) = scheduler.schedule(20).admitted
+    assert (admission.request, admission.source) == (other, None)
+
+
+def test_a_prefix_is_not_shared_where_its_session_has_to_make_room():
+    """It is evicted, and what it had is loaded or computed."""
+    scheduler = make(block_tokens=8)
+    before = run_to_the_end(scheduler, 1, prompt_tokens=50)
+    submit(scheduler, 2, prompt_tokens=60)
+    plan = scheduler.schedule(20)
+    assert plan.evicted == (before.key,)
+    assert [admission.source for admission in plan.admitted] == [None]
     scheduler.check()
 
 
@@ -381,7 +428,7 @@ def test_a_move_under_way_protects_its_source():
     scheduler.schedule(20)
     submit(scheduler, 3, prompt_tokens=50)
     assert scheduler.schedule(21).admitted == ()
-    scheduler.residents.end_move(turn)
+    scheduler.residents.end_copy(turn)
     assert admitted(scheduler.schedule(22)) == [3]
 
 
@@ -505,7 +552,7 @@ def test_an_outgrown_answer_stays_while_its_rows_are_being_moved():
     assert turn.is_outgrown
     plan = scheduler.schedule(25)
     assert (plan.chunks, plan.preempted) == ((), ())
-    scheduler.residents.end_move(turn)
+    scheduler.residents.end_copy(turn)
     assert scheduler.schedule(26).preempted == (turn,)
     scheduler.check()
 

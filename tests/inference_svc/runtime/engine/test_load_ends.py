@@ -134,8 +134,8 @@ async def test_residents_are_few(model, monkeypatch):
     """The least recently used one goes, and its memory with it."""
     monkeypatch.setattr("inference_svc.runtime.engine.requests.MOST_RESIDENTS", 2)
     async with running_engine(model) as engine:
-        for name in ("a", "b", "c"):
-            await engine.run([20, 21, 22], session=name)
+        for first, name in enumerate("abc"):
+            await engine.run([20 + first, 21, 22], session=name)
         await engine.loop.idle.wait()
         gauges = engine.loop.gauges()
         assert gauges["resident_sessions"] == 2

@@ -13,7 +13,7 @@ from inference_svc.core.rates.rates import Rates
 from inference_svc.core.turn_histograms import TurnHistograms
 from inference_svc.runtime.compute.chunk import Chunk
 from inference_svc.runtime.compute.model_runner import ModelRunner
-from inference_svc.runtime.engine.loads import _move_rows
+from inference_svc.runtime.engine.loads import _copy_prefix
 from inference_svc.runtime.engine.stepping import StepInput, Stepper
 from inference_svc.runtime.kv.kv_pool import KVPool
 from inference_svc.runtime.kv.layer_gate import LayerGate
@@ -63,17 +63,15 @@ def _computed(model, pool):
     return kv
 
 
-@pytest.mark.parametrize("part", ["source", "target"])
-def test_a_move_holds_both_sequence_kvs(model, pool, part):
-    """A resident that is evicted, or a turn that is cancelled, while rows move to larger KV."""
-    kvs = {"source": _computed(model, pool), "target": pool.new_kv(128)}
-    target = kvs["target"]
+def test_a_copy_holds_the_sequence_kv_that_it_fills(model, pool):
+    """A turn is cancelled while KV is copied to its own; its load holds what that comes from."""
+    source, target = _computed(model, pool), pool.new_kv(128)
     target.num_tokens = len(TOKENS)
     target.gate = LayerGate(len(model.calibration.layers))
-    target.gate.on_change = let_go = LetGo(pool, kvs[part])
-    _move_rows(kvs["source"], target)
+    target.gate.on_change = let_go = LetGo(pool, target)
+    _copy_prefix(source, target)
     assert let_go.num_free == [NUM_ROWS - 192, NUM_ROWS - 192]
-    assert pool.num_free == NUM_ROWS - (128 if part == "source" else 64)
+    assert pool.num_free == NUM_ROWS - 64
 
 
 def test_compaction_holds_its_sequence_kv(model, pool):

@@ -11,7 +11,7 @@ from transformers import DynamicCache
 from inference_svc.runtime.compute.chunk import Chunk
 from inference_svc.runtime.kv.copy_stream import StepClock
 from inference_svc.runtime.kv.layer_gate import LayerGate
-from inference_svc.runtime.transfer.layer_load import LayerLoader, check_spans, move_layer
+from inference_svc.runtime.transfer.layer_load import LayerLoader, check_spans, copy_layer
 from inference_svc.runtime.transfer.layer_store import store_blocks
 
 CPU = torch.device("cpu")
@@ -464,7 +464,7 @@ def test_a_sequence_kv_moves_to_a_larger_one(tiny):
     small, _ = prefilled(model, history, capacity=22)
     large = model.new_kv(64)
     for layer_index in range(len(model.calibration.layers)):
-        move_layer(small, large, layer_index, 20)
+        copy_layer(small, large, layer_index, 20)
     large.num_tokens = 20
     logits = model.runner.step([Chunk(large, new, want_logits=True)])[0]
     torch.testing.assert_close(logits, model.stock_logits([*history, *new])[-1], **CLOSE)

@@ -1,0 +1,116 @@
+"""Turns that begin with KV of another session's resident."""
+
+import asyncio
+import threading
+
+import pytest
+
+from tests.memory_engine import BLOCK_TOKENS, alone, loaded_model, running_engine
+
+FIRST = list(range(20, 60))  # two and a half blocks
+BLOCK = {"block_tokens": BLOCK_TOKENS}
+
+
+@pytest.fixture(scope="module")
+def model(tiny_model):
+    return loaded_model(tiny_model)
+
+
+@pytest.mark.parametrize(
+    ("num_common", "num_shared"),
+    [
+        (40, 40),  # in the last block, whose keys before RoPE are kept
+        (24, 16),  # in a block before it: the rest of that could not be saved anew
+        (15, 0),
+    ],
+)
+async def test_what_two_sessions_begin_with_is_copied(model, num_common, num_shared):
+    """Both answer as they would alone, and what the store has of both serves the next turns."""
+    async with running_engine(model, **BLOCK) as engine:
+        await engine.run(FIRST, session="a")
+        prompt = [*FIRST[:num_common], *range(90, 100)]
+        other = await engine.run(prompt, session="b")
+        assert other.outcome.tokens == num_shared
+        assert other.outcome.tier_tokens == ({"hbm": num_shared} if num_shared else {})
+        assert other.sink.token_ids == await alone(model, prompt)
+        assert engine.counters.snapshot()["prefixes_shared"] == (num_shared > 0)
+        await engine.loop.idle.wait()
+        for session, tokens in (("a", None), ("b", other.token_ids[:-1])):
+            engine.loop.memory.release_resident(engine.request([1], session=session).key)
+            if tokens is not None:
+                following = [*tokens, *range(110, 120)]
+                loaded = await engine.run(following, session=session)
+                assert loaded.outcome.tier_tokens == {"dram": len(tokens)}
+                assert loaded.sink.token_ids == await alone(model, following)
+        await engine.all_given_back()
+
+
+async def test_many_sessions_share_one_prompt_at_once(model):
+    """They copy it beside each other, and it stays."""
+    async with running_engine(model, **BLOCK) as engine:
+        await engine.run(FIRST, session="a")
+        prompts = {f"s{number}": [*FIRST, 90 + number, 7] for number in range(6)}
+        turns = await asyncio.gather(
+            *(engine.run(prompt, session=name) for name, prompt in prompts.items())
+        )
+        for turn, prompt in zip(turns, prompts.values(), strict=True):
+            assert turn.outcome.tier_tokens == {"hbm": len(FIRST)}
+            assert turn.sink.token_ids == await alone(model, prompt)
+        again = await engine.run([*FIRST, 5, 6], session="a")
+        assert again.outcome.tier_tokens == {"hbm": len(FIRST)}
+        await engine.all_given_back()
+
+
+async def test_a_session_that_is_deleted_while_its_prefix_is_copied(model):
+    """Its memory is nobody else's until the copy is over."""
+    async with running_engine(model, **BLOCK) as engine:
+        first = await engine.run(FIRST, session="a")
+        await engine.loop.idle.wait()
+        may_copy = threading.Event()
+        busy = asyncio.create_task(engine.threads[1].run(may_copy.wait))
+        prompt = [*FIRST, 90, 91]
+        request = engine.request(prompt, session="b")
+        is_announced = asyncio.Event()
+        request.sink.started = lambda _: is_announced.set()
+        answer = asyncio.create_task(engine.loop.generate(request))
+        await is_announced.wait()
+        num_free = engine.pool.num_free
+        await engine.loop.forget(first.key, first.token_ids)
+        num_freed = engine.pool.num_free - num_free
+        may_copy.set()
+        assert num_freed < len(FIRST), "only the tail is free"
+        await asyncio.gather(busy, answer)
+        assert request.outcome.tier_tokens == {"hbm": len(FIRST)}
+        assert request.sink.token_ids == await alone(model, prompt)
+        engine.loop.keep(request, request.token_ids[:-1])
+        await engine.all_given_back()
+
+
+async def test_a_turn_that_is_cancelled_while_it_copies_gives_all_back(model):
+    """What it copied from stays."""
+    async with running_engine(model, **BLOCK) as engine:
+        await engine.run(FIRST, session="a")
+        await engine.loop.idle.wait()
+        request = engine.request([*FIRST, 90, 91], session="b")
+        is_announced = asyncio.Event()
+        request.sink.started = lambda _: is_announced.set()
+        answer = asyncio.create_task(engine.loop.generate(request))
+        await is_announced.wait()
+        answer.cancel()
+        await asyncio.wait([answer])
+        again = await engine.run([*FIRST, 5, 6], session="a")
+        assert again.outcome.tier_tokens == {"hbm": len(FIRST)}
+        await engine.all_given_back()
+
+
+async def test_the_save_of_a_shared_prefix_comes_first(model):
+    """Until then the store could not tell what the rest goes on from."""
+    async with running_engine(model, **BLOCK) as engine:
+        engine.store.may_end.clear()
+        first = await engine.run(FIRST, session="a")
+        other = await engine.run([*FIRST, 90, 91], session="b")
+        assert other.outcome.tier_tokens == {"hbm": len(FIRST)}
+        engine.store.may_end.set()
+        await engine.all_given_back()
+        assert list(engine.store.rows) == [first.key, other.key]
+        assert engine.counters.snapshot()["saves"] == 2

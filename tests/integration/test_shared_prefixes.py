@@ -1,0 +1,52 @@
+"""Sessions with one prompt in the real pair: the engine's memory serves it, then kvd does."""
+
+import asyncio
+import shutil
+import tempfile
+from pathlib import Path
+
+from inference_svc.client import turn_request
+from shared.pb.inference.v1 import inference_pb2 as pb
+from tests.inference_processes import InferenceProcess, wait_kvd_state, wait_saved
+from tests.oracle import Oracle
+from tests.processes import running_kvd
+
+GREEDY = pb.Sampling(max_tokens=12, ignore_eos=True)
+SYSTEM = [5 + number * 11 % 400 for number in range(700)]  # several blocks, and a part of one
+NUM_SESSIONS = 8
+
+
+async def test_a_prompt_that_sessions_share_is_computed_once(tiny_model):
+    """Copied in memory; after a restart kvd has of each session what was computed by another."""
+    directory = Path(tempfile.mkdtemp(prefix="ca-"))
+    flags = ("--residents", "--load-policy", "always")
+    async with (
+        running_kvd(directory / "kvd", "--dram", "64MB", "--ssd", "64MB") as kvd,
+        InferenceProcess(tiny_model, directory, kvd.runtime_dir, flags) as service,
+    ):
+        async with service.client() as client:
+            await wait_kvd_state(client, "attached")
+            await _submit(client, "first", SYSTEM)
+            turns = [_submit(client, f"s{i}", [*SYSTEM, 9 + i, 8]) for i in range(NUM_SESSIONS)]
+            for result in await asyncio.gather(*turns):
+                assert dict(result.usage.tier_tokens) == {"hbm": len(SYSTEM)}
+            counters = (await client.get_model()).counters
+            assert counters["prefixes_shared"] == NUM_SESSIONS
+            await wait_saved(client)
+        await service.stop()
+        await service.start()
+        oracle = Oracle(tiny_model)
+        async with service.client() as client:
+            await wait_kvd_state(client, "attached")
+            for i in range(NUM_SESSIONS):
+                usage = (await _submit(client, f"s{i}", "And then?")).usage
+                assert usage.recomputed_tokens == 0
+                assert dict(usage.tier_tokens) == {"dram": usage.history_tokens}
+                session = await client.get_session(f"s{i}", with_turns=True)
+                turns = [(list(r.input_ids), list(r.output_ids)) for r in session.turn_records]
+                assert oracle.judge(turns).is_identical
+    shutil.rmtree(directory)
+
+
+async def _submit(client, session_id, given):
+    return await client.submit(turn_request(given, session_id, sampling=GREEDY))
