@@ -23,7 +23,7 @@ def test_what_is_left_is_the_context(eval_model, method):
         context.feed(TOKENS, want="none")
         context.discard(HOLES)
         assert context.context_ids == kept_tokens()
-        assert context.free_tokens == eval_model.window_tokens - len(kept_tokens())
+        assert context.kv.free_tokens == eval_model.window_tokens - len(kept_tokens())
         assert context.feed([5, 6]).shape == (2, eval_model.loaded.vocab_size)
 
 
