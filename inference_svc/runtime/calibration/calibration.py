@@ -5,8 +5,8 @@ tried in the order of their speed (`recipes.Mode`); the first that is proven is 
 has these steps:
 
 1. *Probe* (`mode_probe.py`): a forward of a few tokens under capture records what each layer
-   caches, which apply call made it, and what each attention call may see. A second one is told
-   another length of its cache: if that changes its answer, the model counts positions itself, and
+   caches, which apply call made it, and what each attention call may see. In a second one the
+   cache claims another length: if that changes the answer, the model counts positions itself, and
    several sequences in one such forward would be answered wrongly.
 2. *Recipes* (`layer_recipes.py`): per layer, where its KV before RoPE is seen, and the table
    that re-embeds it.
@@ -120,7 +120,7 @@ class _Refused:
             self._errors.append((attempt, error))
 
     def reasons(self) -> tuple[str, ...]:
-        """Return what to tell of each attempt; those that failed alike together."""
+        """Return what to report of the attempts: those that failed alike in one string."""
         attempts: dict[str, list[str]] = {}
         for attempt, error in self._errors:
             reason = error.message.replace(self._architecture, "the model")
@@ -130,7 +130,7 @@ class _Refused:
         )
 
     def error(self, *, is_stateful: bool) -> UnsupportedModelError:
-        """Return the one that tells in one line why each mode failed."""
+        """Return the refusal that says in one line why each mode failed."""
         kinds = {type(error) for _, error in self._errors}
         kind = kinds.pop() if len(kinds) == 1 else ModelModeMissingError
         return (ModelRecurrentError if is_stateful else kind)(

@@ -63,9 +63,9 @@ def find_sinks(loaded: LoadedModel, calibration: Calibration) -> int:
         calibration: of this model.
 
     Returns:
-        One of CANDIDATES; USUAL_SINKS where it cannot be told: positions are not decoupled, so that
-        no token stays behind a dropped one; the window or the text is too short; or the model's
-        answers are no numbers.
+        One of CANDIDATES; USUAL_SINKS where there is nothing to measure: positions are not
+        decoupled, so that no token stays behind a dropped one; the window or the text is too short;
+        or the model's logits are not finite.
     """
     token_ids = _token_ids(loaded)
     num_tokens = min(TEXT_TOKENS, len(token_ids) - NEXT_TOKENS)

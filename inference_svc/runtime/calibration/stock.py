@@ -3,10 +3,10 @@
 Its rotary frequencies are those that `rope_tables.freeze_rotary` has left it with.
 
 It also answers after the first tokens were taken out of its cache (`_truncated_logits`). RoPE
-counts differences only: a history whose rotary embedding is told positions that are all `n` less
+counts differences only: a history whose rotary embedding gets positions that are all `n` less
 has the same hidden states, and keys embedded `n` earlier. So the history is run like that, its
-first tokens are cut off, and the stock model goes on at the new positions. The rotary modules alone
-are told: some models scale queries by their position besides.
+first tokens are cut off, and the stock model resumes at the new positions. Only the rotary modules
+get them: some models scale queries by their position besides.
 """
 
 from collections.abc import Iterator

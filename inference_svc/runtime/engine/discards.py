@@ -1,10 +1,10 @@
 """Dropping tokens of a session's context: of its KV in memory, and of what the store has.
 
-    between turns   `discard`: the session's resident is compacted in place, and the store is told
+    between turns   `discard`: the session's resident is compacted in place, the store notified
     mid-turn        `truncate`: a turn whose window is full waits until its KV is compacted; then
                     it is admitted again and resumes
 
-The store is told in the background, behind the saves of what was computed before; the session's
+The store is notified in the background, behind the saves of what was computed before; the session's
 next load and its next save come after that. KV is compacted on the load thread, while steps of
 others go on. What cannot be (a norm behind RoPE, a failure) is given up: the turn loads, or
 recomputes.

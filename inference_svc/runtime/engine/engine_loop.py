@@ -168,9 +168,9 @@ class EngineLoop:
     async def discard(self, key: SessionKey, cut: ContextCut) -> None:
         """Drop tokens of a session of which nothing is computed; the others keep their KV.
 
-        Returns once that in memory is in order. The store is told behind the session's saves, and
-        before its next load and save; if that fails, a later load misses. Where it has been done
-        before, nothing changes.
+        Returns once the KV in memory is in order. The store is notified behind the session's saves
+        and before its next load and save; if that fails, a later load misses. A discard that is
+        repeated changes nothing.
 
         Raises:
             InvalidDiscardError: for a range that is empty or outside the context.

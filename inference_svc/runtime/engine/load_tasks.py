@@ -57,7 +57,7 @@ class LoadTasks:
         self._tasks.create_task(self._run(request, load), context=request.context.copy())
 
     def note_progress(self) -> None:
-        """Tell the scheduler how many layers are there."""
+        """Report to the scheduler how many layers of each load have arrived."""
         now_ns = time.monotonic_ns()
         for request in self._requests:
             gate = None if request.load is None else request.load.gate

@@ -37,7 +37,7 @@ class RequestMemory:
         changed: called when token slots came back.
 
     Attributes:
-        num_saving: saves under way, and discards and ends of sessions that the store is being told.
+        num_saving: saves under way, and discards and ends of sessions on their way to the store.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class RequestMemory:
     def keep(self, request: EngineRequest, token_ids: Sequence[int]) -> None:
         """Save the first tokens of a request that is over; its KV may stay as a resident.
 
-        Of a session that has ended nothing stays, and the store is told once the save is over.
+        Of a session that has ended nothing stays, and the store is notified after the save.
         """
         request.is_kept = True
         if not request.is_final:

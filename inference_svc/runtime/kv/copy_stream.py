@@ -77,7 +77,7 @@ class CopyStream:
 
 
 class DoneInOrder:
-    """Calls back for each part of some work, in order, as soon as it can tell that it is done."""
+    """Calls back for each part of some work, in order, soon after the part is done."""
 
     def __init__(self, done: Callable[[int], None]) -> None:
         """Store what is called with the number of parts that are done."""

@@ -96,7 +96,7 @@ def check_gguf(path: Path, packages: Sequence[str] = PACKAGES) -> None:
 
 @contextmanager
 def no_progress_bar() -> Iterator[None]:
-    """Keep the bar that Transformers draws for such files, whatever it is told, out of the log."""
+    """Keep the bar that Transformers draws for GGUF files, despite its settings, out of the log."""
     with redirect_stderr(io.StringIO()):
         yield
 

@@ -149,7 +149,7 @@ def _from_pretrained(path: Path, dtype: str) -> Any:
 
 
 def _located(path: Path) -> tuple[Path, dict[str, Any]]:
-    """The directory that Transformers is to look in, and what it is to be told of a GGUF file."""
+    """Return the directory that Transformers is to look in, and its arguments for a GGUF file."""
     return (path.parent, {"gguf_file": path.name}) if path.is_file() else (path, {})
 
 

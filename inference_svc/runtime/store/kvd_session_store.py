@@ -146,14 +146,14 @@ class KvdSessionStore:
             self._talk.counters.add("store_discards")
 
     async def end_session(self, key: SessionKey) -> None:
-        """See SessionStore. Without kvd it is told when kvd is back."""
+        """See SessionStore. Without kvd the client reports it when kvd is back."""
         try:
             await self._client.end_session(key)
         except ReportedError as error:
             self._talk.note_problem("end_session", error)
 
     async def forget(self, key: SessionKey, token_ids: bytes) -> None:
-        """See SessionStore. Without kvd the KV stays, of a session that kvd will hear has ended."""
+        """See SessionStore. Without kvd the KV stays, and kvd later learns of the session's end."""
         if not token_ids:
             return
         try:

@@ -164,7 +164,7 @@ class DiscardLink:
         previous: set when what is before it in the chain is over.
 
     Attributes:
-        over: set when the store has been told, or cannot be.
+        over: set when the store has been notified, or cannot be.
     """
 
     def __init__(self, previous: asyncio.Event | None) -> None:
@@ -223,7 +223,7 @@ class Saves:
         ranges: Sequence[Range],
         lineage: Lineage | None,
     ) -> None:
-        """Tell the store of a discard when it is its turn; see SessionStore.discard."""
+        """Pass a discard to the store when it is its turn; see SessionStore.discard."""
         try:
             if link.previous is not None:
                 await link.previous.wait()

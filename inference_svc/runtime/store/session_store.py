@@ -130,8 +130,8 @@ class SessionStore(Protocol):
     ) -> None:
         """Drop merged ranges of a session's tokens; the others keep their KV.
 
-        If the store cannot be told, it has nothing of the tokens that are left, or only what it
-        knows to have been computed as they were: a later load misses the rest.
+        If the store cannot be notified, it has nothing of the tokens that are left, or only KV
+        whose lineage says that it was computed as theirs was: a later load misses the rest.
 
         Args:
             key: whose.
@@ -147,7 +147,7 @@ class SessionStore(Protocol):
         """Drop the KV of a deleted session that was these tokens."""
 
     def follow_queue(self, feed: QueueFeed) -> None:
-        """Be told from now on which turns wait, in which order, and which run."""
+        """Receive from now on which turns wait, in which order, and which run."""
 
 
 class NoSessionLoads:
@@ -204,10 +204,10 @@ class NoSessionStore:
         """Nothing is stored."""
 
     async def end_session(self, key: SessionKey) -> None:
-        """Nobody to tell."""
+        """Do nothing: nothing is stored of the session."""
 
     async def forget(self, key: SessionKey, token_ids: bytes) -> None:
         """Nothing to drop."""
 
     def follow_queue(self, feed: QueueFeed) -> None:
-        """Nobody to tell."""
+        """Do nothing: nobody prefetches."""

@@ -1,4 +1,4 @@
-"""What a disk that fails means for transcripts: what is logged, counted, and told to clients.
+"""What a disk that fails means for transcripts: what is logged, counted, and reported to clients.
 
 A disk without room is found out by writing. From then on a session is opened only if some room is
 found before an answer is computed for it; sessions that have a file are tried each time.
@@ -40,7 +40,7 @@ class DiskTrouble:
         self.errors = Tally()
 
     def failed(self, what: str, path: Path, error: OSError, kind: str) -> ReportedError:
-        """Count and log, a line a second at most, and return what the client is told.
+        """Count and log, a line a second at most, and return the client's error.
 
         Args:
             what: cannot be recorded, or read, in a client's words.

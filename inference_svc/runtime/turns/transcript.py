@@ -282,7 +282,7 @@ def _headers(directory: Path) -> Iterator[Header]:
                 line = file.readline(MAX_HEADER_BYTES)
             if not line:
                 path.unlink()
-        except OSError:  # whoever uses the session is told
+        except OSError:  # reported to whoever uses the session
             continue
         header = decode_header(line)
         if header is not None:
