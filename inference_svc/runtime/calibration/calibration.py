@@ -89,9 +89,9 @@ def calibrate(loaded: LoadedModel, positions: PositionsChoice = "auto") -> Calib
         with refused.noting(mode):
             probe = probe_mode(loaded, mode, attention)
             use_attention(loaded.model, attention)
-            for asked in ("decoupled", "coupled") if positions == "auto" else (positions,):
-                with refused.noting(f"{mode} {asked}"):
-                    calibration = _calibration(loaded, mode, probe, asked, refused.reasons())
+            for choice in ("decoupled", "coupled") if positions == "auto" else (positions,):
+                with refused.noting(f"{mode} {choice}"):
+                    calibration = _calibration(loaded, mode, probe, choice, refused.reasons())
                     with refused_if_it_fails(loaded, "step by step"):
                         prove(loaded, calibration, reference)
                     return calibration

@@ -148,23 +148,23 @@ class Probe:
         Returns:
             [1, tokens, heads, value_dim]
         """
-        owners = [i for i, seen in self.layers.items() if key is seen.key and value is seen.value]
-        layer_index = owners[0] if owners else max(self.layers, default=0)
+        matches = [i for i, seen in self.layers.items() if key is seen.key and value is seen.value]
+        layer_index = matches[0] if matches else max(self.layers, default=0)
         mask = self._effective_mask(mask, options.get("sliding_window"))
-        self.attended.append(SeenAttention(layer_index, bool(owners), mask))
-        asked = AttentionCall(layer_index, mask.window, mask.chunk).options(options)
-        return attend(query, key, value, asked, masks={}).transpose(1, 2).contiguous()
+        self.attended.append(SeenAttention(layer_index, bool(matches), mask))
+        call_options = AttentionCall(layer_index, mask.window, mask.chunk).options(options)
+        return attend(query, key, value, call_options, masks={}).transpose(1, 2).contiguous()
 
     def masked(self, allowed: Allowed) -> Mask:
         """Describe the model's mask."""
         return describe_mask(allowed, self.horizon, self.device)
 
-    def _effective_mask(self, mask: Any, asked_window: int | None) -> Mask:
+    def _effective_mask(self, mask: Any, call_window: int | None) -> Mask:
         """Return what a query sees, given the mask and the window that an attention call names."""
         if isinstance(mask, Tensor):  # not made by our mask function
             return Mask(is_understood=False)
         found = mask if isinstance(mask, Mask) else Mask()
-        windows = [w for w in (found.window, asked_window) if w is not None and w < self.horizon]
+        windows = [w for w in (found.window, call_window) if w is not None and w < self.horizon]
         return replace(found, window=min(windows, default=None))
 
 

@@ -127,10 +127,10 @@ def embed_kept(
     index = index.to(stored.device)
     for layer_index, recipe in enumerate(calibration.layers):
         free = (stored.keys[layer_index], stored.values[layer_index])  # [capacity, kv_heads, dim]
-        places = (kv.keys[layer_index], kv.values[layer_index])  # [1, kv_heads, capacity, dim]
-        for component, tokens, place in zip(recipe.components, free, places, strict=True):
+        targets = (kv.keys[layer_index], kv.values[layer_index])  # [1, kv_heads, capacity, dim]
+        for component, tokens, target in zip(recipe.components, free, targets, strict=True):
             embedded = component.embed(tokens.index_select(0, index), 0)
-            place[0, :, : len(index)] = embedded.transpose(0, 1)
+            target[0, :, : len(index)] = embedded.transpose(0, 1)
     kv.num_tokens = len(index)
 
 

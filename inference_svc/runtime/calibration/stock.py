@@ -119,8 +119,8 @@ def _truncated_logits(model: Any, token_ids: Tensor, num_stored: int, dropped: i
         call(history, torch.arange(num_stored, device=device)[None], none, whole)
     first = num_stored - dropped if rotaries else num_stored
     positions = torch.arange(first, first + new.shape[1], device=device)[None]
-    wanted = torch.arange(new.shape[1], device=device)
-    return call(new, positions, wanted, _without_first(whole, dropped))
+    logit_indices = torch.arange(new.shape[1], device=device)
+    return call(new, positions, logit_indices, _without_first(whole, dropped))
 
 
 def _without_first(cache: DynamicCache, dropped: int) -> DynamicCache:

@@ -1,8 +1,8 @@
 """Admitted requests whose history is on its way: one task each, from admission to the last token.
 
-The task outlives the request's wish for it: a copy under way is never interrupted, and who is
-cancelled meanwhile is released when it ends. A request may be admitted anew, after its load failed,
-while the task of that load is still giving its lease back: the newest load counts.
+A task may outlive its request: a copy under way is never interrupted, and a request that is
+cancelled meanwhile is released when the copy ends. A request may be admitted anew, after its load
+failed, while the task of that load still returns its lease: the newest load counts.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ class LoadTasks:
     """See the module docstring.
 
     Args:
-        changed: called when a request may start, or a load is over.
+        changed: callback when a request may start, or a load is over.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class LoadTasks:
         self._changed = changed
 
     def start(self, request: EngineRequest, admission: Admission) -> None:
-        """Load an admitted request. What it has of a resident is its own at once."""
+        """Begin to load an admitted request; it owns its resident's KV when this returns."""
         load = request.load = Load(admission)
         if admission.resident_tokens:
             self._loads.begin_resident(request, load)
@@ -99,7 +99,7 @@ class LoadTasks:
             self._finished(request, load)
 
     def _announce(self, request: EngineRequest, load: Load) -> None:
-        """Let the scheduler know what will be there; from now on the request may start."""
+        """Announce to the scheduler what will be there; from now on the request may start."""
         assert request.kv is not None, "a load gives a sequence's KV"  # noqa: S101
         now_ns = time.monotonic_ns()
         if load.gate is None:
@@ -126,7 +126,7 @@ class LoadTasks:
         self._changed()
 
     def _finished(self, request: EngineRequest, load: Load) -> None:
-        """All KV is where it belongs, or never will be; the gate knows which."""
+        """Record that a load is over: all KV is in place, or never will be; the gate says which."""
         now_ns = time.monotonic_ns()
         request.outcome.load_s = (now_ns - request.admitted_ns) / NS_PER_S
         if request.is_over:  # a resident that was moved for nothing stays
@@ -137,5 +137,5 @@ class LoadTasks:
 
 
 def _call_soon(loop: asyncio.AbstractEventLoop, call: Callable[[], None]) -> None:
-    """From any thread."""
+    """Call on the event loop; may be called from any thread."""
     loop.call_soon_threadsafe(call)

@@ -1,11 +1,11 @@
-"""Gives an admitted request its memory and its history, from wherever that is.
+"""Provides an admitted request with its memory and its history, from wherever that is.
 
     resident, large enough   its KV, as it is
     resident, too small      a larger sequence KV, KV moved layer by layer
     kvd                      a sequence's KV, KV loaded layer by layer
     nowhere                  an empty sequence KV
 
-`begin` returns once it is known how many tokens there will be; `finish` copies them behind the
+`begin` returns once the number of tokens is certain; `finish` copies them behind the
 sequence KV's gate (paper §3.2.1). Runs on the event loop; the copies run on the load thread.
 """
 
@@ -29,11 +29,11 @@ HBM = "hbm"
 
 @dataclass(frozen=True)
 class PreloadPolicy:
-    """How far ahead of its turn a history is loaded; what is not the default is for measuring.
+    """How far ahead of its turn a history is loaded; other values than the default are to measure.
 
     Attributes:
-        is_layerwise: False: computing waits for the whole history (paper: NO-PL).
-        buffer_layers: layers loaded before the turn joins the batch; the rest follows then.
+        is_layerwise: whether computing waits layer by layer; False: for all (paper: NO-PL).
+        buffer_layers: number of layers loaded before the turn joins the batch; the rest follows.
     """
 
     is_layerwise: bool
@@ -44,7 +44,7 @@ class Loads:
     """See the module docstring.
 
     Attributes:
-        policy: of requests that have none of their own; a reload sets it.
+        policy: load policy of requests that have none of their own; a reload sets it.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class Loads:
         self._preload = preload
 
     async def begin(self, request: EngineRequest, load: Load) -> None:
-        """Give the request a new sequence KV and what the store has, and its write buffer.
+        """Lend the request a new sequence KV and a write buffer, and begin to load from the store.
 
         The sequence's KV counts all tokens that will be there.
         """
@@ -96,7 +96,7 @@ class Loads:
             load.gate = kv.gate = LayerGate(self._num_layers)
 
     def begin_resident(self, request: EngineRequest, load: Load) -> None:
-        """Give the request its session's resident KV or a larger one, and its write buffer."""
+        """Lend the request its session's resident KV or a larger one, and a write buffer."""
         admission, key = load.admission, request.key
         resident = self._residents.take(key) if admission.in_place else self._residents.get(key)
         num_tokens = self._residents.usable_tokens(resident, admission.resident_tokens)
@@ -123,7 +123,7 @@ class Loads:
         else:
             self._counters.add("moves")
             source = self._residents.get(request.key).kv
-            await self._load_thread.run(_move_rows, source, request.kv)
+            await self._load_thread.run(_move_kv, source, request.kv)
 
     async def cancel(self, load: Load) -> None:
         """End a load that was begun for a request that is over."""
@@ -138,7 +138,7 @@ class Loads:
         return HBM if load.begun is None else max(load.begun.tier_tokens, default=None)
 
     def enough_layers(self, load: Load) -> int | None:
-        """Return with how many layers a request may start whatever the rates say; None: all."""
+        """Return with how many layers a request may start, whatever the rates; None: all."""
         num_layers = self._preload.buffer_layers
         # Beyond the buffer nothing is loaded before the request is in the batch.
         return num_layers if load.begun is not None and num_layers < self._num_layers else None
@@ -166,7 +166,7 @@ class Loads:
             _hand_over(shown, gate)
 
 
-def _move_rows(source: SequenceKv, target: SequenceKv) -> None:
+def _move_kv(source: SequenceKv, target: SequenceKv) -> None:
     """Copy all KV, on the load thread, layer by layer behind the target's gate."""
     gate = target.gate
     assert gate is not None, "a move has a gate"  # noqa: S101
@@ -195,7 +195,7 @@ def _hand_over(hidden: LayerGate, gate: LayerGate) -> None:
 def _note_outcome(
     request: EngineRequest, num_tokens: int, tier_tokens: dict[str, int], reason: str
 ) -> None:
-    """Record where the history was; a turn that has come back keeps its first record."""
+    """Record where the history was; a turn that was preempted keeps its first record."""
     if request.is_back:
         return
     outcome = request.outcome

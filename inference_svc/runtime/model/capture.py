@@ -197,25 +197,25 @@ class ForwardCall:
         self,
         token_ids: Tensor,
         positions: Tensor,
-        wanted: Tensor,
+        logit_indices: Tensor,
         cache: Cache,
         **options: Any,
     ) -> Tensor:
-        """Run a forward; returns logits [wanted, vocab].
+        """Run a forward; return logits [n, vocab].
 
         Args:
             token_ids: [1, tokens].
             positions: [1, tokens].
-            wanted: [wanted] indices of tokens. A tensor even if empty: an int makes some models
-                drop queries of layers that share KV.
-            cache: takes what layers cache.
-            options: of the model's own.
+            logit_indices: [n] int64, the tokens whose logits are returned. A tensor even if
+                empty: an int makes some models drop queries of layers that share KV.
+            cache: receives what layers cache.
+            options: the model's own further arguments.
         """
         if self.takes_positions:
             options["position_ids"] = positions
         is_sparing = "logits_to_keep" in self._parameters
         if is_sparing:
-            options["logits_to_keep"] = wanted
+            options["logits_to_keep"] = logit_indices
         answer = self._model(input_ids=token_ids, past_key_values=cache, use_cache=True, **options)
         logits: Tensor = answer.logits[0]
-        return logits if is_sparing else logits[wanted]
+        return logits if is_sparing else logits[logit_indices]

@@ -40,8 +40,8 @@ class LoadedModel:
         context_window: tokens; UNSTATED_WINDOW if the config does not say.
         vocab_size: of the logits.
         eos_ids: tokens that end an answer.
-        hashed_bytes: of weights, that were read for the fingerprint; 0 if it was remembered.
-        hash_wait_s: from the end of loading to the fingerprint.
+        hashed_bytes: bytes of weights that were read for the fingerprint; 0: all were cached.
+        hash_wait_s: seconds from the end of loading to the fingerprint.
     """
 
     model: Any
@@ -68,7 +68,7 @@ def load_model(
             file.
         dtype: "auto" (what the config says), "float32", "bfloat16" or "float16".
         device: as torch names it.
-        digests: file where the digests of weights are remembered; None: they are all read.
+        digests: the file that caches the digests of weights; None: every byte is read.
 
     Raises:
         UnknownModelError: if there is no model in `path`.

@@ -264,8 +264,8 @@ def _determinants(
 
 
 def _inverse(permutation: tuple[int, ...]) -> list[int]:
-    """Return where each index stands."""
-    places = [0] * len(permutation)
-    for place, index in enumerate(permutation):
-        places[index] = place
-    return places
+    """Return the inverse of a permutation output -> input: input -> output."""
+    inverse = [0] * len(permutation)
+    for output, index in enumerate(permutation):
+        inverse[index] = output
+    return inverse

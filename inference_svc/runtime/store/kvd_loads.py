@@ -37,14 +37,14 @@ class KvdTalk:
         self.layout = layout
         self.counters = counters
         self._last_problem = ""
-        self._rows: tuple[ArenaMap, ArenaKv] | None = None
+        self._tensors: tuple[ArenaMap, ArenaKv] | None = None
 
-    def rows_of(self, arena: ArenaMap) -> ArenaKv:
-        """Return the arena as tensors; they are made once per arena."""
-        known = self._rows  # read once: loads and saves ask from threads of their own
-        if known is None or known[0] is not arena:
-            known = self._rows = arena, ArenaKv(arena, self.layout)
-        return known[1]
+    def as_tensors(self, arena: ArenaMap) -> ArenaKv:
+        """Return the arena as tensors, which are made once per arena."""
+        made = self._tensors  # read once: another thread may replace it
+        if made is None or made[0] is not arena:
+            made = self._tensors = arena, ArenaKv(arena, self.layout)
+        return made[1]
 
     def note_problem(self, what: str, error: Exception) -> str:
         """Count and log a failure, the log once until something works again; return its slug."""
@@ -172,8 +172,8 @@ class KvdLoads:
         kvd is asked for what it is still reading, too. Once such a load has failed, the rest is
         asked for again without that: kvd then grants only what it could read.
         """
-        may_wait, wanted = request.may_wait, request.num_tokens
-        while begun.end_token < wanted:
+        may_wait, num_tokens = request.may_wait, request.num_tokens
+        while begun.end_token < num_tokens:
             left_s = self._deadline(begun) - time.monotonic()
             if left_s <= 0:
                 begun.reason = "deadline"
@@ -200,7 +200,7 @@ class KvdLoads:
                 continue
             self._note_spans(begun, grant)
             if is_last:
-                begun.reason = "" if end_token == wanted else "partial"
+                begun.reason = "" if end_token == num_tokens else "partial"
                 if grant.more:
                     self._talk.counters.add("loads_refused")
                     begun.reason = RECOMPUTE_CHEAPER
@@ -218,7 +218,7 @@ class KvdLoads:
         return "partial" if begun.end_token else grant.miss_reason
 
     def _note_spans(self, begun: BegunLoad, grant: LoadGrant) -> None:
-        """Extend what is known of the load by a grant."""
+        """Add a grant's tokens to the load."""
         for span in grant.spans:
             begun.tier_tokens[span.tier] += span.num_tokens
         last = grant.spans[-1]
@@ -252,7 +252,7 @@ class KvdLoads:
         layers: range,
         deadline_s: float,
     ) -> None:
-        rows = self._talk.rows_of(grant.arena)
+        tensors = self._talk.as_tensors(grant.arena)
 
         def copy(wait_layer: Callable[[int], None]) -> None:
             stream = CopyStream(kv.device)
@@ -262,7 +262,7 @@ class KvdLoads:
                 if tail is not None:
                     held.enter_context(tail.hold())
                 held.enter_context(stream.copies(behind_computing=True))
-                loader = LayerLoader(kv, rows, grant.spans, self._calibration, tail)
+                loader = LayerLoader(kv, tensors, grant.spans, self._calibration, tail)
                 for layer_index in layers:
                     wait_layer(layer_index)
                     loader.load(layer_index)

@@ -121,11 +121,11 @@ class KvdSessionStore:
         """Copy, on the store thread; with a clock, behind the step that computes it."""
         if not grant.blocks:
             return
-        rows = self._talk.rows_of(grant.arena)
+        tensors = self._talk.as_tensors(grant.arena)
         stream = CopyStream(buffer.device)
         wait_layer = no_wait if clock is None else _in_groups(clock, stream)
         with buffer.hold(), stream.copies(behind_computing=clock is None):
-            store_blocks(buffer, rows, grant.blocks, self._calibration, wait_layer)
+            store_blocks(buffer, tensors, grant.blocks, self._calibration, wait_layer)
             if clock is not None:  # a step that fails after its last layer is computed anew
                 clock.wait_confirmed()
 

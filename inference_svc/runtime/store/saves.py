@@ -74,17 +74,17 @@ class SaveStream:
         self._block_tokens = block_tokens
         self._group_tokens = max(group_tokens, block_tokens)
         self._lineage = lineage
-        self._asked_token = buffer.first_token  # what is before it has been asked for
+        self._queued_token = buffer.first_token  # end of what has been given to `_put`
         self._saved_token = buffer.first_token
         self._next: _Piece | None = None
         self._is_last = False
         self._changed = asyncio.Event()
-        self._idle = asyncio.Event()  # nothing is asked for that is not stored
+        self._idle = asyncio.Event()  # set while every piece is stored or failed
         self._idle.set()
 
     def wants(self, end_token: int) -> bool:
         """Whether `follow` would store something once tokens [0, end_token) are computed."""
-        return self._end_of_blocks(end_token) - self._asked_token >= self._group_tokens
+        return self._end_of_blocks(end_token) - self._queued_token >= self._group_tokens
 
     def follow(self, token_ids: bytes, clock: StepClock | None) -> None:
         """Store the full blocks of these tokens, whose KV a step computes behind `clock`.
@@ -93,8 +93,8 @@ class SaveStream:
         whose load is not confirmed: wrong bytes must not be published. A piece that is not begun
         yet is replaced.
         """
-        self._asked_token = self._end_of_blocks(len(token_ids) // TOKEN_BYTES)
-        self._put(_Piece(token_ids[: self._asked_token * TOKEN_BYTES], clock))
+        self._queued_token = self._end_of_blocks(len(token_ids) // TOKEN_BYTES)
+        self._put(_Piece(token_ids[: self._queued_token * TOKEN_BYTES], clock))
 
     def finish(self, token_ids: bytes) -> None:
         """Store all of these tokens, which are computed; `over` is set after that."""
@@ -127,7 +127,7 @@ class SaveStream:
             self.over.set()
 
     async def caught_up(self) -> None:
-        """Wait until everything asked for so far is stored, or given up."""
+        """Wait until every piece so far is stored, or has failed."""
         await self._idle.wait()
 
     def _put(self, piece: _Piece) -> None:
@@ -248,7 +248,7 @@ class Saves:
             await stream.over.wait()
 
     async def caught_up(self) -> None:
-        """Wait until what was asked for is stored: what synchronous saving waits for."""
+        """Wait until every stream's pieces so far are stored: synchronous saving waits for this."""
         for stream in list(self._newest.values()):
             await stream.caught_up()
 

@@ -111,14 +111,14 @@ class ChatTemplate:
             num_control: counts control tokens in a rendered text.
         """
         words = dict.fromkeys([*ALWAYS_TRIED, *(found[1] for found in _WORDS.findall(self.source))])
-        others = [self._tried(NO_ROLE, place) for place in range(len(_PLACES))]
+        others = [self._tried(NO_ROLE, number) for number in range(len(_CONVERSATIONS))]
         self.roles = tuple(
             role for role in list(words)[:MAX_ROLES] if self._knows(role, others, num_control)
         )
 
     def _knows(self, role: str, others: list[str], num_control: Callable[[str], int]) -> bool:
-        for place, other in enumerate(others):
-            text = self._tried(role, place)
+        for number, other in enumerate(others):
+            text = self._tried(role, number)
             if DUMMY_QUESTION not in text:
                 continue
             if role in {"user", "assistant"}:
@@ -126,21 +126,23 @@ class ChatTemplate:
             if text.casefold() != other.casefold().replace(NO_ROLE, role):
                 return True
             if NO_ROLE in other.casefold() and role in ALWAYS_TRIED:
-                return num_control(text) == num_control(self._tried("user", place) or text)
+                return num_control(text) == num_control(self._tried("user", number) or text)
         return False
 
-    def _tried(self, role: str, place: int) -> str:
+    def _tried(self, role: str, number: int) -> str:
         """Render a conversation with one message of a role; "" if it is refused."""
         try:
-            return self.render(_PLACES[place](message(role, DUMMY_QUESTION)), is_prompt=False)
+            return self.render(
+                _CONVERSATIONS[number](message(role, DUMMY_QUESTION)), is_prompt=False
+            )
         except InvalidTurnError:
             return ""
 
     def surroundings(self) -> Iterator[tuple[str, str]]:
         """Yield what the template writes before and after a message's text, for each role."""
         for role in self.roles:
-            for place in range(len(_PLACES)):
-                before, found, after = self._tried(role, place).partition(DUMMY_QUESTION)
+            for number in range(len(_CONVERSATIONS)):
+                before, found, after = self._tried(role, number).partition(DUMMY_QUESTION)
                 if found:
                     yield before, after
 
@@ -155,8 +157,8 @@ def dummy_turn() -> list[Message]:
     return [message("user", OTHER_QUESTION), message("assistant", DUMMY_ANSWER)]
 
 
-# Where a message of a role may stand: alone, before a question, after one, after an answer.
-_PLACES: tuple[Callable[[Message], list[Message]], ...] = (
+# Conversations with one message of a role: alone, before a question, after one, after an answer.
+_CONVERSATIONS: tuple[Callable[[Message], list[Message]], ...] = (
     lambda one: [one],
     lambda one: [one, message("user", OTHER_QUESTION)],
     lambda one: [message("user", OTHER_QUESTION), one],

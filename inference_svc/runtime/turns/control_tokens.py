@@ -22,8 +22,8 @@ from tokenizers import AddedToken
 
 from inference_svc.core.errors import InvalidTurnError
 
-MAX_ROUNDS = 8  # of looking for control tokens between those found; two are enough as far as known
-MAX_SPELLED = 4096  # spellings that are remembered
+MAX_ROUNDS = 8  # of looking for control tokens between those found; no known tokenizer needs three
+MAX_SPELLED = 4096  # cached spellings
 # Of added tokens that are not special, those that look like markup: others are ordinary words.
 _MARKUP = re.compile(r"[^\w\s](?:.*\w.*)[^\w\s]", re.DOTALL)
 _WITNESS = "x"  # what precedes a spelling when it is tried out
@@ -106,13 +106,13 @@ class ControlTokens:
         Raises:
             InvalidTurnError: the template has taken a mark apart.
         """
-        wanted = [marked[int(number)] for number in self._marks.findall(text)] if marked else []
-        ids = self._encode(self._marks.sub(self._mark, text) if wanted else text)
+        parts = [marked[int(number)] for number in self._marks.findall(text)] if marked else []
+        ids = self._encode(self._marks.sub(self._mark, text) if parts else text)
         if not marked:
             return ids
-        if ids.count(self._mark_id) != len(wanted) or text.count(self._open) != len(wanted):
+        if ids.count(self._mark_id) != len(parts) or text.count(self._open) != len(parts):
             raise _unspellable(marked[0])
-        spelled = iter([self._spell(part) for part in wanted])
+        spelled = iter([self._spell(part) for part in parts])
         return [
             one for found in ids for one in (next(spelled) if found == self._mark_id else (found,))
         ]
@@ -259,7 +259,7 @@ def _unknown(tokenizer: Any) -> set[int]:
 
 
 def _normalizer(tokenizer: Any) -> Any:
-    """Find what a tokenizer does to a text before it looks for tokens; `str`: nothing known."""
+    """Return what a tokenizer does to a text before it looks for tokens; `str` if it has none."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     normalizer = getattr(backend, "normalizer", None)
     return str if normalizer is None else normalizer.normalize_str

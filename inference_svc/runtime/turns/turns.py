@@ -72,7 +72,7 @@ class Turns:
             tasks=self._tasks,
         )
 
-    # ------------------------------------------------------------------------------------ life
+    # ------------------------------------------------------------------------------- lifecycle
 
     async def run(self) -> None:
         """Hold the turns' tasks until cancelled."""

@@ -13,7 +13,7 @@ from inference_svc.core.rates.rates import Rates
 from inference_svc.core.turn_histograms import TurnHistograms
 from inference_svc.runtime.compute.chunk import Chunk
 from inference_svc.runtime.compute.model_runner import ModelRunner
-from inference_svc.runtime.engine.loads import _move_rows
+from inference_svc.runtime.engine.loads import _move_kv
 from inference_svc.runtime.engine.stepping import StepInput, Stepper
 from inference_svc.runtime.kv.kv_pool import KVPool
 from inference_svc.runtime.kv.layer_gate import LayerGate
@@ -71,7 +71,7 @@ def test_a_move_holds_both_sequence_kvs(model, pool, part):
     target.num_tokens = len(TOKENS)
     target.gate = LayerGate(len(model.calibration.layers))
     target.gate.on_change = let_go = LetGo(pool, kvs[part])
-    _move_rows(kvs["source"], target)
+    _move_kv(kvs["source"], target)
     assert let_go.num_free == [NUM_ROWS - 192, NUM_ROWS - 192]
     assert pool.num_free == NUM_ROWS - (128 if part == "source" else 64)
 
