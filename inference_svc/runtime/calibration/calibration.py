@@ -73,8 +73,8 @@ def calibrate(loaded: LoadedModel, positions: PositionsChoice = "auto") -> Calib
 
     Args:
         loaded: the model.
-        positions: of stored KV, see `Calibration.positions`. "auto": decoupled if that is
-            proven, else coupled.
+        positions: how stored KV has its positions, see `Calibration.positions`. "auto": decoupled
+            if that is proven, else coupled.
 
     Raises:
         UnsupportedModelError: one of `refusals`; if no mode is proven, with the reason for each.
@@ -103,7 +103,7 @@ def calibrate(loaded: LoadedModel, positions: PositionsChoice = "auto") -> Calib
 
 
 class _Refused:
-    """What was tried, and why it was not taken."""
+    """The attempts so far, and why each was refused."""
 
     def __init__(self, architecture: str) -> None:
         self._architecture = architecture
@@ -111,7 +111,7 @@ class _Refused:
 
     @contextmanager
     def noting(self, attempt: str) -> Iterator[None]:
-        """Note a refusal of this attempt, and go on; one that no mode changes ends it all."""
+        """Record a refusal of this attempt, and resume; raise one that no mode can change."""
         try:
             yield
         except FINAL:
@@ -140,7 +140,11 @@ class _Refused:
 
 
 def _check_family(loaded: LoadedModel) -> None:
-    """Refuse what need not even be run."""
+    """Refuse a model that need not even be run.
+
+    Raises:
+        UnsupportedModelError: it caches no keys and values, or its window is too small.
+    """
     if not ForwardCall(loaded.model).takes_cache:
         if _is_stateful(loaded):
             raise ModelRecurrentError(f"{loaded.architecture} keeps a recurrent state", REMEDY)

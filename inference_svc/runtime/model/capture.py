@@ -40,9 +40,9 @@ class Forward(Protocol):
         """Note a call of an apply function."""
 
     def cached(self, layer_index: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Take what a layer must cache, key and value [1, heads, tokens, dim]; return what it has.
+        """Receive a layer's new keys and values; return those to attend to.
 
-        That is what the model attends to, or makes something of before it does.
+        All are [1, kv_heads, tokens, dim]; a model may transform what it gets before it attends.
         """
 
     def attend(
@@ -51,7 +51,7 @@ class Forward(Protocol):
         """Return attention's output [1, tokens, heads, dim] for query [1, heads, tokens, dim]."""
 
     def masked(self, allowed: Callable[..., Tensor]) -> Any:
-        """Return what attention calls get as mask, given the predicate (batch, head, q, kv)."""
+        """Return the mask that attention calls get, given the predicate (batch, head, q, kv)."""
 
 
 _forward: ContextVar[Forward | None] = ContextVar("forward_under_capture", default=None)
@@ -68,7 +68,7 @@ def under(forward: Forward) -> Iterator[None]:
 
 
 class RotaryTap:
-    """Stands in for one apply function."""
+    """Stands in for one function that applies a rotary embedding, and reports its calls."""
 
     def __init__(self, apply: Callable[..., Any]) -> None:
         self.apply = apply
@@ -123,7 +123,11 @@ class CaptureCache(Cache):
     # What a cache of keys and values does not have. Asking for it is refusing to be served.
 
     def get_conv_state(self, *_args: Any, **_options: Any) -> Tensor:
-        """Refuse."""
+        """Refuse the model.
+
+        Raises:
+            ModelRecurrentError: always.
+        """
         raise ModelRecurrentError("the model keeps a recurrent state beside keys", REMEDY)
 
     update_conv_state = get_conv_state
@@ -131,7 +135,11 @@ class CaptureCache(Cache):
     update_recurrent_state = get_conv_state
 
     def update_indexer(self, *_args: Any, **_options: Any) -> Tensor:
-        """Refuse."""
+        """Refuse the model.
+
+        Raises:
+            ModelIndexerError: always.
+        """
         raise ModelIndexerError("the model keeps an index beside keys and values (DSA)", REMEDY)
 
 

@@ -31,11 +31,11 @@ WAKE_UPS = 4  # of the store thread while it follows a step
 
 
 class KvdSessionStore:
-    """See SessionStore.
+    """The store of sessions' KV in kvd; see SessionStore.
 
     Args:
         saves: whether anything is stored.
-        deadline_s: how long one load, or one save, may wait for kvd.
+        deadline_s: most seconds that one load, or one save, may wait for kvd.
     """
 
     def __init__(

@@ -22,7 +22,7 @@ from shared.types.session_key import SessionKey
 
 @dataclass(frozen=True)
 class _Piece:
-    """Tokens to be stored, from the first one on, and what they wait for."""
+    """Tokens to be stored, from the first one on, and the clock they wait for."""
 
     token_ids: bytes
     clock: StepClock | None
@@ -43,14 +43,14 @@ class SaveStream:
 
     Args:
         previous: set when the session's save before this one is over.
-        block_tokens: of the layout.
+        block_tokens: tokens of a block of the layout.
         group_tokens: fewer unsaved tokens than this wait for more, or for the end.
-        lineage: of the tokens; None: not named.
+        lineage: the tokens' lineage; None: not named.
 
     Attributes:
         over: set when nothing is being stored any more and nothing will be.
-        refused_reason: of the last piece: "" stored, None failed.
-        is_finished: `finish` was called: a turn's KV was to be stored to the end.
+        refused_reason: result of the last piece: "" stored, None failed, else why it was refused.
+        is_finished: whether `finish` was called: the turn's KV was to be stored to the end.
     """
 
     def __init__(
@@ -161,7 +161,7 @@ class DiscardLink:
     """A discard in the chain.
 
     Args:
-        previous: set when what is before it in the chain is over.
+        previous: set when the save or discard before it in the chain is over.
 
     Attributes:
         over: set when the store has been notified, or cannot be.
@@ -172,15 +172,16 @@ class DiscardLink:
         self.over = asyncio.Event()
 
     async def caught_up(self) -> None:
-        """Wait until it is over."""
+        """Wait until the discard is over."""
         await self.over.wait()
 
 
 class Saves:
-    """See the module docstring.
+    """The chains of all sessions; see the module docstring.
 
     Args:
-        group_tokens: see SaveStream.
+        block_tokens: tokens of a block of the layout.
+        group_tokens: least number of unsaved tokens that a stream stores; see SaveStream.
     """
 
     def __init__(
@@ -197,7 +198,10 @@ class Saves:
     ) -> SaveStream:
         """Append a stream for a buffer to the session's chain; the caller owes `run`.
 
-        `lineage` is that of the tokens.
+        Args:
+            key: the session's key.
+            buffer: the write buffer that is going to be filled.
+            lineage: the tokens' lineage; None: not named.
         """
         stream = self._newest[key] = SaveStream(
             self._store,
@@ -234,7 +238,7 @@ class Saves:
                 del self._newest[key]
 
     async def run(self, key: SessionKey, stream: SaveStream) -> None:
-        """Run a stream to its end, then count it and let the session's next load go."""
+        """Run a stream to its end, then count it and release the session's next load."""
         try:
             await stream.run()
             self._count(stream)
@@ -253,7 +257,7 @@ class Saves:
             await stream.caught_up()
 
     def _end(self, key: SessionKey) -> asyncio.Event | None:
-        """Set when the session's chain, as it is now, is over; None: it has none."""
+        """Return the event that the session's chain, as it is now, is over; None: it has none."""
         newest = self._newest.get(key)
         return None if newest is None else newest.over
 
