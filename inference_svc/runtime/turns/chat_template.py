@@ -22,16 +22,16 @@ Message = Mapping[str, str]  # role, content
 
 
 class ChatTemplate:
-    """See the module docstring.
+    """A model's chat template; see the module docstring.
 
     Args:
-        tokenizer: of the model.
+        tokenizer: the model's tokenizer.
 
     Attributes:
-        source: "" if there is none.
+        source: the template's text; "" if there is none.
         base: the dummy turn as the template writes it; set by `try_out`.
-        closing: what it writes after an answer, end-of-turn token included; likewise.
-        roles: that messages may have; likewise.
+        closing: the text it writes after an answer, end-of-turn token included; set by `try_out`.
+        roles: the roles that messages may have; set by `find_roles`.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -43,7 +43,7 @@ class ChatTemplate:
         self.roles: tuple[str, ...] = ()
 
     def try_out(self) -> str:
-        """Find out how it is applied; return why it cannot be, "" if it can."""
+        """Find out how the template is applied; return why it cannot be, "" if it can."""
         if not self.source:
             return "the model has no chat template"
         try:
@@ -55,7 +55,7 @@ class ChatTemplate:
         return "" if DUMMY_ANSWER in self.base else "the chat template does not repeat answers"
 
     def render(self, messages: Sequence[Message], *, is_prompt: bool) -> str:
-        """Return messages as the template writes them, with what asks for an answer or without.
+        """Return messages as the template writes them, with or without the prompt for an answer.
 
         Raises:
             InvalidTurnError: the template does not take them.
@@ -74,10 +74,10 @@ class ChatTemplate:
         return text
 
     def added(self, messages: Sequence[Message]) -> str:
-        """Return what messages after an answer add, with what asks for the next one.
+        """Return the text that messages after an answer add, with the prompt for the next one.
 
         Raises:
-            InvalidTurnError: the template does not take them, or not there.
+            InvalidTurnError: the template does not take them, or not after an answer.
         """
         text = self.render([*dummy_turn(), *messages], is_prompt=True)
         if not text.startswith(self.base):
@@ -90,7 +90,7 @@ class ChatTemplate:
     def check_roles(self, messages: Sequence[Message]) -> None:
         """Raise InvalidTurnError unless the template knows the roles of all messages.
 
-        A role is written into the prompt like a text, but nobody expects one there.
+        A role is written into the prompt as it is: an unknown one could forge structure.
         """
         for one in messages:
             if one["role"] not in self.roles:
@@ -102,7 +102,7 @@ class ChatTemplate:
     # -------------------------------------------------------------------------------------- roles
 
     def find_roles(self, num_control: Callable[[str], int]) -> None:
-        """Set `roles`: those for which the template does something that it does for no other.
+        """Set `roles`: those that the template treats as it treats no other.
 
         A template that writes any role's name where it stands knows the usual ones, if they give
         as many control tokens as "user" does. The roles of the dummy turn it always knows.

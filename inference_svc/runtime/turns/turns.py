@@ -40,7 +40,7 @@ class Turns:
     """See the module docstring.
 
     Attributes:
-        sessions: what else is done to the sessions of turns.
+        sessions: changes of sessions outside of turns.
     """
 
     def __init__(
@@ -81,11 +81,11 @@ class Turns:
 
     @property
     def is_draining(self) -> bool:
-        """Whether it is about to stop, and takes no turns."""
+        """Whether the service is about to stop, and takes no turns."""
         return self._is_draining
 
     def refuse_new(self) -> None:
-        """Accept no more turns, and give those back that have not started."""
+        """Accept no more turns, and hand back those that have not started."""
         self._is_draining = True
         self._hand_back([turn for turn in self._session_turns if not turn.has_started])
 
@@ -106,8 +106,7 @@ class Turns:
         """Start a turn, join the one that runs under the same request id, or replay its record.
 
         Raises:
-            ReportedError: it cannot be queued; what is wrong with it otherwise comes as the end
-                of its events.
+            ReportedError: it cannot be queued; later errors end its events.
         """
         joined = self._find_running(submission)
         if joined is not None:
@@ -125,10 +124,10 @@ class Turns:
         return self._start(submission, opens_session=transcript is None)
 
     def check_limits(self, tenant: str) -> None:
-        """See that a tenant's turn may begin now, before anything is made for it.
+        """Check that a tenant's turn may begin now, before anything is made for it.
 
         Raises:
-            ReportedError: it may not.
+            ReportedError: the service is draining, or a limit of the tenant is reached.
         """
         if self._is_draining:
             raise _draining()
@@ -141,7 +140,7 @@ class Turns:
         """Stop the session's turns, or the one of a request id; return how many.
 
         Raises:
-            UnknownTurnError: there is none.
+            UnknownTurnError: the session has no such turn.
         """
         turns = [
             turn
@@ -222,7 +221,7 @@ class Turns:
         return None
 
     def _ended(self, turn: Turn, place: Place, task: "asyncio.Task[ReportedError | None]") -> None:
-        """End the turn's events and let the next turn of its session go."""
+        """End the turn's events and release the next turn of its session."""
         error: ReportedError | None
         if task.cancelled():
             error = turn.handed_back or TurnCancelledError(
