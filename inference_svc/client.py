@@ -303,6 +303,6 @@ def _identifiable(request: pb.SubmitTurnRequest) -> pb.SubmitTurnRequest:
 
 def _passes(error: ReportedError, *, was_lost: bool) -> bool:
     """Whether the same turn may well be taken later."""
-    if isinstance(error, ConflictError):  # our own, whose end we did not hear of, is being stopped
+    if isinstance(error, ConflictError):  # our earlier try is being stopped
         return was_lost and error.reason == SESSION_BUSY
     return error.retryable

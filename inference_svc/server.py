@@ -118,7 +118,7 @@ def _load(settings: ModelSettings, path: Path, digests: Path) -> "Model":
 async def _serve(
     live: LiveSettings[InferenceSettings], model: "Model", transcripts: TranscriptStore
 ) -> None:
-    """Assemble the service, run it until it is told to stop, and end it."""
+    """Assemble the service, run it until a signal stops it, and end it."""
     from inference_svc.metrics.values import Calls
     from inference_svc.service.lifecycle import Signals
     from inference_svc.service.servicer import InferenceService

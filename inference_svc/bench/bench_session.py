@@ -88,7 +88,7 @@ async def take_rounds(
         rounds: those below 0 warm up, and do not count.
         take: measures a variant: values by metric; None: it was not what the case says, and is
             tried again.
-        on_round: told which round begins.
+        on_round: called with the number of the round that begins.
     """
     for number in rounds:
         on_round(f"round {number + 1}/{rounds.stop}")

@@ -98,7 +98,7 @@ KEEPS_RESIDENT = frozenset({"resident", "any"})
 
 
 class _Sink:
-    """Notes when each token comes; ends the answer at its length, or when it is told to."""
+    """Records when each token comes; ends the answer at its length, or by `window_full`."""
 
     def __init__(self, max_tokens: int, is_over: Callable[[], bool] | None) -> None:
         self.token_s: list[float] = []
@@ -174,7 +174,7 @@ class LocalEngine:
                 it is given up, and the session stays as kvd has it.
             history_tokens: for kvd's look-ahead; as `keep_tokens` if not given.
             is_over: ends the answer before its length.
-            is_final: the session will not come back, and kvd is told so.
+            is_final: whether the session ends with this turn, which is reported to kvd.
         """
         engine = self.parts.engine
         if source not in KEEPS_RESIDENT:

@@ -154,7 +154,7 @@ async def _counters(kvd: ChildKvd) -> dict[str, float]:
 
 
 def _constants(replay: Replay, max_running: int) -> dict[str, str]:
-    """What turns took, as far as steps were unlike enough to tell; by options of `kvd plan`."""
+    """What turns took, by options of `kvd plan`; left out if steps were too alike to fit it."""
     steps = replay.engine.parts.rates.steps.as_dict()
     if not steps:
         return {}

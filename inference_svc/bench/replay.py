@@ -138,7 +138,7 @@ class Replay:
     """Says all turns of some sessions to one engine.
 
     Attributes:
-        on_progress: told when a session is through.
+        on_progress: called when a session is through.
         source: where histories are to come from.
         keeps: whether what was said stays; else every history is computed again.
         window_tokens: to which contexts are truncated; 0: to none.

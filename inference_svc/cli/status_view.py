@@ -124,7 +124,7 @@ def _table(*headings: str) -> Table:
 
 
 def format_gauge(name: str, value: float) -> str:
-    """A gauge for people; the end of its name tells the unit."""
+    """Write a gauge for people; the end of its name is the unit."""
     if name.endswith("_per_s"):
         return f"{value:,.0f} /s"
     if name.endswith("_s"):

@@ -28,8 +28,8 @@ class Discard:
         after_tokens: how many tokens of its turn (input, then output) the context had got when it
             happened; 0: before the turn's input.
         reason: "overflow", "client" or "compression:<policy>".
-        lineage: of what was left, where the turn's tokens do not tell it: it was computed over some
-            that are none of the answer, since they turned out to be a stop string.
+        lineage: that of what was left, if it does not follow from the turn's tokens: KV was
+            computed over some that turned out to be a stop string, which no answer has; else None.
     """
 
     ranges: tuple[Range, ...]

@@ -3,8 +3,8 @@
 Pure. Invariants: 1. the first turn of a session's queue runs, the others wait; 2. a session without
 turns has no entry; 3. the bounds hold.
 
-Who is refused is told when to come back (`ReturnTimes`), each tenant by itself: one that asks
-again and again does not make others wait.
+A refused client is given a time to come back (`ReturnTimes`), each tenant by itself: one that
+retries again and again does not make others wait.
 """
 
 from collections import deque

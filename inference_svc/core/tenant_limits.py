@@ -3,8 +3,8 @@
 A rate is a bucket that holds a minute's worth and fills all the time. A turn takes one from the
 bucket of turns when it begins. It may begin while the bucket of tokens is not empty; it reserves
 there what it may need, which can leave a debt, and settles when it has ended: tokens that it
-computed (prompt and answer) stay taken, tokens that it found in the cache cost nothing. Whoever is
-refused is told when to come back (`ReturnTimes`).
+computed (prompt and answer) stay taken, tokens that it found in the cache cost nothing. A refused
+client is given a time to come back (`ReturnTimes`).
 
 Invariants (`check`): 1. a tenant's turns are counted from `enter` to `leave`, and so are sessions
 that they open, until they are there; 2. a tenant that is idle and owes nothing has no entry, at the
@@ -21,7 +21,7 @@ from shared.types.units import NS_PER_S
 
 
 class ReturnTimes:
-    """When clients that were refused are told to come back.
+    """The times that refused clients are given to come back.
 
     Each later than the one before, by what a place takes to become free: a thousand clients that
     came back together would nearly all be refused again. After some time it begins anew: the pace
@@ -148,7 +148,7 @@ class TenantLimits:
     Args:
         default: of tenants that are not named.
         named: of the others.
-        turn_s: how long a turn takes at present, for who is told to come back.
+        turn_s: returns how many seconds a turn takes at present, to estimate times to come back.
     """
 
     def __init__(
@@ -181,7 +181,7 @@ class TenantLimits:
     ) -> ExhaustedError | None:
         """Why a turn may not begin now; None if it may. Changes nothing but hints.
 
-        Sessions come last: whoever is told of too many may delete one, and is not refused again.
+        Sessions are checked last: a client that deletes one is not refused for something else.
 
         Args:
             name: of the tenant.

@@ -1,4 +1,4 @@
-"""What a run of `inference-svc eval` is told, as values and on the command line. Pure.
+"""The options of `inference-svc eval`, as values and on the command line. Pure.
 
 Owns the ways to truncate a context that are compared, and which tokens an overflow drops.
 
@@ -102,7 +102,7 @@ class EvalChoice:
         path: a model directory with a tokenizer.
         window_tokens: the context window; 0: the model's.
         threads: that compute; 0: as many as torch chooses.
-        on_progress: told what is being measured.
+        on_progress: called with a line that says what is being measured.
     """
 
     path: Annotated[Path, typer.Option("--model", help="Model directory, with a tokenizer.")]

@@ -3,7 +3,7 @@
 Types are strict: true is not 1, 3.0 is no whole number, a number in quotes is text. A member that
 is null counts as absent, as it does for OpenAI. Members are refused in one of three ways: a feature
 that is not there (`unsupported_value`), a value off its type or bounds (`invalid_value`), a name
-that nobody knows (`unknown_parameter`); the first of these that a body has is told, with its path.
+that nobody knows (`unknown_parameter`); the first of these in a body is reported, with its path.
 
 Sampling is OpenAI's, with the service's own parameters beside it (`top_k`, `min_p`,
 `repetition_penalty`, `ignore_eos`). A request that names no temperature gets the one of the
@@ -66,7 +66,7 @@ class Refused:
 
 
 class WrongMemberError(ValueError):
-    """What a validator of ours found; `decode` tells it as a `kind`, when its path is known.
+    """A validator of ours refuses a value; `decode` raises a `kind` of it, with its path.
 
     Args:
         message: "{path}" stands for the path, "{path!r}" for the same in quotes.
@@ -174,7 +174,7 @@ _EXPECTED: Mapping[str, str] = {
 
 
 def _refusal(found: Any) -> RequestError:
-    """Tell one of pydantic's errors as OpenAI's clients know it."""
+    """Turn one of pydantic's errors into one that OpenAI's clients know."""
     context = found.get("ctx", {})
     wrong = context.get("error")
     if isinstance(wrong, WrongMemberError):

@@ -81,8 +81,8 @@ async def send_answer(
             else:
                 await stream.send(*objects.closing(event))
     except ConnectionError:
-        raise  # nobody is left to be told
-    except Exception as error:  # noqa: BLE001  # the status is sent: it is told as an event
+        raise  # nobody is left to answer
+    except Exception as error:  # noqa: BLE001  # the status is sent: it is reported as an event
         await stream.send(objects.failure(error_object(reported(error))))
     await stream.end(objects.stream_end)
     return stream.response
@@ -154,7 +154,7 @@ def refusal(error: ReportedError) -> web.Response:
 
 
 def reported(error: Exception) -> ReportedError:
-    """Return an error as it may be told; what nobody expected is logged, and told as that."""
+    """Return an error that clients may see; an unexpected one is logged, and hidden behind ours."""
     if isinstance(error, ReportedError):
         return error
     log.error("http_request_failed", exc_info=error)

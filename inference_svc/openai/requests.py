@@ -179,7 +179,7 @@ class TurnRequest(Generic[B]):
         """Make the turn that is asked for.
 
         Args:
-            messages: all that tell the history, or all that follow another response.
+            messages: all messages of the history and the new ones, or all after another response.
             overflow: the overflow policy's name; "" for the service's.
 
         Raises:

@@ -1,8 +1,8 @@
 """Serves the OpenAI-compatible API beside gRPC, if there is an address for it.
 
-Each request goes through the same gates before its handler: what goes wrong is told as OpenAI's
-clients know it, the client is identified, and a slot is held. Another API is a module with a body,
-objects and handlers, like `chats.py`, and its routes here.
+Each request goes through the same gates before its handler: errors are reported as OpenAI's
+clients know them, the client is identified, and a slot is held. Another API is a module with a
+body, objects and handlers, like `chats.py`, and its routes here.
 """
 
 import asyncio
@@ -164,7 +164,7 @@ async def _model(api: Api, request: web.Request) -> web.Response:
 
 @web.middleware
 async def _tell_refusals(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Tell every refusal and failure as OpenAI's clients know it."""
+    """Report every refusal and failure as OpenAI's clients know it."""
     try:
         return await handler(request)
     except web.HTTPMethodNotAllowed as error:
@@ -177,7 +177,7 @@ async def _tell_refusals(request: web.Request, handler: Handler) -> web.StreamRe
     except web.HTTPException:
         return refusal(UnknownUrlError(f"nothing is served at {request.path[:80]!r}", _PATHS))
     except ConnectionError:
-        raise  # nobody is there to be told
+        raise  # nobody is left to answer
     except Exception as error:  # noqa: BLE001  # the edge: nothing above would report it
         return refusal(reported(error))
 
@@ -194,7 +194,7 @@ def _admitting(api: Api) -> Middleware:
 
 
 def _authenticating(api: Api) -> Middleware:
-    """Make the gate before which nothing is read of a body, and nothing told."""
+    """Make the gate that identifies the client, before anything of a body is read or answered."""
 
     @web.middleware
     async def authenticate(request: web.Request, handler: Handler) -> web.StreamResponse:

@@ -69,7 +69,7 @@ class Gateway:
         defaults: what turns get that do not say.
         streams: counts the turns that each client follows.
         counters: the service's counters.
-        report: told of turns that are not begun.
+        report: receives turns that are not begun.
 
     Attributes:
         turns: as above. Its methods take keys, which are `key`'s.
@@ -110,7 +110,7 @@ class Gateway:
             InvalidNameError: tenant or session can be no names.
             TenantDeniedError: the tenant is not one of the identity's.
         """
-        # What is no name is told first: the identity would only say that it is not its own.
+        # Refuse first what is no name: the identity would only say that it is not its own.
         asked = session_key(tenant, self.model, session_id)
         return asked._replace(tenant=identity.tenant(tenant))
 

@@ -50,7 +50,7 @@ class Signals:
 
 
 async def beat() -> None:
-    """Tell the watchdog again and again that the event loop answers; return if there is none."""
+    """Notify the watchdog, again and again, from the event loop; return if there is none."""
     interval_s = systemd.watchdog_interval_s()
     while interval_s is not None:
         systemd.notify(systemd.WATCHDOG)

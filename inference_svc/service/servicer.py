@@ -81,7 +81,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):  # type: ignore[mi
     async def EndSession(  # noqa: N802
         self, request: pb.EndSessionRequest, context: Context
     ) -> pb.EndSessionResponse:
-        """Take no further turn of a session, and tell kvd that it will not come back."""
+        """Take no further turn of a session, and report its end to kvd."""
         del context
         await self._gateway.turns.sessions.end(self._key(request))
         return pb.EndSessionResponse()

@@ -154,7 +154,7 @@ class TlsFiles:
 def server_credentials(
     tls: TlsSettings, connections: TlsConnections | None = None
 ) -> grpc.ServerCredentials:
-    """Credentials of a gRPC server's port; `connections` is told of each that begins.
+    """Return credentials of a gRPC server's port; `connections` counts each that begins.
 
     Raises:
         TlsFilesError: the files cannot be used.

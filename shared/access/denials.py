@@ -22,7 +22,7 @@ class Denial(NamedTuple):
 def denial_of(*paths: Path) -> Denial | None:
     """What this user may not enter or open on the way to a socket; None: nothing, or no such file.
 
-    Directories are looked at from the top: below one that is closed nothing can be told.
+    Directories are looked at from the top: below one that is closed nothing can be seen.
 
     Args:
         paths: of sockets in one directory, of which one would do.

@@ -56,7 +56,7 @@ class Identity:
         """The tenant that a request is about.
 
         Raises:
-            TenantDeniedError: it is none of the caller's; whether it exists is not told.
+            TenantDeniedError: it is none of the caller's; whether it exists is not revealed.
         """
         if requested and (ANY in self.tenants or requested in self.tenants):
             return requested

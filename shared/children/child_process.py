@@ -84,7 +84,7 @@ class ChildProcess:
 
     Attributes:
         name: for people.
-        address: gRPC target whose health tells readiness, "unix:/…".
+        address: gRPC target whose health says whether it is ready, "unix:/…".
         ready_s: the last start's, from exec to SERVING.
     """
 
@@ -147,7 +147,7 @@ class ChildProcess:
         raise TimeoutError
 
     def send_signal(self, number: signal.Signals) -> None:
-        """Send it a signal; `wait` tells of an end that this causes."""
+        """Send it a signal; `wait` returns if this ends it."""
         if self._process is not None:
             self._process.send_signal(number)
 

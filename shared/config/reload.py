@@ -75,7 +75,7 @@ def changes(old: LoadedSettings[S], new: LoadedSettings[S], live: Sequence[str])
 
 
 class LiveSettings(Generic[S]):
-    """The settings in force in this process, and who is to hear of new ones.
+    """The settings in force in this process, and the callbacks that receive new ones.
 
     Args:
         loaded: as the process started with.
@@ -132,7 +132,7 @@ class LiveSettings(Generic[S]):
 
 
 def fixed(settings: S) -> LiveSettings[S]:
-    """Settings that no reload changes: of a process that was given them, not told to read them."""
+    """Settings that no reload changes: of a process that was given them and reads no file."""
     loaded = LoadedSettings(settings, {})
     return LiveSettings(loaded, lambda: loaded, ())
 

@@ -114,7 +114,7 @@ class Attachment:
             leaving: no thread of ours touches a slot any more, and none will.
         """
         if leaving:
-            with contextlib.suppress(OSError):  # it is gone: then there is nobody to tell
+            with contextlib.suppress(OSError):  # it is gone: then there is nobody to notify
                 packets.send(self.data, packets.Leaving())
         self.events.cancel()
         self.data.close()

@@ -8,7 +8,7 @@
     @command(Options)
     def measure(options: Options) -> None: ...
 
-What is told, its default and how it is asked for stand in one place.
+An option's value, its default and its help text stand in one place.
 """
 
 from collections.abc import Callable

@@ -26,7 +26,7 @@ class UnusableOutputError(ConfigError):
 
 @contextmanager
 def progress_bar(what: str, total: int) -> Iterator[Callable[[int], None]]:
-    """A bar on stderr if that is a terminal; what is yielded is told how much is done."""
+    """Show a bar on stderr if that is a terminal; yield what receives the progress."""
     from rich import progress
     from rich.console import Console
 

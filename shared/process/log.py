@@ -128,7 +128,7 @@ def configure_logging(
     handler.setFormatter(_LineFormatter(formatter, is_journal=_is_journal(environ)))
     handler.addFilter(_LibraryLines())
     logging.basicConfig(handlers=[handler], level=level.upper(), force=True)
-    logging.getLogger("grpc").setLevel(logging.INFO)  # its debug messages tell nothing of ours
+    logging.getLogger("grpc").setLevel(logging.INFO)  # its debug messages say nothing of ours
     structlog.configure(
         processors=[
             structlog.stdlib.filter_by_level,
@@ -154,7 +154,7 @@ def _stamp_for_people(_logger: WrappedLogger, _method: str, event: EventDict) ->
 
 
 def _without_own_logger(_logger: WrappedLogger, _method: str, event: EventDict) -> EventDict:
-    """Which module of ours tells an event is for scripts; which library does is for people, too."""
+    """Drop our own module's name, which is for scripts; a library's is for people, too."""
     if str(event.get("logger", "")).startswith(_OWN_LOGGERS):
         del event["logger"]
     return event

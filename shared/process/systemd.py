@@ -1,4 +1,4 @@
-"""What systemd wants to hear from a Type=notify service: ready, reloading, stopping, still alive.
+"""Notifies systemd as a Type=notify service does: ready, reloading, stopping, still alive.
 
 Does nothing outside systemd.
 

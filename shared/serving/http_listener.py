@@ -115,7 +115,7 @@ class HttpListener:
         return self._table.phase_of(connection) is phase
 
     def malformed(self, connection: "Connection", error: BaseException) -> None:
-        """A connection has sent no HTTP; what is told of it is the kind of the error."""
+        """Log a connection that has sent no HTTP, by the kind of the error."""
         self._count("malformed", connection.peer, error=type(error).__name__)
 
     def cut(self, connection: "Connection", reason: str, **facts: str) -> None:
@@ -203,7 +203,7 @@ class HttpListener:
 
 
 class Connection(web.RequestHandler):
-    """One connection: aiohttp's, which tells its listener how far it is.
+    """One connection: aiohttp's, which reports to its listener how far it is.
 
     Attributes:
         peer: address of the other side; "" on a Unix socket.
@@ -224,7 +224,7 @@ class Connection(web.RequestHandler):
             keepalive_timeout=listener.bounds.idle_s,
             lingering_time=LINGER_S,
             auto_decompress=False,  # nobody takes compressed bodies
-            access_log=None,  # type: ignore[arg-type]  # as aiohttp's own servers may be told
+            access_log=None,  # type: ignore[arg-type]  # as aiohttp's own servers may be set
         )
         self.peer = peer
         self.opening: asyncio.Task[None] | None = None
@@ -330,7 +330,7 @@ class Connection(web.RequestHandler):
         return response
 
     def log_exception(self, *_args: Any, **kw: Any) -> None:
-        """A body that is no HTTP is told as that; any other error is one of ours."""
+        """Count a body that is no HTTP as malformed; log any other error as one of ours."""
         error = kw.get("exc_info")
         if isinstance(error, HttpProcessingError | web.RequestPayloadError):
             self._listener.malformed(self, error)

@@ -155,7 +155,7 @@ class HttpServer:
     async def stop(self, grace_s: float) -> None:
         """End; requests still running after grace_s are cancelled. Nothing happens if it is not on.
 
-        Streams that never end on their own should have been told to end before.
+        Streams that never end on their own should have been ended before.
         """
         if self._listener is None:
             return
@@ -174,7 +174,7 @@ class HttpServer:
             Path(self._listen.removeprefix(UNIX)).unlink(missing_ok=True)
 
     def _admitting(self) -> Middleware:
-        """Tells the listener of each request, which may have no place for it: 503."""
+        """Reports each request to the listener, which may have no place for it: 503."""
 
         @web.middleware
         async def admit(

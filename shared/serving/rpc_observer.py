@@ -31,7 +31,7 @@ class RpcMetrics:
         ended: by method ("Engine/PrepareLoad") and code ("OK").
         seconds: by method, of those that are not long-lived.
         refused: by reason and client: the name that the settings have for it, "" for a stranger.
-        tls: connections, as far as gRPC tells of them.
+        tls: TLS connections, as far as gRPC reports them.
     """
 
     ended: Tally = field(default_factory=Tally)

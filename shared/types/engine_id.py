@@ -1,7 +1,7 @@
 """What others see of an engine's id. Pure.
 
 The id itself is as good as a key: an Engine call names it, and is taken for that engine's. So only
-the engine and kvd know it; logs, monitors and operators are told another number, the same on both
+the engine and kvd know it; logs, monitors and operators get another number, the same on both
 sides.
 """
 

@@ -68,7 +68,7 @@ class Histogram:
         return every
 
     def quantile(self, share: float) -> float | None:
-        """The value that so large a share does not exceed, as well as buckets tell; None: no value.
+        """Estimate from the buckets the value that this share does not exceed; None: no value.
 
         Within a bucket values are taken to lie evenly; above the last bound it is that bound.
         """

@@ -34,14 +34,14 @@ class StepTimes:
         """Estimate a step.
 
         None until three steps were noted, and for a step unlike all of them (by powers of two)
-        until they differ enough to tell constant, tokens and pairs apart.
+        until they differ enough to determine constant, tokens and pairs each.
         """
         return self._fit.seconds((1, num_tokens, num_pairs))
 
     def added_seconds(self, num_tokens: int, num_pairs: int) -> float | None:
         """Estimate what these tokens add to steps that are made anyway: without the constant.
 
-        None until constant, tokens and pairs can be told apart.
+        None until constant, tokens and pairs are each determined.
         """
         coefficients = self._fit.coefficients()
         if coefficients is None:
@@ -73,7 +73,7 @@ class LoadTimes:
         """Estimate a load.
 
         None until three loads from the tier were noted, and for a load unlike all of them (by
-        powers of two) until they differ enough to tell latency and rate apart.
+        powers of two) until they differ enough to determine latency and rate each.
         """
         fit = self._fits.get(tier)
         return fit.seconds((1, num_tokens)) if fit else None

@@ -125,7 +125,7 @@ class _Group:
 
     @property
     def is_confirmed(self) -> bool:
-        """Whether it has enough members to tell that the next one is strange."""
+        """Whether it has enough members to judge whether the next one is strange."""
         return len(self.observations) >= MIN_OBSERVATIONS
 
     @property

@@ -58,7 +58,7 @@ class Scheduler:
         queue: those that wait, in the order they will be admitted.
         slots: who holds how many.
         residents: who drops or moves KV of one says so there.
-        gate: is told how loads progress.
+        gate: receives the progress of loads.
         estimates: when a place in the queue is likely free.
     """
 

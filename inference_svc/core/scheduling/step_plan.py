@@ -1,4 +1,4 @@
-"""What the scheduler decides and what it is told: frozen values between it and the engine.
+"""What the scheduler decides and what is reported to it: frozen values between it and the engine.
 
 A step computes every answer under way, and prompt tokens up to a bound: a long prompt is cut, so
 that it never holds up answers for longer than its share of a step takes (`plan_chunks`).

@@ -34,7 +34,7 @@ class WaitingQueue:
 
     Args:
         weights: of tenants; 1 for one that is not there.
-        feed: is told who waits, and who does not any more.
+        feed: receives each change of who waits.
 
     Attributes:
         weights: as above, of requests to come; a reload sets it.
@@ -82,7 +82,7 @@ class WaitingQueue:
         self._feed.waits(rank, request.key, request.history_tokens)
 
     def history_changed(self, request: Request) -> None:
-        """Tell of a request that waits that its session has another history now."""
+        """Report that the session of a request that waits has another history now."""
         self._feed.waits(_rank_of(request), request.key, request.history_tokens)
 
     def admit(self, request: Request) -> None:

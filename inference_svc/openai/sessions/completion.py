@@ -66,7 +66,7 @@ class Completion:
         is_passing: bool,
     ) -> None:
         """Remember an answer and what it answers; a session that was made for it stays."""
-        if route.is_named:  # it may be one of ours, whose id the client was told
+        if route.is_named:  # it may be one of ours, whose id the client has
             await self._store.touch_session(caller.tenant, route.session_id)
         else:
             await self._store.use_session(caller.tenant, route.session_id)

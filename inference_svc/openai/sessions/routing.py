@@ -109,7 +109,7 @@ class HttpTurn:
     """A turn that an HTTP request asks for, whichever API it speaks.
 
     Attributes:
-        messages: they tell the history, or follow `previous`.
+        messages: the history and the new ones, or those that follow `previous`.
         sampling: what the client says of it, by the names of `SamplingParams`.
         session_id: that the client named; "" for none.
         is_kept: whether the session may stay when the turn is over.
@@ -236,7 +236,11 @@ class Router:
         messages: Sequence[Message],
         transcript: Transcript,
     ) -> Route:
-        """Go to the end of a session that the client named: its messages tell it, or none do."""
+        """Route to the end of a session that the client named: its messages repeat it, or none do.
+
+        Raises:
+            UnknownHistoryError: they have another history.
+        """
         session_id, turns = transcript.header.session_id, len(transcript.turns)
         own = {length: chain.within(digests[length], session_id) for length in beginnings(messages)}
         points = await self._store.find_histories(list(own.values())) if own else {}
