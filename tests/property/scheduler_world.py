@@ -107,7 +107,7 @@ class SchedulerWorld:
         resident_rows = sum(kv.capacity for kv in self.residents.values())
         assert self.scheduler.residents.num_slots == resident_rows
         self.scheduler.feed.check()
-        assert sorted(self.scheduler.feed._jobs) == sorted(number for number, _ in self.queue())
+        assert sorted(self.scheduler.feed._requests) == sorted(number for number, _ in self.queue())
 
     def queue(self) -> list[tuple[int, Rank | None]]:
         """What kvd should know: numbers of turns that run, then of those that wait with ranks.
