@@ -108,7 +108,7 @@ BLOCKER_IDS = tuple(range(1, 17))  # always the same: once stored, it costs kvd 
 MAX_BLOCKER_TOKENS = 2000
 ONE_AT_A_TIME = {"max_running": 1, "answer_tokens": MAX_BLOCKER_TOKENS}
 BLOCKER_TOKENS = len(BLOCKER_IDS) + MAX_BLOCKER_TOKENS
-BLOCKER_ROWS = 2 * BLOCKER_TOKENS
+BLOCKER_KV_TOKENS = 2 * BLOCKER_TOKENS
 
 
 async def behind(

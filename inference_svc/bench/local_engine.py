@@ -232,7 +232,7 @@ async def running_engine(
     model: Model,
     kvd: ChildKvd | None,
     *,
-    kv_rows: int,
+    kv_tokens: int,
     cache: Mapping[str, Any] | None = None,
     scheduler: Mapping[str, Any] | None = None,
 ) -> AsyncIterator[LocalEngine]:
@@ -241,18 +241,18 @@ async def running_engine(
     Args:
         model: that it computes with.
         kvd: None: none.
-        kv_rows: setting scheduler.kv_tokens.
+        kv_tokens: value of the setting scheduler.kv_tokens.
         cache: more settings of that section, by key.
         scheduler: the same.
     """
     mode: dict[str, Any] = {"mode": "recompute"}
     if kvd is not None:
         mode = {"kvd_runtime_dir": kvd.runtime_dir, "deadline_s": STORE_WAIT_S}
-    check_room(kv_rows * model.calibration.layout.token_bytes, "working KV")
+    check_room(kv_tokens * model.calibration.layout.token_bytes, "working KV")
     settings = InferenceSettings.model_validate(
         {
             "cache": {**mode, **(cache or {})},
-            "scheduler": {"kv_tokens": kv_rows, **(scheduler or {})},
+            "scheduler": {"kv_tokens": kv_tokens, **(scheduler or {})},
         }
     )
     parts = assemble_engine(settings, model)

@@ -184,7 +184,7 @@ async def _engine_of(
         running_engine(
             work.model,
             kvd,
-            kv_rows=2 * (options.max_running + MAX_LOADING) * options.window_tokens,
+            kv_tokens=2 * (options.max_running + MAX_LOADING) * options.window_tokens,
             cache={"residents": False},
             scheduler={
                 "max_running": options.max_running,
@@ -246,7 +246,7 @@ async def _replay_overflowing(
         running_engine(
             work.model,
             kvd,
-            kv_rows=4 * (options.max_running + 1) * options.window_tokens,
+            kv_tokens=4 * (options.max_running + 1) * options.window_tokens,
             cache={"residents": False},
             scheduler={"max_running": options.max_running, "max_turns": max(len(sessions), 256)},
         ) as engine,

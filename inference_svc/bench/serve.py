@@ -70,14 +70,16 @@ async def _measure(
 async def _engine_of(
     name: str, options: ServeOptions, work: Workspace, sessions: list[Session]
 ) -> AsyncIterator[LocalEngine]:
-    rows = 3 * options.max_running * options.window_tokens
+    kv_tokens = 3 * options.max_running * options.window_tokens
     scheduler = {
         "max_running": options.max_running,
         "max_turns": max(options.concurrent, 256),
         "answer_tokens": min(256, options.window_tokens),
     }
     if name == "re":
-        async with running_engine(work.model, None, kv_rows=rows, scheduler=scheduler) as engine:
+        async with running_engine(
+            work.model, None, kv_tokens=kv_tokens, scheduler=scheduler
+        ) as engine:
             yield engine
         return
     num_tokens = footprint_tokens(sessions)
@@ -88,7 +90,7 @@ async def _engine_of(
         running_engine(
             work.model,
             kvd,
-            kv_rows=rows,
+            kv_tokens=kv_tokens,
             cache={"residents": name == "ca"},
             scheduler=scheduler,
         ) as engine,

@@ -25,7 +25,7 @@ METHODS: dict[Method, str] = {
     "ca-shift": "the same for a resident context: keys after RoPE are turned to new positions",
     "tt": "kept tokens are recomputed, all of them",
     "of": "keys are stored after RoPE: kept tokens from the first dropped one on are recomputed",
-    "nkvt": "kept KV is kept as it is: keys have their old positions, new tokens the next free row",
+    "nkvt": "kept KV is kept as it is: keys have their old positions, new tokens the next slot",
 }
 REFERENCE: Method = "tt"
 """What the others are compared with: nothing in it is left over from dropped tokens."""

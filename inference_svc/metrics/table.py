@@ -85,7 +85,7 @@ METRICS = MetricTable(
         Metric(
             "inference_preemptions_total",
             "counter",
-            "Times that a turn gave its place to others, to go on later",
+            "Times that a turn was preempted, and resumed later",
             (),
             {"": "preempted"},
         ),
@@ -118,7 +118,7 @@ METRICS = MetricTable(
         Metric(
             "inference_load_seconds",
             "histogram",
-            "From a turn's admission to the last row of its history, if it has one",
+            "From a turn's admission to the last token of its history, if it has one",
         ),
         Metric(
             "inference_stall_seconds",
@@ -190,16 +190,16 @@ METRICS = MetricTable(
         ),
         # ---------------------------------------------------------------------- working memory
         Metric(
-            "inference_kv_rows",
+            "inference_kv_token_slots",
             "gauge",
             "Token slots of the working KV: all there are, free ones, those reserved for turns, "
             "and those of idle sessions",
             ("state",),
             {
-                "pool": "pool_rows",
-                "free": "pool_free_rows",
-                "reserved": "reserved_rows",
-                "resident": "resident_rows",
+                "pool": "pool_token_slots",
+                "free": "pool_free_token_slots",
+                "reserved": "reserved_token_slots",
+                "resident": "resident_token_slots",
             },
         ),
         Metric(
@@ -212,8 +212,8 @@ METRICS = MetricTable(
         Metric(
             "inference_resident_events_total",
             "counter",
-            "Turns that found their session's KV in memory, those that moved it to a larger place, "
-            "and sessions that had to leave it",
+            "Turns that found their session's KV in memory, those that moved it to larger memory, "
+            "and sessions evicted from it",
             ("event",),
             {"hit": "resident_hits", "moved": "moves", "evicted": "residents_evicted"},
         ),
@@ -227,7 +227,7 @@ METRICS = MetricTable(
         Metric(
             "inference_discards_total",
             "counter",
-            "Times that a session gave up tokens, and what became of their KV",
+            "Times that tokens of a session were dropped, and what became of their KV",
             ("event",),
             {
                 "overflow": "overflows",

@@ -104,8 +104,8 @@ class SchedulerWorld:
         in_use = sum(kvs) + sum(sum(turn.writes) for turn in self.turns.values())
         assert in_use <= self.scheduler.slots.reserved_slots + self.scheduler.residents.num_slots
         assert len(self.scheduler.residents) == len(self.residents)
-        resident_rows = sum(kv.capacity for kv in self.residents.values())
-        assert self.scheduler.residents.num_slots == resident_rows
+        resident_token_slots = sum(kv.capacity for kv in self.residents.values())
+        assert self.scheduler.residents.num_slots == resident_token_slots
         self.scheduler.feed.check()
         assert sorted(self.scheduler.feed._requests) == sorted(number for number, _ in self.queue())
 

@@ -117,11 +117,11 @@ class EngineLoop:
     def gauges(self) -> dict[str, float]:
         """Return the engine's gauges by name."""
         return {
-            "reserved_rows": self.scheduler.slots.reserved_slots,
-            "resident_rows": self.scheduler.residents.num_slots,
+            "reserved_token_slots": self.scheduler.slots.reserved_slots,
+            "resident_token_slots": self.scheduler.residents.num_slots,
             "resident_sessions": len(self.scheduler.residents),
-            "pool_rows": self._pool.num_token_slots,
-            "pool_free_rows": self._pool.num_free,
+            "pool_token_slots": self._pool.num_token_slots,
+            "pool_free_token_slots": self._pool.num_free,
             "pool_misses": self._pool.num_outside,  # KV found no room in the pool: only slower
             "saves_under_way": self.memory.num_saving,
             "compute_busy_s": self._stepper.busy_s,

@@ -139,7 +139,11 @@ async def test_residents_are_few(model, monkeypatch):
         await engine.loop.wait_idle()
         gauges = engine.loop.gauges()
         assert gauges["resident_sessions"] == 2
-        assert gauges["pool_rows"] - gauges["pool_free_rows"] >= gauges["resident_rows"] > 0
+        assert (
+            gauges["pool_token_slots"] - gauges["pool_free_token_slots"]
+            >= gauges["resident_token_slots"]
+            > 0
+        )
         assert engine.counters.snapshot()["residents_evicted"] == 1
         assert (await engine.run([20, 21, 23], session="a")).outcome.tier_tokens == {}
         await engine.all_given_back()
@@ -161,7 +165,7 @@ async def test_an_engine_says_what_goes_on(model):
         assert (loop.scheduler.num_running, len(loop.scheduler.queue)) == (1, 2)
         assert later.start_tag - late.start_tag == (40 + 8) / 2
         gauges = loop.gauges()
-        assert gauges["reserved_rows"] >= 40
+        assert gauges["reserved_token_slots"] >= 40
         assert gauges["saves_under_way"] == 1
         assert gauges["compute_busy_s"] > 0
         for answer in answers:
