@@ -17,7 +17,7 @@ from inference_svc.installation import default_listen, default_state_dir
 from inference_svc.openai_settings import OpenAISettings
 from shared.access.addresses import check_guarded, is_tcp
 from shared.access.settings import ClientName, ClientSettings, Tenants, TlsSettings, distinct
-from shared.config.room import Asked, check_room
+from shared.config.room import Demand, check_room
 from shared.config.settings import LoadedSettings, load_settings
 from shared.process.runtime_dir import MAX_MESSAGE_BYTES, MAX_SOCKET_PATH, default_runtime_dir
 from shared.serving.observing_settings import MetricsSettings, ProcessSettings, TracingSettings
@@ -340,11 +340,11 @@ def load_inference_settings(
     settings = loaded.settings
     check_room(
         (
-            Asked(
+            Demand(
                 "scheduler.kv_tokens (at 64 bytes each, the least there is)",
                 settings.scheduler.kv_tokens * LEAST_TOKEN_BYTES,
             ),
-            Asked("openai.max_body_bytes", settings.openai.max_body_bytes),
+            Demand("openai.max_body_bytes", settings.openai.max_body_bytes),
         )
     )
     for address in settings.server.listen:

@@ -275,7 +275,7 @@ class Engine:
         self.loop.keep(request, request.token_ids[:-1])
         return request
 
-    async def all_given_back(self):
+    async def all_released(self):
         """Nothing is under way, and nothing is held but by residents."""
         await self.loop.wait_idle()
         self.scheduler.check()

@@ -113,7 +113,7 @@ class Bucket:
 
 
 @dataclass(frozen=True)
-class Place:
+class Reservation:
     """What a turn under way holds of its tenant's limits.
 
     Attributes:
@@ -214,25 +214,25 @@ class TenantLimits:
             return None
         return _too_many_sessions(name, num_kept)
 
-    def enter(self, name: str, tokens: float, opens: str, now_ns: int) -> Place:
+    def enter(self, name: str, tokens: float, opens: str, now_ns: int) -> Reservation:
         """Count a turn that begins, which `refuse` did not; it owes `leave`."""
         tenant = self._tenant(name, now_ns)
         # Not more than a minute's worth: who asks for endless answers does not wait endlessly.
-        place = Place(name, min(tokens, tenant.tokens.capacity), opens)
+        reservation = Reservation(name, min(tokens, tenant.tokens.capacity), opens)
         tenant.num_turns += 1
         if opens:
             self.open_session(name, opens, now_ns)
         tenant.turns.take(1.0, now_ns)
-        tenant.tokens.take(place.tokens, now_ns)
-        return place
+        tenant.tokens.take(reservation.tokens, now_ns)
+        return reservation
 
-    def leave(self, place: Place, used_tokens: float, now_ns: int) -> None:
+    def leave(self, reservation: Reservation, used_tokens: float, now_ns: int) -> None:
         """Count a turn out, and settle what it has used."""
-        tenant = self._tenants[place.tenant]
+        tenant = self._tenants[reservation.tenant]
         tenant.num_turns -= 1
-        if place.opens:
-            self.session_opened(place.tenant, place.opens)
-        tenant.tokens.take(used_tokens - place.tokens, now_ns)
+        if reservation.opens:
+            self.session_opened(reservation.tenant, reservation.opens)
+        tenant.tokens.take(used_tokens - reservation.tokens, now_ns)
 
     def open_session(self, name: str, session_id: str, now_ns: int) -> None:
         """Count a session that is being opened; owes `session_opened`."""

@@ -57,12 +57,12 @@ class Transcript:
     turns: tuple[TurnRecord, ...] = ()
     has_ended: bool = False
     discards: tuple[tuple[int, Discard], ...] = ()
-    known_context: Context | None = field(default=None, compare=False, repr=False)
+    cached_context: Context | None = field(default=None, compare=False, repr=False)
 
     @cached_property
     def context(self) -> Context:
         """What the next turn sees."""
-        return self.known_context or replay(self.turns, self.discards)
+        return self.cached_context or replay(self.turns, self.discards)
 
     @property
     def context_ids(self) -> tuple[int, ...]:
@@ -90,7 +90,7 @@ class Transcript:
         assert turn.turn == len(self.turns), "turns are appended in order"
         context = self.context.with_turn(turn)
         turns = (*self.turns, turn)
-        return replace(self, turns=turns, has_ended=is_final, known_context=context)
+        return replace(self, turns=turns, has_ended=is_final, cached_context=context)
 
     def with_discard(self, discard: Discard) -> "Transcript":
         """Return the transcript after a discard between turns.
@@ -100,11 +100,11 @@ class Transcript:
         """
         context = self.context.with_discard(discard)
         discards = (*self.discards, (len(self.turns), discard))
-        return replace(self, discards=discards, known_context=context)
+        return replace(self, discards=discards, cached_context=context)
 
     def ended(self) -> "Transcript":
         """Return the transcript of the session that takes no further turn."""
-        return replace(self, has_ended=True, known_context=self.context)
+        return replace(self, has_ended=True, cached_context=self.context)
 
     def forked(self, session_id: str, at_turn: int) -> "Transcript":
         """Return a new session that starts as the first `at_turn` turns of this one.

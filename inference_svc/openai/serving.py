@@ -54,15 +54,15 @@ async def serving_openai(
     outer: Sequence[Middleware] = (),
     connections: ConnectionMetrics | None = None,
 ) -> AsyncIterator[None]:
-    """Serve meanwhile.
+    """Serve the API inside the block, if there is an address for it.
 
     Args:
-        settings: the service's.
-        gateway: the one way in.
-        tokenizer: the model's.
-        book: who may come in.
+        settings: the service's settings.
+        gateway: the service's gateway.
+        tokenizer: the model's tokenizer; None: it has none.
+        book: the clients that may connect.
         outer: middlewares that see every request first.
-        connections: where they are counted.
+        connections: counts of connections.
 
     Raises:
         ConfigError: the address, a file of TLS or the state directory cannot be used.
@@ -133,7 +133,7 @@ def make_app(api: Api, outer: Sequence[Middleware] = ()) -> web.Application:
     """Build the application: its routes, and the gates before them.
 
     Args:
-        api: its parts.
+        api: the API's parts.
         outer: middlewares that see every request before ours.
     """
     app = web.Application(
@@ -183,7 +183,7 @@ async def _tell_refusals(request: web.Request, handler: Handler) -> web.StreamRe
 
 
 def _admitting(api: Api) -> Middleware:
-    """Make the gate that lets so many requests in at once, and no more."""
+    """Make the gate that bounds the requests at once."""
 
     @web.middleware
     async def admit(request: web.Request, handler: Handler) -> web.StreamResponse:

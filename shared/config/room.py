@@ -12,7 +12,7 @@ from shared.types.units import format_bytes
 
 
 @dataclass(frozen=True)
-class Asked:
+class Demand:
     """What one setting asks for.
 
     Attributes:
@@ -28,14 +28,14 @@ class Asked:
     instead: str = ""
 
 
-def check_room(asked: Iterable[Asked]) -> None:
+def check_room(demands: Iterable[Demand]) -> None:
     """Refuse settings that ask for more than the whole machine has, used or not.
 
     Raises:
         InvalidSettingsError: naming each.
     """
     problems = []
-    for one in asked:
+    for one in demands:
         room = _memory_bytes() if one.directory is None else _disk_bytes(one.directory)
         if one.num_bytes is not None and room is not None and one.num_bytes > room:
             where = "memory" if one.directory is None else f"disk under {one.directory}"

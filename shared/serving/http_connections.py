@@ -110,10 +110,10 @@ class ConnectionTable(Generic[C]):
         self._bounds = bounds
         self._all: _Room[C] = _Room()
         self._by_address: dict[str, _Room[C]] = {}
-        self._places: dict[C, tuple[Phase, str]] = {}
+        self._entries: dict[C, tuple[Phase, str]] = {}
 
     def __len__(self) -> int:
-        return len(self._places)
+        return len(self._entries)
 
     def admit(self, connection: C, address: str) -> Admission:
         """Take a connection in as UNFINISHED, if there is room or somebody to cut for it.
@@ -130,7 +130,7 @@ class ConnectionTable(Generic[C]):
             return Admission(False, None, why)
         if cut is not None:
             self.remove(cut)
-        self._places[connection] = (Phase.UNFINISHED, address)
+        self._entries[connection] = (Phase.UNFINISHED, address)
         for room in self._rooms(address):
             room.enter(connection, Phase.UNFINISHED)
         return Admission(True, cut, why)
@@ -145,22 +145,22 @@ class ConnectionTable(Generic[C]):
 
     def phase_of(self, connection: C) -> Phase | None:
         """None: it is not in the table."""
-        place = self._places.get(connection)
+        place = self._entries.get(connection)
         return place and place[0]
 
     def move(self, connection: C, phase: Phase) -> None:
         """Put a connection last in another phase; nothing happens if it is not in the table."""
-        if connection not in self._places:
+        if connection not in self._entries:
             return
-        before, address = self._places[connection]
-        self._places[connection] = (phase, address)
+        before, address = self._entries[connection]
+        self._entries[connection] = (phase, address)
         for room in self._rooms(address):
             room.leave(connection, before)
             room.enter(connection, phase)
 
     def remove(self, connection: C) -> None:
         """Forget a connection; nothing happens if it is not in the table."""
-        phase, address = self._places.pop(connection, (None, ""))
+        phase, address = self._entries.pop(connection, (None, ""))
         if phase is None:
             return
         for room in self._rooms(address):

@@ -41,7 +41,7 @@ class Solution:
     """
 
     coefficients: tuple[float, ...]
-    is_told_apart: bool
+    is_determined: bool
 
 
 def least_squares(matrix: list[list[float]], vector: list[float]) -> Solution:
@@ -63,7 +63,7 @@ def least_squares(matrix: list[list[float]], vector: list[float]) -> Solution:
                 gain = sum(c * v for c, v in zip(found, vector, strict=True))  # in squared error
                 if gain > best_gain * (1 + 1e-9):  # of equals the one with more terms
                     best, best_gain = found, gain
-    return Solution(tuple(best or [0.0] * size), is_told_apart=everything is not None)
+    return Solution(tuple(best or [0.0] * size), is_determined=everything is not None)
 
 
 def _solve_linear(
@@ -196,14 +196,14 @@ class RunningFit:
         solution = self._solve()
         if solution is None:
             return None
-        if not solution.is_told_apart and _group_key(terms) not in self._groups:
+        if not solution.is_determined and _group_key(terms) not in self._groups:
             return None
         return sum(c * term for c, term in zip(solution.coefficients, terms, strict=True))
 
     def coefficients(self) -> tuple[float, ...] | None:
         """Seconds for one of each term; None while the observations do not determine them."""
         solution = self._solve()
-        return solution.coefficients if solution and solution.is_told_apart else None
+        return solution.coefficients if solution and solution.is_determined else None
 
     def _notice_change(self, group: _Group, seconds: float) -> None:
         """Scale what is known if the machine's speed has changed for good."""

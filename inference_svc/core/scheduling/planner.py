@@ -197,7 +197,7 @@ class Planner:
 
     def _terms(self, request: Request) -> list[Terms]:
         """List the ways to admit a request, the best first; the last needs the fewest slots."""
-        capacity = request.wanted_capacity(self._limits.answer_tokens)
+        capacity = request.capacity_to_admit(self._limits.answer_tokens)
         fresh = Terms(capacity, capacity, self._write_slots(capacity))
         resident = self._residents.get(request.key)
         num_tokens = self._residents.match(request)

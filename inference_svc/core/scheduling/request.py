@@ -201,7 +201,7 @@ class Request:
         """Whether it has ended, one way or another."""
         return not TRANSITIONS[self.state]
 
-    def wanted_capacity(self, answer_tokens: int) -> int:
+    def capacity_to_admit(self, answer_tokens: int) -> int:
         """Slots to admit it with: what is known, and room for an answer of ordinary length.
 
         An answer that has outgrown its room is given as much again, so that a long one is

@@ -21,7 +21,7 @@ from inference_svc.core.errors import (
 )
 from inference_svc.core.session_turns import SessionTurns
 from inference_svc.core.submission import Submission
-from inference_svc.core.tenant_limits import Place, TenantLimits
+from inference_svc.core.tenant_limits import Reservation, TenantLimits
 from inference_svc.runtime.engine.engine_loop import EngineLoop
 from inference_svc.runtime.turns.sessions import Sessions
 from inference_svc.runtime.turns.transcript import TranscriptStore
@@ -176,13 +176,13 @@ class Turns:
             queue_full = isinstance(error, QueueFullError)
             self._counters.add("turns_refused" if queue_full else f"refused_{error.reason}")
             raise
-        place = self._limits.enter(key.tenant, submission.most_tokens, opens, now_ns)
+        reservation = self._limits.enter(key.tenant, submission.most_tokens, opens, now_ns)
         if runs_now:
             turn.may_run.set()
         self._idle.clear()
         turn.task = self._tasks.create_task(self._run(turn))
         # Not a `finally` in the task: a task cancelled before its first step never gets there.
-        turn.task.add_done_callback(partial(self._ended, turn, place))
+        turn.task.add_done_callback(partial(self._ended, turn, reservation))
         return turn
 
     def _check_limits(self, submission: Submission, opens: str, now_ns: int) -> None:
@@ -220,7 +220,9 @@ class Turns:
             )
         return None
 
-    def _ended(self, turn: Turn, place: Place, task: "asyncio.Task[ReportedError | None]") -> None:
+    def _ended(
+        self, turn: Turn, reservation: Reservation, task: "asyncio.Task[ReportedError | None]"
+    ) -> None:
         """End the turn's events and release the next turn of its session."""
         error: ReportedError | None
         if task.cancelled():
@@ -234,7 +236,7 @@ class Turns:
         turn.close(error)
         if error is not None and not turn.is_answered:
             self._report.failed(turn.submission, error)
-        self._limits.leave(place, turn.computed_tokens, time.monotonic_ns())
+        self._limits.leave(reservation, turn.computed_tokens, time.monotonic_ns())
         following = self._session_turns.leave(turn.submission.key, turn)
         if following is not None:
             following.may_run.set()

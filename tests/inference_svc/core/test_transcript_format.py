@@ -232,7 +232,7 @@ def test_replaying_gives_the_context_of_living_through_it(lived):
     session, context = lived
     assert list(session.context_ids) == context
     read, _ = decode_transcript(encode_transcript(session))
-    assert read.known_context is None
+    assert read.cached_context is None
     assert read.context == session.context
 
 
@@ -240,7 +240,7 @@ def test_a_turn_costs_no_replay(monkeypatch):
     """What was lived through is known; only what is read, or forked, is replayed."""
     monkeypatch.setattr("inference_svc.core.transcript_format.replay", None)
     session = transcript(0)
-    session = replace(session, known_context=Context())
+    session = replace(session, cached_context=Context())
     session = session.with_turn(record(0), is_final=False)
     session = session.with_discard(Discard(((0, 2),), 0, CLIENT))
     session = session.with_turn(record(1), is_final=False)

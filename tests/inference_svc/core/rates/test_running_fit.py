@@ -216,7 +216,7 @@ def test_no_small_step_fits_better(rows):
     matrix = [[float(sum(r[i] * r[j] for r in rows)) for j in range(3)] for i in range(3)]
     vector = [float(sum(r[i] * r[3] for r in rows)) for i in range(3)]
     found = least_squares(matrix, vector)
-    if not found.is_told_apart:
+    if not found.is_determined:
         return
     scale = max(vector)
     for i in range(3):
