@@ -35,7 +35,7 @@ class TranscriptDamagedError(StateError):
 
 @dataclass(frozen=True)
 class Header:
-    """Whose transcript it is; an empty session is a header alone."""
+    """The session of a transcript; an empty session is a header alone."""
 
     tenant: str
     model: str
@@ -49,8 +49,8 @@ class Transcript:
 
     Attributes:
         discards: between turns, in order, each with the number of turns before it.
-        known_context: what the next turn sees, if it was derived from that of the transcript before
-            this one; None: it is replayed when it is asked for.
+        cached_context: the context, if it was derived from that of the transcript before this one;
+            None: it is replayed at the first use of `context`.
     """
 
     header: Header
@@ -61,27 +61,27 @@ class Transcript:
 
     @cached_property
     def context(self) -> Context:
-        """What the next turn sees."""
+        """The context that the next turn sees."""
         return self.cached_context or replay(self.turns, self.discards)
 
     @property
     def context_ids(self) -> tuple[int, ...]:
-        """Tokens that are still there."""
+        """The tokens of the context."""
         return self.context.token_ids
 
     @property
     def token_ids(self) -> tuple[int, ...]:
-        """All tokens the session ever had."""
+        """All tokens that the session ever had."""
         return tuple(token for turn in self.turns for token in (*turn.input_ids, *turn.output_ids))
 
     @cached_property
     def num_tokens(self) -> int:
-        """How many tokens the session ever had."""
+        """Number of tokens that the session ever had."""
         return sum(turn.num_tokens for turn in self.turns)
 
     @property
     def all_discards(self) -> tuple[tuple[int, Discard], ...]:
-        """Those of the turns and those between them, each with the index of its turn, in order."""
+        """Discards of turns and between them, each with the index of its turn, in order."""
         within = [(turn.turn, discard) for turn in self.turns for discard in turn.discards]
         return tuple(sorted((*self.discards, *within), key=lambda found: found[0]))
 
@@ -121,27 +121,27 @@ class Transcript:
 
 
 def encode_header(header: Header) -> bytes:
-    """First line of a file."""
+    """Encode the first line of a file."""
     return _line({"header": asdict(header)})
 
 
 def encode_turn(turn: TurnRecord) -> bytes:
-    """Line of one turn."""
+    """Encode the line of one turn."""
     return _line({"turn": asdict(turn)})
 
 
 def encode_discard(discard: Discard) -> bytes:
-    """Line of a discard between turns."""
+    """Encode the line of a discard between turns."""
     return _line({"discard": asdict(discard)})
 
 
 def encode_end() -> bytes:
-    """Line that ends the session."""
+    """Encode the line that ends the session."""
     return _line({"end": {}})
 
 
 def encode_transcript(transcript: Transcript) -> bytes:
-    """Whole file."""
+    """Encode a whole file."""
     lines = [encode_header(transcript.header)]
     for num_turns in range(len(transcript.turns) + 1):
         between = [discard for turn, discard in transcript.discards if turn == num_turns]
@@ -151,13 +151,13 @@ def encode_transcript(transcript: Transcript) -> bytes:
 
 
 def decode_header(line: bytes) -> Header | None:
-    """Whose file it is, by its first line; None if that is torn or damaged."""
+    """Decode a file's first line; None if that is torn or damaged."""
     record = _record(line)
     return Header(**record["header"]) if record is not None and "header" in record else None
 
 
 def decode_transcript(data: bytes) -> tuple[Transcript | None, int]:
-    """Read a file; return the transcript (None: not even a header) and the bytes that are good.
+    """Decode a file; return the transcript (None: not even a header) and its number of good bytes.
 
     Raises:
         TranscriptDamagedError: a line before the last is bad, or a discard is.
@@ -182,7 +182,7 @@ def decode_transcript(data: bytes) -> tuple[Transcript | None, int]:
 
 
 def _transcript(records: list[dict[str, Any]]) -> Transcript:
-    """Put records together, and see that the discards among them fit."""
+    """Make a transcript of records, and check that the discards among them fit."""
     turns: list[TurnRecord] = []
     discards: list[tuple[int, Discard]] = []
     for record in records:
@@ -245,13 +245,11 @@ def _discard(record: dict[str, Any]) -> Discard:
 
 @dataclass(frozen=True)
 class ExpectedSession:
-    """What a client believes of a session, checked before the session changes.
-
-    None: it does not say.
+    """A session's state as a client believes it to be, checked before the session changes.
 
     Attributes:
-        num_turns: that are complete.
-        context_tokens: that are still there.
+        num_turns: number of complete turns; None: any.
+        context_tokens: number of tokens in the context; None: any.
     """
 
     num_turns: int | None = None

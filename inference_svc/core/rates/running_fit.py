@@ -33,11 +33,11 @@ MIN_PIVOT = 0.001
 
 @dataclass(frozen=True)
 class Solution:
-    """What fits best.
+    """The coefficients that fit best.
 
     Attributes:
         coefficients: one for each term, all ≥ 0.
-        is_told_apart: whether the observations determine each of them.
+        is_determined: whether the observations determine each of them.
     """
 
     coefficients: tuple[float, ...]
@@ -154,7 +154,7 @@ class _Group:
                     self.matrix[i][j] += weight * term * other
 
     def factor(self, number: int) -> float:
-        """By how much the sums count when `number` observations were noted in all."""
+        """Return the weight of the sums when `number` observations were recorded in all."""
         return max(exp2((self.newest - number) / HALF_LIFE), GROUP_WEIGHT / self.weight)
 
 
@@ -162,7 +162,7 @@ class RunningFit:
     """See the module docstring.
 
     Args:
-        num_terms: how many numbers describe a piece of work; a constant is a term that is 1.
+        num_terms: number of terms that describe a piece of work; a constant is a term that is 1.
     """
 
     def __init__(self, num_terms: int) -> None:
@@ -174,7 +174,7 @@ class RunningFit:
         self._solution: Solution | None = None
 
     def note(self, terms: Sequence[int], seconds: float) -> None:
-        """Learn that work of these terms (non-negative integers) took so long."""
+        """Record how many seconds work of these terms (non-negative integers) took."""
         seconds = max(seconds, 1e-9)  # a clock may stand still
         key = _group_key(terms)
         group = self._groups.pop(key, None) or _Group()
@@ -188,7 +188,7 @@ class RunningFit:
         self._solution = None
 
     def seconds(self, terms: Sequence[int]) -> float | None:
-        """Estimate how long such work takes.
+        """Estimate how many seconds such work takes.
 
         None while fewer than MIN_OBSERVATIONS were noted, and, while the observations are too
         alike to determine every coefficient, for work unlike all of them.
@@ -201,12 +201,12 @@ class RunningFit:
         return sum(c * term for c, term in zip(solution.coefficients, terms, strict=True))
 
     def coefficients(self) -> tuple[float, ...] | None:
-        """Seconds for one of each term; None while the observations do not determine them."""
+        """Return the seconds for one of each term; None while they are not determined."""
         solution = self._solve()
         return solution.coefficients if solution and solution.is_determined else None
 
     def _notice_change(self, group: _Group, seconds: float) -> None:
-        """Scale what is known if the machine's speed has changed for good."""
+        """Scale all observations if the machine's speed has changed for good."""
         if not group.is_confirmed:
             return  # nothing to compare with
         ratio = seconds / group.usual_s()

@@ -19,13 +19,13 @@ class SchedulerLimits:
     """Bounds of the scheduler, in requests, token slots or tokens.
 
     Attributes:
-        max_running: requests in a step.
-        max_loading: requests that load, or are loaded and wait for the batch.
-        max_waiting: requests in the queue, above which a new one is refused.
-        kv_slots: of sequences, write buffers and residents together; a slot holds one token's KV.
-        step_tokens: prompt tokens computed in one step, over all requests.
+        max_running: most requests in a step.
+        max_loading: most requests that load, or are loaded and wait for the batch.
+        max_waiting: most requests in the queue, above which a new one is refused.
+        kv_slots: token slots of sequences' KV, write buffers and residents together.
+        step_tokens: most prompt tokens computed in one step, over all requests.
         mixed_step_tokens: the same, while an answer is under way beside them.
-        answer_tokens: room for an answer that a request is first admitted with.
+        answer_tokens: slots for its answer that a request is first admitted with.
         saves: whether requests have write buffers.
         keeps_residents: whether sessions keep their KV when their turn is over.
     """
@@ -59,9 +59,10 @@ class Admission:
     """Give a request its memory, fill in what is stored, and call `announced`.
 
     Attributes:
-        resident_tokens: its first tokens, of which its session's resident has the KV.
-        in_place: that resident's KV is the request's now. Otherwise it is to be moved to new KV,
-            and `resident_moved` is owed.
+        request: the request.
+        resident_tokens: number of its first tokens whose KV its session's resident has.
+        in_place: whether that resident's KV is the request's now. Else it is to be moved to new
+            KV, and `residents.end_move` is owed.
     """
 
     request: Request
@@ -80,8 +81,8 @@ class StepPlan:
             not admitted, and nobody else is whose place is behind theirs: `truncated`, then
             `end_compaction` of their resident are owed.
         evicted: sessions whose resident KV is to be released before memory is given to others.
-        expired: failed because their deadline passed; release is owed.
-        wake_ns: when to ask again even if nothing happens; None: not needed.
+        expired: requests that failed because their deadline passed; release is owed.
+        wake_ns: time of the next `schedule` even if nothing happens; None: not needed.
     """
 
     chunks: tuple[PlannedChunk, ...] = ()
@@ -95,10 +96,10 @@ class StepPlan:
 
 @dataclass(frozen=True)
 class StepResult:
-    """What became of a plan's chunks.
+    """The results of a plan's chunks.
 
     Attributes:
-        computed: those that succeeded.
+        computed: the chunks that succeeded.
         sampled: the tokens sampled from them, by request number.
     """
 
@@ -107,7 +108,7 @@ class StepResult:
 
 
 def prompt_budget(running: Sequence[Request], limits: SchedulerLimits) -> int:
-    """Prompt tokens a step may compute."""
+    """Return how many prompt tokens a step may compute."""
     is_mixed = any(request.is_decoding for request in running)
     return limits.mixed_step_tokens if is_mixed else limits.step_tokens
 
