@@ -1,7 +1,7 @@
 """The one table of the service's metrics. Pure; values.py fills it at each scrape.
 
-A tenant is a label only if the settings name it; all others are "other". `history` is what became
-of what a session had said before: "none" (nothing was), "reused", "partial", "recomputed".
+A tenant is a label only if the settings name it; all others are "other". `history` is the state of
+a turn's history: "none" (there was none), "reused", "partial", "recomputed".
 """
 
 from shared.serving.metric_export import Metric, MetricTable
