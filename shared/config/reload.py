@@ -44,8 +44,8 @@ def changes(old: LoadedSettings[S], new: LoadedSettings[S], live: Sequence[str])
     """Compare what is in force with what was read.
 
     Args:
-        old: in force. A key that waits for the next start is reported at each reload until then.
-        new: as read just now.
+        old: the settings in force. A key that waits for the next start is reported at each reload.
+        new: the settings as read just now.
         live: the process's LIVE_KEYS.
 
     Raises:
@@ -78,12 +78,12 @@ class LiveSettings(Generic[S]):
     """The settings in force in this process, and the callbacks that receive new ones.
 
     Args:
-        loaded: as the process started with.
+        loaded: the settings that the process started with.
         read: reads file, environment and flags again; raises InvalidSettingsError.
         live: the process's LIVE_KEYS.
 
     Attributes:
-        loaded: in force.
+        loaded: the settings in force.
     """
 
     def __init__(
@@ -100,15 +100,15 @@ class LiveSettings(Generic[S]):
 
     @property
     def settings(self) -> S:
-        """In force: ask again rather than keep them."""
+        """The settings in force: read them here again rather than keep them."""
         return self.loaded.settings
 
     def check_with(self, check: Callable[[S], None]) -> None:
-        """Have settings checked before they are in force; `check` raises a ConfigError."""
+        """Add a check of new settings before they are in force; it raises a ConfigError."""
         self._checks.append(check)
 
     def on_change(self, apply: Callable[[S], None]) -> None:
-        """Have `apply` called with each new settings; it must not fail: see check_with."""
+        """Add a callback for each new settings; it must not fail: see check_with."""
         self._appliers.append(apply)
 
     def reload(self) -> Changes[S]:

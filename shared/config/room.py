@@ -1,4 +1,4 @@
-"""What this machine has at most, and settings that ask for more: they can never be met."""
+"""Settings that demand more memory or disk than this machine has: they can never be met."""
 
 import os
 from collections.abc import Iterable
@@ -13,13 +13,13 @@ from shared.types.units import format_bytes
 
 @dataclass(frozen=True)
 class Demand:
-    """What one setting asks for.
+    """The memory or disk that one setting demands.
 
     Attributes:
-        key: dotted.
-        num_bytes: None: what there is ("auto", "none").
-        directory: on whose disk; None: in memory.
-        instead: what may be written in its place, beside a smaller size.
+        key: the setting's dotted key.
+        num_bytes: bytes; None: whatever there is ("auto", "none").
+        directory: a directory on the disk; None: memory.
+        instead: a value that may be written in its place, beside a smaller size.
     """
 
     key: str
@@ -29,7 +29,7 @@ class Demand:
 
 
 def check_room(demands: Iterable[Demand]) -> None:
-    """Refuse settings that ask for more than the whole machine has, used or not.
+    """Refuse settings that demand more than the whole machine has, used or not.
 
     Raises:
         InvalidSettingsError: naming each.

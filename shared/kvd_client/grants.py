@@ -66,10 +66,10 @@ class LoadGrant:
     Attributes:
         lookup: on a MISS there is no lease and nothing to complete.
         spans: contiguous, covering [from_token, end_token).
-        more: more is stored beyond end_token; ask again after complete_load.
+        more: whether more is stored beyond end_token; request it after complete_load.
         miss_reason: slug, "" unless MISS.
         arena: stays mapped for as long as this grant is referred to.
-        progress: which layers are ready; None unless PENDING.
+        progress: reports which layers are ready; None unless PENDING.
     """
 
     lookup: Lookup
@@ -90,9 +90,9 @@ class StoreGrant:
         lease_id: 0 when there is nothing to write and nothing to complete.
         blocks: in token order, not overlapping; what is stored already is not among them.
         end_token: after completion [0, end_token) is stored.
-        more: ask again after complete_store, with from_token = end_token.
+        more: whether to call again after complete_store, with from_token = end_token.
         refused_reason: "no_space", "gap", or "".
-        arena: as in LoadGrant.
+        arena: the arena of the slots; stays mapped for as long as this grant is referred to.
     """
 
     lease_id: int
@@ -124,8 +124,8 @@ def load_grant(
 
     Args:
         response: the answer.
-        request: what was asked.
-        arena: whose slots it names.
+        request: the request that it answers.
+        arena: the arena whose slots it names.
         block_tokens: tokens of a slot.
         words: progress words, for an answer that is PENDING.
 

@@ -63,7 +63,7 @@ def command(*groups: type[Any], order: str = "") -> Callable[[Callable[..., None
 
 
 def _options(group: type[Any]) -> list[tuple[str, Parameter]]:
-    """The options of a dataclass, by field, as parameters of a function."""
+    """Return the options of a dataclass, by field, as parameters of a function."""
     hints = get_type_hints(group, include_extras=True)
     found = []
     for field in fields(group):

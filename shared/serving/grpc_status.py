@@ -137,7 +137,7 @@ class ReportedErrorInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type
     """Turns a ReportedError raised by a servicer into its status, and anything else into INTERNAL.
 
     Attributes:
-        domain: of ErrorInfo.
+        domain: domain of ErrorInfo: "kvd" or "inference".
     """
 
     def __init__(self, domain: str) -> None:

@@ -12,7 +12,7 @@ _BYTES = 8
 
 
 def shown_id(engine_id: int) -> int:
-    """The number of an engine, from which its id cannot be found."""
+    """Return the number of an engine, from which its id cannot be computed."""
     known = engine_id.to_bytes(_BYTES, "little")
     digest = hashlib.blake2b(known, digest_size=_BYTES, person=_PERSON).digest()
     return int.from_bytes(digest, "little") >> 1
