@@ -1,4 +1,4 @@
-"""What a supervisor hears."""
+"""What a supervisor receives."""
 
 import os
 import socket

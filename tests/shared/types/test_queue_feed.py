@@ -1,4 +1,4 @@
-"""What a feed tells: all once, then what has changed; of long queues the head."""
+"""What a feed reports: all once, then what has changed; of long queues the head."""
 
 import pytest
 
@@ -155,7 +155,7 @@ def test_changes_behind_the_head_are_not_told():
 
 
 def test_a_side_that_does_not_listen_costs_no_memory():
-    """Beyond what is worth telling as a change, all is told when it listens again."""
+    """Beyond what is worth reporting as a change, all is reported when it listens again."""
     feed = QueueFeed()
     send(feed)
     update = feed.next_update(MANY)

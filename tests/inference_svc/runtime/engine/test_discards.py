@@ -151,7 +151,7 @@ async def test_an_answer_goes_on_when_its_window_is_full(model, stock, choose, s
 @pytest.mark.parametrize("choose", CHOICES)
 @pytest.mark.parametrize("keeps_residents", [True, False])
 async def test_the_next_turn_goes_on_from_what_is_left(model, stock, keeps_residents, choose):
-    """From memory, or from the store: that hears of a discard between the saves about it."""
+    """From memory, or from the store, which receives a discard between the saves around it."""
     async with running_engine(model, keeps_residents=keeps_residents) as engine:
         session = PlainSession(stock)
         request = engine.request(PROMPT, 60, window_tokens=WINDOW, truncate=choose)
@@ -356,7 +356,7 @@ async def test_scores_are_of_the_tokens_that_are_left(model):
 
 
 async def test_the_lineage_follows_the_discards_of_a_turn(model):
-    """Each time that of the computed tokens; without one nothing is told."""
+    """Each time that of the computed tokens; without one nothing is reported."""
     async with running_engine(model) as engine:
         request = engine.request(
             PROMPT, 30, window_tokens=WINDOW, truncate=oldest_half, lineage=WHOLE
@@ -461,7 +461,7 @@ async def test_a_turn_cancelled_while_it_waits_may_be_tried_again(model, stock, 
 
 
 async def test_a_turn_for_which_there_is_no_place_drops_nothing(model):
-    """It is refused before anything is told of it."""
+    """It is refused before anything of it is reported."""
     async with running_engine(model, max_waiting=1, kv_slots=800) as engine:
         first, cut = await periodic_session(engine)
         await engine.loop.wait_idle()

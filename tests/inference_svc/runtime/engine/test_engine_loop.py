@@ -255,7 +255,7 @@ async def test_synchronous_saving_computes_nothing_before_an_answer_is_stored(mo
 
 
 async def test_a_deleted_session_is_gone_from_memory_too(model):
-    """Its resident is released and its store told, after its last save."""
+    """Its resident is released and its store notified, after its last save."""
     async with running_engine(model) as engine:
         turn = await engine.run(range(20, 60))
         await engine.loop.forget(turn.key, turn.token_ids)
@@ -305,9 +305,9 @@ async def test_a_session_whose_last_turn_was_given_up_goes_on(model):
 
 
 async def test_a_turn_runs_until_it_is_kept_or_dropped(model):
-    """As its store is told; who is preempted waits again, who is resident does neither."""
+    """As its store receives it; who is preempted waits again, who is resident does neither."""
 
-    def told():
+    def reported():
         change = engine.store.queue.next_update(100).change
         engine.store.queue.restart()
         waiting = [request.key.session_id for request in change.waiting]
@@ -317,19 +317,19 @@ async def test_a_turn_runs_until_it_is_kept_or_dropped(model):
         low = engine.request(range(20, 60), 100, session="low")
         answer = asyncio.create_task(engine.loop.generate(low))
         await low.sink.has_token.wait()
-        assert told() == ([], ["low"])
+        assert reported() == ([], ["low"])
         high = engine.request(range(30, 70), 4, session="high", priority=1)
         await engine.loop.generate(high)
         assert low.num_preemptions == 1
-        waiting, running = told()
+        waiting, running = reported()
         assert "high" in running
         assert "low" in waiting + running
         engine.loop.keep(high, high.token_ids[:-1])
         await answer
-        assert told() == ([], ["low"])
+        assert reported() == ([], ["low"])
         engine.loop.drop(low)
         await engine.all_released()
-        assert told() == ([], [])
+        assert reported() == ([], [])
 
 
 def test_token_bytes_are_little_endian():

@@ -96,7 +96,7 @@ async def test_a_turn_may_have_a_load_policy_of_its_own(model, policy):
 
 @pytest.mark.parametrize("num_failures", [0, 1])
 async def test_a_load_that_is_shown_whole_may_break_off(model, num_failures):
-    """Without layers one by one the turn hears of it all the same."""
+    """Without layers one by one the turn fails all the same."""
     preload = PreloadPolicy(is_layerwise=False, buffer_layers=99)
     async with running_engine(model, preload, keeps_residents=False) as engine:
         following = await stored_turn(engine)
