@@ -60,11 +60,12 @@ class Model:
 
 @dataclass(frozen=True)
 class EngineParts:
-    """An engine and what it stands on; usable without a server.
+    """An engine and its parts; usable without a server.
 
     Attributes:
-        window_tokens: most tokens of a turn: the model's, or what the KV budget holds.
+        window_tokens: most tokens of a turn: the model's window, or what the KV budget holds.
         window_bound: which of the two it is, for people.
+        threads: the threads that `close` ends.
         prefaults: whether `prefault` does anything.
     """
 
@@ -82,7 +83,7 @@ class EngineParts:
     prefaults: bool
 
     async def prefault(self) -> None:
-        """Take the pool's memory from the system, beside everything else."""
+        """Fault in the pool's memory, on a thread."""
         if self.prefaults:
             await asyncio.to_thread(self.pool.prefault)
 
@@ -227,7 +228,7 @@ def _scheduler_limits(
 def _window(
     loaded: LoadedModel, settings: InferenceSettings, kv_slots: int, *, saves: bool
 ) -> tuple[int, str]:
-    """Choose the most tokens of a turn, and say what bounds them.
+    """Return the most tokens of a turn, and what bounds them.
 
     What is to be saved has a second slot until kvd has it: nobody expects half of kv_tokens.
     """

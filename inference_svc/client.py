@@ -63,7 +63,7 @@ TurnContent: TypeAlias = str | Sequence[pb.ChatMessage] | Sequence[int]
 
 @dataclass(frozen=True)
 class TurnResult:
-    """A finished turn: what its events said, put together."""
+    """A finished turn: its events put together."""
 
     accepted: pb.Accepted
     started: pb.Started
@@ -105,7 +105,7 @@ class InferenceClient:
 
     Args:
         address: "unix:/path" or "host:port".
-        credentials: what a TCP port asks for: a token, a certificate.
+        credentials: token or certificate for a TCP port.
 
     Raises:
         InvalidInputError: the address is none.
@@ -135,7 +135,7 @@ class InferenceClient:
     async def stream_turn(
         self, request: pb.SubmitTurnRequest, timeout_s: float = TURN_S
     ) -> AsyncGenerator[pb.TurnEvent, None]:
-        """The events of a turn; closing the iterator early cancels the turn."""
+        """Yield the events of a turn; closing the iterator early cancels the turn."""
         call = self._stub.SubmitTurn(request, timeout=timeout_s)
         try:
             async for event in call:
@@ -177,7 +177,7 @@ class InferenceClient:
         timeout_s: float = TURN_S,
         on_refused: Callable[[ReportedError], None] = lambda _: None,
     ) -> TurnResult:
-        """Run a turn to its end, coming back as hinted while the service is full or not there.
+        """Run a turn to its end, and retry as hinted while the service is full or not there.
 
         It is the same turn each time, by its session and its request id, which it is given if it
         has none: it is answered once, and an answer that was lost on the way comes again.
@@ -208,7 +208,7 @@ class InferenceClient:
     async def get_session(
         self, session_id: str, *, with_turns: bool = False, tenant: str = ""
     ) -> pb.Session:
-        """A session's state."""
+        """Return a session's state."""
         request = pb.GetSessionRequest(tenant=tenant, session_id=session_id, with_turns=with_turns)
         session: pb.Session = await self._call(self._stub.GetSession, request)
         return session
@@ -219,7 +219,7 @@ class InferenceClient:
         await self._call(self._stub.DeleteSession, request)
 
     async def end_session(self, session_id: str, tenant: str = "") -> None:
-        """Say that a session is over: it can be read and forked, and takes no further turn."""
+        """End a session: it can be read and forked, and takes no further turn."""
         request = pb.EndSessionRequest(tenant=tenant, session_id=session_id)
         await self._call(self._stub.EndSession, request)
 
@@ -260,7 +260,7 @@ class InferenceClient:
         return response
 
     async def get_model(self) -> pb.Model:
-        """What is served."""
+        """Return a description of what is served."""
         model: pb.Model = await self._call(self._stub.GetModel, pb.GetModelRequest())
         return model
 
@@ -293,7 +293,7 @@ def _no_answer(address: str, reported: ReportedError) -> ReportedError:
 
 
 def _identifiable(request: pb.SubmitTurnRequest) -> pb.SubmitTurnRequest:
-    """The request with ids, so that the service knows it again."""
+    """Return the request with ids, so that the service recognises a repeat."""
     same = pb.SubmitTurnRequest()
     same.CopyFrom(request)
     same.session_id = request.session_id or f"s-{uuid.uuid4().hex}"
@@ -302,7 +302,7 @@ def _identifiable(request: pb.SubmitTurnRequest) -> pb.SubmitTurnRequest:
 
 
 def _passes(error: ReportedError, *, was_lost: bool) -> bool:
-    """Whether the same turn may well be taken later."""
-    if isinstance(error, ConflictError):  # our own, whose end we did not hear of, is being stopped
+    """Whether the same turn may be accepted later."""
+    if isinstance(error, ConflictError):  # our earlier try is being stopped
         return was_lost and error.reason == SESSION_BUSY
     return error.retryable

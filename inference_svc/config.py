@@ -17,7 +17,7 @@ from inference_svc.installation import default_listen, default_state_dir
 from inference_svc.openai_settings import OpenAISettings
 from shared.access.addresses import check_guarded, is_tcp
 from shared.access.settings import ClientName, ClientSettings, Tenants, TlsSettings, distinct
-from shared.config.room import Asked, check_room
+from shared.config.room import Demand, check_room
 from shared.config.settings import LoadedSettings, load_settings
 from shared.process.runtime_dir import MAX_MESSAGE_BYTES, MAX_SOCKET_PATH, default_runtime_dir
 from shared.serving.observing_settings import MetricsSettings, ProcessSettings, TracingSettings
@@ -103,7 +103,7 @@ class ServerSettings(Section):
             certificate; "auto": the default socket.
         state_dir: directory of transcripts and whatever else is to survive; "auto": the default.
         max_message_bytes: bound of one gRPC message.
-        drain_s: how long running turns may go on after SIGTERM.
+        drain_s: seconds that running turns may continue after SIGTERM.
         socket_tenants: tenants that whoever may open the Unix socket may name; the first is meant
             if none is named; "*": all, for a gateway that knows its own clients.
         socket_group: group that may open the Unix socket; "": the group of the service.
@@ -141,7 +141,7 @@ class CacheSettings(Section):
     """How history is reused.
 
     Attributes:
-        mode: "recompute" never talks to kvd: the baseline.
+        mode: "cached", or "recompute", which never calls kvd: the baseline.
         load_policy: "auto" loads what is loaded sooner than recomputed, by measured rates; "never"
             saves but does not load.
         residents: sessions keep their KV in memory after their turn while there is room.
@@ -152,7 +152,7 @@ class CacheSettings(Section):
             nothing is stored.
         save_group_tokens: tokens of a turn under way that are stored together; at least a block's.
         kvd_runtime_dir: directory of kvd's sockets.
-        deadline_s: how long one load or one save may wait for kvd.
+        deadline_s: most seconds that one load or one save may wait for kvd.
     """
 
     mode: Literal["cached", "recompute"] = "cached"
@@ -167,20 +167,20 @@ class CacheSettings(Section):
 
 
 class OverflowSettings(Section):
-    """What a session gives up when its window is full; a turn may say otherwise.
+    """Which tokens of a session are dropped when its window is full; a turn may name its own.
 
     Attributes:
-        policy: "oldest": the oldest part goes; "half", "sinks": the same, older names; "reject":
-            nothing goes.
-        ratio: part of what may go that goes at once, in (0, 1]. None: an eighth where what is kept
-            stays valid, half where it is computed again.
+        policy: "oldest": the oldest tokens; "half", "sinks": the same, older names; "reject":
+            none.
+        ratio: part of the droppable tokens that is dropped at once, in (0, 1]. None: an eighth
+            where the rest stays valid, half where it is computed again.
         sink_tokens: number of first tokens that stay, also when a session is compressed, at most
             half of the window; a system message counts. None: as many as the model needs, found at
             the start.
         reserve_tokens: tokens of an answer that are to have room when it begins; at most a quarter
             of the window.
         split_frames: whether messages of a chat may be cut anywhere; else only where one begins.
-        drop_system: whether the system message may go, too.
+        drop_system: whether the system message may be dropped, too.
     """
 
     policy: Literal["oldest", "half", "sinks", "reject"] = "oldest"
@@ -192,7 +192,7 @@ class OverflowSettings(Section):
 
 
 class CompressionSettings(Section):
-    """What a session gives up at the end of each turn; a turn may say otherwise.
+    """Which tokens of a session are dropped at the end of each turn; a turn may name its own.
 
     Attributes:
         policy: "none": nothing; "sinks_recent": all but the first and the latest tokens; "snapkv",
@@ -340,11 +340,11 @@ def load_inference_settings(
     settings = loaded.settings
     check_room(
         (
-            Asked(
+            Demand(
                 "scheduler.kv_tokens (at 64 bytes each, the least there is)",
                 settings.scheduler.kv_tokens * LEAST_TOKEN_BYTES,
             ),
-            Asked("openai.max_body_bytes", settings.openai.max_body_bytes),
+            Demand("openai.max_body_bytes", settings.openai.max_body_bytes),
         )
     )
     for address in settings.server.listen:

@@ -20,10 +20,10 @@ class OpenAISettings(Section):
         aliases: further names that requests may call the model by.
         temperature: temperature of requests that name none; OpenAI's default, where gRPC's is 0.
         max_body_bytes: bound of a request's body.
-        body_s: how long a client may take to send a request's body.
-        write_s: how long a client may take to read what was sent, before it is given up.
-        header_s: how long a client may take for a TLS handshake, and for a request's headers.
-        idle_s: how long a connection is kept for the next request.
+        body_s: most seconds a client may take to send a request's body.
+        write_s: most seconds a client may take to read what was sent, before it is disconnected.
+        header_s: most seconds a client may take for a TLS handshake, and for a request's headers.
+        idle_s: seconds that a connection is kept for the next request.
         max_requests: bound of the requests at once; more are refused. For a new one a request may
             go whose body has not come (`openai/requests.py` says which).
         max_connections: bound of the connections at once; for one more that goes which waits for
@@ -33,8 +33,8 @@ class OpenAISettings(Section):
         proxies: addresses and networks that many clients come from; that bound is not for them.
         max_sessions: bound of the sessions that requests opened without naming them; the one that
             was used longest ago is deleted for a new one, of the tenant that has the most.
-        max_remembered: bound of the histories, and of the responses, that are known again; the
-            oldest go first, of the tenant that has the most.
+        max_remembered: bound of the stored histories, and of the stored responses; the oldest are
+            deleted first, of the tenant that has the most.
     """
 
     listen: str = ""

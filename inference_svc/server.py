@@ -48,7 +48,7 @@ def run(
 
     Args:
         loaded: the settings to start with.
-        read_again: reads them anew, for a reload.
+        read_again: reads the settings anew, for a reload.
 
     Raises:
         ConfigError: the start was refused.
@@ -79,7 +79,7 @@ def run(
 
 
 def _refusal_in(failed: BaseExceptionGroup[BaseException]) -> ConfigError | None:
-    """Why the start was refused, if that is it."""
+    """Return the error that refused the start; None: it was something else."""
     found: BaseException | None = failed.split(ConfigError)[0]
     while isinstance(found, BaseExceptionGroup):
         found = found.exceptions[0]
@@ -118,7 +118,7 @@ def _load(settings: ModelSettings, path: Path, digests: Path) -> "Model":
 async def _serve(
     live: LiveSettings[InferenceSettings], model: "Model", transcripts: TranscriptStore
 ) -> None:
-    """Assemble the service, run it until it is told to stop, and end it."""
+    """Assemble the service, run it until a signal stops it, and end it."""
     from inference_svc.metrics.values import Calls
     from inference_svc.service.lifecycle import Signals
     from inference_svc.service.servicer import InferenceService
@@ -157,7 +157,7 @@ async def _serve(
 def _background(
     parts: "ServiceParts", signals: "Signals", live: LiveSettings[InferenceSettings]
 ) -> Iterator[Coroutine[Any, Any, None]]:
-    """Yield what runs for as long as the service does."""
+    """Yield the coroutines that run for as long as the service does."""
     from inference_svc.service import lifecycle
 
     engine_parts = parts.engine_parts
@@ -178,7 +178,7 @@ async def _serving_http(
     book: ClientBook,
     calls: "Calls",
 ) -> AsyncIterator[None]:
-    """Serve monitors and the OpenAI-compatible API meanwhile, if there are addresses for them."""
+    """Serve monitors and the OpenAI-compatible API inside the block, where they have addresses."""
     from inference_svc.metrics.values import make_exporter
     from inference_svc.openai.serving import serving_openai
     from shared.serving.http_observer import observing
@@ -207,7 +207,7 @@ async def _serving_http(
 async def _drain(
     drain_s: float, parts: "ServiceParts", servers: GrpcServers, signals: "Signals"
 ) -> None:
-    """Take no more turns, let those that run end, and then have no more calls."""
+    """Take no more turns, let those that run end, then end the servers."""
     from inference_svc.service.lifecycle import drain
 
     systemd.notify(systemd.STOPPING)

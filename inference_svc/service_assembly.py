@@ -1,4 +1,4 @@
-"""Wires the service together around an engine, and has it follow its settings; nothing runs yet."""
+"""Wires the service together around an engine, and applies changed settings; nothing runs yet."""
 
 import time
 from collections.abc import Callable, Mapping
@@ -29,7 +29,7 @@ from shared.version import __version__
 
 @dataclass(frozen=True)
 class ServiceParts:
-    """What the server runs."""
+    """The parts of a service, which the server runs."""
 
     engine_parts: EngineParts
     limits: TenantLimits
@@ -39,13 +39,13 @@ class ServiceParts:
     text_thread: WorkerThread
 
     def follow(self, live: LiveSettings[InferenceSettings]) -> None:
-        """Follow the settings that a running service changes (`config.LIVE_KEYS`) from now on."""
+        """Apply the settings that a reload changes (`config.LIVE_KEYS`), from now on."""
         live.checks.append(self._check)
         live.on_change.append(self._apply)
         live.on_change.append(lambda _: warn_of_overridden(live.loaded))
 
     def _check(self, settings: InferenceSettings) -> None:
-        """See what only the model can say.
+        """Check settings against the model.
 
         Raises:
             UnsupportedModelError: the compression policy does not go with it.
@@ -53,7 +53,7 @@ class ServiceParts:
         turn_defaults(settings, self.gateway.defaults.model)
 
     def _apply(self, settings: InferenceSettings) -> None:
-        """Put settings into force; turns under way keep what they were submitted with."""
+        """Apply settings; turns under way keep what they were submitted with."""
         configure_logging(settings.log.level, json=settings.log.json_lines)
         gateway, engine_parts = self.gateway, self.engine_parts
         gateway.defaults = turn_defaults(settings, gateway.defaults.model)
@@ -72,10 +72,10 @@ class ServiceParts:
 def assemble_service(
     settings: InferenceSettings, model: Model, transcripts: TranscriptStore
 ) -> ServiceParts:
-    """Build every part and hand each what it needs.
+    """Build every part and connect them.
 
     Raises:
-        UnsupportedModelError: the settings ask for what the model cannot have.
+        UnsupportedModelError: the settings do not go with the model.
     """
     loaded, calibration = model.loaded, model.calibration
     traits = ModelTraits(
@@ -145,7 +145,7 @@ def assemble_service(
 def _describing(
     settings: InferenceSettings, model: Model, parts: EngineParts, text: TurnText
 ) -> Callable[[], inference_pb2.Model]:
-    """Return a call that describes the model and what serves it, as it goes at that moment."""
+    """Return a function that describes the model and the engine's state at that moment."""
     loaded, layout, calibration = model.loaded, model.calibration.layout, model.calibration
     start_s = time.monotonic()
     fixed = inference_pb2.Model(

@@ -14,7 +14,7 @@ from shared.access.addresses import check_guarded, is_tcp
 from shared.access.settings import ClientName, ClientSettings, Tenants, TlsSettings, distinct
 from shared.config import reload
 from shared.config.reload import LiveSettings
-from shared.config.room import Asked, check_room
+from shared.config.room import Demand, check_room
 from shared.config.settings import LoadedSettings, load_settings
 from shared.process.runtime_dir import default_runtime_dir, default_state_dir
 from shared.serving.observing_settings import MetricsSettings, ProcessSettings, TracingSettings
@@ -314,15 +314,15 @@ def check_possible(settings: Settings) -> None:
     dram, ssd, disk = settings.dram, settings.ssd, settings.state_dir
     check_room(
         (
-            Asked("dram.bytes", dram.bytes, instead='"auto"'),
-            Asked("dram.total_bytes", dram.total_bytes, instead='"none"'),
-            Asked("ssd.bytes", ssd.bytes, disk, '"auto"'),
-            Asked("ssd.reserve_bytes", ssd.reserve_bytes, disk),
-            Asked("ssd.segment_bytes", ssd.segment_bytes, disk),
-            Asked("ssd.in_flight_bytes", ssd.in_flight_bytes),
-            Asked("prefetch.in_flight_bytes", settings.prefetch.in_flight_bytes),
-            *(Asked(f"layouts.{k}.dram", v.dram) for k, v in settings.layouts.items()),
-            *(Asked(f"layouts.{k}.ssd", v.ssd, disk) for k, v in settings.layouts.items()),
+            Demand("dram.bytes", dram.bytes, instead='"auto"'),
+            Demand("dram.total_bytes", dram.total_bytes, instead='"none"'),
+            Demand("ssd.bytes", ssd.bytes, disk, '"auto"'),
+            Demand("ssd.reserve_bytes", ssd.reserve_bytes, disk),
+            Demand("ssd.segment_bytes", ssd.segment_bytes, disk),
+            Demand("ssd.in_flight_bytes", ssd.in_flight_bytes),
+            Demand("prefetch.in_flight_bytes", settings.prefetch.in_flight_bytes),
+            *(Demand(f"layouts.{k}.dram", v.dram) for k, v in settings.layouts.items()),
+            *(Demand(f"layouts.{k}.ssd", v.ssd, disk) for k, v in settings.layouts.items()),
         )
     )
 

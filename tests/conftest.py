@@ -40,7 +40,7 @@ def pytest_configure(config):
 def pytest_collection_modifyitems(items):
     """A long test has an hour, if it does not say otherwise.
 
-    Who stops Hypothesis in the middle of an example is told that the test is flaky.
+    Hypothesis reports a test as flaky if it is stopped in the middle of an example.
     """
     for item in items:
         if item.get_closest_marker("long") and not item.get_closest_marker("timeout"):

@@ -39,7 +39,7 @@ CHECK_S = 0.1  # between two checks; what tests store is small
 
 
 class InjectedFaults(NoFaults):
-    """Fails as it is told; see the module docstring. Any thread."""
+    """Fails as its plan says; see the module docstring. Any thread."""
 
     def __init__(
         self,

@@ -19,7 +19,7 @@ Answer = Callable[[kvd_pb2.PrepareLoadRequest], kvd_pb2.PrepareLoadResponse]
 
 
 class HostileEngineService(kvd_pb2_grpc.EngineServicer):
-    """Answers every PrepareLoad as told, and refuses every store for no reason."""
+    """Answers every PrepareLoad with what it was given, and refuses every store for no reason."""
 
     def __init__(self, answer: Answer) -> None:
         self._answer = answer

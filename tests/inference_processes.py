@@ -97,7 +97,7 @@ class InferenceProcess:
         return self._child._running().pid
 
     def rss_bytes(self) -> int:
-        """Its resident memory."""
+        """Return its resident memory in bytes."""
         return self._child.rss_bytes()
 
     def client(self) -> InferenceClient:

@@ -1,4 +1,4 @@
-"""An engine over the tiny model and a store in memory that does as it is told."""
+"""An engine over the tiny model and a store in memory whose loads and saves a test controls."""
 
 import asyncio
 from contextlib import asynccontextmanager
@@ -56,14 +56,14 @@ class FaultyRunner(ModelRunner):
 
 
 class MemoryStore:
-    """Keeps the position-free rows of saved sessions; a save ends when it may, loads fail if told.
+    """Keeps the position-free KV of saved sessions; saves end when they may, loads fail if set so.
 
     Attributes:
         order: of what was asked.
         is_asked, may_begin: a load has come; loads begin.
         load_error: raised by a load that begins; None: none.
-        is_away: it hears of no discard.
-        has_discarded: it was told of one.
+        is_away: whether no discard reaches it.
+        has_discarded: set when it received a discard.
         num_failing_loads: so many loads break off after they were announced.
     """
 
@@ -285,7 +285,7 @@ class Engine:
         self.loop.keep(request, request.token_ids[:-1])
         return request
 
-    async def all_given_back(self):
+    async def all_released(self):
         """Nothing is under way, and nothing is held but by residents."""
         await self.loop.idle.wait()
         self.scheduler.check()

@@ -98,9 +98,9 @@ async def until_settled(pair: Pair) -> None:
         async with pair.service.client() as client:
             model = await client.get_model()
         gauges, tail_rows = model.gauges, model.block_tokens - 1  # of each resident
-        used_rows = gauges["pool_rows"] - gauges["pool_free_rows"]
-        kept_rows = gauges["resident_rows"] + gauges["resident_sessions"] * tail_rows
-        left.update({name: gauges[name] for name in ("reserved_rows", "saves_under_way")})
+        used_rows = gauges["pool_token_slots"] - gauges["pool_free_token_slots"]
+        kept_rows = gauges["resident_token_slots"] + gauges["resident_sessions"] * tail_rows
+        left.update({name: gauges[name] for name in ("reserved_token_slots", "saves_under_way")})
         left.update(running=model.running_turns, waiting=model.waiting_turns)
         left.update(rows=max(0, used_rows - kept_rows))
         return not any(left.values())

@@ -15,7 +15,7 @@ from shared.types.kv_layout import KVLayout
 
 NUM_SLOTS = 4
 MAX_QUEUE_JOBS = 3
-MOST_TOLD = 3  # snapshots of a queue, after which its stream ends
+MOST_SNAPSHOTS = 3  # snapshots of a queue, after which its stream ends
 
 
 class SmallKvd(kvd_pb2_grpc.EngineServicer):
@@ -30,7 +30,7 @@ class SmallKvd(kvd_pb2_grpc.EngineServicer):
         mute: names of calls that are never answered: PrepareStore, CompleteStore, EndSession.
         unanswered: calls of these that have come, oldest first.
         ended: ids of sessions that end, oldest first.
-        told: queue snapshots, newest last.
+        snapshots: queue snapshots received, newest last.
     """
 
     def __init__(self, arena: Arena, data_socket: DataSocket, *, confirms: bool) -> None:
@@ -44,7 +44,7 @@ class SmallKvd(kvd_pb2_grpc.EngineServicer):
         self.mute: set[str] = set()
         self.unanswered: list[str] = []
         self.ended: list[str] = []
-        self.told: list[kvd_pb2.QueueSnapshot] = []
+        self.snapshots: list[kvd_pb2.QueueSnapshot] = []
         self.connection: DataConnection | None = None
         self.next_lease = arena.first_lease_id
         self._data_socket = data_socket
@@ -117,8 +117,8 @@ class SmallKvd(kvd_pb2_grpc.EngineServicer):
     async def PushQueue(self, requests, context):  # noqa: N802
         """Acknowledge everything, but the snapshot with which the stream ends."""
         async for snapshot in requests:
-            self.told.append(snapshot)
-            if len(self.told) == MOST_TOLD:
+            self.snapshots.append(snapshot)
+            if len(self.snapshots) == MOST_SNAPSHOTS:
                 return
             yield kvd_pb2.QueueAck(sequence=snapshot.sequence)
 

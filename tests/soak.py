@@ -3,7 +3,7 @@
     python -m tests.soak --minutes 20 [--kill-every-s 60] [--seed 1]
 
 Several synthetic engines store, grow, fork, load (checking every byte), discard, end, flush and pin
-random sessions. kvd is killed now and then and started again. Each minute a line tells RSS, open
+random sessions. kvd is killed now and then and started again. Each minute a line has RSS, open
 files, threads, slots and leases of kvd, and the turns so far; at the end everything is flushed, and
 whatever is then still in use is a leak. Exit code 0: no wrong byte, nothing leaked.
 """

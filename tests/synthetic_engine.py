@@ -53,7 +53,7 @@ class SyntheticEngine:
     """Stores and loads whole sessions.
 
     Attributes:
-        queue: what it is about to do, told to kvd.
+        queue: what it is about to do, reported to kvd.
     """
 
     def __init__(self, client: KvdClient, layout: KVLayout) -> None:

@@ -57,7 +57,7 @@ class Terminal:
         self.process.send_signal(signal.SIGINT)
 
     def resize(self, width: int, height: int) -> None:
-        """Be another size; the command is told."""
+        """Change the size, and notify the command."""
         _set_size(self._fd, width, height)
         self.process.send_signal(signal.SIGWINCH)
 

@@ -210,7 +210,7 @@ def test_a_check_fails_on_knots_and_long_files_and_names_them(tree):
 
 
 def test_a_check_of_a_tree_without_either_passes(tmp_path):
-    """Other bounds are told, and fail nothing."""
+    """Other bounds are reported, and fail nothing."""
     files = {name: text for name, text in FILES.items() if name.startswith(("kvd/", "shared/"))}
     files["kvd/long.py"] = ""
     asked = run(write(tmp_path, files), "--check")

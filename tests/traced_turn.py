@@ -47,7 +47,7 @@ Call = tuple[str, str]  # module and function
 
 
 class Trace:
-    """The calls between a first and a last function, in order; written when the process is told."""
+    """The calls between a first and a last function, in order; written at a signal."""
 
     def __init__(self, first: str, last: str, is_of_tasks: bool, path: Path) -> None:
         self._first, self._last, self._path = first, last, path

@@ -91,7 +91,7 @@ async def serving(model, directory, limits=LIMITS, **engine_limits):
         await asyncio.sleep(0)
         yield service
         await service.turns.idle.wait()
-        await engine.all_given_back()
+        await engine.all_released()
         assert not running.done()
         running.cancel()
         await asyncio.wait([running])

@@ -144,7 +144,7 @@ async def wait_ended(process: AnyProcess) -> int:
 
 
 class _Children:
-    """Children and the connections that tell of them."""
+    """Children and the connections that report their ends."""
 
     def __init__(self) -> None:
         self.selector = selectors.DefaultSelector()

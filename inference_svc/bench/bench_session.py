@@ -84,7 +84,7 @@ async def take_rounds(
         rounds: those below 0 warm up, and do not count.
         take: measures a variant: values by metric; None: it was not what the case says, and is
             tried again.
-        on_round: told which round begins.
+        on_round: called with the number of the round that begins.
     """
     for number in rounds:
         on_round(f"round {number + 1}/{rounds.stop}")
@@ -104,7 +104,7 @@ BLOCKER_IDS = tuple(range(1, 17))  # always the same: once stored, it costs kvd 
 MAX_BLOCKER_TOKENS = 2000
 ONE_AT_A_TIME = {"max_running": 1, "answer_tokens": MAX_BLOCKER_TOKENS}
 BLOCKER_TOKENS = len(BLOCKER_IDS) + MAX_BLOCKER_TOKENS
-BLOCKER_ROWS = 2 * BLOCKER_TOKENS
+BLOCKER_KV_TOKENS = 2 * BLOCKER_TOKENS
 
 
 async def behind(

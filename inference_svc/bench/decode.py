@@ -125,16 +125,16 @@ async def measure_decode(
     options: DecodeOptions, run: RunOptions, work: Workspace
 ) -> tuple[Case, ...]:
     """Measure every batch."""
-    num_rows = max(options.batches) * window_tokens(options)
+    num_slots = max(options.batches) * window_tokens(options)
     prompt_tokens = max(16, max(options.batches) * options.history_tokens)
     stock = StockModel(work.model.loaded)
     reader = MemoryReader(work.model.loaded.device)
     async with (
-        work.kvd(2 * num_rows) as kvd,
+        work.kvd(2 * num_slots) as kvd,
         running_engine(
             work.model,
             kvd,
-            kv_rows=3 * num_rows,
+            kv_tokens=3 * num_slots,
             cache={"residents": False},
             scheduler={
                 "max_running": max(options.batches),

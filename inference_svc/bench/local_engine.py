@@ -98,7 +98,7 @@ KEEPS_RESIDENT = frozenset({"resident", "any"})
 
 
 class _Sink:
-    """Notes when each token comes; ends the answer at its length, or when it is told to."""
+    """Records when each token comes; ends the answer at its length, or by `window_full`."""
 
     def __init__(self, max_tokens: int, is_over: Callable[[], bool] | None) -> None:
         self.token_s: list[float] = []
@@ -174,7 +174,7 @@ class LocalEngine:
                 it is given up, and the session stays as kvd has it.
             history_tokens: for kvd's look-ahead; as `keep_tokens` if not given.
             is_over: ends the answer before its length.
-            is_final: the session will not come back, and kvd is told so.
+            is_final: whether the session ends with this turn, which is reported to kvd.
         """
         engine = self.parts.engine
         if source not in KEEPS_RESIDENT:
@@ -233,7 +233,7 @@ async def running_engine(
     model: Model,
     kvd: ChildKvd | None,
     *,
-    kv_rows: int,
+    kv_tokens: int,
     cache: Mapping[str, Any] | None = None,
     scheduler: Mapping[str, Any] | None = None,
 ) -> AsyncIterator[LocalEngine]:
@@ -242,18 +242,18 @@ async def running_engine(
     Args:
         model: that it computes with.
         kvd: None: none.
-        kv_rows: setting scheduler.kv_tokens.
+        kv_tokens: value of the setting scheduler.kv_tokens.
         cache: more settings of that section, by key.
         scheduler: the same.
     """
     mode: dict[str, Any] = {"mode": "recompute"}
     if kvd is not None:
         mode = {"kvd_runtime_dir": kvd.runtime_dir, "deadline_s": STORE_WAIT_S}
-    check_room(kv_rows * model.calibration.layout.token_bytes, "working KV")
+    check_room(kv_tokens * model.calibration.layout.token_bytes, "working KV")
     settings = InferenceSettings.model_validate(
         {
             "cache": {**mode, **(cache or {})},
-            "scheduler": {"kv_tokens": kv_rows, **(scheduler or {})},
+            "scheduler": {"kv_tokens": kv_tokens, **(scheduler or {})},
         }
     )
     parts = assemble_engine(settings, model)

@@ -1,4 +1,4 @@
-"""What a run of the bench is told: a part's options, as values and on the command line. Pure."""
+"""The options of the bench's parts, as values and on the command line. Pure."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -104,7 +104,7 @@ class RunOptions:
 
     Attributes:
         directory: the disk on which kvd's SSD tier is to be.
-        on_progress: told what is being measured.
+        on_progress: called with a line that says what is being measured.
     """
 
     directory: Path

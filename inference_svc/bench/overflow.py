@@ -42,7 +42,7 @@ async def measure_overflow(
     tokens = 2 * longest + rounds * len(VARIANTS) * ATTEMPTS * longest // 4
     async with (
         work.kvd(tokens) as kvd,
-        running_engine(work.model, kvd, kv_rows=6 * longest) as engine,
+        running_engine(work.model, kvd, kv_tokens=6 * longest) as engine,
     ):
         history = BenchSession(engine, "history")
         run.on_progress("overflow: computing the history")

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from inference_svc.bench.bench_session import (
-    BLOCKER_ROWS,
+    BLOCKER_KV_TOKENS,
     BLOCKER_TOKENS,
     ONE_AT_A_TIME,
     BenchSession,
@@ -78,7 +78,7 @@ async def measure_preload(
                 running_engine(
                     work.model,
                     kvd,
-                    kv_rows=6 * num_tokens + BLOCKER_ROWS,
+                    kv_tokens=6 * num_tokens + BLOCKER_KV_TOKENS,
                     cache=cache,
                     scheduler=ONE_AT_A_TIME,
                 )
@@ -176,7 +176,7 @@ async def measure_saving(
                 running_engine(
                     work.model,
                     kvd,
-                    kv_rows=2 * num_tokens,
+                    kv_tokens=2 * num_tokens,
                     cache={"saving": mode, "residents": False},
                     scheduler={"max_running": options.batch},
                 )

@@ -156,7 +156,7 @@ async def _counters(kvd: ChildKvd) -> dict[str, float]:
 
 
 def _constants(replay: Replay, max_running: int) -> dict[str, str]:
-    """What turns took, as far as steps were unlike enough to tell; by options of `kvd plan`."""
+    """What turns took, by options of `kvd plan`; left out if steps were too alike to fit it."""
     steps = replay.engine.parts.rates.steps.as_dict()
     if not steps:
         return {}
@@ -186,7 +186,7 @@ async def _engine_of(
         running_engine(
             work.model,
             kvd,
-            kv_rows=2 * (options.max_running + MAX_LOADING) * options.window_tokens,
+            kv_tokens=2 * (options.max_running + MAX_LOADING) * options.window_tokens,
             cache={"residents": False},
             scheduler={
                 "max_running": options.max_running,
@@ -248,7 +248,7 @@ async def _replay_overflowing(
         running_engine(
             work.model,
             kvd,
-            kv_rows=4 * (options.max_running + 1) * options.window_tokens,
+            kv_tokens=4 * (options.max_running + 1) * options.window_tokens,
             cache={"residents": False},
             scheduler={"max_running": options.max_running, "max_turns": max(len(sessions), 256)},
         ) as engine,

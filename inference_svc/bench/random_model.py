@@ -91,7 +91,7 @@ MIN_WINDOW_TOKENS = 4096
 
 
 def chosen_model(choice: ModelChoice, window_tokens: int) -> LoadedModel:
-    """Load the directory, or build the preset, that a run was told.
+    """Load the directory, or build the preset, that a run's options name.
 
     Args:
         choice: the run's.

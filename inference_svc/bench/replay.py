@@ -161,7 +161,7 @@ class Replay:
     """Says all turns of some sessions to one engine.
 
     Attributes:
-        on_progress: told when a session is through.
+        on_progress: called when a session is through.
         source: where histories are to come from.
         keeps: whether what was said stays; else every history is computed again.
         window_tokens: to which contexts are truncated; 0: to none.
@@ -307,7 +307,7 @@ async def _engine_of(
         "answer_tokens": min(256, options.window_tokens),
     }
     if name == "re":
-        async with running_engine(work.model, None, kv_rows=rows, scheduler=scheduler) as engine:
+        async with running_engine(work.model, None, kv_tokens=rows, scheduler=scheduler) as engine:
             yield engine
         return
     num_tokens = footprint_tokens(sessions)
@@ -318,7 +318,7 @@ async def _engine_of(
         running_engine(
             work.model,
             kvd,
-            kv_rows=rows,
+            kv_tokens=rows,
             cache={"residents": name == "ca"},
             scheduler=scheduler,
         ) as engine,

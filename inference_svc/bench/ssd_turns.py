@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from inference_svc.bench.bench_session import (
-    BLOCKER_ROWS,
+    BLOCKER_KV_TOKENS,
     ONE_AT_A_TIME,
     BenchSession,
     behind,
@@ -117,7 +117,7 @@ async def measure_ssd_turns(
             running_engine(
                 work.model,
                 kvd,
-                kv_rows=4 * window_tokens(options) + BLOCKER_ROWS,
+                kv_tokens=4 * window_tokens(options) + BLOCKER_KV_TOKENS,
                 scheduler=ONE_AT_A_TIME,
             ) as engine,
         ):

@@ -55,7 +55,7 @@ async def measure_turns(
     found = []
     async with (
         work.kvd(2 * longest) as kvd,
-        running_engine(work.model, kvd, kv_rows=4 * longest) as engine,
+        running_engine(work.model, kvd, kv_tokens=4 * longest) as engine,
     ):
         session = BenchSession(engine, "history")
         for history, new in cases_of(options):

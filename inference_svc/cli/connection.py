@@ -88,5 +88,5 @@ def token(
 
     from shared.access.tokens import make_token, token_text
 
-    told = make_token(file)
-    typer.echo(json.dumps(told, indent=2) if as_json else token_text(name, told))
+    token = make_token(file)
+    typer.echo(json.dumps(token, indent=2) if as_json else token_text(name, token))

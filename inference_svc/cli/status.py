@@ -132,11 +132,13 @@ def _answers(counts: Mapping[str, int], gauges: Mapping[str, float]) -> str:
 
 
 def _memory(gauges: Mapping[str, float]) -> str:
-    rows, free = (int(gauges.get(name, 0)) for name in ("pool_rows", "pool_free_rows"))
-    share = f" ({(rows - free) / rows:.0%})" if rows else ""
+    slots, free = (
+        int(gauges.get(name, 0)) for name in ("pool_token_slots", "pool_free_token_slots")
+    )
+    share = f" ({(slots - free) / slots:.0%})" if slots else ""
     resting = int(gauges.get("resident_sessions", 0))
     return (
-        f"{rows - free:,} of {rows:,} rows{share}; "
+        f"{slots - free:,} of {slots:,} token slots{share}; "
         f"{counted(resting, 'session rests', 'sessions rest')} in it"
     )
 
@@ -166,7 +168,7 @@ def _table(*headings: str) -> Table:
 
 
 def format_gauge(name: str, value: float) -> str:
-    """A gauge for people; the end of its name tells the unit."""
+    """Write a gauge for people; the end of its name is the unit."""
     if name.endswith("_per_s"):
         return f"{value:,.0f} /s"
     if name.endswith("_s"):

@@ -121,7 +121,7 @@ def top(
 ) -> None:
     """Watch a running service: tokens a second, hit rate, first tokens, turns; live.
 
-    Sessions and tenants are not in it: a service tells every client the same. Which sessions are
+    Sessions and tenants are not in it: a service shows every client the same. Which sessions are
     busiest says kvd top, to operators; tenants are in the metrics.
     """
     try:

@@ -24,11 +24,11 @@ class SamplingParams:
         top_p: keep the smallest set whose probability reaches it, in (0, 1].
         min_p: keep tokens at least this fraction as likely as the most likely one, in [0, 1).
         repetition_penalty: divides (or, if negative, multiplies) the logits of tokens seen; 1: off.
-        seed: of the random draw; the draw of step i depends on (seed, i) alone.
+        seed: seed of the random draws; the draw of step i depends on (seed, i) alone.
         logprobs: 0: none; n: report the token's and the n most likely tokens' log-probabilities.
         stop: the answer ends before the first of these strings.
         max_tokens: upper bound of the answer's length.
-        ignore_eos: go on after an end-of-turn token.
+        ignore_eos: whether the answer continues after an end-of-turn token.
     """
 
     temperature: float = 0.0
@@ -49,7 +49,7 @@ class SamplingParams:
             raise InvalidSamplingError("; ".join(problems), "correct these sampling values")
 
     def _rules(self) -> list[tuple[str, bool]]:
-        """Pairs of (what to say, whether the value is right)."""
+        """Return pairs of (message, whether the value is right)."""
         lengths = [len(text) for text in self.stop]
         return [
             (
@@ -91,9 +91,9 @@ class AnswerToken:
     """One token of an answer.
 
     Attributes:
-        text: what it adds to the answer's text; "" while a character is incomplete.
-        logprob: None unless asked for.
-        top: (token id, log-probability), most likely first.
+        text: the text that it adds to the answer; "" while a character is incomplete.
+        logprob: natural log of its probability; None unless requested.
+        top: the most likely tokens as (token id, log-probability), most likely first.
     """
 
     token_id: int
@@ -114,7 +114,7 @@ class GrowingAnswer:
 
     Attributes:
         kept: the tokens of the answer, in order; those of a stop string are not among them.
-        cut_text: when a stop string begins inside a token, what of that token's text is kept.
+        cut_text: when a stop string begins inside a token, the part of its text that is kept.
     """
 
     def __init__(self, params: SamplingParams, eos_ids: frozenset[int]) -> None:
@@ -126,7 +126,7 @@ class GrowingAnswer:
         self.cut_text = ""
 
     def push(self, token: AnswerToken) -> tuple[list[AnswerToken], FinishReason | None]:
-        """Take the next sampled token; return what may be shown now, and why the answer ends."""
+        """Add the next sampled token; return those to show now, and why the answer ends, if so."""
         self._held.append(token)
         self._num_sampled += 1
         held_text = "".join(held.text for held in self._held)
@@ -141,27 +141,27 @@ class GrowingAnswer:
 
     @property
     def num_held(self) -> int:
-        """Tokens that may not be shown yet."""
+        """Number of tokens that may not be shown yet."""
         return len(self._held)
 
     def end(self) -> list[AnswerToken]:
-        """Let what was held back go: no token comes any more."""
+        """Return the tokens held back: no token comes any more."""
         return self._release(len(self._held))
 
     def _find_stop(self, text: str) -> int | None:
-        """Index of the first stop string in the text."""
+        """Return the index of the first stop string in the text; None if there is none."""
         found = [index for stop in self._params.stop if (index := text.find(stop)) >= 0]
         return min(found, default=None)
 
     def _num_safe_characters(self, text: str) -> int:
-        """Characters that cannot be part of a stop string, whatever comes next."""
+        """Count first characters that cannot be part of a stop string, whatever comes next."""
         for start in range(len(text)):
             if any(stop.startswith(text[start:]) for stop in self._params.stop):
                 return start
         return len(text)
 
     def _num_tokens_within(self, num_characters: int) -> int:
-        """How many held tokens lie wholly within the first characters of the held text.
+        """Count the held tokens that lie wholly within the first characters of the held text.
 
         Tokens without text at their end do not count: they may be pieces of the next character.
         """
@@ -175,7 +175,7 @@ class GrowingAnswer:
         return num_tokens
 
     def _cut_at(self, num_characters: int) -> list[AnswerToken]:
-        """Keep the tokens before the stop string, and note the text of one that it begins in."""
+        """Keep the tokens before the stop string, and the text before it in the token it splits."""
         released = self._release(self._num_tokens_within(num_characters))
         shown = sum(len(token.text) for token in released)
         self.cut_text = "".join(held.text for held in self._held)[: num_characters - shown]

@@ -22,16 +22,16 @@ from shared.types.lineage import WHOLE, Lineage
 
 @dataclass(frozen=True)
 class Context:
-    """What the next turn sees of a session.
+    """The tokens of a session that the next turn sees.
 
     Attributes:
         token_ids: the tokens that are still there.
-        computed_tokens: how many of the first ones the model was fed.
-        system_tokens: how many of the first ones are the system message.
-        lineage: of the computed tokens: which discards they come after.
+        computed_tokens: number of first tokens that the model was fed.
+        system_tokens: number of first tokens that are the system message.
+        lineage: lineage of the computed tokens: which discards they come after.
         framed: for each token, whether it may begin a message: 1 for those that clients sent, but
             as raw text.
-        answer_tokens: how many of the last ones are the last answer. An empty answer counts the
+        answer_tokens: number of last tokens that are the last answer. An empty answer counts the
             token before it.
     """
 
@@ -108,10 +108,10 @@ def clip(ranges: Sequence[Range], num_tokens: int) -> tuple[Range, ...]:
 
 
 def replay(turns: Sequence[TurnRecord], discards: Sequence[tuple[int, Discard]] = ()) -> Context:
-    """Go through a session's turns and the discards between them. Cost: the tokens of all turns.
+    """Replay a session's turns and the discards between them. Cost: the tokens of all turns.
 
     Args:
-        turns: of the session, from its first on.
+        turns: the session's turns, from its first on.
         discards: each with the number of turns that were complete when it happened; in order.
 
     Raises:
@@ -169,7 +169,7 @@ class _Growing:
         self._answer_tokens = context.answer_tokens
 
     def _append(self, turn: TurnRecord, start: int, end: int) -> int:
-        """Append the turn's tokens from one number of them to another, which is returned."""
+        """Append the turn's tokens [start, end); return `end`."""
         if end <= start:
             return start
         if not self._token_ids:
@@ -186,5 +186,5 @@ class _Growing:
 
 
 def _as_bytes(token_ids: Sequence[int]) -> bytes:
-    """Token ids as lineages take them: little-endian uint32."""
+    """Return token ids as lineages take them: little-endian uint32."""
     return struct.pack(f"<{len(token_ids)}I", *token_ids)

@@ -9,12 +9,12 @@ COUNTERS: Mapping[str, str] = {
     "turns_failed": "turns that were refused or ended with an error",
     "turns_replayed": "repeats answered with the recorded result",
     "turns_refused": "turns that found no place in the queue",
-    "turns_handed_back": "turns that the drain gave back to their clients",
+    "turns_handed_back": "turns that the drain returned to their clients",
     "refused_rate_limited": "turns of tenants that had used up their turns or tokens of a minute",
     "refused_too_many_turns": "turns of tenants that had as many under way as they may",
     "refused_too_many_sessions": "sessions not opened: their tenants have as many as they may",
     "refused_too_many_streams": "streams of clients that had as many as they may",
-    "preempted": "turns that gave their place to others, to go on later",
+    "preempted": "turns that were preempted, to resume later",
     "expired": "turns whose deadline passed",
     "steps": "forward passes",
     "steps_failed": "forward passes that raised; their requests were computed one by one",
@@ -23,24 +23,24 @@ COUNTERS: Mapping[str, str] = {
     "recomputed_tokens": "of them, computed again",
     "new_tokens": "prompt tokens computed for the first time",
     "output_tokens": "tokens answered",
-    "overflows": "times that a full window made a session give tokens up",
+    "overflows": "times that tokens of a session were dropped because its window was full",
     "dropped_tokens": "tokens given up by them",
-    "compressed_tokens": "tokens given up by compression policies",
+    "compressed_tokens": "tokens dropped by compression policies",
     "discards": "times that a client dropped tokens of a session",
-    "shifts": "discards after which the rest of a session's KV in memory closed up there",
-    "shifts_failed": "discards after which it was given up",
+    "shifts": "discards after which the rest of a session's KV was compacted in memory",
+    "shifts_failed": "discards after which it was released from memory",
     "store_discards": "discards that were reported to kvd",
     "store_discards_failed": "discards that could not be reported: a later load misses",
     "resident_hits": "turns whose session still had KV in memory",
     "prefixes_shared": "turns that began with KV in memory of another session",
     "residents_evicted": "idle sessions whose KV left memory for others'",
-    "moves": "turns whose session's KV in memory was copied to a larger place",
-    "load_hits": "turns for which kvd had something",
-    "load_misses": "turns for which kvd had nothing that may be used",
+    "moves": "turns whose session's KV was copied to larger memory",
+    "load_hits": "turns for which kvd had KV",
+    "load_misses": "turns for which kvd had no KV that may be used",
     "loads_refused": "loads not begun, because recomputing was cheaper",
     "load_errors": "loads that failed; their turns recomputed",
     "load_failed_late": "of them, after compute had begun: it began again",
-    "loads_retried": "loads that failed while kvd was still reading, and were asked for again",
+    "loads_retried": "loads that failed while kvd was still reading, and were requested again",
     "saves": "turns whose KV was stored",
     "saves_refused": "saves that kvd had no room for",
     "save_errors": "saves that failed",
@@ -50,7 +50,7 @@ COUNTERS: Mapping[str, str] = {
 
 
 class Counters:
-    """Counts by the names of COUNTERS."""
+    """The process's counters, by the names of COUNTERS."""
 
     def __init__(self) -> None:
         self._counts = Counter(dict.fromkeys(COUNTERS, 0))
@@ -61,5 +61,5 @@ class Counters:
         self._counts[name] += amount
 
     def snapshot(self) -> dict[str, int]:
-        """All counts."""
+        """Return all counts by name."""
         return dict(self._counts)

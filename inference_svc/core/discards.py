@@ -21,15 +21,15 @@ COMPRESSION = "compression:"  # followed by the policy's name
 
 @dataclass(frozen=True)
 class Discard:
-    """One discard, as it is remembered.
+    """One discard, as it is recorded.
 
     Attributes:
-        ranges: merged; positions in the context it was applied to.
-        after_tokens: how many tokens of its turn (input, then output) the context had got when it
+        ranges: merged ranges of positions in the context it was applied to.
+        after_tokens: number of its turn's tokens (input, then output) that the context had when it
             happened; 0: before the turn's input.
         reason: "overflow", "client" or "compression:<policy>".
-        lineage: of what was left, where the turn's tokens do not tell it: it was computed over some
-            that are none of the answer, since they turned out to be a stop string.
+        lineage: that of what was left, if it does not follow from the turn's tokens: KV was
+            computed over some that turned out to be a stop string, which no answer has; else None.
     """
 
     ranges: tuple[Range, ...]
@@ -64,7 +64,7 @@ def num_in(ranges: Iterable[Range]) -> int:
 
 
 def kept_runs(ranges: Iterable[Range], num_tokens: int) -> list[Range]:
-    """Return what is left of the first `num_tokens` positions: runs in order, none empty."""
+    """Return the runs that are left of the first `num_tokens` positions: in order, none empty."""
     kept = []
     start = 0
     for range_start, range_end in ranges:
@@ -78,7 +78,7 @@ def kept_runs(ranges: Iterable[Range], num_tokens: int) -> list[Range]:
 
 
 def without(token_ids: Sequence[int], ranges: Iterable[Range]) -> list[int]:
-    """Return a context's tokens that are left."""
+    """Return a context's tokens without those in the ranges."""
     return [
         token for start, end in kept_runs(ranges, len(token_ids)) for token in token_ids[start:end]
     ]

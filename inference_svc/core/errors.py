@@ -39,7 +39,7 @@ class InputTooLongError(InvalidInputError):
 
 
 class EmptyTurnError(InvalidInputError):
-    """The turn brings no token."""
+    """The turn has no token."""
 
     reason = "empty_turn"
 
@@ -120,8 +120,8 @@ class QueueFullError(ExhaustedError):
     """A bounded queue is full.
 
     Args:
-        queue_length: turns under way, or those that wait.
-        retry_after_s: when a place is likely free.
+        queue_length: number of turns under way, or of those that wait.
+        retry_after_s: seconds until a place is likely free.
     """
 
     reason = "queue_full"

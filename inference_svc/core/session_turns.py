@@ -3,8 +3,8 @@
 Pure. Invariants: 1. the first turn of a session's queue runs, the others wait; 2. a session without
 turns has no entry; 3. the bounds hold.
 
-Who is refused is told when to come back (`ReturnTimes`), each tenant by itself: one that asks
-again and again does not make others wait.
+A refused client is given a time to come back (`ReturnTimes`), each tenant by itself: one that
+retries again and again does not make others wait.
 """
 
 from collections import deque
@@ -16,7 +16,7 @@ from inference_svc.core.tenant_limits import ReturnTimes
 from shared.types.session_key import SessionKey
 
 MAX_RETRY_S = 10.0
-MAX_RETURNS = 1024  # tenants that are remembered, unless more have been refused just now
+MAX_RETURNS = 1024  # tenants whose return times are kept, unless more have been refused just now
 MIN_PACE_S = 0.005  # between two clients that come back: refusing them costs something, too
 
 T = TypeVar("T")
@@ -26,9 +26,9 @@ class SessionTurns(Generic[T]):
     """See the module docstring.
 
     Args:
-        max_turns: of all sessions together, running and waiting.
-        max_turns_per_session: running and waiting.
-        retry_after_s: how long until the next place is likely free.
+        max_turns: most turns of all sessions together, running and waiting.
+        max_turns_per_session: most turns of one session, running and waiting.
+        retry_after_s: returns how many seconds it takes until the next place is likely free.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class SessionTurns(Generic[T]):
         return not queue
 
     def leave(self, key: SessionKey, turn: T) -> T | None:
-        """Remove a turn that ended or gave up; return the one that runs now, if that changed."""
+        """Remove a turn that ended or was cancelled; return the one that runs now, if another."""
         queue = self._queues[key]
         was_running = queue[0] is turn
         queue.remove(turn)

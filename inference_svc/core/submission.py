@@ -1,4 +1,4 @@
-"""What a client asks for: one turn of one session. Pure."""
+"""A client's request for one turn of one session, the same from gRPC and HTTP. Pure."""
 
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
@@ -14,7 +14,8 @@ class TextInput:
     """Raw text, no template.
 
     Attributes:
-        has_special: names of special tokens in it are these tokens; otherwise they are text.
+        text: the text.
+        has_special: whether names of special tokens in it are these tokens; else they are text.
     """
 
     text: str
@@ -28,7 +29,7 @@ class ChatInput:
     messages: tuple[tuple[str, str], ...]
 
     def as_messages(self) -> list[dict[str, str]]:
-        """As chat templates take them."""
+        """Return the messages as chat templates take them."""
         return [{"role": role, "content": content} for role, content in self.messages]
 
 
@@ -48,12 +49,12 @@ TurnInput: TypeAlias = TextInput | ChatInput | TokenInput
 
 @dataclass(frozen=True)
 class ModelTraits:
-    """What the model says about its turns where the settings leave it to the model.
+    """Properties of the model that decide where the settings say "auto".
 
     Attributes:
-        attention_mode: of its calibration; not every compression policy goes with every mode.
-        sink_tokens: first tokens that it leans on.
-        keeps_truncated: what is left of a truncated context stays valid (positions are decoupled);
+        attention_mode: mode of its calibration; not every compression policy goes with every mode.
+        sink_tokens: number of first tokens that it leans on.
+        keeps_truncated: whether KV of a truncated context stays valid (positions are decoupled);
             else it is computed again.
     """
 
@@ -64,11 +65,14 @@ class ModelTraits:
 
 @dataclass(frozen=True)
 class TurnDefaults:
-    """What a turn gets that does not say, and what the model allows.
+    """Values of turns that do not name their own, and what the model allows.
 
     Attributes:
-        max_tokens: of an answer.
-        compression: a policy's name.
+        max_tokens: most tokens of an answer.
+        overflow: the overflow policy.
+        compression: a compression policy's name.
+        keep_ratio: part of the context that compression keeps, in (0, 1].
+        model: the model's properties.
     """
 
     max_tokens: int
@@ -79,7 +83,7 @@ class TurnDefaults:
 
 
 class TurnNames(NamedTuple):
-    """What a client calls a turn, as it came: nothing of it has been checked; "" is not given."""
+    """A client's names for a turn, unchecked; "" if a name is not given."""
 
     tenant: str
     session_id: str
@@ -88,23 +92,26 @@ class TurnNames(NamedTuple):
 
 @dataclass(frozen=True)
 class Submission:
-    """What every front makes of a client's request for a turn, gRPC and HTTP alike.
+    """A request for a turn, as the gateway takes it from gRPC and HTTP alike.
 
     Attributes:
-        input: never empty.
-        has_max_tokens: False: where nothing may be dropped, the answer may fill what is left of the
-            window, up to sampling.max_tokens.
-        digest: of input and sampling as the client sent them; "" if no other turn can have the same
-            request id, because that is a digest of them.
-        expected_turn: turns the client believes are complete, None if it does not say.
-        waits: queue behind a running turn of the session.
-        is_final: the conversation ends with this turn.
-        arrived_ns: monotonic clock.
+        key: the session's key.
+        input: the turn's input, never empty.
+        sampling: how its answer is sampled.
+        has_max_tokens: whether the client bounded the answer. Else, where nothing may be dropped,
+            it may fill the rest of the window, up to sampling.max_tokens.
+        request_id: the client's id of the turn: a repeat has the same.
+        digest: digest of input and sampling as the client sent them; "" if no other turn can have
+            the same request id, because that is a digest of them.
+        expected_turn: number of complete turns that the client believes in; None: any.
+        waits: whether it queues behind a running turn of the session.
+        is_final: whether the session ends with this turn.
+        arrived_ns: arrival on the monotonic clock.
         priority: MIN_PRIORITY to MAX_PRIORITY; higher ones are served first.
-        deadline_ns: monotonic clock; the turn fails if it is not answered by then. None: no hurry.
-        overflow: what goes when the window is full.
-        compression: what goes when the turn is over; None: nothing.
-        client: who submits it, by the name of its identity.
+        deadline_ns: time on the monotonic clock by which it is answered or fails; None: never.
+        overflow: the policy by which tokens are dropped when the window is full.
+        compression: the policy by which tokens are dropped when the turn is over; None: none.
+        client: name of the identity that submits it.
     """
 
     key: SessionKey
@@ -125,7 +132,7 @@ class Submission:
 
     @property
     def most_tokens(self) -> int:
-        """About how many tokens it may cost: those of its input and of the longest answer."""
+        """Estimate of the tokens it may cost: those of its input and of the longest answer."""
         if isinstance(self.input, TokenInput):
             num_input = len(self.input.token_ids)
         elif isinstance(self.input, TextInput):

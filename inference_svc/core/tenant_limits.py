@@ -1,10 +1,10 @@
-"""What each tenant may have: turns and tokens a minute, turns at once, sessions kept. Pure.
+"""Limits of each tenant: turns and tokens a minute, turns at once, sessions kept. Pure.
 
 A rate is a bucket that holds a minute's worth and fills all the time. A turn takes one from the
 bucket of turns when it begins. It may begin while the bucket of tokens is not empty; it reserves
 there what it may need, which can leave a debt, and settles when it has ended: tokens that it
-computed (prompt and answer) stay taken, tokens that it found in the cache cost nothing. Whoever is
-refused is told when to come back (`ReturnTimes`).
+computed (prompt and answer) stay taken, tokens that it found in the cache cost nothing. A refused
+client is given a time to come back (`ReturnTimes`).
 
 Invariants (`check`): 1. a tenant's turns are counted from `enter` to `leave`, and so are sessions
 that they open, until they are there; 2. a tenant that is idle and owes nothing has no entry, at the
@@ -21,27 +21,27 @@ from shared.types.units import NS_PER_S
 
 
 class ReturnTimes:
-    """When clients that were refused are told to come back.
+    """The times that refused clients are given to come back.
 
     Each later than the one before, by what a place takes to become free: a thousand clients that
     came back together would nearly all be refused again. After some time it begins anew: the pace
     may be estimated too slow, and places must not stay empty.
 
     Attributes:
-        last_ns: when the client that was refused last may come back.
+        last_ns: time when the client that was refused last may come back.
     """
 
     def __init__(self) -> None:
         self.last_ns = 0
 
     def next_s(self, now_ns: int, first_s: float, pace_s: float, most_s: float) -> float:
-        """Return in how many seconds the next one may come back.
+        """Return in how many seconds the next client may come back.
 
         Args:
             now_ns: the time.
-            first_s: when the first one may.
-            pace_s: between two.
-            most_s: later ones share the times of the first, which may itself be later than that.
+            first_s: seconds until the first one may.
+            pace_s: seconds between two.
+            most_s: most seconds, beyond `first_s`; later clients share the times of the first.
         """
         first_ns, pace_ns = now_ns + int(first_s * NS_PER_S), int(pace_s * NS_PER_S)
         return_ns = max(first_ns, self.last_ns + pace_ns)
@@ -59,7 +59,7 @@ SWEEP = 1024  # entries that are new since the last look at which of them are ne
 
 @dataclass(frozen=True)
 class TenantBounds:
-    """A tenant's limits; None: no bound."""
+    """A tenant's limits: rates a minute, turns at once, sessions kept; None: no bound."""
 
     turns_per_minute: float | None = None
     tokens_per_minute: float | None = None
@@ -68,7 +68,7 @@ class TenantBounds:
 
 
 class Bucket:
-    """Fills at a rate up to a minute's worth; may be left with a debt."""
+    """A token bucket: fills at a rate up to a minute's worth; may be left with a debt."""
 
     def __init__(self, per_minute: float | None, now_ns: int) -> None:
         self._per_minute = per_minute
@@ -77,11 +77,11 @@ class Bucket:
 
     @property
     def capacity(self) -> float:
-        """A minute's worth, and one at least."""
+        """The most that it holds: a minute's worth, and 1 at least."""
         return max(1.0, self._per_minute or 0.0)
 
     def level(self, now_ns: int) -> float:
-        """Return what is in it; below 0: a debt."""
+        """Return its level; below 0: a debt."""
         if self._per_minute is not None:
             passed_s = max(0, now_ns - self._filled_ns) / NS_PER_S
             level = self._level + self._per_minute * passed_s / MINUTE_S
@@ -90,7 +90,7 @@ class Bucket:
         return self._level
 
     def take(self, amount: float, now_ns: int) -> None:
-        """Take something out, or give it back (below 0)."""
+        """Take an amount out, or put it back (below 0)."""
         if self._per_minute is not None:
             self._level = min(self.capacity, self.level(now_ns) - amount)
 
@@ -101,24 +101,25 @@ class Bucket:
         self._level = min(level, self.capacity) if had_bound else self.capacity
 
     def wait_s(self, wanted: float, now_ns: int) -> float:
-        """How long until so much is in it; 0 if it is."""
+        """Return how many seconds it takes until so much is in it; 0 if it is."""
         if self._per_minute is None:
             return 0.0
         missing = min(wanted, self.capacity) - self.level(now_ns)
         return max(0.0, missing * MINUTE_S / self._per_minute)
 
     def pace_s(self, amount: float) -> float:
-        """How long so much takes to come in."""
+        """Return how many seconds so much takes to come in."""
         return amount * MINUTE_S / self._per_minute if self._per_minute is not None else 0.0
 
 
 @dataclass(frozen=True)
-class Place:
-    """What a turn under way holds of its tenant's limits.
+class Reservation:
+    """The part of its tenant's limits that a turn under way has reserved.
 
     Attributes:
-        tokens: reserved.
-        opens: the session it opens; "" for one that is there.
+        tenant: the tenant's name.
+        tokens: tokens taken from the bucket when it began.
+        opens: id of the session that it opens; "" if the session exists.
     """
 
     tenant: str
@@ -136,7 +137,7 @@ class _Tenant:
     returns: ReturnTimes = field(default_factory=ReturnTimes)
 
     def is_needed(self, now_ns: int) -> bool:
-        """Whether a fresh entry in its place would be another."""
+        """Whether a fresh entry would differ from it."""
         buckets = (self.turns, self.tokens)
         owes = any(bucket.level(now_ns) < bucket.capacity for bucket in buckets)
         return bool(self.num_turns or self.opening) or owes or self.returns.last_ns > now_ns
@@ -146,9 +147,9 @@ class TenantLimits:
     """See the module docstring.
 
     Args:
-        default: of tenants that are not named.
-        named: of the others.
-        turn_s: how long a turn takes at present, for who is told to come back.
+        default: limits of tenants that are not named.
+        named: limits of the others, by name.
+        turn_s: returns how many seconds a turn takes at present, to estimate times to come back.
     """
 
     def __init__(
@@ -169,7 +170,7 @@ class TenantLimits:
     def set_bounds(
         self, default: TenantBounds, named: Mapping[str, TenantBounds], now_ns: int
     ) -> None:
-        """Put other limits into force; turns under way go on."""
+        """Apply other limits from now on; turns under way keep what they reserved."""
         self._default, self._named = default, named
         for name, tenant in self._tenants.items():
             tenant.bounds = self._bounds(name)
@@ -179,15 +180,15 @@ class TenantLimits:
     def refuse(
         self, name: str, tokens: float, opens: str, num_sessions: int, now_ns: int
     ) -> ExhaustedError | None:
-        """Why a turn may not begin now; None if it may. Changes nothing but hints.
+        """Return why a turn may not begin now; None if it may. Changes nothing but hints.
 
-        Sessions come last: whoever is told of too many may delete one, and is not refused again.
+        Sessions are checked last: a client that deletes one is not refused for something else.
 
         Args:
-            name: of the tenant.
-            tokens: it may need.
-            opens: the session it opens; "" for one that is there.
-            num_sessions: that the tenant has.
+            name: the tenant's name.
+            tokens: tokens that the turn may need.
+            opens: id of the session that it opens; "" if the session exists.
+            num_sessions: number of sessions that the tenant has.
             now_ns: the time.
         """
         tenant = self._tenant(name, now_ns)
@@ -207,39 +208,39 @@ class TenantLimits:
     def refuse_session(
         self, name: str, opens: str, num_sessions: int, now_ns: int
     ) -> ExhaustedError | None:
-        """Why a tenant that has so many sessions may not open this one; None if it may."""
+        """Return why a tenant with so many sessions may not open this one; None if it may."""
         tenant = self._tenant(name, now_ns)
         most, num_kept = tenant.bounds.max_sessions, num_sessions + len(tenant.opening)
         if most is None or opens in tenant.opening or num_kept < most:
             return None
         return _too_many_sessions(name, num_kept)
 
-    def enter(self, name: str, tokens: float, opens: str, now_ns: int) -> Place:
+    def enter(self, name: str, tokens: float, opens: str, now_ns: int) -> Reservation:
         """Count a turn that begins, which `refuse` did not; it owes `leave`."""
         tenant = self._tenant(name, now_ns)
         # Not more than a minute's worth: who asks for endless answers does not wait endlessly.
-        place = Place(name, min(tokens, tenant.tokens.capacity), opens)
+        reservation = Reservation(name, min(tokens, tenant.tokens.capacity), opens)
         tenant.num_turns += 1
         if opens:
             self.open_session(name, opens, now_ns)
         tenant.turns.take(1.0, now_ns)
-        tenant.tokens.take(place.tokens, now_ns)
-        return place
+        tenant.tokens.take(reservation.tokens, now_ns)
+        return reservation
 
-    def leave(self, place: Place, used_tokens: float, now_ns: int) -> None:
+    def leave(self, reservation: Reservation, used_tokens: float, now_ns: int) -> None:
         """Count a turn out, and settle what it has used."""
-        tenant = self._tenants[place.tenant]
+        tenant = self._tenants[reservation.tenant]
         tenant.num_turns -= 1
-        if place.opens:
-            self.session_opened(place.tenant, place.opens)
-        tenant.tokens.take(used_tokens - place.tokens, now_ns)
+        if reservation.opens:
+            self.session_opened(reservation.tenant, reservation.opens)
+        tenant.tokens.take(used_tokens - reservation.tokens, now_ns)
 
     def open_session(self, name: str, session_id: str, now_ns: int) -> None:
         """Count a session that is being opened; owes `session_opened`."""
         self._tenant(name, now_ns).opening[session_id] += 1
 
     def session_opened(self, name: str, session_id: str) -> None:
-        """Count it out: it is there, or it is not going to be."""
+        """End the count of a session being opened: it exists now, or will not."""
         opening = self._tenants[name].opening
         opening[session_id] -= 1
         if not opening[session_id]:

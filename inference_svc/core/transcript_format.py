@@ -35,7 +35,7 @@ class TranscriptDamagedError(StateError):
 
 @dataclass(frozen=True)
 class Header:
-    """Whose transcript it is; an empty session is a header alone."""
+    """The session of a transcript; an empty session is a header alone."""
 
     tenant: str
     model: str
@@ -49,34 +49,34 @@ class Transcript:
 
     Attributes:
         discards: between turns, in order, each with the number of turns before it.
-        known_context: what the next turn sees, if it was derived from that of the transcript before
-            this one; None: it is replayed when it is asked for.
+        cached_context: the context, if it was derived from that of the transcript before this one;
+            None: it is replayed at the first use of `context`.
     """
 
     header: Header
     turns: tuple[TurnRecord, ...] = ()
     has_ended: bool = False
     discards: tuple[tuple[int, Discard], ...] = ()
-    known_context: Context | None = field(default=None, compare=False, repr=False)
+    cached_context: Context | None = field(default=None, compare=False, repr=False)
 
     @cached_property
     def context(self) -> Context:
-        """What the next turn sees."""
-        return self.known_context or replay(self.turns, self.discards)
+        """The context that the next turn sees."""
+        return self.cached_context or replay(self.turns, self.discards)
 
     @property
     def token_ids(self) -> tuple[int, ...]:
-        """All tokens the session ever had."""
+        """All tokens that the session ever had."""
         return tuple(token for turn in self.turns for token in (*turn.input_ids, *turn.output_ids))
 
     @cached_property
     def num_tokens(self) -> int:
-        """How many tokens the session ever had."""
+        """Number of tokens that the session ever had."""
         return sum(turn.num_tokens for turn in self.turns)
 
     @property
     def all_discards(self) -> tuple[tuple[int, Discard], ...]:
-        """Those of the turns and those between them, each with the index of its turn, in order."""
+        """Discards of turns and between them, each with the index of its turn, in order."""
         within = [(turn.turn, discard) for turn in self.turns for discard in turn.discards]
         return tuple(sorted((*self.discards, *within), key=lambda found: found[0]))
 
@@ -85,7 +85,7 @@ class Transcript:
         assert turn.turn == len(self.turns), "turns are appended in order"
         context = self.context.with_turn(turn)
         turns = (*self.turns, turn)
-        return replace(self, turns=turns, has_ended=is_final, known_context=context)
+        return replace(self, turns=turns, has_ended=is_final, cached_context=context)
 
     def with_discard(self, discard: Discard) -> "Transcript":
         """Return the transcript after a discard between turns.
@@ -95,11 +95,11 @@ class Transcript:
         """
         context = self.context.with_discard(discard)
         discards = (*self.discards, (len(self.turns), discard))
-        return replace(self, discards=discards, known_context=context)
+        return replace(self, discards=discards, cached_context=context)
 
     def ended(self) -> "Transcript":
         """Return the transcript of the session that takes no further turn."""
-        return replace(self, has_ended=True, known_context=self.context)
+        return replace(self, has_ended=True, cached_context=self.context)
 
     def forked(self, session_id: str, at_turn: int) -> "Transcript":
         """Return a new session that starts as the first `at_turn` turns of this one.
@@ -116,27 +116,27 @@ class Transcript:
 
 
 def encode_header(header: Header) -> bytes:
-    """First line of a file."""
+    """Encode the first line of a file."""
     return _line({"header": asdict(header)})
 
 
 def encode_turn(turn: TurnRecord) -> bytes:
-    """Line of one turn."""
+    """Encode the line of one turn."""
     return _line({"turn": asdict(turn)})
 
 
 def encode_discard(discard: Discard) -> bytes:
-    """Line of a discard between turns."""
+    """Encode the line of a discard between turns."""
     return _line({"discard": asdict(discard)})
 
 
 def encode_end() -> bytes:
-    """Line that ends the session."""
+    """Encode the line that ends the session."""
     return _line({"end": {}})
 
 
 def encode_transcript(transcript: Transcript) -> bytes:
-    """Whole file."""
+    """Encode a whole file."""
     lines = [encode_header(transcript.header)]
     for num_turns in range(len(transcript.turns) + 1):
         between = [discard for turn, discard in transcript.discards if turn == num_turns]
@@ -146,13 +146,13 @@ def encode_transcript(transcript: Transcript) -> bytes:
 
 
 def decode_header(line: bytes) -> Header | None:
-    """Whose file it is, by its first line; None if that is torn or damaged."""
+    """Decode a file's first line; None if that is torn or damaged."""
     record = _record(line)
     return Header(**record["header"]) if record is not None and "header" in record else None
 
 
 def decode_transcript(data: bytes) -> tuple[Transcript | None, int]:
-    """Read a file; return the transcript (None: not even a header) and the bytes that are good.
+    """Decode a file; return the transcript (None: not even a header) and its number of good bytes.
 
     Raises:
         TranscriptDamagedError: a line before the last is bad, or a discard is.
@@ -177,7 +177,7 @@ def decode_transcript(data: bytes) -> tuple[Transcript | None, int]:
 
 
 def _transcript(records: list[dict[str, Any]]) -> Transcript:
-    """Put records together, and see that the discards among them fit."""
+    """Make a transcript of records, and check that the discards among them fit."""
     turns: list[TurnRecord] = []
     discards: list[tuple[int, Discard]] = []
     for record in records:
@@ -240,13 +240,11 @@ def _discard(record: dict[str, Any]) -> Discard:
 
 @dataclass(frozen=True)
 class ExpectedSession:
-    """What a client believes of a session, checked before the session changes.
-
-    None: it does not say.
+    """A session's state as a client believes it to be, checked before the session changes.
 
     Attributes:
-        num_turns: that are complete.
-        context_tokens: that are still there.
+        num_turns: number of complete turns; None: any.
+        context_tokens: number of tokens in the context; None: any.
     """
 
     num_turns: int | None = None

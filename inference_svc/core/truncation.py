@@ -1,8 +1,8 @@
-"""What a context gives up when its window is full: the overflow policies. Pure.
+"""Which tokens of a context are dropped when its window is full: the overflow policies. Pure.
 
-    oldest        the oldest part goes
+    oldest        the oldest part is dropped
     half, sinks   the same, by older names
-    reject        nothing goes: the turn is refused, or its answer ends where the window does
+    reject        nothing is: the turn is refused, or its answer ends where the window does
 
 One range goes at a time, as long as `ratio` of what may go; longer if that is not enough. The
 system message stays, and where there are chat frames the range ends where one begins, unless the
@@ -32,11 +32,12 @@ class OverflowPolicy:
     """See the module docstring.
 
     Attributes:
-        ratio: of what may go, that goes at once, in (0, 1].
-        sink_tokens: first tokens that stay; a system message counts. A turn keeps at most half of
-            its window (`TurnWindow`).
-        split_frames: cut messages of a chat anywhere.
-        drop_system: the system message may go, too.
+        name: the policy's name.
+        ratio: part of the droppable tokens that is dropped at once, in (0, 1].
+        sink_tokens: number of first tokens that stay; a system message counts. A turn keeps at most
+            half of its window (`TurnWindow`).
+        split_frames: whether messages of a chat may be cut anywhere.
+        drop_system: whether the system message may be dropped, too.
     """
 
     name: str = OLDEST
@@ -70,17 +71,17 @@ def plan_truncation(
     frame_starts: Sequence[int],
     excess_tokens: int,
 ) -> tuple[Range, ...]:
-    """Choose what goes of a context.
+    """Choose the tokens of a context that are dropped.
 
     Args:
-        policy: of the turn.
-        droppable_tokens: the first ones, the system message included; what comes later stays.
-        system_tokens: the first ones that are the system message.
-        frame_starts: where frames begin, ascending; [] if there are none.
-        excess_tokens: so many must go at least; more than 0.
+        policy: the turn's overflow policy.
+        droppable_tokens: number of first tokens, system message included; those after them stay.
+        system_tokens: number of first tokens that are the system message.
+        frame_starts: positions where frames begin, ascending; [] if there are none.
+        excess_tokens: least number of tokens to drop; more than 0.
 
     Returns:
-        One range; () if what may go is not enough.
+        One range; () if the droppable tokens are not enough.
     """
     if policy.name == REJECT:
         return ()

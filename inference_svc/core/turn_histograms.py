@@ -20,15 +20,15 @@ class TurnHistograms:
         tenants: that get labels of their own, besides the default one.
 
     Attributes:
-        ended: turns by how they ended: a finish reason, or the slug of an error.
-        ttft_s, prefill_s, total_s: by what became of the history: see `_history_of`.
-        itl_s: between two tokens of an answer, as they were sampled.
-        reused_tokens: by the tier where they were found.
-        recomputed_tokens: by reason.
-        refused: turns that were not begun, by reason.
-        tenant_turns: by tenant and outcome: "finished", "failed", "refused", "cancelled".
-        tenant_tokens: by tenant and kind: "computed", "reused", "output".
-        step_turns, step_tokens, step_s: of each forward pass.
+        ended: number of turns by how they ended: a finish reason, or the slug of an error.
+        ttft_s, prefill_s, total_s: seconds of turns, by the state of the history: `_history_of`.
+        itl_s: seconds between two tokens of an answer, as they were sampled.
+        reused_tokens: number of reused tokens, by the tier where they were found.
+        recomputed_tokens: number of recomputed tokens, by reason.
+        refused: number of turns that were not begun, by reason.
+        tenant_turns: number of turns by tenant and "finished", "failed", "refused", "cancelled".
+        tenant_tokens: number of tokens by tenant and kind: "computed", "reused", "output".
+        step_turns, step_tokens, step_s: turns, tokens and seconds of each forward pass.
     """
 
     def __init__(self, tenants: Collection[str] = ()) -> None:
@@ -91,7 +91,7 @@ class TurnHistograms:
         self.step_s.observe(seconds)
 
     def as_gauges(self) -> dict[str, float]:
-        """Return times of answered turns, for people; what was not measured is left out.
+        """Return quantiles of answered turns' times in seconds; those not measured are left out.
 
         The totals and the number of turns are for whoever takes differences of two looks.
         """
@@ -122,7 +122,7 @@ class TurnHistograms:
 
 
 def _history_of(usage: Usage) -> str:
-    """Say what became of a history: "none" (there was none), "reused", "partial", "recomputed"."""
+    """Return the state of a history: "none" (there was none), "reused", "partial", "recomputed"."""
     if not usage.history_tokens:
         return "none"
     if not usage.recomputed_tokens:

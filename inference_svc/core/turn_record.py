@@ -1,4 +1,4 @@
-"""What a client sees of a turn, and what is remembered of it: its tokens, text and cost. Pure.
+"""A turn's events, as its client sees them, and its record: tokens, text and cost. Pure.
 
 Events come in this order: accepted, started, tokens…, finished.
 """
@@ -15,20 +15,27 @@ TOP = tuple[tuple[int, float], ...]
 
 @dataclass(frozen=True)
 class Usage:
-    """What a turn cost; every prompt token is exactly one of reused, recomputed, new.
+    """The cost of a turn; every prompt token is exactly one of reused, recomputed, new.
 
     Attributes:
-        history_tokens: prompt tokens whose KV an earlier turn has computed; what overflow dropped
-            before the turn is not in the prompt.
-        reused_tokens: of them, still in memory (tier "hbm") or loaded from kvd.
+        history_tokens: prompt tokens whose KV an earlier turn has computed; tokens that overflow
+            dropped before the turn are not in the prompt.
+        reused_tokens: history tokens whose KV was in memory (tier "hbm") or loaded from kvd.
+        recomputed_tokens: history tokens that were computed again.
+        new_tokens: the other prompt tokens.
+        output_tokens: tokens of the answer.
         tier_tokens: reused tokens by the tier they were found in.
-        ttft_s: from acceptance to the first token.
-        tpot_s: mean time per output token after the first.
+        queue_s: seconds from arrival to admission.
+        load_s: seconds from admission to the last token of the history.
+        prefill_s: seconds from the first step to the first token.
+        ttft_s: seconds from arrival to the first token.
+        tpot_s: mean seconds per output token after the first.
+        total_s: seconds from arrival to the end.
         recompute_reason: slug, why history was recomputed; "" if nothing was.
-        preemptions: how often the turn gave its place to others.
-        stall_s: how long its compute waited for layers that were still being loaded.
-        dropped_tokens: by context overflow, before the turn and during it.
-        compressed_tokens: given up by the compression policy when the turn had ended.
+        preemptions: number of times the turn was preempted.
+        stall_s: seconds that its steps waited for layers that were still being loaded.
+        dropped_tokens: tokens dropped by context overflow, before the turn and during it.
+        compressed_tokens: tokens dropped by the compression policy when the turn had ended.
     """
 
     history_tokens: int = 0
@@ -51,7 +58,7 @@ class Usage:
 
     @property
     def computed_tokens(self) -> int:
-        """What the model was fed and what it answered."""
+        """Number of tokens that the model was fed, and of the answer's."""
         return self.recomputed_tokens + self.new_tokens + self.output_tokens
 
 
@@ -60,20 +67,22 @@ class TurnRecord:
     """One complete turn.
 
     Attributes:
-        turn: index from 0.
-        request_id: the client's, or one made for it.
-        request_digest: of input and sampling; a repeat of request_id must have the same.
-        input_ids: as appended: template and closing tokens included.
-        output_ids: the answer.
+        turn: index of the turn, from 0.
+        request_id: the client's request id, or one made for it.
+        request_digest: digest of input and sampling; a repeat of request_id must have the same.
+        input_ids: token ids of the input as appended, template and closing tokens included.
+        output_ids: token ids of the answer.
         pieces: the text each output token added; joined, they are the answer's text.
-        logprobs: of each output token, or empty.
+        logprobs: log-probability of each output token, or empty.
         top_logprobs: per output token the most likely tokens, or empty.
-        uncomputed_tokens: trailing tokens that the model was never fed: the last one sampled.
-        created_unix_s: wall clock, for people.
-        discards: what the context lost in this turn, in order.
-        system_tokens: of a turn that begins with an empty context: how many of its first tokens are
-            the system message, with whatever the template writes before the first message.
-        is_text: the input was raw text: a special token in it begins no message.
+        uncomputed_tokens: number of last tokens that the model was never fed: the last one sampled.
+        finish_reason: why the answer ended.
+        usage: the cost of the turn.
+        created_unix_s: Unix time when the turn ended, for people.
+        discards: discards of the context in this turn, in order.
+        system_tokens: number of first tokens that are the system message, with whatever the
+            template writes before the first message; 0 if the turn began with a context.
+        is_text: whether the input was raw text: a special token in it begins no message.
     """
 
     turn: int
@@ -94,12 +103,12 @@ class TurnRecord:
 
     @property
     def num_tokens(self) -> int:
-        """Input and answer."""
+        """Number of tokens of input and answer."""
         return len(self.input_ids) + len(self.output_ids)
 
     @property
     def text(self) -> str:
-        """The whole answer."""
+        """The whole answer's text."""
         return "".join(self.pieces)
 
 
@@ -108,7 +117,11 @@ class Accepted:
     """The turn is valid and queued.
 
     Attributes:
-        is_replayed: the recorded result of an earlier, equal request follows.
+        session_id: the turn's session.
+        turn: index of the turn, from 0.
+        request_id: the client's request id, or one made for it.
+        queue_length: number of requests that waited when it was accepted.
+        is_replayed: whether the recorded result of an earlier, equal request follows.
     """
 
     session_id: str
@@ -139,7 +152,10 @@ class Finished:
     """The last event.
 
     Attributes:
-        turns: complete turns of the session now.
+        finish_reason: why the answer ended.
+        text: the whole answer's text.
+        usage: the cost of the turn.
+        turns: number of complete turns of the session now.
     """
 
     finish_reason: str

@@ -1,4 +1,4 @@
-"""How one turn stays in its window: what goes before it begins, and while it is answered. Pure.
+"""How one turn stays in its window: what is dropped before it, and while it is answered. Pure.
 
 A context is cut where a message of its chat begins (`FrameTokens`), as the turn's overflow policy
 says (`truncation.py`).
@@ -23,8 +23,9 @@ class FrameTokens:
     it writes.
 
     Attributes:
-        opening: begin a message.
-        closing: end an answer; where no token begins messages, a frame begins after one of these.
+        opening: ids of tokens that begin a message.
+        closing: ids of tokens that end an answer; where no token begins messages, a frame begins
+            after one of these.
     """
 
     opening: frozenset[int] = frozenset()
@@ -32,14 +33,14 @@ class FrameTokens:
 
     @property
     def ids(self) -> frozenset[int]:
-        """All of them."""
+        """Ids of all of them."""
         return self.opening | self.closing
 
     def starts(self, token_ids: Sequence[int], framed: bytes) -> list[int]:
         """Find where frames begin.
 
         Args:
-            token_ids: of a context.
+            token_ids: the tokens of a context.
             framed: for each of them, whether it may begin a message (see `Context`).
 
         Returns:
@@ -53,13 +54,13 @@ class FrameTokens:
         return [at + 1 for at, token in enumerate(token_ids) if token in self.closing]
 
     def last_start(self, token_ids: Sequence[int]) -> int:
-        """Where the last frame of a rendered chat begins; 0 if there are no frames."""
+        """Return where the last frame of a rendered chat begins; 0 if there are no frames."""
         starts = self.starts(token_ids, b"\1" * len(token_ids))
         return starts[-1] if starts else 0
 
 
 def common_prefix(first: Sequence[int], *others: Sequence[int]) -> int:
-    """How many leading tokens all of them share."""
+    """Return how many leading tokens all of them share."""
     length = 0
     for tokens in zip(first, *others, strict=False):
         if len(set(tokens)) > 1:
@@ -78,11 +79,12 @@ class TurnWindow:
     """The window of one turn.
 
     Attributes:
-        window_tokens: that prompt and answer may have together at any time.
-        reserve_tokens: of the answer, that are to have room when it begins.
-        max_tokens: of the answer.
-        has_max_tokens: the client named them: under "reject" they must have room.
-        frame_tokens: of the model's chat template.
+        policy: the overflow policy.
+        window_tokens: most tokens that prompt and answer may have together at any time.
+        reserve_tokens: tokens of the answer that have room when it begins.
+        max_tokens: most tokens of the answer.
+        has_max_tokens: whether the client named them: under "reject" they must have room.
+        frame_tokens: frame tokens of the model's chat template.
     """
 
     policy: OverflowPolicy
@@ -94,17 +96,17 @@ class TurnWindow:
 
     @property
     def is_rigid(self) -> bool:
-        """Whether nothing may go, so that the answer ends where the window does."""
+        """Whether nothing may be dropped, so that the answer ends where the window does."""
         return self.policy.name == REJECT
 
     def at_start(self, context: Context, new_tokens: int) -> tuple[Range, ...]:
-        """Choose what goes of the context before a turn; () if all fits.
+        """Choose the tokens of the context that are dropped before a turn; () if all fits.
 
         Room for the reserve is made if it can be; room for one token must be. Where nothing is left
         that was computed over the sinks, they go, too.
 
         Raises:
-            InputTooLongError: there is no room even without all that may go.
+            InputTooLongError: there is no room even without all that may be dropped.
         """
         num_tokens, wanted_tokens = len(context.token_ids), self._wanted_tokens
         most_tokens = max(self._reserve_tokens, wanted_tokens)
@@ -132,14 +134,14 @@ class TurnWindow:
             raise self._too_long(history_tokens, new_tokens)
 
     def mid_turn(self, context: Context, tail_tokens: int) -> tuple[Range, ...]:
-        """Choose what goes of a context whose token slots are all filled; () if nothing may.
+        """Choose the tokens to drop of a context whose slots are all filled; () if none may.
 
         It is as much as the reserve, or an eighth of the window if that is less and all there is: a
-        cut costs as much as the context is long, so an answer does not go on token by token.
+        cut costs as much as the context is long, so an answer does not resume token by token.
 
         Args:
             context: what is left of the session, with the turn's input and its answer so far.
-            tail_tokens: last ones, that must stay: not computed, or not yet shown.
+            tail_tokens: number of last tokens that must stay: not computed, or not yet shown.
         """
         num_tokens = len(context.token_ids)
         starts = self.frame_tokens.starts(context.token_ids, context.framed)
@@ -158,13 +160,13 @@ class TurnWindow:
         return ()
 
     def answer_tokens(self, prompt_tokens: int) -> int:
-        """Return the longest answer to a prompt that fits: where nothing may go, what is left."""
+        """Return the tokens of the longest answer that fits; all, where the oldest are dropped."""
         room_tokens = self.window_tokens - prompt_tokens
         return min(self.max_tokens, room_tokens) if self.is_rigid else self.max_tokens
 
     @property
     def sink_tokens(self) -> int:
-        """How many first tokens of the context stay while any that saw them does."""
+        """Number of first tokens of the context that stay while any that saw them does."""
         return min(self.policy.sink_tokens, self.window_tokens // SINKS_SHARE)
 
     @property
@@ -173,7 +175,7 @@ class TurnWindow:
 
     @property
     def _wanted_tokens(self) -> int:
-        """Of the answer, without room for which the turn is refused."""
+        """Return how many tokens of the answer must have room, else the turn is refused."""
         return self.max_tokens if self.is_rigid and self.has_max_tokens else 1
 
     @property
@@ -186,7 +188,7 @@ class TurnWindow:
     def _plan_start(
         self, policy: OverflowPolicy, context: Context, excess_tokens: int
     ) -> tuple[Range, ...]:
-        """Between turns the last frame is complete: it may go as well."""
+        """Choose the tokens to drop between turns: the last frame is complete, and may go, too."""
         num_tokens = len(context.token_ids)
         starts = self.frame_tokens.starts(context.token_ids, context.framed)
         return plan_truncation(

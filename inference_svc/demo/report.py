@@ -149,7 +149,7 @@ def _reused_share(turns: Sequence[TurnFacts]) -> float:
 
 
 class LiveReport:
-    """A table that grows by a row per turn; a context manager, silent when told so."""
+    """A table that grows by a row per turn; a context manager, silent if it is not to print."""
 
     def __init__(self, console: Console, *, is_silent: bool) -> None:
         self._console = console

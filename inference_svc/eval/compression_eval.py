@@ -81,7 +81,7 @@ def measure_compression(
     records = RecordText(model.text, text.token_ids[0])
     for index in range(options.num_contexts):
         on_progress(f"context {index + 1}/{options.num_contexts}")
-        _go_on(model, options, text, index, found)
+        _resume(model, options, text, index, found)
         _ask(model, options, records, f"{options.seed}/{index}", found)
     token_bytes = next(iter(model.calibrations.values())).layout.token_bytes
     return CompressionReport(
@@ -115,10 +115,10 @@ def _check(options: CompressionOptions, text: EvalText, model: EvalModel) -> Non
             f"window of {model.window_tokens}",
             "give a smaller --context or --next",
         )
-    num_wanted = 1 + options.num_contexts * (options.context_tokens + options.next_tokens)
-    if len(text.token_ids) < num_wanted:
+    num_needed = 1 + options.num_contexts * (options.context_tokens + options.next_tokens)
+    if len(text.token_ids) < num_needed:
         raise UnusableTextError(
-            f"{options.text} has {len(text.token_ids)} tokens, {num_wanted} are to be compressed "
+            f"{options.text} has {len(text.token_ids)} tokens, {num_needed} are to be compressed "
             "or judged",
             "give a longer text, or fewer --contexts",
         )
@@ -156,7 +156,7 @@ def _compress(model: EvalModel, token_ids: list[int], found: list[_Found]) -> It
                     yield _Compressed(each, context, 1 - num_in(ranges) / num_tokens)
 
 
-def _go_on(
+def _resume(
     model: EvalModel, options: CompressionOptions, text: EvalText, index: int, found: list[_Found]
 ) -> None:
     """Compress one piece of the text, and predict what comes behind it."""

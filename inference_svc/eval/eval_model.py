@@ -1,7 +1,7 @@
 """A model directory ready to be measured by any method, and the text to measure it on.
 
 `EvalModel` owns the loaded model, one calibration and runner for each kind of positions, and the
-pool that sequences take their rows from.
+pool that lends sequences their KV.
 """
 
 import gzip
@@ -27,7 +27,7 @@ from inference_svc.runtime.transfer.compaction import can_compact
 from inference_svc.runtime.turns.chat_text import TurnText
 from shared.types.errors import ConfigError, InvalidInputError
 
-SEQUENCES = 2  # that have rows at a time, each in a sequence's KV and a write buffer
+SEQUENCES = 2  # that have KV at a time, each in a sequence's KV and a write buffer
 
 
 class NoTokenizerError(ConfigError):
@@ -42,10 +42,11 @@ class EvalModel:
 
     Attributes:
         text: encodes text and chat as the service does.
-        window_tokens: rows that a context may fill.
-        sink_tokens: first tokens that the model leans on, see `find_sinks`.
-        calibrations: by what positions are to be.
-        runners: of the same.
+        window_tokens: token slots that a context may fill.
+        sink_tokens: number of first tokens that the model leans on, see `find_sinks`.
+        pool: lends sequences their KV.
+        calibrations: the model's calibration for each kind of positions.
+        runners: a runner of each calibration.
     """
 
     loaded: LoadedModel

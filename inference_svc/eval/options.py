@@ -1,4 +1,4 @@
-"""What a run of `inference-svc eval` is told, as values and on the command line. Pure.
+"""The options of `inference-svc eval`, as values and on the command line. Pure.
 
 Owns the ways to truncate a context that are compared, and which tokens an overflow drops.
 
@@ -25,7 +25,7 @@ METHODS: dict[Method, str] = {
     "ca-shift": "the same for a resident context: keys after RoPE are turned to new positions",
     "tt": "kept tokens are recomputed, all of them",
     "of": "keys are stored after RoPE: kept tokens from the first dropped one on are recomputed",
-    "nkvt": "kept KV is kept as it is: keys have their old positions, new tokens the next free row",
+    "nkvt": "kept KV is kept as it is: keys have their old positions, new tokens the next slot",
 }
 REFERENCE: Method = "tt"
 """What the others are compared with: nothing in it is left over from dropped tokens."""
@@ -102,7 +102,7 @@ class EvalChoice:
         path: a model directory with a tokenizer.
         window_tokens: the context window; 0: the model's.
         threads: that compute; 0: as many as torch chooses.
-        on_progress: told what is being measured.
+        on_progress: called with a line that says what is being measured.
     """
 
     path: Annotated[Path, typer.Option("--model", help="Model directory, with a tokenizer.")]

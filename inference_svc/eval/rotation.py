@@ -110,9 +110,9 @@ def _rotary_keys(
         )
     with Context(model, "ca") as context:
         context.feed(token_ids, want="none")
-        for recipe, rows in context.stored_rows():
+        for recipe, free in context.stored_kv():
             if recipe.rotary is not None:
-                yield recipe.rotary, rows.clone()
+                yield recipe.rotary, free.clone()
 
 
 def _before_rope(table: RotaryTable, free: Tensor, places: list[int]) -> Tensor:

@@ -1,7 +1,7 @@
 """Sequence: one context in the working KV, truncated by one of the methods.
 
 The parts of the service without its engine: tokens are fed through a `ModelRunner` into KV,
-and a discard does to it what its method says. Nothing is saved or loaded; "ca" keeps the rows that
+and a discard does to it what its method says. Nothing is saved or loaded; "ca" keeps the KV that
 a save would store in a write buffer, and embeds them again as a load would.
 
 Invariants: 1. the sequence KV is that of `context_ids`, in this order; 2. so is what is in the
@@ -30,12 +30,12 @@ PIECE_TOKENS = 512  # fed at once: 256 MiB of logits with a vocabulary of 128 th
 
 
 class Sequence:
-    """One context. A context manager: leaving it gives the rows back.
+    """One context. A context manager: leaving it releases its KV.
 
     Attributes:
-        kv: its rows.
-        stored: what a save would store of them; None: the method needs none of it.
-        context_ids: what has been fed and not been dropped.
+        kv: its KV.
+        stored: the write buffer that a save would store; None: the method needs none.
+        context_ids: the tokens that were fed and not dropped.
         num_computed: tokens that went through the model so far, recomputed ones included: the cost.
     """
 
@@ -76,12 +76,12 @@ class Sequence:
         """Append tokens to the context, as many as it has room for.
 
         Args:
-            token_ids: at least one.
+            token_ids: the tokens, at least one.
             want: after which of them logits are returned.
-            scores: takes note of the attention that rows get.
+            scores: records the attention that tokens get.
 
         Returns:
-            [tokens wanted, vocab] float32.
+            [n, vocab] float32, the logits after these tokens.
         """
         logits = []
         for first in range(0, len(token_ids), PIECE_TOKENS):
@@ -121,23 +121,23 @@ class Sequence:
             compact_in_place(self.kv, kept, self._calibration)
         else:
             compact(self.stored, kept)
-            left_rows = [(0, self.stored.end_token)]
-            embed_kept(self.stored, left_rows, self.kv, self._calibration)
+            whole = [(0, self.stored.end_token)]
+            embed_kept(self.stored, whole, self.kv, self._calibration)
         self.context_ids = left
 
-    def stored_rows(self) -> Iterator[tuple[ComponentRecipe, Tensor]]:
-        """Yield each component's recipe and its rows before RoPE, [tokens, heads, dim]; of "ca"."""
+    def stored_kv(self) -> Iterator[tuple[ComponentRecipe, Tensor]]:
+        """Yield each component's recipe and tokens before RoPE, [tokens, heads, dim]; for "ca"."""
         stored = self.stored
         if stored is None:
-            raise AssertionError(f"{self._method} keeps no rows before RoPE")
+            raise AssertionError(f"{self._method} keeps no keys before RoPE")
         for index, recipe in enumerate(self._calibration.layers):
-            rows = (stored.keys[index], stored.values[index])
-            for component, row in zip(recipe.components, rows, strict=True):
-                yield component, row[: stored.end_token]
+            tensors = (stored.keys[index], stored.values[index])
+            for component, tokens in zip(recipe.components, tensors, strict=True):
+                yield component, tokens[: stored.end_token]
 
     @torch.inference_mode()
     def copy_from(self, other: "Sequence") -> None:
-        """Take over another sequence's context, rows and all; of the same method."""
+        """Copy another sequence's context and KV; of the same method."""
         self.context_ids = list(other.context_ids)
         num_tokens = self.kv.num_tokens = other.kv.num_tokens
         pairs = [
@@ -161,10 +161,10 @@ class Sequence:
 
 
 def compact(stored: WriteBuffer, kept: Items[Range]) -> None:
-    """Move kept rows of a buffer from position 0 on to its front; they have no positions."""
+    """Move kept tokens of a buffer from position 0 on to its front; its keys have no positions."""
     index = torch.cat([torch.arange(start, end) for start, end in kept] or [torch.arange(0)])
     index = index.to(stored.device)
-    for rows in (stored.keys, stored.values):
-        for layer in rows.layers:
+    for tensors in (stored.keys, stored.values):
+        for layer in tensors.layers:
             layer[: len(index)] = layer.index_select(0, index)
     stored.end_token = len(index)

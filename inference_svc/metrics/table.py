@@ -1,7 +1,7 @@
 """The one table of the service's metrics. Pure; values.py fills it at each scrape.
 
-A tenant is a label only if the settings name it; all others are "other". `history` is what became
-of what a session had said before: "none" (nothing was), "reused", "partial", "recomputed".
+A tenant is a label only if the settings name it; all others are "other". `history` is the state of
+a turn's history: "none" (there was none), "reused", "partial", "recomputed".
 """
 
 from shared.serving.metric_export import Metric, MetricTable
@@ -85,7 +85,7 @@ METRICS = MetricTable(
         Metric(
             "inference_preemptions_total",
             "counter",
-            "Times that a turn gave its place to others, to go on later",
+            "Times that a turn was preempted, and resumed later",
             (),
             {"": "preempted"},
         ),
@@ -118,7 +118,7 @@ METRICS = MetricTable(
         Metric(
             "inference_load_seconds",
             "histogram",
-            "From a turn's admission to the last row of its history, if it has one",
+            "From a turn's admission to the last token of its history, if it has one",
         ),
         Metric(
             "inference_stall_seconds",
@@ -190,16 +190,16 @@ METRICS = MetricTable(
         ),
         # ---------------------------------------------------------------------- working memory
         Metric(
-            "inference_kv_rows",
+            "inference_kv_token_slots",
             "gauge",
             "Token slots of the working KV: all there are, free ones, those reserved for turns, "
             "and those of idle sessions",
             ("state",),
             {
-                "pool": "pool_rows",
-                "free": "pool_free_rows",
-                "reserved": "reserved_rows",
-                "resident": "resident_rows",
+                "pool": "pool_token_slots",
+                "free": "pool_free_token_slots",
+                "reserved": "reserved_token_slots",
+                "resident": "resident_token_slots",
             },
         ),
         Metric(
@@ -232,7 +232,7 @@ METRICS = MetricTable(
         Metric(
             "inference_discards_total",
             "counter",
-            "Times that a session gave up tokens, and what became of their KV",
+            "Times that tokens of a session were dropped, and what became of their KV",
             ("event",),
             {
                 "overflow": "overflows",

@@ -26,11 +26,11 @@ class ServedModel:
     """The one model that is served: what clients may call it, and what they see of it.
 
     Attributes:
-        name: the model's own.
+        name: the model's own name.
         aliases: other names for it.
-        fingerprint: the model's.
-        created_s: when the service started, in seconds of the epoch.
-        context_window: in tokens.
+        fingerprint: the model's fingerprint.
+        created_s: Unix time when the service started.
+        context_window: most tokens of a context.
     """
 
     name: str
@@ -72,7 +72,7 @@ class Api:
     """The parts of the API; they live as long as the service.
 
     Attributes:
-        own: identity of whoever may open the Unix socket; None on TCP.
+        own: the identity of callers on the Unix socket; None on TCP.
     """
 
     settings: OpenAISettings
@@ -90,8 +90,8 @@ class Api:
         """Read a request for a turn.
 
         Args:
-            request: that holds a slot.
-            kind: the bodies of its path.
+            request: a request that holds a slot.
+            kind: the class of bodies of its path.
 
         Raises:
             ReportedError: it does not come, or is off, or is for another tenant or model.

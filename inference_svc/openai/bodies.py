@@ -3,7 +3,7 @@
 Types are strict: true is not 1, 3.0 is no whole number, a number in quotes is text. A member that
 is null counts as absent, as it does for OpenAI. Members are refused in one of three ways: a feature
 that is not there (`unsupported_value`), a value off its type or bounds (`invalid_value`), a name
-that nobody knows (`unknown_parameter`); the first of these that a body has is told, with its path.
+that nobody knows (`unknown_parameter`); the first of these in a body is reported, with its path.
 
 Sampling is OpenAI's, with the service's own parameters beside it (`top_k`, `min_p`,
 `repetition_penalty`, `ignore_eos`). A request that names no temperature gets the one of the
@@ -50,7 +50,7 @@ class Refused:
     """A member that means something that the service does not do.
 
     Attributes:
-        accepted: values that ask for nothing.
+        accepted: values that have no effect.
         remedy: what to do instead.
     """
 
@@ -58,7 +58,7 @@ class Refused:
     remedy: str
 
     def allows(self, value: object) -> bool:
-        """Whether a value asks for nothing; true and 1 are different things."""
+        """Whether a value has no effect; true and 1 are different."""
         return any(
             isinstance(value, bool) == isinstance(each, bool) and value == each
             for each in self.accepted
@@ -66,7 +66,7 @@ class Refused:
 
 
 class WrongMemberError(ValueError):
-    """What a validator of ours found; `decode` tells it as a `kind`, when its path is known.
+    """A validator of ours refuses a value; `decode` raises a `kind` of it, with its path.
 
     Args:
         message: "{path}" stands for the path, "{path!r}" for the same in quotes.
@@ -174,7 +174,7 @@ _EXPECTED: Mapping[str, str] = {
 
 
 def _refusal(found: Any) -> RequestError:
-    """Tell one of pydantic's errors as OpenAI's clients know it."""
+    """Turn one of pydantic's errors into one that OpenAI's clients know."""
     context = found.get("ctx", {})
     wrong = context.get("error")
     if isinstance(wrong, WrongMemberError):
@@ -251,9 +251,9 @@ class TurnBody(Body, ABC):
     """A request for a turn, of whichever API.
 
     Attributes:
-        model: that is to answer; OpenAI demands it, too.
-        store: whether the session may be there afterwards.
-        session_id: that the client names; "" if it leaves that to its messages.
+        model: name of the model that is to answer; OpenAI demands it, too.
+        store: whether the session may stay afterwards.
+        session_id: the session that the client names; "" if its messages decide.
         top_logprobs: how many alternatives of each token; None if the client does not say.
         metadata: a client's own notes.
     """
@@ -303,10 +303,10 @@ class TurnBody(Body, ABC):
         """How many alternatives are shown of each token; None: not even its own probability."""
 
     def sampling(self, temperature: float) -> dict[str, Any]:
-        """Return what the client says of sampling, by the names of `SamplingParams`.
+        """Return the client's sampling values, by the names of `SamplingParams`.
 
         Args:
-            temperature: of a request that names none.
+            temperature: temperature of a request that names none.
         """
         said = {
             "temperature": temperature if self.temperature is None else self.temperature,

@@ -34,7 +34,7 @@ class StreamOptions(Body):
     """Options of a stream.
 
     Attributes:
-        include_usage: it ends with a chunk that has the usage.
+        include_usage: whether it ends with a chunk that has the usage.
     """
 
     ignored: ClassVar[frozenset[str]] = frozenset({"include_obfuscation"})
@@ -93,12 +93,12 @@ class ChatBody(TurnBody):
 
 async def create_chat(api: Api, request: web.Request) -> web.StreamResponse:
     """Answer a chat's last message."""
-    asked = await api.read(request, ChatBody)
-    body = asked.body
-    turn = asked.turn(body.conversation)
-    async with await api.answers.open(asked.caller, turn) as answer:
+    turn_request = await api.read(request, ChatBody)
+    body = turn_request.body
+    turn = turn_request.turn(body.conversation)
+    async with await api.answers.open(turn_request.caller, turn) as answer:
         objects = ChatObjects(
-            completion_id="chatcmpl-" + asked.chain.id_of("completion", turn.request_id),
+            completion_id="chatcmpl-" + turn_request.chain.id_of("completion", turn.request_id),
             created=int(time.time()),
             model=body.model,
             fingerprint=api.model.fingerprint,
@@ -107,7 +107,7 @@ async def create_chat(api: Api, request: web.Request) -> web.StreamResponse:
             top_logprobs=body.shown_logprobs,
             includes_usage=body.stream_options.include_usage,
         )
-        return await send_answer(asked, turn, answer, objects)
+        return await send_answer(turn_request, turn, answer, objects)
 
 
 @dataclass(frozen=True)
@@ -117,8 +117,8 @@ class ChatObjects:
     Attributes:
         completion_id: id of the answer.
         created: seconds of the epoch.
-        model: as the client named it.
-        fingerprint: of the model that answers.
+        model: the model's name as the client wrote it.
+        fingerprint: fingerprint of the model that answers.
         top_logprobs: how many alternatives of each token; None: no log-probabilities.
         includes_usage: every chunk has the member `usage`, and the last one has a value there.
     """
@@ -162,7 +162,7 @@ class ChatObjects:
             yield self._chunk({"content": text}, None, logprobs)
 
     def closing(self, finished: Finished) -> Iterator[dict[str, Any]]:
-        """Make the last chunks: why it ended, and the usage if the client asked for it."""
+        """Make the last chunks: why it ended, and the usage if the client requested it."""
         yield self._chunk({}, finished.finish_reason)
         if self.includes_usage:
             yield self._object("chat.completion.chunk", []) | {"usage": chat_usage(finished.usage)}
@@ -197,7 +197,7 @@ class ChatObjects:
 
 
 def chat_usage(usage: Usage) -> dict[str, Any]:
-    """Say what an answer cost: tokens that were not computed again are `cached_tokens`."""
+    """Make the usage of an answer: tokens that were not computed again are `cached_tokens`."""
     prompt_tokens = usage.history_tokens + usage.new_tokens
     return {
         "prompt_tokens": prompt_tokens,

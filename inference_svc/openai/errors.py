@@ -114,7 +114,7 @@ class UnknownUrlError(NotFoundError):
 
 
 class UnknownHistoryError(StateError):
-    """A session was named, and the messages tell another history than the session's."""
+    """A session was named, and the messages have another history than the session."""
 
     reason = "history_unknown"
 

@@ -24,7 +24,7 @@ from shared.types.errors import ReportedError
 HEADERS = {
     "Content-Type": "text/event-stream; charset=utf-8",
     "Cache-Control": "no-cache",
-    "X-Accel-Buffering": "no",  # proxies that would collect events are asked not to
+    "X-Accel-Buffering": "no",  # proxies shall not collect events
 }
 CLOSES = frozenset({401, 408, 413, 429})  # what is left of the body is not worth reading
 
@@ -44,34 +44,34 @@ class AnswerObjects(Protocol):
         """Make the answer of a request that is not streamed."""
 
     def opening(self) -> Iterable[Mapping[str, Any]]:
-        """Make the events that say that the turn has begun."""
+        """Make the events of a turn's beginning."""
 
     def piece(self, tokens: Sequence[AnswerToken]) -> Iterable[Mapping[str, Any]]:
         """Make the events of the next tokens; none if these show nothing."""
 
     def closing(self, finished: Finished) -> Iterable[Mapping[str, Any]]:
-        """Make the events that say how the turn ended."""
+        """Make the events of a turn's end."""
 
     def failure(self, error: Mapping[str, Any]) -> Mapping[str, Any]:
         """Make the event of a turn that failed; `error` is OpenAI's error object."""
 
 
 async def send_answer(
-    asked: TurnRequest[B], turn: HttpTurn, answer: LiveAnswer, objects: AnswerObjects
+    turn_request: TurnRequest[B], turn: HttpTurn, answer: LiveAnswer, objects: AnswerObjects
 ) -> web.StreamResponse:
     """Send an answer, whole or as a stream; the request's log line says whose it is.
 
     Args:
-        asked: the request that is answered.
-        turn: that it asked for.
-        answer: to it.
-        objects: make what its client reads.
+        turn_request: the request that is answered.
+        turn: the turn that it is for.
+        answer: the turn's answer.
+        objects: makes the objects of its API.
     """
     headers = {SESSION: answer.session_id, REQUEST_ID: turn.request_id}
     structlog.contextvars.bind_contextvars(session=answer.session_id, request_id=turn.request_id)
-    if not asked.body.stream:
+    if not turn_request.body.stream:
         return reply(objects.whole(*await answer.whole()), headers)
-    stream = EventStream(asked.request, asked.settings.write_s)
+    stream = EventStream(turn_request.request, turn_request.settings.write_s)
     await stream.open(headers)
     try:
         await stream.send(*objects.opening())
@@ -81,19 +81,19 @@ async def send_answer(
             else:
                 await stream.send(*objects.closing(event))
     except ConnectionError:
-        raise  # nobody is left to be told
-    except Exception as error:  # noqa: BLE001  # the status is sent: it is told as an event
+        raise  # nobody is left to answer
+    except Exception as error:  # noqa: BLE001  # the status is sent: it is reported as an event
         await stream.send(objects.failure(error_object(reported(error))))
     await stream.end(objects.stream_end)
     return stream.response
 
 
 class EventStream:
-    """Server-sent events to one client, which is given up if it does not read.
+    """Server-sent events to one client, which is disconnected if it does not read.
 
     Args:
-        request: that is answered.
-        write_s: how long the client may take to read what was sent.
+        request: the request that is answered.
+        write_s: most seconds that the client may take to read what was sent.
     """
 
     def __init__(self, request: web.Request, write_s: float) -> None:
@@ -113,7 +113,7 @@ class EventStream:
             await self._write(b"%sdata: %s\n\n" % (name, json_bytes(event)))
 
     async def end(self, last: bytes = b"") -> None:
-        """Send what is last, and close the stream."""
+        """Send the last bytes, and close the stream."""
         if last:
             await self._write(last)
         await self.response.write_eof()
@@ -154,7 +154,7 @@ def refusal(error: ReportedError) -> web.Response:
 
 
 def reported(error: Exception) -> ReportedError:
-    """Return an error as it may be told; what nobody expected is logged, and told as that."""
+    """Return an error that clients may see; an unexpected one is logged, and hidden behind ours."""
     if isinstance(error, ReportedError):
         return error
     log.error("http_request_failed", exc_info=error)

@@ -1,4 +1,4 @@
-"""What every request has in common: who sent it, its body, its headers, its place among the others.
+"""What every request has in common: who sent it, its body, its headers, its slot.
 
 So many requests are served at once, and no more, for each may hold a body. One whose body has not
 come may lose its slot: when all are taken, and more than half of them wait for bodies of one
@@ -51,7 +51,7 @@ class JsonBody:
 
     Attributes:
         values: the JSON object.
-        digest: of the bytes.
+        digest: digest of the bytes.
     """
 
     values: dict[str, Any]
@@ -160,11 +160,11 @@ class TurnRequest(Generic[B]):
     """A request for a turn that was read, whichever API it speaks.
 
     Attributes:
-        request: for its headers.
-        caller: who sent it.
+        request: aiohttp's request, for its headers.
+        caller: who sent it, and for which tenant.
         body: its body, decoded.
-        digest: of the body's bytes.
-        chain: digests of the caller's histories.
+        digest: digest of the body's bytes.
+        chain: makes digests of the caller's histories.
         settings: the section [openai].
     """
 
@@ -176,10 +176,10 @@ class TurnRequest(Generic[B]):
     settings: OpenAISettings
 
     def turn(self, messages: tuple[Message, ...], overflow: str = "") -> HttpTurn:
-        """Make the turn that is asked for.
+        """Make the turn of the request.
 
         Args:
-            messages: all that tell the history, or all that follow another response.
+            messages: all messages of the history and the new ones, or all after another response.
             overflow: the overflow policy's name; "" for the service's.
 
         Raises:
@@ -217,13 +217,13 @@ class TurnRequest(Generic[B]):
 
 @dataclass(eq=False)
 class _Slot:
-    """One request's.
+    """The slot of one request.
 
     Attributes:
-        request_id: Python's, of the request.
-        client: who sent it.
-        wait: bounds the time until its body has come.
-        is_lost: a request of somebody else has it now.
+        request_id: Python's id of the request.
+        client: name of the client that sent it.
+        wait: bounds the time until its body has come; None once it has.
+        is_lost: whether another client's request has it now.
     """
 
     request_id: int

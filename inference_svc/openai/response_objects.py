@@ -32,7 +32,7 @@ class ResponseObjects:
     Args:
         response_id: its id.
         session_id: the session that it is a turn of.
-        info: what it says beside its answer.
+        info: its members beside its answer.
         token_text: writes tokens.
         top_logprobs: how many alternatives of each token; None: no log-probabilities.
     """
@@ -160,7 +160,7 @@ class ResponseObjects:
 
 
 def response_usage(usage: Usage) -> dict[str, Any]:
-    """Say what a response cost: tokens that were not computed again are `cached_tokens`."""
+    """Make the usage of a response: tokens that were not computed again are `cached_tokens`."""
     input_tokens = usage.history_tokens + usage.new_tokens
     return {
         "input_tokens": input_tokens,

@@ -24,7 +24,7 @@ from inference_svc.openai.messages import SYSTEM, InputItems, Message
 from inference_svc.openai.replies import reply, send_answer
 from inference_svc.openai.requests import TurnRequest, caller_of
 from inference_svc.openai.response_objects import ResponseObjects
-from inference_svc.openai.sessions.lookup import KnownResponse, ResponseInfo
+from inference_svc.openai.sessions.lookup import ResponseInfo, StoredResponse
 from inference_svc.openai.sessions.routing import Caller, HttpTurn
 from shared.types.errors import NotFoundError
 
@@ -63,9 +63,9 @@ class ResponseBody(TurnBody):
 
     Attributes:
         instructions: lead the conversation, as its system message.
-        previous_response_id: of the response that this one follows; "" if it follows none.
-        include: what is shown beside the answer.
-        truncation: "": the service's overflow policy decides.
+        previous_response_id: id of the response that this one follows; "" if it follows none.
+        include: names of what is shown beside the answer.
+        truncation: OpenAI's name of the overflow policy; "": the service's.
     """
 
     refused: ClassVar[Mapping[str, Refused]] = {
@@ -132,21 +132,21 @@ class ResponseBody(TurnBody):
 
 async def create_response(api: Api, request: web.Request) -> web.StreamResponse:
     """Answer an input, as the next turn after another response or as the first."""
-    asked = await api.read(request, ResponseBody)
+    turn_request = await api.read(request, ResponseBody)
     previous = None
-    if asked.body.previous_response_id:
-        previous = await _known(api, asked.caller, asked.body.previous_response_id)
-        _check_instructions(asked, previous)
-    turn, info = _turn(asked, previous, api.gateway.defaults.overflow.name)
-    async with await api.answers.open(asked.caller, turn) as answer:
+    if turn_request.body.previous_response_id:
+        previous = await _stored(api, turn_request.caller, turn_request.body.previous_response_id)
+        _check_instructions(turn_request, previous)
+    turn, info = _turn(turn_request, previous, api.gateway.defaults.overflow.name)
+    async with await api.answers.open(turn_request.caller, turn) as answer:
         objects = ResponseObjects(
             response_id=turn.response_id,
             session_id=answer.session_id,
             info=info,
             token_text=api.token_text,
-            top_logprobs=asked.body.shown_logprobs,
+            top_logprobs=turn_request.body.shown_logprobs,
         )
-        return await send_answer(asked, turn, answer, objects)
+        return await send_answer(turn_request, turn, answer, objects)
 
 
 async def show_response(api: Api, request: web.Request) -> web.Response:
@@ -154,8 +154,8 @@ async def show_response(api: Api, request: web.Request) -> web.Response:
     caller, response_id = caller_of(request), request.match_info["id"]
     if request.query.get("stream", "false") == "true":
         raise RequestError("a stored response cannot be streamed", "leave stream out", "stream")
-    known = await _known(api, caller, response_id)
-    at = known.at
+    stored = await _stored(api, caller, response_id)
+    at = stored.at
     try:
         key = api.gateway.key(caller.identity, caller.tenant, at.session_id)
         session, _ = await api.gateway.turns.sessions.get(key)
@@ -165,17 +165,17 @@ async def show_response(api: Api, request: web.Request) -> web.Response:
     if record is None or record.request_id != at.request_id:
         raise unknown_response(response_id)
     finished = Finished(record.finish_reason, record.text, record.usage, at.turns)
-    objects = ResponseObjects(response_id, at.session_id, known.info, api.token_text)
+    objects = ResponseObjects(response_id, at.session_id, stored.info, api.token_text)
     return reply(objects.whole((), finished))
 
 
 async def delete_response(api: Api, request: web.Request) -> web.Response:
     """Forget a response; its session goes with the last one, if nobody named it."""
     caller, response_id = caller_of(request), request.match_info["id"]
-    known = await _known(api, caller, response_id)
-    session_id = known.at.session_id
+    stored = await _stored(api, caller, response_id)
+    session_id = stored.at.session_id
     others = await api.store.count_responses(caller.tenant, session_id) - 1
-    if not others and not known.at.is_named:  # first what may be refused: a turn may be under way
+    if not others and not stored.at.is_named:  # first what may be refused: a turn may be under way
         with suppress(NotFoundError):
             key = api.gateway.key(caller.identity, caller.tenant, session_id)
             await api.gateway.turns.sessions.delete(key)
@@ -183,27 +183,27 @@ async def delete_response(api: Api, request: web.Request) -> web.Response:
     return reply({"id": response_id, "object": "response", "deleted": True})
 
 
-async def _known(api: Api, caller: Caller, response_id: str) -> KnownResponse:
+async def _stored(api: Api, caller: Caller, response_id: str) -> StoredResponse:
     """Look the caller's response up.
 
     Raises:
         UnknownResponseError: it has none of that id.
     """
     is_ours = response_id.isascii() and response_id.startswith("resp_")
-    known = await api.store.find_response(caller.tenant, response_id) if is_ours else None
-    if known is None:
+    stored = await api.store.find_response(caller.tenant, response_id) if is_ours else None
+    if stored is None:
         raise unknown_response(response_id)
-    return known
+    return stored
 
 
-def _check_instructions(asked: TurnRequest[ResponseBody], previous: KnownResponse) -> None:
-    """See that a session keeps the instructions that it began with.
+def _check_instructions(turn_request: TurnRequest[ResponseBody], previous: StoredResponse) -> None:
+    """Check that a session keeps the instructions that it began with.
 
     Raises:
         RequestError: others are given.
     """
-    instructions = asked.body.instructions
-    digest = asked.chain.id_of("instructions", instructions)
+    instructions = turn_request.body.instructions
+    digest = turn_request.chain.id_of("instructions", instructions)
     if instructions and digest != previous.info.instructions_digest:
         raise RequestError(
             "these instructions are not those of the conversation",
@@ -213,18 +213,18 @@ def _check_instructions(asked: TurnRequest[ResponseBody], previous: KnownRespons
 
 
 def _turn(
-    asked: TurnRequest[ResponseBody], previous: KnownResponse | None, overflow: str
+    turn_request: TurnRequest[ResponseBody], previous: StoredResponse | None, overflow: str
 ) -> tuple[HttpTurn, ResponseInfo]:
-    """Make the turn that is asked for, and what is to be known of its response.
+    """Make the turn of a request, and the stored information about its response.
 
     Args:
-        asked: the request.
-        previous: the response that it follows.
-        overflow: policy of turns that name none.
+        turn_request: the request.
+        previous: the response that it follows; None: it begins a conversation.
+        overflow: name of the overflow policy of turns that name none.
     """
-    body, chain = asked.body, asked.chain
+    body, chain = turn_request.body, turn_request.chain
     messages = body.new_messages if previous else body.conversation
-    turn = asked.turn(messages, body.overflow(overflow))
+    turn = turn_request.turn(messages, body.overflow(overflow))
     info = ResponseInfo(
         created_s=int(time.time()),
         model=body.model,

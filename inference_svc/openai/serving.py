@@ -1,8 +1,8 @@
 """Serves the OpenAI-compatible API beside gRPC, if there is an address for it.
 
-Each request goes through the same gates before its handler: what goes wrong is told as OpenAI's
-clients know it, the client is identified, and a slot is held. Another API is a module with a body,
-objects and handlers, like `chats.py`, and its routes here.
+Each request goes through the same gates before its handler: errors are reported as OpenAI's
+clients know them, the client is identified, and a slot is held. Another API is a module with a
+body, objects and handlers, like `chats.py`, and its routes here.
 """
 
 import asyncio
@@ -55,15 +55,15 @@ async def serving_openai(
     outer: Sequence[Middleware] = (),
     connections: ConnectionMetrics | None = None,
 ) -> AsyncIterator[None]:
-    """Serve meanwhile.
+    """Serve the API inside the block, if there is an address for it.
 
     Args:
-        settings: the service's.
-        gateway: the one way in.
-        tokenizer: the model's.
-        book: who may come in.
+        settings: the service's settings.
+        gateway: the service's gateway.
+        tokenizer: the model's tokenizer; None: it has none.
+        book: the clients that may connect.
         outer: middlewares that see every request first.
-        connections: where they are counted.
+        connections: counts of connections.
 
     Raises:
         ConfigError: the address, a file of TLS or the state directory cannot be used.
@@ -136,7 +136,7 @@ def make_app(api: Api, outer: Sequence[Middleware] = ()) -> web.Application:
     """Build the application: its routes, and the gates before them.
 
     Args:
-        api: its parts.
+        api: the API's parts.
         outer: middlewares that see every request before ours.
     """
     app = web.Application(
@@ -167,7 +167,7 @@ async def _model(api: Api, request: web.Request) -> web.Response:
 
 @web.middleware
 async def _tell_refusals(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Tell every refusal and failure as OpenAI's clients know it."""
+    """Report every refusal and failure as OpenAI's clients know it."""
     try:
         return await handler(request)
     except web.HTTPMethodNotAllowed as error:
@@ -180,13 +180,13 @@ async def _tell_refusals(request: web.Request, handler: Handler) -> web.StreamRe
     except web.HTTPException:
         return refusal(UnknownUrlError(f"nothing is served at {request.path[:80]!r}", _PATHS))
     except ConnectionError:
-        raise  # nobody is there to be told
+        raise  # nobody is left to answer
     except Exception as error:  # noqa: BLE001  # the edge: nothing above would report it
         return refusal(reported(error))
 
 
 def _admitting(api: Api) -> Middleware:
-    """Make the gate that lets so many requests in at once, and no more."""
+    """Make the gate that bounds the requests at once."""
 
     @web.middleware
     async def admit(request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -197,7 +197,7 @@ def _admitting(api: Api) -> Middleware:
 
 
 def _authenticating(api: Api) -> Middleware:
-    """Make the gate before which nothing is read of a body, and nothing told."""
+    """Make the gate that identifies the client, before anything of a body is read or answered."""
 
     @web.middleware
     async def authenticate(request: web.Request, handler: Handler) -> web.StreamResponse:

@@ -1,4 +1,4 @@
-"""The process's memory: it is faulted in ahead of use, and used again rather than given back.
+"""The process's memory: it is faulted in ahead of use, and reused rather than freed.
 
 Fresh memory costs a page fault every few kilobytes, more than most of what is done in it, and many
 times more where a virtual machine's host has yet to find the page. Three places save that:
@@ -34,12 +34,12 @@ _MADV_POPULATE_WRITE = 23  # Linux 5.14; the mmap module does not know it
 # Of mallopt (glibc's malloc.h); other C libraries have no such function, and no such habit.
 _M_TRIM_THRESHOLD = -1
 _M_MMAP_THRESHOLD = -3
-KEPT_BYTES = 1024 * MIB  # free memory at the end of a heap, above which it is given back
+KEPT_BYTES = 1024 * MIB  # free memory at a heap's end, above which it goes back to the system
 HEAP_BYTES = 32 * MIB  # larger pieces are mapped one by one; glibc's own bound
 
 
 def keep_freed_memory() -> bool:
-    """Have the heap keep what is freed; from now on, in every thread.
+    """Have the heap keep freed memory, from now on and in every thread.
 
     Returns:
         whether the C library does.
@@ -57,7 +57,7 @@ def keep_freed_memory() -> bool:
 
 
 def allocate_region(num_items: int, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """Allocate a flat tensor; rows that are never written cost address space only.
+    """Allocate a flat tensor; pages that are never written cost address space only.
 
     On the CPU it is a mapping of its own, which is left out of core dumps.
     """
@@ -75,11 +75,11 @@ def allocate_region(num_items: int, device: torch.device, dtype: torch.dtype) ->
 
 
 def populate(region: Tensor, is_stopped: Callable[[], bool]) -> int:
-    """Fault in the region's pages, whatever they hold; blocks, but not other Python threads.
+    """Fault in the region's pages, whatever they hold; block, but no other Python thread.
 
     Args:
-        region: from `allocate_region`.
-        is_stopped: asked before each step of POPULATE_STEP_BYTES.
+        region: the memory, from `allocate_region`.
+        is_stopped: called before each step of POPULATE_STEP_BYTES; True ends it.
 
     Returns:
         bytes that are there now; 0 if the system cannot, which costs speed only.
@@ -87,7 +87,7 @@ def populate(region: Tensor, is_stopped: Callable[[], bool]) -> int:
     num_bytes = region.numel() * region.itemsize
     if region.device.type != "cpu" or num_bytes < HUGE_PAGE_BYTES:
         return 0
-    # Through ctypes, which lets go of the interpreter lock; the mmap module's madvise keeps it.
+    # Through ctypes, which releases the interpreter lock; the mmap module's madvise keeps it.
     madvise = ctypes.CDLL(None, use_errno=True).madvise
     madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
     num_done = 0
@@ -107,7 +107,7 @@ class ThreadScratch(threading.local):
     """
 
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
-        """Store where and of what; called again in each thread."""
+        """Store device and dtype of the tensors; `threading.local` repeats this in each thread."""
         self._device = device
         self._dtype = dtype
         self._flat: Tensor | None = None

@@ -10,7 +10,7 @@ T = TypeVar("T")
 
 
 class WorkerThread:
-    """A named thread, or some; calls are begun in the order in which they were made."""
+    """One or more threads of one name; calls begin in the order in which they were made."""
 
     def __init__(self, name: str, num_threads: int = 1) -> None:
         self._executor = ThreadPoolExecutor(num_threads, thread_name_prefix=name)
@@ -19,7 +19,7 @@ class WorkerThread:
         """Run a call on the thread and return its result.
 
         If the caller is cancelled, the call still runs to its end first: what it uses may only be
-        given away when the thread has let go of it.
+        released when the thread no longer uses it.
         """
         loop = asyncio.get_running_loop()
         return await _to_its_end(
@@ -37,5 +37,5 @@ async def _to_its_end(future: "asyncio.Future[T]") -> T:
     except asyncio.CancelledError:
         await asyncio.wait({future})
         if not future.cancelled():
-            future.exception()  # nobody else asks for it
+            future.exception()  # retrieved, so that asyncio does not log it as never retrieved
         raise

@@ -1,8 +1,8 @@
-"""The one way in: identity, tenant, limits and turns, for every front.
+"""The gateway: identity, tenant, limits and turns, for gRPC and HTTP alike.
 
-A front (gRPC in `servicer.py`, HTTP in `openai/`) reads what came, calls this, and writes what it
-says. The tenant is never what a request says alone: the identity has to allow it, and `key` is
-where it is asked. What raises here raises ReportedErrors.
+Both ways in (`servicer.py`, `openai/`) decode a request, call the gateway, and encode its answers.
+The tenant is never what a request names alone: the identity has to allow it, and `key` checks that.
+All errors raised here are ReportedErrors.
 """
 
 import asyncio
@@ -23,12 +23,12 @@ from shared.types.session_key import SessionKey
 
 
 def new_session_id() -> str:
-    """Make up a name for a session whose client leaves that to the service."""
+    """Make an id for a session whose client does not name it."""
     return f"s-{uuid.uuid4().hex}"
 
 
 class TurnStream:
-    """One client's place at one turn; whoever has one owes `leave`.
+    """One client's subscription to a turn; its holder owes `leave`.
 
     Args:
         turn: that is followed.
@@ -63,16 +63,16 @@ class Gateway:
     Args:
         turns: the service's turn registry.
         model: fingerprint of the model, part of every session's key.
-        describe: what is served, and how it goes; but for the defaults.
-        defaults: what turns get that do not say.
+        describe: describes the model and the engine's state, but not the defaults.
+        defaults: values of turns that do not name their own.
         streams: counts the turns that each client follows.
         counters: the service's counters.
-        report: told of turns that are not begun.
+        report: receives turns that are not begun.
 
     Attributes:
-        turns: as above. Its methods take keys, which are `key`'s.
-        defaults: as above; a reload sets them.
-        streams: as above; a reload sets their bound.
+        turns: the service's turn registry. Its methods take keys made by `key`.
+        defaults: values of turns that do not name their own; a reload sets them.
+        streams: counts the turns that each client follows; a reload sets the bound.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class Gateway:
         self._report = report
 
     def describe(self) -> pb.Model:
-        """Describe what is served, and how it goes."""
+        """Describe the model, the defaults and the engine's state."""
         described = self._describe()
         described.overflow = self.defaults.overflow.name
         described.sink_tokens = self.defaults.overflow.sink_tokens
@@ -102,10 +102,10 @@ class Gateway:
         return described
 
     def key(self, identity: Identity, tenant: str, session_id: str) -> SessionKey:
-        """Return the key of a session of that tenant; "" is the identity's own, its first.
+        """Return the key of a session of that tenant; "" means the identity's first.
 
         Raises:
-            InvalidNameError: tenant or session can be no names.
+            InvalidNameError: tenant or session is no valid name.
             TenantDeniedError: the tenant is not one of the identity's.
         """
         return identity.key(tenant, self.model, session_id)
@@ -120,12 +120,11 @@ class Gateway:
 
         Args:
             identity: who submits it.
-            names: of the turn, as the client gave them.
-            make: makes the submission of a session, from what the client said and the defaults.
+            names: the client's names for the turn.
+            make: makes the submission of a session, given the defaults.
 
         Raises:
-            ReportedError: it cannot be queued; what is wrong with it otherwise comes as the end
-                of its events.
+            ReportedError: it cannot be queued; later errors end its events.
         """
         try:
             key = self.key(identity, names.tenant, names.session_id or new_session_id())

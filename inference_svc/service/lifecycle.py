@@ -1,7 +1,7 @@
 """The process while it serves: its signals, what runs beside its turns, and how these end.
 
-SIGTERM, SIGINT   drain: turns that have not started are handed back at once, those that run go
-                  on until server.drain_s, their KV is saved; then the process ends
+SIGTERM, SIGINT   drain: turns that have not started are handed back at once, those that run
+                  continue until server.drain_s, their KV is saved; then the process ends
 a second one      everything that is left is handed back at once
 SIGHUP            the settings are read again (`config.LIVE_KEYS`)
 """
@@ -28,9 +28,9 @@ class Signals:
     """Signals of the supervisor, as events.
 
     Attributes:
-        stop: the service is to drain and end.
-        at_once: it is not to wait for anything.
-        reload: the settings are to be read again.
+        stop: set when the service is to drain and end.
+        at_once: set when it is not to wait for anything.
+        reload: set when the settings are to be read again.
     """
 
     def __init__(self) -> None:
@@ -39,7 +39,7 @@ class Signals:
         self.reload = asyncio.Event()
 
     def listen(self) -> None:
-        """Take the signals of the running loop's process."""
+        """Handle the process's signals on the running loop."""
         loop = asyncio.get_running_loop()
         for signum in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(signum, self._stopped)
@@ -50,7 +50,7 @@ class Signals:
 
 
 async def beat() -> None:
-    """Tell the watchdog again and again that the event loop answers; return if there is none."""
+    """Notify the watchdog, again and again, from the event loop; return if there is none."""
     interval_s = systemd.watchdog_interval_s()
     while interval_s is not None:
         systemd.notify(systemd.WATCHDOG)
@@ -70,7 +70,7 @@ async def stay_attached(client: KvdClient) -> None:
 async def reload_on_signal(
     signals: Signals, reload: Callable[[], Changes[InferenceSettings]]
 ) -> None:
-    """Reload at each SIGHUP; what is wrong with the settings is logged, and changes nothing."""
+    """Reload at each SIGHUP; problems of the settings are logged, and change nothing."""
     while True:
         await signals.reload.wait()
         signals.reload.clear()
@@ -95,8 +95,8 @@ async def drain(turns: Turns, engine: EngineLoop, drain_s: float, signals: Signa
     Args:
         turns: the service's turn registry.
         engine: the service's engine.
-        drain_s: how long it may take.
-        signals: `at_once` ends it.
+        drain_s: most seconds that it may take.
+        signals: the process's signals; `at_once` ends the drain.
     """
     log.info("draining", drain_s=drain_s)
     turns.refuse_new()
@@ -111,6 +111,6 @@ async def drain(turns: Turns, engine: EngineLoop, drain_s: float, signals: Signa
 
 
 async def _idle(turns: Turns, engine: EngineLoop) -> None:
-    """Until every turn is over, and its KV is saved."""
+    """Wait until every turn is over, and its KV is saved."""
     await turns.idle.wait()
     await engine.idle.wait()

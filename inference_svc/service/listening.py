@@ -34,7 +34,7 @@ MAX_CONNECTIONS = 4096  # a client needs one, however many turns it follows
 
 
 def prepare_sockets(listen: Sequence[str]) -> None:
-    """Make way for Unix sockets: directories exist, nobody serves there, no stale file is left.
+    """Prepare the paths of Unix sockets: make directories, remove stale files.
 
     Raises:
         ListenError: another service answers there, or the directory cannot be used.
@@ -51,10 +51,10 @@ class GrpcServers:
     """The gRPC servers of the service.
 
     Args:
-        settings: the service's.
-        service: that they serve.
-        book: who may come in.
-        rpcs: where calls are counted.
+        settings: the service's settings.
+        service: the servicer that they serve.
+        book: the clients that may connect.
+        rpcs: counts of calls.
 
     Attributes:
         bound: their addresses, once they are bound, with the ports that were chosen for port 0.
@@ -99,13 +99,13 @@ class GrpcServers:
         await self.set_ready(is_ready=True)
 
     async def set_ready(self, *, is_ready: bool) -> None:
-        """Say that the event loop answers (""), and whether turns are taken (our service)."""
+        """Set the health of the event loop ("") and of our service: whether turns are taken."""
         statuses = health_pb2.HealthCheckResponse
         await self._health.set("", statuses.SERVING)
         await self._health.set(SERVICE, statuses.SERVING if is_ready else statuses.NOT_SERVING)
 
     async def stop(self, grace_s: float | None) -> None:
-        """End; calls still running after grace_s are cancelled. A second time changes nothing."""
+        """End; cancel calls that still run after `grace_s`. A second call does nothing."""
         await asyncio.gather(*(server.stop(grace_s) for server in self._servers))
 
     def _make(self, *, is_tcp: bool) -> grpc.aio.Server:

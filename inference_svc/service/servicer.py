@@ -1,4 +1,4 @@
-"""The gRPC servicer: decode a request, call the gateway, encode what comes.
+"""The gRPC servicer: decode a request, call the gateway, encode its answers.
 
 Raises ReportedErrors; `shared.serving.grpc_status` turns them into statuses.
 """
@@ -65,7 +65,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):  # type: ignore[mi
     async def GetSession(  # noqa: N802
         self, request: pb.GetSessionRequest, context: Context
     ) -> pb.Session:
-        """Return a session's state and, if asked for, its turns."""
+        """Return a session's state and, if requested, its turns."""
         del context
         transcript, is_busy = await self._gateway.turns.sessions.get(self._key(request))
         return encode_session(transcript, is_busy=is_busy, with_turns=request.with_turns)
@@ -73,7 +73,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):  # type: ignore[mi
     async def DeleteSession(  # noqa: N802
         self, request: pb.DeleteSessionRequest, context: Context
     ) -> pb.DeleteSessionResponse:
-        """Remove a session, and have kvd drop its KV."""
+        """Remove a session, and drop its KV from kvd."""
         del context
         await self._gateway.turns.sessions.delete(self._key(request))
         return pb.DeleteSessionResponse()
@@ -81,7 +81,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):  # type: ignore[mi
     async def EndSession(  # noqa: N802
         self, request: pb.EndSessionRequest, context: Context
     ) -> pb.EndSessionResponse:
-        """Take no further turn of a session, and tell kvd that it will not come back."""
+        """Take no further turn of a session, and report its end to kvd."""
         del context
         await self._gateway.turns.sessions.end(self._key(request))
         return pb.EndSessionResponse()
@@ -114,7 +114,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):  # type: ignore[mi
     async def GetModel(  # noqa: N802
         self, request: pb.GetModelRequest, context: Context
     ) -> pb.Model:
-        """Describe what is served, and how it goes."""
+        """Describe the model, the defaults and the engine's state."""
         del request, context
         return self._gateway.describe()
 

@@ -1,8 +1,8 @@
-"""What every front needs to make a `Submission`: defaults filled in, values checked.
+"""Parts of a `Submission`, for gRPC and HTTP alike: defaults filled in, values checked.
 
-gRPC and HTTP read what a client sent in their own forms. What it says of sampling, overflow and
-compression comes here as a mapping of the names that it did say; whatever it left out is taken from
-the settings. Each function checks what it returns, as far as that goes without the session.
+gRPC and HTTP decode requests in their own forms. Sampling, overflow and compression come here as a
+mapping of the values that the client has set; all others are taken from the settings. Each function
+checks what it returns, as far as that goes without the session.
 """
 
 import secrets
@@ -26,11 +26,11 @@ MAX_SEED = 2**63
 
 
 def turn_defaults(settings: InferenceSettings, model: ModelTraits) -> TurnDefaults:
-    """Take what turns get that do not say from the settings, and check it against the model.
+    """Make the defaults of turns from the settings, and check them against the model.
 
     Args:
-        settings: in effect.
-        model: what it decides where the settings say "auto".
+        settings: the settings in effect.
+        model: the model's properties, which decide where the settings say "auto".
 
     Raises:
         UnsupportedModelError: the compression policy does not go with the model.
@@ -71,12 +71,12 @@ def chat_input(messages: Iterable[tuple[str, str]]) -> ChatInput:
 
 
 def empty_turn() -> EmptyTurnError:
-    """Make the error of a turn that brings nothing."""
+    """Make the error of a turn without input."""
     return EmptyTurnError("the turn is empty", "send text, chat messages with content or token ids")
 
 
 def fill_sampling(given: Mapping[str, Any], defaults: TurnDefaults) -> SamplingParams:
-    """Complete what a client says of sampling; a seed that it does not name is drawn.
+    """Complete a client's sampling values; a seed that it does not name is drawn.
 
     Raises:
         InvalidSamplingError: listing every value out of range.
@@ -88,10 +88,10 @@ def fill_sampling(given: Mapping[str, Any], defaults: TurnDefaults) -> SamplingP
 
 
 def fill_overflow(given: Mapping[str, Any], defaults: TurnDefaults) -> OverflowPolicy:
-    """Complete what a client says of its context's overflow.
+    """Complete a client's overflow policy.
 
     Raises:
-        InvalidTurnError: listing every value that cannot be.
+        InvalidTurnError: values are out of range; the message lists all of them.
     """
     policy = replace(defaults.overflow, **given)
     policy.check()
@@ -101,10 +101,10 @@ def fill_overflow(given: Mapping[str, Any], defaults: TurnDefaults) -> OverflowP
 def fill_compression(
     defaults: TurnDefaults, name: str = "", keep_ratio: float | None = None
 ) -> CompressionPolicy | None:
-    """Complete what a client says of compression: a policy's name, and how much it keeps.
+    """Complete a client's compression: a policy's name, and the part of the context it keeps.
 
     Returns:
-        None for a turn after which nothing is given up.
+        None for a turn after which nothing is dropped.
 
     Raises:
         InvalidCompressionError: there is no such policy, or not with this model.

@@ -1,4 +1,4 @@
-"""Turns and sessions as gRPC's messages: what clients send, decoded; what they get, encoded."""
+"""Decodes requests and encodes events, turns and sessions: gRPC's messages and our values."""
 
 import hashlib
 import math
@@ -45,10 +45,10 @@ def decode_submission(
     """Decode a turn, and check what can be checked without the session.
 
     Args:
-        request: as it came.
-        key: of its session.
-        defaults: of what the client does not say.
-        rpc_left_s: time until the RPC's own deadline; None if it has none.
+        request: the client's message.
+        key: the session's key.
+        defaults: values that the client has not set.
+        rpc_left_s: seconds until the RPC's own deadline; None if it has none.
 
     Raises:
         EmptyTurnError: there is no input.
@@ -87,7 +87,7 @@ def decode_submission(
 
 
 def decode_discard(request: pb.DiscardRequest) -> tuple[list[Range], ExpectedSession]:
-    """Return what is to go, as ranges in any order, and what the client believes of the session.
+    """Return the ranges to drop, in any order, and the session's state as the client believes.
 
     Raises:
         InvalidDiscardError: there are too many.
@@ -201,7 +201,7 @@ def _deadline_ns(arrived_ns: int, *left_s: float | None) -> int | None:
 
 
 def _digest(request: pb.SubmitTurnRequest) -> str:
-    """Digest what a repeat of the request id must have in common."""
+    """Return the digest of input and sampling, which a repeat of the request id must share."""
     same = pb.SubmitTurnRequest()
     same.CopyFrom(request)
     for name in ("session_id", "request_id", "expected_turn", "wait", "priority", "deadline_s"):

@@ -25,7 +25,7 @@ class TokenInterceptor(
     grpc.StreamUnaryClientInterceptor,  # type: ignore[type-arg]
     grpc.StreamStreamClientInterceptor,  # type: ignore[type-arg]
 ):
-    """For synchronous channels."""
+    """Sends a token with each call of a synchronous channel."""
 
     def __init__(self, token: str) -> None:
         self._metadata = (AUTHORIZATION, f"Bearer {token}")
@@ -67,7 +67,7 @@ class _AioStreamStream(_AioToken, grpc.aio.StreamStreamClientInterceptor):  # ty
 
 
 def aio_interceptors(token: str) -> list[Any]:
-    """For channels of grpc.aio."""
+    """Return interceptors that send a token with each call of a grpc.aio channel."""
     kinds = (_AioUnaryUnary, _AioUnaryStream, _AioStreamUnary, _AioStreamStream)
     return [kind(token) for kind in kinds]
 
@@ -86,9 +86,10 @@ class ClientCredentials:
     """How a client shows who it is, and checks who answers.
 
     Attributes:
-        token: "" for none.
-        authorities: PEM, of the server's certificate; None: those of the system.
-        certificate: PEM with its chain, and `key`, PEM; None for none.
+        token: the client's token; "" for none.
+        authorities: authorities of the server's certificate, PEM; None: the system's.
+        certificate: the client's certificate with its chain, PEM; None for none.
+        key: the certificate's key, PEM; None for none.
     """
 
     token: str = field(default="", repr=False)
@@ -126,7 +127,7 @@ def read_credentials(
 
 
 def channel_of(address: str, given: ClientCredentials | None, options: Options) -> grpc.Channel:
-    """A synchronous channel; it connects at the first call.
+    """Make a synchronous channel; it connects at the first call.
 
     Raises:
         InvalidInputError: the address is none.
@@ -144,7 +145,7 @@ def channel_of(address: str, given: ClientCredentials | None, options: Options) 
 def aio_channel_of(
     address: str, given: ClientCredentials | None, options: Options
 ) -> grpc.aio.Channel:
-    """The same for asyncio.
+    """Make a channel for asyncio; it connects at the first call.
 
     Raises:
         InvalidInputError: the address is none.
@@ -158,7 +159,7 @@ def aio_channel_of(
 
 
 def _uses_tls(address: str, credentials: ClientCredentials) -> bool:
-    """TLS wherever others could listen in, and where it is asked for."""
+    """Whether to use TLS: wherever others could listen in, and where it is requested."""
     if is_unix(address):
         return False
     if not is_tcp(address):

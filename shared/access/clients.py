@@ -23,10 +23,10 @@ class TooManyStreamsError(ExhaustedError):
 
 
 class StreamCounts:
-    """Streams held now, by client.
+    """Counts the streams that each client holds.
 
     Args:
-        most: of each client that has no bound of its own; a reload may change it.
+        most: most streams of a client that has no bound of its own; a reload may change it.
     """
 
     def __init__(self, most: int) -> None:
@@ -81,7 +81,7 @@ class Clients:
         return bool(self._by_digest or self._by_name)
 
     def by_token(self, token: str) -> Identity:
-        """The client with this token, in a time that does not depend on which it is.
+        """Return the client with this token, in a time that does not depend on which it is.
 
         Raises:
             UnauthenticatedError: nobody has it.
@@ -94,7 +94,7 @@ class Clients:
         return found[0]
 
     def by_certificate(self, names: Iterable[str]) -> Identity:
-        """The client that a checked certificate of these names belongs to.
+        """Return the client that a checked certificate of these names belongs to.
 
         Raises:
             UnauthenticatedError: nobody's.
@@ -112,7 +112,7 @@ class ClientBook:
         self.current = clients
 
     def use(self, clients: Clients) -> None:
-        """Go by others from now on."""
+        """Replace the clients from now on."""
         self.current = clients
 
 
@@ -122,10 +122,10 @@ def authenticate(
     """Find out who calls: by token before certificate before the Unix socket's own identity.
 
     Args:
-        clients: in force.
+        clients: the clients in force.
         authorization: the header or metadata of that name, "" if there is none.
-        names: of the client's certificate, checked; empty without one.
-        own: of whoever may open the Unix socket; None for TCP.
+        names: names in the client's certificate, checked; empty without one.
+        own: the identity of callers on the Unix socket; None for TCP.
 
     Raises:
         UnauthenticatedError: by nothing of that; or a token was given that is nobody's.
@@ -145,7 +145,7 @@ def authenticate(
 
 
 def unauthenticated() -> UnauthenticatedError:
-    """The one refusal."""
+    """Make the one error for everybody who is not authenticated."""
     return UnauthenticatedError(
         "nobody knows who calls",
         "send a known token (authorization: Bearer TOKEN) or show a known certificate",

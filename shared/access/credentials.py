@@ -28,11 +28,11 @@ from shared.process.log import get_logger
 from shared.types.errors import ConfigError
 
 CALL_S = 15.0  # gRPC ends a handshake after 10 s: shared/serving/grpc_handlers.py
-MAX_PEERS = 4096  # remembered: more than may be connected
+MAX_PEERS = 4096  # kept: more than may be connected
 
 
 class TlsConnections:
-    """Of all ports of a process; for any thread."""
+    """Counts the TLS connections of all ports of a process; for any thread."""
 
     def __init__(self, clock_s: Callable[[], float] = time.monotonic) -> None:
         self._clock_s = clock_s
@@ -43,13 +43,13 @@ class TlsConnections:
         self._log = RefusalLog("tls_connection_unused")
 
     def begun(self) -> None:
-        """Note that a connection begins."""
+        """Record that a connection begins."""
         with self._lock:
             self._begun.append(self._clock_s())
         self.count_unused()
 
     def called(self, peer: str) -> None:
-        """Note a call; `peer` is as gRPC names it, another one for each connection."""
+        """Record a call; `peer` is gRPC's name, another one for each connection."""
         with self._lock:
             is_new = peer not in self._called
             self._called[peer] = None
@@ -60,7 +60,7 @@ class TlsConnections:
                 self._begun.pop()  # the newest: calls come right after their handshake
 
     def count_unused(self) -> int:
-        """How many connections had no call in their time, so far."""
+        """Count the connections so far that had no call in their time."""
         with self._lock:
             until_s = self._clock_s() - CALL_S
             before = self._num_unused
@@ -98,7 +98,7 @@ class TlsFiles:
         self._stamps: tuple[tuple[int, int, int], ...] = ()
 
     def context(self) -> ssl.SSLContext:
-        """What they make, and proof that they fit together.
+        """Make a TLS context of the files, which proves that they fit together.
 
         Raises:
             TlsFilesError: they do not.
@@ -121,7 +121,7 @@ class TlsFiles:
         return context
 
     def grpc_configuration(self) -> grpc.ServerCertificateConfiguration:
-        """The same for gRPC.
+        """Make gRPC's configuration of the files.
 
         Raises:
             TlsFilesError: they cannot be used.
@@ -135,7 +135,7 @@ class TlsFiles:
         return grpc.ssl_server_certificate_configuration([pair], authorities)
 
     def if_changed(self, read: Callable[[], T]) -> T | None:
-        """What `read` makes of other files than last time; None: go on with what there is."""
+        """Return what `read` makes of the files if they changed; None: keep what is in use."""
         if self._look() == self._stamps:
             return None
         try:
@@ -154,7 +154,7 @@ class TlsFiles:
 def server_credentials(
     tls: TlsSettings, connections: TlsConnections | None = None
 ) -> grpc.ServerCredentials:
-    """Credentials of a gRPC server's port; `connections` is told of each that begins.
+    """Return credentials of a gRPC server's port; `connections` counts each that begins.
 
     Raises:
         TlsFilesError: the files cannot be used.
@@ -175,7 +175,7 @@ def server_credentials(
 
 
 def ssl_context(tls: TlsSettings) -> ssl.SSLContext:
-    """The context of an HTTP server's port.
+    """Return the TLS context of an HTTP server's port.
 
     Raises:
         TlsFilesError: the files cannot be used.
@@ -195,7 +195,7 @@ def ssl_context(tls: TlsSettings) -> ssl.SSLContext:
 
 
 def file_of(path: Path) -> Path:
-    """A bare name is that of a credential that systemd has loaded."""
+    """Return the path of a file; a bare name is that of a credential that systemd has loaded."""
     directory = os.environ.get(CREDENTIALS)
     return path if len(path.parts) > 1 or directory is None else Path(directory) / path
 

@@ -20,12 +20,12 @@ class Denial(NamedTuple):
 
 
 def denial_of(*paths: Path) -> Denial | None:
-    """What this user may not enter or open on the way to a socket; None: nothing, or no such file.
+    """Return what keeps this user from a socket; None: nothing, or there is no such file.
 
-    Directories are looked at from the top: below one that is closed nothing can be told.
+    Directories are looked at from the top: below one that is closed nothing can be seen.
 
     Args:
-        paths: of sockets in one directory, of which one would do.
+        paths: paths of sockets in one directory; access to one is enough.
     """
     for directory in reversed(paths[0].parents):
         if not _may(os.F_OK, directory):

@@ -31,14 +31,14 @@ class RoleDeniedError(DeniedError):
 
 @dataclass(frozen=True)
 class Identity:
-    """One caller, as far as it matters.
+    """One caller, and what it may do.
 
     Attributes:
-        name: of the client or of the socket, for logs, metrics and limits.
+        name: name of the client or of the socket, for logs, metrics and limits.
         via: "unix", "token" or "certificate".
-        tenants: those it may name, the first is meant when it names none; ANY among them: all.
-        roles: "engine", "client", "reader", "operator".
-        max_streams: held at once; None: what the limits say.
+        tenants: tenants that it may name; the first is meant when it names none; ANY: all.
+        roles: some of "engine", "client", "reader", "operator".
+        max_streams: most streams held at once; None: the limits' bound.
     """
 
     name: str
@@ -53,10 +53,10 @@ class Identity:
         return None if ANY in self.tenants else frozenset(self.tenants)
 
     def tenant(self, requested: str) -> str:
-        """The tenant that a request is about.
+        """Return the tenant that a request is about.
 
         Raises:
-            TenantDeniedError: it is none of the caller's; whether it exists is not told.
+            TenantDeniedError: it is none of the caller's; whether it exists is not revealed.
         """
         if requested and (ANY in self.tenants or requested in self.tenants):
             return requested
@@ -80,7 +80,7 @@ class Identity:
         return asked._replace(tenant=self.tenant(tenant))
 
     def check_role(self, role: str) -> None:
-        """Refuse what the role is needed for.
+        """Check that the caller has a role.
 
         Raises:
             RoleDeniedError: the caller does not have it.
@@ -92,7 +92,7 @@ class Identity:
             )
 
     def check_all_tenants(self, what: str) -> None:
-        """Refuse what concerns every tenant to who may see only some.
+        """Check that the caller may name all tenants.
 
         Raises:
             TenantDeniedError: the caller may not name all.
@@ -105,7 +105,7 @@ class Identity:
 
 
 def socket_identity(name: str, tenants: Iterable[str], roles: Collection[str]) -> Identity:
-    """Whoever may open a Unix socket."""
+    """Make the identity of callers on a Unix socket."""
     return Identity(name, "unix", tuple(tenants), frozenset(roles))
 
 
@@ -113,7 +113,7 @@ _CURRENT: ContextVar[Identity] = ContextVar("identity")
 
 
 def current_identity() -> Identity:
-    """Who calls.
+    """Return the identity of the caller of this call.
 
     Raises:
         LookupError: this is no call that was authenticated, which no server of ours has.
@@ -122,13 +122,13 @@ def current_identity() -> Identity:
 
 
 def act_as(identity: Identity) -> None:
-    """Set it for the rest of this task, which is the call's own."""
+    """Set the current identity for the rest of this task, which is the call's own."""
     _CURRENT.set(identity)
 
 
 @contextmanager
 def acting_as(identity: Identity) -> Iterator[None]:
-    """Set it for a while."""
+    """Set the current identity inside the block."""
     token = _CURRENT.set(identity)
     try:
         yield

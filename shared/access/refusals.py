@@ -6,10 +6,10 @@ log = get_logger(__name__)
 
 
 class RefusalLog:
-    """Of one address. Each client has lines of its own: a stranger's noise hides no client's.
+    """The log of refusals at one address; each client has lines of its own.
 
     Args:
-        event: what its lines are called.
+        event: the event name of its lines.
     """
 
     def __init__(self, event: str = "access_refused") -> None:
@@ -20,9 +20,9 @@ class RefusalLog:
         """Log a refusal, or count it for the next line; `facts` hold nothing secret.
 
         Args:
-            reason: slug of it.
-            client: who it was, of few; "" for strangers.
-            facts: more about it.
+            reason: slug of the refusal.
+            client: the client's name, of which there are few; "" for strangers.
+            facts: more about the refusal.
         """
         num_left_out = self._lines.take(client)
         if num_left_out is not None:

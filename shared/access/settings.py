@@ -41,8 +41,8 @@ class TlsSettings(Section):
     """TLS of every TCP port; a renewed file is read at the next connection.
 
     Attributes:
-        certificate: the server's, with its chain, PEM.
-        key: of the certificate, PEM.
+        certificate: the server's certificate with its chain, PEM.
+        key: the certificate's key, PEM.
         client_ca: clients must show a certificate that one of these has signed, PEM; None: they
             show none, and come with a token.
     """
@@ -69,11 +69,11 @@ class ClientSettings(Section):
     """One client; the processes say which roles there are.
 
     Attributes:
-        token_sha256: of each token it may come with; two while one is being replaced.
+        token_sha256: SHA-256 of each of its tokens, in hex; two while one is being replaced.
         certificate_names: common names or alternative names of its certificates.
-        tenants: those it may name, the first if it names none; "*": all.
-        roles: what it may do.
-        max_streams: held at once; None: as in [limits].
+        tenants: tenants that it may name; the first is meant if it names none; "*": all.
+        roles: the roles that it has.
+        max_streams: most streams held at once; None: as in [limits].
     """
 
     token_sha256: TokenDigests = ()
@@ -90,7 +90,7 @@ class ClientSettings(Section):
 
 
 def distinct(clients: Mapping[str, C]) -> Mapping[str, C]:
-    """See that nobody could be taken for somebody else; a validator of the table of clients."""
+    """Check that no two clients share a token or name; a validator of the table of clients."""
     owners: dict[str, str] = {}
     for name, client in clients.items():
         for what in {*client.token_sha256, *client.certificate_names}:

@@ -24,7 +24,7 @@ class SocketInUseError(ConfigError):
 
 
 def claim_path(path: Path) -> None:
-    """Make way for a socket: its directory exists, nobody serves there, no stale file is left.
+    """Prepare the path of a socket: make its directory, remove a stale file.
 
     Raises:
         SocketInUseError: another process answers there, or the directory cannot be used.
@@ -74,9 +74,9 @@ def open_to_group(path: Path, group: str = "", mode: int = SOCKET_MODE) -> None:
     """Let a group connect to a socket that has just been bound, under a umask that let nobody.
 
     Args:
-        path: of the socket.
-        group: its name or number; "": the group it has.
-        mode: of the socket.
+        path: the socket's path.
+        group: the group's name or number; "": the group that the socket has.
+        mode: the socket's mode.
 
     Raises:
         SocketGroupError: there is no such group, or this user may not give files to it.

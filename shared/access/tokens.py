@@ -17,19 +17,22 @@ class TokenFileError(InvalidInputError):
 
 
 def new_token() -> str:
-    """A token that nobody can guess."""
+    """Draw a token that nobody can guess."""
     import secrets  # late: clients read tokens, and do without
 
     return PREFIX + secrets.token_urlsafe(TOKEN_BYTES)
 
 
 def token_digest(token: str) -> str:
-    """What the settings say of it: clients.NAME.token_sha256."""
+    """Return a token's SHA-256 in hex, as the settings have it: clients.NAME.token_sha256."""
     return sha256(token.encode()).hexdigest()
 
 
 def make_token(file: Path | None) -> dict[str, str]:
-    """Make a token for somebody, in a new file if one is named; what the maker is told of it.
+    """Make a token for somebody, in a new file if one is named.
+
+    Returns:
+        What is shown of it, by name: "token" or "file", and "token_sha256".
 
     Raises:
         TokenFileError: the file is there already, or cannot be made.
@@ -42,12 +45,12 @@ def make_token(file: Path | None) -> dict[str, str]:
     return {**shown, "token_sha256": token_digest(token)}
 
 
-def token_text(name: str, told: dict[str, str]) -> str:
-    """The same for people, with the settings' table of a client to be completed."""
-    what, value = next(iter(told.items()))
+def token_text(name: str, token: dict[str, str]) -> str:
+    """Write what `make_token` returns for people, with a client's table for the settings."""
+    what, value = next(iter(token.items()))
     return (
         f"{what}: {value}\n\n[clients.{name}]\n"
-        f'token_sha256 = ["{told["token_sha256"]}"]\ntenants = ["default"]'
+        f'token_sha256 = ["{token["token_sha256"]}"]\ntenants = ["default"]'
     )
 
 

@@ -1,4 +1,4 @@
-"""A `kvd serve` of a bench's own, in its directories: flushed, waited for and looked at."""
+"""A `kvd serve` of a bench's own, in its own directories: flush it, wait for it, read its stats."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -19,11 +19,11 @@ QUIET_S = 0.05  # without any work done: kvd is idle
 
 
 class ChildKvd:
-    """One that serves.
+    """A kvd that serves, in a child process.
 
     Attributes:
-        process: it runs in.
-        runtime_dir: where its sockets are.
+        process: the child process.
+        runtime_dir: the directory of its sockets.
     """
 
     def __init__(self, process: ChildProcess, runtime_dir: Path, channel: grpc.aio.Channel) -> None:
@@ -33,7 +33,7 @@ class ChildKvd:
         self._reader = kvd_pb2_grpc.ReaderStub(channel)
 
     async def stats(self) -> kvd_pb2.GetStatsResponse:
-        """What `kvd stats` shows."""
+        """Return what `kvd stats` shows."""
         answer: kvd_pb2.GetStatsResponse = await self._reader.GetStats(
             kvd_pb2.GetStatsRequest(), timeout=CALL_S
         )
@@ -74,13 +74,13 @@ class ChildKvd:
 async def running_child_kvd(
     settings: str, directory: Path, runtime_dir: Path, state_dir: Path
 ) -> AsyncIterator[ChildKvd]:
-    """A kvd that serves, killed at the end: nothing in it is wanted then but what is on SSD.
+    """Run a kvd inside the block, and kill it at the end: only what is on SSD survives.
 
     Args:
-        settings: TOML, all that is not the default.
-        directory: for settings and log.
-        runtime_dir: with a short name, for sockets.
-        state_dir: on the disk of the SSD tier.
+        settings: TOML of all settings that are not the default.
+        directory: directory for settings and log.
+        runtime_dir: directory for sockets, with a short name.
+        state_dir: directory on the disk of the SSD tier.
 
     Raises:
         ChildFailedError: it does not start.

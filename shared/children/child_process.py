@@ -79,13 +79,13 @@ class ChildProcess:
     """One `python -m MODULE ARGUMENTS` with its log in a file; may be started again.
 
     Args:
-        environ: what it has in its environment beside ours.
-        credentials: what its address asks for.
+        environ: variables of its environment beside ours.
+        credentials: token or certificate for its address.
 
     Attributes:
-        name: for people.
-        address: gRPC target whose health tells readiness, "unix:/…".
-        ready_s: the last start's, from exec to SERVING.
+        name: its name, for people.
+        address: gRPC target whose health says whether it is ready, "unix:/…".
+        ready_s: seconds of the last start, from exec to SERVING.
     """
 
     def __init__(
@@ -147,7 +147,7 @@ class ChildProcess:
         raise TimeoutError
 
     def send_signal(self, number: signal.Signals) -> None:
-        """Send it a signal; `wait` tells of an end that this causes."""
+        """Send it a signal; `wait` returns if this ends it."""
         if self._process is not None:
             self._process.send_signal(number)
 
@@ -178,15 +178,15 @@ class ChildProcess:
         return self._process.wait()
 
     def cpu_s(self) -> float:
-        """Processor time it has used, in steps of 10 ms."""
+        """Return the seconds of processor time it has used, in steps of 10 ms."""
         return float(sum(self._running().cpu_times()[:2]))
 
     def rss_bytes(self) -> int:
-        """Its resident memory."""
+        """Return its resident memory in bytes."""
         return int(self._running().memory_info().rss)
 
     def peak_rss_bytes(self) -> int:
-        """The most resident memory it has had so far."""
+        """Return the most resident memory in bytes it has had so far."""
         status = Path(f"/proc/{self._running().pid}/status").read_text()
         (kib,) = (line.split()[1] for line in status.splitlines() if line.startswith("VmHWM:"))
         return int(kib) << 10

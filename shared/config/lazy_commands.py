@@ -28,7 +28,7 @@ class WholeHelp(TyperGroup):
         write_commands(formatter, self._rows(ctx))
 
     def _rows(self, ctx: Any) -> Iterator[tuple[str, str, str]]:
-        """Heading, name and summary of each command."""
+        """Yield heading, name and summary of each command."""
         for name in self.list_commands(ctx):
             command: Any = self.get_command(ctx, name)
             if not command.hidden:
@@ -54,12 +54,12 @@ def write_commands(formatter: Any, rows: Iterable[tuple[str, str, str]]) -> None
 
 
 def summary(command: Any) -> str:
-    """The first sentence of a command's help."""
+    """Return the first sentence of a command's help."""
     return first_sentence(command.help or "")
 
 
 def first_sentence(text: str) -> str:
-    """The first sentence of a text, without its full stop."""
+    """Return the first sentence of a text, without its full stop."""
     paragraph = " ".join(text.split("\n\n", maxsplit=1)[0].split())
     return paragraph.split(". ")[0].removesuffix(".")
 
@@ -71,8 +71,8 @@ class LazyCommand:
     Attributes:
         target: "module:name" of its function, or of the Typer app of a group.
         summary: the first sentence of its help, without the full stop.
-        hidden: it is left out of --help.
-        heading: what it stands under in the list of --help.
+        hidden: whether it is left out of --help.
+        heading: its heading in the list of --help.
     """
 
     target: str
@@ -85,10 +85,10 @@ Prepare = Callable[[typer.Typer], None]
 
 
 class LazyCommands(MutableMapping[str, Any]):
-    """Commands by name, each made when it is asked for.
+    """Commands by name, each made at its first use.
 
     Args:
-        prepare: given an app with the command in it, before the command is made.
+        prepare: called with an app that has the command, before the command is made.
     """
 
     def __init__(self, lazy: Mapping[str, LazyCommand], prepare: Prepare) -> None:

@@ -44,8 +44,8 @@ def changes(old: LoadedSettings[S], new: LoadedSettings[S], live: Sequence[str])
     """Compare what is in force with what was read.
 
     Args:
-        old: in force. A key that waits for the next start is reported at each reload until then.
-        new: as read just now.
+        old: the settings in force. A key that waits for the next start is reported at each reload.
+        new: the settings as read just now.
         live: the process's LIVE_KEYS.
 
     Raises:
@@ -75,10 +75,10 @@ def changes(old: LoadedSettings[S], new: LoadedSettings[S], live: Sequence[str])
 
 
 class LiveSettings(Generic[S]):
-    """The settings in force in this process, and who is to hear of new ones.
+    """The settings in force in this process, and the callbacks that receive new ones.
 
     Args:
-        loaded: as the process started with.
+        loaded: the settings that the process started with.
         read: reads file, environment and flags again; raises InvalidSettingsError.
         live: the process's LIVE_KEYS.
 
@@ -121,7 +121,7 @@ class LiveSettings(Generic[S]):
 
 
 def fixed(settings: S) -> LiveSettings[S]:
-    """Settings that no reload changes: of a process that was given them, not told to read them."""
+    """Settings that no reload changes: of a process that was given them and reads no file."""
     loaded = LoadedSettings(settings, {})
     return LiveSettings(loaded, lambda: loaded, ())
 

@@ -1,4 +1,4 @@
-"""What this machine has at most, and settings that ask for more: they can never be met."""
+"""Settings that demand more memory or disk than this machine has: they can never be met."""
 
 import os
 from collections.abc import Iterable
@@ -12,14 +12,14 @@ from shared.types.units import format_bytes
 
 
 @dataclass(frozen=True)
-class Asked:
-    """What one setting asks for.
+class Demand:
+    """The memory or disk that one setting demands.
 
     Attributes:
-        key: dotted.
-        num_bytes: None: what there is ("auto", "none").
-        directory: on whose disk; None: in memory.
-        instead: what may be written in its place, beside a smaller size.
+        key: the setting's dotted key.
+        num_bytes: bytes; None: whatever there is ("auto", "none").
+        directory: a directory on the disk; None: memory.
+        instead: a value that may be written in its place, beside a smaller size.
     """
 
     key: str
@@ -28,14 +28,14 @@ class Asked:
     instead: str = ""
 
 
-def check_room(asked: Iterable[Asked]) -> None:
-    """Refuse settings that ask for more than the whole machine has, used or not.
+def check_room(demands: Iterable[Demand]) -> None:
+    """Refuse settings that demand more than the whole machine has, used or not.
 
     Raises:
         InvalidSettingsError: naming each.
     """
     problems = []
-    for one in asked:
+    for one in demands:
         room = _memory_bytes() if one.directory is None else _disk_bytes(one.directory)
         if one.num_bytes is not None and room is not None and one.num_bytes > room:
             where = "memory" if one.directory is None else f"disk under {one.directory}"

@@ -16,7 +16,7 @@ A bad value or an unknown key anywhere refuses the start, and the one-line error
 with what is accepted. A flag that is None was not given. The value of a setting marked HIDDEN is in
 neither an error nor what `config show` prints.
 
-Whoever edits the file expects it to count: what the command line says in its place is told
+Whoever edits the file expects it to count: what the command line says in its place is logged
 (warn_of_overridden). The environment is not: to come before the file is what it is for.
 """
 
@@ -203,12 +203,12 @@ def _overridden(
 ) -> Iterator[Overridden]:
     hidden = frozenset(_leaf_keys(model, only_hidden=True))
     for key in in_file:
-        if key in by_flag and (texts := (_told(in_file[key]), _told(by_flag[key])))[0] != texts[1]:
+        if key in by_flag and (texts := (_text(in_file[key]), _text(by_flag[key])))[0] != texts[1]:
             is_hidden = _pattern(key, known) in hidden
             yield Overridden(key, *((HIDDEN_TEXT, HIDDEN_TEXT) if is_hidden else texts))
 
 
-def _told(value: object) -> str:
+def _text(value: object) -> str:
     """A value as it was given; one is as good as a list of one."""
     return ", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
 

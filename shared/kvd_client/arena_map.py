@@ -25,8 +25,8 @@ from shared.types.units import align_up
 class ArenaMap:
     """The slots of one arena, mapped shared and writable.
 
-    Invariant: a memoryview handed out stays valid for as long as somebody holds it. The mapping is
-    undone when this object and the last view are gone; close() only ends handing out.
+    Invariant: a memoryview that was returned stays valid for as long as somebody holds it. The
+    mapping is undone when this object and the last view are gone; close() only ends new views.
     """
 
     def __init__(self, fd: int, slot_bytes: int, num_slots: int) -> None:
@@ -70,7 +70,7 @@ class ArenaMap:
         return self._view[start : start + self.slot_bytes]
 
     def close(self) -> None:
-        """Hand out no more slots and unmap as soon as no view is left."""
+        """Return no more views of slots, and unmap as soon as none is left."""
         self._view = None
 
 
@@ -87,7 +87,7 @@ def packed_word(lease_id: int, layers_ready: int) -> int:
 
 
 def lease_bits(word: int) -> int:
-    """Low 32 bits of the lease that a word belongs to."""
+    """Return the low 32 bits of the lease that a word belongs to."""
     return word >> LEASE_SHIFT & LEASE_MASK
 
 
@@ -111,11 +111,11 @@ class ProgressWords:
         self._ended_reason = ""
 
     def word(self, index: int) -> int:
-        """Value of a word."""
+        """Return the value of a word."""
         return int(self._words[index])
 
     def wake(self) -> None:
-        """Let every waiting thread look again."""
+        """Wake every waiting thread to read its word again."""
         with self._changed:
             self._changed.notify_all()
 

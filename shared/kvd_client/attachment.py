@@ -39,6 +39,8 @@ class MappedArena:
 
     Attributes:
         memory: the arena's id, device and inode of its file, bytes of a slot, number of slots.
+        slots: the mapped slots.
+        slots: the mapped slots.
     """
 
     memory: tuple[str, int, int, int, int]
@@ -50,9 +52,9 @@ class Attachment:
     """A live attachment. Close it with close().
 
     Attributes:
-        confirmed_leases: of the leases held before: still ours, and owed a complete_store.
-        lost_leases: of the leases held before: their slots may be others' already.
-        max_queue_jobs: that kvd takes of the queue.
+        confirmed_leases: leases held before that are still ours, and owed a complete_store.
+        lost_leases: leases held before whose slots other engines may have already.
+        max_queue_jobs: most requests that kvd takes of the queue.
     """
 
     engine_id: int
@@ -68,7 +70,7 @@ class Attachment:
     max_queue_jobs: int
 
     async def hold(self, on_draining: Callable[[float], None]) -> None:
-        """Return when the peer is gone; call `on_draining(deadline_s)` when it announces that."""
+        """Return when kvd is gone; call `on_draining(deadline_s)` when it announces that."""
         watched = {
             asyncio.create_task(self._follow(on_draining)),
             asyncio.create_task(packets.receive(self.data)),  # kvd sends nothing unasked: its end
@@ -109,7 +111,7 @@ class Attachment:
             leaving: no thread of ours touches a slot any more, and none will.
         """
         if leaving:
-            with contextlib.suppress(OSError):  # it is gone: then there is nobody to tell
+            with contextlib.suppress(OSError):  # it is gone: then there is nobody to notify
                 packets.send(self.data, packets.Leaving())
         self.events.cancel()
         self.data.close()
@@ -127,12 +129,12 @@ async def attach(
     """Attach to the kvd of `runtime_dir`.
 
     Args:
-        runtime_dir: where its sockets are.
+        runtime_dir: the directory of its sockets.
         request: who we are, the layout of the blocks to load and store, and the leases of earlier
             attachments whose slots threads of ours may be copying; the token is put in here.
-        block_bytes: of that layout.
-        known: what is mapped already.
-        timeout_s: for all of it.
+        block_bytes: bytes of a block of that layout.
+        known: the arena that is mapped already; None: none.
+        timeout_s: most seconds for all of it.
 
     Raises:
         KvdUnavailableError: nobody is there, or it does not answer within timeout_s.

@@ -38,7 +38,7 @@ from shared.types.session_key import SessionKey
 
 CALL_S = 5.0  # deadline of a call that only touches kvd's memory
 GRACE_S = 2.0  # beyond the deadline we hand to kvd, for the way there and back
-MOST_ENDED = 4096  # sessions whose end is remembered while kvd is away; older ones go by their age
+MOST_ENDED = 4096  # sessions whose end is kept while kvd is away; older ones expire there
 
 
 class KvdClient(KvdConnection):
@@ -107,7 +107,7 @@ class KvdClient(KvdConnection):
             )
 
     async def complete_load(self, grant: LoadGrant) -> None:
-        """Give the slots back. If this raises, they may have changed while they were read."""
+        """Return the slots. If this raises, they may have changed while they were read."""
         if grant.lease_id:
             await self._complete_load(self._attachment_of(grant), grant.lease_id)
 
@@ -146,10 +146,10 @@ class KvdClient(KvdConnection):
             )
 
     async def complete_store(self, grant: StoreGrant, success: bool) -> int:
-        """Publish what was written, or forget it.
+        """Publish the written blocks, or abandon them.
 
         Returns:
-            How many tokens of the session are stored now.
+            Number of the session's tokens that are stored now.
         """
         if not grant.lease_id:
             return grant.end_token
@@ -177,7 +177,7 @@ class KvdClient(KvdConnection):
             lineage: of these tokens; None: it is not named.
 
         Returns:
-            How many tokens are stored of what the discard leaves.
+            Number of tokens stored of what the discard leaves.
         """
         attachment = self._ready()
         request = pb.DiscardRequest(
@@ -215,7 +215,7 @@ class KvdClient(KvdConnection):
     async def _while_attached(self, attachment: Attachment, abandoned: Collection[int]) -> None:
         """Report what kvd does not know yet; then keep reporting the queue."""
         for lease_id in abandoned:
-            with suppress(ReportedError):  # it is lost: then there is nothing to give back
+            with suppress(ReportedError):  # it is lost: then there is nothing to return
                 await self._complete_store(attachment, lease_id)
         for key in list(self._ended):
             with suppress(ReportedError):  # kvd has gone again: the next attachment repeats it
@@ -248,7 +248,7 @@ class KvdClient(KvdConnection):
         return int(response.stored_tokens)
 
     def _attachment_of(self, grant: LoadGrant | StoreGrant) -> Attachment:
-        """The attachment a grant belongs to: its own, or a later one that confirmed its lease."""
+        """Return the attachment of a grant: its own, or a later one that confirmed its lease."""
         attachment = self._attachment
         is_ours = grant.lease_id in self._held  # not among those lost
         if attachment is None or attachment.mapped.slots is not grant.arena or not is_ours:

@@ -64,7 +64,7 @@ class Method(Protocol[Request, Answer]):
 
 
 class ConnectionState(Enum):
-    """What a connection is to whoever calls."""
+    """The states of a connection, as callers see them."""
 
     DETACHED = "detached"
     ATTACHED = "attached"
@@ -91,10 +91,10 @@ class KvdConnection:
     """One engine's connection to one kvd.
 
     Args:
-        runtime_dir: where kvd's sockets are.
-        layout: of the blocks to load and store.
-        engine_name: for operators.
-        reconnect_delay_s: before the first attempt to attach again.
+        runtime_dir: the directory of kvd's sockets.
+        layout: the layout of the blocks to load and store.
+        engine_name: the engine's name, for operators.
+        reconnect_delay_s: seconds before the first attempt to attach again.
 
     Attributes:
         on_change: callbacks, called with `attached` after each change of it.
@@ -126,11 +126,11 @@ class KvdConnection:
         self._held: set[int] = set()  # leases granted, neither completed nor about to be
         self._undoing: set[asyncio.Future[None]] = set()  # see _granted
 
-    # ------------------------------------------------------------------------------------ life
+    # ------------------------------------------------------------------------------- lifecycle
 
     @property
     def attached(self) -> bool:
-        """Whether loads and stores may be asked for right now."""
+        """Whether loads and stores may be requested right now."""
         return self._state is ConnectionState.ATTACHED
 
     async def wait_attached(self, timeout_s: float) -> None:
@@ -193,7 +193,7 @@ class KvdConnection:
 
         Args:
             attachment: the new one.
-            abandoned: leases that it confirmed and nobody holds any more: to be completed.
+            abandoned: leases that it confirmed and that are to be completed: nobody holds them.
         """
 
     def _on_draining(self, deadline_s: float) -> None:
@@ -223,7 +223,7 @@ class KvdConnection:
     # --------------------------------------------------------------------------------- calling
 
     def _ready(self) -> Attachment:
-        """The attachment that may be asked for more.
+        """Return the attachment that takes further calls.
 
         Raises:
             KvdUnavailableError: there is none.
@@ -270,10 +270,10 @@ class KvdConnection:
         """Call a method; every failure becomes a ReportedError.
 
         Args:
-            method: of a stub.
+            method: a stub's method.
             request: its argument.
-            timeout_s: for all of it.
-            leasing: of a call that begins or ends a lease, whose attachment it is. Without an
+            timeout_s: most seconds for all of it.
+            leasing: the attachment of a call that begins or ends a lease; else None. Without an
                 answer in time nobody knows whether kvd holds that lease for us, which it would do
                 for ever: so that attachment ends, and the next one names what we hold.
         """
@@ -302,7 +302,7 @@ class KvdConnection:
 
 
 async def _cancelled(task: "asyncio.Task[None]") -> None:
-    """Cancel a task until it has ended; whatever it raises is nobody's concern.
+    """Cancel a task until it has ended, and ignore what it raises.
 
     Once is not enough: a call of grpc.aio that ends at that very moment swallows it.
     """

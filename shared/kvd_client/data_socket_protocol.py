@@ -49,7 +49,7 @@ class Welcome:
 
 @dataclass(frozen=True)
 class ArenaRequest:
-    """Asks for the descriptor of the arena that Attached named."""
+    """Requests the descriptor of the arena that Attached named."""
 
     arena_id: str
 
@@ -89,7 +89,7 @@ _NAMES = {cls: kind for kind, cls in _KINDS.items()}
 
 
 def encode(message: Message) -> bytes:
-    """One packet."""
+    """Encode a message as one packet."""
     return json.dumps({"kind": _NAMES[type(message)], **asdict(message)}).encode()
 
 
@@ -135,13 +135,13 @@ def send(sock: socket.socket, message: Message, fds: Sequence[int] = ()) -> None
     """Send one message and the descriptors that ride along.
 
     Raises:
-        OSError: the peer is gone, or does not read what it is sent (BlockingIOError).
+        OSError: the other side is gone, or does not read what it is sent (BlockingIOError).
     """
     socket.send_fds(sock, [encode(message)], fds)
 
 
 async def receive(sock: socket.socket) -> tuple[bytes, list[int]]:
-    """Wait for one packet; b"" when the peer has closed. The caller owns the descriptors.
+    """Wait for one packet; b"" when the other side has closed. The caller owns the descriptors.
 
     Raises:
         OSError: the connection broke, or a packet was cut short.
@@ -159,7 +159,7 @@ async def receive(sock: socket.socket) -> tuple[bytes, list[int]]:
 
 
 def close_fds(fds: Sequence[int]) -> None:
-    """Close descriptors that came along and are not wanted."""
+    """Close descriptors that came along and are not used."""
     for fd in fds:
         os.close(fd)
 

@@ -30,11 +30,15 @@ class Lookup(Enum):
 
 @dataclass(frozen=True)
 class LoadSpan:
-    """Rows [start, start + num_tokens) of a slot hold the request's tokens from token_offset on.
+    """Tokens [start, start + num_tokens) of a slot are the request's from `token_offset` on.
 
     Attributes:
+        slot_id: index of the slot in the arena.
+        start: the first of the slot's tokens.
+        num_tokens: number of tokens.
+        token_offset: position of the first token in the request.
         tier: where the block was found, "dram" or "ssd"; it is in the slot now either way.
-        generation: of the slot.
+        generation: the slot's generation, which grows each time it is reused.
     """
 
     slot_id: int
@@ -47,7 +51,7 @@ class LoadSpan:
 
 @dataclass(frozen=True)
 class StoreBlock:
-    """Tokens [token_offset, token_offset + num_tokens) go to rows [0, num_tokens) of the slot."""
+    """The request's tokens from `token_offset` on are the slot's tokens [0, num_tokens)."""
 
     slot_id: int
     token_offset: int
@@ -62,10 +66,10 @@ class LoadGrant:
     Attributes:
         lookup: on a MISS there is no lease and nothing to complete.
         spans: contiguous, covering [from_token, end_token).
-        more: more is stored beyond end_token; ask again after complete_load.
+        more: whether more is stored beyond end_token; request it after complete_load.
         miss_reason: slug, "" unless MISS.
         arena: stays mapped for as long as this grant is referred to.
-        progress: which layers are ready; None unless PENDING.
+        progress: reports which layers are ready; None unless PENDING.
     """
 
     lookup: Lookup
@@ -86,9 +90,9 @@ class StoreGrant:
         lease_id: 0 when there is nothing to write and nothing to complete.
         blocks: in token order, not overlapping; what is stored already is not among them.
         end_token: after completion [0, end_token) is stored.
-        more: ask again after complete_store, with from_token = end_token.
+        more: whether to call again after complete_store, with from_token = end_token.
         refused_reason: "no_space", "gap", or "".
-        arena: as in LoadGrant.
+        arena: the arena of the slots; stays mapped for as long as this grant is referred to.
     """
 
     lease_id: int
@@ -120,9 +124,9 @@ def load_grant(
 
     Args:
         response: the answer.
-        request: what was asked.
-        arena: whose slots it names.
-        block_tokens: rows of a slot.
+        request: the request that it answers.
+        arena: the arena whose slots it names.
+        block_tokens: tokens of a slot.
         words: progress words, for an answer that is PENDING.
 
     Raises:
@@ -162,7 +166,7 @@ def _checked_end(
     """Return the token after the last span; the spans follow each other inside the request."""
     end = request.from_token
     for span in spans:
-        _check_rows(span.slot_id, span.start, span.num_tokens, arena, block_tokens)
+        _check_tokens(span.slot_id, span.start, span.num_tokens, arena, block_tokens)
         if span.token_offset != end:
             raise _nonsense(f"a span at token {span.token_offset}, {end} comes next")
         end += span.num_tokens
@@ -189,7 +193,7 @@ def store_grant(
         response: the answer.
         request: what was asked.
         arena: whose slots it names.
-        block_tokens: rows of a slot.
+        block_tokens: tokens of a slot.
 
     Raises:
         KvdProtocolError: if a block lies outside the arena or the tokens, or two overlap.
@@ -199,7 +203,7 @@ def store_grant(
         raise _nonsense(f"lease {response.lease_id} with {len(blocks)} blocks")
     end = request.from_token
     for block in blocks:
-        _check_rows(block.slot_id, 0, block.num_tokens, arena, block_tokens)
+        _check_tokens(block.slot_id, 0, block.num_tokens, arena, block_tokens)
         if block.token_offset < end:
             raise _nonsense(f"a block at token {block.token_offset}, before {end}")
         end = block.token_offset + block.num_tokens
@@ -217,11 +221,11 @@ def store_grant(
     )
 
 
-def _check_rows(
+def _check_tokens(
     slot_id: int, start: int, num_tokens: int, arena: ArenaMap, block_tokens: int
 ) -> None:
     if slot_id >= arena.num_slots or num_tokens < 1 or start + num_tokens > block_tokens:
-        raise _nonsense(f"rows {start}..{start + num_tokens} of slot {slot_id}")
+        raise _nonsense(f"tokens {start}..{start + num_tokens} of slot {slot_id}")
 
 
 def _repeats(blocks: Sequence[StoreBlock]) -> bool:

@@ -22,7 +22,9 @@ from shared.types.queue_feed import QueueFeed
 from shared.types.session_key import SessionKey
 from shared.types.units import NS_PER_S
 
-PAUSE_S = 0.05  # between two updates: a job that comes and goes faster is nothing to prepare for
+PAUSE_S = (
+    0.05  # between two updates: a request that comes and goes faster is nothing to prepare for
+)
 ANSWER_S = 10.0  # deadline of an acknowledgement, which needs nothing but kvd's memory
 RETRY_S = 2.0  # after a stream has failed
 
@@ -83,7 +85,7 @@ class QueueSender:
 
     def _note_problem(self, error: ReportedError) -> None:
         if str(error) != self._last_problem:  # said once, not at every attempt
-            log.warning("kvd_queue_not_told", reason=error.reason, error=str(error))
+            log.warning("kvd_queue_not_reported", reason=error.reason, error=str(error))
         self._last_problem = str(error)
 
 
@@ -103,24 +105,26 @@ def snapshot_message(engine_id: int, update: QueueUpdate) -> pb.QueueSnapshot:
         digest=update.digest,
         start_interval_s=change.interval_ns / NS_PER_S,
         waiting=_waiting(change.waiting, tenants),
-        running=_jobs([job.number for job in change.running], change.running, tenants),
+        running=_columns([request.number for request in change.running], change.running, tenants),
         left=change.left,
         tenants=tenants,
     )
 
 
-def _waiting(jobs: Sequence[QueuedRequest], tenants: dict[str, int]) -> pb.QueueJobs:
-    message = _jobs([job.rank[2] for job in jobs], jobs, tenants)
-    message.priorities.extend([-job.rank[0] for job in jobs])
-    message.start_tags.extend([job.rank[1] for job in jobs])
-    message.history_tokens.extend([job.history_tokens for job in jobs])
+def _waiting(requests: Sequence[QueuedRequest], tenants: dict[str, int]) -> pb.QueueJobs:
+    message = _columns([request.rank[2] for request in requests], requests, tenants)
+    message.priorities.extend([-request.rank[0] for request in requests])
+    message.start_tags.extend([request.rank[1] for request in requests])
+    message.history_tokens.extend([request.history_tokens for request in requests])
     return message
 
 
-def _jobs(numbers: Sequence[int], jobs: Sequence[_Keyed], tenants: dict[str, int]) -> pb.QueueJobs:
-    """The columns of all jobs; tenants that are new get the next index."""
+def _columns(
+    numbers: Sequence[int], requests: Sequence[_Keyed], tenants: dict[str, int]
+) -> pb.QueueJobs:
+    """Encode requests as columns; tenants that are new get the next index."""
     return pb.QueueJobs(
         numbers=numbers,
-        session_ids=[job.key.session_id for job in jobs],
-        tenants=[tenants.setdefault(job.key.tenant, len(tenants)) for job in jobs],
+        session_ids=[request.key.session_id for request in requests],
+        tenants=[tenants.setdefault(request.key.tenant, len(tenants)) for request in requests],
     )

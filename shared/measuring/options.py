@@ -8,7 +8,7 @@
     @command(Options)
     def measure(options: Options) -> None: ...
 
-What is told, its default and how it is asked for stand in one place.
+An option's value, its default and its help text stand in one place.
 """
 
 from collections.abc import Callable
@@ -63,7 +63,7 @@ def command(*groups: type[Any], order: str = "") -> Callable[[Callable[..., None
 
 
 def _options(group: type[Any]) -> list[tuple[str, Parameter]]:
-    """The options of a dataclass, by field, as parameters of a function."""
+    """Return the options of a dataclass, by field, as parameters of a function."""
     hints = get_type_hints(group, include_extras=True)
     found = []
     for field in fields(group):

@@ -36,9 +36,9 @@ def picture(path: Path, rows: int, columns: int, **how: Any) -> Iterator[tuple[A
 
     Args:
         path: its name says the format.
-        rows: of axes.
-        columns: of axes.
-        how: more of `pyplot.subplots`.
+        rows: number of rows of axes.
+        columns: number of columns of axes.
+        how: further arguments of `pyplot.subplots`.
 
     Raises:
         NoPlotError: matplotlib is missing, or the file cannot be written.

@@ -26,7 +26,7 @@ class UnusableOutputError(ConfigError):
 
 @contextmanager
 def progress_bar(what: str, total: int) -> Iterator[Callable[[int], None]]:
-    """A bar on stderr if that is a terminal; what is yielded is told how much is done."""
+    """Show a bar on stderr if that is a terminal; yield what receives the progress."""
     from rich import progress
     from rich.console import Console
 
@@ -45,7 +45,7 @@ def progress_bar(what: str, total: int) -> Iterator[Callable[[int], None]]:
 
 
 def say_progress(what: str) -> None:
-    """Say on stderr what is being measured."""
+    """Print on stderr what is being measured."""
     typer.echo(f"measuring: {what}", err=True)
 
 
@@ -68,7 +68,7 @@ def print_report(
 
     Args:
         document: plain values.
-        tables: makes them for a terminal of so many columns.
+        tables: makes the tables for a terminal of so many columns.
         json_to: file for the document, ONLY for it alone, "" for none.
         notes: lines behind the tables, which are not wrapped: they may be commands.
 
@@ -95,7 +95,7 @@ def print_report(
 
 
 def number(heading: str, rank: int = 0) -> Column:
-    """A column of numbers; see Column for the rank."""
+    """Make a column of numbers; see Column for the rank."""
     return Column(heading, is_number=True, rank=rank)
 
 
@@ -120,10 +120,10 @@ def table_of(
 
 
 def quartiles(spread: Spread, form: str = ".2f") -> str:
-    """The quartiles as tables show them."""
+    """Write quartiles as tables show them."""
     return f"{format(spread.low, form)} - {format(spread.high, form)}"
 
 
 def verdict(is_met: bool) -> str:
-    """Whether a goal is met, as tables show it: it is shown, never asserted."""
+    """Write whether a goal is met, as tables show it: it is shown, never asserted."""
     return "met" if is_met else "MISSED"

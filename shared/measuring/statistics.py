@@ -25,7 +25,7 @@ class Spread:
 
 
 def percentile(values: Sequence[float], fraction: float) -> float:
-    """Value below which `fraction` of the values lie, interpolated between neighbours.
+    """Return the value below which `fraction` of the values lie, interpolated between neighbours.
 
     Raises:
         ValueError: if there are no values.
@@ -40,7 +40,7 @@ def percentile(values: Sequence[float], fraction: float) -> float:
 
 
 def spread(values: Sequence[float]) -> Spread:
-    """Median and quartiles of values."""
+    """Return median and quartiles of values."""
     return Spread(percentile(values, 0.25), percentile(values, 0.5), percentile(values, 0.75))
 
 
@@ -49,7 +49,7 @@ Z = 1.959964  # 95 % of a normal distribution are within so many standard deviat
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """A figure, and between what it lies with a probability of 95 %."""
+    """A figure and its 95 % interval."""
 
     low: float
     value: float
@@ -57,7 +57,7 @@ class Interval:
 
 
 def share(num_hits: int, num: int) -> Interval:
-    """Wilson's interval of a share; of nothing, anything is possible."""
+    """Return a share with Wilson's interval; of no samples, the interval is [0, 1]."""
     if not num:
         return Interval(0.0, 0.0, 1.0)
     value = num_hits / num
@@ -67,7 +67,7 @@ def share(num_hits: int, num: int) -> Interval:
 
 
 def mean(values: Sequence[float]) -> Interval:
-    """A mean and its normal interval, from the values' own spread; one value has none."""
+    """Return a mean with its normal interval, from the values' own spread; one value has none."""
     num = len(values)
     value = math.fsum(values) / num
     if num == 1:
@@ -86,7 +86,7 @@ class Sample:
 
     @property
     def bytes_per_s(self) -> float:
-        """Its speed."""
+        """Speed in bytes per second."""
         return self.num_bytes / self.seconds
 
 
@@ -104,5 +104,5 @@ class Pair:
 
 
 def growth(before: Sequence[float], after: Sequence[float]) -> Spread:
-    """How many times larger `after` is, round by round: both were measured in every round."""
+    """Return how many times larger `after` is, round by round: both are of the same rounds."""
     return spread([later / earlier for earlier, later in zip(before, after, strict=True)])

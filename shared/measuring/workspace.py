@@ -25,10 +25,10 @@ _HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage")
 
 
 def common_facts(libraries: Iterable[str]) -> dict[str, Any]:
-    """What every report says of its machine, by the names of a document.
+    """Return what every report says of its machine, by the names of a document.
 
     Args:
-        libraries: whose versions matter.
+        libraries: names of libraries whose versions matter.
     """
     return {
         "cpu": cpu_name(),
@@ -43,7 +43,7 @@ def common_facts(libraries: Iterable[str]) -> dict[str, Any]:
 
 
 def cpu_name() -> str:
-    """The processor's name, as the kernel knows it."""
+    """Return the processor's name, as the kernel knows it."""
     for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
         name, _, value = line.partition(":")
         if name.strip() == "model name":
@@ -52,17 +52,17 @@ def cpu_name() -> str:
 
 
 def private_huge_pages() -> str:
-    """When private memory gets transparent huge pages: "always", "madvise" or "never"."""
+    """Return when private memory gets transparent huge pages: "always", "madvise" or "never"."""
     return _chosen(_HUGE_PAGES / "enabled")
 
 
 def shared_huge_pages() -> str:
-    """The same for shared memory: "advise", "never", …."""
+    """Return when shared memory gets transparent huge pages: "advise", "never", …."""
     return _chosen(_HUGE_PAGES / "shmem_enabled")
 
 
 def _chosen(setting: Path) -> str:
-    """The mode in brackets, "always [madvise] never"; "" if the kernel has no such setting."""
+    """Return the mode in brackets of "always [madvise] never"; "" without such a setting."""
     text = setting.read_text(encoding="ascii") if setting.exists() else ""
     return text.partition("[")[2].partition("]")[0]
 

@@ -40,7 +40,7 @@ class _Second:
 
 
 class LineAllowance:
-    """How many lines each caller may cause with what it can repeat at will.
+    """Bounds the lines that each caller may cause by what it can repeat at will.
 
     Callers are few: the clients of the settings, and one name for all strangers.
     """
@@ -53,7 +53,7 @@ class LineAllowance:
         self._seconds: dict[str, _Second] = {}
 
     def take(self, caller: str) -> int | None:
-        """How many lines were left out before this one; None: leave this one out, too."""
+        """Return how many lines were left out before this one; None: leave this one out, too."""
         now_s = self._clock_s()
         second = self._seconds.setdefault(caller, _Second(now_s))
         if now_s >= second.began_s + EVERY_S:
@@ -101,7 +101,7 @@ def configure_logging(
     Args:
         level: one of LEVELS.
         json: None chooses: text if stderr is a terminal, else JSON.
-        environ: where systemd says that stderr is its journal; NO_COLOR stands for no colours.
+        environ: environment: systemd's JOURNAL_STREAM, and NO_COLOR for no colours.
     """
     as_json = not sys.stderr.isatty() if json is None else json
     stamp: Processor = structlog.processors.TimeStamper(fmt="iso", utc=True)
@@ -128,7 +128,7 @@ def configure_logging(
     handler.setFormatter(_LineFormatter(formatter, is_journal=_is_journal(environ)))
     handler.addFilter(_LibraryLines())
     logging.basicConfig(handlers=[handler], level=level.upper(), force=True)
-    logging.getLogger("grpc").setLevel(logging.INFO)  # its debug messages tell nothing of ours
+    logging.getLogger("grpc").setLevel(logging.INFO)  # its debug messages say nothing of ours
     structlog.configure(
         processors=[
             structlog.stdlib.filter_by_level,
@@ -147,14 +147,14 @@ def get_logger(name: str) -> FilteringBoundLogger:
 
 
 def _stamp_for_people(_logger: WrappedLogger, _method: str, event: EventDict) -> EventDict:
-    """Local time with its zone, as `kvd events` has it."""
+    """Stamp an event with the local time and its zone, as `kvd events` does."""
     now = datetime.now().astimezone()
     event["timestamp"] = now.isoformat(sep=" ", timespec="milliseconds")
     return event
 
 
 def _without_own_logger(_logger: WrappedLogger, _method: str, event: EventDict) -> EventDict:
-    """Which module of ours tells an event is for scripts; which library does is for people, too."""
+    """Drop our own module's name, which is for scripts; a library's is for people, too."""
     if str(event.get("logger", "")).startswith(_OWN_LOGGERS):
         del event["logger"]
     return event

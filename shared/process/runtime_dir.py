@@ -22,7 +22,7 @@ SYSTEM_STATE_DIR = Path("/var/lib/kvd")  # StateDirectory= of systemd/kvd.servic
 
 
 def default_runtime_dir(environ: Mapping[str, str] = os.environ) -> Path:
-    """The system service's directory for root and whoever may enter it, else the user's own."""
+    """Return the system service's directory for users who may enter it, else the user's own."""
     if os.geteuid() == 0 or os.access(SYSTEM_RUNTIME_DIR, os.X_OK):
         return SYSTEM_RUNTIME_DIR
     if environ.get("XDG_RUNTIME_DIR"):
@@ -32,7 +32,7 @@ def default_runtime_dir(environ: Mapping[str, str] = os.environ) -> Path:
 
 
 def default_state_dir(environ: Mapping[str, str] = os.environ) -> Path:
-    """What the supervisor assigned, else the system's directory for root, else the user's own."""
+    """Return the supervisor's directory, else the system's for root, else the user's own."""
     if environ.get("STATE_DIRECTORY"):
         return Path(environ["STATE_DIRECTORY"].split(":")[0])
     if os.geteuid() == 0:
@@ -43,7 +43,7 @@ def default_state_dir(environ: Mapping[str, str] = os.environ) -> Path:
 
 
 def channel_options() -> tuple[tuple[str, int], ...]:
-    """Options of every gRPC channel to kvd.
+    """Return the options of every gRPC channel to kvd.
 
     Channels of one process share their connections by default, and with them the back-off after a
     failed one: an engine would notice a restarted kvd only when that has passed.

@@ -31,7 +31,7 @@ def reloading() -> str:
 
 
 def watchdog_interval_s(environ: Mapping[str, str] = os.environ) -> float | None:
-    """Half of what WatchdogSec= allows between two WATCHDOG messages; None without a watchdog."""
+    """Return half of what WatchdogSec= allows between two messages; None without a watchdog."""
     period_us = environ.get("WATCHDOG_USEC", "")
     ours = environ.get("WATCHDOG_PID", str(os.getpid())) == str(os.getpid())
     return int(period_us) / 2e6 if period_us.isdigit() and ours else None

@@ -19,12 +19,12 @@ MAX_METADATA_BYTES = 16 << 10
 def server_options(
     max_message_bytes: int, max_connections: int, *, is_tcp: bool
 ) -> list[tuple[str, Any]]:
-    """Options for grpc.aio.server.
+    """Return options for grpc.aio.server.
 
     Args:
-        max_message_bytes: either way.
-        max_connections: of one address; more are closed at once.
-        is_tcp: the address is a port.
+        max_message_bytes: most bytes of a message, either way.
+        max_connections: most connections at one address; more are closed at once.
+        is_tcp: whether the address is a port.
     """
     options: list[tuple[str, Any]] = [
         ("grpc.so_reuseport", 0),  # a port in use is an error, not a second, half-served server
@@ -50,14 +50,14 @@ Streaming: TypeAlias = Callable[[Any, Any], AsyncIterator[Any]]
 
 
 def behaviour_of(handler: Handler) -> Any:
-    """The servicer's method: of whichever of the four kinds it is."""
+    """Return the servicer's method of a handler of any of the four kinds."""
     return (
         handler.stream_stream or handler.stream_unary or handler.unary_stream or handler.unary_unary
     )
 
 
 def with_behaviour(handler: Handler, behaviour: Single | Streaming) -> Handler:
-    """The same handler with another method of the same kind."""
+    """Make a handler of the same kind with another method."""
     return made_handler(
         behaviour,
         handler.request_deserializer,
@@ -75,7 +75,7 @@ def made_handler(
     takes_stream: bool,
     gives_stream: bool,
 ) -> Handler:
-    """A handler of one of the four kinds."""
+    """Make a handler of one of the four kinds."""
     maker: Any = {
         (False, False): grpc.unary_unary_rpc_method_handler,
         (False, True): grpc.unary_stream_rpc_method_handler,

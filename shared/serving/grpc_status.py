@@ -35,7 +35,7 @@ from shared.types.units import NS_PER_S
 DETAILS_KEY = "grpc-status-details-bin"  # where gRPC carries google.rpc.Status
 MAX_TEXT = 1000  # of a message or remedy: trailing metadata is bounded (8 KB by default)
 MAX_DETAIL_TEXT = 100  # of a detail, for the same reason
-MAX_RETRY_S = 86400.0  # who is told to come back later than tomorrow is not told anything
+MAX_RETRY_S = 86400.0  # a hint to come back later than tomorrow is not sent
 GRPC_TOO_LARGE = "message larger than max"  # gRPC's words, on either side
 OUR_METADATA = frozenset({"retryable", "remedy", "message"})  # the rest is the error's details
 
@@ -137,7 +137,7 @@ class ReportedErrorInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type
     """Turns a ReportedError raised by a servicer into its status, and anything else into INTERNAL.
 
     Attributes:
-        domain: of ErrorInfo.
+        domain: domain of ErrorInfo: "kvd" or "inference".
     """
 
     def __init__(self, domain: str) -> None:

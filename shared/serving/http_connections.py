@@ -37,7 +37,7 @@ LOOPBACK: tuple[Network, ...] = (IPv4Network("127.0.0.0/8"), IPv6Network("::1/12
 
 
 class Phase(Enum):
-    """See the module docstring."""
+    """The phases of a connection; see the module docstring."""
 
     UNFINISHED = "unfinished"
     ANSWERING = "answering"
@@ -46,17 +46,17 @@ class Phase(Enum):
 
 @dataclass(frozen=True)
 class Bounds:
-    """What connections to one address may cost.
+    """Bounds of connections to one address.
 
     Attributes:
-        max_connections: at once.
-        max_per_address: of one IPv4 address, or one IPv6 network of 64 bits; 0: as many as there
-            are places.
+        max_connections: most connections at once.
+        max_per_address: most connections of one IPv4 address, or one IPv6 network of 64 bits; 0: as
+            many as there are places.
         proxies: networks that `max_per_address` is not for: many clients come from there as one.
-        header_s: for a TLS handshake, and then for the headers of each request.
-        idle_s: between two requests; longer than proxies keep connections, so that they close
-            first.
-        write_s: without the client reading any of what was sent.
+        header_s: most seconds for a TLS handshake, and then for the headers of each request.
+        idle_s: most seconds between two requests; longer than proxies keep connections, so that
+            they close first.
+        write_s: most seconds in which the client reads nothing of what was sent.
     """
 
     max_connections: int = 1024
@@ -74,11 +74,11 @@ class Bounds:
 
 @dataclass(frozen=True)
 class ConnectionMetrics:
-    """What is counted of the connections of all HTTP servers of a process.
+    """Counts of the connections of all HTTP servers of a process.
 
     Attributes:
-        open: by server.
-        cut: by server and reason, those that were refused included.
+        open: number of open connections by server.
+        cut: number of closed connections by server and reason, refused ones included.
     """
 
     open: Counter[str] = field(default_factory=Counter)
@@ -86,12 +86,12 @@ class ConnectionMetrics:
 
 
 class Admission(NamedTuple):
-    """What becomes of a connection that has come.
+    """Whether a new connection is let in.
 
     Attributes:
-        is_in: it stays.
-        cut: that has to go for it, now.
-        why: there was no room: "places" or "address"; "" if there was.
+        is_in: whether it stays.
+        cut: the connection that is closed for it, now; None: none is.
+        why: bound that was reached: "places" or "address"; "" if none was.
     """
 
     is_in: bool
@@ -103,17 +103,17 @@ class ConnectionTable(Generic[C]):
     """See the module docstring.
 
     Args:
-        bounds: of the address.
+        bounds: the address's bounds.
     """
 
     def __init__(self, bounds: Bounds) -> None:
         self._bounds = bounds
         self._all: _Room[C] = _Room()
         self._by_address: dict[str, _Room[C]] = {}
-        self._places: dict[C, tuple[Phase, str]] = {}
+        self._entries: dict[C, tuple[Phase, str]] = {}
 
     def __len__(self) -> int:
-        return len(self._places)
+        return len(self._entries)
 
     def admit(self, connection: C, address: str) -> Admission:
         """Take a connection in as UNFINISHED, if there is room or somebody to cut for it.
@@ -121,8 +121,8 @@ class ConnectionTable(Generic[C]):
         The one that is cut is not in the table any more.
 
         Args:
-            connection: a new one.
-            address: as of `address_of`; "" if its number is not bounded.
+            connection: a new connection.
+            address: its address by `address_of`; "" if their number is not bounded.
         """
         full, why = self._full_room(address)
         cut = None if full is None else full.longest_waiting()
@@ -130,13 +130,13 @@ class ConnectionTable(Generic[C]):
             return Admission(False, None, why)
         if cut is not None:
             self.remove(cut)
-        self._places[connection] = (Phase.UNFINISHED, address)
+        self._entries[connection] = (Phase.UNFINISHED, address)
         for room in self._rooms(address):
             room.enter(connection, Phase.UNFINISHED)
         return Admission(True, cut, why)
 
     def longest_waiting(self) -> C | None:
-        """The connection that would be cut first; None if all are being answered."""
+        """Return the connection that would be cut first; None if all are being answered."""
         return self._all.longest_waiting()
 
     def may_answer(self) -> bool:
@@ -144,23 +144,23 @@ class ConnectionTable(Generic[C]):
         return self._all.num_answering < self._bounds.max_connections - self._bounds.reserve
 
     def phase_of(self, connection: C) -> Phase | None:
-        """None: it is not in the table."""
-        place = self._places.get(connection)
+        """Return a connection's phase; None if it is not in the table."""
+        place = self._entries.get(connection)
         return place and place[0]
 
     def move(self, connection: C, phase: Phase) -> None:
         """Put a connection last in another phase; nothing happens if it is not in the table."""
-        if connection not in self._places:
+        if connection not in self._entries:
             return
-        before, address = self._places[connection]
-        self._places[connection] = (phase, address)
+        before, address = self._entries[connection]
+        self._entries[connection] = (phase, address)
         for room in self._rooms(address):
             room.leave(connection, before)
             room.enter(connection, phase)
 
     def remove(self, connection: C) -> None:
         """Forget a connection; nothing happens if it is not in the table."""
-        phase, address = self._places.pop(connection, (None, ""))
+        phase, address = self._entries.pop(connection, (None, ""))
         if phase is None:
             return
         for room in self._rooms(address):
@@ -183,10 +183,10 @@ class ConnectionTable(Generic[C]):
 
 
 def address_of(host: str, proxies: Sequence[Network]) -> str:
-    """What a connection's number is bounded by: its address, or its IPv6 network.
+    """Return the address, or the IPv6 network, whose connections are bounded together.
 
     Args:
-        host: of the other side; "" for a Unix socket.
+        host: address of the other side; "" for a Unix socket.
         proxies: networks that have no bound.
 
     Returns:

@@ -47,12 +47,12 @@ class HttpListener:
     """See the module docstring.
 
     Args:
-        name: of the server, in metrics and lines.
-        sock: bound; closed at the end.
-        http: makes requests of what comes.
-        bounds: of the address.
-        metrics: where connections are counted.
-        ssl_context: for TLS; None for none.
+        name: the server's name, in metrics and log lines.
+        sock: the bound socket; closed at the end.
+        http: aiohttp's server, which parses requests.
+        bounds: the address's bounds.
+        metrics: counts of connections.
+        ssl_context: TLS context; None for no TLS.
         reserved: paths whose requests are answered on the reserve.
     """
 
@@ -86,7 +86,7 @@ class HttpListener:
         self._accepting = asyncio.create_task(self._accept())
 
     async def stop(self) -> None:
-        """Accept no more, and give up the handshakes under way; what is open stays so."""
+        """Accept no more, and cancel the handshakes under way; open connections stay open."""
         tasks = {task for task in (self._accepting, *self._opening) if task is not None}
         for task in tasks:
             task.cancel()
@@ -97,7 +97,7 @@ class HttpListener:
     # -------------------------------------------------------------------------- what connections do
 
     def begin(self, connection: "Connection", path: str) -> bool:
-        """A request has come whole, but for its body; False: it cannot be answered now."""
+        """Record a request that is complete but for its body; False: it cannot be answered now."""
         if path not in self._reserved and not self._table.may_answer():
             self._count("places", connection.peer)
             return False
@@ -105,17 +105,17 @@ class HttpListener:
         return True
 
     def enter(self, connection: "Connection", phase: Phase) -> None:
-        """A connection goes on to another phase, unless it has been cut."""
+        """Move a connection to another phase, unless it has been cut."""
         if self._table.phase_of(connection) is not None:
             self._table.move(connection, phase)
             connection.expect(phase)
 
     def is_in(self, connection: "Connection", phase: Phase) -> bool:
-        """Whether that is the phase of a connection."""
+        """Whether a connection is in that phase."""
         return self._table.phase_of(connection) is phase
 
     def malformed(self, connection: "Connection", error: BaseException) -> None:
-        """A connection has sent no HTTP; what is told of it is the kind of the error."""
+        """Log a connection that has sent no HTTP, by the kind of the error."""
         self._count("malformed", connection.peer, error=type(error).__name__)
 
     def cut(self, connection: "Connection", reason: str, **facts: str) -> None:
@@ -124,7 +124,7 @@ class HttpListener:
         connection.abort()
 
     def forget(self, connection: "Connection") -> None:
-        """A connection has ended; a second call does nothing."""
+        """Record the end of a connection; a second call does nothing."""
         connection.expect(None)
         self._table.remove(connection)
         self._metrics.open[self._name] = len(self._table)
@@ -157,7 +157,7 @@ class HttpListener:
                 log.exception("http_connection_failed", server=self._name)
 
     def _spare_file(self) -> None:
-        """No file is left for a connection: one that only waits gives up its own."""
+        """Close a connection that only waits, when no file is left for a new one."""
         waiting = self._table.longest_waiting()
         if waiting is not None:
             self.cut(waiting, "files")
@@ -203,7 +203,7 @@ class HttpListener:
 
 
 class Connection(web.RequestHandler):
-    """One connection: aiohttp's, which tells its listener how far it is.
+    """One connection: aiohttp's, which reports to its listener how far it is.
 
     Attributes:
         peer: address of the other side; "" on a Unix socket.
@@ -224,7 +224,7 @@ class Connection(web.RequestHandler):
             keepalive_timeout=listener.bounds.idle_s,
             lingering_time=LINGER_S,
             auto_decompress=False,  # nobody takes compressed bodies
-            access_log=None,  # type: ignore[arg-type]  # as aiohttp's own servers may be told
+            access_log=None,  # type: ignore[arg-type]  # as aiohttp's own servers may be set
         )
         self.peer = peer
         self.opening: asyncio.Task[None] | None = None
@@ -326,7 +326,7 @@ class Connection(web.RequestHandler):
         return response
 
     def log_exception(self, *_args: Any, **kw: Any) -> None:
-        """A body that is no HTTP is told as that; any other error is one of ours."""
+        """Count a body that is no HTTP as malformed; log any other error as one of ours."""
         error = kw.get("exc_info")
         if isinstance(error, HttpProcessingError | web.RequestPayloadError):
             self.listener.malformed(self, error)

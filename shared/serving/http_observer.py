@@ -28,11 +28,11 @@ log = get_logger(__name__)
 
 @dataclass(frozen=True)
 class HttpMetrics:
-    """What all HTTP servers of a process count.
+    """Counts of the requests of all HTTP servers of a process.
 
     Attributes:
-        ended: by method, route and status.
-        seconds: by route; of streams: to their last byte.
+        ended: number of requests by method, route and status.
+        seconds: seconds of requests by route; of streams: to their last byte.
     """
 
     ended: Tally = field(default_factory=Tally)
@@ -40,7 +40,7 @@ class HttpMetrics:
 
 
 def observing(metrics: HttpMetrics) -> Middleware:
-    """The middleware; put it first.
+    """Make the middleware that watches requests; put it first.
 
     What handlers bind with `structlog.contextvars.bind_contextvars` (session, client, …) is in the
     request's line.

@@ -37,9 +37,9 @@ def identity_of(request: web.Request, clients: Clients, own: Identity | None = N
     """Find out who sent a request, before its body is read.
 
     Args:
-        request: of an aiohttp server.
-        clients: in force (ClientBook.current).
-        own: of whoever may open the Unix socket that it came by; None for TCP.
+        request: a request of an aiohttp server.
+        clients: the clients in force (ClientBook.current).
+        own: the identity of callers on its Unix socket; None for TCP.
 
     Raises:
         UnauthenticatedError: nobody knows.
@@ -89,14 +89,14 @@ class HttpServer:
     """Serves an aiohttp application at one address.
 
     Args:
-        app: with its routes; not started yet, and served by nobody else.
+        app: the application with its routes; not started yet, and served by nobody else.
         listen: "unix:/path" or "host:port"; port 0 lets the system choose one.
-        ssl_context: for TLS; None for none.
-        socket_mode: of a Unix socket.
+        ssl_context: TLS context; None for no TLS.
+        socket_mode: mode of a Unix socket.
         socket_group: name or number of the group that gets a Unix socket; "" leaves it.
-        name: of the server, in metrics and log lines.
-        bounds: of connections.
-        metrics: where they are counted.
+        name: the server's name, in metrics and log lines.
+        bounds: bounds of connections.
+        metrics: counts of connections.
         reserved: paths whose requests are answered when the places of all others are taken.
     """
 
@@ -155,7 +155,7 @@ class HttpServer:
     async def stop(self, grace_s: float) -> None:
         """End; requests still running after grace_s are cancelled. Nothing happens if it is not on.
 
-        Streams that never end on their own should have been told to end before.
+        Streams that never end on their own should have been ended before.
         """
         if self._listener is None:
             return
@@ -174,7 +174,7 @@ class HttpServer:
             Path(self._listen.removeprefix(UNIX)).unlink(missing_ok=True)
 
     def _admitting(self) -> Middleware:
-        """Tells the listener of each request, which may have no place for it: 503."""
+        """Reports each request to the listener, which may have no place for it: 503."""
 
         @web.middleware
         async def admit(

@@ -63,16 +63,16 @@ class AccessInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
     """Runs each handler as its caller; stands after shared.serving.grpc_status's interceptor.
 
     Args:
-        book: who may come in.
+        book: the clients that may connect.
         roles: full name of a service -> the role that it takes; others take none.
-        own: the identity of whoever may open this Unix socket; None for TCP.
+        own: the identity of callers on this Unix socket; None for TCP.
         streams: bounds what clients hold of a TCP port; None: somebody else does.
         check: called before the handler with method, identity and what the handler takes: the one
             message, which it may change, or a stream, to be left alone. May raise a ReportedError.
         leaves_reading: to grpc, before the caller is known: faster by 70 us of processor time, for
             a socket that only few may open.
-        read_s: for the one message of a call.
-        metrics: where refusals are counted.
+        read_s: most seconds for the one message of a call.
+        metrics: counts of refusals.
     """
 
     def __init__(
@@ -181,7 +181,7 @@ class AccessInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
     def _refused(
         self, error: ReportedError, method: str, identity: Identity | None, context: Any
     ) -> None:
-        """Log and count who was turned away, as far as it is known who that is."""
+        """Log and count a refused call, with its caller as far as that is known."""
         client = "" if identity is None else identity.name
         certificate = ",".join(_certificate_names(context)[:MAX_NAMES])[:MAX_NAME]
         self._metrics.refused.add(error.reason, client)
@@ -204,7 +204,7 @@ class AccessInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
     async def _request(
         self, method: str, handler: Any, identity: Identity, requests: Any, context: Any
     ) -> Any:
-        """What the handler takes: the stream of requests, or the only one, which may be checked."""
+        """Return what the handler takes: the stream of requests, or the one, which is checked."""
         most = MAX_UNREAD if self._own is None else None
         request = await self._read(handler, requests, identity.name, most)
         try:
@@ -239,6 +239,6 @@ class AccessInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
 
 
 def _certificate_names(context: Any) -> list[str]:
-    """Names in the certificate that the caller has shown, and its authority has signed."""
+    """Return the names in the caller's certificate, which its authority has signed."""
     found = context.auth_context()
     return [name.decode(errors="replace") for kind in _NAMES for name in found.get(kind, ())]

@@ -39,9 +39,10 @@ class Metric:
     """One row of a table.
 
     Attributes:
-        name: as it is scraped, without what Prometheus appends to histograms.
+        name: its name as it is scraped, without what Prometheus appends to histograms.
+        kind: its kind.
         help: one sentence, without a full stop.
-        labels: their names.
+        labels: names of its labels.
         counters: see the module docstring.
     """
 
@@ -103,17 +104,17 @@ class Scrape:
         self._histograms: dict[str, list[tuple[Labels, Histogram]]] = defaultdict(list)
 
     def put(self, name: str, value: float, *labels: str) -> None:
-        """One value; of equal labels the last one counts."""
+        """Put one value; of equal labels the last one counts."""
         assert len(labels) == len(self._table[name].labels), name  # noqa: S101
         self._values[name][labels] = value
 
     def put_tally(self, name: str, tally: Tally, *labels: str) -> None:
-        """All of a tally's counts; `labels` come before its own."""
+        """Put all of a tally's counts; `labels` come before its own."""
         for own, count in tally.counts.items():
             self.put(name, count, *labels, *own)
 
     def put_counters(self, counters: Mapping[str, float], *labels: str) -> None:
-        """Every row that names counters of the process, as far as there are such counters.
+        """Fill every row that names counters of the process, as far as there are such counters.
 
         Rows whose labels are others than `labels` and, perhaps, one more, are passed over.
         """
@@ -124,11 +125,11 @@ class Scrape:
                     self.put(row.name, counters[name], *own)
 
     def put_histogram(self, name: str, histogram: Histogram, *labels: str) -> None:
-        """All series of a histogram; `labels` come before its own."""
+        """Put all series of a histogram; `labels` come before its own."""
         self._histograms[name].append((labels, histogram))
 
     def families(self) -> Iterable[MetricFamily]:
-        """Everything as the client library has it, in the table's order."""
+        """Return everything as the client library has it, in the table's order."""
         for row in self._table:
             yield (
                 _histogram(row, self._histograms[row.name])
@@ -150,7 +151,7 @@ class MetricExporter:
         self._registry.register(_TableCollector(table, fill))
 
     def render(self, accept: str) -> tuple[bytes, str]:
-        """The text and its content type, in the format that an Accept header asks for."""
+        """Return the text and its content type, in the format that an Accept header names."""
         encode, content_type = choose_encoder(accept)
         return encode(self._registry), content_type
 

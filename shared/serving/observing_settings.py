@@ -48,8 +48,8 @@ class TracingSettings(Section):
     """Where traces go.
 
     Attributes:
-        endpoint: of an OTLP collector (gRPC), "http://host:4317"; https for TLS; "" for none.
-        sample_ratio: of traces that begin here; of others their caller has decided.
+        endpoint: URL of an OTLP collector (gRPC), "http://host:4317"; https for TLS; "" for none.
+        sample_ratio: share of traces that begin here, in [0, 1]; others' callers have decided.
     """
 
     endpoint: str = Field(default="", pattern=r"^(https?://[^\s/]+)?$")

@@ -1,4 +1,4 @@
-"""What monitors ask a process over HTTP.
+"""Metrics and probes of a process over HTTP, for monitors.
 
     /metrics   every metric of its table, as Prometheus takes it
     /healthz   200 while its event loop answers: restart it if not (liveness)
@@ -36,13 +36,13 @@ log = get_logger(__name__)
 
 @dataclass(frozen=True)
 class Operations:
-    """What the routes ask.
+    """The parts that the routes use.
 
     Attributes:
-        exporter: of the metrics.
-        not_ready: why no work is taken, in one word; "" while it is.
-        book: who may come in, where not everybody may.
-        connections: where those of the address are counted.
+        exporter: renders the metrics.
+        not_ready: returns why no work is taken, in one word; "" while it is.
+        book: the clients that may connect, where not everybody may.
+        connections: counts of the address's connections.
     """
 
     exporter: MetricExporter
@@ -55,7 +55,7 @@ class Operations:
 async def serving_operations(
     settings: MetricsSettings, tls: TlsSettings, operations: Operations
 ) -> AsyncIterator[None]:
-    """Serve the routes meanwhile, if there is an address for them.
+    """Serve the routes inside the block, if there is an address for them.
 
     Raises:
         ConfigError: the address, or a file of TLS, cannot be used.
@@ -83,7 +83,7 @@ async def serving_operations(
 
 
 def operations_app(operations: Operations, *, is_open: bool) -> web.Application:
-    """The application of the routes."""
+    """Make the application of the routes."""
     app = web.Application(client_max_size=MAX_BODY_BYTES)
 
     async def metrics(request: web.Request) -> web.Response:

@@ -1,4 +1,4 @@
-"""What both processes report of themselves and their HTTP servers: the table, and its values.
+"""Metrics of a process and its HTTP servers, the same in both processes: the table, its values.
 
 Of itself a process speaks by the names that Prometheus has for it everywhere.
 """
@@ -12,7 +12,7 @@ from shared.serving.metric_export import Metric, Scrape
 
 
 def fill_process(scrape: Scrape) -> None:
-    """This process, now."""
+    """Put the values of this process, as they are now."""
     process = psutil.Process()
     with process.oneshot():
         times = process.cpu_times()
@@ -25,7 +25,7 @@ def fill_process(scrape: Scrape) -> None:
 
 
 def fill_connections(prefix: str, metrics: ConnectionMetrics, scrape: Scrape) -> None:
-    """Of the process's HTTP servers."""
+    """Put the values of the process's HTTP servers."""
     for server, count in metrics.open.items():
         scrape.put(f"{prefix}_http_connections", count, server)
     scrape.put_tally(f"{prefix}_http_cut_connections_total", metrics.cut)
@@ -42,10 +42,10 @@ PROCESS_METRICS = (
 
 
 def connection_metrics(prefix: str) -> tuple[Metric, ...]:
-    """Rows about the connections of HTTP servers.
+    """Make the rows about the connections of HTTP servers.
 
     Args:
-        prefix: of the process's metrics.
+        prefix: prefix of the process's metrics.
     """
     return (
         Metric(

@@ -25,13 +25,14 @@ FOREIGN = "/grpc."
 
 @dataclass(frozen=True)
 class RpcMetrics:
-    """What all servers of a process count.
+    """Counts of the calls of all servers of a process.
 
     Attributes:
-        ended: by method ("Engine/PrepareLoad") and code ("OK").
-        seconds: by method, of those that are not long-lived.
-        refused: by reason and client: the name that the settings have for it, "" for a stranger.
-        tls: connections, as far as gRPC tells of them.
+        ended: number of calls by method ("Engine/PrepareLoad") and code ("OK").
+        seconds: seconds of calls by method, of those that are not long-lived.
+        refused: number of refused calls by reason and client's name in the settings, "" for a
+            stranger.
+        tls: TLS connections, as far as gRPC reports them.
     """
 
     ended: Tally = field(default_factory=Tally)
@@ -44,7 +45,7 @@ class RpcObserver(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
     """See the module docstring.
 
     Args:
-        metrics: where it counts.
+        metrics: the counts.
         long_lived: methods ("Engine/Attach") whose calls last as long as their caller.
     """
 
@@ -118,7 +119,7 @@ class _Call:
 
 
 def _code_of(context: Any, *, is_answered: bool) -> str:
-    """Name of the status; grpc sets none for success, and none when the caller is gone."""
+    """Return the status's name; grpc sets none for success, and none when the caller is gone."""
     if context.code():
         return str(context.code().name)
     if is_answered:

@@ -108,7 +108,7 @@ def sampler_of(ratio: float) -> "Sampler":
 
 
 def carried(metadata: Sequence[tuple[str, str | bytes]] | None) -> dict[str, str]:
-    """What of an RPC's metadata, or of HTTP headers, is trace context."""
+    """Return the trace context in an RPC's metadata, or in HTTP headers."""
     return {
         name: value
         for name, value in metadata or ()
@@ -117,7 +117,7 @@ def carried(metadata: Sequence[tuple[str, str | bytes]] | None) -> dict[str, str
 
 
 def outgoing() -> Metadata | None:
-    """Metadata that makes the callee's spans children of the current one; None: there is none."""
+    """Return metadata that makes the callee's spans children of the current one; None: no span."""
     if not trace.get_current_span().get_span_context().is_valid:
         return None
     carrier: dict[str, str] = {}
@@ -144,7 +144,7 @@ def enter_request(name: str, carrier: Mapping[str, str], attributes: Mapping[str
 
 @contextmanager
 def child_span(name: str, attributes: Mapping[str, Any] | None = None) -> Iterator[Span]:
-    """A span under the current one, which it replaces meanwhile."""
+    """Open a span under the current one, and make it the current one inside the block."""
     with trace.use_span(
         _TRACER.start_span(name, attributes=attributes),
         end_on_exit=True,
@@ -155,7 +155,7 @@ def child_span(name: str, attributes: Mapping[str, Any] | None = None) -> Iterat
 
 
 def open_span(name: str, attributes: Mapping[str, Any] | None = None) -> Span:
-    """A span under the current one, which stays current; the caller ends it."""
+    """Open a span under the current one, which stays current; the caller ends it."""
     return _TRACER.start_span(name, attributes=attributes)
 
 
@@ -176,14 +176,14 @@ def past_span(
 
 
 def fail_span(span: Span, reason: str) -> None:
-    """Say that what the span is about has failed."""
+    """Mark a span as failed."""
     if span.is_recording():
         span.set_attribute("error.type", reason)
         span.set_status(Status(StatusCode.ERROR, reason))
 
 
 def trace_id_of(span: Span) -> str:
-    """As W3C writes it; "" if the span has none."""
+    """Return a span's trace id as W3C writes it; "" if the span has none."""
     context = span.get_span_context()
     return trace.format_trace_id(context.trace_id) if context.is_valid else ""
 

@@ -19,7 +19,7 @@ _BARS = "▁▂▃▄▅▆▇█"
 
 
 def console() -> "Console":
-    """Where tables go; what the terminal cannot show becomes a question mark."""
+    """Return the console for tables; what the terminal cannot show becomes a question mark."""
     from rich.console import Console
 
     if isinstance(sys.stdout, io.TextIOWrapper):
@@ -28,7 +28,7 @@ def console() -> "Console":
 
 
 def plain(message: Message) -> dict[str, Any]:
-    """A message as JSON values, every field present; numbers stay numbers, enums become words."""
+    """Return a message as JSON values, with every field; numbers stay, enums become words."""
     result: dict[str, Any] = {}
     for field in message.DESCRIPTOR.fields:
         value: Any = getattr(message, field.name)
@@ -51,7 +51,7 @@ def _plain_value(field: Any, value: Any) -> Any:
 
 
 def hanging(label: str, text: str, width: int, indent: int = 0) -> str:
-    """A label and its text, wrapped below itself; a word is never broken, however long.
+    """Write a label and its text, wrapped below itself; a word is never broken, however long.
 
     Args:
         label: stands first.
@@ -71,12 +71,12 @@ def hanging(label: str, text: str, width: int, indent: int = 0) -> str:
 
 
 def counted(number: int, one: str, many: str = "") -> str:
-    """A number and what it is of, as 1 copy and 2 copies; `many` is `one` and an s if not given."""
+    """Write a number and its noun: 1 copy, 2 copies; `many` is `one` and an s if not given."""
     return f"{number:,} {one if number == 1 else many or f'{one}s'}"
 
 
 def sparkline(values: Sequence[float | None], width: int, top: float | None = None) -> str:
-    """The newest values as bars, the newest at the right; a value that is not known is a blank.
+    """Draw the newest values as bars, the newest at the right; an unknown value is a blank.
 
     Args:
         values: oldest first, none below 0.

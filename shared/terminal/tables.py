@@ -91,7 +91,7 @@ def _lines(text: str, width: int, style: str) -> Text:
 
 
 def _widths(columns: Sequence[Column], rows: Sequence[Sequence[str]]) -> list[int]:
-    """How wide each column would like to be."""
+    """Return each column's full width."""
     return [
         max([cell_len(column.heading), *(cell_len(row[index]) for row in rows)])
         for index, column in enumerate(columns)
@@ -99,7 +99,7 @@ def _widths(columns: Sequence[Column], rows: Sequence[Sequence[str]]) -> list[in
 
 
 def _kept(columns: Sequence[Column], widths: Sequence[int], width: int) -> list[int]:
-    """Which columns are shown."""
+    """Return the indices of the columns that are shown."""
     kept = list(range(len(columns)))
     while _total(_least(columns, widths), kept) > width:
         index = max(reversed(kept), key=lambda index: columns[index].rank)
@@ -112,7 +112,7 @@ def _kept(columns: Sequence[Column], widths: Sequence[int], width: int) -> list[
 def _cut(
     columns: Sequence[Column], widths: Sequence[int], kept: Sequence[int], width: int
 ) -> list[int]:
-    """How wide each column is: what matters least is cut first, and none below its least.
+    """Return each column's width: what matters least is cut first, and none below its least.
 
     If that is too wide still, columns that are always there are cut below it.
     """
@@ -127,7 +127,7 @@ def _cut(
 
 
 def _least(columns: Sequence[Column], widths: Sequence[int]) -> list[int]:
-    """What columns need."""
+    """Return the least width of each column."""
     return [
         min(width, column.least) if column.may_be_cut else width
         for column, width in zip(columns, widths, strict=True)

@@ -5,8 +5,8 @@
     discard = H(salt; "discard" | root | lineage | n)   parent of what follows the first n tokens
                                                         of a context with discards in it
     dense   = H(salt; "dense" | parent of what follows | n)     block that kvd has put together of
-                                                        rows that a discard left: the last n
-    tokens  = H(salt; "tokens" | token ids)             not a key: what rows of a block are of
+                                                        tokens that a discard left: the last n
+    tokens  = H(salt; "tokens" | token ids)             not a key: which tokens a block is of
 
 A lineage (shared/types/lineage.py) says which discards of which tokens, so that `discard` stands
 for all that is computed up to there. H is BLAKE2b-128 keyed with the tenant's secret salt, so that
@@ -39,7 +39,7 @@ def discard_key(salt: bytes, root: bytes, lineage: bytes, num_tokens: int) -> by
 
 
 def dense_key(salt: bytes, chain: bytes, num_tokens: int) -> bytes:
-    """Key of a block of the rows before `chain`, be they stored in other blocks, too."""
+    """Return the key of a block of the tokens before `chain`, whether or not others hold them."""
     return _digest(salt, b"dense", chain + _COUNT.pack(num_tokens))
 
 

@@ -1,7 +1,7 @@
 """What others see of an engine's id. Pure.
 
 The id itself is as good as a key: an Engine call names it, and is taken for that engine's. So only
-the engine and kvd know it; logs, monitors and operators are told another number, the same on both
+the engine and kvd know it; logs, monitors and operators get another number, the same on both
 sides.
 """
 
@@ -12,7 +12,7 @@ _BYTES = 8
 
 
 def shown_id(engine_id: int) -> int:
-    """The number of an engine, from which its id cannot be found."""
+    """Return the number of an engine, from which its id cannot be computed."""
     known = engine_id.to_bytes(_BYTES, "little")
     digest = hashlib.blake2b(known, digest_size=_BYTES, person=_PERSON).digest()
     return int.from_bytes(digest, "little") >> 1

@@ -103,7 +103,7 @@ class DeniedError(ReportedError):
 
 
 class UnauthenticatedError(ReportedError):
-    """Nobody knows who calls; no answer tells which part of a proof of identity was wrong."""
+    """Nobody knows who calls; no answer says which part of a proof of identity was wrong."""
 
     reason = "unauthenticated"
     grpc_code = "UNAUTHENTICATED"

@@ -34,7 +34,7 @@ class Series:
 
     @property
     def count(self) -> int:
-        """How many values."""
+        """Number of values."""
         return sum(self.counts)
 
 
@@ -60,7 +60,7 @@ class Histogram:
 
     @property
     def total(self) -> Series:
-        """What was measured, whatever the labels."""
+        """All measured values, whatever the labels."""
         every = Series([0] * (len(self.bounds) + 1))
         for series in self._series.values():
             every.counts = [a + b for a, b in zip(every.counts, series.counts, strict=True)]
@@ -68,7 +68,7 @@ class Histogram:
         return every
 
     def quantile(self, share: float) -> float | None:
-        """The value that so large a share does not exceed, as well as buckets tell; None: no value.
+        """Estimate from the buckets the value that this share does not exceed; None: no value.
 
         Within a bucket values are taken to lie evenly; above the last bound it is that bound.
         """
@@ -84,7 +84,7 @@ class Histogram:
 
     @property
     def series(self) -> Mapping[Labels, Series]:
-        """Label values -> what was measured."""
+        """Return the measured values by label values."""
         return self._series
 
 

@@ -7,7 +7,7 @@ A block holds `block_tokens` consecutive tokens of all layers. Inside it:
     component = [block_tokens, *shape] in C order       token-major: a token run is one memory run
 
 Pure. Invariants: 1. equal layouts have equal fingerprints, in every process and version; 2. a
-partial block uses the first rows of each component, at the same offsets as a full one.
+partial block uses the first tokens of each component, at the same offsets as a full one.
 """
 
 import hashlib
@@ -107,7 +107,7 @@ class KVLayout:
         return sum(self.slice_bytes(layer_index) for layer_index in range(len(self.layers)))
 
     def component_offset(self, layer_index: int, component_index: int) -> int:
-        """Offset of a component in a block; a token's row starts `row * token_bytes` after it."""
+        """Offset of a component in a block; token i starts `i * token_bytes` after it."""
         before = self.layers[layer_index].components[:component_index]
         skipped = sum(component.token_bytes for component in before) * self.block_tokens
         return self.slice_offsets[layer_index] + skipped

@@ -9,7 +9,7 @@ WHOLE, that nothing was discarded, is a lineage like the others; `None` in its p
 to kvd, is that the caller does not say.
 
 It follows from the tokens and the discards alone, so that an engine finds it again by replaying a
-transcript, and kvd by taking note of the discards it is told.
+transcript, and kvd by recording the discards that it receives.
 """
 
 import hashlib

@@ -1,8 +1,8 @@
 """A queue, and changes of it, as one side of PushQueue reports them to the other. Pure.
 
-The digest of a queue is the sum of its jobs' digests modulo 2**64, so that it is kept up to date in
-O(1) per change. A job's digest covers its rank, so equal sums mean equal jobs in equal order (up to
-chance: 2**-64; nobody is to be fooled).
+The digest of a queue is the sum of its requests' digests modulo 2**64, so that it is kept up to
+date in O(1) per change. A request's digest covers its rank, so equal sums mean equal requests in
+equal order (up to chance: 2**-64; it guards against errors, not against attacks).
 """
 
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from xxhash import xxh3_64_intdigest
 
 from shared.types.session_key import SessionKey
 
-Rank = tuple[int, float, int]  # (-priority, start tag, number of the job): lower is sooner
+Rank = tuple[int, float, int]  # (-priority, start tag, number of the request): lower is sooner
 DIGEST_BITS = 64
 _MASK = (1 << DIGEST_BITS) - 1
 _RANK = Struct("<qdQ")
@@ -22,15 +22,15 @@ _RUNNING = Struct("<Q")
 
 
 class QueuedRequest(NamedTuple):
-    """A turn that waits."""
+    """A request that waits."""
 
-    rank: Rank  # the engine's own order; rank[2] is the job's number, unique within the engine
+    rank: Rank  # the engine's own order; rank[2] is its number, unique within the engine
     key: SessionKey
     history_tokens: int = 0
 
 
 class RunningRequest(NamedTuple):
-    """A turn that is being computed: its session's KV is in the engine's memory."""
+    """A request that is being computed: its session's KV is in the engine's memory."""
 
     number: int
     key: SessionKey
@@ -38,13 +38,13 @@ class RunningRequest(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class QueueChange:
-    """What has changed in an engine's queue, or all of it.
+    """Changes of an engine's queue, or all of it.
 
     Attributes:
-        waiting: jobs that joined, came back, or have another rank.
-        running: jobs that are being computed now.
-        left: numbers of jobs that neither wait nor run any more.
-        interval_ns: mean time between two starts; 0: not known.
+        waiting: requests that joined, came back, or have another rank.
+        running: requests that are being computed now.
+        left: numbers of requests that neither wait nor run any more.
+        interval_ns: mean nanoseconds between two starts; 0: unknown.
     """
 
     waiting: Sequence[QueuedRequest] = ()
@@ -58,10 +58,11 @@ class QueueUpdate:
     """A change as it travels.
 
     Attributes:
-        sequence: above that of the update before it.
-        base_sequence: of the update that it changes; 0: it holds all of the queue.
-        change: see there.
-        digest: of the queue after it, the sum of `waiting_digest` and `running_digest` of its jobs.
+        sequence: number of this update, higher than the one before it has.
+        base_sequence: number of the update that it changes; 0: it holds all of the queue.
+        change: the changes, or the whole queue.
+        digest: digest of the queue after it: the sum of its requests' `waiting_digest` and
+            `running_digest`.
     """
 
     sequence: int
@@ -71,16 +72,16 @@ class QueueUpdate:
 
 
 def waiting_digest(rank: Rank, key: SessionKey) -> int:
-    """Digest of a job that waits."""
+    """Return the digest of a request that waits."""
     tenant, _, session_id = key
     return xxh3_64_intdigest(_RANK.pack(*rank) + f"{tenant}/{session_id}".encode())
 
 
 def running_digest(number: int, key: SessionKey) -> int:
-    """Digest of a job that is being computed."""
+    """Return the digest of a request that is being computed."""
     return xxh3_64_intdigest(_RUNNING.pack(number) + f"{key.tenant}/{key.session_id}".encode())
 
 
 def combined(digest: int, *, added: int = 0, removed: int = 0) -> int:
-    """A queue's digest, after one job's was added or removed."""
+    """Return a queue's digest after one request's was added or removed."""
     return (digest + added - removed) & _MASK

@@ -227,7 +227,7 @@ def test_a_socket_in_use_is_refused_and_a_stale_one_replaced(short_dir):
 
 
 def test_a_socket_far_from_any_directory_is_refused(short_dir):
-    """One directory is made for it, and told; a path that is wrong from the start is not."""
+    """One directory is made for it, and logged; a path that is wrong from the start is not."""
     with pytest.raises(ListenError, match="there is no directory") as refused:
         prepare_sockets([f"unix:{short_dir}/a/b/s"])
     assert f"mkdir -p -m 700 {short_dir}/a/b" in str(refused.value)
@@ -235,8 +235,8 @@ def test_a_socket_far_from_any_directory_is_refused(short_dir):
     with capture_logs() as lines:
         prepare_sockets([f"unix:{short_dir}/a/s"])
         prepare_sockets([f"unix:{short_dir}/a/t"])
-    told = [line["directory"] for line in lines if line["event"] == "directory_made"]
-    assert told == [str(short_dir / "a")]
+    made = [line["directory"] for line in lines if line["event"] == "directory_made"]
+    assert made == [str(short_dir / "a")]
     assert (short_dir / "a").stat().st_mode & 0o777 == 0o700
 
 
@@ -325,7 +325,7 @@ def test_gauges_are_shown_in_their_unit(name, value, shown):
 
 @pytest.mark.parametrize(("given", "shown", "kept"), [({}, "auto", 16), ("2", "2", 2), (0, "0", 0)])
 def test_sinks_are_those_of_the_model_unless_the_settings_say_how_many(given, shown, kept):
-    """For turns that do not say; `config show` tells what was left to the model."""
+    """For turns that do not say; `config show` shows what was left to the model."""
     flags = {"overflow.sink_tokens": given} if given != {} else {}
     settings = load_inference_settings(None, flags).settings
     assert str(settings.model_dump(mode="json")["overflow"]["sink_tokens"]) == shown

@@ -1,4 +1,4 @@
-"""More turns than the service can run: all of them end, or are told when to come back.
+"""More turns than the service can run: all of them end, or are given a time to come back.
 
 Long turns ("blockers") hold every place while a test sets its scene; they end when their stream is
 closed. Nothing here depends on how fast anything is.

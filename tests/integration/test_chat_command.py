@@ -46,9 +46,9 @@ async def test_chat_is_a_filter(service):
             given = [pb.ChatMessage(role="user", content=question)]
             turn = await client.submit(turn_request(given, "as-a-client", sampling=sampling))
             answers.append(turn.text)
-    told = f"{QUESTIONS[0]}\n\n{QUESTIONS[1]}\n"
+    content = f"{QUESTIONS[0]}\n\n{QUESTIONS[1]}\n"
     options = ("--max-tokens", "8", "--session", "in-a-pipe", "--address", service.address)
-    code, out, err = await piped("chat", *options, given=told)
+    code, out, err = await piped("chat", *options, given=content)
     assert (code, err) == (0, "")
     assert out.decode() == "".join(f"{answer}\n" for answer in answers)
     async with service.client() as client:
@@ -72,10 +72,10 @@ async def test_status_has_numbers(service):
         await client.submit(turn_request("Once", sampling=pb.Sampling(max_tokens=4)))
     code, out, err = await piped("status", "--json", "--address", service.address)
     assert code == 0, err
-    told = json.loads(out)
-    assert told["counters"]["turns_finished"] >= 1
-    assert told["kv_bytes_per_token"] > 0
-    assert 0 < told["gauges"]["ttft_p50_s"] <= told["gauges"]["ttft_p95_s"]
+    content = json.loads(out)
+    assert content["counters"]["turns_finished"] >= 1
+    assert content["kv_bytes_per_token"] > 0
+    assert 0 < content["gauges"]["ttft_p50_s"] <= content["gauges"]["ttft_p95_s"]
     code, out, err = await piped("--address", service.address, "status")
     assert code == 0, err
     shown = out.decode()

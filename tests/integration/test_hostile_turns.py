@@ -99,18 +99,18 @@ async def attacked(tiny_model, tmp_path_factory) -> AsyncIterator[Attacked]:
 
 async def test_every_call_takes_a_token(attacked):
     """None and a wrong one are refused with the same words, by every method; health is open."""
-    told = set()
+    messages = set()
     for name in ("", "kvt_guess"):
         async with attacked.channel(name) as channel:
             for method in SERVICE.methods:
                 path = f"/{SERVICE.full_name}/{method.name}"
                 call = channel.unary_stream(path)(b"", timeout=60)
                 assert await call.code() is grpc.StatusCode.UNAUTHENTICATED
-                told.add(await call.details())
+                messages.add(await call.details())
             asked = health_pb2.HealthCheckRequest(service=SERVICE.full_name)
             status = await health_pb2_grpc.HealthStub(channel).Check(asked, timeout=60)
             assert status.status == health_pb2.HealthCheckResponse.SERVING
-    assert len(told) == 1
+    assert len(messages) == 1
 
 
 async def test_a_role_is_not_enough_for_everything(attacked):
@@ -133,7 +133,7 @@ async def test_sessions_of_other_tenants_do_not_exist(attacked):
     async with attacked.client("other") as client:
         for missing in (client.get_session("secret-talk"), client.delete_session("secret-talk")):
             assert isinstance(await refused(missing), NotFoundError)
-        told = set()
+        messages = set()
         for tenant in ("acme", "nobody"):
             for call in (
                 client.get_session("secret-talk", tenant=tenant),
@@ -146,8 +146,8 @@ async def test_sessions_of_other_tenants_do_not_exist(attacked):
             ):
                 error = await refused(call)
                 assert error.reason == "tenant_denied"
-                told.add(str(error).replace(tenant, "T"))
-        assert len(told) == 1
+                messages.add(str(error).replace(tenant, "T"))
+        assert len(messages) == 1
         own = await client.submit(turn_request("Hello", "secret-talk", sampling=SHORT))
         assert own.usage.history_tokens == 0
     assert (await attacked.honest.get_session("secret-talk")).turns == 1

@@ -14,7 +14,7 @@ from tests.inference_processes import InferenceProcess
 SAMPLING = pb.Sampling(max_tokens=2)
 
 
-def told(service, event):
+def logged(service, event):
     """The lines of its log that say so."""
     lines = service.log_path.read_text().splitlines()
     return [line for line in map(json.loads, lines) if line["event"] == event]
@@ -32,7 +32,7 @@ async def test_sockets_and_a_port(tiny_model, short_dir):
     flags = ("--config", str(path), "--listen", second, "--listen", "127.0.0.1:0")
     service = InferenceProcess(tiny_model, short_dir, short_dir / "no-kvd", flags)
     async with service:
-        (ready,) = told(service, "ready")
+        (ready,) = logged(service, "ready")
         assert ready["listen"][:2] == [service.address, second]
         port = ready["listen"][2]
         assert not port.endswith(":0")
@@ -50,8 +50,8 @@ async def test_sockets_and_a_port(tiny_model, short_dir):
             assert (await web.get_session("one", tenant="acme")).turns == 1
             with pytest.raises(DeniedError):
                 await web.get_session("one", tenant="default")
-        (warned,) = told(service, "setting_overridden")
-        (window,) = told(service, "window_chosen")
+        (warned,) = logged(service, "setting_overridden")
+        (window,) = logged(service, "window_chosen")
     assert warned["setting"] == "server.listen"
     assert warned["in_file"] == "unix:/run/of/the/file.sock"
     assert warned["in_force"] == f"{service.address}, {second}, 127.0.0.1:0"

@@ -69,8 +69,8 @@ class Operated:
             model, directory, flags=("--config", str(self.settings)), environ=environ
         )
 
-    async def hears(self, state):
-        """Return once the supervisor has been told this state; others before it are passed over."""
+    async def receives(self, state):
+        """Return once the supervisor has received this state; skip others before it."""
         loop = asyncio.get_running_loop()
         async with asyncio.timeout(NOTIFY_S):
             while True:
@@ -82,9 +82,9 @@ class Operated:
         """Write other settings, and have them read; returns the line that is logged of it."""
         self.settings.write_text(settings)
         self.service.send_signal(signal.SIGHUP)
-        begun, stamp = await self.hears("RELOADING=1")
+        begun, stamp = await self.receives("RELOADING=1")
         assert (begun, stamp.split("=")[0]) == ("RELOADING=1", "MONOTONIC_USEC")
-        await self.hears("READY=1")
+        await self.receives("READY=1")
         lines = self.service.log_path.read_text(encoding="utf-8").splitlines()
         return [json.loads(line) for line in lines if "reloaded" in line][-1]
 
@@ -140,9 +140,9 @@ async def refused(awaitable, kind, reason):
 
 async def test_the_supervisor_hears_that_it_is_ready_and_alive(operated):
     """READY when turns are taken; then, again and again, that the event loop answers."""
-    await operated.hears("READY=1")
+    await operated.receives("READY=1")
     for _ in range(2):
-        await operated.hears("WATCHDOG=1")
+        await operated.receives("WATCHDOG=1")
     assert await operated.health("") == await operated.health(SERVICE) == "SERVING"
 
 
@@ -167,7 +167,7 @@ async def test_tenants_are_those_of_the_identity(client):
 
 
 async def test_a_tenant_at_its_limit_disturbs_nobody(client):
-    """It is told when to come back, and others' turns are taken and answered meanwhile."""
+    """It is given a time to come back, and others' turns are taken and answered meanwhile."""
     async with endless(client, ["one"], tenant="small"):
         error = await refused(
             client.submit(short("two", tenant="small")), ExhaustedError, "too_many_turns"
@@ -254,7 +254,7 @@ async def test_a_reload_changes_limits_and_defaults_of_turns_to_come(operated, c
 
 
 async def test_a_drain_hands_back_and_a_second_signal_ends_it(operated, client):
-    """Turns that wait go back at once, those that run go on; told again, they go back as well."""
+    """Turns that wait are handed back at once, those that run later, at the second signal."""
     service = operated.service
     await client.submit(short("waiting"))
     before = await client.get_session("waiting", with_turns=True)
@@ -268,7 +268,7 @@ async def test_a_drain_hands_back_and_a_second_signal_ends_it(operated, client):
         for _ in range(2):
             await accepted.acquire()
         service.send_signal(signal.SIGTERM)
-        await operated.hears("STOPPING=1")
+        await operated.receives("STOPPING=1")
         for task in tasks:
             error = await refused(task, UnavailableError, "draining")
             assert error.retryable

@@ -130,7 +130,7 @@ async def test_the_oldest_part_goes_and_nothing_is_recomputed(narrow, judge, ask
 
 
 async def test_in_memory_rows_are_moved_in_place(resident, judge):
-    """What is kept in memory is re-embedded there; kvd is told the same, and has it later."""
+    """KV in memory is re-embedded there; kvd receives the same discard, and has it later."""
     async with resident.with_kvd(*DRAM):
         turns = [await resident.say("place") for _ in range(6)]
         for name in ("x", "y", "z"):  # who need the memory
@@ -402,7 +402,7 @@ async def test_a_killed_kvd_has_what_was_cut(narrow, judge):
 
 
 async def test_without_kvd_what_is_left_is_recomputed(narrow, judge):
-    """A discard that kvd does not hear of costs a recomputation, not a wrong answer."""
+    """A discard that does not reach kvd costs a recomputation, not a wrong answer."""
     async with narrow.with_kvd(*DRAM, keep="file"):
         for _ in range(2):
             await narrow.say("alone", 180)

@@ -94,7 +94,7 @@ async def test_every_turn_loads_what_the_discards_left(
     with workspace(tmp_path, model) as space:
         async with (
             space.kvd(2000) as kvd,
-            running_engine(model, kvd, kv_rows=2000, cache={"residents": False}) as local,
+            running_engine(model, kvd, kv_tokens=2000, cache={"residents": False}) as local,
         ):
             session = Session(local, names_lineage=names_lineage)
             plain = PlainSession(stock)

@@ -1,4 +1,4 @@
-"""Engines that tell kvd their queues: how long that is known, and what kvd does not take."""
+"""Engines that report their queues to kvd: how long these are kept, and what kvd does not take."""
 
 import math
 from pathlib import Path
@@ -36,7 +36,7 @@ class RawQueue:
         self.engine_id = attachment.engine_id
         self.stream = attachment.stub.PushQueue()
 
-    async def tell(self, sequence: int, numbers=(), **fields) -> kvd_pb2.QueueAck:
+    async def report(self, sequence: int, numbers=(), **fields) -> kvd_pb2.QueueAck:
         waiting = kvd_pb2.QueueJobs(numbers=numbers, session_ids=[f"s{n}" for n in numbers])
         message = {"engine_id": self.engine_id, "waiting": waiting, **fields}
         await self.stream.write(kvd_pb2.QueueSnapshot(sequence=sequence, **message))
@@ -64,7 +64,7 @@ async def test_jobs_wait_run_and_leave(tmp_path: Path) -> None:
 
 
 async def test_of_a_long_queue_kvd_knows_the_head(tmp_path: Path, monkeypatch) -> None:
-    """As much as it says it takes; what moves up is told."""
+    """As much as it says it takes; what moves up is reported."""
     monkeypatch.setenv("KVD_LIMITS__MAX_QUEUE_JOBS", "5")
     async with (
         running_kvd(tmp_path, "--dram", "1MB") as kvd,
@@ -106,16 +106,17 @@ async def test_a_queue_goes_with_its_stream(tmp_path: Path) -> None:
     ):
         wait(other, 1, 2)
         queue = RawQueue(engine)
-        assert (await queue.tell(1, [1, 2, 3], base_sequence=9)).send_full
+        assert (await queue.report(1, [1, 2, 3], base_sequence=9)).send_full
         with pytest.raises(grpc.aio.AioRpcError) as refused:  # the digest is not that of the jobs
-            await queue.tell(2, [1, 2, 3])
+            await queue.report(2, [1, 2, 3])
         assert refused.value.code() is REFUSED
         await eventually(lambda: jobs_of(kvd, "a"), (0, 0))
         await eventually(lambda: jobs_of(kvd, "b"), (2, 0))
         wait(engine, 5)
         await eventually(lambda: jobs_of(kvd, "a"), (1, 0))
         queue = RawQueue(engine)
-        assert not (await queue.tell(1)).send_full  # an empty one; the engine's own stream is over
+        acknowledged = await queue.report(1)  # an empty one; the engine's own stream is over
+        assert not acknowledged.send_full
         assert await jobs_of(kvd, "a") == (0, 0)
         queue.stream.cancel()
         wait(engine, 6)  # it finds out that its stream is over, and opens another
@@ -136,7 +137,7 @@ NONSENSE = {
 
 @pytest.mark.parametrize("fields", NONSENSE.values(), ids=NONSENSE.keys())
 async def test_nonsense_ends_its_stream(tmp_path: Path, monkeypatch, fields) -> None:
-    """With a reason and a remedy; what others have told stays."""
+    """With a reason and a remedy; what others have reported stays."""
     monkeypatch.setenv("KVD_LIMITS__MAX_QUEUE_JOBS", "10")
     async with (
         running_kvd(tmp_path, "--dram", "1MB") as kvd,
@@ -146,9 +147,9 @@ async def test_nonsense_ends_its_stream(tmp_path: Path, monkeypatch, fields) -> 
         wait(other, 1)
         await eventually(lambda: jobs_of(kvd, "b"), (1, 0))
         queue = RawQueue(engine)
-        await queue.tell(1)
+        await queue.report(1)
         with pytest.raises(grpc.aio.AioRpcError) as refused:
-            await queue.tell(**{"sequence": 2, **fields})
+            await queue.report(**{"sequence": 2, **fields})
         assert refused.value.code() is REFUSED
         assert ":" in refused.value.details()
         assert "\n" not in refused.value.details()
@@ -164,17 +165,17 @@ async def test_a_queue_has_one_stream_and_one_engine(tmp_path: Path) -> None:
         attached_engine(kvd.runtime_dir, name="b") as other,
     ):
         first, second = RawQueue(engine), RawQueue(engine)
-        await first.tell(1)
-        await second.tell(1)
+        await first.report(1)
+        await second.report(1)
         with pytest.raises(grpc.aio.AioRpcError) as refused:
-            await first.tell(2)
+            await first.report(2)
         assert refused.value.code() is grpc.StatusCode.ABORTED
         second.engine_id = RawQueue(other).engine_id
         with pytest.raises(grpc.aio.AioRpcError) as refused:
-            await second.tell(2)
+            await second.report(2)
         assert refused.value.code() is REFUSED
         stranger = RawQueue(engine)
         stranger.engine_id = 1
         with pytest.raises(grpc.aio.AioRpcError) as refused:
-            await stranger.tell(1)
+            await stranger.report(1)
         assert refused.value.code() is grpc.StatusCode.FAILED_PRECONDITION

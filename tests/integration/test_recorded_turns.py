@@ -28,11 +28,11 @@ async def test_each_turn_is_remembered_once(tiny_model, tmp_path: Path) -> None:
                 usages.append((await client.submit(request)).usage)
         await service.stop()  # all is saved then
         with connect(kvd.runtime_dir) as reader:
-            (told,) = reader.recent_turns("")
-    assert [(turn.session, turn.turn) for turn in told.turns] == [
+            (recorded,) = reader.recent_turns("")
+    assert [(turn.session, turn.turn) for turn in recorded.turns] == [
         (session, turn) for turn in (1, 2, 3) for session in (1, 2)
     ]
-    for turn, usage in zip(told.turns, usages, strict=True):
+    for turn, usage in zip(recorded.turns, usages, strict=True):
         # The last token of an answer has no KV yet.
         assert 0 <= usage.history_tokens - turn.wanted_tokens <= 1
         total = usage.history_tokens + usage.new_tokens + usage.output_tokens

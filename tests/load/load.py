@@ -203,7 +203,7 @@ class Load:
             async def is_settled() -> bool:
                 model = await client.get_model()
                 busy = (model.running_turns, model.waiting_turns)
-                names = ("reserved_rows", "saves_under_way")
+                names = ("reserved_token_slots", "saves_under_way")
                 return not any(busy) and not any(model.gauges[name] for name in names)
 
             await until(is_settled)

@@ -78,7 +78,7 @@ class ApiService:
         return f"http://{host}:{port}/v1"
 
     def client(self, name="acme", **options) -> AsyncOpenAI:
-        """The official client; it does not try again, unless it is told to."""
+        """The official client; it does not try again, unless it is set to."""
         options = {"max_retries": 0, **options}
         return AsyncOpenAI(api_key=CLIENTS.get(name, name), base_url=self.url, **options)
 

@@ -168,7 +168,7 @@ async def test_bodies_that_are_off(api, body, code):
     "value", [b"\xff\xfe", "é".encode(), b"x" * 300], ids=["byte", "e", "long"]
 )
 async def test_headers_that_are_off(api, name, value):
-    """They are told by name, to a client that may name any tenant, too."""
+    """They are named, to a client that may name any tenant, too."""
     body = b'{"model": "tiny", "messages": [{"role": "user", "content": "x"}]}'
     gateway = f"Authorization: Bearer {CLIENTS['gateway']}"
     request = head(gateway, "HERE", length=len(body)).replace(
@@ -214,7 +214,7 @@ async def test_a_body_that_would_be_too_large_is_not_waited_for(api):
 async def test_leave_to_send_a_body(api):
     """It is given to who may send one, not to strangers; what else is expected is refused."""
     body = b'{"model": "other", "messages": [{"role": "user", "content": "x"}]}'
-    for authorization, expected, told in (
+    for authorization, expected, found in (
         (ACME, "100-continue", b" 100 "),
         ("Authorization: Bearer nobody", "100-continue", b" 401 "),
         (ACME, "miracles", b" 417 "),
@@ -223,8 +223,8 @@ async def test_leave_to_send_a_body(api):
             await wire.send(head(authorization, f"Expect: {expected}", length=len(body)))
             async with asyncio.timeout(ANSWER_S):
                 line = await wire.reader.readline()
-            assert told in line
-            if told == b" 100 ":
+            assert found in line
+            if found == b" 100 ":
                 await wire.reader.readline()
                 await wire.send(body)
                 assert (await wire.answer())[0] == 404
@@ -270,21 +270,21 @@ async def test_one_client_has_all_places(api):
 
 
 async def test_bodies_that_do_not_come(api, opening):
-    """They hold a place for as long as they may; who finds none is told when to come back."""
+    """They hold a place for as long as they may; who finds none is given a time to come back."""
     async with AsyncExitStack() as stack:
         wires = [await stack.enter_async_context(connected(api)) for _ in range(3 * MAX_REQUESTS)]
         for wire in wires:
             await wire.send(head(ACME, length=1000) + b"{")
         answers = [await wire.answer() for wire in wires]
-    told = {(status, answer["error"]["code"]) for status, _, answer in answers}
-    assert told == {(408, "request_timeout"), (429, "too_many_requests")}
+    found = {(status, answer["error"]["code"]) for status, _, answer in answers}
+    assert found == {(408, "request_timeout"), (429, "too_many_requests")}
     waits = [headers["retry-after"] for status, headers, _ in answers if status == 429]
     assert all(int(wait) >= 1 for wait in waits)
     assert await is_served(api, opening)
 
 
 async def test_one_clients_bodies_leave_places_for_others(api, opening):
-    """One that waits for its body gives up its place to another client's request, and is told."""
+    """One that waits for its body loses its place to another client's request, and is refused."""
     async with AsyncExitStack() as stack:
         wires = [await stack.enter_async_context(connected(api)) for _ in range(MAX_REQUESTS)]
         for wire in wires:

@@ -106,10 +106,10 @@ class SchedulerWorld:
         in_use = sum(kvs) + sum(sum(turn.writes) for turn in self.turns.values())
         assert in_use <= self.scheduler.slots.reserved_slots + self.scheduler.residents.num_slots
         assert len(self.scheduler.residents) == len(self.residents)
-        resident_rows = sum(kv.capacity for kv in self.residents.values())
-        assert self.scheduler.residents.num_slots == resident_rows
+        resident_token_slots = sum(kv.capacity for kv in self.residents.values())
+        assert self.scheduler.residents.num_slots == resident_token_slots
         self.scheduler.feed.check()
-        assert sorted(self.scheduler.feed._jobs) == sorted(number for number, _ in self.queue())
+        assert sorted(self.scheduler.feed._requests) == sorted(number for number, _ in self.queue())
 
     def queue(self) -> list[tuple[int, Rank | None]]:
         """What kvd should know: numbers of turns that run, then of those that wait with ranks.

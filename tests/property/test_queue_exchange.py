@@ -28,7 +28,7 @@ class TellingEngine:
     def __init__(self, engine_id: int, window: QueueWindow, random: Random) -> None:
         self.engine_id = engine_id
         self.random = random
-        self.most_jobs = random.choice([1, 3, 8, 1000])
+        self.most_requests = random.choice([1, 3, 8, 1000])
         limits = random_limits(random)
         self.world = SchedulerWorld(replace(limits, max_waiting=random.choice([8, 40])))
         self.window = window
@@ -51,7 +51,7 @@ class TellingEngine:
         """Send an update over a connection that may break."""
         feed = self.world.scheduler.feed
         feed.interval_s = self.random.choice([0.0, 0.1, 0.2])
-        update = feed.next_update(self.most_jobs)
+        update = feed.next_update(self.most_requests)
         if update is None:
             seen["nothing"] += 1
             if not self.is_forgotten:
@@ -64,7 +64,7 @@ class TellingEngine:
             self.reconnect()
             return
         received = kvd_pb2.QueueSnapshot.FromString(sent)
-        is_known = self.replica.take(queue_update(received, MODEL, self.most_jobs))
+        is_known = self.replica.take(queue_update(received, MODEL, self.most_requests))
         if luck < 0.1:
             seen["acknowledgement lost"] += 1
             self.reconnect()
@@ -93,7 +93,7 @@ class TellingEngine:
             keys = engine.running | {n: place.key for n, place in engine.places.items()}
             for number, key in keys.items():
                 assert self.world.turns[number].request.key == key
-        assert known == self.world.queue()[: self.most_jobs]
+        assert known == self.world.queue()[: self.most_requests]
 
     def _apply(self, update: QueueUpdate) -> int:
         self.now_ns += 50_000_000

@@ -1,4 +1,4 @@
-"""HTTP for monitors, and what is told of clients' requests, over real connections."""
+"""HTTP for monitors, and what is logged of clients' requests, over real connections."""
 
 import asyncio
 import json

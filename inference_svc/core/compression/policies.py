@@ -28,8 +28,8 @@ class SinksRecent:
     them.
 
     Attributes:
-        sink_tokens: first positions of the context that stay before any other; those that are
-            protected count.
+        sink_tokens: number of first positions of the context that stay before any other; protected
+            ones count.
     """
 
     keep_ratio: float
@@ -66,8 +66,8 @@ class SnapKV:
     2024); window of 32 and pooling by maximum over 7 as in its LongBench experiments.
 
     Attributes:
-        window_tokens: queries at the prompt's end that vote.
-        pool_tokens: neighbours whose best score a token gets, itself in the middle; odd.
+        window_tokens: number of queries at the prompt's end that vote.
+        pool_tokens: number of neighbours whose best score a token gets, itself in the middle; odd.
     """
 
     keep_ratio: float
@@ -114,7 +114,7 @@ class HeavyHitters:
     (Zhang et al., NeurIPS 2023).
 
     Attributes:
-        recent_share: of the budget that the latest tokens get, in [0, 1].
+        recent_share: share of the budget that the latest tokens get, in [0, 1].
     """
 
     keep_ratio: float
@@ -152,7 +152,7 @@ def make_compression(name: str, keep_ratio: float) -> CompressionPolicy | None:
     """Make the policy of that name; None for "none".
 
     Args:
-        name: of POLICY_NAMES.
+        name: one of POLICY_NAMES.
         keep_ratio: part of the context's unprotected tokens that is kept, in (0, 1].
 
     Raises:
@@ -176,7 +176,7 @@ def check_compression(policy: CompressionPolicy, mode: str) -> None:
     """Refuse a policy that needs attention scores of a model that shows no queries.
 
     Args:
-        policy: chosen for a turn, or for all.
+        policy: the policy chosen for a turn, or for all.
         mode: the model's calibration mode.
 
     Raises:

@@ -1,6 +1,6 @@
 """CompressionPolicy: names the tokens of a context that may go once a turn is over. Pure.
 
-What a policy gives up is a token discard list: the KV of these tokens leaves every tier, of all
+What a policy drops is a token discard list: the KV of these tokens leaves every tier, of all
 layers and heads alike, and that of the others stays as it was computed. So each policy of the
 literature, which chooses per head or per layer, chooses here by sums over heads and layers.
 
@@ -22,7 +22,7 @@ class CompressionPolicy(Protocol):
 
     @property
     def name(self) -> str:
-        """As in `compression.policy`."""
+        """Name of the policy, as the setting `compression.policy` has it."""
 
     @property
     def keep_ratio(self) -> float:
@@ -30,24 +30,22 @@ class CompressionPolicy(Protocol):
 
     @property
     def needs(self) -> Needs:
-        """What attention `scores` are of: none, the prompt's last queries, or every query."""
+        """Which queries `scores` are of: none, the prompt's last ones ("window"), or every one."""
 
     @property
     def window_tokens(self) -> int:
-        """How many last queries of the prompt, if it needs a "window"; else 0."""
+        """Number of the prompt's last queries, if it needs a "window"; else 0."""
 
     def drop(
         self, num_tokens: int, scores: Sequence[float] | None, protected: Iterable[Range]
     ) -> tuple[Range, ...]:
-        """Choose what goes of a context.
+        """Choose the tokens of a context that are dropped.
 
         Args:
-            num_tokens: of the context, its last, uncomputed token included.
-            scores: attention that each of the first tokens got, of as many as there are scores for;
-                the others are newer than the last query that counted, and stay. None: for a policy
-                that needs nothing.
-            protected: what stays whatever the policy says, in any order; it does not count for the
-                ratio.
+            num_tokens: tokens of the context, its last, uncomputed one included.
+            scores: attention that each of the first tokens got; tokens without a score are newer
+                than the last query that counted, and stay. None: for a policy that needs nothing.
+            protected: ranges that stay in any case, in any order; they do not count for the ratio.
 
         Returns:
             Merged ranges; () if everything stays.
@@ -55,13 +53,13 @@ class CompressionPolicy(Protocol):
 
 
 def special_tokens(token_ids: Sequence[int], special_ids: Collection[int]) -> tuple[Range, ...]:
-    """Where special tokens are: protected, so that what is left still reads as a chat."""
+    """Return the ranges of special tokens: protected, so that the rest still reads as a chat."""
     found = [at for at, token_id in enumerate(token_ids) if token_id in special_ids]
     return merge_ranges(((at, at + 1) for at in found), len(token_ids))
 
 
 def free_tokens(num_tokens: int, protected: Iterable[Range]) -> list[int]:
-    """Positions outside the protected ranges, ascending."""
+    """Return the positions outside the protected ranges, ascending."""
     is_free = bytearray(b"\1") * num_tokens
     for start, end in protected:
         is_free[start:end] = bytes(max(0, min(end, num_tokens) - start))
@@ -69,7 +67,7 @@ def free_tokens(num_tokens: int, protected: Iterable[Range]) -> list[int]:
 
 
 def num_kept(keep_ratio: float, num_free: int) -> int:
-    """How many of the free tokens stay; rounding is in favour of keeping."""
+    """Return how many of the free tokens stay; rounding is in favour of keeping."""
     return min(num_free, ceil(keep_ratio * num_free))
 
 
@@ -80,7 +78,7 @@ def highest(positions: Sequence[int], scores: Sequence[float], num: int) -> list
 
 
 def all_but(kept: Iterable[int], free: Iterable[int], num_tokens: int) -> tuple[Range, ...]:
-    """Drop the free tokens that are not kept; returns merged ranges."""
+    """Return the merged ranges of the free tokens that are not kept."""
     is_dropped = bytearray(num_tokens)
     for position in free:
         is_dropped[position] = 1

@@ -13,35 +13,35 @@ from inference_svc.core.rates.running_fit import RunningFit
 
 
 def pairs(start: int, end: int) -> int:
-    """How many keys the tokens [start, end) attend to, in sum: token p to p + 1 of them."""
+    """Count the (query, key) pairs of tokens [start, end): token p attends to p + 1 keys."""
     return (end - start) * (start + end + 1) // 2
 
 
 class StepTimes:
-    """What a step takes: a constant, plus so much a token, plus so much a pair of token and key."""
+    """Seconds that a step takes: a constant, plus a share per token and per (query, key) pair."""
 
     def __init__(self) -> None:
         self._fit = RunningFit(3)
 
     def note(self, num_tokens: int, num_pairs: int, seconds: float) -> None:
-        """Learn that a step of so many tokens, over all its sequences, took so long.
+        """Record how long a step of so many tokens, over all its sequences, took.
 
         Time in which the step waited for a load must not be counted.
         """
         self._fit.note((1, num_tokens, num_pairs), seconds)
 
     def seconds(self, num_tokens: int, num_pairs: int) -> float | None:
-        """Estimate a step.
+        """Estimate how many seconds a step takes.
 
         None until three steps were noted, and for a step unlike all of them (by powers of two)
-        until they differ enough to tell constant, tokens and pairs apart.
+        until they differ enough to determine constant, tokens and pairs each.
         """
         return self._fit.seconds((1, num_tokens, num_pairs))
 
     def added_seconds(self, num_tokens: int, num_pairs: int) -> float | None:
-        """Estimate what these tokens add to steps that are made anyway: without the constant.
+        """Estimate how many seconds these tokens add to steps that are made anyway.
 
-        None until constant, tokens and pairs can be told apart.
+        None until constant, tokens and pairs are each determined.
         """
         coefficients = self._fit.coefficients()
         if coefficients is None:
@@ -49,7 +49,7 @@ class StepTimes:
         return coefficients[1] * num_tokens + coefficients[2] * num_pairs
 
     def as_dict(self) -> dict[str, float]:
-        """Return the coefficients and what a person asks for, as far as known."""
+        """Return the coefficients, and speeds for people, as far as they are known."""
         coefficients = self._fit.coefficients()
         if coefficients is None:
             return {}
@@ -60,26 +60,26 @@ class StepTimes:
 
 
 class LoadTimes:
-    """What loading tokens from a tier takes: a latency, plus so much a token."""
+    """Seconds that a load from a tier takes: a latency, plus a share per token."""
 
     def __init__(self) -> None:
         self._fits: dict[str, RunningFit] = {}
 
     def note(self, tier: str, num_tokens: int, seconds: float) -> None:
-        """Learn that loading so many tokens, the lowest of which were in `tier`, took so long."""
+        """Record how long a load of so many tokens took; `tier` is the slowest they came from."""
         self._fits.setdefault(tier, RunningFit(2)).note((1, num_tokens), seconds)
 
     def seconds(self, tier: str, num_tokens: int) -> float | None:
-        """Estimate a load.
+        """Estimate how many seconds a load takes.
 
         None until three loads from the tier were noted, and for a load unlike all of them (by
-        powers of two) until they differ enough to tell latency and rate apart.
+        powers of two) until they differ enough to determine latency and rate each.
         """
         fit = self._fits.get(tier)
         return fit.seconds((1, num_tokens)) if fit else None
 
     def as_dict(self) -> dict[str, float]:
-        """Latency and rate of each tier, as far as known."""
+        """Return latency and rate of each tier, as far as they are known."""
         known: dict[str, float] = {}
         for tier, fit in sorted(self._fits.items()):
             latency_s, token_s = fit.coefficients() or (0.0, 0.0)
@@ -94,8 +94,8 @@ class Rates:
     """The estimates of steps and loads together.
 
     Attributes:
-        steps: what steps take.
-        loads: what loads take, by tier.
+        steps: estimates of steps.
+        loads: estimates of loads, by tier.
     """
 
     def __init__(self) -> None:
@@ -113,7 +113,7 @@ TRY_EVERY = 16
 
 
 class LoadPolicy(StrEnum):
-    """What a turn, or the configuration, asks for."""
+    """Whether history is loaded: set by a turn or by the configuration."""
 
     AUTO = "auto"  # what takes less time
     ALWAYS = "always"
@@ -121,7 +121,7 @@ class LoadPolicy(StrEnum):
 
 
 class LoadChooser:
-    """Chooses for each piece of stored history.
+    """Chooses between loading and recomputing for each piece of stored history.
 
     Args:
         rates: the running estimates; read at each call.

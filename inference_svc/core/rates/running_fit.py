@@ -33,15 +33,15 @@ MIN_PIVOT = 0.001
 
 @dataclass(frozen=True)
 class Solution:
-    """What fits best.
+    """The coefficients that fit best.
 
     Attributes:
         coefficients: one for each term, all ≥ 0.
-        is_told_apart: whether the observations determine each of them.
+        is_determined: whether the observations determine each of them.
     """
 
     coefficients: tuple[float, ...]
-    is_told_apart: bool
+    is_determined: bool
 
 
 def least_squares(matrix: list[list[float]], vector: list[float]) -> Solution:
@@ -63,7 +63,7 @@ def least_squares(matrix: list[list[float]], vector: list[float]) -> Solution:
                 gain = sum(c * v for c, v in zip(found, vector, strict=True))  # in squared error
                 if gain > best_gain * (1 + 1e-9):  # of equals the one with more terms
                     best, best_gain = found, gain
-    return Solution(tuple(best or [0.0] * size), is_told_apart=everything is not None)
+    return Solution(tuple(best or [0.0] * size), is_determined=everything is not None)
 
 
 def _solve_linear(
@@ -125,7 +125,7 @@ class _Group:
 
     @property
     def is_confirmed(self) -> bool:
-        """Whether it has enough members to tell that the next one is strange."""
+        """Whether it has enough members to judge whether the next one is strange."""
         return len(self.observations) >= MIN_OBSERVATIONS
 
     @property
@@ -154,7 +154,7 @@ class _Group:
                     self.matrix[i][j] += weight * term * other
 
     def factor(self, number: int) -> float:
-        """By how much the sums count when `number` observations were noted in all."""
+        """Return the weight of the sums when `number` observations were recorded in all."""
         return max(exp2((self.newest - number) / HALF_LIFE), GROUP_WEIGHT / self.weight)
 
 
@@ -162,7 +162,7 @@ class RunningFit:
     """See the module docstring.
 
     Args:
-        num_terms: how many numbers describe a piece of work; a constant is a term that is 1.
+        num_terms: number of terms that describe a piece of work; a constant is a term that is 1.
     """
 
     def __init__(self, num_terms: int) -> None:
@@ -174,7 +174,7 @@ class RunningFit:
         self._solution: Solution | None = None
 
     def note(self, terms: Sequence[int], seconds: float) -> None:
-        """Learn that work of these terms (non-negative integers) took so long."""
+        """Record how many seconds work of these terms (non-negative integers) took."""
         seconds = max(seconds, 1e-9)  # a clock may stand still
         key = _group_key(terms)
         group = self._groups.pop(key, None) or _Group()
@@ -188,7 +188,7 @@ class RunningFit:
         self._solution = None
 
     def seconds(self, terms: Sequence[int]) -> float | None:
-        """Estimate how long such work takes.
+        """Estimate how many seconds such work takes.
 
         None while fewer than MIN_OBSERVATIONS were noted, and, while the observations are too
         alike to determine every coefficient, for work unlike all of them.
@@ -196,17 +196,17 @@ class RunningFit:
         solution = self._solve()
         if solution is None:
             return None
-        if not solution.is_told_apart and _group_key(terms) not in self._groups:
+        if not solution.is_determined and _group_key(terms) not in self._groups:
             return None
         return sum(c * term for c, term in zip(solution.coefficients, terms, strict=True))
 
     def coefficients(self) -> tuple[float, ...] | None:
-        """Seconds for one of each term; None while the observations do not determine them."""
+        """Return the seconds for one of each term; None while they are not determined."""
         solution = self._solve()
-        return solution.coefficients if solution and solution.is_told_apart else None
+        return solution.coefficients if solution and solution.is_determined else None
 
     def _notice_change(self, group: _Group, seconds: float) -> None:
-        """Scale what is known if the machine's speed has changed for good."""
+        """Scale all observations if the machine's speed has changed for good."""
         if not group.is_confirmed:
             return  # nothing to compare with
         ratio = seconds / group.usual_s()

@@ -1,15 +1,16 @@
 """Makes the plan of the next step: who leaves the batch, who joins it, who is admitted.
 
-    1. a running request that has outgrown its slots goes back to its place in the queue, and so
+    1. a running request that has outgrown its slots returns to its place in the queue, and so
        does one whose window is full: its resident is protected until it is compacted;
     2. requests that are ready start, those of higher priority first, once the start gate lets them:
-       a full batch gives up one of lower priority;
+       a full batch preempts one of lower priority;
     3. the head of the queue is admitted, while there is room: residents are evicted for it, and
        if that is not enough, requests of lower priority are preempted, if that is.
 
 Preemption costs little: what was computed stays as the session's resident while there is room,
 and is saved besides. Never preempted is a request to whose KV a copy is under way, or whose
-KV may yet turn out to be void. Plans are made between steps; what they say is already noted.
+KV may yet turn out to be void. Plans are made between steps; the scheduler's state has changed by
+them already.
 
 A request gets its slots on its session's resident, or on a sequence's KV of its own:
 
@@ -65,7 +66,7 @@ class Terms:
 
     @property
     def new_slots(self) -> int:
-        """Slots that must be free."""
+        """Number of slots that must be free."""
         return self.kv_slots + self.write_slots
 
 
@@ -81,7 +82,7 @@ class _Draft:
 
 
 class Planner:
-    """See the module docstring. All it is given belongs to the scheduler, and is changed here."""
+    """Makes plans, and changes the scheduler's parts by them; see the module docstring."""
 
     def __init__(
         self,
@@ -100,7 +101,7 @@ class Planner:
         self._gate = gate
 
     def plan(self, now_ns: int) -> StepPlan:
-        """Make a plan; of deadlines it knows nothing."""
+        """Make a plan; deadlines are not its business."""
         draft = _Draft(now_ns)
         self._preempt_full(draft)
         wake_ns = self._start_ready(draft)
@@ -130,7 +131,7 @@ class Planner:
                 self._overflow(request, draft)
 
     def _start_ready(self, draft: _Draft) -> int | None:
-        """Start what is ready and may; returns when the next that is held back may."""
+        """Start what is ready and may; return when (ns) the next that is held back may."""
         held_ns = []
         for request in self._active.in_state(RequestState.READY):
             running = self._active.in_state(RequestState.RUNNING)
@@ -144,7 +145,7 @@ class Planner:
         return min(held_ns, default=None)
 
     def _has_place(self, request: Request, draft: _Draft) -> bool:
-        """Whether the batch has a place, or one of lower priority has given up its own."""
+        """Whether the batch has a place, preempting a request of lower priority if need be."""
         if len(self._active.in_state(RequestState.RUNNING)) < self._limits.max_running:
             return True
         victims = self._victims(request.priority, RequestState.RUNNING)
@@ -157,7 +158,7 @@ class Planner:
     def _admit(self, draft: _Draft) -> None:
         """Admit from the head of the queue while there is room, or room can be made."""
         while (head := self._queue.head) is not None:
-            # A session's earlier request, or what is done to its resident, has to end first.
+            # A session's earlier request, move or compaction has to end first.
             if self._active.has_session(head.key) or self._residents.is_busy(head.key):
                 return
             terms = self._terms_with_room(head) or self._terms_by_preempting(head, draft)
@@ -201,7 +202,7 @@ class Planner:
 
     def _terms(self, request: Request) -> list[Terms]:
         """List the ways to admit a request, the best first; the last needs the fewest slots."""
-        capacity = request.wanted_capacity(self._limits.answer_tokens)
+        capacity = request.capacity_to_admit(self._limits.answer_tokens)
         fresh = Terms(capacity, capacity, self._write_slots(capacity))
         resident = self._residents.get(request.key)
         num_tokens = self._residents.match(request)
@@ -229,7 +230,7 @@ class Planner:
         return found if found is not None and found[1] >= least else None
 
     def _fits(self, terms: Terms, preempted_slots: int = 0) -> bool:
-        """Whether there is room, if residents are evicted and so many slots preempted."""
+        """Whether there is room once residents are evicted and `preempted_slots` released."""
         source = self._residents.get(terms.source) if terms.source is not None else None
         is_spared = source is not None and not self._residents.is_busy(source.key)
         spared = source.capacity_tokens if source is not None and is_spared else 0
@@ -274,13 +275,13 @@ class Planner:
         return self._gate.is_certain(request) and not self._residents.is_copied_to(request)
 
     def _preempt(self, request: Request, draft: _Draft) -> None:
-        """Send a request back to its place; what it has is its session's resident."""
+        """Return a request to its place in the queue; its KV becomes its session's resident."""
         request.num_preemptions += 1
         self._put_back(request, RequestEvent.PREEMPT, draft)
         draft.preempted.append(request)
 
     def _overflow(self, request: Request, draft: _Draft) -> None:
-        """Send a request back to its place until its context is cut."""
+        """Return a request to its place in the queue until its context is cut."""
         request.num_overflows += 1
         self._put_back(request, RequestEvent.OVERFLOW, draft)
         is_there = self._residents.begin_compaction(request.key)

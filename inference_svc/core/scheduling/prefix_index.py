@@ -160,7 +160,7 @@ class PrefixIndex(Generic[K]):
 
 
 def common_prefix(ours: Sequence[int], theirs: Sequence[int]) -> int:
-    """Length of the longest common prefix."""
+    """Return the length of the longest common prefix."""
     shorter = min(len(ours), len(theirs))
     if tuple(ours[:shorter]) == tuple(theirs[:shorter]):  # the common case, at memcmp's speed
         return shorter

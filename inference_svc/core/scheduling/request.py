@@ -23,7 +23,7 @@ NO_WINDOW = 1 << 62  # slots; more than there will ever be
 
 
 class RequestState(Enum):
-    """Where a request is."""
+    """The states of a request."""
 
     WAITING = "waiting"
     LOADING = "loading"
@@ -35,17 +35,17 @@ class RequestState(Enum):
 
 
 class RequestEvent(StrEnum):
-    """What moves a request on.
+    """The events that change a request's state.
 
     Attributes:
         ADMIT: it has slots; its history may be loaded.
-        ANNOUNCE: how much of its history there will be is known.
+        ANNOUNCE: the number of its history's tokens is certain.
         START: it joins the batch.
-        PREEMPT: it gives its place to another, or has outgrown its slots; what it computed is kept.
+        PREEMPT: another takes its place, or it has outgrown its slots; what it computed is kept.
         OVERFLOW: its window is full; its context is cut before it is admitted again.
         RESTART: its load failed, or cannot be had; nothing is kept.
         FINISH: its answer is complete.
-        CANCEL: nobody wants it any more.
+        CANCEL: its client has left, or stopped it.
         FAIL: it cannot be answered, or its deadline passed.
     """
 
@@ -103,13 +103,13 @@ class Request:
 
     Attributes:
         number: unique while the engine runs; of equals, the lower one is served first.
-        key: the session.
+        key: the session's key.
         token_ids: the prompt, then the sampled tokens.
-        max_tokens: upper bound of the answer's length.
+        max_tokens: most tokens of the answer.
         window_tokens: token slots it may ever fill: the model's window, or what the engine has.
-        history_tokens: how many of the prompt's tokens the session had before this turn.
+        history_tokens: number of the prompt's tokens that the session had before this turn.
         priority: higher ones are served first.
-        deadline_ns: when it fails if it is not finished; None: never.
+        deadline_ns: time when it fails if it is not finished; None: never.
         lineage: which discards its context comes after; None: not named, for engines without
             discards. Only KV of the same one is of use to it.
         may_share: whether KV that another session's resident has of the same tokens is of use.
@@ -118,9 +118,9 @@ class Request:
             and are not discarded.
         loaded_tokens: how many were found rather than computed, when it was first admitted.
         capacity_tokens: slots it may fill, set at each admission; its KV has as many or more.
-        num_sampled: tokens of the answer so far.
-        num_preemptions: how often it was sent back to the queue with its KV kept.
-        num_overflows: how often it was sent there because its window was full.
+        num_sampled: number of the answer's tokens so far.
+        num_preemptions: number of times it returned to the queue with its KV kept.
+        num_overflows: number of times it returned there because its window was full.
         start_tag: the waiting queue's; see there.
         arrived_ns, admitted_ns, ready_ns, started_ns, first_token_ns, finished_ns: 0 until
             it happens for the first time.
@@ -159,14 +159,14 @@ class Request:
     def full_capacity_tokens(self) -> int:
         """Slots the longest answer needs, as far as the window has them: its last token needs none.
 
-        With a full window the context is cut before the answer goes on.
+        With a full window the context is cut before the answer resumes.
         """
         left = self.max_tokens - self.num_sampled
         return min(len(self.token_ids) + left - 1, self.window_tokens)
 
     @property
     def uncomputed_tokens(self) -> int:
-        """Tokens that still have to be fed before the next one can be sampled."""
+        """Number of tokens that have to be fed before the next one can be sampled."""
         return len(self.token_ids) - self.computed_tokens
 
     @property
@@ -181,24 +181,24 @@ class Request:
 
     @property
     def unused_slots(self) -> int:
-        """Slots it may still fill."""
+        """Number of slots that it may still fill."""
         return self.capacity_tokens - self.computed_tokens
 
     @property
     def is_outgrown(self) -> bool:
-        """Whether all slots it may fill are filled, and it wants more, which the window has."""
+        """Whether all its slots are filled, and it needs more, which the window has."""
         return not self.unused_slots and self.capacity_tokens < self.full_capacity_tokens
 
     @property
     def is_overflowing(self) -> bool:
-        """Whether it runs, its window is full, and it wants more."""
+        """Whether it runs, its window is full, and it needs more."""
         is_full = self.computed_tokens == self.window_tokens
         is_running = self.state is RequestState.RUNNING
         return is_running and is_full and self.num_sampled < self.max_tokens
 
     @property
     def is_back(self) -> bool:
-        """Whether it was sent back to the queue with something kept."""
+        """Whether it returned to the queue with something kept."""
         return self.num_preemptions + self.num_overflows > 0
 
     @property
@@ -206,8 +206,8 @@ class Request:
         """Whether it has ended, one way or another."""
         return not REQUEST_MOVES.events(self.state)
 
-    def wanted_capacity(self, answer_tokens: int) -> int:
-        """Slots to admit it with: what is known, and room for an answer of ordinary length.
+    def capacity_to_admit(self, answer_tokens: int) -> int:
+        """Return the slots to admit it with: its tokens, and room for an answer of ordinary length.
 
         An answer that has outgrown its room is given as much again, so that a long one is
         preempted a logarithmic number of times.
@@ -216,7 +216,7 @@ class Request:
         return min(wanted, self.full_capacity_tokens)
 
     def append(self, token_id: int) -> None:
-        """Take the token that was sampled."""
+        """Append the token that was sampled."""
         self.token_ids.append(token_id)
         self.num_sampled += 1
 
@@ -224,7 +224,7 @@ class Request:
         """Drop tokens of its context; `computed_tokens` counts those that are left, too.
 
         Args:
-            ranges: merged, without the last token.
+            ranges: merged ranges, without the last token.
         """
         assert self.state is RequestState.WAITING, "nobody computes on what is dropped"
         assert not ranges or ranges[-1][1] < len(self.token_ids), "the last token is fed next"
@@ -234,7 +234,7 @@ class Request:
         self.token_ids = without(self.token_ids, ranges)
 
     def move(self, event: RequestEvent) -> None:
-        """Take the transition of an event; the table has to have it."""
+        """Change the state by an event; TRANSITIONS has to have it."""
         self.state = REQUEST_MOVES.after(self.state, event)
 
 
@@ -268,7 +268,7 @@ class ActiveRequests:
         return any(request.key == key for request in self)
 
     def in_state(self, *states: RequestState) -> list[Request]:
-        """Those in one of these states: higher priorities first, then in order of admission."""
+        """List those in one of these states: higher priorities first, then by admission."""
         found = [request for request in self if request.state in states]
         return sorted(found, key=lambda request: -request.priority)
 

@@ -30,9 +30,10 @@ class Resident:
     """A sequence's KV that nobody computes on.
 
     Attributes:
-        token_ids: of its first slots.
-        capacity_tokens: slots it has.
-        last_used_ns: when its turn ended or was preempted.
+        key: the session's key.
+        token_ids: the tokens whose KV its first slots hold.
+        capacity_tokens: number of its slots.
+        last_used_ns: time when its turn ended or was preempted.
         lineage: which discards its KV was computed after; None: that of requests without one.
     """
 
@@ -47,7 +48,7 @@ class Residents:
     """See the module docstring.
 
     Attributes:
-        num_slots: of all residents.
+        num_slots: number of slots of all residents.
     """
 
     def __init__(self) -> None:
@@ -55,7 +56,7 @@ class Residents:
         self._residents: dict[SessionKey, Resident] = {}
         self._index: PrefixIndex[SessionKey] = PrefixIndex()
         self._copies: dict[int, SessionKey] = {}  # whose is copied, by number of the request
-        self._compactions: dict[SessionKey, bool] = {}  # whether it is still wanted
+        self._compactions: dict[SessionKey, bool] = {}  # False: dropped meanwhile
         self._last_match: tuple[Request | None, Resident | None, int] = (None, None, 0)
 
     def __len__(self) -> int:
@@ -66,7 +67,7 @@ class Residents:
 
     @property
     def evictable_slots(self) -> int:
-        """Slots that would be free if every resident were evicted that can be."""
+        """Number of slots that would be free if every resident were evicted that can be."""
         busy = {*self._copies.values(), *self._compactions}
         return self.num_slots - sum(self._residents[key].capacity_tokens for key in busy)
 
@@ -104,11 +105,11 @@ class Residents:
         return True
 
     def match(self, request: Request) -> int:
-        """How many of a request's first tokens its session's resident has the KV of.
+        """Count a request's first tokens whose KV its session's resident has.
 
-        None if that is of another lineage: the same tokens mean something else there. One
-        less than all at most: the last token is always computed. Cheap when asked again for
-        the same request, as it is at every step while that cannot be admitted.
+        0 if that is of another lineage: the same tokens have other KV there. One less than all
+        at most: the last token is always computed. Cheap when repeated for the same request, as
+        at every step while that cannot be admitted.
         """
         resident = self._residents.get(request.key)
         if resident is None or resident.lineage != request.lineage:
@@ -137,10 +138,10 @@ class Residents:
         rank: Callable[[SessionKey], Rank | None],
         spared: SessionKey | None = None,
     ) -> list[SessionKey]:
-        """Whom to evict for so many slots: enough, if there are enough.
+        """Choose the residents to evict for so many slots: enough, if there are enough.
 
         First those of whom no request waits, the least recently used first; then from the tail of
-        the queue to its head. `rank` says where a session stands there; `spared` is no victim.
+        the queue to its head. `rank` is a session's position there; `spared` is no victim.
         """
         idle: list[tuple[int, int, Resident]] = []
         queued: list[tuple[Rank, Resident]] = []
@@ -173,7 +174,7 @@ class Residents:
         return taken
 
     def unqueued(self, rank: Callable[[SessionKey], Rank | None]) -> list[SessionKey]:
-        """Those of whom no request waits and that are not busy."""
+        """List those of whom no request waits and that are not busy."""
         return [key for key in self._residents if not self.is_busy(key) and rank(key) is None]
 
     # ----------------------------------------------------------------------- copies, compactions
@@ -215,9 +216,9 @@ class Residents:
     def end_compaction(
         self, key: SessionKey, token_ids: Sequence[int], lineage: Lineage | None = None
     ) -> bool:
-        """Note that the resident's KV is that of `token_ids` now; False: it is no more.
+        """Record that the resident's KV is that of `token_ids` now; False: it was removed.
 
-        It goes if it has no token left, or was dropped meanwhile.
+        It is removed if it has no token left, or was dropped meanwhile.
         """
         is_wanted = self._compactions.pop(key)
         resident = self._residents[key]

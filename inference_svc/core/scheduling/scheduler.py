@@ -17,7 +17,7 @@ Invariants (`check`):
        either; at most max_waiting wait, apart from those that were preempted or restarted;
     3. a step contains every answer under way that has room, and prompt tokens up to the bound;
     4. nothing starves: the head of the queue holds back those behind it, a request that is
-       preempted or overflows has its old place, and whoever holds slots gives them up in the end:
+       preempted or overflows has its old place, and whoever holds slots releases them in the end:
        residents are evicted, requests end or outgrow their slots. Only higher priorities go first.
 """
 
@@ -48,18 +48,18 @@ class Scheduler:
     """See the module docstring.
 
     Args:
-        rates: what steps and loads take, kept by those who measure.
-        num_layers: of the model.
+        rates: estimates of steps and loads, kept by those who measure.
+        num_layers: number of the model's layers.
         tenant_weights: shares of tenants that wait at the same time; 1 for one not named.
 
     Attributes:
         feed: requests that wait, and those that run: from admission until they wait again, or,
             after their end, until `release_kv`.
-        queue: those that wait, in the order they will be admitted.
-        slots: who holds how many.
-        residents: who drops or moves KV of one says so there.
-        gate: is told how loads progress.
-        estimates: when a place in the queue is likely free.
+        queue: requests that wait, in the order in which they will be admitted.
+        slots: the account of token slots.
+        residents: sessions' KV after their turns; who drops or moves it records that there.
+        gate: receives the progress of loads.
+        estimates: estimates of when a place in the queue is likely free.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class Scheduler:
 
     @property
     def num_running(self) -> int:
-        """Requests that are being computed."""
+        """Number of requests that are being computed."""
         return len(self._active.in_state(RequestState.RUNNING))
 
     # ------------------------------------------------------------------------------ requests
@@ -124,17 +124,17 @@ class Scheduler:
         tier: str | None = None,
         enough_layers: int | None = None,
     ) -> None:
-        """Note what an admitted request's sequence KV will hold; it may start as soon as that pays.
+        """Record what an admitted request's KV will hold; it may start as soon as that pays.
 
         Args:
-            request: LOADING until now.
-            num_tokens: that will have KV there; at least one token is left to compute.
+            request: the request, LOADING until now.
+            num_tokens: tokens that will have KV there; at least one is left to compute.
             write_first_token: first slot of its write buffer, which ends at its capacity.
             now_ns: the time.
-            layers_ready: layers whose KV is there; fewer than all: the load is under way, and
-                `progressed` is owed.
-            tier: where the load comes from, if earlier loads from there may be a guide.
-            enough_layers: layers with which it may start whatever the rates say; None: all.
+            layers_ready: number of layers whose KV is there; fewer than all: the load is under
+                way, and `progressed` is owed.
+            tier: the tier it is loaded from, if earlier loads from there may be a guide.
+            enough_layers: number of layers with which it may start, whatever the rates; None: all.
         """
         assert 0 <= num_tokens < len(request.token_ids), "the last token is always computed"
         request.move(RequestEvent.ANNOUNCE)
@@ -146,7 +146,7 @@ class Scheduler:
         self.gate.announced(request, now_ns, layers_ready, tier=tier, enough_layers=enough_layers)
 
     def restart(self, request: Request, now_ns: int) -> None:
-        """Send an admitted request back to its place, because its load failed or cannot be had.
+        """Return an admitted request to its place in the queue: its load failed, or must not be.
 
         Nothing is kept: its KV has been released. release_write is owed if it was announced.
         """
@@ -160,7 +160,7 @@ class Scheduler:
         self.estimates.waits(now_ns)
 
     def apply(self, result: StepResult, now_ns: int) -> None:
-        """Advance what was computed and append what was sampled; who has ended is passed over."""
+        """Advance what was computed and append what was sampled; skip requests that have ended."""
         for chunk in result.computed:
             request = chunk.request
             if request.state is not RequestState.RUNNING:
@@ -190,10 +190,10 @@ class Scheduler:
     # ---------------------------------------------------------------------------------- slots
 
     def keep_resident(self, request: Request, token_ids: Sequence[int], now_ns: int) -> bool:
-        """Let the KV of a request that is over stay as its session's resident, if it may.
+        """Keep the KV of a request that is over as its session's resident, if it may stay.
 
-        Of its KV, that of `token_ids` counts, which are the first of its tokens, all computed.
-        If it may not stay (False), release_kv is owed as ever.
+        The KV of `token_ids` is kept: the first of its tokens, all computed. If it may not stay
+        (False), release_kv is owed as ever.
         """
         assert request.is_over, "the sequence's KV of a request under way is its own"
         assert len(token_ids) <= request.computed_tokens, "only what was computed is kept"
@@ -210,7 +210,7 @@ class Scheduler:
 
         And the slots of its write buffer, if it was over before it was announced.
         """
-        assert request.is_over, "only an ended request gives its KV up"
+        assert request.is_over, "only an ended request releases its KV"
         self.slots.release_kv(request)
         self.feed.left(request.number)
 
@@ -232,7 +232,7 @@ class Scheduler:
     # ---------------------------------------------------------------------------------- plan
 
     def schedule(self, now_ns: int) -> StepPlan:
-        """Decide what is done next, and note it as done; called when no step is under way."""
+        """Decide what is done next, and record it as done; called when no step is under way."""
         expired = self._deadlines.pop_due(now_ns)
         for request in expired:
             self.end(request, RequestEvent.FAIL, now_ns)

@@ -35,14 +35,14 @@ from inference_svc.core.scheduling.residents import Resident, Residents
 
 
 class SlotBudget:
-    """See the module docstring.
+    """The account of token slots; see the module docstring.
 
     Args:
-        num_slots: of sequences' KV, write buffers and residents together.
-        residents: may also be taken directly, when a resident is given up.
+        num_slots: token slots of sequences' KV, write buffers and residents together.
+        residents: the residents; they may also be taken directly, when one is evicted.
 
     Attributes:
-        reserved_slots: held by requests.
+        reserved_slots: number of slots held by requests.
     """
 
     def __init__(self, num_slots: int, residents: Residents) -> None:
@@ -55,11 +55,11 @@ class SlotBudget:
 
     @property
     def free_slots(self) -> int:
-        """Slots nobody holds."""
+        """Number of slots that nobody holds."""
         return self._num_slots - self.reserved_slots - self._residents.num_slots
 
     def kv_slots(self, request: Request) -> int:
-        """Slots of a request's KV; 0 if it has none."""
+        """Return the slots of a request's KV; 0 if it has none."""
         return self._kvs.get(request.number, 0)
 
     def reserve(self, request: Request, kv_slots: int, write_slots: int) -> None:
@@ -109,7 +109,7 @@ class SlotBudget:
             del self._writes[request.number]
 
     def num_writes(self, request: Request) -> int:
-        """How many write buffers a request has."""
+        """Return how many write buffers a request has."""
         return len(self._writes.get(request.number, ()))
 
     def check(self) -> None:

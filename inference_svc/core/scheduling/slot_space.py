@@ -14,7 +14,7 @@ from bisect import bisect_left, insort
 
 
 class SlotSpace:
-    """Slots [0, num_slots), handed out in contiguous pieces."""
+    """Slots [0, num_slots), lent in contiguous pieces."""
 
     def __init__(self, num_slots: int) -> None:
         assert num_slots >= 0, num_slots
@@ -24,14 +24,14 @@ class SlotSpace:
 
     @property
     def num_free(self) -> int:
-        """Slots in no piece; not necessarily side by side."""
+        """Number of slots in no piece; not necessarily side by side."""
         return self.num_slots - sum(self._pieces.values())
 
     def allocate(self, num_slots: int, *, from_top: bool = False) -> int | None:
         """Take a piece; return its first slot, or None if no hole is long enough.
 
         Args:
-            num_slots: how many slots, at least one.
+            num_slots: number of slots, at least one.
             from_top: take the end of the highest hole that is long enough, instead of the
                 beginning of the shortest one.
         """
@@ -51,7 +51,7 @@ class SlotSpace:
         return offset
 
     def free(self, offset: int) -> None:
-        """Give back the piece that begins at this slot; holes that touch become one."""
+        """Free the piece that begins at this slot; holes that touch become one."""
         assert offset in self._pieces, f"no piece begins at slot {offset}"
         end = offset + self._pieces.pop(offset)
         index = bisect_left(self._holes, (offset, 0))

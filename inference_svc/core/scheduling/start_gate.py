@@ -2,9 +2,9 @@
 
 Early enough that loading hides behind computing, late enough that no layer waits: a forward that
 waits holds up everybody in the batch. Layer *l*'s attention needs layer *l* of the history. Loading
-goes on layer by layer while the forward computes; if a layer loads slower than it is computed, the
+proceeds layer by layer while the forward computes; if a layer loads slower than it is computed, the
 load must be ahead when the forward starts: by the paper's read buffer, which follows from measured
-rates (`start_in_s`). While they are unknown, one loaded layer is taken as a sign of life.
+rates (`start_in_s`). While they are unknown, one loaded layer is enough.
 
 Nobody is held for ever: a forward's own wait for a layer has a deadline and this gate has not, so
 a load that stands still is let through, to fail there.
@@ -26,15 +26,15 @@ from shared.types.units import NS_PER_S
 def start_in_s(
     num_layers: int, layers_ready: int, load_layer_s: float, compute_layer_s: float
 ) -> float:
-    """How long a forward must wait, from now, so that none of its layers waits; ≥ 0.
+    """Return how many seconds a forward must wait so that none of its layers waits; ≥ 0.
 
     If it starts after d seconds, layer l is needed at d + l · compute_layer_s, and is there at
     (l + 1 - layers_ready) · load_layer_s. The worst layer is the first or the last that is
     missing, because the difference is linear in l.
 
     Args:
-        num_layers: of the model.
-        layers_ready: how many, from the first, are loaded; the next one's load begins now.
+        num_layers: number of the model's layers.
+        layers_ready: number of first layers that are loaded; the next one's load begins now.
         load_layer_s: seconds to load one layer of the history.
         compute_layer_s: seconds to compute one layer of the forward.
     """
@@ -52,15 +52,15 @@ HOLD_LIMIT_NS = NS_PER_S  # without news of a load: far longer than a layer take
 
 @dataclass
 class _Load:
-    """Of one request.
+    """The load of one request.
 
     Attributes:
-        enough_layers: with so many, it starts whatever the rates say.
-        first_layers: ready when it was announced.
-        layers_ready: from the first.
-        announced_ns, news_ns: when it was announced; when the last layer arrived.
-        guessed_layer_s: seconds a layer, from earlier loads; None: unknown.
-        is_certain: whether the KV is known to be good.
+        enough_layers: number of layers with which it starts, whatever the rates.
+        first_layers: number of layers ready when it was announced.
+        layers_ready: number of layers ready now.
+        announced_ns, news_ns: times when it was announced, and when the last layer arrived.
+        guessed_layer_s: seconds per layer, from earlier loads; None: unknown.
+        is_certain: whether the load is confirmed: its KV is good.
     """
 
     enough_layers: int
@@ -73,7 +73,7 @@ class _Load:
 
     @property
     def layer_s(self) -> float | None:
-        """Seconds a layer takes, measured as soon as that is possible."""
+        """Seconds per layer, measured as soon as that is possible; None: unknown."""
         num_loaded = self.layers_ready - self.first_layers
         if num_loaded:
             return (self.news_ns - self.announced_ns) / NS_PER_S / num_loaded
@@ -115,26 +115,26 @@ class StartGate:
         )
 
     def progressed(self, request: Request, layers_ready: int, now_ns: int) -> None:
-        """Note how many layers are ready; nothing if the request is not watched any more."""
+        """Record how many layers are ready; do nothing if the request is not watched any more."""
         load = self._loads.get(request.number)
         if load is not None and layers_ready > load.layers_ready:
             load.layers_ready, load.news_ns = layers_ready, now_ns
 
     def is_certain(self, request: Request) -> bool:
-        """Whether all KV of a watched request is known to be good."""
+        """Whether the load of a watched request is confirmed: all its KV is good."""
         return self._loads[request.number].is_certain
 
     def confirm(self, request: Request) -> None:
-        """Note that a step over its history has been believed."""
+        """Record that a step over its history succeeded, and its load is confirmed."""
         load = self._loads[request.number]
         load.layers_ready, load.is_certain = self._num_layers, True
 
     def forget(self, request: Request) -> None:
-        """Watch a request no more."""
+        """Stop watching a request."""
         self._loads.pop(request.number, None)
 
     def opens_ns(self, request: Request, chunk_tokens: int, now_ns: int, *, is_idle: bool) -> int:
-        """When the request may start, as far as is known now; not later than `now_ns`: now.
+        """Return the time when the request may start, as far as is known; `now_ns` or less: now.
 
         Its first chunk would be of `chunk_tokens`; `is_idle`: nobody else is in the batch.
         """

@@ -1,4 +1,4 @@
-"""What the scheduler decides and what it is told: frozen values between it and the engine.
+"""What the scheduler decides and what is reported to it: frozen values between it and the engine.
 
 A step computes every answer under way, and prompt tokens up to a bound: a long prompt is cut, so
 that it never holds up answers for longer than its share of a step takes (`plan_chunks`).
@@ -19,13 +19,13 @@ class SchedulerLimits:
     """Bounds of the scheduler, in requests, token slots or tokens.
 
     Attributes:
-        max_running: requests in a step.
-        max_loading: requests that load, or are loaded and wait for the batch.
-        max_waiting: requests in the queue, above which a new one is refused.
-        kv_slots: of sequences, write buffers and residents together; a slot holds one token's KV.
-        step_tokens: prompt tokens computed in one step, over all requests.
+        max_running: most requests in a step.
+        max_loading: most requests that load, or are loaded and wait for the batch.
+        max_waiting: most requests in the queue, above which a new one is refused.
+        kv_slots: token slots of sequences' KV, write buffers and residents together.
+        step_tokens: most prompt tokens computed in one step, over all requests.
         mixed_step_tokens: the same, while an answer is under way beside them.
-        answer_tokens: room for an answer that a request is first admitted with.
+        answer_tokens: slots for its answer that a request is first admitted with.
         saves: whether requests have write buffers.
         keeps_residents: whether sessions keep their KV when their turn is over.
         block_tokens: of what is stored: of another session's KV no part of a block is of use.
@@ -89,8 +89,8 @@ class StepPlan:
             not admitted, and nobody else is whose place is behind theirs: `truncated`, then
             `end_compaction` of their resident are owed.
         evicted: sessions whose resident KV is to be released before memory is given to others.
-        expired: failed because their deadline passed; release is owed.
-        wake_ns: when to ask again even if nothing happens; None: not needed.
+        expired: requests that failed because their deadline passed; release is owed.
+        wake_ns: time of the next `schedule` even if nothing happens; None: not needed.
     """
 
     chunks: tuple[PlannedChunk, ...] = ()
@@ -104,10 +104,10 @@ class StepPlan:
 
 @dataclass(frozen=True)
 class StepResult:
-    """What became of a plan's chunks.
+    """The results of a plan's chunks.
 
     Attributes:
-        computed: those that succeeded.
+        computed: the chunks that succeeded.
         sampled: the tokens sampled from them, by request number.
     """
 
@@ -116,7 +116,7 @@ class StepResult:
 
 
 def prompt_budget(running: Sequence[Request], limits: SchedulerLimits) -> int:
-    """Prompt tokens a step may compute."""
+    """Return how many prompt tokens a step may compute."""
     is_mixed = any(request.is_decoding for request in running)
     return limits.mixed_step_tokens if is_mixed else limits.step_tokens
 

@@ -33,11 +33,11 @@ class WaitingQueue:
     """See the module docstring.
 
     Args:
-        weights: of tenants; 1 for one that is not there.
-        feed: is told who waits, and who does not any more.
+        weights: tenants' weights; 1 for one that is not named.
+        feed: receives each change of who waits.
 
     Attributes:
-        weights: as above, of requests to come; a reload sets it.
+        weights: tenants' weights for requests to come; a reload sets them.
     """
 
     def __init__(self, weights: Mapping[str, float], feed: QueueFeed) -> None:
@@ -57,11 +57,11 @@ class WaitingQueue:
 
     @property
     def head(self) -> Request | None:
-        """The next to be admitted."""
+        """The next request to be admitted; None if none waits."""
         return self._requests[self._order[0][2]] if self._order else None
 
     def rank(self, key: SessionKey) -> Rank | None:
-        """Where a session's first request stands; None if none waits."""
+        """Return the rank of a session's first request; None if none waits."""
         ranks = self._ranks.get(key)
         return ranks[0] if ranks else None
 
@@ -82,7 +82,7 @@ class WaitingQueue:
         self._feed.waits(rank, request.key, request.history_tokens)
 
     def history_changed(self, request: Request) -> None:
-        """Tell of a request that waits that its session has another history now."""
+        """Report that the session of a request that waits has another history now."""
         self._feed.waits(_rank_of(request), request.key, request.history_tokens)
 
     def admit(self, request: Request) -> None:
@@ -96,7 +96,7 @@ class WaitingQueue:
             self._finish_tags.clear()
 
     def remove(self, request: Request) -> None:
-        """Take a request out that gave up; a tenant does not pay for what it never got."""
+        """Take out a request that is cancelled; its tenant does not pay for what it never got."""
         self._take_out(request)
         self._feed.left(request.number)
         tenant = request.key.tenant
@@ -120,7 +120,7 @@ class WaitingQueue:
             del self._ranks[request.key]
 
     def _cost(self, request: Request) -> float:
-        """Virtual time of a request: the tokens it may compute, over its tenant's weight."""
+        """Return the virtual time of a request: tokens to compute over its tenant's weight."""
         new_tokens = max(1, request.prompt_tokens - request.history_tokens)
         weight = self.weights.get(request.key.tenant, 1.0)
         return (new_tokens + request.max_tokens) / weight
@@ -167,7 +167,7 @@ class Deadlines:
             request = heappop(self._heap)[2]
             if request.deadline_ns is not None and request.deadline_ns <= now_ns:
                 due.append(request)
-            else:  # it was given more time: a repeat of its turn asked for it
+            else:  # a repeat of its turn has moved its deadline
                 self.add(request)
         return due
 
@@ -178,13 +178,13 @@ _SHARE = 0.1  # of the newest interval in the mean: about the last ten matter
 
 
 class StartEstimates:
-    """How often requests that wait are likely admitted, from how things went of late.
+    """Estimates how often requests that wait are admitted, from the latest ends of requests.
 
     As often as places became free while somebody waited: an idle engine's pauses say nothing of its
     speed. Before two requests have ended, by what the prompts ahead add to steps.
 
     Args:
-        rates: of steps.
+        rates: estimates of steps.
     """
 
     def __init__(self, rates: Rates) -> None:
@@ -193,12 +193,12 @@ class StartEstimates:
         self._since_ns: int | None = None  # the last end, or when somebody began to wait
 
     def waits(self, now_ns: int) -> None:
-        """Note that somebody waits now."""
+        """Record that a request waits now."""
         if self._since_ns is None:
             self._since_ns = now_ns
 
     def ended(self, now_ns: int, *, somebody_waits: bool) -> None:
-        """Note that a request that was admitted has ended."""
+        """Record that a request that was admitted has ended."""
         if self._since_ns is not None:
             newest_s = (now_ns - self._since_ns) / NS_PER_S
             mean_s = newest_s if self._interval_s is None else self._interval_s
@@ -206,18 +206,18 @@ class StartEstimates:
         self._since_ns = now_ns if somebody_waits else None
 
     def retry_after_s(self) -> float:
-        """When a place in the queue is likely free."""
+        """Return in how many seconds a place in the queue is likely free."""
         return UNKNOWN_RETRY_S if self._interval_s is None else self._interval_s
 
     def interval_s(self, waiting: Iterable[Request]) -> float:
-        """Mean time between two starts, as likely as not; 0 if unknown. `waiting` in order."""
+        """Estimate the mean seconds between two starts; 0 if unknown. `waiting` is in order."""
         if self._interval_s is not None:
             return self._interval_s
         prompts_s = [self._prompt_s(request) for request in islice(waiting, _FEW)]
         return sum(prompts_s) / len(prompts_s) if prompts_s else 0.0
 
     def _prompt_s(self, request: Request) -> float:
-        """Seconds that what is left of a prompt adds to steps; 0 if unknown."""
+        """Estimate the seconds that the rest of a prompt adds to steps; 0 if unknown."""
         end = len(request.token_ids)
         start = min(max(request.computed_tokens, request.history_tokens), end - 1)
         return self._rates.steps.added_seconds(end - start, pairs(start, end)) or 0.0

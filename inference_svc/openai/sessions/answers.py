@@ -2,7 +2,7 @@
 
 Invariants:
     1. two requests with the same history never share a session: one of them gets a fork;
-    2. who has the end of an answer finds it remembered, and its session free (`LiveAnswer`);
+    2. who has the end of an answer finds it stored, and its session free (`LiveAnswer`);
     3. a repeat under an idempotency key goes to the session that the request went to.
 """
 
@@ -27,7 +27,7 @@ from inference_svc.core.submission import TurnNames
 from inference_svc.core.turn_record import Finished, Tokens, TurnEvent
 from inference_svc.openai.errors import unknown_response
 from inference_svc.openai.sessions.completion import Completion
-from inference_svc.openai.sessions.lookup import KnownRequest, Route
+from inference_svc.openai.sessions.lookup import Route, StoredRequest
 from inference_svc.openai.sessions.routing import Caller, HttpTurn, Router
 from inference_svc.openai.sessions.store import ApiStore
 from inference_svc.service.gateway import Gateway, TurnStream, new_session_id
@@ -36,13 +36,13 @@ TAKEN = (SessionBusyError, TurnMismatchError, SessionEndedError)  # another turn
 
 
 class LiveAnswer:
-    """A turn under way, for one client; leaving it as a context gives it up, unless it is over.
+    """A turn under way, for one client; leaving the context cancels it, unless it is over.
 
     Args:
-        completion: does what is done at the end.
-        caller: whose turn.
-        turn: what was asked for.
-        route: where it is answered.
+        completion: stores the answer at its end.
+        caller: the client, and its tenant.
+        turn: the turn of the request.
+        route: the session where it is answered.
         stream: the turn's events.
         is_passing: the session was made for this turn.
 
@@ -95,7 +95,7 @@ class LiveAnswer:
                 return
 
     async def events(self) -> AsyncIterator[Tokens | Finished]:
-        """Yield the tokens, and the end, by when everything about the answer is remembered.
+        """Yield the tokens, and the end, by when everything about the answer is stored.
 
         Raises:
             ReportedError: the turn failed.
@@ -138,7 +138,7 @@ class LiveAnswer:
         if not self._turn.is_kept:
             await self._completion.remove(self._caller, self.session_id)
         else:
-            await self._completion.remember(
+            await self._completion.record(
                 self._caller, self._turn, self._route, finished, is_passing=self._is_passing
             )
         self._is_over = True
@@ -150,7 +150,7 @@ class LiveAnswer:
 
 
 def _check_not_cancelled(finished: Finished) -> None:
-    """See that a turn that has ended has an answer.
+    """Check that a turn that has ended has an answer.
 
     Raises:
         TurnCancelledError: somebody else stopped it, by gRPC for example.
@@ -164,8 +164,8 @@ class Answers:
 
     Args:
         gateway: the one way in.
-        store: knows repeats again.
-        completion: does what is done at the end.
+        store: finds repeats of requests.
+        completion: stores answers at their end.
     """
 
     def __init__(self, gateway: Gateway, store: ApiStore, completion: Completion) -> None:
@@ -196,7 +196,7 @@ class Answers:
             return await self._open(caller, turn)
 
     async def _open(self, caller: Caller, turn: HttpTurn) -> LiveAnswer:
-        """Start a turn; the tenant's oldest session goes if there is no room for another one."""
+        """Start a turn; delete the tenant's oldest session if there is no room for another one."""
         try:
             return await self._open_once(caller, turn)
         except TooManySessionsError:
@@ -206,7 +206,7 @@ class Answers:
 
     async def _open_once(self, caller: Caller, turn: HttpTurn) -> LiveAnswer:
         route = await self._find(caller, turn)
-        if route.session_id and route.goes_on and turn.is_kept:
+        if route.session_id and route.may_append and turn.is_kept:
             try:
                 return await self._start(caller, turn, route, is_passing=False)
             except TAKEN:
@@ -253,7 +253,7 @@ class Answers:
     ) -> LiveAnswer:
         try:
             if turn.repeat_key is not None:
-                known = KnownRequest(turn.body, route)
+                known = StoredRequest(turn.body, route)
                 await self._store.keep_request(caller.tenant, turn.repeat_key, known)
             stream = await self._gateway.submit(
                 caller.identity,

@@ -1,4 +1,4 @@
-"""What is done when an answer has ended, or is given up: it is remembered, its session tidied up.
+"""What is done when an answer has ended or was cancelled: it is stored, its session tidied up.
 
 A session that is made for one request alone (a fork; any that the client does not want stored) is
 noted before it exists, and goes when the turn fails, its client leaves, or, not to be stored, when
@@ -15,7 +15,7 @@ from typing import Any
 
 from inference_svc.core.turn_record import Finished
 from inference_svc.openai.messages import ASSISTANT, Message
-from inference_svc.openai.sessions.lookup import KnownResponse, Point, Route
+from inference_svc.openai.sessions.lookup import Point, Route, StoredResponse
 from inference_svc.openai.sessions.routing import Caller, HistoryChain, HttpTurn
 from inference_svc.openai.sessions.store import ApiStore
 from inference_svc.runtime.turns.sessions import Sessions
@@ -31,7 +31,7 @@ log = get_logger(__name__)
 
 
 class Completion:
-    """Remembers answers and removes sessions.
+    """Stores answers and removes sessions.
 
     Args:
         sessions: of the service.
@@ -58,7 +58,7 @@ class Completion:
         """Return the digests of a caller's histories."""
         return HistoryChain(self._store.key, caller.tenant, self._model)
 
-    async def remember(
+    async def record(
         self,
         caller: Caller,
         turn: HttpTurn,
@@ -67,8 +67,8 @@ class Completion:
         *,
         is_passing: bool,
     ) -> None:
-        """Remember an answer and what it answers; a session that was made for it stays."""
-        if route.is_named:  # it may be one of ours, whose id the client was told
+        """Store an answer and what it answers; a session that was made for it stays."""
+        if route.is_named:  # it may be one of ours, whose id the client has
             await self._store.touch_session(caller.tenant, route.session_id)
         else:
             await self._store.use_session(caller.tenant, route.session_id)
@@ -83,7 +83,7 @@ class Completion:
             own = chain.within(history, route.session_id)
             await self._store.keep_histories(caller.tenant, [(history, at), (own, at)])
         if turn.info is not None:
-            known = KnownResponse(at, history, turn.info)
+            known = StoredResponse(at, history, turn.info)
             await self._store.keep_response(caller.tenant, turn.response_id, known)
         if is_passing:
             await self._store.end_passing(caller.tenant, route.session_id)
@@ -97,15 +97,15 @@ class Completion:
         return False
 
     async def begin_passing(self, caller: Caller, session_id: str) -> None:
-        """Note, before a session is made, that it is for one request."""
+        """Record, before a session is made, that it is for one request."""
         try:
             await self._store.begin_passing(caller.tenant, session_id)
-        except BaseException:  # noted perhaps, and now nobody makes the session
+        except BaseException:  # recorded perhaps, and now nobody makes the session
             self.spawn(self._store.end_passing(caller.tenant, session_id))
             raise
 
     async def remove(self, caller: Caller, session_id: str, turns: int | None = None) -> bool:
-        """Remove a session; return whether it is. With `turns`: if it has no more than these."""
+        """Remove a session, if it has no more than `turns`; return whether it was removed."""
         is_removed = False
         try:
             key = caller.identity.key(caller.tenant, self._model, session_id)

@@ -1,4 +1,4 @@
-"""What is known again of earlier requests, and where a turn goes with it. Pure: values."""
+"""What is stored of earlier requests, and where a turn goes by that. Pure: values."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -9,9 +9,10 @@ class Point:
     """Where a history ends.
 
     Attributes:
-        turns: complete turns of the session up to there.
-        request_id: of the last of them: a name may be another session's by now.
-        is_named: a client gave the session its name: others do not go on with it.
+        session_id: the session that has it.
+        turns: number of complete turns of the session up to there.
+        request_id: request id of the last of them: a name may be another session's by now.
+        is_named: whether a client gave the session its name: then others do not continue it.
     """
 
     session_id: str
@@ -22,11 +23,11 @@ class Point:
 
 @dataclass(frozen=True)
 class ResponseInfo:
-    """What a response says beside its answer, all of which its turn's record does not have.
+    """The members of a response beside its answer, which its turn's record does not have.
 
     Attributes:
-        created_s: seconds of the epoch.
-        model: as the client named it.
+        created_s: Unix time in seconds.
+        model: the model's name as the client wrote it.
         instructions: the beginning of the client's instructions.
         instructions_digest: digest of all of them.
         truncation: "auto" or "disabled".
@@ -47,12 +48,13 @@ class ResponseInfo:
 
 
 @dataclass(frozen=True)
-class KnownResponse:
-    """A response that is known again.
+class StoredResponse:
+    """A stored response.
 
     Attributes:
         at: where its turn ended.
-        history: digest of all messages up to its answer; None if it is not known.
+        history: digest of all messages up to its answer; None if it is unknown.
+        info: its members beside its answer.
     """
 
     at: Point
@@ -65,13 +67,13 @@ class Route:
     """Where a turn goes.
 
     Attributes:
-        session_id: "" for a new session.
-        turns: turns of the session that precede this one.
+        session_id: the session that it goes to; "" for a new one.
+        turns: number of the session's turns that precede this one.
         first: index of the first message that is new.
-        history: digest of what precedes that one; None if nobody knows.
-        is_named: the client named the session.
-        goes_on: the turn may be appended to the session; else it is for a fork of it.
-        name: that the fork gets; "": one is made up.
+        history: digest of the messages before that one; None if it is unknown.
+        is_named: whether the client named the session.
+        may_append: whether the turn may be appended to the session; else it is for a fork of it.
+        name: the fork's name; "": one is made up.
     """
 
     session_id: str
@@ -79,17 +81,17 @@ class Route:
     first: int
     history: bytes | None
     is_named: bool = False
-    goes_on: bool = True
+    may_append: bool = True
     name: str = ""
 
 
 @dataclass(frozen=True)
-class KnownRequest:
+class StoredRequest:
     """A request that may be repeated.
 
     Attributes:
         body: digest of its body: a repeat has the same.
-        route: where it went.
+        route: the route that it took.
     """
 
     body: bytes

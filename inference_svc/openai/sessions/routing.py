@@ -21,7 +21,7 @@ from inference_svc.core.submission import Submission, TurnDefaults
 from inference_svc.core.transcript_format import Transcript
 from inference_svc.openai.errors import UnknownHistoryError
 from inference_svc.openai.messages import ASSISTANT, Message
-from inference_svc.openai.sessions.lookup import KnownResponse, Point, ResponseInfo, Route
+from inference_svc.openai.sessions.lookup import Point, ResponseInfo, Route, StoredResponse
 from inference_svc.openai.sessions.store import ApiStore
 from inference_svc.runtime.turns.sessions import Sessions
 from inference_svc.service.submissions import (
@@ -42,11 +42,11 @@ class HistoryChain:
 
     Args:
         key: the service's secret.
-        tenant: whose histories.
+        tenant: the tenant whose histories these are.
         model: the model's fingerprint.
 
     Attributes:
-        start: digest of the history in which nothing was said.
+        start: digest of the empty history.
     """
 
     def __init__(self, key: bytes, tenant: str, model: str) -> None:
@@ -85,7 +85,7 @@ class HistoryChain:
 
 
 def beginnings(messages: Sequence[Message]) -> list[int]:
-    """Return how long the histories are that may be known, longest first.
+    """Return the lengths of histories that may be stored, longest first.
 
     They end with an answer, and something follows them.
     """
@@ -98,7 +98,7 @@ def beginnings(messages: Sequence[Message]) -> list[int]:
 
 @dataclass(frozen=True)
 class Caller:
-    """Who asks, and as which tenant: one of the identity's."""
+    """A client's identity, and the tenant that it acts for: one of the identity's."""
 
     identity: Identity
     tenant: str
@@ -109,17 +109,17 @@ class HttpTurn:
     """A turn that an HTTP request asks for, whichever API it speaks.
 
     Attributes:
-        messages: they tell the history, or follow `previous`.
-        sampling: what the client says of it, by the names of `SamplingParams`.
-        session_id: that the client named; "" for none.
+        messages: the history and the new ones, or those that follow `previous`.
+        sampling: the client's sampling values, by the names of `SamplingParams`.
+        session_id: the session that the client named; "" for none.
         is_kept: whether the session may stay when the turn is over.
         overflow: the overflow policy's name; "" for the service's.
         request_id: the turn's: a digest of the whole request, or one that is never used again.
         body: digest of the request's body.
         repeat_key: digest of its idempotency key; None if there is none.
         previous: the response that it follows.
-        response_id: under which it is remembered; "" for what is no response.
-        info: about that response.
+        response_id: id under which its response is stored; "" if it is no response.
+        info: the response's members beside its answer.
     """
 
     messages: tuple[Message, ...]
@@ -130,12 +130,12 @@ class HttpTurn:
     request_id: str
     body: bytes
     repeat_key: bytes | None = None
-    previous: KnownResponse | None = None
+    previous: StoredResponse | None = None
     response_id: str = ""
     info: ResponseInfo | None = None
 
     def as_submission(self, route: Route, key: SessionKey, defaults: TurnDefaults) -> Submission:
-        """Make what is submitted at the end of the route.
+        """Make the submission to the route's session.
 
         Raises:
             EmptyTurnError: no new message has any content.
@@ -165,7 +165,7 @@ class Router:
     Args:
         sessions: of the service.
         model: fingerprint of the model, part of every session's key.
-        store: knows histories again.
+        store: finds histories.
     """
 
     def __init__(self, sessions: Sessions, model: str, store: ApiStore) -> None:
@@ -180,24 +180,24 @@ class Router:
 
         Args:
             caller: who asks.
-            chain: of the caller's tenant.
-            messages: all of them.
-            name: of the session; "" if the client leaves that to the service.
+            chain: digests of the caller's tenant.
+            messages: all messages of the request.
+            name: the session's name; "" if the messages decide.
 
         Raises:
             UnknownHistoryError: the named session has another history.
         """
         digests = chain.along(chain.start, messages)
         if not name:
-            route = await self._known(caller, digests, messages)
+            route = await self._longest_known(caller, digests, messages)
             return route or Route("", 0, 0, chain.start)
         transcript, _ = await self._session(caller, name)
         if transcript is not None and transcript.turns:
             return await self._in_session(chain, digests, messages, transcript)
-        route = await self._known(caller, digests, messages)
+        route = await self._longest_known(caller, digests, messages)
         if route is None or transcript is not None:
             return Route(name, 0, 0, chain.start, is_named=True)
-        return replace(route, goes_on=False, is_named=True, name=name)
+        return replace(route, may_append=False, is_named=True, name=name)
 
     async def after(self, caller: Caller, at: Point, history: bytes | None) -> Route | None:
         """Find the route of messages that follow a point; None if its session is gone."""
@@ -205,13 +205,15 @@ class Router:
         if transcript is None or not _holds(transcript, at):
             return None
         is_last = len(transcript.turns) == at.turns
-        goes_on = is_last and not (is_busy or transcript.has_ended)
-        return Route(at.session_id, at.turns, 0, history, is_named=at.is_named, goes_on=goes_on)
+        may_append = is_last and not (is_busy or transcript.has_ended)
+        return Route(
+            at.session_id, at.turns, 0, history, is_named=at.is_named, may_append=may_append
+        )
 
-    async def _known(
+    async def _longest_known(
         self, caller: Caller, digests: Sequence[bytes], messages: Sequence[Message]
     ) -> Route | None:
-        """Follow the longest beginning that is known, and whose session is still there."""
+        """Find the longest beginning that is stored, and whose session is still there."""
         lengths = beginnings(messages)
         if not lengths:
             return None
@@ -221,9 +223,9 @@ class Router:
         for length in lengths:
             at = points.get(digests[length])
             route = await self.after(caller, at, digests[length]) if at else None
-            if route is not None:  # nobody goes on with a session that another gave a name
-                goes_on = route.goes_on and not route.is_named
-                found = replace(route, first=length, is_named=False, goes_on=goes_on)
+            if route is not None:  # nobody continues a session that another client named
+                may_append = route.may_append and not route.is_named
+                found = replace(route, first=length, is_named=False, may_append=may_append)
                 break
             if at is not None:
                 gone.append(digests[length])
@@ -238,7 +240,11 @@ class Router:
         messages: Sequence[Message],
         transcript: Transcript,
     ) -> Route:
-        """Go to the end of a session that the client named: its messages tell it, or none do."""
+        """Route to the end of a session that the client named: its messages repeat it, or none do.
+
+        Raises:
+            UnknownHistoryError: they have another history.
+        """
         session_id, turns = transcript.header.session_id, len(transcript.turns)
         own = {length: chain.within(digests[length], session_id) for length in beginnings(messages)}
         points = await self._store.find_histories(list(own.values())) if own else {}

@@ -1,7 +1,7 @@
-"""What is remembered between requests, bounded and on disk: histories, responses, repeats.
+"""What is stored between requests, bounded and on disk: histories, responses, repeats.
 
-Nothing here is needed for an answer. What cannot be read is not known, what cannot be written is
-not remembered; both are logged. The oldest rows go first, those that were used last stay.
+Nothing here is needed for an answer. What cannot be read counts as absent, what cannot be written
+is lost; both are logged. The oldest rows are deleted first, those that were used last stay.
 
 Calls run on one thread of the store's own, in the order in which they were made.
 """
@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from inference_svc.openai.sessions.lookup import (
-    KnownRequest,
-    KnownResponse,
     Point,
     ResponseInfo,
     Route,
+    StoredRequest,
+    StoredResponse,
 )
 from inference_svc.openai.sessions.store_file import (
     FILE_NAME,
@@ -47,11 +47,11 @@ class StoreUnavailableError(UnavailableError):
 
 
 class ApiStore:
-    """Remembers histories, responses, repeats and sessions for the HTTP API.
+    """Stores histories, responses, repeats and sessions for the HTTP API.
 
     Args:
         directory: the service's state directory.
-        max_rows: bound of each table.
+        max_rows: most rows of each table.
 
     Attributes:
         key: the secret that digests are keyed with.
@@ -71,7 +71,7 @@ class ApiStore:
     # ------------------------------------------------------------------------------- histories
 
     async def find_histories(self, digests: Sequence[bytes]) -> dict[bytes, Point]:
-        """Return where those of the histories end that are known."""
+        """Return where each of the histories ends, as far as they are stored."""
 
         def find() -> dict[bytes, Point]:
             found = {}
@@ -87,7 +87,7 @@ class ApiStore:
         return await self._try(find, {})
 
     async def keep_histories(self, tenant: str, points: Iterable[tuple[bytes, Point]]) -> None:
-        """Remember where histories end; a later one with the same digest takes the place."""
+        """Store where histories end; a later one with the same digest replaces an earlier one."""
         rows = [(digest, *_point_row(at), tenant) for digest, at in points]
         await self._try(lambda: self._tables.insert(HISTORIES, rows), None)
 
@@ -100,20 +100,20 @@ class ApiStore:
 
     # ------------------------------------------------------------------------------- responses
 
-    async def keep_response(self, tenant: str, response_id: str, response: KnownResponse) -> None:
-        """Remember a response."""
+    async def keep_response(self, tenant: str, response_id: str, response: StoredResponse) -> None:
+        """Store a response."""
         info = json.dumps(asdict(response.info), ensure_ascii=False)
         row = (response_id, tenant, *_point_row(response.at), response.history, info)
         await self._try(lambda: self._tables.insert(RESPONSES, [row]), None)
 
-    async def find_response(self, tenant: str, response_id: str) -> KnownResponse | None:
+    async def find_response(self, tenant: str, response_id: str) -> StoredResponse | None:
         """Return a tenant's response; None if it has none of that id.
 
         Raises:
-            StoreUnavailableError: nobody can say.
+            StoreUnavailableError: the store cannot be read.
         """
 
-        def find() -> KnownResponse | None:
+        def find() -> StoredResponse | None:
             row = self._row(
                 "SELECT session, turns, request, named, history, facts FROM responses"
                 " WHERE id = ? AND tenant = ?",
@@ -124,42 +124,42 @@ class ApiStore:
                 return None
             self._touch(RESPONSES, [(response_id,)])
             *at, history, info = row
-            return KnownResponse(_point(*at), history, ResponseInfo(**json.loads(info)))
+            return StoredResponse(_point(*at), history, ResponseInfo(**json.loads(info)))
 
         return await self._run(find)
 
     async def count_responses(self, tenant: str, session_id: str) -> int:
-        """Count a session's responses that are known.
+        """Count a session's stored responses.
 
         Raises:
-            StoreUnavailableError: nobody can say.
+            StoreUnavailableError: the store cannot be read.
         """
         sql = "SELECT count(*) FROM responses WHERE tenant = ? AND session = ?"
         row = await self._run(lambda: self._row(sql, tenant, session_id))
         return int(row[0]) if row else 0
 
     async def forget_response(self, tenant: str, response_id: str) -> None:
-        """Forget a response.
+        """Delete a response.
 
         Raises:
-            StoreUnavailableError: it is still known.
+            StoreUnavailableError: it could not be deleted.
         """
         sql = "DELETE FROM responses WHERE id = ? AND tenant = ?"
         await self._run(lambda: self._db.execute(sql, (response_id, tenant)))
 
     # -------------------------------------------------------------------------------- requests
 
-    async def find_request(self, request_key: bytes) -> KnownRequest | None:
+    async def find_request(self, request_key: bytes) -> StoredRequest | None:
         """Return where the request of this key went; None if it is new."""
         sql = "SELECT body, session, turns, first, history, named FROM requests WHERE id = ?"
         row = await self._try(lambda: self._row(sql, request_key), None)
         if row is None:
             return None
         body, session_id, turns, first, history, named = row
-        return KnownRequest(body, Route(session_id, turns, first, history, bool(named)))
+        return StoredRequest(body, Route(session_id, turns, first, history, bool(named)))
 
-    async def keep_request(self, tenant: str, request_key: bytes, request: KnownRequest) -> None:
-        """Remember where a request goes, before it does."""
+    async def keep_request(self, tenant: str, request_key: bytes, request: StoredRequest) -> None:
+        """Store the route of a request, before it takes it."""
         to = request.route
         row = (request_key, request.body, to.session_id, to.turns, to.first, to.history)
         await self._try(lambda: self._tables.insert(REQUESTS, [(*row, to.is_named, tenant)]), None)
@@ -167,11 +167,11 @@ class ApiStore:
     # -------------------------------------------------------------------------------- sessions
 
     async def use_session(self, tenant: str, session_id: str) -> None:
-        """Note that a session was used that nobody named."""
+        """Record the use of a session that nobody named."""
         await self._try(lambda: self._tables.insert(SESSIONS, [(tenant, session_id)]), None)
 
     async def touch_session(self, tenant: str, session_id: str) -> None:
-        """Note that a session was used; nothing, if it is one that a client named."""
+        """Record the use of a session; do nothing if a client named it."""
         await self._try(lambda: self._tables.touch(SESSIONS, [(tenant, session_id)]), None)
 
     async def take_oldest(self, max_sessions: int) -> list[tuple[str, str]]:
@@ -193,12 +193,12 @@ class ApiStore:
     # --------------------------------------------------------------------------------- passing
 
     async def begin_passing(self, tenant: str, session_id: str) -> None:
-        """Remember that a session is to go when its turn is over, whatever happens before."""
+        """Record that a session is deleted when its turn is over, whatever happens before."""
         sql = "INSERT OR IGNORE INTO passing VALUES (?, ?)"
         await self._try(lambda: self._db.execute(sql, (tenant, session_id)), None)
 
     async def end_passing(self, tenant: str, session_id: str) -> None:
-        """Note that the session is gone, or stays after all."""
+        """Record that the session is deleted, or stays after all."""
         sql = "DELETE FROM passing WHERE tenant = ? AND session = ?"
         await self._try(lambda: self._db.execute(sql, (tenant, session_id)), None)
 
@@ -214,7 +214,7 @@ class ApiStore:
         return next(iter(self._db.execute(sql, values).fetchall()), None)
 
     def _touch(self, table: Table, keys: Sequence[tuple[object, ...]]) -> None:
-        """Note that rows were used; what a full disk does not take is found all the same."""
+        """Record the use of rows; if a full disk refuses that, they are found all the same."""
         try:
             self._tables.touch(table, keys)
         except sqlite3.OperationalError as error:

@@ -1,4 +1,4 @@
-"""The file of what is remembered between requests: its tables, opening it, and their bounds.
+"""The file of what is stored between requests: its tables, opening it, and their bounds.
 
 SQLite in WAL mode, readable by the service's user only. A file that cannot be used as it is
 (damage, another release's tables) is set aside and begun anew: histories are then computed again,
@@ -39,11 +39,11 @@ _TAKE = Template(
 
 
 class Table:
-    """What is said to a table that has a tenant, and as its last column when a row was used.
+    """The statements of a table that has a tenant, and in its last column when a row was used.
 
     Args:
-        name: of the table.
-        num_columns: of the table.
+        name: the table's name.
+        num_columns: number of its columns.
         key: columns of its primary key.
 
     Attributes:
@@ -79,8 +79,8 @@ class BoundedTables:
     """Adds rows, and removes those that were not used for longest.
 
     Args:
-        db: where the tables are.
-        max_rows: of each table.
+        db: the database with the tables.
+        max_rows: most rows of each table.
     """
 
     def __init__(self, db: sqlite3.Connection, max_rows: int) -> None:
@@ -102,7 +102,7 @@ class BoundedTables:
                     self.take(pruned, self._max_rows)
 
     def touch(self, table: Table, keys: Sequence[tuple[object, ...]]) -> None:
-        """Note that rows were used, if they are there."""
+        """Record the use of rows, if they are there."""
         with self._transaction():
             self._db.executemany(table.touch, [(self._use(), *key) for key in keys])
 
@@ -211,7 +211,7 @@ def _open(path: Path) -> tuple[sqlite3.Connection, bytes]:
 
 
 def _secret(db: sqlite3.Connection) -> bytes:
-    """The key of all digests; drawn once."""
+    """Return the key of all digests; it is drawn once."""
     new = secrets.token_bytes(KEY_BYTES)
     db.execute("INSERT OR IGNORE INTO meta VALUES ('key', ?)", (new,))
     (key,) = db.execute("SELECT value FROM meta WHERE name = 'key'").fetchone()

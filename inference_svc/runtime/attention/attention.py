@@ -1,6 +1,6 @@
 """Attention back-ends: the interface between a forward and whatever attends over sequences' KV.
 
-A back-end is asked twice: once per step with all parts (`prepare`), where it may plan, cut views
+A back-end is called twice: once per step with all parts (`prepare`), where it may plan, cut views
 and allocate, and then once per attention call of the model (`attend`). It reads KV and writes
 nothing. The portable one is `attention_backends.TorchAttention`; a library for one device is
 another class of this shape, entered beside it.
@@ -18,10 +18,10 @@ from inference_svc.runtime.kv.sequence_kv import SequenceKv
 
 
 class AttentionOptions(NamedTuple):
-    """What an attention call asks for besides its tensors.
+    """The options of an attention call, besides its tensors.
 
     Attributes:
-        scale: of query-key products; None: 1 / sqrt(dim).
+        scale: factor of query-key products; None: 1 / sqrt(dim).
         softcap: bound of the scores by tanh; None: none.
         sinks: [heads] one extra score per head that takes weight but has no value; None: none.
         window: number of latest keys a query sees, itself included; None: all.
@@ -44,8 +44,9 @@ class Part(NamedTuple):
     """One sequence's tokens in a step.
 
     Attributes:
-        kv: of the sequence; its `num_tokens` do not move while the step runs.
-        num_tokens: new ones: slot `kv.num_tokens` is the first, written before it is attended to.
+        kv: the sequence's KV; its `num_tokens` does not change while the step runs.
+        num_tokens: number of new tokens: the first is in slot `kv.num_tokens`, written before it
+        is attended to.
     """
 
     kv: SequenceKv
@@ -53,7 +54,7 @@ class Part(NamedTuple):
 
     @property
     def length(self) -> int:
-        """Tokens that the last new one sees, itself included."""
+        """Number of tokens that the last new one sees, itself included."""
         return self.kv.num_tokens + self.num_tokens
 
 
@@ -65,8 +66,8 @@ class StepAttention(Protocol):
 
         Args:
             query: [1, heads, tokens, head_dim], the parts one after another.
-            layer_index: whose KV; that of the new tokens is written by now.
-            options: of this call.
+            layer_index: the layer over whose KV; that of the new tokens is written by now.
+            options: scale, softcap, sinks and window of this call.
 
         Returns:
             [1, tokens, heads, value_dim]

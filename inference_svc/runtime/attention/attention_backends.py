@@ -23,7 +23,7 @@ VisibleKv = list[tuple[Sequence[Tensor], Sequence[Tensor]]]  # keys, values of e
 
 
 class TorchAttention:
-    """See the module docstring."""
+    """The portable back-end; see the module docstring."""
 
     def prepare(self, parts: Sequence[Part]) -> "TorchStepAttention":
         """Plan a step; cheap."""

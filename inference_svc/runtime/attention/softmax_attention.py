@@ -42,8 +42,8 @@ def attend(
         query: [1, heads, tokens, head_dim].
         keys: [1, kv_heads, length, head_dim], length >= tokens; the first is at position 0.
         values: [1, kv_heads, length, value_dim].
-        options: of the call.
-        masks: made so far for tensors of this dtype and device; new ones are added.
+        options: scale, softcap, sinks and window of the call.
+        masks: masks made so far for tensors of this dtype and device; new ones are added.
 
     Returns:
         [1, heads, tokens, value_dim]
@@ -73,13 +73,13 @@ def tiles(
     """Divide a sequence's last tokens into tiles that are attended to together.
 
     Args:
-        num_tokens: of the sequence, which are new.
-        length: of the sequence, with these.
-        tile_tokens: of a tile at most; it also ends where a chunk of attention does.
-        options: of the call.
+        num_tokens: number of the sequence's new tokens.
+        length: number of all its tokens, the new ones included.
+        tile_tokens: most tokens of a tile; it also ends where a chunk of attention does.
+        options: window and chunk of the call.
 
     Yields:
-        which of the new tokens a tile is of, and which keys these see together.
+        (slice of the new tokens that a tile is of, slice of the keys that these see together).
     """
     past = length - num_tokens
     begin = end = 0
@@ -91,13 +91,13 @@ def tiles(
 
 
 def attend_one(query: Tensor, keys: Tensor, values: Tensor, options: AttentionOptions) -> Tensor:
-    """Attend one token to all that are given, if `attends_one`.
+    """Attend one token to all that are given; only if `attends_one`.
 
     Args:
         query: [1, kv_heads, group, head_dim], the query heads that share a key head side by side.
-        keys: as for `attend`, already cut to the window.
-        values: as for `attend`.
-        options: of the call.
+        keys: [1, kv_heads, length, head_dim], already cut to the window.
+        values: [1, kv_heads, length, value_dim].
+        options: scale, softcap and sinks of the call.
 
     Returns:
         [1, kv_heads, group, value_dim]
@@ -117,7 +117,7 @@ def attend_one(query: Tensor, keys: Tensor, values: Tensor, options: AttentionOp
 
 
 def attends_one(query: Tensor, values: Tensor, options: AttentionOptions) -> bool:
-    """Whether `attend_one` can do such a call; tensors as it takes them, or of more tokens."""
+    """Whether `attend_one` can do such a call; tensors as in `attend_one`, or of more tokens."""
     return not _is_by_scores(query, values, options)
 
 
@@ -155,7 +155,10 @@ def _attend_lone(query: Tensor, keys: Tensor, values: Tensor, options: Attention
 def _by_flash(
     query: Tensor, keys: Tensor, values: Tensor, options: AttentionOptions, masks: Masks
 ) -> Tensor:
-    """Attend a tile with the kernel that returns log-sum-exps, [1, heads, tokens]."""
+    """Attend a tile, shapes as in `attend`, with the kernel that returns log-sum-exps.
+
+    These are [1, heads, tokens].
+    """
     num_tokens, length = query.shape[2], keys.shape[2]
     past, scale = length - num_tokens, options.scale
     attended: Tensor
@@ -185,7 +188,7 @@ def _by_flash(
 def _by_mask(
     query: Tensor, keys: Tensor, values: Tensor, options: AttentionOptions, masks: Masks
 ) -> Tensor:
-    """Attend a tile with whatever kernel torch has for the device."""
+    """Attend a tile, shapes as in `attend`, with whatever kernel torch has for the device."""
     num_tokens, length = query.shape[2], keys.shape[2]
     is_causal = num_tokens == length and (options.window is None or options.window >= length)
     return scaled_dot_product_attention(
@@ -200,7 +203,7 @@ def _by_mask(
 
 
 def _by_scores(query: Tensor, keys: Tensor, values: Tensor, options: AttentionOptions) -> Tensor:
-    """Attend a tile with softcap and sinks; holds all its scores at once."""
+    """Attend a tile, shapes as in `attend`, with softcap and sinks; hold all its scores at once."""
     _, num_heads, num_tokens, dim = query.shape
     kv_heads, length = keys.shape[1:3]
     scale = dim**-0.5 if options.scale is None else options.scale

@@ -5,8 +5,8 @@ tried in the order of their speed (`recipes.Mode`); the first that is proven is 
 has these steps:
 
 1. *Probe* (`mode_probe.py`): a forward of a few tokens under capture records what each layer
-   caches, which apply call made it, and what each attention call may see. A second one is told
-   another length of its cache: if that changes its answer, the model counts positions itself, and
+   caches, which apply call made it, and what each attention call may see. In a second one the
+   cache claims another length: if that changes the answer, the model counts positions itself, and
    several sequences in one such forward would be answered wrongly.
 2. *Recipes* (`layer_recipes.py`): per layer, where its KV before RoPE is seen, and the table
    that re-embeds it.
@@ -73,8 +73,8 @@ def calibrate(loaded: LoadedModel, positions: PositionsChoice = "auto") -> Calib
 
     Args:
         loaded: the model.
-        positions: of stored KV, see `Calibration.positions`. "auto": decoupled if that is
-            proven, else coupled.
+        positions: how stored KV has its positions, see `Calibration.positions`. "auto": decoupled
+            if that is proven, else coupled.
 
     Raises:
         UnsupportedModelError: one of `refusals`; if no mode is proven, with the reason for each.
@@ -89,9 +89,9 @@ def calibrate(loaded: LoadedModel, positions: PositionsChoice = "auto") -> Calib
         with refused.noting(mode):
             probe = probe_mode(loaded, mode, attention)
             use_attention(loaded.model, attention)
-            for asked in ("decoupled", "coupled") if positions == "auto" else (positions,):
-                with refused.noting(f"{mode} {asked}"):
-                    calibration = _calibration(loaded, mode, probe, asked, refused.reasons())
+            for choice in ("decoupled", "coupled") if positions == "auto" else (positions,):
+                with refused.noting(f"{mode} {choice}"):
+                    calibration = _calibration(loaded, mode, probe, choice, refused.reasons())
                     with refused_if_it_fails(loaded, "step by step"):
                         prove(loaded, calibration, reference)
                     return calibration
@@ -103,7 +103,7 @@ def calibrate(loaded: LoadedModel, positions: PositionsChoice = "auto") -> Calib
 
 
 class _Refused:
-    """What was tried, and why it was not taken."""
+    """The attempts so far, and why each was refused."""
 
     def __init__(self, architecture: str) -> None:
         self._architecture = architecture
@@ -111,7 +111,7 @@ class _Refused:
 
     @contextmanager
     def noting(self, attempt: str) -> Iterator[None]:
-        """Note a refusal of this attempt, and go on; one that no mode changes ends it all."""
+        """Record a refusal of this attempt, and resume; raise one that no mode can change."""
         try:
             yield
         except FINAL:
@@ -120,7 +120,7 @@ class _Refused:
             self._errors.append((attempt, error))
 
     def reasons(self) -> tuple[str, ...]:
-        """Return what to tell of each attempt; those that failed alike together."""
+        """Return what to report of the attempts: those that failed alike in one string."""
         attempts: dict[str, list[str]] = {}
         for attempt, error in self._errors:
             reason = error.message.replace(self._architecture, "the model")
@@ -130,7 +130,7 @@ class _Refused:
         )
 
     def error(self, *, is_stateful: bool) -> UnsupportedModelError:
-        """Return the one that tells in one line why each mode failed."""
+        """Return the refusal that says in one line why each mode failed."""
         kinds = {type(error) for _, error in self._errors}
         kind = kinds.pop() if len(kinds) == 1 else ModelModeMissingError
         return (ModelRecurrentError if is_stateful else kind)(
@@ -140,7 +140,11 @@ class _Refused:
 
 
 def _check_family(loaded: LoadedModel) -> None:
-    """Refuse what need not even be run."""
+    """Refuse a model that need not even be run.
+
+    Raises:
+        UnsupportedModelError: it caches no keys and values, or its window is too small.
+    """
     if not ForwardCall(loaded.model).takes_cache:
         if _is_stateful(loaded):
             raise ModelRecurrentError(f"{loaded.architecture} keeps a recurrent state", REMEDY)

@@ -127,7 +127,7 @@ def find_scale(rotary: RotaryTable, norm: nn.Module, free: Tensor) -> Tensor | N
 
     Args:
         rotary: the embedding before the norm.
-        norm: takes [..., dim].
+        norm: the norm, a module over the last dimension, [..., dim].
         free: some keys before RoPE, [n, kv_heads, dim], in the model's dtype.
     """
     scale: Tensor = norm(torch.ones_like(free[0, 0])).float()

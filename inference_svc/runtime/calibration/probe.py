@@ -3,7 +3,7 @@
 Records facts only; `calibration.py` judges them. A model whose forward does something unforeseen
 raises whatever it raises.
 
-What a query may see is asked of the model's own mask predicate and put in words: a window, or
+Which keys a query sees is read from the model's own mask predicate and described: as a window, or
 chunks. Windows that are nowhere but in the mask are found this way too. What is found is checked
 against the predicate at the places where windows and chunks differ.
 """
@@ -30,9 +30,9 @@ class Mask:
     """What attention calls get in place of a mask tensor in a probe; may be sliced like one.
 
     Attributes:
-        window: as in `AttentionOptions`.
-        chunk: as in `AttentionOptions`.
-        is_understood: False: it hides keys in another way.
+        window: number of latest keys a query sees, itself included; None: all.
+        chunk: a query sees keys from the last multiple of this position on; None: all.
+        is_understood: whether window and chunk describe it; False: it hides keys in another way.
     """
 
     window: int | None = None
@@ -44,11 +44,11 @@ class Mask:
 
 
 def describe_mask(allowed: Allowed, horizon: int, device: torch.device) -> Mask:
-    """Describe a mask predicate in words that our attention knows.
+    """Describe a mask predicate by a window or chunks, as our attention takes them.
 
     Args:
-        allowed: the model's own.
-        horizon: tokens of the longest sequence that it is to hold for.
+        allowed: the model's own predicate.
+        horizon: tokens of the longest sequence that the description has to hold for.
         device: where the predicate computes.
     """
     zero = torch.zeros((), dtype=torch.long, device=device)
@@ -95,9 +95,9 @@ class SeenAttention:
     """One attention call.
 
     Attributes:
-        layer_index: whose KV it is over; else the layer that was cached last.
+        layer_index: the layer over whose KV it is; if unclear, the layer that was cached last.
         is_cached: whether its tensors are the very ones that this layer cached.
-        mask: what a query sees.
+        mask: which keys a query sees.
     """
 
     layer_index: int
@@ -107,7 +107,7 @@ class SeenAttention:
 
 @dataclass(eq=False)
 class Probe:
-    """The forward of a probe, and all it saw."""
+    """The forward of a probe, and all that its hooks reported."""
 
     horizon: int  # tokens; masks are asked what the last position of such a sequence sees
     device: torch.device
@@ -122,11 +122,11 @@ class Probe:
     def rotated(
         self, tap: RotaryTap, args: tuple[Any, ...], options: dict[str, Any], result: Any
     ) -> None:
-        """Note a call of an apply function."""
+        """Record a call of an apply function."""
         self._calls.append(ApplyCall(tap.apply, args, options, as_tuple(result)))
 
     def cached(self, layer_index: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Note a layer's key and value, [1, kv_heads, tokens, dim] both; return them."""
+        """Record a layer's key and value, [1, kv_heads, tokens, dim] both; return them."""
         self.num_repeated += layer_index in self.layers
         self.layers[layer_index] = SeenLayer(key, value, tuple(self._calls), tuple(self.norm_calls))
         self._calls.clear()
@@ -136,35 +136,35 @@ class Probe:
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Any, options: dict[str, Any]
     ) -> Tensor:
-        """Note the call and attend over the tokens of this forward.
+        """Record the call and attend over the tokens of this forward.
 
         Args:
             query: [1, heads, tokens, head_dim].
             key: [1, kv_heads, tokens, head_dim].
             value: [1, kv_heads, tokens, value_dim].
-            mask: what `masked` returned, or the model made itself.
-            options: of the call, in the words that Transformers has for them.
+            mask: the mask that `masked` returned, or that the model made itself.
+            options: the call's options, by Transformers' names for them.
 
         Returns:
             [1, tokens, heads, value_dim]
         """
-        owners = [i for i, seen in self.layers.items() if key is seen.key and value is seen.value]
-        layer_index = owners[0] if owners else max(self.layers, default=0)
+        matches = [i for i, seen in self.layers.items() if key is seen.key and value is seen.value]
+        layer_index = matches[0] if matches else max(self.layers, default=0)
         mask = self._effective_mask(mask, options.get("sliding_window"))
-        self.attended.append(SeenAttention(layer_index, bool(owners), mask))
-        asked = AttentionCall(layer_index, mask.window, mask.chunk).options(options)
-        return attend(query, key, value, asked, masks={}).transpose(1, 2).contiguous()
+        self.attended.append(SeenAttention(layer_index, bool(matches), mask))
+        call_options = AttentionCall(layer_index, mask.window, mask.chunk).options(options)
+        return attend(query, key, value, call_options, masks={}).transpose(1, 2).contiguous()
 
     def masked(self, allowed: Allowed) -> Mask:
         """Describe the model's mask."""
         return describe_mask(allowed, self.horizon, self.device)
 
-    def _effective_mask(self, mask: Any, asked_window: int | None) -> Mask:
+    def _effective_mask(self, mask: Any, call_window: int | None) -> Mask:
         """Return what a query sees, given the mask and the window that an attention call names."""
         if isinstance(mask, Tensor):  # not made by our mask function
             return Mask(is_understood=False)
         found = mask if isinstance(mask, Mask) else Mask()
-        windows = [w for w in (found.window, asked_window) if w is not None and w < self.horizon]
+        windows = [w for w in (found.window, call_window) if w is not None and w < self.horizon]
         return replace(found, window=min(windows, default=None))
 
 
@@ -180,10 +180,10 @@ def run_probe(
     """Run `model` with the attention it is set to, at positions from 0 on.
 
     Args:
-        model: with our hooks installed.
-        token_ids: of the forward.
-        horizon: longest sequence that is going to be served.
-        claimed_tokens: what the cache claims to hold already.
+        model: the model, with our hooks installed.
+        token_ids: the tokens of the forward.
+        horizon: tokens of the longest sequence that is going to be served.
+        claimed_tokens: number of tokens that the cache claims to hold already.
         mask: [1, 1, tokens, tokens], given to the model as its attention mask; None: it makes its
             own.
     """

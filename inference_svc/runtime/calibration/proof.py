@@ -46,15 +46,15 @@ class _PlainArena:
 
 
 def prove(loaded: LoadedModel, calibration: Calibration, reference: StockLogits) -> None:
-    """Compare with `reference`, which `stock_logits` returned.
+    """Compare the logits of every path with the stock model's.
 
     Args:
-        loaded: set to the attention of the calibration's mode.
-        calibration: to be proven.
-        reference: what the stock model answers.
+        loaded: the model, set to the attention of the calibration's mode.
+        calibration: the calibration to be proven.
+        reference: the stock model's logits.
 
     Raises:
-        CalibrationMismatchError: naming the path that went wrong and by how much.
+        CalibrationMismatchError: a path's logits are off; the message says which and by how much.
     """
     for path, expected, logits in _Paths(loaded, calibration).run(reference):
         if not is_same(logits, expected, loaded.dtype):
@@ -81,7 +81,7 @@ class _Paths:
         self._pool = KVPool(shapes, 5 * total, device=loaded.device, dtype=loaded.dtype)
 
     def run(self, reference: StockLogits) -> Iterator[tuple[str, Tensor, Tensor]]:
-        """Yield (path, what the stock model answers, what ours does), one after the other."""
+        """Yield (path, the stock model's logits, ours), [tokens, vocab] both, path by path."""
         total, stored, whole = len(self._token_ids), self._stored, reference.whole
         long, short, again = (self._pool.new_kv(total) for _ in range(3))
         buffer = self._pool.new_write_buffer(0, total)
@@ -105,7 +105,7 @@ class _Paths:
     def _step(
         self, ends: dict[SequenceKv, int], buffers: dict[SequenceKv, WriteBuffer] | None = None
     ) -> list[_Logits]:
-        """Run sequences on to these ends in one step; returns what each of them got."""
+        """Run sequences on to these ends in one step; return the logits of each."""
         firsts = [kv.num_tokens for kv in ends]
         chunks = [
             Chunk(kv, self._token_ids[first:end], True, (buffers or {}).get(kv), want_all=True)
@@ -119,7 +119,7 @@ class _Paths:
     def _compared(
         self, path: str, whole: Tensor, steps: list[list[_Logits]]
     ) -> Iterator[tuple[str, Tensor, Tensor]]:
-        """Yield, per sequence, what all steps of a path should have got, and what they got."""
+        """Yield, per sequence, the path and its expected and actual logits over all steps."""
         for parts in zip(*steps, strict=True):
             expected = [whole[first : first + len(logits)] for first, logits in parts]
             yield path, torch.cat(expected), torch.cat([logits for _, logits in parts])

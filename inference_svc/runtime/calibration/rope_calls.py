@@ -78,9 +78,9 @@ def rope_of(call: ApplyCall, source: KeySource, rotary_calls: Sequence[RotaryCal
     keys, integers by the positions.
 
     Args:
-        call: that was seen.
+        call: the call that was seen.
         source: which argument of it is a key, and which result the same after RoPE.
-        rotary_calls: those whose results went into the call.
+        rotary_calls: the rotary modules' calls whose results went into the call.
     """
 
     def rope(keys: Tensor, positions: Tensor) -> Tensor:
@@ -118,8 +118,8 @@ class ReplayedRope:
         """Store what to look for.
 
         Args:
-            model: with our hooks installed.
-            source: of the first layer's key.
+            model: the model, with our hooks installed.
+            source: where the first layer's key is seen.
         """
         self._model = model
         self._source = source
@@ -165,7 +165,7 @@ class _FoundError(Exception):
 
 
 class _Search:
-    """A forward that ends at an apply call."""
+    """A forward that ends at an apply call, by an exception."""
 
     def __init__(self, call_index: int) -> None:
         self._calls_left = call_index
@@ -179,15 +179,15 @@ class _Search:
         self._calls_left -= 1
 
     def cached(self, layer_index: int, key: Tensor, value: Tensor) -> NoReturn:  # noqa: ARG002
-        """Give up: later layers are not searched."""
+        """Refuse: later layers are not searched."""
         raise RopeOutOfReachError(f"layer {layer_index} is cached before it")
 
     def attend(self, *_args: Any) -> NoReturn:
-        """Give up, as above."""
+        """Refuse: the call comes before attention, or not at all."""
         raise RopeOutOfReachError("the model attends before it")
 
     def masked(self, _allowed: Any) -> None:
-        """Nothing is attended to."""
+        """Return no mask: nothing is attended to."""
 
 
 def _turned(
@@ -197,14 +197,14 @@ def _turned(
     options: dict[str, Any],
     keys: Tensor,
 ) -> Tensor:
-    """Repeat a call with other arguments; returns all elements of `keys`, [1, heads, n, dim]."""
+    """Repeat a call with other arguments; return all elements of `keys`, [1, heads, n, dim]."""
     turned: Tensor = as_tuple(call.apply(*args, **options))[source.arg_index]
     turned = _with_tokens_at(source.seq_dim, turned)
     return torch.cat((turned, keys[..., source.width :]), dim=-1)
 
 
 def _with_tokens_at(seq_dim: int, keys: Tensor) -> Tensor:
-    """Bring keys from the order that counts tokens in dimension 2 to another one, or back."""
+    """Transpose keys that count tokens in dimension 2 if `seq_dim` is another one, or back."""
     return keys if seq_dim == 2 else keys.transpose(1, 2)
 
 

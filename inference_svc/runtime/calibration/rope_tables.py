@@ -45,7 +45,7 @@ class RopeTables:
     """The tables of a model; layers with the same RoPE share one."""
 
     def __init__(self, loaded: LoadedModel, rotary_calls: Sequence[RotaryCall]) -> None:
-        """Store what was probed."""
+        """Store the model and its probed calls."""
         self.loaded = loaded
         self._rotary_calls = rotary_calls
         self._tables: dict[tuple[Any, ...], RotaryTable] = {}
@@ -54,8 +54,8 @@ class RopeTables:
         """Return the table that turns `free` into `turned`, as this call did.
 
         Args:
-            call: of an apply function.
-            source: which of its arguments, and of its results.
+            call: the call of an apply function.
+            source: which of its arguments is the key, and which result.
             free: [tokens, kv_heads, dim], before.
             turned: [1, kv_heads, tokens, dim], after.
         """

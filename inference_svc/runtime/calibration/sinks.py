@@ -59,13 +59,13 @@ def find_sinks(loaded: LoadedModel, calibration: Calibration) -> int:
     """Return how many first tokens of a context should stay when others are dropped.
 
     Args:
-        loaded: set to the attention of the calibration's mode.
-        calibration: of this model.
+        loaded: the model, set to the attention of the calibration's mode.
+        calibration: the model's calibration.
 
     Returns:
-        One of CANDIDATES; USUAL_SINKS where it cannot be told: positions are not decoupled, so that
-        no token stays behind a dropped one; the window or the text is too short; or the model's
-        answers are no numbers.
+        One of CANDIDATES; USUAL_SINKS where there is nothing to measure: positions are not
+        decoupled, so that no token stays behind a dropped one; the window or the text is too short;
+        or the model's logits are not finite.
     """
     token_ids = _token_ids(loaded)
     num_tokens = min(TEXT_TOKENS, len(token_ids) - NEXT_TOKENS)
@@ -85,8 +85,8 @@ def sink_distances(
     """Measure how far off the model is after half of a text is dropped, by the sinks that stay.
 
     Args:
-        loaded: as `find_sinks` takes it.
-        calibration: with decoupled positions.
+        loaded: the model, as `find_sinks` takes it.
+        calibration: the model's calibration, with decoupled positions.
         token_ids: the text, and NEXT_TOKENS after it.
 
     Returns:
@@ -120,22 +120,22 @@ def embed_kept(
     Args:
         stored: keys before RoPE, and values, from position 0 on.
         kept: ranges of its tokens, in order.
-        kv: with room for them; what it held is gone.
-        calibration: with decoupled positions.
+        kv: KV with room for them; what it held is overwritten.
+        calibration: the model's calibration, with decoupled positions.
     """
     index = torch.cat([torch.arange(start, end) for start, end in kept] or [torch.arange(0)])
     index = index.to(stored.device)
     for layer_index, recipe in enumerate(calibration.layers):
         free = (stored.keys[layer_index], stored.values[layer_index])  # [capacity, kv_heads, dim]
-        places = (kv.keys[layer_index], kv.values[layer_index])  # [1, kv_heads, capacity, dim]
-        for component, tokens, place in zip(recipe.components, free, places, strict=True):
+        targets = (kv.keys[layer_index], kv.values[layer_index])  # [1, kv_heads, capacity, dim]
+        for component, tokens, target in zip(recipe.components, free, targets, strict=True):
             embedded = component.embed(tokens.index_select(0, index), 0)
-            place[0, :, : len(index)] = embedded.transpose(0, 1)
+            target[0, :, : len(index)] = embedded.transpose(0, 1)
     kv.num_tokens = len(index)
 
 
 def _token_ids(loaded: LoadedModel) -> list[int]:
-    """Return the text as a session would begin with it; without a tokenizer, ids in turn."""
+    """Encode the text as a session would begin with it; without a tokenizer, make ids up."""
     most = min(TEXT_TOKENS + NEXT_TOKENS, loaded.context_window)
     token_ids: list[int] = []
     if loaded.tokenizer is not None:
@@ -146,5 +146,5 @@ def _token_ids(loaded: LoadedModel) -> list[int]:
 
 
 def _divergence(whole: Tensor, other: Tensor) -> float:
-    """Return the mean over tokens; both are log-probabilities [tokens, vocab]."""
+    """Return the mean Kullback-Leibler divergence in nats of log-probabilities [tokens, vocab]."""
     return float((whole.exp() * (whole - other)).sum(dim=-1).mean())

@@ -1,12 +1,12 @@
-"""The stock model: its own attention, and what it answers, which every mode is compared with.
+"""The stock model: its own attention, and its logits, which every mode is compared with.
 
 Its rotary frequencies are those that `rope_tables.freeze_rotary` has left it with.
 
 It also answers after the first tokens were taken out of its cache (`_truncated_logits`). RoPE
-counts differences only: a history whose rotary embedding is told positions that are all `n` less
+counts differences only: a history whose rotary embedding gets positions that are all `n` less
 has the same hidden states, and keys embedded `n` earlier. So the history is run like that, its
-first tokens are cut off, and the stock model goes on at the new positions. The rotary modules alone
-are told: some models scale queries by their position besides.
+first tokens are cut off, and the stock model resumes at the new positions. Only the rotary modules
+get them: some models scale queries by their position besides.
 """
 
 from collections.abc import Iterator
@@ -31,12 +31,12 @@ TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 
 @dataclass(frozen=True, eq=False)
 class StockLogits:
-    """What the stock model answers, float32 on the CPU.
+    """The stock model's logits, float32 on the CPU.
 
     Attributes:
-        whole: [PROOF_TOKENS, vocab].
-        truncated: [NOT_STORED, vocab], of the last tokens after the first `num_dropped` were taken
-            out of its cache; None: this model's cache cannot do that.
+        whole: [PROOF_TOKENS, vocab], the logits of all tokens.
+        truncated: [NOT_STORED, vocab], those of the last tokens after the first `num_dropped` were
+            taken out of its cache; None: this model's cache cannot do that.
         is_causal: whether the first half of the tokens alone gives the first half of `whole`.
     """
 
@@ -52,7 +52,7 @@ def proof_tokens(loaded: LoadedModel) -> list[int]:
 
 
 def num_dropped(num_stored: int) -> int:
-    """How many of the stored tokens the proof's truncation drops: the first third."""
+    """Return how many of the stored tokens the proof's truncation drops: the first third."""
     return num_stored // 3
 
 
@@ -102,7 +102,7 @@ def _truncated_logits(model: Any, token_ids: Tensor, num_stored: int, dropped: i
     A model without rotary modules goes on at unchanged positions: the differences are the same.
 
     Args:
-        model: set to its own attention.
+        model: the model, set to its own attention.
         token_ids: [1, tokens].
         num_stored: tokens of the history.
         dropped: first tokens of the history that are taken out.
@@ -119,8 +119,8 @@ def _truncated_logits(model: Any, token_ids: Tensor, num_stored: int, dropped: i
         call(history, torch.arange(num_stored, device=device)[None], none, whole)
     first = num_stored - dropped if rotaries else num_stored
     positions = torch.arange(first, first + new.shape[1], device=device)[None]
-    wanted = torch.arange(new.shape[1], device=device)
-    return call(new, positions, wanted, _without_first(whole, dropped))
+    logit_indices = torch.arange(new.shape[1], device=device)
+    return call(new, positions, logit_indices, _without_first(whole, dropped))
 
 
 def _without_first(cache: DynamicCache, dropped: int) -> DynamicCache:
@@ -152,7 +152,7 @@ def _moved_positions(rotaries: list[Any], by: int) -> Iterator[None]:
 
 
 def is_same(logits: Tensor, expected: Tensor, dtype: torch.dtype) -> bool:
-    """Whether logits [tokens, vocab] are what was expected, but for rounding in `dtype`."""
+    """Whether logits [tokens, vocab] are the expected ones, but for rounding in `dtype`."""
     return logits_distance(logits, expected, dtype) <= TOLERANCE[dtype]  # False for NaN
 
 

@@ -45,8 +45,8 @@ class ScoreKeeper:
         """Begin without scores.
 
         Args:
-            needs: which queries count.
-            window_tokens: how many of them at the prompt's end; read for "window" only.
+            needs: which queries count; see the module docstring.
+            window_tokens: number of queries at the prompt's end that count; for "window" only.
             prompt_tokens: position after the prompt's last token.
         """
         self._is_window = needs == "window"
@@ -70,7 +70,7 @@ class ScoreKeeper:
             call: number of the call in its forward, from 0 on.
             query: [heads, tokens, dim], after RoPE.
             keys: [kv_heads, first_token + tokens, dim], after RoPE.
-            options: of the call.
+            options: scale, softcap, sinks and window of the call.
             first_token: position of the first query.
         """
         length = keys.shape[1]
@@ -112,7 +112,7 @@ class ScoreKeeper:
     def discard(self, ranges: Sequence[Range]) -> None:
         """Follow a discard of merged ranges.
 
-        Held queries are given up: their distances to the keys before a dropped range have changed.
+        Held queries are dropped: their distances to the keys before a dropped range have changed.
         """
         runs = kept_runs(ranges, self._sums.shape[0])
         pieces = [self._sums[start:end] for start, end in runs]
@@ -128,7 +128,10 @@ class ScoreKeeper:
         self._new_held = {}
 
     def _window(self, call: int, query: Tensor, first_token: int, length: int) -> Tensor:
-        """The last queries up to `length` that are in the prompt's window, without gaps."""
+        """Return the last queries up to `length` that are in the prompt's window, without gaps.
+
+        Both are [heads, queries, dim].
+        """
         held = self._held.get(call)
         if held is not None and first_token <= self._end:
             query = torch.cat((held, query), dim=1)
@@ -137,7 +140,7 @@ class ScoreKeeper:
 
 
 def keeper_for(policy: CompressionPolicy, prompt_tokens: int) -> ScoreKeeper | None:
-    """Make what a policy needs for a turn; None if it needs nothing."""
+    """Make the score keeper that a policy needs for a turn; None if it needs no scores."""
     if policy.needs == "nothing":
         return None
     return ScoreKeeper(policy.needs, policy.window_tokens, prompt_tokens)
@@ -150,7 +153,7 @@ def add_weights(sums: Tensor, query: Tensor, keys: Tensor, options: AttentionOpt
         sums: [length] float32, changed in place.
         query: [heads, tokens, dim], of the last tokens.
         keys: [kv_heads, length, dim].
-        options: of the call; an attention sink takes its part of the weight.
+        options: scale, softcap, sinks and window of the call; a sink takes its part of the weight.
     """
     num_heads, num_tokens = query.shape[:2]
     length = keys.shape[1]
@@ -183,5 +186,5 @@ def _tile_weights(query: Tensor, keys: Tensor, options: AttentionOptions) -> Ten
 
 
 def _num_before(ranges: Sequence[Range], end: int) -> int:
-    """How many tokens before `end` are in the ranges."""
+    """Count the tokens before `end` that are in the ranges."""
     return num_in((start, min(stop, end)) for start, stop in ranges if start < end)

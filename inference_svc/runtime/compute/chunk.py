@@ -12,13 +12,13 @@ class Chunk:
     """The next tokens of one sequence.
 
     Attributes:
-        kv: they are appended to it.
-        token_ids: at least one.
-        want_logits: of the last of them.
-        write_buffer: they are appended to it too, except tokens before its first; None: the
-            sequence is not going to be stored.
-        scores: notified of every attention call over this sequence; None: nobody asks.
-        want_all: logits of every token are wanted, not of the last alone.
+        kv: the sequence's KV, which the tokens are appended to.
+        token_ids: the tokens, at least one.
+        want_logits: whether the step returns logits after the last token.
+        write_buffer: the tokens from its first one on are appended to it too; None: the sequence
+        is not going to be stored.
+        scores: receives every attention call over this sequence; None: nobody keeps scores.
+        want_all: whether the step returns logits after every token.
     """
 
     kv: SequenceKv
@@ -30,7 +30,7 @@ class Chunk:
 
     @property
     def num_logits(self) -> int:
-        """Of how many tokens, the last ones, logits are wanted."""
+        """Number of last tokens whose logits the step returns."""
         return len(self.token_ids) if self.want_all else int(self.want_logits)
 
     @property

@@ -59,14 +59,14 @@ class ModelRunner:
         """Compute all chunks and append them to their KV and write buffers.
 
         Args:
-            chunks: of different sequences' KV, with room for them.
-            clock: opened layer by layer, once all chunks' tokens of a layer are written; left as
-                it is if the step fails.
+            chunks: chunks of different sequences, whose KV has room for them.
+            clock: the gate that is opened layer by layer, once all chunks' tokens of a layer are
+            written; left as it is if the step fails.
 
         Returns:
-            [wanted, vocab] logits, float32 on the CPU: those after the last token of each chunk
-            that wants them, or after each of its tokens (`Chunk.want_all`), chunk by chunk. To be
-            believed only once the sequences' gates are confirmed.
+            [n, vocab] logits, float32 on the CPU: those after the last token of each chunk that
+            wants them, or after each of its tokens (`Chunk.want_all`), chunk by chunk. To be used
+            only once the sequences' gates are confirmed.
 
         Raises:
             whatever the model or a gate raises; KV and write buffers are then as they were.
@@ -97,14 +97,14 @@ class ModelRunner:
         yield group
 
     def _run(self, chunks: Sequence[Chunk], clock: StepClock | None) -> Tensor:
-        """Run one forward; returns [wanted, vocab] logits, see `step`."""
+        """Run one forward; return [n, vocab] logits, see `step`."""
         mode, device = self._calibration.mode, self._loaded.device
         ends = list(accumulate(len(chunk.token_ids) for chunk in chunks))
         token_ids = [token_id for chunk in chunks for token_id in chunk.token_ids]
         positions = [
             position for chunk in chunks for position in range(chunk.kv.num_tokens, chunk.end_token)
         ]
-        wanted = [
+        logit_indices = [
             index
             for end, chunk in zip(ends, chunks, strict=True)
             for index in range(end - chunk.num_logits, end)
@@ -117,14 +117,14 @@ class ModelRunner:
             logits = self._call(
                 torch.tensor([token_ids], device=device),
                 torch.tensor([positions], device=device),
-                torch.tensor(wanted, dtype=torch.long, device=device),
+                torch.tensor(logit_indices, dtype=torch.long, device=device),
                 cache,
                 **options,
             )
         return logits.float().cpu()
 
     def _forward(self, chunks: Sequence[Chunk], clock: StepClock | None) -> StepForward:
-        """Make what the capture hooks report to."""
+        """Make the forward that the capture hooks report to."""
         if self._calibration.mode == "ragged":
             return RaggedForward(self._calibration, self._attention, chunks, clock)
         return GatheredForward(self._calibration, chunks, clock)

@@ -26,8 +26,8 @@ class Sampled(NamedTuple):
     """One chosen token.
 
     Attributes:
-        logprob: natural log of its probability; None unless asked for.
-        top: the most likely tokens with their log-probabilities, most likely first.
+        logprob: natural log of its probability, at most 0; None unless requested.
+        top: the most likely tokens' ids with their log-probabilities, most likely first.
     """
 
     token_id: int
@@ -47,7 +47,7 @@ class Sampler:
 
         Args:
             logits_row: [vocab] float32.
-            prior_token_ids: prompt and answer so far; read for the repetition penalty only.
+            prior_token_ids: prompt and answer so far, for the repetition penalty.
 
         Raises:
             EngineFailedError: if no logit is finite, as when a half-precision model overflows.
@@ -110,7 +110,7 @@ def _candidates(
 
 
 def _report(logits: npt.NDArray[np.float32], chosen: int, num_top: int) -> Sampled:
-    """Attach log-probabilities, if asked for."""
+    """Attach log-probabilities, if requested (`num_top` > 0)."""
     if num_top == 0:
         return Sampled(chosen, None, ())
     row = logits.astype(np.float64)

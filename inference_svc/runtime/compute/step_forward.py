@@ -31,7 +31,7 @@ from inference_svc.runtime.positions.recipes import AttentionCall, Calibration
 
 
 class StepForward:
-    """What the forwards of all modes share: they write new tokens to working KV."""
+    """Writes new tokens to working KV: what the forwards of all modes share."""
 
     def __init__(
         self, calibration: Calibration, chunks: Sequence[Chunk], clock: StepClock | None
@@ -50,7 +50,7 @@ class StepForward:
             for index, chunk in enumerate(chunks)
             if chunk.first_written_token < chunk.end_token
         ]
-        self._places = _places(chunks)
+        self._targets = _targets(chunks)
         self._calls: list[tuple[tuple[Any, ...], Any]] = []  # apply calls since the last `cached`
         self._num_cached = 0
         self._num_attended = 0
@@ -62,10 +62,10 @@ class StepForward:
         self._calls.append((args, result))
 
     def cached(self, layer_index: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Write the layer's new tokens of all sequences, then let others have them.
+        """Write the layer's new tokens of all sequences, then open the clock for copies of them.
 
         Args:
-            layer_index: one more than the last.
+            layer_index: the layer's index; layers come in order.
             key: [1, kv_heads, tokens, head_dim], after RoPE, the chunks one after another.
             value: [1, kv_heads, tokens, value_dim].
 
@@ -82,7 +82,7 @@ class StepForward:
             for component, made in zip(recipe.components, (key, value), strict=True):
                 pieces = component.before_rope(self._calls, made).split_with_sizes(sizes)
                 written += [pieces[i][skip:] if skip else pieces[i] for i, skip in self._written]
-        torch._foreach_copy_(self._places[layer_index], written)
+        torch._foreach_copy_(self._targets[layer_index], written)
         self._calls.clear()
         if self._clock is not None:
             self._clock.enqueued(self._num_cached)
@@ -91,15 +91,15 @@ class StepForward:
     def attend(
         self, _query: Tensor, _key: Tensor, _value: Tensor, _mask: Any, _options: dict[str, Any]
     ) -> Tensor:
-        """Attend; only where the model's attention is ours."""
+        """Refuse: this forward runs under the model's own attention."""
         raise AssertionError("a forward with stock attention was asked to attend")
 
     def masked(self, _allowed: Callable[..., Tensor]) -> None:
-        """Never called."""
+        """Refuse: our attention has no mask function, so nobody asks for a mask."""
         raise AssertionError("our attention name has no mask function")
 
     def _next_call(self, given: dict[str, Any]) -> tuple[AttentionCall, AttentionOptions]:
-        """Return the attention call that is made now, and what it asks for."""
+        """Return the attention call that is made now, and its options; count it."""
         call = self._attention_calls[self._num_attended]
         self._num_attended += 1
         return call, call.options(given)
@@ -107,12 +107,12 @@ class StepForward:
     def _report(
         self, queries: Sequence[Tensor], keys: Sequence[Tensor], asked: AttentionOptions
     ) -> None:
-        """Report the attention call that was made to those who keep scores.
+        """Report the attention call that was made to the chunks' score keepers.
 
         Args:
             queries: per chunk [1, heads, tokens, head_dim].
             keys: per chunk [1, kv_heads, end_token, head_dim].
-            asked: options of the call.
+            asked: the call's options.
         """
         for chunk, query, key in zip(self._chunks, queries, keys, strict=True):
             if chunk.scores is not None:
@@ -145,10 +145,10 @@ class RaggedForward(StepForward):
 
         Args:
             query: [1, heads, tokens, head_dim], the parts one after another.
-            _key: the new tokens' own, which are in working KV by now.
-            _value: as `_key`.
-            _mask: none.
-            options: of the call.
+            _key: the new tokens' keys, which are in working KV by now: not read.
+            _value: the new tokens' values, likewise.
+            _mask: None: our attention has no mask function.
+            options: the model's arguments of the call (scale, softcap, sinks).
 
         Returns:
             [1, tokens, heads, value_dim]
@@ -192,8 +192,8 @@ class GatheredForward(StepForward):
             query: [1, heads, tokens, head_dim].
             key: [1, kv_heads, sum_kv, head_dim].
             value: [1, kv_heads, sum_kv, value_dim].
-            _mask: none.
-            options: of the call.
+            _mask: None: our attention has no mask function.
+            options: the model's arguments of the call (scale, softcap, sinks).
 
         Returns:
             [1, tokens, heads, value_dim]
@@ -216,15 +216,15 @@ def attend_uneven(
 ) -> Tensor:
     """Attend as `softmax_attention.attend`, where keys and values may differ in width.
 
-    On the CPU the narrower are filled up with zeros: the fast kernel wants equal widths, and what
-    torch has for others takes 2 to 15 times as long.
+    On the CPU the narrower are padded with zeros: the fast kernel takes equal widths only, and
+    torch's kernels for others take 2 to 15 times as long.
 
     Args:
         query: [1, heads, tokens, head_dim].
         keys: [1, kv_heads, length, head_dim].
         values: [1, kv_heads, length, value_dim].
-        options: of the call.
-        masks: as `softmax_attention.attend` takes them.
+        options: scale, softcap, sinks and window of the call.
+        masks: cached masks, as `softmax_attention.attend` takes them.
 
     Returns:
         [1, heads, tokens, value_dim]
@@ -265,8 +265,8 @@ def causal_block(size: int, length: int, dtype: torch.dtype, device: torch.devic
     return block.triu(length - size + 1)
 
 
-def _places(chunks: Sequence[Chunk]) -> list[tuple[Tensor, ...]]:
-    """Return per layer where new tokens go.
+def _targets(chunks: Sequence[Chunk]) -> list[tuple[Tensor, ...]]:
+    """View, per layer, where new tokens are written.
 
     Keys and values of each sequence, [1, kv_heads, tokens, dim], then keys and values of each write
     buffer that gets some, [tokens, kv_heads, dim].

@@ -1,13 +1,13 @@
 """Dropping tokens of a session's context: of its KV in memory, and of what the store has.
 
-    between turns   `discard`: the session's resident is compacted in place, and the store is told
+    between turns   `discard`: the session's resident is compacted in place, the store notified
     mid-turn        `truncate`: a turn whose window is full waits until its KV is compacted; then
                     it is admitted again and resumes
 
-The store is told in the background, behind the saves of what was computed before; the session's
+The store is notified in the background, behind the saves of what was computed before; the session's
 next load and its next save come after that. KV is compacted on the load thread, while steps of
-others go on. What cannot be (a norm behind RoPE, a failure) is given up: the turn loads, or
-recomputes.
+others go on. KV that cannot be compacted (a norm behind RoPE, a failure) is dropped: the turn
+loads, or recomputes.
 
 Everything here runs on the event loop. Invariants: 1. a resident whose KV is moved is protected
 by the scheduler until it is what its tokens and its lineage say, or gone; whoever asked for that
@@ -32,11 +32,11 @@ log = get_logger(__name__)
 
 
 class Discards:
-    """See the module docstring.
+    """Drops tokens of sessions' contexts; see the module docstring.
 
     Args:
-        tasks: of the engine.
-        changed: called when a resident may be used again.
+        tasks: the engine's task group.
+        changed: callback when a resident may be used again.
     """
 
     def __init__(
@@ -56,11 +56,11 @@ class Discards:
         self._counters = counters
         self._tasks = tasks
         self._changed = changed
-        self._over: dict[SessionKey, asyncio.Event] = {}  # of the compactions under way
+        self._over: dict[SessionKey, asyncio.Event] = {}  # set when a compaction under way ends
 
     @property
     def num_compacting(self) -> int:
-        """Residents that are being compacted."""
+        """Number of residents that are being compacted."""
         return len(self._over)
 
     async def settled(self, key: SessionKey) -> None:
@@ -69,7 +69,7 @@ class Discards:
             await over.wait()
 
     async def discard(self, key: SessionKey, cut: ContextCut) -> None:
-        """See EngineLoop.discard; `cut.ranges` are merged, and not empty.
+        """Drop tokens of a session, see EngineLoop.discard; `cut.ranges` are merged, not empty.
 
         Up to the first wait everything is noted: who is queued before finds the resident busy. One
         that is being moved keeps its lineage: nobody will match it.
@@ -88,7 +88,7 @@ class Discards:
     def is_end(self, request: EngineRequest) -> bool:
         """Whether an answer ends because its window is full, and nothing may be dropped.
 
-        Else the request knows what it is about to drop, if its window is full.
+        Else, if its window is full, `request.to_drop` is set.
 
         Raises:
             InvalidDiscardError: for a range that is empty, or outside what is computed.
@@ -102,7 +102,7 @@ class Discards:
         return not request.to_drop
 
     def truncate(self, request: EngineRequest) -> None:
-        """Drop that of a request that overflowed, whose request waits: its KV is resident now."""
+        """Drop `to_drop` of a request that overflowed; it waits, and its KV is resident now."""
         ranges, request.to_drop = request.to_drop, ()
         computed_ids = request.token_ids[: request.computed_tokens]
         self._memory.overflow(request)
@@ -120,7 +120,7 @@ class Discards:
         ranges: Sequence[Range],
         lineage: Lineage | None,
     ) -> asyncio.Task[None]:
-        """Drop tokens of the resident that has these; then it is of this lineage, or gone."""
+        """Compact the resident of these tokens; then it has this lineage, or is released."""
         self._over[key] = asyncio.Event()
         return self._tasks.create_task(self._compact(key, token_ids, ranges, lineage))
 

@@ -7,8 +7,8 @@
 
 Threads: the event loop, one compute thread (steps), one load thread and one store thread (copies).
 The scheduler and all requests belong to the event loop. Invariants:
-    1. memory is given back only when no step and no copy uses it: the pool's holds see to that;
-    2. whoever gets an answer owes `keep` or `drop`; until then its token slots stay reserved;
+    1. memory is released only when no step and no copy uses it: the pool's holds see to that;
+    2. who gets an answer owes `keep` or `drop`; until then its token slots stay reserved;
     3. KV computed over a load is neither shown nor saved before that is confirmed;
     4. an exception that is nobody's turn's fault ends the loop, and with it the process.
 """
@@ -48,8 +48,8 @@ class EngineLoop:
     """See the module docstring.
 
     Args:
-        num_layers: of the model.
-        saves_first: a step waits until what was computed before it is stored (for measuring).
+        num_layers: number of the model's layers.
+        saves_first: whether a step waits until all KV computed before it is stored (for measuring).
 
     Attributes:
         idle: set while nothing is computed, loaded, saved or dropped.
@@ -117,13 +117,13 @@ class EngineLoop:
     # ---------------------------------------------------------------------------- for people
 
     def gauges(self) -> dict[str, float]:
-        """Return what goes up and down, by name."""
+        """Return the engine's gauges by name."""
         return {
-            "reserved_rows": self.scheduler.slots.reserved_slots,
-            "resident_rows": self.scheduler.residents.num_slots,
+            "reserved_token_slots": self.scheduler.slots.reserved_slots,
+            "resident_token_slots": self.scheduler.residents.num_slots,
             "resident_sessions": len(self.scheduler.residents),
-            "pool_rows": self._pool.num_token_slots,
-            "pool_free_rows": self._pool.num_free,
+            "pool_token_slots": self._pool.num_token_slots,
+            "pool_free_token_slots": self._pool.num_free,
             "pool_misses": self._pool.num_outside,  # KV found no room in the pool: only slower
             "saves_under_way": self.memory.num_saving,
             "compute_busy_s": self._stepper.busy_s,
@@ -135,9 +135,9 @@ class EngineLoop:
         """Compute a request's answer; on return the caller owes `keep` or `drop`.
 
         Args:
-            request: to be queued.
-            cut: what its session's context gives up for it, once it has its place: the request
-                is of what is left. It stays given up if the request fails.
+            request: the request, not queued yet.
+            cut: tokens of the session's context that are dropped once the request is queued: it
+            continues what is left. They stay dropped if it fails.
 
         Raises:
             QueueFullError: it was not even queued.
@@ -158,7 +158,9 @@ class EngineLoop:
     def keep(self, request: EngineRequest, token_ids: Sequence[int]) -> None:
         """Save the request's KV in the background, and keep it in memory while there is room.
 
-        `token_ids` are the first of the request's tokens, all computed: they are what is kept.
+        Args:
+            request: a request that is done.
+            token_ids: the first of its tokens, all computed: those that are kept.
         """
         self.memory.keep(request, token_ids)
         self._requests.forget(request)
@@ -166,9 +168,9 @@ class EngineLoop:
     async def discard(self, key: SessionKey, cut: ContextCut) -> None:
         """Drop tokens of a session of which nothing is computed; the others keep their KV.
 
-        Returns once that in memory is in order. The store is told behind the session's saves, and
-        before its next load and save; if that fails, a later load misses. Where it has been done
-        before, nothing changes.
+        Returns once the KV in memory is in order. The store is notified behind the session's saves
+        and before its next load and save; if that fails, a later load misses. A discard that is
+        repeated changes nothing.
 
         Raises:
             InvalidDiscardError: for a range that is empty or outside the context.
@@ -179,19 +181,19 @@ class EngineLoop:
             await self._discards.discard(key, replace(cut, ranges=merged))
 
     async def forget(self, key: SessionKey, token_ids: Sequence[int]) -> None:
-        """Have the KV of a session dropped that is deleted."""
+        """Drop the KV of a session that is deleted, in memory and in the store."""
         self.memory.release_resident(key)
         await self._saves.settled(key)
         await self._store.forget(key, as_token_bytes(token_ids))
 
     async def end_session(self, key: SessionKey) -> None:
-        """Note that a session will not come back, after the save of its last turn."""
+        """Report a session's end to the store, after the save of its last turn."""
         self.memory.release_resident(key)
         await self._saves.settled(key)
         await self._store.end_session(key)
 
     def drop(self, request: EngineRequest) -> None:
-        """Give the request up wherever it is; does nothing for one that is kept or released."""
+        """Cancel the request wherever it is; do nothing if it is kept or released."""
         if self._requests.drop(request):
             self._wake.set()
 
@@ -265,7 +267,7 @@ class EngineLoop:
                 self._dispatch(part.request, output)
 
     def _dispatch(self, request: EngineRequest, output: StepOutput) -> None:
-        """Give the token to the turn; end the request if the answer does, or if it failed."""
+        """Pass the token to the turn; end the request if the answer does, or if it failed."""
         if isinstance(output.error, LoadFailedError):
             self._requests.restart(request)
         elif output.error is not None:

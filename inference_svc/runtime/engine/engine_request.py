@@ -25,14 +25,14 @@ from shared.types.lineage import Lineage
 
 @dataclass(eq=False)
 class LoadOutcome:
-    """What a turn found of its history; filled in as it is known.
+    """How much of a turn's history was reused, and from where; filled in while it loads.
 
     Attributes:
-        tokens: in the sequence's KV, that need not be computed.
-        tier_tokens: of them, by the tier where they were: "hbm", "dram", "ssd".
-        load_s: from asking to the last token's arrival.
-        stall_s: of that, how long the model waited for a layer.
-        reason: slug, why it is not more; "" if all that was asked for is there.
+        tokens: number of tokens in the sequence's KV that need not be computed.
+        tier_tokens: how many of them came from each tier: "hbm", "dram", "ssd".
+        load_s: seconds from admission to the last token's arrival.
+        stall_s: seconds of these that steps waited for a layer.
+        reason: slug, why it is not more; "" if the whole history is there.
     """
 
     tokens: int = 0
@@ -46,23 +46,23 @@ class TurnSink(Protocol):
     """Receives what the engine makes of a request; called on the event loop."""
 
     def started(self, request: "EngineRequest") -> None:
-        """History is found as far as it was kept; called once, its `outcome` grows afterwards."""
+        """Receive how much of the history was found; called once, `outcome` grows afterwards."""
 
     def sampled(self, token: Sampled) -> bool:
-        """Take the next token; return whether the answer ends with it."""
+        """Receive the next token; return whether the answer ends with it."""
 
     def window_full(self) -> None:
-        """No token comes any more: the window is full, and nothing may be dropped."""
+        """End the answer: the window is full, and nothing may be dropped."""
 
 
 @dataclass(frozen=True)
 class ContextCut:
-    """What a session's context gives up.
+    """Tokens that are dropped from a session's context.
 
     Attributes:
-        token_ids: of the context before, those that were computed.
-        ranges: positions in these.
-        lineage: of these; None: not named.
+        token_ids: the computed tokens of the context before the cut.
+        ranges: positions in `token_ids` that are dropped.
+        lineage: the lineage of `token_ids`; None: not named.
     """
 
     token_ids: Sequence[int]
@@ -71,12 +71,12 @@ class ContextCut:
 
     @property
     def token_bytes(self) -> bytes:
-        """The tokens as kvd takes them."""
+        """`token_ids` as kvd takes them: little-endian uint32."""
         return as_token_bytes(self.token_ids)
 
     @property
     def lineage_after(self) -> Lineage | None:
-        """Of what is left; `ranges` are merged."""
+        """The lineage of what is left; `ranges` are merged."""
         return None if self.lineage is None else self.lineage.after(self.token_bytes, self.ranges)
 
 
@@ -85,8 +85,8 @@ class Load:
     """A load under way, from its request's admission to the last token.
 
     Attributes:
-        begun: to be copied from the store; None: nothing, as far as is known.
-        gate: of the sequence's KV, once it is known that KV is to be copied to it.
+        begun: the store's part, to be copied; None: nothing, or not known yet.
+        gate: the gate of the sequence's KV, once it is known that KV is copied to it.
         source: a resident's KV, to be copied; None: none is.
         held: the hold on that KV's memory, until the load is over: its session may be deleted.
     """
@@ -103,24 +103,27 @@ class EngineRequest(Request):
     """A request as the engine computes it.
 
     Attributes:
-        is_final: the session ends with this turn.
+        is_final: whether the session ends with this turn.
         done: set when the answer is complete; its exception is why there is none.
-        load_policy: None: the engine's.
-        truncate: given the context whose window is full, returns what is to be dropped of it: ()
-            ends the answer. None: the answer never fills its window.
-        scores: attention of its tokens, for compression.
-        input_tokens: how many of the prompt's tokens are the turn's own.
+        load_policy: the turn's own load policy; None: the engine's.
+        truncate: given the context whose window is full, returns the ranges to drop of it: () ends
+            the answer. None: the answer never fills its window.
+        scores: keeps the attention scores of its tokens, for compression; None: nobody needs them.
+        input_tokens: number of the prompt's tokens that are the turn's own, not its history.
         discards: what `truncate` made it drop, in order.
-        to_drop: what it is about to.
-        kv: from the start of loading until it is released or becomes a resident.
-        write_buffer: of this admission; None if nothing is saved.
-        saves: stores the write buffer.
-        load: that of its last admission, while it uses the memory, or is about to give some.
+        to_drop: ranges that it is about to drop, merged.
+        kv: the sequence's KV, from the start of loading until released or made a resident.
+        write_buffer: the write buffer of this admission; None if nothing is saved.
+        saves: the stream that stores the write buffer.
+        load: the load of its last admission, while that uses the request's memory or will provide
+            it.
+        outcome: how much of its history was reused.
         in_batch: set when its first step is planned.
-        is_kept: its answer was accepted; the save releases it.
-        num_failed_loads: that failed after they were announced.
-        context: of the task that made it: what is done for it elsewhere belongs to its trace, and
-            is logged with its session.
+        is_kept: whether its answer was accepted; the save then releases its memory.
+        is_started: whether `sink.started` was called.
+        num_failed_loads: number of its loads that failed after they were announced.
+        context: the context of the task that made it: what is done for it in other tasks belongs to
+            its trace, and is logged with its session.
     """
 
     sampler: Sampler
@@ -149,15 +152,15 @@ class EngineRequest(Request):
 
     def token_bytes(self, num_tokens: int) -> bytes:
         """Return the first tokens as kvd takes them: little-endian uint32."""
-        known = len(self._token_bytes) // TOKEN_BYTES
-        self._token_bytes += as_token_bytes(self.token_ids[known:])
+        num_cached = len(self._token_bytes) // TOKEN_BYTES
+        self._token_bytes += as_token_bytes(self.token_ids[num_cached:])
         return bytes(self._token_bytes[: num_tokens * TOKEN_BYTES])
 
     def discard(self, ranges: Sequence[Range]) -> None:
         """Drop computed tokens of its context, which has another lineage from now on.
 
         Args:
-            ranges: merged, of what is computed.
+            ranges: merged ranges of computed tokens.
         """
         if self.lineage is not None:
             computed = self.token_bytes(self.computed_tokens)
@@ -168,12 +171,12 @@ class EngineRequest(Request):
         super().discard(ranges)
 
     def detach(self) -> None:
-        """Forget the memory, which goes its own way; it waits for another admission."""
+        """Let go of the memory, which others release; the request waits to be admitted again."""
         self.kv = self.write_buffer = self.saves = None
         self.in_batch.clear()
 
     def end(self, error: Exception | None = None) -> None:
-        """Wake who waits for the answer, if somebody still does."""
+        """Complete `done`, unless its waiter has been cancelled."""
         if self.done.done():
             return
         if error is None:
@@ -183,5 +186,5 @@ class EngineRequest(Request):
 
 
 def as_token_bytes(token_ids: Sequence[int]) -> bytes:
-    """Token ids as kvd takes them: little-endian uint32."""
+    """Return token ids as kvd takes them: little-endian uint32."""
     return np.asarray(token_ids, dtype="<u4").tobytes()

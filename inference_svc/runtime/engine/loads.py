@@ -1,4 +1,4 @@
-"""Gives an admitted request its memory and its history, from wherever that is.
+"""Provides an admitted request with its memory and its history, from wherever that is.
 
     resident, large enough   its KV, as it is
     resident, too small      a larger sequence KV, KV copied layer by layer
@@ -46,11 +46,11 @@ HBM = "hbm"
 
 @dataclass(frozen=True)
 class PreloadPolicy:
-    """How far ahead of its turn a history is loaded; what is not the default is for measuring.
+    """How far ahead of its turn a history is loaded; other values than the default are to measure.
 
     Attributes:
-        is_layerwise: False: computing waits for the whole history (paper: NO-PL).
-        buffer_layers: layers loaded before the turn joins the batch; the rest follows then.
+        is_layerwise: whether computing waits layer by layer; False: for all (paper: NO-PL).
+        buffer_layers: number of layers loaded before the turn joins the batch; the rest follows.
     """
 
     is_layerwise: bool
@@ -61,7 +61,7 @@ class Loads:
     """Memory and history of one request at a time; see the module docstring.
 
     Attributes:
-        policy: of requests that have none of their own; a reload sets it.
+        policy: load policy of requests that have none of their own; a reload sets it.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class Loads:
         self._preload = preload
 
     async def begin(self, request: EngineRequest, load: Load) -> None:
-        """Give the request a new sequence KV and what the store has, and its write buffer.
+        """Lend the request a new sequence KV and a write buffer, and begin to load from the store.
 
         The sequence's KV counts all tokens that will be there.
         """
@@ -159,7 +159,7 @@ class Loads:
         return HBM if load.begun is None else max(load.begun.tier_tokens, default=None)
 
     def enough_layers(self, load: Load) -> int | None:
-        """Return with how many layers a request may start whatever the rates say; None: all."""
+        """Return with how many layers a request may start, whatever the rates; None: all."""
         num_layers = self._preload.buffer_layers
         # Beyond the buffer nothing is loaded before the request is in the batch.
         return num_layers if load.begun is not None and num_layers < self._num_layers else None
@@ -216,7 +216,7 @@ def _hand_over(hidden: LayerGate, gate: LayerGate) -> None:
 def _note_outcome(
     request: EngineRequest, num_tokens: int, tier_tokens: dict[str, int], reason: str
 ) -> None:
-    """Record where the history was; a turn that has come back keeps its first record."""
+    """Record where the history was; a turn that was preempted keeps its first record."""
     if request.is_back:
         return
     outcome = request.outcome
@@ -227,7 +227,7 @@ class LoadTasks:
     """Admitted requests whose history is on its way.
 
     Args:
-        changed: called when a request may start, or a load is over.
+        changed: callback when a request may start, or a load is over.
     """
 
     def __init__(
@@ -252,14 +252,14 @@ class LoadTasks:
         self._changed = changed
 
     def start(self, request: EngineRequest, admission: Admission) -> None:
-        """Load an admitted request. What it has of a resident is its own at once."""
+        """Begin to load an admitted request; it owns its resident's KV when this returns."""
         load = request.load = Load(admission)
         if admission.source is not None:
             self._loads.begin_resident(request, load)
         self._tasks.create_task(self._run(request, load), context=request.context.copy())
 
     def note_progress(self) -> None:
-        """Tell the scheduler how many layers are there."""
+        """Report to the scheduler how many layers of each load have arrived."""
         now_ns = time.monotonic_ns()
         for request in self._requests:
             gate = None if request.load is None else request.load.gate
@@ -302,7 +302,7 @@ class LoadTasks:
             self._finished(request, load)
 
     def _announce(self, request: EngineRequest, load: Load) -> None:
-        """Let the scheduler know what will be there; from now on the request may start."""
+        """Announce to the scheduler what will be there; from now on the request may start."""
         assert request.kv is not None, "a load gives a sequence's KV"  # noqa: S101
         now_ns = time.monotonic_ns()
         if load.gate is None:
@@ -331,7 +331,7 @@ class LoadTasks:
         self._changed()
 
     def _finished(self, request: EngineRequest, load: Load) -> None:
-        """All KV is where it belongs, or never will be; the gate knows which."""
+        """Record that a load is over: all KV is in place, or never will be; the gate says which."""
         now_ns = time.monotonic_ns()
         request.outcome.load_s = (now_ns - request.admitted_ns) / NS_PER_S
         if request.is_over:  # a resident that was copied for nothing stays
@@ -342,5 +342,5 @@ class LoadTasks:
 
 
 def _call_soon(loop: asyncio.AbstractEventLoop, call: Callable[[], None]) -> None:
-    """From any thread."""
+    """Call on the event loop; may be called from any thread."""
     loop.call_soon_threadsafe(call)

@@ -1,12 +1,12 @@
-"""What memory a request has, how it goes back, and how a request ends without an answer.
+"""What memory a request has, how that is released, and how a request ends without an answer.
 
     sequence KV          released when the request ends without an answer, or given to a resident
     write buffer  released when its save is over, which may be long after the request's end
     resident      released when the scheduler evicts it or its session ends
 
-Everything here runs on the event loop. Invariants: 1. every token slot that is given back is given
-back to the scheduler in the same call; 2. a save is opened with the write buffer it reads and
-outlives it never.
+Everything here runs on the event loop. Invariants: 1. every token slot that is released is released
+in the scheduler's account in the same call; 2. a save is opened with the write buffer it reads and
+never outlives it.
 """
 
 import asyncio
@@ -34,10 +34,10 @@ class RequestMemory:
     """The memory of requests, and the scheduler's account of it; see the module docstring.
 
     Args:
-        changed: called when token slots came back.
+        changed: callback when token slots were released.
 
     Attributes:
-        num_saving: saves under way, and discards and ends of sessions that the store is being told.
+        num_saving: saves under way, and discards and ends of sessions on their way to the store.
     """
 
     def __init__(
@@ -81,12 +81,12 @@ class RequestMemory:
         self._scheduler.release_write(request)
 
     def discard_stored(self, key: SessionKey, cut: ContextCut) -> None:
-        """Have the store drop tokens, behind the session's saves; nobody waits for that."""
+        """Drop tokens from the store, behind the session's saves, in the background."""
         link = self._saves.open_discard(key)
         self._start(self._saves.run_discard(key, link, cut.token_bytes, cut.ranges, cut.lineage))
 
     def _start(self, saving: Coroutine[None, None, None], context: Context | None = None) -> None:
-        """Run something in the background that counts as a save."""
+        """Run a save, discard or end of a session in the background, and count it."""
         self.num_saving += 1
         self._tasks.create_task(self._count(saving), context=context)
 
@@ -100,7 +100,7 @@ class RequestMemory:
     def keep(self, request: EngineRequest, token_ids: Sequence[int]) -> None:
         """Save the first tokens of a request that is over; its KV may stay as a resident.
 
-        Of a session that has ended nothing stays, and the store is told once the save is over.
+        Of a session that has ended nothing stays, and the store is notified after the save.
         """
         request.is_kept = True
         if not request.is_final:
@@ -127,7 +127,7 @@ class RequestMemory:
         request.detach()
 
     def void(self, request: EngineRequest) -> None:
-        """Keep and save nothing of what a request computed: it cannot be believed."""
+        """Keep and save nothing of what a request computed: its history did not arrive."""
         if request.kv is not None:
             self._pool.release(request.kv)
         if request.saves is not None:
@@ -135,7 +135,7 @@ class RequestMemory:
         request.detach()
 
     def release(self, request: EngineRequest) -> None:
-        """Give back the memory of a request that has no answer, and save nothing more.
+        """Release the memory of a request that has no answer, and save nothing more.
 
         What its KV has of the session's history is as good as it was, and stays if it may: not
         if the turn has dropped something while it was answered, which no other turn will.
@@ -152,7 +152,7 @@ class RequestMemory:
             self.release_resident(request.key)
 
     def release_kv(self, request: EngineRequest) -> None:
-        """Give the sequence's KV back, if it is still the request's."""
+        """Release the sequence's KV, if it is still the request's."""
         if request.kv is not None:
             self._pool.release(request.kv)
             request.kv = None
@@ -162,7 +162,7 @@ class RequestMemory:
     # -------------------------------------------------------------------------------- residents
 
     def _keep_resident(self, request: EngineRequest, token_ids: Sequence[int]) -> None:
-        """Let the KV of a request that is over stay, with these tokens, if it may.
+        """Keep the KV of these tokens of a request that is over as a resident, if it may.
 
         Not if some of them may never arrive, nor if the position-free KV of the last block is
         gone with an earlier write buffer: its growth could not be stored.
@@ -197,20 +197,20 @@ class RequestMemory:
         self._changed()
 
     def release_resident(self, key: SessionKey) -> None:
-        """Give up a session's resident, if it has one that is not in use."""
+        """Release a session's resident, if it has one that is not in use."""
         if self._scheduler.residents.drop(key):
             self._residents.release(key)
             self._changed()
 
 
 class Requests:
-    """The engine's requests, until their KV is given up, and how they end without an answer.
+    """The engine's requests, until their KV is released, and how they end without an answer.
 
     Invariants: 1. a request is here from its submission until it is kept or released; 2. memory
     that a load uses is released by that load, when it ends.
 
     Args:
-        changed: called when a request was forgotten.
+        changed: callback when a request was forgotten.
     """
 
     def __init__(
@@ -242,13 +242,13 @@ class Requests:
         self._requests[request.number] = request
 
     def forget(self, request: EngineRequest) -> bool:
-        """Forget a request that is over; False if it was before."""
+        """Forget a request that is over; return False if it was forgotten before."""
         is_known = self._requests.pop(request.number, None) is not None
         self._changed()
         return is_known
 
     def drop(self, request: EngineRequest) -> bool:
-        """Have a request given up between two steps; False if it is kept or released already."""
+        """Cancel a request between two steps; return False if it is kept or released already."""
         if request.is_kept or request.number not in self._requests:
             return False
         self._dropped.append(request)
@@ -263,7 +263,7 @@ class Requests:
             self.release(request)
 
     def restart(self, request: EngineRequest) -> None:
-        """Have a request admitted anew whose history did not arrive; what it computed is void."""
+        """Queue a request anew whose history did not arrive; what it computed is void."""
         request.num_failed_loads += 1
         self._memory.void(request)
         self._scheduler.restart(request, time.monotonic_ns())
@@ -287,7 +287,7 @@ class Requests:
         self.release(request)
 
     def release(self, request: EngineRequest) -> None:
-        """Release a request that has no answer, unless its load is under way: that does it then."""
+        """Release a request that has no answer; if its load is under way, that does it later."""
         request.in_batch.set()  # a load that waits for it resumes
         if request.load is None and self.forget(request):
             self._memory.release(request)

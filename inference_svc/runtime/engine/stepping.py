@@ -42,9 +42,9 @@ class StepInput:
 
 @dataclass(frozen=True)
 class StepOutput:
-    """What became of one request's part: a token if one was wanted, or an error.
+    """The result of one request's part: a token if it was to be sampled, or an error.
 
-    A LoadFailedError means that its history is not there, and is nobody's fault.
+    A LoadFailedError means that its history is not there: the request is computed anew.
     """
 
     token: Sampled | None = None
@@ -55,7 +55,7 @@ class Stepper:
     """Runs steps, one at a time.
 
     Attributes:
-        busy_s: time spent computing.
+        busy_s: seconds spent computing so far.
     """
 
     def __init__(
@@ -76,9 +76,15 @@ class Stepper:
     async def step(
         self, inputs: Sequence[StepInput], clock: StepClock | None = None
     ) -> list[StepOutput]:
-        """Compute; sequences' KV of parts without error have advanced, the others are as they were.
+        """Compute a step, of parts that have failed one by one.
 
-        `clock` opens with each layer whose KV is in the write buffers, and fails with the pass.
+        Args:
+            inputs: the parts, of different requests.
+            clock: opens with each layer whose KV is in the write buffers, and fails with the pass.
+
+        Returns:
+            One output per part, in order. The KV of parts without error has advanced, that of the
+            others is as it was.
         """
         self._counters.add("steps")
         try:
@@ -104,7 +110,7 @@ class Stepper:
         return [output for single in inputs for output in await self.step([single])]
 
     def _compute(self, inputs: Sequence[StepInput], clock: StepClock | None) -> "_Computed":
-        """Compute, on the compute thread. Once the pass is done, nothing raises any more."""
+        """Compute a step on the compute thread; once the pass is done, nothing raises any more."""
         with ExitStack() as held:
             for part in inputs:
                 held.enter_context(part.chunk.kv.hold())
@@ -133,8 +139,8 @@ class _Computed:
     """A step that succeeded.
 
     Attributes:
-        starts: tokens that each part's KV had before.
-        seconds: spent computing, not waiting for layers.
+        starts: number of tokens that each part's KV had before.
+        seconds: time spent computing, not waiting for layers.
     """
 
     outputs: list[StepOutput]
@@ -143,14 +149,19 @@ class _Computed:
 
 
 def _work_of(inputs: Sequence[StepInput], starts: Sequence[int]) -> tuple[int, int]:
-    """Tokens of a step, and sum of the tokens that each of them attends to."""
+    """Count the tokens of a step, and the (query, key) pairs that it attends to."""
     sizes = [len(part.chunk.token_ids) for part in inputs]
     num_pairs = sum(pairs(start, start + size) for start, size in zip(starts, sizes, strict=True))
     return sum(sizes), num_pairs
 
 
 def _answer(part: StepInput, logits_row: Tensor | None) -> StepOutput:
-    """Sample, if a token is wanted and the history it came from can be believed."""
+    """Sample, if the part has logits and its history is confirmed.
+
+    Args:
+        part: the request's part of the step.
+        logits_row: [vocab] float32; None: no token is to be sampled.
+    """
     request = part.request
     try:
         gate = part.chunk.kv.gate
@@ -190,7 +201,7 @@ def step_input(request: EngineRequest, chunk: PlannedChunk) -> StepInput:
 
 
 def follow_step(inputs: Sequence[StepInput], num_layers: int) -> StepClock | None:
-    """Have saves follow a step layer by layer, where history is certain; None: nobody does."""
+    """Let saves follow a step layer by layer, where history is certain; None: nobody does."""
     clock = None
     for part in inputs:
         request, kv = part.request, part.chunk.kv
@@ -202,7 +213,7 @@ def follow_step(inputs: Sequence[StepInput], num_layers: int) -> StepClock | Non
 
 
 def settle_load(request: EngineRequest) -> None:
-    """After the first step over a load: its gate has done its duty, and saving may begin."""
+    """Remove the gate after the first step over a load, and begin to save what it held back."""
     kv = request.kv
     if kv is None or kv.gate is None or not kv.gate.is_settled:
         return

@@ -31,11 +31,11 @@ class Arena(Protocol):
 
     @property
     def slot_bytes(self) -> int:
-        """Distance between slots."""
+        """Distance between slots, in bytes."""
 
     @property
     def num_slots(self) -> int:
-        """How many there are."""
+        """Number of slots."""
 
 
 class Block(Protocol):
@@ -43,7 +43,7 @@ class Block(Protocol):
 
     @property
     def slot_id(self) -> int:
-        """Which slot."""
+        """Index of the slot in the arena."""
 
     @property
     def token_offset(self) -> int:
@@ -64,11 +64,11 @@ class SlotRun:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of all slots together."""
+        """Number of tokens of all slots together."""
         return len(self.slot_ids) * self.tokens_per_slot
 
     def split(self, max_tokens: int) -> "list[SlotRun]":
-        """Cut into runs of at most so many tokens, or of one slot if that has more already."""
+        """Cut into runs of at most `max_tokens`, or of one slot if that has more already."""
         step = max(1, max_tokens // self.tokens_per_slot)
         if step >= len(self.slot_ids):
             return [self]
@@ -98,8 +98,8 @@ class ScatteredTokens:
     """Tokens here and there, one by one: many short runs, as a discard leaves them.
 
     Attributes:
-        slot_ids: [n] the slot of each.
-        offsets: [n] its place in the slot.
+        slot_ids: [n] int64, each token's slot.
+        offsets: [n] int64, each token's offset in its slot.
     """
 
     slot_ids: Tensor
@@ -108,11 +108,11 @@ class ScatteredTokens:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens there are."""
+        """Number of tokens."""
         return len(self.offsets)
 
     def split(self, max_tokens: int) -> "list[ScatteredTokens]":
-        """Cut into parts of at most so many."""
+        """Cut into parts of at most `max_tokens`."""
         return [
             ScatteredTokens(
                 *(ids[first : first + max_tokens] for ids in (self.slot_ids, self.offsets))
@@ -175,9 +175,9 @@ class ArenaKv:
         """Copy a run's tokens out of the arena.
 
         Args:
-            layer_index: of the layout.
+            layer_index: index of the layer in the layout.
             component_index: 0: keys, before RoPE; 1: values.
-            run: of which slots.
+            run: the slots and their tokens.
             out: [slots, tokens_per_slot, *shape], of scattered tokens [n, *shape]; of the
                 component's dtype, any strides and any device.
         """

@@ -38,8 +38,8 @@ def _mark(module: Any, stream: Any) -> Mark:
     return event
 
 
-def _place(device: torch.device) -> dict[str, torch.device]:
-    """Arguments of a stream on a device; a CPU's takes none."""
+def _stream_options(device: torch.device) -> dict[str, torch.device]:
+    """Return the arguments of a stream on a device; a CPU's takes none."""
     return {} if device.type == "cpu" else {"device": device}
 
 
@@ -49,7 +49,7 @@ class CopyStream:
     def __init__(self, device: torch.device) -> None:
         self._module = torch.get_device_module(device)
         self._computing = self._module.current_stream(device)
-        self._stream: Any = self._module.Stream(**_place(device))
+        self._stream: Any = self._module.Stream(**_stream_options(device))
 
     @contextmanager
     def copies(self, *, behind_computing: bool) -> Iterator[None]:
@@ -77,7 +77,7 @@ class CopyStream:
 
 
 class DoneInOrder:
-    """Calls back for each part of some work, in order, as soon as it can tell that it is done."""
+    """Calls back for each part of some work, in order, soon after the part is done."""
 
     def __init__(self, done: Callable[[int], None]) -> None:
         """Store what is called with the number of parts that are done."""

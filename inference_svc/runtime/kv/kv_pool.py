@@ -40,9 +40,9 @@ class KVPool:
     """See the module docstring; every method may be called from any thread.
 
     Attributes:
-        num_token_slots: of the region.
-        token_slot_bytes: what K and V of one token take, all layers, padded.
-        num_outside: how often the region had no room for a piece so far.
+        num_token_slots: size of the region, in token slots.
+        token_slot_bytes: bytes of one token's keys and values, all layers, padded.
+        num_outside: number of pieces so far that the region had no room for.
     """
 
     def __init__(
@@ -56,10 +56,10 @@ class KVPool:
         """Reserve address space; memory comes with `prefault` or first use.
 
         Args:
-            shapes: of all layers.
-            num_token_slots: what sequences' KV and write buffers hold together.
-            device: of the tensors.
-            dtype: of the tensors.
+            shapes: the shapes of all layers.
+            num_token_slots: token slots of sequences' KV and write buffers together.
+            device: where the tensors are.
+            dtype: the tensors' element type.
         """
         self.num_token_slots = num_token_slots
         self._keys = [shape.key for shape in shapes]
@@ -77,7 +77,7 @@ class KVPool:
 
     @property
     def num_free(self) -> int:
-        """Token slots of the region that nobody has."""
+        """Number of the region's token slots that are not lent."""
         with self._lock:
             return self._space.num_free
 
@@ -94,7 +94,7 @@ class KVPool:
         return WriteBuffer(keys, values, capacity_tokens, first_token, memory=memory)
 
     def release(self, lent: SequenceKv | WriteBuffer) -> None:
-        """Take memory back: now, or when the last who holds it lets go.
+        """Take memory back: now, or when the last copy or step that holds it is done.
 
         Raises:
             AssertionError: the second time.
@@ -102,7 +102,7 @@ class KVPool:
         lent.memory.release()
 
     def prefault(self) -> int:
-        """Fault in the whole region; blocks until done or `close`. Returns the bytes that are."""
+        """Fault in the whole region; block until done or `close`. Return the bytes faulted in."""
         return populate(self._region, lambda: self._is_closed)
 
     def close(self) -> None:
@@ -115,7 +115,7 @@ class KVPool:
             self._space.check()
 
     def _lend(self, num_tokens: int, *, from_top: bool) -> tuple[Tensor, MemoryHold]:
-        """Return memory of so many token slots, flat, and what releases it."""
+        """Return flat memory of `num_tokens` token slots, and the hold that releases it."""
         if num_tokens < 1:
             raise AssertionError(f"{num_tokens} token slots were asked for")
         num_items = num_tokens * self._slot_items

@@ -27,7 +27,7 @@ class LayerGate:
     """See the module docstring; every method may be called from any thread.
 
     Attributes:
-        on_change: called after each layer that opens, and after a failure, in that thread.
+        on_change: callback after each layer that opens, and after a failure, in that thread.
     """
 
     on_change: Callable[[], None] | None = None
@@ -58,7 +58,7 @@ class LayerGate:
 
     @property
     def waited_s(self) -> float:
-        """Time threads spent blocked in `wait` and `wait_confirmed`, summed over threads."""
+        """Seconds that threads spent blocked in `wait` and `wait_confirmed`, summed."""
         return self._waited_s
 
     def open(self, num_layers: int) -> None:
@@ -72,7 +72,7 @@ class LayerGate:
         self._notify()
 
     def fail(self, error: BaseException) -> None:
-        """Wake all who wait with `error`, as everybody will be who comes later."""
+        """Raise `error` in all who wait, and in everybody who waits later."""
         with self._changed:
             if not self.is_settled:
                 self._error = error
@@ -81,7 +81,7 @@ class LayerGate:
         self._notify()
 
     def confirm(self) -> None:
-        """Vouch for the KV of all layers: only now may results that used them be believed."""
+        """Confirm the KV of all layers: only now may results that used it leave the engine."""
         with self._changed:
             if self._error is not None:
                 return

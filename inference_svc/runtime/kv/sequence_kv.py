@@ -14,7 +14,7 @@ Invariants:
 2. token slots [0, end_token - first_token) of a write buffer are the same tokens' keys before RoPE,
    and values;
 3. slots beyond are garbage: a failed step or load leaves both as they were;
-4. `MemoryHold` calls `free` exactly once, by whoever lets go last: the owner or a holder;
+4. `MemoryHold` calls `free` exactly once, by whoever releases last: the owner or a holder;
 5. nobody takes hold of memory that was released, even while others still hold it.
 """
 
@@ -68,7 +68,7 @@ class MemoryHold:
                 self._free()
 
     def release(self) -> None:
-        """Let the owner's part go: the memory is given back now or by the last holder.
+        """Release the owner's part: the memory is freed now, or by the last holder.
 
         Raises:
             AssertionError: the second time.
@@ -131,12 +131,12 @@ class LayerTensors:
 
 @dataclass(eq=False)
 class LentKv:
-    """What working KV of either kind is: tensors of every layer in memory that a pool lends.
+    """Working KV of either kind: tensors of every layer in memory that a pool lends.
 
     Attributes:
         keys: per layer, see the classes below; in the pool's dtype, on its device.
-        values: as `keys`.
-        capacity_tokens: token slots there are.
+        values: per layer, likewise.
+        capacity_tokens: number of token slots.
         memory: the hold on the memory beneath, which the pool that lent it releases.
     """
 
@@ -147,7 +147,7 @@ class LentKv:
 
     @property
     def device(self) -> torch.device:
-        """Where the tensors are."""
+        """The device that the tensors are on."""
         return self.keys[0].device
 
     def hold(self) -> AbstractContextManager[None]:
@@ -163,8 +163,8 @@ class SequenceKv(LentKv):
     [1, kv_heads, capacity_tokens, value_dim].
 
     Attributes:
-        num_tokens: token slots in use.
-        gate: what a forward has to wait for before it reads a layer; None: for nothing.
+        num_tokens: number of token slots in use.
+        gate: what a forward has to wait for before it reads a layer; None: all layers are there.
     """
 
     num_tokens: int = 0
@@ -172,7 +172,7 @@ class SequenceKv(LentKv):
 
     @property
     def free_tokens(self) -> int:
-        """Tokens that can still be appended."""
+        """Number of tokens that can still be appended."""
         return self.capacity_tokens - self.num_tokens
 
     def reset(self) -> None:
@@ -202,7 +202,7 @@ class WriteBuffer(LentKv):
 
     @property
     def free_tokens(self) -> int:
-        """Tokens that can still be appended."""
+        """Number of tokens that can still be appended."""
         return self.first_token + self.capacity_tokens - self.end_token
 
     def cut(self, first_token: int, num_tokens: int) -> tuple[Sequence[Tensor], Sequence[Tensor]]:

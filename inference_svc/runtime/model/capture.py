@@ -37,12 +37,12 @@ class Forward(Protocol):
     def rotated(
         self, tap: "RotaryTap", args: tuple[Any, ...], options: dict[str, Any], result: Any
     ) -> None:
-        """Note a call of an apply function."""
+        """Record a call of an apply function."""
 
     def cached(self, layer_index: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Take what a layer must cache, key and value [1, heads, tokens, dim]; return what it has.
+        """Receive a layer's new keys and values; return those to attend to.
 
-        That is what the model attends to, or makes something of before it does.
+        All are [1, kv_heads, tokens, dim]; a model may transform what it gets before it attends.
         """
 
     def attend(
@@ -51,7 +51,7 @@ class Forward(Protocol):
         """Return attention's output [1, tokens, heads, dim] for query [1, heads, tokens, dim]."""
 
     def masked(self, allowed: Callable[..., Tensor]) -> Any:
-        """Return what attention calls get as mask, given the predicate (batch, head, q, kv)."""
+        """Return the mask that attention calls get, given the predicate (batch, head, q, kv)."""
 
 
 _forward: ContextVar[Forward | None] = ContextVar("forward_under_capture", default=None)
@@ -68,7 +68,7 @@ def under(forward: Forward) -> Iterator[None]:
 
 
 class RotaryTap:
-    """Stands in for one apply function."""
+    """Stands in for one function that applies a rotary embedding, and reports its calls."""
 
     def __init__(self, apply: Callable[..., Any]) -> None:
         self.apply = apply
@@ -123,7 +123,11 @@ class CaptureCache(Cache):
     # What a cache of keys and values does not have. Asking for it is refusing to be served.
 
     def get_conv_state(self, *_args: Any, **_options: Any) -> Tensor:
-        """Refuse."""
+        """Refuse the model.
+
+        Raises:
+            ModelRecurrentError: always.
+        """
         raise ModelRecurrentError("the model keeps a recurrent state beside keys", REMEDY)
 
     update_conv_state = get_conv_state
@@ -131,7 +135,11 @@ class CaptureCache(Cache):
     update_recurrent_state = get_conv_state
 
     def update_indexer(self, *_args: Any, **_options: Any) -> Tensor:
-        """Refuse."""
+        """Refuse the model.
+
+        Raises:
+            ModelIndexerError: always.
+        """
         raise ModelIndexerError("the model keeps an index beside keys and values (DSA)", REMEDY)
 
 
@@ -197,25 +205,25 @@ class ForwardCall:
         self,
         token_ids: Tensor,
         positions: Tensor,
-        wanted: Tensor,
+        logit_indices: Tensor,
         cache: Cache,
         **options: Any,
     ) -> Tensor:
-        """Run a forward; returns logits [wanted, vocab].
+        """Run a forward; return logits [n, vocab].
 
         Args:
             token_ids: [1, tokens].
             positions: [1, tokens].
-            wanted: [wanted] indices of tokens. A tensor even if empty: an int makes some models
-                drop queries of layers that share KV.
-            cache: takes what layers cache.
-            options: of the model's own.
+            logit_indices: [n] int64, the tokens whose logits are returned. A tensor even if
+                empty: an int makes some models drop queries of layers that share KV.
+            cache: receives what layers cache.
+            options: the model's own further arguments.
         """
         if self.takes_positions:
             options["position_ids"] = positions
         is_sparing = "logits_to_keep" in self._parameters
         if is_sparing:
-            options["logits_to_keep"] = wanted
+            options["logits_to_keep"] = logit_indices
         answer = self._model(input_ids=token_ids, past_key_values=cache, use_cache=True, **options)
         logits: Tensor = answer.logits[0]
-        return logits if is_sparing else logits[wanted]
+        return logits if is_sparing else logits[logit_indices]

@@ -1,4 +1,4 @@
-"""Digests of whole files, computed beside other work and remembered between starts.
+"""Digests of whole files, computed beside other work and cached between starts.
 
 Every byte counts. A file is hashed in pieces of PIECE_BYTES by a few threads (hashlib gives up the
 interpreter's lock), and its digest is the digest of its pieces' digests. SHA-256, because a wrong
@@ -6,14 +6,14 @@ match would let two models share KV cache, because processors have instructions 
 core measured with them), and because it needs no argument about who chose the bytes. At that rate
 140 GB take 80 s of CPU time, 10 s on eight threads: about what reading them takes.
 
-A digest is remembered under the file's real path (links are followed), with its size, inode,
-modification and change times; any difference and the file is read again. A digest is not remembered
-if the file was touched within SETTLED_NS of hashing: another write may then leave the same times.
+A digest is cached under the file's real path (links are followed), with its size, inode,
+modification and change times; any difference and the file is read again. A digest is not cached if
+the file was touched within SETTLED_NS of hashing: another write may then leave the same times.
 
 Invariants:
     1. a file that changes while it is hashed, or before `check_unchanged`, has no digest;
-    2. what is remembered is replaced as a whole, and what does not match its own checksum is not
-       believed: a lost or damaged cache costs one more reading.
+    2. the cache's file is replaced as a whole, and ignored unless it matches its own checksum: a
+       lost or damaged cache costs one more reading.
 """
 
 import hashlib
@@ -34,9 +34,9 @@ from shared.types.units import NS_PER_S, ceil_div
 PIECE_BYTES = 16 * 2**20
 READ_BYTES = 2**20  # at once: stays in a core's cache between reading and hashing
 MAX_THREADS = 8  # more would take from loading what they give
-MAX_REMEMBERED = 4096  # files, some 300 bytes each: those of about a hundred large models
+MAX_ENTRIES = 4096  # files, some 300 bytes each: those of about a hundred large models
 SETTLED_NS = 2 * NS_PER_S  # the coarsest time stamps of file systems in use
-FORMAT = f"sha256 of {PIECE_BYTES}".encode()  # what is remembered in another format is not believed
+FORMAT = f"sha256 of {PIECE_BYTES}".encode()  # part of the checksum: another format is ignored
 
 log = get_logger(__name__)
 
@@ -69,7 +69,7 @@ class DigestCache:
     """Digests in one JSON file, below a line with its checksum; the last used files are kept.
 
     Args:
-        path: of the file; its directory is the service's own.
+        path: the cache's file; its directory is the service's own.
         settled_ns: see the module docstring.
     """
 
@@ -82,19 +82,19 @@ class DigestCache:
         """Return a file's digest if the file is as it was; None if it has to be hashed.
 
         Args:
-            path: of the file; links are followed.
-            state: of the file now.
+            path: the file's path; links are followed.
+            state: the file's state now.
         """
         entry = self._entries.get(str(path.resolve()))
         if entry is None or entry.get("state") != asdict(state):
             return None
         return bytes.fromhex(entry["digest"])
 
-    def remember(self, found: Mapping[Path, tuple[FileState, bytes]], hashed_ns: int) -> None:
-        """Keep digests, durably; a disk that refuses them costs the next start its time.
+    def record(self, found: Mapping[Path, tuple[FileState, bytes]], hashed_ns: int) -> None:
+        """Record digests, durably; a disk that refuses them costs the next start its time.
 
         Args:
-            found: of each file its state and its digest.
+            found: each file's state and digest.
             hashed_ns: Unix time when hashing began.
         """
         before = list(self._entries.items())
@@ -103,7 +103,7 @@ class DigestCache:
             self._entries.pop(name, None)  # the last used ones stand last
             if state.is_settled(hashed_ns, self._settled_ns):
                 self._entries[name] = {"state": asdict(state), "digest": digest.hex()}
-        for name in list(self._entries)[:-MAX_REMEMBERED]:
+        for name in list(self._entries)[:-MAX_ENTRIES]:
             del self._entries[name]
         if list(self._entries.items()) == before:
             return
@@ -147,11 +147,11 @@ class FileDigests:
     """Hashes files in the background from `__enter__` on; leaving it stops what is not done.
 
     Args:
-        files: in the order in which they are going to be needed.
-        cache: None remembers nothing.
+        files: the files, in the order in which they are going to be needed.
+        cache: digests of earlier starts; None: every file is hashed.
 
     Attributes:
-        read_bytes: that were hashed, not remembered.
+        read_bytes: bytes of the files that were hashed because no digest was cached.
     """
 
     def __init__(self, files: Sequence[Path], cache: DigestCache | None = None) -> None:
@@ -160,22 +160,22 @@ class FileDigests:
         self._stop = threading.Event()
         self._began_ns = time.time_ns()
         self._states: dict[Path, FileState] = {}
-        self._known: dict[Path, bytes] = {}
+        self._digests: dict[Path, bytes] = {}
         self._pieces: dict[Path, list[Future[bytes]]] = {}
         self._threads = ThreadPoolExecutor(num_threads(), thread_name_prefix="digest")
         self.read_bytes = 0
 
     def __enter__(self) -> Self:
-        """Begin.
+        """Find cached digests, and begin to hash the files that have none.
 
         Raises:
             OSError: a file is not there.
         """
         for file in self._files:
             state = self._states[file] = FileState.of(file)
-            known = self._cache.find(file, state) if self._cache else None
-            if known is not None:
-                self._known[file] = known
+            digest = self._cache.find(file, state) if self._cache else None
+            if digest is not None:
+                self._digests[file] = digest
                 continue
             self.read_bytes += state.num_bytes
             self._pieces[file] = [
@@ -194,7 +194,7 @@ class FileDigests:
         self._threads.shutdown(cancel_futures=True)
 
     def digests(self) -> list[bytes]:
-        """Wait for the digests of all files, in their order, and remember them.
+        """Wait for the digests of all files, in their order, and cache them.
 
         Raises:
             OSError: a file cannot be read, or was written meanwhile.
@@ -203,15 +203,15 @@ class FileDigests:
             digest = hashlib.sha256(self._states[file].num_bytes.to_bytes(8, "little"))
             for piece in pieces:
                 digest.update(piece.result())
-            self._known[file] = digest.digest()
+            self._digests[file] = digest.digest()
         self.check_unchanged()
         if self._cache:
-            found = {file: (self._states[file], self._known[file]) for file in self._files}
-            self._cache.remember(found, self._began_ns)
-        return [self._known[file] for file in self._files]
+            found = {file: (self._states[file], self._digests[file]) for file in self._files}
+            self._cache.record(found, self._began_ns)
+        return [self._digests[file] for file in self._files]
 
     def check_unchanged(self) -> None:
-        """Raise FileChangedError unless every file is what it was in the beginning."""
+        """Raise FileChangedError unless every file is what it was at `__enter__`."""
         for file, state in self._states.items():
             if FileState.of(file) != state:
                 raise FileChangedError(f"{file} was written while it was read")
@@ -234,7 +234,7 @@ class FileDigests:
 
 
 def num_threads() -> int:
-    """Half of the processors that this process may use, MAX_THREADS at most."""
+    """Return half of the processors that this process may use, MAX_THREADS at most."""
     return max(1, min(MAX_THREADS, len(os.sched_getaffinity(0)) // 2))
 
 

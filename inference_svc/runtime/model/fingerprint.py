@@ -45,17 +45,17 @@ class Fingerprint(FileDigests):
     """Fingerprints a directory beside its being loaded: weights are hashed from `__enter__` on."""
 
     def __init__(self, path: Path, cache: DigestCache | None = None) -> None:
-        """Begin nothing yet.
+        """List the weight files; hashing begins with `__enter__`.
 
         Args:
-            path: of the model directory, or of a GGUF file.
-            cache: of weight files' digests; None: every byte is read.
+            path: the model directory, or a GGUF file.
+            cache: cached digests of weight files; None: every byte is read.
         """
         super().__init__(weight_files(path), cache)
         self._path = path
 
     def result(self) -> str:
-        """Wait for a 128-bit digest, hex. Called when the model is loaded.
+        """Wait for the fingerprint, a 128-bit digest in hex; call it when the model is loaded.
 
         Raises:
             OSError: a file cannot be read, or a weight file was written meanwhile.
@@ -83,7 +83,7 @@ def _tokenizer_parts(path: Path) -> Iterator[tuple[str, str]]:
 
 
 def _canonical(content: bytes) -> bytes:
-    """JSON without its layout and without what changes no token; anything else as it is."""
+    """Return JSON without its layout and without what changes no token; anything else as it is."""
     try:
         found = json.loads(content)
     except ValueError:  # whoever loads it says so
@@ -92,7 +92,7 @@ def _canonical(content: bytes) -> bytes:
 
 
 def _without(found: Any, ignored: frozenset[str]) -> Any:
-    """An object without some of its members, sorted; anything else as it is."""
+    """Return an object without some of its members, sorted; anything else as it is."""
     if not isinstance(found, dict):
         return found
     return {name: found[name] for name in sorted(found) if name not in ignored}

@@ -46,8 +46,8 @@ def check_model(path: Path) -> None:
 def weight_files(path: Path) -> list[Path]:
     """Return the weight files of a model directory, sorted by name.
 
-    All that could be loaded: those beside config.json, and those that the index names elsewhere.
-    A model that is one file is that.
+    All that could be loaded: those beside config.json, and those that the index names elsewhere;
+    of a GGUF model the file itself.
     """
     if path.is_file():
         return [path]
@@ -56,7 +56,7 @@ def weight_files(path: Path) -> list[Path]:
 
 
 def shards(path: Path) -> Mapping[str, list[str]]:
-    """Which tensors are in which file, as the index says; {} if there is none that can be read."""
+    """Return the tensors of each file, as the index says; {} without a readable index."""
     try:
         weight_map = json.loads((path / INDEX_FILE).read_text())["weight_map"]
     except (OSError, ValueError, KeyError, TypeError):  # whoever loads it says so
@@ -69,7 +69,7 @@ def shards(path: Path) -> Mapping[str, list[str]]:
 
 
 def is_gguf(path: Path) -> bool:
-    """Whether that is a file in this format, whatever its name."""
+    """Whether the path is a GGUF file, whatever its name."""
     if not path.is_file():
         return False
     with path.open("rb") as file:
@@ -77,7 +77,7 @@ def is_gguf(path: Path) -> bool:
 
 
 def check_gguf(path: Path, packages: Sequence[str] = PACKAGES) -> None:
-    """Check that such a file can be read here.
+    """Check that a GGUF file can be read here.
 
     Raises:
         UnsupportedModelError: it is a part of a model, or packages are missing.
@@ -96,12 +96,12 @@ def check_gguf(path: Path, packages: Sequence[str] = PACKAGES) -> None:
 
 @contextmanager
 def no_progress_bar() -> Iterator[None]:
-    """Keep the bar that Transformers draws for such files, whatever it is told, out of the log."""
+    """Keep the bar that Transformers draws for GGUF files, despite its settings, out of the log."""
     with redirect_stderr(io.StringIO()):
         yield
 
 
 def gguf_hint(path: Path) -> str:
-    """What to give instead of a directory that has nothing but such a file; "" if it has none."""
+    """Return the remedy for a directory that has nothing but a GGUF file; "" if it has none."""
     found = sorted(path.glob("*.gguf"))
     return f"give the GGUF file itself: {found[0]}" if found else ""

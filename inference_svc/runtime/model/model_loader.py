@@ -34,14 +34,16 @@ class LoadedModel:
     Attributes:
         model: the Transformers model; typed loosely, its interface differs between versions.
         tokenizer: None if the directory has none; turns are then token ids only.
-        name: of the directory.
-        architecture: class name.
-        fingerprint: see `fingerprint`.
-        context_window: tokens; UNSTATED_WINDOW if the config does not say.
-        vocab_size: of the logits.
-        eos_ids: tokens that end an answer.
-        hashed_bytes: of weights, that were read for the fingerprint; 0 if it was remembered.
-        hash_wait_s: from the end of loading to the fingerprint.
+        name: the directory's name.
+        architecture: the model's class name.
+        fingerprint: 128-bit digest in hex, see `fingerprint.py`.
+        context_window: most tokens of a context; UNSTATED_WINDOW if the config does not say.
+        vocab_size: width of the logits.
+        eos_ids: ids of the tokens that end an answer.
+        device: where the weights are.
+        dtype: the weights' element type.
+        hashed_bytes: bytes of weights that were read for the fingerprint; 0: all were cached.
+        hash_wait_s: seconds from the end of loading to the fingerprint.
     """
 
     model: Any
@@ -67,8 +69,8 @@ def load_model(
         path: a directory with config.json and weights, as `save_pretrained` writes it; or a GGUF
             file.
         dtype: "auto" (what the config says), "float32", "bfloat16" or "float16".
-        device: as torch names it.
-        digests: file where the digests of weights are remembered; None: they are all read.
+        device: a device by torch's name for it, such as "cpu" or "cuda:0".
+        digests: the file that caches the digests of weights; None: every byte is read.
 
     Raises:
         UnknownModelError: if there is no model in `path`.
@@ -149,7 +151,7 @@ def _from_pretrained(path: Path, dtype: str) -> Any:
 
 
 def _located(path: Path) -> tuple[Path, dict[str, Any]]:
-    """The directory that Transformers is to look in, and what it is to be told of a GGUF file."""
+    """Return the directory that Transformers is to look in, and its arguments for a GGUF file."""
     return (path.parent, {"gguf_file": path.name}) if path.is_file() else (path, {})
 
 

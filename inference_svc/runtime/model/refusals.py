@@ -36,7 +36,7 @@ class ModelModeMissingError(UnsupportedModelError):
 
 
 class NotDecoupledError(UnsupportedModelError):
-    """KV of the first layer depends on where its token stands; `positions` asked for others."""
+    """KV of the first layer depends on its token's position; `positions` was set to decoupled."""
 
     reason = "model_positions_coupled"
 

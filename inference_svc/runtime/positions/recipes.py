@@ -1,4 +1,4 @@
-"""What calibration found out: all that running, loading and storing need to know of a model.
+"""What calibration found out: all that running, loading and storing need of a model.
 
 Tensors are called by their shape: a component's tokens are [tokens, kv_heads, dim] in the model's
 dtype, keys before RoPE ("free") or as the layer caches them.
@@ -58,8 +58,8 @@ class ScaledRotary:
 
     A norm by the root mean square (Hunyuan, nanochat, Llama 4) divides a key by its length, which a
     rotation does not change, and multiplies its elements with weights. So a key divided by the
-    weights is a rotated one, and can be moved like any other. Offers what compacting in place wants
-    of a `RotaryTable`.
+    weights is a rotated one, and can be moved like any other. Has the methods of a `RotaryTable`
+    that compacting in place uses.
     """
 
     def __init__(self, rotary: RotaryTable, scale: Tensor) -> None:
@@ -73,13 +73,13 @@ class ScaledRotary:
         self._scale = scale
 
     def move_into(self, keys: Tensor, old_start: int, new_start: int, out: Tensor) -> None:
-        """See `RotaryTable.move_into`."""
+        """Move keys to other positions, as `RotaryTable.move_into`."""
         rotated = keys / self._scale
         self._rotary.move_into(rotated, old_start, new_start, rotated)
         out.copy_(rotated.mul_(self._scale))
 
     def unrotate_into(self, keys: Tensor, start: int, out: Tensor) -> None:
-        """See `RotaryTable.unrotate_into`; what comes out is before RoPE but normalised."""
+        """Undo the rotation, as `RotaryTable.unrotate_into`; results stay normalised."""
         self._rotary.unrotate_into(keys / self._scale, start, out)
 
     def rotate_into(self, keys: Tensor, start: int, out: Tensor) -> None:
@@ -93,7 +93,7 @@ class PostRotary:
     """A norm between a layer's RoPE and its cache; a module of the model, over the last dimension.
 
     Attributes:
-        norm: takes [..., dim].
+        norm: the norm, a module over the last dimension, [..., dim].
         scale: [dim] its weights if it is a root-mean-square norm; None: it cannot be taken back.
     """
 
@@ -115,9 +115,10 @@ class ComponentRecipe:
     """One of the two tensors that a layer caches.
 
     Attributes:
-        source: None: it has no position, as values and the keys of NoPE layers.
-        rotary: embeds it; None exactly if `source` is None.
-        post: what follows the rotary embedding; None: nothing.
+        source: where it is seen before RoPE; None: it has no position, as values and the keys of
+            NoPE layers.
+        rotary: the table that embeds it; None exactly if `source` is None.
+        post: the norm after the rotary embedding; None: there is none.
     """
 
     source: KeySource | None = None
@@ -166,9 +167,9 @@ class LayerRecipe:
     """One layer that caches KV.
 
     Attributes:
-        shape: of a token.
-        key: the first tensor that it caches.
-        value: the second.
+        shape: shapes of a token's key and value.
+        key: recipe of the first tensor that it caches.
+        value: recipe of the second.
     """
 
     shape: LayerShape
@@ -177,7 +178,7 @@ class LayerRecipe:
 
     @property
     def components(self) -> tuple[ComponentRecipe, ComponentRecipe]:
-        """Both, in the order of `shape` and of the layout."""
+        """Both recipes, in the order of `shape` and of the layout."""
         return self.key, self.value
 
 
@@ -186,9 +187,9 @@ class AttentionCall:
     """One attention call of a forward, in order.
 
     Attributes:
-        layer_index: over whose KV.
-        window: as in `AttentionOptions`.
-        chunk: as in `AttentionOptions`.
+        layer_index: the layer over whose KV it is.
+        window: number of latest keys a query sees, itself included; None: all.
+        chunk: a query sees keys from the last multiple of this position on; None: all.
     """
 
     layer_index: int
@@ -196,7 +197,7 @@ class AttentionCall:
     chunk: int | None = None
 
     def options(self, given: Mapping[str, Any]) -> AttentionOptions:
-        """Return what the call asks for, in the words that Transformers has for it."""
+        """Return the call's options, given those by Transformers' names."""
         return AttentionOptions(
             given.get("scaling"), given.get("softcap"), given.get("s_aux"), self.window, self.chunk
         )
@@ -204,19 +205,21 @@ class AttentionCall:
 
 @dataclass(frozen=True)
 class Calibration:
-    """The whole of it.
+    """All that calibration found out about a model in one dtype.
 
     Attributes:
         mode: how attention is computed. "ragged": over each sequence's KV where it lies; "gather":
             over what the model makes of gathered KV; "masked": by the model's own attention, under
             a mask that keeps the sequences of a batch apart; "single": by the model's own, one
             sequence at a time.
-        positions: of stored KV. "decoupled": without their position, embedded when loaded;
+        positions: how KV is stored. "decoupled": keys without their position, embedded when loaded;
             "coupled", "naive": as they were cached, see `KVLayout.position_mode`.
-        layout: of the stored KV, the same in every process that serves this model in this dtype.
-        layers: by cache index, as in `layout`.
-        attention_calls: of one forward; none where the model's own attention runs.
-        notes: what was tried before, and why it was not taken.
+        layout: layout of the stored KV, the same in every process that serves this model in this
+            dtype.
+        layers: each layer's recipe, by cache index, as in `layout`.
+        attention_calls: the attention calls of one forward; none where the model's own attention
+            runs.
+        notes: each attempt that failed before, and why.
     """
 
     mode: Mode

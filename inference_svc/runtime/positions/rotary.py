@@ -45,7 +45,7 @@ class RotaryNotLinearError(Exception):
 
 
 class RotaryTable:
-    """Tables C and S of one rotary embedding, grown on demand up to the positions asked for.
+    """Tables C and S of one rotary embedding, grown on demand.
 
     `rotate` may be called from any thread: growing swaps in a longer pair of tables under a lock.
     """
@@ -64,11 +64,11 @@ class RotaryTable:
 
         Args:
             rope: the model's own RoPE.
-            pairing: of that RoPE.
-            max_tokens: the context window; the model's RoPE is never asked beyond it, some change
-                there.
-            table_dtype: to which the model rounds cosines and sines.
-            dtype: in which the model multiplies; the result is cast back to the keys' dtype.
+            pairing: the pairs of elements that this RoPE rotates.
+            max_tokens: tokens of the context window; the model's RoPE is never called beyond it,
+                where some change.
+            table_dtype: dtype to which the model rounds cosines and sines.
+            dtype: dtype in which the model multiplies; results are cast back to the keys' dtype.
             device: where keys are rotated.
         """
         self.pairing = pairing
@@ -100,7 +100,7 @@ class RotaryTable:
     def as_rope(self) -> Rope:
         """Return the same embedding as a function that needs nothing but tables.
 
-        They are made to the end of the context window now; the model is not asked again.
+        They are made to the end of the context window now; the model is not run again.
         """
         self._tables_to(self._max_tokens)
 
@@ -154,8 +154,8 @@ class RotaryTable:
 
         Args:
             keys: [n, kv_heads, dim], after RoPE, on the table's device.
-            start: position of the first.
-            out: of the same shape and any strides; may overlap the keys.
+            start: position of the first key.
+            out: the result, of the same shape and any strides; may overlap the keys.
         """
         wide, end = self.wide, start + keys.shape[0]
         if wide is not self:

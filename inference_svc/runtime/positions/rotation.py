@@ -126,7 +126,7 @@ class Tables(NamedTuple):
 
     @property
     def num_tokens(self) -> int:
-        """Positions there are."""
+        """Number of positions."""
         return self.cosines.shape[0]
 
     def at(self, start: int, end: int) -> "Tables":
@@ -142,8 +142,8 @@ class Spare(NamedTuple):
     """Scratch of a turn, each [n, heads, width]; only `products` if the keys' dtype is the tables'.
 
     Attributes:
-        products: with the sines.
-        sums: in the tables' dtype, before they are rounded to the keys'.
+        products: products with the sines.
+        sums: sums in the tables' dtype, before they are rounded to the keys'.
         wide: the keys in the tables' dtype.
     """
 
@@ -163,9 +163,9 @@ class Turn:
 
         Args:
             keys: [n, heads, dim], before RoPE; whatever they hold at the time of `into`.
-            tables: long enough.
+            tables: factors of all these positions at least.
             start: position of the first key.
-            spare: to write to meanwhile.
+            spare: scratch to write intermediate results to.
         """
         width, end = tables.width, start + keys.shape[0]
         self._products, self._sums, self._wide = spare
@@ -217,7 +217,7 @@ class Inversion:
         Args:
             pairing: both sides of it are permutations.
             width: leading elements that turn, as in `Tables`.
-            device: of the tables.
+            device: where the tables are.
         """
         by_source = _inverse(pairing.source[:width])
         by_partner = _inverse(pairing.partner[:width])
@@ -264,8 +264,8 @@ def _determinants(
 
 
 def _inverse(permutation: tuple[int, ...]) -> list[int]:
-    """Return where each index stands."""
-    places = [0] * len(permutation)
-    for place, index in enumerate(permutation):
-        places[index] = place
-    return places
+    """Return the inverse of a permutation output -> input: input -> output."""
+    inverse = [0] * len(permutation)
+    for output, index in enumerate(permutation):
+        inverse[index] = output
+    return inverse

@@ -1,4 +1,4 @@
-"""Loads from kvd into a sequence's KV, and what loads and saves share in their talk with it.
+"""Loads from kvd into a sequence's KV, and what loads and saves share in their calls to it.
 
 Invariants: 1. a gate is confirmed only when kvd has confirmed the lease *after* all KV was
 copied; 2. every lease that was granted is completed, however the copy ends; 3. any failure is a
@@ -31,23 +31,28 @@ from shared.types.kv_layout import KVLayout
 
 
 class KvdTalk:
-    """What loads and saves have in common in their talk with kvd: its failures, its arena."""
+    """What loads and saves share in their calls to kvd: its failures, its arena."""
 
     def __init__(self, layout: KVLayout, counters: Counters) -> None:
         self.layout = layout
         self.counters = counters
         self._last_problem = ""
-        self._rows: tuple[ArenaMap, ArenaKv] | None = None
+        self._tensors: tuple[ArenaMap, ArenaKv] | None = None
 
-    def rows_of(self, arena: ArenaMap) -> ArenaKv:
-        """Return the arena as tensors; they are made once per arena."""
-        known = self._rows  # read once: loads and saves ask from threads of their own
-        if known is None or known[0] is not arena:
-            known = self._rows = arena, ArenaKv(arena, self.layout)
-        return known[1]
+    def as_tensors(self, arena: ArenaMap) -> ArenaKv:
+        """Return the arena as tensors, which are made once per arena."""
+        made = self._tensors  # read once: another thread may replace it
+        if made is None or made[0] is not arena:
+            made = self._tensors = arena, ArenaKv(arena, self.layout)
+        return made[1]
 
     def note_problem(self, what: str, error: Exception) -> str:
-        """Count and log a failure, the log once until something works again; return its slug."""
+        """Count a failure, log it once until a call succeeds again, and return its slug.
+
+        Args:
+            what: "load", "save", "discard", "end_session" or "forget".
+            error: what the call raised.
+        """
         if what in ("load", "save"):
             self.counters.add(f"{what}_errors")
         slug = error.reason if isinstance(error, ReportedError) else "copy_failed"
@@ -59,7 +64,7 @@ class KvdTalk:
         return slug
 
     def note_success(self) -> None:
-        """Say that kvd works again, if it did not."""
+        """Log that kvd works again, if it did not."""
         if self._last_problem:
             log.info("session_store_works_again", after=self._last_problem)
         self._last_problem = ""
@@ -73,12 +78,12 @@ log = get_logger(__name__)
 
 @dataclass(frozen=True)
 class CopyThreads:
-    """Who copies.
+    """The threads that copy between working KV and the arena.
 
     Attributes:
-        load: what is in DRAM.
-        read: what kvd is still reading: threads of their own, so that a slow disk holds up nobody.
-        store: what is saved.
+        load: loads blocks that are in DRAM.
+        read: load blocks that kvd is still reading: apart, so that a slow disk delays nobody.
+        store: copies what is saved.
     """
 
     load: WorkerThread
@@ -90,7 +95,7 @@ class KvdLoads:
     """See the module docstring.
 
     Args:
-        deadline_s: how long one load may wait for kvd.
+        deadline_s: most seconds that one load may wait for kvd.
     """
 
     def __init__(
@@ -112,7 +117,7 @@ class KvdLoads:
         self._layers = range(len(calibration.layers))
 
     async def begin(self, request: LoadRequest) -> BegunLoad:
-        """See SessionLoads. All grants but the last are copied already."""
+        """See SessionLoads. On return all grants but the last are copied."""
         if request.policy is LoadPolicy.NEVER:
             return BegunLoad(reason="load_policy_never")
         if not self._chooser.wants(request.policy, DRAM, 0, request.num_tokens):
@@ -167,13 +172,13 @@ class KvdLoads:
         await self._release(begun.grant)
 
     async def _begin(self, request: LoadRequest, begun: BegunLoad) -> None:
-        """Ask until the last grant; copy those before it.
+        """Request grants up to the last one; copy those before it.
 
-        kvd is asked for what it is still reading, too. Once such a load has failed, the rest is
-        asked for again without that: kvd then grants only what it could read.
+        Blocks that kvd is still reading are requested, too. Once such a load has failed, the rest
+        is requested again without them: kvd then grants only what it could read.
         """
-        may_wait, wanted = request.may_wait, request.num_tokens
-        while begun.end_token < wanted:
+        may_wait, num_tokens = request.may_wait, request.num_tokens
+        while begun.end_token < num_tokens:
             left_s = self._deadline(begun) - time.monotonic()
             if left_s <= 0:
                 begun.reason = "deadline"
@@ -200,7 +205,7 @@ class KvdLoads:
                 continue
             self._note_spans(begun, grant)
             if is_last:
-                begun.reason = "" if end_token == wanted else "partial"
+                begun.reason = "" if end_token == num_tokens else "partial"
                 if grant.more:
                     self._talk.counters.add("loads_refused")
                     begun.reason = RECOMPUTE_CHEAPER
@@ -218,7 +223,7 @@ class KvdLoads:
         return "partial" if begun.end_token else grant.miss_reason
 
     def _note_spans(self, begun: BegunLoad, grant: LoadGrant) -> None:
-        """Extend what is known of the load by a grant."""
+        """Add a grant's tokens to the load."""
         for span in grant.spans:
             begun.tier_tokens[span.tier] += span.num_tokens
         last = grant.spans[-1]
@@ -252,7 +257,7 @@ class KvdLoads:
         layers: range,
         deadline_s: float,
     ) -> None:
-        rows = self._talk.rows_of(grant.arena)
+        tensors = self._talk.as_tensors(grant.arena)
 
         def copy(wait_layer: Callable[[int], None]) -> None:
             stream = CopyStream(kv.device)
@@ -262,7 +267,7 @@ class KvdLoads:
                 if tail is not None:
                     held.enter_context(tail.hold())
                 held.enter_context(stream.copies(behind_computing=True))
-                loader = LayerLoader(kv, rows, grant.spans, self._calibration, tail)
+                loader = LayerLoader(kv, tensors, grant.spans, self._calibration, tail)
                 for layer_index in layers:
                     wait_layer(layer_index)
                     loader.load(layer_index)
@@ -278,19 +283,19 @@ class KvdLoads:
         return begun.began_s + self._deadline_s
 
     def _note_rate(self, begun: BegunLoad) -> None:
-        """Learn from a load: all of it counts for the slowest tier it came from."""
+        """Feed a load's time into the rates: all of it counts for the slowest tier it came from."""
         tier = SSD if begun.tier_tokens[SSD] else DRAM
         self._rates.loads.note(tier, begun.end_token, time.monotonic() - begun.began_s)
 
     async def _release(self, grant: LoadGrant | None) -> None:
-        """Complete a lease that nothing is believed of."""
+        """Complete a lease whose KV is not used."""
         if grant is not None:
             with suppress(ReportedError):
                 await self._client.complete_load(grant)
 
 
 def _waits(progress: LoadProgress, deadline_s: float) -> Callable[[int], None]:
-    """Wait for a layer until the deadline, in the thread that will copy it."""
+    """Make the wait for a layer, until the deadline, in the thread that will copy it."""
 
     def wait_layer(layer_index: int) -> None:
         progress.wait_layer(layer_index, max(0.0, deadline_s - time.monotonic()))

@@ -31,11 +31,11 @@ WAKE_UPS = 4  # of the store thread while it follows a step
 
 
 class KvdSessionStore:
-    """See SessionStore.
+    """The store of sessions' KV in kvd; see SessionStore.
 
     Args:
         saves: whether anything is stored.
-        deadline_s: how long one load, or one save, may wait for kvd.
+        deadline_s: most seconds that one load, or one save, may wait for kvd.
     """
 
     def __init__(
@@ -121,11 +121,11 @@ class KvdSessionStore:
         """Copy, on the store thread; with a clock, behind the step that computes it."""
         if not grant.blocks:
             return
-        rows = self._talk.rows_of(grant.arena)
+        tensors = self._talk.as_tensors(grant.arena)
         stream = CopyStream(buffer.device)
         wait_layer = no_wait if clock is None else _in_groups(clock, stream)
         with buffer.hold(), stream.copies(behind_computing=clock is None):
-            store_blocks(buffer, rows, grant.blocks, self._calibration, wait_layer)
+            store_blocks(buffer, tensors, grant.blocks, self._calibration, wait_layer)
             if clock is not None:  # a step that fails after its last layer is computed anew
                 clock.wait_confirmed()
 
@@ -146,14 +146,14 @@ class KvdSessionStore:
             self._talk.counters.add("store_discards")
 
     async def end_session(self, key: SessionKey) -> None:
-        """See SessionStore. Without kvd it is told when kvd is back."""
+        """See SessionStore. Without kvd the client reports it when kvd is back."""
         try:
             await self._client.end_session(key)
         except ReportedError as error:
             self._talk.note_problem("end_session", error)
 
     async def forget(self, key: SessionKey, token_ids: bytes) -> None:
-        """See SessionStore. Without kvd the KV stays, of a session that kvd will hear has ended."""
+        """See SessionStore. Without kvd the KV stays, and kvd later learns of the session's end."""
         if not token_ids:
             return
         try:

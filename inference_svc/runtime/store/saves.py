@@ -22,7 +22,7 @@ from shared.types.session_key import SessionKey
 
 @dataclass(frozen=True)
 class _Piece:
-    """Tokens to be stored, from the first one on, and what they wait for."""
+    """Tokens to be stored, from the first one on, and the clock they wait for."""
 
     token_ids: bytes
     clock: StepClock | None
@@ -46,7 +46,7 @@ class SaveStream:
             that of the session whose prefix it shares.
         block_tokens: of the layout.
         group_tokens: fewer unsaved tokens than this wait for more, or for the end.
-        lineage: of the tokens; None: not named.
+        lineage: the tokens' lineage; None: not named.
 
     Attributes:
         over: set when nothing is being stored any more and nothing will be.
@@ -76,7 +76,7 @@ class SaveStream:
         self._block_tokens = block_tokens
         self._group_tokens = max(group_tokens, block_tokens)
         self._lineage = lineage
-        self._asked_token = buffer.first_token  # what is before it has been asked for
+        self._queued_token = buffer.first_token  # end of what has been given to `_put`
         self._saved_token = buffer.first_token
         self._next: _Piece | None = None
         self._is_last = False
@@ -86,7 +86,7 @@ class SaveStream:
 
     def wants(self, end_token: int) -> bool:
         """Whether `follow` would store something once tokens [0, end_token) are computed."""
-        return self._end_of_blocks(end_token) - self._asked_token >= self._group_tokens
+        return self._end_of_blocks(end_token) - self._queued_token >= self._group_tokens
 
     def follow(self, token_ids: bytes, clock: StepClock | None) -> None:
         """Store the full blocks of these tokens, whose KV a step computes behind `clock`.
@@ -95,8 +95,8 @@ class SaveStream:
         whose load is not confirmed: wrong bytes must not be published. A piece that is not begun
         yet is replaced.
         """
-        self._asked_token = self._end_of_blocks(len(token_ids) // TOKEN_BYTES)
-        self._put(_Piece(token_ids[: self._asked_token * TOKEN_BYTES], clock))
+        self._queued_token = self._end_of_blocks(len(token_ids) // TOKEN_BYTES)
+        self._put(_Piece(token_ids[: self._queued_token * TOKEN_BYTES], clock))
 
     def finish(self, token_ids: bytes) -> None:
         """Store all of these tokens, which are computed; `over` is set after that."""
@@ -159,7 +159,7 @@ class DiscardLink:
     """A discard in the chain.
 
     Args:
-        previous: set when what is before it in the chain is over.
+        previous: set when the save or discard before it in the chain is over.
 
     Attributes:
         over, idle: set when the store has been told, or cannot be.
@@ -171,10 +171,11 @@ class DiscardLink:
 
 
 class Saves:
-    """See the module docstring.
+    """The chains of all sessions; see the module docstring.
 
     Args:
-        group_tokens: see SaveStream.
+        block_tokens: tokens of a block of the layout.
+        group_tokens: least number of unsaved tokens that a stream stores; see SaveStream.
     """
 
     def __init__(
@@ -226,7 +227,7 @@ class Saves:
         ranges: Sequence[Range],
         lineage: Lineage | None,
     ) -> None:
-        """Tell the store of a discard when it is its turn; see SessionStore.discard."""
+        """Pass a discard to the store when it is its turn; see SessionStore.discard."""
         try:
             if link.previous is not None:
                 await link.previous.wait()
@@ -237,7 +238,7 @@ class Saves:
                 del self._newest[key]
 
     async def run(self, key: SessionKey, stream: SaveStream) -> None:
-        """Run a stream to its end, then count it and let the session's next load go."""
+        """Run a stream to its end, then count it and release the session's next load."""
         try:
             await stream.run()
             self._count(stream)
@@ -251,12 +252,12 @@ class Saves:
             await stream.over.wait()
 
     async def caught_up(self) -> None:
-        """Wait until what was asked for is stored: what synchronous saving waits for."""
+        """Wait until every stream's pieces so far are stored: synchronous saving waits for this."""
         for stream in list(self._newest.values()):
             await stream.idle.wait()
 
     def _end(self, key: SessionKey) -> asyncio.Event | None:
-        """Set when the session's chain, as it is now, is over; None: it has none."""
+        """Return the event that the session's chain, as it is now, is over; None: it has none."""
         newest = self._newest.get(key)
         return None if newest is None else newest.over
 

@@ -1,4 +1,4 @@
-"""What the engine asks of a store of sessions, and the store that keeps nothing.
+"""The store of sessions' KV as the engine uses it, and the one that keeps nothing.
 
 A load has two halves: `begin` finds out how many tokens there are, `finish` copies them layer by
 layer behind a gate, while a step may follow on its heels. Nothing here raises because of the store:
@@ -29,10 +29,12 @@ class LoadRequest:
     """What is to be loaded, and where it goes.
 
     Attributes:
-        token_ids: little-endian uint32: all that may be loaded, from the first token on.
-        kv: empty; belongs to the load until it is over.
-        may_wait: take what kvd is still reading, too.
-        lineage: of the tokens: which discards they come after; None: not named.
+        key: the session's key.
+        token_ids: all tokens that may be loaded, from the first one on; little-endian uint32.
+        kv: the empty KV to load into; belongs to the load until that is over.
+        policy: whether loading must pay against computing.
+        may_wait: whether to accept blocks that kvd is still reading.
+        lineage: the tokens' lineage: which discards they come after; None: not named.
     """
 
     key: SessionKey
@@ -44,7 +46,7 @@ class LoadRequest:
 
     @property
     def num_tokens(self) -> int:
-        """How many tokens are asked for."""
+        """Number of tokens that may be loaded."""
         return len(self.token_ids) // TOKEN_BYTES
 
 
@@ -54,12 +56,12 @@ class BegunLoad:
 
     Attributes:
         end_token: the sequence's KV is going to hold tokens [0, end_token).
-        tail_from: where the last block begins if it is partial, else end_token: the first token
+        tail_from: first token of the last block if that is partial, else end_token: the first token
             whose position-free KV the next store needs.
-        tier_tokens: of these tokens, by the tier where kvd had them.
-        reason: slug, why it is not more; "" if all that was asked for is there.
-        grant: the last one, not copied yet; None: nothing is left to copy.
-        began_s: monotonic time.
+        tier_tokens: how many of the tokens kvd had in each tier.
+        reason: slug, why it is not more; "" if all requested tokens are there.
+        grant: the last grant, not copied yet; None: nothing is left to copy.
+        began_s: monotonic time when the load began, in seconds.
     """
 
     end_token: int = 0
@@ -91,19 +93,19 @@ class SessionLoads(Protocol):
 
 
 class SessionStore(Protocol):
-    """What the engine needs of a store."""
+    """A store of sessions' KV, as the engine uses it."""
 
     @property
     def state(self) -> StoreState:
-        """For people."""
+        """Whether kvd is attached; "off" if nothing is stored."""
 
     @property
     def saves(self) -> bool:
-        """Whether position-free KV is wanted at all."""
+        """Whether KV is stored at all: else nobody needs write buffers."""
 
     @property
     def loads(self) -> SessionLoads:
-        """What is stored is loaded by these."""
+        """The loads from this store."""
 
     async def save(
         self,
@@ -114,11 +116,20 @@ class SessionStore(Protocol):
         clock: StepClock | None = None,
         lineage: Lineage | None = None,
     ) -> str | None:
-        """Store the buffer's KV of token_ids[from_token:], which are of the lineage.
+        """Store the buffer's KV of tokens from `from_token` on.
 
-        With a clock it is still being computed: a layer's KV is read once the clock lets it pass,
-        and nothing is published before it is confirmed. Returns why not all of them are stored, ""
-        if they are, None if it failed.
+        Args:
+            key: the session's key.
+            token_ids: its tokens from the first one on, little-endian uint32.
+            from_token: the first token to store; those before it are stored.
+            buffer: the write buffer with the tokens' KV.
+            clock: the clock of the step that still computes it: a layer's KV is read once the clock
+                lets it pass, and nothing is published before the clock is confirmed. None: all KV
+                is there.
+            lineage: the tokens' lineage; None: not named.
+
+        Returns:
+            A slug that says why not all of them are stored; "" if they are, None if it failed.
         """
 
     async def discard(
@@ -130,31 +141,31 @@ class SessionStore(Protocol):
     ) -> None:
         """Drop merged ranges of a session's tokens; the others keep their KV.
 
-        If the store cannot be told, it has nothing of the tokens that are left, or only what it
-        knows to have been computed as they were: a later load misses the rest.
+        If the store cannot be notified, it has nothing of the tokens that are left, or only KV
+        whose lineage says that it was computed as theirs was: a later load misses the rest.
 
         Args:
-            key: whose.
-            token_ids: before the discard.
-            ranges: positions in these.
-            lineage: of these.
+            key: the session's key.
+            token_ids: its tokens before the discard, little-endian uint32.
+            ranges: positions in `token_ids`.
+            lineage: the lineage of `token_ids`; None: not named.
         """
 
     async def end_session(self, key: SessionKey) -> None:
-        """Say that the session will not come back."""
+        """Report that the session takes no further turn."""
 
     async def forget(self, key: SessionKey, token_ids: bytes) -> None:
-        """Drop the KV of a deleted session that was these tokens."""
+        """Drop the KV of a deleted session's tokens (little-endian uint32)."""
 
     def follow_queue(self, feed: QueueFeed) -> None:
-        """Be told from now on which turns wait, in which order, and which run."""
+        """Receive from now on which turns wait, in which order, and which run."""
 
 
 class NoSessionLoads:
     """Loads where nothing is stored."""
 
     async def begin(self, request: LoadRequest) -> BegunLoad:
-        """Nothing is stored."""
+        """Return a load of no tokens."""
         del request
         return BegunLoad(reason="mode_recompute")
 
@@ -166,12 +177,12 @@ class NoSessionLoads:
         gate: LayerGate,
         layers: range,
     ) -> None:
-        """Never called: there is no load."""
+        """Refuse: there is no load to finish."""
         del begun, kv, tail, gate, layers
         raise AssertionError("nothing was begun")
 
     async def cancel(self, begun: BegunLoad) -> None:
-        """There is nothing to end."""
+        """Do nothing: no load was begun."""
 
 
 class NoSessionStore:
@@ -190,7 +201,7 @@ class NoSessionStore:
         clock: StepClock | None = None,
         lineage: Lineage | None = None,
     ) -> str | None:
-        """Never called: there are no write buffers."""
+        """Refuse: there are no write buffers to save."""
         del key, token_ids, from_token, buffer, clock, lineage
         raise AssertionError("nothing is saved")
 
@@ -201,13 +212,13 @@ class NoSessionStore:
         ranges: Sequence[Range],
         lineage: Lineage | None = None,
     ) -> None:
-        """Nothing is stored."""
+        """Do nothing: nothing is stored."""
 
     async def end_session(self, key: SessionKey) -> None:
-        """Nobody to tell."""
+        """Do nothing: nothing is stored of the session."""
 
     async def forget(self, key: SessionKey, token_ids: bytes) -> None:
-        """Nothing to drop."""
+        """Do nothing: nothing is stored."""
 
     def follow_queue(self, feed: QueueFeed) -> None:
-        """Nobody to tell."""
+        """Do nothing: nobody prefetches."""

@@ -48,7 +48,7 @@ class Compactor:
         self._thread = thread
 
     async def compact(self, kv: SequenceKv, kept: Sequence[Range]) -> int:
-        """See `compact_in_place`; returns how many tokens are left: 0 also if none can be moved."""
+        """Compact as `compact_in_place`; return the number of tokens left: 0 if none can move."""
         if not can_compact(self._calibration):
             return 0
         await self._thread.run(compact_in_place, kv, kept, self._calibration)
@@ -64,14 +64,14 @@ def num_left(kept: Sequence[Range], calibration: Calibration) -> int:
 
 @torch.inference_mode()
 def compact_in_place(kv: SequenceKv, kept: Sequence[Range], calibration: Calibration) -> None:
-    """Move the tokens of the kept runs to the front; sets `kv.num_tokens` at the end.
+    """Move the tokens of the kept runs to the front; set `kv.num_tokens` at the end.
 
     If it raises, the KV is not to be used any more.
 
     Args:
-        kv: nobody else uses it; its tokens are those of one sequence from position 0 on.
-        kept: runs of its tokens, in order, not touching.
-        calibration: of the model that computed them; `can_compact`.
+        kv: the sequence's KV, from position 0 on; nobody else uses it.
+        kept: runs of its tokens that stay, in order, not touching.
+        calibration: what is known of the model that computed them; `can_compact` holds for it.
     """
     left = num_left(kept, calibration)
     if calibration.positions != "coupled":
@@ -137,11 +137,11 @@ class _Piece(NamedTuple):
     """Tokens that are moved in one go.
 
     Attributes:
-        start: the first token, which stays.
-        num_tokens: from there to the last token that stays.
-        target: where the first goes.
-        num_left: of them, tokens that stay.
-        chosen: [num_left] which, counted from `start`; None: all.
+        start: slot of the first token, which stays.
+        num_tokens: number of tokens from there to the last one that stays.
+        target: slot that the first token goes to.
+        num_left: how many of the tokens stay.
+        chosen: [num_left] int64, which of them stay, counted from `start`; None: all.
     """
 
     start: int

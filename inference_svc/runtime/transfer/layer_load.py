@@ -45,9 +45,9 @@ def check_spans(kv: SequenceKv, spans: Sequence[Span], layout: KVLayout) -> int:
     """Return the position after the last span.
 
     Args:
-        kv: to append to; the first span has to begin at its `num_tokens`.
-        spans: in order, without gaps.
-        layout: of the slots.
+        kv: the KV to append to; the first span has to begin at its `num_tokens`.
+        spans: the spans, in order, without gaps.
+        layout: the layout of the slots.
 
     Raises:
         ValueError: if the spans leave a gap, leave the slot or the sequence's KV.
@@ -83,12 +83,13 @@ class LayerLoader:
         """Prepare what all layers share.
 
         Args:
-            kv: has room for the spans; who loads holds it.
-            arena: that the slots are in; the caller holds their lease.
-            spans: as `check_spans` wants them.
-            calibration: of the model that the sequence's KV and the stored bytes belong to.
-            tail: begins within the last span, or at its end: the span's tokens from there on are
-                kept as they are stored, since the next store replaces that block by a longer one.
+            kv: the sequence's KV, with room for the spans; the caller holds it.
+            arena: the arena of the slots; the caller holds their lease.
+            spans: the spans, as `check_spans` accepts them.
+            calibration: what is known of the model that the KV and the stored bytes belong to.
+            tail: a write buffer that begins within the last span, or at its end: the span's tokens
+                from there on are kept as they are stored, since the next store replaces that block
+                by a longer one.
         """
         self._kv = kv
         self._arena = arena
@@ -116,7 +117,7 @@ class LayerLoader:
                 kept[layer_index][:count].copy_(stored)
 
     def _place(self, layer_index: int, component: int, layer_kv: Tensor) -> None:
-        """Copy tokens as they are to their place in `layer_kv`, [kv_heads, capacity, dim]."""
+        """Copy tokens as they are to their slots in `layer_kv`, [kv_heads, capacity, dim]."""
         first = self._first
         for run in self._runs:
             self._arena.gather(layer_index, component, run, _place_of(run, layer_kv, first))
@@ -125,7 +126,7 @@ class LayerLoader:
     def _embed(
         self, layer_index: int, component: int, rotary: RotaryTable, post: PostRotary | None
     ) -> None:
-        """Gather a component piece by piece, and write it after RoPE to its place."""
+        """Gather a component piece by piece, and write it after RoPE to its token slots."""
         layer_kv = (self._kv.keys, self._kv.values)[component][layer_index][0]
         for piece in self._pieces_of(layer_index, component, rotary):
             for run, place in piece.gathers:
@@ -150,7 +151,7 @@ class LayerLoader:
                 count = sum(run.num_tokens for run in runs)
                 keys = self._arena.scratch(layer_index, component, count)
                 turn = rotary.turn(keys, first) if is_on_cpu else None
-                pieces.append(_Piece(first, keys, list(_places(keys, runs)), turn))
+                pieces.append(_Piece(first, keys, list(_gathers(keys, runs)), turn))
                 first += count
         return self._pieces[kind]
 
@@ -165,10 +166,10 @@ class _Piece(NamedTuple):
     """Tokens that are turned in one go.
 
     Attributes:
-        first: position of the first.
+        first: position of the first token.
         keys: [n, kv_heads, dim], scratch to gather them into.
-        gathers: runs and their places in `keys`.
-        turn: of `keys`; None: they have to go to another device before.
+        gathers: runs, and the parts of `keys` to gather them into.
+        turn: the prepared rotation of `keys`; None: they have to go to another device before.
     """
 
     first: int
@@ -235,8 +236,8 @@ def _balanced(runs: Sequence[Run], num_tokens: int, max_tokens: int) -> Iterator
         yield group
 
 
-def _places(keys: Tensor, runs: Sequence[Run]) -> Iterator[tuple[Run, Tensor]]:
-    """Pair each run with its part of `keys`, [n, kv_heads, dim], as it is gathered."""
+def _gathers(keys: Tensor, runs: Sequence[Run]) -> Iterator[tuple[Run, Tensor]]:
+    """Pair each run with its part of `keys`, [n, kv_heads, dim], viewed as `gather` fills it."""
     first = 0
     for run in runs:
         yield run, run.placed(keys.narrow(0, first, run.num_tokens))
@@ -244,7 +245,7 @@ def _places(keys: Tensor, runs: Sequence[Run]) -> Iterator[tuple[Run, Tensor]]:
 
 
 def _place_of(run: Run, layer_kv: Tensor, first: int) -> Tensor:
-    """View tokens from `first` on of [kv_heads, capacity, dim] as a run is gathered."""
+    """View tokens from `first` on of [kv_heads, capacity, dim] as `gather` fills them."""
     if isinstance(run, ScatteredTokens):
         return layer_kv.narrow(1, first, run.num_tokens).transpose(0, 1)
     per_head, per_token, per_item = layer_kv.stride()

@@ -32,16 +32,16 @@ def store_blocks(
     """Copy the blocks' tokens to their slots; the buffer is only read.
 
     Args:
-        buffer: the caller holds it.
-        arena: that the slots are in; the caller holds their lease and completes it afterwards,
+        buffer: the write buffer; the caller holds it.
+        arena: the arena of the slots; the caller holds their lease and completes it afterwards,
             unless this raised.
-        blocks: in any order; fastest in the order of tokens.
-        calibration: of the model that the buffer belongs to.
-        wait_layer: called before each layer is read; returns once it is in the buffer, and may
-            raise. Given one, blocks may want tokens that a forward under way is about to write.
+        blocks: the blocks, in any order; fastest in the order of tokens.
+        calibration: what is known of the model that the buffer belongs to.
+        wait_layer: callback before each layer is read; returns once it is in the buffer, and may
+            raise. Given one, blocks may have tokens that a forward under way is about to write.
 
     Raises:
-        ValueError: if a block wants tokens the buffer cannot give; nothing was written then.
+        ValueError: if a block has tokens that the buffer has not; nothing was written then.
     """
     end = buffer.end_token
     if wait_layer is not no_wait:

@@ -50,11 +50,11 @@ class ResidentSequences:
         """Keep a session's KV.
 
         Args:
-            key: of the session.
-            kv: belongs to us from now on.
-            num_tokens: its first tokens, which are kept.
-            buffer: of the turn that ends, with the tokens of the last block before RoPE; None:
-                nothing is saved.
+            key: the session's key.
+            kv: the sequence's KV, which no longer belongs to the caller.
+            num_tokens: number of its first tokens, which are kept.
+            buffer: the write buffer of the turn that ends, with the tokens of the last block before
+                RoPE; None: nothing is saved.
         """
         assert key not in self._residents, f"{key} has a resident sequence already"  # noqa: S101
         kv.num_tokens, kv.gate = num_tokens, None
@@ -73,13 +73,13 @@ class ResidentSequences:
         return self._residents.pop(key)
 
     def release(self, key: SessionKey) -> None:
-        """Give a resident sequence's memory back."""
+        """Release a resident sequence's memory."""
         resident = self._residents.pop(key)
         self._pool.release(resident.kv)
         self.release_tail(resident)
 
     def release_tail(self, resident: ResidentSequence) -> None:
-        """Give the memory of a tail back, once its tokens are in the next write buffer."""
+        """Release the memory of a tail, once its tokens are in the next write buffer."""
         if resident.tail is not None:
             self._pool.release(resident.tail)
             resident.tail = None
@@ -88,9 +88,9 @@ class ResidentSequences:
         """Drop tokens of a resident sequence, and compact the rest in place.
 
         Args:
-            key: of the session; meanwhile nobody else uses its sequence.
+            key: the session's key; meanwhile nobody else uses its sequence.
             kept: runs of tokens that stay, in order, not touching.
-            compactor: of the model.
+            compactor: the model's compactor.
 
         Returns:
             How many tokens are left; with 0, or if it raises, a `release` is owed.
@@ -116,8 +116,8 @@ class ResidentSequences:
         """Lend the write buffer of the session's next turn.
 
         Args:
-            resident: what the turn builds on.
-            num_tokens: first tokens of it that are used; as `usable_tokens` allows.
+            resident: the resident sequence that the turn builds on.
+            num_tokens: number of its first tokens that are used; as `usable_tokens` allows.
             capacity_tokens: position after the last token that the turn may have.
         """
         first_token = min(resident.tail_from, num_tokens)

@@ -1,1 +1,1 @@
-"""The life of turns: from text to tokens and back, each recorded in its session's transcript."""
+"""How turns run: from text to tokens and back, each recorded in its session's transcript."""

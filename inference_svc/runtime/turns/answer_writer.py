@@ -69,7 +69,7 @@ class AnswerWriter:
     between its tokens are counted in `itl_s`.
 
     Attributes:
-        tokens: the answer so far, as it was shown.
+        tokens: the answer's tokens that have been published.
         finish_reason: None until the answer ends.
     """
 
@@ -123,7 +123,7 @@ class AnswerWriter:
     def kept_ids(self, request: Request) -> list[int]:
         """Return the tokens of the context that stay: without those of a stop string.
 
-        Some of the answer's last tokens may be new ones, that say what a cut token said.
+        Some of the answer's last tokens may be new ones, which spell the kept part of a cut token.
         """
         num_cut = request.num_sampled - len(self._answer.kept)
         return request.token_ids[: len(request.token_ids) - num_cut]
@@ -167,7 +167,7 @@ class AnswerWriter:
         )
 
     def usage(self, request: EngineRequest, discards: Sequence[Discard] = ()) -> Usage:
-        """Sum up what the turn has cost so far, and given up; also of one that was cancelled."""
+        """Sum up the turn's usage so far, with `discards`; also of one that was cancelled."""
         outcome = request.outcome
         now_ns = time.monotonic_ns()
         end_ns = request.finished_ns or now_ns
@@ -194,10 +194,11 @@ class AnswerWriter:
         )
 
     def _within(self, request: EngineRequest, num_input: int) -> list[Discard]:
-        """Return what went during the answer, as it is recorded.
+        """Return the discards made during the answer, as they are recorded.
 
-        It may have gone while tokens were held back that then turned out to be a stop string. The
-        record lacks these, but the KV of the others was computed over them: the lineage says so.
+        One may have been made while tokens were held back that then turned out to be a stop string.
+        The record lacks these, but the KV of the others was computed over them: the lineage says
+        so.
         """
         most_tokens = num_input + len(self.tokens)
         within = [
@@ -214,7 +215,7 @@ class AnswerWriter:
             self._turn.publish(Tokens(tuple(tokens)))
 
     def _encode_cut(self, text: str) -> list[AnswerToken]:
-        """Tokens for what stands before a stop string that begins inside a token."""
+        """Encode the text before a stop string that begins inside a token."""
         assert self._tokenizer is not None, "without a tokenizer there is no text"  # noqa: S101
         token_ids: list[int] = self._tokenizer(text, add_special_tokens=False).input_ids
         texts = [text, *[""] * (len(token_ids) - 1)]

@@ -22,16 +22,16 @@ Message = Mapping[str, str]  # role, content
 
 
 class ChatTemplate:
-    """See the module docstring.
+    """A model's chat template; see the module docstring.
 
     Args:
-        tokenizer: of the model.
+        tokenizer: the model's tokenizer.
 
     Attributes:
-        source: "" if there is none.
+        source: the template's text; "" if there is none.
         base: the dummy turn as the template writes it; set by `try_out`.
-        closing: what it writes after an answer, end-of-turn token included; likewise.
-        roles: that messages may have; likewise.
+        closing: the text it writes after an answer, end-of-turn token included; set by `try_out`.
+        roles: the roles that messages may have; set by `find_roles`.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -43,7 +43,7 @@ class ChatTemplate:
         self.roles: tuple[str, ...] = ()
 
     def try_out(self) -> str:
-        """Find out how it is applied; return why it cannot be, "" if it can."""
+        """Find out how the template is applied; return why it cannot be, "" if it can."""
         if not self.source:
             return "the model has no chat template"
         try:
@@ -55,7 +55,7 @@ class ChatTemplate:
         return "" if DUMMY_ANSWER in self.base else "the chat template does not repeat answers"
 
     def render(self, messages: Sequence[Message], *, is_prompt: bool) -> str:
-        """Return messages as the template writes them, with what asks for an answer or without.
+        """Return messages as the template writes them, with or without the prompt for an answer.
 
         Raises:
             InvalidTurnError: the template does not take them.
@@ -74,10 +74,10 @@ class ChatTemplate:
         return text
 
     def added(self, messages: Sequence[Message]) -> str:
-        """Return what messages after an answer add, with what asks for the next one.
+        """Return the text that messages after an answer add, with the prompt for the next one.
 
         Raises:
-            InvalidTurnError: the template does not take them, or not there.
+            InvalidTurnError: the template does not take them, or not after an answer.
         """
         text = self.render([*dummy_turn(), *messages], is_prompt=True)
         if not text.startswith(self.base):
@@ -90,7 +90,7 @@ class ChatTemplate:
     def check_roles(self, messages: Sequence[Message]) -> None:
         """Raise InvalidTurnError unless the template knows the roles of all messages.
 
-        A role is written into the prompt like a text, but nobody expects one there.
+        A role is written into the prompt as it is: an unknown one could forge structure.
         """
         for one in messages:
             if one["role"] not in self.roles:
@@ -102,7 +102,7 @@ class ChatTemplate:
     # -------------------------------------------------------------------------------------- roles
 
     def find_roles(self, num_control: Callable[[str], int]) -> None:
-        """Set `roles`: those for which the template does something that it does for no other.
+        """Set `roles`: those that the template treats as it treats no other.
 
         A template that writes any role's name where it stands knows the usual ones, if they give
         as many control tokens as "user" does. The roles of the dummy turn it always knows.
@@ -111,14 +111,14 @@ class ChatTemplate:
             num_control: counts control tokens in a rendered text.
         """
         words = dict.fromkeys([*ALWAYS_TRIED, *(found[1] for found in _WORDS.findall(self.source))])
-        others = [self._tried(NO_ROLE, place) for place in range(len(_PLACES))]
+        others = [self._tried(NO_ROLE, number) for number in range(len(_CONVERSATIONS))]
         self.roles = tuple(
             role for role in list(words)[:MAX_ROLES] if self._knows(role, others, num_control)
         )
 
     def _knows(self, role: str, others: list[str], num_control: Callable[[str], int]) -> bool:
-        for place, other in enumerate(others):
-            text = self._tried(role, place)
+        for number, other in enumerate(others):
+            text = self._tried(role, number)
             if DUMMY_QUESTION not in text:
                 continue
             if role in {"user", "assistant"}:
@@ -126,21 +126,23 @@ class ChatTemplate:
             if text.casefold() != other.casefold().replace(NO_ROLE, role):
                 return True
             if NO_ROLE in other.casefold() and role in ALWAYS_TRIED:
-                return num_control(text) == num_control(self._tried("user", place) or text)
+                return num_control(text) == num_control(self._tried("user", number) or text)
         return False
 
-    def _tried(self, role: str, place: int) -> str:
+    def _tried(self, role: str, number: int) -> str:
         """Render a conversation with one message of a role; "" if it is refused."""
         try:
-            return self.render(_PLACES[place](message(role, DUMMY_QUESTION)), is_prompt=False)
+            return self.render(
+                _CONVERSATIONS[number](message(role, DUMMY_QUESTION)), is_prompt=False
+            )
         except InvalidTurnError:
             return ""
 
     def surroundings(self) -> Iterator[tuple[str, str]]:
         """Yield what the template writes before and after a message's text, for each role."""
         for role in self.roles:
-            for place in range(len(_PLACES)):
-                before, found, after = self._tried(role, place).partition(DUMMY_QUESTION)
+            for number in range(len(_CONVERSATIONS)):
+                before, found, after = self._tried(role, number).partition(DUMMY_QUESTION)
                 if found:
                     yield before, after
 
@@ -155,8 +157,8 @@ def dummy_turn() -> list[Message]:
     return [message("user", OTHER_QUESTION), message("assistant", DUMMY_ANSWER)]
 
 
-# Where a message of a role may stand: alone, before a question, after one, after an answer.
-_PLACES: tuple[Callable[[Message], list[Message]], ...] = (
+# Conversations with one message of a role: alone, before a question, after one, after an answer.
+_CONVERSATIONS: tuple[Callable[[Message], list[Message]], ...] = (
     lambda one: [one],
     lambda one: [one, message("user", OTHER_QUESTION)],
     lambda one: [message("user", OTHER_QUESTION), one],

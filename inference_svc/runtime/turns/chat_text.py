@@ -1,4 +1,4 @@
-"""A turn's input to the token ids that are appended to the session.
+"""Encodes a turn's input to the token ids that are appended to the session.
 
 Chat messages go through the model's template (`chat_template.py`), and what clients have written in
 them stays text (`control_tokens.py`). Whether a model's template allows that is tried out when the
@@ -32,7 +32,7 @@ class TurnText:
 
     Attributes:
         chat_problem: why chat messages cannot be taken; "" if they can.
-        frame_tokens: where messages of a chat begin; set by `try_out`.
+        frame_tokens: the tokens that begin messages of a chat; set by `try_out`.
         control: encodes texts that stay texts; only a model with a tokenizer has it.
     """
 
@@ -68,13 +68,13 @@ class TurnText:
         """Encode raw text; the first turn gets the model's begin token, if it uses one.
 
         Args:
-            text: as it came.
-            opens_session: the context is empty.
-            has_special: names of special tokens in it are these tokens, not text.
+            text: the client's text.
+            opens_session: whether the context is empty.
+            has_special: whether names of special tokens in it are these tokens, not text.
 
         Raises:
             NoChatTemplateError: the model has no tokenizer.
-            InvalidTurnError: what would be a control token cannot be spelled out.
+            InvalidTurnError: a part that would be a control token cannot be spelled out.
         """
         if self._tokenizer is None:
             raise NoChatTemplateError("the model has no tokenizer", "send token ids")
@@ -92,12 +92,12 @@ class TurnText:
         *,
         continues_answer: bool = True,
     ) -> list[int]:
-        """Encode new messages and what asks for the answer.
+        """Encode new messages and the prompt for the answer.
 
         Args:
-            messages: of the turn.
-            history_ids: of the session's context; the first messages of one are rendered whole.
-            continues_answer: the context ends with an answer, which is closed first.
+            messages: the turn's messages.
+            history_ids: the tokens of the session's context; () if the session is new.
+            continues_answer: whether the context ends with an answer, which is closed first.
 
         Raises:
             NoChatTemplateError: the model has no usable template.
@@ -118,8 +118,8 @@ class TurnText:
         among them. Where it puts the system message into the first user message, they end inside.
 
         Args:
-            messages: of the session's first turn.
-            input_ids: how they were encoded.
+            messages: the messages of the session's first turn.
+            input_ids: their token ids.
         """
         leading = list(takewhile(lambda one: one["role"] not in TALKERS, messages))
         try:
@@ -151,10 +151,10 @@ class TurnText:
         return self.control.encode(self._template.render(guarded, is_prompt=True), marked)
 
     def _guarded(self, messages: Sequence[Message]) -> tuple[list[Message], list[str]]:
-        """Messages of roles that the template knows, with marks in their texts, and what these are.
+        """Return messages with marks in their texts, and the parts that the marks stand for.
 
         Raises:
-            InvalidTurnError: of other roles, or of a text that cannot be spelled out.
+            InvalidTurnError: the template does not know a role, or a part cannot be spelled out.
         """
         self._template.check_roles(messages)
         marked: list[str] = []
@@ -168,7 +168,7 @@ class TurnText:
         return guarded, marked
 
     def _unwritten_closing(self, last_id: int) -> str:
-        """Return what the answer did not write of the closing: all, unless it has its end token."""
+        """Return the part of the closing that the answer lacks: all but its end token, if any."""
         if last_id not in self._eos_ids:
             return self._template.closing
         end_text: str = self._tokenizer.decode([last_id], skip_special_tokens=False)

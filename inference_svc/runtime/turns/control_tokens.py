@@ -22,21 +22,21 @@ from tokenizers import AddedToken
 
 from inference_svc.core.errors import InvalidTurnError
 
-MAX_ROUNDS = 8  # of looking for control tokens between those found; two are enough as far as known
-MAX_SPELLED = 4096  # spellings that are remembered
+MAX_ROUNDS = 8  # of looking for control tokens between those found; no known tokenizer needs three
+MAX_SPELLED = 4096  # cached spellings
 # Of added tokens that are not special, those that look like markup: others are ordinary words.
 _MARKUP = re.compile(r"[^\w\s](?:.*\w.*)[^\w\s]", re.DOTALL)
 _WITNESS = "x"  # what precedes a spelling when it is tried out
 
 
 class ControlTokens:
-    """See the module docstring. Used by one thread at a time.
+    """A tokenizer's control tokens; see the module docstring. Used by one thread at a time.
 
     Args:
-        tokenizer: a copy of its own: a token is added to it.
+        tokenizer: a copy that belongs to this object: a token is added to it.
 
     Attributes:
-        ids: of all control tokens.
+        ids: the ids of all control tokens.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -72,7 +72,7 @@ class ControlTokens:
             self._prepare()
 
     def add_neighbours(self, before: str, after: str) -> None:
-        """Note what a template writes around a message's text, which could complete a token."""
+        """Record the text that a template writes around a message's, which may complete a token."""
         for name in self._names:
             for at in range(1, len(name)):
                 if before.endswith(name[:at]):
@@ -81,15 +81,15 @@ class ControlTokens:
                     self._tails.add(name[:at])
 
     def num_in(self, text: str) -> int:
-        """How many control tokens there are in a text of the model's author."""
+        """Count the control tokens in a text of the model's author."""
         return sum(token_id in self.ids for token_id in self.encode(text))
 
     def guard(self, text: str, marked: list[str]) -> str:
         """Return a client's text with marks in place of what would become control tokens.
 
         Args:
-            text: as it came.
-            marked: what the marks stand for; extended.
+            text: the client's text.
+            marked: the parts that marks stand for; extended.
 
         Raises:
             InvalidTurnError: this tokenizer cannot spell such a part out.
@@ -106,13 +106,13 @@ class ControlTokens:
         Raises:
             InvalidTurnError: the template has taken a mark apart.
         """
-        wanted = [marked[int(number)] for number in self._marks.findall(text)] if marked else []
-        ids = self._encode(self._marks.sub(self._mark, text) if wanted else text)
+        parts = [marked[int(number)] for number in self._marks.findall(text)] if marked else []
+        ids = self._encode(self._marks.sub(self._mark, text) if parts else text)
         if not marked:
             return ids
-        if ids.count(self._mark_id) != len(wanted) or text.count(self._open) != len(wanted):
+        if ids.count(self._mark_id) != len(parts) or text.count(self._open) != len(parts):
             raise _unspellable(marked[0])
-        spelled = iter([self._spell(part) for part in wanted])
+        spelled = iter([self._spell(part) for part in parts])
         return [
             one for found in ids for one in (next(spelled) if found == self._mark_id else (found,))
         ]
@@ -129,7 +129,7 @@ class ControlTokens:
     # ------------------------------------------------------------------------------------ finding
 
     def _prepare(self) -> None:
-        """Note the names of control tokens, and with which characters they begin."""
+        """Index the names of control tokens, and the characters that they begin with."""
         self._names = {self._contents[found] for found in self.ids if self._contents.get(found)}
         self._lengths = sorted({len(name) for name in self._names}, reverse=True)
         firsts = {name[0] for name in self._names}
@@ -139,7 +139,7 @@ class ControlTokens:
         self._first = re.compile("|".join(map(re.escape, firsts)) or r"\Z.")
 
     def _guarded(self, text: str, marked: list[str], rounds: int) -> str:
-        """Return a text with marks; what is between them is looked at again, by itself.
+        """Return a text with marks; the text between them is searched again, by itself.
 
         A tokenizer takes what follows a mark for the beginning of a text.
         """
@@ -158,7 +158,7 @@ class ControlTokens:
         return "".join(parts) + self._guarded(text[at:], marked, rounds - 1)
 
     def _named_spans(self, text: str) -> list[tuple[int, int]]:
-        """Where the names of control tokens are in a text; ascending, the longest where several."""
+        """Return the spans of names of control tokens; ascending, the longest where several are."""
         spans, at = [], 0
         for match in self._first.finditer(text):
             start = match.start()
@@ -172,7 +172,7 @@ class ControlTokens:
         return spans
 
     def _folded_spans(self, text: str) -> list[tuple[int, int]]:
-        """Where the tokenizer sees control tokens in a text without their names; ascending."""
+        """Return the spans that become control tokens without being their names; ascending."""
         if self.ids.isdisjoint(self._encode(text)):
             return []
         if not self._tokenizer.is_fast:
@@ -207,7 +207,11 @@ class ControlTokens:
     # ----------------------------------------------------------------------------------- spelling
 
     def _find_spelling(self, part: str) -> tuple[int, ...]:
-        """Tokens that spell a text and are no control tokens; best those that read the same."""
+        """Return tokens that spell a text and are no control tokens; exactly, if any do.
+
+        Raises:
+            InvalidTurnError: there are none.
+        """
         before = self._encode(_WITNESS)
         rough: tuple[int, ...] = ()
         meant = {_close_up(_WITNESS + text) for text in (part, self._normalize(part))}
@@ -224,7 +228,7 @@ class ControlTokens:
         return rough
 
     def _spellings(self, part: str) -> Iterator[list[int]]:
-        """Ways to write a text: cut in two, so that it is not seen as a whole, or in characters."""
+        """Yield ways to encode a text: cut in two, so that no part is the whole; by characters."""
         for at in range(1, len(part)):
             yield self._encode(part[:at]) + self._encode(part[at:])
         for text in (part, self._normalize(part)):
@@ -259,7 +263,7 @@ def _unknown(tokenizer: Any) -> set[int]:
 
 
 def _normalizer(tokenizer: Any) -> Any:
-    """Find what a tokenizer does to a text before it looks for tokens; `str`: nothing known."""
+    """Return what a tokenizer does to a text before it looks for tokens; `str` if it has none."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     normalizer = getattr(backend, "normalizer", None)
     return str if normalizer is None else normalizer.normalize_str

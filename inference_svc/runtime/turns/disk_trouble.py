@@ -1,4 +1,4 @@
-"""What a disk that fails means for transcripts: what is logged, counted, and told to clients.
+"""What happens when the transcripts' disk fails: it is logged, counted, and reported to clients.
 
 A disk without room is found out by writing. From then on a session is opened only if some room is
 found before an answer is computed for it; sessions that have a file are tried each time.
@@ -26,10 +26,10 @@ class DiskTrouble:
     """See the module docstring. Methods are called on the event loop.
 
     Args:
-        directory: of the transcripts.
+        directory: the directory of the transcripts.
 
     Attributes:
-        errors: reads and writes that failed, by "full", "write" and "read".
+        errors: number of reads and writes that failed, by "full", "write" and "read".
     """
 
     def __init__(self, directory: Path) -> None:
@@ -40,12 +40,12 @@ class DiskTrouble:
         self.errors = Tally()
 
     def failed(self, what: str, path: Path, error: OSError, kind: str) -> ReportedError:
-        """Count and log, a line a second at most, and return what the client is told.
+        """Count and log, a line a second at most, and return the client's error.
 
         Args:
-            what: cannot be recorded, or read, in a client's words.
-            path: for whoever runs the service.
-            error: that reading or writing it raised.
+            what: what cannot be recorded or read, for the client.
+            path: the file, for whoever runs the service.
+            error: the exception that reading or writing it raised.
             kind: "write" or "read".
         """
         is_full = error.errno in NO_ROOM
@@ -73,16 +73,16 @@ class DiskTrouble:
         )
 
     def opened(self) -> None:
-        """Note that a session was opened, or could be: there is room.
+        """Record that a session was opened, or could be: there is room.
 
-        That another was appended to says little: its last block may have had room for that.
+        Appending to another file proves little: its last block may have had room for that.
         """
         if self._is_full:
             self._is_full = False
             log.info("transcript_disk_has_room", path=str(self._directory))
 
     async def check_room(self) -> None:
-        """See that a session can be opened, before anything is computed for it.
+        """Check that a session can be opened, before anything is computed for it.
 
         Costs nothing unless the last write found no room: then it writes a little, and removes it.
 

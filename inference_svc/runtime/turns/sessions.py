@@ -1,4 +1,4 @@
-"""What is done to sessions but by turns: they are read, forked, cut, ended and deleted.
+"""Changes of sessions outside of turns: they are read, forked, cut, ended and deleted.
 
 Invariant: a session that is being changed has no turn under way, and gets none meanwhile.
 """
@@ -39,8 +39,8 @@ class Sessions:
     """See the module docstring.
 
     Args:
-        session_turns: under way.
-        tasks: changes run there, to the end: also if the caller leaves.
+        session_turns: the turns under way, by session.
+        tasks: the task group in which changes run to the end, also if the caller leaves.
     """
 
     def __init__(
@@ -58,10 +58,10 @@ class Sessions:
         self._limits = limits
         self._counters = counters
         self._tasks = tasks
-        self._held: set[SessionKey] = set()  # that are being changed
+        self._held: set[SessionKey] = set()  # sessions that are being changed
 
     def check_not_held(self, key: SessionKey) -> None:
-        """See that a turn of a session may begin.
+        """Check that a turn of a session may begin.
 
         Raises:
             SessionBusyError: the session is being changed.
@@ -114,9 +114,9 @@ class Sessions:
         begun it is done, whether or not the caller waits for it.
 
         Args:
-            key: of the session.
+            key: the session's key.
             ranges: positions in the context as it is, in any order.
-            expected: what the client believes.
+            expected: the session's state as the client believes it to be.
 
         Raises:
             SessionBusyError: a turn is under way.
@@ -152,7 +152,11 @@ class Sessions:
 
     @contextmanager
     def _opening(self, key: SessionKey) -> Iterator[None]:
-        """Count a session that is opened, but by a turn."""
+        """Count a session that is opened by a fork against its tenant's limits.
+
+        Raises:
+            ReportedError: the tenant has as many sessions as it may have.
+        """
         tenant, num_sessions = key.tenant, self._transcripts.num_sessions(key.tenant)
         now_ns = time.monotonic_ns()
         refusal = self._limits.refuse_session(tenant, key.session_id, num_sessions, now_ns)
@@ -192,7 +196,7 @@ class Sessions:
 async def _outcome(
     key: SessionKey, change: Callable[[], Awaitable[T]]
 ) -> tuple[tuple[T, ...], Exception | None]:
-    """Return what a change does, or why it failed: a task that raises would end its group."""
+    """Return a change's result or its error: a task that raised would end its group."""
     try:
         return (await change(),), None
     except ReportedError as error:

@@ -53,7 +53,7 @@ class TranscriptStore:
     """See the module docstring. Methods are called on the event loop.
 
     Attributes:
-        trouble: with the disk.
+        trouble: failures of the disk.
     """
 
     def __init__(self, directory: Path, max_cached_tokens: int = MAX_CACHED_TOKENS) -> None:
@@ -67,7 +67,7 @@ class TranscriptStore:
         self.trouble = DiskTrouble(directory)
 
     def open(self) -> None:
-        """Make the directory, see that it can be written, and lock it until `close`.
+        """Make the directory, check that it can be written, and lock it until `close`.
 
         Raises:
             TranscriptError: it cannot be written, or another service uses it.
@@ -97,7 +97,7 @@ class TranscriptStore:
         self._num_sessions = Counter(header.tenant for header in _headers(self._directory))
 
     def num_sessions(self, tenant: str) -> int:
-        """How many sessions a tenant has."""
+        """Return how many sessions a tenant has."""
         return self._num_sessions[tenant]
 
     def close(self) -> None:
@@ -144,7 +144,7 @@ class TranscriptStore:
             return after
 
     async def discard(self, key: SessionKey, discard: Discard) -> Transcript:
-        """Record, durably, what a session's context loses between turns.
+        """Record, durably, a discard of a session's context between turns.
 
         Raises:
             UnknownSessionError: there is no such session.
@@ -174,7 +174,7 @@ class TranscriptStore:
         """Start a new session from another's first turns; None if the new one exists already."""
         new_key = key._replace(session_id=session_id)
         forked = (await self.get(key)).forked(session_id, at_turn)
-        await asyncio.to_thread(getattr, forked, "context")  # replayed: long, if many discards are
+        await asyncio.to_thread(getattr, forked, "context")  # replaying discards may take long
         async with self._lock(new_key):
             if self._cache.get(new_key) or await self._read(new_key):
                 return None
@@ -189,7 +189,7 @@ class TranscriptStore:
         """
         await self.get(key)
         async with self._lock(key):
-            self._forget(key)
+            self._uncache(key)
             path = self._path(key)
             try:
                 await asyncio.to_thread(_unlink, path)
@@ -212,14 +212,14 @@ class TranscriptStore:
             log.warning("transcript_torn", session=str(key), torn_bytes=len(data) - good_bytes)
             await self._cut(key, good_bytes)
         if transcript is not None:
-            self._remember(key, transcript)
+            self._keep_cached(key, transcript)
         return transcript
 
     async def _write(self, key: SessionKey, transcript: Transcript, lines: bytes) -> None:
-        """Append the lines, or start the file with all of the transcript; fsync, remember.
+        """Append the lines, or start the file with all of the transcript; fsync, then cache it.
 
-        On failure the file is cut back to what it was. The cache forgets the session meanwhile:
-        who is cancelled here does not know what the file will have.
+        On failure the file is cut back to what it was. The session leaves the cache meanwhile: a
+        task that is cancelled here does not know what the file will have.
 
         Raises:
             TranscriptDiskFullError: there is no room for them.
@@ -227,7 +227,7 @@ class TranscriptStore:
         """
         size: int | None = None
         path = self._path(key)
-        self._forget(key)
+        self._uncache(key)
         try:
             async with aiofiles.open(path, "ab") as file:
                 size = await file.tell()
@@ -238,14 +238,14 @@ class TranscriptStore:
                 await asyncio.to_thread(_sync_directory, self._directory)
                 self._num_sessions[key.tenant] += 1
                 self.trouble.opened()
-            self._remember(key, transcript)
+            self._keep_cached(key, transcript)
         except OSError as error:
             if size is not None:
                 await self._cut(key, size)
             raise self.trouble.failed(key.session_id, path, error, "write") from error
 
     async def _cut(self, key: SessionKey, num_bytes: int) -> None:
-        """Cut a file back to what is good of it; one of which nothing is goes."""
+        """Cut a file back to its first `num_bytes`; remove it if these are none."""
         path = self._path(key)
         try:
             if num_bytes:
@@ -255,14 +255,14 @@ class TranscriptStore:
         except OSError as error:
             raise self.trouble.failed(key.session_id, path, error, "write") from error
 
-    def _remember(self, key: SessionKey, transcript: Transcript) -> None:
-        self._forget(key)
+    def _keep_cached(self, key: SessionKey, transcript: Transcript) -> None:
+        self._uncache(key)
         self._cache[key] = transcript
         self._cached_tokens += transcript.num_tokens
         while self._cached_tokens > self._max_cached_tokens and len(self._cache) > 1:
-            self._forget(next(iter(self._cache)))
+            self._uncache(next(iter(self._cache)))
 
-    def _forget(self, key: SessionKey) -> None:
+    def _uncache(self, key: SessionKey) -> None:
         transcript = self._cache.pop(key, None)
         if transcript is not None:
             self._cached_tokens -= transcript.num_tokens
@@ -282,7 +282,7 @@ def _headers(directory: Path) -> Iterator[Header]:
                 line = file.readline(MAX_HEADER_BYTES)
             if not line:
                 path.unlink()
-        except OSError:  # whoever uses the session is told
+        except OSError:  # reported to whoever uses the session
             continue
         header = decode_header(line)
         if header is not None:

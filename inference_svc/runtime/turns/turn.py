@@ -2,8 +2,8 @@
 
 The log is bounded by the length of the answer. A turn whose last follower leaves is cancelled,
 unless it is being recorded, or undone, already. Its deadline is the latest of its followers'. A
-turn that is handed back ends with an error in place of what it would have said: its client is to
-submit it again. One that was answered before is answered again from its record (`replay`).
+turn that is handed back ends with an error in place of its answer: its client is to submit it
+again. One that was answered before is answered again from its record (`replay`).
 """
 
 import asyncio
@@ -35,11 +35,12 @@ class Turn:
 
     Attributes:
         may_run: set when the turns before it in its session are over.
-        is_settled: being written to the transcript: it can no longer be cancelled.
-        is_cancelled: asked to stop: nobody should join it.
-        handed_back: what its followers get in place of a last event; None: nothing of that kind.
+        may_run: set when the turns before it in its session are over.
+        is_settled: whether it is being written to the transcript: then it cannot be cancelled.
+        is_cancelled: whether it was requested to stop: nobody should join it.
+        handed_back: the error that its followers get if it is handed back; None: it is not.
         task: the task that runs it; None for the replay of a recorded turn.
-        deadline_ns: monotonic clock, None for no hurry; it only ever moves away.
+        deadline_ns: time on the monotonic clock; None: no deadline. It only ever moves later.
         request: its request in the engine, once it is there.
     """
 
@@ -76,7 +77,7 @@ class Turn:
         self._num_followers += 1
 
     def leave(self) -> None:
-        """Count a follower out."""
+        """Count a follower out; the last one cancels the turn."""
         self._num_followers -= 1
         if self._num_followers == 0:
             self.cancel()
@@ -102,7 +103,7 @@ class Turn:
 
     @property
     def computed_tokens(self) -> int:
-        """What it has cost; 0 of one that failed or has not started."""
+        """Number of tokens computed for it; 0 if it failed or has not started."""
         last = self._events[-1] if self._events else None
         return last.usage.computed_tokens if isinstance(last, Finished) and self.has_started else 0
 
@@ -173,10 +174,10 @@ def replay(submission: Submission, record: TurnRecord) -> Turn:
 
 
 def check_same(submission: Submission, digest: str) -> None:
-    """See that a repeat asks for what the turn of its request id was asked for.
+    """Check that a repeat has the input and sampling of the turn of its request id.
 
     Raises:
-        RequestIdReusedError: it does not.
+        RequestIdReusedError: it has others.
     """
     if submission.digest and submission.digest != digest:
         raise RequestIdReusedError(

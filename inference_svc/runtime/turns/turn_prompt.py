@@ -1,4 +1,4 @@
-"""A turn's prompt: its input as token ids, and what its session's context gives up to make room."""
+"""A turn's prompt: its input as token ids, and the discards of the context that make room."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,14 +16,14 @@ from inference_svc.runtime.worker_thread import WorkerThread
 
 @dataclass(frozen=True)
 class TurnLimits:
-    """What a turn may be.
+    """Limits of every turn.
 
     Attributes:
-        window_tokens: prompt and answer together: the model's window, or the engine's KV budget.
-        vocab_size: token ids are below it.
-        eos_ids: tokens that end an answer.
-        reserve_tokens: of an answer, that are to have room when it begins.
-        compress_tokens: shorter contexts are not compressed.
+        window_tokens: most tokens of prompt and answer: the model's window, or the KV budget.
+        vocab_size: upper bound of token ids, exclusive.
+        eos_ids: ids of the tokens that end an answer.
+        reserve_tokens: tokens of the answer that have room when it begins.
+        compress_tokens: tokens of the shortest context that is compressed.
     """
 
     window_tokens: int
@@ -39,11 +39,11 @@ class Prompt:
 
     Attributes:
         before: the session's context as the turn found it.
-        ranges: of it, that go first; merged.
-        input_ids: that the turn appends.
-        system_tokens: of the input, if nothing precedes it.
-        is_text: the input was raw text.
-        window: of the turn.
+        ranges: ranges of it that are dropped first; merged.
+        input_ids: the token ids that the turn appends.
+        system_tokens: how many of these are the system message; 0 if something precedes them.
+        is_text: whether the input was raw text.
+        window: the turn's window.
     """
 
     before: Context
@@ -55,19 +55,19 @@ class Prompt:
 
     @cached_property
     def context(self) -> Context:
-        """What is left of the session's context, and the input."""
+        """The context that the answer continues: what is left of the session's, and the input."""
         return self.before.without(self.ranges).with_input(
             self.input_ids, system_tokens=self.system_tokens, is_text=self.is_text
         )
 
     @property
     def discards(self) -> tuple[Discard, ...]:
-        """What goes first, as it is recorded."""
+        """The discard of `ranges`, as it is recorded."""
         return (Discard(self.ranges),) if self.ranges else ()
 
 
 class MidTurnCut:
-    """Chooses what goes when a turn has filled its window; as the engine's requests take it."""
+    """Chooses what is dropped when a turn has filled its window: `EngineRequest.truncate`."""
 
     def __init__(self, prompt: Prompt, answer: GrowingAnswer) -> None:
         self._window = prompt.window
@@ -75,7 +75,7 @@ class MidTurnCut:
         self._answer = answer
 
     def __call__(self, context_ids: Sequence[int]) -> tuple[Range, ...]:
-        """Return what the engine is to drop of the context: () ends the answer."""
+        """Return the ranges that the engine is to drop of the context: () ends the answer."""
         new_ids = context_ids[len(self._context.token_ids) :]
         context = self._context.with_answer(new_ids)
         ranges = self._window.mid_turn(context, max(1, self._answer.num_held))
@@ -87,9 +87,9 @@ class PromptMaker:
     """Makes the prompts of turns; encodes on a thread.
 
     Args:
-        text: encodes.
-        text_thread: where.
-        limits: of every turn.
+        text: encodes the input.
+        text_thread: the thread that it encodes on.
+        limits: the limits of every turn.
         has_tokenizer: whether answers have text.
     """
 
@@ -105,10 +105,10 @@ class PromptMaker:
         """Make the prompt of a turn that continues a context.
 
         Raises:
-            EmptyTurnError: it brings no token.
+            EmptyTurnError: the input has no token.
             InvalidTurnError: a token id is off, or text is wanted where there is none.
             NoChatTemplateError: chat messages or text cannot be encoded.
-            InputTooLongError: there is no room for it, whatever may be dropped.
+            InputTooLongError: there is no room for the input, whatever may be dropped.
         """
         if submission.sampling.stop and not self._has_tokenizer:
             raise InvalidTurnError(
@@ -119,7 +119,7 @@ class PromptMaker:
         ranges = window.at_start(context, len(input_ids))
         kept = context.without(ranges)
         if ranges and ranges[-1][1] == len(context.token_ids):
-            # The last answer goes, too: what the template writes after an answer has to go with it.
+            # The last answer is dropped, too: its closing, which begins the input, goes with it.
             input_ids = await self._encode(submission, kept)
             window.check_fits(len(kept.token_ids), len(input_ids))
         system_tokens = 0 if kept.token_ids else await self._system_tokens(submission, input_ids)
@@ -137,7 +137,7 @@ class PromptMaker:
         )
 
     async def _encode(self, submission: Submission, context: Context) -> list[int]:
-        """Token ids to append to the context."""
+        """Return the token ids to append to the context."""
         given = submission.input
         if isinstance(given, TextInput):
             token_ids = await self._thread.run(

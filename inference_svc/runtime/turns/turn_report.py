@@ -1,4 +1,4 @@
-"""What is said of a turn when it is over: its canonical log line, its histograms, its spans.
+"""Reports a turn when it is over: its canonical log line, its histograms, its spans.
 
 Each turn has one line, `turn`, however it ended, and so has each that was turned away, ten a second
 of each client: `more` says how many had none. `trace_id` is in it as in every line of the request
@@ -47,7 +47,7 @@ class TurnReport:
         *,
         cancelled: bool = False,
     ) -> None:
-        """Report a turn that has its answer, or what there was of it when its client left."""
+        """Report a turn that has its answer, or the part of it that its client waited for."""
         key = submission.key
         self.histograms.answered(key.tenant, finish_reason, usage, cancelled=cancelled)
         _annotate(trace.get_current_span(), request, finish_reason, usage)
@@ -72,7 +72,7 @@ class TurnReport:
         )
 
     def failed(self, submission: Submission, error: ReportedError) -> None:
-        """Report a turn without an answer: it failed, was cancelled or handed back."""
+        """Report a turn without an answer: it failed, was cancelled, or was handed back."""
         cancelled = isinstance(error, TurnCancelledError)
         self.histograms.failed(submission.key.tenant, error.reason, cancelled=cancelled)
         log.info(
@@ -84,7 +84,7 @@ class TurnReport:
         )
 
     def turned_away(self, client: str, names: TurnNames, error: ReportedError) -> None:
-        """A turn was not begun; its names may be nonsense."""
+        """Report a turn that was not begun; its names are unchecked."""
         self.histograms.turned_away(names.tenant or DEFAULT_TENANT, error.reason)
         left_out = self._refused.take(client)
         if left_out is None:
@@ -128,7 +128,7 @@ def _who(submission: Submission) -> dict[str, str]:
 
 
 def _as_fields(usage: Usage) -> dict[str, object]:
-    """Return what a turn cost, as its line says it: times to the microsecond."""
+    """Return a turn's usage as fields of its log line: times in seconds, to the microsecond."""
     return {
         name: round(value, 6) if isinstance(value, float) else value
         for name, value in asdict(usage).items()
@@ -136,7 +136,7 @@ def _as_fields(usage: Usage) -> dict[str, object]:
 
 
 def _annotate(span: Span, request: Request | None, finish_reason: str, usage: Usage) -> None:
-    """Say in the turn's span how it went, and add those of its phases."""
+    """Set the turn's outcome in its span, and add the spans of its phases."""
     if request is None or not span.is_recording():
         return
     span.set_attributes(

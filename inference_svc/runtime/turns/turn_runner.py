@@ -57,7 +57,7 @@ class TurnRunner:
         """Run a turn whose session is free, publishing its events.
 
         Raises:
-            ReportedError: it was refused or failed.
+            ReportedError: the turn was refused or failed.
         """
         submission = turn.submission
         transcript = await self._transcripts.find(submission.key)
@@ -146,7 +146,7 @@ class TurnRunner:
     def _compress(
         self, submission: Submission, prompt: Prompt, request: EngineRequest, context: Context
     ) -> tuple[Range, ...]:
-        """Choose what the compression policy gives up of the context after the turn."""
+        """Choose the ranges that the compression policy drops of the context after the turn."""
         policy, num_tokens = submission.compression, len(context.token_ids)
         if policy is None or submission.is_final or num_tokens < self._limits.compress_tokens:
             return ()
@@ -161,7 +161,7 @@ class TurnRunner:
         return policy.drop(num_tokens, scores, protected)
 
     def _finish(self, turn: Turn, writer: AnswerWriter, usage: Usage, num_turns: int) -> None:
-        """Publish the last event, and say how the turn ended."""
+        """Publish the last event, and report how the turn ended."""
         text = "".join(token.text for token in writer.tokens)
         reason = str(writer.finish_reason)
         turn.publish(Finished(reason, text, usage, num_turns))
@@ -179,7 +179,7 @@ class TurnRunner:
 
 
 def _cut(context: Context, ranges: Sequence[Range]) -> ContextCut | None:
-    """Return what of a context's KV is dropped; tokens that were never computed have none."""
+    """Return the cut of a context's KV; tokens that were never computed have none."""
     computed = clip(ranges, context.computed_tokens)
     return ContextCut(context.computed_ids, computed, context.lineage) if computed else None
 
@@ -187,7 +187,7 @@ def _cut(context: Context, ranges: Sequence[Range]) -> ContextCut | None:
 def _with_compression(
     record: TurnRecord, policy: CompressionPolicy | None, ranges: tuple[Range, ...]
 ) -> TurnRecord:
-    """Note in a turn's record what was given up at its end."""
+    """Add the compression at a turn's end to its record."""
     if policy is None or not ranges:
         return record
     discard = Discard(ranges, record.num_tokens, COMPRESSION + policy.name)

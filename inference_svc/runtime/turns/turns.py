@@ -21,7 +21,7 @@ from inference_svc.core.errors import (
 )
 from inference_svc.core.session_turns import SessionTurns
 from inference_svc.core.submission import Submission
-from inference_svc.core.tenant_limits import Place, TenantLimits
+from inference_svc.core.tenant_limits import Reservation, TenantLimits
 from inference_svc.runtime.engine.engine_loop import EngineLoop
 from inference_svc.runtime.turns.sessions import Sessions
 from inference_svc.runtime.turns.transcript import TranscriptStore
@@ -40,7 +40,7 @@ class Turns:
     """See the module docstring.
 
     Attributes:
-        sessions: what else is done to the sessions of turns.
+        sessions: changes of sessions outside of turns.
         idle: set while no turn is under way.
     """
 
@@ -73,7 +73,7 @@ class Turns:
             tasks=self._tasks,
         )
 
-    # ------------------------------------------------------------------------------------ life
+    # ------------------------------------------------------------------------------- lifecycle
 
     async def run(self) -> None:
         """Hold the turns' tasks until cancelled."""
@@ -82,11 +82,11 @@ class Turns:
 
     @property
     def is_draining(self) -> bool:
-        """Whether it is about to stop, and takes no turns."""
+        """Whether the service is about to stop, and takes no turns."""
         return self._is_draining
 
     def refuse_new(self) -> None:
-        """Accept no more turns, and give those back that have not started."""
+        """Accept no more turns, and hand back those that have not started."""
         self._is_draining = True
         self._hand_back([turn for turn in self._session_turns if not turn.has_started])
 
@@ -103,8 +103,7 @@ class Turns:
         """Start a turn, join the one that runs under the same request id, or replay its record.
 
         Raises:
-            ReportedError: it cannot be queued; what is wrong with it otherwise comes as the end
-                of its events.
+            ReportedError: it cannot be queued; later errors end its events.
         """
         joined = self._find_running(submission)
         if joined is not None:
@@ -122,10 +121,10 @@ class Turns:
         return self._start(submission, opens_session=transcript is None)
 
     def check_limits(self, tenant: str) -> None:
-        """See that a tenant's turn may begin now, before anything is made for it.
+        """Check that a tenant's turn may begin now, before anything is made for it.
 
         Raises:
-            ReportedError: it may not.
+            ReportedError: the service is draining, or a limit of the tenant is reached.
         """
         if self._is_draining:
             raise _draining()
@@ -138,7 +137,7 @@ class Turns:
         """Stop the session's turns, or the one of a request id; return how many.
 
         Raises:
-            UnknownTurnError: there is none.
+            UnknownTurnError: the session has no such turn.
         """
         turns = [
             turn
@@ -174,13 +173,13 @@ class Turns:
             queue_full = isinstance(error, QueueFullError)
             self._counters.add("turns_refused" if queue_full else f"refused_{error.reason}")
             raise
-        place = self._limits.enter(key.tenant, submission.most_tokens, opens, now_ns)
+        reservation = self._limits.enter(key.tenant, submission.most_tokens, opens, now_ns)
         if runs_now:
             turn.may_run.set()
         self.idle.clear()
         turn.task = self._tasks.create_task(self._run(turn))
         # Not a `finally` in the task: a task cancelled before its first step never gets there.
-        turn.task.add_done_callback(partial(self._ended, turn, place))
+        turn.task.add_done_callback(partial(self._ended, turn, reservation))
         return turn
 
     def _check_limits(self, submission: Submission, opens: str, now_ns: int) -> None:
@@ -218,8 +217,10 @@ class Turns:
             )
         return None
 
-    def _ended(self, turn: Turn, place: Place, task: "asyncio.Task[ReportedError | None]") -> None:
-        """End the turn's events and let the next turn of its session go."""
+    def _ended(
+        self, turn: Turn, reservation: Reservation, task: "asyncio.Task[ReportedError | None]"
+    ) -> None:
+        """End the turn's events and release the next turn of its session."""
         error: ReportedError | None
         if task.cancelled():
             error = turn.handed_back or TurnCancelledError(
@@ -232,7 +233,7 @@ class Turns:
         turn.close(error)
         if error is not None and not turn.is_answered:
             self._report.failed(turn.submission, error)
-        self._limits.leave(place, turn.computed_tokens, time.monotonic_ns())
+        self._limits.leave(reservation, turn.computed_tokens, time.monotonic_ns())
         following = self._session_turns.leave(turn.submission.key, turn)
         if following is not None:
             following.may_run.set()

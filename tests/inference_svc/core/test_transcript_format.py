@@ -232,7 +232,7 @@ def test_replaying_gives_the_context_of_living_through_it(lived):
     session, context = lived
     assert list(session.context.token_ids) == context
     read, _ = decode_transcript(encode_transcript(session))
-    assert read.known_context is None
+    assert read.cached_context is None
     assert read.context == session.context
 
 
@@ -240,7 +240,7 @@ def test_a_turn_costs_no_replay(monkeypatch):
     """What was lived through is known; only what is read, or forked, is replayed."""
     monkeypatch.setattr("inference_svc.core.transcript_format.replay", None)
     session = transcript(0)
-    session = replace(session, known_context=Context())
+    session = replace(session, cached_context=Context())
     session = session.with_turn(record(0), is_final=False)
     session = session.with_discard(Discard(((0, 2),), 0, CLIENT))
     session = session.with_turn(record(1), is_final=False)
@@ -249,18 +249,18 @@ def test_a_turn_costs_no_replay(monkeypatch):
 
 def test_a_lineage_that_tokens_do_not_tell_is_recorded():
     """Replay arrives at it, and goes on from it; without one it follows from the tokens."""
-    told = Lineage(b"x" * 16, 1)
+    recorded = Lineage(b"x" * 16, 1)
     plain, naming = (
         replace(record(0), discards=(Discard(((1, 2),), 4, lineage=lineage),))
-        for lineage in (None, told)
+        for lineage in (None, recorded)
     )
     session = Transcript(HEADER).with_turn(naming, is_final=False)
-    assert session.context.lineage == told
+    assert session.context.lineage == recorded
     data = encode_transcript(session)
     read, _ = decode_transcript(data)
     assert (read, read.context) == (session, session.context)
     other = Transcript(HEADER).with_turn(plain, is_final=False)
-    assert other.context.lineage not in (told, WHOLE)
+    assert other.context.lineage not in (recorded, WHOLE)
     later = Discard(((0, 1),), 0, CLIENT)
     assert read.with_discard(later).context.lineage != other.with_discard(later).context.lineage
 

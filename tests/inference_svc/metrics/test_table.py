@@ -5,7 +5,13 @@ from inference_svc.core.rates.rates import Rates, pairs
 from inference_svc.metrics.table import METRICS
 
 GAUGES = {  # of EngineLoop.gauges; a real service's are compared in tests/integration
-    *("reserved_rows", "resident_rows", "resident_sessions", "pool_rows", "pool_free_rows"),
+    *(
+        "reserved_token_slots",
+        "resident_token_slots",
+        "resident_sessions",
+        "pool_token_slots",
+        "pool_free_token_slots",
+    ),
     *("pool_misses", "saves_under_way", "compute_busy_s"),
 }
 

@@ -1,4 +1,4 @@
-"""How the members of a body are read, and how one that is off is told."""
+"""How the members of a body are read, and how one that is off is reported."""
 
 from typing import ClassVar
 

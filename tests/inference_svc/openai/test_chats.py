@@ -178,7 +178,7 @@ def test_what_a_chat_cannot_have_is_refused(fields, param):
     ],
 )
 def test_values_that_are_off(fields, param):
-    """The path of the first one is told."""
+    """The path of the first one is reported."""
     with pytest.raises(RequestError) as refused:
         chat(**fields)
     assert refused.value.param == param

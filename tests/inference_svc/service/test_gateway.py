@@ -98,7 +98,7 @@ async def test_what_is_refused_is_counted_once_and_holds_nothing(model, tmp_path
 
 
 async def test_a_session_is_the_tenants_that_is_named(model, tmp_path):
-    """Or the caller's first; a name that cannot be is told before whose it would be."""
+    """Or the caller's first; an invalid name is refused before its identity is checked."""
     async with gateway_of(model, tmp_path) as gateway:
         assert gateway.key(ANN, "", "s") == SessionKey("acme", "m", "s")
         assert gateway.key(ANN, "globex", "s") == SessionKey("globex", "m", "s")

@@ -64,13 +64,13 @@ def test_a_socket_speaks_for_who_comes_without_a_token():
 def test_a_made_token_is_read_from_its_file(tmp_path):
     """Only its owner can read the file, which is never overwritten; the settings get the digest."""
     path = tmp_path / "token"
-    told = make_token(path)
+    made = make_token(path)
     token = read_token(path)
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
-    assert told == {"file": str(path), "token_sha256": token_digest(token)}
-    assert token not in token_text("web", told)
+    assert made == {"file": str(path), "token_sha256": token_digest(token)}
+    assert token not in token_text("web", made)
     assert re.search(
-        r"\[clients\.web\]\ntoken_sha256 = \[\"[0-9a-f]{64}\"\]", token_text("web", told)
+        r"\[clients\.web\]\ntoken_sha256 = \[\"[0-9a-f]{64}\"\]", token_text("web", made)
     )
     with pytest.raises(TokenFileError, match="File exists"):
         make_token(path)

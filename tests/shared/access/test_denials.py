@@ -39,7 +39,7 @@ def bound(short_dir):
 
 
 def told_to_nobody(path):
-    """What a user of no group is told."""
+    """The remedy for a user of no group."""
     command = [sys.executable, "-c", AS_NOBODY, str(path)]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
     return done.stdout.strip()

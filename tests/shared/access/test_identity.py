@@ -50,7 +50,7 @@ def test_operators_may_look():
 
 
 def test_what_concerns_all_tenants_is_for_who_may_name_all():
-    """Others are told what to do instead."""
+    """Others get a remedy."""
     socket_identity("s", ("*",), ("reader",)).check_all_tenants("GetStats")
     with pytest.raises(TenantDeniedError, match="GetStats, which concerns all tenants"):
         _identity("a").check_all_tenants("GetStats")

@@ -41,8 +41,8 @@ async def test_a_known_client_is_named():
                 with pytest.raises(grpc.aio.AioRpcError):
                     await server.who(ClientCredentials(token))
     assert metrics.refused.counts == {("role_denied", "web"): 1, ("unauthenticated", ""): 1}
-    told = next(line for line in lines if line["event"] == "access_refused")
-    assert (told["reason"], told["client"]) == ("role_denied", "web")
+    refused = next(line for line in lines if line["event"] == "access_refused")
+    assert (refused["reason"], refused["client"]) == ("role_denied", "web")
     assert "kvt_" not in str(lines)
 
 
@@ -54,8 +54,8 @@ async def test_a_certificate_of_nobody_is_named(tmp_path):
         with capture_logs() as lines, pytest.raises(grpc.aio.AioRpcError):
             await server.who(authority.client("stranger.example"))
         assert await server.who(authority.client("probe.example")) == "probe"
-    (told,) = [line for line in lines if line["event"] == "access_refused"]
-    assert "stranger.example" in told["certificate"]
+    (refused,) = [line for line in lines if line["event"] == "access_refused"]
+    assert "stranger.example" in refused["certificate"]
     assert metrics.refused.counts == {("unauthenticated", ""): 1}
 
 

@@ -18,15 +18,15 @@ def impatience(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "message"),
     [(WORKING, "ended with exit code 0"), (IDLE, "is running, but does not serve")],
 )
-async def test_a_child_is_waited_for_as_long_as_it_works(tmp_path, arguments, told):
+async def test_a_child_is_waited_for_as_long_as_it_works(tmp_path, arguments, message):
     """One that works is given its time, and here ends; one that is idle is given up."""
     address = f"unix:{tmp_path}/nobody.sock"
     child = ChildProcess("it", arguments, address, tmp_path / "it.log")
     try:
-        with pytest.raises(ChildFailedError, match=told):
+        with pytest.raises(ChildFailedError, match=message):
             await child.start()
     finally:
         await child.kill()

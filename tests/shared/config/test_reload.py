@@ -1,4 +1,4 @@
-"""Reloading settings: what may change live changes, all else is told, a problem changes nothing."""
+"""Reloading settings: live keys change, others are reported, a problem changes nothing."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -88,7 +88,7 @@ def test_live_keys_change_and_others_wait(file):
 
 
 def test_nothing_has_changed(file):
-    """A reload of the same file changes nothing; those who listen hear of it all the same."""
+    """A reload of the same file changes nothing; callbacks are called all the same."""
     live = _live(file)
     heard = []
     live.on_change.append(heard.append)
@@ -109,7 +109,7 @@ def test_nothing_has_changed(file):
     ],
 )
 def test_a_problem_changes_nothing(file, text):
-    """Neither in the part that is wrong nor in the others, and nobody hears of it."""
+    """Neither in the part that is wrong nor in the others, and no callback is called."""
     live = _live(file)
     heard = []
     live.on_change.append(heard.append)
@@ -124,7 +124,7 @@ def test_a_problem_changes_nothing(file, text):
 
 
 def test_a_check_refuses_all_of_it(file):
-    """What only the outside world can tell is asked before anything is in force."""
+    """What only the outside world knows is checked before anything is in force."""
     live = _live(file)
     heard = []
 

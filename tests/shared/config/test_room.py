@@ -5,7 +5,7 @@ import os
 import psutil
 import pytest
 
-from shared.config.room import Asked, check_room
+from shared.config.room import Demand, check_room
 from shared.config.settings import InvalidSettingsError
 
 
@@ -14,9 +14,9 @@ def test_what_the_machine_has_may_be_asked_for(tmp_path):
     disk = os.statvfs(tmp_path)
     check_room(
         (
-            Asked("a", psutil.virtual_memory().total),
-            Asked("b", disk.f_blocks * disk.f_frsize, tmp_path),
-            Asked("c", None),
+            Demand("a", psutil.virtual_memory().total),
+            Demand("b", disk.f_blocks * disk.f_frsize, tmp_path),
+            Demand("c", None),
         )
     )
 
@@ -29,9 +29,9 @@ def test_more_than_that_is_refused(tmp_path):
     with pytest.raises(InvalidSettingsError) as refused:
         check_room(
             (
-                Asked("dram.bytes", 999 << 40, instead='"auto"'),
-                Asked("ssd.bytes", too_much, below),
-                Asked("fine", 1),
+                Demand("dram.bytes", 999 << 40, instead='"auto"'),
+                Demand("ssd.bytes", too_much, below),
+                Demand("fine", 1),
             )
         )
     memory, ssd = refused.value.problems

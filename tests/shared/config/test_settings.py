@@ -58,7 +58,7 @@ def _problems(path, text="", flags=None, environ=None):
 
 
 def test_flag_beats_environment_beats_file_beats_default(tmp_path):
-    """Each source overrules the weaker ones, key by key, and provenance tells which one won."""
+    """Each source overrules the weaker ones, key by key, and provenance says which one won."""
     loaded = _load(
         tmp_path,
         '[dram]\nbytes = "1GB"\nslot = "1KB"\nnum_pools = 3\n',

@@ -1,4 +1,4 @@
-"""The client over attachments that end: what it keeps, what it tells, what wakes its threads."""
+"""The client over attachments that end: what it keeps, what it reports, what wakes its threads."""
 
 import asyncio
 from contextlib import asynccontextmanager
@@ -169,7 +169,7 @@ async def test_no_thread_waits_for_ever(tmp_path, end):
 
 @pytest.mark.parametrize("call", ["PrepareStore", "CompleteStore"])
 async def test_a_call_without_an_answer_ends_the_attachment(tmp_path, call):
-    """Nobody knows then what kvd holds for us: the next attachment tells what we hold."""
+    """Nobody knows then what kvd holds for us: the next attachment reports what we hold."""
     async with small_kvd(tmp_path, LAYOUT) as kvd, client_of(tmp_path) as client:
         await client.wait_attached(30)
         grant = await client.prepare_store(KEY, TOKENS, 0, 5)
@@ -209,7 +209,7 @@ async def test_descriptors_are_given_back(tmp_path):
 
 
 async def test_the_ends_of_sessions_are_told_when_kvd_is_back(tmp_path):
-    """All that it was not told while it was away, or did not answer; once each."""
+    """All that did not reach it while it was away, or that it did not answer; once each."""
     async with client_of(tmp_path) as client:
         for name in ("a", "b"):
             with pytest.raises(KvdUnavailableError):
@@ -246,16 +246,16 @@ async def test_a_queue_is_told_over_one_stream_after_the_other(tmp_path):
     feed = QueueFeed()
     async with small_kvd(tmp_path, LAYOUT) as kvd, client_of(tmp_path, feed) as client:
         await client.wait_attached(30)
-        await until(lambda: kvd.told)
+        await until(lambda: kvd.snapshots)
         for number in range(5):
             feed.waits((0, 0.0, number), key_of(str(number)), 0)
-        await until(lambda: len(kvd.told) > 1)
+        await until(lambda: len(kvd.snapshots) > 1)
         feed.left(0)
-        await until(lambda: len(kvd.told) > 3)
-    assert [told.base_sequence for told in kvd.told[:4]] == [0, 1, 2, 0]
-    sequences = [told.sequence for told in kvd.told]
+        await until(lambda: len(kvd.snapshots) > 3)
+    assert [one.base_sequence for one in kvd.snapshots[:4]] == [0, 1, 2, 0]
+    sequences = [one.sequence for one in kvd.snapshots]
     assert sequences == sorted(set(sequences))
-    numbers = [(list(told.waiting.numbers), list(told.left)) for told in kvd.told[:4]]
+    numbers = [(list(one.waiting.numbers), list(one.left)) for one in kvd.snapshots[:4]]
     assert numbers == [([], []), ([0, 1, 2], []), ([3], [0]), ([1, 2, 3], [])]
 
 

@@ -112,7 +112,7 @@ PENDING = {"lookup": kvd_pb2.LOOKUP_PENDING, "accept_pending": True}
 
 
 def test_a_pending_grant(load, words):
-    """It is granted, and says which word tells how far it is."""
+    """It is granted, and names the word of its progress."""
     grant = load([SPAN, TAIL], progress_index=3, **PENDING)
     assert (grant.lookup, grant.more) == (Lookup.PENDING, True)
     words.end("the end")

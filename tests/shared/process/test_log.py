@@ -117,7 +117,7 @@ def test_secrets_are_redacted(capsys, as_json):
     ids=str,
 )
 def test_credentials_are_redacted_wherever_they_stand(capsys, as_json, said):
-    """In URLs, headers, bytes and objects, of ours and of libraries; the rest of them is told."""
+    """In URLs, headers, bytes and objects, of ours and of libraries; the rest of them is logged."""
     configure_logging("info", json=as_json)
     get_logger("a").info("happened", said=said)
     logging.getLogger("library").warning("happened %s", said)
@@ -130,7 +130,7 @@ def test_credentials_are_redacted_wherever_they_stand(capsys, as_json, said):
 
 @pytest.mark.parametrize("as_json", [True, False])
 def test_words_that_are_no_secrets(capsys, as_json):
-    """What only sounds like one is told."""
+    """What only sounds like one is logged."""
     configure_logging("info", json=as_json)
     said = (
         "num_tokens=12 key=[1, 2] layout_key: abcdefghijkl, http://127.0.0.1:4317/a?b=c basic idea"

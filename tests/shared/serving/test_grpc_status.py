@@ -121,7 +121,7 @@ async def test_an_error_without_them_has_neither(tmp_path):
     [(0.0, 0.0), (-3.0, 0.0), (float("nan"), 0.0), (float("inf"), MAX_RETRY_S), (1e-9, 1e-9)],
 )
 async def test_hints_that_cannot_be_are_bounded(tmp_path, said_s, heard_s):
-    """A client may sleep for whatever it is told."""
+    """A client may sleep for whatever the hint says."""
     async with _reader(tmp_path, ExhaustedError("x", "y", retry_after_s=said_s)) as stub:
         assert error_from_rpc(await _caught(stub)).retry_after_s == heard_s
 

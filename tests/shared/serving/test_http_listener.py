@@ -96,7 +96,7 @@ class Served:
     async def until(self, is_so):
         """Return when it is."""
         async with asyncio.timeout(ANSWER_S):
-            while not is_so():  # noqa: ASYNC110  # it counts, and tells nobody
+            while not is_so():  # noqa: ASYNC110  # it counts, without an event
                 await asyncio.sleep(0)
 
     async def until_open(self, count):
@@ -274,7 +274,7 @@ async def test_a_handshake_has_a_deadline(tmp_path):
 
 @on_each_loop
 async def test_handshakes_that_fail(tmp_path, capsys):
-    """They are counted, and told once a second without a word of what came; who leaves is not."""
+    """They are counted, and logged once a second without a word of what came; who leaves is not."""
     configure_logging("info", json=True)
     context = ssl_context(Authority(tmp_path).server(wants_certificates=False))
     async with serving((context, None)) as served:

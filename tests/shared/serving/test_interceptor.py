@@ -122,7 +122,7 @@ async def _has_room(stub) -> bool:
 
 
 async def test_a_request_that_never_comes_is_not_waited_for():
-    """Who opens a call and says nothing is told so; a stranger is not waited for at all."""
+    """Who opens a call and sends nothing is refused; a stranger is not waited for at all."""
     async with guarded_server(CLIENTS, read_s=0.2) as server:
 
         def silent(credentials):

@@ -48,7 +48,7 @@ def test_names_are_cut_before_a_table_is_too_wide():
 
 
 def test_what_matters_least_is_cut_first():
-    """None below its least while another may be cut: a name that tells sessions apart stays."""
+    """None below its least while another may be cut: a name that distinguishes sessions stays."""
     columns = (
         Column("session", may_be_cut=True, least=14),
         Column("process", rank=1, may_be_cut=True, least=8),

@@ -1,4 +1,4 @@
-"""What a histogram tells of its values."""
+"""What a histogram says of its values."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What a feed tells: all once, then what has changed; of long queues the head."""
+"""What a feed reports: all once, then what has changed; of long queues the head."""
 
 import pytest
 
@@ -29,10 +29,12 @@ def waiting(*numbers: int, tag: float = 0.0) -> list[QueuedRequest]:
     return [QueuedRequest((0, tag, number), key_of(number), 10 * number) for number in numbers]
 
 
-def tell(feed: QueueFeed, most_jobs: int = MANY, *, send_full: bool = False) -> QueueUpdate | None:
+def send(
+    feed: QueueFeed, most_requests: int = MANY, *, send_full: bool = False
+) -> QueueUpdate | None:
     """An update, acknowledged at once."""
     feed.check()
-    update = feed.next_update(most_jobs)
+    update = feed.next_update(most_requests)
     if update is not None:
         feed.acknowledged(update.sequence, send_full=send_full)
     feed.check()
@@ -48,22 +50,22 @@ def news(update: QueueUpdate | None) -> tuple:
 def test_all_is_told_first_even_if_it_is_nothing():
     """The other side may have something that is not so."""
     feed = QueueFeed()
-    update = tell(feed)
+    update = send(feed)
     assert (update.base_sequence, update.digest, news(update)) == (0, 0, ([], [], []))
-    assert tell(feed) is None
+    assert send(feed) is None
 
 
 def test_then_what_has_changed():
     """Jobs that joined, started, left, and stand elsewhere; each update names its base."""
     feed = QueueFeed()
     wait(feed, 1, 2, 3, 4)
-    first = tell(feed)
+    first = send(feed)
     assert news(first) == (waiting(1, 2, 3, 4), [], [])
     wait(feed, 5)
     feed.runs(1, key_of(1))
     feed.left(2)
     wait(feed, 3, tag=7.0)
-    second = tell(feed)
+    second = send(feed)
     assert (second.base_sequence, second.sequence) == (first.sequence, first.sequence + 1)
     joined = waiting(5) + waiting(3, tag=7.0)
     assert news(second) == (joined, [RunningRequest(1, key_of(1))], [2])
@@ -73,13 +75,13 @@ def test_what_comes_and_goes_between_two_updates_is_never_told():
     """Changes are coalesced: a job that came and left, one that ran and is where it was."""
     feed = QueueFeed()
     wait(feed, 1)
-    tell(feed)
+    send(feed)
     wait(feed, 2)
     feed.runs(1, key_of(1))
     feed.left(2)
     feed.left(77)
     wait(feed, 1)
-    assert tell(feed) is None
+    assert send(feed) is None
 
 
 def test_changes_while_an_update_is_on_its_way_go_with_the_next():
@@ -91,7 +93,7 @@ def test_changes_while_an_update_is_on_its_way_go_with_the_next():
     with pytest.raises(AssertionError, match="one update at a time"):
         feed.next_update(MANY)
     feed.acknowledged(update.sequence, send_full=False)
-    assert news(tell(feed)) == ([], [RunningRequest(1, key_of(1))], [])
+    assert news(send(feed)) == ([], [RunningRequest(1, key_of(1))], [])
 
 
 @pytest.mark.parametrize("how", ["asked", "restarted", "another sequence"])
@@ -100,14 +102,14 @@ def test_all_is_told_again(how):
     feed = QueueFeed()
     wait(feed, 1)
     if how == "asked":
-        tell(feed, send_full=True)
+        send(feed, send_full=True)
     else:
         update = feed.next_update(MANY)
         if how == "restarted":
             feed.restart()
         else:
             feed.acknowledged(update.sequence + 5, send_full=False)
-    again = tell(feed)
+    again = send(feed)
     assert (again.base_sequence, news(again)) == (0, (waiting(1), [], []))
 
 
@@ -121,41 +123,41 @@ def test_the_digest_is_that_of_what_is_told():
         waiting_digest((0, 0.0, 1), key_of(1)),
         waiting_digest((0, 0.0, 2), key_of(2)),
     ]
-    assert tell(feed, 3).digest == combined(0, added=sum(digests))
+    assert send(feed, 3).digest == combined(0, added=sum(digests))
     feed.left(1)
     digests[1] = waiting_digest((0, 0.0, 3), key_of(3))
-    assert tell(feed, 3).digest == combined(0, added=sum(digests))
+    assert send(feed, 3).digest == combined(0, added=sum(digests))
 
 
 def test_of_a_long_queue_the_head_is_told():
     """What moves up into it joins, what is pushed out of it leaves, though it waits still."""
     feed = QueueFeed()
     wait(feed, *range(10, 20))
-    assert news(tell(feed, 3)) == (waiting(10, 11, 12), [], [])
+    assert news(send(feed, 3)) == (waiting(10, 11, 12), [], [])
     feed.left(11)
     feed.left(18)
-    assert news(tell(feed, 3)) == (waiting(13), [], [11])
+    assert news(send(feed, 3)) == (waiting(13), [], [11])
     wait(feed, 5)
     feed.runs(10, key_of(10))
-    assert news(tell(feed, 3)) == (waiting(5), [RunningRequest(10, key_of(10))], [13])
-    assert news(tell(feed, 5)) == (waiting(13, 14), [], [])
-    assert news(tell(feed, 4)) == ([], [], [14])
+    assert news(send(feed, 3)) == (waiting(5), [RunningRequest(10, key_of(10))], [13])
+    assert news(send(feed, 5)) == (waiting(13, 14), [], [])
+    assert news(send(feed, 4)) == ([], [], [14])
 
 
 def test_changes_behind_the_head_are_not_told():
     """Nobody needs to know."""
     feed = QueueFeed()
     wait(feed, *range(10))
-    tell(feed, 3)
+    send(feed, 3)
     wait(feed, 20, 21)
     feed.left(8)
-    assert tell(feed, 3) is None
+    assert send(feed, 3) is None
 
 
 def test_a_side_that_does_not_listen_costs_no_memory():
-    """Beyond what is worth telling as a change, all is told when it listens again."""
+    """Beyond what is worth reporting as a change, all is reported when it listens again."""
     feed = QueueFeed()
-    tell(feed)
+    send(feed)
     update = feed.next_update(MANY)
     assert update is None
     wait(feed, 1)
@@ -165,7 +167,7 @@ def test_a_side_that_does_not_listen_costs_no_memory():
         feed.left(number)
         assert len(feed._changed) <= FEW_CHANGES + 1
     feed.acknowledged(update.sequence, send_full=False)
-    assert news(tell(feed)) == (waiting(1), [], [])
+    assert news(send(feed)) == (waiting(1), [], [])
     assert feed._base
 
 
@@ -184,4 +186,4 @@ def test_the_interval_goes_with_each_update():
     """As it is then."""
     feed = QueueFeed()
     feed.interval_s = 1.5
-    assert tell(feed).change.interval_ns == 1_500_000_000
+    assert send(feed).change.interval_ns == 1_500_000_000

@@ -86,7 +86,7 @@ def test_one_stalled_step_changes_almost_nothing():
 
 
 def test_a_slow_first_step_is_outvoted():
-    """The first forward warms caches up; a few more tell."""
+    """The first forward warms caches up; a few more are enough."""
     rng = seeded(2)
     fit = RunningFit(3)
     fit.note((1, 512, 131328), 10 * true_s((1, 512, 131328)))
@@ -172,7 +172,7 @@ def test_a_thousand_decodes_do_not_forget_what_prefill_takes():
 
 
 def test_nothing_is_known_of_work_unlike_all_that_was_seen():
-    """Decodes of one length do not tell what a token costs; an estimate would be made up."""
+    """Decodes of one length do not show what a token costs; an estimate would be made up."""
     fit = RunningFit(3)
     for _ in range(2):
         fit.note((1, 1, 100), 0.002)
@@ -216,7 +216,7 @@ def test_no_small_step_fits_better(rows):
     matrix = [[float(sum(r[i] * r[j] for r in rows)) for j in range(3)] for i in range(3)]
     vector = [float(sum(r[i] * r[3] for r in rows)) for i in range(3)]
     found = least_squares(matrix, vector)
-    if not found.is_told_apart:
+    if not found.is_determined:
         return
     scale = max(vector)
     for i in range(3):

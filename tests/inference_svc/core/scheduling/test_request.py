@@ -64,7 +64,7 @@ def test_room_for_an_answer_grows_with_it(answer_tokens, num_outputs, wanted):
     grown = request(prompt_tokens=10, max_tokens=100)
     for token in range(num_outputs):
         grown.append(token)
-    assert grown.wanted_capacity(answer_tokens) == wanted
+    assert grown.capacity_to_admit(answer_tokens) == wanted
 
 
 def test_only_a_request_that_wants_more_rows_has_outgrown_them():
@@ -94,7 +94,7 @@ def running(computed, window_tokens=12, max_tokens=100) -> Request:
     for token in range(10, computed + 1):
         one.append(token)
     one.computed_tokens, one.state = computed, RequestState.RUNNING
-    one.capacity_tokens = min(one.wanted_capacity(2), computed)
+    one.capacity_tokens = min(one.capacity_to_admit(2), computed)
     return one
 
 
@@ -102,7 +102,7 @@ def test_a_window_bounds_the_rows():
     """However long the answer may become."""
     assert running(10, window_tokens=12, max_tokens=100).full_capacity_tokens == 12
     assert running(10, window_tokens=12, max_tokens=2).full_capacity_tokens == 11
-    assert running(10, window_tokens=12).wanted_capacity(50) == 12
+    assert running(10, window_tokens=12).capacity_to_admit(50) == 12
 
 
 def test_a_request_overflows_when_its_window_is_full_and_it_wants_more():

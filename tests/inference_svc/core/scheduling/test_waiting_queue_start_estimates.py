@@ -16,7 +16,7 @@ def request(number, prompt_tokens=100, history_tokens=0):
 
 
 def test_nothing_is_known_at_first():
-    """Starts are unknown, and a refused client is told to come back in a second."""
+    """Starts are unknown, and a refused client is to come back in a second."""
     estimates = StartEstimates(Rates())
     assert estimates.interval_s([]) == estimates.interval_s([request(1)]) == 0
     assert estimates.retry_after_s() == UNKNOWN_RETRY_S

@@ -44,7 +44,7 @@ def new_turn():
 
 
 async def test_a_loaded_turn_that_is_handed_back_is_refused():
-    """No stream has begun, so that the client is told by a status to come again."""
+    """No stream has begun, so that the client gets a status that lets it come again."""
     turn = new_turn()
     turn.publish(WAITS, LOADED)
     turn.close(DrainingError("about to stop", "submit again"))

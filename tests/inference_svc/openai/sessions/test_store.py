@@ -10,18 +10,18 @@ import pytest
 from inference_svc.core.errors import TranscriptError
 from inference_svc.openai.sessions import store_file
 from inference_svc.openai.sessions.lookup import (
-    KnownRequest,
-    KnownResponse,
     Point,
     ResponseInfo,
     Route,
+    StoredRequest,
+    StoredResponse,
 )
 from inference_svc.openai.sessions.store import ApiStore, StoreUnavailableError
 from inference_svc.openai.sessions.store_file import FILE_NAME, PRUNE_EVERY
 
 AT = Point("s-1", 2, "r-1", is_named=False)
 INFO = ResponseInfo(1.0, "m", instructions="Be brief.", metadata={"a": "é"})
-RESPONSE = KnownResponse(AT, b"h" * 16, INFO)
+RESPONSE = StoredResponse(AT, b"h" * 16, INFO)
 
 
 @pytest.fixture
@@ -79,7 +79,7 @@ async def test_a_response_is_its_tenants(store):
 
 async def test_requests_and_passing_sessions(store):
     """Each is known until it is not needed."""
-    request = KnownRequest(b"body", Route("s-1", 2, 1, None, is_named=True))
+    request = StoredRequest(b"body", Route("s-1", 2, 1, None, is_named=True))
     await store.keep_request("acme", b"key", request)
     assert await store.find_request(b"key") == request
     assert await store.find_request(b"other") is None

@@ -114,12 +114,12 @@ def resident_ids(engine, request):
 @asynccontextmanager
 async def held(thread):
     """A thread that does nothing until the event is set, or the block is left."""
-    may_go_on = threading.Event()
-    busy = asyncio.create_task(thread.run(may_go_on.wait))
+    may_resume = threading.Event()
+    busy = asyncio.create_task(thread.run(may_resume.wait))
     try:
-        yield may_go_on
+        yield may_resume
     finally:
-        may_go_on.set()
+        may_resume.set()
         await busy
 
 
@@ -145,13 +145,13 @@ async def test_an_answer_goes_on_when_its_window_is_full(model, stock, choose, s
         assert len(request.token_ids) <= WINDOW + 1
         assert request.outcome.tier_tokens == {}
         assert request.num_preemptions < 5
-        await engine.all_given_back()
+        await engine.all_released()
 
 
 @pytest.mark.parametrize("choose", CHOICES)
 @pytest.mark.parametrize("keeps_residents", [True, False])
 async def test_the_next_turn_goes_on_from_what_is_left(model, stock, keeps_residents, choose):
-    """From memory, or from the store: that hears of a discard between the saves about it."""
+    """From memory, or from the store, which receives a discard between the saves around it."""
     async with running_engine(model, keeps_residents=keeps_residents) as engine:
         session = PlainSession(stock)
         request = engine.request(PROMPT, 60, window_tokens=WINDOW, truncate=choose)
@@ -167,7 +167,7 @@ async def test_the_next_turn_goes_on_from_what_is_left(model, stock, keeps_resid
         )
         assert turn.outcome.tokens == len(following) - 3
         assert turn.sink.token_ids == session.answer([77, 78], 30, choose)
-        await engine.all_given_back()
+        await engine.all_released()
 
 
 @pytest.mark.parametrize("ranges", [((0, 20),), ((4, 9), (30, 47)), ((40, 47),), ((0, 47),)])
@@ -196,7 +196,7 @@ async def test_tokens_are_dropped_between_turns(model, stock, ranges, where):
         following = [*turn.token_ids, 73]
         again = await engine.run(following)
         assert again.sink.token_ids == session.answer([73], 8)
-        await engine.all_given_back()
+        await engine.all_released()
 
 
 async def test_a_discard_of_something_else_is_refused(model):
@@ -208,7 +208,7 @@ async def test_a_discard_of_something_else_is_refused(model):
         await engine.loop.discard(first.key, ContextCut(first.token_ids[:47], []))
         assert "discard" not in engine.store.order
         assert resident_ids(engine, first) == first.token_ids[:47]
-        await engine.all_given_back()
+        await engine.all_released()
 
 
 async def test_a_resident_of_another_context_is_given_up(model):
@@ -218,7 +218,7 @@ async def test_a_resident_of_another_context_is_given_up(model):
         other = [99, *first.token_ids[1:47]]
         await engine.loop.discard(first.key, ContextCut(other, [(0, 10)]))
         assert not len(engine.scheduler.residents)
-        await engine.all_given_back()
+        await engine.all_released()
 
 
 @pytest.mark.parametrize("truncate", [None, lambda context: ()])
@@ -232,7 +232,7 @@ async def test_an_answer_ends_when_nothing_may_be_dropped(model, stock, truncate
             PROMPT, WINDOW - len(PROMPT) + 1
         )
         assert request.computed_tokens == WINDOW
-        await engine.all_given_back()
+        await engine.all_released()
 
 
 @pytest.mark.parametrize("ranges", [((0, 0),), ((60, WINDOW + 1),), ((0, 1000),)])
@@ -243,13 +243,13 @@ async def test_a_turn_that_drops_what_it_must_not_fails(model, ranges):
         with pytest.raises(InvalidDiscardError):
             await engine.loop.generate(request)
         await engine.run(PROMPT, session="other")
-        await engine.all_given_back()
+        await engine.all_released()
 
 
 async def test_others_decode_while_rows_close_up(model, stock):
     """The load thread is busy; steps of others go on, and the turn waits for its rows."""
     engine_of_big_sequences = running_engine(model, answer_tokens=256)
-    async with engine_of_big_sequences as engine, held(engine.threads[1]) as may_go_on:
+    async with engine_of_big_sequences as engine, held(engine.threads[1]) as may_resume:
         cut = engine.request(PROMPT, 60, window_tokens=WINDOW, truncate=oldest_half, session="cut")
         answer = asyncio.create_task(finished(engine, cut))
         long = engine.request(range(30, 60), 200, session="long")
@@ -257,10 +257,10 @@ async def test_others_decode_while_rows_close_up(model, stock):
         await others
         assert cut.state is RequestState.WAITING
         assert len(cut.sink.token_ids) == WINDOW - len(PROMPT) + 1
-        may_go_on.set()
+        may_resume.set()
         await answer
         assert cut.sink.token_ids == PlainSession(stock).answer(PROMPT, 60, oldest_half)
-        await engine.all_given_back()
+        await engine.all_released()
 
 
 async def test_a_turn_cancelled_while_its_rows_close_up_leaves_nothing(model, stock):
@@ -271,13 +271,13 @@ async def test_a_turn_cancelled_while_its_rows_close_up_leaves_nothing(model, st
         cut = engine.request(prompt, 60, window_tokens=WINDOW, truncate=oldest_half, lineage=WHOLE)
         answer = asyncio.create_task(engine.loop.generate(cut))
         await cut.sink.has_token.wait()
-        async with held(engine.threads[1]) as may_go_on:
+        async with held(engine.threads[1]) as may_resume:
             await engine.store.has_discarded.wait()
             answer.cancel()
             await asyncio.gather(answer, return_exceptions=True)
             other = await engine.run(PROMPT, session="other")
             assert engine.scheduler.residents.is_busy(cut.key)
-            may_go_on.set()
+            may_resume.set()
             await engine.loop.idle.wait()
         assert len(engine.scheduler.residents) == 1
         assert resident_ids(engine, other)
@@ -286,7 +286,7 @@ async def test_a_turn_cancelled_while_its_rows_close_up_leaves_nothing(model, st
         again = await engine.run([*prompt[:-1], 71], lineage=WHOLE)
         assert again.outcome.tokens == 0
         assert again.sink.token_ids == session.answer([71], 8)
-        await engine.all_given_back()
+        await engine.all_released()
 
 
 async def test_a_turn_cancelled_after_its_context_was_cut_leaves_no_resident(model):
@@ -307,7 +307,7 @@ async def test_a_turn_cancelled_after_its_context_was_cut_leaves_no_resident(mod
         await engine.loop.idle.wait()
         assert cut.discards
         assert not len(engine.scheduler.residents)
-        await engine.all_given_back()
+        await engine.all_released()
 
 
 async def test_rows_that_cannot_be_moved_are_loaded_or_computed_again(model, stock, monkeypatch):
@@ -326,7 +326,7 @@ async def test_rows_that_cannot_be_moved_are_loaded_or_computed_again(model, sto
             if not is_away:
                 assert request.sink.token_ids == PlainSession(stock).answer(PROMPT, 60, oldest_half)
             assert len(request.sink.token_ids) == 60
-            await engine.all_given_back()
+            await engine.all_released()
 
 
 async def test_many_turns_overflow_in_a_budget_for_few(model, stock):
@@ -341,7 +341,7 @@ async def test_many_turns_overflow_in_a_budget_for_few(model, stock):
         for request, prompt in zip(requests, prompts, strict=True):
             expected = PlainSession(stock).answer(prompt, 70, behind_the_first_four)
             assert request.sink.token_ids == expected
-        await engine.all_given_back()
+        await engine.all_released()
 
 
 async def test_scores_are_of_the_tokens_that_are_left(model):
@@ -352,11 +352,11 @@ async def test_scores_are_of_the_tokens_that_are_left(model):
         await finished(engine, request)
         assert request.discards
         assert len(request.scores.scores()) == request.computed_tokens
-        await engine.all_given_back()
+        await engine.all_released()
 
 
 async def test_the_lineage_follows_the_discards_of_a_turn(model):
-    """Each time that of the computed tokens; without one nothing is told."""
+    """Each time that of the computed tokens; without one nothing is reported."""
     async with running_engine(model) as engine:
         request = engine.request(
             PROMPT, 30, window_tokens=WINDOW, truncate=oldest_half, lineage=WHOLE
@@ -365,7 +365,7 @@ async def test_the_lineage_follows_the_discards_of_a_turn(model):
         (discard,) = request.discards
         before = [*PROMPT, *request.sink.token_ids[: WINDOW - len(PROMPT)]]
         assert request.lineage == WHOLE.after(as_token_bytes(before), discard.ranges)
-        await engine.all_given_back()
+        await engine.all_released()
 
 
 # ------------------------------------------------------------- turns that drop something and fail
@@ -414,7 +414,7 @@ async def test_a_turn_that_drops_something_first_builds_on_the_rest(model, stock
         engine.loop.keep(turn, turn.token_ids[:-1])
         assert turn.outcome.tier_tokens == {"hbm" if keeps_residents else "dram": 28}
         assert turn.sink.token_ids == plain(stock, first, cut, [70, 71])
-        await engine.all_given_back()
+        await engine.all_released()
 
 
 @pytest.mark.parametrize("keeps_residents", [True, False])
@@ -435,7 +435,7 @@ async def test_rows_of_a_cancelled_turns_context_are_not_those_of_the_whole_one(
         await finished(engine, whole)
         assert whole.outcome.tokens == 0
         assert whole.sink.token_ids == plain(stock, first, None, [72])
-        await engine.all_given_back()
+        await engine.all_released()
 
 
 @pytest.mark.parametrize("keeps_residents", [True, False])
@@ -457,11 +457,11 @@ async def test_a_turn_cancelled_while_it_waits_may_be_tried_again(model, stock, 
         assert again.outcome.tier_tokens == {"hbm" if keeps_residents else "dram": 28}
         assert again.sink.token_ids == plain(stock, first, cut, [70, 71])
         assert engine.counters.snapshot().get("shifts", 0) == keeps_residents
-        await engine.all_given_back()
+        await engine.all_released()
 
 
 async def test_a_turn_for_which_there_is_no_place_drops_nothing(model):
-    """It is refused before anything is told of it."""
+    """It is refused before anything of it is reported."""
     async with running_engine(model, max_waiting=1, kv_slots=800) as engine:
         first, cut = await periodic_session(engine)
         await engine.loop.idle.wait()
@@ -482,7 +482,7 @@ async def test_a_turn_for_which_there_is_no_place_drops_nothing(model):
         for answer in answers:
             answer.cancel()
         await asyncio.gather(*answers, return_exceptions=True)
-        await engine.all_given_back()
+        await engine.all_released()
 
 
 async def test_a_resident_of_another_lineage_is_given_up_by_a_discard(model):
@@ -492,4 +492,4 @@ async def test_a_resident_of_another_lineage_is_given_up_by_a_discard(model):
         other = Lineage(b"another", 0)
         await engine.loop.discard(first.key, ContextCut(cut.token_ids, cut.ranges, other))
         assert not len(engine.scheduler.residents)
-        await engine.all_given_back()
+        await engine.all_released()

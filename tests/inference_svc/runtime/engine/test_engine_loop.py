@@ -23,7 +23,7 @@ async def test_one_faulty_request_does_not_fail_the_others(model):
         with pytest.raises(EngineFailedError, match="RuntimeError"):
             await engine.loop.generate(bad)
         assert (await good).sink.token_ids == await alone(model, range(20, 30))
-        await engine.all_given_back()
+        await engine.all_released()
 
 
 @pytest.mark.parametrize("times", [1, 2])
@@ -38,7 +38,7 @@ async def test_a_cancelled_job_gives_its_memory_back(model, times):
             for _ in range(times - 1):
                 engine.loop.drop(each)
         await asyncio.gather(*tasks, return_exceptions=True)
-        await engine.all_given_back()
+        await engine.all_released()
 
 
 @pytest.mark.parametrize("residents", [True, False])
@@ -52,7 +52,7 @@ async def test_a_turn_goes_on_where_the_one_before_it_ended(model, residents):
             assert turn.outcome.tier_tokens == found
             assert turn.sink.token_ids == await alone(model, prompt)
             prompt = [*turn.token_ids, *range(30, 72)]
-        await engine.all_given_back()
+        await engine.all_released()
 
 
 async def test_a_load_waits_for_the_save_of_its_sessions_previous_turn(model):
@@ -65,7 +65,7 @@ async def test_a_load_waits_for_the_save_of_its_sessions_previous_turn(model):
         assert not following.done()
         engine.store.may_end.set()
         assert (await following).outcome.tokens == 9
-        await engine.all_given_back()
+        await engine.all_released()
     assert engine.store.order[:2] == ["load", "load"]
 
 
@@ -80,7 +80,7 @@ async def test_rows_that_are_still_being_saved_are_not_reused(model):
         await engine.loop.idle.wait()
         following = [*first.token_ids, 22]
         assert (await engine.run(following)).sink.token_ids == await alone(model, following)
-        await engine.all_given_back()
+        await engine.all_released()
 
 
 @pytest.mark.parametrize("num_failures", [1, 2, 3])
@@ -95,7 +95,7 @@ async def test_a_load_that_breaks_off_under_a_step_is_computed_instead(model, nu
         assert turn.sink.token_ids == await alone(model, following)
         assert turn.sink.num_started == 1
         assert turn.outcome.tokens == (47 if num_failures == 1 else 0)
-        await engine.all_given_back()
+        await engine.all_released()
         again = [*turn.token_ids, 99]
         assert (await engine.run(again)).sink.token_ids == await alone(model, again)
 
@@ -110,7 +110,7 @@ async def test_answers_that_outgrow_their_room_move_and_go_on(model):
             expected = await alone(model, range(20 + number, 60 + number), 90)
             assert turn.sink.token_ids == expected
             assert turn.num_preemptions > 0
-        await engine.all_given_back()
+        await engine.all_released()
 
 
 async def test_a_higher_priority_goes_first_and_costs_nobody_a_token(model):
@@ -126,7 +126,7 @@ async def test_a_higher_priority_goes_first_and_costs_nobody_a_token(model):
         assert low.num_preemptions == 1
         assert low.sink.token_ids == await alone(model, range(20, 60), 100)
         assert high.sink.token_ids == await alone(model, range(30, 70), 4)
-        await engine.all_given_back()
+        await engine.all_released()
 
 
 async def test_a_deadline_ends_a_turn_in_the_queue(model):
@@ -140,7 +140,7 @@ async def test_a_deadline_ends_a_turn_in_the_queue(model):
             await engine.loop.generate(late)
         answer.cancel()
         await asyncio.gather(answer, return_exceptions=True)
-        await engine.all_given_back()
+        await engine.all_released()
 
 
 async def test_a_budget_for_one_serves_many_in_order(model):
@@ -153,7 +153,7 @@ async def test_a_budget_for_one_serves_many_in_order(model):
             ends.append(number)
 
         await asyncio.gather(*(serve(number) for number in range(5)))
-        await engine.all_given_back()
+        await engine.all_released()
     assert ends == sorted(ends)
 
 
@@ -173,7 +173,7 @@ async def test_every_way_to_preload_gives_the_same_answer(model, preload):
         turn = await engine.run(following)
         assert turn.outcome.tokens == 47
         assert turn.sink.token_ids == await alone(model, following)
-        await engine.all_given_back()
+        await engine.all_released()
 
 
 async def test_an_answer_that_is_cut_behind_its_last_preemption(model):
@@ -187,7 +187,7 @@ async def test_an_answer_that_is_cut_behind_its_last_preemption(model):
         await engine.loop.idle.wait()
         following = [*kept, 99, 98]
         assert (await engine.run(following)).sink.token_ids == await alone(model, following)
-        await engine.all_given_back()
+        await engine.all_released()
 
 
 async def test_a_cancelled_turn_leaves_its_sessions_resident(model):
@@ -204,7 +204,7 @@ async def test_a_cancelled_turn_leaves_its_sessions_resident(model):
         again = await engine.run([*first.token_ids, *range(50, 60)])
         assert again.outcome.tier_tokens == {"hbm": 47}
         assert again.sink.token_ids == await alone(model, again.token_ids[:58])
-        await engine.all_given_back()
+        await engine.all_released()
 
 
 async def test_the_loop_ends_cleanly_under_a_running_turn(model):
@@ -233,7 +233,7 @@ async def test_a_step_that_fails_under_a_save_stores_nothing_of_it(model):
         again = await engine.run(following)
         assert again.outcome.tokens == 77
         assert again.sink.token_ids == await alone(model, following)
-        await engine.all_given_back()
+        await engine.all_released()
 
 
 async def test_synchronous_saving_computes_nothing_before_an_answer_is_stored(model):
@@ -251,17 +251,17 @@ async def test_synchronous_saving_computes_nothing_before_an_answer_is_stored(mo
         await answer
         assert engine.store.order[:4] == ["load", "save", "save", "load"]
         engine.loop.drop(second)
-        await engine.all_given_back()
+        await engine.all_released()
 
 
 async def test_a_deleted_session_is_gone_from_memory_too(model):
-    """Its resident is released and its store told, after its last save."""
+    """Its resident is released and its store notified, after its last save."""
     async with running_engine(model) as engine:
         turn = await engine.run(range(20, 60))
         await engine.loop.forget(turn.key, turn.token_ids)
         assert not len(engine.scheduler.residents)
         assert not engine.store.rows
-        await engine.all_given_back()
+        await engine.all_released()
 
 
 @pytest.mark.parametrize("saves", [True, False])
@@ -276,7 +276,7 @@ async def test_the_end_of_a_session_is_told_after_its_last_save(model, saves):
         assert engine.store.ended == [last.key]
         assert engine.store.order[-1] == "end"
         assert len(engine.scheduler.residents) == 1
-        await engine.all_given_back()
+        await engine.all_released()
 
 
 async def test_the_end_of_a_session_is_told_after_preemptions_and_failed_loads(model):
@@ -291,7 +291,7 @@ async def test_the_end_of_a_session_is_told_after_preemptions_and_failed_loads(m
         await engine.loop.idle.wait()
         assert engine.store.ended == [last.key]
         assert engine.store.order[-2:] == ["save", "end"]
-        await engine.all_given_back()
+        await engine.all_released()
 
 
 async def test_a_session_whose_last_turn_was_given_up_goes_on(model):
@@ -300,14 +300,14 @@ async def test_a_session_whose_last_turn_was_given_up_goes_on(model):
         request = engine.request(range(20, 60), is_final=True)
         await engine.loop.generate(request)
         engine.loop.drop(request)
-        await engine.all_given_back()
+        await engine.all_released()
         assert engine.store.ended == []
 
 
 async def test_a_turn_runs_until_it_is_kept_or_dropped(model):
-    """As its store is told; who is preempted waits again, who is resident does neither."""
+    """As its store receives it; who is preempted waits again, who is resident does neither."""
 
-    def told():
+    def reported():
         change = engine.store.queue.next_update(100).change
         engine.store.queue.restart()
         waiting = [request.key.session_id for request in change.waiting]
@@ -317,19 +317,19 @@ async def test_a_turn_runs_until_it_is_kept_or_dropped(model):
         low = engine.request(range(20, 60), 100, session="low")
         answer = asyncio.create_task(engine.loop.generate(low))
         await low.sink.has_token.wait()
-        assert told() == ([], ["low"])
+        assert reported() == ([], ["low"])
         high = engine.request(range(30, 70), 4, session="high", priority=1)
         await engine.loop.generate(high)
         assert low.num_preemptions == 1
-        waiting, running = told()
+        waiting, running = reported()
         assert "high" in running
         assert "low" in waiting + running
         engine.loop.keep(high, high.token_ids[:-1])
         await answer
-        assert told() == ([], ["low"])
+        assert reported() == ([], ["low"])
         engine.loop.drop(low)
-        await engine.all_given_back()
-        assert told() == ([], [])
+        await engine.all_released()
+        assert reported() == ([], [])
 
 
 def test_token_bytes_are_little_endian():

@@ -38,11 +38,11 @@ async def test_a_turn_that_is_cancelled_while_its_load_begins_gives_all_back(mod
         answer.cancel()
         await asyncio.wait([answer])
         engine.store.may_begin.set()
-        await engine.all_given_back()
+        await engine.all_released()
         assert engine.store.order == ["load", *(["cancel"] if is_stored else [])]
         turn = await engine.run(following)
         assert turn.sink.token_ids == await alone(model, following)
-        await engine.all_given_back()
+        await engine.all_released()
 
 
 async def test_a_load_that_cannot_begin_fails_its_turn_alone(model):
@@ -52,9 +52,9 @@ async def test_a_load_that_cannot_begin_fails_its_turn_alone(model):
         with pytest.raises(RuntimeError, match="a bug"):
             await engine.loop.generate(engine.request(FIRST))
         engine.store.load_error = None
-        await engine.all_given_back()
+        await engine.all_released()
         assert (await engine.run(FIRST)).sink.token_ids == await alone(model, FIRST)
-        await engine.all_given_back()
+        await engine.all_released()
 
 
 class StumblingSink(Sink):
@@ -71,7 +71,7 @@ async def test_a_turn_that_fails_when_its_load_is_announced_lets_the_store_go(mo
         request.sink = StumblingSink(8)
         with pytest.raises(RuntimeError, match="a bug"):
             await engine.loop.generate(request)
-        await engine.all_given_back()
+        await engine.all_released()
         assert engine.store.order[-1] == "cancel"
 
 
@@ -88,15 +88,15 @@ async def test_a_turn_may_have_a_load_policy_of_its_own(model, policy):
         await engine.loop.generate(request)
         engine.loop.keep(request, request.token_ids[:-1])
         assert request.outcome.tokens == (47 if policy is LoadPolicy.ALWAYS else 0)
-        await engine.all_given_back()
+        await engine.all_released()
         other = await engine.run([*request.token_ids, 7])
         assert (other.outcome.tokens > 0) == (policy is LoadPolicy.NEVER)
-        await engine.all_given_back()
+        await engine.all_released()
 
 
 @pytest.mark.parametrize("num_failures", [0, 1])
 async def test_a_load_that_is_shown_whole_may_break_off(model, num_failures):
-    """Without layers one by one the turn hears of it all the same."""
+    """Without layers one by one the turn fails all the same."""
     preload = PreloadPolicy(is_layerwise=False, buffer_layers=99)
     async with running_engine(model, preload, keeps_residents=False) as engine:
         following = await stored_turn(engine)
@@ -105,7 +105,7 @@ async def test_a_load_that_is_shown_whole_may_break_off(model, num_failures):
         assert turn.num_preemptions == 0
         assert turn.num_failed_loads == num_failures
         assert turn.sink.token_ids == await alone(model, following)
-        await engine.all_given_back()
+        await engine.all_released()
 
 
 async def test_a_step_of_several_that_fails_is_repeated_one_by_one(model):
@@ -125,7 +125,7 @@ async def test_a_step_of_several_that_fails_is_repeated_one_by_one(model):
         await answer
         assert running.sink.token_ids == await alone(model, FIRST, 200)
         engine.loop.keep(running, running.token_ids[:-1])
-        await engine.all_given_back()
+        await engine.all_released()
         assert engine.counters.snapshot()["steps_failed"] >= 2
         assert {key.session_id for key in engine.store.rows} == {"good", "running"}
 
@@ -139,10 +139,14 @@ async def test_residents_are_few(model, monkeypatch):
         await engine.loop.idle.wait()
         gauges = engine.loop.gauges()
         assert gauges["resident_sessions"] == 2
-        assert gauges["pool_rows"] - gauges["pool_free_rows"] >= gauges["resident_rows"] > 0
+        assert (
+            gauges["pool_token_slots"] - gauges["pool_free_token_slots"]
+            >= gauges["resident_token_slots"]
+            > 0
+        )
         assert engine.counters.snapshot()["residents_evicted"] == 1
         assert (await engine.run([20, 21, 23], session="a")).outcome.tier_tokens == {}
-        await engine.all_given_back()
+        await engine.all_released()
 
 
 async def test_an_engine_says_what_goes_on(model):
@@ -161,12 +165,12 @@ async def test_an_engine_says_what_goes_on(model):
         assert (loop.scheduler.num_running, len(loop.scheduler.queue)) == (1, 2)
         assert later.start_tag - late.start_tag == (40 + 8) / 2
         gauges = loop.gauges()
-        assert gauges["reserved_rows"] >= 40
+        assert gauges["reserved_token_slots"] >= 40
         assert gauges["saves_under_way"] == 1
         assert gauges["compute_busy_s"] > 0
         for answer in answers:
             answer.cancel()
         await asyncio.wait(answers)
-        await engine.all_given_back()
+        await engine.all_released()
         assert (loop.scheduler.num_running, len(loop.scheduler.queue)) == (0, 0)
         assert loop.gauges()["saves_under_way"] == 0

@@ -42,7 +42,7 @@ async def test_what_two_sessions_begin_with_is_copied(model, num_common, num_sha
                 loaded = await engine.run(following, session=session)
                 assert loaded.outcome.tier_tokens == {"dram": len(tokens)}
                 assert loaded.sink.token_ids == await alone(model, following)
-        await engine.all_given_back()
+        await engine.all_released()
 
 
 async def test_many_sessions_share_one_prompt_at_once(model):
@@ -58,7 +58,7 @@ async def test_many_sessions_share_one_prompt_at_once(model):
             assert turn.sink.token_ids == await alone(model, prompt)
         again = await engine.run([*FIRST, 5, 6], session="a")
         assert again.outcome.tier_tokens == {"hbm": len(FIRST)}
-        await engine.all_given_back()
+        await engine.all_released()
 
 
 async def test_a_session_that_is_deleted_while_its_prefix_is_copied(model):
@@ -83,7 +83,7 @@ async def test_a_session_that_is_deleted_while_its_prefix_is_copied(model):
         assert request.outcome.tier_tokens == {"hbm": len(FIRST)}
         assert request.sink.token_ids == await alone(model, prompt)
         engine.loop.keep(request, request.token_ids[:-1])
-        await engine.all_given_back()
+        await engine.all_released()
 
 
 async def test_a_turn_that_is_cancelled_while_it_copies_gives_all_back(model):
@@ -100,7 +100,7 @@ async def test_a_turn_that_is_cancelled_while_it_copies_gives_all_back(model):
         await asyncio.wait([answer])
         again = await engine.run([*FIRST, 5, 6], session="a")
         assert again.outcome.tier_tokens == {"hbm": len(FIRST)}
-        await engine.all_given_back()
+        await engine.all_released()
 
 
 async def test_the_save_of_a_shared_prefix_comes_first(model):
@@ -111,6 +111,6 @@ async def test_the_save_of_a_shared_prefix_comes_first(model):
         other = await engine.run([*FIRST, 90, 91], session="b")
         assert other.outcome.tier_tokens == {"hbm": len(FIRST)}
         engine.store.may_end.set()
-        await engine.all_given_back()
+        await engine.all_released()
         assert list(engine.store.rows) == [first.key, other.key]
         assert engine.counters.snapshot()["saves"] == 2

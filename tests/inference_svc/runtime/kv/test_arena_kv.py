@@ -91,28 +91,28 @@ def test_components_of_other_dtypes_share_an_arena():
 @pytest.mark.parametrize(
     "slot_ids", [[2, 3, 4], [4, 0, 5], [3]], ids=["side by side", "any", "one"]
 )
-@pytest.mark.parametrize(("start", "num_rows"), [(0, 5), (1, 3), (4, 1)])
-def test_scatter_changes_the_rows_of_the_run_alone(slot_ids, start, num_rows):
+@pytest.mark.parametrize(("start", "num_tokens"), [(0, 5), (1, 3), (4, 1)])
+def test_scatter_changes_the_rows_of_the_run_alone(slot_ids, start, num_tokens):
     """After scatter exactly the named rows of the named slots differ; gather reads them back."""
     layout = mixed_layout("float32")
     arena = make_arena_map(layout)
     rows = ArenaKv(arena, layout)
     torch.frombuffer(arena.memory, dtype=torch.float32).normal_()
     before = torch.frombuffer(bytearray(arena.memory), dtype=torch.float32).clone()
-    run = SlotRun(slot_ids, start, num_rows)
-    source = torch.randn(len(slot_ids), num_rows, 3, 6)
+    run = SlotRun(slot_ids, start, num_tokens)
+    source = torch.randn(len(slot_ids), num_tokens, 3, 6)
     rows.scatter(1, 1, run, source)
 
     item = layout.component_offset(1, 1) // 4
     for slot_id, block in zip(slot_ids, source, strict=True):
         begin = slot_id * layout.block_bytes // 4 + item + start * 18
-        before[begin : begin + num_rows * 18] = block.flatten()
+        before[begin : begin + num_tokens * 18] = block.flatten()
     assert torch.equal(torch.frombuffer(arena.memory, dtype=torch.float32), before)
 
     token_major = torch.empty_like(source)
     rows.gather(1, 1, run, token_major)
     assert torch.equal(token_major, source)
-    head_major = torch.empty(3, len(slot_ids), num_rows, 6)
+    head_major = torch.empty(3, len(slot_ids), num_tokens, 6)
     rows.gather(1, 1, run, head_major.permute(1, 2, 0, 3))
     assert torch.equal(head_major.permute(1, 2, 0, 3), source)
 

@@ -8,7 +8,7 @@ CPU = torch.device("cpu")
 
 
 class _Mark:
-    """A point that is reached when told, or when it is waited for."""
+    """A point that is reached when a test says so, or when it is waited for."""
 
     def __init__(self, *, is_reached=False) -> None:
         self.is_reached = is_reached
@@ -21,7 +21,7 @@ class _Mark:
 
 
 def test_parts_are_done_in_order_and_two_are_under_way():
-    """A part that is done at once is told at once; one behind another never before it."""
+    """A part that is done at once is reported at once; one behind another never before it."""
     done = []
     parts = DoneInOrder(done.append)
     parts.enqueued(_Mark(is_reached=True))

@@ -20,8 +20,8 @@ FULL_LINES = [LayerShape((2, 8), (2, 8))] * 2  # their rows are a multiple of 64
 SOON = 60.0  # seconds that nothing here takes unless it is broken
 
 
-def make_pool(num_rows, shapes=SHAPES, dtype=torch.float32):
-    return KVPool(shapes, num_rows, device=CPU, dtype=dtype)
+def make_pool(num_slots, shapes=SHAPES, dtype=torch.float32):
+    return KVPool(shapes, num_slots, device=CPU, dtype=dtype)
 
 
 def tensors(rows):
@@ -243,9 +243,9 @@ def test_the_account_changes_under_the_lock_only():
     """Lending and giving back, which threads do at once, take turns at the account of rows."""
 
     class Watched(SlotSpace):
-        def allocate(self, num_rows, *, from_top=False):
+        def allocate(self, num_slots, *, from_top=False):
             assert pool._lock.locked()
-            return super().allocate(num_rows, from_top=from_top)
+            return super().allocate(num_slots, from_top=from_top)
 
         def free(self, offset):
             assert pool._lock.locked()
@@ -262,12 +262,12 @@ def test_the_account_changes_under_the_lock_only():
 
 def test_prefault_keeps_what_is_written():
     """Faulting pages in changes no byte, and says how much is there."""
-    num_rows = 3 * HUGE_PAGE_BYTES // make_pool(1).token_slot_bytes
-    pool = make_pool(num_rows)
-    kv = pool.new_kv(num_rows)
+    num_slots = 3 * HUGE_PAGE_BYTES // make_pool(1).token_slot_bytes
+    pool = make_pool(num_slots)
+    kv = pool.new_kv(num_slots)
     fill(kv, 7.0)
     num_bytes = pool.prefault()
-    assert num_bytes in (0, num_rows * pool.token_slot_bytes)  # 0: a kernel that cannot
+    assert num_bytes in (0, num_slots * pool.token_slot_bytes)  # 0: a kernel that cannot
     assert holds(kv, 7.0)
 
 

@@ -10,7 +10,7 @@ import pytest
 from inference_svc.core.errors import UnsupportedModelError
 from inference_svc.runtime.model import file_digests
 from inference_svc.runtime.model.file_digests import (
-    MAX_REMEMBERED,
+    MAX_ENTRIES,
     PIECE_BYTES,
     DigestCache,
     FileChangedError,
@@ -155,9 +155,9 @@ def test_the_cache_is_bounded(tmp_path):
     """Those that were used last stay."""
     cache = cache_at(tmp_path)
     state = FileState(1, 2, 3, 4)
-    paths = [tmp_path / str(number) for number in range(MAX_REMEMBERED + 2)]
-    cache.remember({path: (state, bytes(32)) for path in paths}, 10)
-    cache.remember({paths[2]: (state, bytes(32)), tmp_path / "new": (state, bytes(32))}, 10)
+    paths = [tmp_path / str(number) for number in range(MAX_ENTRIES + 2)]
+    cache.record({path: (state, bytes(32)) for path in paths}, 10)
+    cache.record({paths[2]: (state, bytes(32)), tmp_path / "new": (state, bytes(32))}, 10)
     again = cache_at(tmp_path)
     assert [path for path in paths if again.find(path, state)] == [paths[2], *paths[4:]]
     assert again.find(tmp_path / "new", state)

@@ -19,8 +19,8 @@ def test_a_failure_is_logged_once_until_something_works_again():
         talk.note_success()
         talk.note_success()
         assert talk.note_problem("discard", away) == away.reason
-    told = [(line["event"], line.get("reason"), line.get("exc_info")) for line in logs]
-    assert told == [
+    logged = [(line["event"], line.get("reason"), line.get("exc_info")) for line in logs]
+    assert logged == [
         ("session_store_failed", away.reason, None),
         ("session_store_failed", "copy_failed", ours),
         ("session_store_works_again", None, None),

@@ -183,14 +183,16 @@ async def test_a_discard_comes_after_the_save_before_it_and_before_the_next():
     first, first_life = scene.open(0)
     first.finish(tokens(12))
     link = scene.saves.open_discard(KEY)
-    told = asyncio.create_task(scene.saves.run_discard(KEY, link, tokens(12), ((0, 4),), WHOLE))
+    discarding = asyncio.create_task(
+        scene.saves.run_discard(KEY, link, tokens(12), ((0, 4),), WHOLE)
+    )
     second, second_life = scene.open(8)
     second.finish(tokens(10))
     loads = asyncio.create_task(scene.saves.settled(KEY))
     await scene.store.began.wait()
     assert not link.over.is_set()
     scene.store.may_end.set()
-    await asyncio.gather(first_life, told, second_life, loads)
+    await asyncio.gather(first_life, discarding, second_life, loads)
     assert scene.store.saves == [(0, 12), "discard", (8, 10)]
 
 
@@ -199,13 +201,15 @@ async def test_a_load_waits_for_a_discard_that_nothing_follows():
     scene = Scene()
     stream, life = scene.open(0)
     link = scene.saves.open_discard(KEY)
-    told = asyncio.create_task(scene.saves.run_discard(KEY, link, tokens(12), ((0, 4),), WHOLE))
+    discarding = asyncio.create_task(
+        scene.saves.run_discard(KEY, link, tokens(12), ((0, 4),), WHOLE)
+    )
     loads = asyncio.create_task(scene.saves.settled(KEY))
     for _ in range(3):
         await asyncio.sleep(0)
     assert not loads.done()
     stream.abandon()
-    await asyncio.gather(life, told, loads)
+    await asyncio.gather(life, discarding, loads)
     assert scene.store.saves == ["discard"]
     await scene.saves.settled(KEY)
     await scene.saves.caught_up()

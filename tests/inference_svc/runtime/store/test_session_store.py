@@ -72,7 +72,7 @@ class Peer:
         self.lineages = []  # of loads, stores and discards
 
     def pending_progress(self, lease_id):
-        """A load that ends as it was told, in a thread of its own; "never" has no end."""
+        """A load that ends as its argument says, in a thread of its own; "never" has no end."""
         index = self.progress.open(lease_id, self.words.wake)
 
         def read():
@@ -420,7 +420,7 @@ def clock_is_awaited(clock):
 
 @pytest.mark.parametrize("fail_at", ["", "discard"])
 async def test_what_is_of_a_deleted_session_is_of_no_use(model, copy_threads, fail_at):
-    """It is dropped; if kvd is away it hears of the session's end, when it is back."""
+    """It is dropped; if kvd is away it receives the session's end when it is back."""
     scene = await saved_scene(model, copy_threads, fail_at=fail_at)
     await scene.store.forget(KEY, as_token_bytes(PROMPT))
     assert scene.peer.ended == ([KEY] if fail_at else [])
@@ -429,7 +429,7 @@ async def test_what_is_of_a_deleted_session_is_of_no_use(model, copy_threads, fa
 
 
 async def test_an_end_that_kvd_does_not_hear_costs_nothing(model, copy_threads):
-    """The client tells it later; nobody waits for that."""
+    """The client reports it later; nobody waits for that."""
     scene = Scene(model, copy_threads, fail_at="end_session")
     await scene.store.end_session(KEY)
     assert scene.peer.ended == [KEY]

@@ -220,7 +220,7 @@ def stock_after_dropping(stock, history, drop, new):
 
 
 def test_stale_positions_would_be_noticed(tiny):
-    """The shifted load can be told from history left at its old positions."""
+    """The shifted load differs from history left at its old positions."""
     model = tiny("llama")
     history, new, drop = tokens(13, HISTORY), tokens(14, 6), 17
     kv, _ = prefilled(model, history)

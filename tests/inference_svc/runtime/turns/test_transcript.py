@@ -143,7 +143,7 @@ async def test_reads_and_appends_of_one_session_are_serialised(tmp_path):
 
 
 async def test_a_failed_write_leaves_the_session_as_it_was(tmp_path):
-    """When the directory is gone nothing is recorded, and the caller hears so."""
+    """When the directory is gone nothing is recorded, and the caller gets an error."""
     store = TranscriptStore(tmp_path / "gone")
     with pytest.raises(TranscriptUnavailableError):
         await append(store, KEY, 0)
@@ -166,7 +166,7 @@ LONG_TOKENS = 100_000  # whose record is more
 
 
 async def test_without_room_nothing_is_left_behind(tmp_path):
-    """Neither an empty file nor a session; the client is told when to come back, the log where."""
+    """Neither an empty file nor a session; the client learns when to come back, the log where."""
     store = TranscriptStore(tmp_path)
     store.trouble._lines = LineAllowance(per_s=1, clock_s=lambda: 0.0)
     with no_file_above(LIMIT_BYTES), capture_logs() as lines:

@@ -98,7 +98,7 @@ async def test_a_turn_that_expects_another_session_is_refused(model, tmp_path):
 
 
 async def test_after_its_final_turn_a_session_is_over(model, tmp_path):
-    """The store is told, nothing stays in memory, no turn is taken."""
+    """The store is notified, nothing stays in memory, no turn is taken."""
     async with serving(model, tmp_path) as service:
         await service.run(range(20, 40), is_final=True)
         await service.engine.loop.idle.wait()
@@ -109,7 +109,7 @@ async def test_after_its_final_turn_a_session_is_over(model, tmp_path):
 
 
 async def test_a_session_that_ends_between_turns_gives_its_memory_back(model, tmp_path):
-    """After the save of its last turn, which the store is told the end behind."""
+    """The store receives the end behind the save of its last turn."""
     async with serving(model, tmp_path) as service:
         service.engine.store.may_end.clear()
         await service.run(range(20, 40))
@@ -142,7 +142,7 @@ async def test_a_session_is_not_opened_where_it_could_not_be_recorded(model, tmp
 
 
 async def test_a_turn_that_is_cancelled_ends_with_what_there_was(model, tmp_path):
-    """Its transcript is as before; those who follow it hear why it ended."""
+    """Its transcript is as before; those who follow it learn why it ended."""
     async with serving(model, tmp_path) as service:
         await service.run(range(20, 40))
         turn = await service.turns.submit(asked([50], 100))

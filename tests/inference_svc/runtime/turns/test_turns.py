@@ -55,7 +55,7 @@ class SlowStore(TranscriptStore):
 
 
 class ToldEngine:
-    """Notes what it is told."""
+    """Records its calls."""
 
     def __init__(self):
         self.told = []
@@ -64,15 +64,15 @@ class ToldEngine:
 
     async def discard(self, _key, cut):
         """See EngineLoop."""
-        self.told.append((cut.token_ids, cut.ranges))
+        self.calls.append((cut.token_ids, cut.ranges))
 
     async def forget(self, key, _token_ids):
         """See EngineLoop."""
-        self.told.append(("forget", key))
+        self.calls.append(("forget", key))
 
     async def end_session(self, key):
         """See EngineLoop."""
-        self.told.append(("end", key))
+        self.calls.append(("end", key))
 
 
 @asynccontextmanager
@@ -116,8 +116,8 @@ async def test_a_discard_is_done_although_its_caller_left(tmp_path):
         with pytest.raises(SessionBusyError):
             await turns.sessions.discard(KEY, [(0, 4)], ANYTHING)
         store.may_write.set()
-        await until(lambda: engine.told and not turns.sessions._is_busy(KEY))
-        assert engine.told == [(tuple(range(9)), ((0, 4),))]
+        await until(lambda: engine.calls and not turns.sessions._is_busy(KEY))
+        assert engine.calls == [(tuple(range(9)), ((0, 4),))]
         assert await turns.sessions.discard(KEY, [(0, 2)], ANYTHING) == (4, 2)
         transcript, is_busy = await turns.sessions.get(KEY)
     assert (transcript.context.token_ids, is_busy) == ((6, 7, 8, 9), False)
@@ -134,11 +134,11 @@ async def test_so_are_the_end_of_a_session_and_a_fork(tmp_path):
         await until(lambda: other in store._cache and not turns.sessions._is_busy(other))
         await left_in_the_middle(store, turns.sessions.end(KEY))
         store.may_write.set()
-        await until(lambda: engine.told and not turns.sessions._is_busy(KEY))
+        await until(lambda: engine.calls and not turns.sessions._is_busy(KEY))
         assert (await turns.sessions.get(KEY))[0].has_ended
         assert len((await turns.sessions.get(other))[0].turns) == 1
         await turns.sessions.delete(other)
-    assert engine.told == [("end", KEY), ("forget", other)]
+    assert engine.calls == [("end", KEY), ("forget", other)]
 
 
 async def test_a_change_that_fails_says_why_and_holds_nothing(tmp_path):
@@ -191,7 +191,7 @@ async def end_of(turn):
 
 @asynccontextmanager
 async def running_turns(tmp_path, bounds=TenantBounds(), named=None):  # noqa: B008  # frozen
-    """Turns with limits, whose runner does as it is told."""
+    """Turns with limits, whose runner a test controls."""
     runner, counters = HeldRunner(), Counters()
     limits = TenantLimits(bounds, named or {})
     session_turns = SessionTurns(9, 9, lambda: 1.0)
