@@ -15,11 +15,18 @@ from inference_svc.core.tenant_limits import TenantBounds
 from inference_svc.core.truncation import MAX_SINK_TOKENS
 from inference_svc.installation import default_listen, default_state_dir
 from inference_svc.openai_settings import OpenAISettings
-from shared.access.addresses import check_guarded, is_tcp
-from shared.access.settings import ClientName, ClientSettings, Tenants, TlsSettings, distinct
+from shared.access.addresses import usable_sockets
+from shared.access.settings import (
+    ClientName,
+    ClientSettings,
+    Tenants,
+    TlsSettings,
+    check_guarded,
+    distinct,
+)
 from shared.config.room import Asked, check_room
 from shared.config.settings import LoadedSettings, load_settings
-from shared.process.runtime_dir import MAX_MESSAGE_BYTES, MAX_SOCKET_PATH, default_runtime_dir
+from shared.process.runtime_dir import MAX_MESSAGE_BYTES, default_runtime_dir
 from shared.serving.observing_settings import MetricsSettings, ProcessSettings, TracingSettings
 from shared.types.session_key import DEFAULT_TENANT
 from shared.types.setting_types import (
@@ -123,18 +130,8 @@ class ServerSettings(Section):
     @field_validator("listen")
     @classmethod
     def _usable(cls, value: tuple[str, ...]) -> tuple[str, ...]:
-        addresses = tuple(default_listen() if one == AUTO else one for one in value)
-        for one in addresses:
-            path = one.removeprefix("unix:")
-            is_socket = one.startswith("unix:/") and len(path.encode()) <= MAX_SOCKET_PATH
-            if not is_socket and not is_tcp(one):
-                raise ValueError(
-                    f"{one!r} is no address: write unix:/path (at most {MAX_SOCKET_PATH} bytes), "
-                    "host:port, or auto"
-                )
-        if len(set(addresses)) < len(addresses):
-            raise ValueError("an address is there twice, name it once")
-        return addresses
+        addresses = [default_listen() if one == AUTO else one for one in value]
+        return usable_sockets(addresses, also=", or auto")
 
 
 class CacheSettings(Section):
@@ -347,9 +344,7 @@ def load_inference_settings(
             Asked("openai.max_body_bytes", settings.openai.max_body_bytes),
         )
     )
-    for address in settings.server.listen:
-        check_guarded(address, settings.tls, settings.clients)
+    served = (*settings.server.listen, *settings.openai.listen)
+    check_guarded(served, settings.tls, settings.clients)
     settings.metrics.check_guarded(settings.tls, settings.clients)
-    if settings.openai.listen:
-        check_guarded(settings.openai.listen, settings.tls, settings.clients)
     return loaded

@@ -109,7 +109,7 @@ class Api:
     """The parts of the API; they live as long as the service.
 
     Attributes:
-        own: identity of whoever may open the Unix socket; None on TCP.
+        own: identity of whoever may open a Unix socket of the API.
     """
 
     settings: OpenAISettings
@@ -121,7 +121,7 @@ class Api:
     answers: Answers
     slots: RequestSlots
     book: ClientBook
-    own: Identity | None
+    own: Identity
 
     async def read(self, request: web.Request, kind: type[B]) -> TurnRequest[B]:
         """Read a request for a turn.

@@ -21,7 +21,7 @@ from inference_svc.core.submission import ModelTraits
 from inference_svc.installation import default_listen
 from inference_svc.service.listening import prepare_sockets
 from inference_svc.service.submissions import turn_defaults
-from shared.access.addresses import UnguardedError
+from shared.access.settings import UnguardedError
 from shared.config.settings import InvalidSettingsError
 from shared.pb.inference.v1 import inference_pb2 as pb
 from tests.kvd_as_user import let_others_enter
@@ -140,10 +140,30 @@ def test_sockets_and_ports_in_a_list(tmp_path):
     path.write_text('[server]\nlisten = ["auto", "10.0.0.1:1"]\n')
     with pytest.raises(UnguardedError, match=r"10\.0\.0\.1"):  # whatever stands before it
         load_inference_settings(path, client)
-    for text in ("[]", '["auto", "auto"]'):
+    for text in ("[]", '["auto", "auto"]', '["auto", ""]'):
         path.write_text(f"[server]\nlisten = {text}\n")
         with pytest.raises(InvalidSettingsError, match=r"server\.listen"):
             load_inference_settings(path, {})
+
+
+@pytest.mark.parametrize("section", ["openai", "metrics"])
+def test_http_is_served_at_a_list_of_addresses_too(tmp_path, section):
+    """As gRPC is: a list or one address; "" and [] are nowhere, and each is to be guarded."""
+    path = tmp_path / "inference.toml"
+
+    def listen(text):
+        path.write_text(f"[{section}]\nlisten = {text}\n")
+        client = {"clients.a.token_sha256": ("0" * 64,), "clients.a.tenants": ("a",)}
+        return getattr(load_inference_settings(path, client).settings, section).listen
+
+    assert listen('["unix:/run/a.sock", "127.0.0.1:1"]') == ("unix:/run/a.sock", "127.0.0.1:1")
+    assert listen('"127.0.0.1:1"') == ("127.0.0.1:1",)
+    assert listen('""') == listen("[]") == ()
+    with pytest.raises(UnguardedError, match=r"10\.0\.0\.1"):
+        listen('["unix:/run/a.sock", "10.0.0.1:1"]')
+    for text in ('"anywhere"', '["unix:/run/a.sock", "unix:b"]', '["auto"]'):
+        with pytest.raises(InvalidSettingsError, match=rf"{section}\.listen .* is no address"):
+            listen(text)
 
 
 def test_auto_is_what_the_supervisor_has_made(monkeypatch):
