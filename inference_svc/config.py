@@ -8,8 +8,9 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, field_validator
+from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_validator
 
+from inference_svc.core.kv_room import least_slots, slots_per_token
 from inference_svc.core.rates.rates import LoadPolicy
 from inference_svc.core.tenant_limits import TenantBounds
 from inference_svc.core.truncation import MAX_SINK_TOKENS
@@ -68,7 +69,6 @@ LIVE_KEYS: tuple[str, ...] = (
 )
 AUTO = "auto"  # as an address, as a directory: the one that the supervisor or the system has for it
 MOST_TURNS = 65536
-MIN_KV_TOKENS = 32  # a window of 16 while they are saved: with less no turn would have room
 LEAST_TOKEN_BYTES = 64  # of KV: keys and values of the smallest models are more than that
 MAX_GRPC_BYTES = (1 << 31) - 1  # of a message, as gRPC counts
 MIN_RATE, MAX_RATE = 0.001, 1e12  # a minute: beyond them times to wait are no numbers any more
@@ -203,15 +203,6 @@ class CompressionSettings(Section):
     min_tokens: int = Field(default=256, ge=1)
 
 
-def _room_for_a_window(value: int) -> int:
-    if 0 < value < MIN_KV_TOKENS:
-        raise ValueError(
-            f"the window, half of it while KV is saved, would be {value // 2}: write at least "
-            f"{MIN_KV_TOKENS}, or 0 to have it from the memory that is free"
-        )
-    return value
-
-
 class SchedulerSettings(Section):
     """Bounds of what runs at once.
 
@@ -239,7 +230,7 @@ class SchedulerSettings(Section):
     max_turns_per_session: int = Field(default=16, ge=1, le=MOST_TURNS)
     step_tokens: int = Field(default=512, ge=16)
     mixed_step_tokens: int = Field(default=128, ge=16)
-    kv_tokens: Annotated[int, Field(ge=0), AfterValidator(_room_for_a_window)] = 0
+    kv_tokens: int = Field(default=0, ge=0)
     answer_tokens: int = Field(default=256, ge=1)
     default_max_tokens: int = Field(default=256, ge=1)
     tenant_weights: TenantWeights = Field(default_factory=dict)
@@ -311,6 +302,19 @@ class InferenceSettings(Section):
     tracing: TracingSettings = TracingSettings()
     process: ProcessSettings = ProcessSettings()
     log: LogSettings = LogSettings()
+
+    @model_validator(mode="after")
+    def _room_for_a_window(self) -> "InferenceSettings":
+        saves = self.cache.mode == "cached" and self.cache.saving != "off"
+        kv_tokens, least = self.scheduler.kv_tokens, least_slots(saves=saves)
+        if 0 < kv_tokens < least:
+            half = ", half of it while KV is saved," if saves else ""
+            raise ValueError(
+                f"scheduler.kv_tokens = {kv_tokens}: the window{half} would be "
+                f"{kv_tokens // slots_per_token(saves=saves)}: write at least {least}, "
+                "or 0 to have it from the memory that is free"
+            )
+        return self
 
     def tenant_bounds(self) -> tuple[TenantBounds, dict[str, TenantBounds]]:
         """Return the limits of tenants that are not named, and those of the others by name."""

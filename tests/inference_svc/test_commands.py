@@ -80,6 +80,15 @@ def test_config_check_lists_every_problem_on_a_line(tmp_path):
         assert all(part in line for part in said), line
 
 
+def test_a_model_that_is_not_there_is_a_problem_of_the_settings(tmp_path):
+    """As the start would say; of a model that is there nothing more is looked at."""
+    path = tmp_path / "inference.toml"
+    path.write_text(f'[model]\npath = "{tmp_path}/none"\n')
+    checked = run("config", "check", "--config", str(path))
+    assert checked.returncode == 78
+    assert f"model directory {tmp_path}/none does not exist" in checked.stderr
+
+
 def test_the_shipped_settings_file_has_every_key():
     """It is the reference: each key of the model is in it, and each value is accepted."""
     loaded = load_inference_settings(SHIPPED, {})
@@ -124,6 +133,22 @@ def test_values_that_cannot_be_are_named_with_what_is_accepted(key, value, said)
         load_inference_settings(None, {key: value})
     assert key in str(refused.value)
     assert said in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("settings", "least", "said"),
+    [
+        ({}, 32, "half of it while KV is saved, would be 15: write at least 32"),
+        ({"cache.saving": "off"}, 16, "the window would be 15: write at least 16"),
+        ({"cache.mode": "recompute"}, 16, "the window would be 15: write at least 16"),
+    ],
+)
+def test_the_shortest_window_is_one_that_the_service_has(settings, least, said):
+    """Half of the tokens if they are saved, all of them if not; one less is refused."""
+    kept = load_inference_settings(None, {**settings, "scheduler.kv_tokens": least}).settings
+    assert kept.scheduler.kv_tokens == least
+    with pytest.raises(InvalidSettingsError, match=said):
+        load_inference_settings(None, {**settings, "scheduler.kv_tokens": least - 1})
 
 
 def test_sockets_and_ports_in_a_list(tmp_path):
