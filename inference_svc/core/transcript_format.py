@@ -260,7 +260,7 @@ def _unknown(number: int) -> UnknownRecordError:
     )
 
 
-_KNOWN = {
+_KNOWN: Mapping[type, frozenset[str]] = {
     kind: frozenset(known.name for known in fields(kind)) for kind in (Header, TurnRecord, Usage)
 }
 
