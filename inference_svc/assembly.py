@@ -12,6 +12,12 @@ import torch
 
 from inference_svc.config import CacheSettings, InferenceSettings, SchedulerSettings
 from inference_svc.core.counters import Counters
+from inference_svc.core.kv_room import (
+    asked_slots,
+    slots_of_free_memory,
+    slots_per_token,
+    window_of,
+)
 from inference_svc.core.rates.rates import LoadPolicy, Rates
 from inference_svc.core.scheduling.scheduler import Scheduler
 from inference_svc.core.scheduling.step_plan import SchedulerLimits
@@ -39,10 +45,6 @@ from shared.kvd_client.client import KvdClient
 # How long the interpreter lets one thread run while another wants to: the compute thread wants to
 # some hundred times a step, beside an event loop and copies that are in no such hurry.
 SWITCH_INTERVAL_S = 0.0005
-KV_SHARE = 4  # the working KV may take one part in four of the memory that is free at the start
-SLOTS_PER_TOKEN = (
-    2  # a token that is going to be saved has a slot in a sequence's KV and one in a write buffer
-)
 
 
 @dataclass(frozen=True)
@@ -151,7 +153,10 @@ def assemble_engine(settings: InferenceSettings, model: Model) -> EngineParts:
         num_layers=num_layers,
         saves_first=cache.saving == "sync",
     )
-    window_tokens, window_bound = _window(loaded, settings, limits.kv_slots, saves=store.saves)
+    kv_tokens = settings.scheduler.kv_tokens
+    window_tokens, window_bound = window_of(
+        limits.kv_slots, loaded.context_window, kv_tokens, saves=store.saves
+    )
     return EngineParts(
         engine=engine,
         loads=loads,
@@ -203,19 +208,24 @@ def _preload(settings: CacheSettings, num_layers: int) -> PreloadPolicy:
 def _scheduler_limits(
     settings: SchedulerSettings, cache: CacheSettings, model: Model, *, saves: bool
 ) -> SchedulerLimits:
-    """Choose the scheduler's bounds; without a setting, KV takes a share of the free memory."""
-    kv_slots = settings.kv_tokens
-    if not kv_slots:
-        kv_slots = _free_bytes(model.loaded.device) // KV_SHARE
-        kv_slots //= model.calibration.layout.token_bytes
+    """Choose the scheduler's bounds; without a setting, KV takes a share of the free memory.
+
+    Raises:
+        KvRoomError: there is no such memory.
+    """
+    free_bytes, all_bytes = _memory_of(model.loaded.device)
+    token_bytes = model.calibration.layout.token_bytes
+    if settings.kv_tokens:
+        kv_slots = asked_slots(settings.kv_tokens, token_bytes, all_bytes)
+    else:
         num_turns = settings.max_running + settings.max_loading
-        most = num_turns * model.loaded.context_window * SLOTS_PER_TOKEN
-        kv_slots = min(kv_slots, most) if most else kv_slots
+        most = num_turns * model.loaded.context_window * slots_per_token(saves=True)
+        kv_slots = slots_of_free_memory(free_bytes, token_bytes, most, saves=saves)
     return SchedulerLimits(
         max_running=settings.max_running,
         max_loading=settings.max_loading,
         max_waiting=settings.max_turns,
-        kv_slots=max(2 * SLOTS_PER_TOKEN, kv_slots),
+        kv_slots=kv_slots,
         step_tokens=settings.step_tokens,
         mixed_step_tokens=min(settings.mixed_step_tokens, settings.step_tokens),
         answer_tokens=settings.answer_tokens,
@@ -225,22 +235,10 @@ def _scheduler_limits(
     )
 
 
-def _window(
-    loaded: LoadedModel, settings: InferenceSettings, kv_slots: int, *, saves: bool
-) -> tuple[int, str]:
-    """Return the most tokens of a turn, and what bounds them.
-
-    What is to be saved has a second slot until kvd has it: nobody expects half of kv_tokens.
-    """
-    most_tokens = kv_slots // (SLOTS_PER_TOKEN if saves else 1)
-    if 0 < loaded.context_window <= most_tokens:
-        return loaded.context_window, "the model's"
-    kv_tokens = settings.scheduler.kv_tokens
-    room = f"scheduler.kv_tokens = {kv_tokens:,}" if kv_tokens else "the memory for KV"
-    return most_tokens, f"half of {room}" if saves else room
-
-
-def _free_bytes(device: torch.device) -> int:
+def _memory_of(device: torch.device) -> tuple[int, int]:
+    """Return what is free, and all there is, in bytes."""
     if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    return psutil.virtual_memory().available
+        free_bytes, all_bytes = torch.cuda.mem_get_info(device)
+        return free_bytes, all_bytes
+    memory = psutil.virtual_memory()
+    return memory.available, memory.total

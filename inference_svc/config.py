@@ -8,18 +8,26 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, field_validator
+from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_validator
 
+from inference_svc.core.kv_room import least_slots, slots_per_token
 from inference_svc.core.rates.rates import LoadPolicy
 from inference_svc.core.tenant_limits import TenantBounds
 from inference_svc.core.truncation import MAX_SINK_TOKENS
 from inference_svc.installation import default_listen, default_state_dir
 from inference_svc.openai_settings import OpenAISettings
-from shared.access.addresses import check_guarded, is_tcp
-from shared.access.settings import ClientName, ClientSettings, Tenants, TlsSettings, distinct
+from shared.access.addresses import usable_sockets
+from shared.access.settings import (
+    ClientName,
+    ClientSettings,
+    Tenants,
+    TlsSettings,
+    check_guarded,
+    distinct,
+)
 from shared.config.room import Demand, check_room
 from shared.config.settings import LoadedSettings, load_settings
-from shared.process.runtime_dir import MAX_MESSAGE_BYTES, MAX_SOCKET_PATH, default_runtime_dir
+from shared.process.runtime_dir import MAX_MESSAGE_BYTES, default_runtime_dir
 from shared.serving.observing_settings import MetricsSettings, ProcessSettings, TracingSettings
 from shared.types.session_key import DEFAULT_TENANT
 from shared.types.setting_types import (
@@ -61,7 +69,6 @@ LIVE_KEYS: tuple[str, ...] = (
 )
 AUTO = "auto"  # as an address, as a directory: the one that the supervisor or the system has for it
 MOST_TURNS = 65536
-MIN_KV_TOKENS = 32  # a window of 16 while they are saved: with less no turn would have room
 LEAST_TOKEN_BYTES = 64  # of KV: keys and values of the smallest models are more than that
 MAX_GRPC_BYTES = (1 << 31) - 1  # of a message, as gRPC counts
 MIN_RATE, MAX_RATE = 0.001, 1e12  # a minute: beyond them times to wait are no numbers any more
@@ -123,18 +130,8 @@ class ServerSettings(Section):
     @field_validator("listen")
     @classmethod
     def _usable(cls, value: tuple[str, ...]) -> tuple[str, ...]:
-        addresses = tuple(default_listen() if one == AUTO else one for one in value)
-        for one in addresses:
-            path = one.removeprefix("unix:")
-            is_socket = one.startswith("unix:/") and len(path.encode()) <= MAX_SOCKET_PATH
-            if not is_socket and not is_tcp(one):
-                raise ValueError(
-                    f"{one!r} is no address: write unix:/path (at most {MAX_SOCKET_PATH} bytes), "
-                    "host:port, or auto"
-                )
-        if len(set(addresses)) < len(addresses):
-            raise ValueError("an address is there twice, name it once")
-        return addresses
+        addresses = [default_listen() if one == AUTO else one for one in value]
+        return usable_sockets(addresses, also=", or auto")
 
 
 class CacheSettings(Section):
@@ -206,15 +203,6 @@ class CompressionSettings(Section):
     min_tokens: int = Field(default=256, ge=1)
 
 
-def _room_for_a_window(value: int) -> int:
-    if 0 < value < MIN_KV_TOKENS:
-        raise ValueError(
-            f"the window, half of it while KV is saved, would be {value // 2}: write at least "
-            f"{MIN_KV_TOKENS}, or 0 to have it from the memory that is free"
-        )
-    return value
-
-
 class SchedulerSettings(Section):
     """Bounds of what runs at once.
 
@@ -242,7 +230,7 @@ class SchedulerSettings(Section):
     max_turns_per_session: int = Field(default=16, ge=1, le=MOST_TURNS)
     step_tokens: int = Field(default=512, ge=16)
     mixed_step_tokens: int = Field(default=128, ge=16)
-    kv_tokens: Annotated[int, Field(ge=0), AfterValidator(_room_for_a_window)] = 0
+    kv_tokens: int = Field(default=0, ge=0)
     answer_tokens: int = Field(default=256, ge=1)
     default_max_tokens: int = Field(default=256, ge=1)
     tenant_weights: TenantWeights = Field(default_factory=dict)
@@ -315,6 +303,19 @@ class InferenceSettings(Section):
     process: ProcessSettings = ProcessSettings()
     log: LogSettings = LogSettings()
 
+    @model_validator(mode="after")
+    def _room_for_a_window(self) -> "InferenceSettings":
+        saves = self.cache.mode == "cached" and self.cache.saving != "off"
+        kv_tokens, least = self.scheduler.kv_tokens, least_slots(saves=saves)
+        if 0 < kv_tokens < least:
+            half = ", half of it while KV is saved," if saves else ""
+            raise ValueError(
+                f"scheduler.kv_tokens = {kv_tokens}: the window{half} would be "
+                f"{kv_tokens // slots_per_token(saves=saves)}: write at least {least}, "
+                "or 0 to have it from the memory that is free"
+            )
+        return self
+
     def tenant_bounds(self) -> tuple[TenantBounds, dict[str, TenantBounds]]:
         """Return the limits of tenants that are not named, and those of the others by name."""
         default = TenantBounds(**{name: getattr(self.limits, name) for name in BOUNDS})
@@ -347,9 +348,7 @@ def load_inference_settings(
             Demand("openai.max_body_bytes", settings.openai.max_body_bytes),
         )
     )
-    for address in settings.server.listen:
-        check_guarded(address, settings.tls, settings.clients)
+    served = (*settings.server.listen, *settings.openai.listen)
+    check_guarded(served, settings.tls, settings.clients)
     settings.metrics.check_guarded(settings.tls, settings.clients)
-    if settings.openai.listen:
-        check_guarded(settings.openai.listen, settings.tls, settings.clients)
     return loaded

@@ -5,6 +5,7 @@ needs PyTorch and Transformers, the extra `engine`; nothing here imports them.
 """
 
 import os
+import sys
 from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
@@ -41,18 +42,37 @@ EXTRA = "cachedattention[engine]"
 MODULES = ("torch", "transformers", "safetensors", "jinja2")  # of its packages
 
 
+PYTHONS = ((3, 11), (3, 12))  # that models are run on in tests; kvd and clients run on more
+
+
+class UntestedPythonError(ConfigError):
+    """Models were never run on this Python."""
+
+    reason = "untested_python"
+
+
 class EngineMissingError(ConfigError):
     """The package was installed without its extra `engine`."""
 
     reason = "engine_missing"
 
 
-def require_engine() -> None:
+def require_engine(python: tuple[int, int] = sys.version_info[:2]) -> None:
     """See to it that a model can be run here; imports nothing.
 
+    Args:
+        python: major and minor version of the interpreter.
+
     Raises:
-        EngineMissingError: it cannot.
+        UntestedPythonError: not on this Python.
+        EngineMissingError: packages are missing.
     """
+    if python not in PYTHONS:
+        known = " or ".join(f"{major}.{minor}" for major, minor in PYTHONS)
+        raise UntestedPythonError(
+            "models are run on Python {}, this is {}.{}".format(known, *python),
+            f"make the virtual environment with Python {known}",
+        )
     missing = [module for module in MODULES if find_spec(module) is None]
     if missing:
         raise EngineMissingError(

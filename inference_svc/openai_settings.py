@@ -4,8 +4,7 @@ from ipaddress import ip_network
 
 from pydantic import Field, field_validator
 
-from shared.access.addresses import is_tcp, is_unix
-from shared.process.runtime_dir import MAX_SOCKET_PATH
+from shared.access.settings import Listen
 from shared.serving.http_connections import LOOPBACK, Bounds
 from shared.types.setting_types import ByteSize, Duration, Section, TextList
 
@@ -16,7 +15,7 @@ class OpenAISettings(Section):
     """Where the API is served, and what a request may cost.
 
     Attributes:
-        listen: address, "unix:/path" or "host:port"; "": the API is not served.
+        listen: addresses, each "unix:/path" or "host:port"; none: the API is not served.
         aliases: further names that requests may call the model by.
         temperature: temperature of requests that name none; OpenAI's default, where gRPC's is 0.
         max_body_bytes: bound of a request's body.
@@ -37,7 +36,7 @@ class OpenAISettings(Section):
             deleted first, of the tenant that has the most.
     """
 
-    listen: str = ""
+    listen: Listen = ()
     aliases: TextList = ()
     temperature: float = Field(default=1.0, ge=0, le=2)
     max_body_bytes: ByteSize = Field(default=4 * MIB, ge=4096)
@@ -73,11 +72,3 @@ class OpenAISettings(Section):
             idle_s=self.idle_s,
             write_s=self.write_s,
         )
-
-    @field_validator("listen")
-    @classmethod
-    def _usable(cls, value: str) -> str:
-        is_long = len(value.removeprefix("unix:").encode()) > MAX_SOCKET_PATH
-        if value and not is_tcp(value) and (not is_unix(value) or is_long):
-            raise ValueError(f"write unix:/path (at most {MAX_SOCKET_PATH} bytes) or host:port")
-        return value

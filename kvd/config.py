@@ -10,8 +10,15 @@ from pydantic import AfterValidator, BeforeValidator, Field, StringConstraints, 
 from kvd.core.eviction.policies import POLICIES
 from kvd.core.records.entries import TTL_NEVER_NS
 from kvd.core.records.records import Admission
-from shared.access.addresses import check_guarded, is_tcp
-from shared.access.settings import ClientName, ClientSettings, Tenants, TlsSettings, distinct
+from shared.access.settings import (
+    ClientName,
+    ClientSettings,
+    ListenTcp,
+    Tenants,
+    TlsSettings,
+    check_guarded,
+    distinct,
+)
 from shared.config import reload
 from shared.config.reload import LiveSettings
 from shared.config.room import Demand, check_room
@@ -204,19 +211,12 @@ class AccessSettings(Section):
     engine_group: str = ""
     operator_group: str = ""
     reader_group: str = ""
-    tcp: str = ""
+    tcp: ListenTcp = ()
 
     @property
     def groups(self) -> tuple[str, str, str]:
         """Of the sockets of engines, operators and readers."""
         return self.engine_group, self.operator_group, self.reader_group
-
-    @field_validator("tcp")
-    @classmethod
-    def _address(cls, value: str) -> str:
-        if value and not is_tcp(value):
-            raise ValueError("write host:port, or nothing")
-        return value
 
 
 class EngineUserSettings(Section):
@@ -300,8 +300,7 @@ def check_access(settings: Settings) -> None:
     Raises:
         UnguardedError: naming what is missing.
     """
-    if settings.access.tcp:
-        check_guarded(settings.access.tcp, settings.tls, settings.clients)
+    check_guarded(settings.access.tcp, settings.tls, settings.clients)
     settings.metrics.check_guarded(settings.tls, settings.clients)
 
 

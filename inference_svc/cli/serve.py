@@ -102,9 +102,15 @@ def config_show(
 
 @config_app.command("check")
 def config_check(config: ConfigOption = None) -> None:
-    """Say whether the service would accept the settings on this machine; a line each problem."""
+    """Say whether the service would accept the settings on this machine; a line each problem.
+
+    What only the loaded model tells, the start says: whether scheduler.kv_tokens of its KV fit.
+    """
     from inference_svc.config import load_inference_settings
+    from inference_svc.runtime.model.model_directory import check_model
     from shared.terminal.settings import listing_problems
 
     with listing_problems("inference-svc"):
-        load_inference_settings(config, {})
+        path = load_inference_settings(config, {}).settings.model.path
+        if path is not None:
+            check_model(path)

@@ -30,20 +30,31 @@ from shared.types.units import format_duration, parse_duration_s
 
 _LABEL_WIDTH = 13
 _VALUE_WIDTH = 12
+_INDENT = " " * _LABEL_WIDTH
+FOOTER_LINES = 2  # an empty one, and the keys
 KEYS = "Space holds still, or goes on   q quits"
 
 
-def top_lines(looks: Sequence[pb.Model], width: int) -> Iterator[str]:
+def top_lines(looks: Sequence[pb.Model], width: int, height: int) -> Iterator[str]:
     """The status now, then a line of bars for each rate, the newest at the right.
+
+    Where the terminal is too low, the status gives way: its last lines, the troubles, are counted.
 
     Args:
         looks: at one service, oldest first, at least one; of those before its last start nothing
             is told.
         width: of the terminal.
+        height: lines that there are for it.
     """
-    yield from status_lines(looks[-1], width)
+    status = "\n".join(status_lines(looks[-1], width)).splitlines()
+    series = list(_series(_of_one_life(looks)))
+    room = max(0, height - len(series) - 1)
+    if len(status) > room > 0:
+        num_left_out = len(status) - room + 1
+        status[room - 1 :] = [f"{_INDENT}… {num_left_out} more lines: inference-svc status"]
+    yield from status[:room]
     yield ""
-    for label, values, show in _series(_of_one_life(looks)):
+    for label, values, show in series:
         known = [value for value in values if value is not None]
         now = show(values[-1]) if values and values[-1] is not None else "-"
         bars = sparkline(values, width - _LABEL_WIDTH - _VALUE_WIDTH)
@@ -161,7 +172,8 @@ async def watch(client: InferenceClient, every_s: float) -> None:
             Live(console=console, screen=True, auto_refresh=False) as live,
         ):
             while True:
-                lines = [*top_lines(list(looks), console.width), "", problem or KEYS]
+                drawn = top_lines(list(looks), console.width, console.height - FOOTER_LINES)
+                lines = [*drawn, "", problem or KEYS]
                 shown = Text("\n".join(lines), no_wrap=True, overflow="crop")
                 live.update(shown, refresh=True)
                 pressed = await asyncio.to_thread(keys.keys, every_s)

@@ -10,7 +10,8 @@ ExhaustedError      queue_full, rate_limited, too_many_turns, too_many_sessions,
 DeadlineError       deadline_exceeded
 UnavailableError    draining, transcript_unavailable
 ReportedError       engine_failed
-ConfigError         unknown_model, unsupported_model, transcripts_unusable, socket_unusable
+ConfigError         unknown_model, unsupported_model, no_room_for_kv, transcripts_unusable,
+                    socket_unusable
 """
 
 from shared.types.errors import (
@@ -200,6 +201,12 @@ class UnsupportedModelError(ConfigError):
     """The model cannot be served; the message says why."""
 
     reason = "unsupported_model"
+
+
+class KvRoomError(ConfigError):
+    """The memory does not have room for the KV that is asked for, or for that of any turn."""
+
+    reason = "no_room_for_kv"
 
 
 class TranscriptError(ConfigError):

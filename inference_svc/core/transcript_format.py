@@ -9,10 +9,15 @@ r"""A session's transcript and its file format: one record a line, append-only. 
 A last line that is torn was never acknowledged and is left out; a bad line before the last means
 that the file was damaged: the session is refused rather than continued from a wrong history. So is
 one with a discard of tokens that are not there.
+
+Of another release's records, fields that this one does not know are left out. So a release that
+writes what must not be left out writes a record of another kind: a session that has one is refused,
+and its file stays as it is.
 """
 
 import json
 import zlib
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any
@@ -24,13 +29,17 @@ from inference_svc.core.turn_record import TurnRecord, Usage
 from shared.types.errors import StateError
 from shared.types.lineage import Lineage
 
-_USAGE_FIELDS = frozenset(known.name for known in fields(Usage))
-
 
 class TranscriptDamagedError(StateError):
     """A transcript file is damaged before its last line, or does not make sense."""
 
     reason = "transcript_damaged"
+
+
+class UnknownRecordError(StateError):
+    """A transcript has a record of another release, without which its session is another one."""
+
+    reason = "transcript_of_another_release"
 
 
 @dataclass(frozen=True)
@@ -146,9 +155,12 @@ def encode_transcript(transcript: Transcript) -> bytes:
 
 
 def decode_header(line: bytes) -> Header | None:
-    """Decode a file's first line; None if that is torn or damaged."""
+    """Decode a file's first line; None if that does not say whose file it is."""
     record = _record(line)
-    return Header(**record["header"]) if record is not None and "header" in record else None
+    try:
+        return None if record is None else _header(record)
+    except (KeyError, TypeError, AttributeError):
+        return None
 
 
 def decode_transcript(data: bytes) -> tuple[Transcript | None, int]:
@@ -156,6 +168,7 @@ def decode_transcript(data: bytes) -> tuple[Transcript | None, int]:
 
     Raises:
         TranscriptDamagedError: a line before the last is bad, or a discard is.
+        UnknownRecordError: a record is another release's.
     """
     lines = data.splitlines(keepends=True)
     records: list[dict[str, Any]] = []
@@ -178,14 +191,16 @@ def decode_transcript(data: bytes) -> tuple[Transcript | None, int]:
 
 def _transcript(records: list[dict[str, Any]]) -> Transcript:
     """Make a transcript of records, and check that the discards among them fit."""
+    header, *parts = [_part(number, record) for number, record in enumerate(records, 1)]
+    if not isinstance(header, Header):
+        raise _unknown(1)
     turns: list[TurnRecord] = []
     discards: list[tuple[int, Discard]] = []
-    for record in records:
-        if "turn" in record:
-            turns.append(_turn(record["turn"]))
-        elif "discard" in record:
-            discards.append((len(turns), _discard(record["discard"])))
-    header = Header(**records[0]["header"])
+    for part in parts:
+        if isinstance(part, TurnRecord):
+            turns.append(part)
+        elif isinstance(part, Discard):
+            discards.append((len(turns), part))
     has_ended = "end" in records[-1]
     transcript = Transcript(header, tuple(turns), has_ended, tuple(discards))
     try:
@@ -213,19 +228,58 @@ def _record(line: bytes) -> dict[str, Any] | None:
     return record
 
 
-def _turn(record: dict[str, Any]) -> TurnRecord:
-    """Rebuild the tuples that JSON writes as lists.
+def _part(number: int, record: dict[str, Any]) -> Header | TurnRecord | Discard | None:
+    """Decode the record of a line; None: it says that the session is over.
 
-    Records of other versions are read: what they lack of Usage is 0, what it lacks is left out.
+    Raises:
+        UnknownRecordError: it is none that this release could have written.
     """
+    try:
+        if "header" in record:
+            return _header(record)
+        if "turn" in record:
+            return _turn(record["turn"])
+        if "discard" in record:
+            return _discard(record["discard"])
+    except (KeyError, ValueError, TypeError, AttributeError) as error:
+        raise _unknown(number) from error
+    if "end" not in record:
+        raise _unknown(number)
+    return None
+
+
+def _unknown(number: int) -> UnknownRecordError:
+    return UnknownRecordError(
+        f"line {number} of the transcript is of another release",
+        "install the release that wrote it, or delete the session",
+    )
+
+
+_KNOWN: Mapping[type, frozenset[str]] = {
+    kind: frozenset(known.name for known in fields(kind)) for kind in (Header, TurnRecord, Usage)
+}
+
+
+def _known(kind: type, record: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a record that this release knows."""
+    return {name: value for name, value in record.items() if name in _KNOWN[kind]}
+
+
+def _header(record: Mapping[str, Any]) -> Header:
+    return Header(**_known(Header, record["header"]))
+
+
+def _turn(record: dict[str, Any]) -> TurnRecord:
+    """Rebuild the tuples that JSON writes as lists; of Usage, what is not there is 0."""
     top = tuple(
         tuple((int(token_id), float(logprob)) for token_id, logprob in tops)
         for tops in record["top_logprobs"]
     )
     rebuilt: dict[str, Any] = {
-        name: tuple(value) if isinstance(value, list) else value for name, value in record.items()
+        name: tuple(value) if isinstance(value, list) else value
+        for name, value in _known(TurnRecord, record).items()
     }
-    usage = {name: value for name, value in record["usage"].items() if name in _USAGE_FIELDS}
+    usage = _known(Usage, record["usage"])
     discards = tuple(map(_discard, record.get("discards", ())))
     rebuilt |= {"usage": Usage(**usage), "top_logprobs": top, "discards": discards}
     return TurnRecord(**rebuilt)

@@ -72,7 +72,7 @@ class Api:
     """The parts of the API; they live as long as the service.
 
     Attributes:
-        own: the identity of callers on the Unix socket; None on TCP.
+        own: identity of callers on a Unix socket of the API.
     """
 
     settings: OpenAISettings
@@ -84,7 +84,7 @@ class Api:
     answers: Answers
     slots: RequestSlots
     book: ClientBook
-    own: Identity | None
+    own: Identity
 
     async def read(self, request: web.Request, kind: type[B]) -> TurnRequest[B]:
         """Read a request for a turn.

@@ -1,4 +1,4 @@
-"""Serves the OpenAI-compatible API beside gRPC, if there is an address for it.
+"""Serves the OpenAI-compatible API beside gRPC, if there are addresses for it.
 
 Each request goes through the same gates before its handler: errors are reported as OpenAI's
 clients know them, the client is identified, and a slot is held. Another API is a module with a
@@ -34,7 +34,7 @@ from shared.access.credentials import ssl_context
 from shared.access.identity import act_as, socket_identity
 from shared.process.log import get_logger
 from shared.serving.http_connections import ConnectionMetrics
-from shared.serving.http_server import HttpServer, identity_of
+from shared.serving.http_server import HttpServer, accepted_at, identity_of
 
 ROLE = "client"
 SERVER = "inference-svc"  # not aiohttp's and Python's versions
@@ -66,7 +66,7 @@ async def serving_openai(
         connections: counts of connections.
 
     Raises:
-        ConfigError: the address, a file of TLS or the state directory cannot be used.
+        ConfigError: an address, a file of TLS or the state directory cannot be used.
     """
     listen, tls = settings.openai.listen, settings.tls
     if not listen:
@@ -75,10 +75,11 @@ async def serving_openai(
     store = ApiStore(settings.server.state_dir, settings.openai.max_remembered)
     try:
         api = _api(settings, gateway, tokenizer, book, store)
+        has_port = not all(map(is_unix, listen))
+        context = ssl_context(tls) if tls.is_on and has_port else None
         server = HttpServer(
             make_app(api, outer),
-            listen,
-            ssl_context(tls) if tls.is_on and not is_unix(listen) else None,
+            {address: None if is_unix(address) else context for address in listen},
             socket_group=settings.server.socket_group,
             name="openai",
             bounds=settings.openai.bounds,
@@ -87,7 +88,7 @@ async def serving_openai(
         tidying = asyncio.create_task(api.completion.run())
         try:
             await server.start()
-            log.info("openai_ready", listen=server.address)
+            log.info("openai_ready", listen=server.addresses)
             yield
         finally:
             await server.stop(STOP_GRACE_S)
@@ -108,7 +109,6 @@ def _api(
     completion = Completion(
         gateway.turns.sessions, gateway.model, store, settings.openai.max_sessions
     )
-    own = socket_identity(SOCKET_NAME, settings.server.socket_tenants, {ROLE})
     return Api(
         settings=settings.openai,
         gateway=gateway,
@@ -125,7 +125,7 @@ def _api(
         answers=Answers(gateway, store, completion),
         slots=RequestSlots(settings.openai),
         book=book,
-        own=own if is_unix(settings.openai.listen) else None,
+        own=socket_identity(SOCKET_NAME, settings.server.socket_tenants, {ROLE}),
     )
 
 
@@ -201,7 +201,8 @@ def _authenticating(api: Api) -> Middleware:
 
     @web.middleware
     async def authenticate(request: web.Request, handler: Handler) -> web.StreamResponse:
-        identity = identity_of(request, api.book.current, api.own)
+        own = api.own if is_unix(accepted_at(request)) else None
+        identity = identity_of(request, api.book.current, own)
         identity.check_role(ROLE)
         structlog.contextvars.bind_contextvars(client=identity.name)
         act_as(identity)

@@ -24,7 +24,11 @@ def serve(
     ] = None,
     ssd: Annotated[str | None, typer.Option(help='SSD tier, e.g. "100GB", "auto", "0".')] = None,
     tcp: Annotated[
-        str | None, typer.Option(help="Serve clients of [clients.NAME] at host:port.")
+        list[str] | None,
+        typer.Option(
+            metavar="ADDRESS",
+            help="Serve clients of [clients.NAME] at host:port; as often as there are ports.",
+        ),
     ] = None,
     log_level: Annotated[str | None, typer.Option(help="debug, info, warning or error.")] = None,
     log_format: Annotated[
@@ -38,7 +42,7 @@ def serve(
         "dram.bytes": dram,
         "dram.keep": dram_keep,
         "ssd.bytes": ssd,
-        "access.tcp": tcp,
+        "access.tcp": tcp or None,
         "log.level": log_level,
         "log.format": log_format,
     }

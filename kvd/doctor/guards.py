@@ -148,7 +148,8 @@ def check_certificates(
     tls = settings.tls
     if tls.certificate is None:
         if settings.access.tcp:
-            yield ok("certificates", f"access.tcp {settings.access.tcp} has no TLS (loopback only)")
+            ports = ", ".join(settings.access.tcp)
+            yield ok("certificates", f"access.tcp {ports} has no TLS (loopback only)")
         return
     if _is_systemds(len(tls.certificate.parts) == 1):
         place = f"put the PEM file at {stores[0] / tls.certificate}"

@@ -139,7 +139,7 @@ def make_servers(
     reader: object,
     rpcs: RpcMetrics,
 ) -> list[GrpcServer]:
-    """Return kvd's servers: a Unix socket of each role, and TCP for clients if that is set.
+    """Return kvd's servers: a Unix socket of each role, and the ports for clients that are set.
 
     Args:
         settings: kvd's settings, as of its start.
@@ -156,8 +156,8 @@ def make_servers(
         (_socket(run / OPERATOR_SOCKET, access, "operator", given.operator_group), of_all),
         (_socket(run / READER_SOCKET, access, "reader", given.reader_group), {"Reader": reader}),
     ]
-    if given.tcp:
-        served.append((Place(given.tcp, access.guard(""), tls=settings.tls), of_all))
+    ports = [Place(address, access.guard(""), tls=settings.tls) for address in given.tcp]
+    served += [(port, of_all) for port in ports]
     most = settings.limits.max_rpcs
     return [GrpcServer(place, services, most, rpcs) for place, services in served]
 

@@ -6,6 +6,7 @@ is refused.
 """
 
 import contextlib
+import re
 import sqlite3
 from collections.abc import Iterable
 from pathlib import Path
@@ -160,11 +161,20 @@ def _check_tables(db: sqlite3.Connection) -> None:
     """Raise DatabaseError unless the tables are the ones of a new database."""
     with contextlib.closing(sqlite3.connect(":memory:", isolation_level=None)) as new:
         new.executescript(f"{_SCHEMA} COMMIT;")
-        query = (  # as bytes: a damaged one may be no text
-            "SELECT CAST(sql AS BLOB) FROM sqlite_schema WHERE type = 'table' ORDER BY name"
-        )
-        if db.execute(query).fetchall() != new.execute(query).fetchall():
+        if _tables(db) != _tables(new):
             raise sqlite3.DatabaseError("its tables are not the ones of its schema")
+
+
+_COMMENT = re.compile(rb"--[^\n]*")
+
+
+def _tables(db: sqlite3.Connection) -> list[bytes]:
+    """Return what made the tables, without comments: SQLite keeps them, and releases differ."""
+    query = (  # as bytes: a damaged one may be no text
+        "SELECT CAST(sql AS BLOB) FROM sqlite_schema WHERE type = 'table' ORDER BY name"
+    )
+    statements = (sql or b"" for (sql,) in db.execute(query))
+    return [b" ".join(_COMMENT.sub(b"", sql).split()) for sql in statements]
 
 
 def _set_older_aside(path: Path, volumes: Path, version: int, faults: Faults) -> None:

@@ -1,8 +1,8 @@
 """Who calls, and what they may: the same for gRPC and HTTP, in both processes.
 
 identity      who a caller is: tenants and roles; the identity of the running call
-settings      sections [tls] and [clients.NAME]
-addresses     addresses, and which of them may be listened at
+addresses     addresses, alone and in lists
+settings      sections [tls] and [clients.NAME]; what addresses need of them to be listened at
 sockets       Unix sockets: their paths, their groups
 clients       token or certificate -> identity; streams that each client holds
 refusals      the log of who was turned away

@@ -1,23 +1,13 @@
-"""Addresses: "unix:/path" or "host:port", and which of them may be listened on. Pure."""
+"""Addresses: "unix:/path" or "host:port", alone and in lists. Pure."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Sequence
 from ipaddress import ip_address
-from typing import TYPE_CHECKING
 
-from shared.types.errors import ConfigError
-
-if TYPE_CHECKING:  # a client on a command line needs no settings
-    from shared.access.settings import ClientSettings, TlsSettings
+from shared.process.runtime_dir import MAX_SOCKET_PATH
 
 UNIX = "unix:"
 _TCP = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+):(\d{1,5})\Z")
-
-
-class UnguardedError(ConfigError):
-    """A port would be open to strangers."""
-
-    reason = "unguarded"
 
 
 def is_unix(address: str) -> bool:
@@ -31,6 +21,45 @@ def is_tcp(address: str) -> bool:
     return found is not None and int(found[2]) < 1 << 16
 
 
+def usable_sockets(addresses: Sequence[str], *, also: str = "") -> tuple[str, ...]:
+    """Check a setting that lists addresses to listen at, each a Unix socket or a host and a port.
+
+    Args:
+        addresses: as they are written.
+        also: what else the setting takes, for the error.
+
+    Raises:
+        ValueError: naming the first that is no address, or is there twice.
+    """
+    kinds = f"unix:/path (at most {MAX_SOCKET_PATH} bytes) or host:port"
+    return _distinct(addresses, lambda one: is_tcp(one) or _is_socket_path(one), kinds + also)
+
+
+def usable_ports(addresses: Sequence[str]) -> tuple[str, ...]:
+    """Check a setting that lists addresses to listen at, each a host and a port.
+
+    Raises:
+        ValueError: naming the first that is no address, or is there twice.
+    """
+    return _distinct(addresses, is_tcp, "host:port")
+
+
+def _is_socket_path(address: str) -> bool:
+    path = address.removeprefix(UNIX)
+    return address.startswith("unix:/") and len(path.encode()) <= MAX_SOCKET_PATH
+
+
+def _distinct(
+    addresses: Sequence[str], is_usable: Callable[[str], bool], kinds: str
+) -> tuple[str, ...]:
+    for index, one in enumerate(addresses):
+        if not is_usable(one):
+            raise ValueError(f"{one!r} is no address: write {kinds}")
+        if one in addresses[:index]:
+            raise ValueError(f"{one} is there twice, name it once")
+    return tuple(addresses)
+
+
 def is_loopback(address: str) -> bool:
     """Whether a TCP address is reached from this machine only."""
     host = address.rpartition(":")[0].strip("[]")
@@ -38,30 +67,3 @@ def is_loopback(address: str) -> bool:
         return ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
-
-
-def check_guarded(
-    address: str, tls: "TlsSettings", clients: Mapping[str, "ClientSettings"]
-) -> None:
-    """Refuse an address where strangers could come in, or what they say could be overheard.
-
-    Raises:
-        UnguardedError: naming what is missing.
-    """
-    if is_unix(address):
-        return
-    if not clients:
-        raise UnguardedError(
-            f"anybody could connect to {address}",
-            "name who may, in [clients.NAME] (see: kvd token), or use a Unix socket",
-        )
-    if not tls.is_on and not is_loopback(address):
-        raise UnguardedError(
-            f"tokens could be overheard on the way to {address}",
-            "set tls.certificate and tls.key, or listen on 127.0.0.1",
-        )
-    if tls.client_ca is None and not any(client.token_sha256 for client in clients.values()):
-        raise UnguardedError(
-            f"nobody could connect to {address}: no client has a token",
-            "set tls.client_ca for certificates, or give a client a token (kvd token)",
-        )

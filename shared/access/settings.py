@@ -1,12 +1,14 @@
-"""Sections of the settings that say who may come in: [tls] and [clients.NAME]. Pure."""
+"""Sections of the settings that say who may come in, and where: [tls] and [clients.NAME]. Pure."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Annotated, TypeVar
 
 from pydantic import AfterValidator, Field, StringConstraints, model_validator
 
+from shared.access.addresses import is_loopback, is_unix, usable_ports, usable_sockets
 from shared.access.identity import ANY
+from shared.types.errors import ConfigError
 from shared.types.session_key import InvalidNameError, session_key
 from shared.types.setting_types import HIDDEN, PathOrNone, Section, TextList
 
@@ -35,6 +37,8 @@ def _tenants(names: tuple[str, ...]) -> tuple[str, ...]:
 ClientName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
 TokenDigests = Annotated[TextList, AfterValidator(_digests), HIDDEN]
 Tenants = Annotated[TextList, AfterValidator(_tenants)]
+Listen = Annotated[TextList, AfterValidator(usable_sockets)]  # "unix:/path", "host:port"
+ListenTcp = Annotated[TextList, AfterValidator(usable_ports)]  # "host:port"
 
 
 class TlsSettings(Section):
@@ -101,3 +105,40 @@ def distinct(clients: Mapping[str, C]) -> Mapping[str, C]:
                 )
             owners[what] = name
     return clients
+
+
+class UnguardedError(ConfigError):
+    """A port would be open to strangers."""
+
+    reason = "unguarded"
+
+
+def check_guarded(
+    addresses: Iterable[str], tls: TlsSettings, clients: Mapping[str, ClientSettings]
+) -> None:
+    """Refuse addresses where strangers could come in, or what they say could be overheard.
+
+    Raises:
+        UnguardedError: naming what is missing.
+    """
+    for address in addresses:
+        if not is_unix(address):
+            _check_port(address, tls, clients)
+
+
+def _check_port(address: str, tls: TlsSettings, clients: Mapping[str, ClientSettings]) -> None:
+    if not clients:
+        raise UnguardedError(
+            f"anybody could connect to {address}",
+            "name who may, in [clients.NAME] (see: kvd token), or use a Unix socket",
+        )
+    if not tls.is_on and not is_loopback(address):
+        raise UnguardedError(
+            f"tokens could be overheard on the way to {address}",
+            "set tls.certificate and tls.key, or listen on 127.0.0.1",
+        )
+    if tls.client_ca is None and not any(client.token_sha256 for client in clients.values()):
+        raise UnguardedError(
+            f"nobody could connect to {address}: no client has a token",
+            "set tls.client_ca for certificates, or give a client a token (kvd token)",
+        )

@@ -1,4 +1,4 @@
-"""Which HTTP connections are open at one address, and which of them goes for the next one. Pure.
+"""Which HTTP connections a server has open, and which of them goes for the next one. Pure.
 
 A connection is in one of three phases:
 
@@ -46,7 +46,7 @@ class Phase(Enum):
 
 @dataclass(frozen=True)
 class Bounds:
-    """Bounds of connections to one address.
+    """Bounds of connections to one server.
 
     Attributes:
         max_connections: most connections at once.
@@ -103,7 +103,7 @@ class ConnectionTable(Generic[C]):
     """See the module docstring.
 
     Args:
-        bounds: the address's bounds.
+        bounds: the server's bounds.
     """
 
     def __init__(self, bounds: Bounds) -> None:

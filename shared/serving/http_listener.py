@@ -1,4 +1,4 @@
-"""Accepts HTTP connections at one socket, and closes those that cost more than they may.
+"""Accepts HTTP connections at some sockets, and closes those that cost more than they may.
 
 It accepts them itself, and hands each to the event loop afterwards: so each is counted, and can be
 closed, from its first moment on, whether TLS comes first or not. What the bounds are, and who goes
@@ -18,8 +18,9 @@ import asyncio
 import errno
 import socket
 import ssl
+from collections.abc import Sequence
 from functools import partial
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
@@ -43,56 +44,69 @@ _LEFT = (ssl.SSLEOFError, ssl.SSLZeroReturnError)  # who looks only whether a po
 log = get_logger(__name__)
 
 
+class Place(NamedTuple):
+    """Where connections come in.
+
+    Attributes:
+        address: as it was given.
+        sock: bound to it; the listener closes it.
+        ssl_context: for TLS; None for none.
+    """
+
+    address: str
+    sock: socket.socket
+    ssl_context: ssl.SSLContext | None
+
+
 class HttpListener:
     """See the module docstring.
 
     Args:
         name: the server's name, in metrics and log lines.
-        sock: the bound socket; closed at the end.
+        places: where it listens.
         http: aiohttp's server, which parses requests.
-        bounds: the address's bounds.
+        bounds: bounds of the connections at all places together.
         metrics: counts of connections.
-        ssl_context: TLS context; None for no TLS.
         reserved: paths whose requests are answered on the reserve.
     """
 
     def __init__(
         self,
         name: str,
-        sock: socket.socket,
+        places: Sequence[Place],
         http: web.Server,
         *,
         bounds: Bounds,
         metrics: ConnectionMetrics,
-        ssl_context: ssl.SSLContext | None,
         reserved: frozenset[str],
     ) -> None:
         self.bounds = bounds
         self._name = name
-        self._sock = sock
+        self._places = places
         self._http = http
         self._metrics = metrics
-        self._ssl_context = ssl_context
         self._reserved = reserved
         self._table: ConnectionTable[Connection] = ConnectionTable(bounds)
         self._opening: set[asyncio.Task[None]] = set()
         self._lines: dict[str, RefusalLog] = {}  # by reason
-        self._accepting: asyncio.Task[None] | None = None
+        self._accepting: set[asyncio.Task[None]] = set()
 
     def start(self) -> None:
         """Listen and accept."""
-        self._sock.setblocking(False)
-        self._sock.listen(BACKLOG)
-        self._accepting = asyncio.create_task(self._accept())
+        for place in self._places:
+            place.sock.setblocking(False)
+            place.sock.listen(BACKLOG)
+        self._accepting = {asyncio.create_task(self._accept(place)) for place in self._places}
 
     async def stop(self) -> None:
         """Accept no more, and cancel the handshakes under way; open connections stay open."""
-        tasks = {task for task in (self._accepting, *self._opening) if task is not None}
+        tasks = self._accepting | self._opening
         for task in tasks:
             task.cancel()
         if tasks:
             await asyncio.wait(tasks)
-        self._sock.close()
+        for place in self._places:
+            place.sock.close()
 
     # -------------------------------------------------------------------------- what connections do
 
@@ -136,11 +150,11 @@ class HttpListener:
 
     # ---------------------------------------------------------------------------------- accepting
 
-    async def _accept(self) -> None:
+    async def _accept(self, place: Place) -> None:
         loop = asyncio.get_running_loop()
         while True:
             try:
-                sock, peer = await loop.sock_accept(self._sock)
+                sock, peer = await loop.sock_accept(place.sock)
             except ConnectionAbortedError:
                 continue  # it was gone before it was accepted
             except OSError as error:
@@ -151,7 +165,7 @@ class HttpListener:
                 await asyncio.sleep(ACCEPT_AGAIN_S)
                 continue
             try:
-                self._take(loop, sock, peer[0] if isinstance(peer, tuple) else "")
+                self._take(loop, place, sock, peer[0] if isinstance(peer, tuple) else "")
             except Exception:  # the edge: nobody else would accept the next one
                 sock.close()
                 log.exception("http_connection_failed", server=self._name)
@@ -163,8 +177,10 @@ class HttpListener:
             self.cut(waiting, "files")
             self.forget(waiting)
 
-    def _take(self, loop: asyncio.AbstractEventLoop, sock: socket.socket, peer: str) -> None:
-        connection = Connection(self, self._http, peer, loop)
+    def _take(
+        self, loop: asyncio.AbstractEventLoop, place: Place, sock: socket.socket, peer: str
+    ) -> None:
+        connection = Connection(self, self._http, place, peer, loop)
         admission = self._table.admit(connection, address_of(peer, self.bounds.proxies))
         if isinstance(admission.cut, Connection):
             self.cut(admission.cut, admission.why)
@@ -183,7 +199,8 @@ class HttpListener:
         self, loop: asyncio.AbstractEventLoop, sock: socket.socket, connection: "Connection"
     ) -> None:
         connection.has_socket = True
-        await loop.connect_accepted_socket(lambda: connection, sock, ssl=self._ssl_context)
+        context = connection.place.ssl_context
+        await loop.connect_accepted_socket(lambda: connection, sock, ssl=context)
 
     def _opened(
         self, sock: socket.socket, connection: "Connection", opening: "asyncio.Task[None]"
@@ -206,6 +223,7 @@ class Connection(web.RequestHandler):
     """One connection: aiohttp's, which reports to its listener how far it is.
 
     Attributes:
+        place: where it came in.
         peer: address of the other side; "" on a Unix socket.
         opening: hands the socket to the event loop, and waits for the TLS handshake.
         has_socket: the event loop closes the socket.
@@ -215,6 +233,7 @@ class Connection(web.RequestHandler):
         self,
         listener: HttpListener,
         http: web.Server,
+        place: Place,
         peer: str,
         loop: asyncio.AbstractEventLoop,
     ) -> None:
@@ -226,6 +245,7 @@ class Connection(web.RequestHandler):
             auto_decompress=False,  # nobody takes compressed bodies
             access_log=None,  # type: ignore[arg-type]  # as aiohttp's own servers may be set
         )
+        self.place = place
         self.peer = peer
         self.opening: asyncio.Task[None] | None = None
         self.has_socket = False

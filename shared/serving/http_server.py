@@ -1,4 +1,4 @@
-"""An HTTP server at one address, in the event loop of the process that it belongs to.
+"""An HTTP server at some addresses, in the event loop of the process that it belongs to.
 
 Knows sockets, hostile connections and who sent a request, and nothing of what is served. Its
 promises:
@@ -16,18 +16,19 @@ Errors that a start meets are ConfigErrors that name the address and the remedy.
 
 import socket
 import ssl
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from aiohttp import web
 from aiohttp.typedefs import Middleware
 
+from shared.access.addresses import UNIX, is_unix
 from shared.access.clients import Clients, authenticate
 from shared.access.identity import Identity
 from shared.access.sockets import claim_path, open_to_group
 from shared.serving.http_connections import Bounds, ConnectionMetrics
-from shared.serving.http_listener import Connection, HttpListener
+from shared.serving.http_listener import Connection, HttpListener, Place
 from shared.types.errors import ConfigError
 
 _OF_SUBJECT = "commonName"
@@ -39,7 +40,7 @@ def identity_of(request: web.Request, clients: Clients, own: Identity | None = N
     Args:
         request: a request of an aiohttp server.
         clients: the clients in force (ClientBook.current).
-        own: the identity of callers on its Unix socket; None for TCP.
+        own: the identity of callers on the Unix socket that it came by; None: it came by TCP.
 
     Raises:
         UnauthenticatedError: nobody knows.
@@ -60,7 +61,6 @@ def _certificate_names(request: web.Request) -> Iterator[str]:
         yield from (str(name) for kind, name in part if kind == _OF_SUBJECT)
 
 
-UNIX = "unix:"
 SOCKET_MODE = 0o660  # user and group
 RETRY_AFTER = {"Retry-After": "1"}
 
@@ -85,17 +85,28 @@ def split_address(listen: str) -> tuple[str, int]:
     return host.removeprefix("[").removesuffix("]"), int(port)
 
 
+def accepted_at(request: web.Request) -> str:
+    """Return the address at which a request came in, as it was given to its HttpServer."""
+    return _connection_of(request).place.address
+
+
+def _connection_of(request: web.Request) -> Connection:
+    connection = request.protocol
+    assert isinstance(connection, Connection), connection  # noqa: S101
+    return connection
+
+
 class HttpServer:
-    """Serves an aiohttp application at one address.
+    """Serves an aiohttp application at some addresses.
 
     Args:
         app: the application with its routes; not started yet, and served by nobody else.
-        listen: "unix:/path" or "host:port"; port 0 lets the system choose one.
-        ssl_context: TLS context; None for no TLS.
-        socket_mode: mode of a Unix socket.
-        socket_group: name or number of the group that gets a Unix socket; "" leaves it.
+        listen: "unix:/path" or "host:port" -> TLS context there, None for no TLS; port 0 lets the
+            system choose one.
+        socket_mode: mode of Unix sockets.
+        socket_group: name or number of the group that gets Unix sockets; "" leaves it.
         name: the server's name, in metrics and log lines.
-        bounds: bounds of connections.
+        bounds: bounds of connections, at all addresses together.
         metrics: counts of connections.
         reserved: paths whose requests are answered when the places of all others are taken.
     """
@@ -103,8 +114,7 @@ class HttpServer:
     def __init__(
         self,
         app: web.Application,
-        listen: str,
-        ssl_context: ssl.SSLContext | None = None,
+        listen: Mapping[str, ssl.SSLContext | None],
         socket_mode: int = SOCKET_MODE,
         *,
         socket_group: str = "",
@@ -115,7 +125,6 @@ class HttpServer:
     ) -> None:
         self._app = app
         self._listen = listen
-        self._ssl_context = ssl_context
         self._socket_mode = socket_mode
         self._socket_group = socket_group
         self._name = name
@@ -125,29 +134,28 @@ class HttpServer:
         app.middlewares.insert(0, self._admitting())
         self._runner = web.AppRunner(app, handler_cancellation=True)
         self._listener: HttpListener | None = None
-        self._bound = ""
+        self._bound: dict[str, str] = {}
 
     @property
-    def address(self) -> str:
-        """Where it listens, with the port that was chosen; as given before the start."""
-        return self._bound or self._listen
+    def addresses(self) -> tuple[str, ...]:
+        """Where it listens, with the ports that were chosen; as given before the start."""
+        return tuple(self._bound.get(address, address) for address in self._listen)
 
     async def start(self) -> None:
         """Bind and serve.
 
         Raises:
-            ConfigError: the address cannot be used.
+            ConfigError: an address cannot be used.
         """
-        sock = self._bind()
+        places = self._bind()
         await self._runner.setup()
         assert self._runner.server is not None, "set up"  # noqa: S101
         self._listener = HttpListener(
             self._name,
-            sock,
+            places,
             self._runner.server,
             bounds=self._bounds,
             metrics=self._metrics,
-            ssl_context=self._ssl_context,
             reserved=self._reserved,
         )
         self._listener.start()
@@ -170,8 +178,8 @@ class HttpServer:
         await self._runner.cleanup()
 
     def _unlink(self) -> None:
-        if self._listen.startswith(UNIX):
-            Path(self._listen.removeprefix(UNIX)).unlink(missing_ok=True)
+        for address in filter(is_unix, self._bound):
+            Path(address.removeprefix(UNIX)).unlink(missing_ok=True)
 
     def _admitting(self) -> Middleware:
         """Reports each request to the listener, which may have no place for it: 503."""
@@ -180,8 +188,7 @@ class HttpServer:
         async def admit(
             request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
         ) -> web.StreamResponse:
-            connection = request.protocol
-            assert isinstance(connection, Connection), connection  # noqa: S101
+            connection = _connection_of(request)
             if connection.listener.begin(connection, request.path):
                 return await handler(request)
             refused = web.Response(status=503, text="all places are taken\n", headers=RETRY_AFTER)
@@ -190,14 +197,30 @@ class HttpServer:
 
         return admit
 
-    def _bind(self) -> socket.socket:
+    def _bind(self) -> list[Place]:
+        """Bind all addresses, or none."""
+        places: list[Place] = []
         try:
-            if self._listen.startswith(UNIX):
-                return self._bind_unix(Path(self._listen.removeprefix(UNIX)))
-            return self._bind_tcp()
+            for address, ssl_context in self._listen.items():
+                sock, self._bound[address] = self._bind_one(address)
+                places.append(Place(address, sock, ssl_context))
+        except BaseException:
+            for place in places:
+                place.sock.close()
+            self._unlink()
+            self._bound.clear()
+            raise
+        return places
+
+    def _bind_one(self, address: str) -> tuple[socket.socket, str]:
+        """A socket that is bound to an address, and that with the port that was chosen."""
+        try:
+            if is_unix(address):
+                return self._bind_unix(Path(address.removeprefix(UNIX))), address
+            return _bind_tcp(*split_address(address))
         except OSError as error:
             raise HttpListenError(
-                f"cannot listen on {self._listen} ({error})", "choose an address that is free"
+                f"cannot listen on {address} ({error})", "choose an address that is free"
             ) from error
 
     def _bind_unix(self, path: Path) -> socket.socket:
@@ -210,21 +233,19 @@ class HttpServer:
         except BaseException:
             sock.close()
             raise
-        self._bound = self._listen
         return sock
 
-    def _bind_tcp(self) -> socket.socket:
-        host, port = split_address(self._listen)
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        sock = socket.socket(family, kind | socket.SOCK_CLOEXEC, protocol)
-        try:
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            sock.bind(address)
-        except BaseException:
-            sock.close()
-            raise
-        shown = f"[{host}]" if ":" in host else host
-        self._bound = f"{shown}:{sock.getsockname()[1]}"
-        return sock
+
+def _bind_tcp(host: str, port: int) -> tuple[socket.socket, str]:
+    family, kind, protocol, _, address = socket.getaddrinfo(
+        host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+    )[0]
+    sock = socket.socket(family, kind | socket.SOCK_CLOEXEC, protocol)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind(address)
+    except BaseException:
+        sock.close()
+        raise
+    shown = f"[{host}]" if ":" in host else host
+    return sock, f"{shown}:{sock.getsockname()[1]}"

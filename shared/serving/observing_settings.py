@@ -2,11 +2,10 @@
 
 from collections.abc import Mapping
 
-from pydantic import Field, field_validator
+from pydantic import Field
 
-from shared.access.addresses import check_guarded, is_loopback, is_tcp, is_unix
-from shared.access.settings import ClientSettings, TlsSettings
-from shared.process.runtime_dir import MAX_SOCKET_PATH
+from shared.access.addresses import is_loopback, is_unix
+from shared.access.settings import ClientSettings, Listen, TlsSettings, check_guarded
 from shared.types.setting_types import Section
 
 
@@ -14,34 +13,24 @@ class MetricsSettings(Section):
     """Metrics and probes over HTTP.
 
     Attributes:
-        listen: "unix:/path" or "host:port"; "" for nowhere.
+        listen: addresses, each "unix:/path" or "host:port"; none: nowhere.
     """
 
-    listen: str = ""
-
-    @field_validator("listen")
-    @classmethod
-    def _usable(cls, value: str) -> str:
-        if not value or is_tcp(value):
-            return value
-        path = value.removeprefix("unix:")
-        if is_unix(value) and path.startswith("/") and len(path.encode()) <= MAX_SOCKET_PATH:
-            return value
-        raise ValueError(f"write host:port, or unix:/path (at most {MAX_SOCKET_PATH} bytes)")
-
-    @property
-    def is_open(self) -> bool:
-        """Whether whoever reaches the address may read: this machine does, nobody else."""
-        return is_unix(self.listen) or is_loopback(self.listen)
+    listen: Listen = ()
 
     def check_guarded(self, tls: TlsSettings, clients: Mapping[str, ClientSettings]) -> None:
-        """Refuse an address that strangers reach and nothing guards.
+        """Refuse addresses that strangers reach and nothing guards.
 
         Raises:
             UnguardedError: naming what is missing.
         """
-        if self.listen and not self.is_open:
-            check_guarded(self.listen, tls, clients)
+        guarded = [address for address in self.listen if not is_open(address)]
+        check_guarded(guarded, tls, clients)
+
+
+def is_open(address: str) -> bool:
+    """Whether whoever reaches an address may read metrics: this machine does, nobody else."""
+    return is_unix(address) or is_loopback(address)
 
 
 class TracingSettings(Section):

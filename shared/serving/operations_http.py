@@ -20,9 +20,9 @@ from shared.access.credentials import ssl_context
 from shared.access.settings import TlsSettings
 from shared.process.log import get_logger
 from shared.serving.http_connections import Bounds, ConnectionMetrics
-from shared.serving.http_server import HttpServer, identity_of
+from shared.serving.http_server import HttpServer, accepted_at, identity_of
 from shared.serving.metric_export import MetricExporter
-from shared.serving.observing_settings import MetricsSettings
+from shared.serving.observing_settings import MetricsSettings, is_open
 from shared.types.errors import ReportedError
 
 MAX_BODY_BYTES = 4096  # nobody has anything to send here
@@ -58,37 +58,36 @@ async def serving_operations(
     """Serve the routes inside the block, if there is an address for them.
 
     Raises:
-        ConfigError: the address, or a file of TLS, cannot be used.
+        ConfigError: an address, or a file of TLS, cannot be used.
     """
     if not settings.listen:
         yield
         return
-    context = ssl_context(tls) if tls.is_on and not settings.is_open else None
-    app = operations_app(operations, is_open=settings.is_open)
+    is_guarded = not all(map(is_open, settings.listen))
+    context = ssl_context(tls) if tls.is_on and is_guarded else None
     server = HttpServer(
-        app,
-        settings.listen,
-        context,
+        operations_app(operations),
+        {address: None if is_open(address) else context for address in settings.listen},
         name="metrics",
         bounds=BOUNDS,
         metrics=operations.connections,
         reserved=PROBES,
     )
     await server.start()
-    log.info("metrics_ready", listen=server.address)
+    log.info("metrics_ready", listen=server.addresses)
     try:
         yield
     finally:
         await server.stop(STOP_GRACE_S)
 
 
-def operations_app(operations: Operations, *, is_open: bool) -> web.Application:
+def operations_app(operations: Operations) -> web.Application:
     """Make the application of the routes."""
     app = web.Application(client_max_size=MAX_BODY_BYTES)
 
     async def metrics(request: web.Request) -> web.Response:
         try:
-            if not is_open:
+            if not is_open(accepted_at(request)):
                 identity = identity_of(request, operations.book.current)
                 identity.check_role(READER)
                 identity.check_all_tenants("the metrics")

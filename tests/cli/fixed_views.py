@@ -7,7 +7,7 @@ from rich.console import Console, RenderableType
 from rich.text import Text
 
 from inference_svc.bench.report import tables as engine_bench_tables
-from inference_svc.cli.top import KEYS, top_lines
+from inference_svc.cli.top import FOOTER_LINES, KEYS, top_lines
 from inference_svc.eval.report import tables as eval_tables
 from kvd.bench.report import tables as kvd_bench_tables
 from kvd.cli.doctor import print_findings
@@ -96,7 +96,9 @@ def _service_top() -> None:
         look.counters["history_tokens"] += 1000 * number
         looks.append(look)
     console = printing.console()
-    console.print(Text("\n".join([*top_lines(looks, console.width), "", KEYS])))
+    console.print(
+        Text("\n".join([*top_lines(looks, console.width, console.height - FOOTER_LINES), "", KEYS]))
+    )
 
 
 VIEWS: dict[str, Callable[[], None]] = {

@@ -21,7 +21,7 @@ from inference_svc.core.submission import ModelTraits
 from inference_svc.installation import default_listen
 from inference_svc.service.listening import prepare_sockets
 from inference_svc.service.submissions import turn_defaults
-from shared.access.addresses import UnguardedError
+from shared.access.settings import UnguardedError
 from shared.config.settings import InvalidSettingsError
 from shared.pb.inference.v1 import inference_pb2 as pb
 from tests.kvd_as_user import let_others_enter
@@ -80,6 +80,15 @@ def test_config_check_lists_every_problem_on_a_line(tmp_path):
         assert all(part in line for part in said), line
 
 
+def test_a_model_that_is_not_there_is_a_problem_of_the_settings(tmp_path):
+    """As the start would say; of a model that is there nothing more is looked at."""
+    path = tmp_path / "inference.toml"
+    path.write_text(f'[model]\npath = "{tmp_path}/none"\n')
+    checked = run("config", "check", "--config", str(path))
+    assert checked.returncode == 78
+    assert f"model directory {tmp_path}/none does not exist" in checked.stderr
+
+
 def test_the_shipped_settings_file_has_every_key():
     """It is the reference: each key of the model is in it, and each value is accepted."""
     loaded = load_inference_settings(SHIPPED, {})
@@ -126,6 +135,22 @@ def test_values_that_cannot_be_are_named_with_what_is_accepted(key, value, said)
     assert said in str(refused.value)
 
 
+@pytest.mark.parametrize(
+    ("settings", "least", "said"),
+    [
+        ({}, 32, "half of it while KV is saved, would be 15: write at least 32"),
+        ({"cache.saving": "off"}, 16, "the window would be 15: write at least 16"),
+        ({"cache.mode": "recompute"}, 16, "the window would be 15: write at least 16"),
+    ],
+)
+def test_the_shortest_window_is_one_that_the_service_has(settings, least, said):
+    """Half of the tokens if they are saved, all of them if not; one less is refused."""
+    kept = load_inference_settings(None, {**settings, "scheduler.kv_tokens": least}).settings
+    assert kept.scheduler.kv_tokens == least
+    with pytest.raises(InvalidSettingsError, match=said):
+        load_inference_settings(None, {**settings, "scheduler.kv_tokens": least - 1})
+
+
 def test_sockets_and_ports_in_a_list(tmp_path):
     """In the file a list or one address, in the environment a,b; "auto" is the usual socket."""
     client = {"clients.a.token_sha256": ("0" * 64,), "clients.a.tenants": ("a",)}
@@ -140,10 +165,30 @@ def test_sockets_and_ports_in_a_list(tmp_path):
     path.write_text('[server]\nlisten = ["auto", "10.0.0.1:1"]\n')
     with pytest.raises(UnguardedError, match=r"10\.0\.0\.1"):  # whatever stands before it
         load_inference_settings(path, client)
-    for text in ("[]", '["auto", "auto"]'):
+    for text in ("[]", '["auto", "auto"]', '["auto", ""]'):
         path.write_text(f"[server]\nlisten = {text}\n")
         with pytest.raises(InvalidSettingsError, match=r"server\.listen"):
             load_inference_settings(path, {})
+
+
+@pytest.mark.parametrize("section", ["openai", "metrics"])
+def test_http_is_served_at_a_list_of_addresses_too(tmp_path, section):
+    """As gRPC is: a list or one address; "" and [] are nowhere, and each is to be guarded."""
+    path = tmp_path / "inference.toml"
+
+    def listen(text):
+        path.write_text(f"[{section}]\nlisten = {text}\n")
+        client = {"clients.a.token_sha256": ("0" * 64,), "clients.a.tenants": ("a",)}
+        return getattr(load_inference_settings(path, client).settings, section).listen
+
+    assert listen('["unix:/run/a.sock", "127.0.0.1:1"]') == ("unix:/run/a.sock", "127.0.0.1:1")
+    assert listen('"127.0.0.1:1"') == ("127.0.0.1:1",)
+    assert listen('""') == listen("[]") == ()
+    with pytest.raises(UnguardedError, match=r"10\.0\.0\.1"):
+        listen('["unix:/run/a.sock", "10.0.0.1:1"]')
+    for text in ('"anywhere"', '["unix:/run/a.sock", "unix:b"]', '["auto"]'):
+        with pytest.raises(InvalidSettingsError, match=rf"{section}\.listen .* is no address"):
+            listen(text)
 
 
 def test_auto_is_what_the_supervisor_has_made(monkeypatch):

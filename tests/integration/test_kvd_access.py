@@ -77,7 +77,7 @@ class TlsKvd:
         clients = "".join(tables[name] for name in names)
         tls = self.authority.server(wants_certificates=False)
         text = (
-            f'[access]\ntcp = "{self.address}"\n{clients}'
+            f'[access]\ntcp = ["127.0.0.1:0", "{self.address}"]\n{clients}'
             f'[metrics]\nlisten = "unix:{self.directory}/metrics.sock"\n'
             f'[tls]\ncertificate = "{tls.certificate}"\nkey = "{tls.key}"\n'
         )

@@ -18,6 +18,7 @@ from kvd.config import (
     load,
 )
 from kvd.core.records.entries import TTL_NEVER_NS
+from shared.access.settings import UnguardedError
 from shared.config.settings import InvalidSettingsError, load_settings
 from shared.types.units import NS_PER_S
 from tests.synthetic_engine import small_layout
@@ -127,6 +128,8 @@ def _with_examples() -> str:
         ("prefetch.in_flight_bytes", "fast", "is not a size"),
         ("prefetch.returning", "perhaps", "boolean"),
         ("access.tcp", "no address", "host:port"),
+        ("access.tcp", "unix:/run/x.sock", "host:port"),
+        ("metrics.listen", "unix:x.sock", "unix:/path"),
         ("access.allowed_uids", "nobody-here", "no user"),
         ("clients.a.tenants", "", "name the tenants"),
         ("clients.a.roles", "boss", "'reader' or 'operator'"),
@@ -139,6 +142,22 @@ def test_bad_values_name_what_is_accepted(key, value, accepted):
         load(None, {key: value})
     for part in (key, value, accepted):
         assert part in str(error.value)
+
+
+def test_ports_in_a_list(tmp_path):
+    """A list or one address; each is to be guarded, whatever stands before it."""
+    path = tmp_path / "kvd.toml"
+    client = {"clients.a.token_sha256": ("0" * 64,), "clients.a.tenants": ("a",)}
+
+    def ports(text):
+        path.write_text(f"[access]\ntcp = {text}\n")
+        return load(path, client).settings.access.tcp
+
+    assert ports('["127.0.0.1:1", "[::1]:1"]') == ("127.0.0.1:1", "[::1]:1")
+    assert ports('"127.0.0.1:1"') == ("127.0.0.1:1",)
+    assert ports('""') == ports("[]") == ()
+    with pytest.raises(UnguardedError, match=r"10\.0\.0\.1"):
+        ports('["127.0.0.1:1", "10.0.0.1:1"]')
 
 
 def test_more_than_the_machine_has_is_refused(tmp_path, capsys):

@@ -69,7 +69,7 @@ class ApiService:
         """Where the API is served: the port was chosen."""
         lines = self.service.log_path.read_text().splitlines()
         ready = [json.loads(line) for line in lines if '"openai_ready"' in line]
-        host, _, port = ready[-1]["listen"].rpartition(":")
+        host, _, port = ready[-1]["listen"][0].rpartition(":")
         return host, int(port)
 
     @property

@@ -11,14 +11,16 @@ import pytest
 from openai import AsyncOpenAI
 
 from inference_svc.config import load_inference_settings
-from shared.access.addresses import UnguardedError
+from shared.access.settings import UnguardedError
+from shared.access.tokens import token_digest
 from shared.children.child_process import ChildFailedError
-from shared.types.errors import DeniedError
+from shared.types.errors import DeniedError, NotFoundError
 from tests.inference_processes import InferenceProcess
 from tests.openai.conftest import MODEL
 from tests.tls_files import Authority
 
 HELLO = {"model": MODEL, "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4}
+NO_KEY = {"extra_headers": {"Authorization": openai.Omit()}}
 TLS = """
 [openai]
 listen = "127.0.0.1:0"
@@ -42,7 +44,14 @@ def service_with(model_dir, directory, settings):
 def address_of(service):
     lines = service.log_path.read_text().splitlines()
     (ready,) = [json.loads(line) for line in lines if '"openai_ready"' in line]
-    return ready["listen"]
+    return ready["listen"][-1]
+
+
+def local_client(path):
+    """A client that comes by a socket."""
+    transport = httpx2.AsyncHTTPTransport(uds=str(path))
+    http = httpx2.AsyncClient(transport=transport)
+    return AsyncOpenAI(api_key="anything", base_url="http://localhost/v1", http_client=http)
 
 
 async def test_a_certificate_says_who_comes(tiny_model, short_dir):
@@ -65,11 +74,9 @@ async def test_a_certificate_says_who_comes(tiny_model, short_dir):
             max_retries=0,
         )
 
-    no_key = {"extra_headers": {"Authorization": openai.Omit()}}
-
     async with service_with(tiny_model, short_dir, settings) as service:
         async with client(known) as notebook:
-            answer = await notebook.chat.completions.create(**HELLO, **no_key)
+            answer = await notebook.chat.completions.create(**HELLO, **NO_KEY)
             with pytest.raises(openai.AuthenticationError):
                 await notebook.models.list()
         async with service.client() as grpc_client:
@@ -78,11 +85,11 @@ async def test_a_certificate_says_who_comes(tiny_model, short_dir):
                 await grpc_client.get_session(session, tenant="research")
         async with client(nobody) as stranger:
             with pytest.raises(openai.AuthenticationError):
-                await stranger.models.list(**no_key)
+                await stranger.models.list(**NO_KEY)
         for pair in (None, foreign):
             async with client(pair) as stranger:
                 with pytest.raises(openai.APIConnectionError):
-                    await stranger.models.list(**no_key)
+                    await stranger.models.list(**NO_KEY)
 
 
 async def test_a_unix_socket_has_its_mode_and_the_default_tenant(tiny_model, short_dir):
@@ -92,16 +99,37 @@ async def test_a_unix_socket_has_its_mode_and_the_default_tenant(tiny_model, sho
         tiny_model, short_dir, f'[openai]\nlisten = "unix:{path}"\n'
     ) as service:
         assert stat.S_IMODE(path.stat().st_mode) == 0o660
-        transport = httpx2.AsyncHTTPTransport(uds=str(path))
-        async with AsyncOpenAI(
-            api_key="anything",
-            base_url="http://localhost/v1",
-            http_client=httpx2.AsyncClient(transport=transport),
-        ) as client:
+        async with local_client(path) as client:
             answer = await client.chat.completions.create(**HELLO)
         async with service.client() as grpc_client:
             assert (await grpc_client.get_session(answer.model_extra["session_id"])).turns == 1
     assert not path.exists()
+
+
+async def test_a_socket_beside_a_port(tiny_model, short_dir):
+    """The socket asks nothing and the port for a token: each has its own tenant."""
+    path, token = short_dir / "openai.sock", "kvt_" + "a" * 40
+    settings = (
+        f'[openai]\nlisten = ["unix:{path}", "127.0.0.1:0"]\n'
+        f'[clients.web]\ntoken_sha256 = ["{token_digest(token)}"]\ntenants = ["acme"]\n'
+    )
+    async with service_with(tiny_model, short_dir, settings) as service:
+        base = f"http://{address_of(service)}/v1"
+        sessions = {}
+        for tenant, client, options in (
+            ("default", local_client(path), NO_KEY),
+            ("acme", AsyncOpenAI(api_key=token, base_url=base), {}),
+        ):
+            async with client:
+                answer = await client.chat.completions.create(**HELLO, **options)
+                sessions[tenant] = answer.model_extra["session_id"]
+        async with AsyncOpenAI(api_key="anything", base_url=base, max_retries=0) as stranger:
+            with pytest.raises(openai.AuthenticationError):
+                await stranger.models.list()
+        async with service.client() as grpc_client:
+            assert (await grpc_client.get_session(sessions["default"])).turns == 1
+            with pytest.raises(NotFoundError):
+                await grpc_client.get_session(sessions["acme"])
 
 
 @pytest.mark.long

@@ -7,16 +7,16 @@ from types import SimpleNamespace
 
 import pytest
 import structlog
-from aiohttp import ClientSession, web
+from aiohttp import ClientSession, UnixConnector, web
 
 from shared.access.clients import ClientBook, Clients
-from shared.access.settings import ClientSettings, TlsSettings
+from shared.access.settings import ClientSettings, TlsSettings, UnguardedError
 from shared.access.tokens import new_token, token_digest
 from shared.process.log import configure_logging
 from shared.serving.http_observer import HttpMetrics, observing
 from shared.serving.http_server import HttpServer
 from shared.serving.metric_export import Metric, MetricExporter, MetricTable
-from shared.serving.observing_settings import MetricsSettings
+from shared.serving.observing_settings import MetricsSettings, is_open
 from shared.serving.operations_http import Operations, operations_app, serving_operations
 
 TABLE = MetricTable((Metric("a_rows", "gauge", "Rows"),))
@@ -32,13 +32,13 @@ def _restore_logging():
 
 
 @asynccontextmanager
-async def served(app):
+async def served(app, listen="127.0.0.1:0"):
     """Serve an application, and give a session and its base."""
-    server = HttpServer(app, "127.0.0.1:0")
+    server = HttpServer(app, {listen: None})
     await server.start()
     try:
         async with ClientSession() as session:
-            yield session, f"http://{server.address}"
+            yield session, f"http://{server.addresses[0]}"
     finally:
         await server.stop(GRACE_S)
 
@@ -53,7 +53,7 @@ def operations(why_not="", clients=None):
 async def test_probes_and_metrics():
     """The process lives while it answers, and is ready until it says why not."""
     state, asked = operations()
-    async with served(operations_app(asked, is_open=True)) as (session, base):
+    async with served(operations_app(asked)) as (session, base):
         async with session.get(f"{base}/metrics") as response:
             assert "a_rows 7.0" in await response.text()
             assert response.headers["Content-Type"].startswith("text/plain")
@@ -75,7 +75,7 @@ async def test_who_may_read_the_metrics():
         "some": ClientSettings(token_sha256=digests["some"], tenants=["a"], roles=["reader"]),
     }
     _, asked = operations(clients=clients)
-    async with served(operations_app(asked, is_open=False)) as (session, base):
+    async with served(operations_app(asked), "0.0.0.0:0") as (session, base):
         for token, status in (
             (tokens["monitor"], 200),
             (tokens["other"], 403),
@@ -106,19 +106,38 @@ async def test_an_address_or_none(short_dir):
 
 
 @pytest.mark.parametrize(
-    ("listen", "is_open"),
+    ("address", "is_for_all"),
     [("unix:/run/x.sock", True), ("127.0.0.1:1", True), ("[::1]:1", True), ("0.0.0.0:1", False)],
 )
-def test_open_addresses(listen, is_open):
+def test_open_addresses(address, is_for_all):
     """A Unix socket and the loopback need no guard, anything else does."""
-    assert MetricsSettings(listen=listen).is_open is is_open
+    assert is_open(address) is is_for_all
 
 
-@pytest.mark.parametrize("listen", ["nonsense", "unix:relative", "unix:/" + "x" * 200, ":1", "a:b"])
-def test_addresses_that_are_none(listen):
-    """An address that cannot be listened at is refused with the settings."""
-    with pytest.raises(ValueError, match="write host:port"):
-        MetricsSettings(listen=listen)
+def test_one_address_that_strangers_reach_has_to_be_guarded():
+    """Beside others that nobody else reaches, too."""
+    settings = MetricsSettings(listen=["127.0.0.1:1", "0.0.0.0:2"])
+    with pytest.raises(UnguardedError, match=r"0\.0\.0\.0:2"):
+        settings.check_guarded(TlsSettings(), {})
+    MetricsSettings(listen=["127.0.0.1:1", "unix:/run/m"]).check_guarded(TlsSettings(), {})
+
+
+async def test_each_address_is_as_open_as_it_is(short_dir):
+    """Of one server, the socket tells the metrics to whoever may open it, the port to clients."""
+    path = short_dir / "metrics.sock"
+    _, asked = operations()
+    server = HttpServer(operations_app(asked), {f"unix:{path}": None, "0.0.0.0:0": None})
+    await server.start()
+    try:
+        socket, port = server.addresses
+        assert socket == f"unix:{path}"
+        async with ClientSession() as session, session.get(f"http://{port}/metrics") as response:
+            assert response.status == 401
+        local = ClientSession(connector=UnixConnector(str(path)))
+        async with local as session, session.get("http://localhost/metrics") as response:
+            assert response.status == 200
+    finally:
+        await server.stop(GRACE_S)
 
 
 async def test_requests_are_counted_and_told(capsys):

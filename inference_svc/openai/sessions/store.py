@@ -9,7 +9,7 @@ Calls run on one thread of the store's own, in the order in which they were made
 import json
 import sqlite3
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -124,7 +124,7 @@ class ApiStore:
                 return None
             self._touch(RESPONSES, [(response_id,)])
             *at, history, info = row
-            return StoredResponse(_point(*at), history, ResponseInfo(**json.loads(info)))
+            return StoredResponse(_point(*at), history, _info(info))
 
         return await self._run(find)
 
@@ -239,6 +239,12 @@ class ApiStore:
             return await self._run(call)
         except StoreUnavailableError:
             return otherwise
+
+
+def _info(text: str) -> ResponseInfo:
+    """Decode; what only a newer release knows of a response is left out."""
+    found = json.loads(text)
+    return ResponseInfo(**{f.name: found[f.name] for f in fields(ResponseInfo) if f.name in found})
 
 
 def _point(session_id: str, turns: int, request_id: str, named: int) -> Point:

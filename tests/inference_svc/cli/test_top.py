@@ -1,5 +1,6 @@
 """What `inference-svc top` shows of several looks."""
 
+from inference_svc.cli.status import TROUBLES
 from inference_svc.cli.top import top_lines
 from shared.pb.inference.v1 import inference_pb2 as pb
 from shared.terminal.printing import sparkline
@@ -22,7 +23,7 @@ def look(uptime_s, num_tokens, num_turns=0, ttft_total_s=0.0, running=1):
 
 def rates(looks, width=80):
     """The lines of bars, by their label."""
-    lines = "\n".join(top_lines(looks, width)).splitlines()
+    lines = "\n".join(top_lines(looks, width, 24)).splitlines()
     drawn = lines[lines.index("") + 1 :]
     assert max(map(len, lines)) <= width
     return {line[:13].strip(): line[13:].split() for line in drawn}
@@ -52,3 +53,19 @@ def test_bars_fit_their_room():
     assert sparkline([0.0, 0.0], 5) == "▁▁"
     assert sparkline([1.0], 0) == ""
     assert rates([look(n, 100 * n) for n in range(1, 200)], 60)["tokens/s"][0] == "100"
+
+
+def test_one_screen_has_the_bars_however_many_troubles_there_are():
+    """The status gives way to them from its end, and says how many of its lines are missing."""
+    troubled = look(12, 140)
+    for name in TROUBLES:
+        troubled.counters[name] = 3
+    whole = "\n".join(top_lines([look(10, 100), troubled], 80, 100)).splitlines()
+    assert not any("more lines" in line for line in whole)
+    for height in (22, 12):
+        lines = "\n".join(top_lines([look(10, 100), troubled], 80, height)).splitlines()
+        assert len(lines) == height
+        assert lines[-7:] == whole[-7:]
+        *_, last = lines[:-7]
+        assert f"… {len(whole) - height + 1} more lines: inference-svc status" in last
+    assert "\n".join(top_lines([troubled], 80, 3)).splitlines()[0] == ""

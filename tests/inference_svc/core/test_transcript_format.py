@@ -14,6 +14,8 @@ from inference_svc.core.transcript_format import (
     Header,
     Transcript,
     TranscriptDamagedError,
+    UnknownRecordError,
+    decode_header,
     decode_transcript,
     encode_discard,
     encode_transcript,
@@ -96,13 +98,18 @@ def test_tokens_and_computed_tokens():
     assert not session.forked("s2", 2).has_ended
 
 
+def rewritten(line, change):
+    """A line as another release would write it."""
+    fields = json.loads(line.partition(b" ")[2])
+    change(fields)
+    text = json.dumps(fields).encode()
+    return b"%08x %s\n" % (zlib.crc32(text), text)
+
+
 def with_usage(change):
     """A transcript whose turn has another version's usage."""
     header, turn = encode_transcript(transcript(1)).splitlines(keepends=True)
-    fields = json.loads(turn.partition(b" ")[2])
-    change(fields["turn"]["usage"])
-    text = json.dumps(fields).encode()
-    return header + b"%08x %s\n" % (zlib.crc32(text), text)
+    return header + rewritten(turn, lambda fields: change(fields["turn"]["usage"]))
 
 
 def test_records_of_older_versions_are_read():
@@ -117,6 +124,42 @@ def test_records_of_newer_versions_are_read():
     """What only they count is left out."""
     read, _ = decode_transcript(with_usage(lambda usage: usage.update(joules=3)))
     assert read.turns == (record(0),)
+
+
+def test_fields_of_the_future_are_left_out():
+    """In any record: what is known of it is the session that was written."""
+    written = transcript(2).with_discard(Discard(((0, 2),), 4, "client")).ended()
+
+    def extend(fields):
+        (inner,) = fields.values()
+        inner["since_2031"] = {"deep": [1]}
+
+    lines = encode_transcript(written).splitlines(keepends=True)
+    data = b"".join(rewritten(line, extend) for line in lines)
+    assert data != encode_transcript(written)
+    assert decode_transcript(data) == (written, len(data))
+    assert decode_header(rewritten(lines[0], extend)) == HEADER
+
+
+@pytest.mark.parametrize(
+    ("number", "change"),
+    [
+        (0, lambda fields: fields.update(header={"owner": "s1"})),
+        (0, lambda fields: fields.update(preface={}) or fields.pop("header")),
+        (1, lambda fields: fields.update(edit={}) or fields.pop("turn")),
+        (1, lambda fields: fields["turn"].pop("output_ids")),
+        (1, lambda fields: fields.update(turn=[1, 2])),
+        (2, lambda fields: fields["turn"].update(usage=None)),
+        (2, lambda fields: fields["turn"].update(top_logprobs=3)),
+    ],
+)
+def test_what_another_release_writes_otherwise_is_refused(number, change):
+    """A record of an unknown kind, or without what a session is made of, is named by its line."""
+    lines = encode_transcript(transcript(2)).splitlines(keepends=True)
+    lines[number] = rewritten(lines[number], change)
+    with pytest.raises(UnknownRecordError, match=f"line {number + 1} .* another release"):
+        decode_transcript(b"".join(lines))
+    assert decode_header(lines[0]) == (HEADER if number else None)
 
 
 def test_turns_are_appended_in_order():

@@ -18,7 +18,7 @@ async def serve(directory, handler):
     app = web.Application()
     app.router.add_get("/", handler)
     path = directory / "http.sock"
-    server = HttpServer(app, f"unix:{path}")
+    server = HttpServer(app, {f"unix:{path}": None})
     await server.start()
     return server, path
 

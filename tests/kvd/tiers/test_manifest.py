@@ -253,6 +253,20 @@ def test_the_log_of_a_damaged_index_goes_with_it(make, tmp_path):
     assert (tmp_path / "manifest.db.corrupt-1-wal").read_bytes() == b"log"
 
 
+def test_another_release_may_explain_its_tables_otherwise(make, tmp_path):
+    """SQLite keeps the comments and blanks of a table's statement: they make no other table."""
+    _fill(make())
+    with sqlite3.connect(tmp_path / "manifest.db") as db:
+        db.execute("PRAGMA writable_schema = ON")
+        changed = db.execute(
+            "UPDATE sqlite_schema SET sql = replace(sql, 'NOT NULL,  ', 'NOT NULL, -- once ')"
+            " || ' -- of then' || char(10) WHERE sql LIKE '%NOT NULL,  %--%'"
+        )
+        assert changed.rowcount
+    assert _rows(make()) == ([BLOCK], [SESSION])
+    assert not list(tmp_path.glob("*.corrupt*"))
+
+
 def test_foreign_tables_are_damage(make, tmp_path):
     """A table whose columns are not ours cannot be used."""
     _fill(make())

@@ -1,60 +1,19 @@
-"""Which addresses may be listened on, and how clients go to them."""
+"""What an address is, lists of them, and how clients go to them."""
 
 import pytest
 
-from shared.access.addresses import UnguardedError, check_guarded, is_loopback, is_tcp
+from shared.access.addresses import (
+    is_loopback,
+    is_tcp,
+    usable_ports,
+    usable_sockets,
+)
 from shared.access.channels import (
     ClientCredentials,
     ConnectionOptionsError,
     channel_of,
     read_credentials,
 )
-from shared.access.settings import ClientSettings, TlsSettings
-
-PLAIN = TlsSettings()
-TLS = TlsSettings(certificate="c.pem", key="k.pem")
-MUTUAL = TlsSettings(certificate="c.pem", key="k.pem", client_ca="ca.pem")
-WITH_TOKEN = {"a": ClientSettings(token_sha256=("0" * 64,), tenants=("a",))}
-WITH_CERTIFICATE = {"a": ClientSettings(certificate_names=("a",), tenants=("a",))}
-
-
-@pytest.mark.parametrize(
-    ("address", "tls", "clients"),
-    [
-        ("unix:/run/x", PLAIN, {}),
-        ("127.0.0.1:1", PLAIN, WITH_TOKEN),
-        ("127.9.9.9:1", PLAIN, WITH_TOKEN),
-        ("[::1]:1", PLAIN, WITH_TOKEN),
-        ("localhost:1", PLAIN, WITH_TOKEN),
-        ("0.0.0.0:1", TLS, WITH_TOKEN),
-        ("0.0.0.0:1", MUTUAL, WITH_CERTIFICATE),
-        ("[::]:1", MUTUAL, WITH_TOKEN),
-    ],
-)
-def test_guarded_addresses(address, tls, clients):
-    """A Unix socket; a token that stays on this machine or under TLS; a certificate."""
-    check_guarded(address, tls, clients)
-
-
-@pytest.mark.parametrize(
-    ("address", "tls", "clients", "missing"),
-    [
-        ("127.0.0.1:1", PLAIN, {}, "anybody could connect"),
-        ("0.0.0.0:1", MUTUAL, {}, "anybody could connect"),
-        ("0.0.0.0:1", PLAIN, WITH_TOKEN, "overheard"),
-        ("localhost.evil.example:1", PLAIN, WITH_TOKEN, "overheard"),
-        ("[::]:1", PLAIN, WITH_TOKEN, "overheard"),
-        ("127.0.0.1:1", PLAIN, WITH_CERTIFICATE, "no client has a token"),
-        ("0.0.0.0:1", TLS, WITH_CERTIFICATE, "no client has a token"),
-    ],
-)
-def test_unguarded_addresses(address, tls, clients, missing):
-    """What is missing is said in one line, with what to do."""
-    with pytest.raises(UnguardedError, match=missing) as refused:
-        check_guarded(address, tls, clients)
-    assert refused.value.exit_code == 78
-    assert refused.value.remedy
-    assert "\n" not in str(refused.value)
 
 
 def test_what_an_address_is():
@@ -63,6 +22,31 @@ def test_what_an_address_is():
     assert not any(map(is_tcp, ("h", "h:", ":1", "h:65536", "h:x", "h:1\n", "[::1:80", "a b:1")))
     assert not is_loopback("128.0.0.1:1")
     assert not is_loopback("[::2]:1")
+
+
+def test_lists_of_addresses():
+    """Any number of them, in their order; of one kind where there is no other."""
+    both = ("unix:/run/x", "127.0.0.1:1", "[::1]:1")
+    assert usable_sockets(both) == both
+    assert usable_ports(both[1:]) == both[1:]
+    assert usable_sockets(()) == usable_ports(()) == ()
+
+
+@pytest.mark.parametrize("address", ["nonsense", "unix:relative", "unix:/" + "x" * 200, ":1", ""])
+def test_what_is_no_address_is_named(address):
+    """With what may stand there, wherever in the list it is."""
+    with pytest.raises(ValueError, match=r"no address: write unix:/path .* or host:port, or auto$"):
+        usable_sockets(["127.0.0.1:1", address], also=", or auto")
+    with pytest.raises(ValueError, match=r"no address: write host:port$"):
+        usable_ports(["127.0.0.1:1", address])
+
+
+def test_a_port_is_no_socket_and_no_address_is_there_twice():
+    """Each would fail when it is bound, and not say which setting is meant."""
+    with pytest.raises(ValueError, match="unix:/run/x"):
+        usable_ports(["unix:/run/x"])
+    with pytest.raises(ValueError, match=r"127\.0\.0\.1:1 is there twice"):
+        usable_sockets(["127.0.0.1:1", "unix:/run/x", "127.0.0.1:1"])
 
 
 @pytest.mark.parametrize("address", ["nowhere", "h:1/path", "http://h:1", ""])

@@ -39,11 +39,11 @@ async def test_a_renewed_certificate_is_shown_to_the_next_connection(tmp_path):
     """By gRPC's server and by aiohttp's, without a restart; half a renewal changes nothing."""
     authority = Authority(tmp_path)
     tls = authority.server(wants_certificates=False)
-    http = HttpServer(web.Application(), "127.0.0.1:0", ssl_context(tls))
+    http = HttpServer(web.Application(), {"127.0.0.1:0": ssl_context(tls)})
     await http.start()
     try:
         async with guarded_server(CLIENTS, tls=tls) as grpc_server:
-            addresses = (grpc_server.address, http.address)
+            addresses = (grpc_server.address, http.addresses[0])
 
             async def shown() -> list[bytes]:
                 return [await asyncio.to_thread(certificate_of, a, authority) for a in addresses]
@@ -113,7 +113,9 @@ async def test_who_sends_an_http_request(tmp_path):
 
     app = web.Application()
     app.router.add_get("/", who)
-    server = HttpServer(app, "127.0.0.1:0", ssl_context(authority.server(wants_certificates=True)))
+    server = HttpServer(
+        app, {"127.0.0.1:0": ssl_context(authority.server(wants_certificates=True))}
+    )
     await server.start()
     try:
         for name, header, answer in (
@@ -127,13 +129,15 @@ async def test_who_sends_an_http_request(tmp_path):
             context.load_cert_chain(pair.certificate, pair.key)
             async with (
                 aiohttp.ClientSession() as session,
-                session.get(f"https://{server.address}/", ssl=context, headers=header) as found,
+                session.get(
+                    f"https://{server.addresses[0]}/", ssl=context, headers=header
+                ) as found,
             ):
                 assert (found.status, await found.text()) == answer
         context = ssl.create_default_context(cafile=str(authority.path))
         async with aiohttp.ClientSession() as session:
             with pytest.raises(aiohttp.ClientError):
-                await session.get(f"https://{server.address}/", ssl=context)
+                await session.get(f"https://{server.addresses[0]}/", ssl=context)
     finally:
         await server.stop(1)
 
@@ -149,7 +153,7 @@ async def test_whoever_opens_an_http_socket_is_somebody(short_dir):
 
     app = web.Application()
     app.router.add_get("/", who)
-    server = HttpServer(app, f"unix:{short_dir}/s")
+    server = HttpServer(app, {f"unix:{short_dir}/s": None})
     await server.start()
     try:
         connector = aiohttp.UnixConnector(path=f"{short_dir}/s")
@@ -167,17 +171,17 @@ async def test_a_client_whose_authority_is_gone_does_not_come_back(tmp_path):
     pair = authority.issue("client", "probe.example")
     context = ssl.create_default_context(cafile=str(authority.path))
     context.load_cert_chain(pair.certificate, pair.key)
-    server = HttpServer(web.Application(), "127.0.0.1:0", ssl_context(tls))
+    server = HttpServer(web.Application(), {"127.0.0.1:0": ssl_context(tls)})
     await server.start()
     try:
-        answer, session = await asyncio.to_thread(_ask, context, server.address)
+        answer, session = await asyncio.to_thread(_ask, context, server.addresses[0])
         assert answer.startswith(b"HTTP/1.0 404")
         Authority(tmp_path, "ca")  # in the place of the first
-        answer, _ = await asyncio.to_thread(_ask, context, server.address, session)
+        answer, _ = await asyncio.to_thread(_ask, context, server.addresses[0], session)
         assert not answer
         context.maximum_version = ssl.TLSVersion.TLSv1_2  # resumes without tickets
         with pytest.raises(ssl.SSLError):
-            await asyncio.to_thread(_ask, context, server.address)
+            await asyncio.to_thread(_ask, context, server.addresses[0])
     finally:
         await server.stop(1)
 

@@ -80,7 +80,7 @@ class Served:
         return {reason: count for (_, reason), count in self.metrics.cut.counts.items()}
 
     async def connect(self, *, shakes_hands=True):
-        host, _, port = self.server.address.rpartition(":")
+        host, _, port = self.server.addresses[0].rpartition(":")
         return await asyncio.open_connection(
             host, int(port), ssl=self.context if shakes_hands else None
         )
@@ -124,8 +124,7 @@ async def serving(tls=(None, None), **bounds):
     app = web.Application()
     server = HttpServer(
         app,
-        "127.0.0.1:0",
-        tls[0],
+        {"127.0.0.1:0": tls[0]},
         name="test",
         bounds=Bounds(**bounds),
         metrics=metrics,

@@ -61,10 +61,10 @@ def listen(request, short_dir):
 
 
 class Client:
-    """Talks to a server, whatever its address."""
+    """Talks to a server, at one of its addresses."""
 
-    def __init__(self, server):
-        self.address = server.address
+    def __init__(self, server, index=0):
+        self.address = server.addresses[index]
         self.is_unix = self.address.startswith("unix:")
         self.path = self.address.removeprefix("unix:")
         self.base = "http://localhost" if self.is_unix else f"http://{self.address}"
@@ -94,7 +94,7 @@ async def closed(reader):
 
 async def test_serves_and_goes(world, listen):
     """A server answers until it is stopped, which leaves nothing behind, and may be repeated."""
-    server = HttpServer(world.app(), listen)
+    server = HttpServer(world.app(), {listen: None})
     await server.start()
     client = Client(server)
     assert await client.get("/") == "hello"
@@ -107,7 +107,7 @@ async def test_serves_and_goes(world, listen):
 
 async def test_the_end_waits_for_requests_under_way(world, listen):
     """A request that is under way when the server stops is answered within the grace."""
-    server = HttpServer(world.app(), listen)
+    server = HttpServer(world.app(), {listen: None})
     await server.start()
     answer = asyncio.create_task(Client(server).get("/slow"))
     await world.begun.wait()
@@ -120,7 +120,7 @@ async def test_the_end_waits_for_requests_under_way(world, listen):
 
 async def test_after_the_grace_requests_are_cancelled(world, listen):
     """Without grace left a request is cancelled, and its client sees the connection end."""
-    server = HttpServer(world.app(), listen)
+    server = HttpServer(world.app(), {listen: None})
     await server.start()
     answer = asyncio.create_task(Client(server).get("/slow"))
     await world.begun.wait()
@@ -132,7 +132,7 @@ async def test_after_the_grace_requests_are_cancelled(world, listen):
 
 async def test_who_leaves_is_not_worked_for(world, listen):
     """A handler is cancelled when its client closes the connection."""
-    server = HttpServer(world.app(), listen)
+    server = HttpServer(world.app(), {listen: None})
     await server.start()
     _, writer = await Client(server).connect()
     writer.write(b"GET /slow HTTP/1.1\r\nHost: x\r\n\r\n")
@@ -155,7 +155,7 @@ async def test_who_leaves_is_not_worked_for(world, listen):
 )
 async def test_silence_ends_a_connection(world, listen, sent):
     """A connection that says nothing, or not all of a request, is closed; so is an idle one."""
-    server = HttpServer(world.app(), listen, bounds=Bounds(header_s=0.05, idle_s=0.05))
+    server = HttpServer(world.app(), {listen: None}, bounds=Bounds(header_s=0.05, idle_s=0.05))
     await server.start()
     reader, writer = await Client(server).connect()
     writer.write(sent)
@@ -167,7 +167,7 @@ async def test_silence_ends_a_connection(world, listen, sent):
 
 async def test_one_connection_too_many(world, listen):
     """Beyond the bound the connection that has been idle for longest makes room for the new one."""
-    server = HttpServer(world.app(), listen, bounds=Bounds(max_connections=2))
+    server = HttpServer(world.app(), {listen: None}, bounds=Bounds(max_connections=2))
     await server.start()
     client = Client(server)
     held = [await client.connect() for _ in range(2)]
@@ -185,7 +185,7 @@ async def test_one_connection_too_many(world, listen):
 
 async def test_nonsense_is_refused(world, listen):
     """What is no HTTP gets 400, what is too long 413, and the server goes on."""
-    server = HttpServer(world.app(), listen)
+    server = HttpServer(world.app(), {listen: None})
     await server.start()
     client = Client(server)
     reader, writer = await client.connect()
@@ -204,7 +204,9 @@ async def test_a_socket_has_its_mode_and_group(world, short_dir):
     """A Unix socket has the mode and the group that were asked for."""
     path = short_dir / "http.sock"
     for group in (grp.getgrgid(os.getgid()).gr_name, str(os.getgid())):
-        server = HttpServer(world.app(), f"unix:{path}", socket_mode=0o640, socket_group=group)
+        server = HttpServer(
+            world.app(), {f"unix:{path}": None}, socket_mode=0o640, socket_group=group
+        )
         await server.start()
         status = path.stat()
         assert (stat.S_IMODE(status.st_mode), status.st_gid) == (0o640, os.getgid())
@@ -216,12 +218,44 @@ async def test_a_stale_socket_is_replaced_a_live_one_is_not(world, short_dir):
     path = short_dir / "http.sock"
     with socket.socket(socket.AF_UNIX) as left:
         left.bind(str(path))
-    server = HttpServer(world.app(), f"unix:{path}")
+    server = HttpServer(world.app(), {f"unix:{path}": None})
     await server.start()
     with pytest.raises(SocketInUseError, match="in use by another process"):
-        await HttpServer(world.app(), f"unix:{path}").start()
+        await HttpServer(world.app(), {f"unix:{path}": None}).start()
     assert await Client(server).get("/") == "hello"
     await server.stop(ANSWER_S)
+
+
+async def test_several_addresses_have_one_server(world, short_dir):
+    """Each is answered, all of them share the places, and none is left behind."""
+    path = short_dir / "http.sock"
+    listen = {f"unix:{path}": None, "127.0.0.1:0": None}
+    server = HttpServer(world.app(), listen, bounds=Bounds(max_connections=2))
+    await server.start()
+    by_path, by_port = Client(server, 0), Client(server, 1)
+    held = [await client.connect() for client in (by_path, by_port)]
+    for reader, writer in held:
+        writer.write(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+        await reader.readuntil(b"hello")
+    assert await by_port.get("/") == "hello"
+    assert await closed(held[0][0]) == b""  # that of the other address has been idle for longest
+    for _, opened in held:
+        opened.close()
+    await server.stop(ANSWER_S)
+    assert not path.exists()
+
+
+async def test_all_addresses_or_none(world, short_dir):
+    """If one cannot be bound, those before it are free again."""
+    path = short_dir / "http.sock"
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        server = HttpServer(world.app(), {f"unix:{path}": None, f"127.0.0.1:{port}": None})
+        with pytest.raises(ConfigError, match=f"cannot listen on 127.0.0.1:{port}"):
+            await server.start()
+    assert not path.exists()
 
 
 async def test_addresses_that_cannot_be_used(world, short_dir):
@@ -237,7 +271,7 @@ async def test_addresses_that_cannot_be_used(world, short_dir):
             (f"unix:{short_dir}/file", "", "it is no socket"),
             (f"unix:{short_dir}/a", "no-such-group", "groupadd"),
         ):
-            server = HttpServer(world.app(), listen, socket_group=group)
+            server = HttpServer(world.app(), {listen: None}, socket_group=group)
             with pytest.raises(ConfigError, match=error) as raised:
                 await server.start()
             assert raised.value.remedy

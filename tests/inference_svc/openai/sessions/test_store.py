@@ -77,6 +77,18 @@ async def test_a_response_is_its_tenants(store):
     assert await store.find_response("acme", "resp_1") is None
 
 
+async def test_what_only_a_newer_release_says_of_a_response_is_left_out(tmp_path):
+    """After going back to this one."""
+    store = ApiStore(tmp_path, 100)
+    await store.keep_response("acme", "resp_1", RESPONSE)
+    store.close()
+    with contextlib.closing(sqlite3.connect(tmp_path / FILE_NAME)) as db, db:
+        db.execute("UPDATE responses SET facts = json_set(facts, '$.since_2031', json('[1]'))")
+    again = ApiStore(tmp_path, 100)
+    assert await again.find_response("acme", "resp_1") == RESPONSE
+    again.close()
+
+
 async def test_requests_and_passing_sessions(store):
     """Each is known until it is not needed."""
     request = StoredRequest(b"body", Route("s-1", 2, 1, None, is_named=True))
