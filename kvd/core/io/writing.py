@@ -46,7 +46,7 @@ class Writer:
         self._retry_delay_ns = FIRST_RETRY_NS
         self._waits_for_nothing = False  # see write_all
         self._waits_for_index = False
-        self._kept_at = -1  # Outbox.num_freed when the watermark was looked at
+        self._kept_at: int | None = None  # Outbox.num_freed when the watermark was looked at
 
     # ------------------------------------------------------------------------------------ admission
 
@@ -111,7 +111,7 @@ class Writer:
 
     def watermark_changed(self) -> None:
         """Look for what is short of it again."""
-        self._kept_at = -1
+        self._kept_at = None
 
     def admission_changed(self) -> None:
         """Treat every dirty block as if it were new: O(blocks)."""
