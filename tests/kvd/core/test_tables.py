@@ -166,3 +166,15 @@ def test_an_extent_has_the_used_rows_only():
     assert shape.header_bytes == 4096
     assert [shape.num_sectors(n) for n in (1, 2, 16)] == [3, 4, 18]
     assert shape.sectors_per_extent == shape.num_sectors(16)
+
+
+def test_a_clock_goes_on_where_an_earlier_one_was():
+    """With one entry for each session, that can be moved and taken out."""
+    clock = TtlClock()
+    clock.restore([(5, A), (9, B)])
+    assert (len(clock), clock.next_deadline_ns()) == (2, 5)
+    clock.schedule(B, 3)
+    clock.forget(A)
+    assert (clock.next_deadline_ns(), clock.pop_due(2), clock.pop_due(3)) == (3, None, B)
+    assert clock.pop_due(100) is None
+    assert len(clock) == 0

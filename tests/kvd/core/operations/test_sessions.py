@@ -6,6 +6,7 @@ import pytest
 
 from kvd.core.inspection.session_filter import SessionFilter
 from kvd.core.operations.sessions import EXPIRE_BATCH, RECHECK_NS
+from kvd.core.records.actions import SESSION_ENDED, Emit
 from kvd.core.records.errors import InvalidRequestError, UnknownSessionError
 from kvd.core.records.records import Admission
 from kvd.core.records.rows import TTL_NEVER_NS, Pin
@@ -17,6 +18,7 @@ from tests.kvd.core.turns import (
     TWOS,
     A,
     B,
+    counter,
     load,
     new_world,
     prepare_load,
@@ -231,3 +233,40 @@ def test_what_a_flush_would_free_is_summed_up_bit_by_bit():
     assert sum(bits) == world.engine.sessions.flush(None, dry_run=True).freed_bytes
     counted = Counter()
     assert [world.engine.sessions.freed_bytes([key], counted) for key in keys[:2]] == bits[:2]
+
+
+def test_what_goes_is_counted():
+    """Each session once, by why it went."""
+    world = new_world(default_ttl_ns=100)
+    for key in (A, B, OTHER_TENANT):
+        store(world, key, ONES)
+    assert (counter(world, "sessions_flushed"), counter(world, "sessions_expired")) == (0, 0)
+    world.engine.sessions.flush(A, dry_run=True)
+    world.engine.sessions.flush(A, dry_run=False)
+    assert (counter(world, "sessions_flushed"), counter(world, "sessions_expired")) == (1, 0)
+    expire(world, 100)
+    assert (counter(world, "sessions_flushed"), counter(world, "sessions_expired")) == (1, 2)
+
+
+@pytest.mark.parametrize("default_ttl_ns", [None, 1000])
+def test_a_ttl_that_is_set_is_looked_at_in_time(default_ttl_ns):
+    """Though the session was to be looked at later, or never."""
+    world = new_world(default_ttl_ns=default_ttl_ns)
+    store(world, A, ONES)
+    world.engine.sessions.set_ttl(A, 1)
+    assert world.engine.next_deadline_ns() == world.now_ns + 1
+    expire(world, 1)
+    assert world.engine.inspection.info(A) is None
+
+
+def test_an_ended_session_is_counted_as_ended_once_it_is_stored():
+    """Its row says so, and operators see it; a use says that it has come back."""
+    world = new_world()
+    store(world, A, ONES)
+    assert world.engine.sessions.end(A)
+    world.quiesce()
+    assert world.index.sessions[A].ended
+    assert [event.name for event in world.events if isinstance(event, Emit)][-1] == SESSION_ENDED
+    assert world.engine.inspection.info(A).ended
+    store(world, A, ONES + TWOS)
+    assert not world.engine.inspection.info(A).ended
