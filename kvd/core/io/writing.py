@@ -105,7 +105,7 @@ class Writer:
         self._placement.evict_clean(num_short)
         num_short = state.num_kept_free - state.slots.num_free - len(state.under_way.writes)
         is_resting = state.limits.admission is not Admission.WRITE_THROUGH
-        if num_short > 0 and is_resting and len(state.extents) and not state.ssd_degraded:
+        if is_resting and len(state.extents) and not state.ssd_degraded:
             self._demote(num_short)
         self._kept_at = state.outbox.num_freed
 

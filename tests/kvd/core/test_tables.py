@@ -178,3 +178,19 @@ def test_a_clock_goes_on_where_an_earlier_one_was():
     assert (clock.next_deadline_ns(), clock.pop_due(2), clock.pop_due(3)) == (3, None, B)
     assert clock.pop_due(100) is None
     assert len(clock) == 0
+
+
+def test_an_adopted_slot_keeps_its_generation():
+    """The next one to have it has a later one."""
+    slots = SlotTable(2)
+    slots.adopt(0, 7, is_committed=True)
+    slots.adopt(1, 3, is_committed=False)
+    slots.adopted()
+    assert (slots.num_free, slots.state(0), slots.state(1)) == (
+        0,
+        SlotState.COMMITTED,
+        SlotState.WRITING,
+    )
+    slots.free(0)
+    assert slots.allocate() == (0, 8)
+    assert SlotTable(1).allocate() == (0, 1)
