@@ -268,5 +268,21 @@ def test_an_ended_session_is_counted_as_ended_once_it_is_stored():
     assert world.index.sessions[A].ended
     assert [event.name for event in world.events if isinstance(event, Emit)][-1] == SESSION_ENDED
     assert world.engine.inspection.info(A).ended
-    store(world, A, ONES + TWOS)
+    load(world, A, ONES)
     assert not world.engine.inspection.info(A).ended
+    world.quiesce()
+    assert not world.index.sessions[A].ended
+
+
+def test_an_ended_session_is_the_first_to_go_for_its_tenants_quota():
+    """And the last again once it is used."""
+    quota = TenantLimits(quota_bytes=1 << 30)
+    world = new_world(tenant_limits=lambda _: quota)
+    store(world, A, ONES)
+    store(world, B, TWOS)
+    order = world.engine._state.tenants.order_of(A.tenant)
+    assert list(order) == [A, B]
+    world.engine.sessions.end(B)
+    assert list(order) == [B, A]
+    load(world, B, TWOS)
+    assert list(order) == [A, B]
