@@ -112,6 +112,9 @@ def test_waiting_sessions_are_read_in_the_order_of_the_queue():
     assert counter(world, "prefetch_hits") == 2
     events = [e for e in world.events if isinstance(e, Emit) and e.name == "session_read_ahead"]
     assert [event.key for event in events] == [C, A, B]
+    assert [event.fields for event in events] == [
+        {"num_blocks": str(number), "why": "queued"} for number in (2, 2, 1)
+    ]
 
 
 def test_what_is_under_way_is_bounded():

@@ -21,6 +21,7 @@ from tests.kvd.core.turns import (
     B,
     complete_store,
     counter,
+    keys_of,
     load,
     new_world,
     prepare_load,
@@ -406,3 +407,68 @@ def test_many_spans_are_a_reason():
     discard(world, A, TOKENS, [r for r in EVEN if r[0] % 8 in (2, 4)])
     rest(world)
     assert not world.io, "three spans a block are few"
+
+
+def test_blocks_that_are_written_just_then_are_compacted_in_a_while():
+    """What is on its way to SSD stays where it is."""
+    world = new_world(max_waste=0.5, compact_rest_ns=REST_NS)
+    store(world, A, TOKENS, settle=False)
+    assert len(world.io_of(WriteBlock)) == 6
+    world.engine.sessions.discard(A, to_bytes(TOKENS), EVEN)
+    rest(world)
+    assert not world.io_of(CompactRows)
+    assert world.engine.next_deadline_ns() == world.now_ns + RETRY_NS
+    world.quiesce()
+    rest(world, RETRY_NS)
+    world.quiesce()
+    assert (num_blocks(world), counter(world, "compactions")) == (3, 1)
+
+
+def test_what_is_shared_stays_before_what_is_put_together():
+    """Only blocks of the session's own are made dense, behind those that others use, too."""
+    world = new_world(max_waste=0.5, compact_rest_ns=REST_NS)
+    store(world, A, TOKENS)
+    store(world, B, TOKENS[:8])
+    discard(world, A, TOKENS, EVEN)
+    rows = rows_of(world, load(world, A, KEPT))
+    shared = keys_of(world, A)[:4]
+    rest(world)
+    world.quiesce()
+    assert (num_blocks(world), counter(world, "compacted_tokens")) == (4, 8)
+    assert keys_of(world, A)[:4] == shared
+    assert rows_of(world, load(world, A, KEPT)) == rows
+    assert load(world, B, TOKENS[:8]).end_token == 8
+
+
+def test_two_spans_are_enough_to_make_a_block_of():
+    """Each of half a block."""
+    world = new_world(max_waste=0.5, compact_rest_ns=REST_NS)
+    store(world, A, TOKENS)
+    discard(world, A, TOKENS, [(i + 2, i + 4) for i in range(0, len(TOKENS), 4)])
+    assert world.engine.inspection.info(A).num_spans == 6
+    rest(world)
+    world.quiesce()
+    assert (num_blocks(world), counter(world, "compacted_blocks")) == (3, 3)
+
+
+def test_a_discard_near_the_end_begins_nothing():
+    """The end is for good, whatever is discarded then."""
+    world = new_world(max_waste=0.5, compact_rest_ns=REST_NS)
+    store(world, A, TOKENS)
+    world.engine.write_dirty()
+    discard(world, A, TOKENS, EVEN)
+    rest(world)
+    assert not world.io
+    assert not world.engine._state.wasteful
+
+
+def test_a_discard_after_an_arena_was_given_up_is_compacted():
+    """That it was to be emptied once is forgotten then."""
+    world = new_world(max_waste=0.5, compact_rest_ns=REST_NS)
+    store(world, A, TOKENS)
+    world.engine.release_dram()
+    world.quiesce()
+    load(world, A, TOKENS)
+    discard(world, A, TOKENS, EVEN)
+    rest(world)
+    assert world.io_of(CompactRows)

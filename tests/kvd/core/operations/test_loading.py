@@ -292,3 +292,13 @@ def test_who_waits_for_room_is_notified_when_a_read_ends():
     world.events.clear()
     world.finish_io(world.io_of(ReadBlock)[0])
     assert SpaceFreed() in world.events
+
+
+def test_asking_for_a_session_is_a_use_of_it():
+    """Be it that nothing is found, or that it takes a while to be loaded."""
+    world = new_world()
+    store(world, A, ONES)
+    for tokens in (TWOS, ONES):
+        world.now_ns += 10
+        prepare_load(world, A, tokens)
+        assert world.engine.inspection.info(A).last_access_ns == world.now_ns

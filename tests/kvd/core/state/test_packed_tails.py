@@ -51,6 +51,12 @@ def test_a_session_is_packed_when_it_has_left_dram():
     info = world.engine.inspection.info(A)
     assert (info.num_tokens, info.num_blocks, info.shared_blocks) == (9, 3, 0)
     assert info.ssd_bytes == info.total_bytes > info.dram_bytes == 0
+    blocks = world.engine.inspection.describe(A).blocks
+    assert [(b.token_offset, b.num_tokens, b.dirty, b.num_sessions) for b in blocks] == [
+        (0, 4, False, 1),
+        (4, 4, False, 1),
+        (8, 1, False, 1),
+    ]
     assert world.engine.inspection.stats().tiers[1].num_blocks == 7
     world.start()
     assert num_objects(world) == 0
