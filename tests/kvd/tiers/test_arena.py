@@ -10,13 +10,14 @@ import pytest
 
 from kvd.tiers import page_advice
 from kvd.tiers.arena import AUTO_FRACTION, ArenaTooSmallError, dram_bytes, num_slots_for
-from kvd.tiers.arena_backing import sealed_memfd
+from kvd.tiers.arena_backing import DirectoryBacking, sealed_memfd
 from kvd.tiers.arena_store import (
     ArenaOptions,
     ArenaStore,
     HugepagesUnavailableError,
     resolve_keep,
 )
+from kvd.tiers.faults import NoFaults
 from shared.measuring import workspace
 from shared.types.kv_layout import Component, KVLayout, Layer
 from tests.synthetic_engine import MODEL, small_layout
@@ -196,3 +197,24 @@ def test_a_size_that_is_not_said_is_a_part_of_the_machines():
     """Some of what is available; what is said is taken."""
     assert 0 < dram_bytes(None) <= psutil.virtual_memory().total * AUTO_FRACTION
     assert dram_bytes(12345) == 12345
+
+
+def test_a_file_that_cannot_get_its_size_leaves_nothing(tmp_path):
+    """Neither a descriptor nor a file: the arena is made elsewhere then."""
+    backing = DirectoryBacking(tmp_path, tmp_path / "state", NoFaults())
+    assert backing.kept_bytes() == 0
+    num_open = psutil.Process().num_fds()
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, hard))
+    try:
+        with pytest.raises(OSError, match="too large"):
+            backing.new_file("layout", "slots", 2 << 20)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert psutil.Process().num_fds() == num_open
+    assert list(backing.path.iterdir()) == []
+    fd = backing.new_file("layout", "slots", 1)
+    os.pwrite(fd, b"x", 0)
+    os.fsync(fd)
+    assert backing.kept_bytes() == os.fstat(fd).st_blocks * 512 > 0
+    os.close(fd)
