@@ -6,7 +6,15 @@ import pytest
 
 from kvd.core.eviction.policies import LruPolicy
 from kvd.core.io.writing import FIRST_RETRY_NS
-from kvd.core.records.actions import DropBlock, Emit, HashSlot, IoOutcome, PutBlock, WriteBlock
+from kvd.core.records.actions import (
+    DropBlock,
+    Emit,
+    HashSlot,
+    IoOutcome,
+    PutBlock,
+    VerifySlot,
+    WriteBlock,
+)
 from kvd.core.records.records import Admission
 from kvd.core.records.rows import Pin
 from kvd.core.state.limits import Limits
@@ -489,3 +497,17 @@ def test_the_watermark_is_no_reason_to_write_more_than_is_short():
     assert counter(world, "demotions") == 1
     world.quiesce()
     assert (counter(world, "demotions"), world.engine._state.slots.num_free) == (1, 1)
+
+
+def test_what_waits_to_be_written_waits_again_after_it_was_verified():
+    """Whatever the policy: its room was wanted."""
+    world = new_world(num_slots=1, admission=Admission.ON_EVICT, verify_on_load=True)
+    store(world, A, ONES)
+    assert prepare_store(world, B, TWOS).refused == "wait"
+    world.finish_all(WriteBlock, IoOutcome.TRANSIENT)
+    assert len(world.engine._state.unwritten) == 1
+    lease = prepare_load(world, A, ONES)
+    assert len(world.engine._state.unwritten) == 0
+    world.finish_all(VerifySlot)
+    assert len(world.engine._state.unwritten) == 1
+    world.engine.loads.complete(lease.lease_id, OWNER)

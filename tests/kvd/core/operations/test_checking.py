@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from kvd.core.operations.checking import check
-from kvd.core.records.actions import ReadBlock
+from kvd.core.records.actions import CompactRows, ReadBlock
 from kvd.core.records.records import Lookup, Tier
 from kvd.core.records.rows import Pin, WritingSlot
 from kvd.core.state.block import Block
@@ -25,7 +25,7 @@ from tests.kvd.core.turns import (
     prepare_store,
     store,
 )
-from tests.property.cache_world import CacheWorld
+from tests.property.cache_world import CacheWorld, to_bytes
 
 
 def busy_world() -> CacheWorld:
@@ -301,4 +301,42 @@ def test_a_lease_that_waits_is_tracked():
     state = reading_world().engine._state
     next(iter(state.leases)).is_tracked = False
     with pytest.raises(AssertionError, match="has its progress published"):
+        check(state)
+
+
+def test_what_is_read_ahead_is_counted():
+    """The bound on it would let too much begin, or nothing."""
+    world = reading_world()
+    world._engine._reader.ahead_bytes += 1
+    with pytest.raises(AssertionError, match="bytes read ahead are counted right"):
+        world._engine.check()
+
+
+def copying_world() -> CacheWorld:
+    """A session is being compacted."""
+    world = new_world(max_waste=0.5, compact_rest_ns=1)
+    store(world, A, ONES + TWOS)
+    world.engine.sessions.discard(A, to_bytes(ONES + TWOS), [(0, 2), (4, 6)])
+    world.quiesce()
+    world.now_ns += 1
+    world.engine.expire()
+    world.pump()
+    assert world.io_of(CompactRows)
+    return world
+
+
+def test_a_compaction_is_counted_in_all_tables():
+    """The slots that it fills, whose they are, and the blocks that it copies from."""
+    state = copying_world().engine._state
+    target = state.compaction.targets.pop()
+    with pytest.raises(AssertionError, match=r"should be SlotState\.FREE"):
+        check(state)
+    state.compaction.targets = [target]
+    source = state.compaction.sources.pop()
+    with pytest.raises(AssertionError, match="blocks that are copying are registered"):
+        check(state)
+    state.compaction.sources.append(source)
+    check(state)
+    state.tenants.charge(A.tenant, -1)
+    with pytest.raises(AssertionError, match="charged for what it has"):
         check(state)
