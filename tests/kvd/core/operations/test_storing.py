@@ -267,6 +267,7 @@ def test_a_store_that_ends_wakes_who_waits():
     world = new_world(num_slots=1, num_extents=0)
     answer = prepare_store(world, A, ONES)
     assert prepare_store(world, B, TWOS).refused == "wait"
+    assert (counter(world, "stores_waited"), counter(world, "stores_refused")) == (1, 0)
     world.events.clear()
     complete_store(world, answer, success=False)
     assert world.events == [SpaceFreed()]

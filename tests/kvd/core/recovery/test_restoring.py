@@ -434,3 +434,15 @@ def test_a_row_that_changes_nothing_is_not_written_again():
         DropBlock,
         DropSession,
     ]
+
+
+def test_a_row_that_cannot_be_is_no_reason_to_doubt_what_dram_holds():
+    """The block is used from there, and gets another place on SSD."""
+    world = new_world()
+    store(world, A, ONES)
+    (row,) = world.index.blocks.values()
+    world.index.blocks[row.key] = replace(row, extent=10**6)
+    world.start(keep_dram=True)
+    assert load(world, A, ONES).end_token == 4
+    world.quiesce()
+    assert tiers_of(world, A) == ["DS"]

@@ -288,3 +288,15 @@ def test_packing_changes_no_answer_when_ssd_is_short(steps):
 def test_packing_changes_no_answer_with_partial_blocks(steps):
     """Packed tails are packed like whole blocks."""
     live_through(steps, num_extents=200, partial=[6])
+
+
+def test_what_is_never_packed_is_not_looked_at_again():
+    """Two spans of one block: until the session is used."""
+    world = new_world(num_slots=2)
+    store(world, A, ONES + TWOS)
+    world.engine.sessions.discard(A, to_bytes(ONES + TWOS), [(1, 2)])
+    store(world, B, THREES * 2)
+    world.pump()
+    session = world.engine._state.sessions[A]
+    assert (len(session.spans), session.num_packed) == (3, 0)
+    assert A not in world.engine._state.tails._waiting
