@@ -4,8 +4,9 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
-from inference_svc.runtime.memory import HEAP_BYTES, keep_freed_memory
+from inference_svc.runtime.memory import HEAP_BYTES, ThreadScratch, keep_freed_memory
 
 PROGRAM = f"""
 import ctypes, sys
@@ -31,3 +32,15 @@ def test_large_tensors_are_made_in_the_heap(mode, is_in_heap):
         [sys.executable, "-c", PROGRAM, mode], capture_output=True, text=True, check=True
     )
     assert done.stdout.strip() == is_in_heap
+
+
+def test_scratch_is_made_anew_only_if_it_is_too_small():
+    """Each use may take all of it, and has the shape that was asked for."""
+    scratch = ThreadScratch(torch.device("cpu"), torch.float32)
+    first = scratch.take(3, 4)
+    assert (first.shape, first.dtype, first.is_inference()) == ((3, 4), torch.float32, False)
+    for sizes in ((12,), (2, 6), (5,)):
+        view = scratch.take(*sizes)
+        assert (view.shape, view.data_ptr()) == (sizes, first.data_ptr())
+    assert scratch.take(13).data_ptr() != first.data_ptr()
+    assert scratch.take(2, 6).untyped_storage().nbytes() == 13 * 4

@@ -194,3 +194,15 @@ def test_an_adopted_slot_keeps_its_generation():
     slots.free(0)
     assert slots.allocate() == (0, 8)
     assert SlotTable(1).allocate() == (0, 1)
+
+
+def test_low_slots_are_taken_first():
+    """Also after a start: what is used of an arena stays at its beginning."""
+    slots = SlotTable(4)
+    slots.adopt(1, 1, is_committed=True)
+    slots.adopted()
+    assert [slots.allocate()[0] for _ in range(3)] == [0, 2, 3]
+    slots.free(2)
+    slots.free(0)
+    assert slots.take_free(1) == [2], "the one that has been free longest"
+    assert slots.allocate()[0] == 0

@@ -307,6 +307,8 @@ def test_what_is_under_way_when_a_scrub_ends_counts_for_no_other():
     world.engine.scrubs.end(first)
     assert not world.engine._state.scrubbed
     second = world.engine.scrubs.begin(repair=False)
+    with pytest.raises(ScrubError, match="is over"):
+        world.engine.scrubs.step(first, ALL)
     for kind in (VerifySlot, VerifyExtent):
         world.finish_all(kind)
     step = world.engine.scrubs.step(second, 0)
