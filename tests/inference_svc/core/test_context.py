@@ -1,5 +1,7 @@
 """A session's context: what turns add to it, and what discards leave of it."""
 
+import struct
+
 import pytest
 
 from inference_svc.core.compression.policy import all_but, free_tokens, special_tokens
@@ -7,6 +9,7 @@ from inference_svc.core.context import Context, replay
 from inference_svc.core.discards import COMPRESSION, OVERFLOW, Discard, merge_ranges
 from inference_svc.core.transcript_format import Header, Transcript, decode_header, encode_header
 from inference_svc.core.turn_record import TurnRecord, Usage
+from shared.types.lineage import WHOLE
 
 
 def turn(number=0, input_ids=(1, 2, 3), output_ids=(4, 5), uncomputed_tokens=1, **others):
@@ -53,24 +56,25 @@ def test_a_turn_is_computed_but_for_its_last_tokens():
 
 
 @pytest.mark.parametrize(
-    ("reason", "after_tokens", "ranges", "left", "computed_tokens"),
+    ("reason", "after_tokens", "ranges", "left", "num_computed"),
     [
-        (OVERFLOW, 0, ((0, 2),), (3, 4, 5, 1, 2, 3, 4, 5), 7),
-        (OVERFLOW, 4, ((0, 5),), (1, 2, 3, 4, 5), 4),  # while it was answered
-        (COMPRESSION + "x", 5, ((0, 5), (6, 7)), (1, 3, 4, 5), 3),
+        (OVERFLOW, 0, ((0, 2),), (3, 4, 5, 1, 2, 3, 4, 5), 4),
+        (OVERFLOW, 4, ((0, 5),), (1, 2, 3, 4, 5), 8),  # while it was answered
+        (COMPRESSION + "x", 5, ((0, 5), (6, 7)), (1, 3, 4, 5), 9),
     ],
 )
 def test_a_discard_within_a_turn_counts_where_it_happened(
-    reason, after_tokens, ranges, left, computed_tokens
+    reason, after_tokens, ranges, left, num_computed
 ):
-    """Before the turn's input, amid its answer, or when it was over."""
+    """Before the turn's input, amid its answer, or when it was over; of what was computed then."""
     discard = Discard(ranges, after_tokens, reason)
     turns = (turn(), turn(1, discards=(discard,)))
     context = replay(turns)
-    assert (context.token_ids, context.computed_tokens) == (left, computed_tokens)
+    assert (context.token_ids, context.computed_tokens) == (left, len(left) - 1)
+    computed = struct.pack(f"<{num_computed}I", *((1, 2, 3, 4, 5) * 2)[:num_computed])
+    assert context.lineage == WHOLE.after(computed, ranges)
     assert context == Context().with_turn(turns[0]).with_turn(turns[1])
     assert context.answer_tokens == 2
-    assert not context.lineage.is_whole
 
 
 def test_a_discard_takes_of_each_part_what_it_has():

@@ -1,12 +1,23 @@
 """The heap is where a step's tensors are made: not in pieces that are mapped one by one."""
 
+import platform
 import subprocess
 import sys
 
 import pytest
 import torch
 
-from inference_svc.runtime.memory import HEAP_BYTES, ThreadScratch, keep_freed_memory
+from inference_svc.runtime import memory
+from inference_svc.runtime.memory import (
+    HEAP_BYTES,
+    HUGE_PAGE_BYTES,
+    ThreadScratch,
+    allocate_region,
+    keep_freed_memory,
+    populate,
+)
+
+KERNEL = tuple(map(int, platform.release().split(".")[:2]))
 
 PROGRAM = f"""
 import ctypes, sys
@@ -44,3 +55,13 @@ def test_scratch_is_made_anew_only_if_it_is_too_small():
         assert (view.shape, view.data_ptr()) == (sizes, first.data_ptr())
     assert scratch.take(13).data_ptr() != first.data_ptr()
     assert scratch.take(2, 6).untyped_storage().nbytes() == 13 * 4
+
+
+@pytest.mark.skipif(KERNEL < (5, 14), reason="this kernel cannot allocate pages beforehand")
+def test_pages_are_allocated_step_by_step(monkeypatch):
+    """All of them, or as many steps as there were before it was stopped."""
+    monkeypatch.setattr(memory, "POPULATE_STEP_BYTES", HUGE_PAGE_BYTES)
+    region = allocate_region(5 * HUGE_PAGE_BYTES // 2, torch.device("cpu"), torch.uint8)
+    assert populate(region, lambda: False) == region.numel()
+    answers = iter([False, False, True])
+    assert populate(region, lambda: next(answers)) == 2 * HUGE_PAGE_BYTES
