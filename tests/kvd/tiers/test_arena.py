@@ -10,7 +10,7 @@ import pytest
 
 from kvd.tiers import page_advice
 from kvd.tiers.arena import AUTO_FRACTION, ArenaTooSmallError, dram_bytes, num_slots_for
-from kvd.tiers.arena_backing import DirectoryBacking, sealed_memfd
+from kvd.tiers.arena_backing import DirectoryBacking, private_directory, sealed_memfd
 from kvd.tiers.arena_store import (
     ArenaOptions,
     ArenaStore,
@@ -218,3 +218,34 @@ def test_a_file_that_cannot_get_its_size_leaves_nothing(tmp_path):
     os.fsync(fd)
     assert backing.kept_bytes() == os.fstat(fd).st_blocks * 512 > 0
     os.close(fd)
+
+
+@pytest.mark.parametrize("node", [0, 1, 63, 64, 70, 128, 1023])
+def test_a_node_is_one_bit_of_a_thousand(node):
+    """In the order in which the kernel has them."""
+    bits = int.from_bytes(bytes(page_advice.node_mask(node)), "little")
+    assert bits == 1 << node
+    assert len(bytes(page_advice.node_mask(node))) == 128
+
+
+@pytest.mark.parametrize("mode", [0o770, 0o707, 0o720, 0o701])
+def test_a_directory_that_others_may_use_is_refused(tmp_path, mode):
+    """And no descriptor of it is kept; one of our own is made with those above it."""
+    path = tmp_path / "above" / "own"
+    os.close(private_directory(path))
+    assert path.stat().st_mode & 0o777 == 0o700
+    path.chmod(mode)
+    num_open = psutil.Process().num_fds()
+    with pytest.raises(PermissionError, match="not ours alone"):
+        private_directory(path)
+    assert psutil.Process().num_fds() == num_open
+
+
+def test_a_directory_that_is_a_link_or_a_file_is_refused(tmp_path):
+    """Whoever made it could point it elsewhere later."""
+    (tmp_path / "own").mkdir(mode=0o700)
+    (tmp_path / "link").symlink_to(tmp_path / "own")
+    (tmp_path / "file").touch(mode=0o600)
+    for name in ("link", "file"):
+        with pytest.raises(NotADirectoryError):
+            private_directory(tmp_path / name)

@@ -134,3 +134,15 @@ def mapping_flags(address):
         elif holds and first == "VmFlags:":
             return rest
     raise AssertionError("no such mapping")
+
+
+def test_a_device_that_takes_less_than_a_sector_goes_on(file, monkeypatch):
+    """From where it was, since what it took is no whole sector."""
+    write = os.pwritev
+    monkeypatch.setattr(os, "pwritev", lambda fd, views, at: write(fd, [views[0][:1000]], at))
+    content = os.urandom(sum(SIZES))
+    direct_io.write_fully(file, _buffers(content), SECTOR_BYTES)
+    monkeypatch.undo()
+    found = _buffers()
+    assert direct_io.read_fully(file, found, SECTOR_BYTES)
+    assert _joined(found) == content

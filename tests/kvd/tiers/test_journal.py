@@ -4,6 +4,7 @@ import os
 import signal
 import struct
 import uuid
+from dataclasses import replace
 
 import pytest
 import xxhash
@@ -310,3 +311,14 @@ def test_a_header_that_is_cut_is_none(num_missing):
     assert unpack_header(packed + b"more").num_slots == NUM_SLOTS
     with pytest.raises(UnfitArenaError, match="no journal header"):
         unpack_header(packed[:-num_missing])
+
+
+@pytest.mark.parametrize("num_tokens", [1, LAYOUT.block_tokens])
+def test_a_block_has_one_token_at_least_and_a_whole_one_at_most(journal, num_tokens):
+    """What says something else of itself is no block."""
+    journal.put(0, committed(5, num_tokens=num_tokens))
+    ((slot,), _) = journal.read_all()
+    assert slot.block == committed(5, num_tokens=num_tokens)
+    for impossible in (0, LAYOUT.block_tokens + 1):
+        journal.put(0, replace(committed(5, num_tokens=1), num_tokens=impossible))
+        assert journal.read_all() == ([], [])

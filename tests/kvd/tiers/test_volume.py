@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from structlog.testing import capture_logs
 
 from kvd.core.records.actions import IoOutcome, WriteBlock
 from kvd.core.records.extent_shape import ExtentShape
@@ -513,3 +514,28 @@ def _fill_real_disk(mounted):
         assert disk.write(index * WHOLE, blocks[index]) is IoOutcome.OK  # allocated before
         assert disk.read(index * WHOLE, blocks[index], new_slot())[0] is IoOutcome.OK
     disk.close()
+
+
+def test_what_segments_take_is_what_the_file_system_says(disk):
+    """Of those that are there; one that somebody has removed takes nothing."""
+    volume = disk.volume()
+    assert disk.write(0, Block()) is IoOutcome.OK
+    segments = list((disk.directory / "v").glob("*.segment"))
+    assert segments
+    assert volume.files.allocated_bytes == sum(path.stat().st_blocks for path in segments) * 512
+    for path in segments:
+        path.unlink()
+    assert volume.files.allocated_bytes == 0
+
+
+@pytest.mark.parametrize(("direct", "level"), [("on", "warning"), ("auto", "info")])
+def test_who_asked_for_direct_io_is_warned_without_it(disk, direct, level):
+    """Others are told, and no more."""
+    volume = disk.volume(direct=direct)
+    if not volume.files.is_direct:
+        pytest.skip("the file system has no direct I/O")
+    block = Block()
+    assert disk.write(0, block) is IoOutcome.OK
+    with capture_logs() as logs:
+        disk.read(0, block, memoryview(bytearray(LAYOUT.block_bytes + 1))[1:])
+    assert [(log["event"], log["log_level"]) for log in logs] == [("ssd_buffered", level)]
