@@ -1,5 +1,6 @@
 """One arena: its size, its seals, its pages."""
 
+import fcntl
 import mmap
 import os
 import resource
@@ -10,7 +11,12 @@ import pytest
 
 from kvd.tiers import page_advice
 from kvd.tiers.arena import AUTO_FRACTION, ArenaTooSmallError, dram_bytes, num_slots_for
-from kvd.tiers.arena_backing import DirectoryBacking, private_directory, sealed_memfd
+from kvd.tiers.arena_backing import (
+    DirectoryBacking,
+    is_sealed,
+    private_directory,
+    sealed_memfd,
+)
 from kvd.tiers.arena_store import (
     ArenaOptions,
     ArenaStore,
@@ -249,3 +255,27 @@ def test_a_directory_that_is_a_link_or_a_file_is_refused(tmp_path):
     for name in ("link", "file"):
         with pytest.raises(NotADirectoryError):
             private_directory(tmp_path / name)
+
+
+@pytest.mark.parametrize(
+    ("seals", "expected"),
+    [
+        (0, False),
+        (fcntl.F_SEAL_SHRINK, False),
+        (fcntl.F_SEAL_GROW, False),
+        (fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW, True),
+        (fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL, True),
+    ],
+)
+def test_memory_is_sealed_if_it_can_neither_shrink_nor_grow(seals, expected):
+    """Whatever else is forbidden."""
+    fd = os.memfd_create("arena", os.MFD_ALLOW_SEALING)
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
+    assert is_sealed(fd) is expected
+    os.close(fd)
+
+
+def test_a_file_is_not_sealed(tmp_path):
+    """Only memory can be."""
+    with (tmp_path / "file").open("wb") as file:
+        assert not is_sealed(file.fileno())
