@@ -118,6 +118,10 @@ def test_staging_memory_grows_and_is_left_out_of_core_dumps():
     large[-1] = 1
     assert len(large) == 17 * SECTOR_BYTES
     assert not large[0], "it is other memory"
+    large[0] = 7
+    assert staging.take(32 * SECTOR_BYTES)[0] == 7, "so much was made at once"
+    larger = staging.take(32 * SECTOR_BYTES + 1)
+    assert larger[0] == 0
     address = ctypes.addressof(ctypes.c_char.from_buffer(large))
     assert address % SECTOR_BYTES == 0
     assert "dd" in mapping_flags(address)
