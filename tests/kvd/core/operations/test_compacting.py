@@ -1,5 +1,6 @@
 """Compaction: what discards have left is put together, and nothing else changes."""
 
+from kvd.core.operations import compacting
 from kvd.core.operations.compacting import RETRY_NS
 from kvd.core.records.actions import (
     SESSION_COMPACTED,
@@ -472,3 +473,14 @@ def test_a_discard_after_an_arena_was_given_up_is_compacted():
     discard(world, A, TOKENS, EVEN)
     rest(world)
     assert world.io_of(CompactRows)
+
+
+def test_a_run_is_bounded(monkeypatch):
+    """A session of several is put together bit by bit, so that one copy stays short."""
+    monkeypatch.setattr(compacting, "MAX_RUN_BYTES", LAYOUT.block_bytes)
+    world = sparse_world()
+    rest(world)
+    (op_id,) = world.io_of(CompactRows)
+    assert len(world.io[op_id].blocks) == 1
+    world.quiesce()
+    assert (num_blocks(world), counter(world, "compactions")) == (3, 3)

@@ -319,3 +319,11 @@ def test_what_is_under_way_when_a_scrub_ends_counts_for_no_other():
         world.finish_all(kind)
     step = world.engine.scrubs.step(second, ALL)
     assert (step.done, step.report.dram_blocks, step.report.ssd_blocks) == (True, 1, 1)
+
+
+def test_nobody_waits_for_a_scrub():
+    """Its reads of DRAM give way to those that loads wait for."""
+    world = world_with_one_block()
+    world.engine.scrubs.step(world.engine.scrubs.begin(repair=False), ALL)
+    world.pump()
+    assert [world.io[op_id].urgent for op_id in world.io_of(VerifySlot)] == [False]

@@ -286,3 +286,16 @@ def test_an_ended_session_is_the_first_to_go_for_its_tenants_quota():
     assert list(order) == [B, A]
     load(world, B, TWOS)
     assert list(order) == [A, B]
+
+
+def test_a_soft_pin_after_a_hard_one_comes_back_to_its_tenants_order():
+    """Behind all that are not pinned; while it is hard-pinned, it is not there."""
+    quota = TenantLimits(quota_bytes=1 << 30)
+    world = new_world(tenant_limits=lambda _: quota)
+    store(world, A, ONES)
+    store(world, B, TWOS)
+    order = world.engine._state.tenants.order_of(A.tenant)
+    for pin, keys in ((Pin.HARD, [B]), (Pin.SOFT, [B, A]), (Pin.NONE, [B, A])):
+        world.engine.sessions.pin(A, pin)
+        assert list(order) == keys
+        world.pump()

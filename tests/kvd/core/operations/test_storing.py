@@ -284,3 +284,10 @@ def test_how_much_a_store_asks_for_is_known_on_average():
         mean += MEAN_SHARE * (num_new - mean)
         assert world.engine._state.mean_store_blocks == mean
     assert mean > 0
+
+
+def test_of_what_is_not_stored_every_token_is_a_gap():
+    """Be it one."""
+    world = new_world()
+    answer = prepare_store(world, A, ONES, from_token=1)
+    assert (answer.refused, answer.end_token) == ("gap", 0)
