@@ -279,3 +279,11 @@ def test_a_file_is_not_sealed(tmp_path):
     """Only memory can be."""
     with (tmp_path / "file").open("wb") as file:
         assert not is_sealed(file.fileno())
+
+
+def test_what_the_kernel_refuses_is_raised():
+    """Memory that begins amid a page cannot be allocated beforehand."""
+    memory = memoryview(mmap.mmap(-1, 2 * mmap.PAGESIZE))
+    page_advice.populate(memory)
+    with pytest.raises(OSError, match="Invalid argument"):
+        page_advice.populate(memory[1:])

@@ -6,6 +6,7 @@ import subprocess
 import tempfile
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -16,6 +17,7 @@ from kvd.core.records.extent_shape import ExtentShape
 from kvd.tiers.faults import NoFaults, WritePoint
 from kvd.tiers.segment_files import SegmentFiles, SpaceBudget
 from kvd.tiers.volume import SegmentVolume
+from kvd.tiers.volume_identity import ID_NAME
 from shared.types.kv_layout import Component, KVLayout, Layer
 from shared.types.units import SECTOR_BYTES
 from tests.kvd.tiers.disk import LAYOUT, Block, Disk, new_slot
@@ -539,3 +541,26 @@ def test_who_asked_for_direct_io_is_warned_without_it(disk, direct, level):
     with capture_logs() as logs:
         disk.read(0, block, memoryview(bytearray(LAYOUT.block_bytes + 1))[1:])
     assert [(log["event"], log["log_level"]) for log in logs] == [("ssd_buffered", level)]
+
+
+def test_extents_are_missing_whose_segment_is_not_there_or_is_cut_short(disk):
+    """Those that the volume cannot have are not looked at."""
+    volume = disk.volume()
+    assert disk.write(0, Block()) is IoOutcome.OK
+    whole = volume.shape.sectors_per_extent
+    behind = 3 * whole  # of another segment
+    extents = np.array([0, -1, -whole, behind, 4 * whole, 5 * whole], np.int64)
+    assert volume.lacks(extents, 5).tolist() == [False, False, False, True, True, False]
+    assert volume.lacks(extents, 4).tolist() == [False, False, False, True, False, False]
+    (segment,) = (disk.directory / "v").glob("*.segment")
+    os.truncate(segment, 1)
+    assert disk.volume().lacks(extents[:1], 5).tolist() == [True]
+
+
+def test_a_volume_says_which_it_is(disk):
+    """The same each time it is opened."""
+    files = disk.volume().files
+    files.close()
+    volume_id = files.open()
+    assert volume_id == (disk.directory / "v" / ID_NAME).read_text().strip()
+    assert files.open(volume_id, holds_rows=True) == volume_id
