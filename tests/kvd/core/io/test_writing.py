@@ -355,7 +355,9 @@ def test_an_arena_can_be_given_up_and_made_again():
     assert prepare_load(world, A, ONES).miss_reason == "busy"
     assert prepare_store(world, B, THREES).refused == "no_space"
     world.engine.add_slots(2, 1 << 41)
-    assert load(world, A, ONES + TWOS).end_token == 8
+    answer = load(world, A, ONES + TWOS)
+    assert answer.end_token == 8
+    assert answer.lease_id >= 1 << 41, "leases of the arena before are none of this one"
 
 
 def test_writes_held_back_find_room_when_they_are_tried_again():

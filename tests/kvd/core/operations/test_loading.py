@@ -302,3 +302,14 @@ def test_asking_for_a_session_is_a_use_of_it():
         world.now_ns += 10
         prepare_load(world, A, tokens)
         assert world.engine.inspection.info(A).last_access_ns == world.now_ns
+
+
+def test_a_hit_is_counted_when_it_is_answered():
+    """Once, whether it is completed or not."""
+    world = new_world()
+    store(world, A, ONES)
+    answer = prepare_load(world, A, ONES)
+    counts = [counter(world, "load_hits"), counter(world, "load_tokens_dram")]
+    assert counts == [1, 4]
+    world.engine.loads.complete(answer.lease_id, OWNER)
+    assert [counter(world, "load_hits"), counter(world, "load_tokens_dram")] == counts
