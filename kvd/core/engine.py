@@ -127,7 +127,6 @@ class CacheEngine:
         self.writes.write_back()
         self._verifier.issue()
         self.compactions.look()
-        self._prefetcher.resume()
 
     def next_deadline_ns(self) -> int | None:
         """When to call `expire`; may be in the past (at once). None: not before another call."""

@@ -50,11 +50,17 @@ def bind_to_node(memory: memoryview, node: int) -> None:
     number = _MBIND.get(platform.machine())
     if number is None or not 0 <= node <= _MAX_NODE:
         raise OSError(f"no memory policy for node {node} on {platform.machine()}")
-    mask = (ctypes.c_ulong * 16)()
-    mask[node // 64] = 1 << node % 64
+    mask = node_mask(node)
     arguments = (ctypes.c_long(number), ctypes.c_void_p(_address(memory)))
     sizes = (ctypes.c_ulong(memory.nbytes), ctypes.c_int(MPOL_BIND), mask)
     _check(_libc.syscall(*arguments, *sizes, ctypes.c_ulong(_MAX_NODE + 1), ctypes.c_uint(0)))
+
+
+def node_mask(node: int) -> "ctypes.Array[ctypes.c_ulong]":
+    """Return a set of NUMA nodes with one in it, as the kernel reads it: a bit each, 64 a word."""
+    mask = (ctypes.c_ulong * (_MAX_NODE // 64 + 1))()
+    mask[node // 64] = 1 << node % 64
+    return mask
 
 
 def huge_bytes(memory: memoryview) -> int:

@@ -151,8 +151,11 @@ class CacheWorld:
         engine: it is told the time before every call, as kvd's event loop does.
     """
 
-    def __init__(self, limits: Limits, make_policy: PolicyMaker = LruPolicy) -> None:
+    def __init__(
+        self, limits: Limits, make_policy: PolicyMaker = LruPolicy, layout: KVLayout = LAYOUT
+    ) -> None:
         self.limits = limits
+        self.layout = layout
         self.make_policy = make_policy
         self.index = Index()
         self.extents: dict[int, Extent] = {}
@@ -179,7 +182,7 @@ class CacheWorld:
         self.checked: dict[int, SlotRecord | None] = {}  # what verifications are of
         self.tracked: dict[int, tuple[int, ...]] = {}
         self.events: list[Action] = []
-        self.engine = CacheEngine(LAYOUT, self.limits, salt_of, self.make_policy)
+        self.engine = CacheEngine(self.layout, self.limits, salt_of, self.make_policy)
         self.epoch += 1
         rows, first_lease_id = self.index.rows(), self.epoch << 40
         self.engine.restore(rows, adopted, orphans, first_lease_id)

@@ -52,7 +52,7 @@ class SessionClass:
     Attributes:
         seen: `n_b`.
         returned: `e_b`.
-        learned: when hazards were made up last; `rated`: rates.
+        learned: the state of learning that the hazards are of; `rated`: the rates.
     """
 
     parent: "SessionClass | None"
@@ -60,8 +60,8 @@ class SessionClass:
     returned: list[float] = field(default_factory=lambda: [0.0] * NUM_BUCKETS)
     hazards: Hazards = field(default_factory=list)
     rates: list[float] = field(default_factory=list)
-    learned: int = -1
-    rated: int = -1
+    learned: object = None
+    rated: object = None
 
 
 class ReturnHazards:
@@ -69,7 +69,7 @@ class ReturnHazards:
 
     def __init__(self) -> None:
         self._classes: dict[Traits, SessionClass] = {(): SessionClass(None)}
-        self._num_learned = 0
+        self._learned = object()  # another one whenever something was learned
 
     def class_of(self, traits: Traits) -> SessionClass:
         """Find or make the class of these traits."""
@@ -80,19 +80,19 @@ class ReturnHazards:
 
     def learn(self) -> None:
         """Have rates be of all that was counted, from now on."""
-        self._num_learned += 1
+        self._learned = object()
 
     def rates(self, of: SessionClass) -> list[float]:
         """Rate what it pays to keep a session of the class, by bucket; see return_rates."""
-        if of.rated != self._num_learned:
-            of.rated = self._num_learned
+        if of.rated != self._learned:
+            of.rated = self._learned
             of.rates = return_rates(self.hazards(of))
         return of.rates
 
     def hazards(self, of: SessionClass) -> Hazards:
         """Say how likely a session of the class, idle still, returns in each bucket."""
-        if of.learned != self._num_learned:
-            of.learned = self._num_learned
+        if of.learned != self._learned:
+            of.learned = self._learned
             parent = of.parent
             of.hazards = _refined(self.hazards(parent), of) if parent else _smoothed(of)
         return of.hazards

@@ -120,8 +120,8 @@ class ListingBuilder:
 
     def add(self, layout: str, ranked: Iterable[tuple[int, SessionKey]]) -> None:
         """Take some sessions of a layout in, with their ranks."""
-        sign = -1 if self.request.is_reversed else 1
-        places = [(sign * rank, key) for rank, key in ranked]
+        is_reversed = self.request.is_reversed
+        places = [(-rank if is_reversed else rank, key) for rank, key in ranked]
         if self.after is not None:
             places = [place for place in places if (*place, layout) > self.after]
         self._ranks.extend(rank for rank, _ in places)
@@ -134,8 +134,7 @@ class ListingBuilder:
         order = np.argsort(ranks, kind="stable")
         ranks = ranks[order]
         indexes = order.tolist()
-        starts = np.flatnonzero(np.diff(ranks, prepend=ranks[:1] - 1))
-        lengths = np.diff(starts, append=len(indexes))
+        _, starts, lengths = np.unique(ranks, return_index=True, return_counts=True)
         ties = lengths > 1
         for start, length in zip(starts[ties].tolist(), lengths[ties].tolist(), strict=True):
             indexes[start : start + length] = sorted(indexes[start : start + length], key=self._key)

@@ -46,7 +46,7 @@ class Writer:
         self._retry_delay_ns = FIRST_RETRY_NS
         self._waits_for_nothing = False  # see write_all
         self._waits_for_index = False
-        self._kept_at = -1  # Outbox.num_freed when the watermark was looked at
+        self._kept_at: int | None = None  # Outbox.num_freed when the watermark was looked at
 
     # ------------------------------------------------------------------------------------ admission
 
@@ -111,13 +111,13 @@ class Writer:
         self._placement.evict_clean(num_short)
         num_short = state.num_kept_free - state.slots.num_free - len(state.under_way.writes)
         is_resting = state.limits.admission is not Admission.WRITE_THROUGH
-        if num_short > 0 and is_resting and len(state.extents) and not state.ssd_degraded:
+        if is_resting and len(state.extents) and not state.ssd_degraded:
             self._demote(num_short)
         self._kept_at = state.outbox.num_freed
 
     def watermark_changed(self) -> None:
         """Look for what is short of it again."""
-        self._kept_at = -1
+        self._kept_at = None
 
     def admission_changed(self) -> None:
         """Treat every dirty block as if it were new: O(blocks)."""

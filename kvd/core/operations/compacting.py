@@ -76,7 +76,7 @@ class Compactor:
         self.resting = state.make_clock()
         self._waiting = state.wasteful
         self._work: _Work | None = None
-        self._rests_at = -1  # Outbox.num_freed when there was no room
+        self._rests_at: int | None = None  # Outbox.num_freed when there was no room
         self._is_stopped = self._is_over = False
 
     def consider(self, key: SessionKey) -> None:
@@ -189,7 +189,7 @@ class Compactor:
                 self.resting.schedule(key, self._state.now_ns + RETRY_NS)
             return True
         num_slots = self._make_room(key, len(plan.dense))
-        if num_slots < len(plan.dense):
+        if num_slots != len(plan.dense):
             plan = self._plan(work, num_slots) if num_slots else None
         if plan is None:
             return False
@@ -217,8 +217,7 @@ class Compactor:
         """Return how many slots can be had that nobody needs sooner."""
         state = self._state
         num_short = num_blocks - (state.slots.num_free - state.num_kept_free)
-        if num_short > 0:
-            self._placement.evict_for(key, num_short)
+        self._placement.evict_for(key, num_short)
         return max(0, min(num_blocks, state.slots.num_free - state.num_kept_free))
 
     def _start(self, key: SessionKey, plan: Plan) -> None:

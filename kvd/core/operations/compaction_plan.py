@@ -77,7 +77,7 @@ class _Planning:
         self._chaining = Chaining(state.layout, state.salt_of(session.key.tenant), session.lineage)
         self._group: list[Span] = []
         self._num_tokens = 0
-        self._num_done = (0, 0)  # spans of old and new up to the end of the last dense one
+        self._between: list[Span] = []  # since the last dense block: they stay as they are
 
     def take(self, span: Span, offset: int) -> None:
         """Take the next span, which begins at an offset."""
@@ -96,21 +96,18 @@ class _Planning:
         if len(group) > 1:
             dense = self._dense(group)
             plan.dense.append(dense)
-            plan.old += group
-            plan.new.append(dense.span)
+            plan.old += [*self._between, *group]
+            plan.new += [*self._between, dense.span]
             plan.end_offset = offset
-            self._num_done = len(plan.old), len(plan.new)
+            self._between = []
         elif plan.dense:
-            plan.old += group
-            plan.new += group
+            self._between += group
         else:
             plan.first += len(group)
 
     def done(self) -> Plan | None:
         """Return the plan, without the spans behind the last new block."""
-        plan = self.plan
-        del plan.old[self._num_done[0] :], plan.new[self._num_done[1] :]
-        return plan if plan.dense else None
+        return self.plan if self.plan.dense else None
 
     def _is_movable(self, span: Span, end: int) -> bool:
         if is_plain(span) or self._chaining.lineage.is_whole:

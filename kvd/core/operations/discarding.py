@@ -176,7 +176,7 @@ class _Remains:
         self._matters = self._after.lineage != self._before.lineage
         self._token_ids = token_ids
         num_tokens = num_tokens_of(token_ids)
-        self._ranges = [*ranges, (num_tokens, num_tokens + 1)]  # the last one is behind all pieces
+        self._ranges = [*ranges, (num_tokens, num_tokens)]  # the last one is behind all pieces
         self._next_range = 0  # the first one that may reach into what is asked for
         self._chain = self._before.root  # of the piece before
         self._num_kept = 0  # tokens

@@ -327,8 +327,9 @@ class CacheState:
     def drop_entry(self, key: bytes, extent: int | None, num_tokens: int = 0) -> None:
         """Have a block's entry removed, and then its extent freed."""
         op_id = self.under_way.next_op_id()
-        self.under_way.drops[op_id] = None
-        if extent is not None:
+        if extent is None:
+            self.under_way.drops[op_id] = None
+        else:
             self.under_way.drops[op_id] = (extent, self.shape.num_sectors(num_tokens))
             self.scrubbed.pop((Tier.SSD, extent), None)
         self.outbox.index.add(DropBlock(op_id, key))

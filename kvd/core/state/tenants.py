@@ -35,7 +35,7 @@ class _Tenant:
     num_blocks: int = 0
     num_sessions: int = 0
     order: LruOrder | None = None  # of its sessions, if it has a quota
-    is_ordered: bool = True  # all of them are in the order, or it has no quota
+    is_ordered: bool = True  # all of them are in the order, if there is one
 
 
 class TenantTable:
@@ -80,7 +80,6 @@ class TenantTable:
         for name, tenant in self._tenants.items():
             had_quota = tenant.order is not None and tenant.is_ordered
             tenant.limits = limits_of(name)
-            tenant.is_ordered = True
             if tenant.limits.quota_bytes is None:
                 tenant.order = None
             elif not had_quota:

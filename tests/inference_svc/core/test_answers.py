@@ -146,3 +146,13 @@ def test_all_problems_come_in_one_error():
     with pytest.raises(InvalidSamplingError) as caught:
         SamplingParams(temperature=-1, top_p=2, max_tokens=0).check()
     assert str(caught.value).count(";") == 2
+
+
+def test_what_is_held_back_is_let_go_when_no_token_comes_any_more():
+    """An answer that is cut from outside ends with all that it has; once."""
+    answer = GrowingAnswer(SamplingParams(stop=("STOP",)), frozenset({EOS}))
+    assert answer.push(AnswerToken(1, "aS")) == ([], None)
+    assert answer.push(AnswerToken(2, "T")) == ([], None)
+    assert answer.num_held == 2
+    assert answer.end() == answer.kept == [AnswerToken(1, "aS"), AnswerToken(2, "T")]
+    assert (answer.num_held, answer.end()) == (0, [])

@@ -135,3 +135,15 @@ class SessionTurnsMachine(RuleBasedStateMachine):
 
 TestSessionTurnsMachine = SessionTurnsMachine.TestCase
 TestSessionTurnsMachine.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
+
+
+def test_turns_are_counted_in_and_out():
+    """A session whose last turn ended is forgotten, and its place is free."""
+    turns = session_turns(max_turns=2)
+    turns.enter(KEYS[0], "first", 0, wait=False)
+    turns.enter(KEYS[1], "second", 0, wait=False)
+    assert (len(turns), list(turns), turns.of(KEYS[1])) == (2, ["first", "second"], ("second",))
+    assert turns.leave(KEYS[0], "first") is None
+    turns.check()
+    assert (len(turns), list(turns), turns.of(KEYS[0])) == (1, ["second"], ())
+    assert turns.enter(KEYS[0], "third", 0, wait=False)

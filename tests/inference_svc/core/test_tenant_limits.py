@@ -5,7 +5,13 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from inference_svc.core.tenant_limits import MAX_RETRY_S, SWEEP, TenantBounds, TenantLimits
+from inference_svc.core.tenant_limits import (
+    MAX_RETRY_S,
+    SWEEP,
+    Bucket,
+    TenantBounds,
+    TenantLimits,
+)
 from shared.types.units import NS_PER_S
 
 FREE = TenantBounds()
@@ -186,3 +192,61 @@ class LimitsMachine(RuleBasedStateMachine):
 
 TestLimitsMachine = LimitsMachine.TestCase
 TestLimitsMachine.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
+
+
+def test_a_bucket_fills_by_the_minute_up_to_a_minutes_worth():
+    """In proportion to the time that passes, which never goes back."""
+    bucket = Bucket(60.0, 0)
+    bucket.take(60.0, 0)
+    assert bucket.level(0) == 0.0
+    assert bucket.level(NS_PER_S // 2) == 0.5
+    assert bucket.level(30 * NS_PER_S) == 30.0
+    assert bucket.level(29 * NS_PER_S) == 30.0
+    assert bucket.level(30 * NS_PER_S) == 31.0, "time is counted from the last look on"
+    assert bucket.level(1000 * NS_PER_S) == bucket.capacity == 60.0
+    bucket.take(100.0, 1000 * NS_PER_S)
+    assert bucket.level(1000 * NS_PER_S) == -40.0
+    assert (bucket.wait_s(1.0, 1000 * NS_PER_S), bucket.pace_s(10.0)) == (41.0, 10.0)
+    bucket.take(-500.0, 1000 * NS_PER_S)
+    assert bucket.level(1000 * NS_PER_S) == 60.0, "what is given back is bounded, too"
+    assert bucket.wait_s(90.0, 1000 * NS_PER_S) == 0.0
+
+
+def test_a_bucket_without_a_bound_is_never_empty():
+    """Until it gets one: then it begins full, of one thing at least."""
+    bucket = Bucket(None, 0)
+    bucket.take(1e9, 0)
+    assert (bucket.wait_s(1e9, 0), bucket.pace_s(1e9)) == (0.0, 0.0)
+    bucket.set_rate(0.5, MINUTE_NS)
+    assert (bucket.capacity, bucket.level(MINUTE_NS)) == (1.0, 1.0)
+    bucket.set_rate(6.0, MINUTE_NS)
+    assert bucket.level(MINUTE_NS) == 1.0, "it keeps what it had"
+    bucket.set_rate(0.5, 2 * MINUTE_NS)
+    assert bucket.level(2 * MINUTE_NS) == 1.0, "and no more than fits"
+
+
+def test_a_session_that_two_turns_open_is_counted_until_both_have_ended():
+    """Once, and it stands in nobody's way who opens the same."""
+    some = limits(TenantBounds(max_sessions=1))
+    some.open_session("a", "s", 0)
+    some.open_session("a", "s", 0)
+    assert some.refuse_session("a", "s", 0, 0) is None
+    for _ in range(2):
+        assert some.refuse_session("a", "other", 0, 0).reason == "too_many_sessions"
+        some.session_opened("a", "s")
+        some.check()
+    assert some.refuse_session("a", "other", 0, 0) is None
+
+
+def test_tenants_are_swept_when_there_are_twice_as_many_as_were_needed():
+    """Those that hold or owe something are kept; the look is as seldom as that."""
+    some = limits(TenantBounds(turns_per_minute=1))
+    for number in range(SWEEP):
+        begin(some, str(number))
+    some.refuse("one more", 0.0, "", 0, MINUTE_NS - 1)
+    assert len(some) == SWEEP + 1, "all of them have a turn under way"
+    for number in range(2 * SWEEP - 1):
+        some.refuse(f"x{number}", 0.0, "", 0, MINUTE_NS)
+    assert len(some) == 3 * SWEEP
+    some.refuse("last", 0.0, "", 0, MINUTE_NS)
+    assert len(some) == SWEEP + 1

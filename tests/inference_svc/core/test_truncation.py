@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from inference_svc.core.context import Context
 from inference_svc.core.discards import num_in
 from inference_svc.core.errors import InputTooLongError, InvalidTurnError
-from inference_svc.core.truncation import OverflowPolicy, plan_truncation
+from inference_svc.core.truncation import MAX_SINK_TOKENS, OverflowPolicy, plan_truncation
 from inference_svc.core.turn_window import FrameTokens, TurnWindow, common_prefix
 
 NO_SINKS = OverflowPolicy(sink_tokens=0)
@@ -233,3 +233,67 @@ def test_a_turn_that_is_taken_fits(policy, token_ids, new_tokens, system_tokens)
     except InputTooLongError:
         return
     assert len(token_ids) - num_in(ranges) + new_tokens + 1 <= 100
+
+
+@pytest.mark.parametrize(
+    ("policy", "problem"),
+    [
+        (OverflowPolicy(ratio=1e-9), ""),
+        (OverflowPolicy(ratio=1.0), ""),
+        (OverflowPolicy(ratio=0.0), "ratio 0"),
+        (OverflowPolicy(ratio=1.0001), "ratio"),
+        (OverflowPolicy(sink_tokens=0), ""),
+        (OverflowPolicy(sink_tokens=MAX_SINK_TOKENS), ""),
+        (OverflowPolicy(sink_tokens=MAX_SINK_TOKENS + 1), "sink_tokens"),
+        (OverflowPolicy(sink_tokens=-1), "sink_tokens -1"),
+    ],
+)
+def test_bounds_of_a_policys_values(policy, problem):
+    """The bounds themselves are good, but for a ratio of nothing."""
+    if not problem:
+        policy.check()
+        return
+    with pytest.raises(InvalidTurnError, match=problem):
+        policy.check()
+
+
+def test_a_prompt_fits_with_one_token_of_the_answer():
+    """Or all of it, where nothing may be dropped and the client has named its length."""
+    for policy, has_max_tokens, room_tokens in (
+        (OverflowPolicy(), True, 1),
+        (OverflowPolicy("reject"), False, 1),
+        (OverflowPolicy("reject"), True, 20),
+    ):
+        one = window(policy, has_max_tokens=has_max_tokens)
+        one.check_fits(40, 60 - room_tokens)
+        with pytest.raises(InputTooLongError) as refused:
+            one.check_fits(40, 61 - room_tokens)
+        assert ("overflow.policy be oldest" in refused.value.remedy) is one.is_rigid
+
+
+def test_a_window_of_a_few_tokens_reserves_one():
+    """A share of it would be none; and a cut makes room for one."""
+    tiny = TurnWindow(NO_SINKS, 3, 25, 20, True, FrameTokens())
+    assert tiny.at_start(text(2), 0) == ()
+    assert tiny.at_start(text(3), 0) == ((0, 2),)
+    assert tiny.mid_turn(text(4), 3) == ((0, 1),)
+
+
+def test_nothing_may_go_where_a_window_is_rigid():
+    """One token of the answer is all that is reserved then."""
+    reject = OverflowPolicy("reject")
+    assert window(reject, max_tokens=20).mid_turn(text(101), 1) == ()
+    assert window(reject, has_max_tokens=False).at_start(text(99), 0) == ()
+
+
+def test_special_tokens_of_a_template_are_those_of_either_kind():
+    """Those that open messages, and those that close answers."""
+    assert FrameTokens(frozenset({OPEN}), frozenset({CLOSE})).ids == {OPEN, CLOSE}
+
+
+def test_who_is_refused_learns_what_was_wanted():
+    """One more token, or as many as were named."""
+    reject = OverflowPolicy("reject")
+    for max_tokens, wanted in ((1, "1 more"), (2, "max_tokens 2")):
+        with pytest.raises(InputTooLongError, match=rf"history 50 \+ new 50 \+ {wanted} tokens"):
+            window(reject, max_tokens=max_tokens).check_fits(50, 50)

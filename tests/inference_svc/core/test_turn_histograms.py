@@ -68,3 +68,50 @@ def test_steps_are_measured_by_what_is_in_them():
         for h in (histograms.step_turns, histograms.step_tokens, histograms.step_s)
     ]
     assert sums == [4, 43, 0.75]
+
+
+def test_each_time_has_a_histogram_of_its_own():
+    """Of answered turns; a token's time only where there are two of them."""
+    histograms = TurnHistograms()
+    usage = replace(
+        NEXT, queue_s=1.0, load_s=2.0, stall_s=3.0, prefill_s=4.0, ttft_s=5.0, total_s=6.0
+    )
+    histograms.answered("default", "stop", usage, cancelled=False)
+    histograms.answered("default", "stop", replace(usage, output_tokens=1), cancelled=False)
+    histograms.answered("default", "stop", replace(usage, output_tokens=2), cancelled=False)
+    found = {
+        name: (getattr(histograms, name).total.count, getattr(histograms, name).total.total)
+        for name in ("queue_s", "load_s", "stall_s", "prefill_s", "ttft_s", "total_s")
+    }
+    assert found == {
+        "queue_s": (3, 3.0),
+        "load_s": (3, 6.0),
+        "stall_s": (3, 9.0),
+        "prefill_s": (3, 12.0),
+        "ttft_s": (3, 15.0),
+        "total_s": (3, 18.0),
+    }
+    assert (histograms.tpot_s.total.count, histograms.tpot_s.total.total) == (2, 0.2)
+
+
+def test_people_see_what_was_measured():
+    """Nothing of what was not."""
+    histograms = TurnHistograms()
+    assert histograms.as_gauges() == {"timed_turns": 0, "ttft_total_s": 0.0}
+    histograms.answered("default", "stop", replace(FIRST, output_tokens=1), cancelled=False)
+    gauges = histograms.as_gauges()
+    assert set(gauges) == {"timed_turns", "ttft_total_s", "ttft_p50_s", "ttft_p95_s"}
+    assert (gauges["timed_turns"], gauges["ttft_total_s"]) == (1, 0.2)
+    histograms.answered("default", "stop", FIRST, cancelled=False)
+    assert "tpot_p50_s" in histograms.as_gauges()
+
+
+def test_tokens_of_tenants_are_counted_by_what_became_of_them():
+    """Computed (again, or new), reused, and the answer's."""
+    histograms = TurnHistograms()
+    histograms.answered("default", "stop", HALF, cancelled=False)
+    assert histograms.tenant_tokens.counts == {
+        ("default", "computed"): 20,
+        ("default", "reused"): 5,
+        ("default", "output"): 5,
+    }

@@ -1,11 +1,23 @@
 """The heap is where a step's tensors are made: not in pieces that are mapped one by one."""
 
+import platform
 import subprocess
 import sys
 
 import pytest
+import torch
 
-from inference_svc.runtime.memory import HEAP_BYTES, keep_freed_memory
+from inference_svc.runtime import memory
+from inference_svc.runtime.memory import (
+    HEAP_BYTES,
+    HUGE_PAGE_BYTES,
+    ThreadScratch,
+    allocate_region,
+    keep_freed_memory,
+    populate,
+)
+
+KERNEL = tuple(map(int, platform.release().split(".")[:2]))
 
 PROGRAM = f"""
 import ctypes, sys
@@ -31,3 +43,25 @@ def test_large_tensors_are_made_in_the_heap(mode, is_in_heap):
         [sys.executable, "-c", PROGRAM, mode], capture_output=True, text=True, check=True
     )
     assert done.stdout.strip() == is_in_heap
+
+
+def test_scratch_is_made_anew_only_if_it_is_too_small():
+    """Each use may take all of it, and has the shape that was asked for."""
+    scratch = ThreadScratch(torch.device("cpu"), torch.float32)
+    first = scratch.take(3, 4)
+    assert (first.shape, first.dtype, first.is_inference()) == ((3, 4), torch.float32, False)
+    for sizes in ((12,), (2, 6), (5,)):
+        view = scratch.take(*sizes)
+        assert (view.shape, view.data_ptr()) == (sizes, first.data_ptr())
+    assert scratch.take(13).data_ptr() != first.data_ptr()
+    assert scratch.take(2, 6).untyped_storage().nbytes() == 13 * 4
+
+
+@pytest.mark.skipif(KERNEL < (5, 14), reason="this kernel cannot allocate pages beforehand")
+def test_pages_are_allocated_step_by_step(monkeypatch):
+    """All of them, or as many steps as there were before it was stopped."""
+    monkeypatch.setattr(memory, "POPULATE_STEP_BYTES", HUGE_PAGE_BYTES)
+    region = allocate_region(5 * HUGE_PAGE_BYTES // 2, torch.device("cpu"), torch.uint8)
+    assert populate(region, lambda: False) == region.numel()
+    answers = iter([False, False, True])
+    assert populate(region, lambda: next(answers)) == 2 * HUGE_PAGE_BYTES

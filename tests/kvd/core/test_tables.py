@@ -166,3 +166,43 @@ def test_an_extent_has_the_used_rows_only():
     assert shape.header_bytes == 4096
     assert [shape.num_sectors(n) for n in (1, 2, 16)] == [3, 4, 18]
     assert shape.sectors_per_extent == shape.num_sectors(16)
+
+
+def test_a_clock_goes_on_where_an_earlier_one_was():
+    """With one entry for each session, that can be moved and taken out."""
+    clock = TtlClock()
+    clock.restore([(5, A), (9, B)])
+    assert (len(clock), clock.next_deadline_ns()) == (2, 5)
+    clock.schedule(B, 3)
+    clock.forget(A)
+    assert (clock.next_deadline_ns(), clock.pop_due(2), clock.pop_due(3)) == (3, None, B)
+    assert clock.pop_due(100) is None
+    assert len(clock) == 0
+
+
+def test_an_adopted_slot_keeps_its_generation():
+    """The next one to have it has a later one."""
+    slots = SlotTable(2)
+    slots.adopt(0, 7, is_committed=True)
+    slots.adopt(1, 3, is_committed=False)
+    slots.adopted()
+    assert (slots.num_free, slots.state(0), slots.state(1)) == (
+        0,
+        SlotState.COMMITTED,
+        SlotState.WRITING,
+    )
+    slots.free(0)
+    assert slots.allocate() == (0, 8)
+    assert SlotTable(1).allocate() == (0, 1)
+
+
+def test_low_slots_are_taken_first():
+    """Also after a start: what is used of an arena stays at its beginning."""
+    slots = SlotTable(4)
+    slots.adopt(1, 1, is_committed=True)
+    slots.adopted()
+    assert [slots.allocate()[0] for _ in range(3)] == [0, 2, 3]
+    slots.free(2)
+    slots.free(0)
+    assert slots.take_free(1) == [2], "the one that has been free longest"
+    assert slots.allocate()[0] == 0

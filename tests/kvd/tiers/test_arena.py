@@ -1,5 +1,6 @@
 """One arena: its size, its seals, its pages."""
 
+import fcntl
 import mmap
 import os
 import resource
@@ -10,13 +11,19 @@ import pytest
 
 from kvd.tiers import page_advice
 from kvd.tiers.arena import AUTO_FRACTION, ArenaTooSmallError, dram_bytes, num_slots_for
-from kvd.tiers.arena_backing import sealed_memfd
+from kvd.tiers.arena_backing import (
+    DirectoryBacking,
+    is_sealed,
+    private_directory,
+    sealed_memfd,
+)
 from kvd.tiers.arena_store import (
     ArenaOptions,
     ArenaStore,
     HugepagesUnavailableError,
     resolve_keep,
 )
+from kvd.tiers.faults import NoFaults
 from shared.measuring import workspace
 from shared.types.kv_layout import Component, KVLayout, Layer
 from tests.synthetic_engine import MODEL, small_layout
@@ -196,3 +203,87 @@ def test_a_size_that_is_not_said_is_a_part_of_the_machines():
     """Some of what is available; what is said is taken."""
     assert 0 < dram_bytes(None) <= psutil.virtual_memory().total * AUTO_FRACTION
     assert dram_bytes(12345) == 12345
+
+
+def test_a_file_that_cannot_get_its_size_leaves_nothing(tmp_path):
+    """Neither a descriptor nor a file: the arena is made elsewhere then."""
+    backing = DirectoryBacking(tmp_path, tmp_path / "state", NoFaults())
+    assert backing.kept_bytes() == 0
+    num_open = psutil.Process().num_fds()
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, hard))
+    try:
+        with pytest.raises(OSError, match="too large"):
+            backing.new_file("layout", "slots", 2 << 20)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert psutil.Process().num_fds() == num_open
+    assert list(backing.path.iterdir()) == []
+    fd = backing.new_file("layout", "slots", 1)
+    os.pwrite(fd, b"x", 0)
+    os.fsync(fd)
+    assert backing.kept_bytes() == os.fstat(fd).st_blocks * 512 > 0
+    os.close(fd)
+
+
+@pytest.mark.parametrize("node", [0, 1, 63, 64, 70, 128, 1023])
+def test_a_node_is_one_bit_of_a_thousand(node):
+    """In the order in which the kernel has them."""
+    bits = int.from_bytes(bytes(page_advice.node_mask(node)), "little")
+    assert bits == 1 << node
+    assert len(bytes(page_advice.node_mask(node))) == 128
+
+
+@pytest.mark.parametrize("mode", [0o770, 0o707, 0o720, 0o701])
+def test_a_directory_that_others_may_use_is_refused(tmp_path, mode):
+    """And no descriptor of it is kept; one of our own is made with those above it."""
+    path = tmp_path / "above" / "own"
+    os.close(private_directory(path))
+    assert path.stat().st_mode & 0o777 == 0o700
+    path.chmod(mode)
+    num_open = psutil.Process().num_fds()
+    with pytest.raises(PermissionError, match="not ours alone"):
+        private_directory(path)
+    assert psutil.Process().num_fds() == num_open
+
+
+def test_a_directory_that_is_a_link_or_a_file_is_refused(tmp_path):
+    """Whoever made it could point it elsewhere later."""
+    (tmp_path / "own").mkdir(mode=0o700)
+    (tmp_path / "link").symlink_to(tmp_path / "own")
+    (tmp_path / "file").touch(mode=0o600)
+    for name in ("link", "file"):
+        with pytest.raises(NotADirectoryError):
+            private_directory(tmp_path / name)
+
+
+@pytest.mark.parametrize(
+    ("seals", "expected"),
+    [
+        (0, False),
+        (fcntl.F_SEAL_SHRINK, False),
+        (fcntl.F_SEAL_GROW, False),
+        (fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW, True),
+        (fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL, True),
+    ],
+)
+def test_memory_is_sealed_if_it_can_neither_shrink_nor_grow(seals, expected):
+    """Whatever else is forbidden."""
+    fd = os.memfd_create("arena", os.MFD_ALLOW_SEALING)
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
+    assert is_sealed(fd) is expected
+    os.close(fd)
+
+
+def test_a_file_is_not_sealed(tmp_path):
+    """Only memory can be."""
+    with (tmp_path / "file").open("wb") as file:
+        assert not is_sealed(file.fileno())
+
+
+def test_what_the_kernel_refuses_is_raised():
+    """Memory that begins amid a page cannot be allocated beforehand."""
+    memory = memoryview(mmap.mmap(-1, 2 * mmap.PAGESIZE))
+    page_advice.populate(memory)
+    with pytest.raises(OSError, match="Invalid argument"):
+        page_advice.populate(memory[1:])

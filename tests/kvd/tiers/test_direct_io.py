@@ -1,8 +1,10 @@
 """Whole transfers, however little the kernel does at a time."""
 
+import ctypes
 import errno
 import mmap
 import os
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -104,3 +106,47 @@ def test_the_probe_says_what_the_file_system_can(tmp_path):
     with os.fdopen(fd, "rb+", buffering=0) as file:
         assert file.write(mmap.mmap(-1, SECTOR_BYTES)) == SECTOR_BYTES
     assert direct_io.probe_direct(tmp_path)
+
+
+def test_staging_memory_grows_and_is_left_out_of_core_dumps():
+    """What is staged may be what somebody said; a smaller piece takes the same memory."""
+    staging = direct_io.Staging()
+    small = staging.take(SECTOR_BYTES)
+    small[:] = b"x" * SECTOR_BYTES
+    assert bytes(staging.take(3)) == b"xxx"
+    large = staging.take(17 * SECTOR_BYTES)
+    large[-1] = 1
+    assert len(large) == 17 * SECTOR_BYTES
+    assert not large[0], "it is other memory"
+    large[0] = 7
+    assert staging.take(32 * SECTOR_BYTES)[0] == 7, "so much was made at once"
+    larger = staging.take(32 * SECTOR_BYTES + 1)
+    assert larger[0] == 0
+    address = ctypes.addressof(ctypes.c_char.from_buffer(large))
+    assert address % SECTOR_BYTES == 0
+    assert "dd" in mapping_flags(address)
+
+
+def mapping_flags(address):
+    """The kernel's flags of the mapping that holds an address: "dd" is left out of dumps."""
+    holds = False
+    for line in Path("/proc/self/smaps").read_text(encoding="utf-8").splitlines():
+        first, *rest = line.split()
+        if not first.endswith(":"):
+            start, end = (int(part, 16) for part in first.split("-"))
+            holds = start <= address < end
+        elif holds and first == "VmFlags:":
+            return rest
+    raise AssertionError("no such mapping")
+
+
+def test_a_device_that_takes_less_than_a_sector_goes_on(file, monkeypatch):
+    """From where it was, since what it took is no whole sector."""
+    write = os.pwritev
+    monkeypatch.setattr(os, "pwritev", lambda fd, views, at: write(fd, [views[0][:1000]], at))
+    content = os.urandom(sum(SIZES))
+    direct_io.write_fully(file, _buffers(content), SECTOR_BYTES)
+    monkeypatch.undo()
+    found = _buffers()
+    assert direct_io.read_fully(file, found, SECTOR_BYTES)
+    assert _joined(found) == content

@@ -4,6 +4,7 @@ import os
 import signal
 import struct
 import uuid
+from dataclasses import replace
 
 import pytest
 import xxhash
@@ -275,3 +276,49 @@ def test_random_kills_leave_only_records_that_were_put(fd):
         num_free += NUM_SLOTS - len(adopted)
         journal.close()
     assert num_free < NUM_TURNS * NUM_SLOTS
+
+
+def test_each_step_of_a_record_passes_its_point(fd):
+    """In this order: what is killed in between leaves the old record, none, or the new one."""
+    points = []
+
+    class Noted(NoFaults):
+        def reach(self, point):
+            points.append(point)
+
+    journal = Journal(fd, LAYOUT, NUM_SLOTS, Noted())
+    journal.write_header(header_of(LAYOUT, NUM_SLOTS, BOOT_ID, 5), epoch=MAX_EPOCH)
+    assert journal.raise_epoch() == 1, "epochs begin again"
+    journal.put(0, WritingSlot(1, 2, 3), WRITER)
+    journal.clear(0)
+    journal.wipe(0)
+    assert points == [
+        WritePoint.ARENA_ADOPTED,
+        WritePoint.JOURNAL_FREED,
+        WritePoint.JOURNAL_BODY,
+        WritePoint.JOURNAL_PUT,
+        WritePoint.JOURNAL_CLEARED,
+        WritePoint.SLOT_WIPED,
+    ]
+    journal.close()
+
+
+@pytest.mark.parametrize("num_missing", [1, 8, 9, 100])
+def test_a_header_that_is_cut_is_none(num_missing):
+    """Be it only its checksum that is not whole."""
+    packed = pack_header(header_of(LAYOUT, NUM_SLOTS, BOOT_ID, 5))
+    assert unpack_header(packed).num_slots == NUM_SLOTS
+    assert unpack_header(packed + b"more").num_slots == NUM_SLOTS
+    with pytest.raises(UnfitArenaError, match="no journal header"):
+        unpack_header(packed[:-num_missing])
+
+
+@pytest.mark.parametrize("num_tokens", [1, LAYOUT.block_tokens])
+def test_a_block_has_one_token_at_least_and_a_whole_one_at_most(journal, num_tokens):
+    """What says something else of itself is no block."""
+    journal.put(0, committed(5, num_tokens=num_tokens))
+    ((slot,), _) = journal.read_all()
+    assert slot.block == committed(5, num_tokens=num_tokens)
+    for impossible in (0, LAYOUT.block_tokens + 1):
+        journal.put(0, replace(committed(5, num_tokens=1), num_tokens=impossible))
+        assert journal.read_all() == ([], [])

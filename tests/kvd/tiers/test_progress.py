@@ -6,6 +6,7 @@ import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
+import psutil
 import pytest
 
 from kvd.tiers.progress import Progress, Wakeup
@@ -172,3 +173,13 @@ def test_an_engine_can_not_block_us_by_its_wakeup():
 def _wake_often(wakeup):
     for _ in range(10_000):
         wakeup.wake()
+
+
+def test_a_wakeup_gives_both_descriptors_back():
+    """Waking nobody does no harm then."""
+    num_open = psutil.Process().num_fds()
+    wakeup = Wakeup()
+    assert psutil.Process().num_fds() == num_open + 2
+    wakeup.close()
+    assert (psutil.Process().num_fds(), wakeup.fd) == (num_open, -1)
+    wakeup.wake()

@@ -6,15 +6,18 @@ import subprocess
 import tempfile
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from structlog.testing import capture_logs
 
 from kvd.core.records.actions import IoOutcome, WriteBlock
 from kvd.core.records.extent_shape import ExtentShape
 from kvd.tiers.faults import NoFaults, WritePoint
 from kvd.tiers.segment_files import SegmentFiles, SpaceBudget
 from kvd.tiers.volume import SegmentVolume
+from kvd.tiers.volume_identity import ID_NAME
 from shared.types.kv_layout import Component, KVLayout, Layer
 from shared.types.units import SECTOR_BYTES
 from tests.kvd.tiers.disk import LAYOUT, Block, Disk, new_slot
@@ -513,3 +516,51 @@ def _fill_real_disk(mounted):
         assert disk.write(index * WHOLE, blocks[index]) is IoOutcome.OK  # allocated before
         assert disk.read(index * WHOLE, blocks[index], new_slot())[0] is IoOutcome.OK
     disk.close()
+
+
+def test_what_segments_take_is_what_the_file_system_says(disk):
+    """Of those that are there; one that somebody has removed takes nothing."""
+    volume = disk.volume()
+    assert disk.write(0, Block()) is IoOutcome.OK
+    segments = list((disk.directory / "v").glob("*.segment"))
+    assert segments
+    assert volume.files.allocated_bytes == sum(path.stat().st_blocks for path in segments) * 512
+    for path in segments:
+        path.unlink()
+    assert volume.files.allocated_bytes == 0
+
+
+@pytest.mark.parametrize(("direct", "level"), [("on", "warning"), ("auto", "info")])
+def test_who_asked_for_direct_io_is_warned_without_it(disk, direct, level):
+    """Others are told, and no more."""
+    volume = disk.volume(direct=direct)
+    if not volume.files.is_direct:
+        pytest.skip("the file system has no direct I/O")
+    block = Block()
+    assert disk.write(0, block) is IoOutcome.OK
+    with capture_logs() as logs:
+        disk.read(0, block, memoryview(bytearray(LAYOUT.block_bytes + 1))[1:])
+    assert [(log["event"], log["log_level"]) for log in logs] == [("ssd_buffered", level)]
+
+
+def test_extents_are_missing_whose_segment_is_not_there_or_is_cut_short(disk):
+    """Those that the volume cannot have are not looked at."""
+    volume = disk.volume()
+    assert disk.write(0, Block()) is IoOutcome.OK
+    whole = volume.shape.sectors_per_extent
+    behind = 3 * whole  # of another segment
+    extents = np.array([0, -1, -whole, behind, 4 * whole, 5 * whole], np.int64)
+    assert volume.lacks(extents, 5).tolist() == [False, False, False, True, True, False]
+    assert volume.lacks(extents, 4).tolist() == [False, False, False, True, False, False]
+    (segment,) = (disk.directory / "v").glob("*.segment")
+    os.truncate(segment, 1)
+    assert disk.volume().lacks(extents[:1], 5).tolist() == [True]
+
+
+def test_a_volume_says_which_it_is(disk):
+    """The same each time it is opened."""
+    files = disk.volume().files
+    files.close()
+    volume_id = files.open()
+    assert volume_id == (disk.directory / "v" / ID_NAME).read_text().strip()
+    assert files.open(volume_id, holds_rows=True) == volume_id

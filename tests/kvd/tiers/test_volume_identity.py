@@ -45,3 +45,25 @@ def test_a_volume_is_removed_if_only_its_id_is_left(tmp_path):
     with pytest.raises(OSError, match="not empty"):
         remove_volume(used)
     assert identified(used, used_id, holds_rows=True) == used_id
+
+
+@pytest.mark.parametrize("text", ["", "ab" * (ID_BYTES - 1), "ab" * (ID_BYTES + 1), "G" * 32, "é"])
+def test_an_id_that_is_none_is_damage(tmp_path, text):
+    """Too short, too long or of other letters: nobody guesses what it was."""
+    volume_id = identified(tmp_path)
+    (tmp_path / ID_NAME).write_text(text, encoding="utf-8")
+    for expected in ("", volume_id):
+        with pytest.raises(UnusableVolumeError, match=r"volume\.id is damaged"):
+            identified(tmp_path, expected)
+
+
+def test_a_volume_that_lost_its_id_is_not_there(tmp_path):
+    """Unless the index has nothing in it: then it gets another one."""
+    volume_id = identified(tmp_path)
+    (tmp_path / ID_NAME).unlink()
+    with pytest.raises(UnusableVolumeError, match=r"it has no volume\.id"):
+        identified(tmp_path, volume_id, holds_rows=True)
+    assert identified(tmp_path, volume_id) not in {"", volume_id}
+    with pytest.raises(UnusableVolumeError, match="is not there"):
+        identified(tmp_path / "missing", volume_id, holds_rows=True)
+    assert not (tmp_path / "missing").exists()

@@ -129,3 +129,20 @@ def test_always_and_never_ask_no_estimate():
     chooser = LoadChooser(measured())
     assert chooser.wants(LoadPolicy.ALWAYS, "ssd", 0, 1)
     assert not chooser.wants(LoadPolicy.NEVER, "ssd", 0, 100_000)
+
+
+def test_people_see_the_pace_of_a_prefill_of_a_thousand_tokens():
+    """From the first one on, with what a step takes anyway; and what one token takes."""
+    steps = measured_steps()
+    pace = steps.as_dict()["prefill_tokens_per_s"]
+    assert pace == 1024 / steps.seconds(1024, pairs(0, 1024))
+    assert pace == pytest.approx(1024 / step_s(1024, pairs(0, 1024)), rel=0.01)
+
+
+def test_only_the_tokens_that_would_be_computed_count():
+    """However many come before them; those are attended to, and no more."""
+    rates = Rates()
+    rates.steps = measured_steps()
+    for _ in range(8):
+        rates.loads.note("dram", 1000, 5.0)
+    assert not LoadChooser(rates).wants(LoadPolicy.AUTO, "dram", 100_000, 101_000)

@@ -802,3 +802,43 @@ def test_ten_thousand_waiting_requests_cost_no_more_than_a_hundred():
     """What is done per step does not grow with the queue (but for bisecting it)."""
     few, many = cost_of_a_round(100), cost_of_a_round(10_000)
     assert many <= few + 20
+
+
+def test_times_of_a_request_are_those_of_the_first_time():
+    """Admitted, first token: a preemption or a further token changes neither."""
+    scheduler = make(kv_slots=20)
+    first = submit(scheduler, 1, prompt_tokens=10)
+    step(scheduler, now_ns=3)
+    assert (first.admitted_ns, first.first_token_ns) == (3, 3)
+    second = submit(scheduler, 2, prompt_tokens=10, priority=1)
+    step(scheduler, now_ns=7)
+    assert first.num_preemptions == 1
+    scheduler.end(second, RequestEvent.CANCEL, 8)
+    scheduler.release_kv(second)
+    step(scheduler, now_ns=9)
+    assert len(first.output_ids) == 2
+    assert (first.admitted_ns, first.first_token_ns) == (3, 3)
+
+
+def test_kvd_is_told_of_a_request_until_its_kv_is_released():
+    """It may be loaded and saved until then."""
+    scheduler = make()
+    one = run(scheduler, 1)
+    scheduler.end(one, RequestEvent.FINISH, 9)
+    assert len(scheduler.feed) == 1
+    scheduler.release_kv(one)
+    assert len(scheduler.feed) == 0
+
+
+def test_what_has_ended_is_watched_no_more():
+    """Wherever it was; when it ended is known."""
+    scheduler = make()
+    one, two = run(scheduler, 1), submit(scheduler, 2)
+    announce(scheduler, scheduler.schedule(3))
+    assert two.state is RequestState.READY
+    for request_, now_ns in ((one, 11), (two, 12)):
+        scheduler.end(request_, RequestEvent.CANCEL, now_ns)
+        assert request_.finished_ns == now_ns
+        scheduler.release_kv(request_)
+    assert not scheduler.gate._loads
+    assert scheduler.slots.kv_slots(one) == 0

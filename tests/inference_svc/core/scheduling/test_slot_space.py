@@ -98,3 +98,27 @@ def test_it_agrees_with_a_row_by_row_model(num_slots, calls):
         assert space.num_free == owners.count(None)
         holes = "".join("#" if owner is not None else "." for owner in owners).split("#")
         assert largest_free(space) == max(map(len, holes))
+
+
+@pytest.mark.parametrize(
+    ("holes", "pieces", "message"),
+    [
+        ([(0, 4), (5, 5)], {}, "gap or overlap at slot 5"),
+        ([(0, 6), (5, 5)], {}, "gap or overlap at slot 5"),
+        ([(0, 0), (0, 10)], {}, "empty range at slot 0"),
+        ([(0, 4), (4, 6)], {}, "holes touch at slot 4"),
+        ([(0, 9)], {}, "are nobody's"),
+        ([(0, 4)], {4: 5}, "are nobody's"),
+        ([(0, 4)], {4: 6}, ""),
+        ([], {0: 4, 4: 6}, ""),
+    ],
+)
+def test_a_space_that_is_broken_is_noticed(holes, pieces, message):
+    """Each slot is in one piece or one hole, and holes do not touch."""
+    space = SlotSpace(10)
+    space._holes, space._pieces = holes, pieces
+    if not message:
+        space.check()
+        return
+    with pytest.raises(AssertionError, match=message):
+        space.check()

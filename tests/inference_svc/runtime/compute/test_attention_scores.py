@@ -6,6 +6,7 @@ import torch
 from inference_svc.core.compression.policies import make_compression
 from inference_svc.core.discards import without
 from inference_svc.runtime.attention.attention import AttentionOptions
+from inference_svc.runtime.compute import attention_scores
 from inference_svc.runtime.compute.attention_scores import ScoreKeeper, add_weights, keeper_for
 from inference_svc.runtime.compute.chunk import Chunk
 
@@ -171,3 +172,26 @@ def test_weights_are_those_of_the_plain_formula(options):
         scores = torch.cat((scores, options.sinks.view(4, 1, 1).expand(-1, 150, 1)), dim=-1)
     expected = torch.softmax(scores, dim=-1)[..., :180].sum(dim=(0, 1))
     torch.testing.assert_close(sums, expected, **CLOSE)
+
+
+def test_tiles_are_as_small_as_their_bound_asks(monkeypatch):
+    """A token at a time where more is too much; what is added up is the same."""
+    generator = torch.Generator().manual_seed(8)
+    query, keys = (torch.randn(n, 12, 8, generator=generator) for n in (4, 2))
+    expected = torch.zeros(12)
+    add_weights(expected, query, keys, AttentionOptions())
+    sizes = []
+    tile_weights = attention_scores._tile_weights
+
+    def noted(query, keys, options):
+        sizes.append(query.shape[1])
+        return tile_weights(query, keys, options)
+
+    monkeypatch.setattr(attention_scores, "_tile_weights", noted)
+    for most, num_tokens in ((1, 1), (4 * 12 * 3, 3), (4 * 12 * 100, 12)):
+        monkeypatch.setattr(attention_scores, "MAX_WEIGHTS", most)
+        sizes.clear()
+        sums = torch.zeros(12)
+        add_weights(sums, query, keys, AttentionOptions())
+        assert set(sizes) == {num_tokens}
+        torch.testing.assert_close(sums, expected, **CLOSE)

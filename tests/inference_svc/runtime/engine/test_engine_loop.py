@@ -7,6 +7,7 @@ import pytest
 from inference_svc.core.errors import DeadlineExceededError, EngineFailedError
 from inference_svc.runtime.engine.engine_request import as_token_bytes
 from inference_svc.runtime.engine.loads import PreloadPolicy
+from shared.types.units import NS_PER_S
 from tests.memory_engine import POISON, alone, loaded_model, running_engine
 
 
@@ -50,6 +51,8 @@ async def test_a_turn_goes_on_where_the_one_before_it_ended(model, residents):
             turn = await engine.run(prompt, 8)
             found = {"hbm" if residents else "dram": tier_tokens} if tier_tokens else {}
             assert turn.outcome.tier_tokens == found
+            took_s = (turn.finished_ns - turn.admitted_ns) / NS_PER_S
+            assert 0 <= turn.outcome.load_s <= took_s
             assert turn.sink.token_ids == await alone(model, prompt)
             prompt = [*turn.token_ids, *range(30, 72)]
         await engine.all_released()

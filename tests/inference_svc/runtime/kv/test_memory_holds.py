@@ -120,3 +120,16 @@ async def test_a_step_holds_what_it_computes_into(model, pool, part):
     assert output.error is None
     assert let_go.num_free == [NUM_ROWS - 128, NUM_ROWS - 128]
     assert pool.num_free == NUM_ROWS - 64
+
+
+def test_a_move_that_fails_says_so_to_who_waits_and_to_who_asked(model, pool):
+    """The gate has the error, and nothing of the target is taken for good; both are given back."""
+    source, target = _computed(model, pool), pool.new_kv(128)
+    target.num_tokens = len(TOKENS) + 64  # more than there is to be moved
+    target.gate = LayerGate(len(model.calibration.layers))
+    with pytest.raises(RuntimeError) as failed:
+        _copy_prefix(source, target)
+    assert target.gate.error is failed.value
+    pool.release(source)
+    pool.release(target)
+    assert pool.num_free == NUM_ROWS

@@ -1,5 +1,6 @@
 """What identifies a model: every byte of its weights, its config, its tokenizer; nothing else."""
 
+import hashlib
 import json
 import os
 import shutil
@@ -268,3 +269,14 @@ def test_another_chat_template_is_another_model(copied):
     template = copied / "chat_template.jinja"
     template.write_text(template.read_text() + " ")
     assert model_fingerprint(copied) != before
+
+
+def test_a_digest_is_that_of_the_size_and_the_pieces(tmp_path):
+    """As SHA-256 makes it: a next version that makes another one would find no session again."""
+    file = tmp_path / "weights"
+    file.write_bytes(b"x" * PIECE_BYTES + b"the rest")
+    pieces = [hashlib.sha256(data).digest() for data in (b"x" * PIECE_BYTES, b"the rest")]
+    size = (PIECE_BYTES + 8).to_bytes(8, "little")
+    with FileDigests([file]) as digests:
+        assert digests.digests() == [hashlib.sha256(size + b"".join(pieces)).digest()]
+    assert digests.read_bytes == PIECE_BYTES + 8

@@ -282,8 +282,8 @@ def test_the_tail_begins_within_the_last_span(tiny, make_arena, rows):
     blocks = [rows(0, 0, 32), rows(1, 32, 8)]
     store_blocks(buffer, arena_kv, blocks, calibration)
     spans = [rows(0, 0, 30, start=2), rows(1, 30, 6, start=2)]
-    for first, count in ((30, 6), (33, 3), (36, 0)):
-        kv, tail = model.new_kv(64), model.new_buffer(10, first_token=first)
+    for first, count, capacity in ((30, 6, 10), (30, 6, 6), (33, 3, 10), (36, 0, 10)):
+        kv, tail = model.new_kv(64), model.new_buffer(capacity, first_token=first)
         for tensor in (*tail.keys.layers, *tail.values.layers):
             tensor.fill_(5)
         load(kv, arena_kv, spans, calibration, tail)

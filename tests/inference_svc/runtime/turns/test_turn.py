@@ -91,3 +91,32 @@ async def test_a_cancelled_turn_stops_waiting():
     asyncio.get_running_loop().call_soon(task.cancel)
     with pytest.raises(asyncio.CancelledError):
         await task
+
+
+async def test_a_turn_is_cancelled_while_it_is_under_way():
+    """Not before it has a task, nor when its result is settled or its log has ended."""
+    for end in ("", "is_settled", "close"):
+        one = turn()
+        assert not one.cancel(), "nobody computes it yet"
+        one.task = asyncio.create_task(asyncio.Event().wait())
+        if end == "is_settled":
+            one.is_settled = True
+        elif end == "close":
+            one.close()
+        assert one.cancel() is not bool(end)
+        assert one.is_cancelled is not bool(end)
+        one.task.cancel()
+        await asyncio.gather(one.task, return_exceptions=True)
+
+
+async def test_the_last_follower_that_leaves_cancels_a_turn():
+    """However many have joined."""
+    one = turn()
+    one.task = asyncio.create_task(asyncio.Event().wait())
+    one.join()
+    one.join()
+    one.leave()
+    assert not one.is_cancelled
+    one.leave()
+    assert one.is_cancelled
+    await asyncio.gather(one.task, return_exceptions=True)

@@ -2,6 +2,8 @@
 
 import random
 
+import pytest
+
 from kvd.core.eviction import session_order
 from kvd.core.eviction.session_order import LruOrder
 from shared.types.session_key import SessionKey
@@ -65,3 +67,13 @@ def test_guarded_sessions_come_last_over_pages(monkeypatch):
     assert list(order) == [*KEYS[1:3], *KEYS[4:6], KEYS[0], KEYS[3]]
     order.touch(KEYS[1])
     assert list(order)[-2:] == [KEYS[1], KEYS[3]]
+
+
+@pytest.mark.parametrize("put", [LruOrder.touch, LruOrder.enter_before])
+def test_pages_are_filled_before_there_is_another(monkeypatch, put):
+    """At either end; so that finding a session looks at few."""
+    monkeypatch.setattr(session_order, "LRU_PAGE", 8)
+    order = LruOrder()
+    for number in range(80):
+        put(order, SessionKey("a", "m", str(number)))
+    assert [len(page) for page in order._order._pages] == [8] * 10

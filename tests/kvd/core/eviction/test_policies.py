@@ -135,3 +135,41 @@ def test_bytes_without_a_use_are_ranked_by_the_last_use(policy):
     assert sessions.victims(Tier.SSD) == sessions.victims(None) == "abcd"
     sessions.policy.on_remove(key_of("a"))
     assert not sessions.policy.ranks(key_of("a"), Tier.SSD)
+
+
+def test_what_comes_after_a_start_is_used_later_than_what_rests():
+    """Whatever rests is colder than what is used now, or was used since."""
+    for policy in POLICIES:
+        if policy == "fifo":
+            continue
+        sessions = Sessions(policy)
+        sessions.policy.on_restore([key_of(name) for name in "abc"])
+        sessions.use("x")
+        sessions.use("a")
+        assert sessions.victims() == "bcxa"
+
+
+def test_the_end_of_a_guard_is_a_use():
+    """Its begin is none; a guard that is begun twice ends once."""
+    sessions = Sessions("lru")
+    sessions.use("a", "b", "c")
+    for is_guarded in (True, True):
+        sessions.policy.guard(key_of("a"), is_guarded=is_guarded)
+        assert sessions.victims() == "bca"
+    sessions.policy.guard(key_of("b"), is_guarded=False)
+    assert sessions.victims() == "bca", "it was not guarded"
+    sessions.policy.guard(key_of("a"), is_guarded=False)
+    sessions.use("d")
+    assert sessions.victims() == "bcad"
+
+
+def test_clean_bytes_are_offered_while_there_is_anything_in_dram():
+    """What leaves SSD says nothing of them."""
+    sessions = Sessions("lru")
+    sessions.use("a")
+    key = key_of("a")
+    sessions.policy.offered(key)
+    sessions.policy.on_evict(key, Tier.SSD)
+    assert sessions.policy.offers(key)
+    sessions.policy.on_evict(key, Tier.DRAM)
+    assert not sessions.policy.offers(key)

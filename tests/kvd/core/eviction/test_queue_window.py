@@ -212,3 +212,35 @@ def test_many_turns_of_one_session_cost_no_more_than_those_of_many():
     window.change(1, replace(requests, waiting=(), left=range(0, 10_000, 2)), 0)
     assert len(window) == 5000
     window.check()
+
+
+def test_places_between_two_are_those_from_one_to_below_none_behind_the_other():
+    """Whichever is sooner; both are among them."""
+    window = Window()
+    window.replace(1, *(request(n) for n in range(5)), interval_ns=MS)
+    places = [window.queue.place(key_of(n)) for n in range(5)]
+    for one, other in ((1, 3), (3, 1)):
+        assert list(window.queue.between(places[one], places[other])) == places[1:4]
+    for one, other in ((places[3], None), (None, places[3])):
+        assert list(window.queue.between(one, other)) == places[3:]
+    assert list(window.queue.between(None, None)) == []
+    assert [window.queue.place_at(n) for n in (0, 4, 5)] == [places[0], places[4], None]
+
+
+def test_when_a_job_starts_is_estimated_as_it_comes():
+    """One interval after that before it, and no sooner than that; nor later than the next one."""
+    window = Window()
+    window.change(1, request(1, tag=1.0), now_ns=10)
+    assert window.queue.starts_in_ns(window.queue.place(key_of(1))) == 0, "no interval is known"
+    window = Window()
+    window.replace(1, request(1, tag=1.0), request(3, tag=3.0), now_ns=10, interval_ns=MS)
+    window.change(1, request(2, tag=2.0), now_ns=10)
+    window.change(1, request(4, tag=4.0), now_ns=10)
+    window.change(1, request(5, tag=5.0), now_ns=0)
+    window.change(1, request(6, tag=6.0), now_ns=-9 * MS)
+    window.change(1, request(0, tag=0.5), now_ns=100 * MS)
+    places = [window.queue.place(key_of(n)) for n in range(7)]
+    starts_ns = [MS, MS, 2 * MS, 2 * MS, 4 * MS]
+    assert [place.starts_at_ns - 10 for place in places[:5]] == starts_ns
+    assert [place.starts_at_ns for place in places[5:]] == [5 * MS, 5 * MS]
+    assert [window.queue.starts_in_ns(place) for place in places] == [n * MS for n in range(1, 8)]

@@ -120,3 +120,16 @@ def test_any_part_of_the_order_is_found(num_sessions, coldest, warmest):
     found = resting.between((coldest,), (warmest,), lambda use: (use,))
     expected = [((use,), key) for use, key in enumerate(keys, 1) if coldest <= use < warmest]
     assert list(found) == expected
+
+
+def test_what_rests_between_pages_that_woke_is_found(monkeypatch):
+    """Page by page, each whole."""
+    monkeypatch.setattr(session_order, "RESTING_PAGE", 4)
+    resting = RestingSessions()
+    keys = [key_of(str(number)) for number in range(20)]
+    resting.restore(keys, first_use=1)
+    for number in (*range(4), *range(8, 12), 13):
+        resting.wake(keys[number])
+    assert resting._num_resting == [0, 4, 0, 3, 4]
+    found = [key for _, key in resting.between(*EVERYTHING, lambda use: (use,))]
+    assert found == [*keys[4:8], keys[12], *keys[14:]]

@@ -1,5 +1,7 @@
 """What is learned of returns, and what keeping a session is rated by it."""
 
+from itertools import pairwise
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -144,3 +146,51 @@ def test_rates_are_computed_once_until_something_is_learned():
     before = list(rates)
     hazards.learn()
     assert hazards.rates(session_class) != before
+
+
+def test_counts_of_one_bucket_are_halved_together():
+    """Also those of the classes above; the others stay."""
+    hazards = ReturnHazards()
+    parent, child = hazards.class_of(()), hazards.class_of((1,))
+    assert child.parent is parent
+    child.seen[3], child.returned[3] = MOST_SEEN - 1, 100.0
+    observe(child, 3, has_returned=False)
+    assert (child.seen[3], child.returned[3]) == (MOST_SEEN, 100.0)
+    observe(child, 3, has_returned=True)
+    assert (child.seen[3], child.returned[3]) == ((MOST_SEEN + 1) / 2, 101.0 / 2)
+    assert (parent.seen[3], parent.returned[3], sum(parent.seen)) == (2.0, 1.0, 2.0)
+
+
+def test_hazards_are_smoothed_over_the_buckets_around():
+    """By the kernel; where nothing was seen by what came before, less and less."""
+    hazards = ReturnHazards()
+    root = hazards.class_of(())
+    root.seen[10], root.returned[10] = 100.0, 50.0
+    expected, before = [0.0] * NUM_BUCKETS, 0.0
+    for bucket in range(8, NUM_BUCKETS):
+        weight = {8: 0.25, 9: 0.6, 10: 1.0, 11: 0.6, 12: 0.25}.get(bucket, 0.0)
+        around = (4 * 0.7 * before + weight * 50) / (4 + weight * 100)
+        seen, returned = (100, 50) if bucket == 10 else (0, 0)
+        before = expected[bucket] = (returned + 200 * around) / (seen + 200)
+    assert hazards.hazards(root) == pytest.approx(expected)
+
+
+def test_hazards_of_a_class_are_those_of_its_parent_times_a_factor():
+    """That of all its returns, as far as there are; what was seen of a bucket counts beside it."""
+    hazards = ReturnHazards()
+    root, child = hazards.class_of(()), hazards.class_of((1,))
+    root.seen[10], root.returned[10] = 1000.0, 100.0
+    child.seen[10], child.returned[10] = 40.0, 30.0
+    of_root = hazards.hazards(root)
+    factor = (30 + 20) / (40 * of_root[10] + 20)
+    expected = [400 * min(0.95, factor * hazard) / 400 for hazard in of_root]
+    expected[10] = (30 + 400 * min(0.95, factor * of_root[10])) / 440
+    assert hazards.hazards(child) == pytest.approx(expected)
+
+
+def test_who_returns_for_sure_needs_no_room_afterwards():
+    """Nobody is left who could be kept, and no time passes: that is rated, too."""
+    rates = return_rates([1.0] * NUM_BUCKETS)
+    widths_s = [(end - start) / NS_PER_S for start, end in pairwise(EDGES_NS)]
+    assert rates[0] == pytest.approx(2 / widths_s[0])
+    assert rates[1:] == [0.0] * (NUM_BUCKETS - 1)

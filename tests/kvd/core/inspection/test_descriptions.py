@@ -8,11 +8,14 @@ from tests.kvd.core.turns import (
     A,
     B,
     C,
+    complete_store,
     new_world,
     prepare_store,
     queue_of,
     store,
+    tiers_of,
 )
+from tests.property.cache_world import to_bytes
 
 
 def test_a_session_is_described_block_by_block():
@@ -64,3 +67,40 @@ def test_queues_and_windows_are_counted():
     assert (stats.waiting_jobs, stats.running_sessions) == (3, 0)
     assert stats.mean_session_bytes == 2 * world.engine.layout.block_bytes
     assert (stats.prefetch_window, stats.eviction_window) == (4, 8)
+
+
+def test_what_a_session_wastes_is_what_is_left_of_its_own_blocks():
+    """Shared blocks waste nothing of it; whether it is packed makes no difference."""
+    world = new_world(num_slots=4)
+    row_bytes = world.engine.layout.block_bytes // 4
+    store(world, A, [*ONES, *TWOS, 3])
+    assert world.engine.inspection.info(A).waste_bytes == 3 * row_bytes
+    store(world, B, [7] * 16)
+    assert tiers_of(world, A) == ["S", "S", "S"]
+    assert world.engine.inspection.info(A).waste_bytes == 3 * row_bytes
+    store(world, C, [*ONES, *TWOS, 3])
+    assert world.engine.inspection.info(A).waste_bytes == 0
+
+
+def test_a_block_says_whether_it_is_hashed():
+    """What is on SSD was hashed, though its checksums are not in memory."""
+    world = new_world(num_slots=6)
+    complete_store(world, prepare_store(world, A, ONES))
+    assert [b.is_hashed for b in world.engine.inspection.describe(A).blocks] == [False]
+    world.quiesce()
+    assert [b.is_hashed for b in world.engine.inspection.describe(A).blocks] == [True]
+    world.engine.sessions.discard(A, to_bytes(ONES), [(1, 2)])
+    store(world, B, [7] * 24)
+    assert world.engine._state.sessions[A].spans, "it is not packed"
+    assert [(b.tiers, b.is_hashed) for b in world.engine.inspection.describe(A).blocks] == [
+        ((Tier.SSD,), True)
+    ] * 2
+
+
+def test_windows_are_of_what_is_not_kept_free():
+    """Neither may what is kept free be read into, nor is it lost for what is stored."""
+    world = new_world(num_slots=8, num_extents=8, watermark=0.25)
+    store(world, A, ONES + TWOS)
+    world.engine.engines.replace_queue(1, queue_of(A, B, C))
+    stats = world.engine.inspection.queue_stats()
+    assert (stats.prefetch_window, stats.eviction_window) == (3, 8)

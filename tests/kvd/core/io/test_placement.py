@@ -9,6 +9,7 @@ from kvd.core.records.actions import WriteBlock
 from kvd.core.records.entries import Pin
 from kvd.core.records.records import Admission, Tier
 from kvd.core.state.limits import Limits
+from kvd.core.state.session_history import MoveKind
 from shared.types.queue_delta import QueueChange, RunningRequest
 from tests.kvd.core.turns import (
     ENGINE_ID,
@@ -355,3 +356,35 @@ def test_a_shared_block_that_was_in_use_is_kept_by_its_last_user():
     load(world, B, ONES)
     store(world, C._replace(session_id="e"), [7] * 4)
     assert tiers_of(world, A) == tiers_of(world, B) == ["DS"]
+
+
+def test_what_leaves_a_tier_is_counted_and_noted():
+    """Blocks by tier, and sessions of which nothing is left; packed blocks as the others."""
+    world = new_world(num_slots=2, num_extents=4)
+    store(world, A, ONES + TWOS)
+    store(world, B, THREES + ONES)
+    assert (counter(world, "evictions_dram"), counter(world, "evictions_ssd")) == (2, 0)
+    assert tiers_of(world, A) == ["S", "S"]
+    store(world, C, TWOS + THREES + ONES[:1])
+    assert counter(world, "evictions_ssd") == 1 + counter(world, "sessions_dropped")
+    assert MoveKind.CUT in {move.kind for move in world.engine.inspection.history.of(A)}
+
+
+def test_a_block_that_leaves_ssd_only_is_noted():
+    """Its copy in DRAM stays, and is the only one."""
+    world = new_world(num_slots=4, num_extents=1)
+    store(world, A, ONES)
+    store(world, B, TWOS)
+    moves = [move.kind for move in world.engine.inspection.history.of(A)]
+    assert moves == [MoveKind.STORED, MoveKind.WRITTEN, MoveKind.EVICTED_SSD]
+    assert (counter(world, "evictions_ssd"), counter(world, "sessions_dropped")) == (1, 0)
+
+
+def test_sessions_that_are_dropped_for_room_are_counted():
+    """Each once, however many blocks it had, and whatever stays."""
+    world = new_world(num_slots=4, num_extents=0)
+    store(world, A, ONES + TWOS)
+    store(world, B, THREES)
+    store(world, C, [7] * 16)
+    assert counter(world, "sessions_dropped") == 2
+    assert world.engine.inspection.keys() == [C]

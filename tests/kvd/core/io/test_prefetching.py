@@ -112,6 +112,9 @@ def test_waiting_sessions_are_read_in_the_order_of_the_queue():
     assert counter(world, "prefetch_hits") == 2
     events = [e for e in world.events if isinstance(e, Emit) and e.name == "session_read_ahead"]
     assert [event.key for event in events] == [C, A, B]
+    assert [event.fields for event in events] == [
+        {"num_blocks": str(number), "why": "queued"} for number in (2, 2, 1)
+    ]
 
 
 def test_what_is_under_way_is_bounded():
@@ -674,3 +677,38 @@ def test_a_turn_that_starts_as_the_one_before_it_ends_is_loaded_anew():
     world.pump()
     store(world, C, tokens_of(C, 2))
     assert [tiers_of(world, key) for key in (A, B)] == [["DS"], ["S"]]
+
+
+def test_the_smallest_budget_and_arena_are_enough():
+    """One read at a time, into the only slot there is."""
+    world = reading_world(num_slots=1, prefetch_bytes=1)
+    store_on_ssd(world, {A: 1})
+    queue(world, A)
+    assert being_read(world) == [A]
+
+
+def test_what_was_begun_for_a_session_is_left_when_reading_stops():
+    """It may be packed again, as others may."""
+    world = reading_world(prefetch_bytes=ONE)
+    store_on_ssd(world, {A: 3})
+    queue(world, A)
+    finish_reads_of(world, 1)
+    assert world.engine._state.tails.kept_unpacked == A
+    world.engine.release_dram()
+    assert world.engine._state.tails.kept_unpacked is None
+
+
+def finish_reads_of(world, num_reads):
+    for _ in range(num_reads):
+        world.finish_io(world.io_of(ReadBlock)[0])
+
+
+def test_likely_sessions_are_looked_for_now_and_then():
+    """Not before something is stored, nor while as much as may be is read."""
+    world = expecting_world()
+    assert world.engine.next_deadline_ns() is None
+    store(world, A, ONES)
+    wait(world, LOOK_NS)
+    assert world.engine.next_deadline_ns() == world.now_ns + LOOK_NS
+    wait(world, LOOK_NS - 1)
+    assert world.engine.next_deadline_ns() == world.now_ns + 1

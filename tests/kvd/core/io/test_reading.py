@@ -26,3 +26,22 @@ def test_a_disk_that_becomes_slower_is_noticed():
         now_ns += pace * 1000
         rate.ended(MEASURED_BYTES // 2, now_ns)
     assert 7000 < rate.time_of(MEASURED_BYTES // 2) < 10_000
+
+
+def test_a_rate_is_the_mean_of_what_was_read_lately():
+    """All counts the same until it is much; then what came before counts half."""
+    rate = ReadRate()
+    rate.began(0)
+    rate.ended(1000, 100)
+    rate.began(100)
+    rate.ended(1000, 400)
+    assert rate.time_of(1000) == 200
+    rate = ReadRate()
+    rate.began(0)
+    rate.ended(MEASURED_BYTES, 1_000_000)
+    rate.began(1_000_000)
+    rate.ended(MEASURED_BYTES, 3_000_000)  # now all of it counts half
+    assert rate.time_of(MEASURED_BYTES) == 1_500_000
+    rate.began(3_000_000)
+    rate.ended(MEASURED_BYTES, 9_000_000)
+    assert rate.time_of(MEASURED_BYTES) == (1_500_000 + 6_000_000) // 2

@@ -1,14 +1,28 @@
 """Writes: when the policies ask for them, what they wait for, and their failures."""
 
+from dataclasses import replace
+
 import pytest
 
+from kvd.core.eviction.policies import LruPolicy
 from kvd.core.io.writing import FIRST_RETRY_NS
-from kvd.core.records.actions import DropBlock, Emit, HashSlot, IoOutcome, PutBlock, WriteBlock
+from kvd.core.records.actions import (
+    DropBlock,
+    Emit,
+    HashSlot,
+    IoOutcome,
+    PutBlock,
+    VerifySlot,
+    WriteBlock,
+)
 from kvd.core.records.entries import Pin
 from kvd.core.records.records import Admission
+from kvd.core.state.limits import Limits
 from shared.types.units import SECTOR_BYTES
 from tests.kvd.core.turns import (
+    ENGINE_ID,
     ONES,
+    OTHER_TENANT,
     THREES,
     TWOS,
     A,
@@ -23,7 +37,7 @@ from tests.kvd.core.turns import (
     store,
     tiers_of,
 )
-from tests.property.cache_world import SHAPE
+from tests.property.cache_world import SHAPE, CacheWorld
 
 DELAY_NS = 100
 
@@ -341,7 +355,9 @@ def test_an_arena_can_be_given_up_and_made_again():
     assert prepare_load(world, A, ONES).miss_reason == "busy"
     assert prepare_store(world, B, THREES).refused == "no_space"
     world.engine.add_slots(2, 1 << 41)
-    assert load(world, A, ONES + TWOS).end_token == 8
+    answer = load(world, A, ONES + TWOS)
+    assert answer.end_token == 8
+    assert answer.lease_id >= 1 << 41, "leases of the arena before are none of this one"
 
 
 def test_writes_held_back_find_room_when_they_are_tried_again():
@@ -439,3 +455,61 @@ def test_extents_that_come_back_soon_are_not_made_free_again():
         world.engine.writes.set_capacity(num_extents)
         world.pump()
     assert [tiers_of(world, key) for key in (A, B, C)] == [["D"], ["D"], ["DS"]]
+
+
+def looking_world(**limits):
+    """A world, and how often it has looked for sessions that could give way."""
+    looks = []
+
+    class Looking(LruPolicy):
+        def victims(self, tier, now_ns, **asked):
+            if tier is not None:
+                looks.append(tier)
+            return super().victims(tier, now_ns, **asked)
+
+    return CacheWorld(Limits(4, 64, **limits), Looking), looks
+
+
+def test_what_is_short_of_the_watermark_is_looked_for_once():
+    """Until something may have changed: all that there is may be in use."""
+    world, looks = looking_world(watermark=0.5)
+    store(world, A, ONES + TWOS + THREES, settle=False)
+    lease = prepare_load(world, A, ONES + TWOS + THREES)
+    world.quiesce()
+    looks.clear()
+    for _ in range(5):
+        world.pump()
+    assert not looks, "all of it is leased"
+    world.engine.set_limits(replace(world.limits, watermark=0.75))
+    for _ in range(5):
+        world.pump()
+    assert len(looks) == 1, "the watermark is another one"
+    world.engine.loads.complete(lease.lease_id, ENGINE_ID)
+    world.pump()
+    assert world.engine._state.slots.num_free == 3
+
+
+def test_the_watermark_is_no_reason_to_write_more_than_is_short():
+    """Blocks that rest are written as many as are missing, not one more."""
+    world = new_world(4, admission=Admission.ON_EVICT, watermark=0.25)
+    for key in (A, B, C):
+        store(world, key, [key.session_id.encode()[0]] * 4)
+    assert not world.io_of(WriteBlock)
+    store(world, OTHER_TENANT, ONES, settle=False)
+    assert counter(world, "demotions") == 1
+    world.quiesce()
+    assert (counter(world, "demotions"), world.engine._state.slots.num_free) == (1, 1)
+
+
+def test_what_waits_to_be_written_waits_again_after_it_was_verified():
+    """Whatever the policy: its room was wanted."""
+    world = new_world(num_slots=1, admission=Admission.ON_EVICT, verify_on_load=True)
+    store(world, A, ONES)
+    assert prepare_store(world, B, TWOS).refused == "wait"
+    world.finish_all(WriteBlock, IoOutcome.TRANSIENT)
+    assert len(world.engine._state.unwritten) == 1
+    lease = prepare_load(world, A, ONES)
+    assert len(world.engine._state.unwritten) == 0
+    world.finish_all(VerifySlot)
+    assert len(world.engine._state.unwritten) == 1
+    world.engine.loads.complete(lease.lease_id, ENGINE_ID)

@@ -1,5 +1,7 @@
 """Compaction: what discards have left is put together, and nothing else changes."""
 
+from kvd.core.operations import compacting
+from kvd.core.operations.compacting import RETRY_NS
 from kvd.core.records.actions import (
     SESSION_COMPACTED,
     CommitIndex,
@@ -11,19 +13,24 @@ from kvd.core.records.actions import (
 )
 from kvd.core.records.entries import CommittedSlot
 from kvd.core.records.records import Admission, Lookup
+from kvd.core.state.limits import Limits
+from shared.types.kv_layout import KVLayout
 from shared.types.lineage import WHOLE
 from tests.kvd.core.turns import (
     ENGINE_ID,
     A,
     B,
+    complete_store,
     counter,
+    keys_of,
     load,
     new_world,
     prepare_load,
+    prepare_store,
     queue_of,
     store,
 )
-from tests.property.cache_world import BLOCK_TOKENS, CacheWorld, compute, to_bytes
+from tests.property.cache_world import BLOCK_TOKENS, LAYOUT, MODEL, CacheWorld, compute, to_bytes
 
 REST_NS = 100
 TOKENS = list(range(10, 34))  # six blocks
@@ -66,10 +73,13 @@ def test_sparse_blocks_become_dense_ones():
     """Half of the blocks, whole spans, the same rows; on SSD before the session says so."""
     world = sparse_world()
     rows = rows_of(world, load(world, A, KEPT))
+    info = world.engine.inspection.info(A)
+    assert (info.num_spans, info.waste_bytes) == (12, 3 * world.engine.layout.block_bytes)
     rest(world)
     world.finish_all(CompactTokens)
     assert num_blocks(world) == 6, "not before the new blocks are on SSD"
     world.quiesce()
+    assert world.engine.next_deadline_ns() is None, "there is nothing to look at again"
     answer = load(world, A, KEPT)
     assert [(s.start, s.num_tokens) for s in answer.spans] == [(0, BLOCK_TOKENS)] * 3
     assert rows_of(world, answer) == rows == compute([], TOKENS)[1::2]
@@ -78,8 +88,14 @@ def test_sparse_blocks_become_dense_ones():
     assert len(world.index.blocks) == 3, "the old ones are gone from SSD, too"
     assert counter(world, "compactions") == 1
     assert counter(world, "compacted_tokens") == len(KEPT)
-    compacted = next(e for e in world.events if isinstance(e, Emit) and e.name == SESSION_COMPACTED)
-    assert (compacted.fields["num_blocks"], compacted.fields["num_blocks_before"]) == ("3", "6")
+    assert counter(world, "compacted_blocks") == 3
+    told = next(e for e in world.events if isinstance(e, Emit) and e.name == SESSION_COMPACTED)
+    assert told.fields == {
+        "num_tokens": "12",
+        "num_blocks": "3",
+        "num_blocks_before": "6",
+        "num_spans": "3",
+    }
 
 
 def test_what_is_computed_after_a_compaction_goes_on_as_before_it():
@@ -147,6 +163,7 @@ def test_a_lease_that_comes_meanwhile_wins():
     assert answer.lookup is Lookup.HIT, "copying keeps nobody waiting"
     world.quiesce()
     assert (num_blocks(world), counter(world, "compactions_given_up")) == (6, 1)
+    assert world.engine.next_deadline_ns() == world.now_ns + RETRY_NS
     assert rows_of(world, answer) == compute([], TOKENS)[1::2]
     world.engine.loads.complete(answer.lease_id, ENGINE_ID)
     world.pump()
@@ -264,6 +281,7 @@ def test_who_comes_into_use_while_it_waits_is_looked_at_later():
     world.engine.engines.replace_queue(ENGINE_ID, queue_of(A, B))
     world.quiesce()
     assert counter(world, "compactions") < 2
+    assert world.engine.next_deadline_ns() == world.now_ns + RETRY_NS
     world.engine.engines.replace_queue(ENGINE_ID, queue_of())
     rest(world, 2_000_000_000)
     world.quiesce()
@@ -321,3 +339,148 @@ def test_a_session_that_goes_does_not_wait_any_more():
     assert list(world.engine._state.wasteful) == [A]
     world.engine.sessions.flush(A, dry_run=False)
     assert not world.engine._state.wasteful
+
+
+def test_a_use_puts_it_off():
+    """A session is compacted when it has been left alone for a while since its last use."""
+    world = sparse_world()
+    world.now_ns += REST_NS - 1
+    load(world, A, KEPT)
+    rest(world, 1)
+    assert not world.io
+    assert world.engine.next_deadline_ns() == world.now_ns + REST_NS - 1
+    rest(world, REST_NS - 2)
+    assert not world.io
+    rest(world, 1)
+    assert world.io_of(CompactTokens)
+
+
+def test_a_session_in_use_when_it_is_due_is_looked_at_in_a_while():
+    """Neither at once, again and again, nor never."""
+    world = sparse_world()
+    answer = prepare_load(world, A, KEPT)
+    rest(world)
+    assert not world.io
+    assert world.engine.next_deadline_ns() == world.now_ns + RETRY_NS
+    world.engine.loads.complete(answer.lease_id, ENGINE_ID)
+    rest(world, RETRY_NS)
+    assert world.io_of(CompactTokens)
+
+
+def test_blocks_that_are_hashed_just_then_are_compacted_in_a_while():
+    """What cannot be moved yet is moved later, and nothing is moved meanwhile."""
+    world = new_world(max_waste=0.5, compact_rest_ns=REST_NS, admission=Admission.ON_EVICT)
+    complete_store(world, prepare_store(world, A, TOKENS))
+    world.engine.sessions.discard(A, to_bytes(TOKENS), EVEN)
+    rest(world)
+    assert not world.io_of(CompactTokens)
+    assert world.engine.next_deadline_ns() == world.now_ns + RETRY_NS
+    world.quiesce()
+    rest(world, RETRY_NS)
+    world.quiesce()
+    assert (num_blocks(world), counter(world, "compactions")) == (3, 1)
+
+
+def test_what_is_on_ssd_only_is_nothing_to_wait_for():
+    """It is looked at when its session has been used again."""
+    world = sparse_world(num_slots=6)
+    store(world, B, [7] * len(TOKENS))
+    assert world.engine.inspection.info(A).dram_bytes == 0
+    rest(world)
+    assert not world.io
+    assert world.engine.next_deadline_ns() is None
+
+
+def test_many_spans_are_a_reason():
+    """Though little is lost: each of them is named by every load."""
+    wide = KVLayout(MODEL, LAYOUT.layers, 2 * BLOCK_TOKENS)
+    for max_waste, num_compactions in ((0.6, 1), (0.5, 1), (1.0, 0)):
+        limits = Limits(16, 0, max_waste=max_waste, compact_rest_ns=REST_NS)
+        world = CacheWorld(limits, layout=wide)
+        store(world, A, TOKENS)
+        discard(world, A, TOKENS, EVEN)
+        rest(world)
+        world.quiesce()
+        assert counter(world, "compactions") == num_compactions
+    limits = Limits(16, 0, max_waste=0.6, compact_rest_ns=REST_NS)
+    world = CacheWorld(limits, layout=wide)
+    store(world, A, TOKENS)
+    discard(world, A, TOKENS, [r for r in EVEN if r[0] % 8 in (2, 4)])
+    rest(world)
+    assert not world.io, "three spans a block are few"
+
+
+def test_blocks_that_are_written_just_then_are_compacted_in_a_while():
+    """What is on its way to SSD stays where it is."""
+    world = new_world(max_waste=0.5, compact_rest_ns=REST_NS)
+    store(world, A, TOKENS, settle=False)
+    assert len(world.io_of(WriteBlock)) == 6
+    world.engine.sessions.discard(A, to_bytes(TOKENS), EVEN)
+    rest(world)
+    assert not world.io_of(CompactTokens)
+    assert world.engine.next_deadline_ns() == world.now_ns + RETRY_NS
+    world.quiesce()
+    rest(world, RETRY_NS)
+    world.quiesce()
+    assert (num_blocks(world), counter(world, "compactions")) == (3, 1)
+
+
+def test_what_is_shared_stays_before_what_is_put_together():
+    """Only blocks of the session's own are made dense, behind those that others use, too."""
+    world = new_world(max_waste=0.5, compact_rest_ns=REST_NS)
+    store(world, A, TOKENS)
+    store(world, B, TOKENS[:8])
+    discard(world, A, TOKENS, EVEN)
+    rows = rows_of(world, load(world, A, KEPT))
+    shared = keys_of(world, A)[:4]
+    rest(world)
+    world.quiesce()
+    assert (num_blocks(world), counter(world, "compacted_tokens")) == (4, 8)
+    assert keys_of(world, A)[:4] == shared
+    assert rows_of(world, load(world, A, KEPT)) == rows
+    assert load(world, B, TOKENS[:8]).end_token == 8
+
+
+def test_two_spans_are_enough_to_make_a_block_of():
+    """Each of half a block."""
+    world = new_world(max_waste=0.5, compact_rest_ns=REST_NS)
+    store(world, A, TOKENS)
+    discard(world, A, TOKENS, [(i + 2, i + 4) for i in range(0, len(TOKENS), 4)])
+    assert world.engine.inspection.info(A).num_spans == 6
+    rest(world)
+    world.quiesce()
+    assert (num_blocks(world), counter(world, "compacted_blocks")) == (3, 3)
+
+
+def test_a_discard_near_the_end_begins_nothing():
+    """The end is for good, whatever is discarded then."""
+    world = new_world(max_waste=0.5, compact_rest_ns=REST_NS)
+    store(world, A, TOKENS)
+    world.engine.write_dirty()
+    discard(world, A, TOKENS, EVEN)
+    rest(world)
+    assert not world.io
+    assert not world.engine._state.wasteful
+
+
+def test_a_discard_after_an_arena_was_given_up_is_compacted():
+    """That it was to be emptied once is forgotten then."""
+    world = new_world(max_waste=0.5, compact_rest_ns=REST_NS)
+    store(world, A, TOKENS)
+    world.engine.release_dram()
+    world.quiesce()
+    load(world, A, TOKENS)
+    discard(world, A, TOKENS, EVEN)
+    rest(world)
+    assert world.io_of(CompactTokens)
+
+
+def test_a_run_is_bounded(monkeypatch):
+    """A session of several is put together bit by bit, so that one copy stays short."""
+    monkeypatch.setattr(compacting, "MAX_RUN_BYTES", LAYOUT.block_bytes)
+    world = sparse_world()
+    rest(world)
+    (op_id,) = world.io_of(CompactTokens)
+    assert len(world.io[op_id].blocks) == 1
+    world.quiesce()
+    assert (num_blocks(world), counter(world, "compactions")) == (3, 3)

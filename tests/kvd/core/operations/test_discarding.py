@@ -5,8 +5,10 @@ import dataclasses
 import pytest
 
 from kvd.core.engine import CacheEngine
-from kvd.core.records.actions import HashSlot, WriteBlock
+from kvd.core.eviction.policies import LruPolicy
+from kvd.core.records.actions import SESSION_DISCARDED, Emit, HashSlot, WriteBlock
 from kvd.core.records.errors import InvalidRequestError
+from kvd.core.state.limits import Limits
 from shared.types.lineage import WHOLE
 from tests.kvd.core.turns import (
     ENGINE_ID,
@@ -26,7 +28,7 @@ from tests.kvd.core.turns import (
     store,
     store_named,
 )
-from tests.property.cache_world import LAYOUT, compute, salt_of, to_bytes
+from tests.property.cache_world import LAYOUT, CacheWorld, compute, salt_of, to_bytes
 
 FOURS = [4] * 4
 
@@ -333,3 +335,30 @@ def test_impossible_ranges_are_refused():
     for bad in ((2, 2), (3, 1), (0, 5), (-1, 2)):
         with pytest.raises(InvalidRequestError, match="range"):
             discard(world, ONES, bad)
+
+
+def test_what_is_discarded_is_counted_and_told():
+    """Tokens that were stored, and what is left of the session."""
+    world = new_world()
+    store(world, A, ONES + TWOS)
+    discard(world, ONES + TWOS, (1, 3), (5, 6))
+    assert (counter(world, "discards"), counter(world, "discarded_tokens")) == (1, 3)
+    fields = {"num_dropped": "3", "num_tokens": "5", "num_spans": "4"}
+    assert world.events[-1] == Emit(SESSION_DISCARDED, A, fields)
+    discard(world, [1, 1, 2, 2, 2], (0, 5))
+    assert (counter(world, "discards"), counter(world, "discarded_tokens")) == (2, 8)
+
+
+def test_a_discard_says_how_much_is_stored_now():
+    """A policy that ranks by size, or learns from it, is to know."""
+    sizes = []
+
+    class Sized(LruPolicy):
+        def on_resize(self, key, num_tokens):
+            sizes.append((key, num_tokens))
+
+    world = CacheWorld(Limits(16, 64), Sized)
+    store(world, A, ONES + TWOS)
+    sizes.clear()
+    discard(world, ONES + TWOS, (1, 3))
+    assert sizes == [(A, 6)]

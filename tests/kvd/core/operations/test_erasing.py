@@ -2,8 +2,9 @@
 
 import pytest
 
+from kvd.core.operations import erasing
 from kvd.core.operations.erasing import LOOKED_AT
-from kvd.core.records.actions import IoOutcome, ReadBlock, WipeSlots, WriteBlock
+from kvd.core.records.actions import IoOutcome, ReadBlock, SpaceFreed, WipeSlots, WriteBlock
 from kvd.core.records.entries import Pin
 from kvd.core.records.errors import ErasingError, LeaseLostError
 from kvd.core.records.records import Lookup
@@ -21,7 +22,7 @@ from tests.kvd.core.turns import (
     prepare_store,
     store,
 )
-from tests.property.cache_world import to_bytes
+from tests.property.cache_world import LAYOUT, to_bytes
 
 
 def is_a(tenant: str) -> bool:
@@ -186,3 +187,60 @@ def test_what_cannot_be_zeroed_is_reported():
     world.finish_all(WipeSlots, IoOutcome.TRANSIENT)
     assert not world.engine.erasing.is_wiping()
     assert not world.engine.erasing.is_wiped()
+
+
+def test_free_memory_is_wiped_some_at_a_time(monkeypatch):
+    """Each slot that was free once, those that are wiped coming behind those that are not."""
+    monkeypatch.setattr(erasing, "WIPE_BYTES", 2 * LAYOUT.block_bytes)
+    world = new_world(num_slots=6)
+    store(world, OTHER_TENANT, ONES)
+    begin(world)
+    world.engine.erasing.wipe()
+    world.pump()
+    wiped = []
+    while world.engine.erasing.is_wiping():
+        (op_id,) = world.io_of(WipeSlots)
+        wiped.append(world.io[op_id].slot_ids)
+        world.finish_io(op_id)
+    assert [len(slot_ids) for slot_ids in wiped] == [2, 2, 1]
+    assert len({slot_id for slot_ids in wiped for slot_id in slot_ids}) == 5
+    assert world.engine.erasing.is_wiped()
+
+
+def test_one_slot_that_cannot_be_zeroed_is_not_forgotten(monkeypatch):
+    """Though all others can; the next wipe begins anew."""
+    monkeypatch.setattr(erasing, "WIPE_BYTES", 1)
+    world = new_world(num_slots=3)
+    begin(world)
+    for outcomes, is_wiped in (("TOO", False), ("OOO", True)):
+        world.engine.erasing.wipe()
+        for outcome in outcomes:
+            world.pump()
+            kind = IoOutcome.TRANSIENT if outcome == "T" else IoOutcome.OK
+            world.finish_io(world.io_of(WipeSlots)[0], kind)
+        assert not world.engine.erasing.is_wiping()
+        assert world.engine.erasing.is_wiped() is is_wiped
+    assert world.engine._state.slots.num_free == 3
+
+
+def test_who_waits_for_room_may_ask_again_when_slots_are_wiped():
+    """They are free again."""
+    world = new_world(num_slots=1)
+    begin(world)
+    world.engine.erasing.wipe()
+    world.pump()
+    assert prepare_store(world, OTHER_TENANT, ONES).refused == "wait"
+    world.events.clear()
+    world.finish_all(WipeSlots)
+    assert world.events == [SpaceFreed()]
+
+
+def test_a_lease_of_another_tenant_goes_on():
+    """Loads and stores of others are neither released nor made void."""
+    world = new_world()
+    store(world, OTHER_TENANT, ONES)
+    loading = prepare_load(world, OTHER_TENANT, ONES)
+    storing = prepare_store(world, OTHER_TENANT, ONES + TWOS, from_token=4)
+    begin(world)
+    world.engine.loads.complete(loading.lease_id, ENGINE_ID)
+    assert complete_store(world, storing) == 8

@@ -2,9 +2,10 @@
 
 import pytest
 
-from kvd.core.records.actions import IoOutcome, LeaseReady, ReadBlock
+from kvd.core.records.actions import IoOutcome, LeaseReady, ReadBlock, SpaceFreed
 from kvd.core.records.errors import InvalidRequestError, LeaseLostError
 from kvd.core.records.records import LeaseState, Lookup, Tier
+from shared.types.lineage import WHOLE
 from tests.kvd.core.turns import (
     ENGINE_ID,
     ONES,
@@ -23,6 +24,7 @@ from tests.kvd.core.turns import (
     tiers_of,
     world_with_a_on_ssd,
 )
+from tests.property.cache_world import SHAPE, to_bytes
 
 
 def test_a_hit_covers_what_was_asked_for():
@@ -248,3 +250,66 @@ def test_only_what_is_completed_by_another_counts_as_lost():
     assert counter(world, "leases_lost") == 1
     world.engine.loads.complete(answer.lease_id, ENGINE_ID)
     assert counter(world, "leases_lost") == 1
+
+
+def test_what_loads_get_is_counted():
+    """Hits and misses, tokens by the tier they came from, and bytes that were read for them."""
+    world = world_with_a_on_ssd(num_slots=3)
+    load(world, A, ONES + TWOS)
+    load(world, A, ONES + TWOS, from_token=4)
+    load(world, A, [9] * 4)
+    load(world, C, [9] * 4)
+    assert (counter(world, "load_hits"), counter(world, "load_misses")) == (2, 2)
+    assert (counter(world, "load_tokens_ssd"), counter(world, "load_tokens_dram")) == (8, 4)
+    assert counter(world, "ssd_read_bytes") == 2 * SHAPE.full_bytes
+    prepare_load(world, B, THREES * 3)
+    world.finish_all(ReadBlock, IoOutcome.TRANSIENT)
+    assert counter(world, "ssd_read_bytes") >= 3 * SHAPE.full_bytes, "failed ones, too"
+    assert counter(world, "read_errors") >= 1
+
+
+def test_a_load_that_hits_says_of_which_lineage_a_session_is():
+    """A start does not know it; a load of all that is stored, and names it, proves it."""
+    world = new_world()
+    store(world, A, ONES + TWOS)
+    world.start()
+    for tokens, known in ((ONES, None), (ONES + TWOS, WHOLE)):
+        answer = world.engine.loads.prepare(A, to_bytes(tokens), 0, ENGINE_ID, lineage=WHOLE)
+        assert world.engine._state.sessions[A].lineage == known
+        world.engine.loads.complete(answer.lease_id, ENGINE_ID)
+    world.quiesce()
+
+
+def test_who_waits_for_room_is_notified_when_a_read_ends():
+    """What was read may be on_evict then, which it could not be before."""
+    world = world_with_a_on_ssd(num_slots=1)
+    pending = prepare_load(world, B, THREES)
+    world.engine.loads.complete(pending.lease_id, ENGINE_ID)
+    world.pump()
+    pending = prepare_load(world, A, ONES)
+    assert pending.lookup is Lookup.PENDING
+    assert prepare_store(world, C, [8] * 4).refused == "wait"
+    world.events.clear()
+    world.finish_io(world.io_of(ReadBlock)[0])
+    assert SpaceFreed() in world.events
+
+
+def test_asking_for_a_session_is_a_use_of_it():
+    """Be it that nothing is found, or that it takes a while to be loaded."""
+    world = new_world()
+    store(world, A, ONES)
+    for tokens in (TWOS, ONES):
+        world.now_ns += 10
+        prepare_load(world, A, tokens)
+        assert world.engine.inspection.info(A).last_access_ns == world.now_ns
+
+
+def test_a_hit_is_counted_when_it_is_answered():
+    """Once, whether it is completed or not."""
+    world = new_world()
+    store(world, A, ONES)
+    answer = prepare_load(world, A, ONES)
+    counts = [counter(world, "load_hits"), counter(world, "load_tokens_dram")]
+    assert counts == [1, 4]
+    world.engine.loads.complete(answer.lease_id, ENGINE_ID)
+    assert [counter(world, "load_hits"), counter(world, "load_tokens_dram")] == counts

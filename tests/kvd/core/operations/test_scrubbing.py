@@ -296,3 +296,34 @@ def test_a_session_that_is_unpacked_meanwhile_is_checked():
         world.pump()
         world.quiesce()
     assert step.report.ssd_blocks == 4
+
+
+def test_what_is_under_way_when_a_scrub_ends_counts_for_no_other():
+    """Its outcomes come, and mean nothing; the next scrub checks everything anew."""
+    world = world_with_one_block()
+    first = world.engine.scrubs.begin(repair=False)
+    world.engine.scrubs.step(first, ALL)
+    world.pump()
+    world.engine.scrubs.end(first)
+    assert not world.engine._state.scrubbed
+    second = world.engine.scrubs.begin(repair=False)
+    with pytest.raises(ScrubError, match="is over"):
+        world.engine.scrubs.step(first, ALL)
+    for kind in (VerifySlot, VerifyExtent):
+        world.finish_all(kind)
+    step = world.engine.scrubs.step(second, 0)
+    assert (step.done, step.report.dram_blocks, step.report.ssd_blocks) == (False, 0, 0)
+    world.engine.scrubs.step(second, ALL)
+    world.pump()
+    for kind in (VerifySlot, VerifyExtent):
+        world.finish_all(kind)
+    step = world.engine.scrubs.step(second, ALL)
+    assert (step.done, step.report.dram_blocks, step.report.ssd_blocks) == (True, 1, 1)
+
+
+def test_nobody_waits_for_a_scrub():
+    """Its reads of DRAM give way to those that loads wait for."""
+    world = world_with_one_block()
+    world.engine.scrubs.step(world.engine.scrubs.begin(repair=False), ALL)
+    world.pump()
+    assert [world.io[op_id].urgent for op_id in world.io_of(VerifySlot)] == [False]

@@ -6,6 +6,7 @@ import pytest
 
 from kvd.core.inspection.session_filter import SessionFilter
 from kvd.core.operations.sessions import EXPIRE_BATCH, RECHECK_NS
+from kvd.core.records.actions import SESSION_ENDED, Emit
 from kvd.core.records.entries import TTL_NEVER_NS, Pin
 from kvd.core.records.errors import InvalidRequestError, UnknownSessionError
 from kvd.core.records.records import Admission
@@ -17,6 +18,7 @@ from tests.kvd.core.turns import (
     TWOS,
     A,
     B,
+    counter,
     load,
     new_world,
     prepare_load,
@@ -231,3 +233,69 @@ def test_what_a_flush_would_free_is_summed_up_bit_by_bit():
     assert sum(bits) == world.engine.sessions.flush(None, dry_run=True).freed_bytes
     counted = Counter()
     assert [world.engine.sessions.freed_bytes([key], counted) for key in keys[:2]] == bits[:2]
+
+
+def test_what_goes_is_counted():
+    """Each session once, by why it went."""
+    world = new_world(default_ttl_ns=100)
+    for key in (A, B, OTHER_TENANT):
+        store(world, key, ONES)
+    assert (counter(world, "sessions_flushed"), counter(world, "sessions_expired")) == (0, 0)
+    world.engine.sessions.flush(A, dry_run=True)
+    world.engine.sessions.flush(A, dry_run=False)
+    assert (counter(world, "sessions_flushed"), counter(world, "sessions_expired")) == (1, 0)
+    expire(world, 100)
+    assert (counter(world, "sessions_flushed"), counter(world, "sessions_expired")) == (1, 2)
+
+
+@pytest.mark.parametrize("default_ttl_ns", [None, 1000])
+def test_a_ttl_that_is_set_is_looked_at_in_time(default_ttl_ns):
+    """Though the session was to be looked at later, or never."""
+    world = new_world(default_ttl_ns=default_ttl_ns)
+    store(world, A, ONES)
+    world.engine.sessions.set_ttl(A, 1)
+    assert world.engine.next_deadline_ns() == world.now_ns + 1
+    expire(world, 1)
+    assert world.engine.inspection.info(A) is None
+
+
+def test_an_ended_session_is_counted_as_ended_once_it_is_stored():
+    """Its row says so, and operators see it; a use says that it has come back."""
+    world = new_world()
+    store(world, A, ONES)
+    assert world.engine.sessions.end(A)
+    world.quiesce()
+    assert world.index.sessions[A].ended
+    assert [event.name for event in world.events if isinstance(event, Emit)][-1] == SESSION_ENDED
+    assert world.engine.inspection.info(A).ended
+    load(world, A, ONES)
+    assert not world.engine.inspection.info(A).ended
+    world.quiesce()
+    assert not world.index.sessions[A].ended
+
+
+def test_an_ended_session_is_the_first_to_go_for_its_tenants_quota():
+    """And the last again once it is used."""
+    quota = TenantLimits(quota_bytes=1 << 30)
+    world = new_world(tenant_limits=lambda _: quota)
+    store(world, A, ONES)
+    store(world, B, TWOS)
+    order = world.engine._state.tenants.order_of(A.tenant)
+    assert list(order) == [A, B]
+    world.engine.sessions.end(B)
+    assert list(order) == [B, A]
+    load(world, B, TWOS)
+    assert list(order) == [A, B]
+
+
+def test_a_soft_pin_after_a_hard_one_comes_back_to_its_tenants_order():
+    """Behind all that are not pinned; while it is hard-pinned, it is not there."""
+    quota = TenantLimits(quota_bytes=1 << 30)
+    world = new_world(tenant_limits=lambda _: quota)
+    store(world, A, ONES)
+    store(world, B, TWOS)
+    order = world.engine._state.tenants.order_of(A.tenant)
+    for pin, keys in ((Pin.HARD, [B]), (Pin.SOFT, [B, A]), (Pin.NONE, [B, A])):
+        world.engine.sessions.pin(A, pin)
+        assert list(order) == keys
+        world.pump()

@@ -2,6 +2,7 @@
 
 import pytest
 
+from kvd.core.operations.storing import MEAN_SHARE
 from kvd.core.records.actions import IoOutcome, SpaceFreed
 from kvd.core.records.entries import Pin
 from kvd.core.records.errors import InvalidRequestError, LeaseLostError, TooManyLeasesError
@@ -259,3 +260,34 @@ def test_leases_are_bounded_and_belong_to_their_engine():
     with pytest.raises(LeaseLostError):
         world.engine.loads.complete(answer.lease_id, ENGINE_ID)
     assert counter(world, "leases_lost") == 1
+
+
+def test_a_store_that_ends_wakes_who_waits():
+    """Also one that failed: its slots are free again."""
+    world = new_world(num_slots=1, num_extents=0)
+    answer = prepare_store(world, A, ONES)
+    assert prepare_store(world, B, TWOS).refused == "wait"
+    assert (counter(world, "stores_waited"), counter(world, "stores_refused")) == (1, 0)
+    world.events.clear()
+    complete_store(world, answer, success=False)
+    assert world.events == [SpaceFreed()]
+    complete_store(world, prepare_store(world, C, TWOS), success=False)
+    assert world.events == [SpaceFreed()], "nobody waits any more"
+
+
+def test_how_much_a_store_asks_for_is_known_on_average():
+    """Blocks that it gets slots for, of the last stores most."""
+    world = new_world()
+    mean = 0.0
+    for key, tokens in ((A, ONES + TWOS), (B, ONES + THREES), (C, TWOS * 3)):
+        num_new = len(prepare_store(world, key, tokens).blocks)
+        mean += MEAN_SHARE * (num_new - mean)
+        assert world.engine._state.mean_store_blocks == mean
+    assert mean > 0
+
+
+def test_of_what_is_not_stored_every_token_is_a_gap():
+    """Be it one."""
+    world = new_world()
+    answer = prepare_store(world, A, ONES, from_token=1)
+    assert (answer.refused, answer.end_token) == ("gap", 0)

@@ -7,9 +7,18 @@ from random import Random
 import pytest
 
 from kvd.core.engine import CacheEngine
-from kvd.core.records.actions import ClearSlot, DropBlock, DropSession, IoOutcome, PutSession
+from kvd.core.records.actions import (
+    RESTORED,
+    ClearSlot,
+    DropBlock,
+    DropSession,
+    Emit,
+    IoOutcome,
+    PutSession,
+)
 from kvd.core.records.entries import (
     PLAIN_SPAN_BYTES,
+    TTL_NEVER_NS,
     AdoptedSlot,
     CommittedSlot,
     IndexEntries,
@@ -334,3 +343,108 @@ def test_order_of_last_access_survives():
     store(world, C, THREES)
     assert world.engine.inspection.info(B) is None
     assert tiers_of(world, A) == ["S"]
+
+
+def restarted(world):
+    """After everything was committed."""
+    world.quiesce()
+    world.start()
+    return world.engine
+
+
+def test_pins_of_either_kind_are_counted_after_a_start():
+    """A hard-pinned session is no victim; a soft-pinned one is the last."""
+    world = new_world()
+    for key, pin in ((A, Pin.SOFT), (B, Pin.HARD), (C, Pin.NONE)):
+        store(world, key, ONES)
+        world.engine.sessions.pin(key, pin)
+    engine = restarted(world)
+    stats = engine.inspection.stats()
+    assert (stats.num_soft_pins, stats.num_hard_pins) == (1, 1)
+    assert list(engine._state.policy.victims(None, world.now_ns)) == [C, A]
+
+
+def test_orders_of_tenants_with_a_quota_survive():
+    """By last use, ended sessions before, soft-pinned ones behind, hard-pinned ones not at all."""
+    quota = TenantLimits(quota_bytes=1 << 30)
+    world = new_world(tenant_limits=lambda _: quota)
+    keys = [A._replace(session_id=name) for name in "abcde"]
+    for key in keys:
+        world.now_ns += 1
+        store(world, key, ONES)
+    world.engine.sessions.pin(keys[0], Pin.SOFT)
+    world.engine.sessions.pin(keys[1], Pin.HARD)
+    world.engine.sessions.end(keys[3])
+    engine = restarted(world)
+    order = engine._state.tenants.order_of(A.tenant)
+    assert list(order) == [keys[3], keys[2], keys[4], keys[0]]
+    assert list(engine._state.policy.victims(None, world.now_ns)) == list(order)
+
+
+def test_deadlines_survive():
+    """A session's own TTL, its tenant's, the default; never is never, and a pin stops the clock."""
+    tenants = {OTHER_TENANT.tenant: TenantLimits(ttl_ns=50)}
+    world = new_world(
+        default_ttl_ns=100, tenant_limits=lambda tenant: tenants.get(tenant, TenantLimits())
+    )
+    for key in (A, B, C, OTHER_TENANT):
+        store(world, key, ONES)
+    world.engine.sessions.set_ttl(A, 20)
+    world.engine.sessions.set_ttl(B, TTL_NEVER_NS)
+    for elapsed_ns, gone in ((20, A), (30, OTHER_TENANT), (50, C)):
+        engine = restarted(world)
+        assert engine.next_deadline_ns() == world.now_ns + elapsed_ns
+        world.now_ns += elapsed_ns
+        world.engine.expire()
+        assert world.engine.inspection.info(gone) is None
+    assert restarted(world).next_deadline_ns() is None
+    assert world.engine.inspection.keys() == [B]
+
+
+def test_a_start_says_what_it_found():
+    """Sessions, their blocks, and rows that nothing needs."""
+    world = new_world()
+    store(world, A, ONES + TWOS)
+    store(world, B, [*ONES, 3])
+    row = replace(next(iter(world.index.blocks.values())), key=b"x" * 16, extent=50)
+    world.index.blocks[row.key] = row
+    world.start()
+    (restored,) = [event for event in world.events if isinstance(event, Emit)]
+    fields = {"num_sessions": "2", "num_blocks": "3", "num_dropped_blocks": "1"}
+    assert restored == Emit(RESTORED, None, fields)
+
+
+def test_the_mean_size_of_a_session_is_known_after_a_start():
+    """From what was stored: the queue's windows are of sessions of this size."""
+    world = new_world()
+    store(world, A, ONES + TWOS + THREES)
+    store(world, B, [7] * 4)
+    mean_bytes = restarted(world).inspection.queue_stats().mean_session_bytes
+    assert mean_bytes == 2 * world.engine.layout.block_bytes
+
+
+def test_a_row_that_changes_nothing_is_not_written_again():
+    """What the index says of a session that is whole stays as it is."""
+    world = new_world()
+    store(world, A, ONES + TWOS)
+    restarted(world)
+    assert not world.index.uncommitted
+    world.engine.sessions.flush(A, dry_run=False)
+    world.pump()
+    assert [type(action) for action in world.index.uncommitted] == [
+        DropBlock,
+        DropBlock,
+        DropSession,
+    ]
+
+
+def test_a_row_that_cannot_be_is_no_reason_to_doubt_what_dram_holds():
+    """The block is used from there, and gets another place on SSD."""
+    world = new_world()
+    store(world, A, ONES)
+    (row,) = world.index.blocks.values()
+    world.index.blocks[row.key] = replace(row, extent=10**6)
+    world.start(keep_dram=True)
+    assert load(world, A, ONES).end_token == 4
+    world.quiesce()
+    assert tiers_of(world, A) == ["DS"]

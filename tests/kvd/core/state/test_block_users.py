@@ -181,3 +181,19 @@ def test_a_block_that_comes_to_ssd_late_is_evicted_in_its_turn():
     world.engine.writes.set_capacity(1)
     world.quiesce()
     assert (tiers_of(world, A), tiers_of(world, B)) == (["D"], ["DS"])
+
+
+def test_who_did_not_answer_does_when_the_others_are_gone():
+    """In each tier where the block is: else nobody could be asked to give it up."""
+    world = new_world(num_slots=2)
+    store(world, A, ONES)
+    store(world, B, ONES)
+    store(world, C, TWOS + THREES)
+    policy = world.engine._state.policy
+    assert not policy.ranks(B, Tier.DRAM), "nothing of it is in DRAM"
+    load(world, A, ONES)
+    assert not policy.ranks(B, Tier.DRAM)
+    world.engine.sessions.flush(A, dry_run=False)
+    world.pump()
+    assert policy.ranks(B, Tier.DRAM)
+    assert policy.offers(B)

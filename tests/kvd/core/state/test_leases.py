@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvd.core.records.actions import Emit
+from kvd.core.records.actions import OWNER_REATTACHED, Emit
 from kvd.core.records.errors import LeaseLostError
 from kvd.core.records.records import LeaseState
 from kvd.core.state.leases import StoreLease, move
@@ -67,6 +67,9 @@ def test_an_engine_that_comes_back_completes_its_store():
     held = [kept.lease_id, 99]
     assert world.engine.engines.reattach(ENGINE_ID, BACK, held) == ((kept.lease_id,), (99,))
     world.pump()
+    assert world.events[-1] == Emit(
+        OWNER_REATTACHED, None, {"owner": str(BACK), "num_confirmed": "1", "num_lost": "1"}
+    )
     assert world.engine.inspection.stats().num_orphan_leases == 0
     assert {record.engine_id for record in world.journal.values()} == {BACK}
     with pytest.raises(LeaseLostError):

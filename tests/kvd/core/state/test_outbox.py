@@ -4,6 +4,20 @@ from kvd.core.records.records import Tier
 from kvd.core.state.outbox import MOST_EVICTED, CacheHistograms
 from shared.types.session_key import SessionKey
 from shared.types.units import NS_PER_S
+from tests.kvd.core.turns import (
+    ENGINE_ID,
+    ONES,
+    THREES,
+    TWOS,
+    A,
+    B,
+    complete_store,
+    load,
+    new_world,
+    prepare_load,
+    prepare_store,
+    store,
+)
 
 
 def key_of(name: str) -> SessionKey:
@@ -37,3 +51,43 @@ def test_memory_is_bounded():
     assert not histograms.gone_before_asked_s.series
     histograms.on_load(key_of("1"), MOST_EVICTED)
     assert histograms.gone_before_asked_s.series
+
+
+def test_loads_and_stores_are_timed_from_the_grant_to_the_completion():
+    """Whether they succeed or not."""
+    world = new_world()
+    histograms = world.engine.inspection.histograms
+    answer = prepare_store(world, A, ONES)
+    world.now_ns += 2 * NS_PER_S
+    complete_store(world, answer)
+    world.quiesce()
+    assert values(histograms.store_s) == {(): (1, 2.0)}
+    answer = prepare_load(world, A, ONES)
+    world.now_ns += 3 * NS_PER_S
+    world.engine.loads.complete(answer.lease_id, ENGINE_ID)
+    assert values(histograms.load_s) == {(): (1, 3.0)}
+
+
+def test_misses_are_counted_by_their_reason():
+    """One for each load that gets nothing."""
+    world = new_world()
+    store(world, A, ONES)
+    for key, tokens in ((B, THREES), (A, TWOS), (A, TWOS), (A, ONES)):
+        load(world, key, tokens)
+    counts = world.engine.inspection.histograms.misses.counts
+    assert counts == {("unknown_session",): 1, ("tokens_differ",): 2}
+
+
+def test_how_long_a_session_rested_is_known_when_it_leaves_a_tier():
+    """Since its last use; and how long it was gone when it is asked for."""
+    world = new_world(num_slots=2)
+    store(world, A, ONES + TWOS)
+    world.now_ns += 5 * NS_PER_S
+    store(world, B, THREES)
+    histograms = world.engine.inspection.histograms
+    assert not histograms.rest_before_evict_s.series, "a block of it is there yet"
+    store(world, B, THREES + ONES)
+    assert values(histograms.rest_before_evict_s) == {("dram",): (1, 5.0)}
+    world.now_ns += 7 * NS_PER_S
+    load(world, A, ONES)
+    assert values(histograms.gone_before_asked_s) == {("dram",): (1, 7.0)}

@@ -51,6 +51,12 @@ def test_a_session_is_packed_when_it_has_left_dram():
     info = world.engine.inspection.info(A)
     assert (info.num_tokens, info.num_blocks, info.shared_blocks) == (9, 3, 0)
     assert info.ssd_bytes == info.total_bytes > info.dram_bytes == 0
+    blocks = world.engine.inspection.describe(A).blocks
+    assert [(b.token_offset, b.num_tokens, b.dirty, b.num_sessions) for b in blocks] == [
+        (0, 4, False, 1),
+        (4, 4, False, 1),
+        (8, 1, False, 1),
+    ]
     assert world.engine.inspection.stats().tiers[1].num_blocks == 7
     world.start()
     assert num_objects(world) == 0
@@ -282,3 +288,15 @@ def test_packing_changes_no_answer_when_ssd_is_short(steps):
 def test_packing_changes_no_answer_with_partial_blocks(steps):
     """Packed tails are packed like whole blocks."""
     live_through(steps, num_extents=200, partial=[6])
+
+
+def test_what_is_never_packed_is_not_looked_at_again():
+    """Two spans of one block: until the session is used."""
+    world = new_world(num_slots=2)
+    store(world, A, ONES + TWOS)
+    world.engine.sessions.discard(A, to_bytes(ONES + TWOS), [(1, 2)])
+    store(world, B, THREES * 2)
+    world.pump()
+    session = world.engine._state.sessions[A]
+    assert (len(session.spans), session.num_packed) == (3, 0)
+    assert A not in world.engine._state.tails._waiting

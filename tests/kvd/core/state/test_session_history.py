@@ -92,3 +92,43 @@ def test_a_tenant_leaves_no_trace():
     assert (history.of(A), history.of(B), len(history.of(OTHER_TENANT))) == ((), (), 1)
     history.forget(None)
     assert history.of(OTHER_TENANT) == ()
+
+
+def test_the_session_in_which_nothing_happened_for_longest_is_forgotten_first():
+    """Not the one that came first."""
+    history = SessionHistory(max_moves=3)
+    for number, key in enumerate((A, B, A)):
+        history.record(key, MoveKind.ENDED, number * 2 * MOMENT_NS)
+    history.record(OTHER_TENANT, MoveKind.ENDED, 9 * MOMENT_NS)
+    history.check()
+    assert [len(history.of(key)) for key in (A, B, OTHER_TENANT)] == [2, 0, 1]
+
+
+def test_what_was_forgotten_makes_room():
+    """So many moves are remembered of others then."""
+    history = SessionHistory(max_moves=2)
+    history.record(A, MoveKind.ENDED, 0)
+    history.record(A, MoveKind.ENDED, 2 * MOMENT_NS)
+    history.forget(A.tenant)
+    history.check()
+    history.record(OTHER_TENANT, MoveKind.ENDED, 0)
+    history.record(OTHER_TENANT, MoveKind.ENDED, 2 * MOMENT_NS)
+    assert len(history.of(OTHER_TENANT)) == 2
+
+
+def test_a_move_goes_on_if_no_more_than_a_moment_has_passed():
+    """Of the same kind and reason; with few others between."""
+    history = SessionHistory()
+    history.record(A, MoveKind.WRITTEN, 0, num_tokens=1)
+    history.record(A, MoveKind.WRITTEN, MOMENT_NS, num_tokens=2)
+    history.record(A, MoveKind.WRITTEN, 2 * MOMENT_NS + 1, num_tokens=4)
+    assert [move.num_tokens for move in history.of(A)] == [3, 4]
+    for reason in "abcd":
+        history.record(B, MoveKind.CUT, 0, why=reason)
+    history.record(B, MoveKind.CUT, 0, why="a", num_blocks=1)
+    history.record(B, MoveKind.PINNED, 0)
+    history.record(B, MoveKind.UNPINNED, 0)
+    history.record(B, MoveKind.CUT, 0, why="b")
+    assert [(move.why, move.num_blocks) for move in history.of(B)] == [
+        *(("a", 1), ("b", 0), ("c", 0), ("d", 0), ("", 0), ("", 0), ("b", 0))
+    ]

@@ -45,3 +45,28 @@ def test_a_block_keeps_its_place():
     queue.add(blocks[0])
     assert (queue.oldest, queue.newest) == (blocks[0], blocks[1])
     assert (list(queue), queue.num_short(0)) == (blocks, 2)
+
+
+def test_partial_blocks_take_what_is_free_in_extents_that_others_share():
+    """Only what does not fit there needs another one."""
+    extents = ExtentTable(1, SHAPE.sectors_per_extent)
+    extents.allocate(SHAPE.num_sectors(PARTIAL))
+    queue = WriteQueue(SHAPE, extents)
+    blocks = [Block(bytes([number]) * 16, PARTIAL) for number in range(2)]
+    queue.add(blocks[0])
+    assert queue.num_short(0) == 0
+    queue.add(blocks[1])
+    assert (queue.num_short(0), queue.num_short(1)) == (1, 0)
+
+
+def test_a_refused_block_waits_no_more_until_it_is_asked_for_again():
+    """The one that was refused first comes first; one that is forgotten is neither."""
+    queue, blocks = queue_of([BLOCK_TOKENS] * 3, num_extents=0)
+    for block in blocks[1:]:
+        queue.refuse(block)
+    assert (list(queue), list(queue.refused.values())) == (blocks[:1], blocks[1:])
+    queue.add(blocks[1])
+    assert (list(queue), list(queue.refused.values())) == (blocks[:2], blocks[2:])
+    for block in blocks:
+        queue.forget(block)
+    assert (list(queue), list(queue.refused), queue.num_short(0)) == ([], [], 0)

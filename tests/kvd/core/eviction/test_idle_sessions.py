@@ -1,0 +1,172 @@
+"""What is learned of idle sessions: their classes, how they age, and when there is news."""
+
+from itertools import pairwise
+
+import pytest
+
+from kvd.core.eviction.idle_sessions import (
+    LEARNED_SHARE,
+    LEAST_NEW,
+    MANY_TURNS,
+    MOST_AGED,
+    MOST_NEW,
+    TURN_GROUPS,
+    IdleSessions,
+)
+from kvd.core.eviction.return_hazards import EDGES_NS, SessionClass
+from shared.types.units import NS_PER_S
+from tests.kvd.core.eviction.sessions import key_of
+
+A, B = key_of("a"), key_of("b")
+
+
+def class_of(idle: IdleSessions, name: str = "a") -> SessionClass:
+    return idle._histories[key_of(name)].session_class
+
+
+def all_sessions(idle: IdleSessions) -> SessionClass:
+    return idle._hazards.class_of(())
+
+
+def returns(idle: IdleSessions, num_times: int, gap_ns: int = 1) -> None:
+    """One session returns so often, after so long each time."""
+    for number in range(num_times):
+        idle.idle(A, number)
+        idle.on_submit(A, number + gap_ns)
+
+
+def test_turns_are_counted_from_the_first_one_on():
+    """Also those that were submitted before anything was stored; many are many."""
+    idle = IdleSessions()
+    for _ in range(2):
+        idle.on_submit(A, 0)
+    for num_turns in range(2, len(TURN_GROUPS) + 2):
+        idle.idle(A, 0)
+        group = (*TURN_GROUPS, MANY_TURNS, MANY_TURNS)[num_turns]
+        assert class_of(idle) is idle._hazards.class_of((group, 0, 0))
+        idle.on_submit(A, 0)
+
+
+@pytest.mark.parametrize(
+    ("gap_s", "group"), [(0, 0), (1, 1), (2, 1), (4, 2), (15, 2), (16, 3), (60, 3), (64, 4)]
+)
+def test_sessions_are_of_a_class_by_how_long_they_were_idle(gap_s, group):
+    """In steps of two octaves of seconds."""
+    idle = IdleSessions()
+    idle.idle(A, 5)
+    idle.on_submit(A, 5 + gap_s * NS_PER_S)
+    idle.idle(A, 5 + gap_s * NS_PER_S)
+    assert class_of(idle) is idle._hazards.class_of((1, 0, group))
+
+
+def test_sessions_are_of_a_class_by_what_the_last_turn_stored():
+    """In octaves of tokens; a session that shrank stored nothing."""
+    idle = IdleSessions()
+    for num_tokens, group in ((100, 7), (104, 3), (104, 0), (50, 0), (51, 1)):
+        idle.on_resize(A, num_tokens)
+        assert class_of(idle) is idle._hazards.class_of((0, group, 0))
+
+
+def test_a_return_is_counted_where_it_happens():
+    """It was seen through all buckets before, and returned in that one; a busy one is not seen."""
+    idle = IdleSessions()
+    idle.idle(A, 0)
+    idle.on_submit(A, EDGES_NS[3])
+    root = all_sessions(idle)
+    assert root.seen[:5] == [1, 1, 1, 1, 0]
+    assert root.returned[:5] == [0, 0, 0, 1, 0]
+    idle.on_submit(A, EDGES_NS[9])
+    assert sum(root.seen) == 4, "it was not idle"
+    idle.idle(A, EDGES_NS[9])
+    idle.busy(A)
+    idle.on_submit(A, 2 * EDGES_NS[9])
+    assert sum(root.seen) == 4
+    idle.busy(B)
+    assert not idle.rate(B)
+
+
+@pytest.mark.parametrize(("late_ns", "num_returned"), [(-1, 1), (0, 0)])
+def test_who_returns_after_the_last_bucket_does_not_return(late_ns, num_returned):
+    """The last bucket's end is no part of it."""
+    idle = IdleSessions()
+    idle.idle(A, 0)
+    idle.on_submit(A, EDGES_NS[-1] + late_ns)
+    root = all_sessions(idle)
+    assert sum(root.returned) == num_returned
+    assert sum(root.seen) == len(EDGES_NS) - 2 + num_returned
+
+
+def test_a_session_that_nobody_asks_for_ages_to_the_end():
+    """Through each bucket once, at its edge, and then no more."""
+    idle = IdleSessions()
+    idle.idle(A, 7)
+    for number, (_, edge_ns) in enumerate(pairwise(EDGES_NS), 1):
+        assert not list(idle.aged(7 + edge_ns - 1))
+        assert list(idle.aged(7 + edge_ns)) == [A]
+        assert not list(idle.aged(7 + edge_ns))
+        assert sum(all_sessions(idle).seen) == number
+    assert not len(idle._ageing)
+    assert not sum(all_sessions(idle).returned)
+
+
+def test_a_session_in_use_does_not_age():
+    """When it is idle again, it ages from then on."""
+    idle = IdleSessions()
+    idle.idle(A, 0)
+    idle.busy(A)
+    assert not list(idle.aged(EDGES_NS[2]))
+    idle.idle(A, EDGES_NS[2])
+    assert not list(idle.aged(EDGES_NS[2] + EDGES_NS[1] - 1))
+    assert list(idle.aged(EDGES_NS[2] + EDGES_NS[1])) == [A]
+
+
+def test_so_many_sessions_age_in_one_look():
+    """The others do in the next one."""
+    idle = IdleSessions()
+    for number in range(MOST_AGED + 1):
+        idle.idle(key_of(str(number)), 0)
+    assert [len(list(idle.aged(EDGES_NS[1]))) for _ in range(3)] == [MOST_AGED, 1, 0]
+
+
+def test_there_is_news_when_a_share_of_all_that_was_seen_is_new():
+    """At least so much; what was learned is news no more."""
+    idle = IdleSessions()
+    returns(idle, LEAST_NEW - 1)
+    assert not idle.has_learned()
+    returns(idle, 1)
+    assert idle.has_learned()
+    assert not idle.has_learned()
+    num_seen = 100 * round(1 / LEARNED_SHARE)
+    returns(idle, num_seen - LEAST_NEW)
+    assert idle.has_learned()
+    returns(idle, 103)
+    assert not idle.has_learned(), f"{LEARNED_SHARE} of {num_seen + 103} are more"
+    returns(idle, 1)
+    assert idle.has_learned()
+
+
+def test_there_is_news_after_so_much_whatever_was_seen_before():
+    """However small a share it is."""
+    idle = IdleSessions()
+    idle._num_seen = idle._num_learned = 10 * round(MOST_NEW / LEARNED_SHARE)
+    returns(idle, MOST_NEW - 1)
+    assert not idle.has_learned()
+    returns(idle, 1)
+    assert idle.has_learned()
+
+
+def test_a_rate_is_known_of_idle_sessions_that_are_of_a_class():
+    """Of their bucket; it is learned anew when there is news."""
+    idle = IdleSessions()
+    assert not idle.rate(A)
+    returns(idle, LEAST_NEW)
+    idle.idle(A, 0)
+    assert idle.has_learned()
+    first = idle.rate(A)
+    assert first > 0
+    list(idle.aged(EDGES_NS[1]))
+    later = idle.rate(A)
+    assert later != first
+    assert later == idle._hazards.rates(class_of(idle))[1]
+    idle.busy(A)
+    assert not idle.rate(A)
