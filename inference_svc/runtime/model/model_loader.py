@@ -39,6 +39,7 @@ class LoadedModel:
         fingerprint: see `fingerprint`.
         context_window: tokens; UNSTATED_WINDOW if the config does not say.
         vocab_size: of the logits.
+        num_weights: as it was loaded; those that several layers have count once.
         eos_ids: tokens that end an answer.
         hashed_bytes: of weights, that were read for the fingerprint; 0 if it was remembered.
         hash_wait_s: from the end of loading to the fingerprint.
@@ -51,6 +52,7 @@ class LoadedModel:
     fingerprint: str
     context_window: int
     vocab_size: int
+    num_weights: int
     eos_ids: frozenset[int]
     device: torch.device
     dtype: torch.dtype
@@ -114,6 +116,7 @@ def describe_model(
         fingerprint=fingerprint,
         context_window=next((w for w in windows if isinstance(w, int)), UNSTATED_WINDOW),
         vocab_size=config.vocab_size,
+        num_weights=sum(weights.numel() for weights in model.parameters()),
         eos_ids=_eos_ids(model),
         device=model.device,
         dtype=model.dtype,
