@@ -6,7 +6,8 @@ bfloat16; SmolLM2-135M's layers on one core of an EPYC of Zen 4). Calls cost 10 
 so that small layers stay as they are.
 
 The packed weights take the place of the others. Only where another layer has them too, as an
-embedding that is the head, both are kept.
+embedding that is the head, both are kept. They are memory of this process, while those of a file
+may be pages of that file, which the system can drop, and share between processes.
 
 Which layers are packed follows from their shapes, and never from a measurement: else two starts of
 one model would round differently. A row's result hardly depends on the rows beside it: one kernel
