@@ -1,9 +1,9 @@
 """PackedLinear: a linear layer whose weights lie in the order in which its kernel reads them.
 
 `torch.nn.functional.linear` reads weights as they were stored, and rearranges them in every step.
-oneDNN does that once; then its product takes 0.4 to 0.7 of the time from 1 to 512 rows (float32,
-bfloat16; SmolLM2-135M's layers on one core of an EPYC of Zen 4). Calls cost 10 microseconds more,
-so that small layers stay as they are.
+oneDNN does that once; then its product takes 0.4 to 0.7 of the time from 1 to 256 rows in float32,
+0.6 to 0.9 in bfloat16 (SmolLM2-135M's layers on one core of an EPYC). Calls cost 10 microseconds
+more, so that small layers stay as they are.
 
 The packed weights take the place of the others. Only where another layer has them too, as an
 embedding that is the head, both are kept. They are memory of this process, while those of a file
