@@ -89,6 +89,8 @@ class ModelSettings(Section):
         device: PyTorch's name of the device that computes.
         threads: number of threads that compute; 0: as many as PyTorch chooses.
         attention: how attention is computed; "auto": the best there is for the device.
+        packed_weights: whether weights are put in the order in which the kernel reads them. "auto":
+            where there is such a kernel, and the model is proven to answer as before.
         positions: how stored KV is positioned. "decoupled": embedded when loaded, so that a context
             that overflowed keeps the rest of its KV; "coupled": as it was cached; "auto": decoupled
             if the model can.
@@ -99,6 +101,7 @@ class ModelSettings(Section):
     device: str = "cpu"
     threads: int = Field(default=0, ge=0, le=1024)
     attention: Literal["auto", "torch"] = "auto"
+    packed_weights: Literal["auto", "off"] = "auto"
     positions: Literal["auto", "decoupled", "coupled"] = "auto"
 
 

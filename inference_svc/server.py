@@ -93,11 +93,14 @@ def _load(settings: ModelSettings, path: Path, digests: Path) -> "Model":
     from inference_svc.runtime.calibration.calibration import calibrate
     from inference_svc.runtime.calibration.sinks import find_sinks
     from inference_svc.runtime.model.model_loader import load_model
+    from inference_svc.runtime.model.packed_linear import packed_bytes
 
     if settings.threads:
         torch.set_num_threads(settings.threads)
     loaded = load_model(path, settings.dtype, settings.device, digests)
-    calibration = calibrate(loaded, settings.positions)
+    calibration = calibrate(
+        loaded, settings.positions, packs_weights=settings.packed_weights == "auto"
+    )
     sink_tokens = find_sinks(loaded, calibration)
     log.info(
         "model_fingerprinted",
@@ -109,6 +112,7 @@ def _load(settings: ModelSettings, path: Path, digests: Path) -> "Model":
         "model_calibrated",
         attention_mode=calibration.mode,
         positions=calibration.positions,
+        packed_bytes=packed_bytes(loaded.model),
         sink_tokens=sink_tokens,
         not_taken=calibration.notes,
     )

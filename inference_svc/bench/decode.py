@@ -26,6 +26,7 @@ from inference_svc.bench.local_engine import LocalEngine, TurnTimes, running_eng
 from inference_svc.bench.options import DecodeOptions, RunOptions
 from inference_svc.bench.workspace import Workspace
 from inference_svc.runtime.model.model_loader import LoadedModel
+from inference_svc.runtime.model.packed_linear import PackedLinear, packed_bytes
 
 ATTENTION = "sdpa"
 
@@ -46,10 +47,15 @@ class _Clock(StoppingCriteria):
 
 
 class StockModel:
-    """The model with its own attention and cache; the weights are shared."""
+    """The model with its own attention and cache; weights are shared, but for packed ones."""
 
     def __init__(self, loaded: LoadedModel) -> None:
         shared: dict[int, Any] = {id(weights): weights for weights in loaded.model.parameters()}
+        shared |= {
+            id(layer): layer.unpacked()
+            for layer in loaded.model.modules()
+            if isinstance(layer, PackedLinear)
+        }
         self._model = copy.deepcopy(loaded.model, shared)
         self._model.set_attn_implementation(ATTENTION)
         self._device = loaded.device
@@ -242,7 +248,7 @@ def decode_tokens_per_s(answers: list[TurnTimes]) -> float:
 def _step_bytes(work: Workspace, options: DecodeOptions, batch: int) -> int:
     """Weights (of the embedding only the rows of the batch) and the KV in the middle of the run."""
     model = work.model.loaded.model
-    weights = sum(part.nbytes for part in model.parameters())
+    weights = packed_bytes(model) + sum(part.nbytes for part in model.parameters())
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     if embedding is not None and (head is None or embedding.weight is not head.weight):
         weights -= embedding.weight.nbytes

@@ -55,7 +55,7 @@ def run(part: Part, choice: ModelChoice, options: RunOptions) -> Report:
         torch.set_num_threads(choice.threads)
     options.on_progress("loading the model")
     loaded = chosen_model(choice, window)
-    model = Model(loaded, calibrate(loaded))
+    model = Model(loaded, calibrate(loaded, packs_weights=True))
     report = Report(
         part=name,
         metric=metric,

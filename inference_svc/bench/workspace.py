@@ -144,7 +144,7 @@ def subject_of(model: Model, choice: ModelChoice) -> Subject:
         architecture=loaded.architecture,
         random=choice.path is None,
         layers=len(layout.layers),
-        num_weights=sum(weights.numel() for weights in loaded.model.parameters()),
+        num_weights=loaded.num_weights,
         dtype=str(loaded.dtype).removeprefix("torch."),
         device=str(loaded.device),
         threads=torch.get_num_threads(),

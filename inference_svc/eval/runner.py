@@ -67,7 +67,7 @@ def subject_of(model: EvalModel) -> Subject:
         architecture=loaded.architecture,
         attention_mode=calibration.mode,
         sink_tokens=model.sink_tokens,
-        num_weights=sum(weights.numel() for weights in loaded.model.parameters()),
+        num_weights=loaded.num_weights,
         dtype=str(loaded.dtype).removeprefix("torch."),
         device=str(loaded.device),
         threads=torch.get_num_threads(),

@@ -1,8 +1,9 @@
 """Calibration: find out how a model caches keys by running it, and prove that we run it right.
 
-Frequencies that follow the length of a sequence are frozen first (`rope_tables.py`). Modes are
-tried in the order of their speed (`recipes.Mode`); the first that is proven is taken. Each attempt
-has these steps:
+Frequencies that follow the length of a sequence are frozen first (`rope_tables.py`), and weights
+are packed once the stock model has answered with those it came with (`packed_linear.py`). Modes
+are tried in the order of their speed (`recipes.Mode`); the first that is proven is taken. Each
+attempt has these steps:
 
 1. *Probe* (`mode_probe.py`): a forward of a few tokens under capture records what each layer
    caches, which apply call made it, and what each attention call may see. In a second one the
@@ -35,6 +36,8 @@ from inference_svc.runtime.calibration.proof import prove
 from inference_svc.runtime.calibration.rope_tables import freeze_rotary
 from inference_svc.runtime.calibration.stock import (
     SAME,
+    StockLogits,
+    answers_as,
     can_set_attention,
     distance,
     stock_attentions,
@@ -45,6 +48,7 @@ from inference_svc.runtime.kv.sequence_kv import LayerShape
 from inference_svc.runtime.model import capture
 from inference_svc.runtime.model.capture import ForwardCall
 from inference_svc.runtime.model.model_loader import LoadedModel
+from inference_svc.runtime.model.packed_linear import pack_weights, unpack_weights
 from inference_svc.runtime.model.refusals import (
     FINAL,
     REMEDY,
@@ -68,13 +72,17 @@ PositionsChoice = Literal["auto", "decoupled", "coupled", "naive"]
 MIN_CONTEXT_WINDOW = 32  # tokens; below it there is nothing to probe with
 
 
-def calibrate(loaded: LoadedModel, positions: PositionsChoice = "auto") -> Calibration:
+def calibrate(
+    loaded: LoadedModel, positions: PositionsChoice = "auto", *, packs_weights: bool = False
+) -> Calibration:
     """Calibrate a model and leave it set to the attention of its mode.
 
     Args:
         loaded: the model.
         positions: how stored KV has its positions, see `Calibration.positions`. "auto": decoupled
             if that is proven, else coupled.
+        packs_weights: let packed layers take the place of its linear ones, if its answers stay as
+            they are; all that follows is proven with them.
 
     Raises:
         UnsupportedModelError: one of `refusals`; if no mode is proven, with the reason for each.
@@ -83,6 +91,8 @@ def calibrate(loaded: LoadedModel, positions: PositionsChoice = "auto") -> Calib
     with refused_if_it_fails(loaded, "at all"):
         freeze_rotary(loaded)
         reference = stock_logits(loaded)
+    if packs_weights:
+        _pack_weights(loaded, reference)
     capture.install(loaded.model)
     refused = _Refused(loaded.architecture)
     for mode, attention in _ways(loaded):
@@ -100,6 +110,18 @@ def calibrate(loaded: LoadedModel, positions: PositionsChoice = "auto") -> Calib
             f"answers of {loaded.architecture} depend on tokens after them: an encoder", REMEDY
         )
     raise refused.error(is_stateful=_is_stateful(loaded))
+
+
+def _pack_weights(loaded: LoadedModel, reference: StockLogits) -> None:
+    """Pack the model's weights, unless it then fails or answers otherwise."""
+    if not pack_weights(loaded.model):
+        return
+    try:
+        is_same_model = answers_as(loaded, reference)
+    except Exception:  # noqa: BLE001 - what models do with their layers is too much to foresee
+        is_same_model = False
+    if not is_same_model:
+        unpack_weights(loaded.model)
 
 
 class _Refused:

@@ -83,9 +83,9 @@ def stock_logits(loaded: LoadedModel) -> StockLogits:
     """
     with _stock_attention(loaded.model):
         token_ids = torch.tensor([proof_tokens(loaded)], device=loaded.device)
-        whole: Tensor = loaded.model(input_ids=token_ids, use_cache=False).logits[0]
+        whole = _whole_logits(loaded, token_ids)
         half = token_ids.shape[1] // 2
-        part: Tensor = loaded.model(input_ids=token_ids[:, :half], use_cache=False).logits[0]
+        part = _whole_logits(loaded, token_ids[:, :half])
         is_causal = is_same(part, whole[:half], loaded.dtype)
         try:
             stored = token_ids.shape[1] - NOT_STORED
@@ -94,6 +94,21 @@ def stock_logits(loaded: LoadedModel) -> StockLogits:
         except Exception:  # noqa: BLE001 - caches differ too much to foresee what they cannot do
             truncated = None
     return StockLogits(whole.float().cpu(), truncated, is_causal)
+
+
+@torch.inference_mode()
+def answers_as(loaded: LoadedModel, reference: StockLogits) -> bool:
+    """Whether the stock model still answers as it did; raises whatever the model raises."""
+    with _stock_attention(loaded.model):
+        token_ids = torch.tensor([proof_tokens(loaded)], device=loaded.device)
+        whole = _whole_logits(loaded, token_ids)
+    return is_same(whole.float().cpu(), reference.whole, loaded.dtype)
+
+
+def _whole_logits(loaded: LoadedModel, token_ids: Tensor) -> Tensor:
+    """Return the logits of every token of [1, tokens], [tokens, vocab]."""
+    logits: Tensor = loaded.model(input_ids=token_ids, use_cache=False).logits[0]
+    return logits
 
 
 def _truncated_logits(model: Any, token_ids: Tensor, num_stored: int, dropped: int) -> Tensor:

@@ -39,6 +39,7 @@ class LoadedModel:
         fingerprint: 128-bit digest in hex, see `fingerprint.py`.
         context_window: most tokens of a context; UNSTATED_WINDOW if the config does not say.
         vocab_size: width of the logits.
+        num_weights: weights as they were loaded; those that several layers have count once.
         eos_ids: ids of the tokens that end an answer.
         device: where the weights are.
         dtype: the weights' element type.
@@ -53,6 +54,7 @@ class LoadedModel:
     fingerprint: str
     context_window: int
     vocab_size: int
+    num_weights: int
     eos_ids: frozenset[int]
     device: torch.device
     dtype: torch.dtype
@@ -116,6 +118,7 @@ def describe_model(
         fingerprint=fingerprint,
         context_window=next((w for w in windows if isinstance(w, int)), UNSTATED_WINDOW),
         vocab_size=config.vocab_size,
+        num_weights=sum(weights.numel() for weights in model.parameters()),
         eos_ids=_eos_ids(model),
         device=model.device,
         dtype=model.dtype,

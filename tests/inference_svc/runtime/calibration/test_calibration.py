@@ -2,11 +2,13 @@
 
 import pytest
 import torch
+from transformers.models.llama.modeling_llama import LlamaMLP
 
 from inference_svc.core.errors import UnsupportedModelError
 from inference_svc.demo.servers import MODEL_DIR
 from inference_svc.runtime.calibration.calibration import calibrate
 from inference_svc.runtime.model.model_loader import UNSTATED_WINDOW, describe_model, load_model
+from inference_svc.runtime.model.packed_linear import packed_bytes
 
 
 def calibrated(model, positions="auto"):
@@ -167,3 +169,25 @@ def test_calibrating_twice_is_harmless(build):
     """A model may be calibrated again, as by a second service in the same process."""
     loaded = describe_model(build("llama"), tokenizer=None, name="tiny", fingerprint="0")
     assert calibrate(loaded).layout == calibrate(loaded).layout
+
+
+def test_packed_weights_are_taken_and_proven():
+    loaded = load_model(MODEL_DIR, "float32")
+    assert calibrate(loaded, packs_weights=True).mode == "ragged"
+    assert packed_bytes(loaded.model)
+
+
+class _ChoosyMlp(LlamaMLP):
+    """Wants layers of torch's own class."""
+
+    def forward(self, x):
+        return super().forward(x) if isinstance(self.gate_proj, torch.nn.Linear) else x
+
+
+def test_weights_stay_where_packed_ones_change_the_answer():
+    loaded = load_model(MODEL_DIR, "float32")
+    head = loaded.model.lm_head.weight.clone()
+    loaded.model.model.layers[0].mlp.__class__ = _ChoosyMlp
+    calibrate(loaded, packs_weights=True)
+    assert not packed_bytes(loaded.model)
+    assert torch.equal(loaded.model.lm_head.weight, head)

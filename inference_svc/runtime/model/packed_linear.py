@@ -1,0 +1,125 @@
+"""PackedLinear: a linear layer whose weights lie in the order in which its kernel reads them.
+
+`torch.nn.functional.linear` reads weights as they were stored, and rearranges them in every step.
+oneDNN does that once; then its product takes 0.4 to 0.7 of the time from 1 to 256 rows in float32,
+0.6 to 0.9 in bfloat16 (SmolLM2-135M's layers on one core of an EPYC). Calls cost 10 microseconds
+more, so that small layers stay as they are.
+
+The packed weights take the place of the others. Only where another layer has them too, as an
+embedding that is the head, both are kept. They are memory of this process, while those of a file
+may be pages of that file, which the system can drop, and share between processes.
+
+Which layers are packed follows from their shapes, and never from a measurement: else two starts of
+one model would round differently. A row's result hardly depends on the rows beside it: one kernel
+has all row counts, and differs in the last bit at one row of some shapes.
+
+Knows `torch.nn.Linear`, and no model.
+"""
+
+from typing import Any, TypeGuard
+
+import torch
+from torch import Tensor, nn
+
+MIN_WEIGHTS = 2**16  # of a layer; below, eight rows take as long either way, and one row longer
+
+
+class PackedLinear(nn.Module):
+    """Stands in for a `torch.nn.Linear`; states are [..., in_features] of any strides."""
+
+    packed: Tensor  # a buffer, of a layout that torch cannot look into
+
+    def __init__(self, linear: nn.Linear) -> None:
+        """Pack the weights of `linear`, which stays as it is.
+
+        Raises:
+            whatever torch raises where it cannot: see `can_pack`.
+        """
+        super().__init__()
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        kernels = torch.ops.mkldnn  # torch's own compiler calls them; they have no public name
+        packed = kernels._reorder_linear_weight.default(linear.weight.detach(), None)  # noqa: SLF001
+        self.register_buffer("packed", packed, persistent=False)
+        self.bias = linear.bias
+        self._multiply = kernels._linear_pointwise.default  # noqa: SLF001
+        # What its kernel takes behind the states; "none": no activation behind the product.
+        self._operands: tuple[Any, ...] = (packed, linear.bias, "none", [], "")
+
+    @property
+    def weight(self) -> Tensor:
+        """A copy of the weights as they were, for models that look at them."""
+        return self.packed.to_dense()
+
+    def forward(self, states: Tensor) -> Tensor:
+        """Return the products, [..., out_features]."""
+        products: Tensor = self._multiply(states, *self._operands)
+        return products
+
+    def unpacked(self) -> nn.Linear:
+        """Make the layer that this one stands in for, with weights of its own."""
+        weight = self.weight
+        linear = nn.Linear(
+            self.in_features, self.out_features, bias=False, device="meta", dtype=weight.dtype
+        )
+        linear.weight = nn.Parameter(weight, requires_grad=False)
+        linear.bias = self.bias
+        return linear
+
+
+def can_pack(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether torch has the kernel, for tensors of this device and dtype."""
+    try:
+        linear = nn.Linear(4, 4, device=device, dtype=dtype)
+        PackedLinear(linear)(torch.zeros(1, 4, device=device, dtype=dtype))
+    except (AttributeError, NotImplementedError, RuntimeError):
+        return False
+    return True
+
+
+@torch.no_grad()
+def pack_weights(model: nn.Module) -> int:
+    """Put packed layers in the place of a model's large linear ones, one after the other.
+
+    Layers of other classes stay, also those derived from `torch.nn.Linear`, and layers with hooks.
+
+    Returns:
+        bytes of packed weights; 0 where torch has no kernel.
+    """
+    some = next(iter(model.parameters()))
+    if not can_pack(some.device, some.dtype):
+        return 0
+    made: dict[nn.Module, PackedLinear] = {}  # a layer may be in several places
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if child not in made and _is_worth_it(child):
+                made[child] = PackedLinear(child)
+            if child in made:
+                setattr(parent, name, made[child])
+    return packed_bytes(model)
+
+
+def unpack_weights(model: nn.Module) -> None:
+    """Undo `pack_weights`; the weights are the same to the bit."""
+    made: dict[nn.Module, nn.Linear] = {}
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if isinstance(child, PackedLinear):
+                made.setdefault(child, child.unpacked())
+                setattr(parent, name, made[child])
+
+
+def packed_bytes(model: nn.Module) -> int:
+    """Bytes of a model's packed weights."""
+    return sum(
+        part.packed.numel() * part.packed.itemsize
+        for part in model.modules()
+        if isinstance(part, PackedLinear)
+    )
+
+
+def _is_worth_it(part: nn.Module) -> TypeGuard[nn.Linear]:
+    return (
+        type(part) is nn.Linear
+        and part.weight.numel() >= MIN_WEIGHTS
+        and not (part._forward_hooks or part._forward_pre_hooks)  # noqa: SLF001
+    )

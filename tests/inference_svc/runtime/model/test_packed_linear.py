@@ -1,0 +1,106 @@
+"""Packed layers compute what the layers do that they stand in for, and give them back."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from inference_svc.runtime.model.packed_linear import (
+    MIN_WEIGHTS,
+    PackedLinear,
+    can_pack,
+    pack_weights,
+    packed_bytes,
+    unpack_weights,
+)
+
+CPU = torch.device("cpu")
+WIDE = 2 * MIN_WEIGHTS // 256  # outputs of a layer of 256 inputs that is packed
+
+
+class _Model(nn.Module):
+    """Large and small layers, one of another class, one in two places, one with tied weights."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(3)
+        self.embedding = nn.Embedding(WIDE, 256)
+        self.inner = nn.ModuleList([nn.Linear(256, 256), nn.Linear(256, 8), nn.Linear(8, 256)])
+        self.again = self.inner[0]
+        self.projection = _Projection(256, 256)
+        self.head = nn.Linear(256, WIDE, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, token_ids):
+        states = self.projection(self.again(self.embedding(token_ids)))
+        for layer in self.inner:
+            states = layer(states)
+        return self.head(states)
+
+
+class _Projection(nn.Linear):
+    """A class of its own, which may compute something else."""
+
+
+@pytest.fixture
+def model():
+    return _Model().eval().requires_grad_(requires_grad=False)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rows", [1, 2, 7, 64])
+def test_products_are_those_of_the_layer_but_for_rounding(dtype, rows):
+    torch.manual_seed(rows)
+    linear = nn.Linear(300, 257).to(dtype)
+    states = torch.randn(1, 300, rows, dtype=dtype).transpose(1, 2)
+    with torch.inference_mode():
+        products, expected = PackedLinear(linear)(states), linear(states)
+    assert products.shape == expected.shape == (1, rows, 257)
+    torch.testing.assert_close(
+        products, expected, rtol=2e-2, atol=2e-2 if dtype.itemsize < 4 else 1e-5
+    )
+
+
+def test_a_rows_products_do_not_depend_on_the_rows_beside_it():
+    torch.manual_seed(0)
+    layer, states = PackedLinear(nn.Linear(576, 192)), torch.randn(300, 576)
+    with torch.inference_mode():
+        whole = layer(states)
+        assert all(torch.equal(layer(states[:rows]), whole[:rows]) for rows in (1, 2, 8, 17, 128))
+
+
+def test_large_layers_alone_are_packed(model):
+    token_ids, before = torch.tensor([[1, 2, 3]]), copy.deepcopy(model)
+    num_bytes = pack_weights(model)
+    assert num_bytes == packed_bytes(model) == 4 * (256 * 256 + 256 * WIDE)
+    kinds = [type(part) for part in (*model.inner, model.projection, model.head)]
+    assert kinds == [PackedLinear, nn.Linear, nn.Linear, _Projection, PackedLinear]
+    assert model.again is model.inner[0]
+    torch.testing.assert_close(model(token_ids), before(token_ids))
+    assert torch.equal(model.embedding.weight, before.embedding.weight)
+
+
+def test_unpacked_weights_are_those_that_were_packed(model):
+    before = copy.deepcopy(model)
+    pack_weights(model)
+    assert torch.equal(model.head.weight, before.head.weight)
+    unpack_weights(model)
+    assert packed_bytes(model) == 0
+    assert model.again is model.inner[0]
+    found = model.state_dict()
+    assert all(torch.equal(found[name], weights) for name, weights in before.state_dict().items())
+
+
+def test_a_layer_with_hooks_stays(model):
+    model.head.register_forward_hook(lambda *_: None)
+    pack_weights(model)
+    assert type(model.head) is nn.Linear
+
+
+def test_where_torch_has_no_kernel_everything_stays(model):
+    assert can_pack(CPU, torch.float32)
+    assert not can_pack(CPU, torch.float64)
+    assert not can_pack(torch.device("meta"), torch.float32)
+    assert pack_weights(model.double()) == 0
+    assert type(model.head) is nn.Linear
