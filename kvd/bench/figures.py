@@ -76,8 +76,8 @@ class QueueCosts:
     Attributes:
         num_jobs: that wait.
         policy: of the eviction.
-        full_s: all of it at once.
-        change_s: one job leaves and one joins.
+        full_s: of a processor, for all of it at once.
+        change_s: the same, for one job that leaves and one that joins.
     """
 
     num_jobs: int

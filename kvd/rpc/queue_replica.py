@@ -192,7 +192,7 @@ def _waiting(message: pb.QueueSnapshot, model: str) -> list[QueuedRequest]:
     ranks = zip(map(neg, priorities), tags, jobs.numbers, strict=True)
     history_tokens = _column(jobs.history_tokens, num_jobs, 0)
     rows = zip(ranks, _keys(message, jobs, model), history_tokens, strict=True)
-    return list(map(QueuedRequest._make, rows))
+    return list(map(partial(tuple.__new__, QueuedRequest), rows))  # `_make` takes twice as long
 
 
 def _keys(message: pb.QueueSnapshot, jobs: pb.QueueJobs, model: str) -> list[SessionKey]:
@@ -203,7 +203,7 @@ def _keys(message: pb.QueueSnapshot, jobs: pb.QueueJobs, model: str) -> list[Ses
     session_ids = jobs.session_ids[:]
     if len(session_ids) != len(jobs.numbers):
         raise _nonsense(f"{len(jobs.numbers)} jobs of {len(session_ids)} sessions", EQUAL_COLUMNS)
-    return session_keys([names[index] for index in indexes], model, session_ids)
+    return session_keys(list(map(names.__getitem__, indexes)), model, session_ids)
 
 
 def _column(values: Sequence[Number], num_jobs: int, default: Number) -> Sequence[Number]:

@@ -140,10 +140,9 @@ class TurnLog:
     def queue_replaced(self, owner: int, jobs: QueueChange, now_ns: int) -> None:
         """Note all of an engine's queue: O(jobs)."""
         before = self._arrivals.get(owner, {})
-        self._arrivals[owner] = {
-            job.rank[2]: before.get(job.rank[2]) or (now_ns, job.history_tokens)
-            for job in jobs.waiting
-        }
+        arrivals = {rank[2]: (now_ns, history_tokens) for rank, _, history_tokens in jobs.waiting}
+        arrivals.update({number: before[number] for number in before.keys() & arrivals.keys()})
+        self._arrivals[owner] = arrivals
         self._started(owner, jobs, before, now_ns)
 
     def queue_changed(self, owner: int, change: QueueChange, now_ns: int) -> None:

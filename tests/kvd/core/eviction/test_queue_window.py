@@ -1,6 +1,7 @@
 """The queues of all engines in one order."""
 
 from collections import Counter
+from collections.abc import Collection
 from dataclasses import replace
 
 import pytest
@@ -34,9 +35,9 @@ class Window:
         self.told: Counter[str] = Counter()
         self.queue = QueueWindow(self._changed)
 
-    def _changed(self, key: SessionKey) -> None:
+    def _changed(self, keys: Collection[SessionKey]) -> None:
         self.queue.check()  # it is told after the whole change
-        self.told[key.session_id] += 1
+        self.told.update(key.session_id for key in keys)
 
     def replace(self, owner: int, *jobs: QueuedRequest, running=(), now_ns=0, interval_ns=0) -> int:
         self.told.clear()
