@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from inference_svc.service_assembly import ServiceParts
 
 DIGESTS_FILE = "weights.json"  # in the state directory: digests of what was served before
+PROOFS_FILE = "calibrations.json"  # in the state directory: what was proven of models before
 STOP_GRACE_S = 1.0  # for RPCs that have been answered to reach their clients
 
 log = get_logger(__name__)
@@ -64,8 +65,7 @@ def run(
     transcripts.open()
     tracing = start_tracing(settings.tracing, "inference-svc", __version__)
     try:
-        digests = settings.server.state_dir / DIGESTS_FILE
-        model = _load(settings.model, settings.model.path, digests)
+        model = _load(settings.model, settings.model.path, settings.server.state_dir)
         live = LiveSettings(loaded, read_again, LIVE_KEYS)
         uvloop.run(_serve(live, model, transcripts))
     except BaseExceptionGroup as failed:  # a task group's: also of what refuses a start
@@ -86,19 +86,19 @@ def _refusal_in(failed: BaseExceptionGroup[BaseException]) -> ConfigError | None
     return found if isinstance(found, ConfigError) else None
 
 
-def _load(settings: ModelSettings, path: Path, digests: Path) -> "Model":
+def _load(settings: ModelSettings, path: Path, state_dir: Path) -> "Model":
     import torch
 
     from inference_svc.assembly import Model
-    from inference_svc.runtime.calibration.calibration import calibrate
-    from inference_svc.runtime.calibration.sinks import find_sinks
+    from inference_svc.runtime.calibration.remembered_proofs import calibrate_once
     from inference_svc.runtime.model.model_loader import load_model
 
     if settings.threads:
         torch.set_num_threads(settings.threads)
-    loaded = load_model(path, settings.dtype, settings.device, digests)
-    calibration = calibrate(loaded, settings.positions)
-    sink_tokens = find_sinks(loaded, calibration)
+    loaded = load_model(path, settings.dtype, settings.device, state_dir / DIGESTS_FILE)
+    calibration, sink_tokens, was_proven = calibrate_once(
+        loaded, settings.positions, state_dir / PROOFS_FILE
+    )
     log.info(
         "model_fingerprinted",
         fingerprint=loaded.fingerprint,
@@ -110,6 +110,7 @@ def _load(settings: ModelSettings, path: Path, digests: Path) -> "Model":
         attention_mode=calibration.mode,
         positions=calibration.positions,
         sink_tokens=sink_tokens,
+        was_proven=was_proven,
         not_taken=calibration.notes,
     )
     return Model(loaded, calibration, sink_tokens)

@@ -102,6 +102,31 @@ def calibrate(loaded: LoadedModel, positions: PositionsChoice = "auto") -> Calib
     raise refused.error(is_stateful=_is_stateful(loaded))
 
 
+def calibration_by(
+    loaded: LoadedModel, mode: Mode, attention: str, positions: Positions, notes: tuple[str, ...]
+) -> Calibration:
+    """Find out how a model caches keys in a mode that is named, and prove nothing.
+
+    The model is left set to this attention.
+
+    Args:
+        loaded: the model.
+        mode: to be probed.
+        attention: name of the attention function that it runs with.
+        positions: of stored KV.
+        notes: of the calibration.
+
+    Raises:
+        UnsupportedModelError: if the mode is none for this model.
+    """
+    with refused_if_it_fails(loaded, "at all"):
+        freeze_rotary(loaded)
+    capture.install(loaded.model)
+    probe = probe_mode(loaded, mode, attention)
+    use_attention(loaded.model, attention)
+    return _calibration(loaded, mode, probe, positions, notes)
+
+
 class _Refused:
     """What was tried, and why it was not taken."""
 
