@@ -21,7 +21,7 @@ from inference_svc.service.listening import GrpcServers, prepare_sockets
 from shared.access.clients import ClientBook, Clients
 from shared.config.reload import LiveSettings
 from shared.config.settings import LoadedSettings
-from shared.process import systemd
+from shared.process import memory, systemd
 from shared.process.dumps import forbid_dumps
 from shared.process.log import get_logger
 from shared.serving.tracing import start_tracing
@@ -65,7 +65,8 @@ def run(
     transcripts.open()
     tracing = start_tracing(settings.tracing, "inference-svc", __version__)
     try:
-        model = _load(settings.model, settings.model.path, settings.server.state_dir)
+        with memory.building_up():  # the collector would take a sixth of the time of the imports
+            model = _load(settings.model, settings.model.path, settings.server.state_dir)
         live = LiveSettings(loaded, read_again, LIVE_KEYS)
         uvloop.run(_serve(live, model, transcripts))
     except BaseExceptionGroup as failed:  # a task group's: also of what refuses a start

@@ -25,9 +25,9 @@ from kvd.bench.options import SMALL_LAYOUT, BenchOptions
 from kvd.core.engine import CacheEngine
 from kvd.core.eviction.policies import POLICIES
 from kvd.core.state.limits import Limits, TenantLimits
-from kvd.host import memory
 from kvd.tiers.faults import NoFaults
 from kvd.tiers.manifest import Manifest
+from shared.process import memory
 from shared.types.units import NS_PER_S
 
 POLICY = "predictive"  # the default one
