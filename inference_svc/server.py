@@ -21,7 +21,7 @@ from inference_svc.service.listening import GrpcServers, prepare_sockets
 from shared.access.clients import ClientBook, Clients
 from shared.config.reload import LiveSettings
 from shared.config.settings import LoadedSettings
-from shared.process import systemd
+from shared.process import memory, systemd
 from shared.process.dumps import forbid_dumps
 from shared.process.log import get_logger
 from shared.serving.tracing import start_tracing
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from inference_svc.service_assembly import ServiceParts
 
 DIGESTS_FILE = "weights.json"  # in the state directory: digests of what was served before
+PROOFS_FILE = "calibrations.json"  # in the state directory: what was proven of models before
 STOP_GRACE_S = 1.0  # for RPCs that have been answered to reach their clients
 
 log = get_logger(__name__)
@@ -64,8 +65,8 @@ def run(
     transcripts.open()
     tracing = start_tracing(settings.tracing, "inference-svc", __version__)
     try:
-        digests = settings.server.state_dir / DIGESTS_FILE
-        model = _load(settings.model, settings.model.path, digests)
+        with memory.building_up():  # the collector would take a sixth of the time of the imports
+            model = _load(settings.model, settings.model.path, settings.server.state_dir)
         live = LiveSettings(loaded, read_again, LIVE_KEYS)
         uvloop.run(_serve(live, model, transcripts))
     except BaseExceptionGroup as failed:  # a task group's: also of what refuses a start
@@ -86,22 +87,23 @@ def _refusal_in(failed: BaseExceptionGroup[BaseException]) -> ConfigError | None
     return found if isinstance(found, ConfigError) else None
 
 
-def _load(settings: ModelSettings, path: Path, digests: Path) -> "Model":
+def _load(settings: ModelSettings, path: Path, state_dir: Path) -> "Model":
     import torch
 
     from inference_svc.assembly import Model
-    from inference_svc.runtime.calibration.calibration import calibrate
-    from inference_svc.runtime.calibration.sinks import find_sinks
+    from inference_svc.runtime.calibration.remembered_proofs import calibrate_once
     from inference_svc.runtime.model.model_loader import load_model
     from inference_svc.runtime.model.packed_linear import packed_bytes
 
     if settings.threads:
         torch.set_num_threads(settings.threads)
-    loaded = load_model(path, settings.dtype, settings.device, digests)
-    calibration = calibrate(
-        loaded, settings.positions, packs_weights=settings.packed_weights == "auto"
+    loaded = load_model(path, settings.dtype, settings.device, state_dir / DIGESTS_FILE)
+    calibration, sink_tokens, was_proven = calibrate_once(
+        loaded,
+        settings.positions,
+        state_dir / PROOFS_FILE,
+        packs_weights=settings.packed_weights == "auto",
     )
-    sink_tokens = find_sinks(loaded, calibration)
     log.info(
         "model_fingerprinted",
         fingerprint=loaded.fingerprint,
@@ -114,6 +116,7 @@ def _load(settings: ModelSettings, path: Path, digests: Path) -> "Model":
         positions=calibration.positions,
         packed_bytes=packed_bytes(loaded.model),
         sink_tokens=sink_tokens,
+        was_proven=was_proven,
         not_taken=calibration.notes,
     )
     return Model(loaded, calibration, sink_tokens)

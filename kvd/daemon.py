@@ -28,7 +28,6 @@ from kvd.config import Settings
 from kvd.engines.attached import Engines
 from kvd.engines.data_socket import DataSocket
 from kvd.errors import BrokenError
-from kvd.host import memory
 from kvd.host.clock import META_NAME, SAVE_EVERY_S, Clock, read_boot_id, resume_clock
 from kvd.host.directories import check_socket_paths, claim_directory, let_others_enter
 from kvd.rpc.access import Access
@@ -41,7 +40,7 @@ from kvd.tiers.faults import Faults, NoFaults
 from kvd.tiers.manifest import Manifest
 from kvd.wire.events import EventHub
 from shared.config.reload import Changes, LiveSettings
-from shared.process import systemd
+from shared.process import memory, systemd
 from shared.process.log import get_logger
 from shared.process.runtime_dir import DATA_SOCKET
 from shared.serving.rpc_observer import RpcMetrics

@@ -41,7 +41,6 @@ from kvd.bench.workspace import Workspace, attached_client, running_kvd
 from kvd.core.engine import CacheEngine
 from kvd.core.eviction.policies import POLICIES
 from kvd.core.state.limits import Limits, TenantLimits
-from kvd.host import memory
 from kvd.tiers.faults import NoFaults
 from kvd.tiers.manifest import Manifest
 from shared.children.child_kvd import CALL_S, ChildKvd
@@ -49,6 +48,7 @@ from shared.children.child_process import ChildFailedError
 from shared.kvd_client.client import KvdClient
 from shared.kvd_client.grants import Lookup
 from shared.measuring.statistics import percentile, spread
+from shared.process import memory
 from shared.types.units import NS_PER_S
 
 T = TypeVar("T")

@@ -75,9 +75,9 @@ class QueueCosts:
 
     Attributes:
         num_jobs: that wait.
-        policy: name of the eviction policy.
-        full_s: all of it at once.
-        change_s: one request leaves and one joins.
+        policy: of the eviction.
+        full_s: of a processor, for all of it at once.
+        change_s: the same, for one request that leaves and one that joins.
     """
 
     num_jobs: int

@@ -76,7 +76,8 @@ def _growths_goals(report: Report) -> Iterator[Goal]:
 
 def _queue_goals(report: Report) -> Iterator[Goal]:
     if report.queue is not None:
-        what = f"queue of {report.queue.num_jobs} requests reported at once, milliseconds"
+        num_jobs = report.queue.num_jobs
+        what = f"queue of {num_jobs} requests reported at once, milliseconds of a processor"
         yield _at_most(what, report.queue.full_s.median * 1e3, MAX_QUEUE_MS)
 
 
@@ -181,7 +182,7 @@ def tables(report: Report, width: int) -> Iterator[Table]:
     if report.growths is not None:
         yield table_of(_GROWTH, report.growths, width, "growth of the median")
     if (queue := report.queue) is not None:
-        title = f"queue of {queue.num_jobs:,} requests, {queue.policy}"
+        title = f"queue of {queue.num_jobs:,} requests, {queue.policy}, processor time"
         reports = (("all at once", queue.full_s), ("a change", queue.change_s))
         rows = [(what, Spread(s.low * 1e3, s.median * 1e3, s.high * 1e3)) for what, s in reports]
         yield table_of(_QUEUE, rows, width, title)

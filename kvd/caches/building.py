@@ -15,7 +15,6 @@ from kvd.core.eviction.policies import POLICIES
 from kvd.core.records.actions import Emit
 from kvd.core.state.limits import Limits, TenantLimits
 from kvd.engines.attached import Engines
-from kvd.host import memory
 from kvd.host.clock import Clock
 from kvd.runtime.cache import Cache
 from kvd.runtime.performer import LeaseHolders, Performer
@@ -23,6 +22,7 @@ from kvd.tiers.arena import num_slots_for
 from kvd.tiers.io_threads import IoPool
 from kvd.tiers.manifest import Manifest
 from kvd.tiers.volume import SegmentVolume
+from shared.process import memory
 from shared.process.log import get_logger
 from shared.types.kv_layout import KVLayout
 from shared.types.units import NS_PER_S

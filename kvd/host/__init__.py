@@ -1,1 +1,1 @@
-"""What the daemon asks of its host: clock, directories, processes, memory."""
+"""What the daemon asks of its host: clock, directories, processes, systemd."""

@@ -20,7 +20,7 @@ from kvd.core.eviction.policy import (
     PolicyContext,
     SessionFacts,
 )
-from kvd.core.eviction.queue_window import QueuePlace
+from kvd.core.eviction.queue_window import Touched
 from kvd.core.eviction.session_order import EvictionRank
 from kvd.core.records.records import Tier
 from shared.types.session_key import SessionKey
@@ -43,12 +43,11 @@ class BeladyPolicy(EvictionPolicy):
         self._absent: SortedDict[tuple[int, SessionKey], None] = SortedDict()  # on SSD, thinking
         self._absent_until: dict[SessionKey, int] = {}
 
-    def on_queue(
-        self, key: SessionKey, place: QueuePlace | None, now_ns: int, *, is_running: bool
-    ) -> None:
+    def on_queue(self, keys: Touched, now_ns: int) -> None:
         """See EvictionPolicy."""
-        super().on_queue(key, place, now_ns, is_running=is_running)
-        self._reorder(key)
+        super().on_queue(keys, now_ns)
+        for key in keys:
+            self._reorder(key)
 
     def on_access(self, key: SessionKey, now_ns: int) -> None:
         """See EvictionPolicy."""

@@ -195,7 +195,7 @@ def _waiting(message: pb.QueueSnapshot, model: str) -> list[QueuedRequest]:
     ranks = zip(map(neg, priorities), tags, columns.numbers, strict=True)
     history_tokens = _column(columns.history_tokens, num_requests, 0)
     rows = zip(ranks, _keys(message, columns, model), history_tokens, strict=True)
-    return list(map(QueuedRequest._make, rows))
+    return list(map(partial(tuple.__new__, QueuedRequest), rows))  # `_make` takes twice as long
 
 
 def _keys(message: pb.QueueSnapshot, columns: pb.QueueJobs, model: str) -> list[SessionKey]:
@@ -208,7 +208,7 @@ def _keys(message: pb.QueueSnapshot, columns: pb.QueueJobs, model: str) -> list[
         raise _nonsense(
             f"{len(columns.numbers)} requests of {len(session_ids)} sessions", EQUAL_COLUMNS
         )
-    return session_keys([names[index] for index in indexes], model, session_ids)
+    return session_keys(list(map(names.__getitem__, indexes)), model, session_ids)
 
 
 def _column(values: Sequence[Number], num_requests: int, default: Number) -> Sequence[Number]:

@@ -1,1 +1,1 @@
-"""What a process says and asks of its host: logs, runtime directory, systemd, core dumps."""
+"""What a process says and asks of its host: logs, runtime directory, systemd, dumps, memory."""

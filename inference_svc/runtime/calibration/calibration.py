@@ -112,6 +112,31 @@ def calibrate(
     raise refused.error(is_stateful=_is_stateful(loaded))
 
 
+def calibration_by(
+    loaded: LoadedModel, mode: Mode, attention: str, positions: Positions, notes: tuple[str, ...]
+) -> Calibration:
+    """Find out how a model caches keys in a mode that is named, and prove nothing.
+
+    The model is left set to this attention.
+
+    Args:
+        loaded: the model.
+        mode: to be probed.
+        attention: name of the attention function that it runs with.
+        positions: how stored KV has its positions.
+        notes: the calibration's notes.
+
+    Raises:
+        UnsupportedModelError: if the mode is none for this model.
+    """
+    with refused_if_it_fails(loaded, "at all"):
+        freeze_rotary(loaded)
+    capture.install(loaded.model)
+    probe = probe_mode(loaded, mode, attention)
+    use_attention(loaded.model, attention)
+    return _calibration(loaded, mode, probe, positions, notes)
+
+
 def _pack_weights(loaded: LoadedModel, reference: StockLogits) -> None:
     """Pack the model's weights, unless it then fails or answers otherwise."""
     if not pack_weights(loaded.model):

@@ -12,12 +12,10 @@ the file was touched within SETTLED_NS of hashing: another write may then leave 
 
 Invariants:
     1. a file that changes while it is hashed, or before `check_unchanged`, has no digest;
-    2. the cache's file is replaced as a whole, and ignored unless it matches its own checksum: a
-       lost or damaged cache costs one more reading.
+    2. a lost or damaged cache costs one more reading (RememberedFile).
 """
 
 import hashlib
-import json
 import os
 import threading
 import time
@@ -26,9 +24,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
-from shared.process.log import get_logger
+from inference_svc.runtime.model.remembered_file import RememberedFile
 from shared.types.units import NS_PER_S, ceil_div
 
 PIECE_BYTES = 16 * 2**20
@@ -37,8 +35,6 @@ MAX_THREADS = 8  # more would take from loading what they give
 MAX_ENTRIES = 4096  # files, some 300 bytes each: those of about a hundred large models
 SETTLED_NS = 2 * NS_PER_S  # the coarsest time stamps of file systems in use
 FORMAT = f"sha256 of {PIECE_BYTES}".encode()  # part of the checksum: another format is ignored
-
-log = get_logger(__name__)
 
 
 class FileChangedError(OSError):
@@ -66,17 +62,16 @@ class FileState:
 
 
 class DigestCache:
-    """Digests in one JSON file, below a line with its checksum; the last used files are kept.
+    """Digests that are remembered; those of the files that were used last.
 
     Args:
-        path: the cache's file; its directory is the service's own.
+        path: the file that they are in; its directory is the service's own.
         settled_ns: see the module docstring.
     """
 
     def __init__(self, path: Path, settled_ns: int = SETTLED_NS) -> None:
-        self._path = path
+        self._file = RememberedFile(path, "digests of weights", FORMAT, MAX_ENTRIES)
         self._settled_ns = settled_ns
-        self._entries: dict[str, dict[str, Any]] = self._read()
 
     def find(self, path: Path, state: FileState) -> bytes | None:
         """Return a file's digest if the file is as it was; None if it has to be hashed.
@@ -85,7 +80,7 @@ class DigestCache:
             path: the file's path; links are followed.
             state: the file's state now.
         """
-        entry = self._entries.get(str(path.resolve()))
+        entry = self._file.find(str(path.resolve()))
         if entry is None or entry.get("state") != asdict(state):
             return None
         return bytes.fromhex(entry["digest"])
@@ -97,50 +92,14 @@ class DigestCache:
             found: each file's state and digest.
             hashed_ns: Unix time when hashing began.
         """
-        before = list(self._entries.items())
-        for path, (state, digest) in found.items():
-            name = str(path.resolve())
-            self._entries.pop(name, None)  # the last used ones stand last
-            if state.is_settled(hashed_ns, self._settled_ns):
-                self._entries[name] = {"state": asdict(state), "digest": digest.hex()}
-        for name in list(self._entries)[:-MAX_ENTRIES]:
-            del self._entries[name]
-        if list(self._entries.items()) == before:
-            return
-        try:
-            self._write()
-        except OSError as error:
-            log.warning("weight_digests_not_kept", path=str(self._path), error=error.strerror)
-
-    def _read(self) -> dict[str, dict[str, Any]]:
-        try:
-            checksum, _, body = self._path.read_bytes().partition(b"\n")
-        except FileNotFoundError:
-            return {}
-        except OSError as error:
-            log.warning("weight_digests_unreadable", path=str(self._path), error=error.strerror)
-            return {}
-        if checksum != _checksum(body):
-            log.warning("weight_digests_damaged", path=str(self._path))
-            return {}
-        entries: dict[str, dict[str, Any]] = json.loads(body)
-        return entries
-
-    def _write(self) -> None:
-        """Replace the file, so that a crash leaves the old one or the new one."""
-        body = json.dumps(self._entries).encode()
-        new = self._path.with_name(self._path.name + ".new")
-        descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-        with open(descriptor, "wb") as file:  # noqa: PTH123  # a descriptor
-            file.write(_checksum(body) + b"\n" + body)
-            file.flush()
-            os.fsync(file.fileno())
-        new.replace(self._path)
-        directory = os.open(self._path.parent, os.O_RDONLY)
-        try:
-            os.fsync(directory)
-        finally:
-            os.close(directory)
+        self._file.remember(
+            {
+                str(path.resolve()): {"state": asdict(state), "digest": digest.hex()}
+                if state.is_settled(hashed_ns, self._settled_ns)
+                else None
+                for path, (state, digest) in found.items()
+            }
+        )
 
 
 class FileDigests:
@@ -236,7 +195,3 @@ class FileDigests:
 def num_threads() -> int:
     """Return half of the processors that this process may use, MAX_THREADS at most."""
     return max(1, min(MAX_THREADS, len(os.sched_getaffinity(0)) // 2))
-
-
-def _checksum(body: bytes) -> bytes:
-    return hashlib.sha256(FORMAT + body).hexdigest().encode()

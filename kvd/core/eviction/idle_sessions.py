@@ -10,7 +10,7 @@ they became idle and whether or not anybody asks who has aged.
 """
 
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from kvd.core.eviction.return_hazards import (
@@ -96,10 +96,9 @@ class IdleSessions:
         history.num_turns += 1
         history.idle_ns = None
 
-    def busy(self, key: SessionKey) -> None:
-        """Record that the session is not idle now; or has ended, so that it need not be watched."""
-        history = self._histories.get(key)
-        if history is not None:
+    def busy(self, keys: Iterable[SessionKey]) -> None:
+        """Record that sessions are not idle now; or have ended, and need not be watched."""
+        for history in filter(None, map(self._histories.get, keys)):
             history.idle_ns = None
 
     def idle(self, key: SessionKey, now_ns: int) -> None:

@@ -11,6 +11,7 @@ from itertools import islice
 
 from kvd.core.eviction.idle_sessions import IdleSessions
 from kvd.core.eviction.policy import (
+    ALL_AT_ONCE,
     END,
     ENDED,
     IDLE,
@@ -21,12 +22,11 @@ from kvd.core.eviction.policy import (
     PolicyMaker,
     SessionFacts,
 )
-from kvd.core.eviction.queue_window import QueuePlace
+from kvd.core.eviction.queue_window import QueuePlace, Touched
 from kvd.core.eviction.session_order import EvictionRank
 from kvd.core.records.records import Tier
 from shared.types.session_key import SessionKey
 
-ALL_AT_ONCE = 8192  # sessions that are ranked anew in one call: tens of milliseconds
 SOME_AT_ONCE = 1024  # of more
 
 
@@ -140,16 +140,14 @@ class PredictivePolicy(LookaheadQueuePolicy):
         self._wake(key)
         self._idle.on_submit(key, now_ns)
 
-    def on_queue(
-        self, key: SessionKey, place: QueuePlace | None, now_ns: int, *, is_running: bool
-    ) -> None:
+    def on_queue(self, keys: Touched, now_ns: int) -> None:
         """See EvictionPolicy."""
-        super().on_queue(key, place, now_ns, is_running=is_running)
-        facts = self._facts.get(key)
-        if is_running or place is not None or (facts and facts.is_ended):
-            self._idle.busy(key)
-        else:
-            self._idle.idle(key, now_ns)
+        super().on_queue(keys, now_ns)
+        self._idle.busy(keys)
+        for key in self._queue.not_queued(keys):
+            facts = self._facts.get(key)
+            if not (self._queue.is_running(key) or (facts and facts.is_ended)):
+                self._idle.idle(key, now_ns)
 
     def on_access(self, key: SessionKey, now_ns: int) -> None:
         """See EvictionPolicy; for a session that is idle its idle time begins again."""
@@ -172,7 +170,7 @@ class PredictivePolicy(LookaheadQueuePolicy):
     def on_end(self, key: SessionKey) -> None:
         """See EvictionPolicy."""
         super().on_end(key)
-        self._idle.busy(key)
+        self._idle.busy((key,))
 
     def on_remove(self, key: SessionKey) -> None:
         """See EvictionPolicy; the session is still watched for a while."""

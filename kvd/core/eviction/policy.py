@@ -27,12 +27,13 @@ from heapq import merge
 from itertools import chain
 from math import inf
 
-from kvd.core.eviction.queue_window import QueuePlace, QueueWindow
+from kvd.core.eviction.queue_window import QueueWindow, Touched
 from kvd.core.eviction.session_order import EvictionRank, RestingSessions, SessionOrder
 from kvd.core.records.records import Tier
 from shared.types.session_key import SessionKey
 
 ENDED, RUNNING, IDLE, QUEUED = range(4)  # bands
+ALL_AT_ONCE = 8192  # sessions that are ranked anew in one call: tens of milliseconds
 END = inf  # of a band, or of all of them
 NOBODY = SessionKey("", "", "")  # stands for any session that rests: no turn of it waits or runs
 
@@ -83,9 +84,10 @@ class EvictionPolicy:
         self._resting = RestingSessions()
         self._num_uses = 0
         self._orders: dict[Tier | None, SessionOrder[EvictionRank]] = {
-            tier: SessionOrder(partial(self._guarded_rank, tier)) for tier in (None, *Tier)
+            tier: SessionOrder(partial(self._guarded_rank, tier), ALL_AT_ONCE)
+            for tier in (None, *Tier)
         }
-        self._clean = SessionOrder(partial(self._guarded_rank, Tier.DRAM))
+        self._clean = SessionOrder(partial(self._guarded_rank, Tier.DRAM), ALL_AT_ONCE)
         self._all_orders = (*self._orders.values(), self._clean)
 
     def _rank(
@@ -105,21 +107,17 @@ class EvictionPolicy:
     def on_submit(self, key: SessionKey, now_ns: int) -> None:
         """Record that a turn of the session was submitted; perhaps nothing is stored of it."""
 
-    def on_queue(
-        self,
-        key: SessionKey,
-        place: QueuePlace | None,  # noqa: ARG002
-        now_ns: int,  # noqa: ARG002
-        *,
-        is_running: bool,  # noqa: ARG002
-    ) -> None:
-        """Record where its first waiting turn stands (None: none waits), and whether one runs.
+    def on_queue(self, keys: Touched, now_ns: int) -> None:  # noqa: ARG002
+        """Record that the queue says something else of these sessions: where they wait, or run.
 
         A running session's KV is in the engine's memory: in DRAM it goes before others. In SSD it
         does not, it may be the only copy.
         """
-        if self._wake(key) is not None:
-            self._changed(key)
+        if self._resting:
+            for key in keys:
+                self._wake(key)
+        for order in self._all_orders:
+            order.change(keys)
 
     def on_access(self, key: SessionKey, now_ns: int) -> None:  # noqa: ARG002
         """Record that the session is used now; it enters the order of every tier."""
@@ -300,7 +298,7 @@ class EvictionPolicy:
 
     def _changed(self, key: SessionKey) -> None:
         for order in self._all_orders:
-            order.change(key)
+            order.change({key: None})
 
 
 PolicyMaker = Callable[[PolicyContext], EvictionPolicy]

@@ -6,8 +6,9 @@ alone, for the quotas of tenants.
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
-from itertools import chain, pairwise
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain, islice, pairwise
+from math import inf
 from typing import Any, Generic, TypeVar
 
 from sortedcontainers import SortedList
@@ -16,7 +17,7 @@ from shared.types.session_key import SessionKey
 
 Rank = TypeVar("Rank", bound=tuple[object, ...])  # no two sessions of an order have the same
 EvictionRank = tuple[float, ...]  # the lowest goes first
-MOST_CHANGED = 512  # sessions whose places are looked up in one call: some ten milliseconds
+MOST_CHANGED = 512  # sessions of a large order that one call places: some five milliseconds
 BULK_SHARE = 8  # with more than one of so many sessions to be moved, sorting all is faster
 RESTING_PAGE = 1024  # places whose sessions are counted together, to pass over those that woke
 LRU_PAGE = 1 << 16  # sessions in one table: one of a million takes a tenth of a second to grow
@@ -26,20 +27,24 @@ class SessionOrder(Generic[Rank]):
     """Some sessions by their rank. Changes are O(1), a look O(log sessions) for each.
 
     Places are looked up when the order is asked, not when something changes: a session that changes
-    ten times between two looks is moved once, and a whole queue that is sent at once is sorted at
-    once. If nobody asks for long, some are placed at a time.
+    ten times between two looks is moved once, and a whole queue that is reported at once is sorted
+    at once. A look at a large order places some sessions only, and passes over the others that have
+    changed: they come last, until later looks have placed them.
 
     Invariant: a session is in the order, with one rank, or waits to be placed; never neither.
 
     Args:
-        rank_of: returns a session's rank as of now.
+        rank_of: of a session of the order, now.
+        most_at_once: sessions of an order that is sorted as a whole by one look, however large it
+            is; beyond it MOST_CHANGED are placed.
     """
 
-    def __init__(self, rank_of: Callable[[SessionKey], Rank]) -> None:
+    def __init__(self, rank_of: Callable[[SessionKey], Rank], most_at_once: float = inf) -> None:
         self._rank_of = rank_of
+        self._most_at_once = most_at_once
         self._placed: SortedList[tuple[Any, ...]] = SortedList()  # (rank, key)
         self._ranks: dict[SessionKey, Rank | None] = {}  # None: not placed yet
-        self._changed: dict[SessionKey, None] = {}
+        self._changed: dict[SessionKey, None] = {}  # others among them, which are passed over
 
     def __len__(self) -> int:
         return len(self._ranks)
@@ -52,15 +57,19 @@ class SessionOrder(Generic[Rank]):
         if self._ranks.setdefault(key) is None:
             self._changed[key] = None
 
-    def change(self, key: SessionKey) -> None:
-        """Record that the session, if it is in the order, may have another rank."""
-        if key in self._ranks:
-            self._changed[key] = None
+    def change(self, keys: Mapping[SessionKey, None]) -> None:
+        """Record that sessions, as far as they are in the order, may have other ranks."""
+        if self._ranks:
+            self._changed.update(keys)
 
-    def put(self, key: SessionKey) -> None:
-        """Take the session in, or note that it may have another rank."""
-        self._ranks.setdefault(key)
-        self._changed[key] = None
+    def put(self, keys: Mapping[SessionKey, None]) -> None:
+        """Take sessions in, or note that they may have other ranks."""
+        self._changed.update(keys)
+        if len(keys) * BULK_SHARE > len(self._ranks):
+            self._ranks = {**keys, **self._ranks}  # no key is hashed again
+        else:
+            for key in keys:
+                self._ranks.setdefault(key)
 
     def leave(self, key: SessionKey) -> None:
         """Take the session out, if it is there."""
@@ -71,7 +80,8 @@ class SessionOrder(Generic[Rank]):
 
     def rank(self, key: SessionKey) -> Rank | None:
         """Look up the session's rank in this order; None: it is not there."""
-        self._settle()
+        if key in self._changed:
+            self._place([key])
         return self._ranks.get(key)
 
     def settle_many(self) -> None:
@@ -86,32 +96,59 @@ class SessionOrder(Generic[Rank]):
     def ranked_between(
         self, low: Rank | None = None, high: Rank | None = None
     ) -> Iterator[tuple[Rank, SessionKey]]:
-        """Return the same, each with its rank; None: without a bound."""
-        self._settle()
-        least, most = None if low is None else (low,), None if high is None else (high,)
-        return self._placed.irange(least, most)  # (rank,) sorts before every (rank, key)
+        """The same, each with its rank; None: without a bound."""
+        return self._look(low, high, is_reversed=False)
 
     def downwards(self, low: Rank, high: Rank) -> Iterator[SessionKey]:
-        """Return the same, in reverse order."""
+        """The same, in reverse order."""
+        return (key for _, key in self._look(low, high, is_reversed=True))
+
+    def _look(
+        self, low: Rank | None, high: Rank | None, *, is_reversed: bool
+    ) -> Iterator[tuple[Rank, SessionKey]]:
         self._settle()
-        return (key for _, key in self._placed.irange((low,), (high,), reverse=True))
+        least, most = None if low is None else (low,), None if high is None else (high,)
+        found = self._placed.irange(least, most, reverse=is_reversed)
+        if not self._changed:
+            return found  # (rank,) sorts before every (rank, key)
+        settled = (entry for entry in found if entry[1] not in self._changed)
+        return chain(settled, self._unsettled(low, high, is_reversed=is_reversed))
+
+    def _unsettled(
+        self, low: Rank | None, high: Rank | None, *, is_reversed: bool
+    ) -> Iterator[tuple[Rank, SessionKey]]:
+        """Place sessions that a look has passed over, and yield those between the bounds."""
+        while self._changed:
+            keys = [*islice(self._changed, MOST_CHANGED)]
+            self._place(keys)
+            entries = [(rank, key) for key in keys if (rank := self._ranks.get(key)) is not None]
+            yield from (
+                entry
+                for entry in sorted(entries, reverse=is_reversed)
+                if (low is None or entry[0] >= low) and (high is None or entry[0] < high)
+            )
 
     def _settle(self) -> None:
-        """Give every session that changed its place."""
-        if not self._changed:
-            return
-        if len(self._changed) * BULK_SHARE > len(self._ranks):
+        """Give sessions that changed their places: all of them, or some of many."""
+        num_changed = len(self._changed)
+        if num_changed * BULK_SHARE > len(self._ranks) <= self._most_at_once:
             self._ranks = {key: self._rank_of(key) for key in self._ranks}
             self._placed = SortedList((rank, key) for key, rank in self._ranks.items())
-        else:
-            for key in self._changed:
-                rank = self._ranks[key]
-                if rank is not None:
-                    self._placed.remove((rank, key))
-            for key in self._changed:
-                rank = self._ranks[key] = self._rank_of(key)
-                self._placed.add((rank, key))
-        self._changed.clear()
+            self._changed.clear()
+        elif num_changed:
+            self._place([*islice(self._changed, MOST_CHANGED)])
+
+    def _place(self, keys: Sequence[SessionKey]) -> None:
+        """Give sessions their places that have changed; those of others stay as they are."""
+        for key in keys:
+            del self._changed[key]
+            if key in self._ranks:
+                before, rank = self._ranks[key], self._rank_of(key)
+                if before != rank:
+                    if before is not None:
+                        self._placed.remove((before, key))
+                    self._placed.add((rank, key))
+                    self._ranks[key] = rank
 
 
 class RestingSessions:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from itertools import islice
 
 from kvd.core.eviction.policy import EvictionPolicy, PolicyContext
-from kvd.core.eviction.queue_window import QueuePlace, QueueWindow
+from kvd.core.eviction.queue_window import QueueWindow, Touched
 from kvd.core.eviction.session_order import SessionOrder
 from shared.types.queue_delta import QueueChange
 from shared.types.session_key import SessionKey
@@ -35,16 +35,15 @@ class PrefetchOrder:
         """Sessions that may have something to be read."""
         return len(self._open)
 
-    def on_queue(self, key: SessionKey, place: QueuePlace | None) -> None:
-        """Look at a session again: its place is another; None: no turn of it waits. O(1)."""
-        if place is None:
+    def on_queue(self, keys: Touched) -> None:
+        """Look at sessions again whose places are others, or which wait no more. O(1) each."""
+        self._open.put(keys)
+        for key in self._queue.not_queued(keys):
             self._open.leave(key)
-        else:
-            self._open.put(key)
 
     def reopen(self, key: SessionKey) -> None:
         """Look at a session again, if it waits: bytes of it left DRAM, or came to SSD."""
-        self.on_queue(key, self._queue.place(key))
+        self.on_queue({key: None})
 
     def settle(self, key: SessionKey) -> None:
         """Take out a session of which there is nothing more to be read now."""
@@ -92,10 +91,8 @@ class SessionPlacement:
         self._capacity_bytes = capacity_bytes
         self._mean_bytes = 0.0
         self._num_sized = 0
-        self._busy: dict[SessionKey, bool] = {}  # a turn of it waits or runs -> runs
         self._arriving: set[SessionKey] = set()  # by the change that is being taken
-        self._num_running = 0
-        self._loaded: set[SessionKey] = set()  # of these, an engine has the KV, for that turn
+        self._loaded: dict[SessionKey, bool] = {}  # an engine has the KV, for a turn -> it runs
         self._now_ns = 0
         self.policy = make_policy(PolicyContext(self.queue, self._eviction_window))
 
@@ -109,13 +106,13 @@ class SessionPlacement:
         """
         is_known = self._has_requests(engine_id)
         self._prepare_change(engine_id, queue, now_ns)
-        if not is_known:
-            self._arriving.clear()
+        self._arriving = self._new_turns(engine_id, queue) if is_known else set()
         return self.queue.replace(engine_id, queue, now_ns)
 
     def change_queue(self, engine_id: int, change: QueueChange, now_ns: int) -> int:
         """Take a change of an engine's queue; returns the digest of what it is now."""
         self._prepare_change(engine_id, change, now_ns)
+        self._arriving = self._new_turns(engine_id, change)
         return self.queue.change(engine_id, change, now_ns)
 
     def forget_engine(self, engine_id: int, now_ns: int) -> None:
@@ -126,22 +123,22 @@ class SessionPlacement:
 
     def is_busy(self, key: SessionKey) -> bool:
         """Whether a turn of the session waits or runs."""
-        return key in self._busy
+        return self.queue.is_queued(key) or self.queue.is_running(key)
 
     @property
     def num_running(self) -> int:
         """Sessions of which a turn runs."""
-        return self._num_running
+        return self.queue.num_sessions_running
 
     @property
     def has_busy(self) -> bool:
         """Whether any session is busy."""
-        return bool(self._busy)
+        return len(self.queue) > 0 or self.num_running > 0
 
     def loaded(self, key: SessionKey) -> None:
         """Record that an engine has what is stored of the session, for the turn it is busy with."""
-        if key in self._busy:
-            self._loaded.add(key)
+        if self.is_busy(key):
+            self._loaded[key] = self.queue.is_running(key)
 
     def is_released(self, key: SessionKey) -> bool:
         """Whether a turn runs in an engine that has its KV: DRAM need not hold what SSD does.
@@ -175,10 +172,11 @@ class SessionPlacement:
     def _prepare_change(self, engine_id: int, change: QueueChange, now_ns: int) -> None:
         """Record, before a change is applied, what its result does not show any more."""
         self._now_ns = now_ns
-        self._arriving = self._new_turns(engine_id, change)
         for request in change.running:
-            if self._busy.get(request.key) and not self.queue.runs(engine_id, request.number):
-                self._loaded.discard(request.key)  # the turn that it was loaded for has ended
+            if self.queue.is_running(request.key) and not self.queue.runs(
+                engine_id, request.number
+            ):
+                self._loaded.pop(request.key, None)  # the turn that it was loaded for has ended
 
     def _new_turns(self, engine_id: int, change: QueueChange) -> set[SessionKey]:
         """Sessions with a request that is new, be another one's end reported in the same change."""
@@ -196,19 +194,16 @@ class SessionPlacement:
     def _has_requests(self, engine_id: int) -> bool:
         return bool(self.queue.num_waiting(engine_id) or self.queue.num_running(engine_id))
 
-    def _on_queue(self, key: SessionKey) -> None:
-        """Follow a session of which the queue says something else than before."""
-        place, is_running = self.queue.place(key), self.queue.is_running(key)
-        is_busy = place is not None or is_running
-        was_running = self._busy.pop(key, False)
-        self._num_running += is_running - was_running
-        if was_running and not is_running:
-            self._loaded.discard(key)
-        if is_busy:
-            self._busy[key] = is_running
-        else:
-            self._loaded.discard(key)
-        if key in self._arriving:
-            self.policy.on_submit(key, self._now_ns)
-        self.policy.on_queue(key, place, self._now_ns, is_running=is_running)
-        self.prefetching.on_queue(key, place)
+    def _on_queue(self, touched: Touched) -> None:
+        """The queue says something else of these sessions than before."""
+        for key in self._loaded.keys() & touched:
+            is_running = self.queue.is_running(key)
+            if (self._loaded[key] and not is_running) or not self.is_busy(key):
+                del self._loaded[key]
+            else:
+                self._loaded[key] = is_running
+        for key in touched if self._arriving else ():
+            if key in self._arriving:
+                self.policy.on_submit(key, self._now_ns)
+        self.policy.on_queue(touched, self._now_ns)
+        self.prefetching.on_queue(touched)

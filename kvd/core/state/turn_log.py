@@ -140,10 +140,9 @@ class TurnLog:
     def queue_replaced(self, engine_id: int, queue: QueueChange, now_ns: int) -> None:
         """Record all of an engine's queue: O(requests)."""
         before = self._arrivals.get(engine_id, {})
-        self._arrivals[engine_id] = {
-            request.rank[2]: before.get(request.rank[2]) or (now_ns, request.history_tokens)
-            for request in queue.waiting
-        }
+        arrivals = {rank[2]: (now_ns, history_tokens) for rank, _, history_tokens in queue.waiting}
+        arrivals.update({number: before[number] for number in before.keys() & arrivals.keys()})
+        self._arrivals[engine_id] = arrivals
         self._started(engine_id, queue, before, now_ns)
 
     def queue_changed(self, engine_id: int, change: QueueChange, now_ns: int) -> None:

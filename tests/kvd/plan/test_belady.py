@@ -11,9 +11,7 @@ A, B, C, D, E = (SessionKey("t", "m", name) for name in "ABCDE")
 
 
 def policy_of(returns_ns: dict[SessionKey, int], *used: SessionKey) -> BeladyPolicy:
-    queue = QueueWindow(
-        lambda key: policy.on_queue(key, queue.place(key), 0, is_running=queue.is_running(key))
-    )
+    queue = QueueWindow(lambda keys: policy.on_queue(keys, 0))
     policy = BeladyPolicy(PolicyContext(queue, lambda: 0), returns_ns)
     for key in used:
         policy.on_access(key, 0)
@@ -42,7 +40,7 @@ def test_thinking_sessions_on_ssd_are_read_ahead_in_the_order_of_their_return():
     policy.on_insert(C, Tier.DRAM)
     assert list(policy.returning(0)) == [A]
     del returns_ns[A]
-    policy.on_queue(A, None, 0, is_running=True)
+    policy.on_queue({A: None}, 0)
     assert list(policy.returning(0)) == []
     policy.on_evict(C, Tier.DRAM)
     policy.on_remove(C)

@@ -21,8 +21,8 @@ class Waiting:
         self.order = PrefetchOrder(self.queue)
         self.change(waiting=requests_of(*keys), interval_ns=interval_ns)
 
-    def _changed(self, key) -> None:
-        self.order.reopen(key)
+    def _changed(self, keys) -> None:
+        self.order.on_queue(keys)
 
     def change(self, engine=ENGINE, **change) -> None:
         self.queue.change(engine, QueueChange(**change), now_ns=0)

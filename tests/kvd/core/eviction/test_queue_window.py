@@ -1,6 +1,7 @@
 """The queues of all engines in one order."""
 
 from collections import Counter
+from collections.abc import Collection
 from dataclasses import replace
 
 import pytest
@@ -34,9 +35,9 @@ class Window:
         self.reported: Counter[str] = Counter()
         self.queue = QueueWindow(self._changed)
 
-    def _changed(self, key: SessionKey) -> None:
+    def _changed(self, keys: Collection[SessionKey]) -> None:
         self.queue.check()  # notifications come after the whole change
-        self.reported[key.session_id] += 1
+        self.reported.update(key.session_id for key in keys)
 
     def replace(
         self, engine_id: int, *requests: QueuedRequest, running=(), now_ns=0, interval_ns=0

@@ -1,5 +1,7 @@
 """SessionOrder: places are kept up to date whatever changes between two looks."""
 
+from math import inf
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -20,11 +22,11 @@ changes = st.lists(
 
 
 @settings(deadline=None)
-@given(changes)
-def test_the_order_is_that_of_the_newest_ranks(changes):
+@given(changes, st.sampled_from([10, inf]))
+def test_the_order_is_that_of_the_newest_ranks(changes, most_at_once):
     """Few changes between two looks or many: what is in the order comes sorted, each once."""
     ranks = {key: (5, index) for index, key in enumerate(KEYS)}
-    order = SessionOrder(lambda key: ranks[key])
+    order = SessionOrder(lambda key: ranks[key], most_at_once)
     members = set()
     for what, index, rank in changes:
         key = KEYS[index]
@@ -33,7 +35,7 @@ def test_the_order_is_that_of_the_newest_ranks(changes):
             members.add(key)
         elif what == "change":
             ranks[key] = (rank, index)
-            order.change(key)
+            order.change({key: None})
         elif what == "leave":
             order.leave(key)
             members.discard(key)
@@ -67,3 +69,19 @@ def test_many_changes_that_nobody_looks_at_are_placed_some_at_a_time(monkeypatch
     before = num_placed
     assert next(order.between(*EVERYTHING)).session_id == "0"
     assert num_placed - before < 10
+
+
+def test_a_look_at_a_large_order_places_some_and_the_others_come_last(monkeypatch):
+    """Of a whole queue that is told at once; looks that follow place the others."""
+    monkeypatch.setattr(session_order, "MOST_CHANGED", 10)
+    ranks = {key: (0, index) for index, key in enumerate(KEYS)}
+    order = SessionOrder(lambda key: ranks[key], most_at_once=len(KEYS) - 1)
+    order.put(dict.fromkeys(KEYS))
+    assert list(order.between(*EVERYTHING)) == KEYS
+    queued, others = KEYS[:25], KEYS[25:]
+    ranks.update({key: (1, -index) for index, key in enumerate(queued)})
+    order.change(dict.fromkeys([*queued, SessionKey("t", "m", "a stranger")]))
+    assert [key for key, _ in zip(order.between(*EVERYTHING), others, strict=False)] == others
+    assert order.rank(queued[-1]) == (1, -24)
+    assert sorted(order.downwards(*EVERYTHING)) == sorted(KEYS)
+    assert list(order.between(*EVERYTHING)) == [*others, *reversed(queued)]

@@ -26,9 +26,11 @@ class NotedPolicy(LruPolicy):
     def on_submit(self, key, now_ns) -> None:
         self.noted.append(("arrived", key, now_ns))
 
-    def on_queue(self, key, place, now_ns, *, is_running) -> None:
-        rank = None if place is None else place.rank
-        self.noted.append(("engaged", key, rank, is_running, now_ns))
+    def on_queue(self, keys, now_ns) -> None:
+        for key in keys:
+            place, is_running = self._queue.place(key), self._queue.is_running(key)
+            rank = None if place is None else place.rank
+            self.noted.append(("engaged", key, rank, is_running, now_ns))
 
     def take(self):
         """What was noted since the last time."""

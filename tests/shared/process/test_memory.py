@@ -5,7 +5,7 @@ from math import inf
 
 import pytest
 
-from kvd.host import memory
+from shared.process import memory
 
 
 @pytest.fixture(autouse=True)

@@ -1,4 +1,4 @@
-"""What the daemon does about its own memory: the garbage collector and the C allocator."""
+"""What a process does about its own memory: the garbage collector and the C allocator."""
 
 import ctypes
 import gc
@@ -13,7 +13,7 @@ _FULL = 2  # the generation of a full pass
 
 @contextmanager
 def building_up() -> Iterator[None]:
-    """For making very many objects that stay: hundreds of thousands of sessions, say.
+    """For making very many objects that stay: hundreds of thousands of sessions, torch's modules.
 
     The collector would walk over all of them again and again and find nothing; afterwards it leaves
     them alone. What was freed on the way is returned to the system, which glibc does not do by

@@ -1,0 +1,118 @@
+"""A proof is remembered between starts, and believed of the same model, code and place only."""
+
+import hashlib
+import json
+import platform
+from dataclasses import replace
+
+import pytest
+import torch
+
+from inference_svc.core.truncation import USUAL_SINKS
+from inference_svc.runtime.calibration import remembered_proofs
+from inference_svc.runtime.calibration.remembered_proofs import calibrate_once, proof_name
+from inference_svc.runtime.model.model_loader import describe_model, load_model
+
+# Modes are ragged, gather, masked and single; gpt2 is coupled.
+NAMES = ["llama", "deepseek-v3", "falcon", "bloom", "gpt2"]
+
+
+def loaded_of(build, name):
+    return describe_model(build(name), tokenizer=None, name=name, fingerprint="a" * 32)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_was_proven_is_found_again(build, tmp_path, name):
+    """In every mode: the second start has the calibration, the sinks and the notes of the first."""
+    first = calibrate_once(loaded_of(build, name), "auto", tmp_path / "proofs.json")
+    again = calibrate_once(loaded_of(build, name), "auto", tmp_path / "proofs.json")
+    assert (first[2], again[2]) == (False, True)
+    assert again[1] == first[1]
+    for field in ("mode", "positions", "layout", "attention_calls", "notes"):
+        assert getattr(again[0], field) == getattr(first[0], field)
+
+
+def test_a_model_that_leans_on_its_first_token_still_does_at_the_next_start(sink_model, tmp_path):
+    """The number is remembered, not measured again."""
+    found = [
+        calibrate_once(load_model(sink_model), "auto", tmp_path / "proofs.json")[1:]
+        for _ in range(2)
+    ]
+    assert found == [(USUAL_SINKS, False), (USUAL_SINKS, True)]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"fingerprint": "b" * 32},
+        {"dtype": torch.bfloat16},
+        {"context_window": 77},
+    ],
+)
+def test_another_model_is_proven_anew(build, tmp_path, change):
+    """Whatever it is that differs."""
+    loaded = loaded_of(build, "llama")
+    calibrate_once(loaded, "auto", tmp_path / "proofs.json")
+    assert proof_name(replace(loaded, **change), "auto") != proof_name(loaded, "auto")
+    assert proof_name(loaded, "coupled") != proof_name(loaded, "auto")
+
+
+def test_other_positions_are_proven_by_themselves(build, tmp_path):
+    """Each stays remembered."""
+    file = tmp_path / "proofs.json"
+    proven = [
+        (calibration.positions, was_proven)
+        for positions in ("auto", "coupled", "auto", "coupled")
+        for calibration, _, was_proven in [
+            calibrate_once(loaded_of(build, "llama"), positions, file)
+        ]
+    ]
+    assert proven == [
+        ("decoupled", False),
+        ("coupled", False),
+        ("decoupled", True),
+        ("coupled", True),
+    ]
+
+
+@pytest.mark.parametrize("version", ["python", "torch", "transformers", "ours"])
+def test_other_code_proves_anew(build, tmp_path, monkeypatch, version):
+    """A release of ours or of what it stands on, be it one byte of source."""
+    calibrate_once(loaded_of(build, "llama"), "auto", tmp_path / "proofs.json")
+    if version == "python":
+        monkeypatch.setattr(platform, "python_version", lambda: "3.99.0")
+    elif version == "ours":
+        (tmp_path / "ours").mkdir()
+        (tmp_path / "ours" / "attention.py").write_text("# another one\n")
+        monkeypatch.setattr(remembered_proofs.inference_svc.runtime, "__path__", [str(tmp_path)])
+    else:
+        monkeypatch.setattr(getattr(remembered_proofs, version), "__version__", "99.0")
+    assert not calibrate_once(loaded_of(build, "llama"), "auto", tmp_path / "proofs.json")[2]
+
+
+@pytest.mark.parametrize("found", ["mode", "found"])
+def test_a_proof_of_something_else_is_not_believed(build, tmp_path, found):
+    """Though its name and the file's checksum are right: the probe finds another calibration."""
+    file = tmp_path / "proofs.json"
+    first = calibrate_once(loaded_of(build, "llama"), "auto", file)
+    _, body = file.read_bytes().split(b"\n", 1)
+    entries = json.loads(body)
+    (entry,) = entries.values()
+    entry[found] = {"mode": "gather", "found": "0" * 64}[found]
+    body = json.dumps(entries).encode()
+    checksum = hashlib.sha256(remembered_proofs.FORMAT + body).hexdigest().encode()
+    file.write_bytes(checksum + b"\n" + body)
+    again = calibrate_once(loaded_of(build, "llama"), "auto", file)
+    assert not again[2]
+    assert (again[0].mode, again[0].layout) == (first[0].mode, first[0].layout)
+    assert calibrate_once(loaded_of(build, "llama"), "auto", file)[2]
+
+
+@pytest.mark.parametrize("damage", ["torn", "rubbish"])
+def test_a_damaged_file_costs_a_proof(build, tmp_path, damage):
+    """And is made anew."""
+    file = tmp_path / "proofs.json"
+    calibrate_once(loaded_of(build, "llama"), "auto", file)
+    file.write_bytes(file.read_bytes()[:90] if damage == "torn" else b"rubbish\n{}")
+    assert not calibrate_once(loaded_of(build, "llama"), "auto", file)[2]
+    assert calibrate_once(loaded_of(build, "llama"), "auto", file)[2]
