@@ -102,7 +102,9 @@ def calibrate_once(
     return calibration, sink_tokens, False
 
 
-def proof_name(loaded: LoadedModel, positions: PositionsChoice, *, packs_weights: bool) -> str:
+def proof_name(
+    loaded: LoadedModel, positions: PositionsChoice, *, packs_weights: bool = False
+) -> str:
     """Digest everything that a proof depends on, but for what probing finds."""
     is_cuda = loaded.device.type == "cuda"
     digest = hashlib.sha256()

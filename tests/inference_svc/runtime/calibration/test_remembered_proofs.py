@@ -11,7 +11,9 @@ import torch
 from inference_svc.core.truncation import USUAL_SINKS
 from inference_svc.runtime.calibration import remembered_proofs
 from inference_svc.runtime.calibration.remembered_proofs import calibrate_once, proof_name
+from inference_svc.runtime.model import packed_linear
 from inference_svc.runtime.model.model_loader import describe_model, load_model
+from inference_svc.runtime.model.packed_linear import packed_bytes
 
 # Modes are ragged, gather, masked and single; gpt2 is coupled.
 NAMES = ["llama", "deepseek-v3", "falcon", "bloom", "gpt2"]
@@ -73,6 +75,17 @@ def test_other_positions_are_proven_by_themselves(build, tmp_path):
         ("decoupled", True),
         ("coupled", True),
     ]
+
+
+def test_a_model_that_was_proven_with_packed_weights_is_packed_again(build, tmp_path, monkeypatch):
+    """And with weights as they are stored only where none are to be packed."""
+    monkeypatch.setattr(packed_linear, "MIN_WEIGHTS", 1)
+    file, found = tmp_path / "proofs.json", []
+    for packs_weights in (True, True, False, False):
+        loaded = loaded_of(build, "llama")
+        *_, was_proven = calibrate_once(loaded, "auto", file, packs_weights=packs_weights)
+        found.append((packed_bytes(loaded.model) > 0, was_proven))
+    assert found == [(True, False), (True, True), (False, False), (False, True)]
 
 
 @pytest.mark.parametrize("version", ["python", "torch", "transformers", "ours"])

@@ -54,11 +54,11 @@ class SlowStore(TranscriptStore):
         await super()._write(*args)
 
 
-class ToldEngine:
+class RecordingEngine:
     """Records its calls."""
 
     def __init__(self):
-        self.told = []
+        self.calls = []
         self.idle = asyncio.Event()
         self.idle.set()
 
@@ -110,7 +110,7 @@ async def until(is_so):
 
 async def test_a_discard_is_done_although_its_caller_left(tmp_path):
     """Record and KV go together; until then the session is in use."""
-    store, engine = SlowStore(tmp_path), ToldEngine()
+    store, engine = SlowStore(tmp_path), RecordingEngine()
     async with turns_of(store, engine) as turns:
         await left_in_the_middle(store, turns.sessions.discard(KEY, [(0, 4)], ANYTHING))
         with pytest.raises(SessionBusyError):
@@ -126,7 +126,7 @@ async def test_a_discard_is_done_although_its_caller_left(tmp_path):
 
 async def test_so_are_the_end_of_a_session_and_a_fork(tmp_path):
     """A fork that its caller did not wait for is there."""
-    store, engine = SlowStore(tmp_path), ToldEngine()
+    store, engine = SlowStore(tmp_path), RecordingEngine()
     async with turns_of(store, engine) as turns:
         await left_in_the_middle(store, turns.sessions.fork(KEY, None, "other"))
         store.may_write.set()
@@ -144,7 +144,7 @@ async def test_so_are_the_end_of_a_session_and_a_fork(tmp_path):
 async def test_a_change_that_fails_says_why_and_holds_nothing(tmp_path):
     """The session is as it was."""
     store = SlowStore(tmp_path)
-    async with turns_of(store, ToldEngine()) as turns:
+    async with turns_of(store, RecordingEngine()) as turns:
         with pytest.raises(InvalidDiscardError):
             await turns.sessions.discard(KEY, [(5, 99)], ANYTHING)
         with pytest.raises(UnknownSessionError):
@@ -197,7 +197,13 @@ async def running_turns(tmp_path, bounds=TenantBounds(), named=None):  # noqa: B
     session_turns = SessionTurns(9, 9, lambda: 1.0)
     store = TranscriptStore(tmp_path)
     turns = Turns(
-        runner, store, ToldEngine(), session_turns, limits, counters, TurnReport(TurnHistograms())
+        runner,
+        store,
+        RecordingEngine(),
+        session_turns,
+        limits,
+        counters,
+        TurnReport(TurnHistograms()),
     )
     running = asyncio.create_task(turns.run())
     await asyncio.sleep(0)
@@ -257,7 +263,7 @@ async def test_a_drain_that_takes_too_long_hands_the_rest_back(tmp_path):
         events = turn.follow()
         while not turn.has_started:
             await anext(events)
-        await drain(turns, ToldEngine(), 0.0, Signals())
+        await drain(turns, RecordingEngine(), 0.0, Signals())
         assert (await end_of(turn)).reason == "draining"
         await turns.idle.wait()
 

@@ -78,10 +78,10 @@ def test_a_return_is_counted_where_it_happens():
     idle.on_submit(A, EDGES_NS[9])
     assert sum(root.seen) == 4, "it was not idle"
     idle.idle(A, EDGES_NS[9])
-    idle.busy(A)
+    idle.busy([A])
     idle.on_submit(A, 2 * EDGES_NS[9])
     assert sum(root.seen) == 4
-    idle.busy(B)
+    idle.busy([B])
     assert not idle.rate(B)
 
 
@@ -113,7 +113,7 @@ def test_a_session_in_use_does_not_age():
     """When it is idle again, it ages from then on."""
     idle = IdleSessions()
     idle.idle(A, 0)
-    idle.busy(A)
+    idle.busy([A])
     assert not list(idle.aged(EDGES_NS[2]))
     idle.idle(A, EDGES_NS[2])
     assert not list(idle.aged(EDGES_NS[2] + EDGES_NS[1] - 1))
@@ -168,5 +168,5 @@ def test_a_rate_is_known_of_idle_sessions_that_are_of_a_class():
     later = idle.rate(A)
     assert later != first
     assert later == idle._hazards.rates(class_of(idle))[1]
-    idle.busy(A)
+    idle.busy([A])
     assert not idle.rate(A)
