@@ -15,6 +15,7 @@ from inference_svc.core.counters import Counters
 from inference_svc.core.rates.rates import LoadPolicy, Rates
 from inference_svc.core.scheduling.scheduler import Scheduler
 from inference_svc.core.scheduling.step_plan import SchedulerLimits
+from inference_svc.core.scheduling.write_slots import write_slots_for
 from inference_svc.core.truncation import USUAL_SINKS
 from inference_svc.core.turn_histograms import TurnHistograms
 from inference_svc.runtime.attention.attention_backends import make_attention
@@ -24,6 +25,7 @@ from inference_svc.runtime.engine.loads import Loads, PreloadPolicy
 from inference_svc.runtime.engine.requests import MOST_RESIDENTS
 from inference_svc.runtime.engine.stepping import Stepper
 from inference_svc.runtime.kv.kv_pool import KVPool
+from inference_svc.runtime.kv.write_ring import WriteRing
 from inference_svc.runtime.memory import keep_freed_memory
 from inference_svc.runtime.model.model_loader import LoadedModel
 from inference_svc.runtime.positions.recipes import Calibration
@@ -40,9 +42,6 @@ from shared.kvd_client.client import KvdClient
 # some hundred times a step, beside an event loop and copies that are in no such hurry.
 SWITCH_INTERVAL_S = 0.0005
 KV_SHARE = 4  # the working KV may take one part in four of the memory that is free at the start
-SLOTS_PER_TOKEN = (
-    2  # a token that is going to be saved has a slot in a sequence's KV and one in a write buffer
-)
 
 
 @dataclass(frozen=True)
@@ -115,9 +114,17 @@ def assemble_engine(settings: InferenceSettings, model: Model) -> EngineParts:
         device=loaded.device,
         dtype=loaded.dtype,
     )
+    scheduler = Scheduler(limits, rates, num_layers, settings.scheduler.tenant_weights)
+    ring = WriteRing(
+        [layer.shape for layer in calibration.layers],
+        scheduler.write_slots,
+        device=loaded.device,
+        dtype=loaded.dtype,
+    )
     residents = ResidentSequences(pool, layout.block_tokens)
     loads = Loads(
         pool=pool,
+        ring=ring,
         store=store,
         residents=residents,
         load_thread=load_thread,
@@ -138,19 +145,20 @@ def assemble_engine(settings: InferenceSettings, model: Model) -> EngineParts:
         store, counters, block_tokens=layout.block_tokens, group_tokens=cache.save_group_tokens
     )
     engine = EngineLoop(
-        scheduler=Scheduler(limits, rates, num_layers, settings.scheduler.tenant_weights),
+        scheduler=scheduler,
         stepper=stepper,
         loads=loads,
         saves=saves,
         residents=residents,
         compactor=Compactor(calibration, load_thread),
         pool=pool,
+        ring=ring,
         store=store,
         counters=counters,
         num_layers=num_layers,
         saves_first=cache.saving == "sync",
     )
-    window_tokens, window_bound = _window(loaded, settings, limits.kv_slots, saves=store.saves)
+    window_tokens, window_bound = _window(loaded, settings, limits)
     return EngineParts(
         engine=engine,
         loads=loads,
@@ -203,39 +211,49 @@ def _scheduler_limits(
     settings: SchedulerSettings, cache: CacheSettings, model: Model, *, saves: bool
 ) -> SchedulerLimits:
     """Choose the scheduler's bounds; without a setting, KV takes a share of the free memory."""
-    kv_slots = settings.kv_tokens
-    if not kv_slots:
-        kv_slots = _free_bytes(model.loaded.device) // KV_SHARE
-        kv_slots //= model.calibration.layout.token_bytes
-        num_turns = settings.max_running + settings.max_loading
-        most = num_turns * model.loaded.context_window * SLOTS_PER_TOKEN
-        kv_slots = min(kv_slots, most) if most else kv_slots
+    layout = model.calibration.layout
+    num_slots = (
+        settings.kv_tokens or _free_bytes(model.loaded.device) // KV_SHARE // layout.token_bytes
+    )
+    write_slots = 0
+    if saves:
+        write_slots = settings.write_buffer_tokens or write_slots_for(
+            num_slots,
+            step_tokens=settings.step_tokens,
+            max_running=settings.max_running,
+            group_tokens=cache.save_group_tokens,
+            block_tokens=layout.block_tokens,
+        )
+        write_slots = min(write_slots, num_slots // 2)
+    kv_slots = num_slots - write_slots
+    num_turns = settings.max_running + settings.max_loading
+    most = num_turns * model.loaded.context_window
+    if most and not settings.kv_tokens:
+        kv_slots = min(kv_slots, most)
     return SchedulerLimits(
         max_running=settings.max_running,
         max_loading=settings.max_loading,
         max_waiting=settings.max_turns,
-        kv_slots=max(2 * SLOTS_PER_TOKEN, kv_slots),
+        kv_slots=max(2, kv_slots),
+        write_slots=write_slots,
         step_tokens=settings.step_tokens,
         mixed_step_tokens=min(settings.mixed_step_tokens, settings.step_tokens),
         answer_tokens=settings.answer_tokens,
-        saves=saves,
         keeps_residents=cache.residents and cache.mode == "cached",
     )
 
 
 def _window(
-    loaded: LoadedModel, settings: InferenceSettings, kv_slots: int, *, saves: bool
+    loaded: LoadedModel, settings: InferenceSettings, limits: SchedulerLimits
 ) -> tuple[int, str]:
-    """Choose the most tokens of a turn, and say what bounds them.
-
-    What is to be saved has a second slot until kvd has it: nobody expects half of kv_tokens.
-    """
-    most_tokens = kv_slots // (SLOTS_PER_TOKEN if saves else 1)
-    if 0 < loaded.context_window <= most_tokens:
+    """Choose the most tokens of a turn, and say what bounds them."""
+    if 0 < loaded.context_window <= limits.kv_slots:
         return loaded.context_window, "the model's"
     kv_tokens = settings.scheduler.kv_tokens
     room = f"scheduler.kv_tokens = {kv_tokens:,}" if kv_tokens else "the memory for KV"
-    return most_tokens, f"half of {room}" if saves else room
+    if limits.write_slots:
+        room += f" less the write ring's {limits.write_slots:,}"
+    return limits.kv_slots, room
 
 
 def _free_bytes(device: torch.device) -> int:

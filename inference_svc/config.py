@@ -61,7 +61,7 @@ LIVE_KEYS: tuple[str, ...] = (
 )
 AUTO = "auto"  # as an address, as a directory: the one that the supervisor or the system has for it
 MOST_TURNS = 65536
-MIN_KV_TOKENS = 32  # a window of 16 while they are saved: with less no turn would have room
+MIN_KV_TOKENS = 32  # a window of 16 beside the write ring: with less no turn would have room
 LEAST_TOKEN_BYTES = 64  # of KV: keys and values of the smallest models are more than that
 MAX_GRPC_BYTES = (1 << 31) - 1  # of a message, as gRPC counts
 MIN_RATE, MAX_RATE = 0.001, 1e12  # a minute: beyond them times to wait are no numbers any more
@@ -209,8 +209,8 @@ class CompressionSettings(Section):
 def _room_for_a_window(value: int) -> int:
     if 0 < value < MIN_KV_TOKENS:
         raise ValueError(
-            f"the window, half of it while KV is saved, would be {value // 2}: write at least "
-            f"{MIN_KV_TOKENS}, or 0 to have it from the memory that is free"
+            f"{value} tokens are no window for a turn: write at least {MIN_KV_TOKENS}, or 0 for a "
+            "share of the memory that is free"
         )
     return value
 
@@ -226,9 +226,12 @@ class SchedulerSettings(Section):
         step_tokens: most prompt tokens of one step while nothing decodes.
         mixed_step_tokens: most prompt tokens of one step while anything decodes; more than
             step_tokens counts as step_tokens.
-        kv_tokens: tokens whose KV fits in memory: of admitted turns (twice what is to be saved) and
-            of resident sessions; 0: as many as a share of the free memory holds. So half of it
-            bounds the window (all of it, if nothing is saved).
+        kv_tokens: tokens whose KV fits in memory: of admitted turns, of resident sessions, and in
+            the write ring; 0: as many as a share of the free memory holds. So kv_tokens without the
+            ring's bounds the window.
+        write_buffer_tokens: of these, tokens in the write ring, where what is computed waits until
+            kvd has it; more than half of kv_tokens counts as half. 0: two steps' and, for each
+            running turn, a group's or a block's, but no more than an eighth of kv_tokens.
         answer_tokens: tokens of an answer that a turn is given room for when it is admitted; it may
             have to find more later.
         default_max_tokens: bound of an answer's tokens when the client does not say.
@@ -243,6 +246,7 @@ class SchedulerSettings(Section):
     step_tokens: int = Field(default=512, ge=16)
     mixed_step_tokens: int = Field(default=128, ge=16)
     kv_tokens: Annotated[int, Field(ge=0), AfterValidator(_room_for_a_window)] = 0
+    write_buffer_tokens: int = Field(default=0, ge=0)
     answer_tokens: int = Field(default=256, ge=1)
     default_max_tokens: int = Field(default=256, ge=1)
     tenant_weights: TenantWeights = Field(default_factory=dict)

@@ -5,7 +5,9 @@
     2. requests that are ready start, those of higher priority first, once the start gate lets them:
        a full batch gives up one of lower priority;
     3. the head of the queue is admitted, while there is room: residents are evicted for it, and
-       if that is not enough, requests of lower priority are preempted, if that is.
+       if that is not enough, requests of lower priority are preempted, if that is;
+    4. who runs is computed, as far as the write ring has room for its tokens; who waits for a ring
+       that stands still is computed without being saved.
 
 Preemption costs little: what was computed stays as the session's resident while there is room,
 and is saved besides. Never preempted is a request to whose KV a copy is under way, or whose
@@ -13,7 +15,7 @@ KV may yet turn out to be void. Plans are made between steps; what they say is a
 
 A request gets its slots on its session's resident, or on a sequence's KV of its own:
 
-    resident large enough      in place: only a write buffer is needed
+    resident large enough      in place: no slots are needed
     resident too small         moved to a new sequence KV, if old and new fit together …
     … or they do not, or it    … on a new sequence KV; a resident of the session is evicted
       is of no use, or none
@@ -34,12 +36,14 @@ from inference_svc.core.scheduling.slot_budget import SlotBudget
 from inference_svc.core.scheduling.start_gate import StartGate
 from inference_svc.core.scheduling.step_plan import (
     Admission,
+    PlannedChunk,
     SchedulerLimits,
     StepPlan,
     plan_chunks,
     prompt_budget,
 )
 from inference_svc.core.scheduling.waiting_queue import WaitingQueue
+from inference_svc.core.scheduling.write_slots import WriteSlots
 from shared.types.session_key import SessionKey
 
 
@@ -49,20 +53,13 @@ class Terms:
 
     Attributes:
         capacity_tokens: slots it may fill.
-        kv_slots: of a new sequence KV; 0 if it takes the resident's.
-        write_slots: of its write buffer, in the worst case.
+        kv_slots: of a new sequence KV, that must be free; 0 if it takes the resident's.
         resident_tokens: it has from the resident, which must stay for that; 0: it need not.
     """
 
     capacity_tokens: int
     kv_slots: int
-    write_slots: int
     resident_tokens: int = 0
-
-    @property
-    def new_slots(self) -> int:
-        """Slots that must be free."""
-        return self.kv_slots + self.write_slots
 
 
 @dataclass
@@ -74,6 +71,8 @@ class _Draft:
     preempted: list[Request] = field(default_factory=list)
     overflowed: list[Request] = field(default_factory=list)
     evicted: list[SessionKey] = field(default_factory=list)
+    unsaved: tuple[Request, ...] = ()
+    patience_ns: int | None = None  # until when who stalls waits for the write ring
 
 
 class Planner:
@@ -87,6 +86,7 @@ class Planner:
         slots: SlotBudget,
         residents: Residents,
         gate: StartGate,
+        write_slots: WriteSlots,
     ) -> None:
         self._limits = limits
         self._queue = queue
@@ -94,6 +94,7 @@ class Planner:
         self._slots = slots
         self._residents = residents
         self._gate = gate
+        self._write_slots = write_slots
 
     def plan(self, now_ns: int) -> StepPlan:
         """Make a plan; of deadlines it knows nothing."""
@@ -105,13 +106,17 @@ class Planner:
             wake_ns = self._start_ready(draft)
         if not self._limits.keeps_residents:
             self._evict_left_over(draft)
+        chunks, stalled = self._chunks(draft)
+        wakes_ns = [ns for ns in (wake_ns, draft.patience_ns) if ns is not None]
         return StepPlan(
-            plan_chunks(self._active.in_state(RequestState.RUNNING), self._limits),
+            chunks,
             tuple(draft.admitted),
             tuple(draft.preempted),
             tuple(draft.overflowed),
             tuple(draft.evicted),
-            wake_ns=wake_ns,
+            stalled=stalled,
+            unsaved=draft.unsaved,
+            wake_ns=min(wakes_ns, default=None),
         )
 
     # ----------------------------------------------------------------------------- the batch
@@ -147,6 +152,18 @@ class Planner:
         if victims:
             self._preempt(victims[0], draft)
         return bool(victims)
+
+    def _chunks(self, draft: _Draft) -> tuple[tuple[PlannedChunk, ...], tuple[Request, ...]]:
+        """Choose who is computed; who waits for a ring that stands still is not saved any more."""
+        running, slots = self._active.in_state(RequestState.RUNNING), self._write_slots
+        chunks, stalled = plan_chunks(running, self._limits, slots.num_free)
+        draft.patience_ns = slots.note_stall(draft.now_ns, is_stalled=bool(stalled))
+        if draft.patience_ns is not None and draft.patience_ns <= draft.now_ns:
+            for request in stalled:
+                request.is_saved = False
+            draft.unsaved, draft.patience_ns = stalled, None
+            chunks, stalled = plan_chunks(running, self._limits, slots.num_free)
+        return chunks, stalled
 
     # ----------------------------------------------------------------------------- admission
 
@@ -198,7 +215,7 @@ class Planner:
     def _terms(self, request: Request) -> list[Terms]:
         """List the ways to admit a request, the best first; the last needs the fewest slots."""
         capacity = request.wanted_capacity(self._limits.answer_tokens)
-        fresh = Terms(capacity, capacity, self._write_slots(capacity))
+        fresh = Terms(capacity, capacity)
         resident = self._residents.get(request.key)
         num_tokens = self._residents.match(request)
         # With less than half of the history, as after a truncation, the store likely has more.
@@ -206,22 +223,22 @@ class Planner:
             return [fresh]
         if resident.capacity_tokens >= capacity:
             usable = min(resident.capacity_tokens, request.full_capacity_tokens)
-            return [Terms(usable, 0, self._write_slots(usable), num_tokens)]
-        return [Terms(capacity, capacity, self._write_slots(capacity), num_tokens), fresh]
+            return [Terms(usable, 0, num_tokens)]
+        return [Terms(capacity, capacity, num_tokens), fresh]
 
     def _fits(self, request: Request, terms: Terms, preempted_slots: int = 0) -> bool:
         """Whether there is room, if residents are evicted and so many slots preempted."""
         resident = self._residents.get(request.key)
         spared = resident.capacity_tokens if resident and terms.resident_tokens else 0
         room = self._slots.free_slots + self._residents.evictable_slots - spared + preempted_slots
-        return terms.new_slots <= room
+        return terms.kv_slots <= room
 
     def _take(self, request: Request, terms: Terms, draft: _Draft) -> None:
         """Take a request from the queue and reserve its slots, evicting residents if need be."""
         self._queue.admit(request)
         if not terms.resident_tokens and request.key in self._residents:
             self._evict(request.key, draft)
-        missing = terms.new_slots - self._slots.free_slots
+        missing = terms.kv_slots - self._slots.free_slots
         for key in self._residents.victims(missing, self._queue.rank, request.key):
             self._evict(key, draft)
         in_place = bool(terms.resident_tokens) and not terms.kv_slots
@@ -229,15 +246,13 @@ class Planner:
             self._slots.take_resident(request)
         elif terms.resident_tokens:
             self._residents.begin_move(request)
-        self._slots.reserve(request, terms.kv_slots, terms.write_slots)
+        if terms.kv_slots:
+            self._slots.reserve(request, terms.kv_slots)
         request.move(RequestEvent.ADMIT)
         request.capacity_tokens = terms.capacity_tokens
         request.admitted_ns = request.admitted_ns or draft.now_ns
         self._active.add(request)
         draft.admitted.append(Admission(request, terms.resident_tokens, in_place))
-
-    def _write_slots(self, capacity_tokens: int) -> int:
-        return capacity_tokens if self._limits.saves else 0
 
     # ---------------------------------------------------------------------------- preemption
 
@@ -269,6 +284,7 @@ class Planner:
 
     def _put_back(self, request: Request, event: RequestEvent, draft: _Draft) -> None:
         request.move(event)
+        request.is_saved = False
         token_ids = request.token_ids[: request.computed_tokens]
         self._slots.become_resident(request, token_ids, draft.now_ns)
         self._active.remove(request)

@@ -118,6 +118,7 @@ class Request:
         num_preemptions: how often it was sent back to the queue with its KV kept.
         num_overflows: how often it was sent there because its window was full.
         start_tag: the waiting queue's; see there.
+        is_saved: what it computes takes slots of the write ring, until that is stored.
         arrived_ns, admitted_ns, ready_ns, started_ns, first_token_ns, finished_ns: 0 until
             it happens for the first time.
     """
@@ -140,6 +141,7 @@ class Request:
     num_preemptions: int = 0
     num_overflows: int = 0
     start_tag: float = 0.0
+    is_saved: bool = False
     admitted_ns: int = 0
     ready_ns: int = 0
     started_ns: int = 0

@@ -104,16 +104,14 @@ class LoadTasks:
         now_ns = time.monotonic_ns()
         if load.gate is None:
             request.outcome.load_s = (now_ns - request.admitted_ns) / NS_PER_S
-        first_token = 0
         if request.write_buffer is not None:
-            first_token = request.write_buffer.first_token
             self._memory.open_save(request, request.write_buffer)
         self._scheduler.announced(
             request,
             request.kv.num_tokens,
-            first_token,
             now_ns,
             layers_ready=self._num_layers if load.gate is None else 0,
+            is_saved=request.write_buffer is not None,
             tier=self._loads.tier_of(load),
             enough_layers=self._loads.enough_layers(load),
         )

@@ -18,6 +18,7 @@ from inference_svc.runtime.kv.copy_stream import CopyStream, DoneInOrder
 from inference_svc.runtime.kv.kv_pool import KVPool
 from inference_svc.runtime.kv.layer_gate import LayerGate
 from inference_svc.runtime.kv.sequence_kv import SequenceKv
+from inference_svc.runtime.kv.write_ring import WriteRing
 from inference_svc.runtime.store.session_store import BegunLoad, LoadRequest, SessionStore
 from inference_svc.runtime.transfer.layer_load import move_layer
 from inference_svc.runtime.transfer.resident_sequences import ResidentSequences
@@ -50,6 +51,7 @@ class Loads:
     def __init__(
         self,
         pool: KVPool,
+        ring: WriteRing,
         store: SessionStore,
         residents: ResidentSequences,
         load_thread: WorkerThread,
@@ -60,6 +62,7 @@ class Loads:
         preload: PreloadPolicy,
     ) -> None:
         self._pool = pool
+        self._ring = ring
         self._store = store
         self._residents = residents
         self._load_thread = load_thread
@@ -87,10 +90,7 @@ class Loads:
         _note_outcome(request, begun.end_token, dict(begun.tier_tokens), begun.reason)
         kv.num_tokens = begun.end_token
         if self._store.saves:
-            request.write_buffer = self._pool.new_write_buffer(
-                begun.tail_from, request.capacity_tokens - begun.tail_from
-            )
-            request.write_buffer.end_token = begun.end_token
+            request.write_buffer = self._ring.lend(begun.tail_from, begun.end_token)
         if begun.grant is not None:
             load.begun = begun
             load.gate = kv.gate = LayerGate(self._num_layers)
@@ -101,9 +101,7 @@ class Loads:
         resident = self._residents.take(key) if admission.in_place else self._residents.get(key)
         num_tokens = self._residents.usable_tokens(resident, admission.resident_tokens)
         if self._store.saves:
-            request.write_buffer = self._residents.next_buffer(
-                resident, num_tokens, request.capacity_tokens
-            )
+            request.write_buffer = self._residents.next_buffer(resident, num_tokens, self._ring)
         self._counters.add("resident_hits")
         _note_outcome(request, num_tokens, {HBM: num_tokens}, "")
         if admission.in_place:

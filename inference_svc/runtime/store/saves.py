@@ -6,7 +6,7 @@ piece while its sequence is still being computed (`SaveStream`).
 """
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from inference_svc.core.counters import Counters
@@ -20,12 +20,17 @@ from shared.types.lineage import Lineage
 from shared.types.session_key import SessionKey
 
 
+def _nobody_waits() -> None:
+    """What is stored makes room for nobody."""
+
+
 @dataclass(frozen=True)
 class _Piece:
     """Tokens to be stored, from the first one on, and what they wait for."""
 
     token_ids: bytes
     clock: StepClock | None
+    is_cut: bool = False
 
 
 class SaveStream:
@@ -33,19 +38,23 @@ class SaveStream:
 
         follow: a step is about to compute more ─► if that makes a group of full blocks, they are
                 leased and copied layer by layer, each layer as soon as the step has computed it
+        cut_short: somebody waits for room      ─► the partial last block is stored as it is, and
+                stays so: the next block begins behind it
         finish: nothing more will be computed   ─► the rest is stored, the partial last block
                 included
 
     Invariants:
         1. one piece at a time, in order; the first waits for the session's save before this one;
         2. KV is read only behind the clock of the step that computes it;
-        3. a piece that failed is tried again with the next one; nobody waits for it.
+        3. a piece that failed is tried again with the next one; nobody waits for it;
+        4. the buffer begins with the first token that is not stored.
 
     Args:
         previous: set when the session's save before this one is over.
         block_tokens: of the layout.
         group_tokens: fewer unsaved tokens than this wait for more, or for the end.
         lineage: of the tokens; None: not named.
+        stored: called when tokens are stored, which the buffer has forgotten.
 
     Attributes:
         over: set when nothing is being stored any more and nothing will be.
@@ -63,6 +72,7 @@ class SaveStream:
         block_tokens: int,
         group_tokens: int,
         lineage: Lineage | None = None,
+        stored: Callable[[], None] = _nobody_waits,
     ) -> None:
         self.over = asyncio.Event()
         self.refused_reason: str | None = ""
@@ -74,17 +84,31 @@ class SaveStream:
         self._block_tokens = block_tokens
         self._group_tokens = max(group_tokens, block_tokens)
         self._lineage = lineage
+        self._stored = stored
         self._asked_token = buffer.first_token  # what is before it has been asked for
-        self._saved_token = buffer.first_token
         self._next: _Piece | None = None
         self._is_last = False
         self._changed = asyncio.Event()
         self._idle = asyncio.Event()  # nothing is asked for that is not stored
         self._idle.set()
 
-    def wants(self, end_token: int) -> bool:
-        """Whether `follow` would store something once tokens [0, end_token) are computed."""
-        return self._end_of_blocks(end_token) - self._asked_token >= self._group_tokens
+    @property
+    def num_unsaved(self) -> int:
+        """Tokens in the buffer that nobody has asked to store."""
+        return self._buffer.end_token - self._asked_token
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing is being stored, and nothing asked for waits for that."""
+        return self._idle.is_set()
+
+    def wants(self, end_token: int, *, is_tight: bool = False) -> bool:
+        """Whether `follow` is to be called now that tokens [0, end_token) are computed, or will be.
+
+        `is_tight`: there is little room for more tokens, so a block is not to wait for its group.
+        """
+        group_tokens = self._block_tokens if is_tight else self._group_tokens
+        return self._end_of_blocks(end_token) - self._asked_token >= group_tokens
 
     def follow(self, token_ids: bytes, clock: StepClock | None) -> None:
         """Store the full blocks of these tokens, whose KV a step computes behind `clock`.
@@ -95,6 +119,11 @@ class SaveStream:
         """
         self._asked_token = self._end_of_blocks(len(token_ids) // TOKEN_BYTES)
         self._put(_Piece(token_ids[: self._asked_token * TOKEN_BYTES], clock))
+
+    def cut_short(self, token_ids: bytes) -> None:
+        """Store all of these tokens, which are computed; the next block begins behind them."""
+        self._asked_token = len(token_ids) // TOKEN_BYTES
+        self._put(_Piece(token_ids, None, is_cut=True))
 
     def finish(self, token_ids: bytes) -> None:
         """Store all of these tokens, which are computed; `over` is set after that."""
@@ -136,20 +165,24 @@ class SaveStream:
         self._changed.set()
 
     async def _store_piece(self, piece: _Piece) -> None:
-        if len(piece.token_ids) // TOKEN_BYTES <= self._saved_token:  # less is kept than is stored
+        from_token, end_token = self._buffer.first_token, len(piece.token_ids) // TOKEN_BYTES
+        if end_token <= from_token:  # less is kept than is stored
             return
-        with child_span("save", {"kv.from_token": self._saved_token}):
+        with child_span("save", {"kv.from_token": from_token}):
             reason = await self._store.save(
                 key=self._key,
                 token_ids=piece.token_ids,
-                from_token=self._saved_token,
+                from_token=from_token,
                 buffer=self._buffer,
                 clock=piece.clock,
                 lineage=self._lineage,
             )
         self.refused_reason = reason
         if reason == "":
-            self._saved_token = self._end_of_blocks(len(piece.token_ids) // TOKEN_BYTES)
+            if not piece.is_cut:
+                end_token = self._end_of_blocks(end_token)
+            self._buffer.forget_before(end_token)
+            self._stored()
 
     def _end_of_blocks(self, end_token: int) -> int:
         """End of the last full block of the buffer at or before a token."""
@@ -193,11 +226,15 @@ class Saves:
         self._newest: dict[SessionKey, SaveStream | DiscardLink] = {}
 
     def open(
-        self, key: SessionKey, buffer: WriteBuffer, lineage: Lineage | None = None
+        self,
+        key: SessionKey,
+        buffer: WriteBuffer,
+        lineage: Lineage | None = None,
+        stored: Callable[[], None] = _nobody_waits,
     ) -> SaveStream:
         """Append a stream for a buffer to the session's chain; the caller owes `run`.
 
-        `lineage` is that of the tokens.
+        See SaveStream for `lineage` and `stored`.
         """
         stream = self._newest[key] = SaveStream(
             self._store,
@@ -207,6 +244,7 @@ class Saves:
             block_tokens=self._block_tokens,
             group_tokens=self._group_tokens,
             lineage=lineage,
+            stored=stored,
         )
         return stream
 
@@ -246,6 +284,12 @@ class Saves:
         """Wait for the end of the session's chain; the deadlines inside SessionStore bound it."""
         while (stream := self._newest.get(key)) is not None and not stream.over.is_set():
             await stream.over.wait()
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing is being stored, so that waiting makes no room."""
+        streams = [link for link in self._newest.values() if isinstance(link, SaveStream)]
+        return all(stream.is_idle for stream in streams)
 
     async def caught_up(self) -> None:
         """Wait until what was asked for is stored: what synchronous saving waits for."""
