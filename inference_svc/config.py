@@ -231,7 +231,7 @@ class SchedulerSettings(Section):
             ring's bounds the window.
         write_buffer_tokens: of these, tokens in the write ring, where what is computed waits until
             kvd has it; more than half of kv_tokens counts as half. 0: two steps' and, for each
-            running turn, a group's or a block's, but no more than an eighth of kv_tokens.
+            running turn, a group's or a block's, but no more than a fifth of kv_tokens.
         answer_tokens: tokens of an answer that a turn is given room for when it is admitted; it may
             have to find more later.
         default_max_tokens: bound of an answer's tokens when the client does not say.

@@ -15,7 +15,7 @@ from heapq import heappop, heappush
 from shared.types.units import NS_PER_S
 
 LEAST_WRITE_SLOTS = 16  # fewer would be steps, and blocks, of a few tokens
-WRITE_SHARE = 8  # of all slots, the ring gets one part in so many at most, unless a setting says
+WRITE_SHARE = 5  # of all slots, the ring gets one part in so many at most, unless a setting says
 STALL_LIMIT_NS = NS_PER_S  # far longer than storing a block takes
 
 

@@ -9,6 +9,7 @@
 sequence KV's gate (paper §3.2.1). Runs on the event loop; the copies run on the load thread.
 """
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 from inference_svc.core.counters import Counters
@@ -154,12 +155,15 @@ class Loads:
         if not self._preload.is_layerwise:
             shown = LayerGate(self._num_layers)  # the forward sees nothing until all is there
         first = min(self._preload.buffer_layers, self._num_layers)
-        if first:
-            await self._store.loads.finish(begun, kv, tail, shown, range(first))
-        if first < self._num_layers:
-            await request.in_batch.wait()
-        if first < self._num_layers and shown.error is None:
-            await self._store.loads.finish(begun, kv, tail, shown, range(first, self._num_layers))
+        rest = range(first, self._num_layers)
+        # A turn that goes on without being saved gives its buffer up: not before it is loaded.
+        with nullcontext() if tail is None else tail.hold():
+            if first:
+                await self._store.loads.finish(begun, kv, tail, shown, range(first))
+            if rest:
+                await request.in_batch.wait()
+            if rest and shown.error is None:
+                await self._store.loads.finish(begun, kv, tail, shown, rest)
         if shown is not gate:
             _hand_over(shown, gate)
 

@@ -51,10 +51,11 @@ class WriteRing:
     def lend(self, first_token: int, end_token: int) -> WriteBuffer:
         """Lend a write buffer with room for tokens [first_token, end_token), which are its own.
 
-        They are the first tokens of a block that is going to grow. Where the ring has no room for
-        them the buffer begins at `end_token`: the block stays as short as it is stored.
+        They are the first tokens of a block that is going to grow. Where they are more than half of
+        what is free, the buffer begins at `end_token`: the block stays as short as it is stored.
+        Whoever loads cannot store yet, and must not take all the room of those who could.
         """
-        if end_token - first_token > self._slots.num_free:
+        if 2 * (end_token - first_token) > self._slots.num_free:
             first_token = end_token
         buffer = WriteBuffer(
             self._keys,

@@ -66,7 +66,7 @@ def test_the_ring_is_as_large_as_saving_needs():
     """Two steps and what waits for its group, whatever there is; little memory has a part."""
     assert write_slots_for(10**6, 512, 8, group_tokens=512, block_tokens=64) == 1024 + 8 * 512
     assert write_slots_for(10**6, 512, 8, group_tokens=1, block_tokens=64) == 1024 + 8 * 64
-    assert write_slots_for(3072, 512, 8, group_tokens=512, block_tokens=64) == 384
+    assert write_slots_for(3072, 512, 8, group_tokens=512, block_tokens=64) == 614
     assert write_slots_for(32, 512, 8, group_tokens=512, block_tokens=64) == LEAST_WRITE_SLOTS
 
 

@@ -4,6 +4,7 @@ import asyncio
 
 import pytest
 
+from inference_svc.runtime.engine.loads import PreloadPolicy
 from tests.memory_engine import BLOCK_TOKENS, alone, loaded_model, running_engine
 
 
@@ -62,6 +63,29 @@ async def test_a_store_that_stands_still_holds_nobody_up_for_long(model):
         assert counts["write_stalls"] > 0
         assert engine.loop.gauges()["write_stall_s"] >= 1
         engine.store.may_end.set()
+        await engine.all_given_back()
+
+
+async def test_who_goes_on_unsaved_still_gets_its_history(model):
+    """Its load begins when it is in the batch, after its buffer was given up."""
+    preload = PreloadPolicy(is_layerwise=True, buffer_layers=0)
+    async with running_engine(model, preload, write_slots=40, keeps_residents=False) as engine:
+        first = await engine.run(range(20, 60))
+        await engine.loop.wait_idle()
+        slots = engine.scheduler.write_slots
+        held = []
+        following = [*first.token_ids, *range(80, 90)]
+        turn = engine.request(following)
+        turn.sink.started = lambda _: held.extend(slots.take(slots.num_free))
+        await engine.loop.generate(turn)
+        assert turn.write_buffer is None
+        engine.loop.keep(turn, turn.token_ids[:-1])
+        assert turn.sink.token_ids == await alone(model, following)
+        assert turn.outcome.tokens == 47
+        counts = engine.counters.snapshot()
+        assert (counts["save_dropped"], counts["steps_failed"]) == (1, 0)
+        await engine.loop.wait_idle()
+        slots.give(held)
         await engine.all_given_back()
 
 
