@@ -7,6 +7,7 @@ from inference_svc.metrics.table import METRICS
 GAUGES = {  # of EngineLoop.gauges; a real service's are compared in tests/integration
     *("reserved_rows", "resident_rows", "resident_sessions", "pool_rows", "pool_free_rows"),
     *("pool_misses", "saves_under_way", "compute_busy_s"),
+    *("write_ring_rows", "write_ring_free_rows", "write_stall_s"),
 }
 
 
