@@ -15,12 +15,12 @@ from inference_svc.core.counters import Counters
 from inference_svc.core.kv_room import (
     asked_slots,
     slots_of_free_memory,
-    slots_per_token,
     window_of,
 )
 from inference_svc.core.rates.rates import LoadPolicy, Rates
 from inference_svc.core.scheduling.scheduler import Scheduler
 from inference_svc.core.scheduling.step_plan import SchedulerLimits
+from inference_svc.core.scheduling.write_slots import write_slots_for
 from inference_svc.core.truncation import USUAL_SINKS
 from inference_svc.core.turn_histograms import TurnHistograms
 from inference_svc.runtime.attention.attention_backends import make_attention
@@ -30,6 +30,7 @@ from inference_svc.runtime.engine.loads import Loads, PreloadPolicy
 from inference_svc.runtime.engine.requests import MOST_RESIDENTS
 from inference_svc.runtime.engine.stepping import Stepper
 from inference_svc.runtime.kv.kv_pool import KVPool
+from inference_svc.runtime.kv.write_ring import WriteRing
 from inference_svc.runtime.memory import keep_freed_memory
 from inference_svc.runtime.model.model_loader import LoadedModel
 from inference_svc.runtime.positions.recipes import Calibration
@@ -118,9 +119,17 @@ def assemble_engine(settings: InferenceSettings, model: Model) -> EngineParts:
         device=loaded.device,
         dtype=loaded.dtype,
     )
+    scheduler = Scheduler(limits, rates, num_layers, settings.scheduler.tenant_weights)
+    ring = WriteRing(
+        [layer.shape for layer in calibration.layers],
+        scheduler.write_slots,
+        device=loaded.device,
+        dtype=loaded.dtype,
+    )
     residents = ResidentSequences(pool, layout.block_tokens)
     loads = Loads(
         pool=pool,
+        ring=ring,
         store=store,
         residents=residents,
         load_thread=load_thread,
@@ -141,13 +150,14 @@ def assemble_engine(settings: InferenceSettings, model: Model) -> EngineParts:
         store, counters, block_tokens=layout.block_tokens, group_tokens=cache.save_group_tokens
     )
     engine = EngineLoop(
-        scheduler=Scheduler(limits, rates, num_layers, settings.scheduler.tenant_weights),
+        scheduler=scheduler,
         stepper=stepper,
         loads=loads,
         saves=saves,
         residents=residents,
         compactor=Compactor(calibration, load_thread),
         pool=pool,
+        ring=ring,
         store=store,
         counters=counters,
         num_layers=num_layers,
@@ -155,7 +165,7 @@ def assemble_engine(settings: InferenceSettings, model: Model) -> EngineParts:
     )
     kv_tokens = settings.scheduler.kv_tokens
     window_tokens, window_bound = window_of(
-        limits.kv_slots, loaded.context_window, kv_tokens, saves=store.saves
+        limits.kv_slots, limits.write_slots, loaded.context_window, kv_tokens
     )
     return EngineParts(
         engine=engine,
@@ -214,24 +224,36 @@ def _scheduler_limits(
         KvRoomError: there is no such memory.
     """
     free_bytes, all_bytes = _memory_of(model.loaded.device)
-    token_bytes = model.calibration.layout.token_bytes
+    layout = model.calibration.layout
     if settings.kv_tokens:
-        kv_slots = asked_slots(settings.kv_tokens, token_bytes, all_bytes)
+        num_slots = asked_slots(settings.kv_tokens, layout.token_bytes, all_bytes)
     else:
-        num_turns = settings.max_running + settings.max_loading
-        most = num_turns * model.loaded.context_window * slots_per_token(saves=True)
-        kv_slots = slots_of_free_memory(free_bytes, token_bytes, most, saves=saves)
+        num_slots = slots_of_free_memory(free_bytes, layout.token_bytes, saves=saves)
+    write_slots = 0
+    if saves:
+        write_slots = settings.write_buffer_tokens or write_slots_for(
+            num_slots,
+            step_tokens=settings.step_tokens,
+            max_running=settings.max_running,
+            group_tokens=cache.save_group_tokens,
+            block_tokens=layout.block_tokens,
+        )
+        write_slots = min(write_slots, num_slots // 2)
+    kv_slots = num_slots - write_slots
+    most = (settings.max_running + settings.max_loading) * model.loaded.context_window
+    if most and not settings.kv_tokens:
+        kv_slots = min(kv_slots, most)
     return SchedulerLimits(
         max_running=settings.max_running,
         max_loading=settings.max_loading,
         max_waiting=settings.max_turns,
         kv_slots=kv_slots,
+        write_slots=write_slots,
         step_tokens=settings.step_tokens,
         mixed_step_tokens=min(settings.mixed_step_tokens, settings.step_tokens),
         answer_tokens=settings.answer_tokens,
-        saves=saves,
         keeps_residents=cache.residents and cache.mode == "cached",
-        block_tokens=model.calibration.layout.block_tokens,
+        block_tokens=layout.block_tokens,
     )
 
 

@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_validator
 
-from inference_svc.core.kv_room import least_slots, slots_per_token
+from inference_svc.core.kv_room import least_slots
 from inference_svc.core.rates.rates import LoadPolicy
 from inference_svc.core.tenant_limits import TenantBounds
 from inference_svc.core.truncation import MAX_SINK_TOKENS
@@ -217,9 +217,12 @@ class SchedulerSettings(Section):
         step_tokens: most prompt tokens of one step while nothing decodes.
         mixed_step_tokens: most prompt tokens of one step while anything decodes; more than
             step_tokens counts as step_tokens.
-        kv_tokens: tokens whose KV fits in memory: of admitted turns (twice what is to be saved) and
-            of resident sessions; 0: as many as a share of the free memory holds. So half of it
-            bounds the window (all of it, if nothing is saved).
+        kv_tokens: tokens whose KV fits in memory: of admitted turns, of resident sessions, and in
+            the write ring; 0: as many as a share of the free memory holds. So kv_tokens without the
+            ring's bounds the window.
+        write_buffer_tokens: of these, tokens in the write ring, where what is computed waits until
+            kvd has it; more than half of kv_tokens counts as half. 0: two steps' and, for each
+            running turn, a group's or a block's, but no more than a fifth of kv_tokens.
         answer_tokens: tokens of an answer that a turn is given room for when it is admitted; it may
             have to find more later.
         default_max_tokens: bound of an answer's tokens when the client does not say.
@@ -234,6 +237,7 @@ class SchedulerSettings(Section):
     step_tokens: int = Field(default=512, ge=16)
     mixed_step_tokens: int = Field(default=128, ge=16)
     kv_tokens: int = Field(default=0, ge=0)
+    write_buffer_tokens: int = Field(default=0, ge=0)
     answer_tokens: int = Field(default=256, ge=1)
     default_max_tokens: int = Field(default=256, ge=1)
     tenant_weights: TenantWeights = Field(default_factory=dict)
@@ -311,11 +315,10 @@ class InferenceSettings(Section):
         saves = self.cache.mode == "cached" and self.cache.saving != "off"
         kv_tokens, least = self.scheduler.kv_tokens, least_slots(saves=saves)
         if 0 < kv_tokens < least:
-            half = ", half of it while KV is saved," if saves else ""
+            ring = " beside the write ring" if saves else ""
             raise ValueError(
-                f"scheduler.kv_tokens = {kv_tokens}: the window{half} would be "
-                f"{kv_tokens // slots_per_token(saves=saves)}: write at least {least}, "
-                "or 0 to have it from the memory that is free"
+                f"scheduler.kv_tokens = {kv_tokens} leaves no window for a turn{ring}: write at "
+                f"least {least}, or 0 to have it from the memory that is free"
             )
         return self
 

@@ -21,6 +21,7 @@ from inference_svc.runtime.engine.loads import Loads, PreloadPolicy
 from inference_svc.runtime.engine.stepping import Stepper
 from inference_svc.runtime.kv.kv_pool import KVPool
 from inference_svc.runtime.kv.layer_gate import StepNotDoneError
+from inference_svc.runtime.kv.write_ring import WriteRing
 from inference_svc.runtime.model.model_loader import load_model
 from inference_svc.runtime.store.saves import Saves
 from inference_svc.runtime.store.session_store import BegunLoad
@@ -41,7 +42,7 @@ LIMITS = {
     "step_tokens": 64,
     "mixed_step_tokens": 32,
     "answer_tokens": 8,
-    "saves": True,
+    "write_slots": 4000,
     "keeps_residents": True,
 }
 
@@ -116,9 +117,10 @@ class MemoryStore:
             kv.values[layer][0, :, : begun.end_token] = values[layer][: begun.end_token].transpose(
                 0, 1
             )
-            count = begun.end_token - begun.tail_from
+            count = begun.end_token - tail.first_token
+            places = tail.places(tail.first_token, count)
             for kept, rows in ((tail.keys, keys), (tail.values, values)):
-                kept[layer][:count] = rows[layer][begun.tail_from : begun.end_token]
+                places.write(kept[layer], rows[layer][tail.first_token : begun.end_token])
             gate.open(layer + 1)
         if layers.stop == gate.num_layers:
             gate.confirm()
@@ -151,7 +153,8 @@ class MemoryStore:
             return "gap"
         num_tokens = len(token_ids) // 4
         self.lineages[key] = lineage
-        new = buffer.cut(from_token, num_tokens - from_token)
+        places = buffer.places(from_token, num_tokens - from_token)
+        new = [[places.read(r) for r in rows.layers] for rows in (buffer.keys, buffer.values)]
         self.rows[key] = (
             token_ids,
             *(
@@ -248,10 +251,16 @@ class Engine:
             device=loaded.device,
             dtype=loaded.dtype,
         )
+        ring = WriteRing(
+            [layer.shape for layer in calibration.layers],
+            self.scheduler.write_slots,
+            device=loaded.device,
+            dtype=loaded.dtype,
+        )
         residents = ResidentSequences(self.pool, BLOCK_TOKENS)
         saves = Saves(store, self.counters, block_tokens=BLOCK_TOKENS, group_tokens=32)
         loads = Loads(
-            *(self.pool, store, residents, self.threads[1], self.counters),
+            *(self.pool, ring, store, residents, self.threads[1], self.counters),
             num_layers=num_layers,
             policy=LoadPolicy.ALWAYS,
             preload=preload or PreloadPolicy(is_layerwise=True, buffer_layers=num_layers),
@@ -261,7 +270,7 @@ class Engine:
             FaultyRunner(*model), self.threads[0], self.counters, rates, TurnHistograms()
         )
         self.loop = EngineLoop(
-            *(self.scheduler, stepper, loads, saves, residents, shifts, self.pool, store),
+            *(self.scheduler, stepper, loads, saves, residents, shifts, self.pool, ring, store),
             self.counters,
             num_layers=num_layers,
             saves_first=saves_first,
@@ -293,6 +302,8 @@ class Engine:
         for key in list(self.loop.memory._residents._residents):
             self.loop.memory.release_resident(key)
         assert self.pool.num_free == self.pool.num_token_slots
+        slots = self.scheduler.write_slots
+        assert slots.num_free == slots.num_slots
         assert not len(self.scheduler.queue)
 
 

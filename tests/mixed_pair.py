@@ -18,7 +18,7 @@ SCHEDULER = {
     "max_loading": 2,
     "step_tokens": 64,
     "mixed_step_tokens": 16,
-    "kv_tokens": 1500,  # so a turn has room for 750, and two or three long ones fill all
+    "kv_tokens": 1500,  # so a turn has room for 1,200, and two long ones fill all
     "answer_tokens": 4,
 }
 OVERFLOW = {"policy": "reject"}  # sessions begin anew instead: the oracle recomputes whole ones

@@ -44,7 +44,9 @@ COUNTERS: Mapping[str, str] = {
     "saves": "turns whose KV was stored",
     "saves_refused": "saves that kvd had no room for",
     "save_errors": "saves that failed",
-    "save_dropped": "turns whose KV was not stored, or not to its end, because of errors",
+    "save_dropped": "turns whose KV was not stored, or not to its end: kvd failed, or stood still",
+    "saves_cut_short": "blocks stored before they were full, to make room in the write ring",
+    "write_stalls": "plans of a step in which a turn found no room in the write ring",
     "stored_tokens": "tokens whose KV was stored",
 }
 

@@ -1,24 +1,20 @@
 """How many tokens' KV fit in memory, and what that makes of the window. Pure.
 
-What is going to be saved takes two token slots a token, one in a sequence's KV and one in a write
-buffer until kvd has it: so the window is at most half of the slots while KV is saved.
+While KV is saved, some of the token slots are those of the write ring, where what is computed waits
+until kvd has it: the window is what the ring leaves.
 """
 
 from inference_svc.core.errors import KvRoomError
+from inference_svc.core.scheduling.write_slots import LEAST_WRITE_SLOTS
 from shared.types.units import format_bytes
 
 KV_SHARE = 4  # the working KV may take one part in four of the memory that is free at the start
 LEAST_WINDOW_TOKENS = 16  # with less no turn would have room
 
 
-def slots_per_token(*, saves: bool) -> int:
-    """Token slots that a token of a turn takes, while KV is saved and if nothing is."""
-    return 2 if saves else 1
-
-
 def least_slots(*, saves: bool) -> int:
-    """Token slots of the shortest window."""
-    return LEAST_WINDOW_TOKENS * slots_per_token(saves=saves)
+    """Return the slots of the shortest window, and of the smallest write ring if KV is saved."""
+    return LEAST_WINDOW_TOKENS + (LEAST_WRITE_SLOTS if saves else 0)
 
 
 def asked_slots(kv_tokens: int, token_bytes: int, all_bytes: int) -> int:
@@ -43,13 +39,12 @@ def asked_slots(kv_tokens: int, token_bytes: int, all_bytes: int) -> int:
     return kv_tokens
 
 
-def slots_of_free_memory(free_bytes: int, token_bytes: int, most_slots: int, *, saves: bool) -> int:
+def slots_of_free_memory(free_bytes: int, token_bytes: int, *, saves: bool) -> int:
     """Choose the token slots where no setting does.
 
     Args:
         free_bytes: of memory where the KV is to be.
         token_bytes: of a token's KV, all layers.
-        most_slots: that could ever be used at once; 0: not known.
         saves: whether KV is saved.
 
     Raises:
@@ -63,20 +58,21 @@ def slots_of_free_memory(free_bytes: int, token_bytes: int, most_slots: int, *, 
             f"window takes {least}",
             "free memory, serve a smaller model, or set scheduler.kv_tokens",
         )
-    return min(num_slots, most_slots) if most_slots else num_slots
+    return num_slots
 
 
-def window_of(num_slots: int, model_tokens: int, kv_tokens: int, *, saves: bool) -> tuple[int, str]:
-    """Choose the most tokens of a turn, and say what bounds them: nobody expects half of kv_tokens.
+def window_of(
+    kv_slots: int, write_slots: int, model_tokens: int, kv_tokens: int
+) -> tuple[int, str]:
+    """Choose the most tokens of a turn, and say what bounds them.
 
     Args:
-        num_slots: token slots there are.
+        kv_slots: token slots of turns and resident sessions.
+        write_slots: those of the write ring; 0: nothing is saved.
         model_tokens: the model's own window; 0: it has none.
         kv_tokens: the setting; 0: the slots are of the free memory.
-        saves: whether KV is saved.
     """
-    most_tokens = num_slots // slots_per_token(saves=saves)
-    if 0 < model_tokens <= most_tokens:
+    if 0 < model_tokens <= kv_slots:
         return model_tokens, "the model's"
     room = f"scheduler.kv_tokens = {kv_tokens:,}" if kv_tokens else "the memory for KV"
-    return most_tokens, f"half of {room}" if saves else room
+    return kv_slots, f"{room} less the write ring's {write_slots:,}" if write_slots else room

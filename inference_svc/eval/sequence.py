@@ -146,9 +146,10 @@ class Sequence:
         ]
         if self.stored is not None and other.stored is not None:
             self.stored.end_token = num_tokens
-            pairs += zip(
-                self.stored.cut(0, num_tokens), other.stored.cut(0, num_tokens), strict=True
-            )
+            pairs += [
+                (self.stored.keys.cut(0, num_tokens), other.stored.keys.cut(0, num_tokens)),
+                (self.stored.values.cut(0, num_tokens), other.stored.values.cut(0, num_tokens)),
+            ]
         for ours, theirs in pairs:
             torch._foreach_copy_(list(ours), list(theirs))
 

@@ -182,6 +182,27 @@ METRICS = MetricTable(
             },
         ),
         Metric(
+            "inference_saves_cut_short_total",
+            "counter",
+            "Blocks stored before they were full, to make room in the write ring",
+            (),
+            {"": "saves_cut_short"},
+        ),
+        Metric(
+            "inference_write_stalls_total",
+            "counter",
+            "Plans of a step in which a turn found no room in the write ring",
+            (),
+            {"": "write_stalls"},
+        ),
+        Metric(
+            "inference_write_stall_seconds_total",
+            "counter",
+            "How long turns waited for room in the write ring",
+            (),
+            {"": "write_stall_s"},
+        ),
+        Metric(
             "inference_saves_under_way",
             "gauge",
             "Saves that are not over",
@@ -193,13 +214,15 @@ METRICS = MetricTable(
             "inference_kv_token_slots",
             "gauge",
             "Token slots of the working KV: all there are, free ones, those reserved for turns, "
-            "and those of idle sessions",
+            "those of idle sessions; those of the write ring, and the free ones there",
             ("state",),
             {
                 "pool": "pool_token_slots",
                 "free": "pool_free_token_slots",
                 "reserved": "reserved_token_slots",
                 "resident": "resident_token_slots",
+                "write_ring": "write_ring_token_slots",
+                "write_ring_free": "write_ring_free_token_slots",
             },
         ),
         Metric(

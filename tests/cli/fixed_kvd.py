@@ -194,7 +194,7 @@ SERVED = inference_pb2.Model(
     dtype="float32",
     device="cpu",
     context_window=2048,
-    window_bound="half of scheduler.kv_tokens = 4,096",
+    window_bound="scheduler.kv_tokens = 2,560 less the write ring's 512",
     vocab_size=49152,
     has_chat_template=True,
     mode="cached",

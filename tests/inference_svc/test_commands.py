@@ -119,7 +119,7 @@ def test_the_shipped_settings_file_says_the_defaults():
         ("model.attention", "flash9", "'torch'"),
         ("scheduler.mixed_step_tokens", 1, "16"),
         ("scheduler.answer_tokens", 0, "1"),
-        ("scheduler.kv_tokens", 3, "the window, half of it while KV is saved, would be 1"),
+        ("scheduler.kv_tokens", 3, "3 tokens are no window for a turn"),
         ("scheduler.kv_tokens", 1 << 50, "this machine has"),
         ("server.max_message_bytes", 1 << 31, "less than or equal to"),
         ("scheduler.tenant_weights", "acme=-1", "greater than 0"),

@@ -55,5 +55,5 @@ async def test_sockets_and_a_port(tiny_model, short_dir):
     assert warned["setting"] == "server.listen"
     assert warned["in_file"] == "unix:/run/of/the/file.sock"
     assert warned["in_force"] == f"{service.address}, {second}, 127.0.0.1:0"
-    assert (window["window_tokens"], window["kv_tokens"]) == (32, 64)
-    assert window["bound_by"] == "half of scheduler.kv_tokens = 64"
+    assert (window["window_tokens"], window["kv_tokens"]) == (48, 64)
+    assert window["bound_by"] == "scheduler.kv_tokens = 64 less the write ring's 16"

@@ -13,6 +13,7 @@ from inference_svc.core.rates.rates import Rates
 from inference_svc.core.scheduling.request import Request, RequestEvent, RequestState
 from inference_svc.core.scheduling.scheduler import Scheduler
 from inference_svc.core.scheduling.step_plan import Admission, SchedulerLimits, StepPlan, StepResult
+from inference_svc.core.scheduling.write_slots import STALL_LIMIT_NS
 from shared.types.queue_delta import Rank
 from shared.types.session_key import SessionKey
 
@@ -41,7 +42,7 @@ class Turn:
         fails: its load will turn out to have failed.
         source: its first rows are copied from there …
         num_copied: … so many.
-        writes: rows of its write buffers, oldest first.
+        writes: slots of the write ring in its write buffers, oldest first.
         is_writing: the last of them is its own.
         is_rigid: nothing of its context may be dropped.
     """
@@ -53,7 +54,7 @@ class Turn:
     fails: bool = False
     source: SequenceKv | None = None
     num_copied: int = 0
-    writes: list[int] = field(default_factory=list)
+    writes: list[list[int]] = field(default_factory=list)
     is_writing: bool = False
     is_rigid: bool = False
 
@@ -85,8 +86,7 @@ class SchedulerWorld:
 
     def __init__(self, limits: SchedulerLimits, window_share: float = 1.0) -> None:
         self.limits = limits
-        most = limits.kv_slots // (2 if limits.saves else 1)
-        self.window_tokens = max(1, int(most * window_share))
+        self.window_tokens = max(1, int(limits.kv_slots * window_share))
         self.rates = Rates()
         self.scheduler = Scheduler(limits, self.rates, NUM_LAYERS, {"b": 2.0})
         self.now_ns = 1
@@ -103,7 +103,10 @@ class SchedulerWorld:
         self.scheduler.check()
         kvs = [turn.kv.capacity for turn in self.turns.values() if turn.kv is not None]
         kvs += [kv.capacity for kv in self.residents.values()]
-        in_use = sum(kvs) + sum(sum(turn.writes) for turn in self.turns.values())
+        in_use = sum(kvs)
+        taken = [slot for turn in self.turns.values() for slots in turn.writes for slot in slots]
+        assert len(taken) == len(set(taken)), "a slot of the ring is in two buffers"
+        assert len(taken) + self.scheduler.write_slots.num_free == self.limits.write_slots
         assert in_use <= self.scheduler.slots.reserved_slots + self.scheduler.residents.num_slots
         assert len(self.scheduler.residents) == len(self.residents)
         resident_token_slots = sum(kv.capacity for kv in self.residents.values())
@@ -179,6 +182,12 @@ class SchedulerWorld:
         """Ask for a plan, and carry out all but its chunks."""
         plan = self.scheduler.schedule(self.tick())
         self._check_plan(plan)
+        for request in plan.unsaved:
+            self.turns[request.number].is_writing = False
+        for chunk in plan.chunks:
+            if chunk.request.is_saved:
+                slots = self.scheduler.write_slots.take(chunk.num_tokens)
+                self.turns[chunk.request.number].writes[-1] += slots
         for request in plan.preempted:
             self._preempt(self.turns[request.number])
         for request in plan.overflowed:
@@ -186,16 +195,18 @@ class SchedulerWorld:
         for key in plan.evicted:
             del self.residents[key]
         for admission in plan.admitted:
-            turn = self.turns[admission.request.number]
-            turn.admission = admission
-            if admission.in_place:
-                turn.kv = self.residents.pop(turn.request.key)
-            elif admission.is_copy:
-                turn.source = self.residents[admission.source]
+            self._admit(self.turns[admission.request.number], admission)
         for request in plan.expired:
             assert request.deadline_ns <= self.now_ns
             self._give_up(self.turns[request.number])
         return plan
+
+    def _admit(self, turn: Turn, admission: Admission) -> None:
+        turn.admission = admission
+        if admission.in_place:
+            turn.kv = self.residents.pop(turn.request.key)
+        elif admission.is_copy:
+            turn.source = self.residents[admission.source]
 
     def _check_plan(self, plan: StepPlan) -> None:
         deadlines = [turn.request.deadline_ns for turn in self.alive()]
@@ -206,14 +217,22 @@ class SchedulerWorld:
         planned = {chunk.request.number for chunk in plan.chunks}
         assert len(planned) == len(plan.chunks)
         running = [turn.request for turn in self.in_state(RequestState.RUNNING)]
+        stalled = {request.number for request in plan.stalled}
         decoding = {r.number for r in running if r.is_decoding and r.unused_slots}
-        assert decoding <= planned <= {r.number for r in running}
+        assert decoding <= planned | stalled
+        assert planned | stalled <= {r.number for r in running}
+        assert not planned & stalled
+        assert all(request.is_saved for request in plan.stalled)
+        assert not plan.stalled or plan.wake_ns <= self.now_ns + STALL_LIMIT_NS
+        written = sum(c.num_tokens for c in plan.chunks if c.request.is_saved)
+        assert written <= self.scheduler.write_slots.num_free
         prompt_tokens = [c.num_tokens for c in plan.chunks if c.request.number not in decoding]
         limits = self.limits
         assert sum(prompt_tokens) <= (limits.mixed_step_tokens if decoding else limits.step_tokens)
         assert all(1 <= c.num_tokens <= c.request.uncomputed_tokens for c in plan.chunks)
         assert all(c.sample == (c.num_tokens == c.request.uncomputed_tokens) for c in plan.chunks)
-        assert bool(plan.chunks) == any(r.unused_slots for r in running), "the batch goes on"
+        is_going_on = bool(plan.chunks or plan.stalled)
+        assert is_going_on == any(r.unused_slots for r in running), "the batch goes on"
 
     def _preempt(self, turn: Turn) -> None:
         request, kv = turn.request, turn.kv
@@ -292,14 +311,19 @@ class SchedulerWorld:
         turn.kv.rows = request.token_ids[:found]
         turn.layers = None if layers == NUM_LAYERS else layers
         turn.fails = fails and turn.layers is not None and turn.source is None
-        first_token = max(0, found - write_back)
-        if self.limits.saves:
-            turn.writes.append(request.capacity_tokens - first_token)
+        if self.limits.write_slots:
+            slots = self.scheduler.write_slots
+            turn.writes.append(slots.take(min(found, write_back, slots.num_free)))
             turn.is_writing = True
         if turn.fails:
             turn.kv.rows = [VOID] * found
         self.scheduler.announced(
-            request, found, first_token, self.now_ns, layers_ready=layers, tier="dram"
+            request,
+            found,
+            self.now_ns,
+            layers_ready=layers,
+            is_saved=turn.is_writing,
+            tier="dram",
         )
 
     def admit_in_vain(self, turn: Turn) -> None:
@@ -394,8 +418,14 @@ class SchedulerWorld:
     def end_save(self, turn: Turn) -> None:
         """A write buffer is stored."""
         assert turn.num_saving
-        turn.writes.pop(0)
-        self.scheduler.release_write(turn.request)
+        self.scheduler.write_slots.give(turn.writes.pop(0))
+
+    def store(self, turn: Turn, num_tokens: int) -> None:
+        """The oldest tokens of what a turn writes are stored."""
+        assert turn.is_writing
+        written = turn.writes[-1]
+        self.scheduler.write_slots.give(written[:num_tokens])
+        del written[:num_tokens]
 
     def drop_resident(self, key: SessionKey) -> None:
         """A session is deleted."""
@@ -417,6 +447,7 @@ class SchedulerWorld:
         assert not self.alive(), "a request starves"
         self.let_everything_happen()
         assert self.scheduler.slots.reserved_slots == 0, "rows are lost"
+        assert self.scheduler.write_slots.num_free == self.limits.write_slots
         for key in list(self.residents):
             self.drop_resident(key)
         assert self.scheduler.residents.num_slots == 0
@@ -431,6 +462,8 @@ class SchedulerWorld:
                 self.settle(turn, copies=True)
             while turn.num_saving:
                 self.end_save(turn)
+            if turn.is_writing:
+                self.store(turn, self.limits.write_slots)
             if turn.admission is not None:
                 self.announce(turn, 0, 0 if turn.admission.is_copy else NUM_LAYERS, 0)
             if turn.layers is not None:

@@ -27,7 +27,7 @@ LIMITS = st.builds(
     step_tokens=st.integers(1, 16),
     mixed_step_tokens=st.integers(1, 4),
     answer_tokens=st.integers(0, 6),
-    saves=st.booleans(),
+    write_slots=st.sampled_from([0, 1, 5, 100]),
     keeps_residents=st.booleans(),
 )
 
@@ -112,6 +112,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         saving = [turn for turn in self.world.turns.values() if turn.num_saving]
         self.world.end_save(self.some(data, saving))
 
+    @precondition(lambda self: any(turn.is_writing for turn in self.world.turns.values()))
+    @rule(data=st.data(), num_tokens=st.integers(1, 30))
+    def store(self, data, num_tokens) -> None:
+        writing = [turn for turn in self.world.turns.values() if turn.is_writing]
+        self.world.store(self.some(data, writing), num_tokens)
+
     @precondition(lambda self: self.world.alive())
     @rule(data=st.data())
     def cancel(self, data) -> None:
@@ -189,7 +195,7 @@ def random_limits(random: Random) -> SchedulerLimits:
         step_tokens=random.randint(4, 32),
         mixed_step_tokens=random.randint(1, 4),
         answer_tokens=random.randint(0, 6),
-        saves=random.random() < 0.7,
+        write_slots=random.choice([0, 2, 8, 40]),
         keeps_residents=random.random() < 0.8,
     )
 
@@ -198,6 +204,8 @@ def disturb(world: SchedulerWorld, turn: Turn, random: Random) -> None:
     """Something happens to a turn, or it goes on waiting for that."""
     if turn.num_saving and random.random() < 0.3:
         world.end_save(turn)
+    if turn.is_writing and random.random() < 0.3:
+        world.store(turn, random.randint(0, 8))
     if turn.admission is not None and random.random() < 0.5:
         if random.random() < 0.1:
             world.admit_in_vain(turn)
@@ -227,6 +235,7 @@ def go_round(world: SchedulerWorld, random: Random, seen: Counter[str]) -> None:
         world.discard(key, random.randint(0, 3))
         seen["discarded"] += key in world.shifts
     plan = world.schedule()
+    seen["stalled"] += len(plan.stalled)
     seen["preempted"] += len(plan.preempted)
     seen["overflowed"] += len(plan.overflowed)
     seen["evicted"] += len(plan.evicted)
@@ -270,7 +279,7 @@ def random_traffic(seed: int, num_rounds: int) -> Counter[str]:
 def check_traffic(seeds: range, num_rounds: int) -> None:
     seen = sum((random_traffic(seed, num_rounds) for seed in seeds), Counter[str]())
     wanted = ("preempted", "overflowed", "shifted", "discarded", "evicted", "expired", "in place")
-    wanted += ("moved", "shared", "mixed", "finished")
+    wanted += ("moved", "shared", "mixed", "finished", "stalled")
     assert min(seen[what] for what in wanted) > 0, f"the traffic is too tame: {seen}"
 
 

@@ -5,7 +5,9 @@
     2. requests that are ready start, those of higher priority first, once the start gate lets them:
        a full batch preempts one of lower priority;
     3. the head of the queue is admitted, while there is room: residents are evicted for it, and
-       if that is not enough, requests of lower priority are preempted, if that is.
+       if that is not enough, requests of lower priority are preempted, if that is;
+    4. who runs is computed, as far as the write ring has room for its tokens; who waits for a ring
+       that stands still is computed without being saved.
 
 Preemption costs little: what was computed stays as the session's resident while there is room,
 and is saved besides. Never preempted is a request to whose KV a copy is under way, or whose
@@ -14,7 +16,7 @@ them already.
 
 A request gets its slots on its session's resident, or on a sequence's KV of its own:
 
-    resident large enough      in place: only a write buffer is needed
+    resident large enough      in place: no slots are needed
     resident too small         copied to a new sequence KV, if old and new fit together …
     none, but another          … so is the prefix that they share, if it is worth it …
       session's begins so
@@ -37,12 +39,14 @@ from inference_svc.core.scheduling.slot_budget import SlotBudget
 from inference_svc.core.scheduling.start_gate import StartGate
 from inference_svc.core.scheduling.step_plan import (
     Admission,
+    PlannedChunk,
     SchedulerLimits,
     StepPlan,
     plan_chunks,
     prompt_budget,
 )
 from inference_svc.core.scheduling.waiting_queue import WaitingQueue
+from inference_svc.core.scheduling.write_slots import WriteSlots
 from shared.types.session_key import SessionKey
 
 
@@ -52,22 +56,15 @@ class Terms:
 
     Attributes:
         capacity_tokens: slots it may fill.
-        kv_slots: of a new sequence KV; 0 if it takes the resident's.
-        write_slots: of its write buffer, in the worst case.
+        kv_slots: of a new sequence KV, that must be free; 0 if it takes the resident's.
         resident_tokens: it has from a resident, which must stay for that.
         source: whose resident that is; None: none need stay.
     """
 
     capacity_tokens: int
     kv_slots: int
-    write_slots: int
     resident_tokens: int = 0
     source: SessionKey | None = None
-
-    @property
-    def new_slots(self) -> int:
-        """Number of slots that must be free."""
-        return self.kv_slots + self.write_slots
 
 
 @dataclass
@@ -79,6 +76,8 @@ class _Draft:
     preempted: list[Request] = field(default_factory=list)
     overflowed: list[Request] = field(default_factory=list)
     evicted: list[SessionKey] = field(default_factory=list)
+    unsaved: tuple[Request, ...] = ()
+    patience_ns: int | None = None  # until when who stalls waits for the write ring
 
 
 class Planner:
@@ -92,6 +91,7 @@ class Planner:
         slots: SlotBudget,
         residents: Residents,
         gate: StartGate,
+        write_slots: WriteSlots,
     ) -> None:
         self._limits = limits
         self._queue = queue
@@ -99,6 +99,7 @@ class Planner:
         self._slots = slots
         self._residents = residents
         self._gate = gate
+        self._write_slots = write_slots
 
     def plan(self, now_ns: int) -> StepPlan:
         """Make a plan; deadlines are not its business."""
@@ -110,13 +111,17 @@ class Planner:
             wake_ns = self._start_ready(draft)
         if not self._limits.keeps_residents:
             self._evict_left_over(draft)
+        chunks, stalled = self._chunks(draft)
+        wakes_ns = [ns for ns in (wake_ns, draft.patience_ns) if ns is not None]
         return StepPlan(
-            plan_chunks(self._active.in_state(RequestState.RUNNING), self._limits),
+            chunks,
             tuple(draft.admitted),
             tuple(draft.preempted),
             tuple(draft.overflowed),
             tuple(draft.evicted),
-            wake_ns=wake_ns,
+            stalled=stalled,
+            unsaved=draft.unsaved,
+            wake_ns=min(wakes_ns, default=None),
         )
 
     # ----------------------------------------------------------------------------- the batch
@@ -152,6 +157,18 @@ class Planner:
         if victims:
             self._preempt(victims[0], draft)
         return bool(victims)
+
+    def _chunks(self, draft: _Draft) -> tuple[tuple[PlannedChunk, ...], tuple[Request, ...]]:
+        """Choose who is computed; who waits for a ring that stands still is not saved any more."""
+        running, slots = self._active.in_state(RequestState.RUNNING), self._write_slots
+        chunks, stalled = plan_chunks(running, self._limits, slots.num_free)
+        draft.patience_ns = slots.note_stall(draft.now_ns, is_stalled=bool(stalled))
+        if draft.patience_ns is not None and draft.patience_ns <= draft.now_ns:
+            for request in stalled:
+                request.is_saved = False
+            draft.unsaved, draft.patience_ns = stalled, None
+            chunks, stalled = plan_chunks(running, self._limits, slots.num_free)
+        return chunks, stalled
 
     # ----------------------------------------------------------------------------- admission
 
@@ -203,14 +220,14 @@ class Planner:
     def _terms(self, request: Request) -> list[Terms]:
         """List the ways to admit a request, the best first; the last needs the fewest slots."""
         capacity = request.capacity_to_admit(self._limits.answer_tokens)
-        fresh = Terms(capacity, capacity, self._write_slots(capacity))
+        fresh = Terms(capacity, capacity)
         resident = self._residents.get(request.key)
         num_tokens = self._residents.match(request)
         # With less than half of the history, as after a truncation, the store likely has more.
         if resident is not None and num_tokens and 2 * num_tokens >= request.history_tokens:
             if resident.capacity_tokens >= capacity:
                 usable = min(resident.capacity_tokens, request.full_capacity_tokens)
-                return [Terms(usable, 0, self._write_slots(usable), num_tokens, request.key)]
+                return [Terms(usable, 0, num_tokens, request.key)]
             return [replace(fresh, resident_tokens=num_tokens, source=request.key), fresh]
         shared = self._shared_prefix(request)
         if shared is not None:
@@ -235,7 +252,7 @@ class Planner:
         is_spared = source is not None and not self._residents.is_busy(source.key)
         spared = source.capacity_tokens if source is not None and is_spared else 0
         room = self._slots.free_slots + self._residents.evictable_slots - spared + preempted_slots
-        return terms.new_slots <= room
+        return terms.kv_slots <= room
 
     def _take(self, request: Request, terms: Terms, draft: _Draft) -> None:
         """Take a request from the queue and reserve its slots, evicting residents if need be."""
@@ -245,20 +262,18 @@ class Planner:
         in_place = terms.source is not None and not terms.kv_slots
         if terms.source is not None and not in_place:
             self._residents.begin_copy(terms.source, request)
-        missing = terms.new_slots - self._slots.free_slots
+        missing = terms.kv_slots - self._slots.free_slots
         for key in self._residents.victims(missing, self._queue.rank, request.key):
             self._evict(key, draft)
         if in_place:
             self._slots.take_resident(request)
-        self._slots.reserve(request, terms.kv_slots, terms.write_slots)
+        if terms.kv_slots:
+            self._slots.reserve(request, terms.kv_slots)
         request.move(RequestEvent.ADMIT)
         request.capacity_tokens = terms.capacity_tokens
         request.admitted_ns = request.admitted_ns or draft.now_ns
         self._active.add(request)
         draft.admitted.append(Admission(request, terms.resident_tokens, terms.source, in_place))
-
-    def _write_slots(self, capacity_tokens: int) -> int:
-        return capacity_tokens if self._limits.saves else 0
 
     # ---------------------------------------------------------------------------- preemption
 
@@ -290,6 +305,7 @@ class Planner:
 
     def _put_back(self, request: Request, event: RequestEvent, draft: _Draft) -> None:
         request.move(event)
+        request.is_saved = False
         token_ids = request.token_ids[: request.computed_tokens]
         self._slots.become_resident(request, token_ids, draft.now_ns)
         self._active.remove(request)

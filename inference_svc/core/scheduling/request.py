@@ -122,6 +122,7 @@ class Request:
         num_preemptions: number of times it returned to the queue with its KV kept.
         num_overflows: number of times it returned there because its window was full.
         start_tag: the waiting queue's; see there.
+        is_saved: what it computes takes slots of the write ring, until that is stored.
         arrived_ns, admitted_ns, ready_ns, started_ns, first_token_ns, finished_ns: 0 until
             it happens for the first time.
     """
@@ -145,6 +146,7 @@ class Request:
     num_preemptions: int = 0
     num_overflows: int = 0
     start_tag: float = 0.0
+    is_saved: bool = False
     admitted_ns: int = 0
     ready_ns: int = 0
     started_ns: int = 0

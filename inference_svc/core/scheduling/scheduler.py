@@ -7,15 +7,16 @@ engine calls, and no method blocks:
     submit ─► schedule ─► plan: admitted ─► announced ─► progressed … ─► schedule ─► plan: chunks
                                                                            ▲           │
                                                          finish ◄── apply ─┴───────────┘
-    and owes, for each announcement, release_write (if requests have write buffers), for a request
-    that is over, release_kv, and for one that overflowed, truncated and the end of its resident's
-    compaction. The life of slots: `slot_budget.py`.
+    and owes, for a request that is over, release_kv, and for one that overflowed, truncated and the
+    end of its resident's compaction. It takes slots of the write ring for each chunk that is saved,
+    and gives them back as they are stored. The life of slots: `slot_budget.py`, `write_slots.py`.
 
 Invariants (`check`):
     1. slots: see slot_budget.py and residents.py;
     2. at most max_running requests run, max_loading load or wait loaded; of a session, one does
        either; at most max_waiting wait, apart from those that were preempted or restarted;
     3. a step contains every answer under way that has room, and prompt tokens up to the bound;
+       who has no room in the write ring is left out until there is, or until it has stood still;
     4. nothing starves: the head of the queue holds back those behind it, a request that is
        preempted or overflows has its old place, and whoever holds slots releases them in the end:
        residents are evicted, requests end or outgrow their slots. Only higher priorities go first.
@@ -39,7 +40,9 @@ from inference_svc.core.scheduling.slot_budget import SlotBudget
 from inference_svc.core.scheduling.start_gate import StartGate
 from inference_svc.core.scheduling.step_plan import SchedulerLimits, StepPlan, StepResult
 from inference_svc.core.scheduling.waiting_queue import Deadlines, StartEstimates, WaitingQueue
+from inference_svc.core.scheduling.write_slots import WriteSlots
 from shared.types.queue_feed import QueueFeed
+from shared.types.units import NS_PER_S
 
 __all__ = ["Scheduler", "SchedulerLimits"]
 
@@ -57,6 +60,7 @@ class Scheduler:
             after their end, until `release_kv`.
         queue: requests that wait, in the order in which they will be admitted.
         slots: the account of token slots.
+        write_slots: the account of the write ring's; who computes takes and returns them.
         residents: sessions' KV after their turns; who drops or moves it records that there.
         gate: receives the progress of loads.
         estimates: estimates of when a place in the queue is likely free.
@@ -73,6 +77,7 @@ class Scheduler:
         self.queue = WaitingQueue(tenant_weights or {}, self.feed)
         self.residents = Residents()
         self.slots = SlotBudget(limits.kv_slots, self.residents)
+        self.write_slots = WriteSlots(limits.write_slots)
         self.gate = StartGate(num_layers, rates)
         self.estimates = StartEstimates(rates)
         self._limits = limits
@@ -84,6 +89,7 @@ class Scheduler:
             slots=self.slots,
             residents=self.residents,
             gate=self.gate,
+            write_slots=self.write_slots,
         )
         self._deadlines = Deadlines()
 
@@ -91,6 +97,11 @@ class Scheduler:
     def num_running(self) -> int:
         """Number of requests that are being computed."""
         return len(self._active.in_state(RequestState.RUNNING))
+
+    @property
+    def stalled_s(self) -> float:
+        """How long running requests have waited for room in the write ring so far."""
+        return self.write_slots.stalled_ns / NS_PER_S
 
     # ------------------------------------------------------------------------------ requests
 
@@ -101,7 +112,7 @@ class Scheduler:
             QueueFullError: the waiting queue is at its bound.
         """
         assert len(request.token_ids) <= request.window_tokens, "the caller cuts the context"
-        most_slots = request.full_capacity_tokens * (2 if self._limits.saves else 1)
+        most_slots = request.full_capacity_tokens
         assert most_slots <= self._limits.kv_slots, "the caller checks the window"
         if len(self.queue) >= self._limits.max_waiting:
             raise QueueFullError(
@@ -117,10 +128,10 @@ class Scheduler:
         self,
         request: Request,
         num_tokens: int,
-        write_first_token: int,
         now_ns: int,
         *,
         layers_ready: int,
+        is_saved: bool = False,
         tier: str | None = None,
         enough_layers: int | None = None,
     ) -> None:
@@ -129,29 +140,30 @@ class Scheduler:
         Args:
             request: the request, LOADING until now.
             num_tokens: tokens that will have KV there; at least one is left to compute.
-            write_first_token: first slot of its write buffer, which ends at its capacity.
             now_ns: the time.
             layers_ready: number of layers whose KV is there; fewer than all: the load is under
                 way, and `progressed` is owed.
+            is_saved: whether what it computes takes slots of the write ring.
             tier: the tier it is loaded from, if earlier loads from there may be a guide.
             enough_layers: number of layers with which it may start, whatever the rates; None: all.
         """
         assert 0 <= num_tokens < len(request.token_ids), "the last token is always computed"
         request.move(RequestEvent.ANNOUNCE)
         request.computed_tokens = num_tokens
+        request.is_saved = is_saved
         if not request.is_back:
             request.loaded_tokens = num_tokens
         request.ready_ns = request.ready_ns or now_ns
-        self.slots.open_write(request, request.capacity_tokens - write_first_token)
         self.gate.announced(request, now_ns, layers_ready, tier=tier, enough_layers=enough_layers)
 
     def restart(self, request: Request, now_ns: int) -> None:
         """Return an admitted request to its place in the queue: its load failed, or must not be.
 
-        Nothing is kept: its KV has been released. release_write is owed if it was announced.
+        Nothing is kept: its KV has been released.
         """
         request.move(RequestEvent.RESTART)
         request.computed_tokens = 0
+        request.is_saved = False
         if not request.is_back:
             request.loaded_tokens = 0
         self.slots.release_kv(request)
@@ -206,19 +218,10 @@ class Scheduler:
         return True
 
     def release_kv(self, request: Request) -> None:
-        """Free the KV of a request that is over; nothing if it has none (any more).
-
-        And the slots of its write buffer, if it was over before it was announced.
-        """
+        """Free the KV of a request that is over; nothing if it has none (any more)."""
         assert request.is_over, "only an ended request releases its KV"
         self.slots.release_kv(request)
         self.feed.left(request.number)
-
-    def release_write(self, request: Request) -> None:
-        """Free the oldest write buffer of a request; nothing if it has none (any more)."""
-        is_own = request.state in (RequestState.READY, RequestState.RUNNING)
-        assert not is_own or self.slots.num_writes(request) > 1, "it is being written"
-        self.slots.release_write(request)
 
     def truncated(self, request: Request, ranges: Sequence[Range]) -> None:
         """Cut the context of a request that overflowed; it is admitted once its resident is ready.
@@ -251,6 +254,7 @@ class Scheduler:
         """Raise AssertionError if an invariant is broken."""
         limits, num_active = self._limits, len(self._active)
         self.slots.check()
+        self.write_slots.check()
         self.queue.check()
         assert self.num_running <= limits.max_running
         assert num_active - self.num_running <= limits.max_loading

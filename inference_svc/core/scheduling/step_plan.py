@@ -22,11 +22,11 @@ class SchedulerLimits:
         max_running: most requests in a step.
         max_loading: most requests that load, or are loaded and wait for the batch.
         max_waiting: most requests in the queue, above which a new one is refused.
-        kv_slots: token slots of sequences' KV, write buffers and residents together.
+        kv_slots: token slots of sequences' KV and residents together.
+        write_slots: token slots of the write ring; 0: nothing is saved.
         step_tokens: most prompt tokens computed in one step, over all requests.
         mixed_step_tokens: the same, while an answer is under way beside them.
         answer_tokens: slots for its answer that a request is first admitted with.
-        saves: whether requests have write buffers.
         keeps_residents: whether sessions keep their KV when their turn is over.
         block_tokens: of what is stored: of another session's KV no part of a block is of use.
     """
@@ -35,10 +35,10 @@ class SchedulerLimits:
     max_loading: int
     max_waiting: int
     kv_slots: int
+    write_slots: int
     step_tokens: int
     mixed_step_tokens: int
     answer_tokens: int
-    saves: bool
     keeps_residents: bool
     block_tokens: int = 1
 
@@ -84,12 +84,16 @@ class StepPlan:
 
     Attributes:
         preempted: their KV are their sessions' residents now, with `computed_tokens` tokens;
-            they wait again. Their write buffers may be saved, and `release_write` is owed.
+            they wait again. What they have in the write ring may be saved.
         overflowed: as preempted, because their window is full. Until their context is cut they are
             not admitted, and nobody else is whose place is behind theirs: `truncated`, then
             `end_compaction` of their resident are owed.
         evicted: sessions whose resident KV is to be released before memory is given to others.
         expired: requests that failed because their deadline passed; release is owed.
+        stalled: requests that run, and whose next tokens find no room in the write ring: what can
+            be stored of others is to be, and what cannot is to be given up.
+        unsaved: requests that have waited for a ring that stands still, and run on; what they have
+            there is given up.
         wake_ns: time of the next `schedule` even if nothing happens; None: not needed.
     """
 
@@ -99,6 +103,8 @@ class StepPlan:
     overflowed: tuple[Request, ...] = ()
     evicted: tuple[SessionKey, ...] = ()
     expired: tuple[Request, ...] = ()
+    stalled: tuple[Request, ...] = ()
+    unsaved: tuple[Request, ...] = ()
     wake_ns: int | None = None
 
 
@@ -121,18 +127,42 @@ def prompt_budget(running: Sequence[Request], limits: SchedulerLimits) -> int:
     return limits.mixed_step_tokens if is_mixed else limits.step_tokens
 
 
-def plan_chunks(running: Sequence[Request], limits: SchedulerLimits) -> tuple[PlannedChunk, ...]:
-    """Choose the chunks of a step; prompts are served in the order of `running`."""
+def plan_chunks(
+    running: Sequence[Request], limits: SchedulerLimits, free_write_slots: int
+) -> tuple[tuple[PlannedChunk, ...], tuple[Request, ...]]:
+    """Choose the chunks of a step; prompts are served in the order of `running`.
+
+    Prompts that are saved take at most half of the write ring, so that what one step has computed
+    is stored while the next one computes.
+
+    Returns:
+        the chunks, and who would have one if its tokens had room in the write ring.
+    """
     growing = [
         request for request in running if not (request.is_outgrown or request.is_overflowing)
     ]
-    chunks = [PlannedChunk(r, 1, sample=True) for r in growing if r.is_decoding]
+    chunks, stalled = [], []
+    free = free_write_slots
+    for request in growing:
+        if request.is_decoding:
+            if request.is_saved and not free:
+                stalled.append(request)
+                continue
+            chunks.append(PlannedChunk(request, 1, sample=True))
+            free -= request.is_saved
     left = prompt_budget(running, limits)
+    free = min(free, max(1, limits.write_slots // 2))
     for request in growing:
         if left and not request.is_decoding:
             num_tokens = min(left, request.uncomputed_tokens)
+            if request.is_saved:
+                num_tokens = min(num_tokens, free)
+                free -= num_tokens
+            if not num_tokens:
+                stalled.append(request)
+                continue
             sample = num_tokens == request.uncomputed_tokens
             chunks.append(PlannedChunk(request, num_tokens, sample))
             left -= num_tokens
     assert all(c.num_tokens <= c.request.unused_slots for c in chunks), "an answer is too long"
-    return tuple(chunks)
+    return tuple(chunks), tuple(stalled)

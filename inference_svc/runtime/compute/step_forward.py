@@ -12,10 +12,12 @@ attention), and for models whose own attention runs, batched under a mask or one
 A copy of all tokens per layer and step is the price, except for a lone sequence: it gets views.
 
 Written for few Python and torch calls: at decode they cost as much as the arithmetic. Hence views
-of all layers are cut at once and new tokens of all sequences are copied in one call.
+of all layers are cut at once, new tokens of all sequences are copied in one call, and so are those
+of all write buffers.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,6 +28,7 @@ from inference_svc.runtime.attention.attention import AttentionBackend, Attentio
 from inference_svc.runtime.attention.softmax_attention import Masks, attend
 from inference_svc.runtime.compute.chunk import Chunk
 from inference_svc.runtime.kv.copy_stream import StepClock
+from inference_svc.runtime.kv.sequence_kv import Places, WriteBuffer
 from inference_svc.runtime.model.capture import RotaryTap
 from inference_svc.runtime.positions.recipes import AttentionCall, Calibration
 
@@ -44,12 +47,7 @@ class StepForward:
         self._clock = clock
         self._sizes = [len(chunk.token_ids) for chunk in chunks]
         self._gates = [chunk.kv.gate for chunk in chunks if chunk.kv.gate is not None]
-        # Of chunks with tokens for a write buffer: index and how many tokens come before these.
-        self._written = [
-            (index, chunk.first_written_token - chunk.kv.num_tokens)
-            for index, chunk in enumerate(chunks)
-            if chunk.first_written_token < chunk.end_token
-        ]
+        self._writes = _writes(chunks)
         self._targets = _targets(chunks)
         self._calls: list[tuple[tuple[Any, ...], Any]] = []  # apply calls since the last `cached`
         self._num_cached = 0
@@ -77,12 +75,13 @@ class StepForward:
         self._num_cached += 1
         sizes = self._sizes
         written = [*key.split_with_sizes(sizes, 2), *value.split_with_sizes(sizes, 2)]
-        if self._written:
-            recipe = self._layers[layer_index]
-            for component, made in zip(recipe.components, (key, value), strict=True):
-                pieces = component.before_rope(self._calls, made).split_with_sizes(sizes)
-                written += [pieces[i][skip:] if skip else pieces[i] for i, skip in self._written]
         torch._foreach_copy_(self._targets[layer_index], written)
+        if self._writes:
+            recipe = self._layers[layer_index]
+            keys = recipe.key.before_rope(self._calls, key)
+            values = recipe.value.before_rope(self._calls, value)
+            for write in self._writes:
+                write.rows(layer_index, keys, values)
         self._calls.clear()
         if self._clock is not None:
             self._clock.enqueued(self._num_cached)
@@ -266,26 +265,61 @@ def causal_block(size: int, length: int, dtype: torch.dtype, device: torch.devic
 
 
 def _targets(chunks: Sequence[Chunk]) -> list[tuple[Tensor, ...]]:
-    """View, per layer, where new tokens are written.
+    """View, per layer, where new tokens are written: keys, then values, of each sequence.
 
-    Keys and values of each sequence, [1, kv_heads, tokens, dim], then keys and values of each write
-    buffer that gets some, [tokens, kv_heads, dim].
+    Each is [1, kv_heads, tokens, dim].
     """
     appended = [(chunk.kv, chunk.kv.num_tokens, len(chunk.token_ids)) for chunk in chunks]
-    written = [
-        chunk.write_buffer.cut(first, chunk.end_token - first)
-        for chunk in chunks
-        if chunk.write_buffer is not None and (first := chunk.first_written_token) < chunk.end_token
-    ]
     return list(
         zip(
             *[kv.keys.cut(first, num_tokens) for kv, first, num_tokens in appended],
             *[kv.values.cut(first, num_tokens) for kv, first, num_tokens in appended],
-            *[keys for keys, _ in written],
-            *[values for _, values in written],
             strict=True,
         )
     )
+
+
+@dataclass
+class _Write:
+    """New tokens that go to write buffers of one memory, all buffers in one call.
+
+    Attributes:
+        buffer: one of them.
+        chosen: which of the step's tokens, as it runs them; None: all.
+        places: where each of these goes.
+    """
+
+    buffer: WriteBuffer
+    chosen: Tensor | None
+    places: Places
+
+    def rows(self, layer_index: int, keys: Tensor, values: Tensor) -> None:
+        """Write one layer's tokens before RoPE, [tokens, kv_heads, dim] both, of the whole step."""
+        for kept, made in ((self.buffer.keys, keys), (self.buffer.values, values)):
+            rows = made if self.chosen is None else made.index_select(0, self.chosen)
+            self.places.write(kept[layer_index], rows)
+
+
+def _writes(chunks: Sequence[Chunk]) -> list[_Write]:
+    """Find out where new tokens go beside their sequences: usually all to the write ring."""
+    chosen: dict[int, tuple[WriteBuffer, list[int], list[int]]] = {}  # by memory
+    start = 0
+    for chunk in chunks:
+        end = start + len(chunk.token_ids)
+        count = chunk.end_token - chunk.first_written_token
+        if chunk.write_buffer is not None and count:
+            known = chosen.setdefault(id(chunk.write_buffer.keys), (chunk.write_buffer, [], []))
+            known[1].extend(range(end - count, end))
+            known[2].extend(chunk.write_buffer.slots_of(chunk.first_written_token, count))
+        start = end
+    return [
+        _Write(
+            buffer,
+            torch.tensor(rows, device=buffer.device) if len(rows) < start else None,
+            Places(slots, buffer.device),
+        )
+        for buffer, rows, slots in chosen.values()
+    ]
 
 
 def _joined(cuts: Sequence[Sequence[Tensor]], layer_index: int) -> Tensor:

@@ -35,6 +35,7 @@ from inference_svc.runtime.engine.stepping import (
     step_input,
 )
 from inference_svc.runtime.kv.kv_pool import KVPool
+from inference_svc.runtime.kv.write_ring import WriteRing
 from inference_svc.runtime.store.saves import Saves
 from inference_svc.runtime.store.session_store import SessionStore
 from inference_svc.runtime.transfer.compaction import Compactor
@@ -64,6 +65,7 @@ class EngineLoop:
         residents: ResidentSequences,
         compactor: Compactor,
         pool: KVPool,
+        ring: WriteRing,
         store: SessionStore,
         counters: Counters,
         *,
@@ -86,6 +88,7 @@ class EngineLoop:
         self.memory = RequestMemory(
             scheduler=scheduler,
             pool=pool,
+            ring=ring,
             residents=residents,
             saves=saves,
             store=store,
@@ -125,6 +128,9 @@ class EngineLoop:
             "pool_token_slots": self._pool.num_token_slots,
             "pool_free_token_slots": self._pool.num_free,
             "pool_misses": self._pool.num_outside,  # KV found no room in the pool: only slower
+            "write_ring_token_slots": self.scheduler.write_slots.num_slots,
+            "write_ring_free_token_slots": self.scheduler.write_slots.num_free,
+            "write_stall_s": self.scheduler.stalled_s,
             "saves_under_way": self.memory.num_saving,
             "compute_busy_s": self._stepper.busy_s,
         }
@@ -236,6 +242,13 @@ class EngineLoop:
             timer.cancel()
 
     def _carry_out(self, plan: StepPlan) -> None:
+        for request in plan.unsaved:
+            self.memory.give_up_save(self._requests.of(request))
+        for chunk in plan.chunks:
+            self.memory.extend(self._requests.of(chunk.request), chunk.num_tokens)
+        if plan.stalled:
+            running = [r for r in self._requests if r.state is RequestState.RUNNING]
+            self.memory.make_room(running)
         for request in plan.preempted:
             self._counters.add("preempted")
             self.memory.preempt(self._requests.of(request))
@@ -252,7 +265,9 @@ class EngineLoop:
 
     async def _step(self, chunks: Sequence[PlannedChunk]) -> None:
         inputs = [step_input(self._requests.of(chunk.request), chunk) for chunk in chunks]
-        clock = follow_step(inputs, self._num_layers)
+        slots = self.scheduler.write_slots
+        is_tight = 2 * slots.num_free < slots.num_slots
+        clock = follow_step(inputs, self._num_layers, is_tight=is_tight)
         outputs = await self._stepper.step(inputs, clock)
         computed = [c for c, output in zip(chunks, outputs, strict=True) if output.error is None]
         sampled = {

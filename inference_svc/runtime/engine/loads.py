@@ -18,6 +18,7 @@ giving its lease back: the newest load counts.
 import asyncio
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 
@@ -32,6 +33,7 @@ from inference_svc.runtime.kv.copy_stream import CopyStream, DoneInOrder
 from inference_svc.runtime.kv.kv_pool import KVPool
 from inference_svc.runtime.kv.layer_gate import LayerGate
 from inference_svc.runtime.kv.sequence_kv import SequenceKv
+from inference_svc.runtime.kv.write_ring import WriteRing
 from inference_svc.runtime.store.saves import Saves
 from inference_svc.runtime.store.session_store import BegunLoad, LoadRequest, SessionStore
 from inference_svc.runtime.transfer.layer_load import copy_layer
@@ -67,6 +69,7 @@ class Loads:
     def __init__(
         self,
         pool: KVPool,
+        ring: WriteRing,
         store: SessionStore,
         residents: ResidentSequences,
         load_thread: WorkerThread,
@@ -77,6 +80,7 @@ class Loads:
         preload: PreloadPolicy,
     ) -> None:
         self._pool = pool
+        self._ring = ring
         self._store = store
         self._residents = residents
         self._load_thread = load_thread
@@ -104,10 +108,7 @@ class Loads:
         _note_outcome(request, begun.end_token, dict(begun.tier_tokens), begun.reason)
         kv.num_tokens = begun.end_token
         if self._store.saves:
-            request.write_buffer = self._pool.new_write_buffer(
-                begun.tail_from, request.capacity_tokens - begun.tail_from
-            )
-            request.write_buffer.end_token = begun.end_token
+            request.write_buffer = self._ring.lend(begun.tail_from, begun.end_token)
         if begun.grant is not None:
             load.begun = begun
             load.gate = kv.gate = LayerGate(self._num_layers)
@@ -120,9 +121,7 @@ class Loads:
         resident = take(source)
         num_tokens = self._residents.usable_tokens(resident, admission.resident_tokens)
         if self._store.saves:
-            request.write_buffer = self._residents.next_buffer(
-                resident, num_tokens, request.capacity_tokens
-            )
+            request.write_buffer = self._residents.next_buffer(resident, num_tokens, self._ring)
         self._counters.add("resident_hits" if source == request.key else "prefixes_shared")
         _note_outcome(request, num_tokens, {HBM: num_tokens}, "")
         if admission.in_place:
@@ -177,12 +176,15 @@ class Loads:
         if not self._preload.is_layerwise:
             shown = LayerGate(self._num_layers)  # the forward sees nothing until all is there
         first = min(self._preload.buffer_layers, self._num_layers)
-        if first:
-            await self._store.loads.finish(begun, kv, tail, shown, range(first))
-        if first < self._num_layers:
-            await request.in_batch.wait()
-        if first < self._num_layers and shown.error is None:
-            await self._store.loads.finish(begun, kv, tail, shown, range(first, self._num_layers))
+        rest = range(first, self._num_layers)
+        # A turn that goes on without being saved gives its buffer up: not before it is loaded.
+        with nullcontext() if tail is None else tail.hold():
+            if first:
+                await self._store.loads.finish(begun, kv, tail, shown, range(first))
+            if rest:
+                await request.in_batch.wait()
+            if rest and shown.error is None:
+                await self._store.loads.finish(begun, kv, tail, shown, rest)
         if shown is not gate:
             _hand_over(shown, gate)
 
@@ -307,18 +309,16 @@ class LoadTasks:
         now_ns = time.monotonic_ns()
         if load.gate is None:
             request.outcome.load_s = (now_ns - request.admitted_ns) / NS_PER_S
-        first_token = 0
         if request.write_buffer is not None:
-            first_token = request.write_buffer.first_token
             source = load.admission.source
             shared_from = None if source == request.key else source
             self._memory.open_save(request, request.write_buffer, shared_from)
         self._scheduler.announced(
             request,
             request.kv.num_tokens,
-            first_token,
             now_ns,
             layers_ready=self._num_layers if load.gate is None else 0,
+            is_saved=request.write_buffer is not None,
             tier=self._loads.tier_of(load),
             enough_layers=self._loads.enough_layers(load),
         )

@@ -1,8 +1,13 @@
 """What memory a request has, how that is released, and how a request ends without an answer.
 
-    sequence KV          released when the request ends without an answer, or given to a resident
-    write buffer  released when its save is over, which may be long after the request's end
+    sequence KV   released when the request ends without an answer, or given to a resident
+    write buffer  grows with each chunk, shrinks as blocks are stored; released when its save is
+                  over, which may be long after the request's end
     resident      released when the scheduler evicts it or its session ends
+
+Where the write ring has no room for more tokens, room is made (`make_room`): full blocks are stored
+without waiting for their group; if nothing is being stored, the longest partial block is stored as
+it is; and a save that fails, or stands still, is given up.
 
 Everything here runs on the event loop. Invariants: 1. every token slot that is released is released
 in the scheduler's account in the same call; 2. a save is opened with the write buffer it reads and
@@ -11,7 +16,7 @@ never outlives it.
 
 import asyncio
 import time
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from contextvars import Context
 
 from inference_svc.core.counters import Counters
@@ -21,6 +26,7 @@ from inference_svc.core.scheduling.scheduler import Scheduler
 from inference_svc.runtime.engine.engine_request import ContextCut, EngineRequest
 from inference_svc.runtime.kv.kv_pool import KVPool
 from inference_svc.runtime.kv.sequence_kv import WriteBuffer
+from inference_svc.runtime.kv.write_ring import WriteRing
 from inference_svc.runtime.store.saves import Saves, SaveStream
 from inference_svc.runtime.store.session_store import SessionStore
 from inference_svc.runtime.transfer.resident_sequences import ResidentSequences
@@ -44,6 +50,7 @@ class RequestMemory:
         self,
         scheduler: Scheduler,
         pool: KVPool,
+        ring: WriteRing,
         residents: ResidentSequences,
         saves: Saves,
         store: SessionStore,
@@ -54,6 +61,7 @@ class RequestMemory:
         self.num_saving = 0
         self._scheduler = scheduler
         self._pool = pool
+        self._ring = ring
         self._residents = residents
         self._saves = saves
         self._store = store
@@ -67,7 +75,9 @@ class RequestMemory:
         self, request: EngineRequest, buffer: WriteBuffer, shared_from: SessionKey | None
     ) -> None:
         """Begin to save a buffer that is about to be filled, behind tokens of that session."""
-        stream = self._saves.open(request.key, buffer, request.lineage, shared_from)
+        stream = self._saves.open(
+            request.key, buffer, request.lineage, self._changed, shared_from=shared_from
+        )
         request.saves = stream
         self._start(self._save(request, stream, buffer), request.context.copy())
 
@@ -77,8 +87,41 @@ class RequestMemory:
             if request.is_kept and request.is_final and request.saves is stream:
                 await self._store.end_session(request.key)
         finally:
-            self._pool.release(buffer)
-        self._scheduler.release_write(request)
+            buffer.memory.release()
+
+    def extend(self, request: EngineRequest, num_tokens: int) -> None:
+        """Take slots of the write ring for a request's next tokens; the plan has found some."""
+        if request.write_buffer is not None:
+            self._ring.extend(request.write_buffer, request.computed_tokens + num_tokens)
+
+    def make_room(self, running: Iterable[EngineRequest]) -> None:
+        """Store what can be stored of running requests, because somebody has no room for tokens."""
+        self._counters.add("write_stalls")
+        waiting = []
+        for request in running:
+            stream, kv = request.saves, request.kv
+            if stream is None or kv is None or kv.gate is not None:
+                continue
+            if stream.refused_reason != "":
+                self.give_up_save(request)
+            elif stream.wants(kv.num_tokens, is_tight=True):
+                stream.follow(request.token_bytes(kv.num_tokens), None)
+            elif stream.num_unsaved:
+                waiting.append((stream.num_unsaved, request.number, request))
+        if waiting and self._saves.is_idle:
+            request = max(waiting)[-1]
+            if request.saves is not None:
+                self._counters.add("saves_cut_short")
+                request.saves.cut_short(request.token_bytes(request.computed_tokens))
+
+    def give_up_save(self, request: EngineRequest) -> None:
+        """Save nothing more of what a request computes; it goes on."""
+        if request.saves is not None:
+            self._counters.add("save_dropped")
+            request.saves.abandon()
+        request.is_saved = False
+        request.saves = request.write_buffer = None
+        self._changed()
 
     def discard_stored(self, key: SessionKey, cut: ContextCut) -> None:
         """Drop tokens from the store, behind the session's saves, in the background."""
@@ -146,7 +189,7 @@ class RequestMemory:
         if request.saves is not None:
             request.saves.abandon()
         elif request.write_buffer is not None:  # it was cancelled before its save was opened
-            self._pool.release(request.write_buffer)
+            request.write_buffer.memory.release()
         self.release_kv(request)
         if request.discards:
             self.release_resident(request.key)
@@ -164,13 +207,12 @@ class RequestMemory:
     def _keep_resident(self, request: EngineRequest, token_ids: Sequence[int]) -> None:
         """Keep the KV of these tokens of a request that is over as a resident, if it may.
 
-        Not if some of them may never arrive, nor if the position-free KV of the last block is
-        gone with an earlier write buffer: its growth could not be stored.
+        Not if some of them may never arrive. Of a block whose position-free KV is gone, because it
+        is stored already with other tokens, nothing is kept: its growth could not be stored.
         """
-        kv, buffer = request.kv, request.write_buffer
-        is_whole = kv is not None and kv.gate is None and 0 < len(token_ids) <= kv.num_tokens
-        has_tail = buffer is None or buffer.first_token <= len(token_ids)
-        if not is_whole or not has_tail:
+        kv = request.kv
+        token_ids = token_ids[: self._residents.kept_tokens(request.write_buffer, len(token_ids))]
+        if kv is None or kv.gate is not None or not 0 < len(token_ids) <= kv.num_tokens:
             return
         if self._scheduler.keep_resident(request, token_ids, time.monotonic_ns()):
             self._become_resident(request, len(token_ids), request.write_buffer)

@@ -200,13 +200,20 @@ def step_input(request: EngineRequest, chunk: PlannedChunk) -> StepInput:
     )
 
 
-def follow_step(inputs: Sequence[StepInput], num_layers: int) -> StepClock | None:
-    """Let saves follow a step layer by layer, where history is certain; None: nobody does."""
+def follow_step(
+    inputs: Sequence[StepInput], num_layers: int, *, is_tight: bool
+) -> StepClock | None:
+    """Let saves follow a step layer by layer, where history is certain; None: nobody does.
+
+    `is_tight`: there is little room for more tokens in the write ring.
+    """
     clock = None
     for part in inputs:
         request, kv = part.request, part.chunk.kv
         end_token = kv.num_tokens + len(part.chunk.token_ids)
-        if request.saves is not None and kv.gate is None and request.saves.wants(end_token):
+        if request.saves is None or kv.gate is not None:
+            continue
+        if request.saves.wants(end_token, is_tight=is_tight):
             clock = clock or StepClock(num_layers, kv.device)
             request.saves.follow(request.token_bytes(end_token), clock)
     return clock

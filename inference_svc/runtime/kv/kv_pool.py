@@ -1,4 +1,4 @@
-"""KVPool: lends the memory of sequences' KV and write buffers, in token slots.
+"""KVPool: lends the memory of sequences' KV, in token slots, and of tokens kept beside them.
 
 One region, allocated and faulted in once, since fresh pages cost a load more than its copies do.
 Where the region has no contiguous room, a piece gets memory of its own: slower, never a failure;
@@ -25,10 +25,11 @@ from torch import Tensor
 from inference_svc.core.scheduling.slot_space import SlotSpace
 from inference_svc.runtime.kv.sequence_kv import (
     LayerShape,
-    LayerTensors,
     MemoryHold,
     SequenceKv,
     WriteBuffer,
+    divided,
+    token_items_of,
 )
 from inference_svc.runtime.memory import allocate_region, populate
 from shared.types.units import align_up
@@ -62,11 +63,10 @@ class KVPool:
             dtype: the tensors' element type.
         """
         self.num_token_slots = num_token_slots
-        self._keys = [shape.key for shape in shapes]
-        self._values = [shape.value for shape in shapes]
+        self._shapes = shapes
         self._device = device
         self._dtype = dtype
-        token_items = sum(heads * dim for heads, dim in (*self._keys, *self._values))
+        token_items = token_items_of(shapes)
         self.token_slot_bytes = align_up(token_items * dtype.itemsize, SLOT_ALIGNMENT)
         self._slot_items = self.token_slot_bytes // dtype.itemsize
         self._region = allocate_region(num_token_slots * self._slot_items, device, dtype)
@@ -84,14 +84,15 @@ class KVPool:
     def new_kv(self, capacity_tokens: int) -> SequenceKv:
         """Lend empty KV; `release` it once its sequence does not need it."""
         flat, memory = self._lend(capacity_tokens, from_top=False)
-        keys, values = self._divided(flat, capacity_tokens, is_head_major=True)
+        keys, values = divided(flat, self._shapes, capacity_tokens, is_head_major=True)
         return SequenceKv(keys, values, capacity_tokens, memory=memory)
 
     def new_write_buffer(self, first_token: int, capacity_tokens: int) -> WriteBuffer:
-        """Lend an empty write buffer for tokens from `first_token` on; `release` it once stored."""
+        """Lend an empty write buffer for tokens from `first_token` on, with slots of its own."""
         flat, memory = self._lend(capacity_tokens, from_top=True)
-        keys, values = self._divided(flat, capacity_tokens, is_head_major=False)
-        return WriteBuffer(keys, values, capacity_tokens, first_token, memory=memory)
+        keys, values = divided(flat, self._shapes, capacity_tokens, is_head_major=False)
+        slots = list(range(capacity_tokens))
+        return WriteBuffer(keys, values, first_token, slots, memory=memory)
 
     def release(self, lent: SequenceKv | WriteBuffer) -> None:
         """Take memory back: now, or when the last copy or step that holds it is done.
@@ -131,24 +132,3 @@ class KVPool:
                 self._space.free(first_slot)
 
         return self._region.narrow(0, first_slot * self._slot_items, num_items), MemoryHold(free)
-
-    def _divided(
-        self, flat: Tensor, capacity: int, *, is_head_major: bool
-    ) -> tuple[LayerTensors, LayerTensors]:
-        """Divide memory between keys and values, and each of them between layers."""
-        offset = 0
-
-        def divide(per_token: Sequence[tuple[int, int]]) -> LayerTensors:
-            nonlocal offset
-            stacks = []
-            for shape in dict.fromkeys(per_token):
-                indices = [index for index, other in enumerate(per_token) if other == shape]
-                heads, dim = shape
-                sizes = (1, heads, capacity, dim) if is_head_major else (capacity, heads, dim)
-                num_items = len(indices) * heads * capacity * dim
-                stack = flat.narrow(0, offset, num_items).view(len(indices), *sizes)
-                stacks.append((stack, indices))
-                offset += num_items
-            return LayerTensors(stacks, token_dim=2 if is_head_major else 0)
-
-        return divide(self._keys), divide(self._values)

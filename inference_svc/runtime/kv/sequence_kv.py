@@ -11,8 +11,8 @@ blocks, sessions or models.
 Invariants:
 1. token slots [0, num_tokens) of a sequence's KV are keys after RoPE at position = slot, and
    values; with a gate, those of a layer only once the gate lets it pass;
-2. token slots [0, end_token - first_token) of a write buffer are the same tokens' keys before RoPE,
-   and values;
+2. the slots of tokens [first_token, end_token) of a write buffer are the same tokens' keys before
+   RoPE, and values;
 3. slots beyond are garbage: a failed step or load leaves both as they were;
 4. `MemoryHold` calls `free` exactly once, by whoever releases last: the owner or a holder;
 5. nobody takes hold of memory that was released, even while others still hold it.
@@ -129,6 +129,40 @@ class LayerTensors:
         return [by_layer[layer_index] for layer_index in range(self._num_layers)]
 
 
+def token_items_of(shapes: Sequence[LayerShape]) -> int:
+    """Count the elements of a token's keys and values, all layers."""
+    return sum(heads * dim for shape in shapes for heads, dim in shape)
+
+
+def divided(
+    flat: Tensor, shapes: Sequence[LayerShape], num_slots: int, *, is_head_major: bool
+) -> tuple[LayerTensors, LayerTensors]:
+    """Divide memory between keys and values, and each of them between layers.
+
+    Args:
+        flat: with room for `num_slots` tokens.
+        shapes: of all layers.
+        num_slots: token slots of each layer's tensor.
+        is_head_major: tensors are [1, kv_heads, num_slots, dim]; else [num_slots, kv_heads, dim].
+    """
+    offset = 0
+
+    def divide(per_token: Sequence[tuple[int, int]]) -> LayerTensors:
+        nonlocal offset
+        stacks = []
+        for shape in dict.fromkeys(per_token):
+            indices = [index for index, other in enumerate(per_token) if other == shape]
+            heads, dim = shape
+            sizes = (1, heads, num_slots, dim) if is_head_major else (num_slots, heads, dim)
+            num_items = len(indices) * heads * num_slots * dim
+            stack = flat.narrow(0, offset, num_items).view(len(indices), *sizes)
+            stacks.append((stack, indices))
+            offset += num_items
+        return LayerTensors(stacks, token_dim=2 if is_head_major else 0)
+
+    return divide([shape.key for shape in shapes]), divide([shape.value for shape in shapes])
+
+
 @dataclass(eq=False)
 class LentKv:
     """Working KV of either kind: tensors of every layer in memory that a pool lends.
@@ -136,13 +170,11 @@ class LentKv:
     Attributes:
         keys: per layer, see the classes below; in the pool's dtype, on its device.
         values: per layer, likewise.
-        capacity_tokens: number of token slots.
         memory: the hold on the memory beneath, which the pool that lent it releases.
     """
 
     keys: LayerTensors
     values: LayerTensors
-    capacity_tokens: int
     memory: MemoryHold = field(default_factory=MemoryHold, repr=False, kw_only=True)
 
     @property
@@ -163,10 +195,12 @@ class SequenceKv(LentKv):
     [1, kv_heads, capacity_tokens, value_dim].
 
     Attributes:
+        capacity_tokens: number of token slots.
         num_tokens: number of token slots in use.
         gate: what a forward has to wait for before it reads a layer; None: all layers are there.
     """
 
+    capacity_tokens: int
     num_tokens: int = 0
     gate: LayerGate | None = None
 
@@ -181,44 +215,91 @@ class SequenceKv(LentKv):
         self.gate = None
 
 
+class Places:
+    """Some token slots of tensors [slots, kv_heads, dim], in the order of their tokens."""
+
+    def __init__(self, slots: Sequence[int], device: torch.device) -> None:
+        self._num_slots = len(slots)
+        self._first = slots[0] if slots else 0
+        self._index: Tensor | None = None
+        if any(slot != self._first + offset for offset, slot in enumerate(slots)):
+            self._index = torch.tensor(slots, device=device)
+
+    def read(self, tensor: Tensor) -> Tensor:
+        """Return the slots' rows, [slots here, kv_heads, dim]; a view if they lie side by side."""
+        if self._index is None:
+            return tensor.narrow(0, self._first, self._num_slots)
+        return tensor.index_select(0, self._index)
+
+    def write(self, tensor: Tensor, rows: Tensor) -> None:
+        """Copy rows, as `read` returns them, to the slots."""
+        if self._index is None:
+            tensor.narrow(0, self._first, self._num_slots).copy_(rows)
+        else:
+            tensor.index_copy_(0, self._index, rows.to(tensor.dtype))
+
+
+def _keep(_slots: Sequence[int]) -> None:
+    """Memory of its own is given back as a whole."""
+
+
 @dataclass(eq=False)
 class WriteBuffer(LentKv):
     """What a save reads: keys before RoPE and values of the tokens that are to be stored.
 
-    `keys` are per layer [capacity_tokens, kv_heads, head_dim], of layers without rotary embedding
-    too; `values` are [capacity_tokens, kv_heads, value_dim].
+    `keys` are per layer [slots, kv_heads, head_dim], of layers without rotary embedding too;
+    `values` are [slots, kv_heads, value_dim]. Either all slots are the buffer's own, or they are
+    those of the write ring (`write_ring.py`), of which the buffer has some here and there.
 
     Attributes:
-        first_token: position in the sequence of slot 0.
-        end_token: position after the last slot in use.
+        first_token: position of its first token; the next block to be stored begins there.
+        slots: by position, from what `first_token` was at first: those of tokens that were
+            forgotten included, which are others' now.
+        end_token: position after the last token.
+        give: takes back slots of tokens that are forgotten.
     """
 
     first_token: int
+    slots: list[int]
     end_token: int = -1  # becomes first_token
+    give: Callable[[Sequence[int]], None] = field(default=_keep, repr=False)
+    _base_token: int = field(init=False)
 
     def __post_init__(self) -> None:
+        self._base_token = self.first_token
         if self.end_token < 0:
             self.end_token = self.first_token
 
     @property
+    def room_end(self) -> int:
+        """Position after the last token that there is a slot for."""
+        return self._base_token + len(self.slots)
+
+    @property
     def free_tokens(self) -> int:
         """Number of tokens that can still be appended."""
-        return self.first_token + self.capacity_tokens - self.end_token
+        return self.room_end - self.end_token
 
-    def cut(self, first_token: int, num_tokens: int) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
-        """View tokens by position in the sequence.
-
-        Returns:
-            keys [num_tokens, kv_heads, head_dim] and values [num_tokens, kv_heads, value_dim] of
-            every layer.
+    def slots_of(self, first_token: int, num_tokens: int) -> Sequence[int]:
+        """Return the slots of tokens by position in the sequence.
 
         Raises:
             AssertionError: if the buffer has no slots for them.
         """
-        slot = first_token - self.first_token
-        if not 0 <= slot <= self.capacity_tokens - num_tokens:
+        start = first_token - self._base_token
+        if first_token < self.first_token or first_token + num_tokens > self.room_end:
             raise AssertionError(
-                f"tokens {first_token}+{num_tokens} cut from a buffer of {self.capacity_tokens} "
-                f"tokens from {self.first_token} on"
+                f"tokens {first_token}+{num_tokens} of a buffer with slots for those from "
+                f"{self.first_token} to {self.room_end}"
             )
-        return self.keys.cut(slot, num_tokens), self.values.cut(slot, num_tokens)
+        return self.slots[start : start + num_tokens]
+
+    def places(self, first_token: int, num_tokens: int) -> Places:
+        """Return where tokens are in each layer's tensors; raises as `slots_of` does."""
+        return Places(self.slots_of(first_token, num_tokens), self.device)
+
+    def forget_before(self, first_token: int) -> None:
+        """Give back the slots of tokens before a position, which are stored."""
+        slots = self.slots_of(self.first_token, first_token - self.first_token)
+        self.first_token = first_token
+        self.give(slots)

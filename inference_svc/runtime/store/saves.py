@@ -6,7 +6,7 @@ piece while its sequence is still being computed (`SaveStream`).
 """
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from inference_svc.core.counters import Counters
@@ -20,12 +20,17 @@ from shared.types.lineage import Lineage
 from shared.types.session_key import SessionKey
 
 
+def _nobody_waits() -> None:
+    """What is stored makes room for nobody."""
+
+
 @dataclass(frozen=True)
 class _Piece:
     """Tokens to be stored, from the first one on, and the clock they wait for."""
 
     token_ids: bytes
     clock: StepClock | None
+    is_cut: bool = False
 
 
 class SaveStream:
@@ -33,13 +38,16 @@ class SaveStream:
 
         follow: a step is about to compute more ─► if that makes a group of full blocks, they are
                 leased and copied layer by layer, each layer as soon as the step has computed it
+        cut_short: somebody waits for room      ─► the partial last block is stored as it is, and
+                stays so: the next block begins behind it
         finish: nothing more will be computed   ─► the rest is stored, the partial last block
                 included
 
     Invariants:
         1. one piece at a time, in order; the first waits for the saves that it builds on;
         2. KV is read only behind the clock of the step that computes it;
-        3. a piece that failed is tried again with the next one; nobody waits for it.
+        3. a piece that failed is tried again with the next one; nobody waits for it;
+        4. the buffer begins with the first token that is not stored.
 
     Args:
         previous: each set when a save that this one builds on is over: the session's last one, and
@@ -47,6 +55,7 @@ class SaveStream:
         block_tokens: of the layout.
         group_tokens: fewer unsaved tokens than this wait for more, or for the end.
         lineage: the tokens' lineage; None: not named.
+        stored: called when tokens are stored, which the buffer has forgotten.
 
     Attributes:
         over: set when nothing is being stored any more and nothing will be.
@@ -65,6 +74,7 @@ class SaveStream:
         block_tokens: int,
         group_tokens: int,
         lineage: Lineage | None = None,
+        stored: Callable[[], None] = _nobody_waits,
     ) -> None:
         self.over = asyncio.Event()
         self.refused_reason: str | None = ""
@@ -76,17 +86,26 @@ class SaveStream:
         self._block_tokens = block_tokens
         self._group_tokens = max(group_tokens, block_tokens)
         self._lineage = lineage
+        self._stored = stored
         self._queued_token = buffer.first_token  # end of what has been given to `_put`
-        self._saved_token = buffer.first_token
         self._next: _Piece | None = None
         self._is_last = False
         self._changed = asyncio.Event()
         self.idle = asyncio.Event()
         self.idle.set()
 
-    def wants(self, end_token: int) -> bool:
-        """Whether `follow` would store something once tokens [0, end_token) are computed."""
-        return self._end_of_blocks(end_token) - self._queued_token >= self._group_tokens
+    @property
+    def num_unsaved(self) -> int:
+        """Number of tokens in the buffer that `_put` has not been given."""
+        return self._buffer.end_token - self._queued_token
+
+    def wants(self, end_token: int, *, is_tight: bool = False) -> bool:
+        """Whether `follow` is to be called now that tokens [0, end_token) are computed, or will be.
+
+        `is_tight`: there is little room for more tokens, so a block is not to wait for its group.
+        """
+        group_tokens = self._block_tokens if is_tight else self._group_tokens
+        return self._end_of_blocks(end_token) - self._queued_token >= group_tokens
 
     def follow(self, token_ids: bytes, clock: StepClock | None) -> None:
         """Store the full blocks of these tokens, whose KV a step computes behind `clock`.
@@ -97,6 +116,11 @@ class SaveStream:
         """
         self._queued_token = self._end_of_blocks(len(token_ids) // TOKEN_BYTES)
         self._put(_Piece(token_ids[: self._queued_token * TOKEN_BYTES], clock))
+
+    def cut_short(self, token_ids: bytes) -> None:
+        """Store all of these tokens, which are computed; the next block begins behind them."""
+        self._queued_token = len(token_ids) // TOKEN_BYTES
+        self._put(_Piece(token_ids, None, is_cut=True))
 
     def finish(self, token_ids: bytes) -> None:
         """Store all of these tokens, which are computed; `over` is set after that."""
@@ -134,20 +158,24 @@ class SaveStream:
         self._changed.set()
 
     async def _store_piece(self, piece: _Piece) -> None:
-        if len(piece.token_ids) // TOKEN_BYTES <= self._saved_token:  # less is kept than is stored
+        from_token, end_token = self._buffer.first_token, len(piece.token_ids) // TOKEN_BYTES
+        if end_token <= from_token:  # less is kept than is stored
             return
-        with child_span("save", {"kv.from_token": self._saved_token}):
+        with child_span("save", {"kv.from_token": from_token}):
             reason = await self._store.save(
                 key=self._key,
                 token_ids=piece.token_ids,
-                from_token=self._saved_token,
+                from_token=from_token,
                 buffer=self._buffer,
                 clock=piece.clock,
                 lineage=self._lineage,
             )
         self.refused_reason = reason
         if reason == "":
-            self._saved_token = self._end_of_blocks(len(piece.token_ids) // TOKEN_BYTES)
+            if not piece.is_cut:
+                end_token = self._end_of_blocks(end_token)
+            self._buffer.forget_before(end_token)
+            self._stored()
 
     def _end_of_blocks(self, end_token: int) -> int:
         """End of the last full block of the buffer at or before a token."""
@@ -192,6 +220,8 @@ class Saves:
         key: SessionKey,
         buffer: WriteBuffer,
         lineage: Lineage | None = None,
+        stored: Callable[[], None] = _nobody_waits,
+        *,
         shared_from: SessionKey | None = None,
     ) -> SaveStream:
         """Append a stream for a buffer to the session's chain; the caller owes `run`.
@@ -200,6 +230,7 @@ class Saves:
             key: of the session.
             buffer: that is going to be filled.
             lineage: of the tokens.
+            stored: see SaveStream.
             shared_from: whose tokens are before the buffer's, which that session's saves store.
         """
         ends = [self._end(key), None if shared_from is None else self._end(shared_from)]
@@ -211,6 +242,7 @@ class Saves:
             block_tokens=self._block_tokens,
             group_tokens=self._group_tokens,
             lineage=lineage,
+            stored=stored,
         )
         return stream
 
@@ -250,6 +282,12 @@ class Saves:
         """Wait for the end of the session's chain; the deadlines inside SessionStore bound it."""
         while (stream := self._newest.get(key)) is not None and not stream.over.is_set():
             await stream.over.wait()
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing is being stored, so that waiting makes no room."""
+        streams = [link for link in self._newest.values() if isinstance(link, SaveStream)]
+        return all(stream.idle.is_set() for stream in streams)
 
     async def caught_up(self) -> None:
         """Wait until every stream's pieces so far are stored: synchronous saving waits for this."""

@@ -112,9 +112,10 @@ class LayerLoader:
                 self._embed(layer_index, component, recipe.rotary, recipe.post)
         if self._tail is not None and self._tail_tokens is not None:
             slot_id, start, count = self._tail_tokens
+            places = self._tail.places(self._tail.first_token, count)
             for component, kept in enumerate((self._tail.keys, self._tail.values)):
                 stored = self._arena.view(layer_index, component)[slot_id, start : start + count]
-                kept[layer_index][:count].copy_(stored)
+                places.write(kept[layer_index], stored)
 
     def _place(self, layer_index: int, component: int, layer_kv: Tensor) -> None:
         """Copy tokens as they are to their slots in `layer_kv`, [kv_heads, capacity, dim]."""
@@ -264,9 +265,9 @@ def _tail_tokens(spans: Sequence[Span], tail: WriteBuffer | None) -> tuple[int, 
     last = spans[-1]
     skipped = tail.first_token - last.token_offset
     count = last.num_tokens - skipped
-    if not 0 <= skipped <= last.num_tokens or count > tail.capacity_tokens:
+    if not 0 <= skipped <= last.num_tokens or tail.first_token + count > tail.room_end:
         raise AssertionError(
-            f"a tail of {tail.capacity_tokens} tokens from {tail.first_token} on, for a last span "
+            f"a tail with room for tokens {tail.first_token} to {tail.room_end}, for a last span "
             f"of {last.num_tokens} at {last.token_offset}"
         )
     return (last.slot_id, last.start + skipped, count) if count else None

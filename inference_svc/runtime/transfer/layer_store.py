@@ -1,6 +1,6 @@
 """Store: write buffer -> arena slots, keys as they were before RoPE.
 
-    write buffer  per layer [capacity_tokens, kv_heads, dim]
+    write buffer  per layer [slots, kv_heads, dim]
     arena slots   per layer and component [num_slots, block_tokens, kv_heads, dim]
 
 Pure copying: it may follow a forward layer by layer, or run long after the sequence and its KV are
@@ -45,7 +45,7 @@ def store_blocks(
     """
     end = buffer.end_token
     if wait_layer is not no_wait:
-        end = buffer.first_token + buffer.capacity_tokens
+        end = buffer.room_end
     for block in blocks:
         block_end = block.token_offset + block.num_tokens
         is_here = buffer.first_token <= block.token_offset and block_end <= end
@@ -54,12 +54,12 @@ def store_blocks(
                 f"tokens {block.token_offset} to {block_end} cannot be stored from a buffer that "
                 f"holds {buffer.first_token} to {end}"
             )
-    pieces = [(run, buffer.cut(first, run.num_tokens)) for first, run in _runs(blocks)]
+    pieces = [(run, buffer.places(first, run.num_tokens)) for first, run in _runs(blocks)]
     for layer_index in range(len(calibration.layers)):
         wait_layer(layer_index)
-        for run, components in pieces:
-            for component_index, of_layers in enumerate(components):
-                tokens = of_layers[layer_index]
+        for run, places in pieces:
+            for component_index, of_layers in enumerate((buffer.keys, buffer.values)):
+                tokens = places.read(of_layers[layer_index])
                 arena.scatter(layer_index, component_index, run, run.placed(tokens))
 
 

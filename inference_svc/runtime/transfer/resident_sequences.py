@@ -15,6 +15,7 @@ import torch
 from inference_svc.core.discards import Range
 from inference_svc.runtime.kv.kv_pool import KVPool
 from inference_svc.runtime.kv.sequence_kv import SequenceKv, WriteBuffer
+from inference_svc.runtime.kv.write_ring import WriteRing
 from inference_svc.runtime.transfer.compaction import Compactor
 from shared.types.session_key import SessionKey
 
@@ -59,7 +60,7 @@ class ResidentSequences:
         assert key not in self._residents, f"{key} has a resident sequence already"  # noqa: S101
         kv.num_tokens, kv.gate = num_tokens, None
         tail_from, tail = num_tokens, None
-        if buffer is not None:
+        if buffer is not None and buffer.first_token <= num_tokens:
             tail_from = self._boundary(buffer.first_token, num_tokens)
             tail = self._copy_tail(buffer, tail_from, num_tokens - tail_from)
         self._residents[key] = ResidentSequence(kv, tail_from, tail)
@@ -106,26 +107,35 @@ class ResidentSequences:
         Tokens of a block that we no longer have as they were before RoPE cannot: its growth could
         not be stored.
         """
-        if num_tokens >= resident.tail_from:
+        return self._whole_tokens(resident.tail_from, num_tokens)
+
+    def kept_tokens(self, buffer: WriteBuffer | None, num_tokens: int) -> int:
+        """Return how many of a turn's first tokens its resident may have, given its buffer.
+
+        All, unless the answer was cut to before what is stored already: then those of whole blocks.
+        """
+        return num_tokens if buffer is None else self._whole_tokens(buffer.first_token, num_tokens)
+
+    def _whole_tokens(self, a_boundary: int, num_tokens: int) -> int:
+        """Return the tokens there are, but of those before the boundary only whole blocks."""
+        if num_tokens >= a_boundary:
             return num_tokens
-        return max(0, self._boundary(resident.tail_from, num_tokens))
+        return max(0, self._boundary(a_boundary, num_tokens))
 
     def next_buffer(
-        self, resident: ResidentSequence, num_tokens: int, capacity_tokens: int
+        self, resident: ResidentSequence, num_tokens: int, ring: WriteRing
     ) -> WriteBuffer:
         """Lend the write buffer of the session's next turn.
 
         Args:
             resident: the resident sequence that the turn builds on.
             num_tokens: number of its first tokens that are used; as `usable_tokens` allows.
-            capacity_tokens: position after the last token that the turn may have.
+            ring: lends it.
         """
-        first_token = min(resident.tail_from, num_tokens)
-        buffer = self._pool.new_write_buffer(first_token, capacity_tokens - first_token)
-        if num_tokens > first_token:
+        buffer = ring.lend(min(resident.tail_from, num_tokens), num_tokens)
+        if num_tokens > buffer.first_token:
             assert resident.tail is not None, "a partial block has its tail"  # noqa: S101
-            _copy_tokens(resident.tail, buffer, first_token, num_tokens - first_token)
-        buffer.end_token = num_tokens
+            _copy_tokens(resident.tail, buffer, buffer.first_token, num_tokens - buffer.first_token)
         return buffer
 
     def _copy_tail(
@@ -145,7 +155,8 @@ class ResidentSequences:
 def _copy_tokens(
     source: WriteBuffer, target: WriteBuffer, first_token: int, num_tokens: int
 ) -> None:
+    ours, theirs = (buffer.places(first_token, num_tokens) for buffer in (source, target))
     with torch.inference_mode():
-        from_keys, from_values = source.cut(first_token, num_tokens)
-        to_keys, to_values = target.cut(first_token, num_tokens)
-        torch._foreach_copy_([*to_keys, *to_values], [*from_keys, *from_values])
+        for rows, kept in ((source.keys, target.keys), (source.values, target.values)):
+            for layer_rows, layer_kept in zip(rows.layers, kept.layers, strict=True):
+                theirs.write(layer_kept, ours.read(layer_rows))

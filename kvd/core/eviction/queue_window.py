@@ -245,7 +245,7 @@ class QueueWindow:
         now_ns: int,
         touched: Touched,
     ) -> None:
-        """Take all requests of an engine that has none; a sixth of the time of `_put_in` for each."""
+        """Take all requests of an engine that has none, in a sixth of the time of `_put_in`s."""
         ordered = sorted(queue.waiting)
         ranks, keys = [request[0] for request in ordered], [request[1] for request in ordered]
         starts_ns = count(now_ns + engine.interval_ns, engine.interval_ns)

@@ -19,29 +19,28 @@ def test_what_is_asked_for_is_there_to_the_last_token():
 
 @pytest.mark.parametrize(("saves", "least"), [(True, 32), (False, 16)])
 def test_without_a_setting_a_quarter_of_what_is_free(saves, least):
-    """At least the shortest window, at most what could be used."""
+    """At least the shortest window, and the smallest write ring if something is saved."""
     assert least_slots(saves=saves) == least
     free_bytes = 4 * TOKEN_BYTES * least
-    assert slots_of_free_memory(free_bytes, TOKEN_BYTES, 0, saves=saves) == least
-    assert slots_of_free_memory(100 * free_bytes, TOKEN_BYTES, 77, saves=saves) == 77
-    assert slots_of_free_memory(100 * free_bytes, TOKEN_BYTES, 0, saves=saves) == 100 * least
+    assert slots_of_free_memory(free_bytes, TOKEN_BYTES, saves=saves) == least
+    assert slots_of_free_memory(100 * free_bytes, TOKEN_BYTES, saves=saves) == 100 * least
     with pytest.raises(KvRoomError, match=f"{least - 1} tokens .* takes {least}: free memory"):
-        slots_of_free_memory(free_bytes - 1, TOKEN_BYTES, 77, saves=saves)
+        slots_of_free_memory(free_bytes - 1, TOKEN_BYTES, saves=saves)
 
 
 @pytest.mark.parametrize(
-    ("num_slots", "kv_tokens", "saves", "window", "bound"),
+    ("kv_slots", "write_slots", "kv_tokens", "window", "bound"),
     [
-        (2000, 2000, True, 1000, "the model's"),
-        (1998, 1998, True, 999, "half of scheduler.kv_tokens = 1,998"),
-        (1998, 0, True, 999, "half of the memory for KV"),
-        (1000, 1000, False, 1000, "the model's"),
-        (999, 999, False, 999, "scheduler.kv_tokens = 999"),
+        (1000, 200, 1200, 1000, "the model's"),
+        (999, 201, 1200, 999, "scheduler.kv_tokens = 1,200 less the write ring's 201"),
+        (999, 201, 0, 999, "the memory for KV less the write ring's 201"),
+        (1000, 0, 1000, 1000, "the model's"),
+        (999, 0, 999, 999, "scheduler.kv_tokens = 999"),
     ],
 )
 def test_the_window_is_the_models_or_what_the_slots_hold(
-    num_slots, kv_tokens, saves, window, bound
+    kv_slots, write_slots, kv_tokens, window, bound
 ):
     """And says which."""
-    assert window_of(num_slots, 1000, kv_tokens, saves=saves) == (window, bound)
-    assert window_of(num_slots, 0, kv_tokens, saves=saves)[0] == num_slots // (2 if saves else 1)
+    assert window_of(kv_slots, write_slots, 1000, kv_tokens) == (window, bound)
+    assert window_of(kv_slots, write_slots, 0, kv_tokens)[0] == kv_slots

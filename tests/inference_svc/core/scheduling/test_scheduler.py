@@ -18,10 +18,10 @@ LIMITS = SchedulerLimits(
     max_loading=2,
     max_waiting=4,
     kv_slots=100,
+    write_slots=0,
     step_tokens=16,
     mixed_step_tokens=8,
     answer_tokens=100,
-    saves=False,
     keeps_residents=True,
     block_tokens=1000,  # prompts of different sessions are alike here; who shares says so
 )
@@ -47,7 +47,7 @@ def announce(scheduler, plan, found=0):
     """Everything that is admitted finds this many tokens, or what is resident, at once."""
     for admission in plan.admitted:
         num_tokens = admission.resident_tokens or found
-        scheduler.announced(admission.request, num_tokens, 0, 2, layers_ready=NUM_LAYERS)
+        scheduler.announced(admission.request, num_tokens, 2, layers_ready=NUM_LAYERS)
         if admission.resident_tokens and not admission.in_place:
             scheduler.residents.end_copy(admission.request)
 
@@ -86,7 +86,6 @@ def run_to_the_end(scheduler, number, **attributes):
     while len(one.output_ids) < one.max_tokens:
         step(scheduler)
     scheduler.end(one, RequestEvent.FINISH, 9)
-    scheduler.release_write(one)
     assert scheduler.keep_resident(one, one.token_ids[: one.computed_tokens], 9)
     return one
 
@@ -175,36 +174,10 @@ def test_rows_return_only_with_their_release():
     assert admitted(scheduler.schedule(6)) == [2]
 
 
-@pytest.mark.parametrize("kv_first", [True, False])
-def test_a_save_that_goes_on_after_the_end_keeps_its_rows(kv_first):
-    """Sequence KV and write buffer come back separately, in either order."""
-    scheduler = make(saves=True)
-    one = run(scheduler, 1, prompt_tokens=10, max_tokens=4)
-    assert scheduler.slots.reserved_slots == 26
-    scheduler.end(one, RequestEvent.FINISH, 4)
-    releases = [scheduler.release_kv, scheduler.release_write]
-    for release in releases if kv_first else releases[::-1]:
-        release(one)
-        scheduler.check()
-    assert scheduler.slots.reserved_slots == 0
-
-
-def test_a_write_buffer_shrinks_to_what_is_new():
-    """In the worst case everything has to be saved; once the load is known, only the rest."""
-    scheduler = make(saves=True)
-    one = submit(scheduler, 1, prompt_tokens=10, max_tokens=4)
-    scheduler.schedule(1)
-    assert scheduler.slots.reserved_slots == 26
-    scheduler.announced(one, 9, 8, 2, layers_ready=NUM_LAYERS)
-    assert scheduler.slots.reserved_slots == 13 + 5
-
-
-def test_a_write_buffer_that_is_being_filled_is_not_released():
-    """Only those of earlier admissions are, while the request lives."""
-    scheduler = make(saves=True)
+def test_only_an_ended_request_gives_its_kv_up():
+    """Who calls too early is mistaken."""
+    scheduler = make()
     one = run(scheduler, 1)
-    with pytest.raises(AssertionError, match="being written"):
-        scheduler.release_write(one)
     with pytest.raises(AssertionError, match="only an ended request"):
         scheduler.release_kv(one)
 
@@ -212,7 +185,7 @@ def test_a_write_buffer_that_is_being_filled_is_not_released():
 @pytest.mark.parametrize("state", [RequestState.LOADING, RequestState.READY, RequestState.RUNNING])
 def test_a_cancelled_request_keeps_its_rows_until_they_are_released(state):
     """A copy may still be under way."""
-    scheduler = make(saves=True)
+    scheduler = make()
     one = submit(scheduler, 1)
     plan = scheduler.schedule(1)
     if state is not RequestState.LOADING:
@@ -221,11 +194,8 @@ def test_a_cancelled_request_keeps_its_rows_until_they_are_released(state):
         scheduler.schedule(2)
     assert one.state is state
     scheduler.end(one, RequestEvent.CANCEL, 3)
-    assert scheduler.slots.reserved_slots == 26
+    assert scheduler.slots.reserved_slots == 13
     scheduler.release_kv(one)
-    if state is not RequestState.LOADING:  # nothing can be written before it is announced
-        assert scheduler.slots.reserved_slots == 13
-        scheduler.release_write(one)
     assert scheduler.slots.reserved_slots == 0
     scheduler.check()
 
@@ -242,10 +212,10 @@ def test_a_full_queue_refuses_and_says_when_to_come_back():
 
 
 def test_a_request_that_can_never_fit_is_the_callers_mistake():
-    """Sequence KV and write buffer of one request must fit."""
-    submit(make(), 1, prompt_tokens=100, max_tokens=1)
+    """The sequence KV of one request must fit; what it is saved from is counted apart."""
+    submit(make(write_slots=16), 1, prompt_tokens=100, max_tokens=1)
     with pytest.raises(AssertionError, match="window"):
-        submit(make(saves=True), 1, prompt_tokens=51, max_tokens=1)
+        submit(make(), 1, prompt_tokens=101, max_tokens=1)
 
 
 def test_a_request_waits_for_the_session_s_earlier_one():
@@ -545,7 +515,7 @@ def test_an_outgrown_answer_stays_while_its_rows_are_being_moved():
     before = run_to_the_end(scheduler, 1, prompt_tokens=10)
     turn = next_turn(scheduler, 2, before, new_tokens=1)
     (admission,) = scheduler.schedule(20).admitted
-    scheduler.announced(turn, admission.resident_tokens, 0, 21, layers_ready=0)
+    scheduler.announced(turn, admission.resident_tokens, 21, layers_ready=0)
     scheduler.gate.progressed(turn, NUM_LAYERS, 22)
     chunks = scheduler.schedule(23).chunks
     scheduler.apply(StepResult(chunks, {2: 7}), 24)
@@ -578,7 +548,7 @@ def test_a_place_that_a_preemption_leaves_is_taken_at_once():
     low = run(scheduler, 1, prompt_tokens=40)
     ready = submit(scheduler, 2, prompt_tokens=10)
     scheduler.schedule(4)
-    scheduler.announced(ready, 5, 0, 5, layers_ready=0)
+    scheduler.announced(ready, 5, 5, layers_ready=0)
     scheduler.gate.progressed(ready, NUM_LAYERS, 6)
     submit(scheduler, 3, prompt_tokens=80, priority=1)
     plan = scheduler.schedule(7)
@@ -656,7 +626,7 @@ def test_what_may_turn_out_to_be_void_is_not_preempted():
     scheduler = make()
     low = submit(scheduler, 1, prompt_tokens=60)
     scheduler.schedule(1)
-    scheduler.announced(low, 50, 0, 2, layers_ready=0)
+    scheduler.announced(low, 50, 2, layers_ready=0)
     scheduler.gate.progressed(low, NUM_LAYERS, 3)
     submit(scheduler, 2, prompt_tokens=60, priority=1)
     plan = scheduler.schedule(4)
@@ -704,8 +674,8 @@ def test_a_request_that_is_held_back_holds_back_nobody():
     scheduler = make()
     slow, quick = submit(scheduler, 1), submit(scheduler, 2)
     scheduler.schedule(1)
-    scheduler.announced(slow, 5, 0, 2, layers_ready=0)
-    scheduler.announced(quick, 5, 0, 2, layers_ready=NUM_LAYERS)
+    scheduler.announced(slow, 5, 2, layers_ready=0)
+    scheduler.announced(quick, 5, 2, layers_ready=NUM_LAYERS)
     plan = scheduler.schedule(3)
     assert [chunk.request for chunk in plan.chunks] == [quick]
     assert plan.wake_ns == 2 + HOLD_LIMIT_NS
@@ -720,26 +690,24 @@ def test_a_load_may_be_said_to_be_ahead_enough():
     scheduler = make()
     one = submit(scheduler, 1)
     scheduler.schedule(1)
-    scheduler.announced(one, 5, 0, 2, layers_ready=0, tier="ssd", enough_layers=0)
+    scheduler.announced(one, 5, 2, layers_ready=0, tier="ssd", enough_layers=0)
     assert sizes(scheduler.schedule(3)) == [(1, 5)]
 
 
 def test_a_failed_load_sends_its_request_back_to_its_place():
     """Nothing of it is kept, nothing counts as loaded, and it is admitted anew at once."""
-    scheduler = make(saves=True)
+    scheduler = make()
     one = submit(scheduler, 1)
     later = submit(scheduler, 2)
     scheduler.schedule(1)
-    scheduler.announced(one, 5, 0, 2, layers_ready=1)
+    scheduler.announced(one, 5, 2, layers_ready=1)
     scheduler.schedule(3)
     scheduler.restart(one, 4)
     assert (one.loaded_tokens, one.computed_tokens, one.num_preemptions) == (0, 0, 0)
     assert scheduler.residents.num_slots == 0
     plan = scheduler.schedule(5)
     assert admitted(plan) == [1]
-    assert scheduler.slots.reserved_slots == 26 + 13 + 26, "its first write buffer may be in use"
-    scheduler.release_write(one)
-    assert scheduler.slots.reserved_slots == 26 + 26
+    assert scheduler.slots.reserved_slots == 13 + 13
     assert later.state is RequestState.LOADING
     scheduler.check()
 

@@ -157,7 +157,7 @@ def test_overfull_chunk_is_a_broken_invariant(tiny):
     with pytest.raises(AssertionError, match="twice"):
         runner.step([Chunk(kv, [1], want_logits=True), Chunk(kv, [2], want_logits=True)])
     buffer = model.new_buffer(2)
-    with pytest.raises(AssertionError, match="buffer of 2 tokens"):
+    with pytest.raises(AssertionError, match="slots for those from 0 to 2"):
         runner.step([Chunk(kv, [1, 2, 3], want_logits=True, write_buffer=buffer)])
     runner.step([Chunk(kv, [1], want_logits=True)])
     with pytest.raises(AssertionError, match="up to token 0 beside KV up to token 1"):

@@ -127,11 +127,11 @@ CHOICES = [oldest_half, behind_the_first_four, every_third, all_but_two, the_old
 
 
 @pytest.mark.parametrize("choose", CHOICES)
-@pytest.mark.parametrize("saves", [True, False])
-async def test_an_answer_goes_on_when_its_window_is_full(model, stock, choose, saves):
+@pytest.mark.parametrize("write_slots", [4000, 0])
+async def test_an_answer_goes_on_when_its_window_is_full(model, stock, choose, write_slots):
     """Again and again, from the rows that are left."""
-    async with running_engine(model, saves=saves) as engine:
-        engine.store.saves = saves
+    async with running_engine(model, write_slots=write_slots) as engine:
+        engine.store.saves = bool(write_slots)
         request = engine.request(PROMPT, 90, window_tokens=WINDOW, truncate=choose)
         request.input_tokens = 30
         await finished(engine, request)

@@ -5,7 +5,7 @@ import torch
 
 from inference_svc.runtime.kv.kv_pool import KVPool
 from inference_svc.runtime.kv.layer_gate import LayerGate
-from inference_svc.runtime.kv.sequence_kv import LayerShape
+from inference_svc.runtime.kv.sequence_kv import LayerShape, Places
 
 SHAPES = [LayerShape((2, 4), (2, 4)), LayerShape((1, 8), (1, 6)), LayerShape((2, 4), (1, 6))]
 
@@ -42,15 +42,16 @@ def test_rows_of_a_head_are_contiguous(pool):
         assert rows.is_contiguous()
 
 
-def test_write_buffers_are_cut_by_position(pool):
-    """A buffer's rows are found by their position in the sequence, token-major."""
+def test_rows_of_a_write_buffer_are_found_by_position(pool):
+    """By their position in the sequence, token-major."""
     buffer = pool.new_write_buffer(first_token=40, capacity_tokens=6)
-    keys, values = buffer.cut(43, 2)
-    assert [tuple(rows.shape) for rows in keys] == [(2, 2, 4), (2, 1, 8), (2, 2, 4)]
-    assert [tuple(rows.shape) for rows in values] == [(2, 2, 4), (2, 1, 6), (2, 1, 6)]
-    for layer_index, rows in enumerate(values):
-        rows.fill_(layer_index)
-        assert (buffer.values[layer_index][3:5] == layer_index).all()
+    places = buffer.places(43, 2)
+    read = [places.read(rows) for rows in (*buffer.keys.layers, *buffer.values.layers)]
+    assert [tuple(rows.shape) for rows in read[:3]] == [(2, 2, 4), (2, 1, 8), (2, 2, 4)]
+    assert [tuple(rows.shape) for rows in read[3:]] == [(2, 2, 4), (2, 1, 6), (2, 1, 6)]
+    for layer_index, rows in enumerate(buffer.values.layers):
+        places.write(rows, torch.full_like(rows[:2], layer_index))
+        assert (rows[3:5] == layer_index).all()
     assert (buffer.end_token, buffer.free_tokens) == (40, 6)
     buffer.end_token = 45
     assert buffer.free_tokens == 1
@@ -60,8 +61,20 @@ def test_write_buffers_are_cut_by_position(pool):
 def test_a_cut_outside_the_buffer_is_a_mistake(pool, first, count):
     """A buffer refuses positions it has no rows for; narrowing alone would take other rows."""
     buffer = pool.new_write_buffer(first_token=40, capacity_tokens=6)
-    with pytest.raises(AssertionError, match="cut from a buffer"):
-        buffer.cut(first, count)
+    with pytest.raises(AssertionError, match="slots for those from 40 to 46"):
+        buffer.places(first, count)
+
+
+@pytest.mark.parametrize("slots", [[2, 3, 4], [4, 0, 3], [5]])
+def test_places_read_what_they_have_written(slots):
+    """Side by side or not, in the order of the tokens; other slots stay as they are."""
+    memory = torch.zeros(6, 2, 3)
+    rows = torch.arange(1.0, 1 + len(slots) * 6).view(-1, 2, 3)
+    places = Places(slots, memory.device)
+    places.write(memory, rows.transpose(1, 2).contiguous().transpose(1, 2))
+    assert torch.equal(places.read(memory), rows)
+    assert torch.equal(memory[slots], rows)
+    assert int(memory.count_nonzero()) == rows.numel()
 
 
 def test_reset_forgets_rows_and_gate(pool):

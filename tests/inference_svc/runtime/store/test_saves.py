@@ -59,6 +59,11 @@ class Scene:
         shapes = [LayerShape((1, 8), (1, 8))]
         self.pool = KVPool(shapes, 200, device=torch.device("cpu"), dtype=torch.float32)
 
+    def open_on(self, buffer):
+        """A stream over a buffer."""
+        stream = self.saves.open(KEY, buffer)
+        return stream, asyncio.create_task(self.saves.run(KEY, stream))
+
     def open(self, first_token):
         """A stream that runs."""
         stream = self.saves.open(KEY, self.pool.new_write_buffer(first_token, 50))
@@ -114,6 +119,56 @@ async def test_a_piece_that_was_refused_is_asked_for_again_with_the_next():
     stream.finish(tokens(9))
     await life
     assert scene.store.saves == [(0, 8), (0, 9)]
+
+
+async def test_what_is_stored_leaves_the_buffer():
+    """Full blocks do at once, the partial one stays: it is going to grow."""
+    scene = Scene()
+    given = []
+    buffer = scene.pool.new_write_buffer(3, 50)
+    buffer.give = given.extend
+    stream, life = scene.open_on(buffer)
+    stream.follow(tokens(13), None)
+    await stream.idle.wait()
+    assert (buffer.first_token, given) == (11, list(range(8)))
+    scene.store.answer = None
+    stream.follow(tokens(19), None)
+    await stream.idle.wait()
+    assert buffer.first_token == 11, "what could not be stored stays, to be tried again"
+    stream.abandon()
+    await life
+
+
+async def test_a_block_that_is_cut_short_is_not_stored_again():
+    """The next one begins behind it."""
+    scene = Scene()
+    stream, life = scene.open(0)
+    stream.cut_short(tokens(6))
+    await stream.idle.wait()
+    assert not stream.wants(9, is_tight=True)
+    assert stream.wants(10, is_tight=True)
+    assert not stream.wants(10)
+    stream.follow(tokens(11), None)
+    stream.finish(tokens(13))
+    await life
+    assert scene.store.saves[0] == (0, 6)
+    assert scene.store.saves[-1][1] == 13
+    assert {first for first, _ in scene.store.saves[1:]} <= {6, 10}
+
+
+async def test_saves_are_idle_when_nothing_asked_for_is_under_way():
+    """Then waiting makes no room."""
+    scene = Scene()
+    scene.store.may_end.clear()
+    stream, life = scene.open(0)
+    assert scene.saves.is_idle
+    stream.follow(tokens(8), None)
+    assert not scene.saves.is_idle
+    scene.store.may_end.set()
+    await stream.idle.wait()
+    assert scene.saves.is_idle
+    stream.abandon()
+    await life
 
 
 async def test_a_later_turn_is_saved_after_the_one_before_it():

@@ -3,8 +3,10 @@
 import pytest
 import torch
 
+from inference_svc.core.scheduling.write_slots import WriteSlots
 from inference_svc.runtime.kv.kv_pool import KVPool
 from inference_svc.runtime.kv.sequence_kv import LayerShape
+from inference_svc.runtime.kv.write_ring import WriteRing
 from inference_svc.runtime.transfer.compaction import Compactor
 from inference_svc.runtime.transfer.resident_sequences import ResidentSequences
 from inference_svc.runtime.worker_thread import WorkerThread
@@ -13,21 +15,30 @@ from shared.types.session_key import SessionKey
 KEY = SessionKey("default", "m", "s")
 BLOCK_TOKENS = 4
 NUM_ROWS = 200
+SHAPES = [LayerShape((1, 8), (1, 8)), LayerShape((2, 4), (1, 8))]
+
+
+def make_ring(num_slots, shapes=SHAPES):
+    return WriteRing(shapes, WriteSlots(num_slots), device=torch.device("cpu"), dtype=torch.float32)
+
+
+@pytest.fixture
+def ring():
+    return make_ring(50)
 
 
 @pytest.fixture
 def pool():
-    shapes = [LayerShape((1, 8), (1, 8)), LayerShape((2, 4), (1, 8))]
-    return KVPool(shapes, NUM_ROWS, device=torch.device("cpu"), dtype=torch.float32)
+    return KVPool(SHAPES, NUM_ROWS, device=torch.device("cpu"), dtype=torch.float32)
 
 
 def numbered_buffer(pool, first_token, end_token):
     """A write buffer whose rows hold their own positions."""
     buffer = pool.new_write_buffer(first_token, 50)
-    for token in range(first_token, end_token):
-        for views in buffer.cut(token, 1):
-            for view in views:
-                view.fill_(token)
+    places = buffer.places(first_token, end_token - first_token)
+    numbers = torch.arange(first_token, end_token)[:, None, None]
+    for rows in (*buffer.keys.layers, *buffer.values.layers):
+        places.write(rows, numbers.expand(-1, *rows.shape[1:]).to(rows.dtype))
     buffer.end_token = end_token
     return buffer
 
@@ -35,14 +46,17 @@ def numbered_buffer(pool, first_token, end_token):
 def positions(buffer, first_token, end_token):
     """What the rows hold, the same in all layers, keys and values."""
     found = set()
-    for views in buffer.cut(first_token, end_token - first_token):
-        found |= {tuple(view.flatten(1)[:, 0].int().tolist()) for view in views}
+    places = buffer.places(first_token, end_token - first_token)
+    for rows in (*buffer.keys.layers, *buffer.values.layers):
+        found.add(tuple(places.read(rows).flatten(1)[:, 0].int().tolist()))
     assert len(found) == 1
     return list(found.pop())
 
 
 @pytest.mark.parametrize(("first_token", "end_token"), [(0, 10), (3, 13), (0, 8), (6, 7)])
-def test_the_next_buffer_begins_with_the_rows_of_the_partial_block(pool, first_token, end_token):
+def test_the_next_buffer_begins_with_the_rows_of_the_partial_block(
+    pool, ring, first_token, end_token
+):
     """Growing that block stores its tokens again; the old buffer may be long gone by then."""
     residents = ResidentSequences(pool, BLOCK_TOKENS)
     buffer = numbered_buffer(pool, first_token, end_token)
@@ -50,7 +64,7 @@ def test_the_next_buffer_begins_with_the_rows_of_the_partial_block(pool, first_t
     pool.release(buffer)
     numbered_buffer(pool, 100, 140)  # reuses its memory
     resident = residents.take(KEY)
-    following = residents.next_buffer(resident, end_token, 60)
+    following = residents.next_buffer(resident, end_token, ring)
     boundary = end_token - (end_token - first_token) % BLOCK_TOKENS
     assert following.first_token == boundary
     assert following.end_token == end_token
@@ -58,7 +72,7 @@ def test_the_next_buffer_begins_with_the_rows_of_the_partial_block(pool, first_t
         assert positions(following, boundary, end_token) == list(range(boundary, end_token))
 
 
-def test_rows_whose_position_free_keys_are_gone_are_not_built_on(pool):
+def test_rows_whose_position_free_keys_are_gone_are_not_built_on(pool, ring):
     """Fewer tokens than the tail has are rounded down to a block."""
     residents = ResidentSequences(pool, BLOCK_TOKENS)
     residents.put(KEY, pool.new_kv(60), 14, numbered_buffer(pool, 0, 14))
@@ -67,7 +81,26 @@ def test_rows_whose_position_free_keys_are_gone_are_not_built_on(pool):
         *(14, 13, 12),
         *(8, 8, 4, 0),
     ]
-    assert residents.next_buffer(resident, 8, 60).first_token == 8
+    assert residents.next_buffer(resident, 8, ring).first_token == 8
+
+
+def test_without_room_for_the_partial_block_it_stays_as_it_is(pool):
+    """It is stored already, as short as it is: the next one begins behind it."""
+    residents = ResidentSequences(pool, BLOCK_TOKENS)
+    residents.put(KEY, pool.new_kv(60), 14, numbered_buffer(pool, 0, 14))
+    following = residents.next_buffer(residents.get(KEY), 14, make_ring(1))
+    assert (following.first_token, following.end_token, following.room_end) == (14, 14, 14)
+
+
+@pytest.mark.parametrize(("kept", "left"), [(14, 14), (12, 12), (11, 8), (9, 8), (3, 0)])
+def test_of_an_answer_cut_behind_what_is_stored_whole_blocks_stay(pool, kept, left):
+    """Tokens of a block that is stored with others behind them cannot be stored again."""
+    residents = ResidentSequences(pool, BLOCK_TOKENS)
+    buffer = numbered_buffer(pool, 0, 14)
+    buffer.forget_before(12)
+    assert residents.kept_tokens(buffer, kept) == left
+    residents.put(KEY, pool.new_kv(60), left, buffer)
+    assert residents.get(KEY).tail_from == left // BLOCK_TOKENS * BLOCK_TOKENS
 
 
 def test_without_saving_there_is_no_tail(pool):
@@ -97,8 +130,9 @@ def compactor(tiny):
 
 async def test_after_a_discard_the_next_buffer_begins_behind_what_is_left(tiny, compactor):
     """What a discard has touched never grows: the position-free rows of its end are not needed."""
+    shapes = [layer.shape for layer in tiny("llama").calibration.layers]
     pool = KVPool(
-        [layer.shape for layer in tiny("llama").calibration.layers],
+        shapes,
         NUM_ROWS,
         device=torch.device("cpu"),
         dtype=torch.float32,
@@ -111,5 +145,5 @@ async def test_after_a_discard_the_next_buffer_begins_behind_what_is_left(tiny, 
     assert await residents.discard(KEY, [(2, 5), (8, 14)], compactor) == 9
     resident = residents.get(KEY)
     assert (resident.kv.num_tokens, resident.tail_from, resident.tail) == (9, 9, None)
-    assert residents.next_buffer(resident, 9, 60).first_token == 9
+    assert residents.next_buffer(resident, 9, make_ring(50, shapes)).first_token == 9
     residents.release(KEY)

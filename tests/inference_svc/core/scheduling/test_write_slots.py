@@ -1,0 +1,152 @@
+"""The write ring's slots: how many there are, who takes them, and who waits for how long."""
+
+from dataclasses import replace
+
+import pytest
+
+from inference_svc.core.scheduling.request import Request, RequestState
+from inference_svc.core.scheduling.step_plan import SchedulerLimits, StepResult, plan_chunks
+from inference_svc.core.scheduling.write_slots import (
+    LEAST_WRITE_SLOTS,
+    STALL_LIMIT_NS,
+    WriteSlots,
+    write_slots_for,
+)
+from shared.types.session_key import SessionKey
+from tests.inference_svc.core.scheduling.test_scheduler import make, submit
+
+LIMITS = SchedulerLimits(
+    max_running=4,
+    max_loading=4,
+    max_waiting=4,
+    kv_slots=100,
+    write_slots=16,
+    step_tokens=12,
+    mixed_step_tokens=12,
+    answer_tokens=100,
+    keeps_residents=True,
+)
+
+
+def running(number, num_tokens, computed=0, *, is_saved=True):
+    """A request in the batch; with all but one token computed it decodes."""
+    one = Request(number, SessionKey("t", "0f", str(number)), list(range(num_tokens)), 9, 0)
+    one.state, one.capacity_tokens, one.is_saved = RequestState.RUNNING, 50, is_saved
+    one.computed_tokens = computed
+    one.num_sampled = int(computed == num_tokens - 1)
+    return one
+
+
+def sizes(planned):
+    chunks, stalled = planned
+    return [(c.request.number, c.num_tokens) for c in chunks], [r.number for r in stalled]
+
+
+def test_slots_are_taken_lowest_first_and_come_back():
+    """So that tokens of one step mostly lie side by side."""
+    slots = WriteSlots(6)
+    first, second = slots.take(2), slots.take(3)
+    assert (first, second, slots.num_free) == ([0, 1], [2, 3, 4], 1)
+    slots.give(first)
+    assert slots.take(3) == [0, 1, 5]
+    slots.check()
+    with pytest.raises(AssertionError, match="0 free"):
+        slots.take(1)
+
+
+def test_a_slot_given_back_twice_is_noticed():
+    """Two turns would write over each other's tokens."""
+    slots = WriteSlots(4)
+    slots.give([2])
+    with pytest.raises(AssertionError):
+        slots.check()
+
+
+def test_the_ring_is_as_large_as_saving_needs():
+    """Two steps and what waits for its group, whatever there is; little memory has a part."""
+    assert write_slots_for(10**6, 512, 8, group_tokens=512, block_tokens=64) == 1024 + 8 * 512
+    assert write_slots_for(10**6, 512, 8, group_tokens=1, block_tokens=64) == 1024 + 8 * 64
+    assert write_slots_for(3072, 512, 8, group_tokens=512, block_tokens=64) == 614
+    assert write_slots_for(32, 512, 8, group_tokens=512, block_tokens=64) == LEAST_WRITE_SLOTS
+
+
+def test_eight_turns_of_304_tokens_run_together_in_3072():
+    """A token of a turn takes one slot, saved or not."""
+    ring = write_slots_for(3072, 512, 8, group_tokens=512, block_tokens=64)
+    scheduler = make(
+        kv_slots=3072 - ring, write_slots=ring, max_running=8, max_loading=8, max_waiting=8
+    )
+    for number in range(8):
+        submit(scheduler, number, prompt_tokens=240, max_tokens=65)
+    assert len(scheduler.schedule(1).admitted) == 8
+
+
+def test_prompts_take_half_of_the_ring_and_answers_what_is_left():
+    """What one step has computed is stored while the next one computes."""
+    prompts = [running(1, 30), running(2, 30)]
+    assert sizes(plan_chunks(prompts, LIMITS, 16)) == ([(1, 8)], [2])
+    answers = [running(3, 10, computed=9), running(4, 10, computed=9)]
+    assert sizes(plan_chunks([*prompts, *answers], LIMITS, 16)) == ([(3, 1), (4, 1), (1, 8)], [2])
+    assert sizes(plan_chunks([*prompts, *answers], LIMITS, 5)) == ([(3, 1), (4, 1), (1, 3)], [2])
+    assert sizes(plan_chunks([*prompts, *answers], LIMITS, 1)) == ([(3, 1)], [4, 1, 2])
+
+
+def test_who_is_not_saved_needs_no_room():
+    """Without a ring nobody is left out."""
+    batch = [running(1, 30, is_saved=False), running(2, 10, computed=9, is_saved=False)]
+    assert sizes(plan_chunks(batch, replace(LIMITS, write_slots=0), 0)) == ([(2, 1), (1, 12)], [])
+
+
+def test_a_prompt_that_the_step_has_no_tokens_for_does_not_stall():
+    """It waits for its turn, not for room."""
+    assert sizes(
+        plan_chunks([running(1, 12), running(2, 30)], replace(LIMITS, write_slots=99), 99)
+    ) == (
+        [(1, 12)],
+        [],
+    )
+
+
+def announced(scheduler, plan):
+    for admission in plan.admitted:
+        scheduler.announced(admission.request, 0, 2, layers_ready=4, is_saved=True)
+
+
+def test_who_stalls_for_too_long_runs_on_unsaved():
+    """kvd that stands still costs a later turn a recomputation, nobody the answer."""
+    scheduler = make(write_slots=4)
+    one = submit(scheduler, 1, prompt_tokens=6)
+    announced(scheduler, scheduler.schedule(1))
+    plan = scheduler.schedule(3)
+    held = scheduler.write_slots.take(4)
+    assert [c.num_tokens for c in plan.chunks] == [2]
+    scheduler.apply(StepResult(plan.chunks, {}), 4)
+    plan = scheduler.schedule(5)
+    assert (plan.chunks, plan.stalled, plan.unsaved) == ((), (one,), ())
+    assert plan.wake_ns == 5 + STALL_LIMIT_NS
+    assert scheduler.schedule(plan.wake_ns - 1).wake_ns == plan.wake_ns
+    plan = scheduler.schedule(plan.wake_ns)
+    assert (plan.stalled, plan.unsaved) == ((), (one,))
+    assert [c.num_tokens for c in plan.chunks] == [4]
+    assert scheduler.stalled_s == 1.0
+    scheduler.write_slots.give(held)
+
+
+def test_a_wait_lasts_as_long_as_anything_is_stored():
+    """Only a ring that stands still is waited for in vain."""
+    scheduler = make(write_slots=4)
+    one = submit(scheduler, 1, prompt_tokens=6)
+    announced(scheduler, scheduler.schedule(1))
+    held = scheduler.write_slots.take(4)
+    plan = scheduler.schedule(5)
+    assert (plan.stalled, plan.wake_ns) == ((one,), 5 + STALL_LIMIT_NS)
+    scheduler.write_slots.give(held)
+    held = scheduler.write_slots.take(4)
+    plan = scheduler.schedule(9)
+    assert (plan.stalled, plan.wake_ns) == ((one,), 9 + STALL_LIMIT_NS)
+    scheduler.write_slots.give(held)
+    plan = scheduler.schedule(19)
+    assert [c.num_tokens for c in plan.chunks] == [2]
+    assert (plan.wake_ns, scheduler.stalled_s) == (None, 14e-9)
+    assert scheduler.schedule(30).stalled == ()
+    assert scheduler.stalled_s == 14e-9

@@ -1,0 +1,119 @@
+"""Turns whose tokens find little room in the write ring: the same answers, the same KV stored."""
+
+import asyncio
+
+import pytest
+
+from inference_svc.runtime.engine.loads import PreloadPolicy
+from tests.memory_engine import BLOCK_TOKENS, alone, loaded_model, running_engine
+
+
+@pytest.fixture(scope="module")
+def model(tiny_model):
+    return loaded_model(tiny_model)
+
+
+@pytest.mark.parametrize("write_slots", [1, 5, 16, 40, 4000])
+async def test_a_ring_of_any_size_stores_all_that_is_computed(model, write_slots):
+    """Turns beside each other, and again over what was stored of them."""
+    async with running_engine(model, write_slots=write_slots, keeps_residents=False) as engine:
+        prompts = [list(range(20 + n, 90 + 7 * n)) for n in range(4)]
+        turns = await asyncio.gather(
+            *(engine.run(prompt, session=str(n)) for n, prompt in enumerate(prompts))
+        )
+        await engine.loop.idle.wait()
+        for number, (prompt, turn) in enumerate(zip(prompts, turns, strict=True)):
+            assert turn.sink.token_ids == await alone(model, prompt)
+            following = [*turn.token_ids, 99, 98]
+            again = await engine.run(following, session=str(number))
+            assert again.outcome.tokens == len(turn.token_ids) - 1
+            assert again.sink.token_ids == await alone(model, following)
+        counts = engine.counters.snapshot()
+        assert not counts["save_dropped"] + counts["saves_refused"]
+        assert write_slots > BLOCK_TOKENS or counts["saves_cut_short"]
+        assert write_slots < 4000 or not counts["write_stalls"]
+        await engine.all_released()
+
+
+@pytest.mark.parametrize("write_slots", [5, 40])
+async def test_residents_go_on_with_little_room(model, write_slots):
+    """What is resident and what is stored are the same tokens."""
+    async with running_engine(model, write_slots=write_slots) as engine:
+        first = await engine.run(range(20, 60))
+        following = [*first.token_ids, *range(70, 95)]
+        second = await engine.run(following)
+        assert second.outcome.tier_tokens == {"hbm": 47}
+        assert second.sink.token_ids == await alone(model, following)
+        await engine.loop.idle.wait()
+        engine.loop.memory.release_resident(first.key)
+        third = await engine.run([*second.token_ids, 97])
+        assert third.outcome.tier_tokens == {"dram": len(second.token_ids) - 1}
+        assert third.sink.token_ids == await alone(model, [*second.token_ids, 97])
+        await engine.all_released()
+
+
+async def test_a_store_that_stands_still_holds_nobody_up_for_long(model):
+    """The turn runs on, and is not saved."""
+    async with running_engine(model, write_slots=16, keeps_residents=False) as engine:
+        engine.store.may_end.clear()
+        turn = await engine.run(range(20, 90))
+        assert turn.sink.token_ids == await alone(model, range(20, 90))
+        counts = engine.counters.snapshot()
+        assert counts["save_dropped"] == 1
+        assert counts["write_stalls"] > 0
+        assert engine.loop.gauges()["write_stall_s"] >= 1
+        engine.store.may_end.set()
+        await engine.all_released()
+
+
+async def test_who_goes_on_unsaved_still_gets_its_history(model):
+    """Its load begins when it is in the batch, after its buffer was given up."""
+    preload = PreloadPolicy(is_layerwise=True, buffer_layers=0)
+    async with running_engine(model, preload, write_slots=40, keeps_residents=False) as engine:
+        first = await engine.run(range(20, 60))
+        await engine.loop.idle.wait()
+        slots = engine.scheduler.write_slots
+        held = []
+        following = [*first.token_ids, *range(80, 90)]
+        turn = engine.request(following)
+        turn.sink.started = lambda _: held.extend(slots.take(slots.num_free))
+        await engine.loop.generate(turn)
+        assert turn.write_buffer is None
+        engine.loop.keep(turn, turn.token_ids[:-1])
+        assert turn.sink.token_ids == await alone(model, following)
+        assert turn.outcome.tokens == 47
+        counts = engine.counters.snapshot()
+        assert (counts["save_dropped"], counts["steps_failed"]) == (1, 0)
+        await engine.loop.idle.wait()
+        slots.give(held)
+        await engine.all_released()
+
+
+async def test_a_store_that_refuses_holds_nobody_up_at_all(model):
+    """Nothing is waited for that will not come: the turn is not saved from the first refusal on."""
+    async with running_engine(model, write_slots=16, keeps_residents=False) as engine:
+        engine.store.save = refuse
+        turn = await engine.run(range(20, 90))
+        assert turn.sink.token_ids == await alone(model, range(20, 90))
+        assert engine.counters.snapshot()["save_dropped"] == 1
+        assert engine.loop.gauges()["write_stall_s"] < 1
+        await engine.all_released()
+
+
+async def refuse(**_asked):
+    """The answer of a store without room."""
+    return "no_space"
+
+
+async def test_a_preempted_turn_and_its_successor_share_the_ring(model):
+    """Who is preempted is stored as far as it came, beside the turn that took its place."""
+    async with running_engine(model, write_slots=24, max_running=1, answer_tokens=200) as engine:
+        low = engine.request(range(20, 60), 60, session="low")
+        answer = asyncio.create_task(engine.loop.generate(low))
+        await low.sink.has_token.wait()
+        high = await engine.run(range(30, 70), 4, session="high", priority=1)
+        await answer
+        engine.loop.keep(low, low.token_ids[:-1])
+        assert low.sink.token_ids == await alone(model, range(20, 60), 60)
+        assert high.sink.token_ids == await alone(model, range(30, 70), 4)
+        await engine.all_released()
