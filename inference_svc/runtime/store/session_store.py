@@ -117,8 +117,8 @@ class SessionStore(Protocol):
         """Store the buffer's KV of token_ids[from_token:], which are of the lineage.
 
         With a clock it is still being computed: a layer's KV is read once the clock lets it pass,
-        and nothing is published before it is confirmed. Returns why not all of them are stored, ""
-        if they are, None if it failed.
+        nothing is published before it is confirmed, nor does this return. Returns why not all of
+        them are stored, "" if they are, None if it failed.
         """
 
     async def discard(
