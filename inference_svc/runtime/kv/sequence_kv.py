@@ -300,6 +300,12 @@ class WriteBuffer(LentKv):
 
     def forget_before(self, first_token: int) -> None:
         """Give back the slots of tokens before a position, which are stored."""
+        if first_token > self.end_token:
+            raise AssertionError(f"tokens to {first_token} forgotten of {self.end_token} computed")
         slots = self.slots_of(self.first_token, first_token - self.first_token)
         self.first_token = first_token
         self.give(slots)
+
+    def remaining_slots(self) -> Sequence[int]:
+        """Return the slots of all that was not forgotten."""
+        return self.slots_of(self.first_token, self.room_end - self.first_token)

@@ -64,7 +64,7 @@ class WriteRing:
             [],
             end_token,
             self._give,
-            memory=MemoryHold(lambda: buffer.forget_before(buffer.room_end)),
+            memory=MemoryHold(lambda: self._give(buffer.remaining_slots())),
         )
         self.extend(buffer, end_token)
         return buffer

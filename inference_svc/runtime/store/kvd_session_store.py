@@ -119,7 +119,11 @@ class KvdSessionStore:
 
     def _copy(self, buffer: WriteBuffer, grant: StoreGrant, clock: StepClock | None) -> None:
         """Copy, on the store thread; with a clock, behind the step that computes it."""
-        if not grant.blocks:
+        if (
+            not grant.blocks
+        ):  # stored already; the step is about to write to the buffer all the same
+            if clock is not None:
+                clock.wait_confirmed()
             return
         tensors = self._talk.as_tensors(grant.arena)
         stream = CopyStream(buffer.device)

@@ -124,8 +124,8 @@ class SessionStore(Protocol):
             from_token: the first token to store; those before it are stored.
             buffer: the write buffer with the tokens' KV.
             clock: the clock of the step that still computes it: a layer's KV is read once the clock
-                lets it pass, and nothing is published before the clock is confirmed. None: all KV
-                is there.
+                lets it pass; nothing is published before the clock is confirmed, nor does this
+                return. None: all KV is there.
             lineage: the tokens' lineage; None: not named.
 
         Returns:

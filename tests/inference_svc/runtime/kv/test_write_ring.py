@@ -43,6 +43,7 @@ def test_turns_that_grow_in_turns_keep_their_own_tokens(ring, slots):
     assert slots.num_free == 0
     assert holds(one, 0, 6, 1)
     assert holds(other, 7, 6, 2)
+    one.end_token = 6
     one.forget_before(4)
     assert slots.num_free == 4
     ring.extend(other, 17)
@@ -68,6 +69,7 @@ def test_a_released_buffer_gives_back_what_it_has_left(ring, slots):
     """Once nobody copies from it any more."""
     buffer = ring.lend(2, 4)
     ring.extend(buffer, 10)
+    buffer.end_token = 8
     buffer.forget_before(5)
     with buffer.hold():
         buffer.memory.release()
@@ -84,3 +86,12 @@ def test_first_tokens_of_a_block_have_slots_at_once(ring, slots):
     late = ring.lend(8, 12)
     assert (late.first_token, late.end_token, late.room_end) == (12, 12, 12)
     assert slots.num_free == 7
+
+
+def test_tokens_that_are_not_computed_yet_are_not_forgotten(ring):
+    """Their slots are about to be written to."""
+    buffer = ring.lend(0, 0)
+    ring.extend(buffer, 5)
+    buffer.end_token = 3
+    with pytest.raises(AssertionError, match="forgotten of 3 computed"):
+        buffer.forget_before(4)

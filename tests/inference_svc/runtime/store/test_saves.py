@@ -66,8 +66,13 @@ class Scene:
 
     def open(self, first_token):
         """A stream that runs."""
-        stream = self.saves.open(KEY, self.pool.new_write_buffer(first_token, 50))
-        return stream, asyncio.create_task(self.saves.run(KEY, stream))
+        return self.open_on(self.buffer(first_token))
+
+    def buffer(self, first_token):
+        """A buffer whose tokens are all computed."""
+        buffer = self.pool.new_write_buffer(first_token, 50)
+        buffer.end_token = buffer.room_end
+        return buffer
 
 
 async def follow(stream, end_token):
@@ -125,7 +130,7 @@ async def test_what_is_stored_leaves_the_buffer():
     """Full blocks do at once, the partial one stays: it is going to grow."""
     scene = Scene()
     given = []
-    buffer = scene.pool.new_write_buffer(3, 50)
+    buffer = scene.buffer(3)
     buffer.give = given.extend
     stream, life = scene.open_on(buffer)
     stream.follow(tokens(13), None)
@@ -274,7 +279,7 @@ async def test_a_streams_tokens_come_after_its_lineage():
     """It is handed on with each piece."""
     scene = Scene()
     lineage = WHOLE.after(tokens(12), [(0, 4)])
-    stream = scene.saves.open(KEY, scene.pool.new_write_buffer(8, 50), lineage)
+    stream = scene.saves.open(KEY, scene.buffer(8), lineage)
     stream.finish(tokens(20))
     await scene.saves.run(KEY, stream)
     assert scene.store.lineage == lineage

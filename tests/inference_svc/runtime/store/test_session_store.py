@@ -139,6 +139,8 @@ class Peer:
         self.lineages.append(lineage)
         self.maybe_fail("prepare_store")
         num_tokens = len(token_ids) // 4
+        if self.stored[: len(token_ids)] == token_ids:
+            return StoreGrant(0, (), num_tokens, more=False, refused_reason="", arena=self.arena)
         end = min(from_token + self.grant_tokens, num_tokens)
         slot_id = 99 if self.fail_at == "slot" else from_token // self.grant_tokens
         block = StoreBlock(slot_id, from_token, end - from_token, 1)
@@ -167,7 +169,7 @@ class Peer:
     async def complete_store(self, grant, success):
         self.open_leases.discard(grant.lease_id)
         self.maybe_fail("complete_store")
-        if success:
+        if success and grant.blocks:
             self.stored = self.wanted
         return len(self.stored) // 4
 
@@ -468,3 +470,18 @@ async def test_a_discard_that_kvd_does_not_hear_of_is_counted(model, copy_thread
     assert scene.counters.snapshot()["store_discards"] == 0
     begun, _, _ = await scene.load()
     assert begun.end_token == 39
+
+
+async def test_a_save_of_what_is_stored_already_waits_for_its_step(model, copy_threads):
+    """The step writes to the buffer all the same: what it computes may not be forgotten before."""
+    scene = Scene(model, copy_threads)
+    assert await scene.save() == ""
+    clock = StepClock(len(model[1].layers), CPU)
+    buffer = scene.computed()[1]
+    saving = asyncio.create_task(scene.store.save(KEY, as_token_bytes(PROMPT), 0, buffer, clock))
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert not saving.done()
+    clock.open(clock.num_layers)
+    clock.confirm()
+    assert await saving == ""
