@@ -132,8 +132,8 @@ class KvdLoads:
             begun = BegunLoad(reason=self._talk.note_problem("load", error))
         else:
             self._talk.note_success()
-        if begun.grant is None:  # nothing is left to copy, not even a tail's position-free KV
-            begun.end_token = request.kv.num_tokens = begun.tail_from
+        if begun.grant is None:  # nothing is left to copy, not even a tail's position-free KV:
+            begun.tail_from = begun.end_token  # a partial block stays short, the next is behind it
         self._talk.counters.add("load_hits" if begun.end_token else "load_misses")
         return begun
 

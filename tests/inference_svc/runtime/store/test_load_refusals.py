@@ -110,3 +110,22 @@ def test_a_store_says_whether_kvd_is_there(model, copy_threads):
     assert scene.store.state == "attached"
     scene.peer.attached = False
     assert scene.store.state == "detached"
+
+
+async def test_a_short_block_that_nothing_follows_counts_as_it_is(model, copy_threads):
+    """What was copied is there: the next block is stored behind it, and it is not loaded again."""
+    peer = ForgetfulPeer(model[1].layout, grant_tokens=10)
+    scene = Scene(model, copy_threads, peer=peer)
+    await scene.save()
+    begun, kv, error = await scene.load()
+    assert (begun.grant, error) == (None, None)
+    assert (begun.end_token, begun.tail_from, kv.num_tokens) == (10, 10, 10)
+    assert sum(begun.tier_tokens.values()) == 10
+
+
+class ForgetfulPeer(Peer):
+    """Loses the rest of a session while the first part of it is copied."""
+
+    async def complete_load(self, grant):
+        await super().complete_load(grant)
+        self.stored = b""
