@@ -40,7 +40,6 @@ class MappedArena:
     Attributes:
         memory: the arena's id, device and inode of its file, bytes of a slot, number of slots.
         slots: the mapped slots.
-        slots: the mapped slots.
     """
 
     memory: tuple[str, int, int, int, int]

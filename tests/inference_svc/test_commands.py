@@ -119,7 +119,7 @@ def test_the_shipped_settings_file_says_the_defaults():
         ("model.attention", "flash9", "'torch'"),
         ("scheduler.mixed_step_tokens", 1, "16"),
         ("scheduler.answer_tokens", 0, "1"),
-        ("scheduler.kv_tokens", 3, "3 tokens are no window for a turn"),
+        ("scheduler.kv_tokens", 3, "3 leaves no window for a turn"),
         ("scheduler.kv_tokens", 1 << 50, "this machine has"),
         ("server.max_message_bytes", 1 << 31, "less than or equal to"),
         ("scheduler.tenant_weights", "acme=-1", "greater than 0"),
@@ -138,13 +138,13 @@ def test_values_that_cannot_be_are_named_with_what_is_accepted(key, value, said)
 @pytest.mark.parametrize(
     ("settings", "least", "said"),
     [
-        ({}, 32, "half of it while KV is saved, would be 15: write at least 32"),
-        ({"cache.saving": "off"}, 16, "the window would be 15: write at least 16"),
-        ({"cache.mode": "recompute"}, 16, "the window would be 15: write at least 16"),
+        ({}, 32, "31 leaves no window for a turn beside the write ring: write at least 32"),
+        ({"cache.saving": "off"}, 16, "15 leaves no window for a turn: write at least 16"),
+        ({"cache.mode": "recompute"}, 16, "15 leaves no window for a turn: write at least 16"),
     ],
 )
 def test_the_shortest_window_is_one_that_the_service_has(settings, least, said):
-    """Half of the tokens if they are saved, all of them if not; one less is refused."""
+    """What the smallest write ring leaves, or all if nothing is saved; one less is refused."""
     kept = load_inference_settings(None, {**settings, "scheduler.kv_tokens": least}).settings
     assert kept.scheduler.kv_tokens == least
     with pytest.raises(InvalidSettingsError, match=said):

@@ -118,14 +118,14 @@ async def test_dram_outlives_a_kill_of_kvd(tmp_path: Path) -> None:
     ):
         await engine.store(key_of("a"), TOKENS)
         await until_kept(kvd, "a")
-        mapped = engine.client._attachment.arena
+        mapped = engine.client._attachment.mapped.slots
         for _ in range(2):
             await kvd.kill()
             await kvd.start()
             await engine.client.wait_attached(30)
             loaded = await engine.load(key_of("a"), TOKENS)
             assert (loaded.num_tokens, loaded.tiers) == (50, {"dram"})
-            assert engine.client._attachment.arena is mapped
+            assert engine.client._attachment.mapped.slots is mapped
         assert arena_files(kvd) == [".journal", ".slots"]
 
 
