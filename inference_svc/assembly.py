@@ -240,7 +240,10 @@ def _scheduler_limits(
         )
         write_slots = min(write_slots, num_slots // 2)
     kv_slots = num_slots - write_slots
+    keeps_residents = cache.residents and cache.mode == "cached"
     most = (settings.max_running + settings.max_loading) * model.loaded.context_window
+    if keeps_residents:
+        most *= 2  # as much again for sessions whose turns are over
     if most and not settings.kv_tokens:
         kv_slots = min(kv_slots, most)
     return SchedulerLimits(
@@ -252,7 +255,7 @@ def _scheduler_limits(
         step_tokens=settings.step_tokens,
         mixed_step_tokens=min(settings.mixed_step_tokens, settings.step_tokens),
         answer_tokens=settings.answer_tokens,
-        keeps_residents=cache.residents and cache.mode == "cached",
+        keeps_residents=keeps_residents,
         block_tokens=layout.block_tokens,
     )
 
