@@ -35,7 +35,6 @@ class Turn:
 
     Attributes:
         may_run: set when the turns before it in its session are over.
-        may_run: set when the turns before it in its session are over.
         is_settled: whether it is being written to the transcript: then it cannot be cancelled.
         is_cancelled: whether it was requested to stop: nobody should join it.
         handed_back: the error that its followers get if it is handed back; None: it is not.
