@@ -2,9 +2,11 @@
 
 What stands for a token's KV is the token itself, VOID if it came of a load that has failed.
 Whoever computes on a sequence's KV must find the rows of exactly its own tokens, and memory in use
-never exceeds what the scheduler was given.
+never exceeds what the scheduler was given. Where slots are pages, there is one memory of them, and
+whoever has rows must find them there whatever the others write: loads write to the last.
 """
 
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 
 from inference_svc.core.discards import Range, merge_ranges, without
@@ -12,7 +14,13 @@ from inference_svc.core.errors import QueueFullError
 from inference_svc.core.rates.rates import Rates
 from inference_svc.core.scheduling.request import Request, RequestEvent, RequestState
 from inference_svc.core.scheduling.scheduler import Scheduler
-from inference_svc.core.scheduling.step_plan import Admission, SchedulerLimits, StepPlan, StepResult
+from inference_svc.core.scheduling.step_plan import (
+    Admission,
+    Growth,
+    SchedulerLimits,
+    StepPlan,
+    StepResult,
+)
 from inference_svc.core.scheduling.write_slots import STALL_LIMIT_NS
 from shared.types.queue_delta import Rank
 from shared.types.session_key import SessionKey
@@ -26,10 +34,17 @@ KEYS = tuple(SessionKey(tenant, "0f", str(i)) for tenant in ("a", "b") for i in 
 
 @dataclass(eq=False)
 class SequenceKv:
-    """Rows, and whether the scheduler counts more of them than are here."""
+    """Rows, and whether the scheduler counts more of them than are here.
+
+    Attributes:
+        pages: where they are, if slots are pages.
+        base: a block of what is stored begins there.
+    """
 
     capacity: int
     rows: list[int] = field(default_factory=list)
+    pages: list[int] = field(default_factory=list)
+    base: int = 0
 
 
 @dataclass(eq=False)
@@ -45,6 +60,7 @@ class Turn:
         writes: slots of the write ring in its write buffers, oldest first.
         is_writing: the last of them is its own.
         is_rigid: nothing of its context may be dropped.
+        held: its pages, while it loads.
     """
 
     request: Request
@@ -57,6 +73,7 @@ class Turn:
     writes: list[list[int]] = field(default_factory=list)
     is_writing: bool = False
     is_rigid: bool = False
+    held: ExitStack = field(default_factory=ExitStack)
 
     @property
     def is_complete(self) -> bool:
@@ -92,9 +109,11 @@ class SchedulerWorld:
         self.now_ns = 1
         self.turns: dict[int, Turn] = {}  # every one ever submitted
         self.residents: dict[SessionKey, SequenceKv] = {}
-        self.shifts: dict[SessionKey, tuple[Turn | None, tuple[Range, ...]]] = {}  # under way
+        # Under way, and whether there was room for it.
+        self.shifts: dict[SessionKey, tuple[Turn | None, tuple[Range, ...], bool]] = {}
         self.conversations: dict[SessionKey, list[int]] = {key: [] for key in KEYS}
         self.num_sampled = 0
+        self.memory: dict[tuple[int, int], int] = {}  # by page and slot
 
     # -------------------------------------------------------------------------------- checks
 
@@ -111,8 +130,51 @@ class SchedulerWorld:
         assert len(self.scheduler.residents) == len(self.residents)
         resident_token_slots = sum(kv.capacity for kv in self.residents.values())
         assert self.scheduler.residents.num_slots == resident_token_slots
+        for kv in [*self.residents.values(), *(turn.kv for turn in self.turns.values() if turn.kv)]:
+            if kv.pages:
+                assert self._found(kv) == kv.rows, "somebody has written to another's page"
         self.scheduler.feed.check()
         assert sorted(self.scheduler.feed._requests) == sorted(number for number, _ in self.queue())
+
+    # --------------------------------------------------------------------------------- memory
+
+    def _places(self, kv: SequenceKv) -> list[tuple[int, int]]:
+        size = self.limits.page_tokens
+        return [(page, slot) for page in kv.pages for slot in range(size)]
+
+    def _found(self, kv: SequenceKv) -> list[int]:
+        return [self.memory[place] for place in self._places(kv)[: len(kv.rows)]]
+
+    def _write(self, kv: SequenceKv | None, first: int = 0) -> None:
+        """Rows from the first on are written to memory."""
+        if kv is not None and kv.pages:
+            places = self._places(kv)
+            for index in range(first, len(kv.rows)):
+                self.memory[places[index]] = kv.rows[index]
+
+    def _become_resident(self, key: SessionKey, kv: SequenceKv) -> None:
+        """The scheduler has made it one."""
+        assert key not in self.residents
+        self.residents[key] = kv
+        self._follow(key)
+        blocks = (len(kv.rows) - kv.base) // self.limits.block_tokens
+        self.scheduler.residents.note_boundary(key, kv.base + blocks * self.limits.block_tokens)
+
+    def _follow(self, key: SessionKey) -> None:
+        """A resident may have other pages; it may be one no more by the same plan."""
+        kv, resident = self.residents[key], self.scheduler.residents.get(key)
+        if resident is not None:
+            kv.capacity, kv.pages = resident.holding.num_slots, list(resident.holding.pages)
+
+    def _own(self, key: SessionKey, ranges: tuple[Range, ...]) -> bool:
+        """What a resident is about to overwrite is its own; whether there is room for that."""
+        copies = self.scheduler.residents.own(key, ranges[0][0])
+        for copy in copies or ():
+            for slot in range(self.limits.page_tokens):
+                if (copy.source, slot) in self.memory:
+                    self.memory[copy.target, slot] = self.memory[copy.source, slot]
+        self._follow(key)
+        return copies is not None
 
     def queue(self) -> list[tuple[int, Rank | None]]:
         """What kvd should know: numbers of turns that run, then of those that wait with ranks.
@@ -196,6 +258,8 @@ class SchedulerWorld:
             del self.residents[key]
         for admission in plan.admitted:
             self._admit(self.turns[admission.request.number], admission)
+        for growth in plan.grown:
+            self._grow(self.turns[growth.request.number].kv, growth)
         for request in plan.expired:
             assert request.deadline_ns <= self.now_ns
             self._give_up(self.turns[request.number])
@@ -203,10 +267,28 @@ class SchedulerWorld:
 
     def _admit(self, turn: Turn, admission: Admission) -> None:
         turn.admission = admission
+        turn.held.enter_context(self.scheduler.slots.held(turn.request))
         if admission.in_place:
             turn.kv = self.residents.pop(turn.request.key)
+            del turn.kv.rows[admission.resident_tokens :]
+            self._lie_on(turn.kv, admission)
+        elif admission.pages and admission.source is not None:
+            source = self.residents.get(admission.source)
+            turn.kv = SequenceKv(0, base=source.base if source else 0)
+            turn.kv.rows = turn.request.token_ids[: admission.resident_tokens]
+            self._lie_on(turn.kv, admission)
         elif admission.is_copy:
             turn.source = self.residents[admission.source]
+
+    def _grow(self, kv: SequenceKv, growth: Growth) -> None:
+        assert list(growth.pages)[: len(kv.pages)] == kv.pages
+        kv.pages = list(growth.pages)
+        kv.capacity = len(growth.pages) * self.limits.page_tokens
+
+    def _lie_on(self, kv: SequenceKv, admission: Admission) -> None:
+        if admission.pages:
+            kv.pages = list(admission.pages)
+            kv.capacity = len(admission.pages) * self.limits.page_tokens
 
     def _check_plan(self, plan: StepPlan) -> None:
         deadlines = [turn.request.deadline_ns for turn in self.alive()]
@@ -239,9 +321,9 @@ class SchedulerWorld:
         assert kv is not None
         assert kv.rows == request.token_ids[: len(kv.rows)], "a resident's rows are good"
         assert len(kv.rows) == request.computed_tokens
-        assert request.key not in self.residents
-        self.residents[request.key] = kv
+        self._become_resident(request.key, kv)
         turn.kv, turn.layers, turn.is_writing = None, None, False
+        turn.held.close()
 
     # ------------------------------------------------------------------------------- discards
 
@@ -252,7 +334,8 @@ class SchedulerWorld:
         assert not turn.is_rigid
         ranges = some_ranges(request.computed_tokens, request.num_sampled)
         self._preempt(turn)
-        self.shifts[request.key] = (turn, ranges)
+        has_room = self._own(request.key, ranges)
+        self.shifts[request.key] = (turn, ranges, has_room)
         self.scheduler.truncated(request, ranges)
         assert len(request.token_ids) <= self.window_tokens
         assert request.token_ids
@@ -267,20 +350,24 @@ class SchedulerWorld:
         held = () if ours is None else ours.token_ids
         is_same = list(held) == history[: len(held)]
         if is_same and self.scheduler.residents.begin_compaction(key):
-            self.shifts[key] = (None, ranges)
+            self.shifts[key] = (None, ranges, self._own(key, ranges))
         else:
             self.drop_resident(key)
         history[:] = without(history, ranges)
 
     def end_compaction(self, key: SessionKey, *, works: bool) -> None:
         """The rows that are left have closed up, or are lost."""
-        turn, ranges = self.shifts.pop(key)
-        rows = self.residents[key].rows
-        assert list(self.scheduler.residents.get(key).token_ids) == rows
-        rows[:] = without(rows, ranges)
-        is_wanted = works and (turn is None or not turn.request.is_over)
-        if self.scheduler.residents.end_compaction(key, rows if is_wanted else ()):
+        turn, ranges, has_room = self.shifts.pop(key)
+        kv = self.residents[key]
+        assert list(self.scheduler.residents.get(key).token_ids) == kv.rows
+        kv.rows[:] = without(kv.rows, ranges)
+        if has_room:
+            self._write(kv, ranges[0][0])
+        is_wanted = works and has_room and (turn is None or not turn.request.is_over)
+        if self.scheduler.residents.end_compaction(key, kv.rows if is_wanted else ()):
             assert is_wanted
+            kv.base = len(kv.rows)
+            self._follow(key)
         else:
             del self.residents[key]
 
@@ -295,15 +382,16 @@ class SchedulerWorld:
         turn.admission = None
         if admission.source is not None:
             found = admission.resident_tokens
-            source = turn.kv if admission.in_place else turn.source
+            source = turn.source if admission.is_copy else turn.kv
             assert source.rows[:found] == request.token_ids[:found]
             assert admission.source.tenant == request.key.tenant
         found = min(found, len(request.token_ids) - 1)
-        if admission.in_place:
+        if admission.source is not None and not admission.is_copy:
             layers = NUM_LAYERS
             assert turn.kv.capacity >= request.capacity_tokens
         else:
             turn.kv = SequenceKv(request.capacity_tokens)
+            self._lie_on(turn.kv, admission)
             if admission.is_copy:
                 turn.num_copied, layers = found, min(layers, NUM_LAYERS - 1)
         if not found:
@@ -317,6 +405,10 @@ class SchedulerWorld:
             turn.is_writing = True
         if turn.fails:
             turn.kv.rows = [VOID] * found
+        if admission.source is None:
+            self._write(turn.kv)
+        if turn.layers is None:
+            turn.held.close()
         self.scheduler.announced(
             request,
             found,
@@ -330,11 +422,14 @@ class SchedulerWorld:
         """An admitted turn's load cannot be had."""
         turn.admission = turn.kv = turn.source = None
         self.scheduler.restart(turn.request, self.tick())
+        turn.held.close()
 
     def progress(self, turn: Turn, layers: int) -> None:
         """Layers of a load arrive; the last may be later than the step that waits for it."""
         turn.layers += layers
+        self._write(turn.kv)
         if turn.layers >= NUM_LAYERS:
+            turn.held.close()
             self.scheduler.gate.progressed(turn.request, NUM_LAYERS, self.tick())
             turn.layers = None
             if turn.source is not None:
@@ -367,6 +462,7 @@ class SchedulerWorld:
             assert turn.kv.rows[:start] == chunk.request.token_ids[:start]
             del turn.kv.rows[start:]
             turn.kv.rows += chunk.request.token_ids[start : start + chunk.num_tokens]
+            self._write(turn.kv, start)
             assert len(turn.kv.rows) <= turn.kv.capacity
             computed.append(chunk)
             if chunk.sample:
@@ -387,8 +483,7 @@ class SchedulerWorld:
         self.scheduler.end(request, RequestEvent.FINISH, self.tick())
         token_ids = request.token_ids[: request.computed_tokens]
         if keeps and self.scheduler.keep_resident(request, token_ids, self.now_ns):
-            assert request.key not in self.residents
-            self.residents[request.key] = kv
+            self._become_resident(request.key, kv)
             turn.kv = None
         if keeps:
             self.conversations[request.key] = list(request.token_ids)
@@ -406,10 +501,12 @@ class SchedulerWorld:
             return  # `settle` follows
         turn.admission = turn.kv = turn.source = None
         self.scheduler.release_kv(turn.request)
+        turn.held.close()
 
     def settle(self, turn: Turn, *, copies: bool) -> None:
         """The copy of a turn that is over has ended; the scheduler hears of that or does not."""
         turn.layers = None
+        self._write(turn.kv)
         if turn.source is not None and copies:
             self._end_copy(turn)
         turn.source = None
@@ -451,6 +548,7 @@ class SchedulerWorld:
         for key in list(self.residents):
             self.drop_resident(key)
         assert self.scheduler.residents.num_slots == 0
+        assert self.scheduler.slots.free_slots == self.limits.kv_slots
         self.check()
 
     def let_everything_happen(self) -> None:

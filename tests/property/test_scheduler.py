@@ -1,6 +1,7 @@
 """Any order of events keeps the scheduler's account true, and from any state everything ends."""
 
 from collections import Counter
+from dataclasses import replace
 from random import Random
 
 import pytest
@@ -18,6 +19,13 @@ from inference_svc.core.scheduling.request import RequestEvent
 from inference_svc.core.scheduling.step_plan import SchedulerLimits
 from tests.property.scheduler_world import KEYS, MS, NUM_LAYERS, SchedulerWorld, Turn
 
+
+def whole_pages(limits: SchedulerLimits) -> SchedulerLimits:
+    """The same with a whole number of pages, at least one."""
+    size = limits.page_tokens
+    return replace(limits, kv_slots=max(1, limits.kv_slots // size) * size) if size else limits
+
+
 LIMITS = st.builds(
     SchedulerLimits,
     max_running=st.integers(1, 3),
@@ -29,7 +37,9 @@ LIMITS = st.builds(
     answer_tokens=st.integers(0, 6),
     write_slots=st.sampled_from([0, 1, 5, 100]),
     keeps_residents=st.booleans(),
-)
+    block_tokens=st.sampled_from([1, 4]),
+    page_tokens=st.sampled_from([None, None, 1, 3, 4]),
+).map(whole_pages)
 
 
 class SchedulerMachine(RuleBasedStateMachine):
@@ -187,7 +197,7 @@ class TestSchedulerLong(SchedulerMachine.TestCase):
 
 
 def random_limits(random: Random) -> SchedulerLimits:
-    return SchedulerLimits(
+    limits = SchedulerLimits(
         max_running=random.randint(1, 4),
         max_loading=random.randint(1, 3),
         max_waiting=random.randint(2, 8),
@@ -197,7 +207,10 @@ def random_limits(random: Random) -> SchedulerLimits:
         answer_tokens=random.randint(0, 6),
         write_slots=random.choice([0, 2, 8, 40]),
         keeps_residents=random.random() < 0.8,
+        block_tokens=random.choice([1, 1, 4]),
+        page_tokens=random.choice([None, None, 1, 3, 4, 4]),
     )
+    return whole_pages(limits)
 
 
 def disturb(world: SchedulerWorld, turn: Turn, random: Random) -> None:
@@ -244,6 +257,9 @@ def go_round(world: SchedulerWorld, random: Random, seen: Counter[str]) -> None:
     copied = [admission for admission in plan.admitted if admission.is_copy]
     seen["moved"] += sum(admission.source == admission.request.key for admission in copied)
     seen["shared"] += sum(admission.source != admission.request.key for admission in copied)
+    seen["grown"] += len(plan.grown)
+    on_pages = [a for a in plan.admitted if a.pages and a.source not in (None, a.request.key)]
+    seen["on shared pages"] += len(on_pages)
     seen["mixed"] += len(plan.chunks) > 1
     for turn in world.step(plan):
         if turn.is_complete or random.random() < 0.05:
@@ -279,7 +295,7 @@ def random_traffic(seed: int, num_rounds: int) -> Counter[str]:
 def check_traffic(seeds: range, num_rounds: int) -> None:
     seen = sum((random_traffic(seed, num_rounds) for seed in seeds), Counter[str]())
     wanted = ("preempted", "overflowed", "shifted", "discarded", "evicted", "expired", "in place")
-    wanted += ("moved", "shared", "mixed", "finished", "stalled")
+    wanted += ("moved", "shared", "mixed", "finished", "stalled", "grown", "on shared pages")
     assert min(seen[what] for what in wanted) > 0, f"the traffic is too tame: {seen}"
 
 

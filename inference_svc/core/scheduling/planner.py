@@ -1,7 +1,8 @@
 """Makes the plan of the next step: who leaves the batch, who joins it, who is admitted.
 
-    1. a running request that has outgrown its slots returns to its place in the queue, and so
-       does one whose window is full: its resident is protected until it is compacted;
+    1. a running request that has outgrown its slots gets a page more, if there are pages and one
+       is to be had; else it returns to its place in the queue, and so does one whose window is
+       full: its resident is protected until it is compacted;
     2. requests that are ready start, those of higher priority first, once the start gate lets them:
        a full batch preempts one of lower priority;
     3. the head of the queue is admitted, while there is room: residents are evicted for it, and
@@ -18,14 +19,16 @@ A request gets its slots on its session's resident, or on a sequence's KV of its
 
     resident large enough      in place: no slots are needed
     resident too small         copied to a new sequence KV, if old and new fit together …
+                                 (pages: in place, with those that it needs more)
     none, but another          … so is the prefix that they share, if it is worth it …
-      session's begins so
+      session's begins so        (pages: those of the prefix are both sessions')
     … or they do not fit, or   … on a new sequence KV; a resident of the session is evicted
       it is of no use, or none
 
 Other residents are evicted for it, never more than it takes, and none if it cannot be had anyway.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from inference_svc.core.scheduling.request import (
@@ -39,6 +42,7 @@ from inference_svc.core.scheduling.slot_budget import SlotBudget
 from inference_svc.core.scheduling.start_gate import StartGate
 from inference_svc.core.scheduling.step_plan import (
     Admission,
+    Growth,
     PlannedChunk,
     SchedulerLimits,
     StepPlan,
@@ -56,15 +60,17 @@ class Terms:
 
     Attributes:
         capacity_tokens: slots it may fill.
-        kv_slots: of a new sequence KV, that must be free; 0 if it takes the resident's.
+        kv_slots: that must be free: of a new sequence KV, or beside those of the resident.
         resident_tokens: it has from a resident, which must stay for that.
         source: whose resident that is; None: none need stay.
+        in_place: whether the slots of that become its own.
     """
 
     capacity_tokens: int
     kv_slots: int
     resident_tokens: int = 0
     source: SessionKey | None = None
+    in_place: bool = False
 
 
 @dataclass
@@ -73,6 +79,7 @@ class _Draft:
 
     now_ns: int
     admitted: list[Admission] = field(default_factory=list)
+    grown: list[Request] = field(default_factory=list)
     preempted: list[Request] = field(default_factory=list)
     overflowed: list[Request] = field(default_factory=list)
     evicted: list[SessionKey] = field(default_factory=list)
@@ -104,7 +111,7 @@ class Planner:
     def plan(self, now_ns: int) -> StepPlan:
         """Make a plan; deadlines are not its business."""
         draft = _Draft(now_ns)
-        self._preempt_full(draft)
+        self._grow_or_preempt(draft)
         wake_ns = self._start_ready(draft)
         self._admit(draft)
         if draft.preempted or draft.overflowed:  # there may be places in the batch again
@@ -119,6 +126,7 @@ class Planner:
             tuple(draft.preempted),
             tuple(draft.overflowed),
             tuple(draft.evicted),
+            grown=self._growths(draft),
             stalled=stalled,
             unsaved=draft.unsaved,
             wake_ns=min(wakes_ns, default=None),
@@ -126,14 +134,38 @@ class Planner:
 
     # ----------------------------------------------------------------------------- the batch
 
-    def _preempt_full(self, draft: _Draft) -> None:
+    def _grow_or_preempt(self, draft: _Draft) -> None:
+        """See to those who run and have no slot for their next token."""
         for request in self._active.in_state(RequestState.RUNNING):
-            if not self._can_preempt(request):
+            if request.is_outgrown and self._grow(request, draft):
+                draft.grown.append(request)
+            elif not self._can_preempt(request):
                 continue
-            if request.is_outgrown:
+            elif request.is_outgrown:
                 self._preempt(request, draft)
             elif request.is_overflowing:
                 self._overflow(request, draft)
+
+    def _growths(self, draft: _Draft) -> tuple[Growth, ...]:
+        """List who has grown, and still runs: who grew may have been preempted since."""
+        return tuple(
+            Growth(request, self._slots.pages(request))
+            for request in draft.grown
+            if request.state is RequestState.RUNNING
+        )
+
+    def _grow(self, request: Request, draft: _Draft) -> bool:
+        """Give a request a page more, if there are pages; False if there is no room for it."""
+        slots = self._slots
+        if not slots.is_paged:
+            return False
+        wanted = slots.needed_for(request.capacity_tokens + 1) - slots.kv_slots(request)
+        if wanted > slots.room():
+            return False
+        self._make_room(wanted, request, draft)
+        slots.reserve(request, wanted)
+        request.capacity_tokens = min(slots.kv_slots(request), request.full_capacity_tokens)
+        return True
 
     def _start_ready(self, draft: _Draft) -> int | None:
         """Start what is ready and may; return when (ns) the next that is held back may."""
@@ -203,12 +235,10 @@ class Planner:
                 return None
             victims.append(ready[0])
             candidates.remove(ready[0])
-        slots = sum(map(self._slots.kv_slots, victims))
-        while not self._fits(terms, slots):
+        while not self._fits(terms, victims):
             if not candidates:
                 return None
             victims.append(candidates.pop(0))
-            slots += self._slots.kv_slots(victims[-1])
         for victim in victims:
             self._preempt(victim, draft)
         return terms
@@ -219,19 +249,29 @@ class Planner:
 
     def _terms(self, request: Request) -> list[Terms]:
         """List the ways to admit a request, the best first; the last needs the fewest slots."""
+        slots = self._slots
         capacity = request.capacity_to_admit(self._limits.answer_tokens)
-        fresh = Terms(capacity, capacity)
+        fresh = Terms(capacity, slots.needed_for(capacity))
         resident = self._residents.get(request.key)
         num_tokens = self._residents.match(request)
         # With less than half of the history, as after a truncation, the store likely has more.
         if resident is not None and num_tokens and 2 * num_tokens >= request.history_tokens:
+            if slots.is_paged:
+                num_tokens = slots.tokens_in_place(resident, num_tokens)
+                kv_slots = slots.growth_in_place(resident, num_tokens, capacity)
+                return [Terms(capacity, kv_slots, num_tokens, request.key, in_place=True)]
             if resident.capacity_tokens >= capacity:
                 usable = min(resident.capacity_tokens, request.full_capacity_tokens)
-                return [Terms(usable, 0, num_tokens, request.key)]
+                return [Terms(usable, 0, num_tokens, request.key, in_place=True)]
             return [replace(fresh, resident_tokens=num_tokens, source=request.key), fresh]
         shared = self._shared_prefix(request)
         if shared is not None:
-            return [replace(fresh, source=shared[0], resident_tokens=shared[1]), fresh]
+            source, num_tokens = shared
+            if slots.is_paged:
+                num_tokens = slots.whole_pages(num_tokens)
+                kv_slots = fresh.kv_slots - num_tokens
+                return [Terms(capacity, kv_slots, num_tokens, source), fresh]
+            return [replace(fresh, source=source, resident_tokens=num_tokens), fresh]
         return [fresh]
 
     def _shared_prefix(self, request: Request) -> tuple[SessionKey, int] | None:
@@ -243,37 +283,58 @@ class Planner:
         if not (request.may_share and self._limits.keeps_residents):
             return None
         found = self._residents.shared_prefix(request)
-        least = max(self._limits.block_tokens, request.history_tokens, request.computed_tokens)
+        block_tokens = max(self._limits.block_tokens, self._limits.page_tokens or 1)
+        least = max(block_tokens, request.history_tokens, request.computed_tokens)
         return found if found is not None and found[1] >= least else None
 
-    def _fits(self, terms: Terms, preempted_slots: int = 0) -> bool:
-        """Whether there is room once residents are evicted and `preempted_slots` released."""
+    def _fits(self, terms: Terms, preempted: Sequence[Request] = ()) -> bool:
+        """Whether there is room once residents are evicted, and what is preempted is one."""
         source = self._residents.get(terms.source) if terms.source is not None else None
-        is_spared = source is not None and not self._residents.is_busy(source.key)
-        spared = source.capacity_tokens if source is not None and is_spared else 0
-        room = self._slots.free_slots + self._residents.evictable_slots - spared + preempted_slots
-        return terms.kv_slots <= room
+        return terms.kv_slots <= self._slots.room(preempted, source)
 
     def _take(self, request: Request, terms: Terms, draft: _Draft) -> None:
         """Take a request from the queue and reserve its slots, evicting residents if need be."""
         self._queue.admit(request)
         if terms.source != request.key and request.key in self._residents:
             self._evict(request.key, draft)
-        in_place = terms.source is not None and not terms.kv_slots
-        if terms.source is not None and not in_place:
-            self._residents.begin_copy(terms.source, request)
-        missing = terms.kv_slots - self._slots.free_slots
-        for key in self._residents.victims(missing, self._queue.rank, request.key):
-            self._evict(key, draft)
-        if in_place:
-            self._slots.take_resident(request)
-        if terms.kv_slots:
-            self._slots.reserve(request, terms.kv_slots)
+        self._claim(request, terms)
+        self._make_room(terms.kv_slots, request, draft)
+        self._reserve(request, terms)
         request.move(RequestEvent.ADMIT)
         request.capacity_tokens = terms.capacity_tokens
         request.admitted_ns = request.admitted_ns or draft.now_ns
         self._active.add(request)
-        draft.admitted.append(Admission(request, terms.resident_tokens, terms.source, in_place))
+        pages = self._slots.pages(request)
+        draft.admitted.append(
+            Admission(request, terms.resident_tokens, terms.source, terms.in_place, pages)
+        )
+
+    def _claim(self, request: Request, terms: Terms) -> None:
+        """Keep what the terms have of a resident from being evicted."""
+        source = self._residents.get(terms.source) if terms.source is not None else None
+        if terms.in_place:
+            self._slots.take_resident(request)
+        elif source is not None and self._slots.is_paged:
+            self._slots.share(request, source, terms.resident_tokens)
+        elif source is not None:
+            self._residents.begin_copy(source.key, request)
+
+    def _reserve(self, request: Request, terms: Terms) -> None:
+        """Reserve what the terms need beside that; there is room for it."""
+        slots = self._slots
+        if not slots.is_paged:
+            if terms.kv_slots:
+                slots.reserve(request, terms.kv_slots)
+            return
+        if terms.in_place:
+            slots.write_from(request, terms.resident_tokens, terms.capacity_tokens)
+        slots.reserve(request, slots.needed_for(terms.capacity_tokens) - slots.kv_slots(request))
+
+    def _make_room(self, num_slots: int, request: Request, draft: _Draft) -> None:
+        """Evict residents of others until so many slots are free, as far as there are any."""
+        missing = num_slots - self._slots.free_slots
+        for key in self._residents.victims(missing, self._queue.rank, request.key):
+            self._evict(key, draft)
 
     # ---------------------------------------------------------------------------- preemption
 
@@ -318,5 +379,5 @@ class Planner:
             self._evict(key, draft)
 
     def _evict(self, key: SessionKey, draft: _Draft) -> None:
-        self._residents.take(key)
+        self._residents.evict(key)
         draft.evicted.append(key)

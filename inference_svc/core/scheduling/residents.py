@@ -3,14 +3,16 @@
 Knows which tokens a resident's KV is of, after which discards, and who must go first when room
 is needed. KV of another lineage than a request's is of no use to it, whatever its tokens.
 
-A resident that is too small for its session's next turn is copied to a larger sequence KV, after
-which it goes; one that begins as another session's prompt is copied there as far as it does, and
-stays. While it is copied, or compacted because some of its tokens were dropped, it is no victim,
-and nothing is written to it. Sessions share within a tenant, a model and a lineage, as in kvd.
+Where slots are only counted, a resident that is too small for its session's next turn is copied to
+a larger sequence KV, after which it goes; one that begins as another session's prompt is copied
+there as far as it does, and stays. Where they are pages, it grows, and the pages that both begin
+with are both sessions'. While it is copied, or compacted because some of its tokens were dropped,
+it is no victim, and nothing is written to it. Sessions share within a tenant, a model and a
+lineage, as in kvd.
 
 Invariants (`check`): 1. a session has one resident at most; 2. num_slots is the sum of their
 capacities; 3. only a resident is copied from, or compacted, not both; 4. the index of prefixes
-holds residents' tokens.
+holds residents' tokens; 5. residents that are not busy may be evicted, the others are needed.
 
 *Source:* look-ahead eviction: CachedAttention §3.3.2.
 """
@@ -18,6 +20,7 @@ holds residents' tokens.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from inference_svc.core.scheduling.held_slots import HeldSlots, Holding, PageCopy
 from inference_svc.core.scheduling.prefix_index import PrefixIndex, common_prefix
 from inference_svc.core.scheduling.request import Request
 from shared.types.lineage import Lineage
@@ -32,27 +35,51 @@ class Resident:
     Attributes:
         key: the session's key.
         token_ids: the tokens whose KV its first slots hold.
-        capacity_tokens: number of its slots.
+        holding: its slots.
         last_used_ns: time when its turn ended or was preempted.
         lineage: which discards its KV was computed after; None: that of requests without one.
+        boundary: position of a token that a block of what is stored begins with; from there blocks
+            are counted. Of what is before it, part of a block is of no use: as it was before RoPE
+            it is gone, and its growth could not be stored. None: not known yet.
     """
 
     key: SessionKey
     token_ids: Sequence[int]
-    capacity_tokens: int
+    holding: Holding
     last_used_ns: int
     lineage: Lineage | None = None
+    boundary: int | None = None
+
+    @property
+    def capacity_tokens(self) -> int:
+        """Number of its slots."""
+        return self.holding.num_slots
+
+    def usable_tokens(self, num_tokens: int, block_tokens: int) -> int:
+        """Return how many of its first `num_tokens` tokens can be built on."""
+        if self.boundary is None:
+            return num_tokens if num_tokens == len(self.token_ids) else 0
+        if num_tokens >= self.boundary:
+            return num_tokens
+        behind = (num_tokens - self.boundary) // block_tokens * block_tokens
+        return max(0, self.boundary + behind)
 
 
 class Residents:
     """See the module docstring.
 
+    Args:
+        slots: the account of token slots.
+        block_tokens: tokens of a block of what is stored.
+
     Attributes:
-        num_slots: number of slots of all residents.
+        num_slots: number of slots of all residents; those that several share count for each.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, slots: HeldSlots, block_tokens: int = 1) -> None:
         self.num_slots = 0
+        self._slots = slots
+        self._block_tokens = block_tokens
         self._residents: dict[SessionKey, Resident] = {}
         self._index: PrefixIndex[SessionKey] = PrefixIndex()
         self._copies: dict[int, SessionKey] = {}  # whose is copied, by number of the request
@@ -65,30 +92,33 @@ class Residents:
     def __contains__(self, key: SessionKey) -> bool:
         return key in self._residents
 
-    @property
-    def evictable_slots(self) -> int:
-        """Number of slots that would be free if every resident were evicted that can be."""
-        busy = {*self._copies.values(), *self._compactions}
-        return self.num_slots - sum(self._residents[key].capacity_tokens for key in busy)
-
     def get(self, key: SessionKey) -> Resident | None:
         """Return a session's resident."""
         return self._residents.get(key)
 
     def put(self, resident: Resident) -> None:
-        """Add one; the session has none."""
+        """Add one, whose slots nobody else needs; the session has none."""
         assert resident.key not in self._residents, f"{resident.key} has a resident"
         self._residents[resident.key] = resident
         self._index.put(resident.key, _scope(resident), resident.token_ids)
         self.num_slots += resident.capacity_tokens
+        self._slots.spare(resident.holding)
+
+    def note_boundary(self, key: SessionKey, boundary: int) -> None:
+        """Record where a block of a session's resident begins, if it is still there."""
+        if key in self._residents:
+            self._residents[key] = replace(self._residents[key], boundary=boundary)
 
     def take(self, key: SessionKey) -> Resident:
-        """Remove one that is not busy."""
+        """Remove one that is not busy; whoever takes it needs its slots now."""
         assert not self.is_busy(key), f"the resident of {key} is being copied or compacted"
-        resident = self._residents.pop(key)
-        self._index.take(key)
-        self.num_slots -= resident.capacity_tokens
+        resident = self._remove(key)
+        self._slots.need(resident.holding)
         return resident
+
+    def evict(self, key: SessionKey) -> None:
+        """Remove one that is not busy, and release its slots."""
+        self._slots.release(self.take(key).holding)
 
     def drop(self, key: SessionKey) -> bool:
         """Remove a session's resident; False if there is none, or it is being compacted.
@@ -101,11 +131,11 @@ class Residents:
         if key not in self._residents:
             return False
         self._copies = {number: source for number, source in self._copies.items() if source != key}
-        self.take(key)
+        self._slots.release(self._remove(key).holding)
         return True
 
     def match(self, request: Request) -> int:
-        """Count a request's first tokens whose KV its session's resident has.
+        """Count a request's first tokens whose KV its session's resident has, and that are usable.
 
         0 if that is of another lineage: the same tokens have other KV there. One less than all
         at most: the last token is always computed. Cheap when repeated for the same request, as
@@ -116,7 +146,8 @@ class Residents:
             return 0
         last_request, last_resident, num_tokens = self._last_match
         if request is not last_request or resident is not last_resident:
-            num_tokens = common_prefix(resident.token_ids, request.token_ids[:-1])
+            num_common = common_prefix(resident.token_ids, request.token_ids[:-1])
+            num_tokens = resident.usable_tokens(num_common, self._block_tokens)
             self._last_match = (request, resident, num_tokens)
         return num_tokens
 
@@ -124,13 +155,18 @@ class Residents:
         """Find another session's resident with the KV of most of a request's first tokens.
 
         Returns:
-            The session and the number of tokens, one less than all at most; None: there is none.
+            The session and the number of usable tokens, one less than all at most; None: there is
+            none.
         """
-        return self._index.longest(
+        found = self._index.longest(
             _scope(request),
             request.token_ids[:-1],
             lambda key: key != request.key and key not in self._compactions,
         )
+        if found is None:
+            return None
+        key, num_common = found
+        return key, self._residents[key].usable_tokens(num_common, self._block_tokens)
 
     def victims(
         self,
@@ -155,13 +191,12 @@ class Residents:
                 queued.append((place, resident))
         candidates = [resident for *_, resident in sorted(idle)]
         candidates += [resident for _, resident in sorted(queued, reverse=True)]
-        chosen = []
+        chosen: list[Resident] = []
         for resident in candidates:
-            if num_slots <= 0:
+            if self._slots.freed_by([other.holding for other in chosen]) >= num_slots:
                 break
-            chosen.append(resident.key)
-            num_slots -= resident.capacity_tokens
-        return chosen
+            chosen.append(resident)
+        return [resident.key for resident in chosen]
 
     def take_surplus(
         self, most: int, rank: Callable[[SessionKey], Rank | None]
@@ -169,7 +204,7 @@ class Residents:
         """Remove residents beyond a number, as far as they may go, in the order of `victims`."""
         taken = []
         while len(self) > most and (found := self.victims(1, rank)):
-            self.take(found[0])
+            self.evict(found[0])
             taken.append(found[0])
         return taken
 
@@ -193,15 +228,19 @@ class Residents:
         assert source not in self._compactions, f"the resident of {source} is being compacted"
         assert request.number not in self._copies, f"request {request.number} copies already"
         self._copies[request.number] = source
+        self._slots.need(self._residents[source].holding)
 
     def end_copy(self, request: Request) -> bool:
         """Note that the KV is there; True: it was the session's own resident, which is no more."""
-        source = self._copies.pop(request.number, None)
+        source = self._copies.get(request.number)
+        self.cancel_copy(request)
         return source == request.key and self.drop(source)
 
     def cancel_copy(self, request: Request) -> None:
         """Keep a resident that was being copied to the KV of a request, which gives that up."""
-        self._copies.pop(request.number, None)
+        source = self._copies.pop(request.number, None)
+        if source is not None:
+            self._slots.spare(self._residents[source].holding)
 
     def begin_compaction(self, key: SessionKey) -> bool:
         """Protect a resident while tokens of it are dropped and the others are compacted.
@@ -211,7 +250,19 @@ class Residents:
         if key not in self._residents or self.is_busy(key):
             return False
         self._compactions[key] = True
+        self._slots.need(self._residents[key].holding)
         return True
+
+    def own(self, key: SessionKey, first_token: int) -> list[PageCopy] | None:
+        """Give a resident that is to be compacted pages of its own, from a token's on.
+
+        Returns:
+            The pages to be copied there before; None: there is no room for them.
+        """
+        holding = self._residents[key].holding
+        if self._slots.num_shared(holding, first_token) > self._slots.free_slots:
+            return None
+        return self._slots.own(holding, first_token)
 
     def end_compaction(
         self, key: SessionKey, token_ids: Sequence[int], lineage: Lineage | None = None
@@ -222,14 +273,24 @@ class Residents:
         """
         is_wanted = self._compactions.pop(key)
         resident = self._residents[key]
-        if is_wanted and token_ids:
-            compacted = replace(resident, token_ids=tuple(token_ids), lineage=lineage)
-            self._residents[key] = compacted
-            self._index.take(key)
-            self._index.put(key, _scope(compacted), token_ids)
-            return True
-        self.take(key)
-        return False
+        if not (is_wanted and token_ids):
+            self._slots.release(self._remove(key).holding)
+            return False
+        compacted = replace(
+            resident, token_ids=tuple(token_ids), lineage=lineage, boundary=len(token_ids)
+        )
+        self._residents[key] = compacted
+        self._index.take(key)
+        self._index.put(key, _scope(compacted), token_ids)
+        self.num_slots -= resident.capacity_tokens
+        self._slots.trim(resident.holding, len(token_ids))
+        self.num_slots += resident.capacity_tokens
+        self._slots.spare(resident.holding)
+        return True
+
+    def holdings(self) -> list[Holding]:
+        """List the slots of all."""
+        return [resident.holding for resident in self._residents.values()]
 
     def check(self) -> None:
         """Raise AssertionError if an invariant is broken."""
@@ -240,6 +301,15 @@ class Residents:
         assert all(len(r.token_ids) <= r.capacity_tokens for r in self._residents.values())
         assert len(self._index) == len(self._residents)
         self._index.check()
+        for key, resident in self._residents.items():
+            num_copies = list(self._copies.values()).count(key)
+            assert resident.holding.num_needing == num_copies + (key in self._compactions)
+
+    def _remove(self, key: SessionKey) -> Resident:
+        resident = self._residents.pop(key)
+        self._index.take(key)
+        self.num_slots -= resident.capacity_tokens
+        return resident
 
 
 def _scope(held: Resident | Request) -> tuple[str, str, Lineage | None]:

@@ -28,6 +28,7 @@ from dataclasses import replace
 from inference_svc.core.discards import Range
 from inference_svc.core.errors import QueueFullError
 from inference_svc.core.rates.rates import Rates
+from inference_svc.core.scheduling.held_slots import ContiguousSlots, HeldSlots, PagedSlots
 from inference_svc.core.scheduling.planner import Planner
 from inference_svc.core.scheduling.request import (
     ActiveRequests,
@@ -75,8 +76,9 @@ class Scheduler:
     ) -> None:
         self.feed = QueueFeed()
         self.queue = WaitingQueue(tenant_weights or {}, self.feed)
-        self.residents = Residents()
-        self.slots = SlotBudget(limits.kv_slots, self.residents)
+        held = _held_slots(limits)
+        self.residents = Residents(held, limits.block_tokens)
+        self.slots = SlotBudget(held, self.residents)
         self.write_slots = WriteSlots(limits.write_slots)
         self.gate = StartGate(num_layers, rates)
         self.estimates = StartEstimates(rates)
@@ -263,3 +265,11 @@ class Scheduler:
         assert all(request.state is RequestState.WAITING for request in self.queue)
         self._active.check()
         assert all(r.capacity_tokens <= self.slots.kv_slots(r) for r in self._active)
+
+
+def _held_slots(limits: SchedulerLimits) -> HeldSlots:
+    if limits.page_tokens is None:
+        return ContiguousSlots(limits.kv_slots)
+    num_pages, rest = divmod(limits.kv_slots, limits.page_tokens)
+    assert not rest, "there are whole pages"
+    return PagedSlots(num_pages, limits.page_tokens)

@@ -1,85 +1,195 @@
-"""Who holds which token slots of working KV; no slot is counted twice, none is lost.
+"""Whose slots of working KV are which: requests' and residents'.
 
 A slot holds K and V of one token, all layers. They are held by requests, as sequences' KV, and by
 residents; those of the write ring are counted apart (`write_slots.py`). What happens to them:
 
-    event                 sequence KV
-    ───────────────────   ─────────────────────────────────────────────────────────
+    event                 sequence KV                             … in pages
+    ───────────────────   ─────────────────────────────────────   ──────────────────────────────
     admitted, fresh       + capacity
-    admitted, in place    the resident's become its own
+    admitted, in place    the resident's become its own           + those beyond them
     admitted, copying     + capacity; the resident's stay
+    admitted, sharing                                             + those beyond the shared ones
     copied                its own resident's are free
-    preempted, overflowed become a resident's
+    has outgrown them                                             + a page
+    preempted, overflowed become a resident's                     … without those not in use
     ended                 stay
-    kept                  become a resident's
-    restarted, or         free; a copy under way is off, and the resident stays
-      release_kv
-    resident compacted    stay, however few are in use
-    resident evicted      the resident's are free
+    kept                  become a resident's                     … without those not in use
+    restarted, or         free; a copy under way is off, and the  free once no load is under way
+      release_kv          resident stays
+    resident compacted    stay, however few are in use            those not in use are free
+    resident evicted      the resident's are free                 … that nobody else holds
       or dropped
 
-Invariant (`check`): what requests and residents hold fits.
+Invariant (`check`): what requests, residents and loads hold fits.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
+from inference_svc.core.scheduling.held_slots import HeldSlots, Holding, PagedSlots
 from inference_svc.core.scheduling.request import Request
 from inference_svc.core.scheduling.residents import Resident, Residents
 
 
 class SlotBudget:
-    """The account of token slots; see the module docstring.
+    """See the module docstring.
 
     Args:
-        num_slots: token slots of sequences' KV and residents together.
-        residents: the residents; they may also be taken directly, when one is evicted.
-
-    Attributes:
-        reserved_slots: number of slots held by requests.
+        slots: the account of token slots.
+        residents: the residents, which hold the others.
     """
 
-    def __init__(self, num_slots: int, residents: Residents) -> None:
-        self.reserved_slots = 0
-        self._num_slots = num_slots
+    def __init__(self, slots: HeldSlots, residents: Residents) -> None:
+        self._slots = slots
+        self._pages = slots if isinstance(slots, PagedSlots) else None
         self._residents = residents
-        self._kvs: dict[int, int] = {}  # slots, by request number
+        self._kvs: dict[int, Holding] = {}  # by request number
+        self._loads: list[Holding] = []
+
+    @property
+    def is_paged(self) -> bool:
+        """Whether slots are pages: sequences' KV grow, and share what they begin with."""
+        return self._pages is not None
+
+    @property
+    def reserved_slots(self) -> int:
+        """Number of slots of requests; those that several share count for each."""
+        return sum(holding.num_slots for holding in self._kvs.values())
+
+    @property
+    def shared_slots(self) -> int:
+        """Number of slots that there would be more, if nobody shared any."""
+        held = self.reserved_slots + self._residents.num_slots
+        return held + self._slots.free_slots - self._slots.num_slots if self.is_paged else 0
 
     @property
     def free_slots(self) -> int:
         """Number of slots that nobody holds."""
-        return self._num_slots - self.reserved_slots - self._residents.num_slots
+        return self._slots.free_slots
+
+    @property
+    def evictable_slots(self) -> int:
+        """Number of slots that would be free too, if every resident were evicted that may be."""
+        return self._slots.evictable_slots
+
+    def room(self, preempted: Sequence[Request] = (), kept: Resident | None = None) -> int:
+        """Return how many slots could be had by evicting every resident that may be.
+
+        Args:
+            preempted: requests that would be residents then.
+            kept: a resident that has to stay; None: none has.
+        """
+        spared = [self._kvs[request.number] for request in preempted]
+        stays = None if kept is None else kept.holding
+        return self.free_slots + self._slots.evictable_after(spared, stays)
 
     def kv_slots(self, request: Request) -> int:
         """Return the slots of a request's KV; 0 if it has none."""
-        return self._kvs.get(request.number, 0)
+        holding = self._kvs.get(request.number)
+        return 0 if holding is None else holding.num_slots
+
+    def pages(self, request: Request) -> tuple[int, ...]:
+        """Return the pages of a request's KV, in the order of tokens; none where none are."""
+        holding = self._kvs.get(request.number)
+        return () if holding is None else tuple(holding.pages)
+
+    def needed_for(self, num_tokens: int) -> int:
+        """Return the slots of KV with room for so many tokens."""
+        return self._slots.needed_for(num_tokens)
+
+    def whole_pages(self, num_tokens: int) -> int:
+        """Return how many of so many tokens fill their page."""
+        return num_tokens // self._slots.page_tokens * self._slots.page_tokens
+
+    def tokens_in_place(self, resident: Resident, num_tokens: int) -> int:
+        """Return how many of a resident's first tokens can stay where what follows is written.
+
+        All, unless their last page is filled by other tokens of somebody who shares it.
+        """
+        whole = self.whole_pages(num_tokens)
+        if whole == num_tokens:
+            return num_tokens
+        behind = self._slots.num_shared(resident.holding, whole + self._slots.page_tokens)
+        is_shared = self._slots.num_shared(resident.holding, num_tokens) > behind
+        return whole if is_shared else num_tokens
+
+    def growth_in_place(self, resident: Resident, num_tokens: int, capacity_tokens: int) -> int:
+        """Return the slots that a resident needs more, to become KV of so many tokens.
+
+        Args:
+            resident: the resident.
+            num_tokens: number of its first tokens that stay; what is behind is written to.
+            capacity_tokens: number of tokens that there is to be room for.
+        """
+        shared = self._slots.num_shared(resident.holding, num_tokens)
+        return max(0, self._slots.needed_for(capacity_tokens) - resident.capacity_tokens + shared)
 
     def reserve(self, request: Request, kv_slots: int) -> None:
-        """Give a request KV; it has none."""
-        assert request.number not in self._kvs, f"request {request.number} has a sequence's KV"
-        self._kvs[request.number] = kv_slots
-        self.reserved_slots += kv_slots
-        assert self.free_slots >= 0, "more is reserved than there is"
+        """Give a request so many slots: KV of its own if it has none, else (pages) more of it."""
+        holding = self._kvs.get(request.number)
+        if holding is None:
+            self._kvs[request.number] = self._slots.take(kv_slots)
+        else:
+            assert self._pages is not None, f"request {request.number} has a sequence's KV"
+            self._pages.extend(holding, kv_slots)
 
     def take_resident(self, request: Request) -> Resident:
         """Make the slots of a session's resident its request's sequence KV."""
+        assert request.number not in self._kvs, f"request {request.number} has a sequence's KV"
         resident = self._residents.take(request.key)
-        self.reserve(request, resident.capacity_tokens)
+        self._kvs[request.number] = resident.holding
         return resident
+
+    def write_from(self, request: Request, first_token: int, capacity_tokens: int) -> None:
+        """Give a request pages of its own, from a token's on, and none beyond its capacity.
+
+        There is room for them; what is behind the token is written anew.
+        """
+        holding = self._kvs[request.number]
+        self._slots.trim(holding, capacity_tokens)
+        self._slots.own(holding, first_token)
+
+    def share(self, request: Request, resident: Resident, num_tokens: int) -> None:
+        """Give a request the pages of a resident's first tokens, which fill them."""
+        assert self._pages is not None, "only pages are shared"
+        assert request.number not in self._kvs, f"request {request.number} has a sequence's KV"
+        self._kvs[request.number] = self._pages.share(resident.holding, num_tokens)
 
     def become_resident(self, request: Request, token_ids: Sequence[int], now_ns: int) -> None:
         """Make the slots of a request's KV its session's resident."""
-        slots = self._kvs.pop(request.number)
-        self.reserved_slots -= slots
-        self._residents.put(Resident(request.key, tuple(token_ids), slots, now_ns, request.lineage))
+        holding = self._kvs.pop(request.number)
+        self._slots.trim(holding, len(token_ids))
+        lineage = request.lineage
+        self._residents.put(Resident(request.key, tuple(token_ids), holding, now_ns, lineage))
 
     def release_kv(self, request: Request) -> None:
         """Free a request's KV, if it has one."""
-        self.reserved_slots -= self._kvs.pop(request.number, 0)
+        holding = self._kvs.pop(request.number, None)
+        if holding is not None:
+            self._slots.release(holding)
         self._residents.cancel_copy(request)
+
+    @contextmanager
+    def held(self, request: Request) -> Iterator[None]:
+        """Keep a request's pages from being given to others inside the block.
+
+        For a load, which may be at work when its request has ended. Slots that are only counted
+        need no such thing: their memory is lent anew when all copies are over.
+        """
+        if self._pages is None:
+            yield
+            return
+        holding = self._kvs[request.number]
+        held = self._pages.share(holding, holding.num_slots)
+        self._loads.append(held)
+        try:
+            yield
+        finally:
+            self._loads.remove(held)
+            self._pages.release(held)
 
     def check(self) -> None:
         """Raise AssertionError if an invariant is broken."""
         self._residents.check()
-        assert self.reserved_slots == sum(self._kvs.values())
-        assert self.free_slots >= 0
-        assert all(slots > 0 for slots in self._kvs.values())
+        assert all(holding.num_needing == 1 for holding in self._kvs.values())
+        self._slots.check([*self._kvs.values(), *self._loads, *self._residents.holdings()])

@@ -29,6 +29,7 @@ class SchedulerLimits:
         answer_tokens: slots for its answer that a request is first admitted with.
         keeps_residents: whether sessions keep their KV when their turn is over.
         block_tokens: of what is stored: of another session's KV no part of a block is of use.
+        page_tokens: slots are pages of so many; None: a sequence's lie side by side.
     """
 
     max_running: int
@@ -41,6 +42,7 @@ class SchedulerLimits:
     answer_tokens: int
     keeps_residents: bool
     block_tokens: int = 1
+    page_tokens: int | None = None
 
 
 @dataclass(frozen=True)
@@ -62,25 +64,36 @@ class Admission:
 
     Attributes:
         resident_tokens: its first tokens, of which a resident has the KV; 0: none has.
-        source: whose resident that is: its session's or another's. If it is not in place, these
-            tokens are to be copied to new KV, and the end of the residents' copy is owed.
+        source: whose resident that is: its session's or another's. If it is neither in place nor
+            on the same pages, these tokens are to be copied to new KV, and the end of the
+            residents' copy is owed.
         in_place: the KV of its session's resident is the request's now.
+        pages: the pages of its KV, the resident's among them; none if there are no pages.
     """
 
     request: Request
     resident_tokens: int = 0
     source: SessionKey | None = None
     in_place: bool = False
+    pages: tuple[int, ...] = ()
 
     @property
     def is_copy(self) -> bool:
         """Whether a resident is to be copied."""
-        return self.source is not None and not self.in_place
+        return self.source is not None and not self.in_place and not self.pages
+
+
+@dataclass(frozen=True)
+class Growth:
+    """A running request has more pages: those of its KV, in the order of tokens."""
+
+    request: Request
+    pages: tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class StepPlan:
-    """What to do now, in this order: preempted, overflowed, evicted, admitted, chunks.
+    """What to do now, in this order: preempted, overflowed, evicted, admitted, grown, chunks.
 
     Attributes:
         preempted: their KV are their sessions' residents now, with `computed_tokens` tokens;
@@ -89,6 +102,7 @@ class StepPlan:
             not admitted, and nobody else is whose place is behind theirs: `truncated`, then
             `end_compaction` of their resident are owed.
         evicted: sessions whose resident KV is to be released before memory is given to others.
+        grown: requests whose KV has more pages.
         expired: requests that failed because their deadline passed; release is owed.
         stalled: requests that run, and whose next tokens find no room in the write ring: what can
             be stored of others is to be, and what cannot is to be given up.
@@ -102,6 +116,7 @@ class StepPlan:
     preempted: tuple[Request, ...] = ()
     overflowed: tuple[Request, ...] = ()
     evicted: tuple[SessionKey, ...] = ()
+    grown: tuple[Growth, ...] = ()
     expired: tuple[Request, ...] = ()
     stalled: tuple[Request, ...] = ()
     unsaved: tuple[Request, ...] = ()

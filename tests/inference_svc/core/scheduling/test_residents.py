@@ -2,6 +2,7 @@
 
 import pytest
 
+from inference_svc.core.scheduling.held_slots import ContiguousSlots, Holding
 from inference_svc.core.scheduling.request import Request
 from inference_svc.core.scheduling.residents import Resident, Residents
 from shared.types.lineage import WHOLE, Lineage
@@ -13,7 +14,8 @@ def key(name):
 
 
 def resident(name, token_ids=(1, 2, 3), capacity_tokens=10, last_used_ns=0, lineage=None):
-    return Resident(key(name), token_ids, capacity_tokens, last_used_ns, lineage)
+    holding = Holding(capacity_tokens)
+    return Resident(key(name), token_ids, holding, last_used_ns, lineage, boundary=0)
 
 
 def request(name, token_ids, lineage=None):
@@ -34,7 +36,7 @@ def request(name, token_ids, lineage=None):
 )
 def test_a_resident_serves_the_common_prefix(held, prompt, num_tokens):
     """Rows count as far as their tokens are those of the prompt, but for its last one."""
-    residents = Residents()
+    residents = Residents(ContiguousSlots(1000))
     residents.put(resident("a", held))
     wanted = request("a", prompt)
     assert residents.match(wanted) == num_tokens
@@ -44,7 +46,7 @@ def test_a_resident_serves_the_common_prefix(held, prompt, num_tokens):
 
 def test_a_match_is_not_remembered_beyond_its_resident():
     """Another resident of the session is compared anew."""
-    residents = Residents()
+    residents = Residents(ContiguousSlots(1000))
     residents.put(resident("a", [1, 2, 3]))
     wanted = request("a", [1, 2, 3, 4])
     assert residents.match(wanted) == 3
@@ -61,14 +63,14 @@ LINEAGES = [None, WHOLE, Lineage(b"one", 2), Lineage(b"other", 2)]
 @pytest.mark.parametrize("theirs", LINEAGES)
 def test_rows_of_another_lineage_are_of_no_use(ours, theirs):
     """Also where the tokens are the same; a request without one has only what has none."""
-    residents = Residents()
+    residents = Residents(ContiguousSlots(1000))
     residents.put(resident("a", [7, 7, 7], lineage=ours))
     assert residents.match(request("a", [7, 7, 7, 7], theirs)) == (3 if ours == theirs else 0)
 
 
 def test_a_request_that_is_cut_while_it_waits_is_compared_anew():
     """What matched it before does not any more; once that has closed up, it does."""
-    residents = Residents()
+    residents = Residents(ContiguousSlots(1000))
     residents.put(resident("a", [7, 7, 7], lineage=WHOLE))
     wanted = request("a", [7, 7, 7, 7], WHOLE)
     assert residents.match(wanted) == 3
@@ -82,7 +84,7 @@ def test_a_request_that_is_cut_while_it_waits_is_compared_anew():
 
 def test_a_resident_that_was_being_copied_while_its_tokens_were_dropped_is_not_matched():
     """It stays what it was: its lineage tells it from what is left."""
-    residents = Residents()
+    residents = Residents(ContiguousSlots(1000))
     residents.put(resident("a", [7, 7, 7], lineage=WHOLE))
     copier = request("a", [7, 7, 7, 7], WHOLE)
     residents.begin_copy(key("a"), copier)
@@ -93,7 +95,10 @@ def test_a_resident_that_was_being_copied_while_its_tokens_were_dropped_is_not_m
 
 def test_victims_are_the_idle_ones_then_the_tail_of_the_queue():
     """Look-ahead: who returns soonest stays longest; among the idle, the last used."""
-    residents, places = Residents(), {key("q1"): (0, 1.0, 1), key("q2"): (0, 2.0, 2)}
+    residents, places = (
+        Residents(ContiguousSlots(1000)),
+        {key("q1"): (0, 1.0, 1), key("q2"): (0, 2.0, 2)},
+    )
     for name, used_ns in (("q1", 1), ("new", 9), ("old", 3), ("q2", 2)):
         residents.put(resident(name, last_used_ns=used_ns))
     chosen = residents.victims(1000, places.get, key("nobody"))
@@ -102,7 +107,7 @@ def test_victims_are_the_idle_ones_then_the_tail_of_the_queue():
 
 def test_no_more_victims_than_it_takes():
     """Enough rows are enough."""
-    residents = Residents()
+    residents = Residents(ContiguousSlots(1000))
     for used_ns, name in enumerate("abcd"):
         residents.put(resident(name, last_used_ns=used_ns))
     assert residents.victims(0, {}.get, key("z")) == []
@@ -112,12 +117,13 @@ def test_no_more_victims_than_it_takes():
 
 def test_what_is_being_copied_is_no_victim():
     """Its rows are being read; they count, but cannot be had."""
-    residents = Residents()
+    slots = ContiguousSlots(1000)
+    residents = Residents(slots)
     residents.put(resident("a"))
     residents.put(resident("b"))
     residents.begin_copy(key("a"), request("c", [1, 2, 3, 4]))
     assert residents.is_busy(key("a"))
-    assert residents.evictable_slots == 10
+    assert slots.evictable_slots == 10
     assert residents.num_slots == 20
     assert residents.victims(1000, {}.get, key("z")) == [key("b")]
     assert residents.unqueued({}.get) == [key("b")]
@@ -132,7 +138,7 @@ def numbered(number, name, token_ids):
 
 def test_a_copy_for_the_session_itself_ends_with_the_resident_or_is_given_up_without():
     """After the copy its slots are free; a request that gives up leaves it where it was."""
-    residents = Residents()
+    residents = Residents(ContiguousSlots(1000))
     residents.put(resident("a"))
     copier, other = numbered(1, "a", [1, 2, 3, 4]), numbered(2, "b", [1])
     residents.begin_copy(key("a"), copier)
@@ -149,7 +155,7 @@ def test_a_copy_for_the_session_itself_ends_with_the_resident_or_is_given_up_wit
 
 def test_a_copy_for_other_sessions_leaves_the_resident_where_it_is():
     """Several may copy it at once; it is busy until the last one is through."""
-    residents = Residents()
+    residents = Residents(ContiguousSlots(1000))
     residents.put(resident("a"))
     copiers = numbered(1, "b", [1, 2, 3, 4]), numbered(2, "c", [1, 2, 9])
     for copier in copiers:
@@ -164,7 +170,7 @@ def test_a_copy_for_other_sessions_leaves_the_resident_where_it_is():
 
 def test_a_prefix_is_shared_within_a_tenant_a_model_and_a_lineage():
     """Nothing else makes equal tokens' KV equal; the last token is always computed."""
-    residents = Residents()
+    residents = Residents(ContiguousSlots(1000))
     residents.put(resident("a", [7, 7, 7], lineage=WHOLE))
     assert residents.shared_prefix(request("b", [7, 7, 7], WHOLE)) == (key("a"), 2)
     assert residents.shared_prefix(request("b", [7, 7, 7, 8], WHOLE)) == (key("a"), 3)
@@ -179,7 +185,7 @@ def test_a_prefix_is_shared_within_a_tenant_a_model_and_a_lineage():
 
 def test_a_resident_is_found_by_what_it_has_now():
     """Not while it is compacted; after that by what is left, and no more once it is gone."""
-    residents = Residents()
+    residents = Residents(ContiguousSlots(1000))
     residents.put(resident("a", [1, 2, 3], lineage=WHOLE))
     residents.begin_compaction(key("a"))
     assert residents.shared_prefix(request("b", [1, 2, 3], WHOLE)) is None
@@ -193,7 +199,7 @@ def test_a_resident_is_found_by_what_it_has_now():
 
 def test_a_session_that_is_deleted_while_it_is_copied_goes_at_once():
     """Who copies it holds its memory."""
-    residents = Residents()
+    residents = Residents(ContiguousSlots(1000))
     residents.put(resident("a"))
     copier = numbered(1, "b", [1, 2, 3, 4])
     residents.begin_copy(key("a"), copier)
@@ -205,7 +211,7 @@ def test_a_session_that_is_deleted_while_it_is_copied_goes_at_once():
 
 def test_a_session_has_one_resident():
     """A second one is a broken invariant."""
-    residents = Residents()
+    residents = Residents(ContiguousSlots(1000))
     residents.put(resident("a"))
     with pytest.raises(AssertionError, match="has a resident"):
         residents.put(resident("a"))
@@ -213,14 +219,15 @@ def test_a_session_has_one_resident():
 
 def test_a_resident_that_is_shifted_is_protected_until_its_rows_have_closed_up():
     """It is no victim, and neither taken nor moved; then its rows are those that are left."""
-    residents = Residents()
+    slots = ContiguousSlots(1000)
+    residents = Residents(slots)
     residents.put(resident("a"))
     residents.put(resident("b"))
     assert residents.begin_compaction(key("a"))
     assert not residents.begin_compaction(key("a")), "one shift at a time"
     assert not residents.begin_compaction(key("z")), "there is none"
     assert residents.is_busy(key("a"))
-    assert residents.evictable_slots == 10
+    assert slots.evictable_slots == 10
     assert residents.victims(1000, {}.get, key("z")) == [key("b")]
     assert residents.take_surplus(0, {}.get) == [key("b")]
     with pytest.raises(AssertionError, match="being compacted"):
@@ -235,7 +242,7 @@ def test_a_resident_that_is_shifted_is_protected_until_its_rows_have_closed_up()
 @pytest.mark.parametrize("is_dropped", [True, False])
 def test_a_resident_that_lost_all_rows_or_its_session_goes(is_dropped):
     """At the end of its shift; who drops it earlier need not wait."""
-    residents = Residents()
+    residents = Residents(ContiguousSlots(1000))
     residents.put(resident("a"))
     residents.begin_compaction(key("a"))
     if is_dropped:

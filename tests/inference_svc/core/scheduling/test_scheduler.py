@@ -87,6 +87,7 @@ def run_to_the_end(scheduler, number, **attributes):
         step(scheduler)
     scheduler.end(one, RequestEvent.FINISH, 9)
     assert scheduler.keep_resident(one, one.token_ids[: one.computed_tokens], 9)
+    scheduler.residents.note_boundary(one.key, 0)
     return one
 
 
@@ -317,10 +318,10 @@ def test_another_session_s_prefix_is_copied():
         (before.key, 13, False),
         (before.key, 14, False),
     ]
-    assert scheduler.residents.evictable_slots == 0
+    assert scheduler.slots.evictable_slots == 0
     for turn in turns:
         assert not scheduler.residents.end_copy(turn)
-    assert scheduler.residents.evictable_slots == scheduler.residents.num_slots == 23
+    assert scheduler.slots.evictable_slots == scheduler.residents.num_slots == 23
     scheduler.check()
 
 

@@ -2,6 +2,7 @@
 
 import pytest
 
+from inference_svc.core.scheduling.held_slots import ContiguousSlots
 from inference_svc.core.scheduling.request import Request
 from inference_svc.core.scheduling.residents import Residents
 from inference_svc.core.scheduling.slot_budget import SlotBudget
@@ -12,10 +13,16 @@ def request(number):
     return Request(number, SessionKey("t", "0f", str(number)), [1, 2], 4, arrived_ns=0)
 
 
+def budget():
+    slots = ContiguousSlots(100)
+    return SlotBudget(slots, Residents(slots))
+
+
 def test_rows_go_from_requests_to_residents_and_back():
     """In place, a resident's rows become the next request's; nothing is counted twice."""
-    residents = Residents()
-    rows, one = SlotBudget(100, residents), request(1)
+    slots = ContiguousSlots(100)
+    residents = Residents(slots)
+    rows, one = SlotBudget(slots, residents), request(1)
     rows.reserve(one, 30)
     assert rows.free_slots == 70
     rows.become_resident(one, [1, 2], 5)
@@ -27,14 +34,14 @@ def test_rows_go_from_requests_to_residents_and_back():
 
 def test_releasing_what_is_not_held_frees_nothing():
     """Whoever gives a request up need not know how far it came."""
-    rows, one = SlotBudget(100, Residents()), request(1)
+    rows, one = budget(), request(1)
     rows.release_kv(one)
     assert rows.free_slots == 100
 
 
 def test_the_budget_cannot_be_overdrawn():
     """A bug in the planner ends here, not in memory."""
-    rows = SlotBudget(100, Residents())
+    rows = budget()
     rows.reserve(request(1), 50)
     with pytest.raises(AssertionError, match="more is reserved"):
         rows.reserve(request(2), 51)
@@ -42,7 +49,7 @@ def test_the_budget_cannot_be_overdrawn():
 
 def test_a_request_has_one_sequence_kv():
     """A bug in the planner ends here, too."""
-    rows = SlotBudget(100, Residents())
+    rows = budget()
     rows.reserve(request(1), 50)
     with pytest.raises(AssertionError, match="has a sequence's KV"):
         rows.reserve(request(1), 5)
