@@ -15,6 +15,7 @@ from inference_svc.core.counters import Counters
 from inference_svc.core.kv_room import (
     asked_slots,
     slots_of_free_memory,
+    whole_pages,
     window_of,
 )
 from inference_svc.core.rates.rates import LoadPolicy, Rates
@@ -30,6 +31,7 @@ from inference_svc.runtime.engine.loads import Loads, PreloadPolicy
 from inference_svc.runtime.engine.requests import MOST_RESIDENTS
 from inference_svc.runtime.engine.stepping import Stepper
 from inference_svc.runtime.kv.kv_pool import KVPool
+from inference_svc.runtime.kv.paged_kv import make_pool
 from inference_svc.runtime.kv.write_ring import WriteRing
 from inference_svc.runtime.memory import keep_freed_memory
 from inference_svc.runtime.model.model_loader import LoadedModel
@@ -113,13 +115,15 @@ def assemble_engine(settings: InferenceSettings, model: Model) -> EngineParts:
         cache, model, CopyThreads(load_thread, read_threads, store_thread), counters, rates
     )
     limits = _scheduler_limits(settings.scheduler, cache, model, saves=store.saves)
-    pool = KVPool(
+    scheduler = Scheduler(limits, rates, num_layers, settings.scheduler.tenant_weights)
+    pool = make_pool(
         [layer.shape for layer in calibration.layers],
-        limits.kv_slots + MOST_RESIDENTS * layout.block_tokens,
+        limits,
+        scheduler.slots,
+        num_buffer_slots=MOST_RESIDENTS * layout.block_tokens,
         device=loaded.device,
         dtype=loaded.dtype,
     )
-    scheduler = Scheduler(limits, rates, num_layers, settings.scheduler.tenant_weights)
     ring = WriteRing(
         [layer.shape for layer in calibration.layers],
         scheduler.write_slots,
@@ -246,6 +250,9 @@ def _scheduler_limits(
         most *= 2  # as much again for sessions whose turns are over
     if most and not settings.kv_tokens:
         kv_slots = min(kv_slots, most)
+    page_tokens = settings.page_tokens if settings.working_kv == "pages" else None
+    if page_tokens is not None:
+        kv_slots = whole_pages(kv_slots, page_tokens)
     return SchedulerLimits(
         max_running=settings.max_running,
         max_loading=settings.max_loading,
@@ -257,6 +264,7 @@ def _scheduler_limits(
         answer_tokens=settings.answer_tokens,
         keeps_residents=keeps_residents,
         block_tokens=layout.block_tokens,
+        page_tokens=page_tokens,
     )
 
 

@@ -223,6 +223,10 @@ class SchedulerSettings(Section):
         write_buffer_tokens: of these, tokens in the write ring, where what is computed waits until
             kvd has it; more than half of kv_tokens counts as half. 0: two steps' and, for each
             running turn, a group's or a block's, but no more than a fifth of kv_tokens.
+        working_kv: how KV lies in memory: "contiguous", each turn's by itself, which a CPU reads
+            fastest; or in "pages", of which sessions that begin alike have the same ones, and of
+            which a turn is given more as it grows.
+        page_tokens: tokens of a page; best a divisor of kvd's blocks.
         answer_tokens: tokens of an answer that a turn is given room for when it is admitted; it may
             have to find more later.
         default_max_tokens: bound of an answer's tokens when the client does not say.
@@ -238,6 +242,8 @@ class SchedulerSettings(Section):
     mixed_step_tokens: int = Field(default=128, ge=16)
     kv_tokens: int = Field(default=0, ge=0)
     write_buffer_tokens: int = Field(default=0, ge=0)
+    working_kv: Literal["contiguous", "pages"] = "contiguous"
+    page_tokens: int = Field(default=16, ge=1, le=4096)
     answer_tokens: int = Field(default=256, ge=1)
     default_max_tokens: int = Field(default=256, ge=1)
     tenant_weights: TenantWeights = Field(default_factory=dict)

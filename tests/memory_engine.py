@@ -1,7 +1,9 @@
 """An engine over the tiny model and a store in memory whose loads and saves a test controls."""
 
 import asyncio
+import os
 from contextlib import asynccontextmanager
+from dataclasses import replace
 
 import torch
 
@@ -19,8 +21,8 @@ from inference_svc.runtime.engine.engine_loop import EngineLoop
 from inference_svc.runtime.engine.engine_request import EngineRequest
 from inference_svc.runtime.engine.loads import Loads, PreloadPolicy
 from inference_svc.runtime.engine.stepping import Stepper
-from inference_svc.runtime.kv.kv_pool import KVPool
 from inference_svc.runtime.kv.layer_gate import StepNotDoneError
+from inference_svc.runtime.kv.paged_kv import make_pool
 from inference_svc.runtime.kv.write_ring import WriteRing
 from inference_svc.runtime.model.model_loader import load_model
 from inference_svc.runtime.store.saves import Saves
@@ -34,6 +36,7 @@ from shared.types.session_key import SessionKey
 
 POISON = 13  # a runner with a fault raises when it is fed this token
 BLOCK_TOKENS = 16
+PAGE_TOKENS = 4
 LIMITS = {
     "max_running": 4,
     "max_loading": 4,
@@ -113,10 +116,10 @@ class MemoryStore:
         for layer in layers:
             rotary = self.calibration.layers[layer].key.rotary
             free = keys[layer][: begun.end_token]
-            kv.keys[layer][0, :, : begun.end_token] = rotary.rotate(free, 0).transpose(0, 1)
-            kv.values[layer][0, :, : begun.end_token] = values[layer][: begun.end_token].transpose(
-                0, 1
-            )
+            with kv.keys.filling(layer, 0, begun.end_token) as out:
+                out.copy_(rotary.rotate(free, 0))
+            with kv.values.filling(layer, 0, begun.end_token) as out:
+                out.copy_(values[layer][: begun.end_token])
             count = begun.end_token - tail.first_token
             places = tail.places(tail.first_token, count)
             for kept, rows in ((tail.keys, keys), (tail.values, values)):
@@ -243,11 +246,16 @@ class Engine:
         self.counters, rates = Counters(), Rates()
         self.threads = WorkerThread("compute"), WorkerThread("load")
         limits = SchedulerLimits(**{**LIMITS, **limits})
+        if os.environ.get("INFERENCE_SCHEDULER__WORKING_KV") == "pages":
+            size = min(PAGE_TOKENS, limits.kv_slots)
+            limits = replace(limits, kv_slots=limits.kv_slots // size * size, page_tokens=size)
         num_layers = len(calibration.layers)
         self.scheduler = Scheduler(limits, rates, num_layers)
-        self.pool = KVPool(
+        self.pool = make_pool(
             [layer.shape for layer in calibration.layers],
-            limits.kv_slots,
+            limits,
+            self.scheduler.slots,
+            num_buffer_slots=1000,
             device=loaded.device,
             dtype=loaded.dtype,
         )

@@ -61,6 +61,20 @@ def slots_of_free_memory(free_bytes: int, token_bytes: int, *, saves: bool) -> i
     return num_slots
 
 
+def whole_pages(kv_slots: int, page_tokens: int) -> int:
+    """Return the token slots of as many whole pages as fit.
+
+    Raises:
+        KvRoomError: none does.
+    """
+    if kv_slots < page_tokens:
+        raise KvRoomError(
+            f"a page of scheduler.page_tokens = {page_tokens} does not fit {kv_slots} token slots",
+            "write less, or more for scheduler.kv_tokens",
+        )
+    return kv_slots // page_tokens * page_tokens
+
+
 def window_of(
     kv_slots: int, write_slots: int, model_tokens: int, kv_tokens: int
 ) -> tuple[int, str]:

@@ -273,10 +273,11 @@ class SchedulerWorld:
             del turn.kv.rows[admission.resident_tokens :]
             self._lie_on(turn.kv, admission)
         elif admission.pages and admission.source is not None:
-            source = self.residents.get(admission.source)
-            turn.kv = SequenceKv(0, base=source.base if source else 0)
+            source = self.residents[admission.source]
+            turn.kv = SequenceKv(0, base=source.base)
             turn.kv.rows = turn.request.token_ids[: admission.resident_tokens]
             self._lie_on(turn.kv, admission)
+            self.scheduler.residents.end_copy(turn.request)
         elif admission.is_copy:
             turn.source = self.residents[admission.source]
 

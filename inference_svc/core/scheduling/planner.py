@@ -314,10 +314,10 @@ class Planner:
         source = self._residents.get(terms.source) if terms.source is not None else None
         if terms.in_place:
             self._slots.take_resident(request)
-        elif source is not None and self._slots.is_paged:
-            self._slots.share(request, source, terms.resident_tokens)
         elif source is not None:
             self._residents.begin_copy(source.key, request)
+            if self._slots.is_paged:
+                self._slots.share(request, source, terms.resident_tokens)
 
     def _reserve(self, request: Request, terms: Terms) -> None:
         """Reserve what the terms need beside that; there is room for it."""

@@ -8,7 +8,7 @@ residents; those of the write ring are counted apart (`write_slots.py`). What ha
     admitted, fresh       + capacity
     admitted, in place    the resident's become its own           + those beyond them
     admitted, copying     + capacity; the resident's stay
-    admitted, sharing                                             + those beyond the shared ones
+    admitted, sharing                                             those shared, + those beyond
     copied                its own resident's are free
     has outgrown them                                             + a page
     preempted, overflowed become a resident's                     … without those not in use

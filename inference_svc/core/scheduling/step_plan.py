@@ -64,9 +64,8 @@ class Admission:
 
     Attributes:
         resident_tokens: its first tokens, of which a resident has the KV; 0: none has.
-        source: whose resident that is: its session's or another's. If it is neither in place nor
-            on the same pages, these tokens are to be copied to new KV, and the end of the
-            residents' copy is owed.
+        source: whose resident that is: its session's or another's. If it is not in place, the end
+            of the residents' copy is owed: of tokens to new KV, or of looking at what is shared.
         in_place: the KV of its session's resident is the request's now.
         pages: the pages of its KV, the resident's among them; none if there are no pages.
     """
@@ -81,6 +80,11 @@ class Admission:
     def is_copy(self) -> bool:
         """Whether a resident is to be copied."""
         return self.source is not None and not self.in_place and not self.pages
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether its KV begins with pages of another's resident."""
+        return self.source is not None and not self.in_place and bool(self.pages)
 
 
 @dataclass(frozen=True)

@@ -44,7 +44,7 @@ from inference_svc.runtime.calibration.stock import (
     stock_logits,
     use_attention,
 )
-from inference_svc.runtime.kv.sequence_kv import LayerShape
+from inference_svc.runtime.kv.layer_tensors import LayerShape
 from inference_svc.runtime.model import capture
 from inference_svc.runtime.model.capture import ForwardCall
 from inference_svc.runtime.model.model_loader import LoadedModel

@@ -13,7 +13,7 @@ from inference_svc.runtime.calibration.probe import Probe, SeenLayer
 from inference_svc.runtime.calibration.rope_calls import ApplyCall
 from inference_svc.runtime.calibration.rope_tables import RopeTables
 from inference_svc.runtime.calibration.stock import SAME, distance
-from inference_svc.runtime.kv.sequence_kv import LayerShape
+from inference_svc.runtime.kv.layer_tensors import LayerShape
 from inference_svc.runtime.model.model_loader import LoadedModel
 from inference_svc.runtime.model.refusals import REMEDY, ModelModeMissingError
 from inference_svc.runtime.positions.recipes import (

@@ -127,10 +127,11 @@ def embed_kept(
     index = index.to(stored.device)
     for layer_index, recipe in enumerate(calibration.layers):
         free = (stored.keys[layer_index], stored.values[layer_index])  # [capacity, kv_heads, dim]
-        targets = (kv.keys[layer_index], kv.values[layer_index])  # [1, kv_heads, capacity, dim]
-        for component, tokens, target in zip(recipe.components, free, targets, strict=True):
-            embedded = component.embed(tokens.index_select(0, index), 0)
-            target[0, :, : len(index)] = embedded.transpose(0, 1)
+        for component, tokens, kept_tokens in zip(
+            recipe.components, free, (kv.keys, kv.values), strict=True
+        ):
+            with kept_tokens.filling(layer_index, 0, len(index)) as target:
+                target.copy_(component.embed(tokens.index_select(0, index), 0))
     kv.num_tokens = len(index)
 
 

@@ -28,7 +28,9 @@ from inference_svc.runtime.attention.attention import AttentionBackend, Attentio
 from inference_svc.runtime.attention.softmax_attention import Masks, attend
 from inference_svc.runtime.compute.chunk import Chunk
 from inference_svc.runtime.kv.copy_stream import StepClock
-from inference_svc.runtime.kv.sequence_kv import Places, WriteBuffer
+from inference_svc.runtime.kv.layer_tensors import Places
+from inference_svc.runtime.kv.new_tokens import new_tokens
+from inference_svc.runtime.kv.sequence_kv import WriteBuffer
 from inference_svc.runtime.model.capture import RotaryTap
 from inference_svc.runtime.positions.recipes import AttentionCall, Calibration
 
@@ -48,7 +50,7 @@ class StepForward:
         self._sizes = [len(chunk.token_ids) for chunk in chunks]
         self._gates = [chunk.kv.gate for chunk in chunks if chunk.kv.gate is not None]
         self._writes = _writes(chunks)
-        self._targets = _targets(chunks)
+        self._new_tokens = new_tokens([(chunk.kv, len(chunk.token_ids)) for chunk in chunks])
         self._calls: list[tuple[tuple[Any, ...], Any]] = []  # apply calls since the last `cached`
         self._num_cached = 0
         self._num_attended = 0
@@ -73,9 +75,7 @@ class StepForward:
         if layer_index != self._num_cached:
             raise AssertionError(f"layer {layer_index} is cached after {self._num_cached} layers")
         self._num_cached += 1
-        sizes = self._sizes
-        written = [*key.split_with_sizes(sizes, 2), *value.split_with_sizes(sizes, 2)]
-        torch._foreach_copy_(self._targets[layer_index], written)
+        self._new_tokens.write(layer_index, key, value)
         if self._writes:
             recipe = self._layers[layer_index]
             keys = recipe.key.before_rope(self._calls, key)
@@ -262,21 +262,6 @@ def causal_block(size: int, length: int, dtype: torch.dtype, device: torch.devic
     hidden = torch.finfo(dtype).min
     block = torch.full((size, length), hidden, dtype=dtype, device=device)
     return block.triu(length - size + 1)
-
-
-def _targets(chunks: Sequence[Chunk]) -> list[tuple[Tensor, ...]]:
-    """View, per layer, where new tokens are written: keys, then values, of each sequence.
-
-    Each is [1, kv_heads, tokens, dim].
-    """
-    appended = [(chunk.kv, chunk.kv.num_tokens, len(chunk.token_ids)) for chunk in chunks]
-    return list(
-        zip(
-            *[kv.keys.cut(first, num_tokens) for kv, first, num_tokens in appended],
-            *[kv.values.cut(first, num_tokens) for kv, first, num_tokens in appended],
-            strict=True,
-        )
-    )
 
 
 @dataclass

@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 
 from inference_svc.core.counters import Counters
 from inference_svc.core.discards import OVERFLOW, Discard, Range, kept_runs, merge_ranges, without
+from inference_svc.core.scheduling.held_slots import PageCopy
 from inference_svc.core.scheduling.scheduler import Scheduler
 from inference_svc.runtime.engine.engine_request import ContextCut, EngineRequest
 from inference_svc.runtime.engine.requests import RequestMemory
@@ -122,7 +123,8 @@ class Discards:
     ) -> asyncio.Task[None]:
         """Compact the resident of these tokens; then it has this lineage, or is released."""
         self._over[key] = asyncio.Event()
-        return self._tasks.create_task(self._compact(key, token_ids, ranges, lineage))
+        copies = self._scheduler.residents.own(key, ranges[0][0])
+        return self._tasks.create_task(self._compact(key, token_ids, ranges, lineage, copies))
 
     async def _compact(
         self,
@@ -130,10 +132,13 @@ class Discards:
         token_ids: Sequence[int],
         ranges: Sequence[Range],
         lineage: Lineage | None,
+        copies: Sequence[PageCopy] | None,
     ) -> None:
+        """Compact, or drop the KV where there is no room for pages that have to be copied."""
         kept, num_left = kept_runs(ranges, len(token_ids)), 0
         try:
-            num_left = await self._residents.discard(key, kept, self._compactor)
+            if copies is not None:
+                num_left = await self._residents.discard(key, kept, self._compactor, copies)
         except Exception:  # what is left can be loaded or recomputed
             log.exception("shift_failed", session=str(key))
         finally:

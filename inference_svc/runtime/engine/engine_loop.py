@@ -125,6 +125,7 @@ class EngineLoop:
             "reserved_token_slots": self.scheduler.slots.reserved_slots,
             "resident_token_slots": self.scheduler.residents.num_slots,
             "resident_sessions": len(self.scheduler.residents),
+            "shared_token_slots": self.scheduler.slots.shared_slots,
             "pool_token_slots": self._pool.num_token_slots,
             "pool_free_token_slots": self._pool.num_free,
             "pool_misses": self._pool.num_outside,  # KV found no room in the pool: only slower
@@ -260,6 +261,8 @@ class EngineLoop:
             self._requests.expire(self._requests.of(request))
         for admission in plan.admitted:
             self._loading.start(self._requests.of(admission.request), admission)
+        for growth in plan.grown:
+            self._requests.of(growth.request).paged_kv.grow(growth.pages)
 
     # --------------------------------------------------------------------------------- steps
 

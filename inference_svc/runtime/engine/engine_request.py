@@ -16,6 +16,7 @@ from inference_svc.core.scheduling.step_plan import Admission
 from inference_svc.runtime.compute.attention_scores import ScoreKeeper
 from inference_svc.runtime.compute.sampling import Sampled, Sampler
 from inference_svc.runtime.kv.layer_gate import LayerGate
+from inference_svc.runtime.kv.paged_kv import PagedKv
 from inference_svc.runtime.kv.sequence_kv import SequenceKv, WriteBuffer
 from inference_svc.runtime.store.saves import SaveStream
 from inference_svc.runtime.store.session_store import BegunLoad
@@ -149,6 +150,12 @@ class EngineRequest(Request):
     num_failed_loads: int = 0
     context: Context = field(default_factory=copy_context)
     _token_bytes: bytearray = field(default_factory=bytearray)
+
+    @property
+    def paged_kv(self) -> PagedKv:
+        """The sequence's KV, which is on pages."""
+        assert isinstance(self.kv, PagedKv), "only KV on pages grows"  # noqa: S101
+        return self.kv
 
     def token_bytes(self, num_tokens: int) -> bytes:
         """Return the first tokens as kvd takes them: little-endian uint32."""

@@ -1,8 +1,9 @@
 """Provides an admitted request with its memory and its history, from wherever that is.
 
-    resident, large enough   its KV, as it is
+    resident, large enough   its KV, as it is; on pages, with more of them if need be
     resident, too small      a larger sequence KV, KV copied layer by layer
-    another's resident       a sequence KV, the prefix they share copied layer by layer
+    another's resident       a sequence KV, the prefix they share copied layer by layer; on pages,
+                             a sequence KV that begins with the same ones
     kvd                      a sequence KV, KV loaded layer by layer
     nowhere                  an empty sequence KV
 
@@ -94,7 +95,7 @@ class Loads:
 
         The sequence's KV counts all tokens that will be there.
         """
-        kv = request.kv = self._pool.new_kv(request.capacity_tokens)
+        kv = request.kv = self._pool.new_kv(request.capacity_tokens, load.admission.pages)
         begun = await self._store.loads.begin(
             LoadRequest(
                 key=request.key,
@@ -118,17 +119,18 @@ class Loads:
         admission, source = load.admission, load.admission.source
         assert source is not None, "no resident to begin with"  # noqa: S101
         take = self._residents.take if admission.in_place else self._residents.get
-        resident = take(source)
-        num_tokens = self._residents.usable_tokens(resident, admission.resident_tokens)
+        resident, num_tokens = take(source), admission.resident_tokens
         if self._store.saves:
             request.write_buffer = self._residents.next_buffer(resident, num_tokens, self._ring)
         self._counters.add("resident_hits" if source == request.key else "prefixes_shared")
         _note_outcome(request, num_tokens, {HBM: num_tokens}, "")
         if admission.in_place:
             self._residents.release_tail(resident)
+        if admission.in_place and not admission.pages:
             request.kv = resident.kv
         else:
-            request.kv = self._pool.new_kv(request.capacity_tokens)
+            request.kv = self._pool.new_kv(request.capacity_tokens, admission.pages)
+        if admission.is_copy:
             load.gate = request.kv.gate = LayerGate(self._num_layers)
             load.source = resident.kv
             load.held.enter_context(resident.kv.hold())
@@ -256,8 +258,11 @@ class LoadTasks:
     def start(self, request: EngineRequest, admission: Admission) -> None:
         """Begin to load an admitted request; it owns its resident's KV when this returns."""
         load = request.load = Load(admission)
+        load.held.enter_context(self._scheduler.slots.held(request))
         if admission.source is not None:
             self._loads.begin_resident(request, load)
+        if admission.is_shared:
+            self._memory.end_copy(request)
         self._tasks.create_task(self._run(request, load), context=request.context.copy())
 
     def note_progress(self) -> None:

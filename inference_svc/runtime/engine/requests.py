@@ -224,7 +224,8 @@ class RequestMemory:
         self, request: EngineRequest, num_tokens: int, buffer: WriteBuffer | None
     ) -> None:
         assert request.kv is not None, "a request that has computed has a sequence's KV"  # noqa: S101
-        self._residents.put(request.key, request.kv, num_tokens, buffer)
+        boundary = self._residents.put(request.key, request.kv, num_tokens, buffer)
+        self._scheduler.residents.note_boundary(request.key, boundary)
         request.kv = None
 
     def evict(self, key: SessionKey) -> None:

@@ -23,14 +23,14 @@ import torch
 from torch import Tensor
 
 from inference_svc.core.scheduling.slot_space import SlotSpace
-from inference_svc.runtime.kv.sequence_kv import (
+from inference_svc.runtime.kv.layer_tensors import (
+    ContiguousTokens,
     LayerShape,
-    MemoryHold,
-    SequenceKv,
-    WriteBuffer,
+    SlotTensors,
     divided,
     token_items_of,
 )
+from inference_svc.runtime.kv.sequence_kv import MemoryHold, SequenceKv, WriteBuffer
 from inference_svc.runtime.memory import allocate_region, populate
 from shared.types.units import align_up
 
@@ -81,16 +81,17 @@ class KVPool:
         with self._lock:
             return self._space.num_free
 
-    def new_kv(self, capacity_tokens: int) -> SequenceKv:
-        """Lend empty KV; `release` it once its sequence does not need it."""
+    def new_kv(self, capacity_tokens: int, pages: Sequence[int] = ()) -> SequenceKv:
+        """Lend empty KV, side by side; `release` it once its sequence does not need it."""
+        assert not pages, "this pool has no pages"  # noqa: S101
         flat, memory = self._lend(capacity_tokens, from_top=False)
-        keys, values = divided(flat, self._shapes, capacity_tokens, is_head_major=True)
+        keys, values = divided(flat, self._shapes, capacity_tokens, ContiguousTokens)
         return SequenceKv(keys, values, capacity_tokens, memory=memory)
 
     def new_write_buffer(self, first_token: int, capacity_tokens: int) -> WriteBuffer:
         """Lend an empty write buffer for tokens from `first_token` on, with slots of its own."""
         flat, memory = self._lend(capacity_tokens, from_top=True)
-        keys, values = divided(flat, self._shapes, capacity_tokens, is_head_major=False)
+        keys, values = divided(flat, self._shapes, capacity_tokens, SlotTensors)
         slots = list(range(capacity_tokens))
         return WriteBuffer(keys, values, first_token, slots, memory=memory)
 

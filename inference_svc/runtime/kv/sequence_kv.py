@@ -22,12 +22,12 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Generic, TypeVar
 
 import torch
-from torch import Tensor
 
 from inference_svc.runtime.kv.layer_gate import LayerGate
+from inference_svc.runtime.kv.layer_tensors import Places, SlotTensors, TokenTensors
 
 
 def _leave_to_garbage_collection() -> None:
@@ -82,105 +82,27 @@ class MemoryHold:
             self._free()
 
 
-class LayerShape(NamedTuple):
-    """Per-token shapes of one layer: (kv_heads, head_dim) and (kv_heads, value_dim)."""
-
-    key: tuple[int, int]
-    value: tuple[int, int]
-
-
-class LayerTensors:
-    """One tensor per layer; layers of equal shape lie in one stack, to be cut at once."""
-
-    def __init__(self, stacks: Sequence[tuple[Tensor, Sequence[int]]], token_dim: int) -> None:
-        """Store the stacks.
-
-        Args:
-            stacks: (tensor [layers, ...], indices of these layers); together all layers.
-            token_dim: the dimension of one layer's tensor that counts token slots.
-        """
-        self._stacks = stacks
-        self._token_dim = token_dim
-        self._num_layers = sum(len(indices) for _, indices in stacks)
-        self.layers = self._spread([stack.unbind(0) for stack, _ in stacks])
-
-    def __getitem__(self, layer_index: int) -> Tensor:
-        return self.layers[layer_index]
-
-    def cut(self, first: int, num_tokens: int) -> Sequence[Tensor]:
-        """View token slots [first, first + num_tokens) of every layer.
-
-        Half the cost of cutting them one by one.
-        """
-        dim = self._token_dim + 1
-        return self._spread(
-            [stack.narrow(dim, first, num_tokens).unbind(0) for stack, _ in self._stacks]
-        )
-
-    def _spread(self, views: Sequence[Sequence[Tensor]]) -> Sequence[Tensor]:
-        """Bring the stacks' views into the order of layers."""
-        if len(views) == 1:
-            return views[0]
-        by_layer = {
-            layer_index: view
-            for stack_views, (_, indices) in zip(views, self._stacks, strict=True)
-            for layer_index, view in zip(indices, stack_views, strict=True)
-        }
-        return [by_layer[layer_index] for layer_index in range(self._num_layers)]
-
-
-def token_items_of(shapes: Sequence[LayerShape]) -> int:
-    """Count the elements of a token's keys and values, all layers."""
-    return sum(heads * dim for shape in shapes for heads, dim in shape)
-
-
-def divided(
-    flat: Tensor, shapes: Sequence[LayerShape], num_slots: int, *, is_head_major: bool
-) -> tuple[LayerTensors, LayerTensors]:
-    """Divide memory between keys and values, and each of them between layers.
-
-    Args:
-        flat: with room for `num_slots` tokens.
-        shapes: of all layers.
-        num_slots: token slots of each layer's tensor.
-        is_head_major: tensors are [1, kv_heads, num_slots, dim]; else [num_slots, kv_heads, dim].
-    """
-    offset = 0
-
-    def divide(per_token: Sequence[tuple[int, int]]) -> LayerTensors:
-        nonlocal offset
-        stacks = []
-        for shape in dict.fromkeys(per_token):
-            indices = [index for index, other in enumerate(per_token) if other == shape]
-            heads, dim = shape
-            sizes = (1, heads, num_slots, dim) if is_head_major else (num_slots, heads, dim)
-            num_items = len(indices) * heads * num_slots * dim
-            stack = flat.narrow(0, offset, num_items).view(len(indices), *sizes)
-            stacks.append((stack, indices))
-            offset += num_items
-        return LayerTensors(stacks, token_dim=2 if is_head_major else 0)
-
-    return divide([shape.key for shape in shapes]), divide([shape.value for shape in shapes])
+K = TypeVar("K", TokenTensors, SlotTensors)
 
 
 @dataclass(eq=False)
-class LentKv:
+class LentKv(Generic[K]):
     """Working KV of either kind: tensors of every layer in memory that a pool lends.
 
     Attributes:
-        keys: per layer, see the classes below; in the pool's dtype, on its device.
-        values: per layer, likewise.
+        keys: see the classes below; in the pool's dtype, on its device.
+        values: likewise.
         memory: the hold on the memory beneath, which the pool that lent it releases.
     """
 
-    keys: LayerTensors
-    values: LayerTensors
+    keys: K
+    values: K
     memory: MemoryHold = field(default_factory=MemoryHold, repr=False, kw_only=True)
 
     @property
     def device(self) -> torch.device:
         """The device that the tensors are on."""
-        return self.keys[0].device
+        return self.keys.device
 
     def hold(self) -> AbstractContextManager[None]:
         """Keep the memory from being reused inside the block, released or not."""
@@ -188,11 +110,10 @@ class LentKv:
 
 
 @dataclass(eq=False)
-class SequenceKv(LentKv):
-    """What attention reads: keys and values of one sequence's tokens, by position.
+class SequenceKv(LentKv[TokenTensors]):
+    """What attention reads: keys after RoPE and values of one sequence's tokens, by position.
 
-    `keys` are per layer [1, kv_heads, capacity_tokens, head_dim], after RoPE; `values` are
-    [1, kv_heads, capacity_tokens, value_dim].
+    They lie side by side (`ContiguousTokens`), or on pages (`paged_kv.PagedTokens`).
 
     Attributes:
         capacity_tokens: number of token slots.
@@ -215,36 +136,12 @@ class SequenceKv(LentKv):
         self.gate = None
 
 
-class Places:
-    """Some token slots of tensors [slots, kv_heads, dim], in the order of their tokens."""
-
-    def __init__(self, slots: Sequence[int], device: torch.device) -> None:
-        self._num_slots = len(slots)
-        self._first = slots[0] if slots else 0
-        self._index: Tensor | None = None
-        if any(slot != self._first + offset for offset, slot in enumerate(slots)):
-            self._index = torch.tensor(slots, device=device)
-
-    def read(self, tensor: Tensor) -> Tensor:
-        """Return the slots' rows, [slots here, kv_heads, dim]; a view if they lie side by side."""
-        if self._index is None:
-            return tensor.narrow(0, self._first, self._num_slots)
-        return tensor.index_select(0, self._index)
-
-    def write(self, tensor: Tensor, rows: Tensor) -> None:
-        """Copy rows, as `read` returns them, to the slots."""
-        if self._index is None:
-            tensor.narrow(0, self._first, self._num_slots).copy_(rows)
-        else:
-            tensor.index_copy_(0, self._index, rows.to(tensor.dtype))
-
-
 def _keep(_slots: Sequence[int]) -> None:
     """Memory of its own is given back as a whole."""
 
 
 @dataclass(eq=False)
-class WriteBuffer(LentKv):
+class WriteBuffer(LentKv[SlotTensors]):
     """What a save reads: keys before RoPE and values of the tokens that are to be stored.
 
     `keys` are per layer [slots, kv_heads, head_dim], of layers without rotary embedding too;

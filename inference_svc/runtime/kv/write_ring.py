@@ -18,13 +18,8 @@ from collections.abc import Sequence
 import torch
 
 from inference_svc.core.scheduling.write_slots import WriteSlots
-from inference_svc.runtime.kv.sequence_kv import (
-    LayerShape,
-    MemoryHold,
-    WriteBuffer,
-    divided,
-    token_items_of,
-)
+from inference_svc.runtime.kv.layer_tensors import LayerShape, SlotTensors, divided, token_items_of
+from inference_svc.runtime.kv.sequence_kv import MemoryHold, WriteBuffer
 from inference_svc.runtime.memory import allocate_region
 
 
@@ -46,7 +41,7 @@ class WriteRing:
         self._slots = slots
         self._lock = threading.Lock()
         region = allocate_region(slots.num_slots * token_items_of(shapes), device, dtype)
-        self._keys, self._values = divided(region, shapes, slots.num_slots, is_head_major=False)
+        self._keys, self._values = divided(region, shapes, slots.num_slots, SlotTensors)
 
     def lend(self, first_token: int, end_token: int) -> WriteBuffer:
         """Lend a write buffer with room for tokens [first_token, end_token), which are its own.

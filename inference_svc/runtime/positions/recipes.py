@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from inference_svc.runtime.attention.attention import AttentionOptions
-from inference_svc.runtime.kv.sequence_kv import LayerShape
+from inference_svc.runtime.kv.layer_tensors import LayerShape
 from inference_svc.runtime.positions.rotary import RotaryTable
 from shared.types.kv_layout import KVLayout
 

@@ -21,7 +21,9 @@ import torch
 from torch import Tensor
 
 from inference_svc.core.discards import Range, num_in
+from inference_svc.core.scheduling.held_slots import PageCopy
 from inference_svc.runtime.kv.copy_stream import CopyStream
+from inference_svc.runtime.kv.paged_kv import PagedKv
 from inference_svc.runtime.kv.sequence_kv import SequenceKv
 from inference_svc.runtime.memory import ThreadScratch
 from inference_svc.runtime.positions.recipes import Calibration, ScaledRotary
@@ -47,10 +49,17 @@ class Compactor:
         self._calibration = calibration
         self._thread = thread
 
-    async def compact(self, kv: SequenceKv, kept: Sequence[Range]) -> int:
-        """Compact as `compact_in_place`; return the number of tokens left: 0 if none can move."""
+    async def compact(
+        self, kv: SequenceKv, kept: Sequence[Range], copies: Sequence[PageCopy] = ()
+    ) -> int:
+        """Compact as `compact_in_place`; return the number of tokens left: 0 if none can move.
+
+        Before that, the KV takes these copies of pages that others have too.
+        """
         if not can_compact(self._calibration):
             return 0
+        if isinstance(kv, PagedKv):
+            await self._thread.run(kv.own, copies)
         await self._thread.run(compact_in_place, kv, kept, self._calibration)
         return kv.num_tokens
 
@@ -91,28 +100,27 @@ class Compaction:
         self._layers = calibration.layers
         self._embeds = calibration.positions == "decoupled"
         self._scratch = ThreadScratch(kv.device, torch.float32)
-        self._plain = ThreadScratch(kv.device, kv.keys[0].dtype)
+        self._plain = ThreadScratch(kv.device, kv.keys.dtype)
         self._pieces: dict[int, list[_Piece]] = {}  # by how many tokens one has
 
     def run(self) -> None:
         """Move the tokens of all layers."""
         for layer_index, layer in enumerate(self._layers):
-            layer_kv = (self._kv.keys[layer_index][0], self._kv.values[layer_index][0])
-            for component, recipe, (heads, dim) in zip(
-                layer_kv, layer.components, layer.shape, strict=True
+            for tokens, recipe, (heads, dim) in zip(
+                (self._kv.keys, self._kv.values), layer.components, layer.shape, strict=True
             ):
                 mover = recipe.mover if self._embeds else None
                 for piece in self._pieces_of(max(1, PIECE_ITEMS // (heads * dim))):
-                    self._move(component.transpose(0, 1), piece, mover)
+                    old = tokens.read(layer_index, piece.start, piece.num_tokens)
+                    with tokens.filling(layer_index, piece.target, piece.num_left) as new:
+                        self._move(old, new, piece, mover)
 
     def _move(
-        self, component: Tensor, piece: "_Piece", mover: RotaryTable | ScaledRotary | None
+        self, old: Tensor, new: Tensor, piece: "_Piece", mover: RotaryTable | ScaledRotary | None
     ) -> None:
-        """Move a piece of keys or values, [capacity, kv_heads, dim]."""
-        old = component.narrow(0, piece.start, piece.num_tokens)
-        new = component.narrow(0, piece.target, piece.num_left)
+        """Move a piece of keys or values, from and to [tokens, kv_heads, dim]."""
         if mover is None:
-            moved = self._plain.take(piece.num_left, *component.shape[1:])
+            moved = self._plain.take(*new.shape)
             if piece.chosen is None:
                 moved.copy_(old)
             else:
@@ -121,7 +129,7 @@ class Compaction:
         elif piece.chosen is None:
             mover.move_into(old, piece.start, piece.target, new)
         else:  # tokens between those that stay are taken along, up to here: one call for all runs
-            both = self._scratch.take(piece.num_tokens + piece.num_left, *component.shape[1:])
+            both = self._scratch.take(piece.num_tokens + piece.num_left, *new.shape[1:])
             whole, chosen = both.split_with_sizes((piece.num_tokens, piece.num_left))
             mover.unrotate_into(old, piece.start, whole)
             torch.index_select(whole, 0, piece.chosen, out=chosen)

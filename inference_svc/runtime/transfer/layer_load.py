@@ -104,10 +104,9 @@ class LayerLoader:
     @torch.inference_mode()
     def load(self, layer_index: int) -> None:
         """Load one layer of all spans, whose bytes are in the slots."""
-        layer_kv = (self._kv.keys[layer_index][0], self._kv.values[layer_index][0])
         for component, recipe in enumerate(self._layers[layer_index].components):
             if recipe.rotary is None:
-                self._place(layer_index, component, layer_kv[component])
+                self._place(layer_index, component)
             else:
                 self._embed(layer_index, component, recipe.rotary, recipe.post)
         if self._tail is not None and self._tail_tokens is not None:
@@ -117,28 +116,29 @@ class LayerLoader:
                 stored = self._arena.view(layer_index, component)[slot_id, start : start + count]
                 places.write(kept[layer_index], stored)
 
-    def _place(self, layer_index: int, component: int, layer_kv: Tensor) -> None:
-        """Copy tokens as they are to their slots in `layer_kv`, [kv_heads, capacity, dim]."""
-        first = self._first
+    def _place(self, layer_index: int, component: int) -> None:
+        """Copy tokens as they are to their token slots."""
+        tokens, first = (self._kv.keys, self._kv.values)[component], self._first
         for run in self._runs:
-            self._arena.gather(layer_index, component, run, _place_of(run, layer_kv, first))
+            with tokens.filling(layer_index, first, run.num_tokens) as out:
+                self._arena.gather(layer_index, component, run, run.placed(out))
             first += run.num_tokens
 
     def _embed(
         self, layer_index: int, component: int, rotary: RotaryTable, post: PostRotary | None
     ) -> None:
         """Gather a component piece by piece, and write it after RoPE to its token slots."""
-        layer_kv = (self._kv.keys, self._kv.values)[component][layer_index][0]
+        tokens = (self._kv.keys, self._kv.values)[component]
         for piece in self._pieces_of(layer_index, component, rotary):
             for run, place in piece.gathers:
                 self._arena.gather(layer_index, component, run, place)
-            out = layer_kv.narrow(1, piece.first, len(piece.keys)).transpose(0, 1)
-            if piece.turn is not None:
-                piece.turn.into(out)
-            else:
-                rotary.rotate_into(piece.keys.to(out.device), piece.first, out)
-            if post is not None:
-                post.apply_to(out)
+            with tokens.filling(layer_index, piece.first, len(piece.keys)) as out:
+                if piece.turn is not None:
+                    piece.turn.into(out)
+                else:
+                    rotary.rotate_into(piece.keys.to(out.device), piece.first, out)
+                if post is not None:
+                    post.apply_to(out)
 
     def _pieces_of(self, layer_index: int, component: int, rotary: RotaryTable) -> "list[_Piece]":
         """Return the pieces of a kind of component, cut for this thread's scratch."""
@@ -160,7 +160,8 @@ class LayerLoader:
 def copy_layer(source: SequenceKv, target: SequenceKv, layer_index: int, num_tokens: int) -> None:
     """Copy the first `num_tokens` tokens of one layer to other KV of the same shapes."""
     for old, new in ((source.keys, target.keys), (source.values, target.values)):
-        new[layer_index].narrow(2, 0, num_tokens).copy_(old[layer_index].narrow(2, 0, num_tokens))
+        with new.filling(layer_index, 0, num_tokens) as copied:
+            copied.copy_(old.read(layer_index, 0, num_tokens))
 
 
 class _Piece(NamedTuple):
@@ -243,19 +244,6 @@ def _gathers(keys: Tensor, runs: Sequence[Run]) -> Iterator[tuple[Run, Tensor]]:
     for run in runs:
         yield run, run.placed(keys.narrow(0, first, run.num_tokens))
         first += run.num_tokens
-
-
-def _place_of(run: Run, layer_kv: Tensor, first: int) -> Tensor:
-    """View tokens from `first` on of [kv_heads, capacity, dim] as `gather` fills them."""
-    if isinstance(run, ScatteredTokens):
-        return layer_kv.narrow(1, first, run.num_tokens).transpose(0, 1)
-    per_head, per_token, per_item = layer_kv.stride()
-    heads, _, dim = layer_kv.shape
-    return layer_kv.as_strided(  # one call instead of three
-        (len(run.slot_ids), run.tokens_per_slot, heads, dim),
-        (run.tokens_per_slot * per_token, per_token, per_head, per_item),
-        layer_kv.storage_offset() + first * per_token,
-    )
 
 
 def _tail_tokens(spans: Sequence[Span], tail: WriteBuffer | None) -> tuple[int, int, int] | None:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from inference_svc.core.discards import Range
+from inference_svc.core.scheduling.held_slots import PageCopy
 from inference_svc.runtime.kv.kv_pool import KVPool
 from inference_svc.runtime.kv.sequence_kv import SequenceKv, WriteBuffer
 from inference_svc.runtime.kv.write_ring import WriteRing
@@ -47,7 +48,7 @@ class ResidentSequences:
 
     def put(
         self, key: SessionKey, kv: SequenceKv, num_tokens: int, buffer: WriteBuffer | None
-    ) -> None:
+    ) -> int:
         """Keep a session's KV.
 
         Args:
@@ -56,6 +57,9 @@ class ResidentSequences:
             num_tokens: number of its first tokens, which are kept.
             buffer: the write buffer of the turn that ends, with the tokens of the last block before
                 RoPE; None: nothing is saved.
+
+        Returns:
+            The last block boundary at or before `num_tokens`.
         """
         assert key not in self._residents, f"{key} has a resident sequence already"  # noqa: S101
         kv.num_tokens, kv.gate = num_tokens, None
@@ -64,6 +68,7 @@ class ResidentSequences:
             tail_from = self._boundary(buffer.first_token, num_tokens)
             tail = self._copy_tail(buffer, tail_from, num_tokens - tail_from)
         self._residents[key] = ResidentSequence(kv, tail_from, tail)
+        return tail_from
 
     def get(self, key: SessionKey) -> ResidentSequence:
         """Return a session's resident sequence, which stays."""
@@ -85,29 +90,28 @@ class ResidentSequences:
             self._pool.release(resident.tail)
             resident.tail = None
 
-    async def discard(self, key: SessionKey, kept: Sequence[Range], compactor: Compactor) -> int:
+    async def discard(
+        self,
+        key: SessionKey,
+        kept: Sequence[Range],
+        compactor: Compactor,
+        copies: Sequence[PageCopy] = (),
+    ) -> int:
         """Drop tokens of a resident sequence, and compact the rest in place.
 
         Args:
             key: the session's key; meanwhile nobody else uses its sequence.
             kept: runs of tokens that stay, in order, not touching.
             compactor: the model's compactor.
+            copies: pages that others have too; the sequence gets these copies instead.
 
         Returns:
             How many tokens are left; with 0, or if it raises, a `release` is owed.
         """
         resident = self._residents[key]
         self.release_tail(resident)
-        resident.tail_from = await compactor.compact(resident.kv, kept)
+        resident.tail_from = await compactor.compact(resident.kv, kept, copies)
         return resident.tail_from
-
-    def usable_tokens(self, resident: ResidentSequence, num_tokens: int) -> int:
-        """Return how many of the first `num_tokens` tokens can be built on.
-
-        Tokens of a block that we no longer have as they were before RoPE cannot: its growth could
-        not be stored.
-        """
-        return self._whole_tokens(resident.tail_from, num_tokens)
 
     def kept_tokens(self, buffer: WriteBuffer | None, num_tokens: int) -> int:
         """Return how many of a turn's first tokens its resident may have, given its buffer.
@@ -129,10 +133,16 @@ class ResidentSequences:
 
         Args:
             resident: the resident sequence that the turn builds on.
-            num_tokens: number of its first tokens that are used; as `usable_tokens` allows.
+            num_tokens: number of its first tokens that are used. If they end within a block that
+                is stored, the buffer begins behind that: what is computed of it is not saved anew.
             ring: lends it.
         """
-        buffer = ring.lend(min(resident.tail_from, num_tokens), num_tokens)
+        first_token = resident.tail_from
+        if num_tokens < first_token:
+            first_token = num_tokens = self._boundary(
+                first_token, num_tokens + self._block_tokens - 1
+            )
+        buffer = ring.lend(first_token, num_tokens)
         if num_tokens > buffer.first_token:
             assert resident.tail is not None, "a partial block has its tail"  # noqa: S101
             _copy_tokens(resident.tail, buffer, buffer.first_token, num_tokens - buffer.first_token)

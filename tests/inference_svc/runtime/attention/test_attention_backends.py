@@ -7,7 +7,7 @@ from inference_svc.runtime.attention.attention import AttentionOptions, Part
 from inference_svc.runtime.attention.attention_backends import TorchAttention, make_attention
 from inference_svc.runtime.attention.softmax_attention import attend
 from inference_svc.runtime.kv.kv_pool import KVPool
-from inference_svc.runtime.kv.sequence_kv import LayerShape
+from inference_svc.runtime.kv.layer_tensors import LayerShape
 from shared.types.errors import ConfigError
 
 HEADS, KV_HEADS, DIM, NUM_LAYERS = 4, 2, 8, 2

@@ -11,7 +11,8 @@ import torch
 
 from inference_svc.core.scheduling.slot_space import SlotSpace
 from inference_svc.runtime.kv.kv_pool import KVPool
-from inference_svc.runtime.kv.sequence_kv import LayerShape, MemoryHold
+from inference_svc.runtime.kv.layer_tensors import LayerShape
+from inference_svc.runtime.kv.sequence_kv import MemoryHold
 from inference_svc.runtime.memory import HUGE_PAGE_BYTES, allocate_region, populate
 
 CPU = torch.device("cpu")

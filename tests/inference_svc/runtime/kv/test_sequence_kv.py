@@ -5,7 +5,7 @@ import torch
 
 from inference_svc.runtime.kv.kv_pool import KVPool
 from inference_svc.runtime.kv.layer_gate import LayerGate
-from inference_svc.runtime.kv.sequence_kv import LayerShape, Places
+from inference_svc.runtime.kv.layer_tensors import LayerShape, Places
 
 SHAPES = [LayerShape((2, 4), (2, 4)), LayerShape((1, 8), (1, 6)), LayerShape((2, 4), (1, 6))]
 

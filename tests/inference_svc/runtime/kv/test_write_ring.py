@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from inference_svc.core.scheduling.write_slots import WriteSlots
-from inference_svc.runtime.kv.sequence_kv import LayerShape
+from inference_svc.runtime.kv.layer_tensors import LayerShape
 from inference_svc.runtime.kv.write_ring import WriteRing
 
 SHAPES = [LayerShape((2, 4), (1, 6)), LayerShape((2, 4), (2, 4))]

@@ -7,7 +7,7 @@ import torch
 from inference_svc.core.counters import Counters
 from inference_svc.runtime.engine.engine_request import as_token_bytes
 from inference_svc.runtime.kv.kv_pool import KVPool
-from inference_svc.runtime.kv.sequence_kv import LayerShape
+from inference_svc.runtime.kv.layer_tensors import LayerShape
 from inference_svc.runtime.store.saves import Saves
 from shared.types.lineage import WHOLE
 from shared.types.session_key import SessionKey

@@ -5,7 +5,7 @@ import torch
 
 from inference_svc.core.scheduling.write_slots import WriteSlots
 from inference_svc.runtime.kv.kv_pool import KVPool
-from inference_svc.runtime.kv.sequence_kv import LayerShape
+from inference_svc.runtime.kv.layer_tensors import LayerShape
 from inference_svc.runtime.kv.write_ring import WriteRing
 from inference_svc.runtime.transfer.compaction import Compactor
 from inference_svc.runtime.transfer.resident_sequences import ResidentSequences

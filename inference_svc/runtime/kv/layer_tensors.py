@@ -1,0 +1,197 @@
+"""Tensors of every layer, cut and divided at once; and how one sequence's tokens are reached.
+
+ContiguousTokens   per layer [1, kv_heads, slots, dim]: one sequence's, side by side
+SlotTensors        per layer [slots, kv_heads, dim]: of many, in any order (`Places`)
+TokenTensors       one sequence's by position, however they lie
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import ClassVar, NamedTuple, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+
+class LayerShape(NamedTuple):
+    """Per-token shapes of one layer: (kv_heads, head_dim) and (kv_heads, value_dim)."""
+
+    key: tuple[int, int]
+    value: tuple[int, int]
+
+
+class LayerTensors:
+    """One tensor per layer; layers of equal shape lie in one stack, to be cut at once.
+
+    Attributes:
+        token_dim: the dimension of one layer's tensor that counts token slots.
+        layers: the tensors.
+        dtype: their element type.
+        device: the device that they are on.
+    """
+
+    token_dim: ClassVar[int]
+
+    def __init__(self, stacks: Sequence[tuple[Tensor, Sequence[int]]]) -> None:
+        """Store the stacks.
+
+        Args:
+            stacks: (tensor [layers, ...], indices of these layers); together all layers.
+        """
+        self._stacks = stacks
+        self._num_layers = sum(len(indices) for _, indices in stacks)
+        self.dtype, self.device = stacks[0][0].dtype, stacks[0][0].device
+        self.layers = self._spread([stack.unbind(0) for stack, _ in stacks])
+
+    def __getitem__(self, layer_index: int) -> Tensor:
+        return self.layers[layer_index]
+
+    @staticmethod
+    def sizes(kv_heads: int, num_slots: int, dim: int) -> tuple[int, ...]:
+        """Return the sizes of one layer's tensor."""
+        raise NotImplementedError
+
+    def cut(self, first: int, num_tokens: int) -> Sequence[Tensor]:
+        """View token slots [first, first + num_tokens) of every layer.
+
+        Half the cost of cutting them one by one.
+        """
+        dim = self.token_dim + 1
+        return self._spread(
+            [stack.narrow(dim, first, num_tokens).unbind(0) for stack, _ in self._stacks]
+        )
+
+    def _spread(self, views: Sequence[Sequence[Tensor]]) -> Sequence[Tensor]:
+        """Bring the stacks' views into the order of layers."""
+        if len(views) == 1:
+            return views[0]
+        by_layer = {
+            layer_index: view
+            for stack_views, (_, indices) in zip(views, self._stacks, strict=True)
+            for layer_index, view in zip(indices, stack_views, strict=True)
+        }
+        return [by_layer[layer_index] for layer_index in range(self._num_layers)]
+
+
+class ContiguousTokens(LayerTensors):
+    """Per layer [1, kv_heads, slots, dim], as attention takes them."""
+
+    token_dim = 2
+
+    @staticmethod
+    def sizes(kv_heads: int, num_slots: int, dim: int) -> tuple[int, ...]:
+        """Return the sizes of one layer's tensor."""
+        return 1, kv_heads, num_slots, dim
+
+    def read(self, layer_index: int, first: int, num_tokens: int) -> Tensor:
+        """View a layer's tokens, [num_tokens, kv_heads, dim]."""
+        return self.layers[layer_index][0].narrow(1, first, num_tokens).transpose(0, 1)
+
+    @contextmanager
+    def filling(self, layer_index: int, first: int, num_tokens: int) -> Iterator[Tensor]:
+        """Yield a view of a layer's tokens, [num_tokens, kv_heads, dim]."""
+        yield self.read(layer_index, first, num_tokens)
+
+
+class SlotTensors(LayerTensors):
+    """Per layer [slots, kv_heads, dim], as blocks and pages have them."""
+
+    token_dim = 0
+
+    @staticmethod
+    def sizes(kv_heads: int, num_slots: int, dim: int) -> tuple[int, ...]:
+        """Return the sizes of one layer's tensor."""
+        return num_slots, kv_heads, dim
+
+    def seen_by_heads(self) -> ContiguousTokens:
+        """View the same slots as attention takes them."""
+        return ContiguousTokens(
+            [(stack.transpose(1, 2).unsqueeze(1), indices) for stack, indices in self._stacks]
+        )
+
+
+class TokenTensors(Protocol):
+    """Keys or values of one sequence's tokens, by position; of every layer.
+
+    Attributes:
+        dtype: the element type.
+        device: the device that they are on.
+    """
+
+    dtype: torch.dtype
+    device: torch.device
+
+    def cut(self, first: int, num_tokens: int) -> Sequence[Tensor]:
+        """Return tokens [first, first + num_tokens) by layer, each [1, kv_heads, num_tokens, dim].
+
+        To be read: views, or where tokens lie apart copies, made when a layer is asked for.
+        """
+
+    def read(self, layer_index: int, first: int, num_tokens: int) -> Tensor:
+        """Return a layer's tokens, [num_tokens, kv_heads, dim]; a view, or a copy."""
+
+    def filling(
+        self, layer_index: int, first: int, num_tokens: int
+    ) -> AbstractContextManager[Tensor]:
+        """Yield [num_tokens, kv_heads, dim], to be written: a layer's tokens afterwards."""
+
+
+T = TypeVar("T", bound=LayerTensors)
+
+
+def token_items_of(shapes: Sequence[LayerShape]) -> int:
+    """Count the elements of a token's keys and values, all layers."""
+    return sum(heads * dim for shape in shapes for heads, dim in shape)
+
+
+def divided(
+    flat: Tensor, shapes: Sequence[LayerShape], num_slots: int, kind: type[T]
+) -> tuple[T, T]:
+    """Divide memory between keys and values, and each of them between layers.
+
+    Args:
+        flat: with room for `num_slots` tokens.
+        shapes: of all layers.
+        num_slots: token slots of each layer's tensor.
+        kind: how a layer's tensor is laid out.
+    """
+    offset = 0
+
+    def divide(per_token: Sequence[tuple[int, int]]) -> T:
+        nonlocal offset
+        stacks = []
+        for shape in dict.fromkeys(per_token):
+            indices = [index for index, other in enumerate(per_token) if other == shape]
+            heads, dim = shape
+            num_items = len(indices) * heads * num_slots * dim
+            sizes = kind.sizes(heads, num_slots, dim)
+            stack = flat.narrow(0, offset, num_items).view(len(indices), *sizes)
+            stacks.append((stack, indices))
+            offset += num_items
+        return kind(stacks)
+
+    return divide([shape.key for shape in shapes]), divide([shape.value for shape in shapes])
+
+
+class Places:
+    """Some token slots of tensors [slots, kv_heads, dim], in the order of their tokens."""
+
+    def __init__(self, slots: Sequence[int], device: torch.device) -> None:
+        self._num_slots = len(slots)
+        self._first = slots[0] if slots else 0
+        self._index: Tensor | None = None
+        if any(slot != self._first + offset for offset, slot in enumerate(slots)):
+            self._index = torch.tensor(slots, device=device)
+
+    def read(self, tensor: Tensor) -> Tensor:
+        """Return the slots' rows, [slots here, kv_heads, dim]; a view if they lie side by side."""
+        if self._index is None:
+            return tensor.narrow(0, self._first, self._num_slots)
+        return tensor.index_select(0, self._index)
+
+    def write(self, tensor: Tensor, rows: Tensor) -> None:
+        """Copy rows, as `read` returns them, to the slots."""
+        if self._index is None:
+            tensor.narrow(0, self._first, self._num_slots).copy_(rows)
+        else:
+            tensor.index_copy_(0, self._index, rows.to(tensor.dtype))

@@ -1,0 +1,74 @@
+"""Where a step's new tokens go in working KV: cut once a step, written once a layer.
+
+Written for few calls: all sequences' tokens of a layer are copied in one.
+"""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from inference_svc.runtime.kv.layer_tensors import Places, SlotTensors
+from inference_svc.runtime.kv.paged_kv import PagedKv
+from inference_svc.runtime.kv.sequence_kv import SequenceKv
+
+
+class NewTokens(Protocol):
+    """Places of new tokens, of all sequences of a step."""
+
+    def write(self, layer_index: int, key: Tensor, value: Tensor) -> None:
+        """Write a layer's new tokens.
+
+        Args:
+            layer_index: the layer.
+            key: [1, kv_heads, tokens, head_dim], after RoPE, the sequences' one after another.
+            value: [1, kv_heads, tokens, value_dim].
+        """
+
+
+def new_tokens(appended: Sequence[tuple[SequenceKv, int]]) -> NewTokens:
+    """Cut the places of so many new tokens behind each sequence's; all of them are of one kind."""
+    paged = [(kv, number) for kv, number in appended if isinstance(kv, PagedKv)]
+    return _OnPages(paged) if paged else _SideBySide(appended)
+
+
+class _SideBySide:
+    """Tokens of sequences that have memory of their own."""
+
+    def __init__(self, appended: Sequence[tuple[SequenceKv, int]]) -> None:
+        self._sizes = [num_tokens for _, num_tokens in appended]
+        # Per layer, keys and then values of each sequence, [1, kv_heads, tokens, dim].
+        self._places = list(
+            zip(
+                *[kv.keys.cut(kv.num_tokens, num_tokens) for kv, num_tokens in appended],
+                *[kv.values.cut(kv.num_tokens, num_tokens) for kv, num_tokens in appended],
+                strict=True,
+            )
+        )
+
+    def write(self, layer_index: int, key: Tensor, value: Tensor) -> None:
+        """Write a layer's new tokens; see the protocol."""
+        sizes = self._sizes
+        written = [*key.split_with_sizes(sizes, 2), *value.split_with_sizes(sizes, 2)]
+        torch._foreach_copy_(self._places[layer_index], written)
+
+
+class _OnPages:
+    """Tokens that go to slots of one region."""
+
+    def __init__(self, appended: Sequence[tuple[PagedKv, int]]) -> None:
+        kv = appended[0][0]
+        self._keys: SlotTensors = kv.keys.slots
+        self._values: SlotTensors = kv.values.slots
+        slots = [
+            slot
+            for kv, num_tokens in appended
+            for slot in kv.table.slots_of(kv.num_tokens, num_tokens)
+        ]
+        self._places = Places(slots, kv.device)
+
+    def write(self, layer_index: int, key: Tensor, value: Tensor) -> None:
+        """Write a layer's new tokens; see the protocol."""
+        self._places.write(self._keys[layer_index], key[0].transpose(0, 1))
+        self._places.write(self._values[layer_index], value[0].transpose(0, 1))
