@@ -239,14 +239,15 @@ def loaded_model(directory):
 class Engine:
     """An engine over a store in memory, and a maker of requests."""
 
-    def __init__(self, model, store, limits, preload, saves_first):
+    def __init__(self, model, store, given, preload, saves_first):
         loaded, calibration = model
         store.calibration = calibration
         self.store = store
         self.counters, rates = Counters(), Rates()
         self.threads = WorkerThread("compute"), WorkerThread("load")
-        limits = SchedulerLimits(**{**LIMITS, **limits})
-        if os.environ.get("INFERENCE_SCHEDULER__WORKING_KV") == "pages":
+        limits = SchedulerLimits(**{**LIMITS, **given})
+        is_on_pages = os.environ.get("INFERENCE_SCHEDULER__WORKING_KV") == "pages"
+        if is_on_pages and "page_tokens" not in given:
             size = min(PAGE_TOKENS, limits.kv_slots)
             limits = replace(limits, kv_slots=limits.kv_slots // size * size, page_tokens=size)
         num_layers = len(calibration.layers)

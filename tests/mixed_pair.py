@@ -38,7 +38,7 @@ class Setting:
     """
 
     cache: dict[str, str | int | bool] = field(default_factory=dict)
-    scheduler: dict[str, int] = field(default_factory=dict)
+    scheduler: dict[str, int | str] = field(default_factory=dict)
     num_slots: int = 6
     num_extents: int = 60
     delay_s: float = 0.0
@@ -99,7 +99,8 @@ async def until_settled(pair: Pair) -> None:
             model = await client.get_model()
         gauges, tail_rows = model.gauges, model.block_tokens - 1  # of each resident
         used_rows = gauges["pool_token_slots"] - gauges["pool_free_token_slots"]
-        kept_rows = gauges["resident_token_slots"] + gauges["resident_sessions"] * tail_rows
+        kept_rows = gauges["resident_token_slots"] - gauges["shared_token_slots"]
+        kept_rows += gauges["resident_sessions"] * tail_rows
         left.update({name: gauges[name] for name in ("reserved_token_slots", "saves_under_way")})
         left.update(running=model.running_turns, waiting=model.waiting_turns)
         left.update(rows=max(0, used_rows - kept_rows))

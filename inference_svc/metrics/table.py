@@ -214,13 +214,15 @@ METRICS = MetricTable(
             "inference_kv_token_slots",
             "gauge",
             "Token slots of the working KV: all there are, free ones, those reserved for turns, "
-            "those of idle sessions; those of the write ring, and the free ones there",
+            "those of idle sessions, those that would be taken besides if sessions shared no pages; "
+            "those of the write ring, and the free ones there",
             ("state",),
             {
                 "pool": "pool_token_slots",
                 "free": "pool_free_token_slots",
                 "reserved": "reserved_token_slots",
                 "resident": "resident_token_slots",
+                "shared": "shared_token_slots",
                 "write_ring": "write_ring_token_slots",
                 "write_ring_free": "write_ring_free_token_slots",
             },

@@ -81,6 +81,8 @@ def random_setting(seed):
         "mixed_step_tokens": die.choice((16, 16, 64)),
         "kv_tokens": die.choice((700, 1500, 1500, 3000, 6000)),
         "answer_tokens": die.choice((1, 4, 4, 16)),
+        "working_kv": die.choice(("contiguous", "pages")),
+        "page_tokens": die.choice((1, 4, 16, 16, 100)),
     }
     return Setting(
         cache,

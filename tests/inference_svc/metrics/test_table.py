@@ -9,6 +9,7 @@ GAUGES = {  # of EngineLoop.gauges; a real service's are compared in tests/integ
         "reserved_token_slots",
         "resident_token_slots",
         "resident_sessions",
+        "shared_token_slots",
         "pool_token_slots",
         "pool_free_token_slots",
     ),

@@ -105,7 +105,7 @@ async def test_a_load_that_breaks_off_under_a_step_is_computed_instead(model, nu
 
 async def test_answers_that_outgrow_their_room_move_and_go_on(model):
     """Rows for an answer are given as it grows; others may have the room meanwhile."""
-    async with running_engine(model, kv_slots=700) as engine:
+    async with running_engine(model, kv_slots=700, page_tokens=None) as engine:
         turns = await asyncio.gather(
             *(engine.run(range(20 + n, 60 + n), 90, session=str(n)) for n in range(5))
         )
@@ -181,7 +181,7 @@ async def test_every_way_to_preload_gives_the_same_answer(model, preload):
 
 async def test_an_answer_that_is_cut_behind_its_last_preemption(model):
     """A stop string may end an answer before the rows of its newest write buffer begin."""
-    async with running_engine(model, answer_tokens=8) as engine:
+    async with running_engine(model, answer_tokens=8, page_tokens=None) as engine:
         request = engine.request(range(20, 60), 12)
         await engine.loop.generate(request)
         assert request.num_preemptions == 1
@@ -284,7 +284,8 @@ async def test_the_end_of_a_session_is_told_after_its_last_save(model, saves):
 
 async def test_the_end_of_a_session_is_told_after_preemptions_and_failed_loads(model):
     """Whatever its last turn went through; the save that counts is the last one."""
-    async with running_engine(model, keeps_residents=False, answer_tokens=8) as engine:
+    few = {"keeps_residents": False, "answer_tokens": 8, "page_tokens": None}
+    async with running_engine(model, **few) as engine:
         first = await engine.run(range(20, 60))
         engine.store.num_failing_loads = 1
         prompt = [*first.token_ids, *range(30, 50)]

@@ -72,16 +72,13 @@ def test_the_next_buffer_begins_with_the_rows_of_the_partial_block(
         assert positions(following, boundary, end_token) == list(range(boundary, end_token))
 
 
-def test_rows_whose_position_free_keys_are_gone_are_not_built_on(pool, ring):
-    """Fewer tokens than the tail has are rounded down to a block."""
+@pytest.mark.parametrize(("num_tokens", "first_token"), [(8, 8), (6, 8), (1, 4), (0, 0)])
+def test_of_a_block_that_is_stored_nothing_is_saved_again(pool, ring, num_tokens, first_token):
+    """The buffer begins behind it, though some of its tokens are computed anew."""
     residents = ResidentSequences(pool, BLOCK_TOKENS)
-    residents.put(KEY, pool.new_kv(60), 14, numbered_buffer(pool, 0, 14))
-    resident = residents.get(KEY)
-    assert [residents.usable_tokens(resident, n) for n in (14, 13, 12, 11, 8, 5, 3)] == [
-        *(14, 13, 12),
-        *(8, 8, 4, 0),
-    ]
-    assert residents.next_buffer(resident, 8, ring).first_token == 8
+    assert residents.put(KEY, pool.new_kv(60), 14, numbered_buffer(pool, 0, 14)) == 12
+    buffer = residents.next_buffer(residents.get(KEY), num_tokens, ring)
+    assert buffer.first_token == buffer.end_token == first_token
 
 
 def test_without_room_for_the_partial_block_it_stays_as_it_is(pool):
@@ -104,10 +101,10 @@ def test_of_an_answer_cut_behind_what_is_stored_whole_blocks_stay(pool, kept, le
 
 
 def test_without_saving_there_is_no_tail(pool):
-    """All rows can be built on."""
+    """All rows can be built on: the boundary is behind them."""
     residents = ResidentSequences(pool, BLOCK_TOKENS)
-    residents.put(KEY, pool.new_kv(60), 14, None)
-    assert residents.usable_tokens(residents.get(KEY), 14) == 14
+    assert residents.put(KEY, pool.new_kv(60), 14, None) == 14
+    assert residents.get(KEY).tail is None
 
 
 def test_a_released_resident_gives_everything_back(pool):

@@ -1,0 +1,167 @@
+"""Slots that are counted, and slots on pages that several hold."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from inference_svc.core.scheduling.held_slots import ContiguousSlots, PageCopy, PagedSlots
+
+
+@pytest.mark.parametrize("slots", [ContiguousSlots(40), PagedSlots(10, 4)])
+def test_what_nobody_needs_may_be_evicted(slots):
+    """A resident's slots count as evictable, until a turn or a copy needs them again."""
+    one, other = slots.take(12), slots.take(8)
+    assert (slots.free_slots, slots.evictable_slots) == (20, 0)
+    slots.spare(one)
+    assert slots.evictable_slots == 12
+    assert slots.evictable_after([other], None) == 20
+    assert slots.evictable_after([other], one) == 8
+    slots.need(one)
+    slots.need(one)
+    slots.spare(one)
+    assert slots.evictable_slots == 0, "another needs it still"
+    assert slots.evictable_after([], one) == 0
+    assert slots.freed_by([one, other]) == 20
+    slots.check([one, other])
+    slots.release(one)
+    slots.spare(other)
+    slots.release(other)
+    assert (slots.free_slots, slots.evictable_slots) == (40, 0)
+    slots.check([])
+
+
+@pytest.mark.parametrize("slots", [ContiguousSlots(40), PagedSlots(10, 4)])
+def test_no_more_than_there_is(slots):
+    """A bug in the planner ends here, not in memory."""
+    slots.take(36)
+    with pytest.raises(AssertionError, match="more is reserved"):
+        slots.take(8)
+    holding = slots.take(4)
+    slots.spare(holding)
+    with pytest.raises(AssertionError, match="nobody needs"):
+        slots.spare(holding)
+
+
+def test_slots_side_by_side_are_one_piece():
+    """They are neither shared nor cut."""
+    slots = ContiguousSlots(40)
+    one = slots.take(12)
+    slots.trim(one, 3)
+    assert (slots.needed_for(5), one.num_slots, slots.own(one, 0)) == (5, 12, [])
+    assert slots.num_shared(one, 0) == 0
+
+
+def test_pages_are_whole():
+    """Room for a token more is a page more."""
+    slots = PagedSlots(10, 4)
+    assert [slots.needed_for(n) for n in (0, 1, 4, 5)] == [0, 4, 4, 8]
+    one = slots.take(20)
+    slots.trim(one, 9)
+    assert (one.num_slots, slots.free_slots) == (12, 28)
+    slots.extend(one, 4)
+    assert one.pages == [0, 1, 2, 3], "side by side, as long as they can be"
+    slots.check([one])
+
+
+def test_a_sequence_s_pages_lie_side_by_side_where_they_can():
+    """The page behind its last one is taken if it is free, whatever is free below."""
+    slots = PagedSlots(10, 1)
+    low, middle = slots.take(3), slots.take(2)
+    slots.release(low)
+    slots.extend(middle, 2)
+    assert middle.pages == [3, 4, 5, 6]
+    assert slots.take(4).pages == [0, 1, 2, 7]
+
+
+def test_shared_pages_are_counted_once():
+    """Who goes first frees what is its own; the last one frees the rest."""
+    slots = PagedSlots(10, 4)
+    one = slots.take(20)
+    other = slots.share(one, 12)
+    slots.extend(other, 8)
+    assert other.pages[:3] == one.pages[:3]
+    assert (slots.free_slots, one.num_slots, other.num_slots) == (12, 20, 20)
+    assert (slots.freed_by([one]), slots.freed_by([one, other])) == (8, 28)
+    slots.spare(one)
+    assert slots.evictable_slots == 8, "the other needs three of its pages"
+    assert slots.evictable_after([other], None) == 28
+    assert slots.evictable_after([other], one) == 8
+    slots.check([one, other])
+    slots.release(one)
+    assert slots.free_slots == 20
+    slots.release(other)
+    assert slots.free_slots == 40
+
+
+def test_who_writes_to_a_shared_page_gets_another():
+    """From the first token that is written on; the others keep theirs."""
+    slots = PagedSlots(10, 4)
+    one = slots.take(16)
+    other = slots.share(one, 12)
+    assert slots.num_shared(one, 5) == 8
+    assert slots.own(one, 5) == [PageCopy(1, 1, 4), PageCopy(2, 2, 5)]
+    assert (one.pages, other.pages) == ([0, 4, 5, 3], [0, 1, 2])
+    assert slots.num_shared(one, 4) == 0
+    assert slots.own(one, 4) == []
+    slots.check([one, other])
+    slots.spare(one)
+    assert slots.own(one, 0) == [PageCopy(0, 0, 6)]
+    slots.check([one, other])
+
+
+def test_pages_that_are_freed_often_are_found():
+    """The list of what may be free does not grow for ever."""
+    slots = PagedSlots(6, 1)
+    for _ in range(100):
+        one, other = slots.take(2), slots.take(3)
+        slots.release(one)
+        slots.release(other)
+    slots.check([])
+    assert sorted(slots.take(6).pages) == list(range(6))
+
+
+ACTS = st.lists(
+    st.tuples(
+        st.sampled_from(["take", "share", "extend", "own", "trim", "need", "spare", "release"]),
+        st.integers(0, 99),
+        st.integers(0, 30),
+    ),
+    max_size=60,
+)
+
+
+@given(acts=ACTS, page_tokens=st.integers(1, 5))
+@settings(max_examples=200, deadline=None)
+def test_any_order_of_events_keeps_the_account(acts, page_tokens):
+    """What is free, needed and evictable is what the holdings say."""
+    slots, holdings = PagedSlots(12, page_tokens), []
+    for act, chosen, num_tokens in acts:
+        if act == "take":
+            wanted = min(slots.needed_for(num_tokens), slots.free_slots)
+            holdings.append(slots.take(wanted))
+        elif holdings:
+            holding = holdings[chosen % len(holdings)]
+            do(act, slots, holdings, holding, num_tokens)
+        slots.check(holdings)
+
+
+def do(act, slots, holdings, holding, num_tokens):
+    """What may be done to a holding, if it may."""
+    if act == "share":
+        holdings.append(slots.share(holding, num_tokens))
+    elif act == "extend" and holding.num_needing:
+        slots.extend(holding, min(slots.needed_for(num_tokens), slots.free_slots))
+    elif act == "own" and slots.num_shared(holding, num_tokens) <= slots.free_slots:
+        slots.own(holding, num_tokens)
+        assert slots.num_shared(holding, num_tokens) == 0
+    elif act == "trim":
+        slots.trim(holding, num_tokens)
+    elif act == "need":
+        slots.need(holding)
+    elif act == "spare" and holding.num_needing:
+        slots.spare(holding)
+    elif act == "release":
+        expected = slots.free_slots + slots.freed_by([holding])
+        holdings.remove(holding)
+        slots.release(holding)
+        assert slots.free_slots == expected
