@@ -17,6 +17,7 @@ from inference_svc.bench.options import (
     PositionsOptions,
     RunOptions,
     ServeOptions,
+    SharingOptions,
     TurnsOptions,
 )
 from inference_svc.bench.report import plot, tables
@@ -79,6 +80,13 @@ def policies(choice: ModelChoice, options: PoliciesOptions, output: OutputOption
 @command(ModelChoice, OverflowOptions, OutputOptions)
 def overflow(choice: ModelChoice, options: OverflowOptions, output: OutputOptions) -> None:
     """TTFT of a turn whose context overflows, against the same turn in a larger window."""
+    measure(options, choice, output)
+
+
+@bench_app.command()
+@command(ModelChoice, SharingOptions, OutputOptions)
+def sharing(choice: ModelChoice, options: SharingOptions, output: OutputOptions) -> None:
+    """TTFT of the last of many sessions that begin with one prompt, and what they all hold."""
     measure(options, choice, output)
 
 

@@ -292,6 +292,28 @@ class OverflowOptions:
 
 
 @dataclass(frozen=True, slots=True)
+class SharingOptions:
+    """Part `sharing`.
+
+    Attributes:
+        num_sessions: that begin with the prompt, the measured one included.
+        prompt_tokens: of what they begin with.
+        new_tokens: of each one's own.
+        answer_tokens: of the measured turn.
+    """
+
+    num_sessions: NumSessions = 64
+    prompt_tokens: Annotated[
+        int, typer.Option("--prompt", min=2, help="Tokens that all begin with.")
+    ] = 1000
+    new_tokens: Annotated[int, typer.Option("--new", min=1, help="Tokens of each one's own.")] = 50
+    answer_tokens: Annotated[
+        int, typer.Option("--answer", min=1, help="Tokens of the measured answer.")
+    ] = 4
+    pairs: Pairs = 15
+
+
+@dataclass(frozen=True, slots=True)
 class PositionsOptions:
     """Part `positions`.
 
@@ -332,6 +354,7 @@ Part = (
     | ServeOptions
     | PoliciesOptions
     | OverflowOptions
+    | SharingOptions
     | PositionsOptions
     | DecodeOptions
 )

@@ -14,6 +14,7 @@ from inference_svc.bench import (
     overlap,
     policies,
     replay,
+    sharing,
     ssd_turns,
     turns,
 )
@@ -28,6 +29,7 @@ from inference_svc.bench.options import (
     PositionsOptions,
     RunOptions,
     ServeOptions,
+    SharingOptions,
     TurnsOptions,
 )
 from inference_svc.bench.random_model import chosen_model
@@ -87,6 +89,9 @@ def _plan(part: Part) -> tuple[str, str, int, Measure]:
         case OverflowOptions():
             window = overflow.window_tokens(part)
             return "overflow", overflow.METRIC, window, overflow.measure_overflow
+        case SharingOptions():
+            window = sharing.window_tokens(part)
+            return "sharing", sharing.METRIC, window, sharing.measure_sharing
         case PositionsOptions():
             return "positions", policies.METRIC, part.window_tokens, policies.measure_positions
         case DecodeOptions():

@@ -214,7 +214,7 @@ METRICS = MetricTable(
             "inference_kv_token_slots",
             "gauge",
             "Token slots of the working KV: all there are, free ones, those reserved for turns, "
-            "those of idle sessions, those that would be taken besides if sessions shared no pages; "
+            "those of idle sessions, those that it would take more if sessions shared no pages; "
             "those of the write ring, and the free ones there",
             ("state",),
             {

@@ -12,6 +12,7 @@ from inference_svc.bench.options import (
     PositionsOptions,
     RunOptions,
     ServeOptions,
+    SharingOptions,
     TurnsOptions,
 )
 from inference_svc.bench.runner import run
@@ -105,6 +106,21 @@ def test_an_overflow_is_compared_with_the_turn_that_fits_and_with_half_the_histo
         }
         assert [ratio.what for ratio in case.ratios] == ["overflow / fits", "overflow / half"]
     assert [case.name.split(", ")[1] for case in report.cases] == ["dram", "hbm"]
+
+
+def test_sessions_that_begin_alike_are_compared_on_pages_and_side_by_side(measure):
+    """On pages the prompt is held once; every measured turn had it from memory."""
+    (case,) = measure(SharingOptions(3, 64, 20, answer_tokens=2, pairs=PAIRS)).cases
+    names = ("pages", "pages floor", "copied", "copied floor")
+    assert {name: found.num for name, found in variants(case).items()} == dict.fromkeys(
+        names, PAIRS
+    )
+    assert case.facts["pages_bytes"] < 0.7 * case.facts["copied_bytes"]
+    assert [ratio.what for ratio in case.ratios] == [
+        "pages / pages floor",
+        "copied / copied floor",
+        "pages / copied",
+    ]
 
 
 def test_coupled_positions_lose_the_turns_that_overflow(measure, tmp_path_factory):

@@ -1,0 +1,124 @@
+"""Part `sharing`: many sessions that begin with one prompt, and what the last of them costs.
+
+pages        the prompt's KV is on pages that all of them hold
+copied       each session's KV lies by itself, and the prompt's is copied
+... floor    the same turn of a session whose own history that prompt is
+
+Both engines have a session that has computed the prompt, and the others, each with tokens of its
+own; what all of them take is in the facts. The measured session begins anew in each round.
+"""
+
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+
+from inference_svc.bench.bench_session import BenchSession, take_rounds, ttft_values
+from inference_svc.bench.figures import Case, Interleaved
+from inference_svc.bench.local_engine import LocalEngine, is_from, running_engine, whole_blocks
+from inference_svc.bench.options import RunOptions, SharingOptions
+from inference_svc.bench.workspace import Workspace
+
+METRIC = "ttft_s"
+WARM_UP = 2
+MOST_OVER_FLOOR = 1.10  # the prompt's length should not matter
+WORKING_KV = {"pages": "pages", "copied": "contiguous"}
+
+
+def window_tokens(options: SharingOptions) -> int:
+    """The longest turn."""
+    return options.prompt_tokens + options.new_tokens + options.answer_tokens
+
+
+async def measure_sharing(
+    options: SharingOptions, run: RunOptions, work: Workspace
+) -> tuple[Case, ...]:
+    """Measure the last of so many sessions."""
+    kv_tokens = (options.num_sessions + 4) * (window_tokens(options) + 64)
+    async with AsyncExitStack() as stack:
+        kvd = await stack.enter_async_context(work.kvd(2 * kv_tokens))
+        engines = {}
+        for name, working_kv in WORKING_KV.items():
+            engine = await stack.enter_async_context(
+                running_engine(
+                    work.model,
+                    kvd,
+                    kv_tokens=2 * kv_tokens,
+                    scheduler={"working_kv": working_kv},
+                )
+            )
+            run.on_progress(f"sharing: {name}: computing {options.num_sessions} sessions")
+            engines[name] = await _begun(engine, options, name)
+        return (await _measured(engines, options, run),)
+
+
+@dataclass(frozen=True, slots=True)
+class _Engine:
+    """An engine whose sessions have begun.
+
+    Attributes:
+        owner: the session whose history the prompt is, and nothing else.
+        num_new: tokens of each session's own.
+        held_bytes: of all sessions' KV in memory.
+    """
+
+    local: LocalEngine
+    options: SharingOptions
+    owner: BenchSession
+    num_new: int
+    held_bytes: int
+
+    async def turn(self, *, is_floor: bool) -> dict[str, float] | None:
+        """One turn behind the prompt, of the session that owns it or of one that begins."""
+        local, options = self.local, self.options
+        await local.settle()
+        if is_floor:
+            times = await self.owner.turn("resident", self.num_new, options.answer_tokens)
+        else:
+            prompt = [*self.owner.ids, *local.new_tokens(self.num_new)]
+            key = local.key("the-last-one")
+            times = await local.turn(key, prompt, options.answer_tokens, source="any")
+            local.parts.engine.memory.release_resident(key)
+        if not is_from(times, "hbm", len(self.owner.ids)):
+            return None
+        return ttft_values(times, len(self.owner.ids) + self.num_new)
+
+
+async def _begun(local: LocalEngine, options: SharingOptions, name: str) -> _Engine:
+    """Compute the prompt, and all sessions that begin with it but the last."""
+    whole, num_new = whole_blocks(options.prompt_tokens, options.new_tokens, local.block_tokens)
+    owner = BenchSession(local, f"{name}-owner")
+    await owner.grow(whole)
+    for number in range(options.num_sessions - 1):
+        prompt = [*owner.ids, *local.new_tokens(num_new)]
+        key, num_kept = local.key(f"{name}-{number}"), len(prompt)
+        await local.turn(key, prompt, 1, source="any", keep_tokens=num_kept, history_tokens=0)
+    await local.settle()
+    gauges = local.parts.engine.gauges()
+    slots = gauges["resident_token_slots"] - gauges["shared_token_slots"]
+    held_bytes = int(slots) * local.parts.pool.token_slot_bytes
+    return _Engine(local, options, owner, num_new, held_bytes)
+
+
+async def _measured(engines: dict[str, _Engine], options: SharingOptions, run: RunOptions) -> Case:
+    """Take all rounds, and compare each way with its floor."""
+    any_engine = next(iter(engines.values()))
+    facts = {
+        "sessions": options.num_sessions,
+        "prompt_tokens": len(any_engine.owner.ids),
+        "new_tokens": any_engine.num_new,
+        **{f"{name}_bytes": engine.held_bytes for name, engine in engines.items()},
+    }
+    found = Interleaved(f"{options.num_sessions} sessions", facts)
+    variants = [variant for name in engines for variant in (name, f"{name} floor")]
+
+    async def take(variant: str) -> dict[str, float] | None:
+        name, _, floor = variant.partition(" ")
+        return await engines[name].turn(is_floor=bool(floor))
+
+    rounds = range(-WARM_UP, options.pairs)
+    await take_rounds(
+        found, lambda _: variants, rounds, take, lambda what: run.on_progress(f"sharing: {what}")
+    )
+    found.compare(METRIC, "pages", "pages floor", at_most=MOST_OVER_FLOOR)
+    found.compare(METRIC, "copied", "copied floor")
+    found.compare(METRIC, "pages", "copied")
+    return found.case()
