@@ -112,7 +112,11 @@ class SchedulerWorld:
         # Under way, and whether there was room for it.
         self.shifts: dict[SessionKey, tuple[Turn | None, tuple[Range, ...], bool]] = {}
         self.conversations: dict[SessionKey, list[int]] = {key: [] for key in KEYS}
+        self.late: list[tuple[SequenceKv, ExitStack]] = []  # what failed loads write to
+        self.forked: set[SessionKey] = set()  # nothing of them is stored yet
         self.num_sampled = 0
+        self.num_copied_pages = 0  # since others have them, before a discard …
+        self.num_replaced_pages = 0  # … and before something else is computed behind them
         self.memory: dict[tuple[int, int], int] = {}  # by page and slot
 
     # -------------------------------------------------------------------------------- checks
@@ -169,6 +173,7 @@ class SchedulerWorld:
     def _own(self, key: SessionKey, ranges: tuple[Range, ...]) -> bool:
         """What a resident is about to overwrite is its own; whether there is room for that."""
         copies = self.scheduler.residents.own(key, ranges[0][0])
+        self.num_copied_pages += len(copies or ())
         for copy in copies or ():
             for slot in range(self.limits.page_tokens):
                 if (copy.source, slot) in self.memory:
@@ -211,6 +216,7 @@ class SchedulerWorld:
         """A session that has not begun begins as another one of its tenant does."""
         if key.tenant == other.tenant and not self.conversations[key]:
             self.conversations[key] = self.conversations[other][:num_tokens]
+            self.forked.add(key)
 
     def submit(self, key, new_tokens, max_tokens, *, priority=0, deadline_ns=None) -> Turn | None:
         """Submit a turn that goes on with its conversation, as far as that fits."""
@@ -227,7 +233,7 @@ class SchedulerWorld:
             max_tokens,
             self.now_ns,
             window_tokens=window,
-            history_tokens=len(history),
+            history_tokens=0 if key in self.forked else len(history),
             priority=priority,
             deadline_ns=deadline_ns,
         )
@@ -271,6 +277,8 @@ class SchedulerWorld:
         if admission.in_place:
             turn.kv = self.residents.pop(turn.request.key)
             del turn.kv.rows[admission.resident_tokens :]
+            pairs = zip(turn.kv.pages, admission.pages, strict=False)
+            self.num_replaced_pages += sum(old != new for old, new in pairs)
             self._lie_on(turn.kv, admission)
         elif admission.pages and admission.source is not None:
             source = self.residents[admission.source]
@@ -430,7 +438,8 @@ class SchedulerWorld:
         turn.layers += layers
         self._write(turn.kv)
         if turn.layers >= NUM_LAYERS:
-            turn.held.close()
+            if not turn.fails:
+                turn.held.close()
             self.scheduler.gate.progressed(turn.request, NUM_LAYERS, self.tick())
             turn.layers = None
             if turn.source is not None:
@@ -471,11 +480,19 @@ class SchedulerWorld:
                 sampled[chunk.request.number] = 1_000_000 + self.num_sampled
         self.scheduler.apply(StepResult(computed, sampled), self.tick())
         for turn in restarted:
+            self.late.append((turn.kv, turn.held))
+            turn.held = ExitStack()
             turn.kv, turn.fails, turn.is_writing = None, False, False
             self.scheduler.restart(turn.request, self.now_ns)
         for number in failing:
             self.stop(self.turns[number], RequestEvent.FAIL)
         return [self.turns[number] for number in sampled]
+
+    def end_late(self) -> None:
+        """A load that failed writes for the last time: to what nobody else has."""
+        kv, held = self.late.pop(0)
+        self._write(kv)
+        held.close()
 
     def finish(self, turn: Turn, *, keeps: bool) -> None:
         """A turn's answer is complete."""
@@ -488,6 +505,7 @@ class SchedulerWorld:
             turn.kv = None
         if keeps:
             self.conversations[request.key] = list(request.token_ids)
+            self.forked.discard(request.key)
         self._give_up(turn)
 
     def stop(self, turn: Turn, event: RequestEvent) -> None:
@@ -556,6 +574,8 @@ class SchedulerWorld:
         """All copies end, and a step is made."""
         for key in list(self.shifts):
             self.end_compaction(key, works=True)
+        while self.late:
+            self.end_late()
         for turn in self.turns.values():
             if turn.request.is_over and turn.layers is not None:
                 self.settle(turn, copies=True)

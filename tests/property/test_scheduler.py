@@ -128,6 +128,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         writing = [turn for turn in self.world.turns.values() if turn.is_writing]
         self.world.store(self.some(data, writing), num_tokens)
 
+    @precondition(lambda self: self.world.late)
+    @rule()
+    def write_late(self) -> None:
+        self.world.end_late()
+
     @precondition(lambda self: self.world.alive())
     @rule(data=st.data())
     def cancel(self, data) -> None:
@@ -201,7 +206,7 @@ def random_limits(random: Random) -> SchedulerLimits:
         max_running=random.randint(1, 4),
         max_loading=random.randint(1, 3),
         max_waiting=random.randint(2, 8),
-        kv_slots=random.choice([30, 60, 120, 240]),
+        kv_slots=random.choice([30, 60, 120, 240, 600]),
         step_tokens=random.randint(4, 32),
         mixed_step_tokens=random.randint(1, 4),
         answer_tokens=random.randint(0, 6),
@@ -243,10 +248,15 @@ def go_round(world: SchedulerWorld, random: Random, seen: Counter[str]) -> None:
         if random.random() < 0.5:
             seen["shifted"] += 1
             world.end_compaction(key, works=random.random() < 0.8)
-    if random.random() < 0.05:
+    if random.random() < 0.1:
         key = random.choice(KEYS)
         world.discard(key, random.randint(0, 3))
         seen["discarded"] += key in world.shifts
+    if world.late and random.random() < 0.2:
+        seen["late"] += 1
+        world.end_late()
+    if random.random() < 0.2:  # another answer is wanted
+        del world.conversations[random.choice(KEYS)][random.randint(5, 60) :]
     plan = world.schedule()
     seen["stalled"] += len(plan.stalled)
     seen["preempted"] += len(plan.preempted)
@@ -279,7 +289,12 @@ def random_traffic(seed: int, num_rounds: int) -> Counter[str]:
                 priority = random.choice([0, 0, 0, 1, 2])
                 in_ns = random.choice([None, None, None, 100 * MS])
                 deadline_ns = in_ns and world.now_ns + in_ns
-                world.fork(key, random.choice(KEYS), random.randint(1, 20))
+                if (
+                    random.random() < 0.3
+                ):  # a session that ends, and another that begins as one does
+                    world.drop_resident(key)
+                    world.conversations[key].clear()
+                world.fork(key, random.choice(KEYS), random.randint(10, 100))
                 world.submit(
                     key,
                     random.randint(1, 12),
@@ -289,6 +304,8 @@ def random_traffic(seed: int, num_rounds: int) -> Counter[str]:
                 )
         go_round(world, random, seen)
     world.drain()
+    seen["pages copied"] += world.num_copied_pages
+    seen["pages replaced"] += world.num_replaced_pages
     return seen
 
 
@@ -296,12 +313,13 @@ def check_traffic(seeds: range, num_rounds: int) -> None:
     seen = sum((random_traffic(seed, num_rounds) for seed in seeds), Counter[str]())
     wanted = ("preempted", "overflowed", "shifted", "discarded", "evicted", "expired", "in place")
     wanted += ("moved", "shared", "mixed", "finished", "stalled", "grown", "on shared pages")
+    wanted += ("pages copied", "pages replaced", "late")
     assert min(seen[what] for what in wanted) > 0, f"the traffic is too tame: {seen}"
 
 
 def test_nothing_starves_and_no_row_is_lost_under_random_traffic() -> None:
     """With tiny budgets, failing loads, priorities and cancellations, every request ends."""
-    check_traffic(range(30), 150)
+    check_traffic(range(60), 150)
 
 
 @pytest.mark.long

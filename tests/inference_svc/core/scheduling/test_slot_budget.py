@@ -2,7 +2,7 @@
 
 import pytest
 
-from inference_svc.core.scheduling.held_slots import ContiguousSlots
+from inference_svc.core.scheduling.held_slots import ContiguousSlots, PagedSlots
 from inference_svc.core.scheduling.request import Request
 from inference_svc.core.scheduling.residents import Residents
 from inference_svc.core.scheduling.slot_budget import SlotBudget
@@ -30,6 +30,36 @@ def test_rows_go_from_requests_to_residents_and_back():
     assert rows.take_resident(one).token_ids == (1, 2)
     assert (rows.free_slots, rows.reserved_slots, residents.num_slots) == (70, 30, 0)
     rows.check()
+
+
+def test_tokens_stay_in_place_unless_somebody_else_fills_their_page():
+    """What is behind them is about to be written; whole pages are copied by nobody."""
+    slots = PagedSlots(20, 4)
+    residents = Residents(slots)
+    rows, one, other = SlotBudget(slots, residents), request(1), request(2)
+    rows.reserve(one, 16)
+    rows.become_resident(one, range(14), 5)
+    resident = residents.get(one.key)
+    assert [rows.tokens_in_place(resident, n) for n in (14, 9, 8, 6)] == [14, 9, 8, 6]
+    rows.share(other, resident, 8)
+    assert [rows.tokens_in_place(resident, n) for n in (14, 9, 8, 6, 4)] == [14, 9, 8, 4, 4]
+    assert [rows.growth_in_place(resident, n, 16) for n in (14, 8, 4, 0)] == [0, 0, 4, 8]
+    assert rows.growth_in_place(resident, 8, 21) == 8
+    assert (rows.shared_slots, rows.free_slots, rows.pages(other)) == (8, 64, (0, 1))
+    rows.release_kv(other)
+    rows.check()
+
+
+def test_a_load_keeps_the_pages_of_a_request_that_is_over():
+    """They are free once it ends, and not before."""
+    slots = PagedSlots(20, 4)
+    rows, one = SlotBudget(slots, Residents(slots)), request(1)
+    rows.reserve(one, 16)
+    with rows.held(one):
+        rows.release_kv(one)
+        assert rows.free_slots == 64
+        rows.check()
+    assert rows.free_slots == 80
 
 
 def test_releasing_what_is_not_held_frees_nothing():

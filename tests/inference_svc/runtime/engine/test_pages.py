@@ -115,14 +115,15 @@ async def test_answers_that_find_no_page_wait_for_each_other(model):
         await engine.all_released()
 
 
-async def test_another_answer_takes_pages_of_its_own(model):
-    """A session whose last answer is thrown away goes on behind what it shares, and beside it."""
-    async with running_engine(model, **PAGES) as engine:
+@pytest.mark.parametrize(("page_tokens", "num_kept"), [(4, 64), (5, 60), (20, 60)])
+async def test_another_answer_takes_pages_of_its_own(model, page_tokens, num_kept):
+    """What is thrown away was shared: of a page that the others fill nothing is kept."""
+    async with running_engine(model, **PAGES | {"page_tokens": page_tokens}) as engine:
         first = await engine.run([*SYSTEM, 7, 8], session="first")
         other = await engine.run([*SYSTEM, 330, 7], session="other")
         prompt = [*SYSTEM[: 4 * BLOCK_TOKENS + 5], 60, 61]
         changed = await engine.run(prompt, session="first")
-        assert changed.outcome.tier_tokens == {"hbm": 4 * BLOCK_TOKENS}
+        assert changed.outcome.tier_tokens == {"hbm": num_kept}
         assert changed.sink.token_ids == await alone(model, prompt)
         for turn, session in ((other, "other"), (changed, "first")):
             following = [*turn.token_ids, 40, 41]
