@@ -7,7 +7,7 @@ PROTO_VENV := .venv-protos
 # The floor that pyproject.toml names: stubs refuse to run on anything older than they were made with.
 PROTO_TOOLS := grpcio-tools==1.76.0
 
-.PHONY: demo test coverage mutants structure test-failed flakes test-long test-systemd wheel check protos train clean
+.PHONY: demo test test-pages coverage mutants structure test-failed flakes test-long test-systemd wheel check protos train clean
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -51,6 +51,11 @@ flakes: $(VENV)/.installed
 # Full counts of what `make test` samples; among them 200 clients for 10 minutes (LOAD_CLIENTS, LOAD_MINUTES).
 test-long: $(VENV)/.installed
 	$(BIN)/pytest -m 'not systemd'
+
+# What runs an engine, with its KV on pages (scheduler.working_kv).
+test-pages: $(VENV)/.installed
+	INFERENCE_SCHEDULER__WORKING_KV=pages $(BIN)/pytest -m 'not long and not systemd' -n $(WORKERS) --dist worksteal \
+		tests/integration tests/fault tests/inference_svc/runtime/engine tests/inference_svc/runtime/turns
 
 # Would a test notice? Mutants of the cores, the tiers and the runtime, drawn with a seed, each judged
 # by the tests that run its line, then by the random tests of everything; at least 95 % are to be killed,

@@ -577,17 +577,21 @@ class SchedulerWorld:
         while self.late:
             self.end_late()
         for turn in self.turns.values():
-            if turn.request.is_over and turn.layers is not None:
-                self.settle(turn, copies=True)
-            while turn.num_saving:
-                self.end_save(turn)
-            if turn.is_writing:
-                self.store(turn, self.limits.write_slots)
-            if turn.admission is not None:
-                self.announce(turn, 0, 0 if turn.admission.is_copy else NUM_LAYERS, 0)
-            if turn.layers is not None:
-                self.progress(turn, NUM_LAYERS)
+            self._let_arrive(turn)
         for turn in self.step(self.schedule()):
             if turn.is_complete:
                 self.finish(turn, keeps=True)
         self.check()
+
+    def _let_arrive(self, turn: Turn) -> None:
+        """What is stored or loaded for a turn is."""
+        if turn.request.is_over and turn.layers is not None:
+            self.settle(turn, copies=True)
+        while turn.num_saving:
+            self.end_save(turn)
+        if turn.is_writing:
+            self.store(turn, self.limits.write_slots)
+        if turn.admission is not None:
+            self.announce(turn, 0, 0 if turn.admission.is_copy else NUM_LAYERS, 0)
+        if turn.layers is not None:
+            self.progress(turn, NUM_LAYERS)
