@@ -121,6 +121,18 @@ def test_everything_is_found_again(make):
     assert _rows(found) == ([BLOCK], [SESSION])
 
 
+@pytest.mark.parametrize("setting", [{"ttl_ns": 5}, {"pin": Pin.SOFT}, {"ended": True}])
+def test_a_session_with_one_setting_keeps_it(make, setting):
+    """Though no other one has any."""
+    plain = SessionRecord(KEY, SPANS, last_access_ns=7)
+    sessions = [plain, replace(plain, key=KEY._replace(session_id="b"), **setting)]
+    manifest = _new(make(), LAYOUT)
+    for session in sessions:
+        manifest.put_session(LAYOUT.fingerprint, session)
+    manifest.close()
+    assert _rows(make())[1] == sessions
+
+
 @settings(max_examples=25, deadline=None)
 @given(
     blocks=st.dictionaries(
@@ -441,6 +453,7 @@ def test_a_tenants_key_takes_the_place_of_its_salt(make):
 def test_a_key_that_is_dropped_is_in_no_file(make, tmp_path):
     """Neither in a free page nor in the write-ahead log, once that is said; the other is there."""
     manifest = make()
+    manifest._db.execute("PRAGMA secure_delete = OFF")  # some builds of SQLite begin with it on
     manifest.zero_removed()
     secrets = [bytes([byte]) * 112 for byte in b"xyz"]
     for secret in secrets[:2]:

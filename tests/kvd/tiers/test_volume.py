@@ -14,6 +14,7 @@ from structlog.testing import capture_logs
 
 from kvd.core.records.actions import IoOutcome, WriteBlock
 from kvd.core.records.extent_shape import ExtentShape
+from kvd.tiers.direct_io import probe_direct
 from kvd.tiers.faults import NoFaults, WritePoint
 from kvd.tiers.segment_files import SegmentFiles, SpaceBudget
 from kvd.tiers.volume import SegmentVolume
@@ -353,11 +354,12 @@ def test_refused_direct_io_goes_through_the_page_cache(disk):
     assert disk.read(WHOLE, block, new_slot())[0] is IoOutcome.OK
 
 
-def test_direct_io_can_be_switched_off(disk):
+def test_direct_io_is_used_where_there_is_some_unless_it_is_switched_off(disk):
     """And what is used is visible."""
     assert not disk.volume(direct="off").files.is_direct
     assert disk.made[-1].files.buffered_reason
     volume = disk.volume()
+    assert volume.files.is_direct is probe_direct(disk.directory)
     assert volume.files.is_direct is not bool(volume.files.buffered_reason)
 
 
