@@ -157,12 +157,11 @@ class Inspector:
         """Return what the queues of all engines say, and the paper's windows; O(1)."""
         state = self._state
         placement, block_bytes = state.placement, state.layout.block_bytes
-        dram_bytes = max(0, len(state.slots) - state.num_kept_free) * block_bytes
         both_bytes = (len(state.slots) + len(state.extents)) * block_bytes
         return QueueStats(
             waiting_jobs=len(placement.queue),
             running_sessions=placement.num_running,
-            prefetch_window=placement.window(dram_bytes),
+            prefetch_window=state.prefetch_window,
             eviction_window=placement.window(both_bytes),
             mean_session_bytes=placement.mean_bytes,
         )
