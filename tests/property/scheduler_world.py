@@ -329,7 +329,7 @@ class SchedulerWorld:
     def admit_in_vain(self, turn: Turn) -> None:
         """An admitted turn's load cannot be had."""
         turn.admission = turn.kv = turn.source = None
-        self.scheduler.restart(turn.request, self.tick())
+        self.scheduler.restart(turn.request)
 
     def progress(self, turn: Turn, layers: int) -> None:
         """Layers of a load arrive; the last may be later than the step that waits for it."""
@@ -375,7 +375,7 @@ class SchedulerWorld:
         self.scheduler.apply(StepResult(computed, sampled), self.tick())
         for turn in restarted:
             turn.kv, turn.fails, turn.is_writing = None, False, False
-            self.scheduler.restart(turn.request, self.now_ns)
+            self.scheduler.restart(turn.request)
         for number in failing:
             self.stop(self.turns[number], RequestEvent.FAIL)
         return [self.turns[number] for number in sampled]

@@ -7,6 +7,7 @@ import tempfile
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -288,11 +289,37 @@ def test_no_space_is_full(disk, number, where):
     assert volume.files.allocated_bytes == 0
 
 
+@pytest.mark.parametrize("had", [0, 1])
+def test_growth_that_fails_keeps_nothing(disk, had):
+    """Though the file had its space already: it is as long as before."""
+    volume = disk.volume(total_bytes=(had + 1) * EXTENT)
+    for extent in range(had):
+        assert disk.write(extent * WHOLE, Block()) is IoOutcome.OK
+    volume.files.faults = Failing(errno.EIO, point=WritePoint.SEGMENT_ALLOCATED)
+    assert disk.write(had * WHOLE, Block()) is IoOutcome.TRANSIENT
+    assert disk.segments() == {"00000.segment": had * EXTENT}
+    assert volume.files.reserved_bytes == had * EXTENT
+    assert disk.write(had * WHOLE, Block()) is IoOutcome.OK
+
+
+def test_a_segment_that_cannot_be_used_leaves_no_descriptor(disk):
+    """What lies there is no file that direct I/O goes to."""
+    volume = disk.volume()
+    if not volume.files.is_direct:
+        pytest.skip("the file system has no direct I/O")
+    (disk.directory / "v" / "00000.segment").symlink_to("/dev/null")
+    before = psutil.Process().num_fds()
+    with pytest.raises(OSError, match="Invalid argument"):
+        volume.files.for_reading(0)
+    assert psutil.Process().num_fds() == before
+
+
 def test_a_disk_too_full_for_a_step_may_have_room_for_the_extent(disk):
     """A segment grows by less then; an error that is no lack of space is not asked twice."""
     disk.volume(faults=Failing(errno.ENOSPC, point=WritePoint.SEGMENT_CREATED))
     assert disk.write(0, Block()) is IoOutcome.OK
     assert disk.segments() == {"00000.segment": EXTENT}
+    assert (disk.directory / "v" / "00000.segment").stat().st_mode & 0o777 == 0o600
     volume = disk.volume(faults=Failing(errno.EIO, point=WritePoint.SEGMENT_CREATED))
     assert disk.write(WHOLE, Block()) is IoOutcome.TRANSIENT
     assert volume.files.physical_extents() > 1
