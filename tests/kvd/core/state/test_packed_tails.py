@@ -290,6 +290,15 @@ def test_packing_changes_no_answer_with_partial_blocks(steps):
     live_through(steps, num_extents=200, partial=[6])
 
 
+def test_what_is_in_dram_is_not_looked_at_again():
+    """It may be packed once it has left; until then a look finds what the last one did."""
+    world = new_world()
+    store(world, A, ONES + TWOS)
+    world.pump()
+    assert world.engine._state.sessions[A].num_packed == 0
+    assert A not in world.engine._state.tails._waiting
+
+
 def test_what_is_never_packed_is_not_looked_at_again():
     """Two spans of one block: until the session is used."""
     world = new_world(num_slots=2)
