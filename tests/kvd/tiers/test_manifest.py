@@ -612,6 +612,24 @@ def test_a_failed_commit_is_tried_again(make):
     assert WritePoint.CLOCK_SAVED in faults.points
 
 
+def test_a_disk_that_takes_nothing_does_not_keep_the_index_open(tmp_path):
+    """What cannot be committed is lost at the end, which comes all the same."""
+    faults = Recorder(num_failures=1 << 30)
+
+    def live():
+        manifest = Manifest(tmp_path / "manifest.db", tmp_path / "volumes", faults)
+        manifest.open()
+        manifest.put_meta("a", "1")
+        manifest.close()
+
+    living = threading.Thread(target=live)
+    living.start()
+    living.join(DEADLINE_S)
+    has_ended = not living.is_alive()
+    faults.num_failures = 0  # or the thread would try for ever
+    assert has_ended
+
+
 def test_what_is_not_committed_is_counted(make):
     """Rows count with what they hold, until they are committed, also while commits fail."""
     released = threading.Event()

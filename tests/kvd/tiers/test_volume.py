@@ -572,6 +572,18 @@ def test_who_asked_for_direct_io_is_warned_without_it(disk, direct, level):
     assert [(log["event"], log["log_level"]) for log in logs] == [("ssd_buffered", level)]
 
 
+def test_a_volume_is_removed_with_its_directory(disk):
+    """Unless a segment is still there: then it is found again, by its id."""
+    for num_kept, is_left in ((WHOLE, True), (0, False)):
+        files = disk.volume().files
+        assert disk.write(0, Block()) is IoOutcome.OK
+        files.shrink(num_kept)
+        files.close()
+        files.remove()
+        assert (disk.directory / "v").exists() is is_left
+        assert (disk.directory / "v" / ID_NAME).exists() is is_left
+
+
 def test_extents_are_missing_whose_segment_is_not_there_or_is_cut_short(disk):
     """Those that the volume cannot have are not looked at."""
     volume = disk.volume()
