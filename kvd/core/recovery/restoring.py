@@ -141,7 +141,7 @@ class BlockEntries:
 
         One that has a key in common with an entry, and no more, is not found, and forgotten.
         """
-        if entry == -1 or self.num_tokens[entry] != block.num_tokens:
+        if entry < 0 or self.num_tokens[entry] != block.num_tokens:
             self._state.forget(block)
         else:
             self.is_sound[entry] = True
