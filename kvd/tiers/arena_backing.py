@@ -248,12 +248,12 @@ def private_directory(path: Path) -> int:
 
 
 def new_file(directory_fd: int, name: str, num_bytes: int) -> int:
-    """Make a file, in place of an older one. It takes memory only as its pages are used.
+    """Make a file. It takes memory only as its pages are used.
 
     Raises:
-        OSError: there is no room for it; at a page's first use it is too late to say so.
+        OSError: it is there, or there is no room for it; at a page's first use it is too late to
+            say so.
     """
-    remove_file(directory_fd, name)
     space = os.fstatvfs(directory_fd)
     free_bytes = space.f_bavail * space.f_frsize
     if space.f_blocks and free_bytes < num_bytes:  # 0 blocks: a file system without a limit

@@ -21,6 +21,9 @@ from shared.types.histogram import Histogram, Tally
 # Of other people's services (health, reflection) the calls are neither counted nor traced: probes
 # come every few seconds, and say nothing of ours.
 FOREIGN = "/grpc."
+# A client's deadline passes sooner than ours, which began when the call arrived: the news that it
+# has given up may come before ours has passed.
+EARLY_S = 0.01
 
 
 @dataclass(frozen=True)
@@ -124,5 +127,9 @@ def _code_of(context: Any, *, is_answered: bool) -> str:
         return str(context.code().name)
     if is_answered:
         return "OK"
-    left_s = context.time_remaining()
-    return "CANCELLED" if left_s is None or left_s > 0 else "DEADLINE_EXCEEDED"
+    return code_without_answer(context.time_remaining())
+
+
+def code_without_answer(left_s: float | None) -> str:
+    """Name what became of a call that ended with `left_s` until its deadline; None: it had none."""
+    return "CANCELLED" if left_s is None or left_s > EARLY_S else "DEADLINE_EXCEEDED"

@@ -93,6 +93,9 @@ class Power(NoFaults):
         self._contents: dict[int, bytes] = {}  # inode → as of its last sync
         self._names: dict[int, dict[str, int]] = {}  # inode of a directory → names, inodes
         self._lock = threading.Lock()
+        # Two syncs of a file, for a write and to let it grow, may run at once: what is noted last
+        # must not be what was read first.
+        self._syncing = threading.Lock()
 
     def reach(self, point: WritePoint) -> None:
         self.keep(point.value)
@@ -109,14 +112,15 @@ class Power(NoFaults):
         """Sync; what is written from now on is not in it."""
         self.keep("before a sync")
         path = Path(f"/proc/self/fd/{fd}").readlink()
-        if path.is_dir():
-            with os.scandir(path) as entries:
-                synced = {entry.name: entry.inode() for entry in entries}
-        else:
-            synced = path.read_bytes()
-        sync(fd)
-        with self._lock:
-            (self._names if path.is_dir() else self._contents)[os.fstat(fd).st_ino] = synced
+        with self._syncing:
+            if path.is_dir():
+                with os.scandir(path) as entries:
+                    synced = {entry.name: entry.inode() for entry in entries}
+            else:
+                synced = path.read_bytes()
+            sync(fd)
+            with self._lock:
+                (self._names if path.is_dir() else self._contents)[os.fstat(fd).st_ino] = synced
         self.keep("after a sync")
 
     def keep(self, moment: str) -> None:

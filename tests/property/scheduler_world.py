@@ -430,7 +430,7 @@ class SchedulerWorld:
     def admit_in_vain(self, turn: Turn) -> None:
         """An admitted turn's load cannot be had."""
         turn.admission = turn.kv = turn.source = None
-        self.scheduler.restart(turn.request, self.tick())
+        self.scheduler.restart(turn.request)
         turn.held.close()
 
     def progress(self, turn: Turn, layers: int) -> None:
@@ -483,7 +483,7 @@ class SchedulerWorld:
             self.late.append((turn.kv, turn.held))
             turn.held = ExitStack()
             turn.kv, turn.fails, turn.is_writing = None, False, False
-            self.scheduler.restart(turn.request, self.now_ns)
+            self.scheduler.restart(turn.request)
         for number in failing:
             self.stop(self.turns[number], RequestEvent.FAIL)
         return [self.turns[number] for number in sampled]

@@ -84,10 +84,10 @@ def all_but(kept: Iterable[int], free: Iterable[int], num_tokens: int) -> tuple[
         is_dropped[position] = 1
     for position in kept:
         is_dropped[position] = 0
+    is_dropped.append(0)  # ends the last range
     ranges = []
     end = 0
     while (start := is_dropped.find(1, end)) >= 0:
-        found = is_dropped.find(0, start)
-        end = num_tokens if found < 0 else found
+        end = is_dropped.find(0, start)
         ranges.append((start, end))
     return tuple(ranges)

@@ -158,7 +158,7 @@ class Scheduler:
         request.ready_ns = request.ready_ns or now_ns
         self.gate.announced(request, now_ns, layers_ready, tier=tier, enough_layers=enough_layers)
 
-    def restart(self, request: Request, now_ns: int) -> None:
+    def restart(self, request: Request) -> None:
         """Return an admitted request to its place in the queue: its load failed, or must not be.
 
         Nothing is kept: its KV has been released.
@@ -171,7 +171,6 @@ class Scheduler:
         self.slots.release_kv(request)
         self._deactivate(request)
         self.queue.put_back(request)
-        self.estimates.waits(now_ns)
 
     def apply(self, result: StepResult, now_ns: int) -> None:
         """Advance what was computed and append what was sampled; skip requests that have ended."""

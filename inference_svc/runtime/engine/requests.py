@@ -309,7 +309,7 @@ class Requests:
         """Queue a request anew whose history did not arrive; what it computed is void."""
         request.num_failed_loads += 1
         self._memory.void(request)
-        self._scheduler.restart(request, time.monotonic_ns())
+        self._scheduler.restart(request)
 
     def expire(self, request: EngineRequest) -> None:
         """Fail a request whose deadline passed, as the scheduler has found."""

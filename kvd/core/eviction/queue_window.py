@@ -196,7 +196,8 @@ class QueueWindow:
     def check(self) -> None:
         """Raise AssertionError if an invariant is broken."""
         assert list(self._order) == sorted(self._order)
-        assert sorted(p for places in self._places.values() for p in places) == list(self._order)
+        places = sorted(place for places in self._places.values() for place in places)
+        assert places == list(self._order), "every request that waits has its place"
         num_running: dict[SessionKey, int] = {}
         for engine_id, engine in self._engines.items():
             own = [place for place in self._order if place.engine_id == engine_id]

@@ -94,7 +94,7 @@ class SessionPlacement:
         self._arriving: set[SessionKey] = set()  # by the change that is being taken
         self._loaded: dict[SessionKey, bool] = {}  # an engine has the KV, for a turn -> it runs
         self._now_ns = 0
-        self.policy = make_policy(PolicyContext(self.queue, self._eviction_window))
+        self.policy = make_policy(PolicyContext(self.queue, self.eviction_window))
 
     # --------------------------------------------------------------------------------------- queue
 
@@ -133,7 +133,7 @@ class SessionPlacement:
     @property
     def has_busy(self) -> bool:
         """Whether any session is busy."""
-        return len(self.queue) > 0 or self.num_running > 0
+        return bool(self.queue or self.num_running)
 
     def loaded(self, key: SessionKey) -> None:
         """Record that an engine has what is stored of the session, for the turn it is busy with."""
@@ -161,13 +161,14 @@ class SessionPlacement:
         return int(self._mean_bytes)
 
     def window(self, capacity_bytes: int) -> int:
-        """Count the sessions of mean size that fit: L_pw for DRAM's bytes, L_ew for both tiers'."""
+        """Count the sessions of mean size that fit."""
         return int(capacity_bytes / self._mean_bytes) if self._mean_bytes else 0
 
-    # -------------------------------------------------------------------------------------- inside
-
-    def _eviction_window(self) -> int:
+    def eviction_window(self) -> int:
+        """Return the paper's L_ew: how many sessions of mean size fit in both tiers."""
         return self.window(self._capacity_bytes())
+
+    # -------------------------------------------------------------------------------------- inside
 
     def _prepare_change(self, engine_id: int, change: QueueChange, now_ns: int) -> None:
         """Record, before a change is applied, what its result does not show any more."""

@@ -156,14 +156,12 @@ class Inspector:
     def queue_stats(self) -> QueueStats:
         """Return what the queues of all engines say, and the paper's windows; O(1)."""
         state = self._state
-        placement, block_bytes = state.placement, state.layout.block_bytes
-        dram_bytes = max(0, len(state.slots) - state.num_kept_free) * block_bytes
-        both_bytes = (len(state.slots) + len(state.extents)) * block_bytes
+        placement = state.placement
         return QueueStats(
             waiting_jobs=len(placement.queue),
             running_sessions=placement.num_running,
-            prefetch_window=placement.window(dram_bytes),
-            eviction_window=placement.window(both_bytes),
+            prefetch_window=state.prefetch_window,
+            eviction_window=placement.eviction_window(),
             mean_session_bytes=placement.mean_bytes,
         )
 

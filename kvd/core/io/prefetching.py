@@ -219,10 +219,8 @@ class Prefetcher:
         return self._read_next()
 
     def _window(self) -> int:
-        """Return the paper's L_pw in requests, at least 1: the next is read as far as it fits."""
-        state = self._state
-        num_slots = len(state.slots) - state.num_kept_free
-        return max(1, state.placement.window(num_slots * state.layout.block_bytes))
+        """Return how many requests to look at, at least 1: the next is read as far as it fits."""
+        return max(1, self._state.prefetch_window)
 
     def _is_in_time(self, key: SessionKey, starts_in_ns: int) -> bool:
         """Whether a session can be read until its turn starts, after what is under way."""

@@ -29,8 +29,7 @@ def adopt(
     for orphan in orphans:
         if _is_free(state, orphan.slot_id):
             _quarantine(state, orphan)
-    last_id = max((lease.lease_id for lease in state.leases), default=0)
-    state.leases.start_at(max(first_lease_id, last_id + 1))
+    state.leases.start_at(max([first_lease_id, *(lease.lease_id + 1 for lease in state.leases)]))
     for slot in adopted:
         if not _is_free(state, slot.slot_id):
             continue

@@ -81,7 +81,7 @@ class BlockEntries:
             extents = np.where(is_on_ssd, extents, -1)
         self.extents: Ints = _extended(extents, [-1] * len(adopted))
         for index, block in enumerate(adopted, start=self._num_entries):
-            self._join_adopted(int(same_as[index]), index, block)
+            self._join_adopted(int(same_as[index]), block)
 
     def join(self) -> SpanJoin:
         """Have the blocks of spans found."""
@@ -136,10 +136,12 @@ class BlockEntries:
         num_sectors = sectors_of[np.where(is_possible, num_tokens, 0)]
         self.is_sound[:num_entries] = self._state.extents.restore(extents, num_sectors)
 
-    def _join_adopted(self, entry: int, index: int, block: Block) -> None:
-        """Record which of all blocks one in DRAM is: that of an entry, or one of its own."""
-        if entry == -1 or self.num_tokens[entry] != block.num_tokens:
-            self.is_sound[index] = False
+    def _join_adopted(self, entry: int, block: Block) -> None:
+        """Record which of all blocks one in DRAM is: that of an entry, or one of its own.
+
+        One that has a key in common with an entry, and no more, is not found, and forgotten.
+        """
+        if entry < 0 or self.num_tokens[entry] != block.num_tokens:
             self._state.forget(block)
         else:
             self.is_sound[entry] = True

@@ -124,6 +124,12 @@ class CacheState:
         """Slots of the watermark."""
         return int(self.limits.watermark * len(self.slots))
 
+    @property
+    def prefetch_window(self) -> int:
+        """The paper's L_pw in requests: mean sessions in the slots that may be read into."""
+        num_slots = len(self.slots) - self.num_kept_free
+        return self.placement.window(num_slots * self.layout.block_bytes)
+
     def advance(self, now_ns: int) -> None:
         """Take the time of a call. It never goes back (D17)."""
         self.now_ns = max(self.now_ns, now_ns)

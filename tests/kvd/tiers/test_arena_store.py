@@ -1,5 +1,6 @@
 """Arenas that outlive their kvd: found again, adopted with what they hold, or removed."""
 
+import errno
 import fcntl
 import os
 import signal
@@ -9,15 +10,17 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import psutil
 import pytest
 from structlog.testing import capture_logs
 
 from kvd.core.records.entries import CommittedSlot, WritingSlot
 from kvd.host.process_identity import ProcessIdentity
-from kvd.tiers.arena_backing import SEALS, FdStoreBacking
+from kvd.tiers.arena_backing import SEALS, FdStoreBacking, new_file
 from kvd.tiers.arena_store import ArenaOptions, ArenaStore, KeptArena
 from kvd.tiers.faults import NoFaults, WritePoint
 from kvd.tiers.journal import HEADER_BYTES, Journal, unpack_header
+from shared.process import systemd
 from shared.types.kv_layout import Component, KVLayout, Layer
 from shared.types.units import SECTOR_BYTES
 from tests.synthetic_engine import MODEL, small_layout
@@ -74,10 +77,24 @@ def test_a_kept_arena_is_adopted(store, files):
     assert (arena.arena_id, arena.epoch) == (arena_id, epoch + 1)
     assert arena.first_lease_id == (epoch + 1) << 40
     assert bytes(arena.slots.slot(1)[:5]) == b"bytes"
+    assert not arena.pages, "of a file system of small pages: nobody has looked"
     assert [(slot.slot_id, slot.block) for slot in adoption.adopted] == [(1, RECORD)]
     assert [(write.slot_id, write.writer.pid) for write in adoption.writing] == [(2, 77)]
     arena.close()
     assert not files()
+
+
+def test_a_new_arena_takes_the_place_of_one_that_nobody_adopted(store, files):
+    """It is kept as well; no page of its journal is missing later."""
+    arena_id, _ = kept_arena(store)
+    before = files()
+    arena = store.create(LAYOUT, 4)
+    assert arena.arena_id != arena_id
+    assert not _path_of(arena).startswith("/memfd:")
+    assert files() == before
+    (journal,) = (path.stat() for path in files() if path.suffix == ".journal")
+    assert journal.st_blocks * 512 >= journal.st_size
+    arena.close()
 
 
 def test_an_arena_that_is_not_kept_leaves_nothing(store, files, options):
@@ -246,6 +263,61 @@ def test_a_directory_without_room_is_not_used(store):
     arena = store.create(HUGE_LAYOUT, (1 << 42) // HUGE_LAYOUT.block_bytes)
     assert _path_of(arena).startswith("/memfd:")
     arena.close()
+
+
+class FailAt(NoFaults):
+    """Fails at a write point."""
+
+    def __init__(self, point):
+        self.point = point
+
+    def reach(self, point):
+        if point is self.point:
+            raise OSError(errno.EIO, "injected")
+
+
+@pytest.mark.parametrize("keep", ["none", "file"])
+@pytest.mark.parametrize(
+    "point", [WritePoint.ARENA_FILES, WritePoint.ARENA_HEADER, WritePoint.ARENA_KEPT]
+)
+def test_an_arena_that_cannot_be_made_leaves_nothing(options, tmp_path, files, keep, point):
+    """Neither files nor memory, whatever has been made of it."""
+    failing = ArenaStore(replace(options, keep=keep), tmp_path / "state", 4, FailAt(point))
+    before = psutil.Process().num_fds()
+    with pytest.raises(OSError, match="injected"):
+        failing.create(LAYOUT, 4)
+    assert (psutil.Process().num_fds(), files()) == (before, [])
+
+
+def test_a_file_that_cannot_have_its_size_is_removed(tmp_path):
+    """The reason is raised, and neither a name nor a descriptor is left of it."""
+    directory_fd = os.open(tmp_path, os.O_RDONLY)
+    before = psutil.Process().num_fds()
+    with pytest.raises(OSError, match="Invalid argument"):
+        new_file(directory_fd, "slots", -(1 << 20))
+    assert (psutil.Process().num_fds(), list(tmp_path.iterdir())) == (before, [])
+    os.close(directory_fd)
+
+
+def test_descriptors_in_the_store_are_known_by_their_names(monkeypatch):
+    """Others' are closed: nobody here would ever use them."""
+    ours = ["kvd-ab-slots", "kvd-ab-journal", "kvd-c-d-slots"]
+    names = [*ours, "kvd-ab-words", "engine-ab-slots", "kvd--slots", "kvd-slots"]
+    first = 900  # where nothing is open
+    monkeypatch.setattr(systemd, "FIRST_FD", first)
+    monkeypatch.setenv("LISTEN_PID", str(os.getpid()))
+    monkeypatch.setenv("LISTEN_FDS", str(len(names)))
+    monkeypatch.setenv("LISTEN_FDNAMES", ":".join(names))
+    with Path(os.devnull).open() as file:
+        for number in range(len(names)):
+            os.dup2(file.fileno(), first + number)
+    found = FdStoreBacking().found()
+    assert found == {"ab": {"slots": first, "journal": first + 1}, "c-d": {"slots": first + 2}}
+    for number in range(len(ours)):
+        os.close(first + number)
+    for number in range(len(ours), len(names)):
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            os.fstat(first + number)
 
 
 class KillAt(NoFaults):

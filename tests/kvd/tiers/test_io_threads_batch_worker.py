@@ -28,6 +28,20 @@ def test_what_waits_is_one_batch():
     assert batches == [[0], [1, 2, 3], [4, 5]]
 
 
+def test_batches_keep_their_distance():
+    """Under load they begin as far apart as asked for, so that many items share one."""
+    gather_s, num_batches = 0.02, 4
+    handled = threading.Semaphore(0)
+    worker = BatchWorker("test", lambda _: handled.release(), 1, gather_s)
+    began_s = time.monotonic()
+    worker.start()
+    for item in range(num_batches):
+        worker.put(item)
+        assert handled.acquire(timeout=30)
+    assert time.monotonic() - began_s >= (num_batches - 1) * gather_s  # a slow machine takes longer
+    worker.close()
+
+
 def test_close_handles_what_is_queued():
     """Nothing that was put is lost by an orderly end."""
     handled = []

@@ -90,6 +90,18 @@ def test_a_slot_holds_the_newest_record(journal):
     assert (adopted, len(writing)) == ([], 1)
 
 
+def test_nothing_is_left_of_a_record_that_was_wiped(journal, fd):
+    """Tokens of an erased tenant were in it; the records beside it stay."""
+    for slot_id in range(3):
+        journal.put(slot_id, committed(slot_id + 1))
+    journal.clear(1)
+    assert committed(2).token_ids in os.pread(fd, SIZE, 0)
+    journal.wipe(1)
+    start, num_bytes = HEADER_BYTES + record_bytes_of(LAYOUT), record_bytes_of(LAYOUT)
+    assert os.pread(fd, num_bytes, start) == bytes(num_bytes)
+    assert [slot.block for slot in journal.read_all()[0]] == [committed(1), committed(3)]
+
+
 def test_each_adoption_raises_the_epoch(journal):
     """Lease ids of different kvds differ, also after very many of them."""
     assert (journal.epoch, journal.raise_epoch(), journal.epoch) == (7, 8, 8)

@@ -121,6 +121,18 @@ def test_everything_is_found_again(make):
     assert _rows(found) == ([BLOCK], [SESSION])
 
 
+@pytest.mark.parametrize("setting", [{"ttl_ns": 5}, {"pin": Pin.SOFT}, {"ended": True}])
+def test_a_session_with_one_setting_keeps_it(make, setting):
+    """Though no other one has any."""
+    plain = SessionRecord(KEY, SPANS, last_access_ns=7)
+    sessions = [plain, replace(plain, key=KEY._replace(session_id="b"), **setting)]
+    manifest = _new(make(), LAYOUT)
+    for session in sessions:
+        manifest.put_session(LAYOUT.fingerprint, session)
+    manifest.close()
+    assert _rows(make())[1] == sessions
+
+
 @settings(max_examples=25, deadline=None)
 @given(
     blocks=st.dictionaries(
@@ -211,12 +223,13 @@ def test_rows_that_cannot_be_decoded_are_left_out(make, tmp_path):
     assert [row.extents_per_segment for row in found.layouts()] == [0]
 
 
-@pytest.mark.parametrize("extent", ["x", 1.5, None])
-def test_a_block_whose_numbers_are_none_is_left_out(extent):
+@pytest.mark.parametrize(("extent", "num_tokens"), [("x", 16), (1.5, 16), (None, 16), (None, None)])
+def test_a_block_whose_numbers_are_none_is_left_out(extent, num_tokens):
     """Also where a damaged table hands it out: the blocks beside it keep their places."""
     with closing(sqlite3.connect(":memory:")) as db:
         db.execute("CREATE TABLE blocks (layout, key, extent, num_tokens)")
-        rows = [(1, bytes([7, n]) * 8, extent if n == 1 else n, 16) for n in range(3)]
+        rows = [(1, bytes([7, n]) * 8, n, 16) for n in range(3)]
+        rows[1] = (*rows[1][:2], extent, num_tokens)
         db.executemany("INSERT INTO blocks VALUES (?, ?, ?, ?)", rows)
         keys, extents, num_tokens = read_blocks(db, 1)
     assert keys == rows[0][1] + rows[2][1]
@@ -232,6 +245,51 @@ def test_a_name_that_is_no_text_is_left_out(make, tmp_path):
 
 
 # ------------------------------------------------------------------------------ unusable files
+
+
+def test_a_layout_goes_with_all_that_names_it(make):
+    """Made anew, it is another one: no row of the old one is its own, and no volume."""
+    row = LayoutRow(LAYOUT.fingerprint, b"message", 5, "volume")
+    _fill(make())
+    manifest = make()
+    manifest.put_layout(row)
+    manifest.put_use(LAYOUT.fingerprint, KEY, 9)
+    manifest.close()
+    found = make()
+    assert found.layouts() == [row]
+    found.drop_layout(LAYOUT.fingerprint)
+    found.put_layout(replace(row, volume_id=""))
+    found.close()
+    again = make()
+    assert again.layouts() == [replace(row, volume_id="")]
+    assert _rows(again) == ([], [])
+    again.put_session(LAYOUT.fingerprint, SESSION)
+    again.close()
+    assert _rows(make()) == ([], [SESSION])
+
+
+def test_a_layout_that_is_renamed_is_nobody_s(make):
+    """Its rows wait under the other name, and come with it."""
+    _fill(make())
+    manifest = make()
+    manifest.rename_layout(LAYOUT.fingerprint, OTHER.fingerprint)
+    assert manifest.is_layout_name(OTHER.fingerprint)
+    assert not manifest.is_layout_name(LAYOUT.fingerprint)
+    manifest.close()
+    found = make()
+    assert [row.fingerprint for row in found.layouts()] == [OTHER.fingerprint]
+    assert _rows(found, OTHER)[0] == [BLOCK]
+
+
+@pytest.mark.parametrize("offset", [18, 19])
+def test_a_header_of_an_unknown_format_is_damage(make, tmp_path, offset):
+    """Be it for writing or for reading: SQLite would only refuse to write."""
+    _fill(make())
+    with (tmp_path / "manifest.db").open("r+b") as file:
+        file.seek(offset)
+        file.write(b"\x03")
+    assert make().layouts() == []
+    assert (tmp_path / "manifest.db.corrupt-1").exists()
 
 
 def test_a_file_that_is_no_database_is_moved_aside(make, tmp_path):
@@ -441,6 +499,7 @@ def test_a_tenants_key_takes_the_place_of_its_salt(make):
 def test_a_key_that_is_dropped_is_in_no_file(make, tmp_path):
     """Neither in a free page nor in the write-ahead log, once that is said; the other is there."""
     manifest = make()
+    manifest._db.execute("PRAGMA secure_delete = OFF")  # some builds of SQLite begin with it on
     manifest.zero_removed()
     secrets = [bytes([byte]) * 112 for byte in b"xyz"]
     for secret in secrets[:2]:
@@ -462,13 +521,16 @@ def test_what_no_cache_knows_goes_with_the_key(make, tmp_path):
     with sqlite3.connect(tmp_path / "manifest.db") as db:
         sql = "INSERT INTO sessions VALUES (?, ?, 'unread', x'', 0, NULL, ?, 0)"
         db.executemany(sql, [(99, "tenant", 0), (1, "tenant", 99), (99, "other", 0)])
+        uses = [(99, "tenant"), (99, "other")]
+        db.executemany("INSERT INTO uses VALUES (?, ?, 'unread', 0)", uses)
     db.close()
     manifest = make()
     dropped = threading.Event()
     manifest.drop_tenant_keys(["tenant"], dropped.set)
     assert dropped.wait(DEADLINE_S)
     with sqlite3.connect(tmp_path / "manifest.db") as db:
-        assert db.execute("SELECT tenant FROM sessions").fetchall() == [("other",)]
+        for table in ("sessions", "uses"):
+            assert db.execute(f"SELECT tenant FROM {table}").fetchall() == [("other",)]  # noqa: S608
     db.close()
 
 
@@ -548,6 +610,24 @@ def test_a_failed_commit_is_tried_again(make):
     expected = [WritePoint.INDEX_CREATED, begun, rows, begun, rows, committed]
     assert faults.points[:6] == expected
     assert WritePoint.CLOCK_SAVED in faults.points
+
+
+def test_a_disk_that_takes_nothing_does_not_keep_the_index_open(tmp_path):
+    """What cannot be committed is lost at the end, which comes all the same."""
+    faults = Recorder(num_failures=1 << 30)
+
+    def live():
+        manifest = Manifest(tmp_path / "manifest.db", tmp_path / "volumes", faults)
+        manifest.open()
+        manifest.put_meta("a", "1")
+        manifest.close()
+
+    living = threading.Thread(target=live)
+    living.start()
+    living.join(DEADLINE_S)
+    has_ended = not living.is_alive()
+    faults.num_failures = 0  # or the thread would try for ever
+    assert has_ended
 
 
 def test_what_is_not_committed_is_counted(make):

@@ -7,6 +7,7 @@ import tempfile
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -14,6 +15,7 @@ from structlog.testing import capture_logs
 
 from kvd.core.records.actions import IoOutcome, WriteBlock
 from kvd.core.records.extent_shape import ExtentShape
+from kvd.tiers.direct_io import probe_direct
 from kvd.tiers.faults import NoFaults, WritePoint
 from kvd.tiers.segment_files import SegmentFiles, SpaceBudget
 from kvd.tiers.volume import SegmentVolume
@@ -287,11 +289,37 @@ def test_no_space_is_full(disk, number, where):
     assert volume.files.allocated_bytes == 0
 
 
+@pytest.mark.parametrize("had", [0, 1])
+def test_growth_that_fails_keeps_nothing(disk, had):
+    """Though the file had its space already: it is as long as before."""
+    volume = disk.volume(total_bytes=(had + 1) * EXTENT)
+    for extent in range(had):
+        assert disk.write(extent * WHOLE, Block()) is IoOutcome.OK
+    volume.files.faults = Failing(errno.EIO, point=WritePoint.SEGMENT_ALLOCATED)
+    assert disk.write(had * WHOLE, Block()) is IoOutcome.TRANSIENT
+    assert disk.segments() == {"00000.segment": had * EXTENT}
+    assert volume.files.reserved_bytes == had * EXTENT
+    assert disk.write(had * WHOLE, Block()) is IoOutcome.OK
+
+
+def test_a_segment_that_cannot_be_used_leaves_no_descriptor(disk):
+    """What lies there is no file that direct I/O goes to."""
+    volume = disk.volume()
+    if not volume.files.is_direct:
+        pytest.skip("the file system has no direct I/O")
+    (disk.directory / "v" / "00000.segment").symlink_to("/dev/null")
+    before = psutil.Process().num_fds()
+    with pytest.raises(OSError, match="Invalid argument"):
+        volume.files.for_reading(0)
+    assert psutil.Process().num_fds() == before
+
+
 def test_a_disk_too_full_for_a_step_may_have_room_for_the_extent(disk):
     """A segment grows by less then; an error that is no lack of space is not asked twice."""
     disk.volume(faults=Failing(errno.ENOSPC, point=WritePoint.SEGMENT_CREATED))
     assert disk.write(0, Block()) is IoOutcome.OK
     assert disk.segments() == {"00000.segment": EXTENT}
+    assert (disk.directory / "v" / "00000.segment").stat().st_mode & 0o777 == 0o600
     volume = disk.volume(faults=Failing(errno.EIO, point=WritePoint.SEGMENT_CREATED))
     assert disk.write(WHOLE, Block()) is IoOutcome.TRANSIENT
     assert volume.files.physical_extents() > 1
@@ -353,11 +381,12 @@ def test_refused_direct_io_goes_through_the_page_cache(disk):
     assert disk.read(WHOLE, block, new_slot())[0] is IoOutcome.OK
 
 
-def test_direct_io_can_be_switched_off(disk):
+def test_direct_io_is_used_where_there_is_some_unless_it_is_switched_off(disk):
     """And what is used is visible."""
     assert not disk.volume(direct="off").files.is_direct
     assert disk.made[-1].files.buffered_reason
     volume = disk.volume()
+    assert volume.files.is_direct is probe_direct(disk.directory)
     assert volume.files.is_direct is not bool(volume.files.buffered_reason)
 
 
@@ -541,6 +570,18 @@ def test_who_asked_for_direct_io_is_warned_without_it(disk, direct, level):
     with capture_logs() as logs:
         disk.read(0, block, memoryview(bytearray(LAYOUT.block_bytes + 1))[1:])
     assert [(log["event"], log["log_level"]) for log in logs] == [("ssd_buffered", level)]
+
+
+def test_a_volume_is_removed_with_its_directory(disk):
+    """Unless a segment is still there: then it is found again, by its id."""
+    for num_kept, is_left in ((WHOLE, True), (0, False)):
+        files = disk.volume().files
+        assert disk.write(0, Block()) is IoOutcome.OK
+        files.shrink(num_kept)
+        files.close()
+        files.remove()
+        assert (disk.directory / "v").exists() is is_left
+        assert (disk.directory / "v" / ID_NAME).exists() is is_left
 
 
 def test_extents_are_missing_whose_segment_is_not_there_or_is_cut_short(disk):

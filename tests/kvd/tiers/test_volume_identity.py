@@ -1,5 +1,7 @@
 """Which volume a directory holds: a file in it says so, and it is never guessed."""
 
+import errno
+
 import pytest
 
 from kvd.tiers.faults import NoFaults
@@ -32,6 +34,19 @@ def test_an_id_that_cannot_be_written_is_no_volume_without_one(tmp_path):
     (directory / ID_NAME).with_suffix(".new").mkdir(parents=True)
     with pytest.raises(IsADirectoryError):
         identified(directory)
+
+
+class Full(NoFaults):
+    """A disk without room for what is synced."""
+
+    def fsync(self, fd):
+        raise OSError(errno.ENOSPC, "injected")
+
+
+def test_a_full_disk_has_no_room_for_an_id(tmp_path):
+    """The volume is used without one, and gets it once there is room."""
+    assert identify(tmp_path, "", Full(), holds_rows=False) == ""
+    assert len(identified(tmp_path)) == 2 * ID_BYTES
 
 
 def test_a_volume_is_removed_if_only_its_id_is_left(tmp_path):

@@ -9,12 +9,15 @@ import structlog
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from shared.serving.grpc_status import ReportedErrorInterceptor
-from shared.serving.rpc_observer import RpcMetrics, RpcObserver
+from shared.serving.rpc_observer import EARLY_S, RpcMetrics, RpcObserver, code_without_answer
 from shared.serving.tracing import outgoing
 from shared.types.errors import NotFoundError
 
 TRACE = "0af7651916cd43dd8448eb211c80319c"
 PARENT = f"00-{TRACE}-b7ad6b7169203331-01"
+# As a client with a deadline sends it, but without the client's own: it is the server that ends the
+# call. Long enough for a call to begin on a busy machine.
+DEADLINE = (("grpc-timeout", "500m"),)
 
 
 class World:
@@ -106,13 +109,16 @@ async def test_calls_are_counted_by_their_code(world, request_, code):
 async def test_who_leaves_and_who_is_late(world):
     """A cancelled call counts as CANCELLED; one whose deadline passes, as that."""
     async with world.channel() as channel:
-        for make in (channel.unary_unary, channel.unary_stream):
-            method = "Unary" if make == channel.unary_unary else "Stream"
+        methods = (
+            channel.unary_unary("/test.v1.Test/Unary"),
+            channel.unary_stream("/test.v1.Test/Stream"),
+        )
+        for method in methods:
             world.begun.clear()
-            call = make(f"/test.v1.Test/{method}")(b"wait")
+            call = method(b"wait")
             await world.begun.wait()
             call.cancel()
-            late = make(f"/test.v1.Test/{method}")(b"wait", timeout=0.05)
+        for late in [method(b"wait", metadata=DEADLINE) for method in methods]:
             assert await code_of(late) == "DEADLINE_EXCEEDED"
         async with asyncio.timeout(30):  # a client may hear of the end before it is counted
             while sum(world.metrics.ended.counts.values()) < 4:  # noqa: ASYNC110  # as above
@@ -120,6 +126,20 @@ async def test_who_leaves_and_who_is_late(world):
     for method in ("Test/Unary", "Test/Stream"):
         assert world.metrics.ended.counts[method, "CANCELLED"] == 1
         assert world.metrics.ended.counts[method, "DEADLINE_EXCEEDED"] == 1
+
+
+@pytest.mark.parametrize(
+    ("left_s", "code"),
+    [
+        (None, "CANCELLED"),
+        (2 * EARLY_S, "CANCELLED"),
+        (EARLY_S, "DEADLINE_EXCEEDED"),
+        (0.0, "DEADLINE_EXCEEDED"),
+    ],
+)
+def test_a_client_gives_up_a_little_before_the_server(left_s, code):
+    """Who leaves as the deadline passes is late, though the server's clock has not seen it yet."""
+    assert code_without_answer(left_s) == code
 
 
 async def test_strangers_make_no_labels(world):

@@ -11,6 +11,7 @@ from inference_svc.core.scheduling.request import Request, RequestEvent, Request
 from inference_svc.core.scheduling.scheduler import Scheduler
 from inference_svc.core.scheduling.start_gate import HOLD_LIMIT_NS
 from inference_svc.core.scheduling.step_plan import SchedulerLimits, StepResult
+from inference_svc.core.scheduling.waiting_queue import UNKNOWN_RETRY_S
 from shared.types.session_key import SessionKey
 
 LIMITS = SchedulerLimits(
@@ -241,6 +242,17 @@ def test_estimates_follow_how_often_places_become_free():
     assert scheduler.estimates.retry_after_s() == pytest.approx(2.0, abs=0.1)
     scheduler.schedule(7 * 10**9)
     assert scheduler.feed.interval_s == pytest.approx(2.0, abs=0.1)
+
+
+def test_who_is_admitted_anew_at_once_has_not_waited():
+    """A failed load says nothing of how long a place in the queue is taken."""
+    scheduler = make()
+    one = submit(scheduler, 1)
+    scheduler.schedule(1)
+    scheduler.restart(one)
+    assert admitted(scheduler.schedule(2)) == [1]
+    scheduler.end(one, RequestEvent.CANCEL, 50 * 10**9)
+    assert scheduler.estimates.retry_after_s() == UNKNOWN_RETRY_S
 
 
 # ----------------------------------------------------------------------------------- deadlines
@@ -703,7 +715,7 @@ def test_a_failed_load_sends_its_request_back_to_its_place():
     scheduler.schedule(1)
     scheduler.announced(one, 5, 2, layers_ready=1)
     scheduler.schedule(3)
-    scheduler.restart(one, 4)
+    scheduler.restart(one)
     assert (one.loaded_tokens, one.computed_tokens, one.num_preemptions) == (0, 0, 0)
     assert scheduler.residents.num_slots == 0
     plan = scheduler.schedule(5)
@@ -722,7 +734,7 @@ def test_what_a_preempted_request_found_first_stays_on_record():
     submit(scheduler, 2, priority=1)
     step(scheduler)
     assert low.num_preemptions == 1
-    scheduler.restart(low, 20)
+    scheduler.restart(low)
     assert low.loaded_tokens == 5
 
 

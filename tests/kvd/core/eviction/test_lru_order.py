@@ -69,6 +69,17 @@ def test_guarded_sessions_come_last_over_pages(monkeypatch):
     assert list(order)[-2:] == [KEYS[1], KEYS[3]]
 
 
+def test_a_session_that_comes_back_is_not_guarded():
+    """It was forgotten, with what protected it."""
+    order = LruOrder()
+    order.guard(KEYS[0], is_guarded=True)
+    order.touch(KEYS[0])
+    order.remove(KEYS[0])
+    for key in KEYS[:2]:
+        order.touch(key)
+    assert list(order) == KEYS[:2]
+
+
 @pytest.mark.parametrize("put", [LruOrder.touch, LruOrder.enter_before])
 def test_pages_are_filled_before_there_is_another(monkeypatch, put):
     """At either end; so that finding a session looks at few."""

@@ -3,7 +3,7 @@
 import pytest
 
 from kvd.core.eviction.policies import POLICIES
-from kvd.core.io.prefetching import LOOK_NS, MOST_TIMES, YIELD_NS
+from kvd.core.io.prefetching import LOOK_NS, MOST_STEPS, MOST_TIMES, YIELD_NS
 from kvd.core.io.reading import RETRY_NS
 from kvd.core.records.actions import Emit, IoOutcome, ReadBlock, WriteBlock
 from kvd.core.records.records import Admission, Lookup, Tier
@@ -126,6 +126,17 @@ def test_what_is_under_way_is_bounded():
     world.finish_io(world.io_of(ReadBlock)[0])
     assert len(world.io_of(ReadBlock)) == 2
     assert all(world.io[op_id].ahead for op_id in world.io_of(ReadBlock))
+
+
+def test_a_call_begins_so_many_reads_and_asks_for_the_next_call():
+    """At once: what is left need not wait until something has changed."""
+    world = reading_world(num_slots=32)
+    store_on_ssd(world, {A: MOST_STEPS + 2})
+    queue(world, A)
+    assert being_read(world) == [A] * MOST_STEPS
+    assert world.engine.next_deadline_ns() == world.now_ns
+    wait(world, 0)
+    assert being_read(world) == [A] * (MOST_STEPS + 2)
 
 
 def test_only_the_window_is_read():

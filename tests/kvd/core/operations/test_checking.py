@@ -23,6 +23,7 @@ from tests.kvd.core.turns import (
     new_world,
     prepare_load,
     prepare_store,
+    queue_of,
     store,
 )
 from tests.property.cache_world import CacheWorld, to_bytes
@@ -41,6 +42,11 @@ def busy_world() -> CacheWorld:
     assert prepare_store(world, B, [7] * 4).blocks
     check(world.engine._state)
     return world
+
+
+def queued_nowhere(state: CacheState) -> None:
+    state.placement.queue.change(1, queue_of(A), 0)
+    state.placement.queue._order.clear()
 
 
 def block_of_a(state: CacheState, index: int = 0) -> Block:
@@ -257,6 +263,7 @@ BROKEN: list[tuple[Callable[[CacheState], None], str]] = [
     (unverified_miscounted, "unverified blocks are counted right"),
     (refused_though_clean, "a refused block is in DRAM only"),
     (ahead_and_read, "is loaded counts as used"),
+    (queued_nowhere, "every request that waits has its place"),
 ]
 
 

@@ -172,6 +172,18 @@ def test_a_lease_that_comes_meanwhile_wins():
     assert num_blocks(world) == 3
 
 
+def test_a_lease_that_comes_while_the_copies_are_written_wins():
+    """They are let go at once, though all of them come to SSD."""
+    world = sparse_world()
+    rest(world)
+    world.finish_all(CompactTokens)
+    assert world.io_of(WriteBlock)
+    assert prepare_load(world, A, KEPT).lookup is Lookup.HIT
+    assert counter(world, "compactions_given_up") == 1
+    world.quiesce()
+    assert (num_blocks(world), counter(world, "compactions")) == (6, 0)
+
+
 def test_a_second_discard_meanwhile_wins():
     """What was copied is not what is left."""
     world = sparse_world()

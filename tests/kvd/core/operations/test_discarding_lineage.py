@@ -164,6 +164,21 @@ def test_coupled_sessions_are_left_alone_as_well():
     assert world.engine.inspection.info(A).num_tokens == 12
 
 
+def test_a_coupled_session_of_later_discards_is_left_alone():
+    """What lies behind the first dropped token was computed after another context."""
+    world = new_world()
+    layout = dataclasses.replace(LAYOUT, position_mode="coupled")
+    world.engine = CacheEngine(layout, world.limits, salt_of)
+    old = [1] * 16
+    store_named(world, A, old, WHOLE)
+    _discard_named(world, old, CUT, WHOLE)
+    after = WHOLE.after(to_bytes(old), CUT)
+    _discard_named(world, old[4:], CUT, after)
+    store_named(world, A, old[8:], after.after(to_bytes(old[4:]), CUT))
+    assert _discard_named(world, old, CUT, WHOLE) == 8
+    assert world.engine.inspection.info(A).num_tokens == 8
+
+
 def _discard_named(world, tokens, ranges, lineage) -> int:
     kept = world.engine.sessions.discard(A, to_bytes(tokens), ranges, lineage=lineage)
     world.pump()

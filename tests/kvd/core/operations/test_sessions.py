@@ -235,6 +235,19 @@ def test_what_a_flush_would_free_is_summed_up_bit_by_bit():
     assert [world.engine.sessions.freed_bytes([key], counted) for key in keys[:2]] == bits[:2]
 
 
+def test_what_becomes_of_a_session_is_told():
+    """To whoever follows the events: how much is stored, and why it went."""
+    world = new_world()
+    store(world, A, ONES + TWOS)
+    world.engine.sessions.flush(A, dry_run=False)
+    world.pump()
+    events = [event for event in world.events if isinstance(event, Emit) and event.key == A]
+    assert [(event.name, event.fields) for event in events] == [
+        ("session_stored", {"num_tokens": "8", "num_blocks": "2"}),
+        ("session_flushed", {"why": "flush", "num_tokens": "8"}),
+    ]
+
+
 def test_what_goes_is_counted():
     """Each session once, by why it went."""
     world = new_world(default_ttl_ns=100)

@@ -222,6 +222,21 @@ def test_a_base_found_corrupt_loses_what_was_built_on_it():
     assert load(world, A, ONES + TWOS).lookup is Lookup.MISS
 
 
+def test_what_is_behind_a_corrupt_base_is_let_go():
+    """Its other blocks are of no session any more, and take no room."""
+    world = new_world(num_slots=3)
+    store(world, A, ONES + TWOS)
+    store(world, B, THREES * 3)  # pushes A's blocks to SSD
+    answer = prepare_store(world, A, ONES + TWOS + THREES)
+    world.engine.loads.prepare(A, to_bytes(ONES), 0, ENGINE_ID)
+    world.pump()
+    world.finish_io(next(iter(world.io)), IoOutcome.CORRUPT)
+    assert complete_store(world, answer) == 0
+    world.engine.sessions.flush(B, dry_run=False)
+    world.quiesce()
+    assert [tier.num_blocks for tier in world.engine.inspection.stats().tiers] == [0, 0]
+
+
 def test_the_bound_on_sessions_drops_the_coldest():
     """A new session beyond max_sessions takes the place of the least recently used one."""
     world = new_world(max_sessions=2)

@@ -212,10 +212,12 @@ def test_a_block_in_dram_is_believed_only_if_its_row_agrees():
     assert ClearSlot(0) in engine.drain()
 
 
-def test_of_half_equal_keys_the_one_on_ssd_is_found():
-    """The block in DRAM is given up."""
+@pytest.mark.parametrize("num_tokens", [1, 4])
+def test_of_half_equal_keys_the_one_on_ssd_is_found(num_tokens):
+    """The block in DRAM is given up, be it as long as the other or not."""
     checksums = bytes(8 * len(LAYOUT.layers))
-    adopted = AdoptedSlot(1, CommittedSlot(1, b"a" * 8 + b"b" * 8, 1, bytes(4), checksums))
+    block = CommittedSlot(1, b"a" * 8 + b"b" * 8, num_tokens, bytes(4 * num_tokens), checksums)
+    adopted = AdoptedSlot(1, block)
     spans = pack_spans([plain_span(b"a" * 16, 4)])
     rows = IndexEntries([columns_of([SessionRecord(A, spans, 1)])], b"a" * 16, [0], [4])
     engine = CacheEngine(LAYOUT, Limits(4, 8), salt_of)

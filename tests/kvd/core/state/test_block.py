@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvd.core.state.block import Block, BlockIo
+from kvd.core.state.block import Block, BlockIndex, BlockIo
 
 
 def test_one_operation_at_a_time_moves_a_block():
@@ -15,3 +15,25 @@ def test_one_operation_at_a_time_moves_a_block():
     assert block.io is BlockIo.HASHING
     block.move("hash_done")
     assert block.io is BlockIo.IDLE
+
+
+def test_blocks_are_counted_where_they_are():
+    """In DRAM or on SSD, dirty, not hashed or not verified, whichever place they take first."""
+    blocks = BlockIndex()
+    block = Block(b"key", 1)
+
+    def counts() -> tuple[int, ...]:
+        unsafe = (blocks.num_dirty, blocks.num_unhashed, blocks.num_unverified)
+        return (blocks.num_dram, blocks.num_ssd, *unsafe)
+
+    blocks.add(block)
+    assert counts() == (0, 0, 0, 0, 0)
+    blocks.enter_ssd(block, 5)
+    assert counts() == (0, 1, 0, 0, 0)
+    blocks.enter_dram(block, 3, 1)
+    assert counts() == (1, 1, 0, 0, 0)
+    blocks.set_unverified(block, is_unverified=True)
+    assert counts() == (1, 1, 0, 0, 1)
+    assert (blocks.leave_ssd(block), counts()[:3]) == (5, (1, 0, 1))
+    blocks.enter_ssd(block, 6)
+    assert (blocks.leave_dram(block), counts()) == (3, (0, 1, 0, 0, 0))

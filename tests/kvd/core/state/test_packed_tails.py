@@ -290,6 +290,19 @@ def test_packing_changes_no_answer_with_partial_blocks(steps):
     live_through(steps, num_extents=200, partial=[6])
 
 
+def test_what_is_shared_is_not_looked_at_again():
+    """It may be packed once one of its sessions has gone; until then a look finds the same."""
+    world = new_world(num_slots=2)
+    for key in (A, C):
+        store(world, key, ONES + TWOS)
+    store(world, B, THREES * 2)
+    world.pump()
+    assert tiers_of(world, A) == ["S", "S"]
+    state = world.engine._state
+    assert (state.sessions[A].num_packed, state.sessions[C].num_packed) == (0, 0)
+    assert not {A, C} & state.tails._waiting.keys()
+
+
 def test_what_is_never_packed_is_not_looked_at_again():
     """Two spans of one block: until the session is used."""
     world = new_world(num_slots=2)
