@@ -142,8 +142,8 @@ class CacheSettings(Section):
 
     Attributes:
         mode: "cached", or "recompute", which never calls kvd: the baseline.
-        load_policy: "auto" loads what is loaded sooner than recomputed, by measured rates; "never"
-            saves but does not load.
+        load_policy: "auto" loads where that costs the turn and those behind it less time than
+            recomputing, by measured rates; "never" saves but does not load.
         residents: sessions keep their KV in memory after their turn while there is room.
         preload: "layers": a turn computes while its later layers are still being loaded; "none":
             it waits for all of them.

@@ -13,6 +13,7 @@ the prefills never advance together.
 from collections import deque
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
+from itertools import islice
 from typing import NamedTuple
 
 
@@ -47,6 +48,18 @@ class Gpu:
         self._prefills.append(prefill)
         if len(self._prefills) == 1:
             self._prefill_ends_ns = now_ns + prefill.prefill_ns
+
+    @property
+    def num_turns(self) -> int:
+        """Number of turns that are prefilled or decode, or wait for that."""
+        return len(self._prefills) + len(self._decodes)
+
+    def backlog_ns(self, now_ns: int) -> int:
+        """Return how long a prefill that is queued now would wait for those before it."""
+        if not self._prefills:
+            return 0
+        queued_ns = sum(prefill.prefill_ns for prefill in islice(self._prefills, 1, None))
+        return self._prefill_ends_ns - now_ns + queued_ns
 
     def next_ns(self) -> int | None:
         """Return when a prefill or a decode ends next; None: nothing is under way."""

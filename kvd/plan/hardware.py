@@ -103,7 +103,7 @@ class ReplayOptions:
         ttl_s: None: sessions stay.
         watermark: share of DRAM kept free.
         warmup_turns: turns that are not measured.
-        load_policy: "auto": load unless computing is faster; "never": recompute always (RE).
+        load_policy: "auto": load where that pays (`loading_pays`); "never": recompute always (RE).
         end_hints: a session's last turn says that it is the last.
         think_scale: multiplies think times; 0: no thinking.
     """
@@ -164,13 +164,21 @@ class Costs:
 
     def prefill_ns(self, turn: Turn, loaded_tokens: int) -> int:
         """Prefill of a turn of which so much history is loaded meanwhile."""
-        num_computed = turn.history_tokens + turn.new_tokens - loaded_tokens
-        compute_ns = _ns(self._engine.fixed_s) + self.compute_ns(num_computed)
+        compute_ns = self._computed_ns(turn, loaded_tokens)
         return max(compute_ns, self.load_ns(loaded_tokens))
+
+    def stall_ns(self, turn: Turn, loaded_tokens: int) -> int:
+        """Return how much of that prefill only waits for so much history from DRAM."""
+        compute_ns = self._computed_ns(turn, loaded_tokens)
+        return max(0, self.load_ns(loaded_tokens) - compute_ns)
 
     def decode_ns(self, turn: Turn) -> int:
         """Decode of a turn, while nothing is prefilled."""
         return _ns(turn.output_tokens * self._engine.decode_step_s)
+
+    def _computed_ns(self, turn: Turn, loaded_tokens: int) -> int:
+        num_computed = turn.history_tokens + turn.new_tokens - loaded_tokens
+        return _ns(self._engine.fixed_s) + self.compute_ns(num_computed)
 
 
 def _ns(seconds: float) -> int:

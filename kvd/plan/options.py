@@ -100,7 +100,7 @@ class KvdArguments:
     charge: Annotated[Charge, option(_KVD, "A session takes its bytes, or a window.")] = "packed"
     ttl: Annotated[str, option(_KVD, 'How long sessions are kept, or "never".')] = "7d"
     watermark: Annotated[str, option(_KVD, "Share of DRAM that is kept free.")] = "2%"
-    load_policy: Annotated[LoadPolicy, option(_KVD, "auto: if faster than computing.")] = "auto"
+    load_policy: Annotated[LoadPolicy, option(_KVD, "auto: where that pays.")] = "auto"
     end_hints: Annotated[bool, option(_KVD, "Clients say when a session ends.", "--end-hints")] = (
         False
     )

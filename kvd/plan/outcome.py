@@ -47,7 +47,7 @@ class Outcome:
         hits_tok: history tokens loaded per history token: the prefill saved.
         dram_share: of the hits, those in DRAM when the turn started.
         dram_share_4_ahead: the same, of hits with at least four requests waiting when they arrived.
-        num_guarded: turns whose history was held but faster to compute.
+        num_guarded: turns whose history was held, but loading it did not pay.
         guarded_fu: the same, per turn that has history.
         ttft_mean_s: from arrival to the first token.
         start_ttft_mean_s: from the turn's start to the first token, without the wait in the queue.

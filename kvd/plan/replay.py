@@ -31,6 +31,7 @@ from kvd.plan.outcome import Outcome, Tally, Totals, TurnRecord
 from kvd.plan.reading import Read, Reading, SsdChannel
 from kvd.plan.tiers import Tiers
 from kvd.plan.trace import Session, Turn
+from shared.types.load_choice import RecentStarts, Traffic, loading_pays
 from shared.types.queue_delta import QueueChange, QueuedRequest, RunningRequest
 from shared.types.session_key import SessionKey
 from shared.types.units import NS_PER_S
@@ -107,6 +108,7 @@ class Replay:
         self._num_turns = sum(len(session.turns) for session in sessions)
         self._started_ns: int | None = None  # the last turn
         self._interval_ns = 0.0
+        self._starts = RecentStarts()
         self._hbm_bytes = 0
         self._tally = Tally()
         self._since = Totals()
@@ -261,14 +263,29 @@ class Replay:
         tokens = min(turn.history_tokens, self._costs.num_tokens(self._tiers.num_bytes(key)))
         if not tokens:
             return None, 0
-        if self._options.load_policy == "auto":
-            load_ns = self._costs.load_ns(tokens)
-            if found_in is Tier.SSD:
-                num_bytes = self._costs.num_bytes(tokens)
-                load_ns += self._reading.expected_ns(key, num_bytes, self._now_ns)
-            if load_ns > self._costs.compute_ns(tokens):
-                return found_in, 0
+        if self._options.load_policy == "auto" and not self._pays(key, turn, found_in, tokens):
+            return found_in, 0
         return found_in, tokens
+
+    def _pays(self, key: SessionKey, turn: Turn, found_in: Tier, tokens: int) -> bool:
+        """Whether loading so much of a turn's history pays, by the engine's own rule."""
+        wait_ns = 0
+        if found_in is Tier.SSD:
+            num_bytes = self._costs.num_bytes(tokens)
+            wait_ns = self._reading.expected_ns(key, num_bytes, self._now_ns)
+        traffic = Traffic(
+            num_waiting=len(self._waiting),
+            num_loading=len(self._running) - 1 - self._gpu.num_turns,
+            num_places=self._hardware.engine.slots,
+            starts_per_s=self._starts.per_s(self._now_ns),
+            backlog_s=self._gpu.backlog_ns(self._now_ns) / NS_PER_S,
+        )
+        return loading_pays(
+            wait_ns / NS_PER_S,
+            self._costs.stall_ns(turn, tokens) / NS_PER_S,
+            self._costs.compute_ns(tokens) / NS_PER_S,
+            traffic,
+        )
 
     def _prefill(self, request: _Request) -> None:
         """Queue a request's prefill; the engine has what is held of its session, or recomputes."""
@@ -318,12 +335,13 @@ class Replay:
         self._placement.change_queue(ENGINE, change, self._now_ns)
 
     def _note_start(self) -> None:
-        """Keep the mean interval between two starts, as an engine does."""
+        """Keep the mean interval between two starts, and the latest of them, as an engine does."""
         if self._started_ns is not None:
             passed_ns = self._now_ns - self._started_ns
             share = INTERVAL_SHARE if self._interval_ns else 1.0
             self._interval_ns += share * (passed_ns - self._interval_ns)
         self._started_ns = self._now_ns
+        self._starts.note(self._now_ns)
 
     def _is_measured(self, request: _Request) -> bool:
         return request.number >= self._options.warmup_turns

@@ -3,7 +3,7 @@
 Hit rates never stand alone: the recompute load and the length of the queue are beside them, and
 what a token's KV takes to load and to compute. Loading need not be sooner: `--load` changes how
 fast the engine computes, and leaves SSD and PCIe as they are. Then caching loses, however much is
-found, unless what is computed sooner is computed (`--load-policy auto`).
+found, unless loading has to pay (`--load-policy auto`).
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -102,7 +102,9 @@ _PLACES_LEGEND = (
     "of hits in DRAM: the others were on SSD when their turn started. with"
     f" {BUSY_QUEUE} ahead: the same, of hits with {BUSY_QUEUE} or more turns before them."
 )
-_GUARDED_LEGEND = "held, not loaded: of later turns, those whose history was computed sooner."
+_GUARDED_LEGEND = (
+    "held, not loaded: of later turns, those whose history was computed: loading did not pay."
+)
 _TIMES = (
     Column("TTFT", lambda found: format_duration(found.outcome.ttft_mean_s)),
     Column("TTFT\np99", lambda found: format_duration(found.outcome.ttft_p99_s)),
@@ -295,7 +297,7 @@ def history_text(report: PlanReport) -> str:
         return text
     where = "from both" if dram_s > compute_s else "from SSD"
     if report.options["load_policy"] == "auto":
-        return f"{text}: what loads slower, {where}, is computed"
+        return f"{text}: what does not pay, {where}, is computed"
     return f"{text}: loading {where} loses time; --load-policy auto computes instead"
 
 

@@ -2,14 +2,18 @@
 
 Running estimates from those that were measured: the scheduler's start gate, the choice between
 loading and recomputing, and retry hints use them. How they live with noise, stalls and change:
-`running_fit.py`. Loading a short history from a slow tier may take longer than computing it
-(architecture D14); what is not known yet is loaded, so that it will be.
+`running_fit.py`. Loading a short history from a slow tier may cost more than computing it
+(architecture D14): `shared/types/load_choice.py` has the rule, here are its numbers. What is not
+known yet is loaded, so that it will be.
 """
 
 from collections import Counter
 from enum import StrEnum
 
 from inference_svc.core.rates.running_fit import RunningFit
+from shared.types.load_choice import Traffic, loading_pays
+
+DRAM, SSD = "dram", "ssd"  # kvd's tiers
 
 
 def pairs(start: int, end: int) -> int:
@@ -115,7 +119,7 @@ TRY_EVERY = 16
 class LoadPolicy(StrEnum):
     """Whether history is loaded: set by a turn or by the configuration."""
 
-    AUTO = "auto"  # what takes less time
+    AUTO = "auto"  # where it pays
     ALWAYS = "always"
     NEVER = "never"
 
@@ -131,17 +135,22 @@ class LoadChooser:
         self._rates = rates
         self._num_refusals: Counter[str] = Counter()  # by tier
 
-    def wants(self, policy: LoadPolicy, tier: str, start: int, end: int) -> bool:
+    def wants(self, policy: LoadPolicy, tier: str, start: int, end: int, traffic: Traffic) -> bool:
         """Whether to load the tokens [start, end) of a session, which lie in this tier.
 
         Recomputing them is measured by what they add to the prefill of the new tokens, which is
-        made anyway; their positions count, since later tokens attend to more keys.
+        made anyway; their positions count, since later tokens attend to more keys. As much of a
+        load as one from DRAM would take counts as work that nobody else is computed beside: on a
+        CPU it is, with a GPU it is little.
         """
         if policy is not LoadPolicy.AUTO:
             return policy is LoadPolicy.ALWAYS
         load_s = self._rates.loads.seconds(tier, end - start)
         compute_s = self._rates.steps.added_seconds(end - start, pairs(start, end))
-        if load_s is None or compute_s is None or load_s <= compute_s:
+        if load_s is None or compute_s is None:
+            return True
+        copy_s = min(load_s, self._rates.loads.seconds(DRAM, end - start) or 0.0)
+        if loading_pays(load_s - copy_s, copy_s, compute_s, traffic):
             return True
         self._num_refusals[tier] += 1
         return self._num_refusals[tier] % TRY_EVERY == 0

@@ -27,7 +27,7 @@ from dataclasses import replace
 
 from inference_svc.core.discards import Range
 from inference_svc.core.errors import QueueFullError
-from inference_svc.core.rates.rates import Rates
+from inference_svc.core.rates.rates import Rates, pairs
 from inference_svc.core.scheduling.held_slots import ContiguousSlots, HeldSlots, PagedSlots
 from inference_svc.core.scheduling.planner import Planner
 from inference_svc.core.scheduling.request import (
@@ -42,6 +42,7 @@ from inference_svc.core.scheduling.start_gate import StartGate
 from inference_svc.core.scheduling.step_plan import SchedulerLimits, StepPlan, StepResult
 from inference_svc.core.scheduling.waiting_queue import Deadlines, StartEstimates, WaitingQueue
 from inference_svc.core.scheduling.write_slots import WriteSlots
+from shared.types.load_choice import RecentStarts, Traffic
 from shared.types.queue_feed import QueueFeed
 from shared.types.units import NS_PER_S
 
@@ -94,6 +95,8 @@ class Scheduler:
             write_slots=self.write_slots,
         )
         self._deadlines = Deadlines()
+        self._rates = rates
+        self._starts = RecentStarts()
 
     @property
     def num_running(self) -> int:
@@ -241,11 +244,31 @@ class Scheduler:
         for request in expired:
             self.end(request, RequestEvent.FAIL, now_ns)
         plan = self._planner.plan(now_ns)
+        for _ in plan.admitted:
+            self._starts.note(now_ns)
         if len(self.queue):
             self.estimates.waits(now_ns)
         self.feed.interval_s = self.estimates.interval_s(self.queue)
         wake_ns = [ns for ns in (plan.wake_ns, self._deadlines.next_ns()) if ns is not None]
         return replace(plan, expired=tuple(expired), wake_ns=min(wake_ns, default=None))
+
+    def traffic(self, request: Request, now_ns: int) -> Traffic:
+        """Return what there is to do beside a request whose history is to be loaded or computed."""
+        loading = self._active.in_state(RequestState.LOADING, RequestState.READY)
+        return Traffic(
+            num_waiting=len(self.queue),
+            num_loading=sum(other is not request for other in loading),
+            num_places=self._limits.max_loading,
+            starts_per_s=self._starts.per_s(now_ns),
+            backlog_s=sum(map(self._prompt_s, self._active.in_state(RequestState.RUNNING))),
+        )
+
+    def _prompt_s(self, request: Request) -> float:
+        """Estimate the seconds that the rest of a prompt adds to steps; 0 if unknown."""
+        if request.is_decoding:
+            return 0.0
+        start, end = request.computed_tokens, len(request.token_ids)
+        return self._rates.steps.added_seconds(end - start, pairs(start, end)) or 0.0
 
     def _deactivate(self, request: Request) -> None:
         self._active.remove(request)

@@ -41,6 +41,7 @@ from inference_svc.runtime.transfer.layer_load import copy_layer
 from inference_svc.runtime.transfer.resident_sequences import ResidentSequences
 from inference_svc.runtime.worker_thread import WorkerThread
 from shared.serving.tracing import child_span
+from shared.types.load_choice import Traffic
 from shared.types.units import NS_PER_S
 
 MOST_FAILED_LOADS = 2  # of one turn, after which it is computed
@@ -90,10 +91,11 @@ class Loads:
         self.policy = policy
         self._preload = preload
 
-    async def begin(self, request: EngineRequest, load: Load) -> None:
+    async def begin(self, request: EngineRequest, load: Load, traffic: Traffic) -> None:
         """Lend the request a new sequence KV and a write buffer, and begin to load from the store.
 
-        The sequence's KV counts all tokens that will be there.
+        The sequence's KV counts all tokens that will be there. `traffic` is what else the engine
+        has to do: whether loading pays depends on it.
         """
         kv = request.kv = self._pool.new_kv(request.capacity_tokens, load.admission.pages)
         begun = await self._store.loads.begin(
@@ -104,6 +106,7 @@ class Loads:
                 policy=self._policy_of(request),
                 may_wait=not request.num_failed_loads,
                 lineage=request.lineage,
+                traffic=traffic,
             )
         )
         _note_outcome(request, begun.end_token, dict(begun.tier_tokens), begun.reason)
@@ -295,7 +298,8 @@ class LoadTasks:
     async def _load(self, request: EngineRequest, load: Load) -> None:
         if load.admission.source is None:
             await self._saves.settled(request.key)
-            await self._loads.begin(request, load)
+            traffic = self._scheduler.traffic(request, time.monotonic_ns())
+            await self._loads.begin(request, load, traffic)
         if request.state is not RequestState.LOADING:
             await self._loads.cancel(load)
             return

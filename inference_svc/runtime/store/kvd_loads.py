@@ -12,7 +12,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 
 from inference_svc.core.counters import Counters
-from inference_svc.core.rates.rates import LoadChooser, LoadPolicy, Rates
+from inference_svc.core.rates.rates import DRAM, SSD, LoadChooser, LoadPolicy, Rates
 from inference_svc.runtime.kv.arena_kv import ArenaKv
 from inference_svc.runtime.kv.copy_stream import CopyStream, DoneInOrder
 from inference_svc.runtime.kv.layer_gate import LayerGate
@@ -70,7 +70,6 @@ class KvdTalk:
         self._last_problem = ""
 
 
-DRAM, SSD = "dram", "ssd"
 RECOMPUTE_CHEAPER = "recompute_cheaper"
 
 log = get_logger(__name__)
@@ -120,7 +119,7 @@ class KvdLoads:
         """See SessionLoads. On return all grants but the last are copied."""
         if request.policy is LoadPolicy.NEVER:
             return BegunLoad(reason="load_policy_never")
-        if not self._chooser.wants(request.policy, DRAM, 0, request.num_tokens):
+        if not self._wants(request, DRAM, 0):
             self._talk.counters.add("loads_refused")
             return BegunLoad(reason=RECOMPUTE_CHEAPER)
         begun = BegunLoad(began_s=time.monotonic())
@@ -183,7 +182,7 @@ class KvdLoads:
             if left_s <= 0:
                 begun.reason = "deadline"
                 return
-            dram_only = not self._wants_ssd(request, begun.end_token)
+            dram_only = not self._wants(request, SSD, begun.end_token)
             grant = await self._client.prepare_load(
                 request.key,
                 request.token_ids,
@@ -198,7 +197,7 @@ class KvdLoads:
                 return
             begun.grant = grant
             end_token = check_spans(request.kv, grant.spans, self._talk.layout)
-            is_rest_refused = dram_only and not self._wants_ssd(request, end_token)
+            is_rest_refused = dram_only and not self._wants(request, SSD, end_token)
             is_last = not grant.more or is_rest_refused
             if not is_last and not await self._copy_now(request, begun, grant):
                 may_wait = False
@@ -212,9 +211,10 @@ class KvdLoads:
                 return
             request.kv.num_tokens = end_token
 
-    def _wants_ssd(self, request: LoadRequest, from_token: int) -> bool:
-        """Whether the rest is worth reading from SSD, if that is where it is."""
-        return self._chooser.wants(request.policy, SSD, from_token, request.num_tokens)
+    def _wants(self, request: LoadRequest, tier: str, from_token: int) -> bool:
+        """Whether the rest is worth loading from this tier, if that is where it is."""
+        num_tokens = request.num_tokens
+        return self._chooser.wants(request.policy, tier, from_token, num_tokens, request.traffic)
 
     def _miss_reason(self, begun: BegunLoad, grant: LoadGrant) -> str:
         if grant.miss_reason == "on_ssd":

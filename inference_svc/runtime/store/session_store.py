@@ -18,6 +18,7 @@ from inference_svc.runtime.kv.sequence_kv import SequenceKv, WriteBuffer
 from shared.kvd_client.grants import LoadGrant
 from shared.types.block_key import TOKEN_BYTES
 from shared.types.lineage import Lineage
+from shared.types.load_choice import IDLE, Traffic
 from shared.types.queue_feed import QueueFeed
 from shared.types.session_key import SessionKey
 
@@ -35,6 +36,7 @@ class LoadRequest:
         policy: whether loading must pay against computing.
         may_wait: whether to accept blocks that kvd is still reading.
         lineage: the tokens' lineage: which discards they come after; None: not named.
+        traffic: what else the engine has to do, for the policy.
     """
 
     key: SessionKey
@@ -43,6 +45,7 @@ class LoadRequest:
     policy: LoadPolicy
     may_wait: bool = True
     lineage: Lineage | None = None
+    traffic: Traffic = IDLE
 
     @property
     def num_tokens(self) -> int:

@@ -38,3 +38,18 @@ def test_prefills_run_in_the_order_in_which_they_came():
     assert gpu.end_prefill(1000) == 3
     assert gpu.end_decode(1000) == 3
     assert (gpu.busy_ns, gpu.prefill_ns) == (25, 20)
+
+
+def test_the_backlog_is_what_a_prefill_queued_now_would_wait_for():
+    """The rest of the one that is computed, and all of those behind it; decodes hold up nobody."""
+    gpu = Gpu()
+    assert (gpu.num_turns, gpu.backlog_ns(0)) == (0, 0)
+    gpu.add(Prefill(1, prefill_ns=10, decode_ns=50), now_ns=0)
+    gpu.add(Prefill(2, prefill_ns=30, decode_ns=50), now_ns=0)
+    assert (gpu.num_turns, gpu.backlog_ns(4)) == (2, 36)
+    assert gpu.end_prefill(10) == 1
+    assert (gpu.num_turns, gpu.backlog_ns(10)) == (2, 30)
+    assert gpu.end_prefill(40) == 2
+    assert (gpu.num_turns, gpu.backlog_ns(40)) == (2, 0)
+    assert gpu.end_decode(90) == 1
+    assert gpu.num_turns == 1

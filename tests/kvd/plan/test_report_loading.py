@@ -27,7 +27,7 @@ def test_what_a_token_takes_is_said_with_what_follows():
     )
     assert "loading from SSD loses time; --load-policy auto" in _said(100, "always")
     assert "loading from both loses time" in _said(13, "always")
-    assert "what loads slower, from both, is computed" in _said(13, "auto")
+    assert "what does not pay, from both, is computed" in _said(13, "auto")
     assert _said(13, "never").endswith("187 µs from SSD")
 
 

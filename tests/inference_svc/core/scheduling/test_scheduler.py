@@ -6,13 +6,14 @@ from dataclasses import replace
 import pytest
 
 from inference_svc.core.errors import QueueFullError
-from inference_svc.core.rates.rates import Rates
+from inference_svc.core.rates.rates import Rates, pairs
 from inference_svc.core.scheduling.request import Request, RequestEvent, RequestState
 from inference_svc.core.scheduling.scheduler import Scheduler
 from inference_svc.core.scheduling.start_gate import HOLD_LIMIT_NS
 from inference_svc.core.scheduling.step_plan import SchedulerLimits, StepResult
 from inference_svc.core.scheduling.waiting_queue import UNKNOWN_RETRY_S
 from shared.types.session_key import SessionKey
+from shared.types.units import NS_PER_S
 
 LIMITS = SchedulerLimits(
     max_running=2,
@@ -253,6 +254,26 @@ def test_who_is_admitted_anew_at_once_has_not_waited():
     assert admitted(scheduler.schedule(2)) == [1]
     scheduler.end(one, RequestEvent.CANCEL, 50 * 10**9)
     assert scheduler.estimates.retry_after_s() == UNKNOWN_RETRY_S
+
+
+def test_traffic_is_who_waits_who_loads_and_what_is_left_of_prompts():
+    """Of others than the request itself; answers under way are no backlog."""
+    rates = Rates()
+    for num_tokens in (1, 2, 16):
+        for start in (0, 100):
+            num_pairs = pairs(start, start + num_tokens)
+            rates.steps.note(num_tokens, num_pairs, 0.5 + 0.25 * num_tokens + 0.001 * num_pairs)
+    limits = replace(LIMITS, max_running=2, max_loading=3, kv_slots=1000)
+    scheduler = Scheduler(limits, rates, NUM_LAYERS)
+    run(scheduler, 1, max_tokens=20)
+    submit(scheduler, 2, prompt_tokens=50)
+    step(scheduler, now_ns=NS_PER_S)
+    requests = [submit(scheduler, number) for number in range(3, 7)]
+    scheduler.schedule(2 * NS_PER_S)
+    traffic = scheduler.traffic(requests[0], 3 * NS_PER_S)
+    assert (traffic.num_waiting, traffic.num_loading, traffic.num_places) == (1, 2, 3)
+    assert traffic.backlog_s == pytest.approx(0.25 * 42 + 0.001 * pairs(8, 50), rel=0.01)
+    assert traffic.starts_per_s == pytest.approx(4 / 3, rel=0.01)
 
 
 # ----------------------------------------------------------------------------------- deadlines

@@ -34,6 +34,7 @@ from shared.kvd_client.grants import (
 )
 from shared.types.errors import LoadFailedError
 from shared.types.lineage import WHOLE
+from shared.types.load_choice import IDLE, Traffic
 from shared.types.session_key import SessionKey
 
 CPU = torch.device("cpu")
@@ -215,10 +216,11 @@ class Scene:
     async def save(self):
         return await self.store.save(KEY, as_token_bytes(PROMPT), 0, self.computed()[1])
 
-    async def load(self, policy=LoadPolicy.ALWAYS):
+    async def load(self, policy=LoadPolicy.ALWAYS, traffic=IDLE):
         """Both halves; returns what was begun, the sequence's KV, and its gate's error."""
         kv, wanted = self.pool.new_kv(64), as_token_bytes(PROMPT[:-1])
-        begun = await self.store.loads.begin(LoadRequest(KEY, wanted, kv, policy))
+        request = LoadRequest(KEY, wanted, kv, policy, traffic=traffic)
+        begun = await self.store.loads.begin(request)
         error = None
         if begun.grant is not None:
             gate = LayerGate(len(self.model[1].layers))
@@ -311,9 +313,9 @@ async def test_a_load_that_breaks_off_fails_the_gate(model, copy_threads, pendin
     assert not scene.peer.open_leases
 
 
-async def test_what_is_read_slower_than_computed_is_not_waited_for(model, copy_threads):
-    """DRAM's part is loaded, SSD's is recomputed; with `always` it is loaded all the same."""
-    scene = await saved_scene(model, copy_threads)
+async def half_on_slow_ssd(model, threads):
+    """A scene whose history is in DRAM as far as its first block; a token from SSD takes 10 s."""
+    scene = await saved_scene(model, threads)
     scene.peer.dram_tokens = 16
     for num_tokens in (16, 64, 256, 1024):
         for _ in range(3):
@@ -321,6 +323,24 @@ async def test_what_is_read_slower_than_computed_is_not_waited_for(model, copy_t
             scene.rates.loads.note("dram", num_tokens, 1e-9 * num_tokens)
             scene.rates.steps.note(num_tokens, pairs(0, num_tokens), 1e-3 * num_tokens)
             scene.rates.steps.note(1, 9 * num_tokens, 1e-3)
+    return scene
+
+
+async def test_what_is_read_slower_than_computed_is_waited_for_if_many_would_wait(
+    model, copy_threads
+):
+    """Ten thousand times as long is not too long for a hundred thousand turns behind."""
+    scene = await half_on_slow_ssd(model, copy_threads)
+    many = Traffic(num_waiting=100_000, num_places=10**9)
+    begun, _, error = await scene.load(LoadPolicy.AUTO, many)
+    assert error is None
+    assert begun.tier_tokens == {"dram": 16, "ssd": 23}
+    assert scene.counters.snapshot()["loads_refused"] == 0
+
+
+async def test_what_is_read_slower_than_computed_is_not_waited_for(model, copy_threads):
+    """DRAM's part is loaded, SSD's is recomputed; with `always` it is loaded all the same."""
+    scene = await half_on_slow_ssd(model, copy_threads)
     begun, kv, _ = await scene.load(LoadPolicy.AUTO)
     assert (begun.end_token, begun.reason) == (16, "recompute_cheaper")
     assert kv.num_tokens == 16

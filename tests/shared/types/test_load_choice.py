@@ -1,0 +1,122 @@
+"""Whether loading pays: for the turn, for those behind it, and for those who will come."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shared.types.load_choice import (
+    COUNTED_STARTS,
+    IDLE,
+    RecentStarts,
+    Traffic,
+    loading_pays,
+)
+from shared.types.units import NS_PER_S
+
+# Whole numbers, in which floats are exact: at a tie nothing is lost by rounding.
+COUNTS = st.integers(0, 1000)
+SECONDS = COUNTS.map(float)
+TRAFFICS = st.builds(
+    Traffic,
+    num_waiting=COUNTS,
+    num_loading=COUNTS,
+    num_places=st.integers(1, 1000),
+    starts_per_s=SECONDS,
+    backlog_s=SECONDS,
+)
+
+
+@pytest.mark.parametrize(
+    ("wait_s", "busy_s", "pays"), [(1.0, 1.0, True), (2.1, 0.0, False), (0.0, 2.1, False)]
+)
+def test_alone_it_is_what_takes_less_time(wait_s, busy_s, pays):
+    """Waiting or copying is then the same."""
+    assert loading_pays(wait_s, busy_s, 2.0, IDLE) is pays
+
+
+@pytest.mark.parametrize("behind", ["num_waiting", "num_loading"])
+def test_who_is_behind_waits_for_computing_not_for_a_read(behind):
+    """One of them outweighs a wait of nearly twice the computing; copying keeps it waiting, too."""
+    one = replace(Traffic(num_places=100), **{behind: 1})
+    assert loading_pays(3.9, 0.0, 2.0, one)
+    assert not loading_pays(4.1, 0.0, 2.0, one)
+    assert not loading_pays(0.0, 2.1, 2.0, one)
+
+
+def test_who_waits_for_a_place_waits_for_those_who_hold_it():
+    """With a single place a wait costs everybody as much as computing does."""
+    assert not loading_pays(2.1, 0.0, 2.0, Traffic(num_waiting=1000, num_places=1))
+    assert loading_pays(7.9, 0.0, 2.0, Traffic(num_waiting=1000, num_places=4))
+    assert not loading_pays(8.1, 0.0, 2.0, Traffic(num_waiting=1000, num_places=4))
+
+
+def test_what_the_engine_has_to_compute_before_hides_a_wait():
+    """The turn could not have begun anyway."""
+    assert loading_pays(5.0, 0.0, 2.0, Traffic(backlog_s=3.0))
+    assert not loading_pays(5.1, 0.0, 2.0, Traffic(backlog_s=3.0))
+
+
+def test_those_count_who_are_likely_to_come_meanwhile():
+    """While the turn, and what is before it, is computed."""
+    assert loading_pays(3.9, 0.0, 2.0, Traffic(starts_per_s=0.5))
+    assert not loading_pays(4.1, 0.0, 2.0, Traffic(starts_per_s=0.5))
+    assert loading_pays(7.9, 0.0, 2.0, Traffic(starts_per_s=0.5, backlog_s=2.0))
+    assert not loading_pays(8.1, 0.0, 2.0, Traffic(starts_per_s=0.5, backlog_s=2.0))
+
+
+@given(SECONDS, SECONDS, SECONDS, TRAFFICS, SECONDS)
+def test_what_makes_loading_better_never_speaks_against_it(wait, busy, compute, traffic, more):
+    """Less waiting, less copying, more computing, more to hide behind, more places."""
+    if loading_pays(wait, busy, compute, traffic):
+        assert loading_pays(max(0.0, wait - more), busy, compute, traffic)
+        assert loading_pays(wait, max(0.0, busy - more), compute, traffic)
+        places = traffic.num_places + int(more)
+        assert loading_pays(wait, busy, compute, replace(traffic, num_places=places))
+        if busy <= compute:
+            assert loading_pays(wait, busy, compute + more, traffic)
+            behind = replace(traffic, num_loading=traffic.num_loading + int(more))
+            assert loading_pays(wait, busy, compute, behind)
+            hidden = replace(traffic, backlog_s=traffic.backlog_s + more)
+            assert loading_pays(wait, busy, compute, hidden)
+
+
+@given(SECONDS, SECONDS, SECONDS, TRAFFICS)
+def test_copying_that_takes_longer_than_computing_never_pays(wait, busy, compute, traffic):
+    """Everybody would wait for it as they would for computing."""
+    assert not loading_pays(wait, compute + busy + 1, compute, traffic)
+
+
+@given(SECONDS, SECONDS, SECONDS, TRAFFICS)
+def test_the_unit_of_time_does_not_matter(wait, busy, compute, traffic):
+    """A machine that is so much faster at everything decides alike."""
+    faster = replace(
+        traffic, backlog_s=traffic.backlog_s / 64, starts_per_s=traffic.starts_per_s * 64
+    )
+    pays = loading_pays(wait, busy, compute, traffic)
+    assert loading_pays(wait / 64, busy / 64, compute / 64, faster) is pays
+
+
+def test_starts_are_counted_over_the_latest():
+    """A pause before them is forgotten once so many have come, and nobody starts meanwhile."""
+    starts = RecentStarts()
+    assert starts.per_s(0) == 0.0
+    starts.note(0)
+    assert starts.per_s(NS_PER_S) == 0.0  # one says nothing
+    starts.note(2 * NS_PER_S)
+    assert starts.per_s(2 * NS_PER_S) == 0.5
+    night_ns = 10_000 * NS_PER_S
+    for second in range(COUNTED_STARTS):
+        starts.note(night_ns + second * NS_PER_S)
+    last_ns = night_ns + (COUNTED_STARTS - 1) * NS_PER_S
+    assert starts.per_s(last_ns) == 1.0
+    assert starts.per_s(2 * last_ns - night_ns) == 0.5
+
+
+def test_who_starts_at_the_same_moment_says_nothing_yet():
+    """No time has passed."""
+    starts = RecentStarts()
+    starts.note(5)
+    starts.note(5)
+    assert starts.per_s(5) == 0.0
