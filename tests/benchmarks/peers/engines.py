@@ -28,7 +28,7 @@ OURS, REFERENCE = "ours", "transformers"
 NUM_TURNS, TURN_TOKENS = 8, 256
 PROMPT_TOKENS = 1024
 BATCHES, DECODE_HISTORY, DECODE_STEPS = (1, 8), 128, 16
-CONVERSATIONS, REPLAY_TURNS, REPLAY_TURN_TOKENS = 24, 4, 128
+CONVERSATIONS, REPLAY_TURNS, REPLAY_TURN_TOKENS = 24, 3, 128
 DOCS = Path(__file__).parents[3] / "docs"
 
 
@@ -38,14 +38,17 @@ class Budget:
 
     Attributes:
         ours: of the engine, the rest is kvd's DRAM; SSD is not counted.
+        turn: most tokens of a turn.
     """
 
     tokens: int
     ours: int
+    turn: int
 
 
-STEPS_KV = Budget(16384, ours=8192)  # nothing has to go
-REPLAY_KV = Budget(3072, ours=1536)  # a quarter of what the conversations come to
+STEPS_KV = Budget(20480, ours=10240, turn=2304)  # nothing has to go
+RESTART_KV = Budget(6912, ours=4608, turn=2304)
+REPLAY_KV = Budget(2304, ours=1152, turn=512)  # a quarter of what the conversations come to
 
 
 class Run:
@@ -149,9 +152,13 @@ async def _peers(
         path.mkdir(mode=0o700)
     async with running_child_kvd(sizes.toml(), directory, kvd, directory / "state"):
         peers = [
-            Peer(choice, directory, budget.ours, str(kvd))
-            if choice.name == OURS
-            else Peer(choice, directory, budget.tokens, str(store))
+            Peer(
+                choice,
+                directory,
+                kv_tokens=budget.ours if choice.name == OURS else budget.tokens,
+                turn_tokens=budget.turn,
+                store=str(kvd if choice.name == OURS else store),
+            )
             for choice in asked.engines
         ]
         with _started(peers):
@@ -180,7 +187,7 @@ async def _measure(asked: argparse.Namespace, directory: Path, figures: Figures)
 
     parts: list[tuple[str, Budget, range, Callable[[Run, int], None]]] = [
         ("steps", STEPS_KV, range(-1, asked.rounds) if asked.rounds else range(0), Run.steps),
-        ("restarts", STEPS_KV, range(asked.restarts), Run.restart),
+        ("restarts", RESTART_KV, range(asked.restarts), Run.restart),
         ("replays", REPLAY_KV, range(asked.replays), Run.replay),
     ]
     for name, budget, rounds, measure in parts:

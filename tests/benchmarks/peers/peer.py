@@ -75,11 +75,18 @@ class Peer:
         name: of the engine.
     """
 
-    def __init__(self, choice: Choice, directory: Path, kv_tokens: int, store: str) -> None:
+    def __init__(
+        self, choice: Choice, directory: Path, *, kv_tokens: int, turn_tokens: int, store: str
+    ) -> None:
         self.name = choice.name
         self._choice = choice
         self._log = directory / f"{choice.name}.log"
-        self._load = {"model": choice.model, "kv_tokens": kv_tokens, "store": store}
+        self._load = {
+            "model": choice.model,
+            "kv_tokens": kv_tokens,
+            "turn_tokens": turn_tokens,
+            "store": store,
+        }
         self._process: subprocess.Popen[str] | None = None
 
     def start(self) -> Seconds:

@@ -36,6 +36,8 @@ def test_sessions_used_longest_ago_make_room():
     sessions.take("c", [1], 2)
     assert released == [("b", [1, 2, 3, 4], "state of b")]
     assert sessions.all() == [("a", [1, 2, 3, 4, 5], "more of a")]
+    sessions.release_oldest()
+    assert sessions.all() == []
 
 
 def test_a_step_is_one_in_which_everybody_decodes():
@@ -93,7 +95,7 @@ async def test_engines_choose_the_same_tokens_also_after_a_restart(choices, tiny
     async with running_child_kvd(sizes.toml(), short_dir, kvd, short_dir / "state"):
         found = {}
         for choice in choices:
-            peer = Peer(choice, short_dir, kv_tokens=2048, store=str(kvd))
+            peer = Peer(choice, short_dir, kv_tokens=2048, turn_tokens=512, store=str(kvd))
             try:
                 peer.start()
                 answers = [
@@ -113,7 +115,7 @@ async def test_engines_choose_the_same_tokens_also_after_a_restart(choices, tiny
 
 def test_an_engine_that_ends_names_its_log(choices, short_dir):
     missing = Choice("transformers", sys.executable, str(short_dir / "missing"))
-    peer = Peer(missing, short_dir, kv_tokens=64, store="")
+    peer = Peer(missing, short_dir, kv_tokens=64, turn_tokens=64, store="")
     with pytest.raises(PeerFailedError, match=r"ended at 'load': see .*transformers\.log"):
         peer.start()
     peer.kill()

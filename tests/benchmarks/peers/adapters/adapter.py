@@ -20,12 +20,13 @@ OnToken = Callable[[int, int], None]  # called with the prompt's number and its 
 class Engine(Protocol):
     """One engine, computing on one thread, in float32."""
 
-    def load(self, model: str, kv_tokens: int, store: str) -> None:
+    def load(self, model: str, kv_tokens: int, turn_tokens: int, store: str) -> None:
         """Get ready to answer.
 
         Args:
             model: directory or file, as the engine reads it.
             kv_tokens: most tokens whose KV may be in memory.
+            turn_tokens: most tokens of a turn, its answer included.
             store: directory that outlives the engine; "": none.
         """
 
@@ -68,9 +69,13 @@ class Sessions:
         """
         ids, state = self._kept.pop(name, ([], None))
         while self._kept and num_tokens > self._kv_tokens - self._used():
-            gone, (gone_ids, gone_state) = self._kept.popitem(last=False)
-            self._release(gone, gone_ids, gone_state)
+            self.release_oldest()
         return state, num_common(ids, prompt)
+
+    def release_oldest(self) -> None:
+        """Let the session go that was used longest ago."""
+        name, (ids, state) = self._kept.popitem(last=False)
+        self._release(name, ids, state)
 
     def keep(self, name: str, ids: list[int], state: Any) -> None:
         """Take a session's KV back."""

@@ -11,14 +11,13 @@ import llama_cpp
 import numpy as np
 from adapter import OnToken, Sessions, serve
 
-MOST_SEQUENCES = 64
 BATCH_TOKENS = 512
 
 
 class LlamaCpp:
     """See `adapter.Engine`."""
 
-    def load(self, model: str, kv_tokens: int, store: str) -> None:
+    def load(self, model: str, kv_tokens: int, turn_tokens: int, store: str) -> None:
         llama_cpp.llama_backend_init()
         self._model = llama_cpp.llama_model_load_from_file(
             model.encode(), llama_cpp.llama_model_default_params()
@@ -27,7 +26,9 @@ class LlamaCpp:
             llama_cpp.llama_model_get_vocab(self._model)
         )
         params = llama_cpp.llama_context_default_params()
-        params.n_ctx, params.n_seq_max, params.kv_unified = kv_tokens, MOST_SEQUENCES, True
+        # Each sequence has cells of its own: in one that they share, attention reads all of them.
+        num_sequences = kv_tokens // turn_tokens
+        params.n_ctx, params.n_seq_max, params.kv_unified = kv_tokens, num_sequences, False
         params.n_batch = params.n_ubatch = BATCH_TOKENS
         params.n_threads = params.n_threads_batch = 1
         params.type_k = params.type_v = llama_cpp.GGML_TYPE_F32
@@ -35,7 +36,7 @@ class LlamaCpp:
         self._memory = llama_cpp.llama_get_memory(self._context)
         self._batch = llama_cpp.llama_batch_init(BATCH_TOKENS, 0, 1)
         self._store = Path(store) if store else None
-        self._free = list(range(MOST_SEQUENCES))
+        self._free = list(range(num_sequences))
         self._sessions = Sessions(kv_tokens, self._release)
 
     def generate(
@@ -52,7 +53,7 @@ class LlamaCpp:
             sequences, firsts = [sequence], [first]
         else:
             self._sessions.take("", [], num_kv)
-            sequences, firsts = [self._free.pop() for _ in prompts], [0] * len(prompts)
+            sequences, firsts = [self._new_sequence() for _ in prompts], [0] * len(prompts)
         last = []
         for index, (prompt, sequence, first) in enumerate(
             zip(prompts, sequences, firsts, strict=True)
@@ -88,10 +89,15 @@ class LlamaCpp:
         """The session's sequence, restored if need be, and how much of the prompt it has."""
         sequence, first = self._sessions.take(name, prompt, num_kv)
         if sequence is None:
-            sequence = self._free.pop()
+            sequence = self._new_sequence()
             first = self._restore(name, sequence, prompt)
         llama_cpp.llama_memory_seq_rm(self._memory, sequence, first, -1)
         return sequence, first
+
+    def _new_sequence(self) -> int:
+        if not self._free:
+            self._sessions.release_oldest()
+        return self._free.pop()
 
     def _release(self, name: str, ids: list[int], sequence: int) -> None:
         self._save(name, ids, sequence)

@@ -12,10 +12,11 @@ ONE_THREAD = {"model": {"decoder": {"session_options": {"intra_op_num_threads": 
 class OnnxRuntime:
     """See `adapter.Engine`."""
 
-    def load(self, model: str, kv_tokens: int, store: str) -> None:
+    def load(self, model: str, kv_tokens: int, turn_tokens: int, store: str) -> None:
         config = onnxruntime_genai.Config(model)
         config.overlay(json.dumps(ONE_THREAD))
         self._model = onnxruntime_genai.Model(config)
+        self._turn_tokens = turn_tokens
         self._sessions = Sessions(kv_tokens, lambda _name, _ids, _generator: None)
 
     def generate(
@@ -44,9 +45,10 @@ class OnnxRuntime:
         pass
 
     def _new_generator(self, batch: int) -> onnxruntime_genai.Generator:
+        most = self._turn_tokens  # which every generator reserves
         params = onnxruntime_genai.GeneratorParams(self._model)
         params.set_search_options(
-            max_length=4096, batch_size=batch, do_sample=False, min_length=4096
+            max_length=most, min_length=most, batch_size=batch, do_sample=False
         )
         return onnxruntime_genai.Generator(self._model, params)
 

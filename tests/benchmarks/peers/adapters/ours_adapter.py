@@ -57,7 +57,7 @@ class _Sink:
 class Ours:
     """See `adapter.Engine`."""
 
-    def load(self, model: str, kv_tokens: int, store: str) -> None:
+    def load(self, model: str, kv_tokens: int, turn_tokens: int, store: str) -> None:
         torch.set_num_threads(1)
         loaded = load_model(Path(model), "float32")
         proofs = Path(store) / "proofs.json"

@@ -7,17 +7,15 @@ from adapter import OnToken, kv_token_bytes, serve
 os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 from vllm import LLM, SamplingParams  # reads the environment
 
-MOST_TOKENS = 2304  # of a turn
-
 
 class Vllm:
     """See `adapter.Engine`."""
 
-    def load(self, model: str, kv_tokens: int, store: str) -> None:
+    def load(self, model: str, kv_tokens: int, turn_tokens: int, store: str) -> None:
         llm = LLM(
             model,
             dtype="float32",
-            max_model_len=MOST_TOKENS,
+            max_model_len=turn_tokens,
             enforce_eager=True,  # compiling takes a minute at every start, and gains 5 %
             kv_cache_memory_bytes=kv_tokens * kv_token_bytes(model),
             max_num_seqs=8,
