@@ -1,0 +1,121 @@
+"""Comparing engines: what adapters share, what is counted, and two engines in their processes."""
+
+import random
+import sys
+
+import pytest
+
+from inference_svc.bench.workspace import KvdSizes
+from shared.children.child_kvd import running_child_kvd
+from tests.benchmarks.peers.adapters.adapter import Sessions, kv_token_bytes, num_common
+from tests.benchmarks.peers.engines import _choice
+from tests.benchmarks.peers.figures import Figures
+from tests.benchmarks.peers.peer import Answers, Choice, Peer, PeerFailedError, Seconds
+
+
+def seconds(wall, cpu=0.0):
+    return Seconds(wall, cpu)
+
+
+def test_a_prompt_is_never_found_whole():
+    assert num_common([1, 2, 3], [1, 2, 3, 4]) == 3
+    assert num_common([1, 2, 3], [1, 2, 3]) == 2
+    assert num_common([1, 9, 3], [1, 2, 3]) == 1
+    assert num_common([], [1]) == 0
+
+
+def test_sessions_used_longest_ago_make_room():
+    released = []
+    sessions = Sessions(10, lambda *what: released.append(what))
+    for name in ("a", "b"):
+        assert sessions.take(name, [1, 2, 3, 4], 5) == (None, 0)
+        sessions.keep(name, [1, 2, 3, 4], f"state of {name}")
+    assert sessions.take("a", [1, 2, 3, 4, 5], 5) == ("state of a", 4)
+    sessions.keep("a", [1, 2, 3, 4, 5], "more of a")
+    assert not released
+    sessions.take("c", [1], 2)
+    assert released == [("b", [1, 2, 3, 4], "state of b")]
+    assert sessions.all() == [("a", [1, 2, 3, 4, 5], "more of a")]
+    sessions.release_oldest()
+    assert sessions.all() == []
+
+
+def test_a_step_is_one_in_which_everybody_decodes():
+    rows = [[1.0, 2.0, 3.0, 4.0], [1.5, 2.0, 3.0, 4.0, 5.0]]
+    answers = Answers(
+        ids=[[0] * len(row) for row in rows],
+        tokens_s=[[seconds(time_s, 10 * time_s) for time_s in row] for row in rows],
+    )
+    assert answers.step_s() == seconds(2.5 / 3, 25 / 3)
+
+
+def test_what_a_round_took_is_summed_and_warm_up_is_not_counted():
+    figures = Figures()
+    for number, wall in ((-1, 9.0), (0, 1.0), (0, 2.0)):
+        figures.add("line", "ours", number, seconds(wall))
+    assert figures.seconds == {"line": {"ours": {0: seconds(3.0)}}}
+
+
+def test_a_table_has_medians_of_the_rounds_that_everybody_took_part_in():
+    figures = Figures()
+    for number, (ours, good, bad) in enumerate([(2.0, 1.0, 4.0), (1.0, 2.0, 4.0), (3.0, 2.0, 4.0)]):
+        figures.add("turn", "ours", number, seconds(ours, ours / 10))
+        figures.add("turn", "good", number, seconds(good))
+        figures.add("turn", "bad", number, seconds(bad))
+    figures.add("turn", "ours", 3, seconds(100.0))
+    figures.add("begun", "ours", 0, seconds(1.0))
+    rows = figures.table("wall", ["ours", "good", "bad"], "ours").splitlines()
+    assert rows[2:] == ["| turn | 2.00 s | 2.00 s | 4.00 s | 1.50 (good) |"]
+
+
+def test_answers_are_held_against_the_reference():
+    figures = Figures()
+    for name, ids in (("right", [[1, 2]]), ("other", [[1, 2]]), ("wrong", [[1, 3]])):
+        figures.chose("turn", name, 0, ids)
+    figures.chose("never asked of it", "other", 0, [[1]])
+    assert figures.other_tokens("right") == {"wrong": 1}
+
+
+def test_an_engine_may_have_a_model_of_its_own():
+    assert _choice("vllm=/bin/python", "/model") == Choice("vllm", "/bin/python", "/model")
+    assert _choice("a=/bin/python:/a.gguf", "/model") == Choice("a", "/bin/python", "/a.gguf")
+
+
+@pytest.fixture
+def choices(tiny_model):
+    return [Choice(name, sys.executable, str(tiny_model)) for name in ("ours", "transformers")]
+
+
+async def test_engines_choose_the_same_tokens_also_after_a_restart(choices, tiny_model, short_dir):
+    draw = random.Random(1)  # noqa: S311  # drawn the same each time
+    tokens = [draw.randrange(2, 200) for _ in range(400)]
+    kvd = short_dir / "kvd"
+    kvd.mkdir(mode=0o700)
+    sizes = KvdSizes(dram_bytes=4096 * kv_token_bytes(str(tiny_model)))
+    async with running_child_kvd(sizes.toml(), short_dir, kvd, short_dir / "state"):
+        found = {}
+        for choice in choices:
+            peer = Peer(choice, short_dir, kv_tokens=2048, turn_tokens=512, store=str(kvd))
+            try:
+                peer.start()
+                answers = [
+                    peer.generate(["chat"], [tokens[:150]], 4, keep_tokens=150),
+                    peer.generate(["chat"], [tokens[:300]], 4, keep_tokens=300),
+                    peer.generate(["x", "y"], [tokens[:50], tokens[300:350]], 4),
+                ]
+                peer.settle()
+                peer.kill()
+                peer.start()
+                answers.append(peer.generate(["chat"], [tokens], 4))
+            finally:
+                peer.kill()
+            found[choice.name] = [answer.ids for answer in answers]
+    assert found["ours"] == found["transformers"]
+
+
+def test_an_engine_that_ends_names_its_log(choices, short_dir):
+    missing = Choice("transformers", sys.executable, str(short_dir / "missing"))
+    peer = Peer(missing, short_dir, kv_tokens=64, turn_tokens=64, store="")
+    with pytest.raises(PeerFailedError, match=r"ended at 'load': see .*transformers\.log"):
+        peer.start()
+    peer.kill()
