@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvd.core.state.block import Block, BlockIo
+from kvd.core.state.block import Block, BlockIndex, BlockIo
 
 
 def test_one_operation_at_a_time_moves_a_block():
@@ -15,3 +15,16 @@ def test_one_operation_at_a_time_moves_a_block():
     assert block.io is BlockIo.HASHING
     block.move("hash_done")
     assert block.io is BlockIo.IDLE
+
+
+def test_a_block_is_counted_where_it_lies():
+    """Be it taken in with its slot, or given one later: neither once too often nor too rarely."""
+    index = BlockIndex()
+    index.add(Block(b"filled", 1, slot_id=0, generation=1))
+    later = Block(b"later", 1)
+    index.add(later)
+    assert (index.num_dram, index.num_dirty, index.num_unhashed) == (1, 1, 1)
+    index.enter_dram(later, 1, 1)
+    assert (index.num_dram, index.num_dirty, index.num_ssd) == (2, 2, 0)
+    index.add(Block(b"on ssd", 1, extent=7))
+    assert (index.num_dram, index.num_dirty, index.num_ssd) == (2, 2, 1)
