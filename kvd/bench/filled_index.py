@@ -23,7 +23,7 @@ from kvd.core.records.extent_shape import ExtentShape
 from kvd.tiers.faults import NoFaults
 from kvd.tiers.manifest import PUT_BLOCK, PUT_SESSION, LayoutRow, Manifest, Value
 from shared.kvd_client.messages import layout_message
-from shared.types.block_key import KEY_BYTES, SALT_BYTES, TOKEN_BYTES, block_key, root_key
+from shared.types.block_key import KEY_BYTES, SALT_BYTES, TOKEN_BYTES, block_keys, root_key
 from shared.types.session_key import SessionKey
 from shared.types.units import ceil_div
 
@@ -63,9 +63,10 @@ def block_tokens_of(number: int, num_blocks: int = BLOCKS_PER_SESSION) -> list[b
 def block_keys_of(number: int, num_blocks: int = BLOCKS_PER_SESSION) -> list[bytes]:
     """Return the key of each block of a session."""
     keys = []
+    key = block_keys(SALT)
     parent = root_key(SALT, SMALL_LAYOUT.fingerprint)
     for token_ids in block_tokens_of(number, num_blocks):
-        parent = block_key(SALT, parent, token_ids)
+        parent = key(parent, token_ids)
         keys.append(parent)
     return keys
 

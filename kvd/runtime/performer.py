@@ -147,6 +147,9 @@ class Performer:
                 self._put_slot(slot_id, record)
             case ClearSlot(slot_id):
                 self._mounted().journal.clear(slot_id)
+            case HashSlot() | VerifySlot() | CompactTokens() | WipeSlots():
+                self.num_pending += 1
+                self._slot_worker.begin(action)
             case TrackLoad(lease_id, engine_id, op_ids):
                 self._reader.begin_load()
                 self.loads.track(lease_id, op_ids, self._lease_holders.wake_of(engine_id))
@@ -158,9 +161,6 @@ class Performer:
             case ReadBlock() | VerifyExtent() | WriteBlock():
                 self.num_pending += 1
                 self._move(action)
-            case HashSlot() | VerifySlot() | CompactTokens() | WipeSlots():
-                self.num_pending += 1
-                self._slot_worker.begin(action)
             case _:
                 self._put_entry(action)
 

@@ -6,6 +6,7 @@ Pure. The memory behind slot numbers is added by shared/kvd_client/client.py.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
+from typing import NamedTuple
 
 from shared.kvd_client.arena_map import ArenaMap, LoadProgress, ProgressWords
 from shared.pb.kvd.v1 import kvd_pb2 as pb
@@ -28,8 +29,7 @@ class Lookup(Enum):
     MISS = "miss"
 
 
-@dataclass(frozen=True)
-class LoadSpan:
+class LoadSpan(NamedTuple):
     """Tokens [start, start + num_tokens) of a slot are the request's from `token_offset` on.
 
     Attributes:
@@ -37,20 +37,19 @@ class LoadSpan:
         start: the first of the slot's tokens.
         num_tokens: number of tokens.
         token_offset: position of the first token in the request.
-        tier: where the block was found, "dram" or "ssd"; it is in the slot now either way.
         generation: the slot's generation, which grows each time it is reused.
+        tier: where the block was found, "dram" or "ssd"; it is in the slot now either way.
     """
 
     slot_id: int
     start: int
     num_tokens: int
     token_offset: int
-    tier: str
     generation: int
+    tier: str
 
 
-@dataclass(frozen=True)
-class StoreBlock:
+class StoreBlock(NamedTuple):
     """The request's tokens from `token_offset` on are the slot's tokens [0, num_tokens)."""
 
     slot_id: int
@@ -138,7 +137,7 @@ def load_grant(
         raise _nonsense(f"lookup {response.lookup}")
     is_granted = lookup is not Lookup.MISS
     spans = tuple(
-        _LOAD_SPAN.decode(span, tier=_TIERS.get(span.tier, "unknown")) for span in response.spans
+        _LOAD_SPAN.decode_row(span, _TIERS.get(span.tier, "unknown")) for span in response.spans
     )
     if is_granted != bool(spans) or is_granted != bool(response.lease_id):
         raise _nonsense(f"a {lookup.value} with {len(spans)} spans")
@@ -198,7 +197,7 @@ def store_grant(
     Raises:
         KvdProtocolError: if a block lies outside the arena or the tokens, or two overlap.
     """
-    blocks = tuple(map(_STORE_BLOCK.decode, response.blocks))
+    blocks = tuple(map(_STORE_BLOCK.decode_row, response.blocks))
     if bool(blocks) != bool(response.lease_id):
         raise _nonsense(f"lease {response.lease_id} with {len(blocks)} blocks")
     end = request.from_token

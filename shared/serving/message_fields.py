@@ -1,17 +1,17 @@
 """Records and messages that say the same: equal names are copied, and every other one is named.
 
-A `MessageFields` pairs a record (a dataclass) with a message. A field of the record goes into the
-field of the message that has its name, without a leading `is_` or `num_` if need be. What has
-another name is in `renamed`; what has no counterpart, in `left_out`; what the encoder works out, in
-`given`. A pair that does not add up cannot be made, and it is made when its module is imported: a
-field that is new on one side is not forgotten on the other.
+A `MessageFields` pairs a record (a dataclass or a named tuple) with a message. A field of the
+record goes into the field of the message that has its name, without a leading `is_` or `num_` if
+need be. What has another name is in `renamed`; what has no counterpart, in `left_out`; what the
+encoder works out, in `given`. A pair that does not add up cannot be made, and it is made when its
+module is imported: a field that is new on one side is not forgotten on the other.
 
 An enum of the message is filled from an Enum of ours, or from a text, whose names are the same but
 for the prefix: Tier.DRAM, or "dram", is TIER_DRAM. Pure.
 """
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import fields
 from enum import Enum
 from typing import Any, Generic, TypeVar
@@ -28,7 +28,7 @@ class MessageFields(Generic[Record, Encoded]):
     """One pair.
 
     Args:
-        record: a dataclass.
+        record: a dataclass or named tuple.
         message: what it is encoded as.
         renamed: field of the record → field of the message.
         left_out: fields of the record that are not in the message under any name.
@@ -49,12 +49,13 @@ class MessageFields(Generic[Record, Encoded]):
     ) -> None:
         self._record, self._message, self._given = record, message, frozenset(given)
         sent: Mapping[str, Any] = message.DESCRIPTOR.fields_by_name
+        names = _names(record)
         targets = {
-            field.name: _target(field.name, renamed or {}, sent)
-            for field in fields(record)  # type: ignore[arg-type]  # a type of dataclass has no name
-            if field.name not in left_out and field.name not in self._given
+            name: _target(name, renamed or {}, sent)
+            for name in names
+            if name not in left_out and name not in self._given
         }
-        unknown = {*left_out, *(renamed or {})} - {f.name for f in fields(record)}  # type: ignore[arg-type]
+        unknown = {*left_out, *(renamed or {})} - set(names)
         lost = {name for name, target in targets.items() if target not in sent}
         empty = set(sent) - set(targets.values()) - self._given
         if unknown or lost or empty or not self._given <= set(sent):
@@ -91,6 +92,13 @@ class MessageFields(Generic[Record, Encoded]):
         values.update(others)
         return self._record(**values)
 
+    def decode_row(self, message: Encoded, *others: Any) -> Record:
+        """Make the record of one of very many messages: by position, which takes half the time.
+
+        `others` are the record's last fields; all fields before them are plain.
+        """
+        return self._record(*[getattr(message, target) for _, target in self._plain], *others)
+
 
 class _Numbers(dict[str | Enum, int]):
     """The numbers of a message's enum, by names without their prefix, and by members of ours."""
@@ -105,6 +113,12 @@ class _Numbers(dict[str | Enum, int]):
             raise KeyError(value)
         number = self[value] = self[value.name.lower()]
         return number
+
+
+def _names(record: type[Any]) -> Sequence[str]:
+    """Name the fields of a dataclass or of a named tuple."""
+    named: Sequence[str] | None = getattr(record, "_fields", None)
+    return [field.name for field in fields(record)] if named is None else named
 
 
 def _target(name: str, renamed: Mapping[str, str], sent: Mapping[str, object]) -> str:

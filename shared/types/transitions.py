@@ -24,10 +24,12 @@ class Transitions(Generic[State]):
 
     def __init__(self, moves: Mapping[State, Mapping[str, State]]) -> None:
         self._moves = moves
+        # An enum's own hash takes longer than all the rest of a look-up.
+        self._by_id = {id(state): following for state, following in moves.items()}
 
     def after(self, state: State, event: str) -> State:
         """Look up the state that follows an event; AssertionError if it cannot happen now."""
-        following = self._moves[state].get(event)
+        following = self._by_id[id(state)].get(event)
         assert following is not None, f"{event} cannot happen to what is {state.value}"  # noqa: S101
         return following
 

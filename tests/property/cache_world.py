@@ -204,8 +204,8 @@ class CacheWorld:
             if isinstance(record, CommittedSlot):
                 adopted.append(AdoptedSlot(slot_id, record))
             elif record.engine_id in alive:
-                self.journal[slot_id] = writing = replace(
-                    record, engine_id=record.engine_id + ADOPTED_ENGINES
+                self.journal[slot_id] = writing = record._replace(
+                    engine_id=record.engine_id + ADOPTED_ENGINES
                 )
                 orphans.append(OrphanSlot(slot_id, writing))
             else:

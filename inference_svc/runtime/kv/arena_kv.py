@@ -18,7 +18,6 @@ from typing import ClassVar, Protocol
 import torch
 from torch import Tensor
 
-from inference_svc.runtime.memory import ThreadScratch
 from shared.types.kv_layout import ITEM_BYTES, KVLayout
 
 
@@ -120,10 +119,6 @@ class ScatteredTokens:
             for first in range(0, self.num_tokens, max_tokens)
         ]
 
-    def placed(self, tokens: Tensor) -> Tensor:
-        """View tokens [num_tokens, *shape] as `gather` fills them: as they are."""
-        return tokens
-
 
 class ArenaKv:
     """See the module docstring; any thread may copy tokens that its lease covers."""
@@ -149,9 +144,6 @@ class ArenaKv:
             )
             for dtype in dtypes
         }
-        self._scratch = {
-            dtype: ThreadScratch(torch.device("cpu"), getattr(torch, dtype)) for dtype in dtypes
-        }
         self._views = [
             [
                 self._view(flat[component.dtype], arena.slot_bytes, layer_index, index)
@@ -163,11 +155,6 @@ class ArenaKv:
     def view(self, layer_index: int, component_index: int) -> Tensor:
         """View one component of all slots, [num_slots, block_tokens, *shape]."""
         return self._views[layer_index][component_index]
-
-    def scratch(self, layer_index: int, component_index: int, num_tokens: int) -> Tensor:
-        """Return this thread's scratch for tokens of a component, [num_tokens, *shape]."""
-        component = self.layout.layers[layer_index].components[component_index]
-        return self._scratch[component.dtype].take(num_tokens, *component.shape)
 
     def gather(
         self, layer_index: int, component_index: int, run: SlotRun | ScatteredTokens, out: Tensor
@@ -185,7 +172,9 @@ class ArenaKv:
             self._gather_scattered(self._views[layer_index][component_index], run, out)
             return
         tokens = self._tokens(layer_index, component_index, run)
-        if out.device.type == "cpu":
+        if run.is_consecutive:
+            out.copy_(tokens.narrow(0, run.slot_ids[0], len(run.slot_ids)))
+        elif out.device.type == "cpu":
             torch.index_select(tokens, 0, run.indices, out=out)
         else:
             out.copy_(tokens.index_select(0, run.indices))

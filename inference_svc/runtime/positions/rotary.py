@@ -124,7 +124,7 @@ class RotaryTable:
         If `out` is of another dtype than the keys: computed in float32 at least, rounded once.
         """
         if out.dtype == keys.dtype:
-            self.turn(keys, start).into(out)
+            self.turn(keys, start).into(keys, out)
         elif self.wide is not self:
             self.wide.rotate_into(keys, start, out)
         else:
@@ -132,20 +132,20 @@ class RotaryTable:
             self._apply(self._tables_to(end).at(start, end), keys, out)
 
     def turn(self, keys: Tensor, start: int) -> Turn:
-        """Prepare `rotate_into` for whatever `keys`, [n, kv_heads, dim], will hold.
+        """Prepare to turn keys like these, [n, kv_heads, dim], whatever they hold.
 
         For this thread only: what it returns works in this thread's scratch.
         """
         num_tokens, heads, _ = keys.shape
-        tables = self._tables_to(start + num_tokens)
-        num_parts = 1 if keys.dtype == self._dtype else 3
-        parts = self._scratch.take(num_parts, num_tokens * heads * tables.width).unbind(0)
-        # Head-major, as results are going to be; the keys alone stay as they come.
-        products, *sums = (
-            part.view(heads, num_tokens, tables.width).transpose(0, 1) for part in parts[:2]
-        )
-        wide = parts[2].view(num_tokens, heads, tables.width) if num_parts == 3 else None
-        return Turn(keys, tables, start, Spare(products, sums[0] if sums else None, wide))
+        end = start + num_tokens
+        tables = self._tables_to(end).at(start, end)
+        is_rounded = keys.dtype != self._dtype
+        is_staged = is_rounded or not tables.source.is_identity
+        # Head-major, as working KV is.
+        parts = self._scratch.take(1 + is_rounded + is_staged, heads, num_tokens, tables.width)
+        products, *more = parts.transpose(1, 2).unbind(0)
+        staged = more.pop() if is_staged else None
+        return Turn(tables, Spare(products, more.pop() if is_rounded else None, staged))
 
     def unrotate_into(self, keys: Tensor, start: int, out: Tensor) -> None:
         """Undo `rotate_into`: write the keys before RoPE, but for rounding.
@@ -188,7 +188,7 @@ class RotaryTable:
         spare = Spare(
             products[..., : tables.width], sums[..., : tables.width] if is_rounded else None
         )
-        Turn(staged, tables, 0, spare).into(out)
+        Turn(tables, spare).into(staged, out)
 
     @cached_property
     def wide(self) -> "RotaryTable":

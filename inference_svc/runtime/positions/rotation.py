@@ -84,17 +84,17 @@ class ElementTake:
         self._runs = runs if len(runs) <= MAX_RUNS else []
         self._indices = torch.tensor(indices, device=device)
 
-    def operands(self, keys: Tensor, table: Tensor) -> list[tuple[Tensor, Tensor, slice]]:
-        """Cut (elements of keys, their factors, where the products belong).
+    @property
+    def is_identity(self) -> bool:
+        """Whether nothing is permuted."""
+        return len(self._runs) == 1
 
-        Args:
-            keys: [n, heads, width].
-            table: [n, 1, width].
-        """
-        return [(keys[..., run.inputs], table[..., run.outputs], run.outputs) for run in self._runs]
+    def cuts(self, table: Tensor) -> list[tuple[slice, Tensor, slice]]:
+        """Cut a table, [n, 1, width]: (elements of keys, their factors, where products belong)."""
+        return [(run.inputs, table[..., run.outputs], run.outputs) for run in self._runs]
 
     def gathered(self, keys: Tensor) -> Tensor:
-        """Return the permuted elements of [..., width]; only if there are no operands."""
+        """Return the permuted elements of [..., width]; only if there are no cuts."""
         return keys.index_select(-1, self._indices)
 
     def taken(self, table: Tensor) -> Tensor:
@@ -139,73 +139,84 @@ class Tables(NamedTuple):
 
 
 class Spare(NamedTuple):
-    """Scratch of a turn, each [n, heads, width]; only `products` if the keys' dtype is the tables'.
+    """Scratch of a turn, each [n, heads, width].
 
     Attributes:
         products: products with the sines.
-        sums: sums in the tables' dtype, before they are rounded to the keys'.
-        wide: the keys in the tables' dtype.
+        sums: sums in the tables' dtype, before they are rounded to the keys'; None: they need not.
+        staged: the keys in the tables' dtype; None: they are of it, and are read where they are.
     """
 
     products: Tensor
     sums: Tensor | None = None
-    wide: Tensor | None = None
+    staged: Tensor | None = None
 
 
 class Turn:
-    """`keys` turned at some positions, again and again: everything is cut once.
+    """Keys turned at some positions, layer after layer: everything but the keys is cut once.
 
     Invariant: what it writes to meanwhile belongs to the thread that made it.
     """
 
-    def __init__(self, keys: Tensor, tables: Tables, start: int, spare: Spare) -> None:
-        """Cut the operands.
+    def __init__(self, tables: Tables, spare: Spare) -> None:
+        """Cut tables and scratch.
 
         Args:
-            keys: [n, heads, dim], before RoPE; whatever they hold at the time of `into`.
-            tables: factors of all these positions at least.
-            start: position of the first key.
+            tables: factors of these very positions.
             spare: scratch to write intermediate results to.
         """
-        width, end = tables.width, start + keys.shape[0]
-        self._products, self._sums, self._wide = spare
-        self._cosines, self._sines = tables.cosines[start:end], tables.sines[start:end]
+        self._products, self._sums, self._staged = spare
         self._tables = tables
-        self._turning, self._passing = keys[..., :width], keys[..., width:]
-        self._factors = self._turning if self._wide is None else self._wide
-        self._source_operands = tables.source.operands(self._factors, self._cosines)
-        self._partner_operands = [
-            (elements, table, self._products[..., outputs])
-            for elements, table, outputs in tables.partner.operands(self._factors, self._sines)
+        self._source_cuts = tables.source.cuts(tables.cosines)
+        self._partner_cuts = [
+            (inputs, table, self._products[..., outputs])
+            for inputs, table, outputs in tables.partner.cuts(tables.sines)
         ]
 
-    def into(self, out: Tensor) -> None:
-        """Write the keys after RoPE to `out`, [n, heads, dim] of any strides, not over the keys."""
-        width = self._tables.width
-        turned = out[..., :width] if self._passing.shape[-1] else out
-        sums = turned if self._sums is None else self._sums
-        if self._wide is not None:
-            self._wide.copy_(self._turning)
-        for elements, table, products in self._partner_operands:
-            torch.mul(elements, table, out=products)
-        if not self._partner_operands:
-            gathered = self._tables.partner.gathered(self._factors)
-            torch.mul(gathered, self._sines, out=self._products)
-        self._multiply_source(sums)
-        sums.add_(self._products)
-        if sums is not turned:
-            turned.copy_(sums)
-        if self._passing.shape[-1]:
-            out[..., width:].copy_(self._passing)
+    def over(self, keys: Tensor) -> None:
+        """Turn keys where they are, [n, heads, dim] of any strides.
 
-    def _multiply_source(self, out: Tensor) -> None:
-        if len(self._source_operands) == 1:  # no permutation, as in most models
-            torch.mul(self._factors, self._cosines, out=out)
+        They are staged, or their sources are not permuted: else some would be lost on the way.
+        """
+        turning = self._turning(keys)
+        self._turn(turning, turning)
+
+    def into(self, keys: Tensor, out: Tensor) -> None:
+        """Write the keys after RoPE to `out`, of their shape and any strides, not over the keys."""
+        width = self._tables.width
+        self._turn(self._turning(keys), self._turning(out))
+        if width < keys.shape[-1]:
+            out[..., width:].copy_(keys[..., width:])
+
+    def _turning(self, keys: Tensor) -> Tensor:
+        width = self._tables.width
+        return keys if width == keys.shape[-1] else keys[..., :width]
+
+    def _turn(self, keys: Tensor, out: Tensor) -> None:
+        """Turn [n, heads, width]; the sines come first: after them keys may be overwritten."""
+        factors, sums = keys, out if self._sums is None else self._sums
+        if self._staged is not None:
+            factors = self._staged.copy_(keys)
+        for inputs, table, products in self._partner_cuts:
+            torch.mul(factors[..., inputs], table, out=products)
+        if not self._partner_cuts:
+            torch.mul(
+                self._tables.partner.gathered(factors), self._tables.sines, out=self._products
+            )
+        self._multiply_source(factors, sums)
+        sums.add_(self._products)
+        if sums is not out:
+            out.copy_(sums)
+
+    def _multiply_source(self, factors: Tensor, out: Tensor) -> None:
+        source, cosines = self._tables.source, self._tables.cosines
+        if source.is_identity:  # as in most models
+            torch.mul(factors, cosines, out=out)
             return
-        for elements, table, outputs in self._source_operands:
-            torch.mul(elements, table, out=out[..., outputs])
-        if not self._source_operands:
-            torch.mul(self._tables.source.gathered(self._factors), self._cosines, out=out)
+        for inputs, table, outputs in self._source_cuts:
+            torch.mul(factors[..., inputs], table, out=out[..., outputs])
+        if not self._source_cuts:
+            torch.mul(source.gathered(factors), cosines, out=out)
 
 
 class Inversion:

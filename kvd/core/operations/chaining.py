@@ -8,7 +8,7 @@ there. What is computed later is chained to that in turn.
 from copy import copy
 
 from kvd.core.records.entries import Span, is_plain
-from shared.types.block_key import block_key, discard_key, root_key, tokens_digest
+from shared.types.block_key import block_keys, discard_key, root_key, tokens_digest
 from shared.types.kv_layout import KVLayout
 from shared.types.lineage import WHOLE, Lineage
 
@@ -31,6 +31,7 @@ class Chaining:
 
     def __init__(self, layout: KVLayout, salt: bytes, lineage: Lineage | None) -> None:
         self._salt = salt
+        self._block_key = block_keys(salt)
         self._step = layout.block_tokens
         self._is_coupled = layout.position_mode == "coupled"
         self.root = root_key(salt, layout.fingerprint)
@@ -39,6 +40,7 @@ class Chaining:
     def _use(self, lineage: Lineage | None) -> None:
         self.is_named = lineage is not None
         self.lineage = WHOLE if lineage is None or self._is_coupled else lineage
+        self._turns_at = None if self.lineage.is_whole else self.lineage.clean_tokens
 
     def under(self, lineage: Lineage | None) -> "Chaining":
         """Chain along another lineage of the same tenant: its root is not computed again."""
@@ -52,13 +54,11 @@ class Chaining:
 
     def parent(self, chain: bytes, offset: int) -> bytes:
         """Return the parent key of what is computed at an offset, behind a span with this chain."""
-        lineage = self.lineage
-        is_turning = not lineage.is_whole and offset == lineage.clean_tokens
-        return self.after_discards(offset) if is_turning else chain
+        return self.after_discards(offset) if offset == self._turns_at else chain
 
     def key(self, chain: bytes, offset: int, tokens: bytes) -> bytes:
         """Return the key of a block of these tokens at an offset, behind a span with this chain."""
-        return block_key(self._salt, self.parent(chain, offset), tokens)
+        return self._block_key(self.parent(chain, offset), tokens)
 
     def digest(self, tokens: bytes) -> bytes:
         """Return what a span that is not plain says of its tokens."""
@@ -66,9 +66,9 @@ class Chaining:
 
     def end_of_block(self, offset: int) -> int:
         """Return where a full block from an offset on ends: never across the first discard."""
-        end, clean_tokens = offset + self._step, self.lineage.clean_tokens
-        if not self.lineage.is_whole and offset < clean_tokens < end:
-            return clean_tokens
+        end, turns_at = offset + self._step, self._turns_at
+        if turns_at is not None and offset < turns_at < end:
+            return turns_at
         return end
 
     def follows(self, span: Span, chain: bytes, offset: int, tokens: bytes) -> bool:

@@ -296,10 +296,8 @@ class Loader:
         if lease.is_export:
             return
         self._state.outbox.count("load_hits")
-        num_tokens = dict.fromkeys(Tier, 0)
-        for _, span in lease.entries:
-            num_tokens[span.tier] += span.num_tokens
-        for tier, num_of_tier in num_tokens.items():
+        for tier in Tier:
+            num_of_tier = sum(span.num_tokens for _, span in lease.entries if span.tier is tier)
             self._state.outbox.count(f"load_tokens_{tier.value}", num_of_tier)
             self._state.turns.loaded(lease.key, tier, num_of_tier)
             if num_of_tier:

@@ -18,6 +18,7 @@ The chain is followed over full blocks, and over the one that ends where the cle
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from kvd.core.operations.chaining import Chaining
 from kvd.core.records.entries import Span, plain_span
@@ -29,8 +30,7 @@ from shared.types.block_key import TOKEN_BYTES
 from shared.types.session_key import SessionKey
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
+class Piece(NamedTuple):
     """A span that holds tokens [token_offset, end) of the sequence."""
 
     span: Span
@@ -43,8 +43,7 @@ class Piece:
         return self.token_offset + self.span.num_tokens
 
 
-@dataclass(frozen=True, slots=True)
-class PlannedBlock:
+class PlannedBlock(NamedTuple):
     """A span that a session is to have: on an existing block, or on one that needs a slot."""
 
     span: Span

@@ -246,31 +246,42 @@ class Storer:
     def _commit(self, lease: StoreLease) -> None:
         """Turn the lease's new blocks into blocks, as far as what they build on is still there."""
         state = self._state
+        num_blocks = num_tokens = 0
         for index, (span, part) in enumerate(lease.parts):
             if isinstance(part, Block):
                 if not state.blocks.holds(part):  # found corrupt meanwhile
                     self._shorten(lease, index)
-                    return
+                    break
                 continue
             block = state.find_block(span.block_key)
             if block is None:
-                block = self._committed(lease.key, span, part)
+                block = self._committed(lease.key.tenant, span, part)
+                num_blocks += 1
+                num_tokens += span.num_tokens
             else:  # another session has committed the same meanwhile
                 self._free(lease, part)
             block.holders += 1
             lease.parts[index] = (span, block)
+        if num_blocks:
+            state.outbox.count("store_tokens", num_tokens)
+            state.record_move(
+                lease.key, MoveKind.STORED, num_blocks=num_blocks, num_tokens=num_tokens
+            )
 
-    def _committed(self, key: SessionKey, span: Span, part: NewBlock) -> Block:
+    def _committed(self, tenant: str, span: Span, part: NewBlock) -> Block:
         """Make a block of a filled slot. The journal forgets the slot until it is hashed."""
         state = self._state
-        block = Block(span.block_key, span.num_tokens, key.tenant)
         state.slots.commit(part.slot_id)
         state.clear_slot(part.slot_id)
+        block = Block(
+            span.block_key,
+            span.num_tokens,
+            tenant,
+            part.token_ids,
+            part.slot_id,
+            part.generation,
+        )
         state.blocks.add(block)
-        state.blocks.enter_dram(block, part.slot_id, part.generation)
-        state.blocks.set_contents(block, part.token_ids, b"")
-        state.outbox.count("store_tokens", span.num_tokens)
-        state.record_move(key, MoveKind.STORED, num_blocks=1, num_tokens=span.num_tokens)
         return block
 
     def _shorten(self, lease: StoreLease, index: int) -> None:

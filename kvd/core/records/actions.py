@@ -15,6 +15,7 @@ Invariants the performer keeps:
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import NamedTuple
 
 from kvd.core.records.entries import BlockRecord, SessionRecord, SlotRecord
 from shared.types.session_key import SessionKey
@@ -68,8 +69,7 @@ class ReadBlock:
     ahead: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class HashSlot:
+class HashSlot(NamedTuple):
     """Compute the checksums of a committed slot; then `hash_done`."""
 
     op_id: int
@@ -156,16 +156,14 @@ class WipeSlots:
     slot_ids: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class PutSlot:
+class PutSlot(NamedTuple):
     """Record in the journal what a slot holds, for the next kvd."""
 
     slot_id: int
     record: SlotRecord
 
 
-@dataclass(frozen=True, slots=True)
-class ClearSlot:
+class ClearSlot(NamedTuple):
     """Record in the journal that a slot holds nothing."""
 
     slot_id: int

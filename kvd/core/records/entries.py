@@ -18,6 +18,7 @@ import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
+from typing import NamedTuple
 
 from shared.types.block_key import KEY_BYTES
 from shared.types.session_key import SessionKey
@@ -44,8 +45,7 @@ class Pin(Enum):
     HARD = 2  # does not expire, is never evicted
 
 
-@dataclass(frozen=True, slots=True)
-class Span:
+class Span(NamedTuple):
     """A run of tokens of one block that a session uses; its position is the sum of those before.
 
     Attributes:
@@ -152,8 +152,7 @@ class StoredBlock:
 # ------------------------------------------------------------------------------------ the journal
 
 
-@dataclass(frozen=True, slots=True)
-class WritingSlot:
+class WritingSlot(NamedTuple):
     """An engine writes to the slot."""
 
     generation: int

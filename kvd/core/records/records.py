@@ -7,6 +7,7 @@ are `now_ns` of kvd's own clock (D17).
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
+from typing import NamedTuple
 
 from kvd.core.records.entries import Pin
 from shared.types.session_key import SessionKey
@@ -46,8 +47,7 @@ class LeaseState(Enum):
 # ---------------------------------------------------------------------------------- load and store
 
 
-@dataclass(frozen=True, slots=True)
-class LoadSpan:
+class LoadSpan(NamedTuple):
     """Tokens [start, start + num_tokens) of a slot are [token_offset, …) of the request."""
 
     slot_id: int
@@ -90,8 +90,7 @@ class ExportedRows:
     token_ids: bytes
 
 
-@dataclass(frozen=True, slots=True)
-class StoreBlock:
+class StoreBlock(NamedTuple):
     """The caller writes tokens [token_offset, …) as tokens [0, num_tokens) of the slot."""
 
     slot_id: int

@@ -180,9 +180,10 @@ class BlockIndex:
         return self._blocks.get(block.key) is block
 
     def add(self, block: Block) -> None:
-        """Take a new block in; it has no place yet."""
+        """Take a new block in, with the places that it has already."""
         assert block.key not in self._blocks, "a block key is indexed once"
         self._blocks[block.key] = block
+        self._recount(block, 1)
 
     def remove(self, block: Block) -> None:
         """Forget a block that has lost its places."""

@@ -12,6 +12,7 @@ that an earlier kvd granted only the slots are known (RestoredLease): it can nev
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import NamedTuple
 
 from kvd.core.records.entries import Span
 from kvd.core.records.errors import LeaseLostError, TooManyLeasesError
@@ -79,8 +80,7 @@ class LoadLease:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class NewBlock:
+class NewBlock(NamedTuple):
     """A block to be: what its slot will hold once the engine has written it."""
 
     slot_id: int

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, make_dataclass
 from enum import Enum
 from importlib import import_module
+from typing import NamedTuple
 
 import pytest
 
@@ -59,6 +60,23 @@ def test_equal_names_are_copied(tier):
         degraded_reason="full",
     )
     assert _pair().decode(message, tier=tier) == stats
+
+
+class Row(NamedTuple):
+    capacity_bytes: int
+    num_blocks: int
+    is_degraded: bool
+    tier: str
+
+
+def test_a_named_tuple_is_decoded_as_a_row():
+    """What is plain comes first, what the caller has worked out behind it; names still pair."""
+    given = ("used_bytes", "degraded_reason", "physical_bytes")
+    pair = _pair(Row, renamed={}, given=given)
+    row = Row(7, 3, is_degraded=True, tier="dram")
+    message = pair.encode(row, **dict.fromkeys(given))
+    assert message.num_blocks == 3
+    assert pair.decode_row(message, "dram") == pair.decode(message, tier="dram") == row
 
 
 @pytest.mark.parametrize(

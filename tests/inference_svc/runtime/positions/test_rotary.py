@@ -92,6 +92,9 @@ def test_bits_are_those_of_the_definition(rope, keys_dtype, dtype, table_dtype):
     rotary.rotate_into(keys, 900, kv[:, 20:150].transpose(0, 1))
     assert torch.equal(kv[:, 20:150].transpose(0, 1), expected)
     assert torch.equal(rotary.rotate(keys, 900), expected)
+    here = kv[:, 20:150].transpose(0, 1).copy_(keys)
+    rotary.turn(here, 900).over(here)
+    assert torch.equal(here, expected)
     assert (kv[:, :20] == 9).all()
     assert (kv[:, 150:] == 9).all()
 
@@ -104,13 +107,16 @@ def test_a_fused_multiply_add_would_be_noticed():
 
 
 def test_a_turn_is_used_again_for_other_keys():
-    """What was prepared once turns whatever its keys hold, layer after layer."""
+    """What was prepared once turns whatever there is, layer after layer, where it is or not."""
     rotary, keys = table(interleaved, dtype=torch.bfloat16), random_keys(40, dtype=torch.bfloat16)
     turn, out = rotary.turn(keys, 7), torch.empty_like(keys)
     for seed in (3, 4):
-        keys.copy_(random_keys(40, dtype=torch.bfloat16, seed=seed))
-        turn.into(out)
-        assert torch.equal(out, by_definition(rotary, keys, 7))
+        others = random_keys(40, dtype=torch.bfloat16, seed=seed)
+        expected = by_definition(rotary, others, 7)
+        turn.into(others, out)
+        assert torch.equal(out, expected)
+        turn.over(others)
+        assert torch.equal(others, expected)
 
 
 def test_elements_that_do_not_turn_pass_unchanged():
@@ -120,6 +126,8 @@ def test_elements_that_do_not_turn_pass_unchanged():
     turned = table(partial).rotate(keys, 3)
     assert (turned[:, :, 4:] == torch.inf).all()
     assert turned[:, :, :4].isfinite().all()
+    table(partial).turn(keys, 3).over(keys)
+    assert torch.equal(keys, turned)
 
 
 def test_threads_do_not_share_intermediate_results():

@@ -111,7 +111,7 @@ class Peer:
         if self.fail_at == "slot":
             slot_id = 99
         tier = "dram" if from_token < self.dram_tokens else "ssd"
-        span = LoadSpan(slot_id, 0, end - from_token, from_token, tier, 1)
+        span = LoadSpan(slot_id, 0, end - from_token, from_token, 1, tier)
         more = end < num_tokens
         lease_id = self.lease()
         if accept_pending and self.pending:

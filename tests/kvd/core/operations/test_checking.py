@@ -1,7 +1,6 @@
 """The check of all invariants: each thing that is broken is noticed, by the check meant for it."""
 
 from collections.abc import Callable
-from dataclasses import replace
 
 import pytest
 
@@ -102,17 +101,17 @@ def without_a_span(state: CacheState) -> None:
 
 def a_block_that_is_gone(state: CacheState) -> None:
     session = state.sessions[A]
-    session.spans = [replace(session.spans[0], block_key=b"gone"), *session.spans[1:]]
+    session.spans = [session.spans[0]._replace(block_key=b"gone"), *session.spans[1:]]
 
 
 def an_empty_span(state: CacheState) -> None:
     session = state.sessions[A]
-    session.spans = [replace(session.spans[0], num_tokens=0), *session.spans[1:]]
+    session.spans = [session.spans[0]._replace(num_tokens=0), *session.spans[1:]]
 
 
 def a_span_outside(state: CacheState) -> None:
     session = state.sessions[A]
-    session.spans = [replace(session.spans[0], start=1), *session.spans[1:]]
+    session.spans = [session.spans[0]._replace(start=1), *session.spans[1:]]
 
 
 def a_user_without_a_span(state: CacheState) -> None:

@@ -37,3 +37,16 @@ def test_blocks_are_counted_where_they_are():
     assert (blocks.leave_ssd(block), counts()[:3]) == (5, (1, 0, 1))
     blocks.enter_ssd(block, 6)
     assert (blocks.leave_dram(block), counts()) == (3, (0, 1, 0, 0, 0))
+
+
+def test_a_block_is_counted_where_it_lies():
+    """Be it taken in with its slot, or given one later: neither once too often nor too rarely."""
+    index = BlockIndex()
+    index.add(Block(b"filled", 1, slot_id=0, generation=1))
+    later = Block(b"later", 1)
+    index.add(later)
+    assert (index.num_dram, index.num_dirty, index.num_unhashed) == (1, 1, 1)
+    index.enter_dram(later, 1, 1)
+    assert (index.num_dram, index.num_dirty, index.num_ssd) == (2, 2, 0)
+    index.add(Block(b"on ssd", 1, extent=7))
+    assert (index.num_dram, index.num_dirty, index.num_ssd) == (2, 2, 1)

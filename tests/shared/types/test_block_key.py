@@ -1,0 +1,34 @@
+"""Keys of blocks: equal for the same salt, parent and tokens, and for nothing else."""
+
+import hashlib
+
+from shared.types.block_key import KEY_BYTES, SALT_BYTES, block_keys, root_key
+
+SALT = bytes(range(SALT_BYTES))
+TOKENS = (bytes(64), bytes(range(64)), b"")
+
+
+def test_a_key_is_the_digest_that_it_is_said_to_be():
+    """Of the parent and the tokens, under the salt; of each block anew."""
+    key = block_keys(SALT)
+    parent = root_key(SALT, "layout")
+    for tokens in TOKENS:
+        digest = hashlib.blake2b(
+            parent + tokens, digest_size=KEY_BYTES, key=SALT, person=b"block"
+        ).digest()
+        parent = key(parent, tokens)
+        assert parent == digest
+
+
+def test_another_salt_parent_or_token_is_another_key():
+    """The same of all three is the same key, whatever was asked for in between."""
+    key = block_keys(SALT)
+    parent = root_key(SALT, "layout")
+    keys = [
+        key(parent, TOKENS[0]),
+        key(parent, TOKENS[1]),
+        key(root_key(SALT, "other"), TOKENS[0]),
+        block_keys(bytes(SALT_BYTES))(parent, TOKENS[0]),
+    ]
+    assert len(set(keys)) == len(keys)
+    assert key(parent, TOKENS[0]) == keys[0]
