@@ -54,7 +54,7 @@ WARM_UP = 2
 LEARN = 5  # turns from which the engine learns what computing takes
 MOST_OVER_BEST = 1.02
 MIN_HOLD_S = 0.25
-HOLD_FACTOR = 1.5  # of a whole load, for which the batch is busy
+HOLD_FACTOR = 1.5  # of a step and a whole load, for which the batch is busy
 
 
 class PacedLoads:
@@ -262,9 +262,9 @@ class _Case:
 
     @property
     def _hold_s(self) -> float:
-        """Long enough for all layers to be loaded ahead."""
-        load_s = self.engine.num_layers * self.compute_layer_s * self.ratio
-        return max(MIN_HOLD_S, HOLD_FACTOR * load_s)
+        """Long enough for all layers to be loaded ahead, which begins behind a step under way."""
+        step_s = self.engine.num_layers * self.compute_layer_s
+        return max(MIN_HOLD_S, HOLD_FACTOR * (1 + self.ratio) * step_s)
 
     async def _turn(self) -> TurnTimes:
         return await self.session.turn("kvd", self.num_new, 1)
