@@ -140,7 +140,7 @@ def assemble_engine(settings: InferenceSettings, model: Model) -> EngineParts:
         counters=counters,
         num_layers=num_layers,
         policy=LoadPolicy(cache.load_policy),
-        preload=_preload(cache, num_layers),
+        preload=_preload(cache),
     )
     attention = make_attention(settings.model.attention, loaded.device)
     stepper = Stepper(
@@ -210,13 +210,11 @@ def _make_store(
     return client, store
 
 
-def _preload(settings: CacheSettings, num_layers: int) -> PreloadPolicy:
+def _preload(settings: CacheSettings) -> PreloadPolicy:
     if settings.preload == "none":
         return PreloadPolicy(is_layerwise=False, buffer_layers=0)
-    num_buffered = settings.read_buffer_layers
-    return PreloadPolicy(
-        is_layerwise=True, buffer_layers=num_layers if num_buffered < 0 else num_buffered
-    )
+    fixed = settings.read_buffer_layers
+    return PreloadPolicy(buffer_layers=None if fixed < 0 else fixed)
 
 
 def _scheduler_limits(

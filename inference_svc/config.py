@@ -147,7 +147,8 @@ class CacheSettings(Section):
         residents: sessions keep their KV in memory after their turn while there is room.
         preload: "layers": a turn computes while its later layers are still being loaded; "none":
             it waits for all of them.
-        read_buffer_layers: how many layers may be loaded before their turn computes; -1: all.
+        read_buffer_layers: layers that are loaded before their turn computes, the others behind
+            that; -1: as many as measured rates ask for.
         saving: "async": while others compute; "sync": nothing is computed meanwhile; "off":
             nothing is stored.
         save_group_tokens: tokens of a turn under way that are stored together; at least a block's.

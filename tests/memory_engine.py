@@ -272,7 +272,7 @@ class Engine:
             *(self.pool, ring, store, residents, self.threads[1], self.counters),
             num_layers=num_layers,
             policy=LoadPolicy.ALWAYS,
-            preload=preload or PreloadPolicy(is_layerwise=True, buffer_layers=num_layers),
+            preload=preload or PreloadPolicy(),
         )
         shifts = Compactor(calibration, self.threads[1])
         stepper = Stepper(

@@ -7,6 +7,7 @@ import typer
 
 from inference_svc.bench.figures import as_document
 from inference_svc.bench.options import (
+    BuffersOptions,
     DecodeOptions,
     ModelChoice,
     OutputOptions,
@@ -57,6 +58,15 @@ def turns(choice: ModelChoice, options: TurnsOptions, output: OutputOptions) -> 
 @command(ModelChoice, OverlapOptions, OutputOptions)
 def overlap(choice: ModelChoice, options: OverlapOptions, output: OutputOptions) -> None:
     """Loading ahead by read buffer, and the price of saving."""
+    measure(options, choice, output)
+
+
+@bench_app.command()
+@command(ModelChoice, BuffersOptions, OutputOptions)
+def buffers(choice: ModelChoice, options: BuffersOptions, output: OutputOptions) -> None:
+    """TTFT by read buffer, and with the start gate's choice, by how slow loading is."""
+    if not options.ratios:
+        raise InvalidInputError("there is nothing to measure", "name some with --ratios")
     measure(options, choice, output)
 
 

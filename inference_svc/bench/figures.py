@@ -7,6 +7,7 @@ variants measured in turn, round by round, and compares what is of one round.
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from math import inf
 
 from shared.measuring.statistics import Spread, spread
 
@@ -127,7 +128,7 @@ class Report:
     """Everything of one run.
 
     Attributes:
-        part: "turns", "overlap", "serve", "policies" or "decode".
+        part: "turns", "overlap", "buffers", "serve", "policies" or "decode".
         metric: the one that the part is about: what a plot shows.
     """
 
@@ -201,6 +202,11 @@ class Interleaved:
             what = f"{over} / {below}"
             self._ratios.append(Ratio(what, metric, len(pairs), spread(pairs), at_most, at_least))
 
+    def median(self, metric: str, variant: str) -> float:
+        """Return a variant's median so far; infinite if it was not measured."""
+        values = self._values(variant).get(metric)
+        return spread(values).median if values else inf
+
     def case(self) -> Case:
         """Sum up what was measured."""
         names = [*self._found, *(set(self._num_discarded) - set(self._found))]
@@ -212,10 +218,14 @@ class Interleaved:
         )
 
     def _measured(self, variant: str) -> Measured:
-        rounds = self._found.get(variant, {}).values()
-        metrics = dict.fromkeys(metric for values in rounds for metric in values)
-        values = {
-            metric: spread([found[metric] for found in rounds if metric in found])
-            for metric in metrics
-        }
-        return Measured(variant, len(rounds), self._num_discarded.get(variant, 0), values)
+        values = {metric: spread(found) for metric, found in self._values(variant).items()}
+        num = len(self._found.get(variant, {}))
+        return Measured(variant, num, self._num_discarded.get(variant, 0), values)
+
+    def _values(self, variant: str) -> dict[str, list[float]]:
+        """All that was measured of a variant, by metric."""
+        values: dict[str, list[float]] = {}
+        for found in self._found.get(variant, {}).values():
+            for metric, value in found.items():
+                values.setdefault(metric, []).append(value)
+        return values

@@ -38,6 +38,7 @@ class TurnTimes:
         reused_tokens: of the prompt, not computed.
         tier_tokens: of them, by the tier they came from.
         stall_s: how long computing waited for layers.
+        buffer_layers: see Request.
         output_ids: the answer.
     """
 
@@ -47,6 +48,7 @@ class TurnTimes:
     tier_tokens: Mapping[str, int]
     load_s: float
     stall_s: float
+    buffer_layers: float | None
     output_ids: tuple[int, ...]
 
     @property
@@ -131,6 +133,7 @@ class LocalEngine:
         self.parts = parts
         self.kvd = kvd
         self.block_tokens = model.calibration.layout.block_tokens
+        self.num_layers = len(model.calibration.layers)
         self._model = model
         self._numbers = count(1)
         self._random = np.random.default_rng()  # every engine draws other tokens
@@ -282,5 +285,6 @@ def _times(request: EngineRequest, sink: _Sink, submitted_s: float) -> TurnTimes
         tier_tokens=dict(outcome.tier_tokens),
         load_s=outcome.load_s,
         stall_s=outcome.stall_s,
+        buffer_layers=request.buffer_layers,
         output_ids=tuple(request.output_ids),
     )

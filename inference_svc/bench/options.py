@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import inf
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -27,6 +28,21 @@ def splits_of(text: str) -> tuple[tuple[int, int], ...]:
         raise BadListError(f"{text!r} is no list of splits", "write them as 900/100") from error
     if any(min(split) < 1 for split in found):
         raise BadListError(f"{text!r} has a length below one", "write them as 900/100")
+    return found
+
+
+def ratios_of(text: str) -> tuple[float, ...]:
+    """Read "0.5,1,2".
+
+    Raises:
+        BadListError: something else is there, or a ratio is not above zero.
+    """
+    try:
+        found = tuple(float(part) for part in text.split(",") if part.strip())
+    except ValueError as error:
+        raise BadListError(f"{text!r} is no list of ratios", "write them as 0.5,1,2") from error
+    if not all(0 < ratio < inf for ratio in found):
+        raise BadListError(f"{text!r} has a ratio out of range", "give some above 0")
     return found
 
 
@@ -171,7 +187,7 @@ class OverlapOptions:
     """Part `overlap`.
 
     Attributes:
-        buffers: read buffers in layers, -1: all (paper: Fig. 19).
+        buffers: read buffers in layers, -1: the start gate's choice (paper: Fig. 19).
         prompts: lengths of the turns that are saved (paper: Fig. 20), with `answer_tokens` each.
         batch: of these turns that run at once.
         only: "preload" or "saving"; "": both.
@@ -181,7 +197,13 @@ class OverlapOptions:
         int, typer.Option("--history", min=1, help="Tokens that are loaded.")
     ] = 1000
     new_tokens: Annotated[int, typer.Option("--new", min=1, help="Tokens that are computed.")] = 100
-    buffers: Annotated[Numbers, _numbers("Read buffers in layers; -1: all.", -1)] = (0, 1, 2, 4, -1)
+    buffers: Annotated[Numbers, _numbers("Layers of read buffer; -1: auto.", -1)] = (
+        0,
+        1,
+        2,
+        4,
+        -1,
+    )
     prompts: Annotated[Numbers, _numbers("Prompts that are saved.")] = (1000, 1200, 1400, 1600)
     answer_tokens: Annotated[
         int, typer.Option("--answer", min=2, help="Tokens of their answers.")
@@ -195,6 +217,31 @@ class OverlapOptions:
             help="preload or saving; default: both.",
         ),
     ] = ""
+    pairs: Pairs = 15
+
+
+@dataclass(frozen=True, slots=True)
+class BuffersOptions:
+    """Part `buffers`.
+
+    Attributes:
+        ratios: of the time that loading a layer takes to that of computing it.
+        layer_ms: added to computing each layer: noise of a shared machine then weighs less.
+    """
+
+    history_tokens: Annotated[
+        int, typer.Option("--history", min=1, help="Tokens that are loaded.")
+    ] = 500
+    new_tokens: Annotated[int, typer.Option("--new", min=1, help="Tokens that are computed.")] = 100
+    ratios: Annotated[
+        tuple[float, ...],
+        typer.Option(
+            parser=ratios_of, metavar=TEXT, help="Time to load a layer, by that to compute it."
+        ),
+    ] = (0.5, 1.0, 2.0)
+    layer_ms: Annotated[
+        float, typer.Option(min=0, help="Added to computing each layer: less noise.")
+    ] = 0.0
     pairs: Pairs = 15
 
 
@@ -351,6 +398,7 @@ class DecodeOptions:
 Part = (
     TurnsOptions
     | OverlapOptions
+    | BuffersOptions
     | ServeOptions
     | PoliciesOptions
     | OverflowOptions

@@ -7,7 +7,7 @@ different settings, each an engine of its own.
     none      the history is loaded when the turn's time has come, then it is computed
     B0        loaded when its time has come, computed layer by layer behind that
     B1, B2, … so many layers are loaded before its time has come
-    all       every layer may be
+    auto      as many as the start gate asks for at least, and all if there is time
     resident  there is nothing to load
 
 What saving costs (paper: Fig. 20). A set of turns of new sessions is answered, more of them than
@@ -98,7 +98,7 @@ async def measure_preload(
 def _settings(options: OverlapOptions) -> dict[str, dict[str, Any]]:
     """Section `cache` of each engine, by variant."""
     buffers: dict[str, dict[str, Any]] = {
-        "all" if layers < 0 else f"B{layers}": {"read_buffer_layers": layers, "residents": False}
+        "auto" if layers < 0 else f"B{layers}": {"read_buffer_layers": layers, "residents": False}
         for layers in options.buffers
     }
     return {NONE: {"preload": "none", "residents": False}, **buffers, RESIDENT: {}}
@@ -131,8 +131,8 @@ class _Preload:
         for name in self.engines:
             if name not in {NONE, RESIDENT}:
                 found.compare(METRIC, name, NONE)
-        if "all" in self.engines:
-            found.compare(METRIC, "all", RESIDENT)
+        if "auto" in self.engines:
+            found.compare(METRIC, "auto", RESIDENT)
         return found.case()
 
     async def _choose_hold(self) -> None:

@@ -9,6 +9,7 @@ import torch
 
 from inference_svc.assembly import Model
 from inference_svc.bench import (
+    buffers,
     decode,
     overflow,
     overlap,
@@ -20,6 +21,7 @@ from inference_svc.bench import (
 )
 from inference_svc.bench.figures import Case, Report
 from inference_svc.bench.options import (
+    BuffersOptions,
     DecodeOptions,
     ModelChoice,
     OverflowOptions,
@@ -82,6 +84,8 @@ def _plan(part: Part) -> tuple[str, str, int, Measure]:
             return "turns", turns.METRIC, turns.window_tokens(part), turns.measure_turns
         case OverlapOptions():
             return "overlap", overlap.METRIC, overlap.window_tokens(part), overlap.measure_overlap
+        case BuffersOptions():
+            return "buffers", buffers.METRIC, buffers.window_tokens(part), buffers.measure_buffers
         case ServeOptions():
             return "serve", replay.METRIC, part.window_tokens, replay.measure_serve
         case PoliciesOptions():

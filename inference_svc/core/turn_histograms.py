@@ -25,6 +25,7 @@ class TurnHistograms:
         itl_s: seconds between two tokens of an answer, as they were sampled.
         reused_tokens: number of reused tokens, by the tier where they were found.
         recomputed_tokens: number of recomputed tokens, by reason.
+        buffer_layers: the start gate's choices (`Request.buffer_layers`), by the slowest tier.
         refused: number of turns that were not begun, by reason.
         tenant_turns: number of turns by tenant and "finished", "failed", "refused", "cancelled".
         tenant_tokens: number of tokens by tenant and kind: "computed", "reused", "output".
@@ -43,6 +44,7 @@ class TurnHistograms:
         self.stall_s = Histogram()
         self.reused_tokens = Tally()
         self.recomputed_tokens = Tally()
+        self.buffer_layers = Histogram(SIZE_BOUNDS)
         self.refused = Tally()
         self.tenant_turns = Tally()
         self.tenant_tokens = Tally()
@@ -54,6 +56,10 @@ class TurnHistograms:
     def name_tenants(self, tenants: Collection[str]) -> None:
         """Give these tenants labels of their own from now on."""
         self._tenants = frozenset(tenants) | {DEFAULT_TENANT}
+
+    def joined(self, buffer_layers: float, tiers: Collection[str]) -> None:
+        """Count a turn that joined the batch while its history came from these tiers."""
+        self.buffer_layers.observe(buffer_layers, max(tiers))  # "ssd" > "dram"
 
     def answered(self, tenant: str, finish_reason: str, usage: Usage, *, cancelled: bool) -> None:
         """Count a turn that was answered, or stopped by its client on the way."""

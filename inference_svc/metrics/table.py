@@ -121,6 +121,12 @@ METRICS = MetricTable(
             "From a turn's admission to the last token of its history, if it has one",
         ),
         Metric(
+            "inference_read_buffer_layers",
+            "histogram",
+            "Layers of a history that had to be loaded before its turn joined, by slowest tier",
+            ("tier",),
+        ),
+        Metric(
             "inference_stall_seconds",
             "histogram",
             "How long computing waited for layers of a history that were still being loaded",

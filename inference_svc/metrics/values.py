@@ -88,6 +88,7 @@ def _fill_histograms(scrape: Scrape, histograms: TurnHistograms) -> None:
         ("inference_queue_seconds", histograms.queue_s),
         ("inference_prefill_seconds", histograms.prefill_s),
         ("inference_load_seconds", histograms.load_s),
+        ("inference_read_buffer_layers", histograms.buffer_layers),
         ("inference_stall_seconds", histograms.stall_s),
         ("inference_step_turns", histograms.step_turns),
         ("inference_step_tokens", histograms.step_tokens),

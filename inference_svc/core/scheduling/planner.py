@@ -178,7 +178,9 @@ class Planner:
                 held_ns.append(opens_ns)
             elif self._has_place(request, draft):
                 request.move(RequestEvent.START)
-                request.started_ns = request.started_ns or draft.now_ns
+                if not request.started_ns:
+                    request.started_ns = draft.now_ns
+                    request.buffer_layers = self._gate.buffer_layers(request)
         return min(held_ns, default=None)
 
     def _has_place(self, request: Request, draft: _Draft) -> bool:

@@ -123,6 +123,8 @@ class Request:
         num_overflows: number of times it returned there because its window was full.
         start_tag: the waiting queue's; see there.
         is_saved: what it computes takes slots of the write ring, until that is stored.
+        buffer_layers: number of its history's layers that the start gate asked for before it first
+            joined the batch. None: it has not joined, or all were there.
         arrived_ns, admitted_ns, ready_ns, started_ns, first_token_ns, finished_ns: 0 until
             it happens for the first time.
     """
@@ -147,6 +149,7 @@ class Request:
     num_overflows: int = 0
     start_tag: float = 0.0
     is_saved: bool = False
+    buffer_layers: float | None = None
     admitted_ns: int = 0
     ready_ns: int = 0
     started_ns: int = 0

@@ -138,7 +138,7 @@ class Scheduler:
         layers_ready: int,
         is_saved: bool = False,
         tier: str | None = None,
-        enough_layers: int | None = None,
+        fixed_layers: int | None = None,
     ) -> None:
         """Record what an admitted request's KV will hold; it may start as soon as that pays.
 
@@ -150,7 +150,7 @@ class Scheduler:
                 way, and `progressed` is owed.
             is_saved: whether what it computes takes slots of the write ring.
             tier: the tier it is loaded from, if earlier loads from there may be a guide.
-            enough_layers: number of layers with which it may start, whatever the rates; None: all.
+            fixed_layers: its read buffer, whatever the rates; None: as they ask for.
         """
         assert 0 <= num_tokens < len(request.token_ids), "the last token is always computed"
         request.move(RequestEvent.ANNOUNCE)
@@ -159,7 +159,7 @@ class Scheduler:
         if not request.is_back:
             request.loaded_tokens = num_tokens
         request.ready_ns = request.ready_ns or now_ns
-        self.gate.announced(request, now_ns, layers_ready, tier=tier, enough_layers=enough_layers)
+        self.gate.announced(request, now_ns, layers_ready, tier=tier, fixed_layers=fixed_layers)
 
     def restart(self, request: Request) -> None:
         """Return an admitted request to its place in the queue: its load failed, or must not be.

@@ -3,17 +3,16 @@
 Early enough that loading hides behind computing, late enough that no layer waits: a forward that
 waits holds up everybody in the batch. Layer *l*'s attention needs layer *l* of the history. Loading
 proceeds layer by layer while the forward computes; if a layer loads slower than it is computed, the
-load must be ahead when the forward starts: by the paper's read buffer, which follows from measured
-rates (`start_in_s`). While they are unknown, one loaded layer is enough.
+load must be ahead when the forward starts: by the paper's read buffer, S_buf, which follows from
+measured rates (`buffer_layers`). The gate opens once so much is loaded; the layer under way counts
+by the time that has passed. While rates are unknown, one loaded layer is enough.
 
 Nobody is held for ever: a forward's own wait for a layer has a deadline and this gate has not, so
 a load that stands still is let through, to fail there.
 
 Invariant: what is not certain, because its load may still fail, is never kept as a resident.
 
-*Source:* CachedAttention §3.2.1, fig. 7: `S_buf = B · (T_load · L_hist - T_pref · L_new)`. Here
-`T_load · L_hist` is num_layers · load_layer_s, `T_pref · L_new` is num_layers · compute_layer_s,
-and the bandwidth B is one layer each load_layer_s.
+*Source:* CachedAttention §3.2.1, fig. 7.
 """
 
 from dataclasses import dataclass
@@ -23,27 +22,29 @@ from inference_svc.core.scheduling.request import Request
 from shared.types.units import NS_PER_S
 
 
-def start_in_s(
-    num_layers: int, layers_ready: int, load_layer_s: float, compute_layer_s: float
-) -> float:
-    """Return how many seconds a forward must wait so that none of its layers waits; ≥ 0.
+def buffer_layers(num_layers: int, load_layer_s: float, compute_layer_s: float) -> float:
+    """Return how many layers are to be loaded when a forward starts: the read buffer, S_buf.
 
-    If it starts after d seconds, layer l is needed at d + l · compute_layer_s, and is there at
-    (l + 1 - layers_ready) · load_layer_s. The worst layer is the first or the last that is
-    missing, because the difference is linear in l.
+    With fewer a layer waits, with more the forward starts later than it could. Between 1 and
+    num_layers; not rounded: of a layer that is half loaded half the time has passed.
+
+    Layer l is needed l · compute_layer_s after the start. If S layers are there then, it arrives
+    (l + 1 - S) · load_layer_s after it; the last one is in time from the S returned here on, and
+    so is each before it. Where loading is the faster, only the first layer is waited for.
+
+    The paper's S_buf = B · (T_load · L_hist - T_pref · L_new) is, with the bandwidth B of one layer
+    each load_layer_s, num_layers · (1 - compute_layer_s / load_layer_s) layers. It hides loading
+    behind all layers' computing, its own included: the last layer would come when it has been
+    computed. That is one layer's computing too late, and one load if loading is the faster.
 
     Args:
         num_layers: number of the model's layers.
-        layers_ready: number of first layers that are loaded; the next one's load begins now.
         load_layer_s: seconds to load one layer of the history.
         compute_layer_s: seconds to compute one layer of the forward.
     """
-    missing = num_layers - layers_ready
-    if missing <= 0:
-        return 0.0
-    first = load_layer_s - layers_ready * compute_layer_s
-    last = missing * load_layer_s - (num_layers - 1) * compute_layer_s
-    return max(0.0, first, last)
+    if load_layer_s <= compute_layer_s:
+        return 1.0
+    return num_layers - (num_layers - 1) * compute_layer_s / load_layer_s
 
 
 IDLE_SLACK_S = 0.02  # if nobody else is held up, waiting here or in the forward is the same
@@ -55,21 +56,23 @@ class _Load:
     """The load of one request.
 
     Attributes:
-        enough_layers: number of layers with which it starts, whatever the rates.
+        fixed_layers: its read buffer, whatever the rates; None: as they ask for.
         first_layers: number of layers ready when it was announced.
         layers_ready: number of layers ready now.
         announced_ns, news_ns: times when it was announced, and when the last layer arrived.
         guessed_layer_s: seconds per layer, from earlier loads; None: unknown.
         is_certain: whether the load is confirmed: its KV is good.
+        buffer_layers: its read buffer, as last chosen; None: nobody had to choose.
     """
 
-    enough_layers: int
+    fixed_layers: int | None
     first_layers: int
     layers_ready: int
     announced_ns: int
     news_ns: int
     guessed_layer_s: float | None
     is_certain: bool
+    buffer_layers: float | None = None
 
     @property
     def layer_s(self) -> float | None:
@@ -100,12 +103,12 @@ class StartGate:
         layers_ready: int,
         *,
         tier: str | None = None,
-        enough_layers: int | None = None,
+        fixed_layers: int | None = None,
     ) -> None:
-        """Begin to watch a request's load."""
+        """Begin to watch a request's load; `fixed_layers`: its read buffer, whatever the rates."""
         guess_s = self._rates.loads.seconds(tier, request.computed_tokens) if tier else None
         self._loads[request.number] = _Load(
-            enough_layers=self._num_layers if enough_layers is None else enough_layers,
+            fixed_layers=fixed_layers,
             first_layers=layers_ready,
             layers_ready=layers_ready,
             announced_ns=now_ns,
@@ -133,23 +136,32 @@ class StartGate:
         """Stop watching a request."""
         self._loads.pop(request.number, None)
 
+    def buffer_layers(self, request: Request) -> float | None:
+        """Return how many layers a watched request was to wait for, as last chosen.
+
+        None: all were there when it could have started.
+        """
+        return self._loads[request.number].buffer_layers
+
     def opens_ns(self, request: Request, chunk_tokens: int, now_ns: int, *, is_idle: bool) -> int:
         """Return the time when the request may start, as far as is known; `now_ns` or less: now.
 
         Its first chunk would be of `chunk_tokens`; `is_idle`: nobody else is in the batch.
         """
         load = self._loads[request.number]
-        if load.layers_ready >= load.enough_layers:
+        if load.layers_ready == self._num_layers:
             return now_ns
         latest_ns = load.news_ns + HOLD_LIMIT_NS
         start = request.computed_tokens
         compute_s = self._rates.steps.seconds(chunk_tokens, pairs(start, start + chunk_tokens))
         layer_s = load.layer_s
-        if compute_s is None or layer_s is None:
-            return now_ns if load.layers_ready else latest_ns
+        if load.fixed_layers is not None or compute_s is None or layer_s is None:
+            load.buffer_layers = 1 if load.fixed_layers is None else load.fixed_layers
+            return now_ns if load.layers_ready >= load.buffer_layers else latest_ns
         compute_layer_s = compute_s / self._num_layers
+        load.buffer_layers = buffer_layers(self._num_layers, layer_s, compute_layer_s)
         slack_s = IDLE_SLACK_S if is_idle else compute_layer_s
-        wait_s = start_in_s(self._num_layers, load.layers_ready, layer_s, compute_layer_s) - slack_s
+        wait_s = (load.buffer_layers - load.layers_ready) * layer_s - slack_s
         # Time counts for the layer under way only; the next ones will be news.
         if wait_s > layer_s:
             return latest_ns

@@ -54,11 +54,13 @@ class PreloadPolicy:
 
     Attributes:
         is_layerwise: whether computing waits layer by layer; False: for all (paper: NO-PL).
-        buffer_layers: number of layers loaded before the turn joins the batch; the rest follows.
+        buffer_layers: number of layers loaded before the turn joins the batch; the load of the
+            others waits for that. None: it joins with as many as the start gate asks for, and
+            the load never pauses.
     """
 
-    is_layerwise: bool
-    buffer_layers: int
+    is_layerwise: bool = True
+    buffer_layers: int | None = None
 
 
 class Loads:
@@ -66,6 +68,7 @@ class Loads:
 
     Attributes:
         policy: load policy of requests that have none of their own; a reload sets it.
+        preload: how far ahead histories are loaded; a bench sets it.
     """
 
     def __init__(
@@ -89,7 +92,7 @@ class Loads:
         self._counters = counters
         self._num_layers = num_layers
         self.policy = policy
-        self._preload = preload
+        self.preload = preload
 
     async def begin(self, request: EngineRequest, load: Load, traffic: Traffic) -> None:
         """Lend the request a new sequence KV and a write buffer, and begin to load from the store.
@@ -144,7 +147,9 @@ class Loads:
         if load.gate is None or request.kv is None:
             return
         if load.begun is not None:
-            await self._copy(request, load.begun, request.kv, load.gate)
+            fixed = self.fixed_layers(load)
+            first = self._num_layers if fixed is None else fixed
+            await self._copy(request, load.begun, request.kv, load.gate, first)
         elif load.source is not None:
             if load.admission.source == request.key:
                 self._counters.add("moves")
@@ -162,11 +167,11 @@ class Loads:
         # "ssd" > "dram"
         return HBM if load.begun is None else max(load.begun.tier_tokens, default=None)
 
-    def enough_layers(self, load: Load) -> int | None:
-        """Return with how many layers a request may start, whatever the rates; None: all."""
-        num_layers = self._preload.buffer_layers
-        # Beyond the buffer nothing is loaded before the request is in the batch.
-        return num_layers if load.begun is not None and num_layers < self._num_layers else None
+    def fixed_layers(self, load: Load) -> int | None:
+        """Return the read buffer that is set for a load from the store; None: the gate chooses."""
+        if load.begun is None or self.preload.buffer_layers is None:
+            return None
+        return min(self.preload.buffer_layers, self._num_layers)
 
     def _policy_of(self, request: EngineRequest) -> LoadPolicy:
         if request.num_failed_loads >= MOST_FAILED_LOADS:
@@ -174,13 +179,12 @@ class Loads:
         return request.load_policy or self.policy
 
     async def _copy(
-        self, request: EngineRequest, begun: BegunLoad, kv: SequenceKv, gate: LayerGate
+        self, request: EngineRequest, begun: BegunLoad, kv: SequenceKv, gate: LayerGate, first: int
     ) -> None:
-        """Copy from kvd: all at once, or with a pause until the turn is in the batch."""
+        """Copy from kvd: the first layers at once, the rest when the turn is in the batch."""
         tail, shown = request.write_buffer, gate
-        if not self._preload.is_layerwise:
+        if not self.preload.is_layerwise:
             shown = LayerGate(self._num_layers)  # the forward sees nothing until all is there
-        first = min(self._preload.buffer_layers, self._num_layers)
         rest = range(first, self._num_layers)
         # A turn that goes on without being saved gives its buffer up: not before it is loaded.
         with nullcontext() if tail is None else tail.hold():
@@ -329,7 +333,7 @@ class LoadTasks:
             layers_ready=self._num_layers if load.gate is None else 0,
             is_saved=request.write_buffer is not None,
             tier=self._loads.tier_of(load),
-            enough_layers=self._loads.enough_layers(load),
+            fixed_layers=self._loads.fixed_layers(load),
         )
         if not request.is_started:
             request.is_started = True

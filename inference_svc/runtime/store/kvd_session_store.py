@@ -16,7 +16,7 @@ from inference_svc.runtime.kv.layer_gate import StepNotDoneError
 from inference_svc.runtime.kv.sequence_kv import WriteBuffer
 from inference_svc.runtime.positions.recipes import Calibration
 from inference_svc.runtime.store.kvd_loads import CopyThreads, KvdLoads, KvdTalk
-from inference_svc.runtime.store.session_store import StoreState
+from inference_svc.runtime.store.session_store import SessionLoads, StoreState
 from inference_svc.runtime.transfer.layer_store import no_wait, store_blocks
 from shared.kvd_client.client import KvdClient
 from shared.kvd_client.grants import StoreGrant
@@ -52,7 +52,7 @@ class KvdSessionStore:
         self.saves = saves
         self._client = client
         self._talk = talk = KvdTalk(calibration.layout, counters)
-        self.loads = KvdLoads(client, calibration, talk, threads, rates, deadline_s)
+        self.loads: SessionLoads = KvdLoads(client, calibration, talk, threads, rates, deadline_s)
         self._calibration = calibration
         self._store_thread = threads.store
         self._deadline_s = deadline_s

@@ -50,6 +50,8 @@ class TurnReport:
         """Report a turn that has its answer, or the part of it that its client waited for."""
         key = submission.key
         self.histograms.answered(key.tenant, finish_reason, usage, cancelled=cancelled)
+        if request is not None and request.buffer_layers is not None and usage.tier_tokens:
+            self.histograms.joined(request.buffer_layers, usage.tier_tokens)
         _annotate(trace.get_current_span(), request, finish_reason, usage)
         log.info(
             "turn",
@@ -155,6 +157,8 @@ def _annotate(span: Span, request: Request | None, finish_reason: str, usage: Us
             "preemptions": usage.preemptions,
         }
     )
+    if request.buffer_layers is not None:
+        span.set_attribute("kv.buffer_layers", request.buffer_layers)
     for name, instants in (
         ("queue", (request.arrived_ns, request.admitted_ns)),
         ("prefill", (request.started_ns, request.first_token_ns)),

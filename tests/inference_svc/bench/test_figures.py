@@ -1,5 +1,7 @@
 """Rounds of variants, and their ratios."""
 
+from math import inf
+
 import pytest
 
 from inference_svc.bench.bench_session import ATTEMPTS, in_turn, take_rounds
@@ -48,6 +50,13 @@ def test_without_a_common_round_there_is_no_ratio():
     found.compare("ttft_s", "re", "ca")
     found.compare("ttft_s", "re", "absent")
     assert not found.case().ratios
+
+
+def test_medians_so_far_are_of_what_was_measured():
+    """What was not is worse than anything."""
+    found = measured(ca=[1.0, None, 5.0, 2.0])
+    assert found.median("ttft_s", "ca") == 2.0
+    assert found.median("tpot_s", "ca") == found.median("ttft_s", "re") == inf
 
 
 def test_what_is_discarded_is_counted_even_if_nothing_else_is_there():

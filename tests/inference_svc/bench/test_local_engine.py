@@ -18,6 +18,7 @@ def times(token_s=(1.5,), tiers=None, reused=None):
         tier_tokens=tiers,
         load_s=0.0,
         stall_s=0.0,
+        buffer_layers=None,
         output_ids=tuple(range(len(token_s))),
     )
 

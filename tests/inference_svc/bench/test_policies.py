@@ -18,7 +18,7 @@ CHOICE = ModelChoice(random="4x256", layers=2, threads=1)
 
 
 def replayed(history, num_ahead=0, ttft_s=1.0, **tier_tokens):
-    times = TurnTimes(0.0, (ttft_s,), sum(tier_tokens.values()), tier_tokens, 0.0, 0.0, ())
+    times = TurnTimes(0.0, (ttft_s,), sum(tier_tokens.values()), tier_tokens, 0.0, 0.0, None, ())
     return ReplayedTurn(times, history, history + 10, num_ahead)
 
 

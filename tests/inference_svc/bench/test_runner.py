@@ -5,6 +5,7 @@ import json
 import pytest
 
 from inference_svc.bench.options import (
+    BuffersOptions,
     DecodeOptions,
     ModelChoice,
     OverflowOptions,
@@ -72,9 +73,24 @@ def test_overlap_compares_read_buffers_and_ways_to_save(measure):
         OverlapOptions(160, 30, (0, -1), (40, 60), answer_tokens=3, batch=2, pairs=PAIRS)
     )
     preload, saving = map(variants, report.cases)
-    assert set(preload) == {"none", "B0", "all", "resident"}
+    assert set(preload) == {"none", "B0", "auto", "resident"}
     assert set(saving) == {"off", "async", "sync"}
     assert all(found.num for found in (*preload.values(), *saving.values()))
+
+
+def test_buffers_are_compared_with_the_start_gates_choice(measure):
+    """Every size; what is set is what a turn joins with, and loads take as long as they should."""
+    report = measure(BuffersOptions(160, 30, (50.0,), layer_ms=1.0, pairs=PAIRS))
+    (case,) = report.cases
+    found = variants(case)
+    assert set(found) == {"auto", "B0", "B1", "B2"}
+    assert all(each.num == PAIRS for each in found.values())
+    sizes = {name: each.values["buffer_layers"].median for name, each in found.items()}
+    assert [sizes[f"B{size}"] for size in range(3)] == [0, 1, 2]
+    assert 1 < sizes["auto"] <= 2  # of two layers, which load far slower than they are computed
+    assert {ratio.metric for ratio in case.ratios} == {"ttft_s", "queued_s"}
+    (note,) = case.notes
+    assert "of 2 layers" in note
 
 
 def test_serve_replays_a_trace_with_and_without_reuse(measure):
@@ -168,6 +184,9 @@ def test_the_command_writes_a_document(tmp_path, capsys, monkeypatch):
         ("turns --random 4x256 --splits ,", "nothing to measure"),
         ("turns --random 4x256 --tier tape", "no such tier"),
         ("overlap --random 4x256 --only half", "no such half"),
+        ("buffers --random 4x256 --ratios x", "no list of ratios"),
+        ("buffers --random 4x256 --ratios 0", "out of range"),
+        ("buffers --random 4x256 --ratios ,", "nothing to measure"),
         ("serve --random 4x256 --variants ca,of", "no such variants"),
         ("policies --random 4x256 --policies ,", "nothing to measure"),
         ("policies --random 4x256 --layers 1 --policies none", "not a policy"),

@@ -58,6 +58,15 @@ def test_what_the_model_computed_of_a_turn():
     assert NEXT.computed_tokens == 10 + 5
 
 
+def test_read_buffers_are_counted_by_the_slowest_tier():
+    """A load waits for the slowest part of it."""
+    histograms = TurnHistograms()
+    histograms.joined(4.5, {"dram": 10})
+    histograms.joined(6, {"dram": 10, "ssd": 20})
+    found = {labels: each.total for labels, each in histograms.buffer_layers.series.items()}
+    assert found == {("dram",): 4.5, ("ssd",): 6}
+
+
 def test_steps_are_measured_by_what_is_in_them():
     """Turns, tokens and time, each apart."""
     histograms = TurnHistograms()

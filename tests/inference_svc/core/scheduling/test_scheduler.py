@@ -719,13 +719,32 @@ def test_a_request_that_is_held_back_holds_back_nobody():
     assert slow.state is RequestState.RUNNING
 
 
-def test_a_load_may_be_said_to_be_ahead_enough():
+def test_a_read_buffer_may_be_set():
     """The engine knows when a load waits for its request to be in the batch."""
     scheduler = make()
     one = submit(scheduler, 1)
     scheduler.schedule(1)
-    scheduler.announced(one, 5, 2, layers_ready=0, tier="ssd", enough_layers=0)
+    scheduler.announced(one, 5, 2, layers_ready=0, tier="ssd", fixed_layers=0)
     assert sizes(scheduler.schedule(3)) == [(1, 5)]
+    assert one.buffer_layers == 0
+
+
+def test_the_first_read_buffer_stays_on_record():
+    """Also if a load fails, and all of the history is there the next time."""
+    scheduler = make()
+    one, two = submit(scheduler, 1), submit(scheduler, 2)
+    scheduler.schedule(1)
+    scheduler.announced(one, 5, 2, layers_ready=1)
+    scheduler.announced(two, 5, 2, layers_ready=NUM_LAYERS)
+    assert one.buffer_layers is None
+    scheduler.schedule(3)
+    assert (one.buffer_layers, two.buffer_layers) == (1, None)
+    scheduler.restart(one, 4)
+    scheduler.schedule(5)
+    scheduler.announced(one, 5, 6, layers_ready=NUM_LAYERS)
+    scheduler.schedule(7)
+    assert one.state is RequestState.RUNNING
+    assert one.buffer_layers == 1
 
 
 def test_a_failed_load_sends_its_request_back_to_its_place():

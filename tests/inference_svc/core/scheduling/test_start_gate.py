@@ -8,8 +8,9 @@ from hypothesis import strategies as st
 
 from inference_svc.core.rates.rates import Rates, pairs
 from inference_svc.core.scheduling.request import Request
-from inference_svc.core.scheduling.start_gate import HOLD_LIMIT_NS, StartGate, start_in_s
+from inference_svc.core.scheduling.start_gate import HOLD_LIMIT_NS, StartGate, buffer_layers
 from shared.types.session_key import SessionKey
+from shared.types.units import NS_PER_S
 
 NUM_LAYERS = 10
 MS = 1_000_000
@@ -33,9 +34,11 @@ def known_rates(chunk_s, load_s=None):
     return rates
 
 
-def announced(rates, *, layers_ready=0, tier=None, enough_layers=None, now_ns=0):
-    gate, one = StartGate(NUM_LAYERS, rates), request()
-    gate.announced(one, now_ns, layers_ready, tier=tier, enough_layers=enough_layers)
+def announced(
+    rates, *, num_layers=NUM_LAYERS, layers_ready=0, tier=None, fixed_layers=None, now_ns=0
+):
+    gate, one = StartGate(num_layers, rates), request()
+    gate.announced(one, now_ns, layers_ready, tier=tier, fixed_layers=fixed_layers)
     return gate, one
 
 
@@ -48,6 +51,7 @@ def test_a_history_that_is_there_starts_at_once():
     gate, one = announced(Rates(), layers_ready=NUM_LAYERS)
     assert opens_ns(gate, one, 5) == 5
     assert gate.is_certain(one)
+    assert gate.buffer_layers(one) is None
 
 
 def test_with_unknown_rates_one_layer_is_enough():
@@ -56,6 +60,7 @@ def test_with_unknown_rates_one_layer_is_enough():
     assert opens_ns(gate, one, 5) > 5
     gate.progressed(one, 1, 10)
     assert opens_ns(gate, one, 10) == 10
+    assert gate.buffer_layers(one) == 1
 
 
 def test_loading_faster_than_computing_starts_with_the_first_layer_under_way():
@@ -95,15 +100,17 @@ def test_alone_it_may_wait_in_the_forward():
     assert opens_ns(gate, one, 80 * MS, is_idle=True) <= 80 * MS
 
 
-def test_layers_that_are_enough_open_the_gate():
-    """A load that pauses until its request is in the batch has no more to wait for."""
-    gate, one = announced(known_rates(0.001), enough_layers=0)
+@pytest.mark.parametrize("compute_s", [0.001, 10.0])
+def test_a_read_buffer_that_is_set_opens_the_gate(compute_s):
+    """Whatever the rates: the load pauses there until its request is in the batch."""
+    gate, one = announced(known_rates(compute_s), fixed_layers=0)
     assert opens_ns(gate, one, 0) <= 0
-    gate, one = announced(known_rates(0.001), enough_layers=2)
+    gate, one = announced(known_rates(compute_s), fixed_layers=2)
     gate.progressed(one, 1, 10 * MS)
-    assert opens_ns(gate, one, 10 * MS) > 10 * MS
+    assert opens_ns(gate, one, 10 * MS) == 10 * MS + HOLD_LIMIT_NS
     gate.progressed(one, 2, 20 * MS)
     assert opens_ns(gate, one, 20 * MS) == 20 * MS
+    assert gate.buffer_layers(one) == 2
 
 
 @pytest.mark.parametrize("rates", [Rates(), known_rates(0.001, 1000.0)])
@@ -134,30 +141,68 @@ def test_rows_are_certain_once_a_step_over_them_was_believed():
 
 # --------------------------------------------------------------------------------- the read buffer
 
-times = st.integers(1, 1000).map(lambda number: Fraction(number, 1000))
+nums_layers = st.integers(1, 40)
+times = st.integers(1, 400).map(lambda number: Fraction(number, 1000))
 
 
-def waited(num_layers, layers_ready, load_layer_s, compute_layer_s, start_s):
-    """Seconds that the layers of a forward starting at `start_s` wait for their loads."""
+def waited_s(num_layers, load_layer_s, compute_layer_s, start_s):
+    """Seconds that the layers of a forward starting at `start_s` wait for a load that began at 0.
+
+    And when the forward is done.
+    """
     now_s, waited_s = start_s, 0
     for layer in range(num_layers):
-        there_s = max(0, layer + 1 - layers_ready) * load_layer_s
+        there_s = (layer + 1) * load_layer_s
         waited_s += max(0, there_s - now_s)
         now_s = max(now_s, there_s) + compute_layer_s
-    return waited_s
+    return waited_s, now_s
 
 
-@given(st.integers(1, 40), st.integers(0, 40), times, times)
-def test_a_forward_that_waits_so_long_never_waits_in_a_layer(layers, ready, load_s, compute_s):
-    """The answer is enough, and exact: with less some layer waits."""
-    ready = min(ready, layers)
-    start_s = start_in_s(layers, ready, load_s, compute_s)
-    assert start_s >= 0
-    assert waited(layers, ready, load_s, compute_s, start_s) == 0
-    if start_s > 0:
-        assert waited(layers, ready, load_s, compute_s, start_s * Fraction(99, 100)) > 0
+def exact_buffer(num_layers, load_s, compute_s):
+    """The formula's answer as a fraction; it computes with floats or fractions alike."""
+    return Fraction(buffer_layers(num_layers, load_s, compute_s))
 
 
-def test_everything_loaded_means_start_now():
-    """A load that is done holds nobody up, however slow it was."""
-    assert start_in_s(4, 4, 100.0, 0.001) == 0
+@given(nums_layers, times, times)
+def test_with_the_read_buffer_no_layer_waits(layers, load_s, compute_s):
+    """It is enough, and exact: with less some layer waits."""
+    buffer = exact_buffer(layers, load_s, compute_s)
+    assert 1 <= buffer <= layers
+    assert waited_s(layers, load_s, compute_s, buffer * load_s)[0] == 0
+    assert waited_s(layers, load_s, compute_s, buffer * load_s * Fraction(99, 100))[0] > 0
+
+
+@given(nums_layers, times, times)
+def test_the_read_buffer_costs_no_time(layers, load_s, compute_s):
+    """Who starts with it is done as soon as who starts at once, and waits for every layer."""
+    buffer = exact_buffer(layers, load_s, compute_s)
+    _, done_s = waited_s(layers, load_s, compute_s, buffer * load_s)
+    assert done_s == waited_s(layers, load_s, compute_s, 0)[1]
+    assert done_s < waited_s(layers, load_s, compute_s, buffer * load_s * Fraction(101, 100))[1]
+
+
+@given(nums_layers, times, times)
+def test_the_papers_buffer_is_at_most_one_layer_less(layers, load_s, compute_s):
+    """It lets the last layer come when it has been computed, and the first one when it is due."""
+    papers = max(0, layers * (1 - compute_s / load_s))
+    assert papers <= exact_buffer(layers, load_s, compute_s) <= papers + 1
+
+
+@given(nums_layers, times, times)
+def test_the_gate_opens_when_the_read_buffer_is_there(layers, load_s, compute_s):
+    """To the microsecond, less one layer's computing that it may wait in the forward."""
+    gate, one = announced(
+        known_rates(float(layers * compute_s), float(layers * load_s)),
+        num_layers=layers,
+        tier="dram",
+    )
+    started_ns = None
+    for ready in range(layers + 1):
+        now_ns, next_ns = (int(count * load_s * NS_PER_S) for count in (ready, ready + 1))
+        gate.progressed(one, ready, now_ns)
+        opens = opens_ns(gate, one, now_ns)
+        if opens <= next_ns:
+            started_ns = max(opens, now_ns)
+            break
+    expected_s = max(0, exact_buffer(layers, load_s, compute_s) * load_s - compute_s)
+    assert started_ns == pytest.approx(int(expected_s * NS_PER_S), abs=1000)

@@ -164,7 +164,7 @@ async def test_a_budget_for_one_serves_many_in_order(model):
     "preload",
     [
         PreloadPolicy(is_layerwise=False, buffer_layers=0),
-        *(PreloadPolicy(is_layerwise=True, buffer_layers=n) for n in (0, 1, 2)),
+        *(PreloadPolicy(buffer_layers=n) for n in (None, 0, 1, 2, 99)),
     ],
 )
 async def test_every_way_to_preload_gives_the_same_answer(model, preload):
@@ -176,6 +176,8 @@ async def test_every_way_to_preload_gives_the_same_answer(model, preload):
         turn = await engine.run(following)
         assert turn.outcome.tokens == 47
         assert turn.sink.token_ids == await alone(model, following)
+        if preload.buffer_layers == 0:
+            assert turn.buffer_layers == 0
         await engine.all_released()
 
 

@@ -68,7 +68,7 @@ async def test_a_store_that_stands_still_holds_nobody_up_for_long(model):
 
 async def test_who_goes_on_unsaved_still_gets_its_history(model):
     """Its load begins when it is in the batch, after its buffer was given up."""
-    preload = PreloadPolicy(is_layerwise=True, buffer_layers=0)
+    preload = PreloadPolicy(buffer_layers=0)
     async with running_engine(model, preload, write_slots=40, keeps_residents=False) as engine:
         first = await engine.run(range(20, 60))
         await engine.loop.idle.wait()

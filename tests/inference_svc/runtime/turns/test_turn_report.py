@@ -9,6 +9,7 @@ from inference_svc.core.errors import TurnMismatchError
 from inference_svc.core.submission import TurnNames
 from inference_svc.core.turn_histograms import TurnHistograms
 from inference_svc.core.turn_record import Finished
+from inference_svc.runtime.engine.loads import PreloadPolicy
 from inference_svc.runtime.turns.turn_report import TurnReport
 from shared.types.units import NS_PER_S
 from tests.memory_engine import loaded_model
@@ -44,6 +45,29 @@ async def test_a_turns_span_has_its_phases(model, tmp_path, monkeypatch):
         assert seconds["decode"] == pytest.approx(usage.tpot_s * 7, abs=1e-6)
     assert not {"prefill", "decode"} & phases(exporter, cancelled).keys()
     assert cancelled.attributes["gen_ai.response.finish_reasons"] == ("cancelled",)
+
+
+@pytest.mark.parametrize(("buffer_layers", "chosen"), [(0, [0.0]), (None, [])])
+async def test_a_turn_that_joined_during_its_load_says_with_how_many_layers(
+    model, tmp_path, monkeypatch, buffer_layers, chosen
+):
+    """In its span, and counted by tier; not if all were there: this store loads them at once."""
+    exporter, provider = InMemorySpanExporter(), TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    monkeypatch.setattr("shared.serving.tracing._TRACER", provider.get_tracer("test"))
+    preload = PreloadPolicy(buffer_layers=buffer_layers)
+    async with serving(model, tmp_path, preload=preload, keeps_residents=False) as service:
+        for new in (range(20, 40), [50, 51]):
+            await service.run(new)
+            await service.engine.loop.idle.wait()
+        found = service.histograms.buffer_layers.series
+    spans = [span for span in exporter.get_finished_spans() if span.name == "turn"]
+    assert [span.attributes["kv.reused_tokens"] for span in spans] == [0, 27]
+    said = [span.attributes.get("kv.buffer_layers") for span in spans]
+    assert said == [None, *(chosen or [None])]
+    assert {labels: series.count for labels, series in found.items()} == (
+        {("dram",): 1} if chosen else {}
+    )
 
 
 def phases(exporter, turn):
