@@ -29,8 +29,9 @@ from kvd.core.records.errors import (
     UnknownLineageError,
     UnknownSessionError,
 )
-from kvd.core.records.records import Admission, LeaseState, LoadAnswer, Lookup, StoreAnswer, Tier
+from kvd.core.records.records import Admission, LeaseState, LoadAnswer, StoreAnswer
 from kvd.core.state.limits import Limits, TenantLimits
+from shared.types.granted_slots import Lookup
 from shared.types.lineage import WHOLE, Lineage
 from shared.types.queue_delta import QueueChange, QueuedRequest, RunningRequest
 from shared.types.session_key import SessionKey
@@ -195,7 +196,7 @@ class CacheMachine(RuleBasedStateMachine):
             )
         except TooManyLeasesError:
             answer = LoadAnswer(Lookup.MISS, miss_reason="bound")
-        assert not dram_only or all(span.tier is Tier.DRAM for span in answer.spans)
+        assert not dram_only or all(span.tier == "dram" for span in answer.spans)
         if answer.lookup is Lookup.MISS:
             assert answer.miss_reason, "a miss has a reason"
         else:

@@ -161,7 +161,7 @@ class Inspector:
         both_bytes = (len(state.slots) + len(state.extents)) * block_bytes
         return QueueStats(
             waiting_jobs=len(placement.queue),
-            running_sessions=placement.num_running,
+            running_sessions=placement.queue.num_sessions_running,
             prefetch_window=placement.window(dram_bytes),
             eviction_window=placement.window(both_bytes),
             mean_session_bytes=placement.mean_bytes,

@@ -6,6 +6,7 @@ arrivals' `waiting`; 3. loading creates no session; 4. a lease that was PENDING 
 progress word until it ends.
 """
 
+from collections import Counter
 from collections.abc import Callable
 from itertools import takewhile
 from typing import TYPE_CHECKING
@@ -20,17 +21,12 @@ from kvd.core.records.actions import (
     TrackLoad,
     UntrackLoad,
 )
-from kvd.core.records.records import (
-    LeaseState,
-    LoadAnswer,
-    LoadSpan,
-    Lookup,
-    Tier,
-)
+from kvd.core.records.records import LeaseState, LoadAnswer, Tier
 from kvd.core.state.block import Block, BlockIo
 from kvd.core.state.cache_state import CacheState
 from kvd.core.state.leases import LeasePhase, LoadLease, move
 from kvd.core.state.session_history import MoveKind
+from shared.types.granted_slots import LoadSpan, Lookup
 from shared.types.lineage import Lineage
 from shared.types.session_key import SessionKey
 from shared.types.units import NS_PER_S
@@ -296,10 +292,11 @@ class Loader:
         if lease.is_export:
             return
         self._state.outbox.count("load_hits")
-        num_tokens = dict.fromkeys(Tier, 0)
+        num_tokens = Counter[str]()
         for _, span in lease.entries:
             num_tokens[span.tier] += span.num_tokens
-        for tier, num_of_tier in num_tokens.items():
+        for tier in Tier:
+            num_of_tier = num_tokens[tier.value]
             self._state.outbox.count(f"load_tokens_{tier.value}", num_of_tier)
             self._state.turns.loaded(lease.key, tier, num_of_tier)
             if num_of_tier:
@@ -321,6 +318,6 @@ def _load_span(piece: Piece, from_token: int, tier: Tier) -> LoadSpan:
         start=piece.span.start + num_skipped,
         num_tokens=piece.span.num_tokens - num_skipped,
         token_offset=piece.token_offset + num_skipped,
-        tier=tier,
+        tier=tier.value,
         generation=piece.block.generation,
     )

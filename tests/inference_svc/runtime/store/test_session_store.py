@@ -24,15 +24,9 @@ from inference_svc.runtime.worker_thread import WorkerThread
 from kvd.tiers.progress import Progress
 from shared.kvd_client.arena_map import LoadProgress, ProgressWords
 from shared.kvd_client.attachment import KvdUnavailableError
-from shared.kvd_client.grants import (
-    KvdProtocolError,
-    LoadGrant,
-    LoadSpan,
-    Lookup,
-    StoreBlock,
-    StoreGrant,
-)
+from shared.kvd_client.grants import KvdProtocolError, LoadGrant, StoreGrant
 from shared.types.errors import LoadFailedError
+from shared.types.granted_slots import LoadSpan, Lookup, StoreBlock
 from shared.types.lineage import WHOLE
 from shared.types.session_key import SessionKey
 

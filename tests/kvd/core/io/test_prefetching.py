@@ -6,8 +6,9 @@ from kvd.core.eviction.policies import POLICIES
 from kvd.core.io.prefetching import LOOK_NS, MOST_TIMES, YIELD_NS
 from kvd.core.io.reading import RETRY_NS
 from kvd.core.records.actions import Emit, IoOutcome, ReadBlock, WriteBlock
-from kvd.core.records.records import Admission, Lookup, Tier
+from kvd.core.records.records import Admission
 from kvd.core.state.limits import Limits
+from shared.types.granted_slots import Lookup
 from shared.types.queue_delta import QueueChange, QueuedRequest, RunningRequest
 from tests.kvd.core.turns import (
     ENGINE_ID,
@@ -108,7 +109,7 @@ def test_waiting_sessions_are_read_in_the_order_of_the_queue():
     assert counter(world, "prefetch_tokens") == 20
     answer = prepare_load(world, A, tokens_of(A, 2))
     assert answer.lookup is Lookup.HIT
-    assert {span.tier for span in answer.spans} == {Tier.DRAM}
+    assert {span.tier for span in answer.spans} == {"dram"}
     assert counter(world, "prefetch_hits") == 2
     events = [e for e in world.events if isinstance(e, Emit) and e.name == "session_read_ahead"]
     assert [event.key for event in events] == [C, A, B]

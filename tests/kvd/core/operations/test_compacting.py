@@ -12,8 +12,9 @@ from kvd.core.records.actions import (
     WriteBlock,
 )
 from kvd.core.records.entries import CommittedSlot
-from kvd.core.records.records import Admission, Lookup
+from kvd.core.records.records import Admission
 from kvd.core.state.limits import Limits
+from shared.types.granted_slots import Lookup
 from shared.types.kv_layout import KVLayout
 from shared.types.lineage import WHOLE
 from tests.kvd.core.turns import (
