@@ -137,3 +137,17 @@ def spans_of_a(world: CacheWorld) -> list[Span]:
 
 def keys_of(world: CacheWorld, key: SessionKey) -> list[bytes]:
     return [block.key for block in world.engine.inspection.describe(key).blocks]
+
+
+def wait(world: CacheWorld, elapsed_ns: int) -> None:
+    """Let time pass, and do what is due then."""
+    world.now_ns += elapsed_ns
+    world.engine.expire()
+    world.pump()
+
+
+def restarted(world: CacheWorld) -> CacheEngine:
+    """Start a new kvd, after everything was committed."""
+    world.quiesce()
+    world.start()
+    return world.engine
