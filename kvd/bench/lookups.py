@@ -70,7 +70,7 @@ class MemoryPerformer:
         """Perform until the engine asks for nothing more.
 
         Args:
-            token_ids: of the blocks that may be read, by key.
+            token_ids: token ids of the blocks that may be read, by key.
         """
         while actions := self._engine.drain():
             self.perform(actions, token_ids)

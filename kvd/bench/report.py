@@ -159,7 +159,7 @@ _GOALS = (
 
 
 def as_document(report: Report) -> dict[str, Any]:
-    """Plain values for json.dumps."""
+    """Return plain values for json.dumps."""
     return {
         "schema": SCHEMA,
         **asdict(report),

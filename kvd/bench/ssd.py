@@ -165,7 +165,7 @@ class _Turns:
         session: str,
         alone: Callable[[BlockAt], None],
     ) -> None:
-        """Each of the three, beginning with another one every time."""
+        """Measure each of the three, beginning with another one every time."""
         found: dict[int, Sample] = {}
         for step in range(3):
             which = (turn + step) % 3
@@ -259,7 +259,7 @@ def sizes_of(options: BenchOptions, layout: KVLayout, num_blocks: int) -> KvdSiz
 
 
 def blocks_per_pass(options: BenchOptions, layout: KVLayout, directory: Path) -> int:
-    """As many as the disk moves in the time of a pass, by the floor's second writing."""
+    """Count the blocks that the disk moves in the time of a pass, by the floor's second writing."""
     shape = ExtentShape(layout)
     probe_blocks = max(MIN_BLOCKS, PROBE_BYTES // layout.block_bytes)
     memory = Buffer(probe_blocks, layout.block_bytes, "shared")

@@ -34,7 +34,7 @@ class ObservedCache:
 
     Attributes:
         ttl_ns: None: sessions stay.
-        ssd_bytes_per_s: of reads; the daemon does not report it, so this is a guess.
+        ssd_bytes_per_s: rate of reads; the daemon does not report it, so this is a guess.
     """
 
     block_tokens: int
@@ -198,7 +198,7 @@ def _events(turns: Sequence[RecordedTurn]) -> Iterator[_Event]:
 
 
 def _mean_interval_ns(turns: Sequence[RecordedTurn]) -> int:
-    """Between two starts."""
+    """Return the mean time between two starts."""
     if len(turns) < 2:
         return 0
     return max(0, turns[-1].started_ns - turns[0].started_ns) // (len(turns) - 1)

@@ -306,7 +306,7 @@ class Replay:
         return self._sessions[session].turns[self._next_turn[session]]
 
     def _wanted_bytes(self, key: SessionKey) -> int:
-        """What is to be read of a session: of one that thinks all, nobody knows its next prompt."""
+        """Return what is to be read of a session: all, while its next prompt is unknown."""
         num_bytes = self._tiers.num_bytes(key)
         if not self._placement.is_busy(key):
             return num_bytes

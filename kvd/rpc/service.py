@@ -56,9 +56,9 @@ class EngineService(kvd_pb2_grpc.EngineServicer):  # type: ignore[misc]  # the s
     Args:
         caches: the caches of all layouts.
         engines: where attachments are registered.
-        data_socket: who comes with its tokens has come from a process that may attach.
+        data_socket: gives tokens to processes that may attach.
         live: the settings in force.
-        draining: when nothing new is granted any more.
+        draining: set when nothing new is granted any more.
         users: the tenants that an engine may name.
     """
 

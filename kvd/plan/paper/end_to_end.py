@@ -170,5 +170,5 @@ def _cost(outcome: Outcome, model: str, *, stalls: int, with_storage: bool) -> C
 
 
 def _hours(outcome: Outcome, stalls: int) -> float:
-    """GPU hours; with stalls, prefills count again as the time that decodes wait for them."""
+    """Return GPU hours; with stalls, prefills count again: decodes wait for them."""
     return outcome.gpu_hours + stalls * outcome.prefill_hours
