@@ -17,6 +17,7 @@ LAYOUT = small_layout()
 @asynccontextmanager
 async def caches_in(directory, max_layouts=8, key_file=""):
     """The caches of a kvd in a directory, closed at the end; nothing of it may have broken."""
+    directory.mkdir(exist_ok=True)
     settings = Settings(
         runtime_dir=directory,
         state_dir=directory,
