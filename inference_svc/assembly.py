@@ -12,11 +12,7 @@ import torch
 
 from inference_svc.config import CacheSettings, InferenceSettings, SchedulerSettings
 from inference_svc.core.counters import Counters
-from inference_svc.core.kv_room import (
-    asked_slots,
-    slots_of_free_memory,
-    window_of,
-)
+from inference_svc.core.kv_room import asked_slots, slots_of_free_memory, window_of
 from inference_svc.core.rates.rates import LoadPolicy, Rates
 from inference_svc.core.scheduling.scheduler import Scheduler
 from inference_svc.core.scheduling.step_plan import SchedulerLimits

@@ -8,15 +8,7 @@ from typing import Any
 import torch
 
 from inference_svc.assembly import Model
-from inference_svc.bench import (
-    decode,
-    overflow,
-    overlap,
-    policies,
-    replay,
-    ssd_turns,
-    turns,
-)
+from inference_svc.bench import decode, overflow, overlap, policies, replay, ssd_turns, turns
 from inference_svc.bench.figures import Case, Report
 from inference_svc.bench.options import (
     DecodeOptions,

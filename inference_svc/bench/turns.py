@@ -7,12 +7,7 @@ resident   the history is in the session's KV: the floor
 
 from dataclasses import dataclass
 
-from inference_svc.bench.bench_session import (
-    BLOCKER_TOKENS,
-    BenchSession,
-    take_rounds,
-    ttft_values,
-)
+from inference_svc.bench.bench_session import BLOCKER_TOKENS, BenchSession, take_rounds, ttft_values
 from inference_svc.bench.figures import Case, Interleaved
 from inference_svc.bench.local_engine import LocalEngine, Source, running_engine, whole_blocks
 from inference_svc.bench.options import RunOptions, TurnsOptions

@@ -24,13 +24,7 @@ from kvd.bench.figures import Comparison
 from kvd.bench.filled_index import bench_key, token_ids_of
 from kvd.bench.floor import BlockAt, Buffer, Copier, DirectFloor
 from kvd.bench.options import BenchOptions
-from kvd.bench.workspace import (
-    KvdSizes,
-    Workspace,
-    attached_client,
-    of_layouts,
-    running_kvd,
-)
+from kvd.bench.workspace import KvdSizes, Workspace, attached_client, of_layouts, running_kvd
 from kvd.core.records.extent_shape import ExtentShape
 from kvd.encryption.key_file import new_master_key, write_master_key
 from shared.children.child_kvd import CALL_S, ChildKvd

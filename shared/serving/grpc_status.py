@@ -17,12 +17,7 @@ from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import DecodeError, Message
 from google.rpc import error_details_pb2, status_pb2  # type: ignore[import-untyped]
 
-from shared.serving.grpc_handlers import (
-    CallInterceptor,
-    Handler,
-    behaviour_of,
-    made_handler,
-)
+from shared.serving.grpc_handlers import CallInterceptor, Handler, behaviour_of, made_handler
 from shared.types.errors import (
     ConflictError,
     DeadlineError,

@@ -4,21 +4,13 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule
 
-from kvd.core.records.actions import (
-    VerifyExtent,
-)
+from kvd.core.records.actions import VerifyExtent
 from kvd.core.records.entries import TTL_NEVER_NS, Pin
-from kvd.core.records.errors import (
-    ErasingError,
-    ScrubError,
-)
+from kvd.core.records.errors import ErasingError, ScrubError
 from kvd.core.records.records import LeaseState
 from shared.types.lineage import WHOLE
 from tests.property.cache_turns import ENGINE_IDS, KEYS, TOKENS, Load, TurnsMachine
-from tests.property.cache_world import (
-    compute,
-    to_bytes,
-)
+from tests.property.cache_world import compute, to_bytes
 
 
 class OperationsMachine(TurnsMachine):

@@ -8,24 +8,13 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from kvd.core.eviction.policies import POLICIES
-from kvd.core.records.errors import (
-    LeaseLostError,
-    TooManyLeasesError,
-)
+from kvd.core.records.errors import LeaseLostError, TooManyLeasesError
 from kvd.core.records.records import Admission, LeaseState, LoadAnswer, StoreAnswer
 from kvd.core.state.limits import Limits, TenantLimits
 from shared.types.granted_slots import Lookup
 from shared.types.lineage import WHOLE, Lineage
 from shared.types.session_key import SessionKey
-from tests.property.cache_world import (
-    LAYOUT,
-    MODEL,
-    SHAPE,
-    CacheWorld,
-    Row,
-    compute,
-    to_bytes,
-)
+from tests.property.cache_world import LAYOUT, MODEL, SHAPE, CacheWorld, Row, compute, to_bytes
 from tests.property.expecting_policy import ExpectingPolicy
 
 KEYS = [SessionKey("a", MODEL, name) for name in "xyz"] + [SessionKey("b", MODEL, "x")]

@@ -31,19 +31,8 @@ from kvd.core.state.limits import TenantLimits
 from shared.types.granted_slots import Lookup
 from shared.types.queue_delta import QueueChange, QueuedRequest, RunningRequest
 from tests.property.cache_operations import OperationsMachine
-from tests.property.cache_turns import (
-    ENGINE_IDS,
-    EXPORTER,
-    KEYS,
-    TOKENS,
-)
-from tests.property.cache_world import (
-    ADOPTED_ENGINES,
-    BLOCK_TOKENS,
-    LAYOUT,
-    Row,
-    compute,
-)
+from tests.property.cache_turns import ENGINE_IDS, EXPORTER, KEYS, TOKENS
+from tests.property.cache_world import ADOPTED_ENGINES, BLOCK_TOKENS, LAYOUT, Row, compute
 
 
 class CacheMachine(OperationsMachine):

@@ -16,11 +16,7 @@ from kvd.core.io.verifying import Verifier
 from kvd.core.io.writing import Writer
 from kvd.core.operations.chaining import Chaining
 from kvd.core.operations.matching import Piece, check_from_token, match_tokens, num_tokens_of
-from kvd.core.records.actions import (
-    LeaseReady,
-    TrackLoad,
-    UntrackLoad,
-)
+from kvd.core.records.actions import LeaseReady, TrackLoad, UntrackLoad
 from kvd.core.records.records import LeaseState, LoadAnswer, Tier
 from kvd.core.state.block import Block, BlockIo
 from kvd.core.state.cache_state import CacheState

@@ -10,9 +10,7 @@ import pytest
 
 from kvd.core.records.entries import SessionRecord
 from kvd.tiers.faults import NoFaults, WritePoint
-from kvd.tiers.index_database import (
-    open_database,
-)
+from kvd.tiers.index_database import open_database
 from kvd.tiers.manifest import MAX_BATCH, MAX_QUEUED_BYTES, LayoutRow
 from shared.types.kv_layout import KVLayout
 from shared.types.session_key import SessionKey

@@ -3,18 +3,7 @@
 from kvd.core.records.actions import ReadBlock
 from kvd.core.state.limits import Limits
 from shared.types.queue_delta import QueueChange, RunningRequest
-from tests.kvd.core.turns import (
-    ENGINE_ID,
-    ONES,
-    THREES,
-    TWOS,
-    A,
-    B,
-    C,
-    new_world,
-    queue_of,
-    store,
-)
+from tests.kvd.core.turns import ENGINE_ID, ONES, THREES, TWOS, A, B, C, new_world, queue_of, store
 from tests.property.cache_world import SHAPE, CacheWorld
 from tests.property.expecting_policy import ExpectingPolicy
 

@@ -2,18 +2,7 @@
 
 from kvd.core.io.prefetching import LOOK_NS
 from tests.kvd.core.io.reading_worlds import expecting_world, finish_reads, queue, store_on_ssd
-from tests.kvd.core.turns import (
-    ONES,
-    THREES,
-    TWOS,
-    A,
-    B,
-    C,
-    counter,
-    store,
-    tiers_of,
-    wait,
-)
+from tests.kvd.core.turns import ONES, THREES, TWOS, A, B, C, counter, store, tiers_of, wait
 
 
 def test_sessions_that_are_likely_to_return_come_into_idle_room():

@@ -5,11 +5,7 @@ from dataclasses import replace
 import pytest
 
 from kvd.core.eviction.policies import LruPolicy
-from kvd.core.records.actions import (
-    HashSlot,
-    IoOutcome,
-    WriteBlock,
-)
+from kvd.core.records.actions import HashSlot, IoOutcome, WriteBlock
 from kvd.core.records.entries import Pin
 from kvd.core.records.records import Admission
 from kvd.core.state.limits import Limits

@@ -1,10 +1,6 @@
 """Worlds whose sessions have discarded tokens, for tests of compaction."""
 
-from tests.kvd.core.turns import (
-    A,
-    new_world,
-    store,
-)
+from tests.kvd.core.turns import A, new_world, store
 from tests.property.cache_world import CacheWorld, to_bytes
 
 REST_NS = 100

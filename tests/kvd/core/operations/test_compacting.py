@@ -1,12 +1,7 @@
 """Compaction: what discards have left is put together, and nothing else changes."""
 
 from kvd.core.operations import compacting
-from kvd.core.records.actions import (
-    SESSION_COMPACTED,
-    CommitIndex,
-    CompactTokens,
-    Emit,
-)
+from kvd.core.records.actions import SESSION_COMPACTED, CommitIndex, CompactTokens, Emit
 from kvd.core.records.entries import CommittedSlot
 from kvd.core.records.records import Admission
 from kvd.core.state.limits import Limits
@@ -24,16 +19,7 @@ from tests.kvd.core.operations.sparse_worlds import (
     rows_of,
     sparse_world,
 )
-from tests.kvd.core.turns import (
-    ENGINE_ID,
-    A,
-    B,
-    counter,
-    keys_of,
-    load,
-    new_world,
-    store,
-)
+from tests.kvd.core.turns import ENGINE_ID, A, B, counter, keys_of, load, new_world, store
 from tests.property.cache_world import BLOCK_TOKENS, LAYOUT, MODEL, CacheWorld, compute, to_bytes
 
 

@@ -1,12 +1,7 @@
 """Compaction that waits, is put off or given up: for leases, uses, room and other work."""
 
 from kvd.core.operations.compacting import RETRY_NS
-from kvd.core.records.actions import (
-    CompactTokens,
-    HashSlot,
-    IoOutcome,
-    WriteBlock,
-)
+from kvd.core.records.actions import CompactTokens, HashSlot, IoOutcome, WriteBlock
 from kvd.core.records.records import Admission
 from shared.types.granted_slots import Lookup
 from tests.kvd.core.operations.sparse_worlds import (

@@ -1,9 +1,6 @@
 """What sessions keep over a restart beside their blocks: pins, quotas, order, deadlines."""
 
-from kvd.core.records.entries import (
-    TTL_NEVER_NS,
-    Pin,
-)
+from kvd.core.records.entries import TTL_NEVER_NS, Pin
 from kvd.core.state.limits import TenantLimits
 from tests.kvd.core.turns import (
     ONES,
