@@ -52,14 +52,14 @@ async def test_sessions_are_chosen_before_they_are_counted(tmp_path):
 
 
 async def test_a_session_that_goes_between_two_pages_is_not_listed(tmp_path):
-    """The page is filled with those behind it."""
+    """The page is filled with those behind it, and not with more than it may have."""
     async with caches_in(tmp_path) as caches:
         cache, _ = await caches.open(LAYOUT)
-        keys = [store(cache, name, number) for number, name in enumerate("abcd")]
+        keys = [store(cache, name, number) for number, name in enumerate("abcdef")]
         lister = SessionLister(caches)
         page = await lister.page(ALL, "", 1)
         cache.act(lambda core: core.sessions.flush(keys[1], dry_run=False))
-        assert await pages_of(lister, ALL, 2, page.next_page_token) == [["c", "d"]]
+        assert await pages_of(lister, ALL, 2, page.next_page_token) == [["c", "d"], ["e", "f"]]
 
 
 async def test_a_listing_that_is_gone_goes_on_behind_its_last_session(tmp_path):

@@ -59,9 +59,10 @@ def test_settings_are_not_written_over(files):
 
 
 def test_what_is_taken_away_is_what_was_put_there(files):
-    """Settings that were changed stay; directories that are empty then go, up to one of others."""
+    """Changed settings stay, a unit does not; empty directories go, up to one that others have."""
     list(place(files, dry_run=False))
     unit, settings, _ = files
+    unit.path.write_text("changed\n")
     settings.path.write_text("mine\n")
     assert deeds(remove(files, dry_run=False)) == ["removed", "kept", "removed"]
     assert [path.name for path in unit.top.iterdir()] == ["etc"]
