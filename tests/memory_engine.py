@@ -30,8 +30,9 @@ from inference_svc.runtime.store.session_store import BegunLoad
 from inference_svc.runtime.transfer.compaction import Compactor
 from inference_svc.runtime.transfer.resident_sequences import ResidentSequences
 from inference_svc.runtime.worker_thread import WorkerThread
-from shared.kvd_client.grants import LoadGrant, Lookup
+from shared.kvd_client.grants import LoadGrant
 from shared.types.errors import LoadFailedError
+from shared.types.granted_slots import Lookup
 from shared.types.session_key import SessionKey
 
 POISON = 13  # a runner with a fault raises when it is fed this token

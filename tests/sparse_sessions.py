@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from shared.kvd_client.arena_map import ArenaMap
-from shared.kvd_client.grants import LoadSpan, Lookup
+from shared.types.granted_slots import LoadSpan, Lookup
 from shared.types.lineage import WHOLE, Lineage
 from tests.synthetic_engine import CALL_S, SyntheticEngine, encode, key_of
 

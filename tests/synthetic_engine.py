@@ -14,7 +14,8 @@ import numpy as np
 
 from shared.kvd_client.arena_map import ArenaMap
 from shared.kvd_client.client import KvdClient
-from shared.kvd_client.grants import LoadSpan, Lookup, StoreGrant
+from shared.kvd_client.grants import StoreGrant
+from shared.types.granted_slots import LoadSpan, Lookup
 from shared.types.kv_layout import Component, KVLayout, Layer
 from shared.types.queue_feed import QueueFeed
 from shared.types.session_key import SessionKey

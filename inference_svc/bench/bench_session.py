@@ -20,7 +20,7 @@ class BenchSession:
     history alone, which is whole blocks (see whole_blocks).
 
     Attributes:
-        ids: of the history.
+        ids: token ids of the history.
         key: the session's.
     """
 
@@ -31,7 +31,7 @@ class BenchSession:
         self._name = name
 
     def on(self, engine: LocalEngine) -> "BenchSession":
-        """The same session on another engine of the same kvd."""
+        """Return the same session on another engine of the same kvd."""
         return BenchSession(engine, self._name, self.ids)
 
     async def grow(self, num_tokens: int) -> None:
@@ -43,7 +43,7 @@ class BenchSession:
             await self._engine.settle()
 
     async def turn(self, source: Source, num_new: int, num_answer: int) -> TurnTimes:
-        """A turn of so many new tokens."""
+        """Run a turn of so many new tokens, and return how long it took."""
         return await self._engine.turn(
             self.key,
             [*self.ids, *self._engine.new_tokens(num_new)],
@@ -58,13 +58,13 @@ class BenchSession:
 
 
 def in_turn(names: list[str], round_number: int) -> list[str]:
-    """The variants of a round: every round begins with another, so that none has a fixed place."""
+    """Order the variants of a round: each begins with another, so that none has a fixed place."""
     first = round_number % len(names)
     return names[first:] + names[:first]
 
 
 def ttft_values(times: TurnTimes, num_prompt: int) -> dict[str, float]:
-    """Metrics of a turn; prefill throughput as the paper counts it: the history counts."""
+    """Return a turn's metrics; prefill throughput as the paper counts it: the history counts."""
     values = {"ttft_s": times.ttft_s, "prefill_tokens_per_s": num_prompt / times.ttft_s}
     return values | ({"tpot_s": times.tpot_s} if times.tpot_s else {})
 
@@ -79,9 +79,9 @@ async def take_rounds(
     """Measure every variant once a round.
 
     Args:
-        found: where measurements go.
+        found: the measurements; they are added to it.
         names: the variants of a round.
-        rounds: those below 0 warm up, and do not count.
+        rounds: numbers of the rounds; those below 0 warm up, and do not count.
         take: measures a variant: values by metric; None: it was not what the case says, and is
             tried again.
         on_round: called with the number of the round that begins.
@@ -113,8 +113,8 @@ async def behind(
     """Run a turn that is submitted `hold_s` before the batch is free.
 
     Args:
-        engine: with the settings ONE_AT_A_TIME.
-        hold_s: for how long another turn is computed after this one is submitted.
+        engine: an engine with the settings ONE_AT_A_TIME.
+        hold_s: seconds for which another turn is computed after this one is submitted.
         turn: submits it.
 
     Returns:

@@ -39,7 +39,7 @@ class _Clock(StoppingCriteria):
         self._device = device
 
     def __call__(self, input_ids: torch.Tensor, _scores: Any, **_options: Any) -> torch.Tensor:
-        """Called after each token."""
+        """Note the time of a token, once the device has made it; the answer goes on."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         self.token_s.append(time.perf_counter())
@@ -61,7 +61,7 @@ class StockModel:
         self._device = loaded.device
 
     def decode_s(self, prompts: list[list[int]], num_tokens: int) -> float:
-        """Generate from prompts of one length; seconds from the first token to the last."""
+        """Generate from prompts of one length; return the seconds from first to last token."""
         clock = _Clock(self._device)
         input_ids = torch.tensor(prompts, device=self._device)
         self._model.generate(
@@ -86,7 +86,7 @@ class MemoryReader:
     """Reads a buffer over and over, in the way that turns out the fastest; float32.
 
     Args:
-        num_bytes: of the buffer; 0: far more than any cache.
+        num_bytes: size of the buffer; 0: far more than any cache.
     """
 
     def __init__(self, device: torch.device, num_bytes: int = 0) -> None:
@@ -123,7 +123,7 @@ LEAST_OF_GENERATE, LEAST_ALONE, LEAST_OF_SEQUENTIAL = 1.0, 0.95, 3.0
 
 
 def window_tokens(options: DecodeOptions) -> int:
-    """The longest sequence."""
+    """Return the length of the longest sequence, in tokens."""
     return options.history_tokens + options.steps + 1
 
 
@@ -165,7 +165,7 @@ class _Batch:
     """One batch size.
 
     Attributes:
-        step_bytes: that a step has to read.
+        step_bytes: bytes that a step has to read.
     """
 
     options: DecodeOptions
@@ -238,7 +238,7 @@ class _Batch:
 
 
 def decode_tokens_per_s(answers: list[TurnTimes]) -> float:
-    """Tokens a second of the whole batch, while all of it decodes."""
+    """Return the tokens a second of the whole batch, while all of it decodes."""
     begin_s = max(times.token_s[0] for times in answers)
     end_s = min(times.token_s[-1] for times in answers)
     num_tokens = sum(begin_s < at_s <= end_s for times in answers for at_s in times.token_s)
@@ -246,7 +246,7 @@ def decode_tokens_per_s(answers: list[TurnTimes]) -> float:
 
 
 def _step_bytes(work: Workspace, options: DecodeOptions, batch: int) -> int:
-    """Weights (of the embedding only the rows of the batch) and the KV in the middle of the run."""
+    """Add weights (of the embedding only the batch's rows) and the KV in the middle of the run."""
     model = work.model.loaded.model
     weights = packed_bytes(model) + sum(part.nbytes for part in model.parameters())
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()

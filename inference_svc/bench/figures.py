@@ -20,8 +20,8 @@ class Measured:
 
     Attributes:
         num: measurements that count.
-        num_discarded: that do not: the history was not where the case says.
-        values: by metric, whose name ends in its unit: "ttft_s", "tokens_per_s".
+        num_discarded: measurements that do not count: the history was not where the case says.
+        values: measurements by metric, whose name ends in its unit: "ttft_s", "tokens_per_s".
     """
 
     variant: str
@@ -82,9 +82,9 @@ class Subject:
     """The model that was measured.
 
     Attributes:
-        name: of the directory, or of the preset ("random" is then true).
+        name: name of the directory, or of the preset ("random" is then true).
         layers, attention_mode, kv_bytes_per_token, block_tokens: see `inference-svc status`.
-        threads: that computed, the same for every variant.
+        threads: number of threads that computed, the same for every variant.
     """
 
     name: str
@@ -105,8 +105,8 @@ class Machine:
     """Where it was measured.
 
     Attributes:
-        cpus: that this process may use.
-        load_average: of the last minute before the run; much above 0 is a busy machine.
+        cpus: number of CPUs that this process may use.
+        load_average: load of the last minute before the run; much above 0 is a busy machine.
         huge_pages: when private memory gets transparent ones.
         accelerator: "" without one.
     """
@@ -143,7 +143,7 @@ class Report:
 
 
 def as_document(report: Report) -> dict[str, object]:
-    """Plain values for json.dumps: the fields, `schema`, and every goal with its verdict."""
+    """Return plain values for json.dumps: the fields, `schema`, and every goal with its verdict."""
     goals = [
         {
             "case": case.name,
@@ -164,7 +164,7 @@ class Interleaved:
     """One case's measurements.
 
     Args:
-        name: of the case.
+        name: name of the case.
         facts: what it is, for readers.
     """
 

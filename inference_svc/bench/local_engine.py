@@ -34,9 +34,9 @@ class TurnTimes:
     """One turn; times are of one monotonic clock.
 
     Attributes:
-        token_s: when each token of the answer was there.
-        reused_tokens: of the prompt, not computed.
-        tier_tokens: of them, by the tier they came from.
+        token_s: seconds after the submission at which each token of the answer was there.
+        reused_tokens: tokens of the prompt that were not computed.
+        tier_tokens: reused tokens by the tier they came from.
         stall_s: how long computing waited for layers.
         buffer_layers: see Request.
         output_ids: the answer.
@@ -108,10 +108,10 @@ class _Sink:
         self._is_over = is_over
 
     def started(self, request: EngineRequest) -> None:
-        """Nothing to do: the outcome is read at the end."""
+        """Do nothing: the outcome is read at the end."""
 
     def window_full(self) -> None:
-        """Nothing to do: the answer has ended."""
+        """Do nothing: the answer has ended."""
 
     def sampled(self, token: Sampled) -> bool:
         """Note the time."""
@@ -125,7 +125,7 @@ class LocalEngine:
     """An engine in this process, as the service runs it, without the service.
 
     Attributes:
-        parts: of the engine.
+        parts: the engine's parts.
         kvd: beside it; None if there is none.
     """
 
@@ -145,11 +145,11 @@ class LocalEngine:
         return self.parts.engine.gauges()["compute_busy_s"]
 
     def key(self, name: str) -> SessionKey:
-        """A session of the measured model."""
+        """Return the key of a session of the measured model."""
         return SessionKey(TENANT, self._model.loaded.fingerprint, name)
 
     def new_tokens(self, num_tokens: int) -> list[int]:
-        """Random token ids that nobody has seen."""
+        """Draw token ids that nobody has seen."""
         drawn = self._random.integers(0, self._model.loaded.vocab_size, num_tokens)
         return [int(token_id) for token_id in drawn]
 
@@ -168,14 +168,14 @@ class LocalEngine:
         """Answer one turn.
 
         Args:
-            key: whose.
+            key: the session's key.
             prompt_ids: history and new tokens.
-            max_tokens: of the answer, which has that length.
+            max_tokens: length of the answer.
             source: where the history is to come from; a resident sequence that it is not to come
                 from is released first.
-            keep_tokens: of the prompt and the answer, that the session has afterwards; 0: all of
+            keep_tokens: tokens of prompt and answer that the session keeps afterwards; 0: all of
                 it is given up, and the session stays as kvd has it.
-            history_tokens: for kvd's look-ahead; as `keep_tokens` if not given.
+            history_tokens: history as kvd's look-ahead is told of it; by default `keep_tokens`.
             is_over: ends the answer before its length.
             is_final: whether the session ends with this turn, which is reported to kvd.
         """
@@ -240,10 +240,10 @@ async def running_engine(
     cache: Mapping[str, Any] | None = None,
     scheduler: Mapping[str, Any] | None = None,
 ) -> AsyncIterator[LocalEngine]:
-    """An engine that runs, attached to kvd, its memory there; without a kvd it recomputes.
+    """Run an engine inside the block, attached to kvd; without a kvd it recomputes.
 
     Args:
-        model: that it computes with.
+        model: the model that it computes with.
         kvd: None: none.
         kv_tokens: value of the setting scheduler.kv_tokens.
         cache: more settings of that section, by key.

@@ -95,8 +95,8 @@ class ModelChoice:
     Attributes:
         path: a model directory, or
         random: the name of a preset, with random weights of this seed.
-        layers: of the preset; 0: all.
-        threads: that compute; 0: as many as torch chooses.
+        layers: number of the preset's layers; 0: all.
+        threads: number of threads that compute; 0: as many as torch chooses.
     """
 
     path: Annotated[
@@ -145,9 +145,9 @@ class TurnsOptions:
 
     Attributes:
         splits: (history, new) of turns of the same length (paper: Fig. 18).
-        histories: that grow (preprint: Fig. 23), each with `new_tokens`.
+        histories: lengths of histories that grow (preprint: Fig. 23), each with `new_tokens`.
         tier: where kvd has the history.
-        answer_tokens: of each turn: the time per output token comes from them.
+        answer_tokens: length of each answer: the time per output token comes from it.
         re_max_tokens: longer prompts are never recomputed to measure it; 0: all are.
         re_pairs: of recomputed long histories, which take minutes; 0: as many as of the others.
     """
@@ -189,7 +189,7 @@ class OverlapOptions:
     Attributes:
         buffers: read buffers in layers, -1: the start gate's choice (paper: Fig. 19).
         prompts: lengths of the turns that are saved (paper: Fig. 20), with `answer_tokens` each.
-        batch: of these turns that run at once.
+        batch: number of these turns that run at once.
         only: "preload" or "saving"; "": both.
     """
 
@@ -256,7 +256,7 @@ class ServeOptions:
         window_tokens: a session ends where its context would outgrow it.
         variants: "ca": as configured by default; "kvd": without resident sessions; "re":
             recomputation.
-        dram_mib: of kvd's DRAM; 0: room for all sessions.
+        dram_mib: size of kvd's DRAM; 0: room for all sessions.
     """
 
     trace: Trace = None
@@ -282,7 +282,7 @@ class PoliciesOptions:
     """Part `policies`.
 
     Attributes:
-        policies: of kvd's eviction.
+        policies: names of kvd's eviction policies.
         trace, num_sessions, scale, think_scale, window_tokens, seed: as of `serve`.
         arrivals_per_s: sessions that begin, in the mean; 0: all at once.
         dram_share, ssd_share: sizes of the tiers, of the KV of all sessions at their ends.
@@ -325,7 +325,7 @@ class OverflowOptions:
 
     Attributes:
         history_tokens: before the overflow, which drops half of them.
-        answer_tokens: of each turn.
+        answer_tokens: length of each answer.
     """
 
     history_tokens: Annotated[
@@ -368,7 +368,7 @@ class PositionsOptions:
         trace, num_sessions, scale, seed: as of `serve`.
         window_tokens: contexts are truncated to it.
         max_running: turns in a batch, and sessions that are open at once.
-        plan_trace: as of `policies`.
+        plan_trace: the trace, as of `policies`.
     """
 
     trace: Trace = None

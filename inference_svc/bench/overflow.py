@@ -29,7 +29,7 @@ SOURCES: dict[str, Source] = {"dram": "kvd", "hbm": "resident"}  # by the tier o
 
 
 def window_tokens(options: OverflowOptions) -> int:
-    """The longest turn."""
+    """Return the length of the longest turn, in tokens."""
     return options.history_tokens + options.new_tokens + options.answer_tokens
 
 
@@ -59,7 +59,7 @@ class _Take:
     Attributes:
         began_s: before anything was dropped.
         discard_s: what dropping took of it.
-        history_tokens: that were left.
+        history_tokens: tokens of the history that were left.
     """
 
     times: TurnTimes
@@ -73,7 +73,7 @@ class _Case:
     """The history in one tier.
 
     Attributes:
-        ids: of the history, whose last block is another one in each session.
+        ids: token ids of the history, whose last block is another one in each session.
         names: numbers of sessions.
     """
 
@@ -125,7 +125,7 @@ class _Case:
         return _Take(times, began_s, discard_s, len(context))
 
     async def _session(self, num_tokens: int) -> tuple[SessionKey, list[int]]:
-        """A session with a history of that length, in kvd and in the engine's memory."""
+        """Make a session with a history of that length, in kvd and in the engine's memory."""
         engine, num_own = self.engine, self.engine.block_tokens
         key = engine.key(f"{self.tier}-{next(self.names)}")
         history = [*self.ids[: num_tokens - num_own], *engine.new_tokens(num_own)]
@@ -136,6 +136,6 @@ class _Case:
 
 
 def _whole_blocks(num_tokens: int, block_tokens: int) -> int:
-    """Both halves of the history are whole blocks, of which one is the session's own."""
+    """Round a history so that both halves are whole blocks, of which one is the session's own."""
     step = 2 * block_tokens
     return max(2 * step, num_tokens - num_tokens % step)

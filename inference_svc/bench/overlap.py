@@ -49,7 +49,7 @@ NONE, RESIDENT = "none", "resident"
 
 
 def window_tokens(options: OverlapOptions) -> int:
-    """The longest turn of both halves."""
+    """Return the length of the longest turn of both halves, in tokens."""
     lengths = [options.history_tokens + options.new_tokens, *options.prompts]
     return max(max(lengths) + options.answer_tokens, BLOCKER_TOKENS)
 
@@ -96,7 +96,7 @@ async def measure_preload(
 
 
 def _settings(options: OverlapOptions) -> dict[str, dict[str, Any]]:
-    """Section `cache` of each engine, by variant."""
+    """Return the section `cache` of each engine, by variant."""
     buffers: dict[str, dict[str, Any]] = {
         "auto" if layers < 0 else f"B{layers}": {"read_buffer_layers": layers, "residents": False}
         for layers in options.buffers
@@ -136,7 +136,7 @@ class _Preload:
         return found.case()
 
     async def _choose_hold(self) -> None:
-        """Long enough for whatever is allowed to be loaded ahead."""
+        """Choose a time that is long enough for whatever may be loaded ahead."""
         alone = []
         for _ in range(WARM_UP):
             await self.engines[NONE].settle()
@@ -206,7 +206,7 @@ async def measure_saving(
 
 
 async def _answer_all(engine: LocalEngine, lengths: list[int], num_answer: int) -> dict[str, float]:
-    """One new session a length, submitted at once."""
+    """Answer one new session a length, all submitted at once."""
     prompts = [engine.new_tokens(length) for length in lengths]
     started_s = time.perf_counter()
     answered = await asyncio.gather(

@@ -55,7 +55,7 @@ class Scene:
     """What every policy is given.
 
     Attributes:
-        starts_s: when each session begins.
+        starts_s: seconds at which each session begins.
     """
 
     sessions: Sequence[Session]
@@ -133,7 +133,7 @@ def _scene(options: PoliciesOptions, work: Workspace, sessions: list[Session]) -
 
 
 async def _replayed(replay: Replay) -> dict[str, float]:
-    """The metrics of a replay, and what kvd did meanwhile."""
+    """Return the metrics of a replay, and what kvd did meanwhile."""
     kvd = replay.engine.kvd
     assert kvd is not None, "its policy is measured"  # noqa: S101
     await replay.warm_up()
@@ -146,7 +146,7 @@ async def _replayed(replay: Replay) -> dict[str, float]:
 
 
 async def _counters(kvd: ChildKvd) -> dict[str, float]:
-    """What kvd has done so far."""
+    """Return the counters of what kvd has done so far."""
     (layout,) = (await kvd.stats()).layouts
     return {
         name: float(count)
@@ -156,7 +156,7 @@ async def _counters(kvd: ChildKvd) -> dict[str, float]:
 
 
 def _constants(replay: Replay, max_running: int) -> dict[str, str]:
-    """What turns took, by options of `kvd plan`; left out if steps were too alike to fit it."""
+    """Return what turns took, as options of `kvd plan`; empty if steps were too alike to fit it."""
     steps = replay.engine.parts.rates.steps.as_dict()
     if not steps:
         return {}

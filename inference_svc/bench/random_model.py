@@ -72,7 +72,7 @@ PRESETS = {
 
 
 def preset(name: str, num_layers: int = 0) -> Shape:
-    """The shape of that name, with fewer layers if `num_layers` is given.
+    """Return the shape of that name, with fewer layers if `num_layers` is given.
 
     Raises:
         UnknownPresetError: there is none, or it has not so many layers.
@@ -95,7 +95,7 @@ def chosen_model(choice: ModelChoice, window_tokens: int) -> LoadedModel:
 
     Args:
         choice: the run's.
-        window_tokens: that the run needs: a preset gets as many positions.
+        window_tokens: positions that the run needs: a preset gets as many.
 
     Raises:
         UnknownModelError: neither or both were named.

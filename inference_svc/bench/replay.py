@@ -55,7 +55,7 @@ class ReplayedTurn:
     """One turn.
 
     Attributes:
-        history_tokens: that an earlier turn had computed.
+        history_tokens: tokens of the prompt that an earlier turn had computed.
         prompt_tokens: history and new.
         num_ahead: turns that waited when it came.
     """
@@ -76,7 +76,7 @@ class ReplayLog:
     """The turns that count, and how long the whole replay took.
 
     Attributes:
-        busy_s: of it, the time that the model computed.
+        busy_s: the part of it in which the model computed.
     """
 
     turns: list[ReplayedTurn] = field(default_factory=list)
@@ -99,7 +99,7 @@ class ReplayLog:
         return sum(turn.times.reused_tokens for turn in self.turns)
 
     def serving(self) -> dict[str, float]:
-        """Metrics of part `serve`: percentiles, throughput, shares of the history by tier."""
+        """Return the metrics of part `serve`: percentiles, throughput, history by tier."""
         ttft_s = [turn.times.ttft_s for turn in self.turns]
         tpot_s = [turn.times.tpot_s for turn in self.turns if turn.times.tpot_s]
         found = {f"ttft_p{p}_s": percentile(ttft_s, p / 100) for p in PERCENTILES}
@@ -120,7 +120,7 @@ class ReplayLog:
         }
 
     def placement(self) -> dict[str, float]:
-        """Metrics of parts `policies` and `positions`: what was found, times, the queue.
+        """Return the metrics of parts `policies` and `positions`: hits, times, the queue.
 
         Raises:
             ZeroDivisionError: no turn counts.
@@ -141,7 +141,7 @@ class ReplayLog:
         }
 
     def _shares(self) -> dict[str, float]:
-        """What was found of the histories, and where."""
+        """Return the shares of the histories that were found, by tier."""
         num_hits = sum(turn.is_hit for turn in self.turns)
         num_with_history = sum(turn.history_tokens > 0 for turn in self.turns)
         shares = {
@@ -164,10 +164,10 @@ class Replay:
         on_progress: called when a session is through.
         source: where histories are to come from.
         keeps: whether what was said stays; else every history is computed again.
-        window_tokens: to which contexts are truncated; 0: to none.
+        window_tokens: length to which contexts are truncated; 0: to none.
         end_hints: a session's last turn says that it is the last.
         warmup_turns: the first to arrive, which are not counted.
-        starts_s: when each session begins; empty: as soon as there is a place for it.
+        starts_s: seconds at which each session begins; empty: as soon as there is a place for it.
     """
 
     engine: LocalEngine

@@ -27,7 +27,7 @@ _RATIOS = (  # of the case's name, which is said once, and a ratio
 
 
 def tables(report: Report, width: int) -> Iterator[Table]:
-    """What was measured on what, the variants, their ratios; for a terminal of so many columns."""
+    """Yield what was measured on what, the variants and their ratios, for so many columns."""
     yield facts(_facts(report), width)
     columns, rows = _variants(report)
     if fits(columns, rows, width):
@@ -69,7 +69,7 @@ def _metrics(cases: Iterable[Case]) -> list[str]:
 
 
 def _variants(report: Report) -> tuple[list[Column], list[list[str]]]:
-    """All cases in one table, a row a variant."""
+    """Put all cases into one table, a row a variant."""
     metrics = _metrics(report.cases)
     headings = [number(_heading(metric)) for metric in metrics]
     columns = [Column("case"), Column("variant"), number("n"), *headings]
@@ -82,7 +82,7 @@ def _variants(report: Report) -> tuple[list[Column], list[list[str]]]:
 
 
 def _metrics_table(report: Report, case: Case, width: int) -> Table:
-    """One case, a row a metric: there are too many for a row a variant."""
+    """Put one case into a table, a row a metric: there are too many for a row a variant."""
     variants = [number(found.variant) for found in case.variants]
     columns = [Column("median", may_be_cut=True), *variants]
     rows = [["n", *map(_number, case.variants)]] + [
@@ -161,7 +161,7 @@ def _ratios(case: Case) -> Bars:
 
 
 def _draw(axes: Any, cases: tuple[Case, ...], groups: list[Bars]) -> None:
-    """Bars in groups, with quartiles, one group a case."""
+    """Draw bars in groups, with quartiles, one group a case."""
     names = list(dict.fromkeys(name for bars in groups for name in bars))
     medians = [bar.median for bars in groups for bar in bars.values() if bar.median > 0]
     if not names or not medians:

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Coroutine
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -52,17 +52,17 @@ def run(part: Part, choice: ModelChoice, options: RunOptions) -> Report:
         OSError: the directory cannot be used.
         KeyboardInterrupt: Ctrl-C, or SIGTERM.
     """
-    name, metric, window, measure = _plan(part)
+    plan = _plan(part)
     started_unix_s, started_s = time.time(), time.monotonic()
     machine = machine_facts(torch.device(choice.device))
     if choice.threads:
         torch.set_num_threads(choice.threads)
     options.on_progress("loading the model")
-    loaded = chosen_model(choice, window)
+    loaded = chosen_model(choice, plan.window_tokens(part))
     model = Model(loaded, calibrate(loaded, packs_weights=True))
     report = Report(
-        part=name,
-        metric=metric,
+        part=plan.name,
+        metric=plan.metric,
         command=options.command,
         started_unix_s=started_unix_s,
         elapsed_s=0.0,
@@ -70,33 +70,51 @@ def run(part: Part, choice: ModelChoice, options: RunOptions) -> Report:
         machine=machine,
     )
     with workspace(options.directory, model) as work:
-        cases = run_until_signal(lambda: measure(part, options, work))
+        cases = run_until_signal(lambda: plan.measure(part, options, work))
     return replace(report, cases=cases, elapsed_s=time.monotonic() - started_s)
 
 
-def _plan(part: Part) -> tuple[str, str, int, Measure]:
-    """Name, metric, longest sequence, and how it is measured."""
-    match part:
-        case TurnsOptions(tier="ssd"):
-            window = turns.window_tokens(part)
-            return "turns, ssd", ssd_turns.METRIC, window, ssd_turns.measure_ssd_turns
-        case TurnsOptions():
-            return "turns", turns.METRIC, turns.window_tokens(part), turns.measure_turns
-        case OverlapOptions():
-            return "overlap", overlap.METRIC, overlap.window_tokens(part), overlap.measure_overlap
-        case BuffersOptions():
-            return "buffers", buffers.METRIC, buffers.window_tokens(part), buffers.measure_buffers
-        case ServeOptions():
-            return "serve", replay.METRIC, part.window_tokens, replay.measure_serve
-        case PoliciesOptions():
-            return "policies", policies.METRIC, part.window_tokens, policies.measure_policies
-        case OverflowOptions():
-            window = overflow.window_tokens(part)
-            return "overflow", overflow.METRIC, window, overflow.measure_overflow
-        case SharingOptions():
-            window = sharing.window_tokens(part)
-            return "sharing", sharing.METRIC, window, sharing.measure_sharing
-        case PositionsOptions():
-            return "positions", policies.METRIC, part.window_tokens, policies.measure_positions
-        case DecodeOptions():
-            return "decode", decode.METRIC, decode.window_tokens(part), decode.measure_decode
+class _Measured(NamedTuple):
+    """A part's name, metric, longest sequence, and how it is measured."""
+
+    name: str
+    metric: str
+    window_tokens: Callable[[Any], int]
+    measure: Measure
+
+
+def _window_of(part: Any) -> int:
+    window: int = part.window_tokens
+    return window
+
+
+_PARTS: dict[type[Part], _Measured] = {
+    TurnsOptions: _Measured("turns", turns.METRIC, turns.window_tokens, turns.measure_turns),
+    OverlapOptions: _Measured(
+        "overlap", overlap.METRIC, overlap.window_tokens, overlap.measure_overlap
+    ),
+    BuffersOptions: _Measured(
+        "buffers", buffers.METRIC, buffers.window_tokens, buffers.measure_buffers
+    ),
+    ServeOptions: _Measured("serve", replay.METRIC, _window_of, replay.measure_serve),
+    PoliciesOptions: _Measured("policies", policies.METRIC, _window_of, policies.measure_policies),
+    OverflowOptions: _Measured(
+        "overflow", overflow.METRIC, overflow.window_tokens, overflow.measure_overflow
+    ),
+    SharingOptions: _Measured(
+        "sharing", sharing.METRIC, sharing.window_tokens, sharing.measure_sharing
+    ),
+    PositionsOptions: _Measured(
+        "positions", policies.METRIC, _window_of, policies.measure_positions
+    ),
+    DecodeOptions: _Measured("decode", decode.METRIC, decode.window_tokens, decode.measure_decode),
+}
+_SSD_TURNS = _Measured(
+    "turns, ssd", ssd_turns.METRIC, turns.window_tokens, ssd_turns.measure_ssd_turns
+)
+
+
+def _plan(part: Part) -> _Measured:
+    """How a part is measured."""
+    is_on_ssd = isinstance(part, TurnsOptions) and part.tier == "ssd"
+    return _SSD_TURNS if is_on_ssd else _PARTS[type(part)]

@@ -150,7 +150,7 @@ class _SsdCase:
     always_s: list[float] = field(default_factory=list)
 
     async def idle(self) -> Case:
-        """There is no time to read ahead."""
+        """Measure turns for which there was no time to read ahead."""
         limit, num_prompt = self.options.re_max_tokens, len(self.session.ids) + self.num_new
         names = [name for name in IDLE if name != "never" or not limit or num_prompt <= limit]
         found = await self._rounds("idle", names, self._take_idle)
@@ -160,7 +160,7 @@ class _SsdCase:
         return found.case()
 
     async def queued(self) -> Case:
-        """Reading ahead is possible."""
+        """Measure turns that wait in a queue: reading ahead is possible."""
         found = await self._rounds("queued", list(QUEUED), self._take_queued)
         found.compare(QUEUED_METRIC, "ssd", "resident", at_most=MOST_OVER_FLOOR)
         found.compare(QUEUED_METRIC, "dram", "resident")

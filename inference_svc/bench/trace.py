@@ -45,7 +45,7 @@ class PlannedTurn:
     """One turn to be.
 
     Attributes:
-        think_s: to wait after the previous answer.
+        think_s: seconds to wait after the previous answer.
     """
 
     new_tokens: int
@@ -57,10 +57,10 @@ Session = tuple[PlannedTurn, ...]
 
 
 def read_trace(path: Path, max_sessions: int) -> list[Session]:
-    """The first sessions of a file, in the order in which they begin.
+    """Read the first sessions of a file, in the order in which they begin.
 
     Raises:
-        BadTraceError: it cannot be read, or a line is not a turn.
+        BadTraceError: the file cannot be read, or a line is not a turn.
     """
     sessions: dict[object, list[PlannedTurn]] = {}
     try:
@@ -133,7 +133,7 @@ THINK = (log(110.0), 1.14, 1.0, 3600.0)
 
 
 def chat_like_sessions(num_sessions: int, seed: int) -> list[Session]:
-    """So many sessions; the same for the same seed."""
+    """Draw so many sessions; the same for the same seed."""
     random = np.random.default_rng(seed)
     return [_session(random) for _ in range(num_sessions)]
 
@@ -161,7 +161,7 @@ def _draw(
 
 
 def replayed_sessions(options: ServeOptions | PoliciesOptions) -> tuple[list[Session], int]:
-    """The sessions, and how many turns are left out because their context outgrows the window.
+    """Return the sessions, and how many turns are left out: their context outgrows the window.
 
     Raises:
         BadTraceError: see read_trace.
@@ -171,7 +171,7 @@ def replayed_sessions(options: ServeOptions | PoliciesOptions) -> tuple[list[Ses
 
 
 def overflowing_sessions(options: PositionsOptions) -> list[Session]:
-    """The sessions, whatever their contexts come to; each ends before a turn too long by itself.
+    """Return the sessions, whatever their contexts come to; each ends before a turn too long alone.
 
     Raises:
         BadTraceError: see read_trace.
@@ -188,14 +188,14 @@ def overflowing_sessions(options: PositionsOptions) -> list[Session]:
 
 
 def truncated(context_tokens: int, turn: PlannedTurn, window_tokens: int) -> int:
-    """How much of a context is left when half a window goes until the turn fits (paper: §4.3.4)."""
+    """Drop half a window of a context until the turn fits; return what is left (paper: §4.3.4)."""
     while context_tokens and context_tokens + turn.new_tokens + turn.output_tokens > window_tokens:
         context_tokens = max(0, context_tokens - window_tokens // 2)
     return context_tokens
 
 
 def overflows(sessions: list[Session], window_tokens: int) -> int:
-    """How many turns are preceded by a truncation."""
+    """Count the turns that are preceded by a truncation."""
     num_overflows = 0
     for turns in sessions:
         context = 0
@@ -213,12 +213,12 @@ def _drawn(options: ServeOptions | PoliciesOptions | PositionsOptions) -> list[S
 
 
 def origin_of(options: ServeOptions | PoliciesOptions) -> str:
-    """Where the sessions come from, for people."""
+    """Say where the sessions come from, for people."""
     return "generated" if options.trace is None else options.trace.name
 
 
 def footprint_tokens(sessions: list[Session]) -> int:
-    """Tokens of all contexts at their ends."""
+    """Return the tokens of all contexts at their ends."""
     return sum(turn.new_tokens + turn.output_tokens for turns in sessions for turn in turns)
 
 
@@ -235,10 +235,10 @@ def plan_command(
 
     Args:
         trace: written for it.
-        options: of the replay.
+        options: options of the replay.
         capacity: "dram" and "ssd", in bytes.
-        kv_bytes_per_token: of the model.
-        constants: what turns take, by the planner's options; it has some of its own.
+        kv_bytes_per_token: size of a token's KV in the model.
+        constants: times of turns, by the planner's options; it has some of its own.
     """
     words = {
         "trace": trace,

@@ -7,12 +7,7 @@ resident   the history is in the session's KV: the floor
 
 from dataclasses import dataclass
 
-from inference_svc.bench.bench_session import (
-    BLOCKER_TOKENS,
-    BenchSession,
-    take_rounds,
-    ttft_values,
-)
+from inference_svc.bench.bench_session import BLOCKER_TOKENS, BenchSession, take_rounds, ttft_values
 from inference_svc.bench.figures import Case, Interleaved
 from inference_svc.bench.local_engine import LocalEngine, Source, running_engine, whole_blocks
 from inference_svc.bench.options import RunOptions, TurnsOptions
@@ -31,19 +26,19 @@ WAYS: dict[str, tuple[Source, str]] = {
 
 
 def cases_of(options: TurnsOptions) -> list[tuple[int, int]]:
-    """(history, new), the shortest history first: it grows into the next one."""
+    """List (history, new), the shortest history first: it grows into the next one."""
     long = ((history, options.new_tokens) for history in options.histories)
     return sorted({*options.splits, *long})
 
 
 def window_tokens(options: TurnsOptions) -> int:
-    """The longest turn."""
+    """Return the length of the longest turn, in tokens."""
     longest = max(sum(case) for case in cases_of(options)) + options.answer_tokens
     return max(longest, BLOCKER_TOKENS) if options.tier == "ssd" else longest
 
 
 def case_name(history: int, new: int) -> str:
-    """As the paper writes it: "900/100"; the facts have what it was rounded to."""
+    """Name a case as the paper does: "900/100"; the facts have what it was rounded to."""
     return f"{history}/{new}"
 
 

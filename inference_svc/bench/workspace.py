@@ -24,7 +24,7 @@ class KvdSizes:
 
     Attributes:
         ssd_bytes: 0: no SSD tier.
-        policy: of eviction; "": kvd's default.
+        policy: name of the eviction policy; "": kvd's default.
     """
 
     dram_bytes: int
@@ -33,7 +33,7 @@ class KvdSizes:
     policy: str = ""
 
     def toml(self) -> str:
-        """Settings: nothing expires, nothing outlives the process but what is on SSD."""
+        """Return settings by which nothing expires; only what is on SSD outlives the process."""
         eviction = f'[eviction]\npolicy = "{self.policy}"\n' if self.policy else ""
         return f"""
 [dram]
@@ -63,8 +63,8 @@ class Workspace:
     """Directories that nobody else uses, and the model that is measured.
 
     Attributes:
-        state: on the disk of the SSD tier.
-        runtime: for sockets, whose paths must be short.
+        state: directory on the disk of the SSD tier.
+        runtime: directory of sockets, whose paths must be short.
     """
 
     state: Path
@@ -104,7 +104,7 @@ class Workspace:
             yield kvd
 
     def num_blocks(self, num_tokens: int) -> int:
-        """Blocks of a tier that holds so many tokens."""
+        """Return the blocks of a tier that holds so many tokens."""
         return ceil_div(num_tokens, self.layout.block_tokens) + SPARE_BLOCKS
 
     def _tier_bytes(self, num_tokens: int) -> int:

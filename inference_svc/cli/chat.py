@@ -14,14 +14,7 @@ import typer
 from rich.cells import cell_len
 from rich.console import Console
 
-from inference_svc.cli.connection import (
-    Address,
-    TlsCa,
-    TlsCert,
-    TlsKey,
-    TokenFile,
-    client_of,
-)
+from inference_svc.cli.connection import Address, TlsCa, TlsCert, TlsKey, TokenFile, client_of
 from inference_svc.client import InferenceClient, turn_request
 from shared.pb.inference.v1 import inference_pb2 as pb
 from shared.terminal import printing

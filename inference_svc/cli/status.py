@@ -12,14 +12,7 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from inference_svc.cli.connection import (
-    Address,
-    TlsCa,
-    TlsCert,
-    TlsKey,
-    TokenFile,
-    client_of,
-)
+from inference_svc.cli.connection import Address, TlsCa, TlsCert, TlsKey, TokenFile, client_of
 from inference_svc.core.counters import COUNTERS
 from shared.pb.inference.v1 import inference_pb2 as pb
 from shared.terminal import printing

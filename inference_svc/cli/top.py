@@ -11,14 +11,7 @@ import typer
 from rich.live import Live
 from rich.text import Text
 
-from inference_svc.cli.connection import (
-    Address,
-    TlsCa,
-    TlsCert,
-    TlsKey,
-    TokenFile,
-    client_of,
-)
+from inference_svc.cli.connection import Address, TlsCa, TlsCert, TlsKey, TokenFile, client_of
 from inference_svc.cli.status import status_lines
 from inference_svc.client import InferenceClient
 from shared.pb.inference.v1 import inference_pb2 as pb

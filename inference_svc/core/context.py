@@ -8,14 +8,7 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from inference_svc.core.discards import (
-    COMPRESSION,
-    Discard,
-    Range,
-    merge_ranges,
-    num_in,
-    without,
-)
+from inference_svc.core.discards import COMPRESSION, Discard, Range, merge_ranges, num_in, without
 from inference_svc.core.turn_record import TurnRecord
 from shared.types.lineage import WHOLE, Lineage
 

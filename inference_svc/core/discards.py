@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from inference_svc.core.errors import InvalidDiscardError
-from shared.types.lineage import Lineage
+from shared.types.lineage import Lineage, join_ranges
 
 Range = tuple[int, int]
 
@@ -44,18 +44,14 @@ def merge_ranges(ranges: Iterable[Range], num_tokens: int) -> tuple[Range, ...]:
     Raises:
         InvalidDiscardError: for one that is empty or outside the context.
     """
-    merged: list[Range] = []
-    for start, end in sorted(ranges):
+    ordered = sorted(ranges)
+    for start, end in ordered:
         if not 0 <= start < end <= num_tokens:
             raise InvalidDiscardError(
                 f"range [{start}, {end}) is empty or outside the context of {num_tokens} tokens",
                 "send half-open ranges of positions in the context as it is before the discard",
             )
-        if merged and start <= merged[-1][1]:
-            merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
-        else:
-            merged.append((start, end))
-    return tuple(merged)
+    return tuple(join_ranges(ordered))
 
 
 def num_in(ranges: Iterable[Range]) -> int:

@@ -173,7 +173,7 @@ class TenantLimits:
         """Apply other limits from now on; turns under way keep what they reserved."""
         self._default, self._named = default, named
         for name, tenant in self._tenants.items():
-            tenant.bounds = self._bounds(name)
+            tenant.bounds = self._named.get(name, self._default)
             tenant.turns.set_rate(tenant.bounds.turns_per_minute, now_ns)
             tenant.tokens.set_rate(tenant.bounds.tokens_per_minute, now_ns)
 
@@ -252,15 +252,12 @@ class TenantLimits:
             assert tenant.num_turns >= 0
             assert all(count > 0 for count in tenant.opening.values())
 
-    def _bounds(self, name: str) -> TenantBounds:
-        return self._named.get(name, self._default)
-
     def _tenant(self, name: str, now_ns: int) -> _Tenant:
         tenant = self._tenants.get(name)
         if tenant is None:
             if len(self._tenants) >= self._sweep_at:
                 self._sweep(now_ns)
-            bounds = self._bounds(name)
+            bounds = self._named.get(name, self._default)
             turns = Bucket(bounds.turns_per_minute, now_ns)
             tokens = Bucket(bounds.tokens_per_minute, now_ns)
             tenant = self._tenants[name] = _Tenant(bounds, turns, tokens)

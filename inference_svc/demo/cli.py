@@ -100,7 +100,7 @@ class Conversation:
 
     Attributes:
         session_id: the session it is replayed as.
-        title: of the document.
+        title: title of the document.
         turns: what the user says, in order.
     """
 
@@ -144,12 +144,12 @@ async def _submit(client: InferenceClient, conversation: Conversation, turn: int
 
 
 def _stored_tokens(usage: pb.Usage) -> int:
-    """Length of the session's KV after the turn: the last token of the answer has none yet."""
+    """Return the length of the session's KV: the last token of the answer has none yet."""
     return usage.history_tokens + usage.new_tokens + usage.output_tokens - 1
 
 
 async def _warm_up(*clients: InferenceClient) -> None:
-    """One turn that is not counted: the first forward of a process is slow."""
+    """Run one turn that is not counted: the first forward of a process is slow."""
     for client in clients:
         sampling = pb.Sampling(max_tokens=2, ignore_eos=True)
         await client.submit(turn_request([1, 2, 3, 4], sampling=sampling, final=True))

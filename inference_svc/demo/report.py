@@ -22,10 +22,10 @@ class TurnFacts:
     """One turn, answered twice.
 
     Attributes:
-        session_id: of the conversation.
+        session_id: id of the conversation.
         turn: index from 0.
         history_tokens: prompt tokens whose KV an earlier turn has computed.
-        reused_tokens: of them, loaded from kvd.
+        reused_tokens: history tokens that were loaded from kvd.
         new_tokens: prompt tokens computed for the first time.
         output_tokens: length of the answer.
         tiers: where the reused tokens were found, most first.
@@ -104,7 +104,7 @@ def summarise(turns: Sequence[TurnFacts]) -> Summary:
 
 
 def as_document(turns: Sequence[TurnFacts], model: str) -> dict[str, object]:
-    """Everything as one JSON-ready document."""
+    """Return everything as one document for JSON."""
     summary = summarise(turns)
     return {
         **asdict(summary),

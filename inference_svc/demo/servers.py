@@ -61,7 +61,7 @@ class DemoServers:
         """SIGKILL kvd once it has everything on SSD, start it again, wait for the engine.
 
         Args:
-            stored_tokens: how many tokens of each session kvd must hold: saves end after answers.
+            stored_tokens: tokens of each session that kvd must hold: saves end after answers.
         """
         await self._written(stored_tokens)
         await self._kvd.kill()
@@ -104,7 +104,7 @@ class DemoServers:
 
 @asynccontextmanager
 async def running_servers(directory: Path) -> AsyncIterator[DemoServers]:
-    """The demo's processes in `directory`, stopped at the end."""
+    """Run the demo's processes in `directory`, and stop them at the end."""
     servers = DemoServers(directory)
     try:
         await servers.start()

@@ -97,7 +97,7 @@ def measure_compression(
 
 
 def _policies(options: CompressionOptions, model: EvalModel) -> list[CompressionPolicy]:
-    """The whole context, then each policy by falling ratio."""
+    """List the whole context, then each policy by falling ratio."""
     ratios = sorted({ratio for ratio in options.ratios if ratio != 1}, reverse=True)
     chosen = [make_compression("sinks_recent", 1.0)]
     chosen += [make_compression(name, ratio) for name in options.policies for ratio in ratios]
@@ -191,7 +191,7 @@ def _ask(
 
 
 def _filled(text: RecordText, most_tokens: int, seed: str) -> tuple[list[Record], list[int]]:
-    """Records that fill a context, and its tokens.
+    """Draw records that fill a context; return them and its tokens.
 
     Raises:
         InvalidInputError: not even those of one turn have room.

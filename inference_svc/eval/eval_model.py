@@ -167,11 +167,11 @@ def load_text(path: Path, model: EvalModel, num_words: int = 0) -> EvalText:
 
     Args:
         path: plain text in UTF-8, or the same compressed by gzip.
-        model: whose tokenizer encodes it.
+        model: the model whose tokenizer encodes it.
         num_words: 0: all.
 
     Raises:
-        UnusableTextError: it is not there, or is no such file.
+        UnusableTextError: the file is not there, or is no such file.
     """
     text = first_words(read_text(path), num_words)
     tokenizer: Any = model.loaded.tokenizer
@@ -184,7 +184,7 @@ def read_text(path: Path) -> str:
     """Read a file as it is: line ends are not changed.
 
     Raises:
-        UnusableTextError: it is not there, or is no text.
+        UnusableTextError: the file is not there, or is no text.
     """
     remedy = "give a file of plain text, .txt or .txt.gz, in UTF-8"
     if not path.name.endswith(SUFFIXES):

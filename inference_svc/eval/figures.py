@@ -26,7 +26,7 @@ class MethodPerplexity:
     """One method on one text.
 
     Attributes:
-        after_overflow: of tokens after the first truncation only; words are taken to be as long as
+        after_overflow: perplexity after the first truncation only; words are taken to be as long as
             in the whole text.
         to_reference: its perplexity per word, divided by that of token truncation, of the whole
             text; None without token truncation. The interval comes from the spread over pieces of
@@ -52,7 +52,7 @@ class MethodRetrieval:
 
     Attributes:
         kept: share of right answers about records that are in the context when they are asked for.
-        overall: of all records.
+        overall: share of all records.
     """
 
     method: str
@@ -157,7 +157,7 @@ class CompressedQuality:
 
     Attributes:
         kept: share of the tokens that is left of a context of text, and so of its KV bytes.
-        next_tokens: of the text behind the context.
+        next_tokens: tokens of the text behind the context.
         to_whole: that perplexity a token, divided by the one behind the whole context; the interval
             comes from the spread over pieces of the text.
         prefill: CPU time to compute a context, divided by that without scores; median of pairs.
@@ -180,9 +180,9 @@ class CompressionReport:
     """Part `compression`; the first row is the whole context.
 
     Attributes:
-        num_tokens: of text that were judged.
+        num_tokens: tokens of text that were judged.
         num_asked: questions, before and after alike.
-        token_bytes: of KV, as stored.
+        token_bytes: size of a token's KV, as stored.
     """
 
     text: str
@@ -210,5 +210,5 @@ class EvalReport:
 
 
 def as_document(report: EvalReport) -> dict[str, object]:
-    """Plain values for json.dumps."""
+    """Return plain values for json.dumps."""
     return {"schema": SCHEMA, **asdict(report)}

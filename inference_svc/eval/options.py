@@ -48,7 +48,7 @@ def methods_of(text: str) -> tuple[Method, ...]:
 
 
 def positions_of(method: Method) -> Positions:
-    """How a model has to be calibrated for a method."""
+    """Return how a model has to be calibrated for a method."""
     if method in {"ca", "ca-shift"}:
         return "decoupled"
     return "naive" if method == "nkvt" else "auto"
@@ -58,7 +58,7 @@ def sinks_of(text: str) -> int | None:
     """Read a number of first tokens, or "auto", which is None.
 
     Raises:
-        InvalidInputError: it is neither.
+        InvalidInputError: the value is neither.
     """
     if text != "auto" and not text.isdecimal():
         raise InvalidInputError(f"{text!r} are no sinks", "give --sinks a number, or auto")
@@ -101,7 +101,7 @@ class EvalChoice:
     Attributes:
         path: a model directory with a tokenizer.
         window_tokens: the context window; 0: the model's.
-        threads: that compute; 0: as many as torch chooses.
+        threads: number of threads that compute; 0: as many as torch chooses.
         on_progress: called with a line that says what is being measured.
     """
 
@@ -127,8 +127,8 @@ class Truncation:
     """What is dropped when the window is full.
 
     Attributes:
-        ratio: of the window, the oldest tokens.
-        sink_tokens: at the context's start, which stay; None: as many as the model leans on.
+        ratio: part of the window that goes, the oldest tokens.
+        sink_tokens: tokens at the context's start that stay; None: as many as the model leans on.
     """
 
     ratio: Annotated[float, typer.Option(help=RATIO_HELP)] = 0.5
@@ -149,7 +149,7 @@ class PerplexityOptions:
 
     Attributes:
         text: a file, gzip-compressed if its name ends in .gz.
-        num_words: of the text, the first ones; 0: all.
+        num_words: number of words, the first of the text; 0: all.
         reference_ratio: of the window, what the reference, token truncation, drops; None: as much
             as the others.
     """
@@ -173,7 +173,7 @@ class RetrievalOptions:
     """Part `retrieval`.
 
     Attributes:
-        num_contexts: that are filled with records.
+        num_contexts: number of contexts that are filled with records.
         num_questions: about each, each asked of the same context.
         num_overflows: truncations of each, the last one by the question.
     """
@@ -196,7 +196,7 @@ class RotationOptions:
 
     Attributes:
         text: keys are those of its first tokens, as many as the window holds.
-        ratio: of the window, what each truncation drops.
+        ratio: part of the window that each truncation drops.
         num_moves: truncations, one after another.
     """
 
@@ -214,10 +214,10 @@ class CompressionOptions:
     Attributes:
         text: pieces of it are compressed and then gone on with.
         policies: names of compression policies.
-        ratios: of the tokens to keep, for each policy.
+        ratios: parts of the tokens to keep, for each policy.
         num_contexts: pieces of the text, and contexts of records.
-        context_tokens: that are compressed at once.
-        next_tokens: of the text, that are judged behind them.
+        context_tokens: number of tokens that are compressed at once.
+        next_tokens: tokens of the text that are judged behind them.
         num_questions: about each context of records, each asked before and after the compression.
         plot: file for a picture; None: none.
     """
@@ -263,7 +263,7 @@ def check_truncation(truncation: Truncation, window_tokens: int) -> None:
     """Refuse a truncation that drops nothing, or leaves nothing.
 
     Raises:
-        InvalidInputError: with the offending value.
+        InvalidInputError: a value cannot be; its message names it.
     """
     if not 0 < truncation.ratio < 1:
         raise InvalidInputError(

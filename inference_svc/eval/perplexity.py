@@ -52,7 +52,7 @@ def measure_perplexity(
 
     Raises:
         UnusableTextError: the text does not fill the window, so that nothing overflows.
-        InvalidInputError: of the truncation, see `check_truncation`.
+        InvalidInputError: the truncation cannot be, see `check_truncation`.
     """
     truncation = with_sinks(options.truncation, model.sink_tokens)
     ratio = truncation.ratio if options.reference_ratio is None else options.reference_ratio

@@ -29,7 +29,7 @@ def _ratio(interval: Interval | None) -> str:
 
 
 def _between(interval: Interval | None, form: str = ".4f") -> str:
-    """The ends of an interval; nothing of what is not known."""
+    """Return the ends of an interval as text; nothing if they are not known."""
     if interval is None:
         return ""
     return f"{format(interval.low, form)} - {format(interval.high, form)}"
@@ -86,7 +86,7 @@ _ROTATION = (
 
 
 def tables(report: EvalReport, width: int) -> Iterator[Table]:
-    """What was measured on what, then the figures, for a terminal of so many columns."""
+    """Yield what was measured on what, then the figures, for a terminal of so many columns."""
     found = report.found
     match found:
         case PerplexityReport():
@@ -202,7 +202,7 @@ def plot(report: CompressionReport, model: str, path: Path) -> None:
 
 
 def _draw(axes: Any, rows: list[CompressedQuality], policy: str, figures: list[Interval]) -> None:
-    """One policy's line, with its intervals."""
+    """Draw one policy's line, with its intervals."""
     axes.errorbar(
         [row.kept for row in rows],
         [figure.value for figure in figures],

@@ -109,12 +109,12 @@ class RecordText:
         self._bos_ids = [] if bos_id is None else [bos_id]
 
     def records(self, records: Sequence[Record], context_ids: Sequence[int]) -> list[int]:
-        """What a few records add to a context, acknowledgement included."""
+        """Return the tokens that a few records add to a context, acknowledgement included."""
         said = INTRO + "\n".join(record.line for record in records)
         return self._asked(said, context_ids) + self._text.control.encode_plain(ACKNOWLEDGEMENT)
 
     def question(self, record: Record, context_ids: Sequence[int]) -> Question:
-        """What asking for a record adds, with the right answer."""
+        """Return the question for a record, as it is added to a context, with the right answer."""
         asked = self._asked(record_question(record.key), context_ids)
         answer = self._text.control.encode_plain(record.line)
         other = self._text.control.encode_plain(_other_number(record.line))

@@ -37,7 +37,7 @@ def measure_rotation(model: EvalModel, options: RotationOptions) -> RotationRepo
 
     Args:
         model: loaded in float32.
-        options: of this part.
+        options: options of this part.
 
     Raises:
         UnusableTextError: the text does not fill the window.
@@ -145,7 +145,7 @@ WAYS: dict[str, Way] = {
 
 
 def _relative(found: Tensor, truth: Tensor) -> Tensor:
-    """Relative distance of each key, [n * heads]; of a key of zeros, 0."""
+    """Return the relative distance of each key, [n * heads]; of a key of zeros, 0."""
     distance = torch.linalg.vector_norm(found.double() - truth.double(), dim=-1)
     length = torch.linalg.vector_norm(truth.double(), dim=-1).clamp_min(LEAST_LENGTH)
     relative: Tensor = (distance / length).flatten()

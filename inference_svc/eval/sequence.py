@@ -33,7 +33,7 @@ class Sequence:
     """One context. A context manager: leaving it releases its KV.
 
     Attributes:
-        kv: its KV.
+        kv: the sequence's KV.
         stored: the write buffer that a save would store; None: the method needs none.
         context_ids: the tokens that were fed and not dropped.
         num_computed: tokens that went through the model so far, recomputed ones included: the cost.

@@ -29,11 +29,7 @@ from pydantic import (
 )
 
 from inference_svc.core.answers import MAX_STOP_STRINGS, MAX_TOP_LOGPROBS
-from inference_svc.openai.errors import (
-    RequestError,
-    UnknownParameterError,
-    UnsupportedValueError,
-)
+from inference_svc.openai.errors import RequestError, UnknownParameterError, UnsupportedValueError
 
 MAX_SHOWN = 60  # characters of a bad value that a message repeats
 MOST_TOKENS = 2**31 - 1

@@ -14,13 +14,7 @@ from pydantic import Field, model_validator
 from inference_svc.core.answers import AnswerToken
 from inference_svc.core.turn_record import Finished, Usage
 from inference_svc.openai.api import Api
-from inference_svc.openai.bodies import (
-    Body,
-    Count,
-    Refused,
-    TurnBody,
-    WrongMemberError,
-)
+from inference_svc.openai.bodies import Body, Count, Refused, TurnBody, WrongMemberError
 from inference_svc.openai.messages import Message, Messages
 from inference_svc.openai.replies import send_answer
 from inference_svc.openai.token_text import TokenText

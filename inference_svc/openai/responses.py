@@ -12,13 +12,7 @@ from pydantic import BeforeValidator, Field, model_validator
 from inference_svc.core.truncation import OLDEST, REJECT
 from inference_svc.core.turn_record import Finished
 from inference_svc.openai.api import Api
-from inference_svc.openai.bodies import (
-    Body,
-    Count,
-    Refused,
-    TurnBody,
-    WrongMemberError,
-)
+from inference_svc.openai.bodies import Body, Count, Refused, TurnBody, WrongMemberError
 from inference_svc.openai.errors import RequestError, UnsupportedValueError, unknown_response
 from inference_svc.openai.messages import SYSTEM, InputItems, Message
 from inference_svc.openai.replies import reply, send_answer

@@ -77,7 +77,7 @@ async def _take_turns(engine: "_CopyingEngine", num_pairs: int) -> dict[str, lis
 async def _pair(
     engine: "_CopyingEngine", with_kvd: Half, floor: Half, *, kvd_first: bool
 ) -> tuple[Pair, Pair]:
-    """Both halves: as a whole, and the copies in them."""
+    """Time both halves: as a whole, and the copies in them."""
     halves = [with_kvd, floor] if kvd_first else [floor, with_kvd]
     timings = [await engine.timed(half) for half in halves]
     kvd, alone = timings if kvd_first else reversed(timings)

@@ -46,9 +46,9 @@ from kvd.tiers.manifest import Manifest
 from shared.children.child_kvd import CALL_S, ChildKvd
 from shared.children.child_process import ChildFailedError
 from shared.kvd_client.client import KvdClient
-from shared.kvd_client.grants import Lookup
 from shared.measuring.statistics import percentile, spread
 from shared.process import memory
+from shared.types.granted_slots import Lookup
 from shared.types.units import NS_PER_S
 
 T = TypeVar("T")

@@ -22,8 +22,8 @@ class Comparison:
             "load_copy"; "write" or "read" (SSD) against I/O with memory of the arena's kind, and
             "write_huge", "read_huge" against I/O with private huge pages. Under `encryption` the
             floor is a kvd that does not encrypt.
-        slice_bytes: of one layer of one block: what is copied at once in the arena.
-        io_bytes: of one system call of the floor; 0 where there is none.
+        slice_bytes: size of one layer of one block: what is copied at once in the arena.
+        io_bytes: size of one system call of the floor; 0 where there is none.
         pass_bytes: moved in one half of a pair.
         ratio: kvd's speed by the floor's, of pairs.
         kvd_bytes_per_s, floor_bytes_per_s: medians.
@@ -74,9 +74,9 @@ class QueueCosts:
     """An engine's queue, reported to the pure engine: message parsed, decoded, applied.
 
     Attributes:
-        num_jobs: that wait.
-        policy: of the eviction.
-        full_s: of a processor, for all of it at once.
+        num_jobs: number of requests that wait.
+        policy: name of the eviction policy.
+        full_s: seconds of a processor for the whole queue at once.
         change_s: the same, for one request that leaves and one that joins.
     """
 
@@ -91,7 +91,7 @@ class Restart:
     """A start over a full index.
 
     Attributes:
-        ready_s: from exec to a health check that says SERVING.
+        ready_s: seconds from exec to a health check that says SERVING.
         ready_cpu_s: processor time of that: what it would take on a machine with nothing else to do
             and a disk that never makes it wait.
         empty_ready_s: ready_s with an empty index.
@@ -145,11 +145,11 @@ class Machine:
     """Where it was measured.
 
     Attributes:
-        cpus: that this process may use.
-        load_average: of the last minute before the run; much above 0 is a busy machine.
+        cpus: number of CPUs that this process may use.
+        load_average: load of the last minute before the run; much above 0 is a busy machine.
         huge_pages: when private memory gets transparent ones: "always", "madvise" or "never".
         shared_huge_pages: the same for shared memory, as arenas are: "advise", "never", …
-        reserved_huge_pages: that an arena can have, if they suffice for it.
+        reserved_huge_pages: number that an arena can have, if they suffice for it.
         direct_io: whether the file system takes O_DIRECT; without, the SSD figures are the page
             cache's.
     """

@@ -36,7 +36,7 @@ def bench_key(name: str) -> SessionKey:
 
 
 def token_ids_of(seed: int, num_tokens: int) -> bytes:
-    """Token ids (little-endian uint32) of which no two seeds share the first one."""
+    """Make token ids (little-endian uint32) of which no two seeds share the first one."""
     tokens = np.arange(num_tokens, dtype="<u4")
     tokens[0] = 0x8000_0000 + seed
     return tokens.tobytes()
@@ -54,7 +54,7 @@ def idle_key(number: int) -> SessionKey:
 
 
 def block_tokens_of(number: int, num_blocks: int = BLOCKS_PER_SESSION) -> list[bytes]:
-    """Token ids of each block of a session."""
+    """Return the token ids of each block of a session."""
     token_ids = token_ids_of(number, num_blocks * SMALL_LAYOUT.block_tokens)
     step = SMALL_LAYOUT.block_tokens * TOKEN_BYTES
     return [token_ids[start : start + step] for start in range(0, len(token_ids), step)]
@@ -72,14 +72,14 @@ def block_keys_of(number: int, num_blocks: int = BLOCKS_PER_SESSION) -> list[byt
 
 
 def session_record(number: int, keys: list[bytes]) -> SessionRecord:
-    """Row of a session; the higher its number the later its last use."""
+    """Make the row of a session; the higher its number the later its last use."""
     step = SMALL_LAYOUT.block_tokens
     spans = [plain_span(key, step) for key in keys]
     return SessionRecord(idle_key(number), pack_spans(spans), last_access_ns=1 + number)
 
 
 def population(num_sessions: int) -> IndexEntries:
-    """Rows of sessions 0 … num_sessions - 1."""
+    """Make the rows of sessions 0 … num_sessions - 1."""
     keys: list[bytes] = []
     sessions: list[SessionRecord] = []
     for number in range(num_sessions):
@@ -114,7 +114,7 @@ class FilledIndexes:
         self._ssd_bytes = max_sessions * blocks_per_session * _BLOCK_BYTES + SPARE_BYTES
 
     def sizes(self, io_threads: int) -> KvdSizes:
-        """What a kvd over any of them is given; small memory, and room for all its extents."""
+        """Return the sizes of a kvd over any of them: small memory, room for all its extents."""
         return KvdSizes(
             dram_bytes=DRAM_BYTES,
             ssd_bytes=self._ssd_bytes,

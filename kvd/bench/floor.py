@@ -55,7 +55,7 @@ class Buffer:
             part[:] = random.bytes(len(part))
 
     def block(self, index: int) -> memoryview:
-        """Writable memory of one block."""
+        """Return the writable memory of one block."""
         start = index * self._block_bytes
         return self._view[start : start + self._block_bytes]
 
@@ -120,7 +120,7 @@ class DirectFloor:
         directory: made, if it is not there; on the file system to measure.
         header_bytes, block_bytes: sizes of an extent's two parts, whole sectors.
         num_extents: all of them are written and read by a pass.
-        segment_bytes: of one file, at most; kvd's ssd.segment_bytes.
+        segment_bytes: size of one file, at most; kvd's ssd.segment_bytes.
     """
 
     def __init__(

@@ -48,13 +48,13 @@ from kvd.core.records.actions import (
 )
 from kvd.core.records.entries import StoredBlock
 from kvd.core.records.extent_shape import CHECKSUM_BYTES
-from kvd.core.records.records import Lookup
 from kvd.core.state.limits import Limits
 from kvd.rpc.queue_replica import QueueReplica, queue_update
 from shared.children.child_process import ChildFailedError
 from shared.kvd_client.queue_sender import snapshot_message
 from shared.measuring.statistics import spread
 from shared.pb.kvd.v1 import kvd_pb2
+from shared.types.granted_slots import Lookup
 from shared.types.queue_delta import QueueUpdate
 from shared.types.queue_feed import QueueFeed
 
@@ -70,7 +70,7 @@ class MemoryPerformer:
         """Perform until the engine asks for nothing more.
 
         Args:
-            token_ids: of the blocks that may be read, by key.
+            token_ids: token ids of the blocks that may be read, by key.
         """
         while actions := self._engine.drain():
             self.perform(actions, token_ids)

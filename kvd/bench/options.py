@@ -18,7 +18,7 @@ MIN_PASS_BYTES = 64 * MIB  # below it a pass is all latency
 
 
 def layout_with(slice_bytes: int, num_layers: int, block_tokens: int = 16) -> KVLayout:
-    """K and V in equal halves, `slice_bytes` for one layer of one block."""
+    """Make a layout of K and V in equal halves, `slice_bytes` for one layer of one block."""
     width = slice_bytes // (2 * block_tokens * 4)
     components = (Component("k", (1, width), "float32"), Component("v", (1, width), "float32"))
     return KVLayout(MODEL, (Layer(components),) * num_layers, block_tokens)
@@ -39,11 +39,11 @@ class Scale:
         arena_bytes: copied in one pass.
         ssd_pass_s: how long one pass should take; its bytes follow from the disk's speed.
         ssd_max_bytes: but never more than these.
-        layouts: of the arena's and the SSD's blocks.
+        layouts: layouts of the arena's and the SSD's blocks.
         session_counts: small, and the two whose costs are compared.
         rounds: the session counts take turns this often, with calls_per_round calls each.
         restarts: starts over the fullest index.
-        blocks_per_session: of the sessions that fill an index.
+        blocks_per_session: number of blocks of each session that fills an index.
         queue_jobs: requests in the queue that is reported to kvd.
     """
 
@@ -116,7 +116,7 @@ class BenchOptions:
 
     Attributes:
         directory: the file system to measure; a directory of its own is made there, and removed.
-        copy_threads: that copy into and out of the arena.
+        copy_threads: number of threads that copy into and out of the arena.
         io_threads: kvd's ssd.io_threads, and the floor's.
         on_progress: called with the name of what is measured next.
     """

@@ -14,12 +14,7 @@ from typing import Any
 
 from rich.table import Table
 
-from kvd.bench.figures import (
-    SCHEMA,
-    LoopCalls,
-    Report,
-    Restart,
-)
+from kvd.bench.figures import SCHEMA, LoopCalls, Report, Restart
 from shared.measuring.report import number, quartiles, table_of, verdict
 from shared.measuring.statistics import Spread
 from shared.terminal.tables import Column, facts
@@ -159,7 +154,7 @@ _GOALS = (
 
 
 def as_document(report: Report) -> dict[str, Any]:
-    """Plain values for json.dumps."""
+    """Return plain values for json.dumps."""
     return {
         "schema": SCHEMA,
         **asdict(report),

@@ -46,7 +46,7 @@ def needed_disk_bytes(options: BenchOptions) -> int:
 
 
 def needed_memory_bytes(options: BenchOptions) -> int:
-    """Arena and buffers of one layout, with kvd and the bench themselves beside them."""
+    """Add up the arena and buffers of one layout, kvd itself and the bench."""
     needed = 512 << 20
     if "arena" in options.parts:
         needed = max(needed, 4 * options.scale.arena_bytes)

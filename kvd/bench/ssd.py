@@ -24,13 +24,7 @@ from kvd.bench.figures import Comparison
 from kvd.bench.filled_index import bench_key, token_ids_of
 from kvd.bench.floor import BlockAt, Buffer, Copier, DirectFloor
 from kvd.bench.options import BenchOptions
-from kvd.bench.workspace import (
-    KvdSizes,
-    Workspace,
-    attached_client,
-    of_layouts,
-    running_kvd,
-)
+from kvd.bench.workspace import KvdSizes, Workspace, attached_client, of_layouts, running_kvd
 from kvd.core.records.extent_shape import ExtentShape
 from kvd.encryption.key_file import new_master_key, write_master_key
 from shared.children.child_kvd import CALL_S, ChildKvd
@@ -165,7 +159,7 @@ class _Turns:
         session: str,
         alone: Callable[[BlockAt], None],
     ) -> None:
-        """Each of the three, beginning with another one every time."""
+        """Measure each of the three, beginning with another one every time."""
         found: dict[int, Sample] = {}
         for step in range(3):
             which = (turn + step) % 3
@@ -259,7 +253,7 @@ def sizes_of(options: BenchOptions, layout: KVLayout, num_blocks: int) -> KvdSiz
 
 
 def blocks_per_pass(options: BenchOptions, layout: KVLayout, directory: Path) -> int:
-    """As many as the disk moves in the time of a pass, by the floor's second writing."""
+    """Count the blocks that the disk moves in the time of a pass, by the floor's second writing."""
     shape = ExtentShape(layout)
     probe_blocks = max(MIN_BLOCKS, PROBE_BYTES // layout.block_bytes)
     memory = Buffer(probe_blocks, layout.block_bytes, "shared")

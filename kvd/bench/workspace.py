@@ -28,8 +28,8 @@ class Workspace:
     """Two directories that nobody else uses.
 
     Attributes:
-        state: on the file system to measure.
-        runtime: for sockets, whose paths must be short.
+        state: directory on the file system to measure.
+        runtime: directory of sockets, whose paths must be short.
     """
 
     state: Path
@@ -76,7 +76,7 @@ class KvdSizes:
     key_file: Path | None = None
 
     def toml(self) -> str:
-        """Settings: nothing expires, nothing outlives the process but what is on SSD."""
+        """Return settings by which nothing expires; only what is on SSD outlives the process."""
         return f"""
 [dram]
 bytes = {self.dram_bytes}
@@ -103,7 +103,7 @@ format = "json"
 async def running_kvd(
     work: Workspace, name: str, sizes: KvdSizes, state_dir: Path | None = None
 ) -> AsyncIterator[ChildKvd]:
-    """A kvd that serves, killed at the end; it keeps its state in `state_dir`, or a new one."""
+    """Run a kvd, killed at the end; it keeps its state in `state_dir`, or a new directory."""
     directory, runtime_dir = work.state / name, work.runtime / name
     state_dir = state_dir or directory / "state"
     for path in (directory, runtime_dir, state_dir):
@@ -180,7 +180,7 @@ def machine_facts(directory: Path) -> Machine:
 
 
 def _mounted_at(directory: Path) -> tuple[str, str]:
-    """(device, type) of the mount that a directory is on: the longest mount point above it."""
+    """Return (device, type) of a directory's mount: the longest mount point above it."""
     path = directory.resolve()
     mounts = {Path(part.mountpoint): part for part in psutil.disk_partitions(all=True)}
     for candidate in (path, *path.parents):

@@ -83,7 +83,7 @@ class CacheBuilder:
         engine = CacheEngine(
             layout,
             self.limits(num_slots, num_extents),
-            self._salt_of,
+            lambda tenant: self._secrets.salt_of(tenant, self.settings.limits.max_tenants),
             POLICIES[self.settings.eviction.policy],
         )
         lease_holders = LeaseHolders(self._engines.identity_of, self._engines.wake_of)
@@ -142,9 +142,6 @@ class CacheBuilder:
     def _tenant_limits(self, tenant: str) -> TenantLimits:
         settings = self.settings
         return TenantLimits(settings.tenant_ttl_ns(tenant), settings.tenant_quota_bytes(tenant))
-
-    def _salt_of(self, tenant: str) -> bytes:
-        return self._secrets.salt_of(tenant, self.settings.limits.max_tenants)
 
 
 class DramRoom:

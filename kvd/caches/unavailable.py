@@ -36,9 +36,9 @@ class UnavailableLayout:
     """One layout, and what was tried.
 
     Attributes:
-        entry: what the index says of it.
+        row: what the index says of it.
         kept: its memory of an earlier kvd, if there is some.
-        why: it could not be opened at the last attempt.
+        why: reason why it could not be opened at the last attempt.
         since_s, may_try_at_s, try_at_s: when that was found first; from when an engine that comes
             has it tried again; when it is tried anyway. On the monotonic clock.
         num_attempts: so far.

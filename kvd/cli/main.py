@@ -1,22 +1,245 @@
-"""The kvd command: run the daemon, look at what it holds, change it. Here: version.
+"""The `kvd` command: its commands as data, in the order of its help, and its entry point.
 
-kvd/cli/commands.py lists all commands, their examples and the exit codes.
+The tables have modules, help, examples and exit codes: help, man pages, docs and completion are
+all made from them.
 """
 
 import sys
+import textwrap
+from collections.abc import Mapping
 from typing import Any
 
 import typer
 
-from kvd.cli.commands import COMMANDS, add_examples, exit_codes_help
 from kvd.client.connection import MOVABLE, connection_options
 from kvd.errors import BrokenError
 from shared.config.command_line import arranged
-from shared.config.lazy_commands import lazy_group
+from shared.config.lazy_commands import LazyCommand, lazy_group
 from shared.types.errors import ReportedError
 from shared.version import __version__
 
+EXAMPLES: Mapping[str, tuple[str, ...]] = {
+    "serve": (
+        "kvd serve --dram 8GB --ssd 100GB",
+        "kvd serve --config /etc/kvd/kvd.toml",
+    ),
+    "ls": (
+        "kvd ls --sort bytes --limit 20",
+        "kvd ls conversation- --tenant acme --idle 1h",
+        "kvd ls --tier dram --larger-than 1GB --json",
+    ),
+    "show": ("kvd show conversation-17", "kvd show conversation-17 --tenant acme --json"),
+    "flush": (
+        "kvd flush conversation-17",
+        "kvd flush --tenant acme --idle 7d --dry-run",
+        "kvd flush --ended --yes",
+        "kvd flush --secure --tenant acme",
+    ),
+    "pin": ("kvd pin conversation-17", "kvd pin conversation-17 --soft"),
+    "unpin": ("kvd unpin conversation-17",),
+    "ttl": ("kvd ttl conversation-17 2h", "kvd ttl conversation-17 never"),
+    "stats": ("kvd stats", "kvd stats --watch --interval 5s", "kvd stats --watch --json"),
+    "token": ("kvd token monitoring --file monitoring.token", "kvd token monitoring --json"),
+    "events": (
+        "kvd events --last 100",
+        "kvd events --follow --name session_cut --name block_corrupt",
+        "kvd events --follow --tenant acme --json",
+    ),
+    "top": ("kvd top", "kvd top --sort bytes --tenant acme", "kvd top --json --interval 1s"),
+    "leases": ("kvd leases", "kvd leases --kill 4711"),
+    "verify": ("kvd verify", "kvd verify --repair"),
+    "reopen": (
+        "kvd reopen 43eaf0d620c7",
+        "kvd reopen 43eaf0d620c7 --accept-loss",
+        "kvd reopen 43eaf0d620c7 --set-aside",
+    ),
+    "export": (
+        "kvd export conversation-17 conversation-17.kvd",
+        "kvd export conversation-17 backup.kvd --tenant acme --force",
+    ),
+    "import": (
+        "kvd import conversation-17.kvd",
+        "kvd import backup.kvd --tenant acme --session conversation-18",
+        "kvd import conversation-17.kvd --replace",
+    ),
+    "doctor": ("kvd doctor", "kvd doctor --config /etc/kvd/kvd.toml --quiet"),
+    "plan": (
+        "kvd plan --observe",
+        "kvd plan --trace trace.jsonl --dram 128GB,256GB --ssd 10TB",
+        "kvd plan --generate sharegpt-like --capacity-share 5%,20%",
+    ),
+    "bench": ("kvd bench --quick",),
+    "install-units": (
+        "kvd install-units --dry-run",
+        "sudo /opt/cachedattention/bin/kvd install-units",
+        "kvd install-units --user",
+    ),
+    "config show": ("kvd config show", "kvd config show --running"),
+    "config check": ("kvd config check --config /etc/kvd/kvd.toml",),
+    "config reload": ("kvd config reload",),
+    "key new": ("kvd key new /etc/credstore/kvd-key",),
+    "key rotate": ("kvd key rotate /etc/credstore/kvd-key.new --old /etc/credstore/kvd-key",),
+    "completion": ("source <(kvd completion bash)",),
+}
+
+
+def add_examples(app: typer.Typer, prefix: str = "") -> None:
+    """Put the examples under the help of an app's commands."""
+    for command in app.registered_commands:
+        lines = EXAMPLES.get(f"{prefix}{command.name}", ())
+        block = "\n".join(("\b", "Examples:", *(f"  {line}" for line in lines)))
+        command.epilog = block if lines else None
+    for group in app.registered_groups:
+        if group.typer_instance is not None:
+            add_examples(group.typer_instance, f"{prefix}{group.name} ")
+
+
 EXIT_BROKEN = 70  # EX_SOFTWARE
+EXIT_CODES: Mapping[int, str] = {
+    0: "done",
+    1: "something was found that is not as it should be: corrupt copies that verify could not put "
+    "right, problems that doctor found; or the command itself failed",
+    2: "bad usage or value, or a question that was not answered with yes",
+    3: "unknown session or model, or a process that holds no lease",
+    4: "in use: an engine works with it just now",
+    5: "not as things stand now: what was asked for does not fit what there is",
+    6: "a bound is reached: another verify runs, or too many watch already",
+    7: "not allowed: no or a wrong token or certificate, or not this role or tenant",
+    8: "not done within the time there is for a call",
+    69: "kvd is not running, or does not answer",
+    70: "kvd stopped because of a bug",
+    78: "the settings cannot be used, or the start was refused",
+    130: "interrupted with Ctrl-C",
+}
+
+_HELP_WIDTH = 74
+
+
+def exit_codes_help() -> str:
+    """The table for --help; its first character has the command line library leave it as it is."""
+    lines = []
+    for code, meaning in EXIT_CODES.items():
+        first, *others = textwrap.wrap(meaning, _HELP_WIDTH - 5)
+        lines += [f"{code:>5}  {first}", *(f"       {line}" for line in others)]
+    return "\n".join(("\b", "Exit codes:", *lines))
+
+
+# Headings of its list of commands.
+SESSIONS = "Sessions"
+LOOKING = "What goes on"
+DAEMON = "The daemon"
+PLANNING = "Sizes and speeds"
+SETUP = "Setting up"
+
+COMMANDS: Mapping[str, LazyCommand] = {
+    "serve": LazyCommand(
+        "kvd.cli.serve:serve",
+        "Run the daemon until SIGTERM (DRAM is kept for the next start) or SIGINT (it is not)",
+        heading=DAEMON,
+    ),
+    "ls": LazyCommand("kvd.cli.sessions:list_sessions", "List stored sessions", heading=SESSIONS),
+    "show": LazyCommand(
+        "kvd.cli.sessions:show",
+        "Show one session: its facts, leases, blocks, and what happened to it lately",
+        heading=SESSIONS,
+    ),
+    "flush": LazyCommand(
+        "kvd.cli.sessions:flush",
+        "Drop the KV of one session, of those that fit, or of all, from every tier",
+        heading=SESSIONS,
+    ),
+    "pin": LazyCommand(
+        "kvd.cli.sessions:pin", "Protect a session from eviction and expiry", heading=SESSIONS
+    ),
+    "unpin": LazyCommand("kvd.cli.sessions:unpin", "Take the protection away", heading=SESSIONS),
+    "ttl": LazyCommand(
+        "kvd.cli.sessions:ttl",
+        "Set how long a session is kept after its last use",
+        heading=SESSIONS,
+    ),
+    "stats": LazyCommand(
+        "kvd.cli.tiers:stats",
+        "Show how full the tiers are, who is attached, and what was counted",
+        heading=LOOKING,
+    ),
+    "events": LazyCommand(
+        "kvd.cli.events:events",
+        "Show what happened lately, oldest first; with --follow also what happens",
+        heading=LOOKING,
+    ),
+    "top": LazyCommand(
+        "kvd.cli.top:top",
+        "Watch tiers, hit rates, queues, engines and sessions, live",
+        heading=LOOKING,
+    ),
+    "leases": LazyCommand(
+        "kvd.cli.tiers:leases",
+        "List who uses slots, oldest first; or end a process that hangs on to some",
+        heading=LOOKING,
+    ),
+    "verify": LazyCommand(
+        "kvd.cli.tiers:verify",
+        "Compare every stored block with its checksums, at integrity.scrub_rate",
+        heading=DAEMON,
+    ),
+    "reopen": LazyCommand(
+        "kvd.cli.tiers:reopen",
+        "Open a layout that was unavailable, or decide what becomes of it",
+        heading=DAEMON,
+    ),
+    "export": LazyCommand(
+        "kvd.cli.session_files:export_session",
+        "Write a session's tokens and KV to a file, which kvd import takes in elsewhere",
+        heading=SESSIONS,
+    ),
+    "import": LazyCommand(
+        "kvd.cli.session_files:import_session",
+        "Store a session from a file that kvd export has written; damaged ones are refused",
+        heading=SESSIONS,
+    ),
+    "plan": LazyCommand(
+        "kvd.cli.plan:plan",
+        "Replay a trace: hits, times and cost by policy and capacity",
+        heading=PLANNING,
+    ),
+    "bench": LazyCommand(
+        "kvd.cli.bench:bench",
+        "Measure arena, SSD, encryption, control plane, queue and restart, against a floor each",
+        heading=PLANNING,
+    ),
+    "doctor": LazyCommand(
+        "kvd.cli.doctor:doctor",
+        "Look for what stands in kvd's way on this machine, and say how to mend it",
+        heading=DAEMON,
+    ),
+    "install-units": LazyCommand(
+        "kvd.cli.install:install_units",
+        "Put units, users and settings where systemd looks for them; settings of yours are kept",
+        heading=SETUP,
+    ),
+    "token": LazyCommand(
+        "kvd.cli.token:token",
+        "Make a token for a client, and say what the settings need of it",
+        heading=SETUP,
+    ),
+    "completion": LazyCommand(
+        "kvd.cli.completion:completion",
+        "Print a script for Tab: a shell then completes commands, options, stored sessions",
+        heading=SETUP,
+    ),
+    "complete": LazyCommand(
+        "kvd.cli.completion:complete",
+        "Print what the last word may become: a line each, with what it means behind a tab",
+        hidden=True,
+    ),
+    "version": LazyCommand("kvd.cli.main:version", "Print the version", heading=SETUP),
+    "config": LazyCommand(
+        "kvd.cli.config:config_app", "Show, check or reload the settings", heading=DAEMON
+    ),
+    "key": LazyCommand(
+        "kvd.cli.keys:key_app", "Make and change the key that encrypts SSD", heading=DAEMON
+    ),
+}
 
 app = typer.Typer(
     name="kvd",

@@ -16,15 +16,7 @@ from rich.console import Group, RenderableType
 from rich.live import Live
 
 from kvd.cli.filters import Interval, interval_s
-from kvd.cli.options import (
-    AsJson,
-    OfModel,
-    RuntimeDir,
-    Yes,
-    confirm,
-    print_json,
-    print_json_line,
-)
+from kvd.cli.options import AsJson, OfModel, RuntimeDir, Yes, confirm, print_json, print_json_line
 from kvd.client.connection import open_client
 from kvd.client.operator_client import OperatorClient
 from kvd.errors import CorruptionFoundError, UnclearSelectionError, UnverifiedError

@@ -20,12 +20,7 @@ from kvd.doctor.memory import (
     check_shared_memory,
     check_swap,
 )
-from kvd.doctor.running import (
-    check_answer,
-    check_settings_in_force,
-    check_sockets,
-    check_tiers,
-)
+from kvd.doctor.running import check_answer, check_settings_in_force, check_sockets, check_tiers
 from kvd.doctor.storage import check_descriptors, check_directories, check_state_disk
 from kvd.errors import NotRunningError
 from shared.config.settings import LoadedSettings

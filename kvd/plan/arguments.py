@@ -117,7 +117,7 @@ def _workload(asked: ArrivalArguments, model: PlannedModel) -> Workload:
 
 
 def _engine(asked: EngineArguments, workload: Workload) -> EngineConstants:
-    """Defaults, then calibration, then what is given, then the load that is asked for."""
+    """Take defaults, then calibration, then what is given, then the load that is asked for."""
     engine = calibrated(EngineConstants(), asked.calibration or ())
     if asked.slots is not None:
         engine = replace(engine, slots=asked.slots)
@@ -172,7 +172,7 @@ def _capacities(asked: CapacityArguments, footprint: int) -> list[Capacity]:
 
 
 def swept_capacities(hbm: str, dram: str, ssd: str) -> list[Capacity]:
-    """Every HBM with every DRAM with every SSD; a tier that is not given is not there.
+    """Combine every HBM with every DRAM and every SSD; a tier that is not given is not there.
 
     Raises:
         BadOptionError: one of them is no size.
@@ -186,7 +186,7 @@ def swept_capacities(hbm: str, dram: str, ssd: str) -> list[Capacity]:
 def shared_capacities(
     hbm: str, shares: str, dram_share: str, footprint_bytes: int
 ) -> list[Capacity]:
-    """Every HBM with these shares of the footprint, of which DRAM has a share and SSD the rest.
+    """Combine every HBM with shares of the footprint, of which DRAM has a share and SSD the rest.
 
     Raises:
         BadOptionError: one of them is no share.
@@ -205,7 +205,7 @@ def positive(value: float, option: str, *, may_be_zero: bool = False) -> float:
     """Check a number of the command line.
 
     Raises:
-        BadOptionError: it is not above 0, or not finite.
+        BadOptionError: the value is not above 0, or not finite.
     """
     if math.isfinite(value) and (value > 0 or (may_be_zero and not value)):
         return value

@@ -30,7 +30,7 @@ class BeladyPolicy(EvictionPolicy):
     """The policy that knows when each session comes back.
 
     Args:
-        returns_ns: when what is kept of each session is wanted next; absent: never. An entry is set
+        returns_ns: time at which each session's KV is wanted next; absent: never. An entry is set
             before the session is touched, and stays until its next turn comes.
     """
 

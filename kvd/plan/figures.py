@@ -43,7 +43,7 @@ class Result:
     """One policy with one capacity.
 
     Attributes:
-        cost_ratio: its cost by that of recomputing everything; 0: that costs nothing.
+        cost_ratio: cost, divided by that of recomputing everything; 0: that costs nothing.
     """
 
     policy: str
@@ -53,7 +53,7 @@ class Result:
     cost_ratio: float
 
     def as_dict(self) -> dict[str, Any]:
-        """Flat, as a row of a table."""
+        """Return it flat, as a row of a table."""
         return {
             "policy": self.policy,
             **asdict(self.capacity),
@@ -89,8 +89,8 @@ class PlanReport:
 
     Attributes:
         options: what the replays were given, by name.
-        baselines: of recomputing everything, one for each HBM.
-        results: in the order of the sweep: capacities, and policies within each.
+        baselines: results of recomputing everything, one for each HBM.
+        results: results in the order of the sweep: capacities, and policies within each.
     """
 
     command: tuple[str, ...]
@@ -116,7 +116,7 @@ class Curve:
     """One policy's results by capacity, smallest first.
 
     Attributes:
-        name: of the policy, with what else tells it from the other curves.
+        name: name of the policy, with what else tells it from the other curves.
         knee: index into results; None: there is none.
         cheapest: the same.
     """
@@ -138,7 +138,7 @@ def curves_of(results: Sequence[Result]) -> list[Curve]:
 
 
 def knee_of(points: Sequence[tuple[float, float]]) -> int | None:
-    """Index of the knee of a rising curve, see above; None: it has none, or too few points.
+    """Return the index of the knee of a rising curve, see above; None: too few points, or none.
 
     Args:
         points: capacity and hit rate, by rising capacity.
@@ -159,7 +159,7 @@ def knee_of(points: Sequence[tuple[float, float]]) -> int | None:
 
 
 def _name(result: Result, results: Sequence[Result], *, has_hbms: bool) -> str:
-    """Curves are told apart by DRAM if several sizes of it stand beside the same SSD."""
+    """Name a curve, by DRAM too if several sizes of it stand beside the same SSD."""
     parts = [result.policy]
     capacity = result.capacity
     if has_hbms:

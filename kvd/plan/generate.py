@@ -49,7 +49,7 @@ Counts = NDArray[np.int64]
 
 
 def sharegpt_like(num_sessions: int, rate: float, window_tokens: int, seed: int) -> list[Session]:
-    """So many sessions that begin at `rate` a second (Poisson); the same for the same seed."""
+    """Draw so many sessions that begin at `rate` a second (Poisson); the same for the same seed."""
     random = np.random.default_rng(seed)
     starts_s = np.cumsum(random.exponential(1 / rate, num_sessions))
     num_turns = turn_counts(random, num_sessions)
@@ -98,7 +98,7 @@ def turn_counts(random: np.random.Generator, num_sessions: int) -> Counts:
 
 
 def _replies(random: np.random.Generator, number: int) -> Floats:
-    """Lengths of replies: the inverse of REPLIES, linear in the logarithm between its points."""
+    """Draw lengths of replies: the inverse of REPLIES, log-linear between its points."""
     lengths, survivors = np.array(REPLIES, dtype=np.float64).T
     shares = survivors[::-1] / survivors[0]
     replies: Floats = np.exp(np.interp(random.random(number), shares, np.log(lengths)[::-1]))

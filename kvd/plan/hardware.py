@@ -48,9 +48,9 @@ class EngineConstants:
 
     Attributes:
         slots: turns that run at the same time.
-        prefill_s_per_token: of prompt tokens that are computed.
+        prefill_s_per_token: seconds for each token of a prompt that is computed.
         decode_step_s: one token of every turn that decodes.
-        fixed_s: of every prefill, however short.
+        fixed_s: seconds of every prefill, however short.
     """
 
     slots: int = 24
@@ -73,7 +73,7 @@ class Hardware:
     """The machine.
 
     Attributes:
-        hbm_bytes: for the KV of turns that run; 0: only the slots bound them.
+        hbm_bytes: room for the KV of turns that run; 0: only the slots bound them.
         ssd_bytes_per_s: speed of reads; writes cost no time.
         pcie_bytes_per_s: DRAM to HBM.
     """
@@ -137,11 +137,11 @@ class Costs:
         )
 
     def num_bytes(self, num_tokens: int) -> int:
-        """KV of so many tokens."""
+        """Return the bytes of so many tokens' KV."""
         return round(num_tokens * self._bytes_per_token)
 
     def num_tokens(self, num_bytes: int) -> int:
-        """Tokens of so much KV."""
+        """Return the tokens of so much KV."""
         return round(num_bytes / self._bytes_per_token)
 
     def charge(self, num_bytes: int) -> int:
@@ -159,7 +159,7 @@ class Costs:
         return _ns(num_tokens * self._engine.prefill_s_per_token)
 
     def load_ns(self, num_tokens: int) -> int:
-        """DRAM to HBM."""
+        """Return the time from DRAM to HBM."""
         return _ns(self.num_bytes(num_tokens) / self._pcie_bytes_per_s)
 
     def prefill_ns(self, turn: Turn, loaded_tokens: int) -> int:
@@ -198,7 +198,7 @@ STRAY_SHARE = 0.01  # of the sessions, at either end, that may come long before 
 
 
 def recompute_load(sessions: Sequence[Session], engine: EngineConstants) -> float:
-    """Engine time per second of arrivals, if nothing is ever loaded; above 1 queues grow.
+    """Return the engine time per second of arrivals without any load; above 1 queues grow.
 
     How long the arrivals take is computed from all but the first and the last hundredth of the
     sessions: a few stray ones would make a trace look idle. 0 if they all come at once.
@@ -216,7 +216,7 @@ def recompute_load(sessions: Sequence[Session], engine: EngineConstants) -> floa
 def engine_at_load(
     sessions: Sequence[Session], engine: EngineConstants, load: float
 ) -> EngineConstants:
-    """An engine that is so much faster or slower that the sessions are that much work for it.
+    """Return an engine so much faster or slower that the sessions are that much work for it.
 
     Arrivals and think times stay what they are: drawn apart, sessions would no longer overlap. An
     engine for sessions that come all at once is the one given.

@@ -60,7 +60,7 @@ def read_model(directory: Path) -> PlannedModel:
     """Return a model by its directory.
 
     Raises:
-        UnknownModelError: it is none, or its configuration does not say what is needed.
+        UnknownModelError: there is no such model, or its configuration lacks what is needed.
     """
     path = directory / CONFIG
     if not path.is_file():
@@ -153,7 +153,7 @@ def calibrated(engine: EngineConstants, paths: Sequence[Path]) -> EngineConstant
 
 
 def fitted(points: Sequence[Point]) -> tuple[float, float]:
-    """Seconds per token and fixed seconds of the least-squares line; neither below zero.
+    """Return the least-squares line: seconds per token, and fixed ones; neither below zero.
 
     Points of one length only have no line: all of their time is the tokens'.
     """
@@ -186,7 +186,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _with_document(engine: EngineConstants, document: dict[str, Any]) -> EngineConstants | None:
-    """None: it says nothing."""
+    """Return the times with those of a bench's document; None: it says nothing of them."""
     if document["part"] == "decode":
         return _with_decode(engine, document["cases"])
     return _with_turns(engine, document["cases"]) if document["part"] == "turns" else None
@@ -220,7 +220,7 @@ def _with_decode(engine: EngineConstants, cases: list[dict[str, Any]]) -> Engine
 
 
 def _medians(case: dict[str, Any]) -> dict[str, dict[str, float]]:
-    """By variant and metric."""
+    """Return the medians by variant and metric."""
     return {
         variant["variant"]: {
             metric: float(found["median"]) for metric, found in variant["values"].items()

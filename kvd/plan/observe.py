@@ -26,9 +26,9 @@ class HitRates:
     """Shares between 0 and 1.
 
     Attributes:
-        tok: of the history tokens that were wanted, those found.
-        fu: of the turns with history, those that found all of it.
-        dram: of the tokens found, those in DRAM.
+        tok: share of the wanted history tokens that was found.
+        fu: share of the turns with history that found all of it.
+        dram: share of the tokens found that was in DRAM.
     """
 
     tok: float
@@ -62,7 +62,7 @@ class Observation:
         num_judged: turns that the rates are of.
         is_log_full: whether older turns have been forgotten.
         is_too_few: whether the rates say little.
-        footprint_bytes: of all sessions seen, at their largest.
+        footprint_bytes: KV of all sessions seen, at their largest.
     """
 
     num_turns: int
@@ -85,9 +85,9 @@ def observe(
     """Replay a daemon's recent turns against its tiers, once, twice and four times as large.
 
     Args:
-        turns: as the daemon lists them, oldest first.
+        turns: recorded turns as the daemon lists them, oldest first.
         cache: the daemon as it is.
-        max_turns: that it remembers.
+        max_turns: number of turns that the daemon remembers.
         on_progress: called with the number of replays done.
     """
     judged = [index for index in range(len(turns) // 2, len(turns)) if _is_judged(turns[index])]
@@ -130,7 +130,7 @@ def _is_judged(turn: RecordedTurn) -> bool:
 
 
 def _sizes(cache: ObservedCache) -> list[tuple[int, int]]:
-    """Factors of DRAM and SSD; of a tier that is not there, only one."""
+    """Combine factors of DRAM and SSD; of a tier that is not there, only one."""
     ssd_scales = SCALES if cache.ssd_bytes else SCALES[:1]
     return [(dram, ssd) for ssd in ssd_scales for dram in SCALES]
 

@@ -21,7 +21,7 @@ class TurnRecord:
 
     Attributes:
         history_tokens: the part of its prompt that is history.
-        loaded_tokens: of these, how many were loaded.
+        loaded_tokens: how many of these were loaded.
         found_in: the tier that they were in when it started; None: not held.
         num_ahead: requests that waited when it arrived.
     """
@@ -41,22 +41,22 @@ class Outcome:
 
     Attributes:
         num_turns: turns in the trace.
-        num_turns_measured: of these, after the warm-up.
+        num_turns_measured: how many of these came after the warm-up.
         hits_all: hits per turn; first turns cannot hit.
         hits_fu: hits per turn that has history.
         hits_tok: history tokens loaded per history token: the prefill saved.
-        dram_share: of the hits, those in DRAM when the turn started.
+        dram_share: share of the hits that was in DRAM when the turn started.
         dram_share_4_ahead: the same, of hits with at least four requests waiting when they arrived.
         num_guarded: turns whose history was held, but loading it did not pay.
         guarded_fu: the same, per turn that has history.
-        ttft_mean_s: from arrival to the first token.
-        start_ttft_mean_s: from the turn's start to the first token, without the wait in the queue.
+        ttft_mean_s: mean seconds from arrival to the first token.
+        start_ttft_mean_s: mean seconds from a turn's start to its first token, without the queue.
         queue_mean: requests that waited when a turn arrived.
         prefill_tokens_per_s: prompt tokens per second of prefill.
         gpu_hours: time in which the engine computed.
         prefill_hours: the part of these that prefills took.
         ssd_bytes_written: bytes that saves and evictions wrote to SSD.
-        recompute_load: of the whole trace, without a cache: see `kvd.plan.hardware`.
+        recompute_load: load of the whole trace, without a cache: see `kvd.plan.hardware`.
     """
 
     num_turns: int

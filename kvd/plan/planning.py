@@ -26,8 +26,8 @@ class PlanRequest:
     """What is to be planned.
 
     Attributes:
-        hardware: its tiers are replaced by the capacities.
-        options: its policy is replaced by the policies.
+        hardware: the machine; its tiers are replaced by the capacities.
+        options: options of each replay; their policy is replaced by the policies.
         num_workers: processes.
     """
 
@@ -49,14 +49,14 @@ class PlanRequest:
 
 
 def footprint_bytes(workload: Workload, model: PlannedModel, charge: str) -> int:
-    """Room for all sessions at their largest, as tiers are charged."""
+    """Add up all sessions at their largest, as tiers are charged."""
     if charge == "window":
         return len(workload.sessions) * model.window_tokens * model.kv_bytes_per_token
     return workload.footprint_tokens * model.kv_bytes_per_token
 
 
 def check_window(workload: Workload, model: PlannedModel, charge: str) -> None:
-    """Charging windows makes sense only if contexts fit in them.
+    """Check that contexts fit in the windows that are charged for them.
 
     Raises:
         BadOptionError: one does not.
@@ -112,7 +112,7 @@ def make_plan(request: PlanRequest, on_progress: Callable[[int], None]) -> PlanR
 
 
 def _baselines(request: PlanRequest) -> list[Capacity]:
-    """Nothing is kept: only HBM makes a difference."""
+    """List the capacities of recomputing everything: only HBM makes a difference."""
     hbms = dict.fromkeys(capacity.hbm_bytes for capacity in request.capacities)
     return [Capacity(hbm_bytes, 0, 0) for hbm_bytes in hbms]
 

@@ -39,7 +39,7 @@ class Line:
 
     Attributes:
         points: (GB of both tiers, value).
-        labels: of the points, for people.
+        labels: labels of the points, for people.
         marked: index of the knee, or of the cheapest point; None: none is.
     """
 
@@ -70,14 +70,14 @@ class Chart:
 
 
 def headline(report: PlanReport) -> str:
-    """What the charts are of."""
+    """Say what the charts are of."""
     work = report.workload
     load = f"recompute load {load_text(work.recompute_load)}"
     return f"kvd plan: {report.model.name}, {work.origin}, {load}"
 
 
 def charts(report: PlanReport) -> tuple[Chart, Chart]:
-    """Hit rates, costs."""
+    """Draw up the charts of hit rates and of costs."""
     curves = curves_of(report.results)
     totals = [result.capacity.total_bytes for result in report.results]
     is_log = min(totals) > 0 and max(totals) >= LOG_FROM * min(totals)
@@ -139,13 +139,13 @@ def _cost_line(curve: Curve) -> Line:
 
 
 def _above(value: float) -> float:
-    """A round number at or above it; not 0, for an axis has a length."""
+    """Return a round number at or above it; not 0, for an axis has a length."""
     step = _nice_step(value / NUM_TICKS)
     return max(step, ceil(value / step) * step)
 
 
 def _nice_step(least: float) -> float:
-    """1, 2 or 5 times a power of ten, at or above `least`."""
+    """Return 1, 2 or 5 times a power of ten, at or above `least`."""
     if least <= 0:
         return 1.0
     scale: float = 10.0 ** floor(log10(least))
@@ -176,7 +176,7 @@ _NOTE = (
 
 
 def page(report: PlanReport) -> str:
-    """The whole document."""
+    """Return the whole document."""
     title = escape(headline(report))
     parts = [
         "<!doctype html>",
@@ -204,7 +204,7 @@ def page(report: PlanReport) -> str:
 
 
 def svg(chart: Chart) -> str:
-    """One chart as a picture."""
+    """Draw one chart as a picture."""
     axes = _Axes(chart)
     size = f'viewBox="0 0 {WIDTH:.0f} {HEIGHT:.0f}" width="{WIDTH:.0f}"'
     kind = 'role="img" xmlns="http://www.w3.org/2000/svg"'

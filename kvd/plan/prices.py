@@ -67,7 +67,7 @@ def cost_of(
     dram_bytes: int,
     ssd_bytes: int,
 ) -> Cost:
-    """What it costs to compute for so long with so many GPUs, and to keep the tiers for so long."""
+    """Return the cost of computing for so long with so many GPUs, and of keeping the tiers."""
     return Cost(
         gpu=prices.gpu * num_gpus * gpu_hours,
         dram=prices.dram_gb * dram_bytes / GB * storage_hours,
@@ -79,7 +79,7 @@ def read_prices(path: Path) -> Prices:
     """Read a TOML file of prices; those that it leaves out are the paper's.
 
     Raises:
-        BadPricesError: it cannot be read, or has something else in it.
+        BadPricesError: the file cannot be read, or has something else in it.
     """
     names = [field.name for field in fields(Prices)]
     remedy = f"give TOML with prices of an hour: {', '.join(names)}"

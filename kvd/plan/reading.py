@@ -112,7 +112,7 @@ class Reading:
     """What is read for turns, and what ahead of them.
 
     Args:
-        dram_bytes: whose share of sessions is the prefetch window.
+        dram_bytes: size of DRAM, whose share of sessions is the prefetch window.
         wanted_bytes: what a session's next turn needs of what is held.
     """
 

@@ -10,6 +10,7 @@ At one moment turns are taken in the order in which they started.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 from kvd.core.eviction.policies import POLICIES
@@ -33,7 +34,7 @@ class ObservedCache:
 
     Attributes:
         ttl_ns: None: sessions stay.
-        ssd_bytes_per_s: of reads; the daemon does not report it, so this is a guess.
+        ssd_bytes_per_s: rate of reads; the daemon does not report it, so this is a guess.
     """
 
     block_tokens: int
@@ -86,6 +87,7 @@ class _RecordedReplay:
         self._turns = turns
         self._cache = cache
         self._placement = SessionPlacement(POLICIES[cache.policy], lambda: dram_bytes + ssd_bytes)
+        self._report_queue = partial(self._placement.change_queue, ENGINE)
         self._tiers = Tiers(
             self._placement,
             {Tier.DRAM: dram_bytes, Tier.SSD: ssd_bytes},
@@ -138,11 +140,13 @@ class _RecordedReplay:
     def _arrive(self, index: int, turn: RecordedTurn) -> None:
         key = self._keys[turn.session]
         waiting = QueuedRequest((0, 0.0, index), key, turn.wanted_tokens)
-        self._report_queue(QueueChange(waiting=[waiting], interval_ns=self._interval_ns))
+        self._report_queue(
+            QueueChange(waiting=[waiting], interval_ns=self._interval_ns), self._now_ns
+        )
 
     def _start(self, index: int, turn: RecordedTurn) -> None:
         key = self._keys[turn.session]
-        self._report_queue(QueueChange(running=[RunningRequest(index, key)]))
+        self._report_queue(QueueChange(running=[RunningRequest(index, key)]), self._now_ns)
         found = self._found[index]
         found.tier = self._tiers.find(key)
         if found.tier is not None:
@@ -153,7 +157,7 @@ class _RecordedReplay:
 
     def _end(self, index: int, turn: RecordedTurn) -> None:
         key, cache = self._keys[turn.session], self._cache
-        self._report_queue(QueueChange(left=[index]))
+        self._report_queue(QueueChange(left=[index]), self._now_ns)
         num_bytes = cache.num_bytes(turn.stored_tokens)
         if not num_bytes:
             return
@@ -175,9 +179,6 @@ class _RecordedReplay:
             elif not self._placement.is_busy(key) and not self._tiers.is_reading(key):
                 self._tiers.drop(key)
 
-    def _report_queue(self, change: QueueChange) -> None:
-        self._placement.change_queue(ENGINE, change, self._now_ns)
-
 
 def _key_of(turn: RecordedTurn) -> SessionKey:
     return SessionKey("observed", "observed", str(turn.session))
@@ -197,7 +198,7 @@ def _events(turns: Sequence[RecordedTurn]) -> Iterator[_Event]:
 
 
 def _mean_interval_ns(turns: Sequence[RecordedTurn]) -> int:
-    """Between two starts."""
+    """Return the mean time between two starts."""
     if len(turns) < 2:
         return 0
     return max(0, turns[-1].started_ns - turns[0].started_ns) // (len(turns) - 1)

@@ -16,6 +16,7 @@ TTLs pass. After each, turns start that can, and reading ahead is looked at.
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from heapq import heapify, heappop, heappush
 
 from kvd.core.eviction.policies import POLICIES
@@ -85,6 +86,7 @@ class Replay:
         self._placement = SessionPlacement(
             self._make_policy, lambda: hardware.dram_bytes + hardware.ssd_bytes
         )
+        self._report_queue = partial(self._placement.change_queue, ENGINE)
         self._tiers = Tiers(
             self._placement,
             {Tier.DRAM: hardware.dram_bytes, Tier.SSD: hardware.ssd_bytes},
@@ -181,7 +183,9 @@ class Replay:
         self._num_arrived += 1
         self._waiting.append(request)
         waiting = QueuedRequest((0, 0.0, request.number), key, turn.history_tokens)
-        self._report_queue(QueueChange(waiting=[waiting], interval_ns=round(self._interval_ns)))
+        self._report_queue(
+            QueueChange(waiting=[waiting], interval_ns=round(self._interval_ns)), self._now_ns
+        )
 
     def _start(self, request: _Request) -> None:
         """Give a request a slot, and its history if that is held and loading pays."""
@@ -189,7 +193,7 @@ class Replay:
         key, record = self._keys[request.session], request.record
         self._running[request.session] = request
         self._hbm_bytes += request.hbm_bytes
-        self._report_queue(QueueChange(running=[RunningRequest(request.number, key)]))
+        self._report_queue(QueueChange(running=[RunningRequest(request.number, key)]), self._now_ns)
         record.started_ns = self._now_ns
         record.found_in, record.loaded_tokens = self._lookup(key, request.turn)
         if request.number == self._options.warmup_turns:
@@ -218,7 +222,7 @@ class Replay:
             if turn.history_tokens:
                 self._returns_ns[key] = returns_ns
             heappush(self._arrivals, (returns_ns, request.session))
-        self._report_queue(QueueChange(left=[request.number]))
+        self._report_queue(QueueChange(left=[request.number]), self._now_ns)
         if self._options.load_policy == "never":
             return
         if is_last and self._options.end_hints:
@@ -319,7 +323,7 @@ class Replay:
         return self._sessions[session].turns[self._next_turn[session]]
 
     def _wanted_bytes(self, key: SessionKey) -> int:
-        """What is to be read of a session: of one that thinks all, nobody knows its next prompt."""
+        """Return what is to be read of a session: all, while its next prompt is unknown."""
         num_bytes = self._tiers.num_bytes(key)
         if not self._placement.is_busy(key):
             return num_bytes
@@ -330,9 +334,6 @@ class Replay:
         if self._options.policy == BeladyPolicy.name:
             return BeladyPolicy(context, self._returns_ns)
         return POLICIES[self._options.policy](context)
-
-    def _report_queue(self, change: QueueChange) -> None:
-        self._placement.change_queue(ENGINE, change, self._now_ns)
 
     def _note_start(self) -> None:
         """Keep the mean interval between two starts, and the latest of them, as an engine does."""

@@ -25,7 +25,7 @@ class Column:
     """One column.
 
     Attributes:
-        heading: in lines, so that a table fits on a terminal.
+        heading: heading in lines, so that a table fits on a terminal.
         cell: what a result has in it.
     """
 
@@ -52,7 +52,7 @@ class Section:
 
 
 def sections_of(report: PlanReport) -> Iterator[Section]:
-    """Hits, where they were, times, costs."""
+    """Yield the sections that a report has: hits, where they were, times, costs."""
     has_guarded = any(result.outcome.num_guarded for result in report.results)
     yield Section("hits", _HITS, _HITS_LEGEND)
     if has_guarded:
@@ -65,7 +65,7 @@ def sections_of(report: PlanReport) -> Iterator[Section]:
 
 
 def load_text(load: float) -> str:
-    """0 is of sessions that all begin at once."""
+    """Write a recompute load; 0 is that of sessions that all begin at once."""
     return f"{load:.2f}" if load else "-"
 
 
@@ -129,7 +129,7 @@ CURVE_COLUMNS = ("policy", "knee of the tokens: more brings less", "cheapest")
 
 
 def as_document(report: PlanReport) -> dict[str, Any]:
-    """Plain values for json.dumps."""
+    """Return plain values for json.dumps."""
     return {
         "schema": SCHEMA,
         "command": list(report.command),
@@ -187,7 +187,7 @@ def facts(report: PlanReport) -> Iterator[tuple[str, str]]:
 
 
 def rows(report: PlanReport) -> Iterator[tuple[str, str, Result]]:
-    """Capacity, policy and what was found; the baselines come first."""
+    """Yield capacity, policy and what was found; the baselines come first."""
     has_hbm = len({result.capacity.hbm_bytes for result in report.results}) > 1
     for result in report.baselines:
         hbm = f"HBM {format_size(result.capacity.hbm_bytes)}" if has_hbm else ""
@@ -197,7 +197,7 @@ def rows(report: PlanReport) -> Iterator[tuple[str, str, Result]]:
 
 
 def capacity_text(capacity: Capacity, *, has_hbm: bool = False) -> str:
-    """DRAM + SSD."""
+    """Write a capacity as DRAM + SSD."""
     text = f"{format_size(capacity.dram_bytes)} + {format_size(capacity.ssd_bytes)}"
     return f"{format_size(capacity.hbm_bytes)} + {text}" if has_hbm else text
 
@@ -284,7 +284,7 @@ US_PER_S = 1e6
 
 
 def history_text(report: PlanReport) -> str:
-    """What a token of history takes, computed and loaded; and what follows if loading is slower."""
+    """Say what a token of history takes, computed and loaded, and what a slower load means."""
     compute_s = report.engine.prefill_s_per_token
     kv_bytes = report.model.kv_bytes_per_token
     dram_s = kv_bytes / report.options["pcie_bytes_per_s"]

@@ -22,7 +22,7 @@ def parse_size(text: str) -> int:
     """Read "128GB", "0.78 MB", "64GiB", "780000".
 
     Raises:
-        ValueError: with the accepted forms in its message.
+        ValueError: the text is no size; the message has the accepted forms.
     """
     match = _SIZE.match(text)
     if match is not None and (match.group(2) or not match.group(3)):
@@ -76,7 +76,7 @@ def size_of(text: str, option: str) -> int:
     """Read "128GB", which is decimal here.
 
     Raises:
-        BadOptionError: it is no size.
+        BadOptionError: the text is no size.
     """
     try:
         return parse_size(text)
@@ -88,7 +88,7 @@ def rate_of(text: str, option: str) -> float:
     """Read bytes a second: "5GB/s", "5GB".
 
     Raises:
-        BadOptionError: it is no rate, or 0.
+        BadOptionError: the text is no rate, or 0.
     """
     try:
         rate = parse_size(text.strip().removesuffix("/s"))
@@ -103,7 +103,7 @@ def share_of(text: str, option: str, *, most: float = 1.0) -> float:
     """Read "20%", "0.2" or "1/5".
 
     Raises:
-        BadOptionError: it is no share, or not between 0 and `most`.
+        BadOptionError: the text is no share, or not between 0 and `most`.
     """
     above, has_below, below = text.strip().partition("/")
     try:
@@ -120,7 +120,7 @@ def turns_of(text: str, option: str, num_turns: int) -> int:
     """Read a number of turns, or a share of all: "10000", "20%".
 
     Raises:
-        BadOptionError: it is neither, or none is left.
+        BadOptionError: the text is neither, or none is left.
     """
     text = text.strip()
     number = int(text) if text.isdecimal() else int(share_of(text, option) * num_turns)
@@ -135,7 +135,7 @@ def ttl_of(text: str, option: str) -> float | None:
     """Read "1h" or "never", which is None.
 
     Raises:
-        BadOptionError: it is no duration, or none at all.
+        BadOptionError: the text is no duration, or none at all.
     """
     if text == NEVER:
         return None

@@ -57,7 +57,7 @@ def run_cells(
     """Replay the sessions once for each cell; outcomes are in the cells' order.
 
     Args:
-        sessions: in the order of their begin.
+        sessions: sessions in the order of their begin.
         cells: replays to make.
         num_workers: processes; 1: this one.
         on_progress: called now and then with the number of turns replayed, over all cells.
@@ -169,7 +169,7 @@ def _worker(
 
 @contextmanager
 def _no_interrupts() -> Iterator[None]:
-    """Ctrl-C is held back meanwhile, and for good in processes that begin here.
+    """Hold Ctrl-C back meanwhile, and for good in processes that begin here.
 
     They inherit the blocked signal. Here blocking is not enough, for numpy's threads take it too,
     and a start that is broken off would leave a process that nobody knows.

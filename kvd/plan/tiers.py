@@ -26,9 +26,9 @@ class Held:
 
     Attributes:
         num_bytes: all of it.
-        ssd_bytes: of these, how many are on SSD; less than all only while DRAM or HBM has the rest.
+        ssd_bytes: how many of these are on SSD; less than all only while DRAM or HBM has the rest.
         in_dram: whether all of it is in DRAM.
-        is_reading: it is read from SSD, or a turn waits for that: nothing of it moves.
+        is_reading: whether it is read from SSD, or a turn waits for that: nothing of it moves.
         is_reserved: DRAM keeps room for what is read ahead.
     """
 
@@ -55,7 +55,7 @@ class Tiers:
         charge: how many bytes of a tier so many bytes of a session take.
 
     Attributes:
-        bytes_written: to SSD.
+        bytes_written: bytes written to SSD.
     """
 
     def __init__(
@@ -265,7 +265,7 @@ class Tiers:
         now_ns: int,
         giving_way_to: SessionKey | None,
     ) -> list[SessionKey] | None:
-        """Which sessions leave a tier for another; None: that one is the coldest, or too large."""
+        """Choose the sessions that leave a tier for it; None: that one is last, or too large."""
         victims: list[SessionKey] = []
         if missing_bytes <= 0:
             return victims

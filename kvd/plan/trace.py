@@ -39,8 +39,8 @@ class Turn:
     """One turn; its prompt is history and new tokens.
 
     Attributes:
-        history_tokens: of the prompt, those that the session's earlier turns have left.
-        think_s: from the end of the previous answer to this turn.
+        history_tokens: tokens of the prompt that the session's earlier turns have left.
+        think_s: seconds from the end of the previous answer to this turn.
     """
 
     new_tokens: int
@@ -81,7 +81,7 @@ def read_trace(path: Path) -> list[Session]:
     """Read the sessions of a file, in the order in which they begin.
 
     Raises:
-        BadTraceError: it cannot be read, or a line is not the next turn of a session.
+        BadTraceError: the file cannot be read, or a line is not the next turn of a session.
     """
     starts: dict[int | str, float] = {}
     turns: dict[int | str, list[Turn]] = {}
@@ -116,7 +116,7 @@ def numbered_lines(path: Path) -> Iterator[tuple[str, str]]:
     """Yield each line that is not blank, after "file:line".
 
     Raises:
-        BadTraceError: it cannot be opened, decompressed or decoded.
+        BadTraceError: the file cannot be opened, decompressed or decoded.
     """
     number = 0
     with _readable(path, lambda: number), _opened(path) as lines:
@@ -130,7 +130,7 @@ def first_line(path: Path) -> str:
     """Return the first line that is not blank, or its first MAX_HEAD bytes; "" if there is none.
 
     Raises:
-        BadTraceError: it cannot be opened, decompressed or decoded.
+        BadTraceError: the file cannot be opened, decompressed or decoded.
     """
     with _readable(path, lambda: 1), _opened(path) as lines:
         for raw in iter(lambda: lines.readline(MAX_HEAD), b""):
@@ -153,7 +153,7 @@ def parse_object(where: str, line: str) -> dict[str, Any]:
     """Parse a line as a JSON object.
 
     Raises:
-        BadTraceError: it is none.
+        BadTraceError: the line is no object.
     """
     try:
         fields = json.loads(line)
@@ -168,7 +168,7 @@ def whole_number(where: str, fields: dict[str, Any], name: str) -> int:
     """Take a field that counts something.
 
     Raises:
-        BadTraceError: it is missing, no whole number, negative or huge.
+        BadTraceError: the member is missing, no whole number, negative or huge.
     """
     value = _field(where, fields, name)
     if isinstance(value, bool) or not isinstance(value, int):
@@ -181,7 +181,7 @@ def seconds(where: str, fields: dict[str, Any], name: str) -> float:
     """Take a field that is a time.
 
     Raises:
-        BadTraceError: it is missing, no number, negative or huge.
+        BadTraceError: the member is missing, no number, negative or huge.
     """
     value = _field(where, fields, name)
     if isinstance(value, bool) or not isinstance(value, int | float):

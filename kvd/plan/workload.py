@@ -39,7 +39,7 @@ def recognised(path: Path) -> str:
     """Return the kind of trace that a file seems to be; TURNS if its first line says nothing else.
 
     Raises:
-        BadTraceError: it cannot be read.
+        BadTraceError: the file cannot be read.
     """
     line = first_line(path).lstrip("\ufeff \t")
     if line.startswith("["):
@@ -63,7 +63,7 @@ def read_sessions(path: Path, format_name: str, filling: Filling) -> tuple[list[
     """Read the sessions of a file, and say how what it lacks was filled; "" if it lacks nothing.
 
     Raises:
-        BadTraceError: it is no trace of that kind.
+        BadTraceError: the file is no trace of that kind.
         KeyError: there is no such kind.
     """
     name = recognised(path) if format_name == RECOGNISED else format_name
@@ -71,10 +71,10 @@ def read_sessions(path: Path, format_name: str, filling: Filling) -> tuple[list[
 
 
 def coupled(session: Session, *, is_for_good: bool = False) -> Session:
-    """What a session can reuse if positions are stored: a truncated history counts as new tokens.
+    """Return what can be reused if positions are stored: a truncated history counts as new tokens.
 
     Args:
-        session: whose history shrinks where its context was truncated.
+        session: session whose history shrinks where its context was truncated.
         is_for_good: the session never hits again after its first truncation.
     """
     turns: list[Turn] = []
@@ -104,7 +104,7 @@ class Workload:
     """Sessions in the order in which they begin, and where they come from.
 
     Attributes:
-        origin: for people: the file, or what was drawn.
+        origin: origin for people: the file, or what was drawn.
     """
 
     origin: str
@@ -134,7 +134,7 @@ class Workload:
         """Return the same sessions, of which so many begin a second, in the mean.
 
         Raises:
-            NoRateError: they all begin at once.
+            NoRateError: all sessions begin at once.
         """
         self.check_rate("--arrival-rate")
         factor = (len(self.sessions) - 1) / self.span_s / rate
@@ -160,12 +160,12 @@ def read_workload(
     """Read a trace of any kind.
 
     Args:
-        path: where the file is.
+        path: path of the file.
         format_name: a key of FORMATS.
-        filling: how what the trace lacks is drawn.
+        filling: distributions from which what the trace lacks is drawn.
 
     Raises:
-        BadTraceError: it is none.
+        BadTraceError: the file is no trace.
     """
     sessions, how = read_sessions(path, format_name, filling)
     return Workload(f"{path.name}, {how}" if how else path.name, sessions)

@@ -46,7 +46,7 @@ class Access:
     """What guards every address; see the module docstring.
 
     Attributes:
-        users: whose engines may attach.
+        users: users whose engines may attach.
         book: clients that come with a token or a certificate.
 
     Args:
@@ -95,11 +95,11 @@ def narrow(method: str, identity: Identity, request: Any) -> None:
 
     Args:
         method: full name of the RPC.
-        identity: who calls.
-        request: its message, in which tenants are put in.
+        identity: identity of the caller.
+        request: message of the call; tenants are put into it.
 
     Raises:
-        TenantDeniedError: it is about others.
+        TenantDeniedError: the request is about other tenants.
     """
     if ANY in identity.tenants or not method.startswith(_OURS):
         return

@@ -48,7 +48,7 @@ class Place:
     Attributes:
         address: "unix:/path" or "host:port".
         guard: finds out who calls.
-        group: of a Unix socket; "": kvd's own.
+        group: group of a Unix socket; "": kvd's own.
         tls: the certificates of a TCP port.
     """
 
@@ -64,8 +64,8 @@ class GrpcServer:
     Args:
         place: where.
         services: name in kvd.v1 -> servicer.
-        max_rpcs: at once.
-        rpcs: where calls are counted.
+        max_rpcs: most calls at once.
+        rpcs: counts of calls.
     """
 
     def __init__(
@@ -147,7 +147,7 @@ def make_servers(
         engine: servicer of engines.
         operator: servicer of operators.
         reader: servicer of monitors, who are served on the operators' addresses, too.
-        rpcs: where calls are counted.
+        rpcs: counts of calls.
     """
     run, given = settings.runtime_dir, settings.access
     of_all = {"Operator": operator, "Reader": reader}

@@ -99,7 +99,7 @@ def lease_message(
     Args:
         lease: the lease as the core has it.
         layout: the layout of its slots.
-        engine: that it was granted to; None if nobody knows it any more.
+        engine: engine that it was granted to; None if nobody knows it any more.
         now_ns: the time of the core's clock.
     """
     return _LEASE.encode(
@@ -140,12 +140,12 @@ def layout_stats_message(
     """Encode the statistics of a layout.
 
     Args:
-        stats: its core's counts.
+        stats: counts of its core.
         layout: the layout of what is stored.
         arena: None while no engine has attached; its message is then empty.
-        volume: where blocks lie on SSD.
-        admission: when blocks are written there.
-        tenants: those that store something.
+        volume: files in which its blocks lie on SSD.
+        admission: write policy of the settings.
+        tenants: usage of the tenants that store something.
         queue: the queues of all its engines.
     """
     physical_bytes = {
@@ -198,7 +198,7 @@ def verify_message(
     Args:
         report: the scrub's findings so far.
         layout: fingerprint of the one being looked at; "" at the end.
-        num_copies: to compare, as counted when it began.
+        num_copies: number of copies to compare, as counted when it began.
         done: whether this is the end.
     """
     dram = (report.dram_blocks, report.dram_bytes, report.dram_corrupt)
@@ -251,9 +251,9 @@ def engine_message(engine: Engine, queue_jobs: int, running_jobs: int) -> pb.Eng
     """Describe an attached engine; what its process does not show us is left empty.
 
     Args:
-        engine: which one.
-        queue_jobs: how many of its requests wait, as far as it has reported them.
-        running_jobs: how many requests it computes.
+        engine: the engine.
+        queue_jobs: number of its requests that wait, as far as it has reported them.
+        running_jobs: number of requests that it computes.
     """
     message = pb.EngineInfo(
         engine_id=engine.shown_id,

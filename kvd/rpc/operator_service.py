@@ -40,10 +40,10 @@ class OperatorService(kvd_pb2_grpc.OperatorServicer):  # type: ignore[misc]  # t
 
     Args:
         caches: the caches of all layouts.
-        engines: those that may hold leases.
+        engines: engines, which may hold leases.
         scrubber: checks what is stored.
         reload: puts the settings into force as they are now.
-        eraser: of a tenant's keys, and with them its sessions.
+        eraser: drops a tenant's keys, and with them its sessions.
         transfers: session files out and in.
     """
 
@@ -223,9 +223,9 @@ async def flush_selected(
     """Drop those of the sessions there are now that are meant, bit by bit: engines work meanwhile.
 
     Args:
-        caches: where to look.
-        wanted: which sessions are meant.
-        response: to which what was freed, and what is leased, is added.
+        caches: caches to look through.
+        wanted: filter of the sessions that are meant.
+        response: response to which what was freed, and what is leased, is added.
         dry_run: only sum up what would be.
     """
     meant: dict[Cache, list[SessionKey]] = {}

@@ -50,7 +50,7 @@ class QueueReplica:
         """Apply an update; False if all of the queue must be reported.
 
         Raises:
-            InvalidRequestError: it is out of order, or contradicts itself.
+            InvalidRequestError: the update is out of order, or contradicts itself.
         """
         if update.sequence <= self._sequence:
             raise InvalidRequestError(
@@ -74,9 +74,9 @@ class QueueStreams:
     """The replicas of all engines; see the module docstring.
 
     Args:
-        engines: those that are attached.
+        engines: engines that are attached.
         max_requests: how many requests an engine may report.
-        users: which tenants each user's engines may name.
+        users: tenants that each user's engines may name.
     """
 
     def __init__(self, engines: Engines, max_requests: int, users: EngineUsers) -> None:
@@ -134,7 +134,7 @@ class QueueStreams:
 
 
 def _tenants(message: pb.QueueSnapshot) -> list[str]:
-    """Whose sessions a message names; nobody's if it names none."""
+    """Return the tenants whose sessions a message names; none if it names no session."""
     if not (message.tenants or message.waiting.numbers or message.running.numbers):
         return []
     return [tenant or DEFAULT_TENANT for tenant in message.tenants] or [DEFAULT_TENANT]
@@ -152,10 +152,10 @@ def queue_update(message: pb.QueueSnapshot, model: str, max_requests: int) -> Qu
     Args:
         message: an engine's message.
         model: the fingerprint of its sessions' model.
-        max_requests: how many requests it may report.
+        max_requests: most requests that it may report.
 
     Raises:
-        InvalidInputError: it makes no sense, or reports more requests than that.
+        InvalidInputError: the update makes no sense, or reports more requests than that.
     """
     numbers = [*message.waiting.numbers, *message.running.numbers, *message.left]
     check_num_requests(max(len(numbers) - len(message.left), len(message.left)), max_requests)

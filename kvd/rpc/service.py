@@ -13,7 +13,7 @@ from kvd.caches.caches import Caches
 from kvd.config import Settings
 from kvd.core.engine import CacheEngine
 from kvd.core.records.errors import InvalidRequestError, UnknownSessionError
-from kvd.core.records.records import LeaseState, LoadAnswer, Lookup, StoreAnswer
+from kvd.core.records.records import LeaseState, LoadAnswer, StoreAnswer
 from kvd.engines.attached import Engine, Engines
 from kvd.engines.data_socket import DataSocket, EngineUsers
 from kvd.errors import AttachDeniedError, StoppingError
@@ -25,6 +25,7 @@ from shared.kvd_client.messages import layout_of
 from shared.pb.kvd.v1 import kvd_pb2 as pb
 from shared.pb.kvd.v1 import kvd_pb2_grpc
 from shared.process.log import get_logger
+from shared.types.granted_slots import Lookup
 from shared.types.session_key import SessionKey
 from shared.version import __version__
 
@@ -55,9 +56,9 @@ class EngineService(kvd_pb2_grpc.EngineServicer):  # type: ignore[misc]  # the s
     Args:
         caches: the caches of all layouts.
         engines: where attachments are registered.
-        data_socket: who comes with its tokens has come from a process that may attach.
+        data_socket: gives tokens to processes that may attach.
         live: the settings in force.
-        draining: when nothing new is granted any more.
+        draining: set when nothing new is granted any more.
         users: the tenants that an engine may name.
     """
 

@@ -1,7 +1,7 @@
 """Carries out the cache engine's actions and brings the completions back to the loop.
 
-    Read…, VerifyExtent        the I/O pool, shared by all layouts: see block_reading.py
-    WriteBlock                 the I/O pool, then this layout's syncer: see block_writing.py
+    Read…, VerifyExtent        the I/O pool, shared by all layouts: see block_io.py
+    WriteBlock                 the I/O pool, then this layout's syncer: see block_io.py
     VerifySlot, HashSlot,
     CompactTokens, WipeSlots     the I/O pool: see slot_work.py
     PutSlot, ClearSlot         the journal, at once
@@ -41,8 +41,7 @@ from kvd.core.records.actions import (
 from kvd.core.records.entries import SlotRecord, WritingSlot
 from kvd.core.state.index_line import IndexAction
 from kvd.host.process_identity import ProcessIdentity
-from kvd.runtime.block_reading import BlockReader
-from kvd.runtime.block_writing import BlockWriter
+from kvd.runtime.block_io import BlockReader, BlockWriter
 from kvd.runtime.completions import Completion, Completions, Ended, IoHistograms
 from kvd.runtime.load_tracking import LoadTracker
 from kvd.runtime.slot_work import SlotAction, SlotWorker

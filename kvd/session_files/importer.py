@@ -23,13 +23,7 @@ from kvd.errors import (
     UnknownLayoutError,
 )
 from kvd.runtime.cache import Cache
-from kvd.session_files.file_format import (
-    FileHeader,
-    FileReader,
-    Frame,
-    SessionFileError,
-    row_bytes,
-)
+from kvd.session_files.file_format import FileHeader, FileReader, Frame, SessionFileError, row_bytes
 from kvd.session_files.slot_runs import RowBuffer, SlotRuns, finished_in_thread
 from shared.access.identity import TenantDeniedError
 from shared.process.log import get_logger

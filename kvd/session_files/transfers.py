@@ -14,7 +14,7 @@ from typing import TypeVar
 
 from kvd.caches.caches import Caches
 from kvd.core.records.errors import InvalidRequestError, LeaseLostError, UnknownLineageError
-from kvd.core.records.records import ExportedRows, LeaseState, LoadAnswer, Lookup
+from kvd.core.records.records import ExportedRows, LeaseState, LoadAnswer
 from kvd.errors import BusyTransferError, LimitReachedError, StalledTransferError
 from kvd.runtime.cache import Cache
 from kvd.session_files.file_format import FileHeader, end_bytes, frame_bytes, header_bytes
@@ -24,6 +24,7 @@ from kvd.wire.messages import key_of
 from kvd.wire.selection import check_allowed
 from shared.kvd_client.messages import key_message
 from shared.pb.kvd.v1 import kvd_pb2
+from shared.types.granted_slots import Lookup
 from shared.types.session_key import SessionKey
 from shared.version import __version__
 

@@ -82,11 +82,11 @@ class Arena:
 
     Attributes:
         arena_id: random, hex; a client that finds the same one again keeps its mapping.
-        fd: of the slots: what engines get.
+        fd: descriptor of the slots: what engines get.
         slots: kvd's own mapping.
-        num_bytes: of memory that the slots take once they are all allocated.
-        journal: see kvd/tiers/journal.py.
-        progress: see kvd/tiers/progress.py.
+        num_bytes: memory that the slots take once they are all allocated.
+        journal: record of what the slots hold, see kvd/tiers/journal.py.
+        progress: progress words of loads, see kvd/tiers/progress.py.
         epoch: how many kvds have used the arena, from a random start.
         pages: what the memory is made of: "hugetlb"; once it is allocated, "thp" where the kernel
             says that it has transparent huge pages, else "small"; "" while nobody has looked.

@@ -235,7 +235,7 @@ def private_directory(path: Path) -> int:
     """Open a directory of our own, made if it is missing (mode 0700).
 
     Raises:
-        OSError: it cannot be made, or others have made it, or could write to it.
+        OSError: the directory cannot be made, or others have made it, or could write to it.
     """
     with contextlib.suppress(FileExistsError):
         path.mkdir(mode=0o700, parents=True)
@@ -272,8 +272,8 @@ def open_file(directory_fd: int, name: str) -> int:
     """Open a file that an earlier kvd has made.
 
     Raises:
-        UnfitArenaError: it is not a file of ours alone.
-        OSError: it cannot be opened.
+        UnfitArenaError: the file is not ours alone.
+        OSError: the file cannot be opened.
     """
     fd = os.open(name, _OPEN_FLAGS | os.O_NONBLOCK, dir_fd=directory_fd)
     status = os.fstat(fd)

@@ -62,7 +62,7 @@ class ArenaOptions:
 
     Attributes:
         keep: "fdstore", "file" or "none"; see resolve_keep for "auto".
-        directory: for "file".
+        directory: directory of kept arenas, for "file".
         hugepages: "auto", "on" (refuse to go without) or "off".
         numa_node: None: wherever the kernel likes.
     """
@@ -123,7 +123,7 @@ class Adoption:
     """An arena taken over, and what its slots hold; all others are free.
 
     Attributes:
-        adopted: to be verified before their first use.
+        adopted: slots to be verified before their first use.
         writing: slots that a process may still write to, if it lives: see Engines.watch_orphans.
     """
 
@@ -139,7 +139,7 @@ class ArenaStore:
         options: how to make and keep them.
         state_dir: locked by this kvd; names its directory of files.
         num_words: progress words of each arena: how many loads can be under way at once.
-        faults: see kvd/tiers/faults.py.
+        faults: faults that tests inject, see kvd/tiers/faults.py.
     """
 
     def __init__(
@@ -328,7 +328,7 @@ class ArenaStore:
 
         Raises:
             UnfitArenaError: saying why it cannot.
-            OSError: its journal cannot be read.
+            OSError: the arena's journal cannot be read.
         """
         header = unpack_header(_first_page(kept.journal_fd))
         slots = os.fstat(kept.slots_fd)

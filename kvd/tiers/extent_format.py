@@ -118,8 +118,8 @@ class GroupPlan:
 
     Attributes:
         layers: the layers.
-        offset: of the first one, in the extent.
-        num_bytes: of all their slices, padding included.
+        offset: offset of the first slice in the extent.
+        num_bytes: size of all their slices, padding included.
     """
 
     layers: range
@@ -155,7 +155,7 @@ class ExtentFormat:
     def used_rows(
         self, memory: memoryview, layer_index: int, num_tokens: int
     ) -> bytes | memoryview:
-        """Used bytes of one layer slice of a slot, side by side; a copy unless they are already."""
+        """Return the used bytes of a slot's layer slice, side by side; a copy if they are not."""
         runs = self.rows.runs(layer_index, num_tokens)
         if len(runs) == 1:
             ((start, end),) = runs

@@ -46,11 +46,11 @@ class ExtentRead:
         """Plan to read an extent; see the module docstring.
 
         Args:
-            extent_format: of its layout.
-            key: of the block.
-            num_tokens: of the block.
+            extent_format: extent format of its layout.
+            key: key of the block.
+            num_tokens: number of tokens of the block.
             memory: the slot to fill; None: the extent is only verified.
-            groups: of layers, in order.
+            groups: groups of layers, in order.
             source: reads from the extent; False: its file ends before.
             sealed: opens extents that are sealed; None: none is.
         """

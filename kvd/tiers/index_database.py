@@ -86,9 +86,9 @@ def open_database(path: Path, volumes: Path, faults: Faults) -> sqlite3.Connecti
     """Open or create the index; set an unusable one aside and start empty.
 
     Args:
-        path: where the database is.
+        path: path of the database.
         volumes: the directory of the segments that it describes.
-        faults: see kvd/tiers/faults.py.
+        faults: faults that tests inject, see kvd/tiers/faults.py.
 
     Raises:
         NewerManifestError: the schema is newer than this release.
@@ -200,8 +200,8 @@ def _rename(paths: Iterable[Path], suffix: str) -> str:
     """Rename what exists of `paths`, of which the last one does.
 
     Args:
-        paths: in one directory.
-        suffix: to append to the last one's name, a number in place of {} that makes it new.
+        paths: files of one directory.
+        suffix: text appended to the last one's name, a number in place of {} that makes it new.
 
     Returns:
         The last one's new path.

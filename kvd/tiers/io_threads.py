@@ -77,7 +77,7 @@ class IoPool:
 
     Args:
         num_threads: how many jobs run at once, but for the thread that stands by.
-        max_bytes_in_flight: of I/O that has begun and not ended.
+        max_bytes_in_flight: most bytes of I/O that has begun and not ended.
     """
 
     def __init__(self, num_threads: int, max_bytes_in_flight: int) -> None:
@@ -125,8 +125,8 @@ class IoPool:
         """Queue a job; never blocks. It must not raise: nobody would see it.
 
         Args:
-            priority: see the module docstring.
-            num_bytes: of I/O that it does; 0 for work that is none.
+            priority: class of the job, see the module docstring.
+            num_bytes: bytes of I/O that it does; 0 for work that is none.
             job: called in a thread of the pool, with that thread's staging buffer.
             order: among jobs of the same priority the least goes first, then the earliest.
         """

@@ -70,18 +70,18 @@ class JournaledWrite:
 
 
 def record_bytes_of(layout: KVLayout) -> int:
-    """Size of one record, which has room for a full block's token ids and checksums."""
+    """Return the size of a record, which has room for a full block's token ids and checksums."""
     body = _BODY.size + CHECKSUM_BYTES * len(layout.layers) + TOKEN_BYTES * layout.block_tokens
     return align_up(_BODY_OFFSET + body, 64)  # a cache line
 
 
 def journal_bytes(layout: KVLayout, num_slots: int) -> int:
-    """Size of the journal's file."""
+    """Return the size of the journal's file."""
     return align_up(HEADER_BYTES + record_bytes_of(layout) * num_slots, SECTOR_BYTES)
 
 
 def header_of(layout: KVLayout, num_slots: int, boot_id: str, slots_inode: int) -> ArenaHeader:
-    """Header of a new arena, with a new id."""
+    """Make the header of a new arena, with a new id."""
     return ArenaHeader(
         arena_id=uuid.uuid4().bytes,
         layout=bytes.fromhex(layout.fingerprint),
@@ -112,7 +112,7 @@ def unpack_header(data: bytes) -> ArenaHeader:
     """Decode a header.
 
     Raises:
-        UnfitArenaError: it is none, damaged, or of another version.
+        UnfitArenaError: the header is none, damaged, or of another version.
     """
     body = data[: _HEADER.size]
     if len(data) < _HEADER.size + _CHECKSUM.size or not body.startswith(MAGIC):
@@ -130,14 +130,14 @@ class Journal:
     """One arena's journal, mapped.
 
     Args:
-        fd: of the journal's file; the caller may close it afterwards.
+        fd: descriptor of the journal's file; the caller may close it afterwards.
         layout: the layout of the arena's blocks.
         num_slots: how many slots the arena has.
-        faults: see kvd/tiers/faults.py.
+        faults: faults that tests inject, see kvd/tiers/faults.py.
 
     Raises:
         UnfitArenaError: the file is too small for its records.
-        OSError: it cannot be mapped.
+        OSError: the file cannot be mapped.
     """
 
     def __init__(self, fd: int, layout: KVLayout, num_slots: int, faults: Faults) -> None:
@@ -159,7 +159,7 @@ class Journal:
         """The header.
 
         Raises:
-            UnfitArenaError: see unpack_header.
+            UnfitArenaError: the header is unfit, see unpack_header.
         """
         return unpack_header(self._memory[:HEADER_BYTES])
 
@@ -187,7 +187,7 @@ class Journal:
         Args:
             slot_id: a slot of the arena.
             record: the slot's contents, or its writer.
-            writer: who writes to it; needed for a WritingSlot only.
+            writer: process that writes to the slot; needed for a WritingSlot only.
         """
         state, body = _packed(record, writer or NOBODY)
         offset = self._offset(slot_id)
@@ -231,12 +231,12 @@ class Journal:
         return adopted, writing
 
     def close(self) -> None:
-        """Unmap."""
+        """Unmap the journal; what it says stays."""
         self._words.release()
         self._memory.close()
 
     def _records(self) -> Iterator[tuple[int, int, bytes]]:
-        """(slot, state, body) of the records that are sound and not free."""
+        """Yield (slot, state, body) of the records that are sound and not free."""
         for slot_id in range(self._num_slots):
             offset = self._offset(slot_id)
             state = int(self._words[offset // 8])
@@ -265,7 +265,7 @@ class Journal:
 
 
 def _packed(record: SlotRecord, writer: ProcessIdentity) -> tuple[int, bytes]:
-    """State and body of a record."""
+    """Return the state and the body of a record."""
     if isinstance(record, WritingSlot):
         fields = (writer.start_ticks, writer.pid, 0, writer.instance, bytes(KEY_BYTES))
         return WRITING, _BODY.pack(record.generation, record.lease_id, *fields)

@@ -53,8 +53,8 @@ class LayoutRow:
     Attributes:
         fingerprint: the layout's fingerprint.
         message: kvd.v1.KVLayout, serialised; b"": what the index has is damaged.
-        extents_per_segment: of its volume; 0: what the index has is damaged.
-        volume_id: see kvd/tiers/volume_identity.py; "": the volume has none yet.
+        extents_per_segment: number of extents in a segment of its volume; 0: the index is damaged.
+        volume_id: id of its volume, see kvd/tiers/volume_identity.py; "": the volume has none yet.
     """
 
     fingerprint: str
@@ -68,11 +68,11 @@ class Row(NamedTuple):
 
     Attributes:
         sql: the statement.
-        values: its parameters.
+        values: parameters of the statement.
         committed: called after the commit, from the writer thread.
         point: reached after the commit.
         purges: what it removed is to be in no file of the database any more.
-        drops_use: its first values name a session, whose use that was put apart goes in the same
+        drops_use: whether its first values name a session, whose use put apart goes in the same
             commit: after a kill an older use must not stand for a newer one.
     """
 
@@ -95,7 +95,7 @@ class Manifest:
     Args:
         path: where the database is.
         volumes: directory of the volumes, which is set aside together with an older index.
-        faults: see kvd/tiers/faults.py.
+        faults: faults that tests inject, see kvd/tiers/faults.py.
     """
 
     def __init__(self, path: Path, volumes: Path, faults: Faults) -> None:
@@ -146,12 +146,12 @@ class Manifest:
         return bool(list(self._query(sql, self._layout_ids[layout])))
 
     def salts(self) -> dict[str, bytes]:
-        """Tenant → secret salt of its block keys."""
+        """Return the secret salt of each tenant's block keys."""
         sql = "SELECT tenant, salt FROM salts WHERE typeof(salt) = 'blob' AND length(salt) = ?"
         return dict(self._query(sql, SALT_BYTES))
 
     def tenant_keys(self) -> dict[str, bytes]:
-        """Tenant → its wrapped secret; see kvd/encryption/keyring.py."""
+        """Return each tenant's wrapped secret; see kvd/encryption/keyring.py."""
         sql = "SELECT tenant, wrapped FROM tenant_keys WHERE typeof(wrapped) = 'blob'"
         return dict(self._query(sql))
 
@@ -228,7 +228,7 @@ class Manifest:
         self._put(Row("INSERT OR REPLACE INTO salts VALUES (?, ?)", (tenant, salt)))
 
     def zero_removed(self) -> None:
-        """From now on, zero what rows that are removed have left in the database."""
+        """Zero, from now on, what rows that are removed have left in the database."""
         self._put(Row("PRAGMA secure_delete = ON", ()))
 
     def put_tenant_key(self, tenant: str, wrapped: bytes) -> None:

@@ -27,7 +27,7 @@ def ask_huge_pages(memory: memoryview) -> None:
     """Let the kernel use transparent huge pages where it can.
 
     Raises:
-        OSError: it cannot do so at all.
+        OSError: the kernel cannot do so at all.
     """
     _madvise(memory, MADV_HUGEPAGE)
 

@@ -55,7 +55,7 @@ class Progress:
     """All progress words of one arena. Any thread may call any method.
 
     Attributes:
-        fd: of the memory, readable only: what engines get.
+        fd: descriptor of the memory, readable only: what engines get.
         num_words: how many loads can be under way at once.
     """
 

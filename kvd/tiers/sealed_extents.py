@@ -123,7 +123,7 @@ class SealedFormat:
     """One layout's sealed extents.
 
     Args:
-        extent_format: of the layout.
+        extent_format: extent format of the layout.
         keys: the tenants'; they say whether what is written now is to be sealed.
     """
 
@@ -207,9 +207,9 @@ class OpenedExtent:
         """Open a group's slices into the slot, if there is one; False if one is not what it was.
 
         Args:
-            group: of layers.
-            body: its slices as they were read, and SPARE_BYTES behind.
-            memory: of the slot.
+            group: group of layers.
+            body: slices of the group as they were read, and SPARE_BYTES behind.
+            memory: memory of the slot.
         """
         end = group.num_bytes
         for layer in reversed(group.layers):

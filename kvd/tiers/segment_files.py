@@ -36,9 +36,9 @@ class SpaceBudget:
     """What all volumes together may allocate, and what the file system has left; for any thread.
 
     Args:
-        total_bytes: of allocated segments; None: only the file system is the limit.
-        reserve_bytes: of the file system, to be left free.
-        directory: on that file system; it may not exist yet.
+        total_bytes: most bytes of allocated segments; None: only the file system is the limit.
+        reserve_bytes: bytes of the file system to be left free.
+        directory: directory on that file system; it may not exist yet.
     """
 
     def __init__(self, total_bytes: int | None, reserve_bytes: int, directory: Path) -> None:
@@ -97,7 +97,7 @@ class VolumeInfo:
     """A volume as it is.
 
     Attributes:
-        is_direct: its files are read and written with O_DIRECT.
+        is_direct: whether its files are read and written with O_DIRECT.
         buffered_reason: why not; "" when direct.
         physical_bytes: what its files take up on the file system.
     """
@@ -117,7 +117,7 @@ class SegmentFiles:
         budget: what all volumes may take together.
         direct: "auto" and "on" read and write past the page cache if the file system lets us; it is
             worth a warning when it does not with "on". "off" does not try.
-        faults: see kvd/tiers/faults.py.
+        faults: faults that tests inject, see kvd/tiers/faults.py.
 
     Attributes:
         extents_per_segment, faults: see above.
@@ -190,7 +190,7 @@ class SegmentFiles:
         """Return the bytes of a segment, in whole extents, if it can be opened; 0: it is not there.
 
         Raises:
-            OSError: it cannot be opened.
+            OSError: the segment cannot be opened.
         """
         size = self._sizes.get(segment, 0)
         if size:
@@ -201,8 +201,8 @@ class SegmentFiles:
         """Return the descriptor of a segment.
 
         Raises:
-            FileNotFoundError: it does not exist.
-            OSError: it cannot be opened.
+            FileNotFoundError: the segment does not exist.
+            OSError: the segment cannot be opened.
         """
         fd = self._fds.get(segment)
         return self._open(segment) if fd is None else fd

@@ -29,8 +29,8 @@ class SlotRows:
     """The runs of one layout, looked up instead of computed: this is called for every block.
 
     Attributes:
-        num_layers: of the layout.
-        components: of each component of each layer, its offset in a slot and the bytes of one row.
+        num_layers: number of layers of the layout.
+        components: offset in a slot and bytes of one row, of each component of each layer.
     """
 
     def __init__(self, layout: KVLayout) -> None:

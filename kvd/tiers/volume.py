@@ -53,11 +53,11 @@ class SegmentVolume:
 
     Attributes:
         files: the segments, which are opened, shrunk and closed there.
-        shape: of the extents.
+        shape: shape of the extents.
 
     Args:
-        layout: of the blocks.
-        files: of whole extents of this layout.
+        layout: layout of the blocks.
+        files: segment files of whole extents of this layout.
         keys: the tenants'; None: extents are plain.
     """
 
@@ -139,7 +139,7 @@ class SegmentVolume:
 
         Args:
             run: one block, or several of which each follows the one before.
-            staging: of the calling thread.
+            staging: staging buffer of the calling thread.
         """
         first = run[0]
         segment, start = self._locate(first.extent)
@@ -226,7 +226,7 @@ class SegmentVolume:
     # ------------------------------------------------------------------------------------ inside
 
     def _retried(self, transfer: Callable[[], T]) -> T:
-        """Transfer; once more through the page cache if the file system refuses direct I/O."""
+        """Transfer, once more through the page cache if the file system refuses direct I/O."""
         try:
             return transfer()
         except OSError as error:

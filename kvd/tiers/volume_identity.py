@@ -31,16 +31,16 @@ def identify(directory: Path, expected: str, faults: Faults, *, holds_rows: bool
     """Find, or make, the volume in a directory.
 
     Args:
-        directory: of the volume; made if nothing can be lost by it.
+        directory: directory of the volume; made if nothing can be lost by it.
         expected: the id that the index names; "" if it names none.
-        faults: see kvd/tiers/faults.py.
+        faults: faults that tests inject, see kvd/tiers/faults.py.
         holds_rows: whether the index says that there is something in it.
 
     Returns:
         Its id; "" if it has none and the disk is full.
 
     Raises:
-        UnusableVolumeError: it is not the volume that the index describes.
+        UnusableVolumeError: the directory is not the volume that the index describes.
         OSError: the directory cannot be made, read or written.
     """
     if holds_rows:
@@ -61,7 +61,7 @@ def make_directory(directory: Path, faults: Faults) -> None:
     """Make a directory and those above it, and have them survive a power cut.
 
     Raises:
-        OSError: it cannot be made.
+        OSError: the directory cannot be made.
     """
     missing = [path for path in (directory, *directory.parents) if not path.exists()]
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)

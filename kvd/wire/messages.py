@@ -11,10 +11,8 @@ from kvd.core.records.errors import InvalidRequestError
 from kvd.core.records.records import (
     BlockInfo,
     LoadAnswer,
-    LoadSpan,
     SessionInfo,
     StoreAnswer,
-    StoreBlock,
     Tier,
     TierStats,
 )
@@ -22,6 +20,7 @@ from kvd.core.state.turn_log import MAX_TURNS, RecordedTurn
 from shared.kvd_client.messages import key_message
 from shared.pb.kvd.v1 import kvd_pb2 as pb
 from shared.serving.message_fields import MessageFields
+from shared.types.granted_slots import LoadSpan, StoreBlock
 from shared.types.kv_layout import KVLayout
 from shared.types.lineage import LINEAGE_BYTES, WHOLE, Lineage
 from shared.types.session_key import SessionKey, session_key

@@ -5,8 +5,7 @@ request says of itself: a request names a tenant, and the identity says whether 
 interceptor of gRPC, or the middleware of HTTP, sets the identity of the running call.
 """
 
-from collections.abc import Collection, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Collection, Iterable
 from contextvars import ContextVar
 from dataclasses import dataclass
 
@@ -124,13 +123,3 @@ def current_identity() -> Identity:
 def act_as(identity: Identity) -> None:
     """Set the current identity for the rest of this task, which is the call's own."""
     _CURRENT.set(identity)
-
-
-@contextmanager
-def acting_as(identity: Identity) -> Iterator[None]:
-    """Set the current identity inside the block."""
-    token = _CURRENT.set(identity)
-    try:
-        yield
-    finally:
-        _CURRENT.reset(token)

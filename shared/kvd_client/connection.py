@@ -17,12 +17,7 @@ from typing import Protocol, TypeVar
 
 import grpc
 
-from shared.kvd_client.attachment import (
-    Attachment,
-    KvdUnavailableError,
-    MappedArena,
-    attach,
-)
+from shared.kvd_client.attachment import Attachment, KvdUnavailableError, MappedArena, attach
 from shared.kvd_client.messages import layout_message
 from shared.pb.kvd.v1 import kvd_pb2 as pb
 from shared.process.log import get_logger

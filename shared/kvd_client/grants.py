@@ -5,57 +5,19 @@ Pure. The memory behind slot numbers is added by shared/kvd_client/client.py.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import Enum
-from typing import NamedTuple
 
 from shared.kvd_client.arena_map import ArenaMap, LoadProgress, ProgressWords
 from shared.pb.kvd.v1 import kvd_pb2 as pb
 from shared.serving.message_fields import MessageFields
 from shared.types.block_key import TOKEN_BYTES
 from shared.types.errors import UnavailableError
+from shared.types.granted_slots import LoadSpan, Lookup, StoreBlock
 
 
 class KvdProtocolError(UnavailableError):
     """kvd's answer contradicts itself or the layout."""
 
     reason = "kvd_protocol"
-
-
-class Lookup(Enum):
-    """Answer of prepare_load."""
-
-    HIT = "hit"
-    PENDING = "pending"  # granted, still being read: a layer may be read once it is ready
-    MISS = "miss"
-
-
-class LoadSpan(NamedTuple):
-    """Tokens [start, start + num_tokens) of a slot are the request's from `token_offset` on.
-
-    Attributes:
-        slot_id: index of the slot in the arena.
-        start: the first of the slot's tokens.
-        num_tokens: number of tokens.
-        token_offset: position of the first token in the request.
-        generation: the slot's generation, which grows each time it is reused.
-        tier: where the block was found, "dram" or "ssd"; it is in the slot now either way.
-    """
-
-    slot_id: int
-    start: int
-    num_tokens: int
-    token_offset: int
-    generation: int
-    tier: str
-
-
-class StoreBlock(NamedTuple):
-    """The request's tokens from `token_offset` on are the slot's tokens [0, num_tokens)."""
-
-    slot_id: int
-    token_offset: int
-    num_tokens: int
-    generation: int
 
 
 @dataclass(frozen=True)

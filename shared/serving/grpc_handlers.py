@@ -4,6 +4,7 @@ An interceptor that stands around every RPC takes a handler's behaviour and make
 same kind around it.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, TypeAlias
 
@@ -84,3 +85,25 @@ def made_handler(
     }[takes_stream, gives_stream]
     made: Handler = maker(behaviour, deserializer, serializer)
     return made
+
+
+class CallInterceptor(grpc.aio.ServerInterceptor, ABC):  # type: ignore[type-arg]
+    """Stands around every call of a method that the server has; grpc refuses any other itself."""
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Handler:
+        """Wrap the method's handler; called by grpc for each RPC."""
+        handler: Any = await continuation(handler_call_details)  # None, whatever its type says
+        return None if handler is None else self.wrapped(handler, handler_call_details)  # type: ignore[return-value]
+
+    @abstractmethod
+    def wrapped(self, handler: Any, details: grpc.HandlerCallDetails) -> Handler:
+        """Make the handler that answers in place of `handler`.
+
+        Args:
+            handler: of the servicer's method, or of the interceptor behind this one.
+            details: the call's method and metadata.
+        """

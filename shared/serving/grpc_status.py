@@ -9,7 +9,7 @@ clients pass what they caught to error_from_rpc.
 """
 
 import inspect
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any, NoReturn
 
 import grpc
@@ -17,7 +17,7 @@ from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import DecodeError, Message
 from google.rpc import error_details_pb2, status_pb2  # type: ignore[import-untyped]
 
-from shared.serving.grpc_handlers import Handler, behaviour_of, made_handler
+from shared.serving.grpc_handlers import CallInterceptor, Handler, behaviour_of, made_handler
 from shared.types.errors import (
     ConflictError,
     DeadlineError,
@@ -133,7 +133,7 @@ def error_from_rpc(rpc_error: grpc.RpcError) -> ReportedError:
     return error
 
 
-class ReportedErrorInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
+class ReportedErrorInterceptor(CallInterceptor):
     """Turns a ReportedError raised by a servicer into its status, and anything else into INTERNAL.
 
     Attributes:
@@ -143,17 +143,9 @@ class ReportedErrorInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type
     def __init__(self, domain: str) -> None:
         self.domain = domain
 
-    async def intercept_service(
-        self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler]],
-        handler_call_details: grpc.HandlerCallDetails,
-    ) -> Handler:
-        """Wrap the method's handler; called by grpc for each RPC."""
-        found = await continuation(handler_call_details)
-        if found is None:  # unknown method: grpc answers UNIMPLEMENTED
-            return found
-        handler: Any = found
-        method = handler_call_details.method
+    def wrapped(self, handler: Any, details: grpc.HandlerCallDetails) -> Handler:
+        """See CallInterceptor."""
+        method = details.method
         wrap = self._streaming if handler.response_streaming else self._single
         return made_handler(
             wrap(method, behaviour_of(handler)),

@@ -8,7 +8,7 @@ reflection is for whoever is known.
 import asyncio
 import inspect
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any, TypeAlias
 
 import grpc
@@ -18,7 +18,7 @@ from shared.access.clients import ClientBook, StreamCounts, authenticate
 from shared.access.identity import Identity, act_as
 from shared.access.refusals import RefusalLog
 from shared.process.log import get_logger
-from shared.serving.grpc_handlers import Handler, behaviour_of, made_handler
+from shared.serving.grpc_handlers import CallInterceptor, Handler, behaviour_of, made_handler
 from shared.serving.rpc_observer import RpcMetrics
 from shared.types.errors import (
     DeadlineError,
@@ -59,7 +59,7 @@ def _no_check(_method: str, _identity: Identity, _request: Any) -> None:
     """Everything else is the servicer's business."""
 
 
-class AccessInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
+class AccessInterceptor(CallInterceptor):
     """Runs each handler as its caller; stands after shared.serving.grpc_status's interceptor.
 
     Args:
@@ -98,17 +98,9 @@ class AccessInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         self._metrics = metrics or RpcMetrics()
         self._refusals = RefusalLog()
 
-    async def intercept_service(
-        self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler]],
-        handler_call_details: grpc.HandlerCallDetails,
-    ) -> Handler:
-        """Wrap the method's handler; called by grpc for each RPC."""
-        found = await continuation(handler_call_details)
-        if found is None:  # unknown method: grpc answers UNIMPLEMENTED
-            return found
-        handler: Any = found
-        method = handler_call_details.method
+    def wrapped(self, handler: Any, details: grpc.HandlerCallDetails) -> Handler:
+        """See CallInterceptor."""
+        method = details.method
         wrap = self._streaming if handler.response_streaming else self._single
         # Most become handlers of streams: grpc would read a single message before it calls us.
         is_read_here = handler.request_streaming or not self._leaves_reading

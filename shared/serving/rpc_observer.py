@@ -6,7 +6,7 @@ that never ends helps nobody.
 """
 
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection
+from collections.abc import AsyncIterator, Collection
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,7 +14,7 @@ import grpc
 from opentelemetry.trace import Span
 
 from shared.access.credentials import TlsConnections
-from shared.serving.grpc_handlers import Handler, behaviour_of, with_behaviour
+from shared.serving.grpc_handlers import CallInterceptor, Handler, behaviour_of, with_behaviour
 from shared.serving.tracing import carried, enter_request, fail_span
 from shared.types.histogram import Histogram, Tally
 
@@ -44,7 +44,7 @@ class RpcMetrics:
     tls: TlsConnections = field(default_factory=TlsConnections)
 
 
-class RpcObserver(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
+class RpcObserver(CallInterceptor):
     """See the module docstring.
 
     Args:
@@ -56,19 +56,13 @@ class RpcObserver(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         self._metrics = metrics
         self._long_lived = frozenset(long_lived)
 
-    async def intercept_service(
-        self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler]],
-        handler_call_details: grpc.HandlerCallDetails,
-    ) -> Handler:
-        """Wrap the method's handler; called by grpc for each RPC."""
-        handler = await continuation(handler_call_details)
-        full_name = handler_call_details.method
-        found: Any = handler  # None for an unknown method, whatever its type says
-        if found is None or full_name.startswith(FOREIGN):
-            return handler
+    def wrapped(self, handler: Any, details: grpc.HandlerCallDetails) -> Handler:
+        """See CallInterceptor."""
+        full_name = details.method
+        if full_name.startswith(FOREIGN):
+            return handler  # type: ignore[no-any-return]
         method = full_name.rpartition(".")[2]  # "/kvd.v1.Engine/PrepareLoad": what follows "v1."
-        carrier = carried(handler_call_details.invocation_metadata)
+        carrier = carried(details.invocation_metadata)
         wrap = self._streaming if handler.response_streaming else self._single
         return with_behaviour(handler, wrap(method, carrier, behaviour_of(handler)))
 

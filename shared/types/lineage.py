@@ -14,7 +14,7 @@ transcript, and kvd by recording the discards that it receives.
 
 import hashlib
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from shared.types.block_key import TOKEN_BYTES
@@ -67,3 +67,14 @@ class Lineage:
 
 
 WHOLE = Lineage()
+
+
+def join_ranges(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Join half-open ranges of tokens that overlap or touch; they are sorted."""
+    joined: list[tuple[int, int]] = []
+    for start, end in ranges:
+        if joined and start <= joined[-1][1]:
+            joined[-1] = (joined[-1][0], max(end, joined[-1][1]))
+        else:
+            joined.append((start, end))
+    return joined

@@ -6,8 +6,7 @@ Run it after any change of a command, an option or a help text; a test compares.
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from kvd.cli.commands import EXAMPLES, EXIT_CODES
-from kvd.cli.main import root_command
+from kvd.cli.main import EXAMPLES, EXIT_CODES, root_command
 from tests.docs.command_pages import Entry, Page, pages
 
 ROOT = Path(__file__).parent.parent.parent

@@ -1,7 +1,6 @@
 """Man pages and docs are those of the commands there are."""
 
-from kvd.cli.commands import EXAMPLES
-from kvd.cli.main import root_command
+from kvd.cli.main import EXAMPLES, root_command
 from tests.docs.command_pages import Page, pages
 from tests.docs.man_pages import MAN, ROOT, all_files, man_page
 

@@ -29,7 +29,7 @@ from kvd.host.clock import resume_clock
 from kvd.tiers.faults import NoFaults, WritePoint
 from kvd.tiers.manifest import Manifest
 from kvd.tiers.volume_identity import ID_NAME
-from shared.kvd_client.grants import Lookup
+from shared.types.granted_slots import Lookup
 from shared.types.units import ceil_div
 from tests.synthetic_engine import encode, key_of, small_layout
 

@@ -12,9 +12,9 @@ from pathlib import Path
 import grpc
 import pytest
 
-from shared.kvd_client.grants import Lookup
 from shared.pb.kvd.v1 import kvd_pb2, kvd_pb2_grpc
 from shared.process.runtime_dir import READER_SOCKET
+from shared.types.granted_slots import Lookup
 from tests.kvd_polling import all_clean, eventually, until_kept
 from tests.processes import running_kvd
 from tests.synthetic_engine import attached_engine, encode, key_of, small_layout

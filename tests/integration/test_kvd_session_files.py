@@ -15,13 +15,7 @@ from shared.pb.kvd.v1 import kvd_pb2, kvd_pb2_grpc
 from shared.types.lineage import WHOLE
 from tests.kvd_polling import all_clean, eventually, reader_stats, sessions_of
 from tests.processes import KvdProcess, run_cli, running_kvd
-from tests.synthetic_engine import (
-    SyntheticEngine,
-    attached_engine,
-    encode,
-    key_of,
-    small_layout,
-)
+from tests.synthetic_engine import SyntheticEngine, attached_engine, encode, key_of, small_layout
 
 TOKENS = list(range(100, 1150))  # 65 blocks and 10 tokens
 SIZES = ("--dram", "1MB", "--ssd", "4MB")

@@ -5,7 +5,7 @@ import pkgutil
 
 import kvd
 import shared
-from kvd.cli.commands import EXIT_CODES, exit_codes_help
+from kvd.cli.main import EXIT_CODES, exit_codes_help
 from shared.types.errors import ReportedError
 
 

@@ -13,8 +13,9 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
-from kvd.core.records.records import Admission, Lookup, Tier
+from kvd.core.records.records import Admission, Tier
 from kvd.core.state.limits import Limits
+from shared.types.granted_slots import Lookup
 from shared.types.lineage import WHOLE, Lineage
 from shared.types.session_key import SessionKey
 from tests.property.cache_world import MODEL, CacheWorld, Row, compute, to_bytes

@@ -240,7 +240,7 @@ class PlacementMachine(RuleBasedStateMachine):
             assert queue.is_running(key) == (key in running)
             assert self.placement.is_busy(key) == (key in self._queued() | running)
             assert key in running or not self.placement.is_released(key)
-        assert self.placement.num_running == len(running)
+        assert self.placement.queue.num_sessions_running == len(running)
         assert self.placement.has_busy == bool(self._queued() | running)
         assert len(self.placement.prefetching) == len(self.opened & self._queued())
         assert len(queue) == sum(len(requests.waiting) for requests in self.engines.values())

@@ -9,8 +9,8 @@ import pytest
 import typer
 
 from inference_svc.cli import main as inference_cli
-from inference_svc.cli.commands import COMMANDS as INFERENCE_COMMANDS
-from kvd.cli.commands import COMMANDS as KVD_COMMANDS
+from inference_svc.cli.main import COMMANDS as INFERENCE_COMMANDS
+from kvd.cli.main import COMMANDS as KVD_COMMANDS
 from kvd.cli.main import root_command
 from shared.config.lazy_commands import summary
 from tests.processes import running_kvd

@@ -6,16 +6,7 @@ from dataclasses import dataclass, field
 from inference_svc.core.errors import UnsupportedModelError
 from inference_svc.runtime.transfer.compaction import can_compact
 from tests.zoo.architectures import Architecture
-from tests.zoo.checks import (
-    AFTER_DISCARD,
-    ALWAYS,
-    DROPPED,
-    HISTORY,
-    Case,
-    Check,
-    distance,
-    shifted,
-)
+from tests.zoo.checks import AFTER_DISCARD, ALWAYS, DROPPED, HISTORY, Case, Check, distance, shifted
 from tests.zoo.explicit import ExplicitStock
 from tests.zoo.models import build_model
 from tests.zoo.overrides import EXPLICIT

@@ -24,11 +24,7 @@ import transformers
 
 import inference_svc.runtime
 from inference_svc.core.errors import UnsupportedModelError
-from inference_svc.runtime.calibration.calibration import (
-    PositionsChoice,
-    calibrate,
-    calibration_by,
-)
+from inference_svc.runtime.calibration.calibration import PositionsChoice, calibrate, calibration_by
 from inference_svc.runtime.calibration.sinks import find_sinks
 from inference_svc.runtime.model.model_loader import LoadedModel
 from inference_svc.runtime.model.packed_linear import pack_weights, packed_bytes, unpack_weights

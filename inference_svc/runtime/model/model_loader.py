@@ -15,8 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GgufCo
 from transformers.utils.logging import disable_progress_bar
 
 from inference_svc.core.errors import UnsupportedModelError
-from inference_svc.runtime.model.file_digests import DigestCache
-from inference_svc.runtime.model.fingerprint import Fingerprint
+from inference_svc.runtime.model.fingerprint import DigestCache, Fingerprint
 from inference_svc.runtime.model.model_directory import check_model, no_progress_bar
 from shared.types.kv_layout import ITEM_BYTES
 

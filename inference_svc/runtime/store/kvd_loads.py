@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
+from functools import partial
 
 from inference_svc.core.counters import Counters
 from inference_svc.core.rates.rates import DRAM, SSD, LoadChooser, LoadPolicy, Rates
@@ -24,9 +25,10 @@ from inference_svc.runtime.transfer.layer_store import no_wait
 from inference_svc.runtime.worker_thread import WorkerThread
 from shared.kvd_client.arena_map import ArenaMap, LoadProgress
 from shared.kvd_client.client import KvdClient
-from shared.kvd_client.grants import LoadGrant, Lookup
+from shared.kvd_client.grants import LoadGrant
 from shared.process.log import get_logger
 from shared.types.errors import LoadFailedError, ReportedError
+from shared.types.granted_slots import Lookup
 from shared.types.kv_layout import KVLayout
 
 
@@ -119,7 +121,8 @@ class KvdLoads:
         """See SessionLoads. On return all grants but the last are copied."""
         if request.policy is LoadPolicy.NEVER:
             return BegunLoad(reason="load_policy_never")
-        if not self._wants(request, DRAM, 0):
+        wanted = request.policy, DRAM, 0, request.num_tokens, request.traffic
+        if not self._chooser.wants(*wanted):
             self._talk.counters.add("loads_refused")
             return BegunLoad(reason=RECOMPUTE_CHEAPER)
         begun = BegunLoad(began_s=time.monotonic())
@@ -177,12 +180,20 @@ class KvdLoads:
         is requested again without them: kvd then grants only what it could read.
         """
         may_wait, num_tokens = request.may_wait, request.num_tokens
+        # Whether the rest is worth reading from SSD, if that is where it is.
+        wants_ssd = partial(
+            self._chooser.wants,
+            request.policy,
+            SSD,
+            end=num_tokens,
+            traffic=request.traffic,
+        )
         while begun.end_token < num_tokens:
             left_s = self._deadline(begun) - time.monotonic()
             if left_s <= 0:
                 begun.reason = "deadline"
                 return
-            dram_only = not self._wants(request, SSD, begun.end_token)
+            dram_only = not wants_ssd(begun.end_token)
             grant = await self._client.prepare_load(
                 request.key,
                 request.token_ids,
@@ -197,7 +208,7 @@ class KvdLoads:
                 return
             begun.grant = grant
             end_token = check_spans(request.kv, grant.spans, self._talk.layout)
-            is_rest_refused = dram_only and not self._wants(request, SSD, end_token)
+            is_rest_refused = dram_only and not wants_ssd(end_token)
             is_last = not grant.more or is_rest_refused
             if not is_last and not await self._copy_now(request, begun, grant):
                 may_wait = False
@@ -210,11 +221,6 @@ class KvdLoads:
                     begun.reason = RECOMPUTE_CHEAPER
                 return
             request.kv.num_tokens = end_token
-
-    def _wants(self, request: LoadRequest, tier: str, from_token: int) -> bool:
-        """Whether the rest is worth loading from this tier, if that is where it is."""
-        num_tokens = request.num_tokens
-        return self._chooser.wants(request.policy, tier, from_token, num_tokens, request.traffic)
 
     def _miss_reason(self, begun: BegunLoad, grant: LoadGrant) -> str:
         if grant.miss_reason == "on_ssd":

@@ -126,14 +126,9 @@ class SessionPlacement:
         return self.queue.is_queued(key) or self.queue.is_running(key)
 
     @property
-    def num_running(self) -> int:
-        """Sessions of which a turn runs."""
-        return self.queue.num_sessions_running
-
-    @property
     def has_busy(self) -> bool:
         """Whether any session is busy."""
-        return bool(self.queue or self.num_running)
+        return len(self.queue) > 0 or self.queue.num_sessions_running > 0
 
     def loaded(self, key: SessionKey) -> None:
         """Record that an engine has what is stored of the session, for the turn it is busy with."""

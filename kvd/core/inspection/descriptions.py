@@ -159,7 +159,7 @@ class Inspector:
         placement = state.placement
         return QueueStats(
             waiting_jobs=len(placement.queue),
-            running_sessions=placement.num_running,
+            running_sessions=placement.queue.num_sessions_running,
             prefetch_window=state.prefetch_window,
             eviction_window=placement.eviction_window(),
             mean_session_bytes=placement.mean_bytes,

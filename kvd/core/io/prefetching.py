@@ -336,6 +336,6 @@ class Prefetcher:
         In a small arena the watermark is less than that, and what is read ahead would be evicted.
         """
         state = self._state
-        num_stored = ceil(state.mean_store_blocks * state.placement.num_running)
+        num_stored = ceil(state.mean_store_blocks * state.placement.queue.num_sessions_running)
         num_kept = min(num_stored, len(state.slots) // MOST_KEPT)
         return state.slots.num_free - max(num_kept, state.num_kept_free)

@@ -30,11 +30,7 @@ from kvd.core.operations.compaction_plan import (
     is_wasteful,
     plan_compaction,
 )
-from kvd.core.records.actions import (
-    SESSION_COMPACTED,
-    CommitIndex,
-    IoOutcome,
-)
+from kvd.core.records.actions import SESSION_COMPACTED, CommitIndex, IoOutcome
 from kvd.core.records.records import Tier
 from kvd.core.state.block import Block, BlockIo
 from kvd.core.state.cache_state import CacheState

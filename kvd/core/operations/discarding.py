@@ -30,7 +30,7 @@ from kvd.core.state.cache_state import CacheState
 from kvd.core.state.leases import StoreLease
 from kvd.core.state.session import Session
 from kvd.core.state.session_history import MoveKind
-from shared.types.lineage import WHOLE, Lineage
+from shared.types.lineage import WHOLE, Lineage, join_ranges
 from shared.types.session_key import SessionKey
 
 Range = tuple[int, int]  # half-open, in token positions before the discard
@@ -151,18 +151,14 @@ def _merged(ranges: Sequence[Range], num_tokens: int) -> list[Range]:
     Raises:
         InvalidRequestError: for one that is empty or outside the sequence.
     """
-    merged: list[Range] = []
-    for start, end in sorted(ranges):
+    ordered = sorted(ranges)
+    for start, end in ordered:
         if not 0 <= start < end <= num_tokens:
             raise InvalidRequestError(
                 f"range [{start}, {end}) is empty or outside the {num_tokens} tokens sent",
                 "send half-open ranges of token positions before the discard",
             )
-        if merged and start <= merged[-1][1]:
-            merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
-        else:
-            merged.append((start, end))
-    return merged
+    return join_ranges(ordered)
 
 
 class _Remains:

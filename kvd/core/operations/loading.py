@@ -15,22 +15,13 @@ from kvd.core.io.verifying import Verifier
 from kvd.core.io.writing import Writer
 from kvd.core.operations.chaining import Chaining
 from kvd.core.operations.matching import Piece, check_from_token, match_tokens, num_tokens_of
-from kvd.core.records.actions import (
-    LeaseReady,
-    TrackLoad,
-    UntrackLoad,
-)
-from kvd.core.records.records import (
-    LeaseState,
-    LoadAnswer,
-    LoadSpan,
-    Lookup,
-    Tier,
-)
+from kvd.core.records.actions import LeaseReady, TrackLoad, UntrackLoad
+from kvd.core.records.records import LeaseState, LoadAnswer, Tier
 from kvd.core.state.block import Block, BlockIo
 from kvd.core.state.cache_state import CacheState
 from kvd.core.state.leases import LeasePhase, LoadLease, move
 from kvd.core.state.session_history import MoveKind
+from shared.types.granted_slots import LoadSpan, Lookup
 from shared.types.lineage import Lineage
 from shared.types.session_key import SessionKey
 from shared.types.units import NS_PER_S
@@ -297,7 +288,8 @@ class Loader:
             return
         self._state.outbox.count("load_hits")
         for tier in Tier:
-            num_of_tier = sum(span.num_tokens for _, span in lease.entries if span.tier is tier)
+            name = tier.value
+            num_of_tier = sum(span.num_tokens for _, span in lease.entries if span.tier == name)
             self._state.outbox.count(f"load_tokens_{tier.value}", num_of_tier)
             self._state.turns.loaded(lease.key, tier, num_of_tier)
             if num_of_tier:
@@ -319,6 +311,6 @@ def _load_span(piece: Piece, from_token: int, tier: Tier) -> LoadSpan:
         start=piece.span.start + num_skipped,
         num_tokens=piece.span.num_tokens - num_skipped,
         token_offset=piece.token_offset + num_skipped,
-        tier=tier,
+        tier=tier.value,
         generation=piece.block.generation,
     )

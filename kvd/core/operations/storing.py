@@ -22,12 +22,13 @@ from kvd.core.operations.matching import (
 )
 from kvd.core.records.actions import SESSION_STORED
 from kvd.core.records.entries import Span, WritingSlot
-from kvd.core.records.records import StoreAnswer, StoreBlock
+from kvd.core.records.records import StoreAnswer
 from kvd.core.state.block import Block
 from kvd.core.state.cache_state import CacheState
 from kvd.core.state.leases import NewBlock, Part, RestoredLease, StoreLease, lost
 from kvd.core.state.session import Session
 from kvd.core.state.session_history import MoveKind
+from shared.types.granted_slots import StoreBlock
 from shared.types.lineage import Lineage
 from shared.types.session_key import SessionKey
 from shared.types.units import NS_PER_S

@@ -7,9 +7,9 @@ are `now_ns` of kvd's own clock (D17).
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
-from typing import NamedTuple
 
 from kvd.core.records.entries import Pin
+from shared.types.granted_slots import LoadSpan, Lookup, StoreBlock
 from shared.types.session_key import SessionKey
 
 
@@ -18,14 +18,6 @@ class Tier(Enum):
 
     DRAM = "dram"
     SSD = "ssd"
-
-
-class Lookup(Enum):
-    """Answer of a load; never an exception."""
-
-    HIT = "hit"
-    PENDING = "pending"
-    MISS = "miss"
 
 
 class Admission(Enum):
@@ -45,17 +37,6 @@ class LeaseState(Enum):
 
 
 # ---------------------------------------------------------------------------------- load and store
-
-
-class LoadSpan(NamedTuple):
-    """Tokens [start, start + num_tokens) of a slot are [token_offset, …) of the request."""
-
-    slot_id: int
-    start: int
-    num_tokens: int
-    token_offset: int
-    tier: Tier  # where the block was found
-    generation: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,15 +69,6 @@ class ExportedRows:
     start: int
     num_tokens: int
     token_ids: bytes
-
-
-class StoreBlock(NamedTuple):
-    """The caller writes tokens [token_offset, …) as tokens [0, num_tokens) of the slot."""
-
-    slot_id: int
-    token_offset: int
-    num_tokens: int
-    generation: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,8 +16,9 @@ from typing import NamedTuple
 
 from kvd.core.records.entries import Span
 from kvd.core.records.errors import LeaseLostError, TooManyLeasesError
-from kvd.core.records.records import LeaseInfo, LoadSpan
+from kvd.core.records.records import LeaseInfo
 from kvd.core.state.block import Block
+from shared.types.granted_slots import LoadSpan
 from shared.types.lineage import Lineage
 from shared.types.session_key import SessionKey
 from shared.types.transitions import Transitions

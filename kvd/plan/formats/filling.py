@@ -29,7 +29,7 @@ class Filling:
 
     Attributes:
         rate: sessions that begin a second, where the trace has no times.
-        window_tokens: to which contexts are truncated, where the trace has only texts; 0: to none.
+        window_tokens: length to which contexts of traces of texts are truncated; 0: none is.
     """
 
     seed: int = 0
@@ -42,7 +42,7 @@ class Request:
     """One request of a trace.
 
     Attributes:
-        service_s: from its arrival to the end of its answer; None: not in the trace.
+        service_s: seconds from its arrival to the end of its answer; None: not in the trace.
     """
 
     at_s: float
@@ -128,7 +128,7 @@ def poisson_begins(number: int, filling: Filling) -> list[float]:
 
 
 def _window(times_s: Sequence[float], after: int, wanted_s: float) -> Iterable[int]:
-    """Indices of requests that come about then, the nearest first."""
+    """Return the indices of requests that come about then, the nearest first."""
     at_s = times_s[after]
     low_s, high_s = (at_s + share * (wanted_s - at_s) for share in NEAR)
     middle = bisect_left(times_s, wanted_s, lo=after + 1)

@@ -71,7 +71,7 @@ def read_mooncake(path: Path) -> tuple[list[Session], str]:
     """Read the sessions of a file, in the order in which they begin, and say how they were found.
 
     Raises:
-        BadTraceError: it cannot be read, or a line is no request.
+        BadTraceError: the file cannot be read, or a line is no request.
     """
     requests: list[HashedRequest] = []
     for where, line in numbered_lines(path):
@@ -129,7 +129,7 @@ def sessions_by_prefix(requests: Sequence[HashedRequest]) -> list[Session]:
 def _best_link(
     request: HashedRequest, ends: defaultdict[int, deque[tuple[int, HashedRequest, _Found]]]
 ) -> _Link | None:
-    """What the request continues; the longest prefix wins, then a continuation, then the longest.
+    """Find what a request continues; the longest prefix wins, then a continuation, then length.
 
     Chained ids: the last full block of an earlier request says all of its blocks.
     """

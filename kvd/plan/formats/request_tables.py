@@ -47,7 +47,7 @@ def read_azure(path: Path, filling: Filling) -> tuple[list[Session], str]:
     """Read a table of Azure's, and say how its sessions were found.
 
     Raises:
-        BadTraceError: it cannot be read, or a line is no request.
+        BadTraceError: the file cannot be read, or a line is no request.
     """
     requests: list[Request] = []
     for where, row in _rows(path, AZURE):
@@ -66,7 +66,7 @@ def read_burstgpt(path: Path, filling: Filling) -> tuple[list[Session], str]:
     """Read a table of BurstGPT's, and say how its sessions were found.
 
     Raises:
-        BadTraceError: it cannot be read, or a line is no request.
+        BadTraceError: the file cannot be read, or a line is no request.
     """
     named: dict[str, list[Request]] = {}
     nameless: list[Request] = []
@@ -136,7 +136,7 @@ def _seconds(where: str, row: Row, name: str) -> float:
 
 
 def _date_s(where: str, text: str) -> float:
-    """Unix time of a date; without a zone it is UTC."""
+    """Return the Unix time of a date; without a zone it is UTC."""
     try:
         at = datetime.fromisoformat(text)
     except ValueError as error:

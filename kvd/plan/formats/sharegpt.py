@@ -33,7 +33,7 @@ def read_sharegpt(path: Path, filling: Filling) -> tuple[list[Session], str]:
     """Read the sessions of a file, and say what was put in for what they lack.
 
     Raises:
-        BadTraceError: it cannot be read, or an entry is no conversation.
+        BadTraceError: the file cannot be read, or an entry is no conversation.
     """
     lengths = [turns for where, entry in _entries(path) if (turns := _lengths(where, entry))]
     if not lengths:
@@ -74,7 +74,7 @@ def _entries(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _lengths(where: str, entry: dict[str, Any]) -> list[tuple[int, int]]:
-    """Tokens of each prompt and of its answer."""
+    """Return the tokens of each prompt and of its answer."""
     messages = entry.get("conversations")
     if not isinstance(messages, list):
         raise BadTraceError(f"{where}: conversations is no list", _REMEDY)

@@ -248,7 +248,7 @@ def _long_runs() -> Iterator[Run]:
 
 
 def _long_tables(of: OutcomeOf) -> Iterator[Table]:
-    """Figures 23 and 24 of the preprint."""
+    """Yield figures 23 and 24 of the preprint."""
     yield _long_prefills(of(_CACHED), of(_RECOMPUTED))
     yield _long_overall(of(_CACHED), of(_RECOMPUTED))
 

@@ -5,13 +5,7 @@ from collections.abc import Iterator, Mapping
 from kvd.plan.outcome import Outcome
 from kvd.plan.paper import numbers, reasons
 from kvd.plan.paper.numbers import LLAMA_65B, NUM_GPUS, PAPER, PAPER_MODELS, PREPRINT, Stated
-from kvd.plan.paper.runs import (
-    CA_POLICY,
-    LETTER_POLICY,
-    RECOMPUTE,
-    SSD_BYTES_PER_S,
-    Run,
-)
+from kvd.plan.paper.runs import CA_POLICY, LETTER_POLICY, RECOMPUTE, SSD_BYTES_PER_S, Run
 from kvd.plan.paper.tables import OutcomeOf, Row, Table, model_rows, notes, ratio
 from kvd.plan.prices import Cost, Prices, cost_of
 
@@ -170,5 +164,5 @@ def _cost(outcome: Outcome, model: str, *, stalls: int, with_storage: bool) -> C
 
 
 def _hours(outcome: Outcome, stalls: int) -> float:
-    """GPU hours; with stalls, prefills count again as the time that decodes wait for them."""
+    """Return GPU hours; with stalls, prefills count again: decodes wait for them."""
     return outcome.gpu_hours + stalls * outcome.prefill_hours

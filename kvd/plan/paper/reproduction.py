@@ -24,7 +24,7 @@ class Reproduction:
     """The replays of one sample.
 
     Attributes:
-        num_turns: to be replayed.
+        num_turns: number of turns to be replayed.
     """
 
     def __init__(self, sample: Sample) -> None:

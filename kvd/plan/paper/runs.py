@@ -152,7 +152,7 @@ def cell_of(run: Run, sample: Sample) -> Cell:
 
 
 def window_bytes(model: str) -> int:
-    """KV of a full context: the most that a session can need (the paper's CCpS)."""
+    """Return the KV of a full context: the most that a session can need (the paper's CCpS)."""
     return WINDOW_TOKENS[model] * MODELS[model].kv_bytes_per_token
 
 
@@ -160,7 +160,7 @@ def window_bytes(model: str) -> int:
 
 
 def long_engine() -> EngineConstants:
-    """Mistral-7B on one A100, a batch of one, as the preprint's own RE has it.
+    """Return Mistral-7B on one A100, a batch of one, as the preprint's own RE has it.
 
     Its TTFT at 28K gives the time of a prompt token; the share of prefills, that of a step.
     """

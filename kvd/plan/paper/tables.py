@@ -20,7 +20,7 @@ class Row:
 
     Attributes:
         unit: "%", "x" (times), "s", "h", "points" (of percent), "tokens/s".
-        paper: as the paper states it; None: its text does not.
+        paper: value as the paper states it; None: its text does not.
         preprint: the value that the preprint states.
         planned: the value that the replay gives.
     """
@@ -47,7 +47,7 @@ class Table:
     """One figure.
 
     Attributes:
-        figure: its number, and whose.
+        figure: number of the figure, and whose.
         notes: where and why plan and paper differ.
     """
 
@@ -118,7 +118,7 @@ def notes(text: str, **values: float) -> tuple[str, ...]:
 
 
 def ratio(part: float, whole: float) -> float:
-    """0 if there is nothing to compare with."""
+    """Divide; 0 if there is nothing to compare with."""
     return part / whole if whole else 0.0
 
 

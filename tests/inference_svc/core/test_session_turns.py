@@ -6,12 +6,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from inference_svc.core.errors import QueueFullError, SessionBusyError
-from inference_svc.core.session_turns import (
-    MAX_RETRY_S,
-    MAX_RETURNS,
-    MIN_PACE_S,
-    SessionTurns,
-)
+from inference_svc.core.session_turns import MAX_RETRY_S, MAX_RETURNS, MIN_PACE_S, SessionTurns
 from shared.types.session_key import SessionKey
 from shared.types.units import NS_PER_S
 

@@ -5,13 +5,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from inference_svc.core.tenant_limits import (
-    MAX_RETRY_S,
-    SWEEP,
-    Bucket,
-    TenantBounds,
-    TenantLimits,
-)
+from inference_svc.core.tenant_limits import MAX_RETRY_S, SWEEP, Bucket, TenantBounds, TenantLimits
 from shared.types.units import NS_PER_S
 
 FREE = TenantBounds()

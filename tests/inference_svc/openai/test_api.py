@@ -4,9 +4,7 @@ import pytest
 from openai.types import Model
 
 from inference_svc.openai.api import ServedModel
-from inference_svc.openai.errors import (
-    UnknownModelNameError,
-)
+from inference_svc.openai.errors import UnknownModelNameError
 from tests.inference_svc.openai.as_clients_read import strict
 
 MODEL = ServedModel("tiny", ("gpt-4o",), "f" * 64, 1_700_000_000, 2048)

@@ -7,11 +7,7 @@ from pydantic import Field
 
 from inference_svc.openai.bodies import Body, Refused, decode
 from inference_svc.openai.chats import ChatBody
-from inference_svc.openai.errors import (
-    RequestError,
-    UnknownParameterError,
-    UnsupportedValueError,
-)
+from inference_svc.openai.errors import RequestError, UnknownParameterError, UnsupportedValueError
 
 
 class Inner(Body):

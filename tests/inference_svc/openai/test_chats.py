@@ -7,11 +7,7 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from inference_svc.core.answers import AnswerToken
 from inference_svc.openai.bodies import decode
 from inference_svc.openai.chats import ChatBody, ChatObjects, chat_usage
-from inference_svc.openai.errors import (
-    RequestError,
-    UnknownParameterError,
-    UnsupportedValueError,
-)
+from inference_svc.openai.errors import RequestError, UnknownParameterError, UnsupportedValueError
 from inference_svc.openai.messages import MAX_MESSAGES, Message
 from inference_svc.openai.token_text import TokenText
 from tests.inference_svc.openai.as_clients_read import TOKENS, USAGE, Letters, finished, strict

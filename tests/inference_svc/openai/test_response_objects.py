@@ -4,9 +4,7 @@ import pytest
 from openai.types.responses import Response, ResponseStreamEvent
 
 from inference_svc.core.errors import SessionBusyError
-from inference_svc.openai.errors import (
-    error_object,
-)
+from inference_svc.openai.errors import error_object
 from inference_svc.openai.response_objects import ResponseObjects
 from inference_svc.openai.sessions.lookup import ResponseInfo
 from inference_svc.openai.token_text import TokenText

@@ -1,21 +1,19 @@
 """The one way in: whose turns are taken, as which tenant, and what is left of the others."""
 
-from contextlib import asynccontextmanager
 from dataclasses import replace
 
 import pytest
 
 from inference_svc.core.errors import EmptyTurnError
-from inference_svc.core.submission import TurnDefaults, TurnNames
+from inference_svc.core.submission import TurnNames
 from inference_svc.core.turn_record import Accepted, Finished
-from inference_svc.runtime.turns.turn_report import TurnReport
-from inference_svc.service.gateway import Gateway
 from inference_svc.service.submissions import empty_turn
-from shared.access.clients import StreamCounts, TooManyStreamsError
+from shared.access.clients import TooManyStreamsError
 from shared.access.identity import Identity, TenantDeniedError
 from shared.types.session_key import InvalidNameError, SessionKey
+from tests.inference_svc.service.gateways import gateway_of
 from tests.memory_engine import loaded_model
-from tests.turn_service import asked, serving
+from tests.turn_service import asked
 
 ANN = Identity("ann", "token", ("acme", "globex"), frozenset({"client"}))
 NEW = TurnNames("", "", "r")
@@ -24,14 +22,6 @@ NEW = TurnNames("", "", "r")
 @pytest.fixture(scope="module")
 def model(tiny_model):
     return loaded_model(tiny_model)
-
-
-@asynccontextmanager
-async def gateway_of(model, directory, most_streams=2):
-    async with serving(model, directory) as service:
-        report = TurnReport(service.histograms)
-        streams, counters = StreamCounts(most_streams), service.counters
-        yield Gateway(service.turns, "m", None, TurnDefaults(64), streams, counters, report)
 
 
 def made(key, _defaults):

@@ -2,48 +2,18 @@
 
 import asyncio
 import sqlite3
-from contextlib import asynccontextmanager, closing
+from contextlib import closing
 from functools import partial
 
 import pytest
 
-from kvd.caches.caches import Caches
 from kvd.caches.layout_opening import VOLUMES
-from kvd.config import DramSettings, LimitSettings, Settings, SsdSettings
-from kvd.engines.attached import Engines
 from kvd.errors import LimitReachedError
-from kvd.host.clock import resume_clock
 from kvd.tiers.arena import ArenaTooSmallError
-from kvd.tiers.faults import NoFaults
-from kvd.tiers.manifest import Manifest
-from tests.synthetic_engine import encode, key_of, small_layout
+from tests.kvd.caches.opened import LAYOUT, caches_in, store
+from tests.synthetic_engine import small_layout
 
-LAYOUT = small_layout()
 LONG_NS = 4_000_000_000_000
-
-
-@asynccontextmanager
-async def caches_in(directory, max_layouts=8):
-    settings = Settings(
-        runtime_dir=directory,
-        state_dir=directory,
-        dram=DramSettings(bytes=20 * LAYOUT.block_bytes, keep="none", prefault=False),
-        ssd=SsdSettings(bytes=1 << 20),
-        limits=LimitSettings(max_layouts=max_layouts),
-    )
-    manifest = Manifest(directory / "manifest.db", directory / VOLUMES, NoFaults())
-    manifest.open()
-    broken = []
-    clock = resume_clock(None, "boot", 0)
-    caches = Caches(
-        settings, manifest, clock, Engines(4), NoFaults(), lambda _: None, broken.append
-    )
-    try:
-        yield caches
-    finally:
-        await caches.close(keep_dram=False)
-        manifest.close()
-    assert not broken
 
 
 async def test_an_arena_is_given_up_whole_or_not_at_all(tmp_path):
@@ -107,17 +77,9 @@ async def test_an_empty_layout_makes_room_for_a_new_one(tmp_path):
         caches.restore()
         assert {cache.layout for cache in caches} == {first, third}
         for layout in (first, third):
-            _store((await caches.open(layout))[0])
+            store((await caches.open(layout))[0])
         with pytest.raises(LimitReachedError, match="flush"):
             await caches.open(second)
-
-
-def _store(cache, name="a", first_token=0):
-    """Have one session in a cache; returns its key."""
-    key, tokens = key_of(name), encode(range(first_token, first_token + 16))
-    answer = cache.act(lambda core: core.stores.prepare(key, tokens, 0, 1))
-    cache.act(lambda core: core.stores.complete(answer.lease_id, 1, success=True))
-    return key
 
 
 async def test_an_index_that_falls_behind_is_sent_little_and_then_all(tmp_path, monkeypatch):
@@ -126,7 +88,7 @@ async def test_an_index_that_falls_behind_is_sent_little_and_then_all(tmp_path, 
     monkeypatch.setattr("kvd.tiers.manifest.MAX_QUEUED_BYTES", bound)
     async with caches_in(tmp_path) as caches:
         cache, _ = await caches.open(LAYOUT)
-        keys = [_store(cache, f"s{number}", 100 * number) for number in range(4)]
+        keys = [store(cache, f"s{number}", 100 * number) for number in range(4)]
         await caches.committed()
         with closing(sqlite3.connect(tmp_path / "manifest.db", isolation_level=None)) as other:
             other.execute("BEGIN IMMEDIATE")

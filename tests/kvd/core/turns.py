@@ -5,8 +5,9 @@ from kvd.core.eviction.policies import POLICIES
 from kvd.core.inspection.session_filter import EVERYTHING
 from kvd.core.records.actions import HashSlot
 from kvd.core.records.entries import Span, unpack_spans
-from kvd.core.records.records import LoadAnswer, Lookup, SessionInfo, StoreAnswer, Tier
+from kvd.core.records.records import LoadAnswer, SessionInfo, StoreAnswer, Tier
 from kvd.core.state.limits import Limits
+from shared.types.granted_slots import Lookup
 from shared.types.lineage import Lineage
 from shared.types.queue_delta import QueueChange, QueuedRequest
 from shared.types.session_key import SessionKey
@@ -136,3 +137,17 @@ def spans_of_a(world: CacheWorld) -> list[Span]:
 
 def keys_of(world: CacheWorld, key: SessionKey) -> list[bytes]:
     return [block.key for block in world.engine.inspection.describe(key).blocks]
+
+
+def wait(world: CacheWorld, elapsed_ns: int) -> None:
+    """Let time pass, and do what is due then."""
+    world.now_ns += elapsed_ns
+    world.engine.expire()
+    world.pump()
+
+
+def restarted(world: CacheWorld) -> CacheEngine:
+    """Start a new kvd, after everything was committed."""
+    world.quiesce()
+    world.start()
+    return world.engine

@@ -7,9 +7,7 @@ import asyncio
 import os
 import threading
 
-from kvd.core.records.actions import (
-    WriteBlock,
-)
+from kvd.core.records.actions import WriteBlock
 from kvd.core.records.entries import StoredBlock
 from kvd.core.records.extent_shape import ExtentShape
 from kvd.host.process_identity import ProcessIdentity

@@ -3,13 +3,9 @@
 import asyncio
 import threading
 
-from kvd.core.records.actions import (
-    VerifySlot,
-)
+from kvd.core.records.actions import VerifySlot
 from kvd.runtime.completions import Ended
-from tests.kvd.runtime.performed import (
-    World,
-)
+from tests.kvd.runtime.performed import World
 
 
 async def test_what_has_ended_at_the_end_is_reported(world):

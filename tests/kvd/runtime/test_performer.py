@@ -28,14 +28,7 @@ from kvd.core.records.entries import (
 from kvd.runtime.performer import MAX_INDEX_BYTES
 from kvd.tiers.manifest import MAX_QUEUED_BYTES
 from shared.types.units import SECTOR_BYTES
-from tests.kvd.runtime.performed import (
-    DEADLINE_S,
-    ENGINE_ID,
-    IDENTITY,
-    KEY,
-    LAYOUT,
-    LEASE,
-)
+from tests.kvd.runtime.performed import DEADLINE_S, ENGINE_ID, IDENTITY, KEY, LAYOUT, LEASE
 
 
 @pytest.mark.parametrize("num_tokens", [16, 3])

@@ -17,11 +17,7 @@ from kvd.runtime.slot_work import RowCopier
 from kvd.tiers.slot_rows import BlockHasher
 from shared.kvd_client.arena_map import FAILED_BIT, LAYERS_MASK, ProgressWords
 from shared.types.kv_layout import Component, KVLayout, Layer
-from tests.kvd.runtime.performed import (
-    DEADLINE_S,
-    ENGINE_ID,
-    LEASE,
-)
+from tests.kvd.runtime.performed import DEADLINE_S, ENGINE_ID, LEASE
 
 BLOCK_TOKENS = 16
 ORDINARY = Layer((Component("k", (2, 8), "float32"), Component("v", (2, 8), "float32")))

@@ -2,6 +2,8 @@
 
 import pytest
 
+from kvd.tiers.faults import NoFaults
+from kvd.tiers.manifest import Manifest
 from tests.kvd.tiers.disk import Disk
 
 
@@ -11,3 +13,18 @@ def disk(tmp_path):
     made = Disk(tmp_path)
     yield made
     made.close()
+
+
+@pytest.fixture
+def make(tmp_path):
+    """Opens the index of an empty directory; again, as a next start does."""
+    made = []
+
+    def manifest(faults=None):
+        made.append(Manifest(tmp_path / "manifest.db", tmp_path / "volumes", faults or NoFaults()))
+        made[-1].open()
+        return made[-1]
+
+    yield manifest
+    for each in made:
+        each.close()

@@ -11,18 +11,8 @@ import pytest
 
 from kvd.tiers import page_advice
 from kvd.tiers.arena import AUTO_FRACTION, ArenaTooSmallError, dram_bytes, num_slots_for
-from kvd.tiers.arena_backing import (
-    DirectoryBacking,
-    is_sealed,
-    private_directory,
-    sealed_memfd,
-)
-from kvd.tiers.arena_store import (
-    ArenaOptions,
-    ArenaStore,
-    HugepagesUnavailableError,
-    resolve_keep,
-)
+from kvd.tiers.arena_backing import DirectoryBacking, is_sealed, private_directory, sealed_memfd
+from kvd.tiers.arena_store import ArenaOptions, ArenaStore, HugepagesUnavailableError, resolve_keep
 from kvd.tiers.faults import NoFaults
 from shared.measuring import workspace
 from shared.types.kv_layout import Component, KVLayout, Layer

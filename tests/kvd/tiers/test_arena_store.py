@@ -1,7 +1,6 @@
 """Arenas that outlive their kvd: found again, adopted with what they hold, or removed."""
 
 import errno
-import fcntl
 import os
 import signal
 import socket
@@ -16,16 +15,17 @@ from structlog.testing import capture_logs
 
 from kvd.core.records.entries import CommittedSlot, WritingSlot
 from kvd.host.process_identity import ProcessIdentity
-from kvd.tiers.arena_backing import SEALS, FdStoreBacking, new_file
+from kvd.tiers.arena_backing import FdStoreBacking, new_file
 from kvd.tiers.arena_store import ArenaOptions, ArenaStore, KeptArena
 from kvd.tiers.faults import NoFaults, WritePoint
-from kvd.tiers.journal import HEADER_BYTES, Journal, unpack_header
 from shared.process import systemd
 from shared.types.kv_layout import Component, KVLayout, Layer
 from shared.types.units import SECTOR_BYTES
 from tests.synthetic_engine import MODEL, small_layout
 
 LAYOUT = small_layout()
+
+
 # Blocks of 128 MiB: an arena larger than any disk needs few of them, and a small journal.
 HUGE_LAYOUT = KVLayout(MODEL, (Layer((Component("k", (256, 128), "float32"),)),) * 64, 16)
 RECORD = CommittedSlot(3, b"k" * 16, 2, bytes(8), bytes(8 * len(LAYOUT.layers)))
@@ -383,155 +383,3 @@ def test_a_killed_process_leaves_its_arena(store, options, tmp_path):
     assert arena.arena_id == arena_id
     assert bytes(arena.slots.slot(3)[:4]) == b"left"
     arena.close()
-
-
-# One life of a kvd under a supervisor: takes its arena over or makes one, says what is in it.
-SUPERVISED = """
-import os, sys
-from pathlib import Path
-from kvd.core.records.entries import CommittedSlot
-from kvd.tiers.arena_store import ArenaOptions, ArenaStore
-from tests.synthetic_engine import small_layout
-layout = small_layout()
-store = ArenaStore(ArenaOptions(keep="fdstore"), Path(sys.argv[1]), 4)
-kept = store.find().get(layout.fingerprint)
-adoption = store.adopt(layout, kept) if kept else None
-arena = adoption.arena if adoption else store.create(layout, 4)
-content = bytes(arena.slots.slot(1)[:4]).hex()
-arena.slots.slot(1)[:4] = b"kept"
-print("KVD", arena.arena_id, arena.epoch, content, flush=True)
-if sys.stdin.readline() == "end":
-    arena.close()
-    print("KVD closed", flush=True)
-"""
-
-
-class Supervisor:
-    """Keeps descriptors by name as systemd does, and starts kvds with them."""
-
-    def __init__(self, directory):
-        self.stored = {}
-        self.directory = directory
-        self.address = str(directory / "notify")
-        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-        self.sock.bind(self.address)
-        self.sock.setblocking(False)
-
-    def listen(self):
-        """Take what was sent so far."""
-        while True:
-            try:
-                data, fds, _, _ = socket.recv_fds(self.sock, 1000, 4)
-            except BlockingIOError:
-                return
-            lines = dict(line.split("=", 1) for line in data.decode().split("\n"))
-            if lines.get("FDSTOREREMOVE") == "1" and lines["FDNAME"] in self.stored:
-                os.close(self.stored.pop(lines["FDNAME"]))
-            if lines.get("FDSTORE") == "1":
-                self.stored[lines["FDNAME"]] = fds[0]
-
-    def start(self):
-        """Start a kvd; return it and the line it says."""
-        names, fds = list(self.stored), list(self.stored.values())
-
-        def announce():
-            for number, fd in enumerate(fds):
-                os.dup2(fd, 50 + number)
-            for number in range(len(fds)):
-                os.dup2(50 + number, 3 + number)
-            os.environ["LISTEN_PID"] = str(os.getpid())
-            command = [sys.executable, "-c", SUPERVISED, str(self.directory)]
-            os.execv(sys.executable, command)  # noqa: S606  # never returns to Popen
-
-        environ = {"NOTIFY_SOCKET": self.address, "LISTEN_FDS": str(len(fds))}
-        environ["LISTEN_FDNAMES"] = ":".join(names)
-        before = dict(os.environ)
-        os.environ.update(environ)
-        try:
-            process = subprocess.Popen(
-                ["/bin/true"],
-                preexec_fn=announce,  # noqa: PLW1509  # no thread of the test holds a lock
-                close_fds=False,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                text=True,
-            )
-        finally:
-            os.environ.clear()
-            os.environ.update(before)
-        while not (line := process.stdout.readline()).startswith("KVD"):
-            assert line, "it has ended"
-        self.listen()
-        return process, line.split()[1:]
-
-    def close(self):
-        for fd in self.stored.values():
-            os.close(fd)
-        self.sock.close()
-
-
-@pytest.fixture
-def supervisor(tmp_path):
-    made = Supervisor(tmp_path)
-    yield made
-    made.close()
-
-
-def test_dram_survives_a_kill_under_a_supervisor(supervisor):
-    """Descriptors in its store, SIGKILL, a new process that finds its predecessor's bytes."""
-    first, (arena_id, epoch, content) = supervisor.start()
-    assert content == "00000000"
-    assert sorted(supervisor.stored) == [
-        f"kvd-{LAYOUT.fingerprint}-journal",
-        f"kvd-{LAYOUT.fingerprint}-slots",
-    ]
-    first.kill()
-    first.communicate()
-    second, facts = supervisor.start()
-    assert facts == [arena_id, str(int(epoch) + 1), b"kept".hex()]
-    output, _ = second.communicate("end")
-    assert "KVD closed" in output
-    supervisor.listen()
-    assert not supervisor.stored
-    third, facts = supervisor.start()
-    assert facts[0] != arena_id
-    third.communicate("end")
-
-
-def test_half_of_an_arena_in_the_store_is_removed(supervisor):
-    """The process makes a new one under the same names."""
-    first, (arena_id, _, _) = supervisor.start()
-    first.kill()
-    first.communicate()
-    os.close(supervisor.stored.pop(f"kvd-{LAYOUT.fingerprint}-journal"))
-    second, facts = supervisor.start()
-    assert facts[0] != arena_id
-    assert len(supervisor.stored) == 2
-    second.communicate("end")
-
-
-@pytest.mark.parametrize(
-    ("seals", "is_adopted"),
-    [(SEALS, True), (0, False), (fcntl.F_SEAL_GROW, False), (fcntl.F_SEAL_SHRINK, False)],
-    ids=["sealed", "not sealed", "may shrink", "may grow"],
-)
-def test_memory_that_is_not_sealed_is_not_adopted(supervisor, seals, is_adopted):
-    """What an engine could truncate under us, although all else of it is right."""
-    first, (arena_id, _, _) = supervisor.start()
-    first.kill()
-    first.communicate()
-    slots, journal = (f"kvd-{LAYOUT.fingerprint}-{part}" for part in ("slots", "journal"))
-    other = os.memfd_create("other", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    os.ftruncate(other, os.fstat(supervisor.stored[slots]).st_size)
-    if seals:
-        fcntl.fcntl(other, fcntl.F_ADD_SEALS, seals)
-    os.close(supervisor.stored[slots])
-    supervisor.stored[slots] = other
-    # The header names the memory of its slots, which is another one now: that alone would do.
-    header = unpack_header(os.pread(supervisor.stored[journal], HEADER_BYTES, 0))
-    header = replace(header, slots_inode=os.fstat(other).st_ino)
-    written = Journal(supervisor.stored[journal], LAYOUT, header.num_slots, NoFaults())
-    written.write_header(header, written.epoch)
-    second, facts = supervisor.start()
-    assert (facts[0] == arena_id) == is_adopted
-    second.communicate("end")

@@ -6,7 +6,6 @@ import subprocess
 import tempfile
 from pathlib import Path
 
-import numpy as np
 import psutil
 import pytest
 from hypothesis import given, settings
@@ -14,40 +13,13 @@ from hypothesis import strategies as st
 from structlog.testing import capture_logs
 
 from kvd.core.records.actions import IoOutcome, WriteBlock
-from kvd.core.records.extent_shape import ExtentShape
 from kvd.tiers.direct_io import probe_direct
 from kvd.tiers.faults import NoFaults, WritePoint
-from kvd.tiers.segment_files import SegmentFiles, SpaceBudget
-from kvd.tiers.volume import SegmentVolume
 from kvd.tiers.volume_identity import ID_NAME
 from shared.types.kv_layout import Component, KVLayout, Layer
 from shared.types.units import SECTOR_BYTES
+from tests.kvd.tiers.blocks_on_disk import EXTENT, SHAPE, WHOLE, Failing
 from tests.kvd.tiers.disk import LAYOUT, Block, Disk, new_slot
-
-SHAPE = ExtentShape(LAYOUT)
-WHOLE = SHAPE.sectors_per_extent
-EXTENT = SHAPE.full_bytes
-
-
-class Failing(NoFaults):
-    """Fails with an errno: reads, writes, or reaching a write point; of one extent or all."""
-
-    def __init__(self, number, *, read=False, write=False, point=None, extent=None):
-        self.number, self.read, self.write = number, read, write
-        self.point, self.extent = point, extent
-
-    def before_read(self, extent):
-        if self.read:
-            raise OSError(self.number, "injected")
-
-    def before_write(self, extent):
-        if self.write and self.extent in (None, extent):
-            raise OSError(self.number, "injected")
-
-    def reach(self, point):
-        if point is self.point:
-            self.point = None  # once
-            raise OSError(self.number, "injected")
 
 
 @pytest.mark.parametrize("direct", ["auto", "off"])
@@ -140,144 +112,6 @@ def test_large_blocks_move_in_groups(disk):
         assert disk.read(extent, block, None)[0] is IoOutcome.OK
 
 
-# ------------------------------------------------------------------------------- wrong bytes
-
-
-def _flip(path, position):
-    with path.open("r+b") as file:
-        file.seek(position)
-        byte = file.read(1)[0]
-        file.seek(position)
-        file.write(bytes([byte ^ 4]))
-
-
-@pytest.mark.parametrize("num_tokens", [16, 5])
-def test_a_flipped_bit_is_corrupt(disk, num_tokens):
-    """In each field of the header, the checksums, the token ids, and both ends of each slice."""
-    disk.volume(direct="off")
-    block = Block(num_tokens)
-    disk.write(0, block)
-    path = disk.directory / "v" / "00000.segment"
-    positions = [0, 4, 8, 16, 32, 48, 52, 64, 64 + 31, 64 + 32, 64 + 32 + 4 * num_tokens - 1]
-    offset = SHAPE.header_bytes
-    for index, layer in enumerate(LAYOUT.layers):
-        if layer.components:
-            positions += [offset, offset + layer.token_bytes * num_tokens - 1]
-        offset += SHAPE.slice_bytes(index, num_tokens)
-    for position in positions:
-        _flip(path, position)
-        assert disk.read(0, block, new_slot()) == (IoOutcome.CORRUPT, None), position
-        assert disk.read(0, block, None) == (IoOutcome.CORRUPT, None)
-        _flip(path, position)
-    assert disk.read(0, block, new_slot())[0] is IoOutcome.OK
-
-
-def test_padding_does_not_count(disk):
-    """What is neither used nor described may be anything."""
-    disk.volume(direct="off")
-    block = Block(5)
-    disk.write(0, block)
-    for position in (SHAPE.header_bytes - 1, SHAPE.header_bytes + SECTOR_BYTES - 1):
-        _flip(disk.directory / "v" / "00000.segment", position)
-    slot = new_slot()
-    assert disk.read(0, block, slot)[0] is IoOutcome.OK
-    assert block.is_in(slot)
-
-
-def test_another_block_is_corrupt(disk):
-    """An extent that holds another key, or another length, is not the one looked for."""
-    disk.volume()
-    block, other = Block(), Block()
-    disk.write(0, block)
-    other_length = Block(5)
-    other_length.key = block.key
-    for wrong in (other, other_length):
-        assert disk.read(0, wrong, new_slot()) == (IoOutcome.CORRUPT, None)
-    assert disk.read(WHOLE, block, new_slot()) == (IoOutcome.CORRUPT, None)  # never written
-
-
-def test_another_layout_is_corrupt(disk):
-    """The same sizes do not make it the same layout."""
-    twin = KVLayout("cd" * 16, LAYOUT.layers, LAYOUT.block_tokens)
-    disk.volume()
-    block = Block()
-    disk.write(0, block)
-    disk.volume(layout=twin)
-    assert disk.read(0, block, new_slot()) == (IoOutcome.CORRUPT, None)
-
-
-@pytest.mark.parametrize("direct", ["auto", "off"])
-@pytest.mark.parametrize("size", [0, 5, SHAPE.header_bytes, EXTENT - SECTOR_BYTES, EXTENT - 1])
-def test_missing_bytes_are_corrupt(disk, direct, size):
-    """A file that is too short does not hold the block; it is not deleted for it."""
-    disk.volume(direct=direct)
-    block = Block()
-    disk.write(0, block)
-    path = disk.directory / "v" / "00000.segment"
-    os.truncate(path, size)
-    assert disk.read(0, block, new_slot()) == (IoOutcome.CORRUPT, None)
-    disk.volume(direct=direct)
-    assert disk.read(0, block, new_slot()) == (IoOutcome.CORRUPT, None)
-    assert path.stat().st_size == size
-    assert disk.write(0, block) is IoOutcome.OK  # it is made whole again
-    assert disk.read(0, block, new_slot())[0] is IoOutcome.OK
-
-
-def test_a_missing_file_is_corrupt(disk):
-    """And nothing else is the worse for it."""
-    disk.volume()
-    block, other = Block(), Block()
-    disk.write(0, block)
-    disk.write(3 * WHOLE, other)
-    disk.close()
-    (disk.directory / "v" / "00000.segment").unlink()
-    disk.volume()
-    assert disk.read(0, block, new_slot()) == (IoOutcome.CORRUPT, None)
-    assert disk.read(3 * WHOLE, other, new_slot())[0] is IoOutcome.OK
-
-
-@settings(max_examples=150, deadline=None)
-@given(data=st.data(), num_tokens=st.sampled_from([1, 5, 15, 16]))
-def test_altered_segments_never_pass(data, num_tokens):
-    """Whatever a segment holds: a read that is OK brought the bytes that were written."""
-    with tempfile.TemporaryDirectory() as directory:
-        disk = Disk(Path(directory))
-        disk.volume(direct="off")
-        block = Block(num_tokens)
-        disk.write(0, block)
-        path = disk.directory / "v" / "00000.segment"
-        size = SHAPE.num_sectors(num_tokens) * SECTOR_BYTES
-        content = bytearray(path.read_bytes())
-        for _ in range(data.draw(st.integers(1, 3))):
-            start = data.draw(st.integers(0, size - 1))
-            piece = data.draw(st.binary(min_size=1, max_size=64))
-            content[start : start + len(piece)] = piece
-        end = data.draw(st.sampled_from([len(content), size, size // 2]))
-        path.write_bytes(content[:end])
-        slot = new_slot()
-        outcome, stored = disk.read(0, block, slot)
-        assert outcome in (IoOutcome.OK, IoOutcome.CORRUPT)
-        if outcome is IoOutcome.OK:
-            assert block.is_in(slot)
-            assert stored == block.stored
-        disk.close()
-
-
-# ---------------------------------------------------------------------------------- failures
-
-
-def test_device_errors_are_transient(disk):
-    """An input/output error says nothing about the bytes."""
-    disk.volume()
-    block = Block()
-    disk.write(0, block)
-    disk.volume(faults=Failing(errno.EIO, read=True, write=True))
-    assert disk.read(0, block, new_slot()) == (IoOutcome.TRANSIENT, None)
-    assert disk.write(WHOLE, Block()) is IoOutcome.TRANSIENT
-    disk.volume()
-    assert disk.read(0, block, new_slot())[0] is IoOutcome.OK
-
-
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
 @pytest.mark.parametrize(
     "where", [{"write": True}, {"point": WritePoint.SEGMENT_CREATED}], ids=["write", "allocation"]
@@ -300,6 +134,27 @@ def test_growth_that_fails_keeps_nothing(disk, had):
     assert disk.segments() == {"00000.segment": had * EXTENT}
     assert volume.files.reserved_bytes == had * EXTENT
     assert disk.write(had * WHOLE, Block()) is IoOutcome.OK
+
+
+@pytest.mark.parametrize(
+    ("number", "outcome"),
+    [
+        (errno.EOPNOTSUPP, IoOutcome.OK),
+        (errno.EINVAL, IoOutcome.OK),
+        (errno.EIO, IoOutcome.TRANSIENT),
+    ],
+)
+def test_a_file_system_need_not_know_fallocate(disk, monkeypatch, number, outcome):
+    """Files have their size all the same; a disk that fails is another matter."""
+
+    def refuse(*_):
+        raise OSError(number, "injected")
+
+    monkeypatch.setattr(os, "posix_fallocate", refuse)
+    disk.volume(extents_per_segment=1)
+    assert disk.write(0, Block()) is outcome
+    is_there = outcome is IoOutcome.OK
+    assert disk.segments() == {"00000.segment": EXTENT if is_there else 0}
 
 
 def test_a_segment_that_cannot_be_used_leaves_no_descriptor(disk):
@@ -390,110 +245,12 @@ def test_direct_io_is_used_where_there_is_some_unless_it_is_switched_off(disk):
     assert volume.files.is_direct is not bool(volume.files.buffered_reason)
 
 
-# ------------------------------------------------------------------------------------- space
-
-
-def test_segments_are_allocated_when_needed(disk):
-    """Only segments that are written to exist, at their full size."""
-    disk.volume()
-    assert disk.segments() == {}
-    disk.write(7 * WHOLE, Block())
-    assert disk.segments() == {"00002.segment": 3 * EXTENT}
-    disk.write(0, Block())
-    assert disk.segments() == {"00000.segment": 3 * EXTENT, "00002.segment": 3 * EXTENT}
-
-
-def test_the_budget_is_never_exceeded(disk):
-    """Segments grow as far as it goes; beyond is FULL; with more budget they go on growing."""
-    volume = disk.volume(total_bytes=5 * EXTENT + 1)
-    assert volume.files.physical_extents() == 5
-    assert [disk.write(index * WHOLE, Block()) for index in range(5)] == [IoOutcome.OK] * 5
-    assert disk.segments() == {"00000.segment": 3 * EXTENT, "00001.segment": 2 * EXTENT}
-    assert disk.write(5 * WHOLE, Block()) is IoOutcome.FULL
-    assert (volume.files.allocated_bytes >= 5 * EXTENT, volume.files.physical_extents()) == (
-        True,
-        5,
-    )
-    volume = disk.volume(total_bytes=6 * EXTENT)
-    assert volume.files.physical_extents() == 6
-    assert disk.write(5 * WHOLE, Block()) is IoOutcome.OK
-    assert disk.segments() == {"00000.segment": 3 * EXTENT, "00001.segment": 3 * EXTENT}
-
-
-def test_a_smaller_budget_shows(disk):
-    """When less is allowed than is allocated there is space for no more than is allowed."""
-    volume = disk.volume(total_bytes=6 * EXTENT)
-    for index in range(6):
-        disk.write(index * WHOLE, Block())
-    volume = disk.volume(total_bytes=2 * EXTENT)
-    assert volume.files.physical_extents() == 2
-    volume.files.shrink(2)
-    assert disk.segments() == {"00000.segment": 2 * EXTENT}
-    assert volume.files.physical_extents() == 2
-
-
-def test_a_segment_takes_what_it_needs(disk):
-    """Of a small budget one write takes its extent, not a whole segment."""
-    volume = disk.volume(total_bytes=6 * EXTENT)
-    disk.write(0, Block())
-    assert disk.segments() == {"00000.segment": EXTENT}
-    assert volume.files.physical_extents() == 6
-
-
-def small_volume(directory, budget):
-    """A volume with segments of three extents."""
-    files = SegmentFiles(directory, EXTENT, 3, budget, "auto", NoFaults())
-    return SegmentVolume(LAYOUT, files)
-
-
-def test_volumes_share_a_budget(tmp_path):
-    """What one has taken the other has not."""
-    budget = SpaceBudget(4 * EXTENT, 0, tmp_path)
-    pair = [small_volume(tmp_path / name, budget) for name in "ab"]
-    for volume in pair:
-        volume.files.open()
-    disk = Disk(tmp_path)
-    for volume, extent, outcome in (
-        (pair[0], 0, IoOutcome.OK),
-        (pair[0], 2, IoOutcome.OK),
-        (pair[1], 0, IoOutcome.OK),
-        (pair[1], 1, IoOutcome.FULL),
-    ):
-        disk.made = [volume]
-        assert disk.write(extent * WHOLE, Block()) is outcome
-    assert [volume.files.physical_extents() for volume in pair] == [3, 1]
-    pair[0].files.shrink(0)
-    assert [volume.files.physical_extents() for volume in pair] == [3, 4]
-    for volume in pair:
-        volume.files.close()
-    assert budget.allocated_bytes == 0
-
-
-def test_the_reserve_stays_free(tmp_path):
-    """With a reserve larger than the disk nothing is allocated."""
-    budget = SpaceBudget(None, 1 << 60, tmp_path)
-    volume = small_volume(tmp_path / "v", budget)
-    volume.files.open()
-    disk = Disk(tmp_path)
-    disk.made = [volume]
-    assert disk.write(0, Block()) is IoOutcome.FULL
-    assert volume.files.physical_extents() == 0
-    volume.files.close()
-
-
-def test_shrinking_gives_space_back(disk):
-    """Files wholly beyond go, one that is partly beyond is cut; the rest stays as it is."""
+def test_direct_io_can_be_switched_off(disk):
+    """And what is used is visible."""
+    assert not disk.volume(direct="off").files.is_direct
+    assert disk.made[-1].files.buffered_reason
     volume = disk.volume()
-    block = Block()
-    for index in (0, 4, 8):
-        disk.write(index * WHOLE, block)
-    (disk.directory / "v" / "notes.txt").write_text("not ours")
-    volume.files.shrink(5)
-    expected = {"00000.segment": 3 * EXTENT, "00001.segment": 2 * EXTENT, "notes.txt": 8}
-    assert disk.segments() == expected
-    assert disk.read(4 * WHOLE, block, new_slot())[0] is IoOutcome.OK
-    assert disk.write(8 * WHOLE, block) is IoOutcome.OK  # it comes back when it is needed
-    assert disk.segments() == expected | {"00002.segment": 3 * EXTENT}
+    assert volume.files.is_direct is not bool(volume.files.buffered_reason)
 
 
 class Recorder(NoFaults):
@@ -547,18 +304,6 @@ def _fill_real_disk(mounted):
     disk.close()
 
 
-def test_what_segments_take_is_what_the_file_system_says(disk):
-    """Of those that are there; one that somebody has removed takes nothing."""
-    volume = disk.volume()
-    assert disk.write(0, Block()) is IoOutcome.OK
-    segments = list((disk.directory / "v").glob("*.segment"))
-    assert segments
-    assert volume.files.allocated_bytes == sum(path.stat().st_blocks for path in segments) * 512
-    for path in segments:
-        path.unlink()
-    assert volume.files.allocated_bytes == 0
-
-
 @pytest.mark.parametrize(("direct", "level"), [("on", "warning"), ("auto", "info")])
 def test_who_asked_for_direct_io_is_warned_without_it(disk, direct, level):
     """Others are told, and no more."""
@@ -582,20 +327,6 @@ def test_a_volume_is_removed_with_its_directory(disk):
         files.remove()
         assert (disk.directory / "v").exists() is is_left
         assert (disk.directory / "v" / ID_NAME).exists() is is_left
-
-
-def test_extents_are_missing_whose_segment_is_not_there_or_is_cut_short(disk):
-    """Those that the volume cannot have are not looked at."""
-    volume = disk.volume()
-    assert disk.write(0, Block()) is IoOutcome.OK
-    whole = volume.shape.sectors_per_extent
-    behind = 3 * whole  # of another segment
-    extents = np.array([0, -1, -whole, behind, 4 * whole, 5 * whole], np.int64)
-    assert volume.lacks(extents, 5).tolist() == [False, False, False, True, True, False]
-    assert volume.lacks(extents, 4).tolist() == [False, False, False, True, False, False]
-    (segment,) = (disk.directory / "v").glob("*.segment")
-    os.truncate(segment, 1)
-    assert disk.volume().lacks(extents[:1], 5).tolist() == [True]
 
 
 def test_a_volume_says_which_it_is(disk):

@@ -4,14 +4,7 @@ import pytest
 
 from kvd.core.records.actions import Emit
 from kvd.errors import LimitReachedError
-from kvd.wire.events import (
-    EVENTS_LOST,
-    EVERY_EVENT,
-    MAX_RECENT,
-    MAX_WAITING,
-    EventFilter,
-    EventHub,
-)
+from kvd.wire.events import EVENTS_LOST, EVERY_EVENT, MAX_RECENT, MAX_WAITING, EventFilter, EventHub
 from shared.types.session_key import SessionKey
 
 KEY = SessionKey("tenant", "model", "a")

@@ -2,12 +2,7 @@
 
 import pytest
 
-from shared.access.addresses import (
-    is_loopback,
-    is_tcp,
-    usable_ports,
-    usable_sockets,
-)
+from shared.access.addresses import is_loopback, is_tcp, usable_ports, usable_sockets
 from shared.access.channels import (
     ClientCredentials,
     ConnectionOptionsError,

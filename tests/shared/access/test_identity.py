@@ -2,12 +2,7 @@
 
 import pytest
 
-from shared.access.identity import (
-    Identity,
-    RoleDeniedError,
-    TenantDeniedError,
-    socket_identity,
-)
+from shared.access.identity import Identity, RoleDeniedError, TenantDeniedError, socket_identity
 
 
 def _identity(*tenants: str, roles: tuple[str, ...] = ()) -> Identity:

@@ -10,8 +10,8 @@ import pytest
 from shared.kvd_client.attachment import KvdUnavailableError
 from shared.kvd_client.client import MOST_ENDED, KvdClient
 from shared.kvd_client.connection import _cancelled
-from shared.kvd_client.grants import Lookup
 from shared.types.errors import LoadFailedError
+from shared.types.granted_slots import Lookup
 from shared.types.queue_feed import QueueFeed
 from tests.small_kvd import small_kvd
 from tests.synthetic_engine import encode, key_of, small_layout

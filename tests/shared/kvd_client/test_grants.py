@@ -6,9 +6,10 @@ from dataclasses import replace
 import pytest
 
 from shared.kvd_client.arena_map import ArenaMap, ProgressWords
-from shared.kvd_client.grants import KvdProtocolError, Lookup, load_grant, store_grant
+from shared.kvd_client.grants import KvdProtocolError, load_grant, store_grant
 from shared.pb.kvd.v1 import kvd_pb2
 from shared.types.errors import LoadFailedError
+from shared.types.granted_slots import Lookup
 
 BLOCK_TOKENS = 16
 SPAN = kvd_pb2.LoadSpan(slot_id=1, start=0, num_tokens=16, token_offset=0, tier=kvd_pb2.TIER_SSD)

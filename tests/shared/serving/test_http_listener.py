@@ -1,182 +1,26 @@
 """What connections may cost, over real ones: plain and TLS, on the event loop of both processes."""
 
 import asyncio
-import functools
-import inspect
-import json
-import os
-import resource
-import ssl
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
-from dataclasses import dataclass, field
-from pathlib import Path
+from contextlib import AsyncExitStack
 
 import pytest
-import uvloop
-from aiohttp import web
 
 from shared.access.credentials import ssl_context
 from shared.process.log import configure_logging
-from shared.serving.http_connections import Bounds, ConnectionMetrics
-from shared.serving.http_server import HttpServer
+from tests.shared.serving.listening_server import (
+    ANSWER_S,
+    BIG,
+    GET,
+    LONG_S,
+    ended,
+    on_each_loop,
+    serving,
+)
 from tests.tls_files import Authority
 
-LOOPS = {"asyncio": asyncio.new_event_loop, "uvloop": uvloop.new_event_loop}
-LONG_S = 30.0  # a deadline that no test here reaches
 SOON_S = 0.05  # one that it does
-ANSWER_S = 60.0
-GET = b"GET %s HTTP/1.1\r\nHost: x\r\n\r\n"
-CHUNKED = b"POST %s HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
 MANY = 30
-PART = 1 << 16
-BIG = 16 << 20  # bytes: more than the kernel's buffers hold
-
-
-def on_each_loop(test):
-    """Run a test on each event loop: the processes have uvloop, and the two treat sockets apart."""
-    own = inspect.signature(test)
-    loop = inspect.Parameter("new_loop", inspect.Parameter.KEYWORD_ONLY)
-
-    @pytest.mark.parametrize("new_loop", LOOPS.values(), ids=LOOPS)
-    @functools.wraps(test)
-    def run(*, new_loop, **given):
-        with asyncio.Runner(loop_factory=new_loop) as runner:
-            runner.run(test(**given))
-
-    keywords = [one.replace(kind=inspect.Parameter.KEYWORD_ONLY) for one in own.parameters.values()]
-    run.__signature__ = own.replace(parameters=[*keywords, loop])
-    return run
-
-
-@pytest.fixture(autouse=True)
-def _restore_logging():
-    yield
-    configure_logging("info", json=False)
-
-
-@pytest.fixture(params=["plain", "tls"])
-def tls(request, tmp_path):
-    """The server's settings, the client's context; None for a plain server."""
-    if request.param == "plain":
-        return None, None
-    authority = Authority(tmp_path)
-    settings = authority.server(wants_certificates=False)
-    return ssl_context(settings), ssl.create_default_context(cafile=authority.path)
-
-
-@dataclass
-class Served:
-    """A server, its client and what it counted."""
-
-    server: HttpServer
-    context: ssl.SSLContext | None
-    metrics: ConnectionMetrics
-    begun: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(0))
-    may_answer: asyncio.Event = field(default_factory=asyncio.Event)
-
-    @property
-    def cut(self):
-        """Reason -> how many."""
-        return {reason: count for (_, reason), count in self.metrics.cut.counts.items()}
-
-    async def connect(self, *, shakes_hands=True):
-        host, _, port = self.server.addresses[0].rpartition(":")
-        return await asyncio.open_connection(
-            host, int(port), ssl=self.context if shakes_hands else None
-        )
-
-    async def get(self, path=b"/healthz"):
-        """The whole answer of a connection of its own."""
-        reader, writer = await self.connect()
-        writer.write((GET % path).replace(b"Host", b"Connection: close\r\nHost"))
-        answer = await ended(reader)
-        writer.close()
-        return answer
-
-    async def until(self, is_so):
-        """Return when it is."""
-        async with asyncio.timeout(ANSWER_S):
-            while not is_so():  # noqa: ASYNC110  # it counts, without an event
-                await asyncio.sleep(0)
-
-    async def until_open(self, count):
-        """Return when the server has so many connections."""
-        await self.until(lambda: self.metrics.open["test"] == count)
-
-
-async def ended(reader):
-    """What comes until the other side closes the connection, or aborts it."""
-    data = b""
-    async with asyncio.timeout(ANSWER_S):
-        try:
-            while chunk := await reader.read(1 << 16):
-                data += chunk
-        except (ConnectionError, ssl.SSLError):
-            pass
-    return data
-
-
-@asynccontextmanager
-async def serving(tls=(None, None), **bounds):
-    """Serve routes: answered at once, when they may be, with more than is read, and never."""
-    bounds = {"header_s": LONG_S, "write_s": LONG_S, **bounds}
-    metrics, reserved = ConnectionMetrics(), frozenset({"/healthz"})
-    app = web.Application()
-    server = HttpServer(
-        app,
-        {"127.0.0.1:0": tls[0]},
-        name="test",
-        bounds=Bounds(**bounds),
-        metrics=metrics,
-        reserved=reserved,
-    )
-    served = Served(server, tls[1], metrics)
-
-    async def healthz(_request):
-        return web.Response(text="alive")
-
-    async def slow(_request):
-        served.begun.release()
-        await served.may_answer.wait()
-        return web.Response(text="slow")
-
-    async def big(request):
-        served.begun.release()
-        response = web.StreamResponse()
-        await response.prepare(request)
-        for _ in range(BIG // PART):
-            await response.write(bytes(PART))
-        await response.write_eof()
-        return response
-
-    async def body(request):
-        return web.Response(text=str(len(await request.read())))
-
-    async def fail(_request):
-        raise ValueError("ours")
-
-    async def left(request):
-        response = web.StreamResponse()
-        await response.prepare(request)
-        await response.write(b"some")
-        raise ConnectionResetError
-
-    handlers = {
-        "/healthz": healthz,
-        "/slow": slow,
-        "/big": big,
-        "/fail": fail,
-        "/left": left,
-    }
-    for path, handler in handlers.items():
-        app.router.add_get(path, handler)
-    app.router.add_post("/body", body)
-    await server.start()
-    try:
-        yield served
-    finally:
-        served.may_answer.set()
-        await server.stop(ANSWER_S)
+pytestmark = pytest.mark.usefixtures("logging_restored")
 
 
 @on_each_loop
@@ -329,97 +173,3 @@ async def test_an_address_with_too_many(tls):
         await served.until_open(4)
         for _, writer in silent:
             writer.close()
-
-
-@pytest.mark.parametrize(
-    "sent",
-    [
-        b"GET / HTTP/1.1\r\nHost: x\r\nAuthorization Bearer sesame-0123456789\r\n\r\n",
-        b"GET /?api_key=sesame HTTP/1.1\r\nHost: x\r\nX: \x00sesame\r\n\r\n",
-        b"sesame / HTTP/1.1\r\n\r\n",
-        b"GET /sesame HTTP/9.9\r\n\r\n",
-        b"GET /" + b"sesame" * 3000 + b" HTTP/1.1\r\n\r\n",
-        CHUNKED % b"/body" + b"sesame\r\nsesame\r\n",
-        CHUNKED % b"/healthz" + b"3\r\nabcsesame\r\nsesame\r\n",
-        b"POST /body HTTP/1.1\r\nHost: x\r\nContent-Length: sesame\r\n\r\n",
-    ],
-    ids=["header", "null", "method", "version", "long", "chunk", "unread chunk", "length"],
-)
-@on_each_loop
-async def test_what_is_no_http_is_told_in_a_line(sent, capsys):
-    """One line a second, however many come; what was sent is neither there nor in the answer."""
-    configure_logging("info", json=True)
-    async with serving() as served:
-        for _ in range(20):
-            reader, writer = await served.connect()
-            writer.write(sent)
-            writer.write_eof()
-            assert b"sesame" not in await ended(reader)
-            writer.close()
-        await served.until_open(0)
-        assert served.cut.get("malformed", 0) >= 20
-    written = capsys.readouterr().err
-    lines = [json.loads(line) for line in written.splitlines()]
-    assert "sesame" not in written
-    assert 1 <= len(lines) < 10
-    assert all("exception" not in line for line in lines)
-    assert {line["reason"] for line in lines} == {"malformed"}
-
-
-@on_each_loop
-async def test_an_error_of_ours_is_told_whole(capsys):
-    """A bug in a handler has its traceback in the log, and none in the answer."""
-    configure_logging("info", json=True)
-    async with serving() as served:
-        answer = await served.get(b"/fail")
-    assert b" 500 " in answer.partition(b"\r\n")[0]
-    assert b"ours" not in answer
-    assert "ValueError: ours" in capsys.readouterr().err
-
-
-@on_each_loop
-async def test_a_client_that_left_is_no_error(capsys):
-    """A handler that finds nobody to answer ends without a line; its connection is forgotten."""
-    configure_logging("info", json=True)
-    async with serving() as served:
-        assert b"some" in await served.get(b"/left")
-        await served.until_open(0)
-    assert not capsys.readouterr().err
-
-
-@on_each_loop
-async def test_without_files_one_that_waits_gives_up_its_own():
-    """Where no file is left a new connection is accepted for one that waits."""
-    async with serving() as served, AsyncExitStack() as stack:
-        silent = []
-        for _ in range(3):
-            silent.append(await served.connect())
-            stack.callback(silent[-1][1].close)
-        await served.until_open(3)
-        with no_file_but(1):  # which is the client's
-            reader, writer = await served.connect()
-            writer.write(GET % b"/healthz")
-            async with asyncio.timeout(ANSWER_S):
-                await reader.readuntil(b"alive")
-        writer.close()
-        assert served.cut["files"] >= 1
-
-
-@contextmanager
-def no_file_but(spare):
-    """Leave this process so many files that it may open."""
-    before = resource.getrlimit(resource.RLIMIT_NOFILE)
-    top = max(int(one.name) for one in Path("/proc/self/fd").iterdir())
-    resource.setrlimit(resource.RLIMIT_NOFILE, (top + 1, before[1]))
-    filled = []
-    with suppress(OSError):
-        while True:
-            filled.append(os.open(os.devnull, os.O_RDONLY))
-    for _ in range(spare):
-        os.close(filled.pop())
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, before)
-        for fd in filled:
-            os.close(fd)

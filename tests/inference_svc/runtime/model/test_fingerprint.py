@@ -9,16 +9,16 @@ import threading
 import pytest
 
 from inference_svc.core.errors import UnsupportedModelError
-from inference_svc.runtime.model import file_digests
-from inference_svc.runtime.model.file_digests import (
+from inference_svc.runtime.model import fingerprint
+from inference_svc.runtime.model.fingerprint import (
     MAX_ENTRIES,
     PIECE_BYTES,
     DigestCache,
     FileChangedError,
     FileDigests,
     FileState,
+    Fingerprint,
 )
-from inference_svc.runtime.model.fingerprint import Fingerprint
 from inference_svc.runtime.model.model_loader import load_model
 from tests.fingerprints import model_fingerprint
 
@@ -217,7 +217,7 @@ def test_a_start_that_is_refused_does_not_wait_for_hashing(large, monkeypatch):
         return hash_piece(self, file, index)
 
     monkeypatch.setattr(FileDigests, "_hash_piece", held_up)
-    monkeypatch.setattr(file_digests, "num_threads", lambda: 1)
+    monkeypatch.setattr(fingerprint, "num_threads", lambda: 1)
     with Fingerprint(large):
         begun.wait()
     assert begun_pieces == [0]

@@ -9,17 +9,7 @@ from inference_svc.runtime.engine.engine_request import as_token_bytes
 from inference_svc.runtime.kv.layer_gate import LayerGate
 from inference_svc.runtime.store.session_store import LoadRequest
 from shared.types.errors import LoadFailedError
-from tests.inference_svc.runtime.store.test_session_store import (
-    KEY,
-    PROMPT,
-    Peer,
-    Scene,
-    copy_threads,
-    model,
-    saved_scene,
-)
-
-__all__ = ["copy_threads", "model"]  # fixtures
+from tests.inference_svc.runtime.store.failing_peer import KEY, PROMPT, Peer, Scene, saved_scene
 
 
 def know(rates, **load_s):

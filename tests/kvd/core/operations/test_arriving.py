@@ -1,7 +1,8 @@
 """What loads waited for has come, or does not come."""
 
 from kvd.core.records.actions import IoOutcome
-from kvd.core.records.records import LeaseState, Lookup
+from kvd.core.records.records import LeaseState
+from shared.types.granted_slots import Lookup
 from tests.kvd.core.turns import (
     ENGINE_ID,
     ONES,

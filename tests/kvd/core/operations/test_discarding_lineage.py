@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from kvd.core.engine import CacheEngine
-from kvd.core.records.records import Lookup
+from shared.types.granted_slots import Lookup
 from shared.types.lineage import WHOLE
 from tests.kvd.core.turns import (
     ENGINE_ID,

@@ -7,7 +7,7 @@ from kvd.core.operations.erasing import LOOKED_AT
 from kvd.core.records.actions import IoOutcome, ReadBlock, SpaceFreed, WipeSlots, WriteBlock
 from kvd.core.records.entries import Pin
 from kvd.core.records.errors import ErasingError, LeaseLostError
-from kvd.core.records.records import Lookup
+from shared.types.granted_slots import Lookup
 from tests.kvd.core.turns import (
     ENGINE_ID,
     ONES,

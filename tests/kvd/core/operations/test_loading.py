@@ -4,7 +4,8 @@ import pytest
 
 from kvd.core.records.actions import IoOutcome, LeaseReady, ReadBlock, SpaceFreed
 from kvd.core.records.errors import InvalidRequestError, LeaseLostError
-from kvd.core.records.records import LeaseState, Lookup, Tier
+from kvd.core.records.records import LeaseState
+from shared.types.granted_slots import Lookup
 from shared.types.lineage import WHOLE
 from tests.kvd.core.turns import (
     ENGINE_ID,
@@ -33,7 +34,7 @@ def test_a_hit_covers_what_was_asked_for():
     store(world, A, [*ONES, 2, 2])
     answer = load(world, A, [*ONES, 2, 2, 9], from_token=3)
     spans = [(s.start, s.num_tokens, s.token_offset, s.tier) for s in answer.spans]
-    assert spans == [(3, 1, 3, Tier.DRAM), (0, 2, 4, Tier.DRAM)]
+    assert spans == [(3, 1, 3, "dram"), (0, 2, 4, "dram")]
     assert (answer.end_token, answer.more) == (6, False)
 
 
@@ -71,7 +72,7 @@ def test_a_load_from_ssd_is_pending_until_read():
     world = world_with_a_on_ssd()
     answer = prepare_load(world, A, ONES + TWOS)
     assert answer.lookup is Lookup.PENDING
-    assert {span.tier for span in answer.spans} == {Tier.SSD}
+    assert {span.tier for span in answer.spans} == {"ssd"}
     first, second = sorted(world.io)
     world.finish_io(second, IoOutcome.OK)
     assert world.engine.loads.state_of(answer.lease_id) is LeaseState.PENDING
@@ -177,7 +178,7 @@ def test_a_load_of_what_is_in_dram_reads_nothing():
     assert tiers_of(world, A) == ["DS", "S"]
     answer = prepare_load(world, A, ONES + TWOS, dram_only=True)
     assert (answer.lookup, answer.end_token, answer.more) == (Lookup.HIT, 4, True)
-    assert {span.tier for span in answer.spans} == {Tier.DRAM}
+    assert {span.tier for span in answer.spans} == {"dram"}
     assert not world.io
     world.engine.loads.complete(answer.lease_id, ENGINE_ID)
     whole = prepare_load(world, A, ONES, dram_only=True)

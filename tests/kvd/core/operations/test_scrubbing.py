@@ -4,7 +4,8 @@ import pytest
 
 from kvd.core.records.actions import Emit, HashSlot, IoOutcome, ReadBlock, VerifyExtent, VerifySlot
 from kvd.core.records.errors import LeaseLostError, ScrubError
-from kvd.core.records.records import Lookup, ScrubReport
+from kvd.core.records.records import ScrubReport
+from shared.types.granted_slots import Lookup
 from tests.kvd.core.turns import (
     ENGINE_ID,
     ONES,

@@ -12,7 +12,7 @@ from kvd.core.records.errors import (
     UnknownLineageError,
     UnknownSessionError,
 )
-from kvd.core.records.records import Lookup
+from shared.types.granted_slots import Lookup
 from shared.types.lineage import WHOLE
 from tests.kvd.core.turns import ONES, THREES, TWOS, A, B, C, counter, new_world, store, tiers_of
 from tests.property.cache_world import compute, to_bytes

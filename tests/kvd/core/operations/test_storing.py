@@ -6,7 +6,7 @@ from kvd.core.operations.storing import MEAN_SHARE
 from kvd.core.records.actions import IoOutcome, SpaceFreed
 from kvd.core.records.entries import Pin
 from kvd.core.records.errors import InvalidRequestError, LeaseLostError, TooManyLeasesError
-from kvd.core.records.records import Lookup
+from shared.types.granted_slots import Lookup
 from shared.types.lineage import WHOLE
 from tests.kvd.core.turns import (
     ENGINE_ID,

@@ -15,7 +15,7 @@ from kvd.core.records.actions import (
 )
 from kvd.core.records.entries import AdoptedSlot, CommittedSlot, OrphanSlot, WritingSlot
 from kvd.core.records.errors import LeaseLostError
-from kvd.core.records.records import Lookup, Tier
+from shared.types.granted_slots import Lookup
 from tests.kvd.core.turns import (
     ENGINE_ID,
     ONES,
@@ -51,7 +51,7 @@ def test_adopted_blocks_are_a_hit_once_verified():
     assert world.engine.inspection.stats().num_unverified == 2
     world.quiesce()
     assert world.engine.inspection.stats().num_unverified == 0
-    assert load(world, A, ONES + TWOS).spans[0].tier is Tier.DRAM
+    assert load(world, A, ONES + TWOS).spans[0].tier == "dram"
     assert (counter(world, "adopted_blocks"), counter(world, "verified_blocks")) == (2, 2)
 
 

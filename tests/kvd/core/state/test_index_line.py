@@ -3,29 +3,11 @@
 import pytest
 
 from kvd.core.io import writing
-from kvd.core.records.actions import (
-    CommitIndex,
-    DropBlock,
-    DropSession,
-    HashSlot,
-    PutBlock,
-    PutUse,
-)
+from kvd.core.records.actions import CommitIndex, DropBlock, DropSession, HashSlot, PutBlock, PutUse
 from kvd.core.records.entries import BlockRecord, Pin
 from kvd.core.state.index_line import ENTRY_BYTES, IndexLine
 from kvd.core.state.session import Session
-from tests.kvd.core.turns import (
-    ONES,
-    THREES,
-    TWOS,
-    A,
-    B,
-    C,
-    load,
-    new_world,
-    store,
-    tiers_of,
-)
+from tests.kvd.core.turns import ONES, THREES, TWOS, A, B, C, load, new_world, store, tiers_of
 from tests.property.cache_world import to_bytes
 
 KEYS = (A, B, C)

@@ -5,19 +5,10 @@ import threading
 
 import pytest
 
-from kvd.core.records.actions import (
-    IoOutcome,
-    ReadBlock,
-    TrackLoad,
-    UntrackLoad,
-)
+from kvd.core.records.actions import IoOutcome, ReadBlock, TrackLoad, UntrackLoad
 from kvd.tiers.io_threads import Priority
 from shared.kvd_client.arena_map import FAILED_BIT, LAYERS_MASK, ProgressWords
-from tests.kvd.runtime.performed import (
-    DEADLINE_S,
-    ENGINE_ID,
-    LEASE,
-)
+from tests.kvd.runtime.performed import DEADLINE_S, ENGINE_ID, LEASE
 
 
 async def test_progress_of_a_load(world):

@@ -1,0 +1,42 @@
+"""What kvd grants of its arena, in both processes: the slots of a load and of a store. Pure."""
+
+from enum import Enum
+from typing import NamedTuple
+
+
+class Lookup(Enum):
+    """Answer of a load; never an exception."""
+
+    HIT = "hit"
+    PENDING = "pending"  # granted, still being read: a layer may be read once it is ready
+    MISS = "miss"
+
+
+class LoadSpan(NamedTuple):
+    """Tokens [start, start + num_tokens) of a slot are the request's from `token_offset` on.
+
+    Attributes:
+        slot_id: index of the slot in the arena.
+        start: the first of the slot's tokens.
+        num_tokens: number of tokens.
+        token_offset: position of the first token in the request.
+        generation: the slot's generation, which grows each time it is reused.
+        tier: where the block was found, "dram" or "ssd"; it is in the slot now either way. An
+            engine that is older than its kvd may find "unknown" here.
+    """
+
+    slot_id: int
+    start: int
+    num_tokens: int
+    token_offset: int
+    generation: int
+    tier: str
+
+
+class StoreBlock(NamedTuple):
+    """The request's tokens from `token_offset` on are to be the slot's tokens [0, num_tokens)."""
+
+    slot_id: int
+    token_offset: int
+    num_tokens: int
+    generation: int

@@ -1,0 +1,142 @@
+"""The session store's saves, discards and ends, to a peer that fails: counted, and settled."""
+
+import asyncio
+
+import pytest
+import torch
+
+from inference_svc.core.rates.rates import LoadPolicy
+from inference_svc.runtime.engine.engine_request import as_token_bytes
+from inference_svc.runtime.kv.copy_stream import StepClock
+from inference_svc.runtime.kv.layer_gate import StepNotDoneError
+from inference_svc.runtime.store.session_store import LoadRequest
+from shared.types.lineage import WHOLE
+from tests.inference_svc.runtime.store.failing_peer import KEY, PROMPT, Scene, saved_scene
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("fail_at", ["prepare_store", "complete_store", "slot"])
+async def test_a_save_that_fails_is_counted_and_settled(model, copy_threads, fail_at):
+    """The turn is answered already; the next one recomputes."""
+    scene = Scene(model, copy_threads, fail_at=fail_at)
+    assert await scene.save() is None
+    assert scene.counters.snapshot()["save_errors"] == 1
+    assert not scene.peer.open_leases
+    scene.peer.fail_at = ""
+    assert (await scene.load())[0].end_token == 0
+
+
+@pytest.mark.parametrize("fail_at", ["", "complete_store"])
+async def test_a_save_that_is_cancelled_ends_as_cancelled(model, copy_threads, fail_at):
+    """Even when kvd has gone, too: or the service would not end."""
+    scene = Scene(model, copy_threads, fail_at=fail_at)
+    _, buffer = scene.computed()
+    clock = StepClock(len(model[1].layers), CPU)
+    tokens = as_token_bytes(PROMPT)
+    save = asyncio.create_task(scene.store.save(KEY, tokens, 0, buffer, clock))
+    await asyncio.to_thread(clock_is_awaited, clock)
+    save.cancel()
+    clock.fail(StepNotDoneError("the step failed"))
+    with pytest.raises(asyncio.CancelledError):
+        await save
+    assert not scene.peer.open_leases
+
+
+async def test_a_save_whose_step_failed_stores_nothing_and_is_no_error(model, copy_threads):
+    """Its rows come again."""
+    scene = Scene(model, copy_threads)
+    _, buffer = scene.computed()
+    clock = StepClock(len(model[1].layers), CPU)
+    clock.enqueued(clock.num_layers)
+    save = asyncio.create_task(scene.store.save(KEY, as_token_bytes(PROMPT), 0, buffer, clock))
+    await asyncio.to_thread(clock_is_awaited, clock)
+    clock.fail(StepNotDoneError("the step failed"))
+    assert await save is None
+    assert not scene.peer.stored
+    assert not scene.peer.open_leases
+    assert scene.counters.snapshot()["save_errors"] == 0
+
+
+async def test_a_save_holds_the_rows_it_copies(model, copy_threads):
+    """They are lent again once the save has ended, whoever has given them back meanwhile."""
+    scene = Scene(model, copy_threads)
+    _, buffer = scene.computed()
+    before = scene.pool.num_free
+    clock = StepClock(len(model[1].layers), CPU)
+    tokens = as_token_bytes(PROMPT[:16])
+    save = asyncio.create_task(scene.store.save(KEY, tokens, 0, buffer, clock))
+    await asyncio.to_thread(clock_is_awaited, clock)
+    scene.pool.release(buffer)
+    assert scene.pool.num_free == before
+    clock.enqueued(clock.num_layers)
+    clock.confirm()
+    assert await save == ""
+    assert scene.pool.num_free == before + 64
+
+
+def clock_is_awaited(clock):
+    """Return when a thread is blocked at a gate."""
+    while not clock._changed._waiters:
+        pass
+
+
+@pytest.mark.parametrize("fail_at", ["", "discard"])
+async def test_what_is_of_a_deleted_session_is_of_no_use(model, copy_threads, fail_at):
+    """It is dropped; if kvd is away it receives the session's end when it is back."""
+    scene = await saved_scene(model, copy_threads, fail_at=fail_at)
+    await scene.store.forget(KEY, as_token_bytes(PROMPT))
+    assert scene.peer.ended == ([KEY] if fail_at else [])
+    assert bool(scene.peer.stored) == bool(fail_at)
+    await scene.store.forget(KEY, b"")  # of a session without turns there is nothing
+
+
+async def test_an_end_that_kvd_does_not_hear_costs_nothing(model, copy_threads):
+    """The client reports it later; nobody waits for that."""
+    scene = Scene(model, copy_threads, fail_at="end_session")
+    await scene.store.end_session(KEY)
+    assert scene.peer.ended == [KEY]
+
+
+async def test_a_discard_is_handed_on_with_its_lineage(model, copy_threads):
+    """So is that of what is stored and loaded."""
+    scene = await saved_scene(model, copy_threads)
+    token_ids, ranges = as_token_bytes(PROMPT), ((0, 10), (20, 21))
+    await scene.store.discard(KEY, token_ids, ranges, WHOLE)
+    after = WHOLE.after(token_ids, ranges)
+    assert len(scene.peer.stored) == 4 * 29
+    await scene.store.discard(KEY, scene.peer.stored, ((0, 1),), after)
+    await scene.store.save(KEY, token_ids, 0, scene.computed()[1], lineage=after)
+    kv = scene.pool.new_kv(64)
+    request = LoadRequest(KEY, token_ids, kv, LoadPolicy.ALWAYS, lineage=after)
+    await scene.store.loads.cancel(await scene.store.loads.begin(request))
+    assert scene.counters.snapshot()["store_discards"] == 2
+    assert set(scene.peer.lineages) == {None, WHOLE, after}, "not named is not whole"
+    assert scene.peer.lineages[-4:] == [after] * 4
+
+
+@pytest.mark.parametrize("fail_at", ["discard", "discard nonsense"])
+async def test_a_discard_that_kvd_does_not_hear_of_is_counted(model, copy_threads, fail_at):
+    """Nobody gets an error: a later load misses what is not there."""
+    scene = await saved_scene(model, copy_threads)
+    scene.peer.fail_at = fail_at
+    await scene.store.discard(KEY, as_token_bytes(PROMPT), ((0, 10),))
+    assert scene.counters.snapshot()["store_discards_failed"] == 1
+    assert scene.counters.snapshot()["store_discards"] == 0
+    begun, _, _ = await scene.load()
+    assert begun.end_token == 39
+
+
+async def test_a_save_of_what_is_stored_already_waits_for_its_step(model, copy_threads):
+    """The step writes to the buffer all the same: what it computes may not be forgotten before."""
+    scene = Scene(model, copy_threads)
+    assert await scene.save() == ""
+    clock = StepClock(len(model[1].layers), CPU)
+    buffer = scene.computed()[1]
+    saving = asyncio.create_task(scene.store.save(KEY, as_token_bytes(PROMPT), 0, buffer, clock))
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert not saving.done()
+    clock.open(clock.num_layers)
+    clock.confirm()
+    assert await saving == ""

@@ -1,0 +1,23 @@
+"""Sessions whose context overflows, in the live pair: how their turns are judged."""
+
+import asyncio
+
+WINDOW_TOKENS = 512
+DRAM = ("--dram", "16MB")
+
+
+async def identical(pair, judge, *names, coupled=False):
+    """Whether the judge agrees with every answer of these sessions."""
+    for name in names:
+        session = await pair.session(name)
+        assert session.context_tokens <= WINDOW_TOKENS + 1  # an answer's last token has no row
+        verdict = await asyncio.to_thread(judge.judge, session, coupled=coupled)
+        assert verdict.is_identical, (name, verdict)
+
+
+def reused_all(turn, *tiers):
+    """The turn recomputed nothing, and found its history in these tiers."""
+    usage = turn.usage
+    assert usage.reused_tokens == usage.history_tokens > 0
+    assert (usage.recomputed_tokens, usage.recompute_reason) == (0, "")
+    assert set(usage.tier_tokens) == set(tiers)

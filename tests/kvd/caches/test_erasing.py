@@ -1,0 +1,108 @@
+"""Erasing a tenant: its sessions and its key are gone, in every tier; others lose nothing."""
+
+import pytest
+
+from kvd.caches.erasing import NotErasableError, TenantEraser
+from kvd.core.records.actions import Emit
+from kvd.encryption.key_file import new_master_key, write_master_key
+from kvd.wire.events import EventFilter, EventHub
+from tests.kvd.caches.opened import LAYOUT, caches_in, store
+from tests.synthetic_engine import key_of
+
+
+@pytest.fixture
+def key_file(tmp_path):
+    write_master_key(tmp_path / "key", new_master_key())
+    return str(tmp_path / "key")
+
+
+def sessions_of(cache):
+    return set(cache.act(lambda core: core.inspection.keys()))
+
+
+async def test_one_tenant_is_erased_and_another_is_not(tmp_path, key_file):
+    """The erased one may come back at once, with other keys."""
+    async with caches_in(tmp_path, key_file=key_file) as caches:
+        caches.restore()
+        cache, _ = await caches.open(LAYOUT)
+        gone = [store(cache, name, number, tenant="a") for number, name in enumerate(("x", "y"))]
+        kept = store(cache, "x", tenant="b")
+        secrets = caches.secrets.keys
+        before = secrets.key_of("a"), secrets.key_of("b")
+        erased = await TenantEraser(caches, EventHub(1)).erase("a")
+        assert (erased.tenants, erased.num_sessions) == (("a",), len(gone))
+        assert erased.freed_bytes >= 2 * LAYOUT.block_bytes
+        assert sessions_of(cache) == {kept}
+        assert secrets.tenants == ("b",)
+        again = store(cache, "x", tenant="a")
+        assert sessions_of(cache) == {kept, again}
+        assert secrets.key_of("a") != before[0]
+        assert secrets.key_of("b") == before[1]
+
+
+async def test_all_tenants_are_erased(tmp_path, key_file):
+    """None is left, in the index neither."""
+    async with caches_in(tmp_path, key_file=key_file) as caches:
+        caches.restore()
+        cache, _ = await caches.open(LAYOUT)
+        for tenant in ("a", "b"):
+            store(cache, tenant=tenant)
+        erased = await TenantEraser(caches, EventHub(1)).erase(None)
+        assert (sorted(erased.tenants), erased.num_sessions) == (["a", "b"], 2)
+        assert not sessions_of(cache)
+    async with caches_in(tmp_path, key_file=key_file) as caches:
+        caches.restore()
+        assert all(not sessions_of(cache) for cache in caches)
+        assert caches.secrets.keys.tenants == ()
+
+
+async def test_what_happened_to_its_sessions_is_forgotten(tmp_path, key_file):
+    """Events name sessions by their ids, which may be anything."""
+    async with caches_in(tmp_path, key_file=key_file) as caches:
+        caches.restore()
+        cache, _ = await caches.open(LAYOUT)
+        store(cache, tenant="a")
+        hub = EventHub(1)
+        for tenant in ("a", "b"):
+            hub.publish(Emit("session_cut", key_of("secret", tenant)))
+        await TenantEraser(caches, hub).erase("a")
+        left = hub.recent(EventFilter(), 10)
+        assert [event.session.tenant for event in left if event.HasField("session")] == ["b"]
+
+
+async def test_without_a_key_there_is_nothing_to_erase_by(tmp_path):
+    """Said before anything is dropped."""
+    async with caches_in(tmp_path) as caches:
+        caches.restore()
+        cache, _ = await caches.open(LAYOUT)
+        key = store(cache)
+        with pytest.raises(NotErasableError, match="nothing is encrypted"):
+            await TenantEraser(caches, EventHub(1)).erase("default")
+        assert sessions_of(cache) == {key}
+
+
+async def test_a_tenant_that_has_no_key_is_erased_already(tmp_path, key_file):
+    """It has no block either."""
+    async with caches_in(tmp_path, key_file=key_file) as caches:
+        caches.restore()
+        eraser = TenantEraser(caches, EventHub(1))
+        assert eraser.named("nobody") == ()
+        erased = await eraser.erase("nobody")
+        assert (erased.tenants, erased.num_sessions, erased.freed_bytes) == ((), 0, 0)
+
+
+async def test_blocks_that_may_be_plain_are_not_erased_by_one_tenant_s_key(tmp_path, key_file):
+    """Erasing all removes their segments."""
+    async with caches_in(tmp_path) as caches:
+        caches.restore()
+        cache, _ = await caches.open(LAYOUT)
+        store(cache, tenant="a")
+        await caches.committed()
+    async with caches_in(tmp_path, key_file=key_file) as caches:
+        caches.restore()
+        eraser = TenantEraser(caches, EventHub(1))
+        with pytest.raises(NotErasableError, match="without encryption"):
+            await eraser.erase("a")
+        await eraser.erase(None)
+        assert not caches.secrets.info().may_have_plain
+        assert eraser.named("a") == ()

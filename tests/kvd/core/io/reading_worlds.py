@@ -1,0 +1,64 @@
+"""Worlds of a cache in which blocks are read ahead, and what tests do to them."""
+
+from kvd.core.records.actions import ReadBlock
+from kvd.core.state.limits import Limits
+from shared.types.queue_delta import QueueChange, RunningRequest
+from tests.kvd.core.turns import ENGINE_ID, ONES, THREES, TWOS, A, B, C, new_world, queue_of, store
+from tests.property.cache_world import SHAPE, CacheWorld
+from tests.property.expecting_policy import ExpectingPolicy
+
+BLOCK_BYTES = SHAPE.full_bytes  # of a read
+ONE, MANY = BLOCK_BYTES, 64 * BLOCK_BYTES  # in flight
+TOKENS = {A: ONES, B: TWOS, C: THREES}
+
+
+def reading_world(num_slots=16, prefetch_bytes=MANY, policy="lookahead_queue", **limits):
+    return new_world(num_slots, policy=policy, prefetch_bytes=prefetch_bytes, **limits)
+
+
+def expecting_world(num_slots=16, **limits):
+    return CacheWorld(Limits(num_slots, 64, prefetch_bytes=MANY, **limits), ExpectingPolicy)
+
+
+def store_on_ssd(world, sizes):
+    """Store sessions of so many blocks, and empty DRAM."""
+    for key, num_blocks in sizes.items():
+        store(world, key, tokens_of(key, num_blocks))
+    assert world.engine.release_dram()
+    world.pump()
+
+
+def tokens_of(key, num_blocks):
+    """Blocks that no other session has."""
+    return TOKENS[key] * num_blocks
+
+
+def queue(world, *keys, engine_id=ENGINE_ID):
+    world.engine.engines.replace_queue(engine_id, queue_of(*keys))
+    world.pump()
+
+
+def run(world, key, number=99):
+    """Have a turn of the session run, and no other."""
+    change = QueueChange(running=[RunningRequest(number, key)])
+    world.engine.engines.replace_queue(ENGINE_ID, change)
+    world.pump()
+
+
+def being_read(world):
+    """Whose blocks are being read, in the order in which that was asked for."""
+    infos = {
+        key: world.engine.inspection.info(key) and world.engine.inspection.describe(key)
+        for key in TOKENS
+    }
+    key_of_block = {b.key: key for key, info in infos.items() if info for b in info.blocks}
+    return [key_of_block[world.io[op_id].key] for op_id in world.io_of(ReadBlock)]
+
+
+def finish_reads(world):
+    """End reads one by one, with what they bring about; returns whose they were."""
+    done = []
+    while world.io_of(ReadBlock):
+        done.append(being_read(world)[0])
+        world.finish_io(world.io_of(ReadBlock)[0])
+    return done

@@ -1,0 +1,153 @@
+"""What operators may do to sessions: of their tenants, and to no session by mistake."""
+
+from contextlib import asynccontextmanager
+
+import pytest
+
+from kvd.caches.erasing import NotErasableError, TenantEraser
+from kvd.caches.scrubber import Scrubber
+from kvd.core.records.errors import InvalidRequestError, UnknownSessionError
+from kvd.errors import UnknownModelError
+from kvd.rpc.operator_service import OperatorService
+from kvd.session_files.transfers import Transfers
+from kvd.wire.events import EventHub
+from shared.pb.kvd.v1 import kvd_pb2 as pb
+from tests.kvd.rpc.served import OF_ACME, OPERATOR, as_caller, named, serving, settings
+from tests.synthetic_engine import encode, key_of
+
+
+@asynccontextmanager
+async def operating(directory):
+    """An operator's service beside an engine's."""
+    async with serving(directory) as served:
+        caches = served.caches
+        operator = OperatorService(
+            caches,
+            caches._engines,
+            Scrubber(1 << 30),
+            settings(directory).reload,
+            TenantEraser(caches, EventHub(1)),
+            Transfers(caches),
+        )
+        as_caller(OPERATOR)
+        yield served, operator
+
+
+async def store_three(served):
+    """One session of each tenant, and one more of the first."""
+    for number, (name, tenant) in enumerate((("a", "acme"), ("b", "acme"), ("c", "globex"))):
+        start = 100 * number
+        await served.store(name, encode(range(start, start + 16)), tenant=tenant)
+
+
+def info_of(served, session_id="a", tenant="default"):
+    return served.cache.act(lambda core: core.inspection.info(key_of(session_id, tenant)))
+
+
+async def test_one_session_is_flushed(tmp_path):
+    """By its name; the others stay, and it is unknown then."""
+    async with operating(tmp_path) as (served, operator):
+        await store_three(served)
+        request = pb.FlushRequest(session=named("a", "acme"))
+        done = await operator.Flush(request, None)
+        assert (done.sessions, done.bytes > 0) == (1, True)
+        assert served.keys() == {"b", "c"}
+        with pytest.raises(UnknownSessionError):
+            await operator.Flush(request, None)
+
+
+async def test_sessions_that_a_filter_is_for_are_flushed(tmp_path):
+    """A dry run says how many, and drops none."""
+    async with operating(tmp_path) as (served, operator):
+        await store_three(served)
+        request = pb.FlushRequest(filter=pb.SessionFilter(tenant="acme"), dry_run=True)
+        would = await operator.Flush(request, None)
+        assert (would.sessions, served.keys()) == (2, {"a", "b", "c"})
+        request.dry_run = False
+        done = await operator.Flush(request, None)
+        assert (done.sessions, done.bytes) == (2, would.bytes)
+        assert served.keys() == {"c"}
+
+
+async def test_a_session_that_is_in_use_is_left_and_named(tmp_path):
+    """An engine reads it just now."""
+    async with operating(tmp_path) as (served, operator):
+        await store_three(served)
+        await served.load("a", encode(range(16)), tenant="acme")
+        done = await operator.Flush(pb.FlushRequest(all=True), None)
+        assert [key.session_id for key in done.skipped_leased] == ["a"]
+        assert (done.sessions, served.keys()) == (2, {"a"})
+
+
+async def test_an_operator_of_one_tenant_touches_no_other(tmp_path):
+    """Neither by name, nor by a filter for everything; that there are others is not revealed."""
+    async with operating(tmp_path) as (served, operator):
+        await store_three(served)
+        as_caller(OF_ACME)
+        theirs = named("c", "globex")
+        with pytest.raises(UnknownSessionError):
+            await operator.Flush(pb.FlushRequest(session=theirs), None)
+        with pytest.raises(UnknownSessionError):
+            await operator.Pin(pb.PinRequest(session=theirs), None)
+        with pytest.raises(UnknownSessionError):
+            await operator.SetTtl(pb.SetTtlRequest(session=theirs, ttl_s=1), None)
+        await operator.Flush(pb.FlushRequest(filter=pb.SessionFilter(idle_s=1e-9)), None)
+        assert served.keys() == {"c"}
+
+
+async def test_pins_and_deadlines_are_set_and_taken_away(tmp_path):
+    """0 is the default of the settings, less than 0 is never."""
+    async with operating(tmp_path) as (served, operator):
+        await served.store()
+        await operator.Pin(pb.PinRequest(session=named(), soft=True), None)
+        assert info_of(served).pin.name == "SOFT"
+        await operator.Pin(pb.PinRequest(session=named()), None)
+        assert info_of(served).pin.name == "HARD"
+        await operator.Unpin(pb.PinRequest(session=named()), None)
+        assert info_of(served).pin.name == "NONE"
+        answer = await operator.SetTtl(pb.SetTtlRequest(session=named(), ttl_s=60), None)
+        assert 0 < answer.expires_in_s <= 60
+        answer = await operator.SetTtl(pb.SetTtlRequest(session=named(), ttl_s=-1), None)
+        assert answer.expires_in_s == -1
+        answer = await operator.SetTtl(pb.SetTtlRequest(session=named(), ttl_s=0), None)
+        assert answer.expires_in_s > 60
+
+
+async def test_what_contradicts_itself_is_refused(tmp_path):
+    """Before anything is done: a process that is none, a model that nobody has, two decisions."""
+    async with operating(tmp_path) as (_, operator):
+        with pytest.raises(InvalidRequestError, match="no process"):
+            await operator.KillHolder(pb.KillHolderRequest(pid=0), None)
+        both = pb.ReopenLayoutRequest(layout="ab", accept_loss=True, set_aside=True)
+        with pytest.raises(InvalidRequestError, match="two decisions"):
+            await operator.ReopenLayout(both, None)
+        with pytest.raises(UnknownModelError):
+            _ = [one async for one in operator.Verify(pb.VerifyRequest(model="ff"), None)]
+
+
+async def test_nothing_is_erased_where_nothing_is_encrypted(tmp_path):
+    """The sessions stay: a flush that only seems to be one would be worse."""
+    async with operating(tmp_path) as (served, operator):
+        await store_three(served)
+        secure = pb.FlushRequest(secure=True, filter=pb.SessionFilter(tenant="acme"))
+        with pytest.raises(NotErasableError):
+            await operator.Flush(secure, None)
+        assert served.keys() == {"a", "b", "c"}
+
+
+async def test_every_copy_is_verified(tmp_path):
+    """The last message sums up."""
+    async with operating(tmp_path) as (served, operator):
+        await store_three(served)
+        await served.caches.committed()
+        found = [one async for one in operator.Verify(pb.VerifyRequest(), None)]
+        assert found[-1].done
+        assert found[-1].dram.num_blocks == 3
+        assert found[-1].num_lost == 0
+
+
+async def test_a_reload_says_what_has_changed(tmp_path):
+    """Nothing, if the settings are what they were."""
+    async with operating(tmp_path) as (_, operator):
+        answer = await operator.ReloadSettings(pb.ReloadSettingsRequest(), None)
+        assert (list(answer.applied), list(answer.needs_restart)) == ([], [])

@@ -1,0 +1,122 @@
+"""What an engine may ask of kvd: its own sessions, while it is attached and kvd is not ending."""
+
+import pytest
+
+from kvd.core.records.errors import InvalidRequestError, LeaseLostError, UnknownSessionError
+from kvd.errors import NotAttachedError, StoppingError
+from shared.access.identity import TenantDeniedError
+from shared.pb.kvd.v1 import kvd_pb2 as pb
+from tests.kvd.rpc.served import TOKENS, serving
+from tests.synthetic_engine import encode
+
+OTHERS = encode(range(50, 66))
+ROOM = 40  # more blocks than the arena of these tests has
+
+
+async def test_what_is_stored_is_loaded(tmp_path):
+    """All of it, in spans that follow each other; its lease ends once."""
+    async with serving(tmp_path) as served:
+        assert (await served.store()).stored_tokens == 16
+        found = await served.load()
+        assert (found.lookup, found.end_token) == (pb.LOOKUP_HIT, 16)
+        assert [(span.token_offset, span.num_tokens) for span in found.spans] == [(0, 16)]
+        ended = pb.CompleteLoadRequest(engine_id=served.engine.engine_id, lease_id=found.lease_id)
+        await served.service.CompleteLoad(ended, None)
+        with pytest.raises(LeaseLostError):
+            await served.service.CompleteLoad(ended, None)
+
+
+async def test_a_miss_says_why(tmp_path):
+    """There is no lease then."""
+    async with serving(tmp_path) as served:
+        await served.store()
+        for session_id, tokens, why in (
+            ("b", OTHERS, "unknown_session"),
+            ("a", OTHERS, "tokens_differ"),
+        ):
+            found = await served.load(session_id, tokens)
+            assert (found.lookup, found.miss_reason) == (pb.LOOKUP_MISS, why)
+            assert not found.lease_id
+
+
+async def test_a_store_that_fails_leaves_nothing(tmp_path):
+    """The engine says so when it completes."""
+    async with serving(tmp_path) as served:
+        request = pb.PrepareStoreRequest(**served.named(token_ids=TOKENS))
+        granted = await served.service.PrepareStore(request, None)
+        failed = pb.CompleteStoreRequest(
+            engine_id=served.engine.engine_id, lease_id=granted.lease_id, success=False
+        )
+        assert (await served.service.CompleteStore(failed, None)).stored_tokens == 0
+        assert (await served.load()).lookup == pb.LOOKUP_MISS
+
+
+async def test_who_waits_in_vain_for_slots_gets_none(tmp_path):
+    """Not for ever: what it is told is that there is no room."""
+    async with serving(tmp_path) as served:
+        tokens = encode(range(16 * ROOM))
+        request = pb.PrepareStoreRequest(**served.named(token_ids=tokens, deadline_s=0.05))
+        granted = await served.service.PrepareStore(request, None)
+        assert granted.lease_id
+        more = pb.PrepareStoreRequest(**served.named("b", token_ids=OTHERS, deadline_s=0.05))
+        refused = await served.service.PrepareStore(more, None)
+        assert (refused.refused_reason, len(refused.blocks)) == ("no_space", 0)
+
+
+async def test_sessions_of_other_models_and_tenants_are_none_of_an_engine_s(tmp_path):
+    """Before anything is looked up."""
+    async with serving(tmp_path, tenants=("acme",)) as served:
+        await served.store(tenant="acme")
+        assert served.keys() == {"a"}
+        with pytest.raises(TenantDeniedError):
+            await served.load()
+        foreign = pb.GetSessionRequest(**served.named(tenant="acme"))
+        foreign.session.model = "cd" * 16
+        with pytest.raises(InvalidRequestError, match="model"):
+            await served.service.GetSession(foreign, None)
+
+
+async def test_tokens_that_are_dropped_are_not_found_again(tmp_path):
+    """The rest of the session is."""
+    async with serving(tmp_path) as served:
+        await served.store()
+        request = pb.DiscardRequest(**served.named(token_ids=TOKENS))
+        request.ranges.add(start=4, end=8)
+        assert (await served.service.Discard(request, None)).kept_tokens == 12
+        kept = TOKENS[: 4 * 4] + TOKENS[8 * 4 :]
+        assert (await served.load(token_ids=kept)).end_token == 12
+
+
+async def test_an_engine_may_ask_for_its_sessions_and_end_them(tmp_path):
+    """One that is not stored is an error, not an empty answer."""
+    async with serving(tmp_path) as served:
+        asked = pb.GetSessionRequest(**served.named())
+        with pytest.raises(UnknownSessionError):
+            await served.service.GetSession(asked, None)
+        await served.store()
+        assert not (await served.service.GetSession(asked, None)).ended
+        await served.service.EndSession(pb.EndSessionRequest(**served.named()), None)
+        assert (await served.service.GetSession(asked, None)).ended
+
+
+async def test_nothing_is_granted_any_more_once_kvd_is_stopping(tmp_path):
+    """What was granted may still be completed."""
+    async with serving(tmp_path) as served:
+        await served.store()
+        found = await served.load()
+        served.draining.begun.set()
+        with pytest.raises(StoppingError):
+            await served.load()
+        with pytest.raises(StoppingError):
+            await served.store("b", OTHERS)
+        ended = pb.CompleteLoadRequest(engine_id=served.engine.engine_id, lease_id=found.lease_id)
+        await served.service.CompleteLoad(ended, None)
+
+
+async def test_nobody_speaks_for_an_engine_that_is_not_attached(tmp_path):
+    """Its id is as good as a key."""
+    async with serving(tmp_path) as served:
+        stranger = pb.PrepareLoadRequest(**served.named(token_ids=TOKENS))
+        stranger.engine_id += 1
+        with pytest.raises(NotAttachedError):
+            await served.service.PrepareLoad(stranger, None)

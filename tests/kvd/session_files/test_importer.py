@@ -1,0 +1,145 @@
+"""Imports: a session comes whole or not at all, under the name that it is given."""
+
+import pytest
+
+from kvd.errors import SessionExistsError, UnknownLayoutError
+from kvd.session_files.file_format import SessionFileError
+from kvd.session_files.importer import Target, read_file
+from kvd.session_files.slot_runs import SlotRuns
+from kvd.session_files.transfers import Exporter
+from shared.access.identity import TenantDeniedError
+from tests.kvd.caches.opened import LAYOUT, caches_in, store
+from tests.synthetic_engine import key_of, small_layout
+
+AS_IT_IS = Target("", "", replaces=False, may_add_layout=False)
+
+
+async def exported(caches, key):
+    """The bytes of a session's file."""
+    return b"".join([piece async for piece in Exporter(caches, key).pieces(prefix=False)])
+
+
+async def in_pieces(file, num_bytes=100):
+    for start in range(0, len(file), num_bytes):
+        yield file[start : start + num_bytes]
+
+
+def rows_of(cache, key):
+    """The rows of a session's only block; what is between layers in its slot is not of them."""
+    (block,) = cache.act(lambda core: core.inspection.describe(key)).blocks
+    slot_id = cache.act(lambda core: core._state.blocks[block.key].slot_id)
+    return b"".join(map(bytes, SlotRuns(LAYOUT).read(cache.arena.slots.slot(slot_id), 0, 16)))
+
+
+def keys_of(cache):
+    return set(cache.act(lambda core: core.inspection.keys()))
+
+
+async def file_of_one(directory):
+    """A file with one session; its rows are not all zero."""
+    async with caches_in(directory) as caches:
+        cache, arena = await caches.open(LAYOUT)
+        key, tokens = key_of("a"), range(16)
+        answer = cache.act(
+            lambda core: core.stores.prepare(
+                key, b"".join(token.to_bytes(4, "little") for token in tokens), 0, 1
+            )
+        )
+        (block,) = answer.blocks
+        slot = arena.slots.slot(block.slot_id)
+        slot[:] = bytes(number % 251 for number in range(len(slot)))
+        cache.act(lambda core: core.stores.complete(answer.lease_id, 1, success=True))
+        return await exported(caches, key), rows_of(cache, key)
+
+
+async def test_a_session_comes_with_every_row(tmp_path):
+    """Whatever the pieces that its file comes in."""
+    file, rows = await file_of_one(tmp_path)
+    for number, num_bytes in enumerate((1000, 7, len(file))):
+        async with caches_in(tmp_path / str(number)) as caches:
+            cache, _ = await caches.open(LAYOUT)
+            key, num_tokens = await read_file(caches, AS_IT_IS, in_pieces(file, num_bytes))
+            assert (key, num_tokens) == (key_of("a"), 16)
+            assert rows_of(cache, key) == rows
+            assert keys_of(cache) == {key}, "nothing under another name is left"
+
+
+async def test_a_session_may_get_another_name_and_tenant(tmp_path):
+    """Its blocks are then another tenant's, who shares none."""
+    file, rows = await file_of_one(tmp_path)
+    async with caches_in(tmp_path / "other") as caches:
+        cache, _ = await caches.open(LAYOUT)
+        target = Target("acme", "b", replaces=False, may_add_layout=False)
+        key, _ = await read_file(caches, target, in_pieces(file))
+        assert key == key_of("b", "acme")
+        assert rows_of(cache, key) == rows
+
+
+@pytest.mark.parametrize("share", [0.0, 0.1, 0.5, 0.99])
+async def test_a_file_that_ends_early_leaves_nothing(tmp_path, share):
+    """A session that it was to replace stays as it is."""
+    file, _ = await file_of_one(tmp_path)
+    async with caches_in(tmp_path / "other") as caches:
+        cache, _ = await caches.open(LAYOUT)
+        there = store(cache, "a", first_token=100)
+        before = rows_of(cache, there)
+        target = Target("", "", replaces=True, may_add_layout=False)
+        with pytest.raises(SessionFileError):
+            await read_file(caches, target, in_pieces(file[: int(len(file) * share)]))
+        assert keys_of(cache) == {there}
+        assert rows_of(cache, there) == before
+        assert not cache.act(lambda core: core.inspection.leases())
+
+
+async def test_a_flipped_bit_is_found(tmp_path):
+    """Wherever it is: nothing wrong is ever served."""
+    file, _ = await file_of_one(tmp_path)
+    for position in range(0, len(file), len(file) // 12):
+        damaged = bytearray(file)
+        damaged[position] ^= 1
+        async with caches_in(tmp_path / str(position)) as caches:
+            cache, _ = await caches.open(LAYOUT)
+            with pytest.raises(SessionFileError):
+                await read_file(caches, AS_IT_IS, in_pieces(bytes(damaged)))
+            assert not keys_of(cache)
+
+
+async def test_a_session_of_that_name_is_replaced_only_if_that_is_said(tmp_path):
+    """It is gone then, at once with the coming of the other."""
+    file, rows = await file_of_one(tmp_path)
+    async with caches_in(tmp_path / "other") as caches:
+        cache, _ = await caches.open(LAYOUT)
+        there = store(cache, "a", first_token=100)
+        with pytest.raises(SessionExistsError):
+            await read_file(caches, AS_IT_IS, in_pieces(file))
+        target = Target("", "", replaces=True, may_add_layout=False)
+        await read_file(caches, target, in_pieces(file))
+        assert keys_of(cache) == {there}
+        assert rows_of(cache, there) == rows
+
+
+async def test_a_layout_that_kvd_does_not_know_is_added_only_if_that_is_said(tmp_path):
+    """And by who may speak for every tenant: it takes memory from all."""
+    file, rows = await file_of_one(tmp_path)
+    async with caches_in(tmp_path / "other") as caches:
+        await caches.open(small_layout(num_layers=3))
+        with pytest.raises(UnknownLayoutError):
+            await read_file(caches, AS_IT_IS, in_pieces(file))
+        of_one = Target("", "", replaces=False, may_add_layout=True, allowed=frozenset({"default"}))
+        with pytest.raises(TenantDeniedError):
+            await read_file(caches, of_one, in_pieces(file))
+        anybody = Target("", "", replaces=False, may_add_layout=True)
+        key, _ = await read_file(caches, anybody, in_pieces(file))
+        (cache,) = [cache for cache in caches if cache.layout == LAYOUT]
+        assert rows_of(cache, key) == rows
+
+
+async def test_nobody_imports_into_a_tenant_that_is_not_theirs(tmp_path):
+    """The file's tenant counts where none is named."""
+    file, _ = await file_of_one(tmp_path)
+    async with caches_in(tmp_path / "other") as caches:
+        cache, _ = await caches.open(LAYOUT)
+        theirs = Target("", "", replaces=False, may_add_layout=False, allowed=frozenset({"acme"}))
+        with pytest.raises(TenantDeniedError):
+            await read_file(caches, theirs, in_pieces(file))
+        assert not keys_of(cache)

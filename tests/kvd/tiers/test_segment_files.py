@@ -1,0 +1,144 @@
+"""Segments: allocated when needed, within a budget that volumes share, and given back."""
+
+import os
+
+import numpy as np
+
+from kvd.core.records.actions import IoOutcome
+from kvd.tiers.faults import NoFaults
+from kvd.tiers.segment_files import SegmentFiles, SpaceBudget
+from kvd.tiers.volume import SegmentVolume
+from tests.kvd.tiers.blocks_on_disk import EXTENT, WHOLE
+from tests.kvd.tiers.disk import LAYOUT, Block, Disk, new_slot
+
+
+def test_segments_are_allocated_when_needed(disk):
+    """Only segments that are written to exist, at their full size."""
+    disk.volume()
+    assert disk.segments() == {}
+    disk.write(7 * WHOLE, Block())
+    assert disk.segments() == {"00002.segment": 3 * EXTENT}
+    disk.write(0, Block())
+    assert disk.segments() == {"00000.segment": 3 * EXTENT, "00002.segment": 3 * EXTENT}
+
+
+def test_the_budget_is_never_exceeded(disk):
+    """Segments grow as far as it goes; beyond is FULL; with more budget they go on growing."""
+    volume = disk.volume(total_bytes=5 * EXTENT + 1)
+    assert volume.files.physical_extents() == 5
+    assert [disk.write(index * WHOLE, Block()) for index in range(5)] == [IoOutcome.OK] * 5
+    assert disk.segments() == {"00000.segment": 3 * EXTENT, "00001.segment": 2 * EXTENT}
+    assert disk.write(5 * WHOLE, Block()) is IoOutcome.FULL
+    assert (volume.files.allocated_bytes >= 5 * EXTENT, volume.files.physical_extents()) == (
+        True,
+        5,
+    )
+    volume = disk.volume(total_bytes=6 * EXTENT)
+    assert volume.files.physical_extents() == 6
+    assert disk.write(5 * WHOLE, Block()) is IoOutcome.OK
+    assert disk.segments() == {"00000.segment": 3 * EXTENT, "00001.segment": 3 * EXTENT}
+
+
+def test_a_smaller_budget_shows(disk):
+    """When less is allowed than is allocated there is space for no more than is allowed."""
+    volume = disk.volume(total_bytes=6 * EXTENT)
+    for index in range(6):
+        disk.write(index * WHOLE, Block())
+    volume = disk.volume(total_bytes=2 * EXTENT)
+    assert volume.files.physical_extents() == 2
+    volume.files.shrink(2)
+    assert disk.segments() == {"00000.segment": 2 * EXTENT}
+    assert volume.files.physical_extents() == 2
+
+
+def test_a_segment_takes_what_it_needs(disk):
+    """Of a small budget one write takes its extent, not a whole segment."""
+    volume = disk.volume(total_bytes=6 * EXTENT)
+    disk.write(0, Block())
+    assert disk.segments() == {"00000.segment": EXTENT}
+    assert volume.files.physical_extents() == 6
+
+
+def small_volume(directory, budget):
+    """A volume with segments of three extents."""
+    files = SegmentFiles(directory, EXTENT, 3, budget, "auto", NoFaults())
+    return SegmentVolume(LAYOUT, files)
+
+
+def test_volumes_share_a_budget(tmp_path):
+    """What one has taken the other has not."""
+    budget = SpaceBudget(4 * EXTENT, 0, tmp_path)
+    pair = [small_volume(tmp_path / name, budget) for name in "ab"]
+    for volume in pair:
+        volume.files.open()
+    disk = Disk(tmp_path)
+    for volume, extent, outcome in (
+        (pair[0], 0, IoOutcome.OK),
+        (pair[0], 2, IoOutcome.OK),
+        (pair[1], 0, IoOutcome.OK),
+        (pair[1], 1, IoOutcome.FULL),
+    ):
+        disk.made = [volume]
+        assert disk.write(extent * WHOLE, Block()) is outcome
+    assert [volume.files.physical_extents() for volume in pair] == [3, 1]
+    pair[0].files.shrink(0)
+    assert [volume.files.physical_extents() for volume in pair] == [3, 4]
+    for volume in pair:
+        volume.files.close()
+    assert budget.allocated_bytes == 0
+
+
+def test_the_reserve_stays_free(tmp_path):
+    """With a reserve larger than the disk nothing is allocated."""
+    budget = SpaceBudget(None, 1 << 60, tmp_path)
+    volume = small_volume(tmp_path / "v", budget)
+    volume.files.open()
+    disk = Disk(tmp_path)
+    disk.made = [volume]
+    assert disk.write(0, Block()) is IoOutcome.FULL
+    assert volume.files.physical_extents() == 0
+    volume.files.close()
+
+
+def test_shrinking_gives_space_back(disk):
+    """Files wholly beyond go, one that is partly beyond is cut; the rest stays as it is."""
+    volume = disk.volume()
+    block = Block()
+    for index in (0, 4, 8):
+        disk.write(index * WHOLE, block)
+    (disk.directory / "v" / "notes.txt").write_text("not ours")
+    volume.files.shrink(5)
+    expected = {"00000.segment": 3 * EXTENT, "00001.segment": 2 * EXTENT, "notes.txt": 8}
+    assert disk.segments() == expected
+    assert disk.read(4 * WHOLE, block, new_slot())[0] is IoOutcome.OK
+    assert disk.write(8 * WHOLE, block) is IoOutcome.OK  # it comes back when it is needed
+    assert disk.segments() == expected | {"00002.segment": 3 * EXTENT}
+
+
+def test_what_segments_take_is_what_the_file_system_says(disk):
+    """Of those that are there; one that somebody has removed takes nothing."""
+    volume = disk.volume()
+    assert disk.write(0, Block()) is IoOutcome.OK
+    segments = list((disk.directory / "v").glob("*.segment"))
+    assert segments
+    assert volume.files.allocated_bytes == sum(path.stat().st_blocks for path in segments) * 512
+    for path in segments:
+        path.unlink()
+    assert volume.files.allocated_bytes == 0
+
+
+def test_extents_are_missing_whose_segment_is_not_there_or_is_cut_short(disk):
+    """Those that the volume cannot have are not looked at."""
+    volume = disk.volume()
+    assert disk.write(0, Block()) is IoOutcome.OK
+    whole = volume.shape.sectors_per_extent
+    behind = 3 * whole  # of another segment
+    extents = np.array([0, -1, -whole, behind, 4 * whole, 5 * whole], np.int64)
+    assert volume.lacks(extents, 5).tolist() == [False, False, False, True, True, False]
+    assert volume.lacks(extents, 4).tolist() == [False, False, False, True, False, False]
+    (segment,) = (disk.directory / "v").glob("*.segment")
+    os.truncate(segment, EXTENT)  # the first one is whole
+    inside = np.array([0, whole // 2, whole, whole + 1], np.int64)
+    assert disk.volume().lacks(inside, 5).tolist() == [False, False, True, True]
+    os.truncate(segment, 1)
+    assert disk.volume().lacks(extents[:1], 5).tolist() == [True]
