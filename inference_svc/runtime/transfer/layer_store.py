@@ -13,7 +13,7 @@ from itertools import groupby
 import torch
 
 from inference_svc.runtime.kv.arena_kv import ArenaKv, Block, SlotRun
-from inference_svc.runtime.kv.sequence_kv import WriteBuffer
+from inference_svc.runtime.kv.sequence_kv import Places, WriteBuffer
 from inference_svc.runtime.positions.recipes import Calibration
 
 
@@ -54,13 +54,40 @@ def store_blocks(
                 f"tokens {block.token_offset} to {block_end} cannot be stored from a buffer that "
                 f"holds {buffer.first_token} to {end}"
             )
-    pieces = [(run, buffer.places(first, run.num_tokens)) for first, run in _runs(blocks)]
+    pieces = list(_pieces(buffer, blocks))
     for layer_index in range(len(calibration.layers)):
         wait_layer(layer_index)
         for run, places in pieces:
             for component_index, of_layers in enumerate((buffer.keys, buffer.values)):
                 tokens = places.read(of_layers[layer_index])
                 arena.scatter(layer_index, component_index, run, run.placed(tokens))
+
+
+def _pieces(buffer: WriteBuffer, blocks: Sequence[Block]) -> Iterator[tuple[SlotRun, Places]]:
+    """Cut runs of blocks so that most pieces lie side by side in both places: each is one copy.
+
+    Blocks whose own tokens lie here and there in the buffer are gathered first, all at once.
+    """
+    for first, run in _runs(blocks):
+        for begin, end in _stretches(buffer, first, run):
+            piece = SlotRun(run.slot_ids[begin:end], run.start, run.tokens_per_slot)
+            yield piece, buffer.places(first + begin * run.tokens_per_slot, piece.num_tokens)
+
+
+def _stretches(buffer: WriteBuffer, first_token: int, run: SlotRun) -> Sequence[tuple[int, int]]:
+    """Divide the blocks of a run; returns the first one of each and the one after its last."""
+    num_blocks, size = len(run.slot_ids), run.tokens_per_slot
+
+    def lies(index: int) -> tuple[int, int] | None:  # the same for blocks in a row
+        slots = buffer.slots_of(first_token + index * size, size)
+        is_whole = all(slot == slots[0] + offset for offset, slot in enumerate(slots))
+        return (slots[0] - index * size, run.slot_ids[index] - index) if is_whole else None
+
+    groups = [list(group) for _, group in groupby(range(num_blocks), lies)]
+    # Copies of one block each take longer than one of all, by index; a device has one transfer.
+    if 2 * len(groups) > num_blocks or buffer.device.type != "cpu":
+        return [(0, num_blocks)]
+    return [(group[0], group[-1] + 1) for group in groups]
 
 
 def _runs(blocks: Sequence[Block]) -> Iterator[tuple[int, SlotRun]]:

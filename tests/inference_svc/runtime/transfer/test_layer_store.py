@@ -1,0 +1,52 @@
+"""Store: every token gets to its slot, however the buffer's slots and the arena's lie."""
+
+import pytest
+import torch
+
+from inference_svc.runtime.compute.chunk import Chunk
+from inference_svc.runtime.kv.sequence_kv import WriteBuffer
+from inference_svc.runtime.transfer.layer_store import store_blocks
+
+BLOCK_TOKENS = 32
+NUM_TOKENS = 5 * BLOCK_TOKENS + 23
+IN_ORDER = list(range(NUM_TOKENS))
+BUFFER_SLOTS = {
+    "in order": IN_ORDER,
+    "blocks apart": [*IN_ORDER[96:160], *IN_ORDER[:96], *IN_ORDER[160:]],
+    "one block here and there": [*IN_ORDER[:128], *IN_ORDER[159:127:-1], *IN_ORDER[160:]],
+    "all here and there": IN_ORDER[::-1],
+    "apart within a block": [*IN_ORDER[40:], *IN_ORDER[:40]],
+}
+ARENA_SLOTS = ([2, 3, 4, 5, 6, 7], [5, 6, 7, 1, 2, 3], [4, 5, 2, 3, 0, 7], [7, 0, 5, 1, 3, 2])
+
+
+@pytest.mark.parametrize("arena_slots", ARENA_SLOTS)
+@pytest.mark.parametrize("lie", BUFFER_SLOTS)
+def test_tokens_get_to_their_slots(tiny, make_arena, rows, lie, arena_slots):
+    """Also where slots lie side by side for a while; nothing else of the arena changes."""
+    model, slots = tiny("llama"), BUFFER_SLOTS[lie]
+    computed = model.new_buffer(NUM_TOKENS)
+    token_ids = [3 + position % 90 for position in range(NUM_TOKENS)]
+    chunk = Chunk(model.new_kv(NUM_TOKENS), token_ids, want_logits=False, write_buffer=computed)
+    model.runner.step([chunk])
+    buffer = WriteBuffer(computed.keys, computed.values, 0, slots, NUM_TOKENS)
+    arena, arena_kv = make_arena(model.calibration.layout, 8)
+    before = bytes(arena.memory)
+    firsts = range(0, NUM_TOKENS, BLOCK_TOKENS)
+    blocks = [
+        rows(slot_id, first, min(BLOCK_TOKENS, NUM_TOKENS - first))
+        for slot_id, first in zip(arena_slots, firsts, strict=True)
+    ]
+
+    store_blocks(buffer, arena_kv, blocks, model.calibration)
+
+    for layer_index in range(len(model.calibration.layers)):
+        for component, of_layers in enumerate((computed.keys, computed.values)):
+            view = arena_kv.view(layer_index, component)
+            for block in blocks:
+                own = slots[block.token_offset : block.token_offset + block.num_tokens]
+                stored = view[block.slot_id, : block.num_tokens]
+                assert torch.equal(stored, of_layers[layer_index][own])
+    for slot_id in set(range(8)) - set(arena_slots):
+        begin = slot_id * arena.slot_bytes
+        assert arena.slot(slot_id) == before[begin : begin + arena.slot_bytes]
