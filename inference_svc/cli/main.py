@@ -3,6 +3,8 @@
 inference_svc/cli/commands.py lists all commands; here is `version`.
 """
 
+import atexit
+import gc
 import sys
 from typing import Annotated
 
@@ -56,6 +58,10 @@ def main(arguments: list[str] | None = None) -> None:
     Raises:
         SystemExit: always.
     """
+    if arguments is None:
+        atexit.register(
+            gc.freeze
+        )  # as a process ends, looking for cycles takes it a while for nothing
     try:
         root = typer.main.get_command(app)
         root(

@@ -3,6 +3,8 @@
 kvd/cli/commands.py lists all commands, their examples and the exit codes.
 """
 
+import atexit
+import gc
 import sys
 from typing import Any
 
@@ -53,6 +55,10 @@ def main(arguments: list[str] | None = None) -> None:
     Raises:
         SystemExit: always.
     """
+    if arguments is None:
+        atexit.register(
+            gc.freeze
+        )  # as a process ends, looking for cycles takes it a while for nothing
     try:
         root = root_command()
         root(
