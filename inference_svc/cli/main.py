@@ -3,6 +3,8 @@
 Errors are one line on stderr; the exit code is the error's.
 """
 
+import atexit
+import gc
 import sys
 from collections.abc import Mapping
 from typing import Annotated
@@ -107,6 +109,10 @@ def main(arguments: list[str] | None = None) -> None:
     Raises:
         SystemExit: always.
     """
+    if arguments is None:
+        atexit.register(
+            gc.freeze
+        )  # as a process ends, looking for cycles takes it a while for nothing
     try:
         root = typer.main.get_command(app)
         root(

@@ -4,6 +4,8 @@ The tables have modules, help, examples and exit codes: help, man pages, docs an
 all made from them.
 """
 
+import atexit
+import gc
 import sys
 import textwrap
 from collections.abc import Mapping
@@ -276,6 +278,10 @@ def main(arguments: list[str] | None = None) -> None:
     Raises:
         SystemExit: always.
     """
+    if arguments is None:
+        atexit.register(
+            gc.freeze
+        )  # as a process ends, looking for cycles takes it a while for nothing
     try:
         root = root_command()
         root(
