@@ -108,6 +108,18 @@ def test_the_probe_says_what_the_file_system_can(tmp_path):
     assert direct_io.probe_direct(tmp_path)
 
 
+@pytest.mark.parametrize(("number", "is_direct"), [(errno.ENOSPC, True), (errno.EINVAL, False)])
+def test_a_full_disk_says_nothing_about_direct_io(tmp_path, monkeypatch, number, is_direct):
+    """It is tried with the first block that finds room; other errors say that there is none."""
+
+    def refuse(*_):
+        raise OSError(number, "injected")
+
+    monkeypatch.setattr(direct_io, "set_direct", lambda *_, **__: None)  # any file system will do
+    monkeypatch.setattr(os, "pwritev", refuse)
+    assert direct_io.probe_direct(tmp_path) is is_direct
+
+
 def test_staging_memory_grows_and_is_left_out_of_core_dumps():
     """What is staged may be what somebody said; a smaller piece takes the same memory."""
     staging = direct_io.Staging()

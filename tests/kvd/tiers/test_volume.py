@@ -302,6 +302,27 @@ def test_growth_that_fails_keeps_nothing(disk, had):
     assert disk.write(had * WHOLE, Block()) is IoOutcome.OK
 
 
+@pytest.mark.parametrize(
+    ("number", "outcome"),
+    [
+        (errno.EOPNOTSUPP, IoOutcome.OK),
+        (errno.EINVAL, IoOutcome.OK),
+        (errno.EIO, IoOutcome.TRANSIENT),
+    ],
+)
+def test_a_file_system_need_not_know_fallocate(disk, monkeypatch, number, outcome):
+    """Files have their size all the same; a disk that fails is another matter."""
+
+    def refuse(*_):
+        raise OSError(number, "injected")
+
+    monkeypatch.setattr(os, "posix_fallocate", refuse)
+    disk.volume(extents_per_segment=1)
+    assert disk.write(0, Block()) is outcome
+    is_there = outcome is IoOutcome.OK
+    assert disk.segments() == {"00000.segment": EXTENT if is_there else 0}
+
+
 def test_a_segment_that_cannot_be_used_leaves_no_descriptor(disk):
     """What lies there is no file that direct I/O goes to."""
     volume = disk.volume()
