@@ -6,6 +6,7 @@ import mmap
 import os
 from pathlib import Path
 
+import psutil
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -75,9 +76,10 @@ def test_a_device_that_takes_nothing_is_full(file, monkeypatch):
 
 def test_the_probe_leaves_nothing(tmp_path):
     """It says the same each time; a directory that is not there has no direct I/O."""
+    before = psutil.Process().num_fds()
     first = direct_io.probe_direct(tmp_path)
     assert direct_io.probe_direct(tmp_path) is first
-    assert list(tmp_path.iterdir()) == []
+    assert (list(tmp_path.iterdir()), psutil.Process().num_fds()) == ([], before)
     assert not direct_io.probe_direct(tmp_path / "nowhere")
 
 

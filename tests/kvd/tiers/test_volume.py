@@ -615,6 +615,9 @@ def test_extents_are_missing_whose_segment_is_not_there_or_is_cut_short(disk):
     assert volume.lacks(extents, 5).tolist() == [False, False, False, True, True, False]
     assert volume.lacks(extents, 4).tolist() == [False, False, False, True, False, False]
     (segment,) = (disk.directory / "v").glob("*.segment")
+    os.truncate(segment, EXTENT)  # the first one is whole
+    inside = np.array([0, whole // 2, whole, whole + 1], np.int64)
+    assert disk.volume().lacks(inside, 5).tolist() == [False, False, True, True]
     os.truncate(segment, 1)
     assert disk.volume().lacks(extents[:1], 5).tolist() == [True]
 
