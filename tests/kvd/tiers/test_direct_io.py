@@ -6,6 +6,7 @@ import mmap
 import os
 from pathlib import Path
 
+import psutil
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -75,9 +76,10 @@ def test_a_device_that_takes_nothing_is_full(file, monkeypatch):
 
 def test_the_probe_leaves_nothing(tmp_path):
     """It says the same each time; a directory that is not there has no direct I/O."""
+    before = psutil.Process().num_fds()
     first = direct_io.probe_direct(tmp_path)
     assert direct_io.probe_direct(tmp_path) is first
-    assert list(tmp_path.iterdir()) == []
+    assert (list(tmp_path.iterdir()), psutil.Process().num_fds()) == ([], before)
     assert not direct_io.probe_direct(tmp_path / "nowhere")
 
 
@@ -106,6 +108,18 @@ def test_the_probe_says_what_the_file_system_can(tmp_path):
     with os.fdopen(fd, "rb+", buffering=0) as file:
         assert file.write(mmap.mmap(-1, SECTOR_BYTES)) == SECTOR_BYTES
     assert direct_io.probe_direct(tmp_path)
+
+
+@pytest.mark.parametrize(("number", "is_direct"), [(errno.ENOSPC, True), (errno.EINVAL, False)])
+def test_a_full_disk_says_nothing_about_direct_io(tmp_path, monkeypatch, number, is_direct):
+    """It is tried with the first block that finds room; other errors say that there is none."""
+
+    def refuse(*_):
+        raise OSError(number, "injected")
+
+    monkeypatch.setattr(direct_io, "set_direct", lambda *_, **__: None)  # any file system will do
+    monkeypatch.setattr(os, "pwritev", refuse)
+    assert direct_io.probe_direct(tmp_path) is is_direct
 
 
 def test_staging_memory_grows_and_is_left_out_of_core_dumps():

@@ -107,6 +107,7 @@ def test_snapkv_keeps_window_answer_and_what_the_window_saw():
 def test_snapkv_keeps_its_window_whatever_the_ratio():
     """A budget smaller than window and answer drops all that is older, and no more."""
     assert SnapKV(0.05, window_tokens=4).drop(24, [1.0] * 20, []) == ((0, 16),)
+    assert SnapKV(0.05, window_tokens=4).drop(3, [1.0] * 3, []) == ()
 
 
 def test_pooling_spreads_the_best_score():

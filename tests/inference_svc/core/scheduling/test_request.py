@@ -76,6 +76,13 @@ def test_only_a_request_that_wants_more_rows_has_outgrown_them():
     assert not full.is_outgrown
 
 
+def test_the_last_token_of_a_prompt_is_not_decoding():
+    """It is one token to compute as well, but of a prompt: nothing was sampled."""
+    new = request(prompt_tokens=10)
+    new.computed_tokens = 9
+    assert not new.is_decoding
+
+
 def test_an_answer_that_is_computed_anew_is_not_decoding_until_its_last_token():
     """After a preemption, sampled tokens may have to be fed like a prompt."""
     again = request(prompt_tokens=10)

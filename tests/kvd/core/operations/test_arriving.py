@@ -1,6 +1,8 @@
 """What loads waited for has come, or does not come."""
 
-from kvd.core.records.actions import IoOutcome
+import pytest
+
+from kvd.core.records.actions import Emit, IoOutcome
 from kvd.core.records.records import LeaseState
 from shared.types.granted_slots import Lookup
 from tests.kvd.core.turns import (
@@ -10,6 +12,7 @@ from tests.kvd.core.turns import (
     A,
     B,
     counter,
+    keys_of,
     load,
     prepare_load,
     tiers_of,
@@ -29,6 +32,23 @@ def test_a_corrupt_block_cuts_the_answer_and_the_session():
     world.engine.loads.complete(answer.lease_id, ENGINE_ID)
     assert load(world, A, ONES + TWOS, from_token=4).miss_reason == "corrupt"
     assert counter(world, "blocks_corrupt") == 1
+
+
+@pytest.mark.parametrize(
+    ("outcome", "name", "said"),
+    [
+        (IoOutcome.TRANSIENT, "read_failed", {}),
+        (IoOutcome.CORRUPT, "block_corrupt", {"tier": "ssd", "num_sessions": "1"}),
+    ],
+)
+def test_a_read_that_fails_is_told(outcome, name, said):
+    """With the block, and with the session that used it last."""
+    world = world_with_a_on_ssd()
+    (block, _) = keys_of(world, A)
+    prepare_load(world, A, ONES)
+    world.finish_io(min(world.io), outcome)
+    events = [event for event in world.events if isinstance(event, Emit) and event.name == name]
+    assert [(event.key, event.fields) for event in events] == [(A, {"block": block.hex()} | said)]
 
 
 def test_a_load_that_is_corrupt_from_the_start_is_a_miss():
