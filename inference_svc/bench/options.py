@@ -74,6 +74,9 @@ PlotTo = Annotated[
     typer.Option("--plot", help="Also a picture; needs matplotlib.", show_default=False),
 ]
 Pairs = Annotated[int, typer.Option(min=1, help="Interleaved measurements of each variant.")]
+AnswerTokens = Annotated[int, typer.Option("--answer", min=1, help="Tokens of each answer.")]
+LoadedTokens = Annotated[int, typer.Option("--history", min=1, help="Tokens that are loaded.")]
+ComputedTokens = Annotated[int, typer.Option("--new", min=1, help="Tokens that are computed.")]
 Trace = Annotated[Path | None, typer.Option(help="Sessions to replay. Default: generated.")]
 NumSessions = Annotated[int, typer.Option("--sessions", min=1, help="How many of them.")]
 Scale = Annotated[float, typer.Option(min=0, help="Multiplies lengths.")]
@@ -171,9 +174,7 @@ class TurnsOptions:
         ),
     ] = "dram"
     pairs: Pairs = 15
-    answer_tokens: Annotated[
-        int, typer.Option("--answer", min=1, help="Tokens of each answer.")
-    ] = 8
+    answer_tokens: AnswerTokens = 8
     re_max_tokens: Annotated[
         int, typer.Option(min=0, help="Longest prompt that is recomputed; 0: any.")
     ] = 0
@@ -193,10 +194,8 @@ class OverlapOptions:
         only: "preload" or "saving"; "": both.
     """
 
-    history_tokens: Annotated[
-        int, typer.Option("--history", min=1, help="Tokens that are loaded.")
-    ] = 1000
-    new_tokens: Annotated[int, typer.Option("--new", min=1, help="Tokens that are computed.")] = 100
+    history_tokens: LoadedTokens = 1000
+    new_tokens: ComputedTokens = 100
     buffers: Annotated[Numbers, _numbers("Layers of read buffer; -1: auto.", -1)] = (
         0,
         1,
@@ -229,10 +228,8 @@ class BuffersOptions:
         layer_ms: added to computing each layer: noise of a shared machine then weighs less.
     """
 
-    history_tokens: Annotated[
-        int, typer.Option("--history", min=1, help="Tokens that are loaded.")
-    ] = 500
-    new_tokens: Annotated[int, typer.Option("--new", min=1, help="Tokens that are computed.")] = 100
+    history_tokens: LoadedTokens = 500
+    new_tokens: ComputedTokens = 100
     ratios: Annotated[
         tuple[float, ...],
         typer.Option(
@@ -331,10 +328,8 @@ class OverflowOptions:
     history_tokens: Annotated[
         int, typer.Option("--history", min=2, help="Tokens before the overflow.")
     ] = 1792
-    new_tokens: Annotated[int, typer.Option("--new", min=1, help="Tokens that are computed.")] = 128
-    answer_tokens: Annotated[
-        int, typer.Option("--answer", min=1, help="Tokens of each answer.")
-    ] = 4
+    new_tokens: ComputedTokens = 128
+    answer_tokens: AnswerTokens = 4
     pairs: Pairs = 15
 
 
@@ -354,9 +349,7 @@ class SharingOptions:
         int, typer.Option("--prompt", min=2, help="Tokens that all begin with.")
     ] = 1000
     new_tokens: Annotated[int, typer.Option("--new", min=1, help="Tokens of each one's own.")] = 50
-    answer_tokens: Annotated[
-        int, typer.Option("--answer", min=1, help="Tokens of the measured answer.")
-    ] = 4
+    answer_tokens: AnswerTokens = 4
     pairs: Pairs = 15
 
 

@@ -13,7 +13,8 @@ from itertools import groupby
 import torch
 
 from inference_svc.runtime.kv.arena_kv import ArenaKv, Block, SlotRun
-from inference_svc.runtime.kv.sequence_kv import Places, WriteBuffer
+from inference_svc.runtime.kv.layer_tensors import Places
+from inference_svc.runtime.kv.sequence_kv import WriteBuffer
 from inference_svc.runtime.positions.recipes import Calibration
 
 
