@@ -118,8 +118,7 @@ def assemble_engine(settings: InferenceSettings, model: Model) -> EngineParts:
     scheduler = Scheduler(limits, rates, num_layers, settings.scheduler.tenant_weights)
     pool = make_pool(
         [layer.shape for layer in calibration.layers],
-        limits,
-        scheduler.slots,
+        scheduler.held_slots,
         num_buffer_slots=MOST_RESIDENTS * layout.block_tokens,
         device=loaded.device,
         dtype=loaded.dtype,

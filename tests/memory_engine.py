@@ -255,8 +255,7 @@ class Engine:
         self.scheduler = Scheduler(limits, rates, num_layers)
         self.pool = make_pool(
             [layer.shape for layer in calibration.layers],
-            limits,
-            self.scheduler.slots,
+            self.scheduler.held_slots,
             num_buffer_slots=1000,
             device=loaded.device,
             dtype=loaded.dtype,

@@ -196,13 +196,7 @@ class OverlapOptions:
 
     history_tokens: LoadedTokens = 1000
     new_tokens: ComputedTokens = 100
-    buffers: Annotated[Numbers, _numbers("Layers of read buffer; -1: auto.", -1)] = (
-        0,
-        1,
-        2,
-        4,
-        -1,
-    )
+    buffers: Annotated[Numbers, _numbers("Layers of read buffer; -1: auto.", -1)] = (0, 1, 2, 4, -1)
     prompts: Annotated[Numbers, _numbers("Prompts that are saved.")] = (1000, 1200, 1400, 1600)
     answer_tokens: Annotated[
         int, typer.Option("--answer", min=2, help="Tokens of their answers.")

@@ -61,7 +61,8 @@ class Scheduler:
         feed: requests that wait, and those that run: from admission until they wait again, or,
             after their end, until `release_kv`.
         queue: requests that wait, in the order in which they will be admitted.
-        slots: the account of token slots.
+        held_slots: the account of token slots, by holding.
+        slots: the same, by who has them.
         write_slots: the account of the write ring's; who computes takes and returns them.
         residents: sessions' KV after their turns; who drops or moves it records that there.
         gate: receives the progress of loads.
@@ -77,9 +78,9 @@ class Scheduler:
     ) -> None:
         self.feed = QueueFeed()
         self.queue = WaitingQueue(tenant_weights or {}, self.feed)
-        held = _held_slots(limits)
-        self.residents = Residents(held, limits.block_tokens)
-        self.slots = SlotBudget(held, self.residents)
+        self.held_slots = _held_slots(limits)
+        self.residents = Residents(self.held_slots, limits.block_tokens)
+        self.slots = SlotBudget(self.held_slots, self.residents)
         self.write_slots = WriteSlots(limits.write_slots)
         self.gate = StartGate(num_layers, rates)
         self.estimates = StartEstimates(rates)

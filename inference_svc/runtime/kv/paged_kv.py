@@ -21,9 +21,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from inference_svc.core.scheduling.held_slots import PageCopy
-from inference_svc.core.scheduling.slot_budget import SlotBudget
-from inference_svc.core.scheduling.step_plan import SchedulerLimits
+from inference_svc.core.scheduling.held_slots import HeldSlots, PageCopy
 from inference_svc.runtime.kv.kv_pool import KVPool
 from inference_svc.runtime.kv.layer_tensors import (
     ContiguousTokens,
@@ -196,8 +194,6 @@ class PagePool(KVPool):
     Args:
         shapes: the shapes of all layers.
         slots: the scheduler's account of pages.
-        num_pages: number of pages.
-        page_tokens: token slots of a page.
         num_buffer_slots: token slots for write buffers, beside the pages.
         device: where the tensors are.
         dtype: the tensors' element type.
@@ -206,9 +202,7 @@ class PagePool(KVPool):
     def __init__(
         self,
         shapes: Sequence[LayerShape],
-        slots: SlotBudget,
-        num_pages: int,
-        page_tokens: int,
+        slots: HeldSlots,
         num_buffer_slots: int,
         *,
         device: torch.device,
@@ -216,10 +210,10 @@ class PagePool(KVPool):
     ) -> None:
         """Reserve address space; memory comes with `prefault` or first use."""
         super().__init__(shapes, num_buffer_slots, device=device, dtype=dtype)
-        num_slots = num_pages * page_tokens
+        num_slots = slots.num_slots
         self.num_token_slots += num_slots
         self._slots = slots
-        self._page_tokens = page_tokens
+        self._page_tokens = slots.page_tokens
         self._page_region = allocate_region(num_slots * token_items_of(shapes), device, dtype)
         self._keys, self._values = divided(self._page_region, shapes, num_slots, SlotTensors)
         self._by_heads = (self._keys.seen_by_heads(), self._values.seen_by_heads())
@@ -245,8 +239,7 @@ class PagePool(KVPool):
 
 def make_pool(
     shapes: Sequence[LayerShape],
-    limits: SchedulerLimits,
-    slots: SlotBudget,
+    slots: HeldSlots,
     *,
     num_buffer_slots: int,
     device: torch.device,
@@ -256,21 +249,11 @@ def make_pool(
 
     Args:
         shapes: the shapes of all layers.
-        limits: the scheduler's bounds.
         slots: the scheduler's account.
         num_buffer_slots: token slots for write buffers, beside the scheduler's.
         device: where the tensors are.
         dtype: the tensors' element type.
     """
-    if limits.page_tokens is None:
-        num_slots = limits.kv_slots + num_buffer_slots
-        return KVPool(shapes, num_slots, device=device, dtype=dtype)
-    return PagePool(
-        shapes,
-        slots,
-        limits.kv_slots // limits.page_tokens,
-        limits.page_tokens,
-        num_buffer_slots,
-        device=device,
-        dtype=dtype,
-    )
+    if slots.is_paged:
+        return PagePool(shapes, slots, num_buffer_slots, device=device, dtype=dtype)
+    return KVPool(shapes, slots.num_slots + num_buffer_slots, device=device, dtype=dtype)

@@ -4,8 +4,6 @@ import pytest
 import torch
 
 from inference_svc.core.scheduling.held_slots import PageCopy, PagedSlots
-from inference_svc.core.scheduling.residents import Residents
-from inference_svc.core.scheduling.slot_budget import SlotBudget
 from inference_svc.runtime.compute.chunk import Chunk
 from inference_svc.runtime.kv.layer_tensors import LayerShape
 from inference_svc.runtime.kv.paged_kv import PagePool
@@ -20,15 +18,7 @@ APART = [9, 3, 4, 5, 20, 0]  # pages of a sequence; three of them lie side by si
 
 def make_pool(shapes, num_pages=NUM_PAGES, num_buffer_slots=40):
     slots = PagedSlots(num_pages, PAGE_TOKENS)
-    return PagePool(
-        shapes,
-        SlotBudget(slots, Residents(slots)),
-        num_pages,
-        PAGE_TOKENS,
-        num_buffer_slots,
-        device=CPU,
-        dtype=torch.float32,
-    )
+    return PagePool(shapes, slots, num_buffer_slots, device=CPU, dtype=torch.float32)
 
 
 def fill(kv, first, num_tokens):
