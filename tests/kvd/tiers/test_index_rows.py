@@ -75,6 +75,8 @@ def test_a_block_whose_numbers_are_none_is_left_out(extent, num_tokens):
         rows[1] = (*rows[1][:2], extent, num_tokens)
         db.executemany("INSERT INTO blocks VALUES (?, ?, ?, ?)", rows)
         keys, extents, num_tokens = read_blocks(db, 1)
+        db.execute("DELETE FROM blocks WHERE extent IN (0, 2)")
+        assert read_blocks(db, 1)[0] == b"", "nor where there is no other"
     assert keys == rows[0][1] + rows[2][1]
     assert (extents.tolist(), num_tokens.tolist()) == ([0, 2], [16, 16])
 

@@ -5,6 +5,7 @@ import mmap
 import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import psutil
 import pytest
@@ -102,6 +103,19 @@ def test_reads_that_end_after_the_arena_say_nothing():
     progress.close(LEASE)
     progress.close_all()
     assert (woken, progress.open(LEASE + 1, woken.clear)) == ([], None)
+
+
+def test_words_that_are_given_up_take_no_memory():
+    """Though somebody still knows of them."""
+
+    def held():
+        return Path("/proc/self/maps").read_text("ascii").count("kvd-progress")
+
+    before = held(), psutil.Process().num_fds()
+    progress = Progress(4)
+    assert held() > before[0]
+    progress.close_all()
+    assert (held(), psutil.Process().num_fds()) == before
 
 
 def test_many_threads_wait_while_many_publish(progress, words):
