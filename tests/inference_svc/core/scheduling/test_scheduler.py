@@ -739,7 +739,7 @@ def test_the_first_read_buffer_stays_on_record():
     assert one.buffer_layers is None
     scheduler.schedule(3)
     assert (one.buffer_layers, two.buffer_layers) == (1, None)
-    scheduler.restart(one, 4)
+    scheduler.restart(one)
     scheduler.schedule(5)
     scheduler.announced(one, 5, 6, layers_ready=NUM_LAYERS)
     scheduler.schedule(7)
