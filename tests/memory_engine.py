@@ -267,7 +267,7 @@ class Engine:
             dtype=loaded.dtype,
         )
         residents = ResidentSequences(self.pool, BLOCK_TOKENS)
-        saves = Saves(store, self.counters, block_tokens=BLOCK_TOKENS, group_tokens=32)
+        saves = self.saves = Saves(store, self.counters, block_tokens=BLOCK_TOKENS, group_tokens=32)
         loads = Loads(
             *(self.pool, ring, store, residents, self.threads[1], self.counters),
             num_layers=num_layers,

@@ -117,6 +117,7 @@ class SchedulerWorld:
         self.num_sampled = 0
         self.num_copied_pages = 0  # since others have them, before a discard …
         self.num_replaced_pages = 0  # … and before something else is computed behind them
+        self.num_shared_running = 0  # prefixes of turns that had not ended
         self.memory: dict[tuple[int, int], int] = {}  # by page and slot
 
     # -------------------------------------------------------------------------------- checks
@@ -213,9 +214,10 @@ class SchedulerWorld:
     # ---------------------------------------------------------------------------------- turns
 
     def fork(self, key: SessionKey, other: SessionKey, num_tokens: int) -> None:
-        """A session that has not begun begins as another one of its tenant does."""
+        """A session that has not begun begins as another one of its tenant does, or its turn."""
         if key.tenant == other.tenant and not self.conversations[key]:
-            self.conversations[key] = self.conversations[other][:num_tokens]
+            prompts = [t.request.token_ids for t in self.alive() if t.request.key == other]
+            self.conversations[key] = (prompts or [self.conversations[other]])[-1][:num_tokens]
             self.forked.add(key)
 
     def submit(self, key, new_tokens, max_tokens, *, priority=0, deadline_ns=None) -> Turn | None:
@@ -281,13 +283,22 @@ class SchedulerWorld:
             self.num_replaced_pages += sum(old != new for old, new in pairs)
             self._lie_on(turn.kv, admission)
         elif admission.pages and admission.source is not None:
-            source = self.residents[admission.source]
-            turn.kv = SequenceKv(0, base=source.base)
+            is_running = admission.is_running
+            source = self._running(admission.source) if is_running else admission.source
+            kv = source.kv if is_running else self.residents[source]
+            turn.kv = SequenceKv(0, base=kv.base)
             turn.kv.rows = turn.request.token_ids[: admission.resident_tokens]
+            assert kv.rows[: admission.resident_tokens] == turn.kv.rows
             self._lie_on(turn.kv, admission)
-            self.scheduler.residents.end_copy(turn.request)
+            self.num_shared_running += is_running
+            if not is_running:
+                self.scheduler.residents.end_copy(turn.request)
         elif admission.is_copy:
             turn.source = self.residents[admission.source]
+
+    def _running(self, key: SessionKey) -> Turn:
+        (turn,) = (t for t in self.in_state(*ADMITTED) if t.request.key == key)
+        return turn
 
     def _grow(self, kv: SequenceKv, growth: Growth) -> None:
         assert list(growth.pages)[: len(kv.pages)] == kv.pages
@@ -425,6 +436,7 @@ class SchedulerWorld:
             layers_ready=layers,
             is_saved=turn.is_writing,
             tier="dram",
+            boundary=turn.kv.base,
         )
 
     def admit_in_vain(self, turn: Turn) -> None:

@@ -300,6 +300,7 @@ def random_traffic(seed: int, num_rounds: int) -> Counter[str]:
     world.drain()
     seen["pages copied"] += world.num_copied_pages
     seen["pages replaced"] += world.num_replaced_pages
+    seen["prefixes of running turns"] += world.num_shared_running
     return seen
 
 
@@ -307,7 +308,7 @@ def check_traffic(seeds: range, num_rounds: int) -> None:
     seen = sum((random_traffic(seed, num_rounds) for seed in seeds), Counter[str]())
     wanted = ("preempted", "overflowed", "shifted", "discarded", "evicted", "expired", "in place")
     wanted += ("moved", "shared", "mixed", "finished", "stalled", "grown", "on shared pages")
-    wanted += ("pages copied", "pages replaced", "late")
+    wanted += ("pages copied", "pages replaced", "prefixes of running turns", "late")
     assert min(seen[what] for what in wanted) > 0, f"the traffic is too tame: {seen}"
 
 

@@ -21,7 +21,8 @@ A request gets its slots on its session's resident, or on a sequence's KV of its
     resident too small         copied to a new sequence KV, if old and new fit together …
                                  (pages: in place, with those that it needs more)
     none, but another          … so is the prefix that they share, if it is worth it …
-      session's begins so        (pages: those of the prefix are both sessions')
+      session's begins so        (pages: those of the prefix are both sessions', also while the
+                                 other's turn runs: see `shared_prefixes.py`)
     … or they do not fit, or   … on a new sequence KV; a resident of the session is evicted
       it is of no use, or none
 
@@ -37,7 +38,8 @@ from inference_svc.core.scheduling.request import (
     RequestEvent,
     RequestState,
 )
-from inference_svc.core.scheduling.residents import Residents
+from inference_svc.core.scheduling.residents import Resident, Residents
+from inference_svc.core.scheduling.shared_prefixes import SharedPrefixes
 from inference_svc.core.scheduling.slot_budget import SlotBudget
 from inference_svc.core.scheduling.start_gate import StartGate
 from inference_svc.core.scheduling.step_plan import (
@@ -61,15 +63,15 @@ class Terms:
     Attributes:
         capacity_tokens: slots it may fill.
         kv_slots: that must be free: of a new sequence KV, or beside those of the resident.
-        resident_tokens: it has from a resident, which must stay for that.
-        source: whose resident that is; None: none need stay.
+        num_tokens: it has from a resident, which must stay for that, or from a turn that runs.
+        source: that resident, or that turn's request; None: neither.
         in_place: whether the slots of that become its own.
     """
 
     capacity_tokens: int
     kv_slots: int
-    resident_tokens: int = 0
-    source: SessionKey | None = None
+    num_tokens: int = 0
+    source: Resident | Request | None = None
     in_place: bool = False
 
 
@@ -107,6 +109,7 @@ class Planner:
         self._residents = residents
         self._gate = gate
         self._write_slots = write_slots
+        self._prefixes = SharedPrefixes(limits, active, residents, slots, gate)
 
     def plan(self, now_ns: int) -> StepPlan:
         """Make a plan; deadlines are not its business."""
@@ -212,6 +215,8 @@ class Planner:
             # A session's earlier request, move or compaction has to end first.
             if self._active.has_session(head.key) or self._residents.is_busy(head.key):
                 return
+            if not self._own_tokens(head) and self._prefixes.is_coming(head):
+                return
             terms = self._terms_with_room(head) or self._terms_by_preempting(head, draft)
             if terms is None:
                 return
@@ -255,49 +260,41 @@ class Planner:
         capacity = request.capacity_to_admit(self._limits.answer_tokens)
         fresh = Terms(capacity, slots.needed_for(capacity))
         resident = self._residents.get(request.key)
-        num_tokens = self._residents.match(request)
-        # With less than half of the history, as after a truncation, the store likely has more.
-        if resident is not None and num_tokens and 2 * num_tokens >= request.history_tokens:
+        num_tokens = self._own_tokens(request)
+        if resident is not None and num_tokens:
             if slots.is_paged:
                 num_tokens = slots.tokens_in_place(resident, num_tokens)
                 kv_slots = slots.growth_in_place(resident, num_tokens, capacity)
-                return [Terms(capacity, kv_slots, num_tokens, request.key, in_place=True)]
+                return [Terms(capacity, kv_slots, num_tokens, resident, in_place=True)]
             if resident.capacity_tokens >= capacity:
                 usable = min(resident.capacity_tokens, request.full_capacity_tokens)
-                return [Terms(usable, 0, num_tokens, request.key, in_place=True)]
-            return [replace(fresh, resident_tokens=num_tokens, source=request.key), fresh]
-        shared = self._shared_prefix(request)
-        if shared is not None:
-            source, num_tokens = shared
-            if slots.is_paged:
-                num_tokens = slots.whole_pages(num_tokens)
-                kv_slots = fresh.kv_slots - num_tokens
-                return [Terms(capacity, kv_slots, num_tokens, source), fresh]
-            return [replace(fresh, source=source, resident_tokens=num_tokens), fresh]
-        return [fresh]
+                return [Terms(usable, 0, num_tokens, resident, in_place=True)]
+            return [replace(fresh, num_tokens=num_tokens, source=resident), fresh]
+        shared = self._prefixes.best(request)
+        if shared is None:
+            return [fresh]
+        kv_slots = fresh.kv_slots - (shared.num_tokens if slots.is_paged else 0)
+        return [Terms(capacity, kv_slots, shared.num_tokens, shared.source), fresh]
 
-    def _shared_prefix(self, request: Request) -> tuple[SessionKey, int] | None:
-        """Find another session's resident that is of use; see `Residents.shared_prefix`.
+    def _own_tokens(self, request: Request) -> int:
+        """Count first tokens that its session's resident has, if it is to build on them.
 
-        It is not where it has less than the session's own history, which the store likely has, nor
-        where it has no block: part of one could not be saved anew.
+        With less than half of the history, as after a truncation, the store likely has more.
         """
-        if not (request.may_share and self._limits.keeps_residents):
-            return None
-        found = self._residents.shared_prefix(request)
-        block_tokens = max(self._limits.block_tokens, self._limits.page_tokens or 1)
-        least = max(block_tokens, request.history_tokens, request.computed_tokens)
-        return found if found is not None and found[1] >= least else None
+        num_tokens = self._residents.match(request)
+        return num_tokens if 2 * num_tokens >= request.history_tokens else 0
 
     def _fits(self, terms: Terms, preempted: Sequence[Request] = ()) -> bool:
         """Whether there is room once residents are evicted, and what is preempted is one."""
-        source = self._residents.get(terms.source) if terms.source is not None else None
-        return terms.kv_slots <= self._slots.room(preempted, source)
+        kept = terms.source if isinstance(terms.source, Resident) else None
+        return terms.kv_slots <= self._slots.room(preempted, kept)
 
     def _take(self, request: Request, terms: Terms, draft: _Draft) -> None:
         """Take a request from the queue and reserve its slots, evicting residents if need be."""
         self._queue.admit(request)
-        if terms.source != request.key and request.key in self._residents:
+        source = terms.source
+        is_own = source is not None and source.key == request.key
+        if not is_own and request.key in self._residents:
             self._evict(request.key, draft)
         self._claim(request, terms)
         self._make_room(terms.kv_slots, request, draft)
@@ -306,20 +303,27 @@ class Planner:
         request.capacity_tokens = terms.capacity_tokens
         request.admitted_ns = request.admitted_ns or draft.now_ns
         self._active.add(request)
-        pages = self._slots.pages(request)
         draft.admitted.append(
-            Admission(request, terms.resident_tokens, terms.source, terms.in_place, pages)
+            Admission(
+                request,
+                terms.num_tokens,
+                None if source is None else source.key,
+                in_place=terms.in_place,
+                is_running=isinstance(source, Request),
+                pages=self._slots.pages(request),
+            )
         )
 
     def _claim(self, request: Request, terms: Terms) -> None:
-        """Keep what the terms have of a resident from being evicted."""
-        source = self._residents.get(terms.source) if terms.source is not None else None
+        """Keep what the terms have of a resident from being evicted, and share what is shared."""
+        source = terms.source
         if terms.in_place:
             self._slots.take_resident(request)
-        elif source is not None:
+            return
+        if isinstance(source, Resident):
             self._residents.begin_copy(source.key, request)
-            if self._slots.is_paged:
-                self._slots.share(request, source, terms.resident_tokens)
+        if source is not None and self._slots.is_paged:
+            self._slots.share(request, source, terms.num_tokens)
 
     def _reserve(self, request: Request, terms: Terms) -> None:
         """Reserve what the terms need beside that; there is room for it."""
@@ -329,7 +333,7 @@ class Planner:
                 slots.reserve(request, terms.kv_slots)
             return
         if terms.in_place:
-            slots.write_from(request, terms.resident_tokens, terms.capacity_tokens)
+            slots.write_from(request, terms.num_tokens, terms.capacity_tokens)
         slots.reserve(request, slots.needed_for(terms.capacity_tokens) - slots.kv_slots(request))
 
     def _make_room(self, num_slots: int, request: Request, draft: _Draft) -> None:

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from enum import Enum, StrEnum
 
 from inference_svc.core.discards import Range, kept_runs, num_in, without
+from inference_svc.core.scheduling.prefix_index import PrefixIndex
 from shared.types.lineage import Lineage
 from shared.types.session_key import SessionKey
 from shared.types.transitions import Transitions
@@ -112,11 +113,13 @@ class Request:
         deadline_ns: time when it fails if it is not finished; None: never.
         lineage: which discards its context comes after; None: not named, for engines without
             discards. Only KV of the same one is of use to it.
-        may_share: whether KV that another session's resident has of the same tokens is of use.
+        may_share: whether KV that another session has of the same tokens is of use.
         computed_tokens: how many of token_ids have KV in the request's KV. From a preemption
             until the next load is announced: how many its session's resident was left with,
             and are not discarded.
         loaded_tokens: how many were found rather than computed, when it was first admitted.
+        boundary: position of a token that a block of what is stored begins with, since its load was
+            announced; from there blocks are counted.
         capacity_tokens: slots it may fill, set at each admission; its KV has as many or more.
         num_sampled: number of the answer's tokens so far.
         num_preemptions: number of times it returned to the queue with its KV kept.
@@ -143,6 +146,7 @@ class Request:
     state: RequestState = RequestState.WAITING
     computed_tokens: int = 0
     loaded_tokens: int = 0
+    boundary: int = 0
     capacity_tokens: int = 0
     num_sampled: int = 0
     num_preemptions: int = 0
@@ -159,6 +163,11 @@ class Request:
 
     def __post_init__(self) -> None:
         self.prompt_tokens = len(self.token_ids)
+
+    @property
+    def scope(self) -> tuple[str, str, Lineage | None]:
+        """What has to be equal for equal tokens to have equal KV."""
+        return self.key.tenant, self.key.model, self.lineage
 
     @property
     def full_capacity_tokens(self) -> int:
@@ -248,11 +257,13 @@ class ActiveRequests:
 
     There are few, so that everything may look at all of them. Invariants (`check`): 1. nothing else
     is here; 2. one request of a session at a time; 3. it has not computed more than it has slots
-    for, nor slots for more than its window.
+    for, nor slots for more than its window; 4. the index of prefixes holds what they were admitted
+    with.
     """
 
     def __init__(self) -> None:
         self._requests: dict[int, Request] = {}  # by number, in order of admission
+        self._prefixes: PrefixIndex[int] = PrefixIndex()
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -263,14 +274,26 @@ class ActiveRequests:
     def add(self, request: Request) -> None:
         """Add one that is admitted now."""
         self._requests[request.number] = request
+        self._prefixes.put(request.number, request.scope, request.token_ids)
 
     def remove(self, request: Request) -> None:
         """Remove one."""
         del self._requests[request.number]
+        self._prefixes.take(request.number)
 
     def has_session(self, key: SessionKey) -> bool:
         """Whether a session has one."""
         return any(request.key == key for request in self)
+
+    def longest_prefix(self, request: Request) -> tuple[Request, int] | None:
+        """Find who has, or will have, the KV of most of a request's first tokens.
+
+        Returns:
+            The one admitted first of those, and the number of tokens, one less than all at most;
+            None: nobody.
+        """
+        found = self._prefixes.longest(request.scope, request.token_ids[:-1], lambda _: True)
+        return None if found is None else (self._requests[found[0]], found[1])
 
     def in_state(self, *states: RequestState) -> list[Request]:
         """List those in one of these states: higher priorities first, then by admission."""
@@ -280,6 +303,7 @@ class ActiveRequests:
     def check(self) -> None:
         """Raise AssertionError if an invariant is broken."""
         assert all(request.state in _ADMITTED for request in self)
-        assert len(self) == len({request.key for request in self})
+        assert len(self) == len({request.key for request in self}) == len(self._prefixes)
+        self._prefixes.check()
         for request in self:
             assert request.computed_tokens <= request.capacity_tokens <= request.window_tokens

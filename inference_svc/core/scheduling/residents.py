@@ -55,6 +55,11 @@ class Resident:
         """Number of its slots."""
         return self.holding.num_slots
 
+    @property
+    def scope(self) -> tuple[str, str, Lineage | None]:
+        """What has to be equal for equal tokens to have equal KV."""
+        return self.key.tenant, self.key.model, self.lineage
+
     def usable_tokens(self, num_tokens: int, block_tokens: int) -> int:
         """Return how many of its first `num_tokens` tokens can be built on."""
         if self.boundary is None:
@@ -100,7 +105,7 @@ class Residents:
         """Add one, whose slots nobody else needs; the session has none."""
         assert resident.key not in self._residents, f"{resident.key} has a resident"
         self._residents[resident.key] = resident
-        self._index.put(resident.key, _scope(resident), resident.token_ids)
+        self._index.put(resident.key, resident.scope, resident.token_ids)
         self.num_slots += resident.capacity_tokens
         self._slots.spare(resident.holding)
 
@@ -151,22 +156,22 @@ class Residents:
             self._last_match = (request, resident, num_tokens)
         return num_tokens
 
-    def shared_prefix(self, request: Request) -> tuple[SessionKey, int] | None:
+    def shared_prefix(self, request: Request) -> tuple[Resident, int] | None:
         """Find another session's resident with the KV of most of a request's first tokens.
 
         Returns:
-            The session and the number of usable tokens, one less than all at most; None: there is
-            none.
+            It and the number of usable tokens, one less than all at most; None: there is none.
         """
         found = self._index.longest(
-            _scope(request),
+            request.scope,
             request.token_ids[:-1],
             lambda key: key != request.key and key not in self._compactions,
         )
         if found is None:
             return None
         key, num_common = found
-        return key, self._residents[key].usable_tokens(num_common, self._block_tokens)
+        resident = self._residents[key]
+        return resident, resident.usable_tokens(num_common, self._block_tokens)
 
     def victims(
         self,
@@ -281,7 +286,7 @@ class Residents:
         )
         self._residents[key] = compacted
         self._index.take(key)
-        self._index.put(key, _scope(compacted), token_ids)
+        self._index.put(key, compacted.scope, token_ids)
         self.num_slots -= resident.capacity_tokens
         self._slots.trim(resident.holding, len(token_ids))
         self.num_slots += resident.capacity_tokens
@@ -310,8 +315,3 @@ class Residents:
         self._index.take(key)
         self.num_slots -= resident.capacity_tokens
         return resident
-
-
-def _scope(held: Resident | Request) -> tuple[str, str, Lineage | None]:
-    """What has to be equal for equal tokens to have equal KV."""
-    return held.key.tenant, held.key.model, held.lineage

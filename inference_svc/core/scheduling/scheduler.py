@@ -140,6 +140,7 @@ class Scheduler:
         is_saved: bool = False,
         tier: str | None = None,
         fixed_layers: int | None = None,
+        boundary: int = 0,
     ) -> None:
         """Record what an admitted request's KV will hold; it may start as soon as that pays.
 
@@ -152,11 +153,13 @@ class Scheduler:
             is_saved: whether what it computes takes slots of the write ring.
             tier: the tier it is loaded from, if earlier loads from there may be a guide.
             fixed_layers: its read buffer, whatever the rates; None: as they ask for.
+            boundary: position of a token that a block of what is stored begins with.
         """
         assert 0 <= num_tokens < len(request.token_ids), "the last token is always computed"
         request.move(RequestEvent.ANNOUNCE)
         request.computed_tokens = num_tokens
         request.is_saved = is_saved
+        request.boundary = boundary
         if not request.is_back:
             request.loaded_tokens = num_tokens
         request.ready_ns = request.ready_ns or now_ns

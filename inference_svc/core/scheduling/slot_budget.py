@@ -52,6 +52,11 @@ class SlotBudget:
         return self._pages is not None
 
     @property
+    def page_tokens(self) -> int:
+        """Slots of a page; 1 where there are none."""
+        return self._slots.page_tokens
+
+    @property
     def reserved_slots(self) -> int:
         """Number of slots of requests; those that several share count for each."""
         return sum(holding.num_slots for holding in self._kvs.values())
@@ -149,11 +154,11 @@ class SlotBudget:
         self._slots.trim(holding, capacity_tokens)
         self._slots.own(holding, first_token)
 
-    def share(self, request: Request, resident: Resident, num_tokens: int) -> None:
-        """Give a request the pages of a resident's first tokens, which fill them."""
+    def share(self, request: Request, source: Resident | Request, num_tokens: int) -> None:
+        """Give a request the pages of the first tokens of another, which fill them."""
         assert self._pages is not None, "only pages are shared"
         assert request.number not in self._kvs, f"request {request.number} has a sequence's KV"
-        self._kvs[request.number] = self._pages.share(resident.holding, num_tokens)
+        self._kvs[request.number] = self._pages.share(self._holding(source), num_tokens)
 
     def become_resident(self, request: Request, token_ids: Sequence[int], now_ns: int) -> None:
         """Make the slots of a request's KV its session's resident."""
@@ -187,6 +192,9 @@ class SlotBudget:
         finally:
             self._loads.remove(held)
             self._pages.release(held)
+
+    def _holding(self, source: Resident | Request) -> Holding:
+        return source.holding if isinstance(source, Resident) else self._kvs[source.number]
 
     def check(self) -> None:
         """Raise AssertionError if an invariant is broken."""

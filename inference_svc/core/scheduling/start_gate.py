@@ -124,8 +124,9 @@ class StartGate:
             load.layers_ready, load.news_ns = layers_ready, now_ns
 
     def is_certain(self, request: Request) -> bool:
-        """Whether the load of a watched request is confirmed: all its KV is good."""
-        return self._loads[request.number].is_certain
+        """Whether a request is watched, and its load is confirmed: all its KV is good."""
+        load = self._loads.get(request.number)
+        return load is not None and load.is_certain
 
     def confirm(self, request: Request) -> None:
         """Record that a step over its history succeeded, and its load is confirmed."""

@@ -66,6 +66,8 @@ class Admission:
         resident_tokens: its first tokens, of which a resident has the KV; 0: none has.
         source: whose resident that is: its session's or another's. If it is not in place, the end
             of the residents' copy is owed: of tokens to new KV, or of looking at what is shared.
+        is_running: that session has no resident, but a turn that runs: its pages are shared, and
+            nothing is owed.
         in_place: the KV of its session's resident is the request's now.
         pages: the pages of its KV, the resident's among them; none if there are no pages.
     """
@@ -74,6 +76,7 @@ class Admission:
     resident_tokens: int = 0
     source: SessionKey | None = None
     in_place: bool = False
+    is_running: bool = False
     pages: tuple[int, ...] = ()
 
     @property
@@ -84,7 +87,8 @@ class Admission:
     @property
     def is_shared(self) -> bool:
         """Whether its KV begins with pages of another's resident."""
-        return self.source is not None and not self.in_place and bool(self.pages)
+        is_of_resident = self.source is not None and not self.is_running
+        return is_of_resident and not self.in_place and bool(self.pages)
 
 
 @dataclass(frozen=True)

@@ -89,6 +89,7 @@ class Load:
         begun: the store's part, to be copied; None: nothing, or not known yet.
         gate: the gate of the sequence's KV, once it is known that KV is copied to it.
         source: a resident's KV, to be copied; None: none is.
+        boundary: position of a token that a block of what is stored begins with.
         held: the hold on that KV's memory, until the load is over: its session may be deleted.
     """
 
@@ -96,6 +97,7 @@ class Load:
     begun: BegunLoad | None = None
     gate: LayerGate | None = None
     source: SequenceKv | None = None
+    boundary: int = 0
     held: ExitStack = field(default_factory=ExitStack)
 
 

@@ -4,6 +4,7 @@
     resident, too small      a larger sequence KV, KV copied layer by layer
     another's resident       a sequence KV, the prefix they share copied layer by layer; on pages,
                              a sequence KV that begins with the same ones
+    another's turn           on pages, a sequence KV that begins with what it has computed
     kvd                      a sequence KV, KV loaded layer by layer
     nowhere                  an empty sequence KV
 
@@ -113,7 +114,7 @@ class Loads:
             )
         )
         _note_outcome(request, begun.end_token, dict(begun.tier_tokens), begun.reason)
-        kv.num_tokens = begun.end_token
+        kv.num_tokens, load.boundary = begun.end_token, begun.tail_from
         if self._store.saves:
             request.write_buffer = self._ring.lend(begun.tail_from, begun.end_token)
         if begun.grant is not None:
@@ -126,6 +127,7 @@ class Loads:
         assert source is not None, "no resident to begin with"  # noqa: S101
         take = self._residents.take if admission.in_place else self._residents.get
         resident, num_tokens = take(source), admission.resident_tokens
+        load.boundary = resident.tail_from
         if self._store.saves:
             request.write_buffer = self._residents.next_buffer(resident, num_tokens, self._ring)
         self._counters.add("resident_hits" if source == request.key else "prefixes_shared")
@@ -141,6 +143,16 @@ class Loads:
             load.source = resident.kv
             load.held.enter_context(resident.kv.hold())
         request.kv.num_tokens = num_tokens
+
+    def begin_shared(self, request: EngineRequest, load: Load) -> None:
+        """Give the request KV that begins with whole blocks of a turn that runs, and its buffer."""
+        admission = load.admission
+        request.kv = self._pool.new_kv(request.capacity_tokens, admission.pages)
+        num_tokens = request.kv.num_tokens = load.boundary = admission.resident_tokens
+        if self._store.saves:
+            request.write_buffer = self._ring.lend(num_tokens, num_tokens)
+        self._counters.add("prefixes_shared")
+        _note_outcome(request, num_tokens, {HBM: num_tokens}, "")
 
     async def finish(self, request: EngineRequest, load: Load) -> None:
         """Copy what is to be copied; never raises because of kvd."""
@@ -266,7 +278,9 @@ class LoadTasks:
         """Begin to load an admitted request; it owns its resident's KV when this returns."""
         load = request.load = Load(admission)
         load.held.enter_context(self._scheduler.slots.held(request))
-        if admission.source is not None:
+        if admission.is_running:
+            self._loads.begin_shared(request, load)
+        elif admission.source is not None:
             self._loads.begin_resident(request, load)
         if admission.is_shared:
             self._memory.end_copy(request)
@@ -334,6 +348,7 @@ class LoadTasks:
             is_saved=request.write_buffer is not None,
             tier=self._loads.tier_of(load),
             fixed_layers=self._loads.fixed_layers(load),
+            boundary=load.boundary,
         )
         if not request.is_started:
             request.is_started = True

@@ -50,8 +50,8 @@ class SaveStream:
         4. the buffer begins with the first token that is not stored.
 
     Args:
-        previous: each set when a save that this one builds on is over: the session's last one, and
-            that of the session whose prefix it shares.
+        previous: each set when what this one builds on is stored, or never will be: the session's
+            last save, and the prefix that it shares with another session.
         block_tokens: of the layout.
         group_tokens: fewer unsaved tokens than this wait for more, or for the end.
         lineage: the tokens' lineage; None: not named.
@@ -89,6 +89,7 @@ class SaveStream:
         self._stored = stored
         self._queued_token = buffer.first_token  # end of what has been given to `_put`
         self._next: _Piece | None = None
+        self._awaited: list[tuple[int, asyncio.Event]] = []
         self._is_last = False
         self._changed = asyncio.Event()
         self.idle = asyncio.Event()
@@ -98,6 +99,13 @@ class SaveStream:
     def num_unsaved(self) -> int:
         """Number of tokens in the buffer that `_put` has not been given."""
         return self._buffer.end_token - self._queued_token
+
+    def stored(self, num_tokens: int) -> asyncio.Event:
+        """Return what is set once the first `num_tokens` are stored, or nothing more will be."""
+        event = asyncio.Event()
+        self._awaited.append((num_tokens, event))
+        self._note_stored()
+        return event
 
     def wants(self, end_token: int, *, is_tight: bool = False) -> bool:
         """Whether `follow` is to be called now that tokens [0, end_token) are computed, or will be.
@@ -151,6 +159,7 @@ class SaveStream:
         finally:
             self.idle.set()
             self.over.set()
+            self._note_stored()
 
     def _put(self, piece: _Piece) -> None:
         self._next = piece
@@ -175,7 +184,18 @@ class SaveStream:
             if not piece.is_cut:
                 end_token = self._end_of_blocks(end_token)
             self._buffer.forget_before(end_token)
+            self._note_stored()
             self._stored()
+
+    def _note_stored(self) -> None:
+        """Set the events of those who have waited for what is stored."""
+        waiting = []
+        for num_tokens, event in self._awaited:
+            if self.over.is_set() or self._buffer.first_token >= num_tokens:
+                event.set()
+            else:
+                waiting.append((num_tokens, event))
+        self._awaited = waiting
 
     def _end_of_blocks(self, end_token: int) -> int:
         """End of the last full block of the buffer at or before a token."""
@@ -231,9 +251,12 @@ class Saves:
             buffer: that is going to be filled.
             lineage: of the tokens.
             stored: see SaveStream.
-            shared_from: whose tokens are before the buffer's, which that session's saves store.
+            shared_from: whose tokens are before the buffer's; that session's saves store them, if
+                need be while its turn is still computed.
         """
-        ends = [self._end(key), None if shared_from is None else self._end(shared_from)]
+        ends = [self._end(key)]
+        if shared_from is not None:
+            ends.append(self._stored(shared_from, buffer.first_token))
         stream = self._newest[key] = SaveStream(
             self._store,
             key,
@@ -298,6 +321,11 @@ class Saves:
         """Return the event that the session's chain, as it is now, is over; None: it has none."""
         newest = self._newest.get(key)
         return None if newest is None else newest.over
+
+    def _stored(self, key: SessionKey, num_tokens: int) -> asyncio.Event | None:
+        """Return the event that a session's first tokens are stored; None: nothing is going on."""
+        newest = self._newest.get(key)
+        return newest.stored(num_tokens) if isinstance(newest, SaveStream) else self._end(key)
 
     def _count(self, stream: SaveStream) -> None:
         if not stream.is_finished:

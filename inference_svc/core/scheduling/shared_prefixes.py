@@ -1,0 +1,111 @@
+"""Whose KV a request's may begin with: that of another session which begins with the same tokens.
+
+    a resident         its tokens' KV is there
+    a turn that runs   what it has computed is there, if slots are pages: they are both sessions'.
+                       A request of which it computes most waits until it has: when many come with
+                       one prompt at the same time, the first of them computes it
+
+Waiting costs nothing but that: prompts are computed in the order of admission, so that who waits
+comes behind the other's prompt anyway. Nobody waits for a turn of lower priority, nor for one that
+has a history beyond the tokens in question to load first.
+
+*Source:* RadixAttention: SGLang (NeurIPS'24).
+"""
+
+from typing import NamedTuple
+
+from inference_svc.core.scheduling.request import ActiveRequests, Request
+from inference_svc.core.scheduling.residents import Resident, Residents
+from inference_svc.core.scheduling.slot_budget import SlotBudget
+from inference_svc.core.scheduling.start_gate import StartGate
+from inference_svc.core.scheduling.step_plan import SchedulerLimits
+
+
+class SharedPrefix(NamedTuple):
+    """First tokens of a request whose KV another session has."""
+
+    source: Resident | Request
+    num_tokens: int
+
+
+class SharedPrefixes:
+    """See the module docstring."""
+
+    def __init__(
+        self,
+        limits: SchedulerLimits,
+        active: ActiveRequests,
+        residents: Residents,
+        slots: SlotBudget,
+        gate: StartGate,
+    ) -> None:
+        self._limits = limits
+        self._active = active
+        self._residents = residents
+        self._slots = slots
+        self._gate = gate
+
+    def best(self, request: Request) -> SharedPrefix | None:
+        """Find the longest prefix that is of use to a request; None: there is none.
+
+        It is not where it has less than the session's own history, which the store likely has, nor
+        where it has no block: part of one could not be saved anew.
+        """
+        if not self._may_share(request):
+            return None
+        found = [self._of_resident(request), self._of_running(request)]
+        best = max((one for one in found if one is not None), key=_num_tokens, default=None)
+        return best if best is not None and best.num_tokens >= self._least(request) else None
+
+    def is_coming(self, request: Request) -> bool:
+        """Whether a request is to wait until a turn that is under way has computed its prefix."""
+        if not (self._slots.is_paged and self._may_share(request)):
+            return False
+        leader, num_common = self._active.longest_prefix(request) or (None, 0)
+        if leader is None or leader.computed_tokens >= num_common:
+            return False
+        num_tokens = self._aligned(leader, num_common)
+        best = self.best(request)
+        return (
+            num_tokens >= self._least(request)
+            and num_tokens > (0 if best is None else best.num_tokens)
+            and 2 * num_tokens >= len(request.token_ids)
+            and leader.history_tokens <= num_common
+            and leader.priority >= request.priority
+        )
+
+    def _may_share(self, request: Request) -> bool:
+        return request.may_share and self._limits.keeps_residents
+
+    def _least(self, request: Request) -> int:
+        """Return how many tokens a prefix must have to be of use."""
+        block_tokens = max(self._limits.block_tokens, self._limits.page_tokens or 1)
+        return max(block_tokens, request.history_tokens, request.computed_tokens)
+
+    def _of_resident(self, request: Request) -> SharedPrefix | None:
+        found = self._residents.shared_prefix(request)
+        if found is None:
+            return None
+        resident, num_tokens = found
+        return SharedPrefix(resident, self._slots.whole_pages(num_tokens))
+
+    def _of_running(self, request: Request) -> SharedPrefix | None:
+        """Find what a turn that runs has computed; not while its load may still fail."""
+        if not self._slots.is_paged:
+            return None
+        leader, num_common = self._active.longest_prefix(request) or (None, 0)
+        if leader is None or not self._gate.is_certain(leader):
+            return None
+        num_tokens = min(num_common, leader.computed_tokens)
+        return SharedPrefix(leader, self._aligned(leader, num_tokens))
+
+    def _aligned(self, leader: Request, num_tokens: int) -> int:
+        """Return the end of whole pages and whole blocks at or before a token."""
+        page_tokens, block_tokens = self._slots.page_tokens, self._limits.block_tokens
+        last = self._slots.whole_pages(num_tokens)
+        ends = range(last, max(0, last - page_tokens * block_tokens), -page_tokens)
+        return next((end for end in ends if (end - leader.boundary) % block_tokens == 0), 0)
+
+
+def _num_tokens(prefix: SharedPrefix) -> int:
+    return prefix.num_tokens

@@ -1,0 +1,192 @@
+"""Prefixes that are shared with turns that still run: who waits for whom, and what is shared."""
+
+from dataclasses import replace
+
+import pytest
+
+from inference_svc.core.rates.rates import Rates
+from inference_svc.core.scheduling.request import Request, RequestEvent
+from inference_svc.core.scheduling.scheduler import Scheduler
+from inference_svc.core.scheduling.step_plan import SchedulerLimits, StepResult
+from shared.types.session_key import SessionKey
+
+NUM_LAYERS = 4
+LIMITS = SchedulerLimits(
+    max_running=8,
+    max_loading=8,
+    max_waiting=8,
+    kv_slots=200,
+    write_slots=0,
+    step_tokens=16,
+    mixed_step_tokens=16,
+    answer_tokens=8,
+    keeps_residents=True,
+    block_tokens=8,
+    page_tokens=4,
+)
+PROMPT = list(range(100, 140))
+
+
+def make(**limits):
+    return Scheduler(replace(LIMITS, **limits), Rates(), NUM_LAYERS)
+
+
+def submit(scheduler, number, token_ids, **attributes):
+    key = SessionKey("tenant", "0f", str(number))
+    new = Request(number, key, list(token_ids), 8, 0, **attributes)
+    scheduler.submit(new)
+    return new
+
+
+def announce(scheduler, plan, **found):
+    for admission in plan.admitted:
+        found = {"layers_ready": NUM_LAYERS, **found}
+        scheduler.announced(admission.request, admission.resident_tokens, 2, **found)
+
+
+def compute(scheduler):
+    """A step; returns its plan."""
+    plan = scheduler.schedule(3)
+    sampled = {chunk.request.number: 7 for chunk in plan.chunks if chunk.sample}
+    scheduler.apply(StepResult(plan.chunks, sampled), 3)
+    announce(scheduler, plan)
+    scheduler.check()
+    return plan
+
+
+def admissions(plan):
+    return [(a.request.number, a.resident_tokens, a.is_running) for a in plan.admitted]
+
+
+def start_alike(scheduler, *prompts, **attributes):
+    """Submit requests at the same time; the first of them is admitted, and has no history."""
+    requests = [submit(scheduler, n, ids, **attributes) for n, ids in enumerate(prompts)]
+    announce(scheduler, scheduler.schedule(1))
+    return requests
+
+
+def test_of_requests_that_begin_alike_the_first_computes_for_all():
+    """The others are admitted when it has computed what they share, and begin with its pages."""
+    scheduler = make()
+    one, two, three = start_alike(scheduler, [*PROMPT, 1], [*PROMPT, 2], [*PROMPT, 3, 4])
+    assert [admissions(compute(scheduler)) for _ in range(3)] == [[], [], []]
+    assert one.computed_tokens == len(PROMPT) + 1
+    assert admissions(compute(scheduler)) == [(1, 40, True), (2, 40, True)]
+    assert scheduler.slots.shared_slots == 2 * 40
+    for request in (two, three):
+        assert scheduler.slots.pages(request)[:10] == scheduler.slots.pages(one)[:10]
+        assert request.loaded_tokens == 40
+    compute(scheduler)
+    assert two.output_ids
+    assert three.output_ids
+
+
+def test_its_pages_stay_when_it_has_ended():
+    """They are free when nobody has them."""
+    scheduler = make()
+    requests = start_alike(scheduler, [*PROMPT, 1], [*PROMPT, 2])
+    for _ in range(5):
+        compute(scheduler)
+    assert all(request.output_ids for request in requests)
+    for request in requests:
+        scheduler.end(request, RequestEvent.CANCEL, 4)
+        scheduler.release_kv(request)
+        scheduler.check()
+    assert scheduler.slots.free_slots == 200
+
+
+@pytest.mark.parametrize(
+    ("limits", "first", "second"),
+    [
+        ({"page_tokens": None}, {}, {}),  # there is nothing to share
+        ({"keeps_residents": False}, {}, {}),
+        ({"block_tokens": 64}, {}, {}),  # no whole block
+        ({}, {}, {"may_share": False}),
+        ({}, {}, {"history_tokens": 41, "token_ids": [*PROMPT, 2, 3, 4]}),  # the store has more
+        ({}, {}, {"token_ids": [*PROMPT, *range(50)]}),  # less than half of its tokens
+        ({}, {"history_tokens": 50, "token_ids": [*PROMPT, *range(20)]}, {}),  # to be loaded first
+        ({}, {"token_ids": PROMPT[:7]}, {}),  # less than a block
+    ],
+)
+def test_nobody_waits_where_it_does_not_pay(limits, first, second):
+    """It is admitted at the same time, and computed by itself."""
+    scheduler = make(**limits)
+    submit(scheduler, 0, **{"token_ids": [*PROMPT, 1], **first})
+    submit(scheduler, 1, **{"token_ids": [*PROMPT, 2], **second})
+    found = admissions(scheduler.schedule(1))
+    assert sorted(found) == [(0, 0, False), (1, 0, False)]
+
+
+def test_what_is_there_is_shared_if_waiting_does_not_pay():
+    """Whole pages and blocks of it; the rest is computed."""
+    scheduler = make(block_tokens=12)
+    (one,) = start_alike(scheduler, [*PROMPT, 1])
+    compute(scheduler)
+    compute(scheduler)
+    assert one.computed_tokens == 32
+    submit(scheduler, 1, [*PROMPT, *range(50)])
+    assert admissions(scheduler.schedule(3)) == [(1, 24, True)]
+
+
+@pytest.mark.parametrize(("boundary", "num_shared"), [(0, 40), (4, 36), (12, 36), (3, 0)])
+def test_blocks_are_counted_from_where_its_blocks_are(boundary, num_shared):
+    """And pages from the first token; where both never end together, nothing is shared."""
+    scheduler = make()
+    submit(scheduler, 0, [*PROMPT, 1])
+    announce(scheduler, scheduler.schedule(1), boundary=boundary)
+    for _ in range(3):
+        compute(scheduler)
+    submit(scheduler, 1, [*PROMPT, 2])
+    ((_, num_tokens, is_running),) = admissions(scheduler.schedule(3))
+    assert (num_tokens, is_running) == (num_shared, num_shared > 0)
+
+
+def test_nothing_is_shared_while_a_load_may_fail():
+    """Once a step over it has succeeded it may not any more."""
+    scheduler = make()
+    one = submit(scheduler, 0, [*PROMPT, 1], history_tokens=32)
+    scheduler.schedule(1)
+    scheduler.announced(one, 32, 2, layers_ready=1)
+    plan = scheduler.schedule(3)
+    assert plan.chunks
+    submit(scheduler, 1, [*PROMPT[:32], 2])
+    assert admissions(scheduler.schedule(3)) == [(1, 0, False)]
+    submit(scheduler, 2, [*PROMPT[:32], 3])
+    scheduler.restart(one)
+    scheduler.check()
+
+
+def test_a_session_builds_on_what_it_has_itself():
+    """Even if somebody is about to compute more of its prompt."""
+    scheduler = make()
+    before = submit(scheduler, 0, PROMPT[:24])
+    announce(scheduler, scheduler.schedule(1))
+    while not before.output_ids:
+        compute(scheduler)
+    scheduler.end(before, RequestEvent.FINISH, 4)
+    assert scheduler.keep_resident(before, PROMPT[:24], 4)
+    scheduler.residents.note_boundary(before.key, 24)
+    submit(scheduler, 1, [*PROMPT, 1], may_share=False)
+    again = Request(2, before.key, [*PROMPT, 2], 8, 0, history_tokens=24)
+    scheduler.submit(again)
+    found = admissions(scheduler.schedule(5))
+    assert found == [(1, 0, False), (2, 24, False)]
+
+
+def test_nobody_waits_for_a_turn_of_lower_priority():
+    """Prompts of higher priority are computed first."""
+    scheduler = make()
+    start_alike(scheduler, [*PROMPT, 1])
+    submit(scheduler, 1, [*PROMPT, 2], priority=1)
+    assert admissions(scheduler.schedule(3)) == [(1, 0, False)]
+
+
+def test_nobody_waits_for_a_turn_that_is_over():
+    """The next one computes what that leaves undone."""
+    scheduler = make()
+    one, _, _ = start_alike(scheduler, [*PROMPT, 1], [*PROMPT, 2], [*PROMPT, 3])
+    compute(scheduler)
+    assert one.computed_tokens == 16
+    scheduler.end(one, RequestEvent.CANCEL, 4)
+    scheduler.release_kv(one)
+    assert admissions(scheduler.schedule(5)) == [(1, 0, False)]
