@@ -333,12 +333,16 @@ class SharingOptions:
 
     Attributes:
         num_sessions: that begin with the prompt, the measured one included.
+        num_at_once: that come at the same time with a prompt that nobody has had.
         prompt_tokens: of what they begin with.
         new_tokens: of each one's own.
         answer_tokens: of the measured turn.
     """
 
     num_sessions: NumSessions = 64
+    num_at_once: Annotated[
+        int, typer.Option("--at-once", min=2, help="Sessions that come at the same time.")
+    ] = 8
     prompt_tokens: Annotated[
         int, typer.Option("--prompt", min=2, help="Tokens that all begin with.")
     ] = 1000

@@ -6,18 +6,24 @@ copied       each session's KV lies by itself, and the prompt's is copied
 
 Both engines have a session that has computed the prompt, and the others, each with tokens of its
 own; what all of them take is in the facts. The measured session begins anew in each round.
+
+Then some sessions come at the same time, in each round with a prompt that nobody has had: until the
+last of them has its first token. On pages the first of them computes the prompt, for all; the floor
+is a turn of as many tokens as they have in all, if the prompt counts once.
 """
 
+import asyncio
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 
-from inference_svc.bench.bench_session import BenchSession, take_rounds, ttft_values
+from inference_svc.bench.bench_session import BenchSession, in_turn, take_rounds, ttft_values
 from inference_svc.bench.figures import Case, Interleaved
 from inference_svc.bench.local_engine import LocalEngine, is_from, running_engine, whole_blocks
 from inference_svc.bench.options import RunOptions, SharingOptions
 from inference_svc.bench.workspace import Workspace
 
 METRIC = "ttft_s"
+FLOOR = "pages floor"
 WARM_UP = 2
 MOST_OVER_FLOOR = 1.10  # the prompt's length should not matter
 WORKING_KV = {"pages": "pages", "copied": "contiguous"}
@@ -25,14 +31,15 @@ WORKING_KV = {"pages": "pages", "copied": "contiguous"}
 
 def window_tokens(options: SharingOptions) -> int:
     """The longest turn."""
-    return options.prompt_tokens + options.new_tokens + options.answer_tokens
+    num_new = max(1, options.num_at_once) * options.new_tokens
+    return options.prompt_tokens + num_new + options.answer_tokens
 
 
 async def measure_sharing(
     options: SharingOptions, run: RunOptions, work: Workspace
 ) -> tuple[Case, ...]:
     """Measure the last of so many sessions."""
-    kv_tokens = (options.num_sessions + 4) * (window_tokens(options) + 64)
+    kv_tokens = (options.num_sessions + options.num_at_once + 4) * (window_tokens(options) + 64)
     async with AsyncExitStack() as stack:
         kvd = await stack.enter_async_context(work.kvd(2 * kv_tokens))
         engines = {}
@@ -47,7 +54,7 @@ async def measure_sharing(
             )
             run.on_progress(f"sharing: {name}: computing {options.num_sessions} sessions")
             engines[name] = await _begun(engine, options, name)
-        return (await _measured(engines, options, run),)
+        return await _measured(engines, options, run), await _at_once(engines, options, run)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +87,23 @@ class _Engine:
         if not is_from(times, "hbm", len(self.owner.ids)):
             return None
         return ttft_values(times, len(self.owner.ids) + self.num_new)
+
+    async def last_of_all(self, *, is_floor: bool) -> dict[str, float]:
+        """Sessions that come at the same time, or one turn of all their tokens."""
+        local, num_sessions = self.local, self.options.num_at_once
+        await local.settle()
+        prompt = local.new_tokens(len(self.owner.ids))
+        if is_floor:
+            prompts = [[*prompt, *local.new_tokens(num_sessions * self.num_new)]]
+        else:
+            prompts = [[*prompt, *local.new_tokens(self.num_new)] for _ in range(num_sessions)]
+        keys = [local.key(f"at-once-{number}") for number in range(len(prompts))]
+        turns = zip(keys, prompts, strict=True)
+        times = await asyncio.gather(*(local.turn(*one, 1, source="any") for one in turns))
+        for key in keys:
+            local.parts.engine.memory.release_resident(key)
+        last_s = max(one.ttft_s for one in times)
+        return {METRIC: last_s, "prefill_tokens_per_s": sum(map(len, prompts)) / last_s}
 
 
 async def _begun(local: LocalEngine, options: SharingOptions, name: str) -> _Engine:
@@ -118,7 +142,28 @@ async def _measured(engines: dict[str, _Engine], options: SharingOptions, run: R
     await take_rounds(
         found, lambda _: variants, rounds, take, lambda what: run.on_progress(f"sharing: {what}")
     )
-    found.compare(METRIC, "pages", "pages floor", at_most=MOST_OVER_FLOOR)
+    found.compare(METRIC, "pages", FLOOR, at_most=MOST_OVER_FLOOR)
     found.compare(METRIC, "copied", "copied floor")
+    found.compare(METRIC, "pages", "copied")
+    return found.case()
+
+
+async def _at_once(engines: dict[str, _Engine], options: SharingOptions, run: RunOptions) -> Case:
+    """Take all rounds of sessions that come at the same time."""
+    found = Interleaved(f"{options.num_at_once} at once", {"sessions": options.num_at_once})
+    variants = [*engines, FLOOR]
+
+    async def take(variant: str) -> dict[str, float]:
+        name, _, floor = variant.partition(" ")
+        return await engines[name].last_of_all(is_floor=bool(floor))
+
+    await take_rounds(
+        found,
+        lambda number: in_turn(variants, number),
+        range(-1, options.pairs),
+        take,
+        lambda what: run.on_progress(f"sharing at once: {what}"),
+    )
+    found.compare(METRIC, "pages", FLOOR, at_most=MOST_OVER_FLOOR)
     found.compare(METRIC, "pages", "copied")
     return found.case()

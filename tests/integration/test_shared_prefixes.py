@@ -33,19 +33,46 @@ async def test_a_prompt_that_sessions_share_is_computed_once(tiny_model):
             counters = (await client.get_model()).counters
             assert counters["prefixes_shared"] == NUM_SESSIONS
             await wait_saved(client)
-        await service.stop()
-        await service.start()
-        oracle = Oracle(tiny_model)
+        await _come_back(service, Oracle(tiny_model))
+    shutil.rmtree(directory)
+
+
+async def test_sessions_that_come_at_once_compute_one_prompt_once(tiny_model):
+    """On pages: the first of them does, for all; kvd has the whole of each."""
+    directory = Path(tempfile.mkdtemp(prefix="ca-"))
+    flags = ("--residents", "--load-policy", "always")
+    on_pages = {"INFERENCE_SCHEDULER__WORKING_KV": "pages"}
+    async with (
+        running_kvd(directory / "kvd", "--dram", "64MB", "--ssd", "64MB") as kvd,
+        InferenceProcess(tiny_model, directory, kvd.runtime_dir, flags, on_pages) as service,
+    ):
         async with service.client() as client:
             await wait_kvd_state(client, "attached")
-            for i in range(NUM_SESSIONS):
-                usage = (await _submit(client, f"s{i}", "And then?")).usage
-                assert usage.recomputed_tokens == 0
-                assert dict(usage.tier_tokens) == {"dram": usage.history_tokens}
-                session = await client.get_session(f"s{i}", with_turns=True)
-                turns = [(list(r.input_ids), list(r.output_ids)) for r in session.turn_records]
-                assert oracle.judge(turns).is_identical
+            turns = [_submit(client, f"s{i}", [*SYSTEM, 9 + i, 8]) for i in range(NUM_SESSIONS)]
+            results = await asyncio.gather(*turns)
+            first, *others = sorted(result.usage.tier_tokens["hbm"] for result in results)
+            assert first == 0
+            assert len(SYSTEM) - 128 < others[0] == others[-1] <= len(SYSTEM)
+            counters = (await client.get_model()).counters
+            assert counters["prefixes_shared"] == NUM_SESSIONS - 1
+            await wait_saved(client)
+        await _come_back(service, Oracle(tiny_model))
     shutil.rmtree(directory)
+
+
+async def _come_back(service, oracle):
+    """All is loaded from kvd after a restart of the service, and right."""
+    await service.stop()
+    await service.start()
+    async with service.client() as client:
+        await wait_kvd_state(client, "attached")
+        for i in range(NUM_SESSIONS):
+            usage = (await _submit(client, f"s{i}", "And then?")).usage
+            assert usage.recomputed_tokens == 0
+            assert dict(usage.tier_tokens) == {"dram": usage.history_tokens}
+            session = await client.get_session(f"s{i}", with_turns=True)
+            turns = [(list(r.input_ids), list(r.output_ids)) for r in session.turn_records]
+            assert oracle.judge(turns).is_identical
 
 
 async def _submit(client, session_id, given):

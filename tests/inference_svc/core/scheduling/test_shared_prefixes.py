@@ -190,3 +190,18 @@ def test_nobody_waits_for_a_turn_that_is_over():
     scheduler.end(one, RequestEvent.CANCEL, 4)
     scheduler.release_kv(one)
     assert admissions(scheduler.schedule(5)) == [(1, 0, False)]
+
+
+def test_nobody_waits_for_what_a_resident_has():
+    """Though a turn computes it anew."""
+    scheduler = make()
+    before = submit(scheduler, 0, [*PROMPT, 1])
+    announce(scheduler, scheduler.schedule(1))
+    while not before.output_ids:
+        compute(scheduler)
+    scheduler.end(before, RequestEvent.FINISH, 4)
+    assert scheduler.keep_resident(before, [*PROMPT, 1], 4)
+    scheduler.residents.note_boundary(before.key, 40)
+    submit(scheduler, 1, [*PROMPT, 2], may_share=False)
+    submit(scheduler, 2, [*PROMPT, 3])
+    assert admissions(scheduler.schedule(5)) == [(1, 0, False), (2, 40, False)]
