@@ -5,6 +5,8 @@ import shutil
 import tempfile
 from pathlib import Path
 
+import pytest
+
 from inference_svc.client import turn_request
 from shared.pb.inference.v1 import inference_pb2 as pb
 from tests.inference_processes import InferenceProcess, wait_kvd_state, wait_saved
@@ -37,14 +39,15 @@ async def test_a_prompt_that_sessions_share_is_computed_once(tiny_model):
     shutil.rmtree(directory)
 
 
-async def test_sessions_that_come_at_once_compute_one_prompt_once(tiny_model):
-    """On pages: the first of them does, for all; kvd has the whole of each."""
+@pytest.mark.parametrize("working_kv", ["contiguous", "pages"])
+async def test_sessions_that_come_at_once_compute_one_prompt_once(tiny_model, working_kv):
+    """The first of them does, for all; kvd has the whole of each."""
     directory = Path(tempfile.mkdtemp(prefix="ca-"))
     flags = ("--residents", "--load-policy", "always")
-    on_pages = {"INFERENCE_SCHEDULER__WORKING_KV": "pages"}
+    environ = {"INFERENCE_SCHEDULER__WORKING_KV": working_kv}
     async with (
         running_kvd(directory / "kvd", "--dram", "64MB", "--ssd", "64MB") as kvd,
-        InferenceProcess(tiny_model, directory, kvd.runtime_dir, flags, on_pages) as service,
+        InferenceProcess(tiny_model, directory, kvd.runtime_dir, flags, environ) as service,
     ):
         async with service.client() as client:
             await wait_kvd_state(client, "attached")

@@ -284,21 +284,21 @@ class SchedulerWorld:
             self._lie_on(turn.kv, admission)
         elif admission.pages and admission.source is not None:
             is_running = admission.is_running
-            source = self._running(admission.source) if is_running else admission.source
-            kv = source.kv if is_running else self.residents[source]
+            kv = self._kv_of(admission)
             turn.kv = SequenceKv(0, base=kv.base)
             turn.kv.rows = turn.request.token_ids[: admission.resident_tokens]
             assert kv.rows[: admission.resident_tokens] == turn.kv.rows
             self._lie_on(turn.kv, admission)
-            self.num_shared_running += is_running
             if not is_running:
                 self.scheduler.residents.end_copy(turn.request)
         elif admission.is_copy:
-            turn.source = self.residents[admission.source]
+            turn.source = self._kv_of(admission)
+        self.num_shared_running += admission.is_running
 
-    def _running(self, key: SessionKey) -> Turn:
-        (turn,) = (t for t in self.in_state(*ADMITTED) if t.request.key == key)
-        return turn
+    def _kv_of(self, admission: Admission) -> SequenceKv:
+        """What an admission has of another's: of pages, the same plan may have preempted that."""
+        running = [t.kv for t in self.in_state(*ADMITTED) if t.request.key == admission.source]
+        return running[0] if admission.is_running and running else self.residents[admission.source]
 
     def _grow(self, kv: SequenceKv, growth: Growth) -> None:
         assert list(growth.pages)[: len(kv.pages)] == kv.pages

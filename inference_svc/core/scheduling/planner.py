@@ -20,9 +20,9 @@ A request gets its slots on its session's resident, or on a sequence's KV of its
     resident large enough      in place: no slots are needed
     resident too small         copied to a new sequence KV, if old and new fit together …
                                  (pages: in place, with those that it needs more)
-    none, but another          … so is the prefix that they share, if it is worth it …
-      session's begins so        (pages: those of the prefix are both sessions', also while the
-                                 other's turn runs: see `shared_prefixes.py`)
+    none, but another          … so is the prefix that they share, if it is worth it, also while
+      session's begins so        the other's turn runs: see `shared_prefixes.py` …
+                                 (pages: those of the prefix are both sessions')
     … or they do not fit, or   … on a new sequence KV; a resident of the session is evicted
       it is of no use, or none
 
@@ -320,10 +320,10 @@ class Planner:
         if terms.in_place:
             self._slots.take_resident(request)
             return
-        if isinstance(source, Resident):
-            self._residents.begin_copy(source.key, request)
         if source is not None and self._slots.is_paged:
             self._slots.share(request, source, terms.num_tokens)
+        if isinstance(source, Resident) or (source is not None and not self._slots.is_paged):
+            self._residents.begin_copy(source.key, request)
 
     def _reserve(self, request: Request, terms: Terms) -> None:
         """Reserve what the terms need beside that; there is room for it."""
@@ -354,7 +354,9 @@ class Planner:
         return candidates[::-1]
 
     def _can_preempt(self, request: Request) -> bool:
-        return self._gate.is_certain(request) and not self._residents.is_copied_to(request)
+        residents = self._residents
+        is_copied = residents.is_copied_to(request) or residents.is_busy(request.key)
+        return self._gate.is_certain(request) and not is_copied
 
     def _preempt(self, request: Request, draft: _Draft) -> None:
         """Return a request to its place in the queue; its KV becomes its session's resident."""

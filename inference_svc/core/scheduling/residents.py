@@ -5,10 +5,11 @@ is needed. KV of another lineage than a request's is of no use to it, whatever i
 
 Where slots are only counted, a resident that is too small for its session's next turn is copied to
 a larger sequence KV, after which it goes; one that begins as another session's prompt is copied
-there as far as it does, and stays. Where they are pages, it grows, and the pages that both begin
-with are both sessions'. While it is copied, or compacted because some of its tokens were dropped,
-it is no victim, and nothing is written to it. Sessions share within a tenant, a model and a
-lineage, as in kvd.
+there as far as it does, and stays. (So is the KV of a turn that runs, and becomes a resident in the
+end: these copies are counted here from the start.) Where slots are pages, it grows, and the pages
+that both begin with are both sessions'. While it is copied, or compacted because some of its tokens
+were dropped, it is no victim, and nothing is written to it. Sessions share within a tenant, a model
+and a lineage, as in kvd.
 
 Invariants (`check`): 1. a session has one resident at most; 2. num_slots is the sum of their
 capacities; 3. only a resident is copied from, or compacted, not both; 4. the index of prefixes
@@ -108,6 +109,8 @@ class Residents:
         self._index.put(resident.key, resident.scope, resident.token_ids)
         self.num_slots += resident.capacity_tokens
         self._slots.spare(resident.holding)
+        for _ in range(self._num_copies(resident.key)):  # that were begun while its turn ran
+            self._slots.need(resident.holding)
 
     def note_boundary(self, key: SessionKey, boundary: int) -> None:
         """Record where a block of a session's resident begins, if it is still there."""
@@ -220,7 +223,7 @@ class Residents:
     # ----------------------------------------------------------------------- copies, compactions
 
     def is_busy(self, key: SessionKey) -> bool:
-        """Whether a session's resident is being copied or compacted."""
+        """Whether a session's resident is being copied or compacted, or its turn's KV copied."""
         return key in self._compactions or key in self._copies.values()
 
     def is_copied_to(self, request: Request) -> bool:
@@ -228,12 +231,15 @@ class Residents:
         return request.number in self._copies
 
     def begin_copy(self, source: SessionKey, request: Request) -> None:
-        """Begin to copy a session's resident, the request's own or another's, to its KV."""
-        assert source in self._residents, f"{source} has no resident"
+        """Begin to copy a session's resident, or the KV of its turn that runs, to a request's KV.
+
+        The resident may be the request's own session's.
+        """
         assert source not in self._compactions, f"the resident of {source} is being compacted"
         assert request.number not in self._copies, f"request {request.number} copies already"
         self._copies[request.number] = source
-        self._slots.need(self._residents[source].holding)
+        if source in self._residents:
+            self._slots.need(self._residents[source].holding)
 
     def end_copy(self, request: Request) -> bool:
         """Note that the KV is there; True: it was the session's own resident, which is no more."""
@@ -242,9 +248,9 @@ class Residents:
         return source == request.key and self.drop(source)
 
     def cancel_copy(self, request: Request) -> None:
-        """Keep a resident that was being copied to the KV of a request, which gives that up."""
+        """Keep what was being copied to the KV of a request, which gives that up."""
         source = self._copies.pop(request.number, None)
-        if source is not None:
+        if source in self._residents:
             self._slots.spare(self._residents[source].holding)
 
     def begin_compaction(self, key: SessionKey) -> bool:
@@ -301,14 +307,17 @@ class Residents:
         """Raise AssertionError if an invariant is broken."""
         assert all(key == resident.key for key, resident in self._residents.items())
         assert self.num_slots == sum(r.capacity_tokens for r in self._residents.values())
-        assert {*self._copies.values(), *self._compactions} <= self._residents.keys()
+        assert self._compactions.keys() <= self._residents.keys()
         assert not self._compactions.keys() & set(self._copies.values())
         assert all(len(r.token_ids) <= r.capacity_tokens for r in self._residents.values())
         assert len(self._index) == len(self._residents)
         self._index.check()
         for key, resident in self._residents.items():
-            num_copies = list(self._copies.values()).count(key)
-            assert resident.holding.num_needing == num_copies + (key in self._compactions)
+            num_needing = self._num_copies(key) + (key in self._compactions)
+            assert resident.holding.num_needing == num_needing
+
+    def _num_copies(self, key: SessionKey) -> int:
+        return list(self._copies.values()).count(key)
 
     def _remove(self, key: SessionKey) -> Resident:
         resident = self._residents.pop(key)

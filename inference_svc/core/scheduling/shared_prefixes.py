@@ -1,9 +1,11 @@
 """Whose KV a request's may begin with: that of another session which begins with the same tokens.
 
     a resident         its tokens' KV is there
-    a turn that runs   what it has computed is there, if slots are pages: they are both sessions'.
-                       A request of which it computes most waits until it has: when many come with
-                       one prompt at the same time, the first of them computes it
+    a turn that runs   what it has computed is there. A request of which it computes most waits
+                       until it has: when many come with one prompt at the same time, the first of
+                       them computes it
+
+It is copied; where slots are pages, these are both sessions'.
 
 Waiting costs nothing but that: prompts are computed in the order of admission, so that who waits
 comes behind the other's prompt anyway. Nobody waits for a turn of lower priority, nor for one that
@@ -59,7 +61,7 @@ class SharedPrefixes:
 
     def is_coming(self, request: Request) -> bool:
         """Whether a request is to wait until a turn that is under way has computed its prefix."""
-        if not (self._slots.is_paged and self._may_share(request)):
+        if not self._may_share(request):
             return False
         leader, num_common = self._active.longest_prefix(request) or (None, 0)
         if leader is None or leader.computed_tokens >= num_common:
@@ -91,8 +93,6 @@ class SharedPrefixes:
 
     def _of_running(self, request: Request) -> SharedPrefix | None:
         """Find what a turn that runs has computed; not while its load may still fail."""
-        if not self._slots.is_paged:
-            return None
         leader, num_common = self._active.longest_prefix(request) or (None, 0)
         if leader is None or not self._gate.is_certain(leader):
             return None

@@ -66,7 +66,7 @@ class Admission:
         resident_tokens: its first tokens, of which a resident has the KV; 0: none has.
         source: whose resident that is: its session's or another's. If it is not in place, the end
             of the residents' copy is owed: of tokens to new KV, or of looking at what is shared.
-        is_running: that session has no resident, but a turn that runs: its pages are shared, and
+        is_running: that session has no resident, but a turn that runs; where its pages are shared
             nothing is owed.
         in_place: the KV of its session's resident is the request's now.
         pages: the pages of its KV, the resident's among them; none if there are no pages.
@@ -81,7 +81,7 @@ class Admission:
 
     @property
     def is_copy(self) -> bool:
-        """Whether a resident is to be copied."""
+        """Whether a resident, or KV of a turn that runs, is to be copied."""
         return self.source is not None and not self.in_place and not self.pages
 
     @property

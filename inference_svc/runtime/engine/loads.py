@@ -4,7 +4,7 @@
     resident, too small      a larger sequence KV, KV copied layer by layer
     another's resident       a sequence KV, the prefix they share copied layer by layer; on pages,
                              a sequence KV that begins with the same ones
-    another's turn           on pages, a sequence KV that begins with what it has computed
+    another's turn           the same, of what it has computed so far
     kvd                      a sequence KV, KV loaded layer by layer
     nowhere                  an empty sequence KV
 
@@ -136,19 +136,28 @@ class Loads:
             self._residents.release_tail(resident)
         if admission.in_place and not admission.pages:
             request.kv = resident.kv
+            request.kv.num_tokens = num_tokens
         else:
-            request.kv = self._pool.new_kv(request.capacity_tokens, admission.pages)
-        if admission.is_copy:
-            load.gate = request.kv.gate = LayerGate(self._num_layers)
-            load.source = resident.kv
-            load.held.enter_context(resident.kv.hold())
-        request.kv.num_tokens = num_tokens
+            self._new_kv(request, load, resident.kv)
 
-    def begin_shared(self, request: EngineRequest, load: Load) -> None:
-        """Give the request KV that begins with whole blocks of a turn that runs, and its buffer."""
+    def _new_kv(self, request: EngineRequest, load: Load, source: SequenceKv | None) -> None:
+        """Lend the request KV that begins as another's does, or to which that is to be copied."""
         admission = load.admission
-        request.kv = self._pool.new_kv(request.capacity_tokens, admission.pages)
-        num_tokens = request.kv.num_tokens = load.boundary = admission.resident_tokens
+        kv = request.kv = self._pool.new_kv(request.capacity_tokens, admission.pages)
+        kv.num_tokens = admission.resident_tokens
+        if admission.is_copy:
+            assert source is not None, "a copy has a source"  # noqa: S101
+            load.gate = kv.gate = LayerGate(self._num_layers)
+            load.source = source
+            load.held.enter_context(source.hold())
+
+    def begin_shared(self, request: EngineRequest, load: Load, source: SequenceKv | None) -> None:
+        """Give the request KV for whole blocks of a turn that runs, and its write buffer.
+
+        They are copied from `source`; None: their pages are in its KV.
+        """
+        num_tokens = load.boundary = load.admission.resident_tokens
+        self._new_kv(request, load, source)
         if self._store.saves:
             request.write_buffer = self._ring.lend(num_tokens, num_tokens)
         self._counters.add("prefixes_shared")
@@ -278,9 +287,12 @@ class LoadTasks:
         """Begin to load an admitted request; it owns its resident's KV when this returns."""
         load = request.load = Load(admission)
         load.held.enter_context(self._scheduler.slots.held(request))
-        if admission.is_running:
-            self._loads.begin_shared(request, load)
-        elif admission.source is not None:
+        source = admission.source
+        if source is not None and admission.is_running:
+            # Whose pages are shared may have been preempted since, by the same plan.
+            kv = None if admission.pages else self._requests.kv_of(source)
+            self._loads.begin_shared(request, load, kv)
+        elif source is not None:
             self._loads.begin_resident(request, load)
         if admission.is_shared:
             self._memory.end_copy(request)

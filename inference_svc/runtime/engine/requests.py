@@ -21,11 +21,11 @@ from contextvars import Context
 
 from inference_svc.core.counters import Counters
 from inference_svc.core.errors import DeadlineExceededError
-from inference_svc.core.scheduling.request import Request, RequestEvent
+from inference_svc.core.scheduling.request import Request, RequestEvent, RequestState
 from inference_svc.core.scheduling.scheduler import Scheduler
 from inference_svc.runtime.engine.engine_request import ContextCut, EngineRequest
 from inference_svc.runtime.kv.kv_pool import KVPool
-from inference_svc.runtime.kv.sequence_kv import WriteBuffer
+from inference_svc.runtime.kv.sequence_kv import SequenceKv, WriteBuffer
 from inference_svc.runtime.kv.write_ring import WriteRing
 from inference_svc.runtime.store.saves import Saves, SaveStream
 from inference_svc.runtime.store.session_store import SessionStore
@@ -279,6 +279,13 @@ class Requests:
     def of(self, request: Request) -> EngineRequest:
         """Return the engine's form of a request that the scheduler names."""
         return self._requests[request.number]
+
+    def kv_of(self, key: SessionKey) -> SequenceKv:
+        """Return the KV of a session's turn that runs, or may."""
+        states = (RequestState.READY, RequestState.RUNNING)
+        (request,) = (one for one in self if one.key == key and one.state in states)
+        assert request.kv is not None, "whoever runs has a sequence's KV"  # noqa: S101
+        return request.kv
 
     def add(self, request: EngineRequest) -> None:
         """Look after a request that was submitted."""

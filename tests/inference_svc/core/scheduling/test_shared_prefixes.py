@@ -42,6 +42,8 @@ def announce(scheduler, plan, **found):
     for admission in plan.admitted:
         found = {"layers_ready": NUM_LAYERS, **found}
         scheduler.announced(admission.request, admission.resident_tokens, 2, **found)
+        if admission.is_copy:
+            assert not scheduler.residents.end_copy(admission.request)
 
 
 def compute(scheduler):
@@ -65,14 +67,15 @@ def start_alike(scheduler, *prompts, **attributes):
     return requests
 
 
-def test_of_requests_that_begin_alike_the_first_computes_for_all():
+@pytest.mark.parametrize("page_tokens", [4, None])
+def test_of_requests_that_begin_alike_the_first_computes_for_all(page_tokens):
     """The others are admitted when it has computed what they share, and begin with its pages."""
-    scheduler = make()
+    scheduler = make(page_tokens=page_tokens)
     one, two, three = start_alike(scheduler, [*PROMPT, 1], [*PROMPT, 2], [*PROMPT, 3, 4])
     assert [admissions(compute(scheduler)) for _ in range(3)] == [[], [], []]
     assert one.computed_tokens == len(PROMPT) + 1
     assert admissions(compute(scheduler)) == [(1, 40, True), (2, 40, True)]
-    assert scheduler.slots.shared_slots == 2 * 40
+    assert scheduler.slots.shared_slots == (2 * 40 if page_tokens else 0)
     for request in (two, three):
         assert scheduler.slots.pages(request)[:10] == scheduler.slots.pages(one)[:10]
         assert request.loaded_tokens == 40
@@ -98,7 +101,6 @@ def test_its_pages_stay_when_it_has_ended():
 @pytest.mark.parametrize(
     ("limits", "first", "second"),
     [
-        ({"page_tokens": None}, {}, {}),  # there is nothing to share
         ({"keeps_residents": False}, {}, {}),
         ({"block_tokens": 64}, {}, {}),  # no whole block
         ({}, {}, {"may_share": False}),
@@ -205,3 +207,49 @@ def test_nobody_waits_for_what_a_resident_has():
     submit(scheduler, 1, [*PROMPT, 2], may_share=False)
     submit(scheduler, 2, [*PROMPT, 3])
     assert admissions(scheduler.schedule(5)) == [(1, 0, False), (2, 40, False)]
+
+
+def copying():
+    """A turn that runs, and another for which it is being copied."""
+    scheduler = make(page_tokens=None)
+    one, two = start_alike(scheduler, [*PROMPT, 1], [*PROMPT, 2])
+    for _ in range(3):
+        compute(scheduler)
+    plan = scheduler.schedule(3)
+    assert admissions(plan) == [(1, 40, True)]
+    assert plan.admitted[0].is_copy
+    return scheduler, one, two
+
+
+def test_without_pages_it_is_copied_and_becomes_a_resident_that_is_busy():
+    """Until the copy is over; it is nobody's victim till then."""
+    scheduler, one, two = copying()
+    scheduler.end(one, RequestEvent.FINISH, 4)
+    assert scheduler.keep_resident(one, [*PROMPT, 1], 4)
+    scheduler.check()
+    assert scheduler.residents.is_busy(one.key)
+    assert scheduler.slots.evictable_slots == 0
+    assert not scheduler.residents.begin_compaction(one.key)
+    assert not scheduler.residents.end_copy(two)
+    assert scheduler.slots.evictable_slots == 48
+    scheduler.check()
+
+
+def test_a_copy_of_a_turn_that_leaves_nothing_ends_all_the_same():
+    """Its memory is held by who copies it."""
+    scheduler, one, two = copying()
+    scheduler.end(one, RequestEvent.CANCEL, 4)
+    scheduler.release_kv(one)
+    scheduler.check()
+    assert not scheduler.residents.end_copy(two)
+    assert not scheduler.residents.is_busy(one.key)
+
+
+def test_a_turn_is_not_preempted_while_it_is_copied():
+    """Whoever needs its place waits for the copy."""
+    scheduler, one, two = copying()
+    submit(scheduler, 2, [9] * 100, priority=1)
+    assert not scheduler.schedule(4).preempted
+    scheduler.announced(two, 40, 4, layers_ready=NUM_LAYERS)
+    scheduler.residents.end_copy(two)
+    assert scheduler.schedule(5).preempted

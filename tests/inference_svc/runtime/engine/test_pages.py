@@ -42,36 +42,6 @@ async def test_many_sessions_hold_one_prompt_once(model):
         await engine.all_released()
 
 
-@pytest.mark.parametrize("write_slots", [4000, 100])
-async def test_sessions_that_come_at_once_compute_one_prompt_once(model, write_slots):
-    """The first computes it, while the others wait; each answers as it would alone."""
-    async with running_engine(model, write_slots=write_slots, **PAGES) as engine:
-        prompts = [[*SYSTEM, 330 + number, 7] for number in range(16)]
-        turns = await asyncio.gather(
-            *(engine.run(prompt, session=str(n)) for n, prompt in enumerate(prompts))
-        )
-        assert [turn.loaded_tokens for turn in turns] == [0] + [len(SYSTEM)] * 15
-        for turn, prompt in zip(turns, prompts, strict=True):
-            assert turn.sink.token_ids == await alone(model, prompt)
-        assert engine.loop.gauges()["shared_token_slots"] == 15 * len(SYSTEM)
-        await engine.all_released()
-        assert engine.counters.snapshot()["saves"] == len(prompts)
-        assert {len(rows[0]) // 4 for rows in engine.store.rows.values()} == {len(SYSTEM) + 2 + 7}
-
-
-async def test_what_is_shared_is_saved_once_the_first_has_saved_it(model):
-    """While that one still answers: others do not fill the write ring until it is through."""
-    async with running_engine(model, **PAGES) as engine:
-        first = asyncio.ensure_future(engine.run([*SYSTEM, 330, 7], 3000, session="first"))
-        await asyncio.sleep(0)
-        other = await engine.run([*SYSTEM, 331, 7], session="other")
-        assert other.loaded_tokens == len(SYSTEM)
-        await engine.saves.settled(other.key)
-        assert not first.done()
-        assert len(engine.store.rows[other.key][0]) // 4 == len(SYSTEM) + 2 + 7
-        first.cancel()
-
-
 async def test_who_computed_it_first_may_go(model):
     """Its pages are the others' as well."""
     async with running_engine(model, **PAGES) as engine:
