@@ -8,8 +8,8 @@ Both engines have a session that has computed the prompt, and the others, each w
 own; what all of them take is in the facts. The measured session begins anew in each round.
 
 Then some sessions come at the same time, in each round with a prompt that nobody has had: until the
-last of them has its first token. The first of them computes the prompt, for all; the floor is a turn
-of as many tokens as they have in all, if the prompt counts once.
+last of them has its first token. The first of them computes the prompt, for all; the floor is a
+turn of as many tokens as they have in all, if the prompt counts once.
 """
 
 import asyncio

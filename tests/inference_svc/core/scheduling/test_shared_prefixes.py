@@ -247,7 +247,7 @@ def test_a_copy_of_a_turn_that_leaves_nothing_ends_all_the_same():
 
 def test_a_turn_is_not_preempted_while_it_is_copied():
     """Whoever needs its place waits for the copy."""
-    scheduler, one, two = copying()
+    scheduler, _, two = copying()
     submit(scheduler, 2, [9] * 100, priority=1)
     assert not scheduler.schedule(4).preempted
     scheduler.announced(two, 40, 4, layers_ready=NUM_LAYERS)
