@@ -123,7 +123,7 @@ def columns_of(records: Iterable[SessionRecord]) -> SessionColumns:
 class IndexEntries:
     """All entries of one layout by columns, because there may be millions.
 
-    Who restores them takes them: the sessions are read as they come, the columns are forgotten.
+    Who restores them takes them: the sessions are read as they come, the blocks by `take_blocks`.
     """
 
     sessions: Iterable[SessionColumns]
@@ -131,9 +131,11 @@ class IndexEntries:
     extents: Sequence[int]
     block_tokens: Sequence[int]
 
-    def forget_blocks(self) -> None:
-        """Release the columns of blocks: nobody needs them any more, and they are large."""
+    def take_blocks(self) -> tuple[bytes, Sequence[int], Sequence[int]]:
+        """Return the columns of blocks, and forget them: they are large."""
+        taken = (self.block_keys, self.extents, self.block_tokens)
         self.block_keys, self.extents, self.block_tokens = b"", (), ()
+        return taken
 
 
 @dataclass(frozen=True, slots=True)

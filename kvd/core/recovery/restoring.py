@@ -9,149 +9,37 @@ Sessions begin packed, as far as they may be, and rest until they are used. What
 million of them at once is columns (entry_join.py); `kvd bench --only control` shows what they take.
 """
 
-from collections import Counter
-from collections.abc import Iterable, Sequence
-from typing import TypeAlias, TypeVar
+from collections import Counter, deque
+from collections.abc import Iterable
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
-from numpy.typing import NDArray
 
 from kvd.core.records.actions import RESTORED
 from kvd.core.records.entries import (
     PLACE_BYTES,
     TTL_NEVER_NS,
+    BlockRecord,
     IndexEntries,
     Pin,
     SessionRecord,
     plain_span,
 )
+from kvd.core.recovery.block_entries import BlockEntries
 from kvd.core.recovery.entry_join import (
-    BlockColumns,
-    EntryIndexes,
     Flags,
     Ints,
     SessionEntries,
     SpanColumns,
-    SpanJoin,
     count_users,
     gathered,
     head_lengths,
-    index_blocks,
-    pack_places_of,
 )
 from kvd.core.state.block import Block
 from kvd.core.state.block_users import NOWHERE
 from kvd.core.state.cache_state import CacheState
 from kvd.core.state.session import Session
-from shared.types.block_key import KEY_BYTES
 from shared.types.session_key import SessionKey
-
-Number = TypeVar("Number", np.int32, np.int64)
-
-
-class BlockEntries:
-    """All blocks there are: the entries of the index, and then those in DRAM.
-
-    Attributes:
-        keys: block keys of KEY_BYTES each, joined.
-        num_tokens: how many tokens each has.
-        extents: where they lie; -1: not on SSD.
-        is_sound: which may be used.
-    """
-
-    def __init__(self, state: CacheState, entries: IndexEntries) -> None:
-        self._state = state
-        self._num_entries = len(entries.block_keys) // KEY_BYTES
-        adopted = list(state.blocks)
-        self._made: dict[int, Block] = {}
-        self.keys = entries.block_keys + b"".join(block.key for block in adopted)
-        self.num_tokens = _extended(
-            np.asarray(entries.block_tokens, dtype=np.int32), [b.num_tokens for b in adopted]
-        )
-        extents = np.asarray(entries.extents).astype(np.int64, copy=False)
-        num_blocks = len(self.num_tokens)
-        self.is_sound: Flags = np.ones(num_blocks, dtype=np.bool_)
-        self._is_used: Flags = np.zeros(num_blocks, dtype=np.bool_)
-        self._index: BlockColumns | None = index_blocks(self.keys, self.num_tokens)
-        same_as = self._index.same_as
-        self._is_copy: Flags = (same_as != np.arange(num_blocks)) & (same_as >= 0)
-        self._take_extents(extents, same_as)
-        is_on_ssd = self.is_sound[: self._num_entries]
-        if not is_on_ssd.all():
-            extents = np.where(is_on_ssd, extents, -1)
-        self.extents: Ints = _extended(extents, [-1] * len(adopted))
-        for index, block in enumerate(adopted, start=self._num_entries):
-            self._join_adopted(int(same_as[index]), block)
-
-    def join(self) -> SpanJoin:
-        """Have the blocks of spans found."""
-        assert self._index is not None, "blocks are found before they are used"
-        return SpanJoin(self._index, self.is_sound)
-
-    @property
-    def is_object(self) -> Flags:
-        """Which blocks are in DRAM, and so cannot be packed."""
-        is_object = np.zeros(len(self.extents), dtype=np.bool_)
-        is_object[list(self._made)] = True
-        return is_object
-
-    def use(self, num_users: Ints) -> None:
-        """Record how many spans use each block; none is to be found any more."""
-        self._is_used = num_users > 0
-        self._index = None  # it takes as much memory as all the rest
-
-    def block(self, index: int) -> Block:
-        """Find a block, or make it."""
-        block = self._made.get(index)
-        if block is None:
-            block = self._made[index] = Block(self._key(index), int(self.num_tokens[index]))
-            self._state.blocks.add(block)
-        if block.extent is None and self.extents[index] >= 0:
-            self._state.blocks.enter_ssd(block, int(self.extents[index]))
-        return block
-
-    def drop_unused(self) -> int:
-        """Remove the entries that nothing needs, or that cannot be; returns how many."""
-        is_needed = self._is_copy | (
-            self._is_used & (self.extents >= 0)
-        )  # or its entry is another's
-        dropped = np.flatnonzero(~is_needed[: self._num_entries]).tolist()
-        for index in dropped:
-            extent = int(self.extents[index])
-            num_tokens = int(self.num_tokens[index])
-            self._state.drop_entry(self._key(index), extent if extent >= 0 else None, num_tokens)
-        return len(dropped)
-
-    def _key(self, index: int) -> bytes:
-        return self.keys[index * KEY_BYTES : (index + 1) * KEY_BYTES]
-
-    def _take_extents(self, extents: Ints, same_as: EntryIndexes) -> None:
-        """Let entries of the index own what they say they do, as far as that can be."""
-        shape, num_entries = self._state.shape, self._num_entries
-        block_tokens = self._state.layout.block_tokens
-        num_tokens = self.num_tokens[:num_entries]
-        sectors_of = np.array([0, *map(shape.num_sectors, range(1, block_tokens + 1))])
-        is_possible = (num_tokens > 0) & (num_tokens <= block_tokens)
-        is_possible &= same_as[:num_entries] == np.arange(num_entries)
-        num_sectors = sectors_of[np.where(is_possible, num_tokens, 0)]
-        self.is_sound[:num_entries] = self._state.extents.restore(extents, num_sectors)
-
-    def _join_adopted(self, entry: int, block: Block) -> None:
-        """Record which of all blocks one in DRAM is: that of an entry, or one of its own.
-
-        One that has a key in common with an entry, and no more, is not found, and forgotten.
-        """
-        if entry < 0 or self.num_tokens[entry] != block.num_tokens:
-            self._state.forget(block)
-        else:
-            self.is_sound[entry] = True
-            self._made[entry] = block
-
-
-def _extended(column: NDArray[Number], more: Sequence[int]) -> NDArray[Number]:
-    """Put more numbers behind a column; one that gets none is not copied."""
-    return np.concatenate((column, np.array(more, dtype=column.dtype))) if more else column
-
 
 Settings: TypeAlias = dict[SessionKey, SessionRecord]  # of sessions that have some of their own
 
@@ -162,15 +50,18 @@ def restore(state: CacheState, entries: IndexEntries) -> None:
     """See CacheEngine.restore; adopted blocks are in the index of blocks, and nothing else is."""
     assert not state.sessions, "a cache is restored before it is used"
     sessions = SessionEntries()
-    with_blocks, num_spans, num_dropped = _make_all(state, sessions, entries)
-    entries.forget_blocks()  # what follows takes as much memory again
+    joined = _join(state, sessions, entries)
+    with_blocks = _SessionMaker(state, sessions, joined.of_heads).make(joined.batches)
+    for record in joined.unneeded:
+        extent = record.extent if record.extent >= 0 else None
+        state.drop_entry(record.key, extent, record.num_tokens)
     settings = {
         entry.key: entry for entry in sessions.settings.values() if entry.key in state.sessions
     }
     tenants = Counter(key.tenant for key in state.sessions)
     _rank_all(state, settings, tenants, with_blocks)
     _schedule(state, settings, tenants)
-    _count(state, tenants, num_spans)
+    _count(state, tenants, joined.num_spans)
     if state.limits.packs_sessions:
         for key in (sessions.keys[index] for index in sessions.full):
             if key in state.sessions:
@@ -178,91 +69,135 @@ def restore(state: CacheState, entries: IndexEntries) -> None:
     fields = {
         "num_sessions": len(state.sessions),
         "num_blocks": len(state.blocks) + state.tails.num_blocks,
-        "num_dropped_blocks": num_dropped,
+        "num_dropped_blocks": len(joined.unneeded),
     }
     state.outbox.emit(RESTORED, None, fields)
 
 
-def _make_all(
-    state: CacheState, sessions: SessionEntries, entries: IndexEntries
-) -> tuple[list[Session], int, int]:
-    """Make all sessions; returns those that are not wholly packed, and counts spans and drops."""
+class _Batch(NamedTuple):
+    """Some of the sessions to be made, by columns.
+
+    Attributes:
+        indexes: which of all entries they are.
+        num_spans: how many of each are left.
+        num_packed: how many of these are packed, the last ones.
+        is_cut: whether there were more.
+        places: all that is packed, joined.
+    """
+
+    indexes: Ints
+    num_spans: Ints
+    num_packed: Ints
+    is_cut: Flags
+    places: bytes
+
+
+class _Joined(NamedTuple):
+    """What all sessions are to be made of.
+
+    Attributes:
+        batches: the sessions, least recently used first.
+        of_heads: by index of a session: its first blocks, those that are not packed.
+        unneeded: entries of blocks to be removed.
+        num_spans: of all sessions.
+    """
+
+    batches: deque[_Batch]
+    of_heads: dict[int, list[Block]]
+    unneeded: list[BlockRecord]
+    num_spans: int
+
+
+def _join(state: CacheState, sessions: SessionEntries, entries: IndexEntries) -> _Joined:
+    """Read all entries, and find out what is left of each session.
+
+    The columns of all blocks are not kept, and no session is made before they are gone: it has
+    copies of all that they hold.
+    """
     blocks = BlockEntries(state, entries)
     join = blocks.join()
     sessions.collect(entries.sessions, join)
-    restoration = _Restoration(state, sessions, blocks, join.finish())
+    spans = join.finish()
     del join
-    num_spans = restoration.run()
-    return restoration.with_blocks, num_spans, blocks.drop_unused()
+    order = sessions.in_order()
+    num_over = max(0, len(order) - state.limits.max_sessions)
+    spans.lengths[order[:num_over]] = 0
+    num_users = count_users(spans, len(blocks.is_sound))
+    blocks.use(num_users)
+    is_packable = (num_users == 1) & ~blocks.is_object
+    heads = head_lengths(spans, is_packable & state.limits.packs_sessions)
+    del num_users, is_packable
+    heads[list(sessions.full)] = spans.lengths[list(sessions.full)]
+    batches = deque(
+        _batch(order[first : first + MADE_AT_ONCE], heads, spans, blocks)
+        for first in range(0, len(order), MADE_AT_ONCE)
+    )
+    of_heads = {}
+    for index in order[heads[order] > 0].tolist():
+        start = spans.starts[index]
+        head = spans.entries[start : start + heads[index]]
+        of_heads[index] = [blocks.block(entry) for entry in head.tolist()]
+    return _Joined(batches, of_heads, blocks.unneeded(), int(spans.lengths.sum()))
 
 
-class _Restoration:
+def _batch(some: Ints, heads: Ints, spans: SpanColumns, blocks: BlockEntries) -> _Batch:
+    """Pack the places of some sessions, all at once."""
+    lengths, num_stored = spans.lengths[some], np.diff(spans.starts)[some]
+    num_packed = lengths - heads[some]
+    packed = spans.entries[gathered(spans.starts[some] + heads[some], num_packed)]
+    return _Batch(some, lengths, num_packed, lengths < num_stored, blocks.pack_places(packed))
+
+
+class _SessionMaker:
     """Makes the sessions of entries.
 
-    Attributes:
-        with_blocks: those that have blocks in the index of blocks.
+    Args:
+        of_heads: see _Joined.
     """
 
     def __init__(
-        self, state: CacheState, sessions: SessionEntries, blocks: BlockEntries, spans: SpanColumns
+        self, state: CacheState, sessions: SessionEntries, of_heads: dict[int, list[Block]]
     ) -> None:
         self._state = state
         self._sessions = sessions
-        self._blocks = blocks
-        self._spans = spans
+        self._of_heads = of_heads
         self._last_access_ns = np.frombuffer(sessions.last_access_ns, dtype=np.int64)
         self._are_plain = sessions.are_plain()
-        self.with_blocks: list[Session] = []
+        self._with_blocks: list[Session] = []
 
-    def run(self) -> int:
-        """Make all sessions, least recently used first; returns how many spans they have."""
-        state, sessions, blocks, spans = self._state, self._sessions, self._blocks, self._spans
-        order = sessions.in_order()
-        num_over = max(0, len(order) - state.limits.max_sessions)
-        spans.lengths[order[:num_over]] = 0
-        num_users = count_users(spans, len(blocks.is_sound))
-        blocks.use(num_users)
-        is_packable = (num_users == 1) & ~blocks.is_object
-        heads = head_lengths(spans, is_packable & state.limits.packs_sessions)
-        del num_users, is_packable
-        heads[list(sessions.full)] = spans.lengths[list(sessions.full)]
-        for first in range(0, len(order), MADE_AT_ONCE):
-            self._make(order[first : first + MADE_AT_ONCE], heads)
-        return int(spans.lengths.sum())
+    def make(self, batches: deque[_Batch]) -> list[Session]:
+        """Make all sessions, and forget the batches; returns those that have unpacked blocks."""
+        while batches:
+            self._make(batches.popleft())
+        return self._with_blocks
 
-    def _make(self, some: Ints, heads: Ints) -> None:
-        """Make the sessions of some entries, in order: all at once, as far as they are alike."""
-        spans, entries, blocks = self._spans, self._sessions, self._blocks
-        lengths, num_stored = spans.lengths[some], np.diff(spans.starts)[some]
-        num_packed = lengths - heads[some]
-        packed = gathered(spans.starts[some] + heads[some], num_packed)
-        places = pack_places_of(
-            blocks.keys, blocks.num_tokens, blocks.extents, spans.entries[packed]
-        )
-        ends = np.cumsum(num_packed) * PLACE_BYTES
-        starts = ends - num_packed * PLACE_BYTES
-        last_access_ns = np.minimum(self._last_access_ns[some], self._state.now_ns)
-        columns = (some.tolist(), last_access_ns.tolist(), starts.tolist(), ends.tolist())
+    def _make(self, batch: _Batch) -> None:
+        """Make the sessions of a batch, in order: all at once, as far as they are alike."""
+        keys, places = self._sessions.keys, batch.places
+        ends = np.cumsum(batch.num_packed) * PLACE_BYTES
+        starts = ends - batch.num_packed * PLACE_BYTES
+        last_access_ns = np.minimum(self._last_access_ns[batch.indexes], self._state.now_ns)
+        columns = (batch.indexes.tolist(), last_access_ns.tolist(), starts.tolist(), ends.tolist())
         made = [
-            Session(entries.keys[index], last_ns, (), places[start:end], is_indexed=True)
+            Session(keys[index], last_ns, (), places[start:end], is_indexed=True)
             for index, last_ns, start, end in zip(*columns, strict=True)
         ]
-        is_alike = self._are_plain[some] & (num_packed > 0) & (num_packed == num_stored)
-        self._state.tails.restored([made[place] for place in np.flatnonzero(num_packed).tolist()])
-        is_left = zip(made, lengths.tolist(), strict=True)
+        self._state.tails.restored([made[i] for i in np.flatnonzero(batch.num_packed).tolist()])
+        is_left = zip(made, batch.num_spans.tolist(), strict=True)
         self._state.sessions.update((session.key, session) for session, left in is_left if left)
+        is_packed = (batch.num_packed > 0) & (batch.num_packed == batch.num_spans)
+        is_alike = self._are_plain[batch.indexes] & is_packed & ~batch.is_cut
         for place in np.flatnonzero(~is_alike).tolist():
-            index, length = int(some[place]), int(lengths[place])
-            if length:
-                is_cut = length < num_stored[place]
-                self._settle(made[place], index, int(heads[index]), is_cut=is_cut)
+            if batch.num_spans[place]:
+                index, is_cut = int(batch.indexes[place]), bool(batch.is_cut[place])
+                self._settle(made[place], index, is_cut=is_cut)
             else:
-                self._state.outbox.index.session_gone(entries.keys[index], is_indexed=True)
+                self._state.outbox.index.session_gone(made[place].key, is_indexed=True)
 
-    def _settle(self, session: Session, index: int, head: int, *, is_cut: bool) -> None:
-        """Do for a session what few need: its first `head` blocks are no packed ones."""
-        if head:
-            self._use_blocks(session, index, head)
+    def _settle(self, session: Session, index: int, *, is_cut: bool) -> None:
+        """Do for a session what few need."""
+        if index in self._of_heads:
+            self._use_blocks(session, index)
         if index in self._sessions.settings:
             self._set(session, self._sessions.settings[index])
         if is_cut:
@@ -270,23 +205,21 @@ class _Restoration:
         if is_cut or index in self._sessions.damaged:
             self._state.outbox.index.session_changed(session.key)
 
-    def _use_blocks(self, session: Session, index: int, head: int) -> None:
+    def _use_blocks(self, session: Session, index: int) -> None:
         """Give a session the spans whose blocks are not packed."""
-        start = int(self._spans.starts[index])
-        entries = self._spans.entries[start : start + head].tolist()
-        blocks = [self._blocks.block(entry) for entry in entries]
+        blocks = self._of_heads.pop(index)
         full = self._sessions.full.get(index)
         if full is None:
             session.spans = [plain_span(block.key, block.num_tokens) for block in blocks]
         else:
-            session.spans = full[:head]
+            session.spans = full[: len(blocks)]
         tenant = session.key.tenant
         for block in blocks:
             if not block.tenant:
                 block.tenant = tenant
                 self._state.tenants.charge(tenant, 1)
         self._state.users.add(session, blocks)
-        self.with_blocks.append(session)
+        self._with_blocks.append(session)
 
     def _set(self, session: Session, settings: SessionRecord) -> None:
         """Give a session its settings."""

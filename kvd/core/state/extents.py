@@ -104,15 +104,13 @@ class ExtentTable:
             none before them. The others are not taken over.
         """
         first = np.asarray(extents, dtype=np.int64)
-        lengths = np.asarray(num_sectors, dtype=np.int64)
-        index, start = np.divmod(first, self.sectors_per_extent)
+        lengths = np.asarray(num_sectors, dtype=np.int32)
         is_whole = 2 * lengths > self.sectors_per_extent
-        is_sound = (first >= 0) & (index < self._capacity) & (lengths > 0)
-        is_sound &= np.where(is_whole, start, 0) == 0
-        is_sound &= start + lengths <= self.sectors_per_extent
-        rows = np.flatnonzero(is_sound)
-        num_touched = int(index[rows].max(initial=-1)) + 1
-        owners = np.zeros(num_touched, dtype=np.int64)
+        is_sound = self._may_lie(first, lengths, is_whole)
+        index = first // self.sectors_per_extent
+        rows = np.flatnonzero(is_sound).astype(np.int32)
+        num_touched = int(index.max(where=is_sound, initial=-1)) + 1
+        owners = np.zeros(num_touched, dtype=np.int32)
         owners[index[rows[::-1]]] = rows[::-1]  # of several rows the last one assigned: the first
         is_sound[rows] &= (owners[index[rows]] == rows) | ~is_whole[rows]
         self._restore_packed(first, lengths, is_sound, is_whole)
@@ -124,10 +122,19 @@ class ExtentTable:
         self._returned = np.flatnonzero(is_free[: self._next]).tolist()  # sorted: a heap
         return is_sound
 
+    def _may_lie(
+        self, first: NDArray[np.int64], lengths: NDArray[np.int32], is_whole: NDArray[np.bool_]
+    ) -> NDArray[np.bool_]:
+        """Return which runs are inside the tier, and where runs of their length may lie."""
+        index, start = np.divmod(first, self.sectors_per_extent)
+        may_lie = (first >= 0) & (index < self._capacity) & (lengths > 0)
+        may_lie &= ~is_whole | (start == 0)
+        return may_lie & (start + lengths <= self.sectors_per_extent)
+
     def _restore_packed(
         self,
         first: NDArray[np.int64],
-        lengths: NDArray[np.int64],
+        lengths: NDArray[np.int32],
         is_sound: NDArray[np.bool_],
         is_whole: NDArray[np.bool_],
     ) -> None:

@@ -1,9 +1,12 @@
 """Recovery from the index, whatever it says."""
 
 import dataclasses
+import gc
+import tracemalloc
 from dataclasses import replace
 from random import Random
 
+import numpy as np
 import pytest
 
 from kvd.core.engine import CacheEngine
@@ -29,6 +32,7 @@ from kvd.core.records.entries import (
     pack_spans,
     plain_span,
 )
+from kvd.core.records.extent_shape import ExtentShape
 from kvd.core.recovery import entry_join, restoring
 from kvd.core.state.limits import Limits
 from tests.kvd.core.turns import (
@@ -295,6 +299,40 @@ def test_a_start_lets_the_columns_go_and_joins_spans_a_part_at_a_time(monkeypatc
     ]
     assert places == [0, 5, 10, 45, 50, 55]
     engine.check()
+
+
+def test_a_start_holds_little_more_than_it_keeps(monkeypatch):
+    """Sessions are made when the columns that they are made of are gone: they are as large."""
+    num_sessions, blocks_each = 4_000, 8
+    monkeypatch.setattr(restoring, "MADE_AT_ONCE", num_sessions // 50)
+    monkeypatch.setattr(entry_join, "JOINED_BYTES", num_sessions * PLAIN_SPAN_BYTES // 50)
+    gc.collect()
+    tracemalloc.start()
+    try:
+        engine = CacheEngine(LAYOUT, Limits(0, num_sessions * blocks_each), salt_of)
+        engine.advance(100)
+        engine.restore(large_index(num_sessions, blocks_each), (), (), 1)
+        kept_bytes, peak_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert len(engine._state.sessions) == num_sessions
+    assert peak_bytes < 1.25 * kept_bytes
+
+
+def large_index(num_sessions, blocks_each):
+    """Make the entries of sessions alike; those of sessions are made as they are read."""
+    num_blocks = num_sessions * blocks_each
+    keys = Random(7).randbytes(16 * num_blocks)  # noqa: S311
+
+    def sessions():
+        for number in range(num_sessions):
+            first = blocks_each * number
+            own = [keys[16 * i : 16 * i + 16] for i in range(first, first + blocks_each)]
+            spans = pack_spans([plain_span(key, 4) for key in own])
+            yield columns_of([SessionRecord(A._replace(session_id=str(number)), spans, number)])
+
+    extents = np.arange(num_blocks) * ExtentShape(LAYOUT).sectors_per_extent
+    return IndexEntries(sessions(), keys, extents, np.full(num_blocks, 4, dtype=np.int32))
 
 
 def test_the_oldest_sessions_beyond_the_bound_are_not_restored():
