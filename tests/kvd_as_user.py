@@ -8,7 +8,8 @@ Modules are loaded by root, because others may not be able to read them.
 import os
 import sys
 import tempfile
-from contextlib import redirect_stdout
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stdout
 from io import StringIO
 from pathlib import Path
 
@@ -23,6 +24,18 @@ def let_others_enter(directory: Path) -> None:
         if part == Path(tempfile.gettempdir()):
             return
         part.chmod(part.stat().st_mode | 0o011)
+
+
+@contextmanager
+def without_root(directory: Path) -> Iterator[None]:
+    """Go on as somebody else, who may enter the directory; who is not root stays themselves."""
+    let_others_enter(directory)
+    user = os.geteuid()
+    os.seteuid(user or NOBODY_UID)
+    try:
+        yield
+    finally:
+        os.seteuid(user)
 
 
 def main() -> None:

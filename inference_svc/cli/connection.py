@@ -7,6 +7,7 @@ import typer
 
 from inference_svc.installation import SOCKET, default_listen
 from shared.access.addresses import UNIX
+from shared.types.errors import InvalidInputError
 
 # Imported where they are used: --help does without gRPC and settings.
 if TYPE_CHECKING:
@@ -19,13 +20,20 @@ _RUN = Path("/run")
 
 
 def default_address(run: Path = _RUN) -> str:
-    """The socket of this user's own service; else the system's, if one service runs there."""
+    """The socket of this user's own service; else the system's, if one service runs there.
+
+    Raises:
+        InvalidInputError: several run there, and none is this user's own.
+    """
     own = default_listen()
-    if not Path(own.removeprefix(UNIX)).exists():
-        found = sorted(run.glob(SYSTEM_DIRECTORIES))
-        if len(found) == 1:
-            return f"{UNIX}{found[0] / SOCKET}"
-    return own
+    if Path(own.removeprefix(UNIX)).exists():
+        return own
+    found = [f"{UNIX}{directory / SOCKET}" for directory in sorted(run.glob(SYSTEM_DIRECTORIES))]
+    if len(found) > 1:
+        raise InvalidInputError(
+            f"{len(found)} inference services run here", f"choose by --address {' or '.join(found)}"
+        )
+    return found[0] if found else own
 
 
 Address = Annotated[

@@ -4,7 +4,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -162,12 +162,24 @@ def _run(command: tuple[str, ...]) -> None:
         raise InstallError(f"the files are done with, but {command[0]} failed ({said})", remedy)
 
 
+def _together(
+    deeds: Iterable[tuple[Path, Deed]],
+) -> Mapping[tuple[Path, Deed], Sequence[Path]]:
+    """Man pages of one directory that the same was done to, by both; whatever else, each alone."""
+    found: dict[tuple[Path, Deed], list[Path]] = {}
+    for path, deed in deeds:
+        is_page = path.suffix == ".1"
+        found.setdefault((path.parent if is_page else path, deed), []).append(path)
+    return found
+
+
 def _show(
     deeds: Iterable[tuple[Path, Deed]], commands: Iterable[tuple[str, ...]], *, dry_run: bool
 ) -> None:
     said = _WOULD if dry_run else _SAID
-    for path, deed in deeds:
-        typer.echo(f"{path}: {said.get(deed, deed)}")
+    for (directory, deed), paths in _together(deeds).items():
+        named = paths[0] if len(paths) == 1 else f"{directory} ({len(paths)} man pages)"
+        typer.echo(f"{named}: {said.get(deed, deed)}")
     for command in commands:
         what = "would be run" if dry_run else "done"
         typer.echo(f"{what}: {' '.join(command)} ({_MAKES[command[0]]})")

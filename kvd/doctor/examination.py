@@ -8,7 +8,13 @@ from kvd import config
 from kvd.client.connection import open_client
 from kvd.config import Settings
 from kvd.doctor.finding import Finding, ok, problem, warning
-from kvd.doctor.guards import check_certificates, check_encryption, check_unit, unit_properties
+from kvd.doctor.guards import (
+    check_certificates,
+    check_encryption,
+    check_unit,
+    limits_of_service,
+    unit_properties,
+)
 from kvd.doctor.machine import Machine, ProcessLimits, may_read
 from kvd.doctor.memory import (
     check_cuda,
@@ -39,7 +45,7 @@ def examine(
         config_file: the settings file of kvd.
         flags: as kvd serve is given them: runtime_dir, state_dir.
         machine: where the machine says what it has.
-        limits: the limits of a process such as kvd's.
+        limits: the limits of this process.
     """
     yield from check_kernel()
     yield from check_cuda(machine)
@@ -65,6 +71,7 @@ def examine(
 def _examine_machine(
     settings: Settings, machine: Machine, limits: ProcessLimits
 ) -> Iterator[Finding]:
+    unit = unit_properties() or unit_properties(user=True)
     yield from check_memory(settings, machine)
     yield from check_shared_memory(settings, machine)
     yield from check_huge_pages(settings, machine)
@@ -72,10 +79,9 @@ def _examine_machine(
     yield from check_numa(settings.dram.numa_node)
     yield from check_directories(settings)
     yield from check_state_disk(settings, machine)
-    yield from check_descriptors(settings, limits)
+    yield from check_descriptors(settings, limits_of_service(unit, limits))
     yield from check_encryption(settings)
     yield from check_certificates(settings, dt.datetime.now(dt.UTC))
-    unit = unit_properties() or unit_properties(user=True)
     yield from check_swap(machine, unit)
     yield from check_unit(unit, settings)
 

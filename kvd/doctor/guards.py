@@ -8,12 +8,14 @@ import os
 import shutil
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from cryptography import x509
 
 from kvd.config import Settings
 from kvd.doctor.finding import Finding, ok, problem, warning
+from kvd.doctor.machine import ProcessLimits
 from kvd.encryption.key_file import read_master_key
 from kvd.tiers.arena import dram_bytes
 from shared.access.credentials import CREDENTIALS, TlsFiles, file_of
@@ -33,6 +35,7 @@ _PROPERTIES = (
     "MemoryHigh",
     "MemoryMax",
     "MemorySwapMax",
+    "LimitNOFILESoft",
 )
 _ASK_S = 10.0
 
@@ -50,6 +53,19 @@ def unit_properties(*, user: bool = False) -> Mapping[str, str]:
     lines = (line.partition("=") for line in answer.stdout.splitlines())
     found = {name: value for name, _, value in lines}
     return found if found.get("LoadState") == "loaded" else {}
+
+
+def limits_of_service(unit: Mapping[str, str], own: ProcessLimits) -> ProcessLimits:
+    """Return what kvd may do: its unit bounds open files, the shell that asks does where is none.
+
+    Args:
+        unit: what `unit_properties` found.
+        own: the limits of this process.
+    """
+    said = unit.get("LimitNOFILESoft", "")
+    if not said:
+        return own
+    return replace(own, open_files=int(said) if said.isdigit() else None)
 
 
 def check_unit(unit: Mapping[str, str], settings: Settings) -> Iterator[Finding]:

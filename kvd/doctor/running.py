@@ -2,13 +2,13 @@
 
 import grp
 import os
-import pwd
 import stat
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from kvd.config import Settings, is_live
 from kvd.doctor.finding import Finding, ok, problem, warning
+from shared.access.denials import user_name
 from shared.config.settings import LoadedSettings
 from shared.pb.kvd.v1 import kvd_pb2
 from shared.process.runtime_dir import DATA_SOCKET, ENGINE_SOCKET, OPERATOR_SOCKET, READER_SOCKET
@@ -229,10 +229,7 @@ def _may_enter(directory: Path) -> bool:
 
 
 def _user() -> str:
-    try:
-        return pwd.getpwuid(os.geteuid()).pw_name
-    except KeyError:
-        return str(os.geteuid())
+    return user_name(os.geteuid())
 
 
 def _group_of(path: Path) -> str:

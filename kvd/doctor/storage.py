@@ -1,7 +1,6 @@
 """Files: the state and the runtime directory, the disk below, and descriptors."""
 
 import os
-import pwd
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -13,6 +12,7 @@ from kvd.doctor.machine import Machine, ProcessLimits, is_directory, may_write
 from kvd.doctor.memory import MEMORY_FILE_SYSTEMS, file_system_of
 from kvd.host.directories import check_socket_paths
 from kvd.tiers.direct_io import probe_direct
+from shared.access.denials import user_name
 from shared.types.errors import ReportedError
 from shared.types.units import ceil_div, format_bytes
 
@@ -93,10 +93,10 @@ def _directory(check: str, path: Path, flag: str) -> Finding:
     if not may_write(existing):
         if existing == path and existing.stat().st_uid != os.geteuid():
             return _of_another(check, path)
-        owner = _name_of(existing.stat().st_uid)
+        owner = user_name(existing.stat().st_uid)
         return problem(
             check,
-            f"{existing} belongs to {owner}, {_name_of(os.geteuid())} may not write to it",
+            f"{existing} belongs to {owner}, {user_name(os.geteuid())} may not write to it",
             f"ask as kvd's user (sudo -u {owner} kvd doctor), chown it, or {own}",
         )
     status = existing.stat()
@@ -108,12 +108,12 @@ def _directory(check: str, path: Path, flag: str) -> Finding:
 
 def _of_another(check: str, path: Path) -> Finding:
     """A directory of kvd's, looked at by somebody else."""
-    owner = _name_of(path.stat().st_uid)
+    owner = user_name(path.stat().st_uid)
     if check == "runtime_dir":
         return ok(check, f"{path} belongs to {owner}")
     return warning(
         check,
-        f"{path} belongs to {owner}, {_name_of(os.geteuid())} cannot look into it",
+        f"{path} belongs to {owner}, {user_name(os.geteuid())} cannot look into it",
         f"ask as kvd's user: sudo -u {owner} kvd doctor; or name one of your own with --state-dir",
     )
 
@@ -162,13 +162,6 @@ def _direct_io(settings: Settings, path: Path, probe: Callable[[Path], bool]) ->
             f"{path} has no direct I/O: what is read and written goes through the page cache, too",
             "name a --state-dir on ext4 or XFS",
         )
-
-
-def _name_of(uid: int) -> str:
-    try:
-        return pwd.getpwuid(uid).pw_name
-    except KeyError:
-        return str(uid)
 
 
 def _existing(path: Path) -> Path:

@@ -51,14 +51,15 @@ def _denial(do: str, paths: Sequence[Path], group_mode: int) -> Denial:
     ]
     owner = ", ".join(
         dict.fromkeys(
-            f"{_user(status.st_uid)}:{_group(status.st_gid)}, mode {stat.S_IMODE(status.st_mode):o}"
+            f"{user_name(status.st_uid)}:{_group(status.st_gid)}, "
+            f"mode {stat.S_IMODE(status.st_mode):o}"
             for status in statuses
         )
     )
-    who = _user(os.geteuid())
+    who = user_name(os.geteuid())
     what = f"user {who} may not {do} {' or '.join(map(str, paths))} ({owner})"
     if not groups:
-        return Denial(what, f"use sudo, or be {_user(statuses[0].st_uid)}")
+        return Denial(what, f"use sudo, or be {user_name(statuses[0].st_uid)}")
     names = " or ".join(dict.fromkeys(groups))
     return Denial(
         what,
@@ -67,7 +68,8 @@ def _denial(do: str, paths: Sequence[Path], group_mode: int) -> Denial:
     )
 
 
-def _user(uid: int) -> str:
+def user_name(uid: int) -> str:
+    """Return a user's name; the number, if none has it."""
     try:
         return pwd.getpwuid(uid).pw_name
     except KeyError:

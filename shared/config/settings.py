@@ -289,9 +289,12 @@ def _read_toml(path: Path | None) -> dict[str, Any]:
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
+        may_not = isinstance(error, PermissionError)
         raise InvalidSettingsError(
             f"cannot read the settings file {path} ({error.strerror})",
-            "name an existing file with --config",
+            "use sudo, or let this user read it"
+            if may_not
+            else "name an existing file with --config",
         ) from error
     except (ValueError, RecursionError) as error:  # no text, no TOML; numbers, nesting without end
         raise InvalidSettingsError(f"{path} is not TOML ({error})", "correct the file") from error
@@ -343,17 +346,21 @@ def _variable(prefix: str, key: str) -> str:
 
 
 def _unknown(key: str, known: tuple[str, ...]) -> str:
-    # The keys of a table by name are shown with the name that the given key has, or a placeholder.
+    # Keys of its table by name are shown with the name that the given key has, or a placeholder.
     section, _, name = key.partition(".")
     name = name.rpartition(".")[0] or name or "NAME"
-    known = tuple(k.replace(ANY_NAME, name) for k in known)
+    known = tuple(
+        k.replace(ANY_NAME, name if k.startswith(f"{section}.") else "NAME") for k in known
+    )
     inside = [k for k in known if k.startswith(key + ".")]
     if inside:
         return f"this is a section, give one of its keys, such as {inside[0]}"
     same_section = [k for k in known if k.split(".")[0] == section]
-    close = difflib.get_close_matches(key, known, n=1, cutoff=0.4) or same_section[:1]
-    if close:
+    if close := difflib.get_close_matches(key, known, n=1, cutoff=NEAR):
         return f"no such setting, did you mean {close[0]}?"
+    if same_section:
+        names = ", ".join(k.removeprefix(f"{section}.") for k in same_section)
+        return f"no such setting, {section} has {names}"
     return f"no such setting, sections are {', '.join(_sections(known))}"
 
 

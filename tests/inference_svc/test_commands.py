@@ -10,6 +10,7 @@ import pytest
 from inference_svc.cli.chat import describe
 from inference_svc.cli.connection import default_address
 from shared.pb.inference.v1 import inference_pb2 as pb
+from shared.types.errors import InvalidInputError
 from tests.inference_svc.commands import run
 from tests.kvd_as_user import let_others_enter
 
@@ -89,17 +90,21 @@ def test_chat_says_what_held_a_turn_up():
 
 
 def test_the_only_service_of_the_system_is_found(tmp_path, monkeypatch):
-    """Without a socket of one's own; of several none is taken, and one's own comes first."""
+    """Without a socket of one's own; of several none is taken but named, and one's own is first."""
     own = tmp_path / "own" / "inference-svc" / "inference.sock"
     monkeypatch.setattr(os, "geteuid", lambda: 1234)
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "own"))
     run_dir = tmp_path / "run"
+    assert default_address(run_dir) == f"unix:{own}"
     (run_dir / "inference-svc-demo").mkdir(parents=True)
     demo = f"unix:{run_dir / 'inference-svc-demo' / 'inference.sock'}"
     assert default_address(run_dir) == demo
     (run_dir / "inference-svc-other").mkdir()
-    assert default_address(run_dir) == f"unix:{own}"
-    (run_dir / "inference-svc-other").rmdir()
+    other = f"unix:{run_dir / 'inference-svc-other' / 'inference.sock'}"
+    with pytest.raises(InvalidInputError) as refused:
+        default_address(run_dir)
+    assert refused.value.message == "2 inference services run here"
+    assert refused.value.remedy == f"choose by --address {demo} or {other}"
     own.parent.mkdir(parents=True)
     own.touch()
     assert default_address(run_dir) == f"unix:{own}"

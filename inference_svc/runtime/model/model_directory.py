@@ -7,13 +7,16 @@ docs/getting-a-model.md says how such a directory is made of the file, once.
 
 import io
 import json
+import os
 import re
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr
 from importlib.util import find_spec
 from pathlib import Path
 
 from inference_svc.core.errors import UnknownModelError, UnsupportedModelError
+from shared.access.denials import user_name
 
 PACKAGES = ("gguf", "accelerate")  # that Transformers reads such files with
 _MAGIC = b"GGUF"
@@ -23,12 +26,23 @@ INDEX_FILE = "model.safetensors.index.json"
 
 
 def check_model(path: Path) -> None:
-    """Refuse what is neither a model directory nor a GGUF file.
+    """Refuse what is neither a model directory nor a GGUF file, or may not be read.
 
     Raises:
-        UnknownModelError: it is not there, or has no configuration or no weights.
+        UnknownModelError: it is not there, has no configuration or no weights, or this user may
+            not read it.
         UnsupportedModelError: it is a GGUF file that cannot be read here.
     """
+    try:
+        _check_content(path)
+    except PermissionError as error:
+        raise UnknownModelError(
+            f"user {user_name(os.geteuid())} may not read {error.filename}",
+            f"sudo chmod -R a+rX {shlex.quote(str(path))}, and a+x on the directories above it",
+        ) from error
+
+
+def _check_content(path: Path) -> None:
     remedy = "give a directory with config.json and *.safetensors, as save_pretrained writes it"
     if is_gguf(path):
         check_gguf(path)
@@ -39,8 +53,12 @@ def check_model(path: Path) -> None:
         raise UnknownModelError(f"model directory {path} does not exist", remedy)
     if not (path / "config.json").is_file():
         raise UnknownModelError(f"{path} has no config.json", gguf_hint(path) or remedy)
-    if not weight_files(path):
+    next(path.iterdir())  # raises for who may enter but not list: they would find no weights
+    weights = weight_files(path)
+    if not weights:
         raise UnknownModelError(f"{path} has no weights", remedy)
+    for file in (path / "config.json", *weights):
+        file.open("rb").close()
 
 
 def weight_files(path: Path) -> list[Path]:

@@ -141,6 +141,8 @@ def _from_pretrained(path: Path, dtype: str) -> Any:
             )
         if gguf:
             gguf["quantization_config"] = GgufConfig(dequantize=True)
+            # Which it would be anyway, but for files whose names do not end in .gguf.
+            dtype = "float32" if dtype == "auto" else dtype
         return AutoModelForCausalLM.from_pretrained(
             folder,
             config=config,
@@ -159,7 +161,7 @@ def _located(path: Path) -> tuple[Path, dict[str, Any]]:
 
 def _name_of(path: Path) -> str:
     found = path.resolve()
-    return found.stem if found.is_file() else found.name
+    return found.name.removesuffix(".gguf") if found.is_file() else found.name
 
 
 @contextmanager

@@ -261,7 +261,7 @@ def test_dry_run_changes_nothing(tmp_path, capsys, more):
 
 
 def test_a_dry_run_names_the_commands_that_it_would_run(tmp_path, monkeypatch, capsys):
-    """Of the system's own files, too, each on a line; of the commands, what each is for."""
+    """Each on a line, with what it is for; so is each file, but man pages of one directory."""
     monkeypatch.setattr("kvd.cli.install._run", lambda _: pytest.fail("it was run"))
     monkeypatch.setenv("HOME", str(tmp_path))
     for name in ("CONFIG", "DATA", "STATE"):
@@ -270,6 +270,8 @@ def test_a_dry_run_names_the_commands_that_it_would_run(tmp_path, monkeypatch, c
     *files, command = capsys.readouterr().out.splitlines()
     assert command.startswith("would be run: systemctl --user daemon-reload (")
     assert f"{tmp_path}/.local/bin/kvd: would be linked" in files
+    pages = f"{tmp_path}/.local/share/man/man1 ({len(man_pages())} man pages)"
+    assert [file for file in files if "/man1" in file] == [f"{pages}: would be linked"]
     assert not list(tmp_path.iterdir())
     install("--user", "--dry-run", "--json")
     document = json.loads(capsys.readouterr().out)

@@ -11,7 +11,7 @@ import pytest
 
 from kvd.config import AccessSettings, DramSettings, LimitSettings, Settings, SsdSettings
 from kvd.doctor.finding import Finding, Level, worst
-from kvd.doctor.guards import check_unit
+from kvd.doctor.guards import check_unit, limits_of_service
 from kvd.doctor.machine import Machine, ProcessLimits, may_read
 from kvd.doctor.memory import (
     check_cuda,
@@ -283,6 +283,14 @@ def test_too_few_descriptors(tmp_path):
     found = check_descriptors(settings, limits)
     _only(found, Level.PROBLEM, f"ulimit -n {wanted}", "LimitNOFILE=", "ssd.segment_bytes")
     assert _is_fine(check_descriptors(settings, replace(limits, open_files=wanted)))
+
+
+def test_a_unit_s_limit_of_open_files_comes_before_the_shell_s():
+    """kvd is started by the unit; `infinity` is no bound."""
+    own = ProcessLimits(None, 1024, is_root=True)
+    assert limits_of_service({}, own) == own
+    assert limits_of_service({"LimitNOFILESoft": "65536"}, own) == replace(own, open_files=65536)
+    assert limits_of_service({"LimitNOFILESoft": "infinity"}, own) == replace(own, open_files=None)
 
 
 def test_a_unit_that_does_not_fit_the_settings(tmp_path):

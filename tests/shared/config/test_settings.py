@@ -17,6 +17,7 @@ from shared.types.setting_types import (
     TenantName,
     TenantWeights,
 )
+from tests.kvd_as_user import without_root
 
 
 class Dram(Section):
@@ -109,12 +110,13 @@ def test_every_problem_is_named_at_once(tmp_path):
     """Unknown keys with the nearest known one, bad values with what is accepted."""
     line = _problems(
         tmp_path,
-        '[dram]\nbyts = 1\nnum_pools = 0\n[sesions]\nttl = "1h"\n',
+        '[dram]\nbyts = 1\nnum_pools = 0\ncolour = 1\n[sesions]\nttl = "1h"\n',
         {"sessions.wait": "soon"},
         {"EX_SESSIONS__UIDS": "me", "EX_DRAM_SLOT": "1"},
     )
     for part in (
         "dram.byts (file): no such setting, did you mean dram.bytes?",
+        "dram.colour (file): no such setting, dram has bytes, slot, ",
         "sesions.ttl (file): no such setting, did you mean sessions.ttl?",
         "dram.num_pools = '0' (file): Input should be greater than or equal to 1",
         "sessions.wait = 'soon' (flag): 'soon' is not a duration: write a number with",
@@ -155,6 +157,16 @@ def test_tables_by_name(tmp_path):
     assert ("tenants.acme.size", "2.0 KB", "env") in loaded.rows()
 
 
+def test_a_file_that_may_not_be_read_needs_other_rights(tmp_path):
+    """Another name would not help, as it does where there is no file."""
+    file = tmp_path / "settings.toml"
+    with pytest.raises(InvalidSettingsError, match="name an existing file with --config"):
+        load_settings(Example, file, "EX", {}, {})
+    file.touch(mode=0)
+    with without_root(tmp_path), pytest.raises(InvalidSettingsError, match="use sudo, or let"):
+        load_settings(Example, file, "EX", {}, {})
+
+
 def test_problems_in_tables_by_name(tmp_path):
     """Unknown keys, bad values, bad names and misplaced values are named with their table."""
     text = (
@@ -165,7 +177,7 @@ def test_problems_in_tables_by_name(tmp_path):
     for part in (
         "tenants.acme.ttll (file): no such setting, did you mean tenants.acme.ttl?",
         "tenants.acme.ttl = 'soon' (file): 'soon' is not a duration",
-        "tenants.x.colour (file): no such setting, did you mean tenants.x.",
+        "tenants.x.colour (file): no such setting, tenants has x.",
         "tenants. no: tenant ' no' is not valid: use 1-128 letters",
     ):
         assert part in line

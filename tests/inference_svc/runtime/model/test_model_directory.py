@@ -7,9 +7,10 @@ import pytest
 import torch
 
 from inference_svc.core.errors import UnknownModelError, UnsupportedModelError
-from inference_svc.runtime.model.model_directory import check_gguf, is_gguf
+from inference_svc.runtime.model.model_directory import check_gguf, check_model, is_gguf
 from inference_svc.runtime.model.model_loader import load_model
 from tests.fingerprints import model_fingerprint
+from tests.kvd_as_user import without_root
 from tests.models import build_model
 
 
@@ -54,6 +55,29 @@ def test_a_directory_with_such_a_file_leads_to_it(rubbish):
         load_model(rubbish.parent)
 
 
+@pytest.mark.parametrize("closed", [".", "config.json", "model.safetensors", "../file.gguf"])
+def test_what_may_not_be_read_is_named(tmp_path, closed):
+    """The directory or one of its files, who may not, and what lets them; then they may."""
+    directory = tmp_path / "model"
+    directory.mkdir()
+    for name in ("config.json", "model.safetensors"):
+        (directory / name).write_text("{}")
+    (tmp_path / "file.gguf").write_bytes(b"GGUF")
+    path = (directory / closed).resolve()
+    model = path if path.suffix == ".gguf" else directory
+    mode = path.stat().st_mode
+    for closed_mode in (0, 0o111):
+        path.chmod(closed_mode)
+        with without_root(tmp_path), pytest.raises(UnknownModelError) as refused:
+            check_model(model)
+        path.chmod(mode)
+        assert refused.value.message.startswith("user ")
+        assert f" may not read {path}" in refused.value.message
+        assert refused.value.remedy.startswith(f"sudo chmod -R a+rX {model}, ")
+    with without_root(tmp_path):
+        check_model(model)
+
+
 def test_rubbish_is_refused_in_one_line(rubbish):
     """Whatever reads it falls over it."""
     with pytest.raises(UnsupportedModelError) as refused:
@@ -95,6 +119,12 @@ def test_a_model_in_a_file_is_the_model(tmp_path, capsys):
         )
     assert torch.allclose(found, wanted, atol=1e-5)
     assert loaded.fingerprint == model_fingerprint(path)
+    unnamed = load_model(path.rename(tmp_path / "Tiny.F32"))  # as a unit's model may be called
+    assert (unnamed.name, unnamed.dtype, unnamed.fingerprint) == (
+        "Tiny.F32",
+        torch.float32,
+        loaded.fingerprint,
+    )
 
 
 LAYER_TENSORS = {
