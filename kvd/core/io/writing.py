@@ -45,7 +45,6 @@ class Writer:
         self._retry_at_ns = 0
         self._retry_delay_ns = FIRST_RETRY_NS
         self._waits_for_nothing = False  # see write_all
-        self._waits_for_index = False
         self._kept_at: int | None = None  # Outbox.num_freed when the watermark was looked at
 
     # ------------------------------------------------------------------------------------ admission
@@ -79,7 +78,7 @@ class Writer:
             if session is None:
                 break
             self._queue_session(session)
-        self._resume()
+        self.resume()
 
     def make_slots(self, num_wanted: int) -> int:
         """Make room in DRAM for `num_wanted` blocks, as far as possible.
@@ -123,7 +122,7 @@ class Writer:
         """Treat every dirty block as if it were new: O(blocks)."""
         for block in list(self._state.blocks):
             self.admit(block)
-        self._resume()
+        self.resume()
 
     def rewrite(self, block: Block) -> None:
         """Write a block whose copy on SSD was bad, whatever the policy says."""
@@ -173,11 +172,14 @@ class Writer:
             return due_ns
         return self._retry_at_ns if due_ns is None else min(due_ns, self._retry_at_ns)
 
-    def index_took_entries(self) -> None:
-        """Resume what waited until the index was less far behind."""
-        if self._waits_for_index and not self._is_index_behind():
-            self._waits_for_index = False
-            self._resume()
+    def resume(self) -> None:
+        """Issue what waits; what waits for an extent that will not come is provided for anew."""
+        state = self._state
+        self.issue()
+        if len(state.unwritten) and not state.under_way.drops and not state.under_way.writes:
+            self._provide()
+            self.issue()
+        self._retry_refused()
 
     def write_done(self, op_id: int, outcome: IoOutcome) -> None:
         """Take the outcome of a WriteBlock; OK means that it is durable."""
@@ -201,14 +203,14 @@ class Writer:
                 state.unwritten.add(block)
         state.settle(block)
         state.outbox.space_freed()
-        self._resume()
+        self.resume()
 
     def drop_done(self, op_id: int) -> None:
         """Take the commit of a DropBlock."""
         run = self._state.under_way.drops.pop(op_id)
         if run is not None:
             self._state.extents.free(*run)
-        self._resume()
+        self.resume()
 
     # --------------------------------------------------------------------------------------- inside
 
@@ -228,15 +230,6 @@ class Writer:
             block.tenant,
         )
         state.outbox.add(action)
-
-    def _resume(self) -> None:
-        """Issue what waits; what waits for an extent that will not come is provided for anew."""
-        state = self._state
-        self.issue()
-        if len(state.unwritten) and not state.under_way.drops and not state.under_way.writes:
-            self._provide()
-            self.issue()
-        self._retry_refused()
 
     def _retry_refused(self) -> None:
         """Write blocks that were refused, as far as there are extents that nobody else wants."""
@@ -326,17 +319,11 @@ class Writer:
 
     def _is_holding_back(self) -> bool:
         """Whether nothing is written now: the tier is degraded, or its index far behind."""
-        if self._is_index_behind():
-            self._waits_for_index = True
-            return True
-        return self._is_resting()
-
-    def _is_index_behind(self) -> bool:
-        return len(self._state.outbox.index) > MOST_ENTRIES_WAITING
+        return len(self._state.outbox.index) > MOST_ENTRIES_WAITING or self._is_resting()
 
     def _is_resting(self) -> bool:
         """Whether a write has failed, and it is too early to try again."""
-        return bool(self._state.ssd_degraded) and self._state.now_ns < self._retry_at_ns
+        return self._state.now_ns < self._retry_at_ns
 
     def _degrade(self, outcome: IoOutcome) -> None:
         """Hold writes back for a while; failures of one volley count once."""
@@ -346,12 +333,12 @@ class Writer:
             return
         if not state.ssd_degraded:
             state.outbox.emit(SSD_DEGRADED, None, {"why": outcome.value})
-            self._retry_delay_ns = FIRST_RETRY_NS
         state.ssd_degraded = outcome.value
         self._retry_at_ns = state.now_ns + self._retry_delay_ns
         self._retry_delay_ns = min(2 * self._retry_delay_ns, LAST_RETRY_NS)
 
     def _recover(self) -> None:
         if self._state.ssd_degraded:
-            self._state.ssd_degraded = ""
+            self._state.ssd_degraded, self._retry_at_ns = "", self._state.now_ns
+            self._retry_delay_ns = FIRST_RETRY_NS
             self._state.outbox.emit(SSD_RECOVERED, None)
