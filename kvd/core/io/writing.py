@@ -6,6 +6,7 @@ Pure. The admission policy says when a dirty block that is hashed is queued for 
     write_back      when its session has been left alone for a while, or too much is dirty
     on_evict        when its room in DRAM is wanted, as with the others (a *demotion*)
 
+Writes are issued when the actions are drained, by `resume`, or sooner where room waits for them.
 A queued block waits for an extent (entries being dropped give theirs back), for writes under way
 (`max_write_bytes`), for an index that is far behind or, while the tier is degraded, for the next
 try. Blocks for which no extent can be had are refused: they stay in DRAM only, until extents are
@@ -50,7 +51,7 @@ class Writer:
     # ------------------------------------------------------------------------------------ admission
 
     def admit(self, block: Block, *, was_queued: bool = False) -> None:
-        """Have a dirty block written in time, if it can be; `issue` is to follow.
+        """Have a dirty block written in time, if it can be.
 
         One that was queued before is queued again, whatever the policy.
         """
@@ -66,10 +67,9 @@ class Writer:
             self._write_back_excess()
 
     def take(self, blocks: Iterable[Block]) -> None:
-        """Admit blocks, and issue what can be written."""
+        """Admit blocks."""
         for block in blocks:
             self.admit(block)
-        self.issue()
 
     def write_back(self) -> None:
         """Queue the blocks of sessions that have been left alone; a bounded number per call."""
@@ -78,7 +78,6 @@ class Writer:
             if session is None:
                 break
             self._queue_session(session)
-        self.resume()
 
     def make_slots(self, num_wanted: int) -> int:
         """Make room in DRAM for `num_wanted` blocks, as far as possible.
@@ -122,12 +121,10 @@ class Writer:
         """Treat every dirty block as if it were new: O(blocks)."""
         for block in list(self._state.blocks):
             self.admit(block)
-        self.resume()
 
     def rewrite(self, block: Block) -> None:
         """Write a block whose copy on SSD was bad, whatever the policy says."""
         self._queue((block,))
-        self.issue()
 
     def write_all(self) -> None:
         """Queue every dirty block that can be written: O(blocks).
@@ -136,7 +133,6 @@ class Writer:
         """
         self._waits_for_nothing = True
         self._queue(self._state.blocks)
-        self.issue()
 
     def set_capacity(self, num_extents: int) -> None:
         """Allow that many extents from now on; the sessions first to evict make up for less."""
@@ -147,12 +143,10 @@ class Writer:
         if state.ssd_degraded == IoOutcome.FULL.value:
             self._retry_at_ns = state.now_ns  # the reason may be gone
         self._provide()
-        self.issue()
-        self._retry_refused()
 
     # --------------------------------------------------------------------------------------- writes
 
-    def issue(self) -> None:
+    def _issue(self) -> None:
         """Issue the writes that extents can be had for, up to `max_write_bytes` under way."""
         state = self._state
         if self._is_holding_back():
@@ -175,10 +169,10 @@ class Writer:
     def resume(self) -> None:
         """Issue what waits; what waits for an extent that will not come is provided for anew."""
         state = self._state
-        self.issue()
+        self._issue()
         if len(state.unwritten) and not state.under_way.drops and not state.under_way.writes:
             self._provide()
-            self.issue()
+            self._issue()
         self._retry_refused()
 
     def write_done(self, op_id: int, outcome: IoOutcome) -> None:
@@ -203,14 +197,12 @@ class Writer:
                 state.unwritten.add(block)
         state.settle(block)
         state.outbox.space_freed()
-        self.resume()
 
     def drop_done(self, op_id: int) -> None:
         """Take the commit of a DropBlock."""
         run = self._state.under_way.drops.pop(op_id)
         if run is not None:
             self._state.extents.free(*run)
-        self.resume()
 
     # --------------------------------------------------------------------------------------- inside
 
@@ -241,7 +233,7 @@ class Writer:
             state.unwritten.forget(block)
             if block.writable:
                 state.unwritten.add(block)
-                self.issue()
+                self._issue()
 
     def _queue(self, blocks: Iterable[Block]) -> int:
         """Queue those of the blocks that can be written; returns how many."""
@@ -283,7 +275,7 @@ class Writer:
     def _demote(self, num_slots: int) -> None:
         blocks = self._placement.dirty_to_evict(num_slots)
         self._state.outbox.count("demotions", self._queue(blocks))
-        self.issue()
+        self._issue()
 
     def _write_back_at_ns(self, session: Session) -> int:
         return session.last_access_ns + self._state.limits.write_back_delay_ns

@@ -145,7 +145,6 @@ class Compactor:
             state.settle(block)
             if block.users:
                 self._writer.admit(block)
-        self._writer.issue()
         state.outbox.space_freed()
 
     def committed(self, op_id: int) -> None:
@@ -267,7 +266,6 @@ class Compactor:
         if any(block.resides(Tier.SSD) for block in run.sources):
             for block in run.made:
                 self._writer.admit(block, was_queued=True)
-            self._writer.issue()
         else:
             self._replace(run)
 

@@ -147,7 +147,7 @@ async def test_a_change_that_its_caller_leaves_is_done(model, tmp_path):
         leaving = asyncio.create_task(sessions.discard(KEY, [(0, 3)], ANY))
         await asyncio.sleep(0)
         with pytest.raises(SessionBusyError):
-            sessions.check_not_held(KEY)
+            await service.turns.submit(asked([1]))
         with pytest.raises(SessionBusyError):
             await sessions.end(KEY)
         leaving.cancel()

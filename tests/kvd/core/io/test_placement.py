@@ -390,6 +390,8 @@ def test_what_leaves_a_tier_is_counted_and_noted():
     store(world, B, THREES + ONES)
     assert (counter(world, "evictions_dram"), counter(world, "evictions_ssd")) == (2, 0)
     assert tiers_of(world, A) == ["S", "S"]
+    moves = [move.kind for move in world.engine.inspection.history.of(A)]
+    assert MoveKind.EVICTED_DRAM in moves
     store(world, C, TWOS + THREES + ONES[:1])
     assert counter(world, "evictions_ssd") == 1 + counter(world, "sessions_dropped")
     assert MoveKind.CUT in {move.kind for move in world.engine.inspection.history.of(A)}
