@@ -156,7 +156,7 @@ class CacheEngine:
             self.compactions.resume()
         state.tails.pack_idle()
         entries = self.index_line.take(max_index_bytes)
-        self.writes.index_took_entries()
+        self.writes.resume()  # they may have waited for an index that was far behind
         return [*entries, *state.outbox.drain()]
 
     # ------------------------------------------------------------------------------- begin and end

@@ -77,7 +77,7 @@ class Sampler:
         uniform = (int.from_bytes(digest, "little") >> 11) * 2.0**-53  # [0, 1), as random.random()
         cumulated = np.cumsum(probabilities)
         index = int(np.searchsorted(cumulated, uniform * cumulated[-1], side="right"))
-        return int(candidates[min(index, len(candidates) - 1)])
+        return int(candidates[index])  # there is one: the product is below the sum, rounded too
 
 
 def _penalise(

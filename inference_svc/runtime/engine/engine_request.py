@@ -23,6 +23,8 @@ from inference_svc.runtime.store.session_store import BegunLoad
 from shared.types.block_key import TOKEN_BYTES
 from shared.types.lineage import Lineage
 
+HBM = "hbm"  # the tier of a resident's KV
+
 
 @dataclass(eq=False)
 class LoadOutcome:
@@ -99,6 +101,14 @@ class Load:
     source: SequenceKv | None = None
     boundary: int = 0
     held: ExitStack = field(default_factory=ExitStack)
+
+    @property
+    def tier(self) -> str | None:
+        """The slowest tier that KV is copied from; None: from none."""
+        if self.gate is None:
+            return None
+        # "ssd" > "dram"
+        return HBM if self.begun is None else max(self.begun.tier_tokens, default=None)
 
 
 @dataclass(eq=False, kw_only=True)

@@ -29,7 +29,7 @@ from inference_svc.core.rates.rates import LoadPolicy
 from inference_svc.core.scheduling.request import RequestState
 from inference_svc.core.scheduling.scheduler import Scheduler
 from inference_svc.core.scheduling.step_plan import Admission
-from inference_svc.runtime.engine.engine_request import EngineRequest, Load
+from inference_svc.runtime.engine.engine_request import HBM, EngineRequest, Load
 from inference_svc.runtime.engine.requests import RequestMemory, Requests
 from inference_svc.runtime.kv.copy_stream import CopyStream, DoneInOrder
 from inference_svc.runtime.kv.kv_pool import KVPool
@@ -46,7 +46,6 @@ from shared.types.load_choice import Traffic
 from shared.types.units import NS_PER_S
 
 MOST_FAILED_LOADS = 2  # of one turn, after which it is computed
-HBM = "hbm"
 
 
 @dataclass(frozen=True)
@@ -180,13 +179,6 @@ class Loads:
         """End a load that was begun for a request that is over."""
         if load.begun is not None:
             await self._store.loads.cancel(load.begun)
-
-    def tier_of(self, load: Load) -> str | None:
-        """Return the slowest tier that KV is copied from; None: from none."""
-        if load.gate is None:
-            return None
-        # "ssd" > "dram"
-        return HBM if load.begun is None else max(load.begun.tier_tokens, default=None)
 
     def fixed_layers(self, load: Load) -> int | None:
         """Return the read buffer that is set for a load from the store; None: the gate chooses."""
@@ -358,7 +350,7 @@ class LoadTasks:
             now_ns,
             layers_ready=self._num_layers if load.gate is None else 0,
             is_saved=request.write_buffer is not None,
-            tier=self._loads.tier_of(load),
+            tier=load.tier,
             fixed_layers=self._loads.fixed_layers(load),
             boundary=load.boundary,
         )

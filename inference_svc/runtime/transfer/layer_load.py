@@ -86,7 +86,7 @@ class LayerLoader:
         Args:
             kv: the sequence's KV, with room for the spans; the caller holds it.
             arena: the arena of the slots; the caller holds their lease.
-            spans: the spans, as `check_spans` accepts them.
+            spans: the spans, at least one, as `check_spans` accepts them.
             calibration: what is known of the model that the KV and the stored bytes belong to.
             tail: a write buffer that begins within the last span, or at its end: the span's tokens
                 from there on are kept as they are stored, since the next store replaces that block
@@ -98,7 +98,7 @@ class LayerLoader:
         self._tail = tail
         self._tail_tokens = _tail_tokens(spans, tail)
         self._runs = list(_runs(spans))
-        self._first = spans[0].token_offset if spans else 0
+        self._first = spans[0].token_offset
         self._num_tokens = sum(run.num_tokens for run in self._runs)
         self._pieces: dict[tuple[int, RotaryTable, tuple[int, int]], list[_Piece]] = {}
 
@@ -257,7 +257,7 @@ def _place_of(run: Run, tokens: Tensor, first: int) -> Tensor:
 
 def _tail_tokens(spans: Sequence[Span], tail: WriteBuffer | None) -> tuple[int, int, int] | None:
     """Return (slot, first token in it, number of tokens) that the tail keeps, if any."""
-    if tail is None or not spans:
+    if tail is None:
         return None
     last = spans[-1]
     skipped = tail.first_token - last.token_offset

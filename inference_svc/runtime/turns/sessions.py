@@ -199,10 +199,9 @@ async def _outcome(
     """Return a change's result or its error: a task that raised would end its group."""
     try:
         return (await change(),), None
-    except ReportedError as error:
-        return (), error
     except Exception as error:
-        log.exception("session_change_failed", session=str(key))
+        if not isinstance(error, ReportedError):
+            log.exception("session_change_failed", session=str(key))
         return (), error
 
 

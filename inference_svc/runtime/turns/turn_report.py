@@ -40,7 +40,7 @@ class TurnReport:
     def answered(
         self,
         submission: Submission,
-        request: Request | None,
+        request: Request,
         finish_reason: str,
         usage: Usage,
         num_turns: int,
@@ -50,7 +50,7 @@ class TurnReport:
         """Report a turn that has its answer, or the part of it that its client waited for."""
         key = submission.key
         self.histograms.answered(key.tenant, finish_reason, usage, cancelled=cancelled)
-        if request is not None and request.buffer_layers is not None and usage.tier_tokens:
+        if request.buffer_layers is not None and usage.tier_tokens:
             self.histograms.joined(request.buffer_layers, usage.tier_tokens)
         _annotate(trace.get_current_span(), request, finish_reason, usage)
         log.info(
@@ -137,10 +137,8 @@ def _as_fields(usage: Usage) -> dict[str, object]:
     }
 
 
-def _annotate(span: Span, request: Request | None, finish_reason: str, usage: Usage) -> None:
+def _annotate(span: Span, request: Request, finish_reason: str, usage: Usage) -> None:
     """Set the turn's outcome in its span, and add the spans of its phases."""
-    if request is None or not span.is_recording():
-        return
     span.set_attributes(
         {
             "gen_ai.operation.name": "chat",

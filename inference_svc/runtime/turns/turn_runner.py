@@ -133,12 +133,12 @@ class TurnRunner:
         except asyncio.CancelledError:
             if turn.handed_back is None:
                 writer.finish_reason = FinishReason.CANCELLED
-                self._finish(turn, writer, writer.usage(request), num_turns)
+                self._finish(turn, request, writer, writer.usage(request), num_turns)
             raise
         finally:
             self._engine.drop(request)
         self._count(record)
-        self._finish(turn, writer, record.usage, num_turns + 1)
+        self._finish(turn, request, writer, record.usage, num_turns + 1)
         cut = _cut(context, ranges)
         if cut is not None:
             await self._engine.discard(request.key, cut)
@@ -160,14 +160,21 @@ class TurnRunner:
         )
         return policy.drop(num_tokens, scores, protected)
 
-    def _finish(self, turn: Turn, writer: AnswerWriter, usage: Usage, num_turns: int) -> None:
+    def _finish(
+        self,
+        turn: Turn,
+        request: EngineRequest,
+        writer: AnswerWriter,
+        usage: Usage,
+        num_turns: int,
+    ) -> None:
         """Publish the last event, and report how the turn ended."""
         text = "".join(token.text for token in writer.tokens)
         reason = str(writer.finish_reason)
         turn.publish(Finished(reason, text, usage, num_turns))
         cancelled = writer.finish_reason is FinishReason.CANCELLED
         self._report.answered(
-            turn.submission, turn.request, reason, usage, num_turns, cancelled=cancelled
+            turn.submission, request, reason, usage, num_turns, cancelled=cancelled
         )
 
     def _count(self, record: TurnRecord) -> None:

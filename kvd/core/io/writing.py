@@ -6,6 +6,7 @@ Pure. The admission policy says when a dirty block that is hashed is queued for 
     write_back      when its session has been left alone for a while, or too much is dirty
     on_evict        when its room in DRAM is wanted, as with the others (a *demotion*)
 
+Writes are issued when the actions are drained, by `resume`, or sooner where room waits for them.
 A queued block waits for an extent (entries being dropped give theirs back), for writes under way
 (`max_write_bytes`), for an index that is far behind or, while the tier is degraded, for the next
 try. Blocks for which no extent can be had are refused: they stay in DRAM only, until extents are
@@ -45,13 +46,12 @@ class Writer:
         self._retry_at_ns = 0
         self._retry_delay_ns = FIRST_RETRY_NS
         self._waits_for_nothing = False  # see write_all
-        self._waits_for_index = False
         self._kept_at: int | None = None  # Outbox.num_freed when the watermark was looked at
 
     # ------------------------------------------------------------------------------------ admission
 
     def admit(self, block: Block, *, was_queued: bool = False) -> None:
-        """Have a dirty block written in time, if it can be; `issue` is to follow.
+        """Have a dirty block written in time, if it can be.
 
         One that was queued before is queued again, whatever the policy.
         """
@@ -67,10 +67,9 @@ class Writer:
             self._write_back_excess()
 
     def take(self, blocks: Iterable[Block]) -> None:
-        """Admit blocks, and issue what can be written."""
+        """Admit blocks."""
         for block in blocks:
             self.admit(block)
-        self.issue()
 
     def write_back(self) -> None:
         """Queue the blocks of sessions that have been left alone; a bounded number per call."""
@@ -79,7 +78,6 @@ class Writer:
             if session is None:
                 break
             self._queue_session(session)
-        self._resume()
 
     def make_slots(self, num_wanted: int) -> int:
         """Make room in DRAM for `num_wanted` blocks, as far as possible.
@@ -123,12 +121,10 @@ class Writer:
         """Treat every dirty block as if it were new: O(blocks)."""
         for block in list(self._state.blocks):
             self.admit(block)
-        self._resume()
 
     def rewrite(self, block: Block) -> None:
         """Write a block whose copy on SSD was bad, whatever the policy says."""
         self._queue((block,))
-        self.issue()
 
     def write_all(self) -> None:
         """Queue every dirty block that can be written: O(blocks).
@@ -137,7 +133,6 @@ class Writer:
         """
         self._waits_for_nothing = True
         self._queue(self._state.blocks)
-        self.issue()
 
     def set_capacity(self, num_extents: int) -> None:
         """Allow that many extents from now on; the sessions first to evict make up for less."""
@@ -148,12 +143,10 @@ class Writer:
         if state.ssd_degraded == IoOutcome.FULL.value:
             self._retry_at_ns = state.now_ns  # the reason may be gone
         self._provide()
-        self.issue()
-        self._retry_refused()
 
     # --------------------------------------------------------------------------------------- writes
 
-    def issue(self) -> None:
+    def _issue(self) -> None:
         """Issue the writes that extents can be had for, up to `max_write_bytes` under way."""
         state = self._state
         if self._is_holding_back():
@@ -173,11 +166,14 @@ class Writer:
             return due_ns
         return self._retry_at_ns if due_ns is None else min(due_ns, self._retry_at_ns)
 
-    def index_took_entries(self) -> None:
-        """Resume what waited until the index was less far behind."""
-        if self._waits_for_index and not self._is_index_behind():
-            self._waits_for_index = False
-            self._resume()
+    def resume(self) -> None:
+        """Issue what waits; what waits for an extent that will not come is provided for anew."""
+        state = self._state
+        self._issue()
+        if len(state.unwritten) and not state.under_way.drops and not state.under_way.writes:
+            self._provide()
+            self._issue()
+        self._retry_refused()
 
     def write_done(self, op_id: int, outcome: IoOutcome) -> None:
         """Take the outcome of a WriteBlock; OK means that it is durable."""
@@ -201,14 +197,12 @@ class Writer:
                 state.unwritten.add(block)
         state.settle(block)
         state.outbox.space_freed()
-        self._resume()
 
     def drop_done(self, op_id: int) -> None:
         """Take the commit of a DropBlock."""
         run = self._state.under_way.drops.pop(op_id)
         if run is not None:
             self._state.extents.free(*run)
-        self._resume()
 
     # --------------------------------------------------------------------------------------- inside
 
@@ -229,15 +223,6 @@ class Writer:
         )
         state.outbox.add(action)
 
-    def _resume(self) -> None:
-        """Issue what waits; what waits for an extent that will not come is provided for anew."""
-        state = self._state
-        self.issue()
-        if len(state.unwritten) and not state.under_way.drops and not state.under_way.writes:
-            self._provide()
-            self.issue()
-        self._retry_refused()
-
     def _retry_refused(self) -> None:
         """Write blocks that were refused, as far as there are extents that nobody else wants."""
         state = self._state
@@ -248,7 +233,7 @@ class Writer:
             state.unwritten.forget(block)
             if block.writable:
                 state.unwritten.add(block)
-                self.issue()
+                self._issue()
 
     def _queue(self, blocks: Iterable[Block]) -> int:
         """Queue those of the blocks that can be written; returns how many."""
@@ -290,7 +275,7 @@ class Writer:
     def _demote(self, num_slots: int) -> None:
         blocks = self._placement.dirty_to_evict(num_slots)
         self._state.outbox.count("demotions", self._queue(blocks))
-        self.issue()
+        self._issue()
 
     def _write_back_at_ns(self, session: Session) -> int:
         return session.last_access_ns + self._state.limits.write_back_delay_ns
@@ -326,17 +311,11 @@ class Writer:
 
     def _is_holding_back(self) -> bool:
         """Whether nothing is written now: the tier is degraded, or its index far behind."""
-        if self._is_index_behind():
-            self._waits_for_index = True
-            return True
-        return self._is_resting()
-
-    def _is_index_behind(self) -> bool:
-        return len(self._state.outbox.index) > MOST_ENTRIES_WAITING
+        return len(self._state.outbox.index) > MOST_ENTRIES_WAITING or self._is_resting()
 
     def _is_resting(self) -> bool:
         """Whether a write has failed, and it is too early to try again."""
-        return bool(self._state.ssd_degraded) and self._state.now_ns < self._retry_at_ns
+        return self._state.now_ns < self._retry_at_ns
 
     def _degrade(self, outcome: IoOutcome) -> None:
         """Hold writes back for a while; failures of one volley count once."""
@@ -346,12 +325,12 @@ class Writer:
             return
         if not state.ssd_degraded:
             state.outbox.emit(SSD_DEGRADED, None, {"why": outcome.value})
-            self._retry_delay_ns = FIRST_RETRY_NS
         state.ssd_degraded = outcome.value
         self._retry_at_ns = state.now_ns + self._retry_delay_ns
         self._retry_delay_ns = min(2 * self._retry_delay_ns, LAST_RETRY_NS)
 
     def _recover(self) -> None:
         if self._state.ssd_degraded:
-            self._state.ssd_degraded = ""
+            self._state.ssd_degraded, self._retry_at_ns = "", self._state.now_ns
+            self._retry_delay_ns = FIRST_RETRY_NS
             self._state.outbox.emit(SSD_RECOVERED, None)

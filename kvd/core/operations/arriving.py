@@ -54,7 +54,6 @@ class Arrivals:
             self._was_read(arrival, stored)
         else:
             self._was_not_read(arrival, outcome)
-        self._writer.issue()
 
     def _was_read(self, arrival: Arrival, stored: StoredBlock) -> None:
         state, block = self._state, arrival.block
@@ -101,7 +100,6 @@ class Arrivals:
             state.settle(block)
         self._writer.admit(block, was_queued=arrival.was_queued)
         self._verifier.issue()
-        self._writer.issue()
 
     def _arrived(self, arrival: Arrival) -> None:
         """Let the leases that wait use a block, whose bytes are good."""

@@ -110,11 +110,8 @@ class Compactor:
             if state.compaction.phase is Phase.WRITING:
                 self._follow_writes(state.compaction)
             return
-        if self._rests_at != state.outbox.num_freed and not self._is_stopped:
-            while self._waiting and state.compaction is None:
-                if not self._begin(next(iter(self._waiting))):
-                    self._rests_at = state.outbox.num_freed
-                    return
+        while self._waiting and self._may_begin():
+            self._begin(next(iter(self._waiting)))
 
     def stop(self, *, for_good: bool = False) -> None:
         """Begin nothing more until a session is considered again: the arena is to be emptied."""
@@ -148,7 +145,6 @@ class Compactor:
             state.settle(block)
             if block.users:
                 self._writer.admit(block)
-        self._writer.issue()
         state.outbox.space_freed()
 
     def committed(self, op_id: int) -> None:
@@ -167,30 +163,36 @@ class Compactor:
         state = self._state
         return bool(state.leases.num_of_session(key)) or state.placement.is_busy(key)
 
-    def _begin(self, key: SessionKey) -> bool:
-        """Begin the next run of a session, or have done with it; False: there is no room now."""
+    def _may_begin(self) -> bool:
+        """Whether no run is under way, and something has become free since one had no room."""
+        state = self._state
+        has_room = self._rests_at != state.outbox.num_freed
+        return state.compaction is None and has_room and not self._is_stopped
+
+    def _begin(self, key: SessionKey) -> None:
+        """Begin the next run of a session, or have done with it, or rest: there is no room now."""
         work = self._work_on(key)
         if work is None or self._is_over:
             del self._waiting[key]
-            return True
+            return
         if self._is_in_use(key):
             del self._waiting[key]
             self.resting.schedule(key, self._state.now_ns + RETRY_NS)
-            return True
+            return
         plan = self._plan(work, max(1, MAX_RUN_BYTES // self._state.layout.block_bytes))
         if plan is None or self._is_over_quota(key, len(plan.dense)):
             del self._waiting[key]
             if plan is None and is_pending(self._state, work.session):
                 self._work = None  # from the beginning
                 self.resting.schedule(key, self._state.now_ns + RETRY_NS)
-            return True
+            return
         num_slots = self._make_room(key, len(plan.dense))
         if num_slots != len(plan.dense):
             plan = self._plan(work, num_slots) if num_slots else None
         if plan is None:
-            return False
+            self._rests_at = self._state.outbox.num_freed
+            return
         self._start(key, plan)
-        return True
 
     def _work_on(self, key: SessionKey) -> _Work | None:
         session = self._state.sessions.get(key)
@@ -264,7 +266,6 @@ class Compactor:
         if any(block.resides(Tier.SSD) for block in run.sources):
             for block in run.made:
                 self._writer.admit(block, was_queued=True)
-            self._writer.issue()
         else:
             self._replace(run)
 

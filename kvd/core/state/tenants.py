@@ -113,11 +113,6 @@ class TenantTable:
         """Take note of a session that came, or went."""
         self._of(tenant).num_sessions += increment
 
-    def num_sessions(self, tenant: str) -> int:
-        """Return how many sessions of it are stored; asking makes no record of a tenant."""
-        entry = self._tenants.get(tenant)
-        return entry.num_sessions if entry else 0
-
     def order_of(self, tenant: str) -> LruOrder | None:
         """Return a tenant's sessions in order of eviction; None if it has no quota in force."""
         entry = self._of(tenant)

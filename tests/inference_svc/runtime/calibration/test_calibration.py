@@ -43,6 +43,14 @@ def test_the_first_mode_that_is_proven_is_taken(tiny, name, mode, positions):
         assert bool(calibration.notes) == ((mode, positions) != ("ragged", "decoupled"))
 
 
+def test_nobody_looks_at_a_models_calls_once_it_is_calibrated():
+    """What the probe kept of them would grow with every step."""
+    loaded = load_model(MODEL_DIR)
+    calibrate(loaded)
+    watched = [name for name, module in loaded.model.named_modules() if module._forward_hooks]
+    assert watched == []
+
+
 @pytest.mark.parametrize("dtype", ["auto", "float32", "float16"])
 def test_the_shipped_model_is_served_the_fast_way(dtype):
     """A trained model's rounding in 16 bits is not taken for an error of ours."""

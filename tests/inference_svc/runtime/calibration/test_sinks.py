@@ -1,6 +1,7 @@
 """How many first tokens a model leans on is found by running it."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -49,6 +50,15 @@ def test_a_model_without_a_tokenizer_is_asked_by_ids(tiny):
     model = tiny("llama")
     assert model.loaded.tokenizer is None
     assert find_sinks(model.loaded, model.calibration) == 0
+
+
+def test_words_that_the_model_does_not_know_are_left_out(tiny):
+    """A tokenizer may have more tokens than the model has embeddings."""
+    model = tiny("llama")
+    size = model.loaded.vocab_size
+    encoded = SimpleNamespace(input_ids=[*range(3, size + 3)] * 3)
+    loaded = replace(model.loaded, tokenizer=lambda text, **_: encoded)
+    assert find_sinks(loaded, model.calibration) == 0
 
 
 @pytest.mark.parametrize("name", ["deepseek-v3", "falcon", "bloom", "llama4", "gpt2"])

@@ -108,6 +108,18 @@ async def test_a_load_that_is_shown_whole_may_break_off(model, num_failures):
         await engine.all_released()
 
 
+async def test_a_turn_joins_the_batch_as_soon_as_its_read_buffer_is_there(model, monkeypatch):
+    """The load of the other layers waits for that, and nobody for the time that is the last."""
+    monkeypatch.setattr("inference_svc.core.scheduling.start_gate.HOLD_LIMIT_NS", 1 << 60)
+    async with running_engine(model, PreloadPolicy(buffer_layers=1), keeps_residents=False) as e:
+        following = await stored_turn(e)
+        async with asyncio.timeout(60):  # else it would stand still
+            turn = await e.run(following)
+        assert turn.buffer_layers == 1
+        assert turn.sink.token_ids == await alone(model, following)
+        await e.all_released()
+
+
 async def test_a_step_of_several_that_fails_is_repeated_one_by_one(model):
     """Also where saves follow it: those of the others are stored, and nobody waits for the rest."""
     async with running_engine(model) as engine:

@@ -5,8 +5,10 @@ import torch
 
 from inference_svc.core.scheduling.held_slots import PageCopy, PagedSlots
 from inference_svc.runtime.compute.chunk import Chunk
-from inference_svc.runtime.kv.layer_tensors import LayerShape
+from inference_svc.runtime.kv.kv_pool import KVPool
+from inference_svc.runtime.kv.layer_tensors import LayerShape, token_items_of
 from inference_svc.runtime.kv.paged_kv import PagePool
+from inference_svc.runtime.memory import HUGE_PAGE_BYTES
 from inference_svc.runtime.transfer.compaction import compact_in_place
 from inference_svc.runtime.transfer.layer_load import copy_layer
 
@@ -108,8 +110,17 @@ def test_the_pool_counts_pages_and_write_buffers():
     pool.release(kv)
     with pytest.raises(AssertionError, match="released twice"):
         pool.release(kv)
-    assert pool.prefault() >= 0
     pool.check()
+
+
+def test_prefault_is_of_pages_and_write_buffers():
+    """It says how much is there of both together."""
+    token_bytes = 4 * token_items_of(SHAPES)
+    num_pages = HUGE_PAGE_BYTES // (token_bytes * PAGE_TOKENS) + 1
+    num_slots = 2 * num_pages * PAGE_TOKENS
+    buffers = KVPool(SHAPES, num_slots, device=CPU, dtype=torch.float32).prefault()
+    pages = num_pages * PAGE_TOKENS * token_bytes if buffers else 0  # 0: a kernel that cannot
+    assert make_pool(SHAPES, num_pages, num_slots).prefault() == pages + buffers
 
 
 # Attention over views, over windows, over latents that are expanded, one sequence at a time.

@@ -127,6 +127,18 @@ def test_a_model_in_a_file_is_the_model(tmp_path, capsys):
     )
 
 
+def test_a_quantized_model_in_a_file_is_computed_as_any(tmp_path):
+    """Its weights are what the file's are worth, in the dtype that the service is told."""
+    directory, path = build_model(tmp_path / "made"), tmp_path / "Tiny.Q8_0.gguf"
+    expected = load_model(directory)
+    _write_gguf(gguf, expected.model, expected.tokenizer, path, gguf.GGMLQuantizationType.Q8_0)
+    weights = load_model(path, dtype="float32").model.state_dict()
+    assert weights.keys() == expected.model.state_dict().keys()
+    for name, wanted in expected.model.state_dict().items():
+        assert weights[name].dtype == torch.float32
+        assert torch.allclose(weights[name], wanted, atol=float(wanted.abs().max()) / 127)
+
+
 LAYER_TENSORS = {
     "attn_q": "self_attn.q_proj",
     "attn_k": "self_attn.k_proj",
@@ -140,7 +152,7 @@ LAYER_TENSORS = {
 }
 
 
-def _write_gguf(gguf, model, tokenizer, path):
+def _write_gguf(gguf, model, tokenizer, path, kind=None):
     """Write a Llama as llama.cpp's converter does: rotary pairs side by side."""
     config, weights = model.config, model.state_dict()
     writer = gguf.GGUFWriter(path, "llama")
@@ -170,7 +182,11 @@ def _write_gguf(gguf, model, tokenizer, path):
         if num_heads := heads.get(name.rsplit(".", 1)[-1]):
             halves = tensor.reshape(num_heads, 2, config.head_dim // 2, config.hidden_size)
             tensor = halves.swapaxes(1, 2).reshape(tensor.shape)
-        writer.add_tensor(f"{name}.weight", tensor.contiguous().numpy())
+        content = tensor.contiguous().numpy()
+        if kind is None or content.ndim < 2:
+            writer.add_tensor(f"{name}.weight", content)
+        else:
+            writer.add_tensor(f"{name}.weight", gguf.quants.quantize(content, kind), raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import time
 
 import pytest
 import torch
@@ -33,6 +34,14 @@ def test_loads_what_save_pretrained_wrote(saved):
     assert loaded.eos_ids == {2}
     assert loaded.tokenizer is None
     assert loaded.dtype == torch.float32
+
+
+def test_how_long_the_fingerprint_was_waited_for_is_part_of_the_start(saved):
+    """Seconds on a clock, which cannot be more than the whole load took."""
+    began_s = time.monotonic()
+    loaded = load_model(saved)
+    assert 0 <= loaded.hash_wait_s <= time.monotonic() - began_s
+    assert loaded.hashed_bytes > 0
 
 
 def test_dtype_is_a_choice_of_the_start(saved):

@@ -20,9 +20,10 @@ BUFFER_SLOTS = {
 ARENA_SLOTS = ([2, 3, 4, 5, 6, 7], [5, 6, 7, 1, 2, 3], [4, 5, 2, 3, 0, 7], [7, 0, 5, 1, 3, 2])
 
 
+@pytest.mark.parametrize("order", [1, -1])
 @pytest.mark.parametrize("arena_slots", ARENA_SLOTS)
 @pytest.mark.parametrize("lie", BUFFER_SLOTS)
-def test_tokens_get_to_their_slots(tiny, make_arena, rows, lie, arena_slots):
+def test_tokens_get_to_their_slots(tiny, make_arena, rows, lie, arena_slots, order):
     """Also where slots lie side by side for a while; nothing else of the arena changes."""
     model, slots = tiny("llama"), BUFFER_SLOTS[lie]
     computed = model.new_buffer(NUM_TOKENS)
@@ -38,7 +39,7 @@ def test_tokens_get_to_their_slots(tiny, make_arena, rows, lie, arena_slots):
         for slot_id, first in zip(arena_slots, firsts, strict=True)
     ]
 
-    store_blocks(buffer, arena_kv, blocks, model.calibration)
+    store_blocks(buffer, arena_kv, blocks[::order], model.calibration)
 
     for layer_index in range(len(model.calibration.layers)):
         for component, of_layers in enumerate((computed.keys, computed.values)):

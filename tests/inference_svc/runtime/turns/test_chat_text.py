@@ -83,6 +83,8 @@ def test_a_template_that_rewrites_history_is_found_out_at_the_start(tokenizer):
 def test_no_template_and_no_tokenizer(tokenizer):
     """Each is told apart, and token ids always work."""
     assert text_of(tokenizer, "").chat_problem == "the model has no chat template"
+    untried = TurnText(tokenizer, frozenset())
+    assert untried.chat_problem == "the chat template was not tried out"
     without = TurnText(None, frozenset())
     without.try_out()
     with pytest.raises(NoChatTemplateError, match="no tokenizer"):
@@ -154,6 +156,7 @@ FOLDED = (
         (STRICT, [SYSTEM, user("What?")], "[system]Be brief.<|end|>"),
         ("<|start|>" + STRICT, [user("What?")], ""),
         (STRICT, [{"role": "tool", "content": "x"}], ""),
+        (STRICT, [{"role": "tool", "content": "a call, which it refuses"}], ""),
     ],
 )
 def test_the_system_message_is_what_comes_before_the_first_question(

@@ -12,6 +12,7 @@ from inference_svc.core.errors import (
     UnknownSessionError,
     UnknownTurnError,
 )
+from inference_svc.core.tenant_limits import TenantBounds
 from inference_svc.core.transcript_format import ExpectedSession
 from shared.types.errors import ReportedError
 from tests.memory_engine import loaded_model
@@ -63,6 +64,19 @@ async def test_a_fork_takes_no_other_session_s_place(model, tmp_path):
             await sessions.fork(KEY, None, "other")
         with pytest.raises(SessionExistsError):
             await sessions.fork(named("other"), None, KEY.session_id)
+
+
+async def test_a_fork_is_refused_to_a_tenant_that_has_its_sessions(model, tmp_path):
+    """And counted, as a turn would be; nothing is left of it."""
+    async with serving(model, tmp_path) as service:
+        sessions = service.turns.sessions
+        await service.run(PROMPT, max_tokens=1)
+        sessions._limits.set_bounds(TenantBounds(max_sessions=1), {}, now_ns=0)
+        with pytest.raises(ReportedError) as refused:
+            await sessions.fork(KEY, None, "other")
+        assert await service.counts(f"refused_{refused.value.reason}") == (1,)
+        with pytest.raises(UnknownSessionError):
+            await sessions.get(named("other"))
 
 
 async def test_tokens_are_dropped_at_once_and_for_good(model, tmp_path):
@@ -133,7 +147,7 @@ async def test_a_change_that_its_caller_leaves_is_done(model, tmp_path):
         leaving = asyncio.create_task(sessions.discard(KEY, [(0, 3)], ANY))
         await asyncio.sleep(0)
         with pytest.raises(SessionBusyError):
-            sessions.check_not_held(KEY)
+            await service.turns.submit(asked([1]))
         with pytest.raises(SessionBusyError):
             await sessions.end(KEY)
         leaving.cancel()

@@ -1,10 +1,13 @@
 """Transcripts on disk: durable, serialised, bounded in memory, one owner."""
 
 import asyncio
+import fcntl
+import os
 import resource
 import threading
 from contextlib import contextmanager
 
+import psutil
 import pytest
 from structlog.testing import capture_logs
 
@@ -60,6 +63,31 @@ async def test_a_torn_last_line_is_cut_before_the_next_append(tmp_path):
     path.write_bytes(path.read_bytes() + b'0badc0de {"turn": {"tur')
     await append(TranscriptStore(tmp_path), KEY, 1)
     assert len((await TranscriptStore(tmp_path).get(KEY)).turns) == 2
+
+
+async def test_a_torn_file_that_cannot_be_cut_is_not_used(tmp_path):
+    """The next turn's line would be joined to the torn one, and lost with it."""
+    await append(TranscriptStore(tmp_path), KEY, 0)
+    (path,) = tmp_path.iterdir()
+    torn = os.memfd_create("torn", os.MFD_ALLOW_SEALING)
+    os.write(torn, path.read_bytes() + b'{"turn": 1')
+    fcntl.fcntl(torn, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
+    path.unlink()
+    path.symlink_to(f"/proc/{os.getpid()}/fd/{torn}")
+    store = TranscriptStore(tmp_path)
+    with pytest.raises(TranscriptUnavailableError):
+        await store.get(KEY)
+    assert store.trouble.errors.counts == {("write",): 1}
+    os.close(torn)
+
+
+async def test_a_new_session_leaves_no_descriptor_behind(tmp_path):
+    """That its name is durable takes the directory's, for a moment."""
+    store = TranscriptStore(tmp_path)
+    before = psutil.Process().num_fds()
+    await append(store, KEY, 0)
+    await store.delete(KEY)
+    assert psutil.Process().num_fds() == before
 
 
 async def test_a_file_torn_in_its_header_is_a_new_session(tmp_path):

@@ -6,14 +6,15 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from inference_svc.core.errors import TurnMismatchError
+from inference_svc.core.scheduling.request import Request
 from inference_svc.core.submission import TurnNames
 from inference_svc.core.turn_histograms import TurnHistograms
-from inference_svc.core.turn_record import Finished
+from inference_svc.core.turn_record import Finished, Usage
 from inference_svc.runtime.engine.loads import PreloadPolicy
 from inference_svc.runtime.turns.turn_report import TurnReport
 from shared.types.units import NS_PER_S
 from tests.memory_engine import loaded_model
-from tests.turn_service import asked, serving
+from tests.turn_service import KEY, asked, serving
 
 
 @pytest.fixture(scope="module")
@@ -77,6 +78,20 @@ def phases(exporter, turn):
         for span in exporter.get_finished_spans()
         if span.parent is not None and span.parent.span_id == turn.context.span_id
     }
+
+
+def test_a_phase_that_did_not_end_has_no_span(monkeypatch):
+    """Nor has one that did not begin."""
+    exporter, provider = InMemorySpanExporter(), TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    tracer = provider.get_tracer("test")
+    monkeypatch.setattr("shared.serving.tracing._TRACER", tracer)
+    request = Request(1, KEY, [1, 2], max_tokens=1, arrived_ns=5, admitted_ns=7, started_ns=8)
+    with tracer.start_as_current_span("turn") as turn:
+        TurnReport(TurnHistograms()).answered(
+            asked([1]), request, "cancelled", Usage(), 0, cancelled=True
+        )
+    assert phases(exporter, turn) == {"queue": 2 / NS_PER_S}
 
 
 def test_who_is_turned_away_is_measured_by_its_tenant():

@@ -155,6 +155,19 @@ def test_only_so_many_sessions_that_are_not_stored_are_remembered(monkeypatch):
     assert len(histories) == 1 + 10
 
 
+def test_a_session_of_an_earlier_kvd_is_remembered_once_a_turn_of_it_was_asked_for(monkeypatch):
+    """It is stored, though it was not used since, and stays as others do."""
+    monkeypatch.setattr(idle_sessions, "MOST_GHOSTS", 10)
+    sessions = Chats()
+    sessions.policy.on_restore([key_of("stays")])
+    sessions.queue(["stays"])
+    sessions.queue([])
+    for number in range(50):
+        sessions.turn(f"dropped {number}")
+        sessions.policy.on_remove(key_of(f"dropped {number}"))
+    assert key_of("stays") in sessions.policy._idle._histories
+
+
 def test_sessions_wait_to_age_once_though_nobody_asks_who_has(monkeypatch):
     """However often they are used; one that is forgotten waits no more."""
     monkeypatch.setattr(idle_sessions, "MOST_GHOSTS", 10)

@@ -5,6 +5,7 @@ import pytest
 from kvd.core.eviction.policies import POLICIES, LruPolicy
 from kvd.core.eviction.policy import PolicyContext
 from kvd.core.eviction.queue_window import QueueWindow
+from kvd.core.io.placement import Placement
 from kvd.core.records.actions import WriteBlock
 from kvd.core.records.entries import Pin
 from kvd.core.records.records import Admission, Tier
@@ -207,6 +208,17 @@ def test_without_ssd_the_coldest_sessions_are_cut():
     assert counter(world, "sessions_dropped") == 2
 
 
+def test_without_ssd_a_shared_block_stays_with_the_warmer_session():
+    """What a colder session has alone is cut before it, though that one was used later."""
+    world = new_world(num_slots=2, num_extents=0)
+    store(world, A, ONES)
+    store(world, C, TWOS)
+    store(world, B, ONES)
+    store(world, C._replace(session_id="d"), THREES)
+    assert tiers_of(world, A) == tiers_of(world, B) == ["D"]
+    assert world.engine.inspection.info(C) is None
+
+
 def test_a_small_ssd_keeps_the_warmest_sessions():
     """Rows of the coldest session make room; what is then in no tier is cut."""
     world = new_world(num_slots=2, num_extents=2)
@@ -358,6 +370,19 @@ def test_a_shared_block_that_was_in_use_is_kept_by_its_last_user():
     assert tiers_of(world, A) == tiers_of(world, B) == ["DS"]
 
 
+def test_a_session_without_clean_blocks_makes_no_room_by_being_idle():
+    """Its turns are over, but SSD does not have what DRAM would lose."""
+    world = new_world(admission=Admission.ON_EVICT)
+    placement = Placement(world.engine._state)
+    store(world, A, ONES)
+    world.engine.sessions.end(A)
+    assert not placement.has_idle()
+    world.engine.writes.write_all()
+    world.pump()
+    world.quiesce()
+    assert placement.has_idle()
+
+
 def test_what_leaves_a_tier_is_counted_and_noted():
     """Blocks by tier, and sessions of which nothing is left; packed blocks as the others."""
     world = new_world(num_slots=2, num_extents=4)
@@ -365,6 +390,8 @@ def test_what_leaves_a_tier_is_counted_and_noted():
     store(world, B, THREES + ONES)
     assert (counter(world, "evictions_dram"), counter(world, "evictions_ssd")) == (2, 0)
     assert tiers_of(world, A) == ["S", "S"]
+    moves = [move.kind for move in world.engine.inspection.history.of(A)]
+    assert MoveKind.EVICTED_DRAM in moves
     store(world, C, TWOS + THREES + ONES[:1])
     assert counter(world, "evictions_ssd") == 1 + counter(world, "sessions_dropped")
     assert MoveKind.CUT in {move.kind for move in world.engine.inspection.history.of(A)}

@@ -53,6 +53,15 @@ def test_what_is_needed_sooner_does_not_give_way():
     assert not world.io, "B waits until there is room"
 
 
+def test_after_a_start_nobody_is_waited_for():
+    """Those who asked for room in vain had their turn; nobody has asked this kvd yet."""
+    world = reading_world(num_slots=2)
+    store_on_ssd(world, {A: 1})
+    world.start()
+    queue(world, A)
+    assert being_read(world) == [A]
+
+
 def test_idle_sessions_give_way():
     """The coldest first, and only as much as is needed."""
     world = reading_world(num_slots=4)

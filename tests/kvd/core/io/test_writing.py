@@ -68,6 +68,10 @@ def test_a_failed_write_degrades_the_tier_and_is_tried_again():
     names = [event.name for event in world.events if isinstance(event, Emit)]
     assert names.count("ssd_degraded") == names.count("ssd_recovered") == 1
     assert world.engine.next_deadline_ns() is None
+    world.finish_all(WriteBlock, IoOutcome.FULL)
+    store(world, C, THREES, settle=False)
+    world.finish_all(WriteBlock, IoOutcome.FULL)
+    assert world.engine.next_deadline_ns() == world.now_ns + FIRST_RETRY_NS, "as at first"
 
 
 def test_failures_of_one_volley_count_once():

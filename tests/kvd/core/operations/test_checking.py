@@ -150,7 +150,7 @@ def charged_too_much(state: CacheState) -> None:
 
 def charged_to_nobody(state: CacheState) -> None:
     state.tenants.charge(A.tenant, -state.tenants._tenants[A.tenant].num_blocks)
-    state.tenants.count_session(A.tenant, -state.tenants.num_sessions(A.tenant))
+    state.tenants.count_session(A.tenant, -state.tenants._tenants[A.tenant].num_sessions)
 
 
 def sessions_of_a_tenant_miscounted(state: CacheState) -> None:

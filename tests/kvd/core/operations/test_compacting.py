@@ -1,8 +1,16 @@
 """Compaction: what discards have left is put together, and nothing else changes."""
 
 from kvd.core.operations import compacting
-from kvd.core.records.actions import SESSION_COMPACTED, CommitIndex, CompactTokens, Emit
-from kvd.core.records.entries import CommittedSlot
+from kvd.core.records.actions import (
+    SESSION_COMPACTED,
+    CommitIndex,
+    CompactTokens,
+    Emit,
+    PutBlock,
+    PutSession,
+    WriteBlock,
+)
+from kvd.core.records.entries import CommittedSlot, Pin
 from kvd.core.records.records import Admission
 from kvd.core.state.limits import Limits
 from shared.types.granted_slots import Lookup
@@ -97,6 +105,34 @@ def test_shared_blocks_are_left_alone():
     rest(world)
     world.quiesce()
     assert num_blocks(world) == 3, "now they are its own"
+
+
+def test_a_session_in_use_makes_none_behind_it_wait():
+    """It was due as well, and a turn of it came before."""
+    world = sparse_world()
+    other = [number + 50 for number in TOKENS]
+    store(world, B, other)
+    discard(world, B, other, EVEN)
+    world.now_ns += REST_NS
+    world.engine.expire()
+    assert world.engine.loads.prepare(A, to_bytes(KEPT), 0, ENGINE_ID).lookup is Lookup.HIT
+    world.pump()
+    assert len(world.io_of(CompactTokens)) == 1, "of the other"
+
+
+def test_the_index_learns_of_new_blocks_before_their_session_has_them():
+    """Though that session waits for the index already, for another reason."""
+    world = sparse_world()
+    rest(world)
+    world.finish_all(CompactTokens)
+    *others, last = world.io_of(WriteBlock)
+    for op_id in others:
+        world.finish_io(op_id)
+    world.commit(len(world.index.uncommitted))
+    world.engine.sessions.pin(A, Pin.SOFT)
+    world.finish_io(last)
+    kinds = [type(action) for action in world.index.uncommitted]
+    assert kinds == [PutBlock, PutSession, CommitIndex]
 
 
 def test_little_waste_is_no_reason():

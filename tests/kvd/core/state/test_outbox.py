@@ -1,7 +1,8 @@
 """How long sessions rest and are missed, in the core's own time."""
 
+from kvd.core.records.actions import SpaceFreed
 from kvd.core.records.records import Tier
-from kvd.core.state.outbox import MOST_EVICTED, CacheHistograms
+from kvd.core.state.outbox import MOST_EVICTED, CacheHistograms, Outbox
 from shared.types.session_key import SessionKey
 from shared.types.units import NS_PER_S
 from tests.kvd.core.turns import (
@@ -51,6 +52,17 @@ def test_memory_is_bounded():
     assert not histograms.gone_before_asked_s.series
     histograms.on_load(key_of("1"), MOST_EVICTED)
     assert histograms.gone_before_asked_s.series
+
+
+def test_room_is_told_of_once_to_who_asked():
+    """Nobody is woken who was not answered "wait"."""
+    outbox = Outbox({})
+    outbox.space_freed()
+    assert outbox.drain() == []
+    outbox.want_wake()
+    for _ in range(2):
+        outbox.space_freed()
+    assert outbox.drain() == [SpaceFreed()]
 
 
 def test_loads_and_stores_are_timed_from_the_grant_to_the_completion():

@@ -146,6 +146,18 @@ def test_the_tail_of_a_packed_session_is_evicted_first():
     assert world.engine.inspection.info(A) is None
 
 
+def test_no_more_packed_blocks_go_than_are_wanted():
+    """Of the last session that gives way, what is not needed for room stays."""
+    world = new_world(num_slots=2, num_extents=6)
+    for key, tokens in ((A, ONES + TWOS), (B, THREES + ONES), (C, [7] * 8)):
+        store(world, key, tokens)
+    assert world.engine._state.tails.num_blocks == 4, "A's and B's"
+    world.engine.writes.set_capacity(3)
+    world.quiesce()
+    assert world.engine.inspection.info(A) is None
+    assert tiers_of(world, B) == ["S"]
+
+
 def test_blocks_behind_a_discard_are_found_one_by_one():
     """Their keys do not follow from each other; so each of them can be looked up."""
     world = idle_world()
