@@ -67,14 +67,16 @@ class SharedPrefixes:
         if leader is None or leader.computed_tokens >= num_common:
             return False
         num_tokens = self._aligned(leader, num_common)
-        best = self.best(request)
-        return (
+        is_worth_it = (
             num_tokens >= self._least(request)
-            and num_tokens > (0 if best is None else best.num_tokens)
             and 2 * num_tokens >= len(request.token_ids)
             and leader.history_tokens <= num_common
             and leader.priority >= request.priority
         )
+        if not is_worth_it:
+            return False
+        best = self.best(request)
+        return best is None or best.num_tokens < num_tokens
 
     def _may_share(self, request: Request) -> bool:
         return request.may_share and self._limits.keeps_residents

@@ -126,16 +126,27 @@ def test_an_overflow_is_compared_with_the_turn_that_fits_and_with_half_the_histo
 
 def test_sessions_that_begin_alike_are_compared_on_pages_and_side_by_side(measure):
     """On pages the prompt is held once; every measured turn had it from memory."""
-    (case,) = measure(SharingOptions(3, 64, 20, answer_tokens=2, pairs=PAIRS)).cases
-    names = ("pages", "pages floor", "copied", "copied floor")
-    assert {name: found.num for name, found in variants(case).items()} == dict.fromkeys(
-        names, PAIRS
+    options = SharingOptions(
+        num_sessions=3,
+        num_at_once=2,
+        prompt_tokens=64,
+        new_tokens=20,
+        answer_tokens=2,
+        pairs=PAIRS,
     )
+    case, at_once = measure(options).cases
+    names = ("pages", "pages floor", "copied", "copied floor")
+    for found in (case, at_once):
+        assert {n: one.num for n, one in variants(found).items()} == dict.fromkeys(names, PAIRS)
     assert case.facts["pages_bytes"] < 0.7 * case.facts["copied_bytes"]
     assert [ratio.what for ratio in case.ratios] == [
         "pages / pages floor",
         "copied / copied floor",
         "pages / copied",
+    ]
+    assert [ratio.what for ratio in at_once.ratios] == [
+        "pages / pages floor",
+        "copied / copied floor",
     ]
 
 
