@@ -24,7 +24,7 @@ from inference_svc.core.scheduling.step_plan import SchedulerLimits
 from inference_svc.core.scheduling.write_slots import write_slots_for
 from inference_svc.core.truncation import USUAL_SINKS
 from inference_svc.core.turn_histograms import TurnHistograms
-from inference_svc.runtime.attention.attention_backends import make_attention
+from inference_svc.runtime.calibration.attention_choice import choose_attention
 from inference_svc.runtime.compute.model_runner import ModelRunner
 from inference_svc.runtime.engine.engine_loop import EngineLoop
 from inference_svc.runtime.engine.loads import Loads, PreloadPolicy
@@ -141,7 +141,7 @@ def assemble_engine(settings: InferenceSettings, model: Model) -> EngineParts:
         policy=LoadPolicy(cache.load_policy),
         preload=_preload(cache),
     )
-    attention = make_attention(settings.model.attention, loaded.device)
+    attention = choose_attention(settings.model.attention, loaded, calibration, limits.page_tokens)
     stepper = Stepper(
         runner=ModelRunner(loaded, calibration, attention),
         compute_thread=compute_thread,
@@ -247,7 +247,10 @@ def _scheduler_limits(
         most *= 2  # as much again for sessions whose turns are over
     if most and not settings.kv_tokens:
         kv_slots = min(kv_slots, most)
-    page_tokens = settings.page_tokens if settings.working_kv == "pages" else None
+    # A GPU reads pages where they are; a CPU reads fastest what lies side by side.
+    usual = "pages" if model.loaded.device.type == "cuda" else "contiguous"
+    working_kv = usual if settings.working_kv == "auto" else settings.working_kv
+    page_tokens = settings.page_tokens if working_kv == "pages" else None
     if page_tokens is not None:
         kv_slots = whole_pages(kv_slots, page_tokens)
     return SchedulerLimits(

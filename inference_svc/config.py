@@ -88,7 +88,8 @@ class ModelSettings(Section):
         dtype: number type of the weights; "auto": the one that they are stored in.
         device: PyTorch's name of the device that computes.
         threads: number of threads that compute; 0: as many as PyTorch chooses.
-        attention: how attention is computed; "auto": the best there is for the device.
+        attention: how attention is computed: with what "torch" has; or by a kernel in "triton" over
+            pages, on a GPU. "auto": the latter, if it is proven to give the former's answers.
         packed_weights: whether weights are put in the order in which the kernel reads them. "auto":
             where there is such a kernel, and the model is proven to answer as before.
         positions: how stored KV is positioned. "decoupled": embedded when loaded, so that a context
@@ -100,7 +101,7 @@ class ModelSettings(Section):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     device: str = "cpu"
     threads: int = Field(default=0, ge=0, le=1024)
-    attention: Literal["auto", "torch"] = "auto"
+    attention: Literal["auto", "torch", "triton"] = "auto"
     packed_weights: Literal["auto", "off"] = "auto"
     positions: Literal["auto", "decoupled", "coupled"] = "auto"
 
@@ -226,7 +227,7 @@ class SchedulerSettings(Section):
             running turn, a group's or a block's, but no more than a fifth of kv_tokens.
         working_kv: how KV lies in memory: "contiguous", each turn's by itself, which a CPU reads
             fastest; or in "pages", of which sessions that begin alike have the same ones, and of
-            which a turn is given more as it grows.
+            which a turn is given more as it grows. "auto": pages on a GPU, contiguous on a CPU.
         page_tokens: tokens of a page; best a divisor of kvd's blocks.
         answer_tokens: tokens of an answer that a turn is given room for when it is admitted; it may
             have to find more later.
@@ -243,7 +244,7 @@ class SchedulerSettings(Section):
     mixed_step_tokens: int = Field(default=128, ge=16)
     kv_tokens: int = Field(default=0, ge=0)
     write_buffer_tokens: int = Field(default=0, ge=0)
-    working_kv: Literal["contiguous", "pages"] = "contiguous"
+    working_kv: Literal["auto", "contiguous", "pages"] = "auto"
     page_tokens: int = Field(default=16, ge=1, le=4096)
     answer_tokens: int = Field(default=256, ge=1)
     default_max_tokens: int = Field(default=256, ge=1)

@@ -2,7 +2,7 @@
 
 A back-end is called twice: once per step with all parts (`prepare`), where it may plan, cut views
 and allocate, and then once per attention call of the model (`attend`). It reads KV and writes
-nothing. The portable one is `attention_backends.TorchAttention`; a library for one device is
+nothing. The portable one is `torch_attention.TorchAttention`; a library for one device is
 another class of this shape, entered beside it.
 
 A part's result must not depend on the parts beside it: else a session's answer would change with

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from inference_svc.runtime.attention.attention import AttentionBackend
-from inference_svc.runtime.attention.attention_backends import TorchAttention
+from inference_svc.runtime.attention.torch_attention import TorchAttention
 from inference_svc.runtime.compute.chunk import Chunk, check_chunks, commit_chunks
 from inference_svc.runtime.compute.step_forward import (
     GatheredForward,

@@ -22,7 +22,7 @@ import torch
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from inference_svc.bench.decode import MemoryReader
-from inference_svc.runtime.attention.attention_backends import AUTO, make_attention
+from inference_svc.runtime.calibration.attention_choice import choose_attention
 from inference_svc.runtime.calibration.calibration import calibrate
 from inference_svc.runtime.compute.chunk import Chunk
 from inference_svc.runtime.compute.model_runner import ModelRunner
@@ -52,7 +52,8 @@ class Ours:
         shapes = [layer.shape for layer in calibration.layers]
         self._pool = KVPool(shapes, num_token_slots, device=loaded.device, dtype=loaded.dtype)
         self._pool.prefault()
-        self._runner = ModelRunner(loaded, calibration, make_attention(AUTO, loaded.device))
+        attention = choose_attention("auto", loaded, calibration, None)
+        self._runner = ModelRunner(loaded, calibration, attention)
         self.token_bytes = calibration.layout.token_bytes
 
     def history(self, prompts: Sequence[list[int]], num_more: int) -> Any:

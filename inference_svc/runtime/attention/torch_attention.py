@@ -1,23 +1,20 @@
-"""Attention back-ends by the name that `model.attention` gives them, and the portable one of them.
+"""TorchAttention: the portable attention back-end, with what torch has for every device.
 
-`TorchAttention` attends with what torch has, on every device. One call per sequence, on the very
-tokens of its KV: gathering tokens of several sequences for one call costs more than the calls do,
-and if they lay side by side already, a call over eight of 256 tokens would take 0.9 of the time.
+One call per sequence, on the very tokens of its KV: gathering tokens of several sequences for one
+call costs more than the calls do on a CPU, and if they lay side by side already, a call over eight
+of 256 tokens would take 0.9 of the time.
 Written for few Python and torch calls: at decode they cost as much as the arithmetic. Hence views
 of all layers are cut at once, and a step in which every part is one token has a path of its own,
 with the arithmetic of the other.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from inference_svc.runtime.attention.attention import AttentionBackend, AttentionOptions, Part
+from inference_svc.runtime.attention.attention import AttentionOptions, Part
 from inference_svc.runtime.attention.softmax_attention import Masks, attend, attend_one, attends_one
-from shared.types.errors import ConfigError
-
-AUTO = "auto"  # the best there is for the device
 
 _ALL = AttentionOptions()  # every token is seen
 VisibleKv = list[tuple[Sequence[Tensor], Sequence[Tensor]]]  # keys, values of each part, by layer
@@ -83,21 +80,3 @@ class TorchStepAttention:
                 cuts.append((kv.keys.cut(first, num_tokens), kv.values.cut(first, num_tokens)))
             self._visible[kind] = cuts
         return self._visible[kind]
-
-
-_BACKENDS: dict[str, Callable[[], AttentionBackend]] = {"torch": TorchAttention}
-
-
-def make_attention(name: str, _device: torch.device) -> AttentionBackend:
-    """Make the back-end of that name for a device.
-
-    Raises:
-        ConfigError: if there is none of that name.
-    """
-    make = _BACKENDS.get("torch" if name == AUTO else name)
-    if make is None:
-        raise ConfigError(
-            f"there is no attention back-end {name!r}",
-            f"set model.attention to {' or '.join((AUTO, *_BACKENDS))}",
-        )
-    return make()

@@ -4,11 +4,10 @@ import pytest
 import torch
 
 from inference_svc.runtime.attention.attention import AttentionOptions, Part
-from inference_svc.runtime.attention.attention_backends import TorchAttention, make_attention
 from inference_svc.runtime.attention.softmax_attention import attend
+from inference_svc.runtime.attention.torch_attention import TorchAttention
 from inference_svc.runtime.kv.kv_pool import KVPool
 from inference_svc.runtime.kv.layer_tensors import LayerShape
-from shared.types.errors import ConfigError
 
 HEADS, KV_HEADS, DIM, NUM_LAYERS = 4, 2, 8, 2
 CPU = torch.device("cpu")
@@ -75,11 +74,3 @@ def test_a_part_sees_its_rows_and_no_others(name):
         ]
         expected = attend(own, *rows, OPTIONS[name], {}).transpose(1, 2)
         torch.testing.assert_close(piece, expected)
-
-
-def test_back_ends_go_by_name():
-    """A name that there is not is refused with those there are."""
-    assert isinstance(make_attention("auto", CPU), TorchAttention)
-    assert isinstance(make_attention("torch", CPU), TorchAttention)
-    with pytest.raises(ConfigError, match="auto or torch"):
-        make_attention("flash9", CPU)

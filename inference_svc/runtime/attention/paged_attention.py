@@ -1,0 +1,175 @@
+"""PagedAttention: one attention call over the pages of all sequences of a step.
+
+`TorchAttention` calls torch once for each sequence, and gathers tokens that are on pages apart. A
+GPU is to read pages where they are, of all sequences at once: by a kernel that is given tables of
+pages. Which kernel that is, is not known here.
+
+*Source:* PagedAttention: vLLM (SOSP'23).
+"""
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from inference_svc.runtime.attention.attention import AttentionOptions, Part, StepAttention
+from inference_svc.runtime.attention.torch_attention import TorchAttention
+from inference_svc.runtime.kv.paged_kv import PagedKv
+
+
+class PageCall(NamedTuple):
+    """The options of an attention call over pages, as kernels take them; 0: none.
+
+    Attributes:
+        scale: factor of query-key products.
+        softcap: bound of the scores by tanh.
+        sinks: [heads], see `AttentionOptions`; None: none.
+        window: number of latest keys that a query sees, itself included.
+        chunk: a query sees keys from the last multiple of this position on.
+    """
+
+    scale: float
+    softcap: float = 0.0
+    sinks: Tensor | None = None
+    window: int = 0
+    chunk: int = 0
+
+
+class PageStep:
+    """Which pages the parts of a step read; tensors are int32, on the device.
+
+    Attributes:
+        page_tokens: number of tokens on a page.
+        tables: [parts, most pages] each part's pages in the order of its tokens.
+        starts: [parts + 1] where each part's new tokens begin among all, and their number.
+        lengths: [parts] number of tokens that a part's last one sees, itself included.
+        most_length: the greatest of `lengths`.
+    """
+
+    def __init__(
+        self,
+        parts: Sequence[tuple[Sequence[int], int, int]],
+        page_tokens: int,
+        device: torch.device,
+    ) -> None:
+        """Put the parts' numbers on the device, all in one copy.
+
+        Args:
+            parts: pages, number of new tokens and length of each.
+            page_tokens: number of tokens on a page.
+            device: where their KV is.
+        """
+        self.page_tokens = page_tokens
+        self.most_length = max(length for _, _, length in parts)
+        self._sizes = [size for _, size, _ in parts]
+        self._device = device
+        self._tiles: dict[int, Tensor | None] = {}
+        most_pages = max(len(pages) for pages, _, _ in parts)
+        numbers = [*accumulate(self._sizes, initial=0), *(length for _, _, length in parts)]
+        for pages, _, _ in parts:
+            numbers += pages
+            numbers += [0] * (most_pages - len(pages))
+        self.starts, self.lengths, tables = _placed(numbers, device).split_with_sizes(
+            [len(parts) + 1, len(parts), len(parts) * most_pages]
+        )
+        self.tables = tables.view(len(parts), most_pages)
+
+    def single_tokens(self) -> Tensor | None:
+        """Return [n, 2], of parts of one new token: part, 0; None if there is none."""
+        return self.tiles(0)
+
+    def tiles(self, tile_tokens: int) -> Tensor | None:
+        """Divide parts of several new tokens into tiles.
+
+        Args:
+            tile_tokens: most tokens of a tile; 0: parts of one new token instead.
+
+        Returns:
+            [tiles, 2]: part, number of its new tokens before the tile; None: there is no tile.
+        """
+        if tile_tokens not in self._tiles:
+            numbers = [
+                number
+                for part, size in enumerate(self._sizes)
+                if (size == 1) == (tile_tokens == 0)
+                for first in range(0, size, max(1, tile_tokens))
+                for number in (part, first)
+            ]
+            tiles = _placed(numbers, self._device).view(-1, 2) if numbers else None
+            self._tiles[tile_tokens] = tiles
+        return self._tiles[tile_tokens]
+
+
+class PageKernel(Protocol):
+    """Attends over pages."""
+
+    def __call__(
+        self, query: Tensor, keys: Tensor, values: Tensor, step: PageStep, call: PageCall
+    ) -> Tensor:
+        """Let each part's new tokens see their part up to themselves.
+
+        A part's answer depends on this part alone.
+
+        Args:
+            query: [tokens, heads, head_dim], the parts one after another; heads and tokens of any
+                stride.
+            keys: [slots, kv_heads, head_dim]: token t of a part is in slot t % page_tokens of page
+                number t // page_tokens of its table.
+            values: [slots, kv_heads, value_dim].
+            step: which pages the parts are on.
+            call: scale, softcap, sinks and window.
+
+        Returns:
+            [tokens, heads, value_dim]
+        """
+
+
+class PagedAttention:
+    """The back-end over pages; steps over KV that is on none are the portable one's."""
+
+    def __init__(self, kernel: PageKernel) -> None:
+        """Store what attends."""
+        self._kernel = kernel
+        self._portable = TorchAttention()
+
+    def prepare(self, parts: Sequence[Part]) -> StepAttention:
+        """Plan a step: one copy of all tables to the device."""
+        pages = [part.kv for part in parts if isinstance(part.kv, PagedKv)]
+        if len(pages) < len(parts):
+            return self._portable.prepare(parts)
+        return PagedStepAttention(parts, pages, self._kernel)
+
+
+class PagedStepAttention:
+    """Attention of one step; see the protocol for shapes."""
+
+    def __init__(self, parts: Sequence[Part], pages: Sequence[PagedKv], kernel: PageKernel) -> None:
+        kv = pages[0]
+        self._keys, self._values = kv.keys.slots, kv.values.slots
+        self._kernel = kernel
+        tables = [paged.table.pages for paged in pages]
+        self._step = PageStep(
+            [
+                (table, part.num_tokens, part.length)
+                for table, part in zip(tables, parts, strict=True)
+            ],
+            kv.table.page_tokens,
+            kv.device,
+        )
+
+    def attend(self, query: Tensor, layer_index: int, options: AttentionOptions) -> Tensor:
+        """Attend each part to its own KV, [1, tokens, heads, value_dim]; see the protocol."""
+        scale = query.shape[3] ** -0.5 if options.scale is None else options.scale
+        call = PageCall(
+            scale, options.softcap or 0.0, options.sinks, options.window or 0, options.chunk or 0
+        )
+        keys, values = self._keys[layer_index], self._values[layer_index]
+        return self._kernel(query[0].transpose(0, 1), keys, values, self._step, call).unsqueeze(0)
+
+
+def _placed(numbers: Sequence[int], device: torch.device) -> Tensor:
+    """Put numbers on a device, without waiting for it."""
+    made = torch.tensor(numbers, dtype=torch.int32, pin_memory=device.type == "cuda")
+    return made.to(device, non_blocking=True)

@@ -1,0 +1,151 @@
+"""Chooses how attention is computed: by the device, by what is installed, and by proof.
+
+    torch   what torch has for the device, one call per sequence; takes every kind of call
+    triton  one call over the pages of all sequences; needs Triton, KV on pages, and a GPU
+            (TRITON_INTERPRET=1 runs it on a CPU, slowly)
+
+A kernel that is written for a device is run over the model's own layers before it serves: chunks,
+a history of several splits, tokens beside each other. If its logits are not those of `torch`, or it
+fails, `torch` serves. Models' names decide nothing.
+"""
+
+import importlib.util
+import os
+from collections.abc import Sequence
+from typing import Literal
+
+import structlog
+import torch
+from torch import Tensor
+
+from inference_svc.core.scheduling.held_slots import PagedSlots
+from inference_svc.runtime.attention.attention import AttentionBackend
+from inference_svc.runtime.attention.paged_attention import PagedAttention
+from inference_svc.runtime.attention.torch_attention import TorchAttention
+from inference_svc.runtime.calibration.stock import is_same, logits_distance
+from inference_svc.runtime.compute.chunk import Chunk
+from inference_svc.runtime.compute.model_runner import ModelRunner
+from inference_svc.runtime.kv.kv_pool import KVPool
+from inference_svc.runtime.kv.paged_kv import PagePool
+from inference_svc.runtime.kv.sequence_kv import SequenceKv
+from inference_svc.runtime.model.model_loader import LoadedModel
+from inference_svc.runtime.positions.recipes import Calibration
+from shared.types.errors import ConfigError
+from shared.types.units import ceil_div
+
+AttentionName = Literal["auto", "torch", "triton"]
+PROOF_TOKENS = 600  # of the longer sequence: more than two splits of the kernel
+SHORT_TOKENS = 40  # of the one beside it
+LAST_TOKENS = 3  # of each: computed one by one
+
+log = structlog.get_logger()
+
+
+def choose_attention(
+    name: AttentionName, loaded: LoadedModel, calibration: Calibration, page_tokens: int | None
+) -> AttentionBackend:
+    """Return the back-end of that name, proven for the model.
+
+    Args:
+        name: "auto": the fastest that is proven; a name: this one or none.
+        loaded: the model, set to the attention of the calibration's mode.
+        calibration: what is known of it.
+        page_tokens: tokens of a page of working KV; None: it is on none.
+
+    Raises:
+        ConfigError: if the one that is named cannot serve here, or answers otherwise.
+    """
+    portable = TorchAttention()
+    if name == "torch":
+        return portable
+    reason = _missing(loaded.device, calibration, page_tokens)
+    if not reason and page_tokens is not None:
+        paged = _paged()
+        reason = _refuted(loaded, calibration, paged, page_tokens)
+        if not reason:
+            return paged
+        if name == "auto":
+            log.warning("attention_not_proven", attention="triton", reason=reason)
+    if name == "triton":
+        raise ConfigError(f"model.attention = triton: {reason}", "set it to auto or torch")
+    return portable
+
+
+def _missing(device: torch.device, calibration: Calibration, page_tokens: int | None) -> str:
+    """Return what Triton's kernel lacks here; empty: nothing."""
+    if calibration.mode != "ragged":
+        return f"the model runs in mode {calibration.mode}, which attends to KV that is gathered"
+    if page_tokens is None:
+        return "scheduler.working_kv is contiguous, and not pages"
+    if importlib.util.find_spec("triton") is None:
+        return "Triton is not installed"
+    if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
+        return f"device {device} is no GPU"
+    return ""
+
+
+def _paged() -> PagedAttention:
+    """Make the back-end whose kernel is Triton's, which is imported only where it is used."""
+    from inference_svc.runtime.cuda.page_attention import attend_pages
+
+    return PagedAttention(attend_pages)
+
+
+def _refuted(
+    loaded: LoadedModel, calibration: Calibration, paged: PagedAttention, page_tokens: int
+) -> str:
+    """Return why a back-end must not serve the model; empty: its logits are those of torch."""
+    try:
+        expected = _logits(loaded, calibration, TorchAttention(), None)
+        logits = _logits(loaded, calibration, paged, page_tokens)
+    except Exception as error:  # noqa: BLE001 - what compilers and drivers raise is too much to foresee
+        return f"{type(error).__name__}: {error}".splitlines()[0][:200]
+    if is_same(logits, expected, loaded.dtype):
+        return ""
+    distance = logits_distance(logits, expected, loaded.dtype)
+    return f"its logits are {distance:.1e} off those of torch"
+
+
+def _logits(
+    loaded: LoadedModel,
+    calibration: Calibration,
+    attention: AttentionBackend,
+    page_tokens: int | None,
+) -> Tensor:
+    """Compute two sequences beside each other: chunks, then token by token; [n, vocab]."""
+    runner = ModelRunner(loaded, calibration, attention)
+    long = min(PROOF_TOKENS, loaded.context_window)
+    lengths = (long, min(SHORT_TOKENS, long // 2))
+    token_ids = [(37 * number + 11) % loaded.vocab_size for number in range(long)]
+    sequences = _sequences(loaded, calibration, lengths, page_tokens)
+    ends = [(length // 2, length - LAST_TOKENS) for length in lengths]
+    ends = [(*found, *range(found[1] + 1, found[1] + LAST_TOKENS + 1)) for found in ends]
+    logits = []
+    for step_ends in zip(*ends, strict=True):
+        chunks = [
+            Chunk(kv, token_ids[kv.num_tokens : end], want_logits=True)
+            for kv, end in zip(sequences, step_ends, strict=True)
+        ]
+        logits.append(runner.step(chunks))
+    return torch.cat(logits)
+
+
+def _sequences(
+    loaded: LoadedModel,
+    calibration: Calibration,
+    lengths: Sequence[int],
+    page_tokens: int | None,
+) -> list[SequenceKv]:
+    """Return empty KV for sequences of these lengths; pages are dealt out last page first."""
+    shapes = [layer.shape for layer in calibration.layers]
+    if page_tokens is None:
+        pool = KVPool(shapes, sum(lengths), device=loaded.device, dtype=loaded.dtype)
+        return [pool.new_kv(length) for length in lengths]
+    counts = [ceil_div(length, page_tokens) for length in lengths]
+    slots = PagedSlots(sum(counts), page_tokens)
+    paged = PagePool(shapes, slots, 1, device=loaded.device, dtype=loaded.dtype)
+    pages = list(range(sum(counts)))
+    return [
+        paged.new_kv(length, [pages.pop() for _ in range(count)])
+        for length, count in zip(lengths, counts, strict=True)
+    ]

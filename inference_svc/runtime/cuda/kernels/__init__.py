@@ -1,0 +1,1 @@
+"""Kernels in Triton: its language, and nothing else. What launches them is one floor up."""

@@ -1,0 +1,92 @@
+"""Attention over pages: tables of a step, and the answers of the portable back-end."""
+
+import pytest
+import torch
+
+from inference_svc.core.scheduling.held_slots import PagedSlots
+from inference_svc.runtime.attention.attention import AttentionOptions, Part
+from inference_svc.runtime.attention.paged_attention import PagedAttention, PageStep
+from inference_svc.runtime.attention.torch_attention import TorchAttention, TorchStepAttention
+from inference_svc.runtime.cuda.page_attention import attend_pages
+from inference_svc.runtime.kv.kv_pool import KVPool
+from inference_svc.runtime.kv.layer_tensors import LayerShape
+from inference_svc.runtime.kv.paged_kv import PagePool
+
+HEADS, KV_HEADS, DIM, PAGE_TOKENS = 4, 2, 8, 4
+SHAPES = [LayerShape((KV_HEADS, DIM), (KV_HEADS, DIM)), LayerShape((1, 16), (1, 24))]
+CPU = torch.device("cpu")
+OPTIONS = {
+    "plain": AttentionOptions(),
+    "scaled": AttentionOptions(scale=0.3),
+    "window": AttentionOptions(window=5),
+    "chunk": AttentionOptions(chunk=8),
+    "softcap": AttentionOptions(softcap=1.5),
+    "sinks": AttentionOptions(sinks=torch.linspace(-1, 2, HEADS), window=9),
+}
+
+
+def filled(pool, kv, num_past, num_tokens):
+    """Fill KV with random rows, and return it as a part."""
+    for tokens in (kv.keys, kv.values):
+        for layer_index in range(len(SHAPES)):
+            with tokens.filling(layer_index, 0, num_past + num_tokens) as rows:
+                rows.copy_(torch.randn(rows.shape))
+    kv.num_tokens = num_past
+    return Part(kv, num_tokens)
+
+
+def paged_parts():
+    """Parts on pages that lie here and there."""
+    torch.manual_seed(5)
+    pool = PagePool(SHAPES, PagedSlots(30, PAGE_TOKENS), 1, device=CPU, dtype=torch.float32)
+    return [
+        filled(pool, pool.new_kv(17, [8, 2, 3, 20, 19]), 16, 1),
+        filled(pool, pool.new_kv(6, [0, 11]), 0, 6),
+        filled(pool, pool.new_kv(12, [5, 4, 7]), 8, 4),
+        filled(pool, pool.new_kv(3, [29]), 2, 1),
+    ]
+
+
+def test_a_step_names_pages_tokens_and_lengths():
+    """In one table; shorter rows are filled up."""
+    step = PageStep([([8, 2, 3], 1, 11), ([0], 4, 4), ([5, 6], 2, 7)], 4, CPU)
+    assert step.starts.tolist() == [0, 1, 5, 7]
+    assert step.lengths.tolist() == [11, 4, 7]
+    assert [row[:count] for row, count in zip(step.tables.tolist(), (3, 1, 2), strict=True)] == [
+        [8, 2, 3],
+        [0],
+        [5, 6],
+    ]
+    assert (step.most_length, step.page_tokens) == (11, 4)
+    assert step.tables.dtype == torch.int32
+
+
+def test_tokens_are_divided_into_tiles_by_part():
+    """A tile is of one part; parts of one token are not among them."""
+    step = PageStep([([0], 1, 3), ([1], 5, 5), ([2], 2, 9), ([3], 1, 1)], 16, CPU)
+    assert step.tiles(2).tolist() == [[1, 0], [1, 2], [1, 4], [2, 0]]
+    assert step.tiles(8).tolist() == [[1, 0], [2, 0]]
+    assert step.single_tokens().tolist() == [[0, 0], [3, 0]]
+    assert PageStep([([0], 1, 3)], 16, CPU).tiles(8) is None
+    assert PageStep([([0], 2, 3)], 16, CPU).single_tokens() is None
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_answers_are_the_portable_back_ends(name):
+    """Over the same pages, in every layer, with every kind of call."""
+    parts = paged_parts()
+    step, portable = PagedAttention(attend_pages).prepare(parts), TorchAttention().prepare(parts)
+    for layer_index, shape in enumerate(SHAPES):
+        num_tokens = sum(part.num_tokens for part in parts)
+        query = torch.randn(1, num_tokens, HEADS, shape.key[1]).transpose(1, 2)
+        expected = portable.attend(query, layer_index, OPTIONS[name])
+        attended = step.attend(query, layer_index, OPTIONS[name])
+        assert attended.is_contiguous()
+        torch.testing.assert_close(attended, expected)
+
+
+def test_kv_on_no_pages_is_attended_portably():
+    """As in calibration, whose sequences have memory of their own."""
+    pool = KVPool(SHAPES, 50, device=CPU, dtype=torch.float32)
+    part = filled(pool, pool.new_kv(9), 8, 1)
+    assert isinstance(PagedAttention(attend_pages).prepare([part]), TorchStepAttention)

@@ -1,0 +1,142 @@
+"""Compiles the kernels for GPUs that need not be there, and says what each needs of one.
+
+Run it without TRITON_INTERPRET, in a process of its own: `python -m
+tests.inference_svc.runtime.cuda.compiled_kernels 90:bfloat16:128 ...` prints a line of JSON for
+each kernel of each case `ARCHITECTURE:DTYPE:HEAD_DIM`.
+"""
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia import driver
+from triton.compiler import ASTSource
+
+from inference_svc.runtime.cuda.kernels.page_attention import attend_tile, merge_splits
+from inference_svc.runtime.cuda.page_attention import (
+    MIN_ROWS,
+    SPLIT_TOKENS,
+    TileShape,
+    tile_shape,
+)
+
+NAMES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
+GROUP = 4
+TOOLS = Path(driver.__file__).parent / "bin"
+# What the launcher finds out: addresses and strides that are multiples of 16.
+DIVISIBLE = {"out", "query", "keys", "values", "found"}
+INTEGERS = {"tables", "starts", "lengths", "tiles"}
+
+
+def compiled(kernel, constants, types, architecture, warps):
+    """Compile a kernel; return its name, stack and shared memory in bytes, and registers."""
+    names = kernel.arg_names
+    source = ASTSource(
+        kernel,
+        {name: "constexpr" if name in constants else types(name) for name in names},
+        constexprs={(names.index(name),): value for name, value in constants.items()},
+        attrs={
+            (index,): [["tt.divisibility", 16]]
+            for index, name in enumerate(names)
+            if name in DIVISIBLE or "stride" in name
+        },
+    )
+    found = triton.compile(
+        source,
+        target=GPUTarget("cuda", architecture, 32),
+        options={"num_warps": warps, "num_stages": 2},
+    )
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
+        cubin.write(found.asm["cubin"])
+        cubin.flush()
+        usage = subprocess.run(
+            [TOOLS / "cuobjdump", "-res-usage", cubin.name],
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+    registers, stack = re.search(r"REG:(\d+) STACK:(\d+)", usage).groups()
+    return {
+        "kernel": kernel.fn.__name__,
+        "registers": int(registers),
+        "stack_bytes": int(stack),
+        "shared_bytes": found.metadata.shared,
+    }
+
+
+def attend_case(architecture, dtype, dim, shape: TileShape, *, is_split):
+    """Compile the attention of tiles of a shape."""
+    pointer = f"*{NAMES[dtype]}"
+    constants = {
+        "GROUP": GROUP,
+        "ROWS": shape.rows,
+        "KEYS": shape.keys,
+        "SPLIT": SPLIT_TOKENS,
+        "DIM": dim,
+        "BLOCK_DIM": triton.next_power_of_2(dim),
+        "VALUE_DIM": dim,
+        "BLOCK_VALUE_DIM": triton.next_power_of_2(dim),
+        "WINDOW": 0,
+        "CHUNK": 0,
+        "HAS_SOFTCAP": False,
+        "HAS_SINKS": not is_split,
+        "IS_SPLIT": is_split,
+        "PRECISION": "tf32x3" if dtype == "float32" else "tf32",
+        **({"sinks": None} if is_split else {"sums": None}),
+    }
+
+    def types(name):
+        if name in {"out", "sums"} and is_split:
+            return "*fp32"
+        if name in {"out", "query", "keys", "values", "sinks"}:
+            return pointer
+        if name in INTEGERS:
+            return "*i32"
+        return "fp32" if name in {"scale", "softcap"} else "i32"
+
+    return compiled(attend_tile, constants, types, architecture, shape.warps)
+
+
+def merge_case(architecture, dtype, dim):
+    """Compile the merging of splits."""
+    constants = {
+        "SPLIT": SPLIT_TOKENS,
+        "VALUE_DIM": dim,
+        "BLOCK_VALUE_DIM": triton.next_power_of_2(dim),
+        "WINDOW": 0,
+        "CHUNK": 0,
+        "HAS_SINKS": True,
+    }
+
+    def types(name):
+        if name in {"found", "sums"}:
+            return "*fp32"
+        if name in {"out", "sinks"}:
+            return f"*{NAMES[dtype]}"
+        return "*i32" if name in INTEGERS else "i32"
+
+    return compiled(merge_splits, constants, types, architecture, 1)
+
+
+def main():
+    """Compile all kernels of each case."""
+    for case in sys.argv[1:]:
+        architecture, dtype, dim = case.split(":")
+        target = (int(architecture), dtype, int(dim))
+        shape = tile_shape(GROUP, int(dim), int(dim), 4 if dtype == "float32" else 2)
+        single = shape._replace(rows=MIN_ROWS, warps=4)
+        for found in (
+            attend_case(*target, shape, is_split=False),
+            attend_case(*target, single, is_split=True),
+            merge_case(*target),
+        ):
+            sys.stdout.write(json.dumps({"case": case, **found}) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,60 @@
+"""The kernels compile for the GPUs that there are, and no program needs more than one has."""
+
+import json
+import os
+import platform
+import subprocess
+import sys
+
+import pytest
+
+# Shared memory that a program may have, in bytes: A100, H100 and B200.
+SHARED_BYTES = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}
+ALL = [
+    f"{architecture}:{dtype}:{dim}"
+    for architecture in SHARED_BYTES
+    for dtype in ("bfloat16", "float16", "float32")
+    for dim in (64, 128, 256)
+]
+SOME = ["80:bfloat16:128", "90:bfloat16:128", "100:float16:64"]
+
+pytestmark = pytest.mark.skipif(
+    platform.machine() != "x86_64", reason="Triton's compiler comes for x86-64"
+)
+
+
+def compiled(cases, directory):
+    """Compile in a process that does not interpret; return what each kernel needs."""
+    environ = {**os.environ, "TRITON_CACHE_DIR": str(directory)}
+    del environ["TRITON_INTERPRET"]
+    run = subprocess.run(
+        [sys.executable, "-m", "tests.inference_svc.runtime.cuda.compiled_kernels", *cases],
+        capture_output=True,
+        text=True,
+        env=environ,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr
+    return [json.loads(line) for line in run.stdout.splitlines()]
+
+
+def check(found, cases):
+    """Nothing is spilt where it is fast to serve, and everything fits."""
+    assert len(found) == 3 * len(cases)
+    for kernel in found:
+        architecture, dtype, dim = kernel["case"].split(":")
+        assert kernel["shared_bytes"] <= SHARED_BYTES[int(architecture)], kernel
+        # Nobody serves float32 on a GPU for its speed: what it spills it may.
+        if dtype != "float32" or int(dim) <= 128:
+            assert kernel["stack_bytes"] == 0, kernel
+
+
+def test_kernels_compile(tmp_path):
+    """For three architectures."""
+    check(compiled(SOME, tmp_path), SOME)
+
+
+@pytest.mark.long
+def test_kernels_compile_in_every_dtype_and_width(tmp_path):
+    """Of heads from 64 to 256 elements."""
+    check(compiled(ALL, tmp_path), ALL)

@@ -1,0 +1,132 @@
+"""The kernel over pages, run by Triton's interpreter: the numbers of plain attention.
+
+The interpreter computes float16 and float32; bfloat16 is compiled (test_compiled_kernels.py).
+"""
+
+import pytest
+import torch
+
+from inference_svc.runtime.attention.paged_attention import PageCall, PageStep
+from inference_svc.runtime.cuda.page_attention import SPLIT_TOKENS, attend_pages
+
+CPU = torch.device("cpu")
+CLOSE = {torch.float32: 5e-6, torch.float16: 4e-3}
+# (new tokens, length) of each part: short, of several splits, all new, more than a tile.
+PARTS = [(1, 7), (1, 2 * SPLIT_TOKENS + 88), (5, 5), (40, 130), (1, 1)]
+
+
+def plain(query, keys, values, call):
+    """Attend one sequence's last tokens in float64, [tokens, heads, value_dim]."""
+    num_tokens, num_heads, _ = query.shape
+    length = len(keys)
+    keys, values = (
+        kept.double().repeat_interleave(num_heads // kept.shape[1], dim=1)
+        for kept in (keys, values)
+    )
+    scores = torch.einsum("nhd,lhd->hnl", query.double(), keys) * call.scale
+    if call.softcap:
+        scores = torch.tanh(scores / call.softcap) * call.softcap
+    position = torch.arange(length - num_tokens, length)[:, None]
+    seen = torch.arange(length)[None]
+    visible = seen <= position
+    if call.window:
+        visible &= seen > position - call.window
+    if call.chunk:
+        visible &= seen >= position - position % call.chunk
+    scores = scores.masked_fill(~visible, float("-inf"))
+    if call.sinks is not None:
+        sinks = call.sinks.double().view(num_heads, 1, 1).expand(-1, num_tokens, 1)
+        scores = torch.cat((scores, sinks), dim=-1)
+    weights = scores.softmax(-1)[..., :length]
+    return torch.einsum("hnl,lhd->nhd", weights, values)
+
+
+class Pages:
+    """Random KV of some parts on pages that lie anywhere, and a query."""
+
+    def __init__(self, parts, shape, page_tokens, dtype):
+        torch.manual_seed(3)
+        heads, kv_heads, dim, value_dim = shape
+        counts = [-(-length // page_tokens) for _, length in parts]
+        free = torch.randperm(sum(counts) + 3).tolist()
+        self.parts = parts
+        self.page_tokens = page_tokens
+        self.tables = [[free.pop() for _ in range(count)] for count in counts]
+        num_slots = (sum(counts) + 3) * page_tokens
+        # What nobody sees is not a number: reading it would show.
+        self.keys = torch.full((num_slots, kv_heads, dim), float("nan"), dtype=dtype)
+        self.values = torch.full((num_slots, kv_heads, value_dim), float("nan"), dtype=dtype)
+        for part in range(len(parts)):
+            for kept in (self.keys, self.values):
+                slots = self.slots(part)
+                kept[slots] = torch.randn(len(slots), *kept.shape[1:]).to(dtype)
+        num_tokens = sum(size for size, _ in parts)
+        self.query = torch.randn(heads, num_tokens, dim).to(dtype).transpose(0, 1)
+
+    def slots(self, part):
+        """The slots of a part's tokens."""
+        firsts = torch.tensor(self.tables[part]) * self.page_tokens
+        slots = firsts[:, None] + torch.arange(self.page_tokens)
+        return slots.flatten()[: self.parts[part][1]]
+
+    def queries(self, part):
+        """The query of a part alone."""
+        return self.query.split([size for size, _ in self.parts])[part]
+
+    def attended(self, call, parts=None):
+        """What the kernel answers for some parts beside each other."""
+        parts = range(len(self.parts)) if parts is None else parts
+        step = PageStep(
+            [(self.tables[part], *self.parts[part]) for part in parts], self.page_tokens, CPU
+        )
+        query = torch.cat([self.queries(part) for part in parts])
+        return attend_pages(query, self.keys, self.values, step, call)
+
+    def expected(self, part, call):
+        """What plain attention answers for a part."""
+        slots = self.slots(part)
+        return plain(self.queries(part), self.keys[slots], self.values[slots], call)
+
+
+@pytest.mark.parametrize(
+    ("shape", "page_tokens", "dtype", "options"),
+    [
+        ((8, 2, 64, 64), 16, torch.float32, {}),
+        ((8, 8, 16, 16), 16, torch.float16, {}),
+        ((4, 2, 8, 8), 5, torch.float32, {"sinks": torch.linspace(-2, 3, 4)}),
+        ((6, 2, 48, 32), 16, torch.float32, {"softcap": 5.0, "window": 100}),
+        ((6, 2, 16, 80), 256, torch.float32, {"window": 300, "sinks": torch.linspace(-1, 9, 6)}),
+        ((4, 4, 80, 80), 32, torch.float32, {"chunk": 33}),
+        ((71, 1, 16, 16), 16, torch.float16, {"window": 9}),
+    ],
+)
+def test_each_part_sees_its_own_tokens(shape, page_tokens, dtype, options):
+    """Of any lengths beside each other, with every kind of call."""
+    pages = Pages(PARTS, shape, page_tokens, dtype)
+    call = PageCall(shape[2] ** -0.5, **options)
+    attended = pages.attended(call)
+    assert attended.dtype == dtype
+    assert attended.shape == (sum(size for size, _ in PARTS), shape[0], shape[3])
+    for part, piece in enumerate(attended.split([size for size, _ in PARTS])):
+        expected = pages.expected(part, call)
+        assert (piece - expected).abs().max() < CLOSE[dtype], PARTS[part]
+
+
+@pytest.mark.parametrize("options", [{}, {"window": 300, "sinks": torch.linspace(-1, 2, 4)}])
+def test_an_answer_is_the_same_alone_and_in_a_batch(options):
+    """To the bit: neither tiles nor splits follow from what is beside a part."""
+    pages = Pages(PARTS, (4, 2, 16, 16), 16, torch.float32)
+    call = PageCall(0.25, **options)
+    together = pages.attended(call).split([size for size, _ in PARTS])
+    for part in range(len(PARTS)):
+        assert torch.equal(pages.attended(call, [part]), together[part])
+
+
+def test_a_query_may_have_any_strides():
+    """As models leave it."""
+    pages = Pages([(3, 20), (1, 9)], (4, 2, 16, 16), 16, torch.float32)
+    call = PageCall(0.25)
+    expected = pages.attended(call)
+    pages.query = pages.query.transpose(0, 2).contiguous().transpose(0, 2)
+    assert pages.query.stride(2) != 1
+    assert torch.equal(pages.attended(call), expected)
