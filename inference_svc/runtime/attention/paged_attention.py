@@ -13,6 +13,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from inference_svc.runtime.attention.attention import AttentionOptions, Part, StepAttention
 from inference_svc.runtime.attention.torch_attention import TorchAttention
@@ -50,14 +51,14 @@ class PageStep:
 
     def __init__(
         self,
-        parts: Sequence[tuple[Sequence[int], int, int]],
+        parts: Sequence[tuple[Tensor, int, int]],
         page_tokens: int,
         device: torch.device,
     ) -> None:
         """Put the parts' numbers on the device, all in one copy.
 
         Args:
-            parts: pages, number of new tokens and length of each.
+            parts: pages ([pages] int32, on the host), number of new tokens and length of each.
             page_tokens: number of tokens on a page.
             device: where their KV is.
         """
@@ -66,15 +67,13 @@ class PageStep:
         self._sizes = [size for _, size, _ in parts]
         self._device = device
         self._tiles: dict[int, Tensor | None] = {}
-        most_pages = max(len(pages) for pages, _, _ in parts)
         numbers = [*accumulate(self._sizes, initial=0), *(length for _, _, length in parts)]
-        for pages, _, _ in parts:
-            numbers += pages
-            numbers += [0] * (most_pages - len(pages))
-        self.starts, self.lengths, tables = _placed(numbers, device).split_with_sizes(
-            [len(parts) + 1, len(parts), len(parts) * most_pages]
+        tables = pad_sequence([pages for pages, _, _ in parts], batch_first=True)
+        placed = _placed(torch.cat((_int32(numbers), tables.flatten())), device)
+        self.starts, self.lengths, placed_tables = placed.split_with_sizes(
+            [len(parts) + 1, len(parts), tables.numel()]
         )
-        self.tables = tables.view(len(parts), most_pages)
+        self.tables = placed_tables.view(tables.shape)
 
     def single_tokens(self) -> Tensor | None:
         """Return [n, 2], of parts of one new token: part, 0; None if there is none."""
@@ -97,8 +96,8 @@ class PageStep:
                 for first in range(0, size, max(1, tile_tokens))
                 for number in (part, first)
             ]
-            tiles = _placed(numbers, self._device).view(-1, 2) if numbers else None
-            self._tiles[tile_tokens] = tiles
+            tiles = _int32(numbers).view(-1, 2)
+            self._tiles[tile_tokens] = _placed(tiles, self._device) if numbers else None
         return self._tiles[tile_tokens]
 
 
@@ -149,7 +148,7 @@ class PagedStepAttention:
         kv = pages[0]
         self._keys, self._values = kv.keys.slots, kv.values.slots
         self._kernel = kernel
-        tables = [paged.table.pages for paged in pages]
+        tables = [paged.table.numbers for paged in pages]
         self._step = PageStep(
             [
                 (table, part.num_tokens, part.length)
@@ -169,7 +168,12 @@ class PagedStepAttention:
         return self._kernel(query[0].transpose(0, 1), keys, values, self._step, call).unsqueeze(0)
 
 
-def _placed(numbers: Sequence[int], device: torch.device) -> Tensor:
+def _int32(numbers: Sequence[int]) -> Tensor:
+    return torch.tensor(numbers, dtype=torch.int32)
+
+
+def _placed(numbers: Tensor, device: torch.device) -> Tensor:
     """Put numbers on a device, without waiting for it."""
-    made = torch.tensor(numbers, dtype=torch.int32, pin_memory=device.type == "cuda")
-    return made.to(device, non_blocking=True)
+    if device.type == "cuda":
+        numbers = numbers.pin_memory()
+    return numbers.to(device, non_blocking=True)

@@ -55,20 +55,20 @@ def choose_attention(
     Raises:
         ConfigError: if the one that is named cannot serve here, or answers otherwise.
     """
-    portable = TorchAttention()
     if name == "torch":
-        return portable
+        return TorchAttention()
     reason = _missing(loaded.device, calibration, page_tokens)
     if not reason and page_tokens is not None:
         paged = _paged()
         reason = _refuted(loaded, calibration, paged, page_tokens)
         if not reason:
+            log.info("attention_chosen", attention="triton")
             return paged
-        if name == "auto":
-            log.warning("attention_not_proven", attention="triton", reason=reason)
     if name == "triton":
         raise ConfigError(f"model.attention = triton: {reason}", "set it to auto or torch")
-    return portable
+    if loaded.device.type == "cuda":
+        log.warning("attention_chosen", attention="torch", reason=reason)
+    return TorchAttention()
 
 
 def _missing(device: torch.device, calibration: Calibration, page_tokens: int | None) -> str:

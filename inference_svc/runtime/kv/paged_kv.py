@@ -41,7 +41,10 @@ class PageTable:
     Attributes:
         page_tokens: number of tokens on a page.
         pages: indices of the pages.
+        numbers: [pages] int32, the same on the host.
     """
+
+    numbers: Tensor
 
     def __init__(self, pages: Sequence[int], page_tokens: int, device: torch.device) -> None:
         self.page_tokens = page_tokens
@@ -52,7 +55,8 @@ class PageTable:
     def set(self, pages: Sequence[int]) -> None:
         """Take other pages; the contents are the caller's concern."""
         self.pages = list(pages)
-        self._index = torch.tensor(self.pages, dtype=torch.int64, device=self._device)
+        self.numbers = torch.tensor(self.pages, dtype=torch.int32)
+        self._index = self.numbers.to(self._device)
         # Per page: the page number behind the last that lies side by side with it.
         self._run_ends = list(range(1, len(pages) + 1))
         for number in reversed(range(len(pages) - 1)):

@@ -47,9 +47,18 @@ def paged_parts():
     ]
 
 
+def step_of(*parts, page_tokens=16):
+    """The pages, new tokens and length of parts."""
+    return PageStep(
+        [(torch.tensor(pages, dtype=torch.int32), *sizes) for pages, *sizes in parts],
+        page_tokens,
+        CPU,
+    )
+
+
 def test_a_step_names_pages_tokens_and_lengths():
     """In one table; shorter rows are filled up."""
-    step = PageStep([([8, 2, 3], 1, 11), ([0], 4, 4), ([5, 6], 2, 7)], 4, CPU)
+    step = step_of(([8, 2, 3], 1, 11), ([0], 4, 4), ([5, 6], 2, 7), page_tokens=4)
     assert step.starts.tolist() == [0, 1, 5, 7]
     assert step.lengths.tolist() == [11, 4, 7]
     assert [row[:count] for row, count in zip(step.tables.tolist(), (3, 1, 2), strict=True)] == [
@@ -63,12 +72,12 @@ def test_a_step_names_pages_tokens_and_lengths():
 
 def test_tokens_are_divided_into_tiles_by_part():
     """A tile is of one part; parts of one token are not among them."""
-    step = PageStep([([0], 1, 3), ([1], 5, 5), ([2], 2, 9), ([3], 1, 1)], 16, CPU)
+    step = step_of(([0], 1, 3), ([1], 5, 5), ([2], 2, 9), ([3], 1, 1))
     assert step.tiles(2).tolist() == [[1, 0], [1, 2], [1, 4], [2, 0]]
     assert step.tiles(8).tolist() == [[1, 0], [2, 0]]
     assert step.single_tokens().tolist() == [[0, 0], [3, 0]]
-    assert PageStep([([0], 1, 3)], 16, CPU).tiles(8) is None
-    assert PageStep([([0], 2, 3)], 16, CPU).single_tokens() is None
+    assert step_of(([0], 1, 3)).tiles(8) is None
+    assert step_of(([0], 2, 3)).single_tokens() is None
 
 
 @pytest.mark.parametrize("name", OPTIONS)

@@ -76,9 +76,9 @@ class Pages:
     def attended(self, call, parts=None):
         """What the kernel answers for some parts beside each other."""
         parts = range(len(self.parts)) if parts is None else parts
-        step = PageStep(
-            [(self.tables[part], *self.parts[part]) for part in parts], self.page_tokens, CPU
-        )
+        tables = [torch.tensor(self.tables[part], dtype=torch.int32) for part in parts]
+        of_parts = [(table, *self.parts[part]) for table, part in zip(tables, parts, strict=True)]
+        step = PageStep(of_parts, self.page_tokens, CPU)
         query = torch.cat([self.queries(part) for part in parts])
         return attend_pages(query, self.keys, self.values, step, call)
 
