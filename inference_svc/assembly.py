@@ -26,6 +26,7 @@ from inference_svc.core.truncation import USUAL_SINKS
 from inference_svc.core.turn_histograms import TurnHistograms
 from inference_svc.runtime.calibration.attention_choice import choose_attention
 from inference_svc.runtime.compute.model_runner import ModelRunner
+from inference_svc.runtime.cuda.arenas import open_arena_for
 from inference_svc.runtime.engine.engine_loop import EngineLoop
 from inference_svc.runtime.engine.loads import Loads, PreloadPolicy
 from inference_svc.runtime.engine.requests import MOST_RESIDENTS
@@ -205,6 +206,7 @@ def _make_store(
         rates,
         saves=settings.saving != "off",
         deadline_s=settings.deadline_s,
+        open_arena=open_arena_for(model.loaded.device),
     )
     return client, store
 

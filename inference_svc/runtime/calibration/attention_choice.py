@@ -55,7 +55,7 @@ def choose_attention(
     Raises:
         ConfigError: if the one that is named cannot serve here, or answers otherwise.
     """
-    if name == "torch":
+    if name == "torch" or (name == "auto" and not is_gpu(loaded.device)):
         return TorchAttention()
     reason = _missing(loaded.device, calibration, page_tokens)
     if not reason and page_tokens is not None:
@@ -66,9 +66,13 @@ def choose_attention(
             return paged
     if name == "triton":
         raise ConfigError(f"model.attention = triton: {reason}", "set it to auto or torch")
-    if loaded.device.type == "cuda":
-        log.warning("attention_chosen", attention="torch", reason=reason)
+    log.warning("attention_chosen", attention="torch", reason=reason)
     return TorchAttention()
+
+
+def is_gpu(device: torch.device) -> bool:
+    """Whether it is a device that kernels are compiled for."""
+    return device.type == "cuda"
 
 
 def _missing(device: torch.device, calibration: Calibration, page_tokens: int | None) -> str:
@@ -79,7 +83,7 @@ def _missing(device: torch.device, calibration: Calibration, page_tokens: int | 
         return "scheduler.working_kv is contiguous, and not pages"
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed"
-    if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
+    if not is_gpu(device) and os.environ.get("TRITON_INTERPRET") != "1":
         return f"device {device} is no GPU"
     return ""
 

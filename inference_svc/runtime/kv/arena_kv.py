@@ -10,7 +10,7 @@ Invariant: the views keep the arena mapped (`shared.kvd_client.arena_map`): what
 readable for as long as they live, though it means something only under a lease.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar, Protocol
@@ -217,3 +217,7 @@ class ArenaKv:
             (slot_bytes // item_bytes, *reversed(strides)),
             layout.component_offset(layer_index, index) // item_bytes,
         )
+
+
+# Views an arena: for copies by the CPU, or for a device's (`cuda/device_arena.py`).
+OpenArena = Callable[[Arena, KVLayout], ArenaKv]

@@ -38,6 +38,12 @@ def _mark(module: Any, stream: Any) -> Mark:
     return event
 
 
+def mark_enqueued(device: torch.device) -> Mark:
+    """Mark the end of what was enqueued on this thread's current stream."""
+    module = torch.get_device_module(device)
+    return _mark(module, module.current_stream(device))
+
+
 def _stream_options(device: torch.device) -> dict[str, torch.device]:
     """Return the arguments of a stream on a device; a CPU's takes none."""
     return {} if device.type == "cpu" else {"device": device}
@@ -118,8 +124,7 @@ class StepClock(LayerGate):
 
     def enqueued(self, num_layers: int) -> None:
         """The KV of layers [0, num_layers) is written by what was enqueued so far."""
-        module = torch.get_device_module(self._device)
-        mark = _mark(module, module.current_stream(self._device))
+        mark = mark_enqueued(self._device)
         self._marks += [mark] * (num_layers - len(self._marks))
         self.open(num_layers)
 

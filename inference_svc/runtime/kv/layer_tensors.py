@@ -194,4 +194,4 @@ class Places:
         if self._index is None:
             tensor.narrow(0, self._first, self._num_slots).copy_(rows)
         else:
-            tensor.index_copy_(0, self._index, rows.to(tensor.dtype))
+            tensor.index_copy_(0, self._index, rows.to(tensor))  # dtype and device

@@ -14,7 +14,7 @@ from functools import partial
 
 from inference_svc.core.counters import Counters
 from inference_svc.core.rates.rates import DRAM, SSD, LoadChooser, LoadPolicy, Rates
-from inference_svc.runtime.kv.arena_kv import ArenaKv
+from inference_svc.runtime.kv.arena_kv import ArenaKv, OpenArena
 from inference_svc.runtime.kv.copy_stream import CopyStream, DoneInOrder
 from inference_svc.runtime.kv.layer_gate import LayerGate
 from inference_svc.runtime.kv.sequence_kv import SequenceKv, WriteBuffer
@@ -35,9 +35,12 @@ from shared.types.kv_layout import KVLayout
 class KvdTalk:
     """What loads and saves share in their calls to kvd: its failures, its arena."""
 
-    def __init__(self, layout: KVLayout, counters: Counters) -> None:
+    def __init__(
+        self, layout: KVLayout, counters: Counters, open_arena: OpenArena = ArenaKv
+    ) -> None:
         self.layout = layout
         self.counters = counters
+        self._open_arena = open_arena
         self._last_problem = ""
         self._tensors: tuple[ArenaMap, ArenaKv] | None = None
 
@@ -45,7 +48,7 @@ class KvdTalk:
         """Return the arena as tensors, which are made once per arena."""
         made = self._tensors  # read once: another thread may replace it
         if made is None or made[0] is not arena:
-            made = self._tensors = arena, ArenaKv(arena, self.layout)
+            made = self._tensors = arena, self._open_arena(arena, self.layout)
         return made[1]
 
     def note_problem(self, what: str, error: Exception) -> str:

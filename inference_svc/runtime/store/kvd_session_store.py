@@ -11,6 +11,7 @@ from contextlib import suppress
 from inference_svc.core.counters import Counters
 from inference_svc.core.discards import Range
 from inference_svc.core.rates.rates import Rates
+from inference_svc.runtime.kv.arena_kv import ArenaKv, OpenArena
 from inference_svc.runtime.kv.copy_stream import CopyStream, StepClock
 from inference_svc.runtime.kv.layer_gate import StepNotDoneError
 from inference_svc.runtime.kv.sequence_kv import WriteBuffer
@@ -48,10 +49,11 @@ class KvdSessionStore:
         *,
         saves: bool,
         deadline_s: float,
+        open_arena: OpenArena = ArenaKv,
     ) -> None:
         self.saves = saves
         self._client = client
-        self._talk = talk = KvdTalk(calibration.layout, counters)
+        self._talk = talk = KvdTalk(calibration.layout, counters, open_arena)
         self.loads: SessionLoads = KvdLoads(client, calibration, talk, threads, rates, deadline_s)
         self._calibration = calibration
         self._store_thread = threads.store

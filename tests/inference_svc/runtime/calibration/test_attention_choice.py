@@ -43,15 +43,14 @@ def failing(*_):
 
 
 def test_the_portable_one_needs_no_proof(llama):
-    """By name; and on a CPU, where KV lies side by side."""
-    for name, page_tokens in (("torch", PAGE_TOKENS), ("auto", None)):
+    """By name; and on a CPU, whether or not Triton's interpreter is there."""
+    for name, page_tokens in (("torch", PAGE_TOKENS), ("auto", None), ("auto", PAGE_TOKENS)):
         assert isinstance(choose_attention(name, *llama, page_tokens), TorchAttention)
 
 
-def test_a_cpu_computes_with_torch(llama, monkeypatch):
-    """But for Triton's interpreter, which nobody wants by accident."""
+def test_a_cpu_has_no_kernels(llama, monkeypatch):
+    """But by Triton's interpreter, which nobody wants by accident."""
     monkeypatch.delenv("TRITON_INTERPRET")
-    assert isinstance(choose_attention("auto", *llama, PAGE_TOKENS), TorchAttention)
     with pytest.raises(ConfigError, match="cpu is no GPU"):
         choose_attention("triton", *llama, PAGE_TOKENS)
 
@@ -76,6 +75,7 @@ def test_what_is_not_proven_does_not_serve(llama, monkeypatch, kernel, reason):
     with pytest.raises(ConfigError, match=reason) as caught:
         choose_attention("triton", *llama, PAGE_TOKENS)
     assert "\n" not in caught.value.message
+    monkeypatch.setattr(attention_choice, "is_gpu", lambda _device: True)
     assert isinstance(choose_attention("auto", *llama, PAGE_TOKENS), TorchAttention)
 
 

@@ -1,0 +1,92 @@
+"""RegisteredMemory: the slots of an arena, locked in place for a device chunk by chunk.
+
+Locking takes about a second for each 5 GB, and an arena may have hundreds: a thread of its own does
+it, the first slots first, and copies of slots that are not locked yet go another way. Where locking
+fails (limits of the system, a driver that refuses) it ends there, and the rest stays as it is.
+"""
+
+import math
+import mmap
+import threading
+
+import structlog
+import torch
+
+from inference_svc.runtime.cuda.driver import Driver, DriverError
+
+CHUNK_BYTES = 1 << 30
+
+log = structlog.get_logger()
+
+
+class RegisteredMemory:
+    """See the module docstring; any thread may ask.
+
+    Invariant: the memory is mapped for as long as any of it is registered.
+    """
+
+    def __init__(
+        self, driver: Driver, memory: memoryview, slot_bytes: int, chunk_bytes: int = CHUNK_BYTES
+    ) -> None:
+        """Begin to register, on a thread.
+
+        Args:
+            driver: of the device.
+            memory: all slots.
+            slot_bytes: distance between them.
+            chunk_bytes: how much is registered in one call, about.
+        """
+        self._driver = driver
+        self._memory: memoryview | None = memory
+        self._slot_bytes = slot_bytes
+        self._address = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
+        # No page may belong to two chunks: they begin where a slot and a page do.
+        page_slots = math.lcm(mmap.PAGESIZE, slot_bytes) // slot_bytes
+        self._chunk_slots = max(1, chunk_bytes // (slot_bytes * page_slots)) * page_slots
+        self._num_slots = len(memory) // slot_bytes
+        self._chunks: list[int] = []  # addresses
+        self._num_registered = 0
+        self._is_closed = threading.Event()
+        self._thread = threading.Thread(target=self._register, name="register", daemon=True)
+        self._thread.start()
+
+    def has(self, last_slot: int) -> bool:
+        """Whether slots up to this one are registered."""
+        return last_slot < self._num_registered
+
+    def wait(self) -> int:
+        """Wait until no more is going to be registered; return the number of slots that are."""
+        self._thread.join()
+        return self._num_registered
+
+    def close(self) -> None:
+        """Unregister; nobody copies any more."""
+        self._is_closed.set()
+        self._thread.join()
+        self._num_registered = 0
+        for address in self._chunks:
+            try:
+                self._driver.unregister(address)
+            except DriverError as error:
+                log.warning("arena_not_unregistered", reason=str(error))
+        self._chunks.clear()
+        self._memory = None
+
+    def _register(self) -> None:
+        for first in range(0, self._num_slots, self._chunk_slots):
+            if self._is_closed.is_set():
+                return
+            end = min(first + self._chunk_slots, self._num_slots)
+            address = self._address + first * self._slot_bytes
+            try:
+                self._driver.register(address, (end - first) * self._slot_bytes)
+            except DriverError as error:
+                log.warning(
+                    "arena_not_registered",
+                    reason=str(error),
+                    registered_bytes=first * self._slot_bytes,
+                    all_bytes=self._num_slots * self._slot_bytes,
+                )
+                return
+            self._chunks.append(address)
+            self._num_registered = end

@@ -1,0 +1,244 @@
+"""Slots are copied from and to a device in order: bit for bit, and never too soon."""
+
+import gc
+
+import pytest
+import torch
+
+from inference_svc.core.scheduling.held_slots import PagedSlots
+from inference_svc.runtime.compute.chunk import Chunk
+from inference_svc.runtime.cuda import device_arena
+from inference_svc.runtime.cuda.device_arena import DeviceArena
+from inference_svc.runtime.kv import copy_stream
+from inference_svc.runtime.kv.arena_kv import ArenaKv, ScatteredTokens, SlotRun
+from inference_svc.runtime.kv.copy_stream import CopyStream, DoneInOrder, StepClock
+from inference_svc.runtime.kv.paged_kv import PagePool
+from inference_svc.runtime.transfer.layer_load import LayerLoader
+from inference_svc.runtime.transfer.layer_store import store_blocks
+from tests.inference_svc.runtime.transfer.test_layer_load import blocks_of, tokens
+from tests.simulated_device import RaceError, SimulatedDevice
+
+CPU = torch.device("cpu")
+NUM_SLOTS, HISTORY, PAGE_TOKENS = 6, 70, 8
+SLOT_IDS = [4, 1, 2, 5, 0]
+PAGES = [3, 0, 1, 2, 7, 6, 5, 4, 8]
+
+
+@pytest.fixture
+def device(monkeypatch):
+    """A simulated device in the place of the one that torch has for the CPU."""
+    made = SimulatedDevice()
+    monkeypatch.setattr(copy_stream.torch, "get_device_module", lambda _device: made)
+    return made
+
+
+@pytest.fixture
+def model(tiny):
+    return tiny("llama")
+
+
+class There:
+    """A sequence on the device's pages, a write buffer, and an arena that the device reaches."""
+
+    def __init__(self, device, model, make_arena):
+        calibration = self.calibration = model.calibration
+        shapes = [layer.shape for layer in calibration.layers]
+        pool = PagePool(shapes, PagedSlots(12, PAGE_TOKENS), 96, device=CPU, dtype=torch.float32)
+        device.own(pool._page_region)
+        device.own(pool._region)
+        self.device, self.pool = device, pool
+        memory, _ = make_arena(calibration.layout, NUM_SLOTS)
+        self.plain = ArenaKv(memory, calibration.layout)
+        device.own(torch.frombuffer(memory.memory, dtype=torch.uint8), is_host=True)
+        self.arena = DeviceArena(memory, calibration.layout, device, CPU)
+
+    def new_kv(self):
+        return self.pool.new_kv(HISTORY, PAGES)
+
+
+@pytest.fixture
+def there(device, model, make_arena):
+    return There(device, model, make_arena)
+
+
+def stored(model, arena, rows):
+    """Store a history as the CPU does; returns its blocks."""
+    kv, buffer = model.new_kv(128), model.new_buffer(128)
+    chunk = Chunk(kv, tokens(5, HISTORY), want_logits=False, write_buffer=buffer)
+    model.runner.step([chunk])
+    blocks = blocks_of(rows, SLOT_IDS, HISTORY, 16)
+    store_blocks(buffer, arena, blocks, model.calibration)
+    return kv, buffer, blocks
+
+
+def load(there, kv, blocks, opened=lambda _num_layers: None):
+    """Load all layers as a copy thread does."""
+    stream = CopyStream(CPU)
+    loaded = DoneInOrder(opened)
+    with stream.copies(behind_computing=True):
+        loader = LayerLoader(kv, there.arena, blocks, there.calibration)
+        for layer_index in range(len(there.calibration.layers)):
+            loader.load(layer_index)
+            loaded.enqueued(stream.mark())
+        loaded.finish()
+
+
+@pytest.mark.parametrize("fails_at", [None, 0])
+def test_a_load_has_the_bits_of_the_forward(device, model, make_arena, rows, fails_at):
+    """By batches from registered slots, and through staging memory where none is."""
+    device.fails_at = fails_at
+    there = There(device, model, make_arena)
+    assert there.arena.registered.wait() == (NUM_SLOTS if fails_at is None else 0)
+    computed, _, blocks = stored(model, there.plain, rows)
+    kv = there.new_kv()
+    with device.running():
+        load(there, kv, blocks)
+    assert (device.num_batches > 0) == (fails_at is None)
+    for layer_index in range(len(there.calibration.layers)):
+        for loaded, made in ((kv.keys, computed.keys), (kv.values, computed.values)):
+            expected = made.read(layer_index, 0, HISTORY)
+            assert torch.equal(loaded.read(layer_index, 0, HISTORY), expected)
+
+
+@pytest.mark.parametrize("staging_bytes", [32 << 20, 3000])
+@pytest.mark.parametrize("fails_at", [None, 0])
+def test_a_store_has_the_bits_of_the_buffer(
+    device, model, make_arena, rows, fails_at, staging_bytes, monkeypatch
+):
+    """From the device's memory to slots, in pieces where staging memory is small."""
+    monkeypatch.setattr(device_arena, "STAGING_BYTES", staging_bytes)
+    device.fails_at = fails_at
+    there = There(device, model, make_arena)
+    there.arena.registered.wait()
+    _, buffer, blocks = stored(model, there.plain, rows)
+    expected = bytes(there.plain.view(0, 0).untyped_storage())
+    there.plain.view(0, 0).untyped_storage().fill_(0xAB)
+    for kept in (buffer.keys, buffer.values):
+        device.own(kept[0])
+    with device.running(), CopyStream(CPU).copies(behind_computing=True):
+        store_blocks(buffer, there.arena, blocks, there.calibration)
+    assert bytes(there.plain.view(0, 0).untyped_storage()) == expected
+
+
+@pytest.mark.parametrize("fails_at", [None, 0])
+def test_tokens_here_and_there_are_gathered(device, model, make_arena, fails_at):
+    """As after discards; they go through staging memory."""
+    device.fails_at = fails_at
+    there = There(device, model, make_arena)
+    there.arena.registered.wait()
+    there.plain.view(0, 0).copy_(torch.rand(there.plain.view(0, 0).shape))
+    run = ScatteredTokens(torch.tensor([3, 3, 0, 5]), torch.tensor([1, 0, 9, 15]))
+    out = device.own(torch.zeros(4, *there.plain.view(0, 0).shape[2:]))
+    with device.running(), CopyStream(CPU).copies(behind_computing=False):
+        there.arena.gather(0, 0, run, out)
+    assert torch.equal(out, there.plain.view(0, 0)[run.slot_ids, run.offsets])
+
+
+def test_what_is_not_contiguous_is_filled_all_the_same(there):
+    """As a sequence's KV that lies by heads."""
+    there.arena.registered.wait()
+    view = there.plain.view(1, 1)
+    view.copy_(torch.rand(view.shape))
+    _, _, heads, dim = view.shape
+    out = there.device.own(torch.zeros(heads, 2, 16, dim)).permute(1, 2, 0, 3)
+    with there.device.running(), CopyStream(CPU).copies(behind_computing=False):
+        there.arena.gather(1, 1, SlotRun([5, 2], 0, 16), out)
+    assert torch.equal(out, view[[5, 2], :16])
+
+
+@pytest.mark.parametrize("fails_at", [None, 0])
+def test_whoever_waits_for_a_gate_may_read(device, model, make_arena, rows, fails_at):
+    """Each layer as soon as it is reported; what is not is refused."""
+    device.fails_at = fails_at
+    device.promptness = 0.0
+    there = There(device, model, make_arena)
+    there.arena.registered.wait()
+    _, _, blocks = stored(model, there.plain, rows)
+    kv = there.new_kv()
+    refused = []
+
+    def opened(num_layers):
+        if device.current_stream() is not device._usual:
+            with device.stream(device._usual):
+                opened(num_layers)
+            return
+        kv.keys.read(num_layers - 1, 0, HISTORY).sum()
+        if num_layers == 1:  # the next one is being copied
+            with pytest.raises(RaceError, match="reads what may still be written"):
+                kv.values.read(1, 0, HISTORY).sum()
+            refused.append(num_layers)
+
+    with device.running():
+        load(there, kv, blocks, opened)
+        kv.keys.read(0, 0, HISTORY).sum()
+    assert refused == [1]
+
+
+def test_a_load_waits_for_those_who_read_its_pages(there, rows, model):
+    """Which were another sequence's until now."""
+    there.arena.registered.wait()
+    _, _, blocks = stored(model, there.plain, rows)
+    kv = there.new_kv()
+    with there.device.running():
+        kv.keys.read(0, 0, HISTORY).sum()
+        stream = CopyStream(CPU)
+        with (
+            pytest.raises(RaceError, match="writes what may still be read"),
+            stream.copies(behind_computing=False),
+        ):
+            LayerLoader(kv, there.arena, blocks, there.calibration).load(0)
+        load(there, kv, blocks)
+
+
+def test_a_store_waits_for_the_layer_that_is_computed(there, rows, model):
+    """Behind its mark; without, it is refused."""
+    there.arena.registered.wait()
+    _, buffer, blocks = stored(model, there.plain, rows)
+    for kept in (buffer.keys, buffer.values):
+        there.device.own(kept[0])
+    clock = StepClock(len(there.calibration.layers), CPU)
+    with there.device.running():
+        for layer_index in range(clock.num_layers):
+            buffer.keys[layer_index].add_(1)
+            buffer.values[layer_index].add_(1)
+            clock.enqueued(layer_index + 1)
+        with (
+            pytest.raises(RaceError, match="reads what may still be written"),
+            CopyStream(CPU).copies(behind_computing=False),
+        ):
+            store_blocks(buffer, there.arena, blocks, there.calibration, lambda _layer: None)
+        stream = CopyStream(CPU)
+        with stream.copies(behind_computing=False):
+            store_blocks(
+                buffer,
+                there.arena,
+                blocks,
+                there.calibration,
+                lambda layer: stream.wait(clock.computed(layer)),
+            )
+
+
+def test_staging_memory_is_not_filled_while_it_is_copied(device, model, make_arena, monkeypatch):
+    """It is waited for; who forgets that is refused."""
+    device.fails_at = 0
+    there = There(device, model, make_arena)
+    there.arena.registered.wait()
+    out = device.own(torch.zeros(2, 16, *there.plain.view(0, 0).shape[2:]))
+    run = SlotRun([0, 3], 0, 16)
+    with device.running(), CopyStream(CPU).copies(behind_computing=False):
+        there.arena.gather(0, 0, run, out)
+        there.arena.gather(0, 1, run, out)
+        monkeypatch.setattr(device_arena, "mark_enqueued", lambda _device: None)
+        there.arena.gather(0, 0, run, out)
+        with pytest.raises(RaceError, match="writes what may still be read"):
+            there.arena.gather(0, 1, run, out)
+
+
+def test_an_arena_that_is_gone_is_not_registered_any_more(device, model, make_arena):
+    """So that its memory can be given back."""
+    there = There(device, model, make_arena)
+    there.arena.registered.wait()
+    assert device.registered
+    there.arena = None
+    gc.collect()
+    assert not device.registered

@@ -1,0 +1,291 @@
+"""A device with streams, on any machine: it refuses what a GPU would answer with garbage.
+
+Its memory is the host's, and what is enqueued on a stream is done at once; but nobody may rely on
+that. Each byte remembers which piece of work wrote it last, and which read it; each stream, and the
+host, knows which work is over before its own: what it has waited for, directly or through others
+(vector clocks). Work that reads what may still be written, or writes what may still be read, is
+refused with `RaceError`, whatever the bytes are.
+
+`SimulatedDevice` is the driver (`runtime/cuda/driver.py`), and the module of streams and events in
+the place of `torch.cuda`. Inside `running()`, work on the device's memory is found by watching
+torch; memory is its own if it was handed to `own`, or made from such.
+"""
+
+import random
+import threading
+from contextlib import contextmanager
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_flatten
+
+from inference_svc.runtime.cuda.driver import DriverError
+
+HOST = 0
+COPY = torch.ops.aten.copy_.default
+MOST_STREAMS = 1 << 10  # one piece of work is number * MOST_STREAMS + stream
+
+
+class RaceError(AssertionError):
+    """Work was enqueued that does not wait for what it needs."""
+
+
+class Stream:
+    """A queue of work; `clock` has, by stream, the newest work that is over before what follows."""
+
+    def __init__(self, device, number):
+        self._device = device
+        self.number = number
+        self.clock = {}
+
+    def wait_stream(self, other):
+        _merge(self.clock, other.clock)
+
+
+class Event:
+    """A point in a stream."""
+
+    def __init__(self, device):
+        self._device = device
+        self._clock = {}
+
+    def record(self, stream=None):
+        self._clock = dict((stream or self._device.current_stream()).clock)
+
+    def wait(self, stream=None):
+        _merge((stream or self._device.current_stream()).clock, self._clock)
+
+    def synchronize(self):
+        _merge(self._device.host.clock, self._clock)
+
+    def query(self):
+        """Whether it is reached: surely once it was waited for; who is told so knows it."""
+        host = self._device.host.clock
+        if all(host.get(stream, 0) >= number for stream, number in self._clock.items()):
+            return True
+        if self._device.chance.random() >= self._device.promptness:
+            return False
+        self.synchronize()
+        return True
+
+
+class SimulatedDevice:
+    """See the module docstring.
+
+    Attributes:
+        promptness: how probable it is that work is over when somebody asks.
+        registered: sizes of registered host memory, by address.
+        fails_at: how many calls of `register` succeed before one fails; None: all.
+        num_batches: calls of `copy_batch`.
+    """
+
+    def __init__(self, seed=0):
+        self.chance = random.Random(seed)  # noqa: S311 - nothing is secret
+        self.host = Stream(self, HOST)
+        self._streams = [self.host]
+        self._usual = self.Stream()
+        self._current = threading.local()
+        self._lock = threading.RLock()
+        self._memory = {}  # by the storage's address: _Memory
+        self._works = 0
+        self.promptness = 0.5
+        self.registered = {}
+        self.fails_at = None
+        self.num_batches = 0
+
+    # --- the module of streams and events ---
+
+    def Stream(self, **_):  # noqa: N802 - as torch calls it
+        self._streams.append(Stream(self, len(self._streams)))
+        assert len(self._streams) <= MOST_STREAMS
+        return self._streams[-1]
+
+    def Event(self, **_):  # noqa: N802
+        return Event(self)
+
+    def current_stream(self, _device=None):
+        return getattr(self._current, "stream", self._usual)
+
+    @contextmanager
+    def stream(self, stream):
+        before, self._current.stream = self.current_stream(), stream
+        try:
+            yield
+        finally:
+            self._current.stream = before
+
+    # --- the driver ---
+
+    def register(self, address, num_bytes):
+        if self.fails_at is not None and len(self.registered) >= self.fails_at:
+            raise DriverError("CUDA_ERROR_OUT_OF_MEMORY")
+        pages = {page // 4096 for page in range(address, address + num_bytes, 4096)}
+        for other, size in self.registered.items():
+            assert not pages & {page // 4096 for page in range(other, other + size, 4096)}
+        self.registered[address] = num_bytes
+
+    def unregister(self, address):
+        for stream in self._streams:
+            _merge(self.host.clock, stream.clock)
+        del self.registered[address]
+
+    def copy_batch(self, targets, sources, sizes):
+        with self._lock, _disable_current_modes():
+            self.num_batches += 1
+            work = self._begin(self.current_stream())
+            for target, source, size in zip(targets, sources, sizes, strict=True):
+                to, of = self._found(target, size), self._found(source, size)
+                of.read(work)
+                to.write(work)
+                to.bytes().copy_(of.bytes())
+
+    def staging(self, num_bytes):
+        memory = torch.empty(num_bytes, dtype=torch.uint8)
+        self.own(memory, is_host=True)
+        return memory
+
+    # --- memory ---
+
+    def own(self, tensor, *, is_host=False):
+        """Make the memory of a tensor the device's; or the host's, that the device may reach."""
+        storage = tensor.untyped_storage()
+        self._memory[storage.data_ptr()] = _Memory(storage, is_host)
+        return tensor
+
+    @contextmanager
+    def running(self):
+        """Watch what this thread computes."""
+        with _Watched(self):
+            yield self
+
+    def ran(self, inputs, outputs):
+        """Note work that torch has done, or is about to do, on tensors that may be ours."""
+        read = [self._part(tensor) for tensor in inputs]
+        written = [self._part(tensor) for tensor in outputs]
+        parts = [part for part in (*read, *written) if part is not None]
+        if not parts:
+            return False
+        is_ours = any(not part.memory.is_host for part in parts)
+        work = self._begin(self.current_stream() if is_ours else self.host)
+        for part in read:
+            if part is not None:
+                part.read(work)
+        for part in written:
+            if part is not None:
+                part.write(work)
+        return is_ours
+
+    def _begin(self, stream):
+        """Begin a piece of work; what the host knows is over before it is enqueued."""
+        _merge(stream.clock, self.host.clock)
+        self._works += 1
+        stream.clock[stream.number] = self._works
+        if stream is self.host:  # what the host has done is over before whatever follows
+            for other in self._streams:
+                other.clock[HOST] = self._works
+        return stream, self._works
+
+    def _part(self, tensor):
+        memory = self._memory.get(tensor.untyped_storage().data_ptr())
+        if memory is None or not tensor.numel():
+            return None
+        size = tensor.itemsize
+        shape, strides = (*tensor.shape, size), (*(step * size for step in tensor.stride()), 1)
+        return _Part(memory, shape, strides, tensor.storage_offset() * size)
+
+    def _found(self, address, num_bytes):
+        """Find the memory at an address; the host's must be registered."""
+        for first, memory in self._memory.items():
+            if first <= address and address + num_bytes <= first + memory.num_bytes:
+                if memory.is_host and not any(
+                    at <= address and address + num_bytes <= at + size
+                    for at, size in self.registered.items()
+                ):
+                    raise DriverError("CUDA_ERROR_INVALID_VALUE")
+                return _Part(memory, (num_bytes,), (1,), address - first)
+        raise DriverError("CUDA_ERROR_INVALID_VALUE")
+
+
+class _Memory:
+    """Some memory, and for each byte the newest work that wrote it and, by stream, read it."""
+
+    def __init__(self, storage, is_host):
+        self.storage = storage
+        self.is_host = is_host
+        self.num_bytes = storage.nbytes()
+        self.written = torch.zeros(self.num_bytes, dtype=torch.int64)
+        self.read = {}
+
+
+class _Part:
+    """Some bytes of a memory, as a view of it has them."""
+
+    def __init__(self, memory, *place):
+        self.memory = memory
+        self._place = place
+
+    def bytes(self):
+        whole = torch.tensor([], dtype=torch.uint8).set_(self.memory.storage)
+        return whole.as_strided(*self._place)
+
+    def read(self, work):
+        stream, number = work
+        self._require(stream, self.memory.written, "reads what may still be written")
+        noted = self.memory.read.setdefault(
+            stream.number, torch.zeros(self.memory.num_bytes, dtype=torch.int64)
+        )
+        noted.as_strided(*self._place).fill_(number * MOST_STREAMS + stream.number)
+
+    def write(self, work):
+        stream, number = work
+        self._require(stream, self.memory.written, "writes what may still be written")
+        for noted in self.memory.read.values():
+            self._require(stream, noted, "writes what may still be read")
+        written = self.memory.written.as_strided(*self._place)
+        written.fill_(number * MOST_STREAMS + stream.number)
+
+    def _require(self, stream, noted, what):
+        """Refuse unless all work that is noted here is over."""
+        for work in noted.as_strided(*self._place).unique().tolist():
+            number, other = divmod(work, MOST_STREAMS)
+            if number > stream.clock.get(other, 0):
+                raise RaceError(f"stream {stream.number} {what} by stream {other}")
+
+
+class _Watched(TorchDispatchMode):
+    """Tells a device of every call of torch, and owns what is made of its memory."""
+
+    def __init__(self, device):
+        super().__init__()
+        self._device = device
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        device = self._device
+        if func.is_view:
+            return func(*args, **kwargs)
+        with device._lock:
+            schema = func._schema.arguments
+            given = dict(zip((each.name for each in schema), args, strict=False)) | kwargs
+            written = {each.name for each in schema if each.alias_info and each.alias_info.is_write}
+            # What is only written: `out` of a call, and the target of a copy.
+            unread = written if func is COPY else {each.name for each in schema if each.is_out}
+            outputs = [t for name in written for t in _tensors(given.get(name))]
+            inputs = [t for name in given if name not in unread for t in _tensors(given[name])]
+            is_ours = device.ran(inputs, outputs)
+            results = func(*args, **kwargs)
+            known = {t.untyped_storage().data_ptr() for t in _tensors(list(given.values()))}
+            for made in _tensors(results):
+                if is_ours and made.untyped_storage().data_ptr() not in known:
+                    device.own(made)
+                    device.ran([], [made])
+            return results
+
+
+def _tensors(value):
+    return [each for each in tree_flatten(value)[0] if isinstance(each, torch.Tensor)]
+
+
+def _merge(clock, other):
+    for stream, number in other.items():
+        clock[stream] = max(clock.get(stream, 0), number)
