@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from kvd.cli.completion import Shell
 from tests.processes import KvdProcess, run_cli, running_kvd
 from tests.synthetic_engine import SyntheticEngine, attached_engine, key_of
 from tests.terminal import on_terminal
@@ -329,7 +328,7 @@ async def test_stored_sessions_complete(stage):
 async def test_bash_completes(stage, tmp_path: Path):
     """The script, in a real bash: stored sessions, most recently used first."""
     await stage.store("bash-2", "bash-1")
-    _, script, _ = await run_cli("completion", Shell.BASH)
+    _, script, _ = await run_cli("completion", "bash")
     (tmp_path / "kvd").write_text(f'#!/bin/sh\nexec "{sys.executable}" -m kvd "$@"\n')
     (tmp_path / "kvd").chmod(0o755)
     environment = {
