@@ -313,6 +313,16 @@ async def test_top_without_a_terminal(stage):
     assert (sizes, look["total"]) == (sorted(sizes, reverse=True), len(sizes))
 
 
+async def test_lists_of_nothing_say_so(stage):
+    """No header without rows, and no silence."""
+    for arguments, said in (
+        (("ls", "nobody-has-this-"), "no session is stored that fits\n"),
+        (("events", "--session", "nobody"), "no events that fit\n"),
+        (("leases", "--model", "nobody"), "no leases: nobody loads or stores just now\n"),
+    ):
+        assert await run_cli(*arguments, *stage.at) == (0, said, "")
+
+
 async def test_stored_sessions_complete(stage):
     """What shells ask for at a Tab: ids that the running kvd has; nothing without one."""
     await stage.store("complete-me", "complete-it", "x")
