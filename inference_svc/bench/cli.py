@@ -120,9 +120,9 @@ def measure(part: Part, choice: ModelChoice, output: OutputOptions) -> None:
     Raises:
         ReportedError: it cannot be measured, or written.
     """
+    require_engine()
     if choice.path is not None:
         check_model(choice.path)  # torch is imported next, which takes seconds
-    require_engine()
     from inference_svc.bench.runner import run  # imports torch
 
     if output.plot is not None:

@@ -1,21 +1,66 @@
 """The `inference-svc` command: its commands, in the order of its help, and its entry point.
 
-Errors are one line on stderr; the exit code is the error's.
+The tables have modules, help, examples and exit codes: help, man pages, docs and completion are
+all made from them. Errors are one line on stderr; the exit code is the error's.
 """
 
 import atexit
 import gc
 import sys
 from collections.abc import Mapping
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from inference_svc.cli.connection import MOVABLE
 from shared.config.command_line import arranged
 from shared.config.lazy_commands import LazyCommand, lazy_group
+from shared.config.program_help import adding_examples, exit_codes_help
 from shared.types.errors import ReportedError
 from shared.version import __version__
+
+EXAMPLES: Mapping[str, tuple[str, ...]] = {
+    "serve": (
+        "inference-svc serve --model /var/lib/models/smollm2",
+        "inference-svc serve --config /etc/kvd/inference-svc.toml --device cuda:1",
+    ),
+    "chat": (
+        "inference-svc chat --session conversation-17",
+        "inference-svc chat < questions.txt > answers.txt",
+    ),
+    "status": ("inference-svc status", "inference-svc status --all", "inference-svc status --json"),
+    "top": ("inference-svc top", "inference-svc top --interval 2s"),
+    "demo": ("inference-svc demo", "inference-svc demo --keep-running"),
+    "token": (
+        "inference-svc token shop --file shop.token",
+        "inference-svc token shop --json",
+    ),
+    "bench turns": ("inference-svc bench turns --random 8x512 --threads 1",),
+    "bench sharing": ("inference-svc bench sharing --random 8x512 --threads 1",),
+    "bench overflow": ("inference-svc bench overflow --random 8x512 --threads 1",),
+    "eval perplexity": (
+        "inference-svc eval perplexity --model /var/lib/models/smollm2 --text wikitext.txt",
+    ),
+    "config show": ("inference-svc config show --config /etc/kvd/inference-svc.toml",),
+    "config check": ("inference-svc config check --config /etc/kvd/inference-svc.toml",),
+    "completion": ("source <(inference-svc completion bash)",),
+}
+
+EXIT_CODES: Mapping[int, str] = {
+    0: "done",
+    1: "the demo has not shown what it should; or the command itself failed",
+    2: "bad usage or value",
+    3: "unknown session or turn",
+    4: "in use: another turn of the session is under way, or this one was cancelled",
+    5: "not as things stand now: what was asked for does not fit what there is",
+    6: "a bound is reached: of the queue, of the tenant, or of the disk; try again later",
+    7: "not allowed: no or a wrong token or certificate, or not this role or tenant",
+    8: "not done within the time there is for a call",
+    69: "no service answers, or it is about to stop",
+    70: "the model failed while it computed a turn",
+    78: "the settings or the model cannot be used, or the start was refused",
+    130: "interrupted with Ctrl-C",
+}
 
 # Headings of its list of commands.
 SERVING = "The service"
@@ -65,13 +110,26 @@ COMMANDS: Mapping[str, LazyCommand] = {
         "Measure what truncating a context costs in quality, by ways to truncate",
         heading=MEASURING,
     ),
+    "completion": LazyCommand(
+        "inference_svc.cli.completion:completion",
+        "Print a script for Tab: a shell then completes commands, options and their values",
+        heading=SETUP,
+    ),
+    "complete": LazyCommand(
+        "inference_svc.cli.completion:complete",
+        "Print what the last word may become: a line each, with what it means behind a tab",
+        hidden=True,
+    ),
     "version": LazyCommand("inference_svc.cli.main:version", "Print the version", heading=SETUP),
 }
 
 app = typer.Typer(
-    cls=lazy_group(COMMANDS),
-    no_args_is_help=True,
+    name="inference-svc",
+    cls=lazy_group(COMMANDS, adding_examples(EXAMPLES)),
+    epilog=exit_codes_help(EXIT_CODES),
     rich_markup_mode=None,
+    no_args_is_help=True,
+    add_completion=False,
     pretty_exceptions_enable=False,
 )
 
@@ -100,6 +158,11 @@ def version() -> None:
     typer.echo(__version__)
 
 
+def root_command() -> Any:
+    """Return the tree of all commands, as completion and man pages walk it."""
+    return typer.main.get_command(app)
+
+
 def main(arguments: list[str] | None = None) -> None:
     """Entry point: run the command, turn errors into one line and an exit code.
 
@@ -114,7 +177,7 @@ def main(arguments: list[str] | None = None) -> None:
             gc.freeze
         )  # as a process ends, looking for cycles takes it a while for nothing
     try:
-        root = typer.main.get_command(app)
+        root = root_command()
         root(
             arranged(root, sys.argv[1:] if arguments is None else arguments, MOVABLE),
             prog_name="inference-svc",

@@ -92,8 +92,8 @@ def _measure(options: Options, choice: EvalChoice, output: OutputOptions) -> Non
     Raises:
         ReportedError: it cannot be measured, or written.
     """
-    check_model(choice.path)  # torch is imported next, which takes seconds
     require_engine()
+    check_model(choice.path)  # torch is imported next, which takes seconds
     from inference_svc.eval.figures import as_document
     from inference_svc.eval.report import tables
     from inference_svc.eval.runner import run  # imports torch

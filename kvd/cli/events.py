@@ -47,17 +47,20 @@ def events(
         found = client.events(request)
         if as_json and not follow:
             print_json({"events": [event_document(event) for event in found]})
-        else:
-            _print(found, as_json=as_json)
+        elif not _print(found, as_json=as_json) and not follow:
+            typer.echo("no events" + (" that fit" if tenant or session or name else ""))
 
 
-def _print(events: Iterator[kvd_pb2.Event], *, as_json: bool) -> None:
-    width = console().width
+def _print(events: Iterator[kvd_pb2.Event], *, as_json: bool) -> int:
+    """Print events as they come; returns how many there were."""
+    width, num_events = console().width, 0
     for event in events:
+        num_events += 1
         if as_json:
             print_json_line(event_document(event))
         else:
             typer.echo(event_line(event, width))
+    return num_events
 
 
 def event_document(event: kvd_pb2.Event) -> dict[str, Any]:

@@ -10,11 +10,11 @@ from typing import Annotated
 
 import typer
 
-from kvd.cli.completion_scripts import COMPLETIONS
 from kvd.cli.options import AsJson
 from kvd.errors import InstallError, UnclearSelectionError
 from kvd.install.placing import NEW, Deed, place, remove
 from kvd.install.units import (
+    COMPLETIONS,
     Planned,
     UserDirectories,
     found_by_name,
@@ -53,6 +53,11 @@ _WOULD: dict[Deed, str] = {
     "kept": "would be kept: it was changed",
     "beside": f"would be kept: what is shipped would go to …{NEW} beside it",
     "foreign": "would be kept: it is not a link of ours",
+}
+# Directories whose files are counted, not named.
+_MANY: dict[str, str] = {
+    "man1": "man pages",
+    **{Path(place).parent.name: "scripts" for place in COMPLETIONS.values()},
 }
 _NEXT = """\
 Next:
@@ -108,7 +113,7 @@ def _plan(programs: Path, root: Path | None, *, user: bool) -> list[Planned]:
     shipped, pages = read_shipped(), man_pages()
     if user:
         own = _own_directories()
-        by_name = found_by_name(programs, pages, COMPLETIONS, own.programs, own.data)
+        by_name = found_by_name(programs, pages, own.programs, own.data)
         return [*user_files(shipped, programs, own), *by_name]
     inside = programs
     if root is not None:
@@ -122,7 +127,7 @@ def _plan(programs: Path, root: Path | None, *, user: bool) -> list[Planned]:
         )
     top = root or Path("/")
     local = top / "usr/local"
-    by_name = found_by_name(inside, pages, COMPLETIONS, local / "bin", local / "share")
+    by_name = found_by_name(inside, pages, local / "bin", local / "share")
     return [*system_files(shipped, inside, top), *by_name]
 
 
@@ -165,11 +170,11 @@ def _run(command: tuple[str, ...]) -> None:
 def _together(
     deeds: Iterable[tuple[Path, Deed]],
 ) -> Mapping[tuple[Path, Deed], Sequence[Path]]:
-    """Man pages of one directory that the same was done to, by both; whatever else, each alone."""
+    """What is named together: of one directory, and the same was done to it; else each alone."""
     found: dict[tuple[Path, Deed], list[Path]] = {}
     for path, deed in deeds:
-        is_page = path.suffix == ".1"
-        found.setdefault((path.parent if is_page else path, deed), []).append(path)
+        place = path.parent if path.parent.name in _MANY else path
+        found.setdefault((place, deed), []).append(path)
     return found
 
 
@@ -177,8 +182,9 @@ def _show(
     deeds: Iterable[tuple[Path, Deed]], commands: Iterable[tuple[str, ...]], *, dry_run: bool
 ) -> None:
     said = _WOULD if dry_run else _SAID
-    for (directory, deed), paths in _together(deeds).items():
-        named = paths[0] if len(paths) == 1 else f"{directory} ({len(paths)} man pages)"
+    for (there, deed), paths in _together(deeds).items():
+        many = _MANY.get(there.name)
+        named = there if many is None else f"{there} ({len(paths)} {many})"
         typer.echo(f"{named}: {said.get(deed, deed)}")
     for command in commands:
         what = "would be run" if dry_run else "done"

@@ -71,9 +71,11 @@ def key_rotate(
 
 @contextmanager
 def _stopped(state_dir: Path) -> Iterator[None]:
-    """Hold a state directory; raises RunningError while a kvd does."""
+    """Hold a state directory that there is; raises RunningError while a kvd does."""
     from kvd.host.directories import claim_directory
 
+    if not state_dir.is_dir():  # to be claimed is to be made
+        raise KeyFileError(f"there is no {state_dir}", "name the directory with --state-dir")
     lock_fd = claim_directory(state_dir, "state", "--state-dir")
     try:
         yield

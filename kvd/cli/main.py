@@ -7,7 +7,6 @@ all made from them.
 import atexit
 import gc
 import sys
-import textwrap
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,6 +16,7 @@ from kvd.client.connection import MOVABLE, connection_options
 from kvd.errors import BrokenError
 from shared.config.command_line import arranged
 from shared.config.lazy_commands import LazyCommand, lazy_group
+from shared.config.program_help import adding_examples, exit_codes_help
 from shared.types.errors import ReportedError
 from shared.version import __version__
 
@@ -85,17 +85,6 @@ EXAMPLES: Mapping[str, tuple[str, ...]] = {
 }
 
 
-def add_examples(app: typer.Typer, prefix: str = "") -> None:
-    """Put the examples under the help of an app's commands."""
-    for command in app.registered_commands:
-        lines = EXAMPLES.get(f"{prefix}{command.name}", ())
-        block = "\n".join(("\b", "Examples:", *(f"  {line}" for line in lines)))
-        command.epilog = block if lines else None
-    for group in app.registered_groups:
-        if group.typer_instance is not None:
-            add_examples(group.typer_instance, f"{prefix}{group.name} ")
-
-
 EXIT_BROKEN = 70  # EX_SOFTWARE
 EXIT_CODES: Mapping[int, str] = {
     0: "done",
@@ -113,18 +102,6 @@ EXIT_CODES: Mapping[int, str] = {
     78: "the settings cannot be used, or the start was refused",
     130: "interrupted with Ctrl-C",
 }
-
-_HELP_WIDTH = 74
-
-
-def exit_codes_help() -> str:
-    """The table for --help; its first character has the command line library leave it as it is."""
-    lines = []
-    for code, meaning in EXIT_CODES.items():
-        first, *others = textwrap.wrap(meaning, _HELP_WIDTH - 5)
-        lines += [f"{code:>5}  {first}", *(f"       {line}" for line in others)]
-    return "\n".join(("\b", "Exit codes:", *lines))
-
 
 # Headings of its list of commands.
 SESSIONS = "Sessions"
@@ -245,10 +222,10 @@ COMMANDS: Mapping[str, LazyCommand] = {
 
 app = typer.Typer(
     name="kvd",
-    cls=lazy_group(COMMANDS, add_examples),
+    cls=lazy_group(COMMANDS, adding_examples(EXAMPLES)),
     help="KV-cache daemon: keeps the keys and values of conversations in DRAM and on SSD.\n\n"
     "--runtime-dir, and --address with what belongs to it, stand before or after the command.",
-    epilog=exit_codes_help(),
+    epilog=exit_codes_help(EXIT_CODES),
     rich_markup_mode=None,
     no_args_is_help=True,
     add_completion=False,

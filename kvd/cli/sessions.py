@@ -74,12 +74,13 @@ def list_sessions(
     if as_json:
         print_json({"sessions": [printing.plain(info) for info in sessions], "total": total})
         return
+    if not sessions:
+        typer.echo("no session is stored" + (" that fits" if wanted.ByteSize() else ""))
+        return
     console = printing.console()
     console.print(views.sessions_table(sessions, console.width))
     if len(sessions) < total:
         console.print(f"{len(sessions)} of {total} sessions")
-    elif not sessions:
-        console.print("no session is stored" + (" that fits" if wanted.ByteSize() else ""))
 
 
 def show(

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 
 import kvd
 from kvd.errors import InstallError
+from shared.config.completion_scripts import Shell, completion_script
 
 if TYPE_CHECKING:
     from importlib.resources.abc import Traversable
@@ -38,11 +39,11 @@ SHIPPED = (*UNITS, *SETTINGS, *SYSTEM_FILES)
 # Where what is ours to install goes: an administrator's own files, in /etc, come before it.
 LOCAL = Path("usr/local/lib")
 PROGRAMS = ("kvd", "inference-svc")
-# Where a shell looks for what completes `kvd`, below a share directory.
-COMPLETIONS: Mapping[str, Path] = {
-    "bash": Path("bash-completion/completions/kvd"),
-    "zsh": Path("zsh/site-functions/_kvd"),
-    "fish": Path("fish/vendor_completions.d/kvd.fish"),
+# Where a shell looks for what completes a program, below a share directory.
+COMPLETIONS: Mapping[Shell, str] = {
+    Shell.BASH: "bash-completion/completions/{program}",
+    Shell.ZSH: "zsh/site-functions/_{program}",
+    Shell.FISH: "fish/vendor_completions.d/{program}.fish",
 }
 SHIPPED_PROGRAMS = "/opt/cachedattention/bin"
 SYSTEM_ONLY = "# ---- From here to [Install]"
@@ -168,7 +169,6 @@ def user_files(
 def found_by_name(
     programs: Path,
     pages: Iterable[Path],
-    completions: Mapping[str, str],
     bin_dir: Path,
     share: Path,
 ) -> list[Planned]:
@@ -177,7 +177,6 @@ def found_by_name(
     Args:
         programs: the same as in system_files.
         pages: man pages of the installation.
-        completions: shell → script.
         bin_dir: a directory in PATH.
         share: the share directory that goes with it.
     """
@@ -185,7 +184,8 @@ def found_by_name(
     man = share / "man"
     links += [PlannedLink(man / "man1" / page.name, page, man) for page in pages]
     scripts = [
-        PlannedFile(share / place, completions[shell], share)
+        PlannedFile(share / place.format(program=name), completion_script(name, shell), share)
+        for name in PROGRAMS
         for shell, place in COMPLETIONS.items()
     ]
     return [*links, *scripts]
@@ -259,7 +259,8 @@ def read_shipped() -> dict[str, str]:
 def man_pages() -> list[Path]:
     """Return the man pages of this installation; of a working tree the tree's."""
     tree = Path(kvd.__file__).resolve().parents[1] / "docs" / "man"
-    for place in (Path(sys.prefix) / "share" / "man" / "man1", tree):
-        if found := sorted(place.glob("kvd*.1")):
-            return found
+    for place in (tree, Path(sys.prefix) / "share" / "man" / "man1"):
+        found = (page for name in PROGRAMS for page in place.glob(f"{name}*.1"))
+        if pages := sorted(found):
+            return pages
     return []

@@ -327,12 +327,13 @@ def _from_environ(
     """
     right = {key.replace(".", "_"): _variable(prefix, key) for key in known if ANY_NAME not in key}
     right |= {name.removeprefix(f"{prefix}_").lower(): name for name in others}
+    sections = _sections(known)
     found: dict[str, object] = {}
     for variable, value in environ.items():
         if not variable.startswith(prefix + "_") or variable in others:
             continue
         name = variable.removeprefix(prefix + "_").lower()
-        if "__" in name or name in known:
+        if "__" in name or name in sections:  # a section alone is refused with its keys
             found[name.replace("__", ".")] = value
         elif name in right:
             problems.append(f"{variable} (env): write it as {right[name]}")
@@ -356,7 +357,7 @@ def _unknown(key: str, known: tuple[str, ...]) -> str:
     if inside:
         return f"this is a section, give one of its keys, such as {inside[0]}"
     same_section = [k for k in known if k.split(".")[0] == section]
-    if close := difflib.get_close_matches(key, known, n=1, cutoff=NEAR):
+    if close := difflib.get_close_matches(key, (*known, *_sections(known)), n=1, cutoff=NEAR):
         return f"no such setting, did you mean {close[0]}?"
     if same_section:
         names = ", ".join(k.removeprefix(f"{section}.") for k in same_section)
@@ -365,6 +366,7 @@ def _unknown(key: str, known: tuple[str, ...]) -> str:
 
 
 def _sections(known: tuple[str, ...]) -> list[str]:
+    """Sections, and keys that are in none."""
     return sorted({key.split(".", maxsplit=1)[0] for key in known})
 
 

@@ -8,6 +8,7 @@ takes long or looks at the machine.
 import io
 import os
 import re
+import shutil
 import sys
 import tempfile
 import time
@@ -17,14 +18,15 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-import typer
-
-from inference_svc.cli.main import app
-from inference_svc.cli.main import main as inference_svc
-from kvd.cli.main import main as kvd
-from kvd.cli.main import root_command
+import inference_svc.cli.main
+import kvd.cli.main
+from kvd.caches.layout_opening import VOLUMES
+from kvd.daemon import MANIFEST_NAME
+from kvd.encryption.key_file import KEY_BYTES, MasterKey, write_master_key
+from kvd.tiers.faults import NoFaults
+from kvd.tiers.index_database import open_database
 from shared.process.runtime_dir import OPERATOR_SOCKET
-from tests.cli.fixed_kvd import answering
+from tests.cli.fixed_kvd import SESSION_FILE, answering
 from tests.cli.fixed_views import ONLY_ON_TERMINALS, VIEWS
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -36,51 +38,84 @@ state_dir = "/var/lib/inference-svc"
 [cache]
 kvd_runtime_dir = "/run/kvd"
 """
+KVD_CONFIG = """\
+[sessions]
+default_ttl = "7d"
+"""
 HOME = "/home/ada"  # stands in captures where there was a directory of the capture's own
 
 
-def helps() -> Iterator[str]:
-    """The help of every command of both programs."""
-    yield from _helps(root_command(), ("kvd",))
-    yield from _helps(typer.main.get_command(app), ("inference-svc",))
+PROGRAMS = {"kvd": kvd.cli.main, "inference-svc": inference_svc.cli.main}
+# How a program is told where the daemons of captures are.
+PLACES = {"kvd": ("--runtime-dir", "{directory}"), "inference-svc": ("--address", "{socket}")}
+TYPED = b"What does a lighthouse keeper count?\n\n"  # by whoever sits in front of a command
 
 
-def _helps(command: Any, words: tuple[str, ...]) -> Iterator[str]:
-    yield " ".join((*words, "--help"))
+def commands() -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Every command of both programs that help shows, groups too, by its words."""
+    for name, program in PROGRAMS.items():
+        yield from _inside(program.root_command(), (name,))
+
+
+def _inside(command: Any, words: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
+    yield words, command
     for name, inner in getattr(command, "commands", {}).items():
         if not inner.hidden:
-            yield from _helps(inner, (*words, name))
+            yield from _inside(inner, (*words, name))
 
 
 COMMANDS: dict[str, str | Callable[[], None]] = {
-    **{line.replace(" --help", " help").replace(" ", "-"): line for line in helps()},
+    **{f"{'-'.join(words)}-help": f"{' '.join(words)} --help" for words, _ in commands()},
     "kvd-ls": "kvd ls",
     "kvd-ls-json": "kvd ls --json",
     "kvd-show": "kvd show conversation-17",
     "kvd-flush": "kvd flush --tenant acme-industries --dry-run",
+    "kvd-pin": "kvd pin conversation-17",
+    "kvd-unpin": "kvd unpin conversation-17",
+    "kvd-ttl": "kvd ttl conversation-17 2h",
+    "kvd-export": "kvd export conversation-17 {new}/backup.kvd",
+    "kvd-import": "kvd import {directory}/conversation-17.kvd",
     "kvd-stats": "kvd stats",
     "kvd-events": "kvd events",
     "kvd-events-json": "kvd events --json",
     "kvd-leases": "kvd leases",
     "kvd-verify": "kvd verify",
+    "kvd-reopen": "kvd reopen ab12",
     "kvd-config-show": "kvd config show --running",
+    "kvd-config-check": "kvd config check --config {directory}/kvd.toml",
+    "kvd-config-reload": "kvd config reload",
+    "kvd-key-new": "kvd key new {new}/kvd-key",
+    "kvd-key-rotate": (
+        "kvd key rotate {directory}/key.new --old {directory}/key --state-dir {directory}/state"
+    ),
+    "kvd-token": "kvd token monitoring",
+    "kvd-completion": "kvd completion bash",
+    "kvd-version": "kvd version",
     "kvd-install-units": "kvd install-units --user --dry-run",
     "inference-svc-config-show": "inference-svc config show --config {directory}/settings.toml",
     "inference-svc-config-show-json": (
         "inference-svc config show --json --config {directory}/settings.toml"
     ),
+    "inference-svc-config-check": ("inference-svc config check --config {directory}/settings.toml"),
+    "inference-svc-chat": "inference-svc chat",
+    "inference-svc-token": "inference-svc token shop",
+    "inference-svc-completion": "inference-svc completion zsh",
+    "inference-svc-version": "inference-svc version",
     "inference-svc-status": "inference-svc status",
     "inference-svc-status-all": "inference-svc status --all",
     "inference-svc-status-json": "inference-svc status --json",
     **VIEWS,
 }
+# What is pasted elsewhere or read by programs has the lines that it has.
+OF_ANY_WIDTH = ("-json", "-token", "-completion")
 CAPTURES = [
     (name, kind)
     for name in COMMANDS
     for kind in KINDS
     if kind != "pipe" or name not in ONLY_ON_TERMINALS
 ]
-_SEEK_NOBODY = ("--help", "install-units", "{directory}")  # no daemon is asked
+# They run until they are ended, and what they write is a log.
+SHOW_A_LOG = frozenset({"kvd-serve", "inference-svc-serve"})
 _STYLES = re.compile(r"\x1b\[[0-9;]*m")
 
 
@@ -89,6 +124,15 @@ class _Terminal(io.TextIOWrapper):
 
     def isatty(self) -> bool:
         return True
+
+
+class _Keyboard(_Terminal):
+    """What a person types: it is echoed."""
+
+    def readline(self, size: int = -1) -> str:
+        line = super().readline(size)
+        sys.stdout.write(line)
+        return line
 
 
 def capture(name: str, kind: str, directory: Path) -> str:
@@ -114,22 +158,39 @@ def capture(name: str, kind: str, directory: Path) -> str:
 
 
 def _run(line: str, directory: Path) -> None:
-    program, *words = line.format(directory=directory).split()
-    main: Callable[[Sequence[str]], None] = {"kvd": kvd, "inference-svc": inference_svc}[program]
-    if not any(word in line for word in _SEEK_NOBODY):
-        at = {"kvd": str(directory), "inference-svc": f"unix:{directory / OPERATOR_SOCKET}"}
-        words += [{"kvd": "--runtime-dir", "inference-svc": "--address"}[program], at[program]]
+    program, *words = line.split()
+    option, place = PLACES[program]
+    if "--help" not in words and option in _options(program, words):
+        words += [option, place]
+    new = directory / "new"
+    shutil.rmtree(new, ignore_errors=True)
+    new.mkdir()
+    places = {"directory": directory, "new": new, "socket": f"unix:{directory / OPERATOR_SOCKET}"}
     try:
-        main(words)
+        PROGRAMS[program].main([word.format(**places) for word in words])
     except SystemExit as ended:
         if ended.code:
             raise RuntimeError(f"{line}: exit code {ended.code}") from ended
+
+
+def _options(program: str, words: Sequence[str]) -> set[str]:
+    """Options of the command that is called."""
+    command: Any = PROGRAMS[program].root_command()
+    for word in words:
+        command = getattr(command, "commands", {}).get(word, command)
+    return {name for param in command.params for name in param.opts}
 
 
 @contextmanager
 def prepared(directory: Path) -> Iterator[Path]:
     """A directory with what captures need, while daemons answer in it."""
     (directory / "settings.toml").write_text(CONFIG, encoding="utf-8")
+    (directory / "kvd.toml").write_text(KVD_CONFIG, encoding="utf-8")
+    (directory / "conversation-17.kvd").write_bytes(SESSION_FILE)
+    for number, name in enumerate(("key", "key.new")):
+        write_master_key(directory / name, MasterKey(bytes([number]) * KEY_BYTES))
+    (directory / "state").mkdir(mode=0o700)
+    open_database(directory / "state" / MANIFEST_NAME, directory / VOLUMES, NoFaults()).close()
     with answering(directory):
         yield directory
 
@@ -140,7 +201,12 @@ def _surroundings(program: str, width: int | None, home: Path) -> Iterator[None]
     environ = {"TERM": "xterm", "TZ": "CET-1CEST,M3.5.0,M10.5.0/3", "COLUMNS": str(width or 80)}
     environ["HOME"] = str(home)
     foreign = ("KVD_", "INFERENCE_", "XDG_")
-    with patch.dict(os.environ, environ), patch.object(sys, "argv", [program]):
+    typed = (io.TextIOWrapper if width is None else _Keyboard)(io.BytesIO(TYPED), encoding="utf-8")
+    with (
+        patch.dict(os.environ, environ),
+        patch.multiple(sys, argv=[program], stdin=typed),
+        patch("secrets.token_bytes", bytes),  # tokens and keys: none is drawn
+    ):
         for name in [name for name in os.environ if name.startswith(foreign)]:
             del os.environ[name]
         time.tzset()

@@ -7,10 +7,19 @@ from pathlib import Path
 
 import grpc
 
+from kvd.session_files.file_format import (
+    FileHeader,
+    end_bytes,
+    frame_bytes,
+    header_bytes,
+    row_bytes,
+)
 from shared.pb.inference.v1 import inference_pb2, inference_pb2_grpc
 from shared.pb.kvd.v1 import kvd_pb2 as pb
 from shared.pb.kvd.v1 import kvd_pb2_grpc
 from shared.process.runtime_dir import OPERATOR_SOCKET
+from shared.types.lineage import Lineage
+from tests.synthetic_engine import encode, key_of, small_layout
 
 MIB = 1 << 20
 MODEL = "5e5e5e5e5e5e5e5e5e5e5e5e5e5e5e5e"
@@ -231,6 +240,40 @@ SERVED = inference_pb2.Model(
 )
 
 
+NUM_EXPORTED = 16
+SESSION_FILE = b"".join(
+    (
+        header_bytes(
+            FileHeader(
+                key_of("conversation-17"), small_layout(), Lineage(b"x" * 16, 16), "0.1.0", NOON_S
+            )
+        ),
+        frame_bytes(
+            0,
+            encode(range(NUM_EXPORTED)),
+            [memoryview(bytes(size * NUM_EXPORTED)) for size in row_bytes(small_layout())],
+        ),
+        end_bytes(NUM_EXPORTED),
+    )
+)
+ACCEPTED = inference_pb2.Accepted(session_id="conversation-17")
+ANSWER = (
+    "A lighthouse keeper counts ships, not hours: each of them has a name, a flag and somebody who "
+    "waits for it in the harbour behind the hill."
+)
+USAGE = inference_pb2.Usage(
+    history_tokens=1_507,
+    reused_tokens=1_504,
+    recomputed_tokens=3,
+    new_tokens=21,
+    output_tokens=28,
+    tier_tokens={"dram": 1_024, "ssd": 480},
+    ttft_s=0.043,
+    tpot_s=0.031,
+    stall_s=0.002,
+)
+
+
 class Reader(kvd_pb2_grpc.ReaderServicer):
     def ListSessions(self, request, context):  # noqa: N802
         return pb.ListSessionsResponse(sessions=SESSIONS, total=len(SESSIONS))
@@ -265,10 +308,42 @@ class Operator(kvd_pb2_grpc.OperatorServicer):
             done=True,
         )
 
+    def Pin(self, request, context):  # noqa: N802
+        return pb.PinResponse()
+
+    Unpin = Pin
+
+    def SetTtl(self, request, context):  # noqa: N802
+        return pb.SetTtlResponse(expires_in_s=request.ttl_s)
+
+    def ReopenLayout(self, request, context):  # noqa: N802
+        return pb.ReopenLayoutResponse(name=LAYOUT)
+
+    def ReloadSettings(self, request, context):  # noqa: N802
+        return pb.ReloadSettingsResponse(
+            applied=["sessions.default_ttl", "tenants.acme-industries.dram"],
+            needs_restart=["ssd.bytes"],
+        )
+
+    def ExportSession(self, request, context):  # noqa: N802
+        yield pb.SessionFilePart(data=SESSION_FILE)
+
+    def ImportSession(self, request_iterator, context):  # noqa: N802
+        for _ in request_iterator:
+            pass
+        return pb.ImportSessionResponse(session=SESSIONS[0].session, num_tokens=NUM_EXPORTED)
+
 
 class Service(inference_pb2_grpc.InferenceServicer):
     def GetModel(self, request, context):  # noqa: N802
         return SERVED
+
+    def SubmitTurn(self, request, context):  # noqa: N802
+        yield inference_pb2.TurnEvent(accepted=ACCEPTED)
+        for word in ANSWER.split(" "):
+            token = inference_pb2.Token(text=f"{word} ")
+            yield inference_pb2.TurnEvent(tokens=inference_pb2.Tokens(tokens=[token]))
+        yield inference_pb2.TurnEvent(finished=inference_pb2.Finished(text=ANSWER, usage=USAGE))
 
 
 @contextmanager

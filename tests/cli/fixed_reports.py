@@ -1,6 +1,7 @@
 """Reports of figures that are always the same, as large as figures become."""
 
 from inference_svc.bench import figures as engine
+from inference_svc.demo.report import TurnFacts
 from inference_svc.eval import figures as quality
 from inference_svc.eval.options import Truncation
 from kvd.bench import figures as kvd
@@ -139,6 +140,50 @@ COMPRESSION = quality.EvalReport(
             for policy, ratio in (("none", 1.0), ("sinks_recent", 0.5), ("snapkv", 0.25))
         ),
     ),
+)
+RETRIEVAL = quality.EvalReport(
+    "retrieval",
+    ("inference-svc", "eval", "retrieval"),
+    3000.0,
+    _SUBJECT,
+    quality.RetrievalReport(
+        *(20, 12, 3, 3870.4, 7, 2048, Truncation(0.5, 1)),
+        tuple(
+            quality.MethodRetrieval(
+                name, _share(kept), _share(kept / 2), 120, 240, 4_915_200, 507.0
+            )
+            for name, kept in (("tt", 0.97), ("ca", 0.96), ("nkvt", 0.05))
+        ),
+    ),
+)
+ROTATION = quality.EvalReport(
+    "rotation",
+    ("inference-svc", "eval", "rotation"),
+    507.0,
+    _SUBJECT,
+    quality.RotationReport(
+        *("WikiText-2 (test)", 4_718_592, 2048, 1024),
+        (
+            quality.RotationError("before rope", "float32", 1, 5.9e-8, 3.1e-7, 1.2e-7),
+            quality.RotationError("double rotation", "bfloat16", 64, 2.4e-2, 0.11, 2.5e-2),
+        ),
+    ),
+)
+
+
+def _turn(session_id: str, turn: int, *, after_kill: bool = False) -> TurnFacts:
+    history = 390 * turn
+    tiers = ("ssd",) if after_kill else ("dram",)
+    return TurnFacts(
+        *(session_id, turn, history, history - 3 if history else 0, 41, 32),
+        *(tiers if history else (), 0.012, 0.012 + 0.0002 * history, True, after_kill),
+    )
+
+
+DEMO = tuple(
+    _turn(session, turn, after_kill=turn == 3)
+    for turn in range(4)
+    for session in ("lighthouses", "tea-ceremony")
 )
 
 

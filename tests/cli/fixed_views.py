@@ -1,6 +1,7 @@
 """Screens and reports of commands that take long, or look at the machine, from fixed facts."""
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import pairwise
 
 from rich.console import Console, RenderableType
@@ -8,6 +9,7 @@ from rich.text import Text
 
 from inference_svc.bench.report import tables as engine_bench_tables
 from inference_svc.cli.top import FOOTER_LINES, KEYS, top_lines
+from inference_svc.demo.report import closing_words, summarise, turn_table
 from inference_svc.eval.report import tables as eval_tables
 from kvd.bench.report import tables as kvd_bench_tables
 from kvd.cli.doctor import print_findings
@@ -101,6 +103,12 @@ def _service_top() -> None:
     )
 
 
+def _demo() -> None:
+    console = printing.console()
+    console.print(turn_table(fixed_reports.DEMO))
+    console.print(closing_words(summarise(fixed_reports.DEMO)), highlight=False)
+
+
 VIEWS: dict[str, Callable[[], None]] = {
     "kvd-bench": _tables(lambda width: kvd_bench_tables(fixed_reports.KVD_BENCH, width)),
     "kvd-plan": _tables(lambda _: plan_tables(fixed_reports.planned())),
@@ -112,11 +120,15 @@ VIEWS: dict[str, Callable[[], None]] = {
     "inference-svc-bench": _tables(
         lambda width: engine_bench_tables(fixed_reports.ENGINE_BENCH, width)
     ),
-    "inference-svc-eval-perplexity": _tables(
-        lambda width: eval_tables(fixed_reports.PERPLEXITY, width)
-    ),
-    "inference-svc-eval-compression": _tables(
-        lambda width: eval_tables(fixed_reports.COMPRESSION, width)
-    ),
+    "inference-svc-demo": _demo,
+    **{
+        f"inference-svc-eval-{report.part}": _tables(partial(eval_tables, report))
+        for report in (
+            fixed_reports.PERPLEXITY,
+            fixed_reports.RETRIEVAL,
+            fixed_reports.ROTATION,
+            fixed_reports.COMPRESSION,
+        )
+    },
 }
 ONLY_ON_TERMINALS = frozenset(name for name in VIEWS if "-top" in name)

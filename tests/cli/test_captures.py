@@ -4,7 +4,18 @@ import pytest
 
 from inference_svc.cli.main import main as inference_svc
 from shared.process.runtime_dir import OPERATOR_SOCKET
-from tests.cli.captures import CAPTURES, GOLDEN, KINDS, capture, golden_path, prepared
+from tests.cli.captures import (
+    CAPTURES,
+    COMMANDS,
+    GOLDEN,
+    KINDS,
+    OF_ANY_WIDTH,
+    SHOW_A_LOG,
+    capture,
+    commands,
+    golden_path,
+    prepared,
+)
 from tests.terminal import on_terminal
 
 
@@ -40,6 +51,17 @@ def test_a_service_is_not_watched_in_a_pipe(directory, capsys):
     assert "status --json" in capsys.readouterr().err
 
 
+def test_each_command_shows_something():
+    """Besides its help: one of its own, or one of its group's."""
+    shown = [name for name in COMMANDS if not name.endswith("-help")]
+    for words, command in commands():
+        if hasattr(command, "commands"):
+            continue
+        name, group = "-".join(words), "-".join(words[:-1])
+        has_own = any(f"{each}-".startswith(f"{name}-") for each in shown)
+        assert has_own or group in shown or name in SHOW_A_LOG, name
+
+
 def test_each_capture_is_of_a_command():
     """Each command's help has one; nothing is kept that nothing compares."""
     assert set(GOLDEN.iterdir()) == {golden_path(name, kind) for name, kind in CAPTURES}
@@ -52,5 +74,5 @@ def test_a_pipe_has_no_width_and_a_terminal_has(name, kind):
     width = KINDS[kind]
     if width is None:
         assert "…" not in text
-    elif not name.endswith("-json"):
+    elif not name.endswith(OF_ANY_WIDTH):
         assert max(map(len, text.splitlines())) <= width

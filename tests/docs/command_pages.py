@@ -5,7 +5,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvd.cli.completion import CHOICES
 from shared.config.lazy_commands import summary
 
 
@@ -50,13 +49,23 @@ class Page:
 
 
 def pages(
-    command: Any, words: tuple[str, ...], examples: Mapping[str, Sequence[str]]
+    command: Any,
+    words: tuple[str, ...],
+    examples: Mapping[str, Sequence[str]],
+    choices: Mapping[str, Sequence[str]],
 ) -> Iterator[Page]:
-    """Yield the page of a command, and those of the commands in it."""
+    """Yield the page of a command, and those of the commands in it.
+
+    Args:
+        examples: words behind the program's name → lines.
+        choices: name of an option or argument → what it may be.
+    """
     commands = {name: c for name, c in getattr(command, "commands", {}).items() if not c.hidden}
-    arguments = tuple(_argument(p) for p in command.params if p.param_type_name == "argument")
+    arguments = tuple(
+        _argument(p, choices) for p in command.params if p.param_type_name == "argument"
+    )
     shown = (p for p in command.params if p.param_type_name == "option" and not p.hidden)
-    options = tuple(_option(p) for p in shown if p.name != "help")
+    options = tuple(_option(p, choices) for p in shown if p.name != "help")
     text = inspect.cleandoc(command.help or "")
     usage = ["[OPTIONS]"] if options else []
     usage += [argument.name for argument in arguments]
@@ -72,24 +81,24 @@ def pages(
         tuple((name, summary(sub)) for name, sub in commands.items()),
     )
     for name, sub in commands.items():
-        yield from pages(sub, (*words, name), examples)
+        yield from pages(sub, (*words, name), examples, choices)
 
 
-def _argument(param: Any) -> Entry:
+def _argument(param: Any, choices: Mapping[str, Sequence[str]]) -> Entry:
     name = param.metavar or (param.name or "").upper()
-    if param.name in CHOICES:
-        name = "|".join(CHOICES[param.name])
+    if param.name in choices:
+        name = "|".join(choices[param.name])
     return Entry(name if param.required else f"[{name}]", _sentence(param.help), _facts(param))
 
 
-def _option(param: Any) -> Entry:
+def _option(param: Any, choices: Mapping[str, Sequence[str]]) -> Entry:
     names = ", ".join(sorted(param.opts, key=len))
     if param.secondary_opts:
         names += f", {', '.join(param.secondary_opts)}"
     if not param.is_flag:
         longest = max(param.opts, key=len).removeprefix("--")
         value = param.metavar or longest.upper().replace("-", "_")
-        names += f" {'|'.join(CHOICES.get(param.name, ())) or value}"
+        names += f" {'|'.join(choices.get(param.name, ())) or value}"
     return Entry(names, _sentence(param.help), _facts(param))
 
 

@@ -1,54 +1,127 @@
-"""Man pages and docs/kvd-cli.md, made from the commands themselves: python -m tests.docs.man_pages.
+"""Man pages and docs/*-cli.md, made from the commands themselves: python -m tests.docs.man_pages.
 
 Run it after any change of a command, an option or a help text; a test compares.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from kvd.cli.main import EXAMPLES, EXIT_CODES, root_command
+import inference_svc.cli.completion
+import inference_svc.cli.main
+import kvd.cli.completion
+import kvd.cli.main
 from tests.docs.command_pages import Entry, Page, pages
 
 ROOT = Path(__file__).parent.parent.parent
 MAN = Path("docs/man")
-MARKDOWN = Path("docs/kvd-cli.md")
-_FILES = (
-    ("/etc/kvd/kvd.toml", "settings of the installed daemon; systemd/kvd.toml explains every key"),
-    ("/run/kvd", "its sockets: engine.sock, operator.sock, reader.sock, data.sock"),
-    ("/var/lib/kvd", "its index and volumes"),
-)
-_INTRODUCTION = (
+
+
+@dataclass(frozen=True)
+class Program:
+    """What its pages are made from.
+
+    Attributes:
+        root: its command.
+        choices: what an option of a name may be.
+        exit_codes: with what each means.
+        files: paths of an installed one, with what each is.
+        introduction: paragraphs about all of its commands.
+    """
+
+    name: str
+    root: Any
+    examples: Mapping[str, Sequence[str]]
+    choices: Mapping[str, Sequence[str]]
+    exit_codes: Mapping[int, str]
+    files: Sequence[tuple[str, str]]
+    introduction: Sequence[str]
+
+    @property
+    def markdown(self) -> Path:
+        """Where its commands are documented."""
+        return Path(f"docs/{self.name}-cli.md")
+
+    def pages(self) -> list[Page]:
+        """Its own page, and each command's."""
+        return list(pages(self.root, (self.name,), self.examples, self.choices))
+
+
+KVD = Program(
+    "kvd",
+    kvd.cli.main.root_command(),
+    kvd.cli.main.EXAMPLES,
+    kvd.cli.completion.CHOICES,
+    kvd.cli.main.EXIT_CODES,
     (
-        "Every command that looks at or changes a running kvd finds it in its runtime directory "
-        "(--runtime-dir, or KVD_RUNTIME_DIR), or at --address."
+        ("/etc/kvd/kvd.toml", "settings of the daemon; systemd/kvd.toml explains every key"),
+        ("/run/kvd", "its sockets: engine.sock, operator.sock, reader.sock, data.sock"),
+        ("/var/lib/kvd", "its index and volumes"),
     ),
     (
-        "Output is for people: times are rounded, and a narrow terminal shows fewer columns. With "
-        "--json a command prints one document that has everything, with a document a line where it "
-        "goes on (events --follow, stats --watch)."
+        (
+            "Every command that looks at or changes a running kvd finds it in its runtime "
+            "directory (--runtime-dir, or KVD_RUNTIME_DIR), or at --address."
+        ),
+        (
+            "Output is for people: times are rounded, and a narrow terminal shows fewer columns. "
+            "With --json a command prints one document that has everything, with a document a line "
+            "where it goes on (events --follow, stats --watch)."
+        ),
     ),
 )
+INFERENCE_SVC = Program(
+    "inference-svc",
+    inference_svc.cli.main.root_command(),
+    inference_svc.cli.main.EXAMPLES,
+    inference_svc.cli.completion.CHOICES,
+    inference_svc.cli.main.EXIT_CODES,
+    (
+        (
+            "/etc/kvd/inference-svc.toml",
+            "settings of every service; systemd/inference-svc.toml explains every key",
+        ),
+        ("/etc/kvd/inference-svc@NAME.env", "what the service of model NAME has for itself"),
+        ("/var/lib/models/NAME", "the model that inference-svc@NAME serves"),
+        ("/run/inference-svc-NAME/inference.sock", "its socket"),
+        ("/var/lib/inference-svc/NAME", "its transcripts"),
+    ),
+    (
+        (
+            "Commands that call a service (chat, status, top) find this user's own, or the only "
+            "one of the system; else --address, or INFERENCE_ADDRESS, says which."
+        ),
+        (
+            "What runs a model (serve, demo, bench, eval) needs the extra "
+            "cachedattention[engine]; the others do without PyTorch."
+        ),
+    ),
+)
+PROGRAMS = (KVD, INFERENCE_SVC)
 
 
 def all_files() -> dict[Path, str]:
     """Every file that is made, by its path in the repository."""
-    found = list(pages(root_command(), ("kvd",), EXAMPLES))
-    files = {MAN / f"{page.title}.1": man_page(page, found) for page in found}
-    files[MARKDOWN] = "\n".join(_markdown(found)) + "\n"
+    files = {}
+    for program in PROGRAMS:
+        found = program.pages()
+        files |= {MAN / f"{page.title}.1": man_page(program, page, found) for page in found}
+        files[program.markdown] = "\n".join(_markdown(program, found)) + "\n"
     return files
 
 
 # --------------------------------------------------------------------------------------------- roff
 
 
-def man_page(page: Page, every: Sequence[Page]) -> str:
+def man_page(program: Program, page: Page, every: Sequence[Page]) -> str:
     """One page, in the macros of man(7)."""
-    lines = [f'.TH {page.title.upper()} 1 "" "CachedAttention" "kvd"']
+    lines = [f'.TH {page.title.upper()} 1 "" "CachedAttention" "{program.name}"']
     lines += [".SH NAME", f"{_roff(page.title)} \\- {_roff(_lower(page.summary))}"]
     lines += [".SH SYNOPSIS", f".B {_roff(' '.join(page.words))}", _roff(page.usage)]
     lines += [".SH DESCRIPTION", *_paragraphs(page.paragraphs)]
     if len(page.words) == 1:
-        lines += _paragraphs(_INTRODUCTION, is_first=False)
+        lines += _paragraphs(program.introduction, is_first=False)
     for heading, entries in (("ARGUMENTS", page.arguments), ("OPTIONS", page.options)):
         if entries:
             lines += [f".SH {heading}", *_entries(entries)]
@@ -58,21 +131,21 @@ def man_page(page: Page, every: Sequence[Page]) -> str:
             lines += [".TP", f".B {_roff(name)}", _roff(f"{what}. See {page.title}-{name}(1).")]
     if page.examples:
         lines += [".SH EXAMPLES", ".nf", *(_roff(line) for line in page.examples), ".fi"]
-    lines += _ending(page, every)
+    lines += _ending(program, page, every)
     return "\n".join(lines) + "\n"
 
 
-def _ending(page: Page, every: Sequence[Page]) -> Iterator[str]:
+def _ending(program: Program, page: Page, every: Sequence[Page]) -> Iterator[str]:
     yield ".SH EXIT STATUS"
     if len(page.words) > 1:
         yield "As listed in"
-        yield ".BR kvd (1)."
-        yield from (".SH SEE ALSO", ".BR kvd (1)")
+        yield f".BR {_roff(program.name)} (1)."
+        yield from (".SH SEE ALSO", f".BR {_roff(program.name)} (1)")
         return
-    for code, meaning in EXIT_CODES.items():
+    for code, meaning in program.exit_codes.items():
         yield from (".TP", f".B {code}", _roff(f"{meaning}."))
     yield ".SH FILES"
-    for path, what in _FILES:
+    for path, what in program.files:
         yield from (".TP", f".I {_roff(path)}", _roff(f"{what}."))
     yield ".SH SEE ALSO"
     others = [other.title for other in every if other is not page]
@@ -108,11 +181,11 @@ def _lower(text: str) -> str:
 # ----------------------------------------------------------------------------------------- Markdown
 
 
-def _markdown(every: Sequence[Page]) -> Iterator[str]:
+def _markdown(program: Program, every: Sequence[Page]) -> Iterator[str]:
     first, *others = every
-    yield "# The kvd command"
+    yield f"# The {program.name} command"
     yield from ("", "<!-- Made by `python -m tests.docs.man_pages` from the commands. -->")
-    for paragraph in (*first.paragraphs, *_INTRODUCTION):
+    for paragraph in (*first.paragraphs, *program.introduction):
         yield from ("", paragraph)
     yield from ("", "| command | what it does |", "|---|---|")
     for page in others:
@@ -121,7 +194,7 @@ def _markdown(every: Sequence[Page]) -> Iterator[str]:
             yield f"| [`{name}`](#{page.title}) | {_cell(page.summary)} |"
     yield from ("", "Before the command's name:", "", *_table(first.options, "option"))
     yield from ("", "## Exit codes", "", "| code | meaning |", "|---|---|")
-    for code, meaning in EXIT_CODES.items():
+    for code, meaning in program.exit_codes.items():
         yield f"| {code} | {_cell(meaning)} |"
     for page in others:
         if not page.commands:

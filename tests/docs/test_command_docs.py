@@ -1,8 +1,11 @@
 """Man pages and docs are those of the commands there are."""
 
-from kvd.cli.main import EXAMPLES, root_command
-from tests.docs.command_pages import Page, pages
-from tests.docs.man_pages import MAN, ROOT, all_files, man_page
+import pytest
+
+from tests.docs.command_pages import Page
+from tests.docs.man_pages import KVD, MAN, PROGRAMS, ROOT, all_files, man_page
+
+each_program = pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.name)
 
 
 def test_man_pages_and_docs_are_up_to_date():
@@ -14,21 +17,23 @@ def test_man_pages_and_docs_are_up_to_date():
     assert pages_there == {path for path in files if path.parent == MAN}
 
 
-def test_every_command_is_explained():
+@each_program
+def test_every_command_is_explained(program):
     """Each has a summary, each option a help text, and each example is of a command there is."""
-    found = list(pages(root_command(), ("kvd",), EXAMPLES))
+    found = program.pages()
     for page in found:
         assert page.summary, page.title
         for entry in page.options:
             assert entry.text, (page.title, entry.name)
     commands = {" ".join(page.words[1:]): page for page in found}
-    assert set(EXAMPLES) <= set(commands)
+    assert set(program.examples) <= set(commands)
 
 
-def test_examples_are_lines_that_parse():
+@each_program
+def test_examples_are_lines_that_parse(program):
     """Every option in an example exists."""
-    found = list(pages(root_command(), ("kvd",), EXAMPLES))
-    assert sum(len(page.examples) for page in found) >= len(EXAMPLES)
+    found = program.pages()
+    assert sum(len(page.examples) for page in found) >= len(program.examples)
     for page in found:
         known = {name for entry in page.options for name in entry.name.replace(",", "").split()}
         for example in page.examples:
@@ -39,6 +44,6 @@ def test_examples_are_lines_that_parse():
 def test_what_roff_would_read_is_escaped():
     """A hyphen stays a hyphen, and a line that begins with a dot is no macro."""
     page = Page(("kvd", "x"), "Do it", "", (".dot \\ and -dash",), (), (), ())
-    lines = man_page(page, [page]).splitlines()
+    lines = man_page(KVD, page, [page]).splitlines()
     assert "\\&.dot \\e and \\-dash" in lines
     assert "kvd\\-x \\- do it" in lines

@@ -205,11 +205,13 @@ async def test_engines_go_on_while_a_tenant_is_erased(world):
         await world.store("a", number)
     done = asyncio.Event()
     loading = asyncio.ensure_future(_load_until(world, done))
-    code, said = await world.erase("--tenant", "a")
-    assert code == 0, said
-    for number in range(10, 16):
-        assert not await world.is_stored("a", number)
-    done.set()
+    try:
+        code, said = await world.erase("--tenant", "a")
+        assert code == 0, said
+        for number in range(10, 16):
+            assert not await world.is_stored("a", number)
+    finally:
+        done.set()  # else the test that failed would go on for ever
     assert await loading
     assert await world.is_stored("b", 6)
 
@@ -273,6 +275,11 @@ async def test_a_key_is_rotated(world, key):
     state = ("--state-dir", str(world.kvd.state_dir))
     code, _, stderr = await run_cli("key", "rotate", str(new), "--old", str(key), *state)
     assert (code, "stop it" in stderr) == (REFUSED, True)
+    nowhere = world.kvd.state_dir / "nowhere"
+    mistyped = ("--state-dir", str(nowhere))
+    code, _, stderr = await run_cli("key", "rotate", str(new), "--old", str(key), *mistyped)
+    assert (code, f"there is no {nowhere}" in stderr) == (REFUSED, True)
+    assert not nowhere.exists()
     await world.kvd.stop()
     old_secret = _wrapped(world, "b")
     wrong = await run_cli("key", "rotate", str(key), "--old", str(new), *state)

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from kvd.cli.completion import Shell
 from tests.processes import KvdProcess, run_cli, running_kvd
 from tests.synthetic_engine import SyntheticEngine, attached_engine, key_of
 from tests.terminal import on_terminal
@@ -314,6 +313,16 @@ async def test_top_without_a_terminal(stage):
     assert (sizes, look["total"]) == (sorted(sizes, reverse=True), len(sizes))
 
 
+async def test_lists_of_nothing_say_so(stage):
+    """No header without rows, and no silence."""
+    for arguments, said in (
+        (("ls", "nobody-has-this-"), "no session is stored that fits\n"),
+        (("events", "--session", "nobody"), "no events that fit\n"),
+        (("leases", "--model", "nobody"), "no leases: nobody loads or stores just now\n"),
+    ):
+        assert await run_cli(*arguments, *stage.at) == (0, said, "")
+
+
 async def test_stored_sessions_complete(stage):
     """What shells ask for at a Tab: ids that the running kvd has; nothing without one."""
     await stage.store("complete-me", "complete-it", "x")
@@ -329,7 +338,7 @@ async def test_stored_sessions_complete(stage):
 async def test_bash_completes(stage, tmp_path: Path):
     """The script, in a real bash: stored sessions, most recently used first."""
     await stage.store("bash-2", "bash-1")
-    _, script, _ = await run_cli("completion", Shell.BASH)
+    _, script, _ = await run_cli("completion", "bash")
     (tmp_path / "kvd").write_text(f'#!/bin/sh\nexec "{sys.executable}" -m kvd "$@"\n')
     (tmp_path / "kvd").chmod(0o755)
     environment = {

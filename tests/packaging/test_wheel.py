@@ -14,6 +14,7 @@ from shared.version import __version__
 pytestmark = [pytest.mark.long, pytest.mark.timeout(1800)]
 
 REPOSITORY = Path(__file__).parents[2]
+OPERATIONS = REPOSITORY / "docs/operations.md"
 INSTALL_S = 1500.0  # from an index, on a machine that may be busy
 
 
@@ -106,6 +107,14 @@ def test_units_and_man_pages_are_in_it(programs, tmp_path):
     """install-units finds what it puts in place in the wheel itself."""
     done = run(programs, "kvd", "install-units", "--root", str(tmp_path))
     assert done.returncode == 0, done.stderr
-    page = (tmp_path / "usr/local/share/man/man1/kvd-ls.1").readlink()
-    assert page.is_relative_to(programs.parent)
-    assert page.is_file()
+    for name in ("kvd-ls.1", "inference-svc-chat.1"):
+        page = (tmp_path / "usr/local/share/man/man1" / name).readlink()
+        assert page.is_relative_to(programs.parent)
+        assert page.is_file()
+
+
+def test_the_versions_it_was_tested_with_are_in_it(programs):
+    """A host without a checkout has them where docs/operations.md says."""
+    installed = programs.parent / "share/cachedattention/constraints.txt"
+    assert str(installed.relative_to(programs.parent)) in OPERATIONS.read_text(encoding="utf-8")
+    assert installed.read_bytes() == (REPOSITORY / "constraints.txt").read_bytes()

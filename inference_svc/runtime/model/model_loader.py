@@ -128,10 +128,11 @@ def _from_pretrained(path: Path, dtype: str) -> Any:
     """Build the model."""
     folder, gguf = _located(path)
     disable_progress_bar()  # type: ignore[no-untyped-call]  # a service's stderr is a log
+    remedy = "serve a decoder-only model with safetensors weights"
+    if gguf:
+        remedy = "compare its size with where it is from, it may be cut; or serve another one"
     with (
-        _one_line(
-            f"{path} cannot be loaded", "serve a decoder-only model with safetensors weights"
-        ),
+        _one_line(f"{path} cannot be loaded", remedy),
         no_progress_bar() if gguf else nullcontext(),
     ):
         config = AutoConfig.from_pretrained(folder, local_files_only=True, **gguf)

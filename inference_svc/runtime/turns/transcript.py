@@ -18,6 +18,7 @@ import asyncio
 import fcntl
 import hashlib
 import os
+import stat
 from collections import Counter, OrderedDict
 from collections.abc import Iterator
 from pathlib import Path
@@ -70,12 +71,20 @@ class TranscriptStore:
         """Make the directory, check that it can be written, and lock it until `close`.
 
         Raises:
-            TranscriptError: it cannot be written, or another service uses it.
+            TranscriptError: it cannot be written, others could write to it or put another one in
+                its place, or another service uses it.
         """
         try:
             if not self._directory.is_dir():
                 self._directory.mkdir(parents=True, exist_ok=True, mode=0o700)
                 log.info("directory_made", directory=str(self._directory), reason="transcripts")
+            for path in (self._directory.parent, self._directory):
+                if path.stat().st_mode & stat.S_IWOTH:
+                    raise TranscriptError(
+                        f"others may write to {path}",
+                        f"chmod 700 {path}, if it is for this service alone, or give --state-dir "
+                        "a directory of its own",
+                    )
             self._lock_file = os.open(self._directory / LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o600)
             fcntl.flock(self._lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:

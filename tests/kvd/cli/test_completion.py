@@ -1,14 +1,15 @@
-"""What may come next on a command line."""
+"""What may come next on a command line of kvd's."""
 
 import shlex
 
 import pytest
 
-from kvd.cli.completion import CHOICES, EVENT_NAMES, Shell, candidates
+from kvd.cli.completion import CHOICES, EVENT_NAMES, values_with
 from kvd.cli.filters import SortName, TierName
 from kvd.cli.main import root_command
 from kvd.core.records.actions import SESSION_CUT
-from shared.config.lazy_commands import first_sentence
+from shared.config.completion import candidates
+from shared.config.completion_scripts import Shell
 
 STORED = {"session": ["a:1", "b"], "tenant": ["acme"], "model": ["5e"]}
 
@@ -16,7 +17,7 @@ STORED = {"session": ["a:1", "b"], "tenant": ["acme"], "model": ["5e"]}
 def words_after(line):
     """Candidates behind what is typed; a blank at the end begins a new word."""
     typed = shlex.split(line) + ([""] if line.endswith(" ") else [])
-    found = candidates(root_command(), typed, lambda kind, _: STORED[kind])
+    found = candidates(root_command(), typed, values_with(lambda kind, _: STORED[kind]))
     return [candidate.word for candidate in found]
 
 
@@ -38,6 +39,7 @@ def words_after(line):
         ("ls --tier ", ["dram", "ssd"]),
         ("ls --model ", ["5e"]),
         ("events --name session_cu", [SESSION_CUT]),
+        ("token ", []),
         ("completion f", ["fish"]),
         ("nonsense ", None),
         ("ls --idle ", []),
@@ -65,8 +67,3 @@ def test_choices_are_those_of_the_options():
     assert CHOICES["tier"] == tuple(TierName)
     assert CHOICES["shell"] == tuple(Shell)
     assert len(EVENT_NAMES) == len(set(EVENT_NAMES)) > 10
-
-
-def test_a_summary_is_a_sentence():
-    """Up to the first full stop, without it, on one line."""
-    assert first_sentence("Do a\nthing. Then more.\n\nAnd more.") == "Do a thing"

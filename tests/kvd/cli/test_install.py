@@ -12,7 +12,6 @@ import pytest
 
 from inference_svc.config import load_inference_settings
 from kvd import config
-from kvd.cli.completion_scripts import COMPLETIONS
 from kvd.cli.main import main
 from kvd.install.units import (
     SHIPPED,
@@ -24,6 +23,7 @@ from kvd.install.units import (
     user_files,
     with_values,
 )
+from shared.config.completion_scripts import Shell, completion_script
 from shared.types.units import parse_duration_s
 
 PROGRAMS = Path(sys.executable).parent
@@ -74,9 +74,15 @@ def test_everything_is_where_systemd_looks(tmp_path):
         f"{local}/systemd/system-preset/80-cachedattention.preset",
         "etc/kvd/kvd.toml",
         "etc/kvd/inference-svc.toml",
-        "usr/local/share/bash-completion/completions/kvd",
-        "usr/local/share/zsh/site-functions/_kvd",
-        "usr/local/share/fish/vendor_completions.d/kvd.fish",
+        *(
+            f"usr/local/share/{place}"
+            for program in ("kvd", "inference-svc")
+            for place in (
+                f"bash-completion/completions/{program}",
+                f"zsh/site-functions/_{program}",
+                f"fish/vendor_completions.d/{program}.fish",
+            )
+        ),
     }
     assert {path.stat().st_mode & 0o777 for path in tmp_path.rglob("*.*") if path.is_file()} == {
         0o644
@@ -84,17 +90,22 @@ def test_everything_is_where_systemd_looks(tmp_path):
 
 
 def test_commands_man_pages_and_completion_are_found_by_name(tmp_path):
-    """Links lead to this installation's programs and pages; shells get kvd's own scripts."""
+    """Links lead to this installation's programs and pages; shells get scripts of our own."""
     install("--root", str(tmp_path))
     links = links_in(tmp_path)
     programs = {name: links.pop(f"usr/local/bin/{name}") for name in ("kvd", "inference-svc")}
     assert programs == {name: PROGRAMS / name for name in programs}
     assert links == {f"usr/local/share/man/man1/{page.name}": page for page in man_pages()}
-    assert "usr/local/share/man/man1/kvd-ls.1" in links
+    for page in ("kvd-ls.1", "inference-svc-chat.1"):
+        assert f"usr/local/share/man/man1/{page}" in links
     assert all(page.is_file() for page in links.values())
     files = files_in(tmp_path)
-    for shell, text in COMPLETIONS.items():
-        assert [path for path, found in files.items() if found == text and "/share/" in path], shell
+    for program in ("kvd", "inference-svc"):
+        for shell in Shell:
+            script = completion_script(program, shell)
+            (place,) = [path for path, text in files.items() if text == script]
+            assert shell in place
+            assert program in Path(place).name
 
 
 def test_a_link_takes_no_other_program_s_place(tmp_path, capsys):
@@ -261,7 +272,7 @@ def test_dry_run_changes_nothing(tmp_path, capsys, more):
 
 
 def test_a_dry_run_names_the_commands_that_it_would_run(tmp_path, monkeypatch, capsys):
-    """Each on a line, with what it is for; so is each file, but man pages of one directory."""
+    """Each on a line, with what it is for; so is each file, but pages and scripts are counted."""
     monkeypatch.setattr("kvd.cli.install._run", lambda _: pytest.fail("it was run"))
     monkeypatch.setenv("HOME", str(tmp_path))
     for name in ("CONFIG", "DATA", "STATE"):

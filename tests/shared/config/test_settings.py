@@ -110,11 +110,12 @@ def test_every_problem_is_named_at_once(tmp_path):
     """Unknown keys with the nearest known one, bad values with what is accepted."""
     line = _problems(
         tmp_path,
-        '[dram]\nbyts = 1\nnum_pools = 0\ncolour = 1\n[sesions]\nttl = "1h"\n',
+        'sesions_ = 1\n[dram]\nbyts = 1\nnum_pools = 0\ncolour = 1\n[sesions]\nttl = "1h"\n',
         {"sessions.wait": "soon"},
-        {"EX_SESSIONS__UIDS": "me", "EX_DRAM_SLOT": "1"},
+        {"EX_SESSIONS__UIDS": "me", "EX_DRAM_SLOT": "1", "EX_TENANTS": "acme"},
     )
     for part in (
+        "sesions_ (file): no such setting, did you mean sessions?",
         "dram.byts (file): no such setting, did you mean dram.bytes?",
         "dram.colour (file): no such setting, dram has bytes, slot, ",
         "sesions.ttl (file): no such setting, did you mean sessions.ttl?",
@@ -122,6 +123,7 @@ def test_every_problem_is_named_at_once(tmp_path):
         "sessions.wait = 'soon' (flag): 'soon' is not a duration: write a number with",
         "sessions.uids = 'me' (env)",
         "EX_DRAM_SLOT (env): write it as EX_DRAM__SLOT",
+        "tenants (env): this is a section, give one of its keys, such as tenants.NAME.",
     ):
         assert part in line
 

@@ -127,6 +127,18 @@ def test_a_model_in_a_file_is_the_model(tmp_path, capsys):
     )
 
 
+def test_a_file_that_is_cut_is_refused_with_that(tmp_path):
+    """As a download that was broken off leaves it: at its beginning, or among the weights."""
+    directory, path = build_model(tmp_path / "made"), tmp_path / "cut.gguf"
+    made = load_model(directory)
+    _write_gguf(gguf, made.model, made.tokenizer, path)
+    whole = path.read_bytes()
+    for length in (8, len(whole) - 1000):
+        path.write_bytes(whole[:length])
+        with pytest.raises(UnsupportedModelError, match="it may be cut"):
+            load_model(path)
+
+
 def test_a_quantized_model_in_a_file_is_computed_as_any(tmp_path):
     """Its weights are what the file's are worth, in the dtype that the service is told."""
     directory, path = build_model(tmp_path / "made"), tmp_path / "Tiny.Q8_0.gguf"

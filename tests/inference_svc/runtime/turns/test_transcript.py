@@ -275,6 +275,20 @@ async def test_one_directory_has_one_owner(tmp_path):
     second.close()
 
 
+@pytest.mark.parametrize("open_to_all", [".", "sessions"])
+def test_a_directory_that_others_may_write_to_is_refused(tmp_path, open_to_all):
+    """They could put other transcripts in the place of these."""
+    directory = tmp_path / "sessions"
+    directory.mkdir(mode=0o700)
+    (tmp_path / open_to_all).chmod(0o777)
+    store = TranscriptStore(directory)
+    with pytest.raises(TranscriptError, match=r"others may write to .*: chmod 700 "):
+        store.open()
+    (tmp_path / open_to_all).chmod(0o700)
+    store.open()
+    store.close()
+
+
 async def test_a_directory_that_cannot_be_made_is_refused(tmp_path):
     """A file where the directory should be: the error names it."""
     (tmp_path / "file").touch()
