@@ -7,7 +7,7 @@ PROTO_VENV := .venv-protos
 # The floor that pyproject.toml names: stubs refuse to run on anything older than they were made with.
 PROTO_TOOLS := grpcio-tools==1.76.0
 
-.PHONY: demo test test-pages coverage mutants structure test-failed flakes test-long test-systemd wheel check protos train clean
+.PHONY: demo test test-pages test-gpu coverage mutants structure test-failed flakes test-long test-systemd wheel check protos train clean
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -56,6 +56,11 @@ test-long: $(VENV)/.installed
 test-pages: $(VENV)/.installed
 	INFERENCE_SCHEDULER__WORKING_KV=pages $(BIN)/pytest -m 'not long and not systemd' -n $(WORKERS) --dist worksteal \
 		tests/integration tests/fault tests/inference_svc/runtime/engine tests/inference_svc/runtime/turns
+
+# What runs on a GPU, in a few minutes. GPU_TESTS_DEVICE=cpu has an interpreter and a simulated device
+# stand in for one, as `make test` does with these tests.
+test-gpu: $(VENV)/.installed
+	env -u TRITON_INTERPRET GPU_TESTS_DEVICE=$(or $(GPU_TESTS_DEVICE),cuda) $(BIN)/pytest -rs tests/gpu
 
 # Would a test notice? Mutants of the cores, the tiers and the runtime, drawn with a seed, each judged
 # by the tests that run its line, then by the random tests of everything; at least 95 % are to be killed,

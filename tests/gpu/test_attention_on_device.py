@@ -1,0 +1,49 @@
+"""Attention over pages on the device: plain attention's numbers, and the models' answers."""
+
+import pytest
+import torch
+
+from inference_svc.runtime.attention.paged_attention import PageCall, PagedAttention
+from inference_svc.runtime.calibration.attention_choice import choose_attention
+from inference_svc.runtime.calibration.calibration import calibrate
+from inference_svc.runtime.model.model_loader import describe_model
+from tests.pages import PARTS, Pages
+from tests.zoo.architectures import architectures
+from tests.zoo.models import build_model
+
+CLOSE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+SHAPES = [(8, 2, 64, 64), (8, 8, 128, 128), (4, 2, 8, 8), (6, 2, 48, 32), (16, 4, 256, 256)]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"softcap": 5.0, "window": 100},
+        {"window": 300, "sinks": 1.5},
+        {"chunk": 33},
+    ],
+    ids=str,
+)
+def test_each_part_sees_its_own_tokens(device, dtypes, shape, options):
+    """In every dtype; and the bits do not depend on what is beside a part."""
+    if "sinks" in options:
+        options = options | {"sinks": torch.linspace(-2, options["sinks"], shape[0])}
+    call = PageCall(shape[2] ** -0.5, **options)
+    for dtype in dtypes:
+        pages = Pages(PARTS, shape, 16, dtype, device)
+        sizes = [size for size, _ in PARTS]
+        for part, piece in enumerate(pages.attended(call).split(sizes)):
+            assert (piece - pages.expected(part, call)).abs().max() < CLOSE[dtype], (dtype, part)
+            assert torch.equal(pages.attended(call, [part]), piece), (dtype, part)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gemma3_text", "gpt_oss", "cohere2"])
+def test_models_are_proven_with_it(device, dtypes, name):
+    """As the service does when it starts."""
+    for dtype in dtypes[:1] + dtypes[2:]:
+        model = build_model(architectures()[name]).to(device, dtype)
+        loaded = describe_model(model, tokenizer=None, name=name, fingerprint="0" * 32)
+        chosen = choose_attention("triton", loaded, calibrate(loaded), 16)
+        assert isinstance(chosen, PagedAttention)

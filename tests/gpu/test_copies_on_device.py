@@ -1,0 +1,85 @@
+"""Copies between an arena and the device: the bytes that were there, locked in place or not."""
+
+import mmap
+
+import pytest
+import torch
+
+from inference_svc.runtime.cuda.device_arena import DeviceArena
+from inference_svc.runtime.cuda.driver import DriverError
+from inference_svc.runtime.kv.arena_kv import ArenaKv, ScatteredTokens, SlotRun
+from inference_svc.runtime.kv.copy_stream import CopyStream
+from shared.types.kv_layout import Component, KVLayout, Layer
+
+NUM_SLOTS = 8
+
+
+class Slots:
+    """An arena of a small layout in page-aligned memory, full of random numbers."""
+
+    def __init__(self):
+        parts = (Component("k", (2, 64), "bfloat16", "r"), Component("v", (2, 32), "bfloat16"))
+        self.layout = KVLayout("0" * 32, (Layer(parts),) * 2, 64)
+        self.slot_bytes, self.num_slots = -(-self.layout.block_bytes // 4096) * 4096, NUM_SLOTS
+        self.memory = memoryview(mmap.mmap(-1, self.slot_bytes * NUM_SLOTS))
+        torch.frombuffer(self.memory, dtype=torch.bfloat16).normal_()
+
+
+@pytest.fixture(params=[True, False], ids=["registered", "refused"])
+def arena(request, device, driver, monkeypatch):
+    """An arena that the device reaches, or that the system refuses to lock in place."""
+    if not request.param:
+
+        def refuse(*_):
+            raise DriverError("CUDA_ERROR_OUT_OF_MEMORY")
+
+        monkeypatch.setattr(driver, "register", refuse)
+    slots = Slots()
+    if device.type == "cpu":
+        driver.own(torch.frombuffer(slots.memory, dtype=torch.uint8), is_host=True)
+    made = DeviceArena(slots, slots.layout, driver, device)
+    assert made.registered.wait() == (NUM_SLOTS if request.param else 0)
+    return made, ArenaKv(slots, slots.layout)
+
+
+def there(tensor, device, driver):
+    """Put a tensor on the device."""
+    placed = tensor.to(device)
+    return driver.own(placed) if device.type == "cpu" else placed
+
+
+RUNS = [
+    SlotRun([5, 2, 3], 0, 64),
+    SlotRun([7], 9, 30),
+    ScatteredTokens(torch.tensor([3, 3, 0]), torch.tensor([63, 0, 9])),
+]
+
+
+@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize("component", [0, 1])
+def test_loads_have_the_slots_bytes(arena, device, driver, run, component):
+    """Wherever in the slots the tokens are."""
+    on_device, plain = arena
+    shape = (
+        len(run.slot_ids),
+        *([] if isinstance(run, ScatteredTokens) else [run.tokens_per_slot]),
+    )
+    expected = torch.zeros(*shape, *plain.view(1, component).shape[2:], dtype=torch.bfloat16)
+    plain.gather(1, component, run, expected)
+    out = there(torch.zeros_like(expected), device, driver)
+    with CopyStream(device).copies(behind_computing=True):
+        on_device.gather(1, component, run, out)
+    assert torch.equal(out.cpu(), expected)
+
+
+@pytest.mark.parametrize("run", RUNS[:2])
+def test_saves_change_only_their_tokens(arena, device, driver, run):
+    """Not a byte beside them."""
+    on_device, plain = arena
+    expected = plain.view(0, 1).clone()
+    rows = torch.randn(len(run.slot_ids), run.tokens_per_slot, *expected.shape[2:]).bfloat16()
+    expected[run.slot_ids, run.start : run.start + run.tokens_per_slot] = rows
+    source = there(rows, device, driver)
+    with CopyStream(device).copies(behind_computing=True):
+        on_device.scatter(0, 1, run, source)
+    assert torch.equal(plain.view(0, 1), expected)
