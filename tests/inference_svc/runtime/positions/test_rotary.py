@@ -191,11 +191,30 @@ def test_tables_stay_within_the_context_window():
     assert max(asked) == 299
 
 
-@pytest.mark.parametrize(
-    "rope",
-    [lambda keys, _: keys.cumsum(-1), lambda keys, _: keys[..., :1].expand_as(keys)],
-    ids=["mixes all", "copies one"],
-)
+def pairs_and_a_third(keys, positions):
+    """Turn pairs, and give one element a part of a third."""
+    turned = interleaved(keys, positions)
+    turned[..., 0] += positions[:, None].T * keys[..., -1]
+    return turned
+
+
+def one_element_twice(keys, positions):
+    """Turn pairs, of which one gives both of its outputs from one element."""
+    turned = interleaved(keys, positions)
+    turned[..., 1] = turned[..., 0]
+    return turned
+
+
+OTHERS = {
+    "mixes all": lambda keys, _: keys.cumsum(-1),
+    "copies one": lambda keys, _: keys[..., :1].expand_as(keys),
+    "a ring": lambda keys, positions: keys + positions[:, None] * keys.roll(1, -1),
+    "pairs and a third": pairs_and_a_third,
+    "one element twice": one_element_twice,
+}
+
+
+@pytest.mark.parametrize("rope", OTHERS.values(), ids=OTHERS)
 def test_other_functions_are_recognised_as_such(rope):
     """What is no rotation of pairs is not taken for one."""
     with pytest.raises(RotaryNotLinearError):
