@@ -214,6 +214,31 @@ OTHERS = {
 }
 
 
+def test_tables_that_grow_are_made_few_times():
+    """Token by token, a sequence asks for no more of them than powers of two."""
+    asked = []
+
+    def watched(keys, positions):
+        asked.append(len(positions))
+        return halves(keys, positions)
+
+    rotary = table(watched)
+    asked.clear()
+    for position in range(1000, 2100, 5):
+        rotary.rotate(torch.zeros(1, 1, DIM), position)
+    assert asked == [1024, 2048, 4096]
+    for most in (2048, 2049):
+        table(watched).rotate(torch.zeros(1, 1, DIM), most - 1)
+    assert [asked[-3], asked[-1]] == [2048, 4096]  # the other is to find the pairs
+
+
+def test_an_element_that_turns_fast_is_still_made_of_itself():
+    """First of all, and of its partner then: as at position 0, where nothing is turned."""
+    pairing = find_pairing(interleaved, DIM, CPU)
+    assert list(pairing.source) == list(range(DIM))
+    assert list(pairing.partner) == [element ^ 1 for element in range(DIM)]
+
+
 @pytest.mark.parametrize("rope", OTHERS.values(), ids=OTHERS)
 def test_other_functions_are_recognised_as_such(rope):
     """What is no rotation of pairs is not taken for one."""
