@@ -6,6 +6,7 @@ import os
 import resource
 import threading
 from contextlib import contextmanager
+from pathlib import Path
 
 import psutil
 import pytest
@@ -338,7 +339,7 @@ async def test_names_are_durable_too(tmp_path, monkeypatch):
     synced, fsync = [], os.fsync
 
     def watched(descriptor):
-        synced.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+        synced.append(str(Path(f"/proc/self/fd/{descriptor}").readlink()))
         fsync(descriptor)
 
     monkeypatch.setattr("os.fsync", watched)
