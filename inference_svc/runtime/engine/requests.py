@@ -319,7 +319,7 @@ class Requests:
         self._scheduler.restart(request)
 
     def expire(self, request: EngineRequest) -> None:
-        """Fail a request whose deadline passed, as the scheduler has found."""
+        """Fail a request whose deadline passed, as the scheduler has found; as `fail` does."""
         self._counters.add("expired")
         request.end(
             DeadlineExceededError(
@@ -327,14 +327,12 @@ class Requests:
                 "submit it again with more time, or when the service is less busy",
             )
         )
-        self.release(request)
 
     def fail(self, request: EngineRequest, error: Exception) -> None:
-        """End a request with an error."""
+        """End a request with an error; whoever waits for it drops it."""
         if not request.is_over:
             self._scheduler.end(request, RequestEvent.FAIL, time.monotonic_ns())
         request.end(error)
-        self.release(request)
 
     def release(self, request: EngineRequest) -> None:
         """Release a request that has no answer; if its load is under way, that does it later."""
