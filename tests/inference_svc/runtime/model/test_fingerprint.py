@@ -292,3 +292,9 @@ def test_fingerprints_are_those_of_every_version(tmp_path):
     (directory / "tokenizer.json").write_text("{}")
     found = [fingerprint_of(path, cache_at(tmp_path))[0] for path in (directory, file)]
     assert found == ["1d9154d9643a5ff8db5080dcc5753b19", "9a0d363cff095e7510136dce81412a54"]
+
+
+def test_a_file_is_settled_some_time_after_its_last_change():
+    """Of its bytes or of anything else of it."""
+    for state in (FileState(1, 1, 500, 400), FileState(1, 1, 400, 500)):
+        assert [state.is_settled(now_ns, 100) for now_ns in (599, 600)] == [False, True]
