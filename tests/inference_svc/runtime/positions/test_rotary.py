@@ -230,6 +230,11 @@ def test_tables_that_grow_are_made_few_times():
     for most in (2048, 2049):
         table(watched).rotate(torch.zeros(1, 1, DIM), most - 1)
     assert [asked[-3], asked[-1]] == [2048, 4096]  # the other is to find the pairs
+    whole = table(watched, max_tokens=300)
+    asked.clear()
+    for _ in range(2):
+        whole.rotate(torch.zeros(1, 1, DIM), 299)
+    assert asked == [300]
 
 
 def test_an_element_that_turns_fast_is_still_made_of_itself():
