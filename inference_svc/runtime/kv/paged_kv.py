@@ -54,7 +54,7 @@ class PageTable:
         self.pages = list(pages)
         self._index = torch.tensor(self.pages, dtype=torch.int64, device=self._device)
         # Per page: the page number behind the last that lies side by side with it.
-        self._run_ends = list(range(1, len(pages) + 1))
+        self._run_ends = [number + 1 for number in range(len(pages))]
         for number in reversed(range(len(pages) - 1)):
             if pages[number] + 1 == pages[number + 1]:
                 self._run_ends[number] = self._run_ends[number + 1]
