@@ -104,13 +104,9 @@ def attend_one(query: Tensor, keys: Tensor, values: Tensor, options: AttentionOp
     """
     if not _has_flash(query, values):
         return scaled_dot_product_attention(query, keys, values, scale=options.scale)
-    is_lone = query.shape[2] == 1 and query.dtype == torch.bfloat16
-    rows = query.expand(-1, -1, 2, -1) if is_lone else query
     attended: Tensor
     log_sums: Tensor
-    attended, log_sums = _flash_kernel(rows, keys, values, scale=options.scale)
-    if is_lone:
-        attended, log_sums = attended[:, :, :1], log_sums[:, :, :1]
+    attended, log_sums = _flash_kernel(query, keys, values, scale=options.scale)
     if options.sinks is not None:
         attended = _with_sinks(attended, log_sums, options.sinks.view(log_sums.shape))
     return attended

@@ -119,11 +119,11 @@ def embed_kept(
 
     Args:
         stored: keys before RoPE, and values, from position 0 on.
-        kept: ranges of its tokens, in order.
+        kept: ranges of its tokens, in order; at least one.
         kv: KV with room for them; what it held is overwritten.
         calibration: the model's calibration, with decoupled positions.
     """
-    index = torch.cat([torch.arange(start, end) for start, end in kept] or [torch.arange(0)])
+    index = torch.cat([torch.arange(start, end) for start, end in kept])
     index = index.to(stored.device)
     for layer_index, recipe in enumerate(calibration.layers):
         free = (stored.keys[layer_index], stored.values[layer_index])  # [capacity, kv_heads, dim]

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from inference_svc.core.compression.policy import CompressionPolicy
-from inference_svc.core.discards import Range, kept_runs, num_in
+from inference_svc.core.discards import Range, kept_runs
 from inference_svc.runtime.attention.attention import AttentionOptions
 from inference_svc.runtime.attention.softmax_attention import tiles, visible_mask
 
@@ -187,4 +187,4 @@ def _tile_weights(query: Tensor, keys: Tensor, options: AttentionOptions) -> Ten
 
 def _num_before(ranges: Sequence[Range], end: int) -> int:
     """Count the tokens before `end` that are in the ranges."""
-    return num_in((start, min(stop, end)) for start, stop in ranges if start < end)
+    return sum(max(0, min(stop, end) - start) for start, stop in ranges)

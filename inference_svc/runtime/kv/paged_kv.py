@@ -58,7 +58,7 @@ class PageTable:
         self.numbers = torch.tensor(self.pages, dtype=torch.int32)
         self._index = self.numbers.to(self._device)
         # Per page: the page number behind the last that lies side by side with it.
-        self._run_ends = list(range(1, len(pages) + 1))
+        self._run_ends = [number + 1 for number in range(len(pages))]
         for number in reversed(range(len(pages) - 1)):
             if pages[number] + 1 == pages[number + 1]:
                 self._run_ends[number] = self._run_ends[number + 1]

@@ -202,15 +202,12 @@ class RotaryTable:
         return Inversion(self.pairing, self._tables_to(1).width, self._device)
 
     def _tables_to(self, end: int) -> Tables:
-        tables = self._tables
-        if tables is not None and tables.num_tokens >= end:
-            return tables
         with self._lock:
             tables = self._tables
             if tables is None or tables.num_tokens < end:
                 num_tokens = max(FIRST_TABLE_TOKENS, 1 << (end - 1).bit_length())
                 tables = self._tables = self._build(max(end, min(num_tokens, self._max_tokens)))
-        return tables
+            return tables
 
     @torch.no_grad()
     def _build(self, num_tokens: int) -> Tables:

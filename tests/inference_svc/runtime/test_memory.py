@@ -61,7 +61,7 @@ def test_scratch_is_made_anew_only_if_it_is_too_small():
 def test_pages_are_allocated_step_by_step(monkeypatch):
     """All of them, or as many steps as there were before it was stopped."""
     monkeypatch.setattr(memory, "POPULATE_STEP_BYTES", HUGE_PAGE_BYTES)
-    region = allocate_region(5 * HUGE_PAGE_BYTES // 2, torch.device("cpu"), torch.uint8)
-    assert populate(region, lambda: False) == region.numel()
+    region = allocate_region(5 * HUGE_PAGE_BYTES // 8, torch.device("cpu"), torch.float32)
+    assert populate(region, lambda: False) == 5 * HUGE_PAGE_BYTES // 2
     answers = iter([False, False, True])
     assert populate(region, lambda: next(answers)) == 2 * HUGE_PAGE_BYTES

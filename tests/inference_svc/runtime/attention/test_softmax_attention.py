@@ -98,6 +98,14 @@ def test_one_token_with_grouped_heads(name, kv_heads):
     assert torch.equal(one, attend(query, keys, values, OPTIONS[name], {}))
 
 
+def test_one_token_of_lone_heads_in_bfloat16():
+    """As it is among others: with the same bits."""
+    query, keys, values = (rows.bfloat16() for rows in tensors(1, HEADS))
+    options = OPTIONS["plain"]
+    one = attend_one(query.view(1, HEADS, 1, DIM), keys, values, options)
+    assert torch.equal(one, attend(query, keys, values, options, {}))
+
+
 def test_scores_held_at_once_are_bounded(monkeypatch):
     """Where all scores must be held, long chunks are computed in smaller tiles."""
     monkeypatch.setattr(softmax_attention, "MAX_SCORES", 7 * HEADS * LENGTH)

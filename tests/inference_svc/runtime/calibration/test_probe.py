@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from inference_svc.runtime.calibration.probe import Mask, describe_mask
+from inference_svc.runtime.calibration.probe import Mask, describe_mask, run_probe
 
 HORIZON = 96
 CPU = torch.device("cpu")
@@ -59,3 +59,14 @@ def test_slices_of_a_description_are_the_description():
     """Models that slice their mask get it back."""
     mask = Mask(window=3)
     assert mask[:, :, :, -5:] is mask
+
+
+@pytest.mark.parametrize(("name", "num_norms"), [("llama", 0), ("qwen3", 2), ("hunyuan", 2)])
+def test_what_led_to_a_layers_kv_is_that_layers_own(tiny, name, num_norms):
+    """One rotation, and the norms of its queries and keys: none of the layer before."""
+    probe = run_probe(tiny(name).loaded.model, [5, 6, 7], 192)
+    assert sorted(probe.layers) == [0, 1]
+    for seen in probe.layers.values():
+        assert (len(seen.calls), len(seen.norms)) == (1, num_norms)
+    taken = [id(call.norm) for seen in probe.layers.values() for call in seen.norms]
+    assert len(set(taken)) == 2 * num_norms

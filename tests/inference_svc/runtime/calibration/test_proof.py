@@ -5,8 +5,10 @@ from dataclasses import replace
 import pytest
 import torch
 
+from inference_svc.runtime.calibration.calibration import calibrate
 from inference_svc.runtime.calibration.proof import prove
 from inference_svc.runtime.calibration.stock import NOT_STORED, is_same, stock_logits
+from inference_svc.runtime.model.model_loader import describe_model
 from inference_svc.runtime.model.refusals import CalibrationMismatchError
 from inference_svc.runtime.positions.recipes import Calibration, ComponentRecipe
 
@@ -74,6 +76,16 @@ def test_a_token_that_rounding_sends_elsewhere_is_forgiven_in_16_bits():
     for wrong in (shifted, expected * float("nan")):
         assert not is_same(wrong, expected, torch.bfloat16)
         assert not is_same(wrong, expected, torch.float32)
+
+
+def test_norms_behind_rope_have_no_reference_for_other_positions(build):
+    """Their weights differ, so that scores depend on more than distances: nothing is refused."""
+    model = build("hunyuan")
+    for name, weights in model.named_parameters():
+        if "layernorm" in name and "self_attn" in name:
+            weights.data.copy_(torch.linspace(0.2, 3.0, len(weights)))
+    loaded = describe_model(model, tokenizer=None, name="hunyuan", fingerprint="0" * 32)
+    assert calibrate(loaded).positions == "decoupled"
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral", "gemma2", "deepseek-v3", "falcon", "bloom"])

@@ -116,6 +116,20 @@ def test_history_that_was_loaded_is_scored_by_new_queries(tiny):
     torch.testing.assert_close(torch.tensor(every.scores()), expected, **CLOSE)
 
 
+def test_a_discard_of_what_was_not_seen_changes_nothing(tiny):
+    """Neither what is counted so far nor what comes."""
+    model = tiny("llama")
+    token_ids = tokens(4, NUM_TOKENS)
+    plain, cut = keeper("accumulated"), keeper("accumulated")
+    for each in (plain, cut):
+        kv = model.new_kv(NUM_TOKENS)
+        feed(model, kv, each, token_ids, [30])
+        if each is cut:
+            cut.discard([(30, 32), (40, 44)])
+        feed(model, kv, each, token_ids, [22])
+    assert cut.scores() == plain.scores()
+
+
 def test_there_are_no_scores_before_the_prompt_is_computed(tiny):
     """A window has no queries yet; nothing has been seen at all."""
     model = tiny("llama")

@@ -56,6 +56,7 @@ async def test_a_turn_goes_on_where_the_one_before_it_ended(model, residents):
             assert turn.sink.token_ids == await alone(model, prompt)
             prompt = [*turn.token_ids, *range(30, 72)]
         await engine.all_released()
+        assert engine.counters.snapshot()["steps"] == 3 * 8
 
 
 async def test_a_load_waits_for_the_save_of_its_sessions_previous_turn(model):
@@ -209,6 +210,17 @@ async def test_a_cancelled_turn_leaves_its_sessions_resident(model):
         again = await engine.run([*first.token_ids, *range(50, 60)])
         assert again.outcome.tier_tokens == {"hbm": 47}
         assert again.sink.token_ids == await alone(model, again.token_ids[:58])
+        await engine.all_released()
+
+
+async def test_an_engine_is_idle_from_the_beginning(model):
+    """Whoever drains it waits for nothing."""
+    async with running_engine(model) as engine:
+        assert engine.loop.idle.is_set()
+        answer = asyncio.create_task(engine.run(range(20, 40)))
+        await engine.store.is_asked.wait()
+        assert not engine.loop.idle.is_set()
+        await answer
         await engine.all_released()
 
 

@@ -7,7 +7,7 @@ from inference_svc.core.scheduling.held_slots import PageCopy, PagedSlots
 from inference_svc.runtime.compute.chunk import Chunk
 from inference_svc.runtime.kv.kv_pool import KVPool
 from inference_svc.runtime.kv.layer_tensors import LayerShape, token_items_of
-from inference_svc.runtime.kv.paged_kv import PagePool
+from inference_svc.runtime.kv.paged_kv import PagePool, PageTable
 from inference_svc.runtime.memory import HUGE_PAGE_BYTES
 from inference_svc.runtime.transfer.compaction import compact_in_place
 from inference_svc.runtime.transfer.layer_load import copy_layer
@@ -51,6 +51,17 @@ def test_tokens_are_found_by_position(pages, first, num_tokens):
             assert torch.equal(read, expected[:, None, None].expand(-1, heads, dim))
 
 
+@pytest.mark.parametrize("pages", [APART, [7, 8, 9], [5, 4], [2, 3, 1, 2], [6]])
+def test_which_tokens_lie_side_by_side_is_known(pages):
+    """Of any of them: those are a view, and cost no copy."""
+    table, num_slots = PageTable(pages, PAGE_TOKENS, CPU), len(pages) * PAGE_TOKENS
+    for first in range(num_slots):
+        for num_tokens in range(1, num_slots - first + 1):
+            slots = table.slots_of(first, num_tokens)
+            is_run = slots == list(range(slots[0], slots[0] + num_tokens))
+            assert table.is_run(first, num_tokens) is is_run
+
+
 def test_sequences_of_one_region_do_not_touch():
     """Nor do tokens beyond what is written."""
     pool = make_pool(SHAPES)
@@ -74,11 +85,12 @@ def test_what_is_shared_is_copied_before_it_is_written():
         for layer in range(3):
             with tokens.filling(layer, 6, 4) as out:
                 out.zero_()
-    for layer in range(3):
-        expected = torch.arange(12) + 100.0 * layer
-        assert torch.equal(other.keys.read(layer, 0, 12)[:, 0, 0], expected)
-        expected[6:10] = 0
-        assert torch.equal(one.keys.read(layer, 0, 12)[:, 0, 0], expected)
+    for ours, theirs in ((one.keys, other.keys), (one.values, other.values)):
+        for layer in range(3):
+            expected = torch.arange(12) + 100.0 * layer
+            assert torch.equal(theirs.read(layer, 0, 12)[:, 0, 0], expected)
+            expected[6:10] = 0
+            assert torch.equal(ours.read(layer, 0, 12)[:, 0, 0], expected)
     one.own([])
     assert one.table.pages == [9, 15, 16, 5, 20, 0]
 

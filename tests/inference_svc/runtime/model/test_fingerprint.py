@@ -280,3 +280,21 @@ def test_a_digest_is_that_of_the_size_and_the_pieces(tmp_path):
     with FileDigests([file]) as digests:
         assert digests.digests() == [hashlib.sha256(size + b"".join(pieces)).digest()]
     assert digests.read_bytes == PIECE_BYTES + 8
+
+
+def test_fingerprints_are_those_of_every_version(tmp_path):
+    """Of a directory and of a file; with another one, all that is stored would be lost."""
+    directory, file = tmp_path / "model", tmp_path / "model.gguf"
+    directory.mkdir()
+    (directory / "config.json").write_text('{"model_type": "llama"}')
+    for path in (directory / "model.safetensors", file):
+        path.write_bytes(bytes(range(256)) * 9)
+    (directory / "tokenizer.json").write_text("{}")
+    found = [fingerprint_of(path, cache_at(tmp_path))[0] for path in (directory, file)]
+    assert found == ["1d9154d9643a5ff8db5080dcc5753b19", "9a0d363cff095e7510136dce81412a54"]
+
+
+def test_a_file_is_settled_some_time_after_its_last_change():
+    """Of its bytes or of anything else of it."""
+    for state in (FileState(1, 1, 500, 400), FileState(1, 1, 400, 500)):
+        assert [state.is_settled(now_ns, 100) for now_ns in (599, 600)] == [False, True]

@@ -191,11 +191,60 @@ def test_tables_stay_within_the_context_window():
     assert max(asked) == 299
 
 
-@pytest.mark.parametrize(
-    "rope",
-    [lambda keys, _: keys.cumsum(-1), lambda keys, _: keys[..., :1].expand_as(keys)],
-    ids=["mixes all", "copies one"],
-)
+def pairs_and_a_third(keys, positions):
+    """Turn pairs, and give one element a part of a third."""
+    turned = interleaved(keys, positions)
+    turned[..., 0] += positions[:, None].T * keys[..., -1]
+    return turned
+
+
+def one_element_twice(keys, positions):
+    """Turn pairs, of which one gives both of its outputs from one element."""
+    turned = interleaved(keys, positions)
+    turned[..., 1] = turned[..., 0]
+    return turned
+
+
+OTHERS = {
+    "mixes all": lambda keys, _: keys.cumsum(-1),
+    "copies one": lambda keys, _: keys[..., :1].expand_as(keys),
+    "a ring": lambda keys, positions: keys + positions[:, None] * keys.roll(1, -1),
+    "pairs and a third": pairs_and_a_third,
+    "one element twice": one_element_twice,
+}
+
+
+def test_tables_that_grow_are_made_few_times():
+    """Token by token, a sequence asks for no more of them than powers of two."""
+    asked = []
+
+    def watched(keys, positions):
+        asked.append(len(positions))
+        return halves(keys, positions)
+
+    rotary = table(watched)
+    asked.clear()
+    for position in range(1000, 2100, 5):
+        rotary.rotate(torch.zeros(1, 1, DIM), position)
+    assert asked == [1024, 2048, 4096]
+    for most in (2048, 2049):
+        table(watched).rotate(torch.zeros(1, 1, DIM), most - 1)
+    assert [asked[-3], asked[-1]] == [2048, 4096]  # the other is to find the pairs
+    whole = table(watched, max_tokens=300)
+    asked.clear()
+    for _ in range(2):
+        whole.rotate(torch.zeros(1, 1, DIM), 299)
+    assert asked == [300]
+
+
+def test_an_element_that_turns_fast_is_still_made_of_itself():
+    """First of all, and of its partner then: as at position 0, where nothing is turned."""
+    pairing = find_pairing(interleaved, DIM, CPU)
+    assert list(pairing.source) == list(range(DIM))
+    assert list(pairing.partner) == [element ^ 1 for element in range(DIM)]
+
+
+@pytest.mark.parametrize("rope", OTHERS.values(), ids=OTHERS)
 def test_other_functions_are_recognised_as_such(rope):
     """What is no rotation of pairs is not taken for one."""
     with pytest.raises(RotaryNotLinearError):

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from inference_svc.runtime.compute.chunk import Chunk
+from inference_svc.runtime.kv.arena_kv import ArenaKv
 from inference_svc.runtime.kv.sequence_kv import WriteBuffer
 from inference_svc.runtime.transfer.layer_store import store_blocks
 
@@ -51,3 +52,48 @@ def test_tokens_get_to_their_slots(tiny, make_arena, rows, lie, arena_slots, ord
     for slot_id in set(range(8)) - set(arena_slots):
         begin = slot_id * arena.slot_bytes
         assert arena.slot(slot_id) == before[begin : begin + arena.slot_bytes]
+
+
+class WatchedArenaKv(ArenaKv):
+    """Notes the slots of each copy of the first layer's keys."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.copies = []
+
+    def scatter(self, layer_index, component_index, run, source):
+        super().scatter(layer_index, component_index, run, source)
+        if layer_index == component_index == 0:
+            self.copies.append(list(run.slot_ids))
+
+
+@pytest.mark.parametrize(
+    ("lie", "arena_slots", "copies"),
+    [
+        ("in order", [2, 3, 4, 5, 6], [[2, 3, 4, 5, 6]]),
+        ("in order", [5, 6, 7, 1, 2], [[5, 6, 7], [1, 2]]),
+        ("in order", [4, 5, 1, 2], [[4, 5], [1, 2]]),
+        ("in order", [4, 5, 2, 3, 0], [[4, 5, 2, 3, 0]]),
+        ("blocks apart", [2, 3, 4, 5, 6], [[2, 3], [4, 5, 6]]),
+        ("one block here and there", [2, 3, 4, 5, 6], [[2, 3, 4, 5], [6]]),
+        ("apart within a block", [2, 3, 4, 5, 6], [[2, 3, 4, 5], [6]]),
+        ("all here and there", [5, 6, 7, 1, 2], [[5, 6, 7, 1, 2]]),
+    ],
+)
+def test_what_lies_side_by_side_is_one_copy(tiny, make_arena, rows, lie, arena_slots, copies):
+    """In both places; but no more copies than one of every second block: one of all is faster."""
+    model = tiny("llama")
+    memory = model.new_buffer(NUM_TOKENS)
+    buffer = WriteBuffer(memory.keys, memory.values, 0, BUFFER_SLOTS[lie], NUM_TOKENS)
+    arena, _ = make_arena(model.calibration.layout, 8)
+    watched = WatchedArenaKv(arena, model.calibration.layout)
+    firsts = range(0, NUM_TOKENS, BLOCK_TOKENS)
+    blocks = [
+        rows(slot_id, first, BLOCK_TOKENS)
+        for slot_id, first in zip(arena_slots, firsts, strict=False)
+    ]
+    last = rows(0, len(blocks) * BLOCK_TOKENS, 1)  # of another size: by itself
+
+    store_blocks(buffer, watched, [*blocks, last], model.calibration)
+
+    assert watched.copies == [*copies, [0]]

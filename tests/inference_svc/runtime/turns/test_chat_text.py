@@ -7,7 +7,7 @@ from transformers import AutoTokenizer
 
 from inference_svc.core.errors import InvalidTurnError, NoChatTemplateError
 from inference_svc.runtime.turns.answer_writer import Detokenizer
-from inference_svc.runtime.turns.chat_text import TurnText
+from inference_svc.runtime.turns.chat_text import ChatTemplate, TurnText
 
 STRICT = (
     "{% for m in messages %}"
@@ -69,6 +69,19 @@ def test_what_the_template_refuses_is_an_invalid_turn(tokenizer):
     assert text.chat_problem == ""
     with pytest.raises(InvalidTurnError, match="no calls"):
         text.encode_chat([user("call it")], [1])
+
+
+def test_what_surrounds_a_message_is_known(tokenizer):
+    """For each role and place: what the template writes, without the prompt for an answer."""
+    tokenizer = AutoTokenizer.from_pretrained(tokenizer.name_or_path)
+    tokenizer.chat_template = STRICT
+    template = ChatTemplate(tokenizer)
+    template.find_roles(lambda _text: 0)
+    assert {"user", "assistant"} <= set(template.roles)
+    found = list(template.surroundings())
+    assert len(found) == 4 * len(template.roles)
+    assert found[0] == (f"[{template.roles[0]}]", "<|end|>")
+    assert not any("[a]" in after for _, after in found)
 
 
 def test_a_template_that_rewrites_history_is_found_out_at_the_start(tokenizer):

@@ -6,6 +6,7 @@ import os
 import resource
 import threading
 from contextlib import contextmanager
+from pathlib import Path
 
 import psutil
 import pytest
@@ -254,6 +255,20 @@ async def test_no_session_is_opened_until_there_is_room(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+async def test_why_nothing_can_be_made_is_said(tmp_path):
+    """It is not that there is nothing to remove of it."""
+    store = TranscriptStore(tmp_path)
+    with no_file_above(LIMIT_BYTES), pytest.raises(TranscriptDiskFullError):
+        await store.append(KEY, LONG, is_final=False)
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, before[1]))
+    try:
+        with pytest.raises(TranscriptUnavailableError, match="Too many open files"):
+            await store.trouble.check_room()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
 async def test_files_that_a_crash_left_empty_go_at_the_start(tmp_path):
     """They are no sessions."""
     await append(TranscriptStore(tmp_path), KEY, 0)
@@ -289,6 +304,20 @@ def test_a_directory_that_others_may_write_to_is_refused(tmp_path, open_to_all):
     store.close()
 
 
+async def test_what_is_made_is_for_no_other_user(tmp_path):
+    """Neither the directory nor its lock, whatever this process would give away."""
+    before = os.umask(0)
+    try:
+        store = TranscriptStore(tmp_path / "made")
+        store.open()
+    finally:
+        os.umask(before)
+    store.close()
+    assert (tmp_path / "made").stat().st_mode & 0o777 == 0o700
+    (lock,) = (tmp_path / "made").iterdir()
+    assert lock.stat().st_mode & 0o777 == 0o600
+
+
 async def test_a_directory_that_cannot_be_made_is_refused(tmp_path):
     """A file where the directory should be: the error names it."""
     (tmp_path / "file").touch()
@@ -317,6 +346,25 @@ async def test_a_discard_is_there_for_the_next_process(tmp_path):
     assert [turn for turn, _ in found.all_discards] == [1]
     with pytest.raises(UnknownSessionError):
         await store.discard(KEY._replace(session_id="nobody"), Discard(((0, 2),), 0, CLIENT))
+
+
+async def test_names_are_durable_too(tmp_path, monkeypatch):
+    """A new session's file and its name are synced, then the file alone; a deleted one's name."""
+    synced, fsync = [], os.fsync
+
+    def watched(descriptor):
+        synced.append(str(Path(f"/proc/self/fd/{descriptor}").readlink()))
+        fsync(descriptor)
+
+    monkeypatch.setattr("os.fsync", watched)
+    store = TranscriptStore(tmp_path)
+    file, directory = str(store._path(KEY)), str(tmp_path)
+    await append(store, KEY, 0)
+    assert synced == [file, directory]
+    await append(store, KEY, 1)
+    assert synced == [file, directory, file]
+    await store.delete(KEY)
+    assert synced == [file, directory, file, directory]
 
 
 async def test_a_write_that_is_given_up_leaves_nothing_stale(tmp_path, monkeypatch):

@@ -226,7 +226,9 @@ async def test_limits_can_be_asked_for_before_anything_is_made(tmp_path):
         runner.may_end.set()
         await turns.idle.wait()
         turns.check_limits(KEY.tenant)
+        assert not turns.is_draining
         turns.refuse_new()
+        assert turns.is_draining
         with pytest.raises(DrainingError):
             turns.check_limits(KEY.tenant)
 
