@@ -57,10 +57,11 @@ test-pages: $(VENV)/.installed
 	INFERENCE_SCHEDULER__WORKING_KV=pages $(BIN)/pytest -m 'not long and not systemd' -n $(WORKERS) --dist worksteal \
 		tests/integration tests/fault tests/inference_svc/runtime/engine tests/inference_svc/runtime/turns
 
-# What runs on a GPU, in a few minutes. GPU_TESTS_DEVICE=cpu has an interpreter and a simulated device
-# stand in for one, as `make test` does with these tests.
+# What runs on a GPU, in a few minutes. With GPU_TESTS_DEVICE=cpu an interpreter and a simulated device
+# stand in for one, as in `make test`.
+GPU_TESTS_DEVICE ?= cuda
 test-gpu: $(VENV)/.installed
-	env -u TRITON_INTERPRET GPU_TESTS_DEVICE=$(or $(GPU_TESTS_DEVICE),cuda) $(BIN)/pytest -rs tests/gpu
+	GPU_TESTS_DEVICE=$(GPU_TESTS_DEVICE) $(BIN)/pytest tests/gpu
 
 # Would a test notice? Mutants of the cores, the tiers and the runtime, drawn with a seed, each judged
 # by the tests that run its line, then by the random tests of everything; at least 95 % are to be killed,

@@ -13,8 +13,9 @@ import structlog
 from hypothesis import HealthCheck, settings
 
 LONG_S = 3600
-# Triton's kernels run on the CPU. Said before anything imports it, and to the children too.
-os.environ.setdefault("TRITON_INTERPRET", "1")
+if os.environ.get("GPU_TESTS_DEVICE", "cpu") == "cpu":
+    # Triton's kernels are interpreted. Said before anything imports it, and to the children too.
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 # Machines are slow now and then: nothing is timed. What `make test` draws is the same every time,
 # `make test-long` draws anew.
