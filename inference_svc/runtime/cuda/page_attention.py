@@ -27,6 +27,14 @@ def attend_pages(
     query: Tensor, keys: Tensor, values: Tensor, step: PageStep, call: PageCall
 ) -> Tensor:
     """Let each part's new tokens see their part up to themselves; see `PageKernel`."""
+    # Kernels are launched on the thread's current device.
+    with torch.cuda.device_of(query):  # type: ignore[no-untyped-call]
+        return _attend_pages(query, keys, values, step, call)
+
+
+def _attend_pages(
+    query: Tensor, keys: Tensor, values: Tensor, step: PageStep, call: PageCall
+) -> Tensor:
     num_tokens, num_heads, dim = query.shape
     kv_heads, value_dim = values.shape[1:]
     group = num_heads // kv_heads

@@ -5,6 +5,7 @@ work: a CopyStream takes that of one copy thread, so that it runs beside what is
 say when it is done, or when what it copies has been computed (paper §3.2: load and save streams).
 """
 
+import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -49,13 +50,29 @@ def _stream_options(device: torch.device) -> dict[str, torch.device]:
     return {} if device.type == "cpu" else {"device": device}
 
 
+class _Streams(threading.local):
+    """The streams of each thread, by module and device; each thread sees its own."""
+
+    def __init__(self) -> None:
+        self.streams: dict[Any, Any] = {}
+
+
 class CopyStream:
-    """The stream of one piece of copying; used by one thread."""
+    """The stream of one piece of copying; used by one thread, whose pieces all have the same.
+
+    So that the device's allocator finds for one what it had for another.
+    """
+
+    _of_thread = _Streams()
 
     def __init__(self, device: torch.device) -> None:
         self._module = torch.get_device_module(device)
         self._computing = self._module.current_stream(device)
-        self._stream: Any = self._module.Stream(**_stream_options(device))
+        streams = self._of_thread.streams
+        key = (self._module, device)
+        if key not in streams:
+            streams[key] = self._module.Stream(**_stream_options(device))
+        self._stream = streams[key]
 
     @contextmanager
     def copies(self, *, behind_computing: bool) -> Iterator[None]:

@@ -72,6 +72,13 @@ class PageTable:
         """Return the slots of tokens from `first` on."""
         return [self.slot_of(token) for token in range(first, first + num_tokens)]
 
+    def slot_index(self, first: int, num_tokens: int) -> Tensor:
+        """Return what `slots_of` does, [num_tokens] on the device: computed there."""
+        begin, end = first // self.page_tokens, ceil_div(first + num_tokens, self.page_tokens)
+        firsts = self._index[begin:end].long() * self.page_tokens
+        slots = firsts[:, None] + torch.arange(self.page_tokens, device=self._device)
+        return slots.flatten().narrow(0, first - begin * self.page_tokens, num_tokens)
+
     def is_run(self, first: int, num_tokens: int) -> bool:
         """Whether tokens from `first` on lie side by side; at least one."""
         end = ceil_div(first + num_tokens, self.page_tokens)
@@ -129,8 +136,7 @@ class PagedTokens:
             return
         tokens = layer.new_empty(num_tokens, *layer.shape[1:])
         yield tokens
-        slots = torch.tensor(self._table.slots_of(first, num_tokens), device=self.device)
-        layer.index_copy_(0, slots, tokens)
+        layer.index_copy_(0, self._table.slot_index(first, num_tokens), tokens)
 
     def copy_pages(self, copies: Sequence[PageCopy]) -> None:
         """Copy whole pages of all layers."""

@@ -29,6 +29,8 @@ from shared.types.kv_layout import KVLayout
 from shared.types.units import ceil_div
 
 PIECE_ITEMS = 1 << 17  # elements turned at once: 512 KiB in float32; twice as much is slower
+# Elsewhere than on a CPU, where calls cost more than what they read: 16 MiB in float32, of scratch.
+DEVICE_PIECE_ITEMS = 1 << 22
 SHORT_RUN = 64  # tokens; a run costs as much as its tokens one by one, if it is so short
 
 Run = SlotRun | ScatteredTokens
@@ -146,7 +148,9 @@ class LayerLoader:
             tokens = (self._kv.keys, self._kv.values)[component]
             pieces = self._pieces[kind] = []
             first = self._first
-            for runs in _balanced(self._runs, self._num_tokens, PIECE_ITEMS // (heads * dim)):
+            is_cpu = tokens.device.type == "cpu"
+            items = PIECE_ITEMS if is_cpu else DEVICE_PIECE_ITEMS
+            for runs in _balanced(self._runs, self._num_tokens, items // (heads * dim)):
                 count = sum(run.num_tokens for run in runs)
                 turn = rotary.turn(tokens.read(layer_index, first, count), first)
                 pieces.append(_Piece(first, count, list(_placed(runs, first)), turn))
