@@ -10,7 +10,7 @@ from shared.config.completion_scripts import Shell, completion_script
 
 # What an option or argument of this name may be, in all commands.
 CHOICES: Mapping[str, tuple[str, ...]] = {
-    "attention": ("auto", "torch"),
+    "attention": ("auto", "torch", "triton"),
     "dtype": ("auto", "float32", "bfloat16", "float16"),
     "load_policy": ("auto", "always", "never"),
     "log_format": ("auto", "json", "text"),

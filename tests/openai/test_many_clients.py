@@ -5,6 +5,7 @@ import uuid
 
 import pytest
 
+from tests.inference_processes import wait_kvd_state
 from tests.openai.conftest import MODEL, said
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -37,8 +38,11 @@ async def test_every_conversation_is_answered_in_its_session(api, num_clients):
     async def disturb():
         for _ in range(num_clients):  # about a third of the turns are over
             await arrived.acquire()
-        await api.kvd.kill()
-        await api.kvd.start()
+        async with api.service.client() as client:
+            await api.kvd.kill()
+            await wait_kvd_state(client, "detached")
+            await api.kvd.start()
+            await wait_kvd_state(client, "attached")  # else the next test's turns are not saved
 
     async with api.client(max_retries=RETRIES) as client:
         talks = [converse(client, number) for number in range(num_clients)]
