@@ -23,6 +23,17 @@ from inference_svc.runtime.cuda.driver import DriverError
 
 HOST = 0
 COPY = torch.ops.aten.copy_.default
+ONLY_WRITING = {COPY, torch.ops.aten.index_copy_.default, torch.ops.aten._foreach_copy_.default}
+MAKING = {  # which look at a shape only
+    torch.ops.aten.new_empty.default,
+    torch.ops.aten.empty_like.default,
+    torch.ops.aten.new_zeros.default,
+}
+BY_ROWS = {  # of the first argument, by dimension and index
+    torch.ops.aten.index_copy_.default,
+    torch.ops.aten.index_select.default,
+    torch.ops.aten.index_select.out,
+}
 MOST_STREAMS = 1 << 10  # one piece of work is number * MOST_STREAMS + stream
 
 
@@ -77,6 +88,7 @@ class SimulatedDevice:
         registered: sizes of registered host memory, by address.
         fails_at: how many calls of `register` succeed before one fails; None: all.
         num_batches: calls of `copy_batch`.
+        races: for those who catch what threads raise.
     """
 
     def __init__(self, seed=0):
@@ -92,6 +104,7 @@ class SimulatedDevice:
         self.registered = {}
         self.fails_at = None
         self.num_batches = 0
+        self.races = []
 
     # --- the module of streams and events ---
 
@@ -152,16 +165,32 @@ class SimulatedDevice:
         self._memory[storage.data_ptr()] = _Memory(storage, is_host)
         return tensor
 
+    @property
+    def is_copying(self):
+        """Whether this thread's stream is one of copies: what computing makes, it reads itself."""
+        return self.current_stream() is not self._usual
+
+    def is_its(self, tensor):
+        """Whether a tensor lies in the device's own memory."""
+        part = self._part(tensor)
+        return part is not None and not part.memory.is_host
+
     @contextmanager
     def running(self):
         """Watch what this thread computes."""
         with _Watched(self):
             yield self
 
-    def ran(self, inputs, outputs):
-        """Note work that torch has done, or is about to do, on tensors that may be ours."""
-        read = [self._part(tensor) for tensor in inputs]
-        written = [self._part(tensor) for tensor in outputs]
+    def ran(self, inputs, outputs, rows=None):
+        """Note work that torch has done, or is about to do, on tensors that may be ours.
+
+        Args:
+            inputs: tensors that are read.
+            outputs: tensors that are written.
+            rows: tensor, dimension and index of a call that takes some rows only.
+        """
+        read = [self._part(tensor, rows) for tensor in inputs]
+        written = [self._part(tensor, rows) for tensor in outputs]
         parts = [part for part in (*read, *written) if part is not None]
         if not parts:
             return False
@@ -185,13 +214,16 @@ class SimulatedDevice:
                 other.clock[HOST] = self._works
         return stream, self._works
 
-    def _part(self, tensor):
+    def _part(self, tensor, rows=None):
         memory = self._memory.get(tensor.untyped_storage().data_ptr())
         if memory is None or not tensor.numel():
             return None
         size = tensor.itemsize
         shape, strides = (*tensor.shape, size), (*(step * size for step in tensor.stride()), 1)
-        return _Part(memory, shape, strides, tensor.storage_offset() * size)
+        part = _Part(memory, shape, strides, tensor.storage_offset() * size)
+        if rows is not None and rows[0] is tensor:
+            part.rows = rows[1] % tensor.dim(), rows[2].long()
+        return part
 
     def _found(self, address, num_bytes):
         """Find the memory at an address; the host's must be registered."""
@@ -220,6 +252,8 @@ class _Memory:
 class _Part:
     """Some bytes of a memory, as a view of it has them."""
 
+    rows = None  # dimension and index; None: all
+
     def __init__(self, memory, *place):
         self.memory = memory
         self._place = place
@@ -234,19 +268,28 @@ class _Part:
         noted = self.memory.read.setdefault(
             stream.number, torch.zeros(self.memory.num_bytes, dtype=torch.int64)
         )
-        noted.as_strided(*self._place).fill_(number * MOST_STREAMS + stream.number)
+        self._note(noted, number * MOST_STREAMS + stream.number)
 
     def write(self, work):
         stream, number = work
         self._require(stream, self.memory.written, "writes what may still be written")
         for noted in self.memory.read.values():
             self._require(stream, noted, "writes what may still be read")
-        written = self.memory.written.as_strided(*self._place)
-        written.fill_(number * MOST_STREAMS + stream.number)
+        self._note(self.memory.written, number * MOST_STREAMS + stream.number)
+
+    def _note(self, noted, work):
+        here = noted.as_strided(*self._place)
+        if self.rows is None:
+            here.fill_(work)
+        else:
+            here.index_fill_(*self.rows, work)
 
     def _require(self, stream, noted, what):
         """Refuse unless all work that is noted here is over."""
-        for work in noted.as_strided(*self._place).unique().tolist():
+        here = noted.as_strided(*self._place)
+        if self.rows is not None:
+            here = here.index_select(*self.rows)
+        for work in here.unique().tolist():
             number, other = divmod(work, MOST_STREAMS)
             if number > stream.clock.get(other, 0):
                 raise RaceError(f"stream {stream.number} {what} by stream {other}")
@@ -269,14 +312,20 @@ class _Watched(TorchDispatchMode):
             given = dict(zip((each.name for each in schema), args, strict=False)) | kwargs
             written = {each.name for each in schema if each.alias_info and each.alias_info.is_write}
             # What is only written: `out` of a call, and the target of a copy.
-            unread = written if func is COPY else {each.name for each in schema if each.is_out}
+            unread = (
+                written if func in ONLY_WRITING else {each.name for each in schema if each.is_out}
+            )
             outputs = [t for name in written for t in _tensors(given.get(name))]
             inputs = [t for name in given if name not in unread for t in _tensors(given[name])]
-            is_ours = device.ran(inputs, outputs)
+            rows = args[:3] if func in BY_ROWS else None
+            if func in MAKING:
+                is_ours = device.is_its(inputs[0])
+            else:
+                is_ours = device.ran(inputs, outputs, rows)
             results = func(*args, **kwargs)
             known = {t.untyped_storage().data_ptr() for t in _tensors(list(given.values()))}
             for made in _tensors(results):
-                if is_ours and made.untyped_storage().data_ptr() not in known:
+                if is_ours and device.is_copying and made.untyped_storage().data_ptr() not in known:
                     device.own(made)
                     device.ran([], [made])
             return results

@@ -152,7 +152,8 @@ class LayerLoader:
             items = PIECE_ITEMS if is_cpu else DEVICE_PIECE_ITEMS
             for runs in _balanced(self._runs, self._num_tokens, items // (heads * dim)):
                 count = sum(run.num_tokens for run in runs)
-                turn = rotary.turn(tokens.read(layer_index, first, count), first)
+                like = torch.empty(count, heads, dim, dtype=tokens.dtype, device="meta")
+                turn = rotary.turn(like, first)
                 pieces.append(_Piece(first, count, list(_placed(runs, first)), turn))
                 first += count
         return self._pieces[kind]

@@ -1,0 +1,130 @@
+"""An engine, a real kvd, and a device that refuses races: sessions that come, share, grow and go.
+
+What is enqueued on the streams of computing, loads and saves is watched, thread by thread: each
+piece of work has waited for what it reads and for what it overwrites, or the test fails.
+"""
+
+import asyncio
+import traceback
+from functools import wraps
+
+import numpy as np
+import pytest
+import torch
+
+from inference_svc import assembly
+from inference_svc.assembly import Model
+from inference_svc.bench.local_engine import running_engine
+from inference_svc.bench.workspace import workspace
+from inference_svc.runtime import worker_thread
+from inference_svc.runtime.calibration.calibration import calibrate
+from inference_svc.runtime.cuda.device_arena import DeviceArena
+from inference_svc.runtime.kv import kv_pool, paged_kv, write_ring
+from inference_svc.runtime.model.model_loader import load_model
+from tests.simulated_device import RaceError, SimulatedDevice
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def model(tiny_model):
+    loaded = load_model(tiny_model, "float32", "cpu")
+    return Model(loaded, calibrate(loaded))
+
+
+@pytest.fixture
+def simulated(monkeypatch):
+    """A simulated device in the place of the CPU's: for memory, streams, copies and threads."""
+    device = SimulatedDevice()
+    monkeypatch.setattr(torch, "get_device_module", lambda _device: device)
+    for module in (kv_pool, paged_kv, write_ring):
+        allocate = module.allocate_region
+        monkeypatch.setattr(
+            module,
+            "allocate_region",
+            lambda *args, allocate=allocate: device.own(allocate(*args)),
+        )
+
+    def open_arena(arena, layout):
+        device.own(torch.frombuffer(arena.memory, dtype=torch.uint8), is_host=True)
+        return DeviceArena(arena, layout, device, CPU)
+
+    monkeypatch.setattr(assembly, "open_arena_for", lambda _device: open_arena)
+    run = worker_thread.WorkerThread.run
+
+    @wraps(run)
+    async def watched(self, call, *args, **kwargs):
+        def called(*args, **kwargs):
+            with device.running():
+                try:
+                    return call(*args, **kwargs)
+                except RaceError:
+                    device.races.append(traceback.format_exc())
+                    raise
+
+        return await run(self, called, *args, **kwargs)
+
+    monkeypatch.setattr(worker_thread.WorkerThread, "run", watched)
+    return device
+
+
+class Conversation:
+    """A session of the engine; what it has said so far."""
+
+    def __init__(self, local, name, shared=()):
+        self._local = local
+        self._key = local.key(name)
+        self.ids = list(shared)
+
+    async def turn(self, num_new, num_answer, source="any", keep=True):
+        """Submit new tokens behind all that was said."""
+        prompt = [*self.ids, *self._local.new_tokens(num_new)]
+        times = await self._local.turn(
+            self._key,
+            prompt,
+            num_answer,
+            source=source,
+            keep_tokens=len(prompt) + num_answer - 1 if keep else 0,
+            history_tokens=len(self.ids),
+        )
+        self.ids = [*prompt, *times.output_ids]
+        return times
+
+
+@pytest.mark.parametrize(
+    "working_kv", ["pages", pytest.param("contiguous", marks=pytest.mark.long)]
+)
+async def test_nothing_races(simulated, model, tmp_path, working_kv):
+    """Turns beside each other: computed, saved, loaded, resident, shared, overwritten."""
+    torch.set_num_threads(1)
+    chance = np.random.default_rng(3)
+    with workspace(tmp_path, model) as space:
+        async with (
+            space.kvd(6000) as kvd,
+            running_engine(
+                model,
+                kvd,
+                kv_tokens=1500,
+                scheduler={"working_kv": working_kv, "max_running": 3, "step_tokens": 64},
+            ) as local,
+        ):
+            common = local.new_tokens(70)
+            sessions = [Conversation(local, f"s{number}", common) for number in range(5)]
+            for _ in range(3):
+                order = chance.permutation(len(sessions))
+                await asyncio.gather(
+                    *(
+                        sessions[number].turn(
+                            int(chance.integers(5, 60)),
+                            int(chance.integers(2, 12)),
+                            "kvd" if chance.random() < 0.6 else "any",
+                        )
+                        for number in order
+                    )
+                )
+            await local.settle()
+            counted = local.parts.counters.snapshot()
+    assert simulated.races == []
+    assert simulated.num_batches > 0
+    assert counted["load_hits"] > 0
+    assert counted["save_errors"] == counted["load_errors"] == counted["saves_refused"] == 0
