@@ -8,6 +8,7 @@ import typer
 from inference_svc.bench.figures import as_document
 from inference_svc.bench.options import (
     BuffersOptions,
+    CopiesOptions,
     DecodeOptions,
     ModelChoice,
     OutputOptions,
@@ -104,6 +105,13 @@ def sharing(choice: ModelChoice, options: SharingOptions, output: OutputOptions)
 @command(ModelChoice, PositionsOptions, OutputOptions)
 def positions(choice: ModelChoice, options: PositionsOptions, output: OutputOptions) -> None:
     """Hits over context overflows, with positions apart from stored keys (CA) and in them (OF)."""
+    measure(options, choice, output)
+
+
+@bench_app.command()
+@command(ModelChoice, CopiesOptions, OutputOptions)
+def copies(choice: ModelChoice, options: CopiesOptions, output: OutputOptions) -> None:
+    """Loads and saves between slots and pages, against plain copies of as many bytes."""
     measure(options, choice, output)
 
 

@@ -386,6 +386,14 @@ class DecodeOptions:
     pairs: Pairs = 15
 
 
+@dataclass(frozen=True, slots=True)
+class CopiesOptions:
+    """Part `copies`."""
+
+    histories: Annotated[Numbers, _numbers("Tokens that are copied at a time.")] = (2048, 8192)
+    pairs: Pairs = 15
+
+
 Part = (
     TurnsOptions
     | OverlapOptions
@@ -396,4 +404,5 @@ Part = (
     | SharingOptions
     | PositionsOptions
     | DecodeOptions
+    | CopiesOptions
 )

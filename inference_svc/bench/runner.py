@@ -10,6 +10,7 @@ import torch
 from inference_svc.assembly import Model
 from inference_svc.bench import (
     buffers,
+    copies,
     decode,
     overflow,
     overlap,
@@ -22,6 +23,7 @@ from inference_svc.bench import (
 from inference_svc.bench.figures import Case, Report
 from inference_svc.bench.options import (
     BuffersOptions,
+    CopiesOptions,
     DecodeOptions,
     ModelChoice,
     OverflowOptions,
@@ -108,6 +110,7 @@ _PARTS: dict[type[Part], _Measured] = {
         "positions", policies.METRIC, _window_of, policies.measure_positions
     ),
     DecodeOptions: _Measured("decode", decode.METRIC, decode.window_tokens, decode.measure_decode),
+    CopiesOptions: _Measured("copies", copies.METRIC, copies.window_tokens, copies.measure_copies),
 }
 _SSD_TURNS = _Measured(
     "turns, ssd", ssd_turns.METRIC, turns.window_tokens, ssd_turns.measure_ssd_turns

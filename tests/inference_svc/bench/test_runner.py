@@ -6,6 +6,7 @@ import pytest
 
 from inference_svc.bench.options import (
     BuffersOptions,
+    CopiesOptions,
     DecodeOptions,
     ModelChoice,
     OverflowOptions,
@@ -91,6 +92,17 @@ def test_buffers_are_compared_with_the_start_gates_choice(measure):
     assert {ratio.metric for ratio in case.ratios} == {"ttft_s", "queued_s"}
     (note,) = case.notes
     assert "of 2 layers" in note
+
+
+def test_copies_are_compared_with_plain_ones(measure):
+    """Loads, saves and both at once; there is no goal where the CPU embeds the keys."""
+    report = measure(CopiesOptions((40, 130), pairs=PAIRS))
+    assert [case.name for case in report.cases] == ["40 tokens", "130 tokens"]
+    for case in report.cases:
+        ways = ("load", "save", "both")
+        assert set(variants(case)) == {*ways, *(f"{way} floor" for way in ways)}
+        assert [ratio.what for ratio in case.ratios] == [f"{way} / {way} floor" for way in ways]
+        assert not any(ratio.at_least for ratio in case.ratios)
 
 
 def test_serve_replays_a_trace_with_and_without_reuse(measure):

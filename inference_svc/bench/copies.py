@@ -1,0 +1,180 @@
+"""Part `copies`: loads and saves against what the bus, or on a CPU the memory, gives plain copies.
+
+    load, save  all layers of a history, between slots here and there and pages, as turns have them;
+                keys are embedded on the way
+    both        one of each at the same time
+    … floor     as many bytes in one piece, between memory that is locked in place and the device
+
+Slots are registered before anything is measured (`docs/gpu.md`).
+"""
+
+import mmap
+import random
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from inference_svc.bench.bench_session import take_rounds
+from inference_svc.bench.figures import Case, Interleaved
+from inference_svc.bench.options import CopiesOptions, RunOptions
+from inference_svc.bench.workspace import Workspace
+from inference_svc.core.scheduling.held_slots import PagedSlots
+from inference_svc.runtime.cuda.arenas import open_arena_for
+from inference_svc.runtime.cuda.device_arena import DeviceArena
+from inference_svc.runtime.kv.copy_stream import CopyStream
+from inference_svc.runtime.kv.paged_kv import PagePool
+from inference_svc.runtime.transfer.layer_load import LayerLoader
+from inference_svc.runtime.transfer.layer_store import store_blocks
+from shared.types.units import align_up, ceil_div
+
+METRIC = "gb_per_s"
+WARM_UP = 2
+PAGE_TOKENS = 16
+LEAST_ALONE, LEAST_OF_BOTH = 0.9, 0.8
+
+
+def window_tokens(options: CopiesOptions) -> int:
+    """Return the length of the longest history, in tokens."""
+    return max(options.histories)
+
+
+async def measure_copies(
+    options: CopiesOptions, run: RunOptions, work: Workspace
+) -> tuple[Case, ...]:
+    """Measure every history."""
+    found = []
+    for num_tokens in options.histories:
+        copies = _Copies(work, num_tokens)
+        found.append(await copies.measure(options, run))
+    return tuple(found)
+
+
+@dataclass(frozen=True)
+class _Slots:
+    """An arena in memory of this process."""
+
+    slot_bytes: int
+    num_slots: int
+    memory: memoryview
+
+
+@dataclass(frozen=True)
+class _Block:
+    """The tokens of a slot; a span and a block at once."""
+
+    slot_id: int
+    token_offset: int
+    num_tokens: int
+    start: int = 0
+
+
+class _Copies:
+    """One history, in slots that lie here and there and on pages, and plain memory as large."""
+
+    def __init__(self, work: Workspace, num_tokens: int) -> None:
+        loaded, self._calibration = work.model.loaded, work.model.calibration
+        layout, self._device = work.layout, loaded.device
+        self._num_tokens = num_tokens
+        self.num_bytes = num_tokens * layout.token_bytes
+        firsts = range(0, num_tokens, layout.block_tokens)
+        slot_bytes = align_up(layout.block_bytes, mmap.PAGESIZE)
+        memory = mmap.mmap(-1, slot_bytes * len(firsts))
+        slots = _Slots(slot_bytes, len(firsts), memoryview(memory))
+        torch.frombuffer(slots.memory, dtype=torch.uint8).zero_()  # pages are there, no NaN is
+        self._arena = open_arena_for(self._device)(slots, layout)
+        if isinstance(self._arena, DeviceArena):
+            self._arena.registered.wait()
+        slot_ids = list(range(len(firsts)))
+        random.Random(1).shuffle(slot_ids)  # noqa: S311  # where slots lie
+        self._blocks = [
+            _Block(slot_id, first, min(layout.block_tokens, num_tokens - first))
+            for slot_id, first in zip(slot_ids, firsts, strict=True)
+        ]
+        num_pages = ceil_div(num_tokens, PAGE_TOKENS)
+        shapes = [layer.shape for layer in self._calibration.layers]
+        pool = PagePool(
+            shapes,
+            PagedSlots(num_pages, PAGE_TOKENS),
+            num_tokens,
+            device=self._device,
+            dtype=loaded.dtype,
+        )
+        pool.prefault()
+        self._kv = pool.new_kv(num_tokens, range(num_pages))
+        self._buffer = pool.new_write_buffer(0, num_tokens)
+        self._buffer.end_token = num_tokens
+        self._plain = [(_locked(self.num_bytes, self._device), self._on_device()) for _ in range(2)]
+
+    async def measure(self, options: CopiesOptions, run: RunOptions) -> Case:
+        """Take all rounds, and compare."""
+        facts = {"history_tokens": self._num_tokens, "bytes": self.num_bytes}
+        found = Interleaved(f"{self._num_tokens} tokens", facts)
+        ways: dict[str, Sequence[Callable[[], None]]] = {
+            "load": (self._load,),
+            "save": (self._save,),
+            "both": (self._load, self._save),
+            "load floor": (self._load_floor,),
+            "save floor": (self._save_floor,),
+            "both floor": (self._load_floor, self._save_floor),
+        }
+
+        async def take(name: str) -> dict[str, float]:
+            seconds = _seconds(ways[name])
+            return {METRIC: len(ways[name]) * self.num_bytes / seconds / 1e9}
+
+        await take_rounds(
+            found,
+            lambda _: list(ways),
+            range(-WARM_UP, options.pairs),
+            take,
+            lambda what: run.on_progress(f"copies of {self._num_tokens} tokens: {what}"),
+        )
+        # On a CPU keys are embedded by who copies them: that is no goal.
+        alone, both = (LEAST_ALONE, LEAST_OF_BOTH) if self._device.type == "cuda" else (0.0, 0.0)
+        found.compare(METRIC, "load", "load floor", at_least=alone)
+        found.compare(METRIC, "save", "save floor", at_least=alone)
+        found.compare(METRIC, "both", "both floor", at_least=both)
+        return found.case()
+
+    def _on_device(self) -> Tensor:
+        return torch.zeros(self.num_bytes, dtype=torch.uint8, device=self._device)
+
+    def _load(self) -> None:
+        with CopyStream(self._device).copies(behind_computing=True):
+            loader = LayerLoader(self._kv, self._arena, self._blocks, self._calibration)
+            for layer_index in range(len(self._calibration.layers)):
+                loader.load(layer_index)
+
+    def _save(self) -> None:
+        with CopyStream(self._device).copies(behind_computing=True):
+            store_blocks(self._buffer, self._arena, self._blocks, self._calibration)
+
+    def _load_floor(self) -> None:
+        locked, there = self._plain[0]
+        with CopyStream(self._device).copies(behind_computing=False):
+            there.copy_(locked, non_blocking=True)
+
+    def _save_floor(self) -> None:
+        locked, there = self._plain[1]
+        with CopyStream(self._device).copies(behind_computing=False):
+            locked.copy_(there, non_blocking=True)
+
+
+def _locked(num_bytes: int, device: torch.device) -> Tensor:
+    """Return host memory that is there, and locked in place if the device is another one."""
+    return torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
+
+
+def _seconds(calls: Sequence[Callable[[], None]]) -> float:
+    """Run calls, each on a thread of its own, and return the time until all are done."""
+    threads = [threading.Thread(target=call) for call in calls]
+    began_s = time.perf_counter()
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return time.perf_counter() - began_s
