@@ -7,7 +7,7 @@ PROTO_VENV := .venv-protos
 # The floor that pyproject.toml names: stubs refuse to run on anything older than they were made with.
 PROTO_TOOLS := grpcio-tools==1.76.0
 
-.PHONY: demo test test-pages test-gpu coverage mutants structure test-failed flakes test-long test-systemd wheel check protos train clean
+.PHONY: demo test test-pages test-gpu gpu-report coverage mutants structure test-failed flakes test-long test-systemd wheel check protos train clean
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -62,6 +62,11 @@ test-pages: $(VENV)/.installed
 GPU_TESTS_DEVICE ?= cuda
 test-gpu: $(VENV)/.installed
 	GPU_TESTS_DEVICE=$(GPU_TESTS_DEVICE) $(BIN)/pytest tests/gpu
+
+# What a GPU is to show, in nine minutes: tests and benches, into docs/results. GPU_REPORT=--tiny shows on
+# a CPU that it comes to its end.
+gpu-report: $(VENV)/.installed
+	$(BIN)/python -m tests.gpu.report $(GPU_REPORT)
 
 # Would a test notice? Mutants of the cores, the tiers and the runtime, drawn with a seed, each judged
 # by the tests that run its line, then by the random tests of everything; at least 95 % are to be killed,
