@@ -17,6 +17,7 @@ from inference_svc.bench.options import (
     Part,
     PoliciesOptions,
     PositionsOptions,
+    PrefillOptions,
     RunOptions,
     ServeOptions,
     SharingOptions,
@@ -105,6 +106,13 @@ def sharing(choice: ModelChoice, options: SharingOptions, output: OutputOptions)
 @command(ModelChoice, PositionsOptions, OutputOptions)
 def positions(choice: ModelChoice, options: PositionsOptions, output: OutputOptions) -> None:
     """Hits over context overflows, with positions apart from stored keys (CA) and in them (OF)."""
+    measure(options, choice, output)
+
+
+@bench_app.command()
+@command(ModelChoice, PrefillOptions, OutputOptions)
+def prefill(choice: ModelChoice, options: PrefillOptions, output: OutputOptions) -> None:
+    """Prefill speed by length, against the stock model and the device's matrix rate."""
     measure(options, choice, output)
 
 

@@ -11,70 +11,19 @@ complete; of `generate`, from its first token to its last.
 """
 
 import asyncio
-import copy
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-from transformers import StoppingCriteria, StoppingCriteriaList
 
 from inference_svc.bench.bench_session import take_rounds
 from inference_svc.bench.figures import Case, Interleaved
 from inference_svc.bench.local_engine import LocalEngine, TurnTimes, running_engine
 from inference_svc.bench.options import DecodeOptions, RunOptions
+from inference_svc.bench.stock_model import StockModel
 from inference_svc.bench.workspace import Workspace
-from inference_svc.runtime.model.model_loader import LoadedModel
-from inference_svc.runtime.model.packed_linear import PackedLinear, packed_bytes
-
-ATTENTION = "sdpa"
-
-
-class _Clock(StoppingCriteria):
-    """Notes when each token is there; never stops."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.token_s: list[float] = []
-        self._device = device
-
-    def __call__(self, input_ids: torch.Tensor, _scores: Any, **_options: Any) -> torch.Tensor:
-        """Note the time of a token, once the device has made it; the answer goes on."""
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-        self.token_s.append(time.perf_counter())
-        return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
-
-
-class StockModel:
-    """The model with its own attention and cache; weights are shared, but for packed ones."""
-
-    def __init__(self, loaded: LoadedModel) -> None:
-        shared: dict[int, Any] = {id(weights): weights for weights in loaded.model.parameters()}
-        shared |= {
-            id(layer): layer.unpacked()
-            for layer in loaded.model.modules()
-            if isinstance(layer, PackedLinear)
-        }
-        self._model = copy.deepcopy(loaded.model, shared)
-        self._model.set_attn_implementation(ATTENTION)
-        self._device = loaded.device
-
-    def decode_s(self, prompts: list[list[int]], num_tokens: int) -> float:
-        """Generate from prompts of one length; return the seconds from first to last token."""
-        clock = _Clock(self._device)
-        input_ids = torch.tensor(prompts, device=self._device)
-        self._model.generate(
-            input_ids,
-            attention_mask=torch.ones_like(input_ids),
-            do_sample=False,
-            min_new_tokens=num_tokens,
-            max_new_tokens=num_tokens,
-            pad_token_id=0,
-            stopping_criteria=StoppingCriteriaList([clock]),
-        )
-        return clock.token_s[-1] - clock.token_s[0]
-
+from inference_svc.runtime.model.packed_linear import packed_bytes
 
 ROW_ITEMS = 4096
 BUFFER_BYTES = 512 << 20  # far more than any cache

@@ -134,6 +134,7 @@ class LocalEngine:
         self.kvd = kvd
         self.block_tokens = model.calibration.layout.block_tokens
         self.num_layers = len(model.calibration.layers)
+        self.device = model.loaded.device
         self._model = model
         self._numbers = count(1)
         self._random = np.random.default_rng()  # every engine draws other tokens

@@ -387,6 +387,14 @@ class DecodeOptions:
 
 
 @dataclass(frozen=True, slots=True)
+class PrefillOptions:
+    """Part `prefill`."""
+
+    prompts: Annotated[Numbers, _numbers("Lengths of prompts, in tokens.")] = (512, 4096)
+    pairs: Pairs = 15
+
+
+@dataclass(frozen=True, slots=True)
 class CopiesOptions:
     """Part `copies`."""
 
@@ -404,5 +412,6 @@ Part = (
     | SharingOptions
     | PositionsOptions
     | DecodeOptions
+    | PrefillOptions
     | CopiesOptions
 )

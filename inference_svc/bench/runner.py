@@ -15,6 +15,7 @@ from inference_svc.bench import (
     overflow,
     overlap,
     policies,
+    prefill,
     replay,
     sharing,
     ssd_turns,
@@ -31,6 +32,7 @@ from inference_svc.bench.options import (
     Part,
     PoliciesOptions,
     PositionsOptions,
+    PrefillOptions,
     RunOptions,
     ServeOptions,
     SharingOptions,
@@ -110,6 +112,9 @@ _PARTS: dict[type[Part], _Measured] = {
         "positions", policies.METRIC, _window_of, policies.measure_positions
     ),
     DecodeOptions: _Measured("decode", decode.METRIC, decode.window_tokens, decode.measure_decode),
+    PrefillOptions: _Measured(
+        "prefill", prefill.METRIC, prefill.window_tokens, prefill.measure_prefill
+    ),
     CopiesOptions: _Measured("copies", copies.METRIC, copies.window_tokens, copies.measure_copies),
 }
 _SSD_TURNS = _Measured(

@@ -101,6 +101,12 @@ def parts(*, is_tiny: bool) -> list[Part]:
             80,
         ),
         Part(
+            "prefill",
+            "prompts against the matrix rate",
+            [*bench, "prefill", *model, "--prompts", "40" if is_tiny else "1024,4096"],
+            60,
+        ),
+        Part(
             "overlap",
             "loading hidden behind computing by read buffer; the price of saving (Fig. 17, 18)",
             [*bench, "overlap", *large, *overlap],

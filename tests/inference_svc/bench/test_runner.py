@@ -12,6 +12,7 @@ from inference_svc.bench.options import (
     OverflowOptions,
     OverlapOptions,
     PositionsOptions,
+    PrefillOptions,
     RunOptions,
     ServeOptions,
     SharingOptions,
@@ -92,6 +93,17 @@ def test_buffers_are_compared_with_the_start_gates_choice(measure):
     assert {ratio.metric for ratio in case.ratios} == {"ttft_s", "queued_s"}
     (note,) = case.notes
     assert "of 2 layers" in note
+
+
+def test_prefill_is_compared_with_the_stock_model_and_with_the_matrix_rate(measure):
+    """Every length by itself."""
+    report = measure(PrefillOptions((20, 70), pairs=PAIRS))
+    assert [case.facts["prompt_tokens"] for case in report.cases] == [20, 70]
+    for case in report.cases:
+        assert set(variants(case)) == {"ours", "stock", "floor"}
+        assert [ratio.what for ratio in case.ratios] == ["ours / stock", "ours / floor"]
+    few, more = (case.facts["operations"] for case in report.cases)
+    assert 3.5 < more / few < 5  # attention grows faster than linear layers
 
 
 def test_copies_are_compared_with_plain_ones(measure):
