@@ -2,93 +2,36 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from math import inf
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import typer
 
-from shared.measuring.options import TEXT, BadListError, numbers, one_of, say_nothing, some_of
-
-Tier = Literal["dram", "ssd"]
-Dtype = Literal["auto", "float32", "bfloat16", "float16"]
-Variant = Literal["ca", "kvd", "re"]
-
-
-def splits_of(text: str) -> tuple[tuple[int, int], ...]:
-    """Read "500/500,900/100".
-
-    Raises:
-        BadListError: something else is there, or a length is not above zero.
-    """
-    try:
-        pairs = [part.split("/") for part in text.split(",") if part.strip()]
-        found = tuple((int(history), int(new)) for history, new in pairs)
-    except ValueError as error:
-        raise BadListError(f"{text!r} is no list of splits", "write them as 900/100") from error
-    if any(min(split) < 1 for split in found):
-        raise BadListError(f"{text!r} has a length below one", "write them as 900/100")
-    return found
-
-
-def ratios_of(text: str) -> tuple[float, ...]:
-    """Read "0.5,1,2".
-
-    Raises:
-        BadListError: something else is there, or a ratio is not above zero.
-    """
-    try:
-        found = tuple(float(part) for part in text.split(",") if part.strip())
-    except ValueError as error:
-        raise BadListError(f"{text!r} is no list of ratios", "write them as 0.5,1,2") from error
-    if not all(0 < ratio < inf for ratio in found):
-        raise BadListError(f"{text!r} has a ratio out of range", "give some above 0")
-    return found
-
-
-def policies_of(text: str) -> tuple[str, ...]:
-    """Read "lru,fifo"; the kvd that is started knows which there are."""
-    return tuple(name for name in text.split(",") if name)
-
-
-def _numbers(help_: str, least: int = 1) -> Any:
-    return typer.Option(parser=lambda text: numbers(text, least), metavar=TEXT, help=help_)
-
-
-Numbers = tuple[int, ...]
-DtypeName = Annotated[
-    Dtype,
-    typer.Option(
-        "--dtype",
-        parser=one_of("dtype", "auto", "float32", "bfloat16", "float16"),
-        metavar=TEXT,
-        help="auto, float32, bfloat16, float16.",
-    ),
-]
-Device = Annotated[str, typer.Option(help="cpu, cuda, or of several cuda:1.")]
-JsonTo = Annotated[
-    str, typer.Option("--json", metavar="FILE|-", help="Also a JSON document; -: only that.")
-]
-PlotTo = Annotated[
-    Path | None,
-    typer.Option("--plot", help="Also a picture; needs matplotlib.", show_default=False),
-]
-Pairs = Annotated[int, typer.Option(min=1, help="Interleaved measurements of each variant.")]
-AnswerTokens = Annotated[int, typer.Option("--answer", min=1, help="Tokens of each answer.")]
-LoadedTokens = Annotated[int, typer.Option("--history", min=1, help="Tokens that are loaded.")]
-ComputedTokens = Annotated[int, typer.Option("--new", min=1, help="Tokens that are computed.")]
-Trace = Annotated[Path | None, typer.Option(help="Sessions to replay. Default: generated.")]
-NumSessions = Annotated[int, typer.Option("--sessions", min=1, help="How many of them.")]
-Scale = Annotated[float, typer.Option(min=0, help="Multiplies lengths.")]
-ThinkScale = Annotated[float, typer.Option(min=0, help="Multiplies think times.")]
-EndingWindow = Annotated[
-    int, typer.Option("--window", min=16, help="A session ends before this context.")
-]
-MaxRunning = Annotated[int, typer.Option(min=1, help="Turns in a batch.")]
-PlanTrace = Annotated[
-    Path | None,
-    typer.Option(help="Write the sessions there, and say how to ask `kvd plan` the same."),
-]
+from inference_svc.bench.option_types import (
+    AnswerTokens,
+    ComputedTokens,
+    Device,
+    DtypeName,
+    EndingWindow,
+    JsonTo,
+    LoadedTokens,
+    MaxRunning,
+    Numbers,
+    NumSessions,
+    Pairs,
+    PlanTrace,
+    PlotTo,
+    Scale,
+    ThinkScale,
+    Tier,
+    Trace,
+    Variant,
+    policies_of,
+    ratios_of,
+    some_numbers,
+    splits_of,
+)
+from shared.measuring.options import TEXT, one_of, say_nothing, some_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +104,7 @@ class TurnsOptions:
             parser=splits_of, metavar=TEXT, help="history/new, comma-separated; empty: none."
         ),
     ] = ((500, 500), (600, 400), (700, 300), (800, 200), (900, 100))
-    histories: Annotated[Numbers, _numbers("Histories, each with --new tokens.")] = ()
+    histories: Annotated[Numbers, some_numbers("Histories, each with --new tokens.")] = ()
     new_tokens: Annotated[
         int, typer.Option("--new", min=1, help="New tokens after --histories.")
     ] = 256
@@ -196,8 +139,19 @@ class OverlapOptions:
 
     history_tokens: LoadedTokens = 1000
     new_tokens: ComputedTokens = 100
-    buffers: Annotated[Numbers, _numbers("Layers of read buffer; -1: auto.", -1)] = (0, 1, 2, 4, -1)
-    prompts: Annotated[Numbers, _numbers("Prompts that are saved.")] = (1000, 1200, 1400, 1600)
+    buffers: Annotated[Numbers, some_numbers("Layers of read buffer; -1: auto.", -1)] = (
+        0,
+        1,
+        2,
+        4,
+        -1,
+    )
+    prompts: Annotated[Numbers, some_numbers("Prompts that are saved.")] = (
+        1000,
+        1200,
+        1400,
+        1600,
+    )
     answer_tokens: Annotated[
         int, typer.Option("--answer", min=2, help="Tokens of their answers.")
     ] = 20
@@ -378,7 +332,7 @@ class PositionsOptions:
 class DecodeOptions:
     """Part `decode`."""
 
-    batches: Annotated[Numbers, _numbers("Batch sizes.")] = (1, 8, 24)
+    batches: Annotated[Numbers, some_numbers("Batch sizes.")] = (1, 8, 24)
     history_tokens: Annotated[
         int, typer.Option("--history", min=1, help="Tokens of each prompt.")
     ] = 256
@@ -390,7 +344,7 @@ class DecodeOptions:
 class PrefillOptions:
     """Part `prefill`."""
 
-    prompts: Annotated[Numbers, _numbers("Lengths of prompts, in tokens.")] = (512, 4096)
+    prompts: Annotated[Numbers, some_numbers("Lengths of prompts, in tokens.")] = (512, 4096)
     pairs: Pairs = 15
 
 
@@ -398,7 +352,10 @@ class PrefillOptions:
 class CopiesOptions:
     """Part `copies`."""
 
-    histories: Annotated[Numbers, _numbers("Tokens that are copied at a time.")] = (2048, 8192)
+    histories: Annotated[Numbers, some_numbers("Tokens that are copied at a time.")] = (
+        2048,
+        8192,
+    )
     pairs: Pairs = 15
 
 

@@ -12,7 +12,7 @@ from typing import Annotated, Literal, cast
 
 import typer
 
-from inference_svc.bench.options import Device, DtypeName, JsonTo, PlotTo
+from inference_svc.bench.option_types import Device, DtypeName, JsonTo, PlotTo
 from inference_svc.core.discards import Range
 from shared.measuring.options import TEXT, say_nothing
 from shared.types.errors import InvalidInputError

@@ -17,7 +17,7 @@ from inference_svc.bench.figures import (
     Subject,
     as_document,
 )
-from inference_svc.bench.options import splits_of
+from inference_svc.bench.option_types import splits_of
 from inference_svc.bench.report import plot, tables
 from shared.measuring.options import BadListError, numbers
 from shared.measuring.plots import NoPlotError, check_plot
