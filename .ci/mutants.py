@@ -89,7 +89,7 @@ class Judge:
 
     def __init__(self, part: str, *, is_second: bool = False) -> None:
         self._is_second = is_second
-        recorded = LineRecord(part)
+        self._recorded = recorded = LineRecord(part)
         self._tests, self._seconds = recorded.tests, recorded.seconds
         self._lines = recorded.lines
         self._num_lines: Counter[int] = Counter()
@@ -116,6 +116,7 @@ class Judge:
 
     def begin(self, mutant: Mutant) -> tuple[int, float]:
         """Fork; returns the process and when it is to be killed. No tests: (0, 0)."""
+        self._recorded.check()
         tests = self.tests_of(mutant)
         if not tests:
             return 0, 0.0
@@ -184,25 +185,33 @@ def judge(
     judges = {part: make_judge(part) for part in {part for part, _ in mutants}}
     waiting = mutants[::-1]
     running: dict[int, tuple[str, Mutant, float]] = {}
-    while waiting or running:
-        while waiting and len(running) < num_workers:
-            part, mutant = waiting.pop()
-            pid, until_s = judges[part].begin(mutant)
-            if pid:
-                running[pid] = (part, mutant, until_s)
-            else:
-                yield part, mutant, "not run"
-        for pid, (part, mutant, until_s) in list(running.items()):
-            found, status = os.waitpid(pid, os.WNOHANG)
-            is_late = not found and time.monotonic() > until_s
-            if is_late:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(pid, signal.SIGKILL)
-                os.waitpid(pid, 0)
-            if found or is_late:
-                del running[pid]
-                yield part, mutant, "timeout" if is_late else _verdict(status)
-        time.sleep(0.02)
+    try:
+        while waiting or running:
+            while waiting and len(running) < num_workers:
+                part, mutant = waiting.pop()
+                pid, until_s = judges[part].begin(mutant)
+                if pid:
+                    running[pid] = (part, mutant, until_s)
+                else:
+                    yield part, mutant, "not run"
+            for pid, (part, mutant, until_s) in list(running.items()):
+                found, status = os.waitpid(pid, os.WNOHANG)
+                is_late = not found and time.monotonic() > until_s
+                if is_late:
+                    _kill(pid)
+                if found or is_late:
+                    del running[pid]
+                    yield part, mutant, "timeout" if is_late else _verdict(status)
+            time.sleep(0.02)
+    finally:
+        for pid in running:
+            _kill(pid)
+
+
+def _kill(pid: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
 
 
 def _verdict(status: int) -> str:
@@ -233,7 +242,7 @@ def main() -> int:
     for part in parts:
         if options.record:
             forget(part)
-        if changed_tests(part):
+        while changed_tests(part):
             subprocess.run([sys.executable, __file__, "--record", part], cwd=ROOT, check=True)
     drawn = _draw(parts, only, options.count, options.seed)
     import torch  # noqa: F401  # before the forks, which share it
@@ -245,9 +254,10 @@ def main() -> int:
     counts["accepted"] = sum(mutant in accepted for _, mutant in alive)
     alive = [(part, mutant) for part, mutant in alive if mutant not in accepted]
     print(*(f"not killed by tests: {mutant.name}" for _, mutant in alive), sep="\n", flush=True)
+    judges = {part: Judge(part) for part in {part for part, _ in alive}}
     for part, mutant, verdict in judge(PropertyJudge, alive, options.workers):
         counts["alive" if verdict in ALIVE else ONLY_PROPERTIES] += 1
-        why = "no test runs it" if not Judge(part).tests_of(mutant) else "alive"
+        why = "no test runs it" if not judges[part].that_run(mutant) else "alive"
         print(f"{why if verdict in ALIVE else ONLY_PROPERTIES}: {mutant.name}", flush=True)
     num_judged = counts.total() - counts["accepted"]
     num_killed = num_judged - counts["alive"]
