@@ -68,6 +68,7 @@ class LineRecord:
         tests: their names, by number.
         seconds: how long each takes.
         lines: file → line → numbers of the tests that run it.
+        libraries: modules of others that they import.
     """
 
     def __init__(self, part: str) -> None:
@@ -75,6 +76,7 @@ class LineRecord:
         self.tests: list[str] = []
         self.seconds: list[float] = []
         self.lines: dict[str, dict[str, list[int]]] = {}
+        self.libraries: list[str] = _state(part, self._digests).get("libraries", [])
         known_files = _known(part, self._digests)
         _stop_if(changed_tests(part))
         for known in known_files.values():
@@ -131,19 +133,29 @@ def record(part: str) -> None:
             for test in filter(numbers.__contains__, contexts):
                 by_line = known[_file_in(test)]["lines"].setdefault(source, {})
                 by_line.setdefault(str(line), []).append(numbers[test])
-    state = {"sources": digests[SHARED], "files": known}
+    libraries = {*_state(part, digests).get("libraries", []), *_libraries()}
+    state = {"sources": digests[SHARED], "libraries": sorted(libraries), "files": known}
     STATE.mkdir(exist_ok=True)
     _file_of(part).write_text(json.dumps(state), encoding="utf-8")
 
 
 def _known(part: str, digests: dict[str, str]) -> dict[str, Any]:
     """The records of test files that are as they were, by file."""
+    files = _state(part, digests).get("files", {}).items()
+    return {file: known for file, known in files if known["digest"] == digests.get(file)}
+
+
+def _state(part: str, digests: dict[str, str]) -> dict[str, Any]:
+    """All that is recorded, if what tests share is as it was; else nothing."""
     path = _file_of(part)
     state = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    if state.get("sources") != digests[SHARED]:
-        return {}
-    files = state["files"].items()
-    return {file: known for file, known in files if known["digest"] == digests.get(file)}
+    return state if state.get("sources") == digests[SHARED] else {}
+
+
+def _libraries() -> set[str]:
+    """Names of the modules imported so far that are installed, and not of the repository."""
+    files = ((name, getattr(module, "__file__", "")) for name, module in sys.modules.items())
+    return {name for name, file in files if "site-packages" in (file or "")}
 
 
 def _stop_if(changed: list[str]) -> None:

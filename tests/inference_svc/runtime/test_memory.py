@@ -1,5 +1,6 @@
 """The heap is where a step's tensors are made: not in pieces that are mapped one by one."""
 
+import ctypes
 import platform
 import subprocess
 import sys
@@ -35,7 +36,18 @@ print(first <= address < end)
 """
 
 
-@pytest.mark.skipif(not keep_freed_memory(), reason="this C library has no such setting")
+IS_GLIBC = platform.libc_ver()[0] == "glibc"
+
+
+@pytest.mark.skipif(not IS_GLIBC, reason="this C library has no such setting")
+def test_whether_freed_memory_is_kept_is_said(monkeypatch):
+    """Other C libraries have no such function, and no such habit."""
+    assert keep_freed_memory()
+    monkeypatch.setattr(ctypes, "CDLL", lambda _name: object())
+    assert not keep_freed_memory()
+
+
+@pytest.mark.skipif(not IS_GLIBC, reason="this C library has no such setting")
 @pytest.mark.parametrize(("mode", "is_in_heap"), [("default", "False"), ("keep", "True")])
 def test_large_tensors_are_made_in_the_heap(mode, is_in_heap):
     """A process that has just begun maps what is large apart, and unmaps it when it is freed."""

@@ -11,6 +11,7 @@ from inference_svc.runtime.kv.copy_stream import StepClock
 from inference_svc.runtime.kv.layer_gate import StepNotDoneError
 from inference_svc.runtime.store.session_store import LoadRequest
 from shared.types.lineage import WHOLE
+from shared.types.queue_feed import QueueFeed
 from tests.inference_svc.runtime.store.failing_peer import KEY, PROMPT, Scene, saved_scene
 
 CPU = torch.device("cpu")
@@ -140,3 +141,10 @@ async def test_a_save_of_what_is_stored_already_waits_for_its_step(model, copy_t
     clock.open(clock.num_layers)
     clock.confirm()
     assert await saving == ""
+
+
+async def test_kvd_follows_the_queue(model, copy_threads):
+    """It reads ahead by it."""
+    scene, feed = Scene(model, copy_threads), QueueFeed()
+    scene.store.follow_queue(feed)
+    assert scene.peer.feed is feed

@@ -255,6 +255,17 @@ async def test_no_session_is_opened_until_there_is_room(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+async def test_room_is_found_on_the_disk_itself(tmp_path, monkeypatch):
+    """What is only promised may be refused later: all of what is tried is synced."""
+    store = TranscriptStore(tmp_path)
+    with no_file_above(LIMIT_BYTES), pytest.raises(TranscriptDiskFullError):
+        await store.append(KEY, LONG, is_final=False)
+    synced = []
+    monkeypatch.setattr("os.fsync", lambda descriptor: synced.append(os.fstat(descriptor).st_size))
+    await store.trouble.check_room()
+    assert synced == [PROBE_BYTES]
+
+
 async def test_why_nothing_can_be_made_is_said(tmp_path):
     """It is not that there is nothing to remove of it."""
     store = TranscriptStore(tmp_path)

@@ -18,6 +18,7 @@ from inference_svc.core.errors import (
     TooManySessionsError,
     TooManyTurnsError,
     UnknownSessionError,
+    UnknownTurnError,
 )
 from inference_svc.core.scheduling.request import Request
 from inference_svc.core.session_turns import SessionTurns
@@ -283,6 +284,29 @@ async def test_limits_are_for_turns_that_begin(tmp_path):
         await turns.idle.wait()
         await turns.submit(submission("two"))
     assert counters.snapshot()["refused_too_many_turns"] == 1
+
+
+async def test_turns_are_cancelled_by_name_or_all_of_a_session(tmp_path):
+    """How many is said; a name that none has is refused, and so is a session that has none."""
+    async with running_turns(tmp_path) as (turns, runner, counters):
+        runner.may_start.set()
+        first = await turns.submit(submission())
+        second = await turns.submit(submission())
+        other = await turns.submit(submission("other"))
+        with pytest.raises(UnknownTurnError):
+            turns.cancel(KEY, "nobody's")
+        assert turns.cancel(KEY, second.submission.request_id) == 1
+        assert (await end_of(second)).reason == "cancelled"
+        await turns.submit(submission())
+        assert turns.cancel(KEY, "") == 2
+        assert not other.is_cancelled
+        assert (await end_of(first)).finish_reason == "cancelled"
+        await until(lambda: not turns._session_turns.of(KEY))
+        with pytest.raises(UnknownTurnError):
+            turns.cancel(KEY, "")
+        assert counters.snapshot()["turns_cancelled"] == 3
+        runner.may_end.set()
+        assert (await end_of(other)).finish_reason == "stop"
 
 
 async def test_tokens_are_charged_as_they_were_computed(tmp_path):
