@@ -57,6 +57,7 @@ async def test_a_turn_goes_on_where_the_one_before_it_ended(model, residents):
             prompt = [*turn.token_ids, *range(30, 72)]
         await engine.all_released()
         assert engine.counters.snapshot()["steps"] == 3 * 8
+        assert engine.counters.snapshot()["resident_hits"] == 2 * residents
 
 
 async def test_a_load_waits_for_the_save_of_its_sessions_previous_turn(model):
@@ -115,6 +116,9 @@ async def test_answers_that_outgrow_their_room_move_and_go_on(model):
             assert turn.sink.token_ids == expected
             assert turn.num_preemptions > 0
         await engine.all_released()
+        counts = engine.counters.snapshot()
+        assert counts["preempted"] == sum(turn.num_preemptions for turn in turns)
+        assert 0 < counts["moves"] <= counts["preempted"]
 
 
 async def test_a_higher_priority_goes_first_and_costs_nobody_a_token(model):
@@ -142,6 +146,7 @@ async def test_a_deadline_ends_a_turn_in_the_queue(model):
         late = engine.request(range(20, 60), session="late", deadline_ns=1)
         with pytest.raises(DeadlineExceededError):
             await engine.loop.generate(late)
+        assert engine.counters.snapshot()["expired"] == 1
         answer.cancel()
         await asyncio.gather(answer, return_exceptions=True)
         await engine.all_released()

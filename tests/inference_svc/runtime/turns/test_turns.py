@@ -6,13 +6,16 @@ What changes a session is done whoever waits for it; nobody else is let in befor
 import asyncio
 import time
 from contextlib import asynccontextmanager
+from dataclasses import replace
 
 import pytest
 
 from inference_svc.core.counters import Counters
 from inference_svc.core.errors import (
+    DeadlineExceededError,
     DrainingError,
     InvalidDiscardError,
+    QueueFullError,
     RateLimitedError,
     SessionBusyError,
     TooManySessionsError,
@@ -120,6 +123,7 @@ async def test_a_discard_is_done_although_its_caller_left(tmp_path):
         await until(lambda: engine.calls and not turns.sessions._is_busy(KEY))
         assert engine.calls == [(tuple(range(9)), ((0, 4),))]
         assert await turns.sessions.discard(KEY, [(0, 2)], ANYTHING) == (4, 2)
+        assert turns._counters.snapshot()["discards"] == 2
         transcript, is_busy = await turns.sessions.get(KEY)
     assert (transcript.context.token_ids, is_busy) == ((6, 7, 8, 9), False)
     assert (await TranscriptStore(tmp_path).get(KEY)).context == transcript.context
@@ -307,6 +311,31 @@ async def test_turns_are_cancelled_by_name_or_all_of_a_session(tmp_path):
         assert counters.snapshot()["turns_cancelled"] == 3
         runner.may_end.set()
         assert (await end_of(other)).finish_reason == "stop"
+
+
+async def test_a_turn_that_waits_for_its_session_too_long_fails(tmp_path):
+    """It is said so, and those behind it are not held up."""
+    async with running_turns(tmp_path) as (turns, runner, counters):
+        await turns.submit(submission())
+        late = await turns.submit(replace(submission(), deadline_ns=1))
+        behind = await turns.submit(submission())
+        assert isinstance(await end_of(late), DeadlineExceededError)
+        runner.may_start.set()
+        runner.may_end.set()
+        assert (await end_of(behind)).finish_reason == "stop"
+        await turns.idle.wait()
+    counts = counters.snapshot()
+    assert (counts["expired"], counts["turns_failed"]) == (1, 1)
+
+
+async def test_more_turns_than_may_wait_are_refused(tmp_path):
+    """Nine of all sessions together."""
+    async with running_turns(tmp_path) as (turns, _, counters):
+        for number in range(9):
+            await turns.submit(submission(str(number)))
+        with pytest.raises(QueueFullError):
+            await turns.submit(submission("another"))
+        assert counters.snapshot()["turns_refused"] == 1
 
 
 async def test_tokens_are_charged_as_they_were_computed(tmp_path):
