@@ -234,6 +234,17 @@ def test_staging_memory_is_not_filled_while_it_is_copied(device, model, make_are
             there.arena.gather(0, 1, run, out)
 
 
+def test_staging_memory_is_locked_in_place_for_all_that_fits():
+    """Only what is larger has memory of another kind."""
+    memory = torch.zeros(64, dtype=torch.uint8)
+    staging = device_arena._Staging(memory)
+    for num_rows, is_kept in ((1, True), (8, True), (9, False)):
+        rows = torch.zeros(num_rows, 2)
+        staged = staging.of(rows)
+        assert (staged.shape, staged.dtype) == (rows.shape, rows.dtype)
+        assert (staged.data_ptr() == memory.data_ptr()) is is_kept
+
+
 def test_an_arena_that_is_gone_is_not_registered_any_more(device, model, make_arena):
     """So that its memory can be given back."""
     there = There(device, model, make_arena)
