@@ -146,7 +146,8 @@ class LayerLoader:
             tokens = (self._kv.keys, self._kv.values)[component]
             pieces = self._pieces[kind] = []
             first = self._first
-            for runs in _balanced(self._runs, self._num_tokens, PIECE_ITEMS // (heads * dim)):
+            most_tokens = max(1, PIECE_ITEMS // (heads * dim))
+            for runs in _balanced(self._runs, self._num_tokens, most_tokens):
                 count = sum(run.num_tokens for run in runs)
                 turn = rotary.turn(tokens.read(layer_index, first, count), first)
                 pieces.append(_Piece(first, count, list(_placed(runs, first)), turn))
@@ -216,12 +217,13 @@ def _equal_runs(spans: Sequence[Span]) -> Iterator[SlotRun]:
 
 
 def _balanced(runs: Sequence[Run], num_tokens: int, max_tokens: int) -> Iterator[list[Run]]:
-    """Divide runs into groups of about equal size, of `max_tokens` and less than a slot at most."""
-    num_groups = max(1, ceil_div(num_tokens, max(1, max_tokens)))
+    """Divide runs, at least one, into as few groups as there are `max_tokens`, of about one size.
+
+    None has more than `max_tokens` and less than a slot.
+    """
     # Rounded up by a slot: else what the groups lack in whole slots would be one group more.
-    size = ceil_div(num_tokens, num_groups) + max(
-        (run.tokens_per_slot - 1 for run in runs), default=0
-    )
+    size = ceil_div(num_tokens, ceil_div(num_tokens, max_tokens))
+    size += max(run.tokens_per_slot for run in runs) - 1
     group: list[Run] = []
     count = 0
     for run in runs:
@@ -231,8 +233,7 @@ def _balanced(runs: Sequence[Run], num_tokens: int, max_tokens: int) -> Iterator
                 group, count = [], 0
             group.append(part)
             count += part.num_tokens
-    if group:
-        yield group
+    yield group
 
 
 def _placed(runs: Sequence[Run], first: int) -> Iterator[tuple[Run, int]]:

@@ -197,3 +197,15 @@ async def test_a_full_window_ends_the_answer(running):
     running.sink.window_full()
     record = running.sink.record(running, 3, PROMPT_OF_TURN)
     assert (record.output_ids, record.finish_reason) == ((70,), "length")
+
+
+async def test_a_full_window_shows_what_was_held_back(running):
+    """The beginning of a stop string that does not come is part of the answer."""
+    running.sink._answer = GrowingAnswer(SamplingParams(max_tokens=9, stop=("xyz",)), frozenset())
+    running.sink.started(running)
+    for text, token_id in (("a", 70), ("x", 71)):
+        running.append(token_id)
+        running.sink._answer.push(AnswerToken(token_id, text))
+    assert not running.sink.tokens
+    running.sink.window_full()
+    assert [token.token_id for token in running.sink.tokens] == [71]
