@@ -1,9 +1,15 @@
 """A call that embeds positions is looked for in the first layer of a model, and nowhere else."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
-from inference_svc.runtime.calibration.rope_calls import ReplayedRope, RopeOutOfReachError
+from inference_svc.runtime.calibration.rope_calls import (
+    ReplayedRope,
+    RopeOutOfReachError,
+    _Search,
+)
 from inference_svc.runtime.model import capture
 from inference_svc.runtime.positions.recipes import KeySource
 
@@ -29,3 +35,22 @@ def test_a_call_of_a_later_layer_is_out_of_reach(model):
     assert ReplayedRope(model, source(0))(KEYS, POSITIONS).shape == KEYS.shape
     with pytest.raises(RopeOutOfReachError, match="layer 0 is cached before it"):
         ReplayedRope(model, source(1))(KEYS, POSITIONS)
+
+
+class _Plain(torch.nn.Module):
+    """Embeds no positions and caches nothing."""
+
+    def forward(self, input_ids, **_options):
+        return SimpleNamespace(logits=torch.zeros(1, input_ids.shape[1], 9))
+
+
+def test_a_model_without_such_a_call_is_refused():
+    """It has run to its end by then."""
+    with pytest.raises(RopeOutOfReachError, match="to its end"):
+        ReplayedRope(_Plain(), source(0))(KEYS, POSITIONS)
+
+
+def test_a_model_that_attends_before_it_calls_is_refused():
+    """What it caches would depend on tokens."""
+    with pytest.raises(RopeOutOfReachError, match="attends before it"):
+        _Search(0).attend(KEYS, KEYS, KEYS, None, {})

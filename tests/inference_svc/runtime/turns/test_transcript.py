@@ -255,6 +255,20 @@ async def test_no_session_is_opened_until_there_is_room(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+async def test_a_session_that_was_opened_shows_that_there_is_room(tmp_path):
+    """Nothing else is tried then; one that goes on shows little, its file may have had some."""
+    store = TranscriptStore(tmp_path)
+    await append(store, KEY, 0)
+    with no_file_above(LIMIT_BYTES), pytest.raises(TranscriptDiskFullError):
+        await store.append(KEY._replace(session_id="long"), LONG, is_final=False)
+    await append(store, KEY, 1)
+    with no_file_above(PROBE_BYTES - 1):
+        with pytest.raises(TranscriptDiskFullError):
+            await store.trouble.check_room()
+        await append(store, KEY._replace(session_id="short"), 0)
+        await store.trouble.check_room()
+
+
 async def test_room_is_found_on_the_disk_itself(tmp_path, monkeypatch):
     """What is only promised may be refused later: all of what is tried is synced."""
     store = TranscriptStore(tmp_path)
