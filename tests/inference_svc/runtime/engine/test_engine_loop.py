@@ -27,6 +27,17 @@ async def test_one_faulty_request_does_not_fail_the_others(model):
         await engine.all_released()
 
 
+async def test_an_engine_is_idle_until_it_is_asked_for_something(model):
+    """So that who waits for that at once does not wait for ever."""
+    async with running_engine(model) as engine:
+        assert engine.loop.idle.is_set()
+        answer = asyncio.create_task(engine.run([20]))
+        await asyncio.sleep(0)
+        assert not engine.loop.idle.is_set()
+        await answer
+        await engine.all_released()
+
+
 @pytest.mark.parametrize("times", [1, 2])
 async def test_a_cancelled_job_gives_its_memory_back(model, times):
     """Wherever it was, and however often it is dropped, others run on and the engine is idle."""

@@ -158,6 +158,17 @@ async def test_the_cache_is_bounded(tmp_path):
     assert [len((await store.get(key)).turns) for key in keys] == [1] * 5
 
 
+async def test_the_session_that_was_used_last_stays_in_memory(tmp_path):
+    """Read or written: the other one leaves when a third one comes."""
+    store = TranscriptStore(tmp_path, max_cached_tokens=12)
+    first, second, third = (KEY._replace(session_id=name) for name in ("1", "2", "3"))
+    await append(store, first, 0)
+    await append(store, second, 0)
+    await store.get(first)
+    await append(store, third, 0)
+    assert list(store._cache) == [first, third]
+
+
 async def test_reads_and_appends_of_one_session_are_serialised(tmp_path):
     """A read that began before an append never brings back the older transcript."""
     await append(TranscriptStore(tmp_path), KEY, 0)

@@ -222,7 +222,9 @@ async def test_limits_can_be_asked_for_before_anything_is_made(tmp_path):
     """Nothing is counted but the refusal, and while the service stops it is that."""
     async with running_turns(tmp_path, TenantBounds(max_turns=1)) as (turns, runner, counters):
         turns.check_limits(KEY.tenant)
+        assert turns.idle.is_set()
         await turns.submit(submission("runs"))
+        assert not turns.idle.is_set()
         with pytest.raises(TooManyTurnsError):
             turns.check_limits(KEY.tenant)
         turns.check_limits("other")
@@ -374,3 +376,16 @@ async def test_a_tenants_sessions_are_those_on_disk_and_those_being_opened(tmp_p
         forked = await turns.sessions.fork(KEY._replace(tenant="other"), None, "d")
         assert len(forked.turns) == 1
         await turns.submit(submission("d"))
+
+
+async def test_a_session_that_was_forked_counts_once(tmp_path):
+    """When it is on disk, it is not being opened any more."""
+    await TranscriptStore(tmp_path).append(KEY, RECORD, is_final=False)
+    async with running_turns(tmp_path, TenantBounds(max_sessions=2)) as (turns, _, counters):
+        turns._transcripts.count_sessions()
+        for name in ("one", "other"):
+            await turns.sessions.fork(KEY, None, name)
+            with pytest.raises(TooManySessionsError):
+                await turns.sessions.fork(KEY, None, "third")
+            await turns.sessions.delete(KEY._replace(session_id=name))
+        assert counters.snapshot()["refused_too_many_sessions"] == 2
