@@ -4,6 +4,7 @@ import ctypes
 import platform
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -77,3 +78,25 @@ def test_pages_are_allocated_step_by_step(monkeypatch):
     assert populate(region, lambda: False) == 5 * HUGE_PAGE_BYTES // 2
     answers = iter([False, False, True])
     assert populate(region, lambda: next(answers)) == 2 * HUGE_PAGE_BYTES
+
+
+def flags_at(address):
+    """What the kernel says of the mapping that has an address."""
+    is_here = False
+    for line in Path("/proc/self/smaps").read_text(encoding="utf-8").splitlines():
+        name, *rest = line.split()
+        if "-" in name and not name.endswith(":"):
+            first, end = (int(bound, 16) for bound in name.split("-"))
+            is_here = first <= address < end
+        elif is_here and name == "VmFlags:":
+            return set(rest)
+    return set()
+
+
+def test_regions_are_of_large_pages_and_in_no_core_dump():
+    """Conversations are nobody's business who looks into a crash."""
+    region = allocate_region(3 * HUGE_PAGE_BYTES // 4, torch.device("cpu"), torch.float32)
+    flags = flags_at(region.data_ptr())
+    assert "dd" in flags
+    if Path("/sys/kernel/mm/transparent_hugepage").exists():
+        assert "hg" in flags

@@ -134,6 +134,26 @@ def test_tokens_here_and_there_are_gathered(device, model, make_arena, fails_at)
     assert torch.equal(out, there.plain.view(0, 0)[run.slot_ids, run.offsets])
 
 
+def test_copies_are_done_when_their_block_is_left(device, model, make_arena):
+    """However it is left: what they have written may be read, what they have read be written."""
+    there = There(device, model, make_arena)
+    there.arena.registered.wait()
+    out = device.own(torch.zeros(2, 16, *there.plain.view(0, 0).shape[2:]))
+    device.promptness = 0.0
+
+    def break_off():
+        with CopyStream(CPU).copies(behind_computing=False):
+            there.arena.gather(0, 0, SlotRun([0, 3], 0, 16), out)
+            with pytest.raises(RaceError), device.stream(device._usual):
+                out.sum()
+            raise RuntimeError("a bug")
+
+    with device.running():
+        with pytest.raises(RuntimeError, match="a bug"):
+            break_off()
+        out.sum()
+
+
 def test_what_is_not_contiguous_is_filled_all_the_same(there):
     """As a sequence's KV that lies by heads."""
     there.arena.registered.wait()

@@ -35,6 +35,8 @@ def test_loads_what_save_pretrained_wrote(saved):
     assert loaded.eos_ids == {2}
     assert loaded.tokenizer is None
     assert loaded.dtype == torch.float32
+    assert not loaded.model.training
+    assert not any(weight.requires_grad for weight in loaded.model.parameters())
 
 
 def test_how_long_the_fingerprint_was_waited_for_is_part_of_the_start(saved):
