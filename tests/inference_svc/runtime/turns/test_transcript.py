@@ -370,6 +370,12 @@ async def test_tenants_and_models_do_not_meet(tmp_path):
     assert len(list(tmp_path.iterdir())) == 1
 
 
+def test_a_sessions_file_has_the_same_name_in_every_release(tmp_path):
+    """Or none that is there would be found any more."""
+    key = SessionKey("acme", "0" * 32, "s")
+    assert TranscriptStore(tmp_path)._path(key).name == "653f6cf6fa528fd98fad80860864cb5d.jsonl"
+
+
 async def test_a_discard_is_there_for_the_next_process(tmp_path):
     """Between turns, in its place; a session that does not exist has none."""
     store = TranscriptStore(tmp_path)
