@@ -1,7 +1,8 @@
 """Which line of a part each of its tests runs: recorded once, under coverage, for mutants.py.
 
 A part's record is kept by test file, and that of a file is used again as long as it, the part and
-what its tests share are as they were. Whoever fails or is skipped is not in it.
+what its tests share are as they were. Whoever fails or is skipped is not in it. What changes while
+it is recorded is recorded again; what changes while mutants are judged by it stops the judging.
 """
 
 import hashlib
@@ -17,6 +18,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 STATE = ROOT / ".mutants"
 SLOWEST_S = 20.0  # a test that computes for longer judges nothing
+SHARED = "what tests share"  # in digests, beside the names of test files
 NO_TESTS = 5  # pytest's exit code: a file has only long ones
 PARTS = {
     "kvd/core": ["tests/kvd/core", "tests/property/test_discards.py"],
@@ -66,13 +68,18 @@ class LineRecord:
         tests: their names, by number.
         seconds: how long each takes.
         lines: file → line → numbers of the tests that run it.
+        libraries: modules of others that they import.
     """
 
     def __init__(self, part: str) -> None:
+        self._part, self._digests = part, _digests(part)
         self.tests: list[str] = []
         self.seconds: list[float] = []
         self.lines: dict[str, dict[str, list[int]]] = {}
-        for known in _known(part).values():
+        self.libraries: list[str] = _state(part, self._digests).get("libraries", [])
+        known_files = _known(part, self._digests)
+        _stop_if(changed_tests(part))
+        for known in known_files.values():
             first = len(self.tests)
             self.tests += known["tests"]
             self.seconds += known["seconds"]
@@ -81,10 +88,16 @@ class LineRecord:
                 for line, numbers in by_line.items():
                     lines.setdefault(line, []).extend(first + number for number in numbers)
 
+    def check(self) -> None:
+        """Stop, in one line, if it no longer says what the tests do: verdicts would be wrong."""
+        now = _digests(self._part)
+        _stop_if(sorted({file for file, _ in now.items() ^ self._digests.items()}))
+
 
 def changed_tests(part: str) -> list[str]:
     """Test files of which there is no record as they are."""
-    return sorted(_test_files(part).keys() - _known(part).keys())
+    digests = _digests(part)
+    return sorted(digests.keys() - {SHARED} - _known(part, digests).keys())
 
 
 def forget(part: str) -> None:
@@ -94,7 +107,9 @@ def forget(part: str) -> None:
 
 def record(part: str) -> None:
     """Run the tests that have changed; in a process that has imported nothing of the part."""
-    known, files = _known(part), changed_tests(part)
+    digests = _digests(part)  # before they run: what changes meanwhile is not recorded as it is
+    known = _known(part, digests)
+    files = sorted(digests.keys() - {SHARED} - known.keys())
     cov = coverage.Coverage(data_file=None, source=[str(ROOT / part)], config_file=False)
     recorder = Recorder(cov)
     cov.start()
@@ -102,7 +117,6 @@ def record(part: str) -> None:
     cov.stop()
     if code not in (0, 1, NO_TESTS):
         sys.exit(f"the tests of {part} cannot be run")
-    digests = _test_files(part)
     for file in files:
         known[file] = {"digest": digests[file], "tests": [], "seconds": [], "lines": {}}
     numbers: dict[str, int] = {}
@@ -119,19 +133,35 @@ def record(part: str) -> None:
             for test in filter(numbers.__contains__, contexts):
                 by_line = known[_file_in(test)]["lines"].setdefault(source, {})
                 by_line.setdefault(str(line), []).append(numbers[test])
-    state = {"sources": _digest(_sources(part)), "files": known}
+    libraries = {*_state(part, digests).get("libraries", []), *_libraries()}
+    state = {"sources": digests[SHARED], "libraries": sorted(libraries), "files": known}
     STATE.mkdir(exist_ok=True)
     _file_of(part).write_text(json.dumps(state), encoding="utf-8")
 
 
-def _known(part: str) -> dict[str, Any]:
+def _known(part: str, digests: dict[str, str]) -> dict[str, Any]:
     """The records of test files that are as they were, by file."""
+    files = _state(part, digests).get("files", {}).items()
+    return {file: known for file, known in files if known["digest"] == digests.get(file)}
+
+
+def _state(part: str, digests: dict[str, str]) -> dict[str, Any]:
+    """All that is recorded, if what tests share is as it was; else nothing."""
     path = _file_of(part)
     state = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    if state.get("sources") != _digest(_sources(part)):
-        return {}
-    digests, files = _test_files(part), state["files"]
-    return {file: known for file, known in files.items() if known["digest"] == digests.get(file)}
+    return state if state.get("sources") == digests[SHARED] else {}
+
+
+def _libraries() -> set[str]:
+    """Names of the modules imported so far that are installed, and not of the repository."""
+    files = ((name, getattr(module, "__file__", "")) for name, module in sys.modules.items())
+    return {name for name, file in files if "site-packages" in (file or "")}
+
+
+def _stop_if(changed: list[str]) -> None:
+    if changed:
+        more = f" and {len(changed) - 1} more" if changed[1:] else ""
+        sys.exit(f"run this again, or in a copy: {changed[0]}{more} changed since it was recorded")
 
 
 def _file_of(part: str) -> Path:
@@ -149,9 +179,10 @@ def _sources(part: str) -> list[Path]:
     return sorted(file for file in found if file not in tests)
 
 
-def _test_files(part: str) -> dict[str, str]:
-    """Each test file and its digest."""
-    return {str(file.relative_to(ROOT)): _digest([file]) for file in _tests(part)}
+def _digests(part: str) -> dict[str, str]:
+    """Digests of each test file, and of all else that a record depends on."""
+    files = {str(file.relative_to(ROOT)): _digest([file]) for file in _tests(part)}
+    return {SHARED: _digest(_sources(part)), **files}
 
 
 def _tests(part: str) -> list[Path]:

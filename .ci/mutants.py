@@ -6,10 +6,10 @@
    those of which .mutants/ has no record as they are: see line_records.py. Who fails or is skipped
    judges no mutant.
 2. Mutants are drawn with a seed from all that functions of `PARTS` hold: see mutations.py.
-3. Each is compiled in a process forked from one that has imported the large libraries, and put in
-   the place of its module by an import hook: no file changes, whatever is killed when. Tests that
-   run its line judge it, first those that run little else, the quickest first, until one fails.
-   What takes ten times as long as it should is killed, too.
+3. Each is compiled in a process forked from one that has imported what tests import of others, and
+   put in the place of its module by an import hook: no file changes, whatever is killed when. Tests
+   that run its line judge it, first those that run little else, the quickest first, until one
+   fails. A test that takes ten times as long as it should has failed, too.
 4. Survivors that tests/mutants.toml does not accept are judged once more, by PROPERTIES: what only
    those notice is killed, and named, since nobody sees from their failing what is wrong.
 5. Below MIN_KILLED of what is not accepted it fails.
@@ -20,6 +20,7 @@ for each, with torch; mutmut has no sample, and leaves functions with most decor
 
 import argparse
 import contextlib
+import importlib
 import importlib.abc
 import importlib.machinery
 import importlib.util
@@ -30,6 +31,7 @@ import subprocess
 import sys
 import time
 import tomllib
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -53,8 +55,14 @@ PROPERTIES = {
     "kvd/core": ["test_cache_engine", "test_session_placement", "test_prefetching"],
     "inference_svc/core": ["test_scheduler"],
 }
+# Where a mutant says nothing of the tests.
+NOT_DRAWN = (
+    "inference_svc/runtime/cuda/kernels/",  # Triton compiles what is in the file, not what we do
+    "inference_svc/runtime/cuda/driver.py",  # calls of a driver that only a GPU's host has
+)
 PROPERTY_EXAMPLES = 100  # of a state machine
 PROPERTY_LIMIT_S = 600.0
+TEST_LIMIT_S = 30.0  # for what fixtures make that another test has made before
 
 
 class MutantImporter(importlib.abc.MetaPathFinder, importlib.abc.Loader):
@@ -89,7 +97,7 @@ class Judge:
 
     def __init__(self, part: str, *, is_second: bool = False) -> None:
         self._is_second = is_second
-        recorded = LineRecord(part)
+        self._recorded = recorded = LineRecord(part)
         self._tests, self._seconds = recorded.tests, recorded.seconds
         self._lines = recorded.lines
         self._num_lines: Counter[int] = Counter()
@@ -116,14 +124,15 @@ class Judge:
 
     def begin(self, mutant: Mutant) -> tuple[int, float]:
         """Fork; returns the process and when it is to be killed. No tests: (0, 0)."""
+        self._recorded.check()
         tests = self.tests_of(mutant)
         if not tests:
             return 0, 0.0
-        limit_s = 60.0 + 10 * sum(self._seconds[test] for test in tests)
+        seconds = {self._tests[test]: self._seconds[test] for test in tests}
         pid = os.fork()
         if not pid:
-            _run([self._tests[test] for test in tests], mutant)
-        return pid, time.monotonic() + limit_s
+            _run(list(seconds), mutant, Limits(seconds))
+        return pid, time.monotonic() + 60.0 + 10 * sum(seconds.values())
 
 
 class PropertyJudge:
@@ -161,7 +170,22 @@ class FewExamples:
                 machine.settings = settings(machine.settings, max_examples=few)
 
 
-def _run(tests: list[str], mutant: Mutant) -> None:
+class Limits:
+    """A pytest plugin: the process ends, by SIGALRM, with the first test that takes far too long.
+
+    Args:
+        seconds: how long each takes.
+    """
+
+    def __init__(self, seconds: dict[str, float]) -> None:
+        self._seconds = seconds
+
+    def pytest_runtest_logstart(self, nodeid: str) -> None:
+        """Begin a test."""
+        signal.setitimer(signal.ITIMER_REAL, TEST_LIMIT_S + 10 * self._seconds[nodeid])
+
+
+def _run(tests: list[str], mutant: Mutant, *plugins: object) -> None:
     """In the child: run tests with the mutant in its module's place; exit 0 if all pass."""
     os.setsid()
     code = 3
@@ -170,7 +194,7 @@ def _run(tests: list[str], mutant: Mutant) -> None:
         for fd in (0, 1, 2):
             os.dup2(null, fd)
         sys.meta_path.insert(0, MutantImporter(mutant))
-        code = int(pytest.main([*PYTEST, "-x", *tests], plugins=[FewExamples()]))
+        code = int(pytest.main([*PYTEST, "-x", *tests], plugins=[FewExamples(), *plugins]))
     finally:
         os._exit(code)
 
@@ -184,29 +208,40 @@ def judge(
     judges = {part: make_judge(part) for part in {part for part, _ in mutants}}
     waiting = mutants[::-1]
     running: dict[int, tuple[str, Mutant, float]] = {}
-    while waiting or running:
-        while waiting and len(running) < num_workers:
-            part, mutant = waiting.pop()
-            pid, until_s = judges[part].begin(mutant)
-            if pid:
-                running[pid] = (part, mutant, until_s)
-            else:
-                yield part, mutant, "not run"
-        for pid, (part, mutant, until_s) in list(running.items()):
-            found, status = os.waitpid(pid, os.WNOHANG)
-            is_late = not found and time.monotonic() > until_s
-            if is_late:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(pid, signal.SIGKILL)
-                os.waitpid(pid, 0)
-            if found or is_late:
-                del running[pid]
-                yield part, mutant, "timeout" if is_late else _verdict(status)
-        time.sleep(0.02)
+    try:
+        while waiting or running:
+            while waiting and len(running) < num_workers:
+                part, mutant = waiting.pop()
+                pid, until_s = judges[part].begin(mutant)
+                if pid:
+                    running[pid] = (part, mutant, until_s)
+                else:
+                    yield part, mutant, "not run"
+            for pid, (part, mutant, until_s) in list(running.items()):
+                found, status = os.waitpid(pid, os.WNOHANG)
+                is_late = not found and time.monotonic() > until_s
+                if found or is_late:
+                    del running[pid]
+                    _kill(pid, is_over=bool(found))
+                    yield part, mutant, "timeout" if is_late else _verdict(status)
+            time.sleep(0.02)
+    finally:
+        for pid in running:
+            _kill(pid)
+
+
+def _kill(pid: int, *, is_over: bool = False) -> None:
+    """End a child, unless it has ended, and the processes that its tests have left."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(pid, signal.SIGKILL)
+    if not is_over:
+        os.waitpid(pid, 0)
 
 
 def _verdict(status: int) -> str:
     code = os.waitstatus_to_exitcode(status)
+    if code == -signal.SIGALRM:
+        return "timeout"
     return "killed" if code < 0 else VERDICTS.get(code, "broken")
 
 
@@ -233,27 +268,37 @@ def main() -> int:
     for part in parts:
         if options.record:
             forget(part)
-        if changed_tests(part):
+        while changed_tests(part):
             subprocess.run([sys.executable, __file__, "--record", part], cwd=ROOT, check=True)
     drawn = _draw(parts, only, options.count, options.seed)
-    import torch  # noqa: F401  # before the forks, which share it
-    import transformers  # noqa: F401
-
+    for part in parts:
+        _import(LineRecord(part).libraries)
     counts: Counter[str] = Counter()
     alive = _survivors(Judge, drawn, options.workers, counts)
     alive = _survivors(partial(Judge, is_second=True), alive, options.workers, counts)
     counts["accepted"] = sum(mutant in accepted for _, mutant in alive)
     alive = [(part, mutant) for part, mutant in alive if mutant not in accepted]
     print(*(f"not killed by tests: {mutant.name}" for _, mutant in alive), sep="\n", flush=True)
+    judges = {part: Judge(part) for part in {part for part, _ in alive}}
     for part, mutant, verdict in judge(PropertyJudge, alive, options.workers):
         counts["alive" if verdict in ALIVE else ONLY_PROPERTIES] += 1
-        why = "no test runs it" if not Judge(part).tests_of(mutant) else "alive"
+        why = "no test runs it" if not judges[part].that_run(mutant) else "alive"
         print(f"{why if verdict in ALIVE else ONLY_PROPERTIES}: {mutant.name}", flush=True)
     num_judged = counts.total() - counts["accepted"]
     num_killed = num_judged - counts["alive"]
     share = num_killed / max(1, num_judged)
     print(f"{num_killed} of {num_judged} killed ({share:.1%}); {dict(counts)}")
     return int(share < MIN_KILLED)
+
+
+def _import(libraries: list[str]) -> None:
+    """Import what tests are going to, before the forks, which share it: else each spends seconds.
+
+    Torch comes first: some modules cannot be imported by themselves.
+    """
+    for name in sorted(libraries, key=lambda name: (name != "torch", name)):
+        with contextlib.suppress(Exception), warnings.catch_warnings(action="ignore"):
+            importlib.import_module(name)
 
 
 def _survivors(
@@ -302,7 +347,7 @@ def _draw(parts: list[str], only: str, count: int, seed: int) -> list[tuple[str,
         found: list[Mutant] = []
         for path in sorted((ROOT / part).rglob("*.py")):
             file = str(path.relative_to(ROOT))
-            if file.startswith(only):
+            if file.startswith(only) and not file.startswith(NOT_DRAWN):
                 found += mutants_of(file, path.read_text(encoding="utf-8"))
         share = count * (number + 1) // len(parts) - count * number // len(parts)
         drawn += [(part, m) for m in rng.sample(found, min(share, len(found)))]

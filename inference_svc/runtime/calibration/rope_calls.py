@@ -152,16 +152,13 @@ class ReplayedRope:
                     CaptureCache(),
                 )
         except _FoundError as found:
-            return found.call
+            call: ApplyCall = found.args[0]
+            return call
         raise RopeOutOfReachError("the model ran to its end without it")
 
 
 class _FoundError(Exception):
-    """Ends the forward."""
-
-    def __init__(self, call: ApplyCall) -> None:
-        super().__init__()
-        self.call = call
+    """Ends the forward; its argument is the call."""
 
 
 class _Search:

@@ -55,7 +55,7 @@ class ScoreKeeper:
         self._end = 0  # position after the last query that counted
         self._sums = torch.zeros(0)  # [_end]
         self._held: dict[int, Tensor] = {}  # by call: [heads, queries up to `_end`, dim]
-        self._last_call: int | None = None  # of the step under way; None: the next begins one
+        self._last_call: int | None = None  # of the last step; None: it is of no use any more
         self._new_end = 0
         self._new_sums = torch.zeros(0)
         self._new_held: dict[int, Tensor] = {}
@@ -91,10 +91,7 @@ class ScoreKeeper:
     @torch.inference_mode()
     def commit(self) -> None:
         """Count what the step noted: it succeeded, and its history is certain."""
-        if self._last_call is None:
-            return
-        self._last_call = None
-        if self._new_end > self._end:
+        if self._last_call is not None and self._new_end > self._end:
             self._new_sums[: self._end] += self._sums
             self._end, self._sums, self._held = self._new_end, self._new_sums, self._new_held
 

@@ -104,7 +104,6 @@ class DeviceArena(ArenaKv):
         staging: _Staging = self._threads.staging
         if staging.in_use is not None:
             staging.in_use.synchronize()
-            staging.in_use = None
         return staging
 
 
@@ -112,7 +111,7 @@ class _Staging:
     """Memory that is locked in place, of one thread.
 
     Attributes:
-        in_use: when what was copied from it is done; None: it is.
+        in_use: when what was copied from it is done; None: nothing was.
     """
 
     def __init__(self, memory: Tensor) -> None:

@@ -5,6 +5,7 @@ SlotTensors        per layer [slots, kv_heads, dim]: of many, in any order (`Pla
 TokenTensors       one sequence's by position, however they lie
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import ClassVar, NamedTuple, Protocol, TypeVar
@@ -20,7 +21,7 @@ class LayerShape(NamedTuple):
     value: tuple[int, int]
 
 
-class LayerTensors:
+class LayerTensors(ABC):
     """One tensor per layer; layers of equal shape lie in one stack, to be cut at once.
 
     Attributes:
@@ -47,9 +48,9 @@ class LayerTensors:
         return self.layers[layer_index]
 
     @staticmethod
+    @abstractmethod
     def sizes(kv_heads: int, num_slots: int, dim: int) -> tuple[int, ...]:
         """Return the sizes of one layer's tensor."""
-        raise NotImplementedError
 
     def cut(self, first: int, num_tokens: int) -> Sequence[Tensor]:
         """View token slots [first, first + num_tokens) of every layer.

@@ -189,13 +189,9 @@ class SaveStream:
 
     def _note_stored(self) -> None:
         """Set the events of those who have waited for what is stored."""
-        waiting = []
         for num_tokens, event in self._awaited:
             if self.over.is_set() or self._buffer.first_token >= num_tokens:
                 event.set()
-            else:
-                waiting.append((num_tokens, event))
-        self._awaited = waiting
 
     def _end_of_blocks(self, end_token: int) -> int:
         """End of the last full block of the buffer at or before a token."""

@@ -150,7 +150,8 @@ class LayerLoader:
             first = self._first
             is_cpu = tokens.device.type == "cpu"
             items = PIECE_ITEMS if is_cpu else DEVICE_PIECE_ITEMS
-            for runs in _balanced(self._runs, self._num_tokens, items // (heads * dim)):
+            most_tokens = max(1, items // (heads * dim))
+            for runs in _balanced(self._runs, self._num_tokens, most_tokens):
                 count = sum(run.num_tokens for run in runs)
                 like = torch.empty(count, heads, dim, dtype=tokens.dtype, device="meta")
                 turn = rotary.turn(like, first)
@@ -221,12 +222,13 @@ def _equal_runs(spans: Sequence[Span]) -> Iterator[SlotRun]:
 
 
 def _balanced(runs: Sequence[Run], num_tokens: int, max_tokens: int) -> Iterator[list[Run]]:
-    """Divide runs into groups of about equal size, of `max_tokens` and less than a slot at most."""
-    num_groups = max(1, ceil_div(num_tokens, max(1, max_tokens)))
+    """Divide runs, at least one, into as few groups as there are `max_tokens`, of about one size.
+
+    None has more than `max_tokens` and less than a slot.
+    """
     # Rounded up by a slot: else what the groups lack in whole slots would be one group more.
-    size = ceil_div(num_tokens, num_groups) + max(
-        (run.tokens_per_slot - 1 for run in runs), default=0
-    )
+    size = ceil_div(num_tokens, ceil_div(num_tokens, max_tokens))
+    size += max(run.tokens_per_slot for run in runs) - 1
     group: list[Run] = []
     count = 0
     for run in runs:
@@ -236,8 +238,7 @@ def _balanced(runs: Sequence[Run], num_tokens: int, max_tokens: int) -> Iterator
                 group, count = [], 0
             group.append(part)
             count += part.num_tokens
-    if group:
-        yield group
+    yield group
 
 
 def _placed(runs: Sequence[Run], first: int) -> Iterator[tuple[Run, int]]:

@@ -1,8 +1,10 @@
 """The heap is where a step's tensors are made: not in pieces that are mapped one by one."""
 
+import ctypes
 import platform
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -35,7 +37,18 @@ print(first <= address < end)
 """
 
 
-@pytest.mark.skipif(not keep_freed_memory(), reason="this C library has no such setting")
+IS_GLIBC = platform.libc_ver()[0] == "glibc"
+
+
+@pytest.mark.skipif(not IS_GLIBC, reason="this C library has no such setting")
+def test_whether_freed_memory_is_kept_is_said(monkeypatch):
+    """Other C libraries have no such function, and no such habit."""
+    assert keep_freed_memory()
+    monkeypatch.setattr(ctypes, "CDLL", lambda _name: object())
+    assert not keep_freed_memory()
+
+
+@pytest.mark.skipif(not IS_GLIBC, reason="this C library has no such setting")
 @pytest.mark.parametrize(("mode", "is_in_heap"), [("default", "False"), ("keep", "True")])
 def test_large_tensors_are_made_in_the_heap(mode, is_in_heap):
     """A process that has just begun maps what is large apart, and unmaps it when it is freed."""
@@ -65,3 +78,25 @@ def test_pages_are_allocated_step_by_step(monkeypatch):
     assert populate(region, lambda: False) == 5 * HUGE_PAGE_BYTES // 2
     answers = iter([False, False, True])
     assert populate(region, lambda: next(answers)) == 2 * HUGE_PAGE_BYTES
+
+
+def flags_at(address):
+    """What the kernel says of the mapping that has an address."""
+    is_here = False
+    for line in Path("/proc/self/smaps").read_text(encoding="utf-8").splitlines():
+        name, *rest = line.split()
+        if "-" in name and not name.endswith(":"):
+            first, end = (int(bound, 16) for bound in name.split("-"))
+            is_here = first <= address < end
+        elif is_here and name == "VmFlags:":
+            return set(rest)
+    return set()
+
+
+def test_regions_are_of_large_pages_and_in_no_core_dump():
+    """Conversations are nobody's business who looks into a crash."""
+    region = allocate_region(3 * HUGE_PAGE_BYTES // 4, torch.device("cpu"), torch.float32)
+    flags = flags_at(region.data_ptr())
+    assert "dd" in flags
+    if Path("/sys/kernel/mm/transparent_hugepage").exists():
+        assert "hg" in flags

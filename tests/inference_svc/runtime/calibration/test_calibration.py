@@ -6,7 +6,8 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 
 from inference_svc.core.errors import UnsupportedModelError
 from inference_svc.demo.servers import MODEL_DIR
-from inference_svc.runtime.calibration.calibration import calibrate
+from inference_svc.runtime.calibration.calibration import calibrate, calibration_by
+from inference_svc.runtime.model.capture import ATTENTION_NAME
 from inference_svc.runtime.model.model_loader import UNSTATED_WINDOW, describe_model, load_model
 from inference_svc.runtime.model.packed_linear import packed_bytes
 
@@ -199,3 +200,17 @@ def test_weights_stay_where_packed_ones_change_the_answer():
     calibrate(loaded, packs_weights=True)
     assert not packed_bytes(loaded.model)
     assert torch.equal(loaded.model.lm_head.weight, head)
+
+
+def test_a_mode_that_is_named_is_taken_unproven(build):
+    """As it was proven before: the same calibration, and the model is set to its attention."""
+    proven = calibrated(build("llama"))
+    loaded = describe_model(build("llama"), tokenizer=None, name="tiny", fingerprint="f" * 32)
+    again = calibration_by(loaded, proven.mode, ATTENTION_NAME, proven.positions, proven.notes)
+    assert loaded.model.config._attn_implementation == ATTENTION_NAME
+    assert (again.mode, again.positions, again.notes) == (
+        proven.mode,
+        proven.positions,
+        proven.notes,
+    )
+    assert again.layout == proven.layout

@@ -10,8 +10,9 @@ import torch
 
 from inference_svc.core.truncation import USUAL_SINKS
 from inference_svc.runtime.calibration import remembered_proofs
-from inference_svc.runtime.calibration.remembered_proofs import calibrate_once, proof_name
+from inference_svc.runtime.calibration.remembered_proofs import Proof, calibrate_once, proof_name
 from inference_svc.runtime.model import packed_linear
+from inference_svc.runtime.model.capture import ATTENTION_NAME
 from inference_svc.runtime.model.model_loader import describe_model, load_model
 from inference_svc.runtime.model.packed_linear import packed_bytes
 
@@ -119,6 +120,16 @@ def test_a_proof_of_something_else_is_not_believed(build, tmp_path, found):
     assert not again[2]
     assert (again[0].mode, again[0].layout) == (first[0].mode, first[0].layout)
     assert calibrate_once(loaded_of(build, "llama"), "auto", file)[2]
+
+
+@pytest.mark.parametrize("name", ["llama", "falcon"])
+def test_a_model_that_is_not_as_it_was_proven_has_its_own_weights_again(build, monkeypatch, name):
+    """Whether another calibration is found, or none: it is proven anew with them."""
+    monkeypatch.setattr(packed_linear, "MIN_WEIGHTS", 1)
+    loaded = loaded_of(build, name)
+    proof = Proof("ragged", ATTENTION_NAME, "decoupled", (), "0" * 64, 0, is_packed=True)
+    assert remembered_proofs._calibrate_by(loaded, proof) is None
+    assert not packed_bytes(loaded.model)
 
 
 @pytest.mark.parametrize("damage", ["torn", "rubbish"])

@@ -37,6 +37,13 @@ def test_draws_repeat_with_the_seed():
     assert skipping.sample(LOGITS, []).token_id == runs[0][10]
 
 
+def test_a_seeds_draws_are_the_same_in_every_release():
+    """Whoever names a seed may come back for the same answer."""
+    sampler = Sampler(SamplingParams(temperature=1.0, seed=7))
+    drawn = [sampler.sample(torch.zeros(1000), []).token_id for _ in range(5)]
+    assert drawn == [0, 919, 332, 564, 709]
+
+
 def test_frequencies_follow_the_probabilities():
     """Draws at temperature 1 have the softmax's frequencies."""
     counts = drawn(4000)

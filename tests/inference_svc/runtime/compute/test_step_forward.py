@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from inference_svc.runtime.compute.chunk import Chunk
+from inference_svc.runtime.compute.step_forward import StepForward
 from inference_svc.runtime.kv.copy_stream import StepClock
 from inference_svc.runtime.kv.layer_gate import LayerGate
 from shared.types.errors import LoadFailedError
@@ -114,3 +115,14 @@ def test_clock_follows_the_rows(tiny):
     follower.join(SOON)
     assert seen == [[True, False], [True, True]]
     assert clock.num_open == 2
+
+
+def test_a_forward_under_a_models_own_attention_has_none_to_offer(tiny):
+    """Who asks for ours has installed it for nothing."""
+    model = tiny("llama")
+    forward = StepForward(model.calibration, [Chunk(model.new_kv(8), [5], False)], None)
+    query = torch.zeros(1, 4, 1, 8)
+    with pytest.raises(AssertionError, match="was asked to attend"):
+        forward.attend(query, query, query, None, {})
+    with pytest.raises(AssertionError, match="no mask function"):
+        forward.masked(torch.ge)

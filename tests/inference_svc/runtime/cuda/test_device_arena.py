@@ -134,6 +134,26 @@ def test_tokens_here_and_there_are_gathered(device, model, make_arena, fails_at)
     assert torch.equal(out, there.plain.view(0, 0)[run.slot_ids, run.offsets])
 
 
+def test_copies_are_done_when_their_block_is_left(device, model, make_arena):
+    """However it is left: what they have written may be read, what they have read be written."""
+    there = There(device, model, make_arena)
+    there.arena.registered.wait()
+    out = device.own(torch.zeros(2, 16, *there.plain.view(0, 0).shape[2:]))
+    device.promptness = 0.0
+
+    def break_off():
+        with CopyStream(CPU).copies(behind_computing=False):
+            there.arena.gather(0, 0, SlotRun([0, 3], 0, 16), out)
+            with pytest.raises(RaceError), device.stream(device._usual):
+                out.sum()
+            raise RuntimeError("a bug")
+
+    with device.running():
+        with pytest.raises(RuntimeError, match="a bug"):
+            break_off()
+        out.sum()
+
+
 def test_what_is_not_contiguous_is_filled_all_the_same(there):
     """As a sequence's KV that lies by heads."""
     there.arena.registered.wait()
@@ -232,6 +252,17 @@ def test_staging_memory_is_not_filled_while_it_is_copied(device, model, make_are
         there.arena.gather(0, 0, run, out)
         with pytest.raises(RaceError, match="writes what may still be read"):
             there.arena.gather(0, 1, run, out)
+
+
+def test_staging_memory_is_locked_in_place_for_all_that_fits():
+    """Only what is larger has memory of another kind."""
+    memory = torch.zeros(64, dtype=torch.uint8)
+    staging = device_arena._Staging(memory)
+    for num_rows, is_kept in ((1, True), (8, True), (9, False)):
+        rows = torch.zeros(num_rows, 2)
+        staged = staging.of(rows)
+        assert (staged.shape, staged.dtype) == (rows.shape, rows.dtype)
+        assert (staged.data_ptr() == memory.data_ptr()) is is_kept
 
 
 def test_an_arena_that_is_gone_is_not_registered_any_more(device, model, make_arena):

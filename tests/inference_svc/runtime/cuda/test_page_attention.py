@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from inference_svc.runtime.attention.paged_attention import PageCall
+from inference_svc.runtime.cuda.page_attention import TileShape, tile_shape
 from tests.pages import PARTS, Pages
 
 CLOSE = {torch.float32: 5e-6, torch.float16: 4e-3}
@@ -54,3 +55,23 @@ def test_a_query_may_have_any_strides():
     pages.query = pages.query.transpose(0, 2).contiguous().transpose(0, 2)
     assert pages.query.stride(2) != 1
     assert torch.equal(pages.attended(call), expected)
+
+
+@pytest.mark.parametrize(
+    ("group", "dim", "value_dim", "item_bytes", "shape"),
+    [
+        (4, 64, 64, 2, (64, 64, 4)),
+        (4, 128, 128, 2, (64, 64, 8)),
+        (4, 256, 256, 2, (64, 32, 8)),
+        (4, 512, 512, 2, (64, 16, 8)),
+        (1, 192, 128, 2, (64, 32, 8)),  # 192 elements are read as 256
+        (8, 80, 80, 4, (32, 32, 8)),
+        (4, 64, 64, 4, (32, 64, 8)),
+        (4, 192, 64, 4, (16, 16, 8)),
+        (1, 8, 4, 4, (32, 64, 4)),  # a product has 16 columns at least
+        (71, 64, 64, 2, (128, 64, 4)),  # a whole group's heads
+    ],
+)
+def test_tiles_are_as_large_as_registers_allow(group, dim, value_dim, item_bytes, shape):
+    """Fewer rows in float32, fewer keys of wide heads, more warps for what is wide."""
+    assert tile_shape(group, dim, value_dim, item_bytes) == TileShape(*shape)

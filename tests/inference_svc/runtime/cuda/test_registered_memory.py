@@ -95,3 +95,14 @@ def test_memory_that_is_not_let_go_is_no_error():
     assert registered.wait() == 2
     registered.close()
     assert not registered.has(0)
+
+
+def test_memory_that_is_let_go_may_be_unmapped():
+    """Until then it is held: what is registered stays mapped."""
+    mapped = mmap.mmap(-1, 2 * PAGE)
+    registered = RegisteredMemory(SimulatedDevice(), memoryview(mapped), PAGE)
+    registered.wait()
+    with pytest.raises(BufferError):
+        mapped.close()
+    registered.close()
+    mapped.close()

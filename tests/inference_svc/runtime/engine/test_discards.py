@@ -211,6 +211,22 @@ async def test_a_discard_of_something_else_is_refused(model):
         await engine.all_released()
 
 
+async def test_an_engine_that_discards_is_not_idle(model):
+    """Until the store has heard of it, and KV in memory is in order."""
+    async with running_engine(model) as engine:
+        first = await engine.run(PROMPT)
+        await engine.loop.idle.wait()
+        cut = ContextCut(first.token_ids[:47], [(0, 10)], first.lineage)
+        discarding = asyncio.create_task(engine.loop.discard(first.key, cut))
+        await asyncio.sleep(0)
+        assert not engine.loop.idle.is_set()
+        await engine.loop.idle.wait()
+        assert "discard" in engine.store.order
+        assert resident_ids(engine, first) == first.token_ids[10:47]
+        await discarding
+        await engine.all_released()
+
+
 async def test_a_resident_of_another_context_is_given_up(model):
     """Its rows are not those of the tokens that are left."""
     async with running_engine(model) as engine:

@@ -27,6 +27,17 @@ async def test_one_faulty_request_does_not_fail_the_others(model):
         await engine.all_released()
 
 
+async def test_an_engine_is_idle_until_it_is_asked_for_something(model):
+    """So that who waits for that at once does not wait for ever."""
+    async with running_engine(model) as engine:
+        assert engine.loop.idle.is_set()
+        answer = asyncio.create_task(engine.run([20]))
+        await asyncio.sleep(0)
+        assert not engine.loop.idle.is_set()
+        await answer
+        await engine.all_released()
+
+
 @pytest.mark.parametrize("times", [1, 2])
 async def test_a_cancelled_job_gives_its_memory_back(model, times):
     """Wherever it was, and however often it is dropped, others run on and the engine is idle."""
@@ -57,6 +68,7 @@ async def test_a_turn_goes_on_where_the_one_before_it_ended(model, residents):
             prompt = [*turn.token_ids, *range(30, 72)]
         await engine.all_released()
         assert engine.counters.snapshot()["steps"] == 3 * 8
+        assert engine.counters.snapshot()["resident_hits"] == 2 * residents
 
 
 async def test_a_load_waits_for_the_save_of_its_sessions_previous_turn(model):
@@ -115,6 +127,9 @@ async def test_answers_that_outgrow_their_room_move_and_go_on(model):
             assert turn.sink.token_ids == expected
             assert turn.num_preemptions > 0
         await engine.all_released()
+        counts = engine.counters.snapshot()
+        assert counts["preempted"] == sum(turn.num_preemptions for turn in turns)
+        assert 0 < counts["moves"] <= counts["preempted"]
 
 
 async def test_a_higher_priority_goes_first_and_costs_nobody_a_token(model):
@@ -142,6 +157,7 @@ async def test_a_deadline_ends_a_turn_in_the_queue(model):
         late = engine.request(range(20, 60), session="late", deadline_ns=1)
         with pytest.raises(DeadlineExceededError):
             await engine.loop.generate(late)
+        assert engine.counters.snapshot()["expired"] == 1
         answer.cancel()
         await asyncio.gather(answer, return_exceptions=True)
         await engine.all_released()

@@ -126,6 +126,15 @@ def test_runs_split_between_slots():
     assert run.split(15) == [run]
 
 
+@pytest.mark.parametrize(
+    ("slot_ids", "is_one"),
+    [([0], True), ([0, 1, 2], True), ([4, 5], True), ([1, 0], False), ([0, 2], False)],
+)
+def test_slots_side_by_side_are_known(slot_ids, is_one):
+    """They are copied in one call, from the first slot on."""
+    assert SlotRun(slot_ids, 0, 5).is_consecutive is is_one
+
+
 def test_slots_outside_the_arena_are_refused():
     """A slot id that kvd never had cannot reach other memory."""
     layout = mixed_layout("float32")

@@ -34,8 +34,11 @@ def test_parts_are_done_in_order_and_two_are_under_way():
     assert done == [1, 2]
     parts.enqueued(fast)
     assert done == [1, 2, 3, 4]
-    parts.enqueued(_Mark())
+    last = _Mark()
+    parts.enqueued(last)
+    assert done == [1, 2, 3, 4]
     parts.finish()
+    assert last.is_reached
     assert done == [1, 2, 3, 4, 5]
 
 

@@ -6,6 +6,7 @@ import time
 
 import pytest
 import torch
+from transformers.utils.logging import enable_progress_bar
 
 from inference_svc.core.errors import UnknownModelError, UnsupportedModelError
 from inference_svc.runtime.model.model_loader import load_model
@@ -34,6 +35,8 @@ def test_loads_what_save_pretrained_wrote(saved):
     assert loaded.eos_ids == {2}
     assert loaded.tokenizer is None
     assert loaded.dtype == torch.float32
+    assert not loaded.model.training
+    assert not any(weight.requires_grad for weight in loaded.model.parameters())
 
 
 def test_how_long_the_fingerprint_was_waited_for_is_part_of_the_start(saved):
@@ -42,6 +45,13 @@ def test_how_long_the_fingerprint_was_waited_for_is_part_of_the_start(saved):
     loaded = load_model(saved)
     assert 0 <= loaded.hash_wait_s <= time.monotonic() - began_s
     assert loaded.hashed_bytes > 0
+
+
+def test_no_progress_is_drawn(saved, capfd):
+    """What a service writes there are lines of a log."""
+    enable_progress_bar()
+    load_model(saved)
+    assert "%|" not in capfd.readouterr().err
 
 
 def test_dtype_is_a_choice_of_the_start(saved):

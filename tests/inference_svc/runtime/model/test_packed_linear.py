@@ -48,6 +48,11 @@ def model():
     return _Model().eval().requires_grad_(requires_grad=False)
 
 
+def test_what_is_packed_is_no_state_of_a_model():
+    """Torch could not write it to a file."""
+    assert list(PackedLinear(nn.Linear(256, 256)).state_dict()) == ["bias"]
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("rows", [1, 2, 7, 64])
 def test_products_are_those_of_the_layer_but_for_rounding(dtype, rows):

@@ -56,6 +56,8 @@ class Peer:
         self.dram_tokens = 1000  # what is beyond is on SSD
         self.ended = []
         self.lineages = []  # of loads, stores and discards
+        self.queue = self
+        self.feed = None  # of the queue
 
     def pending_progress(self, lease_id):
         """A load that ends as its argument says, in a thread of its own; "never" has no end."""
@@ -147,6 +149,9 @@ class Peer:
         kept = kept_runs(ranges, len(self.stored) // 4)
         self.stored = b"".join(self.stored[4 * start : 4 * end] for start, end in kept)
         return len(self.stored) // 4
+
+    def follow(self, feed):
+        self.feed = feed
 
     async def end_session(self, key):
         self.ended.append(key)

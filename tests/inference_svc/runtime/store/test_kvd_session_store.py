@@ -4,6 +4,7 @@ import asyncio
 
 import pytest
 import torch
+from structlog.testing import capture_logs
 
 from inference_svc.core.rates.rates import LoadPolicy
 from inference_svc.runtime.engine.engine_request import as_token_bytes
@@ -11,6 +12,7 @@ from inference_svc.runtime.kv.copy_stream import StepClock
 from inference_svc.runtime.kv.layer_gate import StepNotDoneError
 from inference_svc.runtime.store.session_store import LoadRequest
 from shared.types.lineage import WHOLE
+from shared.types.queue_feed import QueueFeed
 from tests.inference_svc.runtime.store.failing_peer import KEY, PROMPT, Scene, saved_scene
 
 CPU = torch.device("cpu")
@@ -94,8 +96,31 @@ async def test_what_is_of_a_deleted_session_is_of_no_use(model, copy_threads, fa
 async def test_an_end_that_kvd_does_not_hear_costs_nothing(model, copy_threads):
     """The client reports it later; nobody waits for that."""
     scene = Scene(model, copy_threads, fail_at="end_session")
-    await scene.store.end_session(KEY)
+    with capture_logs() as lines:
+        await scene.store.end_session(KEY)
     assert scene.peer.ended == [KEY]
+    assert [(line["event"], line["what"]) for line in lines] == [
+        ("session_store_failed", "end_session")
+    ]
+
+
+async def test_trouble_is_logged_once_until_it_is_over(model, copy_threads):
+    """Each kind of it, as what was asked first; then that kvd works again."""
+    scene = Scene(model, copy_threads, fail_at="discard")
+    token_ids = as_token_bytes(PROMPT)
+    with capture_logs() as lines:
+        await scene.store.forget(KEY, token_ids)
+        await scene.store.discard(KEY, token_ids, ((0, 1),))
+        scene.peer.fail_at = "prepare_store nonsense"
+        await scene.save()
+        scene.peer.fail_at = ""
+        await scene.save()
+        await scene.save()
+    assert [(line["event"], line.get("what"), line.get("after")) for line in lines] == [
+        ("session_store_failed", "forget", None),
+        ("session_store_failed", "save", None),
+        ("session_store_works_again", None, "kvd_protocol"),
+    ]
 
 
 async def test_a_discard_is_handed_on_with_its_lineage(model, copy_threads):
@@ -140,3 +165,10 @@ async def test_a_save_of_what_is_stored_already_waits_for_its_step(model, copy_t
     clock.open(clock.num_layers)
     clock.confirm()
     assert await saving == ""
+
+
+async def test_kvd_follows_the_queue(model, copy_threads):
+    """It reads ahead by it."""
+    scene, feed = Scene(model, copy_threads), QueueFeed()
+    scene.store.follow_queue(feed)
+    assert scene.peer.feed is feed

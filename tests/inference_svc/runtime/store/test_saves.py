@@ -210,6 +210,23 @@ async def test_an_abandoned_stream_ends_without_storing_and_is_not_counted():
     assert not counts["saves"] + counts["saves_refused"] + counts["save_dropped"]
 
 
+async def test_a_stream_that_is_cancelled_holds_nobody_up():
+    """As when the service stops in the middle of a save: who waits for it goes on."""
+    scene = Scene()
+    scene.store.may_end.clear()
+    stream, life = scene.open(0)
+    prefix = stream.stored(8)
+    stream.follow(tokens(8), None)
+    await scene.store.began.wait()
+    assert not stream.idle.is_set()
+    life.cancel()
+    await asyncio.wait([life])
+    assert stream.idle.is_set()
+    assert stream.over.is_set()
+    assert prefix.is_set()
+    assert scene.saves.is_idle
+
+
 async def test_a_save_that_failed_is_counted_and_the_next_turn_goes_on():
     """A failure costs a recomputation later, nothing else."""
     scene = Scene(answer=None)

@@ -5,7 +5,7 @@ import pytest
 from inference_svc.core.rates.rates import LoadPolicy, pairs
 from inference_svc.runtime.engine.engine_request import as_token_bytes
 from inference_svc.runtime.kv.layer_gate import LayerGate
-from inference_svc.runtime.store.session_store import LoadRequest
+from inference_svc.runtime.store.session_store import LoadRequest, NoSessionStore
 from shared.types.errors import LoadFailedError
 from shared.types.load_choice import Traffic
 from tests.inference_svc.runtime.store.failing_peer import KEY, PROMPT, Scene, saved_scene
@@ -141,3 +141,16 @@ async def test_load_policy_never_does_not_ask(model, copy_threads):
     """History is saved, and recomputed all the same."""
     scene = await saved_scene(model, copy_threads)
     assert (await scene.load(LoadPolicy.NEVER))[0].reason == "load_policy_never"
+
+
+async def test_where_nothing_is_stored_nothing_is_found(model, copy_threads):
+    """It says why; to load or to save there is a mistake."""
+    scene, store = Scene(model, copy_threads), NoSessionStore()
+    kv, buffer = scene.computed()
+    token_ids = as_token_bytes(PROMPT)
+    begun = await store.loads.begin(LoadRequest(KEY, token_ids, kv, LoadPolicy.ALWAYS))
+    assert (begun.end_token, begun.reason, begun.grant) == (0, "mode_recompute", None)
+    with pytest.raises(AssertionError, match="nothing was begun"):
+        await store.loads.finish(begun, kv, None, LayerGate(2), range(2))
+    with pytest.raises(AssertionError, match="nothing is saved"):
+        await store.save(KEY, token_ids, 0, buffer)

@@ -11,6 +11,7 @@ from inference_svc.runtime.positions.recipes import PostRotary
 from inference_svc.runtime.transfer import compaction
 from inference_svc.runtime.transfer.compaction import (
     Compactor,
+    _pieces,
     can_compact,
     compact_in_place,
     num_left,
@@ -178,3 +179,13 @@ async def test_what_cannot_be_re_embedded_is_not_compacted(tiny):
         assert await Compactor(model.calibration, thread).compact(kv, [(7, 12)]) == 5
     finally:
         thread.close()
+
+
+@pytest.mark.parametrize("max_tokens", [3, 100])
+def test_tokens_that_are_where_they_belong_are_not_touched(max_tokens):
+    """To move them there would cost time, and keys their last bit."""
+    kept = [(0, 10), (12, 15)]
+    (piece,) = _pieces(kept, max_tokens, torch.device("cpu"))
+    assert piece[:4] == (12, 3, 10, 3)
+    assert piece.chosen is None
+    assert not list(_pieces(kept[:1], max_tokens, torch.device("cpu")))

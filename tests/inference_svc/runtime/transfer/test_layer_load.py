@@ -9,9 +9,15 @@ import torch
 from transformers import DynamicCache
 
 from inference_svc.runtime.compute.chunk import Chunk
+from inference_svc.runtime.kv.arena_kv import ScatteredTokens, SlotRun
 from inference_svc.runtime.kv.copy_stream import StepClock
 from inference_svc.runtime.kv.layer_gate import LayerGate
-from inference_svc.runtime.transfer.layer_load import LayerLoader, check_spans, copy_layer
+from inference_svc.runtime.transfer.layer_load import (
+    LayerLoader,
+    _balanced,
+    check_spans,
+    copy_layer,
+)
 from inference_svc.runtime.transfer.layer_store import store_blocks
 
 CPU = torch.device("cpu")
@@ -165,6 +171,27 @@ def test_bits_do_not_depend_on_how_the_rows_lie(tiny, make_arena, rows, name, mo
                 for loaded, made in ((kv.keys, computed.keys), (kv.values, computed.values)):
                     assert torch.equal(loaded[layer_index], made[layer_index][:, :, :end])
             model.pool.release(kv)
+
+
+@pytest.mark.parametrize("max_tokens", [1, 16, 50, 64, 100, 1000])
+@pytest.mark.parametrize(
+    "runs",
+    [
+        [SlotRun(range(10), 0, 16)],
+        [SlotRun(range(9), 0, 16), SlotRun([9], 0, 3)],
+        [ScatteredTokens(torch.arange(99), torch.arange(99)), SlotRun([4, 2], 5, 11)],
+        [SlotRun([1], 0, 1)],
+    ],
+)
+def test_pieces_are_as_few_as_may_be_and_of_about_one_size(runs, max_tokens):
+    """A piece ends with a slot: it may have less than one more than it is to have."""
+    num_tokens, slot = sum(run.num_tokens for run in runs), max(run.tokens_per_slot for run in runs)
+    groups = list(_balanced(runs, num_tokens, max_tokens))
+    sizes = [sum(part.num_tokens for part in group) for group in groups]
+    assert sum(sizes) == num_tokens
+    assert max(sizes) <= max_tokens + slot - 1
+    assert len(groups) <= -(-num_tokens // max_tokens)
+    assert all(size + slot > sizes[0] for size in sizes[:-1])
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt-neox", "cohere", "smollm3"])

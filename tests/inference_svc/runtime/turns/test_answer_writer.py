@@ -1,6 +1,7 @@
 """What a turn's answer writer makes of its running: usage adds up whatever became of the load."""
 
 import pytest
+from transformers import AutoTokenizer
 
 from inference_svc.core.answers import AnswerToken, GrowingAnswer, SamplingParams
 from inference_svc.core.context import Context
@@ -165,6 +166,30 @@ async def test_a_stop_string_held_over_a_cut_leaves_its_mark_in_the_lineage(runn
     assert context.lineage == running.lineage != WHOLE
 
 
+async def test_a_stop_string_that_begins_inside_a_token_leaves_the_rest_of_it(running, tiny_model):
+    """The text before it is shown, spelled by tokens of its own, and is what the context has."""
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
+    token_id = max(range(len(tokenizer)), key=lambda one: len(tokenizer.decode([one]).strip()))
+    text = tokenizer.decode([token_id])
+    stop = text[-1]
+    sampling = SamplingParams(max_tokens=9, stop=(stop,))
+    writer = running.sink = AnswerWriter(
+        running.sink._turn,
+        GrowingAnswer(sampling, frozenset()),
+        tokenizer,
+        PROMPT,
+        HISTORY_TOKENS,
+        Histogram(),
+    )
+    writer.started(running)
+    assert answer_with(running, token_id)
+    spelled = tokenizer(text[: text.index(stop)], add_special_tokens=False).input_ids
+    assert [token.token_id for token in writer.tokens] == spelled
+    assert "".join(token.text for token in writer.tokens) == text[: text.index(stop)]
+    assert len(spelled) > 1
+    assert writer.context_ids(running) == [*PROMPT, *spelled]
+
+
 async def test_a_full_window_ends_the_answer(running):
     """What was sampled is shown; the reason is the length."""
     running.sink.started(running)
@@ -172,3 +197,15 @@ async def test_a_full_window_ends_the_answer(running):
     running.sink.window_full()
     record = running.sink.record(running, 3, PROMPT_OF_TURN)
     assert (record.output_ids, record.finish_reason) == ((70,), "length")
+
+
+async def test_a_full_window_shows_what_was_held_back(running):
+    """The beginning of a stop string that does not come is part of the answer."""
+    running.sink._answer = GrowingAnswer(SamplingParams(max_tokens=9, stop=("xyz",)), frozenset())
+    running.sink.started(running)
+    for text, token_id in (("a", 70), ("x", 71)):
+        running.append(token_id)
+        running.sink._answer.push(AnswerToken(token_id, text))
+    assert not running.sink.tokens
+    running.sink.window_full()
+    assert [token.token_id for token in running.sink.tokens] == [71]

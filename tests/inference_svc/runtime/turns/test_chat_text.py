@@ -14,6 +14,11 @@ STRICT = (
     "{% if 'call' in m.content %}{{ raise_exception('no calls') }}{% endif %}"
     "[{{ m.role }}]{{ m.content }}<|end|>{% endfor %}{% if add_generation_prompt %}[a]{% endif %}"
 )
+PICKY = (
+    "{% for m in messages %}{% if m.role not in ('user', 'assistant', 'critic') %}"
+    "{{ raise_exception('no such role') }}{% endif %}"
+    "[{{ m.role }}]{{ m.content }}<|end|>{% endfor %}"
+)
 REWRITES = "{{ messages | length }}{% for m in messages %}{{ m.content }}<|end|>{% endfor %}"
 
 
@@ -82,6 +87,16 @@ def test_what_surrounds_a_message_is_known(tokenizer):
     assert len(found) == 4 * len(template.roles)
     assert found[0] == (f"[{template.roles[0]}]", "<|end|>")
     assert not any("[a]" in after for _, after in found)
+
+
+def test_a_template_that_refuses_roles_has_those_that_it_takes(tokenizer):
+    """Each that is refused is just none of them, wherever in a conversation it is tried."""
+    tokenizer = AutoTokenizer.from_pretrained(tokenizer.name_or_path)
+    tokenizer.chat_template = PICKY
+    template = ChatTemplate(tokenizer)
+    template.find_roles(lambda _text: 0)
+    assert template.roles == ("user", "assistant", "critic")
+    assert len(list(template.surroundings())) == 4 * len(template.roles)
 
 
 def test_a_template_that_rewrites_history_is_found_out_at_the_start(tokenizer):

@@ -7,6 +7,7 @@ from tokenizers import AddedToken
 
 from inference_svc.core.errors import InvalidTurnError
 from inference_svc.runtime.turns.chat_text import TurnText
+from inference_svc.runtime.turns.control_tokens import ControlTokens
 from tests.tokenizers import BOS, END, EOS, KINDS, PAD, START, TABLE, THINK, UNKNOWN, make_tokenizer
 
 NAMES = (START, END, BOS, EOS, PAD, UNKNOWN, THINK)
@@ -244,3 +245,29 @@ def test_many_forged_parts_cost_what_they_are_long(made):
         structure(tokenizer, stock_ids(tokenizer, [say("a")]))
     )
     assert sum(calls) < 20 * len(EOS) * 2000
+
+
+def test_a_tokenizer_that_does_not_say_where_refuses_what_it_folds():
+    """What becomes a control token by normalising cannot be cut out of a text then."""
+    tokenizer = make_tokenizer("unigram")
+    tokenizer.__class__ = type("Slow", (type(tokenizer),), {"is_fast": False})
+    tokenizer, text = text_of(tokenizer)
+    folded = "\uff1c/s\uff1e"
+    assert not text.control.ids.isdisjoint(text.control._encode(folded))
+    with pytest.raises(InvalidTurnError, match="cannot be spelled out"):
+        text.control.encode_plain(folded)
+
+
+def test_special_tokens_may_be_words_of_the_vocabulary():
+    """Not only tokens that were added to it."""
+    tokenizer = make_tokenizer(KINDS[0])
+    word = next(
+        name
+        for name, token_id in sorted(tokenizer.get_vocab().items())
+        if token_id not in tokenizer.added_tokens_decoder and name.isascii() and len(name) > 3
+    )
+    word_id = tokenizer.convert_tokens_to_ids(word)
+    assert word_id not in ControlTokens(make_tokenizer(KINDS[0])).ids
+    tokenizer._special_tokens_map["sep_token"] = word
+    assert word_id in tokenizer.all_special_ids
+    assert word_id in ControlTokens(tokenizer).ids

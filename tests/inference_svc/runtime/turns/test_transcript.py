@@ -158,6 +158,17 @@ async def test_the_cache_is_bounded(tmp_path):
     assert [len((await store.get(key)).turns) for key in keys] == [1] * 5
 
 
+async def test_the_session_that_was_used_last_stays_in_memory(tmp_path):
+    """Read or written: the other one leaves when a third one comes."""
+    store = TranscriptStore(tmp_path, max_cached_tokens=12)
+    first, second, third = (KEY._replace(session_id=name) for name in ("1", "2", "3"))
+    await append(store, first, 0)
+    await append(store, second, 0)
+    await store.get(first)
+    await append(store, third, 0)
+    assert list(store._cache) == [first, third]
+
+
 async def test_reads_and_appends_of_one_session_are_serialised(tmp_path):
     """A read that began before an append never brings back the older transcript."""
     await append(TranscriptStore(tmp_path), KEY, 0)
@@ -255,6 +266,31 @@ async def test_no_session_is_opened_until_there_is_room(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+async def test_a_session_that_was_opened_shows_that_there_is_room(tmp_path):
+    """Nothing else is tried then; one that goes on shows little, its file may have had some."""
+    store = TranscriptStore(tmp_path)
+    await append(store, KEY, 0)
+    with no_file_above(LIMIT_BYTES), pytest.raises(TranscriptDiskFullError):
+        await store.append(KEY._replace(session_id="long"), LONG, is_final=False)
+    await append(store, KEY, 1)
+    with no_file_above(PROBE_BYTES - 1):
+        with pytest.raises(TranscriptDiskFullError):
+            await store.trouble.check_room()
+        await append(store, KEY._replace(session_id="short"), 0)
+        await store.trouble.check_room()
+
+
+async def test_room_is_found_on_the_disk_itself(tmp_path, monkeypatch):
+    """What is only promised may be refused later: all of what is tried is synced."""
+    store = TranscriptStore(tmp_path)
+    with no_file_above(LIMIT_BYTES), pytest.raises(TranscriptDiskFullError):
+        await store.append(KEY, LONG, is_final=False)
+    synced = []
+    monkeypatch.setattr("os.fsync", lambda descriptor: synced.append(os.fstat(descriptor).st_size))
+    await store.trouble.check_room()
+    assert synced == [PROBE_BYTES]
+
+
 async def test_why_nothing_can_be_made_is_said(tmp_path):
     """It is not that there is nothing to remove of it."""
     store = TranscriptStore(tmp_path)
@@ -332,6 +368,12 @@ async def test_tenants_and_models_do_not_meet(tmp_path):
     assert await store.find(KEY._replace(tenant="other")) is None
     assert await store.find(KEY._replace(model="other")) is None
     assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_a_sessions_file_has_the_same_name_in_every_release(tmp_path):
+    """Or none that is there would be found any more."""
+    key = SessionKey("acme", "0" * 32, "s")
+    assert TranscriptStore(tmp_path)._path(key).name == "653f6cf6fa528fd98fad80860864cb5d.jsonl"
 
 
 async def test_a_discard_is_there_for_the_next_process(tmp_path):

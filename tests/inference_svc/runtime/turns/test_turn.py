@@ -120,3 +120,8 @@ async def test_the_last_follower_that_leaves_cancels_a_turn():
     one.leave()
     assert one.is_cancelled
     await asyncio.gather(one.task, return_exceptions=True)
+
+
+def test_a_turn_that_has_not_started_has_computed_nothing():
+    """So that its tenant is not charged for it."""
+    assert turn().computed_tokens == 0

@@ -4,8 +4,9 @@ import pytest
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from opentelemetry.trace import StatusCode
 
-from inference_svc.core.errors import TurnMismatchError
+from inference_svc.core.errors import InvalidTurnError, TurnMismatchError
 from inference_svc.core.scheduling.request import Request
 from inference_svc.core.submission import TurnNames
 from inference_svc.core.turn_histograms import TurnHistograms
@@ -46,6 +47,21 @@ async def test_a_turns_span_has_its_phases(model, tmp_path, monkeypatch):
         assert seconds["decode"] == pytest.approx(usage.tpot_s * 7, abs=1e-6)
     assert not {"prefill", "decode"} & phases(exporter, cancelled).keys()
     assert cancelled.attributes["gen_ai.response.finish_reasons"] == ("cancelled",)
+
+
+async def test_the_span_of_a_turn_that_fails_says_why(model, tmp_path, monkeypatch):
+    """And whose it was."""
+    exporter, provider = InMemorySpanExporter(), TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    monkeypatch.setattr("shared.serving.tracing._TRACER", provider.get_tracer("test"))
+    async with serving(model, tmp_path) as service:
+        turn = await service.turns.submit(asked([10**6]))
+        with pytest.raises(InvalidTurnError):
+            _ = [event async for event in turn.follow()]
+    (span,) = (span for span in exporter.get_finished_spans() if span.name == "turn")
+    assert span.status.status_code is StatusCode.ERROR
+    assert span.status.description == "invalid_input"
+    assert span.attributes["session.id"] == KEY.session_id
 
 
 @pytest.mark.parametrize(("buffer_layers", "chosen"), [(0, [0.0]), (None, [])])

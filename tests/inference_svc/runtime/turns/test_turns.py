@@ -6,18 +6,22 @@ What changes a session is done whoever waits for it; nobody else is let in befor
 import asyncio
 import time
 from contextlib import asynccontextmanager
+from dataclasses import replace
 
 import pytest
 
 from inference_svc.core.counters import Counters
 from inference_svc.core.errors import (
+    DeadlineExceededError,
     DrainingError,
     InvalidDiscardError,
+    QueueFullError,
     RateLimitedError,
     SessionBusyError,
     TooManySessionsError,
     TooManyTurnsError,
     UnknownSessionError,
+    UnknownTurnError,
 )
 from inference_svc.core.scheduling.request import Request
 from inference_svc.core.session_turns import SessionTurns
@@ -119,6 +123,7 @@ async def test_a_discard_is_done_although_its_caller_left(tmp_path):
         await until(lambda: engine.calls and not turns.sessions._is_busy(KEY))
         assert engine.calls == [(tuple(range(9)), ((0, 4),))]
         assert await turns.sessions.discard(KEY, [(0, 2)], ANYTHING) == (4, 2)
+        assert turns._counters.snapshot()["discards"] == 2
         transcript, is_busy = await turns.sessions.get(KEY)
     assert (transcript.context.token_ids, is_busy) == ((6, 7, 8, 9), False)
     assert (await TranscriptStore(tmp_path).get(KEY)).context == transcript.context
@@ -217,7 +222,9 @@ async def test_limits_can_be_asked_for_before_anything_is_made(tmp_path):
     """Nothing is counted but the refusal, and while the service stops it is that."""
     async with running_turns(tmp_path, TenantBounds(max_turns=1)) as (turns, runner, counters):
         turns.check_limits(KEY.tenant)
+        assert turns.idle.is_set()
         await turns.submit(submission("runs"))
+        assert not turns.idle.is_set()
         with pytest.raises(TooManyTurnsError):
             turns.check_limits(KEY.tenant)
         turns.check_limits("other")
@@ -285,6 +292,54 @@ async def test_limits_are_for_turns_that_begin(tmp_path):
     assert counters.snapshot()["refused_too_many_turns"] == 1
 
 
+async def test_turns_are_cancelled_by_name_or_all_of_a_session(tmp_path):
+    """How many is said; a name that none has is refused, and so is a session that has none."""
+    async with running_turns(tmp_path) as (turns, runner, counters):
+        runner.may_start.set()
+        first = await turns.submit(submission())
+        second = await turns.submit(submission())
+        other = await turns.submit(submission("other"))
+        with pytest.raises(UnknownTurnError):
+            turns.cancel(KEY, "nobody's")
+        assert turns.cancel(KEY, second.submission.request_id) == 1
+        assert (await end_of(second)).reason == "cancelled"
+        await turns.submit(submission())
+        assert turns.cancel(KEY, "") == 2
+        assert not other.is_cancelled
+        assert (await end_of(first)).finish_reason == "cancelled"
+        await until(lambda: not turns._session_turns.of(KEY))
+        with pytest.raises(UnknownTurnError):
+            turns.cancel(KEY, "")
+        assert counters.snapshot()["turns_cancelled"] == 3
+        runner.may_end.set()
+        assert (await end_of(other)).finish_reason == "stop"
+
+
+async def test_a_turn_that_waits_for_its_session_too_long_fails(tmp_path):
+    """It is said so, and those behind it are not held up."""
+    async with running_turns(tmp_path) as (turns, runner, counters):
+        await turns.submit(submission())
+        late = await turns.submit(replace(submission(), deadline_ns=1))
+        behind = await turns.submit(submission())
+        assert isinstance(await end_of(late), DeadlineExceededError)
+        runner.may_start.set()
+        runner.may_end.set()
+        assert (await end_of(behind)).finish_reason == "stop"
+        await turns.idle.wait()
+    counts = counters.snapshot()
+    assert (counts["expired"], counts["turns_failed"]) == (1, 1)
+
+
+async def test_more_turns_than_may_wait_are_refused(tmp_path):
+    """Nine of all sessions together."""
+    async with running_turns(tmp_path) as (turns, _, counters):
+        for number in range(9):
+            await turns.submit(submission(str(number)))
+        with pytest.raises(QueueFullError):
+            await turns.submit(submission("another"))
+        assert counters.snapshot()["turns_refused"] == 1
+
+
 async def test_tokens_are_charged_as_they_were_computed(tmp_path):
     """A turn that failed, or never started, costs nothing of them."""
     bounds = TenantBounds(tokens_per_minute=15)
@@ -321,3 +376,16 @@ async def test_a_tenants_sessions_are_those_on_disk_and_those_being_opened(tmp_p
         forked = await turns.sessions.fork(KEY._replace(tenant="other"), None, "d")
         assert len(forked.turns) == 1
         await turns.submit(submission("d"))
+
+
+async def test_a_session_that_was_forked_counts_once(tmp_path):
+    """When it is on disk, it is not being opened any more."""
+    await TranscriptStore(tmp_path).append(KEY, RECORD, is_final=False)
+    async with running_turns(tmp_path, TenantBounds(max_sessions=2)) as (turns, _, counters):
+        turns._transcripts.count_sessions()
+        for name in ("one", "other"):
+            await turns.sessions.fork(KEY, None, name)
+            with pytest.raises(TooManySessionsError):
+                await turns.sessions.fork(KEY, None, "third")
+            await turns.sessions.delete(KEY._replace(session_id=name))
+        assert counters.snapshot()["refused_too_many_sessions"] == 2

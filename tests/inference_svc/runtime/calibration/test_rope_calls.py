@@ -1,0 +1,56 @@
+"""A call that embeds positions is looked for in the first layer of a model, and nowhere else."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from inference_svc.runtime.calibration.rope_calls import (
+    ReplayedRope,
+    RopeOutOfReachError,
+    _Search,
+)
+from inference_svc.runtime.model import capture
+from inference_svc.runtime.positions.recipes import KeySource
+
+POSITIONS = torch.arange(3)
+KEYS = torch.zeros(1, 2, 3, 8)
+
+
+@pytest.fixture(scope="module")
+def model(build):
+    """A model under our hooks, whose layers call their apply function once each."""
+    model = build("llama")
+    capture.install(model)
+    model.set_attn_implementation(capture.PROBE_ATTENTION_NAME)
+    return model
+
+
+def source(call_index):
+    return KeySource(call_index=call_index, arg_index=1, width=8, seq_dim=2)
+
+
+def test_a_call_of_a_later_layer_is_out_of_reach(model):
+    """What it is given depends on tokens, by then."""
+    assert ReplayedRope(model, source(0))(KEYS, POSITIONS).shape == KEYS.shape
+    with pytest.raises(RopeOutOfReachError, match="layer 0 is cached before it"):
+        ReplayedRope(model, source(1))(KEYS, POSITIONS)
+
+
+class _Plain(torch.nn.Module):
+    """Embeds no positions and caches nothing."""
+
+    def forward(self, input_ids, **_options):
+        return SimpleNamespace(logits=torch.zeros(1, input_ids.shape[1], 9))
+
+
+def test_a_model_without_such_a_call_is_refused():
+    """It has run to its end by then."""
+    with pytest.raises(RopeOutOfReachError, match="to its end"):
+        ReplayedRope(_Plain(), source(0))(KEYS, POSITIONS)
+
+
+def test_a_model_that_attends_before_it_calls_is_refused():
+    """What it caches would depend on tokens."""
+    with pytest.raises(RopeOutOfReachError, match="attends before it"):
+        _Search(0).attend(KEYS, KEYS, KEYS, None, {})

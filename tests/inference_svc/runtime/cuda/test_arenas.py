@@ -1,0 +1,24 @@
+"""How slots are copied is chosen by the device, and by what is installed."""
+
+import sys
+
+import torch
+from structlog.testing import capture_logs
+
+from inference_svc.runtime.cuda.arenas import open_arena_for
+from inference_svc.runtime.kv.arena_kv import ArenaKv
+
+
+def test_the_cpu_copies_for_itself():
+    """It has no other engine, and needs no package."""
+    with capture_logs() as lines:
+        assert open_arena_for(torch.device("cpu")) is ArenaKv
+    assert not lines
+
+
+def test_without_the_package_the_cpu_copies_for_a_gpu(monkeypatch):
+    """Slower, and right: the log says what to install."""
+    monkeypatch.setitem(sys.modules, "cuda.bindings", None)
+    with capture_logs() as lines:
+        assert open_arena_for(torch.device("cuda")) is ArenaKv
+    assert lines[0]["remedy"] == "pip install 'cachedattention[cuda]'"

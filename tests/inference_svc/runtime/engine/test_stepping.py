@@ -1,0 +1,107 @@
+"""A step of several requests: what it counts, what it leaves out of its time, who follows it."""
+
+import pytest
+
+from inference_svc.core.answers import SamplingParams
+from inference_svc.core.counters import Counters
+from inference_svc.core.rates.rates import Rates, pairs
+from inference_svc.core.turn_histograms import TurnHistograms
+from inference_svc.runtime.compute.chunk import Chunk
+from inference_svc.runtime.compute.sampling import Sampler
+from inference_svc.runtime.engine.engine_request import EngineRequest
+from inference_svc.runtime.engine.stepping import StepInput, Stepper, settle_load
+from inference_svc.runtime.kv.layer_gate import LayerGate
+from inference_svc.runtime.worker_thread import WorkerThread
+from shared.types.errors import LoadFailedError
+from shared.types.session_key import SessionKey
+
+SAMPLING = SamplingParams(max_tokens=4)
+WAITED_S = 1e6
+
+
+class SlowGate(LayerGate):
+    """All that is waited for is there, after a million seconds."""
+
+    def wait(self, layer_index, timeout_s=0.0):
+        super().wait(layer_index, 0.0)
+        self._waited_s += WAITED_S
+
+
+class NotedRates(Rates):
+    """Keeps what is noted of steps."""
+
+    def __init__(self):
+        super().__init__()
+        self.noted = []
+        self.steps.note = lambda *step: self.noted.append(step)
+
+
+@pytest.fixture
+def stepper(tiny):
+    """A stepper of a model with two layers."""
+    thread = WorkerThread("compute")
+    yield Stepper(tiny("llama").runner, thread, Counters(), NotedRates(), TurnHistograms())
+    thread.close()
+
+
+def requested(tiny, number, token_ids):
+    """A request with memory, all of whose tokens but those are computed."""
+    key = SessionKey("default", "m", str(number))
+    request = EngineRequest(number, key, token_ids, 4, 1, sampler=Sampler(SAMPLING), sink=None)
+    request.kv = tiny("llama").new_kv(32)
+    return request
+
+
+def part_of(request, num_tokens):
+    """Its next tokens; the last one is sampled after."""
+    start = request.computed_tokens
+    chunk = Chunk(request.kv, request.token_ids[start : start + num_tokens], want_logits=True)
+    return StepInput(request, chunk)
+
+
+async def test_a_step_counts_what_it_computed(tiny, stepper):
+    """Turns, tokens, and what they attend to: each token to those before it and itself."""
+    one, other = (requested(tiny, number, list(range(5, 25))) for number in (1, 2))
+    await stepper.step([part_of(one, 3)])
+    one.computed_tokens = 3
+    outputs = await stepper.step([part_of(one, 4), part_of(other, 6)])
+    assert [output.error for output in outputs] == [None, None]
+    noted = stepper._rates.noted
+    assert [step[:2] for step in noted] == [(3, pairs(0, 3)), (10, pairs(3, 7) + pairs(0, 6))]
+    assert stepper.busy_s == noted[0][2] + noted[1][2]
+    histograms = stepper._histograms
+    assert (histograms.step_turns.total.total, histograms.step_tokens.total.total) == (3, 13)
+    assert stepper._counters.snapshot()["steps"] == 2
+    assert stepper._counters.snapshot()["steps_failed"] == 0
+
+
+async def test_waiting_for_history_is_not_computing(tiny, stepper):
+    """The time of a step is without it; what was waited for before is none of the step's."""
+    request = requested(tiny, 1, list(range(5, 25)))
+    request.kv.gate = gate = SlowGate(2)
+    gate._waited_s = 7 * WAITED_S
+    gate.open(2)
+    gate.confirm()
+    await stepper.step([part_of(request, 3)])
+    ((_, _, seconds),) = stepper._rates.noted
+    assert gate.waited_s == 9 * WAITED_S
+    assert -2 * WAITED_S <= seconds < -WAITED_S
+
+
+async def test_what_was_waited_for_is_the_turns(tiny):
+    """Once it is known whether its history has come; if it has not, nothing may pass."""
+    request = requested(tiny, 1, list(range(5, 25)))
+    settle_load(request)
+    request.kv.gate = gate = SlowGate(2)
+    gate._waited_s = 3.0
+    request.outcome.stall_s = 1.0
+    settle_load(request)
+    assert (request.outcome.stall_s, request.kv.gate) == (1.0, gate)
+    gate.open(2)
+    gate.confirm()
+    settle_load(request)
+    assert (request.outcome.stall_s, request.kv.gate) == (4.0, None)
+    request.kv.gate = failed = LayerGate(2)
+    failed.fail(LoadFailedError("it broke off", "compute"))
+    settle_load(request)
+    assert request.kv.gate is failed
