@@ -5,8 +5,7 @@ own. A result depends on this one sequence alone.
 
 Measured on one core of an EPYC (Zen 5), 64-wide heads; why each path is as it is:
 - one token: the query heads of a group become query rows, so that keys are read once per group
-  (0.6 of the time of `enable_gqa` in float32, 0.2 in bfloat16, for groups of four). A lone bfloat16
-  row takes a slow product; two of the same take half its time;
+  (0.6 of the time of `enable_gqa` in float32, 0.2 in bfloat16, for groups of four);
 - tokens after a history: the history without a mask and the tokens themselves with the causal flag,
   merged by their log-sum-exps. A mask costs 5 % at 1K to 12 % at 28K, more as booleans, and keeps
   the heads of a group from being packed (another 8 % at 28K);

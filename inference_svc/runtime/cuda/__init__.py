@@ -1,1 +1,1 @@
-"""What only CUDA has: kernels, and calls of the driver. Imports nothing of the runtime's."""
+"""What only CUDA has: kernels, copies by the GPU, calls of the driver. Begin with docs/gpu.md."""

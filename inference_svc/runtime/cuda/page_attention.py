@@ -16,9 +16,8 @@ from torch import Tensor
 from inference_svc.runtime.attention.paged_attention import PageCall, PageStep
 from inference_svc.runtime.cuda.kernels.page_attention import attend_tile, merge_splits
 
-SPLIT_TOKENS = (
-    256  # keys of a split when one token attends: 28K of them are 112 programs a key head
-)
+# Keys of a split when one token attends: 28K of them are 112 programs for each key head.
+SPLIT_TOKENS = 256
 MIN_ROWS = 16  # fewest rows of a matrix product
 TILE_BYTES = 32 << 10  # keys and values of one round: two rounds are in flight, in shared memory
 
@@ -35,6 +34,7 @@ def attend_pages(
 def _attend_pages(
     query: Tensor, keys: Tensor, values: Tensor, step: PageStep, call: PageCall
 ) -> Tensor:
+    """Attend parts of several tokens in one launch, and those of one in another."""
     num_tokens, num_heads, dim = query.shape
     kv_heads, value_dim = values.shape[1:]
     group = num_heads // kv_heads
