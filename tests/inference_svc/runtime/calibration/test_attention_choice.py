@@ -55,8 +55,11 @@ def test_a_cpu_has_no_kernels(llama, monkeypatch):
         choose_attention("triton", *llama, PAGE_TOKENS)
 
 
+FAMILIES = ["gpt_oss", "gemma2", "llama", "gemma3_text", "phi3", "cohere2", "hunyuan_v1_dense"]
+
+
 @pytest.mark.parametrize(
-    "name", ["llama", "gemma2", "gemma3_text", "gpt_oss", "phi3", "cohere2", "hunyuan_v1_dense"]
+    "name", [*FAMILIES[:2], *(pytest.param(name, marks=pytest.mark.long) for name in FAMILIES[2:])]
 )
 def test_what_answers_as_torch_does_is_taken(name):
     """Windows, softcaps, sinks, layers of several shapes."""

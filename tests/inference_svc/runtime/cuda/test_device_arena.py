@@ -49,7 +49,8 @@ class There:
         self.device, self.pool = device, pool
         memory, _ = make_arena(calibration.layout, NUM_SLOTS)
         self.plain = ArenaKv(memory, calibration.layout)
-        device.own(torch.frombuffer(memory.memory, dtype=torch.uint8), is_host=True)
+        self.bytes = torch.frombuffer(memory.memory, dtype=torch.uint8)
+        device.own(self.bytes, is_host=True)
         self.arena = DeviceArena(memory, calibration.layout, device, CPU)
 
     def new_kv(self):
@@ -111,13 +112,13 @@ def test_a_store_has_the_bits_of_the_buffer(
     there = There(device, model, make_arena)
     there.arena.registered.wait()
     _, buffer, blocks = stored(model, there.plain, rows)
-    expected = bytes(there.plain.view(0, 0).untyped_storage())
-    there.plain.view(0, 0).untyped_storage().fill_(0xAB)
+    expected = there.bytes.clone()
+    there.bytes.fill_(0xAB)
     for kept in (buffer.keys, buffer.values):
         device.own(kept[0])
     with device.running(), CopyStream(CPU).copies(behind_computing=True):
         store_blocks(buffer, there.arena, blocks, there.calibration)
-    assert bytes(there.plain.view(0, 0).untyped_storage()) == expected
+    assert torch.equal(there.bytes, expected)
 
 
 @pytest.mark.parametrize("fails_at", [None, 0])
