@@ -18,6 +18,7 @@ from inference_svc.bench.local_engine import running_engine
 from inference_svc.bench.workspace import workspace
 from inference_svc.runtime import worker_thread
 from inference_svc.runtime.calibration.calibration import calibrate
+from inference_svc.runtime.cuda import device_arena
 from inference_svc.runtime.cuda.device_arena import DeviceArena
 from inference_svc.runtime.kv import kv_pool, paged_kv, write_ring
 from inference_svc.runtime.model.model_loader import load_model
@@ -36,6 +37,7 @@ def model(tiny_model):
 def simulated(monkeypatch):
     """A simulated device in the place of the CPU's: for memory, streams, copies and threads."""
     device = SimulatedDevice()
+    monkeypatch.setattr(device_arena, "STAGING_BYTES", 1 << 20)  # each byte has its shadow
     monkeypatch.setattr(torch, "get_device_module", lambda _device: device)
     for module in (kv_pool, paged_kv, write_ring):
         allocate = module.allocate_region

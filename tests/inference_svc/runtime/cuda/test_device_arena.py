@@ -28,6 +28,7 @@ PAGES = [3, 0, 1, 2, 7, 6, 5, 4, 8]
 def device(monkeypatch):
     """A simulated device in the place of the one that torch has for the CPU."""
     made = SimulatedDevice()
+    monkeypatch.setattr(device_arena, "STAGING_BYTES", 1 << 20)  # each byte has its shadow
     monkeypatch.setattr(copy_stream.torch, "get_device_module", lambda _device: made)
     return made
 
@@ -101,7 +102,7 @@ def test_a_load_has_the_bits_of_the_forward(device, model, make_arena, rows, fai
             assert torch.equal(loaded.read(layer_index, 0, HISTORY), expected)
 
 
-@pytest.mark.parametrize("staging_bytes", [32 << 20, 3000])
+@pytest.mark.parametrize("staging_bytes", [1 << 20, 3000])
 @pytest.mark.parametrize("fails_at", [None, 0])
 def test_a_store_has_the_bits_of_the_buffer(
     device, model, make_arena, rows, fails_at, staging_bytes, monkeypatch
