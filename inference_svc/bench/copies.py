@@ -27,7 +27,7 @@ from inference_svc.runtime.cuda.arenas import open_arena_for
 from inference_svc.runtime.cuda.device_arena import DeviceArena
 from inference_svc.runtime.kv.copy_stream import CopyStream
 from inference_svc.runtime.kv.paged_kv import PagePool
-from inference_svc.runtime.transfer.layer_load import LayerLoader
+from inference_svc.runtime.transfer.layer_load import LayerLoader, SlotTokens
 from inference_svc.runtime.transfer.layer_store import store_blocks
 from shared.types.units import align_up, ceil_div
 
@@ -62,16 +62,6 @@ class _Slots:
     memory: memoryview
 
 
-@dataclass(frozen=True)
-class _Block:
-    """The tokens of a slot; a span and a block at once."""
-
-    slot_id: int
-    token_offset: int
-    num_tokens: int
-    start: int = 0
-
-
 class _Copies:
     """One history, in slots that lie here and there and on pages, and plain memory as large."""
 
@@ -91,7 +81,7 @@ class _Copies:
         slot_ids = list(range(len(firsts)))
         random.Random(1).shuffle(slot_ids)  # noqa: S311  # where slots lie
         self._blocks = [
-            _Block(slot_id, first, min(layout.block_tokens, num_tokens - first))
+            SlotTokens(slot_id, first, min(layout.block_tokens, num_tokens - first))
             for slot_id, first in zip(slot_ids, firsts, strict=True)
         ]
         num_pages = ceil_div(num_tokens, PAGE_TOKENS)

@@ -1,7 +1,6 @@
 """Proof that a calibrated model computes what the stock model does, on every path of a turn."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -22,18 +21,8 @@ from inference_svc.runtime.kv.sequence_kv import SequenceKv, WriteBuffer
 from inference_svc.runtime.model.model_loader import LoadedModel
 from inference_svc.runtime.model.refusals import CalibrationMismatchError
 from inference_svc.runtime.positions.recipes import Calibration
-from inference_svc.runtime.transfer.layer_load import LayerLoader
+from inference_svc.runtime.transfer.layer_load import LayerLoader, SlotTokens
 from inference_svc.runtime.transfer.layer_store import store_blocks
-
-
-@dataclass(frozen=True)
-class _Range:
-    """A block and a span at once: tokens of a slot, and the positions they are for."""
-
-    slot_id: int
-    token_offset: int
-    num_tokens: int
-    start: int = 0
 
 
 class _PlainArena:
@@ -136,19 +125,19 @@ class _Paths:
         is_plain = not any(True for norm in norms for _ in norm.parameters())
         return self._calibration.positions == "decoupled" and is_plain
 
-    def _store(self, buffer: WriteBuffer) -> tuple[ArenaKv, list[_Range]]:
+    def _store(self, buffer: WriteBuffer) -> tuple[ArenaKv, list[SlotTokens]]:
         """Store what the buffer holds, in as many blocks as it takes."""
         layout = self._calibration.layout
         firsts = range(0, buffer.end_token, layout.block_tokens)
         blocks = [
-            _Range(slot_id, first, min(layout.block_tokens, buffer.end_token - first))
+            SlotTokens(slot_id, first, min(layout.block_tokens, buffer.end_token - first))
             for slot_id, first in zip(reversed(range(len(firsts))), firsts, strict=True)
         ]
         arena = ArenaKv(_PlainArena(layout.block_bytes, len(blocks)), layout)
         store_blocks(buffer, arena, blocks, self._calibration)
         return arena, blocks
 
-    def _load(self, kv: SequenceKv, arena: ArenaKv, spans: list[_Range]) -> None:
+    def _load(self, kv: SequenceKv, arena: ArenaKv, spans: list[SlotTokens]) -> None:
         """Load spans into empty KV."""
         loader = LayerLoader(kv, arena, spans, self._calibration)
         for layer_index in range(len(self._calibration.layers)):
@@ -156,12 +145,12 @@ class _Paths:
         kv.num_tokens = sum(span.num_tokens for span in spans)
 
 
-def _without_first(blocks: list[_Range], dropped: int) -> list[_Range]:
+def _without_first(blocks: list[SlotTokens], dropped: int) -> list[SlotTokens]:
     """Return the spans of these blocks from token `dropped` on, which comes to position 0."""
     spans = []
     for block in blocks:
         skipped = max(0, dropped - block.token_offset)
         if skipped < block.num_tokens:
             first = block.token_offset + skipped - dropped
-            spans.append(_Range(block.slot_id, first, block.num_tokens - skipped, skipped))
+            spans.append(SlotTokens(block.slot_id, first, block.num_tokens - skipped, skipped))
     return spans

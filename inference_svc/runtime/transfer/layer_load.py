@@ -14,6 +14,7 @@ stored keys).
 
 import threading
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import groupby
 from typing import NamedTuple, Protocol
 
@@ -42,6 +43,16 @@ class Span(Block, Protocol):
     @property
     def start(self) -> int:
         """First token in the slot."""
+
+
+@dataclass(frozen=True)
+class SlotTokens:
+    """Tokens of a slot, and the positions they are for: a block, and a span of it, at once."""
+
+    slot_id: int
+    token_offset: int
+    num_tokens: int
+    start: int = 0
 
 
 def check_spans(kv: SequenceKv, spans: Sequence[Span], layout: KVLayout) -> int:
