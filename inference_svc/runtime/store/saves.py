@@ -101,7 +101,10 @@ class SaveStream:
         return self._buffer.end_token - self._queued_token
 
     def stored(self, num_tokens: int) -> asyncio.Event:
-        """Return what is set once the first `num_tokens` are stored, or nothing more will be."""
+        """Return what is set once the first `num_tokens` are stored, or nothing more will be.
+
+        Those before the buffer, too: others may be storing them still.
+        """
         event = asyncio.Event()
         self._awaited.append((num_tokens, event))
         self._note_stored()
@@ -146,6 +149,7 @@ class SaveStream:
         try:
             for event in self._previous:
                 await event.wait()
+            self._note_stored()
             while True:
                 await self._changed.wait()
                 self._changed.clear()
@@ -189,8 +193,9 @@ class SaveStream:
 
     def _note_stored(self) -> None:
         """Set the events of those who have waited for what is stored."""
+        is_based = all(event.is_set() for event in self._previous)
         for num_tokens, event in self._awaited:
-            if self.over.is_set() or self._buffer.first_token >= num_tokens:
+            if self.over.is_set() or (is_based and self._buffer.first_token >= num_tokens):
                 event.set()
 
     def _end_of_blocks(self, end_token: int) -> int:

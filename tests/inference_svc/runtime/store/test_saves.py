@@ -59,10 +59,10 @@ class Scene:
         shapes = [LayerShape((1, 8), (1, 8))]
         self.pool = KVPool(shapes, 200, device=torch.device("cpu"), dtype=torch.float32)
 
-    def open_on(self, buffer):
+    def open_on(self, buffer, key=KEY, shared_from=None):
         """A stream over a buffer."""
-        stream = self.saves.open(KEY, buffer)
-        return stream, asyncio.create_task(self.saves.run(KEY, stream))
+        stream = self.saves.open(key, buffer, shared_from=shared_from)
+        return stream, asyncio.create_task(self.saves.run(key, stream))
 
     def open(self, first_token):
         """A stream that runs."""
@@ -235,6 +235,24 @@ async def test_a_save_that_failed_is_counted_and_the_next_turn_goes_on():
     await life
     assert scene.counters.snapshot()["save_dropped"] == 1
     await scene.saves.settled(KEY)
+
+
+async def test_a_prefix_is_stored_when_its_first_session_has_stored_it():
+    """B has it from A, and C has it from B: C, too, builds on what A is still storing."""
+    scene = Scene()
+    scene.store.may_end.clear()
+    key_b, key_c = (SessionKey("default", "m", name) for name in "bc")
+    first, life_a = scene.open(0)
+    _, life_b = scene.open_on(scene.buffer(8), key_b, shared_from=KEY)
+    third, life_c = scene.open_on(scene.buffer(8), key_c, shared_from=key_b)
+    third.finish(tokens(12))
+    first.finish(tokens(10))
+    await scene.store.began.wait()
+    scene.store.may_end.set()
+    await asyncio.gather(life_a, life_c)
+    assert scene.store.saves == [(0, 10), (8, 12)]
+    life_b.cancel()
+    await asyncio.wait([life_b])
 
 
 async def test_synchronous_saving_waits_for_everything_asked_for():
