@@ -26,7 +26,7 @@ from inference_svc.core.truncation import USUAL_SINKS
 from inference_svc.core.turn_histograms import TurnHistograms
 from inference_svc.runtime.calibration.attention_choice import choose_attention
 from inference_svc.runtime.compute.model_runner import ModelRunner
-from inference_svc.runtime.cuda.arenas import open_arena_for
+from inference_svc.runtime.cuda.arenas import open_arena_by_copier, open_arena_for
 from inference_svc.runtime.engine.engine_loop import EngineLoop
 from inference_svc.runtime.engine.loads import Loads, PreloadPolicy
 from inference_svc.runtime.engine.requests import MOST_RESIDENTS
@@ -198,6 +198,11 @@ def _make_store(
         return None, NoSessionStore()
     name = f"inference-svc@{model.loaded.name}"
     client = KvdClient(settings.kvd_runtime_dir, model.calibration.layout, name)
+    device = model.loaded.device
+    if settings.transport == "cuda_ipc":
+        open_arena = open_arena_by_copier(device, client, counters)
+    else:
+        open_arena = open_arena_for(device)
     store = KvdSessionStore(
         client,
         model.calibration,
@@ -206,7 +211,7 @@ def _make_store(
         rates,
         saves=settings.saving != "off",
         deadline_s=settings.deadline_s,
-        open_arena=open_arena_for(model.loaded.device),
+        open_arena=open_arena,
     )
     return client, store
 

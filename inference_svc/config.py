@@ -153,6 +153,9 @@ class CacheSettings(Section):
         saving: "async": while others compute; "sync": nothing is computed meanwhile; "off":
             nothing is stored.
         save_group_tokens: tokens of a turn under way that are stored together; at least a block's.
+        transport: how KV travels between kvd's memory and a GPU. "shm": the service has the GPU
+            copy, from and to memory that it shares with kvd; "cuda_ipc": kvd's copier has, from and
+            to memory of the GPU that it shares with the service, and "shm" where there is none.
         kvd_runtime_dir: directory of kvd's sockets.
         deadline_s: most seconds that one load or one save may wait for kvd.
     """
@@ -164,6 +167,7 @@ class CacheSettings(Section):
     read_buffer_layers: int = Field(default=-1, ge=-1, le=65536)
     saving: Literal["async", "sync", "off"] = "async"
     save_group_tokens: int = Field(default=512, ge=1)
+    transport: Literal["shm", "cuda_ipc"] = "shm"
     kvd_runtime_dir: Path = Field(default_factory=default_runtime_dir)
     deadline_s: Duration = Field(default=10.0, gt=0, le=600)
 
@@ -327,6 +331,15 @@ class InferenceSettings(Section):
             raise ValueError(
                 f"scheduler.kv_tokens = {kv_tokens} leaves no window for a turn{ring}: write at "
                 f"least {least}, or 0 to have it from the memory that is free"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _transport_of_the_device(self) -> "InferenceSettings":
+        if self.cache.transport == "cuda_ipc" and not self.model.device.startswith("cuda"):
+            raise ValueError(
+                f'cache.transport = "cuda_ipc" with model.device = "{self.model.device}": write '
+                '"shm", or compute on a GPU'
             )
         return self
 

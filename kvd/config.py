@@ -123,6 +123,12 @@ class SsdSettings(Section):
     write_back_after: Duration = Field(default=30.0, ge=0)
 
 
+class CopierSettings(Section):
+    """Processes that copy for engines between DRAM and a GPU, one for each GPU."""
+
+    enabled: bool = True
+
+
 class EncryptionSettings(Section):
     """Encryption of the SSD tier."""
 
@@ -245,6 +251,7 @@ class Settings(Section):
     state_dir: Path = Field(default_factory=default_state_dir)
     dram: DramSettings = DramSettings()
     ssd: SsdSettings = SsdSettings()
+    copier: CopierSettings = CopierSettings()
     encryption: EncryptionSettings = EncryptionSettings()
     integrity: IntegritySettings = IntegritySettings()
     sessions: SessionSettings = SessionSettings()

@@ -26,6 +26,7 @@ from kvd.caches.layout_opening import VOLUMES
 from kvd.caches.scrubber import Scrubber
 from kvd.config import Settings
 from kvd.engines.attached import Engines
+from kvd.engines.copiers import Copiers
 from kvd.engines.data_socket import DataSocket
 from kvd.errors import BrokenError
 from kvd.host.clock import META_NAME, SAVE_EVERY_S, Clock, read_boot_id, resume_clock
@@ -63,6 +64,7 @@ class _Parts:
 
     caches: Caches
     engines: Engines
+    copiers: Copiers
     data_socket: DataSocket
     events: EventHub
     draining: Draining
@@ -118,10 +120,12 @@ class Daemon:
             stack.push_async_callback(self._close, caches)
             stack.callback(engines.close)
             caches.restore()
-            data_socket = await stack.enter_async_context(self._data_socket(engines))
+            copiers = Copiers(is_enabled=self._settings.copier.enabled)
+            stack.push_async_callback(copiers.close)
+            data_socket = await stack.enter_async_context(self._data_socket(engines, copiers))
             draining = Draining(self._settings.limits.drain)
             scrubber = Scrubber(self._live.loaded.settings.integrity.scrub_rate)
-            parts = _Parts(caches, engines, data_socket, events, draining, scrubber)
+            parts = _Parts(caches, engines, copiers, data_socket, events, draining, scrubber)
             servers = self._servers(parts)
             self._live.on_change.append(partial(self._follow_settings, parts))
             # First: who finds gRPC serving finds the rest, too.
@@ -186,12 +190,12 @@ class Daemon:
         return manifest, clock
 
     @asynccontextmanager
-    async def _data_socket(self, engines: Engines) -> AsyncIterator[DataSocket]:
+    async def _data_socket(self, engines: Engines, copiers: Copiers) -> AsyncIterator[DataSocket]:
         """Listen for engines; leaving ends every connection, and with it every lease."""
         settings = self._settings
         path = settings.runtime_dir / DATA_SOCKET
         data_socket = DataSocket(
-            path, self._access.users, settings.limits.max_engines, self._rpcs.refused
+            path, self._access.users, settings.limits.max_engines, self._rpcs.refused, copiers
         )
         with data_socket.listen(settings.access.engine_group) as listener:
             serving = asyncio.create_task(data_socket.serve(listener, engines.gone))

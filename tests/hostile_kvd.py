@@ -11,6 +11,7 @@ import grpc
 
 from shared.kvd_client import data_socket_protocol as packets
 from shared.pb.kvd.v1 import kvd_pb2, kvd_pb2_grpc
+from shared.process.packets import close_fds, receive
 from shared.process.runtime_dir import DATA_SOCKET, ENGINE_SOCKET
 
 SLOT_BYTES = 3 * 64 * 1024
@@ -100,10 +101,10 @@ async def _hand_out_arenas(listener: socket.socket) -> None:
             connection.setblocking(False)
             connections.append(connection)
             packets.send(connection, packets.Welcome("token"))
-            await packets.receive(connection)
+            await receive(connection)
             mapping = packets.ArenaMapping(SLOT_BYTES, NUM_SLOTS, NUM_SLOTS)
             packets.send(connection, mapping, [fd, fd, wakeup_fd])
     finally:
-        packets.close_fds([fd, wakeup_fd])
+        close_fds([fd, wakeup_fd])
         for connection in connections:
             connection.close()

@@ -19,7 +19,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_flatten
 
-from inference_svc.runtime.cuda.driver import DriverError
+from shared.cuda.driver_calls import DriverError
 
 HOST = 0
 COPY = torch.ops.aten.copy_.default

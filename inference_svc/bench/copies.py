@@ -76,7 +76,7 @@ class _Copies:
         slots = _Slots(slot_bytes, len(firsts), memoryview(memory))
         torch.frombuffer(slots.memory, dtype=torch.uint8).zero_()  # pages are there, no NaN is
         self._arena = open_arena_for(self._device)(slots, layout)
-        if isinstance(self._arena, DeviceArena):
+        if isinstance(self._arena, DeviceArena) and self._arena.registered is not None:
             self._arena.registered.wait()
         slot_ids = list(range(len(firsts)))
         random.Random(1).shuffle(slot_ids)  # noqa: S311  # where slots lie

@@ -15,6 +15,7 @@ from enum import Enum
 from functools import partial
 
 from kvd.core.records.entries import OrphanSlot, WritingSlot
+from kvd.engines.copiers import OpenChannel
 from kvd.engines.data_socket import DataConnection
 from kvd.errors import LimitReachedError, NotAttachedError
 from kvd.host.process_identity import (
@@ -52,9 +53,10 @@ ENGINE_MOVES = Transitions(
             "ended": EngineState.GONE,  # its process is dead, or has said that it leaves
             "disconnected": EngineState.GONE,  # and nothing is under way
             "disconnected_storing": EngineState.QUARANTINED,
+            "disconnected_copying": EngineState.QUARANTINED,  # it is dead, and its copier is not
         },
         EngineState.QUARANTINED: {
-            "ended": EngineState.GONE,  # its process is dead
+            "ended": EngineState.GONE,  # its process is dead, and its copier's work is done
             # By the same process and instance: the stores that it still has under way are the new
             # attachment's.
             "reattached": EngineState.GONE,
@@ -75,6 +77,7 @@ class Engine:
         uid: of its user; -1 if an earlier kvd has attached it.
         connection: its data connection, while it is attached.
         watch: of its process, while it is quarantined; before, the connection has it.
+        copies: its channel to a copier, once the connection is gone.
         version: its release; "" if it did not say.
         since_s: of the monotonic clock: when its state began.
     """
@@ -86,6 +89,7 @@ class Engine:
     uid: int = -1
     connection: DataConnection | None = None
     watch: ProcessWatch | None = None
+    copies: OpenChannel | None = None
     version: str = ""
     state: EngineState = EngineState.ATTACHED
     since_s: float = field(default_factory=time.monotonic)
@@ -213,7 +217,7 @@ class Engines:
     def gone(self, connection: DataConnection) -> None:
         """Record the end of a connection: release what its engine held, or quarantine it."""
         for engine in [engine for engine in self if engine.connection is connection]:
-            engine.connection = None
+            engine.connection, engine.copies = None, connection.copies
             if not connection.may_still_write:
                 self._end(engine)
             elif _detached(engine):
@@ -331,7 +335,12 @@ class Engines:
         )
 
     def _end(self, engine: Engine) -> None:
-        """End all leases of an engine that writes no more."""
+        """End all leases of an engine that writes no more, once nothing is copied for it either."""
+        if engine.copies is not None and not engine.copies.is_over:
+            if engine.state is EngineState.ATTACHED:
+                engine.move("disconnected_copying")
+            engine.copies.end(partial(self._end, engine))
+            return
         self._forget(engine, "ended")
         engine.cache.act(lambda core: core.engines.gone(engine.engine_id))
         log.info("engine_gone", engine=engine.name, engine_id=engine.shown_id)

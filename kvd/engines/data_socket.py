@@ -17,8 +17,9 @@ import socket
 import struct
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from kvd.engines.copiers import Copiers, NoCopierError, OpenChannel
 from kvd.errors import AttachDeniedError, UnusableSocketError
 from kvd.host.process_identity import ProcessWatch, watch_peer
 from kvd.tiers.progress import Wakeup
@@ -27,6 +28,7 @@ from shared.access.refusals import RefusalLog
 from shared.access.sockets import SocketGroupError, open_to_group
 from shared.kvd_client import data_socket_protocol as packets
 from shared.process.log import get_logger
+from shared.process.packets import MalformedPacketError, close_fds, receive
 from shared.types.histogram import Tally
 
 if TYPE_CHECKING:
@@ -92,6 +94,7 @@ class DataConnection:
         watch: of the process; None if it is dead, cannot be watched, or was taken over.
         wakeup: notifies it of its progress words.
         arena: the arena that it may map; set by Attach.
+        copies: its newest channel to a copier; None: it has asked for none.
         gone: set at the end of the connection or of the process.
         has_left: it said that it holds nothing any more.
     """
@@ -103,6 +106,7 @@ class DataConnection:
         self.watch = watch
         self.wakeup = Wakeup()
         self.arena: Arena | None = None
+        self.copies: OpenChannel | None = None
         self.gone = asyncio.Event()
         self.has_left = False
 
@@ -126,12 +130,19 @@ class DataSocket:
         users: whose processes may attach.
         max_connections: at once.
         refused: where refusals are counted: by reason and user, "uid 1000".
+        copiers: of the GPUs of engines; None: there are none.
     """
 
     def __init__(
-        self, path: Path, users: EngineUsers, max_connections: int, refused: Tally | None = None
+        self,
+        path: Path,
+        users: EngineUsers,
+        max_connections: int,
+        refused: Tally | None = None,
+        copiers: Copiers | None = None,
     ) -> None:
         self._path = path
+        self._copiers = copiers or Copiers(is_enabled=False)
         self._users = users
         self._max_connections = max_connections
         self._waiting: dict[str, DataConnection] = {}  # by token, until they attach
@@ -224,7 +235,7 @@ class DataSocket:
                 connection.watch.start(connection.gone.set)
             try:
                 await self._converse(sock, connection)
-            except (OSError, TimeoutError, packets.MalformedPacketError) as error:
+            except (OSError, TimeoutError, MalformedPacketError) as error:
                 log.info("data_connection_broken", pid=pid, error=str(error))
             finally:
                 connection.gone.set()
@@ -244,34 +255,69 @@ class DataSocket:
         packets.send(sock, packets.Welcome(connection.token))
         while True:
             waits_s = ATTACH_S if connection.token in self._waiting else None
-            packet = await _next_packet(sock, connection.gone, waits_s)
-            has_attached = connection.token not in self._waiting
-            if packet is None and has_attached and not connection.gone.is_set():
-                continue  # meanwhile: it may be silent for ever
-            if not packet:
-                return
-            message = packets.decode(packet)
-            if isinstance(message, packets.Leaving):
-                connection.has_left = True
-                return
-            self._answer(sock, connection, message)
+            packet, fds = await _next_packet(sock, connection.gone, waits_s)
+            try:
+                has_attached = connection.token not in self._waiting
+                if packet is None and has_attached and not connection.gone.is_set():
+                    continue  # meanwhile: it may be silent for ever
+                if not packet:
+                    return
+                message = packets.decode(packet)
+                if isinstance(message, packets.Leaving):
+                    connection.has_left = True
+                    return
+                await self._answer(sock, connection, message, fds)
+            finally:
+                close_fds(fds)
 
-    def _answer(
-        self, sock: socket.socket, connection: DataConnection, message: packets.Message
+    async def _answer(
+        self,
+        sock: socket.socket,
+        connection: DataConnection,
+        message: packets.Message,
+        fds: Sequence[int],
     ) -> None:
         arena = connection.arena
         if (
-            not isinstance(message, packets.ArenaRequest)
+            not isinstance(message, packets.ArenaRequest | packets.CopierRequest)
             or arena is None
             or message.arena_id != arena.arena_id
         ):
             why = "ask for the arena that Attach has named"
             self._refuse(sock, connection.uid, "unexpected", why)
-            raise packets.MalformedPacketError("an arena that was not offered")
+            raise MalformedPacketError("an arena that was not offered")
+        if isinstance(message, packets.CopierRequest):
+            await self._open_channel(sock, connection, arena, message, fds)
+            return
         slots, progress = arena.slots, arena.progress
         mapping = packets.ArenaMapping(slots.slot_bytes, slots.num_slots, progress.num_words)
-        fds = [arena.fd, progress.fd, connection.wakeup.fd]
-        packets.send(sock, mapping, fds)
+        packets.send(sock, mapping, [arena.fd, progress.fd, connection.wakeup.fd])
+
+    async def _open_channel(
+        self,
+        sock: socket.socket,
+        connection: DataConnection,
+        arena: "Arena",
+        wanted: packets.CopierRequest,
+        fds: Sequence[int],
+    ) -> None:
+        """Give an engine a channel to a copier, or say why there is none."""
+        if len(fds) != 1:
+            raise MalformedPacketError(f"a ring of {len(fds)} descriptors")
+        opening = asyncio.ensure_future(
+            self._copiers.open(wanted.device, arena, fds[0], wanted.ring_bytes)
+        )
+        if not await _before(opening, connection.gone):
+            return
+        try:
+            channel, theirs, pidfd = opening.result()
+        except NoCopierError as error:
+            packets.send(sock, packets.NoCopier(error.message, error.remedy))
+            return
+        connection.copies = channel
+        with theirs:
+            packets.send(sock, packets.CopierChannel(), [theirs.fileno(), pidfd])
+            close_fds([pidfd])
 
     def _refuse(self, sock: socket.socket, uid: int, reason: str, message: str) -> None:
         self._refusals.note(reason, f"uid {uid}", message=message)
@@ -292,23 +338,29 @@ def _new_connection(sock: socket.socket, pid: int, uid: int) -> DataConnection:
         raise
 
 
-async def _next_packet(
-    sock: socket.socket, gone: asyncio.Event, timeout_s: float | None
-) -> bytes | None:
-    """Wait for a packet; b"" at the end of the connection, None if it is gone or silent."""
+async def _before(
+    task: "asyncio.Future[Any]", gone: asyncio.Event, timeout_s: float | None = None
+) -> bool:
+    """Wait for a task; cancel it, and return False, if the connection is gone or silent before."""
     waits = asyncio.ensure_future(gone.wait())
-    receiving = asyncio.ensure_future(packets.receive(sock))
     try:
-        await asyncio.wait(
-            (receiving, waits), timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED
-        )
+        await asyncio.wait((task, waits), timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
     finally:  # also when kvd stops: nothing may wait on a socket that is about to be closed
         waits.cancel()
-        if not receiving.done():
-            receiving.cancel()
-            await asyncio.gather(receiving, return_exceptions=True)
-    if receiving.cancelled():
-        return None
-    packet, fds = receiving.result()
-    packets.close_fds(fds)
-    return packet
+        if not task.done():
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+    return not task.cancelled()
+
+
+async def _next_packet(
+    sock: socket.socket, gone: asyncio.Event, timeout_s: float | None
+) -> tuple[bytes | None, list[int]]:
+    """Wait for a packet; b"" at the end of the connection, None if it is gone or silent.
+
+    The descriptors are the caller's.
+    """
+    receiving = asyncio.ensure_future(receive(sock))
+    if not await _before(receiving, gone, timeout_s):
+        return None, []
+    return receiving.result()

@@ -106,6 +106,7 @@ class EngineService(kvd_pb2_grpc.EngineServicer):  # type: ignore[misc]  # the s
                     confirmed_leases=confirmed,
                     lost_leases=lost,
                     kvd_version=__version__,
+                    copiers=self._live.loaded.settings.copier.enabled,
                     max_queue_jobs=self._live.loaded.settings.limits.max_queue_jobs,
                 )
             )

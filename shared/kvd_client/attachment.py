@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from socket import socket
 
@@ -20,10 +20,12 @@ from shared.kvd_client.arena_map import ArenaMap, ProgressWords
 from shared.kvd_client.grants import KvdProtocolError
 from shared.pb.kvd.v1 import kvd_pb2 as pb
 from shared.pb.kvd.v1 import kvd_pb2_grpc
+from shared.process.packets import MAX_FDS, MalformedPacketError, close_fds, receive
 from shared.process.runtime_dir import DATA_SOCKET, ENGINE_SOCKET, channel_options
 from shared.serving.grpc_status import error_from_rpc
 from shared.types.errors import ReportedError, UnavailableError
 
+COPIER_FDS = 2  # a channel and a pidfd
 WAKEUP_BYTES = 512  # taken at once: more than kvd can have sent before it finds the socket full
 
 
@@ -54,6 +56,7 @@ class Attachment:
         confirmed_leases: leases held before that are still ours, and owed a complete_store.
         lost_leases: leases held before whose slots other engines may have already.
         max_queue_jobs: most requests that kvd takes of the queue.
+        offers_copiers: kvd may be asked for a channel to the copier of a GPU.
     """
 
     engine_id: int
@@ -67,12 +70,14 @@ class Attachment:
     confirmed_leases: frozenset[int]
     lost_leases: frozenset[int]
     max_queue_jobs: int
+    offers_copiers: bool
+    _asked: "list[asyncio.Future[tuple[bytes, list[int]]]]" = field(default_factory=list)
 
     async def hold(self, on_draining: Callable[[float], None]) -> None:
         """Return when kvd is gone; call `on_draining(deadline_s)` when it announces that."""
         watched = {
             asyncio.create_task(self._follow(on_draining)),
-            asyncio.create_task(packets.receive(self.data)),  # kvd sends nothing unasked: its end
+            asyncio.create_task(self._listen()),
         }
         loop = asyncio.get_running_loop()
         with contextlib.suppress(OSError):  # nothing that can be waited for: waits end by deadline
@@ -82,9 +87,57 @@ class Attachment:
         finally:
             loop.remove_reader(self.wakeup_fd)
             self.progress.end("kvd is not attached any more")
+            for asked in self._asked:
+                if not asked.done():
+                    asked.set_exception(ConnectionResetError("the attachment has ended"))
             for task in watched:
                 task.cancel()
             await asyncio.gather(*watched, return_exceptions=True)
+
+    async def open_copier(self, device: str, ring_fd: int, ring_bytes: int) -> tuple[socket, int]:
+        """Ask for a channel to the copier of a GPU; one at a time, while `hold` runs.
+
+        Args:
+            device: the GPU's UUID.
+            ring_fd: memory of ours on it; stays the caller's.
+            ring_bytes: its size.
+
+        Returns:
+            The channel, and a pidfd of the copier; both are the caller's.
+
+        Raises:
+            KvdUnavailableError: there is no copier, or kvd has gone.
+            KvdProtocolError: kvd answers something else.
+        """
+        asked: asyncio.Future[tuple[bytes, list[int]]] = asyncio.get_running_loop().create_future()
+        self._asked.append(asked)
+        try:
+            request = packets.CopierRequest(self.mapped.memory[0], device, ring_bytes)
+            packets.send(self.data, request, [ring_fd])
+            packet, fds = await asked
+        except OSError as error:
+            raise KvdUnavailableError("kvd closed the data connection", "see its log") from error
+        finally:
+            self._asked.remove(asked)
+        answer = _decoded(packet, fds)
+        if isinstance(answer, packets.NoCopier):
+            close_fds(fds)
+            raise KvdUnavailableError(f"no copier: {answer.message}", answer.remedy)
+        if not isinstance(answer, packets.CopierChannel) or len(fds) != COPIER_FDS:
+            close_fds(fds)
+            raise _unexpected(answer)
+        return socket(fileno=fds[0]), fds[1]
+
+    async def _listen(self) -> None:
+        """Take answers until the connection ends; kvd sends nothing that was not asked for."""
+        while True:
+            packet, fds = await receive(self.data)
+            waiting = [asked for asked in self._asked if not asked.done()]
+            if packet and waiting:
+                waiting[0].set_result((packet, fds))
+                continue
+            close_fds(fds)
+            return
 
     def _wake(self) -> None:
         """Take what kvd has sent over the wakeup, and let waiting threads look at their words."""
@@ -172,7 +225,7 @@ async def _shake_hands(
     known: MappedArena | None,
 ) -> Attachment:
     welcome, fds = await _answer(data)
-    packets.close_fds(fds)
+    close_fds(fds)
     if not isinstance(welcome, packets.Welcome) or welcome.protocol != packets.PROTOCOL:
         raise _unexpected(welcome)
     stub = kvd_pb2_grpc.EngineStub(channel)
@@ -201,6 +254,7 @@ async def _shake_hands(
         confirmed_leases=confirmed,
         lost_leases=held - confirmed,
         max_queue_jobs=attached.max_queue_jobs,
+        offers_copiers=attached.copiers,
     )
 
 
@@ -212,7 +266,7 @@ async def _map_arena(
     answer, fds = await _answer(data)
     keep_fd = -1
     try:
-        if not isinstance(answer, packets.ArenaMapping) or len(fds) != packets.MAX_FDS:
+        if not isinstance(answer, packets.ArenaMapping) or len(fds) != MAX_FDS:
             raise _unexpected(answer)
         slots_fd, progress_fd, wakeup_fd = fds
         status = os.fstat(slots_fd)
@@ -228,25 +282,30 @@ async def _map_arena(
     except ValueError as error:
         raise _unexpected(error) from error
     finally:
-        packets.close_fds([fd for fd in fds if fd != keep_fd])
+        close_fds([fd for fd in fds if fd != keep_fd])
     return mapped, progress, keep_fd
 
 
 async def _answer(data: socket) -> tuple[packets.Message, list[int]]:
-    packet, fds = await packets.receive(data)
+    packet, fds = await receive(data)
+    return _decoded(packet, fds), fds
+
+
+def _decoded(packet: bytes, fds: list[int]) -> packets.Message:
+    """Parse an answer; its descriptors are closed if that raises."""
     try:
         if not packet:
             raise KvdUnavailableError("kvd closed the data connection", "see its log")
         message = packets.decode(packet)
         if isinstance(message, packets.Refused):
             raise KvdUnavailableError(f"kvd refused: {message.message}", message.reason)
-    except packets.MalformedPacketError as error:
-        packets.close_fds(fds)
+    except MalformedPacketError as error:
+        close_fds(fds)
         raise _unexpected(error) from error
     except ReportedError:
-        packets.close_fds(fds)
+        close_fds(fds)
         raise
-    return message, fds
+    return message
 
 
 def _unexpected(what: object) -> KvdProtocolError:

@@ -14,8 +14,9 @@ What the caller owes, on every path:
 When complete_… is called, no thread may touch the grant's slots any more: they are given to others.
 """
 
+import asyncio
 from collections import OrderedDict
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -46,6 +47,7 @@ class KvdClient(KvdConnection):
 
     Attributes:
         queue: reports to kvd what waits and what runs; it is to be followed before `run`.
+        beside: what runs beside each attachment, and is cancelled at its end.
     """
 
     def __init__(
@@ -58,6 +60,7 @@ class KvdClient(KvdConnection):
     ) -> None:
         super().__init__(runtime_dir, layout, engine_name, reconnect_delay_s=reconnect_delay_s)
         self.queue = QueueSender()
+        self.beside: list[Callable[[Attachment], Coroutine[object, object, None]]] = []
         # Sessions whose end kvd does not know.
         self._ended: OrderedDict[SessionKey, None] = OrderedDict()
 
@@ -220,7 +223,9 @@ class KvdClient(KvdConnection):
         for key in list(self._ended):
             with suppress(ReportedError):  # kvd has gone again: the next attachment repeats it
                 await self._report_end(attachment, key)
-        await self.queue.run(attachment)
+        async with asyncio.TaskGroup() as tasks:
+            for runs in (self.queue.run, *self.beside):
+                tasks.create_task(runs(attachment))
 
     async def _report_end(self, attachment: Attachment, key: SessionKey) -> None:
         request = pb.EndSessionRequest(engine_id=attachment.engine_id, session=key_message(key))

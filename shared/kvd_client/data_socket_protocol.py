@@ -9,7 +9,9 @@ The socket is SOCK_SEQPACKET: one packet is one message, a JSON object with its 
     arena {arena_id}              ->
                                   <-      mapping {slot_bytes, num_slots, num_words}
                                           + slots, progress words, wakeup (SCM_RIGHTS)
-    ... the connection stays open; kvd sends nothing more over it ...
+    copier {arena_id, device, …}  ->      if the engine wants one; again when that has died
+      + ring in the GPU's memory  <-      channel {} + channel, pidfd of the copier, or no_copier
+    ... the connection stays open; kvd sends nothing that was not asked for ...
     leaving {}                    ->      no thread of ours touches a slot any more
     close
 
@@ -18,25 +20,15 @@ Otherwise loads end, and slots that were being written stay with the process unt
 attaches again (D10).
 
 Anything unexpected is answered with refused {reason, message}, and the connection is closed.
-Sending never waits; receiving waits on the event loop.
 """
 
-import array
-import asyncio
-import json
-import os
 import socket
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import TypeAlias
 
+from shared.process.packets import PacketFamily
+
 PROTOCOL = 2  # raised when a message changes its meaning
-MAX_PACKET_BYTES = 4096
-MAX_FDS = 3  # descriptors in one packet
-
-
-class MalformedPacketError(ValueError):
-    """A packet that is none of the messages below."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +56,34 @@ class ArenaMapping:
 
 
 @dataclass(frozen=True)
+class CopierRequest:
+    """Requests a channel to the copier of a GPU; in the same packet: a ring in its memory.
+
+    Attributes:
+        arena_id: of the arena that is mapped.
+        device: the GPU's UUID, "GPU-…".
+        ring_bytes: size of the ring.
+    """
+
+    arena_id: str
+    device: str
+    ring_bytes: int
+
+
+@dataclass(frozen=True)
+class CopierChannel:
+    """Answer to CopierRequest. In the same packet: the channel, and a pidfd of the copier."""
+
+
+@dataclass(frozen=True)
+class NoCopier:
+    """The other answer to CopierRequest: why there is none, and what to do about it."""
+
+    message: str
+    remedy: str
+
+
+@dataclass(frozen=True)
 class Leaving:
     """Last packet of an engine that ends its attachment in order: it holds nothing any more."""
 
@@ -76,43 +96,32 @@ class Refused:
     message: str
 
 
-Message: TypeAlias = Welcome | ArenaRequest | ArenaMapping | Leaving | Refused
+Message: TypeAlias = (
+    Welcome
+    | ArenaRequest
+    | ArenaMapping
+    | CopierRequest
+    | CopierChannel
+    | NoCopier
+    | Leaving
+    | Refused
+)
 
-_KINDS: dict[str, type[Message]] = {
-    "welcome": Welcome,
-    "arena": ArenaRequest,
-    "mapping": ArenaMapping,
-    "leaving": Leaving,
-    "refused": Refused,
-}
-_NAMES = {cls: kind for kind, cls in _KINDS.items()}
-
-
-def encode(message: Message) -> bytes:
-    """Encode a message as one packet."""
-    return json.dumps({"kind": _NAMES[type(message)], **asdict(message)}).encode()
-
-
-def decode(packet: bytes) -> Message:
-    """Parse one packet.
-
-    Raises:
-        MalformedPacketError: if it is not exactly one message with its fields in their types.
-    """
-    try:
-        fields = json.loads(packet)
-        cls = _KINDS[fields.pop("kind")]
-        message = cls(**fields)
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise MalformedPacketError(f"not a data socket message: {packet[:80]!r}") from error
-    for name, kind in cls.__annotations__.items():
-        value = getattr(message, name)
-        if type(value) is not kind or (kind is int and value < 0):
-            raise MalformedPacketError(f"{name} = {value!r} in a data socket message")
-    return message
-
-
-_FD = array.array("i")  # how descriptors travel in SCM_RIGHTS
+DATA_SOCKET_PACKETS = PacketFamily[Message](
+    {
+        "welcome": Welcome,
+        "arena": ArenaRequest,
+        "mapping": ArenaMapping,
+        "copier": CopierRequest,
+        "channel": CopierChannel,
+        "no_copier": NoCopier,
+        "leaving": Leaving,
+        "refused": Refused,
+    }
+)
+encode = DATA_SOCKET_PACKETS.encode
+decode = DATA_SOCKET_PACKETS.decode
+send = DATA_SOCKET_PACKETS.send
 
 
 def connect(path: str) -> socket.socket:
@@ -129,52 +138,3 @@ def connect(path: str) -> socket.socket:
         sock.close()
         raise
     return sock
-
-
-def send(sock: socket.socket, message: Message, fds: Sequence[int] = ()) -> None:
-    """Send one message and the descriptors that ride along.
-
-    Raises:
-        OSError: the other side is gone, or does not read what it is sent (BlockingIOError).
-    """
-    socket.send_fds(sock, [encode(message)], fds)
-
-
-async def receive(sock: socket.socket) -> tuple[bytes, list[int]]:
-    """Wait for one packet; b"" when the other side has closed. The caller owns the descriptors.
-
-    Raises:
-        OSError: the connection broke, or a packet was cut short.
-    """
-    await _readable(sock)
-    # Not socket.recv_fds: it drops its flags. A process forked meanwhile must not inherit an arena.
-    packet, ancillary, flags, _ = sock.recvmsg(
-        MAX_PACKET_BYTES, socket.CMSG_LEN(MAX_FDS * _FD.itemsize), socket.MSG_CMSG_CLOEXEC
-    )
-    fds = [fd for _, _, data in ancillary for fd in array.array("i", data)]
-    if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
-        close_fds(fds)
-        raise OSError("a packet was cut short")
-    return packet, fds
-
-
-def close_fds(fds: Sequence[int]) -> None:
-    """Close descriptors that came along and are not used."""
-    for fd in fds:
-        os.close(fd)
-
-
-async def _readable(sock: socket.socket) -> None:
-    """Wait until a receive would not block."""
-    loop = asyncio.get_running_loop()
-    ready: asyncio.Future[None] = loop.create_future()
-
-    def wake() -> None:
-        if not ready.done():  # called again for as long as nobody has read
-            ready.set_result(None)
-
-    loop.add_reader(sock.fileno(), wake)
-    try:
-        await ready
-    finally:
-        loop.remove_reader(sock.fileno())

@@ -14,6 +14,7 @@ import pytest
 from shared.kvd_client import data_socket_protocol as packets
 from shared.kvd_client.messages import layout_message
 from shared.pb.kvd.v1 import kvd_pb2, kvd_pb2_grpc
+from shared.process.packets import receive
 from shared.types.errors import ReportedError
 from tests.kvd_polling import all_clean, eventually, reader_stats, sessions_of
 from tests.processes import KvdProcess, running_kvd
@@ -234,11 +235,11 @@ async def test_junk_on_the_data_socket(tmp_path: Path) -> None:
     async with running_kvd(tmp_path, *FLAGS) as kvd:
         for junk in (b"junk", b'{"kind": "arena", "arena_id": "mine"}', b"\xff" * 5000):
             with packets.connect(str(kvd.runtime_dir / "data.sock")) as sock:
-                welcome, _ = await packets.receive(sock)
+                welcome, _ = await receive(sock)
                 assert isinstance(packets.decode(welcome), packets.Welcome)
                 sock.send(junk)
                 async with asyncio.timeout(30):
-                    while (await packets.receive(sock))[0]:
+                    while (await receive(sock))[0]:
                         pass
         async with grpc.aio.insecure_channel(f"unix:{kvd.runtime_dir}/engine.sock") as channel:
             request = kvd_pb2.AttachRequest(

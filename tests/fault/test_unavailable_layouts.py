@@ -18,6 +18,7 @@ from shared.kvd_client import data_socket_protocol as packets
 from shared.kvd_client.client import KvdClient
 from shared.kvd_client.messages import layout_message
 from shared.pb.kvd.v1 import kvd_pb2, kvd_pb2_grpc
+from shared.process.packets import receive
 from shared.process.runtime_dir import DATA_SOCKET, ENGINE_SOCKET
 from tests.faulty_kvd import FaultyKvd
 from tests.kvd_polling import all_clean, eventually, reader_stats, sessions_of
@@ -88,7 +89,7 @@ async def _num_unavailable(kvd: FaultyKvd) -> int:
 async def _refusal(kvd: FaultyKvd) -> grpc.aio.AioRpcError:
     """How an attach is refused."""
     with packets.connect(str(kvd.runtime_dir / DATA_SOCKET)) as sock:
-        welcome = packets.decode((await packets.receive(sock))[0])
+        welcome = packets.decode((await receive(sock))[0])
         assert isinstance(welcome, packets.Welcome)
         async with grpc.aio.insecure_channel(f"unix:{kvd.runtime_dir / ENGINE_SOCKET}") as channel:
             request = kvd_pb2.AttachRequest(data_token=welcome.token, layout=layout_message(LAYOUT))

@@ -14,6 +14,7 @@ import grpc
 from shared.kvd_client import data_socket_protocol as packets
 from shared.kvd_client.messages import layout_message
 from shared.pb.kvd.v1 import kvd_pb2, kvd_pb2_grpc
+from shared.process import packets as any_packets
 from shared.types.kv_layout import KVLayout
 
 ANSWER_S = 30.0
@@ -35,7 +36,7 @@ async def receive(data: socket) -> tuple[packets.Message | None, list[int]]:
     """The next packet and its descriptors; None at the end of the connection."""
     async with asyncio.timeout(ANSWER_S):
         try:
-            packet, fds = await packets.receive(data)
+            packet, fds = await any_packets.receive(data)
         except ConnectionError:
             return None, []
     return (packets.decode(packet) if packet else None), fds

@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shared.kvd_client import data_socket_protocol as packets
+from shared.process.packets import MAX_PACKET_BYTES, close_fds
 from tests.fuzz.amounts import few, many
 from tests.fuzz.fuzzed_kvd import FuzzedKvd
 from tests.fuzz.raw_engine import raw_engine, receive
@@ -29,7 +30,7 @@ any_json = st.recursive(
     max_leaves=6,
 )
 fields = st.fixed_dictionaries(
-    {"kind": st.sampled_from([*packets._KINDS, "", "no such"]) | any_json},
+    {"kind": st.sampled_from([*packets.DATA_SOCKET_PACKETS.kinds, "", "no such"]) | any_json},
     optional={"arena_id": st.text(max_size=40) | any_json, "token": any_json, "more": any_json},
 )
 
@@ -54,7 +55,7 @@ valid = st.sampled_from(
 )
 any_packet = st.one_of(
     st.binary(max_size=100),
-    st.sampled_from([b"\xff" * packets.MAX_PACKET_BYTES, b"[" * 4000, b"x" * 60_000]),
+    st.sampled_from([b"\xff" * MAX_PACKET_BYTES, b"[" * 4000, b"x" * 60_000]),
     fields.map(lambda made: json.dumps(made).encode()),
     valid.map(packets.encode),
 )
@@ -116,7 +117,7 @@ async def _do(sock: socket.socket, steps: list[Send | Act]) -> None:
             elif step.how == "read":
                 async with asyncio.timeout(0.02):
                     _, fds = await receive(sock)
-                    packets.close_fds(fds)
+                    close_fds(fds)
             else:
                 sock.shutdown(socket.SHUT_WR if step.how == "shut_write" else socket.SHUT_RD)
 

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 from shared.kvd_client import data_socket_protocol as packets
 from shared.pb.kvd.v1 import kvd_pb2
+from shared.process.packets import receive
 from shared.process.runtime_dir import channel_options
 from shared.types.errors import ReportedError
 from tests.fuzz.amounts import few, many
@@ -135,7 +136,7 @@ class Fuzzed:
             return []
         data = packets.connect(str(self.kvd.runtime_dir / "data.sock"))
         self.data.append(data)
-        welcome = packets.decode((await packets.receive(data))[0])
+        welcome = packets.decode((await receive(data))[0])
         return [welcome.token] if isinstance(welcome, packets.Welcome) else []
 
     async def leave(self) -> None:

@@ -1,29 +1,48 @@
-"""Which way slots are copied: by the CPU, or by a device's own engines."""
+"""Which way slots are copied: by the CPU, by a device's own engines, or by kvd's copier."""
 
 from functools import partial
 
-import structlog
 import torch
 
+from inference_svc.core.counters import Counters
+from inference_svc.runtime.cuda.copier_arena import CopierArena
+from inference_svc.runtime.cuda.copier_link import CopierLink
 from inference_svc.runtime.cuda.device_arena import DeviceArena
 from inference_svc.runtime.cuda.driver import CudaDriver
 from inference_svc.runtime.kv.arena_kv import ArenaKv, OpenArena
+from shared.cuda.driver_calls import DriverError
+from shared.kvd_client.client import KvdClient
+from shared.process.log import get_logger
 
-log = structlog.get_logger()
+log = get_logger(__name__)
 
 
 def open_arena_for(device: torch.device) -> OpenArena:
-    """Return what views arenas for copies to and from a device."""
-    if device.type != "cuda":
+    """Return what views arenas for copies to and from a device, through shared memory."""
+    driver = _driver_of(device)
+    return ArenaKv if driver is None else partial(DeviceArena, driver=driver, device=device)
+
+
+def open_arena_by_copier(device: torch.device, client: KvdClient, counters: Counters) -> OpenArena:
+    """Return what views arenas for copies that kvd's copier makes, while `client` has one."""
+    driver = _driver_of(device)
+    if driver is None:
         return ArenaKv
+    link = CopierLink(driver, driver.uuid, counters)
+    client.beside.append(link.run)
+    return partial(CopierArena, driver=driver, device=device, link=link)
+
+
+def _driver_of(device: torch.device) -> CudaDriver | None:
+    """Return a GPU's driver; None: the CPU gathers what the device is to have."""
+    if device.type != "cuda":
+        return None
     try:
-        driver = CudaDriver(device)
-    except ImportError as error:
-        # Slower, and right: the CPU gathers what the device is to have.
+        return CudaDriver(device)
+    except (ImportError, DriverError) as error:  # slower, and right
         log.warning(
             "arena_not_registered",
             reason=str(error),
             remedy="pip install 'cachedattention[cuda]'",
         )
-        return ArenaKv
-    return partial(DeviceArena, driver=driver, device=device)
+        return None

@@ -4,29 +4,20 @@ The protocol is what the rest of the package knows: tests put a simulated device
 runs copies late and out of order (`tests/simulated_device.py`).
 """
 
+import weakref
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from shared.cuda.driver_calls import DriverCalls
+from shared.cuda.registered_memory import HostRegister
+from shared.cuda.shared_memory import SharedGpuMemory
 
-class DriverError(Exception):
-    """A call of the driver failed."""
 
-
-class Driver(Protocol):
+class Driver(HostRegister, Protocol):
     """Registers host memory, and copies between it and the device on a stream."""
-
-    def register(self, address: int, num_bytes: int) -> None:
-        """Lock host memory in place, so that the device reads and writes it directly.
-
-        Raises:
-            DriverError: it cannot be.
-        """
-
-    def unregister(self, address: int) -> None:
-        """Undo `register` of memory that begins at this address; blocks until copies are done."""
 
     def copy_batch(
         self, targets: Sequence[int], sources: Sequence[int], sizes: Sequence[int]
@@ -45,60 +36,75 @@ class Driver(Protocol):
     def staging(self, num_bytes: int) -> Tensor:
         """Return [num_bytes] uint8 of host memory that is locked in place."""
 
+    def share(self, num_bytes: int) -> tuple[Tensor, int]:
+        """Make memory of the device that another process may map.
+
+        Returns:
+            [num_bytes] uint8, and a descriptor of it, which is the caller's.
+
+        Raises:
+            DriverError: the device has no room, or cannot share memory.
+        """
+
 
 class CudaDriver:
-    """CUDA's driver, by the package `cuda-bindings`; for one device."""
+    """CUDA's driver, for one device.
+
+    Attributes:
+        uuid: of the device, "GPU-…".
+    """
 
     def __init__(self, device: torch.device) -> None:
         """Make sure that the device has a context.
 
         Raises:
-            ImportError: the package is not installed.
+            ImportError: the package `cuda-bindings` is not installed.
+            DriverError: there is no driver.
         """
-        from cuda.bindings import driver  # a CPU's host has none
-
+        self._calls = DriverCalls()
         torch.cuda.init()  # type: ignore[no-untyped-call]
-        self._driver: Any = driver
         self._device = device
-        attributes = driver.CUmemcpyAttributes()
-        attributes.srcAccessOrder = driver.CUmemcpySrcAccessOrder.CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
-        self._attributes = [attributes]
+        self.uuid = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
 
     def register(self, address: int, num_bytes: int) -> None:
         """See Driver."""
         with torch.cuda.device(self._device):
-            portable = self._driver.CU_MEMHOSTREGISTER_PORTABLE
-            self._check(self._driver.cuMemHostRegister(address, num_bytes, portable))
+            self._calls.register(address, num_bytes)
 
     def unregister(self, address: int) -> None:
         """See Driver."""
         with torch.cuda.device(self._device):
             torch.cuda.synchronize(self._device)
-            self._check(self._driver.cuMemHostUnregister(address))
+            self._calls.unregister(address)
 
     def copy_batch(
         self, targets: Sequence[int], sources: Sequence[int], sizes: Sequence[int]
     ) -> None:
         """See Driver."""
-        pointer = self._driver.CUdeviceptr
-        self._check(
-            self._driver.cuMemcpyBatchAsync(
-                [pointer(address) for address in targets],
-                [pointer(address) for address in sources],
-                list(sizes),
-                len(sizes),
-                self._attributes,
-                [0],
-                1,
-                torch.cuda.current_stream(self._device).cuda_stream,
-            )
-        )
+        stream = torch.cuda.current_stream(self._device).cuda_stream
+        self._calls.copy_batch(targets, sources, sizes, stream)
 
     def staging(self, num_bytes: int) -> Tensor:
         """See Driver."""
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
 
-    def _check(self, result: tuple[Any, ...]) -> None:
-        status = result[0]
-        if status != self._driver.CUresult.CUDA_SUCCESS:
-            raise DriverError(str(status.name))
+    def share(self, num_bytes: int) -> tuple[Tensor, int]:
+        """See Driver."""
+        with torch.cuda.device(self._device):
+            number = torch.cuda.current_device()
+            memory = SharedGpuMemory(self._calls, number, num_bytes)
+            fd, memory.fd = memory.fd, -1
+            return torch.as_tensor(_Bytes(memory, num_bytes), device=self._device), fd
+
+
+class _Bytes:
+    """The bytes of memory for torch, which holds this object as long as it uses them."""
+
+    def __init__(self, memory: SharedGpuMemory, num_bytes: int) -> None:
+        weakref.finalize(self, memory.close).atexit = False
+        self.__cuda_array_interface__ = {
+            "shape": (num_bytes,),
+            "typestr": "|u1",
+            "data": (memory.address, False),
+            "version": 3,
+        }

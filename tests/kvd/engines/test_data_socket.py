@@ -13,6 +13,7 @@ from kvd.errors import AttachDeniedError, UnusableSocketError
 from kvd.tiers.arena_store import ArenaOptions, ArenaStore
 from shared.kvd_client import data_socket_protocol as packets
 from shared.kvd_client.arena_map import ProgressWords, lease_bits
+from shared.process.packets import close_fds, receive
 from shared.types.histogram import Tally
 from tests.synthetic_engine import small_layout
 
@@ -45,7 +46,7 @@ async def _serving(tmp_path, max_connections=4, refused=None):
 
 
 async def _received(sock):
-    packet, fds = await packets.receive(sock)
+    packet, fds = await receive(sock)
     return packets.decode(packet), fds
 
 
@@ -95,7 +96,7 @@ async def test_the_arena_is_given_after_attach(tmp_path):
             arena.progress.publish(77, 3)
             assert (lease_bits(words.word(index)), words.word(index) & 0xFFFF) == (77, 3)
             assert os.read(wakeup_fd, 8) == b"w"
-            packets.close_fds(fds)
+            close_fds(fds)
     arena.close()
 
 

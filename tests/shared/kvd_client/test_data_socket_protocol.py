@@ -10,12 +10,12 @@ from shared.kvd_client.data_socket_protocol import (
     ArenaMapping,
     ArenaRequest,
     Leaving,
-    MalformedPacketError,
     Refused,
     Welcome,
     decode,
     encode,
 )
+from shared.process.packets import MalformedPacketError
 
 
 @pytest.mark.parametrize(

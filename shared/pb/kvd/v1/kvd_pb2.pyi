@@ -142,7 +142,7 @@ class AttachEvent(_message.Message):
     def __init__(self, attached: _Optional[_Union[Attached, _Mapping]] = ..., draining: _Optional[_Union[Draining, _Mapping]] = ...) -> None: ...
 
 class Attached(_message.Message):
-    __slots__ = ("engine_id", "arena_id", "slot_bytes", "num_slots", "confirmed_leases", "lost_leases", "kvd_version", "max_queue_jobs")
+    __slots__ = ("engine_id", "arena_id", "slot_bytes", "num_slots", "confirmed_leases", "lost_leases", "kvd_version", "max_queue_jobs", "copiers")
     ENGINE_ID_FIELD_NUMBER: _ClassVar[int]
     ARENA_ID_FIELD_NUMBER: _ClassVar[int]
     SLOT_BYTES_FIELD_NUMBER: _ClassVar[int]
@@ -151,6 +151,7 @@ class Attached(_message.Message):
     LOST_LEASES_FIELD_NUMBER: _ClassVar[int]
     KVD_VERSION_FIELD_NUMBER: _ClassVar[int]
     MAX_QUEUE_JOBS_FIELD_NUMBER: _ClassVar[int]
+    COPIERS_FIELD_NUMBER: _ClassVar[int]
     engine_id: int
     arena_id: str
     slot_bytes: int
@@ -159,7 +160,8 @@ class Attached(_message.Message):
     lost_leases: _containers.RepeatedScalarFieldContainer[int]
     kvd_version: str
     max_queue_jobs: int
-    def __init__(self, engine_id: _Optional[int] = ..., arena_id: _Optional[str] = ..., slot_bytes: _Optional[int] = ..., num_slots: _Optional[int] = ..., confirmed_leases: _Optional[_Iterable[int]] = ..., lost_leases: _Optional[_Iterable[int]] = ..., kvd_version: _Optional[str] = ..., max_queue_jobs: _Optional[int] = ...) -> None: ...
+    copiers: bool
+    def __init__(self, engine_id: _Optional[int] = ..., arena_id: _Optional[str] = ..., slot_bytes: _Optional[int] = ..., num_slots: _Optional[int] = ..., confirmed_leases: _Optional[_Iterable[int]] = ..., lost_leases: _Optional[_Iterable[int]] = ..., kvd_version: _Optional[str] = ..., max_queue_jobs: _Optional[int] = ..., copiers: bool = ...) -> None: ...
 
 class Draining(_message.Message):
     __slots__ = ("deadline_s",)

@@ -5,18 +5,38 @@ it, the first slots first, and copies of slots that are not locked yet go anothe
 fails (limits of the system, a driver that refuses) it ends there, and the rest stays as it is.
 """
 
+import ctypes
 import math
 import mmap
 import threading
+from collections.abc import Callable
+from typing import Protocol
 
-import structlog
-import torch
-
-from inference_svc.runtime.cuda.driver import Driver, DriverError
+from shared.cuda.driver_calls import DriverError
+from shared.process.log import get_logger
 
 CHUNK_BYTES = 1 << 30
 
-log = structlog.get_logger()
+log = get_logger(__name__)
+
+
+class HostRegister(Protocol):
+    """What locks host memory in place; any thread may call it."""
+
+    def register(self, address: int, num_bytes: int) -> None:
+        """Lock host memory in place, so that the device reads and writes it directly.
+
+        Raises:
+            DriverError: it cannot be.
+        """
+
+    def unregister(self, address: int) -> None:
+        """Undo `register` of memory that begins at this address; blocks until copies are done."""
+
+
+def address_of(memory: memoryview) -> int:
+    """Return where writable memory is; it stays there for as long as somebody holds it."""
+    return ctypes.addressof(ctypes.c_char.from_buffer(memory))
 
 
 class RegisteredMemory:
@@ -26,7 +46,12 @@ class RegisteredMemory:
     """
 
     def __init__(
-        self, driver: Driver, memory: memoryview, slot_bytes: int, chunk_bytes: int = CHUNK_BYTES
+        self,
+        driver: HostRegister,
+        memory: memoryview,
+        slot_bytes: int,
+        chunk_bytes: int = CHUNK_BYTES,
+        on_progress: Callable[[int], None] = lambda _num_slots: None,
     ) -> None:
         """Begin to register, on a thread.
 
@@ -35,11 +60,13 @@ class RegisteredMemory:
             memory: all slots.
             slot_bytes: distance between them.
             chunk_bytes: how much is registered in one call, about.
+            on_progress: callback with the number of slots that are registered; on that thread.
         """
         self._driver = driver
+        self._on_progress = on_progress
         self._memory: memoryview | None = memory
         self._slot_bytes = slot_bytes
-        self._address = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
+        self._address = address_of(memory)
         # No page may belong to two chunks: they begin where a slot and a page do.
         page_slots = math.lcm(mmap.PAGESIZE, slot_bytes) // slot_bytes
         self._chunk_slots = max(1, chunk_bytes // (slot_bytes * page_slots)) * page_slots
@@ -49,6 +76,11 @@ class RegisteredMemory:
         self._is_closed = threading.Event()
         self._thread = threading.Thread(target=self._register, name="register", daemon=True)
         self._thread.start()
+
+    @property
+    def num_slots(self) -> int:
+        """How many of the slots are registered, the first ones."""
+        return self._num_registered
 
     def has(self, last_slot: int) -> bool:
         """Whether slots up to this one are registered."""
@@ -90,3 +122,4 @@ class RegisteredMemory:
                 return
             self._chunks.append(address)
             self._num_registered = end
+            self._on_progress(end)

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from shared.kvd_client import data_socket_protocol as packets
+from shared.process.packets import MAX_FDS, close_fds, receive
 
 
 @pytest.fixture
@@ -25,39 +26,39 @@ async def test_descriptors_ride_along(pair):
     fd = os.memfd_create("test")
     os.write(fd, b"content")
     socket.send_fds(pair[0], [b"packet"], [fd])
-    packet, (received,) = await packets.receive(pair[1])
+    packet, (received,) = await receive(pair[1])
     assert packet == b"packet"
     assert os.pread(received, 7, 0) == b"content"
     assert not os.get_inheritable(received)
-    packets.close_fds([fd, received])
+    close_fds([fd, received])
 
 
 async def test_waiting_and_end(pair):
     """A receive waits for its packet, and sees the end as an empty one."""
-    waiting = asyncio.ensure_future(packets.receive(pair[1]))
+    waiting = asyncio.ensure_future(receive(pair[1]))
     await asyncio.sleep(0)
     assert not waiting.done()
     pair[0].send(b"late")
     assert (await waiting)[0] == b"late"
     pair[0].close()
-    assert await packets.receive(pair[1]) == (b"", [])
+    assert await receive(pair[1]) == (b"", [])
 
 
 async def test_oversized_packets_are_an_error(pair):
     """A packet that does not fit is not half a message."""
     pair[0].send(b"x" * 5000)
     with pytest.raises(OSError, match="cut short"):
-        await packets.receive(pair[1])
+        await receive(pair[1])
 
 
 async def test_too_many_descriptors_are_an_error_and_closed(pair):
     """Descriptors nobody asked for are not kept open."""
     before = _num_open()
-    fds = [os.memfd_create(str(number)) for number in range(packets.MAX_FDS + 2)]
+    fds = [os.memfd_create(str(number)) for number in range(MAX_FDS + 2)]
     socket.send_fds(pair[0], [b"packet"], fds)
     with pytest.raises(OSError, match="cut short"):
-        await packets.receive(pair[1])
-    packets.close_fds(fds)
+        await receive(pair[1])
+    close_fds(fds)
     assert _num_open() == before
 
 
@@ -73,9 +74,9 @@ def test_connecting_to_nobody(tmp_path):
 
 async def test_a_cancelled_receive_leaves_no_reader(pair):
     """After a cancelled receive the next one gets the packet."""
-    waiting = asyncio.ensure_future(packets.receive(pair[1]))
+    waiting = asyncio.ensure_future(receive(pair[1]))
     await asyncio.sleep(0)
     waiting.cancel()
     await asyncio.gather(waiting, return_exceptions=True)
     pair[0].send(b"next")
-    assert (await packets.receive(pair[1]))[0] == b"next"
+    assert (await receive(pair[1]))[0] == b"next"

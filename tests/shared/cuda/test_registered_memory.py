@@ -6,8 +6,8 @@ import threading
 import pytest
 import torch
 
-from inference_svc.runtime.cuda.driver import DriverError
-from inference_svc.runtime.cuda.registered_memory import RegisteredMemory
+from shared.cuda.driver_calls import DriverError
+from shared.cuda.registered_memory import RegisteredMemory
 from tests.simulated_device import SimulatedDevice
 
 PAGE = mmap.PAGESIZE

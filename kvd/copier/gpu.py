@@ -1,0 +1,111 @@
+"""The GPU of a copier: its context, streams and memory, by calls of the driver."""
+
+import uuid
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from shared.cuda.driver_calls import DriverCalls, DriverError
+from shared.cuda.shared_memory import SharedGpuMemory
+
+
+class Ring(Protocol):
+    """Memory of an engine on the GPU."""
+
+    @property
+    def address(self) -> int:
+        """Of the device."""
+
+    def close(self) -> None:
+        """Undo the mapping; nothing copies from or to it any more."""
+
+
+class Gpu(Protocol):
+    """What a channel needs of a GPU; any thread may call."""
+
+    def register(self, address: int, num_bytes: int) -> None:
+        """See `HostRegister`."""
+
+    def unregister(self, address: int) -> None:
+        """See `HostRegister`."""
+
+    def ring(self, fd: int, num_bytes: int) -> Ring:
+        """Map what an engine shares; DriverError if that cannot be."""
+
+    def stream(self) -> Any:
+        """Return a new stream."""
+
+    def copy(
+        self, targets: Sequence[int], sources: Sequence[int], sizes: Sequence[int], stream: Any
+    ) -> Any:
+        """Enqueue copies between addresses; return what `wait` takes."""
+
+    def wait(self, copied: Any) -> None:
+        """Block until copies are done."""
+
+
+class CudaGpu:
+    """A GPU of this machine; see Gpu."""
+
+    def __init__(self, device: str) -> None:
+        """Find a GPU by its UUID, "GPU-…".
+
+        Raises:
+            ImportError: the package `cuda-bindings` is not installed.
+            DriverError: there is no driver, or no such GPU.
+        """
+        self._calls = DriverCalls()
+        self._number = self._find(device)
+        handle = self._calls.call("cuDeviceGet", self._number)
+        self._context = self._calls.call("cuDevicePrimaryCtxRetain", handle)
+
+    def register(self, address: int, num_bytes: int) -> None:
+        """See HostRegister."""
+        self._enter()
+        self._calls.register(address, num_bytes)
+
+    def unregister(self, address: int) -> None:
+        """See HostRegister."""
+        self._enter()
+        self._calls.unregister(address)
+
+    def ring(self, fd: int, num_bytes: int) -> SharedGpuMemory:
+        """See Gpu."""
+        self._enter()
+        return SharedGpuMemory(self._calls, self._number, num_bytes, fd)
+
+    def stream(self) -> Any:
+        """See Gpu."""
+        self._enter()
+        flags = self._calls.names.CUstream_flags
+        return self._calls.call("cuStreamCreate", flags.CU_STREAM_NON_BLOCKING)
+
+    def copy(
+        self, targets: Sequence[int], sources: Sequence[int], sizes: Sequence[int], stream: Any
+    ) -> Any:
+        """See Gpu."""
+        self._enter()
+        self._calls.copy_batch(targets, sources, sizes, stream)
+        flags = self._calls.names.CUevent_flags
+        # Who waits sleeps: a thread that spins would take a core from the engines.
+        kind = flags.CU_EVENT_BLOCKING_SYNC | flags.CU_EVENT_DISABLE_TIMING
+        event = self._calls.call("cuEventCreate", kind)
+        self._calls.call("cuEventRecord", event, stream)
+        return event
+
+    def wait(self, copied: Any) -> None:
+        """See Gpu."""
+        self._enter()
+        self._calls.call("cuEventSynchronize", copied)
+        self._calls.call("cuEventDestroy", copied)
+
+    def _enter(self) -> None:
+        """Make the context this thread's."""
+        self._calls.call("cuCtxSetCurrent", self._context)
+
+    def _find(self, device: str) -> int:
+        for number in range(self._calls.call("cuDeviceGetCount")):
+            handle = self._calls.call("cuDeviceGet", number)
+            found = uuid.UUID(bytes=bytes(self._calls.call("cuDeviceGetUuid", handle).bytes))
+            if device == f"GPU-{found}":
+                return number
+        raise DriverError(f"{device} is none of the GPUs that this process may see")

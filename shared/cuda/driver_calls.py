@@ -1,0 +1,72 @@
+"""Calls of CUDA's driver by the package `cuda-bindings`: results in place of statuses."""
+
+from collections.abc import Sequence
+from typing import Any
+
+
+class DriverError(Exception):
+    """A call of the driver failed, or there is no driver."""
+
+
+class DriverCalls:
+    """Calls functions of the driver.
+
+    Attributes:
+        names: the package's module, for its constants and structures.
+    """
+
+    def __init__(self) -> None:
+        """Find the driver.
+
+        Raises:
+            ImportError: the package is not installed.
+            DriverError: this machine has no driver, or it does not start.
+        """
+        from cuda.bindings import driver  # a machine without a GPU need not have it
+
+        self.names: Any = driver
+        try:
+            self.call("cuInit", 0)
+        except RuntimeError as error:  # its library is not found
+            raise DriverError("this machine has no CUDA driver") from error
+        self._in_order = driver.CUmemcpyAttributes()
+        order = driver.CUmemcpySrcAccessOrder
+        self._in_order.srcAccessOrder = order.CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
+
+    def call(self, name: str, *arguments: Any) -> Any:
+        """Call a function, and return what it gives: None, one thing, or a tuple.
+
+        Raises:
+            DriverError: it fails.
+        """
+        status, *results = getattr(self.names, name)(*arguments)
+        if status != self.names.CUresult.CUDA_SUCCESS:
+            raise DriverError(f"{name}: {status.name}")
+        if len(results) > 1:
+            return tuple(results)
+        return results[0] if results else None
+
+    def register(self, address: int, num_bytes: int) -> None:
+        """Lock host memory in place; see RegisteredMemory. The context is current."""
+        self.call("cuMemHostRegister", address, num_bytes, self.names.CU_MEMHOSTREGISTER_PORTABLE)
+
+    def unregister(self, address: int) -> None:
+        """Undo `register`."""
+        self.call("cuMemHostUnregister", address)
+
+    def copy_batch(
+        self, targets: Sequence[int], sources: Sequence[int], sizes: Sequence[int], stream: Any
+    ) -> None:
+        """Enqueue copies of so many bytes between addresses, in any order, at least one."""
+        pointer = self.names.CUdeviceptr
+        self.call(
+            "cuMemcpyBatchAsync",
+            [pointer(address) for address in targets],
+            [pointer(address) for address in sources],
+            list(sizes),
+            len(sizes),
+            [self._in_order],
+            [0],
+            1,
+            stream,
+        )
