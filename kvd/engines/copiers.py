@@ -133,8 +133,9 @@ class Copiers:
             sum(pong.registered_bytes for pong in last),
         )
 
-    def __len__(self) -> int:
-        """Return the number of copiers that run."""
+    @property
+    def num_running(self) -> int:
+        """How many copiers run."""
         return len(self._running)
 
     async def close(self) -> None:

@@ -142,7 +142,7 @@ class DataSocket:
         copiers: Copiers | None = None,
     ) -> None:
         self._path = path
-        self._copiers = copiers or Copiers(is_enabled=False)
+        self._copiers = Copiers(is_enabled=False) if copiers is None else copiers
         self._users = users
         self._max_connections = max_connections
         self._waiting: dict[str, DataConnection] = {}  # by token, until they attach

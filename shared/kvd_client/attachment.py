@@ -109,6 +109,8 @@ class Attachment:
             KvdUnavailableError: there is no copier, or kvd has gone.
             KvdProtocolError: kvd answers something else.
         """
+        if not self.offers_copiers:
+            raise KvdUnavailableError("kvd starts no copiers", "set copier.enabled in its settings")
         asked: asyncio.Future[tuple[bytes, list[int]]] = asyncio.get_running_loop().create_future()
         self._asked.append(asked)
         try:

@@ -51,7 +51,7 @@ async def running(*, is_enabled=True):
         yield copiers
     finally:
         await copiers.close()
-        assert len(copiers) == 0
+        assert copiers.num_running == 0
 
 
 class Peer:
@@ -214,7 +214,7 @@ async def test_each_gpu_has_a_copier(gpus, arena):
         first, second, third = (pid_of(peer.pidfd) for peer in peers)
         assert first == third
         assert first != second
-        assert len(copiers) == 2
+        assert copiers.num_running == 2
         for peer in peers:
             assert await peer.do(Way.LOAD, 0, 0, 64, [1]) == (Answered.DONE, 5)
             peer.close()
@@ -252,7 +252,7 @@ async def test_why_there_is_none(gpus, arena, monkeypatch, device, environ, said
         with pytest.raises(NoCopierError, match=said) as refused:
             await Peer.of(copiers, arena, device)
         assert refused.value.remedy
-        await until(lambda: len(copiers) == 0)
+        await until(lambda: copiers.num_running == 0)
         assert copiers.num_failed == 0
 
 
