@@ -11,6 +11,7 @@ the place of `torch.cuda`. Inside `running()`, work on the device's memory is fo
 torch; memory is its own if it was handed to `own`, or made from such.
 """
 
+import os
 import random
 import threading
 from contextlib import contextmanager
@@ -156,6 +157,10 @@ class SimulatedDevice:
         memory = torch.empty(num_bytes, dtype=torch.uint8)
         self.own(memory, is_host=True)
         return memory
+
+    def share(self, num_bytes):
+        """Memory of the device; what takes the descriptor is in this process, and needs none."""
+        return self.own(torch.empty(num_bytes, dtype=torch.uint8)), os.memfd_create("ring")
 
     # --- memory ---
 

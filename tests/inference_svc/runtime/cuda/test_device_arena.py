@@ -1,6 +1,7 @@
 """Slots are copied from and to a device in order: bit for bit, and never too soon."""
 
 import gc
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ import torch
 from inference_svc.core.scheduling.held_slots import PagedSlots
 from inference_svc.runtime.compute.chunk import Chunk
 from inference_svc.runtime.cuda import device_arena
+from inference_svc.runtime.cuda.copier_arena import CopierArena
 from inference_svc.runtime.cuda.device_arena import DeviceArena
 from inference_svc.runtime.kv import copy_stream
 from inference_svc.runtime.kv.arena_kv import ArenaKv, ScatteredTokens, SlotRun
@@ -15,11 +17,13 @@ from inference_svc.runtime.kv.copy_stream import CopyStream, DoneInOrder, StepCl
 from inference_svc.runtime.kv.paged_kv import PagePool
 from inference_svc.runtime.transfer.layer_load import LayerLoader
 from inference_svc.runtime.transfer.layer_store import store_blocks
+from tests.inference_svc.runtime.cuda.copier_in_process import copier_of
 from tests.inference_svc.runtime.transfer.test_layer_load import blocks_of, tokens
 from tests.simulated_device import RaceError, SimulatedDevice
 
 CPU = torch.device("cpu")
 NUM_SLOTS, HISTORY, PAGE_TOKENS = 6, 70, 8
+PLACE_BYTES = 1 << 12  # a copier's: of a slot or two
 SLOT_IDS = [4, 1, 2, 5, 0]
 PAGES = [3, 0, 1, 2, 7, 6, 5, 4, 8]
 
@@ -41,7 +45,7 @@ def model(tiny):
 class There:
     """A sequence on the device's pages, a write buffer, and an arena that the device reaches."""
 
-    def __init__(self, device, model, make_arena):
+    def __init__(self, device, model, make_arena, link=None):
         calibration = self.calibration = model.calibration
         shapes = [layer.shape for layer in calibration.layers]
         pool = PagePool(shapes, PagedSlots(12, PAGE_TOKENS), 96, device=CPU, dtype=torch.float32)
@@ -49,10 +53,15 @@ class There:
         device.own(pool._region)
         self.device, self.pool = device, pool
         memory, _ = make_arena(calibration.layout, NUM_SLOTS)
+        self.memory = memory
         self.plain = ArenaKv(memory, calibration.layout)
         self.bytes = torch.frombuffer(memory.memory, dtype=torch.uint8)
         device.own(self.bytes, is_host=True)
-        self.arena = DeviceArena(memory, calibration.layout, device, CPU)
+        if link is None:
+            self.arena = DeviceArena(memory, calibration.layout, device, CPU)
+            self.arena.registered.wait()
+        else:
+            self.arena = CopierArena(memory, calibration.layout, device, CPU, link)
 
     def new_kv(self):
         return self.pool.new_kv(HISTORY, PAGES)
@@ -61,6 +70,19 @@ class There:
 @pytest.fixture
 def there(device, model, make_arena):
     return There(device, model, make_arena)
+
+
+@pytest.fixture(params=["registered", "staging", "copier"])
+def any_there(request, device, model, make_arena):
+    """One for each way in which slots are copied."""
+    if request.param == "copier":
+        link = SimpleNamespace()
+        there = There(device, model, make_arena, link)
+        with copier_of(device, there.memory, PLACE_BYTES) as link.channel:
+            yield there
+        return
+    device.fails_at = 0 if request.param == "staging" else None
+    yield There(device, model, make_arena)
 
 
 def stored(model, arena, rows):
@@ -85,17 +107,14 @@ def load(there, kv, blocks, opened=lambda _num_layers: None):
         loaded.finish()
 
 
-@pytest.mark.parametrize("fails_at", [None, 0])
-def test_a_load_has_the_bits_of_the_forward(device, model, make_arena, rows, fails_at):
-    """By batches from registered slots, and through staging memory where none is."""
-    device.fails_at = fails_at
-    there = There(device, model, make_arena)
-    assert there.arena.registered.wait() == (NUM_SLOTS if fails_at is None else 0)
+def test_a_load_has_the_bits_of_the_forward(device, model, any_there, rows):
+    """By batches from registered slots, through staging memory, and by a copier."""
+    there = any_there
     computed, _, blocks = stored(model, there.plain, rows)
     kv = there.new_kv()
     with device.running():
         load(there, kv, blocks)
-    assert (device.num_batches > 0) == (fails_at is None)
+    assert (device.num_batches > 0) == (device.fails_at is None)
     for layer_index in range(len(there.calibration.layers)):
         for loaded, made in ((kv.keys, computed.keys), (kv.values, computed.values)):
             expected = made.read(layer_index, 0, HISTORY)
@@ -103,15 +122,12 @@ def test_a_load_has_the_bits_of_the_forward(device, model, make_arena, rows, fai
 
 
 @pytest.mark.parametrize("staging_bytes", [1 << 20, 3000])
-@pytest.mark.parametrize("fails_at", [None, 0])
 def test_a_store_has_the_bits_of_the_buffer(
-    device, model, make_arena, rows, fails_at, staging_bytes, monkeypatch
+    device, model, any_there, rows, staging_bytes, monkeypatch
 ):
     """From the device's memory to slots, in pieces where staging memory is small."""
     monkeypatch.setattr(device_arena, "STAGING_BYTES", staging_bytes)
-    device.fails_at = fails_at
-    there = There(device, model, make_arena)
-    there.arena.registered.wait()
+    there = any_there
     _, buffer, blocks = stored(model, there.plain, rows)
     expected = there.bytes.clone()
     there.bytes.fill_(0xAB)
@@ -122,12 +138,9 @@ def test_a_store_has_the_bits_of_the_buffer(
     assert torch.equal(there.bytes, expected)
 
 
-@pytest.mark.parametrize("fails_at", [None, 0])
-def test_tokens_here_and_there_are_gathered(device, model, make_arena, fails_at):
+def test_tokens_here_and_there_are_gathered(device, any_there):
     """As after discards; they go through staging memory."""
-    device.fails_at = fails_at
-    there = There(device, model, make_arena)
-    there.arena.registered.wait()
+    there = any_there
     there.plain.view(0, 0).copy_(torch.rand(there.plain.view(0, 0).shape))
     run = ScatteredTokens(torch.tensor([3, 3, 0, 5]), torch.tensor([1, 0, 9, 15]))
     out = device.own(torch.zeros(4, *there.plain.view(0, 0).shape[2:]))
@@ -136,10 +149,9 @@ def test_tokens_here_and_there_are_gathered(device, model, make_arena, fails_at)
     assert torch.equal(out, there.plain.view(0, 0)[run.slot_ids, run.offsets])
 
 
-def test_copies_are_done_when_their_block_is_left(device, model, make_arena):
+def test_copies_are_done_when_their_block_is_left(device, any_there):
     """However it is left: what they have written may be read, what they have read be written."""
-    there = There(device, model, make_arena)
-    there.arena.registered.wait()
+    there = any_there
     out = device.own(torch.zeros(2, 16, *there.plain.view(0, 0).shape[2:]))
     device.promptness = 0.0
 
@@ -158,7 +170,6 @@ def test_copies_are_done_when_their_block_is_left(device, model, make_arena):
 
 def test_what_is_not_contiguous_is_filled_all_the_same(there):
     """As a sequence's KV that lies by heads."""
-    there.arena.registered.wait()
     view = there.plain.view(1, 1)
     view.copy_(torch.rand(view.shape))
     _, _, heads, dim = view.shape
@@ -168,13 +179,10 @@ def test_what_is_not_contiguous_is_filled_all_the_same(there):
     assert torch.equal(out, view[[5, 2], :16])
 
 
-@pytest.mark.parametrize("fails_at", [None, 0])
-def test_whoever_waits_for_a_gate_may_read(device, model, make_arena, rows, fails_at):
+def test_whoever_waits_for_a_gate_may_read(device, model, any_there, rows):
     """Each layer as soon as it is reported; what is not is refused."""
-    device.fails_at = fails_at
     device.promptness = 0.0
-    there = There(device, model, make_arena)
-    there.arena.registered.wait()
+    there = any_there
     _, _, blocks = stored(model, there.plain, rows)
     kv = there.new_kv()
     refused = []
@@ -259,7 +267,7 @@ def test_staging_memory_is_not_filled_while_it_is_copied(device, model, make_are
 def test_staging_memory_is_locked_in_place_for_all_that_fits():
     """Only what is larger has memory of another kind."""
     memory = torch.zeros(64, dtype=torch.uint8)
-    staging = device_arena._Staging(memory)
+    staging = device_arena.Staging(memory)
     for num_rows, is_kept in ((1, True), (8, True), (9, False)):
         rows = torch.zeros(num_rows, 2)
         staged = staging.of(rows)
