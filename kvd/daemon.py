@@ -218,7 +218,9 @@ class Daemon:
         from shared.serving.operations_http import Operations, serving_operations
 
         connections = ConnectionMetrics()
-        sources = Sources(parts.caches, parts.engines, self._rpcs, self._live, connections)
+        sources = Sources(
+            parts.caches, parts.engines, parts.copiers, self._rpcs, self._live, connections
+        )
 
         def not_ready() -> str:
             if parts.draining.begun.is_set():

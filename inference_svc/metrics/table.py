@@ -195,6 +195,13 @@ METRICS = MetricTable(
             {"": "saves_cut_short"},
         ),
         Metric(
+            "inference_copiers_lost_total",
+            "counter",
+            "Times that the copier of the GPU died; copies went by shared memory then",
+            (),
+            {"": "copiers_lost"},
+        ),
+        Metric(
             "inference_write_stalls_total",
             "counter",
             "Plans of a step in which a turn found no room in the write ring",

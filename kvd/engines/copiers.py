@@ -1,4 +1,4 @@
-"""The copiers: one process for each GPU that engines want copied, started when one asks (D?).
+"""The copiers: one process for each GPU that engines want copied, started when one asks.
 
 A copier that does not answer is killed; engines whose channel it had copy themselves then, and ask
 again. A channel is over once its copier says so or is dead: until then something may be copied into

@@ -225,6 +225,20 @@ METRICS = MetricTable(
             "kvd_lost_leases_total", "Completions of leases that were gone", counted="leases_lost"
         ),
         _gauge("kvd_engines", "Engines that are attached"),
+        Metric("kvd_copiers", "gauge", "Processes that copy for engines, one for each GPU"),
+        Metric(
+            "kvd_copiers_failed_total",
+            "counter",
+            "Copiers that died or were killed as they were stuck; their engines copied themselves",
+        ),
+        Metric("kvd_copier_jobs_total", "counter", "Copies that engines asked of copiers"),
+        Metric(
+            "kvd_copier_bytes_total",
+            "counter",
+            "Bytes that they copied: loaded to GPUs, stored from them",
+            ("way",),
+        ),
+        Metric("kvd_copier_locked_bytes", "gauge", "Memory of slots that is locked for GPUs"),
         # --------------------------------------------------------------------------- sessions
         _gauge("kvd_sessions", "Sessions of which something is stored"),
         _gauge("kvd_pinned_sessions", "Sessions that are pinned", "pin"),

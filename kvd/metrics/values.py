@@ -9,6 +9,7 @@ from kvd.caches.caches import Caches
 from kvd.config import Settings
 from kvd.core.records.records import TenantUsage
 from kvd.engines.attached import Engines
+from kvd.engines.copiers import Copiers
 from kvd.metrics.table import METRICS
 from kvd.runtime.cache import Cache
 from shared.config.reload import LiveSettings
@@ -27,6 +28,7 @@ class Sources:
 
     caches: Caches
     engines: Engines
+    copiers: Copiers
     rpcs: RpcMetrics
     live: LiveSettings[Settings]
     connections: ConnectionMetrics
@@ -56,6 +58,7 @@ def _fill(sources: Sources, scrape: Scrape) -> None:
     scrape.put("kvd_encryption", encryption.is_sealing, "encrypting")
     scrape.put("kvd_encryption", encryption.may_have_plain, "may_have_plain")
     scrape.put("kvd_encryption_tenants", encryption.num_tenants)
+    _fill_copiers(scrape, sources.copiers)
     num_jobs, in_flight_bytes = sources.caches.io_load()
     scrape.put("kvd_index_queued_bytes", sources.caches.index_queued_bytes)
     scrape.put("kvd_io_queue_jobs", num_jobs)
@@ -66,6 +69,16 @@ def _fill(sources: Sources, scrape: Scrape) -> None:
     scrape.put_histogram("kvd_rpc_seconds", sources.rpcs.seconds)
     fill_connections("kvd", sources.connections, scrape)
     fill_process(scrape)
+
+
+def _fill_copiers(scrape: Scrape, copiers: Copiers) -> None:
+    done = copiers.totals()
+    scrape.put("kvd_copiers", copiers.num_running)
+    scrape.put("kvd_copiers_failed_total", copiers.num_failed)
+    scrape.put("kvd_copier_jobs_total", done.jobs)
+    scrape.put("kvd_copier_bytes_total", done.loaded_bytes, "load")
+    scrape.put("kvd_copier_bytes_total", done.stored_bytes, "store")
+    scrape.put("kvd_copier_locked_bytes", done.registered_bytes)
 
 
 def _fill_info(scrape: Scrape, layout: str, cache: Cache, sources: Sources) -> None:

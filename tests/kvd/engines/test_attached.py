@@ -14,6 +14,7 @@ import pytest
 from kvd.core.engine import CacheEngine
 from kvd.core.state.limits import Limits
 from kvd.engines.attached import ENGINE_MOVES, Engine, Engines, EngineState
+from kvd.engines.copiers import OpenChannel
 from kvd.engines.data_socket import DataConnection
 from kvd.errors import LimitReachedError, NotAttachedError
 from kvd.host.process_identity import ProcessIdentity, start_ticks_of, watch_identity, watch_peer
@@ -135,6 +136,34 @@ async def test_an_engine_that_cannot_write_any_more_is_forgotten(engines, cache,
         else:
             connection.has_left = True
         end(engines, connection)
+        assert (cache.leases(), engines.infos()) == ([], [])
+
+
+@pytest.mark.parametrize("ends_first", ["process", "connection"])
+async def test_slots_are_held_while_a_copier_may_write_to_them(engines, cache, ends_first):
+    """Of an engine that is dead: its copier says when nothing is copied for it any more."""
+    asked = []
+    with process() as child:
+        connection = connection_of(child.pid)
+        connection.copies = OpenChannel(lambda: asked.append("end"))
+        engine, _, _ = engines.attach("e", cache, connection, INSTANCE, ())
+        lease = cache.store(engine)
+        if ends_first == "process":
+            child.kill()
+            await asyncio.wait_for(connection.gone.wait(), 30)
+            end(engines, connection)
+        else:
+            end(engines, connection)
+            assert not asked
+            child.kill()
+            await until(lambda: asked)
+        assert asked == ["end"]
+        assert [lease_id for lease_id, _ in cache.leases()] == [lease]
+        assert [info.is_quarantined for info in engines.infos()] == [True]
+        with pytest.raises(NotAttachedError):
+            engines.of(engine.engine_id)
+        connection.copies.over()
+        connection.copies.over()
         assert (cache.leases(), engines.infos()) == ([], [])
 
 

@@ -2,6 +2,7 @@
 
 from prometheus_client.parser import text_string_to_metric_families
 
+from kvd.engines.copiers import Copiers
 from kvd.metrics.table import METRICS
 from kvd.metrics.values import LAYOUT_CHARS, Sources, make_exporter
 from shared.serving.http_connections import ConnectionMetrics
@@ -17,6 +18,7 @@ def scraped(served, directory):
     sources = Sources(
         served.caches,
         served.caches._engines,
+        Copiers(is_enabled=True),
         RpcMetrics(),
         settings(directory),
         ConnectionMetrics(),
