@@ -5,31 +5,29 @@
     both        one of each at the same time
     … floor     as many bytes in one piece, between memory that is locked in place and the device
 
-Slots are registered before anything is measured (`docs/gpu.md`).
+Slots are locked for the device before anything is measured (`docs/gpu.md`).
 """
 
-import mmap
 import random
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from inference_svc.bench.bench_session import take_rounds
+from inference_svc.bench.copied_slots import slots_for
 from inference_svc.bench.figures import Case, Interleaved
 from inference_svc.bench.options import CopiesOptions, RunOptions
 from inference_svc.bench.workspace import Workspace
 from inference_svc.core.scheduling.held_slots import PagedSlots
-from inference_svc.runtime.cuda.arenas import open_arena_for
-from inference_svc.runtime.cuda.device_arena import DeviceArena
+from inference_svc.runtime.kv.arena_kv import ArenaKv
 from inference_svc.runtime.kv.copy_stream import CopyStream
 from inference_svc.runtime.kv.paged_kv import PagePool
 from inference_svc.runtime.transfer.layer_load import LayerLoader, SlotTokens
 from inference_svc.runtime.transfer.layer_store import store_blocks
-from shared.types.units import align_up, ceil_div
+from shared.types.units import ceil_div
 
 METRIC = "gb_per_s"
 WARM_UP = 2
@@ -48,38 +46,22 @@ async def measure_copies(
     """Measure every history."""
     found = []
     for num_tokens in options.histories:
-        copies = _Copies(work, num_tokens)
-        found.append(await copies.measure(options, run))
+        async with slots_for(work, options.transport, num_tokens) as arena:
+            found.append(await _Copies(work, arena, num_tokens).measure(options, run))
     return tuple(found)
-
-
-@dataclass(frozen=True)
-class _Slots:
-    """An arena in memory of this process."""
-
-    slot_bytes: int
-    num_slots: int
-    memory: memoryview
 
 
 class _Copies:
     """One history, in slots that lie here and there and on pages, and plain memory as large."""
 
-    def __init__(self, work: Workspace, num_tokens: int) -> None:
+    def __init__(self, work: Workspace, arena: ArenaKv, num_tokens: int) -> None:
+        self._arena = arena
         loaded, self._calibration = work.model.loaded, work.model.calibration
         layout, self._device = work.layout, loaded.device
         self._num_tokens = num_tokens
         self.num_bytes = num_tokens * layout.token_bytes
         firsts = range(0, num_tokens, layout.block_tokens)
-        slot_bytes = align_up(layout.block_bytes, mmap.PAGESIZE)
-        memory = mmap.mmap(-1, slot_bytes * len(firsts))
-        slots = _Slots(slot_bytes, len(firsts), memoryview(memory))
-        torch.frombuffer(slots.memory, dtype=torch.uint8).zero_()  # pages are there, no NaN is
-        self._arena = open_arena_for(self._device)(slots, layout)
-        if isinstance(self._arena, DeviceArena) and self._arena.registered is not None:
-            self._arena.registered.wait()
-        slot_ids = list(range(len(firsts)))
-        random.Random(1).shuffle(slot_ids)  # noqa: S311  # where slots lie
+        slot_ids = random.Random(1).sample(range(arena.num_slots), len(firsts))  # noqa: S311  # where slots lie
         self._blocks = [
             SlotTokens(slot_id, first, min(layout.block_tokens, num_tokens - first))
             for slot_id, first in zip(slot_ids, firsts, strict=True)
@@ -113,8 +95,11 @@ class _Copies:
         }
 
         async def take(name: str) -> dict[str, float]:
+            began_s = time.process_time()
             seconds = _seconds(ways[name])
-            return {METRIC: len(ways[name]) * self.num_bytes / seconds / 1e9}
+            gigabytes = len(ways[name]) * self.num_bytes / 1e9
+            used_s = time.process_time() - began_s
+            return {METRIC: gigabytes / seconds, "cpu_s_per_gb": used_s / gigabytes}
 
         await take_rounds(
             found,

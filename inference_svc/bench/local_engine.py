@@ -256,6 +256,7 @@ async def running_engine(
     check_room(kv_tokens * model.calibration.layout.token_bytes, "working KV")
     settings = InferenceSettings.model_validate(
         {
+            "model": {"device": str(model.loaded.device)},
             "cache": {**mode, **(cache or {})},
             "scheduler": {"kv_tokens": kv_tokens, **(scheduler or {})},
         }

@@ -85,6 +85,16 @@ class OutputOptions:
     plot: PlotTo = None
 
 
+Transport = Annotated[
+    Literal["shm", "cuda_ipc"],
+    typer.Option(
+        parser=one_of("transport", "shm", "cuda_ipc"),
+        metavar=TEXT,
+        help="How KV travels to a GPU: shm or cuda_ipc.",
+    ),
+]
+
+
 @dataclass(frozen=True, slots=True)
 class TurnsOptions:
     """Part `turns`.
@@ -96,6 +106,7 @@ class TurnsOptions:
         answer_tokens: length of each answer: the time per output token comes from it.
         re_max_tokens: longer prompts are never recomputed to measure it; 0: all are.
         re_pairs: of recomputed long histories, which take minutes; 0: as many as of the others.
+        transport: of cache.transport.
     """
 
     splits: Annotated[
@@ -124,6 +135,7 @@ class TurnsOptions:
     re_pairs: Annotated[
         int, typer.Option(min=0, help="How often long prompts are; 0: as the others.")
     ] = 0
+    transport: Transport = "shm"
 
 
 @dataclass(frozen=True, slots=True)
@@ -350,13 +362,18 @@ class PrefillOptions:
 
 @dataclass(frozen=True, slots=True)
 class CopiesOptions:
-    """Part `copies`."""
+    """Part `copies`.
+
+    Attributes:
+        transport: of cache.transport.
+    """
 
     histories: Annotated[Numbers, some_numbers("Tokens that are copied at a time.")] = (
         2048,
         8192,
     )
     pairs: Pairs = 15
+    transport: Transport = "shm"
 
 
 Part = (

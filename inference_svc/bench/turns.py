@@ -8,6 +8,7 @@ resident   the history is in the session's KV: the floor
 from dataclasses import dataclass
 
 from inference_svc.bench.bench_session import BLOCKER_TOKENS, BenchSession, take_rounds, ttft_values
+from inference_svc.bench.copied_slots import no_copier_for
 from inference_svc.bench.figures import Case, Interleaved
 from inference_svc.bench.local_engine import LocalEngine, Source, running_engine, whole_blocks
 from inference_svc.bench.options import RunOptions, TurnsOptions
@@ -46,11 +47,16 @@ async def measure_turns(
     options: TurnsOptions, run: RunOptions, work: Workspace
 ) -> tuple[Case, ...]:
     """Measure with the history in DRAM."""
+    device = work.model.loaded.device
+    if options.transport == "cuda_ipc" and device.type != "cuda":
+        raise no_copier_for(device)
     longest = window_tokens(options)
     found = []
     async with (
         work.kvd(2 * longest) as kvd,
-        running_engine(work.model, kvd, kv_tokens=4 * longest) as engine,
+        running_engine(
+            work.model, kvd, kv_tokens=4 * longest, cache={"transport": options.transport}
+        ) as engine,
     ):
         session = BenchSession(engine, "history")
         for history, new in cases_of(options):

@@ -77,7 +77,7 @@ class Engine:
         uid: of its user; -1 if an earlier kvd has attached it.
         connection: its data connection, while it is attached.
         watch: of its process, while it is quarantined; before, the connection has it.
-        copies: its channel to a copier, once the connection is gone.
+        channels: to copiers, once the connection is gone.
         version: its release; "" if it did not say.
         since_s: of the monotonic clock: when its state began.
     """
@@ -89,7 +89,7 @@ class Engine:
     uid: int = -1
     connection: DataConnection | None = None
     watch: ProcessWatch | None = None
-    copies: OpenChannel | None = None
+    channels: Sequence[OpenChannel] = ()
     version: str = ""
     state: EngineState = EngineState.ATTACHED
     since_s: float = field(default_factory=time.monotonic)
@@ -217,7 +217,7 @@ class Engines:
     def gone(self, connection: DataConnection) -> None:
         """Record the end of a connection: release what its engine held, or quarantine it."""
         for engine in [engine for engine in self if engine.connection is connection]:
-            engine.connection, engine.copies = None, connection.copies
+            engine.connection, engine.channels = None, connection.channels
             if not connection.may_still_write:
                 self._end(engine)
             elif _detached(engine):
@@ -336,11 +336,12 @@ class Engines:
 
     def _end(self, engine: Engine) -> None:
         """End all leases of an engine that writes no more, once nothing is copied for it either."""
-        if engine.copies is not None and not engine.copies.is_over:
-            if engine.state is EngineState.ATTACHED:
-                engine.move("disconnected_copying")
-            engine.copies.end(partial(self._end, engine))
-            return
+        for channel in engine.channels:
+            if not channel.is_over:
+                if engine.state is EngineState.ATTACHED:
+                    engine.move("disconnected_copying")
+                channel.end(partial(self._end, engine))  # then the next one is looked at
+                return
         self._forget(engine, "ended")
         engine.cache.act(lambda core: core.engines.gone(engine.engine_id))
         log.info("engine_gone", engine=engine.name, engine_id=engine.shown_id)

@@ -38,6 +38,7 @@ TOKEN_BYTES = 16
 BACKLOG = 64
 ATTACH_S = 30.0  # from connecting to Attach
 ACCEPT_RETRY_S = 0.1
+MOST_CHANNELS = 4  # of one engine: the one it uses, and others that end
 ROOT_UID = 0
 ROLES = frozenset(("engine",))  # what a process may do that may attach
 _UCRED = struct.Struct("3i")  # struct ucred: pid, uid, gid
@@ -94,7 +95,7 @@ class DataConnection:
         watch: of the process; None if it is dead, cannot be watched, or was taken over.
         wakeup: notifies it of its progress words.
         arena: the arena that it may map; set by Attach.
-        copies: its newest channel to a copier; None: it has asked for none.
+        channels: to copiers, that are not known to be over.
         gone: set at the end of the connection or of the process.
         has_left: it said that it holds nothing any more.
     """
@@ -106,7 +107,7 @@ class DataConnection:
         self.watch = watch
         self.wakeup = Wakeup()
         self.arena: Arena | None = None
-        self.copies: OpenChannel | None = None
+        self.channels: list[OpenChannel] = []
         self.gone = asyncio.Event()
         self.has_left = False
 
@@ -304,6 +305,11 @@ class DataSocket:
         """Give an engine a channel to a copier, or say why there is none."""
         if len(fds) != 1:
             raise MalformedPacketError(f"a ring of {len(fds)} descriptors")
+        connection.channels = [one for one in connection.channels if not one.is_over]
+        if len(connection.channels) >= MOST_CHANNELS:
+            remedy = "close the channels that you have"
+            packets.send(sock, packets.NoCopier(f"{MOST_CHANNELS} channels are open", remedy))
+            return
         opening = asyncio.ensure_future(
             self._copiers.open(wanted.device, arena, fds[0], wanted.ring_bytes)
         )
@@ -314,7 +320,7 @@ class DataSocket:
         except NoCopierError as error:
             packets.send(sock, packets.NoCopier(error.message, error.remedy))
             return
-        connection.copies = channel
+        connection.channels.append(channel)
         with theirs:
             packets.send(sock, packets.CopierChannel(), [theirs.fileno(), pidfd])
             close_fds([pidfd])

@@ -53,6 +53,7 @@ def parts(*, is_tiny: bool) -> list[Part]:
         model = ["--random", "4x256", "--device", "cpu", "--threads", "1", "--pairs", "1"]
         large, ssd = model, model
         histories, decode, copies = ["100,200"], ["1,2", "32", "8"], ["64,128"]
+        transport = ["--transport", "shm"]  # a CPU has no copier
         overlap = ["--history", "100", "--new", "16", "--prompts", "40,60", "--batch", "2"]
         sharing = ["--sessions", "3", "--at-once", "2", "--prompt", "64", "--new", "4"]
     else:
@@ -65,6 +66,7 @@ def parts(*, is_tiny: bool) -> list[Part]:
             ["1,8,32", "1024", "64"],
             ["2048,16384"],
         )
+        transport = ["--transport", "cuda_ipc"]
         overlap = ["--history", "900", "--new", "100", "--batch", "16"]
         sharing = ["--sessions", "32", "--at-once", "8"]
     bench = ["-m", "inference_svc.cli.main", "bench"]
@@ -89,6 +91,22 @@ def parts(*, is_tiny: bool) -> list[Part]:
             "copies",
             "loads and saves against the bus, both ways at once",
             [*bench, "copies", *model, "--histories", *copies],
+            60,
+        ),
+        Part(
+            "copies-ipc",
+            "the same by kvd's copier (cuda_ipc); seconds of this process's CPU for each GB, too",
+            [*bench, "copies", *model, *transport, "--histories", *copies],
+            60,
+        ),
+        Part(
+            "turns-ipc",
+            "TTFT of a history that kvd's copier copies",
+            [
+                *(*bench, "turns", *model, *transport, "--re-max-tokens", "1", "--splits", ""),
+                *("--histories", "100" if is_tiny else "4096,28672", "--new", "256"),
+                *("--answer", "4"),
+            ],
             60,
         ),
         Part(

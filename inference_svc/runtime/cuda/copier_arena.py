@@ -38,6 +38,12 @@ class CopierArena(DeviceArena):
         self._arena = arena
         self._link = link
 
+    @property
+    def is_ready(self) -> bool:
+        """Whether the copier may be asked for all slots."""
+        channel = self._link.channel
+        return channel is not None and channel.has(self.num_slots - 1)
+
     def gather(
         self, layer_index: int, component_index: int, run: SlotRun | ScatteredTokens, out: Tensor
     ) -> None:

@@ -1,9 +1,12 @@
 """Every part, small, with a real kvd; what it measures is not asserted, what it is made of is."""
 
 import json
+from functools import partial
 
 import pytest
 
+from inference_svc.bench import copied_slots
+from inference_svc.bench.copied_slots import CopierNotReadyError
 from inference_svc.bench.options import (
     BuffersOptions,
     CopiesOptions,
@@ -20,6 +23,10 @@ from inference_svc.bench.options import (
 )
 from inference_svc.bench.runner import run
 from inference_svc.cli.main import main
+from inference_svc.runtime.cuda.copier_arena import CopierArena
+from inference_svc.runtime.cuda.copier_link import CopierLink
+from tests.fake_cuda_path import GPUS, fake_cuda
+from tests.host_driver import HostDriver
 from tests.inference_svc.bench.test_trace import SAMPLE
 
 CHOICE = ModelChoice(random="4x256", layers=2, threads=1)
@@ -115,6 +122,32 @@ def test_copies_are_compared_with_plain_ones(measure):
         assert set(variants(case)) == {*ways, *(f"{way} floor" for way in ways)}
         assert [ratio.what for ratio in case.ratios] == [f"{way} / {way} floor" for way in ways]
         assert not any(ratio.at_least for ratio in case.ratios)
+
+
+def test_what_travels_by_a_copier_needs_a_gpu(measure):
+    """Nothing else is measured under its name."""
+    parts = (
+        CopiesOptions((40,), pairs=PAIRS, transport="cuda_ipc"),
+        TurnsOptions(((100, 30),), pairs=PAIRS, transport="cuda_ipc"),
+    )
+    for part in parts:
+        with pytest.raises(CopierNotReadyError, match="no copier copies to cpu: measure --transp"):
+            measure(part)
+
+
+def test_copies_are_compared_by_a_copier_too(measure, monkeypatch):
+    """With a kvd whose copier is over a stand-in for a GPU."""
+    for name, value in fake_cuda().items():
+        monkeypatch.setenv(name, value)
+
+    def open_arena_by_copier(device, client, counters):
+        link = CopierLink(HostDriver(), GPUS[0], counters, 1 << 16)
+        client.beside.append(link.run)
+        return partial(CopierArena, driver=HostDriver(), device=device, link=link)
+
+    monkeypatch.setattr(copied_slots, "open_arena_by_copier", open_arena_by_copier)
+    report = measure(CopiesOptions((130,), pairs=PAIRS, transport="cuda_ipc"))
+    assert {"load", "load floor"} < set(variants(report.cases[0]))
 
 
 def test_serve_replays_a_trace_with_and_without_reuse(measure):

@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 from contextlib import contextmanager
+from functools import partial
 
 import pytest
 
@@ -145,7 +146,8 @@ async def test_slots_are_held_while_a_copier_may_write_to_them(engines, cache, e
     asked = []
     with process() as child:
         connection = connection_of(child.pid)
-        connection.copies = OpenChannel(lambda: asked.append("end"))
+        first, second = (OpenChannel(partial(asked.append, name)) for name in ("1st", "2nd"))
+        connection.channels = [first, second]
         engine, _, _ = engines.attach("e", cache, connection, INSTANCE, ())
         lease = cache.store(engine)
         if ends_first == "process":
@@ -157,13 +159,16 @@ async def test_slots_are_held_while_a_copier_may_write_to_them(engines, cache, e
             assert not asked
             child.kill()
             await until(lambda: asked)
-        assert asked == ["end"]
+        assert asked == ["1st"]
         assert [lease_id for lease_id, _ in cache.leases()] == [lease]
         assert [info.is_quarantined for info in engines.infos()] == [True]
         with pytest.raises(NotAttachedError):
             engines.of(engine.engine_id)
-        connection.copies.over()
-        connection.copies.over()
+        first.over()
+        assert asked == ["1st", "2nd"]
+        assert [lease_id for lease_id, _ in cache.leases()] == [lease]
+        second.over()
+        second.over()
         assert (cache.leases(), engines.infos()) == ([], [])
 
 
