@@ -223,9 +223,15 @@ class KvdClient(KvdConnection):
         for key in list(self._ended):
             with suppress(ReportedError):  # kvd has gone again: the next attachment repeats it
                 await self._report_end(attachment, key)
-        async with asyncio.TaskGroup() as tasks:
-            for runs in (self.queue.run, *self.beside):
-                tasks.create_task(runs(attachment))
+        # No task group: the cancelled call of the queue would stay in its errors, and with it a
+        # connection to kvd, until the interpreter looks for circles.
+        beside = [asyncio.create_task(runs(attachment)) for runs in self.beside]
+        try:
+            await self.queue.run(attachment)
+        finally:
+            for task in beside:
+                task.cancel()
+            await asyncio.gather(*beside, return_exceptions=True)
 
     async def _report_end(self, attachment: Attachment, key: SessionKey) -> None:
         request = pb.EndSessionRequest(engine_id=attachment.engine_id, session=key_message(key))
