@@ -94,17 +94,25 @@ class CudaDriver:
             number = torch.cuda.current_device()
             memory = SharedGpuMemory(self._calls, number, num_bytes)
             fd, memory.fd = memory.fd, -1
-            return torch.as_tensor(_Bytes(memory, num_bytes), device=self._device), fd
+            data = _Bytes(memory, num_bytes, self._device)
+            return torch.as_tensor(data, device=self._device), fd
 
 
 class _Bytes:
     """The bytes of memory for torch, which holds this object as long as it uses them."""
 
-    def __init__(self, memory: SharedGpuMemory, num_bytes: int) -> None:
-        weakref.finalize(self, memory.close).atexit = False
+    def __init__(self, memory: SharedGpuMemory, num_bytes: int, device: torch.device) -> None:
+        weakref.finalize(self, _unmap, memory, device).atexit = False
         self.__cuda_array_interface__ = {
             "shape": (num_bytes,),
             "typestr": "|u1",
             "data": (memory.address, False),
             "version": 3,
         }
+
+
+def _unmap(memory: SharedGpuMemory, device: torch.device) -> None:
+    """Undo a mapping once nothing that was enqueued reads it."""
+    with torch.cuda.device(device):
+        torch.cuda.synchronize(device)
+        memory.close()
