@@ -173,6 +173,8 @@ class Channel:
         self._arena.remove(self)
         self.answer(Answered.CLOSED)
         self._sock.close()
+        for stream in self._streams.values():
+            self._gpu.end_stream(stream)
         self._ring.close()
         self._on_closed()
 

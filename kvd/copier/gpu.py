@@ -34,6 +34,9 @@ class Gpu(Protocol):
     def stream(self) -> Any:
         """Return a new stream."""
 
+    def end_stream(self, stream: Any) -> None:
+        """Give a stream back, whose copies are done."""
+
     def copy(
         self, targets: Sequence[int], sources: Sequence[int], sizes: Sequence[int], stream: Any
     ) -> Any:
@@ -78,6 +81,11 @@ class CudaGpu:
         self._enter()
         flags = self._calls.names.CUstream_flags
         return self._calls.call("cuStreamCreate", flags.CU_STREAM_NON_BLOCKING)
+
+    def end_stream(self, stream: Any) -> None:
+        """See Gpu."""
+        self._enter()
+        self._calls.call("cuStreamDestroy", stream)
 
     def copy(
         self, targets: Sequence[int], sources: Sequence[int], sizes: Sequence[int], stream: Any

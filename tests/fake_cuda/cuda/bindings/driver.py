@@ -152,6 +152,11 @@ def cuStreamCreate(flags):  # noqa: N802
     return _in_context(_Stream())
 
 
+def cuStreamDestroy(stream):  # noqa: N802
+    with _lock:
+        return (INVALID if stream.waiting else OK,)
+
+
 def cuEventCreate(flags):  # noqa: N802
     return _in_context(_Event())
 
