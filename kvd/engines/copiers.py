@@ -10,8 +10,9 @@ import os
 import re
 import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import astuple, replace
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
@@ -93,7 +94,7 @@ class Copiers:
         self.num_failed = 0
         self._is_enabled = is_enabled
         self._running: dict[str, _Running] = {}
-        self._gone = dict.fromkeys(("jobs", "loaded", "stored"), 0)
+        self._gone = Pong(0, 0, 0, 0)  # by copiers that are dead
 
     async def open(
         self, device: str, arena: "Arena", ring_fd: int, ring_bytes: int
@@ -125,13 +126,7 @@ class Copiers:
 
     def totals(self) -> Pong:
         """Return what all copiers have done, as they said last, and what is locked now."""
-        last = [running.last for running in self._running.values()]
-        return Pong(
-            self._gone["jobs"] + sum(pong.jobs for pong in last),
-            self._gone["loaded"] + sum(pong.loaded_bytes for pong in last),
-            self._gone["stored"] + sum(pong.stored_bytes for pong in last),
-            sum(pong.registered_bytes for pong in last),
-        )
+        return _sum([self._gone, *(running.last for running in self._running.values())])
 
     @property
     def num_running(self) -> int:
@@ -145,12 +140,11 @@ class Copiers:
     def _ended(self, running: "_Running", *, has_failed: bool) -> None:
         del self._running[running.device]
         self.num_failed += has_failed
-        for name, number in (
-            ("jobs", running.last.jobs),
-            ("loaded", running.last.loaded_bytes),
-            ("stored", running.last.stored_bytes),
-        ):
-            self._gone[name] += number
+        self._gone = replace(_sum([self._gone, running.last]), registered_bytes=0)
+
+
+def _sum(pongs: Sequence[Pong]) -> Pong:
+    return Pong(*(sum(numbers) for numbers in zip(*map(astuple, pongs), strict=True)))
 
 
 class _Running:
@@ -166,7 +160,8 @@ class _Running:
         self._on_end = on_end
         self._control, self._theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._control.setblocking(False)
-        self._ready: asyncio.Future[int] = asyncio.get_running_loop().create_future()  # its pid
+        self._pidfd = -1
+        self._ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._opening: dict[int, asyncio.Future[None]] = {}
         self._channels: dict[int, OpenChannel] = {}
         self._arenas: dict[str, Arena] = {}  # that it has mapped
@@ -179,7 +174,7 @@ class _Running:
         self, arena: "Arena", ring_fd: int, ring_bytes: int
     ) -> tuple[OpenChannel, socket.socket, int]:
         """See Copiers."""
-        pid = await asyncio.shield(self._ready)
+        await asyncio.shield(self._ready)
         number = next(self._numbers)
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         opened = self._opening[number] = asyncio.get_running_loop().create_future()
@@ -191,7 +186,7 @@ class _Running:
                 self.say(wanted, (arena.fd, ring_fd, theirs.fileno()))
             self._arenas[arena.arena_id] = arena
             await opened
-            return channel, ours, os.pidfd_open(pid)
+            return channel, ours, os.dup(self._pidfd)
         except BaseException as error:
             ours.close()  # if the copier has the other end, it closes the channel
             if isinstance(error, OSError):
@@ -221,10 +216,11 @@ class _Running:
                     *("-m", "kvd.copier", self.device, str(theirs.fileno())),
                     pass_fds=(theirs.fileno(),),
                 )
+            self._pidfd = os.pidfd_open(process.pid)
             log.info("copier_started", device=self.device, pid=process.pid)
             pinging = asyncio.create_task(self._ping(process))
             try:
-                await self._listen(process.pid)
+                await self._listen()
             except (OSError, MalformedPacketError) as error:
                 log.warning("copier_broken", device=self.device, error=str(error))
             finally:
@@ -235,9 +231,11 @@ class _Running:
             if process is not None:
                 await _ended(process)
             self._control.close()
+            if self._pidfd >= 0:
+                os.close(self._pidfd)
             self._over(None if process is None else process.returncode)
 
-    async def _listen(self, pid: int) -> None:
+    async def _listen(self) -> None:
         """Hear what it says until its end."""
         while True:
             packet, fds = await receive(self._control)
@@ -245,18 +243,19 @@ class _Running:
             if not packet:
                 return
             self._heard_s = asyncio.get_running_loop().time()
-            self._hear(CONTROL.decode(packet), pid)
+            self._hear(CONTROL.decode(packet))
 
-    def _hear(self, message: Message, pid: int) -> None:
+    def _hear(self, message: Message) -> None:
         if isinstance(message, Ready):
-            self._ready.set_result(pid)
+            self._ready.set_result(None)
         elif isinstance(message, Unusable):
             self._fail(message.message, message.remedy)
         elif isinstance(message, Opened) and message.channel in self._opening:
             self._opening[message.channel].set_result(None)
-        elif isinstance(message, Failed) and message.channel in self._opening:
-            error = NoCopierError(f"the copier refuses: {message.message}", "see kvd's log")
-            self._opening[message.channel].set_exception(error)
+        elif isinstance(message, Failed) and message.channel in self._channels:
+            if message.channel in self._opening:  # else nobody waits any more
+                error = NoCopierError(f"the copier refuses: {message.message}", "see kvd's log")
+                self._opening[message.channel].set_exception(error)
             self._channels.pop(message.channel).over()
         elif isinstance(message, Closed) and message.channel in self._channels:
             self._channels.pop(message.channel).over()
