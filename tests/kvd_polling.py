@@ -59,6 +59,13 @@ async def until_kept(kvd: KvdProcess, session_id: str) -> None:
         await kvd_pb2_grpc.OperatorStub(channel).SetTtl(set_ttl, timeout=DEADLINE_S)
 
 
+async def until_indexed(kvd: KvdProcess) -> None:
+    """Return when the index has what it was given so far: the layout of an engine that attached."""
+    nobodys = kvd_pb2.FlushRequest(filter=kvd_pb2.SessionFilter(tenant="nobody"))
+    async with grpc.aio.insecure_channel(f"unix:{kvd.runtime_dir}/operator.sock") as channel:
+        await kvd_pb2_grpc.OperatorStub(channel).Flush(nobodys, timeout=DEADLINE_S)
+
+
 async def all_clean(kvd: KvdProcess) -> None:
     """Return when no block is dirty: everything stored is on SSD."""
 

@@ -13,7 +13,7 @@ import pytest_asyncio
 from tests.driven_engine import driven_engine
 from tests.fault.ledger import Ledger, everything_verifies, nothing_leaks
 from tests.faulty_kvd import FaultyKvd
-from tests.kvd_polling import all_clean, eventually, reader_stats
+from tests.kvd_polling import all_clean, eventually, reader_stats, until_indexed
 from tests.processes import run_cli
 from tests.synthetic_engine import attached_engine, small_layout
 
@@ -80,6 +80,7 @@ async def test_a_stopped_writer_keeps_its_slots_over_a_kill_of_kvd(kvd, outcome)
     """It is quarantined and shown; woken up, it learns that its store is lost, and lets go."""
     async with driven_engine(kvd.runtime_dir) as writer:
         assert await writer.ask("begin", "a")
+        await until_indexed(kvd)
         writer.process.send_signal(signal.SIGSTOP)
         assert await kvd.kill_it()
         await kvd.start()
@@ -101,6 +102,7 @@ async def test_a_stopped_writer_is_killed_by_the_operator(kvd, outcome):
     """`kvd leases --kill` frees the slots of a hanging process; nothing of its store is seen."""
     async with driven_engine(kvd.runtime_dir) as writer:
         await writer.ask("begin", "a")
+        await until_indexed(kvd)
         writer.process.send_signal(signal.SIGSTOP)
         assert await kvd.kill_it()
         await kvd.start()
