@@ -1,10 +1,13 @@
-"""What is said of failures of kvd."""
+"""What is said of failures of kvd, and what is learnt from loads."""
+
+import time
 
 from structlog.testing import capture_logs
 
 from inference_svc.core.counters import Counters
 from inference_svc.runtime.store.kvd_loads import KvdTalk
 from shared.types.errors import UnavailableError
+from tests.inference_svc.runtime.store.failing_peer import saved_scene
 from tests.synthetic_engine import small_layout
 
 
@@ -27,3 +30,26 @@ def test_a_failure_is_logged_once_until_something_works_again():
         ("session_store_failed", away.reason, None),
     ]
     assert counters.snapshot()["load_errors"] == 4
+
+
+async def test_loads_are_timed_by_the_slowest_tier_they_come_from(model, copy_threads):
+    """From their beginning to their end."""
+    scene = await saved_scene(model, copy_threads)
+    for tier, dram_tokens in (("dram", 1000), ("ssd", 20)):
+        assert scene.rates.loads.seconds(tier, 39) is None
+        scene.peer.dram_tokens = dram_tokens
+        began_s = time.monotonic()
+        for _ in range(3):
+            await scene.load()
+        found_s = scene.rates.loads.seconds(tier, 39)
+        assert found_s is not None
+        assert 0 < found_s <= time.monotonic() - began_s
+
+
+async def test_a_load_that_was_held_back_on_the_way_says_nothing_of_its_tier(model, copy_threads):
+    """Most of the time it took others did."""
+    scene = await saved_scene(model, copy_threads)
+    for _ in range(3):
+        _, kv, error = await scene.load(pauses=True)
+        assert (kv.num_tokens, error) == (39, None)
+    assert scene.rates.loads.seconds("dram", 39) is None
