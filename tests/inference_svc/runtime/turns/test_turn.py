@@ -67,6 +67,13 @@ async def test_a_turn_whose_deadline_has_passed_gives_up():
     assert not await turn(deadline_ns=1).wait_for_session()
 
 
+async def test_a_turn_waits_for_its_session_until_its_deadline():
+    """And no longer: nobody waits for its answer then."""
+    late = turn(time.monotonic_ns() + NS_PER_S // 100)
+    async with asyncio.timeout(60):  # else it would stand still
+        assert not await late.wait_for_session()
+
+
 @pytest.mark.parametrize("deadline_ns", [None, FAR_NS])
 async def test_a_turn_waits_until_it_may_run(deadline_ns):
     """The session's turns before it end, and it goes."""

@@ -49,6 +49,7 @@ async def test_a_turn_is_accepted_started_answered_and_recorded(model, tmp_path)
         names = ("output_tokens", "recomputed_tokens", "overflows", "turns_failed")
         assert await service.counts(*names) == (16, 0, 0, 0)
         assert service.histograms.ended.counts == {("length",): 2}
+        assert service.histograms.tenant_turns.counts == {("default", "finished"): 2}
 
 
 async def test_history_that_nobody_kept_is_counted_as_computed_again(model, tmp_path):
@@ -156,6 +157,39 @@ async def test_a_turn_that_is_cancelled_ends_with_what_there_was(model, tmp_path
         assert len((await service.transcript()).turns) == 1
         assert await service.counts("turns_cancelled", "turns_finished") == (1, 1)
         assert service.histograms.ended.counts == {("length",): 1, ("cancelled",): 1}
+        assert service.histograms.tenant_turns.counts == {
+            ("default", "finished"): 1,
+            ("default", "cancelled"): 1,
+        }
+
+
+async def test_a_turn_that_is_being_recorded_is_not_cancelled(model, tmp_path):
+    """Its client would not know whether it was."""
+    async with serving(model, tmp_path) as service:
+        write, is_writing, may_write = service.store._write, asyncio.Event(), asyncio.Event()
+
+        async def slow_write(*args):
+            is_writing.set()
+            await may_write.wait()
+            await write(*args)
+
+        service.store._write = slow_write
+        turn = await service.turns.submit(asked(range(20, 40)))
+        await is_writing.wait()
+        assert not turn.cancel()
+        may_write.set()
+        assert [event async for event in turn.follow()][-1].finish_reason == "length"
+
+
+async def test_a_turn_that_cannot_be_recorded_fails_and_gives_its_memory_back(model, tmp_path):
+    """It is as if it had not been: the next one begins where it did."""
+    async with serving(model, tmp_path) as service:
+        service.store._directory = tmp_path / "gone"
+        turn = await service.turns.submit(asked(range(20, 40)))
+        assert (await failure_of(turn)).reason == "transcript_unavailable"
+        await service.engine.all_released()
+        service.store._directory = tmp_path
+        assert (await service.run(range(20, 40)))[-1].turns == 1
 
 
 async def test_a_turn_that_is_handed_back_ends_with_the_error_alone(model, tmp_path):
