@@ -40,6 +40,16 @@ async def test_a_load_that_fails_early_is_a_miss_and_leaves_no_rows(model, copy_
     assert (await scene.load())[0].end_token == 39
 
 
+async def test_a_load_that_cannot_go_on_leaves_nothing_behind(model, copy_threads):
+    """What its first grants had brought is not there."""
+    scene = await saved_scene(model, copy_threads, fail_at="second prepare_load")
+    kv = scene.pool.new_kv(64)
+    request = LoadRequest(KEY, as_token_bytes(PROMPT[:-1]), kv, LoadPolicy.ALWAYS)
+    begun = await scene.store.loads.begin(request)
+    assert (begun.end_token, begun.tail_from, begun.grant) == (0, 0, None)
+    assert (kv.num_tokens, kv.gate) == (0, None)
+
+
 @pytest.mark.parametrize("fail_at", ["complete_load", "complete_load nonsense"])
 async def test_a_lease_that_is_not_confirmed_fails_the_gate(model, copy_threads, fail_at):
     """Its rows may have changed while they were copied: nothing computed over them is believed."""

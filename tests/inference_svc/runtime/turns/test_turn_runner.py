@@ -92,8 +92,10 @@ async def test_a_turn_that_expects_another_session_is_refused(model, tmp_path):
     async with serving(model, tmp_path) as service:
         await service.run(range(20, 40))
         turn = await service.turns.submit(asked([50], expected_turn=0))
-        assert isinstance(await failure_of(turn), TurnMismatchError)
+        error = await failure_of(turn)
+        assert isinstance(error, TurnMismatchError)
         await service.run([50], expected_turn=1)
+        assert service.histograms.ended.counts == {("length",): 2, (error.reason,): 1}
         assert len((await service.transcript()).turns) == 2
         assert await service.counts("turns_failed", "output_tokens") == (1, 16)
 
@@ -227,6 +229,8 @@ async def test_a_turn_has_the_latest_deadline_of_those_who_want_it(model, tmp_pa
         await first_token(turn)
         again = asked(range(20, 40), 150, "a", deadline_ns=never)
         assert await service.turns.submit(again) is turn
+        with pytest.raises(RequestIdReusedError):
+            await service.turns.submit(asked([99], 150, "a"))
         assert turn.request.deadline_ns == turn.deadline_ns == never
         await service.turns.submit(replace(again, deadline_ns=late))
         assert turn.request.deadline_ns == never
