@@ -40,6 +40,15 @@ async def test_a_load_that_fails_early_is_a_miss_and_leaves_no_rows(model, copy_
     assert (await scene.load())[0].end_token == 39
 
 
+async def test_a_history_that_is_stored_in_part_is_loaded_in_part(model, copy_threads):
+    """And it is said that there was not more."""
+    scene = await saved_scene(model, copy_threads)
+    scene.peer.stored = scene.peer.stored[: 4 * 16]
+    begun, kv, error = await scene.load()
+    assert (begun.end_token, begun.reason) == (16, "partial")
+    assert (kv.num_tokens, error) == (16, None)
+
+
 async def test_a_load_that_cannot_go_on_leaves_nothing_behind(model, copy_threads):
     """What its first grants had brought is not there."""
     scene = await saved_scene(model, copy_threads, fail_at="second prepare_load")
@@ -58,7 +67,19 @@ async def test_a_lease_that_is_not_confirmed_fails_the_gate(model, copy_threads,
     begun, _, error = await scene.load()
     assert begun.end_token == 39
     assert isinstance(error, LoadFailedError), "who waits for it computes instead"
-    assert scene.counters.snapshot()["load_failed_late"] == 1
+    counts = scene.counters.snapshot()
+    assert (counts["load_failed_late"], counts["load_errors"]) == (1, 1)
+    assert not scene.peer.open_leases
+
+
+async def test_a_load_that_nobody_waits_for_gives_its_lease_back(model, copy_threads):
+    """Nothing of it is copied."""
+    scene = await saved_scene(model, copy_threads, grant_tokens=64)
+    kv = scene.pool.new_kv(64)
+    request = LoadRequest(KEY, as_token_bytes(PROMPT[:-1]), kv, LoadPolicy.ALWAYS)
+    begun = await scene.store.loads.begin(request)
+    assert scene.peer.open_leases
+    await scene.store.loads.cancel(begun)
     assert not scene.peer.open_leases
 
 
