@@ -146,6 +146,7 @@ class Peer:
         self.maybe_fail("discard")
         self.lineages.append(lineage)
         assert token_ids.startswith(self.stored)
+        assert ranges[-1][1] <= len(token_ids) // 4
         kept = kept_runs(ranges, len(self.stored) // 4)
         self.stored = b"".join(self.stored[4 * start : 4 * end] for start, end in kept)
         return len(self.stored) // 4
