@@ -7,7 +7,7 @@ from inference_svc.runtime.engine.engine_request import as_token_bytes
 from inference_svc.runtime.kv.layer_gate import LayerGate
 from inference_svc.runtime.store.session_store import LoadRequest, NoSessionStore
 from shared.types.errors import LoadFailedError
-from shared.types.load_choice import Traffic
+from shared.types.load_choice import IDLE, Traffic
 from tests.inference_svc.runtime.store.failing_peer import KEY, PROMPT, Scene, saved_scene
 
 
@@ -136,11 +136,29 @@ async def test_what_is_read_slower_than_computed_is_not_waited_for(model, copy_t
     scene = await half_on_slow_ssd(model, copy_threads)
     begun, kv, _ = await scene.load(LoadPolicy.AUTO)
     assert (begun.end_token, begun.reason) == (16, "recompute_cheaper")
+    assert begun.grant is not None, "it is copied while the turn computes"
     assert kv.num_tokens == 16
     assert not scene.peer.open_leases
     assert scene.counters.snapshot()["loads_refused"] == 1
     begun, kv, _ = await scene.load(LoadPolicy.ALWAYS)
     assert begun.tier_tokens == {"dram": 16, "ssd": 23}
+    scene.check_logits(kv)
+
+
+async def test_what_is_not_worth_reading_from_ssd_may_be_in_dram(model, copy_threads):
+    """It is asked for, and kvd says where it is: reading little takes nearly as long as much."""
+    scene = await saved_scene(model, copy_threads, grant_tokens=20)
+    for num_tokens in (16, 64, 256, 1024):
+        for _ in range(3):
+            scene.rates.loads.note("ssd", num_tokens, 30e-3 + 1e-9 * num_tokens)
+            scene.rates.loads.note("dram", num_tokens, 1e-9 * num_tokens)
+            scene.rates.steps.note(num_tokens, pairs(0, num_tokens), 1e-3 * num_tokens)
+            scene.rates.steps.note(1, 9 * num_tokens, 1e-3)
+    chooser = scene.store.loads._chooser
+    wanted = [chooser.wants(LoadPolicy.AUTO, "ssd", start, 39, IDLE) for start in (0, 20)]
+    assert wanted == [True, False]
+    begun, kv, _ = await scene.load(LoadPolicy.AUTO)
+    assert (begun.end_token, begun.reason) == (39, "")
     scene.check_logits(kv)
 
 

@@ -352,7 +352,8 @@ async def test_files_that_a_crash_left_empty_go_at_the_start(tmp_path):
 
 async def test_one_directory_has_one_owner(tmp_path):
     """A second service on the same directory is refused, until the first one closes."""
-    first, second = TranscriptStore(tmp_path), TranscriptStore(tmp_path)
+    directory = tmp_path / "state" / "sessions"  # which are made
+    first, second = TranscriptStore(directory), TranscriptStore(directory)
     first.open()
     with pytest.raises(TranscriptError, match="in use by another service"):
         second.open()

@@ -7,6 +7,7 @@ import pytest
 
 from inference_svc.core.answers import SamplingParams
 from inference_svc.core.errors import TurnCancelledError
+from inference_svc.core.scheduling.request import Request
 from inference_svc.core.submission import Submission, TextInput
 from inference_svc.core.turn_record import Finished, Started, Usage
 from inference_svc.runtime.turns.turn import Turn
@@ -42,6 +43,16 @@ def test_the_latest_deadline_of_its_submissions_is_the_turns(first, second, expe
     joined = turn(first)
     joined.allow_until(second)
     assert joined.deadline_ns == expected
+
+
+async def test_a_turn_has_started_with_its_first_step():
+    """Not while it waits in the engine's queue."""
+    waiting = turn()
+    assert not waiting.has_started
+    waiting.request = Request(1, waiting.submission.key, [1], 4, 1)
+    assert not waiting.has_started
+    waiting.request.started_ns = 1
+    assert waiting.has_started
 
 
 async def test_nothing_comes_after_the_last_event():
