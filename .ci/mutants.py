@@ -181,7 +181,8 @@ class Limits:
         self._seconds = seconds
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
-        """Begin a test."""
+        """Begin a test; pytest-timeout would only fail it, and then wait for what it has left."""
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
         signal.setitimer(signal.ITIMER_REAL, TEST_LIMIT_S + 10 * self._seconds[nodeid])
 
 

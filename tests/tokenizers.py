@@ -10,6 +10,7 @@ from tokenizers import (
     models,
     normalizers,
     pre_tokenizers,
+    processors,
     trainers,
 )
 from transformers import PreTrainedTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
@@ -112,6 +113,15 @@ def make_tokenizer(kind: str) -> PreTrainedTokenizerBase:
     found.add_tokens([AddedToken(THINK, normalized=True), AddedToken(TABLE, lstrip=True)])
     found.chat_template = TEMPLATE
     return found
+
+
+def framing_texts(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
+    """By itself it puts its begin token before each text, and its end token behind."""
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{BOS} $A {EOS}",
+        special_tokens=[(BOS, tokenizer.bos_token_id), (EOS, tokenizer.eos_token_id)],
+    )
+    return tokenizer
 
 
 class Slow(PreTrainedTokenizer):

@@ -47,9 +47,6 @@ class ChatTemplate:
         self._tokenizer = tokenizer
         has_any = bool(getattr(tokenizer, "chat_template", None))
         self.source: str = tokenizer.get_chat_template() if has_any else ""
-        self.base = ""
-        self.closing = ""
-        self.roles: tuple[str, ...] = ()
 
     def try_out(self) -> str:
         """Find out how the template is applied; return why it cannot be, "" if it can."""
@@ -121,7 +118,7 @@ class ChatTemplate:
         """
         words = dict.fromkeys([*ALWAYS_TRIED, *(found[1] for found in _WORDS.findall(self.source))])
         others = [self._tried(NO_ROLE, number) for number in range(len(_CONVERSATIONS))]
-        self.roles = tuple(
+        self.roles: tuple[str, ...] = tuple(
             role for role in list(words)[:MAX_ROLES] if self._knows(role, others, num_control)
         )
 

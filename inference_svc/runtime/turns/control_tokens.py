@@ -92,7 +92,7 @@ class ControlTokens:
             marked: the parts that marks stand for; extended.
 
         Raises:
-            InvalidTurnError: this tokenizer cannot spell such a part out.
+            InvalidTurnError: it cannot be found out which parts these are.
         """
         head, tail = self._edges(text)
         before = self._mark_for(text[slice(*head)], marked) if head[0] < head[1] else ""
@@ -104,7 +104,8 @@ class ControlTokens:
         """Encode a text with the control tokens that are in it, and marks as what they stand for.
 
         Raises:
-            InvalidTurnError: the template has taken a mark apart.
+            InvalidTurnError: the template has taken a mark apart, or this tokenizer cannot spell
+                out what a mark stands for.
         """
         parts = [marked[int(number)] for number in self._marks.findall(text)] if marked else []
         ids = self._encode(self._marks.sub(self._mark, text) if parts else text)
@@ -165,8 +166,9 @@ class ControlTokens:
             if start < at:
                 continue
             for length in self._lengths:
-                if text[start : start + length] in self._names:
-                    at = start + length
+                name = text[start : start + length]
+                if name in self._names:
+                    at = start + len(name)
                     spans.append((start, at))
                     break
         return spans
@@ -200,7 +202,6 @@ class ControlTokens:
         return (start, start_tail), (min([end, *tails]), max(end, start_tail))
 
     def _mark_for(self, part: str, marked: list[str]) -> str:
-        self._spell(part)  # refused now rather than after rendering
         marked.append(part)
         return f"{self._open}{len(marked) - 1}{self._close}"
 

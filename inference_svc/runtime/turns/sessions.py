@@ -131,7 +131,7 @@ class Sessions:
             merged = merge_ranges(ranges, len(context.token_ids))
             if not merged:
                 raise InvalidDiscardError("no tokens are named", "send ranges or positions")
-            after = await self._transcripts.discard(key, Discard(merged, 0, CLIENT))
+            after = await self._transcripts.discard(key, Discard(merged, reason=CLIENT))
             self._counters.add("discards")
             computed = clip(merged, context.computed_tokens)
             if computed:

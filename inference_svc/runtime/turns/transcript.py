@@ -124,7 +124,7 @@ class TranscriptStore:
             self._cache.move_to_end(key)
             return self._cache[key]
         async with self._lock(key):
-            return self._cache.get(key) or await self._read(key)
+            return await self._current(key)
 
     async def get(self, key: SessionKey) -> Transcript:
         """Return the session's transcript.
@@ -147,7 +147,7 @@ class TranscriptStore:
             TranscriptUnavailableError: nothing was recorded.
         """
         async with self._lock(key):
-            before = self._cache.get(key) or await self._read(key)
+            before = await self._current(key)
             after = (before or Transcript(Header(*key))).with_turn(turn, is_final=is_final)
             await self._write(key, after, encode_turn(turn) + (encode_end() if is_final else b""))
             return after
@@ -173,7 +173,7 @@ class TranscriptStore:
         """
         await self.get(key)
         async with self._lock(key):
-            before = self._cache.get(key) or await self._read(key)
+            before = await self._current(key)
             if before is None or before.has_ended:
                 return
             after = before.ended()
@@ -185,7 +185,7 @@ class TranscriptStore:
         forked = (await self.get(key)).forked(session_id, at_turn)
         await asyncio.to_thread(getattr, forked, "context")  # replaying discards may take long
         async with self._lock(new_key):
-            if self._cache.get(new_key) or await self._read(new_key):
+            if await self._current(new_key):
                 return None
             await self._write(new_key, forked, b"")
             return forked
@@ -205,6 +205,10 @@ class TranscriptStore:
             except OSError as error:
                 raise self.trouble.failed(key.session_id, path, error, "write") from error
             self._num_sessions[key.tenant] -= 1
+
+    async def _current(self, key: SessionKey) -> Transcript | None:
+        """Return the transcript from the cache, or from its file; the caller has its lock."""
+        return self._cache.get(key) or await self._read(key)
 
     async def _read(self, key: SessionKey) -> Transcript | None:
         """Read a file into the cache; a torn last line is cut off, so that appending is safe."""
@@ -265,7 +269,6 @@ class TranscriptStore:
             raise self.trouble.failed(key.session_id, path, error, "write") from error
 
     def _keep_cached(self, key: SessionKey, transcript: Transcript) -> None:
-        self._uncache(key)
         self._cache[key] = transcript
         self._cached_tokens += transcript.num_tokens
         while self._cached_tokens > self._max_cached_tokens and len(self._cache) > 1:

@@ -8,6 +8,7 @@ import torch
 from inference_svc.runtime.calibration.rope_calls import (
     ReplayedRope,
     RopeOutOfReachError,
+    _FoundError,
     _Search,
 )
 from inference_svc.runtime.model import capture
@@ -48,6 +49,16 @@ def test_a_model_without_such_a_call_is_refused():
     """It has run to its end by then."""
     with pytest.raises(RopeOutOfReachError, match="to its end"):
         ReplayedRope(_Plain(), source(0))(KEYS, POSITIONS)
+
+
+def test_the_call_of_that_number_is_the_one():
+    """Those before it go by."""
+    search, tap = _Search(2), SimpleNamespace(apply=len)
+    for number in range(2):
+        search.rotated(tap, (number,), {}, None)
+    with pytest.raises(_FoundError) as found:
+        search.rotated(tap, (2,), {}, None)
+    assert found.value.args[0].args == (2,)
 
 
 def test_a_model_that_attends_before_it_calls_is_refused():

@@ -58,6 +58,18 @@ def test_sums_equal_eager_attention(tiny, name, sizes):
     torch.testing.assert_close(torch.tensor(window.scores()), expected, **CLOSE)
 
 
+def test_a_model_may_attend_once_in_a_step():
+    """Its next call is the next step's."""
+    every = ScoreKeeper("accumulated", 0, 5)
+    query, keys = torch.randn(4, 5, 8), torch.randn(2, 5, 8)
+    for begin, end in ((0, 3), (3, 5)):
+        every.note(0, query[:, begin:end], keys[:, :end], AttentionOptions(), begin)
+        every.commit()
+    expected = torch.zeros(5)
+    add_weights(expected, query, keys, AttentionOptions())
+    torch.testing.assert_close(torch.tensor(every.scores()), expected, **CLOSE)
+
+
 def test_long_chunks_are_scored_in_tiles(tiny):
     """More queries than a tile has add up to the same sums."""
     model = tiny("llama")

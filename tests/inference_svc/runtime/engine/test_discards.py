@@ -227,6 +227,26 @@ async def test_an_engine_that_discards_is_not_idle(model):
         await engine.all_released()
 
 
+async def test_discards_of_a_session_come_one_after_the_other(model):
+    """The second one finds what the first one has left."""
+    async with running_engine(model) as engine:
+        first = await engine.run(PROMPT)
+        whole = first.token_ids[:47]
+        async with held(engine.threads[1]) as may_resume:
+            discards = [
+                asyncio.create_task(engine.loop.discard(first.key, ContextCut(context, ranges)))
+                for context, ranges in ((whole, [(0, 10)]), (whole[10:], [(0, 5)]))
+            ]
+            for _ in range(9):
+                await asyncio.sleep(0)
+            assert not any(discard.done() for discard in discards)
+            may_resume.set()
+        async with asyncio.timeout(60):  # else they would stand still
+            await asyncio.gather(*discards)
+        assert resident_ids(engine, first) == whole[15:]
+        await engine.all_released()
+
+
 async def test_a_resident_of_another_context_is_given_up(model):
     """Its rows are not those of the tokens that are left."""
     async with running_engine(model) as engine:

@@ -261,6 +261,15 @@ def test_the_account_changes_under_the_lock_only():
     assert pool.num_free == 10
 
 
+def test_sequences_lie_at_one_end_and_write_buffers_at_the_other():
+    """What comes and goes in small pieces leaves the room of large ones whole."""
+    pool = make_pool(64)
+    begin = pool._region.data_ptr()
+    kv, buffer = pool.new_kv(10), pool.new_write_buffer(0, 10)
+    assert kv.keys[0].data_ptr() == begin
+    assert buffer.keys[0].data_ptr() == begin + 54 * pool.token_slot_bytes
+
+
 def test_prefault_keeps_what_is_written():
     """Faulting pages in changes no byte, and says how much is there."""
     num_slots = 3 * HUGE_PAGE_BYTES // make_pool(1).token_slot_bytes
@@ -268,6 +277,7 @@ def test_prefault_keeps_what_is_written():
     kv = pool.new_kv(num_slots)
     fill(kv, 7.0)
     num_bytes = pool.prefault()
+    assert num_bytes == populate(pool._region, lambda: False)
     assert num_bytes in (0, num_slots * pool.token_slot_bytes)  # 0: a kernel that cannot
     assert holds(kv, 7.0)
 

@@ -7,7 +7,13 @@ import pytest
 import torch
 
 from inference_svc.core.errors import UnknownModelError, UnsupportedModelError
-from inference_svc.runtime.model.model_directory import check_gguf, check_model, is_gguf
+from inference_svc.runtime.model.model_directory import (
+    INDEX_FILE,
+    check_gguf,
+    check_model,
+    is_gguf,
+    shards,
+)
 from inference_svc.runtime.model.model_loader import load_model
 from tests.fingerprints import model_fingerprint
 from tests.kvd_as_user import without_root
@@ -30,6 +36,17 @@ def test_the_first_bytes_tell_not_the_name(tmp_path, rubbish):
     assert [is_gguf(path) for path in (renamed, other, tmp_path)] == [True, False, False]
     with pytest.raises(UnknownModelError, match="neither a model directory nor a GGUF file"):
         load_model(other)
+
+
+def test_an_index_says_which_tensors_are_where(tmp_path):
+    """One that says nothing, or something else, is as none."""
+    index = tmp_path / INDEX_FILE
+    assert shards(tmp_path) == {}
+    for weight_map in (["a.safetensors"], None, "a"):
+        index.write_text(json.dumps({"weight_map": weight_map}))
+        assert shards(tmp_path) == {}
+    index.write_text(json.dumps({"weight_map": {"z": "1", "y": "2", "x": "1"}}))
+    assert shards(tmp_path) == {"1": ["x", "z"], "2": ["y"]}
 
 
 def test_what_is_missing_is_named_with_its_command(rubbish):

@@ -95,6 +95,16 @@ def test_unknown_architecture_is_refused(copied):
         load_model(copied)
 
 
+def test_a_model_of_two_parts_is_refused_as_what_it_is(copied):
+    """Its remedy is its own, and not that of files that cannot be read."""
+    path = copied / "config.json"
+    config = json.loads(path.read_text())
+    path.write_text(json.dumps({**config, "is_encoder_decoder": True}))
+    with pytest.raises(UnsupportedModelError, match="encoder-decoder") as refused:
+        load_model(copied)
+    assert refused.value.remedy == "serve a decoder-only model"
+
+
 @pytest.mark.parametrize("device", ["cuda:99", "no-such-device"])
 def test_unusable_device_is_refused(saved, device):
     """A device that is not there is one line."""

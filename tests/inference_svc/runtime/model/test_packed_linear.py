@@ -93,6 +93,7 @@ def test_unpacked_weights_are_those_that_were_packed(model):
     unpack_weights(model)
     assert packed_bytes(model) == 0
     assert model.again is model.inner[0]
+    assert not model.head.weight.requires_grad, "as in a model that is served"
     found = model.state_dict()
     assert all(torch.equal(found[name], weights) for name, weights in before.state_dict().items())
 

@@ -146,6 +146,7 @@ class Peer:
         self.maybe_fail("discard")
         self.lineages.append(lineage)
         assert token_ids.startswith(self.stored)
+        assert ranges[-1][1] <= len(token_ids) // 4
         kept = kept_runs(ranges, len(self.stored) // 4)
         self.stored = b"".join(self.stored[4 * start : 4 * end] for start, end in kept)
         return len(self.stored) // 4
@@ -192,8 +193,11 @@ class Scene:
     async def save(self):
         return await self.store.save(KEY, as_token_bytes(PROMPT), 0, self.computed()[1])
 
-    async def load(self, policy=LoadPolicy.ALWAYS, traffic=IDLE):
-        """Both halves; returns what was begun, the sequence's KV, and its gate's error."""
+    async def load(self, policy=LoadPolicy.ALWAYS, traffic=IDLE, pauses=False):
+        """Both halves; returns what was begun, the sequence's KV, and its gate's error.
+
+        `pauses`: the second one is done in two, as where a read buffer is set.
+        """
         kv, wanted = self.pool.new_kv(64), as_token_bytes(PROMPT[:-1])
         request = LoadRequest(KEY, wanted, kv, policy, traffic=traffic)
         begun = await self.store.loads.begin(request)
@@ -201,8 +205,9 @@ class Scene:
         if begun.grant is not None:
             gate = LayerGate(len(self.model[1].layers))
             tail = self.pool.new_write_buffer(begun.tail_from, 64)
-            layers = range(gate.num_layers)
-            await self.store.loads.finish(begun, kv, tail, gate, layers)
+            ends = (0, 1, gate.num_layers) if pauses else (0, gate.num_layers)
+            for layers in map(range, ends, ends[1:]):
+                await self.store.loads.finish(begun, kv, tail, gate, layers)
             assert gate.is_settled
             error = gate.error
         if error is None:

@@ -1,10 +1,15 @@
-"""What is said of failures of kvd."""
+"""What is said of failures of kvd, and what is learnt from loads."""
+
+import time
 
 from structlog.testing import capture_logs
 
 from inference_svc.core.counters import Counters
+from inference_svc.core.rates.rates import LoadPolicy
 from inference_svc.runtime.store.kvd_loads import KvdTalk
+from inference_svc.runtime.store.session_store import LoadRequest
 from shared.types.errors import UnavailableError
+from tests.inference_svc.runtime.store.failing_peer import KEY, saved_scene
 from tests.synthetic_engine import small_layout
 
 
@@ -27,3 +32,60 @@ def test_a_failure_is_logged_once_until_something_works_again():
         ("session_store_failed", away.reason, None),
     ]
     assert counters.snapshot()["load_errors"] == 4
+
+
+async def test_loads_are_timed_by_the_slowest_tier_they_come_from(model, copy_threads):
+    """From their beginning to their end."""
+    scene = await saved_scene(model, copy_threads)
+    for tier, dram_tokens in (("dram", 1000), ("ssd", 20)):
+        assert scene.rates.loads.seconds(tier, 39) is None
+        scene.peer.dram_tokens = dram_tokens
+        began_s = time.monotonic()
+        for _ in range(3):
+            await scene.load()
+        found_s = scene.rates.loads.seconds(tier, 39)
+        assert found_s is not None
+        assert 0 < found_s <= time.monotonic() - began_s
+
+
+async def test_a_load_that_was_held_back_on_the_way_says_nothing_of_its_tier(model, copy_threads):
+    """Most of the time it took others did."""
+    scene = await saved_scene(model, copy_threads)
+    for _ in range(3):
+        _, kv, error = await scene.load(pauses=True)
+        assert (kv.num_tokens, error) == (39, None)
+    assert scene.rates.loads.seconds("dram", 39) is None
+
+
+def test_an_arena_is_viewed_once():
+    """Until there is another one, as after a restart of kvd."""
+    talk = KvdTalk(small_layout(), Counters(), lambda arena, _layout: [arena])
+    first, second = object(), object()
+    view = talk.as_tensors(first)
+    assert view == [first]
+    assert talk.as_tensors(first) is view
+    assert talk.as_tensors(second) == [second]
+
+
+async def test_nothing_to_load_is_not_asked_for(model, copy_threads):
+    """A prompt of one token has no history."""
+    scene = await saved_scene(model, copy_threads)
+    scene.peer.lineages.clear()
+    request = LoadRequest(KEY, b"", scene.pool.new_kv(64), LoadPolicy.ALWAYS)
+    begun = await scene.store.loads.begin(request)
+    assert (begun.end_token, begun.grant) == (0, None)
+    assert not scene.peer.lineages, "nobody was asked"
+
+
+async def test_a_load_shows_that_kvd_works_again(model, copy_threads):
+    """It is said once."""
+    scene = await saved_scene(model, copy_threads, fail_at="prepare_load")
+    with capture_logs() as lines:
+        await scene.load()
+        scene.peer.fail_at = ""
+        await scene.load()
+        await scene.load()
+    assert [(line["event"], line.get("what")) for line in lines] == [
+        ("session_store_failed", "load"),
+        ("session_store_works_again", None),
+    ]

@@ -8,8 +8,9 @@ from structlog.testing import capture_logs
 
 from inference_svc.core.rates.rates import LoadPolicy
 from inference_svc.runtime.engine.engine_request import as_token_bytes
-from inference_svc.runtime.kv.copy_stream import StepClock
+from inference_svc.runtime.kv.copy_stream import CopyStream, StepClock
 from inference_svc.runtime.kv.layer_gate import StepNotDoneError
+from inference_svc.runtime.store.kvd_session_store import _in_groups
 from inference_svc.runtime.store.session_store import LoadRequest
 from shared.types.lineage import WHOLE
 from shared.types.queue_feed import QueueFeed
@@ -145,7 +146,11 @@ async def test_a_discard_that_kvd_does_not_hear_of_is_counted(model, copy_thread
     """Nobody gets an error: a later load misses what is not there."""
     scene = await saved_scene(model, copy_threads)
     scene.peer.fail_at = fail_at
-    await scene.store.discard(KEY, as_token_bytes(PROMPT), ((0, 10),))
+    with capture_logs() as lines:
+        await scene.store.discard(KEY, as_token_bytes(PROMPT), ((0, 10),))
+    assert [(line["event"], line["what"]) for line in lines] == [
+        ("session_store_failed", "discard")
+    ]
     assert scene.counters.snapshot()["store_discards_failed"] == 1
     assert scene.counters.snapshot()["store_discards"] == 0
     begun, _, _ = await scene.load()
@@ -165,6 +170,25 @@ async def test_a_save_of_what_is_stored_already_waits_for_its_step(model, copy_t
     clock.open(clock.num_layers)
     clock.confirm()
     assert await saving == ""
+
+
+class WatchedClock(StepClock):
+    """Notes which layers are waited for."""
+
+    def wait(self, layer_index, *limits):
+        """See StepClock."""
+        self.awaited = [*getattr(self, "awaited", []), layer_index]
+        super().wait(layer_index, *limits)
+
+
+def test_a_save_wakes_up_for_several_layers_at_once():
+    """At the last one of each four parts; each layer is there when it is copied."""
+    clock = WatchedClock(10, CPU)
+    clock.enqueued(10)
+    wait_layer = _in_groups(clock, CopyStream(CPU))
+    for layer_index in range(10):
+        wait_layer(layer_index)
+    assert clock.awaited == [2, 2, 2, 5, 5, 5, 8, 8, 8, 9]
 
 
 async def test_kvd_follows_the_queue(model, copy_threads):

@@ -7,8 +7,10 @@ import pytest
 from inference_svc.core.rates.rates import LoadPolicy, pairs
 from inference_svc.runtime.engine.engine_request import as_token_bytes
 from inference_svc.runtime.kv.layer_gate import LayerGate
-from inference_svc.runtime.store.session_store import LoadRequest
+from inference_svc.runtime.store.session_store import BegunLoad, LoadRequest
+from shared.kvd_client.grants import StoreGrant
 from shared.types.errors import LoadFailedError
+from shared.types.granted_slots import LoadSpan, Lookup
 from tests.inference_svc.runtime.store.failing_peer import KEY, PROMPT, Peer, Scene, saved_scene
 
 
@@ -94,10 +96,25 @@ async def test_all_grants_of_a_save_share_its_time(model, copy_threads):
     assert 1000.0 >= peer.given_s[0] > peer.given_s[1] > peer.given_s[2] > 0.0
 
 
+class StingyPeer(Peer):
+    """Has room for nothing, and says that there is more."""
+
+    async def prepare_store(self, key, token_ids, from_token, deadline_s, *, lineage):
+        """See Peer."""
+        return StoreGrant(0, (), from_token, more=True, refused_reason="", arena=self.arena)
+
+
+async def test_a_save_that_gets_nowhere_ends(model, copy_threads):
+    """It would be asked for in vain, again and again."""
+    scene = Scene(model, copy_threads, peer=StingyPeer(model[1].layout))
+    async with asyncio.timeout(60):  # else it would not
+        assert await scene.save() == ""
+
+
 def test_a_store_says_whether_kvd_is_there(model, copy_threads):
     """For people."""
     scene = Scene(model, copy_threads)
-    assert scene.store.state == "attached"
+    assert (scene.store.state, scene.store.saves) == ("attached", True)
     scene.peer.attached = False
     assert scene.store.state == "detached"
 
@@ -111,6 +128,29 @@ async def test_a_short_block_that_nothing_follows_counts_as_it_is(model, copy_th
     assert (begun.grant, error) == (None, None)
     assert (begun.end_token, begun.tail_from, kv.num_tokens) == (10, 10, 10)
     assert sum(begun.tier_tokens.values()) == 10
+
+
+async def test_a_load_that_breaks_off_and_is_gone_leaves_nothing_to_copy(model, copy_threads):
+    """It is asked for again, and then there is nothing."""
+    peer = ForgetfulPeer(model[1].layout, pending="fails")
+    scene = Scene(model, copy_threads, peer=peer)
+    await scene.save()
+    begun, _, error = await scene.load()
+    assert (begun.end_token, begun.grant, error) == (0, None, None)
+    assert scene.counters.snapshot()["loads_retried"] == 1
+    assert not peer.open_leases
+
+
+def test_only_a_last_block_that_is_short_is_stored_anew(model, copy_threads):
+    """With the tokens behind it; a full one is followed by another."""
+    scene, size = Scene(model, copy_threads), model[1].layout.block_tokens
+    for last_tokens, tail_from in ((size, 2 * size), (size - 1, size)):
+        spans = (LoadSpan(0, 0, size, 0, 1, "dram"), LoadSpan(1, 0, last_tokens, size, 1, "ssd"))
+        grant = scene.peer.load_grant(Lookup.HIT, 1, spans, size + last_tokens, False)
+        begun = BegunLoad()
+        scene.store.loads._note_spans(begun, grant)
+        assert (begun.end_token, begun.tail_from) == (size + last_tokens, tail_from)
+        assert begun.tier_tokens == {"dram": size, "ssd": last_tokens}
 
 
 class ForgetfulPeer(Peer):

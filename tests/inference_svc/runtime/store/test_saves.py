@@ -144,6 +144,31 @@ async def test_what_is_stored_leaves_the_buffer():
     await life
 
 
+async def test_what_nobody_has_asked_to_store_is_counted():
+    """From the end of the last full block that somebody has."""
+    scene = Scene()
+    stream, life = scene.open(3)
+    assert stream.num_unsaved == 50
+    stream.follow(tokens(13), None)
+    assert stream.num_unsaved == 42
+    stream.abandon()
+    await life
+
+
+async def test_who_waits_for_tokens_is_woken_once_they_are_stored():
+    """At once if they are; when the stream ends, whatever has become of them."""
+    scene = Scene()
+    stream, life = scene.open(0)
+    awaited = {num_tokens: stream.stored(num_tokens) for num_tokens in (8, 9)}
+    stream.follow(tokens(9), None)
+    await stream.idle.wait()
+    assert [event.is_set() for event in awaited.values()] == [True, False]
+    assert [stream.stored(num_tokens).is_set() for num_tokens in (8, 9)] == [True, False]
+    stream.abandon()
+    await life
+    assert awaited[9].is_set()
+
+
 async def test_a_block_that_is_cut_short_is_not_stored_again():
     """The next one begins behind it."""
     scene = Scene()

@@ -7,7 +7,7 @@ from inference_svc.runtime.engine.engine_request import as_token_bytes
 from inference_svc.runtime.kv.layer_gate import LayerGate
 from inference_svc.runtime.store.session_store import LoadRequest, NoSessionStore
 from shared.types.errors import LoadFailedError
-from shared.types.load_choice import Traffic
+from shared.types.load_choice import IDLE, Traffic
 from tests.inference_svc.runtime.store.failing_peer import KEY, PROMPT, Scene, saved_scene
 
 
@@ -40,6 +40,25 @@ async def test_a_load_that_fails_early_is_a_miss_and_leaves_no_rows(model, copy_
     assert (await scene.load())[0].end_token == 39
 
 
+async def test_a_history_that_is_stored_in_part_is_loaded_in_part(model, copy_threads):
+    """And it is said that there was not more."""
+    scene = await saved_scene(model, copy_threads)
+    scene.peer.stored = scene.peer.stored[: 4 * 16]
+    begun, kv, error = await scene.load()
+    assert (begun.end_token, begun.reason) == (16, "partial")
+    assert (kv.num_tokens, error) == (16, None)
+
+
+async def test_a_load_that_cannot_go_on_leaves_nothing_behind(model, copy_threads):
+    """What its first grants had brought is not there."""
+    scene = await saved_scene(model, copy_threads, fail_at="second prepare_load")
+    kv = scene.pool.new_kv(64)
+    request = LoadRequest(KEY, as_token_bytes(PROMPT[:-1]), kv, LoadPolicy.ALWAYS)
+    begun = await scene.store.loads.begin(request)
+    assert (begun.end_token, begun.tail_from, begun.grant) == (0, 0, None)
+    assert (kv.num_tokens, kv.gate) == (0, None)
+
+
 @pytest.mark.parametrize("fail_at", ["complete_load", "complete_load nonsense"])
 async def test_a_lease_that_is_not_confirmed_fails_the_gate(model, copy_threads, fail_at):
     """Its rows may have changed while they were copied: nothing computed over them is believed."""
@@ -48,7 +67,19 @@ async def test_a_lease_that_is_not_confirmed_fails_the_gate(model, copy_threads,
     begun, _, error = await scene.load()
     assert begun.end_token == 39
     assert isinstance(error, LoadFailedError), "who waits for it computes instead"
-    assert scene.counters.snapshot()["load_failed_late"] == 1
+    counts = scene.counters.snapshot()
+    assert (counts["load_failed_late"], counts["load_errors"]) == (1, 1)
+    assert not scene.peer.open_leases
+
+
+async def test_a_load_that_nobody_waits_for_gives_its_lease_back(model, copy_threads):
+    """Nothing of it is copied."""
+    scene = await saved_scene(model, copy_threads, grant_tokens=64)
+    kv = scene.pool.new_kv(64)
+    request = LoadRequest(KEY, as_token_bytes(PROMPT[:-1]), kv, LoadPolicy.ALWAYS)
+    begun = await scene.store.loads.begin(request)
+    assert scene.peer.open_leases
+    await scene.store.loads.cancel(begun)
     assert not scene.peer.open_leases
 
 
@@ -105,11 +136,29 @@ async def test_what_is_read_slower_than_computed_is_not_waited_for(model, copy_t
     scene = await half_on_slow_ssd(model, copy_threads)
     begun, kv, _ = await scene.load(LoadPolicy.AUTO)
     assert (begun.end_token, begun.reason) == (16, "recompute_cheaper")
+    assert begun.grant is not None, "it is copied while the turn computes"
     assert kv.num_tokens == 16
     assert not scene.peer.open_leases
     assert scene.counters.snapshot()["loads_refused"] == 1
     begun, kv, _ = await scene.load(LoadPolicy.ALWAYS)
     assert begun.tier_tokens == {"dram": 16, "ssd": 23}
+    scene.check_logits(kv)
+
+
+async def test_what_is_not_worth_reading_from_ssd_may_be_in_dram(model, copy_threads):
+    """It is asked for, and kvd says where it is: reading little takes nearly as long as much."""
+    scene = await saved_scene(model, copy_threads, grant_tokens=20)
+    for num_tokens in (16, 64, 256, 1024):
+        for _ in range(3):
+            scene.rates.loads.note("ssd", num_tokens, 30e-3 + 1e-9 * num_tokens)
+            scene.rates.loads.note("dram", num_tokens, 1e-9 * num_tokens)
+            scene.rates.steps.note(num_tokens, pairs(0, num_tokens), 1e-3 * num_tokens)
+            scene.rates.steps.note(1, 9 * num_tokens, 1e-3)
+    chooser = scene.store.loads._chooser
+    wanted = [chooser.wants(LoadPolicy.AUTO, "ssd", start, 39, IDLE) for start in (0, 20)]
+    assert wanted == [True, False]
+    begun, kv, _ = await scene.load(LoadPolicy.AUTO)
+    assert (begun.end_token, begun.reason) == (39, "")
     scene.check_logits(kv)
 
 

@@ -10,6 +10,8 @@ from inference_svc.runtime.compute.chunk import Chunk
 from inference_svc.runtime.positions.recipes import PostRotary
 from inference_svc.runtime.transfer import compaction
 from inference_svc.runtime.transfer.compaction import (
+    MOST_GAP,
+    Compaction,
     Compactor,
     _pieces,
     can_compact,
@@ -171,6 +173,7 @@ async def test_what_cannot_be_re_embedded_is_not_compacted(tiny):
     calibration = dataclasses.replace(model.calibration, layers=layers)
     assert can_compact(model.calibration)
     assert not can_compact(calibration)
+    assert can_compact(dataclasses.replace(calibration, positions="coupled")), "nothing moves"
     kv, _ = computed(model)
     thread = WorkerThread("compact")
     try:
@@ -189,3 +192,39 @@ def test_tokens_that_are_where_they_belong_are_not_touched(max_tokens):
     assert piece[:4] == (12, 3, 10, 3)
     assert piece.chosen is None
     assert not list(_pieces(kept[:1], max_tokens, torch.device("cpu")))
+
+
+@pytest.mark.parametrize(
+    ("kept", "max_tokens", "expected"),
+    [
+        ([(0, 2), (4, 6), (8, 10)], 6, [(4, 6, 2, 4)]),
+        ([(0, 2), (4, 6), (9, 11)], 6, [(4, 2, 2, 2), (9, 2, 4, 2)]),
+        ([(0, 2), (4, 6), (8, 10), (11, 12)], 6, [(4, 6, 2, 4), (11, 1, 6, 1)]),
+        ([(0, 1), (2, 3), (3 + MOST_GAP, 4 + MOST_GAP)], 1000, [(2, MOST_GAP + 2, 1, 2)]),
+        (
+            [(0, 1), (2, 3), (4 + MOST_GAP, 5 + MOST_GAP)],
+            1000,
+            [(2, 1, 1, 1), (4 + MOST_GAP, 1, 2, 1)],
+        ),
+    ],
+)
+def test_runs_move_together_if_they_fit_with_what_is_between_them(kept, max_tokens, expected):
+    """Not across many tokens that are dropped: these would be moved along."""
+    pieces = list(_pieces(kept, max_tokens, torch.device("cpu")))
+    assert [piece[:4] for piece in pieces] == expected
+    for piece in pieces:
+        chosen = range(piece.num_tokens) if piece.chosen is None else piece.chosen.tolist()
+        stays = [token - piece.start for start, end in kept for token in range(start, end)]
+        assert list(chosen) == [token for token in stays if 0 <= token < piece.num_tokens]
+
+
+@pytest.mark.parametrize(("piece_items", "max_tokens"), [(1, 1), (7 * 16 + 3, 7)])
+def test_a_piece_has_as_many_elements_as_fit_a_cache(tiny, monkeypatch, piece_items, max_tokens):
+    """A token at least."""
+    model = tiny("llama")
+    assert model.calibration.layers[0].shape.key == (2, 8)
+    monkeypatch.setattr(compaction, "PIECE_ITEMS", piece_items)
+    kv, _ = computed(model)
+    moved = Compaction(kv, [(7, NUM_TOKENS)], model.calibration)
+    moved.run()
+    assert set(moved._pieces) == {max_tokens}

@@ -181,6 +181,7 @@ def test_bits_do_not_depend_on_how_the_rows_lie(tiny, make_arena, rows, name, mo
         [SlotRun(range(9), 0, 16), SlotRun([9], 0, 3)],
         [ScatteredTokens(torch.arange(99), torch.arange(99)), SlotRun([4, 2], 5, 11)],
         [SlotRun([1], 0, 1)],
+        [SlotRun([number], 0, 1) for number in range(100)],
     ],
 )
 def test_pieces_are_as_few_as_may_be_and_of_about_one_size(runs, max_tokens):
@@ -336,6 +337,34 @@ def test_spans_that_make_no_sense_are_refused(tiny, rows, bad):
     kv = model.new_kv(64)
     with pytest.raises(ValueError, match="cannot be loaded"):
         check_spans(kv, [rows(*bad)], model.calibration.layout)
+
+
+def test_a_span_ends_with_its_slot(tiny, rows):
+    """At the latest, wherever in it the span begins."""
+    model = tiny("llama")
+    layout = model.calibration.layout
+    kv = model.new_kv(64)
+    assert check_spans(kv, [rows(0, 0, 8, layout.block_tokens - 8)], layout) == 8
+    with pytest.raises(ValueError, match="cannot be loaded"):
+        check_spans(kv, [rows(0, 0, 8, layout.block_tokens - 7)], layout)
+
+
+@pytest.mark.parametrize(("piece_items", "num_pieces"), [(1, 10), (5 * 16 + 3, 2), (1 << 20, 1)])
+def test_a_piece_has_as_many_elements_as_fit_a_cache(
+    tiny, make_arena, rows, monkeypatch, piece_items, num_pieces
+):
+    """A token at least; these ten lie here and there."""
+    model = tiny("llama")
+    assert model.calibration.layers[0].shape.key == (2, 8)
+    monkeypatch.setattr("inference_svc.runtime.transfer.layer_load.PIECE_ITEMS", piece_items)
+    _, arena_kv = make_arena(model.calibration.layout)
+    spans = [rows(0, number, 1, 2 * number) for number in range(10)]
+    loader = LayerLoader(model.new_kv(10), arena_kv, spans, model.calibration)
+    loader.load(0)
+    (pieces,) = loader._pieces.values()
+    size = 10 // num_pieces
+    found = [(piece.first, piece.num_tokens) for piece in pieces]
+    assert found == [(first, size) for first in range(0, 10, size)]
 
 
 def test_spans_continue_a_sequence_kv(tiny, rows):

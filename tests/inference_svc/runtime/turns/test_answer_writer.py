@@ -1,6 +1,10 @@
 """What a turn's answer writer makes of its running: usage adds up whatever became of the load."""
 
+import time
+from dataclasses import replace
+
 import pytest
+from tokenizers import decoders
 from transformers import AutoTokenizer
 
 from inference_svc.core.answers import AnswerToken, GrowingAnswer, SamplingParams
@@ -11,13 +15,18 @@ from inference_svc.core.truncation import OverflowPolicy
 from inference_svc.core.turn_window import FrameTokens, TurnWindow
 from inference_svc.runtime.compute.sampling import Sampled, Sampler
 from inference_svc.runtime.engine.engine_request import EngineRequest
-from inference_svc.runtime.turns.answer_writer import AnswerWriter
+from inference_svc.runtime.turns.answer_writer import (
+    MAX_HELD_TOKENS,
+    AnswerWriter,
+    Detokenizer,
+)
 from inference_svc.runtime.turns.turn import Turn
 from inference_svc.runtime.turns.turn_prompt import Prompt
 from shared.types.histogram import Histogram
 from shared.types.lineage import WHOLE
 from shared.types.session_key import SessionKey
 from shared.types.units import NS_PER_S
+from tests.tokenizers import framing_texts, make_tokenizer
 
 KEY = SessionKey("default", "m", "s")
 SAMPLING = SamplingParams(max_tokens=2)
@@ -190,6 +199,19 @@ async def test_a_stop_string_that_begins_inside_a_token_leaves_the_rest_of_it(ru
     assert writer.context_ids(running) == [*PROMPT, *spelled]
 
 
+@pytest.mark.parametrize("logprobs", [0, 1])
+async def test_log_probabilities_are_recorded_if_they_were_asked_for(running, logprobs):
+    """Else there is nothing to record."""
+    submission = running.sink._turn.submission
+    asked = replace(submission, sampling=replace(SAMPLING, logprobs=logprobs))
+    running.sink._turn.submission = asked
+    running.append(70)
+    running.sink.sampled(Sampled(70, -0.5, ((70, -0.5),)))
+    record = running.sink.record(running, 3, PROMPT_OF_TURN)
+    assert record.logprobs == ((-0.5,) if logprobs else ())
+    assert record.top_logprobs == ((((70, -0.5),),) if logprobs else ())
+
+
 async def test_a_full_window_ends_the_answer(running):
     """What was sampled is shown; the reason is the length."""
     running.sink.started(running)
@@ -209,3 +231,88 @@ async def test_a_full_window_shows_what_was_held_back(running):
     assert not running.sink.tokens
     running.sink.window_full()
     assert [token.token_id for token in running.sink.tokens] == [71]
+
+
+async def test_a_token_that_a_stop_string_cuts_begins_no_text(running):
+    """What is left of it stands in the middle of an answer: it gets no begin token."""
+    tokenizer = framing_texts(make_tokenizer("byte_level"))
+    sampling = SamplingParams(max_tokens=9, stop=("f",))
+    answer = GrowingAnswer(sampling, frozenset())
+    writer = running.sink = AnswerWriter(
+        running.sink._turn, answer, tokenizer, PROMPT, HISTORY_TOKENS, Histogram()
+    )
+    assert answer_with(running, tokenizer.convert_tokens_to_ids("\u0120of"))
+    spelled = [token.token_id for token in writer.tokens]
+    assert tokenizer.decode(spelled) == " o"
+
+
+async def test_a_cut_before_tokens_that_no_stop_string_takes_leaves_no_mark(running):
+    """The record has all that the KV was computed over: its tokens tell the lineage."""
+    running.lineage = WHOLE
+    answer_with(running, 70)
+    running.computed_tokens = len(PROMPT)
+    running.discards.append(Discard(((0, 8),), after_tokens=5))
+    running.discard(((0, 8),))
+    (discard,) = running.sink.record(running, 3, PROMPT_OF_TURN).discards
+    assert (discard.after_tokens, discard.lineage) == (5, None)
+
+
+@pytest.mark.parametrize("num_sampled", [2, 5])
+async def test_the_times_of_a_turn_follow_each_other(running, num_sampled):
+    """In seconds, each from where the one before it ended; the total is up to now."""
+    running.started_ns, running.first_token_ns = 3 * NS_PER_S, 7 * NS_PER_S
+    running.finished_ns, running.num_sampled = 15 * NS_PER_S, num_sampled
+    before_s = time.monotonic()
+    usage = running.sink.usage(running)
+    assert (usage.queue_s, usage.prefill_s, usage.ttft_s) == (1.0, 4.0, 6.0)
+    assert usage.tpot_s == 8.0 / (num_sampled - 1)
+    assert before_s - 1 <= usage.total_s <= time.monotonic() - 1
+
+
+async def test_what_has_not_come_yet_took_until_now(running):
+    """Or no time, if it would have come after something that has not."""
+    running.admitted_ns = 0
+    before_s = time.monotonic()
+    usage = running.sink.usage(running)
+    for so_far_s in (usage.queue_s, usage.ttft_s, usage.total_s):
+        assert before_s - 1 <= so_far_s <= time.monotonic() - 1
+    assert (usage.prefill_s, usage.tpot_s) == (0.0, 0.0)
+
+
+async def test_times_between_tokens_are_those_between_two(running):
+    """The first one comes after none."""
+    before_s = time.monotonic()
+    for token_id in (70, 71, 72):
+        answer_with(running, token_id)
+    between = running.sink._itl_s.total
+    assert between.count == 2
+    assert 0 < between.total <= time.monotonic() - before_s
+
+
+def pushed(tokenizer, prompt, names):
+    """The text of an answer that is made of these tokens."""
+    detokenizer = Detokenizer(tokenizer, tokenizer.convert_tokens_to_ids(prompt))
+    token_ids = tokenizer.convert_tokens_to_ids(names)
+    assert tokenizer.unk_token_id not in token_ids
+    return [detokenizer.push(token_id) for token_id in token_ids]
+
+
+@pytest.mark.parametrize("num_before", [1, 6, 9])
+@pytest.mark.parametrize("between", [[], ["</s>"], ["</s>"] * 7])
+def test_an_answer_continues_its_prompt(num_before, between):
+    """The blank before it stays, also behind what is hidden, which decoders drop before a text."""
+    pieces = pushed(make_tokenizer("metaspace"), ["lock"] * num_before, [*between, "\u2581of"])
+    assert pieces == [*[""] * len(between), " of"]
+
+
+def test_blanks_before_punctuation_stay():
+    """The text is what was sampled, and not what somebody would have meant."""
+    tokenizer = make_tokenizer("word_piece")
+    tokenizer.backend_tokenizer.decoder = decoders.WordPiece(cleanup=False)
+    assert "".join(pushed(tokenizer, ["the"], ["a", ".", "b", "."])) == " a . b ."
+
+
+def test_bytes_that_are_no_character_are_held_back_for_as_long_as_they_may_be_one():
+    """Then they are shown as what they are."""
+    pieces = pushed(make_tokenizer("byte_level"), ["a"], ["\u00e9"] * 20)
+    assert [bool(piece) for piece in pieces].index(True) == MAX_HELD_TOKENS - 1

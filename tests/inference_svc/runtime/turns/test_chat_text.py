@@ -8,6 +8,7 @@ from transformers import AutoTokenizer
 from inference_svc.core.errors import InvalidTurnError, NoChatTemplateError
 from inference_svc.runtime.turns.answer_writer import Detokenizer
 from inference_svc.runtime.turns.chat_text import ChatTemplate, TurnText
+from tests.tokenizers import make_tokenizer
 
 STRICT = (
     "{% for m in messages %}"
@@ -115,6 +116,7 @@ def test_no_template_and_no_tokenizer(tokenizer):
     assert untried.chat_problem == "the chat template was not tried out"
     without = TurnText(None, frozenset())
     without.try_out()
+    assert without.chat_problem == "the model has no tokenizer"
     with pytest.raises(NoChatTemplateError, match="no tokenizer"):
         without.encode_text("a", opens_session=True)
     assert Detokenizer(None, [1]).push(3) == ""
@@ -162,7 +164,24 @@ def test_messages_begin_at_the_templates_special_token(tokenizer):
     assert text_of(tokenizer, "").frame_tokens.starts([start_id], b"\1") == []
 
 
+def test_a_message_begins_with_the_first_of_its_special_tokens():
+    """A question does, and the prompt for an answer, each with its own."""
+    tokenizer = make_tokenizer("byte_level")
+    tokenizer.chat_template = (
+        "{% for m in messages %}<|start|><pad>{{ m.content }}<|end|>{% endfor %}"
+        "{% if add_generation_prompt %}<think><pad>{% endif %}"
+    )
+    text = TurnText(tokenizer, frozenset())
+    text.try_out()
+    opening = {tokenizer.convert_tokens_to_ids(name) for name in ("<|start|>", "<think>")}
+    assert text.frame_tokens.opening == opening
+
+
 SYSTEM = {"role": "system", "content": "Be brief."}
+BARE = (
+    "{% for m in messages %}{{ m.content }}"
+    "{% if m.role == 'system' %}{{ '\n' }}{% else %}<|end|>{% endif %}{% endfor %}"
+)
 # The system message as a part of the first question, as several templates have it.
 FOLDED = (
     "{% if messages[0].role == 'system' %}{% set system = messages[0].content + '\n' %}"
@@ -179,6 +198,7 @@ FOLDED = (
         (None, [user("What?")], ""),
         (None, [SYSTEM, user("What?")], "<|start|>system\nBe brief.<|end|>\n"),
         (None, [SYSTEM, SYSTEM, user("ping 7f3a")], "<|start|>system\nBe brief.<|end|>\n" * 2),
+        (BARE, [SYSTEM, user("What?")], "Be brief.\n"),
         (FOLDED, [user("What?")], ""),
         (FOLDED, [SYSTEM, user("What?")], "<|start|>user\nBe brief.\n"),
         (STRICT, [SYSTEM, user("What?")], "[system]Be brief.<|end|>"),

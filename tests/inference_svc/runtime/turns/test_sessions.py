@@ -44,7 +44,8 @@ async def test_a_fork_has_the_turns_it_was_asked_for(model, tmp_path):
             await service.run([*PROMPT, number], max_tokens=2)
         first = await sessions.fork(KEY, 1, "first")
         both = await sessions.fork(KEY, None, "both")
-        assert (len(first.turns), len(both.turns)) == (1, 2)
+        named_all = await sessions.fork(KEY, 2, "all")
+        assert [len(forked.turns) for forked in (first, both, named_all)] == [1, 2, 2]
         whole = await context_of(service)
         assert await context_of(service, named("both")) == whole
         assert await context_of(service, named("first")) == whole[: len(PROMPT) + 1 + 2]
@@ -131,6 +132,8 @@ async def test_nothing_changes_a_session_during_a_turn(model, tmp_path):
         ):
             with pytest.raises(SessionBusyError):
                 await change
+        with pytest.raises(SessionExistsError):
+            await sessions.fork(KEY, None, KEY.session_id)
         _ = [event async for event in events]
         await service.turns.idle.wait()
         await sessions.delete(KEY)

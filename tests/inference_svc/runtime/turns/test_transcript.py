@@ -148,13 +148,48 @@ async def test_delete_removes_the_session_for_good(tmp_path):
     await append(store, KEY, 0)
 
 
-async def test_the_cache_is_bounded(tmp_path):
-    """Sessions beyond the bound leave memory and are read again."""
-    store = TranscriptStore(tmp_path, max_cached_tokens=12)
+async def test_a_session_whose_file_somebody_has_removed_can_be_deleted(tmp_path):
+    """Then nothing is left of it."""
+    store = TranscriptStore(tmp_path)
+    await append(store, KEY, 0)
+    store._path(KEY).unlink()
+    await store.delete(KEY)
+    assert await store.find(KEY) is None
+
+
+async def test_a_session_that_cannot_be_removed_stays_one(tmp_path):
+    """Whoever wants it gone hears of it; it counts as it did."""
+    store = TranscriptStore(tmp_path)
+    await append(store, KEY, 0)
+    store._path(KEY).unlink()
+    store._path(KEY).mkdir()
+    with pytest.raises(TranscriptUnavailableError):
+        await store.delete(KEY)
+    assert store.num_sessions(KEY.tenant) == 1
+    assert store.trouble.errors.counts == {("write",): 1}
+    with pytest.raises(TranscriptUnavailableError):
+        await store.get(KEY)
+    assert store.trouble.errors.counts == {("write",): 1, ("read",): 1}
+
+
+async def test_what_is_whole_is_read_once_and_left_alone(tmp_path):
+    """Nothing is cut off it, and nothing is said of that."""
+    await append(TranscriptStore(tmp_path), KEY, 0)
+    store = TranscriptStore(tmp_path)
+    with capture_logs() as lines:
+        found = await store.get(KEY)
+    assert not lines
+    assert await store.get(KEY) is found
+
+
+@pytest.mark.parametrize(("most_tokens", "num_sessions"), [(1, 1), (9, 1), (10, 2), (14, 2)])
+async def test_the_cache_is_bounded(tmp_path, most_tokens, num_sessions):
+    """Sessions of five tokens beyond the bound leave memory and are read again; one may stay."""
+    store = TranscriptStore(tmp_path, max_cached_tokens=most_tokens)
     keys = [KEY._replace(session_id=f"s{number}") for number in range(5)]
     for key in keys:
         await append(store, key, 0)
-    assert len(store._cache) == 2
+    assert list(store._cache) == keys[-num_sessions:]
     assert [len((await store.get(key)).turns) for key in keys] == [1] * 5
 
 
@@ -317,13 +352,15 @@ async def test_files_that_a_crash_left_empty_go_at_the_start(tmp_path):
 
 async def test_one_directory_has_one_owner(tmp_path):
     """A second service on the same directory is refused, until the first one closes."""
-    first, second = TranscriptStore(tmp_path), TranscriptStore(tmp_path)
+    directory = tmp_path / "state" / "sessions"  # which are made
+    first, second = TranscriptStore(directory), TranscriptStore(directory)
     first.open()
     with pytest.raises(TranscriptError, match="in use by another service"):
         second.open()
     first.close()
     second.open()
     second.close()
+    second.close()  # by whoever cleans up after a start that failed
 
 
 @pytest.mark.parametrize("open_to_all", [".", "sessions"])
@@ -392,10 +429,12 @@ async def test_a_discard_is_there_for_the_next_process(tmp_path):
 
 async def test_names_are_durable_too(tmp_path, monkeypatch):
     """A new session's file and its name are synced, then the file alone; a deleted one's name."""
-    synced, fsync = [], os.fsync
+    synced, fsync, num_bytes = [], os.fsync, [0]
 
     def watched(descriptor):
         synced.append(str(Path(f"/proc/self/fd/{descriptor}").readlink()))
+        if synced[-1] == file:
+            num_bytes.append(os.fstat(descriptor).st_size)
         fsync(descriptor)
 
     monkeypatch.setattr("os.fsync", watched)
@@ -405,6 +444,7 @@ async def test_names_are_durable_too(tmp_path, monkeypatch):
     assert synced == [file, directory]
     await append(store, KEY, 1)
     assert synced == [file, directory, file]
+    assert num_bytes[0] < num_bytes[1] < num_bytes[2], "what was written was in the file by then"
     await store.delete(KEY)
     assert synced == [file, directory, file, directory]
 

@@ -7,6 +7,7 @@ import pytest
 
 from inference_svc.core.answers import SamplingParams
 from inference_svc.core.errors import TurnCancelledError
+from inference_svc.core.scheduling.request import Request
 from inference_svc.core.submission import Submission, TextInput
 from inference_svc.core.turn_record import Finished, Started, Usage
 from inference_svc.runtime.turns.turn import Turn
@@ -44,6 +45,16 @@ def test_the_latest_deadline_of_its_submissions_is_the_turns(first, second, expe
     assert joined.deadline_ns == expected
 
 
+async def test_a_turn_has_started_with_its_first_step():
+    """Not while it waits in the engine's queue."""
+    waiting = turn()
+    assert not waiting.has_started
+    waiting.request = Request(1, waiting.submission.key, [1], 4, 1)
+    assert not waiting.has_started
+    waiting.request.started_ns = 1
+    assert waiting.has_started
+
+
 async def test_nothing_comes_after_the_last_event():
     """A load or a step of a turn that was cancelled may still be under way."""
     over = turn()
@@ -65,6 +76,13 @@ async def test_a_turn_whose_session_is_free_does_not_wait():
 async def test_a_turn_whose_deadline_has_passed_gives_up():
     """It says so instead of waiting on."""
     assert not await turn(deadline_ns=1).wait_for_session()
+
+
+async def test_a_turn_waits_for_its_session_until_its_deadline():
+    """And no longer: nobody waits for its answer then."""
+    late = turn(time.monotonic_ns() + NS_PER_S // 100)
+    async with asyncio.timeout(60):  # else it would stand still
+        assert not await late.wait_for_session()
 
 
 @pytest.mark.parametrize("deadline_ns", [None, FAR_NS])

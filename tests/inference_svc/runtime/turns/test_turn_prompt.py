@@ -6,13 +6,14 @@ from transformers import AutoTokenizer
 from inference_svc.core.answers import AnswerToken, GrowingAnswer, SamplingParams
 from inference_svc.core.context import Context
 from inference_svc.core.discards import num_in
-from inference_svc.core.errors import InputTooLongError, InvalidTurnError
+from inference_svc.core.errors import EmptyTurnError, InputTooLongError, InvalidTurnError
 from inference_svc.core.submission import ChatInput, Submission, TextInput, TokenInput
 from inference_svc.core.truncation import USUAL_SINKS, OverflowPolicy
 from inference_svc.runtime.turns.chat_text import TurnText
 from inference_svc.runtime.turns.turn_prompt import MidTurnCut, PromptMaker, TurnLimits
 from inference_svc.runtime.worker_thread import WorkerThread
 from shared.types.session_key import SessionKey
+from tests.tokenizers import framing_texts, make_tokenizer
 
 WINDOW_TOKENS = 100
 SYSTEM = ("system", "Be brief.")
@@ -68,7 +69,7 @@ async def test_a_first_turn_knows_its_system_message(prompts, tokenizer):
     prompt = await prompts.make(submission(question("Why? " * 12)), context)
     assert prompt.ranges[0][0] == context.system_tokens
     assert tokenizer.decode(prompt.context.token_ids).startswith(system + "<|start|>")
-    assert prompt.context.system_tokens == context.system_tokens
+    assert (prompt.system_tokens, prompt.context.system_tokens) == (0, context.system_tokens)
     assert [discard.ranges for discard in prompt.discards] == [prompt.ranges]
 
 
@@ -107,8 +108,26 @@ async def test_what_cannot_fit_is_refused(prompts):
     """Whatever would be dropped."""
     with pytest.raises(InputTooLongError):
         await prompts.make(submission(TokenInput((5,) * WINDOW_TOKENS)), Context())
+
+
+async def test_what_is_no_input_is_refused(prompts, tokenizer):
+    """Nothing, and token ids from the first one on that the model has not."""
+    with pytest.raises(EmptyTurnError):
+        await prompts.make(submission(TextInput("")), Context())
     with pytest.raises(InvalidTurnError, match="vocabulary"):
-        await prompts.make(submission(TokenInput((10**6,))), Context())
+        await prompts.make(submission(TokenInput((5, len(tokenizer)))), Context())
+    last = (len(tokenizer) - 1,)
+    assert (await prompts.make(submission(TokenInput(last)), Context())).input_ids == [*last]
+
+
+async def test_all_but_the_last_token_of_a_full_window_may_go(prompts):
+    """That one is not computed yet."""
+    policy = OverflowPolicy(ratio=1.0, sink_tokens=0)
+    prompt = await prompts.make(submission(TextInput("a"), policy, max_tokens=500), Context())
+    cut = MidTurnCut(prompt, GrowingAnswer(SamplingParams(), frozenset()))
+    context = [*prompt.context.token_ids]
+    context += [5] * (WINDOW_TOKENS + 1 - len(context))
+    assert cut(context) == ((0, WINDOW_TOKENS),)
 
 
 async def test_a_full_window_is_cut_again_and_again(prompts):
@@ -163,6 +182,35 @@ class Wordy(TurnText):
     def encode_chat(self, messages, history_ids, *, continues_answer=True):
         """See TurnText."""
         return [7] * (50 if history_ids else WINDOW_TOKENS)
+
+
+async def test_raw_text_begins_as_a_text_does_only_where_a_session_does():
+    """By the tokenizer's begin token, if it uses one."""
+    tokenizer = framing_texts(make_tokenizer("byte_level"))
+    thread = WorkerThread("text")
+    limits = TurnLimits(WINDOW_TOKENS, len(tokenizer), frozenset(), 10)
+    prompts = PromptMaker(TurnText(tokenizer, frozenset()), thread, limits, has_tokenizer=True)
+    for context, begin in ((Context(), [tokenizer.bos_token_id]), (Context((5, 6), 2), [])):
+        prompt = await prompts.make(submission(TextInput("hello")), context)
+        plain = tokenizer("hello", add_special_tokens=False).input_ids
+        assert prompt.input_ids == [*begin, *plain]
+    thread.close()
+
+
+@pytest.mark.parametrize("has_tokenizer", [True, False])
+async def test_a_text_is_waited_for_only_where_answers_have_one(has_tokenizer):
+    """Stop strings would never come."""
+    thread = WorkerThread("text")
+    limits = TurnLimits(WINDOW_TOKENS, 256, frozenset(), 10)
+    text = TurnText(None, frozenset())
+    prompts = PromptMaker(text, thread, limits, has_tokenizer=has_tokenizer)
+    asked = submission(TokenInput((5,)), stop=("x",))
+    if has_tokenizer:
+        assert (await prompts.make(asked, Context())).input_ids == [5]
+    else:
+        with pytest.raises(InvalidTurnError, match="stop strings need a tokenizer"):
+            await prompts.make(asked, Context())
+    thread.close()
 
 
 async def test_a_beginning_that_does_not_fit_is_refused():

@@ -1,18 +1,20 @@
 """What is said of turns: their spans, and the histograms of those that were turned away."""
 
 import pytest
+import structlog
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import StatusCode
+from structlog.testing import capture_logs
 
-from inference_svc.core.errors import InvalidTurnError, TurnMismatchError
+from inference_svc.core.errors import InvalidTurnError, TurnCancelledError, TurnMismatchError
 from inference_svc.core.scheduling.request import Request
 from inference_svc.core.submission import TurnNames
 from inference_svc.core.turn_histograms import TurnHistograms
 from inference_svc.core.turn_record import Finished, Usage
 from inference_svc.runtime.engine.loads import PreloadPolicy
-from inference_svc.runtime.turns.turn_report import TurnReport
+from inference_svc.runtime.turns.turn_report import MAX_NAME, TurnReport, turn_span
 from shared.types.units import NS_PER_S
 from tests.memory_engine import loaded_model
 from tests.turn_service import KEY, asked, serving
@@ -123,3 +125,54 @@ def test_who_is_turned_away_is_measured_by_its_tenant():
         ("acme", "refused"): 1,
         ("other", "refused"): 1,
     }
+
+
+def test_who_is_turned_away_has_a_line_as_others_have():
+    """With names as long as names may be, for nobody has looked at them."""
+    report = TurnReport(TurnHistograms())
+    error = TurnMismatchError("it is not so", "look")
+    with capture_logs() as lines:
+        report.turned_away("client", TurnNames("t" * 999, "s" * 999, "r" * 999), error)
+    (line,) = lines
+    assert (line["event"], line["finish_reason"], line["client"]) == ("turn", "refused", "client")
+    assert (line["error"], line["retryable"]) == (error.reason, error.retryable)
+    assert [line[name] for name in ("tenant", "session", "request_id")] == [
+        letter * MAX_NAME for letter in "tsr"
+    ]
+    assert "more" not in line
+
+
+@pytest.mark.parametrize(
+    ("error", "ended"),
+    [
+        (TurnMismatchError("it is not so", "look"), "failed"),
+        (TurnCancelledError("it was cancelled", "submit it again"), "cancelled"),
+    ],
+)
+def test_a_turn_without_an_answer_is_counted_and_has_its_line(error, ended):
+    """Who cancelled it did not fail."""
+    histograms = TurnHistograms()
+    with capture_logs() as lines:
+        TurnReport(histograms).failed(asked([1]), error)
+    assert histograms.ended.counts == {(error.reason,): 1}
+    assert histograms.tenant_turns.counts == {("default", ended): 1}
+    (line,) = lines
+    assert (line["finish_reason"], line["error"]) == (ended, error.reason)
+
+
+def test_times_are_logged_to_the_microsecond():
+    """More digits are nobody's."""
+    request = Request(1, KEY, [1, 2], max_tokens=1, arrived_ns=5)
+    usage = Usage(ttft_s=1.23456789, output_tokens=3)
+    with capture_logs() as lines:
+        TurnReport(TurnHistograms()).answered(asked([1]), request, "stop", usage, 1)
+    assert (lines[0]["ttft_s"], lines[0]["output_tokens"]) == (1.234568, 3)
+
+
+def test_what_is_logged_inside_a_turn_says_whose_it_is():
+    """Whoever logs it."""
+    submission = asked([1], request_id="r")
+    with structlog.contextvars.bound_contextvars(session="another's", request_id="another's"):
+        with turn_span(submission):
+            bound = structlog.contextvars.get_contextvars()
+        assert (bound["session"], bound["request_id"]) == (str(KEY), "r")

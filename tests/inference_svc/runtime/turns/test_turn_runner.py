@@ -49,6 +49,7 @@ async def test_a_turn_is_accepted_started_answered_and_recorded(model, tmp_path)
         names = ("output_tokens", "recomputed_tokens", "overflows", "turns_failed")
         assert await service.counts(*names) == (16, 0, 0, 0)
         assert service.histograms.ended.counts == {("length",): 2}
+        assert service.histograms.tenant_turns.counts == {("default", "finished"): 2}
 
 
 async def test_history_that_nobody_kept_is_counted_as_computed_again(model, tmp_path):
@@ -91,8 +92,10 @@ async def test_a_turn_that_expects_another_session_is_refused(model, tmp_path):
     async with serving(model, tmp_path) as service:
         await service.run(range(20, 40))
         turn = await service.turns.submit(asked([50], expected_turn=0))
-        assert isinstance(await failure_of(turn), TurnMismatchError)
+        error = await failure_of(turn)
+        assert isinstance(error, TurnMismatchError)
         await service.run([50], expected_turn=1)
+        assert service.histograms.ended.counts == {("length",): 2, (error.reason,): 1}
         assert len((await service.transcript()).turns) == 2
         assert await service.counts("turns_failed", "output_tokens") == (1, 16)
 
@@ -156,6 +159,39 @@ async def test_a_turn_that_is_cancelled_ends_with_what_there_was(model, tmp_path
         assert len((await service.transcript()).turns) == 1
         assert await service.counts("turns_cancelled", "turns_finished") == (1, 1)
         assert service.histograms.ended.counts == {("length",): 1, ("cancelled",): 1}
+        assert service.histograms.tenant_turns.counts == {
+            ("default", "finished"): 1,
+            ("default", "cancelled"): 1,
+        }
+
+
+async def test_a_turn_that_is_being_recorded_is_not_cancelled(model, tmp_path):
+    """Its client would not know whether it was."""
+    async with serving(model, tmp_path) as service:
+        write, is_writing, may_write = service.store._write, asyncio.Event(), asyncio.Event()
+
+        async def slow_write(*args):
+            is_writing.set()
+            await may_write.wait()
+            await write(*args)
+
+        service.store._write = slow_write
+        turn = await service.turns.submit(asked(range(20, 40)))
+        await is_writing.wait()
+        assert not turn.cancel()
+        may_write.set()
+        assert [event async for event in turn.follow()][-1].finish_reason == "length"
+
+
+async def test_a_turn_that_cannot_be_recorded_fails_and_gives_its_memory_back(model, tmp_path):
+    """It is as if it had not been: the next one begins where it did."""
+    async with serving(model, tmp_path) as service:
+        service.store._directory = tmp_path / "gone"
+        turn = await service.turns.submit(asked(range(20, 40)))
+        assert (await failure_of(turn)).reason == "transcript_unavailable"
+        await service.engine.all_released()
+        service.store._directory = tmp_path
+        assert (await service.run(range(20, 40)))[-1].turns == 1
 
 
 async def test_a_turn_that_is_handed_back_ends_with_the_error_alone(model, tmp_path):
@@ -193,6 +229,8 @@ async def test_a_turn_has_the_latest_deadline_of_those_who_want_it(model, tmp_pa
         await first_token(turn)
         again = asked(range(20, 40), 150, "a", deadline_ns=never)
         assert await service.turns.submit(again) is turn
+        with pytest.raises(RequestIdReusedError):
+            await service.turns.submit(asked([99], 150, "a"))
         assert turn.request.deadline_ns == turn.deadline_ns == never
         await service.turns.submit(replace(again, deadline_ns=late))
         assert turn.request.deadline_ns == never

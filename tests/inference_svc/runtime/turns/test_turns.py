@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 
 import pytest
+from structlog.testing import capture_logs
 
 from inference_svc.core.counters import Counters
 from inference_svc.core.errors import (
@@ -144,6 +145,19 @@ async def test_so_are_the_end_of_a_session_and_a_fork(tmp_path):
         assert len((await turns.sessions.get(other))[0].turns) == 1
         await turns.sessions.delete(other)
     assert engine.calls == [("end", KEY), ("forget", other)]
+
+
+async def test_a_change_that_breaks_is_logged(tmp_path):
+    """One that is refused is not: its caller knows why."""
+    store = SlowStore(tmp_path)
+    async with turns_of(store, None) as turns:
+        with capture_logs() as lines:
+            with pytest.raises(InvalidDiscardError):
+                await turns.sessions.discard(KEY, [(5, 99)], ANYTHING)
+            assert not lines
+            with pytest.raises(AttributeError):
+                await turns.sessions.end(KEY)
+        assert [line["event"] for line in lines] == ["session_change_failed"]
 
 
 async def test_a_change_that_fails_says_why_and_holds_nothing(tmp_path):

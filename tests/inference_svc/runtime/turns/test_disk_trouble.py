@@ -1,0 +1,35 @@
+"""What is said of a disk that fails, and when it is tried whether there is room again."""
+
+import errno
+
+import pytest
+from structlog.testing import capture_logs
+
+from inference_svc.runtime.turns.disk_trouble import DiskTrouble
+
+
+async def test_a_disk_that_nobody_has_found_full_is_not_tried(tmp_path):
+    """Nothing is written to it for that."""
+    await DiskTrouble(tmp_path / "gone").check_room()
+
+
+@pytest.mark.parametrize(
+    ("number", "event", "remedy"),
+    [
+        (errno.ENOSPC, "transcript_disk_full", "make room there"),
+        (errno.EIO, "transcript_unavailable", "see that the disk is in order"),
+    ],
+)
+def test_one_line_a_second_says_what_to_do(tmp_path, number, event, remedy):
+    """The next one, how many there would have been."""
+    trouble = DiskTrouble(tmp_path)
+    seconds = iter((0.0, 0.5, 0.9, 1.0))
+    trouble._lines._clock_s = lambda: next(seconds)
+    with capture_logs() as lines:
+        for _ in range(4):
+            trouble.failed("s", tmp_path / "file", OSError(number, "why"), "write")
+    assert [(one["event"], one["remedy"], one["more"]) for one in lines] == [
+        (event, remedy, 0),
+        (event, remedy, 2),
+    ]
+    assert {(one["path"], one["error"]) for one in lines} == {(str(tmp_path / "file"), "why")}
