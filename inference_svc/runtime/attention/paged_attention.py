@@ -135,8 +135,9 @@ class PageStep:
                 for first in range(0, size, max(1, tile_tokens))
                 for number in (part, first)
             ]
-            tiles = _int32(numbers).view(-1, 2)
-            self._tiles[tile_tokens] = _placed(tiles, self.tables.device) if numbers else None
+            self._tiles[tile_tokens] = (
+                _placed(_int32(numbers).view(-1, 2), self.tables.device) if numbers else None
+            )
         return self._tiles[tile_tokens]
 
 
