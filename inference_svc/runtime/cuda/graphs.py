@@ -13,7 +13,7 @@ class CudaCapture:
     after another has run.
 
     Attributes:
-        num_bytes: of memory that was reserved for what was captured.
+        num_bytes: of the device's memory that capturing has taken, the driver's included.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -24,7 +24,7 @@ class CudaCapture:
 
     def __call__(self, run: Callable[[], None]) -> Callable[[], None]:
         """Run once to compile and allocate, and once captured; see the protocol `Capture`."""
-        before = torch.cuda.memory_reserved(self._device)
+        before = self._free_bytes()
         graph = torch.cuda.CUDAGraph()
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
@@ -39,9 +39,14 @@ class CudaCapture:
                     graph.capture_end()
                 raise
             graph.capture_end()
-        torch.cuda.empty_cache()  # of the warm-up: it has a stream that nothing else runs on
-        self.num_bytes += max(0, torch.cuda.memory_reserved(self._device) - before)
+        self.num_bytes += max(0, before - self._free_bytes())
         return graph.replay
+
+    def _free_bytes(self) -> int:
+        """Return what is free on the device, without what torch keeps for later."""
+        torch.cuda.empty_cache()
+        free_bytes, _ = torch.cuda.mem_get_info(self._device)
+        return free_bytes
 
 
 def capture_on(device: torch.device) -> CudaCapture | None:

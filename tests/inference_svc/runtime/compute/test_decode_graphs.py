@@ -9,10 +9,11 @@ from inference_svc.runtime.compute.attention_scores import ScoreKeeper
 from inference_svc.runtime.compute.chunk import Chunk
 from inference_svc.runtime.compute.decode_graphs import MOST_TOKENS, step_shapes
 from inference_svc.runtime.compute.decode_step import StepShape
-from inference_svc.runtime.kv.copy_stream import StepClock
+from inference_svc.runtime.kv.copy_stream import CopyStream, StepClock
 from inference_svc.runtime.kv.layer_gate import LayerGate
 from tests.paged_steps import PagedSteps, decoded, kept
 from tests.recorded_graph import RecordedGraphs
+from tests.simulated_device import RaceError, SimulatedDevice
 
 SHAPES = [StepShape(3, 64), StepShape(3, 24), StepShape(1, 24)]
 TEXTS = [range(11, 33), range(40, 45), range(50, 61)]  # 22, 5 and 11 tokens
@@ -82,13 +83,27 @@ def test_rows_without_a_sequence_touch_nothing(steps):
     torch.testing.assert_close(logits, decoded(steps.runner, theirs, [7, 8]))
 
 
-def test_saves_may_follow_a_replayed_step(steps):
-    """All of its layers at once."""
+def test_saves_may_follow_a_replayed_step(steps, monkeypatch):
+    """All of its layers at once; a copy that does not wait for them is refused."""
+    device = SimulatedDevice()
+    monkeypatch.setattr(torch, "get_device_module", lambda _device: device)
     replaying = steps.replaying(RecordedGraphs(), SHAPES)
+    sequences = sequences_of(steps)
+    _, in_ring = steps.everything()
+    device.own(in_ring[0])
     clock = StepClock(2, torch.device("cpu"))
-    decoded(replaying, sequences_of(steps), [7, 8, 9], clock)
+    with device.running():
+        decoded(replaying, sequences, [7, 8, 9], clock)
     clock.wait(1, 0.0)
-    assert clock.computed(0) is clock.computed(1)
+    buffer = sequences[0][1]
+    new = buffer.places(buffer.end_token - 1, 1)
+    saving = CopyStream(torch.device("cpu"))
+    with saving.copies(behind_computing=False), device.running():
+        with pytest.raises(RaceError):
+            new.read(buffer.keys[1]).clone()
+        saving.wait(clock.computed(1))
+        for layer in (*buffer.keys.layers, *buffer.values.layers):
+            new.read(layer).clone()
 
 
 def unusual(steps, chunk):
