@@ -102,9 +102,11 @@ class Stepper:
             else:
                 log.exception("step_failed", num_requests=len(inputs))
         else:
-            self._counters.add("steps_replayed", int(computed.is_replayed))
             num_tokens, num_pairs = _work_of(inputs, computed.starts)
-            self._rates.steps.note(num_tokens, num_pairs, computed.seconds)
+            if computed.is_replayed:  # says nothing about prompts, which are never replayed
+                self._counters.add("steps_replayed")
+            else:
+                self._rates.steps.note(num_tokens, num_pairs, computed.seconds)
             self._histograms.stepped(len(inputs), num_tokens, computed.seconds)
             self.busy_s += computed.seconds
             return computed.outputs
