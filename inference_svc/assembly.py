@@ -25,8 +25,10 @@ from inference_svc.core.scheduling.write_slots import write_slots_for
 from inference_svc.core.truncation import USUAL_SINKS
 from inference_svc.core.turn_histograms import TurnHistograms
 from inference_svc.runtime.calibration.attention_choice import choose_attention
+from inference_svc.runtime.calibration.graph_choice import StepMemory, choose_graphs
 from inference_svc.runtime.compute.model_runner import ModelRunner
 from inference_svc.runtime.cuda.arenas import open_arena_by_copier, open_arena_for
+from inference_svc.runtime.cuda.graphs import capture_on
 from inference_svc.runtime.engine.engine_loop import EngineLoop
 from inference_svc.runtime.engine.loads import Loads, PreloadPolicy
 from inference_svc.runtime.engine.requests import MOST_RESIDENTS
@@ -76,6 +78,7 @@ class EngineParts:
     """
 
     engine: EngineLoop
+    runner: ModelRunner
     loads: Loads
     store: SessionStore
     client: KvdClient | None
@@ -142,9 +145,24 @@ def assemble_engine(settings: InferenceSettings, model: Model) -> EngineParts:
         policy=LoadPolicy(cache.load_policy),
         preload=_preload(cache),
     )
+    window_tokens, window_bound = window_of(
+        limits.kv_slots,
+        limits.write_slots,
+        loaded.context_window,
+        settings.scheduler.kv_tokens,
+    )
     attention = choose_attention(settings.model.attention, loaded, calibration, limits.page_tokens)
+    graphs = choose_graphs(
+        settings.model.graphs,
+        capture_on(loaded.device),
+        loaded,
+        calibration,
+        attention,
+        StepMemory(pool, ring, limits.max_running, window_tokens),
+    )
+    runner = ModelRunner(loaded, calibration, attention, graphs)
     stepper = Stepper(
-        runner=ModelRunner(loaded, calibration, attention),
+        runner=runner,
         compute_thread=compute_thread,
         counters=counters,
         rates=rates,
@@ -167,12 +185,9 @@ def assemble_engine(settings: InferenceSettings, model: Model) -> EngineParts:
         num_layers=num_layers,
         saves_first=cache.saving == "sync",
     )
-    kv_tokens = settings.scheduler.kv_tokens
-    window_tokens, window_bound = window_of(
-        limits.kv_slots, limits.write_slots, loaded.context_window, kv_tokens
-    )
     return EngineParts(
         engine=engine,
+        runner=runner,
         loads=loads,
         store=store,
         client=client,

@@ -90,6 +90,8 @@ class ModelSettings(Section):
         threads: number of threads that compute; 0: as many as PyTorch chooses.
         attention: how attention is computed: with what "torch" has; or by a kernel in "triton" over
             pages, on a GPU. "auto": the latter, if it is proven to give the former's answers.
+        graphs: whether steps of decode are captured in graphs at start, and replayed. "auto": on a
+            GPU whose attention is over pages, if they are proven to give the same answers.
         packed_weights: whether weights are put in the order in which the kernel reads them. "auto":
             where there is such a kernel, and the model is proven to answer as before.
         positions: how stored KV is positioned. "decoupled": embedded when loaded, so that a context
@@ -102,6 +104,7 @@ class ModelSettings(Section):
     device: str = "cpu"
     threads: int = Field(default=0, ge=0, le=1024)
     attention: Literal["auto", "torch", "triton"] = "auto"
+    graphs: Literal["auto", "off"] = "auto"
     packed_weights: Literal["auto", "off"] = "auto"
     positions: Literal["auto", "decoupled", "coupled"] = "auto"
 

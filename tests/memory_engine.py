@@ -14,7 +14,9 @@ from inference_svc.core.rates.rates import LoadPolicy, Rates
 from inference_svc.core.scheduling.scheduler import Scheduler
 from inference_svc.core.scheduling.step_plan import SchedulerLimits
 from inference_svc.core.turn_histograms import TurnHistograms
+from inference_svc.runtime.attention.paged_attention import PagedAttention
 from inference_svc.runtime.calibration.calibration import calibrate
+from inference_svc.runtime.calibration.graph_choice import StepMemory, choose_graphs
 from inference_svc.runtime.compute.model_runner import ModelRunner
 from inference_svc.runtime.compute.sampling import Sampler
 from inference_svc.runtime.engine.engine_loop import EngineLoop
@@ -34,10 +36,12 @@ from shared.kvd_client.grants import LoadGrant
 from shared.types.errors import LoadFailedError
 from shared.types.granted_slots import Lookup
 from shared.types.session_key import SessionKey
+from tests.split_attention import attend_pages
 
 POISON = 13  # a runner with a fault raises when it is fed this token
 BLOCK_TOKENS = 16
 PAGE_TOKENS = 4
+REPLAYED_TOKENS = 64  # steps of longer sequences are computed: what stands in for a kernel is slow
 LIMITS = {
     "max_running": 4,
     "max_loading": 4,
@@ -240,7 +244,7 @@ def loaded_model(directory):
 class Engine:
     """An engine over a store in memory, and a maker of requests."""
 
-    def __init__(self, model, store, given, preload, saves_first):
+    def __init__(self, model, store, given, preload, saves_first, capture):
         loaded, calibration = model
         store.calibration = calibration
         self.store = store
@@ -275,9 +279,13 @@ class Engine:
             preload=preload or PreloadPolicy(),
         )
         shifts = Compactor(calibration, self.threads[1])
-        stepper = Stepper(
-            FaultyRunner(*model), self.threads[0], self.counters, rates, TurnHistograms()
-        )
+        attention = graphs = None
+        if capture is not None:
+            attention = PagedAttention(attend_pages)
+            memory = StepMemory(self.pool, ring, limits.max_running, REPLAYED_TOKENS)
+            graphs = choose_graphs("auto", capture, *model, attention, memory)
+        runner = FaultyRunner(*model, attention, graphs)
+        stepper = Stepper(runner, self.threads[0], self.counters, rates, TurnHistograms())
         self.loop = EngineLoop(
             *(self.scheduler, stepper, loads, saves, residents, shifts, self.pool, ring, store),
             self.counters,
@@ -317,8 +325,8 @@ class Engine:
 
 
 @asynccontextmanager
-async def running_engine(model, preload=None, saves_first=False, **limits):
-    engine = Engine(model, MemoryStore(), limits, preload, saves_first)
+async def running_engine(model, preload=None, saves_first=False, capture=None, **limits):
+    engine = Engine(model, MemoryStore(), limits, preload, saves_first, capture)
     life = engine.life = asyncio.create_task(engine.loop.run())
     try:
         yield engine

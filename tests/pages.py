@@ -73,7 +73,7 @@ class Pages:
         parts = range(len(self.parts)) if parts is None else parts
         tables = [torch.tensor(self.tables[part], dtype=torch.int32) for part in parts]
         of_parts = [(table, *self.parts[part]) for table, part in zip(tables, parts, strict=True)]
-        step = PageStep(of_parts, self.page_tokens, self.device)
+        step = PageStep.placed(of_parts, self.page_tokens, self.device)
         query, keys, values = (
             tensor.to(self.device)
             for tensor in (

@@ -1,6 +1,7 @@
 """Part `decode`: how fast answers grow, by batch.
 
     ours        the engine, with everything it does beside (saving included)
+    computed    (where that replays steps from graphs) the same, each step computed anew
     generate    plain `model.generate` with the same batch: sdpa attention, its own cache
     sequential  (batch 8) eight of these, one after another, with batch 1
     floor       the bytes of all weights and of the batch's KV, at the speed at which this machine
@@ -135,6 +136,8 @@ class _Batch:
         }
         found = Interleaved(f"batch {batch}", facts)
         ways = {"ours": self._ours, "generate": self._generate, "floor": self._floor}
+        if self.engine.parts.runner.graphs is not None:
+            ways["computed"] = self._computed
         if batch == SEQUENTIAL_BATCH:
             ways["sequential"] = self._sequential
 
@@ -154,6 +157,7 @@ class _Batch:
         is_goal = batch in {1, SEQUENTIAL_BATCH}
         found.compare(METRIC, "ours", "generate", at_least=least if is_goal else 0.0)
         found.compare(METRIC, "ours", "sequential", at_least=LEAST_OF_SEQUENTIAL)
+        found.compare(METRIC, "ours", "computed")
         found.compare(METRIC, "ours", "floor")
         return found.case()
 
@@ -169,6 +173,14 @@ class _Batch:
             )
         )
         return decode_tokens_per_s(answers)
+
+    async def _computed(self) -> float:
+        runner = self.engine.parts.runner
+        graphs, runner.graphs = runner.graphs, None
+        try:
+            return await self._ours()
+        finally:
+            runner.graphs = graphs
 
     async def _generate(self) -> float:
         num_tokens, prompts = self.options.steps + 1, self._prompts(self.batch)

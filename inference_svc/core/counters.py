@@ -18,6 +18,7 @@ COUNTERS: Mapping[str, str] = {
     "expired": "turns whose deadline passed",
     "steps": "forward passes",
     "steps_failed": "forward passes that raised; their requests were computed one by one",
+    "steps_replayed": "decode steps that were replayed from a graph; the others were computed anew",
     "history_tokens": "prompt tokens that an earlier turn had computed",
     "reused_tokens": "of them, still in memory or loaded from kvd",
     "recomputed_tokens": "of them, computed again",

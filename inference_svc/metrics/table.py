@@ -285,9 +285,9 @@ METRICS = MetricTable(
         Metric(
             "inference_steps_total",
             "counter",
-            "Forward passes; failed ones were computed again, turn by turn",
+            "Forward passes; failed ones were computed again, turn by turn; replayed: from a graph",
             ("result",),
-            {"begun": "steps", "failed": "steps_failed"},
+            {"begun": "steps", "failed": "steps_failed", "replayed": "steps_replayed"},
         ),
         Metric("inference_step_turns", "histogram", "Turns in a forward pass: the batch"),
         Metric("inference_step_tokens", "histogram", "Tokens in a forward pass"),

@@ -111,7 +111,7 @@ def parts(*, is_tiny: bool) -> list[Part]:
         ),
         Part(
             "decode",
-            "a step against reading weights and KV once",
+            "a step against reading weights and KV once, replayed from a graph and computed",
             [
                 *(*bench, "decode", *model, "--batches", decode[0]),
                 *("--history", decode[1], "--steps", decode[2]),

@@ -17,12 +17,15 @@ from inference_svc.assembly import Model
 from inference_svc.bench.local_engine import running_engine
 from inference_svc.bench.workspace import workspace
 from inference_svc.runtime import worker_thread
+from inference_svc.runtime.attention.paged_attention import PagedAttention
 from inference_svc.runtime.calibration.calibration import calibrate
 from inference_svc.runtime.cuda import device_arena
 from inference_svc.runtime.cuda.device_arena import DeviceArena
 from inference_svc.runtime.kv import kv_pool, paged_kv, write_ring
 from inference_svc.runtime.model.model_loader import load_model
+from tests.recorded_graph import RecordedGraphs
 from tests.simulated_device import RaceError, SimulatedDevice
+from tests.split_attention import attend_pages
 
 CPU = torch.device("cpu")
 
@@ -94,11 +97,19 @@ class Conversation:
 
 
 @pytest.mark.parametrize(
-    "working_kv", ["pages", pytest.param("contiguous", marks=pytest.mark.long)]
+    ("working_kv", "is_replayed"),
+    [
+        ("pages", False),
+        pytest.param("pages", True, marks=pytest.mark.long),
+        pytest.param("contiguous", False, marks=pytest.mark.long),
+    ],
 )
-async def test_nothing_races(simulated, model, tmp_path, working_kv):
-    """Turns beside each other: computed, saved, loaded, resident, shared, overwritten."""
+async def test_nothing_races(simulated, model, tmp_path, monkeypatch, working_kv, is_replayed):
+    """Turns beside each other: computed, replayed, saved, loaded, resident, shared, overwritten."""
     torch.set_num_threads(1)
+    if is_replayed:
+        monkeypatch.setattr(assembly, "capture_on", lambda _device: RecordedGraphs())
+        monkeypatch.setattr(assembly, "choose_attention", lambda *_: PagedAttention(attend_pages))
     chance = np.random.default_rng(3)
     with workspace(tmp_path, model) as space:
         async with (
@@ -112,7 +123,7 @@ async def test_nothing_races(simulated, model, tmp_path, working_kv):
         ):
             common = local.new_tokens(70)
             sessions = [Conversation(local, f"s{number}", common) for number in range(5)]
-            for _ in range(3):
+            for _ in range(2 if is_replayed else 3):
                 order = chance.permutation(len(sessions))
                 await asyncio.gather(
                     *(
@@ -129,4 +140,5 @@ async def test_nothing_races(simulated, model, tmp_path, working_kv):
     assert simulated.races == []
     assert simulated.num_batches > 0
     assert counted["load_hits"] > 0
+    assert (counted["steps_replayed"] > 0) == is_replayed
     assert counted["save_errors"] == counted["load_errors"] == counted["saves_refused"] == 0

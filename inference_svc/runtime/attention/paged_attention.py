@@ -17,6 +17,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from inference_svc.runtime.attention.attention import AttentionOptions, Part, StepAttention
 from inference_svc.runtime.attention.torch_attention import TorchAttention
+from inference_svc.runtime.kv.layer_tensors import SlotTensors
 from inference_svc.runtime.kv.paged_kv import PagedKv
 
 
@@ -42,19 +43,36 @@ class PageStep:
     """Which pages the parts of a step read; tensors are int32, on the device.
 
     Attributes:
-        page_tokens: number of tokens on a page.
         tables: [parts, most pages] each part's pages in the order of its tokens.
         starts: [parts + 1] where each part's new tokens begin among all, and their number.
         lengths: [parts] number of tokens that a part's last one sees, itself included.
-        most_length: the greatest of `lengths`.
+        most_length: no part is longer.
+        page_tokens: number of tokens on a page.
     """
 
     def __init__(
         self,
-        parts: Sequence[tuple[Tensor, int, int]],
+        sizes: Sequence[int],
+        tables: Tensor,
+        starts: Tensor,
+        lengths: Tensor,
+        *,
+        most_length: int,
         page_tokens: int,
-        device: torch.device,
     ) -> None:
+        """Store the parts; `sizes` are their numbers of new tokens."""
+        self.tables = tables
+        self.starts = starts
+        self.lengths = lengths
+        self.most_length = most_length
+        self.page_tokens = page_tokens
+        self._sizes = sizes
+        self._tiles: dict[int, Tensor | None] = {}
+
+    @classmethod
+    def placed(
+        cls, parts: Sequence[tuple[Tensor, int, int]], page_tokens: int, device: torch.device
+    ) -> "PageStep":
         """Put the parts' numbers on the device, all in one copy.
 
         Args:
@@ -62,18 +80,39 @@ class PageStep:
             page_tokens: number of tokens on a page.
             device: where their KV is.
         """
-        self.page_tokens = page_tokens
-        self.most_length = max(length for _, _, length in parts)
-        self._sizes = [size for _, size, _ in parts]
-        self._device = device
-        self._tiles: dict[int, Tensor | None] = {}
-        numbers = [*accumulate(self._sizes, initial=0), *(length for _, _, length in parts)]
+        sizes = [size for _, size, _ in parts]
+        numbers = [*accumulate(sizes, initial=0), *(length for _, _, length in parts)]
         tables = pad_sequence([pages for pages, _, _ in parts], batch_first=True)
         placed = _placed(torch.cat((_int32(numbers), tables.flatten())), device)
-        self.starts, self.lengths, placed_tables = placed.split_with_sizes(
+        starts, lengths, placed_tables = placed.split_with_sizes(
             [len(parts) + 1, len(parts), tables.numel()]
         )
-        self.tables = placed_tables.view(tables.shape)
+        return cls(
+            sizes,
+            placed_tables.view(tables.shape),
+            starts,
+            lengths,
+            most_length=max(length for _, _, length in parts),
+            page_tokens=page_tokens,
+        )
+
+    @classmethod
+    def of_single_tokens(
+        cls, tables: Tensor, lengths: Tensor, *, most_length: int, page_tokens: int
+    ) -> "PageStep":
+        """Return a step of one new token of each part; nothing is copied.
+
+        Tables and lengths, on the device, may have other contents whenever the step is computed.
+        """
+        num_parts = len(lengths)
+        return cls(
+            [1] * num_parts,
+            tables,
+            torch.arange(num_parts + 1, dtype=torch.int32, device=lengths.device),
+            lengths,
+            most_length=most_length,
+            page_tokens=page_tokens,
+        )
 
     def single_tokens(self) -> Tensor | None:
         """Return [n, 2], of parts of one new token: part, 0; None if there is none."""
@@ -96,8 +135,9 @@ class PageStep:
                 for first in range(0, size, max(1, tile_tokens))
                 for number in (part, first)
             ]
-            tiles = _int32(numbers).view(-1, 2)
-            self._tiles[tile_tokens] = _placed(tiles, self._device) if numbers else None
+            self._tiles[tile_tokens] = (
+                _placed(_int32(numbers).view(-1, 2), self.tables.device) if numbers else None
+            )
         return self._tiles[tile_tokens]
 
 
@@ -138,25 +178,31 @@ class PagedAttention:
         pages = [part.kv for part in parts if isinstance(part.kv, PagedKv)]
         if len(pages) < len(parts):
             return self._portable.prepare(parts)
-        return PagedStepAttention(parts, pages, self._kernel)
+        kv = pages[0]
+        step = PageStep.placed(
+            [
+                (paged.table.numbers, part.num_tokens, part.length)
+                for paged, part in zip(pages, parts, strict=True)
+            ],
+            kv.table.page_tokens,
+            kv.device,
+        )
+        return self.over(kv, step)
+
+    def over(self, kv: PagedKv, step: PageStep) -> StepAttention:
+        """Plan a step that is described already, over the region that this KV is in."""
+        return PagedStepAttention(kv.keys.slots, kv.values.slots, step, self._kernel)
 
 
 class PagedStepAttention:
     """Attention of one step; see the protocol for shapes."""
 
-    def __init__(self, parts: Sequence[Part], pages: Sequence[PagedKv], kernel: PageKernel) -> None:
-        kv = pages[0]
-        self._keys, self._values = kv.keys.slots, kv.values.slots
+    def __init__(
+        self, keys: SlotTensors, values: SlotTensors, step: PageStep, kernel: PageKernel
+    ) -> None:
+        self._keys, self._values = keys, values
+        self._step = step
         self._kernel = kernel
-        tables = [paged.table.numbers for paged in pages]
-        self._step = PageStep(
-            [
-                (table, part.num_tokens, part.length)
-                for table, part in zip(tables, parts, strict=True)
-            ],
-            kv.table.page_tokens,
-            kv.device,
-        )
 
     def attend(self, query: Tensor, layer_index: int, options: AttentionOptions) -> Tensor:
         """Attend each part to its own KV, [1, tokens, heads, value_dim]; see the protocol."""

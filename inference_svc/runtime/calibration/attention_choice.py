@@ -103,11 +103,16 @@ def _refuted(
         expected = _logits(loaded, calibration, TorchAttention(), None)
         logits = _logits(loaded, calibration, paged, page_tokens)
     except Exception as error:  # noqa: BLE001 - what compilers and drivers raise is too much to foresee
-        return f"{type(error).__name__}: {error}".splitlines()[0][:200]
+        return reason_of(error)
     if is_same(logits, expected, loaded.dtype):
         return ""
     distance = logits_distance(logits, expected, loaded.dtype)
     return f"its logits are {distance:.1e} off those of torch"
+
+
+def reason_of(error: Exception) -> str:
+    """Say in one line what has failed."""
+    return f"{type(error).__name__}: {error}".splitlines()[0][:200]
 
 
 def _logits(

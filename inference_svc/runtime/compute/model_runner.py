@@ -10,7 +10,8 @@ attends to its own KV only. How many chunks a forward takes, and how they attend
     masked  as many as a context window holds the tokens of; the model's own attention, under a mask
     single  one; the model's own attention, masks and positions
 
-What happens within a forward is in `step_forward.py`.
+What happens within a forward is in `step_forward.py`. Steps that a graph was captured for are
+replayed (`decode_graphs.py`), which gives the same numbers.
 
 Invariants: 1. `num_tokens` of sequences' KV and `end_token` of write buffers move only after all
 forwards of a step succeeded; 2. a position is a token slot of the sequence's KV; 3. exactly one
@@ -27,6 +28,7 @@ from torch import Tensor
 from inference_svc.runtime.attention.attention import AttentionBackend
 from inference_svc.runtime.attention.torch_attention import TorchAttention
 from inference_svc.runtime.compute.chunk import Chunk, check_chunks, commit_chunks
+from inference_svc.runtime.compute.decode_graphs import DecodeGraphs
 from inference_svc.runtime.compute.step_forward import (
     GatheredForward,
     RaggedForward,
@@ -40,15 +42,23 @@ from inference_svc.runtime.positions.recipes import Calibration
 
 
 class ModelRunner:
-    """Runs steps of one calibrated model."""
+    """Runs steps of one calibrated model.
+
+    Attributes:
+        graphs: what replays steps; None: each is computed anew.
+        num_replayed: number of steps that were replayed.
+    """
 
     def __init__(
         self,
         loaded: LoadedModel,
         calibration: Calibration,
         attention: AttentionBackend | None = None,
+        graphs: DecodeGraphs | None = None,
     ) -> None:
         """Store the parts; without `attention`, the portable one."""
+        self.graphs = graphs
+        self.num_replayed = 0
         self._loaded = loaded
         self._calibration = calibration
         self._call = ForwardCall(loaded.model)
@@ -72,12 +82,21 @@ class ModelRunner:
             whatever the model or a gate raises; KV and write buffers are then as they were.
         """
         check_chunks(chunks)
+        logits = None if self.graphs is None else self.graphs.step(chunks, clock)
+        if logits is None:
+            logits = self._computed(chunks, clock)
+        else:
+            self.num_replayed += 1
+        commit_chunks(chunks)
+        return logits
+
+    def _computed(self, chunks: Sequence[Chunk], clock: StepClock | None) -> Tensor:
+        """Run as many forwards as it takes; see `step`."""
         groups = list(self._groups(chunks))
         logits = [
             self._run(group, clock if index == len(groups) - 1 else None)
             for index, group in enumerate(groups)
         ]
-        commit_chunks(chunks)
         return logits[0] if len(logits) == 1 else torch.cat(logits)
 
     def _groups(self, chunks: Sequence[Chunk]) -> Iterator[Sequence[Chunk]]:

@@ -5,6 +5,7 @@ its clock, so that a save may follow it, 3. waits for the gates of sequences tha
 loaded, 4. attends. How it attends is what the classes differ in:
 
     RaggedForward    each part to its own sequence's KV, where it lies
+    DecodeForward    the same of one token a part, all of it by tensors that are given
     GatheredForward  to history and new tokens as tensors, gathered from all sequences
 
 Gathering is for models that make something of what they cache before they attend to it (latent
@@ -17,20 +18,22 @@ of all write buffers.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from inference_svc.runtime.attention.attention import AttentionBackend, AttentionOptions, Part
+from inference_svc.runtime.attention.attention import (
+    AttentionBackend,
+    AttentionOptions,
+    Part,
+    StepAttention,
+)
 from inference_svc.runtime.attention.softmax_attention import Masks, attend
 from inference_svc.runtime.compute.chunk import Chunk
+from inference_svc.runtime.compute.step_places import StepPlaces
 from inference_svc.runtime.kv.copy_stream import StepClock
-from inference_svc.runtime.kv.layer_tensors import Places
-from inference_svc.runtime.kv.new_tokens import new_tokens
-from inference_svc.runtime.kv.sequence_kv import WriteBuffer
 from inference_svc.runtime.model.capture import RotaryTap
 from inference_svc.runtime.positions.recipes import AttentionCall, Calibration
 
@@ -39,9 +42,13 @@ class StepForward:
     """Writes new tokens to working KV: what the forwards of all modes share."""
 
     def __init__(
-        self, calibration: Calibration, chunks: Sequence[Chunk], clock: StepClock | None
+        self,
+        calibration: Calibration,
+        chunks: Sequence[Chunk],
+        places: StepPlaces,
+        clock: StepClock | None,
     ) -> None:
-        """Cut where new tokens go; nothing is written yet."""
+        """Store the parts; nothing is written yet."""
         self._chunks = chunks
         self._is_scored = any(chunk.scores is not None for chunk in chunks)
         self._layers = calibration.layers
@@ -49,8 +56,7 @@ class StepForward:
         self._clock = clock
         self._sizes = [len(chunk.token_ids) for chunk in chunks]
         self._gates = [chunk.kv.gate for chunk in chunks if chunk.kv.gate is not None]
-        self._writes = _writes(chunks)
-        self._new_tokens = new_tokens([(chunk.kv, len(chunk.token_ids)) for chunk in chunks])
+        self._places = places
         self._calls: list[tuple[tuple[Any, ...], Any]] = []  # apply calls since the last `cached`
         self._num_cached = 0
         self._num_attended = 0
@@ -75,13 +81,13 @@ class StepForward:
         if layer_index != self._num_cached:
             raise AssertionError(f"layer {layer_index} is cached after {self._num_cached} layers")
         self._num_cached += 1
-        self._new_tokens.write(layer_index, key, value)
-        if self._writes:
+        self._places.new_tokens.write(layer_index, key, value)
+        if self._places.buffered:
             recipe = self._layers[layer_index]
             keys = recipe.key.before_rope(self._calls, key)
             values = recipe.value.before_rope(self._calls, value)
-            for write in self._writes:
-                write.rows(layer_index, keys, values)
+            for buffered in self._places.buffered:
+                buffered.write(layer_index, keys, values)
         self._calls.clear()
         if self._clock is not None:
             self._clock.enqueued(self._num_cached)
@@ -131,7 +137,7 @@ class RaggedForward(StepForward):
         clock: StepClock | None,
     ) -> None:
         """Plan the step."""
-        super().__init__(calibration, chunks, clock)
+        super().__init__(calibration, chunks, StepPlaces.of(chunks), clock)
         self._step_attention = attention.prepare(
             [Part(chunk.kv, len(chunk.token_ids)) for chunk in chunks]
         )
@@ -162,6 +168,24 @@ class RaggedForward(StepForward):
         return attended
 
 
+class DecodeForward(StepForward):
+    """Attends each token to its own sequence's KV; knows no sequences, only tensors."""
+
+    def __init__(
+        self, calibration: Calibration, places: StepPlaces, step_attention: StepAttention
+    ) -> None:
+        """Store the parts."""
+        super().__init__(calibration, (), places, None)
+        self._step_attention = step_attention
+
+    def attend(
+        self, query: Tensor, _key: Tensor, _value: Tensor, _mask: Any, options: dict[str, Any]
+    ) -> Tensor:
+        """Attend each token to its own KV, [1, tokens, heads, value_dim]; as `RaggedForward`."""
+        call, asked = self._next_call(options)
+        return self._step_attention.attend(query, call.layer_index, asked)
+
+
 class GatheredForward(StepForward):
     """Attends to history and new tokens as tensors; see the module docstring."""
 
@@ -169,7 +193,7 @@ class GatheredForward(StepForward):
         self, calibration: Calibration, chunks: Sequence[Chunk], clock: StepClock | None
     ) -> None:
         """Cut what each part's last token sees."""
-        super().__init__(calibration, chunks, clock)
+        super().__init__(calibration, chunks, StepPlaces.of(chunks), clock)
         self._lengths = [chunk.end_token for chunk in chunks]
         self._keys = [chunk.kv.keys.cut(0, chunk.end_token) for chunk in chunks]
         self._values = [chunk.kv.values.cut(0, chunk.end_token) for chunk in chunks]
@@ -262,49 +286,6 @@ def causal_block(size: int, length: int, dtype: torch.dtype, device: torch.devic
     hidden = torch.finfo(dtype).min
     block = torch.full((size, length), hidden, dtype=dtype, device=device)
     return block.triu(length - size + 1)
-
-
-@dataclass
-class _Write:
-    """New tokens that go to write buffers of one memory, all buffers in one call.
-
-    Attributes:
-        buffer: one of them.
-        chosen: which of the step's tokens, as it runs them; None: all.
-        places: where each of these goes.
-    """
-
-    buffer: WriteBuffer
-    chosen: Tensor | None
-    places: Places
-
-    def rows(self, layer_index: int, keys: Tensor, values: Tensor) -> None:
-        """Write one layer's tokens before RoPE, [tokens, kv_heads, dim] both, of the whole step."""
-        for kept, made in ((self.buffer.keys, keys), (self.buffer.values, values)):
-            rows = made if self.chosen is None else made.index_select(0, self.chosen)
-            self.places.write(kept[layer_index], rows)
-
-
-def _writes(chunks: Sequence[Chunk]) -> list[_Write]:
-    """Find out where new tokens go beside their sequences: usually all to the write ring."""
-    chosen: dict[int, tuple[WriteBuffer, list[int], list[int]]] = {}  # by memory
-    start = 0
-    for chunk in chunks:
-        end = start + len(chunk.token_ids)
-        count = chunk.end_token - chunk.first_written_token
-        if chunk.write_buffer is not None and count:
-            known = chosen.setdefault(id(chunk.write_buffer.keys), (chunk.write_buffer, [], []))
-            known[1].extend(range(end - count, end))
-            known[2].extend(chunk.write_buffer.slots_of(chunk.first_written_token, count))
-        start = end
-    return [
-        _Write(
-            buffer,
-            torch.tensor(rows, device=buffer.device) if len(rows) < start else None,
-            Places(slots, buffer.device),
-        )
-        for buffer, rows, slots in chosen.values()
-    ]
 
 
 def _joined(cuts: Sequence[Sequence[Tensor]], layer_index: int) -> Tensor:

@@ -103,7 +103,10 @@ class Stepper:
                 log.exception("step_failed", num_requests=len(inputs))
         else:
             num_tokens, num_pairs = _work_of(inputs, computed.starts)
-            self._rates.steps.note(num_tokens, num_pairs, computed.seconds)
+            if computed.is_replayed:  # says nothing about prompts, which are never replayed
+                self._counters.add("steps_replayed")
+            else:
+                self._rates.steps.note(num_tokens, num_pairs, computed.seconds)
             self._histograms.stepped(len(inputs), num_tokens, computed.seconds)
             self.busy_s += computed.seconds
             return computed.outputs
@@ -121,6 +124,7 @@ class Stepper:
             assert starts == [part.request.computed_tokens for part in inputs]  # noqa: S101
             gates = [gate for part in inputs if (gate := part.chunk.kv.gate) is not None]
             waited_s = sum(gate.waited_s for gate in gates)
+            num_replayed = self._runner.num_replayed
             began_s = time.monotonic()
             logits = self._runner.step([part.chunk for part in inputs], clock)
             stalled_s = sum(gate.waited_s for gate in gates) - waited_s
@@ -131,7 +135,8 @@ class Stepper:
             outputs = [
                 _answer(part, next(rows) if part.chunk.want_logits else None) for part in inputs
             ]
-            return _Computed(outputs, starts, computed_s)
+            is_replayed = self._runner.num_replayed > num_replayed
+            return _Computed(outputs, starts, computed_s, is_replayed)
 
 
 @dataclass(frozen=True)
@@ -141,11 +146,13 @@ class _Computed:
     Attributes:
         starts: number of tokens that each part's KV had before.
         seconds: time spent computing, not waiting for layers.
+        is_replayed: whether it was replayed from a graph.
     """
 
     outputs: list[StepOutput]
     starts: Sequence[int]
     seconds: float
+    is_replayed: bool
 
 
 def _work_of(inputs: Sequence[StepInput], starts: Sequence[int]) -> tuple[int, int]:

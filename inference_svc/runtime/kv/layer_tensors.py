@@ -184,6 +184,13 @@ class Places:
         if any(slot != self._first + offset for offset, slot in enumerate(slots)):
             self._index = torch.tensor(slots, device=device)
 
+    @classmethod
+    def at(cls, index: Tensor) -> "Places":
+        """Return the slots that [n] int64 names, whatever it names when they are used."""
+        places = cls((), index.device)
+        places._index = index
+        return places
+
     def read(self, tensor: Tensor) -> Tensor:
         """Return the slots' rows, [slots here, kv_heads, dim]; a view if they lie side by side."""
         if self._index is None:

@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from inference_svc.runtime.kv.layer_tensors import Places, SlotTensors
+from inference_svc.runtime.kv.layer_tensors import Places
 from inference_svc.runtime.kv.paged_kv import PagedKv
 from inference_svc.runtime.kv.sequence_kv import SequenceKv
 
@@ -30,7 +30,11 @@ class NewTokens(Protocol):
 def new_tokens(appended: Sequence[tuple[SequenceKv, int]]) -> NewTokens:
     """Cut the places of so many new tokens behind each sequence's; all of them are of one kind."""
     paged = [(kv, number) for kv, number in appended if isinstance(kv, PagedKv)]
-    return _OnPages(paged) if paged else _SideBySide(appended)
+    if not paged:
+        return _SideBySide(appended)
+    slots = [slot for kv, number in paged for slot in kv.table.slots_of(kv.num_tokens, number)]
+    region = paged[0][0]
+    return NewOnPages(region, Places(slots, region.device))
 
 
 class _SideBySide:
@@ -54,19 +58,12 @@ class _SideBySide:
         torch._foreach_copy_(self._places[layer_index], written)
 
 
-class _OnPages:
-    """Tokens that go to slots of one region."""
+class NewOnPages:
+    """Tokens that go to slots of one region: the one that this KV is in."""
 
-    def __init__(self, appended: Sequence[tuple[PagedKv, int]]) -> None:
-        kv = appended[0][0]
-        self._keys: SlotTensors = kv.keys.slots
-        self._values: SlotTensors = kv.values.slots
-        slots = [
-            slot
-            for kv, num_tokens in appended
-            for slot in kv.table.slots_of(kv.num_tokens, num_tokens)
-        ]
-        self._places = Places(slots, kv.device)
+    def __init__(self, kv: PagedKv, places: Places) -> None:
+        self._keys, self._values = kv.keys.slots, kv.values.slots
+        self._places = places
 
     def write(self, layer_index: int, key: Tensor, value: Tensor) -> None:
         """Write a layer's new tokens; see the protocol."""

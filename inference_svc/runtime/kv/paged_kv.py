@@ -201,6 +201,9 @@ class PagedKv(SequenceKv):
 class PagePool(KVPool):
     """A pool that lends sequences' KV page by page, and write buffers as ever.
 
+    Behind the pages that are counted there is one that is nobody's (`spare_kv`): a step of a fixed
+    number of tokens writes those to it that are none.
+
     Args:
         shapes: the shapes of all layers.
         slots: the scheduler's account of pages.
@@ -224,14 +227,24 @@ class PagePool(KVPool):
         self.num_token_slots += num_slots
         self._slots = slots
         self._page_tokens = slots.page_tokens
-        self._page_region = allocate_region(num_slots * token_items_of(shapes), device, dtype)
-        self._keys, self._values = divided(self._page_region, shapes, num_slots, SlotTensors)
+        num_all = num_slots + self._page_tokens
+        self._page_region = allocate_region(num_all * token_items_of(shapes), device, dtype)
+        self._keys, self._values = divided(self._page_region, shapes, num_all, SlotTensors)
         self._by_heads = (self._keys.seen_by_heads(), self._values.seen_by_heads())
 
     @property
     def num_free(self) -> int:
         """Number of token slots that nobody has, on pages and for write buffers."""
         return super().num_free + self._slots.free_slots
+
+    @property
+    def num_pages(self) -> int:
+        """Number of pages that are counted; the one behind them is nobody's."""
+        return self._slots.num_slots // self._page_tokens
+
+    def spare_kv(self) -> PagedKv:
+        """Return KV on the page that is nobody's: what is written to it is never read."""
+        return self.new_kv(self._page_tokens, [self.num_pages])
 
     def new_kv(self, capacity_tokens: int, pages: Sequence[int] = ()) -> PagedKv:
         """Return empty KV on these pages, with room for as many tokens at least."""

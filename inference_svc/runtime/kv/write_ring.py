@@ -1,12 +1,12 @@
 """WriteRing: where what is computed waits until kvd has it, in memory of bounded size for all.
 
-    ring          num_slots slots     keys [layers of a shape, num_slots, kv_heads, head_dim] ...,
-                                      values [..., value_dim] ...
+    ring          num_slots slots     keys [layers of a shape, slots, kv_heads, head_dim] ...,
+                  and a spare one     values [..., value_dim] ...
     write buffer  those of its turn   in any order: they are taken as tokens are computed, and given
                                       back as blocks are stored, the oldest first
 
 Owns the memory; which slots are free is counted by the scheduler's `WriteSlots`, which has room for
-a chunk before it plans one.
+a chunk before it plans one. The spare slot is nobody's: what is written to it is never stored.
 
 Invariant: a slot is lent again only after the copy that reads it is over: tokens are forgotten once
 they are stored, and a buffer's last slots go when its owner and every holder have let go.
@@ -40,8 +40,18 @@ class WriteRing:
     ) -> None:
         self._slots = slots
         self._lock = threading.Lock()
-        region = allocate_region(slots.num_slots * token_items_of(shapes), device, dtype)
-        self._keys, self._values = divided(region, shapes, slots.num_slots, SlotTensors)
+        num_all = slots.num_slots + 1
+        region = allocate_region(num_all * token_items_of(shapes), device, dtype)
+        self._keys, self._values = divided(region, shapes, num_all, SlotTensors)
+
+    @property
+    def num_slots(self) -> int:
+        """Number of slots that may be lent; the spare one is behind them."""
+        return self._slots.num_slots
+
+    def spare_buffer(self) -> WriteBuffer:
+        """Return a buffer on the spare slot, which any number of tokens may be written to."""
+        return WriteBuffer(self._keys, self._values, 0, [self.num_slots])
 
     def lend(self, first_token: int, end_token: int) -> WriteBuffer:
         """Lend a write buffer with room for tokens [first_token, end_token), which are its own.

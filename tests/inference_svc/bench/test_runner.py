@@ -5,7 +5,8 @@ from functools import partial
 
 import pytest
 
-from inference_svc.bench import copied_slots
+from inference_svc import assembly
+from inference_svc.bench import copied_slots, decode
 from inference_svc.bench.copied_slots import CopierNotReadyError
 from inference_svc.bench.options import (
     BuffersOptions,
@@ -23,11 +24,14 @@ from inference_svc.bench.options import (
 )
 from inference_svc.bench.runner import run
 from inference_svc.cli.main import main
+from inference_svc.runtime.attention.paged_attention import PagedAttention
 from inference_svc.runtime.cuda.copier_arena import CopierArena
 from inference_svc.runtime.cuda.copier_link import CopierLink
 from tests.fake_cuda_path import GPUS, fake_cuda
 from tests.host_driver import HostDriver
 from tests.inference_svc.bench.test_trace import SAMPLE
+from tests.recorded_graph import RecordedGraphs
+from tests.split_attention import attend_pages
 
 CHOICE = ModelChoice(random="4x256", layers=2, threads=1)
 PAIRS = 2
@@ -228,6 +232,29 @@ def test_decode_is_compared_with_generate_and_with_the_memory(measure):
     assert set(alone) == {"ours", "generate", "floor"}
     assert set(eight) == {"ours", "generate", "floor", "sequential"}
     assert all(found.values["tokens_per_s"].low > 0 for found in eight.values())
+
+
+@pytest.mark.long
+def test_replayed_steps_are_compared_with_computed_ones(measure, monkeypatch):
+    """On the same engine, where it replays any."""
+    capture = RecordedGraphs()
+    monkeypatch.setattr(assembly, "capture_on", lambda _device: capture)
+    monkeypatch.setattr(assembly, "choose_attention", lambda *_: PagedAttention(attend_pages))
+    run = decode.running_engine
+
+    def on_pages(*args, scheduler, **options):
+        return run(*args, scheduler={**scheduler, "working_kv": "pages"}, **options)
+
+    monkeypatch.setattr(decode, "running_engine", on_pages)
+    (case,) = measure(DecodeOptions((2,), history_tokens=20, steps=6, pairs=1)).cases
+    assert {"ours", "computed"} <= set(variants(case))
+    assert [ratio.what for ratio in case.ratios] == [
+        "ours / generate",
+        "ours / computed",
+        "ours / floor",
+    ]
+    # Each of 2 rounds, one of them to warm up, has 6 steps; the proof has 2 of each shape.
+    assert capture.num_replayed == 2 * capture.num_captured + 2 * 6
 
 
 def test_the_command_writes_a_document(tmp_path, capsys, monkeypatch):

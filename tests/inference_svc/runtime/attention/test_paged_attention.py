@@ -5,7 +5,7 @@ import torch
 
 from inference_svc.core.scheduling.held_slots import PagedSlots
 from inference_svc.runtime.attention.attention import AttentionOptions, Part
-from inference_svc.runtime.attention.paged_attention import PagedAttention, PageStep
+from inference_svc.runtime.attention.paged_attention import PageCall, PagedAttention, PageStep
 from inference_svc.runtime.attention.torch_attention import TorchAttention, TorchStepAttention
 from inference_svc.runtime.cuda.page_attention import attend_pages
 from inference_svc.runtime.kv.kv_pool import KVPool
@@ -49,7 +49,7 @@ def paged_parts():
 
 def step_of(*parts, page_tokens=16):
     """The pages, new tokens and length of parts."""
-    return PageStep(
+    return PageStep.placed(
         [(torch.tensor(pages, dtype=torch.int32), *sizes) for pages, *sizes in parts],
         page_tokens,
         CPU,
@@ -78,6 +78,21 @@ def test_tokens_are_divided_into_tiles_by_part():
     assert step.single_tokens().tolist() == [[0, 0], [3, 0]]
     assert step_of(([0], 1, 3)).tiles(8) is None
     assert step_of(([0], 2, 3)).single_tokens() is None
+
+
+def test_a_step_of_single_tokens_is_what_its_tensors_say_by_then():
+    """Whoever fills them anew computes another step; it may reach farther than its parts."""
+    first = step_of(([8, 2], 1, 6), ([5], 1, 3), page_tokens=4)
+    tables, lengths = torch.zeros(2, 6, dtype=torch.int32), torch.ones(2, dtype=torch.int32)
+    step = PageStep.of_single_tokens(tables, lengths, most_length=24, page_tokens=4)
+    assert step.tiles(8) is None
+    assert torch.equal(step.single_tokens(), first.single_tokens())
+    assert torch.equal(step.starts, first.starts)
+    tables[:, :2], lengths[:] = first.tables, first.lengths
+    torch.manual_seed(5)
+    keys, values, query = (torch.randn(48, KV_HEADS, DIM) for _ in range(3))
+    calls = [(query[:2], keys, values, each, PageCall(0.3)) for each in (first, step)]
+    assert torch.equal(*(attend_pages(*call) for call in calls))
 
 
 @pytest.mark.parametrize("name", OPTIONS)

@@ -7,6 +7,7 @@ import torch
 
 from inference_svc.runtime.compute.chunk import Chunk
 from inference_svc.runtime.compute.step_forward import StepForward
+from inference_svc.runtime.compute.step_places import StepPlaces
 from inference_svc.runtime.kv.copy_stream import StepClock
 from inference_svc.runtime.kv.layer_gate import LayerGate
 from shared.types.errors import LoadFailedError
@@ -120,7 +121,8 @@ def test_clock_follows_the_rows(tiny):
 def test_a_forward_under_a_models_own_attention_has_none_to_offer(tiny):
     """Who asks for ours has installed it for nothing."""
     model = tiny("llama")
-    forward = StepForward(model.calibration, [Chunk(model.new_kv(8), [5], False)], None)
+    chunks = [Chunk(model.new_kv(8), [5], False)]
+    forward = StepForward(model.calibration, chunks, StepPlaces.of(chunks), None)
     query = torch.zeros(1, 4, 1, 8)
     with pytest.raises(AssertionError, match="was asked to attend"):
         forward.attend(query, query, query, None, {})

@@ -7,6 +7,7 @@ from inference_svc.core.counters import Counters
 from inference_svc.core.rates.rates import Rates, pairs
 from inference_svc.core.turn_histograms import TurnHistograms
 from inference_svc.runtime.compute.chunk import Chunk
+from inference_svc.runtime.compute.decode_step import StepShape
 from inference_svc.runtime.compute.sampling import Sampler
 from inference_svc.runtime.engine.engine_request import EngineRequest
 from inference_svc.runtime.engine.stepping import StepInput, Stepper, settle_load
@@ -14,6 +15,8 @@ from inference_svc.runtime.kv.layer_gate import LayerGate
 from inference_svc.runtime.worker_thread import WorkerThread
 from shared.types.errors import LoadFailedError
 from shared.types.session_key import SessionKey
+from tests.paged_steps import PagedSteps
+from tests.recorded_graph import RecordedGraphs
 
 SAMPLING = SamplingParams(max_tokens=4)
 WAITED_S = 1e6
@@ -73,6 +76,26 @@ async def test_a_step_counts_what_it_computed(tiny, stepper):
     assert (histograms.step_turns.total.total, histograms.step_tokens.total.total) == (3, 13)
     assert stepper._counters.snapshot()["steps"] == 2
     assert stepper._counters.snapshot()["steps_failed"] == 0
+
+
+async def test_a_replayed_step_says_nothing_about_prompts(tiny):
+    """It is counted, and busy time; but its time is not what computing takes."""
+    model, thread = tiny("llama"), WorkerThread("compute")
+    steps = PagedSteps(model.loaded, model.calibration)
+    runner = steps.replaying(RecordedGraphs(), [StepShape(1, 64)])
+    stepper = Stepper(runner, thread, Counters(), NotedRates(), TurnHistograms())
+    request = requested(tiny, 1, list(range(5, 25)))
+    request.kv, _ = steps.sequence([5, 6, 7], 32, is_stored=False)
+    for size in (4, 1, 1):
+        request.computed_tokens = request.kv.num_tokens
+        (output,) = await stepper.step([part_of(request, size)])
+        assert output.error is None
+    thread.close()
+    assert [step[:2] for step in stepper._rates.noted] == [(4, pairs(3, 7))]
+    assert stepper.busy_s > stepper._rates.noted[0][2]
+    assert stepper._histograms.step_tokens.total.total == 6
+    counts = stepper._counters.snapshot()
+    assert (counts["steps"], counts["steps_replayed"]) == (3, 2)
 
 
 async def test_waiting_for_history_is_not_computing(tiny, stepper):

@@ -51,6 +51,23 @@ def test_tokens_are_found_by_position(pages, first, num_tokens):
             assert torch.equal(read, expected[:, None, None].expand(-1, heads, dim))
 
 
+def test_the_spare_page_is_nobodys():
+    """It lies behind all that are lent, and is not counted."""
+    pool = make_pool(SHAPES)
+    assert pool.num_token_slots == pool.num_free == NUM_PAGES * PAGE_TOKENS + 40
+    kvs = [pool.new_kv(24, list(range(first, first + 6))) for first in range(0, NUM_PAGES, 6)]
+    for kv in kvs:
+        fill(kv, 0, 24)
+    spare = pool.spare_kv()
+    assert (spare.table.pages, spare.capacity_tokens) == ([NUM_PAGES], PAGE_TOKENS)
+    for kept in (*spare.keys.slots.layers, *spare.values.slots.layers):
+        kept[spare.table.slots_of(0, PAGE_TOKENS)] = -1.0
+    for kv in kvs:
+        for tokens in (kv.keys, kv.values):
+            for layer_index in range(len(SHAPES)):
+                assert tokens.read(layer_index, 0, 24).min() == 100 * layer_index
+
+
 @pytest.mark.parametrize("pages", [APART, [7, 8, 9], [5, 4], [2, 3, 1, 2], [6]])
 def test_which_tokens_lie_side_by_side_is_known(pages):
     """Of any of them: those are a view, and cost no copy."""
@@ -131,7 +148,8 @@ def test_prefault_is_of_pages_and_write_buffers():
     num_pages = HUGE_PAGE_BYTES // (token_bytes * PAGE_TOKENS) + 1
     num_slots = 2 * num_pages * PAGE_TOKENS
     buffers = KVPool(SHAPES, num_slots, device=CPU, dtype=torch.float32).prefault()
-    pages = num_pages * PAGE_TOKENS * token_bytes if buffers else 0  # 0: a kernel that cannot
+    pages = (num_pages + 1) * PAGE_TOKENS * token_bytes  # one of them is nobody's
+    pages = pages if buffers else 0  # 0: a kernel that cannot
     assert make_pool(SHAPES, num_pages, num_slots).prefault() == pages + buffers
 
 

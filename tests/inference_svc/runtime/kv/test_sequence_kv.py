@@ -77,6 +77,18 @@ def test_places_read_what_they_have_written(slots):
     assert int(memory.count_nonzero()) == rows.numel()
 
 
+def test_places_by_tensor_follow_it():
+    """Where they are is looked up when they are used."""
+    memory, index = torch.zeros(6, 2, 3), torch.tensor([4, 1])
+    places = Places.at(index)
+    index.copy_(torch.tensor([5, 0]))
+    rows = torch.arange(1.0, 13).view(2, 2, 3)
+    places.write(memory, rows)
+    assert torch.equal(memory[[5, 0]], rows)
+    assert torch.equal(places.read(memory), rows)
+    assert not memory[1:5].any()
+
+
 def test_reset_forgets_rows_and_gate(pool):
     """A sequence's KV whose load failed begins again, waiting for nothing."""
     kv = pool.new_kv(10)

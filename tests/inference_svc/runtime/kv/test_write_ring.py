@@ -32,6 +32,17 @@ def holds(buffer, first_token, num_tokens, number):
     return all(bool((places.read(rows) == number).all()) for rows in layers)
 
 
+def test_the_spare_slot_is_nobodys(ring, slots):
+    """It is never lent, and writing to it changes nothing that is."""
+    buffer = ring.lend(0, 0)
+    ring.extend(buffer, 12)
+    fill(buffer, 0, 12, 3)
+    fill(ring.spare_buffer(), 0, 1, 9)
+    assert (slots.num_free, ring.num_slots) == (0, 12)
+    assert holds(buffer, 0, 12, 3)
+    assert holds(ring.spare_buffer(), 0, 1, 9)
+
+
 def test_turns_that_grow_in_turns_keep_their_own_tokens(ring, slots):
     """Slots of two answers alternate; each reads what it wrote, until it is stored."""
     one, other = ring.lend(0, 0), ring.lend(7, 7)

@@ -1,0 +1,224 @@
+"""Chooses whether decode steps are replayed from graphs: where a device has them, and by proof.
+
+Steps of every shape are captured and then compared with the same steps computed anew: over pages
+that lie anywhere, of sequences of unequal lengths, twice with other ones. What is compared is their
+logits, and what they leave in working KV and in the write ring. Where a step cannot be captured, or
+answers otherwise, steps are computed as ever. All of this is before the service is ready.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal, NamedTuple
+
+import structlog
+import torch
+from torch import Tensor
+
+from inference_svc.core.scheduling.held_slots import PageCopy
+from inference_svc.runtime.attention.attention import AttentionBackend
+from inference_svc.runtime.attention.paged_attention import PagedAttention
+from inference_svc.runtime.calibration.attention_choice import reason_of
+from inference_svc.runtime.calibration.stock import TOLERANCE
+from inference_svc.runtime.compute.chunk import Chunk
+from inference_svc.runtime.compute.decode_graphs import Capture, DecodeGraphs, step_shapes
+from inference_svc.runtime.compute.decode_step import DecodeStep, StepShape
+from inference_svc.runtime.compute.model_runner import ModelRunner
+from inference_svc.runtime.kv.kv_pool import KVPool
+from inference_svc.runtime.kv.layer_tensors import SlotTensors
+from inference_svc.runtime.kv.paged_kv import PagePool
+from inference_svc.runtime.kv.sequence_kv import WriteBuffer
+from inference_svc.runtime.kv.write_ring import WriteRing
+from inference_svc.runtime.model.model_loader import LoadedModel
+from inference_svc.runtime.positions.recipes import Calibration
+from shared.types.units import ceil_div
+
+GraphsName = Literal["auto", "off"]
+PROOF_TOKENS = 600  # of the longest sequence: more than two splits of attention
+
+log = structlog.get_logger()
+
+
+@dataclass(frozen=True)
+class StepMemory:
+    """What an engine's steps read and write, and how much of it at once.
+
+    Attributes:
+        pool: sequences' KV; nobody has any yet.
+        ring: write buffers, likewise.
+        most_rows: most sequences of a step.
+        window_tokens: most tokens of a sequence.
+    """
+
+    pool: KVPool
+    ring: WriteRing
+    most_rows: int
+    window_tokens: int
+
+
+def choose_graphs(
+    name: GraphsName,
+    capture: Capture | None,
+    loaded: LoadedModel,
+    calibration: Calibration,
+    attention: AttentionBackend,
+    memory: StepMemory,
+) -> DecodeGraphs | None:
+    """Capture decode steps, and prove them.
+
+    Args:
+        name: "off": there are to be none.
+        capture: the device's; None: it has no graphs.
+        loaded: the model, set to the attention of the calibration's mode.
+        calibration: what is known of it.
+        attention: that steps are computed with.
+        memory: that they are over.
+
+    Returns:
+        What replays them; None: they are computed each time, and the log says why.
+    """
+    if name == "off" or capture is None:
+        return None
+    pool = memory.pool
+    if not isinstance(attention, PagedAttention) or not isinstance(pool, PagePool):
+        log.warning("graphs_chosen", graphs=0, reason="attention is not over pages")
+        return None
+    shapes = step_shapes(memory.most_rows, memory.window_tokens)
+    try:
+        step = DecodeStep(loaded, calibration, attention, (pool, memory.ring), shapes)
+        graphs = DecodeGraphs(step, capture, shapes, len(calibration.layers))
+        proof = _Proof(ModelRunner(loaded, calibration, attention), pool, memory, loaded.vocab_size)
+        distance = proof.distance(graphs)
+    except Exception as error:  # noqa: BLE001 - what models and drivers raise is too much to foresee
+        log.warning("graphs_chosen", graphs=0, reason=reason_of(error))
+        return None
+    if not distance <= TOLERANCE[loaded.dtype]:  # nor if it is no number
+        reason = f"what is replayed is {distance:.1e} off what is computed"
+        log.warning("graphs_chosen", graphs=0, reason=reason)
+        return None
+    log.info(
+        "graphs_chosen",
+        graphs=len(shapes),
+        most_turns=shapes[0].rows,
+        most_tokens=max(shape.reach for shape in shapes),
+        bytes=graphs.num_bytes,
+        distance=distance,
+    )
+    return graphs
+
+
+class _Row(NamedTuple):
+    """One sequence of a step that is compared.
+
+    Attributes:
+        history: number of the tokens that it begins with.
+        length: number of its tokens, with the new one.
+        token_id: the new one.
+        page: the last of its pages, which is its own.
+        write_slot: of the write ring; None: it is not going to be stored.
+    """
+
+    history: int
+    length: int
+    token_id: int
+    page: int
+    write_slot: int | None
+
+
+class _Proof:
+    """Two histories on pages in any order, and steps of sequences that begin with one of them."""
+
+    def __init__(
+        self, runner: ModelRunner, pool: PagePool, memory: StepMemory, vocab_size: int
+    ) -> None:
+        """Compute the histories, as long as there is room for.
+
+        Raises:
+            ValueError: there is none.
+        """
+        self._runner, self._pool, self._ring = runner, pool, memory.ring
+        self._vocab_size = vocab_size
+        self._page_tokens = size = pool.spare_kv().table.page_tokens
+        self._chance = torch.Generator().manual_seed(7)
+        pages = torch.randperm(pool.num_pages, generator=self._chance).tolist()
+        self._own_pages, pages = pages[: memory.most_rows], pages[memory.most_rows :]
+        longest = min(PROOF_TOKENS, memory.window_tokens, len(pages) // 2 * size)
+        if not longest:
+            raise ValueError("there are too few pages to prove them")
+        count = ceil_div(longest, size)
+        self._histories = [pool.new_kv(longest, pages[first::2][:count]) for first in (0, 1)]
+        self._runner.step(
+            [
+                Chunk(kv, [(37 * i + offset) % vocab_size for i in range(longest)], False)
+                for kv, offset in zip(self._histories, (11, 29), strict=True)
+            ]
+        )
+
+    @torch.inference_mode()
+    def distance(self, graphs: DecodeGraphs) -> float:
+        """Return how far a replayed step is off a computed one at most, relative, row by row.
+
+        Each shape is replayed with all its rows, and with as few as it is taken for.
+        """
+        found = []
+        for shape in graphs.shapes:
+            fewer = [other.rows for other in graphs.shapes if other.rows < shape.rows]
+            for num_rows in (shape.rows, max(fewer, default=0) + 1):
+                rows = list(self._rows(num_rows, shape))
+                computed = self._outcome(rows, self._runner.step)
+                replayed = self._outcome(rows, partial(graphs.replay, shape))
+                found += [
+                    (ours - theirs).norm(dim=1) / theirs.norm(dim=1)
+                    for ours, theirs in zip(replayed, computed, strict=True)
+                ]
+        return float(torch.cat(found).max())
+
+    def _rows(self, num_rows: int, shape: StepShape) -> Iterator[_Row]:
+        """Draw sequences; the first is as long as may be, and some are not going to be stored."""
+        longest = min(shape.reach, self._histories[0].num_tokens)
+        drawn = torch.randint(1, longest + 1, (num_rows,), generator=self._chance).tolist()
+        for row, length in enumerate([longest, *drawn[1:]]):
+            is_stored = row % 3 < 2 and row < self._ring.num_slots
+            yield _Row(
+                row % 2,
+                length,
+                (41 * row + length) % self._vocab_size,
+                self._own_pages[row],
+                self._ring.num_slots - 1 - row if is_stored else None,
+            )
+
+    def _outcome(
+        self, rows: Sequence[_Row], run: Callable[[Sequence[Chunk]], Tensor]
+    ) -> list[Tensor]:
+        """Return what a step answers, and what it has written, each [rows, n] float32."""
+        chunks = [self._chunk(row) for row in rows]
+        logits = run(chunks)
+        kv, buffer = self._pool.spare_kv(), self._ring.spare_buffer()
+        size = self._page_tokens
+        slots = [row.page * size + (row.length - 1) % size for row in rows]
+        found = [logits, _tokens(kv.keys.slots, slots), _tokens(kv.values.slots, slots)]
+        stored = [row.write_slot for row in rows if row.write_slot is not None]
+        if stored:
+            found += [_tokens(buffer.keys, stored), _tokens(buffer.values, stored)]
+        return found
+
+    def _chunk(self, row: _Row) -> Chunk:
+        """Return a sequence with all its tokens but the last, which nothing was written of."""
+        history, last = self._histories[row.history], (row.length - 1) // self._page_tokens
+        pages = history.table.pages[: last + 1]
+        kv = self._pool.new_kv(row.length, pages)
+        kv.own([PageCopy(last, pages[last], row.page)])
+        kv.num_tokens = row.length - 1
+        buffer = None
+        if row.write_slot is not None:
+            spare = self._ring.spare_buffer()
+            buffer = WriteBuffer(spare.keys, spare.values, kv.num_tokens, [row.write_slot])
+            for layer in (*buffer.keys.layers, *buffer.values.layers):
+                layer[row.write_slot].zero_()
+        return Chunk(kv, [row.token_id], want_logits=True, write_buffer=buffer)
+
+
+def _tokens(tensors: SlotTensors, slots: Sequence[int]) -> Tensor:
+    """Put what all layers have in each of these slots together, [slots, n] float32 on the CPU."""
+    index = torch.tensor(slots, device=tensors.device)
+    return torch.cat([layer[index].flatten(1).float() for layer in tensors.layers], dim=1).cpu()

@@ -1,0 +1,192 @@
+"""DecodeStep: one new token of each of some sequences, computed from tensors that stay in place.
+
+Whatever differs from step to step is on one sheet of numbers, with a row for each sequence:
+
+    tokens | lengths | slots | write slots | pages of row 0 | pages of row 1 | ...
+
+`fill` copies it to the device at once; `run` computes what is on it, and reads nothing else that
+changes: so what it has enqueued once can be enqueued again as it is (`decode_graphs.py`). Rows
+without a sequence are a token alone, on memory that is nobody's.
+
+Invariant: `fill` is called only once the logits of the step before were read: until then its copy
+may be under way.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from inference_svc.runtime.attention.paged_attention import PagedAttention, PageStep
+from inference_svc.runtime.compute.chunk import Chunk
+from inference_svc.runtime.compute.step_forward import DecodeForward
+from inference_svc.runtime.compute.step_places import BufferedTokens, StepPlaces
+from inference_svc.runtime.kv.layer_tensors import Places
+from inference_svc.runtime.kv.new_tokens import NewOnPages
+from inference_svc.runtime.kv.paged_kv import PagedKv, PagePool
+from inference_svc.runtime.kv.sequence_kv import WriteBuffer
+from inference_svc.runtime.kv.write_ring import WriteRing
+from inference_svc.runtime.model.capture import CaptureCache, ForwardCall, under
+from inference_svc.runtime.model.model_loader import LoadedModel
+from inference_svc.runtime.positions.recipes import Calibration
+from shared.types.units import ceil_div
+
+
+class StepShape(NamedTuple):
+    """How much a step of one shape takes; what it computes depends on nothing else.
+
+    Attributes:
+        rows: most sequences.
+        reach: most tokens of each, the new one included.
+    """
+
+    rows: int
+    reach: int
+
+
+class _Sheet(NamedTuple):
+    """What a step computes; int32.
+
+    Attributes:
+        tokens: [rows] ids of the new tokens.
+        lengths: [rows] of the sequences, with them.
+        slots: [rows] where they go in working KV.
+        write_slots: [rows] where they go in the write ring.
+        tables: [rows, pages] each sequence's pages, as many as there are.
+    """
+
+    tokens: Tensor
+    lengths: Tensor
+    slots: Tensor
+    write_slots: Tensor
+    tables: Tensor
+
+
+NUM_COLUMNS = 4  # before the tables
+
+
+class DecodeStep:
+    """See the module docstring; used by one thread at a time."""
+
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        calibration: Calibration,
+        attention: PagedAttention,
+        memory: tuple[PagePool, WriteRing],
+        shapes: Sequence[StepShape],
+    ) -> None:
+        """Allocate what stays in place, for steps of these shapes over this memory."""
+        self._call = ForwardCall(loaded.model)
+        self._calibration = calibration
+        self._attention = attention
+        pool, ring = memory
+        self._spare_kv, self._spare_buffer = pool.spare_kv(), ring.spare_buffer()
+        self._has_buffers = ring.num_slots > 0
+        self._page_tokens = self._spare_kv.table.page_tokens
+        self._device = loaded.device
+        num_items = max(map(self._num_items, shapes))
+        self._numbers = torch.zeros(num_items, dtype=torch.int32, device=loaded.device)
+        self._staged = torch.zeros(
+            num_items, dtype=torch.int32, pin_memory=loaded.device.type == "cuda"
+        )
+        self._most_rows = max(shape.rows for shape in shapes)
+        self._logits: Tensor | None = None
+        self._pages = {shape: self._page_step(shape) for shape in shapes}
+
+    def takes(self, chunks: Sequence[Chunk]) -> bool:
+        """Whether these are single tokens of sequences in this memory, with nothing unusual."""
+        return all(
+            len(chunk.token_ids) == chunk.num_logits == 1
+            and chunk.scores is None
+            and chunk.kv.gate is None
+            and isinstance(chunk.kv, PagedKv)
+            and chunk.kv.keys.slots is self._spare_kv.keys.slots
+            and self._takes_buffer(chunk.write_buffer)
+            for chunk in chunks
+        )
+
+    @torch.inference_mode()
+    def fill(self, shape: StepShape, chunks: Sequence[Chunk]) -> None:
+        """Put these chunks into the first rows, and nobody's memory into the others.
+
+        Args:
+            shape: with as many rows at least, which reach as far.
+            chunks: those that the step `takes`.
+        """
+        sheet, spare = self._sheet(self._staged, shape), self._spare_kv.table
+        filled = [(chunk.token_ids[0], chunk.end_token, *self._slots_of(chunk)) for chunk in chunks]
+        idle = (0, 1, spare.slot_of(0), self._spare_buffer.slots[0])
+        filled += [idle] * (shape.rows - len(chunks))
+        columns = sheet[:NUM_COLUMNS]
+        for column, numbers in zip(columns, zip(*filled, strict=True), strict=True):
+            column.copy_(torch.tensor(numbers, dtype=torch.int32))
+        for row, chunk in zip(sheet.tables, chunks, strict=False):
+            assert isinstance(chunk.kv, PagedKv)  # noqa: S101 - it was taken
+            pages = chunk.kv.table.numbers[: ceil_div(chunk.end_token, self._page_tokens)]
+            row[: len(pages)].copy_(pages)
+        sheet.tables[len(chunks) :, 0] = spare.pages[0]
+        num_items = self._num_items(shape)
+        self._numbers[:num_items].copy_(self._staged[:num_items], non_blocking=True)
+
+    @torch.inference_mode()
+    def run(self, shape: StepShape) -> None:
+        """Compute the rows that `fill` was given with this shape; nothing is waited for."""
+        sheet = self._sheet(self._numbers, shape)
+        buffered = []
+        if self._has_buffers:
+            places = Places.at(sheet.write_slots.long())
+            buffered.append(BufferedTokens.of(self._spare_buffer, None, places))
+        new_tokens = NewOnPages(self._spare_kv, Places.at(sheet.slots.long()))
+        forward = DecodeForward(
+            self._calibration,
+            StepPlaces(new_tokens, buffered),
+            self._attention.over(self._spare_kv, self._pages[shape]),
+        )
+        with under(forward):
+            logits = self._call(
+                sheet.tokens.long().unsqueeze(0),
+                sheet.lengths.long().sub_(1).unsqueeze(0),
+                torch.arange(shape.rows, device=self._device),
+                CaptureCache(),
+            )
+        if self._logits is None:
+            self._logits = logits.new_zeros(self._most_rows, logits.shape[1], dtype=torch.float32)
+        self._logits[: shape.rows].copy_(logits)
+
+    def logits(self, num_rows: int) -> Tensor:
+        """Return the logits of the first rows that were computed last, as `ModelRunner.step`."""
+        assert self._logits is not None, "logits of no step"  # noqa: S101
+        return self._logits[:num_rows].to("cpu", copy=True)
+
+    def _num_items(self, shape: StepShape) -> int:
+        return shape.rows * (NUM_COLUMNS + ceil_div(shape.reach, self._page_tokens))
+
+    def _sheet(self, numbers: Tensor, shape: StepShape) -> _Sheet:
+        """View the sheet of a shape in the memory that all of them share."""
+        columns = numbers[: shape.rows * NUM_COLUMNS].view(NUM_COLUMNS, shape.rows)
+        tables = numbers[shape.rows * NUM_COLUMNS : self._num_items(shape)]
+        tokens, lengths, slots, write_slots = columns.unbind(0)
+        return _Sheet(tokens, lengths, slots, write_slots, tables.view(shape.rows, -1))
+
+    def _page_step(self, shape: StepShape) -> PageStep:
+        sheet = self._sheet(self._numbers, shape)
+        return PageStep.of_single_tokens(
+            sheet.tables,
+            sheet.lengths,
+            most_length=shape.reach,
+            page_tokens=self._page_tokens,
+        )
+
+    def _takes_buffer(self, buffer: WriteBuffer | None) -> bool:
+        return buffer is None or (self._has_buffers and buffer.keys is self._spare_buffer.keys)
+
+    def _slots_of(self, chunk: Chunk) -> tuple[int, int]:
+        """Return where the chunk's token goes: in its sequence's KV, and in the write ring."""
+        assert isinstance(chunk.kv, PagedKv)  # noqa: S101 - it was taken
+        position, buffer = chunk.kv.num_tokens, chunk.write_buffer
+        if buffer is None or chunk.first_written_token > position:
+            buffer, position = self._spare_buffer, 0
+        slot = chunk.kv.table.slot_of(chunk.kv.num_tokens)
+        return slot, buffer.slots_of(position, 1)[0]
