@@ -63,7 +63,7 @@ def parts(*, is_tiny: bool) -> list[Part]:
         ssd = ["--random", "mistral-7b", *gpu, "--pairs", "3"]
         histories, decode, copies = (
             ["1024,4096,12288,28672"],
-            ["1,8,32", "1024", "64"],
+            ["1,8,16,32", "1024", "64"],
             ["2048,16384"],
         )
         transport = ["--transport", "cuda_ipc"]
