@@ -126,6 +126,7 @@ class Conversation:
         self.ids = [*prompt, *times.output_ids]
 
 
+@pytest.mark.long
 async def test_history_travels_by_the_copier(copied, model, tmp_path):
     """Both ways; every turn but the first has its history."""
     async with engine_of(model, tmp_path) as (_, local):

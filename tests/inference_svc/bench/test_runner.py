@@ -93,7 +93,7 @@ def test_overlap_compares_read_buffers_and_ways_to_save(measure):
 
 def test_buffers_are_compared_with_the_start_gates_choice(measure):
     """Every size; what is set is what a turn joins with, and loads take as long as they should."""
-    report = measure(BuffersOptions(160, 30, (50.0,), layer_ms=1.0, pairs=PAIRS))
+    report = measure(BuffersOptions(160, 30, (15.0,), layer_ms=1.0, pairs=PAIRS))
     (case,) = report.cases
     found = variants(case)
     assert set(found) == {"auto", "B0", "B1", "B2"}

@@ -10,9 +10,9 @@ from inference_svc.runtime.attention.torch_attention import TorchAttention
 from inference_svc.runtime.calibration import attention_choice
 from inference_svc.runtime.calibration.attention_choice import choose_attention
 from inference_svc.runtime.calibration.calibration import calibrate
-from inference_svc.runtime.cuda.page_attention import attend_pages
 from inference_svc.runtime.model.model_loader import describe_model
 from shared.types.errors import ConfigError
+from tests.split_attention import attend_pages
 from tests.zoo.architectures import architectures
 from tests.zoo.models import build_model
 
