@@ -213,7 +213,8 @@ class _Running:
             with self._theirs as theirs:
                 process = await asyncio.create_subprocess_exec(
                     sys.executable,
-                    *("-m", "kvd.copier", self.device, str(theirs.fileno())),
+                    # -P: what lies in the directory that kvd was started in is none of its modules.
+                    *("-P", "-m", "kvd.copier", self.device, str(theirs.fileno())),
                     pass_fds=(theirs.fileno(),),
                 )
             self._pidfd = os.pidfd_open(process.pid)
