@@ -47,7 +47,7 @@ async def slots_for(work: Workspace, transport: str, num_tokens: int) -> AsyncIt
     """Yield an arena for so many tokens, ready to be copied in a way.
 
     Raises:
-        CopierNotReadyError: there is no copier for this device.
+        CopierNotReadyError: there is no copier for this device, or it is not ready in time.
     """
     device = work.model.loaded.device
     if transport == "shm":
@@ -70,7 +70,7 @@ async def slots_for(work: Workspace, transport: str, num_tokens: int) -> AsyncIt
         try:
             opened = open_arena(await arenas.get(), work.layout)
             if not isinstance(opened, CopierArena):
-                raise no_copier_for(device)
+                raise _no_copier_for(device)
             await _until(lambda: opened.is_ready)
             yield opened
         finally:
@@ -78,8 +78,17 @@ async def slots_for(work: Workspace, transport: str, num_tokens: int) -> AsyncIt
             await asyncio.gather(attached, return_exceptions=True)
 
 
-def no_copier_for(device: torch.device) -> CopierNotReadyError:
-    """Return what refuses to measure `cuda_ipc` on another device than a GPU."""
+def check_transport(transport: str, device: torch.device) -> None:
+    """Refuse to measure `cuda_ipc` on another device than a GPU.
+
+    Raises:
+        CopierNotReadyError: it is one.
+    """
+    if transport == "cuda_ipc" and device.type != "cuda":
+        raise _no_copier_for(device)
+
+
+def _no_copier_for(device: torch.device) -> CopierNotReadyError:
     return CopierNotReadyError(f"no copier copies to {device.type}", "measure --transport shm")
 
 

@@ -28,6 +28,7 @@ from inference_svc.bench.bench_session import (
     take_rounds,
     ttft_values,
 )
+from inference_svc.bench.copied_slots import check_transport
 from inference_svc.bench.figures import Case, Interleaved
 from inference_svc.bench.local_engine import (
     LocalEngine,
@@ -109,6 +110,7 @@ async def measure_ssd_turns(
     options: TurnsOptions, run: RunOptions, work: Workspace
 ) -> tuple[Case, ...]:
     """Measure each case with a kvd of its own, whose DRAM tier has room for about one session."""
+    check_transport(options.transport, work.model.loaded.device)
     found: list[Case] = []
     for history, new in cases_of(options):
         dram_tokens = history + new + options.answer_tokens
@@ -118,6 +120,7 @@ async def measure_ssd_turns(
                 work.model,
                 kvd,
                 kv_tokens=4 * window_tokens(options) + BLOCKER_KV_TOKENS,
+                cache={"transport": options.transport},
                 scheduler=ONE_AT_A_TIME,
             ) as engine,
         ):

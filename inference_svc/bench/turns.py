@@ -8,7 +8,7 @@ resident   the history is in the session's KV: the floor
 from dataclasses import dataclass
 
 from inference_svc.bench.bench_session import BLOCKER_TOKENS, BenchSession, take_rounds, ttft_values
-from inference_svc.bench.copied_slots import no_copier_for
+from inference_svc.bench.copied_slots import check_transport
 from inference_svc.bench.figures import Case, Interleaved
 from inference_svc.bench.local_engine import LocalEngine, Source, running_engine, whole_blocks
 from inference_svc.bench.options import RunOptions, TurnsOptions
@@ -47,9 +47,7 @@ async def measure_turns(
     options: TurnsOptions, run: RunOptions, work: Workspace
 ) -> tuple[Case, ...]:
     """Measure with the history in DRAM."""
-    device = work.model.loaded.device
-    if options.transport == "cuda_ipc" and device.type != "cuda":
-        raise no_copier_for(device)
+    check_transport(options.transport, work.model.loaded.device)
     longest = window_tokens(options)
     found = []
     async with (

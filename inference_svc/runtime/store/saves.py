@@ -193,9 +193,11 @@ class SaveStream:
 
     def _note_stored(self) -> None:
         """Set the events of those who have waited for what is stored."""
-        is_based = all(event.is_set() for event in self._previous)
+        beginning_is_stored = all(event.is_set() for event in self._previous)
         for num_tokens, event in self._awaited:
-            if self.over.is_set() or (is_based and self._buffer.first_token >= num_tokens):
+            if self.over.is_set() or (
+                beginning_is_stored and self._buffer.first_token >= num_tokens
+            ):
                 event.set()
 
     def _end_of_blocks(self, end_token: int) -> int:

@@ -133,6 +133,7 @@ def test_what_travels_by_a_copier_needs_a_gpu(measure):
     parts = (
         CopiesOptions((40,), pairs=PAIRS, transport="cuda_ipc"),
         TurnsOptions(((100, 30),), pairs=PAIRS, transport="cuda_ipc"),
+        TurnsOptions(((100, 30),), tier="ssd", pairs=PAIRS, transport="cuda_ipc"),
     )
     for part in parts:
         with pytest.raises(CopierNotReadyError, match="no copier copies to cpu: measure --transp"):

@@ -85,7 +85,7 @@ def test_the_stand_in_is_called_as_the_driver_is(fake):
     for name in [name for name in sys.modules if _is_cuda(name)]:
         del sys.modules[name]
     importlib.invalidate_caches()
-    real = pytest.importorskip("cuda.bindings.driver")
+    real = importlib.import_module("cuda.bindings.driver")
     assert real is not fake
     for name, stand_in in ours.items():
         if name.startswith("cu"):
