@@ -55,7 +55,7 @@ async def test_sessions_that_come_at_once_compute_one_prompt_once(tiny_model, wo
             results = await asyncio.gather(*turns)
             first, *others = sorted(result.usage.tier_tokens["hbm"] for result in results)
             assert first == 0
-            assert len(SYSTEM) - 128 < others[0] == others[-1] <= len(SYSTEM)
+            assert len(SYSTEM) - 128 < others[0] <= others[-1] <= len(SYSTEM)
             counters = (await client.get_model()).counters
             assert counters["prefixes_shared"] == NUM_SESSIONS - 1
             await wait_saved(client)

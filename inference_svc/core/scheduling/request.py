@@ -10,7 +10,7 @@ Invariants:
     4. num_sampled only grows, whatever is discarded: max_tokens bounds it.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, StrEnum
 
@@ -258,11 +258,12 @@ class ActiveRequests:
     There are few, so that everything may look at all of them. Invariants (`check`): 1. nothing else
     is here; 2. one request of a session at a time; 3. it has not computed more than it has slots
     for, nor slots for more than its window; 4. the index of prefixes holds what they were admitted
-    with.
+    with, and those whose answer is complete, until their KV is kept or released.
     """
 
     def __init__(self) -> None:
         self._requests: dict[int, Request] = {}  # by number, in order of admission
+        self._answered: dict[int, Request] = {}  # whose KV is where it was
         self._prefixes: PrefixIndex[int] = PrefixIndex()
 
     def __len__(self) -> int:
@@ -277,23 +278,39 @@ class ActiveRequests:
         self._prefixes.put(request.number, request.scope, request.token_ids)
 
     def remove(self, request: Request) -> None:
-        """Remove one."""
+        """Remove one; if it is answered, its KV is there until `kv_left`."""
         del self._requests[request.number]
-        self._prefixes.take(request.number)
+        if request.state is RequestState.FINISHED:
+            self._answered[request.number] = request
+        else:
+            self._prefixes.take(request.number)
+
+    def kv_left(self, request: Request) -> None:
+        """Note that the KV of a request that is over is a resident's now, or released."""
+        if self._answered.pop(request.number, None) is not None:
+            self._prefixes.take(request.number)
 
     def has_session(self, key: SessionKey) -> bool:
         """Whether a session has one."""
         return any(request.key == key for request in self)
 
-    def longest_prefix(self, request: Request) -> tuple[Request, int] | None:
+    def longest_prefix(
+        self, request: Request, is_usable: Callable[[Request], bool] = lambda _: True
+    ) -> tuple[Request, int] | None:
         """Find who has, or will have, the KV of most of a request's first tokens.
+
+        Args:
+            request: the request.
+            is_usable: whether one may be the answer.
 
         Returns:
             The one admitted first of those, and the number of tokens, one less than all at most;
             None: nobody.
         """
-        found = self._prefixes.longest(request.scope, request.token_ids[:-1], lambda _: True)
-        return None if found is None else (self._requests[found[0]], found[1])
+        found = self._prefixes.longest(
+            request.scope, request.token_ids[:-1], lambda number: is_usable(self._by(number))
+        )
+        return None if found is None else (self._by(found[0]), found[1])
 
     def in_state(self, *states: RequestState) -> list[Request]:
         """List those in one of these states: higher priorities first, then by admission."""
@@ -303,7 +320,11 @@ class ActiveRequests:
     def check(self) -> None:
         """Raise AssertionError if an invariant is broken."""
         assert all(request.state in _ADMITTED for request in self)
-        assert len(self) == len({request.key for request in self}) == len(self._prefixes)
+        assert len(self) == len({request.key for request in self})
+        assert len(self) + len(self._answered) == len(self._prefixes)
         self._prefixes.check()
         for request in self:
             assert request.computed_tokens <= request.capacity_tokens <= request.window_tokens
+
+    def _by(self, number: int) -> Request:
+        return self._requests.get(number) or self._answered[number]

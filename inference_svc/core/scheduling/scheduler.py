@@ -223,12 +223,14 @@ class Scheduler:
         if key in self.residents or self._active.has_session(key):
             return False
         self.slots.become_resident(request, token_ids, now_ns)
+        self._active.kv_left(request)
         return True
 
     def release_kv(self, request: Request) -> None:
         """Free the KV of a request that is over; nothing if it has none (any more)."""
         assert request.is_over, "only an ended request releases its KV"
         self.slots.release_kv(request)
+        self._active.kv_left(request)
         self.feed.left(request.number)
 
     def truncated(self, request: Request, ranges: Sequence[Range]) -> None:

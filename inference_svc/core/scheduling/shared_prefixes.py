@@ -1,9 +1,10 @@
 """Whose KV a request's may begin with: that of another session which begins with the same tokens.
 
     a resident         its tokens' KV is there
-    a turn that runs   what it has computed is there. A request of which it computes most waits
-                       until it has: when many come with one prompt at the same time, the first of
-                       them computes it
+    a turn that runs   what it has computed is there, until its answer's KV is kept or released. A
+                       request of which it computes most waits until it has: when many come with
+                       one prompt at the same time, the first of them computes it; so does one of
+                       whose prompt a copy is under way
 
 It is copied; where slots are pages, these are both sessions'.
 
@@ -16,7 +17,7 @@ has a history beyond the tokens in question to load first.
 
 from typing import NamedTuple
 
-from inference_svc.core.scheduling.request import ActiveRequests, Request
+from inference_svc.core.scheduling.request import ActiveRequests, Request, RequestState
 from inference_svc.core.scheduling.residents import Resident, Residents
 from inference_svc.core.scheduling.slot_budget import SlotBudget
 from inference_svc.core.scheduling.start_gate import StartGate
@@ -64,7 +65,9 @@ class SharedPrefixes:
         if not self._may_share(request):
             return False
         leader, num_common = self._active.longest_prefix(request) or (None, 0)
-        if leader is None or leader.computed_tokens >= num_common:
+        if leader is None:
+            return False
+        if leader.computed_tokens >= num_common and not self._gate.is_copied(leader):
             return False
         num_tokens = self._aligned(leader, num_common)
         is_worth_it = (
@@ -94,12 +97,17 @@ class SharedPrefixes:
         return SharedPrefix(resident, self._slots.whole_pages(num_tokens))
 
     def _of_running(self, request: Request) -> SharedPrefix | None:
-        """Find what a turn that runs has computed; not while its load may still fail."""
-        leader, num_common = self._active.longest_prefix(request) or (None, 0)
-        if leader is None or not self._gate.is_certain(leader):
+        """Find what a turn has computed that runs, or is just answered."""
+        found = self._active.longest_prefix(request, self._is_certain)
+        if found is None:
             return None
+        leader, num_common = found
         num_tokens = min(num_common, leader.computed_tokens)
         return SharedPrefix(leader, self._aligned(leader, num_tokens))
+
+    def _is_certain(self, leader: Request) -> bool:
+        """Whether what a turn has computed is good: its load cannot fail any more."""
+        return leader.state is RequestState.FINISHED or self._gate.is_certain(leader)
 
     def _aligned(self, leader: Request, num_tokens: int) -> int:
         """Return the end of whole pages and whole blocks at or before a token."""

@@ -47,6 +47,7 @@ def buffer_layers(num_layers: int, load_layer_s: float, compute_layer_s: float) 
     return num_layers - (num_layers - 1) * compute_layer_s / load_layer_s
 
 
+HBM = "hbm"  # the tier of KV in the engine's own memory
 IDLE_SLACK_S = 0.02  # if nobody else is held up, waiting here or in the forward is the same
 HOLD_LIMIT_NS = NS_PER_S  # without news of a load: far longer than a layer takes
 
@@ -61,6 +62,7 @@ class _Load:
         layers_ready: number of layers ready now.
         announced_ns, news_ns: times when it was announced, and when the last layer arrived.
         guessed_layer_s: seconds per layer, from earlier loads; None: unknown.
+        is_copy: whether it is copied within the engine's memory.
         is_certain: whether the load is confirmed: its KV is good.
         buffer_layers: its read buffer, as last chosen; None: nobody had to choose.
     """
@@ -71,6 +73,7 @@ class _Load:
     announced_ns: int
     news_ns: int
     guessed_layer_s: float | None
+    is_copy: bool
     is_certain: bool
     buffer_layers: float | None = None
 
@@ -114,6 +117,7 @@ class StartGate:
             announced_ns=now_ns,
             news_ns=now_ns,
             guessed_layer_s=None if guess_s is None else guess_s / self._num_layers,
+            is_copy=tier == HBM,
             is_certain=layers_ready == self._num_layers,
         )
 
@@ -127,6 +131,11 @@ class StartGate:
         """Whether a request is watched, and its load is confirmed: all its KV is good."""
         load = self._loads.get(request.number)
         return load is not None and load.is_certain
+
+    def is_copied(self, request: Request) -> bool:
+        """Whether a request's KV is copied within the engine's memory: it is soon certain."""
+        load = self._loads.get(request.number)
+        return load is not None and load.is_copy and not load.is_certain
 
     def confirm(self, request: Request) -> None:
         """Record that a step over its history succeeded, and its load is confirmed."""

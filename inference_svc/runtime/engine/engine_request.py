@@ -12,6 +12,7 @@ import numpy as np
 from inference_svc.core.discards import Discard, Range
 from inference_svc.core.rates.rates import LoadPolicy
 from inference_svc.core.scheduling.request import Request
+from inference_svc.core.scheduling.start_gate import HBM
 from inference_svc.core.scheduling.step_plan import Admission
 from inference_svc.runtime.compute.attention_scores import ScoreKeeper
 from inference_svc.runtime.compute.sampling import Sampled, Sampler
@@ -22,8 +23,6 @@ from inference_svc.runtime.store.saves import SaveStream
 from inference_svc.runtime.store.session_store import BegunLoad
 from shared.types.block_key import TOKEN_BYTES
 from shared.types.lineage import Lineage
-
-HBM = "hbm"  # the tier of a resident's KV
 
 
 @dataclass(eq=False)

@@ -28,8 +28,9 @@ from inference_svc.core.counters import Counters
 from inference_svc.core.rates.rates import LoadPolicy
 from inference_svc.core.scheduling.request import RequestState
 from inference_svc.core.scheduling.scheduler import Scheduler
+from inference_svc.core.scheduling.start_gate import HBM
 from inference_svc.core.scheduling.step_plan import Admission
-from inference_svc.runtime.engine.engine_request import HBM, EngineRequest, Load
+from inference_svc.runtime.engine.engine_request import EngineRequest, Load
 from inference_svc.runtime.engine.requests import RequestMemory, Requests
 from inference_svc.runtime.kv.copy_stream import CopyStream, DoneInOrder
 from inference_svc.runtime.kv.kv_pool import KVPool

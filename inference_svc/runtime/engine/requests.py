@@ -281,10 +281,10 @@ class Requests:
         return self._requests[request.number]
 
     def kv_of(self, key: SessionKey) -> SequenceKv:
-        """Return the KV of a session's turn that runs, or may."""
-        states = (RequestState.READY, RequestState.RUNNING)
+        """Return the KV of a session's turn that runs, or may, or is just answered."""
+        states = (RequestState.READY, RequestState.RUNNING, RequestState.FINISHED)
         (request,) = (one for one in self if one.key == key and one.state in states)
-        assert request.kv is not None, "whoever runs has a sequence's KV"  # noqa: S101
+        assert request.kv is not None, "whoever has run has a sequence's KV"  # noqa: S101
         return request.kv
 
     def add(self, request: EngineRequest) -> None:

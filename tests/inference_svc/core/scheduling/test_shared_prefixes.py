@@ -158,6 +158,78 @@ def test_nothing_is_shared_while_a_load_may_fail():
     scheduler.check()
 
 
+def answered(**limits):
+    """A turn whose answer is complete; what it computed is neither kept nor released yet."""
+    scheduler = make(**limits)
+    (one,) = start_alike(scheduler, [*PROMPT, 1])
+    while not one.output_ids:
+        compute(scheduler)
+    scheduler.end(one, RequestEvent.FINISH, 4)
+    scheduler.check()
+    return scheduler, one
+
+
+@pytest.mark.parametrize("page_tokens", [4, None])
+def test_what_a_turn_computed_is_shared_while_its_answer_is_being_recorded(page_tokens):
+    """Its KV goes nowhere meanwhile; afterwards its resident's is."""
+    scheduler, one = answered(page_tokens=page_tokens)
+    two = submit(scheduler, 1, [*PROMPT, 2])
+    plan = scheduler.schedule(5)
+    assert admissions(plan) == [(1, 40, True)]
+    scheduler.check()
+    assert scheduler.keep_resident(one, [*PROMPT, 1], 5)
+    scheduler.residents.note_boundary(one.key, 40)
+    announce(scheduler, plan)
+    scheduler.check()
+    while not two.output_ids:
+        compute(scheduler)
+    submit(scheduler, 2, [*PROMPT, 3])
+    assert [(n, num_tokens) for n, num_tokens, _ in admissions(scheduler.schedule(6))] == [(2, 40)]
+
+
+def test_nothing_is_shared_of_what_is_released():
+    """As if it had never been."""
+    scheduler, one = answered()
+    scheduler.release_kv(one)
+    scheduler.check()
+    submit(scheduler, 1, [*PROMPT, 2])
+    assert admissions(scheduler.schedule(5)) == [(1, 0, False)]
+
+
+def test_who_comes_while_a_copy_is_under_way_waits_for_it():
+    """Though whoever computed it is gone, and the copy is not certain yet."""
+    scheduler, one, two = copying()
+    scheduler.end(one, RequestEvent.CANCEL, 4)
+    scheduler.release_kv(one)
+    scheduler.announced(two, 40, 4, layers_ready=0, tier="hbm")
+    submit(scheduler, 2, [*PROMPT, 3])
+    assert admissions(scheduler.schedule(5)) == []
+    scheduler.gate.progressed(two, NUM_LAYERS, 6)
+    assert not scheduler.residents.end_copy(two)
+    plan = scheduler.schedule(7)
+    assert (admissions(plan), len(plan.chunks)) == ([], 1)
+    scheduler.apply(StepResult(plan.chunks, {two.number: 7}), 8)
+    assert admissions(scheduler.schedule(9)) == [(2, 40, True)]
+
+
+def test_one_that_is_not_certain_does_not_hide_one_that_is():
+    """Of those with the same tokens, the first may be a copy that is under way."""
+    scheduler = make(page_tokens=None)
+    one, two, three = start_alike(scheduler, [*PROMPT, 1], [*PROMPT, 2], [*PROMPT, 3])
+    for _ in range(3):
+        compute(scheduler)
+    plan = scheduler.schedule(3)
+    assert admissions(plan) == [(1, 40, True), (2, 40, True)]
+    scheduler.announced(two, 40, 4, layers_ready=1)
+    scheduler.announced(three, 40, 4, layers_ready=NUM_LAYERS)
+    scheduler.residents.end_copy(three)
+    scheduler.end(one, RequestEvent.CANCEL, 4)
+    scheduler.release_kv(one)
+    submit(scheduler, 3, [*PROMPT, 4])
+    found = scheduler.schedule(5).admitted
+    assert [(a.request.number, a.resident_tokens, a.source) for a in found] == [(3, 40, three.key)]
+
+
 def test_a_session_builds_on_what_it_has_itself():
     """Even if somebody is about to compute more of its prompt."""
     scheduler = make()
