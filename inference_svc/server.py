@@ -186,8 +186,8 @@ async def _serving_http(
     calls: "Calls",
 ) -> AsyncIterator[None]:
     """Serve monitors and the OpenAI-compatible API inside the block, where they have addresses."""
+    from inference_svc.http_api.serving import serving_openai
     from inference_svc.metrics.values import make_exporter
-    from inference_svc.openai.serving import serving_openai
     from shared.serving.http_observer import observing
     from shared.serving.operations_http import Operations, serving_operations
 

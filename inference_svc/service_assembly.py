@@ -98,10 +98,11 @@ def assemble_service(
     )
     report = TurnReport(engine_parts.histograms)
     has_tokenizer = loaded.tokenizer is not None
+    prompts = PromptMaker(text, text_thread, turn_limits, has_tokenizer=has_tokenizer)
     runner = TurnRunner(
         engine=engine,
         transcripts=transcripts,
-        prompts=PromptMaker(text, text_thread, turn_limits, has_tokenizer=has_tokenizer),
+        prompts=prompts,
         tokenizer=loaded.tokenizer,
         limits=turn_limits,
         counters=counters,
@@ -131,6 +132,7 @@ def assemble_service(
         streams=StreamCounts(settings.limits.max_streams_per_client),
         counters=counters,
         report=report,
+        prompts=prompts,
     )
     return ServiceParts(
         engine_parts=engine_parts,

@@ -115,6 +115,7 @@ class GrowingAnswer:
     Attributes:
         kept: the tokens of the answer, in order; those of a stop string are not among them.
         cut_text: when a stop string begins inside a token, the part of its text that is kept.
+        stop_string: the stop string that ended it; "" if none did.
     """
 
     def __init__(self, params: SamplingParams, eos_ids: frozenset[int]) -> None:
@@ -124,14 +125,15 @@ class GrowingAnswer:
         self._num_sampled = 0
         self.kept: list[AnswerToken] = []
         self.cut_text = ""
+        self.stop_string = ""
 
     def push(self, token: AnswerToken) -> tuple[list[AnswerToken], FinishReason | None]:
         """Add the next sampled token; return those to show now, and why the answer ends, if so."""
         self._held.append(token)
         self._num_sampled += 1
         held_text = "".join(held.text for held in self._held)
-        cut = self._find_stop(held_text)
-        if cut is not None:
+        cut, self.stop_string = self._find_stop(held_text)
+        if self.stop_string:
             return self._cut_at(cut), FinishReason.STOP
         if token.token_id in self._eos_ids and not self._params.ignore_eos:
             return self._release(len(self._held)), FinishReason.STOP
@@ -148,10 +150,10 @@ class GrowingAnswer:
         """Return the tokens held back: no token comes any more."""
         return self._release(len(self._held))
 
-    def _find_stop(self, text: str) -> int | None:
-        """Return the index of the first stop string in the text; None if there is none."""
-        found = [index for stop in self._params.stop if (index := text.find(stop)) >= 0]
-        return min(found, default=None)
+    def _find_stop(self, text: str) -> tuple[int, str]:
+        """Return where the first stop string is in the text, and which; "" if there is none."""
+        found = [(at, stop) for stop in self._params.stop if (at := text.find(stop)) >= 0]
+        return min(found, default=(0, ""))
 
     def _num_safe_characters(self, text: str) -> int:
         """Count first characters that cannot be part of a stop string, whatever comes next."""

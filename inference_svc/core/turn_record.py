@@ -83,6 +83,7 @@ class TurnRecord:
         system_tokens: number of first tokens that are the system message, with whatever the
             template writes before the first message; 0 if the turn began with a context.
         is_text: whether the input was raw text: a special token in it begins no message.
+        stop_string: the stop string that ended the answer; "" if none did.
     """
 
     turn: int
@@ -100,6 +101,7 @@ class TurnRecord:
     discards: tuple[Discard, ...] = ()
     system_tokens: int = 0
     is_text: bool = False
+    stop_string: str = ""
 
     @property
     def num_tokens(self) -> int:
@@ -133,11 +135,12 @@ class Accepted:
 
 @dataclass(frozen=True)
 class Started:
-    """The history is loaded as far as it was stored."""
+    """The history is loaded as far as it was stored; the members are those of `Usage`."""
 
     history_tokens: int
     reused_tokens: int
     queue_s: float
+    new_tokens: int
 
 
 @dataclass(frozen=True)
@@ -156,12 +159,14 @@ class Finished:
         text: the whole answer's text.
         usage: the cost of the turn.
         turns: number of complete turns of the session now.
+        stop_string: the stop string that ended the answer; "" if none did.
     """
 
     finish_reason: str
     text: str
     usage: Usage
     turns: int
+    stop_string: str = ""
 
 
 TurnEvent: TypeAlias = Accepted | Started | Tokens | Finished

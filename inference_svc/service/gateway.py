@@ -11,8 +11,9 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from inference_svc.core.counters import Counters
-from inference_svc.core.submission import Submission, TurnDefaults, TurnNames
+from inference_svc.core.submission import Submission, TurnDefaults, TurnInput, TurnNames
 from inference_svc.runtime.turns.turn import Turn
+from inference_svc.runtime.turns.turn_prompt import PromptMaker
 from inference_svc.runtime.turns.turn_report import TurnReport
 from inference_svc.runtime.turns.turns import Turns
 from shared.access.clients import StreamCounts, TooManyStreamsError
@@ -68,6 +69,7 @@ class Gateway:
         streams: counts the turns that each client follows.
         counters: the service's counters.
         report: receives turns that are not begun.
+        prompts: encodes what is only to be counted.
 
     Attributes:
         turns: the service's turn registry. Its methods take keys made by `key`.
@@ -84,6 +86,7 @@ class Gateway:
         streams: StreamCounts,
         counters: Counters,
         report: TurnReport,
+        prompts: PromptMaker,
     ) -> None:
         self.turns = turns
         self.model = model
@@ -92,6 +95,7 @@ class Gateway:
         self._describe = describe
         self._counters = counters
         self._report = report
+        self._prompts = prompts
 
     def describe(self) -> pb.Model:
         """Describe the model, the defaults and the engine's state."""
@@ -109,6 +113,14 @@ class Gateway:
             TenantDeniedError: the tenant is not one of the identity's.
         """
         return identity.key(tenant, self.model, session_id)
+
+    async def count_tokens(self, given: TurnInput) -> int:
+        """Count the tokens of an input that begins a session.
+
+        Raises:
+            ReportedError: it cannot be encoded.
+        """
+        return await self._prompts.count(given)
 
     async def submit(
         self,

@@ -130,6 +130,7 @@ def encode_event(event: TurnEvent) -> pb.TurnEvent:
             text=event.text,
             usage=_encode_usage(event.usage),
             turns=event.turns,
+            stop_string=event.stop_string,
         )
     )
 
@@ -222,6 +223,7 @@ def _encode_record(record: TurnRecord) -> pb.TurnRecord:
         finish_reason=record.finish_reason,
         usage=_encode_usage(record.usage),
         created_unix_s=record.created_unix_s,
+        stop_string=record.stop_string,
     )
 
 

@@ -5,12 +5,12 @@ import json
 from hypothesis import given
 from hypothesis import strategies as st
 
-from inference_svc.openai.bodies import decode
-from inference_svc.openai.chats import ChatBody
-from inference_svc.openai.errors import RequestError, error_object
-from inference_svc.openai.replies import json_bytes
-from inference_svc.openai.requests import parse_object
-from inference_svc.openai.responses import ResponseBody
+from inference_svc.http_api.bodies import decode
+from inference_svc.http_api.errors import RequestError, error_object
+from inference_svc.http_api.openai.chats import ChatBody
+from inference_svc.http_api.openai.responses import ResponseBody
+from inference_svc.http_api.replies import json_bytes
+from inference_svc.http_api.requests import parse_object
 
 NAMES = sorted(
     {

@@ -98,7 +98,10 @@ class AnswerWriter:
         # Another session may have computed more of this prompt than this one has.
         self._history_tokens = max(self._history_tokens, request.outcome.tokens)
         queue_s = (request.admitted_ns - request.arrived_ns) / NS_PER_S
-        self._turn.publish(Started(self._history_tokens, request.outcome.tokens, queue_s))
+        new_tokens = self._prompt_tokens - self._history_tokens
+        self._turn.publish(
+            Started(self._history_tokens, request.outcome.tokens, queue_s, new_tokens)
+        )
 
     def sampled(self, token: Sampled) -> bool:
         """See TurnSink."""
@@ -119,6 +122,11 @@ class AnswerWriter:
         """See TurnSink."""
         self.finish_reason = FinishReason.LENGTH
         self._show(self._answer.end())
+
+    @property
+    def stop_string(self) -> str:
+        """The stop string that ended the answer; "" if none did."""
+        return self._answer.stop_string
 
     def kept_ids(self, request: Request) -> list[int]:
         """Return the tokens of the context that stay: without those of a stop string.
@@ -164,6 +172,7 @@ class AnswerWriter:
             discards=discards,
             system_tokens=prompt.system_tokens,
             is_text=prompt.is_text,
+            stop_string=self.stop_string,
         )
 
     def usage(self, request: EngineRequest, discards: Sequence[Discard] = ()) -> Usage:

@@ -164,9 +164,9 @@ def replay(submission: Submission, record: TurnRecord) -> Turn:
     turn = Turn(submission)
     turn.publish(
         Accepted(submission.key.session_id, record.turn, record.request_id, 0, is_replayed=True),
-        Started(usage.history_tokens, usage.reused_tokens, usage.queue_s),
+        Started(usage.history_tokens, usage.reused_tokens, usage.queue_s, usage.new_tokens),
         Tokens(tuple(AnswerToken(*row) for row in rows)),
-        Finished(record.finish_reason, record.text, usage, record.turn + 1),
+        Finished(record.finish_reason, record.text, usage, record.turn + 1, record.stop_string),
     )
     turn.close()
     return turn

@@ -8,7 +8,7 @@ from inference_svc.core.answers import GrowingAnswer
 from inference_svc.core.context import Context
 from inference_svc.core.discards import Discard, Range
 from inference_svc.core.errors import EmptyTurnError, InvalidTurnError
-from inference_svc.core.submission import ChatInput, Submission, TextInput
+from inference_svc.core.submission import ChatInput, Submission, TextInput, TurnInput
 from inference_svc.core.turn_window import TurnWindow
 from inference_svc.runtime.turns.chat_text import TurnText
 from inference_svc.runtime.worker_thread import WorkerThread
@@ -115,16 +115,24 @@ class PromptMaker:
                 "stop strings need a tokenizer, the model has none", "send none of them"
             )
         window = self._window(submission)
-        input_ids = await self._encode(submission, context)
+        input_ids = await self._encode(submission.input, context)
         ranges = window.at_start(context, len(input_ids))
         kept = context.without(ranges)
         if ranges and ranges[-1][1] == len(context.token_ids):
             # The last answer is dropped, too: its closing, which begins the input, goes with it.
-            input_ids = await self._encode(submission, kept)
+            input_ids = await self._encode(submission.input, kept)
             window.check_fits(len(kept.token_ids), len(input_ids))
         system_tokens = 0 if kept.token_ids else await self._system_tokens(submission, input_ids)
         is_text = isinstance(submission.input, TextInput)
         return Prompt(context, ranges, input_ids, system_tokens, is_text, window)
+
+    async def count(self, given: TurnInput) -> int:
+        """Count the tokens of an input that begins a session.
+
+        Raises:
+            ReportedError: it cannot be encoded; see `make`.
+        """
+        return len(await self._encode(given, Context()))
 
     def _window(self, submission: Submission) -> TurnWindow:
         return TurnWindow(
@@ -136,9 +144,8 @@ class PromptMaker:
             frame_tokens=self._text.frame_tokens,
         )
 
-    async def _encode(self, submission: Submission, context: Context) -> list[int]:
+    async def _encode(self, given: TurnInput, context: Context) -> list[int]:
         """Return the token ids to append to the context."""
-        given = submission.input
         if isinstance(given, TextInput):
             token_ids = await self._thread.run(
                 self._text.encode_text,

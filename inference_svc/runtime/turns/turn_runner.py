@@ -171,7 +171,7 @@ class TurnRunner:
         """Publish the last event, and report how the turn ended."""
         text = "".join(token.text for token in writer.tokens)
         reason = str(writer.finish_reason)
-        turn.publish(Finished(reason, text, usage, num_turns))
+        turn.publish(Finished(reason, text, usage, num_turns, writer.stop_string))
         cancelled = writer.finish_reason is FinishReason.CANCELLED
         self._report.answered(
             turn.submission, request, reason, usage, num_turns, cancelled=cancelled

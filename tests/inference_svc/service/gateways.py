@@ -14,4 +14,4 @@ async def gateway_of(model, directory, most_streams=2):
     async with serving(model, directory) as service:
         report = TurnReport(service.histograms)
         streams, counters = StreamCounts(most_streams), service.counters
-        yield Gateway(service.turns, "m", None, TurnDefaults(64), streams, counters, report)
+        yield Gateway(service.turns, "m", None, TurnDefaults(64), streams, counters, report, None)

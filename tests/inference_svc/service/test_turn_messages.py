@@ -156,7 +156,7 @@ def test_events_are_encoded_field_by_field():
     """What the runtime publishes is what the client reads."""
     accepted = encode_event(Accepted("s", 3, "r", 2, is_replayed=True)).accepted
     assert (accepted.turn, accepted.queue_length, accepted.replayed) == (3, 2, True)
-    assert encode_event(Started(10, 8, 0.5)).started.reused_tokens == 8
+    assert encode_event(Started(10, 8, 0.5, 3)).started.reused_tokens == 8
     token = AnswerToken(7, "é", -0.5, ((7, -0.5), (9, -1.5)))
     (encoded,) = encode_event(Tokens((token,))).tokens.tokens
     assert (encoded.text, encoded.logprob, encoded.top[1].token_id) == ("é", -0.5, 9)

@@ -121,14 +121,16 @@ class Accepted(_message.Message):
     def __init__(self, session_id: _Optional[str] = ..., turn: _Optional[int] = ..., request_id: _Optional[str] = ..., queue_length: _Optional[int] = ..., replayed: bool = ...) -> None: ...
 
 class Started(_message.Message):
-    __slots__ = ("history_tokens", "reused_tokens", "queue_s")
+    __slots__ = ("history_tokens", "reused_tokens", "queue_s", "new_tokens")
     HISTORY_TOKENS_FIELD_NUMBER: _ClassVar[int]
     REUSED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     QUEUE_S_FIELD_NUMBER: _ClassVar[int]
+    NEW_TOKENS_FIELD_NUMBER: _ClassVar[int]
     history_tokens: int
     reused_tokens: int
     queue_s: float
-    def __init__(self, history_tokens: _Optional[int] = ..., reused_tokens: _Optional[int] = ..., queue_s: _Optional[float] = ...) -> None: ...
+    new_tokens: int
+    def __init__(self, history_tokens: _Optional[int] = ..., reused_tokens: _Optional[int] = ..., queue_s: _Optional[float] = ..., new_tokens: _Optional[int] = ...) -> None: ...
 
 class TokenLogprob(_message.Message):
     __slots__ = ("token_id", "logprob")
@@ -202,16 +204,18 @@ class Usage(_message.Message):
     def __init__(self, history_tokens: _Optional[int] = ..., reused_tokens: _Optional[int] = ..., recomputed_tokens: _Optional[int] = ..., new_tokens: _Optional[int] = ..., output_tokens: _Optional[int] = ..., tier_tokens: _Optional[_Mapping[str, int]] = ..., queue_s: _Optional[float] = ..., load_s: _Optional[float] = ..., prefill_s: _Optional[float] = ..., ttft_s: _Optional[float] = ..., tpot_s: _Optional[float] = ..., total_s: _Optional[float] = ..., recompute_reason: _Optional[str] = ..., dropped_tokens: _Optional[int] = ..., preemptions: _Optional[int] = ..., stall_s: _Optional[float] = ..., compressed_tokens: _Optional[int] = ...) -> None: ...
 
 class Finished(_message.Message):
-    __slots__ = ("finish_reason", "text", "usage", "turns")
+    __slots__ = ("finish_reason", "text", "usage", "turns", "stop_string")
     FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
     USAGE_FIELD_NUMBER: _ClassVar[int]
     TURNS_FIELD_NUMBER: _ClassVar[int]
+    STOP_STRING_FIELD_NUMBER: _ClassVar[int]
     finish_reason: str
     text: str
     usage: Usage
     turns: int
-    def __init__(self, finish_reason: _Optional[str] = ..., text: _Optional[str] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., turns: _Optional[int] = ...) -> None: ...
+    stop_string: str
+    def __init__(self, finish_reason: _Optional[str] = ..., text: _Optional[str] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., turns: _Optional[int] = ..., stop_string: _Optional[str] = ...) -> None: ...
 
 class TurnEvent(_message.Message):
     __slots__ = ("accepted", "started", "tokens", "finished")
@@ -272,7 +276,7 @@ class Discarded(_message.Message):
     def __init__(self, turn: _Optional[int] = ..., after_tokens: _Optional[int] = ..., ranges: _Optional[_Iterable[_Union[TokenRange, _Mapping]]] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class TurnRecord(_message.Message):
-    __slots__ = ("turn", "request_id", "input_ids", "output_ids", "text", "finish_reason", "usage", "created_unix_s")
+    __slots__ = ("turn", "request_id", "input_ids", "output_ids", "text", "finish_reason", "usage", "created_unix_s", "stop_string")
     TURN_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     INPUT_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -281,6 +285,7 @@ class TurnRecord(_message.Message):
     FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
     USAGE_FIELD_NUMBER: _ClassVar[int]
     CREATED_UNIX_S_FIELD_NUMBER: _ClassVar[int]
+    STOP_STRING_FIELD_NUMBER: _ClassVar[int]
     turn: int
     request_id: str
     input_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -289,7 +294,8 @@ class TurnRecord(_message.Message):
     finish_reason: str
     usage: Usage
     created_unix_s: float
-    def __init__(self, turn: _Optional[int] = ..., request_id: _Optional[str] = ..., input_ids: _Optional[_Iterable[int]] = ..., output_ids: _Optional[_Iterable[int]] = ..., text: _Optional[str] = ..., finish_reason: _Optional[str] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., created_unix_s: _Optional[float] = ...) -> None: ...
+    stop_string: str
+    def __init__(self, turn: _Optional[int] = ..., request_id: _Optional[str] = ..., input_ids: _Optional[_Iterable[int]] = ..., output_ids: _Optional[_Iterable[int]] = ..., text: _Optional[str] = ..., finish_reason: _Optional[str] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., created_unix_s: _Optional[float] = ..., stop_string: _Optional[str] = ...) -> None: ...
 
 class Session(_message.Message):
     __slots__ = ("tenant", "model", "session_id", "turns", "num_tokens", "busy", "ended", "turn_records", "context_tokens", "dropped_tokens", "context_ids", "discards")

@@ -60,7 +60,7 @@ async def test_nothing_comes_after_the_last_event():
     over = turn()
     last = Finished("cancelled", "", Usage(), 1)
     over.publish(last)
-    over.publish(Started(0, 0, 0.0))
+    over.publish(Started(0, 0, 0.0, 1))
     assert over.is_answered
     over.close(TurnCancelledError("it was cancelled", "submit it again"))
     assert [event async for event in over.follow()] == [last]

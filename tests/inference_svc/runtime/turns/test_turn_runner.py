@@ -76,7 +76,7 @@ async def test_a_repeat_is_answered_from_the_record(model, tmp_path, logprobs):
         assert all((token.logprob is not None) == bool(logprobs) for token in shown)
         assert again == [
             Accepted("s", 0, "a", 0, is_replayed=True),
-            Started(usage.history_tokens, usage.reused_tokens, usage.queue_s),
+            Started(usage.history_tokens, usage.reused_tokens, usage.queue_s, usage.new_tokens),
             Tokens(shown),
             first[-1],
         ]

@@ -183,7 +183,7 @@ class HeldRunner:
         turn.request = Request(1, turn.submission.key, [1], 8, 1)
         await self.may_start.wait()
         turn.request.started_ns = 1
-        turn.publish(Started(0, 0, 0.0))
+        turn.publish(Started(0, 0, 0.0, 1))
         try:
             await self.may_end.wait()
         except asyncio.CancelledError:

@@ -1,0 +1,1 @@
+"""Anthropic's words: messages. `docs/anthropic.md`."""

@@ -1,0 +1,320 @@
+"""Bodies of requests as pydantic models: the base of all, and what each request for a turn has.
+
+Types are strict: true is not 1, 3.0 is no whole number, a number in quotes is text. A member that
+is null counts as absent, as it does for OpenAI. Members are refused in one of three ways: a feature
+that is not there (`unsupported_value`), a value off its type or bounds (`invalid_value`), a name
+that nobody knows (`unknown_parameter`); the first of these in a body is reported, with its path.
+
+Sampling is OpenAI's, with the service's own parameters beside it (`top_k`, `min_p`,
+`repetition_penalty`, `ignore_eos`). A request that names no temperature gets the one of the
+settings, which is OpenAI's default there.
+"""
+
+import difflib
+import functools
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, Self, TypeVar
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    model_validator,
+)
+
+from inference_svc.core.answers import MAX_STOP_STRINGS, MAX_TOP_LOGPROBS
+from inference_svc.http_api.errors import RequestError, UnknownParameterError, UnsupportedValueError
+
+MAX_SHOWN = 60  # characters of a bad value that a message repeats
+MOST_TOKENS = 2**31 - 1
+MAX_SEED = 2**63  # negative seeds are taken modulo it
+MAX_METADATA = 16  # OpenAI's bounds
+MAX_METADATA_NAME = 64
+MAX_METADATA_TEXT = 512
+
+B = TypeVar("B", bound="Body")
+
+
+@dataclass(frozen=True)
+class Refused:
+    """A member that means something that the service does not do.
+
+    Attributes:
+        accepted: values that have no effect.
+        remedy: what to do instead.
+    """
+
+    accepted: tuple[object, ...]
+    remedy: str
+
+    def allows(self, value: object) -> bool:
+        """Whether a value has no effect; true and 1 are different."""
+        return any(
+            isinstance(value, bool) == isinstance(each, bool) and value == each
+            for each in self.accepted
+        )
+
+
+class WrongMemberError(ValueError):
+    """A validator of ours refuses a value; `decode` raises a `kind` of it, with its path.
+
+    Args:
+        message: "{path}" stands for the path, "{path!r}" for the same in quotes.
+        remedy: what to send instead.
+        name: of the member in the value that is validated; "" for that value itself.
+        kind: the error that the client gets.
+    """
+
+    def __init__(
+        self, message: str, remedy: str, name: str = "", kind: type[RequestError] = RequestError
+    ) -> None:
+        super().__init__(message)
+        self.message = message
+        self.remedy = remedy
+        self.name = name
+        self.kind = kind
+
+
+class Body(BaseModel):
+    """An object that a client sent.
+
+    Attributes:
+        content_words: what an object of this kind is made of, for people.
+        refused: members that ask for what there is not.
+        ignored: members that change nothing that this service does.
+    """
+
+    model_config = ConfigDict(strict=True, frozen=True, extra="allow")
+
+    content_words: ClassVar[str] = "an object"
+    refused: ClassVar[Mapping[str, Refused]] = {}
+    ignored: ClassVar[frozenset[str]] = frozenset()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _take_what_counts(cls, given: Any) -> Any:
+        if not isinstance(given, dict):
+            raise WrongMemberError("{path} is not an object", f"send {cls.content_words}")
+        for name, rule in cls.refused.items():
+            value = given.get(name)
+            if value is not None and not rule.allows(value):
+                message = f"{{path}} = {_shown(value)} is not supported"
+                raise WrongMemberError(message, rule.remedy, name, UnsupportedValueError)
+        taken, known = _names(cls)
+        values = {name: given[name] for name in taken if given.get(name) is not None}
+        for name, value in given.items():
+            if value is not None and name not in known:
+                values[name] = value  # one is enough to refuse them all
+                break
+        return values
+
+    @model_validator(mode="after")
+    def _know_all(self) -> Self:
+        for name in self.model_extra or ():
+            shown = name[:MAX_SHOWN]  # the name may be as long as the body
+            close = difflib.get_close_matches(shown, sorted(_names(type(self))[1]), n=1)
+            raise WrongMemberError(
+                "there is no parameter {path!r}",
+                f"did you mean {close[0]!r}?" if close else "leave it out",
+                shown,
+                UnknownParameterError,
+            )
+        return self
+
+
+@functools.cache
+def _names(kind: type[Body]) -> tuple[tuple[str, ...], frozenset[str]]:
+    """Return the names of an object's members that are read, and of all that it may have."""
+    taken = tuple(field.alias or name for name, field in kind.model_fields.items())
+    return taken, frozenset((*taken, *kind.refused, *kind.ignored))
+
+
+def decode(kind: type[B], given: dict[str, Any]) -> B:
+    """Read an object that a client sent.
+
+    Raises:
+        RequestError: something is off, unknown or not supported.
+    """
+    try:
+        return kind.model_validate(given)
+    except ValidationError as error:
+        refusals = [_refusal(found) for found in error.errors(include_url=False)]
+        raise min(refusals, key=_rank) from error
+
+
+def _rank(refusal: RequestError) -> int:
+    """Order refusals: first what is not there, then what is off, last a name that nobody knows."""
+    if isinstance(refusal, UnsupportedValueError):
+        return 0
+    return 2 if isinstance(refusal, UnknownParameterError) else 1
+
+
+# What to send instead, by pydantic's names of what is off.
+_EXPECTED: Mapping[str, str] = {
+    "string_type": "a string",
+    "bool_type": "true or false",
+    "int_type": "a whole number",
+    "float_type": "a number",
+    "list_type": "a list",
+    "dict_type": "an object",
+    "literal_error": "{expected}",
+    "greater_than_equal": "a number, {ge} or more",
+    "less_than_equal": "a number, {le} or less",
+}
+
+
+def _refusal(found: Any) -> RequestError:
+    """Turn one of pydantic's errors into one that OpenAI's clients know."""
+    context = found.get("ctx", {})
+    wrong = context.get("error")
+    if isinstance(wrong, WrongMemberError):
+        path = _path(*found["loc"], wrong.name)
+        message = wrong.message.replace("{path!r}", repr(path), 1).replace("{path}", path, 1)
+        return wrong.kind(message, wrong.remedy, path)
+    path = _path(*found["loc"])
+    bounds = {name: f"{b:g}" if isinstance(b, float) else b for name, b in context.items()}
+    expected = _EXPECTED.get(found["type"], "another value").format(**bounds)
+    return RequestError(f"{path} = {_shown(found['input'])} cannot be", f"send {expected}", path)
+
+
+def _path(*parts: str | int) -> str:
+    """Write where a member is in the body, as in "messages[2].content"."""
+    path = ""
+    for part in parts:
+        if isinstance(part, int):
+            path += f"[{part}]"
+        elif part:
+            path += part if not path or part.startswith("[") else f".{part}"
+    return path
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, list | dict):
+        return "[…]" if isinstance(value, list) else "{…}"
+    if isinstance(value, int) and not isinstance(value, bool) and value.bit_length() > 64:
+        return "a very large number"
+    text = json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= MAX_SHOWN else text[:MAX_SHOWN] + "…"
+
+
+# ---------------------------------------------------------------------------- requests for turns
+
+
+def _stop(given: Any) -> Any:
+    if isinstance(given, str):
+        return [given] if given else []
+    is_list = isinstance(given, list) and len(given) <= MAX_STOP_STRINGS
+    if not is_list or not all(isinstance(text, str) for text in given):
+        raise WrongMemberError(
+            "{path} cannot be so", f"send a string, or at most {MAX_STOP_STRINGS} strings"
+        )
+    return given
+
+
+def _metadata(given: Any) -> Any:
+    """Bound a client's notes before they are read; null is an empty text."""
+    if not isinstance(given, dict):
+        return given
+    if len(given) > MAX_METADATA or any(
+        len(name) > MAX_METADATA_NAME or (isinstance(text, str) and len(text) > MAX_METADATA_TEXT)
+        for name, text in given.items()
+    ):
+        raise WrongMemberError(
+            "{path} is too long",
+            f"send at most {MAX_METADATA} texts of {MAX_METADATA_TEXT} characters, under names "
+            f"of {MAX_METADATA_NAME}",
+        )
+    return {name: "" if text is None else text for name, text in given.items()}
+
+
+def _model(name: str) -> str:
+    if not name:
+        raise WrongMemberError("{path} is missing", "name one of GET /v1/models")
+    return name
+
+
+Count = Annotated[int, Field(ge=1, le=MOST_TOKENS)]
+_NO_TOOLS = "the service has no tools: leave it out"
+
+
+class TurnBody(Body, ABC):
+    """A request for a turn, of whichever API.
+
+    Attributes:
+        model: name of the model that is to answer; OpenAI demands it, too.
+        store: whether the session may stay afterwards.
+        session_id: the session that the client names; "" if its messages decide.
+        top_logprobs: how many alternatives of each token; None if the client does not say.
+        metadata: a client's own notes.
+    """
+
+    refused: ClassVar[Mapping[str, Refused]] = {
+        "tools": Refused(([],), _NO_TOOLS),
+        "tool_choice": Refused(("none", "auto"), _NO_TOOLS),
+        "service_tier": Refused(("auto", "default"), "leave it out: all turns are of one tier"),
+        "moderation": Refused((), "the service does not moderate: leave it out"),
+    }
+    ignored: ClassVar[frozenset[str]] = frozenset(
+        {
+            "max_tool_calls",
+            "parallel_tool_calls",
+            "prediction",
+            "prompt_cache_key",
+            "prompt_cache_options",
+            "prompt_cache_retention",
+            "safety_identifier",
+            "user",
+        }
+    )
+
+    model: Annotated[str, AfterValidator(_model)] = Field(default="", validate_default=True)
+    stream: bool = False
+    store: bool = True
+    session_id: str = ""
+    temperature: float | None = Field(default=None, ge=0, le=2)
+    top_p: float | None = Field(default=None, ge=0, le=1)
+    top_k: int | None = Field(default=None, ge=0, le=MOST_TOKENS)
+    min_p: float | None = Field(default=None, ge=0, le=1)
+    repetition_penalty: float | None = Field(default=None, ge=0, le=100)
+    seed: int | None = Field(default=None, ge=-MAX_SEED, le=MAX_SEED - 1)
+    stop: Annotated[list[str], BeforeValidator(_stop)] = Field(default_factory=list)
+    ignore_eos: bool = False
+    top_logprobs: int | None = Field(default=None, ge=0, le=MAX_TOP_LOGPROBS)
+    metadata: Annotated[dict[str, str], BeforeValidator(_metadata)] = Field(default_factory=dict)
+
+    @property
+    @abstractmethod
+    def max_answer_tokens(self) -> int | None:
+        """Bound of the answer; None if the client does not say."""
+
+    @property
+    @abstractmethod
+    def shown_logprobs(self) -> int | None:
+        """How many alternatives are shown of each token; None: not even its own probability."""
+
+    def sampling(self, temperature: float) -> dict[str, Any]:
+        """Return the client's sampling values, by the names of `SamplingParams`.
+
+        Args:
+            temperature: temperature of a request that names none.
+        """
+        said = {
+            "temperature": temperature if self.temperature is None else self.temperature,
+            "top_p": self.top_p,
+            "top_k": self.top_k,
+            "min_p": self.min_p,
+            "repetition_penalty": self.repetition_penalty,
+            "seed": None if self.seed is None else self.seed % MAX_SEED,
+            "max_tokens": self.max_answer_tokens,
+            # The engine reports a token's own log-probability with its most likely ones only.
+            "logprobs": None if self.shown_logprobs is None else max(1, self.shown_logprobs),
+            "stop": tuple(self.stop),
+            "ignore_eos": self.ignore_eos,
+        }
+        return {name: value for name, value in said.items() if value is not None}

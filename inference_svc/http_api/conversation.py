@@ -1,0 +1,41 @@
+"""Messages as roles and texts: the one form behind every API."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from inference_svc.http_api.bodies import WrongMemberError
+
+ASSISTANT = "assistant"
+SYSTEM = "system"
+USER = "user"
+MAX_MESSAGES = 4096
+MAX_PARTS = 4096  # of all messages together: reading each takes its time, of everybody's
+
+
+@dataclass(frozen=True)
+class Message:
+    """One message; `content` may be empty in an answer."""
+
+    role: str
+    content: str
+
+
+def bounded(given: Any) -> Any:
+    """Refuse lists that would take long to read, before they are read."""
+    if not isinstance(given, list):
+        return given
+    if not 0 < len(given) <= MAX_MESSAGES:
+        raise WrongMemberError(
+            f"{len(given)} messages cannot be", f"send 1 to {MAX_MESSAGES} messages"
+        )
+    num_parts = sum(map(_num_parts, given))
+    if num_parts > MAX_PARTS:
+        raise WrongMemberError(
+            f"{num_parts} parts of content cannot be", f"send at most {MAX_PARTS}"
+        )
+    return given
+
+
+def _num_parts(given: Any) -> int:
+    content = given.get("content") if isinstance(given, dict) else None
+    return len(content) if isinstance(content, list) else 0

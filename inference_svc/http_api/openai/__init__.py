@@ -1,0 +1,1 @@
+"""OpenAI's words: chat completions and responses. `docs/openai.md`."""

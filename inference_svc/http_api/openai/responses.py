@@ -1,0 +1,244 @@
+"""/v1/responses: a turn by its own id, which the next one may follow."""
+
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import replace
+from typing import Annotated, Any, ClassVar, Literal, Self
+
+from aiohttp import web
+from pydantic import BeforeValidator, Field, model_validator
+
+from inference_svc.core.truncation import OLDEST, REJECT
+from inference_svc.core.turn_record import Finished
+from inference_svc.http_api.api import Api
+from inference_svc.http_api.bodies import Body, Count, Refused, TurnBody, WrongMemberError
+from inference_svc.http_api.conversation import SYSTEM, Message
+from inference_svc.http_api.errors import RequestError, UnsupportedValueError, unknown_response
+from inference_svc.http_api.openai.messages import InputItems
+from inference_svc.http_api.openai.response_objects import ResponseObjects
+from inference_svc.http_api.replies import reply, send_answer
+from inference_svc.http_api.requests import TurnRequest, caller_of
+from inference_svc.http_api.sessions.lookup import ResponseInfo, StoredResponse
+from inference_svc.http_api.sessions.routing import Caller, HttpTurn
+from shared.types.errors import NotFoundError
+
+LOGPROBS = "message.output_text.logprobs"  # of `include`
+MAX_KEPT_INSTRUCTIONS = 16384  # characters that GET shows again; longer ones are compared only
+
+
+class TextOptions(Body):
+    """Options of the text that is written: plain text is the only kind."""
+
+    refused: ClassVar[Mapping[str, Refused]] = {
+        "format": Refused(({"type": "text"},), "the service writes plain text only"),
+        "verbosity": Refused(("medium",), "say it in a message"),
+    }
+
+
+class ResponseStreamOptions(Body):
+    """Options of a stream; none of them changes anything."""
+
+    ignored: ClassVar[frozenset[str]] = frozenset({"include_obfuscation"})
+
+
+def _include(given: Any) -> Any:
+    for name in given if isinstance(given, list) else ():
+        if name != LOGPROBS:
+            raise WrongMemberError(
+                f"include {str(name)[:60]!r} is not supported",
+                f"send {LOGPROBS!r} only",
+                kind=UnsupportedValueError,
+            )
+    return given
+
+
+class ResponseBody(TurnBody):
+    """The body of POST /v1/responses.
+
+    Attributes:
+        instructions: lead the conversation, as its system message.
+        previous_response_id: id of the response that this one follows; "" if it follows none.
+        include: names of what is shown beside the answer.
+        truncation: OpenAI's name of the overflow policy; "": the service's.
+    """
+
+    refused: ClassVar[Mapping[str, Refused]] = {
+        **TurnBody.refused,
+        "background": Refused((False,), "keep the connection open while it is answered"),
+        "background_options": Refused((), "leave it out"),
+        "access_programs": Refused((), "leave it out"),
+        "image": Refused((), "the service reads text only"),
+        "conversation": Refused((), "use previous_response_id"),
+        "prompt": Refused((), "send instructions and input"),
+        "context_management": Refused(
+            ([],), "the service's [overflow] settings say what is dropped"
+        ),
+        "reasoning": Refused(({}, {"effort": "none"}), "the model does not reason: leave it out"),
+    }
+
+    input: InputItems = Field(default=None, validate_default=True)
+    instructions: str = ""
+    previous_response_id: str = ""
+    max_output_tokens: Count | None = None
+    include: Annotated[list[str], BeforeValidator(_include)] = Field(default_factory=list)
+    truncation: Literal["", "auto", "disabled"] = ""
+    text: TextOptions = TextOptions()
+    stream_options: ResponseStreamOptions = ResponseStreamOptions()
+
+    @model_validator(mode="after")
+    def _agree(self) -> Self:
+        if self.previous_response_id and self.session_id:
+            raise WrongMemberError(
+                "both {path} and a session are named",
+                "name one of them: a response belongs to a session",
+                "previous_response_id",
+            )
+        return self
+
+    @property
+    def new_messages(self) -> tuple[Message, ...]:
+        """The input alone, as roles and texts."""
+        return tuple(each.message for each in self.input)
+
+    @property
+    def conversation(self) -> tuple[Message, ...]:
+        """Instructions and input, as roles and texts."""
+        leading = (Message(SYSTEM, self.instructions),) if self.instructions else ()
+        return (*leading, *self.new_messages)
+
+    @property
+    def max_answer_tokens(self) -> int | None:
+        """Bound of the answer; None if the client does not say."""
+        return self.max_output_tokens
+
+    @property
+    def shown_logprobs(self) -> int | None:
+        """How many alternatives are shown of each token; None: no log-probabilities."""
+        is_asked = bool(self.include) or self.top_logprobs is not None
+        return (self.top_logprobs or 0) if is_asked else None
+
+    def overflow(self, default: str) -> str:
+        """Return OpenAI's word of truncation as a policy's name; "" for the default one."""
+        if self.truncation == "disabled":
+            return REJECT
+        return OLDEST if self.truncation == "auto" and default == REJECT else ""
+
+
+async def create_response(api: Api, request: web.Request) -> web.StreamResponse:
+    """Answer an input, as the next turn after another response or as the first."""
+    turn_request = await api.read(request, ResponseBody)
+    previous = None
+    if turn_request.body.previous_response_id:
+        previous = await _stored(api, turn_request.caller, turn_request.body.previous_response_id)
+        _check_instructions(turn_request, previous)
+    turn, info = _turn(turn_request, previous, api.gateway.defaults.overflow.name)
+    async with await api.answers.open(turn_request.caller, turn) as answer:
+        objects = ResponseObjects(
+            response_id=turn.response_id,
+            session_id=answer.session_id,
+            info=info,
+            token_text=api.token_text,
+            top_logprobs=turn_request.body.shown_logprobs,
+        )
+        return await send_answer(turn_request, turn, answer, objects)
+
+
+async def show_response(api: Api, request: web.Request) -> web.Response:
+    """Show a response that was stored."""
+    caller, response_id = caller_of(request), request.match_info["id"]
+    if request.query.get("stream", "false") == "true":
+        raise RequestError("a stored response cannot be streamed", "leave stream out", "stream")
+    stored = await _stored(api, caller, response_id)
+    at = stored.at
+    try:
+        key = api.gateway.key(caller.identity, caller.tenant, at.session_id)
+        session, _ = await api.gateway.turns.sessions.get(key)
+    except NotFoundError as error:
+        raise unknown_response(response_id) from error
+    record = session.turns[at.turns - 1] if len(session.turns) >= at.turns else None
+    if record is None or record.request_id != at.request_id:
+        raise unknown_response(response_id)
+    finished = Finished(record.finish_reason, record.text, record.usage, at.turns)
+    objects = ResponseObjects(response_id, at.session_id, stored.info, api.token_text)
+    return reply(objects.whole((), finished))
+
+
+async def delete_response(api: Api, request: web.Request) -> web.Response:
+    """Forget a response; its session goes with the last one, if nobody named it."""
+    caller, response_id = caller_of(request), request.match_info["id"]
+    stored = await _stored(api, caller, response_id)
+    session_id = stored.at.session_id
+    others = await api.store.count_responses(caller.tenant, session_id) - 1
+    if not others and not stored.at.is_named:  # first what may be refused: a turn may be under way
+        with suppress(NotFoundError):
+            key = api.gateway.key(caller.identity, caller.tenant, session_id)
+            await api.gateway.turns.sessions.delete(key)
+    await api.store.forget_response(caller.tenant, response_id)
+    return reply({"id": response_id, "object": "response", "deleted": True})
+
+
+async def _stored(api: Api, caller: Caller, response_id: str) -> StoredResponse:
+    """Look the caller's response up.
+
+    Raises:
+        UnknownResponseError: it has none of that id.
+    """
+    is_ours = response_id.isascii() and response_id.startswith("resp_")
+    stored = await api.store.find_response(caller.tenant, response_id) if is_ours else None
+    if stored is None:
+        raise unknown_response(response_id)
+    return stored
+
+
+def _check_instructions(turn_request: TurnRequest[ResponseBody], previous: StoredResponse) -> None:
+    """Check that a session keeps the instructions that it began with.
+
+    Raises:
+        RequestError: others are given.
+    """
+    instructions = turn_request.body.instructions
+    digest = turn_request.chain.id_of("instructions", instructions)
+    if instructions and digest != previous.info.instructions_digest:
+        raise RequestError(
+            "these instructions are not those of the conversation",
+            "leave them out to go on with it, or send the conversation as input",
+            "instructions",
+        )
+
+
+def _turn(
+    turn_request: TurnRequest[ResponseBody], previous: StoredResponse | None, overflow: str
+) -> tuple[HttpTurn, ResponseInfo]:
+    """Make the turn of a request, and the stored information about its response.
+
+    Args:
+        turn_request: the request.
+        previous: the response that it follows; None: it begins a conversation.
+        overflow: name of the overflow policy of turns that name none.
+    """
+    body, chain = turn_request.body, turn_request.chain
+    messages = body.new_messages if previous else body.conversation
+    turn = turn_request.turn(messages, body.overflow(overflow))
+    info = ResponseInfo(
+        created_s=int(time.time()),
+        model=body.model,
+        instructions=body.instructions[:MAX_KEPT_INSTRUCTIONS],
+        instructions_digest=chain.id_of("instructions", body.instructions),
+        previous_id=body.previous_response_id,
+        max_output_tokens=body.max_output_tokens,
+        temperature=turn.sampling["temperature"],
+        top_p=1.0 if body.top_p is None else body.top_p,
+        truncation="disabled" if (turn.overflow or overflow) == REJECT else "auto",
+        is_kept=body.store,
+        top_logprobs=body.shown_logprobs or 0,
+        metadata=body.metadata,
+    )
+    if previous is not None and not body.instructions:
+        info = replace(
+            info,
+            instructions=previous.info.instructions,
+            instructions_digest=previous.info.instructions_digest,
+        )
+    response_id = "resp_" + chain.id_of("response", turn.request_id)
+    return replace(turn, previous=previous, response_id=response_id, info=info), info

@@ -1,0 +1,161 @@
+"""What goes back to a client: objects, errors, and answers, whole or as server-sent events.
+
+*Source:* WHATWG HTML, "Server-sent events".
+"""
+
+import asyncio
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, ClassVar, Protocol
+
+import structlog
+from aiohttp import web
+
+from inference_svc.core.answers import AnswerToken
+from inference_svc.core.turn_record import Finished, Tokens
+from inference_svc.http_api.errors import error_headers, error_object, status_of
+from inference_svc.http_api.requests import REQUEST_ID, SESSION, B, TurnRequest
+from inference_svc.http_api.sessions.answers import LiveAnswer
+from inference_svc.http_api.sessions.routing import HttpTurn
+from shared.process.log import get_logger
+from shared.serving.grpc_status import InternalError
+from shared.types.errors import ReportedError
+
+HEADERS = {
+    "Content-Type": "text/event-stream; charset=utf-8",
+    "Cache-Control": "no-cache",
+    "X-Accel-Buffering": "no",  # proxies shall not collect events
+}
+CLOSES = frozenset({401, 408, 413, 429})  # what is left of the body is not worth reading
+
+log = get_logger(__name__)
+
+
+class AnswerObjects(Protocol):
+    """Makes the objects of one answer, as the clients of an API read them.
+
+    Attributes:
+        stream_end: bytes that end a stream, after its last event.
+    """
+
+    stream_end: ClassVar[bytes]
+
+    def whole(self, tokens: Sequence[AnswerToken], finished: Finished) -> Mapping[str, Any]:
+        """Make the answer of a request that is not streamed."""
+
+    def opening(self) -> Iterable[Mapping[str, Any]]:
+        """Make the events of a turn's beginning."""
+
+    def piece(self, tokens: Sequence[AnswerToken]) -> Iterable[Mapping[str, Any]]:
+        """Make the events of the next tokens; none if these show nothing."""
+
+    def closing(self, finished: Finished) -> Iterable[Mapping[str, Any]]:
+        """Make the events of a turn's end."""
+
+    def failure(self, error: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Make the event of a turn that failed; `error` is OpenAI's error object."""
+
+
+async def send_answer(
+    turn_request: TurnRequest[B], turn: HttpTurn, answer: LiveAnswer, objects: AnswerObjects
+) -> web.StreamResponse:
+    """Send an answer, whole or as a stream; the request's log line says whose it is.
+
+    Args:
+        turn_request: the request that is answered.
+        turn: the turn that it is for.
+        answer: the turn's answer.
+        objects: makes the objects of its API.
+    """
+    headers = {SESSION: answer.session_id, REQUEST_ID: turn.request_id}
+    structlog.contextvars.bind_contextvars(session=answer.session_id, request_id=turn.request_id)
+    if not turn_request.body.stream:
+        return reply(objects.whole(*await answer.whole()), headers)
+    stream = EventStream(turn_request.request, turn_request.settings.write_s)
+    await stream.open(headers)
+    try:
+        await stream.send(*objects.opening())
+        async for event in answer.events():
+            if isinstance(event, Tokens):
+                await stream.send(*objects.piece(event.tokens))
+            else:
+                await stream.send(*objects.closing(event))
+    except ConnectionError:
+        raise  # nobody is left to answer
+    except Exception as error:  # noqa: BLE001  # the status is sent: it is reported as an event
+        await stream.send(objects.failure(error_object(reported(error))))
+    await stream.end(objects.stream_end)
+    return stream.response
+
+
+class EventStream:
+    """Server-sent events to one client, which is disconnected if it does not read.
+
+    Args:
+        request: the request that is answered.
+        write_s: most seconds that the client may take to read what was sent.
+    """
+
+    def __init__(self, request: web.Request, write_s: float) -> None:
+        self._request = request
+        self._write_s = write_s
+        self.response = web.StreamResponse(headers=HEADERS)
+
+    async def open(self, headers: Mapping[str, str]) -> None:
+        """Send status and headers."""
+        self.response.headers.update(headers)
+        await self.response.prepare(self._request)
+
+    async def send(self, *events: Mapping[str, Any]) -> None:
+        """Send events, each under the name of its type, if it has one."""
+        for event in events:
+            name = b"event: %s\n" % str(event["type"]).encode() if "type" in event else b""
+            await self._write(b"%sdata: %s\n\n" % (name, json_bytes(event)))
+
+    async def end(self, last: bytes = b"") -> None:
+        """Send the last bytes, and close the stream."""
+        if last:
+            await self._write(last)
+        await self.response.write_eof()
+
+    async def _write(self, data: bytes) -> None:
+        try:
+            async with asyncio.timeout(self._write_s):
+                await self.response.write(data)
+        except TimeoutError as error:
+            if self._request.transport is not None:
+                self._request.transport.abort()
+            raise ConnectionResetError("the client does not read") from error
+
+
+def json_bytes(data: Mapping[str, Any]) -> bytes:
+    """Write compact JSON; it has no line break. Bytes of a path that are no text become "?"."""
+    return json.dumps(data, ensure_ascii=False, separators=(",", ":")).encode(errors="replace")
+
+
+def reply(data: Mapping[str, Any], headers: Mapping[str, str] | None = None) -> web.Response:
+    """Make the response of an object."""
+    return web.Response(body=json_bytes(data), content_type="application/json", headers=headers)
+
+
+def refusal(error: ReportedError) -> web.Response:
+    """Make the response of an error, as OpenAI's clients know it."""
+    status = status_of(error)
+    structlog.contextvars.bind_contextvars(error=error.reason)
+    response = web.Response(
+        status=status,
+        body=json_bytes({"error": error_object(error)}),
+        content_type="application/json",
+        headers=error_headers(error),
+    )
+    if status in CLOSES:
+        response.force_close()
+    return response
+
+
+def reported(error: Exception) -> ReportedError:
+    """Return an error that clients may see; an unexpected one is logged, and hidden behind ours."""
+    if isinstance(error, ReportedError):
+        return error
+    log.error("http_request_failed", exc_info=error)
+    return InternalError("internal error", "see the log of the service")

@@ -1,0 +1,215 @@
+"""Serves the OpenAI-compatible API beside gRPC, if there are addresses for it.
+
+Each request goes through the same gates before its handler: errors are reported as OpenAI's
+clients know them, the client is identified, and a slot is held. Another API is a module with a
+body, objects and handlers, like `chats.py`, and its routes here.
+"""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from functools import partial
+from typing import Any
+
+import structlog
+from aiohttp import web
+from aiohttp.typedefs import Middleware
+
+from inference_svc.config import InferenceSettings
+from inference_svc.http_api.api import Api, ServedModel
+from inference_svc.http_api.errors import MethodNotAllowedError, UnknownUrlError
+from inference_svc.http_api.openai.chats import create_chat
+from inference_svc.http_api.openai.responses import create_response, delete_response, show_response
+from inference_svc.http_api.replies import refusal, reply, reported
+from inference_svc.http_api.requests import RequestSlots, expect_nothing_yet
+from inference_svc.http_api.sessions.answers import Answers
+from inference_svc.http_api.sessions.completion import Completion
+from inference_svc.http_api.sessions.store import ApiStore
+from inference_svc.http_api.token_text import TokenText
+from inference_svc.service.gateway import Gateway
+from shared.access.addresses import is_unix
+from shared.access.clients import ClientBook
+from shared.access.credentials import ssl_context
+from shared.access.identity import act_as, socket_identity
+from shared.process.log import get_logger
+from shared.serving.http_connections import ConnectionMetrics
+from shared.serving.http_server import HttpServer, accepted_at, identity_of
+
+ROLE = "client"
+SERVER = "inference-svc"  # not aiohttp's and Python's versions
+STOP_GRACE_S = 1.0  # for answers that are complete to reach their clients
+SOCKET_NAME = "openai-socket"  # identity of whoever may open the Unix socket
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+log = get_logger(__name__)
+
+
+@asynccontextmanager
+async def serving_openai(
+    settings: InferenceSettings,
+    gateway: Gateway,
+    tokenizer: Any | None,
+    book: ClientBook,
+    outer: Sequence[Middleware] = (),
+    connections: ConnectionMetrics | None = None,
+) -> AsyncIterator[None]:
+    """Serve the API inside the block, if there is an address for it.
+
+    Args:
+        settings: the service's settings.
+        gateway: the service's gateway.
+        tokenizer: the model's tokenizer; None: it has none.
+        book: the clients that may connect.
+        outer: middlewares that see every request first.
+        connections: counts of connections.
+
+    Raises:
+        ConfigError: an address, a file of TLS or the state directory cannot be used.
+    """
+    listen, tls = settings.openai.listen, settings.tls
+    if not listen:
+        yield
+        return
+    store = ApiStore(settings.server.state_dir, settings.openai.max_remembered)
+    try:
+        api = _api(settings, gateway, tokenizer, book, store)
+        has_port = not all(map(is_unix, listen))
+        context = ssl_context(tls) if tls.is_on and has_port else None
+        server = HttpServer(
+            make_app(api, outer),
+            {address: None if is_unix(address) else context for address in listen},
+            socket_group=settings.server.socket_group,
+            name="openai",
+            bounds=settings.openai.bounds,
+            metrics=connections,
+        )
+        tidying = asyncio.create_task(api.completion.run())
+        try:
+            await server.start()
+            log.info("openai_ready", listen=server.addresses)
+            yield
+        finally:
+            await server.stop(STOP_GRACE_S)
+            tidying.cancel()
+            await asyncio.wait({tidying})
+    finally:
+        store.close()
+
+
+def _api(
+    settings: InferenceSettings,
+    gateway: Gateway,
+    tokenizer: Any | None,
+    book: ClientBook,
+    store: ApiStore,
+) -> Api:
+    about = gateway.describe()
+    completion = Completion(
+        gateway.turns.sessions, gateway.model, store, settings.openai.max_sessions
+    )
+    return Api(
+        settings=settings.openai,
+        gateway=gateway,
+        model=ServedModel(
+            name=about.name,
+            aliases=settings.openai.aliases,
+            fingerprint=about.fingerprint,
+            created_s=int(time.time()),
+            context_window=about.context_window,
+        ),
+        token_text=TokenText(tokenizer),
+        store=store,
+        completion=completion,
+        answers=Answers(gateway, store, completion),
+        slots=RequestSlots(settings.openai),
+        book=book,
+        own=socket_identity(SOCKET_NAME, settings.server.socket_tenants, {ROLE}),
+    )
+
+
+# ------------------------------------------------------------------------------- the application
+
+
+def make_app(api: Api, outer: Sequence[Middleware] = ()) -> web.Application:
+    """Build the application: its routes, and the gates before them.
+
+    Args:
+        api: the API's parts.
+        outer: middlewares that see every request before ours.
+    """
+    app = web.Application(
+        client_max_size=api.settings.max_body_bytes,
+        middlewares=[*outer, _tell_refusals, _authenticating(api), _admitting(api)],
+    )
+    app.on_response_prepare.append(_name_server)
+    routes = app.router
+    for path, create in (("chat/completions", create_chat), ("responses", create_response)):
+        routes.add_post(f"/v1/{path}", partial(create, api), expect_handler=expect_nothing_yet)
+    routes.add_get("/v1/responses/{id}", partial(show_response, api))
+    routes.add_delete("/v1/responses/{id}", partial(delete_response, api))
+    routes.add_get("/v1/models", partial(_models, api))
+    routes.add_get("/v1/models/{id:.+}", partial(_model, api))
+    return app
+
+
+_PATHS = "use /v1/chat/completions, /v1/responses or /v1/models"
+
+
+async def _models(api: Api, _request: web.Request) -> web.Response:
+    return reply(api.model.as_list())
+
+
+async def _model(api: Api, request: web.Request) -> web.Response:
+    return reply(api.model.shown(request.match_info["id"]))
+
+
+@web.middleware
+async def _tell_refusals(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Report every refusal and failure as OpenAI's clients know it."""
+    try:
+        return await handler(request)
+    except web.HTTPMethodNotAllowed as error:
+        return refusal(
+            MethodNotAllowedError(
+                f"{request.method[:20]} is not for this path",
+                f"use {' or '.join(sorted(error.allowed_methods))}",
+            )
+        )
+    except web.HTTPException:
+        return refusal(UnknownUrlError(f"nothing is served at {request.path[:80]!r}", _PATHS))
+    except ConnectionError:
+        raise  # nobody is left to answer
+    except Exception as error:  # noqa: BLE001  # the edge: nothing above would report it
+        return refusal(reported(error))
+
+
+def _admitting(api: Api) -> Middleware:
+    """Make the gate that bounds the requests at once."""
+
+    @web.middleware
+    async def admit(request: web.Request, handler: Handler) -> web.StreamResponse:
+        with api.slots.taken(request):
+            return await handler(request)
+
+    return admit
+
+
+def _authenticating(api: Api) -> Middleware:
+    """Make the gate that identifies the client, before anything of a body is read or answered."""
+
+    @web.middleware
+    async def authenticate(request: web.Request, handler: Handler) -> web.StreamResponse:
+        own = api.own if is_unix(accepted_at(request)) else None
+        identity = identity_of(request, api.book.current, own)
+        identity.check_role(ROLE)
+        structlog.contextvars.bind_contextvars(client=identity.name)
+        act_as(identity)
+        return await handler(request)
+
+    return authenticate
+
+
+async def _name_server(_request: web.Request, response: web.StreamResponse) -> None:
+    response.headers["Server"] = SERVER

@@ -1,0 +1,274 @@
+"""Answers requests with turns: finds where they go, forks if need be, joins repeats, follows them.
+
+Invariants:
+    1. two requests with the same history never share a session: one of them gets a fork;
+    2. who has the end of an answer finds it stored, and its session free (`LiveAnswer`);
+    3. a repeat under an idempotency key goes to the session that the request went to.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import suppress
+from dataclasses import replace
+from types import TracebackType
+from typing import Self
+from weakref import WeakValueDictionary
+
+from inference_svc.core.answers import AnswerToken, FinishReason
+from inference_svc.core.errors import (
+    RequestIdReusedError,
+    SessionBusyError,
+    SessionEndedError,
+    TooManySessionsError,
+    TurnCancelledError,
+    TurnMismatchError,
+)
+from inference_svc.core.submission import TurnNames
+from inference_svc.core.turn_record import Finished, Tokens, TurnEvent
+from inference_svc.http_api.errors import unknown_response
+from inference_svc.http_api.sessions.completion import Completion
+from inference_svc.http_api.sessions.lookup import Route, StoredRequest
+from inference_svc.http_api.sessions.routing import Caller, HttpTurn, Router
+from inference_svc.http_api.sessions.store import ApiStore
+from inference_svc.service.gateway import Gateway, TurnStream, new_session_id
+
+TAKEN = (SessionBusyError, TurnMismatchError, SessionEndedError)  # another turn was there first
+
+
+class LiveAnswer:
+    """A turn under way, for one client; leaving the context cancels it, unless it is over.
+
+    Args:
+        completion: stores the answer at its end.
+        caller: the client, and its tenant.
+        turn: the turn of the request.
+        route: the session where it is answered.
+        stream: the turn's events.
+        is_passing: the session was made for this turn.
+
+    Attributes:
+        session_id: the session of the turn.
+    """
+
+    def __init__(
+        self,
+        completion: Completion,
+        caller: Caller,
+        turn: HttpTurn,
+        route: Route,
+        stream: TurnStream,
+        *,
+        is_passing: bool,
+    ) -> None:
+        self._completion = completion
+        self._caller = caller
+        self._turn = turn
+        self._route = route
+        self.session_id = route.session_id
+        self._stream = stream
+        self._events: AsyncIterator[TurnEvent] = stream.events
+        self._first: Tokens | Finished | None = None
+        self._is_passing = is_passing
+        self._is_over = False
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    async def until_begun(self) -> None:
+        """Wait for its first tokens: until then a refusal is a status of its own.
+
+        Not for the turn's Started: a service that stops hands back turns that have been loaded.
+        """
+        async for event in self._events:
+            if isinstance(event, Finished):
+                _check_not_cancelled(event)
+            if isinstance(event, Tokens | Finished):
+                self._first = event
+                return
+
+    async def events(self) -> AsyncIterator[Tokens | Finished]:
+        """Yield the tokens, and the end, by when everything about the answer is stored.
+
+        Raises:
+            ReportedError: the turn failed.
+        """
+        async for event in self._all():
+            if isinstance(event, Finished):
+                await self._end(event)
+            if isinstance(event, Tokens | Finished):
+                yield event
+
+    async def whole(self) -> tuple[list[AnswerToken], Finished]:
+        """Return all tokens, and the end.
+
+        Raises:
+            ReportedError: the turn failed.
+        """
+        tokens: list[AnswerToken] = []
+        async for event in self.events():
+            if isinstance(event, Finished):
+                return tokens, event
+            tokens += event.tokens
+        raise AssertionError("a turn that does not fail ends with Finished")
+
+    async def _all(self) -> AsyncIterator[TurnEvent]:
+        if self._first is not None:
+            yield self._first
+        async for event in self._events:
+            yield event
+
+    def close(self) -> None:
+        """Leave the turn; a second call does nothing."""
+        self._stream.leave()
+        if self._is_passing and not self._is_over:
+            self._completion.spawn(self._remove())
+        self._is_over = True
+
+    async def _end(self, finished: Finished) -> None:
+        _check_not_cancelled(finished)
+        await self._stream.wait_ended()
+        if not self._turn.is_kept:
+            await self._completion.remove(self._caller, self.session_id)
+        else:
+            await self._completion.record(
+                self._caller, self._turn, self._route, finished, is_passing=self._is_passing
+            )
+        self._is_over = True
+
+    async def _remove(self) -> None:
+        await self._stream.wait_ended()
+        turns = self._route.turns if self._turn.is_kept else None
+        await self._completion.remove(self._caller, self.session_id, turns)
+
+
+def _check_not_cancelled(finished: Finished) -> None:
+    """Check that a turn that has ended has an answer.
+
+    Raises:
+        TurnCancelledError: somebody else stopped it, by gRPC for example.
+    """
+    if finished.finish_reason == FinishReason.CANCELLED:
+        raise TurnCancelledError("the turn was cancelled", "send it again")
+
+
+class Answers:
+    """Starts turns for HTTP.
+
+    Args:
+        gateway: the one way in.
+        store: finds repeats of requests.
+        completion: stores answers at their end.
+    """
+
+    def __init__(self, gateway: Gateway, store: ApiStore, completion: Completion) -> None:
+        self._gateway = gateway
+        self._store = store
+        self._completion = completion
+        self._router = Router(gateway.turns.sessions, gateway.model, store)
+        self._repeats: WeakValueDictionary[bytes, asyncio.Lock] = WeakValueDictionary()
+
+    async def open(self, caller: Caller, turn: HttpTurn) -> LiveAnswer:
+        """Start a turn and return when it has its first tokens; the caller owes `close`.
+
+        Raises:
+            ReportedError: it was refused, or failed before it began.
+        """
+        if turn.repeat_key is None:
+            return await self._open(caller, turn)
+        lock = self._repeats.setdefault(turn.repeat_key, asyncio.Lock())
+        async with lock:
+            known = await self._store.find_request(turn.repeat_key)
+            if known is not None and known.body != turn.body:
+                raise RequestIdReusedError(
+                    "the Idempotency-Key was used with another body", "make a new key for each turn"
+                )
+            if known is not None:
+                with suppress(*TAKEN):  # its turn was never recorded, and others came after it
+                    return await self._start(caller, turn, known.route, is_passing=not turn.is_kept)
+            return await self._open(caller, turn)
+
+    async def _open(self, caller: Caller, turn: HttpTurn) -> LiveAnswer:
+        """Start a turn; delete the tenant's oldest session if there is no room for another one."""
+        try:
+            return await self._open_once(caller, turn)
+        except TooManySessionsError:
+            if not await self._completion.make_room(caller):
+                raise
+        return await self._open_once(caller, turn)
+
+    async def _open_once(self, caller: Caller, turn: HttpTurn) -> LiveAnswer:
+        route = await self._find(caller, turn)
+        if route.session_id and route.may_append and turn.is_kept:
+            try:
+                return await self._start(caller, turn, route, is_passing=False)
+            except TAKEN:
+                if turn.session_id:
+                    raise
+        return await self._open_apart(caller, turn, route)
+
+    async def _open_apart(self, caller: Caller, turn: HttpTurn, route: Route) -> LiveAnswer:
+        """Answer in a session of its own: a new one, or a fork."""
+        session_id = route.name or new_session_id()
+        apart = replace(route, session_id=session_id, is_named=bool(route.name))
+        if not route.turns:
+            if not turn.is_kept:
+                await self._completion.begin_passing(caller, session_id)
+            return await self._start(caller, turn, apart, is_passing=not turn.is_kept)
+        identity, tenant, turns = caller.identity, caller.tenant, self._gateway.turns
+        turns.check_limits(identity.tenant(tenant))  # a fork is a file on disk
+        await self._completion.begin_passing(caller, session_id)
+        try:
+            key = self._gateway.key(identity, tenant, route.session_id)
+            new_key = self._gateway.key(identity, tenant, session_id)
+            await turns.sessions.fork(key, route.turns, new_key.session_id)
+        except BaseException:
+            self._completion.spawn(self._completion.remove(caller, session_id, route.turns))
+            raise
+        return await self._start(caller, turn, apart, is_passing=True)
+
+    async def _find(self, caller: Caller, turn: HttpTurn) -> Route:
+        """Find where the turn goes.
+
+        Raises:
+            UnknownResponseError: the session of the response that it follows is gone.
+        """
+        if turn.previous is None:
+            chain = self._completion.chain(caller)
+            return await self._router.find(caller, chain, turn.messages, turn.session_id)
+        route = await self._router.after(caller, turn.previous.at, turn.previous.history)
+        if route is None:
+            raise unknown_response(turn.info.previous_id if turn.info else "")
+        return route
+
+    async def _start(
+        self, caller: Caller, turn: HttpTurn, route: Route, *, is_passing: bool
+    ) -> LiveAnswer:
+        try:
+            if turn.repeat_key is not None:
+                known = StoredRequest(turn.body, route)
+                await self._store.keep_request(caller.tenant, turn.repeat_key, known)
+            stream = await self._gateway.submit(
+                caller.identity,
+                TurnNames(caller.tenant, route.session_id, turn.request_id),
+                lambda key, defaults: turn.as_submission(route, key, defaults),
+            )
+        except BaseException:
+            if is_passing:
+                turns = route.turns if turn.is_kept else None
+                self._completion.spawn(self._completion.remove(caller, route.session_id, turns))
+            raise
+        answer = LiveAnswer(self._completion, caller, turn, route, stream, is_passing=is_passing)
+        try:
+            await answer.until_begun()
+        except BaseException:
+            answer.close()
+            raise
+        return answer

@@ -1,0 +1,135 @@
+"""What is done when an answer has ended or was cancelled: it is stored, its session tidied up.
+
+A session that is made for one request alone (a fork; any that the client does not want stored) is
+noted before it exists, and goes when the turn fails, its client leaves, or, not to be stored, when
+it has its answer. What a kill leaves of them goes at the next start.
+
+A session that nobody named is known by its history alone, so nobody would ever delete it: there are
+so many of them, and the one that was used longest ago goes for a new one, of the tenant that has
+the most of them.
+"""
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any
+
+from inference_svc.core.turn_record import Finished
+from inference_svc.http_api.conversation import ASSISTANT, Message
+from inference_svc.http_api.sessions.lookup import Point, Route, StoredResponse
+from inference_svc.http_api.sessions.routing import Caller, HistoryChain, HttpTurn
+from inference_svc.http_api.sessions.store import ApiStore
+from inference_svc.runtime.turns.sessions import Sessions
+from shared.access.identity import ANY, Identity
+from shared.process.log import get_logger
+from shared.types.errors import ReportedError
+
+CLEANER = Identity("openai", "internal", (ANY,), frozenset())  # removes what a kill left
+
+MAX_TRIES = 8  # sessions that are busy, or gone already, make no room
+
+log = get_logger(__name__)
+
+
+class Completion:
+    """Stores answers and removes sessions.
+
+    Args:
+        sessions: of the service.
+        model: fingerprint of the model, part of every session's key.
+        store: where answers are remembered.
+        max_sessions: bound of the sessions that nobody named.
+    """
+
+    def __init__(self, sessions: Sessions, model: str, store: ApiStore, max_sessions: int) -> None:
+        self._sessions = sessions
+        self._model = model
+        self._store = store
+        self._max_sessions = max_sessions
+        self._tasks = asyncio.TaskGroup()
+
+    async def run(self) -> None:
+        """Remove what a kill left, then hold the tasks that tidy up, until cancelled."""
+        async with self._tasks:
+            for tenant, session_id in await self._store.passing():
+                self.spawn(self.remove(Caller(CLEANER, tenant), session_id))
+            await asyncio.Event().wait()
+
+    def chain(self, caller: Caller) -> HistoryChain:
+        """Return the digests of a caller's histories."""
+        return HistoryChain(self._store.key, caller.tenant, self._model)
+
+    async def record(
+        self,
+        caller: Caller,
+        turn: HttpTurn,
+        route: Route,
+        finished: Finished,
+        *,
+        is_passing: bool,
+    ) -> None:
+        """Store an answer and what it answers; a session that was made for it stays."""
+        if route.is_named:  # it may be one of ours, whose id the client has
+            await self._store.touch_session(caller.tenant, route.session_id)
+        else:
+            await self._store.use_session(caller.tenant, route.session_id)
+            for tenant, oldest in await self._store.take_oldest(self._max_sessions):
+                self.spawn(self.remove(Caller(CLEANER, tenant), oldest))
+        at = Point(route.session_id, finished.turns, turn.request_id, route.is_named)
+        history = None
+        if route.history is not None:
+            chain = self.chain(caller)
+            said = (*turn.messages[route.first :], Message(ASSISTANT, finished.text))
+            history = chain.along(route.history, said)[-1]
+            own = chain.within(history, route.session_id)
+            await self._store.keep_histories(caller.tenant, [(history, at), (own, at)])
+        if turn.info is not None:
+            known = StoredResponse(at, history, turn.info)
+            await self._store.keep_response(caller.tenant, turn.response_id, known)
+        if is_passing:
+            await self._store.end_passing(caller.tenant, route.session_id)
+
+    async def make_room(self, caller: Caller) -> bool:
+        """Remove the tenant's oldest session that nobody named; return whether there was one."""
+        for _ in range(MAX_TRIES):
+            oldest = await self._store.take_oldest_of(caller.tenant)
+            if oldest and await self.remove(caller, oldest):
+                return True
+        return False
+
+    async def begin_passing(self, caller: Caller, session_id: str) -> None:
+        """Record, before a session is made, that it is for one request."""
+        try:
+            await self._store.begin_passing(caller.tenant, session_id)
+        except BaseException:  # recorded perhaps, and now nobody makes the session
+            self.spawn(self._store.end_passing(caller.tenant, session_id))
+            raise
+
+    async def remove(self, caller: Caller, session_id: str, turns: int | None = None) -> bool:
+        """Remove a session, if it has no more than `turns`; return whether it was removed."""
+        is_removed = False
+        try:
+            key = caller.identity.key(caller.tenant, self._model, session_id)
+            found, _ = await self._sessions.get(key)
+            if turns is None or len(found.turns) <= turns:
+                await self._sessions.delete(key)
+                is_removed = True
+        except ReportedError as error:  # most likely it never came into being
+            log.debug("openai_session_not_removed", session=session_id, reason=error.reason)
+        await self._store.end_passing(caller.tenant, session_id)
+        return is_removed
+
+    def spawn(self, work: Coroutine[Any, Any, object]) -> None:
+        """Tidy up beside everything else."""
+        task = _logged(work)
+        try:
+            self._tasks.create_task(task)
+        except RuntimeError:  # the service stops: the next start does it
+            task.close()
+            work.close()
+
+
+async def _logged(work: Coroutine[Any, Any, object]) -> None:
+    try:
+        await work
+    except Exception:
+        log.exception("openai_tidying_failed")

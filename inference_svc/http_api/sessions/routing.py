@@ -1,0 +1,274 @@
+"""Where a turn goes: into which session, after how many of its turns, with which of the messages.
+
+Three ways to say it: the client names a session, or a response that it follows, or lets the
+messages speak for themselves: then the longest beginning of them that ended with an answer of this
+service is the session's history, and what follows is new. Nothing is changed here.
+
+A history is a sequence of messages, known by a digest: what was said, in order, without saying it.
+The digest is chained, message by message, from a seed of the tenant and the model, and keyed with a
+secret of this service: who reads the digests learns nothing, no tenant's history is another's, and
+the histories of all beginnings of a conversation cost one pass over it. White space around an
+answer does not count: clients like to strip it.
+"""
+
+import hashlib
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from inference_svc.core.submission import Submission, TurnDefaults
+from inference_svc.core.transcript_format import Transcript
+from inference_svc.http_api.conversation import ASSISTANT, Message
+from inference_svc.http_api.errors import UnknownHistoryError
+from inference_svc.http_api.sessions.lookup import Point, ResponseInfo, Route, StoredResponse
+from inference_svc.http_api.sessions.store import ApiStore
+from inference_svc.runtime.turns.sessions import Sessions
+from inference_svc.service.submissions import (
+    chat_input,
+    fill_compression,
+    fill_overflow,
+    fill_sampling,
+)
+from shared.access.identity import Identity
+from shared.types.errors import NotFoundError
+from shared.types.session_key import SessionKey
+
+DIGEST_BYTES = 16
+
+
+class HistoryChain:
+    """Digests of one tenant's histories under one model.
+
+    Args:
+        key: the service's secret.
+        tenant: the tenant whose histories these are.
+        model: the model's fingerprint.
+
+    Attributes:
+        start: digest of the empty history.
+    """
+
+    def __init__(self, key: bytes, tenant: str, model: str) -> None:
+        self._key = key
+        self.start = self._digest(b"history", tenant, model)
+
+    def after(self, digest: bytes, message: Message) -> bytes:
+        """Return the digest of a history and one more message."""
+        is_answer = message.role == ASSISTANT
+        content = message.content.strip() if is_answer else message.content
+        return self._digest(digest, message.role, content)
+
+    def along(self, digest: bytes, messages: Sequence[Message]) -> list[bytes]:
+        """Return digests of a history with none of the messages, the first, … all of them."""
+        digests = [digest]
+        for message in messages:
+            digests.append(self.after(digests[-1], message))
+        return digests
+
+    def within(self, digest: bytes, session_id: str) -> bytes:
+        """Return the digest of a history as one session's own."""
+        return self._digest(digest, "session", session_id)
+
+    def id_of(self, *parts: str) -> str:
+        """Make an id that nobody can guess: hex."""
+        return self._digest(self.start, "id", *parts).hex()
+
+    def _digest(self, before: bytes, *parts: str) -> bytes:
+        """Chain parts; each is preceded by its length, so that they cannot run together."""
+        digest = hashlib.blake2b(before, digest_size=DIGEST_BYTES, key=self._key)
+        for part in parts:
+            data = part.encode()
+            digest.update(len(data).to_bytes(8, "little"))
+            digest.update(data)
+        return digest.digest()
+
+
+def beginnings(messages: Sequence[Message]) -> list[int]:
+    """Return the lengths of histories that may be stored, longest first.
+
+    They end with an answer, and something follows them.
+    """
+    return [
+        length
+        for length in range(len(messages) - 1, 0, -1)
+        if messages[length - 1].role == ASSISTANT
+    ]
+
+
+@dataclass(frozen=True)
+class Caller:
+    """A client's identity, and the tenant that it acts for: one of the identity's."""
+
+    identity: Identity
+    tenant: str
+
+
+@dataclass(frozen=True)
+class HttpTurn:
+    """A turn that an HTTP request asks for, whichever API it speaks.
+
+    Attributes:
+        messages: the history and the new ones, or those that follow `previous`.
+        sampling: the client's sampling values, by the names of `SamplingParams`.
+        session_id: the session that the client named; "" for none.
+        is_kept: whether the session may stay when the turn is over.
+        overflow: the overflow policy's name; "" for the service's.
+        request_id: the turn's: a digest of the whole request, or one that is never used again.
+        body: digest of the request's body.
+        repeat_key: digest of its idempotency key; None if there is none.
+        previous: the response that it follows.
+        response_id: id under which its response is stored; "" if it is no response.
+        info: the response's members beside its answer.
+    """
+
+    messages: tuple[Message, ...]
+    sampling: Mapping[str, Any]
+    session_id: str
+    is_kept: bool
+    overflow: str
+    request_id: str
+    body: bytes
+    repeat_key: bytes | None = None
+    previous: StoredResponse | None = None
+    response_id: str = ""
+    info: ResponseInfo | None = None
+
+    def as_submission(self, route: Route, key: SessionKey, defaults: TurnDefaults) -> Submission:
+        """Make the submission to the route's session.
+
+        Raises:
+            EmptyTurnError: no new message has any content.
+            InvalidSamplingError: listing every value out of range.
+            InvalidCompressionError: the settings' policy does not go with this model.
+        """
+        new = self.messages[route.first :]
+        return Submission(
+            key=key,
+            input=chat_input((message.role, message.content) for message in new),
+            sampling=fill_sampling(self.sampling, defaults),
+            has_max_tokens="max_tokens" in self.sampling,
+            request_id=self.request_id,
+            digest="",
+            expected_turn=route.turns,
+            waits=False,
+            is_final=not self.is_kept,
+            arrived_ns=time.monotonic_ns(),
+            overflow=fill_overflow({"name": self.overflow} if self.overflow else {}, defaults),
+            compression=fill_compression(defaults),
+        )
+
+
+class Router:
+    """Finds routes; one for all tenants.
+
+    Args:
+        sessions: of the service.
+        model: fingerprint of the model, part of every session's key.
+        store: finds histories.
+    """
+
+    def __init__(self, sessions: Sessions, model: str, store: ApiStore) -> None:
+        self._sessions = sessions
+        self._model = model
+        self._store = store
+
+    async def find(
+        self, caller: Caller, chain: HistoryChain, messages: Sequence[Message], name: str
+    ) -> Route:
+        """Find the route of messages that may repeat a history.
+
+        Args:
+            caller: who asks.
+            chain: digests of the caller's tenant.
+            messages: all messages of the request.
+            name: the session's name; "" if the messages decide.
+
+        Raises:
+            UnknownHistoryError: the named session has another history.
+        """
+        digests = chain.along(chain.start, messages)
+        if not name:
+            route = await self._longest_known(caller, digests, messages)
+            return route or Route("", 0, 0, chain.start)
+        transcript, _ = await self._session(caller, name)
+        if transcript is not None and transcript.turns:
+            return await self._in_session(chain, digests, messages, transcript)
+        route = await self._longest_known(caller, digests, messages)
+        if route is None or transcript is not None:
+            return Route(name, 0, 0, chain.start, is_named=True)
+        return replace(route, may_append=False, is_named=True, name=name)
+
+    async def after(self, caller: Caller, at: Point, history: bytes | None) -> Route | None:
+        """Find the route of messages that follow a point; None if its session is gone."""
+        transcript, is_busy = await self._session(caller, at.session_id)
+        if transcript is None or not _holds(transcript, at):
+            return None
+        is_last = len(transcript.turns) == at.turns
+        may_append = is_last and not (is_busy or transcript.has_ended)
+        return Route(
+            at.session_id, at.turns, 0, history, is_named=at.is_named, may_append=may_append
+        )
+
+    async def _longest_known(
+        self, caller: Caller, digests: Sequence[bytes], messages: Sequence[Message]
+    ) -> Route | None:
+        """Find the longest beginning that is stored, and whose session is still there."""
+        lengths = beginnings(messages)
+        if not lengths:
+            return None
+        points = await self._store.find_histories([digests[length] for length in lengths])
+        gone = []
+        found = None
+        for length in lengths:
+            at = points.get(digests[length])
+            route = await self.after(caller, at, digests[length]) if at else None
+            if route is not None:  # nobody continues a session that another client named
+                may_append = route.may_append and not route.is_named
+                found = replace(route, first=length, is_named=False, may_append=may_append)
+                break
+            if at is not None:
+                gone.append(digests[length])
+        if gone:
+            await self._store.forget_histories(gone)
+        return found
+
+    async def _in_session(
+        self,
+        chain: HistoryChain,
+        digests: Sequence[bytes],
+        messages: Sequence[Message],
+        transcript: Transcript,
+    ) -> Route:
+        """Route to the end of a session that the client named: its messages repeat it, or none do.
+
+        Raises:
+            UnknownHistoryError: they have another history.
+        """
+        session_id, turns = transcript.header.session_id, len(transcript.turns)
+        own = {length: chain.within(digests[length], session_id) for length in beginnings(messages)}
+        points = await self._store.find_histories(list(own.values())) if own else {}
+        for length, digest in own.items():
+            at = points.get(digest)
+            if at is not None and at.turns == turns and _holds(transcript, at):
+                return Route(session_id, turns, length, digests[length], is_named=True)
+        if any(message.role == ASSISTANT for message in messages):
+            raise UnknownHistoryError(
+                f"session {session_id} has {turns} turns, and these messages do not repeat them",
+                "send what is new since its last answer, or leave the session out",
+            )
+        return Route(session_id, turns, 0, None, is_named=True)
+
+    async def _session(self, caller: Caller, session_id: str) -> tuple[Transcript | None, bool]:
+        """Return a session's transcript, if it is there, and whether a turn is under way."""
+        key = caller.identity.key(caller.tenant, self._model, session_id)
+        try:
+            return await self._sessions.get(key)
+        except NotFoundError:
+            return None, False
+
+
+def _holds(transcript: Transcript, at: Point) -> bool:
+    """Whether a session still has the turn: one of the same name may have been made since."""
+    turns = transcript.turns
+    return 0 < at.turns <= len(turns) and turns[at.turns - 1].request_id == at.request_id

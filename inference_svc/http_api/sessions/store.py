@@ -1,0 +1,255 @@
+"""What is stored between requests, bounded and on disk: histories, responses, repeats.
+
+Nothing here is needed for an answer. What cannot be read counts as absent, what cannot be written
+is lost; both are logged. The oldest rows are deleted first, those that were used last stay.
+
+Calls run on one thread of the store's own, in the order in which they were made.
+"""
+
+import json
+import sqlite3
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any, TypeVar
+
+from inference_svc.http_api.sessions.lookup import (
+    Point,
+    ResponseInfo,
+    Route,
+    StoredRequest,
+    StoredResponse,
+)
+from inference_svc.http_api.sessions.store_file import (
+    FILE_NAME,
+    HISTORIES,
+    REQUESTS,
+    RESPONSES,
+    SESSIONS,
+    BoundedTables,
+    Table,
+    open_store,
+)
+from inference_svc.runtime.turns.disk_trouble import RETRY_S
+from inference_svc.runtime.worker_thread import WorkerThread
+from shared.process.log import LineAllowance, get_logger
+from shared.types.errors import UnavailableError
+
+T = TypeVar("T")
+
+log = get_logger(__name__)
+
+
+class StoreUnavailableError(UnavailableError):
+    """The file of the state directory cannot be read right now."""
+
+    reason = "openai_memory_unavailable"
+
+
+class ApiStore:
+    """Stores histories, responses, repeats and sessions for the HTTP API.
+
+    Args:
+        directory: the service's state directory.
+        max_rows: most rows of each table.
+
+    Attributes:
+        key: the secret that digests are keyed with.
+    """
+
+    def __init__(self, directory: Path, max_rows: int) -> None:
+        self._db, self.key = open_store(directory)
+        self._thread = WorkerThread("openai")
+        self._lines = LineAllowance(per_s=1)
+        self._tables = BoundedTables(self._db, max_rows)
+
+    def close(self) -> None:
+        """Close the file after the call that runs."""
+        self._thread.close()
+        self._db.close()
+
+    # ------------------------------------------------------------------------------- histories
+
+    async def find_histories(self, digests: Sequence[bytes]) -> dict[bytes, Point]:
+        """Return where each of the histories ends, as far as they are stored."""
+
+        def find() -> dict[bytes, Point]:
+            found = {}
+            for digest in digests:
+                row = self._row(
+                    "SELECT session, turns, request, named FROM histories WHERE digest = ?", digest
+                )
+                if row is not None:
+                    found[digest] = _point(*row)
+            self._touch(HISTORIES, [(digest,) for digest in found])
+            return found
+
+        return await self._try(find, {})
+
+    async def keep_histories(self, tenant: str, points: Iterable[tuple[bytes, Point]]) -> None:
+        """Store where histories end; a later one with the same digest replaces an earlier one."""
+        rows = [(digest, *_point_row(at), tenant) for digest, at in points]
+        await self._try(lambda: self._tables.insert(HISTORIES, rows), None)
+
+    async def forget_histories(self, digests: Sequence[bytes]) -> None:
+        """Forget histories whose sessions are gone."""
+        rows = [(digest,) for digest in digests]
+        await self._try(
+            lambda: self._db.executemany("DELETE FROM histories WHERE digest = ?", rows), None
+        )
+
+    # ------------------------------------------------------------------------------- responses
+
+    async def keep_response(self, tenant: str, response_id: str, response: StoredResponse) -> None:
+        """Store a response."""
+        info = json.dumps(asdict(response.info), ensure_ascii=False)
+        row = (response_id, tenant, *_point_row(response.at), response.history, info)
+        await self._try(lambda: self._tables.insert(RESPONSES, [row]), None)
+
+    async def find_response(self, tenant: str, response_id: str) -> StoredResponse | None:
+        """Return a tenant's response; None if it has none of that id.
+
+        Raises:
+            StoreUnavailableError: the store cannot be read.
+        """
+
+        def find() -> StoredResponse | None:
+            row = self._row(
+                "SELECT session, turns, request, named, history, facts FROM responses"
+                " WHERE id = ? AND tenant = ?",
+                response_id,
+                tenant,
+            )
+            if row is None:
+                return None
+            self._touch(RESPONSES, [(response_id,)])
+            *at, history, info = row
+            return StoredResponse(_point(*at), history, _info(info))
+
+        return await self._run(find)
+
+    async def count_responses(self, tenant: str, session_id: str) -> int:
+        """Count a session's stored responses.
+
+        Raises:
+            StoreUnavailableError: the store cannot be read.
+        """
+        sql = "SELECT count(*) FROM responses WHERE tenant = ? AND session = ?"
+        row = await self._run(lambda: self._row(sql, tenant, session_id))
+        return int(row[0]) if row else 0
+
+    async def forget_response(self, tenant: str, response_id: str) -> None:
+        """Delete a response.
+
+        Raises:
+            StoreUnavailableError: it could not be deleted.
+        """
+        sql = "DELETE FROM responses WHERE id = ? AND tenant = ?"
+        await self._run(lambda: self._db.execute(sql, (response_id, tenant)))
+
+    # -------------------------------------------------------------------------------- requests
+
+    async def find_request(self, request_key: bytes) -> StoredRequest | None:
+        """Return where the request of this key went; None if it is new."""
+        sql = "SELECT body, session, turns, first, history, named FROM requests WHERE id = ?"
+        row = await self._try(lambda: self._row(sql, request_key), None)
+        if row is None:
+            return None
+        body, session_id, turns, first, history, named = row
+        return StoredRequest(body, Route(session_id, turns, first, history, bool(named)))
+
+    async def keep_request(self, tenant: str, request_key: bytes, request: StoredRequest) -> None:
+        """Store the route of a request, before it takes it."""
+        to = request.route
+        row = (request_key, request.body, to.session_id, to.turns, to.first, to.history)
+        await self._try(lambda: self._tables.insert(REQUESTS, [(*row, to.is_named, tenant)]), None)
+
+    # -------------------------------------------------------------------------------- sessions
+
+    async def use_session(self, tenant: str, session_id: str) -> None:
+        """Record the use of a session that nobody named."""
+        await self._try(lambda: self._tables.insert(SESSIONS, [(tenant, session_id)]), None)
+
+    async def touch_session(self, tenant: str, session_id: str) -> None:
+        """Record the use of a session; do nothing if a client named it."""
+        await self._try(lambda: self._tables.touch(SESSIONS, [(tenant, session_id)]), None)
+
+    async def take_oldest(self, max_sessions: int) -> list[tuple[str, str]]:
+        """Forget the oldest sessions beyond a bound, of the tenants that have the most.
+
+        The caller owes their removal.
+        """
+        return await self._try(lambda: self._tables.take(SESSIONS, max_sessions), [])
+
+    async def take_oldest_of(self, tenant: str) -> str:
+        """Forget a tenant's oldest session, and return it, as above; "" if it has none."""
+        sql = (
+            "DELETE FROM sessions WHERE (tenant, session) IN (SELECT tenant, session"
+            " FROM sessions WHERE tenant = ? ORDER BY used LIMIT 1) RETURNING session"
+        )
+        row = await self._try(lambda: self._row(sql, tenant), None)
+        return str(row[0]) if row else ""
+
+    # --------------------------------------------------------------------------------- passing
+
+    async def begin_passing(self, tenant: str, session_id: str) -> None:
+        """Record that a session is deleted when its turn is over, whatever happens before."""
+        sql = "INSERT OR IGNORE INTO passing VALUES (?, ?)"
+        await self._try(lambda: self._db.execute(sql, (tenant, session_id)), None)
+
+    async def end_passing(self, tenant: str, session_id: str) -> None:
+        """Record that the session is deleted, or stays after all."""
+        sql = "DELETE FROM passing WHERE tenant = ? AND session = ?"
+        await self._try(lambda: self._db.execute(sql, (tenant, session_id)), None)
+
+    async def passing(self) -> list[tuple[str, str]]:
+        """Return sessions that the service did not get around to remove: (tenant, session)."""
+        sql = "SELECT tenant, session FROM passing"
+        return await self._try(lambda: self._db.execute(sql).fetchall(), [])
+
+    # ------------------------------------------------------------------- on the thread, below
+
+    def _row(self, sql: str, *values: object) -> Any | None:
+        """Return the only row of a statement; None if there is none."""
+        return next(iter(self._db.execute(sql, values).fetchall()), None)
+
+    def _touch(self, table: Table, keys: Sequence[tuple[object, ...]]) -> None:
+        """Record the use of rows; if a full disk refuses that, they are found all the same."""
+        try:
+            self._tables.touch(table, keys)
+        except sqlite3.OperationalError as error:
+            self._log(error)
+
+    def _log(self, error: sqlite3.Error) -> None:
+        left_out = self._lines.take("")
+        if left_out is not None:
+            log.warning("openai_memory_failed", error=str(error), more=left_out)
+
+    async def _run(self, call: Callable[[], T]) -> T:
+        try:
+            return await self._thread.run(call)
+        except sqlite3.Error as error:
+            self._log(error)
+            raise StoreUnavailableError(
+                f"{FILE_NAME} cannot be used ({error})", "come back later", retry_after_s=RETRY_S
+            ) from error
+
+    async def _try(self, call: Callable[[], T], otherwise: T) -> T:
+        try:
+            return await self._run(call)
+        except StoreUnavailableError:
+            return otherwise
+
+
+def _info(text: str) -> ResponseInfo:
+    """Decode; what only a newer release knows of a response is left out."""
+    found = json.loads(text)
+    return ResponseInfo(**{f.name: found[f.name] for f in fields(ResponseInfo) if f.name in found})
+
+
+def _point(session_id: str, turns: int, request_id: str, named: int) -> Point:
+    return Point(session_id, turns, request_id, bool(named))
+
+
+def _point_row(at: Point) -> tuple[str, int, str, int]:
+    return at.session_id, at.turns, at.request_id, int(at.is_named)

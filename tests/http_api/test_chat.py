@@ -1,0 +1,371 @@
+"""/v1/chat/completions, by the official client."""
+
+import asyncio
+from contextlib import asynccontextmanager, suppress
+from functools import partial
+
+import openai
+import pytest
+
+from inference_svc.client import turn_request
+from shared.pb.inference.v1 import inference_pb2 as pb
+from shared.types.errors import NotFoundError
+from tests.http_api.conftest import MODEL, name_of, said
+
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+
+LENGTH = 8  # tokens of an answer
+MAX_RUNNING = 8  # turns in a batch, by the service's settings
+MAX_ADMITTED = 12  # with those that are loaded ahead of it
+
+
+async def ask(client, messages, **options):
+    """A greedy answer of its full length."""
+    extra_body = {"ignore_eos": True, **options.pop("extra_body", {})}
+    return await client.chat.completions.create(
+        model=MODEL, messages=messages, max_tokens=LENGTH, extra_body=extra_body, **options
+    )
+
+
+def text_of(answer):
+    return answer.choices[0].message.content
+
+
+async def test_models(api):
+    """The model and its aliases are listed, and each can be asked for."""
+    async with api.client() as client:
+        assert [model.id async for model in client.models.list()] == [MODEL, "gpt-4o"]
+        assert (await client.models.retrieve("gpt-4o")).owned_by == "cachedattention"
+        with pytest.raises(openai.NotFoundError) as refused:
+            await client.models.retrieve("no/such model")
+    assert refused.value.code == "model_not_found"
+
+
+async def test_a_blocking_client(api, opening):
+    """The synchronous client gets an answer, whole or as a stream."""
+
+    def talk():
+        with api.blocking_client() as client:
+            options = {"model": "gpt-4o", "messages": opening, "max_completion_tokens": 4}
+            whole = client.chat.completions.create(**options)
+            streamed = list(client.chat.completions.create(**options, stream=True))
+            return whole, streamed
+
+    whole, streamed = await asyncio.to_thread(talk)
+    assert whole.model == "gpt-4o"
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in streamed)
+    assert text == text_of(whole)
+
+
+async def test_the_answer_is_the_one_of_grpc(api, opening):
+    """Greedy, the same messages have the same answer."""
+    messages = [pb.ChatMessage(**message) for message in opening]
+    sampling = pb.Sampling(max_tokens=LENGTH, ignore_eos=True)
+    async with api.service.client() as grpc_client:
+        turn = await grpc_client.submit(turn_request(messages, tenant="globex", sampling=sampling))
+    async with api.client() as client:
+        answer = await ask(client, opening)
+    assert text_of(answer) == turn.text
+    assert answer.usage.completion_tokens == LENGTH
+    assert answer.usage.prompt_tokens == turn.usage.new_tokens
+
+
+async def test_a_stream_says_what_the_whole_says(api, opening):
+    """Text, reason, usage and session; the usage only if it is asked for."""
+    async with api.client() as client:
+        whole = await ask(client, opening, store=False)
+        options = {"include_usage": True}
+        stream = await ask(client, opening, stream=True, stream_options=options)
+        chunks = [chunk async for chunk in stream]
+        plain = [chunk async for chunk in await ask(client, opening, stream=True, store=False)]
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks[:-1])
+    assert text == text_of(whole)
+    assert chunks[-2].choices[0].finish_reason == whole.choices[0].finish_reason == "length"
+    assert chunks[-1].usage.total_tokens == whole.usage.total_tokens
+    assert chunks[-1].model_extra["session_id"] == stream.response.headers["X-Session-Id"]
+    assert all(chunk.choices for chunk in plain)
+
+
+async def test_a_conversation_goes_on_in_its_session(api, opening):
+    """Clients that send the whole history have it found: only the last message is new."""
+    async with api.client() as client:
+        first = await ask(client, opening)
+        second = await ask(client, said(opening, f"\n {text_of(first)} "))
+    session_id = first.model_extra["session_id"]
+    assert second.model_extra["session_id"] == session_id
+    assert await api.num_turns(session_id) == 2
+    assert first.usage.prompt_tokens_details.cached_tokens == 0
+    cached_tokens = second.usage.prompt_tokens_details.cached_tokens
+    assert cached_tokens >= first.usage.prompt_tokens // 2
+    assert cached_tokens < second.usage.prompt_tokens
+
+
+async def test_an_edited_question_forks(api, opening):
+    """The session stays as it was; the fork has what precedes the edit."""
+    async with api.client() as client:
+        first = await ask(client, opening)
+        longer = said(opening, text_of(first))
+        second = await ask(client, longer)
+        await api.until_saved(second)
+        other = await ask(client, said(opening, text_of(first), "And before?"))
+        third = await ask(client, said(longer, text_of(second)))
+    sessions = [answer.model_extra["session_id"] for answer in (first, second, other, third)]
+    assert sessions[0] == sessions[1] == sessions[3] != sessions[2]
+    assert [await api.num_turns(sessions[0]), await api.num_turns(sessions[2])] == [3, 2]
+    assert other.usage.prompt_tokens_details.cached_tokens > 0
+
+
+async def test_a_history_that_is_not_ours_opens_a_session(api, opening):
+    """An answer that nobody here gave, or another beginning, is read whole."""
+    async with api.client() as client:
+        first = await ask(client, opening)
+        foreign = await ask(client, said(opening, "This was never said."))
+        moved = await ask(client, said(opening[1:], text_of(first)))
+    sessions = {answer.model_extra["session_id"] for answer in (first, foreign, moved)}
+    assert len(sessions) == 3
+    assert [await api.num_turns(session_id) for session_id in sessions] == [1, 1, 1]
+
+
+async def test_requests_with_one_history_do_not_meet(api, opening):
+    """At the same time: one goes on in the session, the others in forks, all are answered."""
+    async with api.client() as client:
+        first = await ask(client, opening)
+        messages = said(opening, text_of(first))
+        answers = await asyncio.gather(*(ask(client, messages) for _ in range(6)))
+    assert len({text_of(answer) for answer in answers}) == 1
+    sessions = [answer.model_extra["session_id"] for answer in answers]
+    assert len(set(sessions)) == 6
+    assert first.model_extra["session_id"] in sessions
+    assert {await api.num_turns(session_id) for session_id in sessions} == {2}
+
+
+async def test_a_session_by_its_id(api, opening):
+    """Named in the body or a header; it takes what is new, or the whole history."""
+    name = name_of(opening)
+    async with api.client() as client:
+        first = await ask(client, opening, extra_body={"session_id": name})
+        question = [{"role": "user", "content": "And then?"}]
+        second = await ask(client, question, extra_headers={"X-Session-Id": name})
+        assert await api.num_turns(name) == 2
+        assert second.usage.prompt_tokens_details.cached_tokens > 0
+        whole = f"{name}-whole"
+        messages = said(opening, text_of(first))
+        await ask(client, opening, extra_body={"session_id": whole})
+        third = await ask(client, messages, extra_body={"session_id": whole})
+    assert third.model_extra["session_id"] == whole
+    assert await api.num_turns(whole) == 2
+    assert text_of(third) == text_of(second)
+
+
+async def test_a_named_session_is_nobody_elses(api, opening):
+    """Who has the same history without the name gets a fork; so does a new name."""
+    name = name_of(opening)
+    async with api.client() as client:
+        first = await ask(client, opening, extra_body={"session_id": name})
+        await api.until_saved(first)
+        messages = said(opening, text_of(first))
+        unnamed = await ask(client, messages)
+        renamed = await ask(client, messages, extra_body={"session_id": f"{name}-2"})
+    assert unnamed.model_extra["session_id"] not in {name, f"{name}-2"}
+    assert [await api.num_turns(name), await api.num_turns(f"{name}-2")] == [1, 2]
+    assert renamed.usage.prompt_tokens_details.cached_tokens > 0
+
+
+async def test_a_named_session_with_another_history_is_refused(api, opening):
+    """Nothing is appended to it."""
+    name = name_of(opening)
+    async with api.client() as client:
+        await ask(client, opening, extra_body={"session_id": name})
+        with pytest.raises(openai.ConflictError) as refused:
+            await ask(client, said(opening, "Not this."), extra_body={"session_id": name})
+        with pytest.raises(openai.BadRequestError):
+            await ask(client, opening, extra_body={"session_id": name}, store=False)
+    assert refused.value.code == "history_unknown"
+    assert await api.num_turns(name) == 1
+
+
+async def test_a_name_that_is_used_again_has_no_old_history(api, opening):
+    """A session that was deleted and made anew is not forked for who remembers the old one."""
+    name = name_of(opening)
+    async with api.client() as client, api.service.client() as grpc_client:
+        first = await ask(client, opening, extra_body={"session_id": name})
+        await grpc_client.delete_session(name, tenant="acme")
+        await ask(client, [{"role": "user", "content": "New."}], extra_body={"session_id": name})
+        second = await ask(client, said(opening, text_of(first)))
+    assert await api.num_turns(second.model_extra["session_id"]) == 1
+    assert second.usage.prompt_tokens > first.usage.prompt_tokens
+
+
+async def test_what_is_not_stored_leaves_nothing(api, opening):
+    """It is answered from what is known, and gone with its answer; its history stays."""
+    async with api.client() as client:
+        first = await ask(client, opening)
+        await api.until_saved(first)
+        second = await ask(client, said(opening, text_of(first)), store=False)
+        alone = await ask(client, opening, store=False)
+        stream = await ask(client, opening, store=False, stream=True)
+        last = [chunk async for chunk in stream][-1]
+    assert second.usage.prompt_tokens_details.cached_tokens > 0
+    assert await api.num_turns(first.model_extra["session_id"]) == 1
+    for answer in (second, alone, last):
+        assert await api.num_turns(answer.model_extra["session_id"]) == -1
+
+
+async def test_a_repeat_gets_the_same_answer(api, opening):
+    """An Idempotency-Key makes one turn of any number of requests, at once or one by one."""
+    headers = {"Idempotency-Key": name_of(opening)}
+    async with api.client() as client:
+        first = await ask(client, opening)
+        messages = said(opening, text_of(first))
+        answers = await asyncio.gather(
+            *(ask(client, messages, extra_headers=headers) for _ in range(3))
+        )
+        answers.append(await ask(client, messages, extra_headers=headers))
+        with pytest.raises(openai.BadRequestError) as refused:
+            await ask(client, opening, extra_headers=headers)
+    assert len({answer.id for answer in answers}) == 1
+    assert len({text_of(answer) for answer in answers}) == 1
+    assert {answer.model_extra["session_id"] for answer in answers} == {
+        first.model_extra["session_id"]
+    }
+    assert await api.num_turns(first.model_extra["session_id"]) == 2
+    assert refused.value.code == "request_id_reused"
+
+
+async def test_sampling_reaches_the_model(api, opening):
+    """A seed draws the same again; stop strings and log-probabilities do as OpenAI's."""
+    async with api.client() as client:
+        hot = {"temperature": 1.5, "seed": 5, "top_p": 0.9, "store": False}
+        drawn = [text_of(await ask(client, opening, **hot)) for _ in range(2)]
+        greedy = await ask(client, opening, logprobs=True, top_logprobs=3, store=False)
+        stop = text_of(greedy)[2:4]
+        stopped = await ask(client, opening, stop=[stop], store=False)
+    assert drawn[0] == drawn[1] != text_of(greedy)
+    assert text_of(stopped) == text_of(greedy).partition(stop)[0]
+    assert stopped.choices[0].finish_reason == "stop"
+    rows = greedy.choices[0].logprobs.content
+    assert len(rows) == LENGTH
+    for row in rows:
+        assert len(row.top_logprobs) == 3
+        assert row.logprob == row.top_logprobs[0].logprob <= 0
+
+
+async def test_a_client_that_leaves_cancels_its_turn(api, opening):
+    """The session is as before, and a fork that was made for it is gone."""
+    async with api.client() as client:
+        first = await ask(client, opening)
+        messages = said(opening, text_of(first))
+        cancelled = await api.counter("turns_cancelled")
+        stream = await client.chat.completions.create(
+            model=MODEL, messages=messages, stream=True, max_tokens=1500,
+            extra_body={"ignore_eos": True},
+        )  # fmt: skip
+        other = await client.chat.completions.create(
+            model=MODEL, messages=messages, stream=True, max_tokens=1500,
+            extra_body={"ignore_eos": True},
+        )  # fmt: skip
+        names = [(await anext(one)).model_extra["session_id"] for one in (stream, other)]
+        await stream.close()
+        await other.close()
+        async with asyncio.timeout(60):
+            while await api.counter("turns_cancelled") < cancelled + 2:
+                pass  # each round asks the service
+            while await api.num_turns(names[1]) != -1:
+                pass
+    assert names[0] == first.model_extra["session_id"] != names[1]
+    assert await api.num_turns(names[0]) == 1
+
+
+async def test_a_turn_that_is_cancelled_while_it_waits(api, opening):
+    """By gRPC, say: it was the client's own, and nothing has failed."""
+    name = name_of(opening)
+    async with (
+        api.service.client() as grpc_client,
+        api.client() as client,
+        full_service(grpc_client, name),
+    ):
+        asked = asyncio.create_task(ask(client, opening, extra_body={"session_id": name}))
+        await until_waiting(grpc_client, 2)
+        assert await cancel_when_there(grpc_client, name) == 1
+        with pytest.raises(openai.ConflictError) as refused:
+            await asked
+    assert refused.value.code == "cancelled"
+
+
+@asynccontextmanager
+async def full_service(grpc_client, name):
+    """Occupy every place of the service, so that whatever comes next waits.
+
+    Turns that have just come wait, too, for as long as it takes to admit them: only when all of
+    these are accepted and one still waits is there no place left.
+    """
+    accepted = set()
+
+    def note(session_id, event):
+        if event.HasField("accepted"):
+            accepted.add(session_id)
+
+    sampling = pb.Sampling(max_tokens=100_000, ignore_eos=True)
+    turns = [
+        turn_request("Keys.", f"{name}-{number}", tenant="globex", sampling=sampling)
+        for number in range(MAX_ADMITTED + 1)
+    ]
+    busy = [
+        asyncio.create_task(grpc_client.submit(turn, on_event=partial(note, turn.session_id)))
+        for turn in turns
+    ]
+    try:
+        async with asyncio.timeout(60):
+            while len(accepted) < len(busy):
+                await grpc_client.get_model()
+        await until_waiting(grpc_client, 1)
+        yield
+    finally:
+        for task in busy:
+            task.cancel()
+        await asyncio.gather(*busy, return_exceptions=True)
+
+
+async def until_waiting(grpc_client, num_turns):
+    """Return when exactly so many turns wait, and the batch is full."""
+    async with asyncio.timeout(60):
+        while True:
+            model = await grpc_client.get_model()  # each round asks the service
+            if (model.running_turns, model.waiting_turns) == (MAX_RUNNING, num_turns):
+                return
+
+
+async def cancel_when_there(grpc_client, name):
+    """Cancel a turn that is on its way into the service; returns how many that were."""
+    async with asyncio.timeout(60):
+        while True:
+            with suppress(NotFoundError):
+                return await grpc_client.cancel(name, tenant="acme")
+
+
+async def test_the_oldest_unnamed_session_makes_room(api, opening):
+    """A tenant with as many sessions as it may have opens another; a named one is never deleted."""
+    messages = [{"role": "user", "content": opening[0]["content"][:40]}]
+    async with api.client("few") as client:
+        named = await ask(client, messages, extra_body={"session_id": name_of(opening)})
+        answers = [await ask(client, messages) for _ in range(3)]
+        sessions = [answer.model_extra["session_id"] for answer in (named, *answers)]
+        assert [await api.num_turns(name, "few") for name in sessions] == [1, -1, -1, 1]
+        await ask(client, messages, extra_body={"session_id": f"{name_of(opening)}-2"})
+        with pytest.raises(openai.RateLimitError) as refused:
+            await ask(client, messages, extra_body={"session_id": f"{name_of(opening)}-3"})
+    assert refused.value.code == "too_many_sessions"
+    async with api.service.client() as grpc_client:  # those that no newer one makes go
+        for name in (name_of(opening), f"{name_of(opening)}-2"):
+            await grpc_client.delete_session(name, tenant="few")
+
+
+async def test_a_session_that_is_used_by_name_is_young(api, opening):
+    """Also if the service gave it its name: another one makes room."""
+    messages = [{"role": "user", "content": opening[0]["content"][:40]}]
+    async with api.client("pair") as client:
+        first, second = [(await ask(client, messages)).model_extra["session_id"] for _ in "ab"]
+        await ask(client, messages, extra_body={"session_id": first})
+        third = (await ask(client, messages)).model_extra["session_id"]
+    turns = [await api.num_turns(name, "pair") for name in (first, second, third)]
+    assert turns == [2, -1, 1]

@@ -1,0 +1,36 @@
+"""Answers as the official client reads them, and some to be read."""
+
+import functools
+
+from pydantic import TypeAdapter
+
+from inference_svc.core.answers import AnswerToken
+from inference_svc.core.turn_record import Finished, Usage
+from inference_svc.http_api.replies import json_bytes
+
+USAGE = Usage(history_tokens=30, reused_tokens=28, recomputed_tokens=2, new_tokens=5)
+TOKENS = [
+    AnswerToken(1, "He", -0.5, ((1, -0.5), (2, -1.5))),
+    AnswerToken(2, "llo", -0.25, ((2, -0.25), (0, -9.0))),
+]
+
+
+class Letters:
+    """A tokenizer of three tokens; the last is a piece of a character."""
+
+    def decode(self, token_ids, *, skip_special_tokens):
+        assert not skip_special_tokens
+        return "".join(("é", "He", "\ufffd")[token_id] for token_id in token_ids)
+
+
+def finished(reason="stop"):
+    usage = Usage(history_tokens=30, reused_tokens=28, new_tokens=5, output_tokens=2)
+    return Finished(reason, "Hello", usage, 3)
+
+
+adapter = functools.cache(TypeAdapter)  # the union of all events takes a while to build
+
+
+def strict(kind, data):
+    """Read as the client does not: with every type checked."""
+    return adapter(kind).validate_json(json_bytes(data))

@@ -1,0 +1,251 @@
+"""Bodies of chats, decoded, and their answers, read by the official client's own types."""
+
+import pytest
+from openai.types import CompletionUsage
+from openai.types.chat import ChatCompletion, ChatCompletionChunk
+
+from inference_svc.core.answers import AnswerToken
+from inference_svc.http_api.bodies import decode
+from inference_svc.http_api.conversation import MAX_MESSAGES, Message
+from inference_svc.http_api.errors import RequestError, UnknownParameterError, UnsupportedValueError
+from inference_svc.http_api.openai.chats import ChatBody, ChatObjects, chat_usage
+from inference_svc.http_api.token_text import TokenText
+from tests.inference_svc.http_api.as_clients_read import TOKENS, USAGE, Letters, finished, strict
+
+HELLO = [{"role": "user", "content": "Hello"}]
+
+
+def chat(**fields):
+    return decode(ChatBody, {"model": "m", "messages": HELLO, **fields})
+
+
+def test_a_plain_chat():
+    """What is not said is OpenAI's default."""
+    body = chat()
+    assert (body.model, body.conversation) == ("m", (Message("user", "Hello"),))
+    assert body.sampling(1.0) == {"temperature": 1.0, "stop": (), "ignore_eos": False}
+    assert (body.stream, body.stream_options.include_usage, body.session_id) == (False, False, "")
+    assert body.store
+    assert body.shown_logprobs is None
+
+
+def test_every_parameter_of_a_chat():
+    """Each of them reaches the turn."""
+    body = chat(
+        temperature=0.5,
+        top_p=0.25,
+        top_k=5,
+        min_p=0.125,
+        repetition_penalty=1.5,
+        seed=-1,
+        max_tokens=7,
+        max_completion_tokens=9,
+        stop=["a", "b"],
+        logprobs=True,
+        top_logprobs=3,
+        stream=True,
+        stream_options={"include_usage": True},
+        store=False,
+        session_id="s1",
+        ignore_eos=True,
+        user="me",
+        metadata={"a": "b"},
+        n=1,
+        tools=[],
+        response_format={"type": "text"},
+    )
+    assert body.sampling(1.0) == {
+        "temperature": 0.5,
+        "top_p": 0.25,
+        "top_k": 5,
+        "min_p": 0.125,
+        "repetition_penalty": 1.5,
+        "seed": 2**63 - 1,
+        "max_tokens": 9,
+        "logprobs": 3,
+        "stop": ("a", "b"),
+        "ignore_eos": True,
+    }
+    assert (body.stream, body.store, body.session_id) == (True, False, "s1")
+    assert body.stream_options.include_usage
+    assert body.shown_logprobs == 3
+    assert body.metadata == {"a": "b"}
+
+
+def test_logprobs_without_alternatives():
+    """The engine is asked for one alternative, none is shown."""
+    body = chat(logprobs=True)
+    assert (body.sampling(1.0)["logprobs"], body.shown_logprobs) == (1, 0)
+
+
+def test_the_default_temperature_is_the_settings():
+    """A request's own counts more, 0 included."""
+    assert chat().sampling(0.25)["temperature"] == 0.25
+    assert chat(temperature=0).sampling(0.25)["temperature"] == 0
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        ("text", "text"),
+        ([{"type": "text", "text": "a"}, {"type": "text", "text": "b"}], "ab"),
+        ("", ""),
+    ],
+)
+def test_contents(content, expected):
+    """A string, or text parts."""
+    body = chat(messages=[{"role": "user", "content": content}])
+    assert body.conversation == (Message("user", expected),)
+
+
+def test_roles():
+    """A developer is the system; an answer may be empty."""
+    messages = [
+        {"role": "developer", "content": "Be brief."},
+        {"role": "user", "content": "Hello"},
+        {"role": "assistant", "content": None, "refusal": None, "tool_calls": None},
+        {"role": "user", "content": "?"},
+    ]
+    assert [(m.role, m.content) for m in chat(messages=messages).conversation] == [
+        ("system", "Be brief."),
+        ("user", "Hello"),
+        ("assistant", ""),
+        ("user", "?"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"n": 2}, "n"),
+        ({"tools": [{"type": "function"}]}, "tools"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"response_format": {"type": "json_schema"}}, "response_format"),
+        ({"frequency_penalty": 0.5}, "frequency_penalty"),
+        ({"presence_penalty": -1}, "presence_penalty"),
+        ({"logit_bias": {"5": 1}}, "logit_bias"),
+        ({"modalities": ["text", "audio"]}, "modalities"),
+        ({"audio": {}}, "audio"),
+        ({"reasoning_effort": "high"}, "reasoning_effort"),
+        ({"web_search_options": {}}, "web_search_options"),
+        ({"service_tier": "flex"}, "service_tier"),
+        ({"messages": [{"role": "tool", "content": "4"}]}, "messages[0].role"),
+        ({"messages": [{"role": "user", "content": "x", "name": "Ann"}]}, "messages[0].name"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
+            "messages[0].content[0].type",
+        ),
+    ],
+)
+def test_what_a_chat_cannot_have_is_refused(fields, param):
+    """By name, and with a remedy: nothing is ignored silently."""
+    with pytest.raises(UnsupportedValueError) as refused:
+        chat(**fields)
+    assert refused.value.param == param
+    assert refused.value.remedy
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"model": None}, "model"),
+        ({"model": 5}, "model"),
+        ({"messages": []}, "messages"),
+        ({"messages": "Hello"}, "messages"),
+        ({"messages": [7]}, "messages[0]"),
+        ({"messages": [{"role": "user"}]}, "messages[0].content"),
+        ({"messages": [{"role": "user", "content": 7}]}, "messages[0].content"),
+        ({"messages": [{"role": "user", "content": [7]}]}, "messages[0].content[0]"),
+        ({"messages": [{"role": "king", "content": "x"}]}, "messages[0].role"),
+        ({"messages": HELLO * (MAX_MESSAGES + 1)}, "messages"),
+        ({"temperature": 3}, "temperature"),
+        ({"temperature": "hot"}, "temperature"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"seed": 1.5}, "seed"),
+        ({"seed": 2**63}, "seed"),
+        ({"stop": [1]}, "stop"),
+        ({"stop": ["x"] * 17}, "stop"),
+        ({"stream": "yes"}, "stream"),
+        ({"top_logprobs": 5}, "top_logprobs"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        ({"metadata": {"a": 5}}, "metadata.a"),
+        ({"metadata": {"a": "x" * 513}}, "metadata"),
+        ({"stream_options": {"include_usage": 1}}, "stream_options.include_usage"),
+    ],
+)
+def test_values_that_are_off(fields, param):
+    """The path of the first one is reported."""
+    with pytest.raises(RequestError) as refused:
+        chat(**fields)
+    assert refused.value.param == param
+
+
+def test_an_unknown_parameter_is_refused():
+    """Also inside messages."""
+    with pytest.raises(UnknownParameterError, match="max_token'"):
+        chat(max_token=5)
+    with pytest.raises(UnknownParameterError, match=r"messages\[0\].rol"):
+        chat(messages=[{"role": "user", "content": "x", "roll": 1}])
+
+
+# ------------------------------------------------------------------------------------ answers
+
+
+def objects(**fields):
+    return ChatObjects("chatcmpl-1", 5, "tiny", "f" * 64, "s-1", TokenText(Letters()), **fields)
+
+
+def test_a_whole_chat_answer():
+    """The client's type takes it, and finds text, reason, usage and session."""
+    answer = strict(ChatCompletion, objects().whole(TOKENS, finished("length")))
+    assert answer.choices[0].message.content == "Hello"
+    assert answer.choices[0].finish_reason == "length"
+    assert answer.choices[0].logprobs is None
+    assert answer.usage.prompt_tokens_details.cached_tokens == 28
+    assert answer.model_extra["session_id"] == "s-1"
+
+
+def test_usage_counts_every_prompt_token_once():
+    """History, computed again or not, and what is new."""
+    usage = strict(CompletionUsage, chat_usage(USAGE))
+    assert (usage.prompt_tokens, usage.completion_tokens, usage.total_tokens) == (35, 0, 35)
+
+
+def test_logprobs_are_told_with_text_and_bytes():
+    """A piece of a character has no bytes of its own."""
+    answer = strict(ChatCompletion, objects(top_logprobs=2).whole(TOKENS, finished()))
+    first, second = answer.choices[0].logprobs.content
+    assert (first.token, first.logprob, first.bytes) == ("He", -0.5, [72, 101])
+    assert [top.token for top in first.top_logprobs] == ["He", "\ufffd"]
+    assert second.bytes == []
+    assert second.top_logprobs[1].bytes == list("é".encode())
+
+
+def test_no_alternatives_unless_asked_for():
+    """The token's own is shown alone."""
+    answer = strict(ChatCompletion, objects(top_logprobs=0).whole(TOKENS, finished()))
+    assert [row.top_logprobs for row in answer.choices[0].logprobs.content] == [[], []]
+
+
+def test_the_chunks_of_a_stream():
+    """They make up the answer; the usage comes last, in a chunk without choices."""
+    made = objects(includes_usage=True)
+    given = [*made.opening(), *made.piece([TOKENS[0]]), *made.piece([TOKENS[1]])]
+    chunks = [strict(ChatCompletionChunk, one) for one in (*given, *made.closing(finished()))]
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks[:-1]) == "Hello"
+    assert chunks[-2].choices[0].finish_reason == "stop"
+    assert (chunks[-1].choices, chunks[-1].usage.completion_tokens) == ([], 2)
+    assert len({chunk.id for chunk in chunks}) == 1
+
+
+def test_a_stream_without_usage_has_none():
+    """Unless the client asks for it."""
+    chunks = [strict(ChatCompletionChunk, one) for one in objects().closing(finished())]
+    assert [chunk.usage for chunk in chunks] == [None]
+
+
+def test_tokens_that_show_nothing_make_no_chunk():
+    """A piece of a character waits for the rest."""
+    assert not list(objects().piece([AnswerToken(2, "")]))
+    assert list(objects(top_logprobs=0).piece([AnswerToken(2, "", -1.0)]))

@@ -1,0 +1,70 @@
+"""A turn under way, for one HTTP client: when its answer begins."""
+
+import pytest
+
+from inference_svc.core.answers import AnswerToken, SamplingParams
+from inference_svc.core.errors import DrainingError, TurnCancelledError
+from inference_svc.core.submission import Submission, TextInput
+from inference_svc.core.turn_record import Accepted, Finished, Started, Tokens, Usage
+from inference_svc.http_api.sessions.answers import LiveAnswer
+from inference_svc.http_api.sessions.lookup import Route
+from inference_svc.http_api.sessions.routing import Caller
+from inference_svc.runtime.turns.turn import Turn
+from inference_svc.service.gateway import TurnStream
+from shared.access.identity import socket_identity
+from shared.types.session_key import SessionKey
+
+CALLER = Caller(socket_identity("socket", ("a",), ("client",)), "a")
+WAITS = Accepted("s", 0, "r", 3, is_replayed=False)
+LOADED = Started(5, 5, 0.1, 3)
+SAID = Tokens((AnswerToken(7, "yes"),))
+
+
+def answer_of(turn):
+    return LiveAnswer(
+        None, CALLER, None, Route("s", 0, 0, None), TurnStream(turn, lambda: None), is_passing=False
+    )
+
+
+def new_turn():
+    return Turn(
+        Submission(
+            key=SessionKey("a", "m", "s"),
+            input=TextInput("x"),
+            sampling=SamplingParams(max_tokens=1, seed=1),
+            has_max_tokens=True,
+            request_id="r",
+            digest="d",
+            expected_turn=None,
+            waits=False,
+            is_final=False,
+            arrived_ns=0,
+        )
+    )
+
+
+async def test_a_loaded_turn_that_is_handed_back_is_refused():
+    """No stream has begun, so that the client gets a status that lets it come again."""
+    turn = new_turn()
+    turn.publish(WAITS, LOADED)
+    turn.close(DrainingError("about to stop", "submit again"))
+    with pytest.raises(DrainingError):
+        await answer_of(turn).until_begun()
+
+
+async def test_a_turn_that_is_cancelled_while_it_waits_is_no_failure():
+    """It ends with an event, and has no answer."""
+    turn = new_turn()
+    turn.publish(WAITS, Finished("cancelled", "", Usage(), 0))
+    turn.close()
+    with pytest.raises(TurnCancelledError):
+        await answer_of(turn).until_begun()
+
+
+async def test_nothing_is_lost_of_an_answer_that_has_begun():
+    """Its first tokens come again."""
+    turn = new_turn()
+    turn.publish(WAITS, LOADED, SAID)
+    answer = answer_of(turn)
+    await answer.until_begun()
+    assert await anext(answer.events()) == SAID

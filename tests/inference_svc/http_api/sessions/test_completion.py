@@ -1,0 +1,166 @@
+"""What is stored of answers over HTTP; which sessions go for others, and after a kill."""
+
+import asyncio
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+
+import pytest
+
+from inference_svc.core.errors import UnknownSessionError
+from inference_svc.core.turn_record import Finished, Usage
+from inference_svc.http_api.conversation import Message
+from inference_svc.http_api.sessions.completion import Completion
+from inference_svc.http_api.sessions.lookup import ResponseInfo, Route
+from inference_svc.http_api.sessions.routing import Caller, HttpTurn
+from inference_svc.http_api.sessions.store import ApiStore
+from shared.access.identity import Identity
+from shared.types.session_key import SessionKey
+from tests.memory_engine import loaded_model
+from tests.turn_service import Service, asked, serving
+
+MODEL = "m"
+ANN = Caller(Identity("ann", "token", ("acme",), frozenset({"client"})), "acme")
+ASKED = Message("user", "What is a lease?")
+ANSWER = Finished("stop", "A right to slots.", Usage(), 1)
+
+
+@pytest.fixture(scope="module")
+def model(tiny_model):
+    return loaded_model(tiny_model)
+
+
+@dataclass
+class World:
+    """A completion over a real store and real sessions, each of one short turn."""
+
+    service: Service
+    store: ApiStore
+    completion: Completion
+
+    async def begin(self, session_id, max_tokens=1):
+        """Begin a turn of a session; returns it."""
+        key = SessionKey("acme", MODEL, session_id)
+        names = {"key": key, "request_id": f"r-{session_id}-{max_tokens}"}
+        return await self.service.turns.submit(asked([5, 6, 7], max_tokens, **names))
+
+    async def make(self, *session_ids):
+        """Have sessions of one turn each."""
+        for session_id in session_ids:
+            turn = await self.begin(session_id)
+            _ = [event async for event in turn.follow()]
+
+    async def record(self, session_id, *, route=None, is_passing=False, **fields):
+        """Record an answer of a session."""
+        turn = HttpTurn((ASKED,), {}, "", True, "", f"r-{session_id}", b"", **fields)
+        at = route or Route(session_id, 0, 0, self.completion.chain(ANN).start)
+        await self.completion.record(ANN, turn, at, ANSWER, is_passing=is_passing)
+
+    async def left(self, *session_ids):
+        """Those of some sessions that are still there."""
+        found = set()
+        for session_id in session_ids:
+            with suppress(UnknownSessionError):
+                await self.service.turns.sessions.get(SessionKey("acme", MODEL, session_id))
+                found.add(session_id)
+        return found
+
+    async def until(self, is_so):
+        """Wait for what is tidied up beside everything else."""
+        async with asyncio.timeout(30):
+            while not await is_so():  # noqa: ASYNC110  # what is waited for has no event
+                await asyncio.sleep(0.01)
+
+
+@asynccontextmanager
+async def world_in(model, directory, max_sessions=10):
+    async with serving(model, directory) as service:
+        store = ApiStore(directory, 1000)
+        completion = Completion(service.turns.sessions, MODEL, store, max_sessions)
+        running = asyncio.create_task(completion.run())
+        await store.passing()  # `run` has begun
+        yield World(service, store, completion)
+        running.cancel()
+        await asyncio.wait([running])
+        store.close()
+
+
+async def test_a_history_leads_to_the_session_that_has_it(model, tmp_path):
+    """With its answer at the end, whose surrounding white space does not count."""
+    async with world_in(model, tmp_path) as world:
+        await world.record("s-1")
+        chain = world.completion.chain(ANN)
+        said = (ASKED, Message("assistant", "  A right to slots.\n"))
+        digest = chain.along(chain.start, said)[-1]
+        found = await world.store.find_histories([digest, chain.within(digest, "s-1")])
+        assert len(found) == 2
+        assert {(point.session_id, point.turns) for point in found.values()} == {("s-1", 1)}
+
+
+async def test_a_session_without_a_known_history_leaves_none(model, tmp_path):
+    """Its response is found all the same."""
+    async with world_in(model, tmp_path) as world:
+        route = Route("s-1", 0, 0, None)
+        info = ResponseInfo(1.0, "m")
+        await world.record("s-1", route=route, response_id="resp-1", info=info)
+        stored = await world.store.find_response("acme", "resp-1")
+        assert stored is not None
+        assert (stored.history, stored.at.session_id) == (None, "s-1")
+
+
+async def test_of_too_many_unnamed_sessions_the_one_unused_for_longest_goes(model, tmp_path):
+    """One that its client has named stays, however old it is."""
+    async with world_in(model, tmp_path, max_sessions=2) as world:
+        names = ("mine", "s-0", "s-1", "s-2")
+        await world.make(*names)
+        named = Route("mine", 0, 0, world.completion.chain(ANN).start, is_named=True)
+        await world.record("mine", route=named)
+        for name in names[1:]:
+            await world.record(name)
+
+        async def is_gone():
+            return "s-0" not in await world.left(*names)
+
+        await world.until(is_gone)
+        assert await world.left(*names) == {"mine", "s-1", "s-2"}
+
+
+async def test_room_is_made_by_a_session_that_is_not_in_use(model, tmp_path):
+    """Those with a turn under way are passed over; if all have one, there is no room."""
+    async with world_in(model, tmp_path) as world:
+        names = ("s-0", "s-1", "s-2")
+        await world.make(*names)
+        for name in names:
+            await world.record(name)
+        busy = await world.begin("s-0", max_tokens=100)
+        assert await world.completion.make_room(ANN)
+        assert await world.left(*names) == {"s-0", "s-2"}
+        also_busy = await world.begin("s-2", max_tokens=100)
+        assert not await world.completion.make_room(ANN)
+        for turn in (busy, also_busy):
+            world.service.turns.cancel(turn.submission.key, turn.submission.request_id)
+
+
+async def test_what_a_kill_left_of_passing_sessions_goes_at_the_next_start(model, tmp_path):
+    """One whose answer was stored is not passing any more, and stays."""
+    async with world_in(model, tmp_path) as world:
+        await world.make("lost", "kept")
+        for name in ("lost", "kept"):
+            await world.completion.begin_passing(ANN, name)
+        await world.record("kept", is_passing=True)
+        assert await world.store.passing() == [("acme", "lost")]
+    async with world_in(model, tmp_path) as again:
+
+        async def is_tidy():
+            return await again.store.passing() == []
+
+        await again.until(is_tidy)
+        assert await again.left("lost", "kept") == {"kept"}
+
+
+@pytest.mark.parametrize(("most", "is_removed"), [(None, True), (1, True), (0, False)])
+async def test_a_session_that_went_on_is_not_removed(model, tmp_path, most, is_removed):
+    """Somebody has a turn in it that its remover does not know of."""
+    async with world_in(model, tmp_path) as world:
+        await world.make("s")
+        assert await world.completion.remove(ANN, "s", most) is is_removed
+        assert await world.left("s") == (set() if is_removed else {"s"})

@@ -1,0 +1,196 @@
+"""What is remembered between requests, in a real file."""
+
+import asyncio
+import contextlib
+import sqlite3
+import stat
+
+import pytest
+
+from inference_svc.core.errors import TranscriptError
+from inference_svc.http_api.sessions import store_file
+from inference_svc.http_api.sessions.lookup import (
+    Point,
+    ResponseInfo,
+    Route,
+    StoredRequest,
+    StoredResponse,
+)
+from inference_svc.http_api.sessions.store import ApiStore, StoreUnavailableError
+from inference_svc.http_api.sessions.store_file import FILE_NAME, PRUNE_EVERY
+
+AT = Point("s-1", 2, "r-1", is_named=False)
+INFO = ResponseInfo(1.0, "m", instructions="Be brief.", metadata={"a": "é"})
+RESPONSE = StoredResponse(AT, b"h" * 16, INFO)
+
+
+@pytest.fixture
+def store(tmp_path):
+    store = ApiStore(tmp_path, 1000)
+    yield store
+    store.close()
+
+
+async def test_histories_survive_a_restart(tmp_path):
+    """With the key of their digests."""
+    store = ApiStore(tmp_path, 1000)
+    await store.keep_histories("acme", [(b"a", AT), (b"b", Point("n", 1, "r-2", is_named=True))])
+    key = store.key
+    store.close()
+    again = ApiStore(tmp_path, 1000)
+    assert again.key == key
+    found = await again.find_histories([b"a", b"b", b"c"])
+    assert found == {b"a": AT, b"b": Point("n", 1, "r-2", is_named=True)}
+    again.close()
+
+
+async def test_the_last_session_of_a_history_counts(store):
+    """Until its history is forgotten."""
+    await store.keep_histories("acme", [(b"a", AT)])
+    await store.keep_histories("acme", [(b"a", Point("s-2", 2, "r-9", is_named=False))])
+    assert (await store.find_histories([b"a"]))[b"a"].session_id == "s-2"
+    await store.forget_histories([b"a"])
+    assert await store.find_histories([b"a"]) == {}
+
+
+async def test_what_was_not_used_for_longest_goes_first(tmp_path):
+    """The file is bounded; what is found counts as used."""
+    store = ApiStore(tmp_path, 100)
+    await store.keep_histories("acme", [(b"old", AT), (b"older", AT)])
+    for number in range(2 * PRUNE_EVERY):
+        await store.keep_histories("acme", [(b"%d" % number, AT)])
+        await store.find_histories([b"old"])
+    assert set(await store.find_histories([b"old", b"older"])) == {b"old"}
+    (rows,) = store._db.execute("SELECT count(*) FROM histories").fetchone()
+    assert rows <= 100 + PRUNE_EVERY
+    store.close()
+
+
+async def test_a_response_is_its_tenants(store):
+    """For others it is not there, and cannot be forgotten."""
+    await store.keep_response("acme", "resp_1", RESPONSE)
+    assert await store.find_response("acme", "resp_1") == RESPONSE
+    assert await store.find_response("other", "resp_1") is None
+    await store.forget_response("other", "resp_1")
+    assert await store.count_responses("acme", "s-1") == 1
+    await store.forget_response("acme", "resp_1")
+    assert await store.find_response("acme", "resp_1") is None
+
+
+async def test_what_only_a_newer_release_says_of_a_response_is_left_out(tmp_path):
+    """After going back to this one."""
+    store = ApiStore(tmp_path, 100)
+    await store.keep_response("acme", "resp_1", RESPONSE)
+    store.close()
+    with contextlib.closing(sqlite3.connect(tmp_path / FILE_NAME)) as db, db:
+        db.execute("UPDATE responses SET facts = json_set(facts, '$.since_2031', json('[1]'))")
+    again = ApiStore(tmp_path, 100)
+    assert await again.find_response("acme", "resp_1") == RESPONSE
+    again.close()
+
+
+async def test_requests_and_passing_sessions(store):
+    """Each is known until it is not needed."""
+    request = StoredRequest(b"body", Route("s-1", 2, 1, None, is_named=True))
+    await store.keep_request("acme", b"key", request)
+    assert await store.find_request(b"key") == request
+    assert await store.find_request(b"other") is None
+    await store.begin_passing("acme", "s-9")
+    assert await store.passing() == [("acme", "s-9")]
+    await store.end_passing("acme", "s-9")
+    assert await store.passing() == []
+
+
+async def test_the_oldest_sessions_are_taken_once(store):
+    """Beyond a bound, or a tenant's oldest; a session that is used again is young."""
+    for session_id in ("1", "2", "3", "1"):
+        await store.use_session("a", session_id)
+    await store.touch_session("a", "2")
+    await store.touch_session("a", "named-by-a-client")
+    assert await store.take_oldest(3) == []
+    assert await store.take_oldest(2) == [("a", "3")]
+    assert await store.take_oldest_of("b") == ""
+    assert [await store.take_oldest_of("a") for _ in range(3)] == ["1", "2", ""]
+
+
+async def test_a_tenant_pushes_out_its_own_only(tmp_path):
+    """Who adds the most rows loses its oldest, though another's are older."""
+    store = ApiStore(tmp_path, 100)
+    await store.use_session("quiet", "1")
+    await store.keep_response("quiet", "resp_1", RESPONSE)
+    await store.keep_histories("quiet", [(b"mine", AT)])
+    for number in range(PRUNE_EVERY):
+        await store.use_session("loud", str(number))
+        await store.keep_response("loud", f"resp_loud_{number}", RESPONSE)
+        await store.keep_histories("loud", [(b"%d" % number, AT)])
+    assert await store.take_oldest(PRUNE_EVERY - 1) == [("loud", "0"), ("loud", "1")]
+    assert await store.find_response("quiet", "resp_1") == RESPONSE
+    assert await store.find_response("loud", "resp_loud_0") is None
+    assert set(await store.find_histories([b"mine", b"0"])) == {b"mine"}
+    store.close()
+
+
+async def test_a_damaged_file_is_set_aside(tmp_path):
+    """The service starts, knowing nothing; the file is not thrown away."""
+    store = ApiStore(tmp_path, 1000)
+    await store.keep_histories("acme", [(b"a", AT)])
+    store.close()
+    (tmp_path / FILE_NAME).write_bytes(
+        b"this is no database, but long enough to be read as one" * 99
+    )
+    again = ApiStore(tmp_path, 1000)
+    assert await again.find_histories([b"a"]) == {}
+    again.close()
+    assert (tmp_path / f"{FILE_NAME}.unusable-1").exists()
+
+
+async def test_a_file_that_somebody_holds_is_not_set_aside(tmp_path, monkeypatch):
+    """Locked, it may be fine: the start is refused, and everything is there at the next."""
+    store = ApiStore(tmp_path, 1000)
+    await store.keep_histories("acme", [(b"a", AT)])
+    store.close()
+    monkeypatch.setattr(store_file, "BUSY_S", 0.01)
+    with contextlib.closing(sqlite3.connect(tmp_path / FILE_NAME, isolation_level=None)) as db:
+        db.execute("PRAGMA locking_mode = EXCLUSIVE")
+        db.execute("BEGIN EXCLUSIVE")
+        with pytest.raises(TranscriptError, match="locked"):
+            ApiStore(tmp_path, 1000)
+    again = ApiStore(tmp_path, 1000)
+    assert set(await again.find_histories([b"a"])) == {b"a"}
+    again.close()
+
+
+async def test_a_file_of_another_release_is_set_aside(tmp_path):
+    """Its tables may mean something else."""
+    ApiStore(tmp_path, 1000).close()
+    with sqlite3.connect(tmp_path / FILE_NAME) as db:
+        db.execute("PRAGMA user_version = 99")
+    db.close()
+    ApiStore(tmp_path, 1000).close()
+    assert (tmp_path / f"{FILE_NAME}.unusable-1").exists()
+
+
+async def test_the_file_is_the_services_alone(tmp_path):
+    """Nobody else reads digests or instructions, nor the key."""
+    store = ApiStore(tmp_path, 1000)
+    await store.keep_response("acme", "resp_1", RESPONSE)
+    modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in tmp_path.iterdir()}
+    assert set(modes.values()) == {0o600}, modes
+    store.close()
+
+
+def test_a_directory_that_cannot_be_used_refuses_the_start(tmp_path):
+    """With a remedy."""
+    with pytest.raises(TranscriptError, match="--state-dir"):
+        ApiStore(tmp_path / "missing", 1000)
+
+
+async def test_what_cannot_be_read_is_not_known(store):
+    """A history is a miss; of a response nobody can say whether it is there."""
+    await store.keep_histories("acme", [(b"a", AT)])
+    await asyncio.to_thread(store._db.execute, "DROP TABLE histories")
+    await asyncio.to_thread(store._db.execute, "DROP TABLE responses")
+    assert await store.find_histories([b"a"]) == {}
+    await store.keep_histories("acme", [(b"a", AT)])
+    with pytest.raises(StoreUnavailableError):
+        await store.find_response("acme", "resp_1")

@@ -1,0 +1,106 @@
+"""What every request has in common: what its body may be, and its turn's names."""
+
+import pytest
+
+from inference_svc.http_api.bodies import decode
+from inference_svc.http_api.errors import InvalidJsonError, RequestError
+from inference_svc.http_api.openai.chats import ChatBody
+from inference_svc.http_api.requests import TurnRequest, parse_object
+from inference_svc.http_api.sessions.routing import HistoryChain
+from inference_svc.openai_settings import OpenAISettings
+
+
+def test_an_object_is_read():
+    """UTF-8 JSON, as it is."""
+    assert parse_object('{"a": "é\\u00e9\\ud83d\\ude00"}'.encode()) == {"a": "éé😀"}
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b"7",
+        b'"text"',
+        b"\xff\xfe",
+        b'{"a": "\xff"}',
+        b'{"a": NaN}',
+        b'{"a": -Infinity}',
+        b'{"a": "\\ud83d"}',
+        '{"a": "\\ud83d"}'.encode("utf-16"),
+        b'{"\\udc00": 1}',
+        b"[" * 200_000,
+        b'{"a":' * 100_000 + b"1" + b"}" * 100_000,
+        b'{"a": ' + b"9" * 10_000 + b"}",
+    ],
+    ids=[
+        "empty",
+        "cut",
+        "list",
+        "number",
+        "text",
+        "no-utf8",
+        "no-utf8-inside",
+        "nan",
+        "infinity",
+        "half-character",
+        "half-character-in-utf16",
+        "half-character-name",
+        "deep-list",
+        "deep-object",
+        "endless-number",
+    ],
+)
+def test_what_is_no_object_is_refused(body):
+    """With one short line, however long the body is."""
+    with pytest.raises(InvalidJsonError) as refused:
+        parse_object(body)
+    assert len(str(refused.value)) < 300
+
+
+class Headers:
+    """Of a request: all that a turn needs of it."""
+
+    path = "/v1/chat/completions"
+
+    def __init__(self, **headers):
+        self.headers = {name.replace("_", "-"): value for name, value in headers.items()}
+
+
+def turn_of(headers=None, digest=b"body", **fields):
+    body = decode(
+        ChatBody, {"model": "m", "messages": [{"role": "user", "content": "Hi"}], **fields}
+    )
+    chain = HistoryChain(b"k" * 32, "acme", "model")
+    asked = TurnRequest(
+        Headers(**(headers or {})), None, body, digest, chain, OpenAISettings(temperature=0.5)
+    )
+    return asked.turn(body.conversation)
+
+
+def test_a_turn_is_named_in_the_body_or_in_a_header():
+    """In both, if they agree; and only if it is to stay."""
+    assert turn_of().session_id == ""
+    assert turn_of({"X_Session_Id": "s"}).session_id == "s"
+    assert turn_of({"X_Session_Id": "s"}, session_id="s").session_id == "s"
+    with pytest.raises(RequestError, match="different sessions"):
+        turn_of({"X_Session_Id": "s"}, session_id="t")
+    with pytest.raises(RequestError, match="not to be stored"):
+        turn_of(session_id="s", store=False)
+
+
+def test_a_repeat_has_the_same_request_id():
+    """As long as its body is the same, too; without a key each request is another."""
+    key = {"Idempotency_Key": "again"}
+    first, second, other = turn_of(key), turn_of(key), turn_of(key, digest=b"other")
+    assert first.request_id == second.request_id != other.request_id
+    assert first.repeat_key == second.repeat_key == other.repeat_key
+    assert turn_of().request_id != turn_of().request_id
+    assert turn_of().repeat_key is None
+
+
+def test_who_names_no_temperature_gets_the_settings():
+    """One of 0 is named."""
+    assert turn_of().sampling["temperature"] == 0.5
+    assert turn_of(temperature=0).sampling["temperature"] == 0
