@@ -1,13 +1,11 @@
-"""What the handlers of the API stand on: its parts, and the served model."""
+"""What the handlers of the API stand on: its parts."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from aiohttp import web
 
 from inference_svc.http_api.bodies import decode
-from inference_svc.http_api.errors import UnknownModelNameError
+from inference_svc.http_api.dialect import ServedModel
 from inference_svc.http_api.requests import B, RequestSlots, TurnRequest, caller_of
 from inference_svc.http_api.sessions.answers import Answers
 from inference_svc.http_api.sessions.completion import Completion
@@ -17,54 +15,6 @@ from inference_svc.openai_settings import OpenAISettings
 from inference_svc.service.gateway import Gateway
 from shared.access.clients import ClientBook
 from shared.access.identity import Identity
-
-OWNER = "cachedattention"
-
-
-@dataclass(frozen=True)
-class ServedModel:
-    """The one model that is served: what clients may call it, and what they see of it.
-
-    Attributes:
-        name: the model's own name.
-        aliases: other names for it.
-        fingerprint: the model's fingerprint.
-        created_s: Unix time when the service started.
-        context_window: most tokens of a context.
-    """
-
-    name: str
-    aliases: tuple[str, ...]
-    fingerprint: str
-    created_s: int
-    context_window: int
-
-    def check(self, name: str) -> None:
-        """Refuse a request for another model.
-
-        Raises:
-            UnknownModelNameError: it is not served here.
-        """
-        if name != self.name and name not in self.aliases:
-            raise UnknownModelNameError(
-                f"the model {name[:80]!r} is not served here", f"use {self.name!r}"
-            )
-
-    def as_list(self) -> dict[str, Any]:
-        """Answer GET /v1/models."""
-        return {"object": "list", "data": [self.shown(name) for name in (self.name, *self.aliases)]}
-
-    def shown(self, name: str) -> Mapping[str, Any]:
-        """Answer GET /v1/models/NAME."""
-        self.check(name)
-        return {
-            "id": name,
-            "object": "model",
-            "created": self.created_s,
-            "owned_by": OWNER,
-            "fingerprint": self.fingerprint,
-            "context_window": self.context_window,
-        }
 
 
 @dataclass(frozen=True)

@@ -240,6 +240,7 @@ def _model(name: str) -> str:
 
 
 Count = Annotated[int, Field(ge=1, le=MOST_TOKENS)]
+StopStrings = Annotated[list[str], BeforeValidator(_stop)]
 _NO_TOOLS = "the service has no tools: leave it out"
 
 
@@ -283,7 +284,7 @@ class TurnBody(Body, ABC):
     min_p: float | None = Field(default=None, ge=0, le=1)
     repetition_penalty: float | None = Field(default=None, ge=0, le=100)
     seed: int | None = Field(default=None, ge=-MAX_SEED, le=MAX_SEED - 1)
-    stop: Annotated[list[str], BeforeValidator(_stop)] = Field(default_factory=list)
+    stop: StopStrings = Field(default_factory=list)
     ignore_eos: bool = False
     top_logprobs: int | None = Field(default=None, ge=0, le=MAX_TOP_LOGPROBS)
     metadata: Annotated[dict[str, str], BeforeValidator(_metadata)] = Field(default_factory=dict)

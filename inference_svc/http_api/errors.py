@@ -1,8 +1,7 @@
-"""What OpenAI's clients see of an error: a status, headers and a body. Pure.
+"""Errors that only the HTTP API has, and what every client sees of an error: status and headers.
 
-The body is OpenAI's: {"error": {"message", "type", "param", "code"}}; the message ends with the
-remedy, and `code` is the error's reason, or OpenAI's own word where it has one. Errors that only
-this API has:
+The body is in the words of the client's API: `openai/dialect.py`, `anthropic/dialect.py`.
+Its message ends with the remedy, and its code is the error's reason.
 
 InvalidInputError   invalid_value, unsupported_value, unknown_parameter, invalid_json
 NotFoundError       model_not_found, response_not_found, unknown_url
@@ -11,13 +10,11 @@ ExhaustedError      too_many_requests
 DeadlineError       request_timeout
 ReportedError       request_too_large, method_not_allowed
 
-*Source:* OpenAI API reference, "Error codes"; `x-should-retry` and `retry-after-ms` are what its
-Python and JavaScript clients read.
+*Source:* `x-should-retry` and `retry-after-ms` are what OpenAI's and Anthropic's clients read.
 """
 
 import math
 from collections.abc import Mapping
-from typing import Any
 
 from shared.types.errors import (
     DeadlineError,
@@ -46,20 +43,6 @@ _STATUS_BY_REASON: Mapping[str, int] = {
     "request_timeout": 408,
     "transcript_disk_full": 503,  # nothing that the client has too much of
     "no_chat_template": 400,  # of the model: no later request fares better
-}
-_OPENAI_CODES: Mapping[str, str] = {  # OpenAI's words for what we call otherwise
-    "unauthenticated": "invalid_api_key",
-    "input_too_long": "context_length_exceeded",
-    "rate_limited": "rate_limit_exceeded",
-    "engine_failed": "server_error",
-}
-_TYPES: Mapping[int, str] = {
-    403: "permission_error",
-    408: "timeout_error",
-    409: "conflict_error",
-    429: "rate_limit_error",
-    503: "service_unavailable_error",
-    504: "timeout_error",
 }
 
 
@@ -155,17 +138,6 @@ def unknown_response(response_id: str) -> UnknownResponseError:
 def status_of(error: ReportedError) -> int:
     """Return the HTTP status of an error."""
     return _STATUS_BY_REASON.get(error.reason) or _STATUS_BY_CODE.get(error.grpc_code, 500)
-
-
-def error_object(error: ReportedError) -> dict[str, Any]:
-    """Make what stands under "error"."""
-    status = status_of(error)
-    return {
-        "message": str(error),
-        "type": _TYPES.get(status, "invalid_request_error" if status < 500 else "server_error"),
-        "param": (error.param or None) if isinstance(error, RequestError) else None,
-        "code": _OPENAI_CODES.get(error.reason, error.reason),
-    }
 
 
 def error_headers(error: ReportedError) -> dict[str, str]:

@@ -12,9 +12,9 @@ import structlog
 from aiohttp import web
 
 from inference_svc.core.answers import AnswerToken
-from inference_svc.core.turn_record import Finished, Tokens
-from inference_svc.http_api.errors import error_headers, error_object, status_of
-from inference_svc.http_api.requests import REQUEST_ID, SESSION, B, TurnRequest
+from inference_svc.core.turn_record import Finished, Started, Tokens
+from inference_svc.http_api.errors import error_headers, status_of
+from inference_svc.http_api.requests import REQUEST_IDS, SESSION, B, TurnRequest
 from inference_svc.http_api.sessions.answers import LiveAnswer
 from inference_svc.http_api.sessions.routing import HttpTurn
 from shared.process.log import get_logger
@@ -43,7 +43,7 @@ class AnswerObjects(Protocol):
     def whole(self, tokens: Sequence[AnswerToken], finished: Finished) -> Mapping[str, Any]:
         """Make the answer of a request that is not streamed."""
 
-    def opening(self) -> Iterable[Mapping[str, Any]]:
+    def opening(self, started: Started) -> Iterable[Mapping[str, Any]]:
         """Make the events of a turn's beginning."""
 
     def piece(self, tokens: Sequence[AnswerToken]) -> Iterable[Mapping[str, Any]]:
@@ -52,8 +52,8 @@ class AnswerObjects(Protocol):
     def closing(self, finished: Finished) -> Iterable[Mapping[str, Any]]:
         """Make the events of a turn's end."""
 
-    def failure(self, error: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Make the event of a turn that failed; `error` is OpenAI's error object."""
+    def failure(self, error: ReportedError) -> Mapping[str, Any]:
+        """Make the event of a turn that failed."""
 
 
 async def send_answer(
@@ -67,14 +67,14 @@ async def send_answer(
         answer: the turn's answer.
         objects: makes the objects of its API.
     """
-    headers = {SESSION: answer.session_id, REQUEST_ID: turn.request_id}
+    headers = {SESSION: answer.session_id, **dict.fromkeys(REQUEST_IDS, turn.request_id)}
     structlog.contextvars.bind_contextvars(session=answer.session_id, request_id=turn.request_id)
     if not turn_request.body.stream:
         return reply(objects.whole(*await answer.whole()), headers)
     stream = EventStream(turn_request.request, turn_request.settings.write_s)
     await stream.open(headers)
     try:
-        await stream.send(*objects.opening())
+        await stream.send(*objects.opening(answer.started))
         async for event in answer.events():
             if isinstance(event, Tokens):
                 await stream.send(*objects.piece(event.tokens))
@@ -83,7 +83,7 @@ async def send_answer(
     except ConnectionError:
         raise  # nobody is left to answer
     except Exception as error:  # noqa: BLE001  # the status is sent: it is reported as an event
-        await stream.send(objects.failure(error_object(reported(error))))
+        await stream.send(objects.failure(reported(error)))
     await stream.end(objects.stream_end)
     return stream.response
 
@@ -138,13 +138,13 @@ def reply(data: Mapping[str, Any], headers: Mapping[str, str] | None = None) -> 
     return web.Response(body=json_bytes(data), content_type="application/json", headers=headers)
 
 
-def refusal(error: ReportedError) -> web.Response:
-    """Make the response of an error, as OpenAI's clients know it."""
+def refusal(error: ReportedError, body: Mapping[str, Any]) -> web.Response:
+    """Make the response of an error, with its body in the words of the client's API."""
     status = status_of(error)
     structlog.contextvars.bind_contextvars(error=error.reason)
     response = web.Response(
         status=status,
-        body=json_bytes({"error": error_object(error)}),
+        body=json_bytes(body),
         content_type="application/json",
         headers=error_headers(error),
     )

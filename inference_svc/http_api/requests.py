@@ -37,7 +37,7 @@ from shared.access.identity import current_identity
 PROJECT = "OpenAI-Project"  # names the tenant
 SESSION = "X-Session-Id"
 REPEAT = "Idempotency-Key"
-REQUEST_ID = "x-request-id"
+REQUEST_IDS = ("x-request-id", "request-id")  # OpenAI's clients read one, Anthropic's the other
 CONTINUE = "100-continue"
 MAX_HEADER = 256  # characters of one of ours
 RETRY_S = 1.0  # after a refusal

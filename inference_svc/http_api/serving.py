@@ -1,8 +1,8 @@
-"""Serves the OpenAI-compatible API beside gRPC, if there are addresses for it.
+"""Serves the HTTP API beside gRPC, if there are addresses for it.
 
-Each request goes through the same gates before its handler: errors are reported as OpenAI's
-clients know them, the client is identified, and a slot is held. Another API is a module with a
-body, objects and handlers, like `chats.py`, and its routes here.
+Each request goes through the same gates before its handler: errors are reported as the client's API
+words them, the client is identified, and a slot is held. Another API is a module with a body,
+objects and handlers, like `openai/chats.py`, and its routes here.
 """
 
 import asyncio
@@ -17,9 +17,13 @@ from aiohttp import web
 from aiohttp.typedefs import Middleware
 
 from inference_svc.config import InferenceSettings
-from inference_svc.http_api.api import Api, ServedModel
+from inference_svc.http_api.anthropic.dialect import ANTHROPIC, VERSION
+from inference_svc.http_api.anthropic.messages import count_tokens, create_message
+from inference_svc.http_api.api import Api
+from inference_svc.http_api.dialect import Dialect, ServedModel
 from inference_svc.http_api.errors import MethodNotAllowedError, UnknownUrlError
 from inference_svc.http_api.openai.chats import create_chat
+from inference_svc.http_api.openai.dialect import OPENAI
 from inference_svc.http_api.openai.responses import create_response, delete_response, show_response
 from inference_svc.http_api.replies import refusal, reply, reported
 from inference_svc.http_api.requests import RequestSlots, expect_nothing_yet
@@ -35,6 +39,7 @@ from shared.access.identity import act_as, socket_identity
 from shared.process.log import get_logger
 from shared.serving.http_connections import ConnectionMetrics
 from shared.serving.http_server import HttpServer, accepted_at, identity_of
+from shared.types.errors import ReportedError
 
 ROLE = "client"
 SERVER = "inference-svc"  # not aiohttp's and Python's versions
@@ -145,7 +150,12 @@ def make_app(api: Api, outer: Sequence[Middleware] = ()) -> web.Application:
     )
     app.on_response_prepare.append(_name_server)
     routes = app.router
-    for path, create in (("chat/completions", create_chat), ("responses", create_response)):
+    for path, create in (
+        ("chat/completions", create_chat),
+        ("responses", create_response),
+        ("messages", create_message),
+        ("messages/count_tokens", count_tokens),
+    ):
         routes.add_post(f"/v1/{path}", partial(create, api), expect_handler=expect_nothing_yet)
     routes.add_get("/v1/responses/{id}", partial(show_response, api))
     routes.add_delete("/v1/responses/{id}", partial(delete_response, api))
@@ -154,35 +164,45 @@ def make_app(api: Api, outer: Sequence[Middleware] = ()) -> web.Application:
     return app
 
 
-_PATHS = "use /v1/chat/completions, /v1/responses or /v1/models"
+_PATHS = "use /v1/chat/completions, /v1/responses, /v1/messages or /v1/models"
 
 
-async def _models(api: Api, _request: web.Request) -> web.Response:
-    return reply(api.model.as_list())
+async def _models(api: Api, request: web.Request) -> web.Response:
+    return reply(_dialect(request).models(api.model))
 
 
 async def _model(api: Api, request: web.Request) -> web.Response:
-    return reply(api.model.shown(request.match_info["id"]))
+    name = request.match_info["id"]
+    api.model.check(name)
+    return reply(_dialect(request).model(api.model, name))
+
+
+def _dialect(request: web.Request) -> Dialect:
+    is_anthropic = request.path.startswith("/v1/messages") or VERSION in request.headers
+    return ANTHROPIC if is_anthropic else OPENAI
 
 
 @web.middleware
 async def _tell_refusals(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Report every refusal and failure as OpenAI's clients know it."""
+    """Report every refusal and failure as the client's API words it."""
     try:
         return await handler(request)
-    except web.HTTPMethodNotAllowed as error:
-        return refusal(
-            MethodNotAllowedError(
-                f"{request.method[:20]} is not for this path",
-                f"use {' or '.join(sorted(error.allowed_methods))}",
-            )
-        )
-    except web.HTTPException:
-        return refusal(UnknownUrlError(f"nothing is served at {request.path[:80]!r}", _PATHS))
     except ConnectionError:
         raise  # nobody is left to answer
     except Exception as error:  # noqa: BLE001  # the edge: nothing above would report it
-        return refusal(reported(error))
+        refused = _as_reported(request, error)
+        return refusal(refused, _dialect(request).error_body(refused))
+
+
+def _as_reported(request: web.Request, error: Exception) -> ReportedError:
+    if isinstance(error, web.HTTPMethodNotAllowed):
+        return MethodNotAllowedError(
+            f"{request.method[:20]} is not for this path",
+            f"use {' or '.join(sorted(error.allowed_methods))}",
+        )
+    if isinstance(error, web.HTTPException):
+        return UnknownUrlError(f"nothing is served at {request.path[:80]!r}", _PATHS)
+    return reported(error)
 
 
 def _admitting(api: Api) -> Middleware:

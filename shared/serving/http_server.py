@@ -32,6 +32,7 @@ from shared.serving.http_listener import Connection, HttpListener, Place
 from shared.types.errors import ConfigError
 
 _OF_SUBJECT = "commonName"
+API_KEY = "X-Api-Key"  # a token in the words of Anthropic's clients
 
 
 def identity_of(request: web.Request, clients: Clients, own: Identity | None = None) -> Identity:
@@ -46,6 +47,8 @@ def identity_of(request: web.Request, clients: Clients, own: Identity | None = N
         UnauthenticatedError: nobody knows.
     """
     authorization = request.headers.get("Authorization", "")
+    if not authorization and API_KEY in request.headers:
+        authorization = f"Bearer {request.headers[API_KEY]}"
     return authenticate(clients, authorization, list(_certificate_names(request)), own)
 
 

@@ -12,13 +12,15 @@ from aiohttp import web
 from pydantic import Field, model_validator
 
 from inference_svc.core.answers import AnswerToken
-from inference_svc.core.turn_record import Finished, Usage
+from inference_svc.core.turn_record import Finished, Started, Usage
 from inference_svc.http_api.api import Api
 from inference_svc.http_api.bodies import Body, Count, Refused, TurnBody, WrongMemberError
 from inference_svc.http_api.conversation import Message
+from inference_svc.http_api.openai.dialect import error_body
 from inference_svc.http_api.openai.messages import Messages
 from inference_svc.http_api.replies import send_answer
 from inference_svc.http_api.token_text import TokenText
+from shared.types.errors import ReportedError
 
 _TEXT_ONLY = "the service writes plain text only: leave it out"
 _NO_REASONING = "the model does not reason apart from its answer: leave it out"
@@ -145,7 +147,7 @@ class ChatObjects:
         }
         return self._object("chat.completion", [choice]) | {"usage": chat_usage(finished.usage)}
 
-    def opening(self) -> Iterator[dict[str, Any]]:
+    def opening(self, _started: Started) -> Iterator[dict[str, Any]]:
         """Make the first chunk: whose message it is."""
         yield self._chunk({"role": "assistant", "content": "", "refusal": None}, None)
 
@@ -162,9 +164,9 @@ class ChatObjects:
         if self.includes_usage:
             yield self._object("chat.completion.chunk", []) | {"usage": chat_usage(finished.usage)}
 
-    def failure(self, error: Mapping[str, Any]) -> dict[str, Any]:
+    def failure(self, error: ReportedError) -> dict[str, Any]:
         """Make the event of an answer that failed."""
-        return {"error": error}
+        return error_body(error)
 
     def _chunk(
         self, delta: dict[str, Any], finish_reason: str | None, logprobs: Any = None

@@ -14,9 +14,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 from inference_svc.core.answers import AnswerToken
-from inference_svc.core.turn_record import Finished, Usage
+from inference_svc.core.turn_record import Finished, Started, Usage
+from inference_svc.http_api.openai.dialect import error_object
 from inference_svc.http_api.sessions.lookup import ResponseInfo
 from inference_svc.http_api.token_text import TokenText
+from shared.types.errors import ReportedError
 
 IN_PROGRESS = "in_progress"
 COMPLETED = "completed"
@@ -62,7 +64,7 @@ class ResponseObjects:
         item = self._item(status, [_text_part(finished.text, self._rows(tokens))])
         return self._response(status, [item], finished.usage)
 
-    def opening(self) -> Iterator[dict[str, Any]]:
+    def opening(self, _started: Started) -> Iterator[dict[str, Any]]:
         """Make the events of a turn that has begun."""
         response = self._response(IN_PROGRESS, [])
         yield self._event("response.created", {"response": response})
@@ -91,9 +93,10 @@ class ResponseObjects:
         response = self._response(status, [item], finished.usage)
         yield self._event(f"response.{status}", {"response": response})
 
-    def failure(self, error: Mapping[str, Any]) -> dict[str, Any]:
-        """Make the event of a turn that has failed; `error` is OpenAI's error object."""
-        said = {"code": error["code"], "message": error["message"]}
+    def failure(self, error: ReportedError) -> dict[str, Any]:
+        """Make the event of a turn that has failed."""
+        found = error_object(error)
+        said = {"code": found["code"], "message": found["message"]}
         return self._event("response.failed", {"response": self._response(FAILED, [], error=said)})
 
     def _rows(self, tokens: Sequence[AnswerToken]) -> Rows:

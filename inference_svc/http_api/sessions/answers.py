@@ -24,7 +24,7 @@ from inference_svc.core.errors import (
     TurnMismatchError,
 )
 from inference_svc.core.submission import TurnNames
-from inference_svc.core.turn_record import Finished, Tokens, TurnEvent
+from inference_svc.core.turn_record import Finished, Started, Tokens, TurnEvent
 from inference_svc.http_api.errors import unknown_response
 from inference_svc.http_api.sessions.completion import Completion
 from inference_svc.http_api.sessions.lookup import Route, StoredRequest
@@ -48,6 +48,7 @@ class LiveAnswer:
 
     Attributes:
         session_id: the session of the turn.
+        started: what its history cost, once it has begun.
     """
 
     def __init__(
@@ -65,6 +66,7 @@ class LiveAnswer:
         self._turn = turn
         self._route = route
         self.session_id = route.session_id
+        self.started = Started(0, 0, 0.0, 0)
         self._stream = stream
         self._events: AsyncIterator[TurnEvent] = stream.events
         self._first: Tokens | Finished | None = None
@@ -90,6 +92,8 @@ class LiveAnswer:
         async for event in self._events:
             if isinstance(event, Finished):
                 _check_not_cancelled(event)
+            if isinstance(event, Started):
+                self.started = event
             if isinstance(event, Tokens | Finished):
                 self._first = event
                 return

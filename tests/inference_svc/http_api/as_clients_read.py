@@ -5,10 +5,11 @@ import functools
 from pydantic import TypeAdapter
 
 from inference_svc.core.answers import AnswerToken
-from inference_svc.core.turn_record import Finished, Usage
+from inference_svc.core.turn_record import Finished, Started, Usage
 from inference_svc.http_api.replies import json_bytes
 
 USAGE = Usage(history_tokens=30, reused_tokens=28, recomputed_tokens=2, new_tokens=5)
+STARTED = Started(30, 28, 0.1, 5)
 TOKENS = [
     AnswerToken(1, "He", -0.5, ((1, -0.5), (2, -1.5))),
     AnswerToken(2, "llo", -0.25, ((2, -0.25), (0, -9.0))),

@@ -1,17 +1,20 @@
-"""Errors as OpenAI's clients know them."""
+"""Statuses and headers of errors, and their bodies in the words of both APIs."""
 
 import pytest
 
-from inference_svc.core.errors import QueueFullError, SessionBusyError
+from inference_svc.core.errors import DrainingError, QueueFullError, SessionBusyError
+from inference_svc.http_api.anthropic.dialect import error_body
 from inference_svc.http_api.errors import (
     RequestError,
     RequestTooLargeError,
     SlowRequestError,
+    TooManyRequestsError,
     UnknownModelNameError,
     error_headers,
-    error_object,
     status_of,
 )
+from inference_svc.http_api.openai.dialect import error_object
+from shared.access.identity import TenantDeniedError
 from shared.types.errors import ReportedError, UnauthenticatedError
 
 
@@ -49,3 +52,25 @@ def test_when_to_come_back():
     assert (headers["Retry-After"], headers["retry-after-ms"]) == ("1", "250")
     assert headers["x-should-retry"] == "true"
     assert error_headers(RequestError("x", "y"))["x-should-retry"] == "false"
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (RequestError("x", "y", "n"), "invalid_request_error"),
+        (UnauthenticatedError("x", "y"), "authentication_error"),
+        (TenantDeniedError("x", "y"), "permission_error"),
+        (UnknownModelNameError("x", "y"), "not_found_error"),
+        (SlowRequestError("x", "y"), "timeout_error"),
+        (SessionBusyError("x", "y"), "conflict_error"),
+        (RequestTooLargeError("x", "y"), "request_too_large"),
+        (TooManyRequestsError("x", "y"), "rate_limit_error"),
+        (DrainingError("x", "y"), "overloaded_error"),
+        (ReportedError("x", "y"), "api_error"),
+    ],
+)
+def test_errors_as_anthropic_writes_them(error, kind):
+    """Type and message, which has the remedy; the reason stands beside them."""
+    body = error_body(error)
+    assert (body["type"], body["error"]["type"]) == ("error", kind)
+    assert (body["error"]["message"], body["error"]["code"]) == ("x: y", error.reason)

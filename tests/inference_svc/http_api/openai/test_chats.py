@@ -10,7 +10,14 @@ from inference_svc.http_api.conversation import MAX_MESSAGES, Message
 from inference_svc.http_api.errors import RequestError, UnknownParameterError, UnsupportedValueError
 from inference_svc.http_api.openai.chats import ChatBody, ChatObjects, chat_usage
 from inference_svc.http_api.token_text import TokenText
-from tests.inference_svc.http_api.as_clients_read import TOKENS, USAGE, Letters, finished, strict
+from tests.inference_svc.http_api.as_clients_read import (
+    STARTED,
+    TOKENS,
+    USAGE,
+    Letters,
+    finished,
+    strict,
+)
 
 HELLO = [{"role": "user", "content": "Hello"}]
 
@@ -230,7 +237,7 @@ def test_no_alternatives_unless_asked_for():
 def test_the_chunks_of_a_stream():
     """They make up the answer; the usage comes last, in a chunk without choices."""
     made = objects(includes_usage=True)
-    given = [*made.opening(), *made.piece([TOKENS[0]]), *made.piece([TOKENS[1]])]
+    given = [*made.opening(STARTED), *made.piece([TOKENS[0]]), *made.piece([TOKENS[1]])]
     chunks = [strict(ChatCompletionChunk, one) for one in (*given, *made.closing(finished()))]
     assert chunks[0].choices[0].delta.role == "assistant"
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks[:-1]) == "Hello"

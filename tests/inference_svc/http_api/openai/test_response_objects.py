@@ -4,11 +4,10 @@ import pytest
 from openai.types.responses import Response, ResponseStreamEvent
 
 from inference_svc.core.errors import SessionBusyError
-from inference_svc.http_api.errors import error_object
 from inference_svc.http_api.openai.response_objects import ResponseObjects
 from inference_svc.http_api.sessions.lookup import ResponseInfo
 from inference_svc.http_api.token_text import TokenText
-from tests.inference_svc.http_api.as_clients_read import TOKENS, Letters, finished, strict
+from tests.inference_svc.http_api.as_clients_read import STARTED, TOKENS, Letters, finished, strict
 
 INFO = ResponseInfo(1_700_000_000, "tiny", instructions="Be brief.", metadata={"a": "b"})
 
@@ -20,7 +19,7 @@ INFO = ResponseInfo(1_700_000_000, "tiny", instructions="Be brief.", metadata={"
 def test_the_events_of_a_response(reason, last, status):
     """In OpenAI's order, numbered, each of the client's type; the last one has all."""
     events = ResponseObjects("resp_1", "s-1", INFO, TokenText(Letters()), 1)
-    made = [*events.opening(), *events.piece([TOKENS[0]]), *events.piece([TOKENS[1]])]
+    made = [*events.opening(STARTED), *events.piece([TOKENS[0]]), *events.piece([TOKENS[1]])]
     made += events.closing(finished(reason))
     read = [strict(ResponseStreamEvent, one) for one in made]
     assert [event.sequence_number for event in read] == list(range(len(read)))
@@ -55,8 +54,7 @@ def test_a_whole_response():
 def test_a_response_that_fails_while_it_is_streamed():
     """The error is in the last event."""
     events = ResponseObjects("resp_1", "s-1", INFO, TokenText(None), None)
-    error = error_object(SessionBusyError("busy", "wait"))
-    made = events.failure(error)
+    made = events.failure(SessionBusyError("busy", "wait"))
     assert made["type"] == "response.failed"
     assert made["response"]["status"] == "failed"
     assert made["response"]["error"] == {"code": "session_busy", "message": "busy: wait"}

@@ -5,9 +5,11 @@ import json
 from hypothesis import given
 from hypothesis import strategies as st
 
+from inference_svc.http_api.anthropic.bodies import MessagesBody
 from inference_svc.http_api.bodies import decode
-from inference_svc.http_api.errors import RequestError, error_object
+from inference_svc.http_api.errors import RequestError
 from inference_svc.http_api.openai.chats import ChatBody
+from inference_svc.http_api.openai.dialect import error_object
 from inference_svc.http_api.openai.responses import ResponseBody
 from inference_svc.http_api.replies import json_bytes
 from inference_svc.http_api.requests import parse_object
@@ -17,13 +19,26 @@ NAMES = sorted(
         *ChatBody.ignored,
         *ChatBody.refused,
         *ResponseBody.refused,
+        *MessagesBody.ignored,
+        *MessagesBody.refused,
         *("model", "messages", "input", "instructions", "temperature", "top_p", "seed", "stop"),
         *("max_tokens", "max_output_tokens", "logprobs", "top_logprobs", "stream", "metadata"),
         *("stream_options", "store", "session_id", "include", "truncation", "text", "top_k"),
         *("role", "content", "type", "format", "previous_response_id", "include_usage"),
+        *("system", "stop_sequences", "cache_control", "ttl", "output_config", "effort"),
     }
 )
-WORDS = ["user", "assistant", "system", "text", "message", "input_text", "auto", "json_schema"]
+WORDS = [
+    "user",
+    "assistant",
+    "system",
+    "text",
+    "message",
+    "input_text",
+    "auto",
+    "json_schema",
+    "5m",
+]
 plain = st.one_of(
     st.none(),
     st.booleans(),
@@ -56,7 +71,8 @@ bodies = st.dictionaries(st.sampled_from(NAMES), anything, max_size=6).flatmap(
 def test_a_body_is_decoded_or_refused(body):
     """Nothing else is ever raised, and a refusal can be told."""
     refusals = []
-    for name, kind in (("input", ChatBody), ("messages", ResponseBody)):
+    kinds = (("input", ChatBody), ("messages", ResponseBody), ("input", MessagesBody))
+    for name, kind in kinds:
         given = {key: value for key, value in body.items() if key != name}
         try:
             decode(kind, given)

@@ -1,0 +1,59 @@
+"""Errors and models in Anthropic's words. Pure.
+
+Beside an error's type stands `code`, its reason.
+
+*Source:* Anthropic API reference, "Errors", "Models".
+"""
+
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from typing import Any
+
+from inference_svc.http_api.dialect import Dialect, ServedModel
+from inference_svc.http_api.errors import status_of
+from shared.types.errors import ReportedError
+
+VERSION = "anthropic-version"  # the header that every request of its clients has
+_TYPES: Mapping[int, str] = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    409: "conflict_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+
+
+def error_body(error: ReportedError) -> dict[str, Any]:
+    """Make the body of an error's response, which is an event's of a stream, too."""
+    status = status_of(error)
+    usual = "invalid_request_error" if status < 500 else "api_error"
+    said = {"type": _TYPES.get(status, usual), "message": str(error), "code": error.reason}
+    return {"type": "error", "error": said, "request_id": None}
+
+
+def _models(model: ServedModel) -> dict[str, Any]:
+    return {
+        "data": [_model(model, name) for name in model.names],
+        "first_id": model.names[0],
+        "last_id": model.names[-1],
+        "has_more": False,
+    }
+
+
+def _model(model: ServedModel, name: str) -> dict[str, Any]:
+    return {
+        "type": "model",
+        "id": name,
+        "display_name": model.name,
+        "created_at": datetime.fromtimestamp(model.created_s, UTC).isoformat(),
+        "lifecycle": "active",
+        "max_input_tokens": model.context_window,
+        "max_tokens": model.context_window,
+    }
+
+
+ANTHROPIC = Dialect(error_body, _models, _model)

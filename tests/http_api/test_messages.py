@@ -1,0 +1,181 @@
+"""/v1/messages, by the official client."""
+
+import anthropic
+import pytest
+from anthropic import AsyncAnthropic
+
+from tests.http_api.conftest import CLIENTS, MODEL, name_of
+
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+
+LENGTH = 8  # tokens of an answer
+BILLING = "x-anthropic-billing-header: cc_version=2.1.107; cc_entrypoint=cli; cch={};"
+
+
+def client_of(api, name="acme", **options):
+    """The official client; it does not try again."""
+    url = api.url.removesuffix("/v1")
+    return AsyncAnthropic(api_key=CLIENTS.get(name, name), base_url=url, max_retries=0, **options)
+
+
+def prompt_of(opening):
+    """The same conversation in Anthropic's words."""
+    system, question = opening
+    return {"system": system["content"], "messages": [question]}
+
+
+def going_on(prompt, message, question="And then?"):
+    """The conversation with an answer, as the client has it, and the next question."""
+    said = [message.to_param(), {"role": "user", "content": question}]
+    return {**prompt, "messages": [*prompt["messages"], *said]}
+
+
+def asked(prompt, **options):
+    """A greedy answer of its full length."""
+    extra_body = {"ignore_eos": True, "temperature": 0, **options.pop("extra_body", {})}
+    return {"model": MODEL, "max_tokens": LENGTH, **prompt, "extra_body": extra_body, **options}
+
+
+async def ask(client, prompt, **options):
+    return await client.messages.create(**asked(prompt, **options))
+
+
+def prompt_tokens(usage):
+    """All tokens of a prompt, each of which the usage counts once."""
+    return usage.input_tokens + usage.cache_creation_input_tokens + usage.cache_read_input_tokens
+
+
+async def test_a_conversation_goes_on_in_its_session(api, opening):
+    """The client sends all of it; what was computed is read from the cache."""
+    prompt = prompt_of(opening)
+    async with client_of(api) as client:
+        first = await ask(client, prompt)
+        longer = going_on(prompt, first)
+        second = await ask(client, longer)
+        counted = await client.messages.count_tokens(model=MODEL, **prompt)
+    assert (first.stop_reason, first.usage.output_tokens) == ("max_tokens", LENGTH)
+    assert first.usage.cache_read_input_tokens == 0
+    assert prompt_tokens(first.usage) == counted.input_tokens
+    session_id = first.model_extra["session_id"]
+    assert second.model_extra["session_id"] == session_id
+    assert await api.num_turns(session_id) == 2
+    assert second.usage.cache_read_input_tokens >= prompt_tokens(first.usage) // 2
+    assert second.usage.input_tokens < prompt_tokens(first.usage)
+
+
+async def test_it_is_the_session_of_other_clients_too(api, opening):
+    """A history is known by what was said, not by who asked in which words."""
+    prompt = prompt_of(opening)
+    async with client_of(api) as client, api.client() as other:
+        first = await ask(client, prompt)
+        text = first.content[0].text
+        said = [{"role": "assistant", "content": text}, {"role": "user", "content": "And then?"}]
+        second = await other.chat.completions.create(
+            model=MODEL, messages=[*opening, *said], max_tokens=LENGTH
+        )
+    assert second.model_extra["session_id"] == first.model_extra["session_id"]
+    assert second.usage.prompt_tokens_details.cached_tokens > 0
+
+
+async def test_a_stream_says_what_the_whole_says(api, opening):
+    """Text, reason and usage; the client puts the same message together."""
+    prompt = prompt_of(opening)
+    async with client_of(api) as client:
+        whole = await ask(client, prompt, extra_body={"store": False})
+        async with client.messages.stream(**asked(prompt)) as stream:
+            texts = [text async for text in stream.text_stream]
+            streamed = await stream.get_final_message()
+            request_id = stream.request_id
+    assert "".join(texts) == whole.content[0].text == streamed.content[0].text
+    assert (streamed.stop_reason, streamed.usage) == (whole.stop_reason, whole.usage)
+    assert request_id.startswith("r-")
+
+
+async def test_a_stop_sequence_ends_it(api, opening):
+    """It is named, and not part of the text; several times, by a repeat of the request, too."""
+    prompt = prompt_of(opening)
+    headers = {"Idempotency-Key": name_of(opening)}
+    async with client_of(api) as client:
+        whole = (await ask(client, prompt, extra_body={"store": False})).content[0].text
+        stop = whole[len(whole) // 2 :][:3]
+        options = {"stop_sequences": ["#####", stop], "extra_headers": headers}
+        messages = [await ask(client, prompt, **options) for _ in range(2)]
+    for message in messages:
+        assert (message.stop_reason, message.stop_sequence) == ("stop_sequence", stop)
+        text = message.content[0].text if message.content else ""
+        assert text == whole[: whole.index(stop)]
+    assert messages[0].id == messages[1].id
+
+
+async def test_what_differs_in_each_request_breaks_nothing(api, opening):
+    """Claude Code's first block is another one each time; breakpoints are told as kept."""
+    kept = {"type": "ephemeral", "ttl": "1h"}
+    system = {"type": "text", "text": opening[0]["content"], "cache_control": kept}
+
+    def prompt(number):
+        blocks = [{"type": "text", "text": BILLING.format(number)}, system]
+        return {"system": blocks, "messages": [opening[1]]}
+
+    async with client_of(api) as client:
+        first = await ask(client, prompt(74943))
+        second = await ask(client, going_on(prompt(86120), first))
+    assert second.model_extra["session_id"] == first.model_extra["session_id"]
+    assert second.usage.cache_read_input_tokens > 0
+    assert first.usage.input_tokens == 0
+    created = first.usage.cache_creation
+    assert created.ephemeral_1h_input_tokens == first.usage.cache_creation_input_tokens > 0
+
+
+async def test_models(api):
+    """The model and its aliases, in the client's own form."""
+    async with client_of(api) as client:
+        assert [model.id async for model in client.models.list()] == [MODEL, "gpt-4o"]
+        assert (await client.models.retrieve("gpt-4o")).display_name == MODEL
+        with pytest.raises(anthropic.NotFoundError):
+            await client.models.retrieve("claude")
+
+
+async def test_who_is_calling(api, opening):
+    """By either header; nobody else, and only for its own tenants."""
+    prompt = prompt_of(opening)
+    key = {"X-Api-Key": CLIENTS["globex"], "Authorization": anthropic.Omit()}
+    async with client_of(api) as client:
+        message = await ask(client, prompt, extra_headers=key)
+    assert await api.num_turns(message.model_extra["session_id"], "globex") == 1
+    async with client_of(api, "nobody") as client:
+        with pytest.raises(anthropic.AuthenticationError) as refused:
+            await ask(client, prompt)
+    assert refused.value.body["error"]["type"] == "authentication_error"
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "said"),
+    [
+        ({"model": "claude-opus-5"}, anthropic.NotFoundError, "use 'tiny'"),
+        ({"max_tokens": 0}, anthropic.BadRequestError, "max_tokens"),
+        ({"tools": [{"name": "f", "input_schema": {}}]}, anthropic.BadRequestError, "no tools"),
+        ({"messages": []}, anthropic.BadRequestError, "send 1 to"),
+        ({"extra_body": {"max_token": 8}}, anthropic.BadRequestError, "did you mean 'max_tokens'"),
+    ],
+)
+async def test_what_is_refused(api, opening, options, kind, said):
+    """In Anthropic's form, with a remedy."""
+    async with client_of(api) as client:
+        with pytest.raises(kind, match=said) as refused:
+            await ask(client, prompt_of(opening), **options)
+    body = refused.value.body
+    assert (body["type"], set(body["error"])) == ("error", {"type", "message", "code"})
+
+
+async def test_kvd_is_killed_meanwhile(api, opening):
+    """A conversation goes on without it, and with it again."""
+    prompt = prompt_of(opening)
+    async with client_of(api) as client:
+        first = await ask(client, prompt)
+        await api.kvd.kill()
+        longer = going_on(prompt, first)
+        second = await ask(client, longer)
+        await api.kvd.start()
+        third = await ask(client, going_on(longer, second))
+    assert third.model_extra["session_id"] == first.model_extra["session_id"]
+    assert await api.num_turns(first.model_extra["session_id"]) == 3
