@@ -5,9 +5,9 @@ is null counts as absent, as it does for OpenAI. Members are refused in one of t
 that is not there (`unsupported_value`), a value off its type or bounds (`invalid_value`), a name
 that nobody knows (`unknown_parameter`); the first of these in a body is reported, with its path.
 
-Sampling is OpenAI's, with the service's own parameters beside it (`top_k`, `min_p`,
+Sampling is OpenAI's and Anthropic's, with the service's own parameters beside it (`min_p`,
 `repetition_penalty`, `ignore_eos`). A request that names no temperature gets the one of the
-settings, which is OpenAI's default there.
+settings, which is their default there.
 """
 
 import difflib
@@ -28,7 +28,7 @@ from pydantic import (
     model_validator,
 )
 
-from inference_svc.core.answers import MAX_STOP_STRINGS, MAX_TOP_LOGPROBS
+from inference_svc.core.answers import MAX_STOP_STRINGS
 from inference_svc.http_api.errors import RequestError, UnknownParameterError, UnsupportedValueError
 
 MAX_SHOWN = 60  # characters of a bad value that a message repeats
@@ -241,7 +241,6 @@ def _model(name: str) -> str:
 
 Count = Annotated[int, Field(ge=1, le=MOST_TOKENS)]
 StopStrings = Annotated[list[str], BeforeValidator(_stop)]
-_NO_TOOLS = "the service has no tools: leave it out"
 
 
 class TurnBody(Body, ABC):
@@ -251,28 +250,8 @@ class TurnBody(Body, ABC):
         model: name of the model that is to answer; OpenAI demands it, too.
         store: whether the session may stay afterwards.
         session_id: the session that the client names; "" if its messages decide.
-        top_logprobs: how many alternatives of each token; None if the client does not say.
         metadata: a client's own notes.
     """
-
-    refused: ClassVar[Mapping[str, Refused]] = {
-        "tools": Refused(([],), _NO_TOOLS),
-        "tool_choice": Refused(("none", "auto"), _NO_TOOLS),
-        "service_tier": Refused(("auto", "default"), "leave it out: all turns are of one tier"),
-        "moderation": Refused((), "the service does not moderate: leave it out"),
-    }
-    ignored: ClassVar[frozenset[str]] = frozenset(
-        {
-            "max_tool_calls",
-            "parallel_tool_calls",
-            "prediction",
-            "prompt_cache_key",
-            "prompt_cache_options",
-            "prompt_cache_retention",
-            "safety_identifier",
-            "user",
-        }
-    )
 
     model: Annotated[str, AfterValidator(_model)] = Field(default="", validate_default=True)
     stream: bool = False
@@ -286,7 +265,6 @@ class TurnBody(Body, ABC):
     seed: int | None = Field(default=None, ge=-MAX_SEED, le=MAX_SEED - 1)
     stop: StopStrings = Field(default_factory=list)
     ignore_eos: bool = False
-    top_logprobs: int | None = Field(default=None, ge=0, le=MAX_TOP_LOGPROBS)
     metadata: Annotated[dict[str, str], BeforeValidator(_metadata)] = Field(default_factory=dict)
 
     @property
@@ -295,9 +273,9 @@ class TurnBody(Body, ABC):
         """Bound of the answer; None if the client does not say."""
 
     @property
-    @abstractmethod
     def shown_logprobs(self) -> int | None:
         """How many alternatives are shown of each token; None: not even its own probability."""
+        return None
 
     def sampling(self, temperature: float) -> dict[str, Any]:
         """Return the client's sampling values, by the names of `SamplingParams`.

@@ -1,4 +1,4 @@
-"""docs/openai.md says what there is."""
+"""docs/openai.md and docs/anthropic.md say what there is."""
 
 import asyncio
 import re
@@ -7,31 +7,47 @@ from pathlib import Path
 import openai
 import pytest
 
+from inference_svc.http_api.anthropic.bodies import MessagesBody
 from inference_svc.http_api.openai.chats import ChatBody
 from inference_svc.http_api.openai.responses import ResponseBody
 from tests.http_api.conftest import CLIENTS
 
-PAGE = (Path(__file__).parents[2] / "docs" / "openai.md").read_text()
+DOCS = Path(__file__).parents[2] / "docs"
+OPENAI, ANTHROPIC = ((DOCS / f"{name}.md").read_text() for name in ("openai", "anthropic"))
+
+
+async def run_examples(api, page):
+    """Run them one after another, as the official client's user would type them."""
+    script = "\n".join(re.findall(r"```python\n(.*?)```", page, re.DOTALL))
+    address = api.url.removesuffix("/v1")
+    for written, real in (("http://127.0.0.1:8000", address), ("the token", CLIENTS["acme"])):
+        assert script.count(written) == 1
+        script = script.replace(written, real)
+    names: dict[str, object] = {}
+    await asyncio.to_thread(exec, compile(script, "docs", "exec"), names)
+    return names
 
 
 @pytest.mark.asyncio(loop_scope="session")
 async def test_the_examples_run(api):
-    """One after another, as the official client's user would type them."""
-    blocks = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
-    script = "\n".join(blocks)
-    for written, real in (("http://127.0.0.1:8000/v1", api.url), ("the token", CLIENTS["acme"])):
-        assert script.count(written) == 1
-        script = script.replace(written, real)
-    names: dict[str, object] = {}
-    await asyncio.to_thread(exec, compile(script, "docs/openai.md", "exec"), names)
+    """What they delete is gone."""
+    names = await run_examples(api, OPENAI)
     with pytest.raises(openai.NotFoundError):
         await asyncio.to_thread(names["client"].responses.retrieve, names["question"].id)
 
 
+@pytest.mark.asyncio(loop_scope="session")
+async def test_the_examples_of_anthropic_run(api):
+    """The second question finds what the first one has computed."""
+    names = await run_examples(api, ANTHROPIC)
+    assert names["usage"].cache_read_input_tokens > 0
+
+
 def test_every_parameter_is_named():
-    """Those that are ignored, and those that are refused."""
-    _, _, table = PAGE.partition("## Parameters")
-    named = set(re.findall(r"`([a-z_]+)", table))
-    for body in (ChatBody, ResponseBody):
-        assert named >= body.ignored | set(body.refused)
-        assert named >= set(body.model_fields)
+    """Those that are taken, ignored, and refused."""
+    for page, bodies in ((OPENAI, (ChatBody, ResponseBody)), (ANTHROPIC, (MessagesBody,))):
+        _, _, table = page.partition("## Parameters")
+        named = set(re.findall(r"`([a-z_]+)", table))
+        for body in bodies:
+            taken = {field.alias or name for name, field in body.model_fields.items()}
+            assert named >= body.ignored | set(body.refused) | taken

@@ -1,5 +1,6 @@
 """/v1/messages, by the official client."""
 
+import aiohttp
 import anthropic
 import pytest
 from anthropic import AsyncAnthropic
@@ -165,6 +166,30 @@ async def test_what_is_refused(api, opening, options, kind, said):
             await ask(client, prompt_of(opening), **options)
     body = refused.value.body
     assert (body["type"], set(body["error"])) == ("error", {"type", "message", "code"})
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "content", "kind"),
+    [
+        ("GET", "/v1/messages", b"", "invalid_request_error"),
+        ("POST", "/v1/messages/batches", b"{}", "not_found_error"),
+        ("POST", "/v1/messages", b"{", "invalid_request_error"),
+        ("POST", "/v1/messages/count_tokens", b"[]", "invalid_request_error"),
+        ("POST", "/v1/messages", b" " * 200_001, "request_too_large"),
+    ],
+)
+async def test_whatever_is_wrong_is_told_in_the_same_form(api, method, path, content, kind):
+    """Also before a body is read, and where nothing is served."""
+    headers = {"x-api-key": CLIENTS["acme"]}
+    address = api.url.removesuffix("/v1")
+    async with (
+        aiohttp.ClientSession(address, headers=headers) as session,
+        session.request(method, path, data=content) as response,
+    ):
+        body = await response.json()
+    assert response.status >= 400
+    assert (body["type"], body["error"]["type"]) == ("error", kind)
+    assert ": " in body["error"]["message"], "there is a remedy"
 
 
 async def test_kvd_is_killed_meanwhile(api, opening):

@@ -169,11 +169,6 @@ class PromptBody(TurnBody):
         """Bound of the answer; None: nothing is answered."""
         return None
 
-    @property
-    def shown_logprobs(self) -> int | None:
-        """None: Anthropic's answers have no log-probabilities."""
-        return None
-
 
 class MessagesBody(PromptBody):
     """The body of POST /v1/messages."""

@@ -14,10 +14,11 @@ from pydantic import Field, model_validator
 from inference_svc.core.answers import AnswerToken
 from inference_svc.core.turn_record import Finished, Started, Usage
 from inference_svc.http_api.api import Api
-from inference_svc.http_api.bodies import Body, Count, Refused, TurnBody, WrongMemberError
+from inference_svc.http_api.bodies import Body, Count, Refused, WrongMemberError
 from inference_svc.http_api.conversation import Message
 from inference_svc.http_api.openai.dialect import error_body
 from inference_svc.http_api.openai.messages import Messages
+from inference_svc.http_api.openai.turn_body import OpenAITurnBody
 from inference_svc.http_api.replies import send_answer
 from inference_svc.http_api.token_text import TokenText
 from shared.types.errors import ReportedError
@@ -39,11 +40,11 @@ class StreamOptions(Body):
     include_usage: bool = False
 
 
-class ChatBody(TurnBody):
+class ChatBody(OpenAITurnBody):
     """The body of POST /v1/chat/completions."""
 
     refused: ClassVar[Mapping[str, Refused]] = {
-        **TurnBody.refused,
+        **OpenAITurnBody.refused,
         "n": Refused((1,), "send the request several times: the history is computed once"),
         "audio": Refused((), _TEXT_ONLY),
         "modalities": Refused((["text"],), _TEXT_ONLY),

@@ -12,11 +12,12 @@ from pydantic import BeforeValidator, Field, model_validator
 from inference_svc.core.truncation import OLDEST, REJECT
 from inference_svc.core.turn_record import Finished
 from inference_svc.http_api.api import Api
-from inference_svc.http_api.bodies import Body, Count, Refused, TurnBody, WrongMemberError
+from inference_svc.http_api.bodies import Body, Count, Refused, WrongMemberError
 from inference_svc.http_api.conversation import SYSTEM, Message
 from inference_svc.http_api.errors import RequestError, UnsupportedValueError, unknown_response
 from inference_svc.http_api.openai.messages import InputItems
 from inference_svc.http_api.openai.response_objects import ResponseObjects
+from inference_svc.http_api.openai.turn_body import OpenAITurnBody
 from inference_svc.http_api.replies import reply, send_answer
 from inference_svc.http_api.requests import TurnRequest, caller_of
 from inference_svc.http_api.sessions.lookup import ResponseInfo, StoredResponse
@@ -53,7 +54,7 @@ def _include(given: Any) -> Any:
     return given
 
 
-class ResponseBody(TurnBody):
+class ResponseBody(OpenAITurnBody):
     """The body of POST /v1/responses.
 
     Attributes:
@@ -64,7 +65,7 @@ class ResponseBody(TurnBody):
     """
 
     refused: ClassVar[Mapping[str, Refused]] = {
-        **TurnBody.refused,
+        **OpenAITurnBody.refused,
         "background": Refused((False,), "keep the connection open while it is answered"),
         "background_options": Refused((), "leave it out"),
         "access_programs": Refused((), "leave it out"),

@@ -65,7 +65,9 @@ def test_a_stop_string_and_what_follows_are_not_shown(texts, shown, kept):
 
 def test_the_first_of_several_stop_strings_counts():
     """Whichever begins first in the text cuts it."""
-    assert write(["one two"], stop=("two", "ne"))[0] == "o"
+    shown, _, answer = write(["one two"], stop=("two", "ne"))
+    assert (shown, answer.stop_string) == ("o", "ne")
+    assert write(["one two"], stop=("three",))[2].stop_string == ""
 
 
 @given(

@@ -156,7 +156,8 @@ def test_events_are_encoded_field_by_field():
     """What the runtime publishes is what the client reads."""
     accepted = encode_event(Accepted("s", 3, "r", 2, is_replayed=True)).accepted
     assert (accepted.turn, accepted.queue_length, accepted.replayed) == (3, 2, True)
-    assert encode_event(Started(10, 8, 0.5, 3)).started.reused_tokens == 8
+    started = encode_event(Started(10, 8, 0.5, 3)).started
+    assert (started.reused_tokens, started.new_tokens) == (8, 3)
     token = AnswerToken(7, "é", -0.5, ((7, -0.5), (9, -1.5)))
     (encoded,) = encode_event(Tokens((token,))).tokens.tokens
     assert (encoded.text, encoded.logprob, encoded.top[1].token_id) == ("é", -0.5, 9)
@@ -167,9 +168,10 @@ def test_events_are_encoded_field_by_field():
         preemptions=2,
         stall_s=0.25,
     )
-    finished = encode_event(Finished("stop", "é", usage, 4)).finished
+    finished = encode_event(Finished("stop", "é", usage, 4, "###")).finished
     assert dict(finished.usage.tier_tokens) == {"ssd": 8}
     assert (finished.turns, finished.usage.recompute_reason) == (4, "partial")
+    assert finished.stop_string == "###"
     assert (finished.usage.preemptions, finished.usage.stall_s) == (2, 0.25)
 
 

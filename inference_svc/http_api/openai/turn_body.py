@@ -1,0 +1,41 @@
+"""What both of OpenAI's requests for a turn have in common."""
+
+from abc import ABC
+from collections.abc import Mapping
+from typing import ClassVar
+
+from pydantic import Field
+
+from inference_svc.core.answers import MAX_TOP_LOGPROBS
+from inference_svc.http_api.bodies import Refused, TurnBody
+
+_NO_TOOLS = "the service has no tools: leave it out"
+
+
+class OpenAITurnBody(TurnBody, ABC):
+    """A chat's or a response's body.
+
+    Attributes:
+        top_logprobs: how many alternatives of each token; None if the client does not say.
+    """
+
+    refused: ClassVar[Mapping[str, Refused]] = {
+        "tools": Refused(([],), _NO_TOOLS),
+        "tool_choice": Refused(("none", "auto"), _NO_TOOLS),
+        "service_tier": Refused(("auto", "default"), "leave it out: all turns are of one tier"),
+        "moderation": Refused((), "the service does not moderate: leave it out"),
+    }
+    ignored: ClassVar[frozenset[str]] = frozenset(
+        {
+            "max_tool_calls",
+            "parallel_tool_calls",
+            "prediction",
+            "prompt_cache_key",
+            "prompt_cache_options",
+            "prompt_cache_retention",
+            "safety_identifier",
+            "user",
+        }
+    )
+
+    top_logprobs: int | None = Field(default=None, ge=0, le=MAX_TOP_LOGPROBS)
