@@ -1,6 +1,7 @@
 """Settings of the OpenAI-compatible API: the section [openai]."""
 
 from ipaddress import ip_network
+from typing import Literal
 
 from pydantic import Field, field_validator
 
@@ -18,6 +19,8 @@ class OpenAISettings(Section):
         listen: addresses, each "unix:/path" or "host:port"; none: the API is not served.
         aliases: further names that requests may call the model by.
         temperature: temperature of requests that name none; OpenAI's default, where gRPC's is 0.
+        foreign_parameters: whether parameters of other servers, which change nothing here, are
+            ignored, or refused by name (docs/openai.md lists them).
         max_body_bytes: bound of a request's body.
         body_s: most seconds a client may take to send a request's body.
         write_s: most seconds a client may take to read what was sent, before it is disconnected.
@@ -39,6 +42,7 @@ class OpenAISettings(Section):
     listen: Listen = ()
     aliases: TextList = ()
     temperature: float = Field(default=1.0, ge=0, le=2)
+    foreign_parameters: Literal["ignore", "refuse"] = "ignore"
     max_body_bytes: ByteSize = Field(default=4 * MIB, ge=4096)
     body_s: Duration = Field(default=30.0, gt=0, le=3600)
     write_s: Duration = Field(default=30.0, gt=0, le=3600)

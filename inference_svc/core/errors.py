@@ -182,6 +182,11 @@ class DrainingError(UnavailableError):
     reason = "draining"
 
 
+def draining() -> DrainingError:
+    """Make the error of a turn that comes too late."""
+    return DrainingError("the service is about to stop", "submit again in a moment")
+
+
 class EngineFailedError(ReportedError):
     """The model raised while it computed this turn; the session is as it was."""
 

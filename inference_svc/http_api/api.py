@@ -1,12 +1,13 @@
 """What the handlers of the API stand on: its parts."""
 
 from dataclasses import dataclass
+from typing import TypeVar
 
 from aiohttp import web
 
-from inference_svc.http_api.bodies import decode
+from inference_svc.http_api.bodies import FOREIGN, ModelBody, decode
 from inference_svc.http_api.dialect import ServedModel
-from inference_svc.http_api.requests import B, RequestSlots, TurnRequest, caller_of
+from inference_svc.http_api.requests import B, JsonBody, RequestSlots, TurnRequest, caller_of
 from inference_svc.http_api.sessions.answers import Answers
 from inference_svc.http_api.sessions.completion import Completion
 from inference_svc.http_api.sessions.store import ApiStore
@@ -15,6 +16,8 @@ from inference_svc.openai_settings import OpenAISettings
 from inference_svc.service.gateway import Gateway
 from shared.access.clients import ClientBook
 from shared.access.identity import Identity
+
+M = TypeVar("M", bound=ModelBody)
 
 
 @dataclass(frozen=True)
@@ -48,7 +51,24 @@ class Api:
         """
         caller = caller_of(request)
         data = await self.slots.read(request)
-        body = decode(kind, data.values)
-        self.model.check(body.model)
+        body = self._decode(kind, data)
         chain = self.completion.chain(caller)
         return TurnRequest(request, caller, body, data.digest, chain, self.settings)
+
+    async def decoded(self, request: web.Request, kind: type[M]) -> M:
+        """Read the body of a request that is for no turn.
+
+        Raises:
+            ReportedError: as `read`.
+        """
+        caller_of(request)
+        return self._decode(kind, await self.slots.read(request))
+
+    def _decode(self, kind: type[M], data: JsonBody) -> M:
+        values = data.values
+        if self.settings.foreign_parameters == "ignore":
+            values = {name: value for name, value in values.items() if name not in FOREIGN}
+        body = decode(kind, values)
+        if body.model:
+            self.model.check(body.model)
+        return body

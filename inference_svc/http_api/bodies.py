@@ -38,6 +38,16 @@ MAX_METADATA = 16  # OpenAI's bounds
 MAX_METADATA_NAME = 64
 MAX_METADATA_TEXT = 512
 
+# What clients of other servers send (llama.cpp, vLLM, Ollama, SGLang, OpenRouter), of caches, slots
+# and reports that are not here; it changes no answer.
+FOREIGN = frozenset(
+    {
+        *("add_special_tokens", "cache_prompt", "id_slot", "keep_alive", "n_cache_reuse", "n_keep"),
+        *("provider", "return_progress", "return_tokens", "rid", "slot_id", "timings_per_token"),
+        *("spaces_between_special_tokens", "transforms", "usage"),
+    }
+)
+
 B = TypeVar("B", bound="Body")
 
 
@@ -243,7 +253,17 @@ Count = Annotated[int, Field(ge=1, le=MOST_TOKENS)]
 StopStrings = Annotated[list[str], BeforeValidator(_stop)]
 
 
-class TurnBody(Body, ABC):
+class ModelBody(Body):
+    """A request to a model.
+
+    Attributes:
+        model: name of the model; "" for the one that is served.
+    """
+
+    model: str = ""
+
+
+class TurnBody(ModelBody, ABC):
     """A request for a turn, of whichever API.
 
     Attributes:

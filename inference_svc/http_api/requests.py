@@ -20,6 +20,7 @@ from typing import Any, Generic, NoReturn, TypeVar
 import structlog
 from aiohttp import HttpVersion11, hdrs, web
 
+from inference_svc.core.submission import TextInput, TokenInput
 from inference_svc.http_api.bodies import TurnBody
 from inference_svc.http_api.conversation import Message
 from inference_svc.http_api.errors import (
@@ -175,12 +176,18 @@ class TurnRequest(Generic[B]):
     chain: HistoryChain
     settings: OpenAISettings
 
-    def turn(self, messages: tuple[Message, ...], overflow: str = "") -> HttpTurn:
+    def turn(
+        self,
+        messages: tuple[Message, ...],
+        overflow: str = "",
+        raw: TextInput | TokenInput | None = None,
+    ) -> HttpTurn:
         """Make the turn of the request.
 
         Args:
             messages: all messages of the history and the new ones, or all after another response.
             overflow: the overflow policy's name; "" for the service's.
+            raw: raw text or token ids, where there are no messages.
 
         Raises:
             RequestError: a header is off, or does not go with the body.
@@ -198,6 +205,7 @@ class TurnRequest(Generic[B]):
             request_id="r-" + chain.id_of("request", *names),
             body=self.digest,
             repeat_key=key,
+            raw=raw,
         )
 
     def _session_name(self) -> str:

@@ -17,12 +17,14 @@ from aiohttp import web
 from aiohttp.typedefs import Middleware
 
 from inference_svc.config import InferenceSettings
+from inference_svc.core.errors import draining
 from inference_svc.http_api.anthropic.dialect import ANTHROPIC, VERSION
 from inference_svc.http_api.anthropic.messages import count_tokens, create_message
 from inference_svc.http_api.api import Api
 from inference_svc.http_api.dialect import Dialect, ServedModel
 from inference_svc.http_api.errors import MethodNotAllowedError, UnknownUrlError
 from inference_svc.http_api.openai.chats import create_chat
+from inference_svc.http_api.openai.completions import create_completion
 from inference_svc.http_api.openai.dialect import OPENAI
 from inference_svc.http_api.openai.responses import create_response, delete_response, show_response
 from inference_svc.http_api.replies import refusal, reply, reported
@@ -31,6 +33,7 @@ from inference_svc.http_api.sessions.answers import Answers
 from inference_svc.http_api.sessions.completion import Completion
 from inference_svc.http_api.sessions.store import ApiStore
 from inference_svc.http_api.token_text import TokenText
+from inference_svc.http_api.tokens import detokenize, tokenize
 from inference_svc.service.gateway import Gateway
 from shared.access.addresses import is_unix
 from shared.access.clients import ClientBook
@@ -44,6 +47,7 @@ from shared.types.errors import ReportedError
 ROLE = "client"
 SERVER = "inference-svc"  # not aiohttp's and Python's versions
 STOP_GRACE_S = 1.0  # for answers that are complete to reach their clients
+HEALTH = "/health"
 SOCKET_NAME = "openai-socket"  # identity of whoever may open the Unix socket
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -146,17 +150,26 @@ def make_app(api: Api, outer: Sequence[Middleware] = ()) -> web.Application:
     """
     app = web.Application(
         client_max_size=api.settings.max_body_bytes,
-        middlewares=[*outer, _tell_refusals, _authenticating(api), _admitting(api)],
+        middlewares=[
+            *outer,
+            _tell_refusals,
+            _telling_health(api),
+            _authenticating(api),
+            _admitting(api),
+        ],
     )
     app.on_response_prepare.append(_name_server)
     routes = app.router
     for path, create in (
         ("chat/completions", create_chat),
         ("responses", create_response),
+        ("completions", create_completion),
         ("messages", create_message),
         ("messages/count_tokens", count_tokens),
     ):
         routes.add_post(f"/v1/{path}", partial(create, api), expect_handler=expect_nothing_yet)
+    for path, answer in (("tokenize", tokenize), ("detokenize", detokenize)):
+        routes.add_post(f"/{path}", partial(answer, api), expect_handler=expect_nothing_yet)
     routes.add_get("/v1/responses/{id}", partial(show_response, api))
     routes.add_delete("/v1/responses/{id}", partial(delete_response, api))
     routes.add_get("/v1/models", partial(_models, api))
@@ -164,7 +177,7 @@ def make_app(api: Api, outer: Sequence[Middleware] = ()) -> web.Application:
     return app
 
 
-_PATHS = "use /v1/chat/completions, /v1/responses, /v1/messages or /v1/models"
+_PATHS = "use /v1/chat/completions, /v1/completions, /v1/responses, /v1/messages or /v1/models"
 
 
 async def _models(api: Api, request: web.Request) -> web.Response:
@@ -203,6 +216,20 @@ def _as_reported(request: web.Request, error: Exception) -> ReportedError:
     if isinstance(error, web.HTTPException):
         return UnknownUrlError(f"nothing is served at {request.path[:80]!r}", _PATHS)
     return reported(error)
+
+
+def _telling_health(api: Api) -> Middleware:
+    """Answer GET /health for whoever asks: load balancers have no account, and learn no more."""
+
+    @web.middleware
+    async def tell_health(request: web.Request, handler: Handler) -> web.StreamResponse:
+        if (request.method, request.path) != ("GET", HEALTH):
+            return await handler(request)
+        if api.gateway.turns.is_draining:
+            raise draining()
+        return reply({"status": "ok"})
+
+    return tell_health
 
 
 def _admitting(api: Api) -> Middleware:

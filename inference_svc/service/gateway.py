@@ -7,7 +7,7 @@ All errors raised here are ReportedErrors.
 
 import asyncio
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from inference_svc.core.counters import Counters
@@ -69,7 +69,7 @@ class Gateway:
         streams: counts the turns that each client follows.
         counters: the service's counters.
         report: receives turns that are not begun.
-        prompts: encodes what is only to be counted.
+        prompts: encodes what is only to be looked at.
 
     Attributes:
         turns: the service's turn registry. Its methods take keys made by `key`.
@@ -114,13 +114,21 @@ class Gateway:
         """
         return identity.key(tenant, self.model, session_id)
 
-    async def count_tokens(self, given: TurnInput) -> int:
-        """Count the tokens of an input that begins a session.
+    async def encode(self, given: TurnInput) -> list[int]:
+        """Return the tokens of an input that begins a session.
 
         Raises:
             ReportedError: it cannot be encoded.
         """
-        return await self._prompts.count(given)
+        return await self._prompts.encode(given)
+
+    async def decode(self, token_ids: Sequence[int]) -> str:
+        """Return tokens as text, special ones by their names.
+
+        Raises:
+            ReportedError: an id is off, or the model has no tokenizer.
+        """
+        return await self._prompts.decode(token_ids)
 
     async def submit(
         self,

@@ -9,10 +9,12 @@ from inference_svc.http_api.anthropic.bodies import MessagesBody
 from inference_svc.http_api.bodies import decode
 from inference_svc.http_api.errors import RequestError
 from inference_svc.http_api.openai.chats import ChatBody
+from inference_svc.http_api.openai.completions import CompletionBody
 from inference_svc.http_api.openai.dialect import error_object
 from inference_svc.http_api.openai.responses import ResponseBody
 from inference_svc.http_api.replies import json_bytes
 from inference_svc.http_api.requests import parse_object
+from inference_svc.http_api.tokens import TokenizeBody
 
 NAMES = sorted(
     {
@@ -21,6 +23,8 @@ NAMES = sorted(
         *ResponseBody.refused,
         *MessagesBody.ignored,
         *MessagesBody.refused,
+        *CompletionBody.refused,
+        *CompletionBody.model_fields,
         *("model", "messages", "input", "instructions", "temperature", "top_p", "seed", "stop"),
         *("max_tokens", "max_output_tokens", "logprobs", "top_logprobs", "stream", "metadata"),
         *("stream_options", "store", "session_id", "include", "truncation", "text", "top_k"),
@@ -71,7 +75,13 @@ bodies = st.dictionaries(st.sampled_from(NAMES), anything, max_size=6).flatmap(
 def test_a_body_is_decoded_or_refused(body):
     """Nothing else is ever raised, and a refusal can be told."""
     refusals = []
-    kinds = (("input", ChatBody), ("messages", ResponseBody), ("input", MessagesBody))
+    kinds = (
+        ("input", ChatBody),
+        ("messages", ResponseBody),
+        ("input", MessagesBody),
+        ("input", CompletionBody),
+        ("input", TokenizeBody),
+    )
     for name, kind in kinds:
         given = {key: value for key, value in body.items() if key != name}
         try:

@@ -8,7 +8,9 @@ import openai
 import pytest
 
 from inference_svc.http_api.anthropic.bodies import MessagesBody
+from inference_svc.http_api.bodies import FOREIGN
 from inference_svc.http_api.openai.chats import ChatBody
+from inference_svc.http_api.openai.completions import CompletionBody
 from inference_svc.http_api.openai.responses import ResponseBody
 from tests.http_api.conftest import CLIENTS
 
@@ -45,9 +47,11 @@ async def test_the_examples_of_anthropic_run(api):
 
 def test_every_parameter_is_named():
     """Those that are taken, ignored, and refused."""
-    for page, bodies in ((OPENAI, (ChatBody, ResponseBody)), (ANTHROPIC, (MessagesBody,))):
+    openai_bodies = (ChatBody, CompletionBody, ResponseBody)
+    for page, bodies in ((OPENAI, openai_bodies), (ANTHROPIC, (MessagesBody,))):
         _, _, table = page.partition("## Parameters")
         named = set(re.findall(r"`([a-z_]+)", table))
         for body in bodies:
             taken = {field.alias or name for name, field in body.model_fields.items()}
             assert named >= body.ignored | set(body.refused) | taken
+    assert set(re.findall(r"`([a-z_]+)", OPENAI)) >= FOREIGN

@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from inference_svc.core.submission import Submission, TurnDefaults
+from inference_svc.core.submission import Submission, TextInput, TokenInput, TurnDefaults
 from inference_svc.core.transcript_format import Transcript
 from inference_svc.http_api.conversation import ASSISTANT, Message
 from inference_svc.http_api.errors import UnknownHistoryError
@@ -109,7 +109,7 @@ class HttpTurn:
     """A turn that an HTTP request asks for, whichever API it speaks.
 
     Attributes:
-        messages: the history and the new ones, or those that follow `previous`.
+        messages: the history and the new ones, or those that follow `previous`; none: it is raw.
         sampling: the client's sampling values, by the names of `SamplingParams`.
         session_id: the session that the client named; "" for none.
         is_kept: whether the session may stay when the turn is over.
@@ -120,6 +120,7 @@ class HttpTurn:
         previous: the response that it follows.
         response_id: id under which its response is stored; "" if it is no response.
         info: the response's members beside its answer.
+        raw: raw text or token ids in place of messages; no later history is known by them.
     """
 
     messages: tuple[Message, ...]
@@ -133,6 +134,7 @@ class HttpTurn:
     previous: StoredResponse | None = None
     response_id: str = ""
     info: ResponseInfo | None = None
+    raw: TextInput | TokenInput | None = None
 
     def as_submission(self, route: Route, key: SessionKey, defaults: TurnDefaults) -> Submission:
         """Make the submission to the route's session.
@@ -145,7 +147,7 @@ class HttpTurn:
         new = self.messages[route.first :]
         return Submission(
             key=key,
-            input=chat_input((message.role, message.content) for message in new),
+            input=self.raw or chat_input((message.role, message.content) for message in new),
             sampling=fill_sampling(self.sampling, defaults),
             has_max_tokens="max_tokens" in self.sampling,
             request_id=self.request_id,
@@ -181,22 +183,23 @@ class Router:
         Args:
             caller: who asks.
             chain: digests of the caller's tenant.
-            messages: all messages of the request.
+            messages: all messages of the request; none: it is raw.
             name: the session's name; "" if the messages decide.
 
         Raises:
             UnknownHistoryError: the named session has another history.
         """
         digests = chain.along(chain.start, messages)
+        start = chain.start if messages else None  # what is raw is no history of messages
         if not name:
             route = await self._longest_known(caller, digests, messages)
-            return route or Route("", 0, 0, chain.start)
+            return route or Route("", 0, 0, start)
         transcript, _ = await self._session(caller, name)
         if transcript is not None and transcript.turns:
             return await self._in_session(chain, digests, messages, transcript)
         route = await self._longest_known(caller, digests, messages)
         if route is None or transcript is not None:
-            return Route(name, 0, 0, chain.start, is_named=True)
+            return Route(name, 0, 0, start, is_named=True)
         return replace(route, may_append=False, is_named=True, name=name)
 
     async def after(self, caller: Caller, at: Point, history: bytes | None) -> Route | None:

@@ -230,6 +230,19 @@ class TurnText:
         encode = self.control.encode if has_special else self.control.encode_plain
         return [bos_id, *encode(text)] if begins else encode(text)
 
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Return tokens as text, special ones by their names.
+
+        Raises:
+            NoChatTemplateError: the model has no tokenizer.
+        """
+        if self._tokenizer is None:
+            raise NoChatTemplateError("the model has no tokenizer", "use the token ids")
+        text: str = self._tokenizer.decode(
+            list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
+        )
+        return text
+
     def encode_chat(
         self,
         messages: Sequence[Message],

@@ -126,13 +126,23 @@ class PromptMaker:
         is_text = isinstance(submission.input, TextInput)
         return Prompt(context, ranges, input_ids, system_tokens, is_text, window)
 
-    async def count(self, given: TurnInput) -> int:
-        """Count the tokens of an input that begins a session.
+    async def encode(self, given: TurnInput) -> list[int]:
+        """Return the tokens of an input that begins a session.
 
         Raises:
             ReportedError: it cannot be encoded; see `make`.
         """
-        return len(await self._encode(given, Context()))
+        return await self._encode(given, Context())
+
+    async def decode(self, token_ids: Sequence[int]) -> str:
+        """Return tokens as text, special ones by their names.
+
+        Raises:
+            InvalidTurnError: an id is off.
+            NoChatTemplateError: the model has no tokenizer.
+        """
+        self._check_ids(token_ids)
+        return await self._thread.run(self._text.decode, token_ids)
 
     def _window(self, submission: Submission) -> TurnWindow:
         return TurnWindow(
@@ -164,12 +174,16 @@ class PromptMaker:
             token_ids = list(given.token_ids)
         if not token_ids:
             raise EmptyTurnError("the turn brings no token", "send text, messages or token ids")
-        if max(token_ids) >= self._limits.vocab_size:
+        self._check_ids(token_ids)
+        return token_ids
+
+    def _check_ids(self, token_ids: Sequence[int]) -> None:
+        largest = max(token_ids, default=0)
+        if largest >= self._limits.vocab_size:
             raise InvalidTurnError(
-                f"token id {max(token_ids)} is outside the vocabulary",
+                f"token id {largest} is outside the vocabulary",
                 f"send ids below {self._limits.vocab_size}",
             )
-        return token_ids
 
     async def _system_tokens(self, submission: Submission, input_ids: Sequence[int]) -> int:
         given = submission.input

@@ -13,11 +13,11 @@ from functools import partial
 from inference_svc.core.counters import Counters
 from inference_svc.core.errors import (
     DeadlineExceededError,
-    DrainingError,
     EngineFailedError,
     QueueFullError,
     TurnCancelledError,
     UnknownTurnError,
+    draining,
 )
 from inference_svc.core.session_turns import SessionTurns
 from inference_svc.core.submission import Submission
@@ -95,7 +95,7 @@ class Turns:
         self._hand_back(list(self._session_turns))
 
     def _hand_back(self, turns: Sequence[Turn]) -> None:
-        self._counters.add("turns_handed_back", sum(turn.hand_back(_draining()) for turn in turns))
+        self._counters.add("turns_handed_back", sum(turn.hand_back(draining()) for turn in turns))
 
     # ----------------------------------------------------------------------------------- turns
 
@@ -127,7 +127,7 @@ class Turns:
             ReportedError: the service is draining, or a limit of the tenant is reached.
         """
         if self._is_draining:
-            raise _draining()
+            raise draining()
         refusal = self._limits.refuse(tenant, 1, "", 0, time.monotonic_ns())
         if refusal is not None:
             self._counters.add(f"refused_{refusal.reason}")
@@ -162,7 +162,7 @@ class Turns:
     def _start(self, submission: Submission, *, opens_session: bool) -> Turn:
         key = submission.key
         if self._is_draining:
-            raise _draining()
+            raise draining()
         self.sessions.check_not_held(key)
         turn, now_ns = Turn(submission), time.monotonic_ns()
         opens = key.session_id if opens_session else ""
@@ -239,7 +239,3 @@ class Turns:
             following.may_run.set()
         if not len(self._session_turns):
             self.idle.set()
-
-
-def _draining() -> DrainingError:
-    return DrainingError("the service is about to stop", "submit again in a moment")

@@ -1,0 +1,79 @@
+"""POST /tokenize and /detokenize: what the model's tokenizer makes of a text, and back.
+
+*Source:* vLLM's endpoints of these names, which benchmarks and gateways call.
+"""
+
+from typing import Annotated, Any, ClassVar, Self
+
+from aiohttp import web
+from pydantic import Field, model_validator
+
+from inference_svc.core.submission import TextInput, TurnInput
+from inference_svc.http_api.api import Api
+from inference_svc.http_api.bodies import MOST_TOKENS, ModelBody, WrongMemberError
+from inference_svc.http_api.openai.messages import Messages
+from inference_svc.http_api.replies import reply
+from inference_svc.service.submissions import chat_input
+
+TokenId = Annotated[int, Field(ge=0, le=MOST_TOKENS)]
+
+
+class TokenizeBody(ModelBody):
+    """The body of POST /tokenize: a text, or a chat's messages.
+
+    Attributes:
+        prompt: a text that begins a session; None: there are messages.
+        special_tokens: whether names of special tokens in the text are these tokens; else text.
+        return_token_strs: whether the tokens are shown as texts, too.
+    """
+
+    ignored: ClassVar[frozenset[str]] = frozenset({"add_generation_prompt"})
+
+    prompt: str | None = None
+    messages: Messages = Field(default_factory=list)
+    special_tokens: bool = False
+    return_token_strs: bool = False
+
+    @model_validator(mode="after")
+    def _agree(self) -> Self:
+        if (self.prompt is None) == (not self.messages):
+            raise WrongMemberError(
+                "either {path} or messages are to be encoded", "send one of them", "prompt"
+            )
+        return self
+
+    @property
+    def input(self) -> TurnInput:
+        """The text, or the messages."""
+        if self.prompt is not None:
+            return TextInput(self.prompt, has_special=self.special_tokens)
+        said = (each.message for each in self.messages)
+        return chat_input((message.role, message.content) for message in said)
+
+
+class DetokenizeBody(ModelBody):
+    """The body of POST /detokenize."""
+
+    tokens: list[Annotated[int, Field(ge=0, le=MOST_TOKENS)]] = Field(
+        default=None, validate_default=True
+    )
+
+
+async def tokenize(api: Api, request: web.Request) -> web.Response:
+    """Encode a text or messages as they are read where nothing is known of them."""
+    body = await api.decoded(request, TokenizeBody)
+    token_ids = await api.gateway.encode(body.input)
+    shown: dict[str, Any] = {
+        "count": len(token_ids),
+        "max_model_len": api.model.context_window,
+        "tokens": token_ids,
+    }
+    if body.return_token_strs:
+        shown["token_strs"] = [await api.gateway.decode([token_id]) for token_id in token_ids]
+    return reply(shown)
+
+
+async def detokenize(api: Api, request: web.Request) -> web.Response:
+    """Decode token ids, with those that are special."""
+    body = await api.decoded(request, DetokenizeBody)
+    return reply({"prompt": await api.gateway.decode(body.tokens)})

@@ -1,0 +1,207 @@
+"""/v1/completions, /tokenize, /detokenize and /health, by the official client and by hand."""
+
+import asyncio
+import uuid
+
+import aiohttp
+import openai
+import pytest
+
+from inference_svc.client import turn_request
+from shared.pb.inference.v1 import inference_pb2 as pb
+from tests.http_api.conftest import CLIENTS, MODEL
+
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+
+LENGTH = 8  # tokens of an answer
+PROMPT = "Keys and values are kept. " * 40
+
+
+def prompt():
+    """A text that nobody has sent, long enough for blocks to be kept of it."""
+    return f"This is {uuid.uuid4().hex}. {PROMPT}"
+
+
+async def ask(client, text, **options):
+    """A greedy answer of its full length."""
+    extra_body = {"ignore_eos": True, **options.pop("extra_body", {})}
+    return await client.completions.create(
+        model=MODEL, prompt=text, max_tokens=LENGTH, extra_body=extra_body, **options
+    )
+
+
+async def call(api, path, method="POST", headers=None, **body):
+    """Status and body of a request without the official client."""
+    address = api.url.removesuffix("/v1")
+    given = {"Authorization": f"Bearer {CLIENTS['acme']}"} if headers is None else headers
+    async with (
+        aiohttp.ClientSession(address, headers=given) as session,
+        session.request(method, path, json=body if method == "POST" else None) as response,
+    ):
+        return response.status, await response.json()
+
+
+async def test_the_answer_is_the_one_of_grpc(api):
+    """Greedy, the same text has the same answer, and so have its tokens."""
+    text = prompt()
+    sampling = pb.Sampling(max_tokens=LENGTH, ignore_eos=True)
+    async with api.service.client() as grpc_client:
+        turn = await grpc_client.submit(turn_request(text, tenant="globex", sampling=sampling))
+    _, encoded = await call(api, "/tokenize", prompt=text)
+    async with api.client() as client:
+        answers = [await ask(client, given) for given in (text, [text], encoded["tokens"])]
+    for answer in answers:
+        assert answer.choices[0].text == turn.text
+        assert answer.choices[0].finish_reason == "length"
+        assert answer.usage.prompt_tokens == encoded["count"] == turn.usage.new_tokens
+
+
+async def test_what_others_computed_of_a_prompt_is_reused(api):
+    """In whole blocks, by a session of its own."""
+    text = prompt()
+    async with api.client() as client:
+        first = await ask(client, text)
+        await api.until_saved(first)
+        second = await ask(client, f"{text}And then?")
+    assert second.model_extra["session_id"] != first.model_extra["session_id"]
+    assert second.usage.prompt_tokens_details.cached_tokens > first.usage.prompt_tokens // 2
+
+
+async def test_a_named_session_goes_on(api):
+    """With what is new; it is not found by what was said."""
+    name = f"story-{uuid.uuid4().hex}"
+    async with api.client() as client:
+        options = {"extra_body": {"session_id": name}}
+        first = await ask(client, "Once upon a time", **options)
+        second = await ask(client, " there was", **options)
+    assert second.model_extra["session_id"] == first.model_extra["session_id"] == name
+    assert await api.num_turns(name) == 2
+    new_tokens = second.usage.prompt_tokens - first.usage.total_tokens
+    assert 0 < new_tokens < first.usage.prompt_tokens + 1
+
+
+async def test_a_raw_prompt_is_no_history_of_messages(api):
+    """A chat that begins with the answer of one does not go on in its session."""
+    async with api.client() as client:
+        raw = await ask(client, prompt())
+        said = [
+            {"role": "assistant", "content": raw.choices[0].text},
+            {"role": "user", "content": "And then?"},
+        ]
+        chat = await client.chat.completions.create(model=MODEL, messages=said, max_tokens=2)
+    assert chat.model_extra["session_id"] != raw.model_extra["session_id"]
+
+
+async def test_a_stream_says_what_the_whole_says(api):
+    """Text, log-probabilities, reason and usage."""
+    text = prompt()
+    async with api.client() as client:
+        whole = await ask(client, text, logprobs=2)
+        options = {"stream": True, "stream_options": {"include_usage": True}}
+        chunks = [chunk async for chunk in await ask(client, text, logprobs=2, **options)]
+    *pieces, last = chunks
+    choices = [chunk.choices[0] for chunk in pieces]
+    assert "".join(choice.text for choice in choices) == whole.choices[0].text
+    assert choices[-1].finish_reason == "length"
+    assert last.usage.total_tokens == whole.usage.total_tokens
+    shown = [choice.logprobs for choice in choices if choice.logprobs]
+    logprobs = whole.choices[0].logprobs
+    for name in ("tokens", "token_logprobs", "text_offset"):
+        joined = [value for part in shown for value in getattr(part, name)]
+        expected = getattr(logprobs, name)
+        assert joined == (
+            pytest.approx(expected, abs=1e-4) if name == "token_logprobs" else expected
+        )
+        assert len(joined) == LENGTH
+    assert logprobs.text_offset[0] == 0
+    assert all(len(top) == 2 for top in logprobs.top_logprobs)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"prompt": ""}, "send a text, or a list of token ids"),
+        ({"prompt": []}, "send a text, or a list of token ids"),
+        ({"prompt": ["a", "b"]}, "a request for each"),
+        ({"prompt": [1, "a"]}, "send a text, or a list of token ids"),
+        ({"prompt": [True]}, "send a text, or a list of token ids"),
+        ({"prompt": [10**9]}, "outside the vocabulary"),
+        ({"prompt": "a", "echo": True}, "before the answer yourself"),
+        ({"prompt": "a", "logprobs": 9}, "5 or less"),
+        ({"prompt": "a", "n": 2}, "the prompt is computed once"),
+    ],
+)
+async def test_what_is_refused(api, options, said):
+    """With a remedy."""
+    async with api.client() as client:
+        with pytest.raises(openai.BadRequestError, match=said):
+            await client.completions.create(**{"model": MODEL, "max_tokens": 2, **options})
+
+
+async def test_parameters_of_other_servers_change_nothing(api):
+    """Those that are known; others are refused by name."""
+    async with api.client() as client:
+        extra = {"cache_prompt": True, "id_slot": 3}
+        assert (await ask(client, "Hello", extra_body=extra)).choices
+        with pytest.raises(openai.BadRequestError, match="no parameter 'cache_prompts'"):
+            await ask(client, "Hello", extra_body={"cache_prompts": True})
+
+
+async def test_tokens_and_back(api):
+    """A text is what it was; a chat's tokens are those that its turn would read."""
+    text = "What is kept between two turns? é 漢"
+    status, encoded = await call(api, "/tokenize", prompt=text, return_token_strs=True)
+    assert (status, encoded["count"]) == (200, len(encoded["tokens"]))
+    assert len(encoded["token_strs"]) == encoded["count"]
+    _, decoded = await call(api, "/detokenize", tokens=encoded["tokens"])
+    assert decoded["prompt"].endswith(text)
+    messages = [{"role": "user", "content": text}]
+    _, chat = await call(api, "/tokenize", model=MODEL, messages=messages)
+    async with api.client() as client:
+        answer = await client.chat.completions.create(model=MODEL, messages=messages, max_tokens=1)
+    assert answer.usage.prompt_tokens == chat["count"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status"),
+    [
+        ("/tokenize", {}, 400),
+        ("/tokenize", {"prompt": "a", "messages": [{"role": "user", "content": "a"}]}, 400),
+        ("/tokenize", {"prompt": "a", "model": "another"}, 404),
+        ("/detokenize", {"tokens": [10**9]}, 400),
+        ("/detokenize", {"tokens": [-1]}, 400),
+        ("/detokenize", {}, 400),
+    ],
+)
+async def test_what_has_no_tokens_is_refused(api, path, body, status):
+    """In OpenAI's form."""
+    found, said = await call(api, path, **body)
+    assert (found, set(said["error"])) == (status, {"message", "type", "param", "code"})
+
+
+async def test_health_needs_no_account(api):
+    """All else does; while the service stops it says so, and clients go elsewhere."""
+    assert await call(api, "/health", "GET", headers={}) == (200, {"status": "ok"})
+    assert (await call(api, "/tokenize", headers={}, prompt="a"))[0] == 401
+    assert (await call(api, "/health", "POST"))[0] == 404
+    async with api.client() as client:
+        long = {
+            "model": MODEL,
+            "prompt": "a",
+            "max_tokens": 300,
+            "extra_body": {"ignore_eos": True},
+        }
+        stream = await client.completions.create(**long, stream=True)
+        await anext(stream)
+        stopping = asyncio.create_task(api.service.stop())
+        statuses = []
+        while not stopping.done() and statuses[-1:] not in ([503], [0]):
+            try:
+                statuses.append((await call(api, "/health", "GET", headers={}))[0])
+            except aiohttp.ClientError:
+                statuses.append(0)  # nobody listens any more
+        async for _ in stream:
+            pass
+    await stopping
+    await api.start()
+    assert statuses[-1] in {503, 0}
