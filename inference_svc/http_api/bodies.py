@@ -297,11 +297,12 @@ class TurnBody(ModelBody, ABC):
         """How many alternatives are shown of each token; None: not even its own probability."""
         return None
 
-    def sampling(self, temperature: float) -> dict[str, Any]:
+    def sampling(self, temperature: float, choice: int = 0) -> dict[str, Any]:
         """Return the client's sampling values, by the names of `SamplingParams`.
 
         Args:
             temperature: temperature of a request that names none.
+            choice: index of the answer among those of the request, which have seeds of their own.
         """
         said = {
             "temperature": temperature if self.temperature is None else self.temperature,
@@ -309,7 +310,7 @@ class TurnBody(ModelBody, ABC):
             "top_k": self.top_k,
             "min_p": self.min_p,
             "repetition_penalty": self.repetition_penalty,
-            "seed": None if self.seed is None else self.seed % MAX_SEED,
+            "seed": None if self.seed is None else (self.seed + choice) % MAX_SEED,
             "max_tokens": self.max_answer_tokens,
             # The engine reports a token's own log-probability with its most likely ones only.
             "logprobs": None if self.shown_logprobs is None else max(1, self.shown_logprobs),

@@ -5,14 +5,15 @@
 
 import asyncio
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
+from contextlib import aclosing
 from typing import Any, ClassVar, Protocol
 
 import structlog
 from aiohttp import web
 
 from inference_svc.core.answers import AnswerToken
-from inference_svc.core.turn_record import Finished, Started, Tokens
+from inference_svc.core.turn_record import Finished, Started
 from inference_svc.http_api.errors import error_headers, status_of
 from inference_svc.http_api.requests import REQUEST_IDS, SESSION, B, TurnRequest
 from inference_svc.http_api.sessions.answers import LiveAnswer
@@ -32,13 +33,7 @@ log = get_logger(__name__)
 
 
 class AnswerObjects(Protocol):
-    """Makes the objects of one answer, as the clients of an API read them.
-
-    Attributes:
-        stream_end: bytes that end a stream, after its last event.
-    """
-
-    stream_end: ClassVar[bytes]
+    """Makes the objects of one answer, as the clients of an API read them."""
 
     def whole(self, tokens: Sequence[AnswerToken], finished: Finished) -> Mapping[str, Any]:
         """Make the answer of a request that is not streamed."""
@@ -56,35 +51,88 @@ class AnswerObjects(Protocol):
         """Make the event of a turn that failed."""
 
 
-async def send_answer(
-    turn_request: TurnRequest[B], turn: HttpTurn, answer: LiveAnswer, objects: AnswerObjects
+class Reply(Protocol):
+    """What a request is answered with, in the words of its API.
+
+    Attributes:
+        session_id: the session that is answered in; the first, of several.
+    """
+
+    stream_end: ClassVar[bytes]  # after its last event
+    session_id: str
+
+    async def whole(self) -> Mapping[str, Any]:
+        """Return all of it, once it is complete."""
+
+    def events(self) -> AsyncGenerator[Mapping[str, Any], None]:
+        """Yield the events of a stream."""
+
+    def failure(self, error: ReportedError) -> Mapping[str, Any]:
+        """Make the last event of a stream that fails."""
+
+
+class OneAnswer:
+    """The reply with one answer.
+
+    Args:
+        answer: a turn's answer.
+        objects: makes the objects of its API.
+    """
+
+    stream_end: ClassVar[bytes] = b""
+
+    def __init__(self, answer: LiveAnswer, objects: AnswerObjects) -> None:
+        self._answer = answer
+        self._objects = objects
+        self.session_id = answer.session_id
+
+    async def whole(self) -> Mapping[str, Any]:
+        """See Reply."""
+        return self._objects.whole(*await self._answer.whole())
+
+    async def events(self) -> AsyncGenerator[Mapping[str, Any], None]:
+        """See Reply."""
+        for each in self._objects.opening(self._answer.started):
+            yield each
+        async for event in self._answer.events():
+            made = (
+                self._objects.closing(event)
+                if isinstance(event, Finished)
+                else self._objects.piece(event.tokens)
+            )
+            for each in made:
+                yield each
+
+    def failure(self, error: ReportedError) -> Mapping[str, Any]:
+        """See Reply."""
+        return self._objects.failure(error)
+
+
+async def send_reply(
+    turn_request: TurnRequest[B], turn: HttpTurn, answered: Reply
 ) -> web.StreamResponse:
-    """Send an answer, whole or as a stream; the request's log line says whose it is.
+    """Send a reply, whole or as a stream; the request's log line says whose it is.
 
     Args:
         turn_request: the request that is answered.
-        turn: the turn that it is for.
-        answer: the turn's answer.
-        objects: makes the objects of its API.
+        turn: the turn that it is for; the first, of several.
+        answered: the reply.
     """
-    headers = {SESSION: answer.session_id, **dict.fromkeys(REQUEST_IDS, turn.request_id)}
-    structlog.contextvars.bind_contextvars(session=answer.session_id, request_id=turn.request_id)
+    headers = {SESSION: answered.session_id, **dict.fromkeys(REQUEST_IDS, turn.request_id)}
+    structlog.contextvars.bind_contextvars(session=answered.session_id, request_id=turn.request_id)
     if not turn_request.body.stream:
-        return reply(objects.whole(*await answer.whole()), headers)
+        return reply(await answered.whole(), headers)
     stream = EventStream(turn_request.request, turn_request.settings.write_s)
     await stream.open(headers)
     try:
-        await stream.send(*objects.opening(answer.started))
-        async for event in answer.events():
-            if isinstance(event, Tokens):
-                await stream.send(*objects.piece(event.tokens))
-            else:
-                await stream.send(*objects.closing(event))
+        async with aclosing(answered.events()) as events:
+            async for event in events:
+                await stream.send(event)
     except ConnectionError:
         raise  # nobody is left to answer
     except Exception as error:  # noqa: BLE001  # the status is sent: it is reported as an event
-        await stream.send(objects.failure(reported(error)))
-    await stream.end(objects.stream_end)
+        await stream.send(answered.failure(reported(error)))
+    await stream.end(answered.stream_end)
     return stream.response
 
 

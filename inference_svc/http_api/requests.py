@@ -181,24 +181,27 @@ class TurnRequest(Generic[B]):
         messages: tuple[Message, ...],
         overflow: str = "",
         raw: TextInput | TokenInput | None = None,
+        choice: int = 0,
     ) -> HttpTurn:
-        """Make the turn of the request.
+        """Make the turn of the request, or one of several.
 
         Args:
             messages: all messages of the history and the new ones, or all after another response.
             overflow: the overflow policy's name; "" for the service's.
             raw: raw text or token ids, where there are no messages.
+            choice: index of the turn among those of the request.
 
         Raises:
             RequestError: a header is off, or does not go with the body.
         """
         chain, path = self.chain, self.request.path
         repeat = header_of(self.request, REPEAT)
-        key = bytes.fromhex(chain.id_of("repeat", path, repeat)) if repeat else None
-        names = (path, repeat, self.digest.hex()) if repeat else (uuid.uuid4().hex,)
+        which = (str(choice),) if choice else ()
+        key = bytes.fromhex(chain.id_of("repeat", path, repeat, *which)) if repeat else None
+        names = (path, repeat, self.digest.hex(), *which) if repeat else (uuid.uuid4().hex,)
         return HttpTurn(
             messages=messages,
-            sampling=self.body.sampling(self.settings.temperature),
+            sampling=self.body.sampling(self.settings.temperature, choice),
             session_id=self._session_name(),
             is_kept=self.body.store,
             overflow=overflow,

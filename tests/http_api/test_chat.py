@@ -100,6 +100,54 @@ async def test_a_conversation_goes_on_in_its_session(api, opening):
     assert cached_tokens < second.usage.prompt_tokens
 
 
+async def test_several_answers_to_one_question(api, opening):
+    """Greedy they are equal; the prompt is computed once; any of them can be gone on from."""
+    async with api.client() as client:
+        first = await ask(client, opening, n=3)
+        seeded = {"n": 3, "temperature": 1, "seed": 7}
+        drawn = [await ask(client, opening, **seeded) for _ in range(2)]
+        texts = [choice.message.content for choice in first.choices]
+        sessions = [choice.model_extra["session_id"] for choice in first.choices]
+        second = await ask(client, said(opening, texts[1]))
+    assert len(set(texts)) == 1
+    assert len(set(sessions)) == 3
+    assert second.model_extra["session_id"] in sessions
+    assert first.usage.completion_tokens == 3 * LENGTH
+    assert first.usage.prompt_tokens < second.usage.prompt_tokens < 2 * first.usage.prompt_tokens
+    texts = [[choice.message.content for choice in answer.choices] for answer in drawn]
+    assert texts[0] == texts[1]
+    assert len(set(texts[0])) > 1
+
+
+async def test_several_answers_are_streamed_together(api, opening):
+    """Each under its index, and all of one history in sessions of their own."""
+    async with api.client() as client:
+        first = await ask(client, opening)
+        longer = said(opening, text_of(first))
+        whole = await ask(client, longer, n=2, store=False)
+        chunks = [chunk async for chunk in await ask(client, longer, n=2, stream=True)]
+    texts = ["", ""]
+    sessions = [set(), set()]
+    for chunk in chunks:
+        (choice,) = chunk.choices
+        texts[choice.index] += choice.delta.content or ""
+        sessions[choice.index].add(chunk.model_extra["session_id"])
+    assert texts == [choice.message.content for choice in whole.choices]
+    assert all(len(found) == 1 for found in sessions)
+    assert first.model_extra["session_id"] in sessions[0] ^ sessions[1]
+
+
+async def test_several_answers_are_refused_as_one(api):
+    """If there is no room for all of them nobody gets one, and nothing is left."""
+    before = await api.counter("turns_finished")
+    async with api.client("small") as client:  # two turns a minute
+        with pytest.raises(openai.RateLimitError):
+            await ask(client, [{"role": "user", "content": "Hello"}], n=3)
+        with pytest.raises(openai.RateLimitError):
+            await ask(client, [{"role": "user", "content": "Hello"}])
+    assert await api.counter("turns_finished") <= before + 2
+
+
 async def test_an_edited_question_forks(api, opening):
     """The session stays as it was; the fork has what precedes the edit."""
     async with api.client() as client:

@@ -67,6 +67,17 @@ async def test_what_others_computed_of_a_prompt_is_reused(api):
     assert second.usage.prompt_tokens_details.cached_tokens > first.usage.prompt_tokens // 2
 
 
+async def test_several_prompts_have_several_answers(api):
+    """Each as if it were alone; texts and token ids may be mixed."""
+    texts = [prompt() for _ in range(3)]
+    _, encoded = await call(api, "/tokenize", prompt=texts[2])
+    async with api.client() as client:
+        alone = [(await ask(client, text)).choices[0].text for text in texts]
+        answer = await ask(client, [*texts[:2], encoded["tokens"]])
+    assert [choice.text for choice in answer.choices] == alone
+    assert answer.usage.completion_tokens == 3 * LENGTH
+
+
 async def test_a_named_session_goes_on(api):
     """With what is new; it is not found by what was said."""
     name = f"story-{uuid.uuid4().hex}"
@@ -120,15 +131,16 @@ async def test_a_stream_says_what_the_whole_says(api):
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"prompt": ""}, "send a text, or a list of token ids"),
-        ({"prompt": []}, "send a text, or a list of token ids"),
-        ({"prompt": ["a", "b"]}, "a request for each"),
-        ({"prompt": [1, "a"]}, "send a text, or a list of token ids"),
-        ({"prompt": [True]}, "send a text, or a list of token ids"),
+        ({"prompt": ""}, "send a text or a list of token ids"),
+        ({"prompt": []}, "send a text or a list of token ids"),
+        ({"prompt": ["a"] * 17}, "at most 16"),
+        ({"prompt": ["a", 5]}, "send a text or a list of token ids"),
+        ({"prompt": [1, "a"]}, "send a text or a list of token ids"),
+        ({"prompt": [True]}, "send a text or a list of token ids"),
         ({"prompt": [10**9]}, "outside the vocabulary"),
         ({"prompt": "a", "echo": True}, "before the answer yourself"),
         ({"prompt": "a", "logprobs": 9}, "5 or less"),
-        ({"prompt": "a", "n": 2}, "the prompt is computed once"),
+        ({"prompt": "a", "n": 2, "extra_body": {"session_id": "s"}}, "leave the session out"),
     ],
 )
 async def test_what_is_refused(api, options, said):

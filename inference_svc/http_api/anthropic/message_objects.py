@@ -12,7 +12,7 @@ stands `session_id`.
 """
 
 from collections.abc import Iterator, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 from inference_svc.core.answers import AnswerToken
 from inference_svc.core.turn_record import Finished, Started
@@ -30,8 +30,6 @@ class MessageObjects:
         max_tokens: the client's bound of the answer; fewer tokens have filled the window.
         cache_ttl: how long the client wants the prompt to be kept; "" if it does not say.
     """
-
-    stream_end: ClassVar[bytes] = b""
 
     def __init__(
         self, message_id: str, session_id: str, model: str, max_tokens: int, cache_ttl: str

@@ -5,7 +5,7 @@ from aiohttp import web
 from inference_svc.http_api.anthropic.bodies import MessagesBody, PromptBody
 from inference_svc.http_api.anthropic.message_objects import MessageObjects
 from inference_svc.http_api.api import Api
-from inference_svc.http_api.replies import reply, send_answer
+from inference_svc.http_api.replies import OneAnswer, reply, send_reply
 from inference_svc.service.submissions import chat_input
 
 
@@ -22,7 +22,7 @@ async def create_message(api: Api, request: web.Request) -> web.StreamResponse:
             max_tokens=turn.sampling["max_tokens"],
             cache_ttl=body.cache_ttl,
         )
-        return await send_answer(turn_request, turn, answer, objects)
+        return await send_reply(turn_request, turn, OneAnswer(answer, objects))
 
 
 async def count_tokens(api: Api, request: web.Request) -> web.Response:

@@ -12,16 +12,15 @@ from aiohttp import web
 from pydantic import Field, model_validator
 
 from inference_svc.core.answers import AnswerToken
-from inference_svc.core.turn_record import Finished, Started, Usage
+from inference_svc.core.turn_record import Finished
 from inference_svc.http_api.api import Api
 from inference_svc.http_api.bodies import Body, Count, Refused, WrongMemberError
 from inference_svc.http_api.conversation import Message
-from inference_svc.http_api.openai.dialect import error_body
+from inference_svc.http_api.openai.choices import Choices, Envelope, check_choices, opened
 from inference_svc.http_api.openai.messages import Messages
 from inference_svc.http_api.openai.turn_body import OpenAITurnBody
-from inference_svc.http_api.replies import send_answer
+from inference_svc.http_api.replies import send_reply
 from inference_svc.http_api.token_text import TokenText
-from shared.types.errors import ReportedError
 
 _TEXT_ONLY = "the service writes plain text only: leave it out"
 _NO_REASONING = "the model does not reason apart from its answer: leave it out"
@@ -45,7 +44,6 @@ class ChatBody(OpenAITurnBody):
 
     refused: ClassVar[Mapping[str, Refused]] = {
         **OpenAITurnBody.refused,
-        "n": Refused((1,), "send the request several times: the history is computed once"),
         "audio": Refused((), _TEXT_ONLY),
         "modalities": Refused((["text"],), _TEXT_ONLY),
         "response_format": Refused(({"type": "text"},), _TEXT_ONLY),
@@ -62,6 +60,7 @@ class ChatBody(OpenAITurnBody):
     messages: Messages = Field(default=[], validate_default=True)
     max_completion_tokens: Count | None = None
     max_tokens: Count | None = None  # its older name
+    n: Count = 1
     logprobs: bool = False
     stream_options: StreamOptions = StreamOptions()
 
@@ -71,6 +70,7 @@ class ChatBody(OpenAITurnBody):
             raise WrongMemberError(
                 "{path} is given without logprobs", "send logprobs: true, too", "top_logprobs"
             )
+        check_choices(1, self.n, self.session_id)
         return self
 
     @property
@@ -90,117 +90,79 @@ class ChatBody(OpenAITurnBody):
 
 
 async def create_chat(api: Api, request: web.Request) -> web.StreamResponse:
-    """Answer a chat's last message."""
+    """Answer a chat's last message, once or several times."""
     turn_request = await api.read(request, ChatBody)
     body = turn_request.body
-    turn = turn_request.turn(body.conversation)
-    async with await api.answers.open(turn_request.caller, turn) as answer:
-        objects = ChatObjects(
-            completion_id="chatcmpl-" + turn_request.chain.id_of("completion", turn.request_id),
-            created=int(time.time()),
-            model=body.model,
-            fingerprint=api.model.fingerprint,
-            session_id=answer.session_id,
-            token_text=api.token_text,
-            top_logprobs=body.shown_logprobs,
-            includes_usage=body.stream_options.include_usage,
-        )
-        return await send_answer(turn_request, turn, answer, objects)
+    turns = [turn_request.turn(body.conversation, choice=index) for index in range(body.n)]
+    envelope = Envelope(
+        kind="chat.completion",
+        chunk_kind="chat.completion.chunk",
+        answer_id="chatcmpl-" + turn_request.chain.id_of("completion", turns[0].request_id),
+        created=int(time.time()),
+        model=body.model,
+        fingerprint=api.model.fingerprint,
+        includes_usage=body.stream_options.include_usage,
+    )
+    choices = [ChatChoice(index, api.token_text, body.shown_logprobs) for index in range(body.n)]
+    async with opened(api.answers, turn_request.caller, turns) as answers:
+        return await send_reply(turn_request, turns[0], Choices(envelope, answers, choices, body.n))
 
 
 @dataclass(frozen=True)
-class ChatObjects:
-    """Makes the objects of one answer: a whole one, and the chunks of a stream.
+class ChatChoice:
+    """Makes one choice of a chat completion; see `Choice`.
 
     Attributes:
-        completion_id: id of the answer.
-        created: seconds of the epoch.
-        model: the model's name as the client wrote it.
-        fingerprint: fingerprint of the model that answers.
+        index: of the choice.
+        token_text: writes tokens.
         top_logprobs: how many alternatives of each token; None: no log-probabilities.
-        includes_usage: every chunk has the member `usage`, and the last one has a value there.
     """
 
-    stream_end: ClassVar[bytes] = b"data: [DONE]\n\n"
-
-    completion_id: str
-    created: int
-    model: str
-    fingerprint: str
-    session_id: str
+    index: int
     token_text: TokenText
     top_logprobs: int | None = None
-    includes_usage: bool = False
 
     def whole(self, tokens: Sequence[AnswerToken], finished: Finished) -> dict[str, Any]:
-        """Make the answer of a request that is not streamed."""
+        """Make the whole choice."""
         message: dict[str, Any] = {
             "role": "assistant",
             "content": finished.text,
             "refusal": None,
             "annotations": [],
         }
-        choice = {
-            "index": 0,
+        return {
+            "index": self.index,
             "message": message,
             "logprobs": self._logprobs(tokens),
             "finish_reason": finished.finish_reason,
         }
-        return self._object("chat.completion", [choice]) | {"usage": chat_usage(finished.usage)}
 
-    def opening(self, _started: Started) -> Iterator[dict[str, Any]]:
-        """Make the first chunk: whose message it is."""
-        yield self._chunk({"role": "assistant", "content": "", "refusal": None}, None)
+    def opening(self) -> Iterator[dict[str, Any]]:
+        """Make the first delta: whose message it is."""
+        yield self._delta({"role": "assistant", "content": "", "refusal": None}, None)
 
     def piece(self, tokens: Sequence[AnswerToken]) -> Iterator[dict[str, Any]]:
-        """Make a chunk with the next tokens; none if they show nothing."""
+        """Make the delta of the next tokens; none if they show nothing."""
         text = "".join(token.text for token in tokens)
         logprobs = self._logprobs(tokens)
         if text or logprobs:
-            yield self._chunk({"content": text}, None, logprobs)
+            yield self._delta({"content": text}, None, logprobs)
 
-    def closing(self, finished: Finished) -> Iterator[dict[str, Any]]:
-        """Make the last chunks: why it ended, and the usage if the client requested it."""
-        yield self._chunk({}, finished.finish_reason)
-        if self.includes_usage:
-            yield self._object("chat.completion.chunk", []) | {"usage": chat_usage(finished.usage)}
+    def ending(self, finished: Finished) -> dict[str, Any]:
+        """Make the last delta: why it ended."""
+        return self._delta({}, finished.finish_reason)
 
-    def failure(self, error: ReportedError) -> dict[str, Any]:
-        """Make the event of an answer that failed."""
-        return error_body(error)
-
-    def _chunk(
+    def _delta(
         self, delta: dict[str, Any], finish_reason: str | None, logprobs: Any = None
     ) -> dict[str, Any]:
-        choice = {"index": 0, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
-        chunk = self._object("chat.completion.chunk", [choice])
-        return chunk | {"usage": None} if self.includes_usage else chunk
-
-    def _object(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
         return {
-            "id": self.completion_id,
-            "object": kind,
-            "created": self.created,
-            "model": self.model,
-            "system_fingerprint": f"fp_{self.fingerprint[:12]}",
-            "service_tier": "default",
-            "choices": choices,
-            "session_id": self.session_id,
+            "index": self.index,
+            "delta": delta,
+            "logprobs": logprobs,
+            "finish_reason": finish_reason,
         }
 
     def _logprobs(self, tokens: Sequence[AnswerToken]) -> dict[str, Any] | None:
         if self.top_logprobs is None or not tokens:
             return None
         return {"content": self.token_text.rows(tokens, self.top_logprobs), "refusal": None}
-
-
-def chat_usage(usage: Usage) -> dict[str, Any]:
-    """Make the usage of an answer: tokens that were not computed again are `cached_tokens`."""
-    prompt_tokens = usage.history_tokens + usage.new_tokens
-    return {
-        "prompt_tokens": prompt_tokens,
-        "completion_tokens": usage.output_tokens,
-        "total_tokens": prompt_tokens + usage.output_tokens,
-        "prompt_tokens_details": {"cached_tokens": usage.reused_tokens, "audio_tokens": 0},
-        "completion_tokens_details": {"reasoning_tokens": 0, "audio_tokens": 0},
-    }

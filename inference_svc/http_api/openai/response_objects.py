@@ -11,7 +11,7 @@ The events come in order and numbered:
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 from inference_svc.core.answers import AnswerToken
 from inference_svc.core.turn_record import Finished, Started, Usage
@@ -38,8 +38,6 @@ class ResponseObjects:
         token_text: writes tokens.
         top_logprobs: how many alternatives of each token; None: no log-probabilities.
     """
-
-    stream_end: ClassVar[bytes] = b""
 
     def __init__(
         self,

@@ -18,7 +18,7 @@ from inference_svc.http_api.errors import RequestError, UnsupportedValueError, u
 from inference_svc.http_api.openai.messages import InputItems
 from inference_svc.http_api.openai.response_objects import ResponseObjects
 from inference_svc.http_api.openai.turn_body import OpenAITurnBody
-from inference_svc.http_api.replies import reply, send_answer
+from inference_svc.http_api.replies import OneAnswer, reply, send_reply
 from inference_svc.http_api.requests import TurnRequest, caller_of
 from inference_svc.http_api.sessions.lookup import ResponseInfo, StoredResponse
 from inference_svc.http_api.sessions.routing import Caller, HttpTurn
@@ -142,7 +142,7 @@ async def create_response(api: Api, request: web.Request) -> web.StreamResponse:
             token_text=api.token_text,
             top_logprobs=turn_request.body.shown_logprobs,
         )
-        return await send_answer(turn_request, turn, answer, objects)
+        return await send_reply(turn_request, turn, OneAnswer(answer, objects))
 
 
 async def show_response(api: Api, request: web.Request) -> web.Response:

@@ -1,11 +1,12 @@
 """Answers as the official client reads them, and some to be read."""
 
+import asyncio
 import functools
 
 from pydantic import TypeAdapter
 
 from inference_svc.core.answers import AnswerToken
-from inference_svc.core.turn_record import Finished, Started, Usage
+from inference_svc.core.turn_record import Finished, Started, Tokens, Usage
 from inference_svc.http_api.replies import json_bytes
 
 USAGE = Usage(history_tokens=30, reused_tokens=28, recomputed_tokens=2, new_tokens=5)
@@ -35,3 +36,31 @@ adapter = functools.cache(TypeAdapter)  # the union of all events takes a while 
 def strict(kind, data):
     """Read as the client does not: with every type checked."""
     return adapter(kind).validate_json(json_bytes(data))
+
+
+class ScriptedAnswer:
+    """A turn's answer that is known before: tokens, and the end, its error, or (None) no end."""
+
+    def __init__(self, tokens, end, session_id="s-1"):
+        self._tokens = tokens
+        self._end = end
+        self.session_id = session_id
+        self.started = STARTED
+        self.is_cancelled = False
+
+    async def events(self):
+        for token in self._tokens:
+            yield Tokens((token,))
+            await asyncio.sleep(0)
+        if self._end is None:
+            try:
+                await asyncio.Event().wait()
+            finally:
+                self.is_cancelled = True
+        if isinstance(self._end, Exception):
+            raise self._end
+        yield self._end
+
+    async def whole(self):
+        *said, end = [event async for event in self.events()]
+        return [token for event in said for token in event.tokens], end

@@ -5,16 +5,18 @@ from openai.types import CompletionUsage
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from inference_svc.core.answers import AnswerToken
+from inference_svc.core.errors import SessionBusyError
 from inference_svc.http_api.bodies import decode
 from inference_svc.http_api.conversation import MAX_MESSAGES, Message
 from inference_svc.http_api.errors import RequestError, UnknownParameterError, UnsupportedValueError
-from inference_svc.http_api.openai.chats import ChatBody, ChatObjects, chat_usage
+from inference_svc.http_api.openai.chats import ChatBody, ChatChoice
+from inference_svc.http_api.openai.choices import Choices, Envelope, shown_usage
 from inference_svc.http_api.token_text import TokenText
 from tests.inference_svc.http_api.as_clients_read import (
-    STARTED,
     TOKENS,
     USAGE,
     Letters,
+    ScriptedAnswer,
     finished,
     strict,
 )
@@ -124,7 +126,6 @@ def test_roles():
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"n": 2}, "n"),
         ({"tools": [{"type": "function"}]}, "tools"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"response_format": {"type": "json_schema"}}, "response_format"),
@@ -198,13 +199,34 @@ def test_an_unknown_parameter_is_refused():
 # ------------------------------------------------------------------------------------ answers
 
 
-def objects(**fields):
-    return ChatObjects("chatcmpl-1", 5, "tiny", "f" * 64, "s-1", TokenText(Letters()), **fields)
+def reply_of(*answers, n=1, includes_usage=False, top_logprobs=None):
+    """The reply with these answers to one request."""
+    envelope = Envelope(
+        kind="chat.completion",
+        chunk_kind="chat.completion.chunk",
+        answer_id="chatcmpl-1",
+        created=5,
+        model="tiny",
+        fingerprint="f" * 64,
+        includes_usage=includes_usage,
+    )
+    tokens = TokenText(Letters())
+    choices = [ChatChoice(index, tokens, top_logprobs) for index in range(len(answers))]
+    return Choices(envelope, answers, choices, n)
 
 
-def test_a_whole_chat_answer():
+async def whole(*answers, **options):
+    return strict(ChatCompletion, await reply_of(*answers, **options).whole())
+
+
+async def chunks_of(*answers, **options):
+    events = reply_of(*answers, **options).events()
+    return [strict(ChatCompletionChunk, event) async for event in events]
+
+
+async def test_a_whole_chat_answer():
     """The client's type takes it, and finds text, reason, usage and session."""
-    answer = strict(ChatCompletion, objects().whole(TOKENS, finished("length")))
+    answer = await whole(ScriptedAnswer(TOKENS, finished("length")))
     assert answer.choices[0].message.content == "Hello"
     assert answer.choices[0].finish_reason == "length"
     assert answer.choices[0].logprobs is None
@@ -214,13 +236,13 @@ def test_a_whole_chat_answer():
 
 def test_usage_counts_every_prompt_token_once():
     """History, computed again or not, and what is new."""
-    usage = strict(CompletionUsage, chat_usage(USAGE))
+    usage = strict(CompletionUsage, shown_usage(USAGE))
     assert (usage.prompt_tokens, usage.completion_tokens, usage.total_tokens) == (35, 0, 35)
 
 
-def test_logprobs_are_told_with_text_and_bytes():
+async def test_logprobs_are_told_with_text_and_bytes():
     """A piece of a character has no bytes of its own."""
-    answer = strict(ChatCompletion, objects(top_logprobs=2).whole(TOKENS, finished()))
+    answer = await whole(ScriptedAnswer(TOKENS, finished()), top_logprobs=2)
     first, second = answer.choices[0].logprobs.content
     assert (first.token, first.logprob, first.bytes) == ("He", -0.5, [72, 101])
     assert [top.token for top in first.top_logprobs] == ["He", "\ufffd"]
@@ -228,17 +250,15 @@ def test_logprobs_are_told_with_text_and_bytes():
     assert second.top_logprobs[1].bytes == list("é".encode())
 
 
-def test_no_alternatives_unless_asked_for():
+async def test_no_alternatives_unless_asked_for():
     """The token's own is shown alone."""
-    answer = strict(ChatCompletion, objects(top_logprobs=0).whole(TOKENS, finished()))
+    answer = await whole(ScriptedAnswer(TOKENS, finished()), top_logprobs=0)
     assert [row.top_logprobs for row in answer.choices[0].logprobs.content] == [[], []]
 
 
-def test_the_chunks_of_a_stream():
+async def test_the_chunks_of_a_stream():
     """They make up the answer; the usage comes last, in a chunk without choices."""
-    made = objects(includes_usage=True)
-    given = [*made.opening(STARTED), *made.piece([TOKENS[0]]), *made.piece([TOKENS[1]])]
-    chunks = [strict(ChatCompletionChunk, one) for one in (*given, *made.closing(finished()))]
+    chunks = await chunks_of(ScriptedAnswer(TOKENS, finished()), includes_usage=True)
     assert chunks[0].choices[0].delta.role == "assistant"
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks[:-1]) == "Hello"
     assert chunks[-2].choices[0].finish_reason == "stop"
@@ -246,13 +266,63 @@ def test_the_chunks_of_a_stream():
     assert len({chunk.id for chunk in chunks}) == 1
 
 
-def test_a_stream_without_usage_has_none():
+async def test_a_stream_without_usage_has_none():
     """Unless the client asks for it."""
-    chunks = [strict(ChatCompletionChunk, one) for one in objects().closing(finished())]
-    assert [chunk.usage for chunk in chunks] == [None]
+    chunks = await chunks_of(ScriptedAnswer(TOKENS, finished()))
+    assert {chunk.usage for chunk in chunks} == {None}
 
 
 def test_tokens_that_show_nothing_make_no_chunk():
     """A piece of a character waits for the rest."""
-    assert not list(objects().piece([AnswerToken(2, "")]))
-    assert list(objects(top_logprobs=0).piece([AnswerToken(2, "", -1.0)]))
+    assert not list(ChatChoice(0, TokenText(Letters())).piece([AnswerToken(2, "")]))
+    assert list(ChatChoice(0, TokenText(Letters()), 0).piece([AnswerToken(2, "", -1.0)]))
+
+
+# ------------------------------------------------------------------------------ several answers
+
+
+async def test_several_answers_are_choices_of_one_object():
+    """Each with its index and session; prompts count once, what was sampled counts each time."""
+    answers = [ScriptedAnswer(TOKENS, finished(), f"s-{number}") for number in range(4)]
+    answer = await whole(*answers, n=2)
+    assert [choice.index for choice in answer.choices] == [0, 1, 2, 3]
+    assert [choice.model_extra["session_id"] for choice in answer.choices] == [
+        "s-0",
+        "s-1",
+        "s-2",
+        "s-3",
+    ]
+    usage = answer.usage
+    assert (usage.prompt_tokens, usage.completion_tokens) == (2 * 35, 4 * 2)
+
+
+async def test_the_chunks_of_several_come_as_they_are_said():
+    """Those of each in order, under its index; the usage is that of all."""
+    answers = [ScriptedAnswer(TOKENS, finished(), f"s-{number}") for number in range(3)]
+    *chunks, last = await chunks_of(*answers, n=3, includes_usage=True)
+    for index in range(3):
+        own = [chunk for chunk in chunks if chunk.choices[0].index == index]
+        assert "".join(chunk.choices[0].delta.content or "" for chunk in own) == "Hello"
+        assert own[-1].choices[0].finish_reason == "stop"
+        assert {chunk.model_extra["session_id"] for chunk in own} == {f"s-{index}"}
+    assert (last.usage.prompt_tokens, last.usage.completion_tokens) == (35, 6)
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+async def test_if_one_of_several_fails_all_do(is_stream):
+    """Nobody goes on with the others."""
+    others = [ScriptedAnswer(TOKENS, None), ScriptedAnswer(TOKENS, None)]
+    answers = [others[0], ScriptedAnswer(TOKENS, SessionBusyError("busy", "wait")), others[1]]
+    with pytest.raises(SessionBusyError):
+        await (chunks_of(*answers, n=3) if is_stream else whole(*answers, n=3))
+    assert all(other.is_cancelled for other in others)
+
+
+def test_several_answers_are_bounded():
+    """And cannot go on in one session."""
+    assert chat(n=16).n == 16
+    for fields in ({"n": 0}, {"n": 17}, {"n": 2, "session_id": "s"}, {"n": "2"}):
+        with pytest.raises(RequestError):
+            chat(**fields)
+    seeds = [chat(n=3, seed=2**63 - 1).sampling(0.0, choice)["seed"] for choice in range(3)]
+    assert seeds == [2**63 - 1, 0, 1]

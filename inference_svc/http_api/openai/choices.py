@@ -1,0 +1,251 @@
+"""Several answers to one request: `n` of a prompt, or one of each of several prompts.
+
+Each is a turn of its own. Those of one history never meet in a session: one goes on there, the
+others in forks of it, so that the client may go on from whichever it likes. The first computes what
+the prompts have in common, for all of them.
+"""
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Iterable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol, TypeVar
+
+from inference_svc.core.answers import AnswerToken
+from inference_svc.core.turn_record import Finished, Tokens, Usage
+from inference_svc.http_api.bodies import WrongMemberError
+from inference_svc.http_api.openai.dialect import error_body
+from inference_svc.http_api.sessions.answers import Answers, LiveAnswer
+from inference_svc.http_api.sessions.routing import Caller, HttpTurn
+from shared.types.errors import ReportedError
+
+MOST_CHOICES = 16  # answers to one request
+
+T = TypeVar("T")
+
+
+def check_choices(num_prompts: int, n: int, session_id: str) -> None:
+    """Bound the answers of a request; for a validator of its body.
+
+    Raises:
+        WrongMemberError: there are too many, or all of them would go on in one session.
+    """
+    num_choices = num_prompts * n
+    if num_choices > MOST_CHOICES:
+        raise WrongMemberError(
+            f"{num_choices} answers to a request cannot be", f"ask for at most {MOST_CHOICES}", "n"
+        )
+    if num_choices > 1 and session_id:
+        raise WrongMemberError(
+            "several answers cannot go on in one session", "leave the session out", "session_id"
+        )
+
+
+class Choice(Protocol):
+    """Makes one choice: as it is in a whole object, and in the chunks of a stream."""
+
+    def whole(self, tokens: Sequence[AnswerToken], finished: Finished) -> dict[str, Any]:
+        """Make the whole choice."""
+
+    def opening(self) -> Iterable[dict[str, Any]]:
+        """Make what the chunks of its beginning have."""
+
+    def piece(self, tokens: Sequence[AnswerToken]) -> Iterable[dict[str, Any]]:
+        """Make what the chunks of its next tokens have; nothing if these show nothing."""
+
+    def ending(self, finished: Finished) -> dict[str, Any]:
+        """Make what its last chunk has: why it ended."""
+
+
+@dataclass(frozen=True)
+class Envelope:
+    """What all objects of one request have in common.
+
+    Attributes:
+        kind: of the whole object.
+        chunk_kind: of a stream's chunks.
+        answer_id: id of all of them.
+        created: seconds of the epoch.
+        model: the model's name as the client wrote it.
+        fingerprint: fingerprint of the model that answers.
+        includes_usage: every chunk has the member `usage`, and the last one has a value there.
+    """
+
+    kind: str
+    chunk_kind: str
+    answer_id: str
+    created: int
+    model: str
+    fingerprint: str
+    includes_usage: bool = False
+
+    def whole(self, choices: list[dict[str, Any]], session_id: str, usage: Usage) -> dict[str, Any]:
+        """Make the object of a request that is not streamed."""
+        return self._object(self.kind, choices, session_id) | {"usage": shown_usage(usage)}
+
+    def chunk(
+        self, choices: list[dict[str, Any]], session_id: str, usage: Usage | None = None
+    ) -> dict[str, Any]:
+        """Make a chunk."""
+        made = self._object(self.chunk_kind, choices, session_id)
+        if not self.includes_usage:
+            return made
+        return made | {"usage": None if usage is None else shown_usage(usage)}
+
+    def _object(self, kind: str, choices: list[dict[str, Any]], session_id: str) -> dict[str, Any]:
+        return {
+            "id": self.answer_id,
+            "object": kind,
+            "created": self.created,
+            "model": self.model,
+            "system_fingerprint": f"fp_{self.fingerprint[:12]}",
+            "service_tier": "default",
+            "choices": choices,
+            "session_id": session_id,
+        }
+
+
+class Choices:
+    """The reply with the answers of a request; see `replies.Reply`.
+
+    Args:
+        envelope: what all objects have in common.
+        answers: the turns' answers.
+        choices: make the objects of each.
+        n: answers to each prompt.
+    """
+
+    stream_end: ClassVar[bytes] = b"data: [DONE]\n\n"
+
+    def __init__(
+        self, envelope: Envelope, answers: Sequence[LiveAnswer], choices: Sequence[Choice], n: int
+    ) -> None:
+        self._envelope = envelope
+        self._answers = answers
+        self._choices = choices
+        self._n = n
+        self.session_id = answers[0].session_id
+
+    async def whole(self) -> dict[str, Any]:
+        """Return all choices; of several each says its session, too."""
+        ended = await _all([answer.whole() for answer in self._answers])
+        made = [choice.whole(*end) for choice, end in zip(self._choices, ended, strict=True)]
+        if len(made) > 1:
+            for choice, answer in zip(made, self._answers, strict=True):
+                choice["session_id"] = answer.session_id
+        usage = self._total([finished for _, finished in ended])
+        return self._envelope.whole(made, self.session_id, usage)
+
+    async def events(self) -> AsyncGenerator[dict[str, Any], None]:
+        """Yield the chunks of all choices, as they come, and the usage if it is to be told."""
+        ended: list[Finished | None] = [None] * len(self._answers)
+        for choice, answer in zip(self._choices, self._answers, strict=True):
+            for made in choice.opening():
+                yield self._envelope.chunk([made], answer.session_id)
+        async for index, event in _merged(self._answers):
+            choice, session_id = self._choices[index], self._answers[index].session_id
+            if isinstance(event, Finished):
+                ended[index] = event
+                yield self._envelope.chunk([choice.ending(event)], session_id)
+            else:
+                for made in choice.piece(event.tokens):
+                    yield self._envelope.chunk([made], session_id)
+        if self._envelope.includes_usage:
+            usage = self._total([finished for finished in ended if finished is not None])
+            yield self._envelope.chunk([], self.session_id, usage)
+
+    def failure(self, error: ReportedError) -> dict[str, Any]:
+        """Make the event of a request that failed."""
+        return error_body(error)
+
+    def _total(self, ended: Sequence[Finished]) -> Usage:
+        """Sum up: each prompt counts once, as its first answer found it."""
+        usages = [finished.usage for finished in ended]
+        prompts = usages[:: self._n]
+        return Usage(
+            history_tokens=sum(usage.history_tokens for usage in prompts),
+            reused_tokens=sum(usage.reused_tokens for usage in prompts),
+            recomputed_tokens=sum(usage.recomputed_tokens for usage in prompts),
+            new_tokens=sum(usage.new_tokens for usage in prompts),
+            output_tokens=sum(usage.output_tokens for usage in usages),
+        )
+
+
+@asynccontextmanager
+async def opened(
+    answers: Answers, caller: Caller, turns: Sequence[HttpTurn]
+) -> AsyncIterator[list[LiveAnswer]]:
+    """Start all turns of a request, and leave them with the block; if one is refused, all are.
+
+    Raises:
+        ReportedError: one was refused, or failed before it began.
+    """
+    live: list[LiveAnswer] = []
+
+    async def open_one(turn: HttpTurn) -> LiveAnswer:
+        answer = await answers.open(caller, turn)
+        live.append(answer)
+        return answer
+
+    try:
+        yield await _all([open_one(turn) for turn in turns])
+    finally:
+        for answer in live:
+            answer.close()
+
+
+async def _all(calls: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+    """Return the results of calls that run at once; when one fails the others are cancelled."""
+    tasks = [asyncio.ensure_future(call) for call in calls]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        await _cancel(tasks)
+
+
+async def _cancel(tasks: Sequence[asyncio.Task[Any]]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _merged(
+    answers: Sequence[LiveAnswer],
+) -> AsyncGenerator[tuple[int, Tokens | Finished], None]:
+    """Yield the events of all answers as they come, each with its answer's index.
+
+    Raises:
+        ReportedError: a turn failed.
+    """
+    news: asyncio.Queue[tuple[int, Tokens | Finished | Exception]] = asyncio.Queue()
+
+    async def follow(index: int, answer: LiveAnswer) -> None:
+        try:
+            async for event in answer.events():
+                news.put_nowait((index, event))
+        except Exception as error:  # noqa: BLE001  # raised where the events are taken
+            news.put_nowait((index, error))
+
+    following = [asyncio.create_task(follow(*each)) for each in enumerate(answers)]
+    num_left = len(answers)
+    try:
+        while num_left:
+            index, event = await news.get()
+            if isinstance(event, Exception):
+                raise event
+            num_left -= isinstance(event, Finished)
+            yield index, event
+    finally:
+        await _cancel(following)
+
+
+def shown_usage(usage: Usage) -> dict[str, Any]:
+    """Make the usage of a request: tokens that were not computed again are `cached_tokens`."""
+    prompt_tokens = usage.history_tokens + usage.new_tokens
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": usage.output_tokens,
+        "total_tokens": prompt_tokens + usage.output_tokens,
+        "prompt_tokens_details": {"cached_tokens": usage.reused_tokens, "audio_tokens": 0},
+        "completion_tokens_details": {"reasoning_tokens": 0, "audio_tokens": 0},
+    }
