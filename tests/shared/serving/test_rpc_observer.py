@@ -49,6 +49,12 @@ class World:
         if request == b"wait":
             await asyncio.Event().wait()
 
+    async def until_counted(self, num_calls):
+        """Wait until so many calls are counted: a client may hear of the end before."""
+        async with asyncio.timeout(30):
+            while sum(self.metrics.ended.counts.values()) < num_calls:  # noqa: ASYNC110  # no event
+                await asyncio.sleep(0)
+
     @asynccontextmanager
     async def channel(self):
         observer = RpcObserver(self.metrics, long_lived=["Test/Hold"])
@@ -96,9 +102,7 @@ async def test_calls_are_counted_by_their_code(world, request_, code):
             ("Stream", channel.unary_stream("/test.v1.Test/Stream")(request_)),
         ):
             assert await code_of(call) == code, method
-        async with asyncio.timeout(30):  # a client may hear of the end before it is counted
-            while sum(world.metrics.ended.counts.values()) < 2:  # noqa: ASYNC110  # counts have no event
-                await asyncio.sleep(0)
+        await world.until_counted(2)
     assert world.metrics.ended.counts == {("Test/Unary", code): 1, ("Test/Stream", code): 1}
     assert set(world.metrics.seconds.series) == {
         ("Test/Unary",),
@@ -120,9 +124,7 @@ async def test_who_leaves_and_who_is_late(world):
             call.cancel()
         for late in [method(b"wait", metadata=DEADLINE) for method in methods]:
             assert await code_of(late) == "DEADLINE_EXCEEDED"
-        async with asyncio.timeout(30):  # a client may hear of the end before it is counted
-            while sum(world.metrics.ended.counts.values()) < 4:  # noqa: ASYNC110  # as above
-                await asyncio.sleep(0)
+        await world.until_counted(4)
     for method in ("Test/Unary", "Test/Stream"):
         assert world.metrics.ended.counts[method, "CANCELLED"] == 1
         assert world.metrics.ended.counts[method, "DEADLINE_EXCEEDED"] == 1
@@ -155,6 +157,7 @@ async def test_what_is_held_is_not_timed(world):
     """A stream that lasts as long as its caller counts when it ends, without a time."""
     async with world.channel() as channel:
         assert await code_of(channel.unary_stream("/test.v1.Test/Hold")(b"")) == "OK"
+        await world.until_counted(1)
     assert world.metrics.ended.counts == {("Test/Hold", "OK"): 1}
     assert not world.metrics.seconds.series
 
