@@ -3,15 +3,20 @@
 Pure: values, no choosing; tokens come with the text they add (`runtime/turns/answer_writer.py`).
 """
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from enum import StrEnum
-from math import isfinite
+from math import inf, isfinite, isnan
 
 from inference_svc.core.errors import InvalidSamplingError
 
 MAX_TOP_LOGPROBS = 20  # what one token event may carry
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARACTERS = 256  # a stop string delays the stream by its own length
+MAX_STOP_TOKENS = 64
+MAX_BIASED_TOKENS = 300
+MAX_PENALTY = 2.0  # OpenAI's bounds, of both penalties and of a bias
+MAX_BIAS = 100.0
 
 
 @dataclass(frozen=True)
@@ -24,10 +29,16 @@ class SamplingParams:
         top_p: keep the smallest set whose probability reaches it, in (0, 1].
         min_p: keep tokens at least this fraction as likely as the most likely one, in [0, 1).
         repetition_penalty: divides (or, if negative, multiplies) the logits of tokens seen; 1: off.
+        frequency_penalty: what a token's logit loses for each time that it is in the answer.
+        presence_penalty: what it loses once, if it is in the answer at all.
+        logit_bias: by token id, what its logit gains.
         seed: seed of the random draws; the draw of step i depends on (seed, i) alone.
         logprobs: 0: none; n: report the token's and the n most likely tokens' log-probabilities.
         stop: the answer ends before the first of these strings.
+        stop_token_ids: the answer ends with the first of these tokens, as with an end-of-turn
+            token: it belongs to the answer.
         max_tokens: upper bound of the answer's length.
+        min_tokens: so many tokens come before whatever ends the answer, but for `max_tokens`.
         ignore_eos: whether the answer continues after an end-of-turn token.
     """
 
@@ -36,11 +47,25 @@ class SamplingParams:
     top_p: float = 1.0
     min_p: float = 0.0
     repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
     seed: int = 0
     logprobs: int = 0
     stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
     max_tokens: int = 256
+    min_tokens: int = 0
     ignore_eos: bool = False
+
+    @property
+    def has_offsets(self) -> bool:
+        """Whether anything is added to logits: a bias, or penalties of what is in the answer."""
+        return bool(self.frequency_penalty or self.presence_penalty or self.logit_bias)
+
+    def end_ids(self, eos_ids: frozenset[int]) -> frozenset[int]:
+        """Return the ids of the tokens that end the answer; `eos_ids`: of end-of-turn tokens."""
+        return frozenset(self.stop_token_ids) | (frozenset() if self.ignore_eos else eos_ids)
 
     def check(self) -> None:
         """Raise InvalidSamplingError that lists every value out of range."""
@@ -50,7 +75,6 @@ class SamplingParams:
 
     def _rules(self) -> list[tuple[str, bool]]:
         """Return pairs of (message, whether the value is right)."""
-        lengths = [len(text) for text in self.stop]
         return [
             (
                 f"temperature {self.temperature:g} is not in [0, 100]",
@@ -62,11 +86,48 @@ class SamplingParams:
                 f"repetition_penalty {self.repetition_penalty:g} is not in (0, 100]",
                 0 < self.repetition_penalty <= 100,
             ),
+            *self._rules_of_offsets(),
             (
                 f"logprobs {self.logprobs} is more than {MAX_TOP_LOGPROBS}",
                 self.logprobs <= MAX_TOP_LOGPROBS,
             ),
+            *self._rules_of_ends(),
+        ]
+
+    def _rules_of_offsets(self) -> list[tuple[str, bool]]:
+        """Return the rules of what is added to the logits."""
+        penalties = {
+            "frequency_penalty": self.frequency_penalty,
+            "presence_penalty": self.presence_penalty,
+        }
+        worst = max(self.logit_bias.values(), key=_magnitude, default=0.0)
+        return [
+            *(
+                (
+                    f"{name} {penalty:g} is not in [-{MAX_PENALTY:g}, {MAX_PENALTY:g}]",
+                    _magnitude(penalty) <= MAX_PENALTY,
+                )
+                for name, penalty in penalties.items()
+            ),
+            (
+                f"a logit_bias of {worst:g} is not in [-{MAX_BIAS:g}, {MAX_BIAS:g}]",
+                _magnitude(worst) <= MAX_BIAS,
+            ),
+            (
+                f"logit_bias names {len(self.logit_bias)} tokens, more than {MAX_BIASED_TOKENS}",
+                len(self.logit_bias) <= MAX_BIASED_TOKENS,
+            ),
+        ]
+
+    def _rules_of_ends(self) -> list[tuple[str, bool]]:
+        """Return the rules of what ends the answer."""
+        lengths = [len(text) for text in self.stop]
+        return [
             ("max_tokens 0 leaves no room for an answer", self.max_tokens > 0),
+            (
+                f"min_tokens {self.min_tokens} is more than max_tokens {self.max_tokens}",
+                self.min_tokens <= self.max_tokens,
+            ),
             (
                 f"{len(self.stop)} stop strings are more than {MAX_STOP_STRINGS}",
                 len(self.stop) <= MAX_STOP_STRINGS,
@@ -75,13 +136,22 @@ class SamplingParams:
                 f"a stop string is empty or longer than {MAX_STOP_CHARACTERS} characters",
                 all(0 < length <= MAX_STOP_CHARACTERS for length in lengths),
             ),
+            (
+                f"{len(self.stop_token_ids)} stop_token_ids are more than {MAX_STOP_TOKENS}",
+                len(self.stop_token_ids) <= MAX_STOP_TOKENS,
+            ),
         ]
+
+
+def _magnitude(value: float) -> float:
+    """Return the distance from 0; of what is no number, more than any."""
+    return inf if isnan(value) else abs(value)
 
 
 class FinishReason(StrEnum):
     """Why an answer ended."""
 
-    STOP = "stop"  # an end-of-turn token, or a stop string
+    STOP = "stop"  # an end-of-turn token, a stop token, or a stop string
     LENGTH = "length"
     CANCELLED = "cancelled"
 
@@ -106,11 +176,14 @@ class GrowingAnswer:
     """The answer of one turn as it is sampled.
 
     Text that could be the beginning of a stop string is held back together with its tokens; a stop
-    string may span tokens and may begin inside one.
+    string may span tokens and may begin inside one. The first `min_tokens` tokens are part of none:
+    they are shown at once, and a stop string is one that begins in the text of the tokens after
+    them. So the answer has them all, whatever ends it.
 
     Invariants:
         1. released text never contains any part of the stop string that ends the answer;
-        2. tokens leave in order, each at most once.
+        2. tokens leave in order, each at most once;
+        3. no token, and no text, ends an answer that has not more than `min_tokens` tokens.
 
     Attributes:
         kept: the tokens of the answer, in order; those of a stop string are not among them.
@@ -120,7 +193,7 @@ class GrowingAnswer:
 
     def __init__(self, params: SamplingParams, eos_ids: frozenset[int]) -> None:
         self._params = params
-        self._eos_ids = eos_ids
+        self._end_ids = params.end_ids(eos_ids)
         self._held: list[AnswerToken] = []
         self._num_sampled = 0
         self.kept: list[AnswerToken] = []
@@ -131,13 +204,16 @@ class GrowingAnswer:
         """Add the next sampled token; return those to show now, and why the answer ends, if so."""
         self._held.append(token)
         self._num_sampled += 1
+        is_full = self._num_sampled >= self._params.max_tokens
+        if self._num_sampled <= self._params.min_tokens:
+            return self._release(len(self._held)), FinishReason.LENGTH if is_full else None
         held_text = "".join(held.text for held in self._held)
         cut, self.stop_string = self._find_stop(held_text)
         if self.stop_string:
             return self._cut_at(cut), FinishReason.STOP
-        if token.token_id in self._eos_ids and not self._params.ignore_eos:
+        if token.token_id in self._end_ids:
             return self._release(len(self._held)), FinishReason.STOP
-        if self._num_sampled >= self._params.max_tokens:
+        if is_full:
             return self._release(len(self._held)), FinishReason.LENGTH
         return self._release(self._num_tokens_within(self._num_safe_characters(held_text))), None
 

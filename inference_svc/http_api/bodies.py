@@ -250,6 +250,7 @@ def _model(name: str) -> str:
 
 
 Count = Annotated[int, Field(ge=1, le=MOST_TOKENS)]
+TokenId = Annotated[int, Field(ge=0, le=MOST_TOKENS)]
 StopStrings = Annotated[list[str], BeforeValidator(_stop)]
 
 
@@ -297,6 +298,11 @@ class TurnBody(ModelBody, ABC):
         """How many alternatives are shown of each token; None: not even its own probability."""
         return None
 
+    @property
+    def own_sampling(self) -> dict[str, Any]:
+        """Sampling values that only this API's requests have; None: the client does not say."""
+        return {}
+
     def sampling(self, temperature: float, choice: int = 0) -> dict[str, Any]:
         """Return the client's sampling values, by the names of `SamplingParams`.
 
@@ -316,5 +322,6 @@ class TurnBody(ModelBody, ABC):
             "logprobs": None if self.shown_logprobs is None else max(1, self.shown_logprobs),
             "stop": tuple(self.stop),
             "ignore_eos": self.ignore_eos,
+            **self.own_sampling,
         }
         return {name: value for name, value in said.items() if value is not None}

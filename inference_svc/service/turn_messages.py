@@ -58,7 +58,14 @@ def decode_submission(
     """
     given = request.sampling
     sampling = fill_sampling(
-        {**_given(given), "stop": tuple(given.stop), "ignore_eos": given.ignore_eos}, defaults
+        {
+            **_given(given),
+            "stop": tuple(given.stop),
+            "stop_token_ids": tuple(given.stop_token_ids),
+            "logit_bias": dict(given.logit_bias),
+            "ignore_eos": given.ignore_eos,
+        },
+        defaults,
     )
     _check_urgency(request)
     arrived_ns = time.monotonic_ns()

@@ -28,6 +28,7 @@ NAMES = sorted(
         *("model", "messages", "input", "instructions", "temperature", "top_p", "seed", "stop"),
         *("max_tokens", "max_output_tokens", "logprobs", "top_logprobs", "stream", "metadata"),
         *("stream_options", "store", "session_id", "include", "truncation", "text", "top_k"),
+        *("logit_bias", "frequency_penalty", "min_tokens", "stop_token_ids"),
         *("role", "content", "type", "format", "previous_response_id", "include_usage"),
         *("system", "stop_sequences", "cache_control", "ttl", "output_config", "effort"),
     }

@@ -3,15 +3,16 @@
 *Source:* OpenAI API reference, "Chat"; beside it stands `session_id`, which the client may name.
 """
 
+import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import Annotated, Any, ClassVar, Self
 
 from aiohttp import web
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
-from inference_svc.core.answers import AnswerToken
+from inference_svc.core.answers import MAX_BIAS, MAX_BIASED_TOKENS, MAX_PENALTY, AnswerToken
 from inference_svc.core.turn_record import Finished
 from inference_svc.http_api.api import Api
 from inference_svc.http_api.bodies import Body, Count, Refused, WrongMemberError
@@ -25,6 +26,7 @@ from inference_svc.http_api.token_text import TokenText
 _TEXT_ONLY = "the service writes plain text only: leave it out"
 _NO_REASONING = "the model does not reason apart from its answer: leave it out"
 _NO_TOOLS = "the service has no tools: leave it out"
+_TOKEN_ID = re.compile("0|[1-9][0-9]{0,9}")
 
 
 class StreamOptions(Body):
@@ -37,6 +39,22 @@ class StreamOptions(Body):
     ignored: ClassVar[frozenset[str]] = frozenset({"include_obfuscation"})
 
     include_usage: bool = False
+
+
+def _by_token(given: Any) -> Any:
+    """Read the names of a bias as token ids: in JSON they are texts."""
+    if not isinstance(given, dict):
+        return given
+    if len(given) > MAX_BIASED_TOKENS or not all(map(_TOKEN_ID.fullmatch, given)):
+        raise WrongMemberError(
+            "{path} cannot be so",
+            f'send ids of at most {MAX_BIASED_TOKENS} tokens, as in {{"50256": -100}}',
+        )
+    return {int(name): bias for name, bias in given.items()}
+
+
+Bias = Annotated[float, Field(ge=-MAX_BIAS, le=MAX_BIAS)]
+Penalty = Annotated[float, Field(ge=-MAX_PENALTY, le=MAX_PENALTY)]
 
 
 class ChatBody(OpenAITurnBody):
@@ -52,9 +70,6 @@ class ChatBody(OpenAITurnBody):
         "functions": Refused(([],), _NO_TOOLS),
         "function_call": Refused(("none", "auto"), _NO_TOOLS),
         "web_search_options": Refused((), _NO_TOOLS),
-        "frequency_penalty": Refused((0,), "use repetition_penalty"),
-        "presence_penalty": Refused((0,), "use repetition_penalty"),
-        "logit_bias": Refused(({},), "leave it out"),
     }
 
     messages: Messages = Field(default=[], validate_default=True)
@@ -62,6 +77,9 @@ class ChatBody(OpenAITurnBody):
     max_tokens: Count | None = None  # its older name
     n: Count = 1
     logprobs: bool = False
+    frequency_penalty: Penalty | None = None
+    presence_penalty: Penalty | None = None
+    logit_bias: Annotated[dict[int, Bias], BeforeValidator(_by_token)] = Field(default_factory=dict)
     stream_options: StreamOptions = StreamOptions()
 
     @model_validator(mode="after")
@@ -87,6 +105,16 @@ class ChatBody(OpenAITurnBody):
     def shown_logprobs(self) -> int | None:
         """How many alternatives are shown of each token; None: no log-probabilities."""
         return (self.top_logprobs or 0) if self.logprobs else None
+
+    @property
+    def own_sampling(self) -> dict[str, Any]:
+        """Sampling values that only chats have; see `TurnBody`."""
+        return {
+            **super().own_sampling,
+            "frequency_penalty": self.frequency_penalty,
+            "presence_penalty": self.presence_penalty,
+            "logit_bias": self.logit_bias or None,
+        }
 
 
 async def create_chat(api: Api, request: web.Request) -> web.StreamResponse:

@@ -2,12 +2,12 @@
 
 from abc import ABC
 from collections.abc import Mapping
-from typing import ClassVar
+from typing import Annotated, Any, ClassVar
 
-from pydantic import Field
+from pydantic import FailFast, Field
 
 from inference_svc.core.answers import MAX_TOP_LOGPROBS
-from inference_svc.http_api.bodies import Refused, TurnBody
+from inference_svc.http_api.bodies import MOST_TOKENS, Refused, TokenId, TurnBody
 
 _NO_TOOLS = "the service has no tools: leave it out"
 
@@ -17,6 +17,7 @@ class OpenAITurnBody(TurnBody, ABC):
 
     Attributes:
         top_logprobs: how many alternatives of each token; None if the client does not say.
+        min_tokens, stop_token_ids: not OpenAI's, but vLLM's, which its clients send, too.
     """
 
     refused: ClassVar[Mapping[str, Refused]] = {
@@ -39,3 +40,13 @@ class OpenAITurnBody(TurnBody, ABC):
     )
 
     top_logprobs: int | None = Field(default=None, ge=0, le=MAX_TOP_LOGPROBS)
+    min_tokens: int | None = Field(default=None, ge=0, le=MOST_TOKENS)
+    stop_token_ids: Annotated[list[TokenId], FailFast()] = Field(default_factory=list)
+
+    @property
+    def own_sampling(self) -> dict[str, Any]:
+        """Sampling values that only OpenAI's requests have; see `TurnBody`."""
+        return {
+            "min_tokens": self.min_tokens,
+            "stop_token_ids": tuple(self.stop_token_ids) or None,
+        }

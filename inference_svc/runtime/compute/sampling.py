@@ -4,11 +4,13 @@ Everything is computed in numpy on the CPU in float64 from float32 logits: the s
 The draw of step i is a hash of (seed, i), not a generator's state, so that a replayed turn draws
 the same numbers.
 
-Order: repetition penalty, temperature, top-k, top-p, min-p. Log-probabilities are of the model's
-own distribution, before any of these.
+Order: repetition penalty; bias, frequency and presence penalty (`TokenOffsets`); the ends that come
+too early; temperature, top-k, top-p, min-p. Greedy decoding takes the most likely token after the
+first three. Log-probabilities are of the model's own distribution, before any of these.
 """
 
 import hashlib
+from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -20,6 +22,7 @@ from inference_svc.core.answers import SamplingParams
 from inference_svc.core.errors import EngineFailedError
 
 Row = npt.NDArray[np.float64]
+Logits = npt.NDArray[np.float32]  # [vocab]
 
 
 class Sampled(NamedTuple):
@@ -35,12 +38,52 @@ class Sampled(NamedTuple):
     top: tuple[tuple[int, float], ...]
 
 
-class Sampler:
-    """Samples one turn's answer; holds the number of tokens drawn so far."""
+class TokenOffsets:
+    """What is added to each token's logit: its bias, less the penalties of an answer that has it.
 
-    def __init__(self, params: SamplingParams) -> None:
+    The penalties count the tokens of the answer, not those of the prompt: a token that was drawn
+    c > 0 times loses frequency_penalty * c + presence_penalty.
+
+    *Source:* OpenAI API reference, "Chat" (`logit_bias`) and "Frequency and presence penalties";
+    vLLM counts the same tokens.
+
+    Attributes:
+        values: [vocab]
+    """
+
+    def __init__(self, params: SamplingParams, vocab_size: int) -> None:
+        self.values: Logits = np.zeros(vocab_size, np.float32)
+        self._params = params
+        self._counts: Counter[int] = Counter()
+        for token_id, bias in params.logit_bias.items():
+            self.values[token_id] = bias
+
+    def count(self, token_id: int) -> None:
+        """Count a token of the answer."""
+        params = self._params
+        self._counts[token_id] += 1
+        penalty = params.frequency_penalty * self._counts[token_id] + params.presence_penalty
+        self.values[token_id] = params.logit_bias.get(token_id, 0.0) - penalty
+
+
+class Sampler:
+    """Samples one turn's answer, and holds what it has drawn so far.
+
+    It is the request's from its arrival to its end, and counts what it draws itself: the request's
+    tokens are fewer after a discard in the middle of the answer. So a turn that was preempted, that
+    has outgrown its window, or whose history had to be computed after all goes on as it would have.
+
+    Args:
+        params: the turn's.
+        eos_ids: ids of the model's end-of-turn tokens.
+    """
+
+    def __init__(self, params: SamplingParams, eos_ids: frozenset[int] = frozenset()) -> None:
         self._params = params
         self._step = 0
+        self._adjusts = params.has_offsets or params.repetition_penalty != 1.0
+        self._end_ids = sorted(params.end_ids(eos_ids)) if params.min_tokens else []
+        self._offsets: TokenOffsets | None = None  # made by the first step that wants any
 
     def sample(self, logits_row: Tensor, prior_token_ids: Sequence[int]) -> Sampled:
         """Choose the next token.
@@ -59,17 +102,29 @@ class Sampler:
                 "the model computed logits that are not finite",
                 "serve it with dtype float32 or bfloat16",
             )
-        params = self._params
-        if params.repetition_penalty != 1.0:
-            penalised = _penalise(logits, prior_token_ids, params.repetition_penalty)
-            best = int(penalised.argmax())
-        else:
-            penalised = logits
-        chosen = best if params.temperature == 0 else self._draw(penalised)
+        params, adjusted = self._params, logits
+        if self._adjusts or self._step < params.min_tokens:
+            adjusted = self._adjusted(logits, prior_token_ids)
+            best = int(adjusted.argmax())
+        chosen = best if params.temperature == 0 else self._draw(adjusted)
         self._step += 1
+        if self._offsets is not None:
+            self._offsets.count(chosen)
         return _report(logits, chosen, params.logprobs)
 
-    def _draw(self, logits: npt.NDArray[np.float32]) -> int:
+    def _adjusted(self, logits: Logits, prior_token_ids: Sequence[int]) -> Logits:
+        """Return what the token is chosen by, where that is not the logits themselves."""
+        params, adjusted = self._params, logits.copy()
+        if params.repetition_penalty != 1.0:
+            _penalise(adjusted, prior_token_ids, params.repetition_penalty)
+        if params.has_offsets:
+            self._offsets = self._offsets or TokenOffsets(params, len(logits))
+            adjusted += self._offsets.values
+        if self._step < params.min_tokens:  # a model may name end tokens that it has no logits of
+            adjusted[[each for each in self._end_ids if each < len(logits)]] = -np.inf
+        return adjusted
+
+    def _draw(self, logits: Logits) -> int:
         candidates, probabilities = _candidates(logits, self._params)
         digest = hashlib.blake2b(
             f"{self._params.seed}:{self._step}".encode(), digest_size=8
@@ -80,20 +135,14 @@ class Sampler:
         return int(candidates[index])  # there is one: the product is below the sum, rounded too
 
 
-def _penalise(
-    logits: npt.NDArray[np.float32], prior_token_ids: Sequence[int], penalty: float
-) -> npt.NDArray[np.float32]:
+def _penalise(logits: Logits, prior_token_ids: Sequence[int], penalty: float) -> None:
     """Make tokens seen before less likely: divide positive logits, multiply negative ones."""
     seen = np.unique(np.asarray(prior_token_ids, dtype=np.int64))
-    penalised = logits.copy()
-    values = penalised[seen]
-    penalised[seen] = np.where(values > 0, values / penalty, values * penalty)
-    return penalised
+    values = logits[seen]
+    logits[seen] = np.where(values > 0, values / penalty, values * penalty)
 
 
-def _candidates(
-    logits: npt.NDArray[np.float32], params: SamplingParams
-) -> tuple[npt.NDArray[np.int64], Row]:
+def _candidates(logits: Logits, params: SamplingParams) -> tuple[npt.NDArray[np.int64], Row]:
     """Return the tokens left to draw from, most likely first, and their weights."""
     order = np.argsort(-logits, kind="stable")
     if params.top_k > 0:
@@ -109,7 +158,7 @@ def _candidates(
     return order[:keep], weights[:keep]
 
 
-def _report(logits: npt.NDArray[np.float32], chosen: int, num_top: int) -> Sampled:
+def _report(logits: Logits, chosen: int, num_top: int) -> Sampled:
     """Attach log-probabilities, if requested (`num_top` > 0)."""
     if num_top == 0:
         return Sampled(chosen, None, ())

@@ -4,10 +4,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from inference_svc.core.answers import GrowingAnswer
+from inference_svc.core.answers import GrowingAnswer, SamplingParams
 from inference_svc.core.context import Context
 from inference_svc.core.discards import Discard, Range
-from inference_svc.core.errors import EmptyTurnError, InvalidTurnError
+from inference_svc.core.errors import EmptyTurnError, InvalidSamplingError, InvalidTurnError
 from inference_svc.core.submission import ChatInput, Submission, TextInput, TurnInput
 from inference_svc.core.turn_window import TurnWindow
 from inference_svc.runtime.turns.chat_text import TurnText
@@ -107,6 +107,7 @@ class PromptMaker:
         Raises:
             EmptyTurnError: the input has no token.
             InvalidTurnError: a token id is off, or text is wanted where there is none.
+            InvalidSamplingError: it names a token that the model has not.
             NoChatTemplateError: chat messages or text cannot be encoded.
             InputTooLongError: there is no room for the input, whatever may be dropped.
         """
@@ -114,6 +115,7 @@ class PromptMaker:
             raise InvalidTurnError(
                 "stop strings need a tokenizer, the model has none", "send none of them"
             )
+        self._check_vocabulary(submission.sampling)
         window = self._window(submission)
         input_ids = await self._encode(submission.input, context)
         ranges = window.at_start(context, len(input_ids))
@@ -143,6 +145,17 @@ class PromptMaker:
         """
         self._check_ids(token_ids)
         return await self._thread.run(self._text.decode, token_ids)
+
+    def _check_vocabulary(self, sampling: SamplingParams) -> None:
+        vocab_size = self._limits.vocab_size
+        for name, token_ids in (
+            ("stop_token_ids", sampling.stop_token_ids),
+            ("logit_bias", sampling.logit_bias),
+        ):
+            if any(not 0 <= token_id < vocab_size for token_id in token_ids):
+                raise InvalidSamplingError(
+                    f"{name} has a token id outside the vocabulary", f"send ids below {vocab_size}"
+                )
 
     def _window(self, submission: Submission) -> TurnWindow:
         return TurnWindow(

@@ -104,7 +104,7 @@ class TurnRunner:
             deadline_ns=turn.deadline_ns,
             lineage=context.lineage,
             is_final=submission.is_final,
-            sampler=Sampler(sampling),
+            sampler=Sampler(sampling, self._limits.eos_ids),
             sink=writer,
             input_tokens=len(prompt.input_ids),
             truncate=None if prompt.window.is_rigid else MidTurnCut(prompt, answer),

@@ -39,6 +39,51 @@ def test_ignore_eos_goes_on():
     assert answer.push(AnswerToken(1, "a"))[1] is FinishReason.LENGTH
 
 
+@pytest.mark.parametrize("ignore_eos", [False, True])
+def test_a_stop_token_ends_the_answer_and_belongs_to_it(ignore_eos):
+    """Also where end-of-turn tokens do not; what was held back is shown."""
+    params = SamplingParams(stop_token_ids=(7, 8), ignore_eos=ignore_eos, stop=("STOP",))
+    answer = GrowingAnswer(params, frozenset({EOS}))
+    first, last = AnswerToken(1, "aS"), AnswerToken(8, "T")
+    assert answer.push(first) == ([], None)
+    assert answer.push(last) == ([first, last], FinishReason.STOP)
+    assert (answer.kept, answer.stop_string) == ([first, last], "")
+
+
+@pytest.mark.parametrize("token_id", [EOS, 7])
+def test_what_would_end_the_answer_does_not_before_it_is_long_enough(token_id):
+    """Then it does."""
+    params = SamplingParams(min_tokens=2, stop_token_ids=(7,))
+    answer = GrowingAnswer(params, frozenset({EOS}))
+    reasons = [answer.push(AnswerToken(token_id, ""))[1] for _ in range(3)]
+    assert reasons == [None, None, FinishReason.STOP]
+
+
+def test_an_answer_may_be_as_long_as_it_must():
+    """`max_tokens` ends it whatever it is."""
+    shown, reason, answer = write(["a", "b", "S"], stop=("S",), min_tokens=3, max_tokens=3)
+    assert (shown, reason, answer.num_held) == ("abS", FinishReason.LENGTH, 0)
+
+
+@pytest.mark.parametrize(
+    ("texts", "shown", "kept"),
+    [
+        (["STOP", "b", "cSTOP"], "STOPbc", 2),  # within what must be there
+        (["a", "bST", "OP", "STOP"], "abSTOP", 3),  # begins in it
+        (["a", "b", "STOP"], "ab", 2),  # begins just behind it
+    ],
+)
+def test_a_stop_string_begins_behind_the_tokens_that_must_be_there(texts, shown, kept):
+    """These are shown as they come, and stay."""
+    got, reason, answer = write(texts, stop=("STOP",), min_tokens=2)
+    assert (got, reason) == (shown, FinishReason.STOP)
+    assert len(answer.kept) == kept
+    answer = GrowingAnswer(SamplingParams(stop=("STOP",), min_tokens=1), frozenset())
+    first, second = AnswerToken(1, "S"), AnswerToken(2, "S")
+    assert answer.push(first) == ([first], None)
+    assert answer.push(second) == ([], None)
+
+
 def test_max_tokens_ends_the_answer_and_releases_what_was_held():
     """Text that might have become a stop string is shown when no more can come."""
     shown, reason, _ = write(["ab", "cS", "T"], stop=("STOP",), max_tokens=3)
@@ -73,11 +118,17 @@ def test_the_first_of_several_stop_strings_counts():
 @given(
     st.lists(st.text("abS", max_size=3), max_size=12),
     st.lists(st.text("abS", min_size=1, max_size=4), min_size=1, max_size=3),
+    st.integers(0, 4),
 )
-def test_shown_text_is_the_text_up_to_the_first_stop(texts, stops):
-    """For any split into tokens: nothing of a stop string is shown, nothing else is lost."""
-    shown, reason, answer = write(texts, stop=tuple(stops), max_tokens=1000)
-    whole = "".join(texts)
+def test_shown_text_is_the_text_up_to_the_first_stop(texts, stops, least):
+    """For any split into tokens: nothing of a stop string is shown, nothing else is lost.
+
+    So it is behind the tokens that must be there, which are shown whatever they say.
+    """
+    shown, reason, answer = write(texts, stop=tuple(stops), max_tokens=1000, min_tokens=least)
+    must, texts = "".join(texts[:least]), texts[least:]
+    assert shown.startswith(must)
+    shown, whole = shown[len(must) :], "".join(texts)
     cuts = [whole.find(stop) for stop in stops if stop in whole]
     if reason is None:
         assert not cuts
@@ -117,6 +168,15 @@ def test_defaults_are_greedy_and_valid():
         ({"min_p": 1.0}, "min_p 1"),
         ({"repetition_penalty": 0.0}, "repetition_penalty 0"),
         ({"repetition_penalty": 100.5}, "repetition_penalty 100.5"),
+        ({"frequency_penalty": 2.5}, "frequency_penalty 2.5 is not in"),
+        ({"frequency_penalty": math.nan}, "frequency_penalty nan"),
+        ({"presence_penalty": -2.5}, "presence_penalty -2.5 is not in"),
+        ({"presence_penalty": math.inf}, "presence_penalty inf"),
+        ({"logit_bias": {5: 1.0, 6: -100.5}}, "logit_bias of -100.5"),
+        ({"logit_bias": {5: math.nan, 6: 101.0}}, "logit_bias of nan"),
+        ({"logit_bias": dict.fromkeys(range(301), 1.0)}, "301 tokens, more than 300"),
+        ({"stop_token_ids": tuple(range(65))}, "65 stop_token_ids are more than 64"),
+        ({"min_tokens": 9, "max_tokens": 8}, "min_tokens 9 is more than max_tokens 8"),
         ({"logprobs": 21}, "logprobs 21"),
         ({"max_tokens": 0}, "max_tokens 0"),
         ({"stop": ("",)}, "stop string is empty"),
@@ -135,7 +195,10 @@ def test_each_bad_value_is_named(values, said):
     [
         {"temperature": 0.0, "top_p": 1.0, "min_p": 0.0, "logprobs": 0},
         {"temperature": 100.0, "repetition_penalty": 100.0, "logprobs": 20},
-        {"stop": ("x", *["x" * 256] * 15), "max_tokens": 1},
+        {"stop": ("x", *["x" * 256] * 15), "max_tokens": 1, "min_tokens": 1},
+        {"frequency_penalty": 2.0, "presence_penalty": -2.0},
+        {"logit_bias": dict.fromkeys(range(300), -100.0), "stop_token_ids": tuple(range(64))},
+        {"logit_bias": {0: 100.0}},
     ],
 )
 def test_the_bounds_themselves_are_good(values):

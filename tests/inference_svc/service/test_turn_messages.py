@@ -38,6 +38,20 @@ HELLO = pb.ChatMessages(messages=[pb.ChatMessage(role="user", content="Hello")])
 
 
 DEFAULTS = TurnDefaults(64, OverflowPolicy("sinks", 0.25), "snapkv", 0.75, ModelTraits("ragged"))
+CHANGES = {
+    "frequency_penalty": 0.5,
+    "presence_penalty": -0.25,
+    "logit_bias": {5: -100.0, 300: 1.5},
+    "stop_token_ids": (7, 8),
+    "min_tokens": 3,
+}
+OTHER_CHANGES = {
+    "frequency_penalty": 0.25,
+    "presence_penalty": 0.0,
+    "logit_bias": {5: -100.0, 300: 1.25},
+    "stop_token_ids": (7,),
+    "min_tokens": 4,
+}
 NAN, INFINITE = float("nan"), float("inf")
 
 
@@ -50,6 +64,31 @@ def test_unset_sampling_is_greedy_with_the_services_bound():
     sampling = decode(text="Hi").sampling
     assert (sampling.temperature, sampling.top_p, sampling.max_tokens) == (0.0, 1.0, 64)
     assert decode(text="Hi", sampling=pb.Sampling(seed=0)).sampling.seed == 0
+
+
+def test_every_change_of_logits_reaches_the_turn():
+    """As it was sent."""
+    sampling = decode(text="Hi", sampling=pb.Sampling(**CHANGES)).sampling
+    assert {name: getattr(sampling, name) for name in CHANGES} == CHANGES
+
+
+@pytest.mark.parametrize("name", [*CHANGES])
+def test_the_digest_covers_every_change_of_logits(name):
+    """A repeat that changes one asks for another answer."""
+    same, other = ({**CHANGES, name: value} for value in (CHANGES[name], OTHER_CHANGES[name]))
+    first, again, changed, without = (
+        decode(text="Hi", sampling=pb.Sampling(**values)).digest
+        for values in (CHANGES, same, other, {k: v for k, v in CHANGES.items() if k != name})
+    )
+    assert first == again
+    assert len({first, changed, without}) == 3
+
+
+def test_a_bias_has_no_order():
+    """Its digest is the same however a client has sent it."""
+    one, other = (dict.fromkeys(ids, 1.0) for ids in ((5, 300), (300, 5)))
+    digests = [decode(text="Hi", sampling=pb.Sampling(logit_bias=b)).digest for b in (one, other)]
+    assert digests[0] == digests[1]
 
 
 def test_an_unset_seed_is_drawn():

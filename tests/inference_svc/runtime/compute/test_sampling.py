@@ -5,6 +5,8 @@ from collections import Counter
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from inference_svc.core.answers import SamplingParams
 from inference_svc.core.errors import EngineFailedError
@@ -80,10 +82,95 @@ def test_penalty_pushes_seen_tokens_down():
     assert Sampler(params).sample(torch.tensor([-1.0, -1.5]), [0]).token_id == 1
 
 
+VOCAB = 8
+EOS = frozenset({3, VOCAB})  # one of them has no logits
+eighths = st.integers(-40, 40).map(lambda n: n / 8)  # sums of these are exact
+quarters = st.integers(-8, 8).map(lambda n: n / 4)
+rows = st.lists(st.lists(eighths, min_size=VOCAB, max_size=VOCAB), min_size=1, max_size=12)
+changes = st.fixed_dictionaries(
+    {},
+    optional={
+        "frequency_penalty": quarters,
+        "presence_penalty": quarters,
+        "logit_bias": st.dictionaries(st.integers(0, VOCAB - 1), eighths, max_size=4),
+        "min_tokens": st.integers(0, 6),
+        "stop_token_ids": st.lists(st.integers(0, VOCAB - 1), max_size=3).map(tuple),
+        "ignore_eos": st.booleans(),
+    },
+)
+
+
+def as_the_formula_says(row, answer, params):
+    """OpenAI's formula for each token by itself; what would end the answer too early is never."""
+    ends = {*params.stop_token_ids, *(() if params.ignore_eos else EOS)}
+    logits = [
+        logit
+        + params.logit_bias.get(token_id, 0)
+        - params.frequency_penalty * answer.count(token_id)
+        - params.presence_penalty * (answer.count(token_id) > 0)
+        for token_id, logit in enumerate(row)
+    ]
+    if len(answer) < params.min_tokens:
+        logits = [-math.inf if t in ends else logit for t, logit in enumerate(logits)]
+    return torch.tensor(logits)
+
+
+@given(rows, changes, st.sampled_from([0.0, 1.0]), st.sampled_from([{}, {"top_k": 2}]))
+def test_every_change_of_logits_is_the_formulas(given_rows, changed, temperature, filters):
+    """Whatever is changed, the choice is that of a plain sampler from the formula's logits.
+
+    The context loses its tokens now and then: only what was drawn counts.
+    """
+    common = {"temperature": temperature, "seed": 3, **filters}
+    params = SamplingParams(**common, **changed)
+    sampler, plain = Sampler(params, EOS), Sampler(SamplingParams(**common))
+    answer = []
+    for row in given_rows:
+        expected = plain.sample(as_the_formula_says(row, answer, params), []).token_id
+        assert sampler.sample(torch.tensor(row), [5, 5, 7]).token_id == expected
+        answer.append(expected)
+
+
+def test_the_prompt_is_not_penalised_and_each_repeat_of_the_answer_is():
+    """By the frequency penalty; the presence penalty is the same for any number of them."""
+    frequent = Sampler(SamplingParams(frequency_penalty=0.75))
+    assert [frequent.sample(LOGITS, [1, 3, 4]).token_id for _ in range(5)] == [1, 3, 1, 3, 4]
+    present = Sampler(SamplingParams(presence_penalty=0.75))
+    assert [present.sample(LOGITS, [1, 3, 4]).token_id for _ in range(5)] == [1, 3, 1, 1, 1]
+
+
+def test_penalties_come_after_the_repetition_penalty():
+    """2 * -1 - 0.5 is less than -2.25; the bias is not multiplied either."""
+    logits = torch.tensor([-1.0, -2.25])
+    both = {"repetition_penalty": 2.0, "logit_bias": {0: -0.5}}
+    assert Sampler(SamplingParams(**both)).sample(logits, [0]).token_id == 1
+    both["logit_bias"] = {0: -0.125}
+    assert Sampler(SamplingParams(**both)).sample(logits, [0]).token_id == 0
+
+
+def test_the_row_of_logits_stays_as_it_is():
+    """It is the runner's."""
+    logits = LOGITS.clone()
+    params = SamplingParams(
+        repetition_penalty=2.0, logit_bias={1: 5.0}, min_tokens=1, stop_token_ids=(2,)
+    )
+    Sampler(params).sample(logits, [1])
+    assert torch.equal(logits, LOGITS)
+
+
 def test_logprobs_are_of_the_model():
-    """Log-probabilities are the plain softmax's, whatever penalty and temperature do."""
-    params = SamplingParams(temperature=0.5, repetition_penalty=3.0, logprobs=3)
+    """Log-probabilities are the plain softmax's, whatever else the turn changes."""
+    params = SamplingParams(
+        temperature=0.5,
+        repetition_penalty=3.0,
+        presence_penalty=1.0,
+        logit_bias={0: 50.0, 1: -50.0},
+        min_tokens=1,
+        stop_token_ids=(3,),
+        logprobs=3,
+    )
     sampled = Sampler(params).sample(LOGITS, [1])
+    assert sampled.token_id == 0
     expected = torch.log_softmax(LOGITS.double(), 0)
     assert sampled.logprob == pytest.approx(float(expected[sampled.token_id]))
     assert [token_id for token_id, _ in sampled.top] == [1, 3, 4]

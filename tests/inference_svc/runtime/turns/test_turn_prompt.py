@@ -6,7 +6,12 @@ from transformers import AutoTokenizer
 from inference_svc.core.answers import AnswerToken, GrowingAnswer, SamplingParams
 from inference_svc.core.context import Context
 from inference_svc.core.discards import num_in
-from inference_svc.core.errors import EmptyTurnError, InputTooLongError, InvalidTurnError
+from inference_svc.core.errors import (
+    EmptyTurnError,
+    InputTooLongError,
+    InvalidSamplingError,
+    InvalidTurnError,
+)
 from inference_svc.core.submission import ChatInput, Submission, TextInput, TokenInput
 from inference_svc.core.truncation import USUAL_SINKS, OverflowPolicy
 from inference_svc.runtime.turns.chat_text import TurnText
@@ -118,6 +123,19 @@ async def test_what_is_no_input_is_refused(prompts, tokenizer):
         await prompts.make(submission(TokenInput((5, len(tokenizer)))), Context())
     last = (len(tokenizer) - 1,)
     assert (await prompts.make(submission(TokenInput(last)), Context())).input_ids == [*last]
+
+
+@pytest.mark.parametrize("name", ["stop_token_ids", "logit_bias"])
+async def test_tokens_that_the_model_has_not_are_refused(prompts, tokenizer, name):
+    """Wherever they are named; the message says how many there are."""
+    for token_id in (0, len(tokenizer) - 1):
+        given = {token_id: 1.0} if name == "logit_bias" else (token_id,)
+        await prompts.make(submission(TokenInput((5,)), **{name: given}), Context())
+    for token_id in (-1, len(tokenizer)):
+        given = {5: 1.0, token_id: 1.0} if name == "logit_bias" else (5, token_id)
+        with pytest.raises(InvalidSamplingError, match=name) as refused:
+            await prompts.make(submission(TokenInput((5,)), **{name: given}), Context())
+        assert str(len(tokenizer)) in refused.value.remedy
 
 
 async def test_all_but_the_last_token_of_a_full_window_may_go(prompts):
