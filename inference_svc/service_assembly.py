@@ -10,6 +10,7 @@ from inference_svc.core.rates.rates import LoadPolicy
 from inference_svc.core.session_turns import SessionTurns
 from inference_svc.core.submission import ModelTraits
 from inference_svc.core.tenant_limits import TenantLimits
+from inference_svc.runtime.compute.grammars import Grammars
 from inference_svc.runtime.turns.chat_text import TurnText
 from inference_svc.runtime.turns.transcript import TranscriptStore
 from inference_svc.runtime.turns.turn_prompt import PromptMaker, TurnLimits
@@ -98,7 +99,13 @@ def assemble_service(
     )
     report = TurnReport(engine_parts.histograms)
     has_tokenizer = loaded.tokenizer is not None
-    prompts = PromptMaker(text, text_thread, turn_limits, has_tokenizer=has_tokenizer)
+    prompts = PromptMaker(
+        text,
+        text_thread,
+        turn_limits,
+        Grammars(loaded.tokenizer, loaded.vocab_size, loaded.eos_ids),
+        has_tokenizer=has_tokenizer,
+    )
     runner = TurnRunner(
         engine=engine,
         transcripts=transcripts,

@@ -39,7 +39,7 @@ class Service:
         self.thread = WorkerThread("text")
         tokenizer, report = model[0].tokenizer, TurnReport(self.histograms)
         prompts = PromptMaker(
-            TurnText(tokenizer, limits.eos_ids), self.thread, limits, has_tokenizer=True
+            TurnText(tokenizer, limits.eos_ids), self.thread, limits, None, has_tokenizer=True
         )
         runner = TurnRunner(
             *(engine.loop, self.store, prompts, tokenizer, limits, self.counters, report)

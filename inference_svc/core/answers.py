@@ -9,6 +9,7 @@ from enum import StrEnum
 from math import inf, isfinite, isnan
 
 from inference_svc.core.errors import InvalidSamplingError
+from inference_svc.core.grammar import Grammar
 
 MAX_TOP_LOGPROBS = 20  # what one token event may carry
 MAX_STOP_STRINGS = 16
@@ -40,6 +41,8 @@ class SamplingParams:
         max_tokens: upper bound of the answer's length.
         min_tokens: so many tokens come before whatever ends the answer, but for `max_tokens`.
         ignore_eos: whether the answer continues after an end-of-turn token.
+        grammar: what the answer has to be; it ends where that does, and is cut by `max_tokens`
+            alone: stop strings and stop tokens do not count. None: whatever the model says.
     """
 
     temperature: float = 0.0
@@ -57,6 +60,7 @@ class SamplingParams:
     max_tokens: int = 256
     min_tokens: int = 0
     ignore_eos: bool = False
+    grammar: Grammar | None = None
 
     @property
     def has_offsets(self) -> bool:
@@ -65,13 +69,22 @@ class SamplingParams:
 
     def end_ids(self, eos_ids: frozenset[int]) -> frozenset[int]:
         """Return the ids of the tokens that end the answer; `eos_ids`: of end-of-turn tokens."""
+        if self.grammar is not None:
+            return eos_ids
         return frozenset(self.stop_token_ids) | (frozenset() if self.ignore_eos else eos_ids)
 
     def check(self) -> None:
-        """Raise InvalidSamplingError that lists every value out of range."""
+        """Check the values, and the length of a grammar.
+
+        Raises:
+            InvalidSamplingError: listing every value out of range.
+            InvalidGrammarError: the grammar is too long.
+        """
         problems = [text for text, is_right in self._rules() if not is_right]
         if problems:
             raise InvalidSamplingError("; ".join(problems), "correct these sampling values")
+        if self.grammar is not None:
+            self.grammar.check()
 
     def _rules(self) -> list[tuple[str, bool]]:
         """Return pairs of (message, whether the value is right)."""
@@ -140,6 +153,10 @@ class SamplingParams:
                 f"{len(self.stop_token_ids)} stop_token_ids are more than {MAX_STOP_TOKENS}",
                 len(self.stop_token_ids) <= MAX_STOP_TOKENS,
             ),
+            (
+                "an answer by a grammar ends where that does: neither ignore_eos nor min_tokens",
+                self.grammar is None or not (self.ignore_eos or self.min_tokens),
+            ),
         ]
 
 
@@ -194,6 +211,7 @@ class GrowingAnswer:
     def __init__(self, params: SamplingParams, eos_ids: frozenset[int]) -> None:
         self._params = params
         self._end_ids = params.end_ids(eos_ids)
+        self._stops = () if params.grammar is not None else params.stop
         self._held: list[AnswerToken] = []
         self._num_sampled = 0
         self.kept: list[AnswerToken] = []
@@ -228,13 +246,13 @@ class GrowingAnswer:
 
     def _find_stop(self, text: str) -> tuple[int, str]:
         """Return where the first stop string is in the text, and which; "" if there is none."""
-        found = [(at, stop) for stop in self._params.stop if (at := text.find(stop)) >= 0]
+        found = [(at, stop) for stop in self._stops if (at := text.find(stop)) >= 0]
         return min(found, default=(0, ""))
 
     def _num_safe_characters(self, text: str) -> int:
         """Count first characters that cannot be part of a stop string, whatever comes next."""
         for start in range(len(text)):
-            if any(stop.startswith(text[start:]) for stop in self._params.stop):
+            if any(stop.startswith(text[start:]) for stop in self._stops):
                 return start
         return len(text)
 
@@ -248,7 +266,7 @@ class GrowingAnswer:
             end += len(held.text)
             if end > num_characters:
                 break
-            if held.text or not self._params.stop:
+            if held.text or not self._stops:
                 num_tokens = index + 1
         return num_tokens
 

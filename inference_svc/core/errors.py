@@ -33,6 +33,12 @@ class InvalidSamplingError(InvalidInputError):
     reason = "invalid_sampling"
 
 
+class InvalidGrammarError(InvalidInputError):
+    """A grammar of the answer is none, or the model can have none."""
+
+    reason = "invalid_grammar"
+
+
 class InputTooLongError(InvalidInputError):
     """History, new tokens and the answer do not fit the context window."""
 

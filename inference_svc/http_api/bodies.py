@@ -29,6 +29,7 @@ from pydantic import (
 )
 
 from inference_svc.core.answers import MAX_STOP_STRINGS
+from inference_svc.core.grammar import Grammar
 from inference_svc.http_api.errors import RequestError, UnknownParameterError, UnsupportedValueError
 
 MAX_SHOWN = 60  # characters of a bad value that a message repeats
@@ -299,6 +300,11 @@ class TurnBody(ModelBody, ABC):
         return None
 
     @property
+    def grammar(self) -> Grammar | None:
+        """What the answer has to be; None: whatever the model says."""
+        return None
+
+    @property
     def own_sampling(self) -> dict[str, Any]:
         """Sampling values that only this API's requests have; None: the client does not say."""
         return {}
@@ -322,6 +328,7 @@ class TurnBody(ModelBody, ABC):
             "logprobs": None if self.shown_logprobs is None else max(1, self.shown_logprobs),
             "stop": tuple(self.stop),
             "ignore_eos": self.ignore_eos,
+            "grammar": self.grammar,
             **self.own_sampling,
         }
         return {name: value for name, value in said.items() if value is not None}

@@ -10,6 +10,7 @@ from typing import Any
 from inference_svc.core.answers import AnswerToken
 from inference_svc.core.discards import Discard, Range
 from inference_svc.core.errors import InvalidDiscardError, InvalidTurnError
+from inference_svc.core.grammar import Grammar, GrammarKind
 from inference_svc.core.submission import (
     MAX_DEADLINE_S,
     MAX_PRIORITY,
@@ -64,6 +65,7 @@ def decode_submission(
             "stop_token_ids": tuple(given.stop_token_ids),
             "logit_bias": dict(given.logit_bias),
             "ignore_eos": given.ignore_eos,
+            "grammar": _decode_grammar(given.grammar),
         },
         defaults,
     )
@@ -164,12 +166,17 @@ def encode_session(transcript: Transcript, *, is_busy: bool, with_turns: bool) -
 # ------------------------------------------------------------------------------------ decoding
 
 
+def _decode_grammar(grammar: pb.Grammar) -> Grammar | None:
+    kind = grammar.WhichOneof("source")
+    return Grammar(GrammarKind(kind), getattr(grammar, kind)) if kind else None
+
+
 def _given(message: Any) -> dict[str, Any]:
     """Collect the optional fields of a message that are set."""
     return {
         field.name: getattr(message, field.name)
         for field in message.DESCRIPTOR.fields
-        if field.has_presence and message.HasField(field.name)
+        if field.has_presence and field.message_type is None and message.HasField(field.name)
     }
 
 

@@ -15,6 +15,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, BeforeValidator, FailFast, Field, model_validator
 
+from inference_svc.core.grammar import Grammar
 from inference_svc.http_api.bodies import (
     Body,
     Count,
@@ -25,6 +26,7 @@ from inference_svc.http_api.bodies import (
 )
 from inference_svc.http_api.conversation import ASSISTANT, SYSTEM, Message, bounded
 from inference_svc.http_api.errors import UnsupportedValueError
+from inference_svc.http_api.formats import FlatFormat
 
 TEXT = "text"
 PARAGRAPH = "\n\n"
@@ -87,12 +89,11 @@ class MessageBody(Body):
 
 
 class OutputConfig(Body):
-    """Options of the output; text is the only kind."""
+    """Options of the output."""
 
-    refused: ClassVar[Mapping[str, Refused]] = {
-        "format": Refused((), "the service writes plain text only"),
-    }
     ignored: ClassVar[frozenset[str]] = frozenset({"effort", "task_budget"})
+
+    format: FlatFormat | None = None
 
 
 class PromptBody(TurnBody):
@@ -103,7 +104,7 @@ class PromptBody(TurnBody):
         "tool_choice": Refused(({"type": "none"}, {"type": "auto"}), _NO_TOOLS),
         "mcp_servers": Refused(([],), _NO_TOOLS),
         "container": Refused((), _NO_TOOLS),
-        "output_format": Refused((), "the service writes plain text only"),
+        "output_format": Refused((), "send it as output_config.format"),
     }
     # The model does not think apart from its answer, and nothing is edited but by [overflow].
     ignored: ClassVar[frozenset[str]] = frozenset(
@@ -156,6 +157,11 @@ class PromptBody(TurnBody):
                 texts = texts or [""]
             for text in texts:
                 yield role, text
+
+    @property
+    def grammar(self) -> Grammar | None:
+        """What the answer has to be; None: whatever the model says."""
+        return None if self.output_config.format is None else self.output_config.format.grammar
 
     @property
     def cache_ttl(self) -> str:

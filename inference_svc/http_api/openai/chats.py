@@ -13,10 +13,12 @@ from aiohttp import web
 from pydantic import BeforeValidator, Field, model_validator
 
 from inference_svc.core.answers import MAX_BIAS, MAX_BIASED_TOKENS, MAX_PENALTY, AnswerToken
+from inference_svc.core.grammar import Grammar
 from inference_svc.core.turn_record import Finished
 from inference_svc.http_api.api import Api
 from inference_svc.http_api.bodies import Body, Count, Refused, WrongMemberError
 from inference_svc.http_api.conversation import Message
+from inference_svc.http_api.formats import ChatFormat, StructuredOutputs
 from inference_svc.http_api.openai.choices import Choices, Envelope, check_choices, opened
 from inference_svc.http_api.openai.messages import Messages
 from inference_svc.http_api.openai.turn_body import OpenAITurnBody
@@ -64,7 +66,6 @@ class ChatBody(OpenAITurnBody):
         **OpenAITurnBody.refused,
         "audio": Refused((), _TEXT_ONLY),
         "modalities": Refused((["text"],), _TEXT_ONLY),
-        "response_format": Refused(({"type": "text"},), _TEXT_ONLY),
         "verbosity": Refused(("medium",), "say it in a message"),
         "reasoning_effort": Refused(("none",), _NO_REASONING),
         "functions": Refused(([],), _NO_TOOLS),
@@ -81,9 +82,15 @@ class ChatBody(OpenAITurnBody):
     presence_penalty: Penalty | None = None
     logit_bias: Annotated[dict[int, Bias], BeforeValidator(_by_token)] = Field(default_factory=dict)
     stream_options: StreamOptions = StreamOptions()
+    response_format: ChatFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
 
     @model_validator(mode="after")
     def _agree(self) -> Self:
+        if self.response_format and self.structured_outputs:
+            raise WrongMemberError(
+                "{path} goes not with response_format", "send one of them", "structured_outputs"
+            )
         if self.top_logprobs and not self.logprobs:
             raise WrongMemberError(
                 "{path} is given without logprobs", "send logprobs: true, too", "top_logprobs"
@@ -105,6 +112,12 @@ class ChatBody(OpenAITurnBody):
     def shown_logprobs(self) -> int | None:
         """How many alternatives are shown of each token; None: no log-probabilities."""
         return (self.top_logprobs or 0) if self.logprobs else None
+
+    @property
+    def grammar(self) -> Grammar | None:
+        """What the answer has to be; None: whatever the model says."""
+        said = self.response_format or self.structured_outputs
+        return None if said is None else said.grammar
 
     @property
     def own_sampling(self) -> dict[str, Any]:

@@ -15,10 +15,12 @@ from aiohttp import web
 from pydantic import BeforeValidator, Field, model_validator
 
 from inference_svc.core.answers import AnswerToken
+from inference_svc.core.grammar import Grammar
 from inference_svc.core.submission import TextInput, TokenInput
 from inference_svc.core.turn_record import Finished
 from inference_svc.http_api.api import Api
 from inference_svc.http_api.bodies import MOST_TOKENS, Count, Refused, TurnBody, WrongMemberError
+from inference_svc.http_api.formats import StructuredOutputs
 from inference_svc.http_api.openai.chats import StreamOptions
 from inference_svc.http_api.openai.choices import Choices, Envelope, check_choices, opened
 from inference_svc.http_api.replies import send_reply
@@ -79,6 +81,7 @@ class CompletionBody(TurnBody):
     max_tokens: Count = USUAL_TOKENS
     logprobs: int | None = Field(default=None, ge=0, le=MOST_LOGPROBS)
     stream_options: StreamOptions = StreamOptions()
+    structured_outputs: StructuredOutputs | None = None
 
     @model_validator(mode="after")
     def _bound(self) -> Self:
@@ -94,6 +97,11 @@ class CompletionBody(TurnBody):
             else TokenInput(tuple(prompt))
             for prompt in self.prompt
         ]
+
+    @property
+    def grammar(self) -> Grammar | None:
+        """What the answers have to be; None: whatever the model says."""
+        return None if self.structured_outputs is None else self.structured_outputs.grammar
 
     @property
     def max_answer_tokens(self) -> int | None:

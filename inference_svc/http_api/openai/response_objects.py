@@ -149,7 +149,7 @@ class ResponseObjects:
             "service_tier": "default",
             "store": info.is_kept,
             "temperature": info.temperature,
-            "text": {"format": {"type": "text"}},
+            "text": {"format": dict(info.text_format)},
             "tool_choice": "none",
             "tools": [],
             "top_logprobs": info.top_logprobs,

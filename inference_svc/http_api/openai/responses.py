@@ -9,12 +9,14 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from aiohttp import web
 from pydantic import BeforeValidator, Field, model_validator
 
+from inference_svc.core.grammar import Grammar
 from inference_svc.core.truncation import OLDEST, REJECT
 from inference_svc.core.turn_record import Finished
 from inference_svc.http_api.api import Api
 from inference_svc.http_api.bodies import Body, Count, Refused, WrongMemberError
 from inference_svc.http_api.conversation import SYSTEM, Message
 from inference_svc.http_api.errors import RequestError, UnsupportedValueError, unknown_response
+from inference_svc.http_api.formats import FlatFormat
 from inference_svc.http_api.openai.messages import InputItems
 from inference_svc.http_api.openai.response_objects import ResponseObjects
 from inference_svc.http_api.openai.turn_body import OpenAITurnBody
@@ -29,12 +31,13 @@ MAX_KEPT_INSTRUCTIONS = 16384  # characters that GET shows again; longer ones ar
 
 
 class TextOptions(Body):
-    """Options of the text that is written: plain text is the only kind."""
+    """Options of the text that is written."""
 
     refused: ClassVar[Mapping[str, Refused]] = {
-        "format": Refused(({"type": "text"},), "the service writes plain text only"),
         "verbosity": Refused(("medium",), "say it in a message"),
     }
+
+    format: FlatFormat | None = None
 
 
 class ResponseStreamOptions(Body):
@@ -118,6 +121,11 @@ class ResponseBody(OpenAITurnBody):
         """How many alternatives are shown of each token; None: no log-probabilities."""
         is_asked = bool(self.include) or self.top_logprobs is not None
         return (self.top_logprobs or 0) if is_asked else None
+
+    @property
+    def grammar(self) -> Grammar | None:
+        """What the answer has to be; None: whatever the model says."""
+        return None if self.text.format is None else self.text.format.grammar
 
     def overflow(self, default: str) -> str:
         """Return OpenAI's word of truncation as a policy's name; "" for the default one."""
@@ -234,6 +242,7 @@ def _turn(
         is_kept=body.store,
         top_logprobs=body.shown_logprobs or 0,
         metadata=body.metadata,
+        text_format={"type": "text"} if body.text.format is None else body.text.format.shown,
     )
     if previous is not None and not body.instructions:
         info = replace(

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,7 @@ class ResponseInfo:
         instructions: the beginning of the client's instructions.
         instructions_digest: digest of all of them.
         truncation: "auto" or "disabled".
+        text_format: what the answer had to be, as the client wrote it.
     """
 
     created_s: float
@@ -45,6 +47,7 @@ class ResponseInfo:
     is_kept: bool = True
     top_logprobs: int = 0
     metadata: Mapping[str, str] = field(default_factory=dict)
+    text_format: Mapping[str, Any] = field(default_factory=lambda: {"type": "text"})
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,9 @@ The draw of step i is a hash of (seed, i), not a generator's state, so that a re
 the same numbers.
 
 Order: repetition penalty; bias, frequency and presence penalty (`TokenOffsets`); the ends that come
-too early; temperature, top-k, top-p, min-p. Greedy decoding takes the most likely token after the
-first three. Log-probabilities are of the model's own distribution, before any of these.
+too early; what the grammar does not allow; temperature, top-k, top-p, min-p. Greedy decoding takes
+the most likely token after the first four. Log-probabilities are of the model's own distribution,
+before any of these.
 """
 
 import hashlib
@@ -20,6 +21,7 @@ from torch import Tensor
 
 from inference_svc.core.answers import SamplingParams
 from inference_svc.core.errors import EngineFailedError
+from inference_svc.runtime.compute.grammars import AnswerGrammar
 
 Row = npt.NDArray[np.float64]
 Logits = npt.NDArray[np.float32]  # [vocab]
@@ -76,12 +78,20 @@ class Sampler:
     Args:
         params: the turn's.
         eos_ids: ids of the model's end-of-turn tokens.
+        grammar: keeps the answer within its grammar; None: it has none.
     """
 
-    def __init__(self, params: SamplingParams, eos_ids: frozenset[int] = frozenset()) -> None:
+    def __init__(
+        self,
+        params: SamplingParams,
+        eos_ids: frozenset[int] = frozenset(),
+        grammar: AnswerGrammar | None = None,
+    ) -> None:
         self._params = params
         self._step = 0
-        self._adjusts = params.has_offsets or params.repetition_penalty != 1.0
+        self._grammar = grammar
+        is_plain = grammar is None and params.repetition_penalty == 1.0
+        self._adjusts = params.has_offsets or not is_plain
         self._end_ids = sorted(params.end_ids(eos_ids)) if params.min_tokens else []
         self._offsets: TokenOffsets | None = None  # made by the first step that wants any
 
@@ -93,7 +103,8 @@ class Sampler:
             prior_token_ids: prompt and answer so far, for the repetition penalty.
 
         Raises:
-            EngineFailedError: if no logit is finite, as when a half-precision model overflows.
+            EngineFailedError: if no logit is finite, as when a half-precision model overflows, or
+                the answer's grammar failed.
         """
         logits = logits_row.numpy(force=True)
         best = int(logits.argmax())  # the first of equals, and the first NaN
@@ -110,6 +121,8 @@ class Sampler:
         self._step += 1
         if self._offsets is not None:
             self._offsets.count(chosen)
+        if self._grammar is not None:
+            self._grammar.accept(chosen)
         return _report(logits, chosen, params.logprobs)
 
     def _adjusted(self, logits: Logits, prior_token_ids: Sequence[int]) -> Logits:
@@ -122,6 +135,8 @@ class Sampler:
             adjusted += self._offsets.values
         if self._step < params.min_tokens:  # a model may name end tokens that it has no logits of
             adjusted[[each for each in self._end_ids if each < len(logits)]] = -np.inf
+        if self._grammar is not None:
+            self._grammar.mask(adjusted)
         return adjusted
 
     def _draw(self, logits: Logits) -> int:

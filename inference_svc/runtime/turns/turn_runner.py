@@ -21,6 +21,7 @@ from inference_svc.core.submission import Submission
 from inference_svc.core.transcript_format import ExpectedSession, Header, Transcript
 from inference_svc.core.turn_record import Accepted, Finished, TurnRecord, Usage
 from inference_svc.runtime.compute.attention_scores import keeper_for
+from inference_svc.runtime.compute.grammars import AnswerGrammar
 from inference_svc.runtime.compute.sampling import Sampler
 from inference_svc.runtime.engine.engine_loop import EngineLoop
 from inference_svc.runtime.engine.engine_request import ContextCut, EngineRequest
@@ -66,7 +67,8 @@ class TurnRunner:
             transcript = Transcript(Header(*submission.key))
         ExpectedSession(submission.expected_turn).check(transcript)
         prompt = await self._prompts.make(submission, transcript.context)
-        request, writer = self._make_request(turn, prompt)
+        grammar = await self._prompts.grammar(submission.sampling)
+        request, writer = self._make_request(turn, prompt, grammar)
         turn.publish(
             Accepted(
                 submission.key.session_id,
@@ -78,7 +80,9 @@ class TurnRunner:
         )
         await self._compute(turn, prompt, request, writer, transcript)
 
-    def _make_request(self, turn: Turn, prompt: Prompt) -> tuple[EngineRequest, AnswerWriter]:
+    def _make_request(
+        self, turn: Turn, prompt: Prompt, grammar: AnswerGrammar | None
+    ) -> tuple[EngineRequest, AnswerWriter]:
         submission, context = turn.submission, prompt.context
         max_tokens = prompt.window.answer_tokens(len(context.token_ids))
         sampling = replace(submission.sampling, max_tokens=max_tokens)
@@ -104,7 +108,7 @@ class TurnRunner:
             deadline_ns=turn.deadline_ns,
             lineage=context.lineage,
             is_final=submission.is_final,
-            sampler=Sampler(sampling, self._limits.eos_ids),
+            sampler=Sampler(sampling, self._limits.eos_ids, grammar),
             sink=writer,
             input_tokens=len(prompt.input_ids),
             truncate=None if prompt.window.is_rigid else MidTurnCut(prompt, answer),

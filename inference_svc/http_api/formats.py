@@ -1,0 +1,127 @@
+"""What an answer has to be, as each API writes it.
+
+OpenAI's chats have `response_format`, its responses `text.format`, Anthropic's messages
+`output_config.format`; what vLLM's clients send beside them, `structured_outputs`, has more kinds.
+Whether a schema is strict makes no difference: each is kept to.
+
+*Source:* OpenAI and Anthropic API references, "Structured outputs"; vLLM, "Structured outputs".
+"""
+
+from typing import Annotated, Any, ClassVar, Literal, Self
+
+from pydantic import Field, model_validator
+
+from inference_svc.core.grammar import ANY_OBJECT, Grammar, GrammarKind, of_choices, of_schema
+from inference_svc.http_api.bodies import Body, WrongMemberError
+
+MAX_CHOICES = 1024
+
+Kind = Annotated[
+    Literal["text", "json_object", "json_schema"],
+    Field(default=None, alias="type", validate_default=True),
+]
+
+
+class SchemaBody(Body):
+    """A named JSON schema."""
+
+    content_words: ClassVar[str] = "name and schema"
+    ignored: ClassVar[frozenset[str]] = frozenset({"description", "name", "strict"})
+
+    definition: dict[str, Any] = Field(default=None, alias="schema", validate_default=True)
+
+
+class ChatFormat(Body):
+    """`response_format` of a chat: a schema is in a member of its own."""
+
+    content_words: ClassVar[str] = "type, and json_schema"
+
+    kind: Kind
+    json_schema: SchemaBody | None = None
+
+    @model_validator(mode="after")
+    def _agree(self) -> Self:
+        if (self.kind == "json_schema") != (self.json_schema is not None):
+            raise _schema_and_type("json_schema")
+        return self
+
+    @property
+    def grammar(self) -> Grammar | None:
+        """The grammar; None: plain text."""
+        if self.json_schema is not None:
+            return of_schema(self.json_schema.definition)
+        return ANY_OBJECT if self.kind == "json_object" else None
+
+
+class FlatFormat(Body):
+    """`text.format` of a response, `output_config.format` of a message: all of it in one."""
+
+    content_words: ClassVar[str] = "type, and schema"
+    ignored: ClassVar[frozenset[str]] = frozenset({"description"})
+
+    kind: Kind
+    name: str = ""
+    strict: bool = True
+    definition: dict[str, Any] | None = Field(default=None, alias="schema")
+
+    @model_validator(mode="after")
+    def _agree(self) -> Self:
+        if (self.kind == "json_schema") != (self.definition is not None):
+            raise _schema_and_type("schema")
+        return self
+
+    @property
+    def grammar(self) -> Grammar | None:
+        """The grammar; None: plain text."""
+        if self.definition is not None:
+            return of_schema(self.definition)
+        return ANY_OBJECT if self.kind == "json_object" else None
+
+    @property
+    def shown(self) -> dict[str, Any]:
+        """The format as a response repeats it."""
+        if self.definition is None:
+            return {"type": self.kind}
+        said = {"name": self.name, "schema": self.definition, "strict": self.strict}
+        return {"type": self.kind, **said}
+
+
+def _schema_and_type(name: str) -> WrongMemberError:
+    return WrongMemberError(
+        "{path} and type 'json_schema' go together",
+        "send both, or another type",
+        name,
+    )
+
+
+class StructuredOutputs(Body):
+    """vLLM's: one of several kinds."""
+
+    content_words: ClassVar[str] = "json, json_object, regex, choice or grammar"
+
+    definition: dict[str, Any] | None = Field(default=None, alias="json")
+    json_object: bool = False
+    regex: str | None = None
+    choice: list[str] | None = Field(default=None, min_length=1, max_length=MAX_CHOICES)
+    lark: str | None = Field(default=None, alias="grammar")
+
+    @model_validator(mode="after")
+    def _be_one(self) -> Self:
+        if len(self._grammars()) != 1:
+            raise WrongMemberError("{path} is not of one kind", f"send {self.content_words}")
+        return self
+
+    @property
+    def grammar(self) -> Grammar:
+        """The grammar."""
+        return self._grammars()[0]
+
+    def _grammars(self) -> list[Grammar]:
+        found = [
+            None if self.definition is None else of_schema(self.definition),
+            ANY_OBJECT if self.json_object else None,
+            None if self.regex is None else Grammar(GrammarKind.REGEX, self.regex),
+            None if self.choice is None else of_choices(self.choice),
+            None if self.lark is None else Grammar(GrammarKind.LARK, self.lark),
+        ]
+        return [grammar for grammar in found if grammar is not None]
