@@ -240,7 +240,6 @@ def _model(name: str) -> str:
 
 
 Count = Annotated[int, Field(ge=1, le=MOST_TOKENS)]
-TokenId = Annotated[int, Field(ge=0, le=MOST_TOKENS)]
 StopStrings = Annotated[list[str], BeforeValidator(_stop)]
 
 

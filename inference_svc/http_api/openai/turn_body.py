@@ -7,9 +7,11 @@ from typing import Annotated, Any, ClassVar
 from pydantic import FailFast, Field
 
 from inference_svc.core.answers import MAX_TOP_LOGPROBS
-from inference_svc.http_api.bodies import MOST_TOKENS, Refused, TokenId, TurnBody
+from inference_svc.http_api.bodies import MOST_TOKENS, Refused, TurnBody
 
 _NO_TOOLS = "the service has no tools: leave it out"
+
+TokenId = Annotated[int, Field(ge=0, le=MOST_TOKENS)]
 
 
 class OpenAITurnBody(TurnBody, ABC):
