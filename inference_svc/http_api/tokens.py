@@ -3,19 +3,17 @@
 *Source:* vLLM's endpoints of these names, which benchmarks and gateways call.
 """
 
-from typing import Annotated, Any, ClassVar, Self
+from typing import Any, ClassVar, Self
 
 from aiohttp import web
 from pydantic import Field, model_validator
 
 from inference_svc.core.submission import TextInput, TurnInput
 from inference_svc.http_api.api import Api
-from inference_svc.http_api.bodies import MOST_TOKENS, ModelBody, WrongMemberError
+from inference_svc.http_api.bodies import ModelBody, TokenId, WrongMemberError
 from inference_svc.http_api.openai.messages import Messages
 from inference_svc.http_api.replies import reply
 from inference_svc.service.submissions import chat_input
-
-TokenId = Annotated[int, Field(ge=0, le=MOST_TOKENS)]
 
 
 class TokenizeBody(ModelBody):
@@ -54,9 +52,7 @@ class TokenizeBody(ModelBody):
 class DetokenizeBody(ModelBody):
     """The body of POST /detokenize."""
 
-    tokens: list[Annotated[int, Field(ge=0, le=MOST_TOKENS)]] = Field(
-        default=None, validate_default=True
-    )
+    tokens: list[TokenId] = Field(default=None, validate_default=True)
 
 
 async def tokenize(api: Api, request: web.Request) -> web.Response:

@@ -3,22 +3,21 @@
 *Source:* OpenAI API reference, "Chat"; beside it stands `session_id`, which the client may name.
 """
 
-import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Self
+from typing import Any, ClassVar, Self
 
 from aiohttp import web
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import Field, model_validator
 
-from inference_svc.core.answers import MAX_BIAS, MAX_BIASED_TOKENS, MAX_PENALTY, AnswerToken
+from inference_svc.core.answers import AnswerToken
 from inference_svc.core.grammar import Grammar
 from inference_svc.core.turn_record import Finished
 from inference_svc.http_api.api import Api
 from inference_svc.http_api.bodies import Body, Count, Refused, WrongMemberError
 from inference_svc.http_api.conversation import Message
-from inference_svc.http_api.formats import ChatFormat, StructuredOutputs
+from inference_svc.http_api.formats import ChatFormat
 from inference_svc.http_api.openai.choices import Choices, Envelope, check_choices, opened
 from inference_svc.http_api.openai.messages import Messages
 from inference_svc.http_api.openai.turn_body import OpenAITurnBody
@@ -28,7 +27,6 @@ from inference_svc.http_api.token_text import TokenText
 _TEXT_ONLY = "the service writes plain text only: leave it out"
 _NO_REASONING = "the model does not reason apart from its answer: leave it out"
 _NO_TOOLS = "the service has no tools: leave it out"
-_TOKEN_ID = re.compile("0|[1-9][0-9]{0,9}")
 
 
 class StreamOptions(Body):
@@ -41,22 +39,6 @@ class StreamOptions(Body):
     ignored: ClassVar[frozenset[str]] = frozenset({"include_obfuscation"})
 
     include_usage: bool = False
-
-
-def _by_token(given: Any) -> Any:
-    """Read the names of a bias as token ids: in JSON they are texts."""
-    if not isinstance(given, dict):
-        return given
-    if len(given) > MAX_BIASED_TOKENS or not all(map(_TOKEN_ID.fullmatch, given)):
-        raise WrongMemberError(
-            "{path} cannot be so",
-            f'send ids of at most {MAX_BIASED_TOKENS} tokens, as in {{"50256": -100}}',
-        )
-    return {int(name): bias for name, bias in given.items()}
-
-
-Bias = Annotated[float, Field(ge=-MAX_BIAS, le=MAX_BIAS)]
-Penalty = Annotated[float, Field(ge=-MAX_PENALTY, le=MAX_PENALTY)]
 
 
 class ChatBody(OpenAITurnBody):
@@ -78,12 +60,8 @@ class ChatBody(OpenAITurnBody):
     max_tokens: Count | None = None  # its older name
     n: Count = 1
     logprobs: bool = False
-    frequency_penalty: Penalty | None = None
-    presence_penalty: Penalty | None = None
-    logit_bias: Annotated[dict[int, Bias], BeforeValidator(_by_token)] = Field(default_factory=dict)
     stream_options: StreamOptions = StreamOptions()
     response_format: ChatFormat | None = None
-    structured_outputs: StructuredOutputs | None = None
 
     @model_validator(mode="after")
     def _agree(self) -> Self:
@@ -116,18 +94,7 @@ class ChatBody(OpenAITurnBody):
     @property
     def grammar(self) -> Grammar | None:
         """What the answer has to be; None: whatever the model says."""
-        said = self.response_format or self.structured_outputs
-        return None if said is None else said.grammar
-
-    @property
-    def own_sampling(self) -> dict[str, Any]:
-        """Sampling values that only chats have; see `TurnBody`."""
-        return {
-            **super().own_sampling,
-            "frequency_penalty": self.frequency_penalty,
-            "presence_penalty": self.presence_penalty,
-            "logit_bias": self.logit_bias or None,
-        }
+        return super().grammar if self.response_format is None else self.response_format.grammar
 
 
 async def create_chat(api: Api, request: web.Request) -> web.StreamResponse:

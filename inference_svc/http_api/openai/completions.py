@@ -15,14 +15,13 @@ from aiohttp import web
 from pydantic import BeforeValidator, Field, model_validator
 
 from inference_svc.core.answers import AnswerToken
-from inference_svc.core.grammar import Grammar
 from inference_svc.core.submission import TextInput, TokenInput
 from inference_svc.core.turn_record import Finished
 from inference_svc.http_api.api import Api
-from inference_svc.http_api.bodies import MOST_TOKENS, Count, Refused, TurnBody, WrongMemberError
-from inference_svc.http_api.formats import StructuredOutputs
+from inference_svc.http_api.bodies import MOST_TOKENS, Count, Refused, WrongMemberError
 from inference_svc.http_api.openai.chats import StreamOptions
 from inference_svc.http_api.openai.choices import Choices, Envelope, check_choices, opened
+from inference_svc.http_api.openai.turn_body import SampledBody
 from inference_svc.http_api.replies import send_reply
 from inference_svc.http_api.token_text import TokenText
 
@@ -53,7 +52,7 @@ def _is_token_id(given: Any) -> bool:
     return is_whole and 0 <= given <= MOST_TOKENS
 
 
-class CompletionBody(TurnBody):
+class CompletionBody(SampledBody):
     """The body of POST /v1/completions.
 
     Attributes:
@@ -67,9 +66,6 @@ class CompletionBody(TurnBody):
         "best_of": Refused((1,), "one answer is sampled: leave it out"),
         "echo": Refused((False,), "put the prompt before the answer yourself"),
         "suffix": Refused(("",), "write it into the prompt as the model expects it"),
-        "frequency_penalty": Refused((0,), "use repetition_penalty"),
-        "presence_penalty": Refused((0,), "use repetition_penalty"),
-        "logit_bias": Refused(({},), "leave it out"),
     }
     ignored: ClassVar[frozenset[str]] = frozenset({"prompt_cache_key", "user"})
 
@@ -81,7 +77,6 @@ class CompletionBody(TurnBody):
     max_tokens: Count = USUAL_TOKENS
     logprobs: int | None = Field(default=None, ge=0, le=MOST_LOGPROBS)
     stream_options: StreamOptions = StreamOptions()
-    structured_outputs: StructuredOutputs | None = None
 
     @model_validator(mode="after")
     def _bound(self) -> Self:
@@ -97,11 +92,6 @@ class CompletionBody(TurnBody):
             else TokenInput(tuple(prompt))
             for prompt in self.prompt
         ]
-
-    @property
-    def grammar(self) -> Grammar | None:
-        """What the answers have to be; None: whatever the model says."""
-        return None if self.structured_outputs is None else self.structured_outputs.grammar
 
     @property
     def max_answer_tokens(self) -> int | None:

@@ -125,7 +125,7 @@ class ResponseBody(OpenAITurnBody):
     @property
     def grammar(self) -> Grammar | None:
         """What the answer has to be; None: whatever the model says."""
-        return None if self.text.format is None else self.text.format.grammar
+        return super().grammar if self.text.format is None else self.text.format.grammar
 
     def overflow(self, default: str) -> str:
         """Return OpenAI's word of truncation as a policy's name; "" for the default one."""

@@ -5,7 +5,11 @@ import pytest
 from inference_svc.http_api.anthropic.bodies import MessagesBody, PromptBody
 from inference_svc.http_api.bodies import decode
 from inference_svc.http_api.conversation import Message
-from inference_svc.http_api.errors import RequestError, UnsupportedValueError
+from inference_svc.http_api.errors import (
+    RequestError,
+    UnknownParameterError,
+    UnsupportedValueError,
+)
 
 HELLO = {"role": "user", "content": "Hello"}
 PLAIN = {"model": "m", "max_tokens": 8, "messages": [HELLO]}
@@ -99,6 +103,9 @@ def test_how_long_a_prompt_is_wanted(members, ttl):
         ({"tools": [{"name": "f"}]}, "tools", UnsupportedValueError),
         ({"tool_choice": {"type": "any"}}, "tool_choice", UnsupportedValueError),
         ({"output_config": {"format": {}}}, "output_config.format", UnsupportedValueError),
+        ({"min_tokens": 1}, "min_tokens", UnknownParameterError),
+        ({"stop_token_ids": [5]}, "stop_token_ids", UnknownParameterError),
+        ({"frequency_penalty": 1}, "frequency_penalty", UnknownParameterError),
         (
             {"messages": [{"role": "user", "content": [{"type": "image"}]}]},
             "messages[0].content[0].type",

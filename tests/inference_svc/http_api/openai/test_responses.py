@@ -86,6 +86,10 @@ def test_truncation_is_an_overflow_policy(truncation, default, policy):
         ({"text": {"format": {"type": "json_schema"}}}, "text.format"),
         ({"include": ["reasoning.encrypted_content"]}, "include"),
         ({"truncation": "maybe"}, "truncation"),
+        ({"frequency_penalty": 1}, "frequency_penalty"),
+        ({"presence_penalty": 1}, "presence_penalty"),
+        ({"logit_bias": {"5": 1}}, "logit_bias"),
+        ({"stop_token_ids": [True]}, "stop_token_ids[0]"),
         ({"previous_response_id": "resp_1", "session_id": "s"}, "previous_response_id"),
     ],
 )

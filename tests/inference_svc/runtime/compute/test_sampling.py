@@ -139,6 +139,12 @@ def test_the_prompt_is_not_penalised_and_each_repeat_of_the_answer_is():
     assert [present.sample(LOGITS, [1, 3, 4]).token_id for _ in range(5)] == [1, 3, 1, 1, 1]
 
 
+def test_a_bias_stays_while_penalties_grow():
+    """The token that it favours loses what it has been drawn for, and no more."""
+    sampler = Sampler(SamplingParams(frequency_penalty=0.75, logit_bias={5: 6.0}))
+    assert [sampler.sample(LOGITS, []).token_id for _ in range(6)] == [5, 5, 5, 1, 3, 5]
+
+
 def test_penalties_come_after_the_repetition_penalty():
     """2 * -1 - 0.5 is less than -2.25; the bias is not multiplied either."""
     logits = torch.tensor([-1.0, -2.25])
