@@ -378,7 +378,7 @@ def load_inference_settings(
             Demand("openai.max_body_bytes", settings.openai.max_body_bytes),
         )
     )
-    served = (*settings.server.listen, *settings.openai.listen)
-    check_guarded(served, settings.tls, settings.clients)
+    check_guarded(settings.server.listen, settings.tls, settings.clients)
+    settings.openai.check_guarded(settings.tls, settings.clients)
     settings.metrics.check_guarded(settings.tls, settings.clients)
     return loaded

@@ -1,4 +1,4 @@
-"""How the service is installed on this host: where it listens and keeps its state, and its extra.
+"""How the service is installed: where it listens and keeps its state, its model, and its extra.
 
 Both the service and its clients look here for the default places. Only a host that runs a model
 needs PyTorch and Transformers, the extra `engine`; nothing here imports them.
@@ -14,6 +14,7 @@ from shared.types.errors import ConfigError
 
 SYSTEM_NAME = "inference-svc"  # of RuntimeDirectory= and StateDirectory=
 SOCKET = "inference.sock"
+SHIPPED_MODEL = Path(__file__).parent / "demo" / "model"  # a small chat model: its README.md
 
 
 def default_listen(environ: Mapping[str, str] = os.environ) -> str:

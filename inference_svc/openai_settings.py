@@ -1,11 +1,19 @@
 """Settings of the OpenAI-compatible API: the section [openai]."""
 
+from collections.abc import Mapping
 from ipaddress import ip_network
 from typing import Literal
 
 from pydantic import Field, field_validator
 
-from shared.access.settings import Listen
+from shared.access.addresses import is_loopback, is_unix
+from shared.access.settings import (
+    ClientSettings,
+    Listen,
+    TlsSettings,
+    UnguardedError,
+    check_guarded,
+)
 from shared.serving.http_connections import LOOPBACK, Bounds
 from shared.types.setting_types import ByteSize, Duration, Section, TextList
 
@@ -17,6 +25,8 @@ class OpenAISettings(Section):
 
     Attributes:
         listen: addresses, each "unix:/path" or "host:port"; none: the API is not served.
+        local_clients: whether callers from this machine need no account at a loopback address, as
+            on a Unix socket; only as long as there are no clients, and no other ports in listen.
         aliases: further names that requests may call the model by.
         temperature: temperature of requests that name none; OpenAI's default, where gRPC's is 0.
         foreign_parameters: whether parameters of other servers, which change nothing here, are
@@ -40,6 +50,7 @@ class OpenAISettings(Section):
     """
 
     listen: Listen = ()
+    local_clients: bool = False
     aliases: TextList = ()
     temperature: float = Field(default=1.0, ge=0, le=2)
     foreign_parameters: Literal["ignore", "refuse"] = "ignore"
@@ -64,6 +75,29 @@ class OpenAISettings(Section):
             except ValueError as error:
                 raise ValueError("write addresses, or networks as in 10.0.0.0/8") from error
         return value
+
+    def check_guarded(self, tls: TlsSettings, clients: Mapping[str, ClientSettings]) -> None:
+        """Refuse addresses where strangers could come in.
+
+        Raises:
+            UnguardedError: naming what is missing.
+        """
+        ports = [address for address in self.listen if not is_unix(address)]
+        far = [address for address in ports if not is_loopback(address)]
+        if self.local_clients and far:
+            raise UnguardedError(
+                f"openai.local_clients (--openai) with {far[0]}, which others can reach",
+                "listen on 127.0.0.1, or name clients in [clients.NAME] and leave it out",
+            )
+        if self.local_clients and not clients:
+            return
+        try:
+            check_guarded(ports, tls, clients)
+        except UnguardedError as error:
+            if clients or far:
+                raise
+            remedy = f"{error.remedy}; or set openai.local_clients (--openai), for this machine"
+            raise UnguardedError(error.message, remedy) from error
 
     @property
     def bounds(self) -> Bounds:

@@ -1,8 +1,9 @@
 """`inference-svc serve`: load the model, open the socket, serve, drain, stop.
 
-The order of a start: the model's directory is looked at, socket and transcripts are claimed (cheap
-to refuse), then model and calibration (both may refuse), then the service is ready. kvd may come
-and go at any time. torch is imported only when the start is not refused already: it takes seconds.
+The order of a start: the model's directory is looked at, ports are tried, socket and transcripts
+are claimed (cheap to refuse), then model and calibration (both may refuse), then the service is
+ready. kvd may come and go at any time. torch is imported only when the start is not refused
+already: it takes seconds.
 """
 
 import asyncio
@@ -24,6 +25,7 @@ from shared.config.settings import LoadedSettings
 from shared.process import memory, systemd
 from shared.process.dumps import forbid_dumps
 from shared.process.log import get_logger
+from shared.serving.http_server import check_free
 from shared.serving.tracing import start_tracing
 from shared.types.errors import ConfigError
 from shared.version import __version__
@@ -60,6 +62,7 @@ def run(
     check_model(settings.model.path)
     if not settings.process.dumps:
         forbid_dumps()
+    check_free((*settings.openai.listen, *settings.metrics.listen))
     prepare_sockets(settings.server.listen)
     transcripts = TranscriptStore(settings.server.state_dir / "sessions")
     transcripts.open()

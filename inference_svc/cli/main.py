@@ -20,6 +20,10 @@ from shared.types.errors import ReportedError
 from shared.version import __version__
 
 EXAMPLES: Mapping[str, tuple[str, ...]] = {
+    "up": (
+        "inference-svc up",
+        "inference-svc up --model smollm2 --openai 127.0.0.1:8080 --dram 8GB",
+    ),
     "serve": (
         "inference-svc serve --model /var/lib/models/smollm2",
         "inference-svc serve --config /etc/kvd/inference-svc.toml --device cuda:1",
@@ -48,7 +52,7 @@ EXAMPLES: Mapping[str, tuple[str, ...]] = {
 
 EXIT_CODES: Mapping[int, str] = {
     0: "done",
-    1: "the demo has not shown what it should; or the command itself failed",
+    1: "the demo has not shown what it should, what `up` runs has ended, or the command failed",
     2: "bad usage or value",
     3: "unknown session or turn",
     4: "in use: another turn of the session is under way, or this one was cancelled",
@@ -69,6 +73,11 @@ MEASURING = "Showing and measuring"
 SETUP = "Setting up"
 
 COMMANDS: Mapping[str, LazyCommand] = {
+    "up": LazyCommand(
+        "inference_svc.cli.up:up",
+        "Start kvd and a service for the programs of this machine; Ctrl-C ends both",
+        heading=SERVING,
+    ),
     "serve": LazyCommand(
         "inference_svc.cli.serve:serve", "Serve a model until SIGTERM", heading=SERVING
     ),

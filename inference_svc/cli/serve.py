@@ -30,6 +30,13 @@ def serve(
             help="unix:/path, host:port or auto; as often as there are addresses.",
         ),
     ] = None,
+    openai: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="ADDRESS",
+            help="OpenAI's API, for whoever is on this machine: 127.0.0.1:PORT or unix:/path.",
+        ),
+    ] = None,
     state_dir: Annotated[str | None, typer.Option(help="Where transcripts are kept.")] = None,
     mode: Annotated[str | None, typer.Option(help="cached, or recompute (never kvd).")] = None,
     load_policy: Annotated[str | None, typer.Option(help="auto, always or never.")] = None,
@@ -56,6 +63,8 @@ def serve(
         "model.threads": threads,
         "model.attention": attention,
         "server.listen": listen or None,
+        "openai.listen": openai or None,
+        "openai.local_clients": True if openai else None,
         "server.state_dir": state_dir,
         "cache.mode": mode,
         "cache.load_policy": load_policy,

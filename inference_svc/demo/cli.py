@@ -26,8 +26,8 @@ from inference_svc.demo.report import (
     closing_words,
     summarise,
 )
-from inference_svc.demo.servers import MODEL_DIR, DemoServers, running_servers
-from inference_svc.installation import require_engine
+from inference_svc.demo.servers import DemoServers, running_servers
+from inference_svc.installation import SHIPPED_MODEL, require_engine
 from shared.pb.inference.v1 import inference_pb2 as pb
 from shared.terminal import printing
 
@@ -71,7 +71,7 @@ async def _run(directory: Path, *, as_json: bool, keep_running: bool) -> Summary
                 turns.append(facts)
                 report.add(facts)
         if as_json:
-            typer.echo(json.dumps(as_document(turns, MODEL_DIR.name), indent=2))
+            typer.echo(json.dumps(as_document(turns, SHIPPED_MODEL.name), indent=2))
         else:
             console.print(closing_words(summarise(turns)), highlight=False)
         if keep_running:

@@ -1,23 +1,22 @@
 """The demo's three processes: kvd, the service that reuses, the service that recomputes."""
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 import grpc
 
-from inference_svc.client import InferenceClient
-from shared.children.child_process import ChildFailedError, ChildProcess
+from inference_svc.installation import SHIPPED_MODEL
+from inference_svc.pair import Pair, first_to_end, service_child, until
 from shared.pb.kvd.v1 import kvd_pb2, kvd_pb2_grpc
 from shared.process.runtime_dir import READER_SOCKET, channel_options
 
-MODEL_DIR = Path(__file__).parent / "model"
-SETTLE_DEADLINE_S = 30.0  # for write-back, and for the engine to find the restarted kvd
-POLL_S = 0.05
 CALL_S = 10.0
 # Both services compute on one thread: times on a small machine are then comparable.
-MODEL_FLAGS = ("--model", str(MODEL_DIR), "--dtype", "float32", "--threads", "1")
+MODEL_FLAGS = ("--model", str(SHIPPED_MODEL), "--dtype", "float32", "--threads", "1")
+# What a turn reuses comes from kvd, always: that is what the demo shows.
+REUSE_FLAGS = ("--mode", "cached", "--load-policy", "always", "--no-residents")
 
 
 class DemoServers:
@@ -30,32 +29,20 @@ class DemoServers:
     """
 
     def __init__(self, directory: Path) -> None:
-        self.kvd_dir = directory / "kvd"
-        self.cached = f"unix:{directory}/inference.sock"
-        self.recompute = f"unix:{directory}/recompute.sock"
-        self._kvd = ChildProcess(
-            "kvd",
-            (
-                *("kvd", "serve", "--runtime-dir", str(self.kvd_dir)),
-                *("--state-dir", str(directory / "kvd-state"), "--dram", "256MB", "--ssd", "1GB"),
-                # So that after the kill everything comes from SSD, and nothing is left in /dev/shm.
-                *("--dram-keep", "none"),
-            ),
-            f"unix:{self.kvd_dir / READER_SOCKET}",
-            directory / "kvd.log",
+        self._directory = directory
+        self._pair = Pair(
+            directory, directory, ("--dram", "256MB", "--ssd", "1GB"), (*MODEL_FLAGS, *REUSE_FLAGS)
         )
-        # What a turn reuses comes from kvd, always: that is what the demo shows.
-        reuse_flags = ("--load-policy", "always", "--no-residents")
-        kvd_flags = ("--kvd-runtime-dir", str(self.kvd_dir), *reuse_flags)
-        self._services = [
-            _service("inference", directory, self.cached, ("--mode", "cached", *kvd_flags)),
-            _service("recompute", directory, self.recompute, ("--mode", "recompute")),
-        ]
+        self.kvd_dir = self._pair.kvd_dir
+        self.cached = self._pair.address
+        self.recompute = f"unix:{directory}/recompute.sock"
+        self._recompute = service_child(
+            "recompute", self.recompute, directory, (*MODEL_FLAGS, "--mode", "recompute")
+        )
 
     async def start(self) -> None:
         """Start all three, and wait until the engine is attached."""
-        await asyncio.gather(*(child.start() for child in (self._kvd, *self._services)))
-        await self._attached()
+        await asyncio.gather(self._pair.start(), self._recompute.start())
 
     async def kill_and_restart_kvd(self, stored_tokens: Mapping[str, int]) -> None:
         """SIGKILL kvd once it has everything on SSD, start it again, wait for the engine.
@@ -64,19 +51,17 @@ class DemoServers:
             stored_tokens: tokens of each session that kvd must hold: saves end after answers.
         """
         await self._written(stored_tokens)
-        await self._kvd.kill()
-        await self._kvd.start()
-        await self._attached()
+        await self._pair.kvd.kill()
+        await self._pair.kvd.start()
+        await self._pair.attached()
 
     async def stop(self) -> None:
-        """Stop all three, the services first."""
-        await asyncio.gather(*(child.stop() for child in self._services))
-        await self._kvd.stop()
+        """Stop all three."""
+        await asyncio.gather(self._pair.stop(), self._recompute.stop())
 
     async def wait_any(self) -> None:
         """Return when one of them ends by itself."""
-        waits = [asyncio.ensure_future(child.wait()) for child in (self._kvd, *self._services)]
-        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        await first_to_end((self._pair.kvd, self._pair.service, self._recompute))
 
     async def _written(self, stored_tokens: Mapping[str, int]) -> None:
         async with grpc.aio.insecure_channel(
@@ -91,15 +76,7 @@ class DemoServers:
                 has_dirty = any(layout.dirty_bytes for layout in stats.layouts)
                 return stored_tokens.items() <= stored.items() and not has_dirty
 
-            await _until(is_written, "kvd did not write everything to SSD")
-
-    async def _attached(self) -> None:
-        async with InferenceClient(self.cached) as client:
-
-            async def is_attached() -> bool:
-                return (await client.get_model()).kvd_state == "attached"
-
-            await _until(is_attached, "the engine did not attach to kvd")
+            await until(is_written, "kvd did not write everything to SSD", self._directory)
 
 
 @asynccontextmanager
@@ -111,25 +88,3 @@ async def running_servers(directory: Path) -> AsyncIterator[DemoServers]:
         yield servers
     finally:
         await servers.stop()
-
-
-def _service(name: str, directory: Path, listen: str, flags: tuple[str, ...]) -> ChildProcess:
-    arguments = (
-        *("inference_svc.cli.main", "serve", "--listen", listen, *MODEL_FLAGS, *flags),
-        *("--state-dir", str(directory / f"{name}-state")),
-    )
-    return ChildProcess(name, arguments, listen, directory / f"{name}.log")
-
-
-async def _until(is_so: Callable[[], Awaitable[bool]], otherwise: str) -> None:
-    """Ask again until it is so: kvd and the engine do these things in the background.
-
-    Raises:
-        ChildFailedError: after SETTLE_DEADLINE_S.
-    """
-    try:
-        async with asyncio.timeout(SETTLE_DEADLINE_S):
-            while not await is_so():  # noqa: ASYNC110  # the event is in another process
-                await asyncio.sleep(POLL_S)
-    except TimeoutError as error:
-        raise ChildFailedError(otherwise, "read the logs in the demo's directory") from error

@@ -26,6 +26,8 @@ class Api:
 
     Attributes:
         own: identity of callers on a Unix socket of the API.
+        local: identity of callers from this machine at its ports, as long as there are no clients;
+            None: they need an account.
     """
 
     settings: OpenAISettings
@@ -38,6 +40,7 @@ class Api:
     slots: RequestSlots
     book: ClientBook
     own: Identity
+    local: Identity | None
 
     async def read(self, request: web.Request, kind: type[B]) -> TurnRequest[B]:
         """Read a request for a turn.

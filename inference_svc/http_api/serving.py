@@ -38,7 +38,8 @@ from inference_svc.service.gateway import Gateway
 from shared.access.addresses import is_unix
 from shared.access.clients import ClientBook
 from shared.access.credentials import ssl_context
-from shared.access.identity import act_as, socket_identity
+from shared.access.identity import Identity, act_as, socket_identity
+from shared.access.local_callers import check_local
 from shared.process.log import get_logger
 from shared.serving.http_connections import ConnectionMetrics
 from shared.serving.http_server import HttpServer, accepted_at, identity_of
@@ -49,6 +50,7 @@ SERVER = "inference-svc"  # not aiohttp's and Python's versions
 STOP_GRACE_S = 1.0  # for answers that are complete to reach their clients
 HEALTH = "/health"
 SOCKET_NAME = "openai-socket"  # identity of whoever may open the Unix socket
+LOCAL_NAME = "local"  # identity of whoever is on this machine, with openai.local_clients
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -98,6 +100,9 @@ async def serving_openai(
         try:
             await server.start()
             log.info("openai_ready", listen=server.addresses)
+            ports = [address for address in server.addresses if not is_unix(address)]
+            if api.local is not None and not book.current and ports:
+                log.warning("openai_local_clients_need_no_account", listen=ports)
             yield
         finally:
             await server.stop(STOP_GRACE_S)
@@ -114,7 +119,7 @@ def _api(
     book: ClientBook,
     store: ApiStore,
 ) -> Api:
-    about = gateway.describe()
+    about, tenants = gateway.describe(), settings.server.socket_tenants
     completion = Completion(
         gateway.turns.sessions, gateway.model, store, settings.openai.max_sessions
     )
@@ -134,7 +139,10 @@ def _api(
         answers=Answers(gateway, store, completion),
         slots=RequestSlots(settings.openai),
         book=book,
-        own=socket_identity(SOCKET_NAME, settings.server.socket_tenants, {ROLE}),
+        own=socket_identity(SOCKET_NAME, tenants, {ROLE}),
+        local=Identity(LOCAL_NAME, "loopback", tenants, frozenset({ROLE}))
+        if settings.openai.local_clients
+        else None,
     )
 
 
@@ -248,14 +256,28 @@ def _authenticating(api: Api) -> Middleware:
 
     @web.middleware
     async def authenticate(request: web.Request, handler: Handler) -> web.StreamResponse:
-        own = api.own if is_unix(accepted_at(request)) else None
-        identity = identity_of(request, api.book.current, own)
+        identity = identity_of(request, api.book.current, _own_identity(api, request))
         identity.check_role(ROLE)
         structlog.contextvars.bind_contextvars(client=identity.name)
         act_as(identity)
         return await handler(request)
 
     return authenticate
+
+
+def _own_identity(api: Api, request: web.Request) -> Identity | None:
+    """Return the identity of who needs no account where a request came in; None: it takes one.
+
+    Raises:
+        NotLocalError: it takes none from this machine, and the request may come from elsewhere.
+    """
+    if is_unix(accepted_at(request)):
+        return api.own
+    if api.local is None or api.book.current:
+        return None
+    headers = request.headers
+    check_local(request.remote or "", headers.getall("Host", ()), headers.getall("Origin", ()))
+    return api.local
 
 
 async def _name_server(_request: web.Request, response: web.StreamResponse) -> None:

@@ -62,8 +62,12 @@ def _distinct(
 
 def is_loopback(address: str) -> bool:
     """Whether a TCP address is reached from this machine only."""
-    host = address.rpartition(":")[0].strip("[]")
+    return is_loopback_host(address.rpartition(":")[0])
+
+
+def is_loopback_host(host: str) -> bool:
+    """Whether a host, an address in brackets or not, can be this machine only."""
     try:
-        return ip_address(host).is_loopback
+        return ip_address(host.strip("[]")).is_loopback
     except ValueError:
-        return host == "localhost"
+        return host.lower() == "localhost"

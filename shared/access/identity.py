@@ -34,7 +34,7 @@ class Identity:
 
     Attributes:
         name: name of the client or of the socket, for logs, metrics and limits.
-        via: "unix", "token" or "certificate".
+        via: "unix", "loopback", "token" or "certificate".
         tenants: tenants that it may name; the first is meant when it names none; ANY: all.
         roles: some of "engine", "client", "reader", "operator".
         max_streams: most streams held at once; None: the limits' bound.

@@ -1,7 +1,7 @@
 """Child processes that serve gRPC: started, ready when their health says so, ended.
 
-Owns one child at a time and its log file; knows nothing of what it serves. For the demo, the
-benches and tests: an operator has a supervisor for that.
+Owns one child at a time and its log file; knows nothing of what it serves. For a developer's
+machine, the demo, the benches and tests: an operator has a supervisor for that.
 """
 
 import asyncio
@@ -27,6 +27,7 @@ READY_DEADLINE_S = 120.0  # a loaded machine imports slowly
 READY_ROUNDS = 10
 BUSY_CPU_S = 1.0
 STOP_DEADLINE_S = 30.0
+MOST_SHOWN = 300  # characters of a log's line
 # What would configure the child, whose arguments say all, or tie it to our supervisor.
 SETTINGS_PREFIXES = ("KVD_", "INFERENCE_")
 SUPERVISION = (
@@ -44,9 +45,21 @@ CHANNEL_OPTIONS = (
 
 
 class ChildFailedError(UnavailableError):
-    """A child process ended, never became ready, or does not do what it is there for."""
+    """A child process ended, never became ready, or does not do what it is there for.
+
+    Attributes:
+        code: exit code of the child, -N if signal N ended it; None: it runs.
+        last_line: the last line of its log.
+    """
 
     reason = "child_failed"
+
+    def __init__(
+        self, message: str, remedy: str, *, code: int | None = None, last_line: str = ""
+    ) -> None:
+        super().__init__(message, remedy)
+        self.code = code
+        self.last_line = last_line
 
 
 class Spawned(Protocol):
@@ -120,9 +133,7 @@ class ChildProcess:
         try:
             await asyncio.wait((serving, ended), return_when=asyncio.FIRST_COMPLETED)
             if not serving.done() or serving.exception() is not None:
-                if ended.done():
-                    raise self._failed(f"ended with exit code {ended.result()}")
-                raise self._failed("is running, but does not serve")
+                raise self._failure(ended.result() if ended.done() else None)
         finally:
             serving.cancel()
             ended.cancel()
@@ -177,6 +188,10 @@ class ChildProcess:
             os.close(pidfd)
         return self._process.wait()
 
+    async def failed(self) -> ChildFailedError:
+        """Wait until it ends, and return what to say of an end that nobody has asked for."""
+        return self._failure(await self.wait())
+
     def cpu_s(self) -> float:
         """Return the seconds of processor time it has used, in steps of 10 ms."""
         return float(sum(self._running().cpu_times()[:2]))
@@ -198,7 +213,8 @@ class ChildProcess:
     def _spawn(self, log: int) -> Spawned:
         # Not asyncio's: uvloop forks, which gRPC's threads do not like; this one does not.
         return subprocess.Popen(
-            (sys.executable, "-m", *self._arguments),
+            # -P: what lies in the directory that we were started in is none of our modules.
+            (sys.executable, "-P", "-m", *self._arguments),
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
@@ -216,10 +232,20 @@ class ChildProcess:
             self._process.send_signal(signal_number)
             await self.wait()
 
-    def _failed(self, what: str) -> ChildFailedError:
+    def _failure(self, code: int | None) -> ChildFailedError:
+        what = "is running, but does not serve"
+        if code is not None and code < 0:
+            what = f"was ended by {signal.Signals(-code).name}"
+        elif code is not None:
+            what = f"ended with exit code {code}"
         lines = self._log_path.read_text(encoding="utf-8", errors="replace").splitlines()
-        last = lines[-1][:300] if lines else "its log is empty"
-        return ChildFailedError(f"{self.name} {what} ({last})", f"read {self._log_path}")
+        last = lines[-1][:MOST_SHOWN] if lines else ""
+        return ChildFailedError(
+            f"{self.name} {what} ({last or 'its log is empty'})",
+            f"read {self._log_path}",
+            code=code,
+            last_line=last,
+        )
 
 
 async def wait_serving(address: str, credentials: ClientCredentials | None = None) -> None:

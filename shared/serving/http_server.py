@@ -16,7 +16,7 @@ Errors that a start meets are ConfigErrors that name the address and the remedy.
 
 import socket
 import ssl
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +86,18 @@ def split_address(listen: str) -> tuple[str, int]:
             f"{listen!r} is no address to listen at", "write unix:/path or host:port"
         )
     return host.removeprefix("[").removesuffix("]"), int(port)
+
+
+def check_free(listen: Iterable[str]) -> None:
+    """Refuse ports that are taken, before anything is begun that would be in vain.
+
+    Raises:
+        HttpListenError: naming the first.
+    """
+    for address in listen:
+        if not is_unix(address):
+            sock, _ = _bind_tcp(address)
+            sock.close()
 
 
 def accepted_at(request: web.Request) -> str:
@@ -217,14 +229,12 @@ class HttpServer:
 
     def _bind_one(self, address: str) -> tuple[socket.socket, str]:
         """A socket that is bound to an address, and that with the port that was chosen."""
+        if not is_unix(address):
+            return _bind_tcp(address)
         try:
-            if is_unix(address):
-                return self._bind_unix(Path(address.removeprefix(UNIX))), address
-            return _bind_tcp(*split_address(address))
+            return self._bind_unix(Path(address.removeprefix(UNIX))), address
         except OSError as error:
-            raise HttpListenError(
-                f"cannot listen on {address} ({error})", "choose an address that is free"
-            ) from error
+            raise _cannot_listen(address, error) from error
 
     def _bind_unix(self, path: Path) -> socket.socket:
         claim_path(path)
@@ -239,16 +249,27 @@ class HttpServer:
         return sock
 
 
-def _bind_tcp(host: str, port: int) -> tuple[socket.socket, str]:
-    family, kind, protocol, _, address = socket.getaddrinfo(
-        host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-    )[0]
-    sock = socket.socket(family, kind | socket.SOCK_CLOEXEC, protocol)
+def _cannot_listen(address: str, error: OSError) -> HttpListenError:
+    return HttpListenError(
+        f"cannot listen on {address} ({error})", "choose an address that is free"
+    )
+
+
+def _bind_tcp(listen: str) -> tuple[socket.socket, str]:
+    """A socket that is bound to a host and a port, and these with the port that was chosen."""
+    host, port = split_address(listen)
     try:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        sock.bind(address)
-    except BaseException:
-        sock.close()
-        raise
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        sock = socket.socket(family, kind | socket.SOCK_CLOEXEC, protocol)
+        try:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            sock.bind(address)
+        except BaseException:
+            sock.close()
+            raise
+    except OSError as error:
+        raise _cannot_listen(listen, error) from error
     shown = f"[{host}]" if ":" in host else host
     return sock, f"{shown}:{sock.getsockname()[1]}"

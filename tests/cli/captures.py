@@ -114,8 +114,8 @@ CAPTURES = [
     for kind in KINDS
     if kind != "pipe" or name not in ONLY_ON_TERMINALS
 ]
-# They run until they are ended, and what they write is a log.
-SHOW_A_LOG = frozenset({"kvd-serve", "inference-svc-serve"})
+# They run until they are ended, and what they write is a log, or where both of these are.
+SHOW_A_LOG = frozenset({"kvd-serve", "inference-svc-serve", "inference-svc-up"})
 _STYLES = re.compile(r"\x1b\[[0-9;]*m")
 
 

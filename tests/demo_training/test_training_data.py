@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from inference_svc.demo.servers import MODEL_DIR
+from inference_svc.installation import SHIPPED_MODEL
 from tests.demo_training.corpus import Corpus, Turn
 from tests.demo_training.mixture import Mixture, Shares
 from tests.demo_training.retrieval import RetrievalTasks
@@ -18,7 +18,7 @@ ARTICLE = " = Title = \n" + " ".join(f"{word} is a word ." for word in WORDS * 5
 
 @pytest.fixture(scope="module")
 def encoder():
-    return ChatEncoder(Path(MODEL_DIR) / "tokenizer.json")
+    return ChatEncoder(Path(SHIPPED_MODEL) / "tokenizer.json")
 
 
 @pytest.mark.parametrize("task", ["lines", "recall", "copy", "repeat", "quote", "needle", "echo"])

@@ -86,6 +86,7 @@ INFERENCE_SVC = Program(
         ("/var/lib/models/NAME", "the model that inference-svc@NAME serves"),
         ("/run/inference-svc-NAME/inference.sock", "its socket"),
         ("/var/lib/inference-svc/NAME", "its transcripts"),
+        ("~/.local/state/inference-svc/up", "state and logs of `inference-svc up`"),
     ),
     (
         (
@@ -93,7 +94,7 @@ INFERENCE_SVC = Program(
             "one of the system; else --address, or INFERENCE_ADDRESS, says which."
         ),
         (
-            "What runs a model (serve, demo, bench, eval) needs the extra "
+            "What runs a model (up, serve, demo, bench, eval) needs the extra "
             "cachedattention[engine]; the others do without PyTorch."
         ),
     ),

@@ -5,7 +5,7 @@ import torch
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 from inference_svc.core.errors import UnsupportedModelError
-from inference_svc.demo.servers import MODEL_DIR
+from inference_svc.installation import SHIPPED_MODEL
 from inference_svc.runtime.calibration.calibration import calibrate, calibration_by
 from inference_svc.runtime.model.capture import ATTENTION_NAME
 from inference_svc.runtime.model.model_loader import UNSTATED_WINDOW, describe_model, load_model
@@ -46,7 +46,7 @@ def test_the_first_mode_that_is_proven_is_taken(tiny, name, mode, positions):
 
 def test_nobody_looks_at_a_models_calls_once_it_is_calibrated():
     """What the probe kept of them would grow with every step."""
-    loaded = load_model(MODEL_DIR)
+    loaded = load_model(SHIPPED_MODEL)
     calibrate(loaded)
     watched = [name for name, module in loaded.model.named_modules() if module._forward_hooks]
     assert watched == []
@@ -55,7 +55,7 @@ def test_nobody_looks_at_a_models_calls_once_it_is_calibrated():
 @pytest.mark.parametrize("dtype", ["auto", "float32", "float16"])
 def test_the_shipped_model_is_served_the_fast_way(dtype):
     """A trained model's rounding in 16 bits is not taken for an error of ours."""
-    calibration = calibrate(load_model(MODEL_DIR, dtype))
+    calibration = calibrate(load_model(SHIPPED_MODEL, dtype))
     assert (calibration.mode, calibration.positions) == ("ragged", "decoupled")
     assert calibration.notes == ()
 
@@ -181,7 +181,7 @@ def test_calibrating_twice_is_harmless(build):
 
 
 def test_packed_weights_are_taken_and_proven():
-    loaded = load_model(MODEL_DIR, "float32")
+    loaded = load_model(SHIPPED_MODEL, "float32")
     assert calibrate(loaded, packs_weights=True).mode == "ragged"
     assert packed_bytes(loaded.model)
 
@@ -194,7 +194,7 @@ class _ChoosyMlp(LlamaMLP):
 
 
 def test_weights_stay_where_packed_ones_change_the_answer():
-    loaded = load_model(MODEL_DIR, "float32")
+    loaded = load_model(SHIPPED_MODEL, "float32")
     head = loaded.model.lm_head.weight.clone()
     loaded.model.model.layers[0].mlp.__class__ = _ChoosyMlp
     calibrate(loaded, packs_weights=True)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from inference_svc.core.truncation import USUAL_SINKS
-from inference_svc.demo.servers import MODEL_DIR
+from inference_svc.installation import SHIPPED_MODEL
 from inference_svc.runtime.calibration.calibration import calibrate
 from inference_svc.runtime.calibration.sinks import CANDIDATES, TEXT, find_sinks, sink_distances
 from inference_svc.runtime.model.model_loader import load_model
@@ -41,7 +41,7 @@ def test_a_sink_is_found_where_it_stands(leaning):
 @pytest.mark.parametrize("dtype", ["float32", "auto"])
 def test_the_shipped_model_leans_on_none(dtype):
     """Nothing is kept for nothing."""
-    loaded = load_model(MODEL_DIR, dtype)
+    loaded = load_model(SHIPPED_MODEL, dtype)
     assert find_sinks(loaded, calibrate(loaded)) == 0
 
 

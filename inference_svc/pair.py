@@ -1,0 +1,133 @@
+"""kvd and a service whose KV it keeps, as child processes: what `up` and the demo run.
+
+Sockets, state and logs are the pair's own, so that nothing else on the machine is disturbed:
+
+    <runtime_dir>/kvd             kvd's sockets
+    <runtime_dir>/inference.sock  the service's
+    <state_dir>/NAME-state        what each of them keeps
+    <state_dir>/NAME.log          its log
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from pathlib import Path
+
+from inference_svc.client import InferenceClient
+from inference_svc.installation import SOCKET
+from shared.children.child_process import ChildFailedError, ChildProcess
+from shared.process.runtime_dir import READER_SOCKET
+
+SETTLE_DEADLINE_S = 30.0  # for what either does in the background
+POLL_S = 0.05
+# Turns that run when the service is to end: soon enough for ChildProcess.stop to wait for it.
+DRAIN = {"INFERENCE_SERVER__DRAIN_S": "10s"}
+
+
+class Pair:
+    """A kvd and a service; `start` returns when they serve, and have found each other.
+
+    Args:
+        runtime_dir: directory of the sockets, with a short name; only this user may enter it.
+        state_dir: directory of state and logs.
+        kvd_flags: options of `kvd serve`.
+        service_flags: options of `inference-svc serve`.
+
+    Attributes:
+        kvd_dir: runtime directory of kvd, for `kvd … --runtime-dir`.
+        address: gRPC address of the service.
+        logs: directory of both logs.
+        kvd: kvd's process.
+        service: the service's process.
+    """
+
+    def __init__(
+        self,
+        runtime_dir: Path,
+        state_dir: Path,
+        kvd_flags: Sequence[str],
+        service_flags: Sequence[str],
+    ) -> None:
+        self.logs = state_dir
+        self.kvd_dir = runtime_dir / "kvd"
+        self.address = f"unix:{runtime_dir / SOCKET}"
+        self.kvd = ChildProcess(
+            "kvd",
+            (
+                *("kvd", "serve", "--runtime-dir", str(self.kvd_dir)),
+                *("--state-dir", str(state_dir / "kvd-state")),
+                # After its end everything comes from SSD, and nothing is left in /dev/shm.
+                *("--dram-keep", "none", *kvd_flags),
+            ),
+            f"unix:{self.kvd_dir / READER_SOCKET}",
+            state_dir / "kvd.log",
+        )
+        kvd_runtime_dir = ("--kvd-runtime-dir", str(self.kvd_dir))
+        self.service = service_child(
+            "inference-svc", self.address, state_dir, (*kvd_runtime_dir, *service_flags)
+        )
+
+    async def start(self) -> None:
+        """Start both, and wait until the service is attached to kvd.
+
+        Raises:
+            ChildFailedError: one of them does not start; the other may have.
+        """
+        await asyncio.gather(self.kvd.start(), self.service.start())
+        await self.attached()
+
+    async def attached(self) -> None:
+        """Wait until the service is attached to kvd, which it does in the background.
+
+        Raises:
+            ChildFailedError: it is not, after SETTLE_DEADLINE_S.
+        """
+        async with InferenceClient(self.address) as client:
+
+            async def is_attached() -> bool:
+                return (await client.get_model()).kvd_state == "attached"
+
+            await until(is_attached, "inference-svc did not attach to kvd", self.logs)
+
+    async def stop(self) -> None:
+        """End both: the service first, whose KV kvd then writes to SSD."""
+        await self.service.stop()
+        await self.kvd.stop()
+
+
+def service_child(name: str, address: str, state_dir: Path, flags: Sequence[str]) -> ChildProcess:
+    """Return a service that listens at a socket and keeps state and log under its name."""
+    arguments = (
+        *("inference_svc.cli.main", "serve", "--listen", address),
+        *("--state-dir", str(state_dir / f"{name}-state"), *flags),
+    )
+    return ChildProcess(name, arguments, address, state_dir / f"{name}.log", DRAIN)
+
+
+async def first_to_end(children: Iterable[ChildProcess]) -> ChildFailedError:
+    """Wait until one of them ends by itself, and return what to say of it."""
+    waits = [asyncio.ensure_future(child.failed()) for child in children]
+    try:
+        done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for wait in waits:
+            wait.cancel()
+    return done.pop().result()
+
+
+async def until(is_so: Callable[[], Awaitable[bool]], otherwise: str, logs: Path) -> None:
+    """Ask again until it is so: kvd and the service do some things in the background.
+
+    Args:
+        is_so: asks them.
+        otherwise: what to say if it never is.
+        logs: directory of their logs.
+
+    Raises:
+        ChildFailedError: after SETTLE_DEADLINE_S.
+    """
+    try:
+        async with asyncio.timeout(SETTLE_DEADLINE_S):
+            while not await is_so():  # noqa: ASYNC110  # the event is in another process
+                await asyncio.sleep(POLL_S)
+    except TimeoutError as error:
+        raise ChildFailedError(otherwise, f"read the logs in {logs}") from error

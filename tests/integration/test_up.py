@@ -1,0 +1,177 @@
+"""`inference-svc up` as a developer runs it: two real processes by one command, and their ends."""
+
+import asyncio
+import os
+import re
+import signal
+import sys
+from contextlib import asynccontextmanager
+
+import psutil
+import pytest
+from openai import AsyncOpenAI
+
+from inference_svc.cli.up import ready_text
+
+DEADLINE_S = 120
+SMALL = ("--dram", "64MB", "--ssd", "256MB", "--threads", "1")
+OPENING = [
+    {"role": "system", "content": "Keys and values are kept. " * 40},
+    {"role": "user", "content": "What is kept?"},
+]
+
+
+def own_address():
+    """An address that no other test process has: the loopback has 16 million."""
+    pid = os.getpid()
+    return f"127.{1 + (pid >> 16)}.{pid >> 8 & 255}.{pid & 255}:8000"
+
+
+async def spawn(directory, *flags):
+    """Start `inference-svc up`, from a directory with a module that is none of its own."""
+    elsewhere = directory / "elsewhere"
+    (elsewhere / "shared").mkdir(parents=True, exist_ok=True)
+    (elsewhere / "shared" / "__init__.py").write_text("raise AssertionError('imported')\n")
+    arguments = ("up", "--state-dir", str(directory / "state"), *SMALL, *flags)
+    return await asyncio.create_subprocess_exec(
+        *(sys.executable, "-P", "-m", "inference_svc.cli.main", *arguments),
+        cwd=elsewhere,
+        env={**os.environ, "XDG_RUNTIME_DIR": str(directory), "KVD_DRAM__BYTES": "nonsense"},
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
+
+
+async def refused(directory, *flags):
+    """Its exit code and its lines on stderr, when it does not start."""
+    process = await spawn(directory, *flags)
+    async with asyncio.timeout(DEADLINE_S):
+        _, stderr = await process.communicate()
+    assert not list(directory.glob("inference-svc-up-*"))
+    return process.returncode, stderr.decode().splitlines()
+
+
+@asynccontextmanager
+async def up(directory, *flags):
+    """A running one, what it has said, and its two children."""
+    process = await spawn(directory, *flags)
+    children = []
+    try:
+        async with asyncio.timeout(DEADLINE_S):
+            said = (await process.stdout.readuntil(b"kvd ls --runtime-dir ")).decode()
+        children = {child.cmdline()[3]: child for child in psutil.Process(process.pid).children()}
+        yield process, said, children
+        async with asyncio.timeout(DEADLINE_S):
+            await process.wait()
+        assert set(children) == {"kvd", "inference_svc.cli.main"}
+        assert not any(child.is_running() for child in children.values())
+        assert not list(directory.glob("inference-svc-up-*"))
+    finally:
+        for one in (process, *children.values()) if process.returncode is None else ():
+            one.kill()
+        await process.wait()
+
+
+async def next_turn(address, messages):
+    """Have the official client, which has no account, go on with a conversation."""
+    async with AsyncOpenAI(
+        base_url=f"http://{address}/v1", api_key="sk-none", max_retries=0
+    ) as client:
+        model = (await client.models.list()).data[0].id
+        answer = await client.chat.completions.create(
+            model=model, messages=messages, max_tokens=8, temperature=0
+        )
+    said = answer.choices[0].message.content
+    messages += [
+        {"role": "assistant", "content": said},
+        {"role": "user", "content": "And then?"},
+    ]
+    return answer.usage
+
+
+def when(directory, name, event):
+    """The time of an event, as the log of one of them has it."""
+    lines = (directory / "state" / f"{name}.log").read_text().splitlines()
+    (line,) = [line for line in lines if f"] {event} " in f"{line} "]
+    return line.partition(" [")[0]
+
+
+async def test_conversations_go_on_where_they_were(short_dir):
+    """Over turns, and over a restart; both end in order, whoever else wants to begin is told."""
+    address, messages = own_address(), list(OPENING)
+    async with up(short_dir, "--openai", address) as (process, said, _):
+        assert said.startswith("Without --model: the demo model")
+        assert f"http://{address}/v1" in said
+        first = await next_turn(address, messages)
+        second = await next_turn(address, messages)
+        assert first.prompt_tokens_details.cached_tokens == 0
+        assert second.prompt_tokens_details.cached_tokens >= first.prompt_tokens
+
+        code, lines = await refused(short_dir / "other", "--state-dir", str(short_dir / "state"))
+        assert (code, len(lines)) == (78, 1)
+        assert f"another `inference-svc up` runs with the state directory {short_dir}" in lines[0]
+        assert "give --state-dir another directory" in lines[0]
+
+        code, lines = await refused(short_dir / "third", "--openai", address)
+        assert (code, len(lines)) == (78, 1)
+        assert lines[0].startswith(f"inference-svc: cannot listen on {address} (")
+        assert lines[0].endswith("choose an address that is free")
+
+        process.send_signal(signal.SIGINT)
+    assert process.returncode == 0
+    assert when(short_dir, "inference-svc", "stopped") < when(short_dir, "kvd", "kvd_draining")
+
+    async with up(short_dir, "--openai", address) as (process, _, children):
+        third = await next_turn(address, messages)
+        assert third.prompt_tokens_details.cached_tokens >= second.prompt_tokens
+        children["kvd"].send_signal(signal.SIGKILL)
+    assert process.returncode == 1
+    (line,) = (await process.stderr.read()).decode().splitlines()
+    last = (short_dir / "state" / "kvd.log").read_text().splitlines()[-1]
+    assert line.startswith("inference-svc: kvd was ended by SIGKILL (")
+    assert last[:300] in line
+    assert line.endswith(f"read {short_dir}/state/kvd.log")
+
+
+async def test_sigterm_while_it_starts_ends_both(short_dir):
+    """Without an error: somebody has asked for it."""
+    process = await spawn(short_dir, "--openai", own_address())
+    try:
+        async with asyncio.timeout(DEADLINE_S):
+            assert b"Without --model" in await process.stdout.readline()
+            while not (children := psutil.Process(process.pid).children()):  # noqa: ASYNC110
+                await asyncio.sleep(0.01)  # the event is in another process
+            process.send_signal(signal.SIGTERM)
+            stdout, stderr = await process.communicate()
+    finally:
+        if process.returncode is None:
+            process.kill()
+    assert (process.returncode, stderr) == (0, b"")
+    assert b"Ready" not in stdout
+    assert not any(child.is_running() for child in children)
+
+
+@pytest.mark.parametrize(
+    ("flags", "code", "said"),
+    [
+        (("--model", "typo"), 78, r"inference-svc: model directory typo does not exist: give .*"),
+        (("--openai", "0.0.0.0:8000"), 78, r"inference-svc: .* 0\.0\.0\.0:8000, .*: listen on .*"),
+        (("--dram", "1 kB or so"), 78, r"kvd: dram\.bytes.*"),
+        (("--state-dir", "/dev/null/x"), 78, r"inference-svc: the state directory /dev/null/x .*"),
+    ],
+    ids=lambda one: one[0] if isinstance(one, tuple) else None,
+)
+async def test_what_is_refused(short_dir, flags, code, said):
+    """In one line of whoever refuses it, with its exit code; the other one does not stay."""
+    found, lines = await refused(short_dir, "--openai", own_address(), *flags)
+    assert (found, len(lines)) == (code, 1), lines
+    assert re.fullmatch(said, lines[0])
+
+
+def test_a_socket_is_shown_with_the_curl_that_reaches_it(tmp_path):
+    """In words that a shell takes apart as they were meant."""
+    path = tmp_path / "a b" / "it's.sock"
+    shown = ready_text("it's", [f"unix:{path}"], "unix:/run/g", tmp_path, tmp_path)
+    assert f"  OpenAI's API  unix:{path}" in shown
+    assert "curl --unix-socket '" in shown
+    assert "http://localhost/v1/chat/completions" in shown
