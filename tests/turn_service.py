@@ -13,6 +13,7 @@ from inference_svc.core.tenant_limits import TenantBounds, TenantLimits
 from inference_svc.core.truncation import OverflowPolicy
 from inference_svc.core.turn_histograms import TurnHistograms
 from inference_svc.core.turn_record import Tokens
+from inference_svc.runtime.compute.grammars import Grammars
 from inference_svc.runtime.turns.chat_text import TurnText
 from inference_svc.runtime.turns.transcript import TranscriptStore
 from inference_svc.runtime.turns.turn_prompt import PromptMaker, TurnLimits
@@ -38,9 +39,9 @@ class Service:
         self.histograms = TurnHistograms()
         self.thread = WorkerThread("text")
         tokenizer, report = model[0].tokenizer, TurnReport(self.histograms)
-        prompts = PromptMaker(
-            TurnText(tokenizer, limits.eos_ids), self.thread, limits, None, has_tokenizer=True
-        )
+        text = TurnText(tokenizer, limits.eos_ids)
+        grammars = Grammars(tokenizer, limits.vocab_size, limits.eos_ids)
+        prompts = PromptMaker(text, self.thread, limits, grammars, has_tokenizer=True)
         runner = TurnRunner(
             *(engine.loop, self.store, prompts, tokenizer, limits, self.counters, report)
         )

@@ -7,7 +7,7 @@ Whether a schema is strict makes no difference: each is kept to.
 *Source:* OpenAI and Anthropic API references, "Structured outputs"; vLLM, "Structured outputs".
 """
 
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -16,10 +16,7 @@ from inference_svc.http_api.bodies import Body, WrongMemberError
 
 MAX_CHOICES = 1024
 
-Kind = Annotated[
-    Literal["text", "json_object", "json_schema"],
-    Field(default=None, alias="type", validate_default=True),
-]
+Kind = Literal["text", "json_object", "json_schema"]
 
 
 class SchemaBody(Body):
@@ -28,7 +25,13 @@ class SchemaBody(Body):
     content_words: ClassVar[str] = "name and schema"
     ignored: ClassVar[frozenset[str]] = frozenset({"description", "name", "strict"})
 
-    definition: dict[str, Any] = Field(default=None, alias="schema", validate_default=True)
+    definition: dict[str, Any] | None = Field(default=None, alias="schema")
+
+    @model_validator(mode="after")
+    def _have_one(self) -> Self:
+        if self.definition is None:
+            raise WrongMemberError("{path} is missing", "send a JSON schema", "schema")
+        return self
 
 
 class ChatFormat(Body):
@@ -36,7 +39,7 @@ class ChatFormat(Body):
 
     content_words: ClassVar[str] = "type, and json_schema"
 
-    kind: Kind
+    kind: Kind = Field(default="text", alias="type")
     json_schema: SchemaBody | None = None
 
     @model_validator(mode="after")
@@ -49,7 +52,7 @@ class ChatFormat(Body):
     def grammar(self) -> Grammar | None:
         """The grammar; None: plain text."""
         if self.json_schema is not None:
-            return of_schema(self.json_schema.definition)
+            return of_schema(self.json_schema.definition or {})
         return ANY_OBJECT if self.kind == "json_object" else None
 
 
@@ -59,7 +62,7 @@ class FlatFormat(Body):
     content_words: ClassVar[str] = "type, and schema"
     ignored: ClassVar[frozenset[str]] = frozenset({"description"})
 
-    kind: Kind
+    kind: Kind = Field(default="text", alias="type")
     name: str = ""
     strict: bool = True
     definition: dict[str, Any] | None = Field(default=None, alias="schema")

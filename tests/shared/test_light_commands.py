@@ -16,7 +16,7 @@ from shared.config.lazy_commands import summary
 from tests.processes import running_kvd
 
 PROGRAMS = {"kvd": "kvd.cli.main", "inference-svc": "inference_svc.cli.main"}
-ENGINE = {"torch", "transformers", "safetensors", "jinja2"}
+ENGINE = {"torch", "transformers", "safetensors", "jinja2", "llguidance"}
 SERVERS = {
     "kvd.config",
     "kvd.daemon",

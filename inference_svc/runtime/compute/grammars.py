@@ -143,7 +143,9 @@ _SOURCES = {
 
 
 def _invalid(said: str) -> InvalidGrammarError:
-    return InvalidGrammarError(f"the grammar is none ({_short(said)})", "correct it")
+    return InvalidGrammarError(
+        f"the grammar cannot be kept to ({_short(said)})", "send another one"
+    )
 
 
 def _short(said: str) -> str:

@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from inference_svc.core.answers import AnswerToken, FinishReason, GrowingAnswer, SamplingParams
-from inference_svc.core.errors import InvalidSamplingError
+from inference_svc.core.errors import InvalidGrammarError, InvalidSamplingError
+from inference_svc.core.grammar import MAX_GRAMMAR_CHARACTERS, Grammar, GrammarKind, of_schema
 
 EOS = 99
 
@@ -221,3 +222,32 @@ def test_what_is_held_back_is_let_go_when_no_token_comes_any_more():
     assert answer.num_held == 2
     assert answer.end() == answer.kept == [AnswerToken(1, "aS"), AnswerToken(2, "T")]
     assert (answer.num_held, answer.end()) == (0, [])
+
+
+# ---------------------------------------------------------------------------- answers by a grammar
+
+
+def test_an_answer_by_a_grammar_is_not_cut():
+    """Neither a stop string nor a stop token ends it: half a document would be none."""
+    grammar = of_schema({"type": "object"})
+    params = SamplingParams(stop=("STOP",), stop_token_ids=(1,), grammar=grammar)
+    answer = GrowingAnswer(params, frozenset({EOS}))
+    for token_id, text in enumerate(["{", '"ST', "OP", '":1}']):
+        shown, reason = answer.push(AnswerToken(token_id, text))
+        assert ([token.text for token in shown], reason) == ([text], None)
+    assert answer.push(AnswerToken(EOS, ""))[1] is FinishReason.STOP
+    assert answer.stop_string == ""
+
+
+@pytest.mark.parametrize("given", [{"ignore_eos": True}, {"min_tokens": 2}])
+def test_what_keeps_an_answer_from_ending_goes_with_no_grammar(given):
+    """It has to end where its grammar does."""
+    with pytest.raises(InvalidSamplingError, match="ends where that does"):
+        SamplingParams(grammar=of_schema({}), **given).check()
+
+
+@pytest.mark.parametrize("source", ["", "x" * (MAX_GRAMMAR_CHARACTERS + 1)])
+def test_the_length_of_a_grammar_is_bounded(source):
+    """Compiling takes time; none is none."""
+    with pytest.raises(InvalidGrammarError, match=f"send 1 to {MAX_GRAMMAR_CHARACTERS}"):
+        SamplingParams(grammar=Grammar(GrammarKind.REGEX, source)).check()

@@ -102,7 +102,11 @@ def test_how_long_a_prompt_is_wanted(members, ttl):
         ({"cache_control": {"type": "ephemeral", "ttl": "2h"}}, "cache_control.ttl", RequestError),
         ({"tools": [{"name": "f"}]}, "tools", UnsupportedValueError),
         ({"tool_choice": {"type": "any"}}, "tool_choice", UnsupportedValueError),
-        ({"output_config": {"format": {}}}, "output_config.format", UnsupportedValueError),
+        (
+            {"output_config": {"format": {"type": "json_schema"}}},
+            "output_config.format.schema",
+            RequestError,
+        ),
         ({"min_tokens": 1}, "min_tokens", UnknownParameterError),
         ({"stop_token_ids": [5]}, "stop_token_ids", UnknownParameterError),
         ({"frequency_penalty": 1}, "frequency_penalty", UnknownParameterError),

@@ -138,7 +138,6 @@ def test_roles():
     [
         ({"tools": [{"type": "function"}]}, "tools"),
         ({"tool_choice": "required"}, "tool_choice"),
-        ({"response_format": {"type": "json_schema"}}, "response_format"),
         ({"modalities": ["text", "audio"]}, "modalities"),
         ({"audio": {}}, "audio"),
         ({"reasoning_effort": "high"}, "reasoning_effort"),

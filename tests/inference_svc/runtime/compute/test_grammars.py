@@ -1,0 +1,154 @@
+"""Answers that are kept within a grammar, whatever the model would rather say."""
+
+import gzip
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from jsonschema.validators import validator_for
+from transformers import AutoTokenizer
+
+from inference_svc.core.answers import SamplingParams
+from inference_svc.core.errors import InvalidGrammarError
+from inference_svc.core.grammar import Grammar, GrammarKind, of_choices, of_schema
+from inference_svc.installation import SHIPPED_MODEL
+from inference_svc.runtime.compute.grammars import MAX_BLANKS, Grammars
+from inference_svc.runtime.compute.sampling import Sampler
+
+SCHEMAS = Path(__file__).parents[3] / "data" / "json_schemas.json.gz"
+MAX_TOKENS = 400
+CLOSING = ('"', "}", "]", '"}', '"]', ",", ":")
+
+
+class Rambler:
+    """A model that says anything, and becomes the more eager to end the longer it talks."""
+
+    def __init__(self, tokenizer):
+        self.tokenizer = tokenizer
+        self.vocab_size = len(tokenizer)
+        self.eos_ids = frozenset({tokenizer.eos_token_id})
+        self.grammars = Grammars(tokenizer, self.vocab_size, self.eos_ids)
+        texts = tokenizer.batch_decode([[token_id] for token_id in range(self.vocab_size)])
+        self._closing = np.array([text in CLOSING for text in texts])
+
+    def answer(self, grammar, seed=0, num_more=0, **sampling):
+        """What it says; None if it does not come to an end. Its logits may be more than tokens."""
+        rng = np.random.default_rng(seed)
+        params = SamplingParams(seed=seed, grammar=grammar, **sampling)
+        sampler = Sampler(params, self.eos_ids, self.grammars.compile(grammar))
+        said = []
+        for step in range(MAX_TOKENS):
+            logits = rng.normal(size=self.vocab_size + num_more).astype(np.float32)
+            logits[: self.vocab_size][self._closing] += 0.06 * step
+            logits[self.tokenizer.eos_token_id] += 3 + 0.1 * step
+            token_id = sampler.sample(torch.from_numpy(logits), said).token_id
+            if token_id in self.eos_ids:
+                return self.tokenizer.decode(said)
+            said.append(token_id)
+        return None
+
+
+@pytest.fixture(scope="module")
+def rambler():
+    return Rambler(AutoTokenizer.from_pretrained(SHIPPED_MODEL))
+
+
+def schemas():
+    return json.loads(gzip.decompress(SCHEMAS.read_bytes()))
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        {},
+        {"temperature": 1.0, "top_p": 0.9},
+        {"temperature": 1.5, "frequency_penalty": 0.5, "logit_bias": {5: 9.0, 9: -9.0}},
+    ],
+)
+def test_every_schema_is_kept_to(rambler, sampling):
+    """Of a public test set: each answer is valid JSON, and valid by its schema."""
+    rows = schemas()
+    assert len(rows) > 200
+    for number, row in enumerate(rows):
+        text = rambler.answer(of_schema(row["schema"]), number, **sampling)
+        assert text is not None, row["name"]
+        validator_for(row["schema"])(row["schema"]).validate(json.loads(text))
+
+
+def test_a_regular_expression_is_kept_to(rambler):
+    """All of it: from the first character to the last."""
+    grammar = Grammar(GrammarKind.REGEX, r"[a-f]{3,9}-(é|漢)+\.")
+    for seed in range(20):
+        assert re.fullmatch(grammar.source, rambler.answer(grammar, seed))
+
+
+def test_one_of_several_texts(rambler):
+    """Whatever is in them; each of them can be."""
+    choices = ["yes", "no", 'a "quoted" \\ word', "two\nlines"]
+    said = {rambler.answer(of_choices(choices), seed) for seed in range(60)}
+    assert said == set(choices)
+
+
+def test_a_grammar_with_a_stack(rambler):
+    """What no regular expression can say."""
+    grammar = Grammar(GrammarKind.LARK, 'start: "(" start ")" | "x"')
+    for seed in range(10):
+        text = rambler.answer(grammar, seed)
+        depth = text.count("(")
+        assert text == "(" * depth + "x" + ")" * depth
+
+
+def test_blanks_are_bounded(rambler):
+    """A model that likes nothing better could write them for ever."""
+    grammar = of_schema({"type": "array", "items": {"type": "null"}, "minItems": 2})
+    matcher = rambler.grammars.compile(grammar)
+    blank_id = rambler.tokenizer(" ", add_special_tokens=False).input_ids[-1]
+    assert rambler.tokenizer.decode([blank_id]) == " "
+    num_blanks = 0
+    matcher.accept(rambler.tokenizer.convert_tokens_to_ids("["))
+    while True:
+        logits = np.zeros(rambler.vocab_size, np.float32)
+        matcher.mask(logits)
+        if np.isneginf(logits[blank_id]):
+            break
+        matcher.accept(blank_id)
+        num_blanks += 1
+    assert num_blanks == MAX_BLANKS
+
+
+def test_logits_of_no_token_are_never_chosen(rambler):
+    """Models pad their rows of logits."""
+    grammar = of_schema({"type": "object"})
+    for seed in range(5):
+        assert isinstance(json.loads(rambler.answer(grammar, seed, num_more=64)), dict)
+
+
+@pytest.mark.parametrize(
+    ("grammar", "said"),
+    [
+        (of_schema({"type": "nope"}), "nope"),
+        (of_schema({"unevaluatedItems": False}), "unevaluatedItems"),
+        (Grammar(GrammarKind.JSON_SCHEMA, "{"), "cannot be kept to"),
+        (Grammar(GrammarKind.REGEX, "("), "unclosed group"),
+        (Grammar(GrammarKind.LARK, "start: nobody"), "nobody"),
+    ],
+)
+def test_what_cannot_be_kept_to_is_refused(rambler, grammar, said):
+    """With what is wrong, in one line: nothing is kept to in part."""
+    with pytest.raises(InvalidGrammarError, match=said) as refused:
+        rambler.grammars.compile(grammar)
+    assert "\n" not in str(refused.value)
+    assert len(str(refused.value)) < 300
+
+
+def test_a_model_that_cannot_end_has_no_grammars(rambler):
+    """Nor has one without a tokenizer."""
+    for grammars in (
+        Grammars(rambler.tokenizer, rambler.vocab_size, frozenset()),
+        Grammars(None, 100, frozenset({1})),
+    ):
+        with pytest.raises(InvalidGrammarError, match="leave the grammar out"):
+            grammars.compile(of_schema({}))
