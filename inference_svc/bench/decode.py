@@ -3,6 +3,7 @@
     ours        the engine, with everything it does beside (saving included)
     computed    (where that replays steps from graphs) the same, each step computed anew
     generate    plain `model.generate` with the same batch: sdpa attention, its own cache
+    grammar     (a model with a tokenizer) ours, each answer kept to a JSON schema
     sequential  (batch 8) eight of these, one after another, with batch 1
     floor       the bytes of all weights and of the batch's KV, at the speed at which this machine
                 reads memory, measured in the same round
@@ -24,6 +25,8 @@ from inference_svc.bench.local_engine import LocalEngine, TurnTimes, running_eng
 from inference_svc.bench.options import DecodeOptions, RunOptions
 from inference_svc.bench.stock_model import StockModel
 from inference_svc.bench.workspace import Workspace
+from inference_svc.core.grammar import of_schema
+from inference_svc.runtime.compute.grammars import Grammars
 from inference_svc.runtime.model.packed_linear import packed_bytes
 
 ROW_ITEMS = 4096
@@ -69,6 +72,18 @@ class MemoryReader:
 METRIC = "tokens_per_s"
 WARM_UP = 1
 SEQUENTIAL_BATCH = 8
+LONG_DOCUMENT = of_schema(  # longer than any answer: it does not end before its tokens do
+    {
+        "type": "array",
+        "minItems": 4000,
+        "items": {
+            "type": "object",
+            "properties": {"name": {"type": "string"}, "count": {"type": "integer"}},
+            "required": ["name", "count"],
+        },
+    }
+)
+LEAST_OF_GRAMMAR = 0.95  # of the speed without
 LEAST_OF_GENERATE, LEAST_ALONE, LEAST_OF_SEQUENTIAL = 1.0, 0.95, 3.0
 
 
@@ -84,7 +99,12 @@ async def measure_decode(
     num_slots = max(options.batches) * window_tokens(options)
     prompt_tokens = max(16, max(options.batches) * options.history_tokens)
     stock = StockModel(work.model.loaded)
-    reader = MemoryReader(work.model.loaded.device)
+    loaded = work.model.loaded
+    reader = MemoryReader(loaded.device)
+    has_grammars = loaded.tokenizer is not None and bool(loaded.eos_ids)
+    grammars = (
+        Grammars(loaded.tokenizer, loaded.vocab_size, loaded.eos_ids) if has_grammars else None
+    )
     async with (
         work.kvd(2 * num_slots) as kvd,
         running_engine(
@@ -103,7 +123,7 @@ async def measure_decode(
     ):
         cases = [
             await _Batch(
-                options, engine, stock, reader, batch, _step_bytes(work, options, batch)
+                options, engine, stock, reader, grammars, batch, _step_bytes(work, options, batch)
             ).measure(run)
             for batch in options.batches
         ]
@@ -122,6 +142,7 @@ class _Batch:
     engine: LocalEngine
     stock: StockModel
     reader: MemoryReader
+    grammars: Grammars | None
     batch: int
     step_bytes: int
 
@@ -138,6 +159,8 @@ class _Batch:
         ways = {"ours": self._ours, "generate": self._generate, "floor": self._floor}
         if self.engine.parts.runner.graphs is not None:
             ways["computed"] = self._computed
+        if self.grammars is not None:
+            ways["grammar"] = self._with_grammar
         if batch == SEQUENTIAL_BATCH:
             ways["sequential"] = self._sequential
 
@@ -158,21 +181,31 @@ class _Batch:
         found.compare(METRIC, "ours", "generate", at_least=least if is_goal else 0.0)
         found.compare(METRIC, "ours", "sequential", at_least=LEAST_OF_SEQUENTIAL)
         found.compare(METRIC, "ours", "computed")
+        found.compare(METRIC, "grammar", "ours", at_least=LEAST_OF_GRAMMAR)
         found.compare(METRIC, "ours", "floor")
         return found.case()
 
     def _prompts(self, number: int) -> list[list[int]]:
         return [self.engine.new_tokens(self.options.history_tokens) for _ in range(number)]
 
-    async def _ours(self) -> float:
+    async def _ours(self, grammars: Grammars | None = None) -> float:
         engine, num_tokens = self.engine, self.options.steps + 1
         answers = await asyncio.gather(
             *(
-                engine.turn(engine.key(f"decode-{index}"), prompt, num_tokens, source="none")
+                engine.turn(
+                    engine.key(f"decode-{index}"),
+                    prompt,
+                    num_tokens,
+                    source="none",
+                    grammar=grammars.compile(LONG_DOCUMENT) if grammars else None,
+                )
                 for index, prompt in enumerate(self._prompts(self.batch))
             )
         )
         return decode_tokens_per_s(answers)
+
+    async def _with_grammar(self) -> float:
+        return await self._ours(self.grammars)
 
     async def _computed(self) -> float:
         runner = self.engine.parts.runner

@@ -19,6 +19,7 @@ from inference_svc.config import InferenceSettings
 from inference_svc.core.answers import SamplingParams
 from inference_svc.core.errors import EngineFailedError
 from inference_svc.core.rates.rates import LoadPolicy
+from inference_svc.runtime.compute.grammars import AnswerGrammar
 from inference_svc.runtime.compute.sampling import Sampled, Sampler
 from inference_svc.runtime.engine.engine_request import EngineRequest
 from shared.children.child_kvd import ChildKvd
@@ -165,6 +166,7 @@ class LocalEngine:
         history_tokens: int | None = None,
         is_over: Callable[[], bool] | None = None,
         is_final: bool = False,
+        grammar: AnswerGrammar | None = None,
     ) -> TurnTimes:
         """Answer one turn.
 
@@ -179,6 +181,7 @@ class LocalEngine:
             history_tokens: history as kvd's look-ahead is told of it; by default `keep_tokens`.
             is_over: ends the answer before its length.
             is_final: whether the session ends with this turn, which is reported to kvd.
+            grammar: of the answer, which does not end before `max_tokens`.
         """
         engine = self.parts.engine
         if source not in KEEPS_RESIDENT:
@@ -193,7 +196,9 @@ class LocalEngine:
             arrived_ns=time.monotonic_ns(),
             history_tokens=min(history, len(prompt_ids)),
             is_final=is_final,
-            sampler=Sampler(SamplingParams(max_tokens=max_tokens, ignore_eos=True)),
+            sampler=Sampler(
+                SamplingParams(max_tokens=max_tokens, ignore_eos=True), grammar=grammar
+            ),
             sink=sink,
             load_policy=POLICIES[source],
             may_share=source in KEEPS_RESIDENT,
