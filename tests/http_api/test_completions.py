@@ -125,7 +125,7 @@ async def test_a_stream_says_what_the_whole_says(api):
         )
         assert len(joined) == LENGTH
     assert logprobs.text_offset[0] == 0
-    assert all(len(top) == 2 for top in logprobs.top_logprobs)
+    assert all(1 <= len(top) <= 2 for top in logprobs.top_logprobs), "two may have one text"
 
 
 @pytest.mark.parametrize(
