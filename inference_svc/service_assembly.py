@@ -38,6 +38,7 @@ class ServiceParts:
     turns: Turns
     gateway: Gateway
     text_thread: WorkerThread
+    grammars: Grammars
 
     def follow(self, live: LiveSettings[InferenceSettings]) -> None:
         """Apply the settings that a reload changes (`config.LIVE_KEYS`), from now on."""
@@ -68,6 +69,7 @@ class ServiceParts:
         """End the threads, each after the call it runs."""
         self.engine_parts.close()
         self.text_thread.close()
+        self.grammars.close()
 
 
 def assemble_service(
@@ -99,17 +101,13 @@ def assemble_service(
     )
     report = TurnReport(engine_parts.histograms)
     has_tokenizer = loaded.tokenizer is not None
-    prompts = PromptMaker(
-        text,
-        text_thread,
-        turn_limits,
-        Grammars(loaded.tokenizer, loaded.vocab_size, loaded.eos_ids),
-        has_tokenizer=has_tokenizer,
-    )
+    prompts = PromptMaker(text, text_thread, turn_limits, has_tokenizer=has_tokenizer)
+    grammars = Grammars(loaded.tokenizer, loaded.vocab_size, loaded.eos_ids)
     runner = TurnRunner(
         engine=engine,
         transcripts=transcripts,
         prompts=prompts,
+        grammars=grammars,
         tokenizer=loaded.tokenizer,
         limits=turn_limits,
         counters=counters,
@@ -148,6 +146,7 @@ def assemble_service(
         turns=turns,
         gateway=gateway,
         text_thread=text_thread,
+        grammars=grammars,
     )
 
 

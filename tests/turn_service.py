@@ -41,9 +41,9 @@ class Service:
         tokenizer, report = model[0].tokenizer, TurnReport(self.histograms)
         text = TurnText(tokenizer, limits.eos_ids)
         grammars = Grammars(tokenizer, limits.vocab_size, limits.eos_ids)
-        prompts = PromptMaker(text, self.thread, limits, grammars, has_tokenizer=True)
+        prompts = PromptMaker(text, self.thread, limits, has_tokenizer=True)
         runner = TurnRunner(
-            *(engine.loop, self.store, prompts, tokenizer, limits, self.counters, report)
+            *(engine.loop, self.store, prompts, grammars, tokenizer, limits, self.counters, report)
         )
         self.turns = Turns(
             *(runner, self.store, engine.loop, SessionTurns(9, 9, lambda: 1.0)),

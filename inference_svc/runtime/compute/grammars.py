@@ -18,6 +18,7 @@ import numpy.typing as npt
 
 from inference_svc.core.errors import EngineFailedError, InvalidGrammarError
 from inference_svc.core.grammar import Grammar, GrammarKind
+from inference_svc.runtime.worker_thread import WorkerThread
 
 Logits = npt.NDArray[np.float32]  # [vocab]
 
@@ -68,7 +69,7 @@ class AnswerGrammar:
 
 
 class Grammars:
-    """Compiles grammars for one model; any thread may.
+    """Compiles grammars for one model, on a thread of its own: nobody's text waits for it.
 
     Args:
         tokenizer: the model's; None: it has none.
@@ -81,10 +82,23 @@ class Grammars:
         self._vocab_size = vocab_size
         self._eos_ids = sorted(eos_ids)
         self._lock = threading.Lock()
+        self._thread = WorkerThread("grammars")
         self._vocabulary: Any | None = None  # read when the first grammar comes: it takes a while
 
+    def close(self) -> None:
+        """End the thread, after the call it runs."""
+        self._thread.close()
+
+    async def compiled(self, grammar: Grammar | None) -> AnswerGrammar | None:
+        """Compile the grammar of an answer, on the thread; None if it has none.
+
+        Raises:
+            InvalidGrammarError: it is none, or this model cannot have any.
+        """
+        return None if grammar is None else await self._thread.run(self.compile, grammar)
+
     def compile(self, grammar: Grammar) -> AnswerGrammar:
-        """Compile a grammar for one answer.
+        """Compile a grammar for one answer; any thread may.
 
         Raises:
             InvalidGrammarError: it is none, or this model cannot have any.

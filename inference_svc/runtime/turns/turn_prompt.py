@@ -10,7 +10,6 @@ from inference_svc.core.discards import Discard, Range
 from inference_svc.core.errors import EmptyTurnError, InvalidSamplingError, InvalidTurnError
 from inference_svc.core.submission import ChatInput, Submission, TextInput, TurnInput
 from inference_svc.core.turn_window import TurnWindow
-from inference_svc.runtime.compute.grammars import AnswerGrammar, Grammars
 from inference_svc.runtime.turns.chat_text import TurnText
 from inference_svc.runtime.worker_thread import WorkerThread
 
@@ -91,21 +90,13 @@ class PromptMaker:
         text: encodes the input.
         text_thread: the thread that it encodes on.
         limits: the limits of every turn.
-        grammars: compiles the grammars of answers, on the same thread.
         has_tokenizer: whether answers have text.
     """
 
     def __init__(
-        self,
-        text: TurnText,
-        text_thread: WorkerThread,
-        limits: TurnLimits,
-        grammars: Grammars,
-        *,
-        has_tokenizer: bool,
+        self, text: TurnText, text_thread: WorkerThread, limits: TurnLimits, *, has_tokenizer: bool
     ) -> None:
         self._text = text
-        self._grammars = grammars
         self._thread = text_thread
         self._limits = limits
         self._has_tokenizer = has_tokenizer
@@ -136,16 +127,6 @@ class PromptMaker:
         system_tokens = 0 if kept.token_ids else await self._system_tokens(submission, input_ids)
         is_text = isinstance(submission.input, TextInput)
         return Prompt(context, ranges, input_ids, system_tokens, is_text, window)
-
-    async def grammar(self, sampling: SamplingParams) -> AnswerGrammar | None:
-        """Compile the grammar of an answer; None if it has none.
-
-        Raises:
-            InvalidGrammarError: it is none, or the model can have none.
-        """
-        if sampling.grammar is None:
-            return None
-        return await self._thread.run(self._grammars.compile, sampling.grammar)
 
     async def encode(self, given: TurnInput) -> list[int]:
         """Return the tokens of an input that begins a session.

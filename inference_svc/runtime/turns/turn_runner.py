@@ -21,7 +21,7 @@ from inference_svc.core.submission import Submission
 from inference_svc.core.transcript_format import ExpectedSession, Header, Transcript
 from inference_svc.core.turn_record import Accepted, Finished, TurnRecord, Usage
 from inference_svc.runtime.compute.attention_scores import keeper_for
-from inference_svc.runtime.compute.grammars import AnswerGrammar
+from inference_svc.runtime.compute.grammars import AnswerGrammar, Grammars
 from inference_svc.runtime.compute.sampling import Sampler
 from inference_svc.runtime.engine.engine_loop import EngineLoop
 from inference_svc.runtime.engine.engine_request import ContextCut, EngineRequest
@@ -40,6 +40,7 @@ class TurnRunner:
         engine: EngineLoop,
         transcripts: TranscriptStore,
         prompts: PromptMaker,
+        grammars: Grammars,
         tokenizer: Any | None,
         limits: TurnLimits,
         counters: Counters,
@@ -48,6 +49,7 @@ class TurnRunner:
         self._engine = engine
         self._transcripts = transcripts
         self._prompts = prompts
+        self._grammars = grammars
         self._tokenizer = tokenizer
         self._limits = limits
         self._counters = counters
@@ -67,7 +69,7 @@ class TurnRunner:
             transcript = Transcript(Header(*submission.key))
         ExpectedSession(submission.expected_turn).check(transcript)
         prompt = await self._prompts.make(submission, transcript.context)
-        grammar = await self._prompts.grammar(submission.sampling)
+        grammar = await self._grammars.compiled(submission.sampling.grammar)
         request, writer = self._make_request(turn, prompt, grammar)
         turn.publish(
             Accepted(

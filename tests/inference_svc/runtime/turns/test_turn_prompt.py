@@ -35,7 +35,7 @@ def prompts(tokenizer):
     text.try_out()
     thread = WorkerThread("text")
     limits = TurnLimits(WINDOW_TOKENS, len(tokenizer), frozenset({tokenizer.eos_token_id}), 10)
-    yield PromptMaker(text, thread, limits, None, has_tokenizer=True)
+    yield PromptMaker(text, thread, limits, has_tokenizer=True)
     thread.close()
 
 
@@ -207,9 +207,7 @@ async def test_raw_text_begins_as_a_text_does_only_where_a_session_does():
     tokenizer = framing_texts(make_tokenizer("byte_level"))
     thread = WorkerThread("text")
     limits = TurnLimits(WINDOW_TOKENS, len(tokenizer), frozenset(), 10)
-    prompts = PromptMaker(
-        TurnText(tokenizer, frozenset()), thread, limits, None, has_tokenizer=True
-    )
+    prompts = PromptMaker(TurnText(tokenizer, frozenset()), thread, limits, has_tokenizer=True)
     for context, begin in ((Context(), [tokenizer.bos_token_id]), (Context((5, 6), 2), [])):
         prompt = await prompts.make(submission(TextInput("hello")), context)
         plain = tokenizer("hello", add_special_tokens=False).input_ids
@@ -223,7 +221,7 @@ async def test_a_text_is_waited_for_only_where_answers_have_one(has_tokenizer):
     thread = WorkerThread("text")
     limits = TurnLimits(WINDOW_TOKENS, 256, frozenset(), 10)
     text = TurnText(None, frozenset())
-    prompts = PromptMaker(text, thread, limits, None, has_tokenizer=has_tokenizer)
+    prompts = PromptMaker(text, thread, limits, has_tokenizer=has_tokenizer)
     asked = submission(TokenInput((5,)), stop=("x",))
     if has_tokenizer:
         assert (await prompts.make(asked, Context())).input_ids == [5]
@@ -237,7 +235,7 @@ async def test_a_beginning_that_does_not_fit_is_refused():
     """The whole context goes, but what the template then writes first is longer."""
     thread = WorkerThread("text")
     limits = TurnLimits(WINDOW_TOKENS, 256, frozenset(), 10)
-    prompts = PromptMaker(Wordy(None, frozenset()), thread, limits, None, has_tokenizer=False)
+    prompts = PromptMaker(Wordy(None, frozenset()), thread, limits, has_tokenizer=False)
     context = Context((5,) * 60, 60)
     with pytest.raises(InputTooLongError, match=r"history 0 .* new 100"):
         await prompts.make(submission(question("Why?"), OverflowPolicy(ratio=1.0)), context)

@@ -1,11 +1,13 @@
 """Turns that change what is sampled: the same whatever happens to them, or beside them."""
 
 import asyncio
+import re
 from dataclasses import replace
 
 import pytest
 
 from inference_svc.core.answers import SamplingParams
+from inference_svc.core.grammar import Grammar, GrammarKind
 from inference_svc.core.turn_record import Tokens
 from tests.memory_engine import loaded_model
 from tests.turn_service import KEY, LIMITS, asked, first_token, serving, token_ids_of
@@ -116,3 +118,17 @@ async def test_an_end_that_would_come_at_once_comes_when_it_may(model, tmp_path)
         assert (first in {5, 6}, rest) == (False, [5])
         context = (await service.transcript()).context.token_ids
         assert context[:10] == (20, 21, 5, 20, 21, 6, 6, 6, 5, 20)
+
+
+@pytest.mark.parametrize("window_tokens", [200, 64])
+async def test_an_answer_by_a_grammar_outgrows_its_window(model, tmp_path, window_tokens):
+    """What has left the context counts still: the whole answer fits, to its end."""
+    end_id = model[0].tokenizer.convert_tokens_to_ids("z")
+    limits = replace(LIMITS, window_tokens=window_tokens, eos_ids=frozenset({end_id}))
+    grammar = Grammar(GrammarKind.REGEX, "([ab]c){40}d")
+    sampling = SamplingParams(max_tokens=120, grammar=grammar)
+    async with serving(model, tmp_path, limits) as service:
+        events = await service.run(range(20, 60), sampling=sampling)
+    assert re.fullmatch(grammar.source + "z?", events[-1].text)
+    assert events[-1].finish_reason == "stop"
+    assert (events[-1].usage.dropped_tokens > 0) == (window_tokens == 64)
