@@ -140,14 +140,11 @@ class Sampler:
         return adjusted
 
     def _draw(self, logits: Logits) -> int:
-        candidates, probabilities = _candidates(logits, self._params)
         digest = hashlib.blake2b(
             f"{self._params.seed}:{self._step}".encode(), digest_size=8
         ).digest()
         uniform = (int.from_bytes(digest, "little") >> 11) * 2.0**-53  # [0, 1), as random.random()
-        cumulated = np.cumsum(probabilities)
-        index = int(np.searchsorted(cumulated, uniform * cumulated[-1], side="right"))
-        return int(candidates[index])  # there is one: the product is below the sum, rounded too
+        return draw(logits, self._params, uniform)
 
 
 def _penalise(logits: Logits, prior_token_ids: Sequence[int], penalty: float) -> None:
@@ -157,20 +154,69 @@ def _penalise(logits: Logits, prior_token_ids: Sequence[int], penalty: float) ->
     logits[seen] = np.where(values > 0, values / penalty, values * penalty)
 
 
-def _candidates(logits: Logits, params: SamplingParams) -> tuple[npt.NDArray[np.int64], Row]:
-    """Return the tokens left to draw from, most likely first, and their weights."""
-    order = np.argsort(-logits, kind="stable")
-    if params.top_k > 0:
-        order = order[: params.top_k]
-    scaled = logits[order].astype(np.float64) / params.temperature
-    weights = np.exp(scaled - scaled[0])
-    keep = len(order)
+FIRST_CANDIDATES = 256  # that are looked at: a model that knows what it says draws one of them
+
+
+def draw(logits: Logits, params: SamplingParams, uniform: float) -> int:
+    """Draw a token: that at `uniform`, in [0, 1), of the weights of the candidates in a row.
+
+    They stand most likely first, of equals the lowest id. Only as many are sorted as it takes to
+    know: sorting all of a vocabulary takes longer than computing the logits of a small model.
+    """
+    if 0 < params.top_k < len(logits):
+        candidates = _first(logits, params.top_k)
+        weights = _weights(logits[candidates], params.temperature)
+        return int(candidates[_place(weights, params, uniform)])
+    all_weights, num_candidates = _weights(logits, params.temperature), FIRST_CANDIDATES
+    total = float(all_weights.sum())
+    while 4 * num_candidates <= len(logits):  # beyond, sorting them all costs as little
+        candidates = _first(logits, num_candidates)
+        place = _place(all_weights[candidates], params, uniform, total)
+        if place < num_candidates:
+            return int(candidates[place])
+        num_candidates *= 8
+    candidates = _first(logits, len(logits))
+    return int(candidates[_place(all_weights[candidates], params, uniform)])
+
+
+def _place(weights: Row, params: SamplingParams, uniform: float, total: float | None = None) -> int:
+    """Return the place of the candidate that is drawn; their number: it is behind them.
+
+    Args:
+        weights: of the most likely candidates, these first.
+        params: of the turn.
+        uniform: see `draw`.
+        total: weight of all candidates; None: these are all.
+    """
+    cumulated = np.cumsum(weights)
+    num_kept = num_known = len(weights)
     if params.top_p < 1.0:
-        cumulated = np.cumsum(weights)
-        keep = int(np.searchsorted(cumulated, params.top_p * cumulated[-1], side="left")) + 1
+        mass = params.top_p * (cumulated[-1] if total is None else total)
+        num_kept = int(np.searchsorted(cumulated, mass, side="left")) + 1
     if params.min_p > 0.0:
-        keep = min(keep, int(np.count_nonzero(weights >= params.min_p * weights[0])))
-    return order[:keep], weights[:keep]
+        num_kept = min(num_kept, int(np.count_nonzero(weights >= params.min_p * weights[0])))
+    if total is not None and num_kept >= num_known:
+        if params.top_p < 1.0 or params.min_p > 0.0:  # more of them may be kept
+            return num_known
+        return int(np.searchsorted(cumulated, uniform * total, side="right"))
+    kept = cumulated[:num_kept]
+    return int(np.searchsorted(kept, uniform * kept[-1], side="right"))
+
+
+def _weights(logits: Logits, temperature: float) -> Row:
+    """Return what tokens weigh; the most likely one weighs 1."""
+    scaled = logits.astype(np.float64) / temperature
+    weights: Row = np.exp(scaled - scaled.max())
+    return weights
+
+
+def _first(logits: Logits, num_candidates: int) -> npt.NDArray[np.int64]:
+    """Return the ids of the most likely tokens, these first; of equals, the lowest."""
+    place = len(logits) - num_candidates
+    if place <= 0:
+        return np.argsort(-logits, kind="stable")
+    ids = np.flatnonzero(logits >= np.partition(logits, place)[place])
+    return ids[np.argsort(-logits[ids], kind="stable")][:num_candidates]
 
 
 def _report(logits: Logits, chosen: int, num_top: int) -> Sampled:

@@ -3,6 +3,7 @@
 import math
 from collections import Counter
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 
 from inference_svc.core.answers import SamplingParams
 from inference_svc.core.errors import EngineFailedError
-from inference_svc.runtime.compute.sampling import Sampler
+from inference_svc.runtime.compute.sampling import Sampler, draw
 
 LOGITS = torch.tensor([0.0, 3.0, 1.0, 3.0, 2.0, -1.0])
 
@@ -44,6 +45,52 @@ def test_a_seeds_draws_are_the_same_in_every_release():
     sampler = Sampler(SamplingParams(temperature=1.0, seed=7))
     drawn = [sampler.sample(torch.zeros(1000), []).token_id for _ in range(5)]
     assert drawn == [0, 919, 332, 564, 709]
+
+
+def plain_draw(logits, params, uniform):
+    """The formula, by sorting all of the vocabulary."""
+    order = np.argsort(-logits, kind="stable")
+    if params.top_k > 0:
+        order = order[: params.top_k]
+    scaled = logits[order].astype(np.float64) / params.temperature
+    weights = np.exp(scaled - scaled[0])
+    keep = len(order)
+    if params.top_p < 1.0:
+        cumulated = np.cumsum(weights)
+        keep = int(np.searchsorted(cumulated, params.top_p * cumulated[-1], side="left")) + 1
+    if params.min_p > 0.0:
+        keep = min(keep, int(np.count_nonzero(weights >= params.min_p * weights[0])))
+    cumulated = np.cumsum(weights[:keep])
+    return int(order[np.searchsorted(cumulated, uniform * cumulated[-1], side="right")])
+
+
+@given(
+    st.integers(0, 2**32 - 1),
+    st.sampled_from([1, 7, 256, 257, 3000, 20_000]),
+    st.sampled_from([0.3, 1.0, 4.0, 20.0]),
+    st.sampled_from([None, 0, 1]),
+    st.fixed_dictionaries(
+        {},
+        optional={
+            "temperature": st.sampled_from([0.1, 1.0, 2.0]),
+            "top_k": st.sampled_from([1, 5, 300, 50_000]),
+            "top_p": st.sampled_from([0.1, 0.9, 0.999]),
+            "min_p": st.sampled_from([0.001, 0.1, 0.9]),
+        },
+    ),
+    st.lists(st.floats(0, 1, exclude_max=True), min_size=1, max_size=5),
+)
+def test_what_is_drawn_is_the_formulas(seed, vocab_size, spread, digits, filters, uniforms):
+    """However many are sorted: of equals (rounded logits) and of tokens that may not come, too."""
+    rng = np.random.default_rng(seed)
+    logits = rng.normal(scale=spread, size=vocab_size).astype(np.float32)
+    if digits is not None:
+        logits = logits.round(digits)
+        logits[rng.random(vocab_size) < 0.3] = -np.inf
+        logits[rng.integers(vocab_size)] = 0.0
+    params = SamplingParams(**{"temperature": 1.0, **filters})
+    for uniform in uniforms:
+        assert draw(logits, params, uniform) == plain_draw(logits, params, uniform)
 
 
 def test_frequencies_follow_the_probabilities():
