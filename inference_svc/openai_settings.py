@@ -1,4 +1,4 @@
-"""Settings of the OpenAI-compatible API: the section [openai]."""
+"""Settings of the HTTP API, OpenAI's and Anthropic's: the section [openai]."""
 
 from collections.abc import Mapping
 from ipaddress import ip_network
@@ -37,7 +37,7 @@ class OpenAISettings(Section):
         header_s: most seconds a client may take for a TLS handshake, and for a request's headers.
         idle_s: seconds that a connection is kept for the next request.
         max_requests: bound of the requests at once; more are refused. For a new one a request may
-            go whose body has not come (`openai/requests.py` says which).
+            go whose body has not come (`http_api/requests.py` says which).
         max_connections: bound of the connections at once; for one more that goes which waits for
             headers, or is idle, for longest. None is closed that is being answered: then the new
             one is.

@@ -177,6 +177,8 @@ _EXPECTED: Mapping[str, str] = {
     "literal_error": "{expected}",
     "greater_than_equal": "a number, {ge} or more",
     "less_than_equal": "a number, {le} or less",
+    "too_short": "a list of {min_length} or more",
+    "too_long": "a list of {max_length} or less",
 }
 
 

@@ -51,9 +51,8 @@ class ChatFormat(Body):
     @property
     def grammar(self) -> Grammar | None:
         """The grammar; None: plain text."""
-        if self.json_schema is not None:
-            return of_schema(self.json_schema.definition or {})
-        return ANY_OBJECT if self.kind == "json_object" else None
+        definition = None if self.json_schema is None else self.json_schema.definition
+        return _grammar(self.kind, definition)
 
 
 class FlatFormat(Body):
@@ -76,9 +75,7 @@ class FlatFormat(Body):
     @property
     def grammar(self) -> Grammar | None:
         """The grammar; None: plain text."""
-        if self.definition is not None:
-            return of_schema(self.definition)
-        return ANY_OBJECT if self.kind == "json_object" else None
+        return _grammar(self.kind, self.definition)
 
     @property
     def shown(self) -> dict[str, Any]:
@@ -87,6 +84,12 @@ class FlatFormat(Body):
             return {"type": self.kind}
         said = {"name": self.name, "schema": self.definition, "strict": self.strict}
         return {"type": self.kind, **said}
+
+
+def _grammar(kind: Kind, definition: dict[str, Any] | None) -> Grammar | None:
+    if definition is not None:
+        return of_schema(definition)
+    return ANY_OBJECT if kind == "json_object" else None
 
 
 def _schema_and_type(name: str) -> WrongMemberError:

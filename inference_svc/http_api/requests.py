@@ -194,7 +194,11 @@ class TurnRequest(Generic[B]):
         Raises:
             RequestError: a header is off, or does not go with the body.
         """
-        chain, path = self.chain, self.request.path
+        chain, path, session_id = self.chain, self.request.path, self._session_name()
+        if choice and session_id:
+            raise RequestError(
+                "several answers cannot go on in one session", "leave the session out", "session_id"
+            )
         repeat = header_of(self.request, REPEAT)
         which = (str(choice),) if choice else ()
         key = bytes.fromhex(chain.id_of("repeat", path, repeat, *which)) if repeat else None
@@ -202,7 +206,7 @@ class TurnRequest(Generic[B]):
         return HttpTurn(
             messages=messages,
             sampling=self.body.sampling(self.settings.temperature, choice),
-            session_id=self._session_name(),
+            session_id=session_id,
             is_kept=self.body.store,
             overflow=overflow,
             request_id="r-" + chain.id_of("request", *names),

@@ -1,8 +1,8 @@
 """The gateway: identity, tenant, limits and turns, for gRPC and HTTP alike.
 
-Both ways in (`servicer.py`, `openai/`) decode a request, call the gateway, and encode its answers.
-The tenant is never what a request names alone: the identity has to allow it, and `key` checks that.
-All errors raised here are ReportedErrors.
+Both ways in (`servicer.py`, `http_api/`) decode a request, call the gateway, and encode its
+answers. The tenant is never what a request names alone: the identity has to allow it, and `key`
+checks that. All errors raised here are ReportedErrors.
 """
 
 import asyncio

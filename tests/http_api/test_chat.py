@@ -137,6 +137,17 @@ async def test_several_answers_are_streamed_together(api, opening):
     assert first.model_extra["session_id"] in sessions[0] ^ sessions[1]
 
 
+@pytest.mark.parametrize(
+    "named", [{"extra_body": {"session_id": "s"}}, {"extra_headers": {"X-Session-Id": "s"}}]
+)
+async def test_several_answers_cannot_go_on_in_one_session(api, opening, named):
+    """However it is named; nothing is begun."""
+    async with api.client() as client:
+        with pytest.raises(openai.BadRequestError, match="leave the session out"):
+            await ask(client, opening, n=2, **named)
+    assert await api.num_turns("s") == -1
+
+
 async def test_several_answers_are_refused_as_one(api):
     """If there is no room for all of them nobody gets one, and nothing is left."""
     before = await api.counter("turns_finished")

@@ -73,7 +73,7 @@ class ChatBody(OpenAITurnBody):
             raise WrongMemberError(
                 "{path} is given without logprobs", "send logprobs: true, too", "top_logprobs"
             )
-        check_choices(1, self.n, self.session_id)
+        check_choices(1, self.n)
         return self
 
     @property

@@ -7,7 +7,7 @@ the prompts have in common, for all of them.
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Iterable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol, TypeVar
 
@@ -24,20 +24,16 @@ MOST_CHOICES = 16  # answers to one request
 T = TypeVar("T")
 
 
-def check_choices(num_prompts: int, n: int, session_id: str) -> None:
+def check_choices(num_prompts: int, n: int) -> None:
     """Bound the answers of a request; for a validator of its body.
 
     Raises:
-        WrongMemberError: there are too many, or all of them would go on in one session.
+        WrongMemberError: there are too many.
     """
     num_choices = num_prompts * n
     if num_choices > MOST_CHOICES:
         raise WrongMemberError(
             f"{num_choices} answers to a request cannot be", f"ask for at most {MOST_CHOICES}", "n"
-        )
-    if num_choices > 1 and session_id:
-        raise WrongMemberError(
-            "several answers cannot go on in one session", "leave the session out", "session_id"
         )
 
 
@@ -142,14 +138,15 @@ class Choices:
         for choice, answer in zip(self._choices, self._answers, strict=True):
             for made in choice.opening():
                 yield self._envelope.chunk([made], answer.session_id)
-        async for index, event in _merged(self._answers):
-            choice, session_id = self._choices[index], self._answers[index].session_id
-            if isinstance(event, Finished):
-                ended[index] = event
-                yield self._envelope.chunk([choice.ending(event)], session_id)
-            else:
-                for made in choice.piece(event.tokens):
-                    yield self._envelope.chunk([made], session_id)
+        async with aclosing(_merged(self._answers)) as events:  # a client may leave in the middle
+            async for index, event in events:
+                choice, session_id = self._choices[index], self._answers[index].session_id
+                if isinstance(event, Finished):
+                    ended[index] = event
+                    yield self._envelope.chunk([choice.ending(event)], session_id)
+                else:
+                    for made in choice.piece(event.tokens):
+                        yield self._envelope.chunk([made], session_id)
         if self._envelope.includes_usage:
             usage = self._total([finished for finished in ended if finished is not None])
             yield self._envelope.chunk([], self.session_id, usage)

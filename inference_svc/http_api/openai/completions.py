@@ -80,7 +80,7 @@ class CompletionBody(SampledBody):
 
     @model_validator(mode="after")
     def _bound(self) -> Self:
-        check_choices(len(self.prompt), self.n, self.session_id)
+        check_choices(len(self.prompt), self.n)
         return self
 
     @property
