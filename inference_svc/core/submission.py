@@ -1,9 +1,10 @@
 """A client's request for one turn of one session, the same from gRPC and HTTP. Pure."""
 
 from dataclasses import dataclass, field
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from inference_svc.core.answers import SamplingParams
+from inference_svc.core.chat import Message, Tool, canonical
 from inference_svc.core.compression.policy import CompressionPolicy
 from inference_svc.core.truncation import USUAL_SINKS, OverflowPolicy
 from shared.types.session_key import SessionKey
@@ -24,13 +25,30 @@ class TextInput:
 
 @dataclass(frozen=True)
 class ChatInput:
-    """New messages of this turn: (role, content)."""
+    """New messages of this turn.
 
-    messages: tuple[tuple[str, str], ...]
+    Attributes:
+        messages: what is new.
+        tools: what the model may call: the same in all turns of a session that name any.
+    """
 
-    def as_messages(self) -> list[dict[str, str]]:
+    messages: tuple[Message, ...]
+    tools: tuple[Tool, ...] = ()
+
+    def as_messages(self) -> list[dict[str, Any]]:
         """Return the messages as chat templates take them."""
-        return [{"role": role, "content": content} for role, content in self.messages]
+        return [message.as_template() for message in self.messages]
+
+    def as_tools(self) -> list[dict[str, Any]]:
+        """Return the tools as chat templates take them."""
+        return [tool.as_template() for tool in self.tools]
+
+    @property
+    def num_characters(self) -> int:
+        """Number of characters of everything that is said."""
+        said = sum(len(message.content) for message in self.messages)
+        called = sum(len(c.arguments) for message in self.messages for c in message.tool_calls)
+        return said + called + len(canonical(self.tools))
 
 
 @dataclass(frozen=True)
@@ -138,6 +156,5 @@ class Submission:
         elif isinstance(self.input, TextInput):
             num_input = len(self.input.text) // CHARACTERS_PER_TOKEN
         else:
-            num_characters = sum(len(content) for _, content in self.input.messages)
-            num_input = num_characters // CHARACTERS_PER_TOKEN
+            num_input = self.input.num_characters // CHARACTERS_PER_TOKEN
         return num_input + self.sampling.max_tokens

@@ -59,8 +59,8 @@ class FrameTokens:
         return starts[-1] if starts else 0
 
 
-def common_prefix(first: Sequence[int], *others: Sequence[int]) -> int:
-    """Return how many leading tokens all of them share."""
+def common_prefix(first: Sequence[object], *others: Sequence[object]) -> int:
+    """Return how many leading tokens, or characters, all of them share."""
     length = 0
     for tokens in zip(first, *others, strict=False):
         if len(set(tokens)) > 1:

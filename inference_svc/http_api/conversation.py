@@ -1,23 +1,11 @@
-"""Messages as roles and texts: the one form behind every API."""
+"""How many messages a request may have; what they say has one form behind every API: `Message`."""
 
-from dataclasses import dataclass
 from typing import Any
 
 from inference_svc.http_api.bodies import WrongMemberError
 
-ASSISTANT = "assistant"
-SYSTEM = "system"
-USER = "user"
 MAX_MESSAGES = 4096
 MAX_PARTS = 4096  # of all messages together: reading each takes its time, of everybody's
-
-
-@dataclass(frozen=True)
-class Message:
-    """One message; `content` may be empty in an answer."""
-
-    role: str
-    content: str
 
 
 def bounded(given: Any) -> Any:

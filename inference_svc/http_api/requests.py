@@ -20,9 +20,9 @@ from typing import Any, Generic, NoReturn, TypeVar
 import structlog
 from aiohttp import HttpVersion11, hdrs, web
 
+from inference_svc.core.chat import Message
 from inference_svc.core.submission import TextInput, TokenInput
 from inference_svc.http_api.bodies import TurnBody
-from inference_svc.http_api.conversation import Message
 from inference_svc.http_api.errors import (
     InvalidJsonError,
     RequestError,

@@ -45,8 +45,7 @@ class TokenizeBody(ModelBody):
         """The text, or the messages."""
         if self.prompt is not None:
             return TextInput(self.prompt, has_special=self.special_tokens)
-        said = (each.message for each in self.messages)
-        return chat_input((message.role, message.content) for message in said)
+        return chat_input(each.message for each in self.messages)
 
 
 class DetokenizeBody(ModelBody):

@@ -12,6 +12,7 @@ from typing import Any
 
 from inference_svc.config import InferenceSettings
 from inference_svc.core.answers import SamplingParams
+from inference_svc.core.chat import Message, Tool
 from inference_svc.core.compression.policies import check_compression, make_compression
 from inference_svc.core.compression.policy import CompressionPolicy
 from inference_svc.core.errors import EmptyTurnError, InvalidCompressionError, UnsupportedModelError
@@ -54,16 +55,16 @@ def turn_defaults(settings: InferenceSettings, model: ModelTraits) -> TurnDefaul
     )
 
 
-def chat_input(messages: Iterable[tuple[str, str]]) -> ChatInput:
-    """Make an input of the turn's new messages: (role, content).
+def chat_input(messages: Iterable[Message], tools: tuple[Tool, ...] = ()) -> ChatInput:
+    """Make an input of the turn's new messages.
 
     Raises:
-        EmptyTurnError: none of them has any content.
+        EmptyTurnError: none of them says anything.
     """
     found = tuple(messages)
-    if not any(content for _, content in found):
+    if not any(message.says_anything for message in found):
         raise empty_turn()
-    return ChatInput(found)
+    return ChatInput(found, tools)
 
 
 def empty_turn() -> EmptyTurnError:

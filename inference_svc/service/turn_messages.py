@@ -8,6 +8,7 @@ from dataclasses import asdict
 from typing import Any
 
 from inference_svc.core.answers import AnswerToken
+from inference_svc.core.chat import Message
 from inference_svc.core.discards import Discard, Range
 from inference_svc.core.errors import InvalidDiscardError, InvalidTurnError
 from inference_svc.core.grammar import Grammar, GrammarKind
@@ -189,7 +190,7 @@ def _decode_input(request: pb.SubmitTurnRequest) -> TurnInput:
     if kind == "text" and request.text:
         return TextInput(request.text, request.special_tokens)
     if kind == "chat":
-        return chat_input((message.role, message.content) for message in request.chat.messages)
+        return chat_input(Message(said.role, said.content) for said in request.chat.messages)
     if kind == "tokens" and request.tokens.ids:
         return TokenInput(tuple(request.tokens.ids))
     raise empty_turn()

@@ -15,6 +15,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, BeforeValidator, FailFast, Field, model_validator
 
+from inference_svc.core.chat import ASSISTANT, SYSTEM, Message
 from inference_svc.core.grammar import Grammar
 from inference_svc.http_api.bodies import (
     Body,
@@ -24,7 +25,7 @@ from inference_svc.http_api.bodies import (
     TurnBody,
     WrongMemberError,
 )
-from inference_svc.http_api.conversation import ASSISTANT, SYSTEM, Message, bounded
+from inference_svc.http_api.conversation import bounded
 from inference_svc.http_api.errors import UnsupportedValueError
 from inference_svc.http_api.formats import FlatFormat
 

@@ -28,5 +28,5 @@ async def create_message(api: Api, request: web.Request) -> web.StreamResponse:
 async def count_tokens(api: Api, request: web.Request) -> web.Response:
     """Count the tokens of a conversation as they are read where nothing is known of it."""
     body = (await api.read(request, PromptBody)).body
-    given = chat_input((message.role, message.content) for message in body.conversation)
+    given = chat_input(body.conversation)
     return reply({"input_tokens": len(await api.gateway.encode(given))})

@@ -12,11 +12,11 @@ from aiohttp import web
 from pydantic import Field, model_validator
 
 from inference_svc.core.answers import AnswerToken
+from inference_svc.core.chat import Message
 from inference_svc.core.grammar import Grammar
 from inference_svc.core.turn_record import Finished
 from inference_svc.http_api.api import Api
 from inference_svc.http_api.bodies import Body, Count, Refused, WrongMemberError
-from inference_svc.http_api.conversation import Message
 from inference_svc.http_api.formats import ChatFormat
 from inference_svc.http_api.openai.choices import Choices, Envelope, check_choices, opened
 from inference_svc.http_api.openai.messages import Messages

@@ -5,8 +5,9 @@ from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import AfterValidator, BeforeValidator, FailFast, Field, model_validator
 
+from inference_svc.core.chat import ASSISTANT, SYSTEM, USER, Message
 from inference_svc.http_api.bodies import Body, Refused, WrongMemberError
-from inference_svc.http_api.conversation import ASSISTANT, SYSTEM, USER, Message, bounded
+from inference_svc.http_api.conversation import bounded
 from inference_svc.http_api.errors import UnsupportedValueError
 
 _ROLES = {"developer": SYSTEM, SYSTEM: SYSTEM, USER: USER, ASSISTANT: ASSISTANT}

@@ -13,8 +13,8 @@ import asyncio
 from collections.abc import Coroutine
 from typing import Any
 
+from inference_svc.core.chat import ASSISTANT, Message
 from inference_svc.core.turn_record import Finished
-from inference_svc.http_api.conversation import ASSISTANT, Message
 from inference_svc.http_api.sessions.lookup import Point, Route, StoredResponse
 from inference_svc.http_api.sessions.routing import Caller, HistoryChain, HttpTurn
 from inference_svc.http_api.sessions.store import ApiStore

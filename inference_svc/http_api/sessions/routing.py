@@ -17,9 +17,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from inference_svc.core.chat import ASSISTANT, Message
 from inference_svc.core.submission import Submission, TextInput, TokenInput, TurnDefaults
 from inference_svc.core.transcript_format import Transcript
-from inference_svc.http_api.conversation import ASSISTANT, Message
 from inference_svc.http_api.errors import UnknownHistoryError
 from inference_svc.http_api.sessions.lookup import Point, ResponseInfo, Route, StoredResponse
 from inference_svc.http_api.sessions.store import ApiStore
@@ -147,7 +147,7 @@ class HttpTurn:
         new = self.messages[route.first :]
         return Submission(
             key=key,
-            input=self.raw or chat_input((message.role, message.content) for message in new),
+            input=self.raw or chat_input(new),
             sampling=fill_sampling(self.sampling, defaults),
             has_max_tokens="max_tokens" in self.sampling,
             request_id=self.request_id,

@@ -1,175 +1,33 @@
 """Encodes a turn's input to the token ids that are appended to the session.
 
-Chat messages go through the model's template, and what clients have written in them stays text
-(`control_tokens.py`). A session's tokens only grow, so the template is applied incrementally: what
-new messages add is the template of (dummy turn, new messages) less the template of the dummy turn.
-Whether that is so, what is written around messages, which roles there are, and which special
-tokens begin a message, is tried out when the service starts.
+Chat messages go through the model's template (`chat_template.py`, `tool_template.py`), and what
+clients have written in them stays text (`control_tokens.py`). Which special tokens begin a message
+is tried out when the service starts.
 
 Holds its own copy of the tokenizer: encoding runs on a thread, decoding on the event loop.
 """
 
 import copy
-import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import takewhile
 from typing import Any
 
+from inference_svc.core.chat import Tool
 from inference_svc.core.errors import InvalidTurnError, NoChatTemplateError
+from inference_svc.core.grammar import Grammar
+from inference_svc.core.tools.registry import PLAIN, ToolFormat
 from inference_svc.core.turn_window import FrameTokens, common_prefix
-from inference_svc.runtime.turns.control_tokens import ControlTokens
-
-DUMMY_QUESTION = "ping 7f3a"
-DUMMY_ANSWER = "pong 9c1e"
-OTHER_QUESTION = "what 5b20"  # begins with another token than DUMMY_QUESTION
-NO_ROLE = "zebra 3d7c"  # a role that no template knows
-MAX_ROLES = 256  # words of a template, that are tried as roles
-ALWAYS_TRIED = ("system", "user", "assistant", "tool")
-_WORDS = re.compile(r"""(["'])([A-Za-z_][\w-]{0,31})\1""")
-Message = Mapping[str, str]  # role, content
-TALKERS = frozenset({"user", "assistant"})  # roles that end what leads a conversation
-
-
-class ChatTemplate:
-    """A model's chat template; see the module docstring.
-
-    Args:
-        tokenizer: the model's tokenizer.
-
-    Attributes:
-        source: the template's text; "" if there is none.
-        base: the dummy turn as the template writes it; set by `try_out`.
-        closing: the text it writes after an answer, end-of-turn token included; set by `try_out`.
-        roles: the roles that messages may have; set by `find_roles`.
-    """
-
-    def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
-        has_any = bool(getattr(tokenizer, "chat_template", None))
-        self.source: str = tokenizer.get_chat_template() if has_any else ""
-
-    def try_out(self) -> str:
-        """Find out how the template is applied; return why it cannot be, "" if it can."""
-        if not self.source:
-            return "the model has no chat template"
-        try:
-            self.base = self.render(dummy_turn(), is_prompt=False)
-            self.closing = self.base.rpartition(DUMMY_ANSWER)[2]
-            self.added([message("user", DUMMY_QUESTION)])
-        except InvalidTurnError as error:
-            return error.message
-        return "" if DUMMY_ANSWER in self.base else "the chat template does not repeat answers"
-
-    def render(self, messages: Sequence[Message], *, is_prompt: bool) -> str:
-        """Return messages as the template writes them, with or without the prompt for an answer.
-
-        Raises:
-            InvalidTurnError: the template does not take them.
-        """
-        try:
-            text: str = self._tokenizer.apply_chat_template(
-                [dict(message) for message in messages],
-                tokenize=False,
-                add_generation_prompt=is_prompt,
-            )
-        except Exception as error:  # a template is a program of the model's author
-            raise InvalidTurnError(
-                f"the chat template refuses these messages ({' '.join(str(error).split()):.120})",
-                "send the roles and the order that the model expects",
-            ) from error
-        return text
-
-    def added(self, messages: Sequence[Message]) -> str:
-        """Return the text that messages after an answer add, with the prompt for the next one.
-
-        Raises:
-            InvalidTurnError: the template does not take them, or not after an answer.
-        """
-        text = self.render([*dummy_turn(), *messages], is_prompt=True)
-        if not text.startswith(self.base):
-            raise InvalidTurnError(
-                "the chat template rewrites earlier messages when these are added",
-                "send other roles, or text or token ids",
-            )
-        return text[len(self.base) :]
-
-    def check_roles(self, messages: Sequence[Message]) -> None:
-        """Raise InvalidTurnError unless the template knows the roles of all messages.
-
-        A role is written into the prompt as it is: an unknown one could forge structure.
-        """
-        for one in messages:
-            if one["role"] not in self.roles:
-                raise InvalidTurnError(
-                    f"role {one['role'][:40]!r} is none that the chat template knows",
-                    f"send one of {', '.join(self.roles)}",
-                )
-
-    # -------------------------------------------------------------------------------------- roles
-
-    def find_roles(self, num_control: Callable[[str], int]) -> None:
-        """Set `roles`: those that the template treats as it treats no other.
-
-        A template that writes any role's name where it stands knows the usual ones, if they give
-        as many control tokens as "user" does. The roles of the dummy turn it always knows.
-
-        Args:
-            num_control: counts control tokens in a rendered text.
-        """
-        words = dict.fromkeys([*ALWAYS_TRIED, *(found[1] for found in _WORDS.findall(self.source))])
-        others = [self._tried(NO_ROLE, number) for number in range(len(_CONVERSATIONS))]
-        self.roles: tuple[str, ...] = tuple(
-            role for role in list(words)[:MAX_ROLES] if self._knows(role, others, num_control)
-        )
-
-    def _knows(self, role: str, others: list[str], num_control: Callable[[str], int]) -> bool:
-        for number, other in enumerate(others):
-            text = self._tried(role, number)
-            if DUMMY_QUESTION not in text:
-                continue
-            if role in {"user", "assistant"}:
-                return True
-            if text.casefold() != other.casefold().replace(NO_ROLE, role):
-                return True
-            if NO_ROLE in other.casefold() and role in ALWAYS_TRIED:
-                return num_control(text) == num_control(self._tried("user", number) or text)
-        return False
-
-    def _tried(self, role: str, number: int) -> str:
-        """Render a conversation with one message of a role; "" if it is refused."""
-        try:
-            return self.render(
-                _CONVERSATIONS[number](message(role, DUMMY_QUESTION)), is_prompt=False
-            )
-        except InvalidTurnError:
-            return ""
-
-    def surroundings(self) -> Iterator[tuple[str, str]]:
-        """Yield what the template writes before and after a message's text, for each role."""
-        for role in self.roles:
-            for number in range(len(_CONVERSATIONS)):
-                before, found, after = self._tried(role, number).partition(DUMMY_QUESTION)
-                if found:
-                    yield before, after
-
-
-def message(role: str, content: str) -> Message:
-    """Make a message as templates take it."""
-    return {"role": role, "content": content}
-
-
-def dummy_turn() -> list[Message]:
-    """Make a question and its answer."""
-    return [message("user", OTHER_QUESTION), message("assistant", DUMMY_ANSWER)]
-
-
-# Conversations with one message of a role: alone, before a question, after one, after an answer.
-_CONVERSATIONS: tuple[Callable[[Message], list[Message]], ...] = (
-    lambda one: [one],
-    lambda one: [one, message("user", OTHER_QUESTION)],
-    lambda one: [message("user", OTHER_QUESTION), one],
-    lambda one: [*dummy_turn(), one],
+from inference_svc.runtime.turns.chat_template import (
+    DUMMY_QUESTION,
+    OTHER_QUESTION,
+    TALKERS,
+    ChatTemplate,
+    Message,
+    dummy_turn,
+    message,
 )
+from inference_svc.runtime.turns.control_tokens import ControlTokens
+from inference_svc.runtime.turns.tool_template import ToolTemplate
 
 
 class TurnText:
@@ -189,7 +47,35 @@ class TurnText:
         if tokenizer is not None:
             self.chat_problem = "the chat template was not tried out"
             self._template = ChatTemplate(self._tokenizer)
+            self._tools = ToolTemplate(self._template.render)
             self.control = ControlTokens(self._tokenizer)
+
+    @property
+    def tool_format(self) -> ToolFormat:
+        """How the model writes calls of tools."""
+        return PLAIN if self.chat_problem else self._tools.format
+
+    def tool_marks(self) -> dict[int, str]:
+        """Return the special tokens that calls are written with: texts by ids."""
+        if self.chat_problem:
+            return {}
+        ids = [self._tokenizer.convert_tokens_to_ids(mark) for mark in self.tool_format.marks]
+        return {
+            token_id: mark
+            for token_id, mark in zip(ids, self.tool_format.marks, strict=True)
+            if token_id in self.control.ids and token_id not in self._eos_ids
+        }
+
+    def grammar_of_call(self, tools: Sequence[Tool]) -> Grammar:
+        """Make the grammar of an answer that is one call of one of these tools.
+
+        Raises:
+            NoChatTemplateError: the model has no usable template.
+        """
+        self._check_chat()
+        special = {mark: token_id for token_id, mark in self.tool_marks().items()}
+        end_texts = [self._tokenizer.decode([found]) for found in self._eos_ids]
+        return self._tools.grammar_of_call(tools, special, end_texts)
 
     def try_out(self) -> None:
         """Find out whether, and how, the model's chat template can be applied incrementally."""
@@ -206,6 +92,7 @@ class TurnText:
             control.add_written(before + after)
             control.add_neighbours(before, after)
         self.frame_tokens = FrameTokens(self._opening_ids(), self._eos_ids)
+        self._tools.try_out()
 
     def encode_text(
         self, text: str, *, opens_session: bool, has_special: bool = False
@@ -247,6 +134,7 @@ class TurnText:
         self,
         messages: Sequence[Message],
         history_ids: Sequence[int],
+        tools: Sequence[Message] = (),
         *,
         continues_answer: bool = True,
     ) -> list[int]:
@@ -255,21 +143,36 @@ class TurnText:
         Args:
             messages: the turn's messages.
             history_ids: the tokens of the session's context; () if the session is new.
+            tools: what the model may call; a context that is there tells of it already.
             continues_answer: whether the context ends with an answer, which is closed first.
 
         Raises:
             NoChatTemplateError: the model has no usable template.
             InvalidTurnError: the template does not take these messages.
         """
-        if self.chat_problem:
-            raise NoChatTemplateError(self.chat_problem, "send text or token ids")
+        self._check_chat()
         if not history_ids:
-            return self._encode_opening(messages)
-        closing = self._unwritten_closing(history_ids[-1]) if continues_answer else ""
+            return self._encode_opening(messages, tools)
         guarded, marked = self._guarded(messages)
-        return self.control.encode(closing + self._template.added(guarded), marked)
+        results = list(takewhile(lambda one: "tool_call_id" in one, guarded))
+        answer = self._tools.asking(results) if results and self._tools.writes_calls else []
+        written, _ = self._tools.written(guarded, (), self._template.roles)
+        added = self._template.added(written, answer)
+        if not continues_answer:
+            return self.control.encode(added, marked)
+        closings = [self._template.closing]
+        if answer:
+            base = self._template.render([dummy_turn()[0], *answer], is_prompt=False)
+            closings.insert(0, self._tools.closing_in(base))
+        closing = self._unwritten_closing(history_ids[-1], closings)
+        return self.control.encode(closing + added, marked)
 
-    def system_tokens(self, messages: Sequence[Message], input_ids: Sequence[int]) -> int:
+    def system_tokens(
+        self,
+        messages: Sequence[Message],
+        input_ids: Sequence[int],
+        tools: Sequence[Message] = (),
+    ) -> int:
         """Count the first tokens of a session that are its system message.
 
         What the template writes before the first message (a begin token, a message of its own) is
@@ -278,16 +181,17 @@ class TurnText:
         Args:
             messages: the messages of the session's first turn.
             input_ids: their token ids.
+            tools: what the model may call.
         """
         leading = list(takewhile(lambda one: one["role"] not in TALKERS, messages))
         try:
             questions = [
-                self._encode_opening([*leading, message("user", text)])
+                self._encode_opening([*leading, message("user", text)], tools)
                 for text in (DUMMY_QUESTION, OTHER_QUESTION)
             ]
             shared = common_prefix(input_ids, *questions)
             other = [{**one, "content": OTHER_QUESTION} for one in leading]
-            without = self._encode_opening([*other, message("user", DUMMY_QUESTION)])
+            without = self._encode_opening([*other, message("user", DUMMY_QUESTION)], tools)
         except InvalidTurnError:  # the template wants other roles: there is no system message
             return 0
         whole_frames = self.frame_tokens.last_start(input_ids[:shared])
@@ -304,9 +208,17 @@ class TurnText:
         first_ids = {token for text in texts for token in self.control.encode(text)[:1]}
         return frozenset(first_ids & self.control.ids)
 
-    def _encode_opening(self, messages: Sequence[Message]) -> list[int]:
+    def _check_chat(self) -> None:
+        if self.chat_problem:
+            raise NoChatTemplateError(self.chat_problem, "send text or token ids")
+
+    def _encode_opening(
+        self, messages: Sequence[Message], tools: Sequence[Message] = ()
+    ) -> list[int]:
         guarded, marked = self._guarded(messages)
-        return self.control.encode(self._template.render(guarded, is_prompt=True), marked)
+        offered = [self._guarded_value(tool, marked) for tool in tools]
+        written, told = self._tools.written(guarded, offered, self._template.roles)
+        return self.control.encode(self._template.render(written, told, is_prompt=True), marked)
 
     def _guarded(self, messages: Sequence[Message]) -> tuple[list[Message], list[str]]:
         """Return messages with marks in their texts, and the parts that the marks stand for.
@@ -318,17 +230,32 @@ class TurnText:
         marked: list[str] = []
         guarded: list[Message] = [
             {
-                name: value if name == "role" else self.control.guard(value, marked)
+                name: value if name == "role" else self._guarded_value(value, marked)
                 for name, value in one.items()
             }
             for one in messages
         ]
         return guarded, marked
 
-    def _unwritten_closing(self, last_id: int) -> str:
-        """Return the part of the closing that the answer lacks: all but its end token, if any."""
-        if last_id not in self._eos_ids:
-            return self._template.closing
-        end_text: str = self._tokenizer.decode([last_id], skip_special_tokens=False)
-        _, found, rest = self._template.closing.partition(end_text)
-        return rest if found else self._template.closing
+    def _guarded_value(self, value: Any, marked: list[str]) -> Any:
+        """Return a value with marks in all texts of it, names of members included."""
+        if isinstance(value, str):
+            return self.control.guard(value, marked)
+        if isinstance(value, Mapping):
+            return {
+                self.control.guard(name, marked): self._guarded_value(found, marked)
+                for name, found in value.items()
+            }
+        if isinstance(value, list | tuple):
+            return [self._guarded_value(found, marked) for found in value]
+        return value
+
+    def _unwritten_closing(self, last_id: int, closings: Sequence[str]) -> str:
+        """Return what the answer lacks of its closing: of the first that has its end token."""
+        if last_id in self._eos_ids:
+            end_text: str = self._tokenizer.decode([last_id], skip_special_tokens=False)
+            for closing in closings:
+                _, found, rest = closing.partition(end_text)
+                if found:
+                    return rest
+        return self._template.closing

@@ -181,6 +181,7 @@ class PromptMaker:
                 self._text.encode_chat,
                 given.as_messages(),
                 context.token_ids,
+                given.as_tools(),
                 continues_answer=context.ends_with_answer,
             )
         else:
@@ -202,4 +203,6 @@ class PromptMaker:
         given = submission.input
         if not isinstance(given, ChatInput):
             return 0
-        return await self._thread.run(self._text.system_tokens, given.as_messages(), input_ids)
+        return await self._thread.run(
+            self._text.system_tokens, given.as_messages(), input_ids, given.as_tools()
+        )

@@ -3,6 +3,7 @@
 import pytest
 
 from inference_svc.core.answers import SamplingParams
+from inference_svc.core.chat import Message
 from inference_svc.core.counters import COUNTERS, Counters
 from inference_svc.core.errors import SessionEndedError, TurnMismatchError
 from inference_svc.core.submission import ChatInput, Submission, TextInput, TokenInput
@@ -10,7 +11,7 @@ from inference_svc.core.transcript_format import ExpectedSession
 from shared.types.session_key import SessionKey
 from tests.inference_svc.core.test_transcript_format import transcript as transcript_of
 
-MESSAGES = ChatInput((("system", "be brief"), ("user", "once upon")))
+MESSAGES = ChatInput((Message("system", "be brief"), Message("user", "once upon")))
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import pytest
 
 from inference_svc.core.answers import AnswerToken
+from inference_svc.core.chat import Message
 from inference_svc.core.discards import CLIENT, Discard
 from inference_svc.core.errors import (
     EmptyTurnError,
@@ -100,7 +101,7 @@ def test_an_unset_seed_is_drawn():
     ("fields", "expected"),
     [
         ({"text": "Hi"}, TextInput("Hi")),
-        ({"chat": HELLO}, ChatInput((("user", "Hello"),))),
+        ({"chat": HELLO}, ChatInput((Message("user", "Hello"),))),
         ({"tokens": pb.TokenIds(ids=[1, 2])}, TokenInput((1, 2))),
     ],
 )

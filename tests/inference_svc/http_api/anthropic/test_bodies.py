@@ -2,9 +2,9 @@
 
 import pytest
 
+from inference_svc.core.chat import Message
 from inference_svc.http_api.anthropic.bodies import MessagesBody, PromptBody
 from inference_svc.http_api.bodies import decode
-from inference_svc.http_api.conversation import Message
 from inference_svc.http_api.errors import (
     RequestError,
     UnknownParameterError,

@@ -5,9 +5,10 @@ from openai.types import CompletionUsage
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from inference_svc.core.answers import AnswerToken
+from inference_svc.core.chat import Message
 from inference_svc.core.errors import SessionBusyError
 from inference_svc.http_api.bodies import decode
-from inference_svc.http_api.conversation import MAX_MESSAGES, Message
+from inference_svc.http_api.conversation import MAX_MESSAGES
 from inference_svc.http_api.errors import RequestError, UnknownParameterError, UnsupportedValueError
 from inference_svc.http_api.openai.chats import ChatBody, ChatChoice
 from inference_svc.http_api.openai.choices import Choices, Envelope, shown_usage

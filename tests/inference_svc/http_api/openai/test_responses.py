@@ -2,8 +2,8 @@
 
 import pytest
 
+from inference_svc.core.chat import Message
 from inference_svc.http_api.bodies import decode
-from inference_svc.http_api.conversation import Message
 from inference_svc.http_api.errors import RequestError
 from inference_svc.http_api.openai.responses import ResponseBody
 

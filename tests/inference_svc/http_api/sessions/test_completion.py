@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 import pytest
 
+from inference_svc.core.chat import Message
 from inference_svc.core.errors import UnknownSessionError
 from inference_svc.core.turn_record import Finished, Usage
-from inference_svc.http_api.conversation import Message
 from inference_svc.http_api.sessions.completion import Completion
 from inference_svc.http_api.sessions.lookup import ResponseInfo, Route
 from inference_svc.http_api.sessions.routing import Caller, HttpTurn

@@ -4,10 +4,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from inference_svc.core.chat import Message
 from inference_svc.core.errors import EmptyTurnError, InvalidSamplingError
 from inference_svc.core.submission import ChatInput, ModelTraits, TurnDefaults
 from inference_svc.core.truncation import OverflowPolicy
-from inference_svc.http_api.conversation import Message
 from inference_svc.http_api.sessions.lookup import Route
 from inference_svc.http_api.sessions.routing import HistoryChain, HttpTurn, beginnings
 from inference_svc.http_api.sessions.store_file import KEY_BYTES
@@ -100,7 +100,7 @@ def test_what_is_new_at_the_end_of_a_route_is_submitted():
     """After as many turns as the route has; what the client does not say is the settings'."""
     made = turn().as_submission(Route("s", 1, 2, None), KEY_OF, DEFAULTS)
     assert made.key == KEY_OF
-    assert made.input == ChatInput((("user", "More"),))
+    assert made.input == ChatInput((Message("user", "More"),))
     assert (made.expected_turn, made.is_final, made.waits) == (1, False, False)
     assert (made.sampling.temperature, made.sampling.max_tokens) == (0.5, 64)
     assert not made.has_max_tokens

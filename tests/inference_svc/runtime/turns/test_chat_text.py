@@ -7,7 +7,8 @@ from transformers import AutoTokenizer
 
 from inference_svc.core.errors import InvalidTurnError, NoChatTemplateError
 from inference_svc.runtime.turns.answer_writer import Detokenizer
-from inference_svc.runtime.turns.chat_text import ChatTemplate, TurnText
+from inference_svc.runtime.turns.chat_template import ChatTemplate
+from inference_svc.runtime.turns.chat_text import TurnText
 from tests.tokenizers import make_tokenizer
 
 STRICT = (

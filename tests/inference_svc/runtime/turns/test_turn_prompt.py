@@ -4,6 +4,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from inference_svc.core.answers import AnswerToken, GrowingAnswer, SamplingParams
+from inference_svc.core.chat import Message
 from inference_svc.core.context import Context
 from inference_svc.core.discards import num_in
 from inference_svc.core.errors import (
@@ -56,7 +57,7 @@ def submission(given, policy=None, **sampling):
 
 
 def question(text, *before):
-    return ChatInput((*before, ("user", text)))
+    return ChatInput((*before, Message("user", text)))
 
 
 async def chat(prompts, tokenizer, *before):
@@ -197,7 +198,7 @@ async def test_what_a_client_took_away_is_not_closed(prompts, tokenizer):
 class Wordy(TurnText):
     """Begins a conversation with a long message of its own."""
 
-    def encode_chat(self, messages, history_ids, *, continues_answer=True):
+    def encode_chat(self, messages, history_ids, tools=(), *, continues_answer=True):
         """See TurnText."""
         return [7] * (50 if history_ids else WINDOW_TOKENS)
 

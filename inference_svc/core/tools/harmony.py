@@ -1,0 +1,131 @@
+"""The format of gpt-oss, "harmony": an answer is messages, each of a channel. Pure.
+
+    <|channel|>analysis<|message|>…<|end|>                        what the model thinks
+    <|start|>assistant<|channel|>commentary<|message|>…<|end|>    what it says before it calls
+    <|start|>assistant<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>{…}
+                                                        <|call|>  a call
+    <|start|>assistant<|channel|>final<|message|>…<|return|>      what it says
+
+The recipient of a call may stand before its channel. An answer that does not begin so is text.
+
+*Source:* OpenAI, "Harmony response format".
+"""
+
+import re
+from collections.abc import Collection
+from enum import Enum, auto
+
+from inference_svc.core.tools.json_value import NoCallError, make_call
+from inference_svc.core.tools.reader import Content, Part, Reasoning
+
+START, CHANNEL, BODY = "<|start|>", "<|channel|>", "<|message|>"
+ENDS = ("<|end|>", "<|call|>", "<|return|>", START)
+MARKS = (START, CHANNEL, BODY, "<|constrain|>", "<|end|>", "<|call|>", "<|return|>")
+MAX_HEADER = 512  # characters before the text of a message
+_RECIPIENT = re.compile(r"to=functions\.([^\s<]+)")
+_LEADS = (CHANNEL, "to=", START)
+
+
+class _State(Enum):
+    OPENING = auto()  # nothing came, or what may be a header
+    HEADER = auto()
+    TEXT = auto()
+
+
+class HarmonyReader:
+    """Reads an answer of gpt-oss; see the module docstring.
+
+    Args:
+        names: of the tools that may be called.
+        most_calls: so many are shown; None: all.
+    """
+
+    def __init__(self, names: Collection[str], most_calls: int | None = None) -> None:
+        self._names = names
+        self._most_calls = most_calls
+        self._num_calls = 0
+        self._held = ""
+        self._state = _State.OPENING
+        self._tool = ""  # that the message is for
+        self._is_thought = False
+
+    def push(self, text: str) -> list[Part]:
+        """See AnswerReader."""
+        self._held += text
+        return self._read(is_end=False)
+
+    def end(self) -> list[Part]:
+        """See AnswerReader."""
+        return self._read(is_end=True)
+
+    def _read(self, *, is_end: bool) -> list[Part]:
+        parts: list[Part] = []
+        while self._held:
+            if self._state is _State.TEXT:
+                if not self._read_text(parts, is_end=is_end):
+                    break
+            elif not self._read_header(parts, is_end=is_end):
+                break
+        return parts
+
+    def _read_header(self, parts: list[Part], *, is_end: bool) -> bool:
+        """Read up to a message's text; return whether to go on."""
+        said = self._held.lstrip()
+        if self._state is _State.OPENING:
+            if not said and not is_end:
+                return False
+            if not any(lead.startswith(said[: len(lead)]) for lead in _LEADS):
+                self._state = _State.TEXT
+                return True
+        header, found, rest = self._held.partition(BODY)
+        if not found:
+            if is_end or len(header) > MAX_HEADER:
+                parts.append(Content(header))  # it is none
+                self._held, self._state = "", _State.TEXT
+            return False
+        recipient = _RECIPIENT.search(header)
+        self._tool = recipient[1] if recipient and recipient[1] in self._names else ""
+        channel = header.partition(CHANNEL)[2].split("<")[0].split()
+        self._is_thought = recipient is None and channel[:1] == ["analysis"]
+        self._held, self._state = rest, _State.TEXT
+        return True
+
+    def _read_text(self, parts: list[Part], *, is_end: bool) -> bool:
+        """Read what there is of a message's text; return whether to go on."""
+        places = [(place, mark) for mark in ENDS if (place := self._held.find(mark)) >= 0]
+        end, mark = min(places, default=(-1, ""))
+        if end < 0 and (self._tool and not is_end):
+            return False
+        if end < 0:
+            kept = 0 if is_end else _num_open(self._held)
+            text, self._held = (
+                self._held[: len(self._held) - kept],
+                self._held[len(self._held) - kept :],
+            )
+        else:
+            text, self._held = self._held[:end], self._held[end + len(mark) :]
+            self._state = _State.HEADER
+        self._say(text, parts)
+        return end >= 0
+
+    def _say(self, text: str, parts: list[Part]) -> None:
+        if self._tool:
+            try:
+                call = make_call(self._tool, text)
+            except NoCallError:
+                parts.append(Content(text))
+            else:
+                self._num_calls += 1
+                if self._most_calls is None or self._num_calls <= self._most_calls:
+                    parts.append(call)
+            self._tool = ""
+        elif text:
+            parts.append(Reasoning(text) if self._is_thought else Content(text))
+
+
+def _num_open(text: str) -> int:
+    """Return how many of the last characters may begin a mark."""
+    for length in range(min(len(text), max(map(len, ENDS)) - 1), 0, -1):
+        if any(mark.startswith(text[-length:]) for mark in ENDS):
+            return length
+    return 0

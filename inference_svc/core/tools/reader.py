@@ -1,0 +1,247 @@
+"""Reads an answer as it comes: what it says, what it thinks, and the calls that it asks for. Pure.
+
+A call is shown when it is complete and is one: it names a tool that was offered, and its arguments
+are a JSON object. What looks like a call and is none is text, as the model wrote it. So a client
+never gets half a call, wherever the answer was cut.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol, TypeAlias
+
+from inference_svc.core.chat import ToolCall
+from inference_svc.core.tools.json_value import NoCallError
+
+
+@dataclass(frozen=True)
+class Content:
+    """What the answer says."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class Reasoning:
+    """What the model thinks before it answers."""
+
+    text: str
+
+
+Part: TypeAlias = Content | Reasoning | ToolCall
+
+
+class AnswerReader(Protocol):
+    """Reads one answer."""
+
+    def push(self, text: str) -> list[Part]:
+        """Return the parts that the next text completes."""
+
+    def end(self) -> list[Part]:
+        """Return the last parts."""
+
+
+class Found(NamedTuple):
+    """Calls at the beginning of a text, and the index behind them."""
+
+    calls: Sequence[ToolCall]
+    end: int
+
+
+@dataclass(frozen=True)
+class CallFormat(ABC):
+    """How a family of models writes calls between marks.
+
+    Attributes:
+        name: of the format.
+        starts: texts that begin a call, wherever they stand.
+        leads: texts that begin one only where nothing else was said.
+        between: characters that stand between calls, beside blanks.
+        marks: all texts of the format that may be special tokens.
+    """
+
+    name: str
+    starts: tuple[str, ...] = ()
+    leads: tuple[str, ...] = ()
+    between: str = ""
+    marks: tuple[str, ...] = ()
+
+    @abstractmethod
+    def read(self, text: str, *, is_end: bool) -> Found | None:
+        """Read the calls at the beginning of a text.
+
+        Args:
+            text: begins with one of `starts` or `leads`.
+            is_end: whether the answer ends with it.
+
+        Returns:
+            None if they are not complete.
+
+        Raises:
+            NoCallError: there are none.
+        """
+
+
+class PlainReader:
+    """Reads an answer of text alone."""
+
+    def push(self, text: str) -> list[Part]:
+        """See AnswerReader."""
+        return [Content(text)] if text else []
+
+    def end(self) -> list[Part]:
+        """See AnswerReader."""
+        return []
+
+
+class MarkedReader:
+    """Reads an answer whose calls stand between marks.
+
+    Blanks before the first call, between calls and behind them are nobody's text.
+
+    Args:
+        call_format: how calls are written.
+        names: of the tools that may be called.
+        most_calls: so many are shown; None: all.
+    """
+
+    def __init__(
+        self, call_format: CallFormat, names: Collection[str], most_calls: int | None = None
+    ) -> None:
+        self._format = call_format
+        self._names = names
+        self._most_calls = most_calls
+        self._num_calls = 0
+        self._held = ""  # text that may begin a call
+        self._gap = ""  # blanks, where a call may follow and take them away
+        self._is_bare = True  # nothing was said since the beginning, or since the last call
+        self._is_none = False  # what was held last is no call, whatever follows
+
+    def push(self, text: str) -> list[Part]:
+        """See AnswerReader."""
+        self._held += text
+        return self._read(is_end=False)
+
+    def end(self) -> list[Part]:
+        """See AnswerReader."""
+        parts = self._read(is_end=True)
+        if self._gap and not self._num_calls:
+            parts.append(Content(self._gap))
+        return parts
+
+    def _read(self, *, is_end: bool) -> list[Part]:
+        parts: list[Part] = []
+        while self._held:
+            start = self._start()
+            if start < 0:
+                kept = 0 if is_end else self._num_open()
+                self._say(len(self._held) - kept, parts)
+                break
+            self._say(start, parts)
+            found = self._found(is_end=is_end)
+            if found is not None:
+                self._call(found, parts)
+            elif is_end or self._is_none:
+                self._say(1, parts)  # what follows may still be a call
+            else:
+                break
+        return _joined(parts)
+
+    def _found(self, *, is_end: bool) -> Found | None:
+        """Read the calls that the held text begins with; None if there are none, or not yet."""
+        self._is_none = False
+        try:
+            found = self._format.read(self._held, is_end=is_end)
+        except NoCallError:
+            found = Found((), 0)
+        if found is None:
+            return None
+        self._is_none = not found.calls or any(c.name not in self._names for c in found.calls)
+        return None if self._is_none else found
+
+    def _start(self) -> int:
+        """Return the index in the held text where a call may begin; -1: nowhere."""
+        found = [self._held.find(mark) for mark in self._format.starts]
+        at = min((place for place in found if place >= 0), default=-1)
+        if self._is_bare:
+            blanks = len(self._held) - len(self._held.lstrip(self._blanks))
+            if self._held.startswith(self._format.leads, blanks) and self._format.leads:
+                return blanks if at < 0 else min(at, blanks)
+        return at
+
+    def _num_open(self) -> int:
+        """Return how many of the last characters held may begin a mark."""
+        longest = max(map(len, self._format.starts), default=1) - 1
+        return next(
+            (
+                length
+                for length in range(min(longest, len(self._held)), 0, -1)
+                if any(mark.startswith(self._held[-length:]) for mark in self._format.starts)
+            ),
+            0,
+        )
+
+    @property
+    def _blanks(self) -> str:
+        return " \t\r\n" + (self._format.between if self._num_calls else "")
+
+    def _say(self, length: int, parts: list[Part]) -> None:
+        """Take so many characters of the held text as text."""
+        text, self._held = self._held[:length], self._held[length:]
+        if not text:
+            return
+        if self._is_bare:
+            self._gap += text
+            if not self._gap.strip(self._blanks):
+                return
+            text, self._gap, self._is_bare = self._gap, "", False
+        parts.append(Content(text))
+
+    def _call(self, found: Found, parts: list[Part]) -> None:
+        self._held = self._held[found.end :]
+        for call in found.calls:
+            self._num_calls += 1
+            if self._most_calls is None or self._num_calls <= self._most_calls:
+                parts.append(call)
+        self._gap, self._is_bare = "", True
+
+
+def _joined(parts: list[Part]) -> list[Part]:
+    """Join texts that follow one another."""
+    joined: list[Part] = []
+    for part in parts:
+        last = joined[-1] if joined else None
+        if isinstance(part, Content) and isinstance(last, Content):
+            joined[-1] = Content(last.text + part.text)
+        else:
+            joined.append(part)
+    return joined
+
+
+@dataclass(frozen=True)
+class ReadAnswer:
+    """A whole answer.
+
+    Attributes:
+        content: all that it says.
+        reasoning: all that it thinks.
+        calls: what it asks for, in order.
+    """
+
+    content: str
+    reasoning: str
+    calls: tuple[ToolCall, ...]
+
+
+def read_whole(reader: AnswerReader, text: str) -> ReadAnswer:
+    """Read an answer that is complete."""
+    return summed(parts=[*reader.push(text), *reader.end()])
+
+
+def summed(parts: Sequence[Part]) -> ReadAnswer:
+    """Sum up the parts of an answer."""
+    return ReadAnswer(
+        content="".join(part.text for part in parts if isinstance(part, Content)),
+        reasoning="".join(part.text for part in parts if isinstance(part, Reasoning)),
+        calls=tuple(part for part in parts if isinstance(part, ToolCall)),
+    )
