@@ -22,7 +22,7 @@ from shared.types.session_key import SessionKey
 from tests.tokenizers import framing_texts, make_tokenizer
 
 WINDOW_TOKENS = 100
-SYSTEM = ("system", "Be brief.")
+SYSTEM = Message("system", "Be brief.")
 
 
 @pytest.fixture(scope="module")
