@@ -56,7 +56,7 @@ class Api:
         data = await self.slots.read(request)
         body = self._decode(kind, data)
         chain = self.completion.chain(caller)
-        return TurnRequest(request, caller, body, data.digest, chain, self.settings)
+        return TurnRequest(request, caller, body, data.digest, chain, self.settings, self.gateway)
 
     async def decoded(self, request: web.Request, kind: type[M]) -> M:
         """Read the body of a request that is for no turn.

@@ -29,6 +29,7 @@ from pydantic import (
 )
 
 from inference_svc.core.answers import MAX_STOP_STRINGS
+from inference_svc.core.chat import ToolUse
 from inference_svc.core.grammar import Grammar
 from inference_svc.http_api.errors import RequestError, UnknownParameterError, UnsupportedValueError
 
@@ -202,7 +203,7 @@ def _path(*parts: str | int) -> str:
     for part in parts:
         if isinstance(part, int):
             path += f"[{part}]"
-        elif part:
+        elif part and not part.startswith("<"):  # the kind of an item, which is no member
             path += part if not path or part.startswith("[") else f".{part}"
     return path
 
@@ -305,6 +306,11 @@ class TurnBody(ModelBody, ABC):
     def grammar(self) -> Grammar | None:
         """What the answer has to be; None: whatever the model says."""
         return None
+
+    @property
+    def tool_use(self) -> ToolUse:
+        """What the answer may do with tools."""
+        return ToolUse()
 
     @property
     def own_sampling(self) -> dict[str, Any]:

@@ -1,7 +1,10 @@
 """How many messages a request may have; what they say has one form behind every API: `Message`."""
 
+from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
+from inference_svc.core.chat import TOOL, Message
 from inference_svc.http_api.bodies import WrongMemberError
 
 MAX_MESSAGES = 4096
@@ -22,6 +25,18 @@ def bounded(given: Any) -> Any:
             f"{num_parts} parts of content cannot be", f"send at most {MAX_PARTS}"
         )
     return given
+
+
+def with_names(messages: Iterable[Message]) -> tuple[Message, ...]:
+    """Return messages in which what a tool returned says which tool, if its call is among them."""
+    names: dict[str, str] = {}
+    found = []
+    for message in messages:
+        names |= {call.call_id: call.name for call in message.tool_calls}
+        is_result = message.role == TOOL
+        name = names.get(message.tool_call_id, message.name)
+        found.append(replace(message, name=name) if is_result else message)
+    return tuple(found)
 
 
 def _num_parts(given: Any) -> int:

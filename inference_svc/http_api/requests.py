@@ -22,6 +22,7 @@ from aiohttp import HttpVersion11, hdrs, web
 
 from inference_svc.core.chat import Message
 from inference_svc.core.submission import TextInput, TokenInput
+from inference_svc.http_api.answer_parts import Reading
 from inference_svc.http_api.bodies import TurnBody
 from inference_svc.http_api.errors import (
     InvalidJsonError,
@@ -33,6 +34,7 @@ from inference_svc.http_api.errors import (
 )
 from inference_svc.http_api.sessions.routing import Caller, HistoryChain, HttpTurn
 from inference_svc.openai_settings import OpenAISettings
+from inference_svc.service.gateway import Gateway
 from shared.access.identity import current_identity
 
 PROJECT = "OpenAI-Project"  # names the tenant
@@ -41,6 +43,7 @@ REPEAT = "Idempotency-Key"
 REQUEST_IDS = ("x-request-id", "request-id")  # OpenAI's clients read one, Anthropic's the other
 CONTINUE = "100-continue"
 MAX_HEADER = 256  # characters of one of ours
+CALL_ID = 24  # characters of a call's id, behind its prefix
 RETRY_S = 1.0  # after a refusal
 
 B = TypeVar("B", bound=TurnBody)
@@ -167,6 +170,7 @@ class TurnRequest(Generic[B]):
         digest: digest of the body's bytes.
         chain: makes digests of the caller's histories.
         settings: the section [openai].
+        gateway: knows how the model calls tools.
     """
 
     request: web.Request
@@ -175,6 +179,7 @@ class TurnRequest(Generic[B]):
     digest: bytes
     chain: HistoryChain
     settings: OpenAISettings
+    gateway: Gateway
 
     def turn(
         self,
@@ -203,17 +208,41 @@ class TurnRequest(Generic[B]):
         which = (str(choice),) if choice else ()
         key = bytes.fromhex(chain.id_of("repeat", path, repeat, *which)) if repeat else None
         names = (path, repeat, self.digest.hex(), *which) if repeat else (uuid.uuid4().hex,)
+        request_id = "r-" + chain.id_of("request", *names)
         return HttpTurn(
             messages=messages,
-            sampling=self.body.sampling(self.settings.temperature, choice),
+            sampling=self._sampling(choice),
             session_id=session_id,
             is_kept=self.body.store,
             overflow=overflow,
-            request_id="r-" + chain.id_of("request", *names),
+            request_id=request_id,
             body=self.digest,
             repeat_key=key,
             raw=raw,
+            reading=self.reading(request_id),
         )
+
+    def reading(self, request_id: str) -> Reading:
+        """Return how the answer of a turn is read; the ids of its calls follow from the turn's."""
+        return Reading(
+            self.gateway.tool_format,
+            self.body.tool_use,
+            lambda index: "call_" + self.chain.id_of("call", request_id, str(index))[:CALL_ID],
+        )
+
+    def _sampling(self, choice: int) -> dict[str, Any]:
+        """Return the client's sampling values; an answer that has to be a call has its grammar."""
+        sampling = self.body.sampling(self.settings.temperature, choice)
+        use = self.body.tool_use
+        if not use.is_forced:
+            return sampling
+        if "grammar" in sampling:
+            raise RequestError(
+                "an answer cannot have a format and be a call",
+                "leave the format out, or the choice of a tool",
+                "tool_choice",
+            )
+        return sampling | {"grammar": self.gateway.grammar_of_call(use.callable_tools)}
 
     def _session_name(self) -> str:
         """Return the session that the client named, in the body or a header; "" for none."""

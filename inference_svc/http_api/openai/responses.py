@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from aiohttp import web
 from pydantic import BeforeValidator, Field, model_validator
 
-from inference_svc.core.chat import SYSTEM, Message
+from inference_svc.core.chat import SYSTEM, Message, Tool
 from inference_svc.core.grammar import Grammar
 from inference_svc.core.truncation import OLDEST, REJECT
 from inference_svc.core.turn_record import Finished
@@ -17,8 +17,9 @@ from inference_svc.http_api.api import Api
 from inference_svc.http_api.bodies import Body, Count, Refused, WrongMemberError
 from inference_svc.http_api.errors import RequestError, UnsupportedValueError, unknown_response
 from inference_svc.http_api.formats import FlatFormat
-from inference_svc.http_api.openai.messages import InputItems
+from inference_svc.http_api.openai.input_items import InputItems, messages_of
 from inference_svc.http_api.openai.response_objects import ResponseObjects
+from inference_svc.http_api.openai.tools import ResponseTools
 from inference_svc.http_api.openai.turn_body import OpenAITurnBody
 from inference_svc.http_api.replies import OneAnswer, reply, send_reply
 from inference_svc.http_api.requests import TurnRequest, caller_of
@@ -82,6 +83,7 @@ class ResponseBody(OpenAITurnBody):
     }
 
     input: InputItems = Field(default=None, validate_default=True)
+    tools: ResponseTools = Field(default_factory=list)
     instructions: str = ""
     previous_response_id: str = ""
     max_output_tokens: Count | None = None
@@ -102,14 +104,19 @@ class ResponseBody(OpenAITurnBody):
 
     @property
     def new_messages(self) -> tuple[Message, ...]:
-        """The input alone, as roles and texts."""
-        return tuple(each.message for each in self.input)
+        """The input alone."""
+        return messages_of(self.input)
 
     @property
     def conversation(self) -> tuple[Message, ...]:
-        """Instructions and input, as roles and texts."""
+        """Instructions and input."""
         leading = (Message(SYSTEM, self.instructions),) if self.instructions else ()
         return (*leading, *self.new_messages)
+
+    @property
+    def offered(self) -> tuple[Tool, ...]:
+        """The tools that the client offers."""
+        return tuple(each.tool for each in self.tools)
 
     @property
     def max_answer_tokens(self) -> int | None:

@@ -1,0 +1,135 @@
+"""Tools in OpenAI's words: those of a chat, and those of a response.
+
+A chat has a function in a member of its own, a response has its members beside its type.
+
+*Source:* OpenAI API reference, "Function calling".
+"""
+
+from abc import ABC, abstractmethod
+from typing import Annotated, Any, ClassVar, Self
+
+from pydantic import AfterValidator, BeforeValidator, FailFast, Field, model_validator
+
+from inference_svc.core.chat import ChoiceKind, Tool, ToolUse
+from inference_svc.http_api.bodies import Body, WrongMemberError
+from inference_svc.http_api.errors import UnsupportedValueError
+from inference_svc.http_api.openai.sampled_body import SampledBody
+from inference_svc.http_api.tool_bodies import FunctionBody, ToolName, check_tools
+
+FUNCTION = "function"
+
+
+def _kind(kind: str) -> str:
+    if kind != FUNCTION:
+        raise WrongMemberError(
+            f"a tool of type {kind[:40]!r} is not supported",
+            "send functions, which you run yourself",
+            kind=UnsupportedValueError,
+        )
+    return kind
+
+
+FunctionKind = Annotated[str, AfterValidator(_kind)]
+
+
+class ChatToolBody(Body):
+    """A tool of a chat."""
+
+    content_words: ClassVar[str] = "type and function"
+
+    kind: FunctionKind = Field(default="", alias="type", validate_default=True)
+    function: FunctionBody = Field(default=None, validate_default=True)
+
+    @property
+    def tool(self) -> Tool:
+        """The tool."""
+        found = self.function
+        return Tool(found.name, found.description, found.parameters)
+
+
+class ResponseToolBody(FunctionBody):
+    """A tool of a response."""
+
+    content_words: ClassVar[str] = "type, name, description and parameters"
+
+    kind: FunctionKind = Field(default="", alias="type", validate_default=True)
+
+    @property
+    def tool(self) -> Tool:
+        """The tool."""
+        return Tool(self.name, self.description, self.parameters)
+
+
+class NamedFunctionBody(Body):
+    """The function that an answer has to call."""
+
+    content_words: ClassVar[str] = "name"
+
+    name: ToolName = Field(default="", validate_default=True)
+
+
+class ChoiceBody(Body):
+    """`tool_choice`: the function that the answer has to call, or a word as its `kind`."""
+
+    content_words: ClassVar[str] = "none, auto, required, or a function"
+
+    kind: FunctionKind = Field(default="", alias="type", validate_default=True)
+    function: NamedFunctionBody | None = None
+    name: str = ""
+
+    @property
+    def chosen(self) -> str:
+        """The function's name."""
+        return self.name if self.function is None else self.function.name
+
+
+def _choice(given: Any) -> Any:
+    if not isinstance(given, str):
+        return given
+    if given not in set(ChoiceKind):
+        raise WrongMemberError(
+            "{path} cannot be so", f"send {', '.join(ChoiceKind)}, or a function"
+        )
+    return ChoiceBody.model_construct(kind=given, function=None, name="")
+
+
+ChatTools = Annotated[list[ChatToolBody], FailFast()]
+ResponseTools = Annotated[list[ResponseToolBody], FailFast()]
+ToolChoice = Annotated[ChoiceBody, BeforeValidator(_choice)]
+
+
+class ToolsBody(SampledBody, ABC):
+    """A request whose answer may call tools.
+
+    Attributes:
+        parallel_tool_calls: whether it may call more than one.
+    """
+
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool = True
+
+    @model_validator(mode="after")
+    def _choose_what_is_there(self) -> Self:
+        tools = self.offered
+        choice = self.tool_choice
+        chosen = "" if choice is None else choice.chosen
+        check_tools([tool.name for tool in tools], chosen, "tool_choice")
+        if choice is not None and choice.kind not in {"none", "auto"} and not tools:
+            raise WrongMemberError("{path} goes with tools", "send tools, too", "tool_choice")
+        return self
+
+    @property
+    @abstractmethod
+    def offered(self) -> tuple[Tool, ...]:
+        """The tools that the client offers."""
+
+    @property
+    def tool_use(self) -> ToolUse:
+        """What the answer may do with tools."""
+        choice = self.tool_choice
+        most_calls = None if self.parallel_tool_calls else 1
+        if choice is None:
+            return ToolUse(self.offered, most_calls=most_calls)
+        is_named = choice.kind == FUNCTION
+        kind = ChoiceKind.REQUIRED if is_named else ChoiceKind(choice.kind)
+        return ToolUse(self.offered, kind, choice.chosen, most_calls)
