@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
-from inference_svc.core.chat import TOOL, Message
+from inference_svc.core.chat import TOOL, Message, ToolCall
 from inference_svc.http_api.bodies import WrongMemberError
 
 MAX_MESSAGES = 4096
@@ -27,9 +27,14 @@ def bounded(given: Any) -> Any:
     return given
 
 
-def with_names(messages: Iterable[Message]) -> tuple[Message, ...]:
-    """Return messages in which what a tool returned says which tool, if its call is among them."""
-    names: dict[str, str] = {}
+def with_names(messages: Iterable[Message], calls: Iterable[ToolCall] = ()) -> tuple[Message, ...]:
+    """Return messages in which what a tool returned says which tool, if its call is known.
+
+    Args:
+        messages: what is said, calls included.
+        calls: of the answer before the first message.
+    """
+    names = {call.call_id: call.name for call in calls}
     found = []
     for message in messages:
         names |= {call.call_id: call.name for call in message.tool_calls}

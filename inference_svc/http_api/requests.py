@@ -43,7 +43,6 @@ REPEAT = "Idempotency-Key"
 REQUEST_IDS = ("x-request-id", "request-id")  # OpenAI's clients read one, Anthropic's the other
 CONTINUE = "100-continue"
 MAX_HEADER = 256  # characters of one of ours
-CALL_ID = 24  # characters of a call's id, behind its prefix
 RETRY_S = 1.0  # after a refusal
 
 B = TypeVar("B", bound=TurnBody)
@@ -224,11 +223,8 @@ class TurnRequest(Generic[B]):
 
     def reading(self, request_id: str) -> Reading:
         """Return how the answer of a turn is read; the ids of its calls follow from the turn's."""
-        return Reading(
-            self.gateway.tool_format,
-            self.body.tool_use,
-            lambda index: "call_" + self.chain.id_of("call", request_id, str(index))[:CALL_ID],
-        )
+        call_id = self.chain.call_ids(request_id)
+        return Reading(self.gateway.tool_format, self.body.tool_use, call_id)
 
     def _sampling(self, choice: int) -> dict[str, Any]:
         """Return the client's sampling values; an answer that has to be a call has its grammar."""

@@ -9,12 +9,14 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from aiohttp import web
 from pydantic import BeforeValidator, Field, model_validator
 
-from inference_svc.core.chat import SYSTEM, Message, Tool
+from inference_svc.core.chat import SYSTEM, TOOL, Message, Tool, ToolCall, canonical
 from inference_svc.core.grammar import Grammar
 from inference_svc.core.truncation import OLDEST, REJECT
-from inference_svc.core.turn_record import Finished
+from inference_svc.core.turn_record import Finished, TurnRecord
+from inference_svc.http_api.answer_parts import Reading
 from inference_svc.http_api.api import Api
 from inference_svc.http_api.bodies import Body, Count, Refused, WrongMemberError
+from inference_svc.http_api.conversation import with_names
 from inference_svc.http_api.errors import RequestError, UnsupportedValueError, unknown_response
 from inference_svc.http_api.formats import FlatFormat
 from inference_svc.http_api.openai.input_items import InputItems, messages_of
@@ -28,7 +30,7 @@ from inference_svc.http_api.sessions.routing import Caller, HttpTurn
 from shared.types.errors import NotFoundError
 
 LOGPROBS = "message.output_text.logprobs"  # of `include`
-MAX_KEPT_INSTRUCTIONS = 16384  # characters that GET shows again; longer ones are compared only
+MAX_KEPT = 16384  # characters of instructions, or tools, that GET shows again
 
 
 class TextOptions(Body):
@@ -145,16 +147,23 @@ async def create_response(api: Api, request: web.Request) -> web.StreamResponse:
     """Answer an input, as the next turn after another response or as the first."""
     turn_request = await api.read(request, ResponseBody)
     previous = None
+    calls: tuple[ToolCall, ...] = ()
     if turn_request.body.previous_response_id:
         previous = await _stored(api, turn_request.caller, turn_request.body.previous_response_id)
         _check_instructions(turn_request, previous)
-    turn, info = _turn(turn_request, previous, api.gateway.defaults.overflow.name)
+        if any(message.role == TOOL for message in turn_request.body.new_messages):
+            record, reading = await _recorded(
+                api, turn_request.caller, turn_request.body.previous_response_id, previous
+            )
+            calls = reading.whole(record.text).calls
+    turn, info = _turn(turn_request, previous, calls, api.gateway.defaults.overflow.name)
     async with await api.answers.open(turn_request.caller, turn) as answer:
         objects = ResponseObjects(
             response_id=turn.response_id,
             session_id=answer.session_id,
             info=info,
             token_text=api.token_text,
+            reading=turn.reading,
             top_logprobs=turn_request.body.shown_logprobs,
         )
         return await send_reply(turn_request, turn, OneAnswer(answer, objects))
@@ -166,17 +175,10 @@ async def show_response(api: Api, request: web.Request) -> web.Response:
     if request.query.get("stream", "false") == "true":
         raise RequestError("a stored response cannot be streamed", "leave stream out", "stream")
     stored = await _stored(api, caller, response_id)
+    record, reading = await _recorded(api, caller, response_id, stored)
     at = stored.at
-    try:
-        key = api.gateway.key(caller.identity, caller.tenant, at.session_id)
-        session, _ = await api.gateway.turns.sessions.get(key)
-    except NotFoundError as error:
-        raise unknown_response(response_id) from error
-    record = session.turns[at.turns - 1] if len(session.turns) >= at.turns else None
-    if record is None or record.request_id != at.request_id:
-        raise unknown_response(response_id)
     finished = Finished(record.finish_reason, record.text, record.usage, at.turns)
-    objects = ResponseObjects(response_id, at.session_id, stored.info, api.token_text)
+    objects = ResponseObjects(response_id, at.session_id, stored.info, api.token_text, reading)
     return reply(objects.whole((), finished))
 
 
@@ -207,6 +209,27 @@ async def _stored(api: Api, caller: Caller, response_id: str) -> StoredResponse:
     return stored
 
 
+async def _recorded(
+    api: Api, caller: Caller, response_id: str, stored: StoredResponse
+) -> tuple[TurnRecord, Reading]:
+    """Return the turn of a stored response, and how its answer is read.
+
+    Raises:
+        UnknownResponseError: its session is gone.
+    """
+    at = stored.at
+    try:
+        key = api.gateway.key(caller.identity, caller.tenant, at.session_id)
+        session, _ = await api.gateway.turns.sessions.get(key)
+    except NotFoundError as error:
+        raise unknown_response(response_id) from error
+    record = session.turns[at.turns - 1] if len(session.turns) >= at.turns else None
+    if record is None or record.request_id != at.request_id:
+        raise unknown_response(response_id)
+    call_id = api.completion.chain(caller).call_ids(at.request_id)
+    return record, Reading(api.gateway.tool_format, stored.info.tool_use, call_id)
+
+
 def _check_instructions(turn_request: TurnRequest[ResponseBody], previous: StoredResponse) -> None:
     """Check that a session keeps the instructions that it began with.
 
@@ -224,22 +247,26 @@ def _check_instructions(turn_request: TurnRequest[ResponseBody], previous: Store
 
 
 def _turn(
-    turn_request: TurnRequest[ResponseBody], previous: StoredResponse | None, overflow: str
+    turn_request: TurnRequest[ResponseBody],
+    previous: StoredResponse | None,
+    calls: tuple[ToolCall, ...],
+    overflow: str,
 ) -> tuple[HttpTurn, ResponseInfo]:
     """Make the turn of a request, and the stored information about its response.
 
     Args:
         turn_request: the request.
         previous: the response that it follows; None: it begins a conversation.
+        calls: what that one called, if any of the input is what tools returned.
         overflow: name of the overflow policy of turns that name none.
     """
     body, chain = turn_request.body, turn_request.chain
-    messages = body.new_messages if previous else body.conversation
+    messages = with_names(body.new_messages, calls) if previous else body.conversation
     turn = turn_request.turn(messages, body.overflow(overflow))
     info = ResponseInfo(
         created_s=int(time.time()),
         model=body.model,
-        instructions=body.instructions[:MAX_KEPT_INSTRUCTIONS],
+        instructions=body.instructions[:MAX_KEPT],
         instructions_digest=chain.id_of("instructions", body.instructions),
         previous_id=body.previous_response_id,
         max_output_tokens=body.max_output_tokens,
@@ -250,6 +277,9 @@ def _turn(
         top_logprobs=body.shown_logprobs or 0,
         metadata=body.metadata,
         text_format={"type": "text"} if body.text.format is None else body.text.format.shown,
+        tools=_shown_tools(body.offered),
+        tool_choice=body.shown_choice,
+        parallel_tool_calls=body.parallel_tool_calls,
     )
     if previous is not None and not body.instructions:
         info = replace(
@@ -259,3 +289,18 @@ def _turn(
         )
     response_id = "resp_" + chain.id_of("response", turn.request_id)
     return replace(turn, previous=previous, response_id=response_id, info=info), info
+
+
+def _shown_tools(tools: tuple[Tool, ...]) -> list[dict[str, Any]]:
+    """Return tools as a response shows them; of long ones nothing but their names."""
+    is_long = len(canonical(tools)) > MAX_KEPT
+    return [
+        {
+            "type": "function",
+            "name": tool.name,
+            "description": "" if is_long else tool.description,
+            "parameters": {} if is_long else dict(tool.schema),
+            "strict": False,
+        }
+        for tool in tools
+    ]

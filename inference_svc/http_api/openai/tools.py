@@ -119,6 +119,15 @@ class ToolsBody(SampledBody, ABC):
         return self
 
     @property
+    def shown_choice(self) -> str | dict[str, str]:
+        """`tool_choice` as a response shows it."""
+        if self.tool_choice is None:
+            return "auto"
+        is_named = self.tool_choice.kind == FUNCTION
+        named = {"type": FUNCTION, "name": self.tool_choice.chosen}
+        return named if is_named else str(self.tool_choice.kind)
+
+    @property
     @abstractmethod
     def offered(self) -> tuple[Tool, ...]:
         """The tools that the client offers."""

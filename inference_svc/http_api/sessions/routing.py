@@ -14,7 +14,7 @@ answer does not count: clients like to strip it.
 import hashlib
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -37,6 +37,7 @@ from shared.types.errors import NotFoundError
 from shared.types.session_key import SessionKey
 
 DIGEST_BYTES = 16
+CALL_ID = 24  # characters of a call's id, behind its prefix
 
 
 class HistoryChain:
@@ -84,6 +85,10 @@ class HistoryChain:
     def id_of(self, *parts: str) -> str:
         """Make an id that nobody can guess: hex."""
         return self._digest(self.start, "id", *parts).hex()
+
+    def call_ids(self, request_id: str, prefix: str = "call_") -> Callable[[int], str]:
+        """Return what makes the ids of a turn's calls of tools, by their indexes."""
+        return lambda index: prefix + self.id_of("call", request_id, str(index))[:CALL_ID]
 
     def _digest(self, before: bytes, *parts: str) -> bytes:
         """Chain parts; each is preceded by its length, so that they cannot run together."""

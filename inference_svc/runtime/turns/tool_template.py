@@ -36,6 +36,8 @@ QUESTION = Message(USER, "what 5b20").as_template()
 NAMELESS = "function"  # of a result whose tool is not known
 ID_CHARACTERS = 9  # of a call's id: some templates take no others
 
+# Arguments have the blanks that templates write, and no others: small models would write them on.
+_AS_TEMPLATES = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _INSTRUCTIONS = """\
 # Tools
 
@@ -211,7 +213,7 @@ def _rule(parts: Sequence[str], tool: Tool, special: Mapping[str, int]) -> Itera
         if part == PROBE.name:
             yield json.dumps(tool.name)
         elif _ARGUMENTS.fullmatch(part):
-            yield "%json " + json.dumps(tool.schema)
+            yield "%json " + json.dumps({**tool.schema, "x-guidance": _AS_TEMPLATES})
         else:
             yield from _literals(part, special)
 

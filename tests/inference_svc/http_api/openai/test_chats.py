@@ -7,6 +7,7 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from inference_svc.core.answers import AnswerToken
 from inference_svc.core.chat import Message
 from inference_svc.core.errors import SessionBusyError
+from inference_svc.http_api.answer_parts import Reading
 from inference_svc.http_api.bodies import decode
 from inference_svc.http_api.conversation import MAX_MESSAGES
 from inference_svc.http_api.errors import RequestError, UnknownParameterError, UnsupportedValueError
@@ -137,14 +138,14 @@ def test_roles():
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"tools": [{"type": "function"}]}, "tools"),
-        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tools": [{"type": "custom", "custom": {"name": "f"}}]}, "tools[0].type"),
+        ({"functions": [{"name": "f"}]}, "functions"),
         ({"modalities": ["text", "audio"]}, "modalities"),
         ({"audio": {}}, "audio"),
         ({"reasoning_effort": "high"}, "reasoning_effort"),
         ({"web_search_options": {}}, "web_search_options"),
         ({"service_tier": "flex"}, "service_tier"),
-        ({"messages": [{"role": "tool", "content": "4"}]}, "messages[0].role"),
+        ({"messages": [{"role": "function", "name": "f", "content": "4"}]}, "messages[0].role"),
         ({"messages": [{"role": "user", "content": "x", "name": "Ann"}]}, "messages[0].name"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
@@ -232,7 +233,7 @@ def reply_of(*answers, n=1, includes_usage=False, top_logprobs=None):
         includes_usage=includes_usage,
     )
     tokens = TokenText(Letters())
-    choices = [ChatChoice(index, tokens, top_logprobs) for index in range(len(answers))]
+    choices = [ChatChoice(index, tokens, Reading(), top_logprobs) for index in range(len(answers))]
     return Choices(envelope, answers, choices, n)
 
 
@@ -295,8 +296,8 @@ async def test_a_stream_without_usage_has_none():
 
 def test_tokens_that_show_nothing_make_no_chunk():
     """A piece of a character waits for the rest."""
-    assert not list(ChatChoice(0, TokenText(Letters())).piece([AnswerToken(2, "")]))
-    assert list(ChatChoice(0, TokenText(Letters()), 0).piece([AnswerToken(2, "", -1.0)]))
+    assert not list(ChatChoice(0, TokenText(Letters()), Reading()).piece([AnswerToken(2, "")]))
+    assert list(ChatChoice(0, TokenText(Letters()), Reading(), 0).piece([AnswerToken(2, "", -1.0)]))
 
 
 # ------------------------------------------------------------------------------ several answers

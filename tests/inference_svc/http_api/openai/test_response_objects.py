@@ -4,6 +4,7 @@ import pytest
 from openai.types.responses import Response, ResponseStreamEvent
 
 from inference_svc.core.errors import SessionBusyError
+from inference_svc.http_api.answer_parts import Reading
 from inference_svc.http_api.openai.response_objects import ResponseObjects
 from inference_svc.http_api.sessions.lookup import ResponseInfo
 from inference_svc.http_api.token_text import TokenText
@@ -18,7 +19,7 @@ INFO = ResponseInfo(1_700_000_000, "tiny", instructions="Be brief.", metadata={"
 )
 def test_the_events_of_a_response(reason, last, status):
     """In OpenAI's order, numbered, each of the client's type; the last one has all."""
-    events = ResponseObjects("resp_1", "s-1", INFO, TokenText(Letters()), 1)
+    events = ResponseObjects("resp_1", "s-1", INFO, TokenText(Letters()), Reading(), 1)
     made = [*events.opening(STARTED), *events.piece([TOKENS[0]]), *events.piece([TOKENS[1]])]
     made += events.closing(finished(reason))
     read = [strict(ResponseStreamEvent, one) for one in made]
@@ -44,7 +45,7 @@ def test_the_events_of_a_response(reason, last, status):
 
 def test_a_whole_response():
     """The same object as the last event's."""
-    events = ResponseObjects("resp_1", "s-1", INFO, TokenText(Letters()), None)
+    events = ResponseObjects("resp_1", "s-1", INFO, TokenText(Letters()), Reading(), None)
     response = strict(Response, events.whole(TOKENS, finished("length")))
     assert response.incomplete_details.reason == "max_output_tokens"
     assert (response.id, response.metadata) == ("resp_1", {"a": "b"})
@@ -53,7 +54,7 @@ def test_a_whole_response():
 
 def test_a_response_that_fails_while_it_is_streamed():
     """The error is in the last event."""
-    events = ResponseObjects("resp_1", "s-1", INFO, TokenText(None), None)
+    events = ResponseObjects("resp_1", "s-1", INFO, TokenText(None), Reading(), None)
     made = events.failure(SessionBusyError("busy", "wait"))
     assert made["type"] == "response.failed"
     assert made["response"]["status"] == "failed"
