@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from inference_svc.http_api.anthropic.bodies import MessagesBody
-from inference_svc.http_api.bodies import decode
+from inference_svc.http_api.bodies import TurnBody, decode
 from inference_svc.http_api.errors import RequestError
 from inference_svc.http_api.openai.chats import ChatBody
 from inference_svc.http_api.openai.completions import CompletionBody
@@ -30,6 +30,8 @@ NAMES = sorted(
         *("stream_options", "store", "session_id", "include", "truncation", "text", "top_k"),
         *("logit_bias", "frequency_penalty", "min_tokens", "stop_token_ids"),
         *("role", "content", "type", "format", "previous_response_id", "include_usage"),
+        *("tools", "tool_choice", "tool_calls", "tool_call_id", "function", "parameters", "name"),
+        *("arguments", "call_id", "id", "output", "parallel_tool_calls", "strict", "description"),
         *("system", "stop_sequences", "cache_control", "ttl", "output_config", "effort"),
     }
 )
@@ -41,6 +43,13 @@ WORDS = [
     "message",
     "input_text",
     "auto",
+    "required",
+    "function",
+    "function_call",
+    "function_call_output",
+    "reasoning",
+    "tool",
+    "{}",
     "json_schema",
     "5m",
 ]
@@ -61,13 +70,35 @@ anything = st.recursive(
     ),
     max_leaves=12,
 )
+function = st.fixed_dictionaries(
+    {"name": st.sampled_from(["f", "g", ""]) | anything},
+    optional={
+        "arguments": st.sampled_from(["{}", '{"a": 1}', "[", ""]) | anything,
+        "parameters": anything,
+        "description": anything,
+    },
+)
+called = st.fixed_dictionaries(
+    {"function": function, "type": st.just("function") | anything}, optional={"id": anything}
+)
 message = st.fixed_dictionaries(
     {"role": st.sampled_from([*WORDS, 5]), "content": anything},
-    optional={"name": anything, "type": anything},
+    optional={
+        "name": anything,
+        "type": anything,
+        "tool_calls": st.lists(called, max_size=2) | anything,
+        "tool_call_id": st.just("c") | anything,
+        "call_id": st.just("c") | anything,
+        "output": anything,
+    },
 )
 bodies = st.dictionaries(st.sampled_from(NAMES), anything, max_size=6).flatmap(
     lambda rest: st.fixed_dictionaries(
-        {"model": st.just("m"), "messages": st.lists(message, max_size=3) | anything}
+        {"model": st.just("m"), "messages": st.lists(message, max_size=3) | anything},
+        optional={
+            "tools": st.lists(called | function, max_size=2) | anything,
+            "tool_choice": called | anything,
+        },
     ).map(lambda given: {**rest, **given, "input": given["messages"]})
 )
 
@@ -86,7 +117,9 @@ def test_a_body_is_decoded_or_refused(body):
     for name, kind in kinds:
         given = {key: value for key, value in body.items() if key != name}
         try:
-            decode(kind, given)
+            made = decode(kind, given)
+            assert not isinstance(made, TurnBody) or made.tool_use is not None
+            assert isinstance(getattr(made, "conversation", ()), tuple)
         except RequestError as refused:
             refusals.append(refused)
     for refused in refusals:

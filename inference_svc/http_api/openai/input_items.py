@@ -17,7 +17,7 @@ from inference_svc.http_api.errors import UnsupportedValueError
 from inference_svc.http_api.openai.messages import Content, MessageBody
 from inference_svc.http_api.tool_bodies import CalledFunctionBody, CallId, decode_call
 
-MESSAGE, CALL, RESULT, REASONING = (
+MESSAGE, CALL, RESULT, REASONING = KINDS = (
     "message",
     "function_call",
     "function_call_output",
@@ -64,8 +64,10 @@ class ReasoningItem(Body):
     message: ClassVar[None] = None
 
 
-def _kind(item: Any) -> str:
-    return f"<{item.get('type', MESSAGE)}>" if isinstance(item, dict) else f"<{MESSAGE}>"
+def _kind(item: Any) -> Any:
+    """Return the item's type as the client wrote it; nothing is a message."""
+    found = item.get("type") if isinstance(item, dict) else None
+    return MESSAGE if found is None else found
 
 
 Item = Annotated[
@@ -73,7 +75,7 @@ Item = Annotated[
     | Annotated[CallItem, Tag(f"<{CALL}>")]
     | Annotated[ResultItem, Tag(f"<{RESULT}>")]
     | Annotated[ReasoningItem, Tag(f"<{REASONING}>")],
-    Discriminator(_kind),
+    Discriminator(lambda item: f"<{_kind(item)}>"),
 ]
 
 
@@ -84,8 +86,8 @@ def _input(given: Any) -> Any:
     if not isinstance(given, list):
         raise WrongMemberError("{path} is neither text nor a list", "send a string or messages")
     for index, item in enumerate(given):
-        kind = item.get("type", MESSAGE) if isinstance(item, dict) else MESSAGE
-        if kind not in {MESSAGE, CALL, RESULT, REASONING}:
+        kind = _kind(item)
+        if kind not in KINDS:
             raise WrongMemberError(
                 f"input items of type {str(kind)[:40]!r} are not supported",
                 "send messages with text, and function calls with their outputs",

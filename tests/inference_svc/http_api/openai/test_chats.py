@@ -22,6 +22,8 @@ from tests.inference_svc.http_api.as_clients_read import (
     finished,
     strict,
 )
+from tests.inference_svc.http_api.scripted_calls import READING, calling
+from tests.inference_svc.http_api.scripted_calls import TOKENS as CALL_TOKENS
 
 HELLO = [{"role": "user", "content": "Hello"}]
 
@@ -221,7 +223,7 @@ def test_an_unknown_parameter_is_refused():
 # ------------------------------------------------------------------------------------ answers
 
 
-def reply_of(*answers, n=1, includes_usage=False, top_logprobs=None):
+def reply_of(*answers, n=1, includes_usage=False, top_logprobs=None, reading=None):
     """The reply with these answers to one request."""
     envelope = Envelope(
         kind="chat.completion",
@@ -233,7 +235,10 @@ def reply_of(*answers, n=1, includes_usage=False, top_logprobs=None):
         includes_usage=includes_usage,
     )
     tokens = TokenText(Letters())
-    choices = [ChatChoice(index, tokens, Reading(), top_logprobs) for index in range(len(answers))]
+    choices = [
+        ChatChoice(index, tokens, reading or Reading(), top_logprobs)
+        for index in range(len(answers))
+    ]
     return Choices(envelope, answers, choices, n)
 
 
@@ -348,3 +353,34 @@ def test_several_answers_are_bounded():
             chat(**fields)
     seeds = [chat(n=3, seed=2**63 - 1).sampling(0.0, choice)["seed"] for choice in range(3)]
     assert seeds == [2**63 - 1, 0, 1]
+
+
+async def test_the_chunks_of_calls():
+    """Each call is announced with its id and name, then its arguments come; whole is the same."""
+    answers = [ScriptedAnswer(CALL_TOKENS, calling()) for _ in range(2)]
+    reading = {"reading": READING}
+    answer = await whole(answers[0], **reading)
+    chunks = await chunks_of(answers[1], **reading)
+    (choice,) = answer.choices
+    assert (choice.message.content, choice.finish_reason) == ("I look.", "tool_calls")
+    assert choice.message.model_extra["reasoning_content"] == "Two words."
+    deltas = [chunk.choices[0].delta for chunk in chunks]
+    assert "".join(delta.content or "" for delta in deltas) == "I look."
+    thought = [delta.model_extra.get("reasoning_content", "") for delta in deltas]
+    assert "".join(thought) == "Two words."
+    parts = [part for delta in deltas for part in delta.tool_calls or ()]
+    assert [part.index for part in parts] == [0, 0, 1, 1]
+    assert [
+        (begun.id, begun.function.name, begun.function.arguments + rest.function.arguments)
+        for begun, rest in zip(parts[::2], parts[1::2], strict=True)
+    ] == [
+        (call.id, call.function.name, call.function.arguments) for call in choice.message.tool_calls
+    ]
+    assert chunks[-1].choices[0].finish_reason == "tool_calls"
+
+
+async def test_an_answer_that_is_cut_behind_a_call():
+    """The client is told that it was cut."""
+    answer = await whole(ScriptedAnswer(CALL_TOKENS, calling("length")), reading=READING)
+    assert answer.choices[0].finish_reason == "length"
+    assert len(answer.choices[0].message.tool_calls) == 2
