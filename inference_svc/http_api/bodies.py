@@ -276,7 +276,10 @@ class TurnBody(ModelBody, ABC):
         store: whether the session may stay afterwards.
         session_id: the session that the client names; "" if its messages decide.
         metadata: a client's own notes.
+        tool_kinds: types of tools that clients run.
     """
+
+    tool_kinds: ClassVar[frozenset[str]] = frozenset()
 
     model: Annotated[str, AfterValidator(_model)] = Field(default="", validate_default=True)
     stream: bool = False
@@ -306,6 +309,23 @@ class TurnBody(ModelBody, ABC):
     def grammar(self) -> Grammar | None:
         """What the answer has to be; None: whatever the model says."""
         return None
+
+    @classmethod
+    def without_foreign(cls, given: dict[str, Any]) -> dict[str, Any]:
+        """Return a body without the tools that a vendor would run: the model is not told of them.
+
+        Args:
+            given: the body, as it came.
+        """
+        tools = given.get("tools")
+        if not isinstance(tools, list):
+            return given
+        return {**given, "tools": [tool for tool in tools if not cls._is_foreign(tool)]}
+
+    @classmethod
+    def _is_foreign(cls, tool: Any) -> bool:
+        kind = tool.get("type") if isinstance(tool, dict) else None
+        return isinstance(kind, str) and kind not in cls.tool_kinds
 
     @property
     def tool_use(self) -> ToolUse:

@@ -29,7 +29,6 @@ from inference_svc.http_api.replies import send_reply
 from inference_svc.http_api.token_text import TokenText
 
 _TEXT_ONLY = "the service writes plain text only: leave it out"
-_NO_REASONING = "the model does not reason apart from its answer: leave it out"
 _OLD_CALLS = "functions are called as tools: send tools and tool_choice"
 _NO_SEARCH = "the service searches nothing: offer a tool that does"
 
@@ -54,11 +53,12 @@ class ChatBody(OpenAITurnBody):
         "audio": Refused((), _TEXT_ONLY),
         "modalities": Refused((["text"],), _TEXT_ONLY),
         "verbosity": Refused(("medium",), "say it in a message"),
-        "reasoning_effort": Refused(("none",), _NO_REASONING),
         "functions": Refused(([],), _OLD_CALLS),
         "function_call": Refused(("none", "auto"), _OLD_CALLS),
         "web_search_options": Refused((), _NO_SEARCH),
     }
+
+    ignored: ClassVar[frozenset[str]] = OpenAITurnBody.ignored | {"reasoning_effort"}
 
     messages: Messages = Field(default=[], validate_default=True)
     tools: ChatTools = Field(default_factory=list)

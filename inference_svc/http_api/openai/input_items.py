@@ -15,6 +15,7 @@ from inference_svc.http_api.bodies import Body, WrongMemberError
 from inference_svc.http_api.conversation import bounded, with_names
 from inference_svc.http_api.errors import UnsupportedValueError
 from inference_svc.http_api.openai.messages import Content, MessageBody
+from inference_svc.http_api.openai.tools import OF_NAMESPACE
 from inference_svc.http_api.tool_bodies import CalledFunctionBody, CallId, decode_call
 
 MESSAGE, CALL, RESULT, REASONING = KINDS = (
@@ -33,11 +34,13 @@ class CallItem(CalledFunctionBody):
     ignored: ClassVar[frozenset[str]] = _OF_ITEMS
 
     call_id: CallId = Field(default="", validate_default=True)
+    namespace: str = ""
 
     @property
     def message(self) -> Message:
         """The answer that asked for it."""
-        return Message(ASSISTANT, "", (decode_call(self.name, self.arguments, self.call_id),))
+        name = f"{self.namespace}{OF_NAMESPACE}{self.name}" if self.namespace else self.name
+        return Message(ASSISTANT, "", (decode_call(name, self.arguments, self.call_id),))
 
 
 class ResultItem(Body):

@@ -196,13 +196,15 @@ class ResponseObjects:
 
     def _call(self, call: ToolCall) -> Iterator[dict[str, Any]]:
         """Make the events of a call."""
+        namespace, name = self._info.split_name(call.name)
         item = {
             "id": self._item_id("fc"),
             "type": "function_call",
             "status": COMPLETED,
             "call_id": call.call_id,
-            "name": call.name,
+            "name": name,
             "arguments": call.arguments,
+            **({"namespace": namespace} if namespace else {}),
         }
         index = len(self._output)
         begun = {**item, "status": IN_PROGRESS, "arguments": ""}
@@ -210,7 +212,7 @@ class ResponseObjects:
         place = {"item_id": item["id"], "output_index": index}
         said = {"delta": call.arguments}
         yield self._event("response.function_call_arguments.delta", {**place, **said})
-        said = {"name": call.name, "arguments": call.arguments}
+        said = {"name": name, "arguments": call.arguments}
         yield self._event("response.function_call_arguments.done", {**place, **said})
         yield from self._done(item)
 

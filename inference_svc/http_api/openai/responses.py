@@ -21,7 +21,7 @@ from inference_svc.http_api.errors import RequestError, UnsupportedValueError, u
 from inference_svc.http_api.formats import FlatFormat
 from inference_svc.http_api.openai.input_items import InputItems, messages_of
 from inference_svc.http_api.openai.response_objects import ResponseObjects
-from inference_svc.http_api.openai.tools import ResponseTools
+from inference_svc.http_api.openai.tools import FUNCTION, NAMESPACE, ResponseTools
 from inference_svc.http_api.openai.turn_body import OpenAITurnBody
 from inference_svc.http_api.replies import OneAnswer, reply, send_reply
 from inference_svc.http_api.requests import TurnRequest, caller_of
@@ -30,6 +30,7 @@ from inference_svc.http_api.sessions.routing import Caller, HttpTurn
 from shared.types.errors import NotFoundError
 
 LOGPROBS = "message.output_text.logprobs"  # of `include`
+REASONING = "reasoning.encrypted_content"  # likewise: there is none, what is thought is readable
 MAX_KEPT = 16384  # characters of instructions, or tools, that GET shows again
 
 
@@ -51,7 +52,7 @@ class ResponseStreamOptions(Body):
 
 def _include(given: Any) -> Any:
     for name in given if isinstance(given, list) else ():
-        if name != LOGPROBS:
+        if name not in {LOGPROBS, REASONING}:
             raise WrongMemberError(
                 f"include {str(name)[:60]!r} is not supported",
                 f"send {LOGPROBS!r} only",
@@ -81,8 +82,10 @@ class ResponseBody(OpenAITurnBody):
         "context_management": Refused(
             ([],), "the service's [overflow] settings say what is dropped"
         ),
-        "reasoning": Refused(({}, {"effort": "none"}), "the model does not reason: leave it out"),
     }
+    ignored: ClassVar[frozenset[str]] = OpenAITurnBody.ignored | {"client_metadata", "reasoning"}
+
+    tool_kinds: ClassVar[frozenset[str]] = frozenset({FUNCTION, NAMESPACE})
 
     input: InputItems = Field(default=None, validate_default=True)
     tools: ResponseTools = Field(default_factory=list)
@@ -118,7 +121,7 @@ class ResponseBody(OpenAITurnBody):
     @property
     def offered(self) -> tuple[Tool, ...]:
         """The tools that the client offers."""
-        return tuple(each.tool for each in self.tools)
+        return tuple(tool for each in self.tools for tool in each.offered())
 
     @property
     def max_answer_tokens(self) -> int | None:
@@ -128,7 +131,7 @@ class ResponseBody(OpenAITurnBody):
     @property
     def shown_logprobs(self) -> int | None:
         """How many alternatives are shown of each token; None: no log-probabilities."""
-        is_asked = bool(self.include) or self.top_logprobs is not None
+        is_asked = LOGPROBS in self.include or self.top_logprobs is not None
         return (self.top_logprobs or 0) if is_asked else None
 
     @property
@@ -263,6 +266,7 @@ def _turn(
     body, chain = turn_request.body, turn_request.chain
     messages = with_names(body.new_messages, calls) if previous else body.conversation
     turn = turn_request.turn(messages, body.overflow(overflow))
+    is_long = len(canonical(body.offered)) > MAX_KEPT
     info = ResponseInfo(
         created_s=int(time.time()),
         model=body.model,
@@ -277,7 +281,7 @@ def _turn(
         top_logprobs=body.shown_logprobs or 0,
         metadata=body.metadata,
         text_format={"type": "text"} if body.text.format is None else body.text.format.shown,
-        tools=_shown_tools(body.offered),
+        tools=[each.shown(is_long=is_long) for each in body.tools],
         tool_choice=body.shown_choice,
         parallel_tool_calls=body.parallel_tool_calls,
     )
@@ -289,18 +293,3 @@ def _turn(
         )
     response_id = "resp_" + chain.id_of("response", turn.request_id)
     return replace(turn, previous=previous, response_id=response_id, info=info), info
-
-
-def _shown_tools(tools: tuple[Tool, ...]) -> list[dict[str, Any]]:
-    """Return tools as a response shows them; of long ones nothing but their names."""
-    is_long = len(canonical(tools)) > MAX_KEPT
-    return [
-        {
-            "type": "function",
-            "name": tool.name,
-            "description": "" if is_long else tool.description,
-            "parameters": {} if is_long else dict(tool.schema),
-            "strict": False,
-        }
-        for tool in tools
-    ]

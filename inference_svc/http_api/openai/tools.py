@@ -6,9 +6,18 @@ A chat has a function in a member of its own, a response has its members beside 
 """
 
 from abc import ABC, abstractmethod
-from typing import Annotated, Any, ClassVar, Self
+from collections.abc import Iterator
+from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import AfterValidator, BeforeValidator, FailFast, Field, model_validator
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Discriminator,
+    FailFast,
+    Field,
+    Tag,
+    model_validator,
+)
 
 from inference_svc.core.chat import ChoiceKind, Tool, ToolUse
 from inference_svc.http_api.bodies import Body, WrongMemberError
@@ -17,6 +26,8 @@ from inference_svc.http_api.openai.sampled_body import SampledBody
 from inference_svc.http_api.tool_bodies import FunctionBody, ToolName, check_tools
 
 FUNCTION = "function"
+NAMESPACE = "namespace"
+OF_NAMESPACE = "."  # between a namespace and a function of it
 
 
 def _kind(kind: str) -> str:
@@ -47,17 +58,65 @@ class ChatToolBody(Body):
         return Tool(found.name, found.description, found.parameters)
 
 
-class ResponseToolBody(FunctionBody):
-    """A tool of a response."""
+class FlatToolBody(FunctionBody):
+    """A function of a response."""
 
     content_words: ClassVar[str] = "type, name, description and parameters"
+    ignored: ClassVar[frozenset[str]] = FunctionBody.ignored | {"defer_loading"}
 
     kind: FunctionKind = Field(default="", alias="type", validate_default=True)
 
-    @property
-    def tool(self) -> Tool:
-        """The tool."""
-        return Tool(self.name, self.description, self.parameters)
+    def offered(self) -> Iterator[Tool]:
+        """Yield the tool."""
+        yield Tool(self.name, self.description, self.parameters)
+
+    def shown(self, *, is_long: bool) -> dict[str, Any]:
+        """Return the tool as a response repeats it; of a long one nothing but its name."""
+        (tool,) = self.offered()
+        return {
+            "type": FUNCTION,
+            "name": tool.name,
+            "description": "" if is_long else tool.description,
+            "parameters": {} if is_long else dict(tool.schema),
+            "strict": False,
+        }
+
+
+class NamespaceBody(Body):
+    """Functions of a response under one name, with which they are called: `namespace.function`."""
+
+    content_words: ClassVar[str] = "type, name, description and tools"
+
+    kind: Literal["namespace"] = Field(alias="type")
+    name: ToolName = Field(default="", validate_default=True)
+    description: str = ""
+    tools: Annotated[list[FlatToolBody], FailFast()] = Field(default_factory=list)
+
+    def offered(self) -> Iterator[Tool]:
+        """Yield its functions."""
+        for each in self.tools:
+            name = f"{self.name}{OF_NAMESPACE}{each.name}"
+            yield Tool(name, each.description, each.parameters)
+
+    def shown(self, *, is_long: bool) -> dict[str, Any]:
+        """Return it as a response repeats it; of a long one nothing but names."""
+        return {
+            "type": NAMESPACE,
+            "name": self.name,
+            "description": "" if is_long else self.description,
+            "tools": [each.shown(is_long=is_long) for each in self.tools],
+        }
+
+
+def _tag(tool: Any) -> str:
+    is_namespace = isinstance(tool, dict) and tool.get("type") == NAMESPACE
+    return f"<{NAMESPACE}>" if is_namespace else f"<{FUNCTION}>"
+
+
+ResponseToolBody = Annotated[
+    Annotated[FlatToolBody, Tag(f"<{FUNCTION}>")] | Annotated[NamespaceBody, Tag(f"<{NAMESPACE}>")],
+    Discriminator(_tag),
+]
 
 
 class NamedFunctionBody(Body):
@@ -104,6 +163,8 @@ class ToolsBody(SampledBody, ABC):
     Attributes:
         parallel_tool_calls: whether it may call more than one.
     """
+
+    tool_kinds: ClassVar[frozenset[str]] = frozenset({FUNCTION})
 
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool = True

@@ -1,6 +1,6 @@
 """What is stored of earlier requests, and where a turn goes by that. Pure: values."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -59,11 +59,25 @@ class ResponseInfo:
     @property
     def tool_use(self) -> ToolUse:
         """What the answer could do with tools: their names are enough to read it."""
-        tools = tuple(Tool(tool["name"]) for tool in self.tools)
+        tools = tuple(
+            Tool(prefix + tool["name"]) for prefix, found in self._listed() for tool in found
+        )
         most_calls = None if self.parallel_tool_calls else 1
         if isinstance(self.tool_choice, str):
             return ToolUse(tools, ChoiceKind(self.tool_choice), "", most_calls)
         return ToolUse(tools, ChoiceKind.REQUIRED, self.tool_choice["name"], most_calls)
+
+    def split_name(self, name: str) -> tuple[str, str]:
+        """Return the namespace that a tool is of, "" if it is of none, and its name there."""
+        for prefix, _ in self._listed():
+            if prefix and name.startswith(prefix):
+                return prefix[:-1], name[len(prefix) :]
+        return "", name
+
+    def _listed(self) -> Iterator[tuple[str, Sequence[Mapping[str, Any]]]]:
+        """Yield tools with what stands before their names."""
+        for tool in self.tools:
+            yield (tool["name"] + ".", tool["tools"]) if "tools" in tool else ("", [tool])
 
 
 @dataclass(frozen=True)

@@ -144,7 +144,6 @@ def test_roles():
         ({"functions": [{"name": "f"}]}, "functions"),
         ({"modalities": ["text", "audio"]}, "modalities"),
         ({"audio": {}}, "audio"),
-        ({"reasoning_effort": "high"}, "reasoning_effort"),
         ({"web_search_options": {}}, "web_search_options"),
         ({"service_tier": "flex"}, "service_tier"),
         ({"messages": [{"role": "function", "name": "f", "content": "4"}]}, "messages[0].role"),
