@@ -212,7 +212,7 @@ class TurnRequest(Generic[B]):
             messages=messages,
             sampling=self._sampling(choice),
             session_id=session_id,
-            is_kept=self.body.store,
+            is_kept=self._is_kept,
             overflow=overflow,
             request_id=request_id,
             body=self.digest,
@@ -240,6 +240,11 @@ class TurnRequest(Generic[B]):
             )
         return sampling | {"grammar": self.gateway.grammar_of_call(use.callable_tools)}
 
+    @property
+    def _is_kept(self) -> bool:
+        """Whether the session stays when the turn is over."""
+        return self.body.store or self.settings.unstored == "reused"
+
     def _session_name(self) -> str:
         """Return the session that the client named, in the body or a header; "" for none."""
         header, body = header_of(self.request, SESSION), self.body
@@ -248,7 +253,7 @@ class TurnRequest(Generic[B]):
                 f"{SESSION} and session_id name different sessions", "name one", "session_id"
             )
         name = header or body.session_id
-        if name and not body.store:
+        if name and not self._is_kept:
             raise RequestError(
                 "a session is named that is not to be stored", "leave one out", "store"
             )

@@ -292,4 +292,5 @@ def _turn(
             instructions_digest=previous.info.instructions_digest,
         )
     response_id = "resp_" + chain.id_of("response", turn.request_id)
-    return replace(turn, previous=previous, response_id=response_id, info=info), info
+    stored = info if body.store else None
+    return replace(turn, previous=previous, response_id=response_id, info=stored), info

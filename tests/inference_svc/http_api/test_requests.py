@@ -89,7 +89,7 @@ def turn_of(headers=None, digest=b"body", **fields):
         body,
         digest,
         chain,
-        OpenAISettings(temperature=0.5),
+        OpenAISettings(temperature=0.5, unstored="deleted"),
         MODEL,
     )
     return asked.turn(body.conversation)
