@@ -9,6 +9,8 @@ from typing import Any
 from inference_svc.core.errors import InvalidGrammarError
 
 MAX_GRAMMAR_CHARACTERS = 65536  # the time to compile one grows with it
+MAX_BLANKS = 40  # between the members of a document
+BLANKS = rf"[ \n\r\t]{{0,{MAX_BLANKS}}}"
 
 
 class GrammarKind(StrEnum):
@@ -49,6 +51,12 @@ def of_choices(choices: Sequence[str]) -> Grammar:
     """Make the grammar of one of several texts."""
     texts = " | ".join(json.dumps(choice, ensure_ascii=False) for choice in choices)
     return Grammar(GrammarKind.LARK, f"start: {texts}")
+
+
+def json_rule(schema: Mapping[str, Any]) -> str:
+    """Write what a JSON schema allows as a part of a Lark grammar's rule."""
+    bounded = {**schema, "x-guidance": {"whitespace_pattern": BLANKS}}
+    return "%json " + json.dumps(bounded, ensure_ascii=False)
 
 
 ANY_OBJECT = of_schema({"type": "object"})
