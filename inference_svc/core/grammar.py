@@ -51,4 +51,11 @@ def of_choices(choices: Sequence[str]) -> Grammar:
     return Grammar(GrammarKind.LARK, f"start: {texts}")
 
 
+def json_rule(schema: Mapping[str, Any]) -> str:
+    """Write what a JSON schema allows as a part of a Lark grammar's rule."""
+    # Blanks are those that templates write, and no others: small models would write them on.
+    blanks = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+    return "%json " + json.dumps({**schema, "x-guidance": blanks}, ensure_ascii=False)
+
+
 ANY_OBJECT = of_schema({"type": "object"})

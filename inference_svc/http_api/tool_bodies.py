@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar
 from pydantic import AfterValidator, Field, model_validator
 
 from inference_svc.core.chat import ToolCall
-from inference_svc.core.tools.json_value import NoCallError, make_call
+from inference_svc.core.tools.json_value import Asked, NoCallError, make_call
 from inference_svc.http_api.bodies import Body, WrongMemberError
 
 MAX_TOOLS = 512
@@ -57,7 +57,7 @@ def decode_call(name: str, arguments: str | dict[str, Any], call_id: str) -> Too
         WrongMemberError: its arguments are no object.
     """
     try:
-        call = make_call(name, arguments or {})
+        call = make_call(Asked(name, arguments or {}))
     except NoCallError as error:
         raise WrongMemberError(
             "{path} is no JSON object", "send the arguments as they were answered", "arguments"

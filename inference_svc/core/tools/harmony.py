@@ -6,7 +6,8 @@
                                                         <|call|>  a call
     <|start|>assistant<|channel|>final<|message|>…<|return|>      what it says
 
-The recipient of a call may stand before its channel. An answer that does not begin so is text.
+The recipient of a call may stand before its channel. An answer that does not begin so is text, and
+a call that is none is text with its header.
 
 *Source:* OpenAI, "Harmony response format".
 """
@@ -15,15 +16,15 @@ import re
 from collections.abc import Collection
 from enum import Enum, auto
 
-from inference_svc.core.tools.json_value import NoCallError, make_call
-from inference_svc.core.tools.reader import Content, Part, Reasoning
+from inference_svc.core.tools.json_value import Asked, NoCallError, make_call
+from inference_svc.core.tools.reader import Content, Part, Reasoning, num_open
 
 START, CHANNEL, BODY = "<|start|>", "<|channel|>", "<|message|>"
 ENDS = ("<|end|>", "<|call|>", "<|return|>", START)
 MARKS = (START, CHANNEL, BODY, "<|constrain|>", "<|end|>", "<|call|>", "<|return|>")
 MAX_HEADER = 512  # characters before the text of a message
 _RECIPIENT = re.compile(r"to=functions\.([^\s<]+)")
-_LEADS = (CHANNEL, "to=", START)
+_LEADS = (CHANNEL, "to=functions.", START)
 
 
 class _State(Enum):
@@ -47,6 +48,7 @@ class HarmonyReader:
         self._held = ""
         self._state = _State.OPENING
         self._tool = ""  # that the message is for
+        self._header = ""  # of a message for a tool
         self._is_thought = False
 
     def push(self, text: str) -> list[Part]:
@@ -56,7 +58,10 @@ class HarmonyReader:
 
     def end(self) -> list[Part]:
         """See AnswerReader."""
-        return self._read(is_end=True)
+        parts = self._read(is_end=True)
+        if self._tool:
+            self._say("", parts)
+        return parts
 
     def _read(self, *, is_end: bool) -> list[Part]:
         parts: list[Part] = []
@@ -77,55 +82,57 @@ class HarmonyReader:
             if not any(lead.startswith(said[: len(lead)]) for lead in _LEADS):
                 self._state = _State.TEXT
                 return True
-        header, found, rest = self._held.partition(BODY)
-        if not found:
-            if is_end or len(header) > MAX_HEADER:
-                parts.append(Content(header))  # it is none
-                self._held, self._state = "", _State.TEXT
+        end = self._held.find(BODY, 0, MAX_HEADER + len(BODY))
+        if end >= 0:
+            self._begin(self._held[:end], parts)
+            self._held, self._state = self._held[end + len(BODY) :], _State.TEXT
+            return True
+        if is_end:
+            parts.append(Content(self._held))
+            self._held = ""
+        if len(self._held) < MAX_HEADER + len(BODY):
             return False
-        recipient = _RECIPIENT.search(header)
-        self._tool = recipient[1] if recipient and recipient[1] in self._names else ""
-        channel = header.partition(CHANNEL)[2].split("<")[0].split()
-        self._is_thought = recipient is None and channel[:1] == ["analysis"]
-        self._held, self._state = rest, _State.TEXT
+        self._state, self._is_thought = _State.TEXT, False  # it is none
         return True
+
+    def _begin(self, header: str, parts: list[Part]) -> None:
+        """Begin the message that has a header."""
+        recipient = _RECIPIENT.search(header)
+        channel = header.partition(CHANNEL)[2].split("<")[0].split()
+        self._tool = self._header = ""
+        self._is_thought = recipient is None and channel[:1] == ["analysis"]
+        if recipient and recipient[1] in self._names:
+            self._tool, self._header = recipient[1], header + BODY
+        elif recipient:
+            parts.append(Content(header + BODY))
 
     def _read_text(self, parts: list[Part], *, is_end: bool) -> bool:
         """Read what there is of a message's text; return whether to go on."""
         places = [(place, mark) for mark in ENDS if (place := self._held.find(mark)) >= 0]
-        end, mark = min(places, default=(-1, ""))
-        if end < 0 and (self._tool and not is_end):
-            return False
-        if end < 0:
-            kept = 0 if is_end else _num_open(self._held)
-            text, self._held = (
-                self._held[: len(self._held) - kept],
-                self._held[len(self._held) - kept :],
-            )
-        else:
-            text, self._held = self._held[:end], self._held[end + len(mark) :]
+        if places:
+            end, mark = min(places)
+            rest = end + len(mark)
             self._state = _State.HEADER
+        elif self._tool and not is_end:
+            return False
+        else:
+            rest = end = len(self._held) - (0 if is_end else num_open(self._held, ENDS))
+        text, self._held = self._held[:end], self._held[rest:]
         self._say(text, parts)
-        return end >= 0
+        return bool(places)
 
     def _say(self, text: str, parts: list[Part]) -> None:
-        if self._tool:
-            try:
-                call = make_call(self._tool, text)
-            except NoCallError:
-                parts.append(Content(text))
-            else:
-                self._num_calls += 1
-                if self._most_calls is None or self._num_calls <= self._most_calls:
-                    parts.append(call)
-            self._tool = ""
-        elif text:
-            parts.append(Reasoning(text) if self._is_thought else Content(text))
-
-
-def _num_open(text: str) -> int:
-    """Return how many of the last characters may begin a mark."""
-    for length in range(min(len(text), max(map(len, ENDS)) - 1), 0, -1):
-        if any(mark.startswith(text[-length:]) for mark in ENDS):
-            return length
-    return 0
+        """Take the text of a message; of a call, all of it."""
+        if not self._tool:
+            if text:
+                parts.append(Reasoning(text) if self._is_thought else Content(text))
+            return
+        try:
+            call = make_call(Asked(self._tool, text))
+        except NoCallError:
+            parts.append(Content(self._header + text))
+        else:
+            self._num_calls += 1
+            if self._most_calls is None or self._num_calls <= self._most_calls:
+                parts.append(call)
+        self._tool = ""

@@ -1,26 +1,52 @@
-"""Reads JSON out of an answer that may not be complete. Pure."""
+"""Reads JSON out of an answer that may not be complete, and makes calls of it. Pure."""
 
 import json
 from collections.abc import Mapping
 from json import JSONDecodeError
-from typing import Any, NoReturn
+from typing import Any, NamedTuple
 
 from inference_svc.core.chat import ToolCall
 
 _NEAR_END = 8  # characters: a number, a word or an escape that is not complete fails so far before
 _BLANKS = " \t\r\n"
+_MAX_DIGITS = 1024  # of a whole number
+_NO_JSON = object()  # stands for what is written as a value and can be none
 
 
 class NoCallError(ValueError):
-    """What was taken for the beginning of a call is none."""
+    """What was taken for the beginning of a call is none.
+
+    Args:
+        end: index in the text up to which it was read: nothing before it begins a call.
+    """
+
+    def __init__(self, end: int = 0) -> None:
+        super().__init__("no call")
+        self.end = end
 
 
-def _refuse(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no JSON")
+class Asked(NamedTuple):
+    """What an answer asks for, if that is a call: see `make_call`."""
+
+    name: Any
+    arguments: Any
 
 
-# Models write line breaks into strings as they are.
-_DECODER = json.JSONDecoder(strict=False, parse_constant=_refuse)
+def _object(members: list[tuple[str, Any]]) -> Any:
+    found = dict(members)
+    return found if len(found) == len(members) else _NO_JSON  # which of two would be meant?
+
+
+def _whole_number(digits: str) -> Any:
+    return int(digits) if len(digits) <= _MAX_DIGITS else _NO_JSON
+
+
+_DECODER = json.JSONDecoder(
+    object_pairs_hook=_object,
+    parse_int=_whole_number,
+    parse_constant=lambda _name: _NO_JSON,
+    strict=False,  # models write line breaks into strings as they are
+)
 
 
 def skip_blanks(text: str, at: int) -> int:
@@ -30,8 +56,13 @@ def skip_blanks(text: str, at: int) -> int:
     return at
 
 
-def read_value(text: str, at: int) -> tuple[Any, int] | None:
-    """Read the value that begins at an index, behind blanks.
+def read_value(text: str, at: int, starts: str = "{") -> tuple[Any, int] | None:
+    """Read the object that begins at an index, behind blanks.
+
+    Args:
+        text: what is read.
+        at: the index.
+        starts: the characters that may begin it: with "[", it may be a list.
 
     Returns:
         The value and the index behind it; None if it is not complete.
@@ -42,43 +73,45 @@ def read_value(text: str, at: int) -> tuple[Any, int] | None:
     at = skip_blanks(text, at)
     if at == len(text):
         return None
+    if text[at] not in starts:
+        raise NoCallError(at)
     try:
-        value, end = _DECODER.raw_decode(text, at)
-        json.dumps(value, ensure_ascii=False).encode()  # half a character is no text
+        return _DECODER.raw_decode(text, at)
     except JSONDecodeError as error:
         is_cut = error.msg.startswith("Unterminated string") or error.pos >= len(text) - _NEAR_END
         if is_cut:
             return None
-        raise NoCallError from error
-    except (ValueError, RecursionError) as error:
-        raise NoCallError from error
-    return value, end
+        raise NoCallError(error.pos) from error
+    except RecursionError as error:
+        raise NoCallError(at) from error
 
 
-def call_of(value: Any) -> ToolCall:
-    """Make a call of an object with a name and arguments, as most models write it.
-
-    Raises:
-        NoCallError: it is something else.
-    """
+def asked_by(value: Any) -> Asked:
+    """Return what an object with a name and arguments asks for, as most models write it."""
     if isinstance(value, dict) and isinstance(value.get("function"), dict):
         value = value["function"]
-    if not isinstance(value, dict) or not isinstance(value.get("name"), str):
-        raise NoCallError
-    return make_call(value["name"], value.get("arguments", value.get("parameters", {})))
+    if not isinstance(value, dict):
+        return Asked(None, None)
+    return Asked(value.get("name"), value.get("arguments", value.get("parameters", {})))
 
 
-def make_call(name: str, arguments: Any) -> ToolCall:
-    """Make a call of its name and its arguments, which may be JSON in a text.
+def make_call(asked: Asked) -> ToolCall:
+    """Make the call; its arguments may be JSON in a text.
 
     Raises:
-        NoCallError: the arguments are no object.
+        NoCallError: the name is no text, or the arguments are no object of JSON.
     """
+    name, arguments = asked
     if isinstance(arguments, str):
         found = read_value(arguments, 0)
         if found is None or arguments[found[1] :].strip():
             raise NoCallError
         arguments = found[0]
-    if not isinstance(arguments, Mapping):
+    if not isinstance(name, str) or not isinstance(arguments, Mapping):
         raise NoCallError
-    return ToolCall(name, json.dumps(arguments, ensure_ascii=False))
+    try:
+        written = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+        written.encode()  # half a character is no text
+    except (TypeError, ValueError, RecursionError) as error:
+        raise NoCallError from error
+    return ToolCall(name, written)

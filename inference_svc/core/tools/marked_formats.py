@@ -14,35 +14,63 @@
 
 import re
 
-from inference_svc.core.chat import ToolCall
 from inference_svc.core.tools.json_value import (
+    Asked,
     NoCallError,
-    call_of,
-    make_call,
+    asked_by,
     read_value,
     skip_blanks,
 )
 from inference_svc.core.tools.reader import CallFormat, Found
 
-MAX_NAME = 256  # characters of a tool's name, with what stands around it
+MAX_HEADER = 256  # characters before the arguments of a call
 _OBJECT_STARTS = tuple(
     "{" + start
     for start in ('"name":', '"parameters":', '"arguments":', '"type":"function"', '"function":{')
 )
 
 
-def expect(text: str, at: int, mark: str, *, is_end: bool) -> int | None:
-    """Return the index behind a mark that has to follow blanks; None if it is not complete.
+def _behind(text: str, at: int, mark: str, *, is_end: bool = False) -> int | None:
+    """Return the index behind a mark that follows blanks; None if it is not complete.
+
+    Args:
+        text: what is read.
+        at: where the blanks begin.
+        mark: the mark.
+        is_end: whether no more follows; then the mark may be cut.
 
     Raises:
-        NoCallError: something else follows, or the answer ends before the mark does.
+        NoCallError: something else follows.
     """
     at = skip_blanks(text, at)
     if text.startswith(mark, at):
         return at + len(mark)
-    if is_end or not mark.startswith(text[at:]):
-        raise NoCallError
-    return None
+    if not mark.startswith(text[at:]):
+        raise NoCallError(at)
+    return len(text) if is_end else None
+
+
+def _object_behind(
+    text: str, at: int, header: re.Pattern[str]
+) -> tuple[re.Match[str], object, int] | None:
+    """Read a header and the object that follows it.
+
+    Returns:
+        The header, the object, and the index behind it; None if they are not complete.
+
+    Raises:
+        NoCallError: there is something else.
+    """
+    brace = text.find("{", at, at + MAX_HEADER)
+    if brace < 0:
+        if len(text) >= at + MAX_HEADER:
+            raise NoCallError(at)
+        return None
+    match = header.fullmatch(text, at, brace)
+    if match is None:
+        raise NoCallError(at)
+    found = read_value(text, brace)
+    return None if found is None else (match, *found)
 
 
 class Hermes(CallFormat):
@@ -54,11 +82,8 @@ class Hermes(CallFormat):
         found = read_value(text, len(opening))
         if found is None:
             return None
-        call = call_of(found[0])
-        if is_end and not text[found[1] :].strip():
-            return Found((call,), len(text))
-        end = expect(text, found[1], closing, is_end=is_end)
-        return None if end is None else Found((call,), end)
+        end = _behind(text, found[1], closing, is_end=is_end)
+        return None if end is None else Found([asked_by(found[0])], end)
 
 
 class BareJson(CallFormat):
@@ -67,40 +92,35 @@ class BareJson(CallFormat):
     def read(self, text: str, *, is_end: bool) -> Found | None:  # noqa: ARG002
         """See CallFormat."""
         at = next((len(mark) for mark in self.starts if text.startswith(mark)), 0)
-        start = "".join(text[at : at + MAX_NAME].split())
+        start = "".join(text[at : at + MAX_HEADER].split())
         if not any(each.startswith(start[: len(each)]) for each in _OBJECT_STARTS):
-            raise NoCallError
+            raise NoCallError(at)
         found = read_value(text, at)
-        return None if found is None else Found((call_of(found[0]),), found[1])
+        return None if found is None else Found([asked_by(found[0])], found[1])
 
 
 class Mistral(CallFormat):
     """Calls behind a mark: as a list, or each by itself."""
 
-    def read(self, text: str, *, is_end: bool) -> Found | None:
+    def read(self, text: str, *, is_end: bool) -> Found | None:  # noqa: ARG002
         """See CallFormat."""
         at = skip_blanks(text, len(self.starts[0]))
-        if text.startswith(("[", "{"), at) and not text.startswith(self.marks, at):
-            listed = read_value(text, at)
+        first = skip_blanks(text, at + 1) if text.startswith("[", at) else at
+        if first == len(text):
+            return None
+        if text[first] == "{":
+            listed = read_value(text, at, "[{")
             if listed is None:
                 return None
             values = listed[0] if isinstance(listed[0], list) else [listed[0]]
-            if not values:
-                raise NoCallError
-            return Found(tuple(map(call_of, values)), listed[1])
-        brace = text.find("{", at, at + MAX_NAME)
-        if brace < 0:
-            if is_end or len(text) > at + MAX_NAME:
-                raise NoCallError
-            return None
-        name = _MISTRAL_NAME.fullmatch(text, at, brace)
-        if name is None:
-            raise NoCallError
-        found = read_value(text, brace)
-        return None if found is None else Found((make_call(name[1], found[0]),), found[1])
+            return Found([asked_by(value) for value in values], listed[1])
+        if first > at:
+            raise NoCallError(at)
+        found = _object_behind(text, at, _MISTRAL_HEADER)
+        return None if found is None else Found([Asked(found[0]["name"], found[1])], found[2])
 
 
-_MISTRAL_NAME = re.compile(r"([^\s\[\]{}]+)\s*(?:\[CALL_ID\]\s*\w+\s*)?(?:\[ARGS\])?\s*")
+_MISTRAL_HEADER = re.compile(r"(?P<name>[^\s\[\]{}]+)\s*(?:\[CALL_ID\]\s*\w+\s*)?(?:\[ARGS\])?\s*")
 
 
 DEEPSEEK_MARKS = tuple(
@@ -110,56 +130,35 @@ DEEPSEEK_MARKS = tuple(
 
 
 class DeepSeek(CallFormat):
-    """Calls between marks of their own, within a section; its last mark may be missing."""
+    """Calls between marks of their own, one after the other in a section; its marks may lack."""
 
     def read(self, text: str, *, is_end: bool) -> Found | None:
         """See CallFormat."""
-        section, opening, *_, closing = self.marks
-        calls: list[ToolCall] = []
-        at = len(section)
-        while True:
-            at = skip_blanks(text, at)
-            if calls and (text.startswith(closing, at) or (is_end and at == len(text))):
-                return Found(calls, min(len(text), at + len(closing)))
-            if calls and not is_end and closing.startswith(text[at:]):
-                return None
-            behind = expect(text, at, opening, is_end=is_end)
-            found = None if behind is None else self._call(text, behind, is_end=is_end)
-            if found is None:
-                return None
-            calls.append(found[0])
-            at = found[1]
-
-    def _call(self, text: str, at: int, *, is_end: bool) -> tuple[ToolCall, int] | None:
-        _, _, separator, closing, _ = self.marks
-        before, found, _ = text[at:].partition(separator)
-        brace = text.find("{", at + len(before) + len(separator))
-        if not found or brace < 0:
-            if len(before) > MAX_NAME:
-                raise NoCallError
+        section, opening, _, closing, section_end = self.marks
+        begin = _behind(text, len(section) if text.startswith(section) else 0, opening)
+        found = None if begin is None else _object_behind(text, begin, _DEEPSEEK_HEADER)
+        if found is None:
             return None
-        between = text[at + len(before) + len(separator) : brace]
-        fenced = _DEEPSEEK_FENCE.fullmatch(between)
-        if fenced is None:
-            raise NoCallError
-        value = read_value(text, brace)
-        if value is None:
-            return None
-        call = make_call(fenced[1] or before.strip(), value[0])
-        end = value[1]
-        if fenced[1]:
-            behind = expect(text, end, "```", is_end=is_end)
+        header, arguments, end = found
+        for mark in ("```", closing) if header["fence"] else (closing,):
+            behind = _behind(text, end, mark, is_end=is_end)
             if behind is None:
                 return None
             end = behind
-        behind = expect(text, end, closing, is_end=is_end)
-        return None if behind is None else (call, behind)
+        try:
+            behind = _behind(text, end, section_end, is_end=is_end)
+        except NoCallError:  # the next call
+            behind = end
+        return None if behind is None else Found([Asked(header["name"], arguments)], behind)
 
 
-_DEEPSEEK_FENCE = re.compile(r"\s*(?:([^\s`]+)\s*```(?:json)?\s*)?")
+_DEEPSEEK_HEADER = re.compile(
+    rf"\s*(?:[^\s<`]+\s*{DEEPSEEK_MARKS[2]}\s*)?(?P<name>[^\s<`]+)\s*"
+    rf"(?:{DEEPSEEK_MARKS[2]}|(?P<fence>```)(?:json)?)\s*"
+)
 
 HERMES = Hermes("hermes", ("<tool_call>",), marks=("<tool_call>", "</tool_call>"))
 MISTRAL = Mistral("mistral", ("[TOOL_CALLS]",), marks=("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"))
-DEEPSEEK = DeepSeek("deepseek", DEEPSEEK_MARKS[:1], marks=DEEPSEEK_MARKS)
+DEEPSEEK = DeepSeek("deepseek", DEEPSEEK_MARKS[:2], marks=DEEPSEEK_MARKS)
 LLAMA = BareJson("llama3", ("<|python_tag|>",), ("{",), ";", ("<|python_tag|>",))
 JSON = BareJson("json", leads=("{",), between=";,")

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol, TypeAlias
 
 from inference_svc.core.chat import ToolCall
-from inference_svc.core.tools.json_value import NoCallError
+from inference_svc.core.tools.json_value import Asked, NoCallError, make_call
 
 
 @dataclass(frozen=True)
@@ -42,9 +42,9 @@ class AnswerReader(Protocol):
 
 
 class Found(NamedTuple):
-    """Calls at the beginning of a text, and the index behind them."""
+    """What the beginning of a text asks for, and the index behind it."""
 
-    calls: Sequence[ToolCall]
+    asked: Sequence[Asked]
     end: int
 
 
@@ -68,17 +68,17 @@ class CallFormat(ABC):
 
     @abstractmethod
     def read(self, text: str, *, is_end: bool) -> Found | None:
-        """Read the calls at the beginning of a text.
+        """Read what is asked for at the beginning of a text.
 
         Args:
             text: begins with one of `starts` or `leads`.
             is_end: whether the answer ends with it.
 
         Returns:
-            None if they are not complete.
+            None if it is not complete.
 
         Raises:
-            NoCallError: there are none.
+            NoCallError: nothing is, whatever follows.
         """
 
 
@@ -97,7 +97,7 @@ class PlainReader:
 class MarkedReader:
     """Reads an answer whose calls stand between marks.
 
-    Blanks before the first call, between calls and behind them are nobody's text.
+    An answer that says nothing but blanks beside its calls says nothing.
 
     Args:
         call_format: how calls are written.
@@ -115,49 +115,57 @@ class MarkedReader:
         self._held = ""  # text that may begin a call
         self._gap = ""  # blanks, where a call may follow and take them away
         self._is_bare = True  # nothing was said since the beginning, or since the last call
-        self._is_none = False  # what was held last is no call, whatever follows
 
     def push(self, text: str) -> list[Part]:
         """See AnswerReader."""
         self._held += text
-        return self._read(is_end=False)
-
-    def end(self) -> list[Part]:
-        """See AnswerReader."""
-        parts = self._read(is_end=True)
-        if self._gap and not self._num_calls:
-            parts.append(Content(self._gap))
-        return parts
-
-    def _read(self, *, is_end: bool) -> list[Part]:
         parts: list[Part] = []
         while self._held:
             start = self._start()
             if start < 0:
-                kept = 0 if is_end else self._num_open()
-                self._say(len(self._held) - kept, parts)
+                self._say(len(self._held) - num_open(self._held, self._format.starts), parts)
                 break
             self._say(start, parts)
-            found = self._found(is_end=is_end)
-            if found is not None:
-                self._call(found, parts)
-            elif is_end or self._is_none:
-                self._say(1, parts)  # what follows may still be a call
-            else:
+            if not self._read_call(parts, is_end=False):
                 break
         return _joined(parts)
 
-    def _found(self, *, is_end: bool) -> Found | None:
-        """Read the calls that the held text begins with; None if there are none, or not yet."""
-        self._is_none = False
+    def end(self) -> list[Part]:
+        """See AnswerReader."""
+        parts: list[Part] = []
+        if self._start() == 0:
+            self._read_call(parts, is_end=True)
+        self._say(len(self._held), parts)  # a call that is cut is none, whatever is in it
+        if self._gap and not self._num_calls:
+            parts.append(Content(self._gap))
+        return _joined(parts)
+
+    def _read_call(self, parts: list[Part], *, is_end: bool) -> bool:
+        """Read what begins like a call, if that is all there; return whether it is."""
         try:
             found = self._format.read(self._held, is_end=is_end)
-        except NoCallError:
-            found = Found((), 0)
+        except NoCallError as error:
+            found = Found((), error.end)
         if found is None:
-            return None
-        self._is_none = not found.calls or any(c.name not in self._names for c in found.calls)
-        return None if self._is_none else found
+            return False
+        calls = self._calls_of(found.asked)
+        if not calls:
+            self._say(max(found.end, 1), parts)
+            return True
+        for call in calls:
+            self._num_calls += 1
+            if self._most_calls is None or self._num_calls <= self._most_calls:
+                parts.append(call)
+        self._held, self._gap, self._is_bare = self._held[found.end :], "", True
+        return True
+
+    def _calls_of(self, asked: Sequence[Asked]) -> list[ToolCall]:
+        """Make calls; none, if one of them is none."""
+        try:
+            calls = [make_call(one) for one in asked]
+        except NoCallError:
+            return []
+        return calls if all(call.name in self._names for call in calls) else []
 
     def _start(self) -> int:
         """Return the index in the held text where a call may begin; -1: nowhere."""
@@ -165,21 +173,9 @@ class MarkedReader:
         at = min((place for place in found if place >= 0), default=-1)
         if self._is_bare:
             blanks = len(self._held) - len(self._held.lstrip(self._blanks))
-            if self._held.startswith(self._format.leads, blanks) and self._format.leads:
-                return blanks if at < 0 else min(at, blanks)
+            if self._held.startswith(self._format.leads, blanks):
+                return blanks
         return at
-
-    def _num_open(self) -> int:
-        """Return how many of the last characters held may begin a mark."""
-        longest = max(map(len, self._format.starts), default=1) - 1
-        return next(
-            (
-                length
-                for length in range(min(longest, len(self._held)), 0, -1)
-                if any(mark.startswith(self._held[-length:]) for mark in self._format.starts)
-            ),
-            0,
-        )
 
     @property
     def _blanks(self) -> str:
@@ -188,22 +184,21 @@ class MarkedReader:
     def _say(self, length: int, parts: list[Part]) -> None:
         """Take so many characters of the held text as text."""
         text, self._held = self._held[:length], self._held[length:]
-        if not text:
-            return
         if self._is_bare:
             self._gap += text
             if not self._gap.strip(self._blanks):
                 return
             text, self._gap, self._is_bare = self._gap, "", False
-        parts.append(Content(text))
+        if text:
+            parts.append(Content(text))
 
-    def _call(self, found: Found, parts: list[Part]) -> None:
-        self._held = self._held[found.end :]
-        for call in found.calls:
-            self._num_calls += 1
-            if self._most_calls is None or self._num_calls <= self._most_calls:
-                parts.append(call)
-        self._gap, self._is_bare = "", True
+
+def num_open(text: str, marks: Sequence[str]) -> int:
+    """Return how many of the last characters may begin one of some marks."""
+    longest = min(len(text), max(map(len, marks), default=1) - 1)
+    return next(
+        (n for n in range(longest, 0, -1) if any(mark.startswith(text[-n:]) for mark in marks)), 0
+    )
 
 
 def _joined(parts: list[Part]) -> list[Part]:

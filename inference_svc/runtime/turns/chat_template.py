@@ -30,8 +30,9 @@ class ChatTemplate:
 
     Attributes:
         source: the template's text; "" if there is none.
-        base: the dummy turn as the template writes it; set by `try_out`.
-        closing: the text it writes after an answer, end-of-turn token included; set by `try_out`.
+        base: the dummy turn as the template writes it where more follows; set by `try_out`.
+        closings: the texts it writes after an answer, end-of-turn token included: where more
+            follows, and where nothing does, if that is another; set by `try_out`.
         roles: the roles that messages may have; set by `find_roles`.
     """
 
@@ -45,9 +46,16 @@ class ChatTemplate:
         if not self.source:
             return "the model has no chat template"
         try:
-            self.base = self.render(dummy_turn(), is_prompt=False)
-            self.closing = self.base.rpartition(DUMMY_ANSWER)[2]
-            self.added([message("user", DUMMY_QUESTION)])
+            question = message("user", DUMMY_QUESTION)
+            self.base = last = self.render(dummy_turn(), is_prompt=False)
+            followed = self.render([*dummy_turn(), question], is_prompt=True)
+            if not followed.startswith(last):  # some write a last message in another way
+                asked = self.render([*dummy_turn(), question], is_prompt=False)
+                prompt = followed[len(asked) :]
+                self.base = self.render(dummy_turn(), is_prompt=True).removesuffix(prompt)
+            closings = (base.rpartition(DUMMY_ANSWER)[2] for base in (self.base, last))
+            self.closings = tuple(dict.fromkeys(closings))
+            self.added([question])
         except InvalidTurnError as error:
             return error.message
         return "" if DUMMY_ANSWER in self.base else "the chat template does not repeat answers"

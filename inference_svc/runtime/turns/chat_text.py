@@ -65,7 +65,7 @@ class TurnText:
         """
         self._check_chat()
         special = {mark: token_id for token_id, mark in self.tool_marks.items()}
-        return self._tools.grammar_of_call(tools, special, self._end_texts)
+        return self._tools.grammar_of_call(tools, special)
 
     def try_out(self) -> None:
         """Find out whether, and how, the model's chat template can be applied incrementally."""
@@ -82,9 +82,8 @@ class TurnText:
             control.add_written(before + after)
             control.add_neighbours(before, after)
         self.frame_tokens = FrameTokens(self._opening_ids(), self._eos_ids)
-        self._tools.try_out()
+        self._tools.try_out([self._tokenizer.decode([found]) for found in self._eos_ids])
         self.tool_marks = self._find_marks()
-        self._end_texts = [self._tokenizer.decode([found]) for found in self._eos_ids]
 
     def encode_text(
         self, text: str, *, opens_session: bool, has_special: bool = False
@@ -145,14 +144,14 @@ class TurnText:
         self._check_chat()
         if not history_ids:
             return self._encode_opening(messages, tools)
-        guarded, marked = self._guarded(messages)
+        guarded, _, marked = self._guarded(messages)
         results = list(takewhile(lambda one: "tool_call_id" in one, guarded))
         answer = self._tools.asking(results) if results and self._tools.writes_calls else []
         written, _ = self._tools.written(guarded, (), self._template.roles)
         added = self._template.added(written, answer)
         if not continues_answer:
             return self.control.encode(added, marked)
-        closings = [self._template.closing]
+        closings = list(self._template.closings)
         if answer:
             base = self._template.render([dummy_turn()[0], *answer], is_prompt=False)
             closings.insert(0, self._tools.closing_in(base))
@@ -213,27 +212,34 @@ class TurnText:
     def _encode_opening(
         self, messages: Sequence[Message], tools: Sequence[Message] = ()
     ) -> list[int]:
-        guarded, marked = self._guarded(messages)
-        offered = [self._guarded_value(tool, marked) for tool in tools]
+        guarded, offered, marked = self._guarded(messages, tools)
         written, told = self._tools.written(guarded, offered, self._template.roles)
         return self.control.encode(self._template.render(written, told, is_prompt=True), marked)
 
-    def _guarded(self, messages: Sequence[Message]) -> tuple[list[Message], list[str]]:
-        """Return messages with marks in their texts, and the parts that the marks stand for.
+    def _guarded(
+        self, messages: Sequence[Message], tools: Sequence[Message] = ()
+    ) -> tuple[list[Message], list[Message], list[str]]:
+        """Return messages and tools with marks in their texts, and the parts these stand for.
 
         Raises:
             InvalidTurnError: the template does not know a role, or a part cannot be spelled out.
         """
         self._template.check_roles(messages)
         marked: list[str] = []
-        guarded: list[Message] = [
-            {
-                name: value if name == "role" else self._guarded_value(value, marked)
-                for name, value in one.items()
-            }
-            for one in messages
-        ]
-        return guarded, marked
+        try:
+            guarded: list[Message] = [
+                {
+                    name: value if name == "role" else self._guarded_value(value, marked)
+                    for name, value in one.items()
+                }
+                for one in messages
+            ]
+            return guarded, [self._guarded_value(tool, marked) for tool in tools], marked
+        except RecursionError as error:
+            raise InvalidTurnError(
+                "a tool's schema, or the arguments of a call, are nested too deeply",
+                "send flatter ones",
+            ) from error
 
     def _guarded_value(self, value: Any, marked: list[str]) -> Any:
         """Return a value with marks in all texts of it, names of members included."""
@@ -256,4 +262,4 @@ class TurnText:
                 _, found, rest = closing.partition(end_text)
                 if found:
                     return rest
-        return self._template.closing
+        return self._template.closings[0]

@@ -12,12 +12,14 @@ and what a tool returns is appended to it.
 import hashlib
 import json
 import re
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import takewhile
 from typing import Any
 
 from inference_svc.core.chat import ASSISTANT, SYSTEM, TOOL, USER, Message, Tool, ToolCall
 from inference_svc.core.errors import InvalidTurnError
-from inference_svc.core.grammar import Grammar, GrammarKind
+from inference_svc.core.grammar import Grammar, GrammarKind, json_rule
 from inference_svc.core.tools.reader import read_whole
 from inference_svc.core.tools.registry import FORMATS, ToolFormat
 from inference_svc.core.turn_window import common_prefix
@@ -36,8 +38,6 @@ QUESTION = Message(USER, "what 5b20").as_template()
 NAMELESS = "function"  # of a result whose tool is not known
 ID_CHARACTERS = 9  # of a call's id: some templates take no others
 
-# Arguments have the blanks that templates write, and no others: small models would write them on.
-_AS_TEMPLATES = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _INSTRUCTIONS = """\
 # Tools
 
@@ -50,8 +50,9 @@ To call one, answer with nothing but what follows, once for each call:
 {example}
 
 What a function returns comes in the next message."""
-_EXAMPLE = '{"name": "the function\'s name", "arguments": {"a parameter": "its value"}}'
 _CALL_AS_TEXT = f'{{"name": "{PROBE.name}", "arguments": {PROBE_CALL.arguments}}}'
+_ANY_NAME = "the function's name"
+_ANY_ARGUMENTS = '{"a parameter": "its value"}'
 _ARGUMENTS = re.compile(r'\{\s*"word":\s*"echo 51f7"\s*\}')
 _NAME_OR_ARGUMENTS = re.compile(f"({PROBE.name}|{_ARGUMENTS.pattern})")
 _ID = re.compile(r',\s*"id":\s*"[^"]*"')
@@ -65,8 +66,8 @@ class ToolTemplate:
 
     Attributes:
         format: how the model writes calls.
-        writes_tools: whether the template tells the model of tools.
-        writes_calls: whether it writes calls and what they return.
+        writes_calls: whether the template writes calls, and what they return.
+        writes_tools: whether it also tells the model of tools.
     """
 
     def __init__(self, render: Render) -> None:
@@ -75,40 +76,41 @@ class ToolTemplate:
         self.writes_tools = False
         self.writes_calls = False
         self._wants_text = False  # arguments of calls are texts to the template
-        self._takes_several = False  # calls in one message
-        self._example = ""  # a call as the template writes it, with what ends the answer
+        self._takes_several = True  # calls in one message
+        self._example = _CALL_AS_TEXT  # how a call is written, without what ends the answer
 
-    def try_out(self) -> None:
-        """Find out what the template writes, and set the attributes."""
-        tools = [PROBE.as_template()]
-        self.writes_tools = PROBE.name in self._tried([QUESTION], tools=tools)
-        for wants_text in (False, True):
-            self._wants_text = wants_text
-            found = self._format_found()
-            if found is not None:
-                self.format, self.writes_calls = found, True
-                self._takes_several = True
-                both = self._native([Message(ASSISTANT, "", (PROBE_CALL,) * 2).as_template()])
-                self._takes_several = bool(self._tried([QUESTION, *both]))
-                return
+    def try_out(self, end_texts: Sequence[str]) -> None:
+        """Find out what the template writes, and set the attributes.
 
-    def _format_found(self) -> ToolFormat | None:
-        """Find the format that reads what the template makes of a call; None: there is none."""
+        Args:
+            end_texts: texts of the tokens that end answers.
+        """
+        for self._wants_text in (False, True):
+            answer = self._answer_found()
+            found = _format_of(answer)
+            if found is None:
+                continue
+            self.format, self.writes_calls = found, True
+            self._example = _ID.sub("", answer).rstrip()
+            for text in end_texts:
+                self._example = self._example.removesuffix(text).rstrip()
+            self.writes_tools = PROBE.name in self._tried([QUESTION], tools=[PROBE.as_template()])
+            both = self._native([Message(ASSISTANT, "", (PROBE_CALL,) * 2).as_template()])
+            self._takes_several = len(_ARGUMENTS.findall(self._tried([QUESTION, *both]))) == 2
+            return
+
+    def _answer_found(self) -> str:
+        """Return a call as the template writes it; "" if not, or if no result can follow it."""
         asked = [QUESTION, *self._native([Message(ASSISTANT, "", (PROBE_CALL,)).as_template()])]
-        result = self._native([Message(TOOL, RESULT, (), "c0ffee123", PROBE.name).as_template()])
+        result = Message(TOOL, RESULT, (), PROBE_CALL.call_id, PROBE.name).as_template()
         base = self._tried(asked)
-        answered = self._tried([*asked, *result], is_prompt=True)
+        answered = self._tried([*asked, *self._native([result])], is_prompt=True)
         if not answered.startswith(base) or RESULT not in answered[len(base) :]:
-            return None
-        start = common_prefix(base, self._tried([QUESTION], is_prompt=True))
-        self._example = base[start:]
-        if not _ARGUMENTS.search(self._example):
-            return None
-        for found in FORMATS.values():
-            calls = read_whole(found.reader({PROBE.name}, None), self._example).calls
-            if [(call.name, call.values) for call in calls] == [(PROBE.name, PROBE_CALL.values)]:
-                return found
-        return None
+            return ""
+        prompted = self._tried([QUESTION], is_prompt=True)
+        said = self._tried([QUESTION, Message(ASSISTANT, RESULT).as_template()])
+        # Prompts may begin a thought, which an answer that is past lacks: one of text tells where.
+        return base[common_prefix(base, prompted, said) :]
 
     def _tried(self, messages: Sequence[Written], **options: Any) -> str:
         try:
@@ -139,7 +141,7 @@ class ToolTemplate:
             {
                 "type": "function",
                 "id": result["tool_call_id"],
-                "function": {"name": result["name"], "arguments": PROBE_CALL.values},
+                "function": {"name": result["name"] or NAMELESS, "arguments": PROBE_CALL.values},
             }
             for result in results
         ]
@@ -151,25 +153,16 @@ class ToolTemplate:
         return _ARGUMENTS.split(base)[-1]
 
     def _native(self, messages: Sequence[Written]) -> list[Written]:
-        return [written for message in messages for written in self._native_message(message)]
+        found = messages if self._takes_several else _one_by_one(messages)
+        return [self._native_message(message) for message in found]
 
-    def _native_message(self, message: Written) -> Iterator[Written]:
+    def _native_message(self, message: Written) -> Written:
         if "tool_call_id" in message:
             call_id = short_id(message["tool_call_id"])
-            yield {**message, "tool_call_id": call_id, "name": message["name"] or NAMELESS}
-            return
-        calls = [self._native_call(call) for call in message.get("tool_calls", ())]
-        if not calls:
-            yield message
-        elif self._takes_several:
-            yield {**message, "tool_calls": calls}
-        else:
-            for number, call in enumerate(calls):
-                yield {
-                    **message,
-                    "content": "" if number else message["content"],
-                    "tool_calls": [call],
-                }
+            return {**message, "tool_call_id": call_id, "name": message["name"] or NAMELESS}
+        if "tool_calls" not in message:
+            return message
+        return {**message, "tool_calls": [self._native_call(one) for one in message["tool_calls"]]}
 
     def _native_call(self, call: Written) -> Written:
         said = dict(call["function"])
@@ -179,27 +172,33 @@ class ToolTemplate:
 
     def _instructions(self, tools: Sequence[Written]) -> str:
         listed = [json.dumps(tool["function"], ensure_ascii=False) for tool in tools]
-        example = self._example.strip() if self.writes_calls else _EXAMPLE
+        example = _ARGUMENTS.sub(lambda _found: _ANY_ARGUMENTS, self._example)
+        example = example.replace(PROBE.name, _ANY_NAME).strip()
         return _INSTRUCTIONS.format(tools="\n".join(listed), example=example)
 
     # ------------------------------------------------------------------------------------ forcing
 
-    def grammar_of_call(
-        self, tools: Sequence[Tool], special: Mapping[str, int], end_texts: Sequence[str]
-    ) -> Grammar:
+    def grammar_of_call(self, tools: Sequence[Tool], special: Mapping[str, int]) -> Grammar:
         """Make the grammar of an answer that is one call of one of these tools.
 
         Args:
             tools: those that may be called.
             special: ids of special tokens that may be among what the template writes.
-            end_texts: texts of the tokens that end answers.
         """
-        example = _ID.sub("", self._example if self.writes_calls else _CALL_AS_TEXT).rstrip()
-        for text in end_texts:
-            example = example.removesuffix(text).rstrip()
-        parts = _NAME_OR_ARGUMENTS.split(example)
+        parts = _NAME_OR_ARGUMENTS.split(self._example)
         rules = [" ".join(_rule(parts, tool, special)) for tool in tools]
         return Grammar(GrammarKind.LARK, "start: " + " | ".join(rules))
+
+
+def _format_of(answer: str) -> ToolFormat | None:
+    """Find the format that reads an answer as the call that it is; None: there is none."""
+    if not _ARGUMENTS.search(answer):
+        return None
+    for found in FORMATS.values():
+        calls = read_whole(found.reader({PROBE.name}, None), answer).calls
+        if [(call.name, call.values) for call in calls] == [(PROBE.name, PROBE_CALL.values)]:
+            return found
+    return None
 
 
 def short_id(call_id: str) -> str:
@@ -213,7 +212,7 @@ def _rule(parts: Sequence[str], tool: Tool, special: Mapping[str, int]) -> Itera
         if part == PROBE.name:
             yield json.dumps(tool.name)
         elif _ARGUMENTS.fullmatch(part):
-            yield "%json " + json.dumps({**tool.schema, "x-guidance": _AS_TEMPLATES})
+            yield json_rule(tool.schema)
         else:
             yield from _literals(part, special)
 
@@ -230,6 +229,24 @@ def _literals(text: str, special: Mapping[str, int]) -> list[str]:
         for part in parts
         if part
     ]
+
+
+def _one_by_one(messages: Sequence[Written]) -> Iterator[Written]:
+    """Yield messages with one call each, and behind it what that returned."""
+    waiting = deque(messages)
+    while waiting:
+        message = waiting.popleft()
+        calls = message.get("tool_calls", ())
+        if not calls:
+            yield message
+        content = message["content"]
+        for call in calls:
+            yield {**message, "content": content, "tool_calls": [call]}
+            content = ""
+            results = list(takewhile(lambda one: "tool_call_id" in one, waiting))
+            for result in [one for one in results if one["tool_call_id"] == call["id"]][:1]:
+                waiting.remove(result)
+                yield result
 
 
 def _as_texts(messages: Sequence[Written], roles: Sequence[str]) -> list[Written]:

@@ -1,0 +1,194 @@
+"""Calls as each family writes them: read back, in pieces, cut off, and what is none."""
+
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from inference_svc.core.tools.marked_formats import DEEPSEEK_MARKS
+from inference_svc.core.tools.reader import read_whole, summed
+from inference_svc.core.tools.registry import FORMATS
+from tests.inference_svc.core.tools.written_calls import (
+    FAMILIES,
+    NAMES,
+    called,
+    reader_of,
+    writings,
+    wrote,
+)
+
+NO_OBJECTS = ("[1]", '"x"', "7", "null", "x", "")
+NO_JSON = (
+    '{"a": NaN}',
+    '{"a": -Infinity}',
+    '{"a": 1e999}',
+    '{"a": 1, "a": 2}',
+    '{"a": {"b": 1, "b": 1}}',
+    '{"a": "\\ud800"}',
+    '{"\\udfff": 1}',
+    '{"a": ' + "9" * 5000 + "}",
+    '{"a": ' + "[" * 5000 + "]" * 5000 + "}",
+    '{"a": ' + "[" * 5000,
+    '{"a": 01}',
+    "{'a': 1}",
+    '{"a": 1,}',
+    '{"a": "\\x"}',
+    '{"a" 1}',
+)
+families = pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.__name__)
+
+
+def squeezed(text):
+    """A text without what may stand between calls."""
+    return "".join(text.split()).replace(";", "").replace(",", "")
+
+
+def in_pieces(reader, pieces):
+    """What is read out of pieces."""
+    return summed([part for piece in pieces for part in reader.push(piece)] + reader.end())
+
+
+@settings(max_examples=300)
+@given(writings())
+def test_calls_are_read_as_they_were_meant(case):
+    """Names and arguments, in order; what was said before stays, and nothing else."""
+    before, writing, family = case
+    answer = read_whole(reader_of(family), writing.text)
+    assert called(answer) == writing.calls
+    assert answer.content == (before if before.strip() else "")
+
+
+@settings(max_examples=100)
+@given(writings(), st.data())
+def test_pieces_say_the_same_as_the_whole(case, data):
+    """Wherever the answer is cut: at each character in two, in characters, in any pieces."""
+    _, writing, family = case
+    text = writing.text
+    whole = read_whole(reader_of(family), text)
+    at = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=6)))
+    pieces = [text[i:j] for i, j in zip([0, *at], [*at, len(text)], strict=True)]
+    assert in_pieces(reader_of(family), pieces) == whole
+    assert in_pieces(reader_of(family), text) == whole
+    for cut in range(len(text)):
+        assert in_pieces(reader_of(family), [text[:cut], text[cut:]]) == whole
+
+
+@settings(max_examples=100)
+@given(writings())
+def test_an_answer_that_is_cut_off_calls_what_is_complete(case):
+    """The rest is text, all of it; it calls nothing, whatever is in it."""
+    before, writing, family = case
+    for cut in range(len(writing.text)):
+        answer = read_whole(reader_of(family), writing.text[:cut])
+        complete = [step for step in writing.steps if step.enough <= cut]
+        assert called(answer) == [call for step in complete for call in step.calls]
+        end = min(complete[-1].end, cut) if complete else min(len(before), cut)
+        left = squeezed(writing.text[end:cut])
+        if complete and FAMILIES[family] == "deepseek" and DEEPSEEK_MARKS[-1].startswith(left):
+            continue  # a part of the last mark, or of the next: either is nobody's text
+        assert squeezed(answer.content) == squeezed(before[:cut]) + left
+
+
+@settings(max_examples=100)
+@given(writings())
+def test_tools_that_nobody_offered_are_not_called(case):
+    """The text is as the model wrote it."""
+    _, writing, family = case
+    answer = read_whole(reader_of(family, names=("other",)), writing.text)
+    assert (answer.content, answer.calls) == (writing.text, ())
+    assert in_pieces(reader_of(family, names=("other",)), writing.text) == answer
+
+
+@families
+@pytest.mark.parametrize("arguments", NO_OBJECTS + NO_JSON, ids=lambda text: text[:20] or "none")
+def test_arguments_that_are_no_object_are_text(family, arguments):
+    """However far one can read in them."""
+    text = wrote(family, [("weather", "HERE")]).text.replace('"HERE"', arguments)
+    answer = read_whole(reader_of(family), text)
+    assert (answer.content, answer.calls) == (text, ())
+
+
+@families
+def test_arguments_may_be_json_in_a_text(family):
+    """Models do so, where the arguments are a member of an object."""
+    text = wrote(family, [("weather", '{"a": "b"}')]).text
+    answer = read_whole(reader_of(family), text)
+    has_header = family.__name__ in {"mistral_named", "deepseek_v3", "deepseek_v31"}
+    assert called(answer) == ([] if has_header else [("weather", {"a": "b"})])
+
+
+@families
+@pytest.mark.parametrize("most", [0, 1, 2])
+def test_no_more_calls_than_are_wanted(family, most):
+    """The others are nobody's text."""
+    calls = [("weather", {"a": 1}), ("get_time", {}), ("weather", {"a": 2})]
+    answer = read_whole(reader_of(family, most_calls=most), wrote(family, calls).text)
+    assert (answer.content, called(answer)) == ("", calls[:most])
+
+
+@families
+@pytest.mark.parametrize(
+    ("name", "rest"),
+    [
+        ("weather", None),  # cut
+        ("nobody", '"'),
+        ("weather", '\\q"'),  # no JSON
+        ("weather", '" "b"'),
+        ("weather", '", "b": NaN, "c": ""'),
+        ("weather", '", "a": ""'),
+    ],
+)
+def test_a_call_in_a_text_of_what_is_no_call_is_text(family, name, rest):
+    """Who can make a model repeat a text must not get it to call what is in there."""
+    inner = json.dumps(wrote(family, [("get_time", {})]).text)[:-1]
+    text = wrote(family, [(name, {"a": "HERE"})]).text.replace('"HERE"', f"{inner}{rest}")
+    if rest is None:
+        text = text[: text.index(inner) + len(inner)]
+    answer = read_whole(reader_of(family), text)
+    assert (answer.content, answer.calls) == (text, ())
+    assert in_pieces(reader_of(family), text) == answer
+
+
+@families
+@settings(max_examples=60)
+@given(
+    text=st.lists(
+        st.sampled_from([*'<{["|tn:_ \n;,', "tool_c", "[TOOL_CALLS", DEEPSEEK_MARKS[0][:-1]])
+    ).map("".join)
+)
+def test_text_is_not_changed_and_not_held_back(family, text):
+    """All is out at once but what may begin a call: a part of a mark, or of an object."""
+    reader = reader_of(family)
+    said = summed([part for character in text for part in reader.push(character)]).content
+    held = summed(reader.end()).content
+    assert said + held == text
+    starts = [*FORMATS[FAMILIES[family]].marks, '{"']
+    assert any(start.startswith("".join(held.split())) for start in starts)
+
+
+@families
+def test_text_about_calls_is_out_at_once(family):
+    """Names of marks, and what looks like them, in prose and in code."""
+    for text in (
+        "a < b and {c} or [d]",
+        '{"a": 1, "b": [2]} is JSON',
+        '<tool_call> is a "tag", as <b> is',
+        "[TOOL_CALLS] [see there] is a mark",
+        "<|python_tag|> print(1)",
+        f"{DEEPSEEK_MARKS[0]} is another mark",
+        "<|python_tag|>{'a': 1}",
+        f"{DEEPSEEK_MARKS[0]}{DEEPSEEK_MARKS[1]} `x` {{",
+    ):
+        reader = reader_of(family)
+        assert summed(reader.push(text)).content == text
+        assert reader.end() == []
+
+
+@families
+def test_text_behind_a_call_is_said(family):
+    """And what follows it can be a call again."""
+    first, second = (wrote(family, [(name, {"a": 1})]).text for name in NAMES[:2])
+    answer = read_whole(reader_of(family), f"{first} and then {second}")
+    assert answer.calls[0].name == NAMES[0]
+    assert answer.content.lstrip(" ").startswith("and then ")

@@ -1,0 +1,55 @@
+"""Answers as they are read: their parts, in order, and summed up."""
+
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from inference_svc.core.chat import ToolCall
+from inference_svc.core.tools.marked_formats import HERMES
+from inference_svc.core.tools.reader import (
+    Content,
+    MarkedReader,
+    Reasoning,
+    num_open,
+    read_whole,
+    summed,
+)
+
+CALL = '<tool_call>{"name": "a"}</tool_call>'
+MADE = ToolCall("a", "{}")
+
+
+def test_parts_come_in_their_order():
+    """Texts that follow one another are one part."""
+    reader = MarkedReader(HERMES, ("a",))
+    assert reader.push(f"<b {CALL} {CALL}<tool_call>") == [Content("<b "), MADE, MADE]
+    assert reader.push("?<tool_call>, not said") == [Content("<tool_call>?<tool_call>, not said")]
+    assert reader.push(f"{CALL}\n") == [MADE]
+    assert reader.end() == []
+
+
+def test_blanks_beside_calls_are_nobodys_text():
+    """But where there are no calls, or other text is beside them."""
+    for text, content in (
+        (f"\n {CALL}\n {CALL}\n", ""),
+        (" \n", " \n"),
+        (f"\n x\n{CALL}", "\n x\n"),
+        (f"{CALL}\n x", "\n x"),
+        ("", ""),
+    ):
+        assert read_whole(MarkedReader(HERMES, ("a",)), text).content == content
+
+
+@given(text=st.text("abc", max_size=8), marks=st.lists(st.text("abc", min_size=1, max_size=4)))
+def test_the_open_end_of_a_text(text, marks):
+    """As many characters as begin a mark that is not complete: the most there are."""
+    assume(not any(mark in text for mark in marks))
+    begun = [mark[:length] for mark in marks for length in range(len(mark))]
+    ends = [len(begin) for begin in begun if text.endswith(begin)]
+    assert num_open(text, marks) == max(ends, default=0)
+
+
+def test_an_answer_is_summed_up():
+    """By kind, each in order."""
+    parts = [Content("a"), Reasoning("b"), MADE, Content("c"), Reasoning("d")]
+    found = summed(parts)
+    assert (found.content, found.reasoning, found.calls) == ("ac", "bd", (MADE,))
