@@ -1,9 +1,8 @@
 """A model that says what it was told to: a real model, whose head maps each token to the next one.
 
 Nothing of the context but its last token matters: attention adds next to nothing, the MLP nothing,
-embeddings are orthogonal to one another. Each answer is cut into pieces, each a token that is
-nowhere else. The last token of the prompt, which the chat template writes, is followed by the first
-piece of an answer: so a template can say which answer it is to be.
+embeddings are orthogonal to one another. An answer is cut into pieces, each a token that is nowhere
+else. The last token of the prompt is followed by the first piece.
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,9 +10,9 @@ from pathlib import Path
 
 import torch
 from tokenizers import AddedToken
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
+from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
 
-from tests.models import WINDOW_TOKENS, build_model
+from tests.models import WINDOW_TOKENS
 
 LEADS_BY = 8.0  # of the next token's logit
 WHISPER = 0.05  # of attention: a model without any cannot be served
@@ -21,36 +20,27 @@ WHISPER = 0.05  # of attention: a model without any cannot be served
 
 def build_scripted_model(
     directory: Path,
-    answers: Mapping[str, Sequence[str]],
-    template: str,
-    special: Sequence[str] = (),
+    tokenizer: PreTrainedTokenizerBase,
+    answers: Mapping[int, Sequence[str]],
+    end: str,
     window_tokens: int = WINDOW_TOKENS,
 ) -> Path:
     """Write a model that gives these answers.
 
     Args:
         directory: where to.
-        answers: by the last token of the prompt, pieces which become tokens: all different, none
-            of them in any prompt.
-        template: the chat template.
-        special: names of special tokens, of the template or among the pieces.
+        tokenizer: with its chat template; gets the pieces as tokens.
+        answers: by the last token of the prompt, the pieces of what follows: each piece is one of
+            the tokenizer's tokens, or becomes one; all are different, and none is in any prompt.
+        end: the token that ends answers.
         window_tokens: most tokens of a context.
     """
-    build_model(directory)
-    tokenizer = AutoTokenizer.from_pretrained(directory)
-    tokenizer.add_special_tokens({"extra_special_tokens": list(special)})
     pieces = [piece for answer in answers.values() for piece in answer]
-    tokenizer.add_tokens([AddedToken(piece, normalized=False) for piece in pieces])
-    tokenizer.chat_template = template
+    new = [piece for piece in pieces if piece not in tokenizer.get_vocab()]
+    tokenizer.add_tokens([AddedToken(piece, normalized=False) for piece in new])
     tokenizer.save_pretrained(directory)
-    _scripted(tokenizer, answers, window_tokens).save_pretrained(directory)
-    return directory
-
-
-def _scripted(
-    tokenizer: PreTrainedTokenizerBase, answers: Mapping[str, Sequence[str]], window_tokens: int
-) -> LlamaForCausalLM:
     size = 1 << (len(tokenizer) - 1).bit_length()
+    end_id = tokenizer.convert_tokens_to_ids(end)
     config = LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=size,
@@ -62,10 +52,12 @@ def _scripted(
         max_position_embeddings=window_tokens,
         tie_word_embeddings=False,
         bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
+        eos_token_id=end_id,
         pad_token_id=None,
     )
+    torch.manual_seed(7)
     model = LlamaForCausalLM(config).float()
+    model.generation_config = GenerationConfig(eos_token_id=end_id)
     with torch.no_grad():
         for layer in model.model.layers:
             layer.self_attn.o_proj.weight *= WHISPER
@@ -73,7 +65,16 @@ def _scripted(
         model.model.embed_tokens.weight.copy_(torch.eye(len(tokenizer), size))
         model.lm_head.weight.zero_()
         for last, answer in answers.items():
-            path = [tokenizer.convert_tokens_to_ids(piece) for piece in (last, *answer)]
-            for token, following in zip(path, [*path[1:], tokenizer.eos_token_id], strict=True):
+            path = [last, *map(tokenizer.convert_tokens_to_ids, answer)]
+            for token, following in zip(path, [*path[1:], end_id], strict=True):
                 model.lm_head.weight[following, token] = LEADS_BY
-    return model
+    model.save_pretrained(directory)
+    return directory
+
+
+def last_of_prompt(tokenizer: PreTrainedTokenizerBase) -> int:
+    """Return the token that a tokenizer's chat template writes last, before each answer."""
+    question = [{"role": "user", "content": "?"}]
+    text = tokenizer.apply_chat_template(question, tokenize=False, add_generation_prompt=True)
+    last: int = tokenizer(text, add_special_tokens=False).input_ids[-1]
+    return last
