@@ -14,7 +14,7 @@ from pydantic import BeforeValidator, Discriminator, FailFast, Field, Tag, model
 from inference_svc.core.chat import ASSISTANT, TOOL, USER, Message, ToolCall
 from inference_svc.http_api.bodies import Body, Refused, WrongMemberError
 from inference_svc.http_api.errors import UnsupportedValueError
-from inference_svc.http_api.tool_bodies import CallId, ToolName, decode_call
+from inference_svc.http_api.tool_bodies import CallId, JsonObject, ToolName, decode_call
 
 PARAGRAPH = "\n\n"
 TEXT, CALL, RESULT = "text", "tool_use", "tool_result"
@@ -95,7 +95,7 @@ class CallBlock(BlockBody):
 
     call_id: CallId = Field(default="", alias="id", validate_default=True)
     name: ToolName = Field(default="", validate_default=True)
-    input: dict[str, Any] = Field(default=None, validate_default=True)
+    input: JsonObject = Field(default=None, validate_default=True)
 
     @property
     def call(self) -> ToolCall:

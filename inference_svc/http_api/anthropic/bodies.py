@@ -20,7 +20,7 @@ from pydantic import BeforeValidator, FailFast, Field, model_validator
 from inference_svc.core.chat import ASSISTANT, SYSTEM, TOOL, ChoiceKind, Message, ToolUse
 from inference_svc.core.grammar import Grammar
 from inference_svc.http_api.anthropic.blocks import PARAGRAPH, CacheControl, MessageBody, Texts
-from inference_svc.http_api.anthropic.tools import ChoiceBody, Tools
+from inference_svc.http_api.anthropic.tools import CUSTOM, ChoiceBody, Tools
 from inference_svc.http_api.bodies import (
     Body,
     Count,
@@ -49,6 +49,7 @@ class OutputConfig(Body):
 class PromptBody(TurnBody):
     """The body of POST /v1/messages/count_tokens; the members of an answer change nothing there."""
 
+    tool_kinds: ClassVar[frozenset[str]] = frozenset({CUSTOM})
     call_prefix: ClassVar[str] = "toolu_"
     refused: ClassVar[Mapping[str, Refused]] = {
         "mcp_servers": Refused(([],), _NO_SERVERS),

@@ -4,7 +4,7 @@
 """
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, FailFast, Field, model_validator
 
@@ -12,7 +12,7 @@ from inference_svc.core.chat import ChoiceKind, Tool
 from inference_svc.http_api.anthropic.blocks import CacheControl
 from inference_svc.http_api.bodies import Body, Refused, WrongMemberError
 from inference_svc.http_api.errors import UnsupportedValueError
-from inference_svc.http_api.tool_bodies import ToolName
+from inference_svc.http_api.tool_bodies import JsonObject, ToolName
 
 CUSTOM = "custom"
 NAMED = "tool"
@@ -49,7 +49,7 @@ class ToolBody(Body):
     kind: Annotated[str, AfterValidator(_kind)] = Field(default=CUSTOM, alias="type")
     name: ToolName = Field(default="", validate_default=True)
     description: str = ""
-    input_schema: dict[str, Any] = Field(default=None, validate_default=True)
+    input_schema: JsonObject = Field(default=None, validate_default=True)
     cache_control: CacheControl | None = None
 
     @property

@@ -1,5 +1,7 @@
 """Bodies of /v1/messages: what a conversation is made of, and what is refused."""
 
+import json
+
 import pytest
 
 from inference_svc.core.chat import ChoiceKind, Message, Tool, ToolCall, ToolUse
@@ -11,6 +13,7 @@ from inference_svc.http_api.errors import (
     UnknownParameterError,
     UnsupportedValueError,
 )
+from inference_svc.http_api.tool_bodies import MAX_DEPTH
 
 HELLO = {"role": "user", "content": "Hello"}
 PLAIN = {"model": "m", "max_tokens": 8, "messages": [HELLO]}
@@ -18,6 +21,7 @@ LOOK_UP = {"name": "look_up", "input_schema": {"type": "object"}}
 CALL = {"type": "tool_use", "id": "toolu_1", "name": "look_up", "input": {"word": "é"}}
 CALLED = {"role": "assistant", "content": [CALL]}
 RESULT = {"type": "tool_result", "tool_use_id": "toolu_1", "content": "Found."}
+DEEP = json.loads('{"a":[' * MAX_DEPTH + "]}" * MAX_DEPTH)
 KEPT = {"type": "ephemeral", "ttl": "1h"}
 
 
@@ -206,6 +210,7 @@ def test_how_long_a_prompt_is_wanted(members, ttl):
         ({"tools": [{"name": "f"}]}, "tools[0].input_schema", RequestError),
         ({"tools": [{"input_schema": {}}]}, "tools[0].name", RequestError),
         ({"tools": [{**LOOK_UP, "name": "a b"}]}, "tools[0].name", RequestError),
+        ({"tools": [{**LOOK_UP, "input_schema": DEEP}]}, "tools[0].input_schema", RequestError),
         ({"tools": [{**LOOK_UP, "parameters": {}}]}, "tools[0].parameters", UnknownParameterError),
         (
             {"tools": [{"type": "web_search_20260318", "name": "web_search"}]},
@@ -296,6 +301,11 @@ def test_what_is_refused(members, param, kind):
         ),
         (
             {"role": "assistant", "content": [{**CALL, "input": "{}"}]},
+            "content[0].input",
+            RequestError,
+        ),
+        (
+            {"role": "assistant", "content": [{**CALL, "input": DEEP}]},
             "content[0].input",
             RequestError,
         ),
