@@ -244,6 +244,26 @@ def as_function(tool):
     return {"type": "function", "function": said}
 
 
+async def test_the_clients_own_loop(api, opening):
+    """It runs what is called, and asks again, as often as it is told to."""
+    looked_up = []
+
+    @anthropic.beta_async_tool(name="look_up", description="Look a word up.", input_schema=WORDS)
+    async def look_up(word):
+        looked_up.append(word)
+        return f"{word} is a word."
+
+    options = prompt_of(opening) | {"tool_choice": {"type": "any"}, "extra_body": {"seed": 1}}
+    async with client_of(api) as client:
+        runner = client.beta.messages.tool_runner(
+            model=MODEL, max_tokens=100, tools=[look_up], max_iterations=3, **options
+        )
+        messages = [message async for message in runner]
+    assert looked_up == [message.content[0].input["word"] for message in messages]
+    assert len({message.model_extra["session_id"] for message in messages}) == 1
+    assert await api.num_turns(messages[0].model_extra["session_id"]) == len(messages) == 3
+
+
 async def test_other_tools_are_another_history(api, opening):
     """What a session offers is at its beginning: who offers something else opens a new one."""
     prompt = prompt_of(opening)

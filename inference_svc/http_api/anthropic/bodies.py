@@ -20,6 +20,7 @@ from pydantic import BeforeValidator, FailFast, Field, model_validator
 from inference_svc.core.chat import ASSISTANT, SYSTEM, TOOL, ChoiceKind, Message, ToolUse
 from inference_svc.core.grammar import Grammar
 from inference_svc.http_api.anthropic.blocks import PARAGRAPH, CacheControl, MessageBody, Texts
+from inference_svc.http_api.anthropic.dialect import THREAD
 from inference_svc.http_api.anthropic.tools import CUSTOM, ChoiceBody, Tools
 from inference_svc.http_api.bodies import (
     Body,
@@ -55,6 +56,7 @@ class PromptBody(TurnBody):
         "mcp_servers": Refused(([],), _NO_SERVERS),
         "container": Refused((), _NO_SERVERS),
         "output_format": Refused((), "send it as output_config.format"),
+        THREAD: Refused((), "send the whole conversation: what was computed of it is found again"),
     }
     # A model thinks as it does, and nothing is edited but by [overflow].
     ignored: ClassVar[frozenset[str]] = frozenset(

@@ -238,6 +238,7 @@ def test_how_long_a_prompt_is_wanted(members, ttl):
             RequestError,
         ),
         ({"mcp_servers": [{"name": "a"}]}, "mcp_servers", UnsupportedValueError),
+        ({"thread": {"type": "create"}}, "thread", UnsupportedValueError),
         (
             {"output_config": {"format": {"type": "json_schema"}}},
             "output_config.format.schema",
