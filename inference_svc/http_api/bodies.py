@@ -118,8 +118,9 @@ class Body(BaseModel):
             if value is not None and not rule.allows(value):
                 message = f"{{path}} = {_shown(value)} is not supported"
                 raise WrongMemberError(message, rule.remedy, name, UnsupportedValueError)
-        taken, known = _names(cls)
-        values = {name: given[name] for name in taken if given.get(name) is not None}
+        taken, known, missed = _names(cls)
+        values = dict(missed)
+        values |= {name: given[name] for name in taken if given.get(name) is not None}
         for name, value in given.items():
             if value is not None and name not in known:
                 values[name] = value  # one is enough to refuse them all
@@ -141,10 +142,16 @@ class Body(BaseModel):
 
 
 @functools.cache
-def _names(kind: type[Body]) -> tuple[tuple[str, ...], frozenset[str]]:
-    """Return the names of an object's members that are read, and of all that it may have."""
-    taken = tuple(field.alias or name for name, field in kind.model_fields.items())
-    return taken, frozenset((*taken, *kind.refused, *kind.ignored))
+def _names(kind: type[Body]) -> tuple[tuple[str, ...], frozenset[str], dict[str, Any]]:
+    """Return the names of an object's members that are read, of all that it may have, and defaults.
+
+    The defaults are of those that may be missed: what pydantic fills in itself it calls by the name
+    of its field, which no client knows.
+    """
+    fields = kind.model_fields
+    taken = tuple(field.alias or name for name, field in fields.items())
+    missed = {f.alias: f.default for f in fields.values() if f.alias and f.validate_default}
+    return taken, frozenset((*taken, *kind.refused, *kind.ignored)), missed
 
 
 def decode(kind: type[B], given: dict[str, Any]) -> B:
@@ -277,9 +284,11 @@ class TurnBody(ModelBody, ABC):
         session_id: the session that the client names; "" if its messages decide.
         metadata: a client's own notes.
         tool_kinds: types of tools that clients run.
+        call_prefix: what ids of calls begin with.
     """
 
     tool_kinds: ClassVar[frozenset[str]] = frozenset()
+    call_prefix: ClassVar[str] = "call_"
 
     model: Annotated[str, AfterValidator(_model)] = Field(default="", validate_default=True)
     stream: bool = False

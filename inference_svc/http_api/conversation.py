@@ -45,5 +45,11 @@ def with_names(messages: Iterable[Message], calls: Iterable[ToolCall] = ()) -> t
 
 
 def _num_parts(given: Any) -> int:
+    """Count a message's parts, and those of what a tool returned, which are inside of one."""
+    parts = _content(given)
+    return len(parts) + sum(len(_content(part)) for part in parts)
+
+
+def _content(given: Any) -> list[Any]:
     content = given.get("content") if isinstance(given, dict) else None
-    return len(content) if isinstance(content, list) else 0
+    return content if isinstance(content, list) else []

@@ -223,7 +223,7 @@ class TurnRequest(Generic[B]):
 
     def reading(self, request_id: str) -> Reading:
         """Return how the answer of a turn is read; the ids of its calls follow from the turn's."""
-        call_id = self.chain.call_ids(request_id)
+        call_id = self.chain.call_ids(request_id, self.body.call_prefix)
         return Reading(self.gateway.tool_format, self.body.tool_use, call_id)
 
     def _sampling(self, choice: int) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from inference_svc.core.tools.json_value import Asked, NoCallError, make_call
 from inference_svc.http_api.bodies import Body, WrongMemberError
 
 MAX_TOOLS = 512
+MAX_DEPTH = 64  # of objects and lists in one another: whoever writes them into a prompt recurses
 _NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")
 
 
@@ -22,7 +23,20 @@ def _name(name: str) -> str:
     return name
 
 
+def _bounded(given: dict[str, Any], name: str = "") -> dict[str, Any]:
+    level: list[Any] = [given]
+    for _ in range(MAX_DEPTH):
+        inner = (each.values() if isinstance(each, dict) else each for each in level)
+        level = [value for values in inner for value in values if isinstance(value, dict | list)]
+    if level:
+        raise WrongMemberError(
+            "{path} is nested too deeply", f"nest at most {MAX_DEPTH} levels", name
+        )
+    return given
+
+
 ToolName = Annotated[str, AfterValidator(_name)]
+JsonObject = Annotated[dict[str, Any], AfterValidator(_bounded)]
 CallId = Annotated[str, Field(min_length=1, max_length=256)]
 
 
@@ -54,7 +68,7 @@ def decode_call(name: str, arguments: str | dict[str, Any], call_id: str) -> Too
     """Decode a call of an earlier answer; for a validator.
 
     Raises:
-        WrongMemberError: its arguments are no object.
+        WrongMemberError: its arguments are no object, or nested too deeply.
     """
     try:
         call = make_call(Asked(name, arguments or {}))
@@ -62,6 +76,7 @@ def decode_call(name: str, arguments: str | dict[str, Any], call_id: str) -> Too
         raise WrongMemberError(
             "{path} is no JSON object", "send the arguments as they were answered", "arguments"
         ) from error
+    _bounded(call.values, "arguments")
     return ToolCall(call.name, call.arguments, call_id)
 
 
@@ -73,7 +88,7 @@ class FunctionBody(Body):
 
     name: ToolName = Field(default="", validate_default=True)
     description: str = ""
-    parameters: dict[str, Any] = Field(default_factory=dict)
+    parameters: JsonObject = Field(default_factory=dict)
 
 
 class CalledFunctionBody(Body):

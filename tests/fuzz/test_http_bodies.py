@@ -15,6 +15,7 @@ from inference_svc.http_api.openai.responses import ResponseBody
 from inference_svc.http_api.replies import json_bytes
 from inference_svc.http_api.requests import parse_object
 from inference_svc.http_api.tokens import TokenizeBody
+from inference_svc.service.submissions import chat_input
 
 NAMES = sorted(
     {
@@ -32,6 +33,7 @@ NAMES = sorted(
         *("role", "content", "type", "format", "previous_response_id", "include_usage"),
         *("tools", "tool_choice", "tool_calls", "tool_call_id", "function", "parameters", "name"),
         *("arguments", "call_id", "id", "output", "parallel_tool_calls", "strict", "description"),
+        *("input_schema", "tool_use_id", "is_error"),
         *("system", "stop_sequences", "cache_control", "ttl", "output_config", "effort"),
     }
 )
@@ -53,6 +55,12 @@ WORDS = [
     "json_schema",
     "5m",
 ]
+TEXT = {"type": "text", "text": "a"}
+CALL = {"type": "tool_use", "id": "toolu_1", "name": "f", "input": {"a": [None, 1.5]}}
+RESULT = {"type": "tool_result", "tool_use_id": "toolu_1", "content": [TEXT], "is_error": True}
+THOUGHT = {"type": "thinking", "thinking": "a", "signature": ""}
+BLOCKS = {"user": [TEXT, RESULT], "assistant": [TEXT, CALL, THOUGHT], "system": [TEXT]}
+OF_TOOLS = sorted({*CALL, *RESULT, *THOUGHT, "cache_control", "input_schema", "description"})
 plain = st.one_of(
     st.none(),
     st.booleans(),
@@ -101,6 +109,47 @@ bodies = st.dictionaries(st.sampled_from(NAMES), anything, max_size=6).flatmap(
         },
     ).map(lambda given: {**rest, **given, "input": given["messages"]})
 )
+wrong_members = st.dictionaries(st.sampled_from(OF_TOOLS), anything, max_size=2)
+few_wrong = st.integers(0, 9).flatmap(lambda n: st.just({}) if n else wrong_members)
+
+
+def whole(*objects):
+    """One of these objects, as it is or with something wrong."""
+    return st.builds(lambda one, wrong: {**one, **wrong}, st.sampled_from(objects), few_wrong)
+
+
+said = st.sampled_from(sorted(BLOCKS)).flatmap(
+    lambda role: st.fixed_dictionaries(
+        {
+            "role": st.just(role),
+            "content": st.lists(whole(*BLOCKS[role]), max_size=3) | st.just("a"),
+        }
+    )
+)
+conversations = st.fixed_dictionaries(
+    {
+        "model": st.just("m"),
+        "max_tokens": st.just(8),
+        "messages": st.lists(said, max_size=4).map(
+            lambda given: [*given, {"role": "user", "content": "?"}]
+        ),
+        "tools": st.lists(
+            whole(*({"name": name, "input_schema": {"type": "object"}} for name in "fgh")),
+            max_size=2,
+            unique_by=lambda tool: str(tool["name"]),
+        ),
+    },
+    optional={
+        "tool_choice": whole({"type": "any"}, {"type": "tool", "name": "f"}, {"type": "none"}),
+        "system": st.lists(whole(TEXT), max_size=2),
+    },
+)
+
+
+def check_told(refused):
+    """A refusal is an object of its API, and short."""
+    assert json.loads(json_bytes({"error": error_object(refused)}))
+    assert len(str(refused)) < 1000
 
 
 @given(bodies)
@@ -123,8 +172,30 @@ def test_a_body_is_decoded_or_refused(body):
         except RequestError as refused:
             refusals.append(refused)
     for refused in refusals:
-        assert json.loads(json_bytes({"error": error_object(refused)}))
-        assert len(str(refused)) < 1000
+        check_told(refused)
+
+
+@given(conversations)
+def test_a_conversation_with_tools_is_read_or_refused(given):
+    """Whatever its blocks have: what is read can be written into a prompt, in whole."""
+    try:
+        body = decode(MessagesBody, given)
+    except RequestError as refused:
+        check_told(refused)
+        return
+    read = chat_input(body.conversation, body.tool_use.tools)
+    assert json_bytes({"messages": read.as_messages(), "tools": read.as_tools()})
+    blocks = [
+        block
+        for one in given["messages"]
+        if isinstance(one["content"], list)
+        for block in one["content"]
+    ]
+    for kind, found in (
+        ("tool_use", [call for one in body.conversation for call in one.tool_calls]),
+        ("tool_result", [one for one in body.conversation if one.role == "tool"]),
+    ):
+        assert len(found) == sum(block["type"] == kind for block in blocks)
 
 
 @given(st.binary(max_size=64) | anything.map(lambda value: json.dumps(value).encode()))
