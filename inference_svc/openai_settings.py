@@ -1,5 +1,6 @@
 """Settings of the HTTP API, OpenAI's and Anthropic's: the section [openai]."""
 
+import re
 from collections.abc import Mapping
 from ipaddress import ip_network
 from typing import Literal
@@ -18,6 +19,9 @@ from shared.serving.http_connections import LOOPBACK, Bounds
 from shared.types.setting_types import ByteSize, Duration, Section, TextList
 
 MIB = 2**20
+ANY_ORIGIN = "*"
+_ORIGIN = re.compile(r"([a-z][a-z0-9+.-]*)://(?:\[[0-9a-f:.]+\]|[a-z0-9._-]+)(:[1-9]\d{0,4})?")
+_OWN_PORTS = {"http": ":80", "https": ":443"}  # which browsers leave out
 
 
 class OpenAISettings(Section):
@@ -27,6 +31,8 @@ class OpenAISettings(Section):
         listen: addresses, each "unix:/path" or "host:port"; none: the API is not served.
         local_clients: whether callers from this machine need no account at a loopback address, as
             on a Unix socket; only as long as there are no clients, and no other ports in listen.
+        cors_origins: origins whose pages may call the API from a browser, as browsers write them
+            ("https://chat.example:8443"); "*", any, only where every caller needs an account.
         aliases: further names that requests may call the model by.
         temperature: temperature of requests that name none; OpenAI's default, where gRPC's is 0.
         foreign_parameters: whether parameters of other servers, which change nothing here, are
@@ -54,6 +60,7 @@ class OpenAISettings(Section):
 
     listen: Listen = ()
     local_clients: bool = False
+    cors_origins: TextList = ()
     aliases: TextList = ()
     temperature: float = Field(default=1.0, ge=0, le=2)
     foreign_parameters: Literal["ignore", "refuse"] = "ignore"
@@ -69,6 +76,18 @@ class OpenAISettings(Section):
     proxies: TextList = tuple(map(str, LOOPBACK))
     max_sessions: int = Field(default=10_000, ge=1)
     max_remembered: int = Field(default=100_000, ge=16)
+
+    @field_validator("cors_origins")
+    @classmethod
+    def _origins(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        for text in value:
+            found = _ORIGIN.fullmatch(text)
+            if text != ANY_ORIGIN and (not found or found[2] == _OWN_PORTS.get(found[1], "")):
+                raise ValueError(
+                    f"{text[:80]!r} is no origin as browsers write it: as in https://chat.example"
+                    ' or https://chat.example:8443, in small letters, without a path; or "*"'
+                )
+        return value
 
     @field_validator("proxies")
     @classmethod
@@ -93,6 +112,7 @@ class OpenAISettings(Section):
                 f"openai.local_clients (--openai) with {far[0]}, which others can reach",
                 "listen on 127.0.0.1, or name clients in [clients.NAME] and leave it out",
             )
+        self._check_origins()
         if self.local_clients and not clients:
             return
         try:
@@ -102,6 +122,20 @@ class OpenAISettings(Section):
                 raise
             remedy = f"{error.remedy}; or set openai.local_clients (--openai), for this machine"
             raise UnguardedError(error.message, remedy) from error
+
+    def _check_origins(self) -> None:
+        """Refuse pages of any origin where they would need no account.
+
+        Raises:
+            UnguardedError: naming where that is.
+        """
+        without = ["openai.local_clients (--openai)"] if self.local_clients else []
+        without += filter(is_unix, self.listen)
+        if ANY_ORIGIN in self.cors_origins and without:
+            raise UnguardedError(
+                f'openai.cors_origins = "{ANY_ORIGIN}" with {without[0]}, which needs no account',
+                "name the origins, or listen at ports with accounts ([clients.NAME]) only",
+            )
 
     @property
     def bounds(self) -> Bounds:

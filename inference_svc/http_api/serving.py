@@ -21,6 +21,7 @@ from inference_svc.core.errors import draining
 from inference_svc.http_api.anthropic.dialect import ANTHROPIC, VERSION
 from inference_svc.http_api.anthropic.messages import count_tokens, create_message
 from inference_svc.http_api.api import Api
+from inference_svc.http_api.cross_origin import answering_preflights, is_allowed, naming_origins
 from inference_svc.http_api.dialect import Dialect, ServedModel
 from inference_svc.http_api.errors import MethodNotAllowedError, UnknownUrlError
 from inference_svc.http_api.openai.chats import create_chat
@@ -48,7 +49,7 @@ from shared.types.errors import ReportedError
 ROLE = "client"
 SERVER = "inference-svc"  # not aiohttp's and Python's versions
 STOP_GRACE_S = 1.0  # for answers that are complete to reach their clients
-HEALTH = "/health"
+ROOT, HEALTH = OPEN = ("/", "/health")  # for whoever asks
 SOCKET_NAME = "openai-socket"  # identity of whoever may open the Unix socket
 LOCAL_NAME = "local"  # identity of whoever is on this machine, with openai.local_clients
 
@@ -161,12 +162,14 @@ def make_app(api: Api, outer: Sequence[Middleware] = ()) -> web.Application:
         middlewares=[
             *outer,
             _tell_refusals,
-            _telling_health(api),
+            _open_to_all,
+            answering_preflights(api.settings.cors_origins),
             _authenticating(api),
             _admitting(api),
         ],
     )
     app.on_response_prepare.append(_name_server)
+    app.on_response_prepare.append(naming_origins(api.settings.cors_origins))
     routes = app.router
     for path, create in (
         ("chat/completions", create_chat),
@@ -180,6 +183,8 @@ def make_app(api: Api, outer: Sequence[Middleware] = ()) -> web.Application:
         routes.add_post(f"/{path}", partial(answer, api), expect_handler=expect_nothing_yet)
     routes.add_get("/v1/responses/{id}", partial(show_response, api))
     routes.add_delete("/v1/responses/{id}", partial(delete_response, api))
+    routes.add_get(ROOT, _root)
+    routes.add_get(HEALTH, partial(_health, api))
     routes.add_get("/v1/models", partial(_models, api))
     routes.add_get("/v1/models/{id:.+}", partial(_model, api))
     return app
@@ -226,18 +231,24 @@ def _as_reported(request: web.Request, error: Exception) -> ReportedError:
     return reported(error)
 
 
-def _telling_health(api: Api) -> Middleware:
-    """Answer GET /health for whoever asks: load balancers have no account, and learn no more."""
+@web.middleware
+async def _open_to_all(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Answer whoever asks, at a few paths: load balancers, and clients' probes, have no account."""
+    if request.path in OPEN and request.match_info.http_exception is None:
+        return await request.match_info.handler(request)
+    return await handler(request)
 
-    @web.middleware
-    async def tell_health(request: web.Request, handler: Handler) -> web.StreamResponse:
-        if (request.method, request.path) != ("GET", HEALTH):
-            return await handler(request)
-        if api.gateway.turns.is_draining:
-            raise draining()
-        return reply({"status": "ok"})
 
-    return tell_health
+async def _root(_request: web.Request) -> web.Response:
+    """Say who is there, as every header does; clients look whether anybody is."""
+    return web.Response(text=f"{SERVER}: OpenAI's and Anthropic's API, at /v1\n")
+
+
+async def _health(api: Api, _request: web.Request) -> web.Response:
+    """Say whether requests are taken, and no more."""
+    if api.gateway.turns.is_draining:
+        raise draining()
+    return reply({"status": "ok"})
 
 
 def _admitting(api: Api) -> Middleware:
@@ -275,8 +286,9 @@ def _own_identity(api: Api, request: web.Request) -> Identity | None:
         return api.own
     if api.local is None or api.book.current:
         return None
-    headers = request.headers
-    check_local(request.remote or "", headers.getall("Host", ()), headers.getall("Origin", ()))
+    headers, allowed = request.headers, api.settings.cors_origins
+    origins = [one for one in headers.getall("Origin", ()) if not is_allowed(one, allowed)]
+    check_local(request.remote or "", headers.getall("Host", ()), origins)
     return api.local
 
 

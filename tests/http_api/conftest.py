@@ -41,6 +41,7 @@ max_sessions = 2
 [openai]
 listen = "127.0.0.1:0"
 aliases = ["gpt-4o"]
+cors_origins = ["https://chat.example:8443"]
 temperature = 0
 unstored = "deleted"
 max_body_bytes = 200000

@@ -32,7 +32,8 @@ def served(tiny_model, directory, *addresses, settings=""):
 async def service(tiny_model, tmp_path_factory):
     directory = tmp_path_factory.mktemp("local")
     socket = f"unix:{directory}/openai.sock"
-    async with served(tiny_model, directory, socket, "127.0.0.1:0") as one:
+    settings = '[openai]\ncors_origins = ["https://chat.example"]\n'
+    async with served(tiny_model, directory, socket, "127.0.0.1:0", settings=settings) as one:
         yield one
 
 
@@ -89,6 +90,8 @@ async def test_the_log_warns_of_it_once(service):
         {"Host": "localhost.evil.example:8000", "Authorization": "Bearer sk-anything"},
         {"Origin": "https://evil.example"},
         {"Origin": "null", "Content-Type": "text/plain"},
+        {"Origin": "https://evil.example", "Access-Control-Request-Method": "GET"},
+        {"Origin": "https://chat.example", "Host": "evil.example"},
     ],
     ids=str,
 )
@@ -102,8 +105,9 @@ def test_a_page_of_a_browser_does_not_get_in(service, method, path, headers):
 
 
 def test_a_page_from_elsewhere_has_nothing_computed(service):
-    """What it posts is no turn; a page of this machine's own may post."""
-    for origin, status in (("https://evil.example", 403), ("http://localhost:3000", 200)):
+    """What it posts is no turn; a page of this machine's own may post, and one that is named."""
+    pages = ("https://evil.example", 403), ("http://localhost:3000", 200)
+    for origin, status in (*pages, ("https://chat.example", 200), ("https://chat.example:1", 403)):
         headers = {"Origin": origin, "Content-Type": "text/plain"}
         assert answer_to(service, "POST", "/v1/chat/completions", headers, HELLO)[0] == status
 
