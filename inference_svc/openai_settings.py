@@ -56,6 +56,7 @@ class OpenAISettings(Section):
             was used longest ago is deleted for a new one, of the tenant that has the most.
         max_remembered: bound of the stored histories, and of the stored responses; the oldest are
             deleted first, of the tenant that has the most.
+        kept_input_bytes: bound of the inputs of stored responses, together; likewise. 0: none.
     """
 
     listen: Listen = ()
@@ -76,6 +77,7 @@ class OpenAISettings(Section):
     proxies: TextList = tuple(map(str, LOOPBACK))
     max_sessions: int = Field(default=10_000, ge=1)
     max_remembered: int = Field(default=100_000, ge=16)
+    kept_input_bytes: ByteSize = Field(default=256 * MIB, ge=0)
 
     @field_validator("cors_origins")
     @classmethod

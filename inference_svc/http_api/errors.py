@@ -4,7 +4,7 @@ The body is in the words of the client's API: `openai/dialect.py`, `anthropic/di
 Its message ends with the remedy, and its code is the error's reason.
 
 InvalidInputError   invalid_value, unsupported_value, unknown_parameter, invalid_json
-NotFoundError       model_not_found, response_not_found, unknown_url
+NotFoundError       model_not_found, response_not_found, input_not_kept, unknown_url
 StateError          history_unknown
 ExhaustedError      too_many_requests
 DeadlineError       request_timeout
@@ -88,6 +88,12 @@ class UnknownResponseError(NotFoundError):
     """No such response, or it is another tenant's."""
 
     reason = "response_not_found"
+
+
+class InputNotKeptError(NotFoundError):
+    """What a response was asked is not kept, though the response is."""
+
+    reason = "input_not_kept"
 
 
 class UnknownUrlError(NotFoundError):

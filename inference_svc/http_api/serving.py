@@ -28,6 +28,7 @@ from inference_svc.http_api.openai.chats import create_chat
 from inference_svc.http_api.openai.completions import create_completion
 from inference_svc.http_api.openai.dialect import OPENAI
 from inference_svc.http_api.openai.responses import create_response, delete_response, show_response
+from inference_svc.http_api.openai.stored_input import list_input_items
 from inference_svc.http_api.replies import refusal, reply, reported
 from inference_svc.http_api.requests import RequestSlots, expect_nothing_yet
 from inference_svc.http_api.sessions.answers import Answers
@@ -84,7 +85,11 @@ async def serving_openai(
     if not listen:
         yield
         return
-    store = ApiStore(settings.server.state_dir, settings.openai.max_remembered)
+    store = ApiStore(
+        settings.server.state_dir,
+        settings.openai.max_remembered,
+        settings.openai.kept_input_bytes,
+    )
     try:
         api = _api(settings, gateway, tokenizer, book, store)
         has_port = not all(map(is_unix, listen))
@@ -97,6 +102,7 @@ async def serving_openai(
             bounds=settings.openai.bounds,
             metrics=connections,
         )
+        gateway.on_deletion(api.completion.forget_inputs)
         tidying = asyncio.create_task(api.completion.run())
         try:
             await server.start()
@@ -182,6 +188,7 @@ def make_app(api: Api, outer: Sequence[Middleware] = ()) -> web.Application:
     for path, answer in (("tokenize", tokenize), ("detokenize", detokenize)):
         routes.add_post(f"/{path}", partial(answer, api), expect_handler=expect_nothing_yet)
     routes.add_get("/v1/responses/{id}", partial(show_response, api))
+    routes.add_get("/v1/responses/{id}/input_items", partial(list_input_items, api))
     routes.add_delete("/v1/responses/{id}", partial(delete_response, api))
     routes.add_get(ROOT, _root)
     routes.add_get(HEALTH, partial(_health, api))

@@ -7,7 +7,7 @@ checks that. All errors raised here are ReportedErrors.
 
 import asyncio
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 
 from inference_svc.core.chat import Tool
@@ -103,6 +103,7 @@ class Gateway:
         self._report = report
         self._prompts = prompts
         self._text = text
+        self._deletions: list[Callable[[SessionKey], Awaitable[None]]] = []
 
     def describe(self) -> pb.Model:
         """Describe the model, the defaults and the engine's state."""
@@ -136,6 +137,20 @@ class Gateway:
             ReportedError: an id is off, or the model has no tokenizer.
         """
         return await self._prompts.decode(token_ids)
+
+    def on_deletion(self, forget: Callable[[SessionKey], Awaitable[None]]) -> None:
+        """Have something called for each session that a client has deleted, before it is told."""
+        self._deletions.append(forget)
+
+    async def delete_session(self, key: SessionKey) -> None:
+        """Remove a session that has no turn under way, its KV, and what else is kept of it.
+
+        Raises:
+            ReportedError: it is not there, or in use.
+        """
+        await self.turns.sessions.delete(key)
+        for forget in self._deletions:
+            await forget(key)
 
     @property
     def tool_format(self) -> ToolFormat:

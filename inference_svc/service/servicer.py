@@ -75,7 +75,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):  # type: ignore[mi
     ) -> pb.DeleteSessionResponse:
         """Remove a session, and drop its KV from kvd."""
         del context
-        await self._gateway.turns.sessions.delete(self._key(request))
+        await self._gateway.delete_session(self._key(request))
         return pb.DeleteSessionResponse()
 
     async def EndSession(  # noqa: N802

@@ -11,7 +11,9 @@ from inference_svc.http_api.errors import RequestError
 from inference_svc.http_api.openai.chats import ChatBody
 from inference_svc.http_api.openai.completions import CompletionBody
 from inference_svc.http_api.openai.dialect import error_object
+from inference_svc.http_api.openai.input_items import objects_of
 from inference_svc.http_api.openai.responses import ResponseBody
+from inference_svc.http_api.openai.stored_input import with_ids
 from inference_svc.http_api.replies import json_bytes
 from inference_svc.http_api.requests import parse_object
 from inference_svc.http_api.tokens import TokenizeBody
@@ -152,6 +154,16 @@ def check_told(refused):
     assert len(str(refused)) < 1000
 
 
+def check_listed(body):
+    """An input can be kept, and shown as items that the same service takes."""
+    items = json.loads(json_bytes({"items": with_ids("resp_a", objects_of(body.input))}))["items"]
+    assert len({item["id"] for item in items}) == len(items)
+    if items:
+        again = decode(ResponseBody, {"model": "m", "input": items})
+        assert again.new_messages == body.new_messages
+        assert objects_of(again.input) == objects_of(body.input)
+
+
 @given(bodies)
 def test_a_body_is_decoded_or_refused(body):
     """Nothing else is ever raised, and a refusal can be told."""
@@ -169,6 +181,8 @@ def test_a_body_is_decoded_or_refused(body):
             made = decode(kind, given)
             assert not isinstance(made, TurnBody) or made.tool_use is not None
             assert isinstance(getattr(made, "conversation", ()), tuple)
+            if isinstance(made, ResponseBody):
+                check_listed(made)
         except RequestError as refused:
             refusals.append(refused)
     for refused in refusals:

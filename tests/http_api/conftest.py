@@ -44,6 +44,7 @@ aliases = ["gpt-4o"]
 cors_origins = ["https://chat.example:8443"]
 temperature = 0
 unstored = "deleted"
+kept_input_bytes = "128KiB"
 max_body_bytes = 200000
 body_s = "2s"
 max_requests = 32

@@ -5,7 +5,7 @@ What an answer said and what it called are items of their own, and together one 
 *Source:* OpenAI API reference, "Responses".
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Annotated, Any, ClassVar
 
 from pydantic import BeforeValidator, Discriminator, FailFast, Field, Tag
@@ -14,7 +14,7 @@ from inference_svc.core.chat import ASSISTANT, TOOL, USER, Message
 from inference_svc.http_api.bodies import Body, WrongMemberError
 from inference_svc.http_api.conversation import bounded, with_names
 from inference_svc.http_api.errors import UnsupportedValueError
-from inference_svc.http_api.openai.messages import Content, MessageBody
+from inference_svc.http_api.openai.messages import Content, MessageBody, PartBody
 from inference_svc.http_api.openai.tools import OF_NAMESPACE
 from inference_svc.http_api.tool_bodies import CalledFunctionBody, CallId, decode_call
 
@@ -118,3 +118,39 @@ def messages_of(items: Iterable[Item]) -> tuple[Message, ...]:
                 continue
         found.append(message)
     return with_names(found)
+
+
+def objects_of(items: Iterable[Item]) -> list[dict[str, Any]]:
+    """Return items as clients read them, but for their ids; what was thought is not among them."""
+    return [shown for item in items for shown in _objects(item)]
+
+
+def _objects(item: Item) -> Iterator[dict[str, Any]]:
+    if isinstance(item, CallItem):
+        name = {"name": item.name, **({"namespace": item.namespace} if item.namespace else {})}
+        yield _object(CALL, call_id=item.call_id, arguments=item.arguments, **name)
+    elif isinstance(item, ResultItem):
+        yield _object(RESULT, call_id=item.call_id, output=_output(item.output))
+    elif isinstance(item, MessageBody) and item.role == TOOL:  # as chats have it
+        yield _object(RESULT, call_id=item.tool_call_id, output=_output(item.content))
+    elif isinstance(item, MessageBody):
+        if item.content or not item.tool_calls:
+            yield _object(MESSAGE, role=item.role, content=_content(item.role, item.content))
+        for called in item.tool_calls:
+            of_call = {"name": called.function.name, "arguments": called.function.arguments}
+            yield _object(CALL, call_id=called.call_id, **of_call)
+
+
+def _object(kind: str, **members: Any) -> dict[str, Any]:
+    return {"type": kind, "status": "completed", **members}
+
+
+def _output(parts: list[PartBody]) -> Any:
+    """Return what a tool returned: a text, or parts if there are several."""
+    return parts[0].text if len(parts) == 1 else _content(TOOL, parts)
+
+
+def _content(role: str, parts: list[PartBody]) -> list[dict[str, Any]]:
+    if role == ASSISTANT:
+        return [{"type": "output_text", "text": part.text, "annotations": []} for part in parts]
+    return [{"type": "input_text", "text": part.text} for part in parts]

@@ -1,7 +1,8 @@
 """/v1/responses: a turn by its own id, which the next one may follow."""
 
+import json
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal, Self
@@ -19,7 +20,7 @@ from inference_svc.http_api.bodies import Body, Count, Refused, WrongMemberError
 from inference_svc.http_api.conversation import with_names
 from inference_svc.http_api.errors import RequestError, UnsupportedValueError, unknown_response
 from inference_svc.http_api.formats import FlatFormat
-from inference_svc.http_api.openai.input_items import InputItems, messages_of
+from inference_svc.http_api.openai.input_items import InputItems, messages_of, objects_of
 from inference_svc.http_api.openai.response_objects import ResponseObjects
 from inference_svc.http_api.openai.tools import FUNCTION, NAMESPACE, ResponseTools
 from inference_svc.http_api.openai.turn_body import OpenAITurnBody
@@ -27,10 +28,12 @@ from inference_svc.http_api.replies import OneAnswer, reply, send_reply
 from inference_svc.http_api.requests import TurnRequest, caller_of
 from inference_svc.http_api.sessions.lookup import ResponseInfo, StoredResponse
 from inference_svc.http_api.sessions.routing import Caller, HttpTurn
+from inference_svc.openai_settings import OpenAISettings
 from shared.types.errors import NotFoundError
 
 LOGPROBS = "message.output_text.logprobs"  # of `include`
 REASONING = "reasoning.encrypted_content"  # likewise: there is none, what is thought is readable
+MAX_INPUT_BYTES = 256 * 1024  # of one input: what is longer is not kept
 MAX_KEPT = 16384  # characters of instructions, or tools, that GET shows again
 
 
@@ -51,14 +54,24 @@ class ResponseStreamOptions(Body):
 
 
 def _include(given: Any) -> Any:
-    for name in given if isinstance(given, list) else ():
-        if name not in {LOGPROBS, REASONING}:
-            raise WrongMemberError(
-                f"include {str(name)[:60]!r} is not supported",
-                f"send {LOGPROBS!r} only",
-                kind=UnsupportedValueError,
-            )
+    try:
+        check_included(given if isinstance(given, list) else ())
+    except UnsupportedValueError as error:
+        raise WrongMemberError(error.message, error.remedy, kind=type(error)) from error
     return given
+
+
+def check_included(names: Iterable[object]) -> None:
+    """Refuse what is not there to be shown beside a response.
+
+    Raises:
+        UnsupportedValueError: naming the first.
+    """
+    for name in names:
+        if name not in {LOGPROBS, REASONING}:
+            raise UnsupportedValueError(
+                f"include {str(name)[:60]!r} is not supported", f"send {LOGPROBS!r} only", "include"
+            )
 
 
 class ResponseBody(OpenAITurnBody):
@@ -151,16 +164,15 @@ async def create_response(api: Api, request: web.Request) -> web.StreamResponse:
     turn_request = await api.read(request, ResponseBody)
     previous = None
     calls: tuple[ToolCall, ...] = ()
-    if turn_request.body.previous_response_id:
-        previous = await _stored(api, turn_request.caller, turn_request.body.previous_response_id)
+    caller, previous_id = turn_request.caller, turn_request.body.previous_response_id
+    if previous_id:
+        previous = await find_stored(api, caller, previous_id)
         _check_instructions(turn_request, previous)
         if any(message.role == TOOL for message in turn_request.body.new_messages):
-            record, reading = await _recorded(
-                api, turn_request.caller, turn_request.body.previous_response_id, previous
-            )
+            record, reading = await recorded_turn(api, caller, previous_id, previous)
             calls = reading.whole(record.text).calls
     turn, info = _turn(turn_request, previous, calls, api.gateway.defaults.overflow.name)
-    async with await api.answers.open(turn_request.caller, turn) as answer:
+    async with await api.answers.open(caller, turn) as answer:
         objects = ResponseObjects(
             response_id=turn.response_id,
             session_id=answer.session_id,
@@ -177,8 +189,8 @@ async def show_response(api: Api, request: web.Request) -> web.Response:
     caller, response_id = caller_of(request), request.match_info["id"]
     if request.query.get("stream", "false") == "true":
         raise RequestError("a stored response cannot be streamed", "leave stream out", "stream")
-    stored = await _stored(api, caller, response_id)
-    record, reading = await _recorded(api, caller, response_id, stored)
+    stored = await find_stored(api, caller, response_id)
+    record, reading = await recorded_turn(api, caller, response_id, stored)
     at = stored.at
     finished = Finished(record.finish_reason, record.text, record.usage, at.turns)
     objects = ResponseObjects(response_id, at.session_id, stored.info, api.token_text, reading)
@@ -188,18 +200,23 @@ async def show_response(api: Api, request: web.Request) -> web.Response:
 async def delete_response(api: Api, request: web.Request) -> web.Response:
     """Forget a response; its session goes with the last one, if nobody named it."""
     caller, response_id = caller_of(request), request.match_info["id"]
-    stored = await _stored(api, caller, response_id)
+    stored = await find_stored(api, caller, response_id)
     session_id = stored.at.session_id
     others = await api.store.count_responses(caller.tenant, session_id) - 1
     if not others and not stored.at.is_named:  # first what may be refused: a turn may be under way
         with suppress(NotFoundError):
             key = api.gateway.key(caller.identity, caller.tenant, session_id)
-            await api.gateway.turns.sessions.delete(key)
+            await api.gateway.delete_session(key)
     await api.store.forget_response(caller.tenant, response_id)
     return reply({"id": response_id, "object": "response", "deleted": True})
 
 
-async def _stored(api: Api, caller: Caller, response_id: str) -> StoredResponse:
+def most_kept(settings: OpenAISettings) -> int:
+    """Return the bytes of the longest input that is kept."""
+    return min(MAX_INPUT_BYTES, settings.kept_input_bytes)
+
+
+async def find_stored(api: Api, caller: Caller, response_id: str) -> StoredResponse:
     """Look the caller's response up.
 
     Raises:
@@ -212,7 +229,7 @@ async def _stored(api: Api, caller: Caller, response_id: str) -> StoredResponse:
     return stored
 
 
-async def _recorded(
+async def recorded_turn(
     api: Api, caller: Caller, response_id: str, stored: StoredResponse
 ) -> tuple[TurnRecord, Reading]:
     """Return the turn of a stored response, and how its answer is read.
@@ -267,6 +284,8 @@ def _turn(
     messages = with_names(body.new_messages, calls) if previous else body.conversation
     turn = turn_request.turn(messages, body.overflow(overflow))
     is_long = len(canonical(body.offered)) > MAX_KEPT
+    brought = json.dumps(objects_of(body.input), ensure_ascii=False) if body.store else ""
+    input_bytes = len(brought.encode())
     info = ResponseInfo(
         created_s=int(time.time()),
         model=body.model,
@@ -284,6 +303,7 @@ def _turn(
         tools=[each.shown(is_long=is_long) for each in body.tools],
         tool_choice=body.shown_choice,
         parallel_tool_calls=body.parallel_tool_calls,
+        input_bytes=input_bytes,
     )
     if previous is not None and not body.instructions:
         info = replace(
@@ -293,4 +313,7 @@ def _turn(
         )
     response_id = "resp_" + chain.id_of("response", turn.request_id)
     stored = info if body.store else None
-    return replace(turn, previous=previous, response_id=response_id, info=stored), info
+    if input_bytes > most_kept(turn_request.settings):
+        brought = ""
+    turn = replace(turn, previous=previous, response_id=response_id, info=stored, brought=brought)
+    return turn, info

@@ -21,6 +21,7 @@ from inference_svc.runtime.turns.sessions import Sessions
 from shared.access.identity import ANY, Identity
 from shared.process.log import get_logger
 from shared.types.errors import ReportedError
+from shared.types.session_key import SessionKey
 
 CLEANER = Identity("openai", "internal", (ANY,), frozenset())  # removes what a kill left
 
@@ -83,7 +84,7 @@ class Completion:
             await self._store.keep_histories(caller.tenant, [(history, at), (own, at)])
         if turn.info is not None:
             known = StoredResponse(at, history, turn.info)
-            await self._store.keep_response(caller.tenant, turn.response_id, known)
+            await self._store.keep_response(caller.tenant, turn.response_id, known, turn.brought)
         if is_passing:
             await self._store.end_passing(caller.tenant, route.session_id)
 
@@ -111,11 +112,16 @@ class Completion:
             found, _ = await self._sessions.get(key)
             if turns is None or len(found.turns) <= turns:
                 await self._sessions.delete(key)
+                await self.forget_inputs(key)
                 is_removed = True
         except ReportedError as error:  # most likely it never came into being
             log.debug("openai_session_not_removed", session=session_id, reason=error.reason)
         await self._store.end_passing(caller.tenant, session_id)
         return is_removed
+
+    async def forget_inputs(self, key: SessionKey) -> None:
+        """Delete what the responses of a session were asked: it was deleted, by whomever."""
+        await self._store.forget_inputs(key.tenant, key.session_id)
 
     def spawn(self, work: Coroutine[Any, Any, object]) -> None:
         """Tidy up beside everything else."""

@@ -37,6 +37,7 @@ class ResponseInfo:
         text_format: what the answer had to be, as the client wrote it.
         tools: those that were offered, as a response shows them; of long ones nothing but names.
         tool_choice: whether they were to be called, as a response shows it.
+        input_bytes: size of the input, kept or not; 0: an earlier release did not count it.
     """
 
     created_s: float
@@ -55,6 +56,7 @@ class ResponseInfo:
     tools: Sequence[Mapping[str, Any]] = field(default_factory=list)
     tool_choice: str | Mapping[str, str] = "auto"
     parallel_tool_calls: bool = True
+    input_bytes: int = 0
 
     @property
     def tool_use(self) -> ToolUse:

@@ -136,6 +136,7 @@ class HttpTurn:
         previous: the response that it follows.
         response_id: id under which its response is stored; "" if it is no response.
         info: the response's members beside its answer.
+        brought: the response's input, to be kept with it; "": it is not.
         raw: raw text or token ids in place of messages; no later history is known by them.
         reading: how its answer is read, and the tools that it offers.
     """
@@ -151,6 +152,7 @@ class HttpTurn:
     previous: StoredResponse | None = None
     response_id: str = ""
     info: ResponseInfo | None = None
+    brought: str = ""
     raw: TextInput | TokenInput | None = None
     reading: Reading = field(default_factory=Reading)
 

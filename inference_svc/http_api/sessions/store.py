@@ -1,4 +1,4 @@
-"""What is stored between requests, bounded and on disk: histories, responses, repeats.
+"""What is stored between requests, bounded and on disk: histories, responses, inputs, repeats.
 
 Nothing here is needed for an answer. What cannot be read counts as absent, what cannot be written
 is lost; both are logged. The oldest rows are deleted first, those that were used last stay.
@@ -13,6 +13,7 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
+from inference_svc.http_api.sessions.kept_inputs import KeptInputs
 from inference_svc.http_api.sessions.lookup import (
     Point,
     ResponseInfo,
@@ -52,16 +53,18 @@ class ApiStore:
     Args:
         directory: the service's state directory.
         max_rows: most rows of each table.
+        max_input_bytes: most bytes of the inputs of responses.
 
     Attributes:
         key: the secret that digests are keyed with.
     """
 
-    def __init__(self, directory: Path, max_rows: int) -> None:
+    def __init__(self, directory: Path, max_rows: int, max_input_bytes: int = 0) -> None:
         self._db, self.key = open_store(directory)
         self._thread = WorkerThread("openai")
         self._lines = LineAllowance(per_s=1)
         self._tables = BoundedTables(self._db, max_rows)
+        self._inputs = KeptInputs(self._db, self._tables, max_input_bytes)
 
     def close(self) -> None:
         """Close the file after the call that runs."""
@@ -100,11 +103,19 @@ class ApiStore:
 
     # ------------------------------------------------------------------------------- responses
 
-    async def keep_response(self, tenant: str, response_id: str, response: StoredResponse) -> None:
-        """Store a response."""
+    async def keep_response(
+        self, tenant: str, response_id: str, response: StoredResponse, items: str = ""
+    ) -> None:
+        """Store a response, and its input, if that is to be kept."""
         info = json.dumps(asdict(response.info), ensure_ascii=False)
         row = (response_id, tenant, *_point_row(response.at), response.history, info)
-        await self._try(lambda: self._tables.insert(RESPONSES, [row]), None)
+
+        def keep() -> None:
+            self._tables.insert(RESPONSES, [row])
+            if items:
+                self._inputs.keep(tenant, response_id, items)
+
+        await self._try(keep, None)
 
     async def find_response(self, tenant: str, response_id: str) -> StoredResponse | None:
         """Return a tenant's response; None if it has none of that id.
@@ -137,6 +148,18 @@ class ApiStore:
         sql = "SELECT count(*) FROM responses WHERE tenant = ? AND session = ?"
         row = await self._run(lambda: self._row(sql, tenant, session_id))
         return int(row[0]) if row else 0
+
+    async def find_input(self, tenant: str, response_id: str) -> str | None:
+        """Return the input of a tenant's response; None if it is not kept.
+
+        Raises:
+            StoreUnavailableError: the store cannot be read.
+        """
+        return await self._run(lambda: self._inputs.find(tenant, response_id))
+
+    async def forget_inputs(self, tenant: str, session_id: str) -> None:
+        """Delete the inputs of a session's responses; the session is gone."""
+        await self._try(lambda: self._inputs.forget(tenant, session_id), None)
 
     async def forget_response(self, tenant: str, response_id: str) -> None:
         """Delete a response.

@@ -2,7 +2,8 @@
 
 SQLite in WAL mode, readable by the service's user only. A file that cannot be used as it is
 (damage, another release's tables) is set aside and begun anew: histories are then computed again,
-and responses are not there.
+and responses are not there. What a later release only adds to the tables is added to the file of an
+earlier one, too, and either goes on with it.
 
 Tables are bounded: the row that was not used for longest goes first. The bound is for all tenants
 together, and one of them cannot push out another's rows by adding its own: who has the most rows
@@ -71,6 +72,7 @@ def _marks(number: int) -> str:
 HISTORIES = Table("histories", 7, "digest")
 RESPONSES = Table("responses", 9, "id")
 REQUESTS = Table("requests", 9, "id")
+INPUTS = Table("inputs", 5, "id")
 SESSIONS = Table("sessions", 3, "tenant", "session")  # who takes a row takes the session, too
 PRUNED = (HISTORIES, RESPONSES, REQUESTS)
 
@@ -88,7 +90,7 @@ class BoundedTables:
         self._max_rows = max_rows
         self._num_added = 0
         self._last_use: int = max(
-            db.execute(table.last_use).fetchone()[0] for table in (*PRUNED, SESSIONS)
+            db.execute(table.last_use).fetchone()[0] for table in (*PRUNED, INPUTS, SESSIONS)
         )
 
     def insert(self, table: Table, rows: Sequence[tuple[object, ...]]) -> None:
@@ -165,6 +167,17 @@ CREATE TABLE passing (                      -- sessions that go when their turn 
 ) WITHOUT ROWID, STRICT;
 """
 
+# Added to files of the same version; a trigger, so that no release leaves an input behind.
+_ADDITIONS = """
+CREATE TABLE IF NOT EXISTS inputs (         -- of responses: their items, as JSON
+    id TEXT PRIMARY KEY, tenant TEXT NOT NULL, items TEXT NOT NULL, size INTEGER NOT NULL,
+    used INTEGER NOT NULL
+) WITHOUT ROWID, STRICT;
+CREATE INDEX IF NOT EXISTS inputs_tenant ON inputs (tenant, used, size);
+CREATE TRIGGER IF NOT EXISTS inputs_go AFTER DELETE ON responses
+    BEGIN DELETE FROM inputs WHERE id = OLD.id; END;
+"""
+
 log = get_logger(__name__)
 
 
@@ -199,11 +212,13 @@ def _open(path: Path) -> tuple[sqlite3.Connection, bytes]:
     try:
         db.execute("PRAGMA journal_mode = WAL")
         db.execute("PRAGMA synchronous = NORMAL")  # a power cut costs a recomputation, no more
+        db.execute("PRAGMA secure_delete = ON")  # what users have said is overwritten
         (version,) = db.execute("PRAGMA user_version").fetchone()
         if version == 0:
             db.executescript(f"BEGIN; {_SCHEMA} PRAGMA user_version = {SCHEMA_VERSION}; COMMIT;")
         elif version != SCHEMA_VERSION:
             raise sqlite3.DatabaseError(f"its tables are of version {version}")  # noqa: TRY301
+        db.executescript(f"BEGIN; {_ADDITIONS} COMMIT;")
         return db, _secret(db)
     except BaseException:
         db.close()

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from inference_svc.core.errors import EmptyTurnError
+from inference_svc.core.errors import EmptyTurnError, SessionBusyError, UnknownSessionError
 from inference_svc.core.submission import TurnNames
 from inference_svc.core.turn_record import Accepted, Finished
 from inference_svc.service.submissions import empty_turn
@@ -43,6 +43,29 @@ async def test_a_turn_is_followed_by_its_client(model, tmp_path):
         transcript, is_busy = await gateway.turns.sessions.get(key)
         assert (len(transcript.turns), is_busy) == (1, False)
         assert not gateway.streams._held
+
+
+async def test_what_else_is_kept_of_a_session_goes_with_it(model, tmp_path):
+    """Whoever keeps it is called before the client is told; not for a session that stays."""
+    forgotten = []
+
+    async def forget(key):
+        forgotten.append(key)
+
+    async with gateway_of(model, tmp_path) as gateway:
+        gateway.on_deletion(forget)
+        stream = await gateway.submit(ANN, NEW._replace(session_id="s"), made)
+        key = gateway.key(ANN, "acme", "s")
+        with pytest.raises(SessionBusyError):
+            await gateway.delete_session(key)
+        assert forgotten == []
+        _ = [event async for event in stream.events]
+        await stream.wait_ended()
+        stream.leave()
+        await gateway.delete_session(key)
+        with pytest.raises(UnknownSessionError):
+            await gateway.turns.sessions.get(key)
+        assert forgotten == [key]
 
 
 async def test_whoever_leaves_last_cancels(model, tmp_path):

@@ -1,15 +1,24 @@
 """The input of a response as messages."""
 
 import pytest
+from openai.types.responses import ResponseItem
 
 from inference_svc.core.chat import Message, ToolCall
 from inference_svc.http_api.bodies import decode
 from inference_svc.http_api.errors import RequestError
+from inference_svc.http_api.openai.input_items import objects_of
 from inference_svc.http_api.openai.responses import ResponseBody
+from inference_svc.http_api.openai.stored_input import with_ids
+from tests.inference_svc.http_api.as_clients_read import strict
 
 CALL = {"type": "function_call", "call_id": "c1", "name": "look", "arguments": '{"a": 1}'}
 RESULT = {"type": "function_call_output", "call_id": "c1", "output": "4"}
+MESSAGE = {"type": "message"}
 LOOK = ToolCall("look", '{"a": 1}', "c1")
+
+
+def text_part(text):
+    return {"type": "input_text", "text": text}
 
 
 def read(*items):
@@ -42,6 +51,50 @@ def test_answers_without_calls_stay_apart():
     """As they were sent."""
     one = {"role": "assistant", "content": "a"}
     assert read(one, one, {"role": "user", "content": "?"})[:2] == (Message("assistant", "a"),) * 2
+
+
+def test_items_as_clients_read_them():
+    """One for one, with all that they say; but for what was thought, which is not read."""
+    thought = {"type": "reasoning", "id": "rs_1", "summary": []}
+    parts = [{"type": "input_text", "text": "a"}, {"type": "text", "text": "b"}]
+    given = [
+        {"role": "developer", "content": "Be brief."},
+        {"role": "user", "content": parts},
+        *(thought, {"role": "assistant", "content": "I look."}),
+        *({**CALL, "namespace": "at"}, RESULT, {**RESULT, "output": parts}),
+    ]
+    objects = objects_of(decode(ResponseBody, {"model": "m", "input": given}).input)
+    items = [strict(ResponseItem, item).to_dict() for item in with_ids("resp_ab", objects)]
+    texts = [text_part(text) for text in "ab"]
+    said = {"type": "output_text", "text": "I look.", "annotations": []}
+    assert items == [
+        {"id": f"{prefix}_ab_in_{index}", "status": "completed", **item}
+        for index, (prefix, item) in enumerate(
+            [
+                ("msg", {**MESSAGE, "role": "system", "content": [text_part("Be brief.")]}),
+                ("msg", {**MESSAGE, "role": "user", "content": texts}),
+                ("msg", {**MESSAGE, "role": "assistant", "content": [said]}),
+                ("fc", {**CALL, "namespace": "at"}),
+                ("fco", RESULT),
+                ("fco", {**RESULT, "output": texts}),
+            ]
+        )
+    ]
+
+
+def test_messages_of_a_chat_are_items_too():
+    """An answer with its calls is several."""
+    called = {"id": "c1", "function": {"name": "look", "arguments": ""}}
+    given = [
+        {"role": "assistant", "tool_calls": [called]},
+        {"role": "tool", "tool_call_id": "c1", "content": "4"},
+        {"role": "assistant", "content": "So.", "tool_calls": [called]},
+        {"role": "assistant"},
+    ]
+    objects = objects_of(decode(ResponseBody, {"model": "m", "input": given}).input)
+    kinds = [strict(ResponseItem, item).type for item in with_ids("resp_ab", objects)]
+    call, result, message = "function_call", "function_call_output", "message"
+    assert kinds == [call, result, message, call, message]
 
 
 def test_a_result_alone():

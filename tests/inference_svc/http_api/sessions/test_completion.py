@@ -74,7 +74,7 @@ class World:
 @asynccontextmanager
 async def world_in(model, directory, max_sessions=10):
     async with serving(model, directory) as service:
-        store = ApiStore(directory, 1000)
+        store = ApiStore(directory, 1000, 2**20)
         completion = Completion(service.turns.sessions, MODEL, store, max_sessions)
         running = asyncio.create_task(completion.run())
         await store.passing()  # `run` has begun
@@ -159,8 +159,12 @@ async def test_what_a_kill_left_of_passing_sessions_goes_at_the_next_start(model
 
 @pytest.mark.parametrize(("most", "is_removed"), [(None, True), (1, True), (0, False)])
 async def test_a_session_that_went_on_is_not_removed(model, tmp_path, most, is_removed):
-    """Somebody has a turn in it that its remover does not know of."""
+    """Somebody has a turn in it that its remover does not know of; its inputs go with it."""
     async with world_in(model, tmp_path) as world:
         await world.make("s")
+        info = ResponseInfo(1.0, "m")
+        await world.record("s", response_id="resp_1", info=info, brought="[]")
         assert await world.completion.remove(ANN, "s", most) is is_removed
         assert await world.left("s") == (set() if is_removed else {"s"})
+        found = await world.store.find_input("acme", "resp_1")
+        assert found == (None if is_removed else "[]")

@@ -19,6 +19,7 @@ from inference_svc.http_api.sessions.lookup import (
 from inference_svc.http_api.sessions.store import ApiStore, StoreUnavailableError
 from inference_svc.http_api.sessions.store_file import FILE_NAME, PRUNE_EVERY
 
+MIB = 2**20
 AT = Point("s-1", 2, "r-1", is_named=False)
 INFO = ResponseInfo(1.0, "m", instructions="Be brief.", metadata={"a": "é"})
 RESPONSE = StoredResponse(AT, b"h" * 16, INFO)
@@ -168,6 +169,49 @@ async def test_a_file_of_another_release_is_set_aside(tmp_path):
     db.close()
     ApiStore(tmp_path, 1000).close()
     assert (tmp_path / f"{FILE_NAME}.unusable-1").exists()
+
+
+async def test_a_file_from_before_there_were_inputs_is_gone_on_with(tmp_path):
+    """What it knows stays; and what such a release deletes has no input any more."""
+    store = ApiStore(tmp_path, 1000, MIB)
+    await store.keep_response("acme", "resp_1", RESPONSE)
+    store.close()
+    with contextlib.closing(sqlite3.connect(tmp_path / FILE_NAME)) as db, db:
+        db.executescript("DROP TRIGGER inputs_go; DROP TABLE inputs;")
+    later = ApiStore(tmp_path, 1000, MIB)
+    assert await later.find_response("acme", "resp_1") == RESPONSE
+    assert await later.find_input("acme", "resp_1") is None
+    await later.keep_response("acme", "resp_2", RESPONSE, "[]")
+    assert await later.find_input("acme", "resp_2") == "[]"
+    later.close()
+    with contextlib.closing(sqlite3.connect(tmp_path / FILE_NAME)) as db, db:
+        db.execute("DELETE FROM responses")
+        assert db.execute("SELECT count(*) FROM inputs").fetchone() == (0,)
+
+
+async def test_an_input_is_its_tenants_and_goes_with_its_response(tmp_path):
+    """Whoever deletes that: a client, a bound, the end of its session."""
+    store = ApiStore(tmp_path, 100, MIB)
+    for number in range(3):
+        await store.keep_response("acme", f"resp_{number}", RESPONSE, "[]")
+    assert await store.find_input("acme", "resp_0") == "[]"
+    assert await store.find_input("other", "resp_0") is None
+    await store.forget_response("acme", "resp_0")
+    assert await store.find_input("acme", "resp_0") is None
+    await store.forget_inputs("other", "s-1")
+    await store.forget_inputs("acme", "s-2")
+    assert await store.find_input("acme", "resp_1") == "[]"
+    await store.forget_inputs("acme", "s-1")
+    assert await store.find_input("acme", "resp_1") is None
+    assert await store.find_response("acme", "resp_1") == RESPONSE
+    for number in range(2 * PRUNE_EVERY):
+        await store.keep_response("acme", f"resp_next_{number}", RESPONSE, "[]")
+    num_inputs, num_responses = (
+        store._db.execute(f"SELECT count(*) FROM {table}").fetchone()  # noqa: S608
+        for table in ("inputs", "responses")
+    )
+    assert num_inputs == num_responses
+    store.close()
 
 
 async def test_the_file_is_the_services_alone(tmp_path):

@@ -1,0 +1,118 @@
+"""What a stored response was asked: its own input, as items with ids, page by page.
+
+*Source:* OpenAI API reference, "List input items".
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from aiohttp import web
+
+from inference_svc.http_api.api import Api
+from inference_svc.http_api.errors import InputNotKeptError, RequestError, UnknownParameterError
+from inference_svc.http_api.openai.responses import (
+    check_included,
+    find_stored,
+    most_kept,
+    recorded_turn,
+)
+from inference_svc.http_api.replies import reply
+from inference_svc.http_api.requests import caller_of
+
+DEFAULT_LIMIT, MAX_LIMIT = 20, 100  # OpenAI's
+INCLUDE = frozenset({"include", "include[]"})  # clients write lists in either way
+ASCENDING, DESCENDING = ORDERS = ("asc", "desc")
+
+
+async def list_input_items(api: Api, request: web.Request) -> web.Response:
+    """Show the input of a response that was stored, or a page of it."""
+    caller, response_id = caller_of(request), request.match_info["id"]
+    page = read_page(request)
+    stored = await find_stored(api, caller, response_id)
+    await recorded_turn(api, caller, response_id, stored)
+    items = await api.store.find_input(caller.tenant, response_id)
+    if items is None:
+        raise _not_kept(stored.info.input_bytes, most_kept(api.settings))
+    return reply(page.of(with_ids(response_id, json.loads(items))))
+
+
+def with_ids(response_id: str, items: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return items of a response's input with ids, which say whose they are and where."""
+    name = response_id.removeprefix("resp_")
+    return [
+        {"id": f"{_PREFIXES[item['type']]}_{name}_in_{index}", **item}
+        for index, item in enumerate(items)
+    ]
+
+
+_PREFIXES = {"message": "msg", "function_call": "fc", "function_call_output": "fco"}
+
+
+@dataclass(frozen=True)
+class Page:
+    """Which of a list's objects are asked for.
+
+    Attributes:
+        limit: most of them.
+        after: id of the one that they follow; "": from the beginning.
+        order: "asc" or "desc".
+    """
+
+    limit: int = DEFAULT_LIMIT
+    after: str = ""
+    order: str = DESCENDING
+
+    def of(self, objects: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """Return the page of a list whose oldest object is the first.
+
+        Raises:
+            RequestError: there is no object that they could follow.
+        """
+        ordered = list(objects if self.order == ASCENDING else reversed(objects))
+        ids = [each["id"] for each in ordered]
+        if self.after and self.after not in ids:
+            raise RequestError(
+                f"there is no item {self.after[:80]!r}", "send the last_id of a page", "after"
+            )
+        first = ids.index(self.after) + 1 if self.after else 0
+        end = first + self.limit
+        shown = ids[first:end]
+        return {
+            "object": "list",
+            "data": ordered[first:end],
+            "first_id": shown[0] if shown else None,
+            "last_id": shown[-1] if shown else None,
+            "has_more": end < len(ids),
+        }
+
+
+def read_page(request: web.Request) -> Page:
+    """Read which page a request asks for.
+
+    Raises:
+        RequestError: a parameter is off, or unknown.
+    """
+    query = request.query
+    for name in query:
+        if name not in {"limit", "after", "order", *INCLUDE}:
+            raise UnknownParameterError(
+                f"there is no parameter {name[:80]!r}", "leave it out", name[:80]
+            )
+    check_included(value for name in INCLUDE for value in query.getall(name, ()))
+    limit, order = query.get("limit", str(DEFAULT_LIMIT)), query.get("order", DESCENDING)
+    is_number = limit.isascii() and limit.isdecimal() and len(limit) <= len(str(MAX_LIMIT))
+    if not is_number or not 1 <= int(limit) <= MAX_LIMIT:
+        raise RequestError(f"limit {limit[:20]!r} cannot be", f"send 1 to {MAX_LIMIT}", "limit")
+    if order not in ORDERS:
+        raise RequestError(f"order {order[:20]!r} cannot be", "send asc or desc", "order")
+    return Page(int(limit), query.get("after", ""), order)
+
+
+def _not_kept(num_bytes: int, most: int) -> InputNotKeptError:
+    if num_bytes > most:
+        message = f"the input of the response has {num_bytes} bytes, and up to {most} are kept"
+    else:
+        message = "the input is older than what openai.kept_input_bytes has room for"
+    return InputNotKeptError(message, "keep what you send")

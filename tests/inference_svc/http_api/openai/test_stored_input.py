@@ -1,0 +1,84 @@
+"""Pages of what a response was asked."""
+
+import pytest
+from aiohttp.test_utils import make_mocked_request
+from hypothesis import given
+from hypothesis import strategies as st
+
+from inference_svc.http_api.errors import RequestError
+from inference_svc.http_api.openai.stored_input import Page, read_page
+
+ITEMS = [{"id": name} for name in "abcde"]
+
+
+def asked(query=""):
+    return read_page(make_mocked_request("GET", f"/v1/responses/resp_1/input_items?{query}"))
+
+
+def ids(page):
+    return "".join(item["id"] for item in page["data"])
+
+
+def test_the_newest_come_first_unless_the_oldest_shall():
+    """Twenty of them, as of OpenAI's."""
+    assert asked() == Page(20, "", "desc")
+    assert ids(asked().of(ITEMS)) == "edcba"
+    assert ids(asked("order=asc").of(ITEMS)) == "abcde"
+
+
+def test_a_page_says_where_it_is():
+    """And whether there is another."""
+    page = asked("order=asc&limit=2&after=b").of(ITEMS)
+    assert page == {
+        "object": "list",
+        "data": [{"id": "c"}, {"id": "d"}],
+        "first_id": "c",
+        "last_id": "d",
+        "has_more": True,
+    }
+    last = asked("order=asc&limit=2&after=d").of(ITEMS)
+    assert (ids(last), last["has_more"]) == ("e", False)
+    none = asked("order=asc&after=e").of(ITEMS)
+    assert (ids(none), none["first_id"], none["has_more"]) == ("", None, False)
+
+
+def test_what_else_could_be_shown_is_not_there():
+    """It may be asked for as of a response: nothing of it belongs to an input."""
+    assert asked("include[]=message.output_text.logprobs") == Page()
+    assert asked("include=reasoning.encrypted_content") == Page()
+
+
+@pytest.mark.parametrize(
+    ("query", "param"),
+    [
+        ("limit=0", "limit"),
+        ("limit=101", "limit"),
+        ("limit=-1", "limit"),
+        ("limit=1.0", "limit"),
+        ("limit=٣", "limit"),
+        ("limit=" + "9" * 5000, "limit"),
+        ("limit=", "limit"),
+        ("order=up", "order"),
+        ("before=a", "before"),
+        ("include[]=file_search_call.results", "include"),
+        ("after=z", "after"),
+    ],
+)
+def test_what_is_off_is_refused(query, param):
+    """By name."""
+    with pytest.raises(RequestError) as refused:
+        asked(query).of(ITEMS)
+    assert refused.value.param == param
+    assert len(str(refused.value)) < 200
+
+
+@given(st.integers(0, 30), st.integers(1, 100), st.sampled_from(["asc", "desc"]))
+def test_page_by_page_everything_comes_once(number, limit, order):
+    """Whatever the length of a page."""
+    items = [{"id": f"i{index}"} for index in range(number)]
+    found, after, has_more = [], "", True
+    while has_more:
+        page = Page(limit, after, order).of(items)
+        found += page["data"]
+        after, has_more = page["last_id"], page["has_more"]
+    assert found == (items if order == "asc" else items[::-1])
