@@ -163,7 +163,7 @@ async def test_bodies_that_are_off(api, body, code):
     assert (status, error["code"]) == (404 if code == "model_not_found" else 400, code)
 
 
-@pytest.mark.parametrize("name", ["OpenAI-Project", "X-Session-Id", "Idempotency-Key"])
+@pytest.mark.parametrize("name", ["OpenAI-Project", "Idempotency-Key"])
 @pytest.mark.parametrize(
     "value", [b"\xff\xfe", "é".encode(), b"x" * 300], ids=["byte", "e", "long"]
 )

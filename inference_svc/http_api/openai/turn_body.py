@@ -26,7 +26,6 @@ class OpenAITurnBody(ToolsBody, ABC):
         {
             "max_tool_calls",
             "prediction",
-            "prompt_cache_key",
             "prompt_cache_options",
             "prompt_cache_retention",
             "safety_identifier",

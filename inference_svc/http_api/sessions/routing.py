@@ -138,6 +138,7 @@ class HttpTurn:
         info: the response's members beside its answer.
         raw: raw text or token ids in place of messages; no later history is known by them.
         reading: how its answer is read, and the tools that it offers.
+        is_final: whether the session is deleted when the answer has come.
     """
 
     messages: tuple[Message, ...]
@@ -153,6 +154,7 @@ class HttpTurn:
     info: ResponseInfo | None = None
     raw: TextInput | TokenInput | None = None
     reading: Reading = field(default_factory=Reading)
+    is_final: bool = False
 
     def as_submission(self, route: Route, key: SessionKey, defaults: TurnDefaults) -> Submission:
         """Make the submission to the route's session.
