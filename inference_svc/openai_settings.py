@@ -31,6 +31,9 @@ class OpenAISettings(Section):
         temperature: temperature of requests that name none; OpenAI's default, where gRPC's is 0.
         foreign_parameters: whether parameters of other servers, which change nothing here, are
             ignored, or refused by name (docs/openai.md lists them).
+        unstored: what becomes of a turn whose request says `store: false`. "reused": nobody gets it
+            by an id, its session stays to be gone on with, as that of any other request;
+            "deleted": that is deleted before the answer ends.
         max_body_bytes: bound of a request's body.
         body_s: most seconds a client may take to send a request's body.
         write_s: most seconds a client may take to read what was sent, before it is disconnected.
@@ -54,6 +57,7 @@ class OpenAISettings(Section):
     aliases: TextList = ()
     temperature: float = Field(default=1.0, ge=0, le=2)
     foreign_parameters: Literal["ignore", "refuse"] = "ignore"
+    unstored: Literal["reused", "deleted"] = "reused"
     max_body_bytes: ByteSize = Field(default=4 * MIB, ge=4096)
     body_s: Duration = Field(default=30.0, gt=0, le=3600)
     write_s: Duration = Field(default=30.0, gt=0, le=3600)

@@ -138,6 +138,7 @@ def assemble_service(
         counters=counters,
         report=report,
         prompts=prompts,
+        text=text,
     )
     return ServiceParts(
         engine_parts=engine_parts,

@@ -2,6 +2,7 @@
 
 import asyncio
 import hashlib
+import time
 from contextlib import asynccontextmanager
 
 import pytest
@@ -117,3 +118,10 @@ async def first_token(turn):
         if isinstance(event, Tokens):
             return events
     raise AssertionError("it has no token")
+
+
+async def until(is_so):
+    """Wait for what has no event; the loop goes on."""
+    async with asyncio.timeout(60):
+        while not is_so():
+            await asyncio.to_thread(time.sleep, 0.001)

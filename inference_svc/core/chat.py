@@ -3,6 +3,7 @@
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import Any
 
 ASSISTANT = "assistant"
@@ -93,6 +94,43 @@ class Message:
 
 
 def canonical(tools: Sequence[Tool]) -> str:
-    """Write tools as one text: equal texts, equal prompts."""
+    """Write tools as one text, "" if there are none: equal texts, equal prompts."""
     said = [tool.as_template() for tool in tools]
     return json.dumps(said, ensure_ascii=False, separators=(",", ":")) if said else ""
+
+
+class ChoiceKind(StrEnum):
+    """Whether an answer calls tools."""
+
+    NONE = "none"  # it is text
+    AUTO = "auto"  # the model decides
+    REQUIRED = "required"  # it is a call
+
+
+@dataclass(frozen=True)
+class ToolUse:
+    """What an answer may do with tools.
+
+    Attributes:
+        tools: those that were offered.
+        choice: whether it calls any.
+        name: the only one that it may call; "": any.
+        most_calls: how many calls of it count; None: all.
+    """
+
+    tools: tuple[Tool, ...] = ()
+    choice: ChoiceKind = ChoiceKind.AUTO
+    name: str = ""
+    most_calls: int | None = None
+
+    @property
+    def is_forced(self) -> bool:
+        """Whether the answer has to be a call."""
+        return self.choice is ChoiceKind.REQUIRED
+
+    @property
+    def callable_tools(self) -> tuple[Tool, ...]:
+        """The tools that the answer may call."""
+        if self.choice is ChoiceKind.NONE:
+            return ()
+        return tuple(tool for tool in self.tools if self.name in {"", tool.name})

@@ -9,8 +9,6 @@ from typing import Any
 from inference_svc.core.errors import InvalidGrammarError
 
 MAX_GRAMMAR_CHARACTERS = 65536  # the time to compile one grows with it
-MAX_BLANKS = 40  # between the members of a document
-BLANKS = rf"[ \n\r\t]{{0,{MAX_BLANKS}}}"
 
 
 class GrammarKind(StrEnum):
@@ -55,8 +53,9 @@ def of_choices(choices: Sequence[str]) -> Grammar:
 
 def json_rule(schema: Mapping[str, Any]) -> str:
     """Write what a JSON schema allows as a part of a Lark grammar's rule."""
-    bounded = {**schema, "x-guidance": {"whitespace_pattern": BLANKS}}
-    return "%json " + json.dumps(bounded, ensure_ascii=False)
+    # Blanks are those that templates write, and no others: small models would write them on.
+    blanks = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+    return "%json " + json.dumps({**schema, "x-guidance": blanks}, ensure_ascii=False)
 
 
 ANY_OBJECT = of_schema({"type": "object"})

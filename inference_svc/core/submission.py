@@ -1,5 +1,6 @@
 """A client's request for one turn of one session, the same from gRPC and HTTP. Pure."""
 
+import hashlib
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias
 
@@ -42,6 +43,12 @@ class ChatInput:
     def as_tools(self) -> list[dict[str, Any]]:
         """Return the tools as chat templates take them."""
         return [tool.as_template() for tool in self.tools]
+
+    @property
+    def tools_digest(self) -> str:
+        """A digest of the tools; "" if there are none."""
+        said = canonical(self.tools)
+        return hashlib.blake2b(said.encode(), digest_size=16).hexdigest() if said else ""
 
     @property
     def num_characters(self) -> int:
@@ -130,6 +137,8 @@ class Submission:
         overflow: the policy by which tokens are dropped when the window is full.
         compression: the policy by which tokens are dropped when the turn is over; None: none.
         client: name of the identity that submits it.
+        shows_marks: whether the answer's text has the special tokens that calls of tools are
+            written with.
     """
 
     key: SessionKey
@@ -147,6 +156,12 @@ class Submission:
     overflow: OverflowPolicy = field(default_factory=OverflowPolicy)
     compression: CompressionPolicy | None = None
     client: str = ""
+    shows_marks: bool = False
+
+    @property
+    def tools_digest(self) -> str:
+        """A digest of the tools that it offers; "" if it offers none."""
+        return self.input.tools_digest if isinstance(self.input, ChatInput) else ""
 
     @property
     def most_tokens(self) -> int:

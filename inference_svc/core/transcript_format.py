@@ -78,6 +78,11 @@ class Transcript:
         """All tokens that the session ever had."""
         return tuple(token for turn in self.turns for token in (*turn.input_ids, *turn.output_ids))
 
+    @property
+    def tools_digest(self) -> str:
+        """A digest of the tools that its context tells of; "" if it tells of none."""
+        return next((turn.tools_digest for turn in self.turns if turn.tools_digest), "")
+
     @cached_property
     def num_tokens(self) -> int:
         """Number of tokens that the session ever had."""

@@ -84,6 +84,7 @@ class TurnRecord:
             template writes before the first message; 0 if the turn began with a context.
         is_text: whether the input was raw text: a special token in it begins no message.
         stop_string: the stop string that ended the answer; "" if none did.
+        tools_digest: a digest of the tools that were offered; "" if none were.
     """
 
     turn: int
@@ -102,6 +103,7 @@ class TurnRecord:
     system_tokens: int = 0
     is_text: bool = False
     stop_string: str = ""
+    tools_digest: str = ""
 
     @property
     def num_tokens(self) -> int:

@@ -5,7 +5,7 @@ from typing import TypeVar
 
 from aiohttp import web
 
-from inference_svc.http_api.bodies import FOREIGN, ModelBody, decode
+from inference_svc.http_api.bodies import FOREIGN, ModelBody, TurnBody, decode
 from inference_svc.http_api.dialect import ServedModel
 from inference_svc.http_api.requests import B, JsonBody, RequestSlots, TurnRequest, caller_of
 from inference_svc.http_api.sessions.answers import Answers
@@ -56,7 +56,7 @@ class Api:
         data = await self.slots.read(request)
         body = self._decode(kind, data)
         chain = self.completion.chain(caller)
-        return TurnRequest(request, caller, body, data.digest, chain, self.settings)
+        return TurnRequest(request, caller, body, data.digest, chain, self.settings, self.gateway)
 
     async def decoded(self, request: web.Request, kind: type[M]) -> M:
         """Read the body of a request that is for no turn.
@@ -71,6 +71,8 @@ class Api:
         values = data.values
         if self.settings.foreign_parameters == "ignore":
             values = {name: value for name, value in values.items() if name not in FOREIGN}
+            if issubclass(kind, TurnBody):
+                values = kind.without_foreign(values)
         body = decode(kind, values)
         if body.model:
             self.model.check(body.model)

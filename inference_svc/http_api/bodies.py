@@ -29,6 +29,7 @@ from pydantic import (
 )
 
 from inference_svc.core.answers import MAX_STOP_STRINGS
+from inference_svc.core.chat import ToolUse
 from inference_svc.core.grammar import Grammar
 from inference_svc.http_api.errors import RequestError, UnknownParameterError, UnsupportedValueError
 
@@ -117,8 +118,9 @@ class Body(BaseModel):
             if value is not None and not rule.allows(value):
                 message = f"{{path}} = {_shown(value)} is not supported"
                 raise WrongMemberError(message, rule.remedy, name, UnsupportedValueError)
-        taken, known = _names(cls)
-        values = {name: given[name] for name in taken if given.get(name) is not None}
+        taken, known, missed = _names(cls)
+        values = dict(missed)
+        values |= {name: given[name] for name in taken if given.get(name) is not None}
         for name, value in given.items():
             if value is not None and name not in known:
                 values[name] = value  # one is enough to refuse them all
@@ -140,10 +142,16 @@ class Body(BaseModel):
 
 
 @functools.cache
-def _names(kind: type[Body]) -> tuple[tuple[str, ...], frozenset[str]]:
-    """Return the names of an object's members that are read, and of all that it may have."""
-    taken = tuple(field.alias or name for name, field in kind.model_fields.items())
-    return taken, frozenset((*taken, *kind.refused, *kind.ignored))
+def _names(kind: type[Body]) -> tuple[tuple[str, ...], frozenset[str], dict[str, Any]]:
+    """Return the names of an object's members that are read, of all that it may have, and defaults.
+
+    The defaults are of those that may be missed: what pydantic fills in itself it calls by the name
+    of its field, which no client knows.
+    """
+    fields = kind.model_fields
+    taken = tuple(field.alias or name for name, field in fields.items())
+    missed = {f.alias: f.default for f in fields.values() if f.alias and f.validate_default}
+    return taken, frozenset((*taken, *kind.refused, *kind.ignored)), missed
 
 
 def decode(kind: type[B], given: dict[str, Any]) -> B:
@@ -202,7 +210,7 @@ def _path(*parts: str | int) -> str:
     for part in parts:
         if isinstance(part, int):
             path += f"[{part}]"
-        elif part:
+        elif part and not part.startswith("<"):  # the kind of an item, which is no member
             path += part if not path or part.startswith("[") else f".{part}"
     return path
 
@@ -275,7 +283,12 @@ class TurnBody(ModelBody, ABC):
         store: whether the session may stay afterwards.
         session_id: the session that the client names; "" if its messages decide.
         metadata: a client's own notes.
+        tool_kinds: types of tools that clients run.
+        call_prefix: what ids of calls begin with.
     """
+
+    tool_kinds: ClassVar[frozenset[str]] = frozenset()
+    call_prefix: ClassVar[str] = "call_"
 
     model: Annotated[str, AfterValidator(_model)] = Field(default="", validate_default=True)
     stream: bool = False
@@ -305,6 +318,28 @@ class TurnBody(ModelBody, ABC):
     def grammar(self) -> Grammar | None:
         """What the answer has to be; None: whatever the model says."""
         return None
+
+    @classmethod
+    def without_foreign(cls, given: dict[str, Any]) -> dict[str, Any]:
+        """Return a body without the tools that a vendor would run: the model is not told of them.
+
+        Args:
+            given: the body, as it came.
+        """
+        tools = given.get("tools")
+        if not isinstance(tools, list):
+            return given
+        return {**given, "tools": [tool for tool in tools if not cls._is_foreign(tool)]}
+
+    @classmethod
+    def _is_foreign(cls, tool: Any) -> bool:
+        kind = tool.get("type") if isinstance(tool, dict) else None
+        return isinstance(kind, str) and kind not in cls.tool_kinds
+
+    @property
+    def tool_use(self) -> ToolUse:
+        """What the answer may do with tools."""
+        return ToolUse()
 
     @property
     def own_sampling(self) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from aiohttp import HttpVersion11, hdrs, web
 
 from inference_svc.core.chat import Message
 from inference_svc.core.submission import TextInput, TokenInput
+from inference_svc.http_api.answer_parts import Reading
 from inference_svc.http_api.bodies import TurnBody
 from inference_svc.http_api.errors import (
     InvalidJsonError,
@@ -33,6 +34,7 @@ from inference_svc.http_api.errors import (
 )
 from inference_svc.http_api.sessions.routing import Caller, HistoryChain, HttpTurn
 from inference_svc.openai_settings import OpenAISettings
+from inference_svc.service.gateway import Gateway
 from shared.access.identity import current_identity
 
 PROJECT = "OpenAI-Project"  # names the tenant
@@ -167,6 +169,7 @@ class TurnRequest(Generic[B]):
         digest: digest of the body's bytes.
         chain: makes digests of the caller's histories.
         settings: the section [openai].
+        gateway: knows how the model calls tools.
     """
 
     request: web.Request
@@ -175,6 +178,7 @@ class TurnRequest(Generic[B]):
     digest: bytes
     chain: HistoryChain
     settings: OpenAISettings
+    gateway: Gateway
 
     def turn(
         self,
@@ -203,17 +207,43 @@ class TurnRequest(Generic[B]):
         which = (str(choice),) if choice else ()
         key = bytes.fromhex(chain.id_of("repeat", path, repeat, *which)) if repeat else None
         names = (path, repeat, self.digest.hex(), *which) if repeat else (uuid.uuid4().hex,)
+        request_id = "r-" + chain.id_of("request", *names)
         return HttpTurn(
             messages=messages,
-            sampling=self.body.sampling(self.settings.temperature, choice),
+            sampling=self._sampling(choice),
             session_id=session_id,
-            is_kept=self.body.store,
+            is_kept=self._is_kept,
             overflow=overflow,
-            request_id="r-" + chain.id_of("request", *names),
+            request_id=request_id,
             body=self.digest,
             repeat_key=key,
             raw=raw,
+            reading=self.reading(request_id),
         )
+
+    def reading(self, request_id: str) -> Reading:
+        """Return how the answer of a turn is read; the ids of its calls follow from the turn's."""
+        call_id = self.chain.call_ids(request_id, self.body.call_prefix)
+        return Reading(self.gateway.tool_format, self.body.tool_use, call_id)
+
+    def _sampling(self, choice: int) -> dict[str, Any]:
+        """Return the client's sampling values; an answer that has to be a call has its grammar."""
+        sampling = self.body.sampling(self.settings.temperature, choice)
+        use = self.body.tool_use
+        if not use.is_forced:
+            return sampling
+        if "grammar" in sampling:
+            raise RequestError(
+                "an answer cannot have a format and be a call",
+                "leave the format out, or the choice of a tool",
+                "tool_choice",
+            )
+        return sampling | {"grammar": self.gateway.grammar_of_call(use.callable_tools)}
+
+    @property
+    def _is_kept(self) -> bool:
+        """Whether the session stays when the turn is over."""
+        return self.body.store or self.settings.unstored == "reused"
 
     def _session_name(self) -> str:
         """Return the session that the client named, in the body or a header; "" for none."""
@@ -223,7 +253,7 @@ class TurnRequest(Generic[B]):
                 f"{SESSION} and session_id name different sessions", "name one", "session_id"
             )
         name = header or body.session_id
-        if name and not body.store:
+        if name and not self._is_kept:
             raise RequestError(
                 "a session is named that is not to be stored", "leave one out", "store"
             )

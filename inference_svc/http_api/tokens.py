@@ -11,7 +11,9 @@ from pydantic import Field, model_validator
 from inference_svc.core.submission import TextInput, TurnInput
 from inference_svc.http_api.api import Api
 from inference_svc.http_api.bodies import ModelBody, TokenId, WrongMemberError
+from inference_svc.http_api.conversation import with_names
 from inference_svc.http_api.openai.messages import Messages
+from inference_svc.http_api.openai.tools import ChatTools
 from inference_svc.http_api.replies import reply
 from inference_svc.service.submissions import chat_input
 
@@ -21,6 +23,7 @@ class TokenizeBody(ModelBody):
 
     Attributes:
         prompt: a text that begins a session; None: there are messages.
+        tools: what the model may call, where there are messages.
         special_tokens: whether names of special tokens in the text are these tokens; else text.
         return_token_strs: whether the tokens are shown as texts, too.
     """
@@ -29,6 +32,7 @@ class TokenizeBody(ModelBody):
 
     prompt: str | None = None
     messages: Messages = Field(default_factory=list)
+    tools: ChatTools = Field(default_factory=list)
     special_tokens: bool = False
     return_token_strs: bool = False
 
@@ -45,7 +49,8 @@ class TokenizeBody(ModelBody):
         """The text, or the messages."""
         if self.prompt is not None:
             return TextInput(self.prompt, has_special=self.special_tokens)
-        return chat_input(each.message for each in self.messages)
+        said = with_names(each.message for each in self.messages)
+        return chat_input(said, tuple(each.tool for each in self.tools))
 
 
 class DetokenizeBody(ModelBody):

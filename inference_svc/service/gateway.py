@@ -10,8 +10,12 @@ import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from inference_svc.core.chat import Tool
 from inference_svc.core.counters import Counters
+from inference_svc.core.grammar import Grammar
 from inference_svc.core.submission import Submission, TurnDefaults, TurnInput, TurnNames
+from inference_svc.core.tools.registry import ToolFormat
+from inference_svc.runtime.turns.chat_text import TurnText
 from inference_svc.runtime.turns.turn import Turn
 from inference_svc.runtime.turns.turn_prompt import PromptMaker
 from inference_svc.runtime.turns.turn_report import TurnReport
@@ -70,6 +74,7 @@ class Gateway:
         counters: the service's counters.
         report: receives turns that are not begun.
         prompts: encodes what is only to be looked at.
+        text: knows how the model calls tools.
 
     Attributes:
         turns: the service's turn registry. Its methods take keys made by `key`.
@@ -87,6 +92,7 @@ class Gateway:
         counters: Counters,
         report: TurnReport,
         prompts: PromptMaker,
+        text: TurnText,
     ) -> None:
         self.turns = turns
         self.model = model
@@ -96,6 +102,7 @@ class Gateway:
         self._counters = counters
         self._report = report
         self._prompts = prompts
+        self._text = text
 
     def describe(self) -> pb.Model:
         """Describe the model, the defaults and the engine's state."""
@@ -129,6 +136,19 @@ class Gateway:
             ReportedError: an id is off, or the model has no tokenizer.
         """
         return await self._prompts.decode(token_ids)
+
+    @property
+    def tool_format(self) -> ToolFormat:
+        """How the model writes calls of tools."""
+        return self._text.tool_format
+
+    def grammar_of_call(self, tools: Sequence[Tool]) -> Grammar:
+        """Make the grammar of an answer that is one call of one of these tools.
+
+        Raises:
+            NoChatTemplateError: the model has no usable template.
+        """
+        return self._text.grammar_of_call(tools)
 
     async def submit(
         self,

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from inference_svc.http_api.anthropic.bodies import MessagesBody
-from inference_svc.http_api.bodies import decode
+from inference_svc.http_api.bodies import TurnBody, decode
 from inference_svc.http_api.errors import RequestError
 from inference_svc.http_api.openai.chats import ChatBody
 from inference_svc.http_api.openai.completions import CompletionBody
@@ -15,6 +15,7 @@ from inference_svc.http_api.openai.responses import ResponseBody
 from inference_svc.http_api.replies import json_bytes
 from inference_svc.http_api.requests import parse_object
 from inference_svc.http_api.tokens import TokenizeBody
+from inference_svc.service.submissions import chat_input
 
 NAMES = sorted(
     {
@@ -30,6 +31,9 @@ NAMES = sorted(
         *("stream_options", "store", "session_id", "include", "truncation", "text", "top_k"),
         *("logit_bias", "frequency_penalty", "min_tokens", "stop_token_ids"),
         *("role", "content", "type", "format", "previous_response_id", "include_usage"),
+        *("tools", "tool_choice", "tool_calls", "tool_call_id", "function", "parameters", "name"),
+        *("arguments", "call_id", "id", "output", "parallel_tool_calls", "strict", "description"),
+        *("input_schema", "tool_use_id", "is_error"),
         *("system", "stop_sequences", "cache_control", "ttl", "output_config", "effort"),
     }
 )
@@ -41,9 +45,22 @@ WORDS = [
     "message",
     "input_text",
     "auto",
+    "required",
+    "function",
+    "function_call",
+    "function_call_output",
+    "reasoning",
+    "tool",
+    "{}",
     "json_schema",
     "5m",
 ]
+TEXT = {"type": "text", "text": "a"}
+CALL = {"type": "tool_use", "id": "toolu_1", "name": "f", "input": {"a": [None, 1.5]}}
+RESULT = {"type": "tool_result", "tool_use_id": "toolu_1", "content": [TEXT], "is_error": True}
+THOUGHT = {"type": "thinking", "thinking": "a", "signature": ""}
+BLOCKS = {"user": [TEXT, RESULT], "assistant": [TEXT, CALL, THOUGHT], "system": [TEXT]}
+OF_TOOLS = sorted({*CALL, *RESULT, *THOUGHT, "cache_control", "input_schema", "description"})
 plain = st.one_of(
     st.none(),
     st.booleans(),
@@ -61,15 +78,78 @@ anything = st.recursive(
     ),
     max_leaves=12,
 )
+function = st.fixed_dictionaries(
+    {"name": st.sampled_from(["f", "g", ""]) | anything},
+    optional={
+        "arguments": st.sampled_from(["{}", '{"a": 1}', "[", ""]) | anything,
+        "parameters": anything,
+        "description": anything,
+    },
+)
+called = st.fixed_dictionaries(
+    {"function": function, "type": st.just("function") | anything}, optional={"id": anything}
+)
 message = st.fixed_dictionaries(
     {"role": st.sampled_from([*WORDS, 5]), "content": anything},
-    optional={"name": anything, "type": anything},
+    optional={
+        "name": anything,
+        "type": anything,
+        "tool_calls": st.lists(called, max_size=2) | anything,
+        "tool_call_id": st.just("c") | anything,
+        "call_id": st.just("c") | anything,
+        "output": anything,
+    },
 )
 bodies = st.dictionaries(st.sampled_from(NAMES), anything, max_size=6).flatmap(
     lambda rest: st.fixed_dictionaries(
-        {"model": st.just("m"), "messages": st.lists(message, max_size=3) | anything}
+        {"model": st.just("m"), "messages": st.lists(message, max_size=3) | anything},
+        optional={
+            "tools": st.lists(called | function, max_size=2) | anything,
+            "tool_choice": called | anything,
+        },
     ).map(lambda given: {**rest, **given, "input": given["messages"]})
 )
+wrong_members = st.dictionaries(st.sampled_from(OF_TOOLS), anything, max_size=2)
+few_wrong = st.integers(0, 9).flatmap(lambda n: st.just({}) if n else wrong_members)
+
+
+def whole(*objects):
+    """One of these objects, as it is or with something wrong."""
+    return st.builds(lambda one, wrong: {**one, **wrong}, st.sampled_from(objects), few_wrong)
+
+
+said = st.sampled_from(sorted(BLOCKS)).flatmap(
+    lambda role: st.fixed_dictionaries(
+        {
+            "role": st.just(role),
+            "content": st.lists(whole(*BLOCKS[role]), max_size=3) | st.just("a"),
+        }
+    )
+)
+conversations = st.fixed_dictionaries(
+    {
+        "model": st.just("m"),
+        "max_tokens": st.just(8),
+        "messages": st.lists(said, max_size=4).map(
+            lambda given: [*given, {"role": "user", "content": "?"}]
+        ),
+        "tools": st.lists(
+            whole(*({"name": name, "input_schema": {"type": "object"}} for name in "fgh")),
+            max_size=2,
+            unique_by=lambda tool: str(tool["name"]),
+        ),
+    },
+    optional={
+        "tool_choice": whole({"type": "any"}, {"type": "tool", "name": "f"}, {"type": "none"}),
+        "system": st.lists(whole(TEXT), max_size=2),
+    },
+)
+
+
+def check_told(refused):
+    """A refusal is an object of its API, and short."""
+    assert json.loads(json_bytes({"error": error_object(refused)}))
+    assert len(str(refused)) < 1000
 
 
 @given(bodies)
@@ -86,12 +166,36 @@ def test_a_body_is_decoded_or_refused(body):
     for name, kind in kinds:
         given = {key: value for key, value in body.items() if key != name}
         try:
-            decode(kind, given)
+            made = decode(kind, given)
+            assert not isinstance(made, TurnBody) or made.tool_use is not None
+            assert isinstance(getattr(made, "conversation", ()), tuple)
         except RequestError as refused:
             refusals.append(refused)
     for refused in refusals:
-        assert json.loads(json_bytes({"error": error_object(refused)}))
-        assert len(str(refused)) < 1000
+        check_told(refused)
+
+
+@given(conversations)
+def test_a_conversation_with_tools_is_read_or_refused(given):
+    """Whatever its blocks have: what is read can be written into a prompt, in whole."""
+    try:
+        body = decode(MessagesBody, given)
+    except RequestError as refused:
+        check_told(refused)
+        return
+    read = chat_input(body.conversation, body.tool_use.tools)
+    assert json_bytes({"messages": read.as_messages(), "tools": read.as_tools()})
+    blocks = [
+        block
+        for one in given["messages"]
+        if isinstance(one["content"], list)
+        for block in one["content"]
+    ]
+    for kind, found in (
+        ("tool_use", [call for one in body.conversation for call in one.tool_calls]),
+        ("tool_result", [one for one in body.conversation if one.role == "tool"]),
+    ):
+        assert len(found) == sum(block["type"] == kind for block in blocks)
 
 
 @given(st.binary(max_size=64) | anything.map(lambda value: json.dumps(value).encode()))

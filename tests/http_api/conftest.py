@@ -42,6 +42,7 @@ max_sessions = 2
 listen = "127.0.0.1:0"
 aliases = ["gpt-4o"]
 temperature = 0
+unstored = "deleted"
 max_body_bytes = 200000
 body_s = "2s"
 max_requests = 32

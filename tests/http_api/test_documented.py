@@ -40,9 +40,11 @@ async def test_the_examples_run(api):
 
 @pytest.mark.asyncio(loop_scope="session")
 async def test_the_examples_of_anthropic_run(api):
-    """The second question finds what the first one has computed."""
+    """The second question finds what the first one has computed; so does a tool's result."""
     names = await run_examples(api, ANTHROPIC)
     assert names["usage"].cache_read_input_tokens > 0
+    assert names["called"].stop_reason == "tool_use"
+    assert names["told"].usage.cache_read_input_tokens > 0
 
 
 def test_every_parameter_is_named():

@@ -61,6 +61,20 @@ async def test_no_account_is_needed(service):
 
 
 @pytest.mark.asyncio(loop_scope="module")
+async def test_what_is_not_stored_is_gone_on_with(service):
+    """As agents ask for it, which keep conversations themselves: by its id it is not there."""
+    said = [{"role": "user", "content": "What is kept? " * 40}]
+    options = {"model": MODEL, "store": False, "max_output_tokens": 8}
+    async with local_client(service.log_path.parent / "openai.sock") as client:
+        first = await client.responses.create(input=said, **options)
+        said += [*(item.model_dump() for item in first.output), {"role": "user", "content": "Why?"}]
+        second = await client.responses.create(input=said, **options)
+        assert second.model_extra["session_id"] == first.model_extra["session_id"]
+        with pytest.raises(openai.NotFoundError):
+            await client.responses.retrieve(first.id)
+
+
+@pytest.mark.asyncio(loop_scope="module")
 async def test_the_log_warns_of_it_once(service):
     """With the ports only: a socket has its group."""
     lines = [line for line in service.log_path.read_text().splitlines() if "no_account" in line]

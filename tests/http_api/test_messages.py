@@ -1,5 +1,7 @@
 """/v1/messages, by the official client."""
 
+import json
+
 import aiohttp
 import anthropic
 import pytest
@@ -11,6 +13,17 @@ pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 LENGTH = 8  # tokens of an answer
 BILLING = "x-anthropic-billing-header: cc_version=2.1.107; cc_entrypoint=cli; cch={};"
+
+WORDS = {
+    "type": "object",
+    "properties": {"word": {"enum": ["KV", "SSD"]}},
+    "required": ["word"],
+    "additionalProperties": False,  # the model is a random one: it would say anything there
+}
+LOOK_UP = {"name": "look_up", "description": "Look a word up.", "input_schema": WORDS}
+WAIT = {"name": "wait", "input_schema": {"type": "object", "additionalProperties": False}}
+SEARCH = {"type": "web_search_20260318", "name": "web_search"}
+CALL = {"type": "tool_use", "id": "toolu_1", "name": "look_up", "input": {"word": "KV"}}
 
 
 def client_of(api, name="acme", **options):
@@ -127,6 +140,178 @@ async def test_what_differs_in_each_request_breaks_nothing(api, opening):
     assert created.ephemeral_1h_input_tokens == first.usage.cache_creation_input_tokens > 0
 
 
+def calling(prompt, choice=None, **options):
+    """A request that is answered by a call, whatever the model would say."""
+    choice = choice or {"type": "tool", "name": "look_up"}
+    tools = {"tools": [LOOK_UP, WAIT], "tool_choice": choice}
+    return {"model": MODEL, "max_tokens": 200, **prompt, **tools, **options}
+
+
+def returning(prompt, message, *texts, **members):
+    """The conversation with the results of all calls of an answer."""
+    calls = [block for block in message.content if block.type == "tool_use"]
+    results = [
+        {"type": "tool_result", "tool_use_id": call.id, "content": "Keys and values.", **members}
+        for call in calls
+    ]
+    blocks = [*results, *({"type": "text", "text": text} for text in texts)]
+    said = [message.to_param(), {"role": "user", "content": blocks}]
+    return {**prompt, "messages": [*prompt["messages"], *said]}
+
+
+async def test_a_call_and_its_result(api, opening):
+    """The turn with the result goes on in the session of the call, and reuses what it computed."""
+    prompt = prompt_of(opening)
+    async with client_of(api) as client:
+        first = await client.messages.create(**calling(prompt))
+        longer = returning(prompt, first)
+        second = await ask(client, longer, tools=[LOOK_UP, WAIT])
+        third = await ask(client, going_on(longer, second), tools=[LOOK_UP, WAIT])
+    (call,) = first.content
+    assert (first.stop_reason, call.type, call.name) == ("tool_use", "tool_use", "look_up")
+    assert call.id.startswith("toolu_")
+    assert call.input["word"] in {"KV", "SSD"}
+    session_id = first.model_extra["session_id"]
+    assert await api.num_turns(session_id) == 3
+    for message in (second, third):
+        assert message.model_extra["session_id"] == session_id
+        assert message.usage.cache_read_input_tokens >= prompt_tokens(first.usage) // 2
+
+
+async def test_a_streamed_call_is_the_whole_one(api, opening):
+    """The client puts the same call together; its id goes to the same place."""
+    prompt = prompt_of(opening)
+    async with client_of(api) as client:
+        whole = await client.messages.create(**calling(prompt, extra_body={"store": False}))
+        async with client.messages.stream(**calling(prompt)) as stream:
+            events = [event.type async for event in stream]
+            streamed = await stream.get_final_message()
+        second = await ask(client, returning(prompt, streamed, "Well?"), tools=[LOOK_UP, WAIT])
+    assert [(block.name, block.input) for block in streamed.content] == [
+        (block.name, block.input) for block in whole.content
+    ]
+    assert (streamed.stop_reason, streamed.usage) == (whole.stop_reason, whole.usage)
+    assert "input_json" in events
+    assert second.model_extra["session_id"] == streamed.model_extra["session_id"]
+
+
+async def test_any_tool_may_be_the_one(api, opening):
+    """The answer is a call of one of them, with arguments that its schema takes."""
+    prompt = prompt_of(opening)
+    choice = {"type": "any", "disable_parallel_tool_use": True}
+    async with client_of(api) as client:
+        message = await client.messages.create(**calling(prompt, choice))
+    (call,) = message.content
+    assert call.name in {"look_up", "wait"}
+    assert message.stop_reason == "tool_use"
+
+
+async def test_a_conversation_with_tools_goes_on_with_another_client_and_back(api, opening):
+    """Calls and results are the same, in whichever words; so are the tools."""
+    prompt = prompt_of(opening)
+    async with client_of(api) as client, api.client() as other:
+        first = await client.messages.create(**calling(prompt))
+        (call,) = first.content
+        function = {"name": call.name, "arguments": json.dumps(call.input)}
+        result = {"role": "tool", "tool_call_id": call.id, "content": "Keys and values."}
+        answer = {
+            "role": "assistant",
+            "tool_calls": [{"id": call.id, "type": "function", "function": function}],
+        }
+        second = await other.chat.completions.create(
+            model=MODEL,
+            messages=[*opening, answer, result],
+            tools=list(map(as_function, (LOOK_UP, WAIT))),
+            max_tokens=LENGTH,
+        )
+        longer = returning(prompt, first)
+        said = {"role": "assistant", "content": second.choices[0].message.content}
+        question = {"role": "user", "content": "And then?"}
+        longer = {**longer, "messages": [*longer["messages"], said, question]}
+        third = await ask(client, longer, tools=[LOOK_UP, WAIT])
+    session_id = first.model_extra["session_id"]
+    assert second.model_extra["session_id"] == third.model_extra["session_id"] == session_id
+    assert second.usage.prompt_tokens_details.cached_tokens > 0
+    assert third.usage.cache_read_input_tokens > second.usage.prompt_tokens_details.cached_tokens
+    assert await api.num_turns(session_id) == 3
+
+
+def as_function(tool):
+    """A tool in OpenAI's words."""
+    said = {"name": tool["name"], "parameters": tool["input_schema"]}
+    if "description" in tool:
+        said["description"] = tool["description"]
+    return {"type": "function", "function": said}
+
+
+async def test_the_clients_own_loop(api, opening):
+    """It runs what is called, and asks again, as often as it is told to."""
+    looked_up = []
+
+    @anthropic.beta_async_tool(name="look_up", description="Look a word up.", input_schema=WORDS)
+    async def look_up(word):
+        looked_up.append(word)
+        return f"{word} is a word."
+
+    options = prompt_of(opening) | {"tool_choice": {"type": "any"}, "extra_body": {"seed": 1}}
+    async with client_of(api) as client:
+        runner = client.beta.messages.tool_runner(
+            model=MODEL, max_tokens=100, tools=[look_up], max_iterations=3, **options
+        )
+        messages = [message async for message in runner]
+    assert looked_up == [message.content[0].input["word"] for message in messages]
+    assert len({message.model_extra["session_id"] for message in messages}) == 1
+    assert await api.num_turns(messages[0].model_extra["session_id"]) == len(messages) == 3
+
+
+async def test_other_tools_are_another_history(api, opening):
+    """What a session offers is at its beginning: who offers something else opens a new one."""
+    prompt = prompt_of(opening)
+    async with client_of(api) as client:
+        first = await ask(client, prompt, tools=[LOOK_UP])
+        longer = going_on(prompt, first)
+        others = [
+            await ask(client, longer, **members)
+            for members in ({"tools": [WAIT]}, {}, {"tools": [LOOK_UP]})
+        ]
+    sessions = [message.model_extra["session_id"] for message in (first, *others)]
+    assert len(set(sessions)) == 3
+    assert sessions[0] == sessions[3]
+    assert [await api.num_turns(session_id) for session_id in sessions] == [2, 1, 1, 2]
+
+
+async def test_what_failed_in_a_tool(api, opening):
+    """An error is a result: the answer goes on in the same session."""
+    prompt = prompt_of(opening)
+    async with client_of(api) as client:
+        first = await client.messages.create(**calling(prompt))
+        failed = returning(prompt, first, "Try again.", content=[], is_error=True)
+        second = await client.messages.create(**calling(failed))
+    assert second.model_extra["session_id"] == first.model_extra["session_id"]
+    assert second.content[0].id != first.content[0].id
+
+
+async def test_tools_are_counted(api, opening):
+    """As they are read: with them a prompt is longer, and so are calls and results."""
+    prompt = prompt_of(opening)
+    async with client_of(api) as client:
+        first = await client.messages.create(**calling(prompt))
+        longer = returning(prompt, first)
+        counted = [
+            (await client.messages.count_tokens(model=MODEL, **members)).input_tokens
+            for members in (
+                prompt,
+                {**prompt, "tools": [LOOK_UP]},
+                {**prompt, "tools": [LOOK_UP, WAIT]},
+                {**longer, "tools": [LOOK_UP, WAIT]},
+            )
+        ]
+        foreign = await client.messages.count_tokens(model=MODEL, **prompt, tools=[SEARCH])
+    assert sorted(set(counted)) == counted
+    assert foreign.input_tokens == counted[0], "the model is not told of what nobody runs"
+    assert counted[2] == prompt_tokens(first.usage)
+
+
 async def test_models(api):
     """The model and its aliases, in the client's own form."""
     async with client_of(api) as client:
@@ -154,7 +339,23 @@ async def test_who_is_calling(api, opening):
     [
         ({"model": "claude-opus-5"}, anthropic.NotFoundError, "use 'tiny'"),
         ({"max_tokens": 0}, anthropic.BadRequestError, "max_tokens"),
-        ({"tools": [{"name": "f", "input_schema": {}}]}, anthropic.BadRequestError, "no tools"),
+        ({"tools": [LOOK_UP] * 2}, anthropic.BadRequestError, "two tools are called 'look_up'"),
+        ({"tool_choice": {"type": "any"}}, anthropic.BadRequestError, "send tools, too"),
+        (
+            {"tools": [LOOK_UP], "tool_choice": {"type": "tool", "name": "fly"}},
+            anthropic.BadRequestError,
+            "no tool 'fly'",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [CALL]}]},
+            anthropic.BadRequestError,
+            "cannot be the user's",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "tool_result"}]}]},
+            anthropic.BadRequestError,
+            "tool_use_id",
+        ),
         ({"messages": []}, anthropic.BadRequestError, "send 1 to"),
         ({"extra_body": {"max_token": 8}}, anthropic.BadRequestError, "did you mean 'max_tokens'"),
     ],

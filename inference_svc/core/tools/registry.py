@@ -20,11 +20,13 @@ class ToolFormat:
         marks: texts of it that may be special tokens.
         reader: makes the reader of an answer, given the names of tools and how many calls are
             shown, None: all.
+        is_always: whether answers are written so where no tools are offered, too.
     """
 
     name: str
     marks: tuple[str, ...]
     reader: MakeReader
+    is_always: bool = False
 
 
 def _marked(call_format: CallFormat) -> ToolFormat:
@@ -37,7 +39,7 @@ PLAIN = ToolFormat("none", (), lambda _names, _most_calls: PlainReader())
 FORMATS: Mapping[str, ToolFormat] = {
     made.name: made
     for made in (
-        ToolFormat("gpt-oss", MARKS, HarmonyReader),
+        ToolFormat("gpt-oss", MARKS, HarmonyReader, is_always=True),
         _marked(HERMES),
         _marked(MISTRAL),
         _marked(DEEPSEEK),

@@ -1,7 +1,9 @@
-"""Bodies of POST /v1/messages and /v1/messages/count_tokens, and their messages as texts.
+"""Bodies of POST /v1/messages and /v1/messages/count_tokens, and what their messages say.
 
 The blocks of a message are paragraphs: they are joined by blank lines, as are messages of the same
-role that follow one another, which are one to Anthropic, and which chat templates do not take.
+role that follow one another, which are one to Anthropic, and which chat templates do not take. The
+texts of an answer are joined as they are: only calls and thoughts have taken them apart. What each
+tool returned is a message of its own.
 
 Claude Code puts a block in front of the system's which is different in each request
 (`x-anthropic-billing-header`) and says nothing to a model: with it nothing could ever be reused.
@@ -9,14 +11,17 @@ Claude Code puts a block in front of the system's which is different in each req
 *Source:* Anthropic API reference, "Messages"; `sglang` #29169 for the block.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import groupby
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, ClassVar, Self
 
-from pydantic import AfterValidator, BeforeValidator, FailFast, Field, model_validator
+from pydantic import BeforeValidator, FailFast, Field, model_validator
 
-from inference_svc.core.chat import ASSISTANT, SYSTEM, Message
+from inference_svc.core.chat import ASSISTANT, SYSTEM, TOOL, ChoiceKind, Message, ToolUse
 from inference_svc.core.grammar import Grammar
+from inference_svc.http_api.anthropic.blocks import PARAGRAPH, CacheControl, MessageBody, Texts
+from inference_svc.http_api.anthropic.dialect import THREAD
+from inference_svc.http_api.anthropic.tools import CUSTOM, ChoiceBody, Tools
 from inference_svc.http_api.bodies import (
     Body,
     Count,
@@ -25,68 +30,13 @@ from inference_svc.http_api.bodies import (
     TurnBody,
     WrongMemberError,
 )
-from inference_svc.http_api.conversation import bounded
+from inference_svc.http_api.conversation import bounded, with_names
 from inference_svc.http_api.errors import UnsupportedValueError
 from inference_svc.http_api.formats import FlatFormat
+from inference_svc.http_api.tool_bodies import check_tools
 
-TEXT = "text"
-PARAGRAPH = "\n\n"
 BILLING = "x-anthropic-billing-header"
-_NO_TOOLS = "the service has no tools: leave it out"
-_TEXT_ONLY = "the service reads text only"
-
-
-class CacheControl(Body):
-    """Says that the prompt up to here is to be kept: it is, anyway."""
-
-    content_words: ClassVar[str] = "type and ttl"
-
-    kind: Literal["ephemeral"] = Field(default="ephemeral", alias="type")
-    ttl: Literal["5m", "1h"] = "5m"
-
-
-def _kind(kind: str) -> str:
-    if kind != TEXT:
-        raise WrongMemberError(
-            f"a block of type {kind[:40]!r} is not supported",
-            _NO_TOOLS if kind.startswith("tool_") else _TEXT_ONLY,
-            kind=UnsupportedValueError,
-        )
-    return kind
-
-
-class BlockBody(Body):
-    """One block of a message's content."""
-
-    content_words: ClassVar[str] = "type and text"
-    ignored: ClassVar[frozenset[str]] = frozenset({"citations"})
-
-    kind: Annotated[str, AfterValidator(_kind)] = Field(
-        default="", alias="type", validate_default=True
-    )
-    text: str = ""
-    cache_control: CacheControl | None = None
-
-
-def _content(given: Any) -> Any:
-    """Take a text for the only block."""
-    if isinstance(given, str):
-        return [BlockBody.model_construct(kind=TEXT, text=given)]
-    if not isinstance(given, list):
-        raise WrongMemberError("{path} is no text", "send a string, or a list of text blocks")
-    return given
-
-
-Blocks = Annotated[list[BlockBody], FailFast(), BeforeValidator(_content)]
-
-
-class MessageBody(Body):
-    """One message, as a client sends it."""
-
-    content_words: ClassVar[str] = "role and content"
-
-    role: Literal["user", "assistant", "system"] = Field(default=None, validate_default=True)
-    content: Blocks = Field(default=None, validate_default=True)
+_NO_SERVERS = "the service runs no tools: leave it out"
 
 
 class OutputConfig(Body):
@@ -100,14 +50,15 @@ class OutputConfig(Body):
 class PromptBody(TurnBody):
     """The body of POST /v1/messages/count_tokens; the members of an answer change nothing there."""
 
+    tool_kinds: ClassVar[frozenset[str]] = frozenset({CUSTOM})
+    call_prefix: ClassVar[str] = "toolu_"
     refused: ClassVar[Mapping[str, Refused]] = {
-        "tools": Refused(([],), _NO_TOOLS),
-        "tool_choice": Refused(({"type": "none"}, {"type": "auto"}), _NO_TOOLS),
-        "mcp_servers": Refused(([],), _NO_TOOLS),
-        "container": Refused((), _NO_TOOLS),
+        "mcp_servers": Refused(([],), _NO_SERVERS),
+        "container": Refused((), _NO_SERVERS),
         "output_format": Refused((), "send it as output_config.format"),
+        THREAD: Refused((), "send the whole conversation: what was computed of it is found again"),
     }
-    # The model does not think apart from its answer, and nothing is edited but by [overflow].
+    # A model thinks as it does, and nothing is edited but by [overflow].
     ignored: ClassVar[frozenset[str]] = frozenset(
         {
             "context_management",
@@ -120,7 +71,9 @@ class PromptBody(TurnBody):
         }
     )
 
-    system: Blocks = Field(default_factory=list)
+    tools: Tools = Field(default_factory=list)
+    tool_choice: ChoiceBody | None = None
+    system: Texts = Field(default_factory=list)
     messages: Annotated[list[MessageBody], FailFast(), BeforeValidator(bounded)] = Field(
         default=[], validate_default=True
     )
@@ -140,24 +93,35 @@ class PromptBody(TurnBody):
             )
         return self
 
+    @model_validator(mode="after")
+    def _choose_what_is_there(self) -> Self:
+        choice = self.tool_choice
+        check_tools(
+            [each.name for each in self.tools], choice.name if choice else "", "tool_choice.name"
+        )
+        if choice and choice.choice is ChoiceKind.REQUIRED and not self.tools:
+            raise WrongMemberError("{path} goes with tools", "send tools, too", "tool_choice")
+        return self
+
     @property
     def conversation(self) -> tuple[Message, ...]:
-        """The system's blocks and the messages, as roles and texts."""
-        return tuple(
-            Message(role, PARAGRAPH.join(text for _, text in said))
-            for role, said in groupby(self._said(), key=lambda one: one[0])
-        )
+        """What the system's blocks and the messages say, each role at a time."""
+        return with_names(_joined(self._said()))
 
-    def _said(self) -> Iterator[tuple[str, str]]:
-        """Yield roles and texts of all blocks, in order; an answer without any is one."""
-        for role, blocks in [(SYSTEM, self.system), *((m.role, m.content) for m in self.messages)]:
-            texts = [block.text for block in blocks]
-            if role == SYSTEM:
-                texts = [text for text in texts if not text.startswith(BILLING)]
-            elif role == ASSISTANT:
-                texts = texts or [""]
-            for text in texts:
-                yield role, text
+    def _said(self) -> Iterator[Message]:
+        """Yield what all blocks say, in order."""
+        yield from (Message(SYSTEM, block.text) for block in self.system)
+        for each in self.messages:
+            yield from each.said
+
+    @property
+    def tool_use(self) -> ToolUse:
+        """What the answer may do with tools."""
+        offered, choice = tuple(each.tool for each in self.tools), self.tool_choice
+        if choice is None:
+            return ToolUse(offered)
+        most_calls = 1 if choice.disable_parallel_tool_use else None
+        return ToolUse(offered, choice.choice, choice.name, most_calls)
 
     @property
     def grammar(self) -> Grammar | None:
@@ -167,8 +131,9 @@ class PromptBody(TurnBody):
     @property
     def cache_ttl(self) -> str:
         """The longest time that the client wants the prompt to be kept; "" if it does not say."""
-        content = [*self.system, *(block for each in self.messages for block in each.content)]
-        said = [self.cache_control, *(block.cache_control for block in content)]
+        content = [block for each in self.messages for block in each.content]
+        places = [*self.tools, *self.system, *content]
+        said = [self.cache_control, *(place.cache_control for place in places)]
         return min((each.ttl for each in said if each is not None), default="")  # "1h" < "5m"
 
     @property
@@ -194,3 +159,17 @@ class MessagesBody(PromptBody):
     def max_answer_tokens(self) -> int | None:
         """Bound of the answer."""
         return self.max_tokens
+
+
+def _joined(said: Iterable[Message]) -> Iterator[Message]:
+    """Make one message of those of a role that follow one another, if they are no tool's."""
+    for role, group in groupby(said, key=lambda message: message.role):
+        if role == TOOL:
+            yield from group
+            continue
+        found = [
+            each for each in group if not (role == SYSTEM and each.content.startswith(BILLING))
+        ]
+        if found:
+            text = PARAGRAPH.join(each.content for each in found if each.content)
+            yield Message(role, text, tuple(call for each in found for call in each.tool_calls))

@@ -10,10 +10,13 @@ from datetime import UTC, datetime
 from typing import Any
 
 from inference_svc.http_api.dialect import Dialect, ServedModel
-from inference_svc.http_api.errors import status_of
+from inference_svc.http_api.errors import RequestError, status_of
 from shared.types.errors import ReportedError
 
 VERSION = "anthropic-version"  # the header that every request of its clients has
+THREAD = "thread"  # the member that asks for a conversation to be held under an answer's id
+# By this the official client knows to send its conversation whole, as others do.
+_NO_THREADS = {"error_code": "thread_unsupported_request", "unsupported": [THREAD]}
 _TYPES: Mapping[int, str] = {
     401: "authentication_error",
     403: "permission_error",
@@ -31,7 +34,10 @@ def error_body(error: ReportedError) -> dict[str, Any]:
     """Make the body of an error's response, which is an event's of a stream, too."""
     status = status_of(error)
     usual = "invalid_request_error" if status < 500 else "api_error"
-    said = {"type": _TYPES.get(status, usual), "message": str(error), "code": error.reason}
+    kind = _TYPES.get(status, usual)
+    said: dict[str, Any] = {"type": kind, "message": str(error), "code": error.reason}
+    if isinstance(error, RequestError) and error.param == THREAD:
+        said["details"] = _NO_THREADS
     return {"type": "error", "error": said, "request_id": None}
 
 

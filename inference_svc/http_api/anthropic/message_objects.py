@@ -2,26 +2,40 @@
 
 The events come in this order:
 
-    message_start, content_block_start, content_block_delta…, content_block_stop,
+    message_start, (content_block_start, content_block_delta…, content_block_stop)…,
     message_delta, message_stop | error
 
-An answer without text has no block.
+There is a block for each text, each call of a tool, and each thought, in the order in which they
+were said; a call is told when it is complete, in one delta. An answer without any has no block.
 
 *Source:* Anthropic API reference, "Messages" and "Streaming messages"; beside what a message has
 stands `session_id`.
 """
 
-from collections.abc import Iterator, Sequence
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import groupby
 from typing import Any
 
-from inference_svc.core.answers import AnswerToken
+from inference_svc.core.answers import AnswerToken, FinishReason
+from inference_svc.core.chat import ToolCall
+from inference_svc.core.tools.reader import Part, Reasoning
 from inference_svc.core.turn_record import Finished, Started
+from inference_svc.http_api.answer_parts import Reading
+from inference_svc.http_api.anthropic.blocks import CALL, TEXT, THINKING
 from inference_svc.http_api.anthropic.dialect import error_body
 from shared.types.errors import ReportedError
 
+# What a block has before its first delta.
+_EMPTY: Mapping[str, Mapping[str, Any]] = {
+    TEXT: {TEXT: ""},
+    THINKING: {THINKING: ""},
+    CALL: {"input": {}},
+}
+
 
 class MessageObjects:
-    """Makes the objects of one answer.
+    """Makes the objects of one answer, either whole or as events.
 
     Args:
         message_id: its id.
@@ -29,21 +43,36 @@ class MessageObjects:
         model: the model's name as the client wrote it.
         max_tokens: the client's bound of the answer; fewer tokens have filled the window.
         cache_ttl: how long the client wants the prompt to be kept; "" if it does not say.
+        reading: how its answer is read.
     """
 
     def __init__(
-        self, message_id: str, session_id: str, model: str, max_tokens: int, cache_ttl: str
+        self,
+        message_id: str,
+        session_id: str,
+        model: str,
+        max_tokens: int,
+        cache_ttl: str,
+        reading: Reading,
     ) -> None:
         self._id = message_id
         self._session_id = session_id
         self._model = model
         self._max_tokens = max_tokens
         self._cache_ttl = cache_ttl
-        self._has_text = False
+        self._reader = reading.reader()
+        self._index = 0  # of the next block, or of the one that has no end yet
+        self._open = ""  # type of that one; "" if there is none
 
     def whole(self, _tokens: Sequence[AnswerToken], finished: Finished) -> dict[str, Any]:
         """Make the answer of a request that is not streamed."""
-        content = [_block(finished.text)] if finished.text else []
+        parts = [*self._reader.push_text(finished.text), *self._reader.end()]
+        content: list[dict[str, Any]] = []
+        for kind, blocks in groupby(_blocks(parts), key=lambda block: block["type"]):
+            found = list(blocks)
+            if kind != CALL:
+                found = [{**found[0], kind: "".join(block[kind] for block in found)}]
+            content += found
         return self._message(content, self._usage_of(finished)) | self._why(finished)
 
     def opening(self, started: Started) -> Iterator[dict[str, Any]]:
@@ -53,20 +82,13 @@ class MessageObjects:
         yield {"type": "message_start", "message": message}
 
     def piece(self, tokens: Sequence[AnswerToken]) -> Iterator[dict[str, Any]]:
-        """Make the event of the next tokens; none if they show nothing."""
-        text = "".join(token.text for token in tokens)
-        if not text:
-            return
-        if not self._has_text:
-            self._has_text = True
-            yield {"type": "content_block_start", "index": 0, "content_block": _block("")}
-        delta = {"type": "text_delta", "text": text}
-        yield {"type": "content_block_delta", "index": 0, "delta": delta}
+        """Make the events of the next tokens; none if they show nothing."""
+        yield from self._events(self._reader.push(tokens))
 
     def closing(self, finished: Finished) -> Iterator[dict[str, Any]]:
-        """Make the events of its end."""
-        if self._has_text:
-            yield {"type": "content_block_stop", "index": 0}
+        """Make the events of its end: what was held back, and why it ended."""
+        yield from self._events(self._reader.end())
+        yield from self._stop()
         delta, usage = self._why(finished), self._usage_of(finished)
         yield {"type": "message_delta", "delta": delta, "usage": usage}
         yield {"type": "message_stop"}
@@ -74,6 +96,28 @@ class MessageObjects:
     def failure(self, error: ReportedError) -> dict[str, Any]:
         """Make the event of an answer that has failed."""
         return error_body(error)
+
+    def _events(self, parts: Iterable[Part]) -> Iterator[dict[str, Any]]:
+        """Make the events of parts: texts of one type that follow one another are one block."""
+        for block in _blocks(parts):
+            kind = block["type"]
+            if kind != self._open:
+                yield from self._stop()
+                self._open = kind
+                yield self._event("content_block_start", content_block={**block, **_EMPTY[kind]})
+            yield self._event("content_block_delta", delta=_delta(block))
+            if kind == CALL:
+                yield from self._stop()
+
+    def _stop(self) -> Iterator[dict[str, Any]]:
+        """Make the event of the end of the block that has none yet."""
+        if self._open:
+            yield self._event("content_block_stop")
+            self._open = ""
+            self._index += 1
+
+    def _event(self, kind: str, **members: Any) -> dict[str, Any]:
+        return {"type": kind, "index": self._index, **members}
 
     def _message(self, content: list[dict[str, Any]], usage: dict[str, Any]) -> dict[str, Any]:
         return {
@@ -88,8 +132,10 @@ class MessageObjects:
 
     def _why(self, finished: Finished) -> dict[str, Any]:
         """Say why an answer ended."""
-        reason = "stop_sequence" if finished.stop_string else "end_turn"
-        if finished.finish_reason == "length":
+        reason = "tool_use" if self._reader.num_calls else "end_turn"
+        if finished.stop_string:
+            reason = "stop_sequence"
+        if finished.finish_reason == FinishReason.LENGTH:
             is_bounded = finished.usage.output_tokens >= self._max_tokens
             reason = "max_tokens" if is_bounded else "model_context_window_exceeded"
         return {"stop_reason": reason, "stop_sequence": finished.stop_string or None}
@@ -113,5 +159,21 @@ class MessageObjects:
         }
 
 
-def _block(text: str) -> dict[str, Any]:
-    return {"type": "text", "text": text, "citations": None}
+def _blocks(parts: Iterable[Part]) -> Iterator[dict[str, Any]]:
+    """Make a block of each part that says anything."""
+    for part in parts:
+        if isinstance(part, ToolCall):
+            yield {"type": CALL, "id": part.call_id, "name": part.name, "input": part.values}
+        elif part.text and isinstance(part, Reasoning):
+            yield {"type": THINKING, THINKING: part.text, "signature": ""}
+        elif part.text:
+            yield {"type": TEXT, TEXT: part.text, "citations": None}
+
+
+def _delta(block: dict[str, Any]) -> dict[str, Any]:
+    """Make the delta that makes a block of an empty one."""
+    kind = block["type"]
+    if kind == CALL:
+        said = json.dumps(block["input"], ensure_ascii=False)
+        return {"type": "input_json_delta", "partial_json": said}
+    return {"type": f"{kind}_delta", kind: block[kind]}

@@ -21,12 +21,13 @@ async def create_message(api: Api, request: web.Request) -> web.StreamResponse:
             model=body.model,
             max_tokens=turn.sampling["max_tokens"],
             cache_ttl=body.cache_ttl,
+            reading=turn.reading,
         )
         return await send_reply(turn_request, turn, OneAnswer(answer, objects))
 
 
 async def count_tokens(api: Api, request: web.Request) -> web.Response:
-    """Count the tokens of a conversation as they are read where nothing is known of it."""
+    """Count the tokens of a conversation, and its tools, as they are read where it is new."""
     body = (await api.read(request, PromptBody)).body
-    given = chat_input(body.conversation)
+    given = chat_input(body.conversation, body.tool_use.tools)
     return reply({"input_tokens": len(await api.gateway.encode(given))})

@@ -5,28 +5,32 @@
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any, ClassVar, Self
 
 from aiohttp import web
 from pydantic import Field, model_validator
 
-from inference_svc.core.answers import AnswerToken
-from inference_svc.core.chat import Message
+from inference_svc.core.answers import AnswerToken, FinishReason
+from inference_svc.core.chat import Message, Tool, ToolCall
 from inference_svc.core.grammar import Grammar
+from inference_svc.core.tools.reader import Part, Reasoning
 from inference_svc.core.turn_record import Finished
+from inference_svc.http_api.answer_parts import Reading
 from inference_svc.http_api.api import Api
 from inference_svc.http_api.bodies import Body, Count, Refused, WrongMemberError
+from inference_svc.http_api.conversation import with_names
 from inference_svc.http_api.formats import ChatFormat
 from inference_svc.http_api.openai.choices import Choices, Envelope, check_choices, opened
 from inference_svc.http_api.openai.messages import Messages
+from inference_svc.http_api.openai.tools import ChatTools
 from inference_svc.http_api.openai.turn_body import OpenAITurnBody
 from inference_svc.http_api.replies import send_reply
 from inference_svc.http_api.token_text import TokenText
 
 _TEXT_ONLY = "the service writes plain text only: leave it out"
-_NO_REASONING = "the model does not reason apart from its answer: leave it out"
-_NO_TOOLS = "the service has no tools: leave it out"
+_OLD_CALLS = "functions are called as tools: send tools and tool_choice"
+_NO_SEARCH = "the service searches nothing: offer a tool that does"
 
 
 class StreamOptions(Body):
@@ -49,13 +53,15 @@ class ChatBody(OpenAITurnBody):
         "audio": Refused((), _TEXT_ONLY),
         "modalities": Refused((["text"],), _TEXT_ONLY),
         "verbosity": Refused(("medium",), "say it in a message"),
-        "reasoning_effort": Refused(("none",), _NO_REASONING),
-        "functions": Refused(([],), _NO_TOOLS),
-        "function_call": Refused(("none", "auto"), _NO_TOOLS),
-        "web_search_options": Refused((), _NO_TOOLS),
+        "functions": Refused(([],), _OLD_CALLS),
+        "function_call": Refused(("none", "auto"), _OLD_CALLS),
+        "web_search_options": Refused((), _NO_SEARCH),
     }
 
+    ignored: ClassVar[frozenset[str]] = OpenAITurnBody.ignored | {"reasoning_effort"}
+
     messages: Messages = Field(default=[], validate_default=True)
+    tools: ChatTools = Field(default_factory=list)
     max_completion_tokens: Count | None = None
     max_tokens: Count | None = None  # its older name
     n: Count = 1
@@ -78,8 +84,13 @@ class ChatBody(OpenAITurnBody):
 
     @property
     def conversation(self) -> tuple[Message, ...]:
-        """The messages as roles and texts."""
-        return tuple(each.message for each in self.messages)
+        """What the messages say."""
+        return with_names(each.message for each in self.messages)
+
+    @property
+    def offered(self) -> tuple[Tool, ...]:
+        """The tools that the client offers."""
+        return tuple(each.tool for each in self.tools)
 
     @property
     def max_answer_tokens(self) -> int | None:
@@ -111,38 +122,56 @@ async def create_chat(api: Api, request: web.Request) -> web.StreamResponse:
         fingerprint=api.model.fingerprint,
         includes_usage=body.stream_options.include_usage,
     )
-    choices = [ChatChoice(index, api.token_text, body.shown_logprobs) for index in range(body.n)]
+    choices = [
+        ChatChoice(index, api.token_text, turn.reading, body.shown_logprobs)
+        for index, turn in enumerate(turns)
+    ]
     async with opened(api.answers, turn_request.caller, turns) as answers:
         return await send_reply(turn_request, turns[0], Choices(envelope, answers, choices, body.n))
 
 
-@dataclass(frozen=True)
 class ChatChoice:
     """Makes one choice of a chat completion; see `Choice`.
 
-    Attributes:
+    Args:
         index: of the choice.
         token_text: writes tokens.
+        reading: how its answer is read.
         top_logprobs: how many alternatives of each token; None: no log-probabilities.
     """
 
-    index: int
-    token_text: TokenText
-    top_logprobs: int | None = None
+    def __init__(
+        self,
+        index: int,
+        token_text: TokenText,
+        reading: Reading,
+        top_logprobs: int | None = None,
+    ) -> None:
+        self._index = index
+        self._token_text = token_text
+        self._reading = reading
+        self._reader = reading.reader()
+        self._top_logprobs = top_logprobs
+        self._num_shown = 0  # calls
 
     def whole(self, tokens: Sequence[AnswerToken], finished: Finished) -> dict[str, Any]:
         """Make the whole choice."""
+        read = self._reading.whole(finished.text)
         message: dict[str, Any] = {
             "role": "assistant",
-            "content": finished.text,
+            "content": read.content if read.content or not read.calls else None,
             "refusal": None,
             "annotations": [],
         }
+        if read.reasoning:
+            message["reasoning_content"] = read.reasoning
+        if read.calls:
+            message["tool_calls"] = list(map(_shown_call, read.calls))
         return {
-            "index": self.index,
+            "index": self._index,
             "message": message,
             "logprobs": self._logprobs(tokens),
-            "finish_reason": finished.finish_reason,
+            "finish_reason": _why(finished, len(read.calls)),
         }
 
     def opening(self) -> Iterator[dict[str, Any]]:
@@ -150,27 +179,59 @@ class ChatChoice:
         yield self._delta({"role": "assistant", "content": "", "refusal": None}, None)
 
     def piece(self, tokens: Sequence[AnswerToken]) -> Iterator[dict[str, Any]]:
-        """Make the delta of the next tokens; none if they show nothing."""
-        text = "".join(token.text for token in tokens)
+        """Make the deltas of the next tokens; none if they show nothing."""
+        deltas = self._deltas(self._reader.push(tokens))
         logprobs = self._logprobs(tokens)
-        if text or logprobs:
-            yield self._delta({"content": text}, None, logprobs)
+        if logprobs and not deltas:
+            deltas = [{"content": ""}]
+        for delta in deltas:
+            yield self._delta(delta, None, logprobs)
+            logprobs = None
 
-    def ending(self, finished: Finished) -> dict[str, Any]:
-        """Make the last delta: why it ended."""
-        return self._delta({}, finished.finish_reason)
+    def closing(self, finished: Finished) -> Iterator[dict[str, Any]]:
+        """Make the last deltas: what was held back, and why it ended."""
+        for delta in self._deltas(self._reader.end()):
+            yield self._delta(delta, None)
+        yield self._delta({}, _why(finished, self._reader.num_calls))
+
+    def _deltas(self, parts: Sequence[Part]) -> list[dict[str, Any]]:
+        """Make the deltas of parts; a call is announced, then its arguments follow."""
+        deltas: list[dict[str, Any]] = []
+        for part in parts:
+            if isinstance(part, ToolCall):
+                index = self._num_shown
+                self._num_shown += 1
+                announced = _shown_call(replace(part, arguments=""))
+                arguments = {"index": index, "function": {"arguments": part.arguments}}
+                deltas.append({"tool_calls": [{"index": index, **announced}]})
+                deltas.append({"tool_calls": [arguments]})
+            else:
+                is_thought = isinstance(part, Reasoning)
+                deltas.append({"reasoning_content" if is_thought else "content": part.text})
+        return deltas
 
     def _delta(
         self, delta: dict[str, Any], finish_reason: str | None, logprobs: Any = None
     ) -> dict[str, Any]:
         return {
-            "index": self.index,
+            "index": self._index,
             "delta": delta,
             "logprobs": logprobs,
             "finish_reason": finish_reason,
         }
 
     def _logprobs(self, tokens: Sequence[AnswerToken]) -> dict[str, Any] | None:
-        if self.top_logprobs is None or not tokens:
+        if self._top_logprobs is None or not tokens:
             return None
-        return {"content": self.token_text.rows(tokens, self.top_logprobs), "refusal": None}
+        return {"content": self._token_text.rows(tokens, self._top_logprobs), "refusal": None}
+
+
+def _shown_call(call: ToolCall) -> dict[str, Any]:
+    said = {"name": call.name, "arguments": call.arguments}
+    return {"id": call.call_id, "type": "function", "function": said}
+
+
+def _why(finished: Finished, num_calls: int) -> str:
+    """Say why an answer ended."""
+    is_call = num_calls and finished.finish_reason == FinishReason.STOP
+    return "tool_calls" if is_call else finished.finish_reason

@@ -49,8 +49,8 @@ class Choice(Protocol):
     def piece(self, tokens: Sequence[AnswerToken]) -> Iterable[dict[str, Any]]:
         """Make what the chunks of its next tokens have; nothing if these show nothing."""
 
-    def ending(self, finished: Finished) -> dict[str, Any]:
-        """Make what its last chunk has: why it ended."""
+    def closing(self, finished: Finished) -> Iterable[dict[str, Any]]:
+        """Make what its last chunks have: what was held back, and why it ended."""
 
 
 @dataclass(frozen=True)
@@ -143,10 +143,11 @@ class Choices:
                 choice, session_id = self._choices[index], self._answers[index].session_id
                 if isinstance(event, Finished):
                     ended[index] = event
-                    yield self._envelope.chunk([choice.ending(event)], session_id)
+                    parts = choice.closing(event)
                 else:
-                    for made in choice.piece(event.tokens):
-                        yield self._envelope.chunk([made], session_id)
+                    parts = choice.piece(event.tokens)
+                for made in parts:
+                    yield self._envelope.chunk([made], session_id)
         if self._envelope.includes_usage:
             usage = self._total([finished for finished in ended if finished is not None])
             yield self._envelope.chunk([], self.session_id, usage)

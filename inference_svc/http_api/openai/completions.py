@@ -21,7 +21,7 @@ from inference_svc.http_api.api import Api
 from inference_svc.http_api.bodies import MOST_TOKENS, Count, Refused, WrongMemberError
 from inference_svc.http_api.openai.chats import StreamOptions
 from inference_svc.http_api.openai.choices import Choices, Envelope, check_choices, opened
-from inference_svc.http_api.openai.turn_body import SampledBody
+from inference_svc.http_api.openai.sampled_body import SampledBody
 from inference_svc.http_api.replies import send_reply
 from inference_svc.http_api.token_text import TokenText
 
@@ -156,9 +156,9 @@ class CompletionChoice:
         if text or logprobs:
             yield self._choice(text, logprobs, None)
 
-    def ending(self, finished: Finished) -> dict[str, Any]:
+    def closing(self, finished: Finished) -> Iterator[dict[str, Any]]:
         """Make the last one: why it ended."""
-        return self._choice("", None, finished.finish_reason)
+        yield self._choice("", None, finished.finish_reason)
 
     def _choice(
         self, text: str, logprobs: dict[str, Any] | None, finish_reason: str | None

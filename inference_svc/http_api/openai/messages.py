@@ -1,24 +1,26 @@
-"""Messages as OpenAI's clients write them: those of a chat, or of a response's input."""
+"""Messages as OpenAI's clients write them: those of a chat."""
 
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import AfterValidator, BeforeValidator, FailFast, Field, model_validator
 
-from inference_svc.core.chat import ASSISTANT, SYSTEM, USER, Message
+from inference_svc.core.chat import ASSISTANT, SYSTEM, TOOL, USER, Message, ToolCall
 from inference_svc.http_api.bodies import Body, Refused, WrongMemberError
 from inference_svc.http_api.conversation import bounded
 from inference_svc.http_api.errors import UnsupportedValueError
+from inference_svc.http_api.openai.tools import FunctionKind
+from inference_svc.http_api.tool_bodies import CalledFunctionBody, CallId, decode_call
 
-_ROLES = {"developer": SYSTEM, SYSTEM: SYSTEM, USER: USER, ASSISTANT: ASSISTANT}
+_ROLES = {"developer": SYSTEM, SYSTEM: SYSTEM, USER: USER, ASSISTANT: ASSISTANT, TOOL: TOOL}
 _TEXT_PARTS = frozenset({"text", "input_text", "output_text"})
-_NO_TOOLS = "there are no tools: send what a tool found in a user message"
+_OLD_CALLS = "functions are called as tools: send tools, tool_calls and role 'tool'"
 
 
 def _role(role: str) -> str:
-    if role in {"tool", "function"}:
+    if role == "function":
         raise WrongMemberError(
-            f"role {role!r} is not supported", _NO_TOOLS, kind=UnsupportedValueError
+            f"role {role!r} is not supported", _OLD_CALLS, kind=UnsupportedValueError
         )
     if role not in _ROLES:
         raise WrongMemberError(f"role {role[:40]!r} cannot be", f"send one of {', '.join(_ROLES)}")
@@ -58,55 +60,76 @@ def _content(given: Any) -> Any:
     return given
 
 
+Content = Annotated[list[PartBody], FailFast(), BeforeValidator(_content)]
+
+
+class ToolCallBody(Body):
+    """A call of a tool, as it was answered."""
+
+    content_words: ClassVar[str] = "id, type and function"
+    ignored: ClassVar[frozenset[str]] = frozenset({"index"})
+
+    call_id: CallId = Field(default="", alias="id", validate_default=True)
+    kind: FunctionKind = Field(default="function", alias="type")
+    function: CalledFunctionBody = Field(default=None, validate_default=True)
+
+    @property
+    def call(self) -> ToolCall:
+        """The call."""
+        return decode_call(self.function.name, self.function.arguments, self.call_id)
+
+
 class MessageBody(Body):
     """One message, as a client sends it."""
 
     content_words: ClassVar[str] = "role and content"
     refused: ClassVar[Mapping[str, Refused]] = {
-        "name": Refused(("",), "chat templates have no names: write it into the content"),
-        "tool_calls": Refused(([],), _NO_TOOLS),
-        "tool_call_id": Refused((), _NO_TOOLS),
-        "function_call": Refused((), _NO_TOOLS),
+        "function_call": Refused((), _OLD_CALLS),
         "audio": Refused((), "the service reads text only"),
         "refusal": Refused(("",), "send it as content"),
     }
     # Of items that the service itself returned, and clients send back as they are.
-    ignored: ClassVar[frozenset[str]] = frozenset({"annotations", "id", "status", "phase", "type"})
-
-    role: Annotated[str, AfterValidator(_role)] = Field(default="", validate_default=True)
-    content: Annotated[list[PartBody], FailFast(), BeforeValidator(_content)] = Field(
-        default_factory=list
+    ignored: ClassVar[frozenset[str]] = frozenset(
+        {"annotations", "id", "phase", "reasoning", "reasoning_content", "status", "type"}
     )
 
+    role: Annotated[str, AfterValidator(_role)] = Field(default="", validate_default=True)
+    content: Content = Field(default_factory=list)
+    name: str = ""
+    tool_calls: Annotated[list[ToolCallBody], FailFast()] = Field(default_factory=list)
+    tool_call_id: CallId | None = None
+
     @model_validator(mode="after")
-    def _say_something(self) -> Self:
+    def _agree(self) -> Self:
         if "content" not in self.model_fields_set and self.role != ASSISTANT:
             raise WrongMemberError("{path} is missing", "send a text", "content")
+        if self.name and self.role != TOOL:
+            raise WrongMemberError(
+                "{path} is not supported",
+                "chat templates have no names: write it into the content",
+                "name",
+                UnsupportedValueError,
+            )
+        if (self.tool_call_id is not None) != (self.role == TOOL):
+            raise WrongMemberError(
+                "{path} and role 'tool' go together", "send both, or neither", "tool_call_id"
+            )
+        if self.tool_calls and self.role != ASSISTANT:
+            raise WrongMemberError(
+                "{path} is only an answer's", f"send it with role {ASSISTANT!r}", "tool_calls"
+            )
         return self
 
     @property
     def message(self) -> Message:
-        """Its role and its text."""
-        return Message(self.role, "".join(part.text for part in self.content))
+        """What it says, calls, or returns."""
+        return Message(
+            role=self.role,
+            content="".join(part.text for part in self.content),
+            tool_calls=tuple(call.call for call in self.tool_calls),
+            tool_call_id=self.tool_call_id or "",
+            name=self.name,
+        )
 
 
-def _input(given: Any) -> Any:
-    """Take a text for a user's only message."""
-    if isinstance(given, str):
-        return [{"role": USER, "content": given}]
-    if not isinstance(given, list):
-        raise WrongMemberError("{path} is neither text nor a list", "send a string or messages")
-    for index, item in enumerate(given):
-        kind = item.get("type", "message") if isinstance(item, dict) else "message"
-        if kind != "message":
-            raise WrongMemberError(
-                f"input items of type {str(kind)[:40]!r} are not supported",
-                "send messages with text only",
-                f"[{index}].type",
-                UnsupportedValueError,
-            )
-    return given
-
-
-Messages = Annotated[list[MessageBody], FailFast(), BeforeValidator(bounded)]  # a chat's
-InputItems = Annotated[Messages, BeforeValidator(_input)]  # a response's input
+Messages = Annotated[list[MessageBody], FailFast(), BeforeValidator(bounded)]

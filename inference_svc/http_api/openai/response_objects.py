@@ -2,19 +2,29 @@
 
 The events come in order and numbered:
 
-    created, in_progress, output_item.added, content_part.added,
-    output_text.delta…, output_text.done, content_part.done, output_item.done,
-    completed | incomplete | failed
+    created, in_progress, the items, completed | incomplete | failed
+
+Each item is a message, what was thought before it, or a call of a tool:
+
+    output_item.added, content_part.added, output_text.delta… | reasoning_text.delta…,
+        output_text.done | reasoning_text.done, content_part.done, output_item.done
+    output_item.added, function_call_arguments.delta, function_call_arguments.done,
+        output_item.done
 
 *Source:* OpenAI API reference, "Responses" and "Streaming events"; beside what it has stands
 `session_id`.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 from inference_svc.core.answers import AnswerToken
+from inference_svc.core.chat import ToolCall
+from inference_svc.core.tools.reader import Part, Reasoning
 from inference_svc.core.turn_record import Finished, Started, Usage
+from inference_svc.http_api.answer_parts import Reading
 from inference_svc.http_api.openai.dialect import error_object
 from inference_svc.http_api.sessions.lookup import ResponseInfo
 from inference_svc.http_api.token_text import TokenText
@@ -28,6 +38,55 @@ FAILED = "failed"
 Rows = list[dict[str, Any]]  # tokens with their log-probabilities
 
 
+@dataclass
+class _TextItem:
+    """An item of text that is being written: a message, or what was thought before it.
+
+    Attributes:
+        index: of the item in the output.
+        item_id: its id.
+        is_thought: whether it is a reasoning item.
+        text: what it has so far.
+        rows: its tokens with their log-probabilities.
+    """
+
+    index: int
+    item_id: str
+    is_thought: bool
+    text: str = ""
+    rows: Rows = field(default_factory=list)
+
+    @property
+    def part(self) -> dict[str, Any]:
+        """Its one part as it stands."""
+        if self.is_thought:
+            return {"type": "reasoning_text", "text": self.text}
+        return {
+            "type": "output_text",
+            "text": self.text,
+            "annotations": [],
+            "logprobs": list(self.rows),
+        }
+
+    @property
+    def channel(self) -> str:
+        """What the events of its text are called."""
+        return "response.reasoning_text" if self.is_thought else "response.output_text"
+
+    def shown(self, status: str) -> dict[str, Any]:
+        """Return the item as it stands; it has no part before it has begun."""
+        parts = [] if status == IN_PROGRESS else [self.part]
+        if self.is_thought:
+            return {"id": self.item_id, "type": "reasoning", "summary": [], "content": parts}
+        return {
+            "id": self.item_id,
+            "type": "message",
+            "status": status,
+            "role": "assistant",
+            "content": parts,
+        }
+
+
 class ResponseObjects:
     """Makes the objects of one response.
 
@@ -36,6 +95,7 @@ class ResponseObjects:
         session_id: the session that it is a turn of.
         info: its members beside its answer.
         token_text: writes tokens.
+        reading: how its answer is read.
         top_logprobs: how many alternatives of each token; None: no log-probabilities.
     """
 
@@ -45,50 +105,47 @@ class ResponseObjects:
         session_id: str,
         info: ResponseInfo,
         token_text: TokenText,
+        reading: Reading,
         top_logprobs: int | None = None,
     ) -> None:
         self._id = response_id
-        self._item_id = "msg_" + response_id.removeprefix("resp_")
         self._session_id = session_id
         self._info = info
         self._token_text = token_text
+        self._reader = reading.reader()
         self._top_logprobs = top_logprobs
-        self._logprobs: Rows = []
         self._number = 0
+        self._output: list[dict[str, Any]] = []  # items that are complete
+        self._open: _TextItem | None = None
+        self._rows: Rows = []  # of tokens whose text did not come yet
 
     def whole(self, tokens: Sequence[AnswerToken], finished: Finished) -> dict[str, Any]:
         """Make a response that has ended; `tokens` may be left out if they are not to be shown."""
-        status = _status(finished)
-        item = self._item(status, [_text_part(finished.text, self._rows(tokens))])
-        return self._response(status, [item], finished.usage)
+        self._add_rows(tokens)
+        events = self._read(self._reader.push_text(finished.text))
+        *_, last = chain(events, self.closing(finished))
+        response: dict[str, Any] = last["response"]
+        return response
 
     def opening(self, _started: Started) -> Iterator[dict[str, Any]]:
         """Make the events of a turn that has begun."""
         response = self._response(IN_PROGRESS, [])
         yield self._event("response.created", {"response": response})
         yield self._event("response.in_progress", {"response": response})
-        item = self._item(IN_PROGRESS, [])
-        yield self._event("response.output_item.added", {"output_index": 0, "item": item})
-        yield self._of_part("response.content_part.added", {"part": _text_part("", [])})
 
     def piece(self, tokens: Sequence[AnswerToken]) -> Iterator[dict[str, Any]]:
-        """Make the event of its next tokens; none if they show nothing."""
-        text = "".join(token.text for token in tokens)
-        rows = self._rows(tokens)
-        self._logprobs += rows
-        if text or rows:
-            yield self._of_part("response.output_text.delta", {"delta": text, "logprobs": rows})
+        """Make the events of its next tokens; none if they show nothing."""
+        self._add_rows(tokens)
+        yield from self._read(self._reader.push(tokens))
 
     def closing(self, finished: Finished) -> Iterator[dict[str, Any]]:
         """Make the events of its end."""
         status = _status(finished)
-        part = _text_part(finished.text, self._logprobs)
-        item = self._item(status, [part])
-        done = {"text": finished.text, "logprobs": self._logprobs}
-        yield self._of_part("response.output_text.done", done)
-        yield self._of_part("response.content_part.done", {"part": part})
-        yield self._event("response.output_item.done", {"output_index": 0, "item": item})
-        response = self._response(status, [item], finished.usage)
+        yield from self._read(self._reader.end())
+        if not self._output and self._open is None:  # an answer that says nothing is one, too
+            yield from self._say("", is_thought=False)
+        yield from self._close(status)
+        response = self._response(status, self._output, finished.usage)
         yield self._event(f"response.{status}", {"response": response})
 
     def failure(self, error: ReportedError) -> dict[str, Any]:
@@ -97,28 +154,92 @@ class ResponseObjects:
         said = {"code": found["code"], "message": found["message"]}
         return self._event("response.failed", {"response": self._response(FAILED, [], error=said)})
 
-    def _rows(self, tokens: Sequence[AnswerToken]) -> Rows:
-        if self._top_logprobs is None:
-            return []
-        return self._token_text.rows(tokens, self._top_logprobs)
+    def _read(self, parts: Iterable[Part]) -> Iterator[dict[str, Any]]:
+        for part in parts:
+            if isinstance(part, ToolCall):
+                yield from self._close(COMPLETED)
+                yield from self._call(part)
+            else:
+                yield from self._say(part.text, is_thought=isinstance(part, Reasoning))
+        if self._rows and self._open is not None and not self._open.is_thought:
+            yield from self._say("", is_thought=False)
+
+    def _say(self, text: str, *, is_thought: bool) -> Iterator[dict[str, Any]]:
+        """Make the events of text, in an item of its own if what is written is another."""
+        item = self._open
+        if item is None or item.is_thought != is_thought:
+            yield from self._close(COMPLETED)
+            item_id = self._item_id("rs" if is_thought else "msg")
+            item = self._open = _TextItem(len(self._output), item_id, is_thought)
+            added = {"output_index": item.index, "item": item.shown(IN_PROGRESS)}
+            yield self._event("response.output_item.added", added)
+            yield self._of_part("response.content_part.added", {"part": item.part})
+        rows: Rows = []
+        if not is_thought:
+            rows, self._rows = self._rows, []
+        item.text += text
+        item.rows += rows
+        if text or rows:
+            more = {} if is_thought else {"logprobs": rows}
+            yield self._of_part(f"{item.channel}.delta", {"delta": text, **more})
+
+    def _close(self, status: str) -> Iterator[dict[str, Any]]:
+        """Make the events of the end of the text that is being written, if any is."""
+        item = self._open
+        if item is None:
+            return
+        more = {} if item.is_thought else {"logprobs": item.rows}
+        yield self._of_part(f"{item.channel}.done", {"text": item.text, **more})
+        yield self._of_part("response.content_part.done", {"part": item.part})
+        yield from self._done(item.shown(status))
+        self._open = None
+
+    def _call(self, call: ToolCall) -> Iterator[dict[str, Any]]:
+        """Make the events of a call."""
+        namespace, name = self._info.split_name(call.name)
+        item = {
+            "id": self._item_id("fc"),
+            "type": "function_call",
+            "status": COMPLETED,
+            "call_id": call.call_id,
+            "name": name,
+            "arguments": call.arguments,
+            **({"namespace": namespace} if namespace else {}),
+        }
+        index = len(self._output)
+        begun = {**item, "status": IN_PROGRESS, "arguments": ""}
+        yield self._event("response.output_item.added", {"output_index": index, "item": begun})
+        place = {"item_id": item["id"], "output_index": index}
+        said = {"delta": call.arguments}
+        yield self._event("response.function_call_arguments.delta", {**place, **said})
+        said = {"name": name, "arguments": call.arguments}
+        yield self._event("response.function_call_arguments.done", {**place, **said})
+        yield from self._done(item)
+
+    def _done(self, item: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        index = len(self._output)
+        self._output.append(item)
+        yield self._event("response.output_item.done", {"output_index": index, "item": item})
+
+    def _add_rows(self, tokens: Sequence[AnswerToken]) -> None:
+        if self._top_logprobs is not None:
+            self._rows += self._token_text.rows(tokens, self._top_logprobs)
 
     def _of_part(self, kind: str, members: Mapping[str, Any]) -> dict[str, Any]:
-        place = {"item_id": self._item_id, "output_index": 0, "content_index": 0}
+        """Make an event of the text that is being written."""
+        item = self._open
+        assert item is not None, "it is open"  # noqa: S101
+        place = {"item_id": item.item_id, "output_index": item.index, "content_index": 0}
         return self._event(kind, {**place, **members})
 
     def _event(self, kind: str, members: Mapping[str, Any]) -> dict[str, Any]:
         self._number += 1
         return {"type": kind, "sequence_number": self._number - 1, **members}
 
-    def _item(self, status: str, parts: list[dict[str, Any]]) -> dict[str, Any]:
-        """Make the one item of a response's output."""
-        return {
-            "id": self._item_id,
-            "type": "message",
-            "status": status,
-            "role": "assistant",
-            "content": parts,
-        }
+    def _item_id(self, prefix: str) -> str:
+        """Make the id of the next item; the first one's is the response's."""
+        number = len(self._output)
+        return f"{prefix}_{self._id.removeprefix('resp_')}" + (f"_{number}" if number else "")
 
     def _response(
         self,
@@ -143,15 +264,15 @@ class ResponseObjects:
             "metadata": dict(info.metadata),
             "model": info.model,
             "output": output,
-            "parallel_tool_calls": False,
+            "parallel_tool_calls": info.parallel_tool_calls,
             "previous_response_id": info.previous_id or None,
             "reasoning": {"effort": None, "summary": None},
             "service_tier": "default",
             "store": info.is_kept,
             "temperature": info.temperature,
             "text": {"format": dict(info.text_format)},
-            "tool_choice": "none",
-            "tools": [],
+            "tool_choice": info.tool_choice,
+            "tools": list(info.tools),
             "top_logprobs": info.top_logprobs,
             "top_p": info.top_p,
             "truncation": info.truncation,
@@ -178,8 +299,3 @@ def response_usage(usage: Usage) -> dict[str, Any]:
 def _status(finished: Finished) -> str:
     """Return a turn's finish reason as a response's status."""
     return INCOMPLETE if finished.finish_reason == "length" else COMPLETED
-
-
-def _text_part(text: str, logprobs: Rows) -> dict[str, Any]:
-    """Make the one part of a response's message."""
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}

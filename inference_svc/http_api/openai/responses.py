@@ -9,16 +9,19 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from aiohttp import web
 from pydantic import BeforeValidator, Field, model_validator
 
-from inference_svc.core.chat import SYSTEM, Message
+from inference_svc.core.chat import SYSTEM, TOOL, Message, Tool, ToolCall, canonical
 from inference_svc.core.grammar import Grammar
 from inference_svc.core.truncation import OLDEST, REJECT
-from inference_svc.core.turn_record import Finished
+from inference_svc.core.turn_record import Finished, TurnRecord
+from inference_svc.http_api.answer_parts import Reading
 from inference_svc.http_api.api import Api
 from inference_svc.http_api.bodies import Body, Count, Refused, WrongMemberError
+from inference_svc.http_api.conversation import with_names
 from inference_svc.http_api.errors import RequestError, UnsupportedValueError, unknown_response
 from inference_svc.http_api.formats import FlatFormat
-from inference_svc.http_api.openai.messages import InputItems
+from inference_svc.http_api.openai.input_items import InputItems, messages_of
 from inference_svc.http_api.openai.response_objects import ResponseObjects
+from inference_svc.http_api.openai.tools import FUNCTION, NAMESPACE, ResponseTools
 from inference_svc.http_api.openai.turn_body import OpenAITurnBody
 from inference_svc.http_api.replies import OneAnswer, reply, send_reply
 from inference_svc.http_api.requests import TurnRequest, caller_of
@@ -27,7 +30,8 @@ from inference_svc.http_api.sessions.routing import Caller, HttpTurn
 from shared.types.errors import NotFoundError
 
 LOGPROBS = "message.output_text.logprobs"  # of `include`
-MAX_KEPT_INSTRUCTIONS = 16384  # characters that GET shows again; longer ones are compared only
+REASONING = "reasoning.encrypted_content"  # likewise: there is none, what is thought is readable
+MAX_KEPT = 16384  # characters of instructions, or tools, that GET shows again
 
 
 class TextOptions(Body):
@@ -48,7 +52,7 @@ class ResponseStreamOptions(Body):
 
 def _include(given: Any) -> Any:
     for name in given if isinstance(given, list) else ():
-        if name != LOGPROBS:
+        if name not in {LOGPROBS, REASONING}:
             raise WrongMemberError(
                 f"include {str(name)[:60]!r} is not supported",
                 f"send {LOGPROBS!r} only",
@@ -78,10 +82,13 @@ class ResponseBody(OpenAITurnBody):
         "context_management": Refused(
             ([],), "the service's [overflow] settings say what is dropped"
         ),
-        "reasoning": Refused(({}, {"effort": "none"}), "the model does not reason: leave it out"),
     }
+    ignored: ClassVar[frozenset[str]] = OpenAITurnBody.ignored | {"client_metadata", "reasoning"}
+
+    tool_kinds: ClassVar[frozenset[str]] = frozenset({FUNCTION, NAMESPACE})
 
     input: InputItems = Field(default=None, validate_default=True)
+    tools: ResponseTools = Field(default_factory=list)
     instructions: str = ""
     previous_response_id: str = ""
     max_output_tokens: Count | None = None
@@ -102,14 +109,19 @@ class ResponseBody(OpenAITurnBody):
 
     @property
     def new_messages(self) -> tuple[Message, ...]:
-        """The input alone, as roles and texts."""
-        return tuple(each.message for each in self.input)
+        """The input alone."""
+        return messages_of(self.input)
 
     @property
     def conversation(self) -> tuple[Message, ...]:
-        """Instructions and input, as roles and texts."""
+        """Instructions and input."""
         leading = (Message(SYSTEM, self.instructions),) if self.instructions else ()
         return (*leading, *self.new_messages)
+
+    @property
+    def offered(self) -> tuple[Tool, ...]:
+        """The tools that the client offers."""
+        return tuple(tool for each in self.tools for tool in each.offered())
 
     @property
     def max_answer_tokens(self) -> int | None:
@@ -119,7 +131,7 @@ class ResponseBody(OpenAITurnBody):
     @property
     def shown_logprobs(self) -> int | None:
         """How many alternatives are shown of each token; None: no log-probabilities."""
-        is_asked = bool(self.include) or self.top_logprobs is not None
+        is_asked = LOGPROBS in self.include or self.top_logprobs is not None
         return (self.top_logprobs or 0) if is_asked else None
 
     @property
@@ -138,16 +150,23 @@ async def create_response(api: Api, request: web.Request) -> web.StreamResponse:
     """Answer an input, as the next turn after another response or as the first."""
     turn_request = await api.read(request, ResponseBody)
     previous = None
+    calls: tuple[ToolCall, ...] = ()
     if turn_request.body.previous_response_id:
         previous = await _stored(api, turn_request.caller, turn_request.body.previous_response_id)
         _check_instructions(turn_request, previous)
-    turn, info = _turn(turn_request, previous, api.gateway.defaults.overflow.name)
+        if any(message.role == TOOL for message in turn_request.body.new_messages):
+            record, reading = await _recorded(
+                api, turn_request.caller, turn_request.body.previous_response_id, previous
+            )
+            calls = reading.whole(record.text).calls
+    turn, info = _turn(turn_request, previous, calls, api.gateway.defaults.overflow.name)
     async with await api.answers.open(turn_request.caller, turn) as answer:
         objects = ResponseObjects(
             response_id=turn.response_id,
             session_id=answer.session_id,
             info=info,
             token_text=api.token_text,
+            reading=turn.reading,
             top_logprobs=turn_request.body.shown_logprobs,
         )
         return await send_reply(turn_request, turn, OneAnswer(answer, objects))
@@ -159,17 +178,10 @@ async def show_response(api: Api, request: web.Request) -> web.Response:
     if request.query.get("stream", "false") == "true":
         raise RequestError("a stored response cannot be streamed", "leave stream out", "stream")
     stored = await _stored(api, caller, response_id)
+    record, reading = await _recorded(api, caller, response_id, stored)
     at = stored.at
-    try:
-        key = api.gateway.key(caller.identity, caller.tenant, at.session_id)
-        session, _ = await api.gateway.turns.sessions.get(key)
-    except NotFoundError as error:
-        raise unknown_response(response_id) from error
-    record = session.turns[at.turns - 1] if len(session.turns) >= at.turns else None
-    if record is None or record.request_id != at.request_id:
-        raise unknown_response(response_id)
     finished = Finished(record.finish_reason, record.text, record.usage, at.turns)
-    objects = ResponseObjects(response_id, at.session_id, stored.info, api.token_text)
+    objects = ResponseObjects(response_id, at.session_id, stored.info, api.token_text, reading)
     return reply(objects.whole((), finished))
 
 
@@ -200,6 +212,27 @@ async def _stored(api: Api, caller: Caller, response_id: str) -> StoredResponse:
     return stored
 
 
+async def _recorded(
+    api: Api, caller: Caller, response_id: str, stored: StoredResponse
+) -> tuple[TurnRecord, Reading]:
+    """Return the turn of a stored response, and how its answer is read.
+
+    Raises:
+        UnknownResponseError: its session is gone.
+    """
+    at = stored.at
+    try:
+        key = api.gateway.key(caller.identity, caller.tenant, at.session_id)
+        session, _ = await api.gateway.turns.sessions.get(key)
+    except NotFoundError as error:
+        raise unknown_response(response_id) from error
+    record = session.turns[at.turns - 1] if len(session.turns) >= at.turns else None
+    if record is None or record.request_id != at.request_id:
+        raise unknown_response(response_id)
+    call_id = api.completion.chain(caller).call_ids(at.request_id)
+    return record, Reading(api.gateway.tool_format, stored.info.tool_use, call_id)
+
+
 def _check_instructions(turn_request: TurnRequest[ResponseBody], previous: StoredResponse) -> None:
     """Check that a session keeps the instructions that it began with.
 
@@ -217,22 +250,27 @@ def _check_instructions(turn_request: TurnRequest[ResponseBody], previous: Store
 
 
 def _turn(
-    turn_request: TurnRequest[ResponseBody], previous: StoredResponse | None, overflow: str
+    turn_request: TurnRequest[ResponseBody],
+    previous: StoredResponse | None,
+    calls: tuple[ToolCall, ...],
+    overflow: str,
 ) -> tuple[HttpTurn, ResponseInfo]:
     """Make the turn of a request, and the stored information about its response.
 
     Args:
         turn_request: the request.
         previous: the response that it follows; None: it begins a conversation.
+        calls: what that one called, if any of the input is what tools returned.
         overflow: name of the overflow policy of turns that name none.
     """
     body, chain = turn_request.body, turn_request.chain
-    messages = body.new_messages if previous else body.conversation
+    messages = with_names(body.new_messages, calls) if previous else body.conversation
     turn = turn_request.turn(messages, body.overflow(overflow))
+    is_long = len(canonical(body.offered)) > MAX_KEPT
     info = ResponseInfo(
         created_s=int(time.time()),
         model=body.model,
-        instructions=body.instructions[:MAX_KEPT_INSTRUCTIONS],
+        instructions=body.instructions[:MAX_KEPT],
         instructions_digest=chain.id_of("instructions", body.instructions),
         previous_id=body.previous_response_id,
         max_output_tokens=body.max_output_tokens,
@@ -243,6 +281,9 @@ def _turn(
         top_logprobs=body.shown_logprobs or 0,
         metadata=body.metadata,
         text_format={"type": "text"} if body.text.format is None else body.text.format.shown,
+        tools=[each.shown(is_long=is_long) for each in body.tools],
+        tool_choice=body.shown_choice,
+        parallel_tool_calls=body.parallel_tool_calls,
     )
     if previous is not None and not body.instructions:
         info = replace(
@@ -251,4 +292,5 @@ def _turn(
             instructions_digest=previous.info.instructions_digest,
         )
     response_id = "resp_" + chain.id_of("response", turn.request_id)
-    return replace(turn, previous=previous, response_id=response_id, info=info), info
+    stored = info if body.store else None
+    return replace(turn, previous=previous, response_id=response_id, info=stored), info

@@ -246,7 +246,7 @@ class Answers:
         """
         if turn.previous is None:
             chain = self._completion.chain(caller)
-            return await self._router.find(caller, chain, turn.messages, turn.session_id)
+            return await self._router.find(caller, chain, turn)
         route = await self._router.after(caller, turn.previous.at, turn.previous.history)
         if route is None:
             raise unknown_response(turn.info.previous_id if turn.info else "")

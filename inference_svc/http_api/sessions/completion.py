@@ -13,7 +13,6 @@ import asyncio
 from collections.abc import Coroutine
 from typing import Any
 
-from inference_svc.core.chat import ASSISTANT, Message
 from inference_svc.core.turn_record import Finished
 from inference_svc.http_api.sessions.lookup import Point, Route, StoredResponse
 from inference_svc.http_api.sessions.routing import Caller, HistoryChain, HttpTurn
@@ -78,7 +77,7 @@ class Completion:
         history = None
         if route.history is not None:
             chain = self.chain(caller)
-            said = (*turn.messages[route.first :], Message(ASSISTANT, finished.text))
+            said = (*turn.messages[route.first :], turn.reading.message(finished.text))
             history = chain.along(route.history, said)[-1]
             own = chain.within(history, route.session_id)
             await self._store.keep_histories(caller.tenant, [(history, at), (own, at)])

@@ -1,8 +1,10 @@
 """What is stored of earlier requests, and where a turn goes by that. Pure: values."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+from inference_svc.core.chat import ChoiceKind, Tool, ToolUse
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,8 @@ class ResponseInfo:
         instructions_digest: digest of all of them.
         truncation: "auto" or "disabled".
         text_format: what the answer had to be, as the client wrote it.
+        tools: those that were offered, as a response shows them; of long ones nothing but names.
+        tool_choice: whether they were to be called, as a response shows it.
     """
 
     created_s: float
@@ -48,6 +52,32 @@ class ResponseInfo:
     top_logprobs: int = 0
     metadata: Mapping[str, str] = field(default_factory=dict)
     text_format: Mapping[str, Any] = field(default_factory=lambda: {"type": "text"})
+    tools: Sequence[Mapping[str, Any]] = field(default_factory=list)
+    tool_choice: str | Mapping[str, str] = "auto"
+    parallel_tool_calls: bool = True
+
+    @property
+    def tool_use(self) -> ToolUse:
+        """What the answer could do with tools: their names are enough to read it."""
+        tools = tuple(
+            Tool(prefix + tool["name"]) for prefix, found in self._listed() for tool in found
+        )
+        most_calls = None if self.parallel_tool_calls else 1
+        if isinstance(self.tool_choice, str):
+            return ToolUse(tools, ChoiceKind(self.tool_choice), "", most_calls)
+        return ToolUse(tools, ChoiceKind.REQUIRED, self.tool_choice["name"], most_calls)
+
+    def split_name(self, name: str) -> tuple[str, str]:
+        """Return the namespace that a tool is of, "" if it is of none, and its name there."""
+        for prefix, _ in self._listed():
+            if prefix and name.startswith(prefix):
+                return prefix[:-1], name[len(prefix) :]
+        return "", name
+
+    def _listed(self) -> Iterator[tuple[str, Sequence[Mapping[str, Any]]]]:
+        """Yield tools with what stands before their names."""
+        for tool in self.tools:
+            yield (tool["name"] + ".", tool["tools"]) if "tools" in tool else ("", [tool])
 
 
 @dataclass(frozen=True)

@@ -12,14 +12,16 @@ answer does not count: clients like to strip it.
 """
 
 import hashlib
+import json
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from inference_svc.core.chat import ASSISTANT, Message
+from inference_svc.core.chat import ASSISTANT, Message, Tool, ToolCall, canonical
 from inference_svc.core.submission import Submission, TextInput, TokenInput, TurnDefaults
 from inference_svc.core.transcript_format import Transcript
+from inference_svc.http_api.answer_parts import Reading
 from inference_svc.http_api.errors import UnknownHistoryError
 from inference_svc.http_api.sessions.lookup import Point, ResponseInfo, Route, StoredResponse
 from inference_svc.http_api.sessions.store import ApiStore
@@ -35,6 +37,7 @@ from shared.types.errors import NotFoundError
 from shared.types.session_key import SessionKey
 
 DIGEST_BYTES = 16
+CALL_ID = 24  # characters of a call's id, behind its prefix
 
 
 class HistoryChain:
@@ -53,11 +56,20 @@ class HistoryChain:
         self._key = key
         self.start = self._digest(b"history", tenant, model)
 
+    def opening(self, tools: Sequence[Tool]) -> bytes:
+        """Return the digest of the history of which nothing but its tools is known."""
+        return self._digest(self.start, "tools", canonical(tools)) if tools else self.start
+
     def after(self, digest: bytes, message: Message) -> bytes:
         """Return the digest of a history and one more message."""
-        is_answer = message.role == ASSISTANT
-        content = message.content.strip() if is_answer else message.content
-        return self._digest(digest, message.role, content)
+        content = message.content
+        if message.tool_calls:
+            content = "".join(content.split())  # clients take blocks apart, and join them
+        elif message.role == ASSISTANT:
+            content = content.strip()
+        calls = [part for call in message.tool_calls for part in (call.name, _sorted(call))]
+        result = ("of", message.tool_call_id) if message.tool_call_id else ()
+        return self._digest(digest, message.role, content, *calls, *result)
 
     def along(self, digest: bytes, messages: Sequence[Message]) -> list[bytes]:
         """Return digests of a history with none of the messages, the first, … all of them."""
@@ -73,6 +85,10 @@ class HistoryChain:
     def id_of(self, *parts: str) -> str:
         """Make an id that nobody can guess: hex."""
         return self._digest(self.start, "id", *parts).hex()
+
+    def call_ids(self, request_id: str, prefix: str = "call_") -> Callable[[int], str]:
+        """Return what makes the ids of a turn's calls of tools, by their indexes."""
+        return lambda index: prefix + self.id_of("call", request_id, str(index))[:CALL_ID]
 
     def _digest(self, before: bytes, *parts: str) -> bytes:
         """Chain parts; each is preceded by its length, so that they cannot run together."""
@@ -121,6 +137,7 @@ class HttpTurn:
         response_id: id under which its response is stored; "" if it is no response.
         info: the response's members beside its answer.
         raw: raw text or token ids in place of messages; no later history is known by them.
+        reading: how its answer is read, and the tools that it offers.
     """
 
     messages: tuple[Message, ...]
@@ -135,6 +152,7 @@ class HttpTurn:
     response_id: str = ""
     info: ResponseInfo | None = None
     raw: TextInput | TokenInput | None = None
+    reading: Reading = field(default_factory=Reading)
 
     def as_submission(self, route: Route, key: SessionKey, defaults: TurnDefaults) -> Submission:
         """Make the submission to the route's session.
@@ -147,7 +165,7 @@ class HttpTurn:
         new = self.messages[route.first :]
         return Submission(
             key=key,
-            input=self.raw or chat_input(new),
+            input=self.raw or chat_input(new, self.reading.use.tools),
             sampling=fill_sampling(self.sampling, defaults),
             has_max_tokens="max_tokens" in self.sampling,
             request_id=self.request_id,
@@ -158,6 +176,7 @@ class HttpTurn:
             arrived_ns=time.monotonic_ns(),
             overflow=fill_overflow({"name": self.overflow} if self.overflow else {}, defaults),
             compression=fill_compression(defaults),
+            shows_marks=self.raw is None and self.reading.shows_marks,
         )
 
 
@@ -175,22 +194,21 @@ class Router:
         self._model = model
         self._store = store
 
-    async def find(
-        self, caller: Caller, chain: HistoryChain, messages: Sequence[Message], name: str
-    ) -> Route:
-        """Find the route of messages that may repeat a history.
+    async def find(self, caller: Caller, chain: HistoryChain, turn: HttpTurn) -> Route:
+        """Find the route of a turn whose messages, if it has any, may repeat a history.
 
         Args:
             caller: who asks.
             chain: digests of the caller's tenant.
-            messages: all messages of the request; none: it is raw.
-            name: the session's name; "" if the messages decide.
+            turn: that follows no response.
 
         Raises:
             UnknownHistoryError: the named session has another history.
         """
-        digests = chain.along(chain.start, messages)
-        start = chain.start if messages else None  # what is raw is no history of messages
+        messages, name = turn.messages, turn.session_id
+        opening = chain.opening(turn.reading.use.tools)
+        digests = chain.along(opening, messages)
+        start = opening if messages else None  # what is raw is no history of messages
         if not name:
             route = await self._longest_known(caller, digests, messages)
             return route or Route("", 0, 0, start)
@@ -269,6 +287,11 @@ class Router:
             return await self._sessions.get(key)
         except NotFoundError:
             return None, False
+
+
+def _sorted(call: ToolCall) -> str:
+    """Write a call's arguments as they compare: clients decode and encode them."""
+    return json.dumps(call.values, ensure_ascii=False, sort_keys=True)
 
 
 def _holds(transcript: Transcript, at: Point) -> bool:

@@ -17,10 +17,13 @@ import numpy as np
 import numpy.typing as npt
 
 from inference_svc.core.errors import EngineFailedError, InvalidGrammarError
-from inference_svc.core.grammar import BLANKS, Grammar, GrammarKind
+from inference_svc.core.grammar import Grammar, GrammarKind
 from inference_svc.runtime.worker_thread import WorkerThread
 
 Logits = npt.NDArray[np.float32]  # [vocab]
+
+MAX_BLANKS = 40
+_BLANKS = rf"[ \n\r\t]{{0,{MAX_BLANKS}}}"
 
 
 class AnswerGrammar:
@@ -146,7 +149,7 @@ class Grammars:
 
 _SOURCES = {
     GrammarKind.JSON_SCHEMA: lambda matcher, source: matcher.grammar_from_json_schema(
-        source, overrides={"whitespace_pattern": BLANKS}
+        source, overrides={"whitespace_pattern": _BLANKS}
     ),
     GrammarKind.REGEX: lambda matcher, source: matcher.grammar_from_regex(source),
     GrammarKind.LARK: lambda matcher, source: matcher.grammar_from_lark(source),

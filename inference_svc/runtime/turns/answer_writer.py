@@ -4,7 +4,7 @@ Text never holds half a character: see `Detokenizer`.
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -34,10 +34,21 @@ class Detokenizer:
     what it adds is returned.
 
     *Source:* the two-offset window of Hugging Face's text-generation-inference.
+
+    Args:
+        tokenizer: the model's; None: it has none.
+        prompt_ids: what the answer continues.
+        marks: special tokens that are shown, by their texts; others are not.
     """
 
-    def __init__(self, tokenizer: Any | None, prompt_ids: Sequence[int]) -> None:
+    def __init__(
+        self,
+        tokenizer: Any | None,
+        prompt_ids: Sequence[int],
+        marks: Mapping[int, str] | None = None,
+    ) -> None:
         self._tokenizer: Any = tokenizer
+        self._marks = marks or {}
         self._ids = list(prompt_ids[-NUM_CONTEXT_TOKENS:])
         self._window_start = 0
         self._num_read = len(self._ids)
@@ -46,6 +57,9 @@ class Detokenizer:
         """Return the text that the next token adds; empty while a character is incomplete."""
         if self._tokenizer is None:
             return ""
+        mark = self._marks.get(token_id)
+        if mark is not None:
+            return self._rest() + mark
         self._ids.append(token_id)
         before = self._decode(self._ids[self._window_start : self._num_read])
         text = self._decode(self._ids[self._window_start :])
@@ -53,6 +67,13 @@ class Detokenizer:
         if not is_complete and len(self._ids) - self._num_read < MAX_HELD_TOKENS:
             return ""
         self._window_start, self._num_read = self._num_read, len(self._ids)
+        return text[len(before) :]
+
+    def _rest(self) -> str:
+        """Return what is held of a character that now stays incomplete."""
+        before = self._decode(self._ids[self._window_start : self._num_read])
+        text = self._decode(self._ids[self._window_start :])
+        self._window_start = self._num_read = len(self._ids)
         return text[len(before) :]
 
     def _decode(self, token_ids: list[int]) -> str:
@@ -81,13 +102,14 @@ class AnswerWriter:
         prompt_ids: Sequence[int],
         history_tokens: int,
         itl_s: Histogram,
+        marks: Mapping[int, str] | None = None,
     ) -> None:
         self.tokens: list[AnswerToken] = []
         self.finish_reason: FinishReason | None = None
         self._turn = turn
         self._answer = answer
         self._tokenizer = tokenizer
-        self._detokenizer = Detokenizer(tokenizer, prompt_ids)
+        self._detokenizer = Detokenizer(tokenizer, prompt_ids, marks)
         self._history_tokens = history_tokens
         self._itl_s = itl_s
         self._sampled_ns = 0  # when the last token was
@@ -173,6 +195,7 @@ class AnswerWriter:
             system_tokens=prompt.system_tokens,
             is_text=prompt.is_text,
             stop_string=self.stop_string,
+            tools_digest=submission.tools_digest,
         )
 
     def usage(self, request: EngineRequest, discards: Sequence[Discard] = ()) -> Usage:

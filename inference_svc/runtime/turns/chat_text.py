@@ -36,6 +36,7 @@ class TurnText:
     Attributes:
         chat_problem: why chat messages cannot be taken; "" if they can.
         frame_tokens: the tokens that begin messages of a chat; set by `try_out`.
+        tool_marks: special tokens that calls of tools are written with, texts by ids; likewise.
         control: encodes texts that stay texts; only a model with a tokenizer has it.
     """
 
@@ -43,6 +44,7 @@ class TurnText:
         self._tokenizer: Any = copy.deepcopy(tokenizer)
         self._eos_ids = eos_ids
         self.frame_tokens = FrameTokens()
+        self.tool_marks: dict[int, str] = {}
         self.chat_problem = "the model has no tokenizer"
         if tokenizer is not None:
             self.chat_problem = "the chat template was not tried out"
@@ -55,17 +57,6 @@ class TurnText:
         """How the model writes calls of tools."""
         return PLAIN if self.chat_problem else self._tools.format
 
-    def tool_marks(self) -> dict[int, str]:
-        """Return the special tokens that calls are written with: texts by ids."""
-        if self.chat_problem:
-            return {}
-        ids = [self._tokenizer.convert_tokens_to_ids(mark) for mark in self.tool_format.marks]
-        return {
-            token_id: mark
-            for token_id, mark in zip(ids, self.tool_format.marks, strict=True)
-            if token_id in self.control.ids and token_id not in self._eos_ids
-        }
-
     def grammar_of_call(self, tools: Sequence[Tool]) -> Grammar:
         """Make the grammar of an answer that is one call of one of these tools.
 
@@ -73,7 +64,7 @@ class TurnText:
             NoChatTemplateError: the model has no usable template.
         """
         self._check_chat()
-        special = {mark: token_id for token_id, mark in self.tool_marks().items()}
+        special = {mark: token_id for token_id, mark in self.tool_marks.items()}
         return self._tools.grammar_of_call(tools, special)
 
     def try_out(self) -> None:
@@ -92,6 +83,7 @@ class TurnText:
             control.add_neighbours(before, after)
         self.frame_tokens = FrameTokens(self._opening_ids(), self._eos_ids)
         self._tools.try_out([self._tokenizer.decode([found]) for found in self._eos_ids])
+        self.tool_marks = self._find_marks()
 
     def encode_text(
         self, text: str, *, opens_session: bool, has_special: bool = False
@@ -210,6 +202,12 @@ class TurnText:
     def _check_chat(self) -> None:
         if self.chat_problem:
             raise NoChatTemplateError(self.chat_problem, "send text or token ids")
+
+    def _find_marks(self) -> dict[int, str]:
+        marks = self._tools.format.marks
+        ids = [self._tokenizer.convert_tokens_to_ids(mark) for mark in marks]
+        shown = self.control.ids - self._eos_ids
+        return {found: mark for found, mark in zip(ids, marks, strict=True) if found in shown}
 
     def _encode_opening(
         self, messages: Sequence[Message], tools: Sequence[Message] = ()

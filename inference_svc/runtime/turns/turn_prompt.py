@@ -1,6 +1,6 @@
 """A turn's prompt: its input as token ids, and the discards of the context that make room."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -100,6 +100,11 @@ class PromptMaker:
         self._thread = text_thread
         self._limits = limits
         self._has_tokenizer = has_tokenizer
+
+    @property
+    def tool_marks(self) -> Mapping[int, str]:
+        """The special tokens that calls of tools are written with: texts by ids."""
+        return self._text.tool_marks
 
     async def make(self, submission: Submission, context: Context) -> Prompt:
         """Make the prompt of a turn that continues a context.

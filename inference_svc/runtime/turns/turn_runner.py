@@ -17,6 +17,7 @@ from inference_svc.core.compression.policy import CompressionPolicy, special_tok
 from inference_svc.core.context import Context, clip
 from inference_svc.core.counters import COUNTERS, Counters
 from inference_svc.core.discards import COMPRESSION, OVERFLOW, Discard, Range, num_in
+from inference_svc.core.errors import InvalidTurnError
 from inference_svc.core.submission import Submission
 from inference_svc.core.transcript_format import ExpectedSession, Header, Transcript
 from inference_svc.core.turn_record import Accepted, Finished, TurnRecord, Usage
@@ -68,6 +69,7 @@ class TurnRunner:
             await self._transcripts.trouble.check_room()
             transcript = Transcript(Header(*submission.key))
         ExpectedSession(submission.expected_turn).check(transcript)
+        _check_tools(submission, transcript)
         prompt = await self._prompts.make(submission, transcript.context)
         grammar = await self._grammars.compiled(submission.sampling.grammar)
         request, writer = self._make_request(turn, prompt, grammar)
@@ -96,6 +98,7 @@ class TurnRunner:
             context.token_ids,
             context.computed_tokens,
             self._report.histograms.itl_s,
+            self._prompts.tool_marks if submission.shows_marks else {},
         )
         compression = submission.compression
         request = turn.request = EngineRequest(
@@ -189,6 +192,20 @@ class TurnRunner:
         self._counters.add("overflows", sum(d.reason == OVERFLOW for d in record.discards))
         for name in COUNTERS.keys() & vars(usage).keys():  # history_tokens and others
             self._counters.add(name, getattr(usage, name))
+
+
+def _check_tools(submission: Submission, transcript: Transcript) -> None:
+    """Check that a session keeps the tools that it began with: its context tells of these.
+
+    Raises:
+        InvalidTurnError: others are offered.
+    """
+    offered = submission.tools_digest
+    if transcript.turns and offered and offered != transcript.tools_digest:
+        raise InvalidTurnError(
+            "these tools are not those that the session began with",
+            "send the same ones, or begin another session",
+        )
 
 
 def _cut(context: Context, ranges: Sequence[Range]) -> ContextCut | None:

@@ -2,6 +2,7 @@
 
 import pytest
 
+from inference_svc.core.tools.registry import FORMATS
 from inference_svc.http_api.bodies import decode
 from inference_svc.http_api.errors import InvalidJsonError, RequestError
 from inference_svc.http_api.openai.chats import ChatBody
@@ -68,13 +69,28 @@ class Headers:
         self.headers = {name.replace("_", "-"): value for name, value in headers.items()}
 
 
+class Templateless:
+    """What a request asks of the gateway, of a model whose template writes no tools."""
+
+    tool_format = FORMATS["json"]
+
+
+MODEL = Templateless()
+
+
 def turn_of(headers=None, digest=b"body", **fields):
     body = decode(
         ChatBody, {"model": "m", "messages": [{"role": "user", "content": "Hi"}], **fields}
     )
     chain = HistoryChain(b"k" * 32, "acme", "model")
     asked = TurnRequest(
-        Headers(**(headers or {})), None, body, digest, chain, OpenAISettings(temperature=0.5)
+        Headers(**(headers or {})),
+        None,
+        body,
+        digest,
+        chain,
+        OpenAISettings(temperature=0.5, unstored="deleted"),
+        MODEL,
     )
     return asked.turn(body.conversation)
 

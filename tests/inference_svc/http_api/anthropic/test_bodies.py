@@ -1,24 +1,43 @@
 """Bodies of /v1/messages: what a conversation is made of, and what is refused."""
 
+import json
+
 import pytest
 
-from inference_svc.core.chat import Message
+from inference_svc.core.chat import ChoiceKind, Message, Tool, ToolCall, ToolUse
 from inference_svc.http_api.anthropic.bodies import MessagesBody, PromptBody
 from inference_svc.http_api.bodies import decode
+from inference_svc.http_api.conversation import MAX_PARTS
 from inference_svc.http_api.errors import (
     RequestError,
     UnknownParameterError,
     UnsupportedValueError,
 )
+from inference_svc.http_api.tool_bodies import MAX_DEPTH
 
 HELLO = {"role": "user", "content": "Hello"}
 PLAIN = {"model": "m", "max_tokens": 8, "messages": [HELLO]}
+LOOK_UP = {"name": "look_up", "input_schema": {"type": "object"}}
+CALL = {"type": "tool_use", "id": "toolu_1", "name": "look_up", "input": {"word": "é"}}
+CALLED = {"role": "assistant", "content": [CALL]}
+RESULT = {"type": "tool_result", "tool_use_id": "toolu_1", "content": "Found."}
+DEEP = json.loads('{"a":[' * MAX_DEPTH + "]}" * MAX_DEPTH)
+KEPT = {"type": "ephemeral", "ttl": "1h"}
 
 
 def conversation(**members):
     """Roles and texts of a body with these members."""
     said = decode(MessagesBody, {**PLAIN, **members}).conversation
     return [(message.role, message.content) for message in said]
+
+
+def messages_of(*given):
+    """What a body with these messages says."""
+    return decode(MessagesBody, {**PLAIN, "messages": list(given)}).conversation
+
+
+def results(*blocks):
+    return {"role": "user", "content": list(blocks)}
 
 
 def block(text, **members):
@@ -61,6 +80,92 @@ def test_what_differs_in_each_request_is_not_read():
     assert conversation(messages=[{**HELLO, "content": [header]}])[0][1] == header["text"]
 
 
+def test_an_answer_that_calls_is_one_message():
+    """Its texts are one again; what was thought is left out; what a tool returned has its name."""
+    thought = {"type": "thinking", "thinking": "Hm.", "signature": ""}
+    hidden = {"type": "redacted_thinking", "data": "x"}
+    other = {**CALL, "id": "toolu_2", "input": {}, "cache_control": KEPT}
+    answer = [thought, block("I "), CALL, block("look."), hidden, other]
+    said = messages_of(HELLO, {"role": "assistant", "content": answer}, results(RESULT))
+    calls = (ToolCall("look_up", '{"word": "é"}', "toolu_1"), ToolCall("look_up", "{}", "toolu_2"))
+    assert said[1:] == (
+        Message("assistant", "I look.", calls),
+        Message("tool", "Found.", tool_call_id="toolu_1", name="look_up"),
+    )
+
+
+def test_answers_that_follow_one_another_are_one():
+    """Clients send each block as a message of its own; their calls are in order."""
+    texts = {"role": "assistant", "content": "I look."}
+    other = {"role": "assistant", "content": [{**CALL, "id": "toolu_2"}]}
+    said = messages_of(HELLO, texts, CALLED, other, results(RESULT))[1]
+    assert (said.role, said.content) == ("assistant", "I look.")
+    assert [call.call_id for call in said.tool_calls] == ["toolu_1", "toolu_2"]
+
+
+def test_results_and_questions_stay_in_order():
+    """Each result is a message of its own; texts beside it are the user's."""
+    unknown = {**RESULT, "tool_use_id": "toolu_9"}
+    given = results(RESULT, unknown, block("Well?"), block("And?"))
+    said = messages_of(HELLO, CALLED, given, HELLO)
+    assert said[2:] == (
+        Message("tool", "Found.", tool_call_id="toolu_1", name="look_up"),
+        Message("tool", "Found.", tool_call_id="toolu_9"),
+        Message("user", "Well?\n\nAnd?\n\nHello"),
+    )
+
+
+@pytest.mark.parametrize(
+    ("members", "text"),
+    [
+        ({"content": [block("One."), block("Two.", cache_control=KEPT)]}, "One.\n\nTwo."),
+        ({"content": None}, ""),
+        ({"content": [], "is_error": True}, "error"),
+        ({"content": "No such word.", "is_error": True}, "No such word."),
+        ({"content": "", "is_error": False, "cache_control": KEPT}, ""),
+    ],
+)
+def test_what_a_tool_returned(members, text):
+    """Its text alone; an error without one says that it is one."""
+    said = messages_of(HELLO, CALLED, results({**RESULT, **members}))
+    assert said[-1] == Message("tool", text, tool_call_id="toolu_1", name="look_up")
+
+
+@pytest.mark.parametrize(
+    ("choice", "expected"),
+    [
+        (None, (ChoiceKind.AUTO, "", None)),
+        ({"type": "auto"}, (ChoiceKind.AUTO, "", None)),
+        ({"type": "auto", "disable_parallel_tool_use": True}, (ChoiceKind.AUTO, "", 1)),
+        ({"type": "any"}, (ChoiceKind.REQUIRED, "", None)),
+        ({"type": "tool", "name": "look_up"}, (ChoiceKind.REQUIRED, "look_up", None)),
+        ({"type": "none"}, (ChoiceKind.NONE, "", None)),
+    ],
+)
+def test_tools_and_which_of_them_are_called(choice, expected):
+    """What is said of how they are called and cached elsewhere changes nothing."""
+    more = {"type": "custom", "strict": True, "cache_control": KEPT, "defer_loading": False}
+    tools = [{**LOOK_UP, "description": "Look it up."}, {"name": "b", "input_schema": {}, **more}]
+    body = decode(MessagesBody, {**PLAIN, "tools": tools, "tool_choice": choice})
+    offered = (Tool("look_up", "Look it up.", {"type": "object"}), Tool("b"))
+    assert body.tool_use == ToolUse(offered, *expected)
+    assert body.cache_ttl == "1h"
+
+
+def test_a_request_without_tools():
+    """What asks for none is taken."""
+    for members in ({}, {"tools": []}, {"tool_choice": {"type": "none"}}):
+        assert decode(MessagesBody, {**PLAIN, **members}).tool_use.callable_tools == ()
+
+
+def test_what_tools_returned_is_bounded_too():
+    """Its blocks count with those of the messages: a list inside of one is no way around."""
+    few, many = ([block("x")] * number for number in (2, MAX_PARTS))
+    assert messages_of(HELLO, CALLED, results({**RESULT, "content": few}))
+    with pytest.raises(RequestError, match="parts of content"):
+        messages_of(HELLO, CALLED, results({**RESULT, "content": many}))
+
+
 @pytest.mark.parametrize(
     ("members", "ttl"),
     [
@@ -100,8 +205,40 @@ def test_how_long_a_prompt_is_wanted(members, ttl):
         ({"stop_sequences": "###,"}, "", None),
         ({"stop_sequences": [5]}, "stop_sequences", RequestError),
         ({"cache_control": {"type": "ephemeral", "ttl": "2h"}}, "cache_control.ttl", RequestError),
-        ({"tools": [{"name": "f"}]}, "tools", UnsupportedValueError),
-        ({"tool_choice": {"type": "any"}}, "tool_choice", UnsupportedValueError),
+        ({"tools": LOOK_UP}, "tools", RequestError),
+        ({"tools": ["look_up"]}, "tools[0]", RequestError),
+        ({"tools": [{"name": "f"}]}, "tools[0].input_schema", RequestError),
+        ({"tools": [{"input_schema": {}}]}, "tools[0].name", RequestError),
+        ({"tools": [{**LOOK_UP, "name": "a b"}]}, "tools[0].name", RequestError),
+        ({"tools": [{**LOOK_UP, "input_schema": DEEP}]}, "tools[0].input_schema", RequestError),
+        ({"tools": [{**LOOK_UP, "parameters": {}}]}, "tools[0].parameters", UnknownParameterError),
+        (
+            {"tools": [{"type": "web_search_20260318", "name": "web_search"}]},
+            "tools[0].type",
+            UnsupportedValueError,
+        ),
+        (
+            {"tools": [{**LOOK_UP, "allowed_callers": ["code_execution_20260521"]}]},
+            "tools[0].allowed_callers",
+            UnsupportedValueError,
+        ),
+        ({"tools": [LOOK_UP, LOOK_UP]}, "tools", RequestError),
+        ({"tool_choice": "any", "tools": [LOOK_UP]}, "tool_choice", RequestError),
+        ({"tool_choice": {"type": "any"}}, "tool_choice", RequestError),
+        ({"tool_choice": {}, "tools": [LOOK_UP]}, "tool_choice.type", RequestError),
+        ({"tool_choice": {"type": "tool"}, "tools": [LOOK_UP]}, "tool_choice.name", RequestError),
+        (
+            {"tool_choice": {"type": "any", "name": "look_up"}, "tools": [LOOK_UP]},
+            "tool_choice.name",
+            RequestError,
+        ),
+        (
+            {"tool_choice": {"type": "tool", "name": "f"}, "tools": [LOOK_UP]},
+            "tool_choice.name",
+            RequestError,
+        ),
+        ({"mcp_servers": [{"name": "a"}]}, "mcp_servers", UnsupportedValueError),
+        ({"thread": {"type": "create"}}, "thread", UnsupportedValueError),
         (
             {"output_config": {"format": {"type": "json_schema"}}},
             "output_config.format.schema",
@@ -132,6 +269,64 @@ def test_what_is_refused(members, param, kind):
         decode(MessagesBody, given)
     assert refused.value.param == param
     assert type(refused.value) is kind
+
+
+@pytest.mark.parametrize(
+    ("message", "param", "kind"),
+    [
+        (results(CALL), "content[0].type", RequestError),
+        ({"role": "assistant", "content": [block("a"), RESULT]}, "content[1].type", RequestError),
+        ({"role": "system", "content": [RESULT]}, "content[0].type", RequestError),
+        (results({"type": "thinking"}), "content[0].type", RequestError),
+        (results({**RESULT, "tool_use_id": None}), "content[0].tool_use_id", RequestError),
+        (results({**RESULT, "tool_use_id": ""}), "content[0].tool_use_id", RequestError),
+        (results({**RESULT, "is_error": "no"}), "content[0].is_error", RequestError),
+        (results({**RESULT, "content": {}}), "content[0].content", RequestError),
+        (
+            results({**RESULT, "content": [{"type": "image"}]}),
+            "content[0].content[0].type",
+            UnsupportedValueError,
+        ),
+        (
+            results({**RESULT, "content": [RESULT]}),
+            "content[0].content[0].type",
+            UnsupportedValueError,
+        ),
+        (results({**RESULT, "output": "x"}), "content[0].output", UnknownParameterError),
+        ({"role": "assistant", "content": [{**CALL, "id": 5}]}, "content[0].id", RequestError),
+        ({"role": "assistant", "content": [{**CALL, "name": ""}]}, "content[0].name", RequestError),
+        (
+            {"role": "assistant", "content": [{**CALL, "input": None}]},
+            "content[0].input",
+            RequestError,
+        ),
+        (
+            {"role": "assistant", "content": [{**CALL, "input": "{}"}]},
+            "content[0].input",
+            RequestError,
+        ),
+        (
+            {"role": "assistant", "content": [{**CALL, "input": DEEP}]},
+            "content[0].input",
+            RequestError,
+        ),
+        (
+            {"role": "assistant", "content": [{"type": "server_tool_use", "id": "a"}]},
+            "content[0].type",
+            UnsupportedValueError,
+        ),
+        (results({"text": "no type"}), "content[0].type", UnsupportedValueError),
+        (results({"type": ["text"]}), "content[0].type", UnsupportedValueError),
+        (results("x"), "content[0]", RequestError),
+    ],
+)
+def test_blocks_that_are_off(message, param, kind):
+    """With the path of what is off, which names no type of a block."""
+    with pytest.raises(kind) as refused:
+        messages_of(HELLO, CALLED, message, HELLO)
+    assert refused.value.param == f"messages[2].{param}"
+    assert type(refused.value) is kind
+    assert refused.value.remedy
 
 
 def test_what_counts_has_no_bound():

@@ -1,18 +1,73 @@
 """Messages and their events, as the official client reads them."""
 
+import json
 from dataclasses import replace
 
 import pytest
 from anthropic.types import Message, RawMessageStreamEvent
 
 from inference_svc.core.answers import AnswerToken
+from inference_svc.core.chat import Tool, ToolUse
 from inference_svc.core.errors import SessionBusyError
+from inference_svc.core.tools.registry import FORMATS
+from inference_svc.http_api.answer_parts import Reading
 from inference_svc.http_api.anthropic.message_objects import MessageObjects
 from tests.inference_svc.http_api.as_clients_read import STARTED, TOKENS, finished, strict
 
+USE = ToolUse((Tool("look_up"), Tool("go")))
+CALL = '<tool_call>\n{"name": "look_up", "arguments": {"word": "é", "n": 1.50}}\n</tool_call>'
+OTHER = '<tool_call>{"name": "go", "arguments": {}}</tool_call>'
+THOUGHT = (
+    "<|channel|>analysis<|message|>Which word?<|end|>"
+    "<|start|>assistant<|channel|>commentary<|message|>I look.<|end|>"
+    "<|start|>assistant<|channel|>commentary to=functions.go<|message|>{}<|call|>"
+    "<|start|>assistant<|channel|>analysis<|message|>Now?<|end|>"
+    "<|start|>assistant<|channel|>final<|message|>Yes.<|return|>"
+)
 
-def objects(cache_ttl="", max_tokens=2):
-    return MessageObjects("msg_1", "s-1", "tiny", max_tokens, cache_ttl)
+
+def objects(cache_ttl="", max_tokens=2, reading=None):
+    return MessageObjects("msg_1", "s-1", "tiny", max_tokens, cache_ttl, reading or Reading())
+
+
+def reading(name, use=USE):
+    return Reading(FORMATS[name], use, "toolu_{}".format)
+
+
+def saying(text, reason="stop", stop_string=""):
+    return replace(finished(reason), text=text, stop_string=stop_string)
+
+
+def put_together(events):
+    """The content of a streamed message, as the events say it, each checked for its place."""
+    content = []
+    is_open = False
+    for event in events:
+        read = strict(RawMessageStreamEvent, event)
+        if read.type == "content_block_start":
+            assert not is_open
+            assert read.index == len(content)
+            content.append(read.content_block)
+            is_open, written = True, ""
+        elif read.type == "content_block_delta":
+            assert is_open
+            assert read.index == len(content) - 1
+            block, delta = content[-1], read.delta
+            if delta.type == "input_json_delta":
+                assert block.input == {}
+                written += delta.partial_json
+            else:
+                kind = block.type
+                assert delta.type == f"{kind}_delta"
+                setattr(block, kind, getattr(block, kind) + getattr(delta, kind))
+        elif read.type == "content_block_stop":
+            assert is_open
+            assert read.index == len(content) - 1
+            is_open = False
+            if content[-1].type == "tool_use":
+                content[-1].input = json.loads(written)
+    assert not is_open
+    return content
 
 
 def test_a_whole_message():
@@ -82,6 +137,67 @@ def test_an_answer_without_text_has_no_block():
     assert [event["type"] for event in events] == ["message_start", "message_delta", "message_stop"]
     silent = replace(finished(), text="")
     assert strict(Message, objects().whole(nothing, silent)).content == []
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "shown"),
+    [
+        ("hermes", f"Hello\n{CALL}", ["text", "tool_use"]),
+        ("hermes", f"{CALL}\n{OTHER}", ["tool_use", "tool_use"]),
+        ("hermes", f"I {CALL} and {OTHER} go", ["text", "tool_use", "text", "tool_use", "text"]),
+        ("hermes", f"Hello {CALL[:40]}", ["text"]),
+        ("hermes", CALL.replace("look_up", "fly"), ["text"]),
+        ("gpt-oss", THOUGHT, ["thinking", "text", "tool_use", "thinking", "text"]),
+    ],
+)
+@pytest.mark.parametrize("step", [1, 7, 1000])
+def test_streamed_or_whole_an_answer_has_the_same_blocks(name, text, shown, step):
+    """In the order in which they were said, however its text comes in pieces."""
+    whole = strict(Message, objects(reading=reading(name)).whole([], saying(text)))
+    made = objects(reading=reading(name))
+    events = [*made.opening(STARTED)]
+    for at in range(0, len(text), step):
+        events += made.piece([AnswerToken(1, text[at : at + step])])
+    events += made.closing(saying(text))
+    assert [block.type for block in whole.content] == shown
+    assert put_together(events) == whole.content
+    assert events[-2]["delta"]["stop_reason"] == whole.stop_reason
+
+
+def test_a_call_is_shown_as_the_client_reads_it():
+    """With an id, and its arguments as an object; it has its end before anything else comes."""
+    made = objects(reading=reading("hermes"))
+    message = strict(Message, objects(reading=reading("hermes")).whole([], saying(CALL)))
+    (call,) = message.content
+    assert (call.id, call.name, call.input) == ("toolu_0", "look_up", {"word": "é", "n": 1.5})
+    events = list(made.piece([AnswerToken(1, CALL)]))
+    assert [event["type"] for event in events] == [
+        "content_block_start",
+        "content_block_delta",
+        "content_block_stop",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("over", "shown"),
+    [
+        (saying(CALL), "tool_use"),
+        (saying(f"{CALL} and ", stop_string="###"), "stop_sequence"),
+        (saying(f"{CALL} and ", "length"), "max_tokens"),
+        (saying("No."), "end_turn"),
+        (saying(CALL.replace("look_up", "fly")), "end_turn"),
+    ],
+)
+def test_why_an_answer_that_may_call_ended(over, shown):
+    """A call is the reason only where the answer ended by itself."""
+    assert objects(reading=reading("hermes")).whole([], over)["stop_reason"] == shown
+
+
+def test_only_so_many_calls_are_shown():
+    """The others are as if they were never said."""
+    use = replace(USE, most_calls=1)
+    message = objects(reading=reading("hermes", use)).whole([], saying(CALL + OTHER))
+    assert [block["name"] for block in message["content"]] == ["look_up"]
 
 
 def test_an_answer_that_fails_while_it_is_streamed():

@@ -7,6 +7,7 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from inference_svc.core.answers import AnswerToken
 from inference_svc.core.chat import Message
 from inference_svc.core.errors import SessionBusyError
+from inference_svc.http_api.answer_parts import Reading
 from inference_svc.http_api.bodies import decode
 from inference_svc.http_api.conversation import MAX_MESSAGES
 from inference_svc.http_api.errors import RequestError, UnknownParameterError, UnsupportedValueError
@@ -21,6 +22,8 @@ from tests.inference_svc.http_api.as_clients_read import (
     finished,
     strict,
 )
+from tests.inference_svc.http_api.scripted_calls import READING, calling
+from tests.inference_svc.http_api.scripted_calls import TOKENS as CALL_TOKENS
 
 HELLO = [{"role": "user", "content": "Hello"}]
 
@@ -137,14 +140,13 @@ def test_roles():
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"tools": [{"type": "function"}]}, "tools"),
-        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tools": [{"type": "custom", "custom": {"name": "f"}}]}, "tools[0].type"),
+        ({"functions": [{"name": "f"}]}, "functions"),
         ({"modalities": ["text", "audio"]}, "modalities"),
         ({"audio": {}}, "audio"),
-        ({"reasoning_effort": "high"}, "reasoning_effort"),
         ({"web_search_options": {}}, "web_search_options"),
         ({"service_tier": "flex"}, "service_tier"),
-        ({"messages": [{"role": "tool", "content": "4"}]}, "messages[0].role"),
+        ({"messages": [{"role": "function", "name": "f", "content": "4"}]}, "messages[0].role"),
         ({"messages": [{"role": "user", "content": "x", "name": "Ann"}]}, "messages[0].name"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
@@ -220,7 +222,7 @@ def test_an_unknown_parameter_is_refused():
 # ------------------------------------------------------------------------------------ answers
 
 
-def reply_of(*answers, n=1, includes_usage=False, top_logprobs=None):
+def reply_of(*answers, n=1, includes_usage=False, top_logprobs=None, reading=None):
     """The reply with these answers to one request."""
     envelope = Envelope(
         kind="chat.completion",
@@ -232,7 +234,10 @@ def reply_of(*answers, n=1, includes_usage=False, top_logprobs=None):
         includes_usage=includes_usage,
     )
     tokens = TokenText(Letters())
-    choices = [ChatChoice(index, tokens, top_logprobs) for index in range(len(answers))]
+    choices = [
+        ChatChoice(index, tokens, reading or Reading(), top_logprobs)
+        for index in range(len(answers))
+    ]
     return Choices(envelope, answers, choices, n)
 
 
@@ -295,8 +300,8 @@ async def test_a_stream_without_usage_has_none():
 
 def test_tokens_that_show_nothing_make_no_chunk():
     """A piece of a character waits for the rest."""
-    assert not list(ChatChoice(0, TokenText(Letters())).piece([AnswerToken(2, "")]))
-    assert list(ChatChoice(0, TokenText(Letters()), 0).piece([AnswerToken(2, "", -1.0)]))
+    assert not list(ChatChoice(0, TokenText(Letters()), Reading()).piece([AnswerToken(2, "")]))
+    assert list(ChatChoice(0, TokenText(Letters()), Reading(), 0).piece([AnswerToken(2, "", -1.0)]))
 
 
 # ------------------------------------------------------------------------------ several answers
@@ -347,3 +352,34 @@ def test_several_answers_are_bounded():
             chat(**fields)
     seeds = [chat(n=3, seed=2**63 - 1).sampling(0.0, choice)["seed"] for choice in range(3)]
     assert seeds == [2**63 - 1, 0, 1]
+
+
+async def test_the_chunks_of_calls():
+    """Each call is announced with its id and name, then its arguments come; whole is the same."""
+    answers = [ScriptedAnswer(CALL_TOKENS, calling()) for _ in range(2)]
+    reading = {"reading": READING}
+    answer = await whole(answers[0], **reading)
+    chunks = await chunks_of(answers[1], **reading)
+    (choice,) = answer.choices
+    assert (choice.message.content, choice.finish_reason) == ("I look.", "tool_calls")
+    assert choice.message.model_extra["reasoning_content"] == "Two words."
+    deltas = [chunk.choices[0].delta for chunk in chunks]
+    assert "".join(delta.content or "" for delta in deltas) == "I look."
+    thought = [delta.model_extra.get("reasoning_content", "") for delta in deltas]
+    assert "".join(thought) == "Two words."
+    parts = [part for delta in deltas for part in delta.tool_calls or ()]
+    assert [part.index for part in parts] == [0, 0, 1, 1]
+    assert [
+        (begun.id, begun.function.name, begun.function.arguments + rest.function.arguments)
+        for begun, rest in zip(parts[::2], parts[1::2], strict=True)
+    ] == [
+        (call.id, call.function.name, call.function.arguments) for call in choice.message.tool_calls
+    ]
+    assert chunks[-1].choices[0].finish_reason == "tool_calls"
+
+
+async def test_an_answer_that_is_cut_behind_a_call():
+    """The client is told that it was cut."""
+    answer = await whole(ScriptedAnswer(CALL_TOKENS, calling("length")), reading=READING)
+    assert answer.choices[0].finish_reason == "length"
+    assert len(answer.choices[0].message.tool_calls) == 2

@@ -1,13 +1,18 @@
 """Responses and their events, read by the official client's own types."""
 
+from dataclasses import replace
+
 import pytest
 from openai.types.responses import Response, ResponseStreamEvent
 
 from inference_svc.core.errors import SessionBusyError
+from inference_svc.http_api.answer_parts import Reading
 from inference_svc.http_api.openai.response_objects import ResponseObjects
 from inference_svc.http_api.sessions.lookup import ResponseInfo
 from inference_svc.http_api.token_text import TokenText
 from tests.inference_svc.http_api.as_clients_read import STARTED, TOKENS, Letters, finished, strict
+from tests.inference_svc.http_api.scripted_calls import READING, calling
+from tests.inference_svc.http_api.scripted_calls import TOKENS as CALL_TOKENS
 
 INFO = ResponseInfo(1_700_000_000, "tiny", instructions="Be brief.", metadata={"a": "b"})
 
@@ -18,7 +23,7 @@ INFO = ResponseInfo(1_700_000_000, "tiny", instructions="Be brief.", metadata={"
 )
 def test_the_events_of_a_response(reason, last, status):
     """In OpenAI's order, numbered, each of the client's type; the last one has all."""
-    events = ResponseObjects("resp_1", "s-1", INFO, TokenText(Letters()), 1)
+    events = ResponseObjects("resp_1", "s-1", INFO, TokenText(Letters()), Reading(), 1)
     made = [*events.opening(STARTED), *events.piece([TOKENS[0]]), *events.piece([TOKENS[1]])]
     made += events.closing(finished(reason))
     read = [strict(ResponseStreamEvent, one) for one in made]
@@ -44,7 +49,7 @@ def test_the_events_of_a_response(reason, last, status):
 
 def test_a_whole_response():
     """The same object as the last event's."""
-    events = ResponseObjects("resp_1", "s-1", INFO, TokenText(Letters()), None)
+    events = ResponseObjects("resp_1", "s-1", INFO, TokenText(Letters()), Reading(), None)
     response = strict(Response, events.whole(TOKENS, finished("length")))
     assert response.incomplete_details.reason == "max_output_tokens"
     assert (response.id, response.metadata) == ("resp_1", {"a": "b"})
@@ -53,8 +58,58 @@ def test_a_whole_response():
 
 def test_a_response_that_fails_while_it_is_streamed():
     """The error is in the last event."""
-    events = ResponseObjects("resp_1", "s-1", INFO, TokenText(None), None)
+    events = ResponseObjects("resp_1", "s-1", INFO, TokenText(None), Reading(), None)
     made = events.failure(SessionBusyError("busy", "wait"))
     assert made["type"] == "response.failed"
     assert made["response"]["status"] == "failed"
     assert made["response"]["error"] == {"code": "session_busy", "message": "busy: wait"}
+
+
+def objects_of_calls(top_logprobs=None):
+    return ResponseObjects("resp_1", "s-1", INFO, TokenText(None), READING, top_logprobs)
+
+
+def test_a_response_that_thinks_speaks_and_calls():
+    """Each is an item of its own; streamed they are the same as whole."""
+    events = objects_of_calls()
+    made = [*events.opening(STARTED), *(made for t in CALL_TOKENS for made in events.piece([t]))]
+    made += events.closing(calling())
+    read = [strict(ResponseStreamEvent, one) for one in made]
+    assert [event.sequence_number for event in read] == list(range(len(read)))
+    output = read[-1].response.output
+    assert [item.type for item in output] == [
+        *("reasoning", "message", "function_call", "function_call")
+    ]
+    assert len({item.id for item in output}) == 4
+    assert output[0].content[0].text == "Two words."
+    assert output[1].content[0].text == "I look."
+    assert [(item.name, item.arguments, item.call_id) for item in output[2:]] == [
+        ("look", '{"a": 1}', "call_0"),
+        ("see", '{"b": "é"}', "call_1"),
+    ]
+    done = [event.item for event in read if event.type == "response.output_item.done"]
+    assert done == output
+    deltas = [event for event in read if event.type == "response.function_call_arguments.delta"]
+    assert [(event.output_index, event.delta) for event in deltas] == [
+        (2, '{"a": 1}'),
+        (3, '{"b": "é"}'),
+    ]
+    whole = strict(Response, objects_of_calls().whole((), calling()))
+    assert whole.output == output
+
+
+def test_log_probabilities_beside_calls():
+    """Those of all tokens up to the message's end are in the message: none is lost on the way."""
+    response = strict(Response, objects_of_calls(1).whole(CALL_TOKENS, calling()))
+    assert response.output[1].content[0].logprobs
+
+
+def test_an_answer_that_says_nothing():
+    """It is an empty message."""
+    end = replace(finished(), text="")
+    response = strict(
+        Response,
+        ResponseObjects("resp_1", "s-1", INFO, TokenText(None), Reading()).whole((), end),
+    )
+    assert response.output_text == ""
+    assert len(response.output) == 1

@@ -1,10 +1,12 @@
 """Histories as digests, and what is submitted at the end of a route."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from inference_svc.core.chat import Message
+from inference_svc.core.chat import Message, Tool, ToolCall
 from inference_svc.core.errors import EmptyTurnError, InvalidSamplingError
 from inference_svc.core.submission import ChatInput, ModelTraits, TurnDefaults
 from inference_svc.core.truncation import OverflowPolicy
@@ -126,3 +128,42 @@ def test_a_turn_that_brings_nothing_is_refused():
         turn(messages=(Message("user", ""),)).as_submission(route, KEY_OF, DEFAULTS)
     with pytest.raises(InvalidSamplingError, match="top_p 0"):
         turn(sampling={"top_p": 0.0}).as_submission(route, KEY_OF, DEFAULTS)
+
+
+def test_calls_of_tools_are_part_of_a_history():
+    """By name and arguments, whose order does not count; not by ids, which clients may change."""
+    call = ToolCall("look", '{"a": 1, "b": [2]}', "c1")
+    said = Message("assistant", "I look.\n", (call,))
+    same = [
+        replace(said, content="I\n\nlook."),
+        replace(said, tool_calls=(ToolCall("look", '{"b":[2],"a":1}', "other"),)),
+    ]
+    others = [
+        replace(said, tool_calls=()),
+        replace(said, tool_calls=(call, call)),
+        replace(said, tool_calls=(replace(call, name="see"),)),
+        replace(said, tool_calls=(replace(call, arguments="{}"),)),
+        replace(said, content="I see."),
+    ]
+    digest = CHAIN.after(CHAIN.start, said)
+    assert {CHAIN.after(CHAIN.start, one) for one in same} == {digest}
+    assert len({digest, *(CHAIN.after(CHAIN.start, one) for one in others)}) == len(others) + 1
+
+
+def test_what_a_tool_returned_is_of_a_call():
+    """Two results are not those of one another's calls."""
+    result = Message("tool", "4", tool_call_id="c1", name="look")
+    digests = [
+        CHAIN.after(CHAIN.start, one)
+        for one in (result, replace(result, tool_call_id="c2"), replace(result, content="5"))
+    ]
+    assert len(set(digests)) == 3
+    assert CHAIN.after(CHAIN.start, replace(result, name="")) == digests[0]
+
+
+def test_tools_begin_a_history():
+    """Others begin another, and none the one that there always was."""
+    tools = (Tool("look", "Looks."),)
+    openings = [CHAIN.opening(()), CHAIN.opening(tools), CHAIN.opening((*tools, Tool("see")))]
+    assert openings[0] == CHAIN.start
+    assert len(set(openings)) == 3

@@ -13,9 +13,9 @@ from transformers import AutoTokenizer
 
 from inference_svc.core.answers import SamplingParams
 from inference_svc.core.errors import InvalidGrammarError
-from inference_svc.core.grammar import MAX_BLANKS, Grammar, GrammarKind, of_choices, of_schema
+from inference_svc.core.grammar import Grammar, GrammarKind, of_choices, of_schema
 from inference_svc.installation import SHIPPED_MODEL
-from inference_svc.runtime.compute.grammars import Grammars
+from inference_svc.runtime.compute.grammars import MAX_BLANKS, Grammars
 from inference_svc.runtime.compute.sampling import Sampler
 
 SCHEMAS = Path(__file__).parents[3] / "data" / "json_schemas.json.gz"

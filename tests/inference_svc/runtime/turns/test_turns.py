@@ -4,7 +4,6 @@ What changes a session is done whoever waits for it; nobody else is let in befor
 """
 
 import asyncio
-import time
 from contextlib import asynccontextmanager
 from dataclasses import replace
 
@@ -39,6 +38,7 @@ from inference_svc.service.turn_messages import decode_submission
 from shared.pb.inference.v1 import inference_pb2 as pb
 from shared.types.errors import ReportedError
 from shared.types.session_key import SessionKey
+from tests.turn_service import until
 
 KEY = SessionKey("default", "model", "s")
 RECORD = TurnRecord(0, "r", "d", tuple(range(9)), (9,), ("x",), (), (), 1, "stop", Usage(), 1.0)
@@ -106,11 +106,6 @@ async def left_in_the_middle(store, change):
     caller.cancel()
     with pytest.raises(asyncio.CancelledError):
         await caller
-
-
-async def until(is_so):
-    while not is_so():
-        await asyncio.to_thread(time.sleep, 0.001)
 
 
 async def test_a_discard_is_done_although_its_caller_left(tmp_path):

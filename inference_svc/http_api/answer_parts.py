@@ -1,0 +1,84 @@
+"""An answer as its client reads it: text, what was thought, and calls of tools with their ids."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+
+from inference_svc.core.answers import AnswerToken
+from inference_svc.core.chat import ASSISTANT, Message, ToolCall, ToolUse
+from inference_svc.core.tools.reader import AnswerReader, Part, ReadAnswer, summed
+from inference_svc.core.tools.registry import PLAIN, ToolFormat
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How the answers of one turn are read.
+
+    Attributes:
+        tool_format: how the model writes calls.
+        use: the tools that were offered.
+        call_id: makes the id of the answer's call of an index.
+    """
+
+    tool_format: ToolFormat = PLAIN
+    use: ToolUse = field(default_factory=ToolUse)
+    call_id: Callable[[int], str] = "call_{}".format
+
+    @property
+    def shows_marks(self) -> bool:
+        """Whether special tokens are wanted in the answer's text, to be read."""
+        return self.tool_format.is_always or bool(self._names)
+
+    def reader(self) -> "PartsReader":
+        """Make the reader of an answer."""
+        made = self.tool_format if self.shows_marks else PLAIN
+        return PartsReader(made.reader(self._names, self.use.most_calls), self.call_id)
+
+    def whole(self, text: str) -> ReadAnswer:
+        """Read an answer that is complete."""
+        reader = self.reader()
+        return summed([*reader.push_text(text), *reader.end()])
+
+    def message(self, text: str) -> Message:
+        """Return a whole answer as the message that its client sends back."""
+        read = self.whole(text)
+        return Message(ASSISTANT, read.content, read.calls)
+
+    @property
+    def _names(self) -> frozenset[str]:
+        return frozenset(tool.name for tool in self.use.callable_tools)
+
+
+class PartsReader:
+    """Reads one answer; its calls have ids.
+
+    Args:
+        reader: of its format.
+        call_id: makes the id of the call of an index.
+
+    Attributes:
+        num_calls: how many calls there were so far.
+    """
+
+    def __init__(self, reader: AnswerReader, call_id: Callable[[int], str]) -> None:
+        self._reader = reader
+        self._call_id = call_id
+        self.num_calls = 0
+
+    def push(self, tokens: Iterable[AnswerToken]) -> list[Part]:
+        """Return the parts that the next tokens complete."""
+        return self.push_text("".join(token.text for token in tokens))
+
+    def push_text(self, text: str) -> list[Part]:
+        """Return the parts that the next text completes."""
+        return self._named(self._reader.push(text))
+
+    def end(self) -> list[Part]:
+        """Return the last parts."""
+        return self._named(self._reader.end())
+
+    def _named(self, parts: Iterable[Part]) -> list[Part]:
+        return [self._with_id(part) if isinstance(part, ToolCall) else part for part in parts]
+
+    def _with_id(self, call: ToolCall) -> ToolCall:
+        self.num_calls += 1
+        return replace(call, call_id=self._call_id(self.num_calls - 1))

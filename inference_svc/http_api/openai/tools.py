@@ -1,0 +1,205 @@
+"""Tools in OpenAI's words: those of a chat, and those of a response.
+
+A chat has a function in a member of its own, a response has its members beside its type.
+
+*Source:* OpenAI API reference, "Function calling".
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from typing import Annotated, Any, ClassVar, Literal, Self
+
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Discriminator,
+    FailFast,
+    Field,
+    Tag,
+    model_validator,
+)
+
+from inference_svc.core.chat import ChoiceKind, Tool, ToolUse
+from inference_svc.http_api.bodies import Body, WrongMemberError
+from inference_svc.http_api.errors import UnsupportedValueError
+from inference_svc.http_api.openai.sampled_body import SampledBody
+from inference_svc.http_api.tool_bodies import FunctionBody, ToolName, check_tools
+
+FUNCTION = "function"
+NAMESPACE = "namespace"
+OF_NAMESPACE = "."  # between a namespace and a function of it
+
+
+def _kind(kind: str) -> str:
+    if kind != FUNCTION:
+        raise WrongMemberError(
+            f"a tool of type {kind[:40]!r} is not supported",
+            "send functions, which you run yourself",
+            kind=UnsupportedValueError,
+        )
+    return kind
+
+
+FunctionKind = Annotated[str, AfterValidator(_kind)]
+
+
+class ChatToolBody(Body):
+    """A tool of a chat."""
+
+    content_words: ClassVar[str] = "type and function"
+
+    kind: FunctionKind = Field(default="", alias="type", validate_default=True)
+    function: FunctionBody = Field(default=None, validate_default=True)
+
+    @property
+    def tool(self) -> Tool:
+        """The tool."""
+        found = self.function
+        return Tool(found.name, found.description, found.parameters)
+
+
+class FlatToolBody(FunctionBody):
+    """A function of a response."""
+
+    content_words: ClassVar[str] = "type, name, description and parameters"
+    ignored: ClassVar[frozenset[str]] = FunctionBody.ignored | {"defer_loading"}
+
+    kind: FunctionKind = Field(default="", alias="type", validate_default=True)
+
+    def offered(self) -> Iterator[Tool]:
+        """Yield the tool."""
+        yield Tool(self.name, self.description, self.parameters)
+
+    def shown(self, *, is_long: bool) -> dict[str, Any]:
+        """Return the tool as a response repeats it; of a long one nothing but its name."""
+        (tool,) = self.offered()
+        return {
+            "type": FUNCTION,
+            "name": tool.name,
+            "description": "" if is_long else tool.description,
+            "parameters": {} if is_long else dict(tool.schema),
+            "strict": False,
+        }
+
+
+class NamespaceBody(Body):
+    """Functions of a response under one name, with which they are called: `namespace.function`."""
+
+    content_words: ClassVar[str] = "type, name, description and tools"
+
+    kind: Literal["namespace"] = Field(alias="type")
+    name: ToolName = Field(default="", validate_default=True)
+    description: str = ""
+    tools: Annotated[list[FlatToolBody], FailFast()] = Field(default_factory=list)
+
+    def offered(self) -> Iterator[Tool]:
+        """Yield its functions."""
+        for each in self.tools:
+            name = f"{self.name}{OF_NAMESPACE}{each.name}"
+            yield Tool(name, each.description, each.parameters)
+
+    def shown(self, *, is_long: bool) -> dict[str, Any]:
+        """Return it as a response repeats it; of a long one nothing but names."""
+        return {
+            "type": NAMESPACE,
+            "name": self.name,
+            "description": "" if is_long else self.description,
+            "tools": [each.shown(is_long=is_long) for each in self.tools],
+        }
+
+
+def _tag(tool: Any) -> str:
+    is_namespace = isinstance(tool, dict) and tool.get("type") == NAMESPACE
+    return f"<{NAMESPACE}>" if is_namespace else f"<{FUNCTION}>"
+
+
+ResponseToolBody = Annotated[
+    Annotated[FlatToolBody, Tag(f"<{FUNCTION}>")] | Annotated[NamespaceBody, Tag(f"<{NAMESPACE}>")],
+    Discriminator(_tag),
+]
+
+
+class NamedFunctionBody(Body):
+    """The function that an answer has to call."""
+
+    content_words: ClassVar[str] = "name"
+
+    name: ToolName = Field(default="", validate_default=True)
+
+
+class ChoiceBody(Body):
+    """`tool_choice`: the function that the answer has to call, or a word as its `kind`."""
+
+    content_words: ClassVar[str] = "none, auto, required, or a function"
+
+    kind: FunctionKind = Field(default="", alias="type", validate_default=True)
+    function: NamedFunctionBody | None = None
+    name: str = ""
+
+    @property
+    def chosen(self) -> str:
+        """The function's name."""
+        return self.name if self.function is None else self.function.name
+
+
+def _choice(given: Any) -> Any:
+    if not isinstance(given, str):
+        return given
+    if given not in set(ChoiceKind):
+        raise WrongMemberError(
+            "{path} cannot be so", f"send {', '.join(ChoiceKind)}, or a function"
+        )
+    return ChoiceBody.model_construct(kind=given, function=None, name="")
+
+
+ChatTools = Annotated[list[ChatToolBody], FailFast()]
+ResponseTools = Annotated[list[ResponseToolBody], FailFast()]
+ToolChoice = Annotated[ChoiceBody, BeforeValidator(_choice)]
+
+
+class ToolsBody(SampledBody, ABC):
+    """A request whose answer may call tools.
+
+    Attributes:
+        parallel_tool_calls: whether it may call more than one.
+    """
+
+    tool_kinds: ClassVar[frozenset[str]] = frozenset({FUNCTION})
+
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool = True
+
+    @model_validator(mode="after")
+    def _choose_what_is_there(self) -> Self:
+        tools = self.offered
+        choice = self.tool_choice
+        chosen = "" if choice is None else choice.chosen
+        check_tools([tool.name for tool in tools], chosen, "tool_choice")
+        if choice is not None and choice.kind not in {"none", "auto"} and not tools:
+            raise WrongMemberError("{path} goes with tools", "send tools, too", "tool_choice")
+        return self
+
+    @property
+    def shown_choice(self) -> str | dict[str, str]:
+        """`tool_choice` as a response shows it."""
+        if self.tool_choice is None:
+            return "auto"
+        is_named = self.tool_choice.kind == FUNCTION
+        named = {"type": FUNCTION, "name": self.tool_choice.chosen}
+        return named if is_named else str(self.tool_choice.kind)
+
+    @property
+    @abstractmethod
+    def offered(self) -> tuple[Tool, ...]:
+        """The tools that the client offers."""
+
+    @property
+    def tool_use(self) -> ToolUse:
+        """What the answer may do with tools."""
+        choice = self.tool_choice
+        most_calls = None if self.parallel_tool_calls else 1
+        if choice is None:
+            return ToolUse(self.offered, most_calls=most_calls)
+        is_named = choice.kind == FUNCTION
+        kind = ChoiceKind.REQUIRED if is_named else ChoiceKind(choice.kind)
+        return ToolUse(self.offered, kind, choice.chosen, most_calls)

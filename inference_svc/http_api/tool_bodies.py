@@ -1,0 +1,105 @@
+"""Tools, and calls of them, as clients write them: what all APIs have in common."""
+
+import re
+from collections.abc import Sequence
+from typing import Annotated, Any, ClassVar
+
+from pydantic import AfterValidator, Field, model_validator
+
+from inference_svc.core.chat import ToolCall
+from inference_svc.core.tools.json_value import Asked, NoCallError, make_call
+from inference_svc.http_api.bodies import Body, WrongMemberError
+
+MAX_TOOLS = 512
+MAX_DEPTH = 64  # of objects and lists in one another: whoever writes them into a prompt recurses
+_NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")
+
+
+def _name(name: str) -> str:
+    if not _NAME.fullmatch(name):
+        raise WrongMemberError(
+            "{path} is no name of a tool", "send up to 128 letters, digits and signs of _.:/-"
+        )
+    return name
+
+
+def _bounded(given: dict[str, Any], name: str = "") -> dict[str, Any]:
+    level: list[Any] = [given]
+    for _ in range(MAX_DEPTH):
+        inner = (each.values() if isinstance(each, dict) else each for each in level)
+        level = [value for values in inner for value in values if isinstance(value, dict | list)]
+    if level:
+        raise WrongMemberError(
+            "{path} is nested too deeply", f"nest at most {MAX_DEPTH} levels", name
+        )
+    return given
+
+
+ToolName = Annotated[str, AfterValidator(_name)]
+JsonObject = Annotated[dict[str, Any], AfterValidator(_bounded)]
+CallId = Annotated[str, Field(min_length=1, max_length=256)]
+
+
+def check_tools(names: Sequence[str], chosen: str, choice_path: str) -> None:
+    """Check the tools of a request; for a validator of its body.
+
+    Args:
+        names: of the tools that it offers.
+        chosen: the tool that the answer has to call; "" if none is named.
+        choice_path: where that is named.
+
+    Raises:
+        WrongMemberError: there are too many, or two of one name, or the chosen one is not there.
+    """
+    if len(names) > MAX_TOOLS:
+        raise WrongMemberError(
+            f"{len(names)} tools cannot be", f"send at most {MAX_TOOLS}", "tools"
+        )
+    twice = next((name for name in names if names.count(name) > 1), "")
+    if twice:
+        raise WrongMemberError(f"two tools are called {twice!r}", "name each by itself", "tools")
+    if chosen and chosen not in names:
+        raise WrongMemberError(
+            f"there is no tool {chosen[:60]!r} to call", "choose one of tools", choice_path
+        )
+
+
+def decode_call(name: str, arguments: str | dict[str, Any], call_id: str) -> ToolCall:
+    """Decode a call of an earlier answer; for a validator.
+
+    Raises:
+        WrongMemberError: its arguments are no object, or nested too deeply.
+    """
+    try:
+        call = make_call(Asked(name, arguments or {}))
+    except NoCallError as error:
+        raise WrongMemberError(
+            "{path} is no JSON object", "send the arguments as they were answered", "arguments"
+        ) from error
+    _bounded(call.values, "arguments")
+    return ToolCall(call.name, call.arguments, call_id)
+
+
+class FunctionBody(Body):
+    """A function that the client would run."""
+
+    content_words: ClassVar[str] = "name, description and parameters"
+    ignored: ClassVar[frozenset[str]] = frozenset({"strict"})
+
+    name: ToolName = Field(default="", validate_default=True)
+    description: str = ""
+    parameters: JsonObject = Field(default_factory=dict)
+
+
+class CalledFunctionBody(Body):
+    """The function of a call, as it was answered."""
+
+    content_words: ClassVar[str] = "name and arguments"
+
+    name: ToolName = Field(default="", validate_default=True)
+    arguments: str = ""
+
+    @model_validator(mode="after")
+    def _decode(self) -> "CalledFunctionBody":
+        decode_call(self.name, self.arguments, "")
+        return self

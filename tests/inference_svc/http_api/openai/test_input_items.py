@@ -1,0 +1,70 @@
+"""The input of a response as messages."""
+
+import pytest
+
+from inference_svc.core.chat import Message, ToolCall
+from inference_svc.http_api.bodies import decode
+from inference_svc.http_api.errors import RequestError
+from inference_svc.http_api.openai.responses import ResponseBody
+
+CALL = {"type": "function_call", "call_id": "c1", "name": "look", "arguments": '{"a": 1}'}
+RESULT = {"type": "function_call_output", "call_id": "c1", "output": "4"}
+LOOK = ToolCall("look", '{"a": 1}', "c1")
+
+
+def read(*items):
+    return decode(ResponseBody, {"model": "m", "input": list(items)}).conversation
+
+
+def test_what_an_answer_said_and_called_is_one_message():
+    """However many items it had; what was thought is not read again."""
+    other = {**CALL, "call_id": "c2", "arguments": "", "id": "fc_1", "status": "completed"}
+    said = {
+        "type": "message",
+        "id": "msg_1",
+        "role": "assistant",
+        "content": [{"type": "output_text", "text": "I look.", "annotations": []}],
+    }
+    thought = {"type": "reasoning", "id": "rs_1", "summary": [], "encrypted_content": "x"}
+    parts = [{"type": "input_text", "text": "5"}]
+    assert read(
+        {"role": "user", "content": "?"},
+        *(thought, said, CALL, other, RESULT, {**RESULT, "call_id": "c2", "output": parts}),
+    ) == (
+        Message("user", "?"),
+        Message("assistant", "I look.", (LOOK, ToolCall("look", "{}", "c2"))),
+        Message("tool", "4", tool_call_id="c1", name="look"),
+        Message("tool", "5", tool_call_id="c2", name="look"),
+    )
+
+
+def test_answers_without_calls_stay_apart():
+    """As they were sent."""
+    one = {"role": "assistant", "content": "a"}
+    assert read(one, one, {"role": "user", "content": "?"})[:2] == (Message("assistant", "a"),) * 2
+
+
+def test_a_result_alone():
+    """Its call is in the response that it follows."""
+    assert read(RESULT) == (Message("tool", "4", tool_call_id="c1"),)
+
+
+@pytest.mark.parametrize(
+    ("item", "param"),
+    [
+        ({**CALL, "arguments": "[1]"}, "input[0].arguments"),
+        ({**CALL, "arguments": '{"a": NaN}'}, "input[0].arguments"),
+        ({**CALL, "name": "two words"}, "input[0].name"),
+        ({**CALL, "call_id": None}, "input[0].call_id"),
+        ({**CALL, "output": "4"}, "input[0].output"),
+        ({**RESULT, "output": None}, "input[0].output"),
+        ({**RESULT, "output": [{"type": "input_image"}]}, "input[0].output[0].type"),
+        ({"type": "reasoning", "text": "x"}, "input[0].text"),
+        ({"type": ["message"]}, "input[0].type"),
+    ],
+)
+def test_items_that_cannot_be(item, param):
+    """Named by their place, without the kind of the item."""
+    with pytest.raises(RequestError) as refused:
+        read(item)
+    assert refused.value.param == param

@@ -1,0 +1,58 @@
+"""Answers as clients read them: calls have ids, which are the same however the answer came."""
+
+import pytest
+
+from inference_svc.core.chat import ChoiceKind, Message, Tool, ToolCall, ToolUse
+from inference_svc.core.tools.reader import summed
+from inference_svc.core.tools.registry import FORMATS
+from inference_svc.http_api.answer_parts import Reading
+from tests.inference_svc.http_api.scripted_calls import READING, TEXT, TOKENS, USE
+
+CALLS = (ToolCall("look", '{"a": 1}', "call_0"), ToolCall("see", '{"b": "é"}', "call_1"))
+
+
+def test_an_answer_is_the_same_whole_and_streamed():
+    """Its text, what was thought, and its calls with their ids."""
+    reader = READING.reader()
+    parts = [part for token in TOKENS for part in reader.push([token])]
+    read = summed([*parts, *reader.end()])
+    assert read == READING.whole(TEXT)
+    assert (read.content, read.reasoning, read.calls) == ("I look.", "Two words.", CALLS)
+    assert reader.num_calls == 2
+
+
+def test_the_message_that_a_client_sends_back():
+    """Without what was thought."""
+    assert READING.message(TEXT) == Message("assistant", "I look.", CALLS)
+
+
+def test_more_calls_than_are_wanted():
+    """The first count."""
+    one = Reading(FORMATS["gpt-oss"], ToolUse(USE.tools, most_calls=1))
+    assert [call.name for call in one.whole(TEXT).calls] == ["look"]
+
+
+@pytest.mark.parametrize(
+    ("use", "callable_names", "shows_marks"),
+    [
+        (ToolUse(), [], False),
+        (ToolUse((Tool("look"),), ChoiceKind.NONE), [], False),
+        (ToolUse((Tool("look"), Tool("see"))), ["look", "see"], True),
+        (ToolUse((Tool("look"), Tool("see")), ChoiceKind.REQUIRED, "see"), ["see"], True),
+    ],
+)
+def test_where_calls_are_looked_for(use, callable_names, shows_marks):
+    """Only where the model may call: else an answer is text, whatever it says."""
+    text = '<tool_call>{"name": "look", "arguments": {}}</tool_call>'
+    reading = Reading(FORMATS["hermes"], use)
+    assert [tool.name for tool in use.callable_tools] == callable_names
+    assert reading.shows_marks == shows_marks
+    is_call = "look" in callable_names
+    assert reading.whole(text).content == ("" if is_call else text)
+    assert use.is_forced == (use.choice == "required")
+
+
+def test_a_format_that_every_answer_has():
+    """gpt-oss writes channels without tools, too."""
+    read = Reading(FORMATS["gpt-oss"]).whole("<|channel|>final<|message|>Hello")
+    assert (read.content, read.calls) == ("Hello", ())
