@@ -219,14 +219,10 @@ def _rule(parts: Sequence[str], tool: Tool, special: Mapping[str, int]) -> Itera
 
 def _literals(text: str, special: Mapping[str, int]) -> list[str]:
     """Write a text as literals of a grammar, special tokens in it by their ids."""
-    if not text:
-        return []
-    if not special:
-        return [json.dumps(text, ensure_ascii=False)]
-    parts = re.split("(" + "|".join(map(re.escape, special)) + ")", text)
+    names = "|".join(map(re.escape, special)) or r"(?!)"
     return [
         f"<[{special[part]}]>" if part in special else json.dumps(part, ensure_ascii=False)
-        for part in parts
+        for part in re.split(f"({names})", text)
         if part
     ]
 
