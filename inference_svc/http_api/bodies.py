@@ -282,7 +282,6 @@ class TurnBody(ModelBody, ABC):
         model: name of the model that is to answer; OpenAI demands it, too.
         store: whether the session may stay afterwards.
         session_id: the session that the client names; "" if its messages decide.
-        prompt_cache_key: the client's name of the conversation; see `agents.py`.
         metadata: a client's own notes.
         tool_kinds: types of tools that clients run.
         call_prefix: what ids of calls begin with.
@@ -295,7 +294,6 @@ class TurnBody(ModelBody, ABC):
     stream: bool = False
     store: bool = True
     session_id: str = ""
-    prompt_cache_key: str = ""
     temperature: float | None = Field(default=None, ge=0, le=2)
     top_p: float | None = Field(default=None, ge=0, le=1)
     top_k: int | None = Field(default=None, ge=0, le=MOST_TOKENS)
@@ -337,6 +335,11 @@ class TurnBody(ModelBody, ABC):
     def _is_foreign(cls, tool: Any) -> bool:
         kind = tool.get("type") if isinstance(tool, dict) else None
         return isinstance(kind, str) and kind not in cls.tool_kinds
+
+    @property
+    def cache_key(self) -> str:
+        """The client's name of the conversation, see `agents.py`; "" if it says none."""
+        return ""
 
     @property
     def tool_use(self) -> ToolUse:

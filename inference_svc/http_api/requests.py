@@ -245,7 +245,7 @@ class TurnRequest(Generic[B]):
     @property
     def hints(self) -> AgentHints:
         """What the client says of the conversation that it belongs to."""
-        return hints_of(self.request.headers, self.body.prompt_cache_key)
+        return hints_of(self.request.headers, self.body.cache_key)
 
     @property
     def _is_kept(self) -> bool:

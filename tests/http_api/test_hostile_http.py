@@ -146,7 +146,7 @@ async def test_wrong_addresses(api, method, path, status, code):
         (b"{" * 100_000, "invalid_json"),
         (b'{"messages":' * 10_000, "invalid_json"),
         (b'{"model": "tiny", "messages": "hello"}', "invalid_value"),
-        (b'{"model": "tiny", "messages": [], "tools": [1]}', "unsupported_value"),
+        (b'{"model": "tiny", "messages": [], "tools": [1]}', "invalid_value"),
         (b'{"model": "other", "messages": [{"role": "user", "content": "x"}]}', "model_not_found"),
         (b'{"model": "tiny", "messages": [{"role": "user", "content": ""}]}', "empty_turn"),
         (

@@ -33,4 +33,10 @@ class OpenAITurnBody(ToolsBody, ABC):
         }
     )
 
+    prompt_cache_key: str = ""
     top_logprobs: int | None = Field(default=None, ge=0, le=MAX_TOP_LOGPROBS)
+
+    @property
+    def cache_key(self) -> str:
+        """The client's name of the conversation, see `agents.py`; "" if it says none."""
+        return self.prompt_cache_key
