@@ -212,7 +212,7 @@ def _rule(parts: Sequence[str], tool: Tool, special: Mapping[str, int]) -> Itera
         if part == PROBE.name:
             yield json.dumps(tool.name)
         elif _ARGUMENTS.fullmatch(part):
-            yield json_rule(tool.schema)
+            yield json_rule(tool.schema, is_strict=tool.is_strict)
         else:
             yield from _literals(part, special)
 
