@@ -18,11 +18,14 @@ class Tool:
 
     Attributes:
         parameters: JSON schema of its arguments.
+        is_strict: whether a call that the answer has to make keeps to all of the schema, or is
+            refused; else to what grammars know of it.
     """
 
     name: str
     description: str = ""
     parameters: Mapping[str, Any] = field(default_factory=dict)
+    is_strict: bool = False
 
     @property
     def schema(self) -> Mapping[str, Any]:

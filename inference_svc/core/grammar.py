@@ -51,11 +51,17 @@ def of_choices(choices: Sequence[str]) -> Grammar:
     return Grammar(GrammarKind.LARK, f"start: {texts}")
 
 
-def json_rule(schema: Mapping[str, Any]) -> str:
-    """Write what a JSON schema allows as a part of a Lark grammar's rule."""
+def json_rule(schema: Mapping[str, Any], *, is_strict: bool) -> str:
+    """Write what a JSON schema allows as a part of a Lark grammar's rule.
+
+    Args:
+        schema: the schema.
+        is_strict: whether a word of it that no grammar knows is an error; else it does not count.
+    """
     # Blanks are those that templates write, and no others: small models would write them on.
     blanks = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-    return "%json " + json.dumps({**schema, "x-guidance": blanks}, ensure_ascii=False)
+    said = {**schema, "x-guidance": {**blanks, "lenient": not is_strict}}
+    return "%json " + json.dumps(said, ensure_ascii=False)
 
 
 ANY_OBJECT = of_schema({"type": "object"})

@@ -337,6 +337,11 @@ class TurnBody(ModelBody, ABC):
         return isinstance(kind, str) and kind not in cls.tool_kinds
 
     @property
+    def cache_key(self) -> str:
+        """The client's name of the conversation, see `agents.py`; "" if it says none."""
+        return ""
+
+    @property
     def tool_use(self) -> ToolUse:
         """What the answer may do with tools."""
         return ToolUse()

@@ -119,7 +119,9 @@ async def send_reply(
         answered: the reply.
     """
     headers = {SESSION: answered.session_id, **dict.fromkeys(REQUEST_IDS, turn.request_id)}
-    structlog.contextvars.bind_contextvars(session=answered.session_id, request_id=turn.request_id)
+    structlog.contextvars.bind_contextvars(
+        session=answered.session_id, request_id=turn.request_id, **turn_request.hints.told
+    )
     if not turn_request.body.stream:
         return reply(await answered.whole(), headers)
     stream = EventStream(turn_request.request, turn_request.settings.write_s)

@@ -22,6 +22,7 @@ from aiohttp import HttpVersion11, hdrs, web
 
 from inference_svc.core.chat import Message
 from inference_svc.core.submission import TextInput, TokenInput
+from inference_svc.http_api.agents import AgentHints, hints_of
 from inference_svc.http_api.answer_parts import Reading
 from inference_svc.http_api.bodies import TurnBody
 from inference_svc.http_api.errors import (
@@ -38,7 +39,7 @@ from inference_svc.service.gateway import Gateway
 from shared.access.identity import current_identity
 
 PROJECT = "OpenAI-Project"  # names the tenant
-SESSION = "X-Session-Id"
+SESSION = "X-Session-Id"  # of a response: where it was answered
 REPEAT = "Idempotency-Key"
 REQUEST_IDS = ("x-request-id", "request-id")  # OpenAI's clients read one, Anthropic's the other
 CONTINUE = "100-continue"
@@ -219,6 +220,7 @@ class TurnRequest(Generic[B]):
             repeat_key=key,
             raw=raw,
             reading=self.reading(request_id),
+            is_final=self.hints.is_final,
         )
 
     def reading(self, request_id: str) -> Reading:
@@ -241,18 +243,18 @@ class TurnRequest(Generic[B]):
         return sampling | {"grammar": self.gateway.grammar_of_call(use.callable_tools)}
 
     @property
+    def hints(self) -> AgentHints:
+        """What the client says of the conversation that it belongs to."""
+        return hints_of(self.request.headers, self.body.cache_key)
+
+    @property
     def _is_kept(self) -> bool:
         """Whether the session stays when the turn is over."""
         return self.body.store or self.settings.unstored == "reused"
 
     def _session_name(self) -> str:
-        """Return the session that the client named, in the body or a header; "" for none."""
-        header, body = header_of(self.request, SESSION), self.body
-        if header and body.session_id not in {"", header}:
-            raise RequestError(
-                f"{SESSION} and session_id name different sessions", "name one", "session_id"
-            )
-        name = header or body.session_id
+        """Return the session that the client named; "" for none."""
+        name = self.body.session_id
         if name and not self._is_kept:
             raise RequestError(
                 "a session is named that is not to be stored", "leave one out", "store"

@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import AfterValidator, Field, model_validator
 
-from inference_svc.core.chat import ToolCall
+from inference_svc.core.chat import Tool, ToolCall
 from inference_svc.core.tools.json_value import Asked, NoCallError, make_call
 from inference_svc.http_api.bodies import Body, WrongMemberError
 
@@ -84,11 +84,16 @@ class FunctionBody(Body):
     """A function that the client would run."""
 
     content_words: ClassVar[str] = "name, description and parameters"
-    ignored: ClassVar[frozenset[str]] = frozenset({"strict"})
 
     name: ToolName = Field(default="", validate_default=True)
     description: str = ""
     parameters: JsonObject = Field(default_factory=dict)
+    strict: bool = False
+
+    @property
+    def tool(self) -> Tool:
+        """The tool."""
+        return Tool(self.name, self.description, self.parameters, self.strict)
 
 
 class CalledFunctionBody(Body):

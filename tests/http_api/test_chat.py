@@ -137,14 +137,11 @@ async def test_several_answers_are_streamed_together(api, opening):
     assert first.model_extra["session_id"] in sessions[0] ^ sessions[1]
 
 
-@pytest.mark.parametrize(
-    "named", [{"extra_body": {"session_id": "s"}}, {"extra_headers": {"X-Session-Id": "s"}}]
-)
-async def test_several_answers_cannot_go_on_in_one_session(api, opening, named):
-    """However it is named; nothing is begun."""
+async def test_several_answers_cannot_go_on_in_one_session(api, opening):
+    """Nothing is begun."""
     async with api.client() as client:
         with pytest.raises(openai.BadRequestError, match="leave the session out"):
-            await ask(client, opening, n=2, **named)
+            await ask(client, opening, n=2, extra_body={"session_id": "s"})
     assert await api.num_turns("s") == -1
 
 
@@ -199,12 +196,12 @@ async def test_requests_with_one_history_do_not_meet(api, opening):
 
 
 async def test_a_session_by_its_id(api, opening):
-    """Named in the body or a header; it takes what is new, or the whole history."""
+    """It takes what is new, or the whole history."""
     name = name_of(opening)
     async with api.client() as client:
         first = await ask(client, opening, extra_body={"session_id": name})
         question = [{"role": "user", "content": "And then?"}]
-        second = await ask(client, question, extra_headers={"X-Session-Id": name})
+        second = await ask(client, question, extra_body={"session_id": name})
         assert await api.num_turns(name) == 2
         assert second.usage.prompt_tokens_details.cached_tokens > 0
         whole = f"{name}-whole"

@@ -54,6 +54,11 @@ async def ask(client, prompt, **options):
     return await client.messages.create(**asked(prompt, **options))
 
 
+def text_of(message):
+    """An answer's text; it may end at once."""
+    return "".join(block.text for block in message.content)
+
+
 def prompt_tokens(usage):
     """All tokens of a prompt, each of which the usage counts once."""
     return usage.input_tokens + usage.cache_creation_input_tokens + usage.cache_read_input_tokens
@@ -100,8 +105,10 @@ async def test_a_stream_says_what_the_whole_says(api, opening):
             texts = [text async for text in stream.text_stream]
             streamed = await stream.get_final_message()
             request_id = stream.request_id
-    assert "".join(texts) == whole.content[0].text == streamed.content[0].text
-    assert (streamed.stop_reason, streamed.usage) == (whole.stop_reason, whole.usage)
+    assert "".join(texts) == text_of(whole) == text_of(streamed)
+    assert streamed.stop_reason == whole.stop_reason
+    assert streamed.usage.output_tokens == whole.usage.output_tokens
+    assert prompt_tokens(streamed.usage) == prompt_tokens(whole.usage)
     assert request_id.startswith("r-")
 
 
@@ -110,7 +117,7 @@ async def test_a_stop_sequence_ends_it(api, opening):
     prompt = prompt_of(opening)
     headers = {"Idempotency-Key": name_of(opening)}
     async with client_of(api) as client:
-        whole = (await ask(client, prompt, extra_body={"store": False})).content[0].text
+        whole = text_of(await ask(client, prompt, extra_body={"store": False}))
         stop = whole[len(whole) // 2 :][:3]
         options = {"stop_sequences": ["#####", stop], "extra_headers": headers}
         messages = [await ask(client, prompt, **options) for _ in range(2)]

@@ -204,11 +204,17 @@ async def test_tools_that_cannot_be(api, opening, fields, param):
 
 
 async def test_a_schema_that_no_grammar_has(api, opening):
-    """It matters only where an answer has to be a call."""
-    strange = {"name": "f", "parameters": {"type": "object", "contains": {}, "$dynamicRef": "#x"}}
-    tools = [{"type": "function", "function": strange}]
+    """It matters only where an answer has to be a call, and is to keep to all of it."""
+    parameters = {**ADD["parameters"], "propertyNames": {"maxLength": 1}}
+    loose = {"name": "f", "parameters": parameters}
+    strict = {"name": "g", "parameters": parameters, "strict": True}
+    tools = [{"type": "function", "function": tool} for tool in (loose, strict)]
     options = {"model": MODEL, "messages": opening, "tools": tools, "max_tokens": 4}
     assert (await api.client().chat.completions.create(**options)).choices
     with pytest.raises(openai.BadRequestError) as refused:
         await api.client().chat.completions.create(tool_choice="required", **options)
     assert refused.value.code == "invalid_grammar"
+    options |= {"tools": tools[:1], "max_tokens": 60}
+    called = await api.client().chat.completions.create(tool_choice="required", **options)
+    (call,) = called.choices[0].message.tool_calls
+    assert json.loads(call.function.arguments)["a"] in {1, 2}

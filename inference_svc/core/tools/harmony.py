@@ -24,6 +24,7 @@ ENDS = ("<|end|>", "<|call|>", "<|return|>", START)
 MARKS = (START, CHANNEL, BODY, "<|constrain|>", "<|end|>", "<|call|>", "<|return|>")
 MAX_HEADER = 512  # characters before the text of a message
 _RECIPIENT = re.compile(r"to=functions\.([^\s<]+)")
+_END = re.compile("|".join(map(re.escape, ENDS)))
 _LEADS = (CHANNEL, "to=functions.", START)
 
 
@@ -46,6 +47,7 @@ class HarmonyReader:
         self._most_calls = most_calls
         self._num_calls = 0
         self._held = ""
+        self._searched = 0  # characters held, that hold no mark
         self._state = _State.OPENING
         self._tool = ""  # that the message is for
         self._header = ""  # of a message for a tool
@@ -108,18 +110,19 @@ class HarmonyReader:
 
     def _read_text(self, parts: list[Part], *, is_end: bool) -> bool:
         """Read what there is of a message's text; return whether to go on."""
-        places = [(place, mark) for mark in ENDS if (place := self._held.find(mark)) >= 0]
-        if places:
-            end, mark = min(places)
-            rest = end + len(mark)
+        found = _END.search(self._held, self._searched)
+        self._searched = 0
+        if found:
+            end, rest = found.span()
             self._state = _State.HEADER
         elif self._tool and not is_end:
+            self._searched = len(self._held) - num_open(self._held, ENDS)
             return False
         else:
             rest = end = len(self._held) - (0 if is_end else num_open(self._held, ENDS))
         text, self._held = self._held[:end], self._held[rest:]
         self._say(text, parts)
-        return bool(places)
+        return found is not None
 
     def _say(self, text: str, parts: list[Part]) -> None:
         """Take the text of a message; of a call, all of it."""

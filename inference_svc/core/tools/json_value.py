@@ -1,6 +1,7 @@
 """Reads JSON out of an answer that may not be complete, and makes calls of it. Pure."""
 
 import json
+import re
 from collections.abc import Mapping
 from json import JSONDecodeError
 from typing import Any, NamedTuple
@@ -47,6 +48,31 @@ _DECODER = json.JSONDecoder(
     parse_constant=lambda _name: _NO_JSON,
     strict=False,  # models write line breaks into strings as they are
 )
+
+
+class Nesting:
+    """Follows JSON that comes in pieces: what is open in it. Cheap, where reading it all is not."""
+
+    def __init__(self) -> None:
+        self._at = 0
+        self._depth = 0
+        self._is_in_text = False
+
+    def is_open(self, text: str) -> bool:
+        """Return whether an object or a list is open at the end of a text that has grown."""
+        while found := (_IN_TEXT if self._is_in_text else _OUTSIDE).search(text, self._at):
+            self._at = found.end()
+            if found[0] == '"':
+                self._is_in_text = not self._is_in_text
+            elif not self._is_in_text:
+                self._depth += 1 if found[0] in "{[" else -1
+        is_escape_cut = self._is_in_text and text.endswith("\\", self._at)
+        self._at = len(text) - is_escape_cut
+        return self._depth > 0
+
+
+_OUTSIDE = re.compile(r'["{}\[\]]')
+_IN_TEXT = re.compile(r'"|\\.', re.DOTALL)
 
 
 def skip_blanks(text: str, at: int) -> int:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol, TypeAlias
 
 from inference_svc.core.chat import ToolCall
-from inference_svc.core.tools.json_value import Asked, NoCallError, make_call
+from inference_svc.core.tools.json_value import Asked, Nesting, NoCallError, make_call
 
 
 @dataclass(frozen=True)
@@ -115,6 +115,8 @@ class MarkedReader:
         self._held = ""  # text that may begin a call
         self._gap = ""  # blanks, where a call may follow and take them away
         self._is_bare = True  # nothing was said since the beginning, or since the last call
+        self._nesting = Nesting()  # of the held text, and how long it is read again at the latest
+        self._next_length = 0
 
     def push(self, text: str) -> list[Part]:
         """See AnswerReader."""
@@ -132,7 +134,8 @@ class MarkedReader:
 
     def end(self) -> list[Part]:
         """See AnswerReader."""
-        parts: list[Part] = []
+        self._next_length = 0
+        parts = self.push("")
         if self._start() == 0:
             self._read_call(parts, is_end=True)
         self._say(len(self._held), parts)  # a call that is cut is none, whatever is in it
@@ -141,13 +144,21 @@ class MarkedReader:
         return _joined(parts)
 
     def _read_call(self, parts: list[Part], *, is_end: bool) -> bool:
-        """Read what begins like a call, if that is all there; return whether it is."""
+        """Read what begins like a call, if that is all there; return whether it is.
+
+        It is all read each time: not at each piece, where it goes on for long.
+        """
+        length = len(self._held)
+        if length < self._next_length and self._nesting.is_open(self._held):
+            return False
         try:
             found = self._format.read(self._held, is_end=is_end)
         except NoCallError as error:
             found = Found((), error.end)
         if found is None:
+            self._next_length = length + length // 8
             return False
+        self._nesting, self._next_length = Nesting(), 0
         calls = self._calls_of(found.asked)
         if not calls:
             self._say(max(found.end, 1), parts)

@@ -42,20 +42,19 @@ class ToolBody(Body):
         "allowed_callers": Refused((["direct"],), "only the model calls tools: leave it out"),
         "input_examples": Refused(([],), "write them into the description"),
     }
-    ignored: ClassVar[frozenset[str]] = frozenset(
-        {"defer_loading", "eager_input_streaming", "strict"}
-    )
+    ignored: ClassVar[frozenset[str]] = frozenset({"defer_loading", "eager_input_streaming"})
 
     kind: Annotated[str, AfterValidator(_kind)] = Field(default=CUSTOM, alias="type")
     name: ToolName = Field(default="", validate_default=True)
     description: str = ""
     input_schema: JsonObject = Field(default=None, validate_default=True)
     cache_control: CacheControl | None = None
+    strict: bool = False
 
     @property
     def tool(self) -> Tool:
         """The tool."""
-        return Tool(self.name, self.description, self.input_schema)
+        return Tool(self.name, self.description, self.input_schema, self.strict)
 
 
 Tools = Annotated[list[ToolBody], FailFast()]

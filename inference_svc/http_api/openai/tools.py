@@ -7,6 +7,7 @@ A chat has a function in a member of its own, a response has its members beside 
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import (
@@ -54,31 +55,29 @@ class ChatToolBody(Body):
     @property
     def tool(self) -> Tool:
         """The tool."""
-        found = self.function
-        return Tool(found.name, found.description, found.parameters)
+        return self.function.tool
 
 
 class FlatToolBody(FunctionBody):
     """A function of a response."""
 
     content_words: ClassVar[str] = "type, name, description and parameters"
-    ignored: ClassVar[frozenset[str]] = FunctionBody.ignored | {"defer_loading"}
+    ignored: ClassVar[frozenset[str]] = frozenset({"defer_loading"})
 
     kind: FunctionKind = Field(default="", alias="type", validate_default=True)
 
     def offered(self) -> Iterator[Tool]:
         """Yield the tool."""
-        yield Tool(self.name, self.description, self.parameters)
+        yield self.tool
 
     def shown(self, *, is_long: bool) -> dict[str, Any]:
         """Return the tool as a response repeats it; of a long one nothing but its name."""
-        (tool,) = self.offered()
         return {
             "type": FUNCTION,
-            "name": tool.name,
-            "description": "" if is_long else tool.description,
-            "parameters": {} if is_long else dict(tool.schema),
-            "strict": False,
+            "name": self.name,
+            "description": "" if is_long else self.description,
+            "parameters": {} if is_long else dict(self.tool.schema),
+            "strict": self.strict,
         }
 
 
@@ -95,8 +94,7 @@ class NamespaceBody(Body):
     def offered(self) -> Iterator[Tool]:
         """Yield its functions."""
         for each in self.tools:
-            name = f"{self.name}{OF_NAMESPACE}{each.name}"
-            yield Tool(name, each.description, each.parameters)
+            yield replace(each.tool, name=f"{self.name}{OF_NAMESPACE}{each.name}")
 
     def shown(self, *, is_long: bool) -> dict[str, Any]:
         """Return it as a response repeats it; of a long one nothing but names."""

@@ -26,7 +26,6 @@ class OpenAITurnBody(ToolsBody, ABC):
         {
             "max_tool_calls",
             "prediction",
-            "prompt_cache_key",
             "prompt_cache_options",
             "prompt_cache_retention",
             "safety_identifier",
@@ -34,4 +33,10 @@ class OpenAITurnBody(ToolsBody, ABC):
         }
     )
 
+    prompt_cache_key: str = ""
     top_logprobs: int | None = Field(default=None, ge=0, le=MAX_TOP_LOGPROBS)
+
+    @property
+    def cache_key(self) -> str:
+        """The client's name of the conversation, see `agents.py`; "" if it says none."""
+        return self.prompt_cache_key

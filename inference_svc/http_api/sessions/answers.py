@@ -145,6 +145,8 @@ class LiveAnswer:
             await self._completion.record(
                 self._caller, self._turn, self._route, finished, is_passing=self._is_passing
             )
+            if self._turn.is_final:
+                await self._completion.remove(self._caller, self.session_id)
         self._is_over = True
 
     async def _remove(self) -> None:

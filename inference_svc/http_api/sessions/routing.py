@@ -139,6 +139,7 @@ class HttpTurn:
         brought: the response's input, to be kept with it; "": it is not.
         raw: raw text or token ids in place of messages; no later history is known by them.
         reading: how its answer is read, and the tools that it offers.
+        is_final: whether the session is deleted when the answer has come.
     """
 
     messages: tuple[Message, ...]
@@ -155,6 +156,7 @@ class HttpTurn:
     brought: str = ""
     raw: TextInput | TokenInput | None = None
     reading: Reading = field(default_factory=Reading)
+    is_final: bool = False
 
     def as_submission(self, route: Route, key: SessionKey, defaults: TurnDefaults) -> Submission:
         """Make the submission to the route's session.

@@ -212,21 +212,17 @@ def _rule(parts: Sequence[str], tool: Tool, special: Mapping[str, int]) -> Itera
         if part == PROBE.name:
             yield json.dumps(tool.name)
         elif _ARGUMENTS.fullmatch(part):
-            yield json_rule(tool.schema)
+            yield json_rule(tool.schema, is_strict=tool.is_strict)
         else:
             yield from _literals(part, special)
 
 
 def _literals(text: str, special: Mapping[str, int]) -> list[str]:
     """Write a text as literals of a grammar, special tokens in it by their ids."""
-    if not text:
-        return []
-    if not special:
-        return [json.dumps(text, ensure_ascii=False)]
-    parts = re.split("(" + "|".join(map(re.escape, special)) + ")", text)
+    names = "|".join(map(re.escape, special)) or r"(?!)"
     return [
         f"<[{special[part]}]>" if part in special else json.dumps(part, ensure_ascii=False)
-        for part in parts
+        for part in re.split(f"({names})", text)
         if part
     ]
 

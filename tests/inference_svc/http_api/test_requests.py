@@ -95,13 +95,13 @@ def turn_of(headers=None, digest=b"body", **fields):
     return asked.turn(body.conversation)
 
 
-def test_a_turn_is_named_in_the_body_or_in_a_header():
-    """In both, if they agree; and only if it is to stay."""
+def test_a_session_is_named_in_the_body():
+    """Only if it is to stay; what agents' headers say is a hint."""
     assert turn_of().session_id == ""
-    assert turn_of({"X_Session_Id": "s"}).session_id == "s"
-    assert turn_of({"X_Session_Id": "s"}, session_id="s").session_id == "s"
-    with pytest.raises(RequestError, match="different sessions"):
-        turn_of({"X_Session_Id": "s"}, session_id="t")
+    assert turn_of(session_id="s").session_id == "s"
+    assert turn_of({"X_Session_Id": "s"}).session_id == ""
+    assert not turn_of({"X_Session_Id": "s"}).is_final
+    assert turn_of({"X_Dynamo_Session_Final": "true"}).is_final
     with pytest.raises(RequestError, match="not to be stored"):
         turn_of(session_id="s", store=False)
 

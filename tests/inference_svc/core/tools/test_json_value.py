@@ -1,7 +1,7 @@
 """JSON out of an answer that may not be complete, and calls of it."""
 
 import json
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import pytest
 from hypothesis import given, settings
@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from inference_svc.core.tools.json_value import (
     Asked,
+    Nesting,
     NoCallError,
     asked_by,
     make_call,
@@ -54,6 +55,26 @@ def test_what_is_no_value_stays_none(text):
             assert 0 <= found < cut
         known.append(found)
     assert all(before in (None, after) for before, after in pairwise(known))
+
+
+@given(value=objects, indent=st.sampled_from([None, 1]), sizes=st.lists(st.integers(1, 9)))
+def test_an_object_is_open_up_to_its_last_character(value, indent, sizes):
+    """Whatever its texts hold, and whatever the pieces are in which it comes."""
+    text = "[x] " + json.dumps(value, indent=indent)
+    nesting = Nesting()
+    assert not nesting.is_open(text[:4])
+    ends = [end for end in accumulate(sizes, initial=5) if end < len(text)]
+    assert all(nesting.is_open(text[:end]) for end in ends)
+    assert not nesting.is_open(text)
+
+
+def test_an_escape_may_be_cut():
+    """What comes next belongs to it."""
+    nesting = Nesting()
+    assert nesting.is_open('{"a": "\\')
+    assert nesting.is_open('{"a": "\\"}')
+    assert nesting.is_open('{"a": "\\"}\\\\')
+    assert not nesting.is_open('{"a": "\\"}\\\\"}')
 
 
 def test_an_error_tells_how_far_was_read():

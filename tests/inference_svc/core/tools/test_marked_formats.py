@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from inference_svc.core.tools.marked_formats import DEEPSEEK_MARKS
+from inference_svc.core.tools.marked_formats import DEEPSEEK_MARKS, MAX_HEADER
 from inference_svc.core.tools.reader import read_whole, summed
 from inference_svc.core.tools.registry import FORMATS
 from tests.inference_svc.core.tools.written_calls import (
@@ -192,3 +192,15 @@ def test_text_behind_a_call_is_said(family):
     answer = read_whole(reader_of(family), f"{first} and then {second}")
     assert answer.calls[0].name == NAMES[0]
     assert answer.content.lstrip(" ").startswith("and then ")
+
+
+@pytest.mark.parametrize("start", ["[TOOL_CALLS]", "".join(DEEPSEEK_MARKS[:2])])
+def test_a_header_has_so_many_characters_at_most(start):
+    """Longer ones are text, at once: a model may have written a mark and mean nothing by it."""
+    name = next(name for name, made in FORMATS.items() if made.marks[0] in start)
+    reader = FORMATS[name].reader(NAMES, None)
+    held = start + "x" * (MAX_HEADER - 1)
+    assert reader.push(held) == []
+    assert summed(reader.push("y")).content == f"{held}y"
+    long = start + "x" * MAX_HEADER + "[ARGS]{}"
+    assert read_whole(FORMATS[name].reader(("x" * MAX_HEADER,), None), long).content == long

@@ -147,7 +147,7 @@ def test_tools_and_which_of_them_are_called(choice, expected):
     more = {"type": "custom", "strict": True, "cache_control": KEPT, "defer_loading": False}
     tools = [{**LOOK_UP, "description": "Look it up."}, {"name": "b", "input_schema": {}, **more}]
     body = decode(MessagesBody, {**PLAIN, "tools": tools, "tool_choice": choice})
-    offered = (Tool("look_up", "Look it up.", {"type": "object"}), Tool("b"))
+    offered = (Tool("look_up", "Look it up.", {"type": "object"}), Tool("b", is_strict=True))
     assert body.tool_use == ToolUse(offered, *expected)
     assert body.cache_ttl == "1h"
 

@@ -23,7 +23,7 @@ def chat(*messages, **fields):
 
 def test_the_tools_of_both_apis_are_the_same():
     """A chat's are nested, a response's are not."""
-    tool = Tool("look", "Looks.", SCHEMA)
+    tool = Tool("look", "Looks.", SCHEMA, is_strict=True)
     response = {"model": "m", "input": "?", "tools": [{"type": "function", **LOOK}]}
     assert chat(tools=[CHAT_LOOK]).offered == (tool,)
     assert decode(ResponseBody, response).offered == (tool,)

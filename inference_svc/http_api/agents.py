@@ -1,0 +1,77 @@
+"""Which conversation of which agent a request is of, as the headers of agents say it. Pure.
+
+These are hints. An agent sends one name with its main conversation, with the titles it asks for and
+with the tools of either, so nobody goes on with a session because of a name: what is said decides
+(`sessions/routing.py`). Names are told in the log, and who says that a conversation is over has its
+session deleted.
+
+*Source:* what Claude Code 2.1, Codex 0.169 and OpenCode 1.18 send; Dynamo's and vLLM's docs.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+CONVERSATIONS = (
+    "X-Claude-Code-Session-Id",
+    "X-Dynamo-Session-Id",
+    "X-Session-Id",  # OpenCode's, and vLLM's
+    "Session-Id",  # Codex's
+)
+AGENTS = ("X-Claude-Code-Agent-Id",)
+PARENTS = (
+    "X-Claude-Code-Parent-Agent-Id",
+    "X-Dynamo-Parent-Session-Id",
+    "X-Parent-Session-Id",
+)
+FINAL = "X-Dynamo-Session-Final"
+MAX_NAME = 128  # characters; the rest of a longer one is left out
+
+
+@dataclass(frozen=True)
+class AgentHints:
+    """What the headers of a request say about who sends it.
+
+    Attributes:
+        conversation: the agent's name of the conversation; "" if it says none.
+        agent: of which sub-agent it is; "" if of none.
+        parent: the conversation, or sub-agent, that it comes from; "" if from none.
+        is_final: whether nothing follows in this conversation.
+    """
+
+    conversation: str = ""
+    agent: str = ""
+    parent: str = ""
+    is_final: bool = False
+
+    @property
+    def told(self) -> dict[str, str]:
+        """What there is to tell, by names for the log."""
+        found = {
+            "conversation": self.conversation,
+            "agent": self.agent,
+            "parent": self.parent,
+        }
+        return {name: value for name, value in found.items() if value}
+
+
+def hints_of(headers: Mapping[str, str], cache_key: str = "") -> AgentHints:
+    """Read what headers say.
+
+    Args:
+        headers: of a request, whatever the case of their names.
+        cache_key: `prompt_cache_key` of its body, which names the conversation if no header does.
+    """
+    return AgentHints(
+        conversation=_first(headers, CONVERSATIONS) or _printable(cache_key),
+        agent=_first(headers, AGENTS),
+        parent=_first(headers, PARENTS),
+        is_final=headers.get(FINAL, "").lower() in {"1", "true"},
+    )
+
+
+def _first(headers: Mapping[str, str], names: tuple[str, ...]) -> str:
+    return next((found for name in names if (found := _printable(headers.get(name, "")))), "")
+
+
+def _printable(name: str) -> str:
+    return name[:MAX_NAME] if name.isascii() and name.isprintable() else ""

@@ -1,0 +1,41 @@
+"""Requests as agents send them: names in headers, and conversations that end."""
+
+from tests.http_api.conftest import MODEL, said
+
+NAMES = {"X-Session-Id": "ses_1", "X-Parent-Session-Id": "ses_0"}
+
+
+async def test_one_name_for_several_conversations(api, opening):
+    """As agents send it with a title, too: what is said decides."""
+    options = {"model": MODEL, "max_tokens": 8, "extra_headers": NAMES}
+    async with api.client() as client:
+        create = client.chat.completions.create
+        title = await create(messages=[{"role": "user", "content": "A title."}], **options)
+        first = await create(messages=opening, **options)
+        assert first.model_extra["session_id"] != title.model_extra["session_id"]
+        more = said(opening, first.choices[0].message.content)
+        second = await create(messages=more, **options)
+        assert second.model_extra["session_id"] == first.model_extra["session_id"]
+    logged = api.service.log_path.read_text().splitlines()
+    lines = [
+        line for line in logged if '"conversation": "ses_1"' in line and "http_request" in line
+    ]
+    assert len(lines) == 3
+    assert all('"parent": "ses_0"' in line for line in lines)
+
+
+async def test_a_conversation_that_ends(api, opening):
+    """The turn is answered where it belongs; then the session is gone, and nothing of another."""
+    options = {"model": MODEL, "max_tokens": 8}
+    async with api.client() as client:
+        create = client.chat.completions.create
+        first = await create(messages=opening, **options)
+        other = await create(messages=opening, **options)
+        session_id = other.model_extra["session_id"]
+        more = said(opening, other.choices[0].message.content)
+        final = {"X-Dynamo-Session-Final": "true"}
+        last = await create(messages=more, extra_headers=final, **options)
+        assert last.model_extra["session_id"] == session_id
+        assert last.usage.prompt_tokens_details.cached_tokens > 0
+        assert await api.num_turns(session_id) == -1
+        assert await api.num_turns(first.model_extra["session_id"]) == 1
