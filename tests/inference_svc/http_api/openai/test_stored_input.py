@@ -38,6 +38,8 @@ def test_a_page_says_where_it_is():
     }
     last = asked("order=asc&limit=2&after=d").of(ITEMS)
     assert (ids(last), last["has_more"]) == ("e", False)
+    full = asked("order=asc&limit=2&after=c").of(ITEMS)
+    assert (ids(full), full["has_more"]) == ("de", False)
     none = asked("order=asc&after=e").of(ITEMS)
     assert (ids(none), none["first_id"], none["has_more"]) == ("", None, False)
 

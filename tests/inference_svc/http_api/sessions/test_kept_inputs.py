@@ -70,10 +70,25 @@ def test_what_is_deleted_makes_room(db):
     inputs = inputs_of(db)
     for number in range(16):
         inputs.keep("acme", f"r{number}", "x" * 100)
-    db.execute("DELETE FROM inputs WHERE id IN ('r3', 'r4')")
-    for number in (16, 17):
-        inputs.keep("acme", f"r{number}", "x" * 100)
-    assert kept(db) == {f"r{number}" for number in range(18)} - {"r3", "r4"}
+    db.execute("DELETE FROM inputs WHERE id = 'r3'")
+    inputs.keep("acme", "r16", "x" * 100)
+    assert kept(db) == {f"r{number}" for number in range(17)} - {"r3"}
+
+
+def test_what_is_deleted_is_overwritten(db, tmp_path):
+    """In the file, too, when the database puts it in order."""
+    inputs = inputs_of(db)
+    db.execute("INSERT INTO responses VALUES ('r', 'acme', 's', 1, 'q', 0, NULL, '{}', 1)")
+    files = list(tmp_path.iterdir())
+
+    def is_there():
+        db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+        return any(b"a secret" in path.read_bytes() for path in files)
+
+    inputs.keep("acme", "r", "a secret" * 8)
+    assert is_there()
+    inputs.forget("acme", "s")
+    assert not is_there()
 
 
 def test_a_repeat_takes_the_place_of_the_first(db):
