@@ -301,6 +301,16 @@ FAMILIES = {
         "mistral",
         ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"),
     ),
+    "mistral_thinking": Family(
+        MISTRAL_NAMED + "{# [THINK]…[/THINK] #}",
+        (
+            *bracketed("INST", "SYSTEM_PROMPT", "AVAILABLE_TOOLS", "TOOL_RESULTS", "THINK"),
+            *("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"),
+        ),
+        ("</s>",),
+        "mistral",
+        ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"),
+    ),
     "deepseek_v3": Family(
         deepseek(_FENCED, _DEEPSEEK_TOOLS),
         _DEEPSEEK_TOKENS,
