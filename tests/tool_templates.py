@@ -60,8 +60,9 @@ def text_of(family: Family) -> TurnText:
     return text
 
 
-def chatml(call: str, demands: str = "", prompt: str = "") -> str:
+def chatml(call: str, demands: str = "", prompt: str = "", before_last: str = "") -> str:
     """Frames of ChatML; tools in the system message, results grouped in a user's."""
+    alone = "{% if loop.last %}" + before_last + "{% endif %}" if before_last else ""
     return (
         "{% if tools or messages[0].role == 'system' %}<|im_start|>system" + NL + ""
         "{% if messages[0].role == 'system' %}{{ messages[0].content }}" + NL + "{% endif %}"
@@ -78,12 +79,21 @@ def chatml(call: str, demands: str = "", prompt: str = "") -> str:
         + NL
         + "</tool_response>"
         "{% if loop.last or messages[i + 1].role != 'tool' %}<|im_end|>" + NL + "{% endif %}"
-        "{% elif m.tool_calls %}<|im_start|>assistant{% if m.content %}" + NL + "{{ m.content }}"
+        "{% elif m.tool_calls %}<|im_start|>assistant"
+        + (NL + alone if alone else "")
+        + "{% if m.content %}"
+        + NL
+        + "{{ m.content }}"
         "{% endif %}{% for c in m.tool_calls %}" + NL + "<tool_call>" + NL + call + NL + ""
         "</tool_call>{% endfor %}<|im_end|>" + NL + ""
         "{% elif m.role == 'system' and loop.first %}"
         "{% elif m.role in ('system', 'user', 'assistant') %}"
-        "<|im_start|>{{ m.role }}" + NL + "{{ m.content }}<|im_end|>" + NL + "{% endif %}"
+        "<|im_start|>{{ m.role }}"
+        + NL
+        + ("{% if m.role == 'assistant' %}" + alone + "{% endif %}" if alone else "")
+        + "{{ m.content }}<|im_end|>"
+        + NL
+        + "{% endif %}"
         "{% endfor %}"
         "{% if add_generation_prompt %}<|im_start|>assistant" + NL + prompt + "{% endif %}"
     )
@@ -95,6 +105,8 @@ _AS_XML = (
     "<function={{ c.function.name }}>{% for name, value in c.function.arguments | items %}"
     "<parameter={{ name }}>{{ value }}</parameter>{% endfor %}</function>"
 )
+EMPTY_THOUGHT = "<think>" + NL + NL + "</think>" + NL + NL  # before an answer that nothing follows
+UNTHINKING = "{% if enable_thinking is false %}" + EMPTY_THOUGHT + "{% endif %}"
 _CHATML = {"special": ("<|im_start|>", "<|im_end|>"), "ends": ("<|im_end|>",)}
 _TAGS = ("<tool_call>", "</tool_call>")
 
@@ -247,6 +259,18 @@ FAMILIES = {
     "qwen_thinking": Family(
         chatml(_NAME_FIRST, prompt="<think>" + NL), **_CHATML, call_format="hermes"
     ),
+    "qwen3": Family(
+        chatml(_NAME_FIRST, before_last=EMPTY_THOUGHT, prompt=UNTHINKING),
+        **_CHATML,
+        call_format="hermes",
+        marks=_TAGS,
+        added=(*_TAGS, "<think>", "</think>"),
+    ),
+    "qwen3_thinking": Family(
+        chatml(_NAME_FIRST, prompt="<think>" + NL, before_last=EMPTY_THOUGHT),
+        **_CHATML,
+        call_format="hermes",
+    ),
     "hermes": Family(
         chatml(_NAME_LAST, "{% if not m.name %}{{ raise_exception('no name') }}{% endif %}"),
         **_CHATML,
@@ -271,6 +295,16 @@ FAMILIES = {
         MISTRAL_NAMED,
         (
             *bracketed("INST", "SYSTEM_PROMPT", "AVAILABLE_TOOLS", "TOOL_RESULTS"),
+            *("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"),
+        ),
+        ("</s>",),
+        "mistral",
+        ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"),
+    ),
+    "mistral_thinking": Family(
+        MISTRAL_NAMED + "{# [THINK]…[/THINK] #}",
+        (
+            *bracketed("INST", "SYSTEM_PROMPT", "AVAILABLE_TOOLS", "TOOL_RESULTS", "THINK"),
             *("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"),
         ),
         ("</s>",),

@@ -137,8 +137,7 @@ class Submission:
         overflow: the policy by which tokens are dropped when the window is full.
         compression: the policy by which tokens are dropped when the turn is over; None: none.
         client: name of the identity that submits it.
-        shows_marks: whether the answer's text has the special tokens that calls of tools are
-            written with.
+        shown_marks: special tokens that the answer's text has, by their texts: it is read by them.
     """
 
     key: SessionKey
@@ -156,7 +155,7 @@ class Submission:
     overflow: OverflowPolicy = field(default_factory=OverflowPolicy)
     compression: CompressionPolicy | None = None
     client: str = ""
-    shows_marks: bool = False
+    shown_marks: frozenset[str] = frozenset()
 
     @property
     def tools_digest(self) -> str:

@@ -5,8 +5,9 @@ from dataclasses import dataclass, field, replace
 
 from inference_svc.core.answers import AnswerToken
 from inference_svc.core.chat import ASSISTANT, Message, ToolCall, ToolUse
-from inference_svc.core.tools.reader import AnswerReader, Part, ReadAnswer, summed
+from inference_svc.core.tools.reader import AnswerReader, Part, ReadAnswer, joined, summed
 from inference_svc.core.tools.registry import PLAIN, ToolFormat
+from inference_svc.core.tools.thoughts import ThoughtMarks, ThoughtReader
 
 
 @dataclass(frozen=True)
@@ -17,21 +18,25 @@ class Reading:
         tool_format: how the model writes calls.
         use: the tools that were offered.
         call_id: makes the id of the answer's call of an index.
+        thoughts: the marks around what the model thinks; None: it has none.
     """
 
     tool_format: ToolFormat = PLAIN
     use: ToolUse = field(default_factory=ToolUse)
     call_id: Callable[[int], str] = "call_{}".format
+    thoughts: ThoughtMarks | None = None
 
     @property
-    def shows_marks(self) -> bool:
-        """Whether special tokens are wanted in the answer's text, to be read."""
-        return self.tool_format.is_always or bool(self._names)
+    def marks(self) -> frozenset[str]:
+        """The texts that the answer is read by: wanted in it, should they be special tokens."""
+        return frozenset((*self._format.marks, *(self.thoughts or ())))
 
     def reader(self) -> "PartsReader":
         """Make the reader of an answer."""
-        made = self.tool_format if self.shows_marks else PLAIN
-        return PartsReader(made.reader(self._names, self.use.most_calls), self.call_id)
+        made: AnswerReader = self._format.reader(self._names, self.use.most_calls)
+        if self.thoughts is not None:
+            made = ThoughtReader(self.thoughts, made)
+        return PartsReader(made, self.call_id)
 
     def whole(self, text: str) -> ReadAnswer:
         """Read an answer that is complete."""
@@ -42,6 +47,11 @@ class Reading:
         """Return a whole answer as the message that its client sends back."""
         read = self.whole(text)
         return Message(ASSISTANT, read.content, read.calls)
+
+    @property
+    def _format(self) -> ToolFormat:
+        """How the answer is written, given whether it may call."""
+        return self.tool_format if self.tool_format.is_always or self._names else PLAIN
 
     @property
     def _names(self) -> frozenset[str]:
@@ -57,20 +67,25 @@ class PartsReader:
 
     Attributes:
         num_calls: how many calls there were so far.
+        num_thought: how many tokens were thought, with the marks that they stand between.
     """
 
     def __init__(self, reader: AnswerReader, call_id: Callable[[int], str]) -> None:
         self._reader = reader
         self._call_id = call_id
         self.num_calls = 0
+        self.num_thought = 0
 
     def push(self, tokens: Iterable[AnswerToken]) -> list[Part]:
         """Return the parts that the next tokens complete."""
-        return self.push_text("".join(token.text for token in tokens))
+        return joined([part for token in tokens for part in self.push_text(token.text)])
 
     def push_text(self, text: str) -> list[Part]:
-        """Return the parts that the next text completes."""
-        return self._named(self._reader.push(text))
+        """Return the parts that the text of the next token completes."""
+        was_thinking = self._reader.is_thinking
+        parts = self._named(self._reader.push(text))
+        self.num_thought += was_thinking or self._reader.is_thinking
+        return parts
 
     def end(self) -> list[Part]:
         """Return the last parts."""

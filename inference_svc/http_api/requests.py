@@ -226,7 +226,8 @@ class TurnRequest(Generic[B]):
     def reading(self, request_id: str) -> Reading:
         """Return how the answer of a turn is read; the ids of its calls follow from the turn's."""
         call_id = self.chain.call_ids(request_id, self.body.call_prefix)
-        return Reading(self.gateway.tool_format, self.body.tool_use, call_id)
+        gateway = self.gateway
+        return Reading(gateway.tool_format, self.body.tool_use, call_id, gateway.thoughts)
 
     def _sampling(self, choice: int) -> dict[str, Any]:
         """Return the client's sampling values; an answer that has to be a call has its grammar."""

@@ -15,6 +15,7 @@ from inference_svc.core.counters import Counters
 from inference_svc.core.grammar import Grammar
 from inference_svc.core.submission import Submission, TurnDefaults, TurnInput, TurnNames
 from inference_svc.core.tools.registry import ToolFormat
+from inference_svc.core.tools.thoughts import ThoughtMarks
 from inference_svc.runtime.turns.chat_text import TurnText
 from inference_svc.runtime.turns.turn import Turn
 from inference_svc.runtime.turns.turn_prompt import PromptMaker
@@ -156,6 +157,11 @@ class Gateway:
     def tool_format(self) -> ToolFormat:
         """How the model writes calls of tools."""
         return self._text.tool_format
+
+    @property
+    def thoughts(self) -> ThoughtMarks | None:
+        """The marks around what the model thinks; None: it has none."""
+        return self._text.thoughts
 
     def grammar_of_call(self, tools: Sequence[Tool]) -> Grammar:
         """Make the grammar of an answer that is one call of one of these tools.

@@ -53,6 +53,11 @@ class HarmonyReader:
         self._header = ""  # of a message for a tool
         self._is_thought = False
 
+    @property
+    def is_thinking(self) -> bool:
+        """See AnswerReader."""
+        return self._is_thought and self._state is _State.TEXT
+
     def push(self, text: str) -> list[Part]:
         """See AnswerReader."""
         self._held += text

@@ -8,7 +8,7 @@ never gets half a call, wherever the answer was cut.
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol, TypeAlias
+from typing import ClassVar, NamedTuple, Protocol, TypeAlias
 
 from inference_svc.core.chat import ToolCall
 from inference_svc.core.tools.json_value import Asked, Nesting, NoCallError, make_call
@@ -33,6 +33,10 @@ Part: TypeAlias = Content | Reasoning | ToolCall
 
 class AnswerReader(Protocol):
     """Reads one answer."""
+
+    @property
+    def is_thinking(self) -> bool:
+        """Whether the text up to here ends inside of what the model thinks."""
 
     def push(self, text: str) -> list[Part]:
         """Return the parts that the next text completes."""
@@ -85,6 +89,8 @@ class CallFormat(ABC):
 class PlainReader:
     """Reads an answer of text alone."""
 
+    is_thinking: ClassVar[bool] = False
+
     def push(self, text: str) -> list[Part]:
         """See AnswerReader."""
         return [Content(text)] if text else []
@@ -104,6 +110,8 @@ class MarkedReader:
         names: of the tools that may be called.
         most_calls: so many are shown; None: all.
     """
+
+    is_thinking: ClassVar[bool] = False
 
     def __init__(
         self, call_format: CallFormat, names: Collection[str], most_calls: int | None = None
@@ -130,7 +138,7 @@ class MarkedReader:
             self._say(start, parts)
             if not self._read_call(parts, is_end=False):
                 break
-        return _joined(parts)
+        return joined(parts)
 
     def end(self) -> list[Part]:
         """See AnswerReader."""
@@ -141,7 +149,7 @@ class MarkedReader:
         self._say(len(self._held), parts)  # a call that is cut is none, whatever is in it
         if self._gap and not self._num_calls:
             parts.append(Content(self._gap))
-        return _joined(parts)
+        return joined(parts)
 
     def _read_call(self, parts: list[Part], *, is_end: bool) -> bool:
         """Read what begins like a call, if that is all there; return whether it is.
@@ -212,16 +220,18 @@ def num_open(text: str, marks: Sequence[str]) -> int:
     )
 
 
-def _joined(parts: list[Part]) -> list[Part]:
-    """Join texts that follow one another."""
-    joined: list[Part] = []
+def joined(parts: Sequence[Part]) -> list[Part]:
+    """Join texts of a kind that follow one another."""
+    found: list[Part] = []
     for part in parts:
-        last = joined[-1] if joined else None
+        last = found[-1] if found else None
         if isinstance(part, Content) and isinstance(last, Content):
-            joined[-1] = Content(last.text + part.text)
+            found[-1] = Content(last.text + part.text)
+        elif isinstance(part, Reasoning) and isinstance(last, Reasoning):
+            found[-1] = Reasoning(last.text + part.text)
         else:
-            joined.append(part)
-    return joined
+            found.append(part)
+    return found
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from pydantic import Field, model_validator
 from inference_svc.core.answers import AnswerToken, FinishReason
 from inference_svc.core.chat import Message, Tool, ToolCall
 from inference_svc.core.grammar import Grammar
-from inference_svc.core.tools.reader import Part, Reasoning
+from inference_svc.core.tools.reader import Part, Reasoning, summed
 from inference_svc.core.turn_record import Finished
 from inference_svc.http_api.answer_parts import Reading
 from inference_svc.http_api.api import Api
@@ -149,14 +149,18 @@ class ChatChoice:
     ) -> None:
         self._index = index
         self._token_text = token_text
-        self._reading = reading
         self._reader = reading.reader()
         self._top_logprobs = top_logprobs
         self._num_shown = 0  # calls
 
+    @property
+    def num_thought(self) -> int:
+        """See Choice."""
+        return self._reader.num_thought
+
     def whole(self, tokens: Sequence[AnswerToken], finished: Finished) -> dict[str, Any]:
         """Make the whole choice."""
-        read = self._reading.whole(finished.text)
+        read = summed([*self._reader.push(tokens), *self._reader.end()])
         message: dict[str, Any] = {
             "role": "assistant",
             "content": read.content if read.content or not read.calls else None,

@@ -40,6 +40,10 @@ def check_choices(num_prompts: int, n: int) -> None:
 class Choice(Protocol):
     """Makes one choice: as it is in a whole object, and in the chunks of a stream."""
 
+    @property
+    def num_thought(self) -> int:
+        """How many tokens were thought up to here."""
+
     def whole(self, tokens: Sequence[AnswerToken], finished: Finished) -> dict[str, Any]:
         """Make the whole choice."""
 
@@ -75,18 +79,18 @@ class Envelope:
     fingerprint: str
     includes_usage: bool = False
 
-    def whole(self, choices: list[dict[str, Any]], session_id: str, usage: Usage) -> dict[str, Any]:
+    def whole(
+        self, choices: list[dict[str, Any]], session_id: str, usage: dict[str, Any]
+    ) -> dict[str, Any]:
         """Make the object of a request that is not streamed."""
-        return self._object(self.kind, choices, session_id) | {"usage": shown_usage(usage)}
+        return self._object(self.kind, choices, session_id) | {"usage": usage}
 
     def chunk(
-        self, choices: list[dict[str, Any]], session_id: str, usage: Usage | None = None
+        self, choices: list[dict[str, Any]], session_id: str, usage: dict[str, Any] | None = None
     ) -> dict[str, Any]:
         """Make a chunk."""
         made = self._object(self.chunk_kind, choices, session_id)
-        if not self.includes_usage:
-            return made
-        return made | {"usage": None if usage is None else shown_usage(usage)}
+        return made | {"usage": usage} if self.includes_usage else made
 
     def _object(self, kind: str, choices: list[dict[str, Any]], session_id: str) -> dict[str, Any]:
         return {
@@ -156,17 +160,18 @@ class Choices:
         """Make the event of a request that failed."""
         return error_body(error)
 
-    def _total(self, ended: Sequence[Finished]) -> Usage:
+    def _total(self, ended: Sequence[Finished]) -> dict[str, Any]:
         """Sum up: each prompt counts once, as its first answer found it."""
         usages = [finished.usage for finished in ended]
         prompts = usages[:: self._n]
-        return Usage(
+        total = Usage(
             history_tokens=sum(usage.history_tokens for usage in prompts),
             reused_tokens=sum(usage.reused_tokens for usage in prompts),
             recomputed_tokens=sum(usage.recomputed_tokens for usage in prompts),
             new_tokens=sum(usage.new_tokens for usage in prompts),
             output_tokens=sum(usage.output_tokens for usage in usages),
         )
+        return shown_usage(total, sum(choice.num_thought for choice in self._choices))
 
 
 @asynccontextmanager
@@ -237,13 +242,18 @@ async def _merged(
         await _cancel(following)
 
 
-def shown_usage(usage: Usage) -> dict[str, Any]:
-    """Make the usage of a request: tokens that were not computed again are `cached_tokens`."""
+def shown_usage(usage: Usage, num_thought: int = 0) -> dict[str, Any]:
+    """Make the usage of a request: tokens that were not computed again are `cached_tokens`.
+
+    Args:
+        usage: of its turns.
+        num_thought: tokens of the answers that were thought.
+    """
     prompt_tokens = usage.history_tokens + usage.new_tokens
     return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": usage.output_tokens,
         "total_tokens": prompt_tokens + usage.output_tokens,
         "prompt_tokens_details": {"cached_tokens": usage.reused_tokens, "audio_tokens": 0},
-        "completion_tokens_details": {"reasoning_tokens": 0, "audio_tokens": 0},
+        "completion_tokens_details": {"reasoning_tokens": num_thought, "audio_tokens": 0},
     }

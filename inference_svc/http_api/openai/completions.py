@@ -136,6 +136,8 @@ class CompletionChoice:
         num_logprobs: how many alternatives of each token; None: no log-probabilities.
     """
 
+    num_thought: ClassVar[int] = 0  # raw text is not read
+
     index: int
     token_text: TokenText
     num_logprobs: int | None = None

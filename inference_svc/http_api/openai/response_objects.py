@@ -120,10 +120,8 @@ class ResponseObjects:
         self._rows: Rows = []  # of tokens whose text did not come yet
 
     def whole(self, tokens: Sequence[AnswerToken], finished: Finished) -> dict[str, Any]:
-        """Make a response that has ended; `tokens` may be left out if they are not to be shown."""
-        self._add_rows(tokens)
-        events = self._read(self._reader.push_text(finished.text))
-        *_, last = chain(events, self.closing(finished))
+        """Make a response that has ended."""
+        *_, last = chain(self.piece(tokens), self.closing(finished))
         response: dict[str, Any] = last["response"]
         return response
 
@@ -276,13 +274,18 @@ class ResponseObjects:
             "top_logprobs": info.top_logprobs,
             "top_p": info.top_p,
             "truncation": info.truncation,
-            "usage": response_usage(usage) if usage else None,
+            "usage": response_usage(usage, self._reader.num_thought) if usage else None,
             "session_id": self._session_id,
         }
 
 
-def response_usage(usage: Usage) -> dict[str, Any]:
-    """Make the usage of a response: tokens that were not computed again are `cached_tokens`."""
+def response_usage(usage: Usage, num_thought: int = 0) -> dict[str, Any]:
+    """Make the usage of a response: tokens that were not computed again are `cached_tokens`.
+
+    Args:
+        usage: of its turn.
+        num_thought: tokens of the answer that were thought.
+    """
     input_tokens = usage.history_tokens + usage.new_tokens
     return {
         "input_tokens": input_tokens,
@@ -291,7 +294,7 @@ def response_usage(usage: Usage) -> dict[str, Any]:
             "cache_write_tokens": 0,
         },
         "output_tokens": usage.output_tokens,
-        "output_tokens_details": {"reasoning_tokens": 0},
+        "output_tokens_details": {"reasoning_tokens": num_thought},
         "total_tokens": input_tokens + usage.output_tokens,
     }
 

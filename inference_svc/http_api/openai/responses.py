@@ -10,6 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from aiohttp import web
 from pydantic import BeforeValidator, Field, model_validator
 
+from inference_svc.core.answers import AnswerToken
 from inference_svc.core.chat import SYSTEM, TOOL, Message, Tool, ToolCall, canonical
 from inference_svc.core.grammar import Grammar
 from inference_svc.core.truncation import OLDEST, REJECT
@@ -194,7 +195,8 @@ async def show_response(api: Api, request: web.Request) -> web.Response:
     at = stored.at
     finished = Finished(record.finish_reason, record.text, record.usage, at.turns)
     objects = ResponseObjects(response_id, at.session_id, stored.info, api.token_text, reading)
-    return reply(objects.whole((), finished))
+    tokens = list(map(AnswerToken, record.output_ids, record.pieces))
+    return reply(objects.whole(tokens, finished))
 
 
 async def delete_response(api: Api, request: web.Request) -> web.Response:
@@ -247,7 +249,9 @@ async def recorded_turn(
     if record is None or record.request_id != at.request_id:
         raise unknown_response(response_id)
     call_id = api.completion.chain(caller).call_ids(at.request_id)
-    return record, Reading(api.gateway.tool_format, stored.info.tool_use, call_id)
+    gateway = api.gateway
+    use = stored.info.tool_use
+    return record, Reading(gateway.tool_format, use, call_id, gateway.thoughts)
 
 
 def _check_instructions(turn_request: TurnRequest[ResponseBody], previous: StoredResponse) -> None:

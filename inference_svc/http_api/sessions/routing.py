@@ -180,7 +180,7 @@ class HttpTurn:
             arrived_ns=time.monotonic_ns(),
             overflow=fill_overflow({"name": self.overflow} if self.overflow else {}, defaults),
             compression=fill_compression(defaults),
-            shows_marks=self.raw is None and self.reading.shows_marks,
+            shown_marks=self.reading.marks if self.raw is None else frozenset(),
         )
 
 

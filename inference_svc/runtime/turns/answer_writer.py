@@ -89,6 +89,9 @@ class AnswerWriter:
     How much of the history was reused is known at the end only: a load may still fail. The times
     between its tokens are counted in `itl_s`.
 
+    Args:
+        beginning: of its text, that the prompt has written; stop strings are not looked for in it.
+
     Attributes:
         tokens: the answer's tokens that have been published.
         finish_reason: None until the answer ends.
@@ -103,12 +106,14 @@ class AnswerWriter:
         history_tokens: int,
         itl_s: Histogram,
         marks: Mapping[int, str] | None = None,
+        beginning: str = "",
     ) -> None:
         self.tokens: list[AnswerToken] = []
         self.finish_reason: FinishReason | None = None
         self._turn = turn
         self._answer = answer
         self._tokenizer = tokenizer
+        self._beginning = beginning
         self._detokenizer = Detokenizer(tokenizer, prompt_ids, marks)
         self._history_tokens = history_tokens
         self._itl_s = itl_s
@@ -242,9 +247,14 @@ class AnswerWriter:
         return within
 
     def _show(self, tokens: Sequence[AnswerToken]) -> None:
-        if tokens:
-            self.tokens += tokens
-            self._turn.publish(Tokens(tuple(tokens)))
+        if not tokens:
+            return
+        if self._beginning:
+            first, *rest = tokens
+            tokens = [replace(first, text=self._beginning + first.text), *rest]
+            self._beginning = ""
+        self.tokens += tokens
+        self._turn.publish(Tokens(tuple(tokens)))
 
     def _encode_cut(self, text: str) -> list[AnswerToken]:
         """Encode the text before a stop string that begins inside a token."""

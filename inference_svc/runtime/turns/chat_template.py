@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from inference_svc.core.errors import InvalidTurnError
+from inference_svc.core.turn_window import common_prefix
 
 DUMMY_QUESTION = "ping 7f3a"
 DUMMY_ANSWER = "pong 9c1e"
@@ -53,6 +54,7 @@ class ChatTemplate:
                 asked = self.render([*dummy_turn(), question], is_prompt=False)
                 prompt = followed[len(asked) :]
                 self.base = self.render(dummy_turn(), is_prompt=True).removesuffix(prompt)
+                self.base = written_in(followed, self.base) or self.base
             closings = (base.rpartition(DUMMY_ANSWER)[2] for base in (self.base, last))
             self.closings = tuple(dict.fromkeys(closings))
             self.added([question])
@@ -98,9 +100,9 @@ class ChatTemplate:
             InvalidTurnError: the template does not take them, or not after an answer.
         """
         before = [dummy_turn()[0], *answer] if answer else dummy_turn()
-        base = self.render(before, is_prompt=False) if answer else self.base
         text = self.render([*before, *messages], is_prompt=True)
-        if not text.startswith(base):
+        base = written_in(text, self.render(before, is_prompt=False)) if answer else self.base
+        if not base or not text.startswith(base):
             raise InvalidTurnError(
                 "the chat template rewrites earlier messages when these are added",
                 "send other roles, or text or token ids",
@@ -166,6 +168,19 @@ class ChatTemplate:
                 before, found, after = self._tried(role, number).partition(DUMMY_QUESTION)
                 if found:
                     yield before, after
+
+
+def written_in(text: str, alone: str) -> str:
+    """Return the beginning of a text that is what some messages alone are; "" if none is.
+
+    Templates may write something before the last answer, an empty thought, that they leave out
+    where more follows.
+    """
+    same = common_prefix(text, alone)
+    for kept in range(same, len(alone)):
+        if text.startswith(alone[kept:], same):
+            return text[: same + len(alone) - kept]
+    return alone if same == len(alone) else ""
 
 
 def message(role: str, content: str) -> Message:

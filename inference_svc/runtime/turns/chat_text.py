@@ -16,6 +16,7 @@ from inference_svc.core.chat import Tool
 from inference_svc.core.errors import InvalidTurnError, NoChatTemplateError
 from inference_svc.core.grammar import Grammar
 from inference_svc.core.tools.registry import PLAIN, ToolFormat
+from inference_svc.core.tools.thoughts import ThoughtMarks, marks_in
 from inference_svc.core.turn_window import FrameTokens, common_prefix
 from inference_svc.runtime.turns.chat_template import (
     DUMMY_QUESTION,
@@ -29,6 +30,8 @@ from inference_svc.runtime.turns.chat_template import (
 from inference_svc.runtime.turns.control_tokens import ControlTokens
 from inference_svc.runtime.turns.tool_template import ToolTemplate
 
+MAX_MARK_TOKENS = 16  # of an opening mark, and the blanks behind it
+
 
 class TurnText:
     """Encodes the input of turns.
@@ -36,7 +39,8 @@ class TurnText:
     Attributes:
         chat_problem: why chat messages cannot be taken; "" if they can.
         frame_tokens: the tokens that begin messages of a chat; set by `try_out`.
-        tool_marks: special tokens that calls of tools are written with, texts by ids; likewise.
+        thoughts: the marks around what the model thinks; None: it has none; likewise.
+        marks: special tokens that calls and thoughts are written with, texts by ids; likewise.
         control: encodes texts that stay texts; only a model with a tokenizer has it.
     """
 
@@ -44,7 +48,8 @@ class TurnText:
         self._tokenizer: Any = copy.deepcopy(tokenizer)
         self._eos_ids = eos_ids
         self.frame_tokens = FrameTokens()
-        self.tool_marks: dict[int, str] = {}
+        self.thoughts: ThoughtMarks | None = None
+        self.marks: dict[int, str] = {}
         self.chat_problem = "the model has no tokenizer"
         if tokenizer is not None:
             self.chat_problem = "the chat template was not tried out"
@@ -64,7 +69,7 @@ class TurnText:
             NoChatTemplateError: the model has no usable template.
         """
         self._check_chat()
-        special = {mark: token_id for token_id, mark in self.tool_marks.items()}
+        special = {mark: token_id for token_id, mark in self.marks.items()}
         return self._tools.grammar_of_call(tools, special)
 
     def try_out(self) -> None:
@@ -76,14 +81,17 @@ class TurnText:
         control.add_written(template.source)
         if self.chat_problem:
             return
-        control.add_written(template.base + template.added([message("user", DUMMY_QUESTION)]))
+        question = message("user", DUMMY_QUESTION)
+        control.add_written(template.base + template.added([question]))
         template.find_roles(control.num_in)
         for before, after in template.surroundings():
             control.add_written(before + after)
             control.add_neighbours(before, after)
         self.frame_tokens = FrameTokens(self._opening_ids(), self._eos_ids)
         self._tools.try_out([self._tokenizer.decode([found]) for found in self._eos_ids])
-        self.tool_marks = self._find_marks()
+        if not self._tools.format.is_always:  # that one has channels
+            self.thoughts = marks_in(template.source + template.added([question]))
+        self.marks = self._find_marks()
 
     def encode_text(
         self, text: str, *, opens_session: bool, has_special: bool = False
@@ -120,6 +128,12 @@ class TurnText:
             list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
         )
         return text
+
+    def thought_begun(self, input_ids: Sequence[int]) -> str:
+        """Return the mark of a thought that an input ends with; "" if it begins none."""
+        if self.thoughts is None:
+            return ""
+        return self.thoughts.begun_in(self.decode(input_ids[-MAX_MARK_TOKENS:]))
 
     def encode_chat(
         self,
@@ -204,7 +218,7 @@ class TurnText:
             raise NoChatTemplateError(self.chat_problem, "send text or token ids")
 
     def _find_marks(self) -> dict[int, str]:
-        marks = self._tools.format.marks
+        marks = (*self._tools.format.marks, *(self.thoughts or ()))
         ids = [self._tokenizer.convert_tokens_to_ids(mark) for mark in marks]
         shown = self.control.ids - self._eos_ids
         return {found: mark for found, mark in zip(ids, marks, strict=True) if found in shown}

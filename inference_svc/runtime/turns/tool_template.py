@@ -23,6 +23,7 @@ from inference_svc.core.grammar import Grammar, GrammarKind, json_rule
 from inference_svc.core.tools.reader import read_whole
 from inference_svc.core.tools.registry import FORMATS, ToolFormat
 from inference_svc.core.turn_window import common_prefix
+from inference_svc.runtime.turns.chat_template import written_in
 
 Written = Mapping[str, Any]  # a message, or a tool, as templates take it
 Render = Callable[..., str]  # ChatTemplate.render
@@ -103,12 +104,12 @@ class ToolTemplate:
         """Return a call as the template writes it; "" if not, or if no result can follow it."""
         asked = [QUESTION, *self._native([Message(ASSISTANT, "", (PROBE_CALL,)).as_template()])]
         result = Message(TOOL, RESULT, (), PROBE_CALL.call_id, PROBE.name).as_template()
-        base = self._tried(asked)
         answered = self._tried([*asked, *self._native([result])], is_prompt=True)
-        if not answered.startswith(base) or RESULT not in answered[len(base) :]:
+        base = written_in(answered, self._tried(asked))
+        if not base or RESULT not in answered[len(base) :]:
             return ""
         prompted = self._tried([QUESTION], is_prompt=True)
-        said = self._tried([QUESTION, Message(ASSISTANT, RESULT).as_template()])
+        said = self._tried([QUESTION, Message(ASSISTANT, RESULT).as_template(), QUESTION])
         # Prompts may begin a thought, which an answer that is past lacks: one of text tells where.
         return base[common_prefix(base, prompted, said) :]
 

@@ -44,6 +44,8 @@ class Prompt:
         system_tokens: how many of these are the system message; 0 if something precedes them.
         is_text: whether the input was raw text.
         window: the turn's window.
+        thought: the mark of a thought that it ends with: the answer's text begins with it; "" if
+            there is none, or the answer is none of the model's own words.
     """
 
     before: Context
@@ -52,6 +54,7 @@ class Prompt:
     system_tokens: int
     is_text: bool
     window: TurnWindow
+    thought: str = ""
 
     @cached_property
     def context(self) -> Context:
@@ -102,9 +105,9 @@ class PromptMaker:
         self._has_tokenizer = has_tokenizer
 
     @property
-    def tool_marks(self) -> Mapping[int, str]:
-        """The special tokens that calls of tools are written with: texts by ids."""
-        return self._text.tool_marks
+    def marks(self) -> Mapping[int, str]:
+        """The special tokens that calls and thoughts are written with: texts by ids."""
+        return self._text.marks
 
     async def make(self, submission: Submission, context: Context) -> Prompt:
         """Make the prompt of a turn that continues a context.
@@ -131,7 +134,8 @@ class PromptMaker:
             window.check_fits(len(kept.token_ids), len(input_ids))
         system_tokens = 0 if kept.token_ids else await self._system_tokens(submission, input_ids)
         is_text = isinstance(submission.input, TextInput)
-        return Prompt(context, ranges, input_ids, system_tokens, is_text, window)
+        thought = await self._thought(submission, input_ids)
+        return Prompt(context, ranges, input_ids, system_tokens, is_text, window, thought)
 
     async def encode(self, given: TurnInput) -> list[int]:
         """Return the tokens of an input that begins a session.
@@ -203,6 +207,13 @@ class PromptMaker:
                 f"token id {largest} is outside the vocabulary",
                 f"send ids below {self._limits.vocab_size}",
             )
+
+    async def _thought(self, submission: Submission, input_ids: Sequence[int]) -> str:
+        """Return what an answer that is shown with its marks begins with."""
+        if submission.sampling.grammar is not None or not submission.shown_marks:
+            return ""
+        found = await self._thread.run(self._text.thought_begun, input_ids)
+        return found if found in submission.shown_marks else ""
 
     async def _system_tokens(self, submission: Submission, input_ids: Sequence[int]) -> int:
         given = submission.input

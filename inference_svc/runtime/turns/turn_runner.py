@@ -98,7 +98,8 @@ class TurnRunner:
             context.token_ids,
             context.computed_tokens,
             self._report.histograms.itl_s,
-            self._prompts.tool_marks if submission.shows_marks else {},
+            {i: mark for i, mark in self._prompts.marks.items() if mark in submission.shown_marks},
+            prompt.thought,
         )
         compression = submission.compression
         request = turn.request = EngineRequest(

@@ -2,9 +2,11 @@
 
 import pytest
 
+from inference_svc.core.answers import AnswerToken
 from inference_svc.core.chat import ChoiceKind, Message, Tool, ToolCall, ToolUse
-from inference_svc.core.tools.reader import summed
+from inference_svc.core.tools.reader import Reasoning, summed
 from inference_svc.core.tools.registry import FORMATS
+from inference_svc.core.tools.thoughts import ThoughtMarks
 from inference_svc.http_api.answer_parts import Reading
 from tests.inference_svc.http_api.scripted_calls import READING, TEXT, TOKENS, USE
 
@@ -19,6 +21,7 @@ def test_an_answer_is_the_same_whole_and_streamed():
     assert read == READING.whole(TEXT)
     assert (read.content, read.reasoning, read.calls) == ("I look.", "Two words.", CALLS)
     assert reader.num_calls == 2
+    assert 0 < reader.num_thought < len(TOKENS) // 2
 
 
 def test_the_message_that_a_client_sends_back():
@@ -33,7 +36,7 @@ def test_more_calls_than_are_wanted():
 
 
 @pytest.mark.parametrize(
-    ("use", "callable_names", "shows_marks"),
+    ("use", "callable_names", "is_read"),
     [
         (ToolUse(), [], False),
         (ToolUse((Tool("look"),), ChoiceKind.NONE), [], False),
@@ -41,15 +44,30 @@ def test_more_calls_than_are_wanted():
         (ToolUse((Tool("look"), Tool("see")), ChoiceKind.REQUIRED, "see"), ["see"], True),
     ],
 )
-def test_where_calls_are_looked_for(use, callable_names, shows_marks):
+def test_where_calls_are_looked_for(use, callable_names, is_read):
     """Only where the model may call: else an answer is text, whatever it says."""
     text = '<tool_call>{"name": "look", "arguments": {}}</tool_call>'
     reading = Reading(FORMATS["hermes"], use)
     assert [tool.name for tool in use.callable_tools] == callable_names
-    assert reading.shows_marks == shows_marks
+    assert reading.marks == (frozenset(FORMATS["hermes"].marks) if is_read else frozenset())
     is_call = "look" in callable_names
     assert reading.whole(text).content == ("" if is_call else text)
     assert use.is_forced == (use.choice == "required")
+
+
+def test_thoughts_are_read_apart():
+    """With or without tools; tokens of them are counted with their marks, and are not sent back."""
+    thoughts = ThoughtMarks("<think>", "</think>")
+    reading = Reading(FORMATS["hermes"], thoughts=thoughts)
+    assert reading.marks == {"<think>", "</think>"}
+    pieces = ["<think>", "\n", "Two", " words.", "\n</think>", "\n\n", "Hel", "lo"]
+    reader = reading.reader()
+    parts = reader.push([AnswerToken(1, piece) for piece in pieces[:5]])
+    assert parts == [Reasoning("Two words.")]
+    parts += [*reader.push([AnswerToken(1, piece) for piece in pieces[5:]]), *reader.end()]
+    assert summed(parts) == reading.whole("".join(pieces))
+    assert reader.num_thought == 5
+    assert reading.message("".join(pieces)) == Message("assistant", "Hello")
 
 
 def test_a_format_that_every_answer_has():

@@ -73,6 +73,7 @@ class Templateless:
     """What a request asks of the gateway, of a model whose template writes no tools."""
 
     tool_format = FORMATS["json"]
+    thoughts = None
 
 
 MODEL = Templateless()

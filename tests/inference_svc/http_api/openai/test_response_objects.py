@@ -94,7 +94,7 @@ def test_a_response_that_thinks_speaks_and_calls():
         (2, '{"a": 1}'),
         (3, '{"b": "é"}'),
     ]
-    whole = strict(Response, objects_of_calls().whole((), calling()))
+    whole = strict(Response, objects_of_calls().whole(CALL_TOKENS, calling()))
     assert whole.output == output
 
 

@@ -199,6 +199,30 @@ async def test_a_stop_string_that_begins_inside_a_token_leaves_the_rest_of_it(ru
     assert writer.context_ids(running) == [*PROMPT, *spelled]
 
 
+async def test_what_the_prompt_has_begun_is_the_answers_first_text(running, tiny_model):
+    """Once, without a token of its own; a stop string is not looked for in it."""
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
+    writer = running.sink = AnswerWriter(
+        running.sink._turn,
+        GrowingAnswer(SamplingParams(max_tokens=9, stop=("<think>",)), frozenset()),
+        tokenizer,
+        PROMPT,
+        HISTORY_TOKENS,
+        Histogram(),
+        beginning="<think>",
+    )
+    writer.started(running)
+    assert not answer_with(running, 70)
+    assert not answer_with(running, 71)
+    writer.window_full()
+    record = writer.record(running, 3, PROMPT_OF_TURN)
+    assert record.output_ids == (70, 71)
+    assert (
+        record.text
+        == "<think>" + tokenizer.decode([*PROMPT, 70, 71])[len(tokenizer.decode(PROMPT)) :]
+    )
+
+
 @pytest.mark.parametrize("logprobs", [0, 1])
 async def test_log_probabilities_are_recorded_if_they_were_asked_for(running, logprobs):
     """Else there is nothing to record."""

@@ -7,7 +7,7 @@ from transformers import AutoTokenizer
 
 from inference_svc.core.errors import InvalidTurnError, NoChatTemplateError
 from inference_svc.runtime.turns.answer_writer import Detokenizer
-from inference_svc.runtime.turns.chat_template import ChatTemplate
+from inference_svc.runtime.turns.chat_template import ChatTemplate, written_in
 from inference_svc.runtime.turns.chat_text import TurnText
 from tests.tokenizers import make_tokenizer
 
@@ -108,6 +108,21 @@ def test_a_template_that_rewrites_history_is_found_out_at_the_start(tokenizer):
     with pytest.raises(NoChatTemplateError):
         text.encode_chat([user("a")], [])
     assert text.encode_text("a", opens_session=True)
+
+
+@pytest.mark.parametrize(
+    ("text", "alone", "found"),
+    [
+        ("[u]a[a]b$[u]c", "[u]a[a]b$", "[u]a[a]b$"),
+        ("[u]a[a]b$[u]c", "[u]a[a]<t></t>b$", "[u]a[a]b$"),
+        ("[u]a[a]<tool>$[t]c", "[u]a[a]<t></t><tool>$", "[u]a[a]<tool>$"),
+        ("[u]a[a]b-[u]c", "[u]a[a]b$", ""),
+        ("[u]c", "", ""),
+    ],
+)
+def test_what_an_answer_is_where_more_follows(text, alone, found):
+    """Without the empty thought before an answer that stands last."""
+    assert written_in(text, alone) == found
 
 
 def test_no_template_and_no_tokenizer(tokenizer):

@@ -74,8 +74,8 @@ def test_the_format_is_found_out(name):
     assert text.tool_format.name == family.call_format
     assert text._tools.writes_tools == family.writes_tools
     assert text._tools.writes_calls == family.writes_calls
-    assert sorted(text.tool_marks.values()) == sorted(family.marks)
-    for token_id, mark in text.tool_marks.items():
+    assert set(text.marks.values()) - set(text.thoughts or ()) == set(family.marks)
+    for token_id, mark in text.marks.items():
         assert text.decode([token_id]) == mark
     _, said = whole(text, asking(CALL, OTHER), SUNNY, NOON)
     assert said.index(CALL.name) < said.index(OTHER.name)
@@ -287,7 +287,7 @@ def test_an_answer_that_has_to_call_does(name):
         assert (read.content, read.reasoning) == ("", "")
         validate(call.values, {tool.name: tool.schema for tool in TOOLS}[call.name])
         names.add(call.name)
-        assert set(controls(text, said)) <= text.tool_marks.keys()
+        assert set(controls(text, said)) <= text.marks.keys()
     assert names == {"get_weather", "time-now"}
     only = rambler.answer(text.grammar_of_call([TIME]), 0)
     (call,) = read_whole(text.tool_format.reader({"time-now"}, None), text.decode(only)).calls

@@ -1,5 +1,7 @@
 """A turn's prompt: its input, encoded for what is left of the context after room was made."""
 
+from dataclasses import replace
+
 import pytest
 from transformers import AutoTokenizer
 
@@ -13,6 +15,7 @@ from inference_svc.core.errors import (
     InvalidSamplingError,
     InvalidTurnError,
 )
+from inference_svc.core.grammar import Grammar, GrammarKind
 from inference_svc.core.submission import ChatInput, Submission, TextInput, TokenInput
 from inference_svc.core.truncation import USUAL_SINKS, OverflowPolicy
 from inference_svc.runtime.turns.chat_text import TurnText
@@ -20,6 +23,7 @@ from inference_svc.runtime.turns.turn_prompt import MidTurnCut, PromptMaker, Tur
 from inference_svc.runtime.worker_thread import WorkerThread
 from shared.types.session_key import SessionKey
 from tests.tokenizers import framing_texts, make_tokenizer
+from tests.tool_templates import FAMILIES, text_of
 
 WINDOW_TOKENS = 100
 SYSTEM = Message("system", "Be brief.")
@@ -241,3 +245,23 @@ async def test_a_beginning_that_does_not_fit_is_refused():
     with pytest.raises(InputTooLongError, match=r"history 0 .* new 100"):
         await prompts.make(submission(question("Why?"), OverflowPolicy(ratio=1.0)), context)
     thread.close()
+
+
+@pytest.mark.parametrize(
+    ("shown_marks", "sampling", "thought"),
+    [
+        ({"<think>", "</think>"}, {}, "<think>"),
+        (set(), {}, ""),
+        ({"</s>"}, {}, ""),
+        ({"<think>"}, {"grammar": Grammar(GrammarKind.REGEX, "a")}, ""),
+    ],
+)
+async def test_a_prompt_that_begins_a_thought(shown_marks, sampling, thought):
+    """It is the answer's, if its marks are shown, and it is not by a grammar."""
+    thread = WorkerThread("text")
+    limits = TurnLimits(WINDOW_TOKENS, 1 << 16, frozenset(), 10)
+    prompts = PromptMaker(text_of(FAMILIES["qwen3_thinking"]), thread, limits, has_tokenizer=True)
+    asked = replace(submission(question("One?"), **sampling), shown_marks=frozenset(shown_marks))
+    prompt = await prompts.make(asked, Context())
+    thread.close()
+    assert prompt.thought == thought
