@@ -73,7 +73,7 @@ async def test_a_chat_that_calls_a_tool(api, opening):
     assert second.session_id == first.session_id
     assert second.usage.prompt_tokens_details.cached_tokens >= first.usage.prompt_tokens
     assert second.choices[0].message.tool_calls is None
-    assert second.choices[0].message.content
+    assert second.choices[0].message.content is not None  # it may end at once
     assert await api.num_turns(first.session_id) == 2
 
 
