@@ -87,7 +87,7 @@ async def test_it_is_the_session_of_other_clients_too(api, opening):
     prompt = prompt_of(opening)
     async with client_of(api) as client, api.client() as other:
         first = await ask(client, prompt)
-        text = first.content[0].text
+        text = text_of(first)
         said = [{"role": "assistant", "content": text}, {"role": "user", "content": "And then?"}]
         second = await other.chat.completions.create(
             model=MODEL, messages=[*opening, *said], max_tokens=LENGTH
