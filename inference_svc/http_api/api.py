@@ -5,7 +5,7 @@ from typing import TypeVar
 
 from aiohttp import web
 
-from inference_svc.http_api.bodies import FOREIGN, ModelBody, TurnBody, decode
+from inference_svc.http_api.bodies.body import FOREIGN, ModelBody, TurnBody, decode
 from inference_svc.http_api.dialect import ServedModel
 from inference_svc.http_api.requests import B, JsonBody, RequestSlots, TurnRequest, caller_of
 from inference_svc.http_api.sessions.answers import Answers

@@ -24,7 +24,7 @@ from inference_svc.core.chat import Message
 from inference_svc.core.submission import TextInput, TokenInput
 from inference_svc.http_api.agents import AgentHints, hints_of
 from inference_svc.http_api.answer_parts import Reading
-from inference_svc.http_api.bodies import TurnBody
+from inference_svc.http_api.bodies.body import TurnBody
 from inference_svc.http_api.errors import (
     InvalidJsonError,
     RequestError,

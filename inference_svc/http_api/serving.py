@@ -27,8 +27,12 @@ from inference_svc.http_api.errors import MethodNotAllowedError, UnknownUrlError
 from inference_svc.http_api.openai.chats import create_chat
 from inference_svc.http_api.openai.completions import create_completion
 from inference_svc.http_api.openai.dialect import OPENAI
-from inference_svc.http_api.openai.responses import create_response, delete_response, show_response
-from inference_svc.http_api.openai.stored_input import list_input_items
+from inference_svc.http_api.openai.responses.responses import (
+    create_response,
+    delete_response,
+    show_response,
+)
+from inference_svc.http_api.openai.responses.stored_input import list_input_items
 from inference_svc.http_api.replies import refusal, reply, reported
 from inference_svc.http_api.requests import RequestSlots, expect_nothing_yet
 from inference_svc.http_api.sessions.answers import Answers

@@ -6,14 +6,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from inference_svc.http_api.anthropic.bodies import MessagesBody
-from inference_svc.http_api.bodies import TurnBody, decode
+from inference_svc.http_api.bodies.body import TurnBody, decode
 from inference_svc.http_api.errors import RequestError
 from inference_svc.http_api.openai.chats import ChatBody
 from inference_svc.http_api.openai.completions import CompletionBody
 from inference_svc.http_api.openai.dialect import error_object
-from inference_svc.http_api.openai.input_items import objects_of
-from inference_svc.http_api.openai.responses import ResponseBody
-from inference_svc.http_api.openai.stored_input import with_ids
+from inference_svc.http_api.openai.responses.input_items import objects_of
+from inference_svc.http_api.openai.responses.responses import ResponseBody
+from inference_svc.http_api.openai.responses.stored_input import with_ids
 from inference_svc.http_api.replies import json_bytes
 from inference_svc.http_api.requests import parse_object
 from inference_svc.http_api.tokens import TokenizeBody

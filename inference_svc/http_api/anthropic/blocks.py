@@ -12,9 +12,9 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import BeforeValidator, Discriminator, FailFast, Field, Tag, model_validator
 
 from inference_svc.core.chat import ASSISTANT, TOOL, USER, Message, ToolCall
-from inference_svc.http_api.bodies import Body, Refused, WrongMemberError
+from inference_svc.http_api.bodies.body import Body, Refused, WrongMemberError
+from inference_svc.http_api.bodies.tools import CallId, JsonObject, ToolName, decode_call
 from inference_svc.http_api.errors import UnsupportedValueError
-from inference_svc.http_api.tool_bodies import CallId, JsonObject, ToolName, decode_call
 
 PARAGRAPH = "\n\n"
 TEXT, CALL, RESULT = "text", "tool_use", "tool_result"

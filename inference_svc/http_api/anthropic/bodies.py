@@ -22,7 +22,7 @@ from inference_svc.core.grammar import Grammar
 from inference_svc.http_api.anthropic.blocks import PARAGRAPH, CacheControl, MessageBody, Texts
 from inference_svc.http_api.anthropic.dialect import THREAD
 from inference_svc.http_api.anthropic.tools import CUSTOM, ChoiceBody, Tools
-from inference_svc.http_api.bodies import (
+from inference_svc.http_api.bodies.body import (
     Body,
     Count,
     Refused,
@@ -30,10 +30,10 @@ from inference_svc.http_api.bodies import (
     TurnBody,
     WrongMemberError,
 )
-from inference_svc.http_api.conversation import bounded, with_names
+from inference_svc.http_api.bodies.conversation import bounded, with_names
+from inference_svc.http_api.bodies.formats import FlatFormat
+from inference_svc.http_api.bodies.tools import check_tools
 from inference_svc.http_api.errors import UnsupportedValueError
-from inference_svc.http_api.formats import FlatFormat
-from inference_svc.http_api.tool_bodies import check_tools
 
 BILLING = "x-anthropic-billing-header"
 _NO_SERVERS = "the service runs no tools: leave it out"

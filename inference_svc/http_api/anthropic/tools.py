@@ -10,9 +10,9 @@ from pydantic import AfterValidator, FailFast, Field, model_validator
 
 from inference_svc.core.chat import ChoiceKind, Tool
 from inference_svc.http_api.anthropic.blocks import CacheControl
-from inference_svc.http_api.bodies import Body, Refused, WrongMemberError
+from inference_svc.http_api.bodies.body import Body, Refused, WrongMemberError
+from inference_svc.http_api.bodies.tools import JsonObject, ToolName
 from inference_svc.http_api.errors import UnsupportedValueError
-from inference_svc.http_api.tool_bodies import JsonObject, ToolName
 
 CUSTOM = "custom"
 NAMED = "tool"

@@ -1,1 +1,1 @@
-"""OpenAI's words: chat completions and responses. `docs/openai.md`."""
+"""OpenAI's words: chats, responses and completions. `docs/openai.md`."""

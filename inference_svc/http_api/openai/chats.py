@@ -18,9 +18,9 @@ from inference_svc.core.tools.reader import Part, Reasoning, summed
 from inference_svc.core.turn_record import Finished
 from inference_svc.http_api.answer_parts import Reading
 from inference_svc.http_api.api import Api
-from inference_svc.http_api.bodies import Body, Count, Refused, WrongMemberError
-from inference_svc.http_api.conversation import with_names
-from inference_svc.http_api.formats import ChatFormat
+from inference_svc.http_api.bodies.body import Body, Count, Refused, WrongMemberError
+from inference_svc.http_api.bodies.conversation import with_names
+from inference_svc.http_api.bodies.formats import ChatFormat
 from inference_svc.http_api.openai.choices import Choices, Envelope, check_choices, opened
 from inference_svc.http_api.openai.messages import Messages
 from inference_svc.http_api.openai.tools import ChatTools

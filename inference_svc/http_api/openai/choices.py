@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Protocol, TypeVar
 
 from inference_svc.core.answers import AnswerToken
 from inference_svc.core.turn_record import Finished, Tokens, Usage
-from inference_svc.http_api.bodies import WrongMemberError
+from inference_svc.http_api.bodies.body import WrongMemberError
 from inference_svc.http_api.openai.dialect import error_body
 from inference_svc.http_api.sessions.answers import Answers, LiveAnswer
 from inference_svc.http_api.sessions.routing import Caller, HttpTurn

@@ -6,11 +6,11 @@ from typing import Annotated, Any, ClassVar, Self
 from pydantic import AfterValidator, BeforeValidator, FailFast, Field, model_validator
 
 from inference_svc.core.chat import ASSISTANT, SYSTEM, TOOL, USER, Message, ToolCall
-from inference_svc.http_api.bodies import Body, Refused, WrongMemberError
-from inference_svc.http_api.conversation import bounded
+from inference_svc.http_api.bodies.body import Body, Refused, WrongMemberError
+from inference_svc.http_api.bodies.conversation import bounded
+from inference_svc.http_api.bodies.tools import CalledFunctionBody, CallId, decode_call
 from inference_svc.http_api.errors import UnsupportedValueError
 from inference_svc.http_api.openai.tools import FunctionKind
-from inference_svc.http_api.tool_bodies import CalledFunctionBody, CallId, decode_call
 
 _ROLES = {"developer": SYSTEM, SYSTEM: SYSTEM, USER: USER, ASSISTANT: ASSISTANT, TOOL: TOOL}
 _TEXT_PARTS = frozenset({"text", "input_text", "output_text"})

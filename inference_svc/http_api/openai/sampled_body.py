@@ -8,8 +8,8 @@ from pydantic import BeforeValidator, FailFast, Field
 
 from inference_svc.core.answers import MAX_BIAS, MAX_BIASED_TOKENS, MAX_PENALTY
 from inference_svc.core.grammar import Grammar
-from inference_svc.http_api.bodies import MOST_TOKENS, TokenId, TurnBody, WrongMemberError
-from inference_svc.http_api.formats import StructuredOutputs
+from inference_svc.http_api.bodies.body import MOST_TOKENS, TokenId, TurnBody, WrongMemberError
+from inference_svc.http_api.bodies.formats import StructuredOutputs
 
 _TOKEN_ID = re.compile("0|[1-9][0-9]{0,9}")
 

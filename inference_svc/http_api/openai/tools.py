@@ -21,10 +21,10 @@ from pydantic import (
 )
 
 from inference_svc.core.chat import ChoiceKind, Tool, ToolUse
-from inference_svc.http_api.bodies import Body, WrongMemberError
+from inference_svc.http_api.bodies.body import Body, WrongMemberError
+from inference_svc.http_api.bodies.tools import FunctionBody, ToolName, check_tools
 from inference_svc.http_api.errors import UnsupportedValueError
 from inference_svc.http_api.openai.sampled_body import SampledBody
-from inference_svc.http_api.tool_bodies import FunctionBody, ToolName, check_tools
 
 FUNCTION = "function"
 NAMESPACE = "namespace"

@@ -7,7 +7,7 @@ from typing import ClassVar
 from pydantic import Field
 
 from inference_svc.core.answers import MAX_TOP_LOGPROBS
-from inference_svc.http_api.bodies import Refused
+from inference_svc.http_api.bodies.body import Refused
 from inference_svc.http_api.openai.tools import ToolsBody
 
 

@@ -3,7 +3,7 @@
 import pytest
 
 from inference_svc.core.tools.registry import FORMATS
-from inference_svc.http_api.bodies import decode
+from inference_svc.http_api.bodies.body import decode
 from inference_svc.http_api.errors import InvalidJsonError, RequestError
 from inference_svc.http_api.openai.chats import ChatBody
 from inference_svc.http_api.requests import TurnRequest, parse_object

@@ -6,14 +6,14 @@ import pytest
 
 from inference_svc.core.chat import ChoiceKind, Message, Tool, ToolCall, ToolUse
 from inference_svc.http_api.anthropic.bodies import MessagesBody, PromptBody
-from inference_svc.http_api.bodies import decode
-from inference_svc.http_api.conversation import MAX_PARTS
+from inference_svc.http_api.bodies.body import decode
+from inference_svc.http_api.bodies.conversation import MAX_PARTS
+from inference_svc.http_api.bodies.tools import MAX_DEPTH
 from inference_svc.http_api.errors import (
     RequestError,
     UnknownParameterError,
     UnsupportedValueError,
 )
-from inference_svc.http_api.tool_bodies import MAX_DEPTH
 
 HELLO = {"role": "user", "content": "Hello"}
 PLAIN = {"model": "m", "max_tokens": 8, "messages": [HELLO]}

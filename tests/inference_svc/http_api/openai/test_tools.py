@@ -3,11 +3,11 @@
 import pytest
 
 from inference_svc.core.chat import ChoiceKind, Message, Tool, ToolCall
-from inference_svc.http_api.bodies import decode
+from inference_svc.http_api.bodies.body import decode
+from inference_svc.http_api.bodies.tools import MAX_TOOLS
 from inference_svc.http_api.errors import RequestError
 from inference_svc.http_api.openai.chats import ChatBody
-from inference_svc.http_api.openai.responses import ResponseBody
-from inference_svc.http_api.tool_bodies import MAX_TOOLS
+from inference_svc.http_api.openai.responses.responses import ResponseBody
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 LOOK = {"name": "look", "description": "Looks.", "parameters": SCHEMA, "strict": True}

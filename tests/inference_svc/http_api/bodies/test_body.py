@@ -5,7 +5,7 @@ from typing import ClassVar
 import pytest
 from pydantic import Field
 
-from inference_svc.http_api.bodies import Body, Refused, decode
+from inference_svc.http_api.bodies.body import Body, Refused, decode
 from inference_svc.http_api.errors import RequestError, UnknownParameterError, UnsupportedValueError
 from inference_svc.http_api.openai.chats import ChatBody
 

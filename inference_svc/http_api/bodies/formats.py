@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Literal, Self
 from pydantic import Field, model_validator
 
 from inference_svc.core.grammar import ANY_OBJECT, Grammar, GrammarKind, of_choices, of_schema
-from inference_svc.http_api.bodies import Body, WrongMemberError
+from inference_svc.http_api.bodies.body import Body, WrongMemberError
 
 MAX_CHOICES = 1024
 

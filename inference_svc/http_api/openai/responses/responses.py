@@ -17,12 +17,12 @@ from inference_svc.core.truncation import OLDEST, REJECT
 from inference_svc.core.turn_record import Finished, TurnRecord
 from inference_svc.http_api.answer_parts import Reading
 from inference_svc.http_api.api import Api
-from inference_svc.http_api.bodies import Body, Count, Refused, WrongMemberError
-from inference_svc.http_api.conversation import with_names
+from inference_svc.http_api.bodies.body import Body, Count, Refused, WrongMemberError
+from inference_svc.http_api.bodies.conversation import with_names
+from inference_svc.http_api.bodies.formats import FlatFormat
 from inference_svc.http_api.errors import RequestError, UnsupportedValueError, unknown_response
-from inference_svc.http_api.formats import FlatFormat
-from inference_svc.http_api.openai.input_items import InputItems, messages_of, objects_of
-from inference_svc.http_api.openai.response_objects import ResponseObjects
+from inference_svc.http_api.openai.responses.input_items import InputItems, messages_of, objects_of
+from inference_svc.http_api.openai.responses.response_objects import ResponseObjects
 from inference_svc.http_api.openai.tools import FUNCTION, NAMESPACE, ResponseTools
 from inference_svc.http_api.openai.turn_body import OpenAITurnBody
 from inference_svc.http_api.replies import OneAnswer, reply, send_reply

@@ -12,7 +12,7 @@ from aiohttp import web
 
 from inference_svc.http_api.api import Api
 from inference_svc.http_api.errors import InputNotKeptError, RequestError, UnknownParameterError
-from inference_svc.http_api.openai.responses import (
+from inference_svc.http_api.openai.responses.responses import (
     check_included,
     find_stored,
     most_kept,

@@ -11,12 +11,12 @@ from typing import Annotated, Any, ClassVar
 from pydantic import BeforeValidator, Discriminator, FailFast, Field, Tag
 
 from inference_svc.core.chat import ASSISTANT, TOOL, USER, Message
-from inference_svc.http_api.bodies import Body, WrongMemberError
-from inference_svc.http_api.conversation import bounded, with_names
+from inference_svc.http_api.bodies.body import Body, WrongMemberError
+from inference_svc.http_api.bodies.conversation import bounded, with_names
+from inference_svc.http_api.bodies.tools import CalledFunctionBody, CallId, decode_call
 from inference_svc.http_api.errors import UnsupportedValueError
 from inference_svc.http_api.openai.messages import Content, MessageBody, PartBody
 from inference_svc.http_api.openai.tools import OF_NAMESPACE
-from inference_svc.http_api.tool_bodies import CalledFunctionBody, CallId, decode_call
 
 MESSAGE, CALL, RESULT, REASONING = KINDS = (
     "message",

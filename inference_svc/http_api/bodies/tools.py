@@ -8,7 +8,7 @@ from pydantic import AfterValidator, Field, model_validator
 
 from inference_svc.core.chat import Tool, ToolCall
 from inference_svc.core.tools.json_value import Asked, NoCallError, make_call
-from inference_svc.http_api.bodies import Body, WrongMemberError
+from inference_svc.http_api.bodies.body import Body, WrongMemberError
 
 MAX_TOOLS = 512
 MAX_DEPTH = 64  # of objects and lists in one another: whoever writes them into a prompt recurses

@@ -3,9 +3,9 @@
 import pytest
 
 from inference_svc.core.chat import Message
-from inference_svc.http_api.bodies import decode
+from inference_svc.http_api.bodies.body import decode
 from inference_svc.http_api.errors import RequestError
-from inference_svc.http_api.openai.responses import ResponseBody
+from inference_svc.http_api.openai.responses.responses import ResponseBody
 
 
 def response(**fields):

@@ -7,7 +7,7 @@ from openai.types.responses import Response, ResponseStreamEvent
 
 from inference_svc.core.errors import SessionBusyError
 from inference_svc.http_api.answer_parts import Reading
-from inference_svc.http_api.openai.response_objects import ResponseObjects
+from inference_svc.http_api.openai.responses.response_objects import ResponseObjects
 from inference_svc.http_api.sessions.lookup import ResponseInfo
 from inference_svc.http_api.token_text import TokenText
 from tests.inference_svc.http_api.as_clients_read import STARTED, TOKENS, Letters, finished, strict

@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from inference_svc.core.chat import TOOL, Message, ToolCall
-from inference_svc.http_api.bodies import WrongMemberError
+from inference_svc.http_api.bodies.body import WrongMemberError
 
 MAX_MESSAGES = 4096
 MAX_PARTS = 4096  # of all messages together: reading each takes its time, of everybody's

@@ -1,0 +1,1 @@
+"""What requests bring: their bodies, member by member, whichever API they speak."""
