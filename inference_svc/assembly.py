@@ -18,6 +18,7 @@ from inference_svc.core.kv_room import (
     whole_pages,
     window_of,
 )
+from inference_svc.core.pooling import Pooling
 from inference_svc.core.rates.rates import LoadPolicy, Rates
 from inference_svc.core.scheduling.scheduler import Scheduler
 from inference_svc.core.scheduling.step_plan import SchedulerLimits
@@ -59,11 +60,15 @@ class Model:
 
     Attributes:
         sink_tokens: number of first tokens of a context that it leans on, see `find_sinks`.
+        pooling: how its embeddings are made; None: it makes none.
+        pooling_problem: why it makes none.
     """
 
     loaded: LoadedModel
     calibration: Calibration
     sink_tokens: int = USUAL_SINKS
+    pooling: Pooling | None = None
+    pooling_problem: str = ""
 
 
 @dataclass(frozen=True)

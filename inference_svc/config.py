@@ -97,6 +97,9 @@ class ModelSettings(Section):
         positions: how stored KV is positioned. "decoupled": embedded when loaded, so that a context
             that overflowed keeps the rest of its KV; "coupled": as it was cached; "auto": decoupled
             if the model can.
+        pooling: how embeddings are made of the last layer's states: of the last token, the mean of
+            all, or the mean in which later ones count more. "auto": as the model's directory says,
+            in the files of sentence-transformers; "none": none are made.
     """
 
     path: Path | None = None
@@ -107,6 +110,7 @@ class ModelSettings(Section):
     graphs: Literal["auto", "off"] = "auto"
     packed_weights: Literal["auto", "off"] = "auto"
     positions: Literal["auto", "decoupled", "coupled"] = "auto"
+    pooling: Literal["auto", "none", "last", "mean", "weighted_mean"] = "auto"
 
 
 class ServerSettings(Section):

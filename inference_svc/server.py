@@ -32,7 +32,10 @@ from shared.version import __version__
 
 if TYPE_CHECKING:
     from inference_svc.assembly import Model
+    from inference_svc.core.pooling import Pooling
     from inference_svc.metrics.values import Calls
+    from inference_svc.runtime.model.model_loader import LoadedModel
+    from inference_svc.runtime.positions.recipes import Calibration
     from inference_svc.service.lifecycle import Signals
     from inference_svc.service_assembly import ServiceParts
 
@@ -122,7 +125,24 @@ def _load(settings: ModelSettings, path: Path, state_dir: Path) -> "Model":
         was_proven=was_proven,
         not_taken=calibration.notes,
     )
-    return Model(loaded, calibration, sink_tokens)
+    return Model(loaded, calibration, sink_tokens, *_pooling(settings, path, loaded, calibration))
+
+
+def _pooling(
+    settings: ModelSettings, path: Path, loaded: "LoadedModel", calibration: "Calibration"
+) -> tuple["Pooling | None", str]:
+    """Return how the model's embeddings are made; or None, and why they are not."""
+    from inference_svc.runtime.calibration.pooling_proof import prove_pooling
+    from inference_svc.runtime.model.pooling_files import UnknownPoolingError, find_pooling
+
+    try:
+        pooling = find_pooling(path, settings.pooling)
+        prove_pooling(loaded, calibration, pooling)
+    except UnknownPoolingError as error:
+        log.info("no_embeddings", reason=str(error))
+        return None, str(error)
+    log.info("embeddings", pooling=str(pooling.mode), is_normalized=pooling.is_normalized)
+    return pooling, ""
 
 
 async def _serve(
@@ -222,7 +242,7 @@ async def _drain(
 
     systemd.notify(systemd.STOPPING)
     await servers.set_ready(is_ready=False)
-    await drain(parts.turns, parts.engine_parts.engine, drain_s, signals)
+    await drain(parts.turns, parts.embedder, parts.engine_parts.engine, drain_s, signals)
     await servers.stop(STOP_GRACE_S)
 
 

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import count
 
 from inference_svc.assembly import EngineParts, Model, assemble_engine
 from inference_svc.config import InferenceSettings
@@ -12,6 +13,7 @@ from inference_svc.core.submission import ModelTraits
 from inference_svc.core.tenant_limits import TenantLimits
 from inference_svc.runtime.compute.grammars import Grammars
 from inference_svc.runtime.turns.chat_text import TurnText
+from inference_svc.runtime.turns.embeddings import Embedder
 from inference_svc.runtime.turns.transcript import TranscriptStore
 from inference_svc.runtime.turns.turn_prompt import PromptMaker, TurnLimits
 from inference_svc.runtime.turns.turn_report import TurnReport
@@ -37,6 +39,7 @@ class ServiceParts:
     transcripts: TranscriptStore
     turns: Turns
     gateway: Gateway
+    embedder: Embedder
     text_thread: WorkerThread
     grammars: Grammars
 
@@ -103,6 +106,7 @@ def assemble_service(
     has_tokenizer = loaded.tokenizer is not None
     prompts = PromptMaker(text, text_thread, turn_limits, has_tokenizer=has_tokenizer)
     grammars = Grammars(loaded.tokenizer, loaded.vocab_size, loaded.eos_ids)
+    numbers = count(1)
     runner = TurnRunner(
         engine=engine,
         transcripts=transcripts,
@@ -112,6 +116,7 @@ def assemble_service(
         limits=turn_limits,
         counters=counters,
         report=report,
+        numbers=numbers,
     )
     limits = TenantLimits(
         *settings.tenant_bounds(), turn_s=engine.scheduler.estimates.retry_after_s
@@ -129,8 +134,21 @@ def assemble_service(
         counters=counters,
         report=report,
     )
+    embedder = Embedder(
+        engine=engine,
+        prompts=prompts,
+        turns=turns,
+        limits=limits,
+        counters=counters,
+        numbers=numbers,
+        window_tokens=engine_parts.window_tokens,
+        size=int(loaded.model.config.get_text_config().hidden_size),
+        pooling=model.pooling,
+        problem=model.pooling_problem,
+    )
     gateway = Gateway(
         turns=turns,
+        embedder=embedder,
         model=loaded.fingerprint,
         describe=_describing(settings, model, engine_parts, text),
         defaults=defaults,
@@ -146,6 +164,7 @@ def assemble_service(
         transcripts=transcripts,
         turns=turns,
         gateway=gateway,
+        embedder=embedder,
         text_thread=text_thread,
         grammars=grammars,
     )

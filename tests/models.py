@@ -24,6 +24,7 @@ SEED = 7
 INITIALIZER_RANGE = 0.35
 EOS = "<|end|>"
 BOS = "<|begin|>"
+EMBEDDING_PROMPT = "text: "
 SPECIAL_TOKENS = [EOS, "<|start|>"]
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|start|>{{ message.role }}\n{{ message.content }}<|end|>\n"
@@ -123,6 +124,35 @@ def build_recurrent_model(directory: Path) -> Path:
     """Write a model that keeps a state instead of keys and values: it cannot be served."""
     config = MambaConfig(vocab_size=64, hidden_size=32, num_hidden_layers=2, state_size=4)
     MambaForCausalLM(config).save_pretrained(directory)
+    return directory
+
+
+def build_embedding_model(model_dir: Path, directory: Path, mode: str = "lasttoken") -> Path:
+    """Copy a model and have it make embeddings, as sentence-transformers writes it.
+
+    Its tokenizer closes every text with the end-of-turn token.
+    """
+    shutil.copytree(model_dir, directory)
+    kinds = ("Transformer", "Pooling", "Normalize")
+    paths = ("", "1_Pooling", "2_Normalize")
+    modules = [
+        {"idx": index, "path": path, "type": f"sentence_transformers.models.{kind}"}
+        for index, (kind, path) in enumerate(zip(kinds, paths, strict=True))
+    ]
+    (directory / "modules.json").write_text(json.dumps(modules))
+    (directory / "1_Pooling").mkdir()
+    flags = {
+        "pooling_mode_lasttoken": mode == "lasttoken",
+        "pooling_mode_mean_tokens": mode == "mean",
+    }
+    (directory / "1_Pooling" / "config.json").write_text(json.dumps(flags))
+    prompts = {"default_prompt_name": "all", "prompts": {"all": EMBEDDING_PROMPT}}
+    (directory / "config_sentence_transformers.json").write_text(json.dumps(prompts))
+    tokenizer = AutoTokenizer.from_pretrained(directory)
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"$A {EOS}", special_tokens=[(EOS, tokenizer.convert_tokens_to_ids(EOS))]
+    )
+    tokenizer.save_pretrained(directory)
     return directory
 
 

@@ -73,6 +73,8 @@ def _facts(
     bound = f" ({model.window_bound})" if model.window_bound else ""
     when_full = f"when full: {model.overflow or 'reject'}"
     yield "context", f"{model.context_window:,} tokens{bound}, {when_full}; {kv}"
+    if model.embedding_size:
+        yield "embeddings", f"of {model.embedding_size:,} values"
     ended = (("turns_finished", "answered"), ("turns_cancelled", "cancelled"))
     yield (
         "turns",

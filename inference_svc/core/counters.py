@@ -24,6 +24,8 @@ COUNTERS: Mapping[str, str] = {
     "recomputed_tokens": "of them, computed again",
     "new_tokens": "prompt tokens computed for the first time",
     "output_tokens": "tokens answered",
+    "embeddings": "inputs that were embedded",
+    "embedded_tokens": "tokens of them",
     "overflows": "times that tokens of a session were dropped because its window was full",
     "dropped_tokens": "tokens given up by them",
     "compressed_tokens": "tokens dropped by compression policies",

@@ -51,6 +51,12 @@ class EmptyTurnError(InvalidInputError):
     reason = "empty_turn"
 
 
+class EmbeddingsUnsupportedError(InvalidInputError):
+    """The model makes no embeddings."""
+
+    reason = "embeddings_unsupported"
+
+
 class InvalidTurnError(InvalidInputError):
     """A value of the turn is off: a token id or a priority out of range, an unknown role."""
 

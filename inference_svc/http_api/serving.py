@@ -27,6 +27,7 @@ from inference_svc.http_api.errors import MethodNotAllowedError, UnknownUrlError
 from inference_svc.http_api.openai.chats import create_chat
 from inference_svc.http_api.openai.completions import create_completion
 from inference_svc.http_api.openai.dialect import OPENAI
+from inference_svc.http_api.openai.embeddings import create_embeddings
 from inference_svc.http_api.openai.responses.responses import (
     create_response,
     delete_response,
@@ -185,6 +186,7 @@ def make_app(api: Api, outer: Sequence[Middleware] = ()) -> web.Application:
         ("chat/completions", create_chat),
         ("responses", create_response),
         ("completions", create_completion),
+        ("embeddings", create_embeddings),
         ("messages", create_message),
         ("messages/count_tokens", count_tokens),
     ):

@@ -13,10 +13,18 @@ from dataclasses import replace
 from inference_svc.core.chat import Tool
 from inference_svc.core.counters import Counters
 from inference_svc.core.grammar import Grammar
-from inference_svc.core.submission import Submission, TurnDefaults, TurnInput, TurnNames
+from inference_svc.core.submission import (
+    Submission,
+    TextInput,
+    TokenInput,
+    TurnDefaults,
+    TurnInput,
+    TurnNames,
+)
 from inference_svc.core.tools.registry import ToolFormat
 from inference_svc.core.tools.thoughts import ThoughtMarks
 from inference_svc.runtime.turns.chat_text import TurnText
+from inference_svc.runtime.turns.embeddings import Embedder, Embedding
 from inference_svc.runtime.turns.turn import Turn
 from inference_svc.runtime.turns.turn_prompt import PromptMaker
 from inference_svc.runtime.turns.turn_report import TurnReport
@@ -68,6 +76,7 @@ class Gateway:
 
     Args:
         turns: the service's turn registry.
+        embedder: makes embeddings.
         model: fingerprint of the model, part of every session's key.
         describe: describes the model and the engine's state, but not the defaults.
         defaults: values of turns that do not name their own.
@@ -86,6 +95,7 @@ class Gateway:
     def __init__(
         self,
         turns: Turns,
+        embedder: Embedder,
         model: str,
         describe: Callable[[], pb.Model],
         defaults: TurnDefaults,
@@ -96,6 +106,7 @@ class Gateway:
         text: TurnText,
     ) -> None:
         self.turns = turns
+        self._embedder = embedder
         self.model = model
         self.defaults = defaults
         self.streams = streams
@@ -109,6 +120,7 @@ class Gateway:
     def describe(self) -> pb.Model:
         """Describe the model, the defaults and the engine's state."""
         described = self._describe()
+        described.embedding_size = self._embedder.size
         described.overflow = self.defaults.overflow.name
         described.sink_tokens = self.defaults.overflow.sink_tokens
         described.overflow_ratio = self.defaults.overflow.ratio
@@ -138,6 +150,25 @@ class Gateway:
             ReportedError: an id is off, or the model has no tokenizer.
         """
         return await self._prompts.decode(token_ids)
+
+    async def embed(
+        self,
+        identity: Identity,
+        tenant: str,
+        inputs: Sequence[TextInput | TokenInput],
+        dimensions: int | None,
+    ) -> list[Embedding]:
+        """Embed inputs for a tenant; a request counts as one of the streams of its client.
+
+        Raises:
+            ReportedError: see `Embedder.embed`; or the client has too many streams.
+        """
+        self._hold(identity)
+        try:
+            tenant = identity.tenant(tenant)
+            return await self._embedder.embed(tenant, self.model, inputs, dimensions)
+        finally:
+            self.streams.release(identity)
 
     def on_deletion(self, forget: Callable[[SessionKey], Awaitable[None]]) -> None:
         """Have something called for each session that a client has deleted, before it is told."""
@@ -196,11 +227,7 @@ class Gateway:
             raise
 
     async def _follow(self, identity: Identity, submission: Submission) -> TurnStream:
-        try:
-            self.streams.hold(identity)
-        except TooManyStreamsError as error:
-            self._counters.add(f"refused_{error.reason}")
-            raise
+        self._hold(identity)
         try:
             turn = await self.turns.submit(submission)
         except BaseException:
@@ -208,3 +235,15 @@ class Gateway:
             raise
         turn.join()
         return TurnStream(turn, lambda: self.streams.release(identity))
+
+    def _hold(self, identity: Identity) -> None:
+        """Count one more stream of a client.
+
+        Raises:
+            TooManyStreamsError: it has as many as it may.
+        """
+        try:
+            self.streams.hold(identity)
+        except TooManyStreamsError as error:
+            self._counters.add(f"refused_{error.reason}")
+            raise

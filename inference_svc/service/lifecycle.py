@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 from inference_svc.config import InferenceSettings
 from inference_svc.runtime.engine.engine_loop import EngineLoop
+from inference_svc.runtime.turns.embeddings import Embedder
 from inference_svc.runtime.turns.turns import Turns
 from shared.config.reload import Changes
 from shared.kvd_client.client import KvdClient
@@ -89,18 +90,21 @@ async def reload_on_signal(
         systemd.notify(systemd.READY)
 
 
-async def drain(turns: Turns, engine: EngineLoop, drain_s: float, signals: Signals) -> None:
+async def drain(
+    turns: Turns, embedder: Embedder, engine: EngineLoop, drain_s: float, signals: Signals
+) -> None:
     """Let what runs finish and be saved; hand back what has not started, and what takes too long.
 
     Args:
         turns: the service's turn registry.
+        embedder: makes embeddings.
         engine: the service's engine.
         drain_s: most seconds that it may take.
         signals: the process's signals; `at_once` ends the drain.
     """
     log.info("draining", drain_s=drain_s)
     turns.refuse_new()
-    idle = asyncio.create_task(_idle(turns, engine))
+    idle = asyncio.create_task(_idle(turns, embedder, engine))
     hurry = asyncio.create_task(signals.at_once.wait())
     await asyncio.wait((idle, hurry), timeout=drain_s, return_when=asyncio.FIRST_COMPLETED)
     if not idle.done():
@@ -110,7 +114,8 @@ async def drain(turns: Turns, engine: EngineLoop, drain_s: float, signals: Signa
         task.cancel()
 
 
-async def _idle(turns: Turns, engine: EngineLoop) -> None:
+async def _idle(turns: Turns, embedder: Embedder, engine: EngineLoop) -> None:
     """Wait until every turn is over, and its KV is saved."""
     await turns.idle.wait()
+    await embedder.idle.wait()
     await engine.idle.wait()

@@ -11,6 +11,7 @@ from inference_svc.http_api.errors import RequestError
 from inference_svc.http_api.openai.chats import ChatBody
 from inference_svc.http_api.openai.completions import CompletionBody
 from inference_svc.http_api.openai.dialect import error_object
+from inference_svc.http_api.openai.embeddings import EmbeddingsBody
 from inference_svc.http_api.openai.responses.input_items import objects_of
 from inference_svc.http_api.openai.responses.responses import ResponseBody
 from inference_svc.http_api.openai.responses.stored_input import with_ids
@@ -28,6 +29,7 @@ NAMES = sorted(
         *MessagesBody.refused,
         *CompletionBody.refused,
         *CompletionBody.model_fields,
+        *EmbeddingsBody.model_fields,
         *("model", "messages", "input", "instructions", "temperature", "top_p", "seed", "stop"),
         *("max_tokens", "max_output_tokens", "logprobs", "top_logprobs", "stream", "metadata"),
         *("stream_options", "store", "session_id", "include", "truncation", "text", "top_k"),
@@ -174,6 +176,7 @@ def test_a_body_is_decoded_or_refused(body):
         ("input", MessagesBody),
         ("input", CompletionBody),
         ("input", TokenizeBody),
+        ("messages", EmbeddingsBody),
     )
     for name, kind in kinds:
         given = {key: value for key, value in body.items() if key != name}

@@ -30,6 +30,8 @@ CLIENTS = {  # name -> its token
 TENANTS = {"acme": ["acme"], "gateway": ["acme", "globex"], "small": ["small"], "monitor": ["*"]}
 ROLES = {"monitor": ["reader"]}
 SETTINGS = """
+[model]
+pooling = "mean"
 [server]
 socket_tenants = ["*"]
 [tenants.small]

@@ -114,6 +114,8 @@ class Request:
         lineage: which discards its context comes after; None: not named, for engines without
             discards. Only KV of the same one is of use to it.
         may_share: whether KV that another session has of the same tokens is of use.
+        is_stored: whether it is a turn of a session, which a store knows and saves; else its KV is
+            gone with it.
         computed_tokens: how many of token_ids have KV in the request's KV. From a preemption
             until the next load is announced: how many its session's resident was left with,
             and are not discarded.
@@ -143,6 +145,7 @@ class Request:
     deadline_ns: int | None = None
     lineage: Lineage | None = None
     may_share: bool = True
+    is_stored: bool = True
     state: RequestState = RequestState.WAITING
     computed_tokens: int = 0
     loaded_tokens: int = 0

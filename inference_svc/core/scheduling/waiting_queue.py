@@ -79,7 +79,8 @@ class WaitingQueue:
         self._order.add(rank)
         insort(self._ranks.setdefault(request.key, []), rank)
         self._requests[request.number] = request
-        self._feed.waits(rank, request.key, request.history_tokens)
+        if request.is_stored:
+            self._feed.waits(rank, request.key, request.history_tokens)
 
     def history_changed(self, request: Request) -> None:
         """Report that the session of a request that waits has another history now."""
@@ -88,7 +89,8 @@ class WaitingQueue:
     def admit(self, request: Request) -> None:
         """Take a request out of the queue because it is its turn: it runs from now on."""
         self._take_out(request)
-        self._feed.runs(request.number, request.key)
+        if request.is_stored:
+            self._feed.runs(request.number, request.key)
         self._virtual_time = max(self._virtual_time, request.start_tag)
         if not self._order:
             # Nobody was kept waiting by anybody: who got how much does not matter any more.

@@ -254,7 +254,8 @@ def _metadata(given: Any) -> Any:
     return {name: "" if text is None else text for name, text in given.items()}
 
 
-def _model(name: str) -> str:
+def named(name: str) -> str:
+    """Validate that a model is named."""
     if not name:
         raise WrongMemberError("{path} is missing", "name one of GET /v1/models")
     return name
@@ -290,7 +291,7 @@ class TurnBody(ModelBody, ABC):
     tool_kinds: ClassVar[frozenset[str]] = frozenset()
     call_prefix: ClassVar[str] = "call_"
 
-    model: Annotated[str, AfterValidator(_model)] = Field(default="", validate_default=True)
+    model: Annotated[str, AfterValidator(named)] = Field(default="", validate_default=True)
     stream: bool = False
     store: bool = True
     session_id: str = ""

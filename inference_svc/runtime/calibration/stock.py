@@ -81,7 +81,7 @@ def stock_logits(loaded: LoadedModel) -> StockLogits:
     Raises:
         whatever the model raises.
     """
-    with _stock_attention(loaded.model):
+    with stock_attention(loaded.model):
         token_ids = torch.tensor([proof_tokens(loaded)], device=loaded.device)
         whole = _whole_logits(loaded, token_ids)
         half = token_ids.shape[1] // 2
@@ -99,7 +99,7 @@ def stock_logits(loaded: LoadedModel) -> StockLogits:
 @torch.inference_mode()
 def answers_as(loaded: LoadedModel, reference: StockLogits) -> bool:
     """Whether the stock model still answers as it did; raises whatever the model raises."""
-    with _stock_attention(loaded.model):
+    with stock_attention(loaded.model):
         token_ids = torch.tensor([proof_tokens(loaded)], device=loaded.device)
         whole = _whole_logits(loaded, token_ids)
     return is_same(whole.float().cpu(), reference.whole, loaded.dtype)
@@ -190,7 +190,7 @@ def logits_distance(logits: Tensor, expected: Tensor, dtype: torch.dtype) -> flo
 
 
 @contextmanager
-def _stock_attention(model: Any) -> Iterator[None]:
+def stock_attention(model: Any) -> Iterator[None]:
     """Let the model attend with its plainest function inside the block."""
     name = model.config._attn_implementation  # noqa: SLF001 - the only way to ask
     if can_set_attention(model):

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from inference_svc.runtime.compute.attention_scores import ScoreKeeper
+from inference_svc.runtime.compute.pooler import Pooler
 from inference_svc.runtime.kv.sequence_kv import SequenceKv, WriteBuffer
 
 
@@ -19,6 +20,8 @@ class Chunk:
         is not going to be stored.
         scores: receives every attention call over this sequence; None: nobody keeps scores.
         want_all: whether the step returns logits after every token.
+        pooler: receives the last layer's states, of which no logits are made then; None: nobody
+            pools.
     """
 
     kv: SequenceKv
@@ -27,11 +30,19 @@ class Chunk:
     write_buffer: WriteBuffer | None = None
     scores: ScoreKeeper | None = None
     want_all: bool = False
+    pooler: Pooler | None = None
 
     @property
     def num_logits(self) -> int:
         """Number of last tokens whose logits the step returns."""
         return len(self.token_ids) if self.want_all else int(self.want_logits)
+
+    @property
+    def num_rows(self) -> int:
+        """Number of last tokens whose states leave the last layer."""
+        if self.pooler is None:
+            return self.num_logits
+        return self.pooler.num_rows(self.kv.num_tokens, self.end_token)
 
     @property
     def end_token(self) -> int:

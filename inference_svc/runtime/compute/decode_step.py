@@ -100,6 +100,7 @@ class DecodeStep:
         return all(
             len(chunk.token_ids) == chunk.num_logits == 1
             and chunk.scores is None
+            and chunk.pooler is None
             and chunk.kv.gate is None
             and isinstance(chunk.kv, PagedKv)
             and chunk.kv.keys.slots is self._spare_kv.keys.slots

@@ -19,6 +19,8 @@ thread calls `step`, and it alone appends in the meantime.
 """
 
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -36,7 +38,7 @@ from inference_svc.runtime.compute.step_forward import (
     block_causal_mask,
 )
 from inference_svc.runtime.kv.copy_stream import StepClock
-from inference_svc.runtime.model.capture import CaptureCache, ForwardCall, under
+from inference_svc.runtime.model.capture import CaptureCache, ForwardCall, taking_states, under
 from inference_svc.runtime.model.model_loader import LoadedModel
 from inference_svc.runtime.positions.recipes import Calibration
 
@@ -123,20 +125,20 @@ class ModelRunner:
         positions = [
             position for chunk in chunks for position in range(chunk.kv.num_tokens, chunk.end_token)
         ]
-        logit_indices = [
+        row_indices = [
             index
             for end, chunk in zip(ends, chunks, strict=True)
-            for index in range(end - chunk.num_logits, end)
+            for index in range(end - chunk.num_rows, end)
         ]
         options: dict[str, Any] = {}
         if mode == "masked":
             options["attention_mask"] = block_causal_mask(chunks, self._loaded.dtype, device)
         cache = CaptureCache(chunks[0].kv.num_tokens if mode == "single" else 0)
-        with under(self._forward(chunks, clock)):
+        with under(self._forward(chunks, clock)), _pooling(chunks):
             logits = self._call(
                 torch.tensor([token_ids], device=device),
                 torch.tensor([positions], device=device),
-                torch.tensor(logit_indices, dtype=torch.long, device=device),
+                torch.tensor(row_indices, dtype=torch.long, device=device),
                 cache,
                 **options,
             )
@@ -147,3 +149,24 @@ class ModelRunner:
         if self._calibration.mode == "ragged":
             return RaggedForward(self._calibration, self._attention, chunks, clock)
         return GatheredForward(self._calibration, chunks, clock)
+
+
+def _pooling(chunks: Sequence[Chunk]) -> AbstractContextManager[None]:
+    if all(chunk.pooler is None for chunk in chunks):
+        return nullcontext()
+    return taking_states(partial(_pool, chunks))
+
+
+def _pool(chunks: Sequence[Chunk], states: Tensor) -> Tensor:
+    """Hand rows to the chunks' poolers; return those of the others.
+
+    Args:
+        chunks: those of the forward.
+        states: [1, rows, hidden], the chunks' rows one after another.
+    """
+    rows = states[0].split_with_sizes([chunk.num_rows for chunk in chunks])
+    for chunk, its in zip(chunks, rows, strict=True):
+        if chunk.pooler is not None:
+            chunk.pooler.note(its, chunk.end_token)
+    left = [its for chunk, its in zip(chunks, rows, strict=True) if chunk.pooler is None]
+    return torch.cat(left).unsqueeze(0) if left else states[:, :0]

@@ -15,6 +15,7 @@ from inference_svc.core.scheduling.request import Request
 from inference_svc.core.scheduling.start_gate import HBM
 from inference_svc.core.scheduling.step_plan import Admission
 from inference_svc.runtime.compute.attention_scores import ScoreKeeper
+from inference_svc.runtime.compute.pooler import Pooler
 from inference_svc.runtime.compute.sampling import Sampled, Sampler
 from inference_svc.runtime.kv.layer_gate import LayerGate
 from inference_svc.runtime.kv.paged_kv import PagedKv
@@ -115,6 +116,9 @@ class EngineRequest(Request):
     """A request as the engine computes it.
 
     Attributes:
+        sampler: chooses the answer's tokens; None: its tokens are pooled.
+        pooler: makes an embedding of its tokens, and ends it where an answer would begin; None: it
+            has an answer.
         is_final: whether the session ends with this turn.
         done: set when the answer is complete; its exception is why there is none.
         load_policy: the turn's own load policy; None: the engine's.
@@ -138,8 +142,9 @@ class EngineRequest(Request):
             its trace, and is logged with its session.
     """
 
-    sampler: Sampler
     sink: TurnSink
+    sampler: Sampler | None = None
+    pooler: Pooler | None = None
     is_final: bool = False
     done: asyncio.Future[None] = field(
         default_factory=lambda: asyncio.get_running_loop().create_future()

@@ -115,7 +115,7 @@ class Loads:
         )
         _note_outcome(request, begun.end_token, dict(begun.tier_tokens), begun.reason)
         kv.num_tokens, load.boundary = begun.end_token, begun.tail_from
-        if self._store.saves:
+        if self._saves(request):
             request.write_buffer = self._ring.lend(begun.tail_from, begun.end_token)
         if begun.grant is not None:
             load.begun = begun
@@ -128,7 +128,7 @@ class Loads:
         take = self._residents.take if admission.in_place else self._residents.get
         resident, num_tokens = take(source), admission.resident_tokens
         load.boundary = resident.tail_from
-        if self._store.saves:
+        if self._saves(request):
             request.write_buffer = self._residents.next_buffer(resident, num_tokens, self._ring)
         self._counters.add("resident_hits" if source == request.key else "prefixes_shared")
         _note_outcome(request, num_tokens, {HBM: num_tokens}, "")
@@ -158,7 +158,7 @@ class Loads:
         """
         num_tokens = load.boundary = load.admission.resident_tokens
         self._new_kv(request, load, source)
-        if self._store.saves:
+        if self._saves(request):
             request.write_buffer = self._ring.lend(num_tokens, num_tokens)
         self._counters.add("prefixes_shared")
         _note_outcome(request, num_tokens, {HBM: num_tokens}, "")
@@ -187,8 +187,11 @@ class Loads:
             return None
         return min(self.preload.buffer_layers, self._num_layers)
 
+    def _saves(self, request: EngineRequest) -> bool:
+        return self._store.saves and request.is_stored
+
     def _policy_of(self, request: EngineRequest) -> LoadPolicy:
-        if request.num_failed_loads >= MOST_FAILED_LOADS:
+        if not request.is_stored or request.num_failed_loads >= MOST_FAILED_LOADS:
             return LoadPolicy.NEVER
         return request.load_policy or self.policy
 

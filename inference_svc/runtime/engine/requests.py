@@ -191,7 +191,7 @@ class RequestMemory:
         elif request.write_buffer is not None:  # it was cancelled before its save was opened
             request.write_buffer.memory.release()
         self.release_kv(request)
-        if request.discards:
+        if request.discards or not request.is_stored:  # it may have been preempted
             self.release_resident(request.key)
 
     def release_kv(self, request: EngineRequest) -> None:

@@ -31,6 +31,8 @@ from shared.types.errors import LoadFailedError, ReportedError
 
 log = get_logger(__name__)
 
+POOLED = Sampled(0, None, ())  # stands where an answer would begin; nobody reads it
+
 
 @dataclass(frozen=True)
 class StepInput:
@@ -176,8 +178,12 @@ def _answer(part: StepInput, logits_row: Tensor | None) -> StepOutput:
             gate.wait_confirmed()
         if part.chunk.scores is not None:
             part.chunk.scores.commit()
+        if part.chunk.pooler is not None:
+            part.chunk.pooler.commit()
+            return StepOutput(token=POOLED if part.chunk.pooler.is_complete else None)
         if logits_row is None:
             return StepOutput()
+        assert request.sampler is not None, "who is not pooled has an answer"  # noqa: S101
         return StepOutput(token=request.sampler.sample(logits_row, request.token_ids))
     except Exception as error:  # noqa: BLE001  # one request's trouble must not fail the others
         return StepOutput(error=_as_reported(error))
@@ -203,7 +209,14 @@ def step_input(request: EngineRequest, chunk: PlannedChunk) -> StepInput:
     token_ids = request.token_ids[start : start + chunk.num_tokens]
     return StepInput(
         request,
-        Chunk(request.kv, token_ids, chunk.sample, request.write_buffer, scores=request.scores),
+        Chunk(
+            request.kv,
+            token_ids,
+            chunk.sample and request.pooler is None,
+            request.write_buffer,
+            scores=request.scores,
+            pooler=request.pooler,
+        ),
     )
 
 

@@ -54,7 +54,11 @@ class Forward(Protocol):
         """Return the mask that attention calls get, given the predicate (batch, head, q, kv)."""
 
 
+# Takes what leaves the last layer, [1, rows, hidden]; returns what logits are made of.
+TakeStates = Callable[[Tensor], Tensor]
+
 _forward: ContextVar[Forward | None] = ContextVar("forward_under_capture", default=None)
+_take: ContextVar[TakeStates | None] = ContextVar("states_are_taken", default=None)
 
 
 @contextmanager
@@ -65,6 +69,34 @@ def under(forward: Forward) -> Iterator[None]:
         yield
     finally:
         _forward.reset(token)
+
+
+@contextmanager
+def taking_states(take: TakeStates) -> Iterator[None]:
+    """Let a model whose head is tapped hand over what leaves its last layer, inside the block."""
+    token = _take.set(take)
+    try:
+        yield
+    finally:
+        _take.reset(token)
+
+
+def tap_head(model: Any) -> bool:
+    """Tap a model's head, once; return whether it has one that is given the rows it is asked for.
+
+    Args:
+        model: a model whose layers stay as they are from now on.
+    """
+    head = model.get_output_embeddings()
+    if head is None or not ForwardCall(model).is_sparing:
+        return False
+    head.register_forward_pre_hook(_take_states)
+    return True
+
+
+def _take_states(_head: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    take = _take.get()
+    return None if take is None else (take(args[0]), *args[1:])
 
 
 class RotaryTap:
@@ -201,6 +233,11 @@ class ForwardCall:
         """Whether positions can be given; else the model counts them, or has none."""
         return "position_ids" in self._parameters
 
+    @property
+    def is_sparing(self) -> bool:
+        """Whether logits are made of the rows that are asked for only."""
+        return "logits_to_keep" in self._parameters
+
     def __call__(
         self,
         token_ids: Tensor,
@@ -221,9 +258,8 @@ class ForwardCall:
         """
         if self.takes_positions:
             options["position_ids"] = positions
-        is_sparing = "logits_to_keep" in self._parameters
-        if is_sparing:
+        if self.is_sparing:
             options["logits_to_keep"] = logit_indices
         answer = self._model(input_ids=token_ids, past_key_values=cache, use_cache=True, **options)
         logits: Tensor = answer.logits[0]
-        return logits if is_sparing else logits[logit_indices]
+        return logits if self.is_sparing else logits[logit_indices]

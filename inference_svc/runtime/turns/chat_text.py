@@ -30,6 +30,7 @@ from inference_svc.runtime.turns.chat_template import (
 from inference_svc.runtime.turns.control_tokens import ControlTokens
 from inference_svc.runtime.turns.tool_template import ToolTemplate
 
+FRAMED = "a"  # a text to look around
 MAX_MARK_TOKENS = 16  # of an opening mark, and the blanks behind it
 
 
@@ -115,6 +116,21 @@ class TurnText:
         )
         encode = self.control.encode if has_special else self.control.encode_plain
         return [bos_id, *encode(text)] if begins else encode(text)
+
+    def encode_framed(self, text: str) -> list[int]:
+        """Encode a text between the special tokens that the tokenizer puts around every text.
+
+        Raises:
+            NoChatTemplateError: the model has no tokenizer.
+            InvalidTurnError: a part that would be a control token cannot be spelled out.
+        """
+        if self._tokenizer is None:
+            raise NoChatTemplateError("the model has no tokenizer", "send token ids")
+        inner = self.control.encode_plain(FRAMED)
+        framed: list[int] = self._tokenizer(FRAMED).input_ids
+        start = next((at for at in range(len(framed)) if framed[at : at + len(inner)] == inner), 0)
+        begin, end = framed[:start], framed[start + len(inner) :]
+        return [*begin, *self.control.encode_plain(text), *end]
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Return tokens as text, special ones by their names.

@@ -8,7 +8,7 @@ from inference_svc.core.answers import GrowingAnswer, SamplingParams
 from inference_svc.core.context import Context
 from inference_svc.core.discards import Discard, Range
 from inference_svc.core.errors import EmptyTurnError, InvalidSamplingError, InvalidTurnError
-from inference_svc.core.submission import ChatInput, Submission, TextInput, TurnInput
+from inference_svc.core.submission import ChatInput, Submission, TextInput, TokenInput, TurnInput
 from inference_svc.core.turn_window import TurnWindow
 from inference_svc.runtime.turns.chat_text import TurnText
 from inference_svc.runtime.worker_thread import WorkerThread
@@ -144,6 +144,19 @@ class PromptMaker:
             ReportedError: it cannot be encoded; see `make`.
         """
         return await self._encode(given, Context())
+
+    async def encode_embedded(self, given: TextInput | TokenInput) -> list[int]:
+        """Return the tokens of an input that is embedded; a text's as the tokenizer frames it.
+
+        Raises:
+            ReportedError: it cannot be encoded; see `make`.
+        """
+        if isinstance(given, TokenInput):
+            token_ids = list(given.token_ids)
+        else:
+            token_ids = await self._thread.run(self._text.encode_framed, given.text)
+        self._check_ids(token_ids)
+        return token_ids
 
     async def decode(self, token_ids: Sequence[int]) -> str:
         """Return tokens as text, special ones by their names.

@@ -7,9 +7,8 @@ who goes on with the old context does not.
 """
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import count
 from typing import Any
 
 from inference_svc.core.answers import FinishReason, GrowingAnswer
@@ -46,6 +45,7 @@ class TurnRunner:
         limits: TurnLimits,
         counters: Counters,
         report: TurnReport,
+        numbers: Iterator[int],
     ) -> None:
         self._engine = engine
         self._transcripts = transcripts
@@ -55,7 +55,7 @@ class TurnRunner:
         self._limits = limits
         self._counters = counters
         self._report = report
-        self._numbers = count(1)
+        self._numbers = numbers
 
     async def answer(self, turn: Turn) -> None:
         """Run a turn whose session is free, publishing its events.

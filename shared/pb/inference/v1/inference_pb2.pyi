@@ -419,7 +419,7 @@ class GetModelRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class Model(_message.Message):
-    __slots__ = ("name", "fingerprint", "architecture", "dtype", "device", "context_window", "vocab_size", "has_chat_template", "mode", "kvd_state", "attention_mode", "kv_bytes_per_token", "block_tokens", "num_layers", "running_turns", "waiting_turns", "version", "counters", "gauges", "positions", "overflow", "sink_tokens", "overflow_ratio", "window_bound")
+    __slots__ = ("name", "fingerprint", "architecture", "dtype", "device", "context_window", "vocab_size", "has_chat_template", "mode", "kvd_state", "attention_mode", "kv_bytes_per_token", "block_tokens", "num_layers", "running_turns", "waiting_turns", "version", "counters", "gauges", "positions", "overflow", "sink_tokens", "overflow_ratio", "window_bound", "embedding_size")
     class CountersEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -458,6 +458,7 @@ class Model(_message.Message):
     SINK_TOKENS_FIELD_NUMBER: _ClassVar[int]
     OVERFLOW_RATIO_FIELD_NUMBER: _ClassVar[int]
     WINDOW_BOUND_FIELD_NUMBER: _ClassVar[int]
+    EMBEDDING_SIZE_FIELD_NUMBER: _ClassVar[int]
     name: str
     fingerprint: str
     architecture: str
@@ -482,4 +483,5 @@ class Model(_message.Message):
     sink_tokens: int
     overflow_ratio: float
     window_bound: str
-    def __init__(self, name: _Optional[str] = ..., fingerprint: _Optional[str] = ..., architecture: _Optional[str] = ..., dtype: _Optional[str] = ..., device: _Optional[str] = ..., context_window: _Optional[int] = ..., vocab_size: _Optional[int] = ..., has_chat_template: bool = ..., mode: _Optional[str] = ..., kvd_state: _Optional[str] = ..., attention_mode: _Optional[str] = ..., kv_bytes_per_token: _Optional[int] = ..., block_tokens: _Optional[int] = ..., num_layers: _Optional[int] = ..., running_turns: _Optional[int] = ..., waiting_turns: _Optional[int] = ..., version: _Optional[str] = ..., counters: _Optional[_Mapping[str, int]] = ..., gauges: _Optional[_Mapping[str, float]] = ..., positions: _Optional[str] = ..., overflow: _Optional[str] = ..., sink_tokens: _Optional[int] = ..., overflow_ratio: _Optional[float] = ..., window_bound: _Optional[str] = ...) -> None: ...
+    embedding_size: int
+    def __init__(self, name: _Optional[str] = ..., fingerprint: _Optional[str] = ..., architecture: _Optional[str] = ..., dtype: _Optional[str] = ..., device: _Optional[str] = ..., context_window: _Optional[int] = ..., vocab_size: _Optional[int] = ..., has_chat_template: bool = ..., mode: _Optional[str] = ..., kvd_state: _Optional[str] = ..., attention_mode: _Optional[str] = ..., kv_bytes_per_token: _Optional[int] = ..., block_tokens: _Optional[int] = ..., num_layers: _Optional[int] = ..., running_turns: _Optional[int] = ..., waiting_turns: _Optional[int] = ..., version: _Optional[str] = ..., counters: _Optional[_Mapping[str, int]] = ..., gauges: _Optional[_Mapping[str, float]] = ..., positions: _Optional[str] = ..., overflow: _Optional[str] = ..., sink_tokens: _Optional[int] = ..., overflow_ratio: _Optional[float] = ..., window_bound: _Optional[str] = ..., embedding_size: _Optional[int] = ...) -> None: ...

@@ -1,0 +1,96 @@
+"""POST /v1/embeddings: texts as vectors, by models that make them.
+
+*Source:* OpenAI API reference, "Embeddings".
+"""
+
+import asyncio
+import base64
+from collections.abc import Sequence
+from typing import Annotated, Any, ClassVar, Literal
+
+from aiohttp import web
+from pydantic import AfterValidator, BeforeValidator, Field
+
+from inference_svc.core.submission import TextInput, TokenInput
+from inference_svc.http_api.api import Api
+from inference_svc.http_api.bodies.body import (
+    MOST_TOKENS,
+    Count,
+    ModelBody,
+    WrongMemberError,
+    named,
+)
+from inference_svc.http_api.replies import reply
+from inference_svc.http_api.requests import caller_of
+from inference_svc.runtime.turns.embeddings import Embedding
+
+MOST_INPUTS = 2048  # OpenAI's bound
+_REMEDY = f"send a text, token ids, or up to {MOST_INPUTS} of either"
+
+
+def _inputs(given: Any) -> list[TextInput | TokenInput]:
+    """Read one input, or a list of them."""
+    if given is None:
+        raise WrongMemberError("{path} is missing", _REMEDY)
+    is_one = isinstance(given, str) or (isinstance(given, list) and _are_ids(given))
+    found = [given] if is_one else given
+    if not isinstance(found, list) or not 0 < len(found) <= MOST_INPUTS:
+        raise WrongMemberError("{path} cannot be so", _REMEDY)
+    return [_input(each) for each in found]
+
+
+def _input(given: Any) -> TextInput | TokenInput:
+    if isinstance(given, str) and given:
+        return TextInput(given)
+    if isinstance(given, list) and _are_ids(given):
+        return TokenInput(tuple(given))
+    what = "an empty text" if given == "" else "something else"
+    raise WrongMemberError(f"{{path}} has {what}", _REMEDY)
+
+
+def _are_ids(given: list[Any]) -> bool:
+    return bool(given) and all(type(each) is int and 0 <= each <= MOST_TOKENS for each in given)
+
+
+class EmbeddingsBody(ModelBody):
+    """The body of POST /v1/embeddings.
+
+    Attributes:
+        input: what is embedded.
+        encoding_format: how vectors are written: numbers, or base64 of little-endian float32.
+        dimensions: how many of a vector's first values are wanted; None: all.
+    """
+
+    ignored: ClassVar[frozenset[str]] = frozenset({"user"})
+
+    model: Annotated[str, AfterValidator(named)] = Field(default="", validate_default=True)
+    input: Annotated[list[TextInput | TokenInput], BeforeValidator(_inputs)] = Field(
+        default=None, validate_default=True
+    )
+    encoding_format: Literal["float", "base64"] = "float"
+    dimensions: Count | None = None
+
+
+async def create_embeddings(api: Api, request: web.Request) -> web.Response:
+    """Embed one input, or several, in the same batches as the turns of others."""
+    body, caller = await api.decoded(request, EmbeddingsBody), caller_of(request)
+    found = await api.gateway.embed(caller.identity, caller.tenant, body.input, body.dimensions)
+    vectors = await asyncio.to_thread(_written, found, body.encoding_format)
+    num_tokens = sum(each.num_tokens for each in found)
+    return reply(
+        {
+            "object": "list",
+            "data": [
+                {"object": "embedding", "index": index, "embedding": vector}
+                for index, vector in enumerate(vectors)
+            ],
+            "model": body.model,
+            "usage": {"prompt_tokens": num_tokens, "total_tokens": num_tokens},
+        }
+    )
+
+
+def _written(found: Sequence[Embedding], encoding: str) -> list[str | list[float]]:
+    if encoding == "base64":
+        return [base64.b64encode(each.values.astype("<f4").tobytes()).decode() for each in found]
+    return [each.values.tolist() for each in found]

@@ -1,0 +1,86 @@
+"""What a model directory says of its embeddings, in the files of sentence-transformers.
+
+*Source:* sentence-transformers, `modules.json` and the `config.json` of its Pooling module; both
+the flags of releases before 5 and the one name of later ones.
+"""
+
+import json
+from pathlib import Path
+from typing import Any, Literal
+
+from inference_svc.core.pooling import Pooling, PoolingMode
+
+PoolingChoice = Literal["auto", "none", "last", "mean", "weighted_mean"]
+MODULES_FILE = "modules.json"
+PROMPTS_FILE = "config_sentence_transformers.json"
+_MODES = {
+    "lasttoken": PoolingMode.LAST,
+    "mean": PoolingMode.MEAN,
+    "weightedmean": PoolingMode.WEIGHTED_MEAN,
+}
+_FLAGS = {
+    "pooling_mode_lasttoken": "lasttoken",
+    "pooling_mode_mean_tokens": "mean",
+    "pooling_mode_weightedmean_tokens": "weightedmean",
+    "pooling_mode_cls_token": "cls",
+    "pooling_mode_max_tokens": "max",
+    "pooling_mode_mean_sqrt_len_tokens": "mean_sqrt_len_tokens",
+}
+
+
+class UnknownPoolingError(Exception):
+    """The model makes no embeddings, or in a way that is not known here; its text says which."""
+
+
+def find_pooling(path: Path, choice: PoolingChoice) -> Pooling:
+    """Find out how a model's embeddings are made.
+
+    Args:
+        path: the model directory, or a GGUF file.
+        choice: "auto": as its files say; else the way itself, of length 1.
+
+    Raises:
+        UnknownPoolingError: it makes none, or in a way that is not known here.
+    """
+    if choice == "none":
+        raise UnknownPoolingError("model.pooling is none")
+    if choice != "auto":
+        return Pooling(PoolingMode(choice))
+    if not (path / MODULES_FILE).is_file():
+        raise UnknownPoolingError(f"the model has no {MODULES_FILE}, which embedding models have")
+    try:
+        return _read(path)
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise UnknownPoolingError(f"{MODULES_FILE} cannot be read ({error!r:.120})") from error
+
+
+def _read(path: Path) -> Pooling:
+    modules = json.loads((path / MODULES_FILE).read_text())
+    kinds = [str(module["type"]).rpartition(".")[2] for module in modules]
+    if kinds not in (["Transformer", "Pooling"], ["Transformer", "Pooling", "Normalize"]):
+        raise UnknownPoolingError(f"its modules are {', '.join(kinds)[:120]}")
+    config = json.loads((path / str(modules[1]["path"]) / "config.json").read_text())
+    named = _named(config)
+    if named not in _MODES:
+        raise UnknownPoolingError(f"it pools by {named[:60] or 'nothing'}")
+    prompt = _default_prompt(path / PROMPTS_FILE)
+    if prompt and not config.get("include_prompt", True):
+        raise UnknownPoolingError("its pooling leaves out its prompt")
+    return Pooling(_MODES[named], "Normalize" in kinds, prompt)
+
+
+def _default_prompt(file: Path) -> str:
+    """Return what is put before every text; "" if nothing is."""
+    if not file.is_file():
+        return ""
+    config = json.loads(file.read_text())
+    name = config.get("default_prompt_name")
+    return "" if name is None else str(config["prompts"][name])
+
+
+def _named(config: dict[str, Any]) -> str:
+    """Return the pooling's name; several at once are joined."""
+    if "pooling_mode" in config:
+        given = config["pooling_mode"]
+        return given if isinstance(given, str) else "+".join(map(str, given))
+    return "+".join(name for flag, name in _FLAGS.items() if config.get(flag))

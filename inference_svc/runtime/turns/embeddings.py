@@ -1,0 +1,224 @@
+"""Embeds texts beside the turns: in the same batches, for the same tenants and limits.
+
+What is embedded is computed like a prompt; where an answer would begin, its tokens' states have
+been pooled. It is no turn of a session: nothing is stored of it, and kvd does not know of it. A
+prefix that is in the engine's memory is shared where only the last token counts.
+"""
+
+import asyncio
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from inference_svc.core.counters import Counters
+from inference_svc.core.errors import (
+    EmbeddingsUnsupportedError,
+    EmptyTurnError,
+    InputTooLongError,
+    InvalidTurnError,
+)
+from inference_svc.core.pooling import Pooling, PoolingMode
+from inference_svc.core.submission import TextInput, TokenInput
+from inference_svc.core.tenant_limits import TenantLimits
+from inference_svc.runtime.compute.pooler import Pooler
+from inference_svc.runtime.compute.sampling import Sampled
+from inference_svc.runtime.engine.engine_loop import EngineLoop
+from inference_svc.runtime.engine.engine_request import EngineRequest
+from inference_svc.runtime.turns.turn_prompt import PromptMaker
+from inference_svc.runtime.turns.turns import Turns
+from shared.types.session_key import SessionKey
+
+MOST_AT_ONCE = 16  # of one caller, in the engine
+
+
+@dataclass(frozen=True)
+class Embedding:
+    """What one input was embedded to.
+
+    Attributes:
+        values: [dimensions]
+        num_tokens: number of the input's tokens.
+    """
+
+    values: npt.NDArray[np.float32]
+    num_tokens: int
+
+
+class _Sink:
+    """The sink of a request that is pooled: its answer ends where it would begin."""
+
+    def started(self, request: EngineRequest) -> None:
+        """See TurnSink."""
+
+    def sampled(self, _token: Sampled) -> bool:
+        """See TurnSink."""
+        return True
+
+    def window_full(self) -> None:
+        """See TurnSink."""
+
+
+class Embedder:
+    """See the module docstring.
+
+    Args:
+        engine: computes them.
+        prompts: encodes texts.
+        turns: says whether the service takes work of a tenant.
+        limits: of tenants; a request counts as a turn.
+        counters: the service's counters.
+        numbers: of engine requests, shared with the turns'.
+        window_tokens: most tokens of an input.
+        size: number of values of the last layer's states.
+        pooling: how embeddings are made; None: they are not.
+        problem: why they are not.
+
+    Attributes:
+        idle: set while nothing is being embedded.
+    """
+
+    def __init__(
+        self,
+        engine: EngineLoop,
+        prompts: PromptMaker,
+        turns: Turns,
+        limits: TenantLimits,
+        counters: Counters,
+        numbers: Iterator[int],
+        window_tokens: int,
+        size: int,
+        pooling: Pooling | None,
+        problem: str,
+    ) -> None:
+        self._engine = engine
+        self._prompts = prompts
+        self._turns = turns
+        self._limits = limits
+        self._counters = counters
+        self._numbers = numbers
+        self._window_tokens = window_tokens
+        self._size = size
+        self._pooling = pooling
+        self._problem = problem
+        self._num_callers = 0
+        self.idle = asyncio.Event()
+        self.idle.set()
+
+    @property
+    def size(self) -> int:
+        """Number of values of an embedding; 0: the model makes none."""
+        return 0 if self._pooling is None else self._size
+
+    async def embed(
+        self,
+        tenant: str,
+        model: str,
+        inputs: Sequence[TextInput | TokenInput],
+        dimensions: int | None = None,
+    ) -> list[Embedding]:
+        """Embed inputs; all or none.
+
+        Args:
+            tenant: whose they are.
+            model: the model's fingerprint.
+            inputs: one or more.
+            dimensions: how many of the first values are wanted; None: all.
+
+        Raises:
+            EmbeddingsUnsupportedError: the model has none.
+            EmptyTurnError: an input has no token.
+            InputTooLongError: one is longer than the window.
+            InvalidTurnError: the embeddings have fewer values.
+            ReportedError: they cannot be encoded, or a limit is reached, or they are not computed.
+        """
+        pooling = self._pooling
+        if pooling is None:
+            raise EmbeddingsUnsupportedError(
+                f"this model makes no embeddings: {self._problem}",
+                "ask a service whose model does, or set model.pooling",
+            )
+        if dimensions is not None and dimensions > self._size:
+            raise InvalidTurnError(
+                f"an embedding has {self._size} values, not {dimensions}", "want fewer dimensions"
+            )
+        self._turns.check_limits(tenant)
+        encoded = [
+            await self._encode(given, place, pooling.prompt) for place, given in enumerate(inputs)
+        ]
+        num_tokens = sum(map(len, encoded))
+        reservation = self._limits.enter(tenant, num_tokens, "", time.monotonic_ns())
+        self._num_callers += 1
+        self.idle.clear()
+        try:
+            found = await self._embed_all(SessionKey(tenant, model, ""), encoded, pooling)
+        except BaseException:
+            num_tokens = 0
+            raise
+        finally:
+            self._limits.leave(reservation, num_tokens, time.monotonic_ns())
+            self._num_callers -= 1
+            if not self._num_callers:
+                self.idle.set()
+        self._counters.add("embeddings", len(found))
+        self._counters.add("embedded_tokens", num_tokens)
+        is_normalized = pooling.is_normalized
+        return [_cut(each, dimensions, is_normalized=is_normalized) for each in found]
+
+    async def _encode(self, given: TextInput | TokenInput, place: int, prompt: str) -> list[int]:
+        if isinstance(given, TextInput):
+            given = TextInput(prompt + given.text)
+        token_ids = await self._prompts.encode_embedded(given)
+        if not token_ids:
+            raise EmptyTurnError(f"input {place} has no token", "leave it out")
+        if len(token_ids) > self._window_tokens:
+            raise InputTooLongError(
+                f"input {place} has {len(token_ids)} tokens, more than {self._window_tokens}",
+                "send it in parts",
+            )
+        return token_ids
+
+    async def _embed_all(
+        self, key: SessionKey, encoded: Sequence[list[int]], pooling: Pooling
+    ) -> list[Embedding]:
+        places = asyncio.Semaphore(MOST_AT_ONCE)
+
+        async def embed(token_ids: list[int]) -> Embedding:
+            async with places:
+                return await self._embed(key, token_ids, pooling)
+
+        tasks = [asyncio.create_task(embed(token_ids)) for token_ids in encoded]
+        try:
+            return await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+
+    async def _embed(self, key: SessionKey, token_ids: list[int], pooling: Pooling) -> Embedding:
+        number, pooler = next(self._numbers), Pooler(pooling, len(token_ids))
+        request = EngineRequest(
+            number=number,
+            key=key._replace(session_id=f"embedding {number}"),  # no client's session has a blank
+            token_ids=list(token_ids),
+            max_tokens=1,
+            arrived_ns=time.monotonic_ns(),
+            window_tokens=self._window_tokens,
+            may_share=pooling.mode is PoolingMode.LAST,
+            is_stored=False,
+            sink=_Sink(),
+            pooler=pooler,
+        )
+        try:
+            await self._engine.generate(request)
+            return Embedding(pooler.vector().numpy(), len(token_ids))
+        finally:
+            self._engine.drop(request)
+
+
+def _cut(embedding: Embedding, dimensions: int | None, *, is_normalized: bool) -> Embedding:
+    """Keep the first values only, and give them length 1 again if all have it."""
+    values = embedding.values[:dimensions]
+    length = float(np.linalg.norm(values)) if is_normalized else 1.0
+    return Embedding(values / np.float32(length or 1.0), embedding.num_tokens)
