@@ -43,6 +43,8 @@ class OpenAISettings(Section):
         max_body_bytes: bound of a request's body.
         body_s: most seconds a client may take to send a request's body.
         write_s: most seconds a client may take to read what was sent, before it is disconnected.
+        ping_s: seconds of silence in a stream after which it gets a comment, so that proxies do
+            not give it up: a call of a tool is sent when it is complete.
         header_s: most seconds a client may take for a TLS handshake, and for a request's headers.
         idle_s: seconds that a connection is kept for the next request.
         max_requests: bound of the requests at once; more are refused. For a new one a request may
@@ -69,6 +71,7 @@ class OpenAISettings(Section):
     max_body_bytes: ByteSize = Field(default=4 * MIB, ge=4096)
     body_s: Duration = Field(default=30.0, gt=0, le=3600)
     write_s: Duration = Field(default=30.0, gt=0, le=3600)
+    ping_s: Duration = Field(default=15.0, gt=0, le=3600)
     header_s: Duration = Field(default=10.0, gt=0, le=3600)
     idle_s: Duration = Field(default=75.0, gt=0, le=3600)
     max_requests: int = Field(default=256, ge=1, le=65536)

@@ -5,8 +5,8 @@
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Mapping, Sequence
+from contextlib import aclosing, asynccontextmanager, suppress
 from typing import Any, ClassVar, Protocol
 
 import structlog
@@ -27,6 +27,7 @@ HEADERS = {
     "Cache-Control": "no-cache",
     "X-Accel-Buffering": "no",  # proxies shall not collect events
 }
+PING = b": ping\n\n"  # a comment, which clients do not show
 CLOSES = frozenset({401, 408, 413, 429})  # what is left of the body is not worth reading
 
 log = get_logger(__name__)
@@ -124,10 +125,11 @@ async def send_reply(
     )
     if not turn_request.body.stream:
         return reply(await answered.whole(), headers)
-    stream = EventStream(turn_request.request, turn_request.settings.write_s)
+    settings = turn_request.settings
+    stream = EventStream(turn_request.request, settings.write_s)
     await stream.open(headers)
     try:
-        async with aclosing(answered.events()) as events:
+        async with stream.pinged(settings.ping_s), aclosing(answered.events()) as events:
             async for event in events:
                 await stream.send(event)
     except ConnectionError:
@@ -149,6 +151,7 @@ class EventStream:
     def __init__(self, request: web.Request, write_s: float) -> None:
         self._request = request
         self._write_s = write_s
+        self._written_s = 0.0  # when, by the loop's clock
         self.response = web.StreamResponse(headers=HEADERS)
 
     async def open(self, headers: Mapping[str, str]) -> None:
@@ -162,6 +165,27 @@ class EventStream:
             name = b"event: %s\n" % str(event["type"]).encode() if "type" in event else b""
             await self._write(b"%sdata: %s\n\n" % (name, json_bytes(event)))
 
+    @asynccontextmanager
+    async def pinged(self, every_s: float) -> AsyncIterator[None]:
+        """Send a comment whenever nothing was sent for so many seconds, inside the block."""
+        pinging = asyncio.create_task(self._ping(every_s))
+        try:
+            yield
+        finally:
+            pinging.cancel()
+            await asyncio.wait({pinging})
+
+    async def _ping(self, every_s: float) -> None:
+        now_s = asyncio.get_running_loop().time
+        self._written_s = now_s()
+        with suppress(ConnectionError):  # which the next event finds out, too
+            while True:
+                left_s = self._written_s + every_s - now_s()
+                if left_s > 0:
+                    await asyncio.sleep(left_s)
+                else:
+                    await self._write(PING)
+
     async def end(self, last: bytes = b"") -> None:
         """Send the last bytes, and close the stream."""
         if last:
@@ -169,6 +193,7 @@ class EventStream:
         await self.response.write_eof()
 
     async def _write(self, data: bytes) -> None:
+        self._written_s = asyncio.get_running_loop().time()
         try:
             async with asyncio.timeout(self._write_s):
                 await self.response.write(data)

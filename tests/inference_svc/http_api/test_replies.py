@@ -50,6 +50,38 @@ async def test_events_are_lines_with_one_json_each(short_dir):
     assert events[1:] == [b"event: thing.done", b'data: {"type":"thing.done"}', DONE.strip()]
 
 
+async def test_a_silent_stream_gets_comments(short_dir):
+    """As long as it is silent; no event is cut by one, and a client that has left ends them."""
+    go_on = asyncio.Event()
+
+    async def handler(request):
+        stream = EventStream(request, 10.0)
+        await stream.open({})
+        async with stream.pinged(0.01):
+            await go_on.wait()
+            for _ in range(20):
+                await stream.send(LONG)
+        await stream.end(DONE)
+        return stream.response
+
+    server, path = await serve(short_dir, handler)
+    for is_patient in (False, True):
+        go_on.clear()
+        reader, writer = await asyncio.open_unix_connection(path)
+        writer.write(REQUEST)
+        received = b""
+        while received.count(b": ping\n\n") < 3:
+            received += await reader.read(65536)
+        if is_patient:
+            go_on.set()
+        while is_patient and DONE not in received:
+            received += await reader.read(65536)
+        writer.close()
+    events = [line for line in received.split(b"\n") if line.startswith(b"data: {")]
+    assert [json.loads(event.removeprefix(b"data: ")) for event in events] == [LONG] * 20
+    await server.stop(1.0)
+
+
 async def test_a_client_that_does_not_read_is_given_up(short_dir):
     """Its connection is cut, and who writes learns of it."""
     ended = asyncio.get_running_loop().create_future()
