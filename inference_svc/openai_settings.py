@@ -37,6 +37,8 @@ class OpenAISettings(Section):
         temperature: temperature of requests that name none; OpenAI's default, where gRPC's is 0.
         foreign_parameters: whether parameters of other servers, which change nothing here, are
             ignored, or refused by name (docs/openai.md lists them).
+        named_by_header: clients, by their names in [clients.NAME], whose headers name the session,
+            as `session_id` in a body does, which comes first; of all others they are hints.
         unstored: what becomes of a turn whose request says `store: false`. "reused": nobody gets it
             by an id, its session stays to be gone on with, as that of any other request;
             "deleted": that is deleted before the answer ends.
@@ -56,6 +58,8 @@ class OpenAISettings(Section):
         proxies: addresses and networks that many clients come from; that bound is not for them.
         max_sessions: bound of the sessions that requests opened without naming them; the one that
             was used longest ago is deleted for a new one, of the tenant that has the most.
+        subagent_idle_s: seconds after which a session that a sub-agent has used, and nobody named,
+            is ended: its KV is then the first to go.
         max_remembered: bound of the stored histories, and of the stored responses; the oldest are
             deleted first, of the tenant that has the most.
         kept_input_bytes: bound of the inputs of stored responses, together; likewise. 0: none.
@@ -67,6 +71,7 @@ class OpenAISettings(Section):
     aliases: TextList = ()
     temperature: float = Field(default=1.0, ge=0, le=2)
     foreign_parameters: Literal["ignore", "refuse"] = "ignore"
+    named_by_header: TextList = ()
     unstored: Literal["reused", "deleted"] = "reused"
     max_body_bytes: ByteSize = Field(default=4 * MIB, ge=4096)
     body_s: Duration = Field(default=30.0, gt=0, le=3600)
@@ -79,6 +84,7 @@ class OpenAISettings(Section):
     max_connections_per_address: int = Field(default=512, ge=0, le=65536)
     proxies: TextList = tuple(map(str, LOOPBACK))
     max_sessions: int = Field(default=10_000, ge=1)
+    subagent_idle_s: Duration = Field(default=900.0, gt=0, le=7 * 86400)
     max_remembered: int = Field(default=100_000, ge=16)
     kept_input_bytes: ByteSize = Field(default=256 * MIB, ge=0)
 

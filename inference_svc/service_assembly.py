@@ -148,7 +148,6 @@ def assemble_service(
     )
     gateway = Gateway(
         turns=turns,
-        embedder=embedder,
         model=loaded.fingerprint,
         describe=_describing(settings, model, engine_parts, text),
         defaults=defaults,
@@ -157,6 +156,7 @@ def assemble_service(
         report=report,
         prompts=prompts,
         text=text,
+        embedder=embedder,
     )
     return ServiceParts(
         engine_parts=engine_parts,

@@ -4,6 +4,7 @@ import asyncio
 import hashlib
 import time
 from contextlib import asynccontextmanager
+from itertools import count
 
 import pytest
 
@@ -44,7 +45,8 @@ class Service:
         grammars = Grammars(tokenizer, limits.vocab_size, limits.eos_ids)
         prompts = PromptMaker(text, self.thread, limits, has_tokenizer=True)
         runner = TurnRunner(
-            *(engine.loop, self.store, prompts, grammars, tokenizer, limits, self.counters, report)
+            *(engine.loop, self.store, prompts, grammars, tokenizer, limits),
+            *(self.counters, report, count(1)),
         )
         self.turns = Turns(
             *(runner, self.store, engine.loop, SessionTurns(9, 9, lambda: 1.0)),

@@ -221,6 +221,7 @@ class TurnRequest(Generic[B]):
             raw=raw,
             reading=self.reading(request_id),
             is_final=self.hints.is_final,
+            is_subagent=self.hints.is_subagent,
         )
 
     def reading(self, request_id: str) -> Reading:
@@ -256,6 +257,8 @@ class TurnRequest(Generic[B]):
     def _session_name(self) -> str:
         """Return the session that the client named; "" for none."""
         name = self.body.session_id
+        if not name and self.caller.identity.name in self.settings.named_by_header:
+            name = self.hints.conversation
         if name and not self._is_kept:
             raise RequestError(
                 "a session is named that is not to be stored", "leave one out", "store"

@@ -133,7 +133,11 @@ def _api(
 ) -> Api:
     about, tenants = gateway.describe(), settings.server.socket_tenants
     completion = Completion(
-        gateway.turns.sessions, gateway.model, store, settings.openai.max_sessions
+        gateway.turns.sessions,
+        gateway.model,
+        store,
+        settings.openai.max_sessions,
+        settings.openai.subagent_idle_s,
     )
     return Api(
         settings=settings.openai,

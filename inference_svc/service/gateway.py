@@ -76,7 +76,6 @@ class Gateway:
 
     Args:
         turns: the service's turn registry.
-        embedder: makes embeddings.
         model: fingerprint of the model, part of every session's key.
         describe: describes the model and the engine's state, but not the defaults.
         defaults: values of turns that do not name their own.
@@ -85,6 +84,7 @@ class Gateway:
         report: receives turns that are not begun.
         prompts: encodes what is only to be looked at.
         text: knows how the model calls tools.
+        embedder: makes embeddings.
 
     Attributes:
         turns: the service's turn registry. Its methods take keys made by `key`.
@@ -95,7 +95,6 @@ class Gateway:
     def __init__(
         self,
         turns: Turns,
-        embedder: Embedder,
         model: str,
         describe: Callable[[], pb.Model],
         defaults: TurnDefaults,
@@ -104,6 +103,7 @@ class Gateway:
         report: TurnReport,
         prompts: PromptMaker,
         text: TurnText,
+        embedder: Embedder,
     ) -> None:
         self.turns = turns
         self._embedder = embedder

@@ -10,6 +10,7 @@ the most of them.
 """
 
 import asyncio
+import time
 from collections.abc import Coroutine
 from typing import Any
 
@@ -17,6 +18,7 @@ from inference_svc.core.turn_record import Finished
 from inference_svc.http_api.sessions.lookup import Point, Route, StoredResponse
 from inference_svc.http_api.sessions.routing import Caller, HistoryChain, HttpTurn
 from inference_svc.http_api.sessions.store import ApiStore
+from inference_svc.http_api.sessions.subagents import IdleSubagents
 from inference_svc.runtime.turns.sessions import Sessions
 from shared.access.identity import ANY, Identity
 from shared.process.log import get_logger
@@ -25,6 +27,7 @@ from shared.types.session_key import SessionKey
 
 CLEANER = Identity("openai", "internal", (ANY,), frozenset())  # removes what a kill left
 
+LOOKS = 8  # at idle sub-agents, in the time that makes one idle
 MAX_TRIES = 8  # sessions that are busy, or gone already, make no room
 
 log = get_logger(__name__)
@@ -38,13 +41,22 @@ class Completion:
         model: fingerprint of the model, part of every session's key.
         store: where answers are remembered.
         max_sessions: bound of the sessions that nobody named.
+        subagent_idle_s: seconds after which an idle session of a sub-agent is ended.
     """
 
-    def __init__(self, sessions: Sessions, model: str, store: ApiStore, max_sessions: int) -> None:
+    def __init__(
+        self,
+        sessions: Sessions,
+        model: str,
+        store: ApiStore,
+        max_sessions: int,
+        subagent_idle_s: float,
+    ) -> None:
         self._sessions = sessions
         self._model = model
         self._store = store
         self._max_sessions = max_sessions
+        self._subagents = IdleSubagents(subagent_idle_s, max_sessions)
         self._tasks = asyncio.TaskGroup()
 
     async def run(self) -> None:
@@ -52,7 +64,10 @@ class Completion:
         async with self._tasks:
             for tenant, session_id in await self._store.passing():
                 self.spawn(self.remove(Caller(CLEANER, tenant), session_id))
-            await asyncio.Event().wait()
+            while True:
+                await asyncio.sleep(self._subagents.idle_s / LOOKS)
+                for key in self._subagents.take_idle(time.monotonic()):
+                    self.spawn(self._end(key))
 
     def chain(self, caller: Caller) -> HistoryChain:
         """Return the digests of a caller's histories."""
@@ -72,6 +87,9 @@ class Completion:
             await self._store.touch_session(caller.tenant, route.session_id)
         else:
             await self._store.use_session(caller.tenant, route.session_id)
+            if turn.is_subagent:
+                key = caller.identity.key(caller.tenant, self._model, route.session_id)
+                self._subagents.used(key, time.monotonic())
             for tenant, oldest in await self._store.take_oldest(self._max_sessions):
                 self.spawn(self.remove(Caller(CLEANER, tenant), oldest))
         at = Point(route.session_id, finished.turns, turn.request_id, route.is_named)
@@ -87,6 +105,14 @@ class Completion:
             await self._store.keep_response(caller.tenant, turn.response_id, known, turn.brought)
         if is_passing:
             await self._store.end_passing(caller.tenant, route.session_id)
+
+    async def _end(self, key: SessionKey) -> None:
+        try:
+            await self._sessions.end(key)
+        except ReportedError as error:  # it is in use again, or gone
+            log.debug("subagent_not_ended", session=str(key), reason=error.reason)
+        else:
+            log.info("subagent_ended", session=str(key))
 
     async def make_room(self, caller: Caller) -> bool:
         """Remove the tenant's oldest session that nobody named; return whether there was one."""

@@ -140,6 +140,7 @@ class HttpTurn:
         raw: raw text or token ids in place of messages; no later history is known by them.
         reading: how its answer is read, and the tools that it offers.
         is_final: whether the session is deleted when the answer has come.
+        is_subagent: whether a sub-agent asks.
     """
 
     messages: tuple[Message, ...]
@@ -157,6 +158,7 @@ class HttpTurn:
     raw: TextInput | TokenInput | None = None
     reading: Reading = field(default_factory=Reading)
     is_final: bool = False
+    is_subagent: bool = False
 
     def as_submission(self, route: Route, key: SessionKey, defaults: TurnDefaults) -> Submission:
         """Make the submission to the route's session.

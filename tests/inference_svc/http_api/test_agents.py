@@ -3,7 +3,7 @@
 import pytest
 from multidict import CIMultiDict
 
-from inference_svc.http_api.agents import MAX_NAME, AgentHints, hints_of
+from inference_svc.http_api.agents import MAX_TOLD, AgentHints, hints_of
 
 
 @pytest.mark.parametrize(
@@ -31,7 +31,6 @@ from inference_svc.http_api.agents import MAX_NAME, AgentHints, hints_of
         ),
         ({"x-dynamo-session-final": "false"}, AgentHints()),
         ({"x-session-id": "\n"}, AgentHints()),
-        ({"x-session-id": "x" * 1000}, AgentHints("x" * MAX_NAME)),
     ],
 )
 def test_what_headers_say(headers, hints):
@@ -41,5 +40,26 @@ def test_what_headers_say(headers, hints):
 
 def test_the_body_names_a_conversation_that_no_header_does():
     """OpenAI's own parameter."""
-    assert hints_of({}, "key").conversation == "key"
+    assert hints_of({}, "key") == AgentHints(cache_key="key")
+    assert hints_of({}, "key").told == {"conversation": "key"}
     assert hints_of(CIMultiDict({"session-id": "s"}), "key").told == {"conversation": "s"}
+
+
+def test_long_names_are_cut_in_the_log_only():
+    """Two names are not one because they begin alike."""
+    name = "x" * 1000
+    assert hints_of({"X-Session-Id": name}).conversation == name
+    assert hints_of({"X-Session-Id": name}).told == {"conversation": "x" * MAX_TOLD}
+
+
+@pytest.mark.parametrize(
+    ("hints", "is_subagent"),
+    [
+        (AgentHints("a"), False),
+        (AgentHints("a", "b"), True),
+        (AgentHints("a", "", "c"), True),
+        (AgentHints(cache_key="a"), False),
+    ],
+)
+def test_who_comes_from_another_is_a_subagent(hints, is_subagent):
+    assert hints.is_subagent is is_subagent

@@ -7,8 +7,9 @@ from inference_svc.http_api.bodies.body import decode
 from inference_svc.http_api.errors import InvalidJsonError, RequestError
 from inference_svc.http_api.openai.chats import ChatBody
 from inference_svc.http_api.requests import TurnRequest, parse_object
-from inference_svc.http_api.sessions.routing import HistoryChain
+from inference_svc.http_api.sessions.routing import Caller, HistoryChain
 from inference_svc.openai_settings import OpenAISettings
+from shared.access.identity import Identity
 
 
 def test_an_object_is_read():
@@ -79,18 +80,21 @@ class Templateless:
 MODEL = Templateless()
 
 
-def turn_of(headers=None, digest=b"body", **fields):
+ANN = Caller(Identity("ann", "token", ("acme",), frozenset({"client"})), "acme")
+
+
+def turn_of(headers=None, digest=b"body", trusted=(), **fields):
     body = decode(
         ChatBody, {"model": "m", "messages": [{"role": "user", "content": "Hi"}], **fields}
     )
     chain = HistoryChain(b"k" * 32, "acme", "model")
     asked = TurnRequest(
         Headers(**(headers or {})),
-        None,
+        ANN,
         body,
         digest,
         chain,
-        OpenAISettings(temperature=0.5, unstored="deleted"),
+        OpenAISettings(temperature=0.5, unstored="deleted", named_by_header=trusted),
         MODEL,
     )
     return asked.turn(body.conversation)
@@ -105,6 +109,17 @@ def test_a_session_is_named_in_the_body():
     assert turn_of({"X_Dynamo_Session_Final": "true"}).is_final
     with pytest.raises(RequestError, match="not to be stored"):
         turn_of(session_id="s", store=False)
+
+
+def test_headers_of_a_client_that_is_trusted_name_the_session():
+    """As a gateway's may be; what the body says comes first, and a cache key names nothing."""
+    named = {"X_Session_Id": "s"}
+    assert turn_of(named, trusted=("ann",)).session_id == "s"
+    assert turn_of(named, trusted=("bob",)).session_id == ""
+    assert turn_of(named, trusted=("ann",), session_id="t").session_id == "t"
+    assert turn_of(trusted=("ann",), prompt_cache_key="s").session_id == ""
+    with pytest.raises(RequestError, match="not to be stored"):
+        turn_of(named, trusted=("ann",), store=False)
 
 
 def test_a_repeat_has_the_same_request_id():

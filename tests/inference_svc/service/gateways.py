@@ -17,5 +17,6 @@ async def gateway_of(model, directory, most_streams=2):
         streams, counters = StreamCounts(most_streams), service.counters
         text = TurnText(model[0].tokenizer, frozenset())
         yield Gateway(
-            *(service.turns, "m", None, TurnDefaults(64), streams, counters, report, None, text)
+            *(service.turns, "m", None, TurnDefaults(64), streams, counters, report),
+            *(None, text, None),
         )

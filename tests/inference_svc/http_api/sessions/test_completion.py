@@ -64,6 +64,11 @@ class World:
                 found.add(session_id)
         return found
 
+    async def is_ended(self, session_id):
+        """Whether a session takes no turn any more."""
+        found, _ = await self.service.turns.sessions.get(SessionKey("acme", MODEL, session_id))
+        return found.has_ended
+
     async def until(self, is_so):
         """Wait for what is tidied up beside everything else."""
         async with asyncio.timeout(30):
@@ -72,10 +77,10 @@ class World:
 
 
 @asynccontextmanager
-async def world_in(model, directory, max_sessions=10):
+async def world_in(model, directory, max_sessions=10, subagent_idle_s=900.0):
     async with serving(model, directory) as service:
         store = ApiStore(directory, 1000, 2**20)
-        completion = Completion(service.turns.sessions, MODEL, store, max_sessions)
+        completion = Completion(service.turns.sessions, MODEL, store, max_sessions, subagent_idle_s)
         running = asyncio.create_task(completion.run())
         await store.passing()  # `run` has begun
         yield World(service, store, completion)
@@ -168,3 +173,27 @@ async def test_a_session_that_went_on_is_not_removed(model, tmp_path, most, is_r
         assert await world.left("s") == (set() if is_removed else {"s"})
         found = await world.store.find_input("acme", "resp_1")
         assert found == (None if is_removed else "[]")
+
+
+async def test_an_idle_session_of_a_sub_agent_is_ended(model, tmp_path):
+    """Not deleted; nor is one that somebody named, or that is no sub-agent's."""
+    async with world_in(model, tmp_path, subagent_idle_s=0.05) as world:
+        await world.make("s-1", "s-2", "s-3")
+        named = Route("s-2", 0, 0, world.completion.chain(ANN).start, is_named=True)
+        await world.record("s-2", route=named, is_subagent=True)
+        await world.record("s-3")
+        await world.record("s-1", is_subagent=True)
+        await world.until(lambda: world.is_ended("s-1"))
+        assert not await world.is_ended("s-2")
+        assert not await world.is_ended("s-3")
+        assert await world.left("s-1") == {"s-1"}
+
+
+async def test_a_session_that_is_gone_is_not_ended(model, tmp_path, caplog):
+    """Nor does it stop the others' end."""
+    async with world_in(model, tmp_path, subagent_idle_s=0.05) as world:
+        await world.make("s-2")
+        await world.record("s-1", is_subagent=True)
+        await world.record("s-2", is_subagent=True)
+        await world.until(lambda: world.is_ended("s-2"))
+    assert "openai_tidying_failed" not in caplog.text

@@ -281,7 +281,7 @@ async def test_a_drain_that_takes_too_long_hands_the_rest_back(tmp_path):
         events = turn.follow()
         while not turn.has_started:
             await anext(events)
-        await drain(turns, RecordingEngine(), 0.0, Signals())
+        await drain(turns, RecordingEngine(), RecordingEngine(), 0.0, Signals())
         assert (await end_of(turn)).reason == "draining"
         await turns.idle.wait()
 
