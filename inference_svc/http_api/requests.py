@@ -221,6 +221,7 @@ class TurnRequest(Generic[B]):
             raw=raw,
             reading=self.reading(request_id),
             is_final=self.hints.is_final,
+            retention=self.body.retention,
         )
 
     def reading(self, request_id: str) -> Reading:
