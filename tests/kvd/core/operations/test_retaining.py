@@ -14,7 +14,6 @@ from kvd.core.state.session_history import MoveKind
 from shared.types.session_key import SessionKey
 from tests.kvd.core.operations.test_reconfiguring import is_stored, relimit
 from tests.kvd.core.turns import (
-    ENGINE_ID,
     ONES,
     OTHER_TENANT,
     THREES,
@@ -25,27 +24,19 @@ from tests.kvd.core.turns import (
     counter,
     load,
     new_world,
-    prepare_load,
     restarted,
     store,
     tiers_of,
     wait,
 )
-from tests.property.cache_world import LAYOUT, MODEL, CacheWorld, to_bytes
+from tests.property.cache_world import LAYOUT, MODEL, CacheWorld
 
-PREFIX = SessionKey("a", MODEL, "prefix")
-D = SessionKey("a", MODEL, "d")
+D, E = (SessionKey("a", MODEL, name) for name in "de")
 FOURS, FIVES = [4] * 4, [5] * 4
 
 
 def retain(world: CacheWorld, key: SessionKey, retain_ns: int) -> int:
     granted_ns = world.engine.retention.retain(key, retain_ns)
-    world.pump()
-    return granted_ns
-
-
-def retain_prefix(world: CacheWorld, tokens: list[int], retain_ns: int) -> int:
-    granted_ns = world.engine.retention.retain_prefix(PREFIX, to_bytes(tokens), retain_ns)
     world.pump()
     return granted_ns
 
@@ -234,7 +225,7 @@ def test_after_a_retention_a_quotas_order_is_by_last_use_again():
     retain(world, B, 10)
     wait(world, 10)
     gone = []
-    for key, tokens in ((D, FOURS), (PREFIX, FIVES)):
+    for key, tokens in ((D, FOURS), (E, FIVES)):
         use(world, (key, tokens))
         gone.append([is_stored(world, k) for k in (A, B, C)])
     assert gone == [[False, True, True], [False, False, True]]
@@ -281,8 +272,6 @@ def test_what_cannot_be_retained():
     world.engine.erasing.begin(lambda tenant: tenant == "a")
     with pytest.raises(ErasingError):
         retain(world, A, 100)
-    with pytest.raises(ErasingError):
-        retain_prefix(world, ONES, 100)
 
 
 # ------------------------------------------------------------------------------------------- bounds
@@ -311,8 +300,7 @@ def test_where_no_wish_counts_nothing_is_retained():
     world = new_world(max_retention_ns=0)
     use(world, (A, ONES))
     assert (retain(world, A, 100), num_retained(world)) == (0, 0)
-    assert (retain_prefix(world, ONES, 100), is_stored(world, PREFIX)) == (0, False)
-    assert counter(world, "retentions_cut") == 2
+    assert counter(world, "retentions_cut") == 1
 
 
 def test_other_bounds_hold_for_what_is_retained_already():
@@ -345,10 +333,16 @@ def test_a_quota_that_begins_finds_what_is_retained():
 
 
 @pytest.mark.parametrize("policy", sorted(POLICIES))
-def test_a_retention_survives_a_restart(policy):
+@pytest.mark.parametrize("has_quota", [True, False])
+def test_a_retention_survives_a_restart(policy, has_quota):
     """With its time, in the orders of SSD and of a quota; what ended meanwhile is no longer."""
-    limits = TenantLimits(quota_bytes=4 * LAYOUT.block_bytes)
-    world = new_world(num_extents=4, policy=policy, tenant_limits=lambda _: limits)
+    limits = TenantLimits(quota_bytes=4 * LAYOUT.block_bytes if has_quota else None)
+    world = new_world(
+        num_slots=4,
+        num_extents=8 if has_quota else 4,
+        policy=policy,
+        tenant_limits=lambda _: limits,
+    )
     use(world, (A, ONES), (B, TWOS), (C, THREES), (D, FOURS))
     retain(world, A, 1000)
     retain(world, C, 10)
@@ -358,83 +352,9 @@ def test_a_retention_survives_a_restart(policy):
     infos = [world.engine.inspection.info(key) for key in (A, C)]
     assert [info.retain_ns for info in infos] == [1000, None]
     assert num_retained(world) == 1
-    use(world, (PREFIX, FIVES))
+    use(world, (E, FIVES))
     assert [is_stored(world, key) for key in (A, B, C, D)] == [True, False, True, True]
-    world.quiesce()
     world.commit(len(world.index.uncommitted))
     assert world.index.sessions[C].retain_ns is None, "its row says so, too"
     wait(world, 1000)
     assert num_retained(world) == 0
-
-
-# ---------------------------------------------------------------------------------------- a prefix
-
-
-def test_a_prefix_is_a_session_of_the_same_blocks():
-    """It costs no bytes, is no turn, and outlives the session that began with it."""
-    world = new_world(num_slots=4, num_extents=3)
-    use(world, (A, ONES + TWOS))
-    before = next(iter(world.engine.inspection.tenants))
-    mean_bytes = world.engine.inspection.queue_stats().mean_session_bytes
-    num_stores = counter(world, "stores")
-    assert retain_prefix(world, ONES, 1000) == 1000
-    after = next(iter(world.engine.inspection.tenants))
-    assert (after.used_bytes, after.num_sessions) == (before.used_bytes, 2)
-    assert world.engine.inspection.queue_stats().mean_session_bytes == mean_bytes
-    assert counter(world, "stores") == num_stores
-    assert len(list(world.engine.inspection.turns)) == 1
-    info = world.engine.inspection.info(PREFIX)
-    assert (info.num_tokens, info.ttl_ns, info.retain_ns) == (4, 1000, 1000)
-    use(world, (B, THREES + FOURS), (C, FIVES + TWOS))
-    world.engine.sessions.flush(A, dry_run=False)
-    world.pump()
-    assert tiers_of(world, PREFIX)[0].endswith("S")
-    answer = load(world, D, ONES + FIVES)
-    assert answer.end_token == 4, "another session begins with it"
-
-
-def test_a_prefix_goes_with_its_retention():
-    """The longest of all wishes holds from each use on; then it is dropped, others stay."""
-    world = new_world()
-    use(world, (A, ONES + TWOS))
-    assert retain_prefix(world, ONES, 100) == 100
-    assert retain_prefix(world, ONES, 50) == 100
-    wait(world, 60)
-    assert retain_prefix(world, ONES, 50) == 100, "a wish is a use"
-    wait(world, 60)
-    assert is_stored(world, PREFIX)
-    wait(world, 40)
-    assert not is_stored(world, PREFIX)
-    assert is_stored(world, A)
-    assert world.engine.next_deadline_ns() is None
-
-
-def test_a_prefix_is_no_longer_than_bounds_and_ttls():
-    """Whatever was granted before."""
-    world = new_world(max_retention_ns=100, default_ttl_ns=80)
-    use(world, (A, ONES))
-    assert retain_prefix(world, ONES, 1000) == 80
-    relimit(world, default_ttl_ns=30)
-    assert retain_prefix(world, ONES, 10) == 30
-    assert world.engine.inspection.info(PREFIX).ttl_ns == 30
-
-
-def test_of_a_prefix_all_is_stored_or_there_is_none():
-    """Nor is there one of tokens that are no whole blocks, or of too many sessions."""
-    world = new_world(max_sessions=1)
-    use(world, (A, ONES))
-    assert retain_prefix(world, ONES + TWOS, 100) == 0
-    assert retain_prefix(world, ONES[:2], 100) == 0
-    lease = prepare_load(world, A, ONES)
-    assert retain_prefix(world, ONES, 100) == 0
-    world.engine.loads.complete(lease.lease_id, ENGINE_ID)
-    assert not is_stored(world, PREFIX)
-
-
-def test_what_discards_have_left_is_no_prefix():
-    """Its KV is not that of these tokens alone."""
-    world = new_world()
-    use(world, (A, ONES + TWOS))
-    world.engine.sessions.discard(A, to_bytes(ONES + TWOS), [(0, 4)])
-    world.pump()
-    assert retain_prefix(world, TWOS, 100) == 0
