@@ -247,8 +247,13 @@ class Manifest:
         layout that could not be restored, or rows that could not be read.
         """
         for tenant in tenants:
-            for table in ("sessions", "uses", "retentions", "tenant_keys"):
-                self._put(Row(f"DELETE FROM {table} WHERE tenant = ?", (tenant,)))  # noqa: S608
+            for sql in (
+                "DELETE FROM sessions WHERE tenant = ?",
+                "DELETE FROM uses WHERE tenant = ?",
+                "DELETE FROM retentions WHERE tenant = ?",
+                "DELETE FROM tenant_keys WHERE tenant = ?",
+            ):
+                self._put(Row(sql, (tenant,)))
         self.purge(committed)
 
     def purge(self, committed: Callable[[], object] | None = None) -> None:

@@ -31,12 +31,7 @@ from itertools import chain
 from math import inf
 
 from kvd.core.eviction.queue_window import QueueWindow, Touched
-from kvd.core.eviction.session_order import (
-    EvictionRank,
-    Guard,
-    RestingSessions,
-    SessionOrder,
-)
+from kvd.core.eviction.session_order import EvictionRank, Guard, RestingSessions, SessionOrder
 from kvd.core.records.records import Tier
 from shared.types.session_key import SessionKey
 
