@@ -148,6 +148,7 @@ class SessionSettings(Section):
 
     default_ttl: DurationOrNever = Field(default=7 * 86400.0, gt=0)
     default_quota: ByteSizeOrNone = Field(default=None, ge=0)
+    max_retention: Duration = Field(default=3600.0, ge=0)
     max_sessions: int = Field(default=250_000, ge=1)
 
 
@@ -155,6 +156,7 @@ class TenantSettings(Section):
     """One tenant's values in place of the defaults; a key that is not given changes nothing."""
 
     ttl: DurationOrNever = Field(default=None, gt=0)
+    max_retention: Duration = Field(default=0.0, ge=0)
     quota: ByteSizeOrNone = Field(default=None, ge=0)
 
 
@@ -278,6 +280,13 @@ class Settings(Section):
         if given is None or "ttl" not in given.model_fields_set:
             return None
         return TTL_NEVER_NS if given.ttl is None else int(given.ttl * NS_PER_S)
+
+    def tenant_retention_ns(self, tenant: str) -> int | None:
+        """Return the longest retention that was given to a tenant; None if none was."""
+        given = self.tenants.get(tenant)
+        if given is None or "max_retention" not in given.model_fields_set:
+            return None
+        return int(given.max_retention * NS_PER_S)
 
     def tenant_quota_bytes(self, tenant: str) -> int | None:
         """Return the quota that holds for a tenant; None for no bound."""

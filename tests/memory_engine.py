@@ -92,6 +92,7 @@ class MemoryStore:
         self.rows = {}  # key -> token ids, keys and values of all layers
         self.lineages = {}  # of these tokens
         self.ended = []
+        self.retained = []
 
     async def begin(self, request):
         self.order.append("load")
@@ -188,6 +189,10 @@ class MemoryStore:
             b"".join(stored[4 * start : 4 * end] for start, end in runs),
             *([torch.cat([r[s:e] for s, e in runs]) for r in rows] for rows in (keys, values)),
         )
+
+    async def retain(self, key, retention, prefix):
+        self.order.append("retain")
+        self.retained.append((key, retention, prefix))
 
     async def end_session(self, key):
         self.order.append("end")

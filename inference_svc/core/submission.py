@@ -65,9 +65,24 @@ class TokenInput:
     token_ids: tuple[int, ...]
 
 
+@dataclass(frozen=True)
+class Retention:
+    """For how long a client wants KV to be kept at least, in seconds after each use; 0: no wish.
+
+    Attributes:
+        session_s: all of the turn's session.
+        prefix_s: the tools and the system message that it begins with, for other sessions, too.
+    """
+
+    session_s: float = 0.0
+    prefix_s: float = 0.0
+
+
+NO_RETENTION = Retention()
 MIN_PRIORITY, MAX_PRIORITY = -100, 100
 CHARACTERS_PER_TOKEN = 4  # of most languages and tokenizers, about
 MAX_DEADLINE_S = 365 * 86400.0  # later ones than in a year are none
+MAX_RETENTION_S = 365 * 86400.0
 
 TurnInput: TypeAlias = TextInput | ChatInput | TokenInput
 
@@ -136,6 +151,7 @@ class Submission:
         deadline_ns: time on the monotonic clock by which it is answered or fails; None: never.
         overflow: the policy by which tokens are dropped when the window is full.
         compression: the policy by which tokens are dropped when the turn is over; None: none.
+        retention: for how long its KV is to be kept at least.
         client: name of the identity that submits it.
         shown_marks: special tokens that the answer's text has, by their texts: it is read by them.
     """
@@ -154,6 +170,7 @@ class Submission:
     deadline_ns: int | None = None
     overflow: OverflowPolicy = field(default_factory=OverflowPolicy)
     compression: CompressionPolicy | None = None
+    retention: Retention = NO_RETENTION
     client: str = ""
     shown_marks: frozenset[str] = frozenset()
 

@@ -222,6 +222,7 @@ class TurnRequest(Generic[B]):
             reading=self.reading(request_id),
             is_final=self.hints.is_final,
             is_subagent=self.hints.is_subagent,
+            retention=self.body.retention,
         )
 
     def reading(self, request_id: str) -> Reading:

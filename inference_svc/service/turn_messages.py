@@ -15,7 +15,9 @@ from inference_svc.core.grammar import Grammar, GrammarKind
 from inference_svc.core.submission import (
     MAX_DEADLINE_S,
     MAX_PRIORITY,
+    MAX_RETENTION_S,
     MIN_PRIORITY,
+    Retention,
     Submission,
     TextInput,
     TokenInput,
@@ -36,6 +38,11 @@ from shared.types.session_key import SessionKey
 from shared.types.units import NS_PER_S
 
 MAX_DISCARD_ITEMS = 65536  # ranges and positions of one Discard
+# In what a repeat of a turn may differ from it.
+UNLIKE = (
+    *("session_id", "request_id", "expected_turn", "wait", "priority", "deadline_s"),
+    "retention",
+)
 
 
 def decode_submission(
@@ -93,6 +100,7 @@ def decode_submission(
             compression.policy,
             compression.keep_ratio if compression.HasField("keep_ratio") else None,
         ),
+        retention=_decode_retention(request.retention),
     )
 
 
@@ -196,6 +204,16 @@ def _decode_input(request: pb.SubmitTurnRequest) -> TurnInput:
     raise empty_turn()
 
 
+def _decode_retention(retention: pb.Retention) -> Retention:
+    for wish_s in (retention.session_s, retention.prefix_s):
+        if not 0 <= wish_s <= MAX_RETENTION_S:
+            raise InvalidTurnError(
+                f"a retention of {wish_s} s cannot be",
+                f"send up to {MAX_RETENTION_S:.0f} s, 0 for none",
+            )
+    return Retention(retention.session_s, retention.prefix_s)
+
+
 def _check_urgency(request: pb.SubmitTurnRequest) -> None:
     problems, accepted = [], []
     if not MIN_PRIORITY <= request.priority <= MAX_PRIORITY:
@@ -220,7 +238,7 @@ def _digest(request: pb.SubmitTurnRequest) -> str:
     """Return the digest of input and sampling, which a repeat of the request id must share."""
     same = pb.SubmitTurnRequest()
     same.CopyFrom(request)
-    for name in ("session_id", "request_id", "expected_turn", "wait", "priority", "deadline_s"):
+    for name in UNLIKE:
         same.ClearField(name)
     return hashlib.blake2b(same.SerializeToString(deterministic=True), digest_size=16).hexdigest()
 

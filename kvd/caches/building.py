@@ -124,6 +124,7 @@ class CacheBuilder:
             num_slots=num_slots,
             num_extents=num_extents,
             default_ttl_ns=None if ttl_s is None else int(ttl_s * NS_PER_S),
+            max_retention_ns=int(settings.sessions.max_retention * NS_PER_S),
             max_sessions=settings.sessions.max_sessions,
             max_leases=settings.limits.max_leases,
             admission=settings.ssd.admission,
@@ -141,7 +142,11 @@ class CacheBuilder:
 
     def _tenant_limits(self, tenant: str) -> TenantLimits:
         settings = self.settings
-        return TenantLimits(settings.tenant_ttl_ns(tenant), settings.tenant_quota_bytes(tenant))
+        return TenantLimits(
+            settings.tenant_ttl_ns(tenant),
+            settings.tenant_quota_bytes(tenant),
+            settings.tenant_retention_ns(tenant),
+        )
 
 
 class DramRoom:

@@ -6,7 +6,7 @@ tasks. Time enters through `advance`, before each call; effects leave through `d
 completions come back as calls of the part that asked for the effect.
 
     who asks                     part
-    an engine                    loads, stores, sessions (discard, end), engines (queues)
+    an engine                    loads, stores, sessions (discard, end), retention, engines (queues)
     an operator                  sessions, inspection, scrubs, erasing, session_files
     the performer, at an end     arrivals (ReadBlock, VerifySlot, VerifyExtent), hashes (HashSlot),
                                  writes (WriteBlock, DropBlock), compactions (CompactTokens,
@@ -42,6 +42,7 @@ from kvd.core.operations.engines import EngineReports
 from kvd.core.operations.erasing import Eraser
 from kvd.core.operations.loading import Loader
 from kvd.core.operations.reconfiguring import Reconfigurer
+from kvd.core.operations.retaining import Retainer
 from kvd.core.operations.scrubbing import Scrubber
 from kvd.core.operations.session_files import SessionFiles
 from kvd.core.operations.sessions import Sessions
@@ -69,6 +70,7 @@ class CacheEngine:
         loads: from tokens to leased slots that hold their KV.
         stores: from tokens to leased slots to be filled, and to a longer session.
         sessions: discards, ends, pins, TTLs, flushes.
+        retention: which sessions clients want to be kept for a while.
         engines: their queues, and what becomes of their leases.
         inspection: what there is, and what happened.
         scrubs: comparing every copy with what was stored.
@@ -99,6 +101,7 @@ class CacheEngine:
         self.stores = Storer(state, placement, writer, hasher, compactor.consider)
         self.inspection = Inspector(state)
         self.sessions = Sessions(state, self.inspection, compactor.consider, prefetcher.reschedule)
+        self.retention = Retainer(state, self.stores.adopt, writer.take)
         self.engines = EngineReports(state, self.loads, self.stores, prefetcher)
         self.scrubs = Scrubber(state, self.loads, writer)
         self.erasing = Eraser(state, self.loads, self.stores, self.sessions)
@@ -124,6 +127,7 @@ class CacheEngine:
         """Do what is due, a bounded amount: expiries, write-backs, what is to be tried again."""
         self._reconfigurer.resume()
         self.sessions.expire()
+        self.retention.end_due()
         self.writes.write_back()
         self._verifier.issue()
         self.compactions.look()
@@ -134,6 +138,7 @@ class CacheEngine:
         for deadline_ns in (  # not by a generator: this is asked after every call
             self._reconfigurer.next_deadline_ns(),
             self._state.ttl.next_deadline_ns(),
+            self._state.retention.next_deadline_ns(),
             self.writes.next_deadline_ns(),
             self._verifier.retry_at_ns(),
             self._prefetcher.next_deadline_ns(),

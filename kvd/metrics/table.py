@@ -242,6 +242,17 @@ METRICS = MetricTable(
         # --------------------------------------------------------------------------- sessions
         _gauge("kvd_sessions", "Sessions of which something is stored"),
         _gauge("kvd_pinned_sessions", "Sessions that are pinned", "pin"),
+        _gauge("kvd_retained_sessions", "Sessions that are kept as their clients wish"),
+        _counter(
+            "kvd_retentions_total",
+            "Wishes of clients that a session be kept for a while, each turn's anew",
+            counted="retentions",
+        ),
+        _counter(
+            "kvd_retentions_cut_total",
+            "Of these, those cut to what settings and TTLs allow, perhaps to nothing",
+            counted="retentions_cut",
+        ),
         _gauge(
             "kvd_tenant_used_bytes",
             "What a tenant that the settings name stores, as its quota counts it",

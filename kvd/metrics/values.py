@@ -129,6 +129,7 @@ def _fill_gauges(scrape: Scrape, layout: str, cache: Cache, sources: Sources) ->
     scrape.put("kvd_sessions", stats.num_sessions, layout)
     scrape.put("kvd_pinned_sessions", stats.num_soft_pins, layout, "soft")
     scrape.put("kvd_pinned_sessions", stats.num_hard_pins, layout, "hard")
+    scrape.put("kvd_retained_sessions", stats.num_retained, layout)
     kinds = Counter(lease.kind for lease in cache.act(lambda core: core.inspection.leases()))
     for kind in ("load", "store"):
         scrape.put("kvd_leases", kinds[kind], layout, kind)

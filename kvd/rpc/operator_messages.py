@@ -51,7 +51,7 @@ _LEASE = MessageFields(
 _LAYOUT = MessageFields(
     EngineStats,
     pb.LayoutStats,
-    renamed={"num_unverified": "unverified_blocks"},
+    renamed={"num_unverified": "unverified_blocks", "num_retained": "retained_sessions"},
     left_out=("num_unhashed",),
     given=(
         *("layout", "model", "block_tokens", "block_bytes"),

@@ -19,7 +19,14 @@ from kvd.engines.data_socket import DataSocket, EngineUsers
 from kvd.errors import AttachDeniedError, StoppingError
 from kvd.rpc.queue_replica import QueueStreams
 from kvd.runtime.cache import Cache
-from kvd.wire.messages import key_of, lineage_of, load_response, session_message, store_response
+from kvd.wire.messages import (
+    key_of,
+    lineage_of,
+    load_response,
+    ns_of,
+    session_message,
+    store_response,
+)
 from shared.config.reload import LiveSettings
 from shared.kvd_client.messages import layout_of
 from shared.pb.kvd.v1 import kvd_pb2 as pb
@@ -27,6 +34,7 @@ from shared.pb.kvd.v1 import kvd_pb2_grpc
 from shared.process.log import get_logger
 from shared.types.granted_slots import Lookup
 from shared.types.session_key import SessionKey
+from shared.types.units import NS_PER_S
 from shared.version import __version__
 
 MAX_WAIT_S = 60.0  # of one call, whatever deadline its caller names
@@ -107,6 +115,7 @@ class EngineService(kvd_pb2_grpc.EngineServicer):  # type: ignore[misc]  # the s
                     lost_leases=lost,
                     kvd_version=__version__,
                     copiers=self._live.loaded.settings.copier.enabled,
+                    retention=True,
                     max_queue_jobs=self._live.loaded.settings.limits.max_queue_jobs,
                 )
             )
@@ -192,6 +201,21 @@ class EngineService(kvd_pb2_grpc.EngineServicer):  # type: ignore[misc]  # the s
         engine, key = self._who(request)
         engine.cache.act(lambda core: core.sessions.end(key))
         return pb.EndSessionResponse()
+
+    async def RetainSession(  # noqa: N802
+        self, request: pb.RetainSessionRequest, _: Any
+    ) -> pb.RetainSessionResponse:
+        """Keep a session from eviction for a while, or what sessions begin with in common."""
+        engine, key = self._who(request)
+        retain_ns, prefix = ns_of(request.retain_s), request.prefix_token_ids
+        granted_ns = engine.cache.act(
+            lambda core: (
+                core.retention.retain_prefix(key, prefix, retain_ns)
+                if prefix
+                else core.retention.retain(key, retain_ns)
+            )
+        )
+        return pb.RetainSessionResponse(retained_s=granted_ns / NS_PER_S)
 
     async def PushQueue(  # noqa: N802
         self, requests: AsyncIterator[pb.QueueSnapshot], _: Any

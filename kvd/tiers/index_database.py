@@ -15,7 +15,7 @@ from kvd.tiers.faults import Faults, WritePoint
 from shared.process.log import get_logger
 from shared.types.errors import ConfigError
 
-SCHEMA_VERSION = 4
+SCHEMA_VERSION = 5
 OLDEST_VERSION = 2  # that is read: it lacks tables, and they are added
 _WAL_FORMAT = 2  # the highest value of bytes 18 and 19 of a database file
 BUSY_S = 5.0  # SQLite's wait for somebody's lock (a backup, an operator's sqlite3)
@@ -55,6 +55,11 @@ CREATE TABLE IF NOT EXISTS sessions (
 CREATE TABLE IF NOT EXISTS uses (           -- apart from spans, which may be long
     layout INTEGER NOT NULL, tenant TEXT NOT NULL, session_id TEXT NOT NULL,
     last_access_ns INTEGER NOT NULL,        -- after its row was written: counts instead
+    PRIMARY KEY (layout, tenant, session_id)
+) WITHOUT ROWID, STRICT;
+CREATE TABLE IF NOT EXISTS retentions (     -- of sessions that are retained
+    layout INTEGER NOT NULL, tenant TEXT NOT NULL, session_id TEXT NOT NULL,
+    retain_ns INTEGER NOT NULL,             -- after a use
     PRIMARY KEY (layout, tenant, session_id)
 ) WITHOUT ROWID, STRICT;
 """

@@ -38,8 +38,10 @@ AND typeof(key) = 'blob' AND typeof(extent) = 'integer' AND typeof(num_tokens) =
 _SESSIONS = """
 SELECT CAST(tenant AS BLOB), CAST(session_id AS BLOB), spans,
     iif(typeof(uses.last_access_ns) = 'integer',
-    uses.last_access_ns, sessions.last_access_ns), ttl_ns, pin, ended
+    uses.last_access_ns, sessions.last_access_ns), ttl_ns, pin, ended,
+    iif(typeof(retain_ns) = 'integer', retain_ns, NULL)
 FROM sessions LEFT JOIN uses USING (layout, tenant, session_id)
+LEFT JOIN retentions USING (layout, tenant, session_id)
 WHERE layout = ? AND typeof(tenant) = 'text' AND typeof(session_id) = 'text'
 AND typeof(spans) = 'blob' AND typeof(sessions.last_access_ns) = 'integer'
 AND typeof(ttl_ns) IN ('integer', 'null') AND pin IN (0, 1, 2)
@@ -47,7 +49,7 @@ AND typeof(ttl_ns) IN ('integer', 'null') AND pin IN (0, 1, 2)
 _MOST_TOKENS = np.iinfo(np.int32).max  # what a damaged row has more than, or less than none of
 _PINS = {pin.value: pin for pin in Pin}
 
-_Row: TypeAlias = tuple[bytes, bytes, bytes, int, int | None, int, int]
+_Row: TypeAlias = tuple[bytes, bytes, bytes, int, int | None, int, int, int | None]
 
 
 def read_blocks(
@@ -95,17 +97,20 @@ def _columns(rows: list[_Row], model: str, names: dict[bytes, str]) -> SessionCo
     """
     if not rows:
         return SessionColumns((), (), (), {})
-    tenants, ids, spans, last_access_ns, ttls_ns, pins, ended = zip(*rows, strict=True)
+    tenants, ids, spans, last_access_ns, ttls_ns, pins, ended, retain_ns = zip(*rows, strict=True)
     for tenant in set(tenants) - names.keys():
         names[tenant] = tenant.decode()
     fields = zip(map(names.__getitem__, tenants), repeat(model), map(bytes.decode, ids))
     keys = list(map(SessionKey._make, fields))
-    has_settings = any(pins) or any(ended) or ttls_ns.count(None) < len(rows)
-    of_each = zip(keys, last_access_ns, ttls_ns, pins, ended, strict=True) if has_settings else ()
+    is_timed = ttls_ns.count(None) + retain_ns.count(None) < 2 * len(rows)
+    has_settings = any(pins) or any(ended) or is_timed
+    columns = (keys, last_access_ns, ttls_ns, pins, ended, retain_ns)
     settings = {
-        index: SessionRecord(key, b"", last_ns, ttl_ns, _PINS[pin], bool(end))
-        for index, (key, last_ns, ttl_ns, pin, end) in enumerate(of_each)
-        if ttl_ns is not None or pin or end
+        index: SessionRecord(key, b"", last_ns, ttl_ns, _PINS[pin], bool(end), kept_ns)
+        for index, (key, last_ns, ttl_ns, pin, end, kept_ns) in enumerate(
+            zip(*columns, strict=True) if has_settings else ()
+        )
+        if ttl_ns is not None or pin or end or kept_ns is not None
     }
     return SessionColumns(keys, spans, last_access_ns, settings)
 

@@ -39,7 +39,10 @@ _VOLUME_ID = "volume_id:"  # before a layout's number: name of a value
 
 PUT_BLOCK = "INSERT OR REPLACE INTO blocks VALUES (?, ?, ?, ?)"
 PUT_SESSION = "INSERT OR REPLACE INTO sessions VALUES (?, ?, ?, ?, ?, ?, ?, ?)"
-_DROP_USE = "DELETE FROM uses WHERE layout = ? AND tenant = ? AND session_id = ?"
+_DROP_BESIDE = (
+    "DELETE FROM uses WHERE layout = ? AND tenant = ? AND session_id = ?",
+    "DELETE FROM retentions WHERE layout = ? AND tenant = ? AND session_id = ?",
+)
 
 Value: TypeAlias = str | bytes | int | None
 
@@ -72,8 +75,8 @@ class Row(NamedTuple):
         committed: called after the commit, from the writer thread.
         point: reached after the commit.
         purges: what it removed is to be in no file of the database any more.
-        drops_use: whether its first values name a session, whose use put apart goes in the same
-            commit: after a kill an older use must not stand for a newer one.
+        drops_beside: whether its first values name a session, of which what was put beside its row
+            goes in the same commit: after a kill an older use must not stand for a newer one.
     """
 
     sql: str
@@ -81,7 +84,7 @@ class Row(NamedTuple):
     committed: Callable[[], object] | None = None
     point: WritePoint | None = None
     purges: bool = False
-    drops_use: bool = False
+    drops_beside: bool = False
 
     @property
     def num_bytes(self) -> int:
@@ -208,6 +211,7 @@ class Manifest:
         for sql in (
             "DELETE FROM sessions WHERE layout = ?",
             "DELETE FROM uses WHERE layout = ?",
+            "DELETE FROM retentions WHERE layout = ?",
             "DELETE FROM blocks WHERE layout = ?",
             "DELETE FROM layouts WHERE id = ?",
         ):
@@ -243,9 +247,13 @@ class Manifest:
         layout that could not be restored, or rows that could not be read.
         """
         for tenant in tenants:
-            self._put(Row("DELETE FROM sessions WHERE tenant = ?", (tenant,)))
-            self._put(Row("DELETE FROM uses WHERE tenant = ?", (tenant,)))
-            self._put(Row("DELETE FROM tenant_keys WHERE tenant = ?", (tenant,)))
+            for sql in (
+                "DELETE FROM sessions WHERE tenant = ?",
+                "DELETE FROM uses WHERE tenant = ?",
+                "DELETE FROM retentions WHERE tenant = ?",
+                "DELETE FROM tenant_keys WHERE tenant = ?",
+            ):
+                self._put(Row(sql, (tenant,)))
         self.purge(committed)
 
     def purge(self, committed: Callable[[], object] | None = None) -> None:
@@ -270,10 +278,13 @@ class Manifest:
         self._put(Row(sql, (self._layout_ids[layout], key), committed))
 
     def put_session(self, layout: str, session: SessionRecord) -> None:
-        """Keep a session's row, in place of an earlier one, and of a use that was put before."""
+        """Keep a session's row, in place of an earlier one, and of what was put beside that."""
         identity = (self._layout_ids[layout], session.key.tenant, session.key.session_id)
         state = (session.last_access_ns, session.ttl_ns, session.pin.value, session.ended)
-        self._put(Row(PUT_SESSION, (*identity, session.spans, *state), drops_use=True))
+        self._put(Row(PUT_SESSION, (*identity, session.spans, *state), drops_beside=True))
+        if session.retain_ns is not None:
+            sql = "INSERT OR REPLACE INTO retentions VALUES (?, ?, ?, ?)"
+            self._put(Row(sql, (*identity, session.retain_ns)))
 
     def put_use(self, layout: str, key: SessionKey, last_access_ns: int) -> None:
         """Keep when a session was last used, in place of an earlier time; its row stays."""
@@ -284,7 +295,7 @@ class Manifest:
         """Remove a session's rows."""
         values = (self._layout_ids[layout], key.tenant, key.session_id)
         sql = "DELETE FROM sessions WHERE layout = ? AND tenant = ? AND session_id = ?"
-        self._put(Row(sql, values, drops_use=True))
+        self._put(Row(sql, values, drops_beside=True))
 
     def when_committed(self, committed: Callable[[], object]) -> None:
         """Have the writer thread call `committed` once all that was put before is durable."""
@@ -338,8 +349,8 @@ class Manifest:
         self._faults.reach(WritePoint.INDEX_BEGUN)
         for row in batch:
             db.execute(row.sql, row.values)
-            if row.drops_use:
-                db.execute(_DROP_USE, row.values[:3])
+            for sql in _DROP_BESIDE if row.drops_beside else ():
+                db.execute(sql, row.values[:3])
         self._faults.reach(WritePoint.INDEX_ROWS)
         db.execute("COMMIT")
         self._faults.reach(WritePoint.INDEX_COMMITTED)

@@ -45,6 +45,8 @@ _MOVES = {  # words for kinds of moves, which may end with their reason
     "pinned": "pinned ({why})",
     "unpinned": "unpinned",
     "ttl_set": "TTL set",
+    "retained": "retained, as its client wishes",
+    "unretained": "retained no more",
 }
 
 
@@ -75,6 +77,7 @@ def session_table(info: kvd_pb2.SessionInfo) -> Table:
         ("unused rows", f"{format_bytes(info.waste_bytes)} in blocks of its own"),
         ("idle", format_duration(info.idle_s)),
         ("expires in", f"{expiry(info.expires_in_s)} (ttl: {_ttl_source(info)})"),
+        ("retained for", _retention(info)),
         ("leases", str(info.leases)),
         ("state", state(info)),
     )
@@ -129,6 +132,13 @@ def _ttl_source(info: kvd_pb2.SessionInfo) -> str:
         kvd_pb2.TTL_SOURCE_TENANT: "its tenant's",
     }
     return sources.get(info.ttl_source, "default")
+
+
+def _retention(info: kvd_pb2.SessionInfo) -> str:
+    if not info.retain_s:
+        return "-"
+    times = format_duration(info.retained_for_s), format_duration(info.retain_s)
+    return "{} ({} after each use)".format(*times)
 
 
 def _copies(block: kvd_pb2.BlockInfo) -> str:

@@ -175,6 +175,7 @@ def state(info: kvd_pb2.SessionInfo) -> str:
         (temperature(info), True),
         ("pinned", info.pin == kvd_pb2.PIN_HARD),
         ("soft-pinned", info.pin == kvd_pb2.PIN_SOFT),
+        ("retained", info.retain_s > 0),
         ("ended", info.ended),
         ("in use", bool(info.leases)),
     )

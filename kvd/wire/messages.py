@@ -44,8 +44,14 @@ _SESSION = MessageFields(
     SessionInfo,
     pb.SessionInfo,
     renamed={"total_bytes": "bytes"},
-    left_out=("key", "last_access_ns", "ttl_ns", "expires_at_ns"),
-    given=("session", "idle_s", "ttl_s", "expires_in_s", "layout"),
+    left_out=(
+        *("key", "last_access_ns", "ttl_ns", "expires_at_ns"),
+        *("retain_ns", "retained_until_ns"),
+    ),
+    given=(
+        *("session", "idle_s", "ttl_s", "expires_in_s", "layout"),
+        *("retain_s", "retained_for_s"),
+    ),
 )
 _BLOCK = MessageFields(
     BlockInfo,
@@ -87,6 +93,7 @@ def session_message(info: SessionInfo, layout: KVLayout, now_ns: int) -> pb.Sess
     expires_in_s = -1.0
     if info.expires_at_ns is not None:
         expires_in_s = max(0.0, (info.expires_at_ns - now_ns) / NS_PER_S)
+    retained_for_ns = max(0, (info.retained_until_ns or now_ns) - now_ns)
     return _SESSION.encode(
         info,
         session=key_message(info.key),
@@ -94,6 +101,8 @@ def session_message(info: SessionInfo, layout: KVLayout, now_ns: int) -> pb.Sess
         ttl_s=-1.0 if ttl_ns == TTL_NEVER_NS else ttl_ns / NS_PER_S,
         expires_in_s=expires_in_s,
         layout=layout.fingerprint,
+        retain_s=(info.retain_ns or 0) / NS_PER_S,
+        retained_for_s=retained_for_ns / NS_PER_S,
     )
 
 

@@ -57,6 +57,7 @@ class Attachment:
         lost_leases: leases held before whose slots other engines may have already.
         max_queue_jobs: most requests that kvd takes of the queue.
         offers_copiers: kvd may be asked for a channel to the copier of a GPU.
+        offers_retention: kvd may be told how long sessions are to be kept.
     """
 
     engine_id: int
@@ -71,6 +72,7 @@ class Attachment:
     lost_leases: frozenset[int]
     max_queue_jobs: int
     offers_copiers: bool
+    offers_retention: bool
     _asked: "list[asyncio.Future[tuple[bytes, list[int]]]]" = field(default_factory=list)
 
     async def hold(self, on_draining: Callable[[float], None]) -> None:
@@ -257,6 +259,7 @@ async def _shake_hands(
         lost_leases=held - confirmed,
         max_queue_jobs=attached.max_queue_jobs,
         offers_copiers=attached.copiers,
+        offers_retention=attached.retention,
     )
 
 

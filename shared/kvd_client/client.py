@@ -32,6 +32,7 @@ from shared.kvd_client.grants import (
 from shared.kvd_client.messages import key_message, lineage_message
 from shared.kvd_client.queue_sender import QueueSender
 from shared.pb.kvd.v1 import kvd_pb2 as pb
+from shared.process.log import get_logger
 from shared.types.errors import ReportedError
 from shared.types.kv_layout import KVLayout
 from shared.types.lineage import Lineage
@@ -40,6 +41,8 @@ from shared.types.session_key import SessionKey
 CALL_S = 5.0  # deadline of a call that only touches kvd's memory
 GRACE_S = 2.0  # beyond the deadline we hand to kvd, for the way there and back
 MOST_ENDED = 4096  # sessions whose end is kept while kvd is away; older ones expire there
+
+log = get_logger(__name__)
 
 
 class KvdClient(KvdConnection):
@@ -63,6 +66,7 @@ class KvdClient(KvdConnection):
         self.beside: list[Callable[[Attachment], Coroutine[object, object, None]]] = []
         # Sessions whose end kvd does not know.
         self._ended: OrderedDict[SessionKey, None] = OrderedDict()
+        self._has_told_of_retention = False
 
     async def prepare_load(
         self,
@@ -202,6 +206,37 @@ class KvdClient(KvdConnection):
         if len(self._ended) > MOST_ENDED:
             self._ended.popitem(last=False)
         await self._report_end(self._ready(), key)
+
+    async def retain_session(
+        self, key: SessionKey, retain_s: float, prefix_token_ids: bytes = b""
+    ) -> float:
+        """Have kvd keep a session for a while after each use, in place of an earlier wish.
+
+        A hint that may be lost: an older kvd is not told.
+
+        Args:
+            key: names the session.
+            retain_s: seconds; 0: no longer than others.
+            prefix_token_ids: little-endian uint32, whole blocks that are stored. Named, the session
+                is made of them, and goes with its retention.
+
+        Returns:
+            How many seconds of it kvd grants.
+        """
+        attachment = self._ready()
+        if not attachment.offers_retention:
+            if not self._has_told_of_retention:
+                log.warning("kvd_cannot_retain", remedy="update kvd: it is older than this engine")
+            self._has_told_of_retention = True
+            return 0.0
+        request = pb.RetainSessionRequest(
+            engine_id=attachment.engine_id,
+            session=key_message(key),
+            retain_s=retain_s,
+            prefix_token_ids=prefix_token_ids,
+        )
+        response = await self._call(attachment.stub.RetainSession, request, CALL_S)
+        return float(response.retained_s)
 
     async def get_session(self, key: SessionKey) -> pb.SessionInfo:
         """Return what kvd knows of a session.

@@ -43,6 +43,8 @@ SESSIONS = (
         idle_s=507.0,
         expires_in_s=601_200.0,
         leases=1,
+        retain_s=3600.0,
+        retained_for_s=3093.0,
     ),
     pb.SessionInfo(
         session=key("9f3c1e7a-5d0b-4b8e-a1c4-0d6f2b9e8a77:assistant", "acme-industries"),

@@ -39,6 +39,7 @@ NAMES = sorted(
         *("arguments", "call_id", "id", "output", "parallel_tool_calls", "strict", "description"),
         *("input_schema", "tool_use_id", "is_error"),
         *("system", "stop_sequences", "cache_control", "ttl", "output_config", "effort"),
+        *("prompt_cache_options", "prompt_cache_retention", "mode"),
     }
 )
 WORDS = [
@@ -58,6 +59,7 @@ WORDS = [
     "{}",
     "json_schema",
     "5m",
+    "24h",
 ]
 TEXT = {"type": "text", "text": "a"}
 CALL = {"type": "tool_use", "id": "toolu_1", "name": "f", "input": {"a": [None, 1.5]}}

@@ -29,6 +29,7 @@ CLIENTS = {  # name -> its token
 }
 TENANTS = {"acme": ["acme"], "gateway": ["acme", "globex"], "small": ["small"], "monitor": ["*"]}
 ROLES = {"monitor": ["reader"]}
+KVD_OPTIONS = ("--dram", "64MB", "--ssd", "256MB")
 SETTINGS = """
 [model]
 pooling = "mean"
@@ -54,12 +55,23 @@ max_requests = 32
 
 
 class ApiService:
-    """The pair; `start` again after a `stop` finds what it had."""
+    """The pair; `start` again after a `stop` finds what it had.
 
-    def __init__(self, model_dir: Path, directory: Path) -> None:
+    Args:
+        kvd_options: how large kvd is, and what else it is to be.
+        keep: how its DRAM outlives it.
+    """
+
+    def __init__(
+        self,
+        model_dir: Path,
+        directory: Path,
+        kvd_options: tuple[str, ...] = KVD_OPTIONS,
+        keep: str = "file",
+    ) -> None:
         settings = directory / "inference-svc.toml"
         settings.write_text(SETTINGS + "".join(map(_client, CLIENTS)))
-        self.kvd = KvdProcess(directory / "kvd", ("--dram", "64MB", "--ssd", "256MB"))
+        self.kvd = KvdProcess(directory / "kvd", kvd_options, keep)
         self.service = InferenceProcess(
             model_dir, directory, self.kvd.runtime_dir, ["--config", str(settings)]
         )

@@ -18,6 +18,30 @@ async def num_jobs(kvd: KvdProcess) -> int:
     return sum(e.queue_jobs + e.running_jobs for e in (await reader_stats(kvd)).engines)
 
 
+async def test_kvd_hears_for_how_long_a_session_is_to_be_kept(tiny_model, short_dir):
+    """After its turn; a turn that does not say leaves it as it is, the end ends it."""
+    async with (
+        running_kvd(short_dir / "kvd", "--dram", "64MB", "--ssd", "64MB") as kvd,
+        InferenceProcess(tiny_model, short_dir, kvd.runtime_dir) as service,
+        service.client() as client,
+    ):
+
+        async def retention():
+            return [(info.retain_s, info.ended) for info in await sessions_of(kvd)]
+
+        await wait_kvd_state(client, "attached")
+        wish = pb.Retention(session_s=600)
+        await client.submit(turn_request(DOCUMENT, "a", sampling=GREEDY, retention=wish))
+        await eventually(retention, [(600, False)])
+        await client.submit(turn_request("More ", "a", sampling=GREEDY))
+        await all_clean(kvd)
+        assert await retention() == [(600, False)]
+        longer = pb.Retention(session_s=1200)
+        bye = turn_request("Bye ", "a", sampling=GREEDY, retention=longer, final=True)
+        await client.submit(bye)
+        await eventually(retention, [(0, True)])
+
+
 async def test_kvd_hears_of_ends_now_or_when_it_is_back(tiny_model, short_dir):
     """And when the last turn is over, its job is gone from kvd's queue."""
     async with (

@@ -73,6 +73,28 @@ async def test_sessions_follow_new_settings(tmp_path: Path) -> None:
         assert await engine.store(key_of("d"), OTHERS) == 50
 
 
+async def test_retentions_follow_new_settings(tmp_path: Path) -> None:
+    """What a client was granted is cut to a new bound; a tenant's own one comes before it."""
+    async with (
+        _kvd(tmp_path, '[tenants.default]\nmax_retention = "2h"\n') as kvd,
+        attached_engine(kvd.runtime_dir) as engine,
+    ):
+        await engine.store(key_of("a"), TOKENS)
+        assert await engine.client.retain_session(key_of("a"), 86_400) == 7200
+        assert await _reload(kvd, '[sessions]\nmax_retention = "10m"\n') == (
+            ["sessions.max_retention", "tenants.default.max_retention"],
+            [],
+        )
+        await eventually(lambda: _retentions(kvd), [600.0])
+        await _reload(kvd, "[sessions]\nmax_retention = 0\n")
+        await eventually(lambda: _retentions(kvd), [0.0])
+        assert await engine.client.retain_session(key_of("a"), 60) == 0
+
+
+async def _retentions(kvd: KvdProcess) -> list[float]:
+    return [info.retain_s for info in await sessions_of(kvd)]
+
+
 async def _names(kvd: KvdProcess) -> list[str]:
     return [info.session.session_id for info in await sessions_of(kvd)]
 

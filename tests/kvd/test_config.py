@@ -83,6 +83,15 @@ def test_a_tenants_own_values(tmp_path):
     assert quotas == [1 << 30, None, 0, 1 << 30]
 
 
+def test_a_tenants_own_bound_of_retentions(tmp_path):
+    """Longer than that of all, or none at all; else that of all holds."""
+    text = '[tenants.a]\nmax_retention = "24h"\n[tenants.b]\nmax_retention = 0\n[tenants.c]\n'
+    settings = _load(tmp_path, text)
+    bounds_ns = [settings.tenant_retention_ns(tenant) for tenant in ("a", "b", "c", "else")]
+    assert bounds_ns == [86_400 * NS_PER_S, 0, None, None]
+    assert settings.sessions.max_retention == 3600
+
+
 def test_a_layouts_own_budgets(tmp_path):
     """The longest prefix of a layout's model or fingerprint gives its budgets; others have none."""
     layout, other = small_layout(), small_layout(model="ee" * 16)
@@ -123,6 +132,7 @@ def _with_examples() -> str:
         ("sessions.default_quota", "much", "is not a size"),
         ("sessions.default_ttl", "0", "greater than 0"),
         ("sessions.default_ttl", "soon", "is not a duration"),
+        ("sessions.max_retention", "never", "is not a duration"),
         ("dram.watermark", "0.9", "less than or equal to 0.5"),
         ("eviction.policy", "magic", "choose one of fifo, lookahead, lookahead_queue, lru, pred"),
         ("prefetch.in_flight_bytes", "fast", "is not a size"),

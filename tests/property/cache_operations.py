@@ -81,11 +81,19 @@ class OperationsMachine(TurnsMachine):
         self._recompute_lost(key)
         self.world.pump()
 
-    @rule(key=st.sampled_from(KEYS), what=st.sampled_from([*Pin, "end", "ttl", "never"]))
+    @rule(
+        key=st.sampled_from(KEYS),
+        what=st.sampled_from([*Pin, "end", "ttl", "never", "retain", "leave"]),
+    )
     def change(self, key, what) -> None:
         engine = self.world.engine
         if not self._stored(key):
             assert not engine.sessions.end(key)
+            assert not engine.retention.retain(key, 30)
+        elif what in ("retain", "leave"):
+            is_kept = not engine.inspection.info(key).ended
+            granted_ns = engine.retention.retain(key, 30 if what == "retain" else 0)
+            assert (granted_ns > 0) == (is_kept and what == "retain")
         elif what is Pin.NONE:
             engine.sessions.pin(key, Pin.NONE)
         elif isinstance(what, Pin):

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from kvd.core.eviction.policies import POLICIES
+from kvd.core.eviction.session_order import Guard
 from kvd.core.eviction.session_placement import MOST_LATE, SessionPlacement
 from kvd.core.records.records import Tier
 from shared.types.queue_delta import (
@@ -54,15 +55,20 @@ class Requests:
 class PlacementMachine(RuleBasedStateMachine):
     """See the module docstring."""
 
-    @initialize(name=st.sampled_from(sorted(POLICIES)), capacity=st.sampled_from([0, 10, 1000]))
-    def start(self, name, capacity) -> None:
+    @initialize(
+        name=st.sampled_from(sorted(POLICIES)),
+        capacity=st.sampled_from([0, 10, 1000]),
+        has_ssd=st.booleans(),
+    )
+    def start(self, name, capacity, has_ssd) -> None:
         self.name = name
-        self.placement = SessionPlacement(POLICIES[name], lambda: capacity)
+        self.has_ssd = has_ssd
+        self.placement = SessionPlacement(POLICIES[name], lambda: capacity, has_ssd=has_ssd)
         self.engines = {engine_id: Requests() for engine_id in ENGINES}
         self.now_ns = 0
         self.next_number = 0
         self.ranked = {tier: set() for tier in Tier}
-        self.guarded = set()
+        self.guarded = {}
         self.opened = set()  # may have something to be read
 
     # --------------------------------------------------------------------------------------- queue
@@ -156,14 +162,14 @@ class PlacementMachine(RuleBasedStateMachine):
     @rule(key=KEYS)
     def remove(self, key) -> None:
         self.placement.policy.on_remove(key)
-        self.guarded.discard(key)
+        self.guarded.pop(key, None)
         for tier in Tier:
             self.ranked[tier].discard(key)
 
-    @rule(key=KEYS, is_guarded=st.booleans())
-    def guard(self, key, is_guarded) -> None:
-        self.placement.policy.guard(key, is_guarded=is_guarded)
-        (self.guarded.add if is_guarded else self.guarded.discard)(key)
+    @rule(key=KEYS, guard=st.sampled_from(Guard))
+    def guard(self, key, guard) -> None:
+        self.placement.policy.guard(key, guard)
+        self.guarded[key] = guard
 
     @rule(key=KEYS, num_tokens=st.integers(1, 5000))
     def size(self, key, num_tokens) -> None:
@@ -259,8 +265,10 @@ class PlacementMachine(RuleBasedStateMachine):
                 assert all(policy.ranks(key, tier) == (key in ranked) for key in SESSIONS)
             assert len(set(order)) == len(order)
             assert set(order) >= ranked, "who has bytes somewhere can be dropped"
-            is_guarded = [key in self.guarded for key in order]
-            assert is_guarded == sorted(is_guarded), (order, self.guarded)
+            guards = [self.guarded.get(key, Guard.NONE) for key in order]
+            if tier is Tier.DRAM and self.has_ssd:
+                guards = [guard is Guard.PINNED for guard in guards]
+            assert guards == sorted(guards), (order, self.guarded)
 
     # -------------------------------------------------------------------------------------- inside
 

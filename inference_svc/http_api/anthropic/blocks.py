@@ -15,6 +15,7 @@ from inference_svc.core.chat import ASSISTANT, TOOL, USER, Message, ToolCall
 from inference_svc.http_api.bodies.body import Body, Refused, WrongMemberError
 from inference_svc.http_api.bodies.tools import CallId, JsonObject, ToolName, decode_call
 from inference_svc.http_api.errors import UnsupportedValueError
+from shared.types.units import parse_duration_s
 
 PARAGRAPH = "\n\n"
 TEXT, CALL, RESULT = "text", "tool_use", "tool_result"
@@ -29,12 +30,17 @@ _SAYERS: Mapping[str, str] = {
 
 
 class CacheControl(Body):
-    """Says that the prompt up to here is to be kept: it is, anyway."""
+    """Says that the prompt up to here is to be kept: it is, anyway, but not as long for certain."""
 
     content_words: ClassVar[str] = "type and ttl"
 
     kind: Literal["ephemeral"] = Field(default="ephemeral", alias="type")
     ttl: Literal["5m", "1h"] = "5m"
+
+    @property
+    def ttl_s(self) -> float:
+        """Its time in seconds."""
+        return parse_duration_s(self.ttl)
 
 
 class BlockBody(Body):

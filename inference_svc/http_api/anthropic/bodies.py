@@ -19,6 +19,7 @@ from pydantic import BeforeValidator, FailFast, Field, model_validator
 
 from inference_svc.core.chat import ASSISTANT, SYSTEM, TOOL, ChoiceKind, Message, ToolUse
 from inference_svc.core.grammar import Grammar
+from inference_svc.core.submission import Retention
 from inference_svc.http_api.anthropic.blocks import PARAGRAPH, CacheControl, MessageBody, Texts
 from inference_svc.http_api.anthropic.dialect import THREAD
 from inference_svc.http_api.anthropic.tools import CUSTOM, ChoiceBody, Tools
@@ -131,10 +132,30 @@ class PromptBody(TurnBody):
     @property
     def cache_ttl(self) -> str:
         """The longest time that the client wants the prompt to be kept; "" if it does not say."""
-        content = [block for each in self.messages for block in each.content]
-        places = [*self.tools, *self.system, *content]
-        said = [self.cache_control, *(place.cache_control for place in places)]
-        return min((each.ttl for each in said if each is not None), default="")  # "1h" < "5m"
+        said = [*self._of_prefix, *self._of_messages]
+        return max(said, key=lambda each: each.ttl_s).ttl if said else ""
+
+    @property
+    def retention(self) -> Retention:
+        """For how long it wants what to be kept: up to the last message, or tools and system."""
+        return Retention(
+            session_s=max((each.ttl_s for each in self._of_messages), default=0.0),
+            prefix_s=max((each.ttl_s for each in self._of_prefix), default=0.0),
+        )
+
+    @property
+    def _of_prefix(self) -> list[CacheControl]:
+        """What is said of caching at tools and in the system's blocks."""
+        of_tools = (tool.cache_control for tool in self.tools)
+        said = (*of_tools, *(block.cache_control for block in self.system))
+        return [each for each in said if each]
+
+    @property
+    def _of_messages(self) -> list[CacheControl]:
+        """What is said of it in messages, and for all of them."""
+        blocks = (block for each in self.messages for block in each.content)
+        said = (self.cache_control, *(block.cache_control for block in blocks))
+        return [each for each in said if each]
 
     @property
     def max_answer_tokens(self) -> int | None:

@@ -31,6 +31,7 @@ from pydantic import (
 from inference_svc.core.answers import MAX_STOP_STRINGS
 from inference_svc.core.chat import ToolUse
 from inference_svc.core.grammar import Grammar
+from inference_svc.core.submission import NO_RETENTION, Retention
 from inference_svc.http_api.errors import RequestError, UnknownParameterError, UnsupportedValueError
 
 MAX_SHOWN = 60  # characters of a bad value that a message repeats
@@ -341,6 +342,11 @@ class TurnBody(ModelBody, ABC):
     def cache_key(self) -> str:
         """The client's name of the conversation, see `agents.py`; "" if it says none."""
         return ""
+
+    @property
+    def retention(self) -> Retention:
+        """For how long the client wants what is computed to be kept at least."""
+        return NO_RETENTION
 
     @property
     def tool_use(self) -> ToolUse:

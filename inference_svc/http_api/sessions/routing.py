@@ -19,7 +19,14 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from inference_svc.core.chat import ASSISTANT, Message, Tool, ToolCall, canonical
-from inference_svc.core.submission import Submission, TextInput, TokenInput, TurnDefaults
+from inference_svc.core.submission import (
+    NO_RETENTION,
+    Retention,
+    Submission,
+    TextInput,
+    TokenInput,
+    TurnDefaults,
+)
 from inference_svc.core.transcript_format import Transcript
 from inference_svc.http_api.answer_parts import Reading
 from inference_svc.http_api.errors import UnknownHistoryError
@@ -141,6 +148,7 @@ class HttpTurn:
         reading: how its answer is read, and the tools that it offers.
         is_final: whether the session is deleted when the answer has come.
         is_subagent: whether a sub-agent asks.
+        retention: for how long the client wants what is computed to be kept at least.
     """
 
     messages: tuple[Message, ...]
@@ -159,6 +167,7 @@ class HttpTurn:
     reading: Reading = field(default_factory=Reading)
     is_final: bool = False
     is_subagent: bool = False
+    retention: Retention = NO_RETENTION
 
     def as_submission(self, route: Route, key: SessionKey, defaults: TurnDefaults) -> Submission:
         """Make the submission to the route's session.
@@ -182,6 +191,7 @@ class HttpTurn:
             arrived_ns=time.monotonic_ns(),
             overflow=fill_overflow({"name": self.overflow} if self.overflow else {}, defaults),
             compression=fill_compression(defaults),
+            retention=self.retention,
             shown_marks=self.reading.marks if self.raw is None else frozenset(),
         )
 

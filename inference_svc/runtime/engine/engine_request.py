@@ -14,6 +14,7 @@ from inference_svc.core.rates.rates import LoadPolicy
 from inference_svc.core.scheduling.request import Request
 from inference_svc.core.scheduling.start_gate import HBM
 from inference_svc.core.scheduling.step_plan import Admission
+from inference_svc.core.submission import NO_RETENTION, Retention
 from inference_svc.runtime.compute.attention_scores import ScoreKeeper
 from inference_svc.runtime.compute.pooler import Pooler
 from inference_svc.runtime.compute.sampling import Sampled, Sampler
@@ -120,6 +121,8 @@ class EngineRequest(Request):
         pooler: makes an embedding of its tokens, and ends it where an answer would begin; None: it
             has an answer.
         is_final: whether the session ends with this turn.
+        retention: for how long its KV is to be kept at least.
+        prefix_tokens: how many of its first tokens are tools and system message.
         done: set when the answer is complete; its exception is why there is none.
         load_policy: the turn's own load policy; None: the engine's.
         truncate: given the context whose window is full, returns the ranges to drop of it: () ends
@@ -146,6 +149,8 @@ class EngineRequest(Request):
     sampler: Sampler | None = None
     pooler: Pooler | None = None
     is_final: bool = False
+    retention: Retention = NO_RETENTION
+    prefix_tokens: int = 0
     done: asyncio.Future[None] = field(
         default_factory=lambda: asyncio.get_running_loop().create_future()
     )

@@ -23,6 +23,7 @@ from inference_svc.core.counters import Counters
 from inference_svc.core.errors import DeadlineExceededError
 from inference_svc.core.scheduling.request import Request, RequestEvent, RequestState
 from inference_svc.core.scheduling.scheduler import Scheduler
+from inference_svc.core.submission import NO_RETENTION
 from inference_svc.runtime.engine.engine_request import ContextCut, EngineRequest
 from inference_svc.runtime.kv.kv_pool import KVPool
 from inference_svc.runtime.kv.sequence_kv import SequenceKv, WriteBuffer
@@ -43,7 +44,8 @@ class RequestMemory:
         changed: callback when token slots were released.
 
     Attributes:
-        num_saving: saves under way, and discards and ends of sessions on their way to the store.
+        num_saving: saves under way, and what else is on its way to the store: discards, ends of
+            sessions, clients' wishes.
     """
 
     def __init__(
@@ -84,10 +86,19 @@ class RequestMemory:
     async def _save(self, request: EngineRequest, stream: SaveStream, buffer: WriteBuffer) -> None:
         try:
             await self._saves.run(request.key, stream)
-            if request.is_kept and request.is_final and request.saves is stream:
-                await self._store.end_session(request.key)
         finally:
             buffer.memory.release()
+            self._changed()
+        if request.is_kept and request.saves is stream:
+            await self._report(request)
+
+    async def _report(self, request: EngineRequest) -> None:
+        """Tell the store what is to become of a session whose turn it has now."""
+        if request.retention != NO_RETENTION:
+            prefix = request.token_bytes(request.prefix_tokens)
+            await self._store.retain(request.key, request.retention, prefix)
+        if request.is_final:
+            await self._store.end_session(request.key)
 
     def extend(self, request: EngineRequest, num_tokens: int) -> None:
         """Take slots of the write ring for a request's next tokens; the plan has found some."""
@@ -129,7 +140,7 @@ class RequestMemory:
         self._start(self._saves.run_discard(key, link, cut.token_bytes, cut.ranges, cut.lineage))
 
     def _start(self, saving: Coroutine[None, None, None], context: Context | None = None) -> None:
-        """Run a save, discard or end of a session in the background, and count it."""
+        """Run a save, or what else goes to the store, in the background, and count it."""
         self.num_saving += 1
         self._tasks.create_task(self._count(saving), context=context)
 
@@ -143,15 +154,16 @@ class RequestMemory:
     def keep(self, request: EngineRequest, token_ids: Sequence[int]) -> None:
         """Save the first tokens of a request that is over; its KV may stay as a resident.
 
-        Of a session that has ended nothing stays, and the store is notified after the save.
+        Of a session that has ended nothing stays. Of that, and of how long its client wants it to
+        be kept, the store is notified after the save.
         """
         request.is_kept = True
         if not request.is_final:
             self._keep_resident(request, token_ids)
         if request.saves is not None:
             request.saves.finish(request.token_bytes(len(token_ids)))
-        elif request.is_final:
-            self._start(self._store.end_session(request.key))
+        else:
+            self._start(self._report(request))
         self.release_kv(request)
 
     def preempt(self, request: EngineRequest) -> None:

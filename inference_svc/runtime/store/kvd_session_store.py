@@ -4,6 +4,7 @@ Invariants: 1. every lease that was granted is completed, however the copy ends;
 a later turn a recomputation, nothing else.
 """
 
+import hashlib
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -11,6 +12,7 @@ from contextlib import suppress
 from inference_svc.core.counters import Counters
 from inference_svc.core.discards import Range
 from inference_svc.core.rates.rates import Rates
+from inference_svc.core.submission import Retention
 from inference_svc.runtime.kv.arena_kv import ArenaKv, OpenArena
 from inference_svc.runtime.kv.copy_stream import CopyStream, StepClock
 from inference_svc.runtime.kv.layer_gate import StepNotDoneError
@@ -29,6 +31,7 @@ from shared.types.session_key import SessionKey
 from shared.types.units import ceil_div
 
 WAKE_UPS = 4  # of the store thread while it follows a step
+PREFIX = "prefix-"  # what names of sessions begin with that are what others begin with
 
 
 class KvdSessionStore:
@@ -150,6 +153,23 @@ class KvdSessionStore:
             self._talk.note_problem("discard", error)
         else:
             self._talk.counters.add("store_discards")
+
+    async def retain(self, key: SessionKey, retention: Retention, prefix: bytes) -> None:
+        """See SessionStore. A hint: without kvd it is lost, and a later turn's takes its place.
+
+        Whole blocks of the prefix are retained, under a name that follows from their tokens.
+        """
+        block_bytes = self._calibration.layout.block_tokens * TOKEN_BYTES
+        shared = prefix[: len(prefix) // block_bytes * block_bytes]
+        try:
+            if retention.session_s:
+                await self._client.retain_session(key, retention.session_s)
+            if retention.prefix_s and shared:
+                name = PREFIX + hashlib.blake2b(shared, digest_size=16).hexdigest()
+                prefix_key = key._replace(session_id=name)
+                await self._client.retain_session(prefix_key, retention.prefix_s, shared)
+        except ReportedError as error:
+            self._talk.note_problem("retain", error)
 
     async def end_session(self, key: SessionKey) -> None:
         """See SessionStore. Without kvd the client reports it when kvd is back."""

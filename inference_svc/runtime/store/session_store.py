@@ -12,6 +12,7 @@ from typing import Literal, Protocol
 
 from inference_svc.core.discards import Range
 from inference_svc.core.rates.rates import LoadPolicy
+from inference_svc.core.submission import Retention
 from inference_svc.runtime.kv.copy_stream import StepClock
 from inference_svc.runtime.kv.layer_gate import LayerGate
 from inference_svc.runtime.kv.sequence_kv import SequenceKv, WriteBuffer
@@ -154,6 +155,15 @@ class SessionStore(Protocol):
             lineage: the lineage of `token_ids`; None: not named.
         """
 
+    async def retain(self, key: SessionKey, retention: Retention, prefix: bytes) -> None:
+        """Report for how long a session, and what it begins with, are to be kept at least.
+
+        Args:
+            key: the session's key.
+            retention: its client's wish.
+            prefix: its first tokens that other sessions begin with, too; little-endian uint32.
+        """
+
     async def end_session(self, key: SessionKey) -> None:
         """Report that the session takes no further turn."""
 
@@ -216,6 +226,9 @@ class NoSessionStore:
         lineage: Lineage | None = None,
     ) -> None:
         """Do nothing: nothing is stored."""
+
+    async def retain(self, key: SessionKey, retention: Retention, prefix: bytes) -> None:
+        """Do nothing: nothing is stored of the session."""
 
     async def end_session(self, key: SessionKey) -> None:
         """Do nothing: nothing is stored of the session."""

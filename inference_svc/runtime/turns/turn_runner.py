@@ -114,6 +114,8 @@ class TurnRunner:
             deadline_ns=turn.deadline_ns,
             lineage=context.lineage,
             is_final=submission.is_final,
+            retention=submission.retention,
+            prefix_tokens=context.system_tokens,
             sampler=Sampler(sampling, self._limits.eos_ids, grammar),
             sink=writer,
             input_tokens=len(prompt.input_ids),

@@ -23,7 +23,7 @@ from kvd.core.eviction.policy import (
     SessionFacts,
 )
 from kvd.core.eviction.queue_window import QueuePlace, Touched
-from kvd.core.eviction.session_order import EvictionRank
+from kvd.core.eviction.session_order import EvictionRank, Guard
 from kvd.core.records.records import Tier
 from shared.types.session_key import SessionKey
 
@@ -180,9 +180,9 @@ class PredictivePolicy(LookaheadQueuePolicy):
     def returning(self, now_ns: int) -> Iterator[SessionKey]:
         """See EvictionPolicy."""
         self._pass_time(now_ns)
-        for is_guarded in (True, False):
+        for guard in reversed(Guard):
             order = self._orders[Tier.SSD]
-            for key in order.downwards((is_guarded, IDLE), (is_guarded, IDLE, END)):
+            for key in order.downwards((guard, IDLE), (guard, IDLE, END)):
                 if not self._idle.rate(key):
                     break
                 if not self.ranks(key, Tier.DRAM):

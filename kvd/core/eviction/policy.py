@@ -11,7 +11,10 @@ not at every session that has nothing to give just then.
 A policy is an eviction rank for each session: numbers, compared in turn, of which the first is the
 band, and the lowest go first. The bands, in order of eviction: *ended* sessions, *running* ones in
 DRAM (their KV is in the engine's memory), *idle* ones, *queued* ones. Guarded sessions, in the same
-bands, come after all the others.
+bands, come after all the others: first those that are retained, then those that are pinned.
+
+A session that is retained may be idle for an hour, and is not to hold DRAM against those in use: it
+is guarded there only if SSD cannot have it.
 
 Sessions that a start found rest (RestingSessions) until something happens to them: they are idle,
 in the order of all tiers and in that of SSD, with no entry of their own in either.
@@ -28,7 +31,7 @@ from itertools import chain
 from math import inf
 
 from kvd.core.eviction.queue_window import QueueWindow, Touched
-from kvd.core.eviction.session_order import EvictionRank, RestingSessions, SessionOrder
+from kvd.core.eviction.session_order import EvictionRank, Guard, RestingSessions, SessionOrder
 from kvd.core.records.records import Tier
 from shared.types.session_key import SessionKey
 
@@ -45,10 +48,12 @@ class PolicyContext:
     Attributes:
         queue: the queues of all engines, merged.
         eviction_window: the paper's L_ew, in requests, now.
+        has_ssd: whether there is an SSD tier.
     """
 
     queue: QueueWindow
     eviction_window: Callable[[], int]
+    has_ssd: bool = True
 
 
 @dataclass(slots=True)
@@ -63,7 +68,7 @@ class SessionFacts:
     first_use: int
     last_use: int
     is_ended: bool = False
-    is_guarded: bool = False
+    guard: Guard = Guard.NONE
 
 
 class EvictionPolicy:
@@ -80,6 +85,7 @@ class EvictionPolicy:
 
     def __init__(self, context: PolicyContext) -> None:
         self._queue = context.queue
+        self._has_ssd = context.has_ssd
         self._facts: dict[SessionKey, SessionFacts] = {}
         self._resting = RestingSessions()
         self._num_uses = 0
@@ -139,17 +145,17 @@ class EvictionPolicy:
             facts.is_ended = True
             self._changed(key)
 
-    def guard(self, key: SessionKey, *, is_guarded: bool) -> None:
-        """Rank the session after all that are not guarded, from now on (or no longer).
+    def guard(self, key: SessionKey, guard: Guard) -> None:
+        """Rank the session after all that are guarded less, from now on.
 
-        The end of a guard counts as a use.
+        That it is pinned no more counts as a use; the end of a retention does not.
         """
-        if self._wake(key) is None and not is_guarded:
+        if self._wake(key) is None and not guard:
             return
         facts = self._facts_of(key)
-        if facts.is_guarded and not is_guarded:
+        if guard < facts.guard is Guard.PINNED:
             facts.last_use = self._next_use()
-        facts.is_guarded = is_guarded
+        facts.guard = guard
         self._changed(key)
 
     def on_remove(self, key: SessionKey) -> None:
@@ -225,12 +231,14 @@ class EvictionPolicy:
         self._pass_time(now_ns)
         between = self._clean.between if clean else partial(self._between, tier)
         if giving_way_to is None:
-            return between((False,), (True, END))
-        rank = self._rank_of(giving_way_to, tier)
-        if not rank[0]:
-            return between((False,), rank)
-        needed_sooner = rank[1:] if rank[1] == QUEUED else (QUEUED,)  # though not guarded
-        return chain(between((False,), (False, *needed_sooner)), between((True,), rank))
+            return between((Guard.NONE,), (Guard.PINNED, END))
+        guard, *rank = self._rank_of(giving_way_to, tier)
+        needed_sooner = rank if rank[0] == QUEUED else (QUEUED,)  # though guarded less
+        return chain.from_iterable(  # one look after the other: each gives sessions their places
+            between((level,), (level, *(rank if level == guard else needed_sooner)))
+            for level in Guard
+            if level <= guard
+        )
 
     def returning(self, now_ns: int) -> Iterator[SessionKey]:  # noqa: ARG002
         """Yield sessions on SSD and not in DRAM that are likely to return soon, likeliest first.
@@ -253,7 +261,7 @@ class EvictionPolicy:
         return (key for _, key in merge(resting, order.ranked_between(low, high)))
 
     def _resting_rank(self, tier: Tier | None, use: int) -> EvictionRank:
-        return (False, *self._rank(NOBODY, SessionFacts(use, use), tier))
+        return (Guard.NONE, *self._rank(NOBODY, SessionFacts(use, use), tier))
 
     def _rank_of(self, key: SessionKey, tier: Tier | None) -> EvictionRank:
         """Rank a session that need not be in the order; one never used is idle, and goes early."""
@@ -265,11 +273,12 @@ class EvictionPolicy:
             return self._resting_rank(tier, use)
         if key in self._facts:
             return self._guarded_rank(tier, key)
-        return (False, *self._rank(key, SessionFacts(-1, -1), tier))
+        return (Guard.NONE, *self._rank(key, SessionFacts(-1, -1), tier))
 
     def _guarded_rank(self, tier: Tier | None, key: SessionKey) -> EvictionRank:
         facts = self._facts[key]
-        return (facts.is_guarded, *self._rank(key, facts, tier))
+        is_elsewhere = tier is Tier.DRAM and self._has_ssd and facts.guard is Guard.RETAINED
+        return (Guard.NONE if is_elsewhere else facts.guard, *self._rank(key, facts, tier))
 
     def _wake(self, key: SessionKey) -> SessionFacts | None:
         """Rank a session by itself if it rests; returns what is known of it, if it is known."""

@@ -1,13 +1,13 @@
 """Orders of sessions, from the one to be evicted first on.
 
 Pure. `SessionOrder` holds sessions by whatever ranks them (also those that are to be read ahead);
-`RestingSessions` are those that a start found and nobody has used since; `LruOrder` is by last use
-alone, for the quotas of tenants.
+`RestingSessions` are those that a start found and nobody has used since. `Guard` is what a rank may
+begin with.
 """
 
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import chain, islice, pairwise
+from enum import IntEnum
+from itertools import chain, islice
 from math import inf
 from typing import Any, Generic, TypeVar
 
@@ -20,7 +20,14 @@ EvictionRank = tuple[float, ...]  # the lowest goes first
 MOST_CHANGED = 512  # sessions of a large order that one call places: some five milliseconds
 BULK_SHARE = 8  # with more than one of so many sessions to be moved, sorting all is faster
 RESTING_PAGE = 1024  # places whose sessions are counted together, to pass over those that woke
-LRU_PAGE = 1 << 16  # sessions in one table: one of a million takes a tenth of a second to grow
+
+
+class Guard(IntEnum):
+    """What keeps a session from going while there are others: more of it goes later."""
+
+    NONE = 0
+    RETAINED = 1  # its client wants it to be kept for a while
+    PINNED = 2  # an operator does
 
 
 class SessionOrder(Generic[Rank]):
@@ -226,114 +233,3 @@ class RestingSessions:
             else:
                 high = middle
         return low
-
-
-class LruOrder:
-    """Sessions, least recently used first; *guarded* ones come after all the others.
-
-    A call takes a bounded time, however many sessions there are: O(1) up to LRU_PAGE of
-    them; of more, each of their pages is asked for the session.
-    """
-
-    def __init__(self) -> None:
-        self._order = _PagedOrder()
-        self._guarded_order = _PagedOrder()
-        self._guarded: set[SessionKey] = set()  # in an order or not
-
-    def __contains__(self, key: SessionKey) -> bool:
-        return key in self._order or key in self._guarded_order
-
-    def __iter__(self) -> Iterator[SessionKey]:
-        return chain(self._order, self._guarded_order)
-
-    def touch(self, key: SessionKey) -> None:
-        """Put the session behind all others."""
-        order = self._order_of(key)
-        order.remove(key)
-        order.append(key)
-
-    def enter(self, key: SessionKey) -> None:
-        """Put the session behind all others, unless it is in the order."""
-        order = self._order_of(key)
-        if key not in order:
-            order.append(key)
-
-    def enter_before(self, key: SessionKey) -> None:
-        """Put the session before all others, unless it is in the order."""
-        order = self._order_of(key)
-        if key not in order:
-            order.prepend(key)
-
-    def end(self, key: SessionKey) -> None:
-        """Move the session before all others, if it is in the order."""
-        order = self._order_of(key)
-        if order.remove(key):
-            order.prepend(key)
-
-    def leave(self, key: SessionKey) -> None:
-        """Take the session out; it stays guarded."""
-        self._order_of(key).remove(key)
-
-    def guard(self, key: SessionKey, *, is_guarded: bool) -> None:
-        """Have the session come after all that are not guarded, or among them."""
-        was_here = key in self
-        self.leave(key)
-        if is_guarded:
-            self._guarded.add(key)
-        else:
-            self._guarded.discard(key)
-        if was_here:
-            self.touch(key)
-
-    def remove(self, key: SessionKey) -> None:
-        """Forget the session."""
-        self.leave(key)
-        self._guarded.discard(key)
-
-    def _order_of(self, key: SessionKey) -> "_PagedOrder":
-        return self._guarded_order if key in self._guarded else self._order
-
-
-class _PagedOrder:
-    """Sessions in an order, page by page."""
-
-    def __init__(self) -> None:
-        self._pages: list[OrderedDict[SessionKey, None]] = [OrderedDict()]
-
-    def __contains__(self, key: SessionKey) -> bool:
-        return any(key in page for page in self._pages)
-
-    def __iter__(self) -> Iterator[SessionKey]:
-        return chain.from_iterable(self._pages)
-
-    def append(self, key: SessionKey) -> None:
-        """Put a session that is not there behind all others."""
-        if len(self._pages[-1]) >= LRU_PAGE:
-            self._join_two()
-            self._pages.append(OrderedDict())
-        self._pages[-1][key] = None
-
-    def prepend(self, key: SessionKey) -> None:
-        """Put a session that is not there before all others."""
-        if len(self._pages[0]) >= LRU_PAGE:
-            self._join_two()
-            self._pages.insert(0, OrderedDict())
-        self._pages[0][key] = None
-        self._pages[0].move_to_end(key, last=False)
-
-    def remove(self, key: SessionKey) -> bool:
-        """Take a session out; returns whether it was there."""
-        for index, page in enumerate(self._pages):
-            if key in page:
-                del page[key]
-                if not page and len(self._pages) > 1:
-                    del self._pages[index]
-                return True
-        return False
-
-    def _join_two(self) -> None:
-        """Make one page of two that hold little, before there is one more."""
-        for index, (page, other) in enumerate(pairwise(self._pages)):
-            if len(page) + len(other) <= LRU_PAGE // 2:
-                self._pages[index : index + 2] = [OrderedDict.fromkeys(chain(page, other))]
-                return

@@ -74,6 +74,7 @@ class SessionPlacement:
     Args:
         make_policy: builds the policy, once.
         capacity_bytes: returns the bytes of DRAM and SSD together, as of now.
+        has_ssd: whether there is an SSD tier.
 
     Attributes:
         policy: ranks sessions for eviction.
@@ -85,6 +86,8 @@ class SessionPlacement:
         self,
         make_policy: Callable[[PolicyContext], EvictionPolicy],
         capacity_bytes: Callable[[], int],
+        *,
+        has_ssd: bool = True,
     ) -> None:
         self.queue = QueueWindow(self._on_queue)
         self.prefetching = PrefetchOrder(self.queue)
@@ -94,7 +97,7 @@ class SessionPlacement:
         self._arriving: set[SessionKey] = set()  # by the change that is being taken
         self._loaded: dict[SessionKey, bool] = {}  # an engine has the KV, for a turn -> it runs
         self._now_ns = 0
-        self.policy = make_policy(PolicyContext(self.queue, self.eviction_window))
+        self.policy = make_policy(PolicyContext(self.queue, self.eviction_window, has_ssd))
 
     # --------------------------------------------------------------------------------------- queue
 

@@ -109,6 +109,8 @@ class Inspector:
             ttl_ns=session.ttl_ns,
             ttl_source=self._ttl_source(session),
             expires_at_ns=state.expires_at_ns(session),
+            retain_ns=session.retain_ns,
+            retained_until_ns=session.retained_until_ns,
         )
 
     def _stored(self, keys: Sequence[SessionKey]) -> list[Session]:
@@ -194,6 +196,7 @@ class Inspector:
             num_unhashed=state.blocks.num_unhashed,
             num_soft_pins=state.num_pins[Pin.SOFT],
             num_hard_pins=state.num_pins[Pin.HARD],
+            num_retained=state.num_retained,
             counters=dict(state.outbox.counters),
         )
 

@@ -159,6 +159,9 @@ def _check_tenants(state: CacheState) -> None:
     assert not +num_blocks, "every block is charged to a tenant"
     pins = Counter(session.pin for session in state.sessions.values())
     assert all(pins[pin] == num for pin, num in state.num_pins.items()), "pins are counted right"
+    retained = [s for s in state.sessions.values() if s.retain_ns is not None]
+    assert state.num_retained == len(retained), "retained sessions are counted right"
+    assert not any(s.ended for s in retained), "what has ended is not retained"
 
 
 def _check_leases(state: CacheState) -> None:

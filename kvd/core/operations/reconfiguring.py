@@ -2,10 +2,10 @@
 
 Pure. Most limits are looked at when they matter, and simply hold from then on. What follows from
 the others is brought about here, so that a cache ends up where a restart with the same limits would
-have taken it: expiry times, the order of a tenant's sessions once it has a quota, the number of
-sessions, and which dirty blocks are to be written. Work that grows with the number of sessions is
-done a bounded amount per call. A quota that is exceeded is enforced at the tenant's next store; one
-that begins, once all its tenant's sessions are in order.
+have taken it: expiry times, retentions, the order of a tenant's sessions once it has a quota, the
+number of sessions, and which dirty blocks are to be written. Work that grows with the number of
+sessions is done a bounded amount per call. A quota that is exceeded is enforced at the tenant's
+next store; one that begins, once all its tenant's sessions are in order.
 """
 
 from array import array
@@ -84,6 +84,7 @@ class Reconfigurer:
         run: list[_Use] = []
         for session in filter(None, map(self._state.sessions.get, some)):
             self._state.schedule_expiry(session)
+            self._bound_retention(session)
             if session.key.tenant in self._begun:
                 run.append((_rank(session), session.key))
         if run:
@@ -96,6 +97,13 @@ class Reconfigurer:
             self._to_enter = merge(*self._runs, reverse=True) if self._begun else None
             self._runs = []
 
+    def _bound_retention(self, session: Session) -> None:
+        """Cut a retention that is longer than it may be now."""
+        state = self._state
+        most_ns = state.longest_retention_ns(session.key.tenant, session.ttl_ns)
+        if session.retain_ns is not None and session.retain_ns > most_ns:
+            state.retain(session, most_ns or None)
+
     def _enter(self, uses: Iterator[_Use]) -> None:
         """Put some sessions in order, before those that were used since or are warmer."""
         tenants = self._state.tenants
@@ -104,8 +112,7 @@ class Reconfigurer:
             session = self._state.sessions.get(key)
             if session is None or session.pin is Pin.HARD:
                 continue
-            if session.pin is Pin.SOFT:
-                tenants.guard(key, is_guarded=True)
+            tenants.guard(key, session.guard)
             tenants.insert_before(key)
         if len(some) < RESCHEDULE_BATCH:
             self._to_enter = None

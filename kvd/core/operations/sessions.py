@@ -1,7 +1,8 @@
 """Requests that change stored sessions: discards, ends, pins, TTLs, flushes; and their expiry.
 
 Pure. Invariants: 1. a leased, queued or pinned session does not expire; 2. a hard-pinned session is
-in no eviction order, a soft-pinned one is guarded in every one; 3. a flush never touches a leased
+in no eviction order, a soft-pinned one is guarded in every one; 3. one that has ended is not
+retained; 4. a flush never touches a leased
 session.
 """
 
@@ -89,6 +90,7 @@ class Sessions:
         session = state.sessions.get(key)
         if session is None:
             return False
+        state.retain(session, None)
         session.ended = True
         state.tenants.on_end(key)
         state.outbox.index.session_changed(key)
@@ -232,10 +234,9 @@ class Sessions:
 
 def _rank(state: CacheState, session: Session) -> None:
     """Give a session its place in the orders, where it may have had none."""
-    is_guarded = session.pin is Pin.SOFT
-    state.policy.guard(session.key, is_guarded=is_guarded)
-    state.tenants.guard(session.key, is_guarded=is_guarded)
-    if is_guarded:
+    state.policy.guard(session.key, session.guard)
+    state.tenants.guard(session.key, session.guard)
+    if session.pin is Pin.SOFT:
         for tier in Tier:
             state.users.on_insert(session, tier)
         for block_key in session.block_keys():  # a clean one needs a user that offers it

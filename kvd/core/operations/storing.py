@@ -29,7 +29,7 @@ from kvd.core.state.leases import NewBlock, Part, RestoredLease, StoreLease, los
 from kvd.core.state.session import Session
 from kvd.core.state.session_history import MoveKind
 from shared.types.granted_slots import StoreBlock
-from shared.types.lineage import Lineage
+from shared.types.lineage import WHOLE, Lineage
 from shared.types.session_key import SessionKey
 from shared.types.units import NS_PER_S
 
@@ -135,6 +135,25 @@ class Storer:
         num_kept = sum(isinstance(part, Block) for _, part in lease.parts)
         self._release(held[num_kept:])  # beyond what slots could be had for
         return answer
+
+    def adopt(self, key: SessionKey, token_ids: bytes) -> Session | None:
+        """Make a session of whole blocks that are stored: of all these tokens, or of none.
+
+        It is a use of the session, and no turn.
+
+        Returns:
+            The session; None if some of the tokens are not stored, or there is no room for it.
+        """
+        state = self._state
+        chaining = Chaining(state.layout, state.salt_of(key.tenant), WHOLE)
+        match = match_tokens(state, key, token_ids, chaining)
+        if match.end < num_tokens_of(token_ids):
+            return None
+        held: list[Part] = [(piece.span, piece.block) for piece in match.pieces]
+        self._hold(held)
+        session = self._give(key, [piece.span for piece in match.pieces], WHOLE)
+        self._release(held)
+        return session
 
     def complete(self, lease_id: int, engine_id: int, *, success: bool) -> int:
         """Publish what a store lease's slots hold (or forget it), and have it written to SSD.
@@ -308,10 +327,25 @@ class Storer:
     def _publish(self, key: SessionKey, parts: Sequence[Part], lineage: Lineage | None) -> None:
         """Make the parts the session's spans, creating it, and have its dirty blocks written."""
         state = self._state
-        spans = [span for span, _ in parts]
+        session = self._give(key, [span for span, _ in parts], lineage)
+        if session is None:
+            return
+        state.outbox.count("stores")
+        num_tokens, num_blocks = session.num_tokens, len(session.spans)
+        state.policy.on_resize(key, num_tokens)
+        state.placement.observe_size(num_blocks * state.layout.block_bytes)
+        fields = {"num_tokens": num_tokens, "num_blocks": num_blocks}
+        state.outbox.emit(SESSION_STORED, key, fields)
+        self._hasher.request([state.blocks[block_key] for block_key in session.block_keys()])
+
+    def _give(
+        self, key: SessionKey, spans: Sequence[Span], lineage: Lineage | None
+    ) -> Session | None:
+        """Give a session these spans and use it, creating it; None: there is none, and no room."""
+        state = self._state
         session = state.sessions.get(key)
         if not spans or (session is None and not self._has_room_for_session()):
-            return
+            return None
         if session is None:
             session = Session(key, state.now_ns)
             state.add_session(session)
@@ -323,13 +357,7 @@ class Storer:
             session.lineage = lineage
         state.touch(session)
         state.outbox.index.session_used(key)
-        state.outbox.count("stores")
-        num_tokens, num_blocks = session.num_tokens, len(session.spans)
-        state.policy.on_resize(key, num_tokens)
-        state.placement.observe_size(num_blocks * state.layout.block_bytes)
-        fields = {"num_tokens": num_tokens, "num_blocks": num_blocks}
-        state.outbox.emit(SESSION_STORED, key, fields)
-        self._hasher.request([state.blocks[block_key] for block_key in session.block_keys()])
+        return session
 
     def _has_room_for_session(self) -> bool:
         state = self._state

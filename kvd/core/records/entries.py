@@ -78,6 +78,13 @@ class SessionRecord:
     ttl_ns: int | None = None  # None: the default; TTL_NEVER_NS: never
     pin: Pin = Pin.NONE
     ended: bool = False
+    retain_ns: int | None = None  # how long it is retained after a use; None: it is not
+
+    @property
+    def has_settings(self) -> bool:
+        """Whether anything of it beyond spans and last use is not as usual."""
+        is_timed = self.ttl_ns is not None or self.retain_ns is not None
+        return is_timed or self.pin is not Pin.NONE or self.ended
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +121,7 @@ def columns_of(records: Iterable[SessionRecord]) -> SessionColumns:
         {
             index: replace(entry, spans=b"")
             for index, entry in enumerate(entries)
-            if entry.ttl_ns is not None or entry.pin is not Pin.NONE or entry.ended
+            if entry.has_settings
         },
     )
 

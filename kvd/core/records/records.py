@@ -103,6 +103,8 @@ class SessionInfo:
         ttl_ns: set on the session itself; None: it has none of its own.
         ttl_source: whose TTL holds: "session", "tenant", "default".
         expires_at_ns: None: never.
+        retain_ns: how long after each use it is retained; None: it is not.
+        retained_until_ns: when that is over unless it is used; None: it is not retained.
     """
 
     key: SessionKey
@@ -122,6 +124,8 @@ class SessionInfo:
     ttl_ns: int | None
     ttl_source: str
     expires_at_ns: int | None
+    retain_ns: int | None = None
+    retained_until_ns: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,4 +259,5 @@ class EngineStats:
     num_unhashed: int  # stored blocks that a restart would lose, even in DRAM
     num_soft_pins: int  # sessions
     num_hard_pins: int
+    num_retained: int  # sessions
     counters: Mapping[str, int]  # monotonic since start; names in COUNTERS

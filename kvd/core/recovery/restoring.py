@@ -223,8 +223,15 @@ class _SessionMaker:
 
     def _set(self, session: Session, settings: SessionRecord) -> None:
         """Give a session its settings."""
+        state = self._state
         session.ttl_ns, session.pin, session.ended = settings.ttl_ns, settings.pin, settings.ended
-        self._state.count_pin(session, 1)
+        state.count_pin(session, 1)
+        session.retain_ns = settings.retain_ns
+        until_ns = session.retained_until_ns
+        if until_ns is not None and until_ns <= state.now_ns:  # it ended while nobody looked
+            session.retain_ns = None
+            state.outbox.index.session_changed(session.key)
+        state.num_retained += session.retain_ns is not None
 
 
 def _rank_all(
@@ -239,25 +246,25 @@ def _rank_all(
     has_quota = any(state.tenants.order_of(name) is not None for name in tenants)
     for key in ranked if has_quota else ():
         state.tenants.on_insert(key)
-    for entry in settings.values():
-        _rank(state, entry)
+    for key in settings:
+        _rank(state, state.sessions[key])
 
 
-def _rank(state: CacheState, settings: SessionRecord) -> None:
+def _rank(state: CacheState, session: Session) -> None:
     """Give a session the place in the orders that its settings ask for."""
-    key = settings.key
-    if settings.pin is Pin.HARD:
+    key = session.key
+    if session.pin is Pin.HARD:
         return
-    if settings.pin is Pin.SOFT:
-        state.policy.guard(key, is_guarded=True)
-        state.tenants.guard(key, is_guarded=True)
-    if settings.ended:
+    if session.guard:
+        state.policy.guard(key, session.guard)
+        state.tenants.guard(key, session.guard)
+    if session.ended:
         state.policy.on_end(key)
         state.tenants.on_end(key)
 
 
 def _schedule(state: CacheState, settings: Settings, tenants: Iterable[str]) -> None:
-    """Have sessions expire in time."""
+    """Have sessions expire, and their retentions end, in time."""
     inherited = {name: state.inherited_ttl_ns(name) for name in tenants}
     ttl_ns = {name: ttl for name, ttl in inherited.items() if ttl not in (None, TTL_NEVER_NS)}
     deadlines = [
@@ -270,6 +277,8 @@ def _schedule(state: CacheState, settings: Settings, tenants: Iterable[str]) -> 
         if deadline_ns is not None:
             deadlines.append((deadline_ns, key))
     state.ttl.restore(deadlines)
+    ends = ((state.sessions[key].retained_until_ns, key) for key in settings)
+    state.retention.restore([(until_ns, key) for until_ns, key in ends if until_ns is not None])
 
 
 def _count(state: CacheState, tenants: Counter[str], num_spans: int) -> None:

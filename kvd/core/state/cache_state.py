@@ -24,7 +24,7 @@ from kvd.core.records.actions import (
     SESSION_FLUSHED,
     DropBlock,
 )
-from kvd.core.records.entries import Pin, Span
+from kvd.core.records.entries import TTL_NEVER_NS, Pin, Span
 from kvd.core.records.extent_shape import ExtentShape
 from kvd.core.records.records import Tier
 from kvd.core.state.block import Block, BlockIndex, BlockIo
@@ -67,9 +67,10 @@ class CacheState:
         unverified: adopted blocks whose verification is not begun, in the order it will be in.
         wasteful: sessions that wait to be compacted; `compaction`: the run under way.
         scrubbed: slot or extent -> operation of a scrub that checks it.
-        ttl: deadlines of sessions; one of the clocks that `make_clock` has made.
+        ttl, retention: deadlines of sessions, and ends of their retentions; two of the clocks that
+            `make_clock` has made.
         mean_store_blocks: that a store asks slots for.
-        num_pins: sessions, by how they are pinned.
+        num_pins: sessions, by how they are pinned; num_retained: those that are retained.
         ssd_degraded: why writes are held back; "": they are not.
         outbox, histograms, history, turns: what is emitted, counted and recorded.
         now_ns: time of the call under way.
@@ -91,7 +92,9 @@ class CacheState:
         self.slots = SlotTable(limits.num_slots)
         self.extents = ExtentTable(limits.num_extents, self.shape.sectors_per_extent)
         self.leases = LeaseTable(limits.max_leases)
-        self.placement = SessionPlacement(make_policy, self._capacity_bytes)
+        self.placement = SessionPlacement(
+            make_policy, self._capacity_bytes, has_ssd=limits.num_extents > 0
+        )
         self.policy = self.placement.policy
         self.users = BlockUsers(self.blocks, self.sessions, self.policy)
         self.tails = PackedTails(
@@ -99,6 +102,7 @@ class CacheState:
         )
         self._clocks: list[TtlClock] = []
         self.ttl = self.make_clock()
+        self.retention = self.make_clock()
         self.turns = TurnLog(limits.max_turns)
         self.outbox = Outbox(self.sessions)
         self.histograms = CacheHistograms()
@@ -113,6 +117,7 @@ class CacheState:
         self.tenants = TenantTable(limits.tenant_limits, layout.block_bytes)
         self.history = SessionHistory()
         self.num_pins = dict.fromkeys((Pin.SOFT, Pin.HARD), 0)
+        self.num_retained = 0
         self.ssd_degraded = ""
         self.now_ns = 0
 
@@ -186,6 +191,34 @@ class CacheState:
         """Have the TTL clock look at the session in time."""
         self.ttl.schedule(session.key, self.expires_at_ns(session))
 
+    def retain(self, session: Session, retain_ns: int | None) -> None:
+        """Keep a session from eviction for so long after each use; None: no longer, which is none.
+
+        It is a wish beside others: what is retained goes when nothing else is left, and a TTL that
+        is shorter holds. O(log sessions).
+        """
+        if retain_ns == session.retain_ns:
+            return
+        self.num_retained += (retain_ns is not None) - (session.retain_ns is not None)
+        session.retain_ns = retain_ns
+        self.retention.schedule(session.key, session.retained_until_ns)
+        self.outbox.index.session_changed(session.key)
+        if session.pin is not Pin.HARD:
+            self.policy.guard(session.key, session.guard)
+            self.tenants.guard(session.key, session.guard)
+
+    def longest_retention_ns(self, tenant: str, ttl_ns: int | None) -> int:
+        """Return how long a tenant's session may be retained at most.
+
+        Args:
+            tenant: whose session it is.
+            ttl_ns: of its own; None: it inherits one. Whoever sets a TTL means it.
+        """
+        own_ns = self.tenants.limits(tenant).max_retention_ns
+        most_ns = self.limits.max_retention_ns if own_ns is None else own_ns
+        ttl_ns = self.inherited_ttl_ns(tenant) if ttl_ns is None else ttl_ns
+        return most_ns if ttl_ns in (None, TTL_NEVER_NS) else min(most_ns, ttl_ns)
+
     def set_spans(self, session: Session, spans: Sequence[Span]) -> None:
         """Replace a session's spans; blocks that lose their last user go."""
         self.tails.unpack(session)
@@ -235,6 +268,7 @@ class CacheState:
         self.tenants.on_remove(session.key)
         self.tenants.count_session(session.key.tenant, -1)
         self.count_pin(session, -1)
+        self.num_retained -= session.retain_ns is not None
         self.outbox.emit(event, session.key, {"why": why, "num_tokens": num_tokens})
         self.record_move(
             session.key, _DROPS[event], num_blocks=num_blocks, num_tokens=num_tokens, why=why

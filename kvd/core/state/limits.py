@@ -14,6 +14,7 @@ class TenantLimits:
 
     ttl_ns: int | None = None  # None: the default; TTL_NEVER_NS: never
     quota_bytes: int | None = None  # None: no bound
+    max_retention_ns: int | None = None  # None: that of all
 
 
 NO_LIMITS = TenantLimits()
@@ -31,6 +32,7 @@ class Limits:
     num_slots: int  # 0: no arena (yet)
     num_extents: int  # 0: no SSD tier
     default_ttl_ns: int | None = None  # None: never expire
+    max_retention_ns: int = 3600 * NS_PER_S  # of what clients wish; 0: no wish counts
     max_sessions: int = 1_000_000
     max_leases: int = 65_536
     max_turns: int = MAX_TURNS  # of the log of recent ones

@@ -45,6 +45,8 @@ COUNTERS = (
     "sessions_dropped",  # sessions that lost all their blocks to make room
     "sessions_expired",
     "sessions_flushed",
+    "retentions",  # wishes of clients that a session be kept for a while
+    "retentions_cut",  # of these, cut to what the settings allow, perhaps to nothing
     "blocks_corrupt",  # copies whose bytes were not the ones stored: the sum of the next two
     "blocks_corrupt_dram",
     "blocks_corrupt_ssd",

@@ -9,6 +9,7 @@ Invariant: spans are contiguous from the session's first kept token; only a pref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from kvd.core.eviction.session_order import Guard
 from kvd.core.records.entries import (
     PLACE_BYTES,
     TTL_NEVER_NS,
@@ -34,6 +35,8 @@ class Session:
         spans: those whose blocks are in the index.
         packed: the places of the packed blocks that follow, one span each; b"" if there are none.
         packed_spans: the spans on them, unless they are all plain.
+        retain_ns: how long after each use it is kept from eviction as its client asked; None: it
+            is not. Over when that passes (kvd/core/operations/retaining.py).
         lost: why it holds less than was stored: "", "evicted", "corrupt".
         num_read_ahead: blocks read ahead for it since it was last used.
         num_discards: since this kvd knows it.
@@ -47,6 +50,7 @@ class Session:
     packed: bytes = b""
     packed_spans: bytes = b""
     ttl_ns: int | None = None
+    retain_ns: int | None = None
     pin: Pin = Pin.NONE
     ended: bool = False
     lost: str = ""
@@ -91,6 +95,18 @@ class Session:
             return unpack_full(self.packed_spans)
         return (plain_span(block.key, block.num_tokens) for block in self.tail_blocks())
 
+    @property
+    def guard(self) -> Guard:
+        """What keeps it from eviction while there are others; a hard pin does in any case."""
+        if self.pin is Pin.SOFT:
+            return Guard.PINNED
+        return Guard.NONE if self.retain_ns is None else Guard.RETAINED
+
+    @property
+    def retained_until_ns(self) -> int | None:
+        """When its retention ends unless it is used; None: it has none."""
+        return None if self.retain_ns is None else self.last_access_ns + self.retain_ns
+
     def expires_at_ns(self, inherited_ttl_ns: int | None) -> int | None:
         """Return when its TTL passes; None for never. Pinned sessions do not expire.
 
@@ -109,6 +125,7 @@ class Session:
             spans=pack_spans([*self.spans, *self.tail_spans()]),
             last_access_ns=self.last_access_ns,
             ttl_ns=self.ttl_ns,
+            retain_ns=self.retain_ns,
             pin=self.pin,
             ended=self.ended,
         )

@@ -43,6 +43,8 @@ class MoveKind(Enum):
     PINNED = "pinned"
     UNPINNED = "unpinned"
     TTL_SET = "ttl_set"
+    RETAINED = "retained"  # its client wants it to be kept for a while, or for another one
+    UNRETAINED = "unretained"  # that is over
 
 
 @dataclass(slots=True)

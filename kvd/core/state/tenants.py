@@ -17,7 +17,8 @@ hard-pinned.
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from kvd.core.eviction.session_order import LruOrder
+from kvd.core.eviction.lru_order import LruOrder
+from kvd.core.eviction.session_order import Guard
 from kvd.core.records.errors import ErasingError
 from kvd.core.records.records import TenantUsage
 from kvd.core.state.limits import TenantLimits
@@ -142,11 +143,11 @@ class TenantTable:
         if order is not None:
             order.end(key)
 
-    def guard(self, key: SessionKey, *, is_guarded: bool) -> None:
-        """Have the session go after all that are not guarded, or among them."""
+    def guard(self, key: SessionKey, guard: Guard) -> None:
+        """Have the session go after all that are guarded less."""
         order = self._of(key.tenant).order
         if order is not None:
-            order.guard(key, is_guarded=is_guarded)
+            order.guard(key, guard)
 
     def on_remove(self, key: SessionKey) -> None:
         """Take out a session that is gone, or may not be evicted."""

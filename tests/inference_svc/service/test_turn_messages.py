@@ -13,8 +13,11 @@ from inference_svc.core.errors import (
     InvalidTurnError,
 )
 from inference_svc.core.submission import (
+    MAX_RETENTION_S,
+    NO_RETENTION,
     ChatInput,
     ModelTraits,
+    Retention,
     TextInput,
     TokenInput,
     TurnDefaults,
@@ -159,6 +162,18 @@ def test_urgency_out_of_range_is_refused(fields, said):
         assert name in refused.value.remedy
 
 
+def test_retentions():
+    """Within their bounds they are taken as they are; none is the default."""
+    assert decode(text="Hi").retention == NO_RETENTION
+    given = pb.Retention(session_s=0.5, prefix_s=MAX_RETENTION_S)
+    assert decode(text="Hi", retention=given).retention == Retention(0.5, MAX_RETENTION_S)
+    for wrong in (-1.0, NAN, INFINITE, MAX_RETENTION_S + 1):
+        for name in ("session_s", "prefix_s"):
+            with pytest.raises(InvalidTurnError, match="retention") as refused:
+                decode(text="Hi", retention=pb.Retention(**{name: wrong}))
+            assert "0 for none" in refused.value.remedy
+
+
 @pytest.mark.parametrize(
     ("deadline_s", "rpc_left_s", "expected_s"),
     [
@@ -187,6 +202,7 @@ def test_the_digest_covers_input_and_sampling_only():
     first = decode(text="Hi", request_id="r").digest
     assert first == decode(text="Hi", request_id="q", wait=True, expected_turn=2).digest
     assert first == decode(text="Hi", priority=3, deadline_s=1.0, rpc_left_s=2.0).digest
+    assert first == decode(text="Hi", retention=pb.Retention(session_s=60)).digest
     assert first != decode(text="Ho").digest
     assert first != decode(text="Hi", sampling=pb.Sampling(seed=1)).digest
     assert first != decode(text="Hi", final=True).digest

@@ -34,6 +34,7 @@ STATS = EngineStats(
     num_unhashed=1,
     num_soft_pins=10,
     num_hard_pins=20,
+    num_retained=30,
     counters={"stores": 1},
 )
 QUEUE = QueueStats(5, 1, 3, 40, 1000)
@@ -73,6 +74,7 @@ def test_stats_join_the_core_with_its_tiers():
     assert [tier.degraded for tier in message.tiers] == [False, True]
     assert (message.orphan_leases, message.quarantined_slots) == (1, 6)
     assert (message.unverified_blocks, message.soft_pins, message.hard_pins) == (8, 10, 20)
+    assert message.retained_sessions == 30
     assert (message.arena.keep, message.arena.pages, message.arena.adopted_blocks) == (
         "file",
         "thp",

@@ -99,6 +99,29 @@ async def test_an_engine_may_ask_for_its_sessions_and_end_them(tmp_path):
         assert (await served.service.GetSession(asked, None)).ended
 
 
+async def test_a_session_is_retained_as_its_client_wishes(tmp_path):
+    """For what the settings allow; so is what it begins with, under a name of its own."""
+    async with serving(tmp_path) as served:
+        wish = pb.RetainSessionRequest(**served.named(retain_s=60))
+        assert (await served.service.RetainSession(wish, None)).retained_s == 0
+        await served.store()
+        assert (await served.service.RetainSession(wish, None)).retained_s == 60
+        asked = pb.GetSessionRequest(**served.named())
+        info = await served.service.GetSession(asked, None)
+        assert info.retain_s == 60
+        assert 0 < info.retained_for_s <= 60
+        prefix = served.named("prefix", retain_s=1e6, prefix_token_ids=TOKENS)
+        granted = await served.service.RetainSession(pb.RetainSessionRequest(**prefix), None)
+        assert granted.retained_s == 3600
+        asked = pb.GetSessionRequest(**served.named("prefix"))
+        info = await served.service.GetSession(asked, None)
+        assert (info.num_tokens, info.ttl_s, info.shared_blocks) == (16, 3600, 1)
+        for wrong in (-1, float("nan"), float("inf")):
+            wish.retain_s = wrong
+            with pytest.raises(InvalidRequestError):
+                await served.service.RetainSession(wish, None)
+
+
 async def test_nothing_is_granted_any_more_once_kvd_is_stopping(tmp_path):
     """What was granted may still be completed."""
     async with serving(tmp_path) as served:

@@ -122,7 +122,14 @@ def test_an_older_schema_is_set_aside_with_its_volumes(make, tmp_path, killed):
         assert db.execute("PRAGMA user_version").fetchone() == (1,)
 
 
-@pytest.mark.parametrize(("version", "lacks"), [(2, ("tenant_keys", "uses")), (3, ("uses",))])
+@pytest.mark.parametrize(
+    ("version", "lacks"),
+    [
+        (2, ("tenant_keys", "uses", "retentions")),
+        (3, ("uses", "retentions")),
+        (4, ("retentions",)),
+    ],
+)
 def test_an_older_schema_is_read(make, tmp_path, version, lacks):
     """It lacks tables only; an index of it is taken over as it is, and they are added."""
     fill(make())

@@ -70,7 +70,9 @@ def test_everything_is_found_again(make):
     assert rows_of(found) == ([BLOCK], [SESSION])
 
 
-@pytest.mark.parametrize("setting", [{"ttl_ns": 5}, {"pin": Pin.SOFT}, {"ended": True}])
+@pytest.mark.parametrize(
+    "setting", [{"ttl_ns": 5}, {"pin": Pin.SOFT}, {"ended": True}, {"retain_ns": 5}]
+)
 def test_a_session_with_one_setting_keeps_it(make, setting):
     """Though no other one has any."""
     plain = SessionRecord(KEY, SPANS, last_access_ns=7)
@@ -96,6 +98,26 @@ def test_rows_are_replaced_and_removed(make):
     found.drop_session(LAYOUT.fingerprint, KEY)
     found.close()
     assert rows_of(make()) == ([], [])
+
+
+def test_a_retention_is_kept_beside_the_row_of_its_session(make):
+    """A later row without one ends it, and so does the end of the session."""
+    retained = replace(SESSION, retain_ns=30)
+    manifest = new_layouts(make(), LAYOUT)
+    manifest.put_session(LAYOUT.fingerprint, retained)
+    manifest.put_use(LAYOUT.fingerprint, KEY, 70)
+    manifest.close()
+    found = make()
+    assert rows_of(found)[1] == [replace(retained, last_access_ns=70)]
+    found.put_session(LAYOUT.fingerprint, SESSION)
+    found.close()
+    again = make()
+    assert rows_of(again)[1] == [SESSION]
+    again.put_session(LAYOUT.fingerprint, retained)
+    again.drop_session(LAYOUT.fingerprint, KEY)
+    again.put_session(LAYOUT.fingerprint, SESSION)
+    again.close()
+    assert rows_of(make())[1] == [SESSION]
 
 
 def test_commits_are_reported_when_they_are_durable(make, tmp_path):
@@ -240,14 +262,15 @@ def test_what_no_cache_knows_goes_with_the_key(make, tmp_path):
         sql = "INSERT INTO sessions VALUES (?, ?, 'unread', x'', 0, NULL, ?, 0)"
         db.executemany(sql, [(99, "tenant", 0), (1, "tenant", 99), (99, "other", 0)])
         uses = [(99, "tenant"), (99, "other")]
-        db.executemany("INSERT INTO uses VALUES (?, ?, 'unread', 0)", uses)
+        for table in ("uses", "retentions"):
+            db.executemany(f"INSERT INTO {table} VALUES (?, ?, 'unread', 0)", uses)  # noqa: S608
     db.close()
     manifest = make()
     dropped = threading.Event()
     manifest.drop_tenant_keys(["tenant"], dropped.set)
     assert dropped.wait(DEADLINE_S)
     with sqlite3.connect(tmp_path / "manifest.db") as db:
-        for table in ("sessions", "uses"):
+        for table in ("sessions", "uses", "retentions"):
             assert db.execute(f"SELECT tenant FROM {table}").fetchall() == [("other",)]  # noqa: S608
     db.close()
 

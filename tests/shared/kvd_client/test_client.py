@@ -6,6 +6,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+from structlog.testing import capture_logs
 
 from shared.kvd_client.attachment import KvdUnavailableError
 from shared.kvd_client.client import MOST_ENDED, KvdClient
@@ -228,6 +229,21 @@ async def test_the_ends_of_sessions_are_told_when_kvd_is_back(tmp_path):
             await until(lambda: len(kvd.ended) > 3)
             assert kvd.ended == ["a", "b", "c", "d"]
             await until(lambda: not client._ended)
+
+
+async def test_a_kvd_that_retains_nothing_is_not_told(tmp_path):
+    """An older one, which has no such call: that is logged once, and no turn fails of it."""
+    with capture_logs() as logged:
+        async with client_of(tmp_path) as client:
+            with pytest.raises(KvdUnavailableError):
+                await client.retain_session(key_of("a"), 60)
+            for _ in range(2):
+                async with small_kvd(tmp_path, LAYOUT):
+                    await client.wait_attached(30)
+                    assert await client.retain_session(key_of("a"), 60) == 0
+                    assert await client.retain_session(key_of("p"), 60, b"\0" * 4) == 0
+                await detached(client)
+    assert [entry["event"] for entry in logged].count("kvd_cannot_retain") == 1
 
 
 async def test_so_many_ends_are_remembered(tmp_path):

@@ -69,7 +69,7 @@ def check_included(names: Iterable[object]) -> None:
         UnsupportedValueError: naming the first.
     """
     for name in names:
-        if name not in {LOGPROBS, REASONING}:
+        if name not in (LOGPROBS, REASONING):  # whatever a client sends need not be hashable
             raise UnsupportedValueError(
                 f"include {str(name)[:60]!r} is not supported", f"send {LOGPROBS!r} only", "include"
             )

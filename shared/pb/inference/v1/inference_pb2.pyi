@@ -101,8 +101,16 @@ class Compression(_message.Message):
     keep_ratio: float
     def __init__(self, policy: _Optional[str] = ..., keep_ratio: _Optional[float] = ...) -> None: ...
 
+class Retention(_message.Message):
+    __slots__ = ("session_s", "prefix_s")
+    SESSION_S_FIELD_NUMBER: _ClassVar[int]
+    PREFIX_S_FIELD_NUMBER: _ClassVar[int]
+    session_s: float
+    prefix_s: float
+    def __init__(self, session_s: _Optional[float] = ..., prefix_s: _Optional[float] = ...) -> None: ...
+
 class SubmitTurnRequest(_message.Message):
-    __slots__ = ("tenant", "session_id", "text", "chat", "tokens", "sampling", "request_id", "expected_turn", "wait", "final", "priority", "deadline_s", "overflow", "compression", "special_tokens")
+    __slots__ = ("tenant", "session_id", "text", "chat", "tokens", "sampling", "request_id", "expected_turn", "wait", "final", "priority", "deadline_s", "overflow", "compression", "special_tokens", "retention")
     TENANT_FIELD_NUMBER: _ClassVar[int]
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
@@ -118,6 +126,7 @@ class SubmitTurnRequest(_message.Message):
     OVERFLOW_FIELD_NUMBER: _ClassVar[int]
     COMPRESSION_FIELD_NUMBER: _ClassVar[int]
     SPECIAL_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    RETENTION_FIELD_NUMBER: _ClassVar[int]
     tenant: str
     session_id: str
     text: str
@@ -133,7 +142,8 @@ class SubmitTurnRequest(_message.Message):
     overflow: Overflow
     compression: Compression
     special_tokens: bool
-    def __init__(self, tenant: _Optional[str] = ..., session_id: _Optional[str] = ..., text: _Optional[str] = ..., chat: _Optional[_Union[ChatMessages, _Mapping]] = ..., tokens: _Optional[_Union[TokenIds, _Mapping]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., request_id: _Optional[str] = ..., expected_turn: _Optional[int] = ..., wait: bool = ..., final: bool = ..., priority: _Optional[int] = ..., deadline_s: _Optional[float] = ..., overflow: _Optional[_Union[Overflow, _Mapping]] = ..., compression: _Optional[_Union[Compression, _Mapping]] = ..., special_tokens: bool = ...) -> None: ...
+    retention: Retention
+    def __init__(self, tenant: _Optional[str] = ..., session_id: _Optional[str] = ..., text: _Optional[str] = ..., chat: _Optional[_Union[ChatMessages, _Mapping]] = ..., tokens: _Optional[_Union[TokenIds, _Mapping]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., request_id: _Optional[str] = ..., expected_turn: _Optional[int] = ..., wait: bool = ..., final: bool = ..., priority: _Optional[int] = ..., deadline_s: _Optional[float] = ..., overflow: _Optional[_Union[Overflow, _Mapping]] = ..., compression: _Optional[_Union[Compression, _Mapping]] = ..., special_tokens: bool = ..., retention: _Optional[_Union[Retention, _Mapping]] = ...) -> None: ...
 
 class Accepted(_message.Message):
     __slots__ = ("session_id", "turn", "request_id", "queue_length", "replayed")

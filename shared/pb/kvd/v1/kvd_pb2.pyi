@@ -142,7 +142,7 @@ class AttachEvent(_message.Message):
     def __init__(self, attached: _Optional[_Union[Attached, _Mapping]] = ..., draining: _Optional[_Union[Draining, _Mapping]] = ...) -> None: ...
 
 class Attached(_message.Message):
-    __slots__ = ("engine_id", "arena_id", "slot_bytes", "num_slots", "confirmed_leases", "lost_leases", "kvd_version", "max_queue_jobs", "copiers")
+    __slots__ = ("engine_id", "arena_id", "slot_bytes", "num_slots", "confirmed_leases", "lost_leases", "kvd_version", "max_queue_jobs", "copiers", "retention")
     ENGINE_ID_FIELD_NUMBER: _ClassVar[int]
     ARENA_ID_FIELD_NUMBER: _ClassVar[int]
     SLOT_BYTES_FIELD_NUMBER: _ClassVar[int]
@@ -152,6 +152,7 @@ class Attached(_message.Message):
     KVD_VERSION_FIELD_NUMBER: _ClassVar[int]
     MAX_QUEUE_JOBS_FIELD_NUMBER: _ClassVar[int]
     COPIERS_FIELD_NUMBER: _ClassVar[int]
+    RETENTION_FIELD_NUMBER: _ClassVar[int]
     engine_id: int
     arena_id: str
     slot_bytes: int
@@ -161,7 +162,8 @@ class Attached(_message.Message):
     kvd_version: str
     max_queue_jobs: int
     copiers: bool
-    def __init__(self, engine_id: _Optional[int] = ..., arena_id: _Optional[str] = ..., slot_bytes: _Optional[int] = ..., num_slots: _Optional[int] = ..., confirmed_leases: _Optional[_Iterable[int]] = ..., lost_leases: _Optional[_Iterable[int]] = ..., kvd_version: _Optional[str] = ..., max_queue_jobs: _Optional[int] = ..., copiers: bool = ...) -> None: ...
+    retention: bool
+    def __init__(self, engine_id: _Optional[int] = ..., arena_id: _Optional[str] = ..., slot_bytes: _Optional[int] = ..., num_slots: _Optional[int] = ..., confirmed_leases: _Optional[_Iterable[int]] = ..., lost_leases: _Optional[_Iterable[int]] = ..., kvd_version: _Optional[str] = ..., max_queue_jobs: _Optional[int] = ..., copiers: bool = ..., retention: bool = ...) -> None: ...
 
 class Draining(_message.Message):
     __slots__ = ("deadline_s",)
@@ -349,6 +351,24 @@ class EndSessionResponse(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
+class RetainSessionRequest(_message.Message):
+    __slots__ = ("engine_id", "session", "retain_s", "prefix_token_ids")
+    ENGINE_ID_FIELD_NUMBER: _ClassVar[int]
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    RETAIN_S_FIELD_NUMBER: _ClassVar[int]
+    PREFIX_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    engine_id: int
+    session: SessionKey
+    retain_s: float
+    prefix_token_ids: bytes
+    def __init__(self, engine_id: _Optional[int] = ..., session: _Optional[_Union[SessionKey, _Mapping]] = ..., retain_s: _Optional[float] = ..., prefix_token_ids: _Optional[bytes] = ...) -> None: ...
+
+class RetainSessionResponse(_message.Message):
+    __slots__ = ("retained_s",)
+    RETAINED_S_FIELD_NUMBER: _ClassVar[int]
+    retained_s: float
+    def __init__(self, retained_s: _Optional[float] = ...) -> None: ...
+
 class QueueJobs(_message.Message):
     __slots__ = ("numbers", "session_ids", "tenants", "priorities", "start_tags", "history_tokens")
     NUMBERS_FIELD_NUMBER: _ClassVar[int]
@@ -396,7 +416,7 @@ class QueueAck(_message.Message):
     def __init__(self, sequence: _Optional[int] = ..., send_full: bool = ...) -> None: ...
 
 class SessionInfo(_message.Message):
-    __slots__ = ("session", "num_tokens", "num_blocks", "bytes", "dram_bytes", "ssd_bytes", "dirty_bytes", "shared_blocks", "pin", "leases", "idle_s", "ttl_s", "expires_in_s", "layout", "ended", "ttl_source", "num_spans", "waste_bytes")
+    __slots__ = ("session", "num_tokens", "num_blocks", "bytes", "dram_bytes", "ssd_bytes", "dirty_bytes", "shared_blocks", "pin", "leases", "idle_s", "ttl_s", "expires_in_s", "layout", "ended", "ttl_source", "num_spans", "waste_bytes", "retain_s", "retained_for_s")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
     NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
@@ -415,6 +435,8 @@ class SessionInfo(_message.Message):
     TTL_SOURCE_FIELD_NUMBER: _ClassVar[int]
     NUM_SPANS_FIELD_NUMBER: _ClassVar[int]
     WASTE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    RETAIN_S_FIELD_NUMBER: _ClassVar[int]
+    RETAINED_FOR_S_FIELD_NUMBER: _ClassVar[int]
     session: SessionKey
     num_tokens: int
     num_blocks: int
@@ -433,7 +455,9 @@ class SessionInfo(_message.Message):
     ttl_source: TtlSource
     num_spans: int
     waste_bytes: int
-    def __init__(self, session: _Optional[_Union[SessionKey, _Mapping]] = ..., num_tokens: _Optional[int] = ..., num_blocks: _Optional[int] = ..., bytes: _Optional[int] = ..., dram_bytes: _Optional[int] = ..., ssd_bytes: _Optional[int] = ..., dirty_bytes: _Optional[int] = ..., shared_blocks: _Optional[int] = ..., pin: _Optional[_Union[Pin, str]] = ..., leases: _Optional[int] = ..., idle_s: _Optional[float] = ..., ttl_s: _Optional[float] = ..., expires_in_s: _Optional[float] = ..., layout: _Optional[str] = ..., ended: bool = ..., ttl_source: _Optional[_Union[TtlSource, str]] = ..., num_spans: _Optional[int] = ..., waste_bytes: _Optional[int] = ...) -> None: ...
+    retain_s: float
+    retained_for_s: float
+    def __init__(self, session: _Optional[_Union[SessionKey, _Mapping]] = ..., num_tokens: _Optional[int] = ..., num_blocks: _Optional[int] = ..., bytes: _Optional[int] = ..., dram_bytes: _Optional[int] = ..., ssd_bytes: _Optional[int] = ..., dirty_bytes: _Optional[int] = ..., shared_blocks: _Optional[int] = ..., pin: _Optional[_Union[Pin, str]] = ..., leases: _Optional[int] = ..., idle_s: _Optional[float] = ..., ttl_s: _Optional[float] = ..., expires_in_s: _Optional[float] = ..., layout: _Optional[str] = ..., ended: bool = ..., ttl_source: _Optional[_Union[TtlSource, str]] = ..., num_spans: _Optional[int] = ..., waste_bytes: _Optional[int] = ..., retain_s: _Optional[float] = ..., retained_for_s: _Optional[float] = ...) -> None: ...
 
 class BlockInfo(_message.Message):
     __slots__ = ("key", "token_offset", "start", "num_tokens", "tiers", "slot_id", "extent", "sessions", "dirty", "hashed", "verified")
@@ -864,7 +888,7 @@ class TenantStats(_message.Message):
     def __init__(self, tenant: _Optional[str] = ..., used_bytes: _Optional[int] = ..., has_quota: bool = ..., quota_bytes: _Optional[int] = ..., num_sessions: _Optional[int] = ...) -> None: ...
 
 class LayoutStats(_message.Message):
-    __slots__ = ("layout", "model", "block_tokens", "block_bytes", "num_sessions", "tiers", "dirty_bytes", "leases", "counters", "orphan_leases", "quarantined_slots", "unverified_blocks", "soft_pins", "hard_pins", "arena", "volume", "tenants", "queue")
+    __slots__ = ("layout", "model", "block_tokens", "block_bytes", "num_sessions", "tiers", "dirty_bytes", "leases", "counters", "orphan_leases", "quarantined_slots", "unverified_blocks", "soft_pins", "hard_pins", "arena", "volume", "tenants", "queue", "retained_sessions")
     class CountersEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -890,6 +914,7 @@ class LayoutStats(_message.Message):
     VOLUME_FIELD_NUMBER: _ClassVar[int]
     TENANTS_FIELD_NUMBER: _ClassVar[int]
     QUEUE_FIELD_NUMBER: _ClassVar[int]
+    RETAINED_SESSIONS_FIELD_NUMBER: _ClassVar[int]
     layout: str
     model: str
     block_tokens: int
@@ -908,7 +933,8 @@ class LayoutStats(_message.Message):
     volume: VolumeStats
     tenants: _containers.RepeatedCompositeFieldContainer[TenantStats]
     queue: QueueStats
-    def __init__(self, layout: _Optional[str] = ..., model: _Optional[str] = ..., block_tokens: _Optional[int] = ..., block_bytes: _Optional[int] = ..., num_sessions: _Optional[int] = ..., tiers: _Optional[_Iterable[_Union[TierStats, _Mapping]]] = ..., dirty_bytes: _Optional[int] = ..., leases: _Optional[int] = ..., counters: _Optional[_Mapping[str, int]] = ..., orphan_leases: _Optional[int] = ..., quarantined_slots: _Optional[int] = ..., unverified_blocks: _Optional[int] = ..., soft_pins: _Optional[int] = ..., hard_pins: _Optional[int] = ..., arena: _Optional[_Union[ArenaStats, _Mapping]] = ..., volume: _Optional[_Union[VolumeStats, _Mapping]] = ..., tenants: _Optional[_Iterable[_Union[TenantStats, _Mapping]]] = ..., queue: _Optional[_Union[QueueStats, _Mapping]] = ...) -> None: ...
+    retained_sessions: int
+    def __init__(self, layout: _Optional[str] = ..., model: _Optional[str] = ..., block_tokens: _Optional[int] = ..., block_bytes: _Optional[int] = ..., num_sessions: _Optional[int] = ..., tiers: _Optional[_Iterable[_Union[TierStats, _Mapping]]] = ..., dirty_bytes: _Optional[int] = ..., leases: _Optional[int] = ..., counters: _Optional[_Mapping[str, int]] = ..., orphan_leases: _Optional[int] = ..., quarantined_slots: _Optional[int] = ..., unverified_blocks: _Optional[int] = ..., soft_pins: _Optional[int] = ..., hard_pins: _Optional[int] = ..., arena: _Optional[_Union[ArenaStats, _Mapping]] = ..., volume: _Optional[_Union[VolumeStats, _Mapping]] = ..., tenants: _Optional[_Iterable[_Union[TenantStats, _Mapping]]] = ..., queue: _Optional[_Union[QueueStats, _Mapping]] = ..., retained_sessions: _Optional[int] = ...) -> None: ...
 
 class QueueStats(_message.Message):
     __slots__ = ("waiting_jobs", "running_sessions", "prefetch_window", "eviction_window", "mean_session_bytes")

@@ -74,6 +74,11 @@ class EngineStub(object):
                 request_serializer=shared_dot_pb_dot_kvd_dot_v1_dot_kvd__pb2.EndSessionRequest.SerializeToString,
                 response_deserializer=shared_dot_pb_dot_kvd_dot_v1_dot_kvd__pb2.EndSessionResponse.FromString,
                 _registered_method=True)
+        self.RetainSession = channel.unary_unary(
+                '/kvd.v1.Engine/RetainSession',
+                request_serializer=shared_dot_pb_dot_kvd_dot_v1_dot_kvd__pb2.RetainSessionRequest.SerializeToString,
+                response_deserializer=shared_dot_pb_dot_kvd_dot_v1_dot_kvd__pb2.RetainSessionResponse.FromString,
+                _registered_method=True)
         self.PushQueue = channel.stream_stream(
                 '/kvd.v1.Engine/PushQueue',
                 request_serializer=shared_dot_pb_dot_kvd_dot_v1_dot_kvd__pb2.QueueSnapshot.SerializeToString,
@@ -132,6 +137,12 @@ class EngineServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def RetainSession(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def PushQueue(self, request_iterator, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -180,6 +191,11 @@ def add_EngineServicer_to_server(servicer, server):
                     servicer.EndSession,
                     request_deserializer=shared_dot_pb_dot_kvd_dot_v1_dot_kvd__pb2.EndSessionRequest.FromString,
                     response_serializer=shared_dot_pb_dot_kvd_dot_v1_dot_kvd__pb2.EndSessionResponse.SerializeToString,
+            ),
+            'RetainSession': grpc.unary_unary_rpc_method_handler(
+                    servicer.RetainSession,
+                    request_deserializer=shared_dot_pb_dot_kvd_dot_v1_dot_kvd__pb2.RetainSessionRequest.FromString,
+                    response_serializer=shared_dot_pb_dot_kvd_dot_v1_dot_kvd__pb2.RetainSessionResponse.SerializeToString,
             ),
             'PushQueue': grpc.stream_stream_rpc_method_handler(
                     servicer.PushQueue,
@@ -403,6 +419,33 @@ class Engine(object):
             '/kvd.v1.Engine/EndSession',
             shared_dot_pb_dot_kvd_dot_v1_dot_kvd__pb2.EndSessionRequest.SerializeToString,
             shared_dot_pb_dot_kvd_dot_v1_dot_kvd__pb2.EndSessionResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RetainSession(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvd.v1.Engine/RetainSession',
+            shared_dot_pb_dot_kvd_dot_v1_dot_kvd__pb2.RetainSessionRequest.SerializeToString,
+            shared_dot_pb_dot_kvd_dot_v1_dot_kvd__pb2.RetainSessionResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -5,6 +5,7 @@ import json
 import pytest
 
 from inference_svc.core.chat import ChoiceKind, Message, Tool, ToolCall, ToolUse
+from inference_svc.core.submission import Retention
 from inference_svc.http_api.anthropic.bodies import MessagesBody, PromptBody
 from inference_svc.http_api.bodies.body import decode
 from inference_svc.http_api.bodies.conversation import MAX_PARTS
@@ -189,6 +190,42 @@ def test_what_tools_returned_is_bounded_too():
 def test_how_long_a_prompt_is_wanted(members, ttl):
     """The longest of all breakpoints counts."""
     assert decode(MessagesBody, {**PLAIN, **members}).cache_ttl == ttl
+
+
+HOUR, MINUTES = ({"type": "ephemeral", "ttl": ttl} for ttl in ("1h", "5m"))
+
+
+@pytest.mark.parametrize(
+    ("members", "retention"),
+    [
+        ({}, Retention()),
+        ({"cache_control": {"type": "ephemeral"}}, Retention(300, 0)),
+        ({"tools": [{**LOOK_UP, "cache_control": HOUR}]}, Retention(0, 3600)),
+        ({"system": [block("a", cache_control=MINUTES), block("b")]}, Retention(0, 300)),
+        (
+            {
+                "tools": [{**LOOK_UP, "cache_control": HOUR}],
+                "system": [block("a", cache_control=MINUTES)],
+                "messages": [
+                    {"role": "user", "content": [block("a", cache_control=HOUR)]},
+                    {"role": "assistant", "content": [block("b", cache_control=MINUTES)]},
+                    HELLO,
+                ],
+            },
+            Retention(3600, 3600),
+        ),
+        (
+            {
+                "cache_control": MINUTES,
+                "system": [block("a", cache_control=HOUR)],
+            },
+            Retention(300, 3600),
+        ),
+    ],
+)
+def test_what_is_to_be_kept_for_how_long(members, retention):
+    """Tools and system for other conversations, too; what messages say is of this one."""
+    assert decode(MessagesBody, {**PLAIN, **members}).retention == retention
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from inference_svc.core.answers import AnswerToken
 from inference_svc.core.chat import Message
 from inference_svc.core.errors import SessionBusyError
+from inference_svc.core.submission import Retention
 from inference_svc.http_api.answer_parts import Reading
 from inference_svc.http_api.bodies.body import decode
 from inference_svc.http_api.bodies.conversation import MAX_MESSAGES
@@ -135,6 +136,42 @@ def test_roles():
         ("assistant", ""),
         ("user", "?"),
     ]
+
+
+@pytest.mark.parametrize(
+    ("fields", "session_s"),
+    [
+        ({}, 0),
+        ({"prompt_cache_options": {}}, 1800),
+        ({"prompt_cache_options": {"mode": "explicit", "ttl": "1h"}}, 3600),
+        ({"prompt_cache_retention": "in_memory"}, 0),
+        ({"prompt_cache_retention": "in-memory", "prompt_cache_options": {"ttl": "30m"}}, 1800),
+        ({"prompt_cache_retention": "24h", "prompt_cache_options": {"ttl": "30m"}}, 86_400),
+    ],
+)
+def test_how_long_a_chat_is_to_be_kept(fields, session_s):
+    """By its options, or in the older way; the longer of both. A chat that does not say: not so."""
+    assert chat(**fields).retention == Retention(session_s)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"prompt_cache_retention": "1h"}, "prompt_cache_retention"),
+        ({"prompt_cache_options": "30m"}, "prompt_cache_options"),
+        ({"prompt_cache_options": {"mode": "never"}}, "prompt_cache_options.mode"),
+        ({"prompt_cache_options": {"ttl": "soon"}}, "prompt_cache_options.ttl"),
+        ({"prompt_cache_options": {"ttl": "0s"}}, "prompt_cache_options.ttl"),
+        ({"prompt_cache_options": {"ttl": "366d"}}, "prompt_cache_options.ttl"),
+        ({"prompt_cache_options": {"ttl": 1800}}, "prompt_cache_options.ttl"),
+    ],
+)
+def test_times_that_cannot_be_are_refused(fields, param):
+    """With their path, and what to send instead."""
+    with pytest.raises(RequestError) as refused:
+        chat(**fields)
+    assert refused.value.param == param
+    assert refused.value.remedy.startswith("send ")
 
 
 @pytest.mark.parametrize(

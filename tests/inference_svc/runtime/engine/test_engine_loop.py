@@ -5,6 +5,7 @@ import asyncio
 import pytest
 
 from inference_svc.core.errors import DeadlineExceededError, EngineFailedError
+from inference_svc.core.submission import Retention
 from inference_svc.runtime.engine.engine_request import as_token_bytes
 from inference_svc.runtime.engine.loads import PreloadPolicy
 from shared.types.units import NS_PER_S
@@ -325,6 +326,25 @@ async def test_the_end_of_a_session_is_told_after_preemptions_and_failed_loads(m
         await engine.loop.idle.wait()
         assert engine.store.ended == [last.key]
         assert engine.store.order[-2:] == ["save", "end"]
+        await engine.all_released()
+
+
+@pytest.mark.parametrize("saves", [True, False])
+@pytest.mark.parametrize("is_final", [True, False])
+async def test_what_a_client_wants_kept_is_told_after_the_save(model, saves, is_final):
+    """With what its session begins with; before its end, which it must not take back."""
+    wish = Retention(60, 3600)
+    async with running_engine(model, write_slots=4000 if saves else 0) as engine:
+        engine.store.saves = saves
+        await engine.run(range(20, 60), session="other")
+        assert engine.store.retained == []
+        fields = {"is_final": is_final, "retention": wish, "prefix_tokens": 3}
+        turn = await engine.run(range(20, 60), **fields)
+        await engine.loop.idle.wait()
+        assert engine.store.retained == [(turn.key, wish, as_token_bytes([20, 21, 22]))]
+        told = [what for what in engine.store.order if what in ("retain", "end")]
+        assert told == ["retain", "end"][: 1 + is_final]
+        assert not saves or engine.store.order[-1 - is_final - 1] == "save"
         await engine.all_released()
 
 

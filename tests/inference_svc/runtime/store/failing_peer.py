@@ -55,6 +55,7 @@ class Peer:
         self.num_layers = len(layout.layers)
         self.dram_tokens = 1000  # what is beyond is on SSD
         self.ended = []
+        self.retained = []
         self.lineages = []  # of loads, stores and discards
         self.queue = self
         self.feed = None  # of the queue
@@ -153,6 +154,11 @@ class Peer:
 
     def follow(self, feed):
         self.feed = feed
+
+    async def retain_session(self, key, retain_s, prefix_token_ids=b""):
+        self.maybe_fail("retain_session")
+        self.retained.append((key.session_id, retain_s, prefix_token_ids))
+        return retain_s
 
     async def end_session(self, key):
         self.ended.append(key)

@@ -7,6 +7,7 @@ import torch
 from structlog.testing import capture_logs
 
 from inference_svc.core.rates.rates import LoadPolicy
+from inference_svc.core.submission import Retention
 from inference_svc.runtime.engine.engine_request import as_token_bytes
 from inference_svc.runtime.kv.copy_stream import CopyStream, StepClock
 from inference_svc.runtime.kv.layer_gate import StepNotDoneError
@@ -103,6 +104,37 @@ async def test_an_end_that_kvd_does_not_hear_costs_nothing(model, copy_threads):
     assert [(line["event"], line["what"]) for line in lines] == [
         ("session_store_failed", "end_session")
     ]
+
+
+async def test_what_is_to_be_kept_is_told_for_whole_blocks(model, copy_threads):
+    """What sessions begin with has a name of its own, that follows from its tokens."""
+    scene = Scene(model, copy_threads)
+    block_tokens = scene.store._calibration.layout.block_tokens
+    tokens = as_token_bytes(range(2 * block_tokens + 1))
+    for retention, prefix in (
+        (Retention(60, 3600), tokens),
+        (Retention(0, 3600), tokens[:-4]),
+        (Retention(0, 3600), tokens[: 4 * block_tokens]),
+        (Retention(0, 3600), tokens[: 4 * block_tokens - 4]),
+        (Retention(60), tokens),
+    ):
+        await scene.store.retain(KEY, retention, prefix)
+    wishes = [(retain_s, len(shared) // 4) for _, retain_s, shared in scene.peer.retained]
+    two = 2 * block_tokens
+    assert wishes == [(60, 0), (3600, two), (3600, two), (3600, block_tokens), (60, 0)]
+    session, first, again, shorter, _ = [name for name, *_ in scene.peer.retained]
+    assert session == KEY.session_id
+    assert first == again != shorter
+    assert first.startswith("prefix-")
+
+
+async def test_a_wish_that_kvd_does_not_hear_costs_nothing(model, copy_threads):
+    """It is lost, and logged once."""
+    scene = Scene(model, copy_threads, fail_at="retain_session")
+    with capture_logs() as lines:
+        for _ in range(2):
+            await scene.store.retain(KEY, Retention(60, 60), b"")
+    assert [(line["event"], line["what"]) for line in lines] == [("session_store_failed", "retain")]
 
 
 async def test_trouble_is_logged_once_until_it_is_over(model, copy_threads):

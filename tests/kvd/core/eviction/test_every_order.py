@@ -5,6 +5,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from kvd.core.eviction.policies import POLICIES
+from kvd.core.eviction.session_order import Guard
 from kvd.core.records.records import Tier
 from shared.types.queue_delta import QueueChange, QueuedRequest, RunningRequest
 from tests.kvd.core.eviction.sessions import Sessions, key_of
@@ -24,7 +25,7 @@ class EveryOrder(RuleBasedStateMachine):
         self.policy = self.sessions.policy
         self.members = {tier: set() for tier in Tier}
         self.known = set()
-        self.guarded = set()
+        self.guarded = {}
         self.ended = set()
         self.num_requests = 0
         self.requests = {}  # number -> (name, does it wait)
@@ -53,18 +54,21 @@ class EveryOrder(RuleBasedStateMachine):
     @rule(name=names)
     def remove(self, name):
         self.policy.on_remove(key_of(name))
-        for names_of in (*self.members.values(), self.known, self.guarded, self.ended):
+        for names_of in (*self.members.values(), self.known, self.ended):
             names_of.discard(name)
+        self.guarded.pop(name, None)
 
-    @rule(name=names, is_guarded=st.booleans())
-    def guard(self, name, is_guarded):
-        self.policy.guard(key_of(name), is_guarded=is_guarded)
-        (self.guarded.add if is_guarded else self.guarded.discard)(name)
+    @rule(name=names, guard=st.sampled_from(Guard))
+    def guard(self, name, guard):
+        self.policy.guard(key_of(name), guard)
+        self.guarded.pop(name, None)
+        if guard:
+            self.guarded[name] = guard
 
     @rule(name=names)
     def end(self, name):
         self.policy.on_end(key_of(name))
-        if name in self.known | self.guarded:
+        if name in self.known or name in self.guarded:
             self.ended.add(name)
 
     @rule(name=names, priority=st.integers(0, 2))
@@ -111,9 +115,10 @@ class EveryOrder(RuleBasedStateMachine):
 
     def _check_bands(self, victims, tier):
         """Guarded sessions last; before them the queue, tail first; ended ones first."""
-        num_free = len(set(victims) - self.guarded)
-        assert not self.guarded & set(victims[:num_free])
-        for part in victims[:num_free], victims[num_free:]:
+        guards = [self._guard(name, tier) for name in victims]
+        assert guards == sorted(guards)
+        for guard in Guard:
+            part = "".join(name for name in victims if self._guard(name, tier) is guard)
             kept = [name for name in part if self._is_kept(name)]
             places = [self._place(name) for name in kept]
             assert places == sorted(places, reverse=True)
@@ -121,6 +126,11 @@ class EveryOrder(RuleBasedStateMachine):
                 assert part.endswith("".join(kept))
             first = {name for name in part if self._is_first(name, tier)}
             assert set(part[: len(first)]) == first
+
+    def _guard(self, name, tier):
+        """What counts in a tier: a retained session is no better than others in DRAM."""
+        guard = self.guarded.get(name, Guard.NONE)
+        return Guard.NONE if tier is Tier.DRAM and guard is Guard.RETAINED else guard
 
     def _place(self, name):
         return self.sessions.placement.queue.place(key_of(name))
@@ -147,7 +157,7 @@ class EveryOrder(RuleBasedStateMachine):
         colder = self.sessions.victims(tier, giving_way_to=name)
         assert name not in colder
         assert [v for v in victims if v in colder] == list(colder)
-        if name in victims and name not in self.guarded:
+        if name in victims and not self._guard(name, tier):
             assert colder == victims[: victims.index(name)]
         for victim in filter(self._is_kept, colder):
             assert self._is_kept(name)

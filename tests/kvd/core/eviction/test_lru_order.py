@@ -4,8 +4,9 @@ import random
 
 import pytest
 
-from kvd.core.eviction import session_order
-from kvd.core.eviction.session_order import LruOrder
+from kvd.core.eviction import lru_order
+from kvd.core.eviction.lru_order import LruOrder
+from kvd.core.eviction.session_order import Guard
 from shared.types.session_key import SessionKey
 
 KEYS = [SessionKey("a", "m", str(number)) for number in range(40)]
@@ -13,7 +14,7 @@ KEYS = [SessionKey("a", "m", str(number)) for number in range(40)]
 
 def test_pages_make_no_difference_and_stay_short(monkeypatch):
     """Sessions that enter, are used, end and leave are ordered as in one list."""
-    monkeypatch.setattr(session_order, "LRU_PAGE", 8)
+    monkeypatch.setattr(lru_order, "LRU_PAGE", 8)
     order, expected = LruOrder(), []
     chance = random.Random(1)  # noqa: S311 - what happens next
     for _ in range(5_000):
@@ -37,12 +38,12 @@ def test_pages_make_no_difference_and_stay_short(monkeypatch):
         else:
             order.remove(key)
         assert list(order) == expected
-        assert max(len(page) for page in order._order._pages) <= 8
+        assert max(len(page) for page in order._pages._pages) <= 8
 
 
 def test_pages_that_hold_little_become_one(monkeypatch):
     """Where one session of each page stays, pages are not as many as sessions."""
-    monkeypatch.setattr(session_order, "LRU_PAGE", 8)
+    monkeypatch.setattr(lru_order, "LRU_PAGE", 8)
     order = LruOrder()
     keys = [SessionKey("a", "m", str(number)) for number in range(320)]
     for number, key in enumerate(keys):
@@ -51,19 +52,19 @@ def test_pages_that_hold_little_become_one(monkeypatch):
             order.remove(keys[number - 8])
     kept = [key for number, key in enumerate(keys) if number % 8 == 0 or number > 311]
     assert list(order) == kept
-    assert len(order._order._pages) <= 20
+    assert len(order._pages._pages) <= 20
 
 
 def test_guarded_sessions_come_last_over_pages(monkeypatch):
     """Those of the last page that are not guarded come before the first guarded one."""
-    monkeypatch.setattr(session_order, "LRU_PAGE", 2)
+    monkeypatch.setattr(lru_order, "LRU_PAGE", 2)
     order = LruOrder()
     for key in KEYS[:6]:
         order.touch(key)
-    order.guard(KEYS[0], is_guarded=True)
-    order.guard(KEYS[3], is_guarded=True)
+    order.guard(KEYS[0], Guard.PINNED)
+    order.guard(KEYS[3], Guard.PINNED)
     assert list(order) == [*KEYS[1:3], *KEYS[4:6], KEYS[0], KEYS[3]]
-    order.guard(KEYS[0], is_guarded=False)
+    order.guard(KEYS[0], Guard.NONE)
     assert list(order) == [*KEYS[1:3], *KEYS[4:6], KEYS[0], KEYS[3]]
     order.touch(KEYS[1])
     assert list(order)[-2:] == [KEYS[1], KEYS[3]]
@@ -72,7 +73,7 @@ def test_guarded_sessions_come_last_over_pages(monkeypatch):
 def test_a_session_that_comes_back_is_not_guarded():
     """It was forgotten, with what protected it."""
     order = LruOrder()
-    order.guard(KEYS[0], is_guarded=True)
+    order.guard(KEYS[0], Guard.PINNED)
     order.touch(KEYS[0])
     order.remove(KEYS[0])
     for key in KEYS[:2]:
@@ -83,8 +84,8 @@ def test_a_session_that_comes_back_is_not_guarded():
 @pytest.mark.parametrize("put", [LruOrder.touch, LruOrder.enter_before])
 def test_pages_are_filled_before_there_is_another(monkeypatch, put):
     """At either end; so that finding a session looks at few."""
-    monkeypatch.setattr(session_order, "LRU_PAGE", 8)
+    monkeypatch.setattr(lru_order, "LRU_PAGE", 8)
     order = LruOrder()
     for number in range(80):
         put(order, SessionKey("a", "m", str(number)))
-    assert [len(page) for page in order._order._pages] == [8] * 10
+    assert [len(page) for page in order._pages._pages] == [8] * 10

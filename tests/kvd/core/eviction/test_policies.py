@@ -3,6 +3,7 @@
 import pytest
 
 from kvd.core.eviction.policies import POLICIES
+from kvd.core.eviction.session_order import Guard
 from kvd.core.records.records import Tier
 from tests.kvd.core.eviction.sessions import Sessions, key_of
 
@@ -109,8 +110,8 @@ def test_nothing_needed_sooner_gives_way(policy):
     sessions.placement.observe_size(1)
     sessions.use("a", "b", "c", "d", "e", "f")
     sessions.policy.on_end(key_of("f"))
-    sessions.policy.guard(key_of("b"), is_guarded=True)
-    sessions.policy.guard(key_of("e"), is_guarded=True)
+    sessions.policy.guard(key_of("b"), Guard.PINNED)
+    sessions.policy.guard(key_of("e"), Guard.PINNED)
     sessions.queue(waiting="abc")
     assert sessions.victims() == "fdcaeb"
     assert sessions.victims(giving_way_to="a") == "fdc"
@@ -153,12 +154,12 @@ def test_the_end_of_a_guard_is_a_use():
     """Its begin is none; a guard that is begun twice ends once."""
     sessions = Sessions("lru")
     sessions.use("a", "b", "c")
-    for is_guarded in (True, True):
-        sessions.policy.guard(key_of("a"), is_guarded=is_guarded)
+    for _ in range(2):
+        sessions.policy.guard(key_of("a"), Guard.PINNED)
         assert sessions.victims() == "bca"
-    sessions.policy.guard(key_of("b"), is_guarded=False)
+    sessions.policy.guard(key_of("b"), Guard.NONE)
     assert sessions.victims() == "bca", "it was not guarded"
-    sessions.policy.guard(key_of("a"), is_guarded=False)
+    sessions.policy.guard(key_of("a"), Guard.NONE)
     sessions.use("d")
     assert sessions.victims() == "bcad"
 

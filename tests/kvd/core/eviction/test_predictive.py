@@ -6,6 +6,7 @@ import pytest
 
 from kvd.core.eviction import idle_sessions, policies
 from kvd.core.eviction.return_hazards import EDGES_NS, bucket_at, observe
+from kvd.core.eviction.session_order import Guard
 from kvd.core.records.records import Tier
 from shared.types.units import NS_PER_S
 from tests.kvd.core.eviction.sessions import Sessions, key_of
@@ -50,7 +51,7 @@ def test_before_anything_was_learned_it_is_lookahead_queue():
             sessions.turn(name, 10 * ord(name))
             sessions.wait(7)
         sessions.use("c")
-        sessions.policy.guard(key_of("d"), is_guarded=True)
+        sessions.policy.guard(key_of("d"), Guard.PINNED)
         sessions.policy.on_end(key_of("e"))
         sessions.queue("fb", "h")
     for tier in (None, *Tier):
@@ -133,7 +134,7 @@ def test_thinking_sessions_that_are_guarded_are_read_ahead_first():
         sessions.turn(name, 10)
         sessions.policy.on_evict(key_of(name), Tier.DRAM)
         sessions.wait(5)
-    sessions.policy.guard(key_of("b"), is_guarded=True)
+    sessions.policy.guard(key_of("b"), Guard.PINNED)
     returning = [key.session_id for key in sessions.policy.returning(sessions.now_ns)]
     assert returning[0] == "b"
     assert sorted(returning) == ["a", "b", "c"]

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from kvd.core.eviction import session_order
 from kvd.core.eviction.policies import POLICIES
 from kvd.core.eviction.policy import EvictionPolicy
-from kvd.core.eviction.session_order import RestingSessions
+from kvd.core.eviction.session_order import Guard, RestingSessions
 from kvd.core.records.records import Tier
 from tests.kvd.core.eviction.sessions import Sessions, key_of
 
@@ -15,16 +15,14 @@ RESTED = "abcdefgh"
 EVERYTHING = ((-1,), (1_000_000,))
 steps = st.lists(
     st.tuples(
-        st.sampled_from(
-            ["use", "end", "guard", "unguard", "remove", "dram", "ssd", "left", "queue", "run"]
-        ),
+        st.sampled_from(["use", "end", *Guard, "remove", "dram", "ssd", "left", "queue", "run"]),
         st.sampled_from(RESTED + "xy"),
     ),
     max_size=20,
 )
 
 
-def take(sessions: Sessions, what: str, name: str) -> None:
+def take(sessions: Sessions, what: str | Guard, name: str) -> None:
     """Have something happen to a session."""
     policy, key = sessions.policy, key_of(name)
     match what:
@@ -33,8 +31,8 @@ def take(sessions: Sessions, what: str, name: str) -> None:
             policy.on_resize(key, 100)
         case "end":
             policy.on_end(key)
-        case "guard" | "unguard":
-            policy.guard(key, is_guarded=what == "guard")
+        case Guard():
+            policy.guard(key, what)
             policy.on_insert(key, Tier.SSD)
         case "remove":
             policy.on_remove(key)

@@ -5,6 +5,7 @@ import pytest
 from kvd.core.eviction.policies import POLICIES, LruPolicy
 from kvd.core.eviction.policy import PolicyContext
 from kvd.core.eviction.queue_window import QueueWindow
+from kvd.core.eviction.session_order import Guard
 from kvd.core.io.placement import Placement
 from kvd.core.records.actions import WriteBlock
 from kvd.core.records.entries import Pin
@@ -132,11 +133,11 @@ def test_the_end_of_a_soft_pin_makes_a_session_a_victim_again():
     policy = LruPolicy(CONTEXT)
     for key in (A, B, C):
         policy.on_access(key, 0)
-    policy.guard(A, is_guarded=True)
-    policy.guard(B, is_guarded=True)
+    policy.guard(A, Guard.PINNED)
+    policy.guard(B, Guard.PINNED)
     assert list(policy.victims(Tier.DRAM, 0)) == [C, A, B]
     policy.on_evict(A, Tier.DRAM)
-    policy.guard(A, is_guarded=False)
+    policy.guard(A, Guard.NONE)
     assert list(policy.victims(Tier.DRAM, 0)) == [C, B]
     assert list(policy.victims(Tier.SSD, 0)) == [C, A, B]
     policy.on_remove(B)

@@ -88,6 +88,7 @@ def test_truncation_is_an_overflow_policy(truncation, default, policy):
         ({"prompt": {"id": "p"}}, "prompt"),
         ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
         ({"include": ["file_search_call.results"]}, "include"),
+        ({"include": [[]]}, "include"),
         ({"truncation": "maybe"}, "truncation"),
         ({"stop_token_ids": [True]}, "stop_token_ids[0]"),
         ({"previous_response_id": "resp_1", "session_id": "s"}, "previous_response_id"),
