@@ -8,7 +8,7 @@ from dataclasses import asdict
 from typing import Any
 
 from inference_svc.core.answers import AnswerToken
-from inference_svc.core.chat import Message
+from inference_svc.core.chat import Message, check_sayer
 from inference_svc.core.discards import Discard, Range
 from inference_svc.core.errors import InvalidDiscardError, InvalidTurnError
 from inference_svc.core.grammar import Grammar, GrammarKind
@@ -16,12 +16,14 @@ from inference_svc.core.submission import (
     MAX_DEADLINE_S,
     MAX_PRIORITY,
     MIN_PRIORITY,
+    ChatInput,
     Submission,
     TextInput,
     TokenInput,
     TurnDefaults,
     TurnInput,
 )
+from inference_svc.core.template_arguments import check_arguments, read_arguments
 from inference_svc.core.transcript_format import ExpectedSession, Transcript
 from inference_svc.core.turn_record import Accepted, Started, Tokens, TurnEvent, TurnRecord, Usage
 from inference_svc.service.submissions import (
@@ -190,10 +192,20 @@ def _decode_input(request: pb.SubmitTurnRequest) -> TurnInput:
     if kind == "text" and request.text:
         return TextInput(request.text, request.special_tokens)
     if kind == "chat":
-        return chat_input(Message(said.role, said.content) for said in request.chat.messages)
+        return _decode_chat(request.chat)
     if kind == "tokens" and request.tokens.ids:
         return TokenInput(tuple(request.tokens.ids))
     raise empty_turn()
+
+
+def _decode_chat(chat: pb.ChatMessages) -> ChatInput:
+    messages = []
+    for said in chat.messages:
+        check_sayer(said.name)
+        messages.append(Message(said.role, said.content, name=said.name))
+    arguments = read_arguments(chat.template_arguments)
+    check_arguments(arguments)
+    return chat_input(messages, arguments=arguments, beginning=chat.beginning)
 
 
 def _check_urgency(request: pb.SubmitTurnRequest) -> None:

@@ -202,7 +202,7 @@ async def test_what_a_client_took_away_is_not_closed(prompts, tokenizer):
 class Wordy(TurnText):
     """Begins a conversation with a long message of its own."""
 
-    def encode_chat(self, messages, history_ids, tools=(), *, continues_answer=True):
+    def encode_chat(self, messages, history_ids, tools=(), **_options):
         """See TurnText."""
         return [7] * (50 if history_ids else WINDOW_TOKENS)
 
