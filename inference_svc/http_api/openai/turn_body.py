@@ -2,12 +2,14 @@
 
 from abc import ABC
 from collections.abc import Mapping
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from pydantic import Field
 
 from inference_svc.core.answers import MAX_TOP_LOGPROBS
+from inference_svc.core.template_arguments import effort_arguments
 from inference_svc.http_api.bodies.body import Refused
+from inference_svc.http_api.bodies.template import Effort, TemplateArguments
 from inference_svc.http_api.openai.tools import ToolsBody
 
 
@@ -16,6 +18,7 @@ class OpenAITurnBody(ToolsBody, ABC):
 
     Attributes:
         top_logprobs: how many alternatives of each token; None if the client does not say.
+        chat_template_kwargs: not OpenAI's, but vLLM's and SGLang's.
     """
 
     refused: ClassVar[Mapping[str, Refused]] = {
@@ -35,6 +38,17 @@ class OpenAITurnBody(ToolsBody, ABC):
 
     prompt_cache_key: str = ""
     top_logprobs: int | None = Field(default=None, ge=0, le=MAX_TOP_LOGPROBS)
+    chat_template_kwargs: TemplateArguments = Field(default_factory=dict)
+
+    @property
+    def effort(self) -> Effort | None:
+        """How much the model is to think; None if the client does not say."""
+        return None
+
+    @property
+    def template_arguments(self) -> dict[str, Any]:
+        """Arguments of the chat template; those that are named count before the effort."""
+        return {**effort_arguments(self.effort), **self.chat_template_kwargs}
 
     @property
     def cache_key(self) -> str:

@@ -252,11 +252,10 @@ def test_how_long_a_prompt_is_wanted(members, ttl):
             "messages[0].content[0].type",
             UnsupportedValueError,
         ),
-        (
-            {"messages": [HELLO, {"role": "assistant", "content": "I"}]},
-            "messages",
-            UnsupportedValueError,
-        ),
+        ({"messages": [HELLO, CALLED]}, "messages", UnsupportedValueError),
+        ({"thinking": {"type": "off"}}, "thinking.type", RequestError),
+        ({"thinking": {"type": "enabled", "depth": 3}}, "thinking.depth", UnknownParameterError),
+        ({"chat_template_kwargs": {"tools": []}}, "chat_template_kwargs", RequestError),
     ],
 )
 def test_what_is_refused(members, param, kind):
