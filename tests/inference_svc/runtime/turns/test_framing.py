@@ -94,8 +94,66 @@ def test_what_a_template_refuses_is_refused_where_it_is_written():
         text.encode_chat(question, [5], arguments=LOW)
 
 
+STYLE, STYLED_BY = "{{ style | default('') }}", {"style": "(s)"}
+
+
+def styled(family, style):
+    """A family whose template writes something wherever a message begins or ends."""
+    begins, ends = family.special[0], family.ends[0]
+    template = family.template.replace(begins, style + begins)
+    if f"'{ends}'" not in template:  # where it is no text of the template, but of an expression
+        template = template.replace(ends, ends + style)
+    return replace(family, template=style + template)
+
+
+@pytest.mark.parametrize("name", [name for name in FAMILIES if name != "gpt_oss"])
+def test_arguments_are_written_as_if_the_template_said_the_same(name):
+    """In openings and in what is appended, with results and with an answer that is begun."""
+    family = FAMILIES[name]
+    told, same = text_of(styled(family, STYLE)), text_of(styled(family, STYLED_BY["style"]))
+    assert told.framing(STYLED_BY) != "" == same.framing(STYLED_BY)
+    question = [{"role": "user", "content": "Why?"}]
+    results = [{"role": "tool", "content": "4", "tool_call_id": "c1", "name": "look"}]
+    tools = [
+        {"type": "function", "function": {"name": "look", "description": "", "parameters": {}}}
+    ]
+    ends = min(told._eos_ids)
+    for said, history, offered in (
+        (question, [], ()),
+        (question, [], tools if family.writes_tools else ()),
+        (question, [5], ()),
+        (question, [5, ends], ()),
+        (results, [5], ()),
+        (results, [5, ends], ()),
+    ):
+        for beginning in ("", "Because"):
+            ids = told.encode_chat(said, history, offered, arguments=STYLED_BY, beginning=beginning)
+            expected = same.encode_chat(said, history, offered, beginning=beginning)
+            assert told.decode(ids) == same.decode(expected)
+
+
+@pytest.mark.parametrize(
+    "condition",
+    [
+        "messages[0].role == 'system'",
+        "messages[0].role != 'system' and not tools",
+        "tools and messages[0].role == 'system'",
+        "tools and messages[-1].role == 'tool'",
+        "messages | length > 2",
+    ],
+)
+def test_wherever_in_a_conversation_it_is_written_it_is_found(condition):
+    """With a system message or without, with tools, and behind what these returned."""
+    family = FAMILIES["qwen"]
+    template = "{% if " + condition + " %}" + STYLE + "{% endif %}" + family.template
+    assert text_of(replace(family, template=template)).framing(STYLED_BY) != ""
+
+
 TEXTS = {family: text_of(family) for family in (EFFORTFUL, STYLED, THINKING)}
-WORDS = st.text("ab <|im_start|>é\n", max_size=12)
+WORDS = st.lists(
+    st.sampled_from(["<|im_start|>", "<|im_end|>", "</s>", "<", "|im_end|>", "a", "é", " ", "\n"]),
+    max_size=4,
+).map("".join)
 
 
 @given(
