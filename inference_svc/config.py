@@ -6,12 +6,13 @@ The environment prefix is INFERENCE: INFERENCE_SCHEDULER__MAX_RUNNING=4.
 from collections.abc import Mapping
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_validator
 
 from inference_svc.core.kv_room import least_slots
 from inference_svc.core.rates.rates import LoadPolicy
+from inference_svc.core.template_arguments import usual_arguments
 from inference_svc.core.tenant_limits import TenantBounds
 from inference_svc.core.truncation import MAX_SINK_TOKENS
 from inference_svc.installation import default_listen, default_state_dir
@@ -100,6 +101,8 @@ class ModelSettings(Section):
         pooling: how embeddings are made of the last layer's states: of the last token, the mean of
             all, or the mean in which later ones count more. "auto": as the model's directory says,
             in the files of sentence-transformers; "none": none are made.
+        chat_template_kwargs: arguments of the chat template where a request names no others; in the
+            environment as JSON.
     """
 
     path: Path | None = None
@@ -111,6 +114,9 @@ class ModelSettings(Section):
     packed_weights: Literal["auto", "off"] = "auto"
     positions: Literal["auto", "decoupled", "coupled"] = "auto"
     pooling: Literal["auto", "none", "last", "mean", "weighted_mean"] = "auto"
+    chat_template_kwargs: Annotated[Mapping[str, Any], BeforeValidator(usual_arguments)] = Field(
+        default_factory=dict
+    )
 
 
 class ServerSettings(Section):

@@ -4,12 +4,15 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import count
+from typing import Any
 
 from inference_svc.assembly import EngineParts, Model, assemble_engine
 from inference_svc.config import InferenceSettings
+from inference_svc.core.errors import UnsupportedModelError
 from inference_svc.core.rates.rates import LoadPolicy
 from inference_svc.core.session_turns import SessionTurns
 from inference_svc.core.submission import ModelTraits
+from inference_svc.core.template_arguments import Arguments
 from inference_svc.core.tenant_limits import TenantLimits
 from inference_svc.runtime.compute.grammars import Grammars
 from inference_svc.runtime.turns.chat_text import TurnText
@@ -92,8 +95,8 @@ def assemble_service(
     defaults = turn_defaults(settings, traits)
     engine_parts = assemble_engine(settings, model)
     engine, counters = engine_parts.engine, engine_parts.counters
-    text = TurnText(loaded.tokenizer, loaded.eos_ids)
-    text.try_out()
+    usual = settings.model.chat_template_kwargs
+    text = turn_text(loaded.tokenizer, loaded.eos_ids, usual)
     text_thread = WorkerThread("text")
     turn_limits = TurnLimits(
         window_tokens=engine_parts.window_tokens,
@@ -168,6 +171,30 @@ def assemble_service(
         text_thread=text_thread,
         grammars=grammars,
     )
+
+
+def turn_text(tokenizer: Any | None, eos_ids: frozenset[int], usual: Arguments) -> TurnText:
+    """Make what encodes turns, and find out how it does.
+
+    Args:
+        tokenizer: the model's; None: it has none.
+        eos_ids: ids of the tokens that end an answer.
+        usual: the operator's arguments of the chat template.
+
+    Raises:
+        UnsupportedModelError: with these arguments there are no chats, without them there are.
+    """
+    text = TurnText(tokenizer, eos_ids, usual)
+    text.try_out()
+    if usual and text.chat_problem:
+        without = TurnText(tokenizer, eos_ids)
+        without.try_out()
+        if not without.chat_problem:
+            raise UnsupportedModelError(
+                f"with model.chat_template_kwargs there are no chats: {text.chat_problem}",
+                "correct these arguments, or leave them out",
+            )
+    return text
 
 
 def _describing(

@@ -6,10 +6,13 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
+from inference_svc.core.errors import InvalidTurnError
+
 ASSISTANT = "assistant"
 SYSTEM = "system"
 USER = "user"
 TOOL = "tool"
+MAX_NAME = 128  # characters of who says a message
 
 
 @dataclass(frozen=True)
@@ -72,7 +75,7 @@ class Message:
         content: its text; it may be empty.
         tool_calls: what an answer asks for.
         tool_call_id: of a tool's result, the call that it is of.
-        name: of a tool's result, the tool; "" if that is not known.
+        name: of a tool's result, the tool; of another message, who says it; "" if it is not known.
     """
 
     role: str
@@ -88,12 +91,27 @@ class Message:
             said["tool_calls"] = [call.as_template() for call in self.tool_calls]
         if self.tool_call_id:
             said |= {"tool_call_id": self.tool_call_id, "name": self.name}
+        elif self.name:
+            said["name"] = self.name
         return said
 
     @property
     def says_anything(self) -> bool:
         """Whether there is anything to answer to: what a tool returns may be empty."""
         return bool(self.content or self.tool_calls) or self.role == TOOL
+
+
+def check_sayer(name: str) -> None:
+    """Check the name of who says a message; "" is none.
+
+    Raises:
+        InvalidTurnError: it is too long, or not of one line.
+    """
+    if len(name) > MAX_NAME or not name.isprintable():
+        raise InvalidTurnError(
+            f"{name[:40]!r} is no name of who says a message",
+            f"send up to {MAX_NAME} characters, in one line",
+        )
 
 
 def canonical(tools: Sequence[Tool]) -> str:

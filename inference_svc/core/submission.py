@@ -7,6 +7,7 @@ from typing import Any, NamedTuple, TypeAlias
 from inference_svc.core.answers import SamplingParams
 from inference_svc.core.chat import Message, Tool, canonical
 from inference_svc.core.compression.policy import CompressionPolicy
+from inference_svc.core.template_arguments import Arguments, canonical_arguments
 from inference_svc.core.truncation import USUAL_SINKS, OverflowPolicy
 from shared.types.session_key import SessionKey
 
@@ -31,10 +32,16 @@ class ChatInput:
     Attributes:
         messages: what is new.
         tools: what the model may call: the same in all turns of a session that name any.
+        arguments: of the chat template, as the client gives them.
+        beginning: what the answer begins with, in the client's words; "": nothing.
+        is_prompt: whether an answer is to follow; else the messages are only looked at.
     """
 
     messages: tuple[Message, ...]
     tools: tuple[Tool, ...] = ()
+    arguments: Arguments = field(default_factory=dict)
+    beginning: str = ""
+    is_prompt: bool = True
 
     def as_messages(self) -> list[dict[str, Any]]:
         """Return the messages as chat templates take them."""
@@ -55,7 +62,8 @@ class ChatInput:
         """Number of characters of everything that is said."""
         said = sum(len(message.content) for message in self.messages)
         called = sum(len(c.arguments) for message in self.messages for c in message.tool_calls)
-        return said + called + len(canonical(self.tools))
+        beside = len(canonical(self.tools)) + len(canonical_arguments(self.arguments))
+        return said + called + beside + len(self.beginning)
 
 
 @dataclass(frozen=True)

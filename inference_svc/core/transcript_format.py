@@ -83,6 +83,14 @@ class Transcript:
         """A digest of the tools that its context tells of; "" if it tells of none."""
         return next((turn.tools_digest for turn in self.turns if turn.tools_digest), "")
 
+    @property
+    def template_arguments(self) -> str | None:
+        """The chat template's arguments that its beginning was written with; None: it has none.
+
+        As JSON; "" where it says the same without them.
+        """
+        return self.turns[0].template_arguments if self.turns else None
+
     @cached_property
     def num_tokens(self) -> int:
         """Number of tokens that the session ever had."""

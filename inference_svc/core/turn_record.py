@@ -85,6 +85,8 @@ class TurnRecord:
         is_text: whether the input was raw text: a special token in it begins no message.
         stop_string: the stop string that ended the answer; "" if none did.
         tools_digest: a digest of the tools that were offered; "" if none were.
+        template_arguments: of a session's first turn, the chat template's arguments as JSON, if it
+            writes another conversation with them than without; else "".
     """
 
     turn: int
@@ -104,6 +106,7 @@ class TurnRecord:
     is_text: bool = False
     stop_string: str = ""
     tools_digest: str = ""
+    template_arguments: str = ""
 
     @property
     def num_tokens(self) -> int:

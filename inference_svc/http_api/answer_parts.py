@@ -19,23 +19,26 @@ class Reading:
         use: the tools that were offered.
         call_id: makes the id of the answer's call of an index.
         thoughts: the marks around what the model thinks; None: it has none.
+        beginning: of the answer, in the client's words: it is none of what is read, and no thought
+            can follow it. "": it begins with the model's.
     """
 
     tool_format: ToolFormat = PLAIN
     use: ToolUse = field(default_factory=ToolUse)
     call_id: Callable[[int], str] = "call_{}".format
     thoughts: ThoughtMarks | None = None
+    beginning: str = ""
 
     @property
     def marks(self) -> frozenset[str]:
         """The texts that the answer is read by: wanted in it, should they be special tokens."""
-        return frozenset((*self._format.marks, *(self.thoughts or ())))
+        return frozenset((*self._format.marks, *(self._thoughts or ())))
 
     def reader(self) -> "PartsReader":
         """Make the reader of an answer."""
         made: AnswerReader = self._format.reader(self._names, self.use.most_calls)
-        if self.thoughts is not None:
-            made = ThoughtReader(self.thoughts, made)
+        if self._thoughts is not None:
+            made = ThoughtReader(self._thoughts, made)
         return PartsReader(made, self.call_id)
 
     def whole(self, text: str) -> ReadAnswer:
@@ -44,9 +47,13 @@ class Reading:
         return summed([*reader.push_text(text), *reader.end()])
 
     def message(self, text: str) -> Message:
-        """Return a whole answer as the message that its client sends back."""
+        """Return a whole answer as the message that its client sends back: with its beginning."""
         read = self.whole(text)
-        return Message(ASSISTANT, read.content, read.calls)
+        return Message(ASSISTANT, self.beginning + read.content, read.calls)
+
+    @property
+    def _thoughts(self) -> ThoughtMarks | None:
+        return None if self.beginning else self.thoughts
 
     @property
     def _format(self) -> ToolFormat:

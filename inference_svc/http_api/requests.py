@@ -14,13 +14,13 @@ import uuid
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Generic, NoReturn, TypeVar
 
 import structlog
 from aiohttp import HttpVersion11, hdrs, web
 
-from inference_svc.core.chat import Message
+from inference_svc.core.chat import TOOL, Message
 from inference_svc.core.submission import TextInput, TokenInput
 from inference_svc.http_api.agents import AgentHints, hints_of
 from inference_svc.http_api.answer_parts import Reading
@@ -210,7 +210,7 @@ class TurnRequest(Generic[B]):
         names = (path, repeat, self.digest.hex(), *which) if repeat else (uuid.uuid4().hex,)
         request_id = "r-" + chain.id_of("request", *names)
         return HttpTurn(
-            messages=messages,
+            messages=self._named(messages),
             sampling=self._sampling(choice),
             session_id=session_id,
             is_kept=self._is_kept,
@@ -223,13 +223,23 @@ class TurnRequest(Generic[B]):
             is_final=self.hints.is_final,
             is_subagent=self.hints.is_subagent,
             retention=self.body.retention,
+            arguments=self.body.template_arguments,
         )
 
     def reading(self, request_id: str) -> Reading:
         """Return how the answer of a turn is read; the ids of its calls follow from the turn's."""
         call_id = self.chain.call_ids(request_id, self.body.call_prefix)
-        gateway = self.gateway
-        return Reading(gateway.tool_format, self.body.tool_use, call_id, gateway.thoughts)
+        gateway, body = self.gateway, self.body
+        return Reading(
+            gateway.tool_format, body.tool_use, call_id, gateway.thoughts, body.beginning
+        )
+
+    def _named(self, messages: tuple[Message, ...]) -> tuple[Message, ...]:
+        """Return messages without names that nobody would read: they make no other history."""
+        read = self.gateway.named_roles | {TOOL}
+        return tuple(
+            replace(one, name="") if one.name and one.role not in read else one for one in messages
+        )
 
     def _sampling(self, choice: int) -> dict[str, Any]:
         """Return the client's sampling values; an answer that has to be a call has its grammar."""
@@ -237,6 +247,12 @@ class TurnRequest(Generic[B]):
         use = self.body.tool_use
         if not use.is_forced:
             return sampling
+        if self.body.beginning:
+            raise RequestError(
+                "an answer that is begun cannot be a call",
+                "leave its beginning out, or the choice of a tool",
+                "tool_choice",
+            )
         if "grammar" in sampling:
             raise RequestError(
                 "an answer cannot have a format and be a call",

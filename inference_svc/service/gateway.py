@@ -21,6 +21,7 @@ from inference_svc.core.submission import (
     TurnInput,
     TurnNames,
 )
+from inference_svc.core.template_arguments import Arguments
 from inference_svc.core.tools.registry import ToolFormat
 from inference_svc.core.tools.thoughts import ThoughtMarks
 from inference_svc.runtime.turns.chat_text import TurnText
@@ -193,6 +194,19 @@ class Gateway:
     def thoughts(self) -> ThoughtMarks | None:
         """The marks around what the model thinks; None: it has none."""
         return self._text.thoughts
+
+    @property
+    def named_roles(self) -> frozenset[str]:
+        """Roles of messages of which the model is told who says them; of no tool's."""
+        return self._text.named_roles
+
+    async def framing(self, own: Arguments) -> str:
+        """Return a digest of what a client's template arguments make of conversations.
+
+        Returns:
+            "" if it is what none make of them.
+        """
+        return await self._prompts.framing(own)
 
     def grammar_of_call(self, tools: Sequence[Tool]) -> Grammar:
         """Make the grammar of an answer that is one call of one of these tools.

@@ -17,6 +17,7 @@ from inference_svc.core.compression.policies import check_compression, make_comp
 from inference_svc.core.compression.policy import CompressionPolicy
 from inference_svc.core.errors import EmptyTurnError, InvalidCompressionError, UnsupportedModelError
 from inference_svc.core.submission import ChatInput, ModelTraits, TurnDefaults
+from inference_svc.core.template_arguments import Arguments
 from inference_svc.core.truncation import KEPT_RATIO, RECOMPUTED_RATIO, OverflowPolicy
 
 MAX_SEED = 2**63
@@ -55,8 +56,15 @@ def turn_defaults(settings: InferenceSettings, model: ModelTraits) -> TurnDefaul
     )
 
 
-def chat_input(messages: Iterable[Message], tools: tuple[Tool, ...] = ()) -> ChatInput:
-    """Make an input of the turn's new messages.
+def chat_input(
+    messages: Iterable[Message],
+    tools: tuple[Tool, ...] = (),
+    arguments: Arguments | None = None,
+    beginning: str = "",
+    *,
+    is_prompt: bool = True,
+) -> ChatInput:
+    """Make an input of the turn's new messages; see `ChatInput`.
 
     Raises:
         EmptyTurnError: none of them says anything.
@@ -64,7 +72,7 @@ def chat_input(messages: Iterable[Message], tools: tuple[Tool, ...] = ()) -> Cha
     found = tuple(messages)
     if not any(message.says_anything for message in found):
         raise empty_turn()
-    return ChatInput(found, tools)
+    return ChatInput(found, tools, arguments or {}, beginning, is_prompt)
 
 
 def empty_turn() -> EmptyTurnError:

@@ -8,7 +8,7 @@ from dataclasses import asdict
 from typing import Any
 
 from inference_svc.core.answers import AnswerToken
-from inference_svc.core.chat import Message
+from inference_svc.core.chat import Message, check_sayer
 from inference_svc.core.discards import Discard, Range
 from inference_svc.core.errors import InvalidDiscardError, InvalidTurnError
 from inference_svc.core.grammar import Grammar, GrammarKind
@@ -17,6 +17,7 @@ from inference_svc.core.submission import (
     MAX_PRIORITY,
     MAX_RETENTION_S,
     MIN_PRIORITY,
+    ChatInput,
     Retention,
     Submission,
     TextInput,
@@ -24,6 +25,7 @@ from inference_svc.core.submission import (
     TurnDefaults,
     TurnInput,
 )
+from inference_svc.core.template_arguments import check_arguments, read_arguments
 from inference_svc.core.transcript_format import ExpectedSession, Transcript
 from inference_svc.core.turn_record import Accepted, Started, Tokens, TurnEvent, TurnRecord, Usage
 from inference_svc.service.submissions import (
@@ -198,7 +200,7 @@ def _decode_input(request: pb.SubmitTurnRequest) -> TurnInput:
     if kind == "text" and request.text:
         return TextInput(request.text, request.special_tokens)
     if kind == "chat":
-        return chat_input(Message(said.role, said.content) for said in request.chat.messages)
+        return _decode_chat(request.chat)
     if kind == "tokens" and request.tokens.ids:
         return TokenInput(tuple(request.tokens.ids))
     raise empty_turn()
@@ -212,6 +214,16 @@ def _decode_retention(retention: pb.Retention) -> Retention:
                 f"send up to {MAX_RETENTION_S:.0f} s, 0 for none",
             )
     return Retention(retention.session_s, retention.prefix_s)
+
+
+def _decode_chat(chat: pb.ChatMessages) -> ChatInput:
+    messages = []
+    for said in chat.messages:
+        check_sayer(said.name)
+        messages.append(Message(said.role, said.content, name=said.name))
+    arguments = read_arguments(chat.template_arguments)
+    check_arguments(arguments)
+    return chat_input(messages, arguments=arguments, beginning=chat.beginning)
 
 
 def _check_urgency(request: pb.SubmitTurnRequest) -> None:

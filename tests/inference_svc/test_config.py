@@ -89,6 +89,9 @@ def test_the_shipped_settings_file_says_the_defaults():
         ("scheduler.kv_tokens", 1 << 50, "this machine has"),
         ("server.max_message_bytes", 1 << 31, "less than or equal to"),
         ("scheduler.tenant_weights", "acme=-1", "greater than 0"),
+        ("model.chat_template_kwargs", '{"tools": []}', "the service's own: leave it out"),
+        ("model.chat_template_kwargs", "no", "no JSON"),
+        ("model.chat_template_kwargs", 7, "valid dictionary"),
         ("overflow.sink_tokens", -1, "greater than or equal to 0"),
         ("overflow.sink_tokens", "few", "valid integer"),
     ],
@@ -205,3 +208,16 @@ def test_little_goes_at_once_where_what_is_kept_costs_nothing(given, keeps, show
     assert str(settings.model_dump(mode="json")["overflow"]["ratio"]) == shown
     defaults = turn_defaults(settings, ModelTraits("ragged", keeps_truncated=keeps))
     assert defaults.overflow.ratio == ratio
+
+
+def test_arguments_of_the_template_are_a_table(tmp_path):
+    """In the file; elsewhere as JSON. What is no JSON, such as a date, is refused."""
+    path = tmp_path / "inference.toml"
+    path.write_text("[model.chat_template_kwargs]\nenable_thinking = false\nlevels = [1, 2]\n")
+    told = {"enable_thinking": False, "levels": [1, 2]}
+    assert load_inference_settings(path, {}).settings.model.chat_template_kwargs == told
+    flags = {"model.chat_template_kwargs": '{"enable_thinking": false, "levels": [1, 2]}'}
+    assert load_inference_settings(None, flags).settings.model.chat_template_kwargs == told
+    path.write_text("[model]\nchat_template_kwargs = { on = 2026-01-01 }\n")
+    with pytest.raises(InvalidSettingsError, match="the template's arguments are no JSON"):
+        load_inference_settings(path, {})

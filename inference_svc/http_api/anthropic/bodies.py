@@ -12,14 +12,15 @@ Claude Code puts a block in front of the system's which is different in each req
 """
 
 from collections.abc import Iterable, Iterator, Mapping
-from itertools import groupby
-from typing import Annotated, ClassVar, Self
+from itertools import groupby, takewhile
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BeforeValidator, FailFast, Field, model_validator
 
 from inference_svc.core.chat import ASSISTANT, SYSTEM, TOOL, ChoiceKind, Message, ToolUse
 from inference_svc.core.grammar import Grammar
 from inference_svc.core.submission import Retention
+from inference_svc.core.template_arguments import UNTHINKING
 from inference_svc.http_api.anthropic.blocks import PARAGRAPH, CacheControl, MessageBody, Texts
 from inference_svc.http_api.anthropic.dialect import THREAD
 from inference_svc.http_api.anthropic.tools import CUSTOM, ChoiceBody, Tools
@@ -33,10 +34,11 @@ from inference_svc.http_api.bodies.body import (
 )
 from inference_svc.http_api.bodies.conversation import bounded, with_names
 from inference_svc.http_api.bodies.formats import FlatFormat
+from inference_svc.http_api.bodies.template import TemplateArguments, check_begun
 from inference_svc.http_api.bodies.tools import check_tools
-from inference_svc.http_api.errors import UnsupportedValueError
 
 BILLING = "x-anthropic-billing-header"
+DISABLED = "disabled"
 _NO_SERVERS = "the service runs no tools: leave it out"
 
 
@@ -46,6 +48,17 @@ class OutputConfig(Body):
     ignored: ClassVar[frozenset[str]] = frozenset({"effort", "task_budget"})
 
     format: FlatFormat | None = None
+
+
+class ThinkingBody(Body):
+    """How the model is to think: only that it is not to is said to its template."""
+
+    content_words: ClassVar[str] = "type"
+    ignored: ClassVar[frozenset[str]] = frozenset({"budget_tokens", "display"})
+
+    kind: Literal["enabled", "disabled", "adaptive"] = Field(
+        default=None, alias="type", validate_default=True
+    )
 
 
 class PromptBody(TurnBody):
@@ -59,7 +72,7 @@ class PromptBody(TurnBody):
         "output_format": Refused((), "send it as output_config.format"),
         THREAD: Refused((), "send the whole conversation: what was computed of it is found again"),
     }
-    # A model thinks as it does, and nothing is edited but by [overflow].
+    # Nothing is edited but by [overflow].
     ignored: ClassVar[frozenset[str]] = frozenset(
         {
             "context_management",
@@ -67,7 +80,6 @@ class PromptBody(TurnBody):
             "inference_geo",
             "service_tier",
             "speed",
-            "thinking",
             "user_profile_id",
         }
     )
@@ -80,18 +92,16 @@ class PromptBody(TurnBody):
     )
     cache_control: CacheControl | None = None
     output_config: OutputConfig = OutputConfig()
+    thinking: ThinkingBody | None = None
+    chat_template_kwargs: TemplateArguments = Field(default_factory=dict)
     temperature: float | None = Field(default=None, ge=0, le=1)
     stop: StopStrings = Field(default_factory=list, alias="stop_sequences")
 
     @model_validator(mode="after")
-    def _end_with_a_question(self) -> Self:
-        if self.messages[-1].role == ASSISTANT:
-            raise WrongMemberError(
-                "{path} ends with an answer",
-                "end with a user's message: answers are not continued",
-                "messages",
-                UnsupportedValueError,
-            )
+    def _end_rightly(self) -> Self:
+        begun = self._begun
+        if begun is not None:
+            check_begun(begun, "messages")
         return self
 
     @model_validator(mode="after")
@@ -106,13 +116,39 @@ class PromptBody(TurnBody):
 
     @property
     def conversation(self) -> tuple[Message, ...]:
-        """What the system's blocks and the messages say, each role at a time."""
-        return with_names(_joined(self._said()))
+        """What the system's blocks and the messages say, each role at a time.
 
-    def _said(self) -> Iterator[Message]:
-        """Yield what all blocks say, in order."""
+        But for an answer at their end, which is gone on with.
+        """
+        return with_names(_joined(self._asked()))
+
+    @property
+    def beginning(self) -> str:
+        """What the answer begins with, in the client's words; "": nothing."""
+        return "" if self._begun is None else self._begun.content
+
+    @property
+    def template_arguments(self) -> dict[str, Any]:
+        """Arguments of the chat template; those that are named count before `thinking`."""
+        is_off = self.thinking is not None and self.thinking.kind == DISABLED
+        return {**(UNTHINKING if is_off else {}), **self.chat_template_kwargs}
+
+    @property
+    def _begun(self) -> Message | None:
+        """The answer at the end of the messages; None: there is none."""
+        said = (one for each in self.messages[self._num_asked :] for one in each.said)
+        return next(_joined(said), None)
+
+    @property
+    def _num_asked(self) -> int:
+        """Number of messages before an answer at their end."""
+        at_end = takewhile(lambda each: each.role == ASSISTANT, reversed(self.messages))
+        return len(self.messages) - len(list(at_end))
+
+    def _asked(self) -> Iterator[Message]:
+        """Yield what all blocks say, in order, before an answer at their end."""
         yield from (Message(SYSTEM, block.text) for block in self.system)
-        for each in self.messages:
+        for each in self.messages[: self._num_asked]:
             yield from each.said
 
     @property

@@ -29,5 +29,6 @@ async def create_message(api: Api, request: web.Request) -> web.StreamResponse:
 async def count_tokens(api: Api, request: web.Request) -> web.Response:
     """Count the tokens of a conversation, and its tools, as they are read where it is new."""
     body = (await api.read(request, PromptBody)).body
-    given = chat_input(body.conversation, body.tool_use.tools)
+    tools, arguments = body.tool_use.tools, body.template_arguments
+    given = chat_input(body.conversation, tools, arguments, body.beginning)
     return reply({"input_tokens": len(await api.gateway.encode(given))})

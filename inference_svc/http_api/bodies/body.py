@@ -354,6 +354,16 @@ class TurnBody(ModelBody, ABC):
         return ToolUse()
 
     @property
+    def template_arguments(self) -> dict[str, Any]:
+        """Arguments of the chat template, as the client gives them."""
+        return {}
+
+    @property
+    def beginning(self) -> str:
+        """What the answer begins with, in the client's words; "": nothing."""
+        return ""
+
+    @property
     def own_sampling(self) -> dict[str, Any]:
         """Sampling values that only this API's requests have; None: the client does not say."""
         return {}

@@ -21,8 +21,10 @@ from inference_svc.http_api.api import Api
 from inference_svc.http_api.bodies.body import Body, Count, Refused, WrongMemberError
 from inference_svc.http_api.bodies.conversation import with_names
 from inference_svc.http_api.bodies.formats import ChatFormat
+from inference_svc.http_api.bodies.template import Effort
+from inference_svc.http_api.errors import UnsupportedValueError
 from inference_svc.http_api.openai.choices import Choices, Envelope, check_choices, opened
-from inference_svc.http_api.openai.messages import Messages
+from inference_svc.http_api.openai.messages import Messages, check_end
 from inference_svc.http_api.openai.tools import ChatTools
 from inference_svc.http_api.openai.turn_body import OpenAITurnBody
 from inference_svc.http_api.replies import send_reply
@@ -46,7 +48,12 @@ class StreamOptions(Body):
 
 
 class ChatBody(OpenAITurnBody):
-    """The body of POST /v1/chat/completions."""
+    """The body of POST /v1/chat/completions.
+
+    Attributes:
+        add_generation_prompt, continue_final_message: not OpenAI's, but vLLM's: whether the last
+            message is an answer that is gone on with.
+    """
 
     refused: ClassVar[Mapping[str, Refused]] = {
         **OpenAITurnBody.refused,
@@ -58,8 +65,6 @@ class ChatBody(OpenAITurnBody):
         "web_search_options": Refused((), _NO_SEARCH),
     }
 
-    ignored: ClassVar[frozenset[str]] = OpenAITurnBody.ignored | {"reasoning_effort"}
-
     messages: Messages = Field(default=[], validate_default=True)
     tools: ChatTools = Field(default_factory=list)
     max_completion_tokens: Count | None = None
@@ -68,6 +73,9 @@ class ChatBody(OpenAITurnBody):
     logprobs: bool = False
     stream_options: StreamOptions = StreamOptions()
     response_format: ChatFormat | None = None
+    reasoning_effort: Effort | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool = False
 
     @model_validator(mode="after")
     def _agree(self) -> Self:
@@ -80,12 +88,31 @@ class ChatBody(OpenAITurnBody):
                 "{path} is given without logprobs", "send logprobs: true, too", "top_logprobs"
             )
         check_choices(1, self.n)
+        check_end(self.messages, self.add_generation_prompt, continues=self.continue_final_message)
+        if self.add_generation_prompt is False and not self.continue_final_message:
+            raise WrongMemberError(
+                "without its prompt an answer could not be told from what was asked",
+                "leave it out, or send continue_final_message: true to go on with an answer",
+                "add_generation_prompt",
+                UnsupportedValueError,
+            )
         return self
 
     @property
     def conversation(self) -> tuple[Message, ...]:
-        """What the messages say."""
-        return with_names(each.message for each in self.messages)
+        """What the messages say, but for an answer that is gone on with."""
+        said = self.messages[:-1] if self.continue_final_message else self.messages
+        return with_names(each.message for each in said)
+
+    @property
+    def beginning(self) -> str:
+        """What the answer begins with, in the client's words; "": nothing."""
+        return self.messages[-1].text if self.continue_final_message else ""
+
+    @property
+    def effort(self) -> Effort | None:
+        """How much the model is to think; None if the client does not say."""
+        return self.reasoning_effort
 
     @property
     def offered(self) -> tuple[Tool, ...]:

@@ -1,6 +1,6 @@
 """Messages as OpenAI's clients write them: those of a chat."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import AfterValidator, BeforeValidator, FailFast, Field, model_validator
@@ -8,6 +8,7 @@ from pydantic import AfterValidator, BeforeValidator, FailFast, Field, model_val
 from inference_svc.core.chat import ASSISTANT, SYSTEM, TOOL, USER, Message, ToolCall
 from inference_svc.http_api.bodies.body import Body, Refused, WrongMemberError
 from inference_svc.http_api.bodies.conversation import bounded
+from inference_svc.http_api.bodies.template import SayerName, check_begun
 from inference_svc.http_api.bodies.tools import CalledFunctionBody, CallId, decode_call
 from inference_svc.http_api.errors import UnsupportedValueError
 from inference_svc.http_api.openai.tools import FunctionKind
@@ -95,7 +96,7 @@ class MessageBody(Body):
 
     role: Annotated[str, AfterValidator(_role)] = Field(default="", validate_default=True)
     content: Content = Field(default_factory=list)
-    name: str = ""
+    name: SayerName = ""
     tool_calls: Annotated[list[ToolCallBody], FailFast()] = Field(default_factory=list)
     tool_call_id: CallId | None = None
 
@@ -103,13 +104,6 @@ class MessageBody(Body):
     def _agree(self) -> Self:
         if "content" not in self.model_fields_set and self.role != ASSISTANT:
             raise WrongMemberError("{path} is missing", "send a text", "content")
-        if self.name and self.role != TOOL:
-            raise WrongMemberError(
-                "{path} is not supported",
-                "chat templates have no names: write it into the content",
-                "name",
-                UnsupportedValueError,
-            )
         if (self.tool_call_id is not None) != (self.role == TOOL):
             raise WrongMemberError(
                 "{path} and role 'tool' go together", "send both, or neither", "tool_call_id"
@@ -121,11 +115,16 @@ class MessageBody(Body):
         return self
 
     @property
+    def text(self) -> str:
+        """Its text."""
+        return "".join(part.text for part in self.content)
+
+    @property
     def message(self) -> Message:
         """What it says, calls, or returns."""
         return Message(
             role=self.role,
-            content="".join(part.text for part in self.content),
+            content=self.text,
             tool_calls=tuple(call.call for call in self.tool_calls),
             tool_call_id=self.tool_call_id or "",
             name=self.name,
@@ -133,3 +132,25 @@ class MessageBody(Body):
 
 
 Messages = Annotated[list[MessageBody], FailFast(), BeforeValidator(bounded)]
+
+
+def check_end(messages: Sequence[MessageBody], is_prompt: bool | None, *, continues: bool) -> None:
+    """Check how messages end; for a validator of their body.
+
+    Args:
+        messages: what is said.
+        is_prompt: `add_generation_prompt`; None: the client does not say.
+        continues: `continue_final_message`.
+
+    Raises:
+        WrongMemberError: their last one is to be gone on with, and cannot be.
+    """
+    if not continues:
+        return
+    if is_prompt:
+        raise WrongMemberError(
+            "{path} and add_generation_prompt exclude each other",
+            "send add_generation_prompt: false, or leave it out",
+            "continue_final_message",
+        )
+    check_begun(messages[-1].message, "messages")

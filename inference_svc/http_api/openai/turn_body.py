@@ -2,13 +2,15 @@
 
 from abc import ABC
 from collections.abc import Mapping
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, Field
 
 from inference_svc.core.answers import MAX_TOP_LOGPROBS
 from inference_svc.core.submission import MAX_RETENTION_S, Retention
+from inference_svc.core.template_arguments import effort_arguments
 from inference_svc.http_api.bodies.body import Body, Refused, WrongMemberError
+from inference_svc.http_api.bodies.template import Effort, TemplateArguments
 from inference_svc.http_api.openai.tools import ToolsBody
 from shared.types.units import parse_duration_s
 
@@ -47,6 +49,7 @@ class OpenAITurnBody(ToolsBody, ABC):
 
     Attributes:
         top_logprobs: how many alternatives of each token; None if the client does not say.
+        chat_template_kwargs: not OpenAI's, but vLLM's and SGLang's.
     """
 
     refused: ClassVar[Mapping[str, Refused]] = {
@@ -66,6 +69,17 @@ class OpenAITurnBody(ToolsBody, ABC):
     prompt_cache_options: CacheOptions | None = None
     prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = None
     top_logprobs: int | None = Field(default=None, ge=0, le=MAX_TOP_LOGPROBS)
+    chat_template_kwargs: TemplateArguments = Field(default_factory=dict)
+
+    @property
+    def effort(self) -> Effort | None:
+        """How much the model is to think; None if the client does not say."""
+        return None
+
+    @property
+    def template_arguments(self) -> dict[str, Any]:
+        """Arguments of the chat template; those that are named count before the effort."""
+        return {**effort_arguments(self.effort), **self.chat_template_kwargs}
 
     @property
     def cache_key(self) -> str:

@@ -178,7 +178,7 @@ class Answers:
         self._gateway = gateway
         self._store = store
         self._completion = completion
-        self._router = Router(gateway.turns.sessions, gateway.model, store)
+        self._router = Router(gateway.turns.sessions, gateway.model, store, gateway.framing)
         self._repeats: WeakValueDictionary[bytes, asyncio.Lock] = WeakValueDictionary()
 
     async def open(self, caller: Caller, turn: HttpTurn) -> LiveAnswer:

@@ -38,6 +38,7 @@ class ResponseInfo:
         tools: those that were offered, as a response shows them; of long ones nothing but names.
         tool_choice: whether they were to be called, as a response shows it.
         input_bytes: size of the input, kept or not; 0: an earlier release did not count it.
+        effort: how much the model was to think; None: the client did not say.
     """
 
     created_s: float
@@ -57,6 +58,7 @@ class ResponseInfo:
     tool_choice: str | Mapping[str, str] = "auto"
     parallel_tool_calls: bool = True
     input_bytes: int = 0
+    effort: str | None = None
 
     @property
     def tool_use(self) -> ToolUse:

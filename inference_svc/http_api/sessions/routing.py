@@ -14,11 +14,11 @@ answer does not count: clients like to strip it.
 import hashlib
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from inference_svc.core.chat import ASSISTANT, Message, Tool, ToolCall, canonical
+from inference_svc.core.chat import ASSISTANT, TOOL, Message, Tool, ToolCall, canonical
 from inference_svc.core.submission import (
     NO_RETENTION,
     Retention,
@@ -27,6 +27,7 @@ from inference_svc.core.submission import (
     TokenInput,
     TurnDefaults,
 )
+from inference_svc.core.template_arguments import Arguments
 from inference_svc.core.transcript_format import Transcript
 from inference_svc.http_api.answer_parts import Reading
 from inference_svc.http_api.errors import UnknownHistoryError
@@ -63,12 +64,18 @@ class HistoryChain:
         self._key = key
         self.start = self._digest(b"history", tenant, model)
 
-    def opening(self, tools: Sequence[Tool]) -> bytes:
-        """Return the digest of the history of which nothing but its tools is known."""
-        return self._digest(self.start, "tools", canonical(tools)) if tools else self.start
+    def opening(self, tools: Sequence[Tool], framing: str = "") -> bytes:
+        """Return the digest of the history of which only tools and framing are known.
+
+        Args:
+            tools: what the model may call.
+            framing: what the template's arguments make of it; see `TurnText.framing`.
+        """
+        digest = self._digest(self.start, "tools", canonical(tools)) if tools else self.start
+        return self._digest(digest, "framing", framing) if framing else digest
 
     def after(self, digest: bytes, message: Message) -> bytes:
-        """Return the digest of a history and one more message."""
+        """Return the digest of a history and one more message; who says an answer is known."""
         content = message.content
         if message.tool_calls:
             content = "".join(content.split())  # clients take blocks apart, and join them
@@ -76,7 +83,9 @@ class HistoryChain:
             content = content.strip()
         calls = [part for call in message.tool_calls for part in (call.name, _sorted(call))]
         result = ("of", message.tool_call_id) if message.tool_call_id else ()
-        return self._digest(digest, message.role, content, *calls, *result)
+        has_sayer = message.name and message.role not in {ASSISTANT, TOOL}
+        sayer = ("named", message.name) if has_sayer else ()
+        return self._digest(digest, message.role, content, *calls, *result, *sayer)
 
     def along(self, digest: bytes, messages: Sequence[Message]) -> list[bytes]:
         """Return digests of a history with none of the messages, the first, … all of them."""
@@ -149,6 +158,7 @@ class HttpTurn:
         is_final: whether the session is deleted when the answer has come.
         is_subagent: whether a sub-agent asks.
         retention: for how long the client wants what is computed to be kept at least.
+        arguments: of the chat template, as the client gives them.
     """
 
     messages: tuple[Message, ...]
@@ -168,6 +178,7 @@ class HttpTurn:
     is_final: bool = False
     is_subagent: bool = False
     retention: Retention = NO_RETENTION
+    arguments: Arguments = field(default_factory=dict)
 
     def as_submission(self, route: Route, key: SessionKey, defaults: TurnDefaults) -> Submission:
         """Make the submission to the route's session.
@@ -177,10 +188,10 @@ class HttpTurn:
             InvalidSamplingError: listing every value out of range.
             InvalidCompressionError: the settings' policy does not go with this model.
         """
-        new = self.messages[route.first :]
+        new, reading = self.messages[route.first :], self.reading
         return Submission(
             key=key,
-            input=self.raw or chat_input(new, self.reading.use.tools),
+            input=self.raw or chat_input(new, reading.use.tools, self.arguments, reading.beginning),
             sampling=fill_sampling(self.sampling, defaults),
             has_max_tokens="max_tokens" in self.sampling,
             request_id=self.request_id,
@@ -192,7 +203,7 @@ class HttpTurn:
             overflow=fill_overflow({"name": self.overflow} if self.overflow else {}, defaults),
             compression=fill_compression(defaults),
             retention=self.retention,
-            shown_marks=self.reading.marks if self.raw is None else frozenset(),
+            shown_marks=reading.marks if self.raw is None else frozenset(),
         )
 
 
@@ -203,12 +214,20 @@ class Router:
         sessions: of the service.
         model: fingerprint of the model, part of every session's key.
         store: finds histories.
+        framing: of a client's template arguments; see `TurnText.framing`.
     """
 
-    def __init__(self, sessions: Sessions, model: str, store: ApiStore) -> None:
+    def __init__(
+        self,
+        sessions: Sessions,
+        model: str,
+        store: ApiStore,
+        framing: Callable[[Arguments], Awaitable[str]],
+    ) -> None:
         self._sessions = sessions
         self._model = model
         self._store = store
+        self._framing = framing
 
     async def find(self, caller: Caller, chain: HistoryChain, turn: HttpTurn) -> Route:
         """Find the route of a turn whose messages, if it has any, may repeat a history.
@@ -222,7 +241,8 @@ class Router:
             UnknownHistoryError: the named session has another history.
         """
         messages, name = turn.messages, turn.session_id
-        opening = chain.opening(turn.reading.use.tools)
+        framing = await self._framing(turn.arguments) if messages else ""
+        opening = chain.opening(turn.reading.use.tools, framing)
         digests = chain.along(opening, messages)
         start = opening if messages else None  # what is raw is no history of messages
         if not name:

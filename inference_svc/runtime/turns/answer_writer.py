@@ -201,6 +201,7 @@ class AnswerWriter:
             is_text=prompt.is_text,
             stop_string=self.stop_string,
             tools_digest=submission.tools_digest,
+            template_arguments=prompt.template_arguments,
         )
 
     def usage(self, request: EngineRequest, discards: Sequence[Discard] = ()) -> Usage:

@@ -2,25 +2,45 @@
 
 Tried out when the service starts. A session's tokens only grow, so the template is applied
 incrementally: what new messages add is the template of (dummy turn, new messages) less the template
-of the dummy turn.
+of the dummy turn, with the same arguments.
 """
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from inference_svc.core.errors import InvalidTurnError
+from inference_svc.core.template_arguments import Arguments
 from inference_svc.core.turn_window import common_prefix
 
 DUMMY_QUESTION = "ping 7f3a"
 DUMMY_ANSWER = "pong 9c1e"
 OTHER_QUESTION = "what 5b20"  # begins with another token than DUMMY_QUESTION
 NO_ROLE = "zebra 3d7c"  # a role that no template knows
+DUMMY_NAME = "heron 8e2f"  # of who says a message
 MAX_ROLES = 256  # words of a template, that are tried as roles
 ALWAYS_TRIED = ("system", "user", "assistant", "tool")
 _WORDS = re.compile(r"""(["'])([A-Za-z_][\w-]{0,31})\1""")
 Message = Mapping[str, Any]  # as templates take it: role, content, calls of tools
 TALKERS = frozenset({"user", "assistant"})  # roles that end what leads a conversation
+NAMED = TALKERS | {"system"}  # whose messages may say who says them
+
+
+@dataclass(frozen=True)
+class Frames:
+    """What the template writes around answers.
+
+    Attributes:
+        base: the dummy turn, as the template writes it where more follows.
+        closings: the texts it writes after an answer, end-of-turn token included: where more
+            follows, and where nothing does, if that is another.
+        arguments: all that it has been given.
+    """
+
+    base: str
+    closings: tuple[str, ...]
+    arguments: Arguments
 
 
 class ChatTemplate:
@@ -28,17 +48,18 @@ class ChatTemplate:
 
     Args:
         tokenizer: the model's tokenizer.
+        usual: the arguments of whoever names none.
 
     Attributes:
         source: the template's text; "" if there is none.
-        base: the dummy turn as the template writes it where more follows; set by `try_out`.
-        closings: the texts it writes after an answer, end-of-turn token included: where more
-            follows, and where nothing does, if that is another; set by `try_out`.
+        frames: with the usual arguments; set by `try_out`.
         roles: the roles that messages may have; set by `find_roles`.
+        named_roles: those of the talkers, and the system's, whose names are written; likewise.
     """
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: Any, usual: Arguments) -> None:
         self._tokenizer = tokenizer
+        self.usual = usual
         has_any = bool(getattr(tokenizer, "chat_template", None))
         self.source: str = tokenizer.get_chat_template() if has_any else ""
 
@@ -47,23 +68,42 @@ class ChatTemplate:
         if not self.source:
             return "the model has no chat template"
         try:
-            question = message("user", DUMMY_QUESTION)
-            self.base = last = self.render(dummy_turn(), is_prompt=False)
-            followed = self.render([*dummy_turn(), question], is_prompt=True)
-            if not followed.startswith(last):  # some write a last message in another way
-                asked = self.render([*dummy_turn(), question], is_prompt=False)
-                prompt = followed[len(asked) :]
-                self.base = self.render(dummy_turn(), is_prompt=True).removesuffix(prompt)
-                self.base = written_in(followed, self.base) or self.base
-            closings = (base.rpartition(DUMMY_ANSWER)[2] for base in (self.base, last))
-            self.closings = tuple(dict.fromkeys(closings))
-            self.added([question])
+            self.frames = self.frames_of(self.usual)
+            self.added([message("user", DUMMY_QUESTION)])
         except InvalidTurnError as error:
             return error.message
-        return "" if DUMMY_ANSWER in self.base else "the chat template does not repeat answers"
+        return ""
+
+    def frames_of(self, arguments: Arguments) -> Frames:
+        """Find out what the template writes around answers, with some arguments.
+
+        Raises:
+            InvalidTurnError: it does not write a turn, or not its answer.
+        """
+        question = message("user", DUMMY_QUESTION)
+        base = last = self.render(dummy_turn(), is_prompt=False, arguments=arguments)
+        turns = [*dummy_turn(), question]
+        followed = self.render(turns, is_prompt=True, arguments=arguments)
+        if not followed.startswith(last):  # some write a last message in another way
+            asked = self.render(turns, is_prompt=False, arguments=arguments)
+            prompt = followed[len(asked) :]
+            base = self.render(dummy_turn(), is_prompt=True, arguments=arguments)
+            base = base.removesuffix(prompt)
+            base = written_in(followed, base) or base
+        if DUMMY_ANSWER not in base:
+            raise InvalidTurnError(
+                "the chat template does not repeat answers", "send text or token ids"
+            )
+        closings = (found.rpartition(DUMMY_ANSWER)[2] for found in (base, last))
+        return Frames(base, tuple(dict.fromkeys(closings)), arguments)
 
     def render(
-        self, messages: Sequence[Message], tools: Sequence[Message] = (), *, is_prompt: bool
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Message] = (),
+        *,
+        is_prompt: bool,
+        arguments: Arguments | None = None,
     ) -> str:
         """Return messages as the template writes them, with or without the prompt for an answer.
 
@@ -71,6 +111,7 @@ class ChatTemplate:
             messages: what is said.
             tools: those that the model is told of.
             is_prompt: whether an answer is to follow.
+            arguments: all of the template's; None: the usual ones.
 
         Raises:
             InvalidTurnError: the template does not take them.
@@ -81,27 +122,43 @@ class ChatTemplate:
                 tools=[dict(tool) for tool in tools] or None,
                 tokenize=False,
                 add_generation_prompt=is_prompt,
+                **(self.usual if arguments is None else arguments),
             )
         except Exception as error:  # a template is a program of the model's author
             raise InvalidTurnError(
                 f"the chat template refuses these messages ({' '.join(str(error).split()):.120})",
-                "send the roles and the order that the model expects",
+                "send the roles, the order and the arguments that the model expects",
             ) from error
         return text
 
-    def added(self, messages: Sequence[Message], answer: Sequence[Message] = ()) -> str:
+    def added(
+        self,
+        messages: Sequence[Message],
+        answer: Sequence[Message] = (),
+        *,
+        frames: Frames | None = None,
+        is_prompt: bool = True,
+    ) -> str:
         """Return the text that messages after an answer add, with the prompt for the next one.
 
         Args:
             messages: what is new.
             answer: an answer that they can follow; () if they can follow any.
+            frames: around answers, with the arguments that are to be used; None: as usual.
+            is_prompt: whether an answer is to follow.
 
         Raises:
             InvalidTurnError: the template does not take them, or not after an answer.
         """
+        frames = frames or self.frames
         before = [dummy_turn()[0], *answer] if answer else dummy_turn()
-        text = self.render([*before, *messages], is_prompt=True)
-        base = written_in(text, self.render(before, is_prompt=False)) if answer else self.base
+        text = self.render([*before, *messages], is_prompt=is_prompt, arguments=frames.arguments)
+        base = frames.base
+        if answer:
+            alone = self.render(before, is_prompt=False, arguments=frames.arguments)
+            base = written_in(text, alone)
+        elif not text.startswith(base):  # some write the day, and it is another one by now
+            base = self.frames_of(frames.arguments).base
         if not base or not text.startswith(base):
             raise InvalidTurnError(
                 "the chat template rewrites earlier messages when these are added",
@@ -125,7 +182,7 @@ class ChatTemplate:
     # -------------------------------------------------------------------------------------- roles
 
     def find_roles(self, num_control: Callable[[str], int]) -> None:
-        """Set `roles`: those that the template treats as it treats no other.
+        """Set `roles`, those that the template treats as it treats no other, and `named_roles`.
 
         A template that writes any role's name where it stands knows the usual ones, if they give
         as many control tokens as "user" does. The roles of the dummy turn it always knows.
@@ -137,6 +194,15 @@ class ChatTemplate:
         others = [self._tried(NO_ROLE, number) for number in range(len(_CONVERSATIONS))]
         self.roles: tuple[str, ...] = tuple(
             role for role in list(words)[:MAX_ROLES] if self._knows(role, others, num_control)
+        )
+        self.named_roles = frozenset(
+            role
+            for role in self.roles
+            if role in NAMED
+            and any(
+                self._tried(role, number, DUMMY_NAME) != self._tried(role, number)
+                for number in range(len(_CONVERSATIONS))
+            )
         )
 
     def _knows(self, role: str, others: list[str], num_control: Callable[[str], int]) -> bool:
@@ -152,22 +218,24 @@ class ChatTemplate:
                 return num_control(text) == num_control(self._tried("user", number) or text)
         return False
 
-    def _tried(self, role: str, number: int) -> str:
+    def _tried(self, role: str, number: int, name: str = "") -> str:
         """Render a conversation with one message of a role; "" if it is refused."""
+        one = {**message(role, DUMMY_QUESTION), **({"name": name} if name else {})}
         try:
-            return self.render(
-                _CONVERSATIONS[number](message(role, DUMMY_QUESTION)), is_prompt=False
-            )
+            return self.render(_CONVERSATIONS[number](one), is_prompt=False)
         except InvalidTurnError:
             return ""
 
     def surroundings(self) -> Iterator[tuple[str, str]]:
-        """Yield what the template writes before and after a message's text, for each role."""
+        """Yield what it writes before and after a message's text, and its name, for each role."""
         for role in self.roles:
+            name = DUMMY_NAME if role in self.named_roles else ""
             for number in range(len(_CONVERSATIONS)):
-                before, found, after = self._tried(role, number).partition(DUMMY_QUESTION)
-                if found:
-                    yield before, after
+                text = self._tried(role, number, name)
+                for said in (DUMMY_QUESTION, name):
+                    before, found, after = text.partition(said) if said else ("", "", "")
+                    if found:
+                        yield before, after
 
 
 def written_in(text: str, alone: str) -> str:

@@ -8,26 +8,31 @@ Holds its own copy of the tokenizer: encoding runs on a thread, decoding on the 
 """
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from itertools import takewhile
 from typing import Any
 
 from inference_svc.core.chat import Tool
 from inference_svc.core.errors import InvalidTurnError, NoChatTemplateError
 from inference_svc.core.grammar import Grammar
+from inference_svc.core.template_arguments import Arguments
 from inference_svc.core.tools.registry import PLAIN, ToolFormat
 from inference_svc.core.tools.thoughts import ThoughtMarks, marks_in
 from inference_svc.core.turn_window import FrameTokens, common_prefix
 from inference_svc.runtime.turns.chat_template import (
+    DUMMY_ANSWER,
     DUMMY_QUESTION,
     OTHER_QUESTION,
     TALKERS,
     ChatTemplate,
+    Frames,
     Message,
     dummy_turn,
     message,
 )
 from inference_svc.runtime.turns.control_tokens import ControlTokens
+from inference_svc.runtime.turns.framing import Framing, Settled
+from inference_svc.runtime.turns.guarded import Guarded, guarded
 from inference_svc.runtime.turns.tool_template import ToolTemplate
 
 FRAMED = "a"  # a text to look around
@@ -37,6 +42,11 @@ MAX_MARK_TOKENS = 16  # of an opening mark, and the blanks behind it
 class TurnText:
     """Encodes the input of turns.
 
+    Args:
+        tokenizer: the model's; None: it has none.
+        eos_ids: ids of the tokens that end an answer.
+        usual: the chat template's arguments of whoever names none: the operator's.
+
     Attributes:
         chat_problem: why chat messages cannot be taken; "" if they can.
         frame_tokens: the tokens that begin messages of a chat; set by `try_out`.
@@ -45,7 +55,9 @@ class TurnText:
         control: encodes texts that stay texts; only a model with a tokenizer has it.
     """
 
-    def __init__(self, tokenizer: Any | None, eos_ids: frozenset[int]) -> None:
+    def __init__(
+        self, tokenizer: Any | None, eos_ids: frozenset[int], usual: Arguments | None = None
+    ) -> None:
         self._tokenizer: Any = copy.deepcopy(tokenizer)
         self._eos_ids = eos_ids
         self.frame_tokens = FrameTokens()
@@ -54,14 +66,41 @@ class TurnText:
         self.chat_problem = "the model has no tokenizer"
         if tokenizer is not None:
             self.chat_problem = "the chat template was not tried out"
-            self._template = ChatTemplate(self._tokenizer)
+            self._template = ChatTemplate(self._tokenizer, usual or {})
             self._tools = ToolTemplate(self._template.render)
+            self._framing = Framing(self._template, self._tools)
             self.control = ControlTokens(self._tokenizer)
 
     @property
     def tool_format(self) -> ToolFormat:
         """How the model writes calls of tools."""
         return PLAIN if self.chat_problem else self._tools.format
+
+    @property
+    def usual(self) -> Arguments:
+        """The chat template's arguments of whoever names none."""
+        return {} if self._tokenizer is None else self._template.usual
+
+    @property
+    def named_roles(self) -> frozenset[str]:
+        """Roles of messages of which the template writes who says them; of no tool's."""
+        return frozenset() if self.chat_problem else self._template.named_roles
+
+    def framing(self, own: Arguments) -> str:
+        """Return a digest of what a client's template arguments make of conversations: `Framing`.
+
+        Returns:
+            "" if it is what none make of them, or if there is no template.
+        """
+        return "" if self.chat_problem else self._framing.of(own)
+
+    def settle(self, own: Arguments, began_with: str | None) -> Settled:
+        """Return the template arguments of a turn: `Framing.settle`.
+
+        Raises:
+            InvalidTurnError: they are of another conversation.
+        """
+        return Settled(own, "") if self.chat_problem else self._framing.settle(own, began_with)
 
     def grammar_of_call(self, tools: Sequence[Tool]) -> Grammar:
         """Make the grammar of an answer that is one call of one of these tools.
@@ -83,7 +122,7 @@ class TurnText:
         if self.chat_problem:
             return
         question = message("user", DUMMY_QUESTION)
-        control.add_written(template.base + template.added([question]))
+        control.add_written(template.frames.base + template.added([question]))
         template.find_roles(control.num_in)
         for before, after in template.surroundings():
             control.add_written(before + after)
@@ -158,6 +197,9 @@ class TurnText:
         tools: Sequence[Message] = (),
         *,
         continues_answer: bool = True,
+        arguments: Arguments | None = None,
+        beginning: str = "",
+        is_prompt: bool = True,
     ) -> list[int]:
         """Encode new messages and the prompt for the answer.
 
@@ -166,6 +208,9 @@ class TurnText:
             history_ids: the tokens of the session's context; () if the session is new.
             tools: what the model may call; a context that is there tells of it already.
             continues_answer: whether the context ends with an answer, which is closed first.
+            arguments: all of the template's; None: the usual ones.
+            beginning: of the answer: it stands where an answer without a thought does; "": none.
+            is_prompt: whether an answer is to follow.
 
         Raises:
             NoChatTemplateError: the model has no usable template.
@@ -173,26 +218,34 @@ class TurnText:
         """
         self._check_chat()
         if not history_ids:
-            return self._encode_opening(messages, tools)
-        guarded, _, marked = self._guarded(messages)
-        results = list(takewhile(lambda one: "tool_call_id" in one, guarded))
+            said = self._guarded(messages, tools, arguments, beginning)
+            return self._encode_opening(said, is_prompt=is_prompt)
+        said = self._guarded(messages, (), arguments, beginning)
+        frames = self._frames(said.arguments)
+        results = list(takewhile(lambda one: "tool_call_id" in one, said.messages))
         answer = self._tools.asking(results) if results and self._tools.writes_calls else []
-        written, _ = self._tools.written(guarded, (), self._template.roles)
-        added = self._template.added(written, answer)
+        written, _ = self._tools.written(said.messages, (), self._template.roles)
+
+        def write(messages: Sequence[Message], *, is_prompt: bool) -> str:
+            return self._template.added(messages, answer, frames=frames, is_prompt=is_prompt)
+
+        added = _up_to_answer(write, written, said.beginning, is_prompt=is_prompt)
         if not continues_answer:
-            return self.control.encode(added, marked)
-        closings = list(self._template.closings)
+            return self.control.encode(added, said.marked)
+        closings = list(frames.closings)
         if answer:
-            base = self._template.render([dummy_turn()[0], *answer], is_prompt=False)
+            asked = [dummy_turn()[0], *answer]
+            base = self._template.render(asked, is_prompt=False, arguments=frames.arguments)
             closings.insert(0, self._tools.closing_in(base))
-        closing = self._unwritten_closing(history_ids[-1], closings)
-        return self.control.encode(closing + added, marked)
+        closing = self._unwritten_closing(history_ids[-1], closings, frames)
+        return self.control.encode(closing + added, said.marked)
 
     def system_tokens(
         self,
         messages: Sequence[Message],
         input_ids: Sequence[int],
         tools: Sequence[Message] = (),
+        arguments: Arguments | None = None,
     ) -> int:
         """Count the first tokens of a session that are its system message.
 
@@ -203,16 +256,21 @@ class TurnText:
             messages: the messages of the session's first turn.
             input_ids: their token ids.
             tools: what the model may call.
+            arguments: all of the template's; None: the usual ones.
         """
+
+        def opening(messages: Sequence[Message]) -> list[int]:
+            return self._encode_opening(self._guarded(messages, tools, arguments))
+
         leading = list(takewhile(lambda one: one["role"] not in TALKERS, messages))
         try:
             questions = [
-                self._encode_opening([*leading, message("user", text)], tools)
+                opening([*leading, message("user", text)])
                 for text in (DUMMY_QUESTION, OTHER_QUESTION)
             ]
             shared = common_prefix(input_ids, *questions)
             other = [{**one, "content": OTHER_QUESTION} for one in leading]
-            without = self._encode_opening([*other, message("user", DUMMY_QUESTION)], tools)
+            without = opening([*other, message("user", DUMMY_QUESTION)])
         except InvalidTurnError:  # the template wants other roles: there is no system message
             return 0
         whole_frames = self.frame_tokens.last_start(input_ids[:shared])
@@ -225,7 +283,7 @@ class TurnText:
         turn = [*dummy_turn(), message("user", DUMMY_QUESTION)]
         question = template.render(turn, is_prompt=False)
         prompted = template.render(turn, is_prompt=True)
-        texts = (question[len(template.base) :], prompted[len(question) :])
+        texts = (question[len(template.frames.base) :], prompted[len(question) :])
         first_ids = {token for text in texts for token in self.control.encode(text)[:1]}
         return frozenset(first_ids & self.control.ids)
 
@@ -239,52 +297,40 @@ class TurnText:
         shown = self.control.ids - self._eos_ids
         return {found: mark for found, mark in zip(ids, marks, strict=True) if found in shown}
 
-    def _encode_opening(
-        self, messages: Sequence[Message], tools: Sequence[Message] = ()
-    ) -> list[int]:
-        guarded, offered, marked = self._guarded(messages, tools)
-        written, told = self._tools.written(guarded, offered, self._template.roles)
-        return self.control.encode(self._template.render(written, told, is_prompt=True), marked)
+    def _frames(self, arguments: Arguments) -> Frames:
+        """Return what the template writes around answers, with guarded arguments."""
+        usual = self._template.frames
+        is_usual = arguments == usual.arguments
+        return usual if is_usual else self._template.frames_of(arguments)
+
+    def _encode_opening(self, said: Guarded, *, is_prompt: bool = True) -> list[int]:
+        written, told = self._tools.written(said.messages, said.tools, self._template.roles)
+
+        def write(messages: Sequence[Message], *, is_prompt: bool) -> str:
+            return self._template.render(
+                messages, told, is_prompt=is_prompt, arguments=said.arguments
+            )
+
+        text = _up_to_answer(write, written, said.beginning, is_prompt=is_prompt)
+        return self.control.encode(text, said.marked)
 
     def _guarded(
-        self, messages: Sequence[Message], tools: Sequence[Message] = ()
-    ) -> tuple[list[Message], list[Message], list[str]]:
-        """Return messages and tools with marks in their texts, and the parts these stand for.
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Message] = (),
+        arguments: Arguments | None = None,
+        beginning: str = "",
+    ) -> Guarded:
+        """Return what is said with marks in its texts, and the parts these stand for.
 
         Raises:
             InvalidTurnError: the template does not know a role, or a part cannot be spelled out.
         """
         self._template.check_roles(messages)
-        marked: list[str] = []
-        try:
-            guarded: list[Message] = [
-                {
-                    name: value if name == "role" else self._guarded_value(value, marked)
-                    for name, value in one.items()
-                }
-                for one in messages
-            ]
-            return guarded, [self._guarded_value(tool, marked) for tool in tools], marked
-        except RecursionError as error:
-            raise InvalidTurnError(
-                "a tool's schema, or the arguments of a call, are nested too deeply",
-                "send flatter ones",
-            ) from error
+        given = self._template.usual if arguments is None else arguments
+        return guarded(self.control, messages, tools, given, beginning)
 
-    def _guarded_value(self, value: Any, marked: list[str]) -> Any:
-        """Return a value with marks in all texts of it, names of members included."""
-        if isinstance(value, str):
-            return self.control.guard(value, marked)
-        if isinstance(value, Mapping):
-            return {
-                self.control.guard(name, marked): self._guarded_value(found, marked)
-                for name, found in value.items()
-            }
-        if isinstance(value, list | tuple):
-            return [self._guarded_value(found, marked) for found in value]
-        return value
-
-    def _unwritten_closing(self, last_id: int, closings: Sequence[str]) -> str:
+    def _unwritten_closing(self, last_id: int, closings: Sequence[str], frames: Frames) -> str:
         """Return what the answer lacks of its closing: of the first that has its end token."""
         if last_id in self._eos_ids:
             end_text: str = self._tokenizer.decode([last_id], skip_special_tokens=False)
@@ -292,4 +338,30 @@ class TurnText:
                 _, found, rest = closing.partition(end_text)
                 if found:
                     return rest
-        return self._template.closings[0]
+        return frames.closings[0]
+
+
+def _up_to_answer(
+    write: Callable[..., str], messages: Sequence[Message], beginning: str, *, is_prompt: bool
+) -> str:
+    """Write messages up to where the answer goes on: behind its beginning, if it has one.
+
+    Args:
+        write: writes messages: (messages, is_prompt=…).
+        messages: what is said before.
+        beginning: of the answer; "": none.
+        is_prompt: whether an answer is to follow.
+
+    Raises:
+        InvalidTurnError: the template does not take them.
+    """
+    if not beginning:
+        return write(messages, is_prompt=is_prompt)
+    # Behind another text, for a template may change how the beginning's own begins or ends.
+    text = write([*messages, message("assistant", DUMMY_ANSWER)], is_prompt=False)
+    before, found, _ = text.rpartition(DUMMY_ANSWER)
+    if not found:
+        raise InvalidTurnError(
+            "the chat template does not write the answer that is begun", "end with another message"
+        )
+    return before + beginning

@@ -1,7 +1,7 @@
 """A turn's prompt: its input as token ids, and the discards of the context that make room."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from inference_svc.core.answers import GrowingAnswer, SamplingParams
@@ -9,6 +9,7 @@ from inference_svc.core.context import Context
 from inference_svc.core.discards import Discard, Range
 from inference_svc.core.errors import EmptyTurnError, InvalidSamplingError, InvalidTurnError
 from inference_svc.core.submission import ChatInput, Submission, TextInput, TokenInput, TurnInput
+from inference_svc.core.template_arguments import Arguments
 from inference_svc.core.turn_window import TurnWindow
 from inference_svc.runtime.turns.chat_text import TurnText
 from inference_svc.runtime.worker_thread import WorkerThread
@@ -46,6 +47,7 @@ class Prompt:
         window: the turn's window.
         thought: the mark of a thought that it ends with: the answer's text begins with it; "" if
             there is none, or the answer is none of the model's own words.
+        template_arguments: what its record says of them; see `TurnRecord`.
     """
 
     before: Context
@@ -55,6 +57,7 @@ class Prompt:
     is_text: bool
     window: TurnWindow
     thought: str = ""
+    template_arguments: str = ""
 
     @cached_property
     def context(self) -> Context:
@@ -109,8 +112,15 @@ class PromptMaker:
         """The special tokens that calls and thoughts are written with: texts by ids."""
         return self._text.marks
 
-    async def make(self, submission: Submission, context: Context) -> Prompt:
+    async def make(
+        self, submission: Submission, context: Context, began_with: str | None = None
+    ) -> Prompt:
         """Make the prompt of a turn that continues a context.
+
+        Args:
+            submission: of the turn.
+            context: what its session has.
+            began_with: the template arguments that the session began with; None: it begins now.
 
         Raises:
             EmptyTurnError: the input has no token.
@@ -125,17 +135,18 @@ class PromptMaker:
             )
         self._check_vocabulary(submission.sampling)
         window = self._window(submission)
-        input_ids = await self._encode(submission.input, context)
+        given, recorded = await self._settled(submission.input, began_with)
+        input_ids = await self._encode(given, context)
         ranges = window.at_start(context, len(input_ids))
         kept = context.without(ranges)
         if ranges and ranges[-1][1] == len(context.token_ids):
             # The last answer is dropped, too: its closing, which begins the input, goes with it.
-            input_ids = await self._encode(submission.input, kept)
+            input_ids = await self._encode(given, kept)
             window.check_fits(len(kept.token_ids), len(input_ids))
-        system_tokens = 0 if kept.token_ids else await self._system_tokens(submission, input_ids)
-        is_text = isinstance(submission.input, TextInput)
+        system_tokens = 0 if kept.token_ids else await self._system_tokens(given, input_ids)
+        is_text = isinstance(given, TextInput)
         thought = await self._thought(submission, input_ids)
-        return Prompt(context, ranges, input_ids, system_tokens, is_text, window, thought)
+        return Prompt(context, ranges, input_ids, system_tokens, is_text, window, thought, recorded)
 
     async def encode(self, given: TurnInput) -> list[int]:
         """Return the tokens of an input that begins a session.
@@ -143,7 +154,18 @@ class PromptMaker:
         Raises:
             ReportedError: it cannot be encoded; see `make`.
         """
-        return await self._encode(given, Context())
+        settled, _ = await self._settled(given, None)
+        return await self._encode(settled, Context())
+
+    async def framing(self, own: Arguments) -> str:
+        """Return a digest of what a client's template arguments make of conversations: `Framing`.
+
+        Returns:
+            "" if it is what none make of them.
+        """
+        if not (own or self._text.usual):
+            return ""
+        return await self._thread.run(self._text.framing, own)
 
     async def encode_embedded(self, given: TextInput | TokenInput) -> list[int]:
         """Return the tokens of an input that is embedded; a text's as the tokenizer frames it.
@@ -189,6 +211,15 @@ class PromptMaker:
             frame_tokens=self._text.frame_tokens,
         )
 
+    async def _settled(self, given: TurnInput, began_with: str | None) -> tuple[TurnInput, str]:
+        """Return an input with all its template arguments, and what is recorded of these."""
+        if not isinstance(given, ChatInput):
+            return given, ""
+        if not (given.arguments or began_with or self._text.usual):
+            return given, ""  # as nearly all are
+        settled = await self._thread.run(self._text.settle, given.arguments, began_with)
+        return replace(given, arguments=settled.arguments), settled.recorded
+
     async def _encode(self, given: TurnInput, context: Context) -> list[int]:
         """Return the token ids to append to the context."""
         if isinstance(given, TextInput):
@@ -205,6 +236,9 @@ class PromptMaker:
                 context.token_ids,
                 given.as_tools(),
                 continues_answer=context.ends_with_answer,
+                arguments=given.arguments,
+                beginning=given.beginning,
+                is_prompt=given.is_prompt,
             )
         else:
             token_ids = list(given.token_ids)
@@ -228,10 +262,13 @@ class PromptMaker:
         found = await self._thread.run(self._text.thought_begun, input_ids)
         return found if found in submission.shown_marks else ""
 
-    async def _system_tokens(self, submission: Submission, input_ids: Sequence[int]) -> int:
-        given = submission.input
+    async def _system_tokens(self, given: TurnInput, input_ids: Sequence[int]) -> int:
         if not isinstance(given, ChatInput):
             return 0
         return await self._thread.run(
-            self._text.system_tokens, given.as_messages(), input_ids, given.as_tools()
+            self._text.system_tokens,
+            given.as_messages(),
+            input_ids,
+            given.as_tools(),
+            given.arguments,
         )

@@ -70,7 +70,8 @@ class TurnRunner:
             transcript = Transcript(Header(*submission.key))
         ExpectedSession(submission.expected_turn).check(transcript)
         _check_tools(submission, transcript)
-        prompt = await self._prompts.make(submission, transcript.context)
+        began_with = transcript.template_arguments
+        prompt = await self._prompts.make(submission, transcript.context, began_with)
         grammar = await self._grammars.compiled(submission.sampling.grammar)
         request, writer = self._make_request(turn, prompt, grammar)
         turn.publish(

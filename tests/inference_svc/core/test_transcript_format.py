@@ -328,3 +328,18 @@ def test_a_context_knows_whether_it_ends_with_an_answer():
     assert empty.context.ends_with_answer
     assert not empty.with_discard(Discard(((1, 3),), 0, CLIENT)).context.ends_with_answer
     assert not Transcript(HEADER).context.ends_with_answer
+
+
+def test_a_session_says_what_its_template_was_told():
+    """As its first turn has it; before that nothing is known, and of an older release: nothing."""
+    assert transcript(0).template_arguments is None
+    assert transcript(2).template_arguments == ""
+    told = replace(record(0), template_arguments='{"style":1}')
+    kept, _ = decode_transcript(encode_transcript(Transcript(HEADER, (told, record(1)))))
+    assert kept.template_arguments == '{"style":1}'
+    line = json.loads(encode_turn(record(0)).partition(b" ")[2])
+    del line["turn"]["template_arguments"]
+    text = json.dumps(line).encode()
+    data = encode_transcript(transcript(0)) + b"%08x %s\n" % (zlib.crc32(text), text)
+    old, _ = decode_transcript(data)
+    assert old.template_arguments == ""

@@ -74,3 +74,13 @@ def test_a_format_that_every_answer_has():
     """gpt-oss writes channels without tools, too."""
     read = Reading(FORMATS["gpt-oss"]).whole("<|channel|>final<|message|>Hello")
     assert (read.content, read.calls) == ("Hello", ())
+
+
+def test_an_answer_that_is_begun_is_a_message_with_its_beginning():
+    """What is read is what the model says; a mark there begins no thought."""
+    thoughts = ThoughtMarks("<think>", "</think>")
+    begun = Reading(thoughts=thoughts, beginning="Well, ")
+    assert begun.whole("<think>so</think>").content == "<think>so</think>"
+    assert begun.message("so it is.") == Message("assistant", "Well, so it is.")
+    assert begun.marks == frozenset()
+    assert Reading(thoughts=thoughts).message("<think>a</think>so").content == "so"

@@ -75,6 +75,7 @@ class Templateless:
 
     tool_format = FORMATS["json"]
     thoughts = None
+    named_roles = frozenset({"user"})
 
 
 MODEL = Templateless()
@@ -136,3 +137,28 @@ def test_who_names_no_temperature_gets_the_settings():
     """One of 0 is named."""
     assert turn_of().sampling["temperature"] == 0.5
     assert turn_of(temperature=0).sampling["temperature"] == 0
+
+
+def test_names_that_no_template_writes_are_left_out():
+    """They would make histories of which nothing else is different; tools keep theirs."""
+    said = [
+        {"role": "system", "content": "a", "name": "Ann"},
+        {"role": "user", "content": "b", "name": "Bo"},
+        {"role": "tool", "content": "c", "name": "look", "tool_call_id": "c1"},
+    ]
+    assert [one.name for one in turn_of(messages=said).messages] == ["", "Bo", "look"]
+
+
+def test_an_answer_that_is_begun_is_no_call():
+    """It cannot be forced to be one; it may call what it likes."""
+    tools = [{"type": "function", "function": {"name": "look"}}]
+    begun = {
+        "messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}],
+        "continue_final_message": True,
+        "tools": tools,
+    }
+    assert turn_of(**begun).reading.beginning == "b"
+    assert "grammar" in turn_of(**begun, response_format={"type": "json_object"}).sampling
+    with pytest.raises(RequestError, match="that is begun cannot be a call") as refused:
+        turn_of(**begun, tool_choice="required")
+    assert refused.value.param == "tool_choice"

@@ -306,3 +306,33 @@ def test_a_discard_of_very_many_positions_is_refused():
     with pytest.raises(InvalidDiscardError) as refused:
         decode_discard(most)
     assert "send ranges" in refused.value.remedy
+
+
+def test_what_a_chat_says_to_the_template():
+    """Arguments, the answer's beginning, and who says a message: of no turn that has none."""
+    asked = pb.ChatMessage(role="user", content="Hello", name="Ann")
+    chat = pb.ChatMessages(messages=[asked], template_arguments='{"style": [1]}', beginning="Well")
+    told = decode(chat=chat)
+    assert told.input == ChatInput(
+        (Message("user", "Hello", name="Ann"),), arguments={"style": [1]}, beginning="Well"
+    )
+    plain = decode(chat=HELLO)
+    assert (plain.input.arguments, plain.input.beginning) == ({}, "")
+    assert plain.digest != told.digest
+
+
+@pytest.mark.parametrize(
+    ("chat", "said"),
+    [
+        ({"template_arguments": "[]"}, "no object"),
+        ({"template_arguments": '{"tools": []}'}, "the service's own"),
+        ({"template_arguments": '{"x": NaN}'}, "no JSON"),
+        ({"template_arguments": '{"x": "' + "y" * 16384 + '"}'}, "too long"),
+        ({"messages": [pb.ChatMessage(role="user", content="a", name="b\n")]}, "no name of who"),
+    ],
+)
+def test_what_cannot_be_said_to_the_template(chat, said):
+    """As by HTTP."""
+    given = {"messages": HELLO.messages, **chat}
+    with pytest.raises(InvalidTurnError, match=said):
+        decode(chat=pb.ChatMessages(**given))

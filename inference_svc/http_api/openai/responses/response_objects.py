@@ -264,7 +264,7 @@ class ResponseObjects:
             "output": output,
             "parallel_tool_calls": info.parallel_tool_calls,
             "previous_response_id": info.previous_id or None,
-            "reasoning": {"effort": None, "summary": None},
+            "reasoning": {"effort": info.effort, "summary": None},
             "service_tier": "default",
             "store": info.is_kept,
             "temperature": info.temperature,

@@ -20,6 +20,7 @@ from inference_svc.http_api.api import Api
 from inference_svc.http_api.bodies.body import Body, Count, Refused, WrongMemberError
 from inference_svc.http_api.bodies.conversation import with_names
 from inference_svc.http_api.bodies.formats import FlatFormat
+from inference_svc.http_api.bodies.template import Effort
 from inference_svc.http_api.errors import RequestError, UnsupportedValueError, unknown_response
 from inference_svc.http_api.openai.responses.input_items import InputItems, messages_of, objects_of
 from inference_svc.http_api.openai.responses.response_objects import ResponseObjects
@@ -46,6 +47,15 @@ class TextOptions(Body):
     }
 
     format: FlatFormat | None = None
+
+
+class ReasoningOptions(Body):
+    """How the model is to think."""
+
+    content_words: ClassVar[str] = "effort"
+    ignored: ClassVar[frozenset[str]] = frozenset({"context", "generate_summary", "summary"})
+
+    effort: Effort | None = None
 
 
 class ResponseStreamOptions(Body):
@@ -97,7 +107,7 @@ class ResponseBody(OpenAITurnBody):
             ([],), "the service's [overflow] settings say what is dropped"
         ),
     }
-    ignored: ClassVar[frozenset[str]] = OpenAITurnBody.ignored | {"client_metadata", "reasoning"}
+    ignored: ClassVar[frozenset[str]] = OpenAITurnBody.ignored | {"client_metadata"}
 
     tool_kinds: ClassVar[frozenset[str]] = frozenset({FUNCTION, NAMESPACE})
 
@@ -109,6 +119,7 @@ class ResponseBody(OpenAITurnBody):
     include: Annotated[list[str], BeforeValidator(_include)] = Field(default_factory=list)
     truncation: Literal["", "auto", "disabled"] = ""
     text: TextOptions = TextOptions()
+    reasoning: ReasoningOptions = ReasoningOptions()
     stream_options: ResponseStreamOptions = ResponseStreamOptions()
 
     @model_validator(mode="after")
@@ -131,6 +142,11 @@ class ResponseBody(OpenAITurnBody):
         """Instructions and input."""
         leading = (Message(SYSTEM, self.instructions),) if self.instructions else ()
         return (*leading, *self.new_messages)
+
+    @property
+    def effort(self) -> Effort | None:
+        """How much the model is to think; None if the client does not say."""
+        return self.reasoning.effort
 
     @property
     def offered(self) -> tuple[Tool, ...]:
@@ -308,6 +324,7 @@ def _turn(
         tool_choice=body.shown_choice,
         parallel_tool_calls=body.parallel_tool_calls,
         input_bytes=input_bytes,
+        effort=body.effort,
     )
     if previous is not None and not body.instructions:
         info = replace(

@@ -289,11 +289,10 @@ def test_what_is_to_be_kept_for_how_long(members, retention):
             "messages[0].content[0].type",
             UnsupportedValueError,
         ),
-        (
-            {"messages": [HELLO, {"role": "assistant", "content": "I"}]},
-            "messages",
-            UnsupportedValueError,
-        ),
+        ({"messages": [HELLO, CALLED]}, "messages", UnsupportedValueError),
+        ({"thinking": {"type": "off"}}, "thinking.type", RequestError),
+        ({"thinking": {"type": "enabled", "depth": 3}}, "thinking.depth", UnknownParameterError),
+        ({"chat_template_kwargs": {"tools": []}}, "chat_template_kwargs", RequestError),
     ],
 )
 def test_what_is_refused(members, param, kind):

@@ -184,7 +184,7 @@ def test_times_that_cannot_be_are_refused(fields, param):
         ({"web_search_options": {}}, "web_search_options"),
         ({"service_tier": "flex"}, "service_tier"),
         ({"messages": [{"role": "function", "name": "f", "content": "4"}]}, "messages[0].role"),
-        ({"messages": [{"role": "user", "content": "x", "name": "Ann"}]}, "messages[0].name"),
+        ({"add_generation_prompt": False}, "add_generation_prompt"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
             "messages[0].content[0].type",

@@ -10,6 +10,7 @@ from inference_svc.core.chat import Message, Tool, ToolCall
 from inference_svc.core.errors import EmptyTurnError, InvalidSamplingError
 from inference_svc.core.submission import ChatInput, ModelTraits, TurnDefaults
 from inference_svc.core.truncation import OverflowPolicy
+from inference_svc.http_api.answer_parts import Reading
 from inference_svc.http_api.sessions.lookup import Route
 from inference_svc.http_api.sessions.routing import HistoryChain, HttpTurn, beginnings
 from inference_svc.http_api.sessions.store_file import KEY_BYTES
@@ -167,3 +168,27 @@ def test_tools_begin_a_history():
     openings = [CHAIN.opening(()), CHAIN.opening(tools), CHAIN.opening((*tools, Tool("see")))]
     assert openings[0] == CHAIN.start
     assert len(set(openings)) == 3
+
+
+def test_what_arguments_make_of_it_begins_a_history():
+    """Beside the tools; none is the one that there always was."""
+    tools = (Tool("look", "Looks."),)
+    openings = [CHAIN.opening(of, framing) for of in ((), tools) for framing in ("", "a", "b")]
+    assert len(set(openings)) == 6
+    assert openings[0] == CHAIN.start
+    assert openings[3] == CHAIN.opening(tools)
+
+
+def test_who_says_a_question_is_part_of_a_history():
+    """Who says an answer is known: clients put names there, or leave them out."""
+    for role, num in (("user", 3), ("system", 3), ("assistant", 1), ("tool", 1)):
+        named = [Message(role, "x", name=name) for name in ("", "Ann", "Bo")]
+        assert len({CHAIN.after(CHAIN.start, one) for one in named}) == num
+
+
+def test_an_answer_that_is_begun_is_submitted_with_its_beginning():
+    """And with the arguments of the template."""
+    asked = turn(arguments={"style": 1}, reading=Reading(beginning="Well, "))
+    made = asked.as_submission(Route("s", 1, 2, None), KEY_OF, DEFAULTS)
+    assert (made.input.arguments, made.input.beginning) == ({"style": 1}, "Well, ")
+    assert made.input.is_prompt

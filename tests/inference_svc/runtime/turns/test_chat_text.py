@@ -82,7 +82,7 @@ def test_what_surrounds_a_message_is_known(tokenizer):
     """For each role and place: what the template writes, without the prompt for an answer."""
     tokenizer = AutoTokenizer.from_pretrained(tokenizer.name_or_path)
     tokenizer.chat_template = STRICT
-    template = ChatTemplate(tokenizer)
+    template = ChatTemplate(tokenizer, {})
     template.find_roles(lambda _text: 0)
     assert {"user", "assistant"} <= set(template.roles)
     found = list(template.surroundings())
@@ -95,7 +95,7 @@ def test_a_template_that_refuses_roles_has_those_that_it_takes(tokenizer):
     """Each that is refused is just none of them, wherever in a conversation it is tried."""
     tokenizer = AutoTokenizer.from_pretrained(tokenizer.name_or_path)
     tokenizer.chat_template = PICKY
-    template = ChatTemplate(tokenizer)
+    template = ChatTemplate(tokenizer, {})
     template.find_roles(lambda _text: 0)
     assert template.roles == ("user", "assistant", "critic")
     assert len(list(template.surroundings())) == 4 * len(template.roles)

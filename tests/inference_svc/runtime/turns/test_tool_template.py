@@ -153,7 +153,7 @@ def test_results_after_an_answer_that_was_cut(name):
     context = history(text, family, asking(CALL))[:-1]
     closed = text.encode_chat([SUNNY], context)
     alone = text.encode_chat([SUNNY], context, continues_answer=False)
-    closing = text.control.encode(text._template.closings[0])
+    closing = text.control.encode(text._template.frames.closings[0])
     assert closed == closing + alone
     assert text.decode(closing).strip() in (*family.ends, "<|end|>")
     assert "sunny" in text.decode(alone)

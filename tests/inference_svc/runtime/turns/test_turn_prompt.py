@@ -23,7 +23,8 @@ from inference_svc.runtime.turns.turn_prompt import MidTurnCut, PromptMaker, Tur
 from inference_svc.runtime.worker_thread import WorkerThread
 from shared.types.session_key import SessionKey
 from tests.tokenizers import framing_texts, make_tokenizer
-from tests.tool_templates import FAMILIES, text_of
+from tests.told_templates import EFFORTFUL, STYLED
+from tests.tool_templates import FAMILIES, text_of, tokenizer_of
 
 WINDOW_TOKENS = 100
 SYSTEM = Message("system", "Be brief.")
@@ -202,7 +203,7 @@ async def test_what_a_client_took_away_is_not_closed(prompts, tokenizer):
 class Wordy(TurnText):
     """Begins a conversation with a long message of its own."""
 
-    def encode_chat(self, messages, history_ids, tools=(), *, continues_answer=True):
+    def encode_chat(self, messages, history_ids, tools=(), **_options):
         """See TurnText."""
         return [7] * (50 if history_ids else WINDOW_TOKENS)
 
@@ -265,3 +266,44 @@ async def test_a_prompt_that_begins_a_thought(shown_marks, sampling, thought):
     prompt = await prompts.make(asked, Context())
     thread.close()
     assert prompt.thought == thought
+
+
+HIGH = {"reasoning_effort": "high"}
+
+
+@pytest.mark.parametrize(("usual", "own"), [({}, HIGH), (HIGH, {}), (HIGH, {"other": 1})])
+async def test_a_prompt_is_written_with_all_of_its_arguments(usual, own):
+    """The operator's and the client's, also where all that was said before has to go."""
+    text = TurnText(tokenizer_of(EFFORTFUL), frozenset(), usual)
+    text.try_out()
+    thread = WorkerThread("text")
+    limits = TurnLimits(WINDOW_TOKENS, 1 << 16, frozenset(), 10)
+    prompts = PromptMaker(text, thread, limits, has_tokenizer=True)
+    asked = replace(question("Why?"), arguments=own)
+    first = await prompts.make(submission(asked), Context())
+    said = text.decode(first.input_ids)
+    assert said.startswith("<|im_start|>system\nEffort: high<|im_end|>")
+    system = text.decode(first.input_ids[: first.system_tokens])
+    assert system == "<|im_start|>system\nEffort: high<|im_end|>\n"
+    assert await prompts.encode(asked) == first.input_ids
+    assert (await prompts.framing(own)) == text_of(EFFORTFUL).framing(HIGH)
+    began_with = first.template_arguments
+    assert '"reasoning_effort":"high"' in began_with
+    context = Context().with_input([5] * 90).with_answer([6] * 5)
+    drops = submission(asked, OverflowPolicy(ratio=1.0, sink_tokens=0))
+    again = await prompts.make(drops, context, began_with)
+    assert again.ranges == ((0, 95),)
+    assert (text.decode(again.input_ids), again.template_arguments) == (said, "")
+    thread.close()
+
+
+async def test_a_turn_that_brings_no_arguments_has_its_sessions():
+    """Those without which it would have begun otherwise."""
+    text = text_of(STYLED)
+    thread = WorkerThread("text")
+    limits = TurnLimits(WINDOW_TOKENS, 1 << 16, frozenset(), 10)
+    prompts = PromptMaker(text, thread, limits, has_tokenizer=True)
+    for began_with, style in (('{"style":"!"}', "!"), ("", "")):
+        prompt = await prompts.make(submission(question("Why?")), Context((5, 6), 2), began_with)
+        assert text.decode(prompt.input_ids).endswith(f"<|im_start|>assistant{style}\n")
+    thread.close()

@@ -1,0 +1,127 @@
+"""Arguments of a chat template, beside messages and tools: `chat_template_kwargs`. Pure.
+
+A template takes those whose names it knows, and passes over the others.
+"""
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any, TypeAlias
+
+from inference_svc.core.errors import InvalidTurnError
+
+Arguments: TypeAlias = Mapping[str, Any]  # JSON by names
+
+MAX_ARGUMENTS = 64
+MAX_DEPTH = 16  # of objects and lists in one another: whoever writes them into a prompt recurses
+MAX_CHARACTERS = 16384  # as JSON
+EFFORT = "reasoning_effort"
+# By the names that templates have for it: Qwen's and who follows, DeepSeek's and Granite's.
+UNTHINKING: Arguments = {"enable_thinking": False, "thinking": False}
+# What a template is given by the service, or would not be a template's argument.
+RESERVED = frozenset(
+    {
+        *("messages", "conversation", "tools", "chat_template", "add_generation_prompt"),
+        *("continue_final_message", "tokenize", "tokenizer_kwargs", "sanitize_control_tokens"),
+        *("padding", "truncation", "max_length", "return_tensors", "return_dict"),
+        *("return_assistant_tokens_mask", "raise_exception", "strftime_now", "self"),
+    }
+)
+_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,63}")
+_SPECIAL = ("_token", "_tokens")  # the model's own: eos_token, extra_special_tokens
+
+
+def check_arguments(arguments: Arguments) -> None:
+    """Check what a client, or the operator, gives to the template.
+
+    Raises:
+        InvalidTurnError: a name is none or the service's own, or there is too much of them.
+    """
+    for name in arguments:
+        if not _NAME.fullmatch(name):
+            raise InvalidTurnError(
+                f"{name[:60]!r} is no name of a template's argument",
+                "send letters, digits and underscores, up to 64",
+            )
+        if name in RESERVED or name.endswith(_SPECIAL):
+            raise InvalidTurnError(
+                f"the template's argument {name!r} is the service's own", "leave it out"
+            )
+    if len(arguments) > MAX_ARGUMENTS or _is_deep(arguments):
+        raise InvalidTurnError(
+            "there are too many of the template's arguments, or they are nested too deeply",
+            f"send at most {MAX_ARGUMENTS}, of {MAX_DEPTH} levels",
+        )
+    _check_length(canonical_arguments(arguments))
+
+
+def canonical_arguments(arguments: Arguments) -> str:
+    """Write arguments as one text, "" if there are none: equal texts, equal arguments.
+
+    Raises:
+        InvalidTurnError: a value is no JSON.
+    """
+    if not arguments:
+        return ""
+    try:
+        return json.dumps(
+            arguments, ensure_ascii=False, sort_keys=True, separators=(",", ":"), allow_nan=False
+        )
+    except (TypeError, ValueError) as error:
+        raise InvalidTurnError(
+            f"the template's arguments are no JSON ({error})", "send JSON"
+        ) from error
+
+
+def read_arguments(text: str) -> dict[str, Any]:
+    """Read arguments that were written as JSON; "" has none. They are not checked.
+
+    Raises:
+        InvalidTurnError: it is no JSON object, or too long for one.
+    """
+    _check_length(text)
+    try:
+        found = json.loads(text or "{}")
+    except (ValueError, RecursionError) as error:
+        raise InvalidTurnError("the template's arguments are no JSON", "send an object") from error
+    if not isinstance(found, dict):
+        raise InvalidTurnError("the template's arguments are no object", "send a JSON object")
+    return found
+
+
+def usual_arguments(value: object) -> object:
+    """Read the operator's arguments: a table, or its JSON; for a validator of settings.
+
+    Raises:
+        ValueError: they cannot be.
+    """
+    try:
+        given = read_arguments(value) if isinstance(value, str) else value
+        if isinstance(given, Mapping):
+            check_arguments(given)
+    except InvalidTurnError as error:
+        raise ValueError(str(error)) from error
+    return given
+
+
+def effort_arguments(effort: str | None) -> dict[str, Any]:
+    """Return what says how much the model is to think; None: the client does not say."""
+    if effort is None:
+        return {}
+    return {EFFORT: effort, **(UNTHINKING if effort == "none" else {})}
+
+
+def _check_length(text: str) -> None:
+    if len(text) > MAX_CHARACTERS:
+        raise InvalidTurnError(
+            "the template's arguments are too long",
+            f"send at most {MAX_CHARACTERS} characters of JSON",
+        )
+
+
+def _is_deep(arguments: Arguments) -> bool:
+    level: list[Any] = [arguments]
+    for _ in range(MAX_DEPTH):
+        inner = (each.values() if isinstance(each, Mapping) else each for each in level)
+        level = [one for values in inner for one in values if isinstance(one, Mapping | list)]
+    return bool(level)

@@ -1,0 +1,222 @@
+"""What chat templates are told, by the official clients: arguments, and who says a message.
+
+A model's template writes them, and gRPC says which tokens a turn began with.
+"""
+
+from contextlib import AsyncExitStack
+
+import openai
+import pytest
+from transformers import AutoTokenizer
+
+from inference_svc.client import turn_request
+from shared.pb.inference.v1 import inference_pb2 as pb
+from shared.serving.grpc_status import InvalidInputError
+from tests.http_api.conftest import MODEL
+from tests.http_api.test_chat import ask, text_of
+from tests.http_api.test_listening import local_client
+from tests.http_api.test_thoughts import anthropic_client
+from tests.inference_processes import InferenceProcess, wait_kvd_state
+from tests.processes import KvdProcess
+from tests.scripted_model import build_scripted_model, last_of_prompt
+from tests.told_templates import EFFORTFUL, NAMED
+from tests.tool_templates import tokenizer_of
+
+SAID = ["Hello ", "there."]
+QUESTION = {"role": "user", "content": "What is a tüür?"}
+LONG = {"role": "user", "content": "What is a tüür? " * 30}  # some blocks
+OPTIONS = {"model": "model", "temperature": 0}
+UNTHINKING = {"chat_template_kwargs": {"enable_thinking": False}}
+AFTER_THOUGHT = "Well."  # where the template has written an empty one
+
+
+def answered(answer, question=QUESTION):
+    """A conversation's answer, as its client sends it back, and the next question."""
+    return [{"role": "assistant", "content": text_of(answer)}, question]
+
+
+class Told:
+    """The service of a model whose template writes what it is told."""
+
+    def __init__(self, directory, family, kvd=None, environ=None):
+        tokenizer = tokenizer_of(family)
+        thoughtless = tokenizer.convert_tokens_to_ids("</think>")
+        script = {last_of_prompt(tokenizer): SAID, thoughtless: [AFTER_THOUGHT]}
+        model = build_scripted_model(directory / "model", tokenizer, script, family.ends[-1])
+        self.socket = directory / "openai.sock"
+        flags = ["--openai", f"unix:{self.socket}"]
+        runtime_dir = kvd and kvd.runtime_dir
+        self.process = InferenceProcess(model, directory, runtime_dir, flags, environ or {})
+        self.tokenizer = AutoTokenizer.from_pretrained(model)
+
+    async def inputs(self, answer):
+        """What the turns of an answer's session began with."""
+        session_id = answer.model_extra["session_id"]
+        async with self.process.client() as client:
+            session = await client.get_session(session_id, with_turns=True)
+        return [self.tokenizer.decode(turn.input_ids) for turn in session.turn_records]
+
+
+async def test_what_a_template_writes_begins_another_conversation(short_dir):
+    """The same arguments find the history, others do not; what is before an answer is a turn's.
+
+    What was computed of a history is read from kvd.
+    """
+    kvd = KvdProcess(short_dir / "kvd", ("--dram", "64MB", "--ssd", "64MB"))
+    told = Told(short_dir, EFFORTFUL, kvd)
+    async with AsyncExitStack() as stack:
+        stack.push_async_callback(kvd.stop)
+        await kvd.start()
+        await stack.enter_async_context(told.process)
+        client = await stack.enter_async_context(local_client(told.socket))
+        grpc_client = await stack.enter_async_context(told.process.client())
+        await wait_kvd_state(grpc_client, "attached")
+
+        async def chat(messages, **fields):
+            return await client.chat.completions.create(messages=messages, **OPTIONS, **fields)
+
+        plain = await chat([LONG])
+        high = await chat([LONG], reasoning_effort="high")
+        assert "Effort: medium" in (await told.inputs(plain))[0]
+        assert "Effort: high" in (await told.inputs(high))[0]
+        longer = [LONG, *answered(high)]
+        again = await chat(longer, reasoning_effort="high", extra_body=UNTHINKING)
+        assert again.model_extra["session_id"] == high.model_extra["session_id"]
+        first, second = await told.inputs(again)
+        assert first.startswith("<|im_start|>system\nEffort: high")
+        assert "Effort" not in second  # which is what is new alone
+        assert second.endswith("<|im_start|>assistant\n<think></think>")
+        assert text_of(again) == AFTER_THOUGHT
+        cached = again.usage.prompt_tokens_details.cached_tokens
+        assert cached >= high.usage.prompt_tokens // 2
+        usual = await chat(longer, reasoning_effort="medium")  # which is none to the template
+        assert usual.model_extra["session_id"] == plain.model_extra["session_id"]
+        low = await chat(longer, extra_body={"chat_template_kwargs": {"reasoning_effort": "low"}})
+        (whole,) = await told.inputs(low)
+        assert "Effort: low" in whole
+        assert whole.count("<|im_start|>user") == 2
+
+
+async def test_a_session_that_is_named_keeps_its_arguments(short_dir):
+    """Who says none has them; who says others is refused, and a response's follower as well."""
+    told = Told(short_dir, EFFORTFUL)
+    async with told.process, local_client(told.socket) as client:
+        named = {"session_id": "s1"}
+        effort = {"reasoning_effort": "low"}
+        chat = client.chat.completions.create
+        await chat(messages=[QUESTION], **OPTIONS, **effort, extra_body=named)
+        second = await chat(messages=[QUESTION], **OPTIONS, extra_body=named)
+        assert "Effort: low" in (await told.inputs(second))[0]
+        with pytest.raises(openai.BadRequestError, match=r"another conversation.*or none"):
+            await chat(messages=[QUESTION], **OPTIONS, reasoning_effort="high", extra_body=named)
+        asked = {"input": "What?", **OPTIONS}
+        first = await client.responses.create(**asked, reasoning={"effort": "high"})
+        assert first.reasoning.effort == "high"
+        assert "Effort: high" in (await told.inputs(first))[0]
+        for reasoning in ({"effort": "high"}, {}):
+            following = await client.responses.create(
+                **asked, previous_response_id=first.id, reasoning=reasoning
+            )
+            assert following.output_text == "".join(SAID)
+        with pytest.raises(openai.BadRequestError, match="another conversation"):
+            await client.responses.create(
+                **asked, previous_response_id=first.id, reasoning={"effort": "low"}
+            )
+
+
+async def test_an_operators_arguments_are_everybodys(short_dir):
+    """Whoever comes; a request's count before them, and Anthropic's clients switch thinking off."""
+    environ = {"INFERENCE_MODEL__CHAT_TEMPLATE_KWARGS": '{"reasoning_effort": "low"}'}
+    told = Told(short_dir, EFFORTFUL, environ=environ)
+    async with (
+        told.process,
+        local_client(told.socket) as client,
+        anthropic_client(told.socket) as other,
+        told.process.client() as grpc_client,
+    ):
+        usual = await client.chat.completions.create(messages=[QUESTION], **OPTIONS)
+        assert "Effort: low" in (await told.inputs(usual))[0]
+        own = await client.chat.completions.create(
+            messages=[QUESTION], **OPTIONS, reasoning_effort="max"
+        )
+        assert "Effort: max" in (await told.inputs(own))[0]
+        message = await other.messages.create(
+            model="model", max_tokens=5, messages=[QUESTION], thinking={"type": "disabled"}
+        )
+        assert message.content[0].text == AFTER_THOUGHT
+        asked = [pb.ChatMessage(**QUESTION)]
+        turn = await grpc_client.submit(turn_request(asked, "g1"))
+        assert turn.text == "".join(SAID)
+        other_chat = pb.ChatMessages(template_arguments='{"reasoning_effort": "high"}')
+        with pytest.raises(InvalidInputError, match="another conversation"):
+            await grpc_client.submit(turn_request(asked, "g1", chat=other_chat))
+        chat = pb.ChatMessages(template_arguments='{"enable_thinking": false}')
+        turn = await grpc_client.submit(turn_request(asked, "g1", chat=chat))
+        assert turn.text == AFTER_THOUGHT
+
+
+async def test_tokens_are_counted_with_what_the_template_is_told(short_dir):
+    """As a turn would be read; without the prompt for an answer, if that is asked for."""
+    told = Told(short_dir, EFFORTFUL)
+    async with told.process, local_client(told.socket) as client:
+
+        async def tokens(**fields):
+            found = await client.post(
+                "http://localhost/tokenize",
+                body={"messages": [QUESTION], **fields},
+                cast_to=object,
+            )
+            return told.tokenizer.decode(found["tokens"])
+
+        assert (await tokens()).endswith("<|im_end|>\n<|im_start|>assistant\n")
+        assert (await tokens(**UNTHINKING)).endswith("<think></think>")
+        low = await tokens(chat_template_kwargs={"reasoning_effort": "low"})
+        assert low == (await tokens()).replace("medium", "low")
+        bare = await tokens(add_generation_prompt=False)
+        assert bare + "<|im_start|>assistant\n" == await tokens()
+        begun = {"continue_final_message": True, "add_generation_prompt": False}
+        messages = [QUESTION, {"role": "assistant", "content": "Well, "}]
+        assert await tokens(messages=messages, **begun) == await tokens() + "Well, "
+
+
+async def test_names_are_part_of_a_history_where_they_are_written(short_dir):
+    """Of questions; who says an answer is known. Where none are written none count."""
+    ann = {**QUESTION, "name": "Ann"}
+    told = Told(short_dir, NAMED)
+    async with told.process, local_client(told.socket) as client:
+
+        async def chat(*messages):
+            return await client.chat.completions.create(messages=[*messages], **OPTIONS)
+
+        first = await chat(ann)
+        assert (await told.inputs(first))[0].startswith("<|im_start|>user <|Ann\n")
+        answer, question = answered(first, ann)
+        other = await chat(QUESTION, answer, question)
+        assert other.model_extra["session_id"] != first.model_extra["session_id"]
+        second = await chat(ann, {**answer, "name": "model"}, question)
+        assert second.model_extra["session_id"] == first.model_extra["session_id"]
+
+
+@pytest.mark.asyncio(loop_scope="session")
+async def test_a_template_that_knows_none_of_it_is_told_in_vain(api, opening):
+    """Accepted, and without effect; what was computed is read from the cache."""
+    told = {"chat_template_kwargs": {"enable_thinking": False, "style": [1, {"a": "<|end|>"}]}}
+    system, question = opening
+    async with api.client() as client:
+        first = await ask(client, opening, extra_body=told, reasoning_effort="low")
+        longer = [system, {**question, "name": "Ann"}, *answered(first, question)]
+        second = await ask(client, longer)
+        third = await ask(client, [*longer, *answered(second, question)], extra_body=told)
+        for wrong, said in (
+            ({"tools": []}, "the service's own: leave it out"),
+            ({"a b": 1}, "no name of a template's argument"),
+        ):
+            with pytest.raises(openai.BadRequestError, match=said) as refused:
+                await ask(client, opening, extra_body={"chat_template_kwargs": wrong})
+            assert refused.value.param == "chat_template_kwargs"
+    sessions = {answer.model_extra["session_id"] for answer in (first, second, third)}
+    assert len(sessions) == 1
+    for before, after in ((first, second), (second, third)):
+        cached = after.usage.prompt_tokens_details.cached_tokens
+        assert cached >= before.usage.prompt_tokens // 2
+    assert first.model == MODEL

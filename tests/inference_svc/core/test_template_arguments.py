@@ -1,0 +1,108 @@
+"""Arguments of chat templates: which may be given, and how much of them."""
+
+import json
+
+import pytest
+
+from inference_svc.core.errors import InvalidTurnError
+from inference_svc.core.template_arguments import (
+    MAX_ARGUMENTS,
+    MAX_CHARACTERS,
+    MAX_DEPTH,
+    canonical_arguments,
+    check_arguments,
+    effort_arguments,
+    read_arguments,
+    usual_arguments,
+)
+
+
+def nested(depth):
+    """A list in so many lists."""
+    return json.loads("[" * depth + "]" * depth)
+
+
+def test_what_may_be_given():
+    """Names of letters, values of JSON; so many, so deep, so long, and no more."""
+    for arguments in (
+        {},
+        {"enable_thinking": False, "documents": [{"title": "a", "text": None}], "x1": 1.5},
+        {f"name_{number}": number for number in range(MAX_ARGUMENTS)},
+        {"deep": nested(MAX_DEPTH - 1)},
+        {"long": "x" * (MAX_CHARACTERS - len('{"long":""}'))},
+    ):
+        check_arguments(arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"messages": []}, "'messages' is the service's own: leave it out"),
+        ({"tools": []}, "'tools' is the service's own"),
+        ({"chat_template": "{{ 1 }}"}, "'chat_template' is the service's own"),
+        ({"add_generation_prompt": False}, "the service's own"),
+        ({"eos_token": "x"}, "'eos_token' is the service's own"),
+        ({"extra_special_tokens": []}, "the service's own"),
+        ({"strftime_now": "x"}, "the service's own"),
+        ({"": 1}, "'' is no name"),
+        ({"_x": 1}, "'_x' is no name"),
+        ({"a-b": 1}, "'a-b' is no name"),
+        ({"x" * 65: 1}, "is no name .*: send letters, digits and underscores, up to 64"),
+        ({f"name_{number}": 1 for number in range(MAX_ARGUMENTS + 1)}, "too many"),
+        ({"deep": nested(MAX_DEPTH)}, "nested too deeply: send at most 64, of 16 levels"),
+        ({"long": "x" * MAX_CHARACTERS}, "too long: send at most 16384 characters"),
+        ({"x": float("nan")}, "no JSON"),
+        ({"x": {1, 2}}, "no JSON"),
+    ],
+)
+def test_what_may_not_be_given(arguments, said):
+    """In one line, with a remedy."""
+    with pytest.raises(InvalidTurnError, match=said) as refused:
+        check_arguments(arguments)
+    assert "\n" not in str(refused.value)
+
+
+def test_equal_arguments_are_equal_texts():
+    """In whatever order they come; none are the empty one."""
+    text = canonical_arguments({"b": [1, {"d": 2, "c": "é"}], "a": None})
+    assert text == '{"a":null,"b":[1,{"c":"é","d":2}]}'
+    assert canonical_arguments({"a": None, "b": [1, {"c": "é", "d": 2}]}) == text
+    assert canonical_arguments({}) == ""
+    assert read_arguments(text) == {"a": None, "b": [1, {"c": "é", "d": 2}]}
+    assert read_arguments("") == {}
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("[1]", "no object"),
+        ("{", "no JSON"),
+        ("[" * 10000, "no JSON"),
+        (" " * (MAX_CHARACTERS + 1), "too long"),
+    ],
+)
+def test_a_text_that_is_no_object_is_refused(text, said):
+    """Before it is read, if it is too long."""
+    with pytest.raises(InvalidTurnError, match=said):
+        read_arguments(text)
+
+
+def test_an_operator_writes_a_table_or_its_text():
+    """What cannot be is a problem of the setting."""
+    assert usual_arguments({"style": "x"}) == {"style": "x"}
+    assert usual_arguments('{"style": 1}') == {"style": 1}
+    for wrong in ({"tools": []}, '{"tools": []}', "style"):
+        with pytest.raises(ValueError, match=r"template's arguments? "):
+            usual_arguments(wrong)
+    assert usual_arguments(7) == 7  # whose type is refused as any other's
+
+
+def test_an_effort_of_none_is_no_thought():
+    """By whichever name the template has for it."""
+    assert effort_arguments(None) == {}
+    assert effort_arguments("high") == {"reasoning_effort": "high"}
+    assert effort_arguments("none") == {
+        "reasoning_effort": "none",
+        "enable_thinking": False,
+        "thinking": False,
+    }

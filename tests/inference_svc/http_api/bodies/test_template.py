@@ -1,0 +1,183 @@
+"""What requests say to the chat template, whichever API they speak."""
+
+import pytest
+
+from inference_svc.core.chat import MAX_NAME, Message
+from inference_svc.http_api.anthropic.bodies import MessagesBody, PromptBody
+from inference_svc.http_api.bodies.body import decode
+from inference_svc.http_api.errors import RequestError, UnsupportedValueError
+from inference_svc.http_api.openai.chats import ChatBody
+from inference_svc.http_api.openai.completions import CompletionBody
+from inference_svc.http_api.openai.responses.responses import ResponseBody
+from inference_svc.http_api.tokens import TokenizeBody
+
+HELLO = {"role": "user", "content": "Hello"}
+BEGUN = {"role": "assistant", "content": "Well, "}
+CALLS = {
+    **BEGUN,
+    "tool_calls": [{"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}],
+}
+STYLE = {"chat_template_kwargs": {"style": "x"}}
+UNTHINKING = {"enable_thinking": False, "thinking": False}
+
+
+def chat(*messages, **fields):
+    return decode(ChatBody, {"model": "m", "messages": [*messages] or [HELLO], **fields})
+
+
+def message(*messages, **fields):
+    given = {"model": "m", "max_tokens": 5, "messages": [*messages] or [HELLO], **fields}
+    return decode(MessagesBody, given)
+
+
+def response(**fields):
+    return decode(ResponseBody, {"model": "m", "input": "Hello", **fields})
+
+
+def test_arguments_of_the_template():
+    """By their own names in every API that has messages; raw text has none."""
+    for body in (chat(**STYLE), message(**STYLE), response(**STYLE)):
+        assert body.template_arguments == {"style": "x"}
+    assert chat().template_arguments == message().template_arguments == {}
+    body = decode(TokenizeBody, {"messages": [HELLO], **STYLE})
+    assert body.input.arguments == {"style": "x"}
+    assert decode(CompletionBody, {"model": "m", "prompt": "a"}).template_arguments == {}
+    with pytest.raises(RequestError) as refused:
+        decode(CompletionBody, {"model": "m", "prompt": "a", **STYLE})
+    assert refused.value.param == "chat_template_kwargs"
+
+
+@pytest.mark.parametrize("make", [chat, message, response])
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"messages": []}, "the service's own: leave it out"),
+        ({"x": [[[[[[[[[[[[[[[[[1]]]]]]]]]]]]]]]]]}, "nested too deeply"),
+        ("style", "cannot be: send an object"),
+        ([1], "cannot be: send an object"),
+    ],
+)
+def test_arguments_that_cannot_be(make, given, said):
+    """In one line, with the path and a remedy."""
+    with pytest.raises(RequestError, match=said) as refused:
+        make(chat_template_kwargs=given)
+    assert refused.value.param == "chat_template_kwargs"
+
+
+def test_how_much_the_model_is_to_think():
+    """As an argument of the template; one that is named by itself counts more."""
+    for effort in ("minimal", "low", "medium", "high", "xhigh", "max"):
+        said = {"reasoning_effort": effort}
+        assert chat(reasoning_effort=effort).template_arguments == said
+        assert response(reasoning={"effort": effort}).template_arguments == said
+    off = {"reasoning_effort": "none", **UNTHINKING}
+    assert chat(reasoning_effort="none").template_arguments == off
+    assert response(reasoning={"effort": "none"}).template_arguments == off
+    own = chat(reasoning_effort="none", chat_template_kwargs={"enable_thinking": True})
+    assert own.template_arguments == {**off, "enable_thinking": True}
+    assert response(reasoning={"summary": "auto"}).template_arguments == {}
+    for make, fields in (
+        (chat, {"reasoning_effort": "much"}),
+        (response, {"reasoning": {"effort": "much"}}),
+    ):
+        with pytest.raises(RequestError, match="cannot be: send 'none', 'minimal'"):
+            make(**fields)
+
+
+def test_thinking_may_be_off_for_anthropics_clients():
+    """Nothing else of it changes anything."""
+    assert message(thinking={"type": "disabled"}).template_arguments == UNTHINKING
+    for kind in ("enabled", "adaptive"):
+        assert message(thinking={"type": kind, "budget_tokens": 9}).template_arguments == {}
+    named = message(thinking={"type": "disabled"}, chat_template_kwargs={"thinking": True})
+    assert named.template_arguments == {"enable_thinking": False, "thinking": True}
+
+
+def test_a_chat_goes_on_with_an_answer():
+    """If it says so; else the answer is one of its messages."""
+    for fields in ({}, {"add_generation_prompt": None}, {"add_generation_prompt": False}):
+        body = chat(HELLO, BEGUN, continue_final_message=True, **fields)
+        assert body.conversation == (Message("user", "Hello"),)
+        assert body.beginning == "Well, "
+    body = chat(HELLO, BEGUN, add_generation_prompt=True)
+    assert (len(body.conversation), body.beginning) == (2, "")
+    nothing = chat(HELLO, {**BEGUN, "content": ""}, continue_final_message=True)
+    assert (len(nothing.conversation), nothing.beginning) == (1, "")
+
+
+@pytest.mark.parametrize(
+    ("messages", "fields", "param", "kind"),
+    [
+        ([HELLO], {"continue_final_message": True}, "messages", RequestError),
+        ([HELLO, CALLS], {"continue_final_message": True}, "messages", UnsupportedValueError),
+        (
+            [HELLO, BEGUN],
+            {"continue_final_message": True, "add_generation_prompt": True},
+            "continue_final_message",
+            RequestError,
+        ),
+        (
+            [HELLO],
+            {"add_generation_prompt": False},
+            "add_generation_prompt",
+            UnsupportedValueError,
+        ),
+    ],
+)
+def test_ends_that_no_answer_can_follow(messages, fields, param, kind):
+    """In one line, with what to send instead."""
+    with pytest.raises(kind) as refused:
+        chat(*messages, **fields)
+    assert (type(refused.value), refused.value.param) == (kind, param)
+    assert refused.value.remedy
+
+
+def test_an_answer_at_the_end_is_gone_on_with_in_anthropics_words():
+    """Whatever it is made of, but calls; blocks and messages of an answer are joined as others."""
+    body = message(HELLO, BEGUN)
+    assert (body.conversation, body.beginning) == ((Message("user", "Hello"),), "Well, ")
+    blocks = [{"type": "thinking", "thinking": "hm"}, {"type": "text", "text": "A"}]
+    body = message(HELLO, BEGUN, HELLO, {**BEGUN, "content": blocks}, {**BEGUN, "content": "B"})
+    assert [one.role for one in body.conversation] == ["user", "assistant", "user"]
+    assert body.beginning == "A\n\nB"
+    for content in ("", []):
+        body = message(HELLO, {**BEGUN, "content": content})
+        assert (len(body.conversation), body.beginning) == (1, "")
+    assert message(HELLO, BEGUN, HELLO).beginning == ""
+    call = {"type": "tool_use", "id": "t", "name": "f", "input": {}}
+    with pytest.raises(UnsupportedValueError, match="an answer that calls tools"):
+        message(HELLO, {**BEGUN, "content": [call]})
+    assert decode(PromptBody, {"model": "m", "messages": [HELLO, BEGUN]}).beginning == "Well, "
+
+
+def test_messages_that_are_counted_end_as_they_are_told():
+    """With a prompt for an answer, or without, or with its beginning."""
+    given = {"messages": [HELLO, BEGUN]}
+    asked = decode(TokenizeBody, given).input
+    assert (len(asked.messages), asked.beginning, asked.is_prompt) == (2, "", True)
+    asked = decode(TokenizeBody, {**given, "add_generation_prompt": False}).input
+    assert (len(asked.messages), asked.beginning, asked.is_prompt) == (2, "", False)
+    begun = {**given, "add_generation_prompt": False, "continue_final_message": True}
+    asked = decode(TokenizeBody, begun).input
+    assert (len(asked.messages), asked.beginning) == (1, "Well, ")
+    for wrong in (
+        {**begun, "add_generation_prompt": True},
+        {"prompt": "a", "continue_final_message": True},
+    ):
+        with pytest.raises(RequestError) as refused:
+            decode(TokenizeBody, wrong)
+        assert refused.value.param == "continue_final_message"
+
+
+def test_a_message_may_say_who_says_it():
+    """In a line, and not a long one."""
+    for role in ("system", "developer", "user", "assistant"):
+        body = chat({"role": role, "content": "a", "name": "Ann Ä."})
+        assert body.conversation[0].name == "Ann Ä."
+        assert body.conversation[0].as_template()["name"] == "Ann Ä."
+    assert "name" not in chat().conversation[0].as_template()
+    for name in ("x" * (MAX_NAME + 1), "a\nb", "\x00"):
+        with pytest.raises(RequestError, match="is no name of who says a message") as refused:
+            chat({**HELLO, "name": name})
+        assert refused.value.param == "messages[0].name"
+    assert chat({**HELLO, "name": "x" * MAX_NAME}).conversation[0].name
