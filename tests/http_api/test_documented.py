@@ -11,7 +11,7 @@ from inference_svc.http_api.anthropic.bodies import MessagesBody
 from inference_svc.http_api.bodies.body import FOREIGN
 from inference_svc.http_api.openai.chats import ChatBody
 from inference_svc.http_api.openai.completions import CompletionBody
-from inference_svc.http_api.openai.responses.responses import ResponseBody
+from inference_svc.http_api.openai.responses.response_body import ResponseBody
 from tests.http_api.conftest import CLIENTS
 
 DOCS = Path(__file__).parents[2] / "docs"
