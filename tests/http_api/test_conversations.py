@@ -14,7 +14,8 @@ from tests.inference_processes import wait_kvd_state
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 LENGTH = 8
-LOOK = {"type": "function", "name": "look", "parameters": {"type": "object", "properties": {}}}
+NOTHING = {"type": "object", "properties": {}, "additionalProperties": False}
+LOOK = {"type": "function", "name": "look", "parameters": NOTHING}
 
 
 async def ask(client, conversation, given, **options):
@@ -277,7 +278,7 @@ async def test_tools_are_called_and_answered(api, opening):
     async with api.client() as client:
         made = await client.conversations.create()
         called = await ask(
-            client, made, opening, tools=[LOOK], tool_choice="required", max_output_tokens=64
+            client, made, opening, tools=[LOOK], tool_choice="required", max_output_tokens=200
         )
         (call,) = [item for item in called.output if item.type == "function_call"]
         result = {"type": "function_call_output", "call_id": call.call_id, "output": "4"}
@@ -440,7 +441,7 @@ async def test_a_conversation_has_so_much_room(api):
     """Its tenant's; nothing of what is refused is there, and what is deleted makes room."""
     text = "word " * 20_000
     async with api.client("globex") as client:
-        made = await client.conversations.create()
+        made, other = [await client.conversations.create() for _ in range(2)]
         added = [
             await client.conversations.items.create(made.id, items=[question(text)])
             for _ in range(10)
@@ -448,15 +449,18 @@ async def test_a_conversation_has_so_much_room(api):
         for asked in (
             client.conversations.items.create(made.id, items=[question(text)]),
             client.conversations.create(items=[question(text)]),
-            ask(client, made, text),
+            ask(client, other, text),
         ):
             error = await refusal(asked)
             assert (error.status_code, error.code) == (429, "conversations_full")
             assert error.response.headers["x-should-retry"] == "false"
         assert len(await listed(client, made)) == 10
+        error = await refusal(ask(client, made, "Hi"))
+        assert (error.status_code, error.code) == (400, "context_length_exceeded")
         await client.conversations.items.delete(added[0].first_id, conversation_id=made.id)
         await client.conversations.items.create(made.id, items=[question(text)])
-        await client.conversations.delete(made.id)
+        for conversation in (made, other):
+            await client.conversations.delete(conversation.id)
 
 
 async def test_a_conversation_is_one_of_its_tenants_sessions(api, opening):

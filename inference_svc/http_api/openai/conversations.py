@@ -106,12 +106,13 @@ async def list_items(api: Api, request: web.Request) -> web.Response:
     """Show the items of a conversation, or a page of them."""
     page = read_page(request)
     found = await find_conversation(api, caller_of(request), _name(request))
-    items = await api.store.conversations.page(
-        found.conversation_id, page.limit + 1, page.after, is_ascending=page.is_ascending
+    shown = await api.store.conversations.page(
+        found.conversation_id, page.limit, page.after, is_ascending=page.is_ascending
     )
-    if items is None:
+    if shown is None:
         raise page.follows_nothing()
-    return reply(listed(items[: page.limit], has_more=len(items) > page.limit))
+    items, has_more = shown
+    return reply(listed(items, has_more=has_more))
 
 
 async def add_items(api: Api, request: web.Request) -> web.Response:

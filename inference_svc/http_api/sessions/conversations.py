@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol, TypeVar
 
-from inference_svc.core.errors import SessionBusyError
+from inference_svc.core.errors import InputTooLongError, SessionBusyError
 from inference_svc.http_api.errors import ConversationsFullError, unknown_conversation
 from inference_svc.http_api.sessions.lookup import Conversation, ConversationTurn, Point
 from inference_svc.http_api.sessions.store_file import durable
@@ -23,6 +23,8 @@ T = TypeVar("T")
 Items = Sequence[Mapping[str, Any]]  # each with its id
 
 ROW_BYTES = 4096  # that a conversation counts for itself: about the file of its session
+MAX_UNREAD = 4096  # items that one turn reads: as many as a body may have messages
+PAGE_CHARACTERS = 2**20  # of the items of a page, but for one item that has more
 
 _INSERT = "INSERT INTO conversations VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)"
 _FIND = (
@@ -32,12 +34,13 @@ _FIND = (
 _SIZE = "SELECT coalesce(sum(size), 0) FROM conversations WHERE tenant = ?"
 _LAST_PLACE = "SELECT coalesce(max(place), 0) FROM items WHERE conversation = ?"
 _PLACE_AND_TURN = "SELECT place, turn FROM items WHERE conversation = ? AND id = ?"
-_UNREAD = "SELECT item FROM items WHERE conversation = ? AND (turn = 0 OR turn > ?) ORDER BY place"
-_CALLS = "SELECT item FROM items WHERE conversation = ? AND id GLOB 'fc_*' ORDER BY place"
+_OF_UNREAD = "FROM items WHERE conversation = ? AND (turn = 0 OR turn > ?)"
+_UNREAD = f"SELECT item {_OF_UNREAD} ORDER BY place"
+_UNREAD_SIZE = f"SELECT count(*), coalesce(sum(size), 0) {_OF_UNREAD}"
+_CALLS = "SELECT item FROM items WHERE conversation = ? AND turn = ? AND id GLOB 'fc_*'"
 _PAGES = {  # by whether the oldest come first
-    True: "SELECT item FROM items WHERE conversation = ? AND place > ? ORDER BY place LIMIT ?",
-    False: "SELECT item FROM items WHERE conversation = ? AND place < ?"
-    " ORDER BY place DESC LIMIT ?",
+    True: "SELECT item FROM items WHERE conversation = ? AND place > ? ORDER BY place",
+    False: "SELECT item FROM items WHERE conversation = ? AND place < ? ORDER BY place DESC",
 }
 _AFTER_ALL = 2**62
 _GO_ON = (
@@ -173,24 +176,34 @@ class Conversations:
 
     async def page(
         self, conversation_id: str, limit: int, after: str, *, is_ascending: bool
-    ) -> list[dict[str, Any]] | None:
+    ) -> tuple[list[dict[str, Any]], bool] | None:
         """Return items in their order, or the other way; None if there is none to follow.
 
         Args:
             conversation_id: that they are of.
-            limit: most of them.
+            limit: most of them; there may be fewer, lest a page has too many bytes.
             after: id of the item that they follow; "": from the beginning.
             is_ascending: whether the oldest come first.
+
+        Returns:
+            The items, and whether there are more.
         """
 
-        def find() -> list[dict[str, Any]] | None:
+        def find() -> tuple[list[dict[str, Any]], bool] | None:
             begin = 0 if is_ascending else _AFTER_ALL
             if after:
                 row = self._row(_PLACE_AND_TURN, conversation_id, after)
                 if row is None:
                     return None
                 begin = row[0]
-            return self._items(_PAGES[is_ascending], conversation_id, begin, limit)
+            texts: list[str] = []
+            size = 0
+            for (text,) in self._db.execute(_PAGES[is_ascending], (conversation_id, begin)):
+                size += len(text)
+                if texts and (len(texts) == limit or size > PAGE_CHARACTERS):
+                    return list(map(json.loads, texts)), True
+                texts.append(text)
+            return list(map(json.loads, texts)), False
 
         return await self._run(find)
 
@@ -200,13 +213,30 @@ class Conversations:
         found = await self._run(lambda: self._items(sql, conversation_id, item_id))
         return found[0] if found else None
 
-    async def unread(self, conversation_id: str, turns: int) -> list[dict[str, Any]]:
-        """Return the items that the first turns of the conversation's session have not read."""
-        return await self._run(lambda: self._items(_UNREAD, conversation_id, turns))
+    async def unread(
+        self, conversation_id: str, turns: int, most_bytes: int
+    ) -> list[dict[str, Any]]:
+        """Return the items that the first turns of the conversation's session have not read.
 
-    async def calls(self, conversation_id: str) -> list[dict[str, Any]]:
-        """Return the calls of tools among the items."""
-        return await self._run(lambda: self._items(_CALLS, conversation_id))
+        Raises:
+            InputTooLongError: they have more bytes than one turn may read.
+        """
+
+        def find() -> list[dict[str, Any]]:
+            number, size = self._db.execute(_UNREAD_SIZE, (conversation_id, turns)).fetchone()
+            if number > MAX_UNREAD or size > most_bytes:
+                raise InputTooLongError(
+                    f"{number} items of {size} bytes are to be read, and a turn reads up to"
+                    f" {MAX_UNREAD} of {most_bytes}",
+                    "delete some, or begin another conversation",
+                )
+            return self._items(_UNREAD, conversation_id, turns)
+
+        return await self._run(find)
+
+    async def calls(self, conversation_id: str, turn: int) -> list[dict[str, Any]]:
+        """Return the calls of tools among the items of a turn, from 1."""
+        return await self._run(lambda: self._items(_CALLS, conversation_id, turn))
 
     async def turn_of(self, conversation_id: str, item_id: str) -> int | None:
         """Return the turn that has read an item, from 1; 0: none has. None: it is not there."""

@@ -109,14 +109,16 @@ async def going_on(
 
     Raises:
         UnknownConversationError: there is none of that id.
+        InputTooLongError: a turn does not read so much.
     """
     before = await find_conversation(api, caller, conversation_id)
     session = await session_of(api, caller, before)
     new_name = f"{conversation_id}-{uuid4().hex[:8]}"
     place = next_place(before, session, instructions, tools, new_name)
     num_read = place.at.turns if place.at else 0
-    unread = await api.store.conversations.unread(conversation_id, num_read)
-    called = await api.store.conversations.calls(conversation_id) if num_read else []
+    stored, most_bytes = api.store.conversations, api.settings.max_body_bytes
+    unread = await stored.unread(conversation_id, num_read, most_bytes)
+    called = await stored.calls(conversation_id, num_read) if num_read else []
     leading = instructions or before.instructions
     told = () if num_read or not leading else (Message(SYSTEM, leading),)
     messages = with_names(messages_of([*_decoded(unread), *items]), _calls(called))

@@ -6,9 +6,14 @@ from dataclasses import replace
 
 import pytest
 
-from inference_svc.core.errors import SessionBusyError
+from inference_svc.core.errors import InputTooLongError, SessionBusyError
 from inference_svc.http_api.errors import ConversationsFullError, UnknownConversationError
-from inference_svc.http_api.sessions.conversations import ROW_BYTES, Holds
+from inference_svc.http_api.sessions.conversations import (
+    MAX_UNREAD,
+    PAGE_CHARACTERS,
+    ROW_BYTES,
+    Holds,
+)
 from inference_svc.http_api.sessions.lookup import (
     Conversation,
     ConversationTurn,
@@ -54,7 +59,9 @@ def goes_on(before, at=None, instructions=""):
 
 
 async def all_of(kept, name="conv_a"):
-    return names(await kept.page(name, 100, "", is_ascending=True))
+    found, has_more = await kept.page(name, 100, "", is_ascending=True)
+    assert not has_more
+    return names(found)
 
 
 async def size(kept, tenant="acme"):
@@ -88,24 +95,67 @@ async def test_pages_go_both_ways(kept):
     await kept.create("acme", replace(MADE, conversation_id="conv_b"), items("xy"))
 
     async def page(*options, is_ascending):
-        return await kept.page("conv_a", *options, is_ascending=is_ascending)
+        found, has_more = await kept.page("conv_a", *options, is_ascending=is_ascending)
+        return names(found), has_more
 
-    assert names(await page(2, "", is_ascending=True)) == "ab"
-    assert names(await page(2, "msg_b", is_ascending=True)) == "cd"
-    assert names(await page(2, "", is_ascending=False)) == "ed"
-    assert names(await page(9, "msg_b", is_ascending=False)) == "a"
-    assert await page(9, "msg_e", is_ascending=True) == []
-    assert await page(9, "msg_x", is_ascending=True) is None
+    assert await page(2, "", is_ascending=True) == ("ab", True)
+    assert await page(2, "msg_b", is_ascending=True) == ("cd", True)
+    assert await page(2, "msg_c", is_ascending=True) == ("de", False)
+    assert await page(2, "", is_ascending=False) == ("ed", True)
+    assert await page(9, "msg_b", is_ascending=False) == ("a", False)
+    assert await page(9, "msg_e", is_ascending=True) == ("", False)
+    assert await kept.page("conv_a", 9, "msg_x", is_ascending=True) is None
+
+
+async def test_a_page_has_so_many_bytes(tmp_path):
+    """And one item at least: the next page has the next."""
+    store = ApiStore(tmp_path, 1000, conversation_bytes=2**30)
+    kept = store.conversations
+    third, whole = "x" * (PAGE_CHARACTERS // 3), "x" * PAGE_CHARACTERS
+    await kept.create("acme", MADE, [*items("abc", third), *items("d", whole), *items("e")])
+    found, after = [], ""
+    has_more = True
+    while has_more:
+        page, has_more = await kept.page("conv_a", 9, after, is_ascending=True)
+        found.append(names(page))
+        after = page[-1]["id"]
+    assert found == ["ab", "c", "d", "e"]
+    store.close()
+
+
+async def test_a_turn_reads_so_much(tmp_path):
+    """So many items, and so many bytes."""
+    store = ApiStore(tmp_path, 1000, conversation_bytes=2**30)
+    kept = store.conversations
+    await kept.create("acme", MADE, items(map(str, range(MAX_UNREAD))))
+    assert len(await kept.unread("conv_a", 0, 2**30)) == MAX_UNREAD
+    with pytest.raises(InputTooLongError):
+        await kept.unread("conv_a", 0, MAX_UNREAD)
+    await kept.add("acme", "conv_a", items(["last"]))
+    with pytest.raises(InputTooLongError):
+        await kept.unread("conv_a", 0, 2**30)
+    store.close()
+
+
+async def test_calls_are_of_one_turn(kept):
+    """What tools return is named by them; results are none."""
+    await kept.create("acme", MADE, ())
+    calls = [{"id": "fc_a"}, {"id": "fco_a"}, {"id": "msg_a"}, {"id": "fc_b"}]
+    before = await kept.find("acme", "conv_a")
+    await kept.record("acme", goes_on(before), end(1), calls)
+    await turn(kept, "x", end(1))
+    assert [one["id"] for one in await kept.calls("conv_a", 1)] == ["fc_a", "fc_b"]
+    assert await kept.calls("conv_a", 2) == []
 
 
 async def test_a_turn_reads_what_was_not_read(kept):
     """And adds what it brought and said."""
     await kept.create("acme", MADE, items("ab"))
-    assert names(await kept.unread("conv_a", 0)) == "ab"
+    assert names(await kept.unread("conv_a", 0, BOUND)) == "ab"
     assert await turn(kept, "cd")
-    assert names(await kept.unread("conv_a", 1)) == ""
+    assert names(await kept.unread("conv_a", 1, BOUND)) == ""
     await kept.add("acme", "conv_a", items("e"))
-    assert names(await kept.unread("conv_a", 1)) == "e"
+    assert names(await kept.unread("conv_a", 1, BOUND)) == "e"
     assert await turn(kept, "fg", end(1), instructions="Be brief.")
     assert await all_of(kept) == "abcdefg"
     found = await kept.find("acme", "conv_a")
@@ -130,14 +180,14 @@ async def test_what_follows_a_deleted_item_is_not_read(kept):
     await turn(kept, "de", end(1))
     await turn(kept, "fg", end(2))
     await kept.delete_item("conv_a", "msg_d", 1, "r-1")
-    assert names(await kept.unread("conv_a", 1)) == "efg"
+    assert names(await kept.unread("conv_a", 1, BOUND)) == "efg"
     assert await kept.item("conv_a", "msg_d") is None
     assert await kept.turn_of("conv_a", "msg_d") is None
     moved = end(2, "conv_a-2")
     assert await turn(kept, "hi", end(1), to=moved)
     assert await all_of(kept) == "abcefghi"
-    assert names(await kept.unread("conv_a", 1)) == "efghi"
-    assert names(await kept.unread("conv_a", 2)) == ""
+    assert names(await kept.unread("conv_a", 1, BOUND)) == "efghi"
+    assert names(await kept.unread("conv_a", 2, BOUND)) == ""
 
 
 async def test_a_session_that_is_left_is_to_go(store, kept):
