@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import sqlite3
 import uuid
 
 import openai
@@ -262,6 +263,11 @@ async def test_other_instructions_are_read_with_everything_again(api, opening):
         first = await ask(client, made, opening[1:], instructions="Be brief.")
         same = await ask(client, made, "And?", instructions="Be brief.")
         none = await ask(client, made, "And?")
+        options = {"model": MODEL, "max_output_tokens": LENGTH, "instructions": "Be brief."}
+        options["extra_body"] = {"ignore_eos": True}
+        one = await client.responses.create(input=opening[1:], **options)
+        two = await client.responses.create(input="And?", previous_response_id=one.id, **options)
+        assert same.usage.input_tokens == two.usage.input_tokens
         assert {session_of(one) for one in (first, same, none)} == {made.id}
         assert none.instructions == "Be brief."
         other = await ask(client, made, "So?", instructions="Be long.")
@@ -376,6 +382,11 @@ async def test_a_repeat_is_one_turn(api, opening):
         answers.append(await ask(client, made, opening, extra_headers=headers))
         assert len({answer.id for answer in answers}) == 1
         assert len(await listed(client, made)) == 5
+        item = (await listed(client, made))[0]["id"]
+        await client.conversations.items.delete(item, conversation_id=made.id)
+        again = await ask(client, made, opening, extra_headers=headers)
+        assert again.id == answers[0].id
+        assert len(await listed(client, made)) == 4
 
 
 async def test_what_is_said_of_a_response_goes_for_one_of_a_conversation(api, opening):
@@ -423,6 +434,16 @@ async def test_what_is_off_is_refused(api, opening):
         assert len(await listed(client, made)) == 4
         error = await refusal(client.conversations.items.retrieve("é", conversation_id=made.id))
         assert (error.status_code, error.code) == (404, "item_not_found")
+
+
+async def test_an_agent_does_not_end_a_conversation(api, opening):
+    """What it says of the end of its session is of another one."""
+    async with api.client() as client:
+        made = await client.conversations.create()
+        final = {"X-Dynamo-Session-Final": "true"}
+        answers = [await ask(client, made, opening, extra_headers=final) for _ in range(2)]
+    assert {session_of(answer) for answer in answers} == {made.id}
+    assert await api.num_turns(made.id) == 2
 
 
 async def test_a_turn_that_fails_adds_nothing(api, opening):
@@ -494,6 +515,18 @@ async def test_what_others_add_to_its_session_is_not_the_conversations(api, open
         second = await ask(client, made, "And then?")
         assert second.output_text == alike.output_text
         assert len(await listed(client, made)) == 5
+        began = grpc_client.stream_turn(
+            turn_request(
+                "Count.",
+                session_of(second),
+                tenant="acme",
+                sampling={"max_tokens": 400, "ignore_eos": True},
+            )
+        )
+        await anext(began)
+        error = await refusal(ask(client, made, "And then?"))
+        assert (error.status_code, error.code) == (409, "session_busy")
+        await began.aclose()
         other = await client.conversations.create()
         await grpc_client.submit(turn_request("Something else.", other.id, tenant="acme"))
         answer = await ask(client, other, opening)
@@ -516,6 +549,9 @@ async def test_a_kill_in_the_middle_of_a_turn(api, opening):
             extra_body={"ignore_eos": True},
         )
         moved = session_of((await anext(stream)).response)
+        path = api.service.log_path.parent / "state" / "openai.sqlite"
+        with contextlib.closing(sqlite3.connect(path)) as db:
+            assert ("acme", moved) in db.execute("SELECT * FROM passing").fetchall()
         await api.service.kill()
     await api.start()
     async with api.client() as client:
