@@ -19,7 +19,11 @@ from inference_svc.http_api.api import Api
 from inference_svc.http_api.bodies.body import Body, Metadata, WrongMemberError
 from inference_svc.http_api.bodies.conversation import bounded
 from inference_svc.http_api.errors import UnknownItemError
-from inference_svc.http_api.openai.responses.conversation_turns import find_conversation, session_of
+from inference_svc.http_api.openai.responses.conversation_turns import (
+    find_conversation,
+    session_of,
+    without_turn,
+)
 from inference_svc.http_api.openai.responses.input_items import (
     PREFIXES,
     Item,
@@ -145,13 +149,8 @@ async def delete_item(api: Api, request: web.Request) -> web.Response:
         turn = await api.store.conversations.turn_of(found.conversation_id, item_id)
         if turn is None:
             raise _unknown_item(item_id)
-        turns, request_id = found.turns, found.request_id
-        if 0 < turn <= turns:
-            session = await session_of(api, caller, found)
-            has_rest = session is not None and turn > 1
-            turns = turn - 1 if has_rest else 0
-            request_id = session.turns[turns - 1].request_id if session and turns else ""
-        await api.store.conversations.delete_item(found.conversation_id, item_id, turns, request_id)
+        left = without_turn(found, await session_of(api, caller, found), turn)
+        await api.store.conversations.delete_item(left, item_id)
     return reply(_object(found))
 
 

@@ -23,6 +23,7 @@ T = TypeVar("T")
 Items = Sequence[Mapping[str, Any]]  # each with its id
 
 ROW_BYTES = 4096  # that a conversation counts for itself: about the file of its session
+UNREAD = 2**62  # the turn of an item that none has read
 MAX_UNREAD = 4096  # items that one turn reads: as many as a body may have messages
 PAGE_CHARACTERS = 2**20  # of the items of a page, but for one item that has more
 
@@ -34,8 +35,8 @@ _FIND = (
 _SIZE = "SELECT coalesce(sum(size), 0) FROM conversations WHERE tenant = ?"
 _LAST_PLACE = "SELECT coalesce(max(place), 0) FROM items WHERE conversation = ?"
 _PLACE_AND_TURN = "SELECT place, turn FROM items WHERE conversation = ? AND id = ?"
-_OF_UNREAD = "FROM items WHERE conversation = ? AND (turn = 0 OR turn > ?)"
-_UNREAD = f"SELECT item {_OF_UNREAD} ORDER BY place"
+_OF_UNREAD = "FROM items WHERE conversation = ? AND turn > ?"
+_UNREAD = f"SELECT item {_OF_UNREAD} ORDER BY +place"  # by the index of turns: most are read
 _UNREAD_SIZE = f"SELECT count(*), coalesce(sum(size), 0) {_OF_UNREAD}"
 _CALLS = "SELECT item FROM items WHERE conversation = ? AND turn = ? AND id GLOB 'fc_*'"
 _PAGES = {  # by whether the oldest come first
@@ -47,7 +48,7 @@ _GO_ON = (
     "UPDATE conversations SET session = ?, turns = ?, request = ?, instructions = ?"
     " WHERE id = ? AND session = ? AND turns = ? AND request = ?"
 )
-_READ = "UPDATE items SET turn = ? WHERE conversation = ? AND (turn = 0 OR turn > ?)"
+_READ = "UPDATE items SET turn = ? WHERE conversation = ? AND turn > ?"
 _STAYS = "DELETE FROM passing WHERE tenant = ? AND session = ?"
 # The session that is left goes; ids of its first turns are those of their copies.
 _KEEP_RESPONSES = (
@@ -107,7 +108,7 @@ class Conversations:
             self._check_room(tenant, size, items)
             with durable(self._db):
                 self._db.execute(_INSERT, row)
-                self._add(name, items, turn=0)
+                self._add(name, items, UNREAD)
 
         await self._run(create)
 
@@ -170,7 +171,7 @@ class Conversations:
             with durable(self._db):
                 if self._row(_FIND, conversation_id, tenant) is None:
                     raise unknown_conversation(conversation_id)
-                self._add(conversation_id, items, turn=0)
+                self._add(conversation_id, items, UNREAD)
 
         await self._run(add)
 
@@ -239,25 +240,20 @@ class Conversations:
         return await self._run(lambda: self._items(_CALLS, conversation_id, turn))
 
     async def turn_of(self, conversation_id: str, item_id: str) -> int | None:
-        """Return the turn that has read an item, from 1; 0: none has. None: it is not there."""
+        """Return the turn that has read an item, from 1, or UNREAD; None if it is not there."""
         row = await self._run(lambda: self._row(_PLACE_AND_TURN, conversation_id, item_id))
         return None if row is None else int(row[1])
 
-    async def delete_item(
-        self, conversation_id: str, item_id: str, turns: int, request_id: str
-    ) -> None:
-        """Delete an item; the conversation has so many turns left, and the last one's id."""
+    async def delete_item(self, left: Conversation, item_id: str) -> None:
+        """Delete an item of a conversation, which has so many turns left as is said."""
+        name = left.conversation_id
 
         def delete() -> None:
             with durable(self._db):
-                self._db.execute(
-                    "UPDATE conversations SET turns = ?, request = ? WHERE id = ?",
-                    (turns, request_id, conversation_id),
-                )
-                self._db.execute(
-                    "DELETE FROM items WHERE conversation = ? AND id = ?",
-                    (conversation_id, item_id),
-                )
+                sql = "UPDATE conversations SET turns = ?, request = ? WHERE id = ?"
+                self._db.execute(sql, (left.turns, left.request_id, name))
+                sql = "DELETE FROM items WHERE conversation = ? AND id = ?"
+                self._db.execute(sql, (name, item_id))
 
         await self._run(delete)
 

@@ -201,11 +201,12 @@ CREATE INDEX IF NOT EXISTS conversations_tenant ON conversations (tenant, size);
 CREATE INDEX IF NOT EXISTS conversations_session ON conversations (tenant, session);
 CREATE TABLE IF NOT EXISTS items (          -- of conversations, as JSON
     conversation TEXT NOT NULL, place INTEGER NOT NULL, id TEXT NOT NULL,
-    turn INTEGER NOT NULL,                  -- of the session, from 1, that has read it; 0: none
+    turn INTEGER NOT NULL,                  -- that has read it, from 1; else one above all
     item TEXT NOT NULL, size INTEGER NOT NULL,
     PRIMARY KEY (conversation, place)
 ) WITHOUT ROWID, STRICT;
 CREATE UNIQUE INDEX IF NOT EXISTS items_id ON items (conversation, id);
+CREATE INDEX IF NOT EXISTS items_turn ON items (conversation, turn, size);
 CREATE TRIGGER IF NOT EXISTS items_come AFTER INSERT ON items
     BEGIN UPDATE conversations SET size = size + NEW.size WHERE id = NEW.conversation; END;
 CREATE TRIGGER IF NOT EXISTS items_go AFTER DELETE ON items

@@ -9,7 +9,7 @@ instructions or tools are others, a new session does, which reads everything.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 from uuid import uuid4
 
@@ -78,15 +78,41 @@ def next_place(
         tools: that it offers; none: those of the conversation.
         new_name: name of a session that takes the other's place.
     """
-    at = Point(before.session_id, before.turns, before.request_id, is_named=True)
     if session is None:
         return Place(None, before.session_id)
     digest = ChatInput((), tuple(tools)).tools_digest
     is_led_so = instructions in {"", before.instructions}
-    goes_on = is_led_so and digest in {"", session.tools_digest} and holds(session, at)
-    num_read = at.turns if goes_on else 0
+    goes_on = is_led_so and digest in {"", session.tools_digest} and _has(session, before)
+    num_read = before.turns if goes_on else 0
     is_free = len(session.turns) == num_read and not session.has_ended
-    return Place(at if goes_on else None, before.session_id if is_free else new_name)
+    at = _end(before) if goes_on else None
+    return Place(at, before.session_id if is_free else new_name)
+
+
+def without_turn(before: Conversation, session: Transcript | None, turn: int) -> Conversation:
+    """Return the conversation when an item is deleted, as far as its session still counts. Pure.
+
+    Args:
+        before: the conversation.
+        session: its session, if it is there.
+        turn: that has read the item, from 1; more than the conversation has: none has.
+    """
+    if turn > before.turns:
+        return before
+    if session is None or turn == 1 or not _has(session, before):
+        return replace(before, turns=0, request_id="")
+    return replace(before, turns=turn - 1, request_id=session.turns[turn - 2].request_id)
+
+
+def _end(conversation: Conversation) -> Point:
+    """Return where the turns of a conversation end."""
+    name, turns = conversation.session_id, conversation.turns
+    return Point(name, turns, conversation.request_id, is_named=True)
+
+
+def _has(session: Transcript, conversation: Conversation) -> bool:
+    """Whether a session has the conversation's turns: one of its name may have been made since."""
+    return holds(session, _end(conversation))
 
 
 async def going_on(

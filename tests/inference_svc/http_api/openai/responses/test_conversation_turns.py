@@ -8,7 +8,7 @@ from inference_svc.core.chat import Tool
 from inference_svc.core.submission import ChatInput
 from inference_svc.core.transcript_format import Header, Transcript
 from inference_svc.core.turn_record import TurnRecord, Usage
-from inference_svc.http_api.openai.responses.conversation_turns import next_place
+from inference_svc.http_api.openai.responses.conversation_turns import next_place, without_turn
 from inference_svc.http_api.sessions.lookup import Conversation, Point
 
 NEW = "conv_a-2"
@@ -69,3 +69,21 @@ def test_a_conversation_begins_in_the_session_of_its_name():
     assert place(None) == (None, "conv_a")
     assert place(None, turns=0, request_id="") == (None, "conv_a")
     assert place(session(0), turns=0, request_id="") == (None, "conv_a")
+
+
+def test_turns_before_a_deleted_item_count():
+    """As long as the session has them."""
+    left = without_turn(CONVERSATION, session(2), 2)
+    assert (left.turns, left.request_id) == (1, "r-1")
+    at = Point("conv_a", 1, "r-1", is_named=True)
+    assert place(session(2), turns=1, request_id="r-1") == (at, NEW)
+    for found, turn in ((session(2), 1), (None, 2), (session(1), 2)):
+        left = without_turn(CONVERSATION, found, turn)
+        assert (left.turns, left.request_id) == (0, "")
+    assert without_turn(replace(CONVERSATION, request_id="r-9"), session(2), 2).turns == 0
+
+
+def test_an_item_that_none_has_read_changes_no_turns():
+    """Be it new, or behind one that was deleted."""
+    assert without_turn(CONVERSATION, session(4), 3) == CONVERSATION
+    assert without_turn(CONVERSATION, None, 3) == CONVERSATION
