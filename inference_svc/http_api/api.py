@@ -5,11 +5,12 @@ from typing import TypeVar
 
 from aiohttp import web
 
-from inference_svc.http_api.bodies.body import FOREIGN, ModelBody, TurnBody, decode
+from inference_svc.http_api.bodies.body import FOREIGN, Body, ModelBody, TurnBody, decode
 from inference_svc.http_api.dialect import ServedModel
 from inference_svc.http_api.requests import B, JsonBody, RequestSlots, TurnRequest, caller_of
 from inference_svc.http_api.sessions.answers import Answers
 from inference_svc.http_api.sessions.completion import Completion
+from inference_svc.http_api.sessions.conversations import Holds
 from inference_svc.http_api.sessions.store import ApiStore
 from inference_svc.http_api.token_text import TokenText
 from inference_svc.openai_settings import OpenAISettings
@@ -17,7 +18,7 @@ from inference_svc.service.gateway import Gateway
 from shared.access.clients import ClientBook
 from shared.access.identity import Identity
 
-M = TypeVar("M", bound=ModelBody)
+M = TypeVar("M", bound=Body)
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,7 @@ class Api:
     """The parts of the API; they live as long as the service.
 
     Attributes:
+        holds: who changes which conversation.
         own: identity of callers on a Unix socket of the API.
         local: identity of callers from this machine at its ports, as long as there are no clients;
             None: they need an account.
@@ -38,6 +40,7 @@ class Api:
     completion: Completion
     answers: Answers
     slots: RequestSlots
+    holds: Holds
     book: ClientBook
     own: Identity
     local: Identity | None
@@ -74,6 +77,6 @@ class Api:
             if issubclass(kind, TurnBody):
                 values = kind.without_foreign(values)
         body = decode(kind, values)
-        if body.model:
+        if isinstance(body, ModelBody) and body.model:
             self.model.check(body.model)
         return body

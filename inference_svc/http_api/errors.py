@@ -4,9 +4,10 @@ The body is in the words of the client's API: `openai/dialect.py`, `anthropic/di
 Its message ends with the remedy, and its code is the error's reason.
 
 InvalidInputError   invalid_value, unsupported_value, unknown_parameter, invalid_json
-NotFoundError       model_not_found, response_not_found, input_not_kept, unknown_url
+NotFoundError       model_not_found, response_not_found, input_not_kept, conversation_not_found,
+                    item_not_found, unknown_url
 StateError          history_unknown
-ExhaustedError      too_many_requests
+ExhaustedError      too_many_requests, conversations_full
 DeadlineError       request_timeout
 ReportedError       request_too_large, method_not_allowed
 
@@ -96,6 +97,18 @@ class InputNotKeptError(NotFoundError):
     reason = "input_not_kept"
 
 
+class UnknownConversationError(NotFoundError):
+    """No such conversation, or it is another tenant's."""
+
+    reason = "conversation_not_found"
+
+
+class UnknownItemError(NotFoundError):
+    """The conversation has no such item."""
+
+    reason = "item_not_found"
+
+
 class UnknownUrlError(NotFoundError):
     """Nothing is served there."""
 
@@ -112,6 +125,13 @@ class TooManyRequestsError(ExhaustedError):
     """More requests at once than the service takes."""
 
     reason = "too_many_requests"
+
+
+class ConversationsFullError(ExhaustedError):
+    """A tenant's conversations have as many bytes as they may; waiting does not help."""
+
+    reason = "conversations_full"
+    retryable = False
 
 
 class SlowRequestError(DeadlineError):
@@ -138,6 +158,14 @@ def unknown_response(response_id: str) -> UnknownResponseError:
     """Make the error of a response that is not there; another tenant's is not there either."""
     return UnknownResponseError(
         f"there is no response {response_id[:80]!r}", "send the whole conversation as input"
+    )
+
+
+def unknown_conversation(conversation_id: str) -> UnknownConversationError:
+    """Make the error of a conversation that is not there; another tenant's is not there either."""
+    return UnknownConversationError(
+        f"there is no conversation {conversation_id[:80]!r}",
+        "check its id, or begin one with POST /v1/conversations",
     )
 
 

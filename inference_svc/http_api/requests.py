@@ -39,6 +39,7 @@ from inference_svc.service.gateway import Gateway
 from shared.access.identity import current_identity
 
 PROJECT = "OpenAI-Project"  # names the tenant
+CONVERSATION = "conv_"  # what ids of conversations begin with, and names of their sessions
 SESSION = "X-Session-Id"  # of a response: where it was answered
 REPEAT = "Idempotency-Key"
 REQUEST_IDS = ("x-request-id", "request-id")  # OpenAI's clients read one, Anthropic's the other
@@ -206,7 +207,7 @@ class TurnRequest(Generic[B]):
             )
         repeat = header_of(self.request, REPEAT)
         which = (str(choice),) if choice else ()
-        key = bytes.fromhex(chain.id_of("repeat", path, repeat, *which)) if repeat else None
+        key = self._repeat_key(*which)
         names = (path, repeat, self.digest.hex(), *which) if repeat else (uuid.uuid4().hex,)
         request_id = "r-" + chain.id_of("request", *names)
         return HttpTurn(
@@ -225,6 +226,17 @@ class TurnRequest(Generic[B]):
             retention=self.body.retention,
             arguments=self.body.template_arguments,
         )
+
+    @property
+    def repeat_key(self) -> bytes | None:
+        """Digest of its idempotency key; None if there is none."""
+        return self._repeat_key()
+
+    def _repeat_key(self, *which: str) -> bytes | None:
+        """Return the digest of the idempotency key of one of its turns."""
+        repeat = header_of(self.request, REPEAT)
+        names = ("repeat", self.request.path, repeat, *which)
+        return bytes.fromhex(self.chain.id_of(*names)) if repeat else None
 
     def reading(self, request_id: str) -> Reading:
         """Return how the answer of a turn is read; the ids of its calls follow from the turn's."""
@@ -279,6 +291,12 @@ class TurnRequest(Generic[B]):
         if name and not self._is_kept:
             raise RequestError(
                 "a session is named that is not to be stored", "leave one out", "store"
+            )
+        if name.startswith(CONVERSATION):
+            raise RequestError(
+                f"names that begin with {CONVERSATION} are those of conversations",
+                "name another session, or in a response the conversation",
+                "session_id",
             )
         return name
 

@@ -26,6 +26,16 @@ from inference_svc.http_api.dialect import Dialect, ServedModel
 from inference_svc.http_api.errors import MethodNotAllowedError, UnknownUrlError
 from inference_svc.http_api.openai.chats import create_chat
 from inference_svc.http_api.openai.completions import create_completion
+from inference_svc.http_api.openai.conversations import (
+    add_items,
+    create_conversation,
+    delete_conversation,
+    delete_item,
+    list_items,
+    show_conversation,
+    show_item,
+    update_conversation,
+)
 from inference_svc.http_api.openai.dialect import OPENAI
 from inference_svc.http_api.openai.embeddings import create_embeddings
 from inference_svc.http_api.openai.responses.responses import (
@@ -38,6 +48,7 @@ from inference_svc.http_api.replies import refusal, reply, reported
 from inference_svc.http_api.requests import RequestSlots, expect_nothing_yet
 from inference_svc.http_api.sessions.answers import Answers
 from inference_svc.http_api.sessions.completion import Completion
+from inference_svc.http_api.sessions.conversations import Holds
 from inference_svc.http_api.sessions.store import ApiStore
 from inference_svc.http_api.token_text import TokenText
 from inference_svc.http_api.tokens import detokenize, tokenize
@@ -94,6 +105,7 @@ async def serving_openai(
         settings.server.state_dir,
         settings.openai.max_remembered,
         settings.openai.kept_input_bytes,
+        settings.openai.conversation_bytes,
     )
     try:
         api = _api(settings, gateway, tokenizer, book, store)
@@ -108,6 +120,7 @@ async def serving_openai(
             metrics=connections,
         )
         gateway.on_deletion(api.completion.forget_inputs)
+        gateway.on_deletion(api.completion.forget_conversation)
         tidying = asyncio.create_task(api.completion.run())
         try:
             await server.start()
@@ -154,6 +167,7 @@ def _api(
         completion=completion,
         answers=Answers(gateway, store, completion),
         slots=RequestSlots(settings.openai),
+        holds=Holds(),
         book=book,
         own=socket_identity(SOCKET_NAME, tenants, {ROLE}),
         local=Identity(LOCAL_NAME, "loopback", tenants, frozenset({ROLE}))
@@ -189,6 +203,9 @@ def make_app(api: Api, outer: Sequence[Middleware] = ()) -> web.Application:
     for path, create in (
         ("chat/completions", create_chat),
         ("responses", create_response),
+        ("conversations", create_conversation),
+        ("conversations/{id}", update_conversation),
+        ("conversations/{id}/items", add_items),
         ("completions", create_completion),
         ("embeddings", create_embeddings),
         ("messages", create_message),
@@ -200,6 +217,13 @@ def make_app(api: Api, outer: Sequence[Middleware] = ()) -> web.Application:
     routes.add_get("/v1/responses/{id}", partial(show_response, api))
     routes.add_get("/v1/responses/{id}/input_items", partial(list_input_items, api))
     routes.add_delete("/v1/responses/{id}", partial(delete_response, api))
+    for path, show, delete in (
+        ("", show_conversation, delete_conversation),
+        ("/items/{item}", show_item, delete_item),
+    ):
+        routes.add_get(f"/v1/conversations/{{id}}{path}", partial(show, api))
+        routes.add_delete(f"/v1/conversations/{{id}}{path}", partial(delete, api))
+    routes.add_get("/v1/conversations/{id}/items", partial(list_items, api))
     routes.add_get(ROOT, _root)
     routes.add_get(HEALTH, partial(_health, api))
     routes.add_get("/v1/models", partial(_models, api))
@@ -207,7 +231,10 @@ def make_app(api: Api, outer: Sequence[Middleware] = ()) -> web.Application:
     return app
 
 
-_PATHS = "use /v1/chat/completions, /v1/completions, /v1/responses, /v1/messages or /v1/models"
+_PATHS = (
+    "use /v1/chat/completions, /v1/completions, /v1/responses, /v1/conversations, /v1/messages"
+    " or /v1/models"
+)
 
 
 async def _models(api: Api, request: web.Request) -> web.Response:

@@ -10,11 +10,15 @@ from inference_svc.http_api.bodies.body import TurnBody, decode
 from inference_svc.http_api.errors import RequestError
 from inference_svc.http_api.openai.chats import ChatBody
 from inference_svc.http_api.openai.completions import CompletionBody
+from inference_svc.http_api.openai.conversations import (
+    ConversationBody,
+    ItemsBody,
+    MetadataBody,
+)
 from inference_svc.http_api.openai.dialect import error_object
 from inference_svc.http_api.openai.embeddings import EmbeddingsBody
-from inference_svc.http_api.openai.responses.input_items import objects_of
-from inference_svc.http_api.openai.responses.responses import ResponseBody
-from inference_svc.http_api.openai.responses.stored_input import with_ids
+from inference_svc.http_api.openai.responses.input_items import messages_of, objects_of, with_ids
+from inference_svc.http_api.openai.responses.response_body import ResponseBody
 from inference_svc.http_api.replies import json_bytes
 from inference_svc.http_api.requests import parse_object
 from inference_svc.http_api.tokens import TokenizeBody
@@ -36,6 +40,7 @@ NAMES = sorted(
         *("logit_bias", "frequency_penalty", "min_tokens", "stop_token_ids"),
         *("role", "content", "type", "format", "previous_response_id", "include_usage"),
         *("tools", "tool_choice", "tool_calls", "tool_call_id", "function", "parameters", "name"),
+        *("conversation", "items"),
         *("arguments", "call_id", "id", "output", "parallel_tool_calls", "strict", "description"),
         *("input_schema", "tool_use_id", "is_error"),
         *("system", "stop_sequences", "cache_control", "ttl", "output_config", "effort"),
@@ -113,7 +118,7 @@ bodies = st.dictionaries(st.sampled_from(NAMES), anything, max_size=6).flatmap(
             "tools": st.lists(called | function, max_size=2) | anything,
             "tool_choice": called | anything,
         },
-    ).map(lambda given: {**rest, **given, "input": given["messages"]})
+    ).map(lambda given: {**rest, **given, "input": given["messages"], "items": given["messages"]})
 )
 wrong_members = st.dictionaries(st.sampled_from(OF_TOOLS), anything, max_size=2)
 few_wrong = st.integers(0, 9).flatmap(lambda n: st.just({}) if n else wrong_members)
@@ -158,14 +163,13 @@ def check_told(refused):
     assert len(str(refused)) < 1000
 
 
-def check_listed(body):
-    """An input can be kept, and shown as items that the same service takes."""
-    items = json.loads(json_bytes({"items": with_ids("resp_a", objects_of(body.input))}))["items"]
+def check_listed(given):
+    """Items can be kept, and shown as items that the same service takes."""
+    items = json.loads(json_bytes({"items": with_ids("resp_a", objects_of(given))}))["items"]
     assert len({item["id"] for item in items}) == len(items)
-    if items:
-        again = decode(ResponseBody, {"model": "m", "input": items})
-        assert again.new_messages == body.new_messages
-        assert objects_of(again.input) == objects_of(body.input)
+    again = decode(ItemsBody, {"items": items}).items
+    assert messages_of(again) == messages_of(given)
+    assert objects_of(again) == objects_of(given)
 
 
 @given(bodies)
@@ -180,14 +184,20 @@ def test_a_body_is_decoded_or_refused(body):
         ("input", TokenizeBody),
         ("messages", EmbeddingsBody),
     )
-    for name, kind in kinds:
-        given = {key: value for key, value in body.items() if key != name}
+    of_conversations = (ConversationBody, ItemsBody, MetadataBody)
+    for left_out, kind in (
+        *(({name, "items"}, kind) for name, kind in kinds),
+        *(({*body} - {*kind.model_fields}, kind) for kind in of_conversations),
+    ):
+        given = {key: value for key, value in body.items() if key not in left_out}
         try:
             made = decode(kind, given)
             assert not isinstance(made, TurnBody) or made.tool_use is not None
             assert isinstance(getattr(made, "conversation", ()), tuple)
             if isinstance(made, ResponseBody):
-                check_listed(made)
+                check_listed(made.input)
+            if isinstance(made, ConversationBody | ItemsBody):
+                check_listed(made.items)
         except RequestError as refused:
             refusals.append(refused)
     for refused in refusals:

@@ -24,6 +24,7 @@ CLIENTS = {  # name -> its token
     "gateway": "token-of-gateway-0123456789abcdef",
     "monitor": "token-of-monitor-0123456789abcdef",
     "small": "token-of-small-0123456789abcdef",
+    "slow": "token-of-slow-0123456789abcdef",
     "few": "token-of-few-0123456789abcdef",
     "pair": "token-of-pair-0123456789abcdef",
 }
@@ -37,6 +38,8 @@ pooling = "mean"
 socket_tenants = ["*"]
 [tenants.small]
 turns_per_minute = 2
+[tenants.slow]
+turns_per_minute = 2
 [tenants.few]
 max_sessions = 2
 [tenants.pair]
@@ -48,6 +51,7 @@ cors_origins = ["https://chat.example:8443"]
 temperature = 0
 unstored = "deleted"
 kept_input_bytes = "128KiB"
+conversation_bytes = "1MiB"
 max_body_bytes = 200000
 body_s = "2s"
 max_requests = 32

@@ -11,8 +11,9 @@ from inference_svc.http_api.anthropic.bodies import MessagesBody
 from inference_svc.http_api.bodies.body import FOREIGN
 from inference_svc.http_api.openai.chats import ChatBody
 from inference_svc.http_api.openai.completions import CompletionBody
+from inference_svc.http_api.openai.conversations import ConversationBody, ItemsBody
 from inference_svc.http_api.openai.embeddings import EmbeddingsBody
-from inference_svc.http_api.openai.responses.responses import ResponseBody
+from inference_svc.http_api.openai.responses.response_body import ResponseBody
 from tests.http_api.conftest import CLIENTS
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -50,7 +51,10 @@ async def test_the_examples_of_anthropic_run(api):
 
 def test_every_parameter_is_named():
     """Those that are taken, ignored, and refused."""
-    openai_bodies = (ChatBody, CompletionBody, EmbeddingsBody, ResponseBody)
+    openai_bodies = (
+        *(ChatBody, CompletionBody, EmbeddingsBody),
+        *(ResponseBody, ConversationBody, ItemsBody),
+    )
     for page, bodies in ((OPENAI, openai_bodies), (ANTHROPIC, (MessagesBody,))):
         _, _, table = page.partition("## Parameters")
         named = set(re.findall(r"`([a-z_]+)", table))

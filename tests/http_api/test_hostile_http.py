@@ -337,7 +337,7 @@ async def test_no_http_at_all(api, opening):
 async def test_a_tenant_over_its_rate_is_told_when_to_come_back(api, opening):
     """Its refusals are its own: others are served."""
     options = {"model": MODEL, "messages": opening, "max_tokens": 2}
-    async with api.client("small") as client:
+    async with api.client("slow") as client:
         for _ in range(TURNS_PER_MINUTE):
             await client.chat.completions.create(**options)
         with pytest.raises(openai.RateLimitError) as refused:

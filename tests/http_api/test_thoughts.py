@@ -6,6 +6,7 @@ Each is served for real, and says the same whatever it is asked.
 import json
 
 import httpx2
+import openai
 import pytest
 from anthropic import AsyncAnthropic
 
@@ -48,6 +49,7 @@ async def test_a_thought_is_shown_apart(short_dir, name):
     async with served(short_dir, name, socket), local_client(socket) as client:
         await check_chats(client, num_thought)
         await check_responses(client, num_thought)
+        await check_conversations(client)
         async with anthropic_client(socket) as other:
             await check_messages(other)
 
@@ -102,6 +104,31 @@ async def check_responses(client, num_thought):
     assert [item.type for item in streamed.output] == ["reasoning", "message"]
     assert streamed.output_text == SAID
     assert streamed.usage.output_tokens_details.reasoning_tokens == num_thought
+
+
+async def check_conversations(client):
+    """The thought is an item of its conversation, and is not read again when the rest is.
+
+    A response that is not to be stored adds its items all the same.
+    """
+    made = await client.conversations.create()
+    first = await client.responses.create(
+        input=QUESTION, conversation=made.id, store=False, **OPTIONS
+    )
+    page = await client.conversations.items.list(made.id, order="asc")
+    items = [item.to_dict() for item in page.data]
+    assert items[1:] == [item.to_dict() for item in first.output]
+    with pytest.raises(openai.NotFoundError):
+        await client.responses.retrieve(first.id)
+    second = await client.responses.create(input=QUESTION, conversation=made.id, **OPTIONS)
+    assert second.usage.input_tokens > first.usage.total_tokens  # the thought is still there
+    for item in items:
+        await client.conversations.items.delete(item["id"], conversation_id=made.id)
+    third = await client.responses.create(input=QUESTION, conversation=made.id, **OPTIONS)
+    said = {"role": "assistant", "content": SAID}
+    alike = await client.responses.create(input=[*QUESTION, said, *QUESTION], **OPTIONS)
+    assert third.usage.input_tokens == alike.usage.input_tokens
+    assert third.output_text == SAID
 
 
 async def check_messages(client):

@@ -264,6 +264,7 @@ def named(name: str) -> str:
 
 Count = Annotated[int, Field(ge=1, le=MOST_TOKENS)]
 TokenId = Annotated[int, Field(ge=0, le=MOST_TOKENS)]
+Metadata = Annotated[dict[str, str], BeforeValidator(_metadata)]
 StopStrings = Annotated[list[str], BeforeValidator(_stop)]
 
 
@@ -304,7 +305,7 @@ class TurnBody(ModelBody, ABC):
     seed: int | None = Field(default=None, ge=-MAX_SEED, le=MAX_SEED - 1)
     stop: StopStrings = Field(default_factory=list)
     ignore_eos: bool = False
-    metadata: Annotated[dict[str, str], BeforeValidator(_metadata)] = Field(default_factory=dict)
+    metadata: Metadata = Field(default_factory=dict)
 
     @property
     @abstractmethod

@@ -151,8 +151,7 @@ class LiveAnswer:
 
     async def _remove(self) -> None:
         await self._stream.wait_ended()
-        turns = self._route.turns if self._turn.is_kept else None
-        await self._completion.remove(self._caller, self.session_id, turns)
+        await self._completion.leave(self._caller, self._turn, self._route)
 
 
 def _check_not_cancelled(finished: Finished) -> None:
@@ -225,9 +224,10 @@ class Answers:
         session_id = route.name or new_session_id()
         apart = replace(route, session_id=session_id, is_named=bool(route.name))
         if not route.turns:
-            if not turn.is_kept:
+            is_passing = not turn.is_kept or bool(route.name)
+            if is_passing:
                 await self._completion.begin_passing(caller, session_id)
-            return await self._start(caller, turn, apart, is_passing=not turn.is_kept)
+            return await self._start(caller, turn, apart, is_passing=is_passing)
         identity, tenant, turns = caller.identity, caller.tenant, self._gateway.turns
         turns.check_limits(identity.tenant(tenant))  # a fork is a file on disk
         await self._completion.begin_passing(caller, session_id)
@@ -245,13 +245,19 @@ class Answers:
 
         Raises:
             UnknownResponseError: the session of the response that it follows is gone.
+            UnknownConversationError: the conversation that it is a turn of is gone.
+            SessionBusyError: a turn is under way in the session of its conversation.
         """
+        chain = self._completion.chain(caller)
+        if turn.conversation is not None:
+            return await self._router.in_conversation(caller, chain, turn, turn.conversation)
         if turn.previous is None:
-            chain = self._completion.chain(caller)
             return await self._router.find(caller, chain, turn)
         route = await self._router.after(caller, turn.previous.at, turn.previous.history)
         if route is None:
             raise unknown_response(turn.info.previous_id if turn.info else "")
+        if turn.previous.info.conversation_id:  # in whose session nobody else goes on
+            return replace(route, may_append=False)
         return route
 
     async def _start(

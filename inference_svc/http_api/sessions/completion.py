@@ -15,7 +15,12 @@ from collections.abc import Coroutine
 from typing import Any
 
 from inference_svc.core.turn_record import Finished
-from inference_svc.http_api.sessions.lookup import Point, Route, StoredResponse
+from inference_svc.http_api.sessions.lookup import (
+    ConversationTurn,
+    Point,
+    Route,
+    StoredResponse,
+)
 from inference_svc.http_api.sessions.routing import Caller, HistoryChain, HttpTurn
 from inference_svc.http_api.sessions.store import ApiStore
 from inference_svc.http_api.sessions.subagents import IdleSubagents
@@ -82,7 +87,14 @@ class Completion:
         *,
         is_passing: bool,
     ) -> None:
-        """Store an answer and what it answers; a session that was made for it stays."""
+        """Store an answer and what it answers; a session that was made for it stays.
+
+        Raises:
+            StoreUnavailableError: it could not be added to its conversation.
+        """
+        at = Point(route.session_id, finished.turns, turn.request_id, route.is_named)
+        if turn.conversation is not None:
+            await self._add_to(turn.conversation, caller, turn.session_id, at, finished)
         if route.is_named:  # it may be one of ours, whose id the client has
             await self._store.touch_session(caller.tenant, route.session_id)
         else:
@@ -92,7 +104,6 @@ class Completion:
                 self._subagents.used(key, time.monotonic())
             for tenant, oldest in await self._store.take_oldest(self._max_sessions):
                 self.spawn(self.remove(Caller(CLEANER, tenant), oldest))
-        at = Point(route.session_id, finished.turns, turn.request_id, route.is_named)
         history = None
         if route.history is not None:
             chain = self.chain(caller)
@@ -105,6 +116,27 @@ class Completion:
             await self._store.keep_response(caller.tenant, turn.response_id, known, turn.brought)
         if is_passing:
             await self._store.end_passing(caller.tenant, route.session_id)
+        if turn.conversation is not None:
+            turn.conversation.release()
+
+    async def _add_to(
+        self,
+        conversation: ConversationTurn,
+        caller: Caller,
+        session_id: str,
+        end: Point,
+        finished: Finished,
+    ) -> None:
+        """Add a turn to its conversation, and remove the session that this has left."""
+        tenant, before = caller.tenant, conversation.before.session_id
+        kept = conversation.at.turns if conversation.at else 0
+        moves = end.session_id != before
+        if end.turns != kept + 1 or moves != (session_id != before):
+            return  # a repeat of a turn that was added before the conversation went on
+        items = [*conversation.brought, *conversation.answered(finished)]
+        is_added = await self._store.conversations.record(tenant, conversation, end, items)
+        if is_added and moves:
+            self.spawn(self.remove(Caller(CLEANER, tenant), before))
 
     async def _end(self, key: SessionKey) -> None:
         try:
@@ -145,9 +177,25 @@ class Completion:
         await self._store.end_passing(caller.tenant, session_id)
         return is_removed
 
+    async def leave(self, caller: Caller, turn: HttpTurn, route: Route) -> None:
+        """Remove the session that was made for a turn whose client has left.
+
+        A repeat may have followed the turn to its end: then the session stays.
+        """
+        turns = route.turns if turn.is_kept else None
+        if turn.conversation is not None:  # it goes on from what it has, not from what is recorded
+            name = turn.conversation.before.conversation_id
+            found = await self._store.conversations.find(caller.tenant, name)
+            turns = turns if found and found.session_id == route.session_id else None
+        await self.remove(caller, route.session_id, turns)
+
     async def forget_inputs(self, key: SessionKey) -> None:
         """Delete what the responses of a session were asked: it was deleted, by whomever."""
         await self._store.forget_inputs(key.tenant, key.session_id)
+
+    async def forget_conversation(self, key: SessionKey) -> None:
+        """Delete the conversation of a session that a client has deleted."""
+        await self._store.conversations.forget_session(key.tenant, key.session_id)
 
     def spawn(self, work: Coroutine[Any, Any, object]) -> None:
         """Tidy up beside everything else."""

@@ -1,10 +1,11 @@
 """What is stored of earlier requests, and where a turn goes by that. Pure: values."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from inference_svc.core.chat import ChoiceKind, Tool, ToolUse
+from inference_svc.core.turn_record import Finished
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,7 @@ class ResponseInfo:
         tool_choice: whether they were to be called, as a response shows it.
         input_bytes: size of the input, kept or not; 0: an earlier release did not count it.
         effort: how much the model was to think; None: the client did not say.
+        conversation_id: the conversation that it is a turn of; "": it is of none.
     """
 
     created_s: float
@@ -59,6 +61,7 @@ class ResponseInfo:
     parallel_tool_calls: bool = True
     input_bytes: int = 0
     effort: str | None = None
+    conversation_id: str = ""
 
     @property
     def tool_use(self) -> ToolUse:
@@ -110,7 +113,7 @@ class Route:
         history: digest of the messages before that one; None if it is unknown.
         is_named: whether the client named the session.
         may_append: whether the turn may be appended to the session; else it is for a fork of it.
-        name: the fork's name; "": one is made up.
+        name: name of the fork, or of a new session; "": one is made up.
     """
 
     session_id: str
@@ -120,6 +123,50 @@ class Route:
     is_named: bool = False
     may_append: bool = True
     name: str = ""
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """A conversation, but for its items.
+
+    Attributes:
+        conversation_id: its id, which is the name of its first session, too.
+        created_s: Unix time in seconds.
+        metadata: the client's own notes.
+        instructions: that lead it.
+        session_id: the session of its turns.
+        turns: number of the session's first turns that are the conversation's.
+        request_id: request id of the last of these; "" if there are none.
+    """
+
+    conversation_id: str
+    created_s: float
+    metadata: Mapping[str, str]
+    instructions: str = ""
+    session_id: str = ""
+    turns: int = 0
+    request_id: str = ""
+
+
+@dataclass(frozen=True)
+class ConversationTurn:
+    """What a turn does to its conversation.
+
+    Attributes:
+        before: the conversation as the turn found it.
+        at: where it goes on; None: everything is read anew.
+        instructions: that lead the conversation from now on.
+        brought: the items of the input.
+        answered: makes the items of the answer.
+        release: lets others change the conversation.
+    """
+
+    before: Conversation
+    at: Point | None
+    instructions: str
+    brought: Sequence[Mapping[str, Any]]
+    answered: Callable[[Finished], Sequence[Mapping[str, Any]]]
+    release: Callable[[], None]
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from inference_svc.core.chat import ASSISTANT, TOOL, Message, Tool, ToolCall, canonical
+from inference_svc.core.errors import SessionBusyError
 from inference_svc.core.submission import (
     NO_RETENTION,
     Retention,
@@ -30,8 +31,14 @@ from inference_svc.core.submission import (
 from inference_svc.core.template_arguments import Arguments
 from inference_svc.core.transcript_format import Transcript
 from inference_svc.http_api.answer_parts import Reading
-from inference_svc.http_api.errors import UnknownHistoryError
-from inference_svc.http_api.sessions.lookup import Point, ResponseInfo, Route, StoredResponse
+from inference_svc.http_api.errors import UnknownHistoryError, unknown_conversation
+from inference_svc.http_api.sessions.lookup import (
+    ConversationTurn,
+    Point,
+    ResponseInfo,
+    Route,
+    StoredResponse,
+)
 from inference_svc.http_api.sessions.store import ApiStore
 from inference_svc.runtime.turns.sessions import Sessions
 from inference_svc.service.submissions import (
@@ -159,6 +166,7 @@ class HttpTurn:
         is_subagent: whether a sub-agent asks.
         retention: for how long the client wants what is computed to be kept at least.
         arguments: of the chat template, as the client gives them.
+        conversation: the conversation that it is a turn of, in the session `session_id`.
     """
 
     messages: tuple[Message, ...]
@@ -179,6 +187,7 @@ class HttpTurn:
     is_subagent: bool = False
     retention: Retention = NO_RETENTION
     arguments: Arguments = field(default_factory=dict)
+    conversation: ConversationTurn | None = None
 
     def as_submission(self, route: Route, key: SessionKey, defaults: TurnDefaults) -> Submission:
         """Make the submission to the route's session.
@@ -259,13 +268,39 @@ class Router:
     async def after(self, caller: Caller, at: Point, history: bytes | None) -> Route | None:
         """Find the route of messages that follow a point; None if its session is gone."""
         transcript, is_busy = await self._session(caller, at.session_id)
-        if transcript is None or not _holds(transcript, at):
+        if transcript is None or not holds(transcript, at):
             return None
         is_last = len(transcript.turns) == at.turns
         may_append = is_last and not (is_busy or transcript.has_ended)
         return Route(
             at.session_id, at.turns, 0, history, is_named=at.is_named, may_append=may_append
         )
+
+    async def in_conversation(
+        self, caller: Caller, chain: HistoryChain, turn: HttpTurn, going: ConversationTurn
+    ) -> Route:
+        """Find the route of a turn of a conversation: its session, or one that takes its place.
+
+        Raises:
+            UnknownConversationError: the conversation was deleted meanwhile.
+            SessionBusyError: a turn is under way in its session.
+        """
+        name, before = turn.session_id, going.before
+        is_new = name != before.session_id
+        if going.at is None:
+            start = chain.opening(turn.reading.use.tools)
+            new_name = name if is_new else ""
+            return Route("" if is_new else name, 0, 0, start, is_named=True, name=new_name)
+        route = await self.after(caller, going.at, None)
+        if route is None:
+            raise unknown_conversation(before.conversation_id)
+        if is_new:
+            return replace(route, may_append=False, name=name)
+        if not route.may_append:
+            raise SessionBusyError(
+                f"session {name} is in use", "try again when its turn has finished"
+            )
+        return route
 
     async def _longest_known(
         self, caller: Caller, digests: Sequence[bytes], messages: Sequence[Message]
@@ -307,7 +342,7 @@ class Router:
         points = await self._store.find_histories(list(own.values())) if own else {}
         for length, digest in own.items():
             at = points.get(digest)
-            if at is not None and at.turns == turns and _holds(transcript, at):
+            if at is not None and at.turns == turns and holds(transcript, at):
                 return Route(session_id, turns, length, digests[length], is_named=True)
         if any(message.role == ASSISTANT for message in messages):
             raise UnknownHistoryError(
@@ -330,7 +365,7 @@ def _sorted(call: ToolCall) -> str:
     return json.dumps(call.values, ensure_ascii=False, sort_keys=True)
 
 
-def _holds(transcript: Transcript, at: Point) -> bool:
+def holds(transcript: Transcript, at: Point) -> bool:
     """Whether a session still has the turn: one of the same name may have been made since."""
     turns = transcript.turns
     return 0 < at.turns <= len(turns) and turns[at.turns - 1].request_id == at.request_id

@@ -2,6 +2,7 @@
 
 Nothing here is needed for an answer. What cannot be read counts as absent, what cannot be written
 is lost; both are logged. The oldest rows are deleted first, those that were used last stay.
+Conversations are another matter (`conversations.py`): they are kept, or refused.
 
 Calls run on one thread of the store's own, in the order in which they were made.
 """
@@ -13,6 +14,7 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
+from inference_svc.http_api.sessions.conversations import Conversations
 from inference_svc.http_api.sessions.kept_inputs import KeptInputs
 from inference_svc.http_api.sessions.lookup import (
     Point,
@@ -54,17 +56,26 @@ class ApiStore:
         directory: the service's state directory.
         max_rows: most rows of each table.
         max_input_bytes: most bytes of the inputs of responses.
+        conversation_bytes: most bytes of a tenant's conversations.
 
     Attributes:
         key: the secret that digests are keyed with.
+        conversations: stores conversations.
     """
 
-    def __init__(self, directory: Path, max_rows: int, max_input_bytes: int = 0) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        max_rows: int,
+        max_input_bytes: int = 0,
+        conversation_bytes: int = 0,
+    ) -> None:
         self._db, self.key = open_store(directory)
         self._thread = WorkerThread("openai")
         self._lines = LineAllowance(per_s=1)
         self._tables = BoundedTables(self._db, max_rows)
         self._inputs = KeptInputs(self._db, self._tables, max_input_bytes)
+        self.conversations = Conversations(self._db, self._run, conversation_bytes)
 
     def close(self) -> None:
         """Close the file after the call that runs."""

@@ -7,7 +7,8 @@ earlier one, too, and either goes on with it.
 
 Tables are bounded: the row that was not used for longest goes first. The bound is for all tenants
 together, and one of them cannot push out another's rows by adding its own: who has the most rows
-gives up its oldest, again and again, until the bound holds.
+gives up its oldest, again and again, until the bound holds. Conversations stay until they are
+deleted.
 
 Methods run on one thread: that of the database.
 """
@@ -77,6 +78,30 @@ SESSIONS = Table("sessions", 3, "tenant", "session")  # who takes a row takes th
 PRUNED = (HISTORIES, RESPONSES, REQUESTS)
 
 
+@contextmanager
+def transaction(db: sqlite3.Connection) -> Iterator[None]:
+    """Make all changes of the block, or none."""
+    db.execute("BEGIN IMMEDIATE")
+    try:
+        yield
+        db.execute("COMMIT")
+    except BaseException:
+        if db.in_transaction:  # a full disk rolls back by itself, or fails to commit
+            db.execute("ROLLBACK")
+        raise
+
+
+@contextmanager
+def durable(db: sqlite3.Connection) -> Iterator[None]:
+    """Make all changes of the block, or none; they outlast a power cut."""
+    db.execute("PRAGMA synchronous = FULL")
+    try:
+        with transaction(db):
+            yield
+    finally:
+        db.execute("PRAGMA synchronous = NORMAL")
+
+
 class BoundedTables:
     """Adds rows, and removes those that were not used for longest.
 
@@ -95,7 +120,7 @@ class BoundedTables:
 
     def insert(self, table: Table, rows: Sequence[tuple[object, ...]]) -> None:
         """Add rows, or put them in the place of those with the same key."""
-        with self._transaction():
+        with transaction(self._db):
             self._db.executemany(table.insert, [(*row, self._use()) for row in rows])
             self._num_added += len(rows)
             if self._num_added >= PRUNE_EVERY:
@@ -105,7 +130,7 @@ class BoundedTables:
 
     def touch(self, table: Table, keys: Sequence[tuple[object, ...]]) -> None:
         """Record the use of rows, if they are there."""
-        with self._transaction():
+        with transaction(self._db):
             self._db.executemany(table.touch, [(self._use(), *key) for key in keys])
 
     def take(self, table: Table, most: int) -> list[Any]:
@@ -117,17 +142,6 @@ class BoundedTables:
     def _use(self) -> int:
         self._last_use += 1
         return self._last_use
-
-    @contextmanager
-    def _transaction(self) -> Iterator[None]:
-        self._db.execute("BEGIN IMMEDIATE")
-        try:
-            yield
-            self._db.execute("COMMIT")
-        except BaseException:
-            if self._db.in_transaction:  # a full disk rolls back by itself, or fails to commit
-                self._db.execute("ROLLBACK")
-            raise
 
 
 FILE_NAME = "openai.sqlite"
@@ -167,7 +181,7 @@ CREATE TABLE passing (                      -- sessions that go when their turn 
 ) WITHOUT ROWID, STRICT;
 """
 
-# Added to files of the same version; a trigger, so that no release leaves an input behind.
+# Added to files of the same version; triggers, so that no release leaves anything behind.
 _ADDITIONS = """
 CREATE TABLE IF NOT EXISTS inputs (         -- of responses: their items, as JSON
     id TEXT PRIMARY KEY, tenant TEXT NOT NULL, items TEXT NOT NULL, size INTEGER NOT NULL,
@@ -176,6 +190,33 @@ CREATE TABLE IF NOT EXISTS inputs (         -- of responses: their items, as JSO
 CREATE INDEX IF NOT EXISTS inputs_tenant ON inputs (tenant, used, size);
 CREATE TRIGGER IF NOT EXISTS inputs_go AFTER DELETE ON responses
     BEGIN DELETE FROM inputs WHERE id = OLD.id; END;
+CREATE TABLE IF NOT EXISTS conversations (
+    id TEXT PRIMARY KEY, tenant TEXT NOT NULL, created REAL NOT NULL, metadata TEXT NOT NULL,
+    instructions TEXT NOT NULL,
+    session TEXT NOT NULL, turns INTEGER NOT NULL,  -- so many turns of the session count
+    request TEXT NOT NULL,                  -- id of the last of these turns; "" if there are none
+    size INTEGER NOT NULL                   -- bytes that count, with those of the items
+) WITHOUT ROWID, STRICT;
+CREATE INDEX IF NOT EXISTS conversations_tenant ON conversations (tenant, size);
+CREATE INDEX IF NOT EXISTS conversations_session ON conversations (tenant, session);
+CREATE TABLE IF NOT EXISTS items (          -- of conversations, as JSON
+    conversation TEXT NOT NULL, place INTEGER NOT NULL, id TEXT NOT NULL,
+    turn INTEGER NOT NULL,                  -- that has read it, from 1; else one above all
+    item TEXT NOT NULL, size INTEGER NOT NULL,
+    PRIMARY KEY (conversation, place)
+) WITHOUT ROWID, STRICT;
+CREATE UNIQUE INDEX IF NOT EXISTS items_id ON items (conversation, id);
+CREATE INDEX IF NOT EXISTS items_turn ON items (conversation, turn, size);
+CREATE TRIGGER IF NOT EXISTS items_come AFTER INSERT ON items
+    BEGIN UPDATE conversations SET size = size + NEW.size WHERE id = NEW.conversation; END;
+CREATE TRIGGER IF NOT EXISTS items_go AFTER DELETE ON items
+    BEGIN UPDATE conversations SET size = size - OLD.size WHERE id = OLD.conversation; END;
+CREATE TRIGGER IF NOT EXISTS conversations_change AFTER UPDATE OF metadata, instructions
+    ON conversations BEGIN UPDATE conversations SET size = size
+    + length(CAST(NEW.metadata || NEW.instructions AS BLOB))
+    - length(CAST(OLD.metadata || OLD.instructions AS BLOB)) WHERE id = NEW.id; END;
+CREATE TRIGGER IF NOT EXISTS conversations_go AFTER DELETE ON conversations
+    BEGIN DELETE FROM items WHERE conversation = OLD.id; END;
 """
 
 log = get_logger(__name__)

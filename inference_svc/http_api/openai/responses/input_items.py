@@ -5,7 +5,7 @@ What an answer said and what it called are items of their own, and together one 
 *Source:* OpenAI API reference, "Responses".
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Annotated, Any, ClassVar
 
 from pydantic import BeforeValidator, Discriminator, FailFast, Field, Tag
@@ -24,6 +24,7 @@ MESSAGE, CALL, RESULT, REASONING = KINDS = (
     "function_call_output",
     "reasoning",
 )
+PREFIXES = {MESSAGE: "msg", CALL: "fc", RESULT: "fco"}  # of ids
 _OF_ITEMS = frozenset({"created_by", "id", "status", "type"})
 
 
@@ -88,6 +89,11 @@ def _input(given: Any) -> Any:
         return [{"role": USER, "content": given}]
     if not isinstance(given, list):
         raise WrongMemberError("{path} is neither text nor a list", "send a string or messages")
+    return of_known_kinds(given)
+
+
+def of_known_kinds(given: list[Any]) -> list[Any]:
+    """Refuse items of kinds that there are not, before they are read."""
     for index, item in enumerate(given):
         kind = _kind(item)
         if kind not in KINDS:
@@ -100,7 +106,12 @@ def _input(given: Any) -> Any:
     return given
 
 
-InputItems = Annotated[list[Item], FailFast(), BeforeValidator(bounded), BeforeValidator(_input)]
+def _bounded(given: Any) -> Any:
+    """Bound the input; whether there has to be any depends on what else is named."""
+    return bounded(given) if given else given
+
+
+InputItems = Annotated[list[Item], FailFast(), BeforeValidator(_bounded), BeforeValidator(_input)]
 
 
 def messages_of(items: Iterable[Item]) -> tuple[Message, ...]:
@@ -118,6 +129,15 @@ def messages_of(items: Iterable[Item]) -> tuple[Message, ...]:
                 continue
         found.append(message)
     return with_names(found)
+
+
+def with_ids(response_id: str, items: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return items of a response's input with ids, which say whose they are and where."""
+    name = response_id.removeprefix("resp_")
+    return [
+        {"id": f"{PREFIXES[item['type']]}_{name}_in_{index}", **item}
+        for index, item in enumerate(items)
+    ]
 
 
 def objects_of(items: Iterable[Item]) -> list[dict[str, Any]]:

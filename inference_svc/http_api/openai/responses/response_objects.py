@@ -255,6 +255,7 @@ class ResponseObjects:
             "created_at": info.created_s,
             "status": status,
             "background": False,
+            "conversation": {"id": info.conversation_id} if info.conversation_id else None,
             "error": error,
             "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
             "instructions": info.instructions or None,

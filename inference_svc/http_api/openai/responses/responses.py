@@ -2,194 +2,54 @@
 
 import json
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Any
 
 from aiohttp import web
-from pydantic import BeforeValidator, Field, model_validator
 
 from inference_svc.core.answers import AnswerToken
-from inference_svc.core.chat import SYSTEM, TOOL, Message, Tool, ToolCall, canonical
-from inference_svc.core.grammar import Grammar
-from inference_svc.core.truncation import OLDEST, REJECT
+from inference_svc.core.chat import TOOL, Message, ToolCall, canonical
+from inference_svc.core.truncation import REJECT
 from inference_svc.core.turn_record import Finished, TurnRecord
 from inference_svc.http_api.answer_parts import Reading
 from inference_svc.http_api.api import Api
-from inference_svc.http_api.bodies.body import Body, Count, Refused, WrongMemberError
 from inference_svc.http_api.bodies.conversation import with_names
-from inference_svc.http_api.bodies.formats import FlatFormat
-from inference_svc.http_api.bodies.template import Effort
-from inference_svc.http_api.errors import RequestError, UnsupportedValueError, unknown_response
-from inference_svc.http_api.openai.responses.input_items import InputItems, messages_of, objects_of
+from inference_svc.http_api.errors import RequestError, unknown_response
+from inference_svc.http_api.openai.responses.conversation_turns import going_on
+from inference_svc.http_api.openai.responses.input_items import objects_of, with_ids
+from inference_svc.http_api.openai.responses.response_body import ResponseBody
 from inference_svc.http_api.openai.responses.response_objects import ResponseObjects
-from inference_svc.http_api.openai.tools import FUNCTION, NAMESPACE, ResponseTools
-from inference_svc.http_api.openai.turn_body import OpenAITurnBody
 from inference_svc.http_api.replies import OneAnswer, reply, send_reply
 from inference_svc.http_api.requests import TurnRequest, caller_of
-from inference_svc.http_api.sessions.lookup import ResponseInfo, StoredResponse
+from inference_svc.http_api.sessions.lookup import ConversationTurn, ResponseInfo, StoredResponse
 from inference_svc.http_api.sessions.routing import Caller, HttpTurn
 from inference_svc.openai_settings import OpenAISettings
 from shared.types.errors import NotFoundError
 
-LOGPROBS = "message.output_text.logprobs"  # of `include`
-REASONING = "reasoning.encrypted_content"  # likewise: there is none, what is thought is readable
 MAX_INPUT_BYTES = 256 * 1024  # of one input: what is longer is not kept
 MAX_KEPT = 16384  # characters of instructions, or tools, that GET shows again
 
 
-class TextOptions(Body):
-    """Options of the text that is written."""
-
-    refused: ClassVar[Mapping[str, Refused]] = {
-        "verbosity": Refused(("medium",), "say it in a message"),
-    }
-
-    format: FlatFormat | None = None
-
-
-class ReasoningOptions(Body):
-    """How the model is to think."""
-
-    content_words: ClassVar[str] = "effort"
-    ignored: ClassVar[frozenset[str]] = frozenset({"context", "generate_summary", "summary"})
-
-    effort: Effort | None = None
-
-
-class ResponseStreamOptions(Body):
-    """Options of a stream; none of them changes anything."""
-
-    ignored: ClassVar[frozenset[str]] = frozenset({"include_obfuscation"})
-
-
-def _include(given: Any) -> Any:
-    try:
-        check_included(given if isinstance(given, list) else ())
-    except UnsupportedValueError as error:
-        raise WrongMemberError(error.message, error.remedy, kind=type(error)) from error
-    return given
-
-
-def check_included(names: Iterable[object]) -> None:
-    """Refuse what is not there to be shown beside a response.
-
-    Raises:
-        UnsupportedValueError: naming the first.
-    """
-    for name in names:
-        if name not in (LOGPROBS, REASONING):  # whatever a client sends need not be hashable
-            raise UnsupportedValueError(
-                f"include {str(name)[:60]!r} is not supported", f"send {LOGPROBS!r} only", "include"
-            )
-
-
-class ResponseBody(OpenAITurnBody):
-    """The body of POST /v1/responses.
-
-    Attributes:
-        instructions: lead the conversation, as its system message.
-        previous_response_id: id of the response that this one follows; "" if it follows none.
-        include: names of what is shown beside the answer.
-        truncation: OpenAI's name of the overflow policy; "": the service's.
-    """
-
-    refused: ClassVar[Mapping[str, Refused]] = {
-        **OpenAITurnBody.refused,
-        "background": Refused((False,), "keep the connection open while it is answered"),
-        "background_options": Refused((), "leave it out"),
-        "access_programs": Refused((), "leave it out"),
-        "image": Refused((), "the service reads text only"),
-        "conversation": Refused((), "use previous_response_id"),
-        "prompt": Refused((), "send instructions and input"),
-        "context_management": Refused(
-            ([],), "the service's [overflow] settings say what is dropped"
-        ),
-    }
-    ignored: ClassVar[frozenset[str]] = OpenAITurnBody.ignored | {"client_metadata"}
-
-    tool_kinds: ClassVar[frozenset[str]] = frozenset({FUNCTION, NAMESPACE})
-
-    input: InputItems = Field(default=None, validate_default=True)
-    tools: ResponseTools = Field(default_factory=list)
-    instructions: str = ""
-    previous_response_id: str = ""
-    max_output_tokens: Count | None = None
-    include: Annotated[list[str], BeforeValidator(_include)] = Field(default_factory=list)
-    truncation: Literal["", "auto", "disabled"] = ""
-    text: TextOptions = TextOptions()
-    reasoning: ReasoningOptions = ReasoningOptions()
-    stream_options: ResponseStreamOptions = ResponseStreamOptions()
-
-    @model_validator(mode="after")
-    def _agree(self) -> Self:
-        if self.previous_response_id and self.session_id:
-            raise WrongMemberError(
-                "both {path} and a session are named",
-                "name one of them: a response belongs to a session",
-                "previous_response_id",
-            )
-        return self
-
-    @property
-    def new_messages(self) -> tuple[Message, ...]:
-        """The input alone."""
-        return messages_of(self.input)
-
-    @property
-    def conversation(self) -> tuple[Message, ...]:
-        """Instructions and input."""
-        leading = (Message(SYSTEM, self.instructions),) if self.instructions else ()
-        return (*leading, *self.new_messages)
-
-    @property
-    def effort(self) -> Effort | None:
-        """How much the model is to think; None if the client does not say."""
-        return self.reasoning.effort
-
-    @property
-    def offered(self) -> tuple[Tool, ...]:
-        """The tools that the client offers."""
-        return tuple(tool for each in self.tools for tool in each.offered())
-
-    @property
-    def max_answer_tokens(self) -> int | None:
-        """Bound of the answer; None if the client does not say."""
-        return self.max_output_tokens
-
-    @property
-    def shown_logprobs(self) -> int | None:
-        """How many alternatives are shown of each token; None: no log-probabilities."""
-        is_asked = LOGPROBS in self.include or self.top_logprobs is not None
-        return (self.top_logprobs or 0) if is_asked else None
-
-    @property
-    def grammar(self) -> Grammar | None:
-        """What the answer has to be; None: whatever the model says."""
-        return super().grammar if self.text.format is None else self.text.format.grammar
-
-    def overflow(self, default: str) -> str:
-        """Return OpenAI's word of truncation as a policy's name; "" for the default one."""
-        if self.truncation == "disabled":
-            return REJECT
-        return OLDEST if self.truncation == "auto" and default == REJECT else ""
-
-
 async def create_response(api: Api, request: web.Request) -> web.StreamResponse:
-    """Answer an input, as the next turn after another response or as the first."""
+    """Answer an input: in a conversation, after another response, or as the first."""
     turn_request = await api.read(request, ResponseBody)
-    previous = None
-    calls: tuple[ToolCall, ...] = ()
-    caller, previous_id = turn_request.caller, turn_request.body.previous_response_id
-    if previous_id:
-        previous = await find_stored(api, caller, previous_id)
-        _check_instructions(turn_request, previous)
-        if any(message.role == TOOL for message in turn_request.body.new_messages):
-            record, reading = await recorded_turn(api, caller, previous_id, previous)
-            calls = reading.whole(record.text).calls
-    turn, info = _turn(turn_request, previous, calls, api.gateway.defaults.overflow.name)
-    async with await api.answers.open(caller, turn) as answer:
+    body, tenant = turn_request.body, turn_request.caller.tenant
+    if body.conversation_id:
+        held = api.holds.held(tenant, body.conversation_id, turn_request.repeat_key)
+        with held as release:
+            return await _answer(api, turn_request, *await _going_on(api, turn_request, release))
+    if body.previous_response_id:
+        return await _answer(api, turn_request, *await _following(api, turn_request))
+    turn, info = _turn(api, turn_request, body.conversation, body.instructions)
+    return await _answer(api, turn_request, turn, info)
+
+
+async def _answer(
+    api: Api, turn_request: TurnRequest[ResponseBody], turn: HttpTurn, info: ResponseInfo
+) -> web.StreamResponse:
+    async with await api.answers.open(turn_request.caller, turn) as answer:
         objects = ResponseObjects(
             response_id=turn.response_id,
             session_id=answer.session_id,
@@ -270,6 +130,31 @@ async def recorded_turn(
     return record, Reading(gateway.tool_format, use, call_id, gateway.thoughts)
 
 
+async def _following(
+    api: Api, turn_request: TurnRequest[ResponseBody]
+) -> tuple[HttpTurn, ResponseInfo]:
+    """Make the turn of a request that follows a response.
+
+    Raises:
+        UnknownResponseError: that is not there.
+        RequestError: the instructions are others than it has.
+    """
+    body, caller = turn_request.body, turn_request.caller
+    previous = await find_stored(api, caller, body.previous_response_id)
+    _check_instructions(turn_request, previous)
+    calls: tuple[ToolCall, ...] = ()
+    if any(message.role == TOOL for message in body.new_messages):
+        record, reading = await recorded_turn(api, caller, body.previous_response_id, previous)
+        calls = reading.whole(record.text).calls
+    turn, info = _turn(api, turn_request, with_names(body.new_messages, calls), "")
+    info = replace(
+        info,
+        instructions=previous.info.instructions,
+        instructions_digest=previous.info.instructions_digest,
+    )
+    return replace(turn, previous=previous, info=info if body.store else None), info
+
+
 def _check_instructions(turn_request: TurnRequest[ResponseBody], previous: StoredResponse) -> None:
     """Check that a session keeps the instructions that it began with.
 
@@ -286,22 +171,69 @@ def _check_instructions(turn_request: TurnRequest[ResponseBody], previous: Store
         )
 
 
-def _turn(
-    turn_request: TurnRequest[ResponseBody],
-    previous: StoredResponse | None,
-    calls: tuple[ToolCall, ...],
-    overflow: str,
+async def _going_on(
+    api: Api, turn_request: TurnRequest[ResponseBody], release: Callable[[], None]
 ) -> tuple[HttpTurn, ResponseInfo]:
-    """Make the turn of a request, and the stored information about its response.
+    """Make the next turn of a conversation that is held.
 
     Args:
+        api: the API's parts.
         turn_request: the request.
-        previous: the response that it follows; None: it begins a conversation.
-        calls: what that one called, if any of the input is what tools returned.
-        overflow: name of the overflow policy of turns that name none.
+        release: releases the conversation.
+
+    Raises:
+        UnknownConversationError: it is not there.
+        ConversationsFullError: the tenant has no room for the input.
+        RequestError: nothing may be stored.
+    """
+    body, caller = turn_request.body, turn_request.caller
+    going = await going_on(
+        api, caller, body.conversation_id, body.input, body.instructions, body.offered
+    )
+    turn, info = _turn(api, turn_request, going.messages, going.instructions)
+    if not turn.is_kept:
+        raise RequestError(
+            "a conversation is named that is not to be stored", "leave one out", "store"
+        )
+    brought = with_ids(turn.response_id, objects_of(body.input))
+    await api.store.conversations.check_room(caller.tenant, brought, body.instructions)
+    session_id = going.place.session_id
+
+    def answered(finished: Finished) -> Sequence[Mapping[str, Any]]:
+        objects = ResponseObjects(turn.response_id, session_id, info, api.token_text, turn.reading)
+        output: Sequence[Mapping[str, Any]] = objects.whole(
+            [AnswerToken(0, finished.text)], finished
+        )["output"]
+        return output
+
+    conversation = ConversationTurn(
+        before=going.before,
+        at=going.place.at,
+        instructions=going.instructions,
+        brought=brought,
+        answered=answered,
+        release=release,
+    )
+    turn = replace(turn, session_id=session_id, conversation=conversation, is_final=False)
+    return turn, info
+
+
+def _turn(
+    api: Api,
+    turn_request: TurnRequest[ResponseBody],
+    messages: tuple[Message, ...],
+    instructions: str,
+) -> tuple[HttpTurn, ResponseInfo]:
+    """Make the turn of a request, and the information about its response.
+
+    Args:
+        api: the API's parts.
+        turn_request: the request.
+        messages: what is new.
+        instructions: that lead the conversation.
     """
     body, chain = turn_request.body, turn_request.chain
-    messages = with_names(body.new_messages, calls) if previous else body.conversation
+    overflow = api.gateway.defaults.overflow.name
     turn = turn_request.turn(messages, body.overflow(overflow))
     is_long = len(canonical(body.offered)) > MAX_KEPT
     brought = json.dumps(objects_of(body.input), ensure_ascii=False) if body.store else ""
@@ -309,8 +241,8 @@ def _turn(
     info = ResponseInfo(
         created_s=int(time.time()),
         model=body.model,
-        instructions=body.instructions[:MAX_KEPT],
-        instructions_digest=chain.id_of("instructions", body.instructions),
+        instructions=instructions[:MAX_KEPT],
+        instructions_digest=chain.id_of("instructions", instructions),
         previous_id=body.previous_response_id,
         max_output_tokens=body.max_output_tokens,
         temperature=turn.sampling["temperature"],
@@ -325,16 +257,10 @@ def _turn(
         parallel_tool_calls=body.parallel_tool_calls,
         input_bytes=input_bytes,
         effort=body.effort,
+        conversation_id=body.conversation_id,
     )
-    if previous is not None and not body.instructions:
-        info = replace(
-            info,
-            instructions=previous.info.instructions,
-            instructions_digest=previous.info.instructions_digest,
-        )
     response_id = "resp_" + chain.id_of("response", turn.request_id)
-    stored = info if body.store else None
     if input_bytes > most_kept(turn_request.settings):
         brought = ""
-    turn = replace(turn, previous=previous, response_id=response_id, info=stored, brought=brought)
-    return turn, info
+    stored = info if body.store else None
+    return replace(turn, response_id=response_id, info=stored, brought=brought), info

@@ -8,7 +8,7 @@ from inference_svc.http_api.bodies.body import decode
 from inference_svc.http_api.errors import RequestError, UnsupportedValueError
 from inference_svc.http_api.openai.chats import ChatBody
 from inference_svc.http_api.openai.completions import CompletionBody
-from inference_svc.http_api.openai.responses.responses import ResponseBody
+from inference_svc.http_api.openai.responses.response_body import ResponseBody
 from inference_svc.http_api.tokens import TokenizeBody
 
 HELLO = {"role": "user", "content": "Hello"}

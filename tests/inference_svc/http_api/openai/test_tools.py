@@ -7,7 +7,7 @@ from inference_svc.http_api.bodies.body import decode
 from inference_svc.http_api.bodies.tools import MAX_TOOLS
 from inference_svc.http_api.errors import RequestError
 from inference_svc.http_api.openai.chats import ChatBody
-from inference_svc.http_api.openai.responses.responses import ResponseBody
+from inference_svc.http_api.openai.responses.response_body import ResponseBody
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 LOOK = {"name": "look", "description": "Looks.", "parameters": SCHEMA, "strict": True}

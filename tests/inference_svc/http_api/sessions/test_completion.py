@@ -10,7 +10,12 @@ from inference_svc.core.chat import Message
 from inference_svc.core.errors import UnknownSessionError
 from inference_svc.core.turn_record import Finished, Usage
 from inference_svc.http_api.sessions.completion import Completion
-from inference_svc.http_api.sessions.lookup import ResponseInfo, Route
+from inference_svc.http_api.sessions.lookup import (
+    Conversation,
+    ConversationTurn,
+    ResponseInfo,
+    Route,
+)
 from inference_svc.http_api.sessions.routing import Caller, HttpTurn
 from inference_svc.http_api.sessions.store import ApiStore
 from shared.access.identity import Identity
@@ -81,6 +86,9 @@ async def world_in(model, directory, max_sessions=10, subagent_idle_s=900.0):
     async with serving(model, directory) as service:
         store = ApiStore(directory, 1000, 2**20)
         completion = Completion(service.turns.sessions, MODEL, store, max_sessions, subagent_idle_s)
+
+        store = ApiStore(directory, 1000, 2**20, 2**20)
+        completion = Completion(service.turns.sessions, MODEL, store, max_sessions)
         running = asyncio.create_task(completion.run())
         await store.passing()  # `run` has begun
         yield World(service, store, completion)
@@ -197,3 +205,45 @@ async def test_a_session_that_is_gone_is_not_ended(model, tmp_path, caplog):
         await world.record("s-2", is_subagent=True)
         await world.until(lambda: world.is_ended("s-2"))
     assert "openai_tidying_failed" not in caplog.text
+
+
+def turn_of(conversation, session_id, *, release=None):
+    """The first turn of a conversation, to be answered in a session."""
+    item = {"id": f"msg_{session_id}"}
+    going = ConversationTurn(conversation, None, "", [item], lambda _: (), release or (lambda: 0))
+    fields = {"session_id": session_id, "conversation": going}
+    return HttpTurn((ASKED,), {}, request_id=f"r-{session_id}", body=b"", **KEPT, **fields)
+
+
+KEPT = {"is_kept": True, "overflow": ""}
+
+
+async def test_a_conversation_is_free_when_its_turn_is_stored(model, tmp_path):
+    """Before its client knows; the session that it has left goes."""
+    async with world_in(model, tmp_path) as world:
+        await world.make("conv_a", "conv_a-2")
+        made = Conversation("conv_a", 1.0, {}, session_id="conv_a")
+        await world.store.conversations.create("acme", made, ())
+        released = []
+        turn = turn_of(made, "conv_a-2", release=lambda: released.append(True))
+        at = Route("conv_a-2", 0, 0, None, is_named=True)
+        await world.completion.record(ANN, turn, at, ANSWER, is_passing=True)
+        assert released
+        assert (await world.store.conversations.find("acme", "conv_a")).session_id == "conv_a-2"
+
+        async def is_gone():
+            return await world.left("conv_a", "conv_a-2") == {"conv_a-2"}
+
+        await world.until(is_gone)
+
+
+async def test_a_turn_that_its_client_left_at_its_end_is_not_the_conversations(model, tmp_path):
+    """The session that was made for it goes, though it has the turn; not if a repeat stayed."""
+    async with world_in(model, tmp_path) as world:
+        await world.make("conv_a-2", "conv_a-3")
+        made = Conversation("conv_a", 1.0, {}, session_id="conv_a-3")
+        await world.store.conversations.create("acme", made, ())
+        for session_id in ("conv_a-2", "conv_a-3"):
+            route = Route(session_id, 0, 0, None, is_named=True)
+            await world.completion.leave(ANN, turn_of(made, session_id), route)
+        assert await world.left("conv_a-2", "conv_a-3") == {"conv_a-3"}

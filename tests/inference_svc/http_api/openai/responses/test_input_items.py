@@ -6,9 +6,8 @@ from openai.types.responses import ResponseItem
 from inference_svc.core.chat import Message, ToolCall
 from inference_svc.http_api.bodies.body import decode
 from inference_svc.http_api.errors import RequestError
-from inference_svc.http_api.openai.responses.input_items import objects_of
-from inference_svc.http_api.openai.responses.responses import ResponseBody
-from inference_svc.http_api.openai.responses.stored_input import with_ids
+from inference_svc.http_api.openai.responses.input_items import objects_of, with_ids
+from inference_svc.http_api.openai.responses.response_body import ResponseBody
 from tests.inference_svc.http_api.as_clients_read import strict
 
 CALL = {"type": "function_call", "call_id": "c1", "name": "look", "arguments": '{"a": 1}'}

@@ -5,7 +5,7 @@ import pytest
 from inference_svc.core.chat import Message
 from inference_svc.http_api.bodies.body import decode
 from inference_svc.http_api.errors import RequestError
-from inference_svc.http_api.openai.responses.responses import ResponseBody
+from inference_svc.http_api.openai.responses.response_body import ResponseBody
 
 
 def response(**fields):
@@ -34,6 +34,15 @@ def test_a_response_goes_on_with_items_that_came_back():
         {"type": "message", "role": "user", "content": "More"},
     ]
     assert [m.content for m in response(input=given).conversation] == ["Hi", "Yes?", "More"]
+
+
+def test_a_response_of_a_conversation():
+    """Named by its id, or by an object that has it; items that it has are enough of an input."""
+    for given in ("conv_1", {"id": "conv_1"}):
+        for options in ({}, {"input": []}, {"input": None}):
+            assert response(conversation=given, **options).conversation_id == "conv_1"
+    assert response(conversation=None).conversation_id == ""
+    assert response(conversation="conv_1", input=[]).new_messages == ()
 
 
 def test_every_parameter_of_a_response():
@@ -84,7 +93,11 @@ def test_truncation_is_an_overflow_policy(truncation, default, policy):
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, None),
         ({"background": True}, "background"),
-        ({"conversation": "conv_1"}, "conversation"),
+        ({"conversation": ""}, "conversation"),
+        ({"conversation": {"id": "conv_1", "name": "a"}}, "conversation"),
+        ({"conversation": ["conv_1"]}, "conversation"),
+        ({"conversation": "conv_1", "session_id": "s"}, "conversation"),
+        ({"conversation": "conv_1", "previous_response_id": "resp_1"}, "conversation"),
         ({"prompt": {"id": "p"}}, "prompt"),
         ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
         ({"include": ["file_search_call.results"]}, "include"),

@@ -1,0 +1,180 @@
+"""/v1/conversations: lists of items that responses go on with.
+
+Nothing is computed here. What is added, and what follows an item that is deleted, is read by the
+next response of the conversation (`responses/conversation_turns.py`).
+
+*Source:* OpenAI API reference, "Conversations".
+"""
+
+import time
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from typing import Annotated, Any
+from uuid import uuid4
+
+from aiohttp import web
+from pydantic import BeforeValidator, FailFast, Field
+
+from inference_svc.http_api.api import Api
+from inference_svc.http_api.bodies.body import Body, Metadata, WrongMemberError
+from inference_svc.http_api.bodies.conversation import bounded
+from inference_svc.http_api.errors import UnknownItemError
+from inference_svc.http_api.openai.responses.conversation_turns import (
+    find_conversation,
+    session_of,
+    without_turn,
+)
+from inference_svc.http_api.openai.responses.input_items import (
+    PREFIXES,
+    Item,
+    objects_of,
+    of_known_kinds,
+)
+from inference_svc.http_api.openai.responses.stored_input import check_query, listed, read_page
+from inference_svc.http_api.replies import reply
+from inference_svc.http_api.requests import CONVERSATION, caller_of
+from inference_svc.http_api.sessions.lookup import Conversation
+from shared.types.errors import NotFoundError
+
+MAX_ADDED = 20  # items of one request; OpenAI's bound
+
+
+def _added(given: Any) -> Any:
+    """Bound what is added, before it is read."""
+    if not isinstance(given, list):
+        raise WrongMemberError("{path} is no list", "send a list of items")
+    if len(given) > MAX_ADDED:
+        raise WrongMemberError(
+            f"{len(given)} items cannot be", f"send at most {MAX_ADDED} at a time"
+        )
+    return of_known_kinds(bounded(given) if given else given)
+
+
+AddedItems = Annotated[list[Item], FailFast(), BeforeValidator(_added)]
+
+
+class ConversationBody(Body):
+    """The body of POST /v1/conversations."""
+
+    items: AddedItems = Field(default_factory=list)
+    metadata: Metadata = Field(default_factory=dict)
+
+
+class MetadataBody(Body):
+    """The body of POST /v1/conversations/{id}: what takes the place of the metadata."""
+
+    metadata: Metadata = Field(default_factory=dict)
+
+
+class ItemsBody(Body):
+    """The body of POST /v1/conversations/{id}/items."""
+
+    items: AddedItems = Field(default=None, validate_default=True)
+
+
+async def create_conversation(api: Api, request: web.Request) -> web.Response:
+    """Begin a conversation; its items are read by its first response."""
+    caller, body = caller_of(request), await api.decoded(request, ConversationBody)
+    name = f"{CONVERSATION}{uuid4().hex}"
+    made = Conversation(name, int(time.time()), body.metadata, session_id=name)
+    await api.store.conversations.create(caller.tenant, made, _with_ids(body.items))
+    return reply(_object(made))
+
+
+async def show_conversation(api: Api, request: web.Request) -> web.Response:
+    """Show a conversation."""
+    return reply(_object(await find_conversation(api, caller_of(request), _name(request))))
+
+
+async def update_conversation(api: Api, request: web.Request) -> web.Response:
+    """Put other metadata in the place of a conversation's."""
+    caller, body = caller_of(request), await api.decoded(request, MetadataBody)
+    await find_conversation(api, caller, _name(request))
+    await api.store.conversations.set_metadata(caller.tenant, _name(request), body.metadata)
+    return reply(_object(await find_conversation(api, caller, _name(request))))
+
+
+async def delete_conversation(api: Api, request: web.Request) -> web.Response:
+    """Delete a conversation: its items, its session, and what is kept of that."""
+    caller, name = caller_of(request), _name(request)
+    with api.holds.held(caller.tenant, name):
+        found = await find_conversation(api, caller, name)
+        key = api.gateway.key(caller.identity, caller.tenant, found.session_id)
+        with suppress(NotFoundError):  # it has no response yet
+            await api.gateway.delete_session(key)
+        await api.store.conversations.delete(name)
+    return reply({"id": name, "object": "conversation.deleted", "deleted": True})
+
+
+async def list_items(api: Api, request: web.Request) -> web.Response:
+    """Show the items of a conversation, or a page of them."""
+    page = read_page(request)
+    found = await find_conversation(api, caller_of(request), _name(request))
+    shown = await api.store.conversations.page(
+        found.conversation_id, page.limit, page.after, is_ascending=page.is_ascending
+    )
+    if shown is None:
+        raise page.follows_nothing()
+    items, has_more = shown
+    return reply(listed(items, has_more=has_more))
+
+
+async def add_items(api: Api, request: web.Request) -> web.Response:
+    """Add items to a conversation; its next response reads them before its input."""
+    check_query(request)
+    caller, body = caller_of(request), await api.decoded(request, ItemsBody)
+    items = _with_ids(body.items)
+    with api.holds.held(caller.tenant, _name(request)):
+        found = await find_conversation(api, caller, _name(request))
+        await api.store.conversations.add(caller.tenant, found.conversation_id, items)
+    return reply(listed(items))
+
+
+async def show_item(api: Api, request: web.Request) -> web.Response:
+    """Show one item."""
+    check_query(request)
+    found = await find_conversation(api, caller_of(request), _name(request))
+    item_id = request.match_info["item"]
+    item = await api.store.conversations.item(found.conversation_id, item_id)
+    if item is None:
+        raise _unknown_item(item_id)
+    return reply(item)
+
+
+async def delete_item(api: Api, request: web.Request) -> web.Response:
+    """Delete an item; what was computed from it on does not count any more."""
+    caller, item_id = caller_of(request), request.match_info["item"]
+    with api.holds.held(caller.tenant, _name(request)):
+        found = await find_conversation(api, caller, _name(request))
+        turn = await api.store.conversations.turn_of(found.conversation_id, item_id)
+        if turn is None:
+            raise _unknown_item(item_id)
+        left = without_turn(found, await session_of(api, caller, found), turn)
+        await api.store.conversations.delete_item(left, item_id)
+    return reply(_object(found))
+
+
+def _name(request: web.Request) -> str:
+    """Return the conversation that a request is for."""
+    return request.match_info["id"]
+
+
+def _with_ids(items: Iterable[Item]) -> list[dict[str, Any]]:
+    """Return items as they are stored, each with an id of its own."""
+    return [{"id": f"{PREFIXES[one['type']]}_{uuid4().hex}", **one} for one in objects_of(items)]
+
+
+def _object(conversation: Conversation) -> Mapping[str, Any]:
+    """Make the object of a conversation."""
+    return {
+        "id": conversation.conversation_id,
+        "object": "conversation",
+        "created_at": int(conversation.created_s),
+        "metadata": dict(conversation.metadata),
+    }
+
+
+def _unknown_item(item_id: str) -> UnknownItemError:
+    return UnknownItemError(
+        f"there is no item {item_id[:80]!r} in the conversation", "list its items"
+    )

@@ -1,0 +1,179 @@
+"""The body of a request for a response.
+
+*Source:* OpenAI API reference, "Responses".
+"""
+
+from collections.abc import Iterable, Mapping
+from typing import Annotated, Any, ClassVar, Literal, Self
+
+from pydantic import BeforeValidator, Field, model_validator
+
+from inference_svc.core.chat import SYSTEM, Message, Tool
+from inference_svc.core.grammar import Grammar
+from inference_svc.core.truncation import OLDEST, REJECT
+from inference_svc.http_api.bodies.body import Body, Count, Refused, WrongMemberError
+from inference_svc.http_api.bodies.formats import FlatFormat
+from inference_svc.http_api.bodies.template import Effort
+from inference_svc.http_api.errors import UnsupportedValueError
+from inference_svc.http_api.openai.responses.input_items import InputItems, messages_of
+from inference_svc.http_api.openai.tools import FUNCTION, NAMESPACE, ResponseTools
+from inference_svc.http_api.openai.turn_body import OpenAITurnBody
+
+LOGPROBS = "message.output_text.logprobs"  # of `include`
+REASONING = "reasoning.encrypted_content"  # likewise: there is none, what is thought is readable
+
+
+class TextOptions(Body):
+    """Options of the text that is written."""
+
+    refused: ClassVar[Mapping[str, Refused]] = {
+        "verbosity": Refused(("medium",), "say it in a message"),
+    }
+
+    format: FlatFormat | None = None
+
+
+class ReasoningOptions(Body):
+    """How the model is to think."""
+
+    content_words: ClassVar[str] = "effort"
+    ignored: ClassVar[frozenset[str]] = frozenset({"context", "generate_summary", "summary"})
+
+    effort: Effort | None = None
+
+
+class ResponseStreamOptions(Body):
+    """Options of a stream; none of them changes anything."""
+
+    ignored: ClassVar[frozenset[str]] = frozenset({"include_obfuscation"})
+
+
+def _include(given: Any) -> Any:
+    try:
+        check_included(given if isinstance(given, list) else ())
+    except UnsupportedValueError as error:
+        raise WrongMemberError(error.message, error.remedy, kind=type(error)) from error
+    return given
+
+
+def check_included(names: Iterable[object]) -> None:
+    """Refuse what is not there to be shown beside a response.
+
+    Raises:
+        UnsupportedValueError: naming the first.
+    """
+    for name in names:
+        if name not in (LOGPROBS, REASONING):  # whatever a client sends need not be hashable
+            raise UnsupportedValueError(
+                f"include {str(name)[:60]!r} is not supported", f"send {LOGPROBS!r} only", "include"
+            )
+
+
+def _conversation(given: Any) -> Any:
+    """Take a conversation's id, or the object that has it."""
+    name = given.get("id") if isinstance(given, dict) and len(given) == 1 else given
+    if not isinstance(name, str) or not name:
+        raise WrongMemberError("{path} cannot be so", 'send a conversation\'s id, or {"id": …}')
+    return name
+
+
+ConversationName = Annotated[str, BeforeValidator(_conversation)]
+
+
+class ResponseBody(OpenAITurnBody):
+    """The body of POST /v1/responses.
+
+    Attributes:
+        instructions: lead the conversation, as its system message.
+        previous_response_id: id of the response that this one follows; "" if it follows none.
+        include: names of what is shown beside the answer.
+        truncation: OpenAI's name of the overflow policy; "": the service's.
+    """
+
+    refused: ClassVar[Mapping[str, Refused]] = {
+        **OpenAITurnBody.refused,
+        "background": Refused((False,), "keep the connection open while it is answered"),
+        "background_options": Refused((), "leave it out"),
+        "access_programs": Refused((), "leave it out"),
+        "image": Refused((), "the service reads text only"),
+        "prompt": Refused((), "send instructions and input"),
+        "context_management": Refused(
+            ([],), "the service's [overflow] settings say what is dropped"
+        ),
+    }
+    ignored: ClassVar[frozenset[str]] = OpenAITurnBody.ignored | {"client_metadata"}
+
+    tool_kinds: ClassVar[frozenset[str]] = frozenset({FUNCTION, NAMESPACE})
+
+    input: InputItems = Field(default_factory=list)
+    tools: ResponseTools = Field(default_factory=list)
+    instructions: str = ""
+    previous_response_id: str = ""
+    conversation_id: ConversationName = Field(default="", alias="conversation")
+    max_output_tokens: Count | None = None
+    include: Annotated[list[str], BeforeValidator(_include)] = Field(default_factory=list)
+    truncation: Literal["", "auto", "disabled"] = ""
+    text: TextOptions = TextOptions()
+    reasoning: ReasoningOptions = ReasoningOptions()
+    stream_options: ResponseStreamOptions = ResponseStreamOptions()
+
+    @model_validator(mode="after")
+    def _agree(self) -> Self:
+        if self.conversation_id and (self.previous_response_id or self.session_id):
+            raise WrongMemberError(
+                "both {path} and a response or session are named",
+                "name one of them: a conversation goes on from its own end",
+                "conversation",
+            )
+        if not self.input and not self.conversation_id:
+            raise WrongMemberError("{path} is missing", "send a string or messages", "input")
+        if self.previous_response_id and self.session_id:
+            raise WrongMemberError(
+                "both {path} and a session are named",
+                "name one of them: a response belongs to a session",
+                "previous_response_id",
+            )
+        return self
+
+    @property
+    def new_messages(self) -> tuple[Message, ...]:
+        """The input alone."""
+        return messages_of(self.input)
+
+    @property
+    def conversation(self) -> tuple[Message, ...]:
+        """Instructions and input."""
+        leading = (Message(SYSTEM, self.instructions),) if self.instructions else ()
+        return (*leading, *self.new_messages)
+
+    @property
+    def effort(self) -> Effort | None:
+        """How much the model is to think; None if the client does not say."""
+        return self.reasoning.effort
+
+    @property
+    def offered(self) -> tuple[Tool, ...]:
+        """The tools that the client offers."""
+        return tuple(tool for each in self.tools for tool in each.offered())
+
+    @property
+    def max_answer_tokens(self) -> int | None:
+        """Bound of the answer; None if the client does not say."""
+        return self.max_output_tokens
+
+    @property
+    def shown_logprobs(self) -> int | None:
+        """How many alternatives are shown of each token; None: no log-probabilities."""
+        is_asked = LOGPROBS in self.include or self.top_logprobs is not None
+        return (self.top_logprobs or 0) if is_asked else None
+
+    @property
+    def grammar(self) -> Grammar | None:
+        """What the answer has to be; None: whatever the model says."""
+        return super().grammar if self.text.format is None else self.text.format.grammar
+
+    def overflow(self, default: str) -> str:
+        """Return OpenAI's word of truncation as a policy's name; "" for the default one."""
+        if self.truncation == "disabled":
+            return REJECT
+        return OLDEST if self.truncation == "auto" and default == REJECT else ""

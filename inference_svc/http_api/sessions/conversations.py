@@ -1,0 +1,363 @@
+"""Conversations: what is stored of them, and who changes one.
+
+A conversation is a list of items with a session of its own, whose first turns have read the first
+of these. The items are what counts: what the session has not read, or has read no more because an
+item before it was deleted, the next turn reads. So a turn that fails, and a session that is lost,
+take nothing away from a conversation.
+
+Rows stay until they are deleted; beyond a bound of bytes a tenant adds no more.
+"""
+
+import json
+import sqlite3
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol, TypeVar
+
+from inference_svc.core.errors import InputTooLongError, SessionBusyError
+from inference_svc.http_api.errors import ConversationsFullError, unknown_conversation
+from inference_svc.http_api.sessions.lookup import Conversation, ConversationTurn, Point
+from inference_svc.http_api.sessions.store_file import durable
+
+T = TypeVar("T")
+Items = Sequence[Mapping[str, Any]]  # each with its id
+
+ROW_BYTES = 4096  # that a conversation counts for itself: about the file of its session
+UNREAD = 2**62  # the turn of an item that none has read
+MAX_UNREAD = 4096  # items that one turn reads: as many as a body may have messages
+PAGE_CHARACTERS = 2**20  # of the items of a page, but for one item that has more
+
+_INSERT = "INSERT INTO conversations VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)"
+_FIND = (
+    "SELECT id, created, metadata, instructions, session, turns, request FROM conversations"
+    " WHERE id = ? AND tenant = ?"
+)
+_SIZE = "SELECT coalesce(sum(size), 0) FROM conversations WHERE tenant = ?"
+_LAST_PLACE = "SELECT coalesce(max(place), 0) FROM items WHERE conversation = ?"
+_PLACE_AND_TURN = "SELECT place, turn FROM items WHERE conversation = ? AND id = ?"
+_OF_UNREAD = "FROM items WHERE conversation = ? AND turn > ?"
+_UNREAD = f"SELECT item {_OF_UNREAD} ORDER BY +place"  # by the index of turns: most are read
+_UNREAD_SIZE = f"SELECT count(*), coalesce(sum(size), 0) {_OF_UNREAD}"
+_CALLS = "SELECT item FROM items WHERE conversation = ? AND turn = ? AND id GLOB 'fc_*'"
+_PAGES = {  # by whether the oldest come first
+    True: "SELECT item FROM items WHERE conversation = ? AND place > ? ORDER BY place",
+    False: "SELECT item FROM items WHERE conversation = ? AND place < ? ORDER BY place DESC",
+}
+_AFTER_ALL = 2**62
+_GO_ON = (
+    "UPDATE conversations SET session = ?, turns = ?, request = ?, instructions = ?"
+    " WHERE id = ? AND session = ? AND turns = ? AND request = ?"
+)
+_READ = "UPDATE items SET turn = ? WHERE conversation = ? AND turn > ?"
+_STAYS = "DELETE FROM passing WHERE tenant = ? AND session = ?"
+# The session that is left goes; ids of its first turns are those of their copies.
+_KEEP_RESPONSES = (
+    "UPDATE responses SET session = :new WHERE tenant = :tenant AND session = :old"
+    " AND turns <= :kept"
+)
+_KEEP_REQUESTS = (
+    "UPDATE requests SET session = :new WHERE tenant = :tenant AND session = :old AND turns < :kept"
+)
+_MOVE = (
+    "INSERT OR IGNORE INTO passing VALUES (:tenant, :old)",
+    _KEEP_RESPONSES,
+    _KEEP_REQUESTS,
+    "DELETE FROM requests WHERE tenant = :tenant AND session = :old",
+)
+
+
+class Run(Protocol):
+    """Runs a call on the thread of the database."""
+
+    def __call__(self, call: Callable[[], T]) -> Awaitable[T]:
+        """Return what the call returns.
+
+        Raises:
+            StoreUnavailableError: the database cannot be used.
+        """
+
+
+class Conversations:
+    """Stores conversations; each method may raise StoreUnavailableError.
+
+    A conversation that is given was found: it is the tenant's who asks.
+
+    Args:
+        db: the database with the tables.
+        run: runs calls on its thread.
+        max_bytes: bound of what one tenant stores.
+    """
+
+    def __init__(self, db: sqlite3.Connection, run: Run, max_bytes: int) -> None:
+        self._db = db
+        self._run = run
+        self._max_bytes = max_bytes
+
+    async def create(self, tenant: str, made: Conversation, items: Items) -> None:
+        """Store a new conversation.
+
+        Raises:
+            ConversationsFullError: the tenant has no room for it.
+        """
+        metadata = _text(made.metadata)
+        size = ROW_BYTES + len(metadata.encode())
+        name = made.conversation_id
+        row = (name, tenant, made.created_s, metadata, "", made.session_id, 0, "", size)
+
+        def create() -> None:
+            self._check_room(tenant, size, items)
+            with durable(self._db):
+                self._db.execute(_INSERT, row)
+                self._add(name, items, UNREAD)
+
+        await self._run(create)
+
+    async def find(self, tenant: str, conversation_id: str) -> Conversation | None:
+        """Return a tenant's conversation; None if it has none of that id."""
+        row = await self._run(lambda: self._row(_FIND, conversation_id, tenant))
+        if row is None:
+            return None
+        name, created_s, metadata, *rest = row
+        return Conversation(name, created_s, json.loads(metadata), *rest)
+
+    async def set_metadata(
+        self, tenant: str, conversation_id: str, metadata: Mapping[str, str]
+    ) -> None:
+        """Put a client's notes in the place of those that are there.
+
+        Raises:
+            ConversationsFullError: the tenant has no room for them.
+        """
+        text = _text(metadata)
+
+        def change() -> None:
+            self._check_room(tenant, len(text.encode()), ())
+            with durable(self._db):
+                sql = "UPDATE conversations SET metadata = ? WHERE id = ?"
+                self._db.execute(sql, (text, conversation_id))
+
+        await self._run(change)
+
+    async def delete(self, conversation_id: str) -> None:
+        """Delete a conversation and its items."""
+        await self._change("DELETE FROM conversations WHERE id = ?", conversation_id)
+
+    async def forget_session(self, tenant: str, session_id: str) -> None:
+        """Delete the conversation whose session a client has deleted, if it is one."""
+        sql = "DELETE FROM conversations WHERE tenant = ? AND session = ?"
+        await self._change(sql, tenant, session_id)
+
+    # ----------------------------------------------------------------------------------- items
+
+    async def check_room(self, tenant: str, items: Items, instructions: str = "") -> None:
+        """Check that a tenant may store these.
+
+        Raises:
+            ConversationsFullError: it may not.
+        """
+        more = len(instructions.encode())
+        await self._run(lambda: self._check_room(tenant, more, items))
+
+    async def add(self, tenant: str, conversation_id: str, items: Items) -> None:
+        """Add items, which the next turn reads.
+
+        Raises:
+            ConversationsFullError: the tenant has no room for them.
+            UnknownConversationError: its session was deleted, and so it is gone.
+        """
+
+        def add() -> None:
+            self._check_room(tenant, 0, items)
+            with durable(self._db):
+                if self._row(_FIND, conversation_id, tenant) is None:
+                    raise unknown_conversation(conversation_id)
+                self._add(conversation_id, items, UNREAD)
+
+        await self._run(add)
+
+    async def page(
+        self, conversation_id: str, limit: int, after: str, *, is_ascending: bool
+    ) -> tuple[list[dict[str, Any]], bool] | None:
+        """Return items in their order, or the other way; None if there is none to follow.
+
+        Args:
+            conversation_id: that they are of.
+            limit: most of them; there may be fewer, lest a page has too many bytes.
+            after: id of the item that they follow; "": from the beginning.
+            is_ascending: whether the oldest come first.
+
+        Returns:
+            The items, and whether there are more.
+        """
+
+        def find() -> tuple[list[dict[str, Any]], bool] | None:
+            begin = 0 if is_ascending else _AFTER_ALL
+            if after:
+                row = self._row(_PLACE_AND_TURN, conversation_id, after)
+                if row is None:
+                    return None
+                begin = row[0]
+            texts: list[str] = []
+            size = 0
+            for (text,) in self._db.execute(_PAGES[is_ascending], (conversation_id, begin)):
+                size += len(text)
+                if texts and (len(texts) == limit or size > PAGE_CHARACTERS):
+                    return list(map(json.loads, texts)), True
+                texts.append(text)
+            return list(map(json.loads, texts)), False
+
+        return await self._run(find)
+
+    async def item(self, conversation_id: str, item_id: str) -> dict[str, Any] | None:
+        """Return an item; None if the conversation has none of that id."""
+        sql = "SELECT item FROM items WHERE conversation = ? AND id = ?"
+        found = await self._run(lambda: self._items(sql, conversation_id, item_id))
+        return found[0] if found else None
+
+    async def unread(
+        self, conversation_id: str, turns: int, most_bytes: int
+    ) -> list[dict[str, Any]]:
+        """Return the items that the first turns of the conversation's session have not read.
+
+        Raises:
+            InputTooLongError: they have more bytes than one turn may read.
+        """
+
+        def find() -> list[dict[str, Any]]:
+            number, size = self._db.execute(_UNREAD_SIZE, (conversation_id, turns)).fetchone()
+            if number > MAX_UNREAD or size > most_bytes:
+                raise InputTooLongError(
+                    f"{number} items of {size} bytes are to be read, and a turn reads up to"
+                    f" {MAX_UNREAD} of {most_bytes}",
+                    "delete some, or begin another conversation",
+                )
+            return self._items(_UNREAD, conversation_id, turns)
+
+        return await self._run(find)
+
+    async def calls(self, conversation_id: str, turn: int) -> list[dict[str, Any]]:
+        """Return the calls of tools among the items of a turn, from 1."""
+        return await self._run(lambda: self._items(_CALLS, conversation_id, turn))
+
+    async def turn_of(self, conversation_id: str, item_id: str) -> int | None:
+        """Return the turn that has read an item, from 1, or UNREAD; None if it is not there."""
+        row = await self._run(lambda: self._row(_PLACE_AND_TURN, conversation_id, item_id))
+        return None if row is None else int(row[1])
+
+    async def delete_item(self, left: Conversation, item_id: str) -> None:
+        """Delete an item of a conversation, which has so many turns left as is said."""
+        name = left.conversation_id
+
+        def delete() -> None:
+            with durable(self._db):
+                sql = "UPDATE conversations SET turns = ?, request = ? WHERE id = ?"
+                self._db.execute(sql, (left.turns, left.request_id, name))
+                sql = "DELETE FROM items WHERE conversation = ? AND id = ?"
+                self._db.execute(sql, (name, item_id))
+
+        await self._run(delete)
+
+    async def record(self, tenant: str, turn: ConversationTurn, end: Point, items: Items) -> bool:
+        """Add a turn: what it brought and said, and where the conversation is now.
+
+        Args:
+            tenant: whose conversation it is.
+            turn: the turn.
+            end: where it ended.
+            items: of input and answer.
+
+        Returns:
+            Whether it was added: a repeat that followed it has added it before, or will.
+        """
+        before, kept = turn.before, turn.at.turns if turn.at else 0
+        name = before.conversation_id
+        known = (name, before.session_id, before.turns, before.request_id)
+        now = (end.session_id, end.turns, end.request_id, turn.instructions)
+        moved = {"tenant": tenant, "old": before.session_id, "new": end.session_id, "kept": kept}
+
+        def record() -> bool:
+            with durable(self._db):
+                if not self._db.execute(_GO_ON, (*now, *known)).rowcount:
+                    return False
+                self._db.execute(_READ, (end.turns, name, kept))
+                self._add(name, items, end.turns)
+                if end.session_id != before.session_id:
+                    for sql in _MOVE:
+                        self._db.execute(sql, moved)
+                self._db.execute(_STAYS, (tenant, end.session_id))
+                return True
+
+        return await self._run(record)
+
+    # ------------------------------------------------------------------- on the thread, below
+
+    async def _change(self, sql: str, *values: object) -> None:
+        def change() -> None:
+            with durable(self._db):
+                self._db.execute(sql, values)
+
+        await self._run(change)
+
+    def _row(self, sql: str, *values: object) -> Any | None:
+        return self._db.execute(sql, values).fetchone()
+
+    def _items(self, sql: str, *values: object) -> list[dict[str, Any]]:
+        return [json.loads(text) for (text,) in self._db.execute(sql, values).fetchall()]
+
+    def _add(self, conversation_id: str, items: Items, turn: int) -> None:
+        (place,) = self._db.execute(_LAST_PLACE, (conversation_id,)).fetchone()
+        rows = [
+            (conversation_id, place + number, item["id"], turn, text, len(text.encode()))
+            for number, (item, text) in enumerate(zip(items, map(_text, items), strict=True), 1)
+        ]
+        self._db.executemany("INSERT INTO items VALUES (?, ?, ?, ?, ?, ?)", rows)
+
+    def _check_room(self, tenant: str, more: int, items: Items) -> None:
+        (size,) = self._db.execute(_SIZE, (tenant,)).fetchone()
+        if size + more + sum(len(_text(item).encode()) for item in items) > self._max_bytes:
+            raise ConversationsFullError(
+                f"the tenant's conversations have {size} bytes, of {self._max_bytes}",
+                "delete some, or raise openai.conversation_bytes",
+            )
+
+
+def _text(value: Mapping[str, Any]) -> str:
+    return json.dumps(value, ensure_ascii=False)
+
+
+class Holds:
+    """Who changes a conversation: one request at a time, and repeats of it."""
+
+    def __init__(self) -> None:
+        self._holders: dict[tuple[str, str], list[bytes | None]] = {}  # keys of repeats
+
+    @contextmanager
+    def held(
+        self, tenant: str, conversation_id: str, repeat_key: bytes | None = None
+    ) -> Iterator[Callable[[], None]]:
+        """Hold a conversation; what is yielded releases it before the block ends.
+
+        Raises:
+            SessionBusyError: another request changes it.
+        """
+        name = tenant, conversation_id
+        holders = self._holders.setdefault(name, [])
+        if holders and (repeat_key is None or repeat_key not in holders):
+            raise SessionBusyError(
+                f"conversation {conversation_id} is in use", "try again when its turn has finished"
+            )
+        holders.append(repeat_key)
+        is_over = False
+
+        def release() -> None:
+            nonlocal is_over
+            if not is_over:
+                is_over = True
+                holders.remove(repeat_key)
+                if not holders:
+                    del self._holders[name]
+
+        try:
+            yield release
+        finally:
+            release()
