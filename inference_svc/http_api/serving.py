@@ -38,6 +38,7 @@ from inference_svc.http_api.openai.conversations import (
 )
 from inference_svc.http_api.openai.dialect import OPENAI
 from inference_svc.http_api.openai.embeddings import create_embeddings
+from inference_svc.http_api.openai.responses.input_tokens import count_input_tokens
 from inference_svc.http_api.openai.responses.responses import (
     create_response,
     delete_response,
@@ -203,6 +204,7 @@ def make_app(api: Api, outer: Sequence[Middleware] = ()) -> web.Application:
     for path, create in (
         ("chat/completions", create_chat),
         ("responses", create_response),
+        ("responses/input_tokens", count_input_tokens),
         ("conversations", create_conversation),
         ("conversations/{id}", update_conversation),
         ("conversations/{id}/items", add_items),

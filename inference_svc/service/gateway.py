@@ -24,6 +24,7 @@ from inference_svc.core.submission import (
 from inference_svc.core.template_arguments import Arguments
 from inference_svc.core.tools.registry import ToolFormat
 from inference_svc.core.tools.thoughts import ThoughtMarks
+from inference_svc.core.transcript_format import Transcript
 from inference_svc.runtime.turns.chat_text import TurnText
 from inference_svc.runtime.turns.embeddings import Embedder, Embedding
 from inference_svc.runtime.turns.turn import Turn
@@ -136,13 +137,13 @@ class Gateway:
         """
         return identity.key(tenant, self.model, session_id)
 
-    async def encode(self, given: TurnInput) -> list[int]:
-        """Return the tokens of an input that begins a session.
+    async def encode(self, given: TurnInput, behind: Transcript | None = None) -> list[int]:
+        """Return the tokens of an input that follows a session's turns; None: that begins one.
 
         Raises:
             ReportedError: it cannot be encoded.
         """
-        return await self._prompts.encode(given)
+        return await self._prompts.encode(given, behind)
 
     async def decode(self, token_ids: Sequence[int]) -> str:
         """Return tokens as text, special ones by their names.

@@ -10,6 +10,7 @@ from inference_svc.core.discards import Discard, Range
 from inference_svc.core.errors import EmptyTurnError, InvalidSamplingError, InvalidTurnError
 from inference_svc.core.submission import ChatInput, Submission, TextInput, TokenInput, TurnInput
 from inference_svc.core.template_arguments import Arguments
+from inference_svc.core.transcript_format import Transcript
 from inference_svc.core.turn_window import TurnWindow
 from inference_svc.runtime.turns.chat_text import TurnText
 from inference_svc.runtime.worker_thread import WorkerThread
@@ -148,14 +149,15 @@ class PromptMaker:
         thought = await self._thought(submission, input_ids)
         return Prompt(context, ranges, input_ids, system_tokens, is_text, window, thought, recorded)
 
-    async def encode(self, given: TurnInput) -> list[int]:
-        """Return the tokens of an input that begins a session.
+    async def encode(self, given: TurnInput, behind: Transcript | None = None) -> list[int]:
+        """Return the tokens of an input that follows a session's turns; None: that begins one.
 
         Raises:
             ReportedError: it cannot be encoded; see `make`.
         """
-        settled, _ = await self._settled(given, None)
-        return await self._encode(settled, Context())
+        began_with = None if behind is None else behind.template_arguments
+        settled, _ = await self._settled(given, began_with)
+        return await self._encode(settled, Context() if behind is None else behind.context)
 
     async def framing(self, own: Arguments) -> str:
         """Return a digest of what a client's template arguments make of conversations: `Framing`.

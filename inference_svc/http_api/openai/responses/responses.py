@@ -11,6 +11,7 @@ from aiohttp import web
 
 from inference_svc.core.answers import AnswerToken
 from inference_svc.core.chat import TOOL, Message, ToolCall, canonical
+from inference_svc.core.transcript_format import Transcript
 from inference_svc.core.truncation import REJECT
 from inference_svc.core.turn_record import Finished, TurnRecord
 from inference_svc.http_api.answer_parts import Reading
@@ -24,7 +25,7 @@ from inference_svc.http_api.openai.responses.response_objects import ResponseObj
 from inference_svc.http_api.replies import OneAnswer, reply, send_reply
 from inference_svc.http_api.requests import TurnRequest, caller_of
 from inference_svc.http_api.sessions.lookup import ConversationTurn, ResponseInfo, StoredResponse
-from inference_svc.http_api.sessions.routing import Caller, HttpTurn
+from inference_svc.http_api.sessions.routing import Caller, HttpTurn, holds
 from inference_svc.openai_settings import OpenAISettings
 from shared.types.errors import NotFoundError
 
@@ -115,19 +116,30 @@ async def recorded_turn(
     Raises:
         UnknownResponseError: its session is gone.
     """
+    record = (await session_up_to(api, caller, response_id, stored)).turns[-1]
+    call_id = api.completion.chain(caller).call_ids(stored.at.request_id)
+    gateway = api.gateway
+    use = stored.info.tool_use
+    return record, Reading(gateway.tool_format, use, call_id, gateway.thoughts)
+
+
+async def session_up_to(
+    api: Api, caller: Caller, response_id: str, stored: StoredResponse
+) -> Transcript:
+    """Return the session of a stored response, up to its turn.
+
+    Raises:
+        UnknownResponseError: it is gone.
+    """
     at = stored.at
     try:
         key = api.gateway.key(caller.identity, caller.tenant, at.session_id)
         session, _ = await api.gateway.turns.sessions.get(key)
     except NotFoundError as error:
         raise unknown_response(response_id) from error
-    record = session.turns[at.turns - 1] if len(session.turns) >= at.turns else None
-    if record is None or record.request_id != at.request_id:
+    if not holds(session, at):
         raise unknown_response(response_id)
-    call_id = api.completion.chain(caller).call_ids(at.request_id)
-    gateway = api.gateway
-    use = stored.info.tool_use
-    return record, Reading(gateway.tool_format, use, call_id, gateway.thoughts)
+    return session.forked(at.session_id, at.turns)
 
 
 async def _following(
