@@ -1,1 +1,1 @@
-"""OpenAI's words: chats, responses and completions. `docs/openai.md`."""
+"""OpenAI's words: chats, responses, conversations and completions. `docs/openai.md`."""
