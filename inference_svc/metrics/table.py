@@ -146,7 +146,14 @@ METRICS = MetricTable(
                 "stored": "stored_tokens",
                 "dropped": "dropped_tokens",
                 "compressed": "compressed_tokens",
+                "embedded": "embedded_tokens",
             },
+        ),
+        Metric(
+            "inference_embeddings_total",
+            "counter",
+            "Inputs that were embedded",
+            counters={"": "embeddings"},
         ),
         Metric(
             "inference_reused_tokens_total",

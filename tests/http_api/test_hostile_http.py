@@ -122,7 +122,7 @@ async def test_tenants_do_not_share_histories(api, opening):
     ("method", "path", "status", "code"),
     [
         ("GET", "/v1/nowhere", 404, "unknown_url"),
-        ("POST", "/v1/embeddings", 404, "unknown_url"),
+        ("POST", "/v1/moderations", 404, "unknown_url"),
         ("GET", CHATS, 405, "method_not_allowed"),
         ("GET", "/v1/responses/%2e%2e%2fetc", 404, "response_not_found"),
         ("GET", "/v1/responses/resp_%ff%00", 404, "response_not_found"),

@@ -1,8 +1,12 @@
 """Erasing a tenant: its sessions and its key are gone, in every tier; others lose nothing."""
 
+import asyncio
+
 import pytest
 
 from kvd.caches.erasing import NotErasableError, TenantEraser
+from kvd.caches.layout_opening import VOLUMES
+from kvd.caches.tenant_secrets import has_segments
 from kvd.core.records.actions import Emit
 from kvd.encryption.key_file import new_master_key, write_master_key
 from kvd.wire.events import EventFilter, EventHub
@@ -97,6 +101,9 @@ async def test_blocks_that_may_be_plain_are_not_erased_by_one_tenant_s_key(tmp_p
         caches.restore()
         cache, _ = await caches.open(LAYOUT)
         store(cache, tenant="a")
+        async with asyncio.timeout(30):
+            while not has_segments(tmp_path / VOLUMES):  # noqa: ASYNC110  # it is written meanwhile
+                await asyncio.sleep(0.01)
         await caches.committed()
     async with caches_in(tmp_path, key_file=key_file) as caches:
         caches.restore()

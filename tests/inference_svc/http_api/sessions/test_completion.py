@@ -84,11 +84,8 @@ class World:
 @asynccontextmanager
 async def world_in(model, directory, max_sessions=10, subagent_idle_s=900.0):
     async with serving(model, directory) as service:
-        store = ApiStore(directory, 1000, 2**20)
-        completion = Completion(service.turns.sessions, MODEL, store, max_sessions, subagent_idle_s)
-
         store = ApiStore(directory, 1000, 2**20, 2**20)
-        completion = Completion(service.turns.sessions, MODEL, store, max_sessions)
+        completion = Completion(service.turns.sessions, MODEL, store, max_sessions, subagent_idle_s)
         running = asyncio.create_task(completion.run())
         await store.passing()  # `run` has begun
         yield World(service, store, completion)
