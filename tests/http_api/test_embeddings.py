@@ -27,9 +27,10 @@ TEXTS = [
 ]
 # Less KV than the inputs together need, and steps that cut the longer ones.
 TIGHT = (
-    "[scheduler]\nkv_tokens = 1024\nstep_tokens = 64\nmax_running = 4\n"
     '[server]\nsocket_tenants = ["*"]\n[tenants.few]\nturns_per_minute = 2\n'
+    "[scheduler]\nkv_tokens = 1024\nstep_tokens = 64\nmax_running = 4\npage_tokens = 32\n"
 )
+WORKING_KV = {"lasttoken": "contiguous", "mean": "pages"}
 ORIGIN = {"Content-Type": "application/json"}
 
 
@@ -38,7 +39,8 @@ async def service(request, tiny_model, tmp_path_factory):
     """A service whose model makes embeddings."""
     directory = tmp_path_factory.mktemp(request.param)
     model = build_embedding_model(tiny_model, directory / MODEL, request.param)
-    async with served(model, directory, "127.0.0.1:0", settings=TIGHT) as one:
+    settings = f'{TIGHT}working_kv = "{WORKING_KV[request.param]}"\n'
+    async with served(model, directory, "127.0.0.1:0", settings=settings) as one:
         one.model_dir, one.mode = model, request.param
         yield one
 
