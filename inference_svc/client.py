@@ -213,6 +213,14 @@ class InferenceClient:
         session: pb.Session = await self._call(self._stub.GetSession, request)
         return session
 
+    async def explain_miss(
+        self, session_id: str, turn: int | None = None, tenant: str = ""
+    ) -> pb.ExplainMissResponse:
+        """Say why a turn missed the cache; None: the last one of the session that did."""
+        request = pb.ExplainMissRequest(tenant=tenant, session_id=session_id, turn=turn)
+        explained: pb.ExplainMissResponse = await self._call(self._stub.ExplainMiss, request)
+        return explained
+
     async def delete_session(self, session_id: str, tenant: str = "") -> None:
         """Remove a session."""
         request = pb.DeleteSessionRequest(tenant=tenant, session_id=session_id)

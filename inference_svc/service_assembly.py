@@ -17,6 +17,7 @@ from inference_svc.core.tenant_limits import TenantLimits
 from inference_svc.runtime.compute.grammars import Grammars
 from inference_svc.runtime.turns.chat_text import TurnText
 from inference_svc.runtime.turns.embeddings import Embedder
+from inference_svc.runtime.turns.misses import MissExplainer
 from inference_svc.runtime.turns.transcript import TranscriptStore
 from inference_svc.runtime.turns.turn_prompt import PromptMaker, TurnLimits
 from inference_svc.runtime.turns.turn_report import TurnReport
@@ -110,6 +111,7 @@ def assemble_service(
     prompts = PromptMaker(text, text_thread, turn_limits, has_tokenizer=has_tokenizer)
     grammars = Grammars(loaded.tokenizer, loaded.vocab_size, loaded.eos_ids)
     numbers = count(1)
+    misses = MissExplainer(transcripts, text, text_thread)
     runner = TurnRunner(
         engine=engine,
         transcripts=transcripts,
@@ -120,6 +122,7 @@ def assemble_service(
         counters=counters,
         report=report,
         numbers=numbers,
+        misses=misses,
     )
     limits = TenantLimits(
         *settings.tenant_bounds(), turn_s=engine.scheduler.estimates.retry_after_s
@@ -140,7 +143,7 @@ def assemble_service(
     embedder = Embedder(
         engine=engine,
         prompts=prompts,
-        turns=turns,
+        check_limits=turns.check_limits,
         limits=limits,
         counters=counters,
         numbers=numbers,
@@ -160,6 +163,7 @@ def assemble_service(
         prompts=prompts,
         text=text,
         embedder=embedder,
+        misses=misses,
     )
     return ServiceParts(
         engine_parts=engine_parts,

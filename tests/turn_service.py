@@ -17,6 +17,7 @@ from inference_svc.core.turn_histograms import TurnHistograms
 from inference_svc.core.turn_record import Tokens
 from inference_svc.runtime.compute.grammars import Grammars
 from inference_svc.runtime.turns.chat_text import TurnText
+from inference_svc.runtime.turns.misses import MissExplainer
 from inference_svc.runtime.turns.transcript import TranscriptStore
 from inference_svc.runtime.turns.turn_prompt import PromptMaker, TurnLimits
 from inference_svc.runtime.turns.turn_report import TurnReport
@@ -47,6 +48,7 @@ class Service:
         runner = TurnRunner(
             *(engine.loop, self.store, prompts, grammars, tokenizer, limits),
             *(self.counters, report, count(1)),
+            MissExplainer(self.store, text, self.thread),
         )
         self.turns = Turns(
             *(runner, self.store, engine.loop, SessionTurns(9, 9, lambda: 1.0)),

@@ -33,6 +33,10 @@ EXAMPLES: Mapping[str, tuple[str, ...]] = {
         "inference-svc chat < questions.txt > answers.txt",
     ),
     "status": ("inference-svc status", "inference-svc status --all", "inference-svc status --json"),
+    "why": (
+        "inference-svc why s-0c1f",
+        "inference-svc why s-0c1f --turn 3 --json",
+    ),
     "top": ("inference-svc top", "inference-svc top --interval 2s"),
     "demo": ("inference-svc demo", "inference-svc demo --keep-running"),
     "token": (
@@ -89,6 +93,11 @@ COMMANDS: Mapping[str, LazyCommand] = {
     "status": LazyCommand(
         "inference_svc.cli.status:status",
         "Say what a running service serves, and how it goes; exit code 69 if nobody answers",
+        heading=CLIENTS,
+    ),
+    "why": LazyCommand(
+        "inference_svc.cli.why:why",
+        "Say why a turn was not read from the cache, and show what differs",
         heading=CLIENTS,
     ),
     "top": LazyCommand(

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple, TypeAlias
 from inference_svc.core.answers import SamplingParams
 from inference_svc.core.chat import Message, Tool, canonical
 from inference_svc.core.compression.policy import CompressionPolicy
+from inference_svc.core.misses import Resembled
 from inference_svc.core.template_arguments import Arguments, canonical_arguments
 from inference_svc.core.truncation import USUAL_SINKS, OverflowPolicy
 from shared.types.session_key import SessionKey
@@ -162,6 +163,7 @@ class Submission:
         retention: for how long its KV is to be kept at least.
         client: name of the identity that submits it.
         shown_marks: special tokens that the answer's text has, by their texts: it is read by them.
+        resembles: what it was likely meant to go on with, and does not; None: nothing.
     """
 
     key: SessionKey
@@ -181,6 +183,7 @@ class Submission:
     retention: Retention = NO_RETENTION
     client: str = ""
     shown_marks: frozenset[str] = frozenset()
+    resembles: Resembled | None = None
 
     @property
     def tools_digest(self) -> str:

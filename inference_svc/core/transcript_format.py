@@ -25,7 +25,7 @@ from typing import Any
 from inference_svc.core.context import Context, replay
 from inference_svc.core.discards import Discard
 from inference_svc.core.errors import InvalidDiscardError, SessionEndedError, TurnMismatchError
-from inference_svc.core.turn_record import TurnRecord, Usage
+from inference_svc.core.turn_record import CacheMiss, TurnRecord, Usage
 from shared.types.errors import StateError
 from shared.types.lineage import Lineage
 
@@ -269,7 +269,8 @@ def _unknown(number: int) -> UnknownRecordError:
 
 
 _KNOWN: Mapping[type, frozenset[str]] = {
-    kind: frozenset(known.name for known in fields(kind)) for kind in (Header, TurnRecord, Usage)
+    kind: frozenset(known.name for known in fields(kind))
+    for kind in (Header, TurnRecord, Usage, CacheMiss)
 }
 
 
@@ -293,6 +294,8 @@ def _turn(record: dict[str, Any]) -> TurnRecord:
         for name, value in _known(TurnRecord, record).items()
     }
     usage = _known(Usage, record["usage"])
+    if usage.get("miss"):
+        usage["miss"] = CacheMiss(**_known(CacheMiss, usage["miss"]))
     discards = tuple(map(_discard, record.get("discards", ())))
     rebuilt |= {"usage": Usage(**usage), "top_logprobs": top, "discards": discards}
     return TurnRecord(**rebuilt)

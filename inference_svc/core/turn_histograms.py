@@ -25,6 +25,7 @@ class TurnHistograms:
         itl_s: seconds between two tokens of an answer, as they were sampled.
         reused_tokens: number of reused tokens, by the tier where they were found.
         recomputed_tokens: number of recomputed tokens, by reason.
+        missed_tokens: number of tokens that a conversation's wording lost, by cause.
         buffer_layers: the start gate's choices (`Request.buffer_layers`), by the slowest tier.
         refused: number of turns that were not begun, by reason.
         tenant_turns: number of turns by tenant and "finished", "failed", "refused", "cancelled".
@@ -44,6 +45,7 @@ class TurnHistograms:
         self.stall_s = Histogram()
         self.reused_tokens = Tally()
         self.recomputed_tokens = Tally()
+        self.missed_tokens = Tally()
         self.buffer_layers = Histogram(SIZE_BOUNDS)
         self.refused = Tally()
         self.tenant_turns = Tally()
@@ -77,6 +79,8 @@ class TurnHistograms:
         if usage.recomputed_tokens:
             reason = usage.recompute_reason or "none_given"
             self.recomputed_tokens.add(reason, amount=usage.recomputed_tokens)
+        if usage.miss is not None:
+            self.missed_tokens.add(usage.miss.cause, amount=usage.miss.lost_tokens)
         if not cancelled:
             self._time(usage)
 

@@ -14,6 +14,29 @@ TOP = tuple[tuple[int, float], ...]
 
 
 @dataclass(frozen=True)
+class CacheMiss:
+    """What was computed again that the cache had, or had once, and why.
+
+    Attributes:
+        cause: a `MissCause` (`misses.py`).
+        session_id: the session that the conversation resembles; "" if there is none any more.
+        turns: number of that session's turns that it was compared with.
+        token_index: of the first token that differs.
+        message_index: of the message that has it, among those the client sent; None: not known.
+        lost_tokens: prompt tokens that were computed, and would not have been.
+        lost_s: the part of the prefill that these took, in seconds.
+    """
+
+    cause: str
+    session_id: str = ""
+    turns: int = 0
+    token_index: int = 0
+    message_index: int | None = None
+    lost_tokens: int = 0
+    lost_s: float = 0.0
+
+
+@dataclass(frozen=True)
 class Usage:
     """The cost of a turn; every prompt token is exactly one of reused, recomputed, new.
 
@@ -36,6 +59,7 @@ class Usage:
         stall_s: seconds that its steps waited for layers that were still being loaded.
         dropped_tokens: tokens dropped by context overflow, before the turn and during it.
         compressed_tokens: tokens dropped by the compression policy when the turn had ended.
+        miss: what of it was computed although the cache had something very like it; None: nothing.
     """
 
     history_tokens: int = 0
@@ -55,6 +79,7 @@ class Usage:
     stall_s: float = 0.0
     dropped_tokens: int = 0
     compressed_tokens: int = 0
+    miss: CacheMiss | None = None
 
     @property
     def computed_tokens(self) -> int:

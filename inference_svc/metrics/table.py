@@ -167,6 +167,12 @@ METRICS = MetricTable(
             "Recomputed tokens by reason",
             ("reason",),
         ),
+        Metric(
+            "inference_missed_tokens_total",
+            "counter",
+            "Tokens computed because a conversation came back in other words, by cause",
+            ("cause",),
+        ),
         # ------------------------------------------------------------------------------ store
         Metric(
             "inference_loads_total",

@@ -78,6 +78,7 @@ def _fill_histograms(scrape: Scrape, histograms: TurnHistograms) -> None:
         ("inference_tenant_tokens_total", histograms.tenant_tokens),
         ("inference_reused_tokens_total", histograms.reused_tokens),
         ("inference_recomputed_tokens_total", histograms.recomputed_tokens),
+        ("inference_missed_tokens_total", histograms.missed_tokens),
     ):
         scrape.put_tally(name, tally)
     for name, histogram in (

@@ -27,6 +27,7 @@ from inference_svc.core.tools.thoughts import ThoughtMarks
 from inference_svc.core.transcript_format import Transcript
 from inference_svc.runtime.turns.chat_text import TurnText
 from inference_svc.runtime.turns.embeddings import Embedder, Embedding
+from inference_svc.runtime.turns.misses import ExplainedMiss, MissExplainer
 from inference_svc.runtime.turns.turn import Turn
 from inference_svc.runtime.turns.turn_prompt import PromptMaker
 from inference_svc.runtime.turns.turn_report import TurnReport
@@ -87,6 +88,7 @@ class Gateway:
         prompts: encodes what is only to be looked at.
         text: knows how the model calls tools.
         embedder: makes embeddings.
+        misses: says why turns missed the cache.
 
     Attributes:
         turns: the service's turn registry. Its methods take keys made by `key`.
@@ -106,8 +108,10 @@ class Gateway:
         prompts: PromptMaker,
         text: TurnText,
         embedder: Embedder,
+        misses: MissExplainer,
     ) -> None:
         self.turns = turns
+        self._misses = misses
         self._embedder = embedder
         self.model = model
         self.defaults = defaults
@@ -185,6 +189,15 @@ class Gateway:
         await self.turns.sessions.delete(key)
         for forget in self._deletions:
             await forget(key)
+
+    async def explain_miss(self, key: SessionKey, turn: int | None) -> ExplainedMiss:
+        """Show why a turn of a session missed the cache; None: the last one that did.
+
+        Raises:
+            ReportedError: there is no such session or turn, or the turn missed nothing.
+        """
+        transcript, _ = await self.turns.sessions.get(key)
+        return await self._misses.explain(transcript, turn)
 
     @property
     def tool_format(self) -> ToolFormat:

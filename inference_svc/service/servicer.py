@@ -12,6 +12,7 @@ from inference_svc.service.turn_messages import (
     decode_discard,
     decode_submission,
     encode_event,
+    encode_miss,
     encode_session,
 )
 from shared.access.identity import current_identity
@@ -110,6 +111,14 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):  # type: ignore[mi
             key, ranges, expected
         )
         return pb.DiscardResponse(context_tokens=left_tokens, dropped_tokens=dropped_tokens)
+
+    async def ExplainMiss(  # noqa: N802
+        self, request: pb.ExplainMissRequest, context: Context
+    ) -> pb.ExplainMissResponse:
+        """Say why a turn missed the cache."""
+        del context
+        turn = request.turn if request.HasField("turn") else None
+        return encode_miss(await self._gateway.explain_miss(self._key(request), turn))
 
     async def GetModel(  # noqa: N802
         self, request: pb.GetModelRequest, context: Context

@@ -28,6 +28,7 @@ from inference_svc.core.submission import (
 from inference_svc.core.template_arguments import check_arguments, read_arguments
 from inference_svc.core.transcript_format import ExpectedSession, Transcript
 from inference_svc.core.turn_record import Accepted, Started, Tokens, TurnEvent, TurnRecord, Usage
+from inference_svc.runtime.turns.misses import ExplainedMiss
 from inference_svc.service.submissions import (
     chat_input,
     empty_turn,
@@ -172,6 +173,11 @@ def encode_session(transcript: Transcript, *, is_busy: bool, with_turns: bool) -
         context_ids=context_ids if with_turns else (),
         discards=(_encode_discard(*found) for found in transcript.all_discards if with_turns),
     )
+
+
+def encode_miss(explained: ExplainedMiss) -> pb.ExplainMissResponse:
+    """Encode why a turn missed the cache."""
+    return pb.ExplainMissResponse(**asdict(explained))
 
 
 # ------------------------------------------------------------------------------------ decoding

@@ -31,6 +31,7 @@ EXAMPLES: Mapping[str, tuple[str, ...]] = {
         "kvd ls --tier dram --larger-than 1GB --json",
     ),
     "show": ("kvd show conversation-17", "kvd show conversation-17 --tenant acme --json"),
+    "why": ("kvd why conversation-17", "kvd why conversation-17 --json"),
     "flush": (
         "kvd flush conversation-17",
         "kvd flush --tenant acme --idle 7d --dry-run",
@@ -120,6 +121,11 @@ COMMANDS: Mapping[str, LazyCommand] = {
     "show": LazyCommand(
         "kvd.cli.sessions:show",
         "Show one session: its facts, leases, blocks, and what happened to it lately",
+        heading=SESSIONS,
+    ),
+    "why": LazyCommand(
+        "kvd.cli.sessions:why",
+        "Say why KV of a session was missed, and what would keep it",
         heading=SESSIONS,
     ),
     "flush": LazyCommand(

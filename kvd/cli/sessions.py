@@ -103,6 +103,32 @@ def show(
         console.print(table)
 
 
+def why(
+    session: SessionId,
+    tenant: Tenant = "",
+    model: Model = "",
+    runtime_dir: RuntimeDir = None,
+    as_json: AsJson = False,
+) -> None:
+    """Say why KV of a session was missed when it was asked for, and what would keep it.
+
+    Also of a session that is not stored any more, as long as kvd remembers it. What its client
+    sent in other words is shown by `inference-svc why`.
+    """
+    from kvd.views.misses import explained
+
+    with open_client(runtime_dir) as client:
+        describe = partial(client.describe, may_be_gone=True)
+        key, found = Named(session, tenant, model).call(client, describe)
+    told = explained(found)
+    if as_json:
+        print_json({"session": printing.plain(key), **told.as_document()})
+        return
+    width = printing.console().width
+    for label, text in told.lines():
+        typer.echo(printing.hanging(label, text, width, 10))
+
+
 def flush(
     session: Annotated[
         str | None,

@@ -76,9 +76,11 @@ class OperatorClient:
             page = self._reader.ListSessions(request, timeout=timeout_s)
         return [info.session.session_id for info in page.sessions]
 
-    def describe(self, key: kvd_pb2.SessionKey) -> kvd_pb2.DescribeSessionResponse:
-        """Return one session with its blocks."""
-        request = kvd_pb2.DescribeSessionRequest(session=key)
+    def describe(
+        self, key: kvd_pb2.SessionKey, *, may_be_gone: bool = False
+    ) -> kvd_pb2.DescribeSessionResponse:
+        """Return one session with its blocks; only its history, if it may be, and is, gone."""
+        request = kvd_pb2.DescribeSessionRequest(session=key, may_be_gone=may_be_gone)
         answer: kvd_pb2.DescribeSessionResponse = self._call(self._reader.DescribeSession, request)
         return answer
 

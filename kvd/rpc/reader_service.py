@@ -88,6 +88,9 @@ class ReaderService(kvd_pb2_grpc.ReaderServicer):  # type: ignore[misc]  # the s
         try:
             cache, key = self._caches.find(asked)
         except UnknownSessionError as error:
+            history = self._history_of_gone(asked) if request.may_be_gone else []
+            if history:
+                return pb.DescribeSessionResponse(history=history)
             raise gone_error(self._caches, asked) or error from error
         detail, now_ns = cache.act(lambda core: (core.inspection.describe(key), core.now_ns))
         engines = {info.engine_id: info for info in self._engines.infos()}
@@ -104,6 +107,15 @@ class ReaderService(kvd_pb2_grpc.ReaderServicer):  # type: ignore[misc]  # the s
                 if lease.key == key
             ],
         )
+
+    def _history_of_gone(self, key: SessionKey) -> list[pb.SessionMove]:
+        """Return what is remembered of a session that is not stored; [] if nothing is."""
+        for cache in self._caches.of_model(key.model):
+            full = session_key(key.tenant, cache.layout.model, key.session_id)
+            moves, now_ns = cache.act(partial(_history, full))
+            if moves:
+                return list(history_messages(moves, now_ns))
+        return []
 
     async def ListLeases(self, request: pb.ListLeasesRequest, _: Any) -> pb.ListLeasesResponse:  # noqa: N802
         """Return who uses slots, attached or quarantined; oldest first."""
@@ -187,9 +199,8 @@ def gone_error(caches: Caches, key: SessionKey) -> UnknownSessionError | None:
     """Say what became of a session that is not stored any more; None: it is not known any more."""
     for cache in caches.of_model(key.model):
         full = session_key(key.tenant, cache.layout.model, key.session_id)
-        moves, now_ns = cache.act(partial(_history, full))
-        if moves and moves[-1].kind in _GONE:
-            last = moves[-1]
+        last, now_ns = cache.act(partial(_removal, full))
+        if last is not None:
             ago = format_duration(max(0.0, (now_ns - last.last_ns) / NS_PER_S))
             why = f" ({last.why})" if last.why == "corrupt" else ""
             return UnknownSessionError(
@@ -202,3 +213,7 @@ def gone_error(caches: Caches, key: SessionKey) -> UnknownSessionError | None:
 
 def _history(key: SessionKey, core: CacheEngine) -> tuple[tuple[Move, ...], int]:
     return core.inspection.history.of(key), core.now_ns
+
+
+def _removal(key: SessionKey, core: CacheEngine) -> tuple[Move | None, int]:
+    return core.inspection.history.removal(key), core.now_ns

@@ -47,6 +47,7 @@ _MOVES = {  # words for kinds of moves, which may end with their reason
     "ttl_set": "TTL set",
     "retained": "retained, as its client wishes",
     "unretained": "retained no more",
+    "missed": "missed: {why}",
 }
 
 

@@ -112,6 +112,10 @@ MOVES = (
     pb.SessionMove(kind="stored", age_s=5400.0, num_blocks=772, num_tokens=12_345, duration_s=1.5),
     pb.SessionMove(kind="loaded", why="dram", age_s=507.0, num_blocks=772, num_tokens=12_345),
 )
+LOST = (
+    pb.SessionMove(kind="expired", why="ttl", age_s=300.0, num_blocks=772, num_tokens=12_345),
+    pb.SessionMove(kind="missed", why="expired", age_s=12.0, num_tokens=12_345),
+)
 STATS = pb.GetStatsResponse(
     version="0.1.0",
     process=pb.ProcessStats(
@@ -276,11 +280,31 @@ USAGE = inference_pb2.Usage(
 )
 
 
+MISS = inference_pb2.ExplainMissResponse(
+    turn=3,
+    miss=inference_pb2.CacheMiss(
+        cause="date_changed",
+        session_id="s-0c1f2a",
+        turns=3,
+        token_index=41,
+        message_index=0,
+        lost_tokens=12_304,
+        lost_s=1.9,
+    ),
+    told="a date or time differs",
+    common="<|start|>system\nYou help at the counter. Today is Monday, 2",
+    was="3 November. Be brief.<|end|>",
+    now="4 November. Be brief.<|end|>",
+)
+
+
 class Reader(kvd_pb2_grpc.ReaderServicer):
     def ListSessions(self, request, context):  # noqa: N802
         return pb.ListSessionsResponse(sessions=SESSIONS, total=len(SESSIONS))
 
     def DescribeSession(self, request, context):  # noqa: N802
+        if request.may_be_gone:
+            return pb.DescribeSessionResponse(history=[*MOVES, *LOST])
         return pb.DescribeSessionResponse(
             info=SESSIONS[0], blocks=BLOCKS, history=MOVES, leases=[LEASE]
         )
@@ -339,6 +363,9 @@ class Operator(kvd_pb2_grpc.OperatorServicer):
 class Service(inference_pb2_grpc.InferenceServicer):
     def GetModel(self, request, context):  # noqa: N802
         return SERVED
+
+    def ExplainMiss(self, request, context):  # noqa: N802
+        return MISS
 
     def SubmitTurn(self, request, context):  # noqa: N802
         yield inference_pb2.TurnEvent(accepted=ACCEPTED)

@@ -18,12 +18,18 @@ from inference_svc.core.tools.reader import Part, Reasoning, summed
 from inference_svc.core.turn_record import Finished
 from inference_svc.http_api.answer_parts import Reading
 from inference_svc.http_api.api import Api
-from inference_svc.http_api.bodies.body import Body, Count, Refused, WrongMemberError
+from inference_svc.http_api.bodies.body import Count, Refused, WrongMemberError
 from inference_svc.http_api.bodies.conversation import with_names
 from inference_svc.http_api.bodies.formats import ChatFormat
 from inference_svc.http_api.bodies.template import Effort
 from inference_svc.http_api.errors import UnsupportedValueError
-from inference_svc.http_api.openai.choices import Choices, Envelope, check_choices, opened
+from inference_svc.http_api.openai.choices import (
+    Choices,
+    Envelope,
+    StreamOptions,
+    check_choices,
+    opened,
+)
 from inference_svc.http_api.openai.messages import Messages, check_end
 from inference_svc.http_api.openai.tools import ChatTools
 from inference_svc.http_api.openai.turn_body import OpenAITurnBody
@@ -33,18 +39,6 @@ from inference_svc.http_api.token_text import TokenText
 _TEXT_ONLY = "the service writes plain text only: leave it out"
 _OLD_CALLS = "functions are called as tools: send tools and tool_choice"
 _NO_SEARCH = "the service searches nothing: offer a tool that does"
-
-
-class StreamOptions(Body):
-    """Options of a stream.
-
-    Attributes:
-        include_usage: whether it ends with a chunk that has the usage.
-    """
-
-    ignored: ClassVar[frozenset[str]] = frozenset({"include_obfuscation"})
-
-    include_usage: bool = False
 
 
 class ChatBody(OpenAITurnBody):

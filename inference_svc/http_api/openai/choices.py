@@ -13,7 +13,8 @@ from typing import Any, ClassVar, Protocol, TypeVar
 
 from inference_svc.core.answers import AnswerToken
 from inference_svc.core.turn_record import Finished, Tokens, Usage
-from inference_svc.http_api.bodies.body import WrongMemberError
+from inference_svc.http_api.bodies.body import Body, WrongMemberError
+from inference_svc.http_api.cache_misses import shown_miss
 from inference_svc.http_api.openai.dialect import error_body
 from inference_svc.http_api.sessions.answers import Answers, LiveAnswer
 from inference_svc.http_api.sessions.routing import Caller, HttpTurn
@@ -55,6 +56,18 @@ class Choice(Protocol):
 
     def closing(self, finished: Finished) -> Iterable[dict[str, Any]]:
         """Make what its last chunks have: what was held back, and why it ended."""
+
+
+class StreamOptions(Body):
+    """Options of a stream.
+
+    Attributes:
+        include_usage: whether it ends with a chunk that has the usage.
+    """
+
+    ignored: ClassVar[frozenset[str]] = frozenset({"include_obfuscation"})
+
+    include_usage: bool = False
 
 
 @dataclass(frozen=True)
@@ -170,6 +183,7 @@ class Choices:
             recomputed_tokens=sum(usage.recomputed_tokens for usage in prompts),
             new_tokens=sum(usage.new_tokens for usage in prompts),
             output_tokens=sum(usage.output_tokens for usage in usages),
+            miss=next((usage.miss for usage in prompts if usage.miss is not None), None),
         )
         return shown_usage(total, sum(choice.num_thought for choice in self._choices))
 
@@ -256,4 +270,5 @@ def shown_usage(usage: Usage, num_thought: int = 0) -> dict[str, Any]:
         "total_tokens": prompt_tokens + usage.output_tokens,
         "prompt_tokens_details": {"cached_tokens": usage.reused_tokens, "audio_tokens": 0},
         "completion_tokens_details": {"reasoning_tokens": num_thought, "audio_tokens": 0},
+        **shown_miss(usage),
     }

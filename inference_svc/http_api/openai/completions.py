@@ -19,8 +19,13 @@ from inference_svc.core.submission import TextInput, TokenInput
 from inference_svc.core.turn_record import Finished
 from inference_svc.http_api.api import Api
 from inference_svc.http_api.bodies.body import MOST_TOKENS, Count, Refused, WrongMemberError
-from inference_svc.http_api.openai.chats import StreamOptions
-from inference_svc.http_api.openai.choices import Choices, Envelope, check_choices, opened
+from inference_svc.http_api.openai.choices import (
+    Choices,
+    Envelope,
+    StreamOptions,
+    check_choices,
+    opened,
+)
 from inference_svc.http_api.openai.sampled_body import SampledBody
 from inference_svc.http_api.replies import send_reply
 from inference_svc.http_api.token_text import TokenText

@@ -109,8 +109,10 @@ class Completion:
             chain = self.chain(caller)
             said = (*turn.messages[route.first :], turn.reading.message(finished.text))
             history = chain.along(route.history, said)[-1]
-            own = chain.within(history, route.session_id)
-            await self._store.keep_histories(caller.tenant, [(history, at), (own, at)])
+            digests = [history, chain.within(history, route.session_id)]
+            if len(said) > 1:
+                digests.append(chain.exchange(*said[-2:]))
+            await self._store.keep_histories(caller.tenant, [(one, at) for one in digests])
         if turn.info is not None:
             known = StoredResponse(at, history, turn.info)
             await self._store.keep_response(caller.tenant, turn.response_id, known, turn.brought)

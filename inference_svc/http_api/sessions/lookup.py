@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from inference_svc.core.chat import ChoiceKind, Tool, ToolUse
+from inference_svc.core.misses import Resembled
 from inference_svc.core.turn_record import Finished
 
 
@@ -114,6 +115,7 @@ class Route:
         is_named: whether the client named the session.
         may_append: whether the turn may be appended to the session; else it is for a fork of it.
         name: name of the fork, or of a new session; "": one is made up.
+        resembles: what the new messages were likely meant to go on with; None: they have no answer.
     """
 
     session_id: str
@@ -123,6 +125,7 @@ class Route:
     is_named: bool = False
     may_append: bool = True
     name: str = ""
+    resembles: Resembled | None = None
 
 
 @dataclass(frozen=True)

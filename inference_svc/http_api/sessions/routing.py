@@ -20,6 +20,7 @@ from typing import Any
 
 from inference_svc.core.chat import ASSISTANT, TOOL, Message, Tool, ToolCall, canonical
 from inference_svc.core.errors import SessionBusyError
+from inference_svc.core.misses import Resembled
 from inference_svc.core.submission import (
     NO_RETENTION,
     Retention,
@@ -104,6 +105,10 @@ class HistoryChain:
     def within(self, digest: bytes, session_id: str) -> bytes:
         """Return the digest of a history as one session's own."""
         return self._digest(digest, "session", session_id)
+
+    def exchange(self, before: Message, answer: Message) -> bytes:
+        """Return the digest of an answer and the message before it, wherever they stand."""
+        return self.along(self._digest(self.start, "exchange"), [before, answer])[-1]
 
     def id_of(self, *parts: str) -> str:
         """Make an id that nobody can guess: hex."""
@@ -213,6 +218,7 @@ class HttpTurn:
             compression=fill_compression(defaults),
             retention=self.retention,
             shown_marks=reading.marks if self.raw is None else frozenset(),
+            resembles=route.resembles,
         )
 
 
@@ -254,16 +260,16 @@ class Router:
         opening = chain.opening(turn.reading.use.tools, framing)
         digests = chain.along(opening, messages)
         start = opening if messages else None  # what is raw is no history of messages
-        if not name:
-            route = await self._longest_known(caller, digests, messages)
-            return route or Route("", 0, 0, start)
-        transcript, _ = await self._session(caller, name)
+        transcript, _ = await self._session(caller, name) if name else (None, False)
         if transcript is not None and transcript.turns:
             return await self._in_session(chain, digests, messages, transcript)
         route = await self._longest_known(caller, digests, messages)
         if route is None or transcript is not None:
-            return Route(name, 0, 0, start, is_named=True)
-        return replace(route, may_append=False, is_named=True, name=name)
+            route = Route(name, 0, 0, start, is_named=bool(name))
+        elif name:
+            route = replace(route, may_append=False, is_named=True, name=name)
+        resembles = await self._resembled(caller, chain, messages, route.first)
+        return replace(route, resembles=resembles)
 
     async def after(self, caller: Caller, at: Point, history: bytes | None) -> Route | None:
         """Find the route of messages that follow a point; None if its session is gone."""
@@ -324,6 +330,21 @@ class Router:
         if gone:
             await self._store.forget_histories(gone)
         return found
+
+    async def _resembled(
+        self, caller: Caller, chain: HistoryChain, messages: Sequence[Message], first: int
+    ) -> Resembled | None:
+        """Find a session that gave an answer among the new messages, the last one that is known."""
+        ends = [place for place in beginnings(messages) if place > max(first, 1)]
+        if not ends:
+            return None
+        digests = [chain.exchange(*messages[end - 2 : end]) for end in ends]
+        points = await self._store.find_histories(digests)
+        for at in (points[digest] for digest in digests if digest in points):
+            transcript, _ = await self._session(caller, at.session_id)
+            if transcript is not None and holds(transcript, at):
+                return Resembled(at.session_id, at.turns, was_known=True, first_message=first)
+        return Resembled(was_known=bool(points), first_message=first)
 
     async def _in_session(
         self,

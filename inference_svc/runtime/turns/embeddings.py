@@ -7,7 +7,7 @@ prefix that is in the engine's memory is shared where only the last token counts
 
 import asyncio
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -28,7 +28,6 @@ from inference_svc.runtime.compute.sampling import Sampled
 from inference_svc.runtime.engine.engine_loop import EngineLoop
 from inference_svc.runtime.engine.engine_request import EngineRequest
 from inference_svc.runtime.turns.turn_prompt import PromptMaker
-from inference_svc.runtime.turns.turns import Turns
 from shared.types.session_key import SessionKey
 
 MOST_AT_ONCE = 16  # of one caller, in the engine
@@ -67,7 +66,7 @@ class Embedder:
     Args:
         engine: computes them.
         prompts: encodes texts.
-        turns: says whether the service takes work of a tenant.
+        check_limits: refuses a tenant's work that may not begin now.
         limits: of tenants; a request counts as a turn.
         counters: the service's counters.
         numbers: of engine requests, shared with the turns'.
@@ -84,7 +83,7 @@ class Embedder:
         self,
         engine: EngineLoop,
         prompts: PromptMaker,
-        turns: Turns,
+        check_limits: Callable[[str], None],
         limits: TenantLimits,
         counters: Counters,
         numbers: Iterator[int],
@@ -95,7 +94,7 @@ class Embedder:
     ) -> None:
         self._engine = engine
         self._prompts = prompts
-        self._turns = turns
+        self._check_limits = check_limits
         self._limits = limits
         self._counters = counters
         self._numbers = numbers
@@ -144,7 +143,7 @@ class Embedder:
             raise InvalidTurnError(
                 f"an embedding has {self._size} values, not {dimensions}", "want fewer dimensions"
             )
-        self._turns.check_limits(tenant)
+        self._check_limits(tenant)
         encoded = [
             await self._encode(given, place, pooling.prompt) for place, given in enumerate(inputs)
         ]

@@ -26,6 +26,7 @@ from inference_svc.runtime.compute.sampling import Sampler
 from inference_svc.runtime.engine.engine_loop import EngineLoop
 from inference_svc.runtime.engine.engine_request import ContextCut, EngineRequest
 from inference_svc.runtime.turns.answer_writer import AnswerWriter
+from inference_svc.runtime.turns.misses import MissExplainer, with_miss
 from inference_svc.runtime.turns.transcript import TranscriptStore
 from inference_svc.runtime.turns.turn import Turn
 from inference_svc.runtime.turns.turn_prompt import MidTurnCut, Prompt, PromptMaker, TurnLimits
@@ -46,6 +47,7 @@ class TurnRunner:
         counters: Counters,
         report: TurnReport,
         numbers: Iterator[int],
+        misses: MissExplainer,
     ) -> None:
         self._engine = engine
         self._transcripts = transcripts
@@ -56,6 +58,7 @@ class TurnRunner:
         self._counters = counters
         self._report = report
         self._numbers = numbers
+        self._misses = misses
 
     async def answer(self, turn: Turn) -> None:
         """Run a turn whose session is free, publishing its events.
@@ -138,6 +141,7 @@ class TurnRunner:
             await self._engine.generate(request, _cut(prompt.before, prompt.ranges))
             turn.is_settled = True
             record = writer.record(request, num_turns, prompt)
+            record = with_miss(record, await self._misses.find(turn.submission, prompt))
             context = transcript.with_turn(record, is_final=request.is_final).context
             ranges = self._compress(turn.submission, prompt, request, context)
             record = _with_compression(record, turn.submission.compression, ranges)

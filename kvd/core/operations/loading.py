@@ -97,6 +97,9 @@ class Loader:
         )
         if session is not None and session.lineage is None and match.covers(session):
             session.lineage = lineage
+        if match.end < num_tokens and state.history.knows(key):
+            missing = num_tokens - match.end
+            state.record_move(key, MoveKind.MISSED, num_tokens=missing, why=match.miss_reason)
         stored = [piece for piece in match.pieces if piece.end > from_token]
         pieces = list(takewhile(_is_in_dram, stored)) if dram_only else stored
         if pieces:

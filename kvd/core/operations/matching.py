@@ -26,6 +26,7 @@ from kvd.core.records.errors import InvalidRequestError
 from kvd.core.state.block import Block
 from kvd.core.state.cache_state import CacheState
 from kvd.core.state.session import Session
+from kvd.core.state.session_history import MoveKind
 from shared.types.block_key import TOKEN_BYTES
 from shared.types.session_key import SessionKey
 
@@ -141,7 +142,7 @@ def match_tokens(state: CacheState, key: SessionKey, token_ids: bytes, chaining:
     own = (
         match_session(state, session, token_ids, chaining)
         if session
-        else Match([], chaining.root, "unknown_session")
+        else Match([], chaining.root, _why_gone(state, key))
     )
     own = _extended(state, chaining, own, token_ids)
     if own.end == len(token_ids) // TOKEN_BYTES or not own.pieces:
@@ -151,6 +152,14 @@ def match_tokens(state: CacheState, key: SessionKey, token_ids: bytes, chaining:
         return own
     shared = _extended(state, chaining, Match([], chaining.root, own.miss_reason), token_ids)
     return own if own.end >= shared.end else shared
+
+
+def _why_gone(state: CacheState, key: SessionKey) -> str:
+    """Say why a session is not stored, as far as it is known to have been."""
+    removal = state.history.removal(key)
+    if removal is None:
+        return "unknown_session"
+    return removal.why if removal.kind is MoveKind.DROPPED else removal.kind.value
 
 
 def _extended(state: CacheState, chaining: Chaining, match: Match, token_ids: bytes) -> Match:

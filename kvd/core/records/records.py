@@ -48,9 +48,10 @@ class LoadAnswer:
 
     Attributes:
         miss_reason: "" unless MISS; then one of "unknown_session", "tokens_differ", "not_stored",
-            "evicted", "corrupt", "read_error", "deadline" (settled before a read came back), "busy"
-            (no slot to read into just now; may be asked again on SpaceFreed), "on_ssd" (stored, but
-            the first block is not in DRAM, and only that was asked for).
+            "evicted", "expired", "flushed", "corrupt", "read_error", "deadline" (settled before a
+            read came back), "busy" (no slot to read into just now; may be asked again on
+            SpaceFreed), "on_ssd" (stored, but the first block is not in DRAM, and only that was
+            asked for).
     """
 
     lookup: Lookup

@@ -45,6 +45,10 @@ class MoveKind(Enum):
     TTL_SET = "ttl_set"
     RETAINED = "retained"  # its client wants it to be kept for a while, or for another one
     UNRETAINED = "unretained"  # that is over
+    MISSED = "missed"  # an engine asked for tokens that were not to be had; why
+
+
+REMOVALS = frozenset({MoveKind.DROPPED, MoveKind.EXPIRED, MoveKind.FLUSHED})
 
 
 @dataclass(slots=True)
@@ -104,6 +108,16 @@ class SessionHistory:
             for m in self._moves.get(key, ())
         )
 
+    def removal(self, key: SessionKey) -> Move | None:
+        """Return the move by which a session left all tiers; None: it did not, or who knows."""
+        moves = reversed(self._moves.get(key, ()))
+        last = next((move for move in moves if move.kind is not MoveKind.MISSED), None)
+        return last if last is not None and last.kind in REMOVALS else None
+
+    def knows(self, key: SessionKey) -> bool:
+        """Whether anything is remembered of a session."""
+        return key in self._moves
+
     def forget(self, tenant: str | None) -> None:
         """Forget a tenant's sessions (None: all), because nothing of them shall remain."""
         for key in [key for key in self._moves if tenant in (None, key.tenant)]:
@@ -137,6 +151,8 @@ def _extendable(moves: deque[Move], kind: MoveKind, why: str, now_ns: int) -> Mo
     """Return the move that this one extends, if there is one."""
     for back in range(1, min(_LOOK_BACK, len(moves)) + 1):
         move = moves[-back]
+        if move.kind in REMOVALS:  # what comes after it is another life
+            return None
         if move.kind is kind and move.why == why:
             return move if now_ns - move.last_ns <= MOMENT_NS else None
     return None

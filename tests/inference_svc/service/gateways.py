@@ -18,5 +18,5 @@ async def gateway_of(model, directory, most_streams=2):
         text = TurnText(model[0].tokenizer, frozenset())
         yield Gateway(
             *(service.turns, "m", None, TurnDefaults(64), streams, counters, report),
-            *(None, text, None),
+            *(None, text, None, None),
         )

@@ -203,8 +203,26 @@ class Tokens(_message.Message):
     tokens: _containers.RepeatedCompositeFieldContainer[Token]
     def __init__(self, tokens: _Optional[_Iterable[_Union[Token, _Mapping]]] = ...) -> None: ...
 
+class CacheMiss(_message.Message):
+    __slots__ = ("cause", "session_id", "turns", "token_index", "message_index", "lost_tokens", "lost_s")
+    CAUSE_FIELD_NUMBER: _ClassVar[int]
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    TURNS_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_INDEX_FIELD_NUMBER: _ClassVar[int]
+    MESSAGE_INDEX_FIELD_NUMBER: _ClassVar[int]
+    LOST_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    LOST_S_FIELD_NUMBER: _ClassVar[int]
+    cause: str
+    session_id: str
+    turns: int
+    token_index: int
+    message_index: int
+    lost_tokens: int
+    lost_s: float
+    def __init__(self, cause: _Optional[str] = ..., session_id: _Optional[str] = ..., turns: _Optional[int] = ..., token_index: _Optional[int] = ..., message_index: _Optional[int] = ..., lost_tokens: _Optional[int] = ..., lost_s: _Optional[float] = ...) -> None: ...
+
 class Usage(_message.Message):
-    __slots__ = ("history_tokens", "reused_tokens", "recomputed_tokens", "new_tokens", "output_tokens", "tier_tokens", "queue_s", "load_s", "prefill_s", "ttft_s", "tpot_s", "total_s", "recompute_reason", "dropped_tokens", "preemptions", "stall_s", "compressed_tokens")
+    __slots__ = ("history_tokens", "reused_tokens", "recomputed_tokens", "new_tokens", "output_tokens", "tier_tokens", "queue_s", "load_s", "prefill_s", "ttft_s", "tpot_s", "total_s", "recompute_reason", "dropped_tokens", "preemptions", "stall_s", "compressed_tokens", "miss")
     class TierTokensEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -229,6 +247,7 @@ class Usage(_message.Message):
     PREEMPTIONS_FIELD_NUMBER: _ClassVar[int]
     STALL_S_FIELD_NUMBER: _ClassVar[int]
     COMPRESSED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    MISS_FIELD_NUMBER: _ClassVar[int]
     history_tokens: int
     reused_tokens: int
     recomputed_tokens: int
@@ -246,7 +265,8 @@ class Usage(_message.Message):
     preemptions: int
     stall_s: float
     compressed_tokens: int
-    def __init__(self, history_tokens: _Optional[int] = ..., reused_tokens: _Optional[int] = ..., recomputed_tokens: _Optional[int] = ..., new_tokens: _Optional[int] = ..., output_tokens: _Optional[int] = ..., tier_tokens: _Optional[_Mapping[str, int]] = ..., queue_s: _Optional[float] = ..., load_s: _Optional[float] = ..., prefill_s: _Optional[float] = ..., ttft_s: _Optional[float] = ..., tpot_s: _Optional[float] = ..., total_s: _Optional[float] = ..., recompute_reason: _Optional[str] = ..., dropped_tokens: _Optional[int] = ..., preemptions: _Optional[int] = ..., stall_s: _Optional[float] = ..., compressed_tokens: _Optional[int] = ...) -> None: ...
+    miss: CacheMiss
+    def __init__(self, history_tokens: _Optional[int] = ..., reused_tokens: _Optional[int] = ..., recomputed_tokens: _Optional[int] = ..., new_tokens: _Optional[int] = ..., output_tokens: _Optional[int] = ..., tier_tokens: _Optional[_Mapping[str, int]] = ..., queue_s: _Optional[float] = ..., load_s: _Optional[float] = ..., prefill_s: _Optional[float] = ..., ttft_s: _Optional[float] = ..., tpot_s: _Optional[float] = ..., total_s: _Optional[float] = ..., recompute_reason: _Optional[str] = ..., dropped_tokens: _Optional[int] = ..., preemptions: _Optional[int] = ..., stall_s: _Optional[float] = ..., compressed_tokens: _Optional[int] = ..., miss: _Optional[_Union[CacheMiss, _Mapping]] = ...) -> None: ...
 
 class Finished(_message.Message):
     __slots__ = ("finish_reason", "text", "usage", "turns", "stop_string")
@@ -429,6 +449,32 @@ class DiscardResponse(_message.Message):
     context_tokens: int
     dropped_tokens: int
     def __init__(self, context_tokens: _Optional[int] = ..., dropped_tokens: _Optional[int] = ...) -> None: ...
+
+class ExplainMissRequest(_message.Message):
+    __slots__ = ("tenant", "session_id", "turn")
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    TURN_FIELD_NUMBER: _ClassVar[int]
+    tenant: str
+    session_id: str
+    turn: int
+    def __init__(self, tenant: _Optional[str] = ..., session_id: _Optional[str] = ..., turn: _Optional[int] = ...) -> None: ...
+
+class ExplainMissResponse(_message.Message):
+    __slots__ = ("turn", "miss", "told", "common", "was", "now")
+    TURN_FIELD_NUMBER: _ClassVar[int]
+    MISS_FIELD_NUMBER: _ClassVar[int]
+    TOLD_FIELD_NUMBER: _ClassVar[int]
+    COMMON_FIELD_NUMBER: _ClassVar[int]
+    WAS_FIELD_NUMBER: _ClassVar[int]
+    NOW_FIELD_NUMBER: _ClassVar[int]
+    turn: int
+    miss: CacheMiss
+    told: str
+    common: str
+    was: str
+    now: str
+    def __init__(self, turn: _Optional[int] = ..., miss: _Optional[_Union[CacheMiss, _Mapping]] = ..., told: _Optional[str] = ..., common: _Optional[str] = ..., was: _Optional[str] = ..., now: _Optional[str] = ...) -> None: ...
 
 class GetModelRequest(_message.Message):
     __slots__ = ()

@@ -69,6 +69,11 @@ class InferenceStub(object):
                 request_serializer=shared_dot_pb_dot_inference_dot_v1_dot_inference__pb2.DiscardRequest.SerializeToString,
                 response_deserializer=shared_dot_pb_dot_inference_dot_v1_dot_inference__pb2.DiscardResponse.FromString,
                 _registered_method=True)
+        self.ExplainMiss = channel.unary_unary(
+                '/inference.v1.Inference/ExplainMiss',
+                request_serializer=shared_dot_pb_dot_inference_dot_v1_dot_inference__pb2.ExplainMissRequest.SerializeToString,
+                response_deserializer=shared_dot_pb_dot_inference_dot_v1_dot_inference__pb2.ExplainMissResponse.FromString,
+                _registered_method=True)
         self.GetModel = channel.unary_unary(
                 '/inference.v1.Inference/GetModel',
                 request_serializer=shared_dot_pb_dot_inference_dot_v1_dot_inference__pb2.GetModelRequest.SerializeToString,
@@ -124,6 +129,13 @@ class InferenceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ExplainMiss(self, request, context):
+        """Says why a turn was not read from the cache, as its conversation had been answered before; refused (unknown_turn) if it was.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetModel(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -167,6 +179,11 @@ def add_InferenceServicer_to_server(servicer, server):
                     servicer.Discard,
                     request_deserializer=shared_dot_pb_dot_inference_dot_v1_dot_inference__pb2.DiscardRequest.FromString,
                     response_serializer=shared_dot_pb_dot_inference_dot_v1_dot_inference__pb2.DiscardResponse.SerializeToString,
+            ),
+            'ExplainMiss': grpc.unary_unary_rpc_method_handler(
+                    servicer.ExplainMiss,
+                    request_deserializer=shared_dot_pb_dot_inference_dot_v1_dot_inference__pb2.ExplainMissRequest.FromString,
+                    response_serializer=shared_dot_pb_dot_inference_dot_v1_dot_inference__pb2.ExplainMissResponse.SerializeToString,
             ),
             'GetModel': grpc.unary_unary_rpc_method_handler(
                     servicer.GetModel,
@@ -363,6 +380,33 @@ class Inference(object):
             '/inference.v1.Inference/Discard',
             shared_dot_pb_dot_inference_dot_v1_dot_inference__pb2.DiscardRequest.SerializeToString,
             shared_dot_pb_dot_inference_dot_v1_dot_inference__pb2.DiscardResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ExplainMiss(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/inference.v1.Inference/ExplainMiss',
+            shared_dot_pb_dot_inference_dot_v1_dot_inference__pb2.ExplainMissRequest.SerializeToString,
+            shared_dot_pb_dot_inference_dot_v1_dot_inference__pb2.ExplainMissResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -532,10 +532,12 @@ class ListSessionsResponse(_message.Message):
     def __init__(self, sessions: _Optional[_Iterable[_Union[SessionInfo, _Mapping]]] = ..., next_page_token: _Optional[str] = ..., total: _Optional[int] = ..., unavailable_layouts: _Optional[int] = ...) -> None: ...
 
 class DescribeSessionRequest(_message.Message):
-    __slots__ = ("session",)
+    __slots__ = ("session", "may_be_gone")
     SESSION_FIELD_NUMBER: _ClassVar[int]
+    MAY_BE_GONE_FIELD_NUMBER: _ClassVar[int]
     session: SessionKey
-    def __init__(self, session: _Optional[_Union[SessionKey, _Mapping]] = ...) -> None: ...
+    may_be_gone: bool
+    def __init__(self, session: _Optional[_Union[SessionKey, _Mapping]] = ..., may_be_gone: bool = ...) -> None: ...
 
 class DescribeSessionResponse(_message.Message):
     __slots__ = ("info", "blocks", "history", "leases")

@@ -132,3 +132,53 @@ def test_a_move_goes_on_if_no_more_than_a_moment_has_passed():
     assert [(move.why, move.num_blocks) for move in history.of(B)] == [
         *(("a", 1), ("b", 0), ("c", 0), ("d", 0), ("", 0), ("", 0), ("b", 0))
     ]
+
+
+def misses(world, key):
+    return [move for move in moves(world, key) if move.startswith("missed")]
+
+
+def test_what_was_asked_for_in_vain_is_recorded():
+    """Of sessions that are known: a first turn finds nothing, and misses nothing."""
+    world = new_world()
+    load(world, A, ONES)
+    assert not moves(world, A)
+    store(world, A, ONES)
+    load(world, A, ONES)
+    assert not misses(world, A)
+    load(world, A, ONES + TWOS)
+    assert misses(world, A) == ["missed 4 not_stored"]
+    load(world, A, TWOS)
+    assert misses(world, A)[-1] == "missed 4 tokens_differ"
+
+
+def test_why_a_session_is_gone():
+    """A load is told, whatever was asked for in vain before; who stores it again has it again."""
+    world = new_world(default_ttl_ns=10)
+    store(world, A, ONES)
+    assert world.engine.inspection.history.removal(A) is None
+    world.now_ns += 20
+    world.engine.expire()
+    assert [load(world, A, ONES).miss_reason for _ in range(2)] == ["expired"] * 2
+    assert world.engine.inspection.history.removal(A).kind is MoveKind.EXPIRED
+    store(world, A, ONES)
+    assert world.engine.inspection.history.removal(A) is None
+    world.engine.sessions.flush(A, dry_run=False)
+    assert load(world, A, ONES).miss_reason == "flushed"
+    assert load(world, B, ONES).miss_reason == "unknown_session"
+
+
+def test_a_session_that_went_for_others_was_evicted():
+    world = new_world(num_slots=2, num_extents=0)
+    store(world, A, ONES)
+    store(world, B, [7] * 8)
+    assert load(world, A, ONES).miss_reason == "evicted"
+    assert misses(world, A) == ["missed 4 evicted"]
+
+
+def test_what_is_erased_is_not_known_any_more():
+    world = new_world()
+    store(world, OTHER_TENANT, ONES)
+    world.engine.sessions.flush(OTHER_TENANT, dry_run=False)
+    world.engine.inspection.history.forget(OTHER_TENANT.tenant)
+    assert load(world, OTHER_TENANT, ONES).miss_reason == "unknown_session"

@@ -1,0 +1,194 @@
+"""Why a conversation that was answered before was not found in the cache. Pure.
+
+Clients of the HTTP APIs send whole conversations. One that repeats what was answered, word for
+word, goes on with that session; one that does not begins a session of its own, or a fork, and what
+differs is computed again, with all that follows it. Which session it *resembles* is known by its
+answers, together with what was said before each. What its tokens say there, and what the resembled
+session's say, tells the cause.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from inference_svc.core.chat import ASSISTANT, SYSTEM
+from inference_svc.core.turn_window import common_prefix
+
+
+class MissCause(StrEnum):
+    """Causes, as users see them; what each says is `TOLD`."""
+
+    TEMPLATE_ARGUMENTS = "template_arguments_changed"
+    TOOLS_REORDERED = "tools_reordered"
+    TOOLS_CHANGED = "tools_changed"
+    DATE = "date_changed"
+    SYSTEM = "system_changed"
+    REASONING = "reasoning_dropped"
+    ANSWER = "answer_edited"
+    MESSAGE = "message_edited"
+    GONE = "session_gone"
+    UNKNOWN = "history_unknown"
+
+
+TOLD: Mapping[str, str] = {
+    MissCause.TEMPLATE_ARGUMENTS: "other arguments of the chat template write it differently",
+    MissCause.TOOLS_REORDERED: "the same tools are offered in another order",
+    MissCause.TOOLS_CHANGED: "other tools are offered",
+    MissCause.DATE: "a date or time differs",
+    MissCause.SYSTEM: "the system message differs",
+    MissCause.REASONING: "what the model thought is left out of an earlier answer",
+    MissCause.ANSWER: "an earlier answer differs",
+    MissCause.MESSAGE: "an earlier message differs",
+    MissCause.GONE: "the session was deleted, or went for others",
+    MissCause.UNKNOWN: "it has answers that are not known here",
+}
+
+# Why history was computed again although the client said nothing else: `Usage.recompute_reason`.
+RECOMPUTED: Mapping[str, str] = {
+    "evicted": "its KV had left all tiers, to make room for other sessions",
+    "expired": "the time to live of its KV had passed",
+    "flushed": "an operator had flushed its KV",
+    "corrupt": "its KV was not what had been stored, and was thrown away",
+    "unknown_session": "kvd does not know that it ever had its KV",
+    "not_stored": "its KV had not been stored, or not yet",
+    "partial": "only a part of its KV was found",
+    "tokens_differ": "KV of other tokens is stored",
+    "deadline": "its KV was not read in the time that a load may take",
+    "kvd_unavailable": "kvd was not there",
+    "recompute_cheaper": "to compute it took less time than to load it",
+    "mode_recompute": "the service stores nothing of this model",
+    "load_policy_never": "loads are switched off",
+}
+
+
+def told(cause: str) -> str:
+    """Say what a cause means, or a reason to recompute; what is not known says itself."""
+    return {**TOLD, **RECOMPUTED}.get(cause, cause)
+
+
+@dataclass(frozen=True)
+class Resembled:
+    """What a conversation was likely meant to go on with.
+
+    Attributes:
+        session_id: a session that gave some of its answers; "" if there is none.
+        turns: number of the session's turns up to the last of these.
+        was_known: whether there was one.
+        first_message: number of the client's messages that precede the turn's input.
+    """
+
+    session_id: str = ""
+    turns: int = 0
+    was_known: bool = False
+    first_message: int = 0
+
+
+@dataclass(frozen=True)
+class Wording:
+    """One side of a comparison.
+
+    Attributes:
+        tools_digest: of the tools that it tells of; "": of none.
+        arguments: the chat template's, as recorded.
+        opening: text of what stands before the first message that is not the system's.
+        following: its text from the difference on, so much as it takes to see what differs.
+    """
+
+    tools_digest: str
+    arguments: str
+    opening: str
+    following: str
+
+
+def cause_of(
+    old: Wording,
+    new: Wording,
+    common: str,
+    role: str,
+    *,
+    in_opening: bool,
+    thoughts: Sequence[str],
+) -> MissCause:
+    """Name what made a conversation differ from the one that it resembles.
+
+    Args:
+        old: that one.
+        new: the conversation itself.
+        common: the last text that both have.
+        role: who says the message that differs; "" if that is not known.
+        in_opening: whether the difference stands before the first message that is not the system's.
+        thoughts: texts that begin what the model thinks.
+    """
+    if old.arguments != new.arguments:
+        return MissCause.TEMPLATE_ARGUMENTS
+    if old.tools_digest != new.tools_digest and old.tools_digest and new.tools_digest:
+        same = Counter(old.opening) == Counter(new.opening)
+        return MissCause.TOOLS_REORDERED if same else MissCause.TOOLS_CHANGED
+    if old.tools_digest != new.tools_digest and in_opening:
+        return MissCause.TOOLS_CHANGED
+    if differ_in_time(common, old.following, new.following):
+        return MissCause.DATE
+    if in_opening or role == SYSTEM:
+        return MissCause.SYSTEM
+    begun = tuple(thoughts)
+    if begun and old.following.lstrip().startswith(begun):
+        is_dropped = not new.following.lstrip().startswith(begun)
+        return MissCause.REASONING if is_dropped else MissCause.ANSWER
+    return MissCause.ANSWER if role == ASSISTANT else MissCause.MESSAGE
+
+
+_DAYS = (
+    "mon(?:day)?|tue(?:s|sday)?|wed(?:nesday)?|thu(?:rs|rsday)?|fri(?:day)?|sat(?:urday)?"
+    "|sun(?:day)?"
+)
+_MONTHS = (
+    "jan(?:uary)?|feb(?:ruary)?|mar(?:ch)?|apr(?:il)?|may|june?|july?|aug(?:ust)?|sept?(?:ember)?"
+    "|oct(?:ober)?|nov(?:ember)?|dec(?:ember)?"
+)
+_RUN = re.compile(  # of what dates and times are written with
+    rf"(?:\b(?:{_DAYS}|{_MONTHS}|am|pm|utc|gmt)\b|\d+(?:st|nd|rd|th|T|Z|am|pm)?|[-:/.,+ \t])+",
+    re.IGNORECASE,
+)
+_TIME = re.compile(  # what makes a run a date or a time, not a number
+    rf"\d{{4}}-\d|\d:\d\d|\d[/.]\d+[/.]\d|\b1\d{{9}}\b|\b(?:{_DAYS}|{_MONTHS})\b.*\d|\d.*\b(?:{_MONTHS})\b",
+    re.IGNORECASE,
+)
+_LEAST_ALIKE = 4  # characters that follow a date in both texts, and are the same
+
+
+def differ_in_time(common: str, old: str, new: str) -> bool:
+    """Whether two texts differ in a date or a time, and go on alike.
+
+    Args:
+        common: what precedes in both: a date may begin in it.
+        old: one text, from the difference on.
+        new: the other one.
+    """
+    rests = []
+    for text in (common + old, common + new):
+        runs = (run for run in _RUN.finditer(text) if run.start() <= len(common) < run.end())
+        run = next(runs, None)
+        if run is None or not _TIME.search(run.group()):
+            return False
+        rests.append(text[run.end() :])
+    return common_prefix(*rests) >= min(_LEAST_ALIKE, *map(len, rests))
+
+
+def message_index(starts: Sequence[int], token_index: int, num_messages: int) -> int | None:
+    """Return which of the messages of a prompt has a token.
+
+    Args:
+        starts: where the prompt's messages begin, its tokens counted, ascending; the last one is
+            that of the answer.
+        token_index: of the token.
+        num_messages: that the client sent; a template may write one of its own before them.
+
+    Returns:
+        None if the template does not write each message as one.
+    """
+    num_before = len(starts) - 1 - num_messages
+    if num_before not in (0, 1):
+        return None
+    return max(0, sum(start <= token_index for start in starts) - 1 - num_before)

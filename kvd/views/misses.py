@@ -1,0 +1,112 @@
+"""What `kvd why` says: why KV of a session was missed, and what would keep it. Pure."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from kvd.core.state.session_history import REMOVALS, MoveKind
+from shared.pb.kvd.v1 import kvd_pb2
+from shared.types.units import format_duration
+
+# Why an engine was given less than it asked for: what that means, and what would help.
+_REASONS = {
+    "evicted": (
+        "its KV had left all tiers, to make room for other sessions",
+        "give kvd more SSD, retain or pin the session, or see who fills it: kvd ls --sort bytes",
+    ),
+    "expired": (
+        "its time to live had passed",
+        "set a longer one: kvd ttl SESSION, or sessions.default_ttl in the settings",
+    ),
+    "flushed": ("an operator had flushed it", "nothing: it is stored again by its next turn"),
+    "corrupt": (
+        "its KV was not what had been stored, and was thrown away",
+        "look for failing memory or disks: kvd doctor, kvd events --name block_corrupt",
+    ),
+    "tokens_differ": (
+        "other tokens were asked for than those that are stored",
+        "see which, and in whose words: inference-svc why SESSION",
+    ),
+    "not_stored": (
+        "the last tokens had not been stored, or not yet",
+        "nothing, if it was a few; else see what saves meet: kvd stats, inference-svc status",
+    ),
+    "unknown_session": (
+        "kvd does not know that it ever had it",
+        "nothing: what kvd remembers of sessions goes when it restarts",
+    ),
+}
+_OTHER = ("for a reason that this release of kvd does not know", "see kvd events --session SESSION")
+
+
+@dataclass(frozen=True)
+class ExplainedMiss:
+    """Why KV of a session was missed.
+
+    Attributes:
+        reason: slug; "" if nothing was missed, as far as is remembered.
+        missed_tokens: how many tokens were asked for in vain, the last time.
+        missed_ago_s: seconds since then.
+        gone: how it left all tiers, "" if it is stored.
+        gone_ago_s: seconds since then.
+        stored_tokens: how many tokens of it are stored.
+        told: what the reason means.
+        remedy: what would help.
+    """
+
+    reason: str
+    missed_tokens: int
+    missed_ago_s: float
+    gone: str
+    gone_ago_s: float
+    stored_tokens: int
+    told: str
+    remedy: str
+
+    def as_document(self) -> dict[str, Any]:
+        """Return what there is to say as JSON has it."""
+        return asdict(self)
+
+    def lines(self) -> Iterator[tuple[str, str]]:
+        """Yield what there is to say, as labels and texts."""
+        if self.reason:
+            ago = format_duration(self.missed_ago_s)
+            yield "missed", f"{self.missed_tokens:,} tokens, {ago} ago: {self.told}"
+        else:
+            yield "missed", "nothing, as far as kvd remembers"
+        if self.gone:
+            yield "stored", f"nothing: {self.gone} {format_duration(self.gone_ago_s)} ago"
+        else:
+            yield "stored", f"{self.stored_tokens:,} tokens"
+        if self.remedy:
+            yield "remedy", self.remedy
+
+
+def explained(found: kvd_pb2.DescribeSessionResponse) -> ExplainedMiss:
+    """Explain the last miss of a session by what is remembered of it."""
+    missed = _last(found.history, {MoveKind.MISSED.value})
+    removed = None
+    if not found.HasField("info"):
+        removed = _last(found.history, {kind.value for kind in REMOVALS})
+    reason = missed.why if missed else ""
+    told, remedy = _REASONS.get(reason, _OTHER) if reason else ("", "")
+    if removed and not reason:
+        _, remedy = _REASONS.get(_slug(removed), _OTHER)
+    return ExplainedMiss(
+        reason=reason,
+        missed_tokens=missed.num_tokens if missed else 0,
+        missed_ago_s=missed.age_s if missed else 0.0,
+        gone=_slug(removed) if removed else "",
+        gone_ago_s=removed.age_s if removed else 0.0,
+        stored_tokens=found.info.num_tokens,
+        told=told,
+        remedy=remedy,
+    )
+
+
+def _slug(removed: kvd_pb2.SessionMove) -> str:
+    return removed.why if removed.kind == MoveKind.DROPPED.value else removed.kind
+
+
+def _last(moves: Sequence[kvd_pb2.SessionMove], kinds: set[str]) -> kvd_pb2.SessionMove | None:
+    return next((move for move in reversed(moves) if move.kind in kinds), None)

@@ -1,0 +1,93 @@
+"""A scripted agent: forty steps with tools, a fork, an edit and a compaction."""
+
+import pytest
+
+from tests.http_api.conftest import MODEL
+from tests.http_api.test_tools import ADD, answered
+from tests.oracle import Oracle
+
+STEPS = 40
+ANSWER = 4  # tokens of what is no call
+TOOLS = [{"type": "function", "function": ADD}]
+FORKED, EDITED, COMPACTED = 10, 20, 30  # steps
+
+
+class Agent:
+    """Its conversation, and what it has cost."""
+
+    def __init__(self, client, name):
+        self._client = client
+        self.messages = [
+            {"role": "system", "content": f"This is {name}. " + "You count. " * 30},
+            {"role": "user", "content": "Count."},
+        ]
+        self.sessions = {}  # id -> indexes of its turns that were no calls
+        self.prompt_tokens = self.cached_tokens = 0
+        self.misses = []
+
+    async def step(self, number):
+        """Ask once; every third answer has to be a call, whose result follows."""
+        calls = number % 3 == 2
+        options = {"max_tokens": 40, "tool_choice": "required"}
+        if not calls:
+            options = {
+                "max_tokens": ANSWER,
+                "tool_choice": "none",
+                "extra_body": {"ignore_eos": True},
+            }
+        answer = await self._client.chat.completions.create(
+            model=MODEL, messages=self.messages, tools=TOOLS, **options
+        )
+        usage, message = answer.usage, answer.choices[0].message
+        self.prompt_tokens += usage.prompt_tokens
+        self.cached_tokens += usage.prompt_tokens_details.cached_tokens
+        self.misses += filter(None, [usage.model_extra.get("cache_miss_reason")])
+        turns = self.sessions.setdefault(answer.model_extra["session_id"], [])
+        turns.append(not calls)
+        if calls:
+            self.messages = answered(self.messages, message, "It is 7.")
+        else:
+            said = {"role": "assistant", "content": message.content}
+            self.messages = [*self.messages, said, {"role": "user", "content": f"On, {number}."}]
+
+
+@pytest.fixture(scope="module")
+def oracle(tiny_model):
+    return Oracle(tiny_model)
+
+
+async def test_an_agent_reads_back_what_it_had(api, oracle, opening):
+    """More than 95 % of what it sends, and each answer is that of computing everything."""
+    async with api.client() as client:
+        agent = Agent(client, opening[0]["content"][8:40])
+        for number in range(STEPS):
+            if number == FORKED:  # a sub-agent goes back, and asks something else
+                main, agent.messages = agent.messages, agent.messages[: len(agent.messages) // 2]
+                while agent.messages[-1]["role"] != "user":
+                    agent.messages.pop()
+                await agent.step(number)
+                agent.messages = main
+            if number == EDITED:  # an old result is cleared
+                place = max(i for i, one in enumerate(agent.messages) if one["role"] == "tool")
+                agent.messages[place] = {**agent.messages[place], "content": "(cleared)"}
+            if number == COMPACTED:  # a summary takes the place of the first half
+                kept = len(agent.messages) - 12
+                while agent.messages[kept]["role"] != "user":
+                    kept += 1
+                summary = {"role": "user", "content": "Until now you have counted."}
+                agent.messages = [agent.messages[0], summary, *agent.messages[kept + 1 :]]
+            await agent.step(number)
+    assert agent.cached_tokens > 0.95 * agent.prompt_tokens
+    assert agent.misses == ["message_edited", "message_edited"]
+    async with api.service.client() as service:
+        for session_id, is_plain in agent.sessions.items():
+            found = await service.get_session(session_id, with_turns=True, tenant="acme")
+            records = found.turn_records
+            judged = [False] * (len(records) - len(is_plain)) + is_plain  # a fork begins with more
+            turns = [
+                (one.input_ids, one.output_ids)
+                if plain
+                else ((*one.input_ids, *one.output_ids), ())
+                for one, plain in zip(records, judged, strict=True)
+            ]
+            assert oracle.judge(turns).is_identical

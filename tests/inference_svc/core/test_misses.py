@@ -1,0 +1,107 @@
+"""Causes of misses, by what two conversations say where they differ."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from inference_svc.core.misses import (
+    RECOMPUTED,
+    TOLD,
+    MissCause,
+    Wording,
+    cause_of,
+    differ_in_time,
+    message_index,
+    told,
+)
+
+SAME = Wording("", "", "You are brief.", "")
+
+
+def cause(was, now, common="", role="user", *, old=SAME, new=SAME, in_opening=False):
+    return cause_of(
+        replace(old, following=was),
+        replace(new, following=now),
+        common,
+        role,
+        in_opening=in_opening,
+        thoughts=("<think>",),
+    )
+
+
+@pytest.mark.parametrize(
+    ("common", "was", "now"),
+    [
+        ("Today is 2026-11-2", "3.\nYou help.", "4.\nYou help."),
+        ("Today is ", "2026-11-30T09:41:12Z. You", "2026-12-01T10:00:00Z. You"),
+        ("Date: ", "23 Nov 2026\n\nUse", "24 Dec 2026\n\nUse"),
+        ("It is ", "Monday, 23 November. Be", "Tuesday, 24 November. Be"),
+        ("It is ", "November 9th, 2026. Be", "November 10th, 2026. Be"),
+        ("time: 1", "1:59 pm, in Oslo", "2:01 pm, in Oslo"),
+        ("", "23/11/26", "24/11/26"),
+        ("now=17", "95431200;", "95517600;"),
+    ],
+)
+def test_dates_and_times(common, was, now):
+    """However they are written, and wherever tokens cut them."""
+    assert differ_in_time(common, was, now)
+    assert cause(was, now, common, "system", in_opening=True) is MissCause.DATE
+
+
+@pytest.mark.parametrize(
+    ("common", "was", "now"),
+    [
+        ("I have ", "5 apples", "6 apples"),
+        ("", "May I come?", "May we come?"),
+        ("Today is 2026-11-2", "3. You help.", "4. Be brief."),
+        ("Today is ", "2026-11-23.", "a day."),
+        ("", "Mon ami", "Sun rise"),
+        ("", "", "x"),
+    ],
+)
+def test_what_is_no_date(common, was, now):
+    """Numbers, words that also name months, and texts that do not go on alike."""
+    assert not differ_in_time(common, was, now)
+
+
+@given(st.text(max_size=30), st.text(max_size=30), st.text(max_size=30))
+def test_any_text_has_a_cause(common, was, now):
+    assert cause(was, now, common) in MissCause
+
+
+def test_who_says_what_differs():
+    """In that order: arguments, tools, the system message, thoughts, answers, anything else."""
+    tools = replace(SAME, tools_digest="a", opening="look write")
+    other = replace(SAME, tools_digest="b", opening="write look")
+    assert cause("a", "b", new=replace(SAME, arguments="{}")) is MissCause.TEMPLATE_ARGUMENTS
+    assert cause("a", "b", old=tools, new=other) is MissCause.TOOLS_REORDERED
+    more = replace(other, opening="write look seek")
+    assert cause("a", "b", old=tools, new=more) is MissCause.TOOLS_CHANGED
+    assert cause("a", "b", old=tools, in_opening=True) is MissCause.TOOLS_CHANGED
+    assert cause("a", "b", in_opening=True) is MissCause.SYSTEM
+    assert cause("a", "b", role="system") is MissCause.SYSTEM
+    assert cause("<think>\nSo", "Yes", role="assistant") is MissCause.REASONING
+    assert cause("<think>\nSo", "<think>\nNo", role="assistant") is MissCause.ANSWER
+    assert cause("a", "b", role="assistant") is MissCause.ANSWER
+    assert cause("a", "b", role="tool") is MissCause.MESSAGE
+    assert cause("a", "b", role="") is MissCause.MESSAGE
+
+
+def test_every_cause_is_told():
+    """And every reason; of another release's it is told what it is called."""
+    assert set(TOLD) == set(MissCause)
+    assert told("message_edited") == TOLD[MissCause.MESSAGE]
+    assert told("expired") == RECOMPUTED["expired"]
+    assert told("of_another_release") == "of_another_release"
+
+
+def test_which_message_has_a_token():
+    """Of those that the client sent: a system message of the template's own does not count."""
+    starts = [0, 10, 20, 30]
+    found = [message_index(starts, at, 3) for at in (0, 9, 10, 25, 30, 99)]
+    assert found == [0, 0, 1, 2, 3, 3]
+    assert [message_index(starts, at, 2) for at in (0, 9, 10, 25)] == [0, 0, 0, 1]
+    assert message_index(starts, 0, 5) is None
+    assert message_index([], 0, 1) is None

@@ -1,0 +1,76 @@
+"""`kvd why` against a real daemon: what it says of sessions that were missed."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvd.core.state.session_history import REMOVALS
+from kvd.views.misses import explained
+from shared.pb.kvd.v1 import kvd_pb2
+from tests.processes import KvdProcess, run_cli, running_kvd
+from tests.synthetic_engine import attached_engine, key_of
+
+NAMES = ("flushed", "other", "longer", "kept")
+TOKENS = {name: list(range(100 * n, 100 * n + 50)) for n, name in enumerate(NAMES, 1)}
+
+
+async def why(kvd: KvdProcess, session: str) -> Any:
+    code, stdout, stderr = await run_cli(
+        "why", session, "--json", "--runtime-dir", str(kvd.runtime_dir)
+    )
+    assert code == 0, stderr
+    return json.loads(stdout)
+
+
+async def test_sessions_that_were_missed(tmp_path: Path) -> None:
+    """Flushed, of other tokens, longer than what is stored; and those that missed nothing."""
+    async with (
+        running_kvd(tmp_path, "--dram", "1MB", "--ssd", "4MB") as kvd,
+        attached_engine(kvd.runtime_dir) as engine,
+    ):
+        at = ("--runtime-dir", str(kvd.runtime_dir))
+        for name in NAMES:
+            await engine.store(key_of(name), TOKENS[name])
+        assert (await run_cli("flush", "flushed", "--yes", *at))[0] == 0
+        unasked = await why(kvd, "flushed")
+        assert (unasked["reason"], unasked["gone"], unasked["stored_tokens"]) == ("", "flushed", 0)
+        assert (await engine.load(key_of("flushed"), TOKENS["flushed"])).miss_reason == "flushed"
+        assert not (await engine.load(key_of("other"), [7, *TOKENS["other"]])).num_tokens
+        await engine.load(key_of("longer"), [*TOKENS["longer"], *range(30)])
+        await engine.load(key_of("kept"), TOKENS["kept"])
+        found = {name: await why(kvd, name) for name in NAMES}
+        code, text, _ = await run_cli("why", "other", *at)
+        unknown = await run_cli("why", "nobody", *at)
+    reasons = {name: (one["reason"], one["missed_tokens"]) for name, one in found.items()}
+    assert reasons == {
+        "flushed": ("flushed", 50),
+        "other": ("tokens_differ", 51),
+        "longer": ("not_stored", 30),
+        "kept": ("", 0),
+    }
+    assert found["other"]["stored_tokens"] == 50
+    assert found["flushed"]["session"]["session_id"] == "flushed"
+    assert code == 0
+    assert "inference-svc why" in text
+    assert unknown[0] == 3
+
+
+@pytest.mark.parametrize("reason", ["evicted", "expired", "flushed", "corrupt", "of_tomorrow"])
+def test_what_helps(reason: str) -> None:
+    """For each reason there is something to do, and one of another release is shown."""
+    missed = kvd_pb2.SessionMove(kind="missed", why=reason, num_tokens=9, age_s=5)
+    found = explained(kvd_pb2.DescribeSessionResponse(history=[missed]))
+    assert (found.reason, found.missed_tokens) == (reason, 9)
+    assert found.remedy
+    assert any("9 tokens" in text for _, text in found.lines())
+
+
+def test_how_it_left() -> None:
+    """Also when nobody asked for it since."""
+    for kind in REMOVALS:
+        gone = kvd_pb2.SessionMove(kind=kind.value, why="evicted", age_s=60)
+        found = explained(kvd_pb2.DescribeSessionResponse(history=[gone]))
+        assert found.gone in {"evicted", "expired", "flushed"}
+        assert found.remedy
