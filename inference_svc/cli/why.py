@@ -29,7 +29,7 @@ def why(
     tls_cert: TlsCert = None,
     tls_key: TlsKey = None,
 ) -> None:
-    """Say why a turn was computed, though its conversation had been answered before.
+    """Say why a turn was not read from the cache, and show what differs.
 
     Shows the texts around the first difference: to whoever may read the session.
     """

@@ -110,7 +110,7 @@ def why(
     runtime_dir: RuntimeDir = None,
     as_json: AsJson = False,
 ) -> None:
-    """Say why KV of a session was missed when it was asked for, and what would keep it.
+    """Say why KV of a session was missed, and what would keep it.
 
     Also of a session that is not stored any more, as long as kvd remembers it. What its client
     sent in other words is shown by `inference-svc why`.
