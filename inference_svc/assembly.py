@@ -30,6 +30,7 @@ from inference_svc.runtime.calibration.graph_choice import StepMemory, choose_gr
 from inference_svc.runtime.compute.model_runner import ModelRunner
 from inference_svc.runtime.cuda.arenas import open_arena_by_copier, open_arena_for
 from inference_svc.runtime.cuda.graphs import capture_on
+from inference_svc.runtime.engine.drafts import Drafter
 from inference_svc.runtime.engine.engine_loop import EngineLoop
 from inference_svc.runtime.engine.loads import Loads, PreloadPolicy
 from inference_svc.runtime.engine.requests import MOST_RESIDENTS
@@ -84,6 +85,7 @@ class EngineParts:
 
     engine: EngineLoop
     runner: ModelRunner
+    drafter: Drafter
     loads: Loads
     store: SessionStore
     client: KvdClient | None
@@ -176,6 +178,9 @@ def assemble_engine(settings: InferenceSettings, model: Model) -> EngineParts:
     saves = Saves(
         store, counters, block_tokens=layout.block_tokens, group_tokens=cache.save_group_tokens
     )
+    drafter = Drafter(
+        rates.decodes, most_tokens=settings.scheduler.draft_tokens, end_ids=loaded.eos_ids
+    )
     engine = EngineLoop(
         scheduler=scheduler,
         stepper=stepper,
@@ -187,12 +192,14 @@ def assemble_engine(settings: InferenceSettings, model: Model) -> EngineParts:
         ring=ring,
         store=store,
         counters=counters,
+        drafter=drafter,
         num_layers=num_layers,
         saves_first=cache.saving == "sync",
     )
     return EngineParts(
         engine=engine,
         runner=runner,
+        drafter=drafter,
         loads=loads,
         store=store,
         client=client,

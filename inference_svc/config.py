@@ -249,6 +249,9 @@ class SchedulerSettings(Section):
         answer_tokens: tokens of an answer that a turn is given room for when it is admitted; it may
             have to find more later.
         default_max_tokens: bound of an answer's tokens when the client does not say.
+        draft_tokens: most tokens that are guessed ahead of an answer, from what its session said
+            before, and computed with its next one; fewer, or none, where that does not pay. What is
+            answered stays the same. 0: none.
         tenant_weights: a tenant's share of the service while several wait; 1 if not named.
         prefault: take the memory for kv_tokens from the system at the start, in the background.
     """
@@ -265,6 +268,7 @@ class SchedulerSettings(Section):
     page_tokens: int = Field(default=16, ge=1, le=4096)
     answer_tokens: int = Field(default=256, ge=1)
     default_max_tokens: int = Field(default=256, ge=1)
+    draft_tokens: int = Field(default=16, ge=0, le=64)
     tenant_weights: TenantWeights = Field(default_factory=dict)
     prefault: bool = True
 

@@ -19,6 +19,7 @@ from inference_svc.runtime.calibration.calibration import calibrate
 from inference_svc.runtime.calibration.graph_choice import StepMemory, choose_graphs
 from inference_svc.runtime.compute.model_runner import ModelRunner
 from inference_svc.runtime.compute.sampling import Sampler
+from inference_svc.runtime.engine.drafts import Drafter
 from inference_svc.runtime.engine.engine_loop import EngineLoop
 from inference_svc.runtime.engine.engine_request import EngineRequest
 from inference_svc.runtime.engine.loads import Loads, PreloadPolicy
@@ -249,7 +250,7 @@ def loaded_model(directory):
 class Engine:
     """An engine over a store in memory, and a maker of requests."""
 
-    def __init__(self, model, store, given, preload, saves_first, capture):
+    def __init__(self, model, store, given, preload, saves_first, capture, draft_tokens):
         loaded, calibration = model
         store.calibration = calibration
         self.store = store
@@ -294,6 +295,7 @@ class Engine:
         self.loop = EngineLoop(
             *(self.scheduler, stepper, loads, saves, residents, shifts, self.pool, ring, store),
             self.counters,
+            Drafter(rates.decodes, most_tokens=draft_tokens, end_ids=loaded.eos_ids),
             num_layers=num_layers,
             saves_first=saves_first,
         )
@@ -330,8 +332,10 @@ class Engine:
 
 
 @asynccontextmanager
-async def running_engine(model, preload=None, saves_first=False, capture=None, **limits):
-    engine = Engine(model, MemoryStore(), limits, preload, saves_first, capture)
+async def running_engine(
+    model, preload=None, saves_first=False, capture=None, draft_tokens=8, **limits
+):
+    engine = Engine(model, MemoryStore(), limits, preload, saves_first, capture, draft_tokens)
     life = engine.life = asyncio.create_task(engine.loop.run())
     try:
         yield engine
@@ -343,6 +347,6 @@ async def running_engine(model, preload=None, saves_first=False, capture=None, *
 
 
 async def alone(model, token_ids, max_tokens=8):
-    """What a turn answers with nothing else around."""
-    async with running_engine(model) as engine:
+    """What a turn answers with nothing else around, a token a step."""
+    async with running_engine(model, draft_tokens=0) as engine:
         return (await engine.run(token_ids, max_tokens)).sink.token_ids

@@ -10,6 +10,7 @@ from inference_svc.bench.options import (
     BuffersOptions,
     CopiesOptions,
     DecodeOptions,
+    DraftsOptions,
     ModelChoice,
     OutputOptions,
     OverflowOptions,
@@ -127,6 +128,13 @@ def copies(choice: ModelChoice, options: CopiesOptions, output: OutputOptions) -
 @command(ModelChoice, DecodeOptions, OutputOptions)
 def decode(choice: ModelChoice, options: DecodeOptions, output: OutputOptions) -> None:
     """Decode speed by batch, against plain generate and the memory's bandwidth."""
+    measure(options, choice, output)
+
+
+@bench_app.command()
+@command(ModelChoice, DraftsOptions, OutputOptions)
+def drafts(choice: ModelChoice, options: DraftsOptions, output: OutputOptions) -> None:
+    """Decode speed with drafts and without, where a file is copied and in a chat, by batch."""
     measure(options, choice, output)
 
 

@@ -64,6 +64,13 @@ DtypeName = Annotated[
         help="auto, float32, bfloat16, float16.",
     ),
 ]
+ModelPath = Annotated[
+    Path | None, typer.Option("--model", help="Model directory.", show_default=False)
+]
+RandomPreset = Annotated[str, typer.Option(help="Preset with random weights.", show_default=False)]
+Threads = Annotated[
+    int, typer.Option(min=0, help="That compute, of every variant; 0: torch's choice.")
+]
 Device = Annotated[str, typer.Option(help="cpu, cuda, or of several cuda:1.")]
 JsonTo = Annotated[
     str, typer.Option("--json", metavar="FILE|-", help="Also a JSON document; -: only that.")
@@ -73,6 +80,9 @@ PlotTo = Annotated[
     typer.Option("--plot", help="Also a picture; needs matplotlib.", show_default=False),
 ]
 Pairs = Annotated[int, typer.Option(min=1, help="Interleaved measurements of each variant.")]
+Batches = Annotated[Numbers, some_numbers("Batch sizes.")]
+PromptTokens = Annotated[int, typer.Option("--history", min=1, help="Tokens of each prompt.")]
+Steps = Annotated[int, typer.Option(min=2, help="Decode steps that are measured.")]
 AnswerTokens = Annotated[int, typer.Option("--answer", min=1, help="Tokens of each answer.")]
 LoadedTokens = Annotated[int, typer.Option("--history", min=1, help="Tokens that are loaded.")]
 ComputedTokens = Annotated[int, typer.Option("--new", min=1, help="Tokens that are computed.")]
@@ -82,6 +92,9 @@ Scale = Annotated[float, typer.Option(min=0, help="Multiplies lengths.")]
 ThinkScale = Annotated[float, typer.Option(min=0, help="Multiplies think times.")]
 EndingWindow = Annotated[
     int, typer.Option("--window", min=16, help="A session ends before this context.")
+]
+TruncatingWindow = Annotated[
+    int, typer.Option("--window", min=16, help="Contexts are truncated to it.")
 ]
 MaxRunning = Annotated[int, typer.Option(min=1, help="Turns in a batch.")]
 PlanTrace = Annotated[

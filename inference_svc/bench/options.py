@@ -9,6 +9,7 @@ import typer
 
 from inference_svc.bench.option_types import (
     AnswerTokens,
+    Batches,
     ComputedTokens,
     Device,
     DtypeName,
@@ -16,15 +17,21 @@ from inference_svc.bench.option_types import (
     JsonTo,
     LoadedTokens,
     MaxRunning,
+    ModelPath,
     Numbers,
     NumSessions,
     Pairs,
     PlanTrace,
     PlotTo,
+    PromptTokens,
+    RandomPreset,
     Scale,
+    Steps,
     ThinkScale,
+    Threads,
     Tier,
     Trace,
+    TruncatingWindow,
     Variant,
     policies_of,
     ratios_of,
@@ -45,18 +52,12 @@ class ModelChoice:
         threads: number of threads that compute; 0: as many as torch chooses.
     """
 
-    path: Annotated[
-        Path | None, typer.Option("--model", help="Model directory.", show_default=False)
-    ] = None
-    random: Annotated[str, typer.Option(help="Preset with random weights.", show_default=False)] = (
-        ""
-    )
+    path: ModelPath = None
+    random: RandomPreset = ""
     layers: Annotated[int, typer.Option(min=0, help="Layers of the preset; 0: all.")] = 0
     dtype: DtypeName = "auto"
     device: Device = "cpu"
-    threads: Annotated[
-        int, typer.Option(min=0, help="That compute, of every variant; 0: torch's choice.")
-    ] = 0
+    threads: Threads = 0
     seed: int = 0
 
 
@@ -331,9 +332,7 @@ class PositionsOptions:
     trace: Trace = None
     num_sessions: NumSessions = 32
     scale: Scale = 1.0
-    window_tokens: Annotated[
-        int, typer.Option("--window", min=16, help="Contexts are truncated to it.")
-    ] = 2048
+    window_tokens: TruncatingWindow = 2048
     max_running: MaxRunning = 4
     rounds: Annotated[int, typer.Option(min=1, help="Replays of each variant.")] = 1
     plan_trace: PlanTrace = None
@@ -344,12 +343,21 @@ class PositionsOptions:
 class DecodeOptions:
     """Part `decode`."""
 
-    batches: Annotated[Numbers, some_numbers("Batch sizes.")] = (1, 8, 24)
-    history_tokens: Annotated[
-        int, typer.Option("--history", min=1, help="Tokens of each prompt.")
-    ] = 256
-    steps: Annotated[int, typer.Option(min=2, help="Decode steps that are measured.")] = 64
+    batches: Batches = (1, 8, 24)
+    history_tokens: PromptTokens = 256
+    steps: Steps = 64
     pairs: Pairs = 15
+
+
+@dataclass(frozen=True, slots=True)
+class DraftsOptions:
+    """Part `drafts`."""
+
+    batches: Batches = (1, 8)
+    history_tokens: PromptTokens = 384
+    steps: Steps = 128
+    draft_tokens: Annotated[int, typer.Option("--most", min=1, help="Of a draft, at most.")] = 16
+    pairs: Pairs = 7
 
 
 @dataclass(frozen=True, slots=True)
@@ -386,6 +394,7 @@ Part = (
     | SharingOptions
     | PositionsOptions
     | DecodeOptions
+    | DraftsOptions
     | PrefillOptions
     | CopiesOptions
 )

@@ -12,6 +12,7 @@ from inference_svc.bench import (
     buffers,
     copies,
     decode,
+    drafts,
     overflow,
     overlap,
     policies,
@@ -26,6 +27,7 @@ from inference_svc.bench.options import (
     BuffersOptions,
     CopiesOptions,
     DecodeOptions,
+    DraftsOptions,
     ModelChoice,
     OverflowOptions,
     OverlapOptions,
@@ -112,6 +114,7 @@ _PARTS: dict[type[Part], _Measured] = {
         "positions", policies.METRIC, _window_of, policies.measure_positions
     ),
     DecodeOptions: _Measured("decode", decode.METRIC, decode.window_tokens, decode.measure_decode),
+    DraftsOptions: _Measured("drafts", decode.METRIC, drafts.window_tokens, drafts.measure_drafts),
     PrefillOptions: _Measured(
         "prefill", prefill.METRIC, prefill.window_tokens, prefill.measure_prefill
     ),

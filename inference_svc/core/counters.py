@@ -24,6 +24,8 @@ COUNTERS: Mapping[str, str] = {
     "recomputed_tokens": "of them, computed again",
     "new_tokens": "prompt tokens computed for the first time",
     "output_tokens": "tokens answered",
+    "drafted_tokens": "tokens that were guessed ahead of answers and computed",
+    "accepted_tokens": "of them, those that were right",
     "embeddings": "inputs that were embedded",
     "embedded_tokens": "tokens of them",
     "overflows": "times that tokens of a session were dropped because its window was full",

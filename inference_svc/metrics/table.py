@@ -135,7 +135,8 @@ METRICS = MetricTable(
         Metric(
             "inference_tokens_total",
             "counter",
-            "Tokens by kind: history is reused or recomputed, new ones computed, output answered",
+            "Tokens by kind: history is reused or recomputed, new ones computed, output answered, "
+            "of drafted ones some accepted",
             ("kind",),
             {
                 "history": "history_tokens",
@@ -143,6 +144,8 @@ METRICS = MetricTable(
                 "recomputed": "recomputed_tokens",
                 "new": "new_tokens",
                 "output": "output_tokens",
+                "drafted": "drafted_tokens",
+                "accepted": "accepted_tokens",
                 "stored": "stored_tokens",
                 "dropped": "dropped_tokens",
                 "compressed": "compressed_tokens",

@@ -98,6 +98,9 @@ def some_ranges(num_tokens: int, how: int) -> tuple[Range, ...]:
     return merge_ranges(chosen, num_tokens)
 
 
+DRAFTED = 2_000_000  # the id of a draft's first token
+
+
 class SchedulerWorld:
     """See the module docstring."""
 
@@ -109,6 +112,7 @@ class SchedulerWorld:
         self.now_ns = 1
         self.turns: dict[int, Turn] = {}  # every one ever submitted
         self.residents: dict[SessionKey, SequenceKv] = {}
+        self.leaving: dict[SessionKey, SequenceKv] = {}  # evicted by the plan being carried out
         # Under way, and whether there was room for it.
         self.shifts: dict[SessionKey, tuple[Turn | None, tuple[Range, ...], bool]] = {}
         self.conversations: dict[SessionKey, list[int]] = {key: [] for key in KEYS}
@@ -248,22 +252,24 @@ class SchedulerWorld:
         turn = self.turns[number] = Turn(request, is_rigid=number % 5 == 0)
         return turn
 
-    def schedule(self) -> StepPlan:
-        """Ask for a plan, and carry out all but its chunks."""
-        plan = self.scheduler.schedule(self.tick())
+    def schedule(self, draft_tokens: int = 0) -> StepPlan:
+        """Ask for a plan, with so long a draft of each answer, and carry out all but its chunks."""
+        running = [turn.request for turn in self.in_state(RequestState.RUNNING)]
+        draft = [DRAFTED + place for place in range(draft_tokens)]
+        drafts = {request.number: draft for request in running if request.is_decoding}
+        plan = self.scheduler.schedule(self.tick(), drafts)
         self._check_plan(plan)
         for request in plan.unsaved:
             self.turns[request.number].is_writing = False
         for chunk in plan.chunks:
             if chunk.request.is_saved:
-                slots = self.scheduler.write_slots.take(chunk.num_tokens)
+                slots = self.scheduler.write_slots.take(chunk.num_fed)
                 self.turns[chunk.request.number].writes[-1] += slots
         for request in plan.preempted:
             self._preempt(self.turns[request.number])
         for request in plan.overflowed:
             self._overflow(self.turns[request.number])
-        for key in plan.evicted:
-            del self.residents[key]
+        self.leaving = {key: self.residents.pop(key) for key in plan.evicted}
         for admission in plan.admitted:
             self._admit(self.turns[admission.request.number], admission)
         for growth in plan.grown:
@@ -296,9 +302,12 @@ class SchedulerWorld:
         self.num_shared_running += admission.is_running
 
     def _kv_of(self, admission: Admission) -> SequenceKv:
-        """What an admission has of another's: of pages, the same plan may have preempted that."""
+        """What an admission has of another's: of pages, the same plan may have evicted that."""
         running = [t.kv for t in self.in_state(*ADMITTED) if t.request.key == admission.source]
-        return running[0] if admission.is_running and running else self.residents[admission.source]
+        if admission.is_running and running:
+            return running[0]
+        residents = self.leaving | self.residents if admission.pages else self.residents
+        return residents[admission.source]
 
     def _grow(self, kv: SequenceKv, growth: Growth) -> None:
         assert list(growth.pages)[: len(kv.pages)] == kv.pages
@@ -326,11 +335,12 @@ class SchedulerWorld:
         assert not planned & stalled
         assert all(request.is_saved for request in plan.stalled)
         assert not plan.stalled or plan.wake_ns <= self.now_ns + STALL_LIMIT_NS
-        written = sum(c.num_tokens for c in plan.chunks if c.request.is_saved)
+        written = sum(c.num_fed for c in plan.chunks if c.request.is_saved)
         assert written <= self.scheduler.write_slots.num_free
         prompt_tokens = [c.num_tokens for c in plan.chunks if c.request.number not in decoding]
         limits = self.limits
         assert sum(prompt_tokens) <= (limits.mixed_step_tokens if decoding else limits.step_tokens)
+        assert all(c.request.number in decoding for c in plan.chunks if c.draft)
         assert all(1 <= c.num_tokens <= c.request.uncomputed_tokens for c in plan.chunks)
         assert all(c.sample == (c.num_tokens == c.request.uncomputed_tokens) for c in plan.chunks)
         is_going_on = bool(plan.chunks or plan.stalled)
@@ -468,8 +478,11 @@ class SchedulerWorld:
 
     # ---------------------------------------------------------------------------------- steps
 
-    def step(self, plan: StepPlan, failing=()) -> list[Turn]:
-        """Compute a plan's chunks, except those of `failing`; returns who has a new token."""
+    def step(self, plan: StepPlan, failing=(), most_right: int = 0) -> list[Turn]:
+        """Compute a plan's chunks, except those of `failing`; returns who has a new token.
+
+        Of each draft the first `most_right` tokens are right.
+        """
         computed, sampled, restarted = [], {}, []
         for chunk in plan.chunks:
             turn = self.turns[chunk.request.number]
@@ -484,12 +497,15 @@ class SchedulerWorld:
             assert turn.kv.rows[:start] == chunk.request.token_ids[:start]
             del turn.kv.rows[start:]
             turn.kv.rows += chunk.request.token_ids[start : start + chunk.num_tokens]
+            turn.kv.rows += chunk.draft
             self._write(turn.kv, start)
             assert len(turn.kv.rows) <= turn.kv.capacity
             computed.append(chunk)
             if chunk.sample:
                 self.num_sampled += 1
-                sampled[chunk.request.number] = 1_000_000 + self.num_sampled
+                right = chunk.draft[:most_right]
+                sampled[chunk.request.number] = [*right, 1_000_000 + self.num_sampled]
+                self._retract(turn, len(chunk.draft) - len(right))
         self.scheduler.apply(StepResult(computed, sampled), self.tick())
         for turn in restarted:
             self.late.append((turn.kv, turn.held))
@@ -499,6 +515,14 @@ class SchedulerWorld:
         for number in failing:
             self.stop(self.turns[number], RequestEvent.FAIL)
         return [self.turns[number] for number in sampled]
+
+    def _retract(self, turn: Turn, num_tokens: int) -> None:
+        """The last tokens of what was computed were drafted in vain."""
+        if num_tokens:
+            del turn.kv.rows[-num_tokens:]
+            if turn.request.is_saved:
+                self.scheduler.write_slots.give(turn.writes[-1][-num_tokens:])
+                del turn.writes[-1][-num_tokens:]
 
     def end_late(self) -> None:
         """A load that failed writes for the last time: to what nobody else has."""

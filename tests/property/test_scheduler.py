@@ -69,11 +69,11 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.world.check()
 
     def _loop(self, data, ends, keeps) -> None:
-        plan = self.world.schedule()
+        plan = self.world.schedule(data.draw(st.sampled_from([0, 1, 4])))
         numbers = [chunk.request.number for chunk in plan.chunks]
         fails = numbers and data.draw(st.integers(0, 9)) == 0
         failing = [data.draw(st.sampled_from(numbers))] if fails else []
-        for turn in self.world.step(plan, failing):
+        for turn in self.world.step(plan, failing, most_right=data.draw(st.integers(0, 4))):
             if ends or turn.is_complete:
                 self.world.finish(turn, keeps=keeps)
 

@@ -11,9 +11,11 @@ from collections import Counter
 from enum import StrEnum
 
 from inference_svc.core.rates.running_fit import RunningFit
+from inference_svc.core.speculation.draft_lengths import StepCost
 from shared.types.load_choice import Traffic, loading_pays
 
 DRAM, SSD = "dram", "ssd"  # kvd's tiers
+_REPLAY_SHARE = 0.1  # of the newest replay in the mean
 
 
 def pairs(start: int, end: int) -> int:
@@ -63,6 +65,35 @@ class StepTimes:
         return known | ({"prefill_tokens_per_s": 1024 / prefill_s} if prefill_s else {})
 
 
+class DecodeTimes:
+    """Seconds that a step takes that computes nothing but next tokens, and logits after each.
+
+    A constant, and a share per token: how long their contexts are changes slowly. A step that is
+    replayed from a graph takes less, by its number of tokens.
+    """
+
+    def __init__(self) -> None:
+        self._fit = RunningFit(2)
+        self._replays_s: dict[int, float] = {}  # by number of tokens: a running mean
+
+    def note(self, num_tokens: int, seconds: float, *, is_replayed: bool) -> None:
+        """Record how long a step of so many tokens took."""
+        if is_replayed:
+            mean_s = self._replays_s.get(num_tokens, seconds)
+            self._replays_s[num_tokens] = mean_s + _REPLAY_SHARE * (seconds - mean_s)
+        else:
+            self._fit.note((1, num_tokens), seconds)
+
+    def cost(self, num_tokens: int) -> StepCost | None:
+        """Return what a step of so many tokens takes, in seconds; None: not known yet."""
+        coefficients = self._fit.coefficients()
+        if coefficients is None:
+            return None
+        constant_s, token_s = coefficients
+        drafted_s = constant_s + num_tokens * token_s
+        return StepCost(self._replays_s.get(num_tokens, drafted_s), drafted_s, token_s)
+
+
 class LoadTimes:
     """Seconds that a load from a tier takes: a latency, plus a share per token."""
 
@@ -99,11 +130,13 @@ class Rates:
 
     Attributes:
         steps: estimates of steps.
+        decodes: estimates of those without prompts.
         loads: estimates of loads, by tier.
     """
 
     def __init__(self) -> None:
         self.steps = StepTimes()
+        self.decodes = DecodeTimes()
         self.loads = LoadTimes()
 
     def as_dict(self) -> dict[str, float]:

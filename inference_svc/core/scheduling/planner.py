@@ -44,6 +44,7 @@ from inference_svc.core.scheduling.slot_budget import SlotBudget
 from inference_svc.core.scheduling.start_gate import StartGate
 from inference_svc.core.scheduling.step_plan import (
     Admission,
+    Drafts,
     Growth,
     PlannedChunk,
     SchedulerLimits,
@@ -76,10 +77,11 @@ class Terms:
 
 
 @dataclass
-class _Draft:
-    """A plan that is being made at `now_ns`."""
+class _Sketch:
+    """A plan that is being made at `now_ns`, with drafts by request number."""
 
     now_ns: int
+    drafts: Drafts
     admitted: list[Admission] = field(default_factory=list)
     grown: list[Request] = field(default_factory=list)
     preempted: list[Request] = field(default_factory=list)
@@ -111,53 +113,53 @@ class Planner:
         self._write_slots = write_slots
         self._prefixes = SharedPrefixes(limits, active, residents, slots, gate)
 
-    def plan(self, now_ns: int) -> StepPlan:
-        """Make a plan; deadlines are not its business."""
-        draft = _Draft(now_ns)
-        self._grow_or_preempt(draft)
-        wake_ns = self._start_ready(draft)
-        self._admit(draft)
-        if draft.preempted or draft.overflowed:  # there may be places in the batch again
-            wake_ns = self._start_ready(draft)
+    def plan(self, now_ns: int, drafts: Drafts) -> StepPlan:
+        """Make a plan, see `Scheduler.schedule`; deadlines are not its business."""
+        sketch = _Sketch(now_ns, drafts)
+        self._grow_or_preempt(sketch)
+        wake_ns = self._start_ready(sketch)
+        self._admit(sketch)
+        if sketch.preempted or sketch.overflowed:  # there may be places in the batch again
+            wake_ns = self._start_ready(sketch)
         if not self._limits.keeps_residents:
-            self._evict_left_over(draft)
-        chunks, stalled = self._chunks(draft)
-        wakes_ns = [ns for ns in (wake_ns, draft.patience_ns) if ns is not None]
+            self._evict_left_over(sketch)
+        chunks, stalled = self._chunks(sketch)
+        wakes_ns = [ns for ns in (wake_ns, sketch.patience_ns) if ns is not None]
         return StepPlan(
             chunks,
-            tuple(draft.admitted),
-            tuple(draft.preempted),
-            tuple(draft.overflowed),
-            tuple(draft.evicted),
-            grown=self._growths(draft),
+            tuple(sketch.admitted),
+            tuple(sketch.preempted),
+            tuple(sketch.overflowed),
+            tuple(sketch.evicted),
+            grown=self._growths(sketch),
             stalled=stalled,
-            unsaved=draft.unsaved,
+            unsaved=sketch.unsaved,
             wake_ns=min(wakes_ns, default=None),
         )
 
     # ----------------------------------------------------------------------------- the batch
 
-    def _grow_or_preempt(self, draft: _Draft) -> None:
+    def _grow_or_preempt(self, sketch: _Sketch) -> None:
         """See to those who run and have no slot for their next token."""
         for request in self._active.in_state(RequestState.RUNNING):
-            if request.is_outgrown and self._grow(request, draft):
-                draft.grown.append(request)
+            if request.is_outgrown and self._grow(request, sketch):
+                sketch.grown.append(request)
             elif not self._can_preempt(request):
                 continue
             elif request.is_outgrown:
-                self._preempt(request, draft)
+                self._preempt(request, sketch)
             elif request.is_overflowing:
-                self._overflow(request, draft)
+                self._overflow(request, sketch)
 
-    def _growths(self, draft: _Draft) -> tuple[Growth, ...]:
+    def _growths(self, sketch: _Sketch) -> tuple[Growth, ...]:
         """List who has grown, and still runs: who grew may have been preempted since."""
         return tuple(
             Growth(request, self._slots.pages(request))
-            for request in draft.grown
+            for request in sketch.grown
             if request.state is RequestState.RUNNING
         )
 
-    def _grow(self, request: Request, draft: _Draft) -> bool:
+    def _grow(self, request: Request, sketch: _Sketch) -> bool:
         """Give a request a page more, if there are pages; False if there is no room for it."""
         slots = self._slots
         if not slots.is_paged:
@@ -165,51 +167,53 @@ class Planner:
         wanted = slots.needed_for(request.capacity_tokens + 1) - slots.kv_slots(request)
         if wanted > slots.room():
             return False
-        self._make_room(wanted, request, draft)
+        self._make_room(wanted, request, sketch)
         slots.reserve(request, wanted)
         request.capacity_tokens = min(slots.kv_slots(request), request.full_capacity_tokens)
         return True
 
-    def _start_ready(self, draft: _Draft) -> int | None:
+    def _start_ready(self, sketch: _Sketch) -> int | None:
         """Start what is ready and may; return when (ns) the next that is held back may."""
         held_ns = []
         for request in self._active.in_state(RequestState.READY):
             running = self._active.in_state(RequestState.RUNNING)
             chunk_tokens = min(request.uncomputed_tokens, prompt_budget(running, self._limits))
-            opens_ns = self._gate.opens_ns(request, chunk_tokens, draft.now_ns, is_idle=not running)
-            if opens_ns > draft.now_ns:
+            opens_ns = self._gate.opens_ns(
+                request, chunk_tokens, sketch.now_ns, is_idle=not running
+            )
+            if opens_ns > sketch.now_ns:
                 held_ns.append(opens_ns)
-            elif self._has_place(request, draft):
+            elif self._has_place(request, sketch):
                 request.move(RequestEvent.START)
                 if not request.started_ns:
-                    request.started_ns = draft.now_ns
+                    request.started_ns = sketch.now_ns
                     request.buffer_layers = self._gate.buffer_layers(request)
         return min(held_ns, default=None)
 
-    def _has_place(self, request: Request, draft: _Draft) -> bool:
+    def _has_place(self, request: Request, sketch: _Sketch) -> bool:
         """Whether the batch has a place, preempting a request of lower priority if need be."""
         if len(self._active.in_state(RequestState.RUNNING)) < self._limits.max_running:
             return True
         victims = self._victims(request.priority, RequestState.RUNNING)
         if victims:
-            self._preempt(victims[0], draft)
+            self._preempt(victims[0], sketch)
         return bool(victims)
 
-    def _chunks(self, draft: _Draft) -> tuple[tuple[PlannedChunk, ...], tuple[Request, ...]]:
+    def _chunks(self, sketch: _Sketch) -> tuple[tuple[PlannedChunk, ...], tuple[Request, ...]]:
         """Choose who is computed; who waits for a ring that stands still is not saved any more."""
         running, slots = self._active.in_state(RequestState.RUNNING), self._write_slots
-        chunks, stalled = plan_chunks(running, self._limits, slots.num_free)
-        draft.patience_ns = slots.note_stall(draft.now_ns, is_stalled=bool(stalled))
-        if draft.patience_ns is not None and draft.patience_ns <= draft.now_ns:
+        chunks, stalled = plan_chunks(running, self._limits, slots.num_free, sketch.drafts)
+        sketch.patience_ns = slots.note_stall(sketch.now_ns, is_stalled=bool(stalled))
+        if sketch.patience_ns is not None and sketch.patience_ns <= sketch.now_ns:
             for request in stalled:
                 request.is_saved = False
-            draft.unsaved, draft.patience_ns = stalled, None
-            chunks, stalled = plan_chunks(running, self._limits, slots.num_free)
+            sketch.unsaved, sketch.patience_ns = stalled, None
+            chunks, stalled = plan_chunks(running, self._limits, slots.num_free, sketch.drafts)
         return chunks, stalled
 
     # ----------------------------------------------------------------------------- admission
 
-    def _admit(self, draft: _Draft) -> None:
+    def _admit(self, sketch: _Sketch) -> None:
         """Admit from the head of the queue while there is room, or room can be made."""
         while (head := self._queue.head) is not None:
             # A session's earlier request, move or compaction has to end first.
@@ -217,10 +221,10 @@ class Planner:
                 return
             if not self._own_tokens(head) and self._prefixes.is_coming(head):
                 return
-            terms = self._terms_with_room(head) or self._terms_by_preempting(head, draft)
+            terms = self._terms_with_room(head) or self._terms_by_preempting(head, sketch)
             if terms is None:
                 return
-            self._take(head, terms, draft)
+            self._take(head, terms, sketch)
 
     def _terms_with_room(self, head: Request) -> Terms | None:
         """Find the best terms that need no preemption."""
@@ -229,7 +233,7 @@ class Planner:
         terms = self._terms(head)
         return next((t for t in terms if self._fits(t)), None)
 
-    def _terms_by_preempting(self, head: Request, draft: _Draft) -> Terms | None:
+    def _terms_by_preempting(self, head: Request, sketch: _Sketch) -> Terms | None:
         """Preempt lower priorities for the most modest terms, if that helps."""
         candidates = self._victims(head.priority, RequestState.READY, RequestState.RUNNING)
         if not candidates:
@@ -247,7 +251,7 @@ class Planner:
                 return None
             victims.append(candidates.pop(0))
         for victim in victims:
-            self._preempt(victim, draft)
+            self._preempt(victim, sketch)
         return terms
 
     def _may_load(self) -> bool:
@@ -289,21 +293,21 @@ class Planner:
         kept = terms.source if isinstance(terms.source, Resident) else None
         return terms.kv_slots <= self._slots.room(preempted, kept)
 
-    def _take(self, request: Request, terms: Terms, draft: _Draft) -> None:
+    def _take(self, request: Request, terms: Terms, sketch: _Sketch) -> None:
         """Take a request from the queue and reserve its slots, evicting residents if need be."""
         self._queue.admit(request)
         source = terms.source
         is_own = source is not None and source.key == request.key
         if not is_own and request.key in self._residents:
-            self._evict(request.key, draft)
+            self._evict(request.key, sketch)
         self._claim(request, terms)
-        self._make_room(terms.kv_slots, request, draft)
+        self._make_room(terms.kv_slots, request, sketch)
         self._reserve(request, terms)
         request.move(RequestEvent.ADMIT)
         request.capacity_tokens = terms.capacity_tokens
-        request.admitted_ns = request.admitted_ns or draft.now_ns
+        request.admitted_ns = request.admitted_ns or sketch.now_ns
         self._active.add(request)
-        draft.admitted.append(
+        sketch.admitted.append(
             Admission(
                 request,
                 terms.num_tokens,
@@ -336,11 +340,11 @@ class Planner:
             slots.write_from(request, terms.num_tokens, terms.capacity_tokens)
         slots.reserve(request, slots.needed_for(terms.capacity_tokens) - slots.kv_slots(request))
 
-    def _make_room(self, num_slots: int, request: Request, draft: _Draft) -> None:
+    def _make_room(self, num_slots: int, request: Request, sketch: _Sketch) -> None:
         """Evict residents of others until so many slots are free, as far as there are any."""
         missing = num_slots - self._slots.free_slots
         for key in self._residents.victims(missing, self._queue.rank, request.key):
-            self._evict(key, draft)
+            self._evict(key, sketch)
 
     # ---------------------------------------------------------------------------- preemption
 
@@ -358,34 +362,34 @@ class Planner:
         is_copied = residents.is_copied_to(request) or residents.is_busy(request.key)
         return self._gate.is_certain(request) and not is_copied
 
-    def _preempt(self, request: Request, draft: _Draft) -> None:
+    def _preempt(self, request: Request, sketch: _Sketch) -> None:
         """Return a request to its place in the queue; its KV becomes its session's resident."""
         request.num_preemptions += 1
-        self._put_back(request, RequestEvent.PREEMPT, draft)
-        draft.preempted.append(request)
+        self._put_back(request, RequestEvent.PREEMPT, sketch)
+        sketch.preempted.append(request)
 
-    def _overflow(self, request: Request, draft: _Draft) -> None:
+    def _overflow(self, request: Request, sketch: _Sketch) -> None:
         """Return a request to its place in the queue until its context is cut."""
         request.num_overflows += 1
-        self._put_back(request, RequestEvent.OVERFLOW, draft)
+        self._put_back(request, RequestEvent.OVERFLOW, sketch)
         is_there = self._residents.begin_compaction(request.key)
         assert is_there, "what it has computed is resident now"
-        draft.overflowed.append(request)
+        sketch.overflowed.append(request)
 
-    def _put_back(self, request: Request, event: RequestEvent, draft: _Draft) -> None:
+    def _put_back(self, request: Request, event: RequestEvent, sketch: _Sketch) -> None:
         request.move(event)
         request.is_saved = False
         token_ids = request.token_ids[: request.computed_tokens]
-        self._slots.become_resident(request, token_ids, draft.now_ns)
+        self._slots.become_resident(request, token_ids, sketch.now_ns)
         self._active.remove(request)
         self._gate.forget(request)
         self._queue.put_back(request)
 
-    def _evict_left_over(self, draft: _Draft) -> None:
+    def _evict_left_over(self, sketch: _Sketch) -> None:
         """Without residents, only what was preempted and waits keeps its KV."""
         for key in self._residents.unqueued(self._queue.rank):
-            self._evict(key, draft)
+            self._evict(key, sketch)
 
-    def _evict(self, key: SessionKey, draft: _Draft) -> None:
+    def _evict(self, key: SessionKey, sketch: _Sketch) -> None:
         self._residents.evict(key)
-        draft.evicted.append(key)
+        sketch.evicted.append(key)

@@ -39,7 +39,13 @@ from inference_svc.core.scheduling.request import (
 from inference_svc.core.scheduling.residents import Residents
 from inference_svc.core.scheduling.slot_budget import SlotBudget
 from inference_svc.core.scheduling.start_gate import StartGate
-from inference_svc.core.scheduling.step_plan import SchedulerLimits, StepPlan, StepResult
+from inference_svc.core.scheduling.step_plan import (
+    NO_DRAFTS,
+    Drafts,
+    SchedulerLimits,
+    StepPlan,
+    StepResult,
+)
 from inference_svc.core.scheduling.waiting_queue import Deadlines, StartEstimates, WaitingQueue
 from inference_svc.core.scheduling.write_slots import WriteSlots
 from shared.types.load_choice import RecentStarts, Traffic
@@ -187,10 +193,14 @@ class Scheduler:
                 continue
             self.gate.confirm(request)
             request.computed_tokens += chunk.num_tokens
-            assert request.computed_tokens <= request.capacity_tokens, "KV has overflowed"
             if chunk.sample:
-                request.append(result.sampled[request.number])
+                token_ids = result.sampled[request.number]
+                assert 0 < len(token_ids) <= 1 + len(chunk.draft), "nobody has drafted so many"
+                for token_id in token_ids:
+                    request.append(token_id)
+                request.computed_tokens += len(token_ids) - 1  # the others were in the draft
                 request.first_token_ns = request.first_token_ns or now_ns
+            assert request.computed_tokens <= request.capacity_tokens, "KV has overflowed"
 
     def end(self, request: Request, event: RequestEvent, now_ns: int) -> None:
         """Finish a running request, or cancel or fail one wherever it is.
@@ -244,12 +254,18 @@ class Scheduler:
 
     # ---------------------------------------------------------------------------------- plan
 
-    def schedule(self, now_ns: int) -> StepPlan:
-        """Decide what is done next, and record it as done; called when no step is under way."""
+    def schedule(self, now_ns: int, drafts: Drafts = NO_DRAFTS) -> StepPlan:
+        """Decide what is done next, and record it as done; called when no step is under way.
+
+        Args:
+            now_ns: the time.
+            drafts: by request number, tokens that may come behind the one that is fed next. They
+                are computed with that as far as there is room.
+        """
         expired = self._deadlines.pop_due(now_ns)
         for request in expired:
             self.end(request, RequestEvent.FAIL, now_ns)
-        plan = self._planner.plan(now_ns)
+        plan = self._planner.plan(now_ns, drafts)
         for _ in plan.admitted:
             self._starts.note(now_ns)
         if len(self.queue):

@@ -13,6 +13,9 @@ from dataclasses import dataclass
 from inference_svc.core.scheduling.request import Request
 from shared.types.session_key import SessionKey
 
+Drafts = Mapping[int, Sequence[int]]  # by request number: tokens that are guessed to come next
+NO_DRAFTS: Drafts = {}
+
 
 @dataclass(frozen=True)
 class SchedulerLimits:
@@ -51,11 +54,19 @@ class PlannedChunk:
 
     Attributes:
         sample: whether they reach its last token, so that the next one can be sampled.
+        draft: tokens that are fed behind it, to see which of them come: as many more can be
+            sampled as are right.
     """
 
     request: Request
     num_tokens: int
     sample: bool
+    draft: tuple[int, ...] = ()
+
+    @property
+    def num_fed(self) -> int:
+        """Number of tokens that are fed."""
+        return self.num_tokens + len(self.draft)
 
 
 @dataclass(frozen=True)
@@ -137,11 +148,12 @@ class StepResult:
 
     Attributes:
         computed: the chunks that succeeded.
-        sampled: the tokens sampled from them, by request number.
+        sampled: the tokens sampled from them, by request number: one, and of a chunk with a draft
+            one more for each token of that which was right, unless the answer has ended before.
     """
 
     computed: Sequence[PlannedChunk]
-    sampled: Mapping[int, int]
+    sampled: Mapping[int, Sequence[int]]
 
 
 def prompt_budget(running: Sequence[Request], limits: SchedulerLimits) -> int:
@@ -151,12 +163,15 @@ def prompt_budget(running: Sequence[Request], limits: SchedulerLimits) -> int:
 
 
 def plan_chunks(
-    running: Sequence[Request], limits: SchedulerLimits, free_write_slots: int
+    running: Sequence[Request],
+    limits: SchedulerLimits,
+    free_write_slots: int,
+    drafts: Drafts = NO_DRAFTS,
 ) -> tuple[tuple[PlannedChunk, ...], tuple[Request, ...]]:
     """Choose the chunks of a step; prompts are served in the order of `running`.
 
     Prompts that are saved take at most half of the write ring, so that what one step has computed
-    is stored while the next one computes.
+    is stored while the next one computes. A draft takes only room that nobody's next token needs.
 
     Returns:
         the chunks, and who would have one if its tokens had room in the write ring.
@@ -164,15 +179,22 @@ def plan_chunks(
     growing = [
         request for request in running if not (request.is_outgrown or request.is_overflowing)
     ]
+    decoding = [request for request in growing if request.is_decoding]
     chunks, stalled = [], []
     free = free_write_slots
-    for request in growing:
-        if request.is_decoding:
-            if request.is_saved and not free:
-                stalled.append(request)
-                continue
-            chunks.append(PlannedChunk(request, 1, sample=True))
-            free -= request.is_saved
+    spare = free - sum(request.is_saved for request in decoding)
+    for request in decoding:
+        if request.is_saved and not free:
+            stalled.append(request)
+            continue
+        room = request.unused_slots - 1
+        if request.is_saved:
+            room = min(room, max(0, spare))
+        draft = tuple(drafts.get(request.number, ())[:room])
+        chunks.append(PlannedChunk(request, 1, sample=True, draft=draft))
+        if request.is_saved:
+            free -= 1 + len(draft)
+            spare -= len(draft)
     left = prompt_budget(running, limits)
     free = min(free, max(1, limits.write_slots // 2))
     for request in growing:
@@ -187,5 +209,5 @@ def plan_chunks(
             sample = num_tokens == request.uncomputed_tokens
             chunks.append(PlannedChunk(request, num_tokens, sample))
             left -= num_tokens
-    assert all(c.num_tokens <= c.request.unused_slots for c in chunks), "an answer is too long"
+    assert all(c.num_fed <= c.request.unused_slots for c in chunks), "an answer is too long"
     return tuple(chunks), tuple(stalled)

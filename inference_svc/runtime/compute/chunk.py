@@ -80,3 +80,11 @@ def commit_chunks(chunks: Sequence[Chunk]) -> None:
         if chunk.write_buffer is not None:
             chunk.write_buffer.end_token = max(chunk.write_buffer.first_token, chunk.end_token)
         chunk.kv.num_tokens = chunk.end_token
+
+
+def retract(chunk: Chunk, num_tokens: int) -> None:
+    """Move the counters back before a step's last tokens, which turned out not to come."""
+    chunk.kv.num_tokens -= num_tokens
+    buffer = chunk.write_buffer
+    if buffer is not None:
+        buffer.end_token = max(buffer.first_token, chunk.kv.num_tokens)

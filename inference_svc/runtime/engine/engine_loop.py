@@ -16,7 +16,7 @@ The scheduler and all requests belong to the event loop. Invariants:
 import asyncio
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 from inference_svc.core.counters import Counters
 from inference_svc.core.discards import merge_ranges
@@ -24,6 +24,7 @@ from inference_svc.core.scheduling.request import RequestEvent, RequestState
 from inference_svc.core.scheduling.scheduler import Scheduler
 from inference_svc.core.scheduling.step_plan import PlannedChunk, StepPlan, StepResult
 from inference_svc.runtime.engine.discards import Discards
+from inference_svc.runtime.engine.drafts import Drafter
 from inference_svc.runtime.engine.engine_request import ContextCut, EngineRequest, as_token_bytes
 from inference_svc.runtime.engine.loads import Loads, LoadTasks
 from inference_svc.runtime.engine.requests import RequestMemory, Requests
@@ -31,6 +32,7 @@ from inference_svc.runtime.engine.stepping import (
     StepOutput,
     Stepper,
     follow_step,
+    save_computed,
     settle_load,
     step_input,
 )
@@ -68,6 +70,7 @@ class EngineLoop:
         ring: WriteRing,
         store: SessionStore,
         counters: Counters,
+        drafter: Drafter,
         *,
         num_layers: int,
         saves_first: bool = False,
@@ -78,6 +81,7 @@ class EngineLoop:
         self._pool = pool
         self._store = store
         self._counters = counters
+        self._drafter = drafter
         self._num_layers = num_layers
         self._saves_first = saves_first
         self._wake = asyncio.Event()
@@ -215,7 +219,8 @@ class EngineLoop:
                 if self._saves_first:
                     await self._all_saved()
                 self._loading.note_progress()
-                plan = self.scheduler.schedule(time.monotonic_ns())
+                drafts = self._drafter.drafts(self._requests)
+                plan = self.scheduler.schedule(time.monotonic_ns(), drafts)
                 self._carry_out(plan)
                 if plan.chunks:
                     await self._step(plan.chunks)
@@ -246,7 +251,7 @@ class EngineLoop:
         for request in plan.unsaved:
             self.memory.give_up_save(self._requests.of(request))
         for chunk in plan.chunks:
-            self.memory.extend(self._requests.of(chunk.request), chunk.num_tokens)
+            self.memory.extend(self._requests.of(chunk.request), chunk.num_fed)
         if plan.stalled:
             running = [r for r in self._requests if r.state is RequestState.RUNNING]
             self.memory.make_room(running)
@@ -272,35 +277,71 @@ class EngineLoop:
         is_tight = 2 * slots.num_free < slots.num_slots
         clock = follow_step(inputs, self._num_layers, is_tight=is_tight)
         outputs = await self._stepper.step(inputs, clock)
-        computed = [c for c, output in zip(chunks, outputs, strict=True) if output.error is None]
-        sampled = {
-            part.request.number: output.token.token_id
+        answers = [
+            self._deliver(part.request, output)
             for part, output in zip(inputs, outputs, strict=True)
-            if output.token is not None
-        }
+        ]
+        computed = [c for c, output in zip(chunks, outputs, strict=True) if output.error is None]
+        sampled = {a.request.number: a.token_ids for a in answers if a.token_ids}
         self.scheduler.apply(StepResult(computed, sampled), time.monotonic_ns())
-        for part, output in zip(inputs, outputs, strict=True):
-            if not part.request.is_over:  # its load may have failed it under the step
-                settle_load(part.request)
-                self._dispatch(part.request, output)
+        for part, answer in zip(inputs, answers, strict=True):
+            request = part.request
+            if request.is_over:  # its load may have failed it under the step
+                continue
+            settle_load(request)
+            if part.draft and answer.error is None:
+                save_computed(request)
+                self._counters.add("drafted_tokens", len(part.draft))
+                self._counters.add("accepted_tokens", len(answer.token_ids) - 1)
+            self._conclude(answer)
 
-    def _dispatch(self, request: EngineRequest, output: StepOutput) -> None:
-        """Pass the token to the turn; end the request if the answer does, or if it failed."""
-        if isinstance(output.error, LoadFailedError):
-            self._requests.restart(request)
-        elif output.error is not None:
-            self._requests.fail(request, output.error)
-        elif output.token is not None:
+    def _deliver(self, request: EngineRequest, output: StepOutput) -> "_Delivered":
+        """Pass tokens to the turn, one by one, until its answer ends."""
+        delivered = _Delivered(request, error=output.error)
+        tokens = () if request.is_over else output.tokens
+        for token in tokens:
+            delivered.token_ids.append(token.token_id)
             try:
-                is_over = request.sink.sampled(output.token) or self._discards.is_end(request)
+                delivered.is_end = request.sink.sampled(token)
             except Exception as error:  # noqa: BLE001  # the turn's, which logs it
-                self._requests.fail(request, error)
-                return
-            if is_over:
-                self.scheduler.end(request, RequestEvent.FINISH, time.monotonic_ns())
-                request.end()
+                delivered.error = error
+            if delivered.is_end or delivered.error is not None:
+                break
+        return delivered
+
+    def _conclude(self, answer: "_Delivered") -> None:
+        """End the request if its answer ends, or if it failed."""
+        request, error = answer.request, answer.error
+        if error is None and answer.token_ids and not answer.is_end:
+            try:
+                answer.is_end = self._discards.is_end(request)
+            except Exception as failure:  # noqa: BLE001  # the turn's, too
+                error = failure
+        if isinstance(error, LoadFailedError):
+            self._requests.restart(request)
+        elif error is not None:
+            self._requests.fail(request, error)
+        elif answer.is_end:
+            self.scheduler.end(request, RequestEvent.FINISH, time.monotonic_ns())
+            request.end()
 
     def _changed(self) -> None:
         self._wake.set()
         if not (self._requests or self.memory.num_saving or self._discards.num_compacting):
             self.idle.set()
+
+
+@dataclass
+class _Delivered:
+    """What of a step's output its turn has taken.
+
+    Attributes:
+        token_ids: the tokens, up to the answer's end.
+        is_end: whether the answer ends with them.
+        error: why the request fails, or begins anew; None: it does not.
+    """
+
+    request: EngineRequest
+    token_ids: list[int] = field(default_factory=list)
+    is_end: bool = False
+    error: Exception | None = None

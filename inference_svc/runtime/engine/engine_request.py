@@ -14,6 +14,7 @@ from inference_svc.core.rates.rates import LoadPolicy
 from inference_svc.core.scheduling.request import Request
 from inference_svc.core.scheduling.start_gate import HBM
 from inference_svc.core.scheduling.step_plan import Admission
+from inference_svc.core.speculation.prompt_lookup import PromptLookup
 from inference_svc.core.submission import NO_RETENTION, Retention
 from inference_svc.runtime.compute.attention_scores import ScoreKeeper
 from inference_svc.runtime.compute.pooler import Pooler
@@ -141,6 +142,7 @@ class EngineRequest(Request):
         is_kept: whether its answer was accepted; the save then releases its memory.
         is_started: whether `sink.started` was called.
         num_failed_loads: number of its loads that failed after they were announced.
+        lookup: drafts its next tokens; None: it has not begun to answer, or its context was cut.
         context: the context of the task that made it: what is done for it in other tasks belongs to
             its trace, and is logged with its session.
     """
@@ -169,6 +171,7 @@ class EngineRequest(Request):
     is_kept: bool = False
     is_started: bool = False
     num_failed_loads: int = 0
+    lookup: PromptLookup | None = None
     context: Context = field(default_factory=copy_context)
     _token_bytes: bytearray = field(default_factory=bytearray)
 
@@ -196,6 +199,7 @@ class EngineRequest(Request):
         if self.scores is not None:
             self.scores.discard(ranges)
         self._token_bytes.clear()
+        self.lookup = None
         super().discard(ranges)
 
     def detach(self) -> None:

@@ -19,7 +19,7 @@ from inference_svc.core.errors import EngineFailedError
 from inference_svc.core.rates.rates import Rates, pairs
 from inference_svc.core.scheduling.step_plan import PlannedChunk
 from inference_svc.core.turn_histograms import TurnHistograms
-from inference_svc.runtime.compute.chunk import Chunk
+from inference_svc.runtime.compute.chunk import Chunk, retract
 from inference_svc.runtime.compute.model_runner import ModelRunner
 from inference_svc.runtime.compute.sampling import Sampled
 from inference_svc.runtime.engine.engine_request import EngineRequest
@@ -36,20 +36,28 @@ POOLED = Sampled(0, None, ())  # stands where an answer would begin; nobody read
 
 @dataclass(frozen=True)
 class StepInput:
-    """One request's part of a step."""
+    """One request's part of a step.
+
+    Attributes:
+        draft: the last of its chunk's tokens, which may or may not come.
+    """
 
     request: EngineRequest
     chunk: Chunk
+    draft: Sequence[int] = ()
 
 
 @dataclass(frozen=True)
 class StepOutput:
-    """The result of one request's part: a token if it was to be sampled, or an error.
+    """The result of one request's part: the tokens that were sampled, or an error.
 
     A LoadFailedError means that its history is not there: the request is computed anew.
+
+    Attributes:
+        tokens: one if it was to be sampled, and one more for each drafted one that was right.
     """
 
-    token: Sampled | None = None
+    tokens: Sequence[Sampled] = ()
     error: Exception | None = None
 
 
@@ -105,10 +113,13 @@ class Stepper:
                 log.exception("step_failed", num_requests=len(inputs))
         else:
             num_tokens, num_pairs = _work_of(inputs, computed.starts)
-            if computed.is_replayed:  # says nothing about prompts, which are never replayed
+            is_replayed = computed.is_replayed
+            if is_replayed:  # says nothing about prompts, which are never replayed
                 self._counters.add("steps_replayed")
             else:
                 self._rates.steps.note(num_tokens, num_pairs, computed.seconds)
+            if num_tokens == sum(part.chunk.num_logits for part in inputs):
+                self._rates.decodes.note(num_tokens, computed.seconds, is_replayed=is_replayed)
             self._histograms.stepped(len(inputs), num_tokens, computed.seconds)
             self.busy_s += computed.seconds
             return computed.outputs
@@ -133,10 +144,8 @@ class Stepper:
             computed_s = time.monotonic() - began_s - stalled_s
             if clock is not None:
                 clock.confirm()
-            rows = iter(logits)  # [chunks that want, vocab]
-            outputs = [
-                _answer(part, next(rows) if part.chunk.want_logits else None) for part in inputs
-            ]
+            rows = logits.split_with_sizes([part.chunk.num_logits for part in inputs])
+            outputs = [_answer(*part) for part in zip(inputs, rows, strict=True)]
             is_replayed = self._runner.num_replayed > num_replayed
             return _Computed(outputs, starts, computed_s, is_replayed)
 
@@ -164,14 +173,13 @@ def _work_of(inputs: Sequence[StepInput], starts: Sequence[int]) -> tuple[int, i
     return sum(sizes), num_pairs
 
 
-def _answer(part: StepInput, logits_row: Tensor | None) -> StepOutput:
+def _answer(part: StepInput, logits: Tensor) -> StepOutput:
     """Sample, if the part has logits and its history is confirmed.
 
     Args:
         part: the request's part of the step.
-        logits_row: [vocab] float32; None: no token is to be sampled.
+        logits: [n, vocab] float32, after its last n tokens; none: no token is to be sampled.
     """
-    request = part.request
     try:
         gate = part.chunk.kv.gate
         if gate is not None:
@@ -180,13 +188,34 @@ def _answer(part: StepInput, logits_row: Tensor | None) -> StepOutput:
             part.chunk.scores.commit()
         if part.chunk.pooler is not None:
             part.chunk.pooler.commit()
-            return StepOutput(token=POOLED if part.chunk.pooler.is_complete else None)
-        if logits_row is None:
+            return StepOutput((POOLED,) if part.chunk.pooler.is_complete else ())
+        if not len(logits):
             return StepOutput()
-        assert request.sampler is not None, "who is not pooled has an answer"  # noqa: S101
-        return StepOutput(token=request.sampler.sample(logits_row, request.token_ids))
+        tokens = _sampled(part, logits)
     except Exception as error:  # noqa: BLE001  # one request's trouble must not fail the others
         return StepOutput(error=_as_reported(error))
+    retract(part.chunk, len(part.draft) + 1 - len(tokens))
+    return StepOutput(tokens)
+
+
+def _sampled(part: StepInput, logits: Tensor) -> list[Sampled]:
+    """Sample the next token, and after each one that was drafted the one behind that.
+
+    What is drawn depends on the logits, the tokens before and the number of the draw: a draft,
+    right or wrong, changes nothing but when.
+    """
+    sampler = part.request.sampler
+    assert sampler is not None, "who is not pooled has an answer"  # noqa: S101
+    prior_ids = part.request.token_ids
+    tokens = [sampler.sample(logits[0], prior_ids)]
+    if part.draft and tokens[0].token_id == part.draft[0]:
+        prior_ids = prior_ids.copy()
+    for drafted, row in zip(part.draft, logits[1:], strict=True):
+        if tokens[-1].token_id != drafted:
+            break
+        prior_ids.append(drafted)
+        tokens.append(sampler.sample(row, prior_ids))
+    return tokens
 
 
 def _as_reported(error: Exception) -> Exception:
@@ -206,7 +235,7 @@ def step_input(request: EngineRequest, chunk: PlannedChunk) -> StepInput:
     if request.kv.gate is not None:
         request.kv.gate.on_change = None  # who is in the batch waits in the forward
     start = request.computed_tokens
-    token_ids = request.token_ids[start : start + chunk.num_tokens]
+    token_ids = [*request.token_ids[start : start + chunk.num_tokens], *chunk.draft]
     return StepInput(
         request,
         Chunk(
@@ -215,15 +244,17 @@ def step_input(request: EngineRequest, chunk: PlannedChunk) -> StepInput:
             chunk.sample and request.pooler is None,
             request.write_buffer,
             scores=request.scores,
+            want_all=bool(chunk.draft),
             pooler=request.pooler,
         ),
+        chunk.draft,
     )
 
 
 def follow_step(
     inputs: Sequence[StepInput], num_layers: int, *, is_tight: bool
 ) -> StepClock | None:
-    """Let saves follow a step layer by layer, where history is certain; None: nobody does.
+    """Let saves follow a step layer by layer, where all is certain; None: nobody does.
 
     `is_tight`: there is little room for more tokens in the write ring.
     """
@@ -231,7 +262,7 @@ def follow_step(
     for part in inputs:
         request, kv = part.request, part.chunk.kv
         end_token = kv.num_tokens + len(part.chunk.token_ids)
-        if request.saves is None or kv.gate is not None:
+        if request.saves is None or kv.gate is not None or part.draft:
             continue
         if request.saves.wants(end_token, is_tight=is_tight):
             clock = clock or StepClock(num_layers, kv.device)
@@ -248,5 +279,10 @@ def settle_load(request: EngineRequest) -> None:
     if kv.gate.error is not None:
         return
     kv.gate = None
-    if request.saves is not None and request.saves.wants(kv.num_tokens):
-        request.saves.follow(request.token_bytes(kv.num_tokens), None)
+    save_computed(request)
+
+
+def save_computed(request: EngineRequest) -> None:
+    """Begin to save what was held back until it was certain: behind a load, or a draft."""
+    if request.saves is not None and request.saves.wants(request.computed_tokens):
+        request.saves.follow(request.token_bytes(request.computed_tokens), None)

@@ -12,6 +12,7 @@ from inference_svc.bench.options import (
     BuffersOptions,
     CopiesOptions,
     DecodeOptions,
+    DraftsOptions,
     ModelChoice,
     OverflowOptions,
     OverlapOptions,
@@ -233,6 +234,20 @@ def test_decode_is_compared_with_generate_and_with_the_memory(measure):
     assert set(alone) == {"ours", "generate", "floor"}
     assert set(eight) == {"ours", "generate", "floor", "sequential"}
     assert all(found.values["tokens_per_s"].low > 0 for found in eight.values())
+
+
+def test_drafts_are_compared_with_none(measure):
+    """By traffic and batch; without a tokenizer both are of random tokens."""
+    report = measure(DraftsOptions((1, 2), history_tokens=20, steps=12, pairs=PAIRS))
+    assert [case.name for case in report.cases] == [
+        *("copy, batch 1", "copy, batch 2", "chat, batch 1", "chat, batch 2")
+    ]
+    for case in report.cases:
+        found = variants(case)
+        assert set(found) == {"drafted", "plain"}
+        assert found["plain"].values["drafted_tokens"].high == 0
+        assert found["drafted"].values["tokens_per_s"].low > 0
+        assert [ratio.what for ratio in case.ratios] == ["drafted / plain"]
 
 
 @pytest.mark.long

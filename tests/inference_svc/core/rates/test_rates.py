@@ -6,6 +6,7 @@ from inference_svc.core.rates.rates import (
     DRAM,
     SSD,
     TRY_EVERY,
+    DecodeTimes,
     LoadChooser,
     LoadPolicy,
     LoadTimes,
@@ -160,3 +161,29 @@ def test_only_the_tokens_that_would_be_computed_count():
     for _ in range(8):
         rates.loads.note("dram", 1000, 5.0)
     assert not LoadChooser(rates).wants(LoadPolicy.AUTO, "dram", 100_000, 101_000, IDLE)
+
+
+def test_what_a_drafted_token_adds_is_known_once_steps_have_differed():
+    """A batch of one size says what a step takes, and not what a token does."""
+    times = DecodeTimes()
+    for _ in range(10):
+        times.note(4, 1.4, is_replayed=False)
+    assert times.cost(4) is None
+    for num_tokens in (1, 2, 9, 17):
+        for _ in range(4):
+            times.note(num_tokens, 1.0 + 0.1 * num_tokens, is_replayed=False)
+    cost = times.cost(4)
+    assert cost.plain == cost.drafted == pytest.approx(1.4)
+    assert cost.token == pytest.approx(0.1)
+
+
+def test_a_step_that_is_replayed_has_a_price_of_its_own():
+    """By its number of tokens; what was not replayed yet costs what computing does."""
+    times = DecodeTimes()
+    for num_tokens in (1, 2, 4, 9, 17) * 4:
+        times.note(num_tokens, 1.0 + 0.1 * num_tokens, is_replayed=False)
+    for _ in range(100):
+        times.note(2, 0.3, is_replayed=True)
+    cost = times.cost(2)
+    assert (cost.plain, cost.drafted) == (pytest.approx(0.3), pytest.approx(1.2))
+    assert times.cost(3).plain == times.cost(3).drafted

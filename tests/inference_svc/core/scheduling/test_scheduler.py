@@ -59,7 +59,7 @@ def step(scheduler, now_ns=3, token_id=7):
     loading = scheduler.schedule(now_ns)
     announce(scheduler, loading)
     plan = scheduler.schedule(now_ns)
-    sampled = {chunk.request.number: token_id for chunk in plan.chunks if chunk.sample}
+    sampled = {chunk.request.number: [token_id] for chunk in plan.chunks if chunk.sample}
     scheduler.apply(StepResult(plan.chunks, sampled), now_ns)
     announce(scheduler, plan)
     scheduler.check()
@@ -141,7 +141,7 @@ def test_what_was_cancelled_during_a_step_is_passed_over():
     announce(scheduler, scheduler.schedule(1))
     plan = scheduler.schedule(2)
     scheduler.end(one, RequestEvent.CANCEL, 3)
-    scheduler.apply(StepResult(plan.chunks, {1: 7}), 4)
+    scheduler.apply(StepResult(plan.chunks, {1: [7]}), 4)
     assert one.output_ids == []
 
 
@@ -552,7 +552,7 @@ def test_an_outgrown_answer_stays_while_its_rows_are_being_moved():
     scheduler.announced(turn, admission.resident_tokens, 21, layers_ready=0)
     scheduler.gate.progressed(turn, NUM_LAYERS, 22)
     chunks = scheduler.schedule(23).chunks
-    scheduler.apply(StepResult(chunks, {2: 7}), 24)
+    scheduler.apply(StepResult(chunks, {2: [7]}), 24)
     assert turn.is_outgrown
     plan = scheduler.schedule(25)
     assert (plan.chunks, plan.preempted) == ((), ())
@@ -665,7 +665,7 @@ def test_what_may_turn_out_to_be_void_is_not_preempted():
     submit(scheduler, 2, prompt_tokens=60, priority=1)
     plan = scheduler.schedule(4)
     assert plan.preempted == ()
-    scheduler.apply(StepResult(plan.chunks, {1: 7}), 5)
+    scheduler.apply(StepResult(plan.chunks, {1: [7]}), 5)
     assert scheduler.schedule(6).preempted == (low,)
 
 
@@ -807,7 +807,7 @@ def cost_of_a_round(num_waiting):
 
     def go_round():
         plan = scheduler.schedule(10)
-        sampled = {chunk.request.number: 7 for chunk in plan.chunks}
+        sampled = {chunk.request.number: [7] for chunk in plan.chunks}
         scheduler.apply(StepResult(plan.chunks, sampled), 10)
         over = plan.chunks[0].request
         scheduler.end(over, RequestEvent.FINISH, 10)

@@ -49,7 +49,7 @@ def announce(scheduler, plan, **found):
 def compute(scheduler):
     """A step; returns its plan."""
     plan = scheduler.schedule(3)
-    sampled = {chunk.request.number: 7 for chunk in plan.chunks if chunk.sample}
+    sampled = {chunk.request.number: [7] for chunk in plan.chunks if chunk.sample}
     scheduler.apply(StepResult(plan.chunks, sampled), 3)
     announce(scheduler, plan)
     scheduler.check()
@@ -208,7 +208,7 @@ def test_who_comes_while_a_copy_is_under_way_waits_for_it():
     assert not scheduler.residents.end_copy(two)
     plan = scheduler.schedule(7)
     assert (admissions(plan), len(plan.chunks)) == ([], 1)
-    scheduler.apply(StepResult(plan.chunks, {two.number: 7}), 8)
+    scheduler.apply(StepResult(plan.chunks, {two.number: [7]}), 8)
     assert admissions(scheduler.schedule(9)) == [(2, 40, True)]
 
 

@@ -150,3 +150,42 @@ def test_a_wait_lasts_as_long_as_anything_is_stored():
     assert (plan.wake_ns, scheduler.stalled_s) == (None, 14e-9)
     assert scheduler.schedule(30).stalled == ()
     assert scheduler.stalled_s == 14e-9
+
+
+def drafts_of(planned):
+    return [(chunk.request.number, len(chunk.draft)) for chunk in planned[0]]
+
+
+@pytest.mark.parametrize(
+    ("free", "is_saved", "expected"),
+    [
+        (16, True, [(1, 5), (2, 5)]),
+        (9, True, [(1, 5), (2, 2)]),
+        (2, True, [(1, 0), (2, 0)]),  # everybody's next token comes first
+        (1, True, [(1, 0)]),
+        (0, False, [(1, 5), (2, 5)]),
+    ],
+)
+def test_drafts_take_the_room_that_next_tokens_leave(free, is_saved, expected):
+    """Nobody waits for another's guesses."""
+    batch = [running(number, 10, 9, is_saved=is_saved) for number in (1, 2)]
+    drafts = {number: list(range(5)) for number in (1, 2, 77)}
+    planned = plan_chunks(batch, LIMITS, free, drafts)
+    assert drafts_of(planned) == expected
+    assert all(c.num_tokens == 1 and c.num_fed == 1 + len(c.draft) for c in planned[0])
+
+
+def test_a_draft_ends_where_the_slots_do():
+    """The longest answer's last token needs none, and its draft neither."""
+    one = running(1, 10, 9)
+    one.capacity_tokens = 12
+    (chunk,), _ = plan_chunks([one], LIMITS, 16, {1: [5, 6, 7, 8]})
+    assert chunk.draft == (5, 6)
+    one.capacity_tokens = 10
+    (chunk,), _ = plan_chunks([one], LIMITS, 16, {1: [5, 6, 7, 8]})
+    assert chunk.draft == ()
+
+
+def test_prompts_have_no_drafts():
+    (chunk,), _ = plan_chunks([running(1, 7)], LIMITS, 16, {1: [5, 6]})
+    assert (chunk.num_tokens, chunk.draft) == (7, ())

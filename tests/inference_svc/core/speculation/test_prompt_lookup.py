@@ -1,0 +1,127 @@
+"""What a draft begins with: the place that agrees with most of the newest tokens."""
+
+import random
+
+import pytest
+
+from inference_svc.core.speculation.acceptance import Acceptance
+from inference_svc.core.speculation.prompt_lookup import (
+    GRAM_TOKENS,
+    MOST_MATCHED,
+    MOST_PLACES,
+    PromptLookup,
+)
+
+
+def looked_up(token_ids, acceptance=None):
+    return PromptLookup(list(token_ids), acceptance or Acceptance())
+
+
+def grown(lookup, *token_ids):
+    lookup._token_ids.extend(token_ids)
+    lookup.advance()
+    return lookup
+
+
+def test_what_followed_before_follows_again():
+    lookup = looked_up([1, 2, 3, 4, 5, 6, 9, 2, 3, 4])
+    assert lookup.num_matched == 3
+    assert lookup.draft(3) == [5, 6, 9]
+
+
+@pytest.mark.parametrize("token_ids", [[], [1], [1, 2], [1, 2, 3], [1, 2, 9, 1, 2], range(50)])
+def test_without_a_place_there_is_no_draft(token_ids):
+    lookup = looked_up(token_ids)
+    assert (lookup.num_matched, lookup.draft(0), lookup.chances(4)) == (0, [], [])
+
+
+def test_the_place_that_agrees_most_wins_and_of_equals_the_latest():
+    three = [2, 3, 4]
+    assert looked_up([8, 1, *three, 50, 7, *three, 60, 8, 1, *three]).draft(1) == [50]
+    assert looked_up([*three, 50, 7, *three, 60, 9, *three]).draft(1) == [60]
+
+
+def test_what_repeats_itself_goes_on_repeating_itself():
+    assert looked_up([7, 7, 7, 7]).draft(5) == [7] * 5
+    assert looked_up([1, 2, 3, 1, 2, 3]).draft(5) == [1, 2, 3, 1, 2]
+
+
+def test_a_draft_goes_on_while_it_is_right_and_is_surer_with_each_token():
+    lookup = looked_up([*range(1, 40), 99, 1, 2, 3])
+    for token_id in range(4, 30):
+        assert lookup.draft(2) == [token_id, token_id + 1]
+        matched = lookup.num_matched
+        grown(lookup, token_id)
+        assert lookup.num_matched == matched + 1
+    grown(lookup, 98)
+    assert lookup.num_matched == 0
+
+
+def test_what_the_answer_has_said_is_found_too():
+    lookup = grown(looked_up(range(5)), 20, 21, 22, 23, 30, 20, 21, 22)
+    assert lookup.draft(2) == [23, 30]
+    assert grown(lookup, 40, 20, 21, 22).draft(1) == [40]  # the latest of equals
+
+
+def test_several_tokens_at_once_are_taken_as_one_by_one():
+    die = random.Random(3)  # noqa: S311  # test data
+    tokens = [die.randrange(4) for _ in range(400)]
+    one, many = looked_up(tokens[:100]), looked_up(tokens[:100])
+    at = 100
+    while at < len(tokens):
+        count = die.randrange(1, 7)
+        for token_id in tokens[at : at + count]:
+            grown(one, token_id)
+        grown(many, *tokens[at : at + count])
+        at += count
+        assert (one.num_matched, one.chances(3)) == (many.num_matched, many.chances(3))
+        if one.num_matched:
+            assert one.draft(4) == many.draft(4)
+
+
+def agreeing(tokens, place):
+    """How many tokens before a place are those at the end."""
+    count = 0
+    while count < min(place, MOST_MATCHED) and tokens[place - 1 - count] == tokens[-1 - count]:
+        count += 1
+    return count
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_fresh_lookup_finds_the_best_of_all_places(seed):
+    """Compared with looking at each; more places than are compared do not occur."""
+    die = random.Random(seed)  # noqa: S311  # test data
+    alphabet = die.choice([6, 20, 1000])
+    for _ in range(30):
+        tokens = [die.randrange(alphabet) for _ in range(die.randrange(3, 120))]
+        if die.random() < 0.7:  # its end is somewhere else, too
+            start = die.randrange(len(tokens))
+            tokens += tokens[start : start + die.randrange(3, 30)]
+        lookup = looked_up(tokens)
+        counts = {place: agreeing(tokens, place) for place in range(1, len(tokens))}
+        places = [place for place, count in counts.items() if count >= GRAM_TOKENS]
+        if not places:
+            assert lookup.num_matched == 0
+        elif len(places) <= MOST_PLACES:
+            assert lookup.num_matched == max(counts.values())
+            best = max(place for place in places if counts[place] == lookup.num_matched)
+            assert lookup.draft(1) == [tokens[best]]
+
+
+def test_what_drafts_were_worth_is_counted_though_nobody_asked_for_them():
+    acceptance = Acceptance()
+    lookup = looked_up([1, 2, 3, 4, 5, 6, 7, 8, 1, 2, 3], acceptance)
+    before = acceptance.chance(3)
+    grown(lookup, 4)
+    assert acceptance.chance(3) > before
+    later = acceptance.chance(4)
+    grown(lookup, 77)
+    assert acceptance.chance(4) < later
+    assert lookup.num_matched == 0
+
+
+def test_tokens_of_large_vocabularies_are_told_apart():
+    big = 2**31
+    tokens = [big + 1, big + 2, big + 3, 5, big + 1, big + 2, big + 3]
+    assert looked_up(tokens).draft(1) == [5]
+    assert grown(looked_up(tokens), 5, 9, big + 1, big + 2, big + 3).draft(2) == [5, 9]
