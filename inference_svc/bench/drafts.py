@@ -106,9 +106,8 @@ class _Batch:
         return found.case()
 
     async def _answered(self, draft_tokens: int) -> dict[str, float]:
-        engine, parts = self.engine, self.engine.parts
-        parts.drafter.most_tokens = draft_tokens
-        before = parts.counters.snapshot()
+        engine = self.engine
+        engine.parts.drafter.most_tokens = draft_tokens
         answers = await asyncio.gather(
             *(
                 engine.turn(
@@ -120,14 +119,10 @@ class _Batch:
                 for index in range(self.batch)
             )
         )
-        drafted, accepted = (
-            parts.counters.snapshot()[name] - before[name]
-            for name in ("drafted_tokens", "accepted_tokens")
-        )
         return {
             METRIC: decode_tokens_per_s(answers),
-            "drafted_tokens": drafted / self.batch,
-            "accepted_tokens": accepted / self.batch,
+            "drafted_tokens": sum(times.drafted_tokens for times in answers) / self.batch,
+            "accepted_tokens": sum(times.accepted_tokens for times in answers) / self.batch,
         }
 
     def _prompt(self, index: int) -> list[int]:

@@ -41,6 +41,7 @@ class TurnTimes:
         stall_s: how long computing waited for layers.
         buffer_layers: see Request.
         output_ids: the answer.
+        drafted_tokens, accepted_tokens: guessed ahead of it, and right.
     """
 
     submitted_s: float
@@ -51,6 +52,8 @@ class TurnTimes:
     stall_s: float
     buffer_layers: float | None
     output_ids: tuple[int, ...]
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
 
     @property
     def ttft_s(self) -> float:
@@ -294,4 +297,6 @@ def _times(request: EngineRequest, sink: _Sink, submitted_s: float) -> TurnTimes
         stall_s=outcome.stall_s,
         buffer_layers=request.buffer_layers,
         output_ids=tuple(request.output_ids),
+        drafted_tokens=request.num_drafted,
+        accepted_tokens=request.num_accepted,
     )

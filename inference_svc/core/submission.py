@@ -163,6 +163,7 @@ class Submission:
         retention: for how long its KV is to be kept at least.
         client: name of the identity that submits it.
         shown_marks: special tokens that the answer's text has, by their texts: it is read by them.
+        prediction: what most of its answer will likely be; "" if the client does not say.
         resembles: what it was likely meant to go on with, and does not; None: nothing.
     """
 
@@ -183,6 +184,7 @@ class Submission:
     retention: Retention = NO_RETENTION
     client: str = ""
     shown_marks: frozenset[str] = frozenset()
+    prediction: str = ""
     resembles: Resembled | None = None
 
     @property

@@ -59,6 +59,8 @@ class Usage:
         stall_s: seconds that its steps waited for layers that were still being loaded.
         dropped_tokens: tokens dropped by context overflow, before the turn and during it.
         compressed_tokens: tokens dropped by the compression policy when the turn had ended.
+        drafted_tokens: tokens that were guessed ahead of the answer, and computed.
+        accepted_tokens: of them, those that were right.
         miss: what of it was computed although the cache had something very like it; None: nothing.
     """
 
@@ -79,6 +81,8 @@ class Usage:
     stall_s: float = 0.0
     dropped_tokens: int = 0
     compressed_tokens: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
     miss: CacheMiss | None = None
 
     @property

@@ -225,6 +225,7 @@ class TurnRequest(Generic[B]):
             is_subagent=self.hints.is_subagent,
             retention=self.body.retention,
             arguments=self.body.template_arguments,
+            prediction=self.body.predicted,
         )
 
     @property

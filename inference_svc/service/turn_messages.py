@@ -44,7 +44,7 @@ MAX_DISCARD_ITEMS = 65536  # ranges and positions of one Discard
 # In what a repeat of a turn may differ from it.
 UNLIKE = (
     *("session_id", "request_id", "expected_turn", "wait", "priority", "deadline_s"),
-    "retention",
+    *("retention", "prediction"),
 )
 
 
@@ -104,6 +104,7 @@ def decode_submission(
             compression.keep_ratio if compression.HasField("keep_ratio") else None,
         ),
         retention=_decode_retention(request.retention),
+        prediction=request.prediction,
     )
 
 

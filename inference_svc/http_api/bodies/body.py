@@ -350,6 +350,11 @@ class TurnBody(ModelBody, ABC):
         return NO_RETENTION
 
     @property
+    def predicted(self) -> str:
+        """What most of the answer will likely be; "" if the client does not say."""
+        return ""
+
+    @property
     def tool_use(self) -> ToolUse:
         """What the answer may do with tools."""
         return ToolUse()

@@ -30,7 +30,7 @@ from inference_svc.http_api.openai.choices import (
     check_choices,
     opened,
 )
-from inference_svc.http_api.openai.messages import Messages, check_end
+from inference_svc.http_api.openai.messages import Messages, PredictionBody, check_end
 from inference_svc.http_api.openai.tools import ChatTools
 from inference_svc.http_api.openai.turn_body import OpenAITurnBody
 from inference_svc.http_api.replies import send_reply
@@ -68,6 +68,7 @@ class ChatBody(OpenAITurnBody):
     stream_options: StreamOptions = StreamOptions()
     response_format: ChatFormat | None = None
     reasoning_effort: Effort | None = None
+    prediction: PredictionBody | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
 
@@ -102,6 +103,11 @@ class ChatBody(OpenAITurnBody):
     def beginning(self) -> str:
         """What the answer begins with, in the client's words; "": nothing."""
         return self.messages[-1].text if self.continue_final_message else ""
+
+    @property
+    def predicted(self) -> str:
+        """What most of the answer will likely be; "" if the client does not say."""
+        return self.prediction.text if self.prediction else ""
 
     @property
     def effort(self) -> Effort | None:

@@ -269,6 +269,11 @@ def shown_usage(usage: Usage, num_thought: int = 0) -> dict[str, Any]:
         "completion_tokens": usage.output_tokens,
         "total_tokens": prompt_tokens + usage.output_tokens,
         "prompt_tokens_details": {"cached_tokens": usage.reused_tokens, "audio_tokens": 0},
-        "completion_tokens_details": {"reasoning_tokens": num_thought, "audio_tokens": 0},
+        "completion_tokens_details": {
+            "reasoning_tokens": num_thought,
+            "audio_tokens": 0,
+            "accepted_prediction_tokens": usage.accepted_tokens,
+            "rejected_prediction_tokens": usage.drafted_tokens - usage.accepted_tokens,
+        },
         **shown_miss(usage),
     }

@@ -1,7 +1,7 @@
 """Messages as OpenAI's clients write them: those of a chat."""
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, ClassVar, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, BeforeValidator, FailFast, Field, model_validator
 
@@ -78,6 +78,20 @@ class ToolCallBody(Body):
     def call(self) -> ToolCall:
         """The call."""
         return decode_call(self.function.name, self.function.arguments, self.call_id)
+
+
+class PredictionBody(Body):
+    """`prediction`: what most of the answer will likely be."""
+
+    content_words: ClassVar[str] = "type and content"
+
+    kind: Literal["content"] = Field(alias="type")
+    content: Content
+
+    @property
+    def text(self) -> str:
+        """All of its parts as one."""
+        return "".join(part.text for part in self.content)
 
 
 class MessageBody(Body):

@@ -59,7 +59,6 @@ class OpenAITurnBody(ToolsBody, ABC):
     ignored: ClassVar[frozenset[str]] = frozenset(
         {
             "max_tool_calls",
-            "prediction",
             "safety_identifier",
             "user",
         }

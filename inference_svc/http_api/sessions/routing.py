@@ -171,6 +171,7 @@ class HttpTurn:
         is_subagent: whether a sub-agent asks.
         retention: for how long the client wants what is computed to be kept at least.
         arguments: of the chat template, as the client gives them.
+        prediction: what most of the answer will likely be; "" if the client does not say.
         conversation: the conversation that it is a turn of, in the session `session_id`.
     """
 
@@ -192,6 +193,7 @@ class HttpTurn:
     is_subagent: bool = False
     retention: Retention = NO_RETENTION
     arguments: Arguments = field(default_factory=dict)
+    prediction: str = ""
     conversation: ConversationTurn | None = None
 
     def as_submission(self, route: Route, key: SessionKey, defaults: TurnDefaults) -> Submission:
@@ -218,6 +220,7 @@ class HttpTurn:
             compression=fill_compression(defaults),
             retention=self.retention,
             shown_marks=reading.marks if self.raw is None else frozenset(),
+            prediction=self.prediction,
             resembles=route.resembles,
         )
 

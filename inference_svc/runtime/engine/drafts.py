@@ -68,8 +68,12 @@ class Drafter:
     def _lookup(self, request: EngineRequest) -> PromptLookup:
         """Return a request's lookup, which has seen all of its tokens."""
         if request.lookup is None:
-            request.lookup = PromptLookup(request.token_ids, Acceptance(self._acceptance))
-        request.lookup.advance()
+            request.lookup = PromptLookup(
+                request.token_ids[: request.prompt_tokens],
+                Acceptance(self._acceptance),
+                request.predicted_ids,
+            )
+        request.lookup.advance(request.token_ids)
         return request.lookup
 
     def _up_to_end(self, draft: list[int]) -> list[int]:

@@ -291,8 +291,8 @@ class EngineLoop:
             settle_load(request)
             if part.draft and answer.error is None:
                 save_computed(request)
-                self._counters.add("drafted_tokens", len(part.draft))
-                self._counters.add("accepted_tokens", len(answer.token_ids) - 1)
+                request.num_drafted += len(part.draft)
+                request.num_accepted += len(answer.token_ids) - 1
             self._conclude(answer)
 
     def _deliver(self, request: EngineRequest, output: StepOutput) -> "_Delivered":

@@ -142,6 +142,8 @@ class EngineRequest(Request):
         is_kept: whether its answer was accepted; the save then releases its memory.
         is_started: whether `sink.started` was called.
         num_failed_loads: number of its loads that failed after they were announced.
+        predicted_ids: what most of its answer will likely be, as its client says.
+        num_drafted, num_accepted: tokens of its drafts so far, and those that were right.
         lookup: drafts its next tokens; None: it has not begun to answer, or its context was cut.
         context: the context of the task that made it: what is done for it in other tasks belongs to
             its trace, and is logged with its session.
@@ -171,6 +173,9 @@ class EngineRequest(Request):
     is_kept: bool = False
     is_started: bool = False
     num_failed_loads: int = 0
+    predicted_ids: Sequence[int] = ()
+    num_drafted: int = 0
+    num_accepted: int = 0
     lookup: PromptLookup | None = None
     context: Context = field(default_factory=copy_context)
     _token_bytes: bytearray = field(default_factory=bytearray)

@@ -229,6 +229,8 @@ class AnswerWriter:
             preemptions=request.num_preemptions,
             stall_s=outcome.stall_s,
             dropped_tokens=sum(num_in(discard.ranges) for discard in discards),
+            drafted_tokens=request.num_drafted,
+            accepted_tokens=request.num_accepted,
         )
 
     def _within(self, request: EngineRequest, num_input: int) -> list[Discard]:

@@ -49,6 +49,7 @@ class Prompt:
         thought: the mark of a thought that it ends with: the answer's text begins with it; "" if
             there is none, or the answer is none of the model's own words.
         template_arguments: what its record says of them; see `TurnRecord`.
+        predicted_ids: what most of the answer will likely be, as tokens.
     """
 
     before: Context
@@ -59,6 +60,7 @@ class Prompt:
     window: TurnWindow
     thought: str = ""
     template_arguments: str = ""
+    predicted_ids: Sequence[int] = ()
 
     @cached_property
     def context(self) -> Context:
@@ -147,7 +149,11 @@ class PromptMaker:
         system_tokens = 0 if kept.token_ids else await self._system_tokens(given, input_ids)
         is_text = isinstance(given, TextInput)
         thought = await self._thought(submission, input_ids)
-        return Prompt(context, ranges, input_ids, system_tokens, is_text, window, thought, recorded)
+        predicted_ids = await self._predicted(submission.prediction)
+        return Prompt(
+            *(context, ranges, input_ids, system_tokens, is_text, window, thought, recorded),
+            predicted_ids,
+        )
 
     async def encode(self, given: TurnInput, behind: Transcript | None = None) -> list[int]:
         """Return the tokens of an input that follows a session's turns; None: that begins one.
@@ -263,6 +269,13 @@ class PromptMaker:
             return ""
         found = await self._thread.run(self._text.thought_begun, input_ids)
         return found if found in submission.shown_marks else ""
+
+    async def _predicted(self, prediction: str) -> Sequence[int]:
+        """Return the tokens of what an answer is likely to be, as many as an answer can have."""
+        if not prediction or not self._has_tokenizer:
+            return ()
+        predicted_ids = await self._thread.run(self._text.control.encode_plain, prediction)
+        return predicted_ids[: self._limits.window_tokens]
 
     async def _system_tokens(self, given: TurnInput, input_ids: Sequence[int]) -> int:
         if not isinstance(given, ChatInput):

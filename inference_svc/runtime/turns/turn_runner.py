@@ -123,6 +123,7 @@ class TurnRunner:
             sampler=Sampler(sampling, self._limits.eos_ids, grammar),
             sink=writer,
             input_tokens=len(prompt.input_ids),
+            predicted_ids=prompt.predicted_ids,
             truncate=None if prompt.window.is_rigid else MidTurnCut(prompt, answer),
             scores=keeper_for(compression, len(context.token_ids)) if compression else None,
         )

@@ -162,6 +162,12 @@ def test_urgency_out_of_range_is_refused(fields, said):
         assert name in refused.value.remedy
 
 
+def test_a_prediction_is_a_text():
+    """Whatever it says; most turns have none."""
+    assert decode(text="Hi", prediction="<|end|> Hello").prediction == "<|end|> Hello"
+    assert decode(text="Hi").prediction == ""
+
+
 def test_retentions():
     """Within their bounds they are taken as they are; none is the default."""
     assert decode(text="Hi").retention == NO_RETENTION
@@ -203,6 +209,7 @@ def test_the_digest_covers_input_and_sampling_only():
     assert first == decode(text="Hi", request_id="q", wait=True, expected_turn=2).digest
     assert first == decode(text="Hi", priority=3, deadline_s=1.0, rpc_left_s=2.0).digest
     assert first == decode(text="Hi", retention=pb.Retention(session_s=60)).digest
+    assert first == decode(text="Hi", prediction="Hello").digest
     assert first != decode(text="Ho").digest
     assert first != decode(text="Hi", sampling=pb.Sampling(seed=1)).digest
     assert first != decode(text="Hi", final=True).digest

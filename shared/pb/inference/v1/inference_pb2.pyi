@@ -116,7 +116,7 @@ class Retention(_message.Message):
     def __init__(self, session_s: _Optional[float] = ..., prefix_s: _Optional[float] = ...) -> None: ...
 
 class SubmitTurnRequest(_message.Message):
-    __slots__ = ("tenant", "session_id", "text", "chat", "tokens", "sampling", "request_id", "expected_turn", "wait", "final", "priority", "deadline_s", "overflow", "compression", "special_tokens", "retention")
+    __slots__ = ("tenant", "session_id", "text", "chat", "tokens", "sampling", "request_id", "expected_turn", "wait", "final", "priority", "deadline_s", "overflow", "compression", "special_tokens", "retention", "prediction")
     TENANT_FIELD_NUMBER: _ClassVar[int]
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
@@ -133,6 +133,7 @@ class SubmitTurnRequest(_message.Message):
     COMPRESSION_FIELD_NUMBER: _ClassVar[int]
     SPECIAL_TOKENS_FIELD_NUMBER: _ClassVar[int]
     RETENTION_FIELD_NUMBER: _ClassVar[int]
+    PREDICTION_FIELD_NUMBER: _ClassVar[int]
     tenant: str
     session_id: str
     text: str
@@ -149,7 +150,8 @@ class SubmitTurnRequest(_message.Message):
     compression: Compression
     special_tokens: bool
     retention: Retention
-    def __init__(self, tenant: _Optional[str] = ..., session_id: _Optional[str] = ..., text: _Optional[str] = ..., chat: _Optional[_Union[ChatMessages, _Mapping]] = ..., tokens: _Optional[_Union[TokenIds, _Mapping]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., request_id: _Optional[str] = ..., expected_turn: _Optional[int] = ..., wait: bool = ..., final: bool = ..., priority: _Optional[int] = ..., deadline_s: _Optional[float] = ..., overflow: _Optional[_Union[Overflow, _Mapping]] = ..., compression: _Optional[_Union[Compression, _Mapping]] = ..., special_tokens: bool = ..., retention: _Optional[_Union[Retention, _Mapping]] = ...) -> None: ...
+    prediction: str
+    def __init__(self, tenant: _Optional[str] = ..., session_id: _Optional[str] = ..., text: _Optional[str] = ..., chat: _Optional[_Union[ChatMessages, _Mapping]] = ..., tokens: _Optional[_Union[TokenIds, _Mapping]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., request_id: _Optional[str] = ..., expected_turn: _Optional[int] = ..., wait: bool = ..., final: bool = ..., priority: _Optional[int] = ..., deadline_s: _Optional[float] = ..., overflow: _Optional[_Union[Overflow, _Mapping]] = ..., compression: _Optional[_Union[Compression, _Mapping]] = ..., special_tokens: bool = ..., retention: _Optional[_Union[Retention, _Mapping]] = ..., prediction: _Optional[str] = ...) -> None: ...
 
 class Accepted(_message.Message):
     __slots__ = ("session_id", "turn", "request_id", "queue_length", "replayed")
@@ -222,7 +224,7 @@ class CacheMiss(_message.Message):
     def __init__(self, cause: _Optional[str] = ..., session_id: _Optional[str] = ..., turns: _Optional[int] = ..., token_index: _Optional[int] = ..., message_index: _Optional[int] = ..., lost_tokens: _Optional[int] = ..., lost_s: _Optional[float] = ...) -> None: ...
 
 class Usage(_message.Message):
-    __slots__ = ("history_tokens", "reused_tokens", "recomputed_tokens", "new_tokens", "output_tokens", "tier_tokens", "queue_s", "load_s", "prefill_s", "ttft_s", "tpot_s", "total_s", "recompute_reason", "dropped_tokens", "preemptions", "stall_s", "compressed_tokens", "miss")
+    __slots__ = ("history_tokens", "reused_tokens", "recomputed_tokens", "new_tokens", "output_tokens", "tier_tokens", "queue_s", "load_s", "prefill_s", "ttft_s", "tpot_s", "total_s", "recompute_reason", "dropped_tokens", "preemptions", "stall_s", "compressed_tokens", "miss", "drafted_tokens", "accepted_tokens")
     class TierTokensEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -248,6 +250,8 @@ class Usage(_message.Message):
     STALL_S_FIELD_NUMBER: _ClassVar[int]
     COMPRESSED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     MISS_FIELD_NUMBER: _ClassVar[int]
+    DRAFTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    ACCEPTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     history_tokens: int
     reused_tokens: int
     recomputed_tokens: int
@@ -266,7 +270,9 @@ class Usage(_message.Message):
     stall_s: float
     compressed_tokens: int
     miss: CacheMiss
-    def __init__(self, history_tokens: _Optional[int] = ..., reused_tokens: _Optional[int] = ..., recomputed_tokens: _Optional[int] = ..., new_tokens: _Optional[int] = ..., output_tokens: _Optional[int] = ..., tier_tokens: _Optional[_Mapping[str, int]] = ..., queue_s: _Optional[float] = ..., load_s: _Optional[float] = ..., prefill_s: _Optional[float] = ..., ttft_s: _Optional[float] = ..., tpot_s: _Optional[float] = ..., total_s: _Optional[float] = ..., recompute_reason: _Optional[str] = ..., dropped_tokens: _Optional[int] = ..., preemptions: _Optional[int] = ..., stall_s: _Optional[float] = ..., compressed_tokens: _Optional[int] = ..., miss: _Optional[_Union[CacheMiss, _Mapping]] = ...) -> None: ...
+    drafted_tokens: int
+    accepted_tokens: int
+    def __init__(self, history_tokens: _Optional[int] = ..., reused_tokens: _Optional[int] = ..., recomputed_tokens: _Optional[int] = ..., new_tokens: _Optional[int] = ..., output_tokens: _Optional[int] = ..., tier_tokens: _Optional[_Mapping[str, int]] = ..., queue_s: _Optional[float] = ..., load_s: _Optional[float] = ..., prefill_s: _Optional[float] = ..., ttft_s: _Optional[float] = ..., tpot_s: _Optional[float] = ..., total_s: _Optional[float] = ..., recompute_reason: _Optional[str] = ..., dropped_tokens: _Optional[int] = ..., preemptions: _Optional[int] = ..., stall_s: _Optional[float] = ..., compressed_tokens: _Optional[int] = ..., miss: _Optional[_Union[CacheMiss, _Mapping]] = ..., drafted_tokens: _Optional[int] = ..., accepted_tokens: _Optional[int] = ...) -> None: ...
 
 class Finished(_message.Message):
     __slots__ = ("finish_reason", "text", "usage", "turns", "stop_string")

@@ -18,8 +18,7 @@ def looked_up(token_ids, acceptance=None):
 
 
 def grown(lookup, *token_ids):
-    lookup._token_ids.extend(token_ids)
-    lookup.advance()
+    lookup.advance([*lookup._token_ids, *token_ids])
     return lookup
 
 
@@ -125,3 +124,19 @@ def test_tokens_of_large_vocabularies_are_told_apart():
     tokens = [big + 1, big + 2, big + 3, 5, big + 1, big + 2, big + 3]
     assert looked_up(tokens).draft(1) == [5]
     assert grown(looked_up(tokens), 5, 9, big + 1, big + 2, big + 3).draft(2) == [5, 9]
+
+
+def test_what_a_client_predicts_is_drafted_from_the_answers_first_token_on():
+    """And found again behind what was not predicted."""
+    context = list(range(100, 120))
+    lookup = PromptLookup(context, Acceptance(), [1, 2, 3, 4, 5, 6, 7, 8, 9])
+    assert lookup.draft(4) == [1, 2, 3, 4]
+    context += [1, 2]
+    lookup.advance(context)
+    assert lookup.draft(3) == [3, 4, 5]
+    context += [55, 4]
+    lookup.advance(context)
+    assert lookup.num_matched == 0
+    context += [5, 6]
+    lookup.advance(context)
+    assert lookup.draft(3) == [7, 8, 9]

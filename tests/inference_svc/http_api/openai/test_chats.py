@@ -33,6 +33,14 @@ def chat(**fields):
     return decode(ChatBody, {"model": "m", "messages": HELLO, **fields})
 
 
+def test_a_prediction_is_all_of_its_texts():
+    """As a string or as parts; most chats have none."""
+    parts = [{"type": "text", "text": "It is "}, {"type": "text", "text": "kept."}]
+    assert chat(prediction={"type": "content", "content": parts}).predicted == "It is kept."
+    assert chat(prediction={"type": "content", "content": "Kept."}).predicted == "Kept."
+    assert chat(prediction=None).predicted == chat().predicted == ""
+
+
 def test_a_plain_chat():
     """What is not said is OpenAI's default."""
     body = chat()

@@ -93,6 +93,10 @@ async def plainly(model, params, prompt=PROMPT, **limits):
         return request.sink.sampled_tokens, engine.store.rows.get(request.key)
 
 
+def drafted_by(request):
+    return request.num_drafted, request.num_accepted
+
+
 def ids(tokens):
     return [token.token_id for token in tokens]
 
@@ -118,9 +122,9 @@ async def test_answers_and_what_is_stored_are_those_without_drafts(model, params
         answers = {requests[name].number: ids(tokens) for name, (tokens, _) in plain.items()}
         engine.loop._drafter = Guesser(answers, seed=len(memory))
         await asyncio.gather(*(kept(engine, request) for request in requests.values()))
-        counts = engine.counters.snapshot()
         await engine.all_released()
-        assert counts["drafted_tokens"] > counts["accepted_tokens"] > ANSWER_TOKENS / 4
+        drafted, accepted = map(sum, zip(*map(drafted_by, requests.values()), strict=True))
+        assert drafted > accepted > ANSWER_TOKENS / 4
         for name, (tokens, rows) in plain.items():
             check_same(requests[name].sink.sampled_tokens, tokens)
             found = engine.store.rows.get(requests[name].key)
@@ -167,7 +171,7 @@ async def test_a_window_that_fills_within_a_draft_is_cut_where_it_would_have_bee
         assert request.sink.token_ids == plain.sink.token_ids
         assert request.discards == plain.discards
         assert request.token_ids == plain.token_ids
-        assert engine.counters.snapshot()["accepted_tokens"] > 10
+        assert request.num_accepted > 10
         engine.loop.drop(request)
         await engine.all_released()
 
@@ -177,12 +181,30 @@ async def test_an_answer_that_repeats_itself_takes_fewer_steps(model):
     biased = replace(PLAIN, logit_bias={50: 90.0, 51: 89.5}, frequency_penalty=0.5)
     tokens, _ = await plainly(model, biased)
     assert set(ids(tokens)) == {50, 51}
-    async with running_engine(model, draft_tokens=8) as engine:
+    async with running_engine(model) as engine:
+        engine.loop._drafter = Drafter(measured(0.01), most_tokens=8)  # whatever steps take here
         request = await kept(engine, asked(engine, biased))
         counts = engine.counters.snapshot()
         assert ids(request.sink.sampled_tokens) == ids(tokens)
-        assert counts["accepted_tokens"] > ANSWER_TOKENS / 4
-        assert counts["steps"] == ANSWER_TOKENS - counts["accepted_tokens"]
+        assert request.num_accepted > ANSWER_TOKENS / 4
+        assert counts["steps"] == ANSWER_TOKENS - request.num_accepted
+        await engine.all_released()
+
+
+async def test_what_a_client_predicts_is_answered_in_few_steps(model):
+    """Wrong in one place, and no word of it is in the prompt."""
+    tokens, _ = await plainly(model, PLAIN)
+    predicted = ids(tokens)
+    predicted[30] = 7
+    async with running_engine(model) as engine:
+        engine.loop._drafter = Drafter(measured(0.01), most_tokens=8)  # whatever steps take here
+        request = asked(engine, PLAIN)
+        request.predicted_ids = predicted
+        await kept(engine, request)
+        assert ids(request.sink.sampled_tokens) == ids(tokens)
+        assert request.num_accepted > ANSWER_TOKENS / 2
+        assert request.num_drafted > request.num_accepted
+        assert engine.counters.snapshot()["steps"] == ANSWER_TOKENS - request.num_accepted
         await engine.all_released()
 
 
@@ -197,7 +219,7 @@ async def test_replayed_and_drafted_steps_go_together(model):
         counts = engine.counters.snapshot()
         assert ids(request.sink.sampled_tokens) == ids(tokens)
         assert counts["steps_replayed"] > 0
-        assert counts["accepted_tokens"] > 0
+        assert request.num_accepted > 0
         await engine.all_released()
 
 
@@ -208,6 +230,7 @@ class OneRequest:
 
     def __init__(self, token_ids, number=1):
         self.token_ids, self.number, self.lookup = token_ids, number, None
+        self.prompt_tokens, self.predicted_ids = len(token_ids), ()
 
 
 def test_nothing_is_drafted_from_an_end_on():

@@ -72,6 +72,17 @@ async def chat(prompts, tokenizer, *before):
     return prompt.context.with_answer(answer)
 
 
+async def test_a_prediction_is_plain_text_of_an_answers_length_at_most(prompts, tokenizer):
+    """Names of control tokens are text in it, as in all that clients write."""
+    given = replace(submission(question("Why?")), prediction="It is kept. <|end|>")
+    predicted_ids = (await prompts.make(given, Context())).predicted_ids
+    assert tokenizer.decode(predicted_ids) == "It is kept. <|end|>"
+    assert not set(predicted_ids) & set(tokenizer.all_special_ids)
+    long = replace(given, prediction="It is kept. " * WINDOW_TOKENS)
+    assert len((await prompts.make(long, Context())).predicted_ids) == WINDOW_TOKENS
+    assert not (await prompts.make(submission(question("Why?")), Context())).predicted_ids
+
+
 async def test_a_first_turn_knows_its_system_message(prompts, tokenizer):
     """It stays when the next turns make room."""
     context = await chat(prompts, tokenizer, SYSTEM)
