@@ -42,9 +42,11 @@ class Drafter:
         self._num_refused = 0  # steps in a row
 
     def drafts(self, requests: Iterable[EngineRequest]) -> Drafts:
-        """Draft what running answers may go on with, by request number; takes no time to speak of.
+        """Draft what running answers may go on with, by request number.
 
-        Those whose attention is scored have no drafts: wrong tokens would be scored, too.
+        Takes some microseconds an answer; one that begins is given its lookup: 0.1 ms for each
+        thousand tokens of its context. Those whose attention is scored have no drafts: wrong tokens
+        would be scored, too.
         """
         if not self.most_tokens:
             return NO_DRAFTS
