@@ -4,9 +4,10 @@ Answers are wrapped between words while they come.
 """
 
 import asyncio
+import json
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import aclosing
 from typing import Annotated
 
@@ -18,7 +19,7 @@ from inference_svc.cli.connection import Address, TlsCa, TlsCert, TlsKey, TokenF
 from inference_svc.client import InferenceClient, turn_request
 from shared.pb.inference.v1 import inference_pb2 as pb
 from shared.terminal import printing
-from shared.types.errors import ReportedError
+from shared.types.errors import InvalidInputError, ReportedError
 from shared.types.units import format_duration
 
 _PIECE = re.compile(r"\n|[^\S\n]+|\S+")
@@ -84,6 +85,14 @@ def chat(
     session: Annotated[str, typer.Option(help="Continue this session.")] = "",
     max_tokens: Annotated[int, typer.Option(min=1, help="Longest answer.")] = 256,
     temperature: Annotated[float, typer.Option(min=0.0, help="0: greedy.")] = 0.0,
+    template: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--template-argument",
+            metavar="NAME=JSON",
+            help="Of the chat template, such as enable_thinking=false; may be repeated.",
+        ),
+    ] = None,
     token_file: TokenFile = None,
     tls_ca: TlsCa = None,
     tls_cert: TlsCert = None,
@@ -93,32 +102,67 @@ def chat(
 
     In a pipe it is a filter: each line of stdin is a question, and only answers come out.
     """
+    arguments = template_arguments(template or [])
+    sampling = pb.Sampling(max_tokens=max_tokens, temperature=temperature)
 
     async def connected() -> None:
         client = client_of(address, token_file, tls_ca, tls_cert, tls_key)
-        await talk(client, session, max_tokens, temperature)
+        await talk(client, session, sampling, arguments)
 
     asyncio.run(connected())
 
 
+def template_arguments(given: Sequence[str]) -> str:
+    """Write NAME=JSON pairs as one JSON object, "" if there are none; what is no JSON is a text.
+
+    Raises:
+        InvalidInputError: there is no name.
+    """
+    arguments = {}
+    for pair in given:
+        name, equals, value = pair.partition("=")
+        if not (name and equals):
+            raise InvalidInputError(
+                f"--template-argument {pair!r} names no value", "write NAME=JSON"
+            )
+        try:
+            arguments[name] = json.loads(value)
+        except ValueError:
+            arguments[name] = value
+    return json.dumps(arguments) if arguments else ""
+
+
 async def talk(
-    client: InferenceClient, session_id: str, max_tokens: int, temperature: float
+    client: InferenceClient, session_id: str, sampling: pb.Sampling, arguments: str = ""
 ) -> None:
     """Talk until the user leaves, and close the client.
 
     Without a terminal at both ends it is a filter: each line is a question, its answer comes out
     and nothing else. There an error ends it; a person may go on after one.
 
+    Args:
+        client: of the service.
+        session_id: of the session to continue; "" opens one.
+        sampling: of each answer.
+        arguments: of the chat template, a JSON object; "": none.
+
     Raises:
-        ReportedError: the service cannot be reached; or, of a filter, has not answered.
+        ReportedError: the service cannot be reached, or has no use for the arguments; or, of a
+            filter, has not answered.
     """
-    sampling = pb.Sampling(max_tokens=max_tokens, temperature=temperature)
     async with client:
         model = await client.get_model()
+        if arguments and not model.has_chat_template:
+            raise InvalidInputError(
+                "the model has no chat template", "leave --template-argument out"
+            )
 
         def request_of(line: str, session_id: str) -> pb.SubmitTurnRequest:
             given = [pb.ChatMessage(role="user", content=line)] if model.has_chat_template else line
-            return turn_request(given, session_id, sampling=sampling, wait=True)
+            request = turn_request(given, session_id, sampling=sampling, wait=True)
+            if arguments:
+                request.chat.template_arguments = arguments
+            return request
 
         if sys.stdin.isatty() and sys.stdout.isatty():
             await _converse(client, model, request_of, session_id)
@@ -198,6 +242,8 @@ def describe(usage: pb.Usage) -> str:
         f"first token after {format_duration(usage.ttft_s)}",
         f"{format_duration(usage.tpot_s)} a token",
     ]
+    if usage.accepted_tokens:
+        parts.append(f"{usage.accepted_tokens} of {usage.drafted_tokens} drafted were right")
     if usage.stall_s:
         parts.append(f"waited {format_duration(usage.stall_s)} for layers")
     if usage.dropped_tokens:

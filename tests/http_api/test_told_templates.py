@@ -17,6 +17,7 @@ from tests.http_api.test_chat import ask, text_of
 from tests.http_api.test_listening import local_client
 from tests.http_api.test_thoughts import anthropic_client
 from tests.inference_processes import InferenceProcess, wait_kvd_state
+from tests.integration.test_chat_command import piped
 from tests.processes import KvdProcess
 from tests.scripted_model import build_scripted_model, last_of_prompt
 from tests.told_templates import EFFORTFUL, NAMED
@@ -220,3 +221,18 @@ async def test_a_template_that_knows_none_of_it_is_told_in_vain(api, opening):
         cached = after.usage.prompt_tokens_details.cached_tokens
         assert cached >= before.usage.prompt_tokens // 2
     assert first.model == MODEL
+
+
+async def test_a_terminals_arguments_are_told_too(short_dir):
+    """`inference-svc chat` passes them on with each question."""
+    told = Told(short_dir, EFFORTFUL)
+    async with told.process:
+        at = ("chat", "--address", told.process.address)
+        code, out, err = await piped(*at, given="What is a tüür?\n")
+        assert (code, out.decode(), err) == (0, "".join(SAID) + "\n", "")
+        unthinking = ("--template-argument", "enable_thinking=false")
+        code, out, err = await piped(*at, *unthinking, given="What is a tüür?\n")
+        assert (code, out.decode(), err) == (0, AFTER_THOUGHT + "\n", "")
+        code, out, err = await piped(*at, "--template-argument", "tools=[]", given="Hello\n")
+        assert (code, out) == (2, b"")
+        assert "'tools' is the service's own" in err

@@ -1,8 +1,12 @@
-"""Text that is wrapped while it comes."""
+"""`inference-svc chat`: text that is wrapped while it comes, and what is asked and told beside."""
+
+import json
 
 import pytest
 
-from inference_svc.cli.chat import WordWrap
+from inference_svc.cli.chat import WordWrap, describe, template_arguments
+from shared.pb.inference.v1 import inference_pb2 as pb
+from shared.types.errors import InvalidInputError
 
 TEXT = "The quick brown fox jumps over the lazy dog.\n\nA second  paragraph follows it."
 
@@ -42,3 +46,36 @@ def test_wide_characters_take_two_columns():
 def test_what_a_terminal_would_obey_is_left_out():
     """An answer moves no cursor and rings no bell."""
     assert wrapped(["a\x1b[2J\x07b\tc\r"], 80) == "a[2Jb c"
+
+
+def test_template_arguments_are_json_or_a_text():
+    """The later of two with one name counts."""
+    given = [
+        "enable_thinking=false",
+        "effort=high",
+        'tags=["a=b"]',
+        "effort=low",
+        "none=",
+        "x=null",
+    ]
+    assert json.loads(template_arguments(given)) == {
+        "enable_thinking": False,
+        "effort": "low",
+        "tags": ["a=b"],
+        "none": "",
+        "x": None,
+    }
+    assert template_arguments([]) == ""
+
+
+@pytest.mark.parametrize("given", ["enable_thinking", "=false", ""])
+def test_a_template_argument_has_a_name_and_a_value(given):
+    with pytest.raises(InvalidInputError, match="NAME=JSON"):
+        template_arguments(["a=1", given])
+
+
+def test_drafts_are_told_where_they_were_right():
+    """An answer that cost less than its length says."""
+    usage = pb.Usage(drafted_tokens=12, accepted_tokens=9)
+    assert "9 of 12 drafted were right" in describe(usage)
+    assert "drafted" not in describe(pb.Usage(drafted_tokens=3))
