@@ -183,6 +183,8 @@ class Choices:
             recomputed_tokens=sum(usage.recomputed_tokens for usage in prompts),
             new_tokens=sum(usage.new_tokens for usage in prompts),
             output_tokens=sum(usage.output_tokens for usage in usages),
+            drafted_tokens=sum(usage.drafted_tokens for usage in usages),
+            accepted_tokens=sum(usage.accepted_tokens for usage in usages),
             miss=next((usage.miss for usage in prompts if usage.miss is not None), None),
         )
         return shown_usage(total, sum(choice.num_thought for choice in self._choices))

@@ -1,5 +1,7 @@
 """Bodies of chats, decoded, and their answers, read by the official client's own types."""
 
+from dataclasses import replace
+
 import pytest
 from openai.types import CompletionUsage
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
@@ -309,6 +311,19 @@ def test_usage_counts_every_prompt_token_once():
     """History, computed again or not, and what is new."""
     usage = strict(CompletionUsage, shown_usage(USAGE))
     assert (usage.prompt_tokens, usage.completion_tokens, usage.total_tokens) == (35, 0, 35)
+
+
+async def test_drafts_of_all_answers_are_counted():
+    """What of them was right, and what was not; without any there are none."""
+    ended = finished()
+    drafted = replace(ended, usage=replace(ended.usage, drafted_tokens=9, accepted_tokens=7))
+    for answers, counts in (([drafted, drafted], (14, 4)), ([ended], (0, 0))):
+        scripted = [ScriptedAnswer(TOKENS, each) for each in answers]
+        usage = (await whole(*scripted, n=len(scripted))).usage
+        details = usage.completion_tokens_details
+        found = details.accepted_prediction_tokens, details.rejected_prediction_tokens
+        assert found == counts
+        assert usage.completion_tokens == 2 * len(scripted)
 
 
 async def test_logprobs_are_told_with_text_and_bytes():
