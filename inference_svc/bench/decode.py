@@ -118,7 +118,6 @@ async def measure_decode(
                 "step_tokens": prompt_tokens,
                 "mixed_step_tokens": prompt_tokens,
                 "answer_tokens": options.steps + 1,
-                "draft_tokens": 0,  # a step is to be a token
             },
         ) as engine,
     ):

@@ -251,6 +251,8 @@ async def running_engine(
 ) -> AsyncIterator[LocalEngine]:
     """Run an engine inside the block, attached to kvd; without a kvd it recomputes.
 
+    A step is a token of each answer: nothing is drafted, unless `scheduler` says so.
+
     Args:
         model: the model that it computes with.
         kvd: None: none.
@@ -266,7 +268,7 @@ async def running_engine(
         {
             "model": {"device": str(model.loaded.device)},
             "cache": {**mode, **(cache or {})},
-            "scheduler": {"kv_tokens": kv_tokens, **(scheduler or {})},
+            "scheduler": {"kv_tokens": kv_tokens, "draft_tokens": 0, **(scheduler or {})},
         }
     )
     parts = assemble_engine(settings, model)
