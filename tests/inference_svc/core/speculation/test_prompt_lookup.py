@@ -4,6 +4,7 @@ import random
 
 import pytest
 
+from inference_svc.core.speculation import prompt_lookup
 from inference_svc.core.speculation.acceptance import Acceptance
 from inference_svc.core.speculation.prompt_lookup import (
     GRAM_TOKENS,
@@ -18,7 +19,7 @@ def looked_up(token_ids, acceptance=None):
 
 
 def grown(lookup, *token_ids):
-    lookup.advance([*lookup._token_ids, *token_ids])
+    lookup.advance([0] * lookup._num_context + list(token_ids))
     return lookup
 
 
@@ -140,3 +141,16 @@ def test_what_a_client_predicts_is_drafted_from_the_answers_first_token_on():
     context += [5, 6]
     lookup.advance(context)
     assert lookup.draft(3) == [7, 8, 9]
+
+
+def test_of_a_very_long_prompt_the_newest_tokens_are_looked_at(monkeypatch):
+    """Who comes with a million tokens keeps nobody waiting."""
+    monkeypatch.setattr(prompt_lookup, "MOST_TOKENS", 8)
+    context = [1, 2, 3, 4, 50, 51, 52, 53, 54, 55, 56]
+    lookup = PromptLookup(context, Acceptance())
+    context += [1, 2, 3]
+    lookup.advance(context)
+    assert lookup.num_matched == 0
+    context += [53, 54, 55]
+    lookup.advance(context)
+    assert lookup.draft(2) == [56, 1]
