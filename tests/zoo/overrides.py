@@ -13,6 +13,7 @@ _SHARING = {  # the last two layers attend to the KV of the first two
     "hidden_size_per_layer_input": 16,
     "vocab_size_per_layer_input": 97,
 }
+_CHOOSY = {"index_topk": 8, "index_head_dim": 16}  # most keys are passed over: what counts is which
 _CONVOLUTIONS = {"layer_types": ["conv", "full_attention"] * _HALF}
 
 
@@ -31,6 +32,7 @@ _LONGROPE = {
 }
 
 OVERRIDES: Mapping[str, Fields] = {
+    "axk2": _CHOOSY,
     "cohere_compass_text": {
         "layer_types": _SLIDING_AND_FULL,
         "rope_parameters": {
@@ -43,9 +45,11 @@ OVERRIDES: Mapping[str, Fields] = {
         "ffn_config": {"ffn_hidden_size": 64, "moe_num_experts": 4, "moe_top_k": 2},
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
     },
+    "deepseek_v32": _CHOOSY,
     "deepseek_v4": {"o_lora_rank": 16, "index_n_heads": 4, "index_head_dim": 16},
     "dots1": {"n_shared_experts": 1},
     "dots3_note_text": {
+        **_CHOOSY,
         "shared_experts_intermediate_size": 32,
         "head_dim": 24,
         "swa_num_attention_heads": 4,
@@ -58,11 +62,13 @@ OVERRIDES: Mapping[str, Fields] = {
     },
     "gemma3n_text": {**_SHARING, "laurel_rank": 8, "altup_num_inputs": 2},
     "gemma4_text": _SHARING,
+    "glm_moe_dsa": _CHOOSY,
     "gpt_neo": {
         "num_heads": 4,
         "attention_types": [[["global", "local"], _HALF]],
         "window_size": SLIDING,
     },
+    "hy_v4": _CHOOSY,
     "kimi_linear": {"linear_head_dim": 16, "linear_num_heads": 4},
     "lfm2": _CONVOLUTIONS,
     "lfm2_moe": _CONVOLUTIONS,
@@ -100,6 +106,10 @@ VARIANTS: Mapping[str, tuple[str, Fields]] = {
         {"alibi": True, "multi_query": False, "parallel_attn": False, "num_kv_heads": 4},
     ),
     "gemma4_text (k = v)": ("gemma4_text", {"attention_k_eq_v": True, "num_kv_shared_layers": 0}),
+    "glm_moe_dsa (shared index)": (
+        "glm_moe_dsa",
+        {"indexer_types": ["full", "shared"] * _HALF},
+    ),
     "gpt_bigcode (no multi-query)": ("gpt_bigcode", {"multi_query": False}),
     "gpt_neox (sequential)": ("gpt_neox", {"use_parallel_residual": False}),
     "granitemoehybrid (attention)": (
@@ -156,7 +166,7 @@ EXPLICIT: frozenset[str] = frozenset({"hunyuan_v1_dense", "hunyuan_v1_moe"})
 # Types that are not in the zoo, and why.
 NOT_TRIED: Mapping[str, str] = {
     "blt": "four models in one, over bytes",
-    "dots3_note": "multimodal, of dots3_note_text, which is refused",
+    "dots3_note": "multimodal, of dots3_note_text",
     "gemma3n": "multimodal, of gemma3n_text; needs the timm library",
     "gemma4_assistant": "drafts tokens for another model, whose KV it reads",
     "gemma4_unified_assistant": "drafts tokens for another model, whose KV it reads",

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import DynamicCache
+from transformers.cache_utils import DynamicIndexedLayer
 
 Range = tuple[int, int]
 
@@ -71,7 +72,7 @@ class Stock:
 
     def _run(self, token_ids: Sequence[int], *, shift: int = 0, up: int = 0) -> DynamicCache:
         """Run a history with keys embedded at positions from `shift` on; returns its cache."""
-        cache = DynamicCache()  # without a config: no layer forgets what left its window
+        cache = _plain_cache()
         if self._rotaries:
             with self._told(shift):
                 self._forward(token_ids, 0, cache)
@@ -129,7 +130,7 @@ def _tell_longest(rotary: nn.Module, window: int) -> None:
 
 def _joined(parts: Sequence[tuple[DynamicCache, int, int]]) -> DynamicCache:
     """Make one cache of rows [begin, end) of others."""
-    joined = DynamicCache()
+    joined = _plain_cache()
     for index in range(len(parts[0][0].layers)):
         rows = [(cache.layers[index], begin, end) for cache, begin, end in parts]
         keys, values = (
@@ -137,4 +138,14 @@ def _joined(parts: Sequence[tuple[DynamicCache, int, int]]) -> DynamicCache:
             for name in ("keys", "values")
         )
         joined.update(keys, values, index)
+        if rows[0][0].is_indexer_initialized:
+            runs = [layer.indexer_keys[:, begin:end] for layer, begin, end in rows]
+            joined.update_indexer(torch.cat(runs, 1), index)
     return joined
+
+
+def _plain_cache() -> DynamicCache:
+    """Make a cache of keys, values and index keys; no layer forgets what left its window."""
+    cache = DynamicCache()
+    cache.layer_class_to_replicate = DynamicIndexedLayer
+    return cache

@@ -25,13 +25,13 @@ from contextlib import contextmanager
 from typing import Literal
 
 from inference_svc.core.errors import UnsupportedModelError
-from inference_svc.runtime.calibration.layer_recipes import before_rope, layer_recipes
+from inference_svc.runtime.calibration.layer_recipes import before_rope, layer_recipes, shape_of
 from inference_svc.runtime.calibration.mode_probe import (
     REPEATED_TOKENS,
     probe_mode,
     refused_if_it_fails,
 )
-from inference_svc.runtime.calibration.probe import Probe, SeenLayer
+from inference_svc.runtime.calibration.probe import Probe
 from inference_svc.runtime.calibration.proof import prove
 from inference_svc.runtime.calibration.rope_tables import freeze_rotary
 from inference_svc.runtime.calibration.stock import (
@@ -44,7 +44,6 @@ from inference_svc.runtime.calibration.stock import (
     stock_logits,
     use_attention,
 )
-from inference_svc.runtime.kv.layer_tensors import LayerShape
 from inference_svc.runtime.model import capture
 from inference_svc.runtime.model.capture import ForwardCall
 from inference_svc.runtime.model.model_loader import LoadedModel
@@ -69,6 +68,7 @@ from inference_svc.runtime.positions.recipes import (
 from shared.types.kv_layout import Component, KVLayout, Layer, choose_block_tokens
 
 PositionsChoice = Literal["auto", "decoupled", "coupled", "naive"]
+COMPONENT_NAMES = ("k", "v", "index")  # in the layout
 MIN_CONTEXT_WINDOW = 32  # tokens; below it there is nothing to probe with
 
 
@@ -227,17 +227,18 @@ def _recipes(loaded: LoadedModel, probe: Probe, positions: Positions) -> tuple[L
         UnsupportedModelError: if it cannot be stored without its position.
     """
     if positions != "decoupled":
-        return tuple(_as_cached(seen) for seen in probe.layers.values())
+        return tuple(_as_cached(probe, layer_index) for layer_index in probe.layers)
     with refused_if_it_fails(loaded, "its rotary embedding apart from a forward"):
         layers = layer_recipes(loaded, probe)
     _check_decoupled(loaded, layers, probe)
     return layers
 
 
-def _as_cached(seen: SeenLayer) -> LayerRecipe:
+def _as_cached(probe: Probe, layer_index: int) -> LayerRecipe:
     """Return the recipe that stores a layer's KV as it is cached."""
-    key, value = ((cached.shape[1], cached.shape[3]) for cached in (seen.key, seen.value))
-    return LayerRecipe(LayerShape(key, value), ComponentRecipe(), ComponentRecipe())
+    index = probe.indexes.get(layer_index)
+    shape = shape_of(probe.layers[layer_index], index)
+    return LayerRecipe(shape, *(ComponentRecipe() for _ in shape.parts))
 
 
 def _check_decoupled(loaded: LoadedModel, layers: Sequence[LayerRecipe], probe: Probe) -> None:
@@ -258,9 +259,11 @@ def _calibration(
     dtype = str(loaded.dtype).removeprefix("torch.")
     layers = tuple(
         Layer(
-            (
-                Component("k", recipe.shape.key, dtype, _digest(recipe.key.signature)),
-                Component("v", recipe.shape.value, dtype, _digest(recipe.value.signature)),
+            tuple(
+                Component(name, shape, dtype, _digest(part.signature))
+                for name, shape, part in zip(
+                    COMPONENT_NAMES, recipe.shape.parts, recipe.components, strict=False
+                )
             )
         )
         for recipe in recipes

@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from inference_svc.runtime.calibration.probe import Probe, SeenLayer
+from inference_svc.runtime.calibration.probe import Probe, SeenIndex, SeenLayer
 from inference_svc.runtime.calibration.rope_calls import ApplyCall
 from inference_svc.runtime.calibration.rope_tables import RopeTables
 from inference_svc.runtime.calibration.stock import SAME, distance
@@ -37,7 +37,10 @@ def layer_recipes(loaded: LoadedModel, probe: Probe) -> tuple[LayerRecipe, ...]:
         UnsupportedModelError: if KV before RoPE cannot be found or turned into what is cached.
     """
     tables = RopeTables(loaded, probe.rotary_calls)
-    return tuple(_layer_recipe(probe.layers[index], tables) for index in range(len(probe.layers)))
+    return tuple(
+        _layer_recipe(probe.layers[layer_index], probe.indexes.get(layer_index), tables)
+        for layer_index in range(len(probe.layers))
+    )
 
 
 def before_rope(recipe: LayerRecipe, seen: SeenLayer) -> tuple[Tensor, Tensor]:
@@ -46,10 +49,13 @@ def before_rope(recipe: LayerRecipe, seen: SeenLayer) -> tuple[Tensor, Tensor]:
     return recipe.key.before_rope(calls, seen.key), recipe.value.before_rope(calls, seen.value)
 
 
-def _layer_recipe(seen: SeenLayer, tables: RopeTables) -> LayerRecipe:
-    shape = LayerShape(
-        (seen.key.shape[1], seen.key.shape[3]), (seen.value.shape[1], seen.value.shape[3])
-    )
+def shape_of(seen: SeenLayer, index: SeenIndex | None) -> LayerShape:
+    """Return a layer's per-token shapes."""
+    tensors = (seen.key, seen.value, *([] if index is None else [index.key]))
+    return LayerShape(*((cached.shape[1], cached.shape[3]) for cached in tensors))
+
+
+def _layer_recipe(seen: SeenLayer, index: SeenIndex | None, tables: RopeTables) -> LayerRecipe:
     key, value = (_component_recipe(seen, cached, tables) for cached in (seen.key, seen.value))
     if seen.calls and key.source is None and value.source is None:
         raise ModelModeMissingError(
@@ -57,10 +63,19 @@ def _layer_recipe(seen: SeenLayer, tables: RopeTables) -> LayerRecipe:
             "which is not supported yet",
             REMEDY,
         )
-    return LayerRecipe(shape, key, value)
+    by_index = None if index is None else _component_recipe(index, index.key, tables)
+    if by_index is not None and by_index.source is None and index is not None and index.calls:
+        raise ModelModeMissingError(
+            f"an index key of {tables.loaded.architecture} is changed after its rotary embedding, "
+            "which is not supported yet",
+            REMEDY,
+        )
+    return LayerRecipe(shape_of(seen, index), key, value, by_index)
 
 
-def _component_recipe(seen: SeenLayer, cached: Tensor, tables: RopeTables) -> ComponentRecipe:
+def _component_recipe(
+    seen: SeenLayer | SeenIndex, cached: Tensor, tables: RopeTables
+) -> ComponentRecipe:
     """Find the recipe of one component, cached as [1, heads, tokens, dim]."""
     for turned, post in _before_norms(seen, cached):
         source = _find_source(seen.calls, turned)
@@ -77,7 +92,9 @@ def _with_scale(post: PostRotary, rotary: RotaryTable, free: Tensor) -> PostRota
     return replace(post, scale=find_scale(rotary, post.norm, free))
 
 
-def _before_norms(seen: SeenLayer, cached: Tensor) -> Iterator[tuple[Tensor, PostRotary | None]]:
+def _before_norms(
+    seen: SeenLayer | SeenIndex, cached: Tensor
+) -> Iterator[tuple[Tensor, PostRotary | None]]:
     """Yield what may be the result of an apply call: the component, then what a norm made it of."""
     yield cached, None
     for call in seen.norms:
@@ -87,7 +104,7 @@ def _before_norms(seen: SeenLayer, cached: Tensor) -> Iterator[tuple[Tensor, Pos
 
 
 def _find_source(calls: Sequence[ApplyCall], turned: Tensor) -> KeySource | None:
-    """Find the apply call whose result the component is, or begins with."""
+    """Find the apply call whose result the component is, or begins or ends with."""
     num_tokens, width = turned.shape[2:]
     for call_index, call in enumerate(calls):
         for arg_index, (argument, result) in enumerate(zip(call.args, call.results, strict=False)):
@@ -99,13 +116,12 @@ def _find_source(calls: Sequence[ApplyCall], turned: Tensor) -> KeySource | None
                 continue
             seq_dim = 2 if argument.shape[2] == num_tokens else 1
             by_head = result if seq_dim == 2 else result.transpose(1, 2)
-            part = turned[..., : by_head.shape[-1]]
-            if (
-                by_head.shape[-1] <= width
-                and by_head.shape == part.shape
-                and torch.equal(by_head, part)
-            ):
-                return KeySource(call_index, arg_index, seq_dim, by_head.shape[-1])
+            part_width = by_head.shape[-1]
+            for first in (0, width - part_width) if part_width <= width else ():
+                source = KeySource(call_index, arg_index, seq_dim, first, part_width)
+                part = source.part(turned)
+                if by_head.shape == part.shape and torch.equal(by_head, part):
+                    return source
     return None
 
 

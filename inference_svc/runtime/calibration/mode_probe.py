@@ -100,8 +100,11 @@ def _check_layers(loaded: LoadedModel, probe: Probe) -> None:
         raise ModelModeMissingError(
             f"{name} numbers its cached layers {list(probe.layers)}", REMEDY
         )
+    if probe.num_misplaced:
+        raise ModelModeMissingError(f"{name} caches index keys apart from their layer", REMEDY)
     for layer_index, seen in probe.layers.items():
-        for cached in (seen.key, seen.value):
+        index = probe.indexes.get(layer_index)
+        for cached in (seen.key, seen.value, *([] if index is None else [index.key])):
             if cached.dim() != 4 or cached.shape[0] != 1 or cached.shape[2] != num_tokens:
                 raise ModelModeMissingError(
                     f"layer {layer_index} of {name} caches a tensor of shape {tuple(cached.shape)} "
@@ -115,6 +118,8 @@ def _check_attention(loaded: LoadedModel, mode: Mode, probe: Probe) -> None:
     name = loaded.architecture
     if not probe.attended:
         raise ModelModeMissingError(f"{name} does not call the attention it is set to", REMEDY)
+    if probe.indexes:
+        raise ModelModeMissingError(f"{name} chooses the keys it attends to by an index", REMEDY)
     if mode == "ragged" and not all(seen.is_cached for seen in probe.attended):
         raise ModelModeMissingError(f"{name} attends to other tensors than it caches", REMEDY)
     if not all(seen.mask.is_understood for seen in probe.attended):

@@ -90,6 +90,15 @@ class SeenLayer:
     norms: tuple[NormCall, ...]
 
 
+@dataclass(frozen=True, eq=False)
+class SeenIndex:
+    """The index keys that one layer cached, [1, 1, tokens, dim], and the calls that led to them."""
+
+    key: Tensor
+    calls: tuple[ApplyCall, ...]
+    norms: tuple[NormCall, ...]
+
+
 @dataclass(frozen=True)
 class SeenAttention:
     """One attention call.
@@ -112,11 +121,13 @@ class Probe:
     horizon: int  # tokens; masks are asked what the last position of such a sequence sees
     device: torch.device
     layers: dict[int, SeenLayer] = field(default_factory=dict)
+    indexes: dict[int, SeenIndex] = field(default_factory=dict)  # by layer, of those that have one
     attended: list[SeenAttention] = field(default_factory=list)
     rotary_calls: list[RotaryCall] = field(default_factory=list)
     num_repeated: int = 0
+    num_misplaced: int = 0  # index keys that came at another time than behind their layer's keys
     logits: Tensor = field(default_factory=lambda: torch.zeros(0))  # [tokens, vocab]
-    norm_calls: list[NormCall] = field(default_factory=list)  # since the layer before
+    norm_calls: list[NormCall] = field(default_factory=list)  # since something was cached
     _calls: list[ApplyCall] = field(default_factory=list)
 
     def rotated(
@@ -128,10 +139,15 @@ class Probe:
     def cached(self, layer_index: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Record a layer's key and value, [1, kv_heads, tokens, dim] both; return them."""
         self.num_repeated += layer_index in self.layers
-        self.layers[layer_index] = SeenLayer(key, value, tuple(self._calls), tuple(self.norm_calls))
-        self._calls.clear()
-        self.norm_calls.clear()
+        self.layers[layer_index] = SeenLayer(key, value, *self._take_calls())
         return key, value
+
+    def indexed(self, layer_index: int, index: Tensor) -> Tensor:
+        """Record a layer's index keys, [1, tokens, dim]; return them."""
+        is_last = bool(self.layers) and layer_index == next(reversed(self.layers))
+        self.num_misplaced += not is_last or layer_index in self.indexes
+        self.indexes[layer_index] = SeenIndex(index.unsqueeze(1), *self._take_calls())
+        return index
 
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Any, options: dict[str, Any]
@@ -158,6 +174,13 @@ class Probe:
     def masked(self, allowed: Allowed) -> Mask:
         """Describe the model's mask."""
         return describe_mask(allowed, self.horizon, self.device)
+
+    def _take_calls(self) -> tuple[tuple[ApplyCall, ...], tuple[NormCall, ...]]:
+        """Return the calls since something was cached, and begin anew."""
+        calls = tuple(self._calls), tuple(self.norm_calls)
+        self._calls.clear()
+        self.norm_calls.clear()
+        return calls
 
     def _effective_mask(self, mask: Any, call_window: int | None) -> Mask:
         """Return what a query sees, given the mask and the window that an attention call names."""

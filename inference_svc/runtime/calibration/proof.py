@@ -44,12 +44,13 @@ def prove(loaded: LoadedModel, calibration: Calibration, reference: StockLogits)
 
     Raises:
         CalibrationMismatchError: a path's logits are off; the message says which and by how much.
+            Or index keys are: logits of so few tokens may not depend on them.
     """
     for path, expected, logits in _Paths(loaded, calibration).run(reference):
         if not is_same(logits, expected, loaded.dtype):
             distance = logits_distance(logits, expected, loaded.dtype)
             raise CalibrationMismatchError(
-                f"{path} of {loaded.architecture} is {distance:.1e} off the stock model's logits",
+                f"{path} of {loaded.architecture} is {distance:.1e} off the stock model",
                 "serve another model, and report this one",
             )
 
@@ -70,7 +71,10 @@ class _Paths:
         self._pool = KVPool(shapes, 5 * total, device=loaded.device, dtype=loaded.dtype)
 
     def run(self, reference: StockLogits) -> Iterator[tuple[str, Tensor, Tensor]]:
-        """Yield (path, the stock model's logits, ours), [tokens, vocab] both, path by path."""
+        """Yield (path, the stock model's logits, ours), [tokens, vocab] both, path by path.
+
+        Index keys likewise, [tokens, index_dim] both, as they were loaded.
+        """
         total, stored, whole = len(self._token_ids), self._stored, reference.whole
         long, short, again = (self._pool.new_kv(total) for _ in range(3))
         buffer = self._pool.new_write_buffer(0, total)
@@ -88,6 +92,7 @@ class _Paths:
         if self._counts_distances and reference.truncated is not None:
             cut = self._pool.new_kv(total)
             self._load(cut, arena, _without_first(blocks, num_dropped(stored)))
+            yield from _indexes(cut, reference)
             last = Chunk(cut, self._token_ids[stored:], want_logits=True, want_all=True)
             yield "truncation", reference.truncated, self._runner.step([last])
 
@@ -143,6 +148,14 @@ class _Paths:
         for layer_index in range(len(self._calibration.layers)):
             loader.load(layer_index)
         kv.num_tokens = sum(span.num_tokens for span in spans)
+
+
+def _indexes(loaded: SequenceKv, reference: StockLogits) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """Yield the index keys of each layer that has some, the stock model's and as loaded."""
+    for layer_index, expected in reference.indexes.items():
+        if loaded.indexes is not None:
+            found = loaded.indexes.read(layer_index, 0, loaded.num_tokens)
+            yield "an index after truncation", expected, found.flatten(1).float().cpu()
 
 
 def _without_first(blocks: list[SlotTokens], dropped: int) -> list[SlotTokens]:

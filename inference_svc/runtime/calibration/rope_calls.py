@@ -84,7 +84,7 @@ def rope_of(call: ApplyCall, source: KeySource, rotary_calls: Sequence[RotaryCal
     """
 
     def rope(keys: Tensor, positions: Tensor) -> Tensor:
-        turning = _with_tokens_at(source.seq_dim, keys[..., : source.width])
+        turning = _with_tokens_at(source.seq_dim, source.part(keys))
         made: dict[int, Any] = {}
         for rotary_call in rotary_calls:
             answers = rotary_call.at(positions)
@@ -137,7 +137,7 @@ class ReplayedRope:
     def _apply(self, keys: Tensor, positions: Tensor) -> Tensor:
         call = self._seen_at(positions)
         source, args = self._source, list(call.args)
-        args[source.arg_index] = _with_tokens_at(source.seq_dim, keys[..., : source.width])
+        args[source.arg_index] = _with_tokens_at(source.seq_dim, source.part(keys))
         return _turned(call, source, args, call.options, keys)
 
     def _seen_at(self, positions: Tensor) -> ApplyCall:
@@ -179,6 +179,10 @@ class _Search:
         """Refuse: later layers are not searched."""
         raise RopeOutOfReachError(f"layer {layer_index} is cached before it")
 
+    def indexed(self, layer_index: int, index: Tensor) -> NoReturn:  # noqa: ARG002
+        """Refuse: the layer was cached before it."""
+        raise RopeOutOfReachError(f"layer {layer_index} is indexed before it")
+
     def attend(self, *_args: Any) -> NoReturn:
         """Refuse: the call comes before attention, or not at all."""
         raise RopeOutOfReachError("the model attends before it")
@@ -196,8 +200,7 @@ def _turned(
 ) -> Tensor:
     """Repeat a call with other arguments; return all elements of `keys`, [1, heads, n, dim]."""
     turned: Tensor = as_tuple(call.apply(*args, **options))[source.arg_index]
-    turned = _with_tokens_at(source.seq_dim, turned)
-    return torch.cat((turned, keys[..., source.width :]), dim=-1)
+    return source.replaced(keys, _with_tokens_at(source.seq_dim, turned))
 
 
 def _with_tokens_at(seq_dim: int, keys: Tensor) -> Tensor:

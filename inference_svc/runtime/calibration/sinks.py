@@ -126,12 +126,12 @@ def embed_kept(
     index = torch.cat([torch.arange(start, end) for start, end in kept])
     index = index.to(stored.device)
     for layer_index, recipe in enumerate(calibration.layers):
-        free = (stored.keys[layer_index], stored.values[layer_index])  # [capacity, kv_heads, dim]
         for component, tokens, kept_tokens in zip(
-            recipe.components, free, (kv.keys, kv.values), strict=True
+            recipe.components, stored.components, kv.components, strict=False
         ):
+            free = tokens[layer_index].index_select(0, index)  # [kept tokens, kv_heads, dim]
             with kept_tokens.filling(layer_index, 0, len(index)) as target:
-                target.copy_(component.embed(tokens.index_select(0, index), 0))
+                target.copy_(component.embed(free, 0))
     kv.num_tokens = len(index)
 
 

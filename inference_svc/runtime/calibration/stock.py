@@ -9,14 +9,15 @@ first tokens are cut off, and the stock model resumes at the new positions. Only
 get them: some models scale queries by their position besides.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import DynamicCache
+from transformers.cache_utils import DynamicIndexedLayer
 
 from inference_svc.runtime.model.capture import ForwardCall
 from inference_svc.runtime.model.model_loader import LoadedModel
@@ -38,11 +39,14 @@ class StockLogits:
         truncated: [NOT_STORED, vocab], those of the last tokens after the first `num_dropped` were
             taken out of its cache; None: this model's cache cannot do that.
         is_causal: whether the first half of the tokens alone gives the first half of `whole`.
+        indexes: by layer [tokens, index_dim], the index keys of the history behind the dropped
+            tokens, at the positions that it has then; of layers that have some.
     """
 
     whole: Tensor
     truncated: Tensor | None
     is_causal: bool
+    indexes: Mapping[int, Tensor] = field(default_factory=dict)
 
 
 def proof_tokens(loaded: LoadedModel) -> list[int]:
@@ -89,11 +93,11 @@ def stock_logits(loaded: LoadedModel) -> StockLogits:
         is_causal = is_same(part, whole[:half], loaded.dtype)
         try:
             stored = token_ids.shape[1] - NOT_STORED
-            cut = _truncated_logits(loaded.model, token_ids, stored, num_dropped(stored))
+            cut, indexes = _truncated_logits(loaded.model, token_ids, stored, num_dropped(stored))
             truncated = cut.float().cpu()
         except Exception:  # noqa: BLE001 - caches differ too much to foresee what they cannot do
-            truncated = None
-    return StockLogits(whole.float().cpu(), truncated, is_causal)
+            truncated, indexes = None, {}
+    return StockLogits(whole.float().cpu(), truncated, is_causal, indexes)
 
 
 @torch.inference_mode()
@@ -111,10 +115,13 @@ def _whole_logits(loaded: LoadedModel, token_ids: Tensor) -> Tensor:
     return logits
 
 
-def _truncated_logits(model: Any, token_ids: Tensor, num_stored: int, dropped: int) -> Tensor:
+def _truncated_logits(
+    model: Any, token_ids: Tensor, num_stored: int, dropped: int
+) -> tuple[Tensor, dict[int, Tensor]]:
     """Return the logits of the tokens behind `num_stored`, [tokens - num_stored, vocab].
 
-    A model without rotary modules goes on at unchanged positions: the differences are the same.
+    And the index keys that they chose by, see `StockLogits.indexes`. A model without rotary modules
+    goes on at unchanged positions: the differences are the same.
 
     Args:
         model: the model, set to its own attention.
@@ -128,22 +135,38 @@ def _truncated_logits(model: Any, token_ids: Tensor, num_stored: int, dropped: i
     rotaries = [module for module in model.modules() if "rotary" in type(module).__name__.lower()]
     history, new = token_ids[:, :num_stored], token_ids[:, num_stored:]
     call, device = ForwardCall(model), token_ids.device
-    whole = DynamicCache()  # without a config: no layer forgets what left its window
+    whole = _plain_cache()
     none = torch.arange(0, device=device)
     with _moved_positions(rotaries, by=-dropped):
         call(history, torch.arange(num_stored, device=device)[None], none, whole)
     first = num_stored - dropped if rotaries else num_stored
     positions = torch.arange(first, first + new.shape[1], device=device)[None]
     logit_indices = torch.arange(new.shape[1], device=device)
-    return call(new, positions, logit_indices, _without_first(whole, dropped))
+    cut = _without_first(whole, dropped)
+    layers: list[Any] = list(cut.layers)
+    indexes = {
+        layer_index: layer.indexer_keys[0].float().cpu()
+        for layer_index, layer in enumerate(layers)
+        if layer.is_indexer_initialized
+    }
+    return call(new, positions, logit_indices, cut), indexes
+
+
+def _plain_cache() -> DynamicCache:
+    """Return a cache of keys, values and index keys, none of whose layers forgets anything."""
+    cache = DynamicCache()  # a config would have layers forget what left their window
+    cache.layer_class_to_replicate = DynamicIndexedLayer
+    return cache
 
 
 def _without_first(cache: DynamicCache, dropped: int) -> DynamicCache:
-    cut = DynamicCache()
+    cut = _plain_cache()
     layers: list[Any] = list(cache.layers)
     for layer_index, layer in enumerate(layers):
         keys, values = layer.keys, layer.values
         cut.update(keys[..., dropped:, :], values[..., dropped:, :], layer_index)
+        if layer.is_indexer_initialized:
+            cut.update_indexer(layer.indexer_keys[:, dropped:], layer_index)
     return cut
 
 

@@ -1,8 +1,9 @@
 """The forward of one step: writes each layer's new tokens to working KV, and attends.
 
-Layer by layer it 1. writes the new tokens' keys and values to sequences and write buffers, 2. opens
-its clock, so that a save may follow it, 3. waits for the gates of sequences that are still being
-loaded, 4. attends. How it attends is what the classes differ in:
+Layer by layer it 1. writes the new tokens' keys and values (and index keys, if the layer has some)
+to sequences and write buffers, 2. opens its clock, so that a save may follow it, 3. waits for the
+gates of sequences that are still being loaded, 4. attends. How it attends is what the classes
+differ in:
 
     RaggedForward    each part to its own sequence's KV, where it lies
     DecodeForward    the same of one token a part, all of it by tensors that are given
@@ -57,18 +58,20 @@ class StepForward:
         self._sizes = [len(chunk.token_ids) for chunk in chunks]
         self._gates = [chunk.kv.gate for chunk in chunks if chunk.kv.gate is not None]
         self._places = places
-        self._calls: list[tuple[tuple[Any, ...], Any]] = []  # apply calls since the last `cached`
+        self._calls: list[tuple[tuple[Any, ...], Any]] = []  # since something was cached
         self._num_cached = 0
         self._num_attended = 0
 
     def rotated(
         self, _tap: RotaryTap, args: tuple[Any, ...], _options: dict[str, Any], result: Any
     ) -> None:
-        """Keep the call until the layer caches its key."""
+        """Keep the call until the layer caches what was embedded."""
         self._calls.append((args, result))
 
     def cached(self, layer_index: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Write the layer's new tokens of all sequences, then open the clock for copies of them.
+
+        If the layer has index keys, the clock is opened when these are written.
 
         Args:
             layer_index: the layer's index; layers come in order.
@@ -89,9 +92,30 @@ class StepForward:
             for buffered in self._places.buffered:
                 buffered.write(layer_index, keys, values)
         self._calls.clear()
-        if self._clock is not None:
+        if self._clock is not None and self._layers[layer_index].index is None:
             self._clock.enqueued(self._num_cached)
         return key, value
+
+    def indexed(self, layer_index: int, index: Tensor) -> Tensor:
+        """Write the layer's new index keys of all sequences, then open the clock; return them.
+
+        Args:
+            layer_index: the layer that was cached last.
+            index: [1, tokens, index_dim], after RoPE, the chunks one after another.
+        """
+        recipe = self._layers[layer_index].index
+        if recipe is None or layer_index != self._num_cached - 1:
+            raise AssertionError(f"layer {layer_index} is indexed after {self._num_cached} layers")
+        cached = index.unsqueeze(1)
+        self._places.new_tokens.write_index(layer_index, cached)
+        if self._places.buffered:
+            free = recipe.before_rope(self._calls, cached)
+            for buffered in self._places.buffered:
+                buffered.write(layer_index, free, first=2)
+        self._calls.clear()
+        if self._clock is not None:
+            self._clock.enqueued(self._num_cached)
+        return index
 
     def attend(
         self, _query: Tensor, _key: Tensor, _value: Tensor, _mask: Any, _options: dict[str, Any]
@@ -197,6 +221,11 @@ class GatheredForward(StepForward):
         self._lengths = [chunk.end_token for chunk in chunks]
         self._keys = [chunk.kv.keys.cut(0, chunk.end_token) for chunk in chunks]
         self._values = [chunk.kv.values.cut(0, chunk.end_token) for chunk in chunks]
+        self._indexes = [
+            chunk.kv.indexes.cut(0, chunk.end_token)
+            for chunk in chunks
+            if chunk.kv.indexes is not None
+        ]
         self._masks: Masks = {}
 
     def cached(self, layer_index: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
@@ -205,6 +234,11 @@ class GatheredForward(StepForward):
         for gate in self._gates:
             gate.wait(layer_index)
         return _joined(self._keys, layer_index), _joined(self._values, layer_index)
+
+    def indexed(self, layer_index: int, index: Tensor) -> Tensor:
+        """Write as above; return index keys of all tokens of all parts, [1, sum_kv, index_dim]."""
+        super().indexed(layer_index, index)
+        return _joined(self._indexes, layer_index)[:, 0]
 
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, _mask: Any, options: dict[str, Any]

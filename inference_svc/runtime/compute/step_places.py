@@ -16,27 +16,31 @@ class BufferedTokens(NamedTuple):
     """New tokens that go to write buffers of one memory, all buffers in one call.
 
     Attributes:
-        keys: of that memory.
-        values: likewise.
+        components: keys, values and, if there are any, index keys of that memory.
         chosen: which of the step's tokens, as it runs them; None: all.
         places: where each of these goes.
     """
 
-    keys: SlotTensors
-    values: SlotTensors
+    components: Sequence[SlotTensors]
     chosen: Tensor | None
     places: Places
 
     @classmethod
     def of(cls, buffer: WriteBuffer, chosen: Tensor | None, places: Places) -> "BufferedTokens":
         """Return places in the memory that this buffer is in."""
-        return cls(buffer.keys, buffer.values, chosen, places)
+        return cls(buffer.components, chosen, places)
 
-    def write(self, layer_index: int, keys: Tensor, values: Tensor) -> None:
-        """Write one layer's tokens before RoPE, [tokens, kv_heads, dim] both, of the whole step."""
-        for kept, made in ((self.keys, keys), (self.values, values)):
-            rows = made if self.chosen is None else made.index_select(0, self.chosen)
-            self.places.write(kept[layer_index], rows)
+    def write(self, layer_index: int, *made: Tensor, first: int = 0) -> None:
+        """Write components of one layer's tokens, of the whole step.
+
+        Args:
+            layer_index: the layer.
+            made: components before RoPE, [tokens, kv_heads, dim] each.
+            first: which component the first of them is; 0: keys, 2: index keys.
+        """
+        for component_index, tokens in enumerate(made, first):
+            rows = tokens if self.chosen is None else tokens.index_select(0, self.chosen)
+            self.places.write(self.components[component_index][layer_index], rows)
 
 
 class StepPlaces(NamedTuple):

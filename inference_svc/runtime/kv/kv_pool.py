@@ -42,7 +42,7 @@ class KVPool:
 
     Attributes:
         num_token_slots: size of the region, in token slots.
-        token_slot_bytes: bytes of one token's keys and values, all layers, padded.
+        token_slot_bytes: bytes of one token's components, all layers, padded.
         num_outside: number of pieces so far that the region had no room for.
     """
 
@@ -85,15 +85,15 @@ class KVPool:
         """Lend empty KV, side by side; `release` it once its sequence does not need it."""
         assert not pages, "this pool has no pages"  # noqa: S101
         flat, memory = self._lend(capacity_tokens, from_top=False)
-        keys, values = divided(flat, self._shapes, capacity_tokens, ContiguousTokens)
-        return SequenceKv(keys, values, capacity_tokens, memory=memory)
+        keys, values, indexes = divided(flat, self._shapes, capacity_tokens, ContiguousTokens)
+        return SequenceKv(keys, values, capacity_tokens, indexes=indexes, memory=memory)
 
     def new_write_buffer(self, first_token: int, capacity_tokens: int) -> WriteBuffer:
         """Lend an empty write buffer for tokens from `first_token` on, with slots of its own."""
         flat, memory = self._lend(capacity_tokens, from_top=True)
-        keys, values = divided(flat, self._shapes, capacity_tokens, SlotTensors)
+        keys, values, indexes = divided(flat, self._shapes, capacity_tokens, SlotTensors)
         slots = list(range(capacity_tokens))
-        return WriteBuffer(keys, values, first_token, slots, memory=memory)
+        return WriteBuffer(keys, values, first_token, slots, indexes=indexes, memory=memory)
 
     def release(self, lent: SequenceKv | WriteBuffer) -> None:
         """Take memory back: now, or when the last copy or step that holds it is done.

@@ -8,17 +8,32 @@ TokenTensors       one sequence's by position, however they lie
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import ClassVar, NamedTuple, Protocol, TypeVar
+from dataclasses import dataclass
+from typing import ClassVar, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 
-class LayerShape(NamedTuple):
-    """Per-token shapes of one layer: (kv_heads, head_dim) and (kv_heads, value_dim)."""
+@dataclass(frozen=True)
+class LayerShape:
+    """Per-token shapes of one layer's components.
+
+    Attributes:
+        key: (kv_heads, head_dim).
+        value: (kv_heads, value_dim).
+        index: (1, index_dim) of the keys by which the layer chooses those it attends to (DSA);
+            None: it attends to all.
+    """
 
     key: tuple[int, int]
     value: tuple[int, int]
+    index: tuple[int, int] | None = None
+
+    @property
+    def parts(self) -> tuple[tuple[int, int], ...]:
+        """The shapes of the components that there are."""
+        return (self.key, self.value) if self.index is None else (self.key, self.value, self.index)
 
 
 class LayerTensors(ABC):
@@ -112,7 +127,7 @@ class SlotTensors(LayerTensors):
 
 
 class TokenTensors(Protocol):
-    """Keys or values of one sequence's tokens, by position; of every layer.
+    """One component of one sequence's tokens, keys or values, by position; of every layer.
 
     Attributes:
         dtype: the element type.
@@ -138,23 +153,28 @@ class TokenTensors(Protocol):
 
 
 T = TypeVar("T", bound=LayerTensors)
+NO_INDEX = (1, 0)  # the shape of nothing, for layers without an index in a model that has some
 
 
 def token_items_of(shapes: Sequence[LayerShape]) -> int:
-    """Count the elements of a token's keys and values, all layers."""
-    return sum(heads * dim for shape in shapes for heads, dim in shape)
+    """Count the elements of a token's components, all layers."""
+    return sum(heads * dim for shape in shapes for heads, dim in shape.parts)
 
 
 def divided(
     flat: Tensor, shapes: Sequence[LayerShape], num_slots: int, kind: type[T]
-) -> tuple[T, T]:
-    """Divide memory between keys and values, and each of them between layers.
+) -> tuple[T, T, T | None]:
+    """Divide memory between keys, values and index keys, and each of them between layers.
 
     Args:
         flat: with room for `num_slots` tokens.
         shapes: of all layers.
         num_slots: token slots of each layer's tensor.
         kind: how a layer's tensor is laid out.
+
+    Returns:
+        Keys, values and index keys; these are empty tensors of layers without an index, and None if
+        no layer has one.
     """
     offset = 0
 
@@ -171,7 +191,13 @@ def divided(
             offset += num_items
         return kind(stacks)
 
-    return divide([shape.key for shape in shapes]), divide([shape.value for shape in shapes])
+    keys, values = (
+        divide([shape.key for shape in shapes]),
+        divide([shape.value for shape in shapes]),
+    )
+    if all(shape.index is None for shape in shapes):
+        return keys, values, None
+    return keys, values, divide([shape.index or NO_INDEX for shape in shapes])
 
 
 class Places:

@@ -26,6 +26,9 @@ class NewTokens(Protocol):
             value: [1, kv_heads, tokens, value_dim].
         """
 
+    def write_index(self, layer_index: int, index: Tensor) -> None:
+        """Write index keys, [1, 1, tokens, index_dim], of a layer that has them."""
+
 
 def new_tokens(appended: Sequence[tuple[SequenceKv, int]]) -> NewTokens:
     """Cut the places of so many new tokens behind each sequence's; all of them are of one kind."""
@@ -50,6 +53,16 @@ class _SideBySide:
                 strict=True,
             )
         )
+        self._index_places = list(
+            zip(
+                *[
+                    kv.indexes.cut(kv.num_tokens, num_tokens)
+                    for kv, num_tokens in appended
+                    if kv.indexes is not None
+                ],
+                strict=True,
+            )
+        )
 
     def write(self, layer_index: int, key: Tensor, value: Tensor) -> None:
         """Write a layer's new tokens; see the protocol."""
@@ -57,15 +70,26 @@ class _SideBySide:
         written = [*key.split_with_sizes(sizes, 2), *value.split_with_sizes(sizes, 2)]
         torch._foreach_copy_(self._places[layer_index], written)
 
+    def write_index(self, layer_index: int, index: Tensor) -> None:
+        """Write a layer's index keys; see the protocol."""
+        places = self._index_places[layer_index]
+        torch._foreach_copy_(places, index.split_with_sizes(self._sizes, 2))
+
 
 class NewOnPages:
     """Tokens that go to slots of one region: the one that this KV is in."""
 
     def __init__(self, kv: PagedKv, places: Places) -> None:
-        self._keys, self._values = kv.keys.slots, kv.values.slots
+        parts = (kv.keys, kv.values, kv.indexes)
+        self._components = [tokens.slots for tokens in parts if tokens is not None]
         self._places = places
 
     def write(self, layer_index: int, key: Tensor, value: Tensor) -> None:
         """Write a layer's new tokens; see the protocol."""
-        self._places.write(self._keys[layer_index], key[0].transpose(0, 1))
-        self._places.write(self._values[layer_index], value[0].transpose(0, 1))
+        keys, values = self._components[:2]
+        self._places.write(keys[layer_index], key[0].transpose(0, 1))
+        self._places.write(values[layer_index], value[0].transpose(0, 1))
+
+    def write_index(self, layer_index: int, index: Tensor) -> None:
+        """Write a layer's index keys; see the protocol."""
+        self._places.write(self._components[2][layer_index], index[0].transpose(0, 1))

@@ -93,7 +93,7 @@ class PageTable:
 
 
 class PagedTokens:
-    """Keys or values of one sequence's tokens, on the pages of its table; see `TokenTensors`.
+    """One component of one sequence's tokens, on the pages of its table; see `TokenTensors`.
 
     Attributes:
         slots: the region's, of all sequences.
@@ -176,6 +176,7 @@ class PagedKv(SequenceKv):
 
     keys: PagedTokens
     values: PagedTokens
+    indexes: PagedTokens | None = field(default=None, kw_only=True)
     table: PageTable = field(kw_only=True)
 
     def grow(self, pages: Sequence[int]) -> None:
@@ -190,8 +191,9 @@ class PagedKv(SequenceKv):
         """Copy pages that others have too, and take the copies instead; nobody else uses the KV."""
         if not copies:
             return
-        self.keys.copy_pages(copies)
-        self.values.copy_pages(copies)
+        for tokens in (self.keys, self.values, self.indexes):
+            if tokens is not None:
+                tokens.copy_pages(copies)
         pages = list(self.table.pages)
         for copy in copies:
             pages[copy.position] = copy.target
@@ -229,8 +231,11 @@ class PagePool(KVPool):
         self._page_tokens = slots.page_tokens
         num_all = num_slots + self._page_tokens
         self._page_region = allocate_region(num_all * token_items_of(shapes), device, dtype)
-        self._keys, self._values = divided(self._page_region, shapes, num_all, SlotTensors)
-        self._by_heads = (self._keys.seen_by_heads(), self._values.seen_by_heads())
+        self._components = [
+            (component, component.seen_by_heads())
+            for component in divided(self._page_region, shapes, num_all, SlotTensors)
+            if component is not None
+        ]
 
     @property
     def num_free(self) -> int:
@@ -250,10 +255,10 @@ class PagePool(KVPool):
         """Return empty KV on these pages, with room for as many tokens at least."""
         if capacity_tokens > len(pages) * self._page_tokens:
             raise AssertionError(f"{len(pages)} pages for {capacity_tokens} tokens")
-        table = PageTable(pages, self._page_tokens, self._keys.device)
-        keys = PagedTokens(self._keys, self._by_heads[0], table)
-        values = PagedTokens(self._values, self._by_heads[1], table)
-        return PagedKv(keys, values, len(pages) * self._page_tokens, table=table)
+        table = PageTable(pages, self._page_tokens, self._page_region.device)
+        keys, values, *others = (PagedTokens(*seen, table) for seen in self._components)
+        capacity_tokens, indexes = len(pages) * self._page_tokens, others[0] if others else None
+        return PagedKv(keys, values, capacity_tokens, indexes=indexes, table=table)
 
     def prefault(self) -> int:
         """Fault in both regions; block until done or `close`. Return the bytes faulted in."""

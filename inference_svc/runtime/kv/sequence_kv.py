@@ -12,7 +12,7 @@ Invariants:
 1. token slots [0, num_tokens) of a sequence's KV are keys after RoPE at position = slot, and
    values; with a gate, those of a layer only once the gate lets it pass;
 2. the slots of tokens [first_token, end_token) of a write buffer are the same tokens' keys before
-   RoPE, and values;
+   RoPE, and values; index keys, of models that have them, are keys in both;
 3. slots beyond are garbage: a failed step or load leaves both as they were;
 4. `MemoryHold` calls `free` exactly once, by whoever releases last: the owner or a holder;
 5. nobody takes hold of memory that was released, even while others still hold it.
@@ -92,17 +92,26 @@ class LentKv(Generic[K]):
     Attributes:
         keys: see the classes below; in the pool's dtype, on its device.
         values: likewise.
+        indexes: index keys likewise, of models that have some (`LayerShape.index`).
         memory: the hold on the memory beneath, which the pool that lent it releases.
     """
 
     keys: K
     values: K
+    indexes: K | None = field(default=None, kw_only=True)
     memory: MemoryHold = field(default_factory=MemoryHold, repr=False, kw_only=True)
 
     @property
     def device(self) -> torch.device:
         """The device that the tensors are on."""
         return self.keys.device
+
+    @property
+    def components(self) -> tuple[K, ...]:
+        """Keys, values and, if there are any, index keys: the order of a layout's components."""
+        if self.indexes is None:
+            return self.keys, self.values
+        return self.keys, self.values, self.indexes
 
     def hold(self) -> AbstractContextManager[None]:
         """Keep the memory from being reused inside the block, released or not."""

@@ -42,7 +42,7 @@ class WriteRing:
         self._lock = threading.Lock()
         num_all = slots.num_slots + 1
         region = allocate_region(num_all * token_items_of(shapes), device, dtype)
-        self._keys, self._values = divided(region, shapes, num_all, SlotTensors)
+        self._keys, self._values, self._indexes = divided(region, shapes, num_all, SlotTensors)
 
     @property
     def num_slots(self) -> int:
@@ -51,7 +51,7 @@ class WriteRing:
 
     def spare_buffer(self) -> WriteBuffer:
         """Return a buffer on the spare slot, which any number of tokens may be written to."""
-        return WriteBuffer(self._keys, self._values, 0, [self.num_slots])
+        return WriteBuffer(self._keys, self._values, 0, [self.num_slots], indexes=self._indexes)
 
     def lend(self, first_token: int, end_token: int) -> WriteBuffer:
         """Lend a write buffer with room for tokens [first_token, end_token), which are its own.
@@ -69,6 +69,7 @@ class WriteRing:
             [],
             end_token,
             self._give,
+            indexes=self._indexes,
             memory=MemoryHold(lambda: self._give(buffer.remaining_slots())),
         )
         self.extend(buffer, end_token)

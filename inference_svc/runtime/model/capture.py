@@ -3,7 +3,8 @@
 Three hooks let us see inside a forward, and attend in its place:
 
 1. A registered attention function hands queries to the forward under way.
-2. `CaptureCache.update` hands it each layer's keys and values, and gets those to attend to.
+2. `CaptureCache.update` hands it each layer's keys and values, and gets those to attend to;
+   `update_indexer` the keys by which a layer chooses among them, if it does (DSA).
 3. A `RotaryTap` in place of each `apply_*rot*` function of the model's own modules hands it keys
    before RoPE.
 
@@ -24,7 +25,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.cache_utils import Cache
 
-from inference_svc.runtime.model.refusals import REMEDY, ModelIndexerError, ModelRecurrentError
+from inference_svc.runtime.model.refusals import REMEDY, ModelRecurrentError
 
 ATTENTION_NAME = "cachedattention"  # has no mask function: models then build no mask at all
 PROBE_ATTENTION_NAME = "cachedattention_probe"  # has one that reports which keys a query may see
@@ -44,6 +45,9 @@ class Forward(Protocol):
 
         All are [1, kv_heads, tokens, dim]; a model may transform what it gets before it attends.
         """
+
+    def indexed(self, layer_index: int, index: Tensor) -> Tensor:
+        """Receive a layer's new index keys; return those to choose by, [1, tokens, dim] both."""
 
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Any, options: dict[str, Any]
@@ -135,6 +139,10 @@ class CaptureCache(Cache):
         self._new_tokens[layer_idx] = key_states.shape[-2]
         return _current().cached(layer_idx, key_states, value_states)
 
+    def update_indexer(self, indexer_key_states: Tensor, layer_idx: int) -> Tensor:
+        """Hand over new index keys, [1, tokens, dim]; return those to choose by (DSA)."""
+        return _current().indexed(layer_idx, indexer_key_states)
+
     def get_seq_length(self, layer_idx: int | None = 0) -> int:
         """Return the tokens of a layer: from its update on with those of this forward."""
         return self._claimed_tokens + self._new_tokens.get(layer_idx or 0, 0)
@@ -165,14 +173,6 @@ class CaptureCache(Cache):
     update_conv_state = get_conv_state
     get_recurrent_state = get_conv_state
     update_recurrent_state = get_conv_state
-
-    def update_indexer(self, *_args: Any, **_options: Any) -> Tensor:
-        """Refuse the model.
-
-        Raises:
-            ModelIndexerError: always.
-        """
-        raise ModelIndexerError("the model keeps an index beside keys and values (DSA)", REMEDY)
 
 
 def install(model: nn.Module) -> None:

@@ -23,12 +23,6 @@ class ModelRecurrentError(UnsupportedModelError):
     reason = "model_recurrent"
 
 
-class ModelIndexerError(UnsupportedModelError):
-    """The model caches an index of its keys, by which it chooses those to attend to."""
-
-    reason = "model_indexer_cache"
-
-
 class ModelModeMissingError(UnsupportedModelError):
     """The model cannot be run in the mode that was tried."""
 
@@ -54,4 +48,4 @@ class CalibrationMismatchError(UnsupportedModelError):
 
 
 # However it is run: these are no question of the mode.
-FINAL = (ModelUncachedError, ModelRecurrentError, ModelIndexerError, RopeVariesError)
+FINAL = (ModelUncachedError, ModelRecurrentError, RopeVariesError)

@@ -31,12 +31,14 @@ class KeySource:
         call_index: which call since the layer before.
         arg_index: which positional argument of it, and which of its results after RoPE.
         seq_dim: the dimension of that argument that counts tokens.
-        width: elements that the apply call gets; those after them are never rotated.
+        first: the first element of the component that the apply call gets.
+        width: how many it gets; those before and after them are never rotated.
     """
 
     call_index: int
     arg_index: int
     seq_dim: int
+    first: int
     width: int
 
     def before_rope(self, calls: Sequence[tuple[tuple[Any, ...], Any]], cached: Tensor) -> Tensor:
@@ -48,9 +50,18 @@ class KeySource:
         """
         seen: Tensor = calls[self.call_index][0][self.arg_index][0]
         free = seen.transpose(0, 1) if self.seq_dim == 2 else seen
-        if self.width < cached.shape[-1]:
-            free = torch.cat((free, cached[0].transpose(0, 1)[..., self.width :]), dim=-1)
-        return free
+        return self.replaced(cached[0].transpose(0, 1), free)
+
+    def part(self, tokens: Tensor) -> Tensor:
+        """View what the apply call gets of [..., dim], [..., width]."""
+        return tokens.narrow(-1, self.first, self.width)
+
+    def replaced(self, tokens: Tensor, part: Tensor) -> Tensor:
+        """Return [..., dim] with another `part`, which may be all of it."""
+        if self.width == tokens.shape[-1]:
+            return part
+        before, after = tokens[..., : self.first], tokens[..., self.first + self.width :]
+        return torch.cat((before, part, after), dim=-1)
 
 
 class ScaledRotary:
@@ -112,7 +123,7 @@ class PostRotary:
 
 @dataclass(frozen=True)
 class ComponentRecipe:
-    """One of the two tensors that a layer caches.
+    """One of the tensors that a layer caches.
 
     Attributes:
         source: where it is seen before RoPE; None: it has no position, as values and the keys of
@@ -170,16 +181,18 @@ class LayerRecipe:
         shape: shapes of a token's key and value.
         key: recipe of the first tensor that it caches.
         value: recipe of the second.
+        index: recipe of its index keys; None: it has none (`LayerShape.index`).
     """
 
     shape: LayerShape
     key: ComponentRecipe
     value: ComponentRecipe
+    index: ComponentRecipe | None = None
 
     @property
-    def components(self) -> tuple[ComponentRecipe, ComponentRecipe]:
-        """Both recipes, in the order of `shape` and of the layout."""
-        return self.key, self.value
+    def components(self) -> tuple[ComponentRecipe, ...]:
+        """The recipes, in the order of `shape.parts` and of the layout."""
+        return (self.key, self.value) if self.index is None else (self.key, self.value, self.index)
 
 
 @dataclass(frozen=True)

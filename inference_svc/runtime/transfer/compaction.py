@@ -106,9 +106,8 @@ class Compaction:
     def run(self) -> None:
         """Move the tokens of all layers."""
         for layer_index, layer in enumerate(self._layers):
-            for tokens, recipe, (heads, dim) in zip(
-                (self._kv.keys, self._kv.values), layer.components, layer.shape, strict=True
-            ):
+            parts = zip(layer.components, layer.shape.parts, strict=True)
+            for tokens, (recipe, (heads, dim)) in zip(self._kv.components, parts, strict=False):
                 mover = recipe.mover if self._embeds else None
                 for piece in self._pieces_of(max(1, PIECE_ITEMS // (heads * dim))):
                     old = tokens.read(layer_index, piece.start, piece.num_tokens)
@@ -118,7 +117,7 @@ class Compaction:
     def _move(
         self, old: Tensor, new: Tensor, piece: "_Piece", mover: RotaryTable | ScaledRotary | None
     ) -> None:
-        """Move a piece of keys or values, from and to [tokens, kv_heads, dim]."""
+        """Move a piece of a component, from and to [tokens, kv_heads, dim]."""
         if mover is None:
             moved = self._plain.take(*new.shape)
             if piece.chosen is None:

@@ -126,13 +126,13 @@ class LayerLoader:
         if self._tail is not None and self._tail_tokens is not None:
             slot_id, start, count = self._tail_tokens
             places = self._tail.places(self._tail.first_token, count)
-            for component, kept in enumerate((self._tail.keys, self._tail.values)):
+            for component in range(len(self._layers[layer_index].components)):
                 stored = self._arena.view(layer_index, component)[slot_id, start : start + count]
-                places.write(kept[layer_index], stored)
+                places.write(self._tail.components[component][layer_index], stored)
 
     def _place(self, layer_index: int, component: int) -> None:
         """Copy tokens as they are to their token slots."""
-        tokens = (self._kv.keys, self._kv.values)[component]
+        tokens = self._kv.components[component]
         for run, first in _placed(self._runs, self._first):
             with tokens.filling(layer_index, first, run.num_tokens) as place:
                 self._arena.gather(layer_index, component, run, _place_of(run, place, 0))
@@ -141,7 +141,7 @@ class LayerLoader:
         self, layer_index: int, component: int, rotary: RotaryTable, post: PostRotary | None
     ) -> None:
         """Copy a component to its token slots piece by piece, and turn it there."""
-        tokens = (self._kv.keys, self._kv.values)[component]
+        tokens = self._kv.components[component]
         for piece in self._pieces_of(layer_index, component, rotary):
             with tokens.filling(layer_index, piece.first, piece.num_tokens) as keys:
                 for run, first in piece.runs:
@@ -153,10 +153,10 @@ class LayerLoader:
 
     def _pieces_of(self, layer_index: int, component: int, rotary: RotaryTable) -> "list[_Piece]":
         """Return the pieces of a kind of component, with this thread's scratch."""
-        heads, dim = self._layers[layer_index].shape[component]
+        heads, dim = self._layers[layer_index].shape.parts[component]
         kind = (threading.get_ident(), rotary, (heads, dim))
         if kind not in self._pieces:
-            tokens = (self._kv.keys, self._kv.values)[component]
+            tokens = self._kv.components[component]
             pieces = self._pieces[kind] = []
             first = self._first
             is_cpu = tokens.device.type == "cpu"
@@ -173,7 +173,7 @@ class LayerLoader:
 
 def copy_layer(source: SequenceKv, target: SequenceKv, layer_index: int, num_tokens: int) -> None:
     """Copy the first `num_tokens` tokens of one layer to other KV of the same shapes."""
-    for old, new in ((source.keys, target.keys), (source.values, target.values)):
+    for old, new in zip(source.components, target.components, strict=True):
         with new.filling(layer_index, 0, num_tokens) as copied:
             copied.copy_(old.read(layer_index, 0, num_tokens))
 

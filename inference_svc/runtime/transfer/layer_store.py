@@ -59,8 +59,8 @@ def store_blocks(
     for layer_index in range(len(calibration.layers)):
         wait_layer(layer_index)
         for run, places in pieces:
-            for component_index, of_layers in enumerate((buffer.keys, buffer.values)):
-                tokens = places.read(of_layers[layer_index])
+            for component_index in range(len(calibration.layers[layer_index].components)):
+                tokens = places.read(buffer.components[component_index][layer_index])
                 arena.scatter(layer_index, component_index, run, run.placed(tokens))
 
 

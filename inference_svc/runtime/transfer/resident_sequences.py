@@ -167,6 +167,6 @@ def _copy_tokens(
 ) -> None:
     ours, theirs = (buffer.places(first_token, num_tokens) for buffer in (source, target))
     with torch.inference_mode():
-        for rows, kept in ((source.keys, target.keys), (source.values, target.values)):
+        for rows, kept in zip(source.components, target.components, strict=True):
             for layer_rows, layer_kept in zip(rows.layers, kept.layers, strict=True):
                 theirs.write(layer_kept, ours.read(layer_rows))

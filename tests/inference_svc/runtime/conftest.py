@@ -155,7 +155,8 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek-v3": ("DeepseekV3Config", LATENT),
     "deepseek-v32": (
         "DeepseekV32Config",
-        {**LATENT, "index_n_heads": 2, "index_head_dim": 8, "index_topk": 4},
+        # Fewer heads score 0 for several keys at a time, of which any may be chosen.
+        {**LATENT, "index_n_heads": 16, "index_head_dim": 8, "index_topk": 4},
     ),
 }
 

@@ -66,6 +66,21 @@ def test_keys_that_keep_their_old_positions_are_found(tiny):
     prove_with(model, replace(model.calibration, layers=layers, positions="coupled"))
 
 
+def test_index_keys_loaded_at_other_positions_are_found(build):
+    """Also where so few tokens are proven that none is passed over, and logits say nothing."""
+    loaded = describe_model(
+        build("deepseek-v32", index_topk=2048), tokenizer=None, name="dsa", fingerprint="0" * 32
+    )
+    calibration, reference = calibrate(loaded), stock_logits(loaded)
+    prove(loaded, calibration, reference)
+    first, *others = calibration.layers
+    as_cached = (replace(first, index=replace(first.index, source=None, rotary=None)), *others)
+    unturned = (replace(first, index=replace(first.index, rotary=None)), *others)
+    for layers in (as_cached, unturned):
+        with pytest.raises(CalibrationMismatchError, match=r"^an index after truncation of Deeps"):
+            prove(loaded, replace(calibration, layers=layers), reference)
+
+
 def test_a_token_that_rounding_sends_elsewhere_is_forgiven_in_16_bits():
     """One token of several may be far off in bfloat16, and none in float32; NaN never."""
     expected = torch.ones(5, 9)

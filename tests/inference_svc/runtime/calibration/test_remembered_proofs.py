@@ -17,7 +17,7 @@ from inference_svc.runtime.model.model_loader import describe_model, load_model
 from inference_svc.runtime.model.packed_linear import packed_bytes
 
 # Modes are ragged, gather, masked and single; gpt2 is coupled.
-NAMES = ["llama", "deepseek-v3", "falcon", "bloom", "gpt2"]
+NAMES = ["llama", "deepseek-v3", "deepseek-v32", "falcon", "bloom", "gpt2"]
 
 
 def loaded_of(build, name):

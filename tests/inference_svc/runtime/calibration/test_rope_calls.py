@@ -28,7 +28,7 @@ def model(build):
 
 
 def source(call_index):
-    return KeySource(call_index=call_index, arg_index=1, width=8, seq_dim=2)
+    return KeySource(call_index=call_index, arg_index=1, first=0, width=8, seq_dim=2)
 
 
 def test_a_call_of_a_later_layer_is_out_of_reach(model):
@@ -65,3 +65,5 @@ def test_a_model_that_attends_before_it_calls_is_refused():
     """What it caches would depend on tokens."""
     with pytest.raises(RopeOutOfReachError, match="attends before it"):
         _Search(0).attend(KEYS, KEYS, KEYS, None, {})
+    with pytest.raises(RopeOutOfReachError, match="layer 0 is indexed before it"):
+        _Search(0).indexed(0, KEYS[0])

@@ -61,7 +61,9 @@ def test_words_that_the_model_does_not_know_are_left_out(tiny):
     assert find_sinks(loaded, model.calibration) == 0
 
 
-@pytest.mark.parametrize("name", ["deepseek-v3", "falcon", "bloom", "llama4", "gpt2"])
+@pytest.mark.parametrize(
+    "name", ["deepseek-v3", "deepseek-v32", "falcon", "bloom", "llama4", "gpt2"]
+)
 def test_every_mode_is_measured(tiny, name):
     """Over gathered rows, under a mask of ours, one sequence at a time; or taken as usual."""
     model = tiny(name)

@@ -29,6 +29,7 @@ ARCHITECTURES = (
     "gpt-oss",
     "gpt2",
     "deepseek-v3",
+    "deepseek-v32",
     "diffllama",
     "falcon",
     "gptj",
@@ -176,7 +177,18 @@ def test_bfloat16_stays_close_to_stock(tiny):
 @pytest.mark.parametrize("positions", ["auto", "coupled"])
 @pytest.mark.parametrize(
     "name",
-    ["llama", "phi", "cohere2", "gemma2", "gpt-oss", "gpt2", "deepseek-v3", "falcon", "bloom"],
+    [
+        "llama",
+        "phi",
+        "cohere2",
+        "gemma2",
+        "gpt-oss",
+        "gpt2",
+        "deepseek-v3",
+        "deepseek-v32",
+        "falcon",
+        "bloom",
+    ],
 )
 def test_write_buffer_holds_keys_before_rope(tiny, make_arena, rows, name, positions):
     """Rows of a write buffer, stored and loaded, are bit by bit the KV that attention reads."""
@@ -191,10 +203,10 @@ def test_write_buffer_holds_keys_before_rope(tiny, make_arena, rows, name, posit
     assert buffer.end_token == 30
     again = stored_and_loaded(model, make_arena, rows, buffer, 30)
     for layer_index, recipe in enumerate(model.calibration.layers):
-        for ours, theirs in ((kv.keys, again.keys), (kv.values, again.values)):
+        for ours, theirs in zip(kv.components, again.components, strict=True):
             assert torch.equal(ours[layer_index][:, :, :30], theirs[layer_index][:, :, :30])
         for stored, cached, component in zip(
-            (buffer.keys, buffer.values), (kv.keys, kv.values), recipe.components, strict=True
+            buffer.components, kv.components, recipe.components, strict=True
         ):
             unturned = stored[layer_index][:30].transpose(0, 1)[None]
             is_turned = not torch.equal(unturned, cached[layer_index][:, :, :30])

@@ -33,7 +33,13 @@ def count_forwards(model, chunks, clock=None):
 
 @pytest.mark.parametrize(
     ("name", "sizes"),
-    [("llama", [9]), ("deepseek-v3", [9]), ("falcon", [9]), ("bloom", [4, 3, 2])],
+    [
+        ("llama", [9]),
+        ("deepseek-v3", [9]),
+        ("deepseek-v32", [9]),
+        ("falcon", [9]),
+        ("bloom", [4, 3, 2]),
+    ],
 )
 def test_a_step_is_as_few_forwards_as_the_mode_allows(tiny, name, sizes):
     """All sequences in one forward; one at a time only where the model counts for itself."""

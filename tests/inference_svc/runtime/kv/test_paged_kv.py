@@ -153,8 +153,9 @@ def test_prefault_is_of_pages_and_write_buffers():
     assert make_pool(SHAPES, num_pages, num_slots).prefault() == pages + buffers
 
 
-# Attention over views, over windows, over latents that are expanded, one sequence at a time.
-MODELS = ["llama", "gemma3", "deepseek-v3", "gptj"]
+# Attention over views, over windows, over latents that are expanded, over those that an index
+# chooses, and under a mask.
+MODELS = ["llama", "gemma3", "deepseek-v3", "deepseek-v32", "gptj"]
 
 
 def steps(model, kvs, seed):
@@ -181,7 +182,7 @@ def test_a_model_computes_the_same(tiny, name):
     assert torch.equal(steps(model, [one, other], seed=3), expected)
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3"])
+@pytest.mark.parametrize("name", ["llama", "gemma3", "deepseek-v32"])
 def test_compaction_and_copies_are_the_same(tiny, name):
     """After a discard, and of a prefix that is copied, tokens are those that they would be."""
     model = tiny(name)
@@ -198,6 +199,6 @@ def test_compaction_and_copies_are_the_same(tiny, name):
     for kind in (kvs, copied):
         num_tokens = 13 if kind is copied else kvs[0].num_tokens
         for layer in range(num_layers):
-            for ours, theirs in ((kind[0].keys, kind[1].keys), (kind[0].values, kind[1].values)):
+            for ours, theirs in zip(kind[0].components, kind[1].components, strict=True):
                 read = (tokens.read(layer, 0, num_tokens) for tokens in (ours, theirs))
                 assert torch.equal(*read)

@@ -41,6 +41,7 @@ MODELS = [
     "smollm3",  # layers without positions
     "llama-yarn",  # attention scaling
     "deepseek-v3",  # MLA
+    "deepseek-v32",  # and index keys
     "hunyuan",  # a norm with weights behind RoPE
     "llama4",  # one without, and layers without positions
 ]
@@ -59,21 +60,19 @@ def kept_rows(rows, ranges):
 
 
 def loaded(model, buffer, ranges):
-    """Per layer what a load would make of the rows that are left: keys and values."""
+    """Per layer what a load would make of the rows that are left, component by component."""
     return [
         [
             recipe.embed(kept_rows(rows[layer_index], ranges), 0)
-            for recipe, rows in zip(layer.components, (buffer.keys, buffer.values), strict=True)
+            for recipe, rows in zip(layer.components, buffer.components, strict=True)
         ]
         for layer_index, layer in enumerate(model.calibration.layers)
     ]
 
 
 def in_kv(kv, layer_index):
-    """The sequence KV's rows in use, keys and values, [tokens, heads, dim]."""
-    return [
-        rows[layer_index][0, :, : kv.num_tokens].transpose(0, 1) for rows in (kv.keys, kv.values)
-    ]
+    """The sequence KV's rows in use, component by component, [tokens, heads, dim]."""
+    return [rows[layer_index][0, :, : kv.num_tokens].transpose(0, 1) for rows in kv.components]
 
 
 @pytest.mark.parametrize("ranges", RANGES.values(), ids=RANGES)
@@ -85,10 +84,9 @@ def test_compacted_rows_are_those_a_load_would_bring(tiny, name, ranges):
     expected = loaded(model, buffer, ranges)
     compact_in_place(kv, kept_runs(ranges, NUM_TOKENS), model.calibration)
     assert kv.num_tokens == NUM_TOKENS - num_in(ranges)
-    for layer_index, (keys, values) in enumerate(expected):
-        compacted_keys, compacted_values = in_kv(kv, layer_index)
-        torch.testing.assert_close(compacted_keys, keys, rtol=1e-5, atol=3e-6)
-        torch.testing.assert_close(compacted_values, values, rtol=1e-5, atol=3e-6)
+    for layer_index, components in enumerate(expected):
+        for compacted, rows in zip(in_kv(kv, layer_index), components, strict=True):
+            torch.testing.assert_close(compacted, rows, rtol=1e-5, atol=3e-6)
 
 
 @pytest.mark.parametrize("piece_rows", [1, 7, 16, 1000])

@@ -7,6 +7,7 @@ from itertools import pairwise
 import pytest
 import torch
 from transformers import DynamicCache
+from transformers.cache_utils import DynamicIndexedLayer
 
 from inference_svc.runtime.compute.chunk import Chunk
 from inference_svc.runtime.kv.arena_kv import ScatteredTokens, SlotRun
@@ -42,6 +43,7 @@ ARCHITECTURES = (
     "nanochat",
     "llama4",
     "deepseek-v3",
+    "deepseek-v32",
 )
 ABSOLUTE_TABLES = ("gptj", "falcon")  # their stock models cannot run at positions before 0
 CLOSE = {"rtol": 1e-5, "atol": 1e-5}
@@ -122,6 +124,7 @@ def test_reload_continues_as_if_never_gone(tiny, make_arena, rows, name):
         "gemma3",
         "hunyuan",
         "deepseek-v3",
+        "deepseek-v32",
         "gptj",
     ],
 )
@@ -235,10 +238,13 @@ def test_load_at_other_positions_equals_stock_run_there(tiny, make_arena, rows, 
 def stock_after_dropping(stock, history, drop, new):
     """Run the history at positions from -drop on, cut the cache, and go on."""
     cache = DynamicCache()
+    cache.layer_class_to_replicate = DynamicIndexedLayer
     positions = torch.arange(-drop, len(history) - drop)
     stock(input_ids=torch.tensor([history]), position_ids=positions[None], past_key_values=cache)
     for layer in cache.layers:
         layer.keys, layer.values = layer.keys[:, :, drop:], layer.values[:, :, drop:]
+        if layer.is_indexer_initialized:
+            layer.indexer_keys = layer.indexer_keys[:, drop:]
     left = len(history) - drop
     positions = torch.arange(left, left + len(new))
     answer = stock(
