@@ -106,6 +106,8 @@ class SessionInfo:
         expires_at_ns: None: never.
         retain_ns: how long after each use it is retained; None: it is not.
         retained_until_ns: when that is over unless it is used; None: it is not retained.
+        awaited_tools: names of tools that its last answer calls.
+        superseded: another session goes on in its place.
     """
 
     key: SessionKey
@@ -127,6 +129,8 @@ class SessionInfo:
     expires_at_ns: int | None
     retain_ns: int | None = None
     retained_until_ns: int | None = None
+    awaited_tools: tuple[str, ...] = ()
+    superseded: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -168,6 +168,7 @@ class CacheState:
         """Record a use of the session: O(its blocks)."""
         session.last_access_ns = self.now_ns
         session.num_read_ahead = 0
+        session.awaited_tools, session.superseded = (), False
         if session.ended:
             session.ended = False
             self.outbox.index.session_changed(session.key)
