@@ -77,12 +77,14 @@ class Resembled:
         turns: number of the session's turns up to the last of these.
         was_known: whether there was one.
         first_message: number of the client's messages that precede the turn's input.
+        is_named: whether a client gave the session its name.
     """
 
     session_id: str = ""
     turns: int = 0
     was_known: bool = False
     first_message: int = 0
+    is_named: bool = False
 
 
 @dataclass(frozen=True)

@@ -203,6 +203,20 @@ class EngineLoop:
         await self._saves.settled(key)
         await self._store.end_session(key)
 
+    async def expect(self, key: SessionKey, tools: Sequence[str], *, superseded: bool) -> None:
+        """Report what is likely to become of a session to the store, after its turn's save.
+
+        A turn of it that has come by then is what was expected: then nothing is reported.
+
+        Args:
+            key: the session's key.
+            tools: names of tools that its last answer calls.
+            superseded: whether another session goes on in its place.
+        """
+        await self._saves.settled(key)
+        if not any(request.key == key for request in self._requests):
+            await self._store.expect(key, tools, superseded=superseded)
+
     def drop(self, request: EngineRequest) -> None:
         """Cancel the request wherever it is; do nothing if it is kept or released."""
         if self._requests.drop(request):

@@ -41,7 +41,7 @@ class Session:
         num_read_ahead: blocks read ahead for it since it was last used.
         num_discards: since this kvd knows it.
         lineage: of what it holds; None: no caller has named it yet. Not kept across restarts.
-        awaited_tools: tools that its last answer calls, by name: it is back when they have answered.
+        awaited_tools: names of tools that its last answer calls: it is back when they answer.
             Over when a turn of it arrives, or it is used; not kept across restarts.
         superseded: another session goes on in its place, so it goes before others. The same.
         is_indexed: an entry of it was sent to the index, or came from there.

@@ -243,7 +243,7 @@ def test_a_retained_one_is_kept_as_its_client_wishes():
     assert [is_stored(world, key) for key in (A, B, C)] == [False, True, True]
 
 
-# ---------------------------------------------------------------------------------- returning
+# ------------------------------------------------------------------------------ where they were
 
 
 def test_returns_are_counted_by_where_the_session_was():
