@@ -213,8 +213,8 @@ class EngineLoop:
             tools: names of tools that its last answer calls.
             superseded: whether another session goes on in its place.
         """
-        await self._saves.settled(key)
-        if not any(request.key == key for request in self._requests):
+        is_newest = not self._requests.has(key) and await self._saves.ended(key)
+        if is_newest and not self._requests.has(key):
             await self._store.expect(key, tools, superseded=superseded)
 
     def drop(self, request: EngineRequest) -> None:

@@ -360,10 +360,16 @@ async def test_what_is_expected_of_a_session_is_told_after_its_save(model):
         await telling
         assert engine.store.expected == [(turn.key.session_id, ("bash",), False)]
         assert engine.store.order[-2:] == ["save", "expect"]
-        request = engine.request(range(20, 60))
+        engine.store.may_end.clear()
+        turn = await engine.run(turn.token_ids)
+        telling = asyncio.create_task(engine.loop.expect(turn.key, ("late",), superseded=False))
+        await asyncio.sleep(0)
+        request = engine.request(turn.token_ids)
         await engine.loop.generate(request)
-        await engine.loop.expect(turn.key, (), superseded=True)
+        await engine.loop.expect(turn.key, ("early",), superseded=False)
         engine.loop.drop(request)
+        engine.store.may_end.set()
+        await telling
         await engine.all_released()
         assert len(engine.store.expected) == 1
         await engine.loop.expect(turn.key, (), superseded=True)
