@@ -1,4 +1,4 @@
-"""What kvd is told to expect of sessions: tools that an answer calls, edits that leave one behind."""
+"""What kvd is told of sessions: tools that an answer calls, and edits that leave one behind."""
 
 import pytest
 
