@@ -50,6 +50,7 @@ RECOMPUTED: Mapping[str, str] = {
     "evicted": "its KV had left all tiers, to make room for other sessions",
     "expired": "the time to live of its KV had passed",
     "flushed": "an operator had flushed its KV",
+    "discarded": "its tokens had been discarded: by an overflow, a compression, or a client",
     "corrupt": "its KV was not what had been stored, and was thrown away",
     "unknown_session": "kvd does not know that it ever had its KV",
     "not_stored": "its KV had not been stored, or not yet",

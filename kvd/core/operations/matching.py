@@ -30,6 +30,8 @@ from kvd.core.state.session_history import MoveKind
 from shared.types.block_key import TOKEN_BYTES
 from shared.types.session_key import SessionKey
 
+DISCARDED = "discarded"  # why tokens are missed that a discard has taken from another context
+
 
 class Piece(NamedTuple):
     """A span that holds tokens [token_offset, end) of the sequence."""
@@ -152,6 +154,14 @@ def match_tokens(state: CacheState, key: SessionKey, token_ids: bytes, chaining:
         return own
     shared = _extended(state, chaining, Match([], chaining.root, own.miss_reason), token_ids)
     return own if own.end >= shared.end else shared
+
+
+def why_missed(state: CacheState, match: Match, token_ids: bytes, chaining: Chaining) -> str:
+    """Say why a sequence is not stored beyond a match: O(1), a hash of the next block's tokens."""
+    end = min(chaining.end_of_block(match.end), len(token_ids) // TOKEN_BYTES)
+    tokens = slice_tokens(token_ids, match.end, end)
+    is_discarded = chaining.key(match.chain, match.end, tokens) in state.discarded
+    return DISCARDED if is_discarded else match.miss_reason
 
 
 def _why_gone(state: CacheState, key: SessionKey) -> str:

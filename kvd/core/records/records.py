@@ -47,11 +47,11 @@ class LoadAnswer:
     read before `loads.settle` has returned them.
 
     Attributes:
-        miss_reason: "" unless MISS; then one of "unknown_session", "tokens_differ", "not_stored",
-            "evicted", "expired", "flushed", "corrupt", "read_error", "deadline" (settled before a
-            read came back), "busy" (no slot to read into just now; may be asked again on
-            SpaceFreed), "on_ssd" (stored, but the first block is not in DRAM, and only that was
-            asked for).
+        miss_reason: why no more is stored: "unknown_session", "tokens_differ", "not_stored",
+            "evicted", "expired", "flushed", "discarded", "corrupt". Only on MISS also "read_error",
+            "deadline" (settled before a read came back), "busy" (no slot to read into just now; may
+            be asked again on SpaceFreed), "on_ssd" (stored, but the first block is not in DRAM, and
+            only that was asked for). "": all is stored, or `more` is; or it was settled.
     """
 
     lookup: Lookup
