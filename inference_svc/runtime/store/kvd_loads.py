@@ -76,7 +76,7 @@ class KvdTalk:
 
 
 RECOMPUTE_CHEAPER = "recompute_cheaper"
-PARTIAL = "partial"  # an older kvd does not say why it has no more
+PARTIAL = "partial"  # kvd does not say why it has no more: it is older, or never had it
 
 log = get_logger(__name__)
 

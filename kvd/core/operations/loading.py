@@ -17,6 +17,7 @@ from kvd.core.io.writing import Writer
 from kvd.core.operations.chaining import Chaining
 from kvd.core.operations.matching import (
     DISCARDED,
+    UNKNOWN_SESSION,
     Piece,
     check_from_token,
     match_tokens,
@@ -104,10 +105,9 @@ class Loader:
         match = match_tokens(state, key, token_ids, chaining)
         if session is not None and session.lineage is None and match.covers(session):
             session.lineage = lineage
-        reason = ""
-        if match.end < num_tokens:
+        reason, missing = match.miss_reason, num_tokens - match.end
+        if missing:
             reason = why_missed(state, match, token_ids, chaining)
-            missing = num_tokens - match.end
             if state.history.knows(key) or reason == DISCARDED:
                 state.record_move(key, MoveKind.MISSED, num_tokens=missing, why=reason)
         stored = [piece for piece in match.pieces if piece.end > from_token]
@@ -117,7 +117,8 @@ class Loader:
                 state.leases.next_id(), engine_id, key, from_token, since_ns=state.now_ns
             )
             answer = self.grant(lease, pieces, len(stored))
-            if answer.lookup is not Lookup.MISS and not answer.more:
+            is_told = missing and reason != UNKNOWN_SESSION  # it shares what another has stored
+            if is_told and answer.lookup is not Lookup.MISS and not answer.more:
                 answer = replace(answer, miss_reason=reason)
         else:
             answer = self._miss(ON_SSD if stored else reason)

@@ -30,6 +30,7 @@ from kvd.core.state.session_history import MoveKind
 from shared.types.block_key import TOKEN_BYTES
 from shared.types.session_key import SessionKey
 
+UNKNOWN_SESSION = "unknown_session"
 DISCARDED = "discarded"  # why tokens are missed that a discard has taken from another context
 
 
@@ -168,7 +169,7 @@ def _why_gone(state: CacheState, key: SessionKey) -> str:
     """Say why a session is not stored, as far as it is known to have been."""
     removal = state.history.removal(key)
     if removal is None:
-        return "unknown_session"
+        return UNKNOWN_SESSION
     return removal.why if removal.kind is MoveKind.DROPPED else removal.kind.value
 
 
