@@ -231,6 +231,27 @@ class InferenceClient:
         request = pb.EndSessionRequest(tenant=tenant, session_id=session_id)
         await self._call(self._stub.EndSession, request)
 
+    async def expect_session(
+        self,
+        session_id: str,
+        awaited_tools: Iterable[str] = (),
+        *,
+        superseded: bool = False,
+        tenant: str = "",
+    ) -> None:
+        """Tell what is likely to become of a session after its turn; hints for the cache.
+
+        `awaited_tools` are names of tools that its answer calls; `superseded` says that another
+        session goes on in its place.
+        """
+        request = pb.ExpectSessionRequest(
+            tenant=tenant,
+            session_id=session_id,
+            awaited_tools=awaited_tools,
+            superseded=superseded,
+        )
+        await self._call(self._stub.ExpectSession, request)
+
     async def fork_session(
         self,
         session_id: str,

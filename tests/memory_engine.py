@@ -94,6 +94,7 @@ class MemoryStore:
         self.lineages = {}  # of these tokens
         self.ended = []
         self.retained = []
+        self.expected = []
 
     async def begin(self, request):
         self.order.append("load")
@@ -194,6 +195,10 @@ class MemoryStore:
     async def retain(self, key, retention, prefix):
         self.order.append("retain")
         self.retained.append((key, retention, prefix))
+
+    async def expect(self, key, tools, *, superseded):
+        self.order.append("expect")
+        self.expected.append((key.session_id, tools, superseded))
 
     async def end_session(self, key):
         self.order.append("end")

@@ -36,6 +36,8 @@ COUNTERS: Mapping[str, str] = {
     "shifts_failed": "discards after which it was released from memory",
     "store_discards": "discards that were reported to kvd",
     "store_discards_failed": "discards that could not be reported: a later load misses",
+    "expectations": "times that kvd was told which tools a session awaits, or what supersedes it",
+    "expectations_lost": "of which kvd heard nothing: it was not there, too old, or had not stored",
     "resident_hits": "turns whose session still had KV in memory",
     "prefixes_shared": "turns that began with KV in memory of another session",
     "residents_evicted": "idle sessions whose KV left memory for others'",

@@ -50,6 +50,7 @@ RECOMPUTED: Mapping[str, str] = {
     "evicted": "its KV had left all tiers, to make room for other sessions",
     "expired": "the time to live of its KV had passed",
     "flushed": "an operator had flushed its KV",
+    "discarded": "its tokens had been discarded: by an overflow, a compression, or a client",
     "corrupt": "its KV was not what had been stored, and was thrown away",
     "unknown_session": "kvd does not know that it ever had its KV",
     "not_stored": "its KV had not been stored, or not yet",
@@ -77,12 +78,14 @@ class Resembled:
         turns: number of the session's turns up to the last of these.
         was_known: whether there was one.
         first_message: number of the client's messages that precede the turn's input.
+        is_named: whether a client gave the session its name.
     """
 
     session_id: str = ""
     turns: int = 0
     was_known: bool = False
     first_message: int = 0
+    is_named: bool = False
 
 
 @dataclass(frozen=True)

@@ -204,6 +204,14 @@ METRICS = MetricTable(
             },
         ),
         Metric(
+            "inference_expectations_total",
+            "counter",
+            "Hints of what is to become of a session (tools awaited, superseded), by whether kvd "
+            "heard them: it may be away, too old, or have stored nothing of it",
+            ("result",),
+            {"told": "expectations", "lost": "expectations_lost"},
+        ),
+        Metric(
             "inference_saves_cut_short_total",
             "counter",
             "Blocks stored before they were full, to make room in the write ring",

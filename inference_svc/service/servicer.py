@@ -87,6 +87,16 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):  # type: ignore[mi
         await self._gateway.turns.sessions.end(self._key(request))
         return pb.EndSessionResponse()
 
+    async def ExpectSession(  # noqa: N802
+        self, request: pb.ExpectSessionRequest, context: Context
+    ) -> pb.ExpectSessionResponse:
+        """Take what a client knows of a session after a turn, and report it to kvd."""
+        del context
+        await self._gateway.turns.sessions.expect(
+            self._key(request), request.awaited_tools, superseded=request.superseded
+        )
+        return pb.ExpectSessionResponse()
+
     async def ForkSession(  # noqa: N802
         self, request: pb.ForkSessionRequest, context: Context
     ) -> pb.Session:

@@ -106,7 +106,7 @@ class TenantEraser:
     def _forget(self, tenant: str | None) -> None:
         """Forget what happened to the sessions, which is kept by their ids."""
         for cache in self._caches:
-            cache.act(lambda core: core.inspection.history.forget(tenant))
+            cache.act(lambda core: core.erasing.forget(tenant))
         self._events.forget(tenant)
 
     async def _clear(self, cache: Cache) -> FlushAnswer:

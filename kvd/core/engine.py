@@ -6,7 +6,8 @@ tasks. Time enters through `advance`, before each call; effects leave through `d
 completions come back as calls of the part that asked for the effect.
 
     who asks                     part
-    an engine                    loads, stores, sessions (discard, end), retention, engines (queues)
+    an engine                    loads, stores, sessions (discard, end), retention, expectations,
+                                 engines (queues)
     an operator                  sessions, inspection, scrubs, erasing, session_files
     the performer, at an end     arrivals (ReadBlock, VerifySlot, VerifyExtent), hashes (HashSlot),
                                  writes (WriteBlock, DropBlock), compactions (CompactTokens,
@@ -40,6 +41,7 @@ from kvd.core.operations.arriving import Arrivals
 from kvd.core.operations.compacting import Compactor
 from kvd.core.operations.engines import EngineReports
 from kvd.core.operations.erasing import Eraser
+from kvd.core.operations.expecting import Expectations
 from kvd.core.operations.loading import Loader
 from kvd.core.operations.reconfiguring import Reconfigurer
 from kvd.core.operations.retaining import Retainer
@@ -71,6 +73,7 @@ class CacheEngine:
         stores: from tokens to leased slots to be filled, and to a longer session.
         sessions: discards, ends, pins, TTLs, flushes.
         retention: which sessions clients want to be kept for a while.
+        expectations: what is likely to become of sessions, and where those were that returned.
         engines: their queues, and what becomes of their leases.
         inspection: what there is, and what happened.
         scrubs: comparing every copy with what was stored.
@@ -102,7 +105,10 @@ class CacheEngine:
         self.inspection = Inspector(state)
         self.sessions = Sessions(state, self.inspection, compactor.consider, prefetcher.reschedule)
         self.retention = Retainer(state, self.stores.adopt, writer.take)
-        self.engines = EngineReports(state, self.loads, self.stores, prefetcher)
+        self.expectations = Expectations(state)
+        self.engines = EngineReports(
+            state, self.loads, self.stores, prefetcher, self.expectations.arrived
+        )
         self.scrubs = Scrubber(state, self.loads, writer)
         self.erasing = Eraser(state, self.loads, self.stores, self.sessions)
         self.session_files = SessionFiles(state, self.loads, self.stores)

@@ -253,6 +253,33 @@ METRICS = MetricTable(
             "Of these, those cut to what settings and TTLs allow, perhaps to nothing",
             counted="retentions_cut",
         ),
+        _counter(
+            "kvd_awaits_total",
+            "Answers that call tools, as engines said: their sessions are back when those answer",
+            counted="awaits",
+        ),
+        _counter(
+            "kvd_supersedes_total",
+            "Sessions in whose place others went on, as engines said: they go first",
+            counted="supersedes",
+        ),
+        _counter(
+            "kvd_returns_total",
+            "Turns that arrived of sessions stored before, by where all of the session was, or the "
+            "farthest of it; gone: in no tier, as far as kvd remembers",
+            "where",
+            counted={"dram": "returns_dram", "ssd": "returns_ssd", "gone": "returns_gone"},
+        ),
+        _counter(
+            "kvd_tool_returns_total",
+            "Of these, turns of sessions that awaited tools",
+            "where",
+            counted={
+                "dram": "tool_returns_dram",
+                "ssd": "tool_returns_ssd",
+                "gone": "tool_returns_gone",
+            },
+        ),
         _gauge(
             "kvd_tenant_used_bytes",
             "What a tenant that the settings name stores, as its quota counts it",

@@ -116,6 +116,7 @@ class EngineService(kvd_pb2_grpc.EngineServicer):  # type: ignore[misc]  # the s
                     kvd_version=__version__,
                     copiers=self._live.loaded.settings.copier.enabled,
                     retention=True,
+                    expectations=True,
                     max_queue_jobs=self._live.loaded.settings.limits.max_queue_jobs,
                 )
             )
@@ -216,6 +217,18 @@ class EngineService(kvd_pb2_grpc.EngineServicer):  # type: ignore[misc]  # the s
             )
         )
         return pb.RetainSessionResponse(retained_s=granted_ns / NS_PER_S)
+
+    async def ExpectSession(  # noqa: N802
+        self, request: pb.ExpectSessionRequest, _: Any
+    ) -> pb.ExpectSessionResponse:
+        """Take what is likely to become of a session."""
+        engine, key = self._who(request)
+        stored = engine.cache.act(
+            lambda core: core.expectations.expect(
+                key, request.awaited_tools, superseded=request.superseded
+            )
+        )
+        return pb.ExpectSessionResponse(stored=stored)
 
     async def PushQueue(  # noqa: N802
         self, requests: AsyncIterator[pb.QueueSnapshot], _: Any

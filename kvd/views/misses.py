@@ -19,6 +19,10 @@ _REASONS = {
         "set a longer one: kvd ttl SESSION, or sessions.default_ttl in the settings",
     ),
     "flushed": ("an operator had flushed it", "nothing: it is stored again by its next turn"),
+    "discarded": (
+        "its tokens had been discarded from the session that had stored them",
+        "let forks take a turn before, or drop fewer: overflow, compression, clients' discards",
+    ),
     "corrupt": (
         "its KV was not what had been stored, and was thrown away",
         "look for failing memory or disks: kvd doctor, kvd events --name block_corrupt",

@@ -42,6 +42,8 @@ _MOVES = {  # words for kinds of moves, which may end with their reason
     "expired": "expired",
     "flushed": "flushed",
     "ended": "ended by its engine",
+    "awaiting": "awaits {why}",
+    "superseded": "superseded: another session goes on in its place",
     "pinned": "pinned ({why})",
     "unpinned": "unpinned",
     "ttl_set": "TTL set",
@@ -79,6 +81,7 @@ def session_table(info: kvd_pb2.SessionInfo) -> Table:
         ("idle", format_duration(info.idle_s)),
         ("expires in", f"{expiry(info.expires_in_s)} (ttl: {_ttl_source(info)})"),
         ("retained for", _retention(info)),
+        ("awaits", ", ".join(info.awaited_tools) or "-"),
         ("leases", str(info.leases)),
         ("state", state(info)),
     )

@@ -12,6 +12,7 @@ from shared.terminal.tables import Column, fitted
 from shared.types.units import format_bytes, format_duration
 
 MOST_TENANTS = 20  # lines; --json has them all
+PLACES = ("dram", "ssd", "gone")  # where sessions were that returned
 
 
 def stats_tables(
@@ -30,6 +31,8 @@ def stats_tables(
         yield unavailable_table(stats, width)
     yield _tiers_table(stats, width)
     yield _loads_table(stats, rates, width)
+    if any(layout.counters.get(f"returns_{where}") for layout in stats.layouts for where in PLACES):
+        yield _returns_table(stats, rates, width)
     yield _queues_table(stats, width)
     yield engines_table(stats, width)
     yield _layouts_table(stats, width)
@@ -160,6 +163,27 @@ def _loads_table(stats: kvd_pb2.GetStatsResponse, rates: Rates, width: int) -> T
         )
         rows.append(row)
     return _table(f"loads and stores, {_since(rates)}", columns, rows, width)
+
+
+def _returns_table(stats: kvd_pb2.GetStatsResponse, rates: Rates, width: int) -> Table:
+    """Return where sessions were when their next turns came: after tools, and after all else."""
+    columns = (
+        Column("model"),
+        Column("after"),
+        Column("turns", is_number=True),
+        Column("resident", is_number=True),
+        *(Column(heading, is_number=True) for heading in PLACES),
+    )
+    rows = []
+    for layout in stats.layouts:
+        all_of = [rates.count(layout.layout, f"returns_{where}") for where in PLACES]
+        tools = [rates.count(layout.layout, f"tool_returns_{where}") for where in PLACES]
+        others = [every - tool for every, tool in zip(all_of, tools, strict=True)]
+        for after, counts in (("tools", tools), ("all else", others)):
+            num_turns = sum(counts)
+            share = percent(counts[0] / num_turns if num_turns else None)
+            rows.append((layout.model[:12], after, str(num_turns), share, *map(str, counts)))
+    return _table(f"turns by where their session was, {_since(rates)}", columns, rows, width)
 
 
 def percent(share: float | None) -> str:

@@ -176,6 +176,8 @@ def state(info: kvd_pb2.SessionInfo) -> str:
         ("pinned", info.pin == kvd_pb2.PIN_HARD),
         ("soft-pinned", info.pin == kvd_pb2.PIN_SOFT),
         ("retained", info.retain_s > 0),
+        ("awaits tools", bool(info.awaited_tools)),
+        ("superseded", info.superseded),
         ("ended", info.ended),
         ("in use", bool(info.leases)),
     )

@@ -66,7 +66,7 @@ class KvdClient(KvdConnection):
         self.beside: list[Callable[[Attachment], Coroutine[object, object, None]]] = []
         # Sessions whose end kvd does not know.
         self._ended: OrderedDict[SessionKey, None] = OrderedDict()
-        self._has_told_of_retention = False
+        self._told_missing: set[str] = set()  # what an older kvd has not, and that is logged
 
     async def prepare_load(
         self,
@@ -225,9 +225,7 @@ class KvdClient(KvdConnection):
         """
         attachment = self._ready()
         if not attachment.offers_retention:
-            if not self._has_told_of_retention:
-                log.warning("kvd_cannot_retain", remedy="update kvd: it is older than this engine")
-            self._has_told_of_retention = True
+            self._tell_missing("kvd_cannot_retain")
             return 0.0
         request = pb.RetainSessionRequest(
             engine_id=attachment.engine_id,
@@ -237,6 +235,37 @@ class KvdClient(KvdConnection):
         )
         response = await self._call(attachment.stub.RetainSession, request, CALL_S)
         return float(response.retained_s)
+
+    async def expect_session(
+        self, key: SessionKey, awaited_tools: Sequence[str] = (), *, superseded: bool = False
+    ) -> bool:
+        """Have kvd know what is likely to become of a session, after its turn's stores.
+
+        A hint that may be lost: an older kvd is not told.
+
+        Args:
+            key: names the session.
+            awaited_tools: names of tools that its answer calls: it is back when they have answered.
+            superseded: whether another session goes on in its place.
+
+        Returns:
+            Whether kvd was told, and something of the session is stored.
+
+        Raises:
+            InvalidInputError: names that cannot be, or too many: shared/types/awaited_tools.py.
+        """
+        attachment = self._ready()
+        if not attachment.offers_expectations:
+            self._tell_missing("kvd_cannot_expect")
+            return False
+        request = pb.ExpectSessionRequest(
+            engine_id=attachment.engine_id,
+            session=key_message(key),
+            awaited_tools=awaited_tools,
+            superseded=superseded,
+        )
+        response = await self._call(attachment.stub.ExpectSession, request, CALL_S)
+        return bool(response.stored)
 
     async def get_session(self, key: SessionKey) -> pb.SessionInfo:
         """Return what kvd knows of a session.
@@ -267,6 +296,12 @@ class KvdClient(KvdConnection):
             for task in beside:
                 task.cancel()
             await asyncio.gather(*beside, return_exceptions=True)
+
+    def _tell_missing(self, event: str) -> None:
+        """Log once what this kvd cannot be asked for."""
+        if event not in self._told_missing:
+            self._told_missing.add(event)
+            log.warning(event, remedy="update kvd: it is older than this engine")
 
     async def _report_end(self, attachment: Attachment, key: SessionKey) -> None:
         request = pb.EndSessionRequest(engine_id=attachment.engine_id, session=key_message(key))

@@ -28,7 +28,7 @@ class LoadGrant:
         lookup: on a MISS there is no lease and nothing to complete.
         spans: contiguous, covering [from_token, end_token).
         more: whether more is stored beyond end_token; request it after complete_load.
-        miss_reason: slug, "" unless MISS.
+        miss_reason: slug, why no more is granted; "" if it is not said, as it is of a MISS.
         arena: stays mapped for as long as this grant is referred to.
         progress: reports which layers are ready; None unless PENDING.
     """
@@ -112,7 +112,7 @@ def load_grant(
         spans=spans,
         end_token=end,
         more=is_granted and response.more,
-        miss_reason="" if is_granted else response.miss_reason or "miss",
+        miss_reason=response.miss_reason or ("" if is_granted else "miss"),
         arena=arena,
         progress=_progress(response, words) if lookup is Lookup.PENDING else None,
     )

@@ -57,6 +57,7 @@ SESSIONS = (
         idle_s=0.25,
         expires_in_s=-1,
         pin=pb.PIN_HARD,
+        awaited_tools=["bash", "read_file"],
     ),
     pb.SessionInfo(
         session=key("old", "acme-industries"),
@@ -137,6 +138,11 @@ STATS = pb.GetStatsResponse(
             leases=1,
             counters={
                 "load_hits": 95,
+                "returns_dram": 61,
+                "returns_ssd": 32,
+                "returns_gone": 4,
+                "tool_returns_dram": 48,
+                "tool_returns_ssd": 2,
                 "load_misses": 5,
                 "load_tokens_dram": 1_234_567,
                 "load_tokens_ssd": 89_012,

@@ -139,6 +139,7 @@ async def test_sessions_of_other_tenants_do_not_exist(attacked):
                 client.get_session("secret-talk", tenant=tenant),
                 client.delete_session("secret-talk", tenant=tenant),
                 client.end_session("secret-talk", tenant=tenant),
+                client.expect_session("secret-talk", ["bash"], tenant=tenant),
                 client.fork_session("secret-talk", tenant=tenant),
                 client.cancel("secret-talk", tenant=tenant),
                 client.discard("secret-talk", [(0, 1)], tenant=tenant),

@@ -267,6 +267,7 @@ async def test_engines_of_a_user_are_held_to_its_tenants(tmp_path):
         for call in (
             *(engine.store(other, TOKENS), engine.load(other, TOKENS)),
             *(engine.client.get_session(other), engine.client.end_session(other)),
+            engine.client.expect_session(other, ["bash"]),
             engine.client.retain_session(other, 60),
         ):
             with pytest.raises(DeniedError) as denied:

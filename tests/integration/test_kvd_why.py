@@ -6,12 +6,17 @@ from typing import Any
 
 import pytest
 
+from inference_svc.client import turn_request
 from kvd.core.state.session_history import REMOVALS
 from kvd.views.misses import explained
+from shared.pb.inference.v1 import inference_pb2
 from shared.pb.kvd.v1 import kvd_pb2
+from tests.inference_processes import InferenceProcess, wait_kvd_state
+from tests.kvd_polling import all_clean
 from tests.processes import KvdProcess, run_cli, running_kvd
 from tests.synthetic_engine import attached_engine, key_of
 
+GREEDY = inference_pb2.Sampling(max_tokens=8, ignore_eos=True)
 NAMES = ("flushed", "other", "longer", "kept")
 TOKENS = {name: list(range(100 * n, 100 * n + 50)) for n, name in enumerate(NAMES, 1)}
 
@@ -57,7 +62,9 @@ async def test_sessions_that_were_missed(tmp_path: Path) -> None:
     assert unknown[0] == 3
 
 
-@pytest.mark.parametrize("reason", ["evicted", "expired", "flushed", "corrupt", "of_tomorrow"])
+@pytest.mark.parametrize(
+    "reason", ["evicted", "expired", "flushed", "discarded", "corrupt", "of_tomorrow"]
+)
 def test_what_helps(reason: str) -> None:
     """For each reason there is something to do, and one of another release is shown."""
     missed = kvd_pb2.SessionMove(kind="missed", why=reason, num_tokens=9, age_s=5)
@@ -74,3 +81,31 @@ def test_how_it_left() -> None:
         found = explained(kvd_pb2.DescribeSessionResponse(history=[gone]))
         assert found.gone in {"evicted", "expired", "flushed"}
         assert found.remedy
+
+
+async def test_tokens_that_were_discarded(tiny_model: Path, short_dir: Path) -> None:
+    """A fork from before the discard: its turn says so, and both commands that say why."""
+    async with (
+        running_kvd(short_dir / "kvd", "--dram", "64MB", "--ssd", "64MB") as kvd,
+        InferenceProcess(tiny_model, short_dir, kvd.runtime_dir) as service,
+        service.client() as client,
+    ):
+        await wait_kvd_state(client, "attached")
+        document = [5 + number * 7 % 400 for number in range(400)]  # three blocks, and more
+        await client.submit(turn_request(document, "a", sampling=GREEDY))
+        await all_clean(kvd)
+        await client.fork_session("a", new_session_id="before")
+        await client.discard("a", ranges=[(128, 256)])
+        turn = await client.submit(turn_request("More ", "a", sampling=GREEDY))
+        assert (turn.usage.recompute_reason, turn.usage.recomputed_tokens) == ("", 0)
+        fork = await client.submit(turn_request("More ", "before", sampling=GREEDY))
+        assert fork.usage.recompute_reason == "discarded"
+        assert fork.usage.reused_tokens == 128
+        told = await why(kvd, "before")
+        explained_turn = await client.explain_miss("before")
+    assert told["reason"] == "discarded"
+    assert told["missed_tokens"] >= fork.usage.recomputed_tokens  # its new ones were asked for, too
+    assert "discarded" in told["told"]
+    assert "forks" in told["remedy"]
+    assert explained_turn.miss.cause == "discarded"
+    assert "discarded" in explained_turn.told

@@ -83,13 +83,19 @@ class OperationsMachine(TurnsMachine):
 
     @rule(
         key=st.sampled_from(KEYS),
-        what=st.sampled_from([*Pin, "end", "ttl", "never", "retain", "leave"]),
+        what=st.sampled_from(
+            [*Pin, "end", "ttl", "never", "retain", "leave", "await", "supersede"]
+        ),
     )
     def change(self, key, what) -> None:
         engine = self.world.engine
         if not self._stored(key):
             assert not engine.sessions.end(key)
             assert not engine.retention.retain(key, 30)
+            assert not engine.expectations.expect(key, ("bash",), superseded=False)
+        elif what in ("await", "supersede"):
+            tools = ("bash",) if what == "await" else ()
+            assert engine.expectations.expect(key, tools, superseded=not tools)
         elif what in ("retain", "leave"):
             is_kept = not engine.inspection.info(key).ended
             granted_ns = engine.retention.retain(key, 30 if what == "retain" else 0)

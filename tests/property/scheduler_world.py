@@ -29,6 +29,7 @@ ADMITTED = (RequestState.LOADING, RequestState.READY, RequestState.RUNNING)
 NUM_LAYERS = 4
 VOID = -1
 MS = 1_000_000
+FIRST_ARRIVING = 10_000  # number of a turn that arrives before it is submitted
 KEYS = tuple(SessionKey(tenant, "0f", str(i)) for tenant in ("a", "b") for i in range(4))
 
 
@@ -111,6 +112,8 @@ class SchedulerWorld:
         self.scheduler = Scheduler(limits, self.rates, NUM_LAYERS, {"b": 2.0})
         self.now_ns = 1
         self.turns: dict[int, Turn] = {}  # every one ever submitted
+        self.arriving: dict[int, tuple[SessionKey, Rank]] = {}  # by number
+        self.num_arrived = 0
         self.residents: dict[SessionKey, SequenceKv] = {}
         self.leaving: dict[SessionKey, SequenceKv] = {}  # evicted by the plan being carried out
         # Under way, and whether there was room for it.
@@ -200,6 +203,9 @@ class SchedulerWorld:
             (request.number, (-request.priority, request.start_tag, request.number))
             for request in list(self.scheduler.queue)
         ]
+        assert [rank for _, rank in waiting] == sorted(rank for _, rank in waiting)
+        waiting += [(number, rank) for number, (_, rank) in self.arriving.items()]
+        waiting.sort(key=lambda one: one[1])
         return [(number, None) for number in sorted(running)] + waiting
 
     def alive(self) -> list[Turn]:
@@ -224,13 +230,33 @@ class SchedulerWorld:
             self.conversations[key] = (prompts or [self.conversations[other]])[-1][:num_tokens]
             self.forked.add(key)
 
-    def submit(self, key, new_tokens, max_tokens, *, priority=0, deadline_ns=None) -> Turn | None:
-        """Submit a turn that goes on with its conversation, as far as that fits."""
+    def arrive(self, key, priority=0) -> int:
+        """A turn arrives whose prompt is not made; returns its number, for `submit`, `withdraw`."""
+        number = FIRST_ARRIVING + self.num_arrived
+        self.num_arrived += 1
+        queue = self.scheduler.queue
+        self.arriving[number] = key, (-priority, queue._next_tag(key.tenant), number)
+        queue.arrives(number, key, priority, len(self.conversations[key]))
+        assert queue.is_arriving(key)
+        return number
+
+    def withdraw(self, number) -> None:
+        """A turn is refused, fails, is cancelled, or is over: nothing, if it was submitted."""
+        self.arriving.pop(number, None)
+        self.scheduler.queue.withdraw(number)
+
+    def submit(
+        self, key, new_tokens, max_tokens, *, priority=0, deadline_ns=None, number=None
+    ) -> Turn | None:
+        """Submit a turn that goes on with its conversation, as far as that fits.
+
+        `number`: of a turn that has arrived.
+        """
         history, window = self.conversations[key], self.window_tokens
         new_tokens = min(new_tokens, window)
         if len(history) + new_tokens > window:
             del history[: max(len(history) // 2, len(history) + new_tokens - window)]
-        number = len(self.turns)
+        number = len(self.turns) if number is None else number
         token_ids = history + [number * 1000 + i for i in range(new_tokens)]
         request = Request(
             number,
@@ -248,7 +274,9 @@ class SchedulerWorld:
         except QueueFullError as error:
             assert len(self.scheduler.queue) >= self.limits.max_waiting
             assert error.retry_after_s > 0  # noqa: PT017
+            self.withdraw(number)
             return None
+        self.arriving.pop(number, None)
         turn = self.turns[number] = Turn(request, is_rigid=number % 5 == 0)
         return turn
 

@@ -6,9 +6,13 @@ where its last one finishes, and one of weight 2 finishes in half the time. A te
 queue waits behind its own requests; others pass. Virtual time is the tag of the newest admission;
 it catches up when nobody waits.
 
+A turn *arrives* before its prompt is known: its text is still to be encoded. The feed has it about
+where it will wait, so that its history can be read meanwhile; its request, of the same number,
+takes the place over.
+
 Invariants (`check`): 1. the order is that of (-priority, start tag, number); 2. a request that
 comes back has its old tag, so that it is before its equals; 3. a key has a rank while one of its
-requests waits.
+requests waits; 4. who arrives does not wait yet, and is counted nowhere but in the feed.
 
 *Source:* start-time fair queueing (Goyal, Vin, Cheng, SIGCOMM'96); virtual token counters for LLM
 serving: Sheng et al., OSDI'24.
@@ -48,6 +52,7 @@ class WaitingQueue:
         self._ranks: dict[SessionKey, list[Rank]] = {}  # of a session's requests, sorted
         self._finish_tags: dict[str, float] = {}  # by tenant, of its newest request
         self._virtual_time = 0.0
+        self._arriving: dict[int, SessionKey] = {}  # by number
 
     def __len__(self) -> int:
         return len(self._order)
@@ -65,11 +70,29 @@ class WaitingQueue:
         ranks = self._ranks.get(key)
         return ranks[0] if ranks else None
 
+    def arrives(self, number: int, key: SessionKey, priority: int, history_tokens: int) -> None:
+        """Report a turn of a session whose request will have this number.
+
+        The caller owes `withdraw`, whatever becomes of it.
+        """
+        self._arriving[number] = key
+        rank = (-priority, self._next_tag(key.tenant), number)
+        self._feed.waits(rank, key, history_tokens)
+
+    def withdraw(self, number: int) -> None:
+        """Report that a turn has left before its request came; nothing if that has come."""
+        if self._arriving.pop(number, None) is not None:
+            self._feed.left(number)
+
+    def is_arriving(self, key: SessionKey) -> bool:
+        """Whether a turn of the session has arrived whose request has not come."""
+        return key in self._arriving.values()
+
     def add(self, request: Request) -> None:
         """Queue a new request, and charge its tenant for it."""
         tenant = request.key.tenant
-        tag = max(self._virtual_time, self._finish_tags.get(tenant, 0.0))
-        request.start_tag = tag
+        tag = request.start_tag = self._next_tag(tenant)
+        self._arriving.pop(request.number, None)
         self._finish_tags[tenant] = tag + self._cost(request)
         self.put_back(request)
 
@@ -110,6 +133,7 @@ class WaitingQueue:
         assert list(self._order) == sorted(map(_rank_of, self._requests.values()))
         ranks = [rank for ranks in self._ranks.values() for rank in ranks]
         assert sorted(ranks) == list(self._order)
+        assert not self._arriving.keys() & self._requests.keys()
         assert all(ranks == sorted(ranks) for ranks in self._ranks.values())
 
     def _take_out(self, request: Request) -> None:
@@ -120,6 +144,10 @@ class WaitingQueue:
         ranks.remove(rank)
         if not ranks:
             del self._ranks[request.key]
+
+    def _next_tag(self, tenant: str) -> float:
+        """Return the start tag of the tenant's next request."""
+        return max(self._virtual_time, self._finish_tags.get(tenant, 0.0))
 
     def _cost(self, request: Request) -> float:
         """Return the virtual time of a request: tokens to compute over its tenant's weight."""

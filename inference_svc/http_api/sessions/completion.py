@@ -14,6 +14,7 @@ import time
 from collections.abc import Coroutine
 from typing import Any
 
+from inference_svc.core.chat import Message
 from inference_svc.core.turn_record import Finished
 from inference_svc.http_api.sessions.lookup import (
     ConversationTurn,
@@ -24,9 +25,11 @@ from inference_svc.http_api.sessions.lookup import (
 from inference_svc.http_api.sessions.routing import Caller, HistoryChain, HttpTurn
 from inference_svc.http_api.sessions.store import ApiStore
 from inference_svc.http_api.sessions.subagents import IdleSubagents
+from inference_svc.http_api.sessions.superseding import supersedes
 from inference_svc.runtime.turns.sessions import Sessions
 from shared.access.identity import ANY, Identity
 from shared.process.log import get_logger
+from shared.types.awaited_tools import possible_tools
 from shared.types.errors import ReportedError
 from shared.types.session_key import SessionKey
 
@@ -100,19 +103,13 @@ class Completion:
         else:
             await self._store.use_session(caller.tenant, route.session_id)
             if turn.is_subagent:
-                key = caller.identity.key(caller.tenant, self._model, route.session_id)
-                self._subagents.used(key, time.monotonic())
+                self._subagents.used(self._key(caller, route.session_id), time.monotonic())
             for tenant, oldest in await self._store.take_oldest(self._max_sessions):
                 self.spawn(self.remove(Caller(CLEANER, tenant), oldest))
-        history = None
-        if route.history is not None:
-            chain = self.chain(caller)
-            said = (*turn.messages[route.first :], turn.reading.message(finished.text))
-            history = chain.along(route.history, said)[-1]
-            digests = [history, chain.within(history, route.session_id)]
-            if len(said) > 1:
-                digests.append(chain.exchange(*said[-2:]))
-            await self._store.keep_histories(caller.tenant, [(one, at) for one in digests])
+        answer = turn.reading.message(finished.text)
+        if not turn.is_final:
+            self.spawn(self._expect(caller, turn, route, at, answer))
+        history = await self._keep_history(caller, turn, route, at, answer)
         if turn.info is not None:
             known = StoredResponse(at, history, turn.info)
             await self._store.keep_response(caller.tenant, turn.response_id, known, turn.brought)
@@ -139,6 +136,40 @@ class Completion:
         is_added = await self._store.conversations.record(tenant, conversation, end, items)
         if is_added and moves:
             self.spawn(self.remove(Caller(CLEANER, tenant), before))
+
+    async def _keep_history(
+        self, caller: Caller, turn: HttpTurn, route: Route, at: Point, answer: Message
+    ) -> bytes | None:
+        """Store where the turn's history ends, if it is known; returns its digest."""
+        if route.history is None:
+            return None
+        chain = self.chain(caller)
+        said = (*turn.messages[route.first :], answer)
+        history = chain.along(route.history, said)[-1]
+        digests = [history, chain.within(history, route.session_id)]
+        if len(said) > 1:
+            digests.append(chain.exchange(*said[-2:]))
+        await self._store.keep_histories(caller.tenant, [(one, at) for one in digests])
+        return history
+
+    async def _expect(
+        self, caller: Caller, turn: HttpTurn, route: Route, at: Point, answer: Message
+    ) -> None:
+        """Report what is likely to become of the session that has answered, and of the other one.
+
+        That is the one that the conversation resembles, if it goes on in its place now.
+        """
+        tools = possible_tools(call.name for call in answer.tool_calls)
+        key, resembled = self._key(caller, route.session_id), route.resembles
+        try:
+            if tools and len((await self._sessions.get(key))[0].turns) == at.turns:
+                await self._sessions.expect(key, tools)  # else a turn of long ago is repeated
+            if resembled is not None and resembled.session_id:
+                key = self._key(caller, resembled.session_id)
+                if supersedes(turn, route, resembled, (await self._sessions.get(key))[0]):
+                    await self._sessions.expect(key, superseded=True)
+        except ReportedError as error:  # it is in use again, or gone
+            log.debug("nothing_expected", session=str(key), reason=error.reason)
 
     async def _end(self, key: SessionKey) -> None:
         try:
@@ -168,7 +199,7 @@ class Completion:
         """Remove a session, if it has no more than `turns`; return whether it was removed."""
         is_removed = False
         try:
-            key = caller.identity.key(caller.tenant, self._model, session_id)
+            key = self._key(caller, session_id)
             found, _ = await self._sessions.get(key)
             if turns is None or len(found.turns) <= turns:
                 await self._sessions.delete(key)
@@ -198,6 +229,9 @@ class Completion:
     async def forget_conversation(self, key: SessionKey) -> None:
         """Delete the conversation of a session that a client has deleted."""
         await self._store.conversations.forget_session(key.tenant, key.session_id)
+
+    def _key(self, caller: Caller, session_id: str) -> SessionKey:
+        return caller.identity.key(caller.tenant, self._model, session_id)
 
     def spawn(self, work: Coroutine[Any, Any, object]) -> None:
         """Tidy up beside everything else."""

@@ -346,7 +346,8 @@ class Router:
         for at in (points[digest] for digest in digests if digest in points):
             transcript, _ = await self._session(caller, at.session_id)
             if transcript is not None and holds(transcript, at):
-                return Resembled(at.session_id, at.turns, was_known=True, first_message=first)
+                where = at.session_id, at.turns
+                return Resembled(*where, was_known=True, first_message=first, is_named=at.is_named)
         return Resembled(was_known=bool(points), first_message=first)
 
     async def _in_session(

@@ -15,7 +15,8 @@ The scheduler and all requests belong to the event loop. Invariants:
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 from inference_svc.core.counters import Counters
@@ -142,6 +143,24 @@ class EngineLoop:
 
     # ------------------------------------------------------------------------- for the turns
 
+    @contextmanager
+    def arriving(
+        self, number: int, key: SessionKey, priority: int, history_tokens: int
+    ) -> Iterator[None]:
+        """Report a turn to the store inside the block, while its prompt is being made.
+
+        Args:
+            number: that its request will have.
+            key: its session's key.
+            priority: its own.
+            history_tokens: number of tokens that its session has.
+        """
+        self.scheduler.queue.arrives(number, key, priority, history_tokens)
+        try:
+            yield
+        finally:
+            self.scheduler.queue.withdraw(number)
+
     async def generate(self, request: EngineRequest, cut: ContextCut | None = None) -> None:
         """Compute a request's answer; on return the caller owes `keep` or `drop`.
 
@@ -202,6 +221,21 @@ class EngineLoop:
         self.memory.release_resident(key)
         await self._saves.settled(key)
         await self._store.end_session(key)
+
+    async def expect(self, key: SessionKey, tools: Sequence[str], *, superseded: bool) -> None:
+        """Report what is likely to become of a session to the store, after its turn's save.
+
+        A turn of it that has come by then is what was expected: then nothing is reported.
+
+        Args:
+            key: the session's key.
+            tools: names of tools that its last answer calls.
+            superseded: whether another session goes on in its place.
+        """
+        is_newest = not self._requests.has(key) and await self._saves.ended(key)
+        is_back = self._requests.has(key) or self.scheduler.queue.is_arriving(key)
+        if is_newest and not is_back:
+            await self._store.expect(key, tools, superseded=superseded)
 
     def drop(self, request: EngineRequest) -> None:
         """Cancel the request wherever it is; do nothing if it is kept or released."""

@@ -288,6 +288,10 @@ class Requests:
     def __iter__(self) -> Iterator[EngineRequest]:
         return iter(self._requests.values())
 
+    def has(self, key: SessionKey) -> bool:
+        """Whether a request of the session is here."""
+        return any(request.key == key for request in self)
+
     def of(self, request: Request) -> EngineRequest:
         """Return the engine's form of a request that the scheduler names."""
         return self._requests[request.number]

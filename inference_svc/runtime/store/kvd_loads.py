@@ -55,7 +55,7 @@ class KvdTalk:
         """Count a failure, log it once until a call succeeds again, and return its slug.
 
         Args:
-            what: "load", "save", "discard", "retain", "end_session" or "forget".
+            what: "load", "save", "discard", "retain", "expect", "end_session" or "forget".
             error: what the call raised.
         """
         if what in ("load", "save"):
@@ -76,6 +76,7 @@ class KvdTalk:
 
 
 RECOMPUTE_CHEAPER = "recompute_cheaper"
+PARTIAL = "partial"  # kvd does not say why it has no more: it is older, or never had it
 
 log = get_logger(__name__)
 
@@ -207,7 +208,7 @@ class KvdLoads:
                 lineage=request.lineage,
             )
             if grant.lookup is Lookup.MISS:
-                begun.reason = self._miss_reason(begun, grant)
+                begun.reason = self._miss_reason(grant)
                 return
             begun.grant = grant
             end_token = check_spans(request.kv, grant.spans, self._talk.layout)
@@ -218,18 +219,18 @@ class KvdLoads:
                 continue
             self._note_spans(begun, grant)
             if is_last:
-                begun.reason = "" if end_token == num_tokens else "partial"
+                begun.reason = "" if end_token == num_tokens else grant.miss_reason or PARTIAL
                 if grant.more:
                     self._talk.counters.add("loads_refused")
                     begun.reason = RECOMPUTE_CHEAPER
                 return
             request.kv.num_tokens = end_token
 
-    def _miss_reason(self, begun: BegunLoad, grant: LoadGrant) -> str:
+    def _miss_reason(self, grant: LoadGrant) -> str:
         if grant.miss_reason == "on_ssd":
             self._talk.counters.add("loads_refused")
             return RECOMPUTE_CHEAPER
-        return "partial" if begun.end_token else grant.miss_reason
+        return grant.miss_reason
 
     def _note_spans(self, begun: BegunLoad, grant: LoadGrant) -> None:
         """Add a grant's tokens to the load."""

@@ -171,6 +171,15 @@ class KvdSessionStore:
         except ReportedError as error:
             self._talk.note_problem("retain", error)
 
+    async def expect(self, key: SessionKey, tools: Sequence[str], *, superseded: bool) -> None:
+        """See SessionStore. Without kvd, with an old one or of nothing stored it is lost."""
+        is_told = False
+        try:
+            is_told = await self._client.expect_session(key, tools, superseded=superseded)
+        except ReportedError as error:
+            self._talk.note_problem("expect", error)
+        self._talk.counters.add("expectations" if is_told else "expectations_lost")
+
     async def end_session(self, key: SessionKey) -> None:
         """See SessionStore. Without kvd the client reports it when kvd is back."""
         try:

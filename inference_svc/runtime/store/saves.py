@@ -309,6 +309,13 @@ class Saves:
         while (stream := self._newest.get(key)) is not None and not stream.over.is_set():
             await stream.over.wait()
 
+    async def ended(self, key: SessionKey) -> bool:
+        """Wait for the end of the chain as it is; return whether nothing has been added to it."""
+        newest = self._newest.get(key)
+        if newest is not None:
+            await newest.over.wait()
+        return self._newest.get(key) in (None, newest)
+
     @property
     def is_idle(self) -> bool:
         """Whether nothing is being stored, so that waiting makes no room."""

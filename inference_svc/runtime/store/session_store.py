@@ -164,6 +164,15 @@ class SessionStore(Protocol):
             prefix: its first tokens that other sessions begin with, too; little-endian uint32.
         """
 
+    async def expect(self, key: SessionKey, tools: Sequence[str], *, superseded: bool) -> None:
+        """Report what is likely to become of a session once its turn is stored: a hint.
+
+        Args:
+            key: the session's key.
+            tools: names of tools that its last answer calls: it is back when they have answered.
+            superseded: whether another session goes on in its place.
+        """
+
     async def end_session(self, key: SessionKey) -> None:
         """Report that the session takes no further turn."""
 
@@ -228,6 +237,9 @@ class NoSessionStore:
         """Do nothing: nothing is stored."""
 
     async def retain(self, key: SessionKey, retention: Retention, prefix: bytes) -> None:
+        """Do nothing: nothing is stored of the session."""
+
+    async def expect(self, key: SessionKey, tools: Sequence[str], *, superseded: bool) -> None:
         """Do nothing: nothing is stored of the session."""
 
     async def end_session(self, key: SessionKey) -> None:

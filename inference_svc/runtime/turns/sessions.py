@@ -5,7 +5,7 @@ Invariant: a session that is being changed has no turn under way, and gets none 
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import TypeVar
@@ -27,6 +27,7 @@ from inference_svc.runtime.engine.engine_request import ContextCut
 from inference_svc.runtime.turns.transcript import TranscriptStore
 from inference_svc.runtime.turns.turn import Turn
 from shared.process.log import get_logger
+from shared.types.awaited_tools import awaited_tools as checked_tools
 from shared.types.errors import ReportedError
 from shared.types.session_key import SessionKey
 
@@ -149,6 +150,29 @@ class Sessions:
             await self._engine.end_session(key)
 
         await self._change(key, end)
+
+    async def expect(
+        self, key: SessionKey, awaited_tools: Iterable[str] = (), *, superseded: bool = False
+    ) -> None:
+        """Report to the store what is likely to become of a session; returns when it has been told.
+
+        Nobody waits for it: a turn that comes meanwhile is what was expected.
+
+        Args:
+            key: the session's key.
+            awaited_tools: names of tools that its last answer calls.
+            superseded: whether another session goes on in its place.
+
+        Raises:
+            InvalidToolNamesError: too many names, or some that cannot be.
+            UnknownSessionError: there is no such session.
+            SessionBusyError: a turn is under way, or a change: it is used again.
+        """
+        names = checked_tools(awaited_tools)
+        await self._transcripts.get(key)
+        if self._is_busy(key):
+            raise _busy(key)
+        await self._engine.expect(key, names, superseded=superseded)
 
     @contextmanager
     def _opening(self, key: SessionKey) -> Iterator[None]:

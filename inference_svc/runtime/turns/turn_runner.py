@@ -73,23 +73,27 @@ class TurnRunner:
             transcript = Transcript(Header(*submission.key))
         ExpectedSession(submission.expected_turn).check(transcript)
         _check_tools(submission, transcript)
-        began_with = transcript.template_arguments
-        prompt = await self._prompts.make(submission, transcript.context, began_with)
-        grammar = await self._grammars.compiled(submission.sampling.grammar)
-        request, writer = self._make_request(turn, prompt, grammar)
-        turn.publish(
-            Accepted(
-                submission.key.session_id,
-                len(transcript.turns),
-                submission.request_id,
-                len(self._engine.scheduler.queue),
-                is_replayed=False,
+        number, context = next(self._numbers), transcript.context
+        # Its history is on its way up from SSD while its text is encoded.
+        known = number, submission.key, submission.priority, context.computed_tokens
+        with self._engine.arriving(*known):
+            began_with = transcript.template_arguments
+            prompt = await self._prompts.make(submission, context, began_with)
+            grammar = await self._grammars.compiled(submission.sampling.grammar)
+            request, writer = self._make_request(turn, number, prompt, grammar)
+            turn.publish(
+                Accepted(
+                    submission.key.session_id,
+                    len(transcript.turns),
+                    submission.request_id,
+                    len(self._engine.scheduler.queue),
+                    is_replayed=False,
+                )
             )
-        )
-        await self._compute(turn, prompt, request, writer, transcript)
+            await self._compute(turn, prompt, request, writer, transcript)
 
     def _make_request(
-        self, turn: Turn, prompt: Prompt, grammar: AnswerGrammar | None
+        self, turn: Turn, number: int, prompt: Prompt, grammar: AnswerGrammar | None
     ) -> tuple[EngineRequest, AnswerWriter]:
         submission, context = turn.submission, prompt.context
         max_tokens = prompt.window.answer_tokens(len(context.token_ids))
@@ -107,7 +111,7 @@ class TurnRunner:
         )
         compression = submission.compression
         request = turn.request = EngineRequest(
-            number=next(self._numbers),
+            number=number,
             key=submission.key,
             token_ids=list(context.token_ids),
             max_tokens=sampling.max_tokens,

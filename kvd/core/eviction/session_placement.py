@@ -8,7 +8,7 @@ must not know where any byte is: its callers report what enters and leaves a tie
 *Source:* CachedAttention §3.3.1 (windows, S_kv, look-ahead prefetching).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from itertools import islice
 
 from kvd.core.eviction.policy import EvictionPolicy, PolicyContext
@@ -123,6 +123,11 @@ class SessionPlacement:
         self._now_ns = now_ns
         self._arriving = set()
         self.queue.forget(engine_id)
+
+    @property
+    def arrived(self) -> Collection[SessionKey]:
+        """Sessions of which the newest change, if it was one of a queue, has brought a turn."""
+        return self._arriving
 
     def is_busy(self, key: SessionKey) -> bool:
         """Whether a turn of the session waits or runs."""

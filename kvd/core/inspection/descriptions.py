@@ -111,6 +111,8 @@ class Inspector:
             expires_at_ns=state.expires_at_ns(session),
             retain_ns=session.retain_ns,
             retained_until_ns=session.retained_until_ns,
+            awaited_tools=session.awaited_tools,
+            superseded=session.superseded,
         )
 
     def _stored(self, keys: Sequence[SessionKey]) -> list[Session]:

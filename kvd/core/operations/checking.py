@@ -162,6 +162,8 @@ def _check_tenants(state: CacheState) -> None:
     retained = [s for s in state.sessions.values() if s.retain_ns is not None]
     assert state.num_retained == len(retained), "retained sessions are counted right"
     assert not any(s.ended for s in retained), "what has ended is not retained"
+    superseded = [s for s in state.sessions.values() if s.superseded]
+    assert not any(s.awaited_tools for s in superseded), "what is superseded awaits nothing"
 
 
 def _check_leases(state: CacheState) -> None:

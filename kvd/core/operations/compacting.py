@@ -289,7 +289,9 @@ class Compactor:
         for block in run.sources:
             block.holders += 1
         end = plan.first + len(plan.old)
-        state.set_spans(session, [*session.spans[: plan.first], *plan.new, *session.spans[end:]])
+        spans = [*session.spans[: plan.first], *plan.new, *session.spans[end:]]
+        state.discarded.about_to_leave(session, spans)  # what they have of tokens that were
+        state.set_spans(session, spans)
         for block in run.made:
             block.holders -= 1
             state.settle(block)

@@ -78,6 +78,7 @@ def discard(
     session.num_discards += 1
     session.lineage = change.after
     state.outbox.count("discards")
+    state.discarded.about_to_leave(session, spans)
     if not spans:
         state.outbox.count("discarded_tokens", session.num_tokens)
         state.cut(session, 0, "discarded")

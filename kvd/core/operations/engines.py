@@ -5,7 +5,7 @@ any more, so those leases end; what it was storing it may still be writing, so t
 orphans, whose slots nobody else gets until the engine is back, or dead.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from kvd.core.io.prefetching import Prefetcher
 from kvd.core.operations.loading import Loader
@@ -14,18 +14,32 @@ from kvd.core.records.actions import OWNER_DETACHED, OWNER_GONE, OWNER_REATTACHE
 from kvd.core.state.cache_state import CacheState
 from kvd.core.state.leases import Lease, LoadLease
 from shared.types.queue_delta import QueueChange
+from shared.types.session_key import SessionKey
 
 
 class EngineReports:
-    """Takes what engines report to one cache: their queues, and the ends of their connections."""
+    """Takes what engines report to one cache: their queues, and the ends of their connections.
+
+    Args:
+        state: the cache's tables.
+        loader, storer: end leases of engines that are gone.
+        prefetcher: plans anew when a queue has changed.
+        arrived: called with the sessions of which turns have arrived, by each change.
+    """
 
     def __init__(
-        self, state: CacheState, loader: Loader, storer: Storer, prefetcher: Prefetcher
+        self,
+        state: CacheState,
+        loader: Loader,
+        storer: Storer,
+        prefetcher: Prefetcher,
+        arrived: Callable[[Iterable[SessionKey]], None],
     ) -> None:
         self._state = state
         self._loader = loader
         self._storer = storer
         self._prefetcher = prefetcher
+        self._arrived = arrived
 
     def gone(self, engine_id: int) -> None:
         """Release everything an engine holds: it is dead and will not touch its slots."""
@@ -86,14 +100,18 @@ class EngineReports:
         state = self._state
         state.turns.queue_replaced(engine_id, queue, state.now_ns)
         self._prefetcher.queue_changed()
-        return state.placement.replace_queue(engine_id, queue, state.now_ns)
+        digest = state.placement.replace_queue(engine_id, queue, state.now_ns)
+        self._arrived(state.placement.arrived)
+        return digest
 
     def change_queue(self, engine_id: int, change: QueueChange) -> int:
         """Take a change of an engine's waiting queue; returns the digest of what it is now."""
         state = self._state
         state.turns.queue_changed(engine_id, change, state.now_ns)
         self._prefetcher.queue_changed()
-        return state.placement.change_queue(engine_id, change, state.now_ns)
+        digest = state.placement.change_queue(engine_id, change, state.now_ns)
+        self._arrived(state.placement.arrived)
+        return digest
 
     def num_requests(self, engine_id: int) -> tuple[int, int]:
         """Count an engine's requests: those that wait, and those that are being computed."""

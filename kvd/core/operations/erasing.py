@@ -121,6 +121,11 @@ class Eraser:
         self._wipe_some()
         self._state.outbox.space_freed()
 
+    def forget(self, tenant: str | None) -> None:
+        """Forget what happened to a tenant's sessions and blocks; None: to all."""
+        self._state.history.forget(tenant)
+        self._state.discarded.forget(tenant)
+
     def end(self) -> None:
         """Let the tenants in again."""
         self._state.tenants.is_erased = nobody

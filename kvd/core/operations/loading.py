@@ -7,6 +7,7 @@ progress word until it ends.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import takewhile
 from typing import TYPE_CHECKING
 
@@ -14,7 +15,15 @@ from kvd.core.io.reading import Reader
 from kvd.core.io.verifying import Verifier
 from kvd.core.io.writing import Writer
 from kvd.core.operations.chaining import Chaining
-from kvd.core.operations.matching import Piece, check_from_token, match_tokens, num_tokens_of
+from kvd.core.operations.matching import (
+    DISCARDED,
+    UNKNOWN_SESSION,
+    Piece,
+    check_from_token,
+    match_tokens,
+    num_tokens_of,
+    why_missed,
+)
 from kvd.core.records.actions import LeaseReady, TrackLoad, UntrackLoad
 from kvd.core.records.records import LeaseState, LoadAnswer, Tier
 from kvd.core.state.block import Block, BlockIo
@@ -92,14 +101,15 @@ class Loader:
         session = state.sessions.get(key)
         if session is not None:
             state.touch(session)
-        match = match_tokens(
-            state, key, token_ids, Chaining(state.layout, state.salt_of(key.tenant), lineage)
-        )
+        chaining = Chaining(state.layout, state.salt_of(key.tenant), lineage)
+        match = match_tokens(state, key, token_ids, chaining)
         if session is not None and session.lineage is None and match.covers(session):
             session.lineage = lineage
-        if match.end < num_tokens and state.history.knows(key):
-            missing = num_tokens - match.end
-            state.record_move(key, MoveKind.MISSED, num_tokens=missing, why=match.miss_reason)
+        reason, missing = match.miss_reason, num_tokens - match.end
+        if missing:
+            reason = why_missed(state, match, token_ids, chaining)
+            if state.history.knows(key) or reason == DISCARDED:
+                state.record_move(key, MoveKind.MISSED, num_tokens=missing, why=reason)
         stored = [piece for piece in match.pieces if piece.end > from_token]
         pieces = list(takewhile(_is_in_dram, stored)) if dram_only else stored
         if pieces:
@@ -107,8 +117,11 @@ class Loader:
                 state.leases.next_id(), engine_id, key, from_token, since_ns=state.now_ns
             )
             answer = self.grant(lease, pieces, len(stored))
+            is_told = missing and reason != UNKNOWN_SESSION  # it shares what another has stored
+            if is_told and answer.lookup is not Lookup.MISS and not answer.more:
+                answer = replace(answer, miss_reason=reason)
         else:
-            answer = self._miss(ON_SSD if stored else match.miss_reason)
+            answer = self._miss(ON_SSD if stored else reason)
         state.histograms.on_load(key, state.now_ns)
         return answer
 

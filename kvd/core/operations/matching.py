@@ -30,6 +30,9 @@ from kvd.core.state.session_history import MoveKind
 from shared.types.block_key import TOKEN_BYTES
 from shared.types.session_key import SessionKey
 
+UNKNOWN_SESSION = "unknown_session"
+DISCARDED = "discarded"  # why tokens are missed that a discard has taken from another context
+
 
 class Piece(NamedTuple):
     """A span that holds tokens [token_offset, end) of the sequence."""
@@ -154,11 +157,19 @@ def match_tokens(state: CacheState, key: SessionKey, token_ids: bytes, chaining:
     return own if own.end >= shared.end else shared
 
 
+def why_missed(state: CacheState, match: Match, token_ids: bytes, chaining: Chaining) -> str:
+    """Say why a sequence is not stored beyond a match: O(1), a hash of the next block's tokens."""
+    end = min(chaining.end_of_block(match.end), len(token_ids) // TOKEN_BYTES)
+    tokens = slice_tokens(token_ids, match.end, end)
+    is_discarded = chaining.key(match.chain, match.end, tokens) in state.discarded
+    return DISCARDED if is_discarded else match.miss_reason
+
+
 def _why_gone(state: CacheState, key: SessionKey) -> str:
     """Say why a session is not stored, as far as it is known to have been."""
     removal = state.history.removal(key)
     if removal is None:
-        return "unknown_session"
+        return UNKNOWN_SESSION
     return removal.why if removal.kind is MoveKind.DROPPED else removal.kind.value
 
 

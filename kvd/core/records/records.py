@@ -47,11 +47,11 @@ class LoadAnswer:
     read before `loads.settle` has returned them.
 
     Attributes:
-        miss_reason: "" unless MISS; then one of "unknown_session", "tokens_differ", "not_stored",
-            "evicted", "expired", "flushed", "corrupt", "read_error", "deadline" (settled before a
-            read came back), "busy" (no slot to read into just now; may be asked again on
-            SpaceFreed), "on_ssd" (stored, but the first block is not in DRAM, and only that was
-            asked for).
+        miss_reason: why no more is stored: "unknown_session", "tokens_differ", "not_stored",
+            "evicted", "expired", "flushed", "discarded", "corrupt". Only on MISS also "read_error",
+            "deadline" (settled before a read came back), "busy" (no slot to read into just now; may
+            be asked again on SpaceFreed), "on_ssd" (stored, but the first block is not in DRAM, and
+            only that was asked for). "": all is stored, or `more` is; or it was settled.
     """
 
     lookup: Lookup
@@ -106,6 +106,8 @@ class SessionInfo:
         expires_at_ns: None: never.
         retain_ns: how long after each use it is retained; None: it is not.
         retained_until_ns: when that is over unless it is used; None: it is not retained.
+        awaited_tools: names of tools that its last answer calls.
+        superseded: another session goes on in its place.
     """
 
     key: SessionKey
@@ -127,6 +129,8 @@ class SessionInfo:
     expires_at_ns: int | None
     retain_ns: int | None = None
     retained_until_ns: int | None = None
+    awaited_tools: tuple[str, ...] = ()
+    superseded: bool = False
 
 
 @dataclass(frozen=True, slots=True)

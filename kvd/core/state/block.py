@@ -75,6 +75,7 @@ class Block:
         num_answer_ssd: the same, on SSD.
         num_answer_clean: of those in DRAM, the ones that are asked for clean blocks.
         last_user: the session that used it last, as far as known. It may be gone if no other does.
+        is_discarded: it has lost its last user to a discard, or is about to.
     """
 
     key: bytes
@@ -95,6 +96,7 @@ class Block:
     num_answer_ssd: int = 0
     num_answer_clean: int = 0
     last_user: SessionKey | None = None
+    is_discarded: bool = False
 
     @property
     def dirty(self) -> bool:

@@ -29,6 +29,7 @@ from kvd.core.records.extent_shape import ExtentShape
 from kvd.core.records.records import Tier
 from kvd.core.state.block import Block, BlockIndex, BlockIo
 from kvd.core.state.block_users import BlockUsers
+from kvd.core.state.discarded_blocks import DiscardedBlocks
 from kvd.core.state.extents import ExtentTable
 from kvd.core.state.leases import LeaseTable
 from kvd.core.state.limits import Limits
@@ -65,6 +66,7 @@ class CacheState:
         leases: who may use slots; changed by loads, stores and engines that come and go.
         under_way, unwritten: what the performer does, and the writes that wait.
         unverified: adopted blocks whose verification is not begun, in the order it will be in.
+        discarded: blocks that went with discarded tokens.
         wasteful: sessions that wait to be compacted; `compaction`: the run under way.
         scrubbed: slot or extent -> operation of a scrub that checks it.
         ttl, retention: deadlines of sessions, and ends of their retentions; two of the clocks that
@@ -113,6 +115,7 @@ class CacheState:
         self.mean_store_blocks = 0.0
         self.journal = Journal(self.outbox.add)
         self.scrubbed: dict[tuple[Tier, int], int] = {}
+        self.discarded = DiscardedBlocks(self.blocks)
         self.wasteful: OrderedDict[SessionKey, None] = OrderedDict()
         self.tenants = TenantTable(limits.tenant_limits, layout.block_bytes)
         self.history = SessionHistory()
@@ -168,6 +171,7 @@ class CacheState:
         """Record a use of the session: O(its blocks)."""
         session.last_access_ns = self.now_ns
         session.num_read_ahead = 0
+        session.awaited_tools, session.superseded = (), False
         if session.ended:
             session.ended = False
             self.outbox.index.session_changed(session.key)
@@ -323,6 +327,7 @@ class CacheState:
         if not self.blocks.holds(block):
             return
         if block.users:
+            block.is_discarded = False
             self.users.settle(block)
         elif not block.wanted and block.io is BlockIo.IDLE:
             self.forget(block)
@@ -345,6 +350,7 @@ class CacheState:
         if block.extent is not None:
             self.leave_ssd(block)
         self.blocks.remove(block)
+        self.discarded.removed(block)
         if block.tenant:  # else nobody has ever used it
             self.tenants.charge(block.tenant, -1)
 

@@ -47,6 +47,15 @@ COUNTERS = (
     "sessions_flushed",
     "retentions",  # wishes of clients that a session be kept for a while
     "retentions_cut",  # of these, cut to what the settings allow, perhaps to nothing
+    "awaits",  # answers that call tools, as engines said
+    "supersedes",  # sessions in whose place others go on, as engines said
+    # Turns that arrived of sessions that were stored, by where all of it was, or the farthest:
+    "returns_dram",
+    "returns_ssd",
+    "returns_gone",  # in no tier any more
+    "tool_returns_dram",  # of these, those of sessions that awaited tools
+    "tool_returns_ssd",
+    "tool_returns_gone",
     "blocks_corrupt",  # copies whose bytes were not the ones stored: the sum of the next two
     "blocks_corrupt_dram",
     "blocks_corrupt_ssd",

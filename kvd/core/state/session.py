@@ -41,6 +41,9 @@ class Session:
         num_read_ahead: blocks read ahead for it since it was last used.
         num_discards: since this kvd knows it.
         lineage: of what it holds; None: no caller has named it yet. Not kept across restarts.
+        awaited_tools: names of tools that its last answer calls: it is back when they answer.
+            Over when a turn of it arrives, or it is used; not kept across restarts.
+        superseded: another session goes on in its place, so it goes before others. The same.
         is_indexed: an entry of it was sent to the index, or came from there.
     """
 
@@ -57,6 +60,8 @@ class Session:
     num_read_ahead: int = 0
     num_discards: int = 0
     lineage: Lineage | None = None
+    awaited_tools: tuple[str, ...] = ()
+    superseded: bool = False
     is_indexed: bool = False
 
     @property

@@ -40,6 +40,8 @@ class MoveKind(Enum):
     EXPIRED = "expired"  # its TTL passed
     FLUSHED = "flushed"  # an operator dropped it
     ENDED = "ended"  # its engine said that it will not come back
+    AWAITING = "awaiting"  # its answer calls tools; why: their names
+    SUPERSEDED = "superseded"  # another session goes on in its place
     PINNED = "pinned"
     UNPINNED = "unpinned"
     TTL_SET = "ttl_set"
@@ -49,6 +51,7 @@ class MoveKind(Enum):
 
 
 REMOVALS = frozenset({MoveKind.DROPPED, MoveKind.EXPIRED, MoveKind.FLUSHED})
+_OF_TURNS = frozenset({MoveKind.STORED, MoveKind.LOADED, MoveKind.MISSED, MoveKind.AWAITING})
 
 
 @dataclass(slots=True)
@@ -113,6 +116,12 @@ class SessionHistory:
         moves = reversed(self._moves.get(key, ()))
         last = next((move for move in moves if move.kind is not MoveKind.MISSED), None)
         return last if last is not None and last.kind in REMOVALS else None
+
+    def awaited_tools(self, key: SessionKey) -> bool:
+        """Whether a session's last turn called tools, as far as is known: all else came later."""
+        moves = reversed(self._moves.get(key, ()))
+        last = next((move for move in moves if move.kind in _OF_TURNS), None)
+        return last is not None and last.kind is MoveKind.AWAITING
 
     def knows(self, key: SessionKey) -> bool:
         """Whether anything is remembered of a session."""

@@ -140,9 +140,10 @@ class TurnLog:
     def queue_replaced(self, engine_id: int, queue: QueueChange, now_ns: int) -> None:
         """Record all of an engine's queue: O(requests)."""
         before = self._arrivals.get(engine_id, {})
-        arrivals = {rank[2]: (now_ns, history_tokens) for rank, _, history_tokens in queue.waiting}
-        arrivals.update({number: before[number] for number in before.keys() & arrivals.keys()})
-        self._arrivals[engine_id] = arrivals
+        self._arrivals[engine_id] = {
+            rank[2]: (before.get(rank[2], (now_ns,))[0], history_tokens)
+            for rank, _, history_tokens in queue.waiting
+        }
         self._started(engine_id, queue, before, now_ns)
 
     def queue_changed(self, engine_id: int, change: QueueChange, now_ns: int) -> None:
@@ -249,6 +250,7 @@ class TurnLog:
 def _note_arrivals(
     arrivals: dict[int, Arrival], waiting: Sequence[QueuedRequest], now_ns: int
 ) -> None:
+    """Note when requests came to wait, and the history that they have by the newest report."""
     for request in waiting:
-        if request.rank[2] not in arrivals:
-            arrivals[request.rank[2]] = (now_ns, request.history_tokens)
+        arrived_ns, _ = arrivals.get(request.rank[2], (now_ns, 0))
+        arrivals[request.rank[2]] = (arrived_ns, request.history_tokens)

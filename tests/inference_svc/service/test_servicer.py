@@ -13,6 +13,7 @@ from inference_svc.core.errors import (
 from inference_svc.service.servicer import InferenceService
 from shared.access.identity import Identity, TenantDeniedError, act_as
 from shared.pb.inference.v1 import inference_pb2 as pb
+from shared.types.awaited_tools import InvalidToolNamesError
 from tests.inference_svc.service.gateways import gateway_of
 from tests.memory_engine import loaded_model
 
@@ -89,6 +90,7 @@ async def test_another_tenant_s_sessions_are_out_of_reach(model, tmp_path):
             (service.GetSession, pb.GetSessionRequest(**theirs)),
             (service.DeleteSession, pb.DeleteSessionRequest(**theirs)),
             (service.EndSession, pb.EndSessionRequest(**theirs)),
+            (service.ExpectSession, pb.ExpectSessionRequest(**theirs)),
             (service.ForkSession, pb.ForkSessionRequest(**theirs)),
             (service.Discard, pb.DiscardRequest(**theirs)),
             (service.CancelTurn, pb.CancelTurnRequest(**theirs)),
@@ -135,6 +137,19 @@ async def test_a_session_ends_and_is_deleted(model, tmp_path):
         await service.DeleteSession(asked(pb.DeleteSessionRequest), None)
         with pytest.raises(UnknownSessionError):
             await service.GetSession(asked(pb.GetSessionRequest), None)
+
+
+async def test_a_client_tells_what_it_expects_of_a_session(model, tmp_path):
+    """One that reads calls of tools itself."""
+    async with service_of(model, tmp_path) as service:
+        await turn_of(service, PROMPT)
+        hint = asked(pb.ExpectSessionRequest, awaited_tools=["bash"])
+        await service.ExpectSession(hint, None)
+        await service.ExpectSession(asked(pb.ExpectSessionRequest, superseded=True), None)
+        with pytest.raises(UnknownSessionError):
+            await service.ExpectSession(asked(pb.ExpectSessionRequest, session_id="x"), None)
+        with pytest.raises(InvalidToolNamesError):
+            await service.ExpectSession(asked(pb.ExpectSessionRequest, awaited_tools=[""]), None)
 
 
 async def test_a_client_that_leaves_gives_its_stream_back(model, tmp_path):

@@ -6,6 +6,7 @@ from kvd.core.records.errors import InvalidRequestError, LeaseLostError, Unknown
 from kvd.errors import NotAttachedError, StoppingError
 from shared.access.identity import TenantDeniedError
 from shared.pb.kvd.v1 import kvd_pb2 as pb
+from shared.types.awaited_tools import InvalidToolNamesError
 from tests.kvd.rpc.served import TOKENS, serving
 from tests.synthetic_engine import encode
 
@@ -120,6 +121,27 @@ async def test_a_session_is_retained_as_its_client_wishes(tmp_path):
             wish.retain_s = wrong
             with pytest.raises(InvalidRequestError):
                 await served.service.RetainSession(wish, None)
+
+
+async def test_what_is_expected_of_a_session_is_shown(tmp_path):
+    """Until it is used; of one that is not stored nothing is."""
+    async with serving(tmp_path) as served:
+        hint = pb.ExpectSessionRequest(**served.named(awaited_tools=["bash", "read"]))
+        assert not (await served.service.ExpectSession(hint, None)).stored
+        await served.store()
+        assert (await served.service.ExpectSession(hint, None)).stored
+        asked = pb.GetSessionRequest(**served.named())
+        info = await served.service.GetSession(asked, None)
+        assert (info.awaited_tools, info.superseded) == (["bash", "read"], False)
+        hint = pb.ExpectSessionRequest(**served.named(superseded=True))
+        assert (await served.service.ExpectSession(hint, None)).stored
+        info = await served.service.GetSession(asked, None)
+        assert (info.awaited_tools, info.superseded) == ([], True)
+        await served.load()
+        assert not (await served.service.GetSession(asked, None)).superseded
+        hint = pb.ExpectSessionRequest(**served.named(awaited_tools=["two\nlines"]))
+        with pytest.raises(InvalidToolNamesError, match="printable"):
+            await served.service.ExpectSession(hint, None)
 
 
 async def test_nothing_is_granted_any_more_once_kvd_is_stopping(tmp_path):

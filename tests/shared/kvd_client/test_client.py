@@ -246,6 +246,21 @@ async def test_a_kvd_that_retains_nothing_is_not_told(tmp_path):
     assert [entry["event"] for entry in logged].count("kvd_cannot_retain") == 1
 
 
+async def test_a_kvd_that_expects_nothing_is_not_told(tmp_path):
+    """An older one, which has no such call: that is logged once, and no turn fails of it."""
+    with capture_logs() as logged:
+        async with client_of(tmp_path) as client:
+            with pytest.raises(KvdUnavailableError):
+                await client.expect_session(key_of("a"), ["bash"])
+            for _ in range(2):
+                async with small_kvd(tmp_path, LAYOUT):
+                    await client.wait_attached(30)
+                    assert not await client.expect_session(key_of("a"), ["bash"])
+                    assert not await client.expect_session(key_of("a"), superseded=True)
+                await detached(client)
+    assert [entry["event"] for entry in logged].count("kvd_cannot_expect") == 1
+
+
 async def test_so_many_ends_are_remembered(tmp_path):
     """The newest; the others go by their age."""
     client = KvdClient(tmp_path, LAYOUT, "test")

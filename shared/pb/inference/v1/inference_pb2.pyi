@@ -420,6 +420,22 @@ class EndSessionResponse(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
+class ExpectSessionRequest(_message.Message):
+    __slots__ = ("tenant", "session_id", "awaited_tools", "superseded")
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    AWAITED_TOOLS_FIELD_NUMBER: _ClassVar[int]
+    SUPERSEDED_FIELD_NUMBER: _ClassVar[int]
+    tenant: str
+    session_id: str
+    awaited_tools: _containers.RepeatedScalarFieldContainer[str]
+    superseded: bool
+    def __init__(self, tenant: _Optional[str] = ..., session_id: _Optional[str] = ..., awaited_tools: _Optional[_Iterable[str]] = ..., superseded: bool = ...) -> None: ...
+
+class ExpectSessionResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
 class ForkSessionRequest(_message.Message):
     __slots__ = ("tenant", "session_id", "at_turn", "new_session_id")
     TENANT_FIELD_NUMBER: _ClassVar[int]

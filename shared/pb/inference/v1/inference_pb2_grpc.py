@@ -59,6 +59,11 @@ class InferenceStub(object):
                 request_serializer=shared_dot_pb_dot_inference_dot_v1_dot_inference__pb2.EndSessionRequest.SerializeToString,
                 response_deserializer=shared_dot_pb_dot_inference_dot_v1_dot_inference__pb2.EndSessionResponse.FromString,
                 _registered_method=True)
+        self.ExpectSession = channel.unary_unary(
+                '/inference.v1.Inference/ExpectSession',
+                request_serializer=shared_dot_pb_dot_inference_dot_v1_dot_inference__pb2.ExpectSessionRequest.SerializeToString,
+                response_deserializer=shared_dot_pb_dot_inference_dot_v1_dot_inference__pb2.ExpectSessionResponse.FromString,
+                _registered_method=True)
         self.ForkSession = channel.unary_unary(
                 '/inference.v1.Inference/ForkSession',
                 request_serializer=shared_dot_pb_dot_inference_dot_v1_dot_inference__pb2.ForkSessionRequest.SerializeToString,
@@ -111,6 +116,14 @@ class InferenceServicer(object):
 
     def EndSession(self, request, context):
         """As a turn with `final` does: the transcript stays, no further turn is taken, and kvd gives the KV up first.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ExpectSession(self, request, context):
+        """For clients that read calls of tools in answers themselves; the HTTP APIs do it for theirs. Refused while a turn of the session is
+        under way (session_busy): then it has been used again.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -169,6 +182,11 @@ def add_InferenceServicer_to_server(servicer, server):
                     servicer.EndSession,
                     request_deserializer=shared_dot_pb_dot_inference_dot_v1_dot_inference__pb2.EndSessionRequest.FromString,
                     response_serializer=shared_dot_pb_dot_inference_dot_v1_dot_inference__pb2.EndSessionResponse.SerializeToString,
+            ),
+            'ExpectSession': grpc.unary_unary_rpc_method_handler(
+                    servicer.ExpectSession,
+                    request_deserializer=shared_dot_pb_dot_inference_dot_v1_dot_inference__pb2.ExpectSessionRequest.FromString,
+                    response_serializer=shared_dot_pb_dot_inference_dot_v1_dot_inference__pb2.ExpectSessionResponse.SerializeToString,
             ),
             'ForkSession': grpc.unary_unary_rpc_method_handler(
                     servicer.ForkSession,
@@ -326,6 +344,33 @@ class Inference(object):
             '/inference.v1.Inference/EndSession',
             shared_dot_pb_dot_inference_dot_v1_dot_inference__pb2.EndSessionRequest.SerializeToString,
             shared_dot_pb_dot_inference_dot_v1_dot_inference__pb2.EndSessionResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ExpectSession(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/inference.v1.Inference/ExpectSession',
+            shared_dot_pb_dot_inference_dot_v1_dot_inference__pb2.ExpectSessionRequest.SerializeToString,
+            shared_dot_pb_dot_inference_dot_v1_dot_inference__pb2.ExpectSessionResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -142,7 +142,7 @@ class AttachEvent(_message.Message):
     def __init__(self, attached: _Optional[_Union[Attached, _Mapping]] = ..., draining: _Optional[_Union[Draining, _Mapping]] = ...) -> None: ...
 
 class Attached(_message.Message):
-    __slots__ = ("engine_id", "arena_id", "slot_bytes", "num_slots", "confirmed_leases", "lost_leases", "kvd_version", "max_queue_jobs", "copiers", "retention")
+    __slots__ = ("engine_id", "arena_id", "slot_bytes", "num_slots", "confirmed_leases", "lost_leases", "kvd_version", "max_queue_jobs", "copiers", "retention", "expectations")
     ENGINE_ID_FIELD_NUMBER: _ClassVar[int]
     ARENA_ID_FIELD_NUMBER: _ClassVar[int]
     SLOT_BYTES_FIELD_NUMBER: _ClassVar[int]
@@ -153,6 +153,7 @@ class Attached(_message.Message):
     MAX_QUEUE_JOBS_FIELD_NUMBER: _ClassVar[int]
     COPIERS_FIELD_NUMBER: _ClassVar[int]
     RETENTION_FIELD_NUMBER: _ClassVar[int]
+    EXPECTATIONS_FIELD_NUMBER: _ClassVar[int]
     engine_id: int
     arena_id: str
     slot_bytes: int
@@ -163,7 +164,8 @@ class Attached(_message.Message):
     max_queue_jobs: int
     copiers: bool
     retention: bool
-    def __init__(self, engine_id: _Optional[int] = ..., arena_id: _Optional[str] = ..., slot_bytes: _Optional[int] = ..., num_slots: _Optional[int] = ..., confirmed_leases: _Optional[_Iterable[int]] = ..., lost_leases: _Optional[_Iterable[int]] = ..., kvd_version: _Optional[str] = ..., max_queue_jobs: _Optional[int] = ..., copiers: bool = ..., retention: bool = ...) -> None: ...
+    expectations: bool
+    def __init__(self, engine_id: _Optional[int] = ..., arena_id: _Optional[str] = ..., slot_bytes: _Optional[int] = ..., num_slots: _Optional[int] = ..., confirmed_leases: _Optional[_Iterable[int]] = ..., lost_leases: _Optional[_Iterable[int]] = ..., kvd_version: _Optional[str] = ..., max_queue_jobs: _Optional[int] = ..., copiers: bool = ..., retention: bool = ..., expectations: bool = ...) -> None: ...
 
 class Draining(_message.Message):
     __slots__ = ("deadline_s",)
@@ -369,6 +371,24 @@ class RetainSessionResponse(_message.Message):
     retained_s: float
     def __init__(self, retained_s: _Optional[float] = ...) -> None: ...
 
+class ExpectSessionRequest(_message.Message):
+    __slots__ = ("engine_id", "session", "awaited_tools", "superseded")
+    ENGINE_ID_FIELD_NUMBER: _ClassVar[int]
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    AWAITED_TOOLS_FIELD_NUMBER: _ClassVar[int]
+    SUPERSEDED_FIELD_NUMBER: _ClassVar[int]
+    engine_id: int
+    session: SessionKey
+    awaited_tools: _containers.RepeatedScalarFieldContainer[str]
+    superseded: bool
+    def __init__(self, engine_id: _Optional[int] = ..., session: _Optional[_Union[SessionKey, _Mapping]] = ..., awaited_tools: _Optional[_Iterable[str]] = ..., superseded: bool = ...) -> None: ...
+
+class ExpectSessionResponse(_message.Message):
+    __slots__ = ("stored",)
+    STORED_FIELD_NUMBER: _ClassVar[int]
+    stored: bool
+    def __init__(self, stored: bool = ...) -> None: ...
+
 class QueueJobs(_message.Message):
     __slots__ = ("numbers", "session_ids", "tenants", "priorities", "start_tags", "history_tokens")
     NUMBERS_FIELD_NUMBER: _ClassVar[int]
@@ -416,7 +436,7 @@ class QueueAck(_message.Message):
     def __init__(self, sequence: _Optional[int] = ..., send_full: bool = ...) -> None: ...
 
 class SessionInfo(_message.Message):
-    __slots__ = ("session", "num_tokens", "num_blocks", "bytes", "dram_bytes", "ssd_bytes", "dirty_bytes", "shared_blocks", "pin", "leases", "idle_s", "ttl_s", "expires_in_s", "layout", "ended", "ttl_source", "num_spans", "waste_bytes", "retain_s", "retained_for_s")
+    __slots__ = ("session", "num_tokens", "num_blocks", "bytes", "dram_bytes", "ssd_bytes", "dirty_bytes", "shared_blocks", "pin", "leases", "idle_s", "ttl_s", "expires_in_s", "layout", "ended", "ttl_source", "num_spans", "waste_bytes", "retain_s", "retained_for_s", "awaited_tools", "superseded")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
     NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
@@ -437,6 +457,8 @@ class SessionInfo(_message.Message):
     WASTE_BYTES_FIELD_NUMBER: _ClassVar[int]
     RETAIN_S_FIELD_NUMBER: _ClassVar[int]
     RETAINED_FOR_S_FIELD_NUMBER: _ClassVar[int]
+    AWAITED_TOOLS_FIELD_NUMBER: _ClassVar[int]
+    SUPERSEDED_FIELD_NUMBER: _ClassVar[int]
     session: SessionKey
     num_tokens: int
     num_blocks: int
@@ -457,7 +479,9 @@ class SessionInfo(_message.Message):
     waste_bytes: int
     retain_s: float
     retained_for_s: float
-    def __init__(self, session: _Optional[_Union[SessionKey, _Mapping]] = ..., num_tokens: _Optional[int] = ..., num_blocks: _Optional[int] = ..., bytes: _Optional[int] = ..., dram_bytes: _Optional[int] = ..., ssd_bytes: _Optional[int] = ..., dirty_bytes: _Optional[int] = ..., shared_blocks: _Optional[int] = ..., pin: _Optional[_Union[Pin, str]] = ..., leases: _Optional[int] = ..., idle_s: _Optional[float] = ..., ttl_s: _Optional[float] = ..., expires_in_s: _Optional[float] = ..., layout: _Optional[str] = ..., ended: bool = ..., ttl_source: _Optional[_Union[TtlSource, str]] = ..., num_spans: _Optional[int] = ..., waste_bytes: _Optional[int] = ..., retain_s: _Optional[float] = ..., retained_for_s: _Optional[float] = ...) -> None: ...
+    awaited_tools: _containers.RepeatedScalarFieldContainer[str]
+    superseded: bool
+    def __init__(self, session: _Optional[_Union[SessionKey, _Mapping]] = ..., num_tokens: _Optional[int] = ..., num_blocks: _Optional[int] = ..., bytes: _Optional[int] = ..., dram_bytes: _Optional[int] = ..., ssd_bytes: _Optional[int] = ..., dirty_bytes: _Optional[int] = ..., shared_blocks: _Optional[int] = ..., pin: _Optional[_Union[Pin, str]] = ..., leases: _Optional[int] = ..., idle_s: _Optional[float] = ..., ttl_s: _Optional[float] = ..., expires_in_s: _Optional[float] = ..., layout: _Optional[str] = ..., ended: bool = ..., ttl_source: _Optional[_Union[TtlSource, str]] = ..., num_spans: _Optional[int] = ..., waste_bytes: _Optional[int] = ..., retain_s: _Optional[float] = ..., retained_for_s: _Optional[float] = ..., awaited_tools: _Optional[_Iterable[str]] = ..., superseded: bool = ...) -> None: ...
 
 class BlockInfo(_message.Message):
     __slots__ = ("key", "token_offset", "start", "num_tokens", "tiers", "slot_id", "extent", "sessions", "dirty", "hashed", "verified")

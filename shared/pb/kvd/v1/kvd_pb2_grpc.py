@@ -79,6 +79,11 @@ class EngineStub(object):
                 request_serializer=shared_dot_pb_dot_kvd_dot_v1_dot_kvd__pb2.RetainSessionRequest.SerializeToString,
                 response_deserializer=shared_dot_pb_dot_kvd_dot_v1_dot_kvd__pb2.RetainSessionResponse.FromString,
                 _registered_method=True)
+        self.ExpectSession = channel.unary_unary(
+                '/kvd.v1.Engine/ExpectSession',
+                request_serializer=shared_dot_pb_dot_kvd_dot_v1_dot_kvd__pb2.ExpectSessionRequest.SerializeToString,
+                response_deserializer=shared_dot_pb_dot_kvd_dot_v1_dot_kvd__pb2.ExpectSessionResponse.FromString,
+                _registered_method=True)
         self.PushQueue = channel.stream_stream(
                 '/kvd.v1.Engine/PushQueue',
                 request_serializer=shared_dot_pb_dot_kvd_dot_v1_dot_kvd__pb2.QueueSnapshot.SerializeToString,
@@ -143,6 +148,12 @@ class EngineServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ExpectSession(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def PushQueue(self, request_iterator, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -196,6 +207,11 @@ def add_EngineServicer_to_server(servicer, server):
                     servicer.RetainSession,
                     request_deserializer=shared_dot_pb_dot_kvd_dot_v1_dot_kvd__pb2.RetainSessionRequest.FromString,
                     response_serializer=shared_dot_pb_dot_kvd_dot_v1_dot_kvd__pb2.RetainSessionResponse.SerializeToString,
+            ),
+            'ExpectSession': grpc.unary_unary_rpc_method_handler(
+                    servicer.ExpectSession,
+                    request_deserializer=shared_dot_pb_dot_kvd_dot_v1_dot_kvd__pb2.ExpectSessionRequest.FromString,
+                    response_serializer=shared_dot_pb_dot_kvd_dot_v1_dot_kvd__pb2.ExpectSessionResponse.SerializeToString,
             ),
             'PushQueue': grpc.stream_stream_rpc_method_handler(
                     servicer.PushQueue,
@@ -446,6 +462,33 @@ class Engine(object):
             '/kvd.v1.Engine/RetainSession',
             shared_dot_pb_dot_kvd_dot_v1_dot_kvd__pb2.RetainSessionRequest.SerializeToString,
             shared_dot_pb_dot_kvd_dot_v1_dot_kvd__pb2.RetainSessionResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ExpectSession(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvd.v1.Engine/ExpectSession',
+            shared_dot_pb_dot_kvd_dot_v1_dot_kvd__pb2.ExpectSessionRequest.SerializeToString,
+            shared_dot_pb_dot_kvd_dot_v1_dot_kvd__pb2.ExpectSessionResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -47,6 +47,51 @@ def test_equals_are_served_in_the_order_they_came():
     assert numbers(queue) == [0, 1, 2, 3, 4]
 
 
+def told(queue):
+    """What the feed has to tell: those that wait, with their ranks and histories, and who left."""
+    update = queue._feed.next_update(100)
+    if update is None:
+        return [], []
+    queue._feed.acknowledged(update.sequence, send_full=False)
+    return sorted(update.change.waiting), list(update.change.left)
+
+
+def test_who_arrives_is_told_of_before_its_request_waits():
+    """About where that will be; to nobody else it is there before it is."""
+    queue = queue_of()
+    queue.add(request(0))
+    queue.arrives(1, request(1).key, 2, 70)
+    assert (numbers(queue), len(queue)) == ([0], 1)
+    assert queue.is_arriving(request(1).key)
+    assert not queue.is_arriving(request(0).key)
+    assert told(queue)[0] == [
+        QueuedRequest((-2, 20.0, 1), request(1).key, 70),
+        QueuedRequest((0, 0.0, 0), request(0).key, 0),
+    ]
+    queue.add(request(1, priority=2, history_tokens=50))
+    assert numbers(queue) == [1, 0]
+    assert not queue.is_arriving(request(1).key)
+    assert told(queue) == ([QueuedRequest((-2, 20.0, 1), request(1).key, 50)], [])
+    queue.withdraw(1)
+    assert told(queue) == ([], [])
+    assert numbers(queue) == [1, 0]
+
+
+def test_who_arrives_and_does_not_come_is_taken_back():
+    """Once; and its tenant has paid for nothing."""
+    queue = queue_of()
+    queue.arrives(1, request(1).key, 0, 0)
+    assert told(queue) == ([QueuedRequest((0, 0.0, 1), request(1).key, 0)], [])
+    queue.withdraw(1)
+    queue.withdraw(1)
+    assert told(queue) == ([], [1])
+    queue.arrives(2, request(2).key, 0, 0)
+    queue.withdraw(2)
+    assert told(queue) == ([], [])
+    queue.add(request(3))
+    assert told(queue)[0] == [QueuedRequest((0, 0.0, 3), request(3).key, 0)]
+
+
 def test_higher_priorities_go_first():
     """Whatever their tenant has had before."""
     queue = queue_of()

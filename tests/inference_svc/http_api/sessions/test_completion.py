@@ -2,12 +2,13 @@
 
 import asyncio
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 
 from inference_svc.core.chat import Message
 from inference_svc.core.errors import UnknownSessionError
+from inference_svc.core.misses import Resembled
 from inference_svc.core.turn_record import Finished, Usage
 from inference_svc.http_api.sessions.completion import Completion
 from inference_svc.http_api.sessions.lookup import (
@@ -20,6 +21,7 @@ from inference_svc.http_api.sessions.routing import Caller, HttpTurn
 from inference_svc.http_api.sessions.store import ApiStore
 from shared.access.identity import Identity
 from shared.types.session_key import SessionKey
+from tests.inference_svc.http_api.scripted_calls import READING, calling
 from tests.memory_engine import loaded_model
 from tests.turn_service import Service, asked, serving
 
@@ -27,6 +29,7 @@ MODEL = "m"
 ANN = Caller(Identity("ann", "token", ("acme",), frozenset({"client"})), "acme")
 ASKED = Message("user", "What is a lease?")
 ANSWER = Finished("stop", "A right to slots.", Usage(), 1)
+CALLING = replace(calling(), turns=1)
 
 
 @pytest.fixture(scope="module")
@@ -54,11 +57,11 @@ class World:
             turn = await self.begin(session_id)
             _ = [event async for event in turn.follow()]
 
-    async def record(self, session_id, *, route=None, is_passing=False, **fields):
+    async def record(self, session_id, answer=ANSWER, *, route=None, is_passing=False, **fields):
         """Record an answer of a session."""
         turn = HttpTurn((ASKED,), {}, "", True, "", f"r-{session_id}", b"", **fields)
         at = route or Route(session_id, 0, 0, self.completion.chain(ANN).start)
-        await self.completion.record(ANN, turn, at, ANSWER, is_passing=is_passing)
+        await self.completion.record(ANN, turn, at, answer, is_passing=is_passing)
 
     async def left(self, *session_ids):
         """Those of some sessions that are still there."""
@@ -73,6 +76,14 @@ class World:
         """Whether a session takes no turn any more."""
         found, _ = await self.service.turns.sessions.get(SessionKey("acme", MODEL, session_id))
         return found.has_ended
+
+    async def until_so(self, is_so):
+        """The same, of what needs no waiting."""
+
+        async def ask():
+            return is_so()
+
+        await self.until(ask)
 
     async def until(self, is_so):
         """Wait for what is tidied up beside everything else."""
@@ -104,6 +115,40 @@ async def test_a_history_leads_to_the_session_that_has_it(model, tmp_path):
         found = await world.store.find_histories([digest, chain.within(digest, "s-1")])
         assert len(found) == 2
         assert {(point.session_id, point.turns) for point in found.values()} == {("s-1", 1)}
+
+
+async def test_a_session_awaits_the_tools_that_its_answer_calls(model, tmp_path):
+    """By name, once each; one that only speaks awaits nothing, nor one that is over."""
+    async with world_in(model, tmp_path) as world:
+        names = ("speaks", "ends", "repeats", "calls")
+        await world.make(*names)
+        answers = {"speaks": ANSWER, "ends": CALLING, "calls": CALLING}
+        for name, answer in answers.items():
+            await world.record(name, answer, reading=READING, is_final=name == "ends")
+        await world.record("repeats", replace(CALLING, turns=2), reading=READING)
+        expected = world.service.engine.store.expected
+        await world.until_so(lambda: expected)
+        assert expected == [("calls", ("look", "see"), False)]
+        await world.record("calls", route=Route("calls", 0, 0, None), reading=READING)
+        await world.record("calls", CALLING, route=Route("calls", 0, 0, None), reading=READING)
+        await world.until_so(lambda: len(expected) == 2)
+
+
+async def test_a_session_that_another_goes_on_for_is_superseded(model, tmp_path):
+    """Unless it has gone on itself, or is gone."""
+    async with world_in(model, tmp_path) as world:
+        await world.make("old", "left", "new", "newer")
+        expected = world.service.engine.store.expected
+        for name, resembled in (
+            ("new", Resembled("left", 3, was_known=True)),
+            ("new", Resembled("deleted", 1, was_known=True)),
+            ("new", Resembled("new", 1, was_known=True)),
+            ("new", Resembled(was_known=True)),
+            ("newer", Resembled("old", 1, was_known=True)),
+        ):
+            await world.record(name, route=Route(name, 0, 0, None, resembles=resembled))
+        await world.until_so(lambda: expected)
+        assert expected == [("old", (), True)]
 
 
 async def test_a_session_without_a_known_history_leaves_none(model, tmp_path):

@@ -348,6 +348,34 @@ async def test_what_a_client_wants_kept_is_told_after_the_save(model, saves, is_
         await engine.all_released()
 
 
+async def test_what_is_expected_of_a_session_is_told_after_its_save(model):
+    """Unless a turn of it is there by then: that is what was expected."""
+    async with running_engine(model) as engine:
+        engine.store.may_end.clear()
+        turn = await engine.run(range(20, 60))
+        telling = asyncio.create_task(engine.loop.expect(turn.key, ("bash",), superseded=False))
+        await asyncio.sleep(0)
+        assert engine.store.expected == []
+        engine.store.may_end.set()
+        await telling
+        assert engine.store.expected == [(turn.key.session_id, ("bash",), False)]
+        assert engine.store.order[-2:] == ["save", "expect"]
+        engine.store.may_end.clear()
+        turn = await engine.run(turn.token_ids)
+        telling = asyncio.create_task(engine.loop.expect(turn.key, ("late",), superseded=False))
+        await asyncio.sleep(0)
+        request = engine.request(turn.token_ids)
+        await engine.loop.generate(request)
+        await engine.loop.expect(turn.key, ("early",), superseded=False)
+        engine.loop.drop(request)
+        engine.store.may_end.set()
+        await telling
+        await engine.all_released()
+        assert len(engine.store.expected) == 1
+        await engine.loop.expect(turn.key, (), superseded=True)
+        assert engine.store.expected[1:] == [(turn.key.session_id, (), True)]
+
+
 async def test_a_session_whose_last_turn_was_given_up_goes_on(model):
     """Its end was never part of it."""
     async with running_engine(model) as engine:

@@ -56,6 +56,8 @@ class Peer:
         self.dram_tokens = 1000  # what is beyond is on SSD
         self.ended = []
         self.retained = []
+        self.expected = []
+        self.is_old = False  # it takes no hints of what sessions become
         self.lineages = []  # of loads, stores and discards
         self.queue = self
         self.feed = None  # of the queue
@@ -159,6 +161,12 @@ class Peer:
         self.maybe_fail("retain_session")
         self.retained.append((key.session_id, retain_s, prefix_token_ids))
         return retain_s
+
+    async def expect_session(self, key, tools=(), *, superseded=False):
+        self.maybe_fail("expect_session")
+        if not self.is_old:
+            self.expected.append((key, tools, superseded))
+        return not self.is_old
 
     async def end_session(self, key):
         self.ended.append(key)

@@ -137,6 +137,23 @@ async def test_a_wish_that_kvd_does_not_hear_costs_nothing(model, copy_threads):
     assert [(line["event"], line["what"]) for line in lines] == [("session_store_failed", "retain")]
 
 
+async def test_what_is_expected_is_told_and_counted(model, copy_threads):
+    """Or lost, and counted: kvd is too old, or it is not there; that is logged once."""
+    scene = Scene(model, copy_threads)
+    await scene.store.expect(KEY, ("bash",), superseded=False)
+    await scene.store.expect(KEY, (), superseded=True)
+    assert scene.peer.expected == [(KEY, ("bash",), False), (KEY, (), True)]
+    scene.peer.is_old = True
+    await scene.store.expect(KEY, ("bash",), superseded=False)
+    scene.peer.fail_at = "expect_session"
+    with capture_logs() as lines:
+        for _ in range(2):
+            await scene.store.expect(KEY, ("bash",), superseded=False)
+    assert [(line["event"], line["what"]) for line in lines] == [("session_store_failed", "expect")]
+    counts = scene.counters.snapshot()
+    assert (counts["expectations"], counts["expectations_lost"]) == (2, 3)
+
+
 async def test_trouble_is_logged_once_until_it_is_over(model, copy_threads):
     """Each kind of it, as what was asked first; then that kvd works again."""
     scene = Scene(model, copy_threads, fail_at="discard")

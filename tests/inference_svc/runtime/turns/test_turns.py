@@ -36,6 +36,7 @@ from inference_svc.runtime.turns.turns import Turns
 from inference_svc.service.lifecycle import Signals, drain
 from inference_svc.service.turn_messages import decode_submission
 from shared.pb.inference.v1 import inference_pb2 as pb
+from shared.types.awaited_tools import InvalidToolNamesError
 from shared.types.errors import ReportedError
 from shared.types.session_key import SessionKey
 from tests.turn_service import until
@@ -74,6 +75,10 @@ class RecordingEngine:
     async def forget(self, key, _token_ids):
         """See EngineLoop."""
         self.calls.append(("forget", key))
+
+    async def expect(self, key, tools, *, superseded):
+        """See EngineLoop."""
+        self.calls.append(("expect", key.session_id, tools, superseded))
 
     async def end_session(self, key):
         """See EngineLoop."""
@@ -140,6 +145,27 @@ async def test_so_are_the_end_of_a_session_and_a_fork(tmp_path):
         assert len((await turns.sessions.get(other))[0].turns) == 1
         await turns.sessions.delete(other)
     assert engine.calls == [("end", KEY), ("forget", other)]
+
+
+async def test_what_is_expected_of_a_session(tmp_path):
+    """Of one that is there, and that nobody uses or changes just then; names are checked."""
+    store, engine = SlowStore(tmp_path), RecordingEngine()
+    async with turns_of(store, engine) as turns:
+        expect = turns.sessions.expect
+        await expect(KEY, ["bash", "bash"])
+        await expect(KEY, superseded=True)
+        told = [("expect", "s", ("bash",), False), ("expect", "s", (), True)]
+        assert engine.calls == told
+        with pytest.raises(InvalidToolNamesError, match="printable"):
+            await expect(KEY, ["\n"])
+        with pytest.raises(UnknownSessionError):
+            await expect(KEY._replace(session_id="nobody"), ["bash"])
+        await left_in_the_middle(store, turns.sessions.end(KEY))
+        with pytest.raises(SessionBusyError):
+            await expect(KEY, ["bash"])
+        assert engine.calls == told
+        store.may_write.set()
+        await until(lambda: engine.calls[-1] == ("end", KEY))
 
 
 async def test_a_change_that_breaks_is_logged(tmp_path):

@@ -88,6 +88,31 @@ def test_an_ended_session_goes_first_until_it_is_used(policy):
     assert sessions.victims()[0] == "a"
 
 
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_superseded_session_goes_first_among_its_equals_until_it_is_used(policy):
+    """A guess: what is guarded stays so, and a use ends it."""
+    sessions = Sessions(policy)
+    sessions.use("a", "b", "c", "d")
+    for name in "cd":
+        sessions.policy.on_supersede(key_of(name))
+    sessions.policy.guard(key_of("d"), Guard.RETAINED)
+    assert sessions.victims() == "cabd"
+    sessions.policy.guard(key_of("b"), Guard.RETAINED)
+    assert sessions.victims() == "cadb"
+    sessions.use("c")
+    assert sessions.victims() == "acdb"
+
+
+@pytest.mark.parametrize("policy", sorted(POLICIES.keys() - {"predictive"}))
+def test_what_awaits_tools_has_the_place_that_it_had(policy):
+    """These learn nothing of tools; nobody needs to know the session."""
+    sessions = Sessions(policy)
+    sessions.use("a", "b", "c")
+    sessions.policy.on_await(key_of("a"), ("bash",), 1)
+    sessions.policy.on_await(key_of("never seen"), ("bash",), 1)
+    assert sessions.victims() == "abc"
+
+
 @pytest.mark.parametrize("policy", LOOKING_AHEAD)
 def test_an_ended_session_of_which_a_turn_waits_is_kept_for_it(policy):
     """The hint came with the last turn, which is still to be computed."""

@@ -2,6 +2,8 @@
 
 from itertools import product
 
+import pytest
+
 from kvd.core.records.records import Tier
 from kvd.core.state.turn_log import RecordedTurn, TurnLog
 from shared.types.queue_delta import QueueChange, QueuedRequest, RunningRequest
@@ -124,6 +126,19 @@ def test_a_session_in_the_engines_memory_asks_for_nothing() -> None:
     log.stored(A, 80, 90)
     _, turn = log
     assert turn == RecordedTurn(1, 2, 60, 60, 90, 50, 0, 0, 80, is_asked=False)
+
+
+@pytest.mark.parametrize("is_full", [False, True])
+def test_the_newest_report_says_how_long_the_history_is(is_full: bool) -> None:
+    """A turn arrives, and drops some of it before it waits; it arrived when it arrived."""
+    log = TurnLog(4)
+    log.queue_changed(ENGINE, _waiting(A, 1, 90), 10)
+    take = log.queue_replaced if is_full else log.queue_changed
+    take(ENGINE, _waiting(A, 1, 40), 20)
+    log.queue_changed(ENGINE, QueueChange(running=[RunningRequest(1, A)]), 30)
+    log.requested(A, 100, 31, is_running=True)
+    (turn,) = log
+    assert (turn.arrived_ns, turn.wanted_tokens) == (10, 40)
 
 
 def test_a_discard_shortens_the_history() -> None:

@@ -1,0 +1,68 @@
+"""What is only on SSD is on its way up before the text of its session's next turn is encoded."""
+
+from contextlib import asynccontextmanager
+
+import pytest
+
+from inference_svc.client import turn_request
+from shared.pb.inference.v1 import inference_pb2 as pb
+from shared.types.errors import InvalidInputError
+from tests.inference_processes import InferenceProcess, wait_kvd_state
+from tests.kvd_polling import all_clean, eventually, reader_stats
+from tests.processes import KvdProcess
+
+GREEDY = pb.Sampling(max_tokens=8, ignore_eos=True)
+DOCUMENT = [5 + number * 7 % 400 for number in range(300)]  # more than two blocks of tokens
+TOO_LONG = "Keys and values are kept. " * 40_000  # a megabyte, whose encoding takes a while
+TIERS = ("--dram", "64MB", "--ssd", "64MB")
+
+
+async def counts(kvd, *names):
+    stats = await reader_stats(kvd)
+    return tuple(sum(layout.counters[name] for layout in stats.layouts) for name in names)
+
+
+@asynccontextmanager
+async def on_ssd(model, directory, *flags):
+    """A pair whose kvd has a session "a" on SSD only; the service has nothing of it."""
+    kvd = KvdProcess(directory / "kvd", (*TIERS, *flags), keep="none")
+    service = InferenceProcess(model, directory, kvd.runtime_dir)
+    await kvd.start()
+    try:
+        async with service, service.client() as client:
+            await wait_kvd_state(client, "attached")
+            await client.submit(turn_request(DOCUMENT, "a", sampling=GREEDY))
+            await all_clean(kvd)
+            await kvd.stop()
+            await kvd.start()
+            await wait_kvd_state(client, "attached")
+            yield kvd, client
+    finally:
+        await kvd.stop()
+
+
+async def test_ssd_is_read_for_a_turn_whose_prompt_is_not_known(tiny_model, short_dir):
+    """Not even that it is too long; then it waits no more, and what was read serves the next."""
+    async with on_ssd(tiny_model, short_dir) as (kvd, client):
+        with pytest.raises(InvalidInputError, match="tokens"):
+            await client.submit(turn_request(TOO_LONG, "a", sampling=GREEDY))
+        await eventually(lambda: counts(kvd, "returns_ssd", "prefetch_blocks"), (1, 3))
+        stats = await reader_stats(kvd)
+        assert [layout.queue.waiting_jobs for layout in stats.layouts] == [0]
+        turn = await client.submit(turn_request("More ", "a", sampling=GREEDY))
+        assert turn.usage.recomputed_tokens == 0
+        assert dict(turn.usage.tier_tokens) == {"dram": turn.usage.history_tokens}
+        assert await counts(kvd, "returns_dram", "returns_ssd", "returns_gone") == (1, 1, 0)
+
+
+async def test_a_policy_that_does_not_look_ahead_reads_nothing_for_it(tiny_model, short_dir):
+    """Where turns wait is of no interest to it."""
+    settings = short_dir / "kvd.toml"
+    settings.write_text('[eviction]\npolicy = "lru"\n')
+    async with on_ssd(tiny_model, short_dir, "--config", str(settings)) as (kvd, client):
+        with pytest.raises(InvalidInputError, match="tokens"):
+            await client.submit(turn_request(TOO_LONG, "a", sampling=GREEDY))
+        await eventually(lambda: counts(kvd, "returns_ssd"), (1,))
+        assert await counts(kvd, "prefetch_blocks") == (0,)
+        turn = await client.submit(turn_request("More ", "a", sampling=GREEDY))
+        assert dict(turn.usage.tier_tokens) == {"ssd": turn.usage.history_tokens}

@@ -1,0 +1,42 @@
+"""Names of tools that sessions wait for: few, short, printable, each once."""
+
+import pytest
+
+from shared.types.awaited_tools import (
+    MAX_AWAITED_TOOLS,
+    MAX_TOOL_NAME,
+    InvalidToolNamesError,
+    awaited_tools,
+    possible_tools,
+)
+
+LONGEST = "n" * MAX_TOOL_NAME
+MOST = [f"tool-{number}" for number in range(MAX_AWAITED_TOOLS)]
+
+
+def test_each_name_is_there_once_in_its_order():
+    assert awaited_tools(["b", "a", "b"]) == ("b", "a")
+    assert awaited_tools(MOST + MOST) == tuple(MOST)
+    assert awaited_tools([LONGEST, "Werkzeug äöü 道具"]) == (LONGEST, "Werkzeug äöü 道具")
+    assert awaited_tools([]) == ()
+
+
+@pytest.mark.parametrize(
+    ("names", "told"),
+    [
+        ([""], "cannot be named ''"),
+        ([LONGEST + "n"], "1 to 128 printable"),
+        (["a\x1b[2J"], r"'a\\x1b\[2J'"),
+        ([*MOST, "one more"], "33 tools are awaited: name up to 32 different ones"),
+    ],
+)
+def test_others_are_refused_in_one_line(names, told):
+    with pytest.raises(InvalidToolNamesError, match=told) as refused:
+        awaited_tools(names)
+    assert "\n" not in str(refused.value)
+
+
+def test_of_names_that_a_model_wrote_those_are_taken_that_can_be():
+    """Nothing is refused: it is a hint."""
+    assert possible_tools(["", LONGEST + "n", "\n", "b", "a", "b"]) == ("b", "a")
+    assert possible_tools([*MOST, "one more"]) == tuple(MOST)
