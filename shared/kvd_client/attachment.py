@@ -58,6 +58,7 @@ class Attachment:
         max_queue_jobs: most requests that kvd takes of the queue.
         offers_copiers: kvd may be asked for a channel to the copier of a GPU.
         offers_retention: kvd may be told how long sessions are to be kept.
+        offers_grafts: a session may be given KV of another one's tokens.
     """
 
     engine_id: int
@@ -73,6 +74,7 @@ class Attachment:
     max_queue_jobs: int
     offers_copiers: bool
     offers_retention: bool
+    offers_grafts: bool
     _asked: "list[asyncio.Future[tuple[bytes, list[int]]]]" = field(default_factory=list)
 
     async def hold(self, on_draining: Callable[[float], None]) -> None:
@@ -260,6 +262,7 @@ async def _shake_hands(
         max_queue_jobs=attached.max_queue_jobs,
         offers_copiers=attached.copiers,
         offers_retention=attached.retention,
+        offers_grafts=attached.grafts,
     )
 
 

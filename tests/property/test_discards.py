@@ -1,9 +1,9 @@
-"""Whatever is discarded, compacted, evicted, forked or lost: each row loaded is the context's own.
+"""Whatever is discarded, grafted, compacted, evicted or lost: each row loaded is the context's.
 
 Engines here name the lineage of what they load and store, and may go on with rows of their own that
-kvd has lost, or store them after a discard that kvd has not received. Before the first discard a
-row must be the one that a fresh computation gives; behind it, one that some engine has had for this
-very context, after these very discards, in this very place.
+kvd has lost, or store them after a discard that kvd has not received. Before the first discard or
+graft a row must be the one that a fresh computation gives; behind it, one that some engine has had
+for this very context, after these very discards and grafts, in this very place.
 """
 
 from dataclasses import dataclass, field
@@ -15,6 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
 from kvd.core.records.records import Admission, Tier
 from kvd.core.state.limits import Limits
+from shared.types.graft_source import GraftSource
 from shared.types.granted_slots import Lookup
 from shared.types.lineage import WHOLE, Lineage
 from shared.types.session_key import SessionKey
@@ -89,6 +90,67 @@ class DiscardMachine(RuleBasedStateMachine):
         ranges = [(at, at + 1) for at in range(start, num_tokens, step)]
         if ranges:
             self._discard(key, ranges, is_heard=True)
+
+    @rule(
+        key=st.sampled_from(KEYS),
+        source=st.sampled_from(KEYS),
+        seam=st.integers(1, 12),
+        phrase=PHRASE,
+        start=st.integers(0, 12),
+        length=st.integers(1, 20),
+        is_heard=st.booleans(),
+        num_steps=st.integers(0, 12),
+    )
+    def graft(self, key, source, seam, phrase, start, length, is_heard, num_steps) -> None:
+        """A session goes on behind some of its tokens with new ones, then with another one's."""
+        has, given = self.contexts[key], self.contexts[source]
+        end = min(start + length, len(given.tokens))
+        if key == source or start >= end:
+            return
+        if has.lineage.is_whole:
+            self._know(key, Context(has.tokens[:seam], has.rows[:seam], WHOLE))
+        self.turn(key, phrase, has_rows=False)
+        if is_heard:
+            self.rest(num_steps, REST_NS)
+            self._graft_heard(key, source, start, end)
+        has, given = self.contexts[key], self.contexts[source]
+        before, theirs = to_bytes(has.tokens), to_bytes(given.tokens)
+        tokens, rows = has.tokens + given.tokens[start:end], has.rows + given.rows[start:end]
+        origin = GraftSource(source, theirs, given.lineage, start, end)
+        lineage = origin.lineage_after(before, has.lineage)
+        self._inherit(has, 0, len(has.tokens), Context(tokens, [], lineage), 0)
+        self._inherit(given, start, end, Context(tokens, [], lineage), len(has.tokens))
+        self._know(key, Context(tokens, rows, lineage))
+        self._load(key)
+
+    def _graft_heard(self, key, source, start, end) -> None:
+        """Have kvd do it; to say it again changes nothing."""
+        has, given, engine = self.contexts[key], self.contexts[source], self.world.engine
+        before, theirs = to_bytes(has.tokens), to_bytes(given.tokens)
+        origin = GraftSource(source, theirs, given.lineage, start, end)
+        num_found = engine.sessions.graft(key, before, has.lineage, origin)
+        engine.check()
+        assert 0 <= num_found <= end - start
+        info = engine.inspection.info(key)
+        assert not num_found or info.num_tokens == len(has.tokens) + num_found
+        assert engine.sessions.graft(key, before, has.lineage, origin) == num_found
+        self.world.pump()
+
+    def _inherit(self, of: Context, start: int, end: int, new: Context, offset: int) -> None:
+        """Whatever row was had for tokens of a context may be had for them in a new one."""
+        digest, tokens = of.lineage.digest, tuple(of.tokens)
+        at_ends = {tokens[: at + 1]: at for at in range(start, end)}
+        found = [(at_ends[t], row) for d, t, row in self.had if d == digest and t in at_ends]
+        if of.lineage.is_clean(end):
+            found += [(at, row) for at, row in enumerate(compute([], of.tokens)) if at < end]
+        elif of.lineage.clean_tokens:
+            clean = of.lineage.clean_tokens
+            found += list(enumerate(compute([], of.tokens[:clean])))
+        self.had |= {
+            (new.lineage.digest, tuple(new.tokens[: at - start + offset + 1]), row)
+            for at, row in found
+            if at >= start
+        }
 
     @rule(key=st.sampled_from(KEYS), phrase=PHRASE, num_steps=st.integers(0, 12))
     def thin_out(self, key, phrase, num_steps) -> None:
