@@ -191,6 +191,11 @@ class MemoryStore:
             *([torch.cat([r[s:e] for s, e in runs]) for r in rows] for rows in (keys, values)),
         )
 
+    offers_grafts = False
+
+    async def graft(self, key, token_ids, lineage, source):
+        raise AssertionError("it offers none")
+
     async def retain(self, key, retention, prefix):
         self.order.append("retain")
         self.retained.append((key, retention, prefix))

@@ -6,6 +6,7 @@ graft a row must be the one that a fresh computation gives; behind it, one that 
 for this very context, after these very discards and grafts, in this very place.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import pytest
@@ -118,9 +119,9 @@ class DiscardMachine(RuleBasedStateMachine):
         tokens, rows = has.tokens + given.tokens[start:end], has.rows + given.rows[start:end]
         origin = GraftSource(source, theirs, given.lineage, start, end)
         lineage = origin.lineage_after(before, has.lineage)
-        self._inherit(has, 0, len(has.tokens), Context(tokens, [], lineage), 0)
-        self._inherit(given, start, end, Context(tokens, [], lineage), len(has.tokens))
         self._know(key, Context(tokens, rows, lineage))
+        self._inherit(has, range(len(has.tokens)), key, 0)
+        self._inherit(given, range(start, end), key, len(has.tokens))
         self._load(key)
 
     def _graft_heard(self, key, source, start, end) -> None:
@@ -135,22 +136,6 @@ class DiscardMachine(RuleBasedStateMachine):
         assert not num_found or info.num_tokens == len(has.tokens) + num_found
         assert engine.sessions.graft(key, before, has.lineage, origin) == num_found
         self.world.pump()
-
-    def _inherit(self, of: Context, start: int, end: int, new: Context, offset: int) -> None:
-        """Whatever row was had for tokens of a context may be had for them in a new one."""
-        digest, tokens = of.lineage.digest, tuple(of.tokens)
-        at_ends = {tokens[: at + 1]: at for at in range(start, end)}
-        found = [(at_ends[t], row) for d, t, row in self.had if d == digest and t in at_ends]
-        if of.lineage.is_clean(end):
-            found += [(at, row) for at, row in enumerate(compute([], of.tokens)) if at < end]
-        elif of.lineage.clean_tokens:
-            clean = of.lineage.clean_tokens
-            found += list(enumerate(compute([], of.tokens[:clean])))
-        self.had |= {
-            (new.lineage.digest, tuple(new.tokens[: at - start + offset + 1]), row)
-            for at, row in found
-            if at >= start
-        }
 
     @rule(key=st.sampled_from(KEYS), phrase=PHRASE, num_steps=st.integers(0, 12))
     def thin_out(self, key, phrase, num_steps) -> None:
@@ -276,7 +261,28 @@ class DiscardMachine(RuleBasedStateMachine):
         kept = [at for at in range(len(context.tokens)) if at not in dropped]
         tokens, rows = ([of_all[at] for at in kept] for of_all in (context.tokens, context.rows))
         self._know(key, Context(tokens, rows, context.lineage.after(token_ids, ranges)))
+        self._inherit(context, kept, key, 0)
         self.world.pump()
+
+    def _inherit(self, old: Context, kept: Sequence[int], key: SessionKey, first: int) -> None:
+        """Any row that was had for tokens that were kept may be had where they are now.
+
+        Args:
+            old: the context that they were kept of.
+            kept: their places in it.
+            key: whose context they are in now.
+            first: the place of the first of them in that.
+        """
+        new, tokens = self.contexts[key], tuple(old.tokens)
+        places = {tokens[: at + 1]: first + index for index, at in enumerate(kept)}
+        found = {(t, row) for d, t, row in self.had if d == old.lineage.digest and t in places}
+        fresh = enumerate(compute([], old.tokens))
+        found |= {(tokens[: at + 1], row) for at, row in fresh if old.lineage.is_clean(at + 1)}
+        self.had |= {
+            (new.lineage.digest, tuple(new.tokens[: places[t] + 1]), row)
+            for t, row in found
+            if t in places
+        }
 
     def _load(self, key: SessionKey) -> list[Row]:
         """Load what is stored, and check it row by row."""
