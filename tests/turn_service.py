@@ -44,7 +44,7 @@ class Service:
         self.histograms = TurnHistograms()
         self.thread = WorkerThread("text")
         tokenizer, report = model[0].tokenizer, TurnReport(self.histograms)
-        text = TurnText(tokenizer, limits.eos_ids)
+        self.text = text = TurnText(tokenizer, limits.eos_ids)
         grammars = Grammars(tokenizer, limits.vocab_size, limits.eos_ids)
         prompts = PromptMaker(text, self.thread, limits, has_tokenizer=True)
         numbers = count(1)
