@@ -279,3 +279,15 @@ async def test_nothing_is_kept_that_kvd_has_lost_or_where_it_is_away(tiny_model,
         lost = await chatted(service, edited(messages, "Nothing.", 3))
         assert reused(lost)[1] == 0
         await judged(service, judge, before, away, lost)
+
+
+async def test_kvd_is_killed_under_it(tiny_model, tmp_path, judge):
+    """Whenever that is: the turn is answered by the formula of what it kept."""
+    async with serving(tiny_model, tmp_path, "heal:16") as service:
+        messages, before = await agent(service)
+        turn = chatted(service, edited(messages, CLEARED, 3), is_saved=False)
+        answer, _ = await asyncio.gather(turn, service.kvd.kill())
+        await kvd_starts(service)
+        await judged(service, judge, before, answer)
+        again = await chatted(service, edited(messages, "Nothing.", 3))
+        await judged(service, judge, before, again)

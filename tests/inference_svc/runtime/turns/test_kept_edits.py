@@ -158,6 +158,35 @@ async def test_a_turn_that_drops_tokens_first_keeps_none_behind_an_edit(model, t
         assert usage.kept_tokens == 0
 
 
+async def test_a_window_that_fills_up_later_gives_up_what_was_kept(model, tmp_path):
+    """In the middle of the answer, and again in the next turn: lineages follow."""
+    async with editing(model, tmp_path) as service:
+        usage = usage_of(await again(service, max_tokens=170))
+        assert usage.kept_tokens == NUM_KEPT
+        assert usage.dropped_tokens > 0
+        following = usage_of(await service.run([OPENING, 70], key=EDITED))
+        assert following.recomputed_tokens == 0
+        context = (await service.turns.sessions.get(EDITED))[0].context
+        await service.engine.saves.settled(EDITED)
+        assert context.lineage == service.engine.store.lineages[EDITED]
+
+
+async def test_a_fork_has_the_lineage_of_what_was_kept(model, tmp_path):
+    """What it computes is of that lineage; the session that it is of goes on as before."""
+    async with editing(model, tmp_path) as service:
+        await again(service)
+        fork = KEY._replace(session_id="fork")
+        await service.turns.sessions.fork(EDITED, None, fork.session_id)
+        forked = await service.run([OPENING, 70], key=fork)
+        other = await service.run([OPENING, 70], key=EDITED)
+        lineages = service.engine.store.lineages
+        await service.engine.saves.settled(fork)
+        await service.engine.saves.settled(EDITED)
+        assert lineages[fork] == lineages[EDITED]
+        assert usage_of(forked).history_tokens == usage_of(other).history_tokens
+        assert usage_of(other).recomputed_tokens == 0
+
+
 async def test_a_failure_of_its_deadline_is_its_own(model, tmp_path):
     """It passed while what precedes a seam waited: the turn fails as it would have."""
     async with editing(model, tmp_path) as service:

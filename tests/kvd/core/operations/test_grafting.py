@@ -212,6 +212,35 @@ def test_a_tenant_that_is_being_erased_is_given_nothing():
         graft(world, NEW, source(4, 12))
 
 
+def test_a_session_with_a_graft_is_exported_whole():
+    """By its lineage, like one that has discarded something."""
+    world = with_both()
+    graft(world, NEW, source(4, 12))
+    files = world.engine.session_files
+    export, rows = files.begin_export(B), []
+    while not export.is_done:
+        answer = files.prepare_export(export, 2, ENGINE_ID)
+        for part in files.exported(export, answer.lease_id):
+            rows += world.slots[part.slot_id][part.start :][: part.num_tokens]
+        world.engine.loads.complete(answer.lease_id, ENGINE_ID)
+    assert rows == compute([], NEW) + compute([], OLD)[4:12]
+
+
+def test_a_later_discard_goes_through_what_was_grafted():
+    world = with_both()
+    given = source(4, 12)
+    graft(world, NEW, given)
+    tokens, after = NEW + OLD[4:12], given.lineage_after(to_bytes(NEW), WHOLE)
+    ranges = [(5, 9)]
+    assert world.engine.sessions.discard(B, to_bytes(tokens), ranges, lineage=after) == 10
+    world.pump()
+    world.engine.check()
+    rows = compute([], NEW) + compute([], OLD)[4:12]
+    left, lineage = tokens[:5] + tokens[9:], after.after(to_bytes(tokens), ranges)
+    assert load(world, B, left, lineage) == rows[:5] + rows[9:]
+    assert load(world, A, OLD, WHOLE) == compute([], OLD), "the other session is as it was"
+
+
 def test_operators_see_it():
     world = with_both()
     world.engine.sessions.graft(B, to_bytes(NEW), WHOLE, source(4, 12))
