@@ -11,8 +11,8 @@ the tokens: it is shared with sessions of the same graft only (D5). As much is g
 session has without a gap, from the first token on; the rest is missing, as if it were evicted.
 
 A graft may be said again, by the retry of a turn: a session that is after it already is left alone.
-A store that was prepared before a graft publishes nothing after it. Where positions are
-baked into keys (`coupled`, `naive`) nothing can be given.
+A store that was prepared before a graft publishes nothing after it. Where positions are baked into
+keys (`coupled`, `naive`) nothing can be given.
 
 Cost: O(spans), and digests over the tokens of both contexts.
 """
