@@ -95,6 +95,20 @@ class EditKeeper:
             prompt: of the turn.
             request: the turn's, not queued yet.
         """
+        try:
+            await self._keep(turn, prompt, request)
+        except Exception as error:  # whatever it is, the turn computes what was not kept
+            if isinstance(error, ReportedError):
+                log.info("edit_not_kept", session=str(request.key), error=error.reason)
+            else:
+                log.exception("edit_not_kept", session=str(request.key))
+
+    async def _keep(self, turn: Turn, prompt: Prompt, request: EngineRequest) -> None:
+        """Do what `keep` says.
+
+        Raises:
+            Exception: it ends there; what was noted until then holds.
+        """
         old = await self._edited(turn, prompt)
         if old is None:
             return
@@ -113,9 +127,6 @@ class EditKeeper:
             began_ns = time.monotonic_ns()
             try:
                 await self._graft(turn, request, run, source_key, source)
-            except ReportedError as error:
-                log.info("edit_not_kept", session=str(request.key), error=error.reason)
-                return
             finally:
                 request.ahead_s += (time.monotonic_ns() - began_ns) / NS_PER_S
 

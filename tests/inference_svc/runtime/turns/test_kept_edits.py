@@ -86,7 +86,9 @@ async def test_its_next_turn_goes_on_from_there(model, tmp_path):
         assert following.reused_tokens == len(NEW) + first.output_tokens - 1
 
 
-@pytest.mark.parametrize("trouble", ["away", "gone", "exact", "no grafts"])
+@pytest.mark.parametrize(
+    "trouble", ["away", "gone", "exact", "no grafts", "does not pay", "raises"]
+)
 async def test_where_nothing_can_be_kept_all_is_computed(model, tmp_path, trouble):
     """And it answers what recomputation does."""
     edits = "exact" if trouble == "exact" else "keep"
@@ -94,6 +96,7 @@ async def test_where_nothing_can_be_kept_all_is_computed(model, tmp_path, troubl
         store = service.engine.store
         store.is_away = trouble == "away"
         store.offers_grafts = trouble != "no grafts"
+        service.edits._pays = lambda *_: 1 / (trouble != "raises") and trouble != "does not pay"
         if trouble == "gone":
             await service.turns.sessions.delete(KEY)
         events = await again(service)
