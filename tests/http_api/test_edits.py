@@ -172,6 +172,42 @@ async def test_a_cleared_result(tiny_model, tmp_path, judge, edits):
         assert kept > 0.4 * prompt
 
 
+async def scripted(service):
+    """An agent that clears old results, sums up and changes a message; its answers, by session."""
+    messages = [{"role": "system", "content": "You are an agent. " * 4}]
+    messages.append({"role": "user", "content": result_of(0)})
+    shares, last = [0, 0], {}
+    for step in range(1, 11):
+        results = [at for at, one in enumerate(messages) if one["content"].startswith("Result")]
+        if step in (5, 8):
+            messages = edited(messages, CLEARED, *results[:-3])
+        elif step == 9:
+            summary = {"role": "user", "content": "All went well so far."}
+            messages = [messages[0], summary, *messages[6:]]
+        elif step == 10:
+            messages = edited(messages, "Another question.", results[-3])
+        answer = await chatted(service, messages)
+        cached, *_, prompt = reused(answer)
+        shares = [shares[0] + cached, shares[1] + prompt]
+        last[id_of(answer)] = answer
+        messages = said(messages, answer.choices[0].message.content, result_of(step))
+    return shares[0] / shares[1], list(last.values())
+
+
+async def test_a_scripted_agent(tiny_model, tmp_path, judge):
+    """Of its prompts more is reused where edits keep it; each answer is the formula's."""
+    share = {}
+    for mode in MODES:
+        directory = tmp_path / mode.partition(":")[0]
+        directory.mkdir()
+        async with serving(tiny_model, directory, mode) as service:
+            share[mode], answers = await scripted(service)
+            sessions = await judged(service, judge, *answers)
+        assert len(answers) == 5, "one for each edit, and the first"
+        assert bool(sum(map(len, map(grafts_of, sessions)))) == (mode != "exact")
+    assert share["exact"] + 0.05 < min(share["heal:16"], share["keep"]), share
+
+
 async def test_a_compacted_beginning(keeping, judge):
     """A summary takes the place of the first exchanges; the rest moves up."""
     messages, before = await agent(keeping)

@@ -1,6 +1,7 @@
 """Turns of edited conversations: what goes wrong on the way to keep KV is computed, and no more."""
 
 from contextlib import asynccontextmanager
+from functools import partial
 
 import pytest
 
@@ -86,6 +87,13 @@ async def test_its_next_turn_goes_on_from_there(model, tmp_path):
         assert following.reused_tokens == len(NEW) + first.output_tokens - 1
 
 
+def pays(trouble, _start, _end):
+    """What is asked before a run is kept; it has gone wrong where that is the trouble."""
+    if trouble == "raises":
+        raise ValueError(trouble)
+    return trouble != "does not pay"
+
+
 @pytest.mark.parametrize(
     "trouble", ["away", "gone", "exact", "no grafts", "does not pay", "raises"]
 )
@@ -96,7 +104,7 @@ async def test_where_nothing_can_be_kept_all_is_computed(model, tmp_path, troubl
         store = service.engine.store
         store.is_away = trouble == "away"
         store.offers_grafts = trouble != "no grafts"
-        service.edits._pays = lambda *_: 1 / (trouble != "raises") and trouble != "does not pay"
+        service.edits._pays = partial(pays, trouble)
         if trouble == "gone":
             await service.turns.sessions.delete(KEY)
         events = await again(service)
