@@ -10,11 +10,11 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_validator
 
+from inference_svc.context_settings import CompressionSettings, OverflowSettings, ReuseSettings
 from inference_svc.core.kv_room import least_slots
 from inference_svc.core.rates.rates import LoadPolicy
 from inference_svc.core.template_arguments import usual_arguments
 from inference_svc.core.tenant_limits import TenantBounds
-from inference_svc.core.truncation import MAX_SINK_TOKENS
 from inference_svc.installation import default_listen, default_state_dir
 from inference_svc.openai_settings import OpenAISettings
 from shared.access.addresses import usable_sockets
@@ -32,10 +32,8 @@ from shared.process.runtime_dir import MAX_MESSAGE_BYTES, default_runtime_dir
 from shared.serving.observing_settings import MetricsSettings, ProcessSettings, TracingSettings
 from shared.types.session_key import DEFAULT_TENANT
 from shared.types.setting_types import (
-    CountOrAuto,
     CountOrNone,
     Duration,
-    NumberOrAuto,
     RateOrNone,
     Section,
     TenantName,
@@ -54,6 +52,7 @@ OTHER_VARIABLES = (
 LIVE_KEYS: tuple[str, ...] = (
     "server.drain_s",
     "cache.load_policy",
+    "reuse.edits",
     "overflow.policy",
     "overflow.ratio",
     "overflow.sink_tokens",
@@ -185,46 +184,6 @@ class CacheSettings(Section):
     deadline_s: Duration = Field(default=10.0, gt=0, le=600)
 
 
-class OverflowSettings(Section):
-    """Which tokens of a session are dropped when its window is full; a turn may name its own.
-
-    Attributes:
-        policy: "oldest": the oldest tokens; "half", "sinks": the same, older names; "reject":
-            none.
-        ratio: part of the droppable tokens that is dropped at once, in (0, 1]. None: an eighth
-            where the rest stays valid, half where it is computed again.
-        sink_tokens: number of first tokens that stay, also when a session is compressed, at most
-            half of the window; a system message counts. None: as many as the model needs, found at
-            the start.
-        reserve_tokens: tokens of an answer that are to have room when it begins; at most a quarter
-            of the window.
-        split_frames: whether messages of a chat may be cut anywhere; else only where one begins.
-        drop_system: whether the system message may be dropped, too.
-    """
-
-    policy: Literal["oldest", "half", "sinks", "reject"] = "oldest"
-    ratio: NumberOrAuto = Field(default=None, gt=0, le=1)
-    sink_tokens: CountOrAuto = Field(default=None, ge=0, le=MAX_SINK_TOKENS)
-    reserve_tokens: int = Field(default=256, ge=1)
-    split_frames: bool = False
-    drop_system: bool = False
-
-
-class CompressionSettings(Section):
-    """Which tokens of a session are dropped at the end of each turn; a turn may name its own.
-
-    Attributes:
-        policy: "none": nothing; "sinks_recent": all but the first and the latest tokens; "snapkv",
-            "h2o": what got least attention.
-        keep_ratio: part of the context that is kept, in (0, 1].
-        min_tokens: length of a context in tokens; shorter ones are left alone.
-    """
-
-    policy: Literal["none", "sinks_recent", "snapkv", "h2o"] = "none"
-    keep_ratio: float = Field(default=0.5, gt=0, le=1)
-    min_tokens: int = Field(default=256, ge=1)
-
-
 class SchedulerSettings(Section):
     """Bounds of what runs at once.
 
@@ -324,6 +283,7 @@ class InferenceSettings(Section):
     model: ModelSettings = ModelSettings()
     server: ServerSettings = Field(default_factory=ServerSettings)
     cache: CacheSettings = Field(default_factory=CacheSettings)
+    reuse: ReuseSettings = ReuseSettings()
     overflow: OverflowSettings = OverflowSettings()
     compression: CompressionSettings = CompressionSettings()
     scheduler: SchedulerSettings = SchedulerSettings()

@@ -8,8 +8,9 @@ from typing import Any
 
 from inference_svc.assembly import EngineParts, Model, assemble_engine
 from inference_svc.config import InferenceSettings
+from inference_svc.core.edits import edit_policy
 from inference_svc.core.errors import UnsupportedModelError
-from inference_svc.core.rates.rates import LoadPolicy
+from inference_svc.core.rates.rates import DRAM, LoadChooser, LoadPolicy
 from inference_svc.core.session_turns import SessionTurns
 from inference_svc.core.submission import ModelTraits
 from inference_svc.core.template_arguments import Arguments
@@ -17,6 +18,7 @@ from inference_svc.core.tenant_limits import TenantLimits
 from inference_svc.runtime.compute.grammars import Grammars
 from inference_svc.runtime.turns.chat_text import TurnText
 from inference_svc.runtime.turns.embeddings import Embedder
+from inference_svc.runtime.turns.kept_edits import EditKeeper
 from inference_svc.runtime.turns.misses import MissExplainer
 from inference_svc.runtime.turns.transcript import TranscriptStore
 from inference_svc.runtime.turns.turn_prompt import PromptMaker, TurnLimits
@@ -31,6 +33,7 @@ from shared.config.reload import LiveSettings
 from shared.config.settings import warn_of_overridden
 from shared.pb.inference.v1 import inference_pb2
 from shared.process.log import configure_logging
+from shared.types.load_choice import IDLE
 from shared.version import __version__
 
 
@@ -46,6 +49,7 @@ class ServiceParts:
     embedder: Embedder
     text_thread: WorkerThread
     grammars: Grammars
+    edits: EditKeeper
 
     def follow(self, live: LiveSettings[InferenceSettings]) -> None:
         """Apply the settings that a reload changes (`config.LIVE_KEYS`), from now on."""
@@ -71,6 +75,7 @@ class ServiceParts:
         engine_parts.histograms.name_tenants(settings.tenants)
         engine_parts.engine.scheduler.queue.weights = settings.scheduler.tenant_weights
         engine_parts.loads.policy = LoadPolicy(settings.cache.load_policy)
+        self.edits.policy = edit_policy(settings.reuse.edits)
 
     def close(self) -> None:
         """End the threads, each after the call it runs."""
@@ -112,6 +117,16 @@ def assemble_service(
     grammars = Grammars(loaded.tokenizer, loaded.vocab_size, loaded.eos_ids)
     numbers = count(1)
     misses = MissExplainer(transcripts, text, text_thread)
+    loads, chooser = engine_parts.loads, LoadChooser(engine_parts.rates)
+    edits = EditKeeper(
+        engine=engine,
+        transcripts=transcripts,
+        text_thread=text_thread,
+        numbers=numbers,
+        pays=lambda start, end: chooser.wants(loads.policy, DRAM, start, end, IDLE),
+        policy=edit_policy(settings.reuse.edits),
+        least_tokens=calibration.layout.block_tokens,
+    )
     runner = TurnRunner(
         engine=engine,
         transcripts=transcripts,
@@ -123,6 +138,7 @@ def assemble_service(
         report=report,
         numbers=numbers,
         misses=misses,
+        edits=edits,
     )
     limits = TenantLimits(
         *settings.tenant_bounds(), turn_s=engine.scheduler.estimates.retry_after_s
@@ -174,6 +190,7 @@ def assemble_service(
         embedder=embedder,
         text_thread=text_thread,
         grammars=grammars,
+        edits=edits,
     )
 
 

@@ -72,7 +72,9 @@ class MemoryStore:
         order: of what was asked.
         is_asked, may_begin: a load has come; loads begin.
         load_error: raised by a load that begins; None: none.
-        is_away: whether no discard reaches it.
+        is_away: whether no discard and no graft reaches it.
+        offers_grafts: whether it may be asked for one.
+        is_grafting, may_graft: a graft has come; grafts are done.
         has_discarded: set when it received a discard.
         num_failing_loads: so many loads break off after they were announced.
     """
@@ -87,7 +89,9 @@ class MemoryStore:
         self.may_begin.set()
         self.may_end.set()
         self.load_error = None
-        self.is_away = False
+        self.is_away = self.offers_grafts = False
+        self.is_grafting, self.may_graft = asyncio.Event(), asyncio.Event()
+        self.may_graft.set()
         self.has_discarded = asyncio.Event()
         self.num_failing_loads = 0
         self.rows = {}  # key -> token ids, keys and values of all layers
@@ -191,6 +195,26 @@ class MemoryStore:
             b"".join(stored[4 * start : 4 * end] for start, end in runs),
             *([torch.cat([r[s:e] for s, e in runs]) for r in rows] for rows in (keys, values)),
         )
+
+    async def graft(self, key, token_ids, lineage, source):
+        self.order.append("graft")
+        self.is_grafting.set()
+        await self.may_graft.wait()
+        stored, *own = self.rows.get(key, (b"", [], []))
+        theirs, *others = self.rows.get(source.key, (b"", [], []))
+        end = min(source.end, len(theirs) // 4)
+        is_here = self.lineages.get(key) == lineage and stored == token_ids
+        if self.is_away or not is_here or end <= source.start:
+            return 0
+        self.lineages[key] = source.lineage_after(token_ids, lineage)
+        self.rows[key] = (
+            stored + theirs[4 * source.start : 4 * end],
+            *(
+                [torch.cat((one, other[source.start : end])) for one, other in _pairs(*both)]
+                for both in zip(own, others, strict=True)
+            ),
+        )
+        return end - source.start
 
     async def retain(self, key, retention, prefix):
         self.order.append("retain")

@@ -4,12 +4,14 @@ Rows of keys before RoPE and of values are taken from the stock model's own proj
 forward the keys of the context are embedded, by the model's own rotary module, at the positions
 that they have now: a discard only takes rows away. Everything is teacher-forced over the session as
 the service recorded it: its tokens, its discards, and how much of each history was reused: what was
-not is computed anew over the rows that were.
+not is computed anew over the rows that were. What was kept behind an edit is rows of the session
+that it was taken from, as these were there.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -72,23 +74,48 @@ class TruncationOracle:
                     lambda _module, _inputs, output, seen=seen: seen.append(output[0])
                 )
 
-    @torch.no_grad()
-    def judge(self, session: pb.Session, *, coupled: bool = False) -> Verdict:
+    def judge(
+        self,
+        session: pb.Session,
+        *,
+        coupled: bool = False,
+        sources: Mapping[str, Rows] = MappingProxyType({}),
+    ) -> Verdict:
         """Judge a session that was read with its turns; `coupled`: a discard voids what follows."""
+        _, gaps = self.followed(session, coupled=coupled, sources=sources)
+        differing = tuple(index for index, gap in enumerate(gaps) if gap >= TIE_GAP)
+        return Verdict(len(gaps), sum(0 < gap < TIE_GAP for gap in gaps), differing)
+
+    @torch.no_grad()
+    def followed(
+        self,
+        session: pb.Session,
+        *,
+        coupled: bool = False,
+        sources: Mapping[str, Rows] = MappingProxyType({}),
+    ) -> tuple[Rows, list[float]]:
+        """Feed a session; returns its rows, and how far each token answered is from the best one.
+
+        `sources`: rows of the sessions that something was kept of.
+        """
         empty = [torch.zeros(0, self._heads_shape[0] * self._heads_shape[1])]
         num_layers = len(self._model.model.layers)
         rows = Rows(empty * num_layers, empty * num_layers)
         gaps: list[float] = []
         for turn in session.turn_records:
-            gaps += self._gaps(rows, session, turn, coupled)
+            gaps += self._gaps(rows, session, turn, coupled, sources)
         for discard in _discards(session, session.turns):
             _apply(rows, discard, coupled)
         assert rows.token_ids == list(session.context_ids), "the session shows another context"
-        differing = tuple(index for index, gap in enumerate(gaps) if gap >= TIE_GAP)
-        return Verdict(len(gaps), sum(0 < gap < TIE_GAP for gap in gaps), differing)
+        return rows, gaps
 
     def _gaps(
-        self, rows: Rows, session: pb.Session, turn: pb.TurnRecord, coupled: bool
+        self,
+        rows: Rows,
+        session: pb.Session,
+        turn: pb.TurnRecord,
+        coupled: bool,
+        sources: Mapping[str, Rows],
     ) -> list[float]:
         """How far each token of a turn's answer is from the best one."""
         discards = _discards(session, turn.turn)
@@ -96,6 +123,10 @@ class TruncationOracle:
             _apply(rows, discards.pop(0), coupled)
         rows.cut(turn.usage.reused_tokens)
         rows.token_ids += turn.input_ids
+        for graft in turn.grafts:
+            rows.cut(graft.seam)
+            self._feed(rows, rows.token_ids[rows.num_rows : graft.seam])
+            _take_over(rows, graft, sources[graft.session_id])
         gaps: list[float] = []
         while len(gaps) < len(turn.output_ids):
             end = len(turn.output_ids)
@@ -109,21 +140,30 @@ class TruncationOracle:
 
     def _answer(self, rows: Rows, output_ids: Sequence[int]) -> list[float]:
         """Feed all but the last of these tokens, and what was not fed before; return their gaps."""
-        start = rows.num_rows
-        new_ids = [*rows.token_ids[start:], *output_ids[:-1]]
+        new_ids = [*rows.token_ids[rows.num_rows :], *output_ids[:-1]]
         rows.token_ids += output_ids
+        logits = self._feed(rows, new_ids)[-len(output_ids) :]  # [output_ids, vocab]
+        chosen = logits.gather(1, torch.tensor(output_ids)[:, None])[:, 0]
+        gaps: list[float] = (logits.max(dim=1).values - chosen).tolist()
+        return gaps
+
+    def _feed(self, rows: Rows, new_ids: Sequence[int]) -> Tensor:
+        """Compute rows of the next tokens over those there are; returns [new_ids, vocab]."""
+        start = rows.num_rows
+        if not new_ids:
+            return torch.zeros(0, self._model.config.vocab_size)
         positions = torch.arange(start, start + len(new_ids))[None]
         for seen in self._seen.values():
             seen.clear()
         cache = self._cache(rows)
-        output = self._model(torch.tensor([new_ids]), past_key_values=cache, position_ids=positions)
+        output = self._model(
+            torch.tensor([list(new_ids)]), past_key_values=cache, position_ids=positions
+        )
         rows.keys = [torch.cat(pair) for pair in zip(rows.keys, self._seen["k_proj"], strict=True)]
         pairs = zip(rows.values, self._seen["v_proj"], strict=True)
         rows.values = [torch.cat(pair) for pair in pairs]
-        logits = output.logits[0, -len(output_ids) :]  # [output_ids, vocab]
-        chosen = logits.gather(1, torch.tensor(output_ids)[:, None])[:, 0]
-        gaps: list[float] = (logits.max(dim=1).values - chosen).tolist()
-        return gaps
+        logits: Tensor = output.logits[0]
+        return logits
 
     def _cache(self, rows: Rows) -> DynamicCache:
         """The context's rows as the stock model caches them, at the positions they have now."""
@@ -141,6 +181,18 @@ class TruncationOracle:
 
 def _discards(session: pb.Session, turn: int) -> list[pb.Discarded]:
     return [discard for discard in session.discards if discard.turn == turn]
+
+
+def _take_over(rows: Rows, graft: pb.Graft, source: Rows) -> None:
+    """Append rows of another session, as they are before RoPE."""
+    end = graft.source_start + graft.num_tokens
+    taken = source.token_ids[graft.source_start : end]
+    assert rows.token_ids[graft.seam :][: graft.num_tokens] == taken, "they are the same tokens"
+    for ours, theirs in ((rows.keys, source.keys), (rows.values, source.values)):
+        ours[:] = [
+            torch.cat((one[: graft.seam], other[graft.source_start : end]))
+            for one, other in zip(ours, theirs, strict=True)
+        ]
 
 
 def _apply(rows: Rows, discard: pb.Discarded, coupled: bool) -> None:

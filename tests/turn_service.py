@@ -9,6 +9,7 @@ from itertools import count
 import pytest
 
 from inference_svc.core.answers import SamplingParams
+from inference_svc.core.edits import EXACT
 from inference_svc.core.session_turns import SessionTurns
 from inference_svc.core.submission import Submission, TokenInput
 from inference_svc.core.tenant_limits import TenantBounds, TenantLimits
@@ -17,6 +18,7 @@ from inference_svc.core.turn_histograms import TurnHistograms
 from inference_svc.core.turn_record import Tokens
 from inference_svc.runtime.compute.grammars import Grammars
 from inference_svc.runtime.turns.chat_text import TurnText
+from inference_svc.runtime.turns.kept_edits import EditKeeper
 from inference_svc.runtime.turns.misses import MissExplainer
 from inference_svc.runtime.turns.transcript import TranscriptStore
 from inference_svc.runtime.turns.turn_prompt import PromptMaker, TurnLimits
@@ -42,13 +44,20 @@ class Service:
         self.histograms = TurnHistograms()
         self.thread = WorkerThread("text")
         tokenizer, report = model[0].tokenizer, TurnReport(self.histograms)
-        text = TurnText(tokenizer, limits.eos_ids)
+        self.text = text = TurnText(tokenizer, limits.eos_ids)
         grammars = Grammars(tokenizer, limits.vocab_size, limits.eos_ids)
         prompts = PromptMaker(text, self.thread, limits, has_tokenizer=True)
+        numbers = count(1)
+        self.edits = EditKeeper(
+            *(engine.loop, self.store, self.thread, numbers, lambda _start, _end: True),
+            policy=EXACT,
+            least_tokens=1,
+        )
         runner = TurnRunner(
             *(engine.loop, self.store, prompts, grammars, tokenizer, limits),
-            *(self.counters, report, count(1)),
+            *(self.counters, report, numbers),
             MissExplainer(self.store, text, self.thread),
+            self.edits,
         )
         self.turns = Turns(
             *(runner, self.store, engine.loop, SessionTurns(9, 9, lambda: 1.0)),

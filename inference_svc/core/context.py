@@ -1,7 +1,8 @@
 """A session's context: what its turns and discards left of its tokens. Pure; a value.
 
 A turn is replayed as it went: tokens are appended in order, input before output, and each discard
-happens after as many of the turn's tokens as it says.
+happens after as many of the turn's tokens as it says. Grafts are of a turn's input: what follows is
+of the lineage that the last one says.
 """
 
 import struct
@@ -21,7 +22,7 @@ class Context:
         token_ids: the tokens that are still there.
         computed_tokens: number of first tokens that the model was fed.
         system_tokens: number of first tokens that are the system message.
-        lineage: lineage of the computed tokens: which discards they come after.
+        lineage: lineage of the computed tokens: which discards and grafts they come after.
         framed: for each token, whether it may begin a message: 1 for those that clients sent, but
             as raw text.
         answer_tokens: number of last tokens that are the last answer. An empty answer counts the
@@ -138,11 +139,16 @@ class _Growing:
 
     def add_turn(self, turn: TurnRecord) -> None:
         num_read = 0
-        for discard in turn.discards:
+        before = [discard for discard in turn.discards if not discard.after_tokens]
+        for discard in before:
+            self.discard(discard)
+        if turn.grafts:
+            self._lineage = turn.grafts[-1].lineage
+        for discard in turn.discards[len(before) :]:
             num_read = self._append(turn, num_read, discard.after_tokens)
             if discard.reason.startswith(COMPRESSION):
                 self._computed_tokens = len(self._token_ids) - turn.uncomputed_tokens
-            elif discard.after_tokens:  # while it was answered: its last token was not fed yet
+            else:  # while it was answered: its last token was not fed yet
                 self._computed_tokens = len(self._token_ids) - 1
             self.discard(discard)
         self._append(turn, num_read, turn.num_tokens)

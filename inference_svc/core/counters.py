@@ -26,6 +26,8 @@ COUNTERS: Mapping[str, str] = {
     "output_tokens": "tokens answered",
     "drafted_tokens": "tokens that were guessed ahead of answers and computed",
     "accepted_tokens": "of them, those that were right",
+    "kept_tokens": "tokens whose KV was kept behind an edit, though computed over others",
+    "healed_tokens": "tokens behind an edit that were computed anew, though they are the same",
     "embeddings": "inputs that were embedded",
     "embedded_tokens": "tokens of them",
     "overflows": "times that tokens of a session were dropped because its window was full",

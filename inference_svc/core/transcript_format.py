@@ -10,7 +10,9 @@ A last line that is torn was never acknowledged and is left out; a bad line befo
 that the file was damaged: the session is refused rather than continued from a wrong history. So is
 one with a discard of tokens that are not there.
 
-Of another release's records, fields that this one does not know are left out. So a release that
+Of another release's records, fields that this one does not know are left out: a turn's `grafts` by
+a release before them, say, which then takes its context for one that was computed as a whole, finds
+none of it in kvd behind the first seam, and computes it. So a release that
 writes what must not be left out writes a record of another kind: a session that has one is refused,
 and its file stays as it is.
 """
@@ -25,6 +27,7 @@ from typing import Any
 from inference_svc.core.context import Context, replay
 from inference_svc.core.discards import Discard
 from inference_svc.core.errors import InvalidDiscardError, SessionEndedError, TurnMismatchError
+from inference_svc.core.grafts import Graft
 from inference_svc.core.turn_record import CacheMiss, TurnRecord, Usage
 from shared.types.errors import StateError
 from shared.types.lineage import Lineage
@@ -270,7 +273,7 @@ def _unknown(number: int) -> UnknownRecordError:
 
 _KNOWN: Mapping[type, frozenset[str]] = {
     kind: frozenset(known.name for known in fields(kind))
-    for kind in (Header, TurnRecord, Usage, CacheMiss)
+    for kind in (Header, TurnRecord, Usage, CacheMiss, Graft)
 }
 
 
@@ -297,15 +300,25 @@ def _turn(record: dict[str, Any]) -> TurnRecord:
     if usage.get("miss"):
         usage["miss"] = CacheMiss(**_known(CacheMiss, usage["miss"]))
     discards = tuple(map(_discard, record.get("discards", ())))
-    rebuilt |= {"usage": Usage(**usage), "top_logprobs": top, "discards": discards}
+    grafts = tuple(map(_graft, record.get("grafts", ())))
+    rebuilt |= {"usage": Usage(**usage), "top_logprobs": top}
+    rebuilt |= {"discards": discards, "grafts": grafts}
     return TurnRecord(**rebuilt)
 
 
 def _discard(record: dict[str, Any]) -> Discard:
     ranges = tuple((int(start), int(end)) for start, end in record["ranges"])
     found = record.get("lineage")
-    lineage = Lineage(bytes.fromhex(found["digest"]), found["clean_tokens"]) if found else None
+    lineage = _lineage(found) if found else None
     return Discard(ranges, int(record["after_tokens"]), str(record["reason"]), lineage)
+
+
+def _graft(record: dict[str, Any]) -> Graft:
+    return Graft(**{**_known(Graft, record), "lineage": _lineage(record["lineage"])})
+
+
+def _lineage(record: Mapping[str, Any]) -> Lineage:
+    return Lineage(bytes.fromhex(record["digest"]), record["clean_tokens"])
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from typing import TypeAlias
 
 from inference_svc.core.answers import AnswerToken
 from inference_svc.core.discards import Discard
+from inference_svc.core.grafts import Graft
 
 TOP = tuple[tuple[int, float], ...]
 
@@ -61,6 +62,8 @@ class Usage:
         compressed_tokens: tokens dropped by the compression policy when the turn had ended.
         drafted_tokens: tokens that were guessed ahead of the answer, and computed.
         accepted_tokens: of them, those that were right.
+        kept_tokens: reused tokens that were kept behind an edit: computed over other tokens.
+        healed_tokens: tokens behind an edit that were computed anew though they are the same.
         miss: what of it was computed although the cache had something very like it; None: nothing.
     """
 
@@ -83,6 +86,8 @@ class Usage:
     compressed_tokens: int = 0
     drafted_tokens: int = 0
     accepted_tokens: int = 0
+    kept_tokens: int = 0
+    healed_tokens: int = 0
     miss: CacheMiss | None = None
 
     @property
@@ -109,6 +114,7 @@ class TurnRecord:
         usage: the cost of the turn.
         created_unix_s: Unix time when the turn ended, for people.
         discards: discards of the context in this turn, in order.
+        grafts: what of its input was kept behind an edit, in order.
         system_tokens: number of first tokens that are the system message, with whatever the
             template writes before the first message; 0 if the turn began with a context.
         is_text: whether the input was raw text: a special token in it begins no message.
@@ -131,6 +137,7 @@ class TurnRecord:
     usage: Usage
     created_unix_s: float
     discards: tuple[Discard, ...] = ()
+    grafts: tuple[Graft, ...] = ()
     system_tokens: int = 0
     is_text: bool = False
     stop_string: str = ""

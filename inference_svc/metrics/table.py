@@ -136,7 +136,7 @@ METRICS = MetricTable(
             "inference_tokens_total",
             "counter",
             "Tokens by kind: history is reused or recomputed, new ones computed, output answered, "
-            "of drafted ones some accepted",
+            "of drafted ones some accepted, of reused ones some kept behind an edit",
             ("kind",),
             {
                 "history": "history_tokens",
@@ -146,6 +146,8 @@ METRICS = MetricTable(
                 "output": "output_tokens",
                 "drafted": "drafted_tokens",
                 "accepted": "accepted_tokens",
+                "kept": "kept_tokens",
+                "healed": "healed_tokens",
                 "stored": "stored_tokens",
                 "dropped": "dropped_tokens",
                 "compressed": "compressed_tokens",

@@ -11,6 +11,7 @@ from inference_svc.core.answers import AnswerToken
 from inference_svc.core.chat import Message, check_sayer
 from inference_svc.core.discards import Discard, Range
 from inference_svc.core.errors import InvalidDiscardError, InvalidTurnError
+from inference_svc.core.grafts import Graft
 from inference_svc.core.grammar import Grammar, GrammarKind
 from inference_svc.core.submission import (
     MAX_DEADLINE_S,
@@ -276,6 +277,17 @@ def _encode_record(record: TurnRecord) -> pb.TurnRecord:
         usage=_encode_usage(record.usage),
         created_unix_s=record.created_unix_s,
         stop_string=record.stop_string,
+        grafts=map(_encode_graft, record.grafts),
+    )
+
+
+def _encode_graft(graft: Graft) -> pb.Graft:
+    return pb.Graft(
+        seam=graft.seam,
+        num_tokens=graft.num_tokens,
+        session_id=graft.session_id,
+        source_start=graft.source_start,
+        healed_tokens=graft.healed_tokens,
     )
 
 

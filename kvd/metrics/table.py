@@ -298,6 +298,12 @@ METRICS = MetricTable(
             counted="discarded_tokens",
         ),
         _counter(
+            "kvd_grafts_total",
+            "Times that a session was given KV of another one's tokens",
+            counted="grafts",
+        ),
+        _counter("kvd_grafted_tokens_total", "Tokens that were given so", counted="grafted_tokens"),
+        _counter(
             "kvd_compactions_total",
             "Times that what discards had left was put together, by what came of it",
             "result",

@@ -20,6 +20,7 @@ from kvd.errors import AttachDeniedError, StoppingError
 from kvd.rpc.queue_replica import QueueStreams
 from kvd.runtime.cache import Cache
 from kvd.wire.messages import (
+    graft_of,
     key_of,
     lineage_of,
     load_response,
@@ -117,6 +118,7 @@ class EngineService(kvd_pb2_grpc.EngineServicer):  # type: ignore[misc]  # the s
                     copiers=self._live.loaded.settings.copier.enabled,
                     retention=True,
                     expectations=True,
+                    grafts=layout.position_mode == "decoupled",
                     max_queue_jobs=self._live.loaded.settings.limits.max_queue_jobs,
                 )
             )
@@ -191,6 +193,15 @@ class EngineService(kvd_pb2_grpc.EngineServicer):  # type: ignore[misc]  # the s
             lambda core: core.sessions.discard(key, request.token_ids, ranges, lineage=lineage)
         )
         return pb.DiscardResponse(kept_tokens=kept)
+
+    async def Graft(self, request: pb.GraftRequest, _: Any) -> pb.GraftResponse:  # noqa: N802
+        """Give a session KV of another one's tokens; metadata only."""
+        engine, key = self._who(request)
+        lineage, source = graft_of(request, key)
+        grafted = engine.cache.act(
+            lambda core: core.sessions.graft(key, request.token_ids, lineage, source)
+        )
+        return pb.GraftResponse(grafted_tokens=grafted)
 
     async def GetSession(self, request: pb.GetSessionRequest, _: Any) -> pb.SessionInfo:  # noqa: N802
         """Tell what is stored of a session."""

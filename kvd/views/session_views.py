@@ -36,6 +36,7 @@ _MOVES = {  # words for kinds of moves, which may end with their reason
     "evicted_ssd": "evicted from SSD",
     "cut": "cut: {why}",
     "discarded": "tokens discarded",
+    "grafted": "tokens taken over from another session",
     "compacted": "compacted",
     "corrupt": "found corrupt in {why}",
     "dropped": "dropped: {why}",

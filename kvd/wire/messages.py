@@ -20,6 +20,7 @@ from kvd.core.state.turn_log import MAX_TURNS, RecordedTurn
 from shared.kvd_client.messages import key_message
 from shared.pb.kvd.v1 import kvd_pb2 as pb
 from shared.serving.message_fields import MessageFields
+from shared.types.graft_source import GraftSource
 from shared.types.granted_slots import LoadSpan, StoreBlock
 from shared.types.kv_layout import KVLayout
 from shared.types.lineage import LINEAGE_BYTES, WHOLE, Lineage
@@ -124,9 +125,32 @@ def lineage_of(
     Raises:
         InvalidRequestError: it is none that could be.
     """
-    if not request.HasField("lineage"):
-        return None
-    digest = request.lineage.digest
+    return _lineage(request.lineage) if request.HasField("lineage") else None
+
+
+def graft_of(request: pb.GraftRequest, key: SessionKey) -> tuple[Lineage, GraftSource]:
+    """Decode a graft: lineage of the session's tokens, and what is to follow them.
+
+    Raises:
+        InvalidRequestError: a lineage that is none that could be.
+    """
+    source = GraftSource(
+        key._replace(session_id=request.source_session_id),
+        request.source_token_ids,
+        _lineage(request.source_lineage),
+        request.source_range.start,
+        request.source_range.end,
+    )
+    return _lineage(request.lineage), source
+
+
+def _lineage(message: pb.Lineage) -> Lineage:
+    """Decode a lineage; one without a digest is that nothing was discarded.
+
+    Raises:
+        InvalidRequestError: it is none that could be.
+    """
+    digest = message.digest
     if not digest:
         return WHOLE
     if len(digest) != LINEAGE_BYTES:
@@ -134,7 +158,7 @@ def lineage_of(
             f"a lineage digest of {len(digest)} bytes",
             f"send {LINEAGE_BYTES} bytes (shared/types/lineage.py), or none: nothing was discarded",
         )
-    return Lineage(digest, request.lineage.clean_tokens)
+    return Lineage(digest, message.clean_tokens)
 
 
 def ttl_ns_of(ttl_s: float) -> int | None:

@@ -59,6 +59,7 @@ class Attachment:
         offers_copiers: kvd may be asked for a channel to the copier of a GPU.
         offers_retention: kvd may be told how long sessions are to be kept.
         offers_expectations: kvd may be told what is likely to become of sessions.
+        offers_grafts: a session may be given KV of another one's tokens.
     """
 
     engine_id: int
@@ -75,6 +76,7 @@ class Attachment:
     offers_copiers: bool
     offers_retention: bool
     offers_expectations: bool
+    offers_grafts: bool
     _asked: "list[asyncio.Future[tuple[bytes, list[int]]]]" = field(default_factory=list)
 
     async def hold(self, on_draining: Callable[[float], None]) -> None:
@@ -263,6 +265,7 @@ async def _shake_hands(
         offers_copiers=attached.copiers,
         offers_retention=attached.retention,
         offers_expectations=attached.expectations,
+        offers_grafts=attached.grafts,
     )
 
 

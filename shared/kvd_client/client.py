@@ -34,6 +34,7 @@ from shared.kvd_client.queue_sender import QueueSender
 from shared.pb.kvd.v1 import kvd_pb2 as pb
 from shared.process.log import get_logger
 from shared.types.errors import ReportedError
+from shared.types.graft_source import GraftSource
 from shared.types.kv_layout import KVLayout
 from shared.types.lineage import Lineage
 from shared.types.session_key import SessionKey
@@ -196,6 +197,42 @@ class KvdClient(KvdConnection):
         )
         response = await self._call(attachment.stub.Discard, request, CALL_S)
         return int(response.kept_tokens)
+
+    async def graft(
+        self, key: SessionKey, token_ids: bytes, lineage: Lineage, source: GraftSource
+    ) -> int:
+        """Give a session KV of another one's tokens behind its own; it may be repeated.
+
+        Args:
+            key: whose.
+            token_ids: its context, exactly so much of which is stored; little-endian uint32.
+            lineage: of these tokens.
+            source: what is to follow.
+
+        Returns:
+            Number of the tokens that are stored behind its own now; 0: an older kvd, too, or one
+            that stores keys with their positions.
+        """
+        attachment = self._ready()
+        if not attachment.offers_grafts:
+            return 0
+        request = pb.GraftRequest(
+            engine_id=attachment.engine_id,
+            session=key_message(key),
+            token_ids=token_ids,
+            lineage=lineage_message(lineage),
+            source_session_id=source.key.session_id,
+            source_token_ids=source.token_ids,
+            source_lineage=lineage_message(source.lineage),
+            source_range=pb.TokenRange(start=source.start, end=source.end),
+        )
+        response = await self._call(attachment.stub.Graft, request, CALL_S)
+        return int(response.grafted_tokens)
+
+    @property
+    def offers_grafts(self) -> bool:
+        """Whether kvd is there, and `graft` may do something."""
+        return self.attached and self._ready().offers_grafts
 
     async def end_session(self, key: SessionKey) -> None:
         """Notify kvd that the session will not come back.

@@ -3,14 +3,15 @@
     root    = H(salt; "root" | layout fingerprint)    model, dtype, position mode, shard
     block   = H(salt; "block" | parent key | token ids)
     discard = H(salt; "discard" | root | lineage | n)   parent of what follows the first n tokens
-                                                        of a context with discards in it
+                                                        of a context with discards or grafts in it
     dense   = H(salt; "dense" | parent of what follows | n)     block that kvd has put together of
                                                         tokens that a discard left: the last n
     tokens  = H(salt; "tokens" | token ids)             not a key: which tokens a block is of
 
-A lineage (shared/types/lineage.py) says which discards of which tokens, so that `discard` stands
-for all that is computed up to there. H is BLAKE2b-128 keyed with the tenant's secret salt, so that
-keys say nothing to other tenants. Token ids are bytes: little-endian uint32, as on the wire. Pure.
+A lineage (shared/types/lineage.py) says which discards and grafts of which tokens, so that
+`discard` stands for all that is computed up to there. H is BLAKE2b-128 keyed with the tenant's
+secret salt, so that keys say nothing to other tenants. Token ids are bytes: little-endian uint32,
+as on the wire. Pure.
 """
 
 import hashlib

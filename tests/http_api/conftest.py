@@ -64,6 +64,7 @@ class ApiService:
     Args:
         kvd_options: how large kvd is, and what else it is to be.
         keep: how its DRAM outlives it.
+        more: settings beside those of all tests.
     """
 
     def __init__(
@@ -72,9 +73,10 @@ class ApiService:
         directory: Path,
         kvd_options: tuple[str, ...] = KVD_OPTIONS,
         keep: str = "file",
+        more: str = "",
     ) -> None:
         settings = directory / "inference-svc.toml"
-        settings.write_text(SETTINGS + "".join(map(_client, CLIENTS)))
+        settings.write_text(SETTINGS + more + "".join(map(_client, CLIENTS)))
         self.kvd = KvdProcess(directory / "kvd", kvd_options, keep)
         self.service = InferenceProcess(
             model_dir, directory, self.kvd.runtime_dir, ["--config", str(settings)]

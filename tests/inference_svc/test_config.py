@@ -92,6 +92,7 @@ def test_the_shipped_settings_file_says_the_defaults():
         ("model.chat_template_kwargs", '{"tools": []}', "the service's own: leave it out"),
         ("model.chat_template_kwargs", "no", "no JSON"),
         ("model.chat_template_kwargs", 7, "valid dictionary"),
+        ("reuse.edits", "heal", '"heal:k" with k from 1 to 4096'),
         ("overflow.sink_tokens", -1, "greater than or equal to 0"),
         ("overflow.sink_tokens", "few", "valid integer"),
     ],

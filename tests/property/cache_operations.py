@@ -1,4 +1,4 @@
-"""What else befalls a random cache machine: discards, operators, erasing, scrubs."""
+"""What else befalls a random cache machine: discards, grafts, operators, erasing, scrubs."""
 
 import pytest
 from hypothesis import strategies as st
@@ -6,8 +6,9 @@ from hypothesis.stateful import precondition, rule
 
 from kvd.core.records.actions import VerifyExtent
 from kvd.core.records.entries import TTL_NEVER_NS, Pin
-from kvd.core.records.errors import ErasingError, ScrubError
+from kvd.core.records.errors import ErasingError, InvalidRequestError, ScrubError
 from kvd.core.records.records import LeaseState
+from shared.types.graft_source import GraftSource
 from shared.types.lineage import WHOLE
 from tests.property.cache_turns import ENGINE_IDS, KEYS, TOKENS, Load, TurnsMachine
 from tests.property.cache_world import compute, to_bytes
@@ -79,6 +80,41 @@ class OperationsMachine(TurnsMachine):
             [conversation.tokens[at] for at in kept], [conversation.rows[at] for at in kept]
         )
         self._recompute_lost(key)
+        self.world.pump()
+
+    @precondition(lambda self: self.names_lineage)
+    @rule(
+        key=st.sampled_from(KEYS),
+        source=st.sampled_from(KEYS),
+        engine_id=st.sampled_from(ENGINE_IDS),
+        new_tokens=TOKENS,
+        seam=st.integers(1, 20),
+        start=st.integers(0, 20),
+        length=st.integers(1, 12),
+    )
+    def graft(self, key, source, engine_id, new_tokens, seam, start, length) -> None:
+        """Go on behind some tokens with new ones, then with another session's."""
+        conversation, given = self.conversations[key], self.conversations[source]
+        end = min(start + length, len(given.tokens))
+        if start >= end or engine_id in self.detached:
+            return
+        origin = GraftSource(source, to_bytes(given.tokens), given.lineage, start, end)
+        if key == source or key.tenant != source.tenant:
+            with pytest.raises(InvalidRequestError):
+                self.world.engine.sessions.graft(key, to_bytes([0]), WHOLE, origin)
+            return
+        self.regenerate(key, seam)
+        self.turn(key, new_tokens, engine_id, is_quiet=False)
+        before = to_bytes(conversation.tokens)
+        num_found = self.world.engine.sessions.graft(key, before, conversation.lineage, origin)
+        seam = len(conversation.tokens)
+        assert not num_found or self._num_stored(key) == seam + num_found
+        conversation.lineage = origin.lineage_after(before, conversation.lineage)
+        conversation.discarded = True
+        conversation.known.update(given.known)
+        conversation.replace(
+            conversation.tokens + given.tokens[start:end], conversation.rows + given.rows[start:end]
+        )
         self.world.pump()
 
     @rule(

@@ -1,11 +1,12 @@
-"""Whatever is discarded, compacted, evicted, forked or lost: each row loaded is the context's own.
+"""Whatever is discarded, grafted, compacted, evicted or lost: each row loaded is the context's.
 
 Engines here name the lineage of what they load and store, and may go on with rows of their own that
-kvd has lost, or store them after a discard that kvd has not received. Before the first discard a
-row must be the one that a fresh computation gives; behind it, one that some engine has had for this
-very context, after these very discards, in this very place.
+kvd has lost, or store them after a discard that kvd has not received. Before the first discard or
+graft a row must be the one that a fresh computation gives; behind it, one that some engine has had
+for this very context, after these very discards and grafts, in this very place.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import pytest
@@ -15,6 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
 from kvd.core.records.records import Admission, Tier
 from kvd.core.state.limits import Limits
+from shared.types.graft_source import GraftSource
 from shared.types.granted_slots import Lookup
 from shared.types.lineage import WHOLE, Lineage
 from shared.types.session_key import SessionKey
@@ -89,6 +91,51 @@ class DiscardMachine(RuleBasedStateMachine):
         ranges = [(at, at + 1) for at in range(start, num_tokens, step)]
         if ranges:
             self._discard(key, ranges, is_heard=True)
+
+    @rule(
+        key=st.sampled_from(KEYS),
+        source=st.sampled_from(KEYS),
+        seam=st.integers(1, 12),
+        phrase=PHRASE,
+        start=st.integers(0, 12),
+        length=st.integers(1, 20),
+        is_heard=st.booleans(),
+        num_steps=st.integers(0, 12),
+    )
+    def graft(self, key, source, seam, phrase, start, length, is_heard, num_steps) -> None:
+        """A session goes on behind some of its tokens with new ones, then with another one's."""
+        has, given = self.contexts[key], self.contexts[source]
+        end = min(start + length, len(given.tokens))
+        if key == source or start >= end:
+            return
+        if has.lineage.is_whole:
+            self._know(key, Context(has.tokens[:seam], has.rows[:seam], WHOLE))
+        self.turn(key, phrase, has_rows=False)
+        if is_heard:
+            self.rest(num_steps, REST_NS)
+            self._graft_heard(key, source, start, end)
+        has, given = self.contexts[key], self.contexts[source]
+        before, theirs = to_bytes(has.tokens), to_bytes(given.tokens)
+        tokens, rows = has.tokens + given.tokens[start:end], has.rows + given.rows[start:end]
+        origin = GraftSource(source, theirs, given.lineage, start, end)
+        lineage = origin.lineage_after(before, has.lineage)
+        self._know(key, Context(tokens, rows, lineage))
+        self._inherit(has, range(len(has.tokens)), key, 0)
+        self._inherit(given, range(start, end), key, len(has.tokens))
+        self._load(key)
+
+    def _graft_heard(self, key, source, start, end) -> None:
+        """Have kvd do it; to say it again changes nothing."""
+        has, given, engine = self.contexts[key], self.contexts[source], self.world.engine
+        before, theirs = to_bytes(has.tokens), to_bytes(given.tokens)
+        origin = GraftSource(source, theirs, given.lineage, start, end)
+        num_found = engine.sessions.graft(key, before, has.lineage, origin)
+        engine.check()
+        assert 0 <= num_found <= end - start
+        info = engine.inspection.info(key)
+        assert not num_found or info.num_tokens == len(has.tokens) + num_found
+        assert engine.sessions.graft(key, before, has.lineage, origin) == num_found
+        self.world.pump()
 
     @rule(key=st.sampled_from(KEYS), phrase=PHRASE, num_steps=st.integers(0, 12))
     def thin_out(self, key, phrase, num_steps) -> None:
@@ -214,7 +261,28 @@ class DiscardMachine(RuleBasedStateMachine):
         kept = [at for at in range(len(context.tokens)) if at not in dropped]
         tokens, rows = ([of_all[at] for at in kept] for of_all in (context.tokens, context.rows))
         self._know(key, Context(tokens, rows, context.lineage.after(token_ids, ranges)))
+        self._inherit(context, kept, key, 0)
         self.world.pump()
+
+    def _inherit(self, old: Context, kept: Sequence[int], key: SessionKey, first: int) -> None:
+        """Any row that was had for tokens that were kept may be had where they are now.
+
+        Args:
+            old: the context that they were kept of.
+            kept: their places in it.
+            key: whose context they are in now.
+            first: the place of the first of them in that.
+        """
+        new, tokens = self.contexts[key], tuple(old.tokens)
+        places = {tokens[: at + 1]: first + index for index, at in enumerate(kept)}
+        found = {(t, row) for d, t, row in self.had if d == old.lineage.digest and t in places}
+        fresh = enumerate(compute([], old.tokens))
+        found |= {(tokens[: at + 1], row) for at, row in fresh if old.lineage.is_clean(at + 1)}
+        self.had |= {
+            (new.lineage.digest, tuple(new.tokens[: places[t] + 1]), row)
+            for t, row in found
+            if t in places
+        }
 
     def _load(self, key: SessionKey) -> list[Row]:
         """Load what is stored, and check it row by row."""

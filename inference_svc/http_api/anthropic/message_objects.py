@@ -24,7 +24,7 @@ from inference_svc.core.turn_record import Finished, Started
 from inference_svc.http_api.answer_parts import Reading
 from inference_svc.http_api.anthropic.blocks import CALL, TEXT, THINKING
 from inference_svc.http_api.anthropic.dialect import error_body
-from inference_svc.http_api.cache_misses import shown_miss
+from inference_svc.http_api.cache_misses import shown_reuse
 from shared.types.errors import ReportedError
 
 # What a block has before its first delta.
@@ -145,7 +145,7 @@ class MessageObjects:
         usage = finished.usage
         prompt_tokens = usage.history_tokens + usage.new_tokens
         counted = self._usage(prompt_tokens, usage.reused_tokens, usage.output_tokens)
-        return {**counted, **shown_miss(usage)}
+        return {**counted, **shown_reuse(usage)}
 
     def _usage(self, prompt_tokens: int, reused_tokens: int, output_tokens: int) -> dict[str, Any]:
         """Make the usage: all that is computed is kept, and counts so if the client wanted it."""

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Protocol, TypeVar
 from inference_svc.core.answers import AnswerToken
 from inference_svc.core.turn_record import Finished, Tokens, Usage
 from inference_svc.http_api.bodies.body import Body, WrongMemberError
-from inference_svc.http_api.cache_misses import shown_miss
+from inference_svc.http_api.cache_misses import shown_reuse
 from inference_svc.http_api.openai.dialect import error_body
 from inference_svc.http_api.sessions.answers import Answers, LiveAnswer
 from inference_svc.http_api.sessions.routing import Caller, HttpTurn
@@ -185,6 +185,8 @@ class Choices:
             output_tokens=sum(usage.output_tokens for usage in usages),
             drafted_tokens=sum(usage.drafted_tokens for usage in usages),
             accepted_tokens=sum(usage.accepted_tokens for usage in usages),
+            kept_tokens=sum(usage.kept_tokens for usage in prompts),
+            healed_tokens=sum(usage.healed_tokens for usage in prompts),
             miss=next((usage.miss for usage in prompts if usage.miss is not None), None),
         )
         return shown_usage(total, sum(choice.num_thought for choice in self._choices))
@@ -277,5 +279,5 @@ def shown_usage(usage: Usage, num_thought: int = 0) -> dict[str, Any]:
             "accepted_prediction_tokens": usage.accepted_tokens,
             "rejected_prediction_tokens": usage.drafted_tokens - usage.accepted_tokens,
         },
-        **shown_miss(usage),
+        **shown_reuse(usage),
     }

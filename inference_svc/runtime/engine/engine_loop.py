@@ -44,6 +44,8 @@ from inference_svc.runtime.store.session_store import SessionStore
 from inference_svc.runtime.transfer.compaction import Compactor
 from inference_svc.runtime.transfer.resident_sequences import ResidentSequences
 from shared.types.errors import LoadFailedError
+from shared.types.graft_source import GraftSource
+from shared.types.lineage import WHOLE
 from shared.types.session_key import SessionKey
 from shared.types.units import NS_PER_S
 
@@ -209,6 +211,33 @@ class EngineLoop:
         if merged:
             self.idle.clear()
             await self._discards.discard(key, replace(cut, ranges=merged))
+
+    @property
+    def offers_grafts(self) -> bool:
+        """Whether `graft` may do anything now."""
+        return self._store.offers_grafts
+
+    async def graft(self, request: EngineRequest, source: GraftSource) -> int:
+        """Compute a request's tokens, store them, and have another session's KV follow them there.
+
+        Args:
+            request: of the tokens before the seam, not queued yet; what it samples is nobody's.
+            source: what is to follow, which its session may still be storing.
+
+        Returns:
+            How many tokens follow. In memory there are none: the next request loads all of it.
+
+        Raises:
+            ReportedError: the tokens could not be computed.
+        """
+        seam = len(request.token_ids)
+        await self.generate(request)
+        self.keep(request, request.token_ids[:seam])
+        self.memory.release_resident(request.key)
+        await self._saves.settled(request.key)
+        await self._saves.settled(source.key)
+        lineage = WHOLE if request.lineage is None else request.lineage
+        return await self._store.graft(request.key, request.token_bytes(seam), lineage, source)
 
     async def forget(self, key: SessionKey, token_ids: Sequence[int]) -> None:
         """Drop the KV of a session that is deleted, in memory and in the store."""

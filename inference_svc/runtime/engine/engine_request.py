@@ -10,6 +10,7 @@ from typing import Protocol
 import numpy as np
 
 from inference_svc.core.discards import Discard, Range
+from inference_svc.core.grafts import Graft
 from inference_svc.core.rates.rates import LoadPolicy
 from inference_svc.core.scheduling.request import Request
 from inference_svc.core.scheduling.start_gate import HBM
@@ -144,6 +145,9 @@ class EngineRequest(Request):
         num_failed_loads: number of its loads that failed after they were announced.
         predicted_ids: what most of its answer will likely be, as its client says.
         num_drafted, num_accepted: tokens of its drafts so far, and those that were right.
+        grafts: what of its prompt the store has been given by another session, in order.
+        ahead_tokens: tokens of its prompt that were computed for these, before it was queued.
+        ahead_s: seconds that this took.
         lookup: drafts its next tokens; None: it has not begun to answer, or its context was cut.
         context: the context of the task that made it: what is done for it in other tasks belongs to
             its trace, and is logged with its session.
@@ -176,9 +180,17 @@ class EngineRequest(Request):
     predicted_ids: Sequence[int] = ()
     num_drafted: int = 0
     num_accepted: int = 0
+    grafts: list[Graft] = field(default_factory=list)
+    ahead_tokens: int = 0
+    ahead_s: float = 0.0
     lookup: PromptLookup | None = None
     context: Context = field(default_factory=copy_context)
     _token_bytes: bytearray = field(default_factory=bytearray)
+
+    @property
+    def found_tokens(self) -> int:
+        """Number of tokens of its prompt that nobody computed for this turn."""
+        return max(0, self.outcome.tokens - self.ahead_tokens)
 
     @property
     def paged_kv(self) -> PagedKv:

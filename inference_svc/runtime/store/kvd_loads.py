@@ -55,7 +55,8 @@ class KvdTalk:
         """Count a failure, log it once until a call succeeds again, and return its slug.
 
         Args:
-            what: "load", "save", "discard", "retain", "expect", "end_session" or "forget".
+            what: "load", "save", "discard", "graft", "retain", "expect", "end_session" or
+                "forget".
             error: what the call raised.
         """
         if what in ("load", "save"):

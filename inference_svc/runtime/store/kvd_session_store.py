@@ -25,6 +25,7 @@ from shared.kvd_client.client import KvdClient
 from shared.kvd_client.grants import StoreGrant
 from shared.types.block_key import TOKEN_BYTES
 from shared.types.errors import ReportedError
+from shared.types.graft_source import GraftSource
 from shared.types.lineage import Lineage
 from shared.types.queue_feed import QueueFeed
 from shared.types.session_key import SessionKey
@@ -153,6 +154,21 @@ class KvdSessionStore:
             self._talk.note_problem("discard", error)
         else:
             self._talk.counters.add("store_discards")
+
+    @property
+    def offers_grafts(self) -> bool:
+        """See SessionStore."""
+        return self.saves and self._client.offers_grafts
+
+    async def graft(
+        self, key: SessionKey, token_ids: bytes, lineage: Lineage, source: GraftSource
+    ) -> int:
+        """See SessionStore. Without kvd it is nothing: what would follow is computed."""
+        try:
+            return await self._client.graft(key, token_ids, lineage, source)
+        except ReportedError as error:
+            self._talk.note_problem("graft", error)
+            return 0
 
     async def retain(self, key: SessionKey, retention: Retention, prefix: bytes) -> None:
         """See SessionStore. A hint: without kvd it is lost, and a later turn's takes its place.

@@ -18,6 +18,7 @@ from inference_svc.runtime.kv.layer_gate import LayerGate
 from inference_svc.runtime.kv.sequence_kv import SequenceKv, WriteBuffer
 from shared.kvd_client.grants import LoadGrant
 from shared.types.block_key import TOKEN_BYTES
+from shared.types.graft_source import GraftSource
 from shared.types.lineage import Lineage
 from shared.types.load_choice import IDLE, Traffic
 from shared.types.queue_feed import QueueFeed
@@ -155,6 +156,25 @@ class SessionStore(Protocol):
             lineage: the lineage of `token_ids`; None: not named.
         """
 
+    @property
+    def offers_grafts(self) -> bool:
+        """Whether `graft` may give anything now."""
+
+    async def graft(
+        self, key: SessionKey, token_ids: bytes, lineage: Lineage, source: GraftSource
+    ) -> int:
+        """Have KV of another session's tokens follow a session's own; nothing is copied.
+
+        Args:
+            key: the session's key.
+            token_ids: all its tokens that are stored, little-endian uint32.
+            lineage: their lineage.
+            source: what is to follow.
+
+        Returns:
+            How many tokens follow; 0 if the store cannot do it.
+        """
+
     async def retain(self, key: SessionKey, retention: Retention, prefix: bytes) -> None:
         """Report for how long a session, and what it begins with, are to be kept at least.
 
@@ -212,6 +232,7 @@ class NoSessionStore:
 
     state: StoreState = "off"
     saves = False
+    offers_grafts = False
     loads = NoSessionLoads()
 
     async def save(
@@ -235,6 +256,13 @@ class NoSessionStore:
         lineage: Lineage | None = None,
     ) -> None:
         """Do nothing: nothing is stored."""
+
+    async def graft(
+        self, key: SessionKey, token_ids: bytes, lineage: Lineage, source: GraftSource
+    ) -> int:
+        """Give nothing: nothing is stored."""
+        del key, token_ids, lineage, source
+        return 0
 
     async def retain(self, key: SessionKey, retention: Retention, prefix: bytes) -> None:
         """Do nothing: nothing is stored of the session."""

@@ -10,6 +10,7 @@ from typing import Any
 
 from inference_svc.core.answers import AnswerToken, FinishReason, GrowingAnswer
 from inference_svc.core.discards import Discard, num_in
+from inference_svc.core.grafts import kept_among
 from inference_svc.core.scheduling.request import Request
 from inference_svc.core.turn_record import Started, Tokens, TurnRecord, Usage
 from inference_svc.runtime.compute.sampling import Sampled
@@ -23,6 +24,7 @@ NUM_CONTEXT_TOKENS = (
     6  # of the prompt, so that the answer's first token is decoded as a continuation
 )
 MAX_HELD_TOKENS = 8  # a character has at most four bytes: more held tokens are not a character
+_QUICKEST = ("hbm", "dram", "ssd")
 INCOMPLETE = "\ufffd"  # what decoders write for bytes that are not a character
 
 
@@ -123,12 +125,10 @@ class AnswerWriter:
     def started(self, request: EngineRequest) -> None:
         """See TurnSink."""
         # Another session may have computed more of this prompt than this one has.
-        self._history_tokens = max(self._history_tokens, request.outcome.tokens)
-        queue_s = (request.admitted_ns - request.arrived_ns) / NS_PER_S
+        self._history_tokens = max(self._history_tokens, request.found_tokens)
+        queue_s = (request.admitted_ns - request.arrived_ns) / NS_PER_S - request.ahead_s
         new_tokens = self._prompt_tokens - self._history_tokens
-        self._turn.publish(
-            Started(self._history_tokens, request.outcome.tokens, queue_s, new_tokens)
-        )
+        self._turn.publish(Started(self._history_tokens, request.found_tokens, queue_s, new_tokens))
 
     def sampled(self, token: Sampled) -> bool:
         """See TurnSink."""
@@ -197,6 +197,7 @@ class AnswerWriter:
             usage=self.usage(request, discards),
             created_unix_s=time.time(),
             discards=discards,
+            grafts=tuple(request.grafts),
             system_tokens=prompt.system_tokens,
             is_text=prompt.is_text,
             stop_string=self.stop_string,
@@ -210,7 +211,7 @@ class AnswerWriter:
         now_ns = time.monotonic_ns()
         end_ns = request.finished_ns or now_ns
         first_ns = request.first_token_ns or end_ns
-        reused_tokens = min(outcome.tokens, self._history_tokens)
+        reused_tokens = min(request.found_tokens, self._history_tokens)
         recomputed_tokens = self._history_tokens - reused_tokens
         return Usage(
             history_tokens=self._history_tokens,
@@ -218,10 +219,11 @@ class AnswerWriter:
             recomputed_tokens=recomputed_tokens,
             new_tokens=self._prompt_tokens - self._history_tokens,
             output_tokens=len(self.tokens),
-            tier_tokens=outcome.tier_tokens,
-            queue_s=((request.admitted_ns or now_ns) - request.arrived_ns) / NS_PER_S,
+            tier_tokens=less_tokens(outcome.tier_tokens, request.ahead_tokens),
+            queue_s=((request.admitted_ns or now_ns) - request.arrived_ns) / NS_PER_S
+            - request.ahead_s,
             load_s=outcome.load_s,
-            prefill_s=(first_ns - (request.started_ns or first_ns)) / NS_PER_S,
+            prefill_s=(first_ns - (request.started_ns or first_ns)) / NS_PER_S + request.ahead_s,
             ttft_s=(first_ns - request.arrived_ns) / NS_PER_S,
             tpot_s=(end_ns - first_ns) / NS_PER_S / max(1, request.num_sampled - 1),
             total_s=(now_ns - request.arrived_ns) / NS_PER_S,
@@ -231,6 +233,8 @@ class AnswerWriter:
             dropped_tokens=sum(num_in(discard.ranges) for discard in discards),
             drafted_tokens=request.num_drafted,
             accepted_tokens=request.num_accepted,
+            kept_tokens=min(reused_tokens, kept_among(request.grafts, outcome.tokens)),
+            healed_tokens=sum(graft.healed_tokens for graft in request.grafts),
         )
 
     def _within(self, request: EngineRequest, num_input: int) -> list[Discard]:
@@ -265,3 +269,14 @@ class AnswerWriter:
         token_ids: list[int] = self._tokenizer(text, add_special_tokens=False).input_ids
         texts = [text, *[""] * (len(token_ids) - 1)]
         return [AnswerToken(*pair) for pair in zip(token_ids, texts, strict=True)]
+
+
+def less_tokens(tier_tokens: Mapping[str, int], num_tokens: int) -> dict[str, int]:
+    """Leave so many tokens out of a count by tiers: of the quickest ones first."""
+    left = {}
+    for tier in sorted(tier_tokens, key=_QUICKEST.index):
+        num_left_out = min(num_tokens, tier_tokens[tier])
+        num_tokens -= num_left_out
+        if tier_tokens[tier] > num_left_out or not num_left_out:
+            left[tier] = tier_tokens[tier] - num_left_out
+    return left

@@ -80,7 +80,7 @@ class MissExplainer:
         if resembled is None or not isinstance(submission.input, ChatInput):
             return None
         given = submission.input
-        other = await self._resembled(submission.key, resembled.session_id, resembled.turns)
+        other = await find_resembled(self._transcripts, submission.key, resembled)
         return await self._thread.run(self._compare, submission, given, resembled, prompt, other)
 
     async def explain(self, transcript: Transcript, turn: int | None = None) -> ExplainedMiss:
@@ -96,7 +96,8 @@ class MissExplainer:
         record, miss = _missed(transcript, turn)
         header = transcript.header
         key = SessionKey(header.tenant, header.model, header.session_id)
-        other = await self._resembled(key, miss.session_id, miss.turns)
+        resembled = Resembled(miss.session_id, miss.turns)
+        other = await find_resembled(self._transcripts, key, resembled)
         if other is None:
             return ExplainedMiss(record.turn, miss, told(miss.cause))
         before = transcript.forked("", record.turn).context
@@ -114,18 +115,6 @@ class MissExplainer:
             told(miss.cause),
             *[await self._thread.run(self._decode, one) for one in spans],
         )
-
-    async def _resembled(self, key: SessionKey, session_id: str, turns: int) -> Transcript | None:
-        """Return a session as it was after so many turns; None if it is gone."""
-        if not session_id:
-            return None
-        try:
-            found = await self._transcripts.find(key._replace(session_id=session_id))
-        except ReportedError:  # it is damaged: as good as gone
-            return None
-        if found is None or len(found.turns) < turns:
-            return None
-        return found.forked("", turns)
 
     def _compare(
         self,
@@ -198,6 +187,27 @@ class MissExplainer:
 
     def _decode(self, token_ids: tuple[int, ...]) -> str:
         return self._text.decode(token_ids) if token_ids else ""
+
+
+async def find_resembled(
+    transcripts: TranscriptStore, key: SessionKey, resembled: Resembled
+) -> Transcript | None:
+    """Return a session as it was after the turns that a conversation resembles; None: it is gone.
+
+    Args:
+        transcripts: of all sessions.
+        key: of the conversation's own session: the other one is the same tenant's and model's.
+        resembled: which one it is.
+    """
+    if not resembled.session_id:
+        return None
+    try:
+        found = await transcripts.find(key._replace(session_id=resembled.session_id))
+    except ReportedError:  # it is damaged: as good as gone
+        return None
+    if found is None or len(found.turns) < resembled.turns:
+        return None
+    return found.forked("", resembled.turns)
 
 
 def with_miss(record: TurnRecord, miss: CacheMiss | None) -> TurnRecord:

@@ -26,6 +26,7 @@ from inference_svc.runtime.compute.sampling import Sampler
 from inference_svc.runtime.engine.engine_loop import EngineLoop
 from inference_svc.runtime.engine.engine_request import ContextCut, EngineRequest
 from inference_svc.runtime.turns.answer_writer import AnswerWriter
+from inference_svc.runtime.turns.kept_edits import EditKeeper
 from inference_svc.runtime.turns.misses import MissExplainer, with_miss
 from inference_svc.runtime.turns.transcript import TranscriptStore
 from inference_svc.runtime.turns.turn import Turn
@@ -48,6 +49,7 @@ class TurnRunner:
         report: TurnReport,
         numbers: Iterator[int],
         misses: MissExplainer,
+        edits: EditKeeper,
     ) -> None:
         self._engine = engine
         self._transcripts = transcripts
@@ -59,6 +61,7 @@ class TurnRunner:
         self._report = report
         self._numbers = numbers
         self._misses = misses
+        self._edits = edits
 
     async def answer(self, turn: Turn) -> None:
         """Run a turn whose session is free, publishing its events.
@@ -143,6 +146,7 @@ class TurnRunner:
     ) -> None:
         num_turns = len(transcript.turns)
         try:
+            await self._edits.keep(turn, prompt, request)
             await self._engine.generate(request, _cut(prompt.before, prompt.ranges))
             turn.is_settled = True
             record = writer.record(request, num_turns, prompt)

@@ -19,10 +19,10 @@ Cost: O(spans + ranges), and a digest over the tokens.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from kvd.core.operations.chaining import Chaining
-from kvd.core.operations.matching import Match, Piece, match_session, num_tokens_of, slice_tokens
+from kvd.core.operations.matching import Match, match_session, num_tokens_of, slice_tokens
+from kvd.core.operations.remains import Change, Range, Remains
 from kvd.core.records.actions import SESSION_DISCARDED
 from kvd.core.records.entries import Span
 from kvd.core.records.errors import InvalidRequestError
@@ -32,17 +32,6 @@ from kvd.core.state.session import Session
 from kvd.core.state.session_history import MoveKind
 from shared.types.lineage import WHOLE, Lineage, join_ranges
 from shared.types.session_key import SessionKey
-
-Range = tuple[int, int]  # half-open, in token positions before the discard
-
-
-@dataclass(frozen=True, slots=True)
-class _Change:
-    """What a discard makes of the lineage of a context."""
-
-    before: Lineage
-    after: Lineage
-    first_dropped: int  # token
 
 
 def discard(
@@ -64,7 +53,7 @@ def discard(
     chaining = Chaining(state.layout, state.salt_of(key.tenant), lineage)
     match = match_session(state, session, token_ids, chaining)
     before = _lineage_before(chaining, lineage, match, token_ids)
-    change = _Change(before, before.after(token_ids, merged), merged[0][0])
+    change = Change(before, before.after(token_ids, merged), merged[0][0])
     is_coupled = state.layout.position_mode == "coupled"
     if lineage is not None and _is_left_alone(session, match, change, is_coupled=is_coupled):
         state.touch(session)
@@ -73,7 +62,7 @@ def discard(
         return match_session(state, session, kept, chaining.under(change.after)).end
     if is_coupled:
         merged = [(merged[0][0], num_tokens)]
-    remains = _Remains(chaining, change, token_ids, merged)
+    remains = Remains(chaining, change, token_ids, merged)
     spans = [span for piece in match.pieces for span in remains.of(piece)]
     session.num_discards += 1
     session.lineage = change.after
@@ -89,20 +78,20 @@ def discard(
     return session.num_tokens
 
 
-def _is_left_alone(session: Session, match: Match, change: _Change, *, is_coupled: bool) -> bool:
+def _is_left_alone(session: Session, match: Match, change: Change, *, is_coupled: bool) -> bool:
     """Whether a session is not of the context before a discard; see the module docstring."""
     if session.lineage == change.after != change.before:
         return True
     is_other = session.lineage is not None and session.lineage != change.before
     if is_other and is_coupled:  # its tokens may be as they were also behind the first dropped one
         return True
-    if match.end > change.first_dropped:
+    if match.end > change.first_changed:
         return False
     is_unsure = session.lineage is None or change.after == change.before
     return is_other or (is_unsure and not match.covers(session))
 
 
-def _outdate_stores(state: CacheState, key: SessionKey, change: _Change) -> None:
+def _outdate_stores(state: CacheState, key: SessionKey, change: Change) -> None:
     """Let stores of the context before a discard publish nothing; O(leases) if there is any."""
     if not state.leases.num_of_session(key) or change.before == change.after:
         return
@@ -160,73 +149,3 @@ def _merged(ranges: Sequence[Range], num_tokens: int) -> list[Range]:
                 "send half-open ranges of token positions before the discard",
             )
     return join_ranges(ordered)
-
-
-class _Remains:
-    """What a discard leaves of pieces, asked for in order."""
-
-    def __init__(
-        self, chaining: Chaining, change: _Change, token_ids: bytes, ranges: list[Range]
-    ) -> None:
-        self._before = chaining.under(change.before)
-        self._after = chaining.under(change.after)
-        self._matters = self._after.lineage != self._before.lineage
-        self._token_ids = token_ids
-        num_tokens = num_tokens_of(token_ids)
-        self._ranges = [*ranges, (num_tokens, num_tokens)]  # the last one is behind all pieces
-        self._next_range = 0  # the first one that may reach into what is asked for
-        self._chain = self._before.root  # of the piece before
-        self._num_kept = 0  # tokens
-
-    def of(self, piece: Piece) -> list[Span]:
-        """Return the spans on the tokens of the next piece that stay."""
-        spans = [self._span(piece, start, end) for start, end in self._kept(piece)]
-        self._chain = piece.span.chain
-        return spans
-
-    def _kept(self, piece: Piece) -> list[Range]:
-        """Return what stays of a piece, in token positions before the discard."""
-        kept = []
-        start, piece_end = piece.token_offset, piece.end
-        while start < piece_end:
-            range_start, range_end = self._ranges[self._next_range]
-            if range_end <= start:
-                self._next_range += 1
-                continue
-            if start < range_start:
-                kept.append((start, min(range_start, piece_end)))
-            start = min(range_end, piece_end)
-        return kept
-
-    def _span(self, piece: Piece, start: int, end: int) -> Span:
-        """Rows of a piece that stay, as the next span of the session."""
-        position = self._num_kept
-        self._num_kept += end - start
-        is_whole = (start, end) == (piece.token_offset, piece.end)
-        if is_whole and (not self._matters or self._is_untouched(piece, position)):
-            return piece.span
-        tokens = slice_tokens(self._token_ids, start, end)
-        return Span(
-            block_key=piece.span.block_key,
-            start=piece.span.start + start - piece.token_offset,
-            num_tokens=end - start,
-            tokens_digest=self._after.digest(tokens),
-            chain=self._chain_of(piece, tokens),
-        )
-
-    def _is_untouched(self, piece: Piece, position: int) -> bool:
-        """Whether a piece lies before all discards, where sessions without any have it, too."""
-        is_before = position == piece.token_offset and self._after.lineage.is_clean(piece.end)
-        return is_before and self._is_plain(piece)
-
-    def _is_plain(self, piece: Piece) -> bool:
-        tokens = slice_tokens(self._token_ids, piece.token_offset, piece.end)
-        return self._before.follows(piece.span, self._chain, piece.token_offset, tokens)
-
-    def _chain_of(self, piece: Piece, tokens: bytes) -> bytes:
-        """Return the parent key of what comes behind the tokens that were kept last."""
-        if self._matters and not self._after.lineage.is_whole:
-            return self._after.after_discards(self._num_kept)
-        if self._after.lineage.is_whole or self._is_plain(piece):
-            return self._after.key(self._chain, piece.token_offset, tokens)
-        return self._before.after_discards(self._num_kept)

@@ -1,4 +1,4 @@
-"""Requests that change stored sessions: discards, ends, pins, TTLs, flushes; and their expiry.
+"""Requests that change stored sessions: discards, grafts, ends, pins, TTLs, flushes; expiry.
 
 Pure. Invariants: 1. a leased, queued or pinned session does not expire; 2. a hard-pinned session is
 in no eviction order, a soft-pinned one is guarded in every one; 3. one that has ended is not
@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 
 from kvd.core.inspection.descriptions import Inspector
 from kvd.core.inspection.session_filter import SessionFilter, find_session, selects
-from kvd.core.operations import discarding
+from kvd.core.operations import discarding, grafting
 from kvd.core.records.actions import SESSION_ENDED, SESSION_EXPIRED, SESSION_FLUSHED
 from kvd.core.records.entries import TTL_NEVER_NS, Pin
 from kvd.core.records.errors import InvalidRequestError
@@ -19,6 +19,7 @@ from kvd.core.records.records import FlushAnswer, SessionInfo, Tier
 from kvd.core.state.cache_state import CacheState
 from kvd.core.state.session import Session
 from kvd.core.state.session_history import MoveKind
+from shared.types.graft_source import GraftSource
 from shared.types.lineage import Lineage
 from shared.types.session_key import SessionKey
 from shared.types.units import NS_PER_S
@@ -35,7 +36,7 @@ class Sessions:
     Args:
         state: the cache's tables.
         inspector: describes the session whose TTL was set.
-        consider_compaction: called with each session after a discard.
+        consider_compaction: called with each session after a discard or graft.
         reschedule_prefetch: called after the end of a session: there may be room to read ahead.
     """
 
@@ -80,6 +81,29 @@ class Sessions:
             state.turns.discarded(key, session.num_tokens)
             self._consider_compaction(key)
         return num_kept
+
+    def graft(
+        self, key: SessionKey, token_ids: bytes, lineage: Lineage, source: GraftSource
+    ) -> int:
+        """Give a session KV of another one's tokens, behind its own; metadata only.
+
+        The session has exactly `token_ids` stored, or these and what an earlier graft of the same
+        gave it: else it is left as it is. A store under way publishes nothing any more.
+
+        Returns:
+            How many of the other session's tokens follow; 0: nothing has changed.
+
+        Raises:
+            InvalidRequestError: another tenant's or model's, a range that cannot be, or positions
+                are baked into keys.
+            ErasingError: the tenant is being erased.
+        """
+        state = self._state
+        state.tenants.refuse_erased(key.tenant)
+        num_grafted = grafting.graft(state, key, token_ids, lineage, source)
+        if num_grafted:
+            self._consider_compaction(key)
+        return num_grafted
 
     def end(self, key: SessionKey) -> bool:
         """Note that a session will not come back: the first to go; returns whether it is stored."""

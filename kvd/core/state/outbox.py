@@ -29,6 +29,8 @@ COUNTERS = (
     "stores_refused",  # answers "no_space", "gap" and "quota"
     "discards",  # of sessions that are stored
     "discarded_tokens",  # stored ones
+    "grafts",  # that gave a session anything
+    "grafted_tokens",
     "compactions",  # runs of a session's spans that were put together
     "compacted_tokens",
     "compacted_blocks",  # blocks that were made by it

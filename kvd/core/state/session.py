@@ -39,7 +39,7 @@ class Session:
             is not. Over when that passes (kvd/core/operations/retaining.py).
         lost: why it holds less than was stored: "", "evicted", "corrupt".
         num_read_ahead: blocks read ahead for it since it was last used.
-        num_discards: since this kvd knows it.
+        num_discards: since this kvd knows it, and grafts.
         lineage: of what it holds; None: no caller has named it yet. Not kept across restarts.
         awaited_tools: names of tools that its last answer calls: it is back when they answer.
             Over when a turn of it arrives, or it is used; not kept across restarts.

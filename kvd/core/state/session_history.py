@@ -34,6 +34,7 @@ class MoveKind(Enum):
     EVICTED_SSD = "evicted_ssd"  # blocks left SSD, DRAM has them
     CUT = "cut"  # its last blocks left all tiers; why: evicted, corrupt
     DISCARDED = "discarded"  # tokens were discarded by an overflow, a policy, a client
+    GRAFTED = "grafted"  # it was given KV of another session's tokens
     COMPACTED = "compacted"  # what discards left was put together
     CORRUPT = "corrupt"  # a copy was not what was stored; why: its tier
     DROPPED = "dropped"  # all of it left all tiers, for room; why: evicted, corrupt

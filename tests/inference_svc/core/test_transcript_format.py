@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from inference_svc.core.context import Context
 from inference_svc.core.discards import CLIENT, Discard, merge_ranges
+from inference_svc.core.grafts import Graft
 from inference_svc.core.transcript_format import (
     Header,
     Transcript,
@@ -306,6 +307,34 @@ def test_a_lineage_that_tokens_do_not_tell_is_recorded():
     assert other.context.lineage not in (recorded, WHOLE)
     later = Discard(((0, 1),), 0, CLIENT)
     assert read.with_discard(later).context.lineage != other.with_discard(later).context.lineage
+
+
+def test_grafts_are_recorded_with_their_lineage():
+    """Replay goes on from the last one; a discard in the middle of the answer comes after it."""
+    first, last = Lineage(b"x" * 16, 1), Lineage(b"y" * 16, 1)
+    grafts = (Graft(1, 1, "other", 7, 2, first), Graft(2, 1, "other", 9, 0, last))
+    session = Transcript(HEADER).with_turn(replace(record(0), grafts=grafts), is_final=False)
+    assert session.context.lineage == last
+    read, _ = decode_transcript(encode_transcript(session))
+    assert (read, read.context) == (session, session.context)
+    assert read.forked("f", 1).context.lineage == last
+    cut = replace(record(0), grafts=grafts, discards=(Discard(((1, 2),), 4),))
+    after = Transcript(HEADER).with_turn(cut, is_final=False).context
+    assert after.lineage == last.after(as_bytes((1, 2, 3)), ((1, 2),))
+
+
+def test_a_release_before_grafts_takes_a_context_for_a_whole_one():
+    """It finds nothing of it behind the first seam, and computes it."""
+    graft = Graft(1, 1, "other", 7, 0, Lineage(b"x" * 16, 1))
+    session = Transcript(HEADER).with_turn(replace(record(0), grafts=(graft,)), is_final=False)
+    lines = encode_transcript(session).splitlines(keepends=True)
+    older = [lines[0], rewritten(lines[1], lambda fields: fields["turn"].pop("grafts"))]
+    read, _ = decode_transcript(b"".join(older))
+    assert read.context == replace(session.context, lineage=WHOLE)
+
+
+def as_bytes(token_ids):
+    return b"".join(token.to_bytes(4, "little") for token in token_ids)
 
 
 def test_a_context_knows_whether_it_ends_with_an_answer():

@@ -12,6 +12,7 @@ from inference_svc.core.errors import (
     InvalidSamplingError,
     InvalidTurnError,
 )
+from inference_svc.core.grafts import Graft
 from inference_svc.core.submission import (
     MAX_RETENTION_S,
     NO_RETENTION,
@@ -34,6 +35,7 @@ from inference_svc.service.turn_messages import (
     encode_session,
 )
 from shared.pb.inference.v1 import inference_pb2 as pb
+from shared.types.lineage import Lineage
 from shared.types.session_key import SessionKey
 from shared.types.units import NS_PER_S
 
@@ -230,12 +232,15 @@ def test_events_are_encoded_field_by_field():
         recompute_reason="partial",
         preemptions=2,
         stall_s=0.25,
+        kept_tokens=5,
+        healed_tokens=2,
     )
     finished = encode_event(Finished("stop", "é", usage, 4, "###")).finished
     assert dict(finished.usage.tier_tokens) == {"ssd": 8}
     assert (finished.turns, finished.usage.recompute_reason) == (4, "partial")
     assert finished.stop_string == "###"
     assert (finished.usage.preemptions, finished.usage.stall_s) == (2, 0.25)
+    assert (finished.usage.kept_tokens, finished.usage.healed_tokens) == (5, 2)
 
 
 def test_a_token_without_logprob_says_so():
@@ -276,11 +281,14 @@ def test_policies_that_cannot_be_are_refused(fields, error, word):
         decode(text="Hi", **fields)
 
 
-def test_a_session_shows_what_it_lost():
-    """Counts always, tokens and discards with its turns."""
+def test_a_session_shows_what_it_lost_and_kept():
+    """Counts always, tokens, discards and grafts with its turns."""
     lost = (Discard(((0, 1),), after_tokens=3),)
+    graft = Graft(1, 2, "other", 7, 3, Lineage(b"x" * 16, 1))
     turn = TurnRecord(
-        *(0, "r", "d", (1, 2, 3), (4,), ("",), (), (), 1, "stop", Usage(), 0.0), discards=lost
+        *(0, "r", "d", (1, 2, 3), (4,), ("",), (), (), 1, "stop", Usage(), 0.0),
+        discards=lost,
+        grafts=(graft,),
     )
     session = Transcript(Header("default", "m", "s"), (turn,))
     session = session.with_discard(Discard(((0, 1),), 0, CLIENT))
@@ -289,6 +297,9 @@ def test_a_session_shows_what_it_lost():
     assert not brief.context_ids
     full = encode_session(session, is_busy=False, with_turns=True)
     assert list(full.context_ids) == [3, 4]
+    (shown,) = full.turn_records[0].grafts
+    assert (shown.seam, shown.num_tokens, shown.session_id) == (1, 2, "other")
+    assert (shown.source_start, shown.healed_tokens) == (7, 3)
     assert [(d.turn, d.after_tokens, d.reason) for d in full.discards] == [
         (0, 3, "overflow"),
         (1, 0, "client"),

@@ -88,6 +88,23 @@ async def test_tokens_that_are_dropped_are_not_found_again(tmp_path):
         assert (await served.load(token_ids=kept)).end_token == 12
 
 
+async def test_a_session_is_given_what_another_one_has_behind_an_edit(tmp_path):
+    """Of the same tenant, by construction; a lineage that cannot be is refused."""
+    async with serving(tmp_path) as served:
+        await served.store()
+        await served.store("b", token_ids=OTHERS)
+        given = {"source_session_id": "a", "source_token_ids": TOKENS}
+        request = pb.GraftRequest(**served.named("b", token_ids=OTHERS, **given))
+        request.source_range.start, request.source_range.end = 4, 16
+        assert (await served.service.Graft(request, None)).grafted_tokens == 12
+        asked = pb.GetSessionRequest(**served.named("b"))
+        info = await served.service.GetSession(asked, None)
+        assert (info.num_tokens, info.num_spans, info.shared_blocks) == (28, 2, 1)
+        request.source_lineage.digest = b"short"
+        with pytest.raises(InvalidRequestError, match="lineage"):
+            await served.service.Graft(request, None)
+
+
 async def test_an_engine_may_ask_for_its_sessions_and_end_them(tmp_path):
     """One that is not stored is an error, not an empty answer."""
     async with serving(tmp_path) as served:

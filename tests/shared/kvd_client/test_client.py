@@ -12,7 +12,9 @@ from shared.kvd_client.attachment import KvdUnavailableError
 from shared.kvd_client.client import MOST_ENDED, KvdClient
 from shared.kvd_client.connection import _cancelled
 from shared.types.errors import LoadFailedError
+from shared.types.graft_source import GraftSource
 from shared.types.granted_slots import Lookup
+from shared.types.lineage import WHOLE
 from shared.types.queue_feed import QueueFeed
 from tests.small_kvd import small_kvd
 from tests.synthetic_engine import encode, key_of, small_layout
@@ -259,6 +261,19 @@ async def test_a_kvd_that_expects_nothing_is_not_told(tmp_path):
                     assert not await client.expect_session(key_of("a"), superseded=True)
                 await detached(client)
     assert [entry["event"] for entry in logged].count("kvd_cannot_expect") == 1
+
+
+async def test_a_kvd_that_knows_no_grafts_is_not_asked(tmp_path):
+    """An older one, or one that stores keys with their positions: nothing is given."""
+    source = GraftSource(key_of("b"), b"\0" * 8, WHOLE, 0, 1)
+    async with client_of(tmp_path) as client:
+        assert not client.offers_grafts
+        with pytest.raises(KvdUnavailableError):
+            await client.graft(key_of("a"), b"\0" * 4, WHOLE, source)
+        async with small_kvd(tmp_path, LAYOUT):
+            await client.wait_attached(30)
+            assert not client.offers_grafts
+            assert await client.graft(key_of("a"), b"\0" * 4, WHOLE, source) == 0
 
 
 async def test_so_many_ends_are_remembered(tmp_path):

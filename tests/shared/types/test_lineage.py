@@ -36,3 +36,29 @@ def test_dropping_the_end_leaves_the_rest_as_it_was():
     assert lineage.after(TOKENS, [(4, 10)]) == WHOLE
     assert lineage.after(TOKENS, ()) == lineage
     assert Lineage() == WHOLE
+
+
+def test_a_graft_follows_from_both_contexts_and_the_range():
+    """Any other token, lineage or range gives another; what is behind the range does not matter."""
+    other = WHOLE.after(TOKENS, [(4, 5)])
+    lineage = WHOLE.after_graft(TOKENS[:8], WHOLE, TOKENS, 3, 7)
+    assert lineage == WHOLE.after_graft(TOKENS[:8], WHOLE, TOKENS[:28], 3, 7)
+    others = (
+        WHOLE.after_graft(TOKENS[:12], WHOLE, TOKENS, 3, 7),
+        WHOLE.after_graft(TOKENS[4:12], WHOLE, TOKENS, 3, 7),
+        WHOLE.after_graft(TOKENS[:8], other, TOKENS, 3, 7),
+        WHOLE.after_graft(TOKENS[:8], WHOLE, TOKENS[::-1], 3, 7),
+        WHOLE.after_graft(TOKENS[:8], WHOLE, TOKENS, 2, 7),
+        WHOLE.after_graft(TOKENS[:8], WHOLE, TOKENS, 3, 8),
+        other.after_graft(TOKENS[:8], WHOLE, TOKENS, 3, 7),
+        WHOLE,
+    )
+    assert len({lineage, *others}) == 9
+
+
+def test_what_precedes_the_first_seam_is_clean():
+    """A later graft makes it no more, an earlier discard less."""
+    lineage = WHOLE.after_graft(TOKENS[:8], WHOLE, TOKENS, 3, 7)
+    assert (lineage.is_whole, lineage.clean_tokens) == (False, 2)
+    assert lineage.after_graft(TOKENS, WHOLE, TOKENS, 3, 7).clean_tokens == 2
+    assert WHOLE.after(TOKENS, [(1, 2)]).after_graft(TOKENS, WHOLE, TOKENS, 0, 1).clean_tokens == 1

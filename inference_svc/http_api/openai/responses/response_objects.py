@@ -25,7 +25,7 @@ from inference_svc.core.chat import ToolCall
 from inference_svc.core.tools.reader import Part, Reasoning
 from inference_svc.core.turn_record import Finished, Started, Usage
 from inference_svc.http_api.answer_parts import Reading
-from inference_svc.http_api.cache_misses import shown_miss
+from inference_svc.http_api.cache_misses import shown_reuse
 from inference_svc.http_api.openai.dialect import error_object
 from inference_svc.http_api.sessions.lookup import ResponseInfo
 from inference_svc.http_api.token_text import TokenText
@@ -298,7 +298,7 @@ def response_usage(usage: Usage, num_thought: int = 0) -> dict[str, Any]:
         "output_tokens": usage.output_tokens,
         "output_tokens_details": {"reasoning_tokens": num_thought},
         "total_tokens": input_tokens + usage.output_tokens,
-        **shown_miss(usage),
+        **shown_reuse(usage),
     }
 
 

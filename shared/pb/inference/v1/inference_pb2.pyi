@@ -224,7 +224,7 @@ class CacheMiss(_message.Message):
     def __init__(self, cause: _Optional[str] = ..., session_id: _Optional[str] = ..., turns: _Optional[int] = ..., token_index: _Optional[int] = ..., message_index: _Optional[int] = ..., lost_tokens: _Optional[int] = ..., lost_s: _Optional[float] = ...) -> None: ...
 
 class Usage(_message.Message):
-    __slots__ = ("history_tokens", "reused_tokens", "recomputed_tokens", "new_tokens", "output_tokens", "tier_tokens", "queue_s", "load_s", "prefill_s", "ttft_s", "tpot_s", "total_s", "recompute_reason", "dropped_tokens", "preemptions", "stall_s", "compressed_tokens", "miss", "drafted_tokens", "accepted_tokens")
+    __slots__ = ("history_tokens", "reused_tokens", "recomputed_tokens", "new_tokens", "output_tokens", "tier_tokens", "queue_s", "load_s", "prefill_s", "ttft_s", "tpot_s", "total_s", "recompute_reason", "dropped_tokens", "preemptions", "stall_s", "compressed_tokens", "miss", "drafted_tokens", "accepted_tokens", "kept_tokens", "healed_tokens")
     class TierTokensEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -252,6 +252,8 @@ class Usage(_message.Message):
     MISS_FIELD_NUMBER: _ClassVar[int]
     DRAFTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     ACCEPTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    KEPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    HEALED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     history_tokens: int
     reused_tokens: int
     recomputed_tokens: int
@@ -272,7 +274,9 @@ class Usage(_message.Message):
     miss: CacheMiss
     drafted_tokens: int
     accepted_tokens: int
-    def __init__(self, history_tokens: _Optional[int] = ..., reused_tokens: _Optional[int] = ..., recomputed_tokens: _Optional[int] = ..., new_tokens: _Optional[int] = ..., output_tokens: _Optional[int] = ..., tier_tokens: _Optional[_Mapping[str, int]] = ..., queue_s: _Optional[float] = ..., load_s: _Optional[float] = ..., prefill_s: _Optional[float] = ..., ttft_s: _Optional[float] = ..., tpot_s: _Optional[float] = ..., total_s: _Optional[float] = ..., recompute_reason: _Optional[str] = ..., dropped_tokens: _Optional[int] = ..., preemptions: _Optional[int] = ..., stall_s: _Optional[float] = ..., compressed_tokens: _Optional[int] = ..., miss: _Optional[_Union[CacheMiss, _Mapping]] = ..., drafted_tokens: _Optional[int] = ..., accepted_tokens: _Optional[int] = ...) -> None: ...
+    kept_tokens: int
+    healed_tokens: int
+    def __init__(self, history_tokens: _Optional[int] = ..., reused_tokens: _Optional[int] = ..., recomputed_tokens: _Optional[int] = ..., new_tokens: _Optional[int] = ..., output_tokens: _Optional[int] = ..., tier_tokens: _Optional[_Mapping[str, int]] = ..., queue_s: _Optional[float] = ..., load_s: _Optional[float] = ..., prefill_s: _Optional[float] = ..., ttft_s: _Optional[float] = ..., tpot_s: _Optional[float] = ..., total_s: _Optional[float] = ..., recompute_reason: _Optional[str] = ..., dropped_tokens: _Optional[int] = ..., preemptions: _Optional[int] = ..., stall_s: _Optional[float] = ..., compressed_tokens: _Optional[int] = ..., miss: _Optional[_Union[CacheMiss, _Mapping]] = ..., drafted_tokens: _Optional[int] = ..., accepted_tokens: _Optional[int] = ..., kept_tokens: _Optional[int] = ..., healed_tokens: _Optional[int] = ...) -> None: ...
 
 class Finished(_message.Message):
     __slots__ = ("finish_reason", "text", "usage", "turns", "stop_string")
@@ -346,8 +350,22 @@ class Discarded(_message.Message):
     reason: str
     def __init__(self, turn: _Optional[int] = ..., after_tokens: _Optional[int] = ..., ranges: _Optional[_Iterable[_Union[TokenRange, _Mapping]]] = ..., reason: _Optional[str] = ...) -> None: ...
 
+class Graft(_message.Message):
+    __slots__ = ("seam", "num_tokens", "session_id", "source_start", "healed_tokens")
+    SEAM_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    SOURCE_START_FIELD_NUMBER: _ClassVar[int]
+    HEALED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    seam: int
+    num_tokens: int
+    session_id: str
+    source_start: int
+    healed_tokens: int
+    def __init__(self, seam: _Optional[int] = ..., num_tokens: _Optional[int] = ..., session_id: _Optional[str] = ..., source_start: _Optional[int] = ..., healed_tokens: _Optional[int] = ...) -> None: ...
+
 class TurnRecord(_message.Message):
-    __slots__ = ("turn", "request_id", "input_ids", "output_ids", "text", "finish_reason", "usage", "created_unix_s", "stop_string")
+    __slots__ = ("turn", "request_id", "input_ids", "output_ids", "text", "finish_reason", "usage", "created_unix_s", "stop_string", "grafts")
     TURN_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     INPUT_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -357,6 +375,7 @@ class TurnRecord(_message.Message):
     USAGE_FIELD_NUMBER: _ClassVar[int]
     CREATED_UNIX_S_FIELD_NUMBER: _ClassVar[int]
     STOP_STRING_FIELD_NUMBER: _ClassVar[int]
+    GRAFTS_FIELD_NUMBER: _ClassVar[int]
     turn: int
     request_id: str
     input_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -366,7 +385,8 @@ class TurnRecord(_message.Message):
     usage: Usage
     created_unix_s: float
     stop_string: str
-    def __init__(self, turn: _Optional[int] = ..., request_id: _Optional[str] = ..., input_ids: _Optional[_Iterable[int]] = ..., output_ids: _Optional[_Iterable[int]] = ..., text: _Optional[str] = ..., finish_reason: _Optional[str] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., created_unix_s: _Optional[float] = ..., stop_string: _Optional[str] = ...) -> None: ...
+    grafts: _containers.RepeatedCompositeFieldContainer[Graft]
+    def __init__(self, turn: _Optional[int] = ..., request_id: _Optional[str] = ..., input_ids: _Optional[_Iterable[int]] = ..., output_ids: _Optional[_Iterable[int]] = ..., text: _Optional[str] = ..., finish_reason: _Optional[str] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., created_unix_s: _Optional[float] = ..., stop_string: _Optional[str] = ..., grafts: _Optional[_Iterable[_Union[Graft, _Mapping]]] = ...) -> None: ...
 
 class Session(_message.Message):
     __slots__ = ("tenant", "model", "session_id", "turns", "num_tokens", "busy", "ended", "turn_records", "context_tokens", "dropped_tokens", "context_ids", "discards")

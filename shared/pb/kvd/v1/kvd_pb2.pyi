@@ -142,7 +142,7 @@ class AttachEvent(_message.Message):
     def __init__(self, attached: _Optional[_Union[Attached, _Mapping]] = ..., draining: _Optional[_Union[Draining, _Mapping]] = ...) -> None: ...
 
 class Attached(_message.Message):
-    __slots__ = ("engine_id", "arena_id", "slot_bytes", "num_slots", "confirmed_leases", "lost_leases", "kvd_version", "max_queue_jobs", "copiers", "retention", "expectations")
+    __slots__ = ("engine_id", "arena_id", "slot_bytes", "num_slots", "confirmed_leases", "lost_leases", "kvd_version", "max_queue_jobs", "copiers", "retention", "expectations", "grafts")
     ENGINE_ID_FIELD_NUMBER: _ClassVar[int]
     ARENA_ID_FIELD_NUMBER: _ClassVar[int]
     SLOT_BYTES_FIELD_NUMBER: _ClassVar[int]
@@ -154,6 +154,7 @@ class Attached(_message.Message):
     COPIERS_FIELD_NUMBER: _ClassVar[int]
     RETENTION_FIELD_NUMBER: _ClassVar[int]
     EXPECTATIONS_FIELD_NUMBER: _ClassVar[int]
+    GRAFTS_FIELD_NUMBER: _ClassVar[int]
     engine_id: int
     arena_id: str
     slot_bytes: int
@@ -165,7 +166,8 @@ class Attached(_message.Message):
     copiers: bool
     retention: bool
     expectations: bool
-    def __init__(self, engine_id: _Optional[int] = ..., arena_id: _Optional[str] = ..., slot_bytes: _Optional[int] = ..., num_slots: _Optional[int] = ..., confirmed_leases: _Optional[_Iterable[int]] = ..., lost_leases: _Optional[_Iterable[int]] = ..., kvd_version: _Optional[str] = ..., max_queue_jobs: _Optional[int] = ..., copiers: bool = ..., retention: bool = ..., expectations: bool = ...) -> None: ...
+    grafts: bool
+    def __init__(self, engine_id: _Optional[int] = ..., arena_id: _Optional[str] = ..., slot_bytes: _Optional[int] = ..., num_slots: _Optional[int] = ..., confirmed_leases: _Optional[_Iterable[int]] = ..., lost_leases: _Optional[_Iterable[int]] = ..., kvd_version: _Optional[str] = ..., max_queue_jobs: _Optional[int] = ..., copiers: bool = ..., retention: bool = ..., expectations: bool = ..., grafts: bool = ...) -> None: ...
 
 class Draining(_message.Message):
     __slots__ = ("deadline_s",)
@@ -332,6 +334,32 @@ class DiscardResponse(_message.Message):
     KEPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     kept_tokens: int
     def __init__(self, kept_tokens: _Optional[int] = ...) -> None: ...
+
+class GraftRequest(_message.Message):
+    __slots__ = ("engine_id", "session", "token_ids", "lineage", "source_session_id", "source_token_ids", "source_lineage", "source_range")
+    ENGINE_ID_FIELD_NUMBER: _ClassVar[int]
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    LINEAGE_FIELD_NUMBER: _ClassVar[int]
+    SOURCE_SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    SOURCE_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    SOURCE_LINEAGE_FIELD_NUMBER: _ClassVar[int]
+    SOURCE_RANGE_FIELD_NUMBER: _ClassVar[int]
+    engine_id: int
+    session: SessionKey
+    token_ids: bytes
+    lineage: Lineage
+    source_session_id: str
+    source_token_ids: bytes
+    source_lineage: Lineage
+    source_range: TokenRange
+    def __init__(self, engine_id: _Optional[int] = ..., session: _Optional[_Union[SessionKey, _Mapping]] = ..., token_ids: _Optional[bytes] = ..., lineage: _Optional[_Union[Lineage, _Mapping]] = ..., source_session_id: _Optional[str] = ..., source_token_ids: _Optional[bytes] = ..., source_lineage: _Optional[_Union[Lineage, _Mapping]] = ..., source_range: _Optional[_Union[TokenRange, _Mapping]] = ...) -> None: ...
+
+class GraftResponse(_message.Message):
+    __slots__ = ("grafted_tokens",)
+    GRAFTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    grafted_tokens: int
+    def __init__(self, grafted_tokens: _Optional[int] = ...) -> None: ...
 
 class GetSessionRequest(_message.Message):
     __slots__ = ("session", "engine_id")

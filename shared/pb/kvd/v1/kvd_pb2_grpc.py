@@ -64,6 +64,11 @@ class EngineStub(object):
                 request_serializer=shared_dot_pb_dot_kvd_dot_v1_dot_kvd__pb2.DiscardRequest.SerializeToString,
                 response_deserializer=shared_dot_pb_dot_kvd_dot_v1_dot_kvd__pb2.DiscardResponse.FromString,
                 _registered_method=True)
+        self.Graft = channel.unary_unary(
+                '/kvd.v1.Engine/Graft',
+                request_serializer=shared_dot_pb_dot_kvd_dot_v1_dot_kvd__pb2.GraftRequest.SerializeToString,
+                response_deserializer=shared_dot_pb_dot_kvd_dot_v1_dot_kvd__pb2.GraftResponse.FromString,
+                _registered_method=True)
         self.GetSession = channel.unary_unary(
                 '/kvd.v1.Engine/GetSession',
                 request_serializer=shared_dot_pb_dot_kvd_dot_v1_dot_kvd__pb2.GetSessionRequest.SerializeToString,
@@ -125,6 +130,12 @@ class EngineServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Discard(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Graft(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -192,6 +203,11 @@ def add_EngineServicer_to_server(servicer, server):
                     servicer.Discard,
                     request_deserializer=shared_dot_pb_dot_kvd_dot_v1_dot_kvd__pb2.DiscardRequest.FromString,
                     response_serializer=shared_dot_pb_dot_kvd_dot_v1_dot_kvd__pb2.DiscardResponse.SerializeToString,
+            ),
+            'Graft': grpc.unary_unary_rpc_method_handler(
+                    servicer.Graft,
+                    request_deserializer=shared_dot_pb_dot_kvd_dot_v1_dot_kvd__pb2.GraftRequest.FromString,
+                    response_serializer=shared_dot_pb_dot_kvd_dot_v1_dot_kvd__pb2.GraftResponse.SerializeToString,
             ),
             'GetSession': grpc.unary_unary_rpc_method_handler(
                     servicer.GetSession,
@@ -381,6 +397,33 @@ class Engine(object):
             '/kvd.v1.Engine/Discard',
             shared_dot_pb_dot_kvd_dot_v1_dot_kvd__pb2.DiscardRequest.SerializeToString,
             shared_dot_pb_dot_kvd_dot_v1_dot_kvd__pb2.DiscardResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Graft(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvd.v1.Engine/Graft',
+            shared_dot_pb_dot_kvd_dot_v1_dot_kvd__pb2.GraftRequest.SerializeToString,
+            shared_dot_pb_dot_kvd_dot_v1_dot_kvd__pb2.GraftResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -10,6 +10,7 @@ from transformers import AutoTokenizer
 from inference_svc.core.answers import AnswerToken, GrowingAnswer, SamplingParams
 from inference_svc.core.context import Context
 from inference_svc.core.discards import Discard
+from inference_svc.core.grafts import Graft
 from inference_svc.core.submission import Submission, TokenInput
 from inference_svc.core.truncation import OverflowPolicy
 from inference_svc.core.turn_window import FrameTokens, TurnWindow
@@ -23,7 +24,7 @@ from inference_svc.runtime.turns.answer_writer import (
 from inference_svc.runtime.turns.turn import Turn
 from inference_svc.runtime.turns.turn_prompt import Prompt
 from shared.types.histogram import Histogram
-from shared.types.lineage import WHOLE
+from shared.types.lineage import WHOLE, Lineage
 from shared.types.session_key import SessionKey
 from shared.types.units import NS_PER_S
 from tests.tokenizers import framing_texts, make_tokenizer
@@ -109,6 +110,23 @@ async def test_more_than_the_sessions_own_history_may_be_found(running):
     running.outcome.tokens, running.outcome.tier_tokens = 8, {"ssd": 8}
     running.sink.started(running)
     assert reuse(running.sink.usage(running)) == (8, 8, 0, 2)
+
+
+async def test_what_was_computed_ahead_is_not_reused(running):
+    """It was loaded like the rest, but for this turn alone: what was kept counts, with its tier."""
+    lineage = Lineage(b"x" * 16, 1)
+    running.grafts = [Graft(2, 3, "other", 7, 1, lineage), Graft(7, 4, "other", 20, 1, lineage)]
+    running.ahead_tokens, running.ahead_s = 4, 0.5
+    running.outcome.tokens, running.outcome.tier_tokens = 9, {"dram": 3, "ssd": 6}
+    running.sink.started(running)
+    usage = running.sink.usage(running)
+    assert reuse(usage) == (6, 5, 1, 4)
+    assert usage.tier_tokens == {"ssd": 5}
+    assert (usage.kept_tokens, usage.healed_tokens) == (5, 2)
+    assert usage.queue_s == 0.5
+    running.outcome.tokens, running.outcome.tier_tokens = 0, {}
+    usage = running.sink.usage(running)
+    assert (usage.reused_tokens, usage.kept_tokens) == (0, 0)
 
 
 async def test_usage_of_a_turn_that_never_started(running):

@@ -1,0 +1,68 @@
+"""Settings of what becomes of contexts: what is reused of them, dropped, compressed."""
+
+from typing import Literal
+
+from pydantic import Field, field_validator
+
+from inference_svc.core.edits import edit_policy
+from inference_svc.core.truncation import MAX_SINK_TOKENS
+from shared.types.setting_types import CountOrAuto, NumberOrAuto, Section
+
+
+class ReuseSettings(Section):
+    """What is reused of a conversation that its client has edited.
+
+    Attributes:
+        edits: of what follows the first edit, and is the same. "exact": nothing, so that the answer
+            is that of recomputation; "keep": the KV of whole messages, which was computed over what
+            was there before; "heal:k": the same, but the first k tokens behind each seam are
+            computed anew. Where positions are coupled it is "exact".
+    """
+
+    edits: str = "exact"
+
+    @field_validator("edits")
+    @classmethod
+    def _known(cls, value: str) -> str:
+        edit_policy(value)
+        return value
+
+
+class OverflowSettings(Section):
+    """Which tokens of a session are dropped when its window is full; a turn may name its own.
+
+    Attributes:
+        policy: "oldest": the oldest tokens; "half", "sinks": the same, older names; "reject":
+            none.
+        ratio: part of the droppable tokens that is dropped at once, in (0, 1]. None: an eighth
+            where the rest stays valid, half where it is computed again.
+        sink_tokens: number of first tokens that stay, also when a session is compressed, at most
+            half of the window; a system message counts. None: as many as the model needs, found at
+            the start.
+        reserve_tokens: tokens of an answer that are to have room when it begins; at most a quarter
+            of the window.
+        split_frames: whether messages of a chat may be cut anywhere; else only where one begins.
+        drop_system: whether the system message may be dropped, too.
+    """
+
+    policy: Literal["oldest", "half", "sinks", "reject"] = "oldest"
+    ratio: NumberOrAuto = Field(default=None, gt=0, le=1)
+    sink_tokens: CountOrAuto = Field(default=None, ge=0, le=MAX_SINK_TOKENS)
+    reserve_tokens: int = Field(default=256, ge=1)
+    split_frames: bool = False
+    drop_system: bool = False
+
+
+class CompressionSettings(Section):
+    """Which tokens of a session are dropped at the end of each turn; a turn may name its own.
+
+    Attributes:
+        policy: "none": nothing; "sinks_recent": all but the first and the latest tokens; "snapkv",
+            "h2o": what got least attention.
+        keep_ratio: part of the context that is kept, in (0, 1].
+        min_tokens: length of a context in tokens; shorter ones are left alone.
+    """
+
+    policy: Literal["none", "sinks_recent", "snapkv", "h2o"] = "none"
+    keep_ratio: float = Field(default=0.5, gt=0, le=1)
+    min_tokens: int = Field(default=256, ge=1)

@@ -1,0 +1,125 @@
+"""Grafts: a session is given KV of another one's tokens, behind its own, without copying it.
+
+Pure. A discard leaves out what stood between two runs of tokens; a graft joins two runs that stood
+in two sessions: a client has edited its conversation, and what follows the edit is the same. Keys
+are stored before RoPE, so the spans are valid at their new positions; that they were computed over
+other tokens is what the client chose. The session gets spans on the other's blocks, which count it
+among their users; what the other session loses later is not lost to it.
+
+What is behind the *seam* is chained to the lineage after the graft, which names both contexts and
+the tokens: it is shared with sessions of the same graft only (D5). As much is given as the other
+session has without a gap, from the first token on; the rest is missing, as if it were evicted.
+
+A graft may be said again, by the retry of a turn: a session that is after it already is left alone.
+A store that was prepared before a graft publishes nothing after it. Where positions are baked into
+keys (`coupled`, `naive`) nothing can be given.
+
+Cost: O(spans), and digests over the tokens of both contexts.
+"""
+
+from collections.abc import Iterator
+
+from kvd.core.operations.chaining import Chaining
+from kvd.core.operations.matching import (
+    Piece,
+    match_session,
+    match_tokens,
+    num_tokens_of,
+    slice_tokens,
+)
+from kvd.core.operations.remains import Change, Remains
+from kvd.core.records.actions import SESSION_GRAFTED
+from kvd.core.records.entries import Span
+from kvd.core.records.errors import InvalidRequestError
+from kvd.core.state.cache_state import CacheState
+from kvd.core.state.session import Session
+from kvd.core.state.session_history import MoveKind
+from shared.types.graft_source import GraftSource
+from shared.types.lineage import Lineage
+from shared.types.session_key import SessionKey
+
+
+def graft(
+    state: CacheState, key: SessionKey, token_ids: bytes, lineage: Lineage, source: GraftSource
+) -> int:
+    """Give a session KV of another one; `Sessions.graft` says what is asked for."""
+    seam = num_tokens_of(token_ids)
+    _check(state, key, seam, source)
+    session = state.sessions.get(key)
+    if session is None:
+        return 0
+    state.tails.unpack(session)
+    state.touch(session)
+    span_ids = slice_tokens(source.token_ids, source.start, source.end)
+    after = source.lineage_after(token_ids, lineage)
+    chaining = Chaining(state.layout, state.salt_of(key.tenant), lineage)
+    there = match_session(state, session, token_ids + span_ids, chaining.under(after)).end
+    if there > seam:  # it has been said before
+        return there - seam
+    own = match_session(state, session, token_ids, chaining)
+    if own.end != seam:
+        return 0
+    remains = Remains(chaining, Change(lineage, after, seam), token_ids, [])
+    spans = [span for piece in own.pieces for span in remains.of(piece)]
+    given = list(_given(state, source, chaining.under(after), seam))
+    num_given = sum(span.num_tokens for span in given)
+    if given:
+        session.lineage = after
+        _append(state, session, [*spans, *given], num_given)
+    return num_given
+
+
+def _check(state: CacheState, key: SessionKey, seam: int, source: GraftSource) -> None:
+    """Raise InvalidRequestError for what no session may be given."""
+    if state.layout.position_mode != "decoupled":
+        raise InvalidRequestError(
+            "KV with positions baked in cannot be given to another session",
+            "recompute it, or store keys before RoPE",
+        )
+    if (key.tenant, key.model) != (source.key.tenant, source.key.model) or key == source.key:
+        raise InvalidRequestError(
+            f"session {key} cannot be given KV of {source.key}",
+            "name another session of the same tenant and model",
+        )
+    num_tokens = num_tokens_of(source.token_ids)
+    if not seam or not 0 <= source.start < source.end <= num_tokens:
+        raise InvalidRequestError(
+            f"no tokens [{source.start}, {source.end}) of {num_tokens} can follow {seam}",
+            "send a half-open range of the other context, and at least one token before it",
+        )
+
+
+def _given(state: CacheState, source: GraftSource, after: Chaining, seam: int) -> Iterator[Span]:
+    """Return spans on the source's tokens, as far as they are stored, behind the seam."""
+    of_source = after.under(source.lineage)
+    match = match_tokens(state, source.key, source.token_ids, of_source)
+    for piece in match.pieces:
+        start, end = max(piece.token_offset, source.start), min(piece.end, source.end)
+        if start < end:
+            tokens = slice_tokens(source.token_ids, start, end)
+            yield Span(
+                block_key=piece.span.block_key,
+                start=_row(piece, start),
+                num_tokens=end - start,
+                tokens_digest=after.digest(tokens),
+                chain=after.after_discards(seam + end - source.start),
+            )
+
+
+def _row(piece: Piece, token: int) -> int:
+    """Return which row of its block has a token."""
+    return piece.span.start + token - piece.token_offset
+
+
+def _append(state: CacheState, session: Session, spans: list[Span], num_given: int) -> None:
+    session.num_discards += 1
+    state.set_spans(session, spans)
+    state.touch(session)
+    num_tokens = session.num_tokens
+    state.policy.on_resize(session.key, num_tokens)
+    state.placement.observe_size(len(spans) * state.layout.block_bytes)
+    state.outbox.count("grafts")
+    state.outbox.count("grafted_tokens", num_given)
+    fields = {"num_grafted": num_given, "num_tokens": num_tokens, "num_spans": len(spans)}
+    state.outbox.emit(SESSION_GRAFTED, session.key, fields)
+    state.record_move(session.key, MoveKind.GRAFTED, num_tokens=num_given)
