@@ -6,6 +6,7 @@ import typer
 
 from inference_svc.eval.options import (
     CompressionOptions,
+    EditsOptions,
     EvalChoice,
     Options,
     OutputOptions,
@@ -83,6 +84,19 @@ def rotation(choice: EvalChoice, options: RotationOptions, output: OutputOptions
 )
 def compression(choice: EvalChoice, options: CompressionOptions, output: OutputOptions) -> None:
     """What compression policies cost in quality, by the part of a context that they keep."""
+    _measure(options, choice, output)
+
+
+@eval_app.command()
+@command(
+    EvalChoice,
+    EditsOptions,
+    OutputOptions,
+    order="path text conversations modes kinds num_contexts context_tokens next_tokens seed"
+    " window_tokens dtype device threads json_to",
+)
+def edits(choice: EvalChoice, options: EditsOptions, output: OutputOptions) -> None:
+    """What keeping KV across an edit of the context costs in quality, by how much is kept."""
     _measure(options, choice, output)
 
 

@@ -5,6 +5,7 @@ pool that lends sequences their KV.
 """
 
 import gzip
+import json
 import re
 import zlib
 from collections.abc import Sequence
@@ -173,7 +174,11 @@ def load_text(path: Path, model: EvalModel, num_words: int = 0) -> EvalText:
     Raises:
         UnusableTextError: the file is not there, or is no such file.
     """
-    text = first_words(read_text(path), num_words)
+    return encode_text(first_words(read_text(path), num_words), model)
+
+
+def encode_text(text: str, model: EvalModel) -> EvalText:
+    """Encode text by a model's tokenizer."""
     tokenizer: Any = model.loaded.tokenizer
     token_ids = tokenizer(text, add_special_tokens=False, verbose=False).input_ids
     begin = () if tokenizer.bos_token_id is None else (tokenizer.bos_token_id,)
@@ -189,6 +194,33 @@ def read_text(path: Path) -> str:
     remedy = "give a file of plain text, .txt or .txt.gz, in UTF-8"
     if not path.name.endswith(SUFFIXES):
         raise UnusableTextError(f"{path} is not named as a text", remedy)
+    return _read(path, remedy)
+
+
+def read_conversations(path: Path) -> list[str]:
+    """Read what is said in a file of conversations, message by message.
+
+    Args:
+        path: JSON, or the same compressed by gzip: a list of conversations as ShareGPT has them
+            ("conversations", each with a "value"), or as the demo has ("turns", texts).
+
+    Raises:
+        UnusableTextError: the file is not there, or has no such conversations.
+    """
+    remedy = "give a .json or .json.gz file of conversations as ShareGPT has them"
+    try:
+        rows = json.loads(_read(path, remedy))
+        return [
+            said if isinstance(said, str) else str(said["value"])
+            for row in rows
+            for said in row.get("conversations") or row["turns"]
+        ]
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        raise UnusableTextError(f"{path} has no conversations", remedy) from error
+
+
+def _read(path: Path, remedy: str) -> str:
+    """Read a file of text, compressed or not; raises as `read_text` does, with this remedy."""
     try:
         content = path.read_bytes()
         return (gzip.decompress(content) if path.suffix == ".gz" else content).decode("utf-8")
