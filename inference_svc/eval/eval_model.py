@@ -59,8 +59,15 @@ class EvalModel:
     runners: dict[Positions, ModelRunner]
 
 
-def open_model(choice: EvalChoice, methods: Sequence[Method]) -> EvalModel:
+def open_model(
+    choice: EvalChoice, methods: Sequence[Method], *, packs_weights: bool = False
+) -> EvalModel:
     """Load and calibrate a model for these methods.
+
+    Args:
+        choice: the model.
+        methods: ways to truncate; of one kind of positions if weights are packed.
+        packs_weights: let it compute by packed weights, as when it is served: faster.
 
     Raises:
         UnknownModelError, UnsupportedModelError: see `load_model` and `calibrate`.
@@ -70,11 +77,15 @@ def open_model(choice: EvalChoice, methods: Sequence[Method]) -> EvalModel:
     if choice.threads:
         torch.set_num_threads(choice.threads)
     loaded = load_model(choice.path, choice.dtype, choice.device)
-    return prepare_model(loaded, choice.window_tokens, methods)
+    return prepare_model(loaded, choice.window_tokens, methods, packs_weights=packs_weights)
 
 
 def prepare_model(
-    loaded: LoadedModel, window_tokens: int, methods: Sequence[Method] = tuple(METHODS)
+    loaded: LoadedModel,
+    window_tokens: int,
+    methods: Sequence[Method] = tuple(METHODS),
+    *,
+    packs_weights: bool = False,
 ) -> EvalModel:
     """Calibrate a loaded model for these methods; raises as `open_model` does."""
     if loaded.tokenizer is None:
@@ -87,7 +98,7 @@ def prepare_model(
     # Rotary embeddings that depend on the length are those of the window that is served.
     served = replace(loaded, context_window=window)
     kinds = list(dict.fromkeys(positions_of(method) for method in methods))
-    calibrations = {kind: _calibrate(served, kind) for kind in kinds}
+    calibrations = {kind: _calibrate(served, kind, packs_weights) for kind in kinds}
     _check_calibrations(served, calibrations, methods)
     decoupled = [found for found in calibrations.values() if found.positions == "decoupled"]
     sink_tokens = find_sinks(served, decoupled[0]) if decoupled else USUAL_SINKS
@@ -113,9 +124,9 @@ def _window(loaded: LoadedModel, window_tokens: int) -> int:
     return window
 
 
-def _calibrate(loaded: LoadedModel, positions: Positions) -> Calibration:
+def _calibrate(loaded: LoadedModel, positions: Positions, packs_weights: bool) -> Calibration:
     try:
-        return calibrate(loaded, positions=positions)
+        return calibrate(loaded, positions=positions, packs_weights=packs_weights)
     except UnsupportedModelError as error:
         if positions != "decoupled":
             raise
