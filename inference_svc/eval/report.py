@@ -24,14 +24,16 @@ from shared.terminal.printing import counted
 from shared.terminal.tables import Column, facts
 from shared.types.units import format_bytes, format_duration
 
+MOST_SHOWN = 1e6  # an interval that goes further says nothing
+
 
 def _ratio(interval: Interval | None) -> str:
     return "" if interval is None else f"{interval.value:.4f}"
 
 
 def _between(interval: Interval | None, form: str = ".4f") -> str:
-    """Return the ends of an interval as text; nothing if they are not known."""
-    if interval is None:
+    """Return the ends of an interval as text; nothing if they are not known, as of one sample."""
+    if interval is None or interval.high > MOST_SHOWN:
         return ""
     return f"{format(interval.low, form)} - {format(interval.high, form)}"
 
