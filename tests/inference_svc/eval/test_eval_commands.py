@@ -101,7 +101,7 @@ def test_edits_as_a_table_and_as_a_document(command, tiny_model, tmp_path):
     """Of the demo's conversations, for no text is named."""
     path = tmp_path / "found.json"
     code, shown, said = command(
-        "edits", "--model", tiny_model, "--contexts", 1, "--context", 700, "--next", 8,
+        "edits", "--model", tiny_model, "--contexts", 1, "--context", 900, "--next", 8,
         "--kinds", "delete", "--modes", "keep", "--json", path,
     )  # fmt: skip
     assert code == 0
