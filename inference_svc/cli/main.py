@@ -128,7 +128,7 @@ COMMANDS: Mapping[str, LazyCommand] = {
     ),
     "eval": LazyCommand(
         "inference_svc.eval.cli:eval_app",
-        "Measure what truncating a context costs in quality, by ways to truncate",
+        "Measure what truncating, compressing or editing a context costs in quality",
         heading=MEASURING,
     ),
     "completion": LazyCommand(

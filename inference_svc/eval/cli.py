@@ -1,4 +1,4 @@
-"""`inference-svc eval`: what a truncation costs in quality. See docs/quality.md."""
+"""`inference-svc eval`: what a truncation or an edit costs in quality. See docs/quality.md."""
 
 from dataclasses import replace
 
@@ -25,7 +25,7 @@ from shared.process.log import configure_logging
 eval_app = typer.Typer(
     cls=WholeHelp,
     rich_markup_mode=None,
-    help="Measure what truncating a context costs in quality, by ways to truncate.",
+    help="Measure what truncating, compressing or editing a context costs in quality.",
     no_args_is_help=True,
 )
 

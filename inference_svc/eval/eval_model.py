@@ -131,7 +131,7 @@ def _calibrate(loaded: LoadedModel, positions: Positions, packs_weights: bool) -
         if positions != "decoupled":
             raise
         raise UnsupportedModelError(
-            error.message, "leave ca and ca-shift out of --methods"
+            error.message, "measure another model, or leave ca and ca-shift out of --methods"
         ) from error
 
 
