@@ -49,6 +49,9 @@ EXAMPLES: Mapping[str, tuple[str, ...]] = {
     "eval perplexity": (
         "inference-svc eval perplexity --model /var/lib/models/smollm2 --text wikitext.txt",
     ),
+    "eval edits": (
+        "inference-svc eval edits --model /var/lib/models/smollm2 --modes keep,heal:16",
+    ),
     "config show": ("inference-svc config show --config /etc/kvd/inference-svc.toml",),
     "config check": ("inference-svc config check --config /etc/kvd/inference-svc.toml",),
     "completion": ("source <(inference-svc completion bash)",),
@@ -125,7 +128,7 @@ COMMANDS: Mapping[str, LazyCommand] = {
     ),
     "eval": LazyCommand(
         "inference_svc.eval.cli:eval_app",
-        "Measure what truncating a context costs in quality, by ways to truncate",
+        "Measure what truncating, compressing or editing a context costs in quality",
         heading=MEASURING,
     ),
     "completion": LazyCommand(

@@ -1,4 +1,4 @@
-"""`inference-svc eval`: what a truncation costs in quality. See docs/quality.md."""
+"""`inference-svc eval`: what a truncation or an edit costs in quality. See docs/quality.md."""
 
 from dataclasses import replace
 
@@ -6,6 +6,7 @@ import typer
 
 from inference_svc.eval.options import (
     CompressionOptions,
+    EditsOptions,
     EvalChoice,
     Options,
     OutputOptions,
@@ -24,7 +25,7 @@ from shared.process.log import configure_logging
 eval_app = typer.Typer(
     cls=WholeHelp,
     rich_markup_mode=None,
-    help="Measure what truncating a context costs in quality, by ways to truncate.",
+    help="Measure what truncating, compressing or editing a context costs in quality.",
     no_args_is_help=True,
 )
 
@@ -83,6 +84,19 @@ def rotation(choice: EvalChoice, options: RotationOptions, output: OutputOptions
 )
 def compression(choice: EvalChoice, options: CompressionOptions, output: OutputOptions) -> None:
     """What compression policies cost in quality, by the part of a context that they keep."""
+    _measure(options, choice, output)
+
+
+@eval_app.command()
+@command(
+    EvalChoice,
+    EditsOptions,
+    OutputOptions,
+    order="path text conversations modes kinds num_contexts context_tokens next_tokens seed"
+    " window_tokens dtype device threads json_to",
+)
+def edits(choice: EvalChoice, options: EditsOptions, output: OutputOptions) -> None:
+    """What keeping KV across an edit of the context costs in quality, by how much is kept."""
     _measure(options, choice, output)
 
 

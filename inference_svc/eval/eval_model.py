@@ -5,6 +5,7 @@ pool that lends sequences their KV.
 """
 
 import gzip
+import json
 import re
 import zlib
 from collections.abc import Sequence
@@ -58,8 +59,15 @@ class EvalModel:
     runners: dict[Positions, ModelRunner]
 
 
-def open_model(choice: EvalChoice, methods: Sequence[Method]) -> EvalModel:
+def open_model(
+    choice: EvalChoice, methods: Sequence[Method], *, packs_weights: bool = False
+) -> EvalModel:
     """Load and calibrate a model for these methods.
+
+    Args:
+        choice: the model.
+        methods: ways to truncate; of one kind of positions if weights are packed.
+        packs_weights: let it compute by packed weights, as when it is served: faster.
 
     Raises:
         UnknownModelError, UnsupportedModelError: see `load_model` and `calibrate`.
@@ -69,11 +77,15 @@ def open_model(choice: EvalChoice, methods: Sequence[Method]) -> EvalModel:
     if choice.threads:
         torch.set_num_threads(choice.threads)
     loaded = load_model(choice.path, choice.dtype, choice.device)
-    return prepare_model(loaded, choice.window_tokens, methods)
+    return prepare_model(loaded, choice.window_tokens, methods, packs_weights=packs_weights)
 
 
 def prepare_model(
-    loaded: LoadedModel, window_tokens: int, methods: Sequence[Method] = tuple(METHODS)
+    loaded: LoadedModel,
+    window_tokens: int,
+    methods: Sequence[Method] = tuple(METHODS),
+    *,
+    packs_weights: bool = False,
 ) -> EvalModel:
     """Calibrate a loaded model for these methods; raises as `open_model` does."""
     if loaded.tokenizer is None:
@@ -86,7 +98,7 @@ def prepare_model(
     # Rotary embeddings that depend on the length are those of the window that is served.
     served = replace(loaded, context_window=window)
     kinds = list(dict.fromkeys(positions_of(method) for method in methods))
-    calibrations = {kind: _calibrate(served, kind) for kind in kinds}
+    calibrations = {kind: _calibrate(served, kind, packs_weights) for kind in kinds}
     _check_calibrations(served, calibrations, methods)
     decoupled = [found for found in calibrations.values() if found.positions == "decoupled"]
     sink_tokens = find_sinks(served, decoupled[0]) if decoupled else USUAL_SINKS
@@ -112,14 +124,14 @@ def _window(loaded: LoadedModel, window_tokens: int) -> int:
     return window
 
 
-def _calibrate(loaded: LoadedModel, positions: Positions) -> Calibration:
+def _calibrate(loaded: LoadedModel, positions: Positions, packs_weights: bool) -> Calibration:
     try:
-        return calibrate(loaded, positions=positions)
+        return calibrate(loaded, positions=positions, packs_weights=packs_weights)
     except UnsupportedModelError as error:
         if positions != "decoupled":
             raise
         raise UnsupportedModelError(
-            error.message, "leave ca and ca-shift out of --methods"
+            error.message, "measure another model, or leave ca and ca-shift out of --methods"
         ) from error
 
 
@@ -173,7 +185,11 @@ def load_text(path: Path, model: EvalModel, num_words: int = 0) -> EvalText:
     Raises:
         UnusableTextError: the file is not there, or is no such file.
     """
-    text = first_words(read_text(path), num_words)
+    return encode_text(first_words(read_text(path), num_words), model)
+
+
+def encode_text(text: str, model: EvalModel) -> EvalText:
+    """Encode text by a model's tokenizer."""
     tokenizer: Any = model.loaded.tokenizer
     token_ids = tokenizer(text, add_special_tokens=False, verbose=False).input_ids
     begin = () if tokenizer.bos_token_id is None else (tokenizer.bos_token_id,)
@@ -189,6 +205,33 @@ def read_text(path: Path) -> str:
     remedy = "give a file of plain text, .txt or .txt.gz, in UTF-8"
     if not path.name.endswith(SUFFIXES):
         raise UnusableTextError(f"{path} is not named as a text", remedy)
+    return _read(path, remedy)
+
+
+def read_conversations(path: Path) -> list[str]:
+    """Read what is said in a file of conversations, message by message.
+
+    Args:
+        path: JSON, or the same compressed by gzip: a list of conversations as ShareGPT has them
+            ("conversations", each with a "value"), or as the demo has ("turns", texts).
+
+    Raises:
+        UnusableTextError: the file is not there, or has no such conversations.
+    """
+    remedy = "give a .json or .json.gz file of conversations as ShareGPT has them"
+    try:
+        rows = json.loads(_read(path, remedy))
+        return [
+            said if isinstance(said, str) else str(said["value"])
+            for row in rows
+            for said in row.get("conversations") or row["turns"]
+        ]
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        raise UnusableTextError(f"{path} has no conversations", remedy) from error
+
+
+def _read(path: Path, remedy: str) -> str:
+    """Read a file of text, compressed or not; raises as `read_text` does, with this remedy."""
     try:
         content = path.read_bytes()
         return (gzip.decompress(content) if path.suffix == ".gz" else content).decode("utf-8")

@@ -195,7 +195,62 @@ class CompressionReport:
     rows: tuple[CompressedQuality, ...]
 
 
-Part = PerplexityReport | RetrievalReport | RotationReport | CompressionReport
+@dataclass(frozen=True, slots=True)
+class EditQuality:
+    """One mode, after edits of one kind.
+
+    Attributes:
+        reused: share of the tokens behind the edit, those it has brought included, that were not
+            computed; mean over edits of text.
+        next_tokens: tokens of the text behind the context.
+        to_exact: that perplexity a token, divided by the one of mode "exact", edit by edit; the
+            interval comes from the spread over edits.
+        divergence: Kullback-Leibler divergence from predictions of mode "exact", in nats a token;
+            the interval comes from the spread over edits.
+        agreement: share of next tokens of which both modes have the same first choice.
+        kept: share of right answers about records that stand behind the edit.
+        brought: about records that the edit has brought; None: it brings none.
+        stale: share of questions about the record that the edit took that got its old value.
+        old_value: how much likelier the old value is than in mode "exact", in nats, mean.
+        num_edits: edits of text, and of records.
+    """
+
+    kind: str
+    mode: str
+    reused: float
+    next_tokens: Perplexity
+    to_exact: Interval
+    divergence: Interval
+    agreement: Interval
+    kept: Interval
+    brought: Interval | None
+    stale: Interval
+    old_value: Interval
+    num_edits: int
+
+
+@dataclass(frozen=True, slots=True)
+class EditsReport:
+    """Part `edits`: every mode of each kind, the kinds together last.
+
+    Attributes:
+        text: what was edited.
+        is_overlapping: whether pieces of text overlap, for there is too little of it.
+        num_tokens: tokens of text that were judged, by each mode of each kind.
+        token_bytes: size of a token's KV, as stored.
+    """
+
+    text: str
+    num_contexts: int
+    context_tokens: int
+    is_overlapping: bool
+    num_tokens: int
+    token_bytes: int
+    seed: int
+    rows: tuple[EditQuality, ...]
+
+
+Part = PerplexityReport | RetrievalReport | RotationReport | CompressionReport | EditsReport
 
 
 @dataclass(frozen=True, slots=True)

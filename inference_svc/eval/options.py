@@ -14,6 +14,15 @@ import typer
 
 from inference_svc.bench.option_types import Device, DtypeName, JsonTo, PlotTo
 from inference_svc.core.discards import Range
+from inference_svc.eval.edits import (
+    KINDS,
+    LEAST_CONTEXT_TOKENS,
+    MODES_HELP,
+    EditMode,
+    Kind,
+    kinds_of,
+    modes_of,
+)
 from shared.measuring.options import TEXT, say_nothing
 from shared.types.errors import InvalidInputError
 
@@ -92,6 +101,7 @@ TextFile = Annotated[Path, typer.Option("--text", help="Plain text: .txt or .txt
 Seed = Annotated[int, typer.Option(help="Of records and questions.")]
 RATIO_HELP = "Part of a full window that is dropped."
 ALL_METHODS: tuple[Method, ...] = tuple(METHODS)
+USUAL_MODES = "exact,keep,heal:4,heal:16,heal:64,naive"
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,7 +253,45 @@ class CompressionOptions:
     plot: PlotTo = None
 
 
-Options = PerplexityOptions | RetrievalOptions | RotationOptions | CompressionOptions
+@dataclass(frozen=True, slots=True)
+class EditsOptions:
+    """Part `edits`.
+
+    Attributes:
+        text: pieces of it are edited and then gone on with; None: not of a text.
+        conversations: the same of what is said in them; neither: in those of the demo.
+        modes: what is done about the tokens behind an edit, "exact" first.
+        kinds: of edits; each piece of text, and each conversation of records, is edited by each.
+        num_contexts: pieces of text, and conversations of records.
+        context_tokens: number of tokens before the edit.
+        next_tokens: tokens of the text that are judged behind them.
+    """
+
+    text: Annotated[
+        Path | None, typer.Option("--text", help="Plain text: .txt or .txt.gz.", show_default=False)
+    ] = None
+    conversations: Annotated[
+        Path | None,
+        typer.Option(help="ShareGPT's JSON, or .json.gz; else the demo's.", show_default=False),
+    ] = None
+    modes: Annotated[
+        tuple[EditMode, ...], typer.Option(parser=modes_of, metavar=TEXT, help=MODES_HELP)
+    ] = field(default=modes_of(USUAL_MODES), metadata={"text": USUAL_MODES})
+    kinds: Annotated[
+        tuple[Kind, ...],
+        typer.Option(parser=kinds_of, metavar=TEXT, help=f"Of edits, some of {','.join(KINDS)}."),
+    ] = tuple(KINDS)
+    num_contexts: Annotated[
+        int, typer.Option("--contexts", min=1, help="Of text, and of records.")
+    ] = 100
+    context_tokens: Annotated[
+        int, typer.Option("--context", min=LEAST_CONTEXT_TOKENS, help="Tokens before the edit.")
+    ] = 512
+    next_tokens: Annotated[int, typer.Option("--next", min=1, help="Judged behind them.")] = 64
+    seed: Annotated[int, typer.Option(help="Of edits, records and questions.")] = 0
+
+
+Options = PerplexityOptions | RetrievalOptions | RotationOptions | CompressionOptions | EditsOptions
 
 
 def with_sinks(truncation: Truncation, model_sinks: int) -> Truncation:

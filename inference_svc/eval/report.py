@@ -9,6 +9,7 @@ from rich.table import Table
 from inference_svc.eval.figures import (
     CompressedQuality,
     CompressionReport,
+    EditsReport,
     EvalReport,
     PerplexityReport,
     RetrievalReport,
@@ -23,14 +24,16 @@ from shared.terminal.printing import counted
 from shared.terminal.tables import Column, facts
 from shared.types.units import format_bytes, format_duration
 
+MOST_SHOWN = 1e6  # an interval that goes further says nothing
+
 
 def _ratio(interval: Interval | None) -> str:
     return "" if interval is None else f"{interval.value:.4f}"
 
 
 def _between(interval: Interval | None, form: str = ".4f") -> str:
-    """Return the ends of an interval as text; nothing if they are not known."""
-    if interval is None:
+    """Return the ends of an interval as text; nothing if they are not known, as of one sample."""
+    if interval is None or interval.high > MOST_SHOWN:
         return ""
     return f"{format(interval.low, form)} - {format(interval.high, form)}"
 
@@ -75,6 +78,29 @@ _COMPRESSION = (
     (number("asked after"), lambda each: f"{each.asked_after.value:.1%}"),
     (number("95 %", 3), lambda each: _between(each.asked_after, ".1%")),
 )
+_EDITED_TEXT = (
+    (Column("edit"), lambda each: each.kind),
+    (Column("mode"), lambda each: each.mode),
+    (number("reused"), lambda each: f"{each.reused:.1%}"),
+    (number("ppl/token", 2), lambda each: f"{each.next_tokens.per_token:.2f}"),
+    (number("to exact"), lambda each: f"{each.to_exact.value:.4f}"),
+    (number("95 %"), lambda each: _between(each.to_exact)),
+    (number("divergence", 1), lambda each: f"{each.divergence.value:.4f}"),
+    (number("95 %", 3), lambda each: _between(each.divergence)),
+    (number("same choice", 1), lambda each: f"{each.agreement.value:.1%}"),
+)
+_EDITED_RECORDS = (
+    (Column("edit"), lambda each: each.kind),
+    (Column("mode"), lambda each: each.mode),
+    (number("kept"), lambda each: f"{each.kept.value:.1%}"),
+    (number("95 %", 2), lambda each: _between(each.kept, ".1%")),
+    (number("brought"), lambda each: f"{each.brought.value:.1%}" if each.brought else ""),
+    (number("95 %", 2), lambda each: _between(each.brought, ".1%")),
+    (number("stale"), lambda each: f"{each.stale.value:.1%}"),
+    (number("95 %", 2), lambda each: _between(each.stale, ".1%")),
+    (number("old value", 1), lambda each: f"{each.old_value.value:+.2f}"),
+    (number("95 %", 3), lambda each: _between(each.old_value, "+.2f")),
+)
 _ROTATION = (
     (Column("dtype"), lambda each: each.dtype),
     (number("truncations"), lambda each: str(each.num_moves)),
@@ -102,6 +128,8 @@ def tables(report: EvalReport, width: int) -> Iterator[Table]:
             )
             about = _compression_facts(found)
             figures = [table_of(_COMPRESSION, found.rows, width, "compression", caption)]
+        case EditsReport():
+            about, figures = _edits_facts(found), _edits_tables(found, width)
         case RotationReport():
             title = "relative error of keys at their new positions"
             about = _rotation_facts(found)
@@ -167,6 +195,33 @@ def _compression_facts(found: CompressionReport) -> dict[str, str]:
         f"{found.num_asked} questions, seed {found.seed}",
         "KV": f"{format_bytes(found.token_bytes)} a token",
     }
+
+
+def _edits_facts(found: EditsReport) -> dict[str, str]:
+    overlap = ", which overlap" if found.is_overlapping else ""
+    return {
+        "text": f"{found.text}: {found.num_contexts} pieces of {found.context_tokens} tokens"
+        f"{overlap}, {found.num_tokens:,} tokens judged behind each kind of edit",
+        "records": f"{found.num_contexts} conversations of up to {found.context_tokens} tokens, "
+        f"seed {found.seed}",
+        "KV": f"{format_bytes(found.token_bytes)} a token",
+    }
+
+
+def _edits_tables(found: EditsReport, width: int) -> list[Table]:
+    text = (
+        "reused: of the tokens behind the edit; divergence: from exact's predictions, in nats a"
+        " token; same choice: next tokens of which exact has the same first choice"
+    )
+    records = (
+        "kept: right answers about records behind the edit; brought: about those in it; stale: the"
+        " old value is given for one that it took; old value: how much likelier than in exact, in"
+        " nats"
+    )
+    return [
+        table_of(_EDITED_TEXT, found.rows, width, "text behind an edit", text),
+        table_of(_EDITED_RECORDS, found.rows, width, "records behind an edit", records),
+    ]
 
 
 def _rotation_facts(found: RotationReport) -> dict[str, str]:

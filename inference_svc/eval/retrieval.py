@@ -15,6 +15,10 @@ import random
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+import torch
+from torch.nn import functional
 
 from inference_svc.eval.eval_model import EvalModel
 from inference_svc.eval.figures import MethodRetrieval, RetrievalReport
@@ -97,7 +101,12 @@ def draw_records(seed: str) -> list[Record]:
     """Draw as many records as there are names, in an order of this seed."""
     rng = random.Random(seed)  # noqa: S311 - draws need no secrecy
     keys = distinct_keys(rng, MOST_RECORDS)
-    return [Record(key, record_line(key, rng.randrange(10_000, 100_000))) for key in keys]
+    return [Record(key, record_line(key, draw_value(rng))) for key in keys]
+
+
+def draw_value(rng: random.Random) -> int:
+    """Draw a number of five digits."""
+    return rng.randrange(10_000, 100_000)
 
 
 class RecordText:
@@ -110,8 +119,11 @@ class RecordText:
 
     def records(self, records: Sequence[Record], context_ids: Sequence[int]) -> list[int]:
         """Return the tokens that a few records add to a context, acknowledgement included."""
-        said = INTRO + "\n".join(record.line for record in records)
-        return self._asked(said, context_ids) + self._text.control.encode_plain(ACKNOWLEDGEMENT)
+        return self.said(INTRO + "\n".join(record.line for record in records), context_ids)
+
+    def said(self, message: str, context_ids: Sequence[int]) -> list[int]:
+        """Return the tokens that a message adds to a context, acknowledgement included."""
+        return self._asked(message, context_ids) + self._text.control.encode_plain(ACKNOWLEDGEMENT)
 
     def question(self, record: Record, context_ids: Sequence[int]) -> Question:
         """Return the question for a record, as it is added to a context, with the right answer."""
@@ -236,11 +248,29 @@ def fill(context: Context, prompts: RecordText, options: RetrievalOptions, seed:
 
 def is_found(context: Context, question: Question) -> bool:
     """Ask one question; the context is afterwards as it was."""
+    return answered(context, question).is_right
+
+
+class Answered(NamedTuple):
+    """What became of a question.
+
+    Attributes:
+        is_right: each token of the number is the model's first choice.
+        log_probability: of the number, in nats.
+    """
+
+    is_right: bool
+    log_probability: float
+
+
+def answered(context: Context, question: Question) -> Answered:
+    """Ask one question, and weigh its answer; the context is afterwards as it was."""
     num_before = len(context.context_ids)
-    logits = context.feed(question.token_ids)
-    choices = logits[-question.num_judged - 1 : -1].argmax(dim=-1).tolist()
+    logits = context.feed(question.token_ids)[-question.num_judged - 1 : -1]
     context.rewind(num_before)
-    return bool(choices == question.token_ids[-question.num_judged :])
+    number = torch.tensor(question.token_ids[-question.num_judged :])
+    losses = functional.cross_entropy(logits, number, reduction="none").double()
+    return Answered(torch.equal(logits.argmax(dim=-1), number), -float(losses.sum()))
 
 
 def _figures(method: Method, answers: _Answers) -> MethodRetrieval:

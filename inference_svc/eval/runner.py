@@ -8,10 +8,12 @@ from importlib.metadata import version
 import torch
 
 from inference_svc.eval.compression_eval import measure_compression
+from inference_svc.eval.edits_eval import measure_edits
 from inference_svc.eval.eval_model import EvalModel, open_model
 from inference_svc.eval.figures import EvalReport, Part, Subject
 from inference_svc.eval.options import (
     CompressionOptions,
+    EditsOptions,
     EvalChoice,
     Options,
     PerplexityOptions,
@@ -49,6 +51,9 @@ def run(options: Options, choice: EvalChoice) -> EvalReport:
         part, found = "compression", measure_compression(model, options, choice.on_progress)
         if options.plot is not None:
             plot(found, model.loaded.name, options.plot)
+    elif isinstance(options, EditsOptions):
+        model = open_model(choice, ("ca",), packs_weights=True)
+        part, found = "edits", measure_edits(model, options, choice.on_progress)
     else:
         model = open_model(choice, ("ca",))
         part, found = "rotation", measure_rotation(model, options)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from inference_svc.core.discards import Range, kept_runs, merge_ranges, without
+from inference_svc.eval.edits import Edit, EditMode
 from inference_svc.eval.eval_model import EvalModel
 from inference_svc.eval.options import Method, positions_of
 from inference_svc.runtime.calibration.sinks import embed_kept
@@ -152,6 +153,60 @@ class Sequence:
             ]
         for ours, theirs in pairs:
             torch._foreach_copy_(list(ours), list(theirs))
+
+    @torch.inference_mode()
+    def adopt(self, other: "Sequence", run: Range, *, moves: bool = True) -> None:
+        """Append tokens of another context with the KV that they have there; both of "ca".
+
+        Args:
+            other: whose tokens they are.
+            run: which of them, by their positions there; at least one, as many as have room here.
+            moves: whether keys are embedded at the positions that they get here, as a load does;
+                else at those that they had, which are wrong here.
+        """
+        ours, theirs = self.stored, other.stored
+        if ours is None or theirs is None:
+            raise AssertionError("tokens without keys before RoPE are adopted")
+        start, end = run
+        first, new_end = self.kv.num_tokens, self.kv.num_tokens + end - start
+        for index, recipe in enumerate(self._calibration.layers):
+            for component, cached, kept, given in zip(
+                recipe.components,
+                (self.kv.keys, self.kv.values),
+                (ours.keys, ours.values),
+                (theirs.keys, theirs.values),
+                strict=True,
+            ):
+                free = given[index][start:end]  # [tokens, kv_heads, dim]
+                with cached.filling(index, first, end - start) as target:
+                    target.copy_(component.embed(free, first if moves else start))
+                kept[index][first:new_end] = free
+        self.kv.num_tokens = ours.end_token = new_end
+        self.context_ids += other.context_ids[start:end]
+
+    def follow(self, other: "Sequence", edit: Edit, mode: EditMode) -> None:
+        """Make what an edit makes of another context, in this empty one; both of "ca".
+
+        From the front to the back: what is computed attends to all that stands before it.
+
+        Args:
+            other: the context as it was.
+            edit: of it.
+            mode: what becomes of its tokens behind the edit.
+        """
+        pending: list[int] = []
+        for (start, end), new_ids in edit.runs(len(other.context_ids)):
+            healed = end if mode.healed_tokens is None else start + mode.healed_tokens
+            seam_end = min(healed, end) if start else 0
+            pending += other.context_ids[start:seam_end]
+            if seam_end < end:
+                if pending:
+                    self.feed(pending, want="none")
+                self.adopt(other, (seam_end, end), moves=mode.moves)
+                pending = []
+            pending += new_ids
+        if pending:
+            self.feed(pending, want="none")
 
     def rewind(self, num_tokens: int) -> None:
         """Forget all tokens but the first; nothing moves, nothing is recomputed."""

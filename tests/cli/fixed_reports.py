@@ -156,6 +156,30 @@ RETRIEVAL = quality.EvalReport(
         ),
     ),
 )
+
+
+def _edited(kind: str, mode: str, reused: float, off: float) -> quality.EditQuality:
+    return quality.EditQuality(
+        *(kind, mode, reused, _perplexity(31.4), _share(1 + off), _share(off), _share(1 - off)),
+        *(_share(0.91), _share(0.87) if kind == "replace" else None, _share(off)),
+        *(Interval(off, 10 * off, 20 * off), 100),
+    )
+
+
+EDITS = quality.EvalReport(
+    "edits",
+    ("inference-svc", "eval", "edits"),
+    3000.0,
+    _SUBJECT,
+    quality.EditsReport(
+        *("WikiText-2 (test)", 100, 512, False, 6400, 46_080, 7),
+        tuple(
+            _edited(kind, *found)
+            for kind in ("clear", "replace", "all")
+            for found in (("exact", 0.0, 0.0), ("keep", 0.962, 0.02), ("heal:16", 0.911, 0.01))
+        ),
+    ),
+)
 ROTATION = quality.EvalReport(
     "rotation",
     ("inference-svc", "eval", "rotation"),

@@ -128,6 +128,7 @@ VIEWS: dict[str, Callable[[], None]] = {
             fixed_reports.RETRIEVAL,
             fixed_reports.ROTATION,
             fixed_reports.COMPRESSION,
+            fixed_reports.EDITS,
         )
     },
 }

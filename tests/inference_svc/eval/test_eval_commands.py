@@ -97,6 +97,50 @@ def test_an_error_is_one_line_that_says_what_to_do(
     assert remedy in line
 
 
+def test_edits_as_a_table_and_as_a_document(command, tiny_model, tmp_path):
+    """Of the demo's conversations, for no text is named."""
+    path = tmp_path / "found.json"
+    code, shown, said = command(
+        "edits", "--model", tiny_model, "--contexts", 1, "--context", 900, "--next", 8,
+        "--kinds", "delete", "--modes", "keep", "--json", path,
+    )  # fmt: skip
+    assert code == 0
+    assert "context 1/1" in said
+    rows = json.loads(path.read_text())["found"]["rows"]
+    modes = [("delete", "exact"), ("delete", "keep"), ("all", "exact"), ("all", "keep")]
+    assert [(row["kind"], row["mode"]) for row in rows] == modes
+    assert f"{rows[1]['to_exact']['value']:.4f}" in shown
+    assert "the demo's conversations" in shown
+
+
+@pytest.mark.parametrize(
+    ("options", "problem", "remedy"),
+    [
+        (("--text", "no.txt"), "no.txt does not exist", "give a file of plain text"),
+        (("--conversations", "no.json"), "no.json does not exist", "a .json or .json.gz file"),
+        (("--modes", "keep,heal"), "no such mode of edits: heal", "exact, keep, heal:16, naive"),
+        (("--kinds", "insert"), "no such kind of edit: insert", "clear, replace, compact, delete"),
+        (("--context", "4000"), "more than the window of 2048", "a smaller --context or --next"),
+        (("--context", "200"), "200 tokens do not hold 4 messages", "a larger --context"),
+        (("--json", "no/a.json"), "no/a.json cannot be written", "a directory that exists"),
+    ],
+)
+def test_what_cannot_be_edited_is_said_in_one_line(
+    command, tiny_model, tmp_path, monkeypatch, options, problem, remedy
+):
+    """With what to do."""
+    monkeypatch.chdir(tmp_path)
+    code, shown, said = command(
+        "edits", "--model", tiny_model, "--contexts", 1, "--kinds", "delete", "--modes", "exact",
+        *options,
+    )  # fmt: skip
+    assert code != 0
+    assert not shown
+    (line,) = (each for each in said.splitlines() if not each.startswith("measuring"))
+    assert problem in line
+    assert remedy in line
+
+
 def test_a_model_without_tokenizer_is_refused(command, tiny_model, tmp_path):
     """The line names what is missing."""
     bare = tmp_path / "bare"
