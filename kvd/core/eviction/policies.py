@@ -6,7 +6,7 @@ the letter; `predictive` ranks idle sessions by what keeping them is likely to p
 in common is `EvictionPolicy`.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import islice
 
 from kvd.core.eviction.idle_sessions import IdleSessions
@@ -171,6 +171,13 @@ class PredictivePolicy(LookaheadQueuePolicy):
         """See EvictionPolicy."""
         super().on_end(key)
         self._idle.busy((key,))
+
+    def on_await(self, key: SessionKey, tools: Sequence[str], now_ns: int) -> None:  # noqa: ARG002
+        """See EvictionPolicy."""
+        if not self._queue.is_queued(key):  # else it is back already
+            self._wake(key)
+            self._idle.on_await(key, tools)
+            self._changed(key)
 
     def on_remove(self, key: SessionKey) -> None:
         """See EvictionPolicy; the session is still watched for a while."""

@@ -145,6 +145,22 @@ class EvictionPolicy:
             facts.is_ended = True
             self._changed(key)
 
+    def on_supersede(self, key: SessionKey) -> None:
+        """Record that another session goes on in its place: it goes first, as one that has ended.
+
+        Until it is used again: the guess may be wrong. What guards it still does, among others
+        that are guarded as it is.
+        """
+        self.on_end(key)
+
+    def on_await(self, key: SessionKey, tools: Sequence[str], now_ns: int) -> None:
+        """Record that the session is back when these tools have answered; perhaps it is not stored.
+
+        Holds until the next `on_submit` of it. The engine says so on a way of its own: its queue
+        may say only afterwards that the turn which calls them runs no more. Here it changes
+        nothing.
+        """
+
     def guard(self, key: SessionKey, guard: Guard) -> None:
         """Rank the session after all that are guarded less, from now on.
 

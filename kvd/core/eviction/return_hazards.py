@@ -50,18 +50,25 @@ class SessionClass:
     """Sessions with the same traits; what is counted of them, by bucket, and made of it.
 
     Attributes:
+        shape_weight: `P`.
         seen: `n_b`.
         returned: `e_b`.
         learned: the state of learning that the hazards are of; `rated`: the rates.
     """
 
     parent: "SessionClass | None"
+    shape_weight: float = SHAPE_WEIGHT
     seen: list[float] = field(default_factory=lambda: [0.0] * NUM_BUCKETS)
     returned: list[float] = field(default_factory=lambda: [0.0] * NUM_BUCKETS)
     hazards: Hazards = field(default_factory=list)
     rates: list[float] = field(default_factory=list)
     learned: object = None
     rated: object = None
+
+    def forget(self) -> None:
+        """Begin anew, as the parent."""
+        self.seen, self.returned = [0.0] * NUM_BUCKETS, [0.0] * NUM_BUCKETS
+        self.learned = self.rated = None
 
 
 class ReturnHazards:
@@ -164,7 +171,8 @@ def _refined(hazards: Hazards, counts: SessionClass) -> Hazards:
     """Hazards of a class, of those of its parent."""
     expected = sum(map(float.__mul__, counts.seen, hazards))
     factor = (sum(counts.returned) + FACTOR_WEIGHT) / (expected + FACTOR_WEIGHT)
+    weight = counts.shape_weight
     return [
-        (returned + SHAPE_WEIGHT * min(MOST_LIKELY, factor * hazard)) / (seen + SHAPE_WEIGHT)
+        (returned + weight * min(MOST_LIKELY, factor * hazard)) / (seen + weight)
         for returned, seen, hazard in zip(counts.returned, counts.seen, hazards, strict=True)
     ]
