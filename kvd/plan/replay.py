@@ -252,9 +252,9 @@ class Replay:
             self._placement.policy.on_end(key)
             self._tiers.drop(key)  # an engine does not store a session's last turn
             return
-        self._store(key, request.turn)
-        if request.turn.tools and self._options.tool_hints:
+        if request.turn.tools and self._options.tool_hints:  # before it is ranked to be stored
             self._placement.policy.on_await(key, request.turn.tools, self._now_ns)
+        self._store(key, request.turn)
 
     def _was_read(self, read: Read) -> None:
         """Take in a session that was read from SSD, for its turn or ahead of it."""

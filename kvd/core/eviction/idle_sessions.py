@@ -166,6 +166,11 @@ class IdleSessions:
         self._hazards.learn()
         return True
 
+    def awaits(self, key: SessionKey) -> bool:
+        """Whether the session's last answer has called tools that it is not back from."""
+        history = self._histories.get(key)
+        return history is not None and history.awaits is not None
+
     def rate(self, key: SessionKey) -> float:
         """Returns per second that keeping the session pays, see return_rates; 0: not known."""
         history = self._histories.get(key)

@@ -134,10 +134,13 @@ class PredictivePolicy(LookaheadQueuePolicy):
         super().__init__(context)
         self._idle = IdleSessions()
         self._outdated: Iterator[SessionKey] = iter(())  # ranked by what was known before
+        self._at_work: set[SessionKey] = set()  # busy with turns that tools' results came with
 
     def on_submit(self, key: SessionKey, now_ns: int) -> None:
         """See EvictionPolicy."""
         self._wake(key)
+        if self._idle.awaits(key):
+            self._at_work.add(key)
         self._idle.on_submit(key, now_ns)
 
     def on_queue(self, keys: Touched, now_ns: int) -> None:
@@ -146,7 +149,10 @@ class PredictivePolicy(LookaheadQueuePolicy):
         self._idle.busy(keys)
         for key in self._queue.not_queued(keys):
             facts = self._facts.get(key)
-            if not (self._queue.is_running(key) or (facts and facts.is_ended)):
+            if self._queue.is_running(key):
+                continue
+            self._at_work.discard(key)
+            if not (facts and facts.is_ended):
                 self._idle.idle(key, now_ns)
 
     def on_access(self, key: SessionKey, now_ns: int) -> None:
@@ -187,6 +193,8 @@ class PredictivePolicy(LookaheadQueuePolicy):
     def returning(self, now_ns: int) -> Iterator[SessionKey]:
         """See EvictionPolicy."""
         self._pass_time(now_ns)
+        if self._at_work:
+            return
         for guard in reversed(Guard):
             order = self._orders[Tier.SSD]
             for key in order.downwards((guard, IDLE), (guard, IDLE, END)):
