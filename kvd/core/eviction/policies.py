@@ -124,6 +124,16 @@ class PredictivePolicy(LookaheadQueuePolicy):
     rate changes as it gets older, O(log sessions) each time it does, and with what is learned:
     then all are ranked anew, seldom, and some at a time if they are many.
 
+    Sessions whose answer called tools (`on_await`) are rated as others that wait for these tools
+    (ToolReturns): above those of people for about as long as nine of ten calls take, and then as
+    what they have become, one whose tool has not answered. To hold them that long whatever the
+    rates say was tried, and is worse (kvd/PLAN.md): what is past its tool's usual time, and on its
+    way to a tenth, keeps room from what has just called one.
+
+    While a turn runs that came with a tool's results, nothing is read ahead of sessions that are
+    only likely to return: its session is about to come back for the room, and what is being read
+    cannot give way to it.
+
     *Source:* the queue part is CachedAttention §3.3.2; the rest is for when no queue says who is
     next.
     """
@@ -194,7 +204,7 @@ class PredictivePolicy(LookaheadQueuePolicy):
         """See EvictionPolicy."""
         self._pass_time(now_ns)
         if self._at_work:
-            return
+            return  # their room is not idle
         for guard in reversed(Guard):
             order = self._orders[Tier.SSD]
             for key in order.downwards((guard, IDLE), (guard, IDLE, END)):
