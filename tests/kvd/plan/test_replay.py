@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvd.core.eviction.policies import POLICIES
-from kvd.plan.hardware import Hardware, ReplayOptions
+from kvd.plan.hardware import EngineConstants, Hardware, ReplayOptions
 from kvd.plan.outcome import Outcome
 from kvd.plan.replay import Replay, replay
 from kvd.plan.trace import Session, Turn
@@ -270,16 +270,22 @@ def test_a_policy_that_is_none_is_refused():
 
 @st.composite
 def sessions_of_any_kind(draw: st.DrawFn) -> list[Session]:
-    sessions = []
-    for _ in range(draw(st.integers(1, 8))):
+    sessions: list[Session] = []
+    free: list[int | None] = [None]  # what a session may supersede
+    for number in range(draw(st.integers(1, 8))):
         turns: list[Turn] = []
         kept = 0
         for _ in range(draw(st.integers(1, 5))):
             history = draw(st.sampled_from([kept, kept, kept // 2, 0]))
             new, output = draw(st.integers(0, 12)), draw(st.integers(0, 8))
-            turns.append(Turn(new, output, history, draw(st.sampled_from(SPANS))))
+            tools = draw(st.sampled_from([(), ("read",), ("test", "read")]))
+            turns.append(Turn(new, output, history, draw(st.sampled_from(SPANS)), tools))
             kept = history + new + output
-        sessions.append(Session(draw(st.integers(0, 60)) / 2, tuple(turns)))
+        supersedes = draw(st.sampled_from(free))
+        if supersedes is not None:
+            free.remove(supersedes)
+        free.append(number)
+        sessions.append(Session(draw(st.integers(0, 60)) / 2, tuple(turns), supersedes))
     return sessions
 
 
@@ -294,6 +300,7 @@ OPTIONS = st.builds(
     watermark=st.sampled_from([0.0, 0.25]),
     load_policy=st.sampled_from(["always", "auto", "never"]),
     end_hints=st.booleans(),
+    tool_hints=st.booleans(),
     think_scale=st.sampled_from([0.0, 1.0]),
 )
 HARDWARE = st.builds(

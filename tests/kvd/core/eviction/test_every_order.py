@@ -71,6 +71,16 @@ class EveryOrder(RuleBasedStateMachine):
         if name in self.known or name in self.guarded:
             self.ended.add(name)
 
+    @rule(name=names)
+    def supersede(self, name):
+        self.policy.on_supersede(key_of(name))
+        if name in self.known or name in self.guarded:
+            self.ended.add(name)
+
+    @rule(name=names, tools=st.lists(st.sampled_from(["read", "test", "ask"]), max_size=3))
+    def await_(self, name, tools):
+        self.policy.on_await(key_of(name), tools, self.sessions.now_ns)
+
     @rule(name=names, priority=st.integers(0, 2))
     def submit(self, name, priority):
         self.num_requests += 1
