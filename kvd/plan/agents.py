@@ -67,8 +67,8 @@ QUESTION = (60.0, 1.5)
 RESULT = (330.0, 1.6)
 ANSWER = (200.0, 1.386)
 SUMMARY = (6_000.0, 0.5)
-MOST_TOKENS = 60_000  # of one of them
-COMPACTED_AT = (680_000, 180_000)  # tokens of a prompt, by agent
+MOST_TOKENS = 25_000  # of one of them
+COMPACTED_AT = (680_000, 168_000)  # tokens of a prompt, by agent
 QUESTION_SHARE = 0.975  # of these, when a person asks: agents make room before they begin
 # A server without load, to say when sessions begin that go on after a compaction.
 PREFILL_S, DECODE_S = 0.2, 0.02
