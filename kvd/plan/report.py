@@ -93,7 +93,7 @@ _PLACES = (
             _percent(found.outcome.dram_share_4_ahead) if found.outcome.num_hits_4_ahead else "-"
         ),
     ),
-    Column("came to\nDRAM", lambda found: _percent(found.outcome.resident_fu)),
+    Column("in DRAM\nwhen it\ncame", lambda found: _percent(found.outcome.resident_fu)),
 )
 _HITS_LEGEND = (
     "RE: everything is recomputed. load: recompute load. queue: turns that waited when another"
@@ -102,8 +102,8 @@ _HITS_LEGEND = (
 )
 _PLACES_LEGEND = (
     "of hits in DRAM: the others were on SSD when their turn started. with"
-    f" {BUSY_QUEUE} ahead: the same, of hits with {BUSY_QUEUE} or more turns before them. came to"
-    " DRAM: of later turns, those whose session was there when they came."
+    f" {BUSY_QUEUE} ahead: the same, of hits with {BUSY_QUEUE} or more turns before them. in DRAM"
+    " when it came: of later turns, those whose session was."
 )
 _PLACES_IF_ANY = (  # what there has to be for it to be shown
     (

@@ -29,7 +29,7 @@ from kvd.core.eviction.return_hazards import (
 from shared.types.units import NS_PER_S
 
 MOST_TOOLS = 256  # 4 KiB each
-MOST_NAME_CHARS = 64  # by which tools are told apart
+MOST_NAME_CHARS = 128  # by which tools are told apart
 MOST_AT_ONCE = 16  # of the tools that one answer calls are looked at
 SLOW_SHARE = 0.9  # of a tool's sessions are back by the time by which tools are compared
 SHAPE_WEIGHT = 20.0  # sessions: tools differ more than sessions of people do

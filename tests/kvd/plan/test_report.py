@@ -89,7 +89,7 @@ def test_returns_with_tools_have_a_column():
     unhinted = replace(of_tools, options={**report.options, "tool_hints": False})
     assert "no tool hints" in _text(unhinted)
     text = _text(swept())
-    assert "came to" in text
+    assert "when it" in text
     assert "tools" not in text
     assert "tool hints" not in text
 

@@ -77,8 +77,8 @@ class EveryOrder(RuleBasedStateMachine):
         if name in self.known or name in self.guarded:
             self.ended.add(name)
 
-    @rule(name=names, tools=st.lists(st.sampled_from(["read", "test", "ask"]), max_size=3))
-    def await_(self, name, tools):
+    @rule(name=names, tools=st.lists(st.sampled_from(["bash", "read"]), min_size=1, max_size=2))
+    def await_tools(self, name, tools):
         self.policy.on_await(key_of(name), tools, self.sessions.now_ns)
 
     @rule(name=names, priority=st.integers(0, 2))
