@@ -10,6 +10,7 @@ from dataclasses import replace
 from itertools import product
 
 from kvd.core.eviction.policies import POLICIES
+from kvd.plan.agents import agents
 from kvd.plan.belady import BeladyPolicy
 from kvd.plan.figures import Capacity
 from kvd.plan.formats.filling import Filling
@@ -37,9 +38,10 @@ from kvd.plan.sizes import (
     ttl_of,
     turns_of,
 )
+from kvd.plan.trace import Session
 from kvd.plan.workload import FORMATS, Workload, read_workload
 
-GENERATORS = ("sharegpt-like",)
+GENERATORS = ("sharegpt-like", "agents")
 KNOWN_POLICIES = (*POLICIES, BeladyPolicy.name)
 MS_PER_S = 1e3
 
@@ -96,7 +98,7 @@ def _workload(asked: ArrivalArguments, model: PlannedModel) -> Workload:
     if (asked.trace is None) == (not asked.generate):
         raise BadOptionError(
             "which sessions to replay is not clear",
-            "give --trace FILE, or --generate sharegpt-like",
+            f"give --trace FILE, or --generate {' or '.join(GENERATORS)}",
         )
     if asked.format not in FORMATS:
         raise BadOptionError(f"no such format: {asked.format}", f"name {', '.join(FORMATS)}")
@@ -104,16 +106,22 @@ def _workload(asked: ArrivalArguments, model: PlannedModel) -> Workload:
     if asked.trace is not None:
         filling = Filling(asked.seed, rate, model.window_tokens)
         workload = read_workload(asked.trace, asked.format, filling)
-    elif asked.generate in GENERATORS:
-        drawn = sharegpt_like(asked.sessions, rate, model.window_tokens, asked.seed)
-        workload = Workload(f"{asked.generate}, seed {asked.seed}", drawn)
     else:
-        raise BadOptionError(
-            f"no such generator: {asked.generate}", f"name {', '.join(GENERATORS)}"
-        )
+        drawn = _drawn(asked, rate, model)
+        workload = Workload(f"{asked.generate}, seed {asked.seed}", drawn)
     if asked.arrival_rate is not None:
         return workload.with_arrival_rate(positive(asked.arrival_rate, "--arrival-rate"))
     return workload
+
+
+def _drawn(asked: ArrivalArguments, rate: float, model: PlannedModel) -> list[Session]:
+    if asked.generate not in GENERATORS:
+        raise BadOptionError(
+            f"no such generator: {asked.generate}", f"name {', '.join(GENERATORS)}"
+        )
+    if asked.generate == "agents":
+        return agents(asked.sessions, rate, asked.seed)
+    return sharegpt_like(asked.sessions, rate, model.window_tokens, asked.seed)
 
 
 def _engine(asked: EngineArguments, workload: Workload) -> EngineConstants:
@@ -155,6 +163,7 @@ def _options(
         warmup_turns=turns_of(arrivals.warmup_turns, "--warmup-turns", workload.num_turns),
         load_policy=kvd.load_policy,
         end_hints=kvd.end_hints,
+        tool_hints=kvd.tool_hints,
         think_scale=positive(arrivals.think_scale, "--think-scale", may_be_zero=True),
     )
 

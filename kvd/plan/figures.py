@@ -71,6 +71,7 @@ class WorkloadFacts:
         footprint_bytes: room that would never need an eviction, as tiers are charged.
         longest_tokens: the largest context.
         recompute_load: see kvd.plan.hardware.
+        num_tool_turns: turns whose answer calls tools.
     """
 
     origin: str
@@ -81,6 +82,7 @@ class WorkloadFacts:
     longest_tokens: int
     span_s: float
     recompute_load: float
+    num_tool_turns: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -105,6 +105,8 @@ class ReplayOptions:
         warmup_turns: turns that are not measured.
         load_policy: "auto": load where that pays (`loading_pays`); "never": recompute always (RE).
         end_hints: a session's last turn says that it is the last.
+        tool_hints: the engine says which tools an answer calls, and which session another one
+            supersedes.
         think_scale: multiplies think times; 0: no thinking.
     """
 
@@ -118,6 +120,7 @@ class ReplayOptions:
     warmup_turns: int = 0
     load_policy: LoadPolicy = "auto"
     end_hints: bool = False
+    tool_hints: bool = True
     think_scale: float = 1.0
 
 

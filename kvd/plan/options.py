@@ -28,7 +28,7 @@ class ArrivalArguments:
         Literal["auto", "turns", "mooncake", "azure", "burstgpt", "sharegpt"],
         option(_ARRIVES, "turns, mooncake, azure, burstgpt, sharegpt; auto: by its first line."),
     ] = "auto"
-    generate: Annotated[str, option(_ARRIVES, "Or draw sessions: sharegpt-like.")] = ""
+    generate: Annotated[str, option(_ARRIVES, "Or draw sessions: sharegpt-like, agents.")] = ""
     sessions: Annotated[int, option(_ARRIVES, "So many are drawn.", min=1)] = 9000
     rate: Annotated[
         float, option(_ARRIVES, "Drawn sessions, or such without times, that begin a second.")
@@ -104,6 +104,14 @@ class KvdArguments:
     end_hints: Annotated[bool, option(_KVD, "Clients say when a session ends.", "--end-hints")] = (
         False
     )
+    tool_hints: Annotated[
+        bool,
+        option(
+            _KVD,
+            "The engine says which tools an answer calls, and who supersedes whom.",
+            "--tool-hints/--no-tool-hints",
+        ),
+    ] = True
     positions: Annotated[
         Positions,
         option(_KVD, "coupled: a context overflow makes what is stored useless (OF)."),

@@ -24,6 +24,8 @@ class TurnRecord:
         loaded_tokens: how many of these were loaded.
         found_in: the tier that they were in when it started; None: not held.
         num_ahead: requests that waited when it arrived.
+        was_resident: whether its session was in DRAM when it arrived.
+        is_of_tools: whether it comes with the results of tools that the answer before it called.
     """
 
     arrived_ns: int
@@ -33,6 +35,8 @@ class TurnRecord:
     started_ns: int = 0
     loaded_tokens: int = 0
     found_in: Tier | None = None
+    was_resident: bool = False
+    is_of_tools: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +53,11 @@ class Outcome:
         dram_share_4_ahead: the same, of hits with at least four requests waiting when they arrived.
         num_guarded: turns whose history was held, but loading it did not pay.
         guarded_fu: the same, per turn that has history.
+        resident_fu: returns (turns that have history) whose session was in DRAM when they arrived,
+            per return.
+        resident_tools: the same, of those that come with the results of tools.
+        num_tool_returns: how many of these there were.
+        recomputed_per_turn: mean history tokens of a turn that were not loaded.
         ttft_mean_s: mean seconds from arrival to the first token.
         start_ttft_mean_s: mean seconds from a turn's start to its first token, without the queue.
         queue_mean: requests that waited when a turn arrived.
@@ -83,6 +92,10 @@ class Outcome:
     ssd_bytes_read: int
     recompute_load: float
     guarded_fu: float
+    resident_fu: float
+    resident_tools: float
+    num_tool_returns: int
+    recomputed_per_turn: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +120,9 @@ class Tally:
     num_hits_4_ahead: int = 0
     num_dram_hits_4_ahead: int = 0
     num_guarded: int = 0
+    num_resident: int = 0
+    num_tool_returns: int = 0
+    num_resident_tools: int = 0
     history_tokens: int = 0
     loaded_tokens: int = 0
     prompt_tokens: int = 0
@@ -122,6 +138,10 @@ class Tally:
         self.loaded_tokens += turn.loaded_tokens
         self.prompt_tokens += turn.history_tokens + turn.new_tokens
         self.ahead.append(turn.num_ahead)
+        if turn.history_tokens:
+            self.num_resident += turn.was_resident
+            self.num_tool_returns += turn.is_of_tools
+            self.num_resident_tools += turn.was_resident and turn.is_of_tools
         if not turn.loaded_tokens:
             self.num_guarded += turn.found_in is not None
             return
@@ -164,6 +184,10 @@ class Tally:
             ssd_bytes_read=until.bytes_read - since.bytes_read,
             recompute_load=load,
             guarded_fu=_share(self.num_guarded, self.num_with_history),
+            resident_fu=_share(self.num_resident, self.num_with_history),
+            resident_tools=_share(self.num_resident_tools, self.num_tool_returns),
+            num_tool_returns=self.num_tool_returns,
+            recomputed_per_turn=_share(self.history_tokens - self.loaded_tokens, self.num_turns),
         )
 
 

@@ -155,6 +155,7 @@ def _facts(request: PlanRequest) -> WorkloadFacts:
         longest_tokens=workload.longest_tokens,
         span_s=workload.span_s,
         recompute_load=recompute_load(workload.sessions, engine),
+        num_tool_turns=workload.num_tool_turns,
     )
 
 
@@ -169,6 +170,7 @@ def _options(request: PlanRequest) -> dict[str, Any]:
         "warmup_turns": options.warmup_turns,
         "load_policy": options.load_policy,
         "end_hints": options.end_hints,
+        "tool_hints": options.tool_hints,
         "think_scale": options.think_scale,
         "ssd_bytes_per_s": hardware.ssd_bytes_per_s,
         "pcie_bytes_per_s": hardware.pcie_bytes_per_s,

@@ -104,6 +104,11 @@ class Replay:
         self._now_ns = 0
         self._arrivals: list[tuple[int, int]] = []  # heap: when, which session
         self._next_turn = [0] * len(sessions)
+        self._successors = {
+            session.supersedes: number
+            for number, session in enumerate(sessions)
+            if session.supersedes is not None
+        }
         self._waiting: deque[_Request] = deque()
         self._running: dict[int, _Request] = {}  # by session
         self._num_arrived = 0
@@ -127,9 +132,12 @@ class Replay:
         return self.outcome()
 
     def begin(self) -> None:
-        """Have every session's first turn come; `step` is to be called for each turn."""
-        starts = (round(session.start_s * NS_PER_S) for session in self._sessions)
-        self._arrivals = [(start_ns, session) for session, start_ns in enumerate(starts)]
+        """Have sessions' first turns come; `step` is to be called for each turn."""
+        self._arrivals = [
+            (round(session.start_s * NS_PER_S), number)
+            for number, session in enumerate(self._sessions)
+            if session.supersedes is None  # those come when another's last turn is complete
+        ]
         heapify(self._arrivals)
 
     def step(self) -> bool:
@@ -177,7 +185,7 @@ class Replay:
     def _arrive(self, session: int) -> None:
         key, turn = self._keys[session], self._turn(session)
         self._returns_ns.pop(key, None)
-        record = TurnRecord(self._now_ns, len(self._waiting), turn.history_tokens, turn.new_tokens)
+        record = self._arriving(session, turn)
         hbm_bytes = self._costs.num_bytes(turn.kept_tokens)
         request = _Request(session, self._num_arrived, turn, record, hbm_bytes)
         self._num_arrived += 1
@@ -185,6 +193,20 @@ class Replay:
         waiting = QueuedRequest((0, 0.0, request.number), key, turn.history_tokens)
         self._report_queue(
             QueueChange(waiting=[waiting], interval_ns=round(self._interval_ns)), self._now_ns
+        )
+
+    def _arriving(self, session: int, turn: Turn) -> TurnRecord:
+        """Begin to measure a turn; a first one may have its session supersede another."""
+        number, superseded = self._next_turn[session], self._sessions[session].supersedes
+        if not number and superseded is not None and self._options.tool_hints:
+            self._placement.policy.on_supersede(self._keys[superseded])
+        return TurnRecord(
+            self._now_ns,
+            len(self._waiting),
+            turn.history_tokens,
+            turn.new_tokens,
+            was_resident=self._tiers.find(self._keys[session]) is Tier.DRAM,
+            is_of_tools=number > 0 and bool(self._sessions[session].turns[number - 1].tools),
         )
 
     def _start(self, request: _Request) -> None:
@@ -215,21 +237,24 @@ class Replay:
         self._hbm_bytes -= request.hbm_bytes
         self._next_turn[request.session] += 1
         is_last = self._next_turn[request.session] == len(turns)
-        if not is_last:
-            turn = self._turn(request.session)
+        follower = self._successors.get(request.session) if is_last else request.session
+        if follower is not None:
+            turn = self._turn(follower)
             think_ns = round(turn.think_s * self._options.think_scale * NS_PER_S)
             returns_ns = self._now_ns + think_ns
             if turn.history_tokens:
                 self._returns_ns[key] = returns_ns
-            heappush(self._arrivals, (returns_ns, request.session))
+            heappush(self._arrivals, (returns_ns, follower))
         self._report_queue(QueueChange(left=[request.number]), self._now_ns)
         if self._options.load_policy == "never":
             return
         if is_last and self._options.end_hints:
             self._placement.policy.on_end(key)
             self._tiers.drop(key)  # an engine does not store a session's last turn
-        else:
-            self._store(key, request.turn)
+            return
+        if request.turn.tools and self._options.tool_hints:  # before it is ranked to be stored
+            self._placement.policy.on_await(key, request.turn.tools, self._now_ns)
+        self._store(key, request.turn)
 
     def _was_read(self, read: Read) -> None:
         """Take in a session that was read from SSD, for its turn or ahead of it."""

@@ -53,13 +53,13 @@ class Section:
 
 def sections_of(report: PlanReport) -> Iterator[Section]:
     """Yield the sections that a report has: hits, where they were, times, costs."""
-    has_guarded = any(result.outcome.num_guarded for result in report.results)
     yield Section("hits", _HITS, _HITS_LEGEND)
-    if has_guarded:
-        legend = f"{_PLACES_LEGEND} {_GUARDED_LEGEND}"
-        yield Section("where the history was", (*_PLACES, _GUARDED), legend)
-    else:
-        yield Section("where the history was", _PLACES, _PLACES_LEGEND)
+    columns, legends = list(_PLACES), [_PLACES_LEGEND]
+    for name, column, legend in _PLACES_IF_ANY:
+        if any(getattr(result.outcome, name) for result in report.results):
+            columns.append(column)
+            legends.append(legend)
+    yield Section("where the history was", tuple(columns), " ".join(legends))
     yield Section("time", _TIMES, _TIMES_LEGEND)
     yield Section("cost", _COSTS)
 
@@ -80,6 +80,7 @@ _HITS = (
     Column("hits\nof all\nturns", lambda found: _percent(found.outcome.hits_all)),
     Column("hits of\nlater\nturns", lambda found: _percent(found.outcome.hits_fu)),
     Column("history\ntokens\nloaded", lambda found: _percent(found.outcome.hits_tok)),
+    Column("recom-\nputed\na turn", lambda found: f"{found.outcome.recomputed_per_turn:,.0f}"),
 )
 _PLACES = (
     Column(
@@ -92,18 +93,29 @@ _PLACES = (
             _percent(found.outcome.dram_share_4_ahead) if found.outcome.num_hits_4_ahead else "-"
         ),
     ),
+    Column("in DRAM\nwhen it\ncame", lambda found: _percent(found.outcome.resident_fu)),
 )
-_GUARDED = Column("held,\nnot\nloaded", lambda found: _percent(found.outcome.guarded_fu))
 _HITS_LEGEND = (
     "RE: everything is recomputed. load: recompute load. queue: turns that waited when another"
-    " came. later turns: those with history."
+    " came. later turns: those with history. recomputed a turn: history tokens that were not"
+    " loaded."
 )
 _PLACES_LEGEND = (
     "of hits in DRAM: the others were on SSD when their turn started. with"
-    f" {BUSY_QUEUE} ahead: the same, of hits with {BUSY_QUEUE} or more turns before them."
+    f" {BUSY_QUEUE} ahead: the same, of hits with {BUSY_QUEUE} or more turns before them. in DRAM"
+    " when it came: of later turns, those whose session was."
 )
-_GUARDED_LEGEND = (
-    "held, not loaded: of later turns, those whose history was computed: loading did not pay."
+_PLACES_IF_ANY = (  # what there has to be for it to be shown
+    (
+        "num_tool_returns",
+        Column("with\ntools", lambda found: _percent(found.outcome.resident_tools)),
+        "with tools: the same, of turns that come with the results of tools.",
+    ),
+    (
+        "num_guarded",
+        Column("held,\nnot\nloaded", lambda found: _percent(found.outcome.guarded_fu)),
+        "held, not loaded: of later turns, those whose history was computed: loading did not pay.",
+    ),
 )
 _TIMES = (
     Column("TTFT", lambda found: format_duration(found.outcome.ttft_mean_s)),
@@ -168,7 +180,9 @@ def facts(report: PlanReport) -> Iterator[tuple[str, str]]:
     """Say what was replayed on what, by name."""
     work, model, engine, options = report.workload, report.model, report.engine, report.options
     size = format_size(model.kv_bytes_per_token)
-    yield "sessions", f"{work.origin}: {work.num_sessions} sessions, {work.num_turns} turns"
+    calling = f", {work.num_tool_turns} of which call tools" if work.num_tool_turns else ""
+    turns = f"{work.num_turns} turns{calling}"
+    yield "sessions", f"{work.origin}: {work.num_sessions} sessions, {turns}"
     arrivals = f"over {format_duration(work.span_s)}, think times x {options['think_scale']:g}"
     yield "begin", f"{arrivals}, recompute load {load_text(work.recompute_load)}"
     yield "measured", f"from turn {options['warmup_turns'] + 1} on"
@@ -179,7 +193,8 @@ def facts(report: PlanReport) -> Iterator[tuple[str, str]]:
     step = f"decode step {engine.decode_step_s * 1e3:.3g} ms"
     yield "engine", f"{engine.slots} slots, prefill {prefill}, {step}"
     yield "history", history_text(report)
-    yield "kvd", ", ".join(_option_texts(report.options))
+    has_tools = work.num_tool_turns > 0
+    yield "kvd", ", ".join(_option_texts(report.options, has_tools=has_tools))
     prices = report.prices
     storage = f"DRAM {prices.dram_gb:g} and SSD {prices.ssd_gb:g} a GB"
     yield "prices", f"of an hour: {report.num_gpus} GPUs at {prices.gpu:g}, {storage}"
@@ -268,7 +283,7 @@ def _curves_table(report: PlanReport) -> Table:
     return table
 
 
-def _option_texts(options: Mapping[str, Any]) -> Iterator[str]:
+def _option_texts(options: Mapping[str, Any], *, has_tools: bool) -> Iterator[str]:
     """Yield what kvd does, in words; values as in PlanReport.options."""
     yield f"{options['tiers']} tiers, charged {options['charge']}"
     ttl_s = options["ttl_s"]
@@ -276,6 +291,8 @@ def _option_texts(options: Mapping[str, Any]) -> Iterator[str]:
     yield f"watermark {options['watermark']:.3g}"
     yield f"loads {options['load_policy']}"
     yield "end hints" if options["end_hints"] else "no end hints"
+    if has_tools:
+        yield "tool hints" if options["tool_hints"] else "no tool hints"
     yield f"SSD {options['ssd_bytes_per_s'] / 1e9:.3g} GB/s"
     yield f"PCIe {options['pcie_bytes_per_s'] / 1e9:.3g} GB/s"
 

@@ -3,8 +3,13 @@
 A trace is newline JSON, plain or gzip, one object a turn, sorted by `t` (arrival, seconds):
 `session`, `turn` (1, 2, …), `new_tokens`, `output_tokens`, `history_tokens` (never more than the
 session has kept after an earlier turn), `think_s` (from the previous answer's end to this turn).
-Other keys are ignored. Of the times of arrival only the first turn's counts: the replay is
-closed-loop.
+Of the times of arrival only the first turn's counts: the replay is closed-loop. Two fields may be
+there beside these, and other keys are ignored:
+
+tools       names of the tools that the turn's answer calls; `think_s` of the next turn is then how
+            long they take
+supersedes  in a first turn: the session that goes on in this one (a conversation that was compacted
+            or begun again from an earlier message). It comes `think_s` after that one's last answer
 """
 
 import gzip
@@ -14,12 +19,14 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from sys import intern
 from typing import IO, Any
 
 from shared.types.errors import InvalidInputError
 
 MAX_TOKENS = 1 << 30  # of one field: far beyond any model's context
 MAX_SECONDS = 1e11  # Unix times too
+MAX_TOOLS = 1024  # that one answer calls
 MAX_HEAD = 1 << 20  # bytes of a first line: a list of conversations may be one line of gigabytes
 _GZIP = b"\x1f\x8b"
 _REMEDY = (
@@ -41,12 +48,14 @@ class Turn:
     Attributes:
         history_tokens: tokens of the prompt that the session's earlier turns have left.
         think_s: seconds from the end of the previous answer to this turn.
+        tools: names of the tools that the answer calls, with whose results the next turn comes.
     """
 
     new_tokens: int
     output_tokens: int
     history_tokens: int
     think_s: float
+    tools: tuple[str, ...] = ()
 
     @property
     def kept_tokens(self) -> int:
@@ -56,10 +65,17 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """One session; it begins at `start_s`."""
+    """One session.
+
+    Attributes:
+        start_s: when it begins.
+        supersedes: number of an earlier session of the trace that goes on in this one: it begins so
+            long after that one's last answer as its first turn says. None: at `start_s`.
+    """
 
     start_s: float
     turns: tuple[Turn, ...]
+    supersedes: int | None = None
 
 
 def truncated(context: int, new: int, window_tokens: int) -> int:
@@ -83,30 +99,95 @@ def read_trace(path: Path) -> list[Session]:
     Raises:
         BadTraceError: the file cannot be read, or a line is not the next turn of a session.
     """
-    starts: dict[int | str, float] = {}
-    turns: dict[int | str, list[Turn]] = {}
-    kept_tokens: dict[int | str, int] = {}  # of each session, the most after one of its turns
+    found = _Found()
     before_s = 0.0
     for where, line in numbered_lines(path):
         fields = parse_object(where, line)
-        name = _session_name(where, fields)
+        at_s = seconds(where, fields, "t")
+        check_sorted(where, "t", fields["t"], at_s, before_s)
+        before_s = at_s
+        found.take(where, fields, at_s)
+    sessions = found.sessions()
+    if not sessions:
+        raise BadTraceError(f"{path}: no turn in it", "give a trace that is not empty")
+    return sessions
+
+
+SessionName = int | str
+
+
+class _Found:
+    """The sessions of a file so far, in the order in which they begin."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[SessionName, int] = {}  # by name, as they come
+        self._starts: dict[SessionName, float] = {}
+        self._turns: dict[SessionName, list[Turn]] = {}
+        self._kept_tokens: dict[SessionName, int] = {}  # the most after one of its turns
+        self._supersedes: dict[SessionName, int] = {}
+        self._successors: dict[SessionName, SessionName] = {}
+
+    def take(self, where: str, fields: dict[str, Any], at_s: float) -> None:
+        """Take the next turn.
+
+        Raises:
+            BadTraceError: it is none, or not the next one of its session.
+        """
+        name = _session_name(where, fields, "session")
         number = whole_number(where, fields, "turn")
-        expected = len(turns.get(name, ())) + 1
+        self._check_number(where, name, number)
+        turn = _turn(where, fields)
+        _check_history(where, turn, name, self._kept_tokens.get(name, 0))
+        if "supersedes" in fields:
+            self._supersede(where, name, number, fields)
+        self._numbers.setdefault(name, len(self._numbers))
+        self._kept_tokens[name] = max(self._kept_tokens.get(name, 0), turn.kept_tokens)
+        self._starts.setdefault(name, at_s)
+        self._turns.setdefault(name, []).append(turn)
+
+    def sessions(self) -> list[Session]:
+        """Return all of them."""
+        return [
+            Session(self._starts[name], tuple(turns), self._supersedes.get(name))
+            for name, turns in self._turns.items()
+        ]
+
+    def _check_number(self, where: str, name: SessionName, number: int) -> None:
+        expected = len(self._turns.get(name, ())) + 1
         if number != expected:
             raise BadTraceError(
                 f"{where}: turn {number} of session {name} comes where turn {expected} is due",
                 "sort the trace by t and number each session's turns 1, 2, 3, …",
             )
-        at_s, turn = seconds(where, fields, "t"), _turn(where, fields)
-        check_sorted(where, "t", fields["t"], at_s, before_s)
-        before_s = at_s
-        _check_history(where, turn, name, kept_tokens.get(name, 0))
-        kept_tokens[name] = max(kept_tokens.get(name, 0), turn.kept_tokens)
-        starts.setdefault(name, at_s)
-        turns.setdefault(name, []).append(turn)
-    if not turns:
-        raise BadTraceError(f"{path}: no turn in it", "give a trace that is not empty")
-    return [Session(starts[name], tuple(turns[name])) for name in turns]
+        if name in self._successors:
+            raise BadTraceError(
+                f"{where}: session {name} goes on, but session {self._successors[name]} has"
+                " superseded it",
+                "have a session supersede another only after that one's last turn",
+            )
+
+    def _supersede(
+        self, where: str, name: SessionName, number: int, fields: dict[str, Any]
+    ) -> None:
+        before = _session_name(where, fields, "supersedes")
+        if number > 1:
+            raise BadTraceError(
+                f"{where}: supersedes is in turn {number} of session {name}",
+                "give it in the first turn of the session that goes on",
+            )
+        if before not in self._numbers:
+            raise BadTraceError(
+                f"{where}: supersedes is {before}, which is no session before this line",
+                "name a session whose turns have all come",
+            )
+        if before in self._successors:
+            raise BadTraceError(
+                f"{where}: session {before} is superseded by session {self._successors[before]}"
+                " already",
+                "have at most one session supersede another",
+            )
+        self._successors[before] = name
+        self._supersedes[name] = self._numbers[before]
 
 
 # --------------------------------------------------------- pieces that other formats are read with
@@ -230,10 +311,19 @@ def _turn(where: str, fields: dict[str, Any]) -> Turn:
         output_tokens=whole_number(where, fields, "output_tokens"),
         history_tokens=whole_number(where, fields, "history_tokens"),
         think_s=seconds(where, fields, "think_s"),
+        tools=_tools(where, fields),
     )
 
 
-def _check_history(where: str, turn: Turn, name: int | str, kept_tokens: int) -> None:
+def _tools(where: str, fields: dict[str, Any]) -> tuple[str, ...]:
+    names = fields.get("tools", [])
+    is_list = isinstance(names, list) and len(names) <= MAX_TOOLS
+    if not is_list or not all(isinstance(name, str) and name for name in names):
+        raise _bad_value(where, "tools", names, f"a list of at most {MAX_TOOLS} names")
+    return tuple(map(intern, names))
+
+
+def _check_history(where: str, turn: Turn, name: SessionName, kept_tokens: int) -> None:
     """Raise BadTraceError if a turn's history is more than its session can have kept."""
     if turn.history_tokens > kept_tokens:
         raise BadTraceError(
@@ -243,10 +333,10 @@ def _check_history(where: str, turn: Turn, name: int | str, kept_tokens: int) ->
         )
 
 
-def _session_name(where: str, fields: dict[str, Any]) -> int | str:
-    name = _field(where, fields, "session")
+def _session_name(where: str, fields: dict[str, Any], field: str) -> SessionName:
+    name = _field(where, fields, field)
     if isinstance(name, bool) or not isinstance(name, int | str):
-        raise _bad_value(where, "session", name, "a number or a name")
+        raise _bad_value(where, field, name, "a number or a name")
     return name
 
 

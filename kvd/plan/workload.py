@@ -116,6 +116,11 @@ class Workload:
         return sum(len(session.turns) for session in self.sessions)
 
     @property
+    def num_tool_turns(self) -> int:
+        """Turns whose answer calls tools."""
+        return sum(bool(turn.tools) for session in self.sessions for turn in session.turns)
+
+    @property
     def footprint_tokens(self) -> int:
         """Room for all sessions at their largest, in tokens."""
         return footprint_tokens(self.sessions)

@@ -10,7 +10,7 @@ they became idle and whether or not anybody asks who has aged.
 """
 
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from kvd.core.eviction.return_hazards import (
@@ -21,6 +21,7 @@ from kvd.core.eviction.return_hazards import (
     bucket_at,
     observe,
 )
+from kvd.core.eviction.tool_returns import ToolReturns
 from kvd.core.eviction.ttl import TtlClock
 from shared.types.session_key import SessionKey
 from shared.types.units import NS_PER_S
@@ -45,6 +46,7 @@ class _History:
         session_class: by its traits when it became idle, or was stored since.
         idle_ns: since when it is idle; None: it is not, or has ended.
         bucket: the bucket of idle time that it is in.
+        awaits: the class of the tools that its last answer called; None: it called none.
     """
 
     num_turns: int = 0
@@ -54,6 +56,7 @@ class _History:
     session_class: SessionClass | None = None
     idle_ns: int | None = None
     bucket: int = 0
+    awaits: SessionClass | None = None
 
     def traits(self) -> Traits:
         """Return the session's class: turns so far, size of the last one, idle time before it."""
@@ -70,6 +73,7 @@ class IdleSessions:
 
     def __init__(self) -> None:
         self._hazards = ReturnHazards()
+        self._tools = ToolReturns(self._hazards)
         self._histories: dict[SessionKey, _History] = {}
         self._ghosts: OrderedDict[SessionKey, None] = OrderedDict()
         # Turns of sessions that were never idle, those that came first before the others.
@@ -94,7 +98,7 @@ class IdleSessions:
             if history.gap_ns < EDGES_NS[-1]:  # else it counts as one that does not return
                 self._observe(history, history.bucket, has_returned=True)
         history.num_turns += 1
-        history.idle_ns = None
+        history.idle_ns = history.awaits = None
 
     def busy(self, keys: Iterable[SessionKey]) -> None:
         """Record that sessions are not idle now; or have ended, and need not be watched."""
@@ -105,7 +109,7 @@ class IdleSessions:
         """Record that the session is idle from now on."""
         history = self._history(key)
         history.idle_ns, history.bucket = now_ns, 0
-        history.session_class = self._hazards.class_of(history.traits())
+        history.session_class = self._class_of(history)
         self._age_later(key, history)
 
     def on_resize(self, key: SessionKey, num_tokens: int) -> None:
@@ -113,7 +117,13 @@ class IdleSessions:
         history = self._history(key)
         history.grown_tokens = num_tokens - history.num_tokens
         history.num_tokens = num_tokens
-        history.session_class = self._hazards.class_of(history.traits())
+        history.session_class = self._class_of(history)
+
+    def on_await(self, key: SessionKey, tools: Sequence[str]) -> None:
+        """Record that the session returns with what these tools say; with none: with a person."""
+        history = self._history(key)
+        history.awaits = self._tools.class_of(key.tenant, tools) if tools else None
+        history.session_class = self._class_of(history)
 
     def stored(self, key: SessionKey) -> None:
         """Record that something of the session is stored: it is watched until it is dropped."""
@@ -156,6 +166,11 @@ class IdleSessions:
         self._hazards.learn()
         return True
 
+    def awaits(self, key: SessionKey) -> bool:
+        """Whether the session's last answer has called tools that it is not back from."""
+        history = self._histories.get(key)
+        return history is not None and history.awaits is not None
+
     def rate(self, key: SessionKey) -> float:
         """Returns per second that keeping the session pays, see return_rates; 0: not known."""
         history = self._histories.get(key)
@@ -164,6 +179,9 @@ class IdleSessions:
         return self._hazards.rates(history.session_class)[history.bucket]
 
     # ------------------------------------------------------------------------------------ inside
+
+    def _class_of(self, history: _History) -> SessionClass:
+        return history.awaits or self._hazards.class_of(history.traits())
 
     def _grow_older(self, history: _History, bucket: int) -> None:
         for earlier in range(history.bucket, bucket):

@@ -6,7 +6,7 @@ the letter; `predictive` ranks idle sessions by what keeping them is likely to p
 in common is `EvictionPolicy`.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import islice
 
 from kvd.core.eviction.idle_sessions import IdleSessions
@@ -124,6 +124,16 @@ class PredictivePolicy(LookaheadQueuePolicy):
     rate changes as it gets older, O(log sessions) each time it does, and with what is learned:
     then all are ranked anew, seldom, and some at a time if they are many.
 
+    Sessions whose answer called tools (`on_await`) are rated as others that wait for these tools
+    (ToolReturns): above those of people for about as long as nine of ten calls take, and then as
+    what they have become, one whose tool has not answered. To hold them that long whatever the
+    rates say was tried, and is worse (kvd/PLAN.md): what is past its tool's usual time, and on its
+    way to a tenth, keeps room from what has just called one.
+
+    While a turn runs that came with a tool's results, nothing is read ahead of sessions that are
+    only likely to return: its session is about to come back for the room, and what is being read
+    cannot give way to it.
+
     *Source:* the queue part is CachedAttention §3.3.2; the rest is for when no queue says who is
     next.
     """
@@ -134,10 +144,13 @@ class PredictivePolicy(LookaheadQueuePolicy):
         super().__init__(context)
         self._idle = IdleSessions()
         self._outdated: Iterator[SessionKey] = iter(())  # ranked by what was known before
+        self._at_work: set[SessionKey] = set()  # busy with turns that tools' results came with
 
     def on_submit(self, key: SessionKey, now_ns: int) -> None:
         """See EvictionPolicy."""
         self._wake(key)
+        if self._idle.awaits(key):
+            self._at_work.add(key)
         self._idle.on_submit(key, now_ns)
 
     def on_queue(self, keys: Touched, now_ns: int) -> None:
@@ -146,7 +159,10 @@ class PredictivePolicy(LookaheadQueuePolicy):
         self._idle.busy(keys)
         for key in self._queue.not_queued(keys):
             facts = self._facts.get(key)
-            if not (self._queue.is_running(key) or (facts and facts.is_ended)):
+            if self._queue.is_running(key):
+                continue
+            self._at_work.discard(key)
+            if not (facts and facts.is_ended):
                 self._idle.idle(key, now_ns)
 
     def on_access(self, key: SessionKey, now_ns: int) -> None:
@@ -172,6 +188,13 @@ class PredictivePolicy(LookaheadQueuePolicy):
         super().on_end(key)
         self._idle.busy((key,))
 
+    def on_await(self, key: SessionKey, tools: Sequence[str], now_ns: int) -> None:  # noqa: ARG002
+        """See EvictionPolicy."""
+        if not self._queue.is_queued(key):  # else it is back already
+            self._wake(key)
+            self._idle.on_await(key, tools)
+            self._changed(key)
+
     def on_remove(self, key: SessionKey) -> None:
         """See EvictionPolicy; the session is still watched for a while."""
         super().on_remove(key)
@@ -180,6 +203,8 @@ class PredictivePolicy(LookaheadQueuePolicy):
     def returning(self, now_ns: int) -> Iterator[SessionKey]:
         """See EvictionPolicy."""
         self._pass_time(now_ns)
+        if self._at_work:
+            return  # their room is not idle
         for guard in reversed(Guard):
             order = self._orders[Tier.SSD]
             for key in order.downwards((guard, IDLE), (guard, IDLE, END)):

@@ -50,18 +50,25 @@ class SessionClass:
     """Sessions with the same traits; what is counted of them, by bucket, and made of it.
 
     Attributes:
+        shape_weight: `P`.
         seen: `n_b`.
         returned: `e_b`.
         learned: the state of learning that the hazards are of; `rated`: the rates.
     """
 
     parent: "SessionClass | None"
+    shape_weight: float = SHAPE_WEIGHT
     seen: list[float] = field(default_factory=lambda: [0.0] * NUM_BUCKETS)
     returned: list[float] = field(default_factory=lambda: [0.0] * NUM_BUCKETS)
     hazards: Hazards = field(default_factory=list)
     rates: list[float] = field(default_factory=list)
     learned: object = None
     rated: object = None
+
+    def forget(self) -> None:
+        """Begin anew, as the parent."""
+        self.seen, self.returned = [0.0] * NUM_BUCKETS, [0.0] * NUM_BUCKETS
+        self.learned = self.rated = None
 
 
 class ReturnHazards:
@@ -122,30 +129,25 @@ def return_rates(hazards: Hazards) -> list[float]:
     give it up at: bytes held that long are worth so many returns a second each. (Bytes need not
     be known: what a return saves grows with the session as what it occupies does.)
 
-    With the survival `S` over the seconds kept `A` (its integral) it is the steepest way down from
-    a point of this curve to a later one, so a convex hull gives all of them in one pass.
+    Told from the last bucket to the first: buckets are joined to a *stretch*, as long as going on
+    into the next stretch raises the rate. What a stretch has (returns, seconds, sessions left) is
+    of one session at its start, so that nothing is subtracted: rates are exact to the last digits,
+    also of sessions of which hardly any are left.
 
-    *Source:* the index of Gittins (1979) for one arm that pays once.
+    *Source:* the index of Gittins (1979) for one arm that pays once; joined as adjacent violators
+    are (Ayer et al., 1955).
     """
-    kept_s, survival = 0.0, 1.0
-    curve = [(kept_s, survival)]
-    for width_s, hazard in zip(_WIDTHS_S, hazards, strict=True):
-        kept_s += survival * width_s * (1 - hazard / 2)
-        survival *= 1 - hazard
-        curve.append((kept_s, survival))
-    hull = [curve.pop()]
+    stretches: list[tuple[float, float, float]] = []
     rates: list[float] = []
-    for start_s, at_start in reversed(curve):
-        rate = 0.0
-        while hull:
-            end_s, at_end = hull[-1]
-            seconds = end_s - start_s
-            slope = (at_start - at_end) / seconds if seconds > 0 else 0.0
-            if slope < rate:
-                break
-            rate, nearest = slope, hull.pop()
-        hull += nearest, (start_s, at_start)
-        rates.append(rate)
+    for width_s, hazard in zip(reversed(_WIDTHS_S), reversed(hazards), strict=True):
+        returns, seconds, left = hazard, width_s * (1 - hazard / 2), 1 - hazard
+        while stretches and stretches[-1][0] * seconds >= returns * stretches[-1][1]:
+            more_returns, more_seconds, of_these = stretches.pop()
+            returns += left * more_returns
+            seconds += left * more_seconds
+            left *= of_these
+        stretches.append((returns, seconds, left))
+        rates.append(returns / seconds)
     return rates[::-1]
 
 
@@ -169,7 +171,8 @@ def _refined(hazards: Hazards, counts: SessionClass) -> Hazards:
     """Hazards of a class, of those of its parent."""
     expected = sum(map(float.__mul__, counts.seen, hazards))
     factor = (sum(counts.returned) + FACTOR_WEIGHT) / (expected + FACTOR_WEIGHT)
+    weight = counts.shape_weight
     return [
-        (returned + SHAPE_WEIGHT * min(MOST_LIKELY, factor * hazard)) / (seen + SHAPE_WEIGHT)
+        (returned + weight * min(MOST_LIKELY, factor * hazard)) / (seen + weight)
         for returned, seen, hazard in zip(counts.returned, counts.seen, hazards, strict=True)
     ]

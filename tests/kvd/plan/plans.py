@@ -14,6 +14,7 @@ OPTIONS = {
     "warmup_turns": 10,
     "load_policy": "auto",
     "end_hints": False,
+    "tool_hints": True,
     "think_scale": 1.0,
     "ssd_bytes_per_s": 5e9,
     "pcie_bytes_per_s": 25e9,

@@ -26,6 +26,22 @@ def test_shares_are_of_the_right_wholes():
     assert outcome.recompute_load == 0.5
 
 
+def test_returns_are_turns_with_history_and_where_they_were_when_they_came():
+    """Whatever they found later; of tools' returns there is a share of their own."""
+    tally = Tally()
+    for turn in (
+        TurnRecord(0, 0, 0, 10, was_resident=True, is_of_tools=True),
+        TurnRecord(0, 0, 100, 10, loaded_tokens=60, found_in=Tier.SSD, was_resident=True),
+        TurnRecord(0, 0, 100, 10, was_resident=True, is_of_tools=True),
+        TurnRecord(0, 0, 100, 10, loaded_tokens=100, found_in=Tier.DRAM, is_of_tools=True),
+    ):
+        tally.started(turn)
+    outcome = tally.outcome(4, 0.5, Totals(), Totals())
+    assert outcome.resident_fu == 2 / 3
+    assert (outcome.num_tool_returns, outcome.resident_tools) == (2, 0.5)
+    assert outcome.recomputed_per_turn == (40 + 100) / 4
+
+
 def test_nothing_measured_is_zero_everywhere():
     """A warm-up longer than the trace leaves no turn, and no division by zero."""
     values = asdict(Tally().outcome(3, 0.0, Totals(), Totals()))

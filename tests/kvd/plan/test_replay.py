@@ -12,26 +12,9 @@ from kvd.plan.hardware import EngineConstants, Hardware, ReplayOptions
 from kvd.plan.outcome import Outcome
 from kvd.plan.replay import Replay, replay
 from kvd.plan.trace import Session, Turn
+from tests.kvd.plan.small_machine import ENGINE, FIRST, LRU, MACHINE, SECOND, SSD_ONLY, at
 
-# A token is 1000 bytes. It takes a second to prefill, and 0.25 s to decode; a prefill takes half a
-# second more. DRAM to HBM takes 0.125 s a token; a read from SSD, half a second.
-ENGINE = EngineConstants(slots=1, prefill_s_per_token=1.0, decode_step_s=0.25, fixed_s=0.5)
-MACHINE = Hardware(
-    dram_bytes=1_000_000,
-    ssd_bytes=0,
-    ssd_bytes_per_s=2000,
-    pcie_bytes_per_s=8000,
-    engine=ENGINE,
-)
-LRU = ReplayOptions("lru", 1000, tiers="exclusive", load_policy="always")
-FIRST = Turn(new_tokens=10, output_tokens=6, history_tokens=0, think_s=0.0)  # 10.5 s, 1.5 s
-SECOND = Turn(new_tokens=2, output_tokens=4, history_tokens=16, think_s=8.0)
-SSD_ONLY = replace(MACHINE, dram_bytes=0, ssd_bytes=1_000_000)
 SPANS = (0.0, 0.5, 3.0, 20.0)
-
-
-def at(start_s: float, *turns: Turn) -> Session:
-    return Session(start_s, turns)
 
 
 def shares(outcome: Outcome) -> tuple[float, float, float, float]:
@@ -287,16 +270,22 @@ def test_a_policy_that_is_none_is_refused():
 
 @st.composite
 def sessions_of_any_kind(draw: st.DrawFn) -> list[Session]:
-    sessions = []
-    for _ in range(draw(st.integers(1, 8))):
+    sessions: list[Session] = []
+    free: list[int | None] = [None]  # what a session may supersede
+    for number in range(draw(st.integers(1, 8))):
         turns: list[Turn] = []
         kept = 0
         for _ in range(draw(st.integers(1, 5))):
             history = draw(st.sampled_from([kept, kept, kept // 2, 0]))
             new, output = draw(st.integers(0, 12)), draw(st.integers(0, 8))
-            turns.append(Turn(new, output, history, draw(st.sampled_from(SPANS))))
+            tools = draw(st.sampled_from([(), ("read",), ("test", "read")]))
+            turns.append(Turn(new, output, history, draw(st.sampled_from(SPANS)), tools))
             kept = history + new + output
-        sessions.append(Session(draw(st.integers(0, 60)) / 2, tuple(turns)))
+        supersedes = draw(st.sampled_from(free))
+        if supersedes is not None:
+            free.remove(supersedes)
+        free.append(number)
+        sessions.append(Session(draw(st.integers(0, 60)) / 2, tuple(turns), supersedes))
     return sessions
 
 
@@ -311,6 +300,7 @@ OPTIONS = st.builds(
     watermark=st.sampled_from([0.0, 0.25]),
     load_policy=st.sampled_from(["always", "auto", "never"]),
     end_hints=st.booleans(),
+    tool_hints=st.booleans(),
     think_scale=st.sampled_from([0.0, 1.0]),
 )
 HARDWARE = st.builds(

@@ -2,6 +2,7 @@
 
 import io
 import json
+from dataclasses import replace
 
 from rich.console import Console
 
@@ -77,6 +78,22 @@ def test_what_is_computed_though_it_is_held_has_a_column():
     assert "held" not in _text(swept())
 
 
+def test_returns_with_tools_have_a_column():
+    """And the heading says whether hints were given; without tools there is nothing to say."""
+    facts = {"resident_fu": 0.75, "resident_tools": 0.875, "recomputed_per_turn": 1234.4}
+    report = plan(result("lru", 8, 100, 0.5, 4.0, num_tool_returns=3, **facts))
+    of_tools = replace(report, workload=replace(report.workload, num_tool_turns=42))
+    text = _text(of_tools)
+    for shown in ("110 turns, 42 of which call tools", "tool hints", "75.0%", "87.5%", "1,234"):
+        assert shown in text
+    unhinted = replace(of_tools, options={**report.options, "tool_hints": False})
+    assert "no tool hints" in _text(unhinted)
+    text = _text(swept())
+    assert "when it" in text
+    assert "tools" not in text
+    assert "tool hints" not in text
+
+
 def test_headings_and_legend_leave_no_abbreviation_unexplained():
     """Those of the document are explained in PLAN.md."""
     words = _text(swept()).split()
@@ -116,4 +133,4 @@ def test_nothing_to_have_a_share_of_is_no_zero():
     """Without hits there is no DRAM share; without a load (all begin at once) there is a dash."""
     text = _text(plan(result("lru", 8, 100, 0.0, 4.0, num_hits=0, recompute_load=0.0)))
     (row,) = [line for line in text.splitlines() if " lru " in line and "37" in line]
-    assert row.split()[-6:] == ["-", "37", "0", "0.0%", "0.0%", "0.0%"]
+    assert row.split()[-7:] == ["-", "37", "0", "0.0%", "0.0%", "0.0%", "0"]

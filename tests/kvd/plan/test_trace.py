@@ -51,6 +51,21 @@ def test_a_turn_may_go_back_to_an_earlier_one(tmp_path):
     assert [turn.history_tokens for turn in session.turns] == [0, 0, 105]
 
 
+def test_tools_and_who_supersedes_whom_are_read(tmp_path):
+    """Both may be left out; a session is superseded by its name, whatever order sessions have."""
+    path = tmp_path / "trace.jsonl"
+    path.write_text(
+        line(session="b")
+        + line(session="a", tools=["read", "shell"])
+        + line(session="a", turn=2, tools=[])
+        + line(t=9, session="c", supersedes="a", think_s=2.5)
+    )
+    b, a, c = read_trace(path)
+    assert [turn.tools for turn in a.turns] == [("read", "shell"), ()]
+    assert (b.supersedes, a.supersedes, c.supersedes) == (None, None, 1)
+    assert (b.turns[0].tools, c.turns[0].think_s) == ((), 2.5)
+
+
 def test_gzip_and_plain_files_read_the_same(tmp_path):
     """Whether a file is compressed shows in its first bytes, not in its name."""
     sessions = read_trace(SAMPLE)
@@ -89,6 +104,23 @@ def test_gzip_and_plain_files_read_the_same(tmp_path):
         (line(t=None), 1, "t is null"),
         (line(session=[1]), 1, "session is [1]"),
         (line(session=False), 1, "session is false"),
+        (line(tools="read"), 1, 'tools is "read"'),
+        (line(tools=["read", ""]), 1, 'tools is ["read", ""]'),
+        (line(tools=["x"] * 1025), 1, 'tools is ["x", "x"'),
+        (line(tools=[1]), 1, "tools is [1]"),
+        (line(supersedes=None), 1, "supersedes is null"),
+        (line(supersedes=7), 1, "supersedes is 7, which is no session before this line"),
+        (line() + line(turn=2, supersedes=7), 2, "supersedes is in turn 2 of session 7"),
+        (
+            line() + line(session=8, supersedes=7) + line(session=9, supersedes=7),
+            3,
+            "session 7 is superseded by session 8 already",
+        ),
+        (
+            line() + line(session=8, supersedes=7) + line(turn=2),
+            3,
+            "session 7 goes on, but session 8 has superseded it",
+        ),
         *((line().replace(f'"{name}"', '"x"'), 1, f"no {name}") for name in TURN),
     ],
 )

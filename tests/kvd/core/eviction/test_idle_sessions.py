@@ -67,6 +67,32 @@ def test_sessions_are_of_a_class_by_what_the_last_turn_stored():
         assert class_of(idle) is idle._hazards.class_of((0, group, 0))
 
 
+def test_a_session_that_waits_for_a_tool_is_of_the_tool_s_class_until_it_returns():
+    """Whether it was idle before that is known or after, and whatever is stored meanwhile."""
+    idle = IdleSessions()
+    of_read = idle._tools.class_of(A.tenant, ["read"])
+    idle.idle(A, 0)
+    idle.on_await(A, ["read"])
+    assert idle.awaits(A)
+    assert class_of(idle) is of_read
+    idle.on_resize(A, 100)
+    assert class_of(idle) is of_read
+    idle.on_submit(A, EDGES_NS[2])
+    assert not idle.awaits(A)
+    assert (of_read.seen[:4], of_read.returned[:4]) == ([1, 1, 1, 0], [0, 0, 1, 0])
+    assert sum(all_sessions(idle).seen) == 0, "it is no evidence of sessions that call none"
+    idle.idle(A, EDGES_NS[3])
+    assert class_of(idle) is idle._hazards.class_of((1, 7, 0))
+    idle.on_submit(A, EDGES_NS[3])
+    idle.on_await(A, ["read"])
+    idle.idle(A, EDGES_NS[4])
+    assert class_of(idle) is of_read
+    idle.on_await(A, [])
+    assert not idle.awaits(A)
+    assert class_of(idle) is idle._hazards.class_of((2, 7, 0))
+    assert not idle.awaits(B)
+
+
 def test_a_return_is_counted_where_it_happens():
     """It was seen through all buckets before, and returned in that one; a busy one is not seen."""
     idle = IdleSessions()

@@ -9,7 +9,7 @@ from kvd.core.eviction.return_hazards import EDGES_NS, bucket_at, observe
 from kvd.core.eviction.session_order import Guard
 from kvd.core.records.records import Tier
 from shared.types.units import NS_PER_S
-from tests.kvd.core.eviction.sessions import Sessions, key_of
+from tests.kvd.core.eviction.sessions import ENGINE_ID, Sessions, key_of
 
 
 class Chats(Sessions):
@@ -70,6 +70,89 @@ def test_who_is_likely_to_return_stays_longer():
     assert sessions.victims() == "yx"
     sessions.wait(20)
     assert sessions.victims() == "yx"
+
+
+def calling(name: str, *tools: str, sessions: Chats) -> None:
+    """A turn whose answer calls tools, which is known before the turn's end is."""
+    sessions.turn(name)
+    sessions.policy.on_await(key_of(name), tools, sessions.now_ns)
+
+
+def test_who_waits_for_a_tool_stays_for_about_as_long_as_nine_of_ten_calls_take():
+    """Longer than people, who return within half a minute; then it goes before them."""
+    sessions = Chats()
+    for number in range(400):
+        name = f"learner {number}"
+        calling(name, "shell", sessions=sessions)
+        if number % 10:  # the tenth never returns
+            sessions.wait(5)
+            sessions.turn(name)
+            sessions.wait(20)
+            sessions.turn(name)
+            sessions.policy.on_end(key_of(name))
+    sessions.wait(4 * 60 * 60)
+    for number in range(400):
+        sessions.policy.on_remove(key_of(f"learner {number}"))
+    calling("x", "shell", sessions=sessions)
+    sessions.turn("y")
+    for elapsed_s, order in ((0, "yx"), (3, "yx"), (1.9, "yx"), (6, "xy"), (7, "xy")):
+        sessions.wait(elapsed_s)
+        assert sessions.victims() == order
+
+
+def test_a_tool_that_was_never_seen_is_waited_for_too():
+    """With nothing learned at all, those who wait for one go last."""
+    sessions = Chats()
+    calling("x", "new", sessions=sessions)
+    sessions.turn("y")
+    assert sessions.victims() == "yx"
+
+
+def test_what_tools_a_session_waits_for_is_forgotten_when_it_is_back():
+    """Said late, when its next turn waits already, it says nothing."""
+    sessions = Chats()
+    calling("x", "shell", sessions=sessions)
+    assert sessions.policy._idle.awaits(key_of("x"))
+    sessions.queue("x")
+    assert not sessions.policy._idle.awaits(key_of("x"))
+    sessions.policy.on_await(key_of("x"), ["shell"], sessions.now_ns)
+    assert not sessions.policy._idle.awaits(key_of("x"))
+
+
+def test_a_superseded_session_goes_first_until_it_is_used():
+    """Before those that have ended earlier, if it was used before them; it is no evidence."""
+    sessions = Chats()
+    calling("x", "shell", sessions=sessions)
+    sessions.turn("y")
+    sessions.policy.on_supersede(key_of("x"))
+    assert sessions.victims() == "xy"
+    sessions.wait(1000)
+    assert not sum(sessions.policy._idle._tools._called(("t", "shell")).seen)
+    sessions.turn("x")
+    assert sessions.victims() == "yx"
+
+
+def test_nothing_is_read_ahead_while_turns_run_that_came_with_tools_results():
+    """Their sessions come back for the room; also if the engine that ran them is lost."""
+    sessions = Chats()
+    sessions.teach()
+    sessions.turn("a", 10)
+    sessions.policy.on_evict(key_of("a"), Tier.DRAM)
+    calling("x", "shell", sessions=sessions)
+
+    def likely() -> list[str]:
+        return [key.session_id for key in sessions.policy.returning(sessions.now_ns)]
+
+    for waiting, running in (("x", ""), ("", "x")):
+        assert likely() == ["a"]
+        sessions.queue(waiting, running)
+        assert not likely()
+        sessions.queue([])
+        assert likely() == ["a"]
+        sessions.policy.on_await(key_of("x"), ["shell"], sessions.now_ns)
+    sessions.queue([], ["x"])
+    sessions.placement.forget_engine(ENGINE_ID, sessions.now_ns)
+    assert likely() == ["a"]
 
 
 def test_what_returns_is_learned_of_dropped_sessions_too():

@@ -37,14 +37,21 @@ def see(session_class, num_sessions, share, bucket):
 def test_a_rate_is_the_best_share_of_returns_per_second_kept(hazards):
     """Over all times to give the session up at, tried one by one."""
     for bucket, rate in enumerate(return_rates(hazards)):
-        survival, seconds, best = 1.0, 0.0, 0.0
+        survival, returned, seconds, best = 1.0, 0.0, 0.0, 0.0
         for later in range(bucket, NUM_BUCKETS):
             width_s = (EDGES_NS[later + 1] - EDGES_NS[later]) / NS_PER_S
             seconds += survival * width_s * (1 - hazards[later] / 2)
+            returned += survival * hazards[later]
             survival *= 1 - hazards[later]
-            best = max(best, (1 - survival) / seconds)
-        # differences of survivals that are almost equal lose digits
-        assert rate == pytest.approx(best, rel=2e-2, abs=1e-9)
+            best = max(best, returned / seconds)
+        assert rate == pytest.approx(best, rel=1e-9)
+
+
+def test_a_rate_is_exact_though_hardly_any_session_is_left():
+    """Of those that are, and nobody else: most of a short bucket's sessions return in each."""
+    hazards = [0.95] * 30 + [0.5] + [0.0] * (NUM_BUCKETS - 31)
+    width_s = (EDGES_NS[31] - EDGES_NS[30]) / NS_PER_S
+    assert return_rates(hazards)[30] == pytest.approx(0.5 / (width_s * 0.75))
 
 
 def test_every_idle_time_is_in_its_bucket():
@@ -189,8 +196,8 @@ def test_hazards_of_a_class_are_those_of_its_parent_times_a_factor():
 
 
 def test_who_returns_for_sure_needs_no_room_afterwards():
-    """Nobody is left who could be kept, and no time passes: that is rated, too."""
-    rates = return_rates([1.0] * NUM_BUCKETS)
+    """Half a bucket is all that it takes, whichever it is idle in; that nobody comes to the next
+    one makes no rate wrong."""
     widths_s = [(end - start) / NS_PER_S for start, end in pairwise(EDGES_NS)]
-    assert rates[0] == pytest.approx(2 / widths_s[0])
-    assert rates[1:] == [0.0] * (NUM_BUCKETS - 1)
+    expected = [2 / width_s for width_s in widths_s]
+    assert return_rates([1.0] * NUM_BUCKETS) == pytest.approx(expected)
