@@ -275,6 +275,12 @@ def closed(text: str) -> str:
     return written[:length] + closing or "{}"
 
 
+def is_beginning(text: str) -> bool:
+    """Whether a JsonStream may have written a text, and was to write more."""
+    stream = JsonStream()
+    return stream.push(text)[0] != "" and not (stream.is_complete or stream.is_broken)
+
+
 def _number(written: str) -> str:
     """Write a number as `json.dumps` does; null, if it is none that programs read."""
     if len(written) > MAX_DIGITS:

@@ -5,7 +5,6 @@
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any, ClassVar, Self
 
 from aiohttp import web
@@ -14,7 +13,14 @@ from pydantic import Field, model_validator
 from inference_svc.core.answers import AnswerToken, FinishReason
 from inference_svc.core.chat import Message, Tool, ToolCall
 from inference_svc.core.grammar import Grammar
-from inference_svc.core.tools.reader import Part, Reasoning, summed
+from inference_svc.core.tools.reader import (
+    CallArguments,
+    CallBegun,
+    Content,
+    Part,
+    Reasoning,
+    summed,
+)
 from inference_svc.core.turn_record import Finished
 from inference_svc.http_api.answer_parts import Reading
 from inference_svc.http_api.api import Api
@@ -227,19 +233,20 @@ class ChatChoice:
 
     def _deltas(self, parts: Sequence[Part]) -> list[dict[str, Any]]:
         """Make the deltas of parts; a call is announced, then its arguments follow."""
-        deltas: list[dict[str, Any]] = []
-        for part in parts:
-            if isinstance(part, ToolCall):
-                index = self._num_shown
-                self._num_shown += 1
-                announced = _shown_call(replace(part, arguments=""))
-                arguments = {"index": index, "function": {"arguments": part.arguments}}
-                deltas.append({"tool_calls": [{"index": index, **announced}]})
-                deltas.append({"tool_calls": [arguments]})
-            else:
-                is_thought = isinstance(part, Reasoning)
-                deltas.append({"reasoning_content" if is_thought else "content": part.text})
-        return deltas
+        return [delta for part in parts for delta in self._shown(part)]
+
+    def _shown(self, part: Part) -> Iterator[dict[str, Any]]:
+        if isinstance(part, CallBegun):
+            self._num_shown += 1
+            announced = _shown_call(ToolCall(part.name, "", part.call_id))
+            yield {"tool_calls": [{"index": self._num_shown - 1, **announced}]}
+        elif isinstance(part, CallArguments):
+            said = {"index": self._num_shown - 1, "function": {"arguments": part.text}}
+            yield {"tool_calls": [said]}
+        elif isinstance(part, Content):
+            yield {"content": part.text}
+        elif isinstance(part, Reasoning):
+            yield {"reasoning_content": part.text}
 
     def _delta(
         self, delta: dict[str, Any], finish_reason: str | None, logprobs: Any = None

@@ -8,7 +8,7 @@ Each item is a message, what was thought before it, or a call of a tool:
 
     output_item.added, content_part.added, output_text.delta… | reasoning_text.delta…,
         output_text.done | reasoning_text.done, content_part.done, output_item.done
-    output_item.added, function_call_arguments.delta, function_call_arguments.done,
+    output_item.added, function_call_arguments.delta…, function_call_arguments.done,
         output_item.done
 
 *Source:* OpenAI API reference, "Responses" and "Streaming events"; beside what it has stands
@@ -21,8 +21,14 @@ from itertools import chain
 from typing import Any
 
 from inference_svc.core.answers import AnswerToken
-from inference_svc.core.chat import ToolCall
-from inference_svc.core.tools.reader import Part, Reasoning
+from inference_svc.core.tools.reader import (
+    CallArguments,
+    CallBegun,
+    CallEnded,
+    Content,
+    Part,
+    Reasoning,
+)
 from inference_svc.core.turn_record import Finished, Started, Usage
 from inference_svc.http_api.answer_parts import Reading
 from inference_svc.http_api.cache_misses import shown_miss
@@ -118,6 +124,7 @@ class ResponseObjects:
         self._number = 0
         self._output: list[dict[str, Any]] = []  # items that are complete
         self._open: _TextItem | None = None
+        self._call: dict[str, Any] = {}  # the last one, as it stands
         self._rows: Rows = []  # of tokens whose text did not come yet
 
     def whole(self, tokens: Sequence[AnswerToken], finished: Finished) -> dict[str, Any]:
@@ -155,10 +162,14 @@ class ResponseObjects:
 
     def _read(self, parts: Iterable[Part]) -> Iterator[dict[str, Any]]:
         for part in parts:
-            if isinstance(part, ToolCall):
+            if isinstance(part, CallBegun):
                 yield from self._close(COMPLETED)
-                yield from self._call(part)
-            else:
+                yield from self._begin_call(part)
+            elif isinstance(part, CallArguments):
+                yield from self._add_arguments(part.text)
+            elif isinstance(part, CallEnded):
+                yield from self._end_call(INCOMPLETE if part.is_cut else COMPLETED)
+            elif isinstance(part, Content | Reasoning):
                 yield from self._say(part.text, is_thought=isinstance(part, Reasoning))
         if self._rows and self._open is not None and not self._open.is_thought:
             yield from self._say("", is_thought=False)
@@ -193,27 +204,35 @@ class ResponseObjects:
         yield from self._done(item.shown(status))
         self._open = None
 
-    def _call(self, call: ToolCall) -> Iterator[dict[str, Any]]:
-        """Make the events of a call."""
-        namespace, name = self._info.split_name(call.name)
-        item = {
+    def _begin_call(self, begun: CallBegun) -> Iterator[dict[str, Any]]:
+        """Make the event of the beginning of a call."""
+        namespace, name = self._info.split_name(begun.name)
+        self._call = {
             "id": self._item_id("fc"),
             "type": "function_call",
-            "status": COMPLETED,
-            "call_id": call.call_id,
+            "status": IN_PROGRESS,
+            "call_id": begun.call_id,
             "name": name,
-            "arguments": call.arguments,
+            "arguments": "",
             **({"namespace": namespace} if namespace else {}),
         }
-        index = len(self._output)
-        begun = {**item, "status": IN_PROGRESS, "arguments": ""}
-        yield self._event("response.output_item.added", {"output_index": index, "item": begun})
-        place = {"item_id": item["id"], "output_index": index}
-        said = {"delta": call.arguments}
-        yield self._event("response.function_call_arguments.delta", {**place, **said})
-        said = {"name": name, "arguments": call.arguments}
-        yield self._event("response.function_call_arguments.done", {**place, **said})
-        yield from self._done(item)
+        added = {"output_index": len(self._output), "item": dict(self._call)}
+        yield self._event("response.output_item.added", added)
+
+    def _add_arguments(self, text: str) -> Iterator[dict[str, Any]]:
+        """Make the event of what follows of a call's arguments."""
+        self._call["arguments"] += text
+        yield self._of_call("response.function_call_arguments.delta", {"delta": text})
+
+    def _end_call(self, status: str) -> Iterator[dict[str, Any]]:
+        """Make the events of the end of a call."""
+        said = {name: self._call[name] for name in ("name", "arguments")}
+        yield self._of_call("response.function_call_arguments.done", said)
+        yield from self._done({**self._call, "status": status})
+
+    def _of_call(self, kind: str, members: Mapping[str, Any]) -> dict[str, Any]:
+        place = {"item_id": self._call["id"], "output_index": len(self._output)}
+        return self._event(kind, {**place, **members})
 
     def _done(self, item: dict[str, Any]) -> Iterator[dict[str, Any]]:
         index = len(self._output)
