@@ -5,7 +5,7 @@ Its message ends with the remedy, and its code is the error's reason.
 
 InvalidInputError   invalid_value, unsupported_value, unknown_parameter, invalid_json
 NotFoundError       model_not_found, response_not_found, input_not_kept, conversation_not_found,
-                    item_not_found, unknown_url
+                    item_not_found, chat_not_found, unknown_url
 StateError          history_unknown
 ExhaustedError      too_many_requests, conversations_full
 DeadlineError       request_timeout
@@ -107,6 +107,12 @@ class UnknownItemError(NotFoundError):
     """The conversation has no such item."""
 
     reason = "item_not_found"
+
+
+class UnknownChatError(NotFoundError):
+    """No such chat was stored, or it is another tenant's."""
+
+    reason = "chat_not_found"
 
 
 class UnknownUrlError(NotFoundError):

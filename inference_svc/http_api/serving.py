@@ -45,6 +45,13 @@ from inference_svc.http_api.openai.responses.responses import (
     show_response,
 )
 from inference_svc.http_api.openai.responses.stored_input import list_input_items
+from inference_svc.http_api.openai.stored_chats import (
+    delete_chat,
+    list_chat_messages,
+    list_chats,
+    show_chat,
+    update_chat,
+)
 from inference_svc.http_api.replies import refusal, reply, reported
 from inference_svc.http_api.requests import RequestSlots, expect_nothing_yet
 from inference_svc.http_api.sessions.answers import Answers
@@ -107,6 +114,7 @@ async def serving_openai(
         settings.openai.max_remembered,
         settings.openai.kept_input_bytes,
         settings.openai.conversation_bytes,
+        settings.openai.stored_chat_bytes,
     )
     try:
         api = _api(settings, gateway, tokenizer, book, store)
@@ -120,7 +128,7 @@ async def serving_openai(
             bounds=settings.openai.bounds,
             metrics=connections,
         )
-        gateway.on_deletion(api.completion.forget_inputs)
+        gateway.on_deletion(api.completion.forget_texts)
         gateway.on_deletion(api.completion.forget_conversation)
         tidying = asyncio.create_task(api.completion.run())
         try:
@@ -203,6 +211,7 @@ def make_app(api: Api, outer: Sequence[Middleware] = ()) -> web.Application:
     routes = app.router
     for path, create in (
         ("chat/completions", create_chat),
+        ("chat/completions/{id}", update_chat),
         ("responses", create_response),
         ("responses/input_tokens", count_input_tokens),
         ("conversations", create_conversation),
@@ -219,6 +228,10 @@ def make_app(api: Api, outer: Sequence[Middleware] = ()) -> web.Application:
     routes.add_get("/v1/responses/{id}", partial(show_response, api))
     routes.add_get("/v1/responses/{id}/input_items", partial(list_input_items, api))
     routes.add_delete("/v1/responses/{id}", partial(delete_response, api))
+    routes.add_get("/v1/chat/completions", partial(list_chats, api))
+    routes.add_get("/v1/chat/completions/{id}", partial(show_chat, api))
+    routes.add_get("/v1/chat/completions/{id}/messages", partial(list_chat_messages, api))
+    routes.add_delete("/v1/chat/completions/{id}", partial(delete_chat, api))
     for path, show, delete in (
         ("", show_conversation, delete_conversation),
         ("/items/{item}", show_item, delete_item),

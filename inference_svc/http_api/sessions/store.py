@@ -1,4 +1,4 @@
-"""What is stored between requests, bounded and on disk: histories, responses, inputs, repeats.
+"""What is stored between requests, bounded and on disk: histories, responses, chats, repeats.
 
 Nothing here is needed for an answer. What cannot be read counts as absent, what cannot be written
 is lost; both are logged. The oldest rows are deleted first, those that were used last stay.
@@ -33,6 +33,7 @@ from inference_svc.http_api.sessions.store_file import (
     Table,
     open_store,
 )
+from inference_svc.http_api.sessions.stored_chats import StoredChats
 from inference_svc.runtime.turns.disk_trouble import RETRY_S
 from inference_svc.runtime.worker_thread import WorkerThread
 from shared.process.log import LineAllowance, get_logger
@@ -57,10 +58,12 @@ class ApiStore:
         max_rows: most rows of each table.
         max_input_bytes: most bytes of the inputs of responses.
         conversation_bytes: most bytes of a tenant's conversations.
+        chat_bytes: most bytes of the chats that are stored.
 
     Attributes:
         key: the secret that digests are keyed with.
         conversations: stores conversations.
+        chats: stores chats whose clients asked for it.
     """
 
     def __init__(
@@ -69,6 +72,7 @@ class ApiStore:
         max_rows: int,
         max_input_bytes: int = 0,
         conversation_bytes: int = 0,
+        chat_bytes: int = 0,
     ) -> None:
         self._db, self.key = open_store(directory)
         self._thread = WorkerThread("openai")
@@ -76,6 +80,7 @@ class ApiStore:
         self._tables = BoundedTables(self._db, max_rows)
         self._inputs = KeptInputs(self._db, self._tables, max_input_bytes)
         self.conversations = Conversations(self._db, self._run, conversation_bytes)
+        self.chats = StoredChats(self._db, self._run, self._tables, chat_bytes)
 
     def close(self) -> None:
         """Close the file after the call that runs."""
@@ -168,9 +173,14 @@ class ApiStore:
         """
         return await self._run(lambda: self._inputs.find(tenant, response_id))
 
-    async def forget_inputs(self, tenant: str, session_id: str) -> None:
-        """Delete the inputs of a session's responses; the session is gone."""
-        await self._try(lambda: self._inputs.forget(tenant, session_id), None)
+    async def forget_texts(self, tenant: str, session_id: str) -> None:
+        """Delete the inputs of a session's responses, and its chats; the session is gone."""
+
+        def forget() -> None:
+            self._inputs.forget(tenant, session_id)
+            self.chats.forget_session(tenant, session_id)
+
+        await self._try(forget, None)
 
     async def forget_response(self, tenant: str, response_id: str) -> None:
         """Delete a response.

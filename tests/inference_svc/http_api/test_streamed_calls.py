@@ -28,8 +28,8 @@ cuts = pytest.mark.parametrize("cut", range(len(FORCED_TEXT) + 1))
 
 
 def chat(tokens, end):
-    choice = ChatChoice(0, TokenText(None), FORCED)
-    return Choices(ENVELOPE, [ScriptedAnswer(tokens, end)], [choice], 1)
+    answers = [ScriptedAnswer(tokens, end)]
+    return Choices(ENVELOPE, answers, lambda: [ChatChoice(0, TokenText(None), FORCED)], 1)
 
 
 @cuts

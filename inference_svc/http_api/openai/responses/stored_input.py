@@ -86,15 +86,20 @@ def listed(objects: Sequence[Mapping[str, Any]], *, has_more: bool = False) -> d
     }
 
 
-def read_page(request: web.Request) -> Page:
+def read_page(request: web.Request, *names: str, order: str = DESCENDING) -> Page:
     """Read which page a request asks for.
+
+    Args:
+        request: the request.
+        names: of its other parameters.
+        order: of the list, if the client names none.
 
     Raises:
         RequestError: a parameter is off, or unknown.
     """
     query = request.query
-    check_query(request, "limit", "after", "order")
-    limit, order = query.get("limit", str(DEFAULT_LIMIT)), query.get("order", DESCENDING)
+    check_query(request, "limit", "after", "order", *names)
+    limit, order = query.get("limit", str(DEFAULT_LIMIT)), query.get("order", order)
     is_number = limit.isascii() and limit.isdecimal() and len(limit) <= len(str(MAX_LIMIT))
     if not is_number or not 1 <= int(limit) <= MAX_LIMIT:
         raise RequestError(f"limit {limit[:20]!r} cannot be", f"send 1 to {MAX_LIMIT}", "limit")
