@@ -178,7 +178,7 @@ class KeptBytes:
         self._most_bytes = self._total()  # there may be less: who deletes does not count
 
     def add(self, row: tuple[object, ...], size: int) -> None:
-        """Add a row of so many bytes, unless that is more than the bound; remove what is too much."""
+        """Add a row of so many bytes, if that is not more than the bound; make room for it."""
         if size <= self._max_bytes:
             self._tables.insert(self._table, [row])
             self._most_bytes += size
