@@ -7,6 +7,7 @@ from aiohttp import web
 
 from inference_svc.http_api.bodies.body import FOREIGN, Body, ModelBody, TurnBody, decode
 from inference_svc.http_api.dialect import ServedModel
+from inference_svc.http_api.openai.responses.background import BackgroundResponses
 from inference_svc.http_api.requests import B, JsonBody, RequestSlots, TurnRequest, caller_of
 from inference_svc.http_api.sessions.answers import Answers
 from inference_svc.http_api.sessions.completion import Completion
@@ -27,6 +28,7 @@ class Api:
 
     Attributes:
         holds: who changes which conversation.
+        background: responses that are computed while nobody waits.
         own: identity of callers on a Unix socket of the API.
         local: identity of callers from this machine at its ports, as long as there are no clients;
             None: they need an account.
@@ -41,6 +43,7 @@ class Api:
     answers: Answers
     slots: RequestSlots
     holds: Holds
+    background: BackgroundResponses
     book: ClientBook
     own: Identity
     local: Identity | None

@@ -6,7 +6,7 @@ Its message ends with the remedy, and its code is the error's reason.
 InvalidInputError   invalid_value, unsupported_value, unknown_parameter, invalid_json
 NotFoundError       model_not_found, response_not_found, input_not_kept, conversation_not_found,
                     item_not_found, chat_not_found, unknown_url
-StateError          history_unknown
+StateError          history_unknown, response_not_complete
 ExhaustedError      too_many_requests, conversations_full
 DeadlineError       request_timeout
 ReportedError       request_too_large, method_not_allowed
@@ -127,6 +127,12 @@ class UnknownHistoryError(StateError):
     reason = "history_unknown"
 
 
+class UnfinishedResponseError(StateError):
+    """A response in the background that has no answer yet."""
+
+    reason = "response_not_complete"
+
+
 class TooManyRequestsError(ExhaustedError):
     """More requests at once than the service takes."""
 
@@ -164,6 +170,14 @@ def unknown_response(response_id: str) -> UnknownResponseError:
     """Make the error of a response that is not there; another tenant's is not there either."""
     return UnknownResponseError(
         f"there is no response {response_id[:80]!r}", "send the whole conversation as input"
+    )
+
+
+def unfinished_response(response_id: str) -> UnfinishedResponseError:
+    """Make the error of a response in the background that is needed, and has no answer yet."""
+    return UnfinishedResponseError(
+        f"the response {response_id[:80]!r} is not complete",
+        "retrieve it until it is, or cancel it",
     )
 
 

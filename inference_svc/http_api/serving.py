@@ -38,13 +38,15 @@ from inference_svc.http_api.openai.conversations import (
 )
 from inference_svc.http_api.openai.dialect import OPENAI
 from inference_svc.http_api.openai.embeddings import create_embeddings
+from inference_svc.http_api.openai.responses.background import BackgroundResponses
 from inference_svc.http_api.openai.responses.input_tokens import count_input_tokens
-from inference_svc.http_api.openai.responses.responses import (
-    create_response,
+from inference_svc.http_api.openai.responses.responses import create_response
+from inference_svc.http_api.openai.responses.stored_input import list_input_items
+from inference_svc.http_api.openai.responses.stored_response import (
+    cancel_response,
     delete_response,
     show_response,
 )
-from inference_svc.http_api.openai.responses.stored_input import list_input_items
 from inference_svc.http_api.openai.stored_chats import (
     delete_chat,
     list_chat_messages,
@@ -140,6 +142,7 @@ async def serving_openai(
             yield
         finally:
             await server.stop(STOP_GRACE_S)
+            await api.background.close()
             tidying.cancel()
             await asyncio.wait({tidying})
     finally:
@@ -161,6 +164,7 @@ def _api(
         settings.openai.max_sessions,
         settings.openai.subagent_idle_s,
     )
+    answers = Answers(gateway, store, completion)
     return Api(
         settings=settings.openai,
         gateway=gateway,
@@ -174,7 +178,8 @@ def _api(
         token_text=TokenText(tokenizer),
         store=store,
         completion=completion,
-        answers=Answers(gateway, store, completion),
+        answers=answers,
+        background=BackgroundResponses(answers, store, settings.openai.max_requests),
         slots=RequestSlots(settings.openai),
         holds=Holds(),
         book=book,
@@ -214,6 +219,7 @@ def make_app(api: Api, outer: Sequence[Middleware] = ()) -> web.Application:
         ("chat/completions/{id}", update_chat),
         ("responses", create_response),
         ("responses/input_tokens", count_input_tokens),
+        ("responses/{id}/cancel", cancel_response),
         ("conversations", create_conversation),
         ("conversations/{id}", update_conversation),
         ("conversations/{id}/items", add_items),

@@ -14,7 +14,7 @@ from inference_svc.http_api.api import Api
 from inference_svc.http_api.bodies.body import Body, Metadata
 from inference_svc.http_api.errors import UnknownChatError
 from inference_svc.http_api.openai.messages import MessageBody
-from inference_svc.http_api.openai.responses.stored_input import ASCENDING, listed, read_page
+from inference_svc.http_api.openai.pages import ASCENDING, listed, read_page
 from inference_svc.http_api.replies import reply
 from inference_svc.http_api.requests import caller_of
 from inference_svc.http_api.sessions.routing import Caller

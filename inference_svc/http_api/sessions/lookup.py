@@ -42,6 +42,7 @@ class ResponseInfo:
         input_bytes: size of the input, kept or not; 0: an earlier release did not count it.
         effort: how much the model was to think; None: the client did not say.
         conversation_id: the conversation that it is a turn of; "": it is of none.
+        is_background: whether it was computed while nobody waited.
     """
 
     created_s: float
@@ -63,6 +64,7 @@ class ResponseInfo:
     input_bytes: int = 0
     effort: str | None = None
     conversation_id: str = ""
+    is_background: bool = False
 
     @property
     def tool_use(self) -> ToolUse:
@@ -101,6 +103,23 @@ class StoredResponse:
     at: Point
     history: bytes | None
     info: ResponseInfo
+
+
+@dataclass(frozen=True)
+class UnansweredResponse:
+    """A response in the background that has no answer.
+
+    Attributes:
+        info: its members.
+        state: "queued": it runs, or the service was killed meanwhile; "failed", "cancelled".
+        code: of the error that it failed with.
+        message: likewise.
+    """
+
+    info: ResponseInfo
+    state: str = "queued"
+    code: str = ""
+    message: str = ""
 
 
 @dataclass(frozen=True)

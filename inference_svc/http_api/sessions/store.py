@@ -22,6 +22,7 @@ from inference_svc.http_api.sessions.lookup import (
     Route,
     StoredRequest,
     StoredResponse,
+    UnansweredResponse,
 )
 from inference_svc.http_api.sessions.store_file import (
     FILE_NAME,
@@ -29,6 +30,7 @@ from inference_svc.http_api.sessions.store_file import (
     REQUESTS,
     RESPONSES,
     SESSIONS,
+    UNANSWERED,
     BoundedTables,
     Table,
     open_store,
@@ -190,6 +192,29 @@ class ApiStore:
         """
         sql = "DELETE FROM responses WHERE id = ? AND tenant = ?"
         await self._run(lambda: self._db.execute(sql, (response_id, tenant)))
+
+    async def keep_unanswered(
+        self, tenant: str, response_id: str, response: UnansweredResponse
+    ) -> None:
+        """Store how a response in the background stands, which has no answer."""
+        info = json.dumps(asdict(response.info), ensure_ascii=False)
+        row = (response_id, tenant, info, response.state, response.code, response.message)
+        await self._try(lambda: self._tables.insert(UNANSWERED, [row]), None)
+
+    async def find_unanswered(self, tenant: str, response_id: str) -> UnansweredResponse | None:
+        """Return a tenant's response that has no answer; None if it has none of that id.
+
+        Raises:
+            StoreUnavailableError: the store cannot be read.
+        """
+        sql = "SELECT facts, state, code, message FROM unanswered WHERE id = ? AND tenant = ?"
+        row = await self._run(lambda: self._row(sql, response_id, tenant))
+        return None if row is None else UnansweredResponse(_info(row[0]), *row[1:])
+
+    async def forget_unanswered(self, tenant: str, response_id: str) -> None:
+        """Forget that a response has no answer: it has one, or is deleted."""
+        sql = "DELETE FROM unanswered WHERE id = ? AND tenant = ?"
+        await self._try(lambda: self._db.execute(sql, (response_id, tenant)), None)
 
     # -------------------------------------------------------------------------------- requests
 

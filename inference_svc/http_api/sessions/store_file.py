@@ -88,8 +88,9 @@ RESPONSES = Table("responses", 9, "id")
 REQUESTS = Table("requests", 9, "id")
 INPUTS = Table("inputs", 5, "id")
 CHATS = Table("chats", 8, "id")
+UNANSWERED = Table("unanswered", 7, "id")
 SESSIONS = Table("sessions", 3, "tenant", "session")  # who takes a row takes the session, too
-PRUNED = (HISTORIES, RESPONSES, REQUESTS)
+PRUNED = (HISTORIES, RESPONSES, REQUESTS, UNANSWERED)
 
 
 @contextmanager
@@ -244,6 +245,11 @@ CREATE TABLE IF NOT EXISTS inputs (         -- of responses: their items, as JSO
 CREATE INDEX IF NOT EXISTS inputs_tenant ON inputs (tenant, used, size);
 CREATE TRIGGER IF NOT EXISTS inputs_go AFTER DELETE ON responses
     BEGIN DELETE FROM inputs WHERE id = OLD.id; END;
+CREATE TABLE IF NOT EXISTS unanswered (     -- responses in the background
+    id TEXT PRIMARY KEY, tenant TEXT NOT NULL, facts TEXT NOT NULL, state TEXT NOT NULL,
+    code TEXT NOT NULL, message TEXT NOT NULL, used INTEGER NOT NULL
+) WITHOUT ROWID, STRICT;
+CREATE INDEX IF NOT EXISTS unanswered_tenant ON unanswered (tenant, used);
 CREATE TABLE IF NOT EXISTS chats (          -- that clients asked to have stored, as JSON
     id TEXT PRIMARY KEY, tenant TEXT NOT NULL, model TEXT NOT NULL, metadata TEXT NOT NULL,
     completion TEXT NOT NULL, messages TEXT NOT NULL, size INTEGER NOT NULL, used INTEGER NOT NULL

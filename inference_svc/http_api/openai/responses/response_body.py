@@ -88,11 +88,11 @@ class ResponseBody(OpenAITurnBody):
         previous_response_id: id of the response that this one follows; "" if it follows none.
         include: names of what is shown beside the answer.
         truncation: OpenAI's name of the overflow policy; "": the service's.
+        background: whether it is computed while nobody waits.
     """
 
     refused: ClassVar[Mapping[str, Refused]] = {
         **OpenAITurnBody.refused,
-        "background": Refused((False,), "keep the connection open while it is answered"),
         "background_options": Refused((), "leave it out"),
         "access_programs": Refused((), "leave it out"),
         "image": Refused((), "the service reads text only"),
@@ -105,6 +105,7 @@ class ResponseBody(OpenAITurnBody):
 
     tool_kinds: ClassVar[frozenset[str]] = frozenset({FUNCTION, NAMESPACE})
 
+    background: bool = False
     input: InputItems = Field(default_factory=list)
     tools: ResponseTools = Field(default_factory=list)
     instructions: str = ""
@@ -132,6 +133,22 @@ class ResponseBody(OpenAITurnBody):
                 "both {path} and a session are named",
                 "name one of them: a response belongs to a session",
                 "previous_response_id",
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _be_found_again(self) -> Self:
+        """Check that what is computed in the background is all of it stored."""
+        if self.background and not self.store:
+            raise WrongMemberError(
+                "{path} goes with store: true", "leave one of them out", "background"
+            )
+        if self.background and self.shown_logprobs is not None:
+            raise WrongMemberError(
+                "log-probabilities are not stored, and {path} shows what is",
+                "leave one of them out",
+                "background",
+                UnsupportedValueError,
             )
         return self
 

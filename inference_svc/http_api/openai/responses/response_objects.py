@@ -2,7 +2,7 @@
 
 The events come in order and numbered:
 
-    created, in_progress, the items, completed | incomplete | failed
+    created, (in the background: queued,) in_progress, the items, completed | incomplete | failed
 
 Each item is a message, what was thought before it, or a call of a tool:
 
@@ -37,10 +37,12 @@ from inference_svc.http_api.sessions.lookup import ResponseInfo
 from inference_svc.http_api.token_text import TokenText
 from shared.types.errors import ReportedError
 
+QUEUED = "queued"
 IN_PROGRESS = "in_progress"
 COMPLETED = "completed"
 INCOMPLETE = "incomplete"
 FAILED = "failed"
+CANCELLED = "cancelled"
 
 Rows = list[dict[str, Any]]  # tokens with their log-probabilities
 
@@ -104,6 +106,9 @@ class ResponseObjects:
         token_text: writes tokens.
         reading: how its answer is read.
         top_logprobs: how many alternatives of each token; None: no log-probabilities.
+
+    Attributes:
+        session_id: see above; of a turn that is queued it may become known later.
     """
 
     def __init__(
@@ -116,7 +121,7 @@ class ResponseObjects:
         top_logprobs: int | None = None,
     ) -> None:
         self._id = response_id
-        self._session_id = session_id
+        self.session_id = session_id
         self._info = info
         self._token_text = token_text
         self._reader = reading.reader()
@@ -139,6 +144,12 @@ class ResponseObjects:
         yield self._event("response.created", {"response": response})
         yield self._event("response.in_progress", {"response": response})
 
+    def queued_opening(self) -> Iterator[dict[str, Any]]:
+        """Make the events of a turn in the background, which was queued and has begun."""
+        for kind, status in (("created", QUEUED), (QUEUED, QUEUED), (IN_PROGRESS, IN_PROGRESS)):
+            response = {**self.standing(status), "session_id": ""}  # it has none yet
+            yield self._event(f"response.{kind}", {"response": response})
+
     def piece(self, tokens: Sequence[AnswerToken]) -> Iterator[dict[str, Any]]:
         """Make the events of its next tokens; none if they show nothing."""
         self._add_rows(tokens)
@@ -158,7 +169,15 @@ class ResponseObjects:
         """Make the event of a turn that has failed."""
         found = error_object(error)
         said = {"code": found["code"], "message": found["message"]}
-        return self._event("response.failed", {"response": self._response(FAILED, [], error=said)})
+        return self._event("response.failed", {"response": self.standing(FAILED, said)})
+
+    def cancellation(self) -> dict[str, Any]:
+        """Make the last event of a response that was cancelled: OpenAI has none of its own."""
+        return self._event("response.failed", {"response": self.standing(CANCELLED)})
+
+    def standing(self, status: str, error: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """Make a response that has no answer, or none yet."""
+        return self._response(status, [], error=error)
 
     def _read(self, parts: Iterable[Part]) -> Iterator[dict[str, Any]]:
         for part in parts:
@@ -274,7 +293,7 @@ class ResponseObjects:
             "object": "response",
             "created_at": info.created_s,
             "status": status,
-            "background": False,
+            "background": info.is_background,
             "conversation": {"id": info.conversation_id} if info.conversation_id else None,
             "error": error,
             "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
@@ -296,7 +315,7 @@ class ResponseObjects:
             "top_p": info.top_p,
             "truncation": info.truncation,
             "usage": response_usage(usage, self._reader.num_thought) if usage else None,
-            "session_id": self._session_id,
+            "session_id": self.session_id,
         }
 
 
