@@ -39,6 +39,7 @@ from inference_svc.http_api.openai.conversations import (
 from inference_svc.http_api.openai.dialect import OPENAI
 from inference_svc.http_api.openai.embeddings import create_embeddings
 from inference_svc.http_api.openai.responses.background import BackgroundResponses
+from inference_svc.http_api.openai.responses.compaction import compact_response
 from inference_svc.http_api.openai.responses.input_tokens import count_input_tokens
 from inference_svc.http_api.openai.responses.responses import create_response
 from inference_svc.http_api.openai.responses.stored_input import list_input_items
@@ -218,6 +219,7 @@ def make_app(api: Api, outer: Sequence[Middleware] = ()) -> web.Application:
         ("chat/completions", create_chat),
         ("chat/completions/{id}", update_chat),
         ("responses", create_response),
+        ("responses/compact", compact_response),
         ("responses/input_tokens", count_input_tokens),
         ("responses/{id}/cancel", cancel_response),
         ("conversations", create_conversation),

@@ -89,7 +89,10 @@ class ResponseBody(OpenAITurnBody):
         include: names of what is shown beside the answer.
         truncation: OpenAI's name of the overflow policy; "": the service's.
         background: whether it is computed while nobody waits.
+        needs_input: whether what follows a response has to say anything.
     """
+
+    needs_input: ClassVar[bool] = True
 
     refused: ClassVar[Mapping[str, Refused]] = {
         **OpenAITurnBody.refused,
@@ -126,7 +129,8 @@ class ResponseBody(OpenAITurnBody):
                 "name one of them: a conversation goes on from its own end",
                 "conversation",
             )
-        if not self.input and not self.conversation_id:
+        follows = self.conversation_id or (self.previous_response_id and not self.needs_input)
+        if not self.input and not follows:
             raise WrongMemberError("{path} is missing", "send a string or messages", "input")
         if self.previous_response_id and self.session_id:
             raise WrongMemberError(

@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import structlog
 from aiohttp import web
@@ -34,6 +34,8 @@ from inference_svc.http_api.sessions.routing import HttpTurn
 
 MAX_KEPT = 16384  # characters of instructions, or tools, that GET shows again
 
+B = TypeVar("B", bound=ResponseBody)
+
 
 async def create_response(api: Api, request: web.Request) -> web.StreamResponse:
     """Answer an input: in a conversation, after another response, or as the first."""
@@ -44,13 +46,24 @@ async def create_response(api: Api, request: web.Request) -> web.StreamResponse:
             key = turn_request.repeat_key
             release = held.enter_context(api.holds.held(tenant, body.conversation_id, key))
             turn, info = await _going_on(api, turn_request, release)
-        elif body.previous_response_id:
-            turn, info = await _following(api, turn_request)
         else:
-            turn, info = _turn(api, turn_request, body.conversation, body.instructions)
+            turn, info = await response_turn(api, turn_request)
         if body.background:
             return await _begin(api, turn_request, turn, info, held.pop_all().close)
         return await _answer(api, turn_request, turn, info)
+
+
+async def response_turn(api: Api, turn_request: TurnRequest[B]) -> tuple[HttpTurn, ResponseInfo]:
+    """Make the turn of a request that is of no conversation.
+
+    Raises:
+        UnknownResponseError: the response that it follows is not there.
+        RequestError: the instructions are others than that has.
+    """
+    body = turn_request.body
+    if body.previous_response_id:
+        return await _following(api, turn_request)
+    return _turn(api, turn_request, body.conversation, body.instructions)
 
 
 async def _answer(
@@ -97,9 +110,7 @@ async def _begin(
     return await send_events(turn_request.request, api.settings, followed, headers)
 
 
-async def _following(
-    api: Api, turn_request: TurnRequest[ResponseBody]
-) -> tuple[HttpTurn, ResponseInfo]:
+async def _following(api: Api, turn_request: TurnRequest[B]) -> tuple[HttpTurn, ResponseInfo]:
     """Make the turn of a request that follows a response.
 
     Raises:
@@ -122,7 +133,7 @@ async def _following(
     return replace(turn, previous=previous, info=info if body.store else None), info
 
 
-def _check_instructions(turn_request: TurnRequest[ResponseBody], previous: StoredResponse) -> None:
+def _check_instructions(turn_request: TurnRequest[B], previous: StoredResponse) -> None:
     """Check that a session keeps the instructions that it began with.
 
     Raises:
@@ -187,7 +198,7 @@ async def _going_on(
 
 def _turn(
     api: Api,
-    turn_request: TurnRequest[ResponseBody],
+    turn_request: TurnRequest[B],
     messages: tuple[Message, ...],
     instructions: str,
 ) -> tuple[HttpTurn, ResponseInfo]:
