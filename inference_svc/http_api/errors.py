@@ -189,6 +189,60 @@ def unknown_conversation(conversation_id: str) -> UnknownConversationError:
     )
 
 
+_PATHS = (
+    "use /v1/chat/completions, /v1/completions, /v1/responses, /v1/conversations, /v1/embeddings,"
+    " /v1/messages or /v1/models"
+)
+_TEXT_ONLY = "the service reads and writes text only"
+_NO_FILES = "the service keeps no files: send the text itself"
+_NO_BATCHES = "send the requests themselves, at once: they are computed together"
+_NO_STORES = "search where your texts are, and send what was found"
+_NO_AGENTS = "agents run at their client: use /v1/responses, or /v1/messages, with tools"
+_NO_TRAINING = "train elsewhere, and serve the model's directory"
+_NO_ADMIN = "tenants, clients and limits are in inference-svc.toml; inference-svc top shows the use"
+# What to do instead, by the beginning of a path of a vendor's other products; the longest counts.
+_INSTEAD: Mapping[str, str] = {
+    "agents": _NO_AGENTS,
+    "assistants": _NO_AGENTS,
+    "audio": _TEXT_ONLY,
+    "batches": _NO_BATCHES,
+    "chatkit": _NO_AGENTS,
+    "containers": _NO_AGENTS,
+    "dreams": _NO_AGENTS,
+    "deployments": _NO_AGENTS,
+    "deployment_runs": _NO_AGENTS,
+    "environments": _NO_AGENTS,
+    "evals": "run them at their client, against the paths that there are",
+    "files": _NO_FILES,
+    "fine_tuning": _NO_TRAINING,
+    "images": _TEXT_ONLY,
+    "live": _TEXT_ONLY,
+    "memory_stores": _NO_STORES,
+    "messages/batches": _NO_BATCHES,
+    "moderations": "the service does not moderate",
+    "organization": _NO_ADMIN,
+    "organizations": _NO_ADMIN,
+    "projects": _NO_ADMIN,
+    "realtime": _TEXT_ONLY,
+    "sessions": _NO_AGENTS,
+    "skills": _NO_AGENTS,
+    "threads": "use /v1/conversations and /v1/responses",
+    "uploads": _NO_FILES,
+    "user_profiles": _NO_ADMIN,
+    "vaults": _NO_ADMIN,
+    "vector_stores": _NO_STORES,
+    "videos": _TEXT_ONLY,
+    "webhooks": "follow a response, or retrieve it: nobody is called",
+}
+
+
+def unknown_url(path: str) -> UnknownUrlError:
+    """Make the error of a path where nothing is served, with what there is instead."""
+    parts = path.removeprefix("/v1/").split("/")
+    instead = _INSTEAD.get("/".join(parts[:2])) or _INSTEAD.get(parts[0]) or _PATHS
+    return UnknownUrlError(f"nothing is served at {path[:80]!r}", instead)
+
+
 def status_of(error: ReportedError) -> int:
     """Return the HTTP status of an error."""
     return _STATUS_BY_REASON.get(error.reason) or _STATUS_BY_CODE.get(error.grpc_code, 500)

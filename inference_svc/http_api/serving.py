@@ -23,7 +23,7 @@ from inference_svc.http_api.anthropic.messages import count_tokens, create_messa
 from inference_svc.http_api.api import Api
 from inference_svc.http_api.cross_origin import answering_preflights, is_allowed, naming_origins
 from inference_svc.http_api.dialect import Dialect, ServedModel
-from inference_svc.http_api.errors import MethodNotAllowedError, UnknownUrlError
+from inference_svc.http_api.errors import MethodNotAllowedError, unknown_url
 from inference_svc.http_api.openai.chats import create_chat
 from inference_svc.http_api.openai.completions import create_completion
 from inference_svc.http_api.openai.conversations import (
@@ -254,12 +254,6 @@ def make_app(api: Api, outer: Sequence[Middleware] = ()) -> web.Application:
     return app
 
 
-_PATHS = (
-    "use /v1/chat/completions, /v1/completions, /v1/responses, /v1/conversations, /v1/messages"
-    " or /v1/models"
-)
-
-
 async def _models(api: Api, request: web.Request) -> web.Response:
     return reply(_dialect(request).models(api.model))
 
@@ -294,7 +288,7 @@ def _as_reported(request: web.Request, error: Exception) -> ReportedError:
             f"use {' or '.join(sorted(error.allowed_methods))}",
         )
     if isinstance(error, web.HTTPException):
-        return UnknownUrlError(f"nothing is served at {request.path[:80]!r}", _PATHS)
+        return unknown_url(request.path)
     return reported(error)
 
 

@@ -14,6 +14,7 @@ from inference_svc.http_api.openai.responses.response_body import check_included
 
 DEFAULT_LIMIT, MAX_LIMIT = 20, 100  # OpenAI's
 INCLUDE = frozenset({"include", "include[]"})  # clients write lists in either way
+BETA = "beta"  # what OpenAI's client says of itself where it calls a path by its other name
 ASCENDING, DESCENDING = ORDERS = ("asc", "desc")
 
 
@@ -98,7 +99,7 @@ def check_query(request: web.Request, *names: str) -> None:
     """
     query = request.query
     for name in query:
-        if name not in {*names, *INCLUDE}:
+        if name not in {*names, *INCLUDE, BETA}:
             raise UnknownParameterError(
                 f"there is no parameter {name[:80]!r}", "leave it out", name[:80]
             )

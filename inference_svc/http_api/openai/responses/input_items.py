@@ -87,8 +87,8 @@ def _unpacked(given: str) -> tuple[str, str]:
     try:
         found = json.loads(base64.b64decode(given.removeprefix(PACKED), validate=True))
         asked, summary = found["asked"], found["summary"]
-        "".join((asked, summary)).encode()  # half a character is no text
-    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        (asked + summary).encode()  # they are texts, of whole characters
+    except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
         raise WrongMemberError(
             "{path} was not made by POST /v1/responses/compact here",
             "send the item as it was answered, or the conversation that it sums up",
