@@ -7,9 +7,9 @@ from aiohttp import web
 
 from inference_svc.http_api.bodies.body import FOREIGN, Body, ModelBody, TurnBody, decode
 from inference_svc.http_api.dialect import ServedModel
-from inference_svc.http_api.openai.responses.background import BackgroundResponses
 from inference_svc.http_api.requests import B, JsonBody, RequestSlots, TurnRequest, caller_of
 from inference_svc.http_api.sessions.answers import Answers
+from inference_svc.http_api.sessions.background import BackgroundResponses
 from inference_svc.http_api.sessions.completion import Completion
 from inference_svc.http_api.sessions.conversations import Holds
 from inference_svc.http_api.sessions.store import ApiStore

@@ -38,7 +38,6 @@ from inference_svc.http_api.openai.conversations import (
 )
 from inference_svc.http_api.openai.dialect import OPENAI
 from inference_svc.http_api.openai.embeddings import create_embeddings
-from inference_svc.http_api.openai.responses.background import BackgroundResponses
 from inference_svc.http_api.openai.responses.compaction import compact_response
 from inference_svc.http_api.openai.responses.input_tokens import count_input_tokens
 from inference_svc.http_api.openai.responses.responses import create_response
@@ -58,6 +57,7 @@ from inference_svc.http_api.openai.stored_chats import (
 from inference_svc.http_api.replies import refusal, reply, reported
 from inference_svc.http_api.requests import RequestSlots, expect_nothing_yet
 from inference_svc.http_api.sessions.answers import Answers
+from inference_svc.http_api.sessions.background import BackgroundResponses
 from inference_svc.http_api.sessions.completion import Completion
 from inference_svc.http_api.sessions.conversations import Holds
 from inference_svc.http_api.sessions.store import ApiStore
@@ -180,7 +180,7 @@ def _api(
         store=store,
         completion=completion,
         answers=answers,
-        background=BackgroundResponses(answers, store, settings.openai.max_requests),
+        background=BackgroundResponses(answers, store, settings.openai.max_requests, reported),
         slots=RequestSlots(settings.openai),
         holds=Holds(),
         book=book,

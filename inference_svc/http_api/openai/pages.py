@@ -3,15 +3,20 @@
 *Source:* OpenAI API reference, the lists of input items, conversations' items and chats.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from aiohttp import web
 
-from inference_svc.http_api.errors import RequestError, UnknownParameterError
-from inference_svc.http_api.openai.responses.response_body import check_included
+from inference_svc.http_api.errors import (
+    RequestError,
+    UnknownParameterError,
+    UnsupportedValueError,
+)
 
+LOGPROBS = "message.output_text.logprobs"  # of `include`
+REASONING = "reasoning.encrypted_content"  # likewise: there is none, what is thought is readable
 DEFAULT_LIMIT, MAX_LIMIT = 20, 100  # OpenAI's
 INCLUDE = frozenset({"include", "include[]"})  # clients write lists in either way
 BETA = "beta"  # what OpenAI's client says of itself where it calls a path by its other name
@@ -104,3 +109,16 @@ def check_query(request: web.Request, *names: str) -> None:
                 f"there is no parameter {name[:80]!r}", "leave it out", name[:80]
             )
     check_included(value for name in INCLUDE for value in query.getall(name, ()))
+
+
+def check_included(names: Iterable[object]) -> None:
+    """Refuse what is not there to be shown beside a response.
+
+    Raises:
+        UnsupportedValueError: naming the first.
+    """
+    for name in names:
+        if name not in (LOGPROBS, REASONING):  # whatever a client sends need not be hashable
+            raise UnsupportedValueError(
+                f"include {str(name)[:60]!r} is not supported", f"send {LOGPROBS!r} only", "include"
+            )

@@ -8,6 +8,9 @@ from inference_svc.core.chat import ChoiceKind, Tool, ToolUse
 from inference_svc.core.misses import Resembled
 from inference_svc.core.turn_record import Finished
 
+# How a response stands that has no answer.
+QUEUED, IN_PROGRESS, FAILED, CANCELLED = "queued", "in_progress", "failed", "cancelled"
+
 
 @dataclass(frozen=True)
 class Point:
@@ -117,7 +120,7 @@ class UnansweredResponse:
     """
 
     info: ResponseInfo
-    state: str = "queued"
+    state: str = QUEUED
     code: str = ""
     message: str = ""
 

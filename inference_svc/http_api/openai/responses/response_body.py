@@ -3,7 +3,7 @@
 *Source:* OpenAI API reference, "Responses".
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
@@ -15,12 +15,10 @@ from inference_svc.http_api.bodies.body import Body, Count, Refused, WrongMember
 from inference_svc.http_api.bodies.formats import FlatFormat
 from inference_svc.http_api.bodies.template import Effort
 from inference_svc.http_api.errors import UnsupportedValueError
+from inference_svc.http_api.openai.pages import LOGPROBS, check_included
 from inference_svc.http_api.openai.responses.input_items import InputItems, messages_of
 from inference_svc.http_api.openai.tools import FUNCTION, NAMESPACE, ResponseTools
 from inference_svc.http_api.openai.turn_body import OpenAITurnBody
-
-LOGPROBS = "message.output_text.logprobs"  # of `include`
-REASONING = "reasoning.encrypted_content"  # likewise: there is none, what is thought is readable
 
 
 class TextOptions(Body):
@@ -54,19 +52,6 @@ def _include(given: Any) -> Any:
     except UnsupportedValueError as error:
         raise WrongMemberError(error.message, error.remedy, kind=type(error)) from error
     return given
-
-
-def check_included(names: Iterable[object]) -> None:
-    """Refuse what is not there to be shown beside a response.
-
-    Raises:
-        UnsupportedValueError: naming the first.
-    """
-    for name in names:
-        if name not in (LOGPROBS, REASONING):  # whatever a client sends need not be hashable
-            raise UnsupportedValueError(
-                f"include {str(name)[:60]!r} is not supported", f"send {LOGPROBS!r} only", "include"
-            )
 
 
 def _conversation(given: Any) -> Any:

@@ -33,16 +33,18 @@ from inference_svc.core.turn_record import Finished, Started, Usage
 from inference_svc.http_api.answer_parts import Reading
 from inference_svc.http_api.cache_misses import shown_miss
 from inference_svc.http_api.openai.dialect import error_object
-from inference_svc.http_api.sessions.lookup import ResponseInfo
+from inference_svc.http_api.sessions.lookup import (
+    CANCELLED,
+    FAILED,
+    IN_PROGRESS,
+    QUEUED,
+    ResponseInfo,
+)
 from inference_svc.http_api.token_text import TokenText
 from shared.types.errors import ReportedError
 
-QUEUED = "queued"
-IN_PROGRESS = "in_progress"
 COMPLETED = "completed"
 INCOMPLETE = "incomplete"
-FAILED = "failed"
-CANCELLED = "cancelled"
 
 Rows = list[dict[str, Any]]  # tokens with their log-probabilities
 

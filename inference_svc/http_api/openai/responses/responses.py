@@ -17,7 +17,7 @@ from inference_svc.core.turn_record import Finished
 from inference_svc.http_api.api import Api
 from inference_svc.http_api.bodies.conversation import with_names
 from inference_svc.http_api.errors import RequestError
-from inference_svc.http_api.openai.responses.background import Following, Running
+from inference_svc.http_api.openai.responses.background import Following
 from inference_svc.http_api.openai.responses.conversation_turns import going_on
 from inference_svc.http_api.openai.responses.input_items import objects_of, with_ids
 from inference_svc.http_api.openai.responses.response_body import ResponseBody
@@ -29,6 +29,7 @@ from inference_svc.http_api.openai.responses.stored_response import (
 )
 from inference_svc.http_api.replies import OneAnswer, reply, send_events, send_reply
 from inference_svc.http_api.requests import REQUEST_IDS, TurnRequest
+from inference_svc.http_api.sessions.background import Running
 from inference_svc.http_api.sessions.lookup import ConversationTurn, ResponseInfo, StoredResponse
 from inference_svc.http_api.sessions.routing import HttpTurn
 
