@@ -474,7 +474,10 @@ async def message_by_a_tool_runner(client, model):
 @of_anthropic("beta.messages.thread")
 async def message_in_a_thread(client, model):
     thread = client.beta.messages.thread(
-        model=model, max_tokens=8, messages=ASKED, unsupported_request_behavior="continue_unthreaded"
+        model=model,
+        max_tokens=8,
+        messages=ASKED,
+        unsupported_request_behavior="continue_unthreaded",
     )
     assert (await thread.send()).stop_reason in {"end_turn", "max_tokens"}
 
