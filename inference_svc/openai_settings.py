@@ -63,6 +63,8 @@ class OpenAISettings(Section):
         max_remembered: bound of the stored histories, and of the stored responses; the oldest are
             deleted first, of the tenant that has the most.
         kept_input_bytes: bound of the inputs of stored responses, together; likewise. 0: none.
+        stored_chat_bytes: bound of the chats whose requests say `store: true`, together; likewise.
+            0: none is stored.
         conversation_bytes: bound of each tenant's conversations, which stay until they are deleted;
             what would be more is refused. 0: there are none.
     """
@@ -89,6 +91,7 @@ class OpenAISettings(Section):
     subagent_idle_s: Duration = Field(default=900.0, gt=0, le=7 * 86400)
     max_remembered: int = Field(default=100_000, ge=16)
     kept_input_bytes: ByteSize = Field(default=256 * MIB, ge=0)
+    stored_chat_bytes: ByteSize = Field(default=256 * MIB, ge=0)
     conversation_bytes: ByteSize = Field(default=256 * MIB, ge=0)
 
     @field_validator("cors_origins")

@@ -7,6 +7,7 @@ from enum import StrEnum
 from typing import Any
 
 from inference_svc.core.errors import InvalidTurnError
+from inference_svc.core.json_stream import closed
 
 ASSISTANT = "assistant"
 SYSTEM = "system"
@@ -47,19 +48,25 @@ class ToolCall:
 
     Attributes:
         name: the tool's.
-        arguments: JSON of an object.
+        arguments: JSON of an object; of a call that was cut, its beginning.
         call_id: the id that its result names; "" before it has one.
+        is_cut: whether the answer ended before the arguments did.
     """
 
     name: str
     arguments: str
     call_id: str = ""
+    is_cut: bool = False
 
     @property
     def values(self) -> dict[str, Any]:
-        """The arguments by name."""
-        found: dict[str, Any] = json.loads(self.arguments)
+        """The arguments by name, as far as they are complete."""
+        found: dict[str, Any] = json.loads(self._whole)
         return found
+
+    @property
+    def _whole(self) -> str:
+        return closed(self.arguments) if self.is_cut else self.arguments
 
     def as_template(self) -> dict[str, Any]:
         """Return the call as chat templates take it."""

@@ -1,11 +1,21 @@
 """An answer as its client reads it: text, what was thought, and calls of tools with their ids."""
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 
 from inference_svc.core.answers import AnswerToken
 from inference_svc.core.chat import ASSISTANT, Message, ToolCall, ToolUse
-from inference_svc.core.tools.reader import AnswerReader, Part, ReadAnswer, joined, summed
+from inference_svc.core.tools.forced import ForcedReader
+from inference_svc.core.tools.reader import (
+    AnswerReader,
+    CallArguments,
+    CallBegun,
+    CallEnded,
+    Part,
+    ReadAnswer,
+    joined,
+    summed,
+)
 from inference_svc.core.tools.registry import PLAIN, ToolFormat
 from inference_svc.core.tools.thoughts import ThoughtMarks, ThoughtReader
 
@@ -21,6 +31,7 @@ class Reading:
         thoughts: the marks around what the model thinks; None: it has none.
         beginning: of the answer, in the client's words: it is none of what is read, and no thought
             can follow it. "": it begins with the model's.
+        heads: what an answer that has to be a call has before the arguments, by the tool's name.
     """
 
     tool_format: ToolFormat = PLAIN
@@ -28,6 +39,7 @@ class Reading:
     call_id: Callable[[int], str] = "call_{}".format
     thoughts: ThoughtMarks | None = None
     beginning: str = ""
+    heads: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def marks(self) -> frozenset[str]:
@@ -39,6 +51,8 @@ class Reading:
         made: AnswerReader = self._format.reader(self._names, self.use.most_calls)
         if self._thoughts is not None:
             made = ThoughtReader(self._thoughts, made)
+        if self.heads:
+            made = ForcedReader(self.heads, made)
         return PartsReader(made, self.call_id)
 
     def whole(self, text: str) -> ReadAnswer:
@@ -99,8 +113,17 @@ class PartsReader:
         return self._named(self._reader.end())
 
     def _named(self, parts: Iterable[Part]) -> list[Part]:
-        return [self._with_id(part) if isinstance(part, ToolCall) else part for part in parts]
+        return [shown for part in parts for shown in self._shown(part)]
 
-    def _with_id(self, call: ToolCall) -> ToolCall:
+    def _shown(self, part: Part) -> Iterator[Part]:
+        """Yield a part; a call as what it is of, with its id."""
+        if isinstance(part, ToolCall):
+            yield self._begun(part.name)
+            yield CallArguments(part.arguments)
+            yield CallEnded()
+        else:
+            yield self._begun(part.name) if isinstance(part, CallBegun) else part
+
+    def _begun(self, name: str) -> CallBegun:
         self.num_calls += 1
-        return replace(call, call_id=self._call_id(self.num_calls - 1))
+        return CallBegun(name, self._call_id(self.num_calls - 1))

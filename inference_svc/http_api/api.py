@@ -9,6 +9,7 @@ from inference_svc.http_api.bodies.body import FOREIGN, Body, ModelBody, TurnBod
 from inference_svc.http_api.dialect import ServedModel
 from inference_svc.http_api.requests import B, JsonBody, RequestSlots, TurnRequest, caller_of
 from inference_svc.http_api.sessions.answers import Answers
+from inference_svc.http_api.sessions.background import BackgroundResponses
 from inference_svc.http_api.sessions.completion import Completion
 from inference_svc.http_api.sessions.conversations import Holds
 from inference_svc.http_api.sessions.store import ApiStore
@@ -27,6 +28,7 @@ class Api:
 
     Attributes:
         holds: who changes which conversation.
+        background: responses that are computed while nobody waits.
         own: identity of callers on a Unix socket of the API.
         local: identity of callers from this machine at its ports, as long as there are no clients;
             None: they need an account.
@@ -41,6 +43,7 @@ class Api:
     answers: Answers
     slots: RequestSlots
     holds: Holds
+    background: BackgroundResponses
     book: ClientBook
     own: Identity
     local: Identity | None

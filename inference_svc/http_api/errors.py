@@ -5,8 +5,8 @@ Its message ends with the remedy, and its code is the error's reason.
 
 InvalidInputError   invalid_value, unsupported_value, unknown_parameter, invalid_json
 NotFoundError       model_not_found, response_not_found, input_not_kept, conversation_not_found,
-                    item_not_found, unknown_url
-StateError          history_unknown
+                    item_not_found, chat_not_found, unknown_url
+StateError          history_unknown, response_not_complete
 ExhaustedError      too_many_requests, conversations_full
 DeadlineError       request_timeout
 ReportedError       request_too_large, method_not_allowed
@@ -109,6 +109,12 @@ class UnknownItemError(NotFoundError):
     reason = "item_not_found"
 
 
+class UnknownChatError(NotFoundError):
+    """No such chat was stored, or it is another tenant's."""
+
+    reason = "chat_not_found"
+
+
 class UnknownUrlError(NotFoundError):
     """Nothing is served there."""
 
@@ -119,6 +125,12 @@ class UnknownHistoryError(StateError):
     """A session was named, and the messages have another history than the session."""
 
     reason = "history_unknown"
+
+
+class UnfinishedResponseError(StateError):
+    """A response in the background that has no answer yet."""
+
+    reason = "response_not_complete"
 
 
 class TooManyRequestsError(ExhaustedError):
@@ -161,12 +173,74 @@ def unknown_response(response_id: str) -> UnknownResponseError:
     )
 
 
+def unfinished_response(response_id: str) -> UnfinishedResponseError:
+    """Make the error of a response in the background that is needed, and has no answer yet."""
+    return UnfinishedResponseError(
+        f"the response {response_id[:80]!r} is not complete",
+        "retrieve it until it is, or cancel it",
+    )
+
+
 def unknown_conversation(conversation_id: str) -> UnknownConversationError:
     """Make the error of a conversation that is not there; another tenant's is not there either."""
     return UnknownConversationError(
         f"there is no conversation {conversation_id[:80]!r}",
         "check its id, or begin one with POST /v1/conversations",
     )
+
+
+_PATHS = (
+    "use /v1/chat/completions, /v1/completions, /v1/responses, /v1/conversations, /v1/embeddings,"
+    " /v1/messages or /v1/models"
+)
+_TEXT_ONLY = "the service reads and writes text only"
+_NO_FILES = "the service keeps no files: send the text itself"
+_NO_BATCHES = "send the requests themselves, at once: they are computed together"
+_NO_STORES = "search where your texts are, and send what was found"
+_NO_AGENTS = "agents run at their client: use /v1/responses, or /v1/messages, with tools"
+_NO_TRAINING = "train elsewhere, and serve the model's directory"
+_NO_ADMIN = "tenants, clients and limits are in inference-svc.toml; inference-svc top shows the use"
+# What to do instead, by the beginning of a path of a vendor's other products; the longest counts.
+_INSTEAD: Mapping[str, str] = {
+    "agents": _NO_AGENTS,
+    "assistants": _NO_AGENTS,
+    "audio": _TEXT_ONLY,
+    "batches": _NO_BATCHES,
+    "chatkit": _NO_AGENTS,
+    "containers": _NO_AGENTS,
+    "dreams": _NO_AGENTS,
+    "deployments": _NO_AGENTS,
+    "deployment_runs": _NO_AGENTS,
+    "environments": _NO_AGENTS,
+    "evals": "run them at their client, against the paths that there are",
+    "files": _NO_FILES,
+    "fine_tuning": _NO_TRAINING,
+    "images": _TEXT_ONLY,
+    "live": _TEXT_ONLY,
+    "memory_stores": _NO_STORES,
+    "messages/batches": _NO_BATCHES,
+    "moderations": "the service does not moderate",
+    "organization": _NO_ADMIN,
+    "organizations": _NO_ADMIN,
+    "projects": _NO_ADMIN,
+    "realtime": _TEXT_ONLY,
+    "sessions": _NO_AGENTS,
+    "skills": _NO_AGENTS,
+    "threads": "use /v1/conversations and /v1/responses",
+    "uploads": _NO_FILES,
+    "user_profiles": _NO_ADMIN,
+    "vaults": _NO_ADMIN,
+    "vector_stores": _NO_STORES,
+    "videos": _TEXT_ONLY,
+    "webhooks": "follow a response, or retrieve it: nobody is called",
+}
+
+
+def unknown_url(path: str) -> UnknownUrlError:
+    """Make the error of a path where nothing is served, with what there is instead."""
+    parts = path.removeprefix("/v1/").split("/")
+    instead = _INSTEAD.get("/".join(parts[:2])) or _INSTEAD.get(parts[0]) or _PATHS
+    return UnknownUrlError(f"nothing is served at {path[:80]!r}", instead)
 
 
 def status_of(error: ReportedError) -> int:

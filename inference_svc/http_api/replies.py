@@ -18,6 +18,7 @@ from inference_svc.http_api.errors import error_headers, status_of
 from inference_svc.http_api.requests import REQUEST_IDS, SESSION, B, TurnRequest
 from inference_svc.http_api.sessions.answers import LiveAnswer
 from inference_svc.http_api.sessions.routing import HttpTurn
+from inference_svc.openai_settings import OpenAISettings
 from shared.process.log import get_logger
 from shared.serving.grpc_status import InternalError
 from shared.types.errors import ReportedError
@@ -52,24 +53,29 @@ class AnswerObjects(Protocol):
         """Make the event of a turn that failed."""
 
 
-class Reply(Protocol):
-    """What a request is answered with, in the words of its API.
-
-    Attributes:
-        session_id: the session that is answered in; the first, of several.
-    """
+class Streamed(Protocol):
+    """What a request is answered with as a stream, in the words of its API."""
 
     stream_end: ClassVar[bytes]  # after its last event
-    session_id: str
-
-    async def whole(self) -> Mapping[str, Any]:
-        """Return all of it, once it is complete."""
 
     def events(self) -> AsyncGenerator[Mapping[str, Any], None]:
         """Yield the events of a stream."""
 
     def failure(self, error: ReportedError) -> Mapping[str, Any]:
         """Make the last event of a stream that fails."""
+
+
+class Reply(Streamed, Protocol):
+    """What a request is answered with, whole or as a stream.
+
+    Attributes:
+        session_id: the session that is answered in; the first, of several.
+    """
+
+    session_id: str
+
+    async def whole(self) -> Mapping[str, Any]:
+        """Return all of it, once it is complete."""
 
 
 class OneAnswer:
@@ -125,8 +131,24 @@ async def send_reply(
     )
     if not turn_request.body.stream:
         return reply(await answered.whole(), headers)
-    settings = turn_request.settings
-    stream = EventStream(turn_request.request, settings.write_s)
+    return await send_events(turn_request.request, turn_request.settings, answered, headers)
+
+
+async def send_events(
+    request: web.Request,
+    settings: OpenAISettings,
+    answered: Streamed,
+    headers: Mapping[str, str],
+) -> web.StreamResponse:
+    """Send the events of a reply.
+
+    Args:
+        request: the request that is answered.
+        settings: the section [openai].
+        answered: the reply.
+        headers: beside those of every stream.
+    """
+    stream = EventStream(request, settings.write_s)
     await stream.open(headers)
     try:
         async with stream.pinged(settings.ping_s), aclosing(answered.events()) as events:

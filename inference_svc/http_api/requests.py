@@ -243,9 +243,8 @@ class TurnRequest(Generic[B]):
         """Return how the answer of a turn is read; the ids of its calls follow from the turn's."""
         call_id = self.chain.call_ids(request_id, self.body.call_prefix)
         gateway, body = self.gateway, self.body
-        return Reading(
-            gateway.tool_format, body.tool_use, call_id, gateway.thoughts, body.beginning
-        )
+        use, heads = body.tool_use, gateway.heads_of_calls(body.tool_use)
+        return Reading(gateway.tool_format, use, call_id, gateway.thoughts, body.beginning, heads)
 
     def _named(self, messages: tuple[Message, ...]) -> tuple[Message, ...]:
         """Return messages without names that nobody would read: they make no other history."""

@@ -23,7 +23,7 @@ from inference_svc.http_api.anthropic.messages import count_tokens, create_messa
 from inference_svc.http_api.api import Api
 from inference_svc.http_api.cross_origin import answering_preflights, is_allowed, naming_origins
 from inference_svc.http_api.dialect import Dialect, ServedModel
-from inference_svc.http_api.errors import MethodNotAllowedError, UnknownUrlError
+from inference_svc.http_api.errors import MethodNotAllowedError, unknown_url
 from inference_svc.http_api.openai.chats import create_chat
 from inference_svc.http_api.openai.completions import create_completion
 from inference_svc.http_api.openai.conversations import (
@@ -38,16 +38,26 @@ from inference_svc.http_api.openai.conversations import (
 )
 from inference_svc.http_api.openai.dialect import OPENAI
 from inference_svc.http_api.openai.embeddings import create_embeddings
+from inference_svc.http_api.openai.responses.compaction import compact_response
 from inference_svc.http_api.openai.responses.input_tokens import count_input_tokens
-from inference_svc.http_api.openai.responses.responses import (
-    create_response,
+from inference_svc.http_api.openai.responses.responses import create_response
+from inference_svc.http_api.openai.responses.stored_input import list_input_items
+from inference_svc.http_api.openai.responses.stored_response import (
+    cancel_response,
     delete_response,
     show_response,
 )
-from inference_svc.http_api.openai.responses.stored_input import list_input_items
+from inference_svc.http_api.openai.stored_chats import (
+    delete_chat,
+    list_chat_messages,
+    list_chats,
+    show_chat,
+    update_chat,
+)
 from inference_svc.http_api.replies import refusal, reply, reported
 from inference_svc.http_api.requests import RequestSlots, expect_nothing_yet
 from inference_svc.http_api.sessions.answers import Answers
+from inference_svc.http_api.sessions.background import BackgroundResponses
 from inference_svc.http_api.sessions.completion import Completion
 from inference_svc.http_api.sessions.conversations import Holds
 from inference_svc.http_api.sessions.store import ApiStore
@@ -107,6 +117,7 @@ async def serving_openai(
         settings.openai.max_remembered,
         settings.openai.kept_input_bytes,
         settings.openai.conversation_bytes,
+        settings.openai.stored_chat_bytes,
     )
     try:
         api = _api(settings, gateway, tokenizer, book, store)
@@ -120,7 +131,7 @@ async def serving_openai(
             bounds=settings.openai.bounds,
             metrics=connections,
         )
-        gateway.on_deletion(api.completion.forget_inputs)
+        gateway.on_deletion(api.completion.forget_texts)
         gateway.on_deletion(api.completion.forget_conversation)
         tidying = asyncio.create_task(api.completion.run())
         try:
@@ -132,6 +143,7 @@ async def serving_openai(
             yield
         finally:
             await server.stop(STOP_GRACE_S)
+            await api.background.close()
             tidying.cancel()
             await asyncio.wait({tidying})
     finally:
@@ -153,6 +165,7 @@ def _api(
         settings.openai.max_sessions,
         settings.openai.subagent_idle_s,
     )
+    answers = Answers(gateway, store, completion)
     return Api(
         settings=settings.openai,
         gateway=gateway,
@@ -166,7 +179,8 @@ def _api(
         token_text=TokenText(tokenizer),
         store=store,
         completion=completion,
-        answers=Answers(gateway, store, completion),
+        answers=answers,
+        background=BackgroundResponses(answers, store, settings.openai.max_requests, reported),
         slots=RequestSlots(settings.openai),
         holds=Holds(),
         book=book,
@@ -203,8 +217,11 @@ def make_app(api: Api, outer: Sequence[Middleware] = ()) -> web.Application:
     routes = app.router
     for path, create in (
         ("chat/completions", create_chat),
+        ("chat/completions/{id}", update_chat),
         ("responses", create_response),
+        ("responses/compact", compact_response),
         ("responses/input_tokens", count_input_tokens),
+        ("responses/{id}/cancel", cancel_response),
         ("conversations", create_conversation),
         ("conversations/{id}", update_conversation),
         ("conversations/{id}/items", add_items),
@@ -219,6 +236,10 @@ def make_app(api: Api, outer: Sequence[Middleware] = ()) -> web.Application:
     routes.add_get("/v1/responses/{id}", partial(show_response, api))
     routes.add_get("/v1/responses/{id}/input_items", partial(list_input_items, api))
     routes.add_delete("/v1/responses/{id}", partial(delete_response, api))
+    routes.add_get("/v1/chat/completions", partial(list_chats, api))
+    routes.add_get("/v1/chat/completions/{id}", partial(show_chat, api))
+    routes.add_get("/v1/chat/completions/{id}/messages", partial(list_chat_messages, api))
+    routes.add_delete("/v1/chat/completions/{id}", partial(delete_chat, api))
     for path, show, delete in (
         ("", show_conversation, delete_conversation),
         ("/items/{item}", show_item, delete_item),
@@ -231,12 +252,6 @@ def make_app(api: Api, outer: Sequence[Middleware] = ()) -> web.Application:
     routes.add_get("/v1/models", partial(_models, api))
     routes.add_get("/v1/models/{id:.+}", partial(_model, api))
     return app
-
-
-_PATHS = (
-    "use /v1/chat/completions, /v1/completions, /v1/responses, /v1/conversations, /v1/messages"
-    " or /v1/models"
-)
 
 
 async def _models(api: Api, request: web.Request) -> web.Response:
@@ -273,7 +288,7 @@ def _as_reported(request: web.Request, error: Exception) -> ReportedError:
             f"use {' or '.join(sorted(error.allowed_methods))}",
         )
     if isinstance(error, web.HTTPException):
-        return UnknownUrlError(f"nothing is served at {request.path[:80]!r}", _PATHS)
+        return unknown_url(request.path)
     return reported(error)
 
 

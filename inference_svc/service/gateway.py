@@ -10,7 +10,7 @@ import uuid
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 
-from inference_svc.core.chat import Tool
+from inference_svc.core.chat import Tool, ToolUse
 from inference_svc.core.counters import Counters
 from inference_svc.core.grammar import Grammar
 from inference_svc.core.submission import (
@@ -229,6 +229,15 @@ class Gateway:
             NoChatTemplateError: the model has no usable template.
         """
         return self._text.grammar_of_call(tools)
+
+    def heads_of_calls(self, use: ToolUse) -> dict[str, str]:
+        """Return what an answer that has to be a call has before the arguments, by the tool's name.
+
+        Returns:
+            Nothing, if it need not be one.
+        """
+        names = [tool.name for tool in use.callable_tools]
+        return self._text.heads_of_calls(names) if use.is_forced else {}
 
     async def submit(
         self,

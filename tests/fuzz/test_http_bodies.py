@@ -17,8 +17,15 @@ from inference_svc.http_api.openai.conversations import (
 )
 from inference_svc.http_api.openai.dialect import error_object
 from inference_svc.http_api.openai.embeddings import EmbeddingsBody
-from inference_svc.http_api.openai.responses.input_items import messages_of, objects_of, with_ids
+from inference_svc.http_api.openai.responses.compaction import CompactBody
+from inference_svc.http_api.openai.responses.input_items import (
+    messages_of,
+    objects_of,
+    packed,
+    with_ids,
+)
 from inference_svc.http_api.openai.responses.response_body import ResponseBody
+from inference_svc.http_api.openai.stored_chats import ChatMetadataBody, stored_messages
 from inference_svc.http_api.replies import json_bytes
 from inference_svc.http_api.requests import parse_object
 from inference_svc.http_api.tokens import TokenizeBody
@@ -40,7 +47,7 @@ NAMES = sorted(
         *("logit_bias", "frequency_penalty", "min_tokens", "stop_token_ids"),
         *("role", "content", "type", "format", "previous_response_id", "include_usage"),
         *("tools", "tool_choice", "tool_calls", "tool_call_id", "function", "parameters", "name"),
-        *("conversation", "items"),
+        *("conversation", "items", "background", "encrypted_content"),
         *("arguments", "call_id", "id", "output", "parallel_tool_calls", "strict", "description"),
         *("input_schema", "tool_use_id", "is_error"),
         *("system", "stop_sequences", "cache_control", "ttl", "output_config", "effort"),
@@ -60,6 +67,8 @@ WORDS = [
     "function_call",
     "function_call_output",
     "reasoning",
+    "compaction",
+    packed("What?", "This."),
     "tool",
     "{}",
     "json_schema",
@@ -109,6 +118,7 @@ message = st.fixed_dictionaries(
         "tool_call_id": st.just("c") | anything,
         "call_id": st.just("c") | anything,
         "output": anything,
+        "encrypted_content": st.just(packed("What?", "This.")) | anything,
     },
 )
 bodies = st.dictionaries(st.sampled_from(NAMES), anything, max_size=6).flatmap(
@@ -179,15 +189,16 @@ def test_a_body_is_decoded_or_refused(body):
     kinds = (
         ("input", ChatBody),
         ("messages", ResponseBody),
+        ("messages", CompactBody),
         ("input", MessagesBody),
         ("input", CompletionBody),
         ("input", TokenizeBody),
         ("messages", EmbeddingsBody),
     )
-    of_conversations = (ConversationBody, ItemsBody, MetadataBody)
+    others = (ConversationBody, ItemsBody, MetadataBody, ChatMetadataBody)
     for left_out, kind in (
         *(({name, "items"}, kind) for name, kind in kinds),
-        *(({*body} - {*kind.model_fields}, kind) for kind in of_conversations),
+        *(({*body} - {*kind.model_fields}, kind) for kind in others),
     ):
         given = {key: value for key, value in body.items() if key not in left_out}
         try:
@@ -196,6 +207,8 @@ def test_a_body_is_decoded_or_refused(body):
             assert isinstance(getattr(made, "conversation", ()), tuple)
             if isinstance(made, ResponseBody):
                 check_listed(made.input)
+            if isinstance(made, ChatBody):
+                assert json_bytes({"messages": stored_messages("chatcmpl-a", made.messages)})
             if isinstance(made, ConversationBody | ItemsBody):
                 check_listed(made.items)
         except RequestError as refused:

@@ -95,8 +95,31 @@ async def test_a_streamed_call(api, opening):
     )
     assert streamed.choices[0].finish_reason == "tool_calls"
     parts = [part for delta in deltas for part in delta.tool_calls or ()]
-    assert [part.index for part in parts] == [0, 0]
-    assert [bool(part.id) for part in parts] == [True, False]
+    assert {part.index for part in parts} == {0}
+    assert [bool(part.id) for part in parts] == [True, *[False] * (len(parts) - 1)]
+    assert len(parts) > 3  # as they were written: it is certain to be a call
+
+
+async def test_a_call_that_is_cut(api, opening):
+    """By max_tokens: its beginning is shown, and may be sent back, which goes on in the session."""
+    client = api.client()
+    options = {"model": MODEL, "tools": CHAT_TOOLS[:1]}
+    for max_tokens in range(16, 64, 3):
+        cut = await client.chat.completions.create(
+            messages=opening, tool_choice="required", max_tokens=max_tokens, **options
+        )
+        (choice,) = cut.choices
+        if choice.message.tool_calls and choice.message.tool_calls[0].function.arguments:
+            break
+    (call,) = choice.message.tool_calls
+    assert choice.finish_reason == "length"
+    with pytest.raises(ValueError, match=r"."):
+        json.loads(call.function.arguments)
+    after = await client.chat.completions.create(
+        messages=answered(opening, choice.message), tool_choice="none", max_tokens=4, **options
+    )
+    assert after.session_id == cut.session_id
+    assert await api.num_turns(cut.session_id) == 2
 
 
 async def test_other_tools_are_another_conversation(api, opening):
@@ -163,9 +186,11 @@ async def test_a_streamed_response_that_calls(api, opening):
         final = await stream.get_final_response()
     (call,) = final.output
     assert json.loads(call.arguments) is not None
+    num_deltas = kinds.count("function_call_arguments.delta")
+    assert num_deltas > 1  # as they were written: it is certain to be a call
     assert kinds[2:-1] == [
         "output_item.added",
-        "function_call_arguments.delta",
+        *["function_call_arguments.delta"] * num_deltas,
         "function_call_arguments.done",
         "output_item.done",
     ]

@@ -2,11 +2,12 @@
 
 A call is shown when it is complete and is one: it names a tool that was offered, and its arguments
 are a JSON object. What looks like a call and is none is text, as the model wrote it. So a client
-never gets half a call, wherever the answer was cut.
+never gets half of what is no call, wherever the answer was cut. One that is certain to be a call is
+shown as it comes (`forced.py`).
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple, Protocol, TypeAlias
 
@@ -28,7 +29,29 @@ class Reasoning:
     text: str
 
 
-Part: TypeAlias = Content | Reasoning | ToolCall
+@dataclass(frozen=True)
+class CallBegun:
+    """A call begins, whose arguments follow; its id is "" before it has one."""
+
+    name: str
+    call_id: str = ""
+
+
+@dataclass(frozen=True)
+class CallArguments:
+    """What follows of the arguments of the call that has begun."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class CallEnded:
+    """The call that has begun is over; `is_cut`: before its arguments were."""
+
+    is_cut: bool = False
+
+
+Part: TypeAlias = Content | Reasoning | ToolCall | CallBegun | CallArguments | CallEnded
 
 
 class AnswerReader(Protocol):
@@ -251,11 +274,26 @@ class ReadAnswer:
 
 def read_whole(reader: AnswerReader, text: str) -> ReadAnswer:
     """Read an answer that is complete."""
-    return summed(parts=[*reader.push(text), *reader.end()])
+    return summed([*reader.push(text), *reader.end()])
 
 
-def summed(parts: Sequence[Part]) -> ReadAnswer:
+def with_whole_calls(parts: Iterable[Part]) -> Iterator[Part]:
+    """Yield the parts of a whole answer, each call as one."""
+    name = call_id = arguments = ""
+    for part in parts:
+        if isinstance(part, CallBegun):
+            name, call_id, arguments = part.name, part.call_id, ""
+        elif isinstance(part, CallArguments):
+            arguments += part.text
+        elif isinstance(part, CallEnded):
+            yield ToolCall(name, arguments, call_id, is_cut=part.is_cut)
+        else:
+            yield part
+
+
+def summed(parts: Iterable[Part]) -> ReadAnswer:
     """Sum up the parts of an answer."""
+    parts = list(with_whole_calls(parts))
     return ReadAnswer(
         content="".join(part.text for part in parts if isinstance(part, Content)),
         reasoning="".join(part.text for part in parts if isinstance(part, Reasoning)),

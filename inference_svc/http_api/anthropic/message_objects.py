@@ -6,20 +6,27 @@ The events come in this order:
     message_delta, message_stop | error
 
 There is a block for each text, each call of a tool, and each thought, in the order in which they
-were said; a call is told when it is complete, in one delta. An answer without any has no block.
+were said. An answer without any has no block.
 
 *Source:* Anthropic API reference, "Messages" and "Streaming messages"; beside what a message has
 stands `session_id`.
 """
 
-import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
 from inference_svc.core.answers import AnswerToken, FinishReason
 from inference_svc.core.chat import ToolCall
-from inference_svc.core.tools.reader import Part, Reasoning
+from inference_svc.core.tools.reader import (
+    CallArguments,
+    CallBegun,
+    CallEnded,
+    Content,
+    Part,
+    Reasoning,
+    with_whole_calls,
+)
 from inference_svc.core.turn_record import Finished, Started
 from inference_svc.http_api.answer_parts import Reading
 from inference_svc.http_api.anthropic.blocks import CALL, TEXT, THINKING
@@ -69,7 +76,8 @@ class MessageObjects:
         """Make the answer of a request that is not streamed."""
         parts = [*self._reader.push_text(finished.text), *self._reader.end()]
         content: list[dict[str, Any]] = []
-        for kind, blocks in groupby(_blocks(parts), key=lambda block: block["type"]):
+        shown = _blocks(with_whole_calls(parts))
+        for kind, blocks in groupby(shown, key=lambda block: block["type"]):
             found = list(blocks)
             if kind != CALL:
                 found = [{**found[0], kind: "".join(block[kind] for block in found)}]
@@ -100,15 +108,32 @@ class MessageObjects:
 
     def _events(self, parts: Iterable[Part]) -> Iterator[dict[str, Any]]:
         """Make the events of parts: texts of one type that follow one another are one block."""
-        for block in _blocks(parts):
+        for part in parts:
+            if isinstance(part, CallBegun):
+                yield from self._stop()
+                yield self._start({"type": CALL, "id": part.call_id, "name": part.name})
+            elif isinstance(part, CallArguments):
+                delta = {"type": "input_json_delta", "partial_json": part.text}
+                yield self._event("content_block_delta", delta=delta)
+            elif isinstance(part, CallEnded):
+                yield from self._stop()
+            else:
+                yield from self._say(part)
+
+    def _say(self, part: Part) -> Iterator[dict[str, Any]]:
+        """Make the events of a text."""
+        for block in _blocks([part]):
             kind = block["type"]
             if kind != self._open:
                 yield from self._stop()
-                self._open = kind
-                yield self._event("content_block_start", content_block={**block, **_EMPTY[kind]})
-            yield self._event("content_block_delta", delta=_delta(block))
-            if kind == CALL:
-                yield from self._stop()
+                yield self._start(block)
+            delta = {"type": f"{kind}_delta", kind: block[kind]}
+            yield self._event("content_block_delta", delta=delta)
+
+    def _start(self, block: dict[str, Any]) -> dict[str, Any]:
+        """Make the event of the beginning of a block."""
+        self._open = block["type"]
+        return self._event("content_block_start", content_block={**block, **_EMPTY[self._open]})
 
     def _stop(self) -> Iterator[dict[str, Any]]:
         """Make the event of the end of the block that has none yet."""
@@ -166,16 +191,7 @@ def _blocks(parts: Iterable[Part]) -> Iterator[dict[str, Any]]:
     for part in parts:
         if isinstance(part, ToolCall):
             yield {"type": CALL, "id": part.call_id, "name": part.name, "input": part.values}
-        elif part.text and isinstance(part, Reasoning):
+        elif isinstance(part, Reasoning) and part.text:
             yield {"type": THINKING, THINKING: part.text, "signature": ""}
-        elif part.text:
+        elif isinstance(part, Content) and part.text:
             yield {"type": TEXT, TEXT: part.text, "citations": None}
-
-
-def _delta(block: dict[str, Any]) -> dict[str, Any]:
-    """Make the delta that makes a block of an empty one."""
-    kind = block["type"]
-    if kind == CALL:
-        said = json.dumps(block["input"], ensure_ascii=False)
-        return {"type": "input_json_delta", "partial_json": said}
-    return {"type": f"{kind}_delta", kind: block[kind]}

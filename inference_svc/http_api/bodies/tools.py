@@ -2,11 +2,13 @@
 
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Annotated, Any, ClassVar
 
 from pydantic import AfterValidator, Field, model_validator
 
 from inference_svc.core.chat import Tool, ToolCall
+from inference_svc.core.json_stream import is_beginning
 from inference_svc.core.tools.json_value import Asked, NoCallError, make_call
 from inference_svc.http_api.bodies.body import Body, WrongMemberError
 
@@ -65,7 +67,7 @@ def check_tools(names: Sequence[str], chosen: str, choice_path: str) -> None:
 
 
 def decode_call(name: str, arguments: str | dict[str, Any], call_id: str) -> ToolCall:
-    """Decode a call of an earlier answer; for a validator.
+    """Decode a call of an earlier answer, which may have been cut; for a validator.
 
     Raises:
         WrongMemberError: its arguments are no object, or nested too deeply.
@@ -73,11 +75,13 @@ def decode_call(name: str, arguments: str | dict[str, Any], call_id: str) -> Too
     try:
         call = make_call(Asked(name, arguments or {}))
     except NoCallError as error:
-        raise WrongMemberError(
-            "{path} is no JSON object", "send the arguments as they were answered", "arguments"
-        ) from error
+        if not (isinstance(arguments, str) and is_beginning(arguments)):
+            raise WrongMemberError(
+                "{path} is no JSON object", "send the arguments as they were answered", "arguments"
+            ) from error
+        call = ToolCall(name, arguments, is_cut=True)
     _bounded(call.values, "arguments")
-    return ToolCall(call.name, call.arguments, call_id)
+    return replace(call, call_id=call_id)
 
 
 class FunctionBody(Body):

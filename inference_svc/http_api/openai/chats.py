@@ -5,7 +5,7 @@
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from contextlib import suppress
 from typing import Any, ClassVar, Self
 
 from aiohttp import web
@@ -14,7 +14,14 @@ from pydantic import Field, model_validator
 from inference_svc.core.answers import AnswerToken, FinishReason
 from inference_svc.core.chat import Message, Tool, ToolCall
 from inference_svc.core.grammar import Grammar
-from inference_svc.core.tools.reader import Part, Reasoning, summed
+from inference_svc.core.tools.reader import (
+    CallArguments,
+    CallBegun,
+    Content,
+    Part,
+    Reasoning,
+    summed,
+)
 from inference_svc.core.turn_record import Finished
 from inference_svc.http_api.answer_parts import Reading
 from inference_svc.http_api.api import Api
@@ -31,9 +38,12 @@ from inference_svc.http_api.openai.choices import (
     opened,
 )
 from inference_svc.http_api.openai.messages import Messages, PredictionBody, check_end
+from inference_svc.http_api.openai.stored_chats import CHAT, stored_messages
 from inference_svc.http_api.openai.tools import ChatTools
 from inference_svc.http_api.openai.turn_body import OpenAITurnBody
 from inference_svc.http_api.replies import send_reply
+from inference_svc.http_api.sessions.store import StoreUnavailableError
+from inference_svc.http_api.sessions.stored_chats import StoredChat
 from inference_svc.http_api.token_text import TokenText
 
 _TEXT_ONLY = "the service writes plain text only: leave it out"
@@ -94,6 +104,11 @@ class ChatBody(OpenAITurnBody):
         return self
 
     @property
+    def is_stored(self) -> bool:
+        """Whether the client asks for the chat to be stored: unlike a response, none is unasked."""
+        return self.store and "store" in self.model_fields_set
+
+    @property
     def conversation(self) -> tuple[Message, ...]:
         """What the messages say, but for an answer that is gone on with."""
         said = self.messages[:-1] if self.continue_final_message else self.messages
@@ -143,18 +158,28 @@ async def create_chat(api: Api, request: web.Request) -> web.StreamResponse:
     envelope = Envelope(
         kind="chat.completion",
         chunk_kind="chat.completion.chunk",
-        answer_id="chatcmpl-" + turn_request.chain.id_of("completion", turns[0].request_id),
+        answer_id=CHAT + turn_request.chain.id_of("completion", turns[0].request_id),
         created=int(time.time()),
         model=body.model,
         fingerprint=api.model.fingerprint,
         includes_usage=body.stream_options.include_usage,
     )
-    choices = [
-        ChatChoice(index, api.token_text, turn.reading, body.shown_logprobs)
-        for index, turn in enumerate(turns)
-    ]
+
+    def choices() -> list["ChatChoice"]:
+        return [
+            ChatChoice(index, api.token_text, turn.reading, body.shown_logprobs)
+            for index, turn in enumerate(turns)
+        ]
+
+    async def keep(whole: Mapping[str, Any], sessions: Sequence[str]) -> None:
+        messages = stored_messages(whole["id"], body.messages)
+        chat = StoredChat(whole, messages, body.metadata, sessions)
+        with suppress(StoreUnavailableError):  # logged; the answer is as good
+            await api.store.chats.keep(turn_request.caller.tenant, chat)
+
     async with opened(api.answers, turn_request.caller, turns) as answers:
-        return await send_reply(turn_request, turns[0], Choices(envelope, answers, choices, body.n))
+        made = Choices(envelope, answers, choices, body.n, keep if body.is_stored else None)
+        return await send_reply(turn_request, turns[0], made)
 
 
 class ChatChoice:
@@ -227,19 +252,20 @@ class ChatChoice:
 
     def _deltas(self, parts: Sequence[Part]) -> list[dict[str, Any]]:
         """Make the deltas of parts; a call is announced, then its arguments follow."""
-        deltas: list[dict[str, Any]] = []
-        for part in parts:
-            if isinstance(part, ToolCall):
-                index = self._num_shown
-                self._num_shown += 1
-                announced = _shown_call(replace(part, arguments=""))
-                arguments = {"index": index, "function": {"arguments": part.arguments}}
-                deltas.append({"tool_calls": [{"index": index, **announced}]})
-                deltas.append({"tool_calls": [arguments]})
-            else:
-                is_thought = isinstance(part, Reasoning)
-                deltas.append({"reasoning_content" if is_thought else "content": part.text})
-        return deltas
+        return [delta for part in parts for delta in self._shown(part)]
+
+    def _shown(self, part: Part) -> Iterator[dict[str, Any]]:
+        if isinstance(part, CallBegun):
+            self._num_shown += 1
+            announced = _shown_call(ToolCall(part.name, "", part.call_id))
+            yield {"tool_calls": [{"index": self._num_shown - 1, **announced}]}
+        elif isinstance(part, CallArguments):
+            said = {"index": self._num_shown - 1, "function": {"arguments": part.text}}
+            yield {"tool_calls": [said]}
+        elif isinstance(part, Content):
+            yield {"content": part.text}
+        elif isinstance(part, Reasoning):
+            yield {"reasoning_content": part.text}
 
     def _delta(
         self, delta: dict[str, Any], finish_reason: str | None, logprobs: Any = None

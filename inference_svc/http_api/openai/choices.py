@@ -6,7 +6,16 @@ the prompts have in common, for all of them.
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Iterable, Sequence
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Coroutine,
+    Iterable,
+    Mapping,
+    Sequence,
+)
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol, TypeVar
@@ -124,34 +133,37 @@ class Choices:
     Args:
         envelope: what all objects have in common.
         answers: the turns' answers.
-        choices: make the objects of each.
+        choices: makes what makes the objects of each.
         n: answers to each prompt.
+        keep: stores the whole object, also of a stream, before its end is told; None: it is not.
     """
 
     stream_end: ClassVar[bytes] = b"data: [DONE]\n\n"
 
     def __init__(
-        self, envelope: Envelope, answers: Sequence[LiveAnswer], choices: Sequence[Choice], n: int
+        self,
+        envelope: Envelope,
+        answers: Sequence[LiveAnswer],
+        choices: Callable[[], Sequence[Choice]],
+        n: int,
+        keep: Callable[[Mapping[str, Any], Sequence[str]], Awaitable[None]] | None = None,
     ) -> None:
         self._envelope = envelope
         self._answers = answers
-        self._choices = choices
+        self._make_choices = choices
+        self._choices = choices()
         self._n = n
+        self._keep = keep
         self.session_id = answers[0].session_id
 
     async def whole(self) -> dict[str, Any]:
         """Return all choices; of several each says its session, too."""
-        ended = await _all([answer.whole() for answer in self._answers])
-        made = [choice.whole(*end) for choice, end in zip(self._choices, ended, strict=True)]
-        if len(made) > 1:
-            for choice, answer in zip(made, self._answers, strict=True):
-                choice["session_id"] = answer.session_id
-        usage = self._total([finished for _, finished in ended])
-        return self._envelope.whole(made, self.session_id, usage)
+        return await self._made(await _all([answer.whole() for answer in self._answers]))
 
     async def events(self) -> AsyncGenerator[dict[str, Any], None]:
         """Yield the chunks of all choices, as they come, and the usage if it is to be told."""
         ended: list[Finished | None] = [None] * len(self._answers)
+        said: list[list[AnswerToken]] = [[] for _ in self._answers]
         for choice, answer in zip(self._choices, self._answers, strict=True):
             for made in choice.opening():
                 yield self._envelope.chunk([made], answer.session_id)
@@ -160,20 +172,42 @@ class Choices:
                 choice, session_id = self._choices[index], self._answers[index].session_id
                 if isinstance(event, Finished):
                     ended[index] = event
+                    if self._keep is not None and all(ended):
+                        await self._made([*zip(said, filter(None, ended), strict=True)])
                     parts = choice.closing(event)
                 else:
+                    if self._keep is not None:
+                        said[index] += event.tokens
                     parts = choice.piece(event.tokens)
                 for made in parts:
                     yield self._envelope.chunk([made], session_id)
         if self._envelope.includes_usage:
-            usage = self._total([finished for finished in ended if finished is not None])
+            num_thought = sum(choice.num_thought for choice in self._choices)
+            usage = self._total([one for one in ended if one is not None], num_thought)
             yield self._envelope.chunk([], self.session_id, usage)
+
+    async def _made(
+        self, ended: Sequence[tuple[Sequence[AnswerToken], Finished]]
+    ) -> dict[str, Any]:
+        """Make the whole object, and have it stored."""
+        choices = self._make_choices()
+        made = [choice.whole(*end) for choice, end in zip(choices, ended, strict=True)]
+        sessions = [answer.session_id for answer in self._answers]
+        if len(made) > 1:
+            for choice, session_id in zip(made, sessions, strict=True):
+                choice["session_id"] = session_id
+        num_thought = sum(choice.num_thought for choice in choices)
+        usage = self._total([finished for _, finished in ended], num_thought)
+        whole = self._envelope.whole(made, self.session_id, usage)
+        if self._keep is not None:
+            await self._keep(whole, sessions)
+        return whole
 
     def failure(self, error: ReportedError) -> dict[str, Any]:
         """Make the event of a request that failed."""
         return error_body(error)
 
-    def _total(self, ended: Sequence[Finished]) -> dict[str, Any]:
+    def _total(self, ended: Sequence[Finished], num_thought: int) -> dict[str, Any]:
         """Sum up: each prompt counts once, as its first answer found it."""
         usages = [finished.usage for finished in ended]
         prompts = usages[:: self._n]
@@ -189,7 +223,7 @@ class Choices:
             healed_tokens=sum(usage.healed_tokens for usage in prompts),
             miss=next((usage.miss for usage in prompts if usage.miss is not None), None),
         )
-        return shown_usage(total, sum(choice.num_thought for choice in self._choices))
+        return shown_usage(total, num_thought)
 
 
 @asynccontextmanager

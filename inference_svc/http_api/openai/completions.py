@@ -124,9 +124,11 @@ async def create_completion(api: Api, request: web.Request) -> web.StreamRespons
         fingerprint=api.model.fingerprint,
         includes_usage=body.stream_options.include_usage,
     )
-    choices = [
-        CompletionChoice(index, api.token_text, body.shown_logprobs) for index in range(len(turns))
-    ]
+
+    def choices() -> list[CompletionChoice]:
+        shown = body.shown_logprobs
+        return [CompletionChoice(index, api.token_text, shown) for index in range(len(turns))]
+
     async with opened(api.answers, turn_request.caller, turns) as answers:
         return await send_reply(turn_request, turns[0], Choices(envelope, answers, choices, body.n))
 

@@ -19,6 +19,7 @@ from inference_svc.http_api.api import Api
 from inference_svc.http_api.bodies.body import Body, Metadata, WrongMemberError
 from inference_svc.http_api.bodies.conversation import bounded
 from inference_svc.http_api.errors import UnknownItemError
+from inference_svc.http_api.openai.pages import check_query, listed, read_page
 from inference_svc.http_api.openai.responses.conversation_turns import (
     find_conversation,
     session_of,
@@ -30,7 +31,6 @@ from inference_svc.http_api.openai.responses.input_items import (
     objects_of,
     of_known_kinds,
 )
-from inference_svc.http_api.openai.responses.stored_input import check_query, listed, read_page
 from inference_svc.http_api.replies import reply
 from inference_svc.http_api.requests import CONVERSATION, caller_of
 from inference_svc.http_api.sessions.lookup import Conversation

@@ -7,7 +7,7 @@ Invariants:
 """
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 from dataclasses import replace
 from types import TracebackType
@@ -32,6 +32,7 @@ from inference_svc.http_api.sessions.routing import Caller, HttpTurn, Router
 from inference_svc.http_api.sessions.store import ApiStore
 from inference_svc.service.gateway import Gateway, TurnStream, new_session_id
 
+Queued = Callable[[], None]
 TAKEN = (SessionBusyError, TurnMismatchError, SessionEndedError)  # another turn was there first
 
 
@@ -180,14 +181,21 @@ class Answers:
         self._router = Router(gateway.turns.sessions, gateway.model, store, gateway.framing)
         self._repeats: WeakValueDictionary[bytes, asyncio.Lock] = WeakValueDictionary()
 
-    async def open(self, caller: Caller, turn: HttpTurn) -> LiveAnswer:
+    async def open(
+        self, caller: Caller, turn: HttpTurn, on_queued: Queued = lambda: None
+    ) -> LiveAnswer:
         """Start a turn and return when it has its first tokens; the caller owes `close`.
+
+        Args:
+            caller: who asks.
+            turn: that is asked for.
+            on_queued: called when it is queued: what fails later is no refusal.
 
         Raises:
             ReportedError: it was refused, or failed before it began.
         """
         if turn.repeat_key is None:
-            return await self._open(caller, turn)
+            return await self._open(caller, turn, on_queued)
         lock = self._repeats.setdefault(turn.repeat_key, asyncio.Lock())
         async with lock:
             known = await self._store.find_request(turn.repeat_key)
@@ -197,29 +205,33 @@ class Answers:
                 )
             if known is not None:
                 with suppress(*TAKEN):  # its turn was never recorded, and others came after it
-                    return await self._start(caller, turn, known.route, is_passing=not turn.is_kept)
-            return await self._open(caller, turn)
+                    return await self._start(
+                        caller, turn, known.route, on_queued, is_passing=not turn.is_kept
+                    )
+            return await self._open(caller, turn, on_queued)
 
-    async def _open(self, caller: Caller, turn: HttpTurn) -> LiveAnswer:
+    async def _open(self, caller: Caller, turn: HttpTurn, on_queued: Queued) -> LiveAnswer:
         """Start a turn; delete the tenant's oldest session if there is no room for another one."""
         try:
-            return await self._open_once(caller, turn)
+            return await self._open_once(caller, turn, on_queued)
         except TooManySessionsError:
             if not await self._completion.make_room(caller):
                 raise
-        return await self._open_once(caller, turn)
+        return await self._open_once(caller, turn, on_queued)
 
-    async def _open_once(self, caller: Caller, turn: HttpTurn) -> LiveAnswer:
+    async def _open_once(self, caller: Caller, turn: HttpTurn, on_queued: Queued) -> LiveAnswer:
         route = await self._find(caller, turn)
         if route.session_id and route.may_append and turn.is_kept:
             try:
-                return await self._start(caller, turn, route, is_passing=False)
+                return await self._start(caller, turn, route, on_queued, is_passing=False)
             except TAKEN:
                 if turn.session_id:
                     raise
-        return await self._open_apart(caller, turn, route)
+        return await self._open_apart(caller, turn, route, on_queued)
 
-    async def _open_apart(self, caller: Caller, turn: HttpTurn, route: Route) -> LiveAnswer:
+    async def _open_apart(
+        self, caller: Caller, turn: HttpTurn, route: Route, on_queued: Queued
+    ) -> LiveAnswer:
         """Answer in a session of its own: a new one, or a fork."""
         session_id = route.name or new_session_id()
         apart = replace(route, session_id=session_id, is_named=bool(route.name))
@@ -227,7 +239,7 @@ class Answers:
             is_passing = not turn.is_kept or bool(route.name)
             if is_passing:
                 await self._completion.begin_passing(caller, session_id)
-            return await self._start(caller, turn, apart, is_passing=is_passing)
+            return await self._start(caller, turn, apart, on_queued, is_passing=is_passing)
         identity, tenant, turns = caller.identity, caller.tenant, self._gateway.turns
         turns.check_limits(identity.tenant(tenant))  # a fork is a file on disk
         await self._completion.begin_passing(caller, session_id)
@@ -238,7 +250,7 @@ class Answers:
         except BaseException:
             self._completion.spawn(self._completion.remove(caller, session_id, route.turns))
             raise
-        return await self._start(caller, turn, apart, is_passing=True)
+        return await self._start(caller, turn, apart, on_queued, is_passing=True)
 
     async def _find(self, caller: Caller, turn: HttpTurn) -> Route:
         """Find where the turn goes.
@@ -261,7 +273,7 @@ class Answers:
         return route
 
     async def _start(
-        self, caller: Caller, turn: HttpTurn, route: Route, *, is_passing: bool
+        self, caller: Caller, turn: HttpTurn, route: Route, on_queued: Queued, *, is_passing: bool
     ) -> LiveAnswer:
         try:
             if turn.repeat_key is not None:
@@ -277,6 +289,7 @@ class Answers:
                 turns = route.turns if turn.is_kept else None
                 self._completion.spawn(self._completion.remove(caller, route.session_id, turns))
             raise
+        on_queued()
         answer = LiveAnswer(self._completion, caller, turn, route, stream, is_passing=is_passing)
         try:
             await answer.until_begun()

@@ -203,7 +203,7 @@ class Completion:
             found, _ = await self._sessions.get(key)
             if turns is None or len(found.turns) <= turns:
                 await self._sessions.delete(key)
-                await self.forget_inputs(key)
+                await self.forget_texts(key)
                 is_removed = True
         except ReportedError as error:  # most likely it never came into being
             log.debug("openai_session_not_removed", session=session_id, reason=error.reason)
@@ -222,9 +222,9 @@ class Completion:
             turns = turns if found and found.session_id == route.session_id else None
         await self.remove(caller, route.session_id, turns)
 
-    async def forget_inputs(self, key: SessionKey) -> None:
-        """Delete what the responses of a session were asked: it was deleted, by whomever."""
-        await self._store.forget_inputs(key.tenant, key.session_id)
+    async def forget_texts(self, key: SessionKey) -> None:
+        """Delete what the responses and chats of a session say: it was deleted, by whomever."""
+        await self._store.forget_texts(key.tenant, key.session_id)
 
     async def forget_conversation(self, key: SessionKey) -> None:
         """Delete the conversation of a session that a client has deleted."""

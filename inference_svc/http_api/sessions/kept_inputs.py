@@ -9,21 +9,11 @@ Methods run on one thread: that of the database.
 
 import sqlite3
 
-from inference_svc.http_api.sessions.store_file import INPUTS, BoundedTables
+from inference_svc.http_api.sessions.store_file import INPUTS, BoundedTables, KeptBytes
 
-LEFT_OF_16 = 15  # sixteenths of the bound that are left when it was reached: then there is peace
-
-_TOTAL = "SELECT coalesce(sum(size), 0) FROM inputs"
 _FIND = "SELECT items FROM inputs WHERE id = ? AND tenant = ?"
 _FORGET = (
     "DELETE FROM inputs WHERE id IN (SELECT id FROM responses WHERE tenant = ? AND session = ?)"
-)
-# By what a tenant has up to a row, its newest first: what is furthest down goes until it is enough.
-_TAKE = (
-    "DELETE FROM inputs WHERE id IN (SELECT id FROM (SELECT id, size,"
-    " sum(size) OVER (ORDER BY upto DESC, used) AS freed FROM (SELECT id, size, used,"
-    " sum(size) OVER (PARTITION BY tenant ORDER BY used DESC) AS upto FROM inputs))"
-    " WHERE freed - size < ?)"
 )
 
 
@@ -38,17 +28,12 @@ class KeptInputs:
 
     def __init__(self, db: sqlite3.Connection, tables: BoundedTables, max_bytes: int) -> None:
         self._db = db
-        self._tables = tables
-        self._max_bytes = max_bytes
-        self._most_bytes = self._total()  # there may be less: who deletes does not count
+        self._rows = KeptBytes(db, tables, INPUTS, max_bytes)
 
     def keep(self, tenant: str, response_id: str, items: str) -> None:
         """Keep the input of a response that is stored."""
         size = len(items.encode())
-        self._tables.insert(INPUTS, [(response_id, tenant, items, size)])
-        self._most_bytes += size
-        if self._most_bytes > self._max_bytes:
-            self._make_room()
+        self._rows.add((response_id, tenant, items, size), size)
 
     def find(self, tenant: str, response_id: str) -> str | None:
         """Return the input of a tenant's response; None if it is not kept."""
@@ -58,15 +43,3 @@ class KeptInputs:
     def forget(self, tenant: str, session_id: str) -> None:
         """Delete what a session's responses were asked."""
         self._db.execute(_FORGET, (tenant, session_id))
-
-    def _make_room(self) -> None:
-        total = self._total()
-        if total > self._max_bytes:
-            excess = total - self._max_bytes * LEFT_OF_16 // 16
-            self._db.execute(_TAKE, (excess,))
-            total = self._total()
-        self._most_bytes = total
-
-    def _total(self) -> int:
-        (total,) = self._db.execute(_TOTAL).fetchone()
-        return int(total)

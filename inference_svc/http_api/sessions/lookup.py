@@ -8,6 +8,9 @@ from inference_svc.core.chat import ChoiceKind, Tool, ToolUse
 from inference_svc.core.misses import Resembled
 from inference_svc.core.turn_record import Finished
 
+# How a response stands that has no answer.
+QUEUED, IN_PROGRESS, FAILED, CANCELLED = "queued", "in_progress", "failed", "cancelled"
+
 
 @dataclass(frozen=True)
 class Point:
@@ -42,6 +45,7 @@ class ResponseInfo:
         input_bytes: size of the input, kept or not; 0: an earlier release did not count it.
         effort: how much the model was to think; None: the client did not say.
         conversation_id: the conversation that it is a turn of; "": it is of none.
+        is_background: whether it was computed while nobody waited.
     """
 
     created_s: float
@@ -63,6 +67,7 @@ class ResponseInfo:
     input_bytes: int = 0
     effort: str | None = None
     conversation_id: str = ""
+    is_background: bool = False
 
     @property
     def tool_use(self) -> ToolUse:
@@ -101,6 +106,23 @@ class StoredResponse:
     at: Point
     history: bytes | None
     info: ResponseInfo
+
+
+@dataclass(frozen=True)
+class UnansweredResponse:
+    """A response in the background that has no answer.
+
+    Attributes:
+        info: its members.
+        state: "queued": it runs, or the service was killed meanwhile; "failed", "cancelled".
+        code: of the error that it failed with.
+        message: likewise.
+    """
+
+    info: ResponseInfo
+    state: str = QUEUED
+    code: str = ""
+    message: str = ""
 
 
 @dataclass(frozen=True)

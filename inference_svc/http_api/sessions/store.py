@@ -1,4 +1,4 @@
-"""What is stored between requests, bounded and on disk: histories, responses, inputs, repeats.
+"""What is stored between requests, bounded and on disk: histories, responses, chats, repeats.
 
 Nothing here is needed for an answer. What cannot be read counts as absent, what cannot be written
 is lost; both are logged. The oldest rows are deleted first, those that were used last stay.
@@ -22,6 +22,7 @@ from inference_svc.http_api.sessions.lookup import (
     Route,
     StoredRequest,
     StoredResponse,
+    UnansweredResponse,
 )
 from inference_svc.http_api.sessions.store_file import (
     FILE_NAME,
@@ -29,10 +30,12 @@ from inference_svc.http_api.sessions.store_file import (
     REQUESTS,
     RESPONSES,
     SESSIONS,
+    UNANSWERED,
     BoundedTables,
     Table,
     open_store,
 )
+from inference_svc.http_api.sessions.stored_chats import StoredChats
 from inference_svc.runtime.turns.disk_trouble import RETRY_S
 from inference_svc.runtime.worker_thread import WorkerThread
 from shared.process.log import LineAllowance, get_logger
@@ -57,10 +60,12 @@ class ApiStore:
         max_rows: most rows of each table.
         max_input_bytes: most bytes of the inputs of responses.
         conversation_bytes: most bytes of a tenant's conversations.
+        chat_bytes: most bytes of the chats that are stored.
 
     Attributes:
         key: the secret that digests are keyed with.
         conversations: stores conversations.
+        chats: stores chats whose clients asked for it.
     """
 
     def __init__(
@@ -69,6 +74,7 @@ class ApiStore:
         max_rows: int,
         max_input_bytes: int = 0,
         conversation_bytes: int = 0,
+        chat_bytes: int = 0,
     ) -> None:
         self._db, self.key = open_store(directory)
         self._thread = WorkerThread("openai")
@@ -76,6 +82,7 @@ class ApiStore:
         self._tables = BoundedTables(self._db, max_rows)
         self._inputs = KeptInputs(self._db, self._tables, max_input_bytes)
         self.conversations = Conversations(self._db, self._run, conversation_bytes)
+        self.chats = StoredChats(self._db, self._run, self._tables, chat_bytes)
 
     def close(self) -> None:
         """Close the file after the call that runs."""
@@ -168,9 +175,14 @@ class ApiStore:
         """
         return await self._run(lambda: self._inputs.find(tenant, response_id))
 
-    async def forget_inputs(self, tenant: str, session_id: str) -> None:
-        """Delete the inputs of a session's responses; the session is gone."""
-        await self._try(lambda: self._inputs.forget(tenant, session_id), None)
+    async def forget_texts(self, tenant: str, session_id: str) -> None:
+        """Delete the inputs of a session's responses, and its chats; the session is gone."""
+
+        def forget() -> None:
+            self._inputs.forget(tenant, session_id)
+            self.chats.forget_session(tenant, session_id)
+
+        await self._try(forget, None)
 
     async def forget_response(self, tenant: str, response_id: str) -> None:
         """Delete a response.
@@ -180,6 +192,29 @@ class ApiStore:
         """
         sql = "DELETE FROM responses WHERE id = ? AND tenant = ?"
         await self._run(lambda: self._db.execute(sql, (response_id, tenant)))
+
+    async def keep_unanswered(
+        self, tenant: str, response_id: str, response: UnansweredResponse
+    ) -> None:
+        """Store how a response in the background stands, which has no answer."""
+        info = json.dumps(asdict(response.info), ensure_ascii=False)
+        row = (response_id, tenant, info, response.state, response.code, response.message)
+        await self._try(lambda: self._tables.insert(UNANSWERED, [row]), None)
+
+    async def find_unanswered(self, tenant: str, response_id: str) -> UnansweredResponse | None:
+        """Return a tenant's response that has no answer; None if it has none of that id.
+
+        Raises:
+            StoreUnavailableError: the store cannot be read.
+        """
+        sql = "SELECT facts, state, code, message FROM unanswered WHERE id = ? AND tenant = ?"
+        row = await self._run(lambda: self._row(sql, response_id, tenant))
+        return None if row is None else UnansweredResponse(_info(row[0]), *row[1:])
+
+    async def forget_unanswered(self, tenant: str, response_id: str) -> None:
+        """Forget that a response has no answer: it has one, or is deleted."""
+        sql = "DELETE FROM unanswered WHERE id = ? AND tenant = ?"
+        await self._try(lambda: self._db.execute(sql, (response_id, tenant)), None)
 
     # -------------------------------------------------------------------------------- requests
 

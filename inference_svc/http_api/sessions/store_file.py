@@ -26,6 +26,7 @@ from typing import Any
 from inference_svc.core.errors import TranscriptError
 from shared.process.log import get_logger
 
+LEFT_OF_16 = 15  # sixteenths of a bound of bytes that are left when it was reached: then is peace
 PRUNE_EVERY = 256  # rows that are added between two looks at the bound
 
 
@@ -33,6 +34,14 @@ _INSERT = Template("INSERT OR REPLACE INTO $name VALUES ($marks)")
 _LAST_USE = Template("SELECT coalesce(max(used), 0) FROM $name")
 _TOUCH = Template("UPDATE $name SET used = ? WHERE ($key) = ($key_marks)")
 _COUNT = Template("SELECT count(*) FROM $name")
+_TOTAL = Template("SELECT coalesce(sum(size), 0) FROM $name")
+# By what a tenant has up to a row, its newest first: what is furthest down goes until it is enough.
+_TAKE_BYTES = Template(
+    "DELETE FROM $name WHERE ($key) IN (SELECT $key FROM (SELECT $key, size,"
+    " sum(size) OVER (ORDER BY upto DESC, used) AS freed FROM (SELECT $key, size, used,"
+    " sum(size) OVER (PARTITION BY tenant ORDER BY used DESC) AS upto FROM $name))"
+    " WHERE freed - size < ?)"
+)
 _TAKE = Template(
     "DELETE FROM $name WHERE ($key) IN (SELECT $key FROM (SELECT $key, used,"
     " row_number() OVER (PARTITION BY tenant ORDER BY used DESC) AS place FROM $name)"
@@ -50,6 +59,8 @@ class Table:
 
     Attributes:
         take: removes as many rows as it is given, and returns their keys.
+        total: of the bytes of its rows, in the column `size`.
+        take_bytes: removes rows of as many bytes as it is given.
     """
 
     def __init__(self, name: str, num_columns: int, *key: str) -> None:
@@ -64,6 +75,8 @@ class Table:
         self.touch = _TOUCH.substitute(words)
         self.count = _COUNT.substitute(words)
         self.take = _TAKE.substitute(words)
+        self.total = _TOTAL.substitute(words)
+        self.take_bytes = _TAKE_BYTES.substitute(words)
 
 
 def _marks(number: int) -> str:
@@ -74,8 +87,10 @@ HISTORIES = Table("histories", 7, "digest")
 RESPONSES = Table("responses", 9, "id")
 REQUESTS = Table("requests", 9, "id")
 INPUTS = Table("inputs", 5, "id")
+CHATS = Table("chats", 8, "id")
+UNANSWERED = Table("unanswered", 7, "id")
 SESSIONS = Table("sessions", 3, "tenant", "session")  # who takes a row takes the session, too
-PRUNED = (HISTORIES, RESPONSES, REQUESTS)
+PRUNED = (HISTORIES, RESPONSES, REQUESTS, UNANSWERED)
 
 
 @contextmanager
@@ -115,7 +130,7 @@ class BoundedTables:
         self._max_rows = max_rows
         self._num_added = 0
         self._last_use: int = max(
-            db.execute(table.last_use).fetchone()[0] for table in (*PRUNED, INPUTS, SESSIONS)
+            db.execute(table.last_use).fetchone()[0] for table in (*PRUNED, INPUTS, CHATS, SESSIONS)
         )
 
     def insert(self, table: Table, rows: Sequence[tuple[object, ...]]) -> None:
@@ -142,6 +157,46 @@ class BoundedTables:
     def _use(self) -> int:
         self._last_use += 1
         return self._last_use
+
+
+class KeptBytes:
+    """Bounds the bytes of a table's rows; beyond the bound the oldest go, of whoever has the most.
+
+    Args:
+        db: the database with the table.
+        tables: adds rows to it.
+        table: the table.
+        max_bytes: the bound.
+    """
+
+    def __init__(
+        self, db: sqlite3.Connection, tables: BoundedTables, table: Table, max_bytes: int
+    ) -> None:
+        self._db = db
+        self._tables = tables
+        self._table = table
+        self._max_bytes = max_bytes
+        self._most_bytes = self._total()  # there may be less: who deletes does not count
+
+    def add(self, row: tuple[object, ...], size: int) -> None:
+        """Add a row of so many bytes, if that is not more than the bound; make room for it."""
+        if size <= self._max_bytes:
+            self._tables.insert(self._table, [row])
+            self._most_bytes += size
+        if self._most_bytes > self._max_bytes:
+            self._make_room()
+
+    def _make_room(self) -> None:
+        total = self._total()
+        if total > self._max_bytes:
+            excess = total - self._max_bytes * LEFT_OF_16 // 16
+            self._db.execute(self._table.take_bytes, (excess,))
+            total = self._total()
+        self._most_bytes = total
+
+    def _total(self) -> int:
+        (total,) = self._db.execute(self._table.total).fetchone()
+        return int(total)
 
 
 FILE_NAME = "openai.sqlite"
@@ -190,6 +245,23 @@ CREATE TABLE IF NOT EXISTS inputs (         -- of responses: their items, as JSO
 CREATE INDEX IF NOT EXISTS inputs_tenant ON inputs (tenant, used, size);
 CREATE TRIGGER IF NOT EXISTS inputs_go AFTER DELETE ON responses
     BEGIN DELETE FROM inputs WHERE id = OLD.id; END;
+CREATE TABLE IF NOT EXISTS unanswered (     -- responses in the background
+    id TEXT PRIMARY KEY, tenant TEXT NOT NULL, facts TEXT NOT NULL, state TEXT NOT NULL,
+    code TEXT NOT NULL, message TEXT NOT NULL, used INTEGER NOT NULL
+) WITHOUT ROWID, STRICT;
+CREATE INDEX IF NOT EXISTS unanswered_tenant ON unanswered (tenant, used);
+CREATE TABLE IF NOT EXISTS chats (          -- that clients asked to have stored, as JSON
+    id TEXT PRIMARY KEY, tenant TEXT NOT NULL, model TEXT NOT NULL, metadata TEXT NOT NULL,
+    completion TEXT NOT NULL, messages TEXT NOT NULL, size INTEGER NOT NULL, used INTEGER NOT NULL
+) WITHOUT ROWID, STRICT;
+CREATE INDEX IF NOT EXISTS chats_tenant ON chats (tenant, used, size);
+CREATE TABLE IF NOT EXISTS chat_sessions (  -- that have answered them
+    tenant TEXT NOT NULL, session TEXT NOT NULL, chat TEXT NOT NULL,
+    PRIMARY KEY (tenant, session, chat)
+) WITHOUT ROWID, STRICT;
+CREATE INDEX IF NOT EXISTS chat_sessions_chat ON chat_sessions (chat);
+CREATE TRIGGER IF NOT EXISTS chats_go AFTER DELETE ON chats
+    BEGIN DELETE FROM chat_sessions WHERE chat = OLD.id; END;
 CREATE TABLE IF NOT EXISTS conversations (
     id TEXT PRIMARY KEY, tenant TEXT NOT NULL, created REAL NOT NULL, metadata TEXT NOT NULL,
     instructions TEXT NOT NULL,

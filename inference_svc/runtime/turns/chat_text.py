@@ -112,6 +112,10 @@ class TurnText:
         special = {mark: token_id for token_id, mark in self.marks.items()}
         return self._tools.grammar_of_call(tools, special)
 
+    def heads_of_calls(self, names: Sequence[str]) -> dict[str, str]:
+        """Return what an answer by that grammar has before the arguments, by the tool's name."""
+        return {} if self.chat_problem else self._tools.heads_of_calls(names)
+
     def try_out(self) -> None:
         """Find out whether, and how, the model's chat template can be applied incrementally."""
         if self._tokenizer is None:

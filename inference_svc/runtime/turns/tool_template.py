@@ -190,6 +190,20 @@ class ToolTemplate:
         rules = [" ".join(_rule(parts, tool, special)) for tool in tools]
         return Grammar(GrammarKind.LARK, "start: " + " | ".join(rules))
 
+    def heads_of_calls(self, names: Sequence[str]) -> dict[str, str]:
+        """Return what such an answer has before a call's arguments, by the name of the tool.
+
+        Returns:
+            Nothing, if the name stands behind them: then they are nobody's before it has come.
+        """
+        parts = _NAME_OR_ARGUMENTS.split(self._example)
+        before = list(takewhile(lambda part: not _ARGUMENTS.fullmatch(part), parts))
+        if PROBE.name not in before and len(names) != 1:
+            return {}
+        return {
+            name: "".join(name if part == PROBE.name else part for part in before) for name in names
+        }
+
 
 def _format_of(answer: str) -> ToolFormat | None:
     """Find the format that reads an answer as the call that it is; None: there is none."""

@@ -1,7 +1,7 @@
 """An answer that thinks, speaks and calls two tools, as a model of gpt-oss's family writes it."""
 
 from inference_svc.core.answers import AnswerToken
-from inference_svc.core.chat import Tool, ToolUse
+from inference_svc.core.chat import ChoiceKind, Tool, ToolUse
 from inference_svc.core.tools.registry import FORMATS
 from inference_svc.core.turn_record import Finished, Usage
 from inference_svc.http_api.answer_parts import Reading
@@ -22,3 +22,23 @@ def calling(reason="stop"):
     """The end of that answer."""
     usage = Usage(history_tokens=30, reused_tokens=28, new_tokens=5, output_tokens=len(TOKENS))
     return Finished(reason, TEXT, usage, 3)
+
+
+FORCED_TEXT = (
+    '<tool_call>\n{"name": "see", "arguments": {"a": [1, "é\\n"], "b": 1.50}}\n</tool_call>'
+)
+HEADS = {name: f'<tool_call>\n{{"name": "{name}", "arguments": ' for name in ("look", "see")}
+FORCED = Reading(
+    FORMATS["hermes"],
+    ToolUse(USE.tools, ChoiceKind.REQUIRED),
+    "call_{}".format,
+    heads=HEADS,
+)
+
+
+def forced(cut):
+    """The tokens of an answer that has to be a call, up to where it was cut, and its end."""
+    text = FORCED_TEXT[:cut]
+    tokens = [AnswerToken(1, text[at : at + 2]) for at in range(0, len(text), 2)]
+    usage = Usage(history_tokens=30, new_tokens=5, output_tokens=len(tokens))
+    return tokens, Finished("stop" if text == FORCED_TEXT else "length", text, usage, 3)

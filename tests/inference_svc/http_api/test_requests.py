@@ -77,6 +77,9 @@ class Templateless:
     thoughts = None
     named_roles = frozenset({"user"})
 
+    def heads_of_calls(self, use):
+        return {tool.name: f'{{"name": "{tool.name}", "arguments": ' for tool in use.tools}
+
 
 MODEL = Templateless()
 

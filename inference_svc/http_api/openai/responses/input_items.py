@@ -5,10 +5,12 @@ What an answer said and what it called are items of their own, and together one 
 *Source:* OpenAI API reference, "Responses".
 """
 
+import base64
+import json
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Self
 
-from pydantic import BeforeValidator, Discriminator, FailFast, Field, Tag
+from pydantic import BeforeValidator, Discriminator, FailFast, Field, Tag, model_validator
 
 from inference_svc.core.chat import ASSISTANT, TOOL, USER, Message
 from inference_svc.http_api.bodies.body import Body, WrongMemberError
@@ -18,13 +20,15 @@ from inference_svc.http_api.errors import UnsupportedValueError
 from inference_svc.http_api.openai.messages import Content, MessageBody, PartBody
 from inference_svc.http_api.openai.tools import OF_NAMESPACE
 
-MESSAGE, CALL, RESULT, REASONING = KINDS = (
+MESSAGE, CALL, RESULT, REASONING, COMPACTION = KINDS = (
     "message",
     "function_call",
     "function_call_output",
     "reasoning",
+    "compaction",
 )
-PREFIXES = {MESSAGE: "msg", CALL: "fc", RESULT: "fco"}  # of ids
+PREFIXES = {MESSAGE: "msg", CALL: "fc", RESULT: "fco", COMPACTION: "cmp"}  # of ids
+PACKED = "summary.v1."  # what the content of a compaction begins with
 _OF_ITEMS = frozenset({"created_by", "id", "status", "type"})
 
 
@@ -68,6 +72,51 @@ class ReasoningItem(Body):
     message: ClassVar[None] = None
 
 
+def packed(asked: str, summary: str) -> str:
+    """Write a summary, and what was asked for it, as an item has it: see `compaction.py`."""
+    said = json.dumps({"asked": asked, "summary": summary}, ensure_ascii=False)
+    return PACKED + base64.b64encode(said.encode()).decode()
+
+
+def _unpacked(given: str) -> tuple[str, str]:
+    """Return what was asked for a summary, and the summary.
+
+    Raises:
+        WrongMemberError: it is no content of a compaction.
+    """
+    try:
+        found = json.loads(base64.b64decode(given.removeprefix(PACKED), validate=True))
+        asked, summary = found["asked"], found["summary"]
+        (asked + summary).encode()  # they are texts, of whole characters
+    except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
+        raise WrongMemberError(
+            "{path} was not made by POST /v1/responses/compact here",
+            "send the item as it was answered, or the conversation that it sums up",
+            "encrypted_content",
+        ) from error
+    return asked, summary
+
+
+class CompactionItem(Body):
+    """A conversation that was summed up, by `POST /v1/responses/compact`."""
+
+    content_words: ClassVar[str] = "type and encrypted_content"
+    ignored: ClassVar[frozenset[str]] = _OF_ITEMS
+
+    encrypted_content: str = ""
+
+    @model_validator(mode="after")
+    def _know_it(self) -> Self:
+        _unpacked(self.encrypted_content)
+        return self
+
+    @property
+    def messages(self) -> tuple[Message, ...]:
+        """What was asked, and what the model said."""
+        asked, summary = _unpacked(self.encrypted_content)
+        return Message(USER, asked), Message(ASSISTANT, summary)
+
+
 def _kind(item: Any) -> Any:
     """Return the item's type as the client wrote it; nothing is a message."""
     found = item.get("type") if isinstance(item, dict) else None
@@ -78,7 +127,8 @@ Item = Annotated[
     Annotated[MessageBody, Tag(f"<{MESSAGE}>")]
     | Annotated[CallItem, Tag(f"<{CALL}>")]
     | Annotated[ResultItem, Tag(f"<{RESULT}>")]
-    | Annotated[ReasoningItem, Tag(f"<{REASONING}>")],
+    | Annotated[ReasoningItem, Tag(f"<{REASONING}>")]
+    | Annotated[CompactionItem, Tag(f"<{COMPACTION}>")],
     Discriminator(lambda item: f"<{_kind(item)}>"),
 ]
 
@@ -117,10 +167,7 @@ InputItems = Annotated[list[Item], FailFast(), BeforeValidator(_bounded), Before
 def messages_of(items: Iterable[Item]) -> tuple[Message, ...]:
     """Return items as messages: answers that follow one another are one, if they call anything."""
     found: list[Message] = []
-    for item in items:
-        message = item.message
-        if message is None:
-            continue
+    for message in (said for item in items for said in _said(item)):
         last = found[-1] if found else None
         if last is not None and last.role == message.role == ASSISTANT:
             calls = (*last.tool_calls, *message.tool_calls)
@@ -129,6 +176,12 @@ def messages_of(items: Iterable[Item]) -> tuple[Message, ...]:
                 continue
         found.append(message)
     return with_names(found)
+
+
+def _said(item: Item) -> tuple[Message, ...]:
+    if isinstance(item, CompactionItem):
+        return item.messages
+    return () if item.message is None else (item.message,)
 
 
 def with_ids(response_id: str, items: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -146,7 +199,9 @@ def objects_of(items: Iterable[Item]) -> list[dict[str, Any]]:
 
 
 def _objects(item: Item) -> Iterator[dict[str, Any]]:
-    if isinstance(item, CallItem):
+    if isinstance(item, CompactionItem):
+        yield {"type": COMPACTION, "encrypted_content": item.encrypted_content}
+    elif isinstance(item, CallItem):
         name = {"name": item.name, **({"namespace": item.namespace} if item.namespace else {})}
         yield _object(CALL, call_id=item.call_id, arguments=item.arguments, **name)
     elif isinstance(item, ResultItem):

@@ -7,7 +7,7 @@ from inference_svc.core.transcript_format import Transcript
 from inference_svc.http_api.api import Api
 from inference_svc.http_api.openai.responses.conversation_turns import going_on, session_of
 from inference_svc.http_api.openai.responses.response_body import ResponseBody
-from inference_svc.http_api.openai.responses.responses import find_stored, session_up_to
+from inference_svc.http_api.openai.responses.stored_response import find_stored, session_up_to
 from inference_svc.http_api.replies import reply
 from inference_svc.http_api.requests import caller_of
 from inference_svc.http_api.sessions.routing import Caller

@@ -3,7 +3,7 @@
 *Source:* OpenAI API reference, "Responses".
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
@@ -15,12 +15,10 @@ from inference_svc.http_api.bodies.body import Body, Count, Refused, WrongMember
 from inference_svc.http_api.bodies.formats import FlatFormat
 from inference_svc.http_api.bodies.template import Effort
 from inference_svc.http_api.errors import UnsupportedValueError
+from inference_svc.http_api.openai.pages import LOGPROBS, check_included
 from inference_svc.http_api.openai.responses.input_items import InputItems, messages_of
 from inference_svc.http_api.openai.tools import FUNCTION, NAMESPACE, ResponseTools
 from inference_svc.http_api.openai.turn_body import OpenAITurnBody
-
-LOGPROBS = "message.output_text.logprobs"  # of `include`
-REASONING = "reasoning.encrypted_content"  # likewise: there is none, what is thought is readable
 
 
 class TextOptions(Body):
@@ -56,19 +54,6 @@ def _include(given: Any) -> Any:
     return given
 
 
-def check_included(names: Iterable[object]) -> None:
-    """Refuse what is not there to be shown beside a response.
-
-    Raises:
-        UnsupportedValueError: naming the first.
-    """
-    for name in names:
-        if name not in (LOGPROBS, REASONING):  # whatever a client sends need not be hashable
-            raise UnsupportedValueError(
-                f"include {str(name)[:60]!r} is not supported", f"send {LOGPROBS!r} only", "include"
-            )
-
-
 def _conversation(given: Any) -> Any:
     """Take a conversation's id, or the object that has it."""
     name = given.get("id") if isinstance(given, dict) and len(given) == 1 else given
@@ -88,11 +73,14 @@ class ResponseBody(OpenAITurnBody):
         previous_response_id: id of the response that this one follows; "" if it follows none.
         include: names of what is shown beside the answer.
         truncation: OpenAI's name of the overflow policy; "": the service's.
+        background: whether it is computed while nobody waits.
+        needs_input: whether what follows a response has to say anything.
     """
+
+    needs_input: ClassVar[bool] = True
 
     refused: ClassVar[Mapping[str, Refused]] = {
         **OpenAITurnBody.refused,
-        "background": Refused((False,), "keep the connection open while it is answered"),
         "background_options": Refused((), "leave it out"),
         "access_programs": Refused((), "leave it out"),
         "image": Refused((), "the service reads text only"),
@@ -105,6 +93,7 @@ class ResponseBody(OpenAITurnBody):
 
     tool_kinds: ClassVar[frozenset[str]] = frozenset({FUNCTION, NAMESPACE})
 
+    background: bool = False
     input: InputItems = Field(default_factory=list)
     tools: ResponseTools = Field(default_factory=list)
     instructions: str = ""
@@ -125,13 +114,30 @@ class ResponseBody(OpenAITurnBody):
                 "name one of them: a conversation goes on from its own end",
                 "conversation",
             )
-        if not self.input and not self.conversation_id:
+        follows = self.conversation_id or (self.previous_response_id and not self.needs_input)
+        if not self.input and not follows:
             raise WrongMemberError("{path} is missing", "send a string or messages", "input")
         if self.previous_response_id and self.session_id:
             raise WrongMemberError(
                 "both {path} and a session are named",
                 "name one of them: a response belongs to a session",
                 "previous_response_id",
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _be_found_again(self) -> Self:
+        """Check that what is computed in the background is all of it stored."""
+        if self.background and not self.store:
+            raise WrongMemberError(
+                "{path} goes with store: true", "leave one of them out", "background"
+            )
+        if self.background and self.shown_logprobs is not None:
+            raise WrongMemberError(
+                "log-probabilities are not stored, and {path} shows what is",
+                "leave one of them out",
+                "background",
+                UnsupportedValueError,
             )
         return self
 

@@ -2,13 +2,13 @@
 
 The events come in order and numbered:
 
-    created, in_progress, the items, completed | incomplete | failed
+    created, (in the background: queued,) in_progress, the items, completed | incomplete | failed
 
 Each item is a message, what was thought before it, or a call of a tool:
 
     output_item.added, content_part.added, output_text.delta… | reasoning_text.delta…,
         output_text.done | reasoning_text.done, content_part.done, output_item.done
-    output_item.added, function_call_arguments.delta, function_call_arguments.done,
+    output_item.added, function_call_arguments.delta…, function_call_arguments.done,
         output_item.done
 
 *Source:* OpenAI API reference, "Responses" and "Streaming events"; beside what it has stands
@@ -21,20 +21,30 @@ from itertools import chain
 from typing import Any
 
 from inference_svc.core.answers import AnswerToken
-from inference_svc.core.chat import ToolCall
-from inference_svc.core.tools.reader import Part, Reasoning
+from inference_svc.core.tools.reader import (
+    CallArguments,
+    CallBegun,
+    CallEnded,
+    Content,
+    Part,
+    Reasoning,
+)
 from inference_svc.core.turn_record import Finished, Started, Usage
 from inference_svc.http_api.answer_parts import Reading
 from inference_svc.http_api.cache_misses import shown_reuse
 from inference_svc.http_api.openai.dialect import error_object
-from inference_svc.http_api.sessions.lookup import ResponseInfo
+from inference_svc.http_api.sessions.lookup import (
+    CANCELLED,
+    FAILED,
+    IN_PROGRESS,
+    QUEUED,
+    ResponseInfo,
+)
 from inference_svc.http_api.token_text import TokenText
 from shared.types.errors import ReportedError
 
-IN_PROGRESS = "in_progress"
 COMPLETED = "completed"
 INCOMPLETE = "incomplete"
-FAILED = "failed"
 
 Rows = list[dict[str, Any]]  # tokens with their log-probabilities
 
@@ -98,6 +108,9 @@ class ResponseObjects:
         token_text: writes tokens.
         reading: how its answer is read.
         top_logprobs: how many alternatives of each token; None: no log-probabilities.
+
+    Attributes:
+        session_id: see above; of a turn that is queued it may become known later.
     """
 
     def __init__(
@@ -110,7 +123,7 @@ class ResponseObjects:
         top_logprobs: int | None = None,
     ) -> None:
         self._id = response_id
-        self._session_id = session_id
+        self.session_id = session_id
         self._info = info
         self._token_text = token_text
         self._reader = reading.reader()
@@ -118,6 +131,7 @@ class ResponseObjects:
         self._number = 0
         self._output: list[dict[str, Any]] = []  # items that are complete
         self._open: _TextItem | None = None
+        self._call: dict[str, Any] = {}  # the last one, as it stands
         self._rows: Rows = []  # of tokens whose text did not come yet
 
     def whole(self, tokens: Sequence[AnswerToken], finished: Finished) -> dict[str, Any]:
@@ -131,6 +145,12 @@ class ResponseObjects:
         response = self._response(IN_PROGRESS, [])
         yield self._event("response.created", {"response": response})
         yield self._event("response.in_progress", {"response": response})
+
+    def queued_opening(self) -> Iterator[dict[str, Any]]:
+        """Make the events of a turn in the background, which was queued and has begun."""
+        for kind, status in (("created", QUEUED), (QUEUED, QUEUED), (IN_PROGRESS, IN_PROGRESS)):
+            response = {**self.standing(status), "session_id": ""}  # it has none yet
+            yield self._event(f"response.{kind}", {"response": response})
 
     def piece(self, tokens: Sequence[AnswerToken]) -> Iterator[dict[str, Any]]:
         """Make the events of its next tokens; none if they show nothing."""
@@ -151,14 +171,26 @@ class ResponseObjects:
         """Make the event of a turn that has failed."""
         found = error_object(error)
         said = {"code": found["code"], "message": found["message"]}
-        return self._event("response.failed", {"response": self._response(FAILED, [], error=said)})
+        return self._event("response.failed", {"response": self.standing(FAILED, said)})
+
+    def cancellation(self) -> dict[str, Any]:
+        """Make the last event of a response that was cancelled: OpenAI has none of its own."""
+        return self._event("response.failed", {"response": self.standing(CANCELLED)})
+
+    def standing(self, status: str, error: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """Make a response that has no answer, or none yet."""
+        return self._response(status, [], error=error)
 
     def _read(self, parts: Iterable[Part]) -> Iterator[dict[str, Any]]:
         for part in parts:
-            if isinstance(part, ToolCall):
+            if isinstance(part, CallBegun):
                 yield from self._close(COMPLETED)
-                yield from self._call(part)
-            else:
+                yield from self._begin_call(part)
+            elif isinstance(part, CallArguments):
+                yield from self._add_arguments(part.text)
+            elif isinstance(part, CallEnded):
+                yield from self._end_call(INCOMPLETE if part.is_cut else COMPLETED)
+            elif isinstance(part, Content | Reasoning):
                 yield from self._say(part.text, is_thought=isinstance(part, Reasoning))
         if self._rows and self._open is not None and not self._open.is_thought:
             yield from self._say("", is_thought=False)
@@ -193,27 +225,35 @@ class ResponseObjects:
         yield from self._done(item.shown(status))
         self._open = None
 
-    def _call(self, call: ToolCall) -> Iterator[dict[str, Any]]:
-        """Make the events of a call."""
-        namespace, name = self._info.split_name(call.name)
-        item = {
+    def _begin_call(self, begun: CallBegun) -> Iterator[dict[str, Any]]:
+        """Make the event of the beginning of a call."""
+        namespace, name = self._info.split_name(begun.name)
+        self._call = {
             "id": self._item_id("fc"),
             "type": "function_call",
-            "status": COMPLETED,
-            "call_id": call.call_id,
+            "status": IN_PROGRESS,
+            "call_id": begun.call_id,
             "name": name,
-            "arguments": call.arguments,
+            "arguments": "",
             **({"namespace": namespace} if namespace else {}),
         }
-        index = len(self._output)
-        begun = {**item, "status": IN_PROGRESS, "arguments": ""}
-        yield self._event("response.output_item.added", {"output_index": index, "item": begun})
-        place = {"item_id": item["id"], "output_index": index}
-        said = {"delta": call.arguments}
-        yield self._event("response.function_call_arguments.delta", {**place, **said})
-        said = {"name": name, "arguments": call.arguments}
-        yield self._event("response.function_call_arguments.done", {**place, **said})
-        yield from self._done(item)
+        added = {"output_index": len(self._output), "item": dict(self._call)}
+        yield self._event("response.output_item.added", added)
+
+    def _add_arguments(self, text: str) -> Iterator[dict[str, Any]]:
+        """Make the event of what follows of a call's arguments."""
+        self._call["arguments"] += text
+        yield self._of_call("response.function_call_arguments.delta", {"delta": text})
+
+    def _end_call(self, status: str) -> Iterator[dict[str, Any]]:
+        """Make the events of the end of a call."""
+        said = {name: self._call[name] for name in ("name", "arguments")}
+        yield self._of_call("response.function_call_arguments.done", said)
+        yield from self._done({**self._call, "status": status})
+
+    def _of_call(self, kind: str, members: Mapping[str, Any]) -> dict[str, Any]:
+        place = {"item_id": self._call["id"], "output_index": len(self._output)}
+        return self._event(kind, {**place, **members})
 
     def _done(self, item: dict[str, Any]) -> Iterator[dict[str, Any]]:
         index = len(self._output)
@@ -255,7 +295,7 @@ class ResponseObjects:
             "object": "response",
             "created_at": info.created_s,
             "status": status,
-            "background": False,
+            "background": info.is_background,
             "conversation": {"id": info.conversation_id} if info.conversation_id else None,
             "error": error,
             "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
@@ -277,7 +317,7 @@ class ResponseObjects:
             "top_p": info.top_p,
             "truncation": info.truncation,
             "usage": response_usage(usage, self._reader.num_thought) if usage else None,
-            "session_id": self._session_id,
+            "session_id": self.session_id,
         }
 
 

@@ -1,50 +1,70 @@
-"""/v1/responses: a turn by its own id, which the next one may follow."""
+"""POST /v1/responses: a turn by its own id, which the next one may follow."""
 
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
+import structlog
 from aiohttp import web
 
 from inference_svc.core.answers import AnswerToken
 from inference_svc.core.chat import TOOL, Message, ToolCall, canonical
-from inference_svc.core.transcript_format import Transcript
 from inference_svc.core.truncation import REJECT
-from inference_svc.core.turn_record import Finished, TurnRecord
-from inference_svc.http_api.answer_parts import Reading
+from inference_svc.core.turn_record import Finished
 from inference_svc.http_api.api import Api
 from inference_svc.http_api.bodies.conversation import with_names
-from inference_svc.http_api.errors import RequestError, unknown_response
+from inference_svc.http_api.errors import RequestError
+from inference_svc.http_api.openai.responses.background import Following
 from inference_svc.http_api.openai.responses.conversation_turns import going_on
 from inference_svc.http_api.openai.responses.input_items import objects_of, with_ids
 from inference_svc.http_api.openai.responses.response_body import ResponseBody
 from inference_svc.http_api.openai.responses.response_objects import ResponseObjects
-from inference_svc.http_api.replies import OneAnswer, reply, send_reply
-from inference_svc.http_api.requests import TurnRequest, caller_of
+from inference_svc.http_api.openai.responses.stored_response import (
+    find_stored,
+    most_kept,
+    recorded_turn,
+)
+from inference_svc.http_api.replies import OneAnswer, reply, send_events, send_reply
+from inference_svc.http_api.requests import REQUEST_IDS, TurnRequest
+from inference_svc.http_api.sessions.background import Running
 from inference_svc.http_api.sessions.lookup import ConversationTurn, ResponseInfo, StoredResponse
-from inference_svc.http_api.sessions.routing import Caller, HttpTurn, holds
-from inference_svc.openai_settings import OpenAISettings
-from shared.types.errors import NotFoundError
+from inference_svc.http_api.sessions.routing import HttpTurn
 
-MAX_INPUT_BYTES = 256 * 1024  # of one input: what is longer is not kept
 MAX_KEPT = 16384  # characters of instructions, or tools, that GET shows again
+
+B = TypeVar("B", bound=ResponseBody)
 
 
 async def create_response(api: Api, request: web.Request) -> web.StreamResponse:
     """Answer an input: in a conversation, after another response, or as the first."""
     turn_request = await api.read(request, ResponseBody)
     body, tenant = turn_request.body, turn_request.caller.tenant
-    if body.conversation_id:
-        held = api.holds.held(tenant, body.conversation_id, turn_request.repeat_key)
-        with held as release:
-            return await _answer(api, turn_request, *await _going_on(api, turn_request, release))
+    with ExitStack() as held:
+        if body.conversation_id:
+            key = turn_request.repeat_key
+            release = held.enter_context(api.holds.held(tenant, body.conversation_id, key))
+            turn, info = await _going_on(api, turn_request, release)
+        else:
+            turn, info = await response_turn(api, turn_request)
+        if body.background:
+            return await _begin(api, turn_request, turn, info, held.pop_all().close)
+        return await _answer(api, turn_request, turn, info)
+
+
+async def response_turn(api: Api, turn_request: TurnRequest[B]) -> tuple[HttpTurn, ResponseInfo]:
+    """Make the turn of a request that is of no conversation.
+
+    Raises:
+        UnknownResponseError: the response that it follows is not there.
+        RequestError: the instructions are others than that has.
+    """
+    body = turn_request.body
     if body.previous_response_id:
-        return await _answer(api, turn_request, *await _following(api, turn_request))
-    turn, info = _turn(api, turn_request, body.conversation, body.instructions)
-    return await _answer(api, turn_request, turn, info)
+        return await _following(api, turn_request)
+    return _turn(api, turn_request, body.conversation, body.instructions)
 
 
 async def _answer(
@@ -62,89 +82,36 @@ async def _answer(
         return await send_reply(turn_request, turn, OneAnswer(answer, objects))
 
 
-async def show_response(api: Api, request: web.Request) -> web.Response:
-    """Show a response that was stored."""
-    caller, response_id = caller_of(request), request.match_info["id"]
-    if request.query.get("stream", "false") == "true":
-        raise RequestError("a stored response cannot be streamed", "leave stream out", "stream")
-    stored = await find_stored(api, caller, response_id)
-    record, reading = await recorded_turn(api, caller, response_id, stored)
-    at = stored.at
-    finished = Finished(record.finish_reason, record.text, record.usage, at.turns)
-    objects = ResponseObjects(response_id, at.session_id, stored.info, api.token_text, reading)
-    tokens = list(map(AnswerToken, record.output_ids, record.pieces))
-    return reply(objects.whole(tokens, finished))
+async def _begin(
+    api: Api,
+    turn_request: TurnRequest[ResponseBody],
+    turn: HttpTurn,
+    info: ResponseInfo,
+    release: Callable[[], None],
+) -> web.StreamResponse:
+    """Have a turn answered while nobody waits.
 
-
-async def delete_response(api: Api, request: web.Request) -> web.Response:
-    """Forget a response; its session goes with the last one, if nobody named it."""
-    caller, response_id = caller_of(request), request.match_info["id"]
-    stored = await find_stored(api, caller, response_id)
-    session_id = stored.at.session_id
-    others = await api.store.count_responses(caller.tenant, session_id) - 1
-    if not others and not stored.at.is_named:  # first what may be refused: a turn may be under way
-        with suppress(NotFoundError):
-            key = api.gateway.key(caller.identity, caller.tenant, session_id)
-            await api.gateway.delete_session(key)
-    await api.store.forget_response(caller.tenant, response_id)
-    return reply({"id": response_id, "object": "response", "deleted": True})
-
-
-def most_kept(settings: OpenAISettings) -> int:
-    """Return the bytes of the longest input that is kept."""
-    return min(MAX_INPUT_BYTES, settings.kept_input_bytes)
-
-
-async def find_stored(api: Api, caller: Caller, response_id: str) -> StoredResponse:
-    """Look the caller's response up.
-
-    Raises:
-        UnknownResponseError: it has none of that id.
+    Args:
+        api: the API's parts.
+        turn_request: the request.
+        turn: its turn.
+        info: of its response.
+        release: called when it is over.
     """
-    is_ours = response_id.isascii() and response_id.startswith("resp_")
-    stored = await api.store.find_response(caller.tenant, response_id) if is_ours else None
-    if stored is None:
-        raise unknown_response(response_id)
-    return stored
+
+    def objects(session_id: str) -> ResponseObjects:
+        return ResponseObjects(turn.response_id, session_id, info, api.token_text, turn.reading)
+
+    running = await api.background.start(Running(turn_request.caller, turn, info, objects), release)
+    structlog.contextvars.bind_contextvars(request_id=turn.request_id, **turn_request.hints.told)
+    headers = dict.fromkeys(REQUEST_IDS, turn.request_id)
+    if not turn_request.body.stream:
+        return reply(running.standing, headers)
+    followed = Following(running.events(-1), objects("").failure)
+    return await send_events(turn_request.request, api.settings, followed, headers)
 
 
-async def recorded_turn(
-    api: Api, caller: Caller, response_id: str, stored: StoredResponse
-) -> tuple[TurnRecord, Reading]:
-    """Return the turn of a stored response, and how its answer is read.
-
-    Raises:
-        UnknownResponseError: its session is gone.
-    """
-    record = (await session_up_to(api, caller, response_id, stored)).turns[-1]
-    call_id = api.completion.chain(caller).call_ids(stored.at.request_id)
-    gateway = api.gateway
-    use = stored.info.tool_use
-    return record, Reading(gateway.tool_format, use, call_id, gateway.thoughts)
-
-
-async def session_up_to(
-    api: Api, caller: Caller, response_id: str, stored: StoredResponse
-) -> Transcript:
-    """Return the session of a stored response, up to its turn.
-
-    Raises:
-        UnknownResponseError: it is gone.
-    """
-    at = stored.at
-    try:
-        key = api.gateway.key(caller.identity, caller.tenant, at.session_id)
-        session, _ = await api.gateway.turns.sessions.get(key)
-    except NotFoundError as error:
-        raise unknown_response(response_id) from error
-    if not holds(session, at):
-        raise unknown_response(response_id)
-    return session.forked(at.session_id, at.turns)
-
-
-async def _following(
-    api: Api, turn_request: TurnRequest[ResponseBody]
-) -> tuple[HttpTurn, ResponseInfo]:
+async def _following(api: Api, turn_request: TurnRequest[B]) -> tuple[HttpTurn, ResponseInfo]:
     """Make the turn of a request that follows a response.
 
     Raises:
@@ -167,7 +134,7 @@ async def _following(
     return replace(turn, previous=previous, info=info if body.store else None), info
 
 
-def _check_instructions(turn_request: TurnRequest[ResponseBody], previous: StoredResponse) -> None:
+def _check_instructions(turn_request: TurnRequest[B], previous: StoredResponse) -> None:
     """Check that a session keeps the instructions that it began with.
 
     Raises:
@@ -232,7 +199,7 @@ async def _going_on(
 
 def _turn(
     api: Api,
-    turn_request: TurnRequest[ResponseBody],
+    turn_request: TurnRequest[B],
     messages: tuple[Message, ...],
     instructions: str,
 ) -> tuple[HttpTurn, ResponseInfo]:
@@ -270,6 +237,7 @@ def _turn(
         input_bytes=input_bytes,
         effort=body.effort,
         conversation_id=body.conversation_id,
+        is_background=body.background,
     )
     response_id = "resp_" + chain.id_of("response", turn.request_id)
     if input_bytes > most_kept(turn_request.settings):

@@ -4,23 +4,20 @@
 """
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
 
 from aiohttp import web
 
 from inference_svc.http_api.api import Api
-from inference_svc.http_api.errors import InputNotKeptError, RequestError, UnknownParameterError
+from inference_svc.http_api.errors import InputNotKeptError
+from inference_svc.http_api.openai.pages import read_page
 from inference_svc.http_api.openai.responses.input_items import with_ids
-from inference_svc.http_api.openai.responses.response_body import check_included
-from inference_svc.http_api.openai.responses.responses import find_stored, most_kept, recorded_turn
+from inference_svc.http_api.openai.responses.stored_response import (
+    find_stored,
+    most_kept,
+    recorded_turn,
+)
 from inference_svc.http_api.replies import reply
 from inference_svc.http_api.requests import caller_of
-
-DEFAULT_LIMIT, MAX_LIMIT = 20, 100  # OpenAI's
-INCLUDE = frozenset({"include", "include[]"})  # clients write lists in either way
-ASCENDING, DESCENDING = ORDERS = ("asc", "desc")
 
 
 async def list_input_items(api: Api, request: web.Request) -> web.Response:
@@ -33,89 +30,6 @@ async def list_input_items(api: Api, request: web.Request) -> web.Response:
     if items is None:
         raise _not_kept(stored.info.input_bytes, most_kept(api.settings))
     return reply(page.of(with_ids(response_id, json.loads(items))))
-
-
-@dataclass(frozen=True)
-class Page:
-    """Which of a list's objects are asked for.
-
-    Attributes:
-        limit: most of them.
-        after: id of the one that they follow; "": from the beginning.
-        order: "asc" or "desc".
-    """
-
-    limit: int = DEFAULT_LIMIT
-    after: str = ""
-    order: str = DESCENDING
-
-    def of(self, objects: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """Return the page of a list whose oldest object is the first.
-
-        Raises:
-            RequestError: there is no object that they could follow.
-        """
-        ordered = list(objects if self.is_ascending else reversed(objects))
-        ids = [each["id"] for each in ordered]
-        if self.after and self.after not in ids:
-            raise self.follows_nothing()
-        first = ids.index(self.after) + 1 if self.after else 0
-        end = first + self.limit
-        return listed(ordered[first:end], has_more=end < len(ids))
-
-    @property
-    def is_ascending(self) -> bool:
-        """Whether the oldest come first."""
-        return self.order == ASCENDING
-
-    def follows_nothing(self) -> RequestError:
-        """Make the error of a page that would follow an object that is not there."""
-        return RequestError(
-            f"there is no item {self.after[:80]!r}", "send the last_id of a page", "after"
-        )
-
-
-def listed(objects: Sequence[Mapping[str, Any]], *, has_more: bool = False) -> dict[str, Any]:
-    """Make a list of objects, or a page of it."""
-    return {
-        "object": "list",
-        "data": list(objects),
-        "first_id": objects[0]["id"] if objects else None,
-        "last_id": objects[-1]["id"] if objects else None,
-        "has_more": has_more,
-    }
-
-
-def read_page(request: web.Request) -> Page:
-    """Read which page a request asks for.
-
-    Raises:
-        RequestError: a parameter is off, or unknown.
-    """
-    query = request.query
-    check_query(request, "limit", "after", "order")
-    limit, order = query.get("limit", str(DEFAULT_LIMIT)), query.get("order", DESCENDING)
-    is_number = limit.isascii() and limit.isdecimal() and len(limit) <= len(str(MAX_LIMIT))
-    if not is_number or not 1 <= int(limit) <= MAX_LIMIT:
-        raise RequestError(f"limit {limit[:20]!r} cannot be", f"send 1 to {MAX_LIMIT}", "limit")
-    if order not in ORDERS:
-        raise RequestError(f"order {order[:20]!r} cannot be", "send asc or desc", "order")
-    return Page(int(limit), query.get("after", ""), order)
-
-
-def check_query(request: web.Request, *names: str) -> None:
-    """Check the names of a request's parameters, and what it asks to be shown beside.
-
-    Raises:
-        RequestError: a parameter is unknown, or asks for what there is not.
-    """
-    query = request.query
-    for name in query:
-        if name not in {*names, *INCLUDE}:
-            raise UnknownParameterError(
-                f"there is no parameter {name[:80]!r}", "leave it out", name[:80]
-            )
-    check_included(value for name in INCLUDE for value in query.getall(name, ()))
 
 
 def _not_kept(num_bytes: int, most: int) -> InputNotKeptError:

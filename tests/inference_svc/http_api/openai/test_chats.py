@@ -281,10 +281,13 @@ def reply_of(*answers, n=1, includes_usage=False, top_logprobs=None, reading=Non
         includes_usage=includes_usage,
     )
     tokens = TokenText(Letters())
-    choices = [
-        ChatChoice(index, tokens, reading or Reading(), top_logprobs)
-        for index in range(len(answers))
-    ]
+
+    def choices():
+        return [
+            ChatChoice(index, tokens, reading or Reading(), top_logprobs)
+            for index in range(len(answers))
+        ]
+
     return Choices(envelope, answers, choices, n)
 
 

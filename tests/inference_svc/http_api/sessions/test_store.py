@@ -198,10 +198,10 @@ async def test_an_input_is_its_tenants_and_goes_with_its_response(tmp_path):
     assert await store.find_input("other", "resp_0") is None
     await store.forget_response("acme", "resp_0")
     assert await store.find_input("acme", "resp_0") is None
-    await store.forget_inputs("other", "s-1")
-    await store.forget_inputs("acme", "s-2")
+    await store.forget_texts("other", "s-1")
+    await store.forget_texts("acme", "s-2")
     assert await store.find_input("acme", "resp_1") == "[]"
-    await store.forget_inputs("acme", "s-1")
+    await store.forget_texts("acme", "s-1")
     assert await store.find_input("acme", "resp_1") is None
     assert await store.find_response("acme", "resp_1") == RESPONSE
     for number in range(2 * PRUNE_EVERY):

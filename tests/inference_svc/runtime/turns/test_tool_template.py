@@ -8,7 +8,8 @@ from jsonschema import validate
 
 from inference_svc.core.chat import ASSISTANT, SYSTEM, TOOL, USER, Message, Tool, ToolCall
 from inference_svc.core.errors import InvalidTurnError
-from inference_svc.core.tools.reader import read_whole
+from inference_svc.core.tools.forced import ForcedReader
+from inference_svc.core.tools.reader import read_whole, summed
 from inference_svc.runtime.compute.grammars import Grammars
 from inference_svc.runtime.turns.tool_template import PROBE, RESULT, ToolTemplate, short_id
 from tests.tool_templates import FAMILIES, text_of
@@ -287,11 +288,23 @@ def test_an_answer_that_has_to_call_does(name):
         assert (read.content, read.reasoning) == ("", "")
         validate(call.values, {tool.name: tool.schema for tool in TOOLS}[call.name])
         names.add(call.name)
+        assert as_it_comes(text, TOOLS, said) == [call]
         assert set(controls(text, said)) <= text.marks.keys()
     assert names == {"get_weather", "time-now"}
     only = rambler.answer(text.grammar_of_call([TIME]), 0)
     (call,) = read_whole(text.tool_format.reader({"time-now"}, None), text.decode(only)).calls
     assert call.name == "time-now"
+    assert as_it_comes(text, [TIME], only) == [call]
+    assert bool(text.heads_of_calls(["a", "b"])) == (name != "hermes")  # that has the name last
+
+
+def as_it_comes(text, tools, token_ids):
+    """The calls of an answer that has to be one, read character by character."""
+    names = [tool.name for tool in tools]
+    otherwise = text.tool_format.reader(set(names), None)
+    reader = ForcedReader(text.heads_of_calls(names), otherwise)
+    parts = [part for character in text.decode(token_ids) for part in reader.push(character)]
+    return list(summed([*parts, *reader.end()]).calls)
 
 
 def test_a_call_that_has_to_be_holds_no_endless_blanks():

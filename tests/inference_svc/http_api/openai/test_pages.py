@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from inference_svc.http_api.errors import RequestError
-from inference_svc.http_api.openai.responses.stored_input import Page, read_page
+from inference_svc.http_api.openai.pages import Page, read_page
 
 ITEMS = [{"id": name} for name in "abcde"]
 

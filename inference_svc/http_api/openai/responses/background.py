@@ -1,0 +1,56 @@
+"""Responses that were computed while nobody waited, as their clients see them afterwards."""
+
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from typing import Any, ClassVar
+
+from inference_svc.core.answers import AnswerToken
+from inference_svc.core.turn_record import Finished, Started
+from inference_svc.http_api.openai.responses.response_objects import ResponseObjects
+from inference_svc.http_api.sessions.background import events_of_tokens, stopped
+from inference_svc.http_api.sessions.lookup import CANCELLED, FAILED, UnansweredResponse
+from shared.types.errors import ReportedError
+
+
+def events_of_past(
+    objects: ResponseObjects, tokens: Sequence[AnswerToken], end: Finished, *, is_background: bool
+) -> Iterator[Mapping[str, Any]]:
+    """Yield the events of a response that has ended, as those who followed it had them."""
+    yield from objects.queued_opening() if is_background else objects.opening(Started(0, 0, 0.0, 0))
+    yield from events_of_tokens(objects, tokens)
+    yield from objects.closing(end)
+
+
+class Following:
+    """The reply with the events of a response; see `replies.Streamed`.
+
+    Args:
+        events: of the response.
+        failure: makes the event of a stream that fails.
+    """
+
+    stream_end: ClassVar[bytes] = b""
+
+    def __init__(
+        self,
+        events: AsyncGenerator[Mapping[str, Any], None],
+        failure: Callable[[ReportedError], Mapping[str, Any]],
+    ) -> None:
+        self._events = events
+        self._failure = failure
+
+    def events(self) -> AsyncGenerator[Mapping[str, Any], None]:
+        """See Streamed."""
+        return self._events
+
+    def failure(self, error: ReportedError) -> Mapping[str, Any]:
+        """See Streamed."""
+        return self._failure(error)
+
+
+def shown_unanswered(objects: ResponseObjects, found: UnansweredResponse) -> dict[str, Any]:
+    """Make the response that has no answer, and does not run."""
+    if found.state == CANCELLED:
+        return objects.standing(CANCELLED)
+    if found.state == FAILED:
+        return objects.standing(FAILED, {"code": found.code, "message": found.message})
+    return objects.standing(FAILED, {"code": "server_error", "message": str(stopped())})

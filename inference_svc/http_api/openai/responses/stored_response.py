@@ -1,0 +1,216 @@
+"""Responses that are there: shown, followed, cancelled and deleted by their ids.
+
+*Source:* OpenAI API reference, "Responses".
+"""
+
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import suppress
+from typing import Any
+
+from aiohttp import web
+
+from inference_svc.core.answers import AnswerToken
+from inference_svc.core.transcript_format import Transcript
+from inference_svc.core.turn_record import Finished, TurnRecord
+from inference_svc.http_api.answer_parts import Reading
+from inference_svc.http_api.api import Api
+from inference_svc.http_api.errors import (
+    RequestError,
+    UnknownResponseError,
+    unfinished_response,
+    unknown_response,
+)
+from inference_svc.http_api.openai.pages import check_query
+from inference_svc.http_api.openai.responses.background import (
+    Following,
+    events_of_past,
+    shown_unanswered,
+)
+from inference_svc.http_api.openai.responses.response_objects import ResponseObjects
+from inference_svc.http_api.replies import reply, send_events
+from inference_svc.http_api.requests import caller_of
+from inference_svc.http_api.sessions.lookup import StoredResponse
+from inference_svc.http_api.sessions.routing import Caller, holds
+from inference_svc.openai_settings import OpenAISettings
+from shared.types.errors import NotFoundError
+
+MAX_INPUT_BYTES = 256 * 1024  # of one input: what is longer is not kept
+MAX_NUMBER = 12  # digits of an event's number
+
+
+async def show_response(api: Api, request: web.Request) -> web.StreamResponse:
+    """Show a response that was stored, or that is computed in the background."""
+    caller, response_id = caller_of(request), request.match_info["id"]
+    after = _asked_after(request)
+    running = api.background.find(caller.tenant, response_id)
+    if running is not None:
+        if after is None:
+            return reply(running.standing)
+        followed = Following(running.events(after), running.objects("").failure)
+        return await send_events(request, api.settings, followed, {})
+    try:
+        stored = await find_stored(api, caller, response_id)
+    except UnknownResponseError:
+        unanswered = await api.store.find_unanswered(caller.tenant, response_id)
+        if unanswered is None:
+            raise
+        objects = ResponseObjects(response_id, "", unanswered.info, api.token_text, Reading())
+        return reply(shown_unanswered(objects, unanswered))
+    objects, tokens, finished = await _recorded(api, caller, response_id, stored)
+    if after is None:
+        return reply(objects.whole(tokens, finished))
+    if after >= 0 and not stored.info.is_background:
+        raise RequestError(
+            "only a response in the background has events that can be gone on with",
+            "leave starting_after out, or create it with background: true",
+            "starting_after",
+        )
+    past = events_of_past(objects, tokens, finished, is_background=stored.info.is_background)
+
+    async def events() -> AsyncGenerator[Mapping[str, Any], None]:
+        for event in past:
+            if event["sequence_number"] > after:
+                yield event
+
+    return await send_events(request, api.settings, Following(events(), objects.failure), {})
+
+
+def _asked_after(request: web.Request) -> int | None:
+    """Return the number of the event after which a stream is asked for; None: none is.
+
+    Raises:
+        RequestError: a parameter is off, or unknown.
+    """
+    query = request.query
+    check_query(request, "stream", "starting_after", "include_obfuscation")
+    after = query.get("starting_after", "-1")
+    if not (after == "-1" or (after.isascii() and after.isdecimal() and len(after) < MAX_NUMBER)):
+        raise RequestError(
+            f"starting_after {after[:20]!r} cannot be",
+            "send the sequence_number of an event",
+            "starting_after",
+        )
+    if query.get("stream", "false") == "true":
+        return int(after)
+    if after != "-1":
+        raise RequestError(
+            "starting_after goes with a stream", "send stream=true, too", "starting_after"
+        )
+    return None
+
+
+async def _recorded(
+    api: Api, caller: Caller, response_id: str, stored: StoredResponse
+) -> tuple[ResponseObjects, list[AnswerToken], Finished]:
+    """Return a stored response's tokens and end, and what makes its objects.
+
+    Raises:
+        UnknownResponseError: its session is gone.
+    """
+    record, reading = await recorded_turn(api, caller, response_id, stored)
+    at = stored.at
+    finished = Finished(record.finish_reason, record.text, record.usage, at.turns)
+    objects = ResponseObjects(response_id, at.session_id, stored.info, api.token_text, reading)
+    return objects, list(map(AnswerToken, record.output_ids, record.pieces)), finished
+
+
+async def cancel_response(api: Api, request: web.Request) -> web.StreamResponse:
+    """Cancel a response in the background; one that has ended is shown as it is."""
+    caller, response_id = caller_of(request), request.match_info["id"]
+    running = api.background.find(caller.tenant, response_id)
+    if running is not None:
+        await api.background.cancel(running)
+    elif await api.store.find_unanswered(caller.tenant, response_id) is None:
+        stored = await find_stored(api, caller, response_id)
+        if not stored.info.is_background:
+            raise RequestError(
+                "only a response in the background can be cancelled",
+                "create it with background: true, or close the connection that it comes by",
+                "background",
+            )
+    return await show_response(api, request)
+
+
+async def delete_response(api: Api, request: web.Request) -> web.Response:
+    """Forget a response; its session goes with the last one, if nobody named it."""
+    caller, response_id = caller_of(request), request.match_info["id"]
+    running = api.background.find(caller.tenant, response_id)
+    if running is not None:
+        await api.background.cancel(running)
+    unanswered = await api.store.find_unanswered(caller.tenant, response_id)
+    if unanswered is not None:
+        await api.store.forget_unanswered(caller.tenant, response_id)
+    try:
+        stored = await find_stored(api, caller, response_id)
+    except UnknownResponseError:
+        if unanswered is None:
+            raise
+        return _deleted(response_id)
+    session_id = stored.at.session_id
+    others = await api.store.count_responses(caller.tenant, session_id) - 1
+    if not others and not stored.at.is_named:  # first what may be refused: a turn may be under way
+        with suppress(NotFoundError):
+            key = api.gateway.key(caller.identity, caller.tenant, session_id)
+            await api.gateway.delete_session(key)
+    await api.store.forget_response(caller.tenant, response_id)
+    return _deleted(response_id)
+
+
+def _deleted(response_id: str) -> web.Response:
+    return reply({"id": response_id, "object": "response", "deleted": True})
+
+
+def most_kept(settings: OpenAISettings) -> int:
+    """Return the bytes of the longest input that is kept."""
+    return min(MAX_INPUT_BYTES, settings.kept_input_bytes)
+
+
+async def find_stored(api: Api, caller: Caller, response_id: str) -> StoredResponse:
+    """Look the caller's response up.
+
+    Raises:
+        UnknownResponseError: it has none of that id.
+        UnfinishedResponseError: it is not complete.
+    """
+    if api.background.find(caller.tenant, response_id) is not None:
+        raise unfinished_response(response_id)
+    is_ours = response_id.isascii() and response_id.startswith("resp_")
+    stored = await api.store.find_response(caller.tenant, response_id) if is_ours else None
+    if stored is None:
+        raise unknown_response(response_id)
+    return stored
+
+
+async def recorded_turn(
+    api: Api, caller: Caller, response_id: str, stored: StoredResponse
+) -> tuple[TurnRecord, Reading]:
+    """Return the turn of a stored response, and how its answer is read.
+
+    Raises:
+        UnknownResponseError: its session is gone.
+    """
+    record = (await session_up_to(api, caller, response_id, stored)).turns[-1]
+    call_id = api.completion.chain(caller).call_ids(stored.at.request_id)
+    gateway = api.gateway
+    use = stored.info.tool_use
+    heads = gateway.heads_of_calls(use)
+    return record, Reading(gateway.tool_format, use, call_id, gateway.thoughts, heads=heads)
+
+
+async def session_up_to(
+    api: Api, caller: Caller, response_id: str, stored: StoredResponse
+) -> Transcript:
+    """Return the session of a stored response, up to its turn.
+
+    Raises:
+        UnknownResponseError: it is gone.
+    """
+    at = stored.at
+    try:
+        key = api.gateway.key(caller.identity, caller.tenant, at.session_id)
+        session, _ = await api.gateway.turns.sessions.get(key)
+    except NotFoundError as error:
+        raise unknown_response(response_id) from error
+    if not holds(session, at):
+        raise unknown_response(response_id)
+    return session.forked(at.session_id, at.turns)

@@ -1,0 +1,117 @@
+"""/v1/chat/completions as lists of chats that were stored, for those who asked for it.
+
+*Source:* OpenAI API reference, "Chat completions": list, retrieve, update, delete, messages.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from aiohttp import web
+from pydantic import Field
+
+from inference_svc.http_api.api import Api
+from inference_svc.http_api.bodies.body import Body, Metadata
+from inference_svc.http_api.errors import UnknownChatError
+from inference_svc.http_api.openai.messages import MessageBody
+from inference_svc.http_api.openai.pages import ASCENDING, listed, read_page
+from inference_svc.http_api.replies import reply
+from inference_svc.http_api.requests import caller_of
+from inference_svc.http_api.sessions.routing import Caller
+from inference_svc.http_api.sessions.stored_chats import Wanted
+
+CHAT = "chatcmpl-"  # what ids of chats begin with
+_NOTE = re.compile(r"metadata\[(.{1,64})\]")
+
+
+class ChatMetadataBody(Body):
+    """The body of POST /v1/chat/completions/{id}: what takes the place of the metadata."""
+
+    metadata: Metadata = Field(default_factory=dict)
+
+
+async def list_chats(api: Api, request: web.Request) -> web.Response:
+    """Show the chats that were stored, or a page of them."""
+    notes = {
+        found[1]: request.query[found[0]] for found in map(_NOTE.fullmatch, request.query) if found
+    }
+    of_notes = [f"metadata[{name}]" for name in notes]
+    page = read_page(request, "model", *of_notes, order=ASCENDING)
+    wanted = Wanted(
+        request.query.get("model", ""), notes, page.after, page.limit, page.is_ascending
+    )
+    found = await api.store.chats.page(caller_of(request).tenant, wanted)
+    if found is None:
+        raise page.follows_nothing()
+    chats, has_more = found
+    return reply(listed(chats, has_more=has_more))
+
+
+async def show_chat(api: Api, request: web.Request) -> web.Response:
+    """Show a chat that was stored."""
+    return reply(await _find(api, caller_of(request), request.match_info["id"]))
+
+
+async def list_chat_messages(api: Api, request: web.Request) -> web.Response:
+    """Show what was asked in a chat that was stored, or a page of it."""
+    chat_id, page = request.match_info["id"], read_page(request, order=ASCENDING)
+    messages = await api.store.chats.messages(caller_of(request).tenant, chat_id)
+    if messages is None:
+        raise _unknown(chat_id)
+    return reply(page.of(messages))
+
+
+async def update_chat(api: Api, request: web.Request) -> web.Response:
+    """Put other metadata in the place of a chat's."""
+    caller, chat_id = caller_of(request), request.match_info["id"]
+    body = await api.decoded(request, ChatMetadataBody)
+    await _find(api, caller, chat_id)
+    await api.store.chats.set_metadata(caller.tenant, chat_id, body.metadata)
+    return reply(await _find(api, caller, chat_id))
+
+
+async def delete_chat(api: Api, request: web.Request) -> web.Response:
+    """Delete a chat that was stored; its session stays, to be gone on with."""
+    chat_id = request.match_info["id"]
+    if not await api.store.chats.delete(caller_of(request).tenant, chat_id):
+        raise _unknown(chat_id)
+    return reply({"id": chat_id, "object": "chat.completion.deleted", "deleted": True})
+
+
+def stored_messages(chat_id: str, messages: Sequence[MessageBody]) -> list[Mapping[str, Any]]:
+    """Return the messages of a chat as they are listed, each with its id."""
+    return [
+        {"id": f"{chat_id}-{index}", **_message(message)} for index, message in enumerate(messages)
+    ]
+
+
+def _message(message: MessageBody) -> dict[str, Any]:
+    calls = [call.model_dump(by_alias=True) for call in message.tool_calls]
+    parts = [part.model_dump(by_alias=True) for part in message.content]
+    return {
+        "role": message.role,
+        "content": message.text,
+        "name": message.name or None,
+        "content_parts": parts if len(parts) > 1 else None,
+        **({"tool_calls": calls} if calls else {}),
+        **({"tool_call_id": message.tool_call_id} if message.tool_call_id else {}),
+    }
+
+
+async def _find(api: Api, caller: Caller, chat_id: str) -> dict[str, Any]:
+    """Look the caller's chat up.
+
+    Raises:
+        UnknownChatError: it has none of that id.
+    """
+    found = await api.store.chats.find(caller.tenant, chat_id)
+    if found is None:
+        raise _unknown(chat_id)
+    return found
+
+
+def _unknown(chat_id: str) -> UnknownChatError:
+    return UnknownChatError(
+        f"there is no stored chat {chat_id[:80]!r}",
+        "send store: true with the request that is to be stored",
+    )
