@@ -20,6 +20,7 @@ serving: Sheng et al., OSDI'24.
 
 from bisect import insort
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from heapq import heapify, heappop, heappush
 from itertools import islice
 
@@ -78,6 +79,17 @@ class WaitingQueue:
         self._arriving[number] = key
         rank = (-priority, self._next_tag(key.tenant), number)
         self._feed.waits(rank, key, history_tokens)
+
+    @contextmanager
+    def arriving(
+        self, number: int, key: SessionKey, priority: int, history_tokens: int
+    ) -> Iterator[None]:
+        """Report a turn as `arrives` does, and withdraw it behind the block."""
+        self.arrives(number, key, priority, history_tokens)
+        try:
+            yield
+        finally:
+            self.withdraw(number)
 
     def withdraw(self, number: int) -> None:
         """Report that a turn has left before its request came; nothing if that has come."""

@@ -15,8 +15,7 @@ The scheduler and all requests belong to the event loop. Invariants:
 
 import asyncio
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from inference_svc.core.counters import Counters
@@ -144,24 +143,6 @@ class EngineLoop:
         }
 
     # ------------------------------------------------------------------------- for the turns
-
-    @contextmanager
-    def arriving(
-        self, number: int, key: SessionKey, priority: int, history_tokens: int
-    ) -> Iterator[None]:
-        """Report a turn to the store inside the block, while its prompt is being made.
-
-        Args:
-            number: that its request will have.
-            key: its session's key.
-            priority: its own.
-            history_tokens: number of tokens that its session has.
-        """
-        self.scheduler.queue.arrives(number, key, priority, history_tokens)
-        try:
-            yield
-        finally:
-            self.scheduler.queue.withdraw(number)
 
     async def generate(self, request: EngineRequest, cut: ContextCut | None = None) -> None:
         """Compute a request's answer; on return the caller owes `keep` or `drop`.

@@ -79,7 +79,7 @@ class TurnRunner:
         number, context = next(self._numbers), transcript.context
         # Its history is on its way up from SSD while its text is encoded.
         known = number, submission.key, submission.priority, context.computed_tokens
-        with self._engine.arriving(*known):
+        with self._engine.scheduler.queue.arriving(*known):
             began_with = transcript.template_arguments
             prompt = await self._prompts.make(submission, context, began_with)
             grammar = await self._grammars.compiled(submission.sampling.grammar)
