@@ -132,9 +132,8 @@ class Sequence:
         if stored is None:
             raise AssertionError(f"{self._method} keeps no keys before RoPE")
         for index, recipe in enumerate(self._calibration.layers):
-            tensors = (stored.keys[index], stored.values[index])
-            for component, tokens in zip(recipe.components, tensors, strict=True):
-                yield component, tokens[: stored.end_token]
+            for component, tensors in zip(recipe.components, stored.components, strict=False):
+                yield component, tensors[index][: stored.end_token]
 
     @torch.inference_mode()
     def copy_from(self, other: "Sequence") -> None:
@@ -142,14 +141,16 @@ class Sequence:
         self.context_ids = list(other.context_ids)
         num_tokens = self.kv.num_tokens = other.kv.num_tokens
         pairs = [
-            (self.kv.keys.cut(0, num_tokens), other.kv.keys.cut(0, num_tokens)),
-            (self.kv.values.cut(0, num_tokens), other.kv.values.cut(0, num_tokens)),
+            (ours.cut(0, num_tokens), theirs.cut(0, num_tokens))
+            for ours, theirs in zip(self.kv.components, other.kv.components, strict=True)
         ]
         if self.stored is not None and other.stored is not None:
             self.stored.end_token = num_tokens
             pairs += [
-                (self.stored.keys.cut(0, num_tokens), other.stored.keys.cut(0, num_tokens)),
-                (self.stored.values.cut(0, num_tokens), other.stored.values.cut(0, num_tokens)),
+                (ours.cut(0, num_tokens), theirs.cut(0, num_tokens))
+                for ours, theirs in zip(
+                    self.stored.components, other.stored.components, strict=True
+                )
             ]
         for ours, theirs in pairs:
             torch._foreach_copy_(list(ours), list(theirs))
@@ -172,10 +173,10 @@ class Sequence:
         for index, recipe in enumerate(self._calibration.layers):
             for component, cached, kept, given in zip(
                 recipe.components,
-                (self.kv.keys, self.kv.values),
-                (ours.keys, ours.values),
-                (theirs.keys, theirs.values),
-                strict=True,
+                self.kv.components,
+                ours.components,
+                theirs.components,
+                strict=False,
             ):
                 free = given[index][start:end]  # [tokens, kv_heads, dim]
                 with cached.filling(index, first, end - start) as target:
@@ -220,7 +221,7 @@ def compact(stored: WriteBuffer, kept: Items[Range]) -> None:
     """Move kept tokens of a buffer from position 0 on to its front; its keys have no positions."""
     index = torch.cat([torch.arange(start, end) for start, end in kept] or [torch.arange(0)])
     index = index.to(stored.device)
-    for tensors in (stored.keys, stored.values):
+    for tensors in stored.components:
         for layer in tensors.layers:
             layer[: len(index)] = layer.index_select(0, index)
     stored.end_token = len(index)
