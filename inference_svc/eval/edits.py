@@ -15,6 +15,7 @@ from random import Random
 from typing import Literal, NamedTuple, cast
 
 from inference_svc.core.discards import Range
+from shared.measuring.options import names_of
 from shared.types.errors import InvalidInputError
 
 Kind = Literal["clear", "replace", "compact", "delete"]
@@ -74,19 +75,8 @@ def _mode_of(name: str) -> EditMode:
 
 
 def kinds_of(text: str) -> tuple[Kind, ...]:
-    """Read "clear,delete", each once.
-
-    Raises:
-        InvalidInputError: another name is there, or none at all.
-    """
-    names = list(dict.fromkeys(part.strip().lower() for part in text.split(",") if part.strip()))
-    unknown = [name for name in names if name not in KINDS]
-    if unknown or not names:
-        raise InvalidInputError(
-            f"no such kind of edit: {', '.join(unknown) or 'none is named'}",
-            f"name some of {', '.join(KINDS)}",
-        )
-    return tuple(cast("Kind", name) for name in names)
+    """Read "clear,delete" as `names_of` does."""
+    return tuple(cast("Kind", name) for name in names_of(text, KINDS, "kind of edit"))
 
 
 class Replacement(NamedTuple):

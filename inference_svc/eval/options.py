@@ -23,7 +23,7 @@ from inference_svc.eval.edits import (
     kinds_of,
     modes_of,
 )
-from shared.measuring.options import TEXT, say_nothing
+from shared.measuring.options import TEXT, names_of, say_nothing
 from shared.types.errors import InvalidInputError
 
 Method = Literal["ca", "ca-shift", "tt", "of", "nkvt"]
@@ -41,19 +41,8 @@ REFERENCE: Method = "tt"
 
 
 def methods_of(text: str) -> tuple[Method, ...]:
-    """Read "ca,tt,nkvt", in any case and each once.
-
-    Raises:
-        InvalidInputError: another name is there, or none at all.
-    """
-    names = list(dict.fromkeys(part.strip().lower() for part in text.split(",") if part.strip()))
-    unknown = [name for name in names if name not in METHODS]
-    if unknown or not names:
-        raise InvalidInputError(
-            f"no such method: {', '.join(unknown) or 'none is named'}",
-            f"name some of {', '.join(METHODS)}",
-        )
-    return tuple(cast("Method", name) for name in names)
+    """Read "ca,tt,nkvt" as `names_of` does."""
+    return tuple(cast("Method", name) for name in names_of(text, METHODS, "method"))
 
 
 def positions_of(method: Method) -> Positions:

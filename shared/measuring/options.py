@@ -11,7 +11,7 @@
 An option's value, its default and its help text stand in one place.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import MISSING, fields
 from inspect import Parameter, Signature
 from typing import Annotated, Any, get_args, get_type_hints
@@ -31,6 +31,27 @@ class BadListError(InvalidInputError):
 
 def say_nothing(_what: str) -> None:
     """Report progress to nobody."""
+
+
+def names_of(text: str, known: Collection[str], what: str) -> list[str]:
+    """Read names between commas, in any case and each once.
+
+    Args:
+        text: the names.
+        known: those that there are.
+        what: one of them is.
+
+    Raises:
+        InvalidInputError: another name is there, or none at all.
+    """
+    names = list(dict.fromkeys(part.strip().lower() for part in text.split(",") if part.strip()))
+    unknown = [name for name in names if name not in known]
+    if unknown or not names:
+        raise InvalidInputError(
+            f"no such {what}: {', '.join(unknown) or 'none is named'}",
+            f"name some of {', '.join(known)}",
+        )
+    return names
 
 
 def command(*groups: type[Any], order: str = "") -> Callable[[Callable[..., None]], Any]:
