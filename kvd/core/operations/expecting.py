@@ -60,8 +60,9 @@ class Expectations:
         for key in keys:
             session = state.sessions.get(key)
             if session is not None:
-                self._count_return(_where(state, session), is_awaited=bool(session.awaited_tools))
-                session.awaited_tools = ()
+                is_awaited = session.came_back or bool(session.awaited_tools)
+                self._count_return(_where(state, session), is_awaited=is_awaited)
+                session.awaited_tools, session.came_back = (), False
             elif state.history.removal(key) is not None:
                 self._count_return(GONE, is_awaited=state.history.awaited_tools(key))
 

@@ -171,6 +171,7 @@ class CacheState:
         """Record a use of the session: O(its blocks)."""
         session.last_access_ns = self.now_ns
         session.num_read_ahead = 0
+        session.came_back |= bool(session.awaited_tools)
         session.awaited_tools, session.superseded = (), False
         if session.ended:
             session.ended = False

@@ -43,6 +43,7 @@ class Session:
         lineage: of what it holds; None: no caller has named it yet. Not kept across restarts.
         awaited_tools: names of tools that its last answer calls: it is back when they answer.
             Over when a turn of it arrives, or it is used; not kept across restarts.
+        came_back: it awaited tools and was used; the queue has not said yet that its turn arrived.
         superseded: another session goes on in its place, so it goes before others. The same.
         is_indexed: an entry of it was sent to the index, or came from there.
     """
@@ -61,6 +62,7 @@ class Session:
     num_discards: int = 0
     lineage: Lineage | None = None
     awaited_tools: tuple[str, ...] = ()
+    came_back: bool = False
     superseded: bool = False
     is_indexed: bool = False
 

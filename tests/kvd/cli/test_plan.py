@@ -146,8 +146,8 @@ async def test_options_reach_the_replay():
             ),
             ":89: t is 1, earlier than the line before it",
         ),
-        ('{"t": 1, "session": 99, "turn": 2}', ":89: turn 2 of session 99"),
-        ('{"t": 1, "session": 99, "turn": 1, "new_tokens": -5}', ":89: new_tokens is -5"),
+        ('{"t": 1e9, "session": 99, "turn": 2}', ":89: turn 2 of session 99"),
+        ('{"t": 1e9, "session": 99, "turn": 1, "new_tokens": -5}', ":89: new_tokens is -5"),
     ],
 )
 async def test_a_bad_trace_is_refused_with_its_line(tmp_path: Path, line, complaint):

@@ -107,6 +107,16 @@ def test_a_use_ends_it_where_no_queue_is_reported(use):
     assert expected(world, A) == ((), False)
 
 
+def test_a_load_may_be_sooner_than_the_queue_that_reports_its_turn():
+    """They come on ways of their own: the return is counted as that of a session with tools."""
+    world = new_world()
+    store(world, A, ONES)
+    await_tools(world, A, "bash")
+    load(world, A, ONES + TWOS)
+    arrive(world, A)
+    assert [counter(world, name) for name in ("returns_dram", "tool_returns_dram")] == [1, 1]
+
+
 def test_the_policy_hears_which_tools_when():
     """Once each, be the session stored or not; not with an answer that calls none."""
     world = CacheWorld(new_world().limits, HeardPolicy)
