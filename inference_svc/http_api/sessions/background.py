@@ -138,7 +138,7 @@ class Running:
         except asyncio.CancelledError:
             self._error = stopped()
             raise
-        except Exception as error:
+        except Exception as error:  # nobody waits whom it could be raised to: it is remembered
             self._error = reported(error)
             raise self._error from error
         finally:
@@ -177,6 +177,12 @@ class Running:
                 yield objects.cancellation() if self.is_cancelled else objects.failure(self._error)
                 return
             await self._news.wait()
+
+    def end(self) -> None:
+        """Let nobody wait for it any more: it is over, perhaps before it was begun."""
+        if not self.is_answered and self._error is None:
+            self._error = stopped()
+        self._wake_followers()
 
     def _queue(self) -> None:
         self.is_queued = True
@@ -249,7 +255,14 @@ class BackgroundResponses:
                 retry_after_s=RETRY_S,
             )
         self._running[running.key] = running
-        running.task = asyncio.create_task(self._run(running, release))
+        running.task = asyncio.create_task(self._run(running))
+
+        def settle(_task: asyncio.Task[None]) -> None:  # also of a task that never came to begin
+            del self._running[running.key]
+            running.end()
+            release()
+
+        running.task.add_done_callback(settle)
         await running.until_queued()
         return running
 
@@ -260,7 +273,7 @@ class BackgroundResponses:
         running.task.cancel()
         await asyncio.wait({running.task})
 
-    async def _run(self, running: Running, release: Callable[[], None]) -> None:
+    async def _run(self, running: Running) -> None:
         tenant, response_id = running.key
         unanswered = UnansweredResponse(running.info)
         try:
@@ -277,9 +290,6 @@ class BackgroundResponses:
                 await self._store.keep_unanswered(tenant, response_id, state)
             else:
                 await self._store.forget_unanswered(tenant, response_id)
-        finally:
-            del self._running[running.key]
-            release()
 
 
 def stopped() -> ReportedError:

@@ -1,0 +1,48 @@
+"""Responses in the background: whoever waits for one is told, whenever it ends."""
+
+import asyncio
+
+import pytest
+
+from inference_svc.http_api.sessions.background import BackgroundResponses, Running
+from inference_svc.http_api.sessions.lookup import CANCELLED, QUEUED, ResponseInfo
+from inference_svc.http_api.sessions.routing import Caller
+from inference_svc.http_api.sessions.store import ApiStore
+from shared.access.identity import ANY, Identity
+from shared.serving.grpc_status import InternalError
+from tests.inference_svc.http_api.sessions.test_routing import turn
+
+CALLER = Caller(Identity("test", "local", (ANY,), frozenset()), "acme")
+INFO = ResponseInfo(1.0, "m", is_background=True)
+
+
+class Unreached:
+    """Starts no turn: nobody comes so far."""
+
+    async def open(self, *_args):
+        raise AssertionError("a response was begun that is over")
+
+
+@pytest.mark.parametrize("is_closing", [False, True])
+@pytest.mark.parametrize("num_rounds", [1, 2])
+async def test_one_that_ends_before_it_is_begun_keeps_nobody_waiting(
+    tmp_path, num_rounds, is_closing
+):
+    """Its client is told: it was not looked at yet, or is being noted on the store's thread."""
+    store = ApiStore(tmp_path, 100)
+    released = []
+    responses = BackgroundResponses(Unreached(), store, 1, lambda error: error)
+    running = Running(CALLER, turn(response_id="resp_1"), INFO, lambda _session_id: None)
+    starting = asyncio.create_task(responses.start(running, lambda: released.append(1)))
+    for _ in range(num_rounds):
+        await asyncio.sleep(0)
+    assert responses.find("acme", "resp_1") is running
+    await (responses.close() if is_closing else responses.cancel(running))
+    with pytest.raises(InternalError, match="stopped meanwhile"):
+        await starting
+    assert responses.find("acme", "resp_1") is None
+    assert released == [1]
+    if num_rounds == 2:
+        unanswered = await store.find_unanswered("acme", "resp_1")
+        assert unanswered.state == (QUEUED if is_closing else CANCELLED)
+    store.close()
