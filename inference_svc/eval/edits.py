@@ -15,6 +15,7 @@ from random import Random
 from typing import Literal, NamedTuple, cast
 
 from inference_svc.core.discards import Range
+from inference_svc.core.edits import edit_policy
 from shared.measuring.options import names_of
 from shared.types.errors import InvalidInputError
 
@@ -34,8 +35,8 @@ _SENTENCE_END = re.compile(r"(?<=[.!?])\s+")
 
 
 @dataclass(frozen=True, slots=True)
-class EditMode:
-    """What is done about the tokens behind an edit.
+class MeasuredMode:
+    """What is done about the tokens behind an edit: a value of `reuse.edits`, or "naive".
 
     Attributes:
         name: "exact", "keep", "heal:k" or "naive".
@@ -48,11 +49,11 @@ class EditMode:
     moves: bool = True
 
 
-EXACT = EditMode("exact", None)
+EXACT = MeasuredMode("exact", None)
 MODES_HELP = "Of exact, keep, heal:k, naive; exact is always measured."
 
 
-def modes_of(text: str) -> tuple[EditMode, ...]:
+def modes_of(text: str) -> tuple[MeasuredMode, ...]:
     """Read "keep,heal:16": each once, behind "exact", which the others are compared with.
 
     Raises:
@@ -62,16 +63,16 @@ def modes_of(text: str) -> tuple[EditMode, ...]:
     return tuple(dict.fromkeys((EXACT, *modes)))
 
 
-def _mode_of(name: str) -> EditMode:
-    word, _, number = name.partition(":")
-    if word == "heal" and number.isdecimal() and int(number):
-        return EditMode(f"heal:{int(number)}", int(number))
-    known = {"exact": EXACT, "keep": EditMode("keep", 0), "naive": EditMode("naive", 0, False)}
-    if name not in known:
+def _mode_of(name: str) -> MeasuredMode:
+    if name == "naive":
+        return MeasuredMode(name, 0, moves=False)
+    try:
+        policy = edit_policy(name)
+    except ValueError as error:
         raise InvalidInputError(
             f"no such mode of edits: {name}", "name some of exact, keep, heal:16, naive"
-        )
-    return known[name]
+        ) from error
+    return MeasuredMode(name, policy.heal_tokens if policy.keeps else None)
 
 
 def kinds_of(text: str) -> tuple[Kind, ...]:

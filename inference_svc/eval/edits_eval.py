@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from inference_svc.eval.edits import EXACT, Edit, EditMode, Kind, Writer, draw_edit
+from inference_svc.eval.edits import EXACT, Edit, Kind, MeasuredMode, Writer, draw_edit
 from inference_svc.eval.eval_model import (
     EvalModel,
     EvalText,
@@ -81,7 +81,7 @@ class EditsEval:
         tokenizer: Any = model.loaded.tokenizer
         self._writer = Writer(model.text.control.encode_plain, tokenizer.decode)
         self._records = RecordText(model.text, tokenizer.bos_token_id)
-        self._found: dict[tuple[str, EditMode], Found] = {
+        self._found: dict[tuple[str, MeasuredMode], Found] = {
             (kind, mode): Found(kind, mode.name) for kind in options.kinds for mode in options.modes
         }
 
@@ -174,7 +174,7 @@ class EditsEval:
 
     def _followed(
         self, token_ids: list[int], edits: dict[Kind, Edit]
-    ) -> Iterator[tuple[Kind, EditMode, Context]]:
+    ) -> Iterator[tuple[Kind, MeasuredMode, Context]]:
         """Yield one context after each edit by each mode; to be used before the next one."""
         with Context(self._model, "ca") as whole:
             whole.feed(token_ids, want="none")

@@ -18,8 +18,8 @@ from inference_svc.eval.edits import (
     KINDS,
     LEAST_CONTEXT_TOKENS,
     MODES_HELP,
-    EditMode,
     Kind,
+    MeasuredMode,
     kinds_of,
     modes_of,
 )
@@ -264,7 +264,7 @@ class EditsOptions:
         typer.Option(help="ShareGPT's JSON, or .json.gz; else the demo's.", show_default=False),
     ] = None
     modes: Annotated[
-        tuple[EditMode, ...], typer.Option(parser=modes_of, metavar=TEXT, help=MODES_HELP)
+        tuple[MeasuredMode, ...], typer.Option(parser=modes_of, metavar=TEXT, help=MODES_HELP)
     ] = field(default=modes_of(USUAL_MODES), metadata={"text": USUAL_MODES})
     kinds: Annotated[
         tuple[Kind, ...],

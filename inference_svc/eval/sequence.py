@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from inference_svc.core.discards import Range, kept_runs, merge_ranges, without
-from inference_svc.eval.edits import Edit, EditMode
+from inference_svc.eval.edits import Edit, MeasuredMode
 from inference_svc.eval.eval_model import EvalModel
 from inference_svc.eval.options import Method, positions_of
 from inference_svc.runtime.calibration.sinks import embed_kept
@@ -185,7 +185,7 @@ class Sequence:
         self.kv.num_tokens = ours.end_token = new_end
         self.context_ids += other.context_ids[start:end]
 
-    def follow(self, other: "Sequence", edit: Edit, mode: EditMode) -> None:
+    def follow(self, other: "Sequence", edit: Edit, mode: MeasuredMode) -> None:
         """Make what an edit makes of another context, in this empty one; both of "ca".
 
         From the front to the back: what is computed attends to all that stands before it.
