@@ -219,7 +219,7 @@ class AnswerWriter:
             recomputed_tokens=recomputed_tokens,
             new_tokens=self._prompt_tokens - self._history_tokens,
             output_tokens=len(self.tokens),
-            tier_tokens=less_tokens(outcome.tier_tokens, request.ahead_tokens),
+            tier_tokens=_less_tokens(outcome.tier_tokens, request.ahead_tokens),
             queue_s=((request.admitted_ns or now_ns) - request.arrived_ns) / NS_PER_S
             - request.ahead_s,
             load_s=outcome.load_s,
@@ -271,7 +271,7 @@ class AnswerWriter:
         return [AnswerToken(*pair) for pair in zip(token_ids, texts, strict=True)]
 
 
-def less_tokens(tier_tokens: Mapping[str, int], num_tokens: int) -> dict[str, int]:
+def _less_tokens(tier_tokens: Mapping[str, int], num_tokens: int) -> dict[str, int]:
     """Leave so many tokens out of a count by tiers: of the quickest ones first."""
     left = {}
     for tier in sorted(tier_tokens, key=_QUICKEST.index):
