@@ -13,13 +13,16 @@ import torch
 from inference_svc.config import CacheSettings, InferenceSettings, SchedulerSettings
 from inference_svc.core.counters import Counters
 from inference_svc.core.kv_room import (
+    STATES_A_SEQUENCE,
     asked_slots,
+    residents_with_states,
     slots_of_free_memory,
     whole_pages,
     window_of,
 )
 from inference_svc.core.pooling import Pooling
 from inference_svc.core.rates.rates import LoadPolicy, Rates
+from inference_svc.core.scheduling.residents import MOST_RESIDENTS
 from inference_svc.core.scheduling.scheduler import Scheduler
 from inference_svc.core.scheduling.step_plan import SchedulerLimits
 from inference_svc.core.scheduling.write_slots import write_slots_for
@@ -33,7 +36,6 @@ from inference_svc.runtime.cuda.graphs import capture_on
 from inference_svc.runtime.engine.drafts import Drafter
 from inference_svc.runtime.engine.engine_loop import EngineLoop
 from inference_svc.runtime.engine.loads import Loads, PreloadPolicy
-from inference_svc.runtime.engine.requests import MOST_RESIDENTS
 from inference_svc.runtime.engine.stepping import Stepper
 from inference_svc.runtime.kv.kv_pool import KVPool
 from inference_svc.runtime.kv.paged_kv import make_pool
@@ -130,9 +132,10 @@ def assemble_engine(settings: InferenceSettings, model: Model) -> EngineParts:
     pool = make_pool(
         [layer.shape for layer in calibration.layers],
         scheduler.held_slots,
-        num_buffer_slots=MOST_RESIDENTS * layout.block_tokens,
+        num_buffer_slots=limits.most_residents * layout.block_tokens,
         device=loaded.device,
         dtype=loaded.dtype,
+        states=calibration.state_shapes,
     )
     ring = WriteRing(
         [layer.shape for layer in calibration.layers],
@@ -178,9 +181,9 @@ def assemble_engine(settings: InferenceSettings, model: Model) -> EngineParts:
     saves = Saves(
         store, counters, block_tokens=layout.block_tokens, group_tokens=cache.save_group_tokens
     )
-    drafter = Drafter(
-        rates.decodes, most_tokens=settings.scheduler.draft_tokens, end_ids=loaded.eos_ids
-    )
+    # A draft that is wrong would be in the state.
+    draft_tokens = 0 if layout.state_bytes else settings.scheduler.draft_tokens
+    drafter = Drafter(rates.decodes, most_tokens=draft_tokens, end_ids=loaded.eos_ids)
     engine = EngineLoop(
         scheduler=scheduler,
         stepper=stepper,
@@ -226,7 +229,7 @@ def _make_store(
     name = f"inference-svc@{model.loaded.name}"
     client = KvdClient(settings.kvd_runtime_dir, model.calibration.layout, name)
     device = model.loaded.device
-    if settings.transport == "cuda_ipc":
+    if settings.transport == "cuda_ipc" and not model.calibration.layout.state_bytes:
         open_arena = open_arena_by_copier(device, client, counters)
     else:
         open_arena = open_arena_for(device)
@@ -260,10 +263,17 @@ def _scheduler_limits(
     """
     free_bytes, all_bytes = _memory_of(model.loaded.device)
     layout = model.calibration.layout
+    most_residents = MOST_RESIDENTS
+    if layout.state_bytes:
+        num_active = settings.max_running + settings.max_loading
+        state_bytes = STATES_A_SEQUENCE * layout.state_bytes
+        most_residents = residents_with_states(free_bytes, state_bytes, num_active, most_residents)
+        free_bytes -= (num_active + most_residents) * state_bytes
+    token_bytes = max(1, layout.token_bytes)  # a model may have nothing but a state
     if settings.kv_tokens:
-        num_slots = asked_slots(settings.kv_tokens, layout.token_bytes, all_bytes)
+        num_slots = asked_slots(settings.kv_tokens, token_bytes, all_bytes)
     else:
-        num_slots = slots_of_free_memory(free_bytes, layout.token_bytes, saves=saves)
+        num_slots = slots_of_free_memory(free_bytes, token_bytes, saves=saves)
     write_slots = 0
     if saves:
         write_slots = settings.write_buffer_tokens or write_slots_for(
@@ -299,6 +309,8 @@ def _scheduler_limits(
         keeps_residents=keeps_residents,
         block_tokens=layout.block_tokens,
         page_tokens=page_tokens,
+        has_states=bool(layout.state_bytes),
+        most_residents=most_residents,
     )
 
 

@@ -165,6 +165,8 @@ class CacheSettings(Section):
         saving: "async": while others compute; "sync": nothing is computed meanwhile; "off":
             nothing is stored.
         save_group_tokens: tokens of a turn under way that are stored together; at least a block's.
+        state_tokens: of models with a recurrent state: tokens between states that are stored of a
+            long prompt, beside those where conversations turn; 0: none but these.
         transport: how KV travels between kvd's memory and a GPU. "shm": the service has the GPU
             copy, from and to memory that it shares with kvd; "cuda_ipc": kvd's copier has, from and
             to memory of the GPU that it shares with the service, and "shm" where there is none.
@@ -179,6 +181,7 @@ class CacheSettings(Section):
     read_buffer_layers: int = Field(default=-1, ge=-1, le=65536)
     saving: Literal["async", "sync", "off"] = "async"
     save_group_tokens: int = Field(default=512, ge=1)
+    state_tokens: int = Field(default=8192, ge=0)
     transport: Literal["shm", "cuda_ipc"] = "shm"
     kvd_runtime_dir: Path = Field(default_factory=default_runtime_dir)
     deadline_s: Duration = Field(default=10.0, gt=0, le=600)

@@ -110,6 +110,7 @@ def assemble_service(
         eos_ids=loaded.eos_ids,
         reserve_tokens=settings.overflow.reserve_tokens,
         compress_tokens=settings.compression.min_tokens,
+        state_tokens=settings.cache.state_tokens if calibration.layout.state_bytes else None,
     )
     report = TurnReport(engine_parts.histograms)
     has_tokenizer = loaded.tokenizer is not None

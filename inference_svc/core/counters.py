@@ -57,6 +57,8 @@ COUNTERS: Mapping[str, str] = {
     "saves_cut_short": "blocks stored before they were full, to make room in the write ring",
     "write_stalls": "plans of a step in which a turn found no room in the write ring",
     "stored_tokens": "tokens whose KV was stored",
+    "stored_states": "states of a model that were stored",
+    "loaded_states": "states of a model that turns began with",
     "copiers_lost": "times that the copier of the GPU died: copies went by shared memory then",
 }
 

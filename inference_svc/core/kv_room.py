@@ -9,6 +9,7 @@ from inference_svc.core.scheduling.write_slots import LEAST_WRITE_SLOTS
 from shared.types.units import format_bytes
 
 KV_SHARE = 4  # the working KV may take one part in four of the memory that is free at the start
+STATES_A_SEQUENCE = 3  # its own, and those that wait to be stored
 LEAST_WINDOW_TOKENS = 16  # with less no turn would have room
 
 
@@ -59,6 +60,28 @@ def slots_of_free_memory(free_bytes: int, token_bytes: int, *, saves: bool) -> i
             "free memory, serve a smaller model, or set scheduler.kv_tokens",
         )
     return num_slots
+
+
+def residents_with_states(free_bytes: int, state_bytes: int, num_active: int, most: int) -> int:
+    """Choose how many sessions may keep their states in memory, beside the requests under way.
+
+    Args:
+        free_bytes: of memory where states are to be.
+        state_bytes: of what a sequence has at once: `STATES_A_SEQUENCE` states.
+        num_active: most requests that are admitted at once.
+        most: most sessions, however much memory there is.
+
+    Raises:
+        KvRoomError: those of all these requests do not fit.
+    """
+    num_sequences = free_bytes // KV_SHARE // state_bytes
+    if num_sequences < num_active:
+        raise KvRoomError(
+            f"of {format_bytes(free_bytes)} that are free states may take a quarter: those of "
+            f"{num_active} requests take {format_bytes(state_bytes)} each",
+            "free memory, serve a smaller model, or lower scheduler.max_running and max_loading",
+        )
+    return min(num_sequences - num_active, most)
 
 
 def whole_pages(kv_slots: int, page_tokens: int) -> int:

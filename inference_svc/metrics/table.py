@@ -206,6 +206,13 @@ METRICS = MetricTable(
             },
         ),
         Metric(
+            "inference_states_total",
+            "counter",
+            "States of a model with a recurrent state, stored in kvd and loaded from there",
+            ("what",),
+            {"stored": "stored_states", "loaded": "loaded_states"},
+        ),
+        Metric(
             "inference_expectations_total",
             "counter",
             "Hints of what is to become of a session (tools awaited, superseded), by whether kvd "

@@ -116,6 +116,7 @@ class Request:
         may_share: whether KV that another session has of the same tokens is of use.
         is_stored: whether it is a turn of a session, which a store knows and saves; else its KV is
             gone with it.
+        marks: positions at which a chunk ends, in order: the state behind them is to be stored.
         computed_tokens: how many of token_ids have KV in the request's KV. From a preemption
             until the next load is announced: how many its session's resident was left with,
             and are not discarded.
@@ -146,6 +147,7 @@ class Request:
     lineage: Lineage | None = None
     may_share: bool = True
     is_stored: bool = True
+    marks: tuple[int, ...] = ()
     state: RequestState = RequestState.WAITING
     computed_tokens: int = 0
     loaded_tokens: int = 0
@@ -185,6 +187,12 @@ class Request:
     def uncomputed_tokens(self) -> int:
         """Number of tokens that have to be fed before the next one can be sampled."""
         return len(self.token_ids) - self.computed_tokens
+
+    @property
+    def chunk_tokens(self) -> int:
+        """Most tokens of its next chunk: up to the next mark, or to the last token."""
+        end = next((mark for mark in self.marks if mark > self.computed_tokens), None)
+        return self.uncomputed_tokens if end is None else end - self.computed_tokens
 
     @property
     def output_ids(self) -> list[int]:
@@ -248,6 +256,7 @@ class Request:
         self.prompt_tokens = num_in(kept_runs(ranges, self.prompt_tokens))
         self.history_tokens = num_in(kept_runs(ranges, self.history_tokens))
         self.computed_tokens = num_in(kept_runs(ranges, self.computed_tokens))
+        self.marks = tuple(num_in(kept_runs(ranges, mark)) for mark in self.marks)
         self.token_ids = without(self.token_ids, ranges)
 
     def move(self, event: RequestEvent) -> None:

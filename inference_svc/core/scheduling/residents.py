@@ -28,6 +28,9 @@ from shared.types.lineage import Lineage
 from shared.types.queue_delta import Rank
 from shared.types.session_key import SessionKey
 
+# Each has up to a block of token slots beside the scheduler's account: for its tail.
+MOST_RESIDENTS = 128
+
 
 @dataclass(frozen=True, eq=False)
 class Resident:
@@ -61,9 +64,12 @@ class Resident:
         """What has to be equal for equal tokens to have equal KV."""
         return self.key.tenant, self.key.model, self.lineage
 
-    def usable_tokens(self, num_tokens: int, block_tokens: int) -> int:
-        """Return how many of its first `num_tokens` tokens can be built on."""
-        if self.boundary is None:
+    def usable_tokens(self, num_tokens: int, block_tokens: int, *, has_state: bool = False) -> int:
+        """Return how many of its first `num_tokens` tokens can be built on.
+
+        All or none where a state belongs to them, and until it is known where a block begins.
+        """
+        if has_state or self.boundary is None:
             return num_tokens if num_tokens == len(self.token_ids) else 0
         if num_tokens >= self.boundary:
             return num_tokens
@@ -77,15 +83,26 @@ class Residents:
     Args:
         slots: the account of token slots.
         block_tokens: tokens of a block of what is stored.
+        have_states: whether a state belongs to their tokens: see `SchedulerLimits.has_states`.
+        most: how many are kept: `take_surplus` removes others.
 
     Attributes:
         num_slots: number of slots of all residents; those that several share count for each.
     """
 
-    def __init__(self, slots: HeldSlots, block_tokens: int = 1) -> None:
+    def __init__(
+        self,
+        slots: HeldSlots,
+        block_tokens: int = 1,
+        *,
+        have_states: bool = False,
+        most: int = MOST_RESIDENTS,
+    ) -> None:
         self.num_slots = 0
+        self._most = most
         self._slots = slots
         self._block_tokens = block_tokens
+        self._have_states = have_states
         self._residents: dict[SessionKey, Resident] = {}
         self._index: PrefixIndex[SessionKey] = PrefixIndex()
         self._copies: dict[int, SessionKey] = {}  # whose is copied, by number of the request
@@ -155,7 +172,7 @@ class Residents:
         last_request, last_resident, num_tokens = self._last_match
         if request is not last_request or resident is not last_resident:
             num_common = common_prefix(resident.token_ids, request.token_ids[:-1])
-            num_tokens = resident.usable_tokens(num_common, self._block_tokens)
+            num_tokens = self._usable(resident, num_common)
             self._last_match = (request, resident, num_tokens)
         return num_tokens
 
@@ -174,7 +191,7 @@ class Residents:
             return None
         key, num_common = found
         resident = self._residents[key]
-        return resident, resident.usable_tokens(num_common, self._block_tokens)
+        return resident, self._usable(resident, num_common)
 
     def victims(
         self,
@@ -206,12 +223,10 @@ class Residents:
             chosen.append(resident)
         return [resident.key for resident in chosen]
 
-    def take_surplus(
-        self, most: int, rank: Callable[[SessionKey], Rank | None]
-    ) -> list[SessionKey]:
-        """Remove residents beyond a number, as far as they may go, in the order of `victims`."""
+    def take_surplus(self, rank: Callable[[SessionKey], Rank | None]) -> list[SessionKey]:
+        """Remove residents beyond `most`, as far as they may go, in the order of `victims`."""
         taken = []
-        while len(self) > most and (found := self.victims(1, rank)):
+        while len(self) > self._most and (found := self.victims(1, rank)):
             self.evict(found[0])
             taken.append(found[0])
         return taken
@@ -315,6 +330,9 @@ class Residents:
         for key, resident in self._residents.items():
             num_needing = self._num_copies(key) + (key in self._compactions)
             assert resident.holding.num_needing == num_needing
+
+    def _usable(self, resident: Resident, num_tokens: int) -> int:
+        return resident.usable_tokens(num_tokens, self._block_tokens, has_state=self._have_states)
 
     def _num_copies(self, key: SessionKey) -> int:
         return list(self._copies.values()).count(key)

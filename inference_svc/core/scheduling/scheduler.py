@@ -85,7 +85,12 @@ class Scheduler:
         self.feed = QueueFeed()
         self.queue = WaitingQueue(tenant_weights or {}, self.feed)
         self.held_slots = _held_slots(limits)
-        self.residents = Residents(self.held_slots, limits.block_tokens)
+        self.residents = Residents(
+            self.held_slots,
+            limits.block_tokens,
+            have_states=limits.has_states,
+            most=limits.most_residents,
+        )
         self.slots = SlotBudget(self.held_slots, self.residents)
         self.write_slots = WriteSlots(limits.write_slots)
         self.gate = StartGate(num_layers, rates)

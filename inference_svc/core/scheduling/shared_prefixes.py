@@ -82,7 +82,8 @@ class SharedPrefixes:
         return best is None or best.num_tokens < num_tokens
 
     def _may_share(self, request: Request) -> bool:
-        return request.may_share and self._limits.keeps_residents
+        limits = self._limits
+        return request.may_share and limits.keeps_residents and not limits.has_states
 
     def _least(self, request: Request) -> int:
         """Return how many tokens a prefix must have to be of use."""

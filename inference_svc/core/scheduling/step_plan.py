@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from inference_svc.core.scheduling.request import Request
+from inference_svc.core.scheduling.residents import MOST_RESIDENTS
 from shared.types.session_key import SessionKey
 
 Drafts = Mapping[int, Sequence[int]]  # by request number: tokens that are guessed to come next
@@ -33,6 +34,9 @@ class SchedulerLimits:
         keeps_residents: whether sessions keep their KV when their turn is over.
         block_tokens: of what is stored: of another session's KV no part of a block is of use.
         page_tokens: slots are pages of so many; None: a sequence's lie side by side.
+        has_states: whether a sequence has a state beside its KV, which is of use behind its last
+            token only: a resident is built on as a whole or not at all, and nothing is shared.
+        most_residents: most sessions that keep their KV.
     """
 
     max_running: int
@@ -46,6 +50,8 @@ class SchedulerLimits:
     keeps_residents: bool
     block_tokens: int = 1
     page_tokens: int | None = None
+    has_states: bool = False
+    most_residents: int = MOST_RESIDENTS
 
 
 @dataclass(frozen=True)
@@ -170,8 +176,9 @@ def plan_chunks(
 ) -> tuple[tuple[PlannedChunk, ...], tuple[Request, ...]]:
     """Choose the chunks of a step; prompts are served in the order of `running`.
 
-    Prompts that are saved take at most half of the write ring, so that what one step has computed
-    is stored while the next one computes. A draft takes only room that nobody's next token needs.
+    A prompt's chunk ends at its request's next mark, if that comes first. Prompts that are saved
+    take at most half of the write ring, so that what one step has computed is stored while the next
+    one computes. A draft takes only room that nobody's next token needs.
 
     Returns:
         the chunks, and who would have one if its tokens had room in the write ring.
@@ -199,7 +206,7 @@ def plan_chunks(
     free = min(free, max(1, limits.write_slots // 2))
     for request in growing:
         if left and not request.is_decoding:
-            num_tokens = min(left, request.uncomputed_tokens)
+            num_tokens = min(left, request.chunk_tokens)
             if request.is_saved:
                 num_tokens = min(num_tokens, free)
                 free -= num_tokens

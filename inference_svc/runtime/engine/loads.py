@@ -145,6 +145,8 @@ class Loads:
         admission = load.admission
         kv = request.kv = self._pool.new_kv(request.capacity_tokens, admission.pages)
         kv.num_tokens = admission.resident_tokens
+        if source is not None and source.states is not None:
+            kv.states = source.states.fork()
         if admission.is_copy:
             assert source is not None, "a copy has a source"  # noqa: S101
             load.gate = kv.gate = LayerGate(self._num_layers)

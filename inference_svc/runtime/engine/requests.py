@@ -33,9 +33,6 @@ from inference_svc.runtime.store.session_store import SessionStore
 from inference_svc.runtime.transfer.resident_sequences import ResidentSequences
 from shared.types.session_key import SessionKey
 
-# Each has up to a block of token slots beside the scheduler's account: for its tail.
-MOST_RESIDENTS = 128
-
 
 class RequestMemory:
     """The memory of requests, and the scheduler's account of it; see the module docstring.
@@ -158,6 +155,7 @@ class RequestMemory:
         be kept, the store is notified after the save.
         """
         request.is_kept = True
+        _note_state(request, len(token_ids))
         if not request.is_final:
             self._keep_resident(request, token_ids)
         if request.saves is not None:
@@ -176,6 +174,7 @@ class RequestMemory:
 
     def _leave_resident(self, request: EngineRequest, buffer: WriteBuffer | None) -> None:
         num_tokens = request.computed_tokens
+        _note_state(request, num_tokens)
         self._become_resident(request, num_tokens, buffer)
         if request.saves is not None:
             request.saves.finish(request.token_bytes(num_tokens))
@@ -226,10 +225,12 @@ class RequestMemory:
         token_ids = token_ids[: self._residents.kept_tokens(request.write_buffer, len(token_ids))]
         if kv is None or kv.gate is not None or not 0 < len(token_ids) <= kv.num_tokens:
             return
+        if kv.states is not None and len(token_ids) < kv.num_tokens:  # it is of all of them
+            return
         if self._scheduler.keep_resident(request, token_ids, time.monotonic_ns()):
             self._become_resident(request, len(token_ids), request.write_buffer)
             residents, rank = self._scheduler.residents, self._scheduler.queue.rank
-            for key in residents.take_surplus(MOST_RESIDENTS, rank):
+            for key in residents.take_surplus(rank):
                 self.evict(key)
 
     def _become_resident(
@@ -256,6 +257,13 @@ class RequestMemory:
         if self._scheduler.residents.drop(key):
             self._residents.release(key)
             self._changed()
+
+
+def _note_state(request: EngineRequest, num_tokens: int) -> None:
+    """Have the state behind a request's last token stored, if that is one of those kept."""
+    kv, buffer = request.kv, request.write_buffer
+    if kv is not None and kv.gate is None and buffer is not None and kv.num_tokens == num_tokens:
+        buffer.note_state(kv)
 
 
 class Requests:

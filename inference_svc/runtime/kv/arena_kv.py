@@ -137,6 +137,8 @@ class ArenaKv:
         self.num_slots = arena.num_slots
         memory = arena.memory
         num_bytes = arena.slot_bytes * arena.num_slots
+        slots = torch.frombuffer(memory, dtype=torch.uint8, count=num_bytes)
+        self._slots = slots.view(arena.num_slots, arena.slot_bytes)[:, : layout.block_bytes]
         dtypes = {component.dtype for layer in layout.layers for component in layer.components}
         flat = {
             dtype: torch.frombuffer(
@@ -178,6 +180,15 @@ class ArenaKv:
             torch.index_select(tokens, 0, run.indices, out=out)
         else:
             out.copy_(tokens.index_select(0, run.indices))
+
+    def read_state(self, slot_ids: Sequence[int]) -> Tensor:
+        """Copy a state out of its slots, [state_bytes] uint8."""
+        return self._slots[list(slot_ids)].flatten()[: self.layout.state_bytes]
+
+    def write_state(self, slot_ids: Sequence[int], packed: Tensor) -> None:
+        """Copy a state, [state_bytes] uint8 on the CPU, to its slots: a part to each, in order."""
+        for slot_id, part in zip(slot_ids, packed.split(self.layout.block_bytes), strict=True):
+            self._slots[slot_id, : len(part)] = part
 
     def _gather_scattered(self, view: Tensor, run: ScatteredTokens, out: Tensor) -> None:
         """Copy tokens one by one; by one index if slots are a whole number of tokens apart."""

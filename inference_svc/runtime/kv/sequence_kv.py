@@ -28,6 +28,9 @@ import torch
 
 from inference_svc.runtime.kv.layer_gate import LayerGate
 from inference_svc.runtime.kv.layer_tensors import Places, SlotTensors, TokenTensors
+from inference_svc.runtime.kv.states import SequenceStates
+
+MOST_STATES = 4  # of a write buffer: a state may be as large as thousands of tokens
 
 
 def _leave_to_garbage_collection() -> None:
@@ -163,12 +166,14 @@ class WriteBuffer(LentKv[SlotTensors]):
             forgotten included, which are others' now.
         end_token: position after the last token.
         give: takes back slots of tokens that are forgotten.
+        states: by position, states that are to be stored; see `note_state`.
     """
 
     first_token: int
     slots: list[int]
     end_token: int = -1  # becomes first_token
     give: Callable[[Sequence[int]], None] = field(default=_keep, repr=False)
+    states: dict[int, SequenceStates] = field(default_factory=dict, repr=False)
     _base_token: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -211,6 +216,22 @@ class WriteBuffer(LentKv[SlotTensors]):
         slots = self.slots_of(self.first_token, first_token - self.first_token)
         self.first_token = first_token
         self.give(slots)
+
+    def note_state(self, kv: SequenceKv) -> None:
+        """Keep the state behind a sequence's tokens, if it has one, until it is stored.
+
+        Of many that wait, those between the first and the newest are given up.
+        """
+        if kv.states is None:
+            return
+        if len(self.states) == MOST_STATES and kv.num_tokens not in self.states:
+            del self.states[sorted(self.states)[1]]
+        self.states[kv.num_tokens] = kv.states.fork()
+
+    def forget_states(self, end_token: int) -> None:
+        """Forget the states at and before a position, which are stored, or will not be."""
+        for position in [position for position in self.states if position <= end_token]:
+            del self.states[position]
 
     def remaining_slots(self) -> Sequence[int]:
         """Return the slots of all that was not forgotten."""

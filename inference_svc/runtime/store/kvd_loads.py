@@ -77,6 +77,7 @@ class KvdTalk:
 
 
 RECOMPUTE_CHEAPER = "recompute_cheaper"
+NO_STATE = "no_state"  # tokens are stored, but no state behind them that could be loaded
 PARTIAL = "partial"  # kvd does not say why it has no more: it is older, or never had it
 
 log = get_logger(__name__)
@@ -139,6 +140,10 @@ class KvdLoads:
             begun = BegunLoad(reason=self._talk.note_problem("load", error))
         else:
             self._talk.note_success()
+        if self._lacks_state(begun):
+            await self._release(begun.grant)
+            request.kv.reset()
+            begun = BegunLoad(reason=NO_STATE)
         if begun.grant is None:  # nothing is left to copy, not even a tail's position-free KV:
             begun.tail_from = begun.end_token  # a partial block stays short, the next is behind it
         self._talk.counters.add("load_hits" if begun.end_token else "load_misses")
@@ -172,6 +177,7 @@ class KvdLoads:
         else:
             if layers.start == 0:  # else it was held back on the way
                 self._note_rate(begun)
+            self._talk.counters.add("loaded_states", grant.state is not None)
             gate.confirm()
 
     async def cancel(self, begun: BegunLoad) -> None:
@@ -227,6 +233,11 @@ class KvdLoads:
                 return
             request.kv.num_tokens = end_token
 
+    def _lacks_state(self, begun: BegunLoad) -> bool:
+        """Whether tokens were loaded of which nothing can be continued."""
+        has_state = begun.grant is not None and begun.grant.state is not None
+        return bool(self._talk.layout.state_bytes and begun.end_token) and not has_state
+
     def _miss_reason(self, grant: LoadGrant) -> str:
         if grant.miss_reason == "on_ssd":
             self._talk.counters.add("loads_refused")
@@ -278,6 +289,16 @@ class KvdLoads:
                 if tail is not None:
                     held.enter_context(tail.hold())
                 held.enter_context(stream.copies(behind_computing=True))
+                if grant.state is not None and layers.start == 0:
+                    assert kv.states is not None, "a layout with states"  # noqa: S101
+                    wait_layer(self._layers.stop - 1)  # a state is of all layers
+                    kv.states.restore(tensors.read_state(grant.state.slot_ids))
+                    if kv.states.num_tokens != grant.end_token:
+                        raise LoadFailedError(
+                            f"a state behind {kv.states.num_tokens} tokens came with "
+                            f"{grant.end_token}",
+                            "the turn is computed instead",
+                        )
                 loader = LayerLoader(kv, tensors, grant.spans, self._calibration, tail)
                 for layer_index in layers:
                     wait_layer(layer_index)

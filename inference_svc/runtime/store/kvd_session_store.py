@@ -101,10 +101,12 @@ class KvdSessionStore:
     ) -> str:
         """Store as much as there is room for; return why it is not all."""
         deadline_s = time.monotonic() + self._deadline_s
+        num_tokens = len(token_ids) // TOKEN_BYTES
+        positions = sorted(position for position in buffer.states if position <= num_tokens)
         while True:
             left_s = max(0.0, deadline_s - time.monotonic())
             grant = await self._client.prepare_store(
-                key, token_ids, from_token, left_s, lineage=lineage
+                key, token_ids, from_token, left_s, lineage=lineage, state_positions=positions
             )
             await self._save_grant(buffer, grant, clock)
             if grant.refused_reason or not grant.more or grant.end_token <= from_token:
@@ -122,16 +124,17 @@ class KvdSessionStore:
             raise
         await self._client.complete_store(grant, success=True)
         self._talk.counters.add("stored_tokens", sum(block.num_tokens for block in grant.blocks))
+        self._talk.counters.add("stored_states", len(grant.states))
 
     def _copy(self, buffer: WriteBuffer, grant: StoreGrant, clock: StepClock | None) -> None:
         """Copy, on the store thread; with a clock, behind the step that computes it."""
-        if (
-            not grant.blocks
-        ):  # stored already; the step is about to write to the buffer all the same
-            if clock is not None:
+        if not (grant.blocks or grant.states):
+            if clock is not None:  # the step is about to write to the buffer all the same
                 clock.wait_confirmed()
             return
         tensors = self._talk.as_tensors(grant.arena)
+        for state in grant.states:  # of steps before
+            tensors.write_state(state.slot_ids, buffer.states[state.position].snapshot().cpu())
         stream = CopyStream(buffer.device)
         wait_layer = no_wait if clock is None else _in_groups(clock, stream)
         with buffer.hold(), stream.copies(behind_computing=clock is None):

@@ -171,8 +171,10 @@ class SaveStream:
         self._changed.set()
 
     async def _store_piece(self, piece: _Piece) -> None:
-        from_token, end_token = self._buffer.first_token, len(piece.token_ids) // TOKEN_BYTES
-        if end_token <= from_token:  # less is kept than is stored
+        num_tokens = len(piece.token_ids) // TOKEN_BYTES
+        from_token, end_token = min(self._buffer.first_token, num_tokens), num_tokens
+        has_states = any(position <= end_token for position in self._buffer.states)
+        if end_token == from_token and not has_states:  # no more is kept than is stored
             return
         with child_span("save", {"kv.from_token": from_token}):
             reason = await self._store.save(
@@ -185,9 +187,11 @@ class SaveStream:
             )
         self.refused_reason = reason
         if reason == "":
+            self._buffer.forget_states(end_token)
             if not piece.is_cut:
                 end_token = self._end_of_blocks(end_token)
-            self._buffer.forget_before(end_token)
+            if end_token > self._buffer.first_token:
+                self._buffer.forget_before(end_token)
             self._note_stored()
             self._stored()
 

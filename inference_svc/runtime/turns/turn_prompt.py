@@ -8,6 +8,7 @@ from inference_svc.core.answers import GrowingAnswer, SamplingParams
 from inference_svc.core.context import Context
 from inference_svc.core.discards import Discard, Range
 from inference_svc.core.errors import EmptyTurnError, InvalidSamplingError, InvalidTurnError
+from inference_svc.core.state_marks import state_marks
 from inference_svc.core.submission import ChatInput, Submission, TextInput, TokenInput, TurnInput
 from inference_svc.core.template_arguments import Arguments
 from inference_svc.core.transcript_format import Transcript
@@ -26,6 +27,8 @@ class TurnLimits:
         eos_ids: ids of the tokens that end an answer.
         reserve_tokens: tokens of the answer that have room when it begins.
         compress_tokens: tokens of the shortest context that is compressed.
+        state_tokens: tokens between states that are stored of a long prompt; None: the model has no
+            state.
     """
 
     window_tokens: int
@@ -33,6 +36,7 @@ class TurnLimits:
     eos_ids: frozenset[int]
     reserve_tokens: int = 256
     compress_tokens: int = 256
+    state_tokens: int | None = None
 
 
 @dataclass(frozen=True)
@@ -50,6 +54,7 @@ class Prompt:
             there is none, or the answer is none of the model's own words.
         template_arguments: what its record says of them; see `TurnRecord`.
         predicted_ids: what most of the answer will likely be, as tokens.
+        answer_from: where in `input_ids` the prompt for the answer begins; 0: not known.
     """
 
     before: Context
@@ -61,6 +66,7 @@ class Prompt:
     thought: str = ""
     template_arguments: str = ""
     predicted_ids: Sequence[int] = ()
+    answer_from: int = 0
 
     @cached_property
     def context(self) -> Context:
@@ -68,6 +74,13 @@ class Prompt:
         return self.before.without(self.ranges).with_input(
             self.input_ids, system_tokens=self.system_tokens, is_text=self.is_text
         )
+
+    def state_marks(self, every: int) -> tuple[int, ...]:
+        """Return where the model's state is to be stored, `every` so many tokens at least."""
+        num_tokens = len(self.context.token_ids)
+        before = num_tokens - len(self.input_ids)
+        answer_from = before + self.answer_from if self.answer_from else 0
+        return state_marks(num_tokens, (self.context.system_tokens, answer_from), every)
 
     @property
     def discards(self) -> tuple[Discard, ...]:
@@ -153,6 +166,7 @@ class PromptMaker:
         return Prompt(
             *(context, ranges, input_ids, system_tokens, is_text, window, thought, recorded),
             predicted_ids,
+            self._text.frame_tokens.last_start(input_ids) if isinstance(given, ChatInput) else 0,
         )
 
     async def encode(self, given: TurnInput, behind: Transcript | None = None) -> list[int]:

@@ -127,6 +127,7 @@ class TurnRunner:
             is_final=submission.is_final,
             retention=submission.retention,
             prefix_tokens=context.system_tokens,
+            marks=() if (every := self._limits.state_tokens) is None else prompt.state_marks(every),
             sampler=Sampler(sampling, self._limits.eos_ids, grammar),
             sink=writer,
             input_tokens=len(prompt.input_ids),

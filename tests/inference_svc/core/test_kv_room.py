@@ -3,7 +3,13 @@
 import pytest
 
 from inference_svc.core.errors import KvRoomError
-from inference_svc.core.kv_room import asked_slots, least_slots, slots_of_free_memory, window_of
+from inference_svc.core.kv_room import (
+    asked_slots,
+    least_slots,
+    residents_with_states,
+    slots_of_free_memory,
+    window_of,
+)
 
 TOKEN_BYTES = 1024
 
@@ -44,3 +50,13 @@ def test_the_window_is_the_models_or_what_the_slots_hold(
     """And says which."""
     assert window_of(kv_slots, write_slots, 1000, kv_tokens) == (window, bound)
     assert window_of(kv_slots, write_slots, 0, kv_tokens)[0] == kv_slots
+
+
+def test_states_take_a_quarter_of_what_is_free_and_requests_go_first():
+    """What is left of it is the sessions', up to a number."""
+    free_bytes = 4 * 12 * TOKEN_BYTES
+    assert residents_with_states(free_bytes, TOKEN_BYTES, 12, most=128) == 0
+    assert residents_with_states(free_bytes, TOKEN_BYTES, 8, most=128) == 4
+    assert residents_with_states(free_bytes, TOKEN_BYTES, 8, most=3) == 3
+    with pytest.raises(KvRoomError, match=r"those of 13 requests take 1\.0 KB each"):
+        residents_with_states(free_bytes, TOKEN_BYTES, 13, most=128)

@@ -147,3 +147,19 @@ def test_a_running_request_and_the_last_token_are_not_cut(state, ranges):
     cut.state = state
     with pytest.raises(AssertionError):
         cut.discard(ranges)
+
+
+def test_a_chunk_ends_at_the_next_mark():
+    """Marks behind what is computed are over; a discard moves those behind it."""
+    one = request(prompt_tokens=10)
+    one.marks = (3, 7)
+    assert one.chunk_tokens == 3
+    one.computed_tokens = 3
+    assert one.chunk_tokens == 4
+    one.computed_tokens = 7
+    assert one.chunk_tokens == one.uncomputed_tokens == 3
+    one.computed_tokens = 5
+    one.discard(((1, 3),))
+    assert one.marks == (1, 5)
+    assert one.computed_tokens == 3
+    assert one.chunk_tokens == 2

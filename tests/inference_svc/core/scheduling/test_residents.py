@@ -225,7 +225,7 @@ def test_a_session_has_one_resident():
 def test_a_resident_that_is_shifted_is_protected_until_its_rows_have_closed_up():
     """It is no victim, and neither taken nor moved; then its rows are those that are left."""
     slots = ContiguousSlots(1000)
-    residents = Residents(slots)
+    residents = Residents(slots, most=0)
     residents.put(resident("a"))
     residents.put(resident("b"))
     assert residents.begin_compaction(key("a"))
@@ -234,7 +234,7 @@ def test_a_resident_that_is_shifted_is_protected_until_its_rows_have_closed_up()
     assert residents.is_busy(key("a"))
     assert slots.evictable_slots == 10
     assert residents.victims(1000, {}.get, key("z")) == [key("b")]
-    assert residents.take_surplus(0, {}.get) == [key("b")]
+    assert residents.take_surplus({}.get) == [key("b")]
     with pytest.raises(AssertionError, match="being compacted"):
         residents.begin_copy(key("a"), request("a", [1, 2, 3, 4]))
     residents.check()
@@ -255,3 +255,28 @@ def test_a_resident_that_lost_all_rows_or_its_session_goes(is_dropped):
     assert not residents.end_compaction(key("a"), [3] if is_dropped else [])
     assert (len(residents), residents.num_slots) == (0, 0)
     residents.check()
+
+
+@pytest.mark.parametrize(
+    ("held", "prompt", "num_tokens"),
+    [
+        ([1, 2, 3], [1, 2, 3, 4, 5], 3),
+        ([1, 2, 3], [1, 2, 3], 0),  # the last token is always computed
+        ([1, 2, 3, 4, 5], [1, 2, 3, 9], 0),
+        ([1, 2, 3], [1, 2, 9, 4], 0),
+    ],
+)
+def test_with_a_state_all_of_a_resident_is_of_use_or_nothing(held, prompt, num_tokens):
+    """A state cannot be cut."""
+    residents = Residents(ContiguousSlots(1000), have_states=True)
+    residents.put(resident("a", held))
+    assert residents.match(request("a", prompt)) == num_tokens
+
+
+def test_only_so_many_residents_are_kept():
+    """The least recently used go first."""
+    residents = Residents(ContiguousSlots(1000), most=1)
+    for number, name in enumerate("abc"):
+        residents.put(resident(name, last_used_ns=number))
+    assert residents.take_surplus({}.get) == [key("a"), key("b")]
+    assert not residents.take_surplus({}.get)

@@ -325,3 +325,13 @@ def test_a_turn_is_not_preempted_while_it_is_copied():
     scheduler.announced(two, 40, 4, layers_ready=NUM_LAYERS)
     scheduler.residents.end_copy(two)
     assert scheduler.schedule(5).preempted
+
+
+@pytest.mark.parametrize("page_tokens", [4, None])
+def test_with_states_nobody_waits_for_what_others_compute(page_tokens):
+    """What they share could not be continued: the state behind it is nobody's."""
+    scheduler = make(page_tokens=page_tokens, has_states=True)
+    for number in range(3):
+        submit(scheduler, number, [*PROMPT, number])
+    assert admissions(scheduler.schedule(1)) == [(n, 0, False) for n in range(3)]
+    assert scheduler.slots.shared_slots == 0

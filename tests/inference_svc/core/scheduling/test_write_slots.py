@@ -91,6 +91,17 @@ def test_prompts_take_half_of_the_ring_and_answers_what_is_left():
     assert sizes(plan_chunks([*prompts, *answers], LIMITS, 1)) == ([(3, 1)], [4, 1, 2])
 
 
+def test_a_prompt_is_cut_at_its_marks():
+    """The state behind a chunk can be stored; what the chunk leaves is the others'."""
+    marked = running(1, 30)
+    marked.marks = (3, 25)
+    assert sizes(plan_chunks([marked, running(2, 30)], LIMITS, 16)) == ([(1, 3), (2, 5)], [])
+    marked.computed_tokens = 3
+    assert sizes(plan_chunks([marked], LIMITS, 16)) == ([(1, 8)], [])
+    marked.computed_tokens = 25
+    assert sizes(plan_chunks([marked], LIMITS, 16)) == ([(1, 5)], [])
+
+
 def test_who_is_not_saved_needs_no_room():
     """Without a ring nobody is left out."""
     batch = [running(1, 30, is_saved=False), running(2, 10, computed=9, is_saved=False)]

@@ -142,10 +142,9 @@ async def test_a_step_of_several_that_fails_is_repeated_one_by_one(model):
         assert {key.session_id for key in engine.store.rows} == {"good", "running"}
 
 
-async def test_residents_are_few(model, monkeypatch):
+async def test_residents_are_few(model):
     """The least recently used one goes, and its memory with it."""
-    monkeypatch.setattr("inference_svc.runtime.engine.requests.MOST_RESIDENTS", 2)
-    async with running_engine(model) as engine:
+    async with running_engine(model, most_residents=2) as engine:
         for first, name in enumerate("abc"):
             await engine.run([20 + first, 21, 22], session=name)
         await engine.loop.idle.wait()
