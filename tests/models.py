@@ -15,6 +15,8 @@ from transformers import (
     MambaConfig,
     MambaForCausalLM,
     PreTrainedTokenizerFast,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
 )
 
 MAX_VOCAB_SIZE = 512
@@ -124,6 +126,39 @@ def build_recurrent_model(directory: Path) -> Path:
     """Write a model that keeps a state instead of keys and values: it cannot be served."""
     config = MambaConfig(vocab_size=64, hidden_size=32, num_hidden_layers=2, state_size=4)
     MambaForCausalLM(config).save_pretrained(directory)
+    return directory
+
+
+def build_hybrid_model(directory: Path) -> Path:
+    """Write a model with keys and values in two layers, and a recurrent state in two others."""
+    tokenizer = _train_tokenizer()
+    tokenizer.save_pretrained(directory)
+    torch.manual_seed(SEED)
+    config = Qwen3NextConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=4,
+        layer_types=["linear_attention", "full_attention"] * 2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,  # 512 bytes of KV per token and layer: 128 tokens per block
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        linear_key_head_dim=16,
+        linear_value_head_dim=16,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=32,
+        shared_expert_intermediate_size=32,
+        max_position_embeddings=WINDOW_TOKENS,
+        initializer_range=INITIALIZER_RANGE,
+        tie_word_embeddings=False,
+        bos_token_id=None,
+        eos_token_id=tokenizer.convert_tokens_to_ids(EOS),
+        pad_token_id=None,
+    )
+    Qwen3NextForCausalLM(config).float().save_pretrained(directory)
     return directory
 
 

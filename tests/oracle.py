@@ -12,6 +12,8 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM
 
+from shared.pb.inference.v1 import inference_pb2 as pb
+
 TIE_GAP = 1e-4
 
 
@@ -38,7 +40,6 @@ class Oracle:
             model_dir, dtype=torch.float32, attn_implementation="eager"
         ).eval()
 
-    @torch.no_grad()
     def judge(self, turns: Iterable[tuple[Sequence[int], Sequence[int]]]) -> Verdict:
         """Judge a session given as (input ids, output ids) of each turn in order."""
         token_ids: list[int] = []
@@ -47,18 +48,49 @@ class Oracle:
             token_ids += input_ids
             outputs += range(len(token_ids), len(token_ids) + len(output_ids))
             token_ids += output_ids
-        logits = self._model(torch.tensor([token_ids]), use_cache=False).logits[
-            0
-        ]  # [tokens, vocab]
-        best = logits.topk(2)
+        return self._verdict([(token_ids, position) for position in outputs])
+
+    def judge_coupled(self, session: pb.Session) -> Verdict:
+        """Judge a session read with its turns, where a discard voids all that follows it.
+
+        Each token of an answer is to be what the model says next on what the context is then.
+        """
+        context: list[int] = []
+        said: list[tuple[list[int], int]] = []
+        for turn in session.turn_records:
+            tokens = [*turn.input_ids, *turn.output_ids]
+            discards = [discard for discard in session.discards if discard.turn == turn.turn]
+            for number, token in enumerate(tokens):
+                while discards and discards[0].after_tokens == number:
+                    context = _without(context, discards.pop(0))
+                context = [*context, token]
+                if number >= len(turn.input_ids):
+                    said.append((context, len(context) - 1))
+            for discard in discards:
+                context = _without(context, discard)
+        return self._verdict(said)
+
+    @torch.no_grad()
+    def _verdict(self, said: Sequence[tuple[list[int], int]]) -> Verdict:
+        """Judge tokens, each at a position of a context that has it; equal ones are run once."""
+        outputs = [position for _, position in said]
         num_ties, differing = 0, []
-        for position in outputs:
-            row = position - 1
-            if int(best.indices[row, 0]) == token_ids[position]:
+        logits, seen = torch.empty(0), None
+        for context, position in said:
+            if context is not seen:
+                logits = self._model(torch.tensor([context]), use_cache=False).logits[0]
+                seen = context  # [tokens, vocab]
+            best = logits[position - 1].topk(2)
+            if int(best.indices[0]) == context[position]:
                 continue
-            gap = float(best.values[row, 0] - logits[row, token_ids[position]])
+            gap = float(best.values[0] - logits[position - 1, context[position]])
             if gap < TIE_GAP:
                 num_ties += 1
             else:
                 differing.append(position)
         return Verdict(len(outputs), num_ties, tuple(differing))
+
+
+def _without(context: list[int], discard: pb.Discarded) -> list[int]:
+    gone = {at for found in discard.ranges for at in range(found.start, found.end)}
+    return [token for at, token in enumerate(context) if at not in gone]
