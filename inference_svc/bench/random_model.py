@@ -1,10 +1,14 @@
 """Models of a preset's shape with random weights, in memory.
 
-All are built as Llama: rotary embedding, RMS norm, gated feed-forward. What decides the figures is
+All but one are built as Llama: rotary embedding, RMS norm, gated feed-forward. What decides the
+figures is
 kept as in the model of that name: layers, hidden size, heads, KV heads, head size, vocabulary, and
 the number of feed-forward weights. What is not kept: Mistral's sliding window (as long as its
 context), and Falcon's parallel blocks and ungated feed-forward, which here is a gated one with the
 same number of weights.
+
+The hybrid is built as Qwen3-Next without experts, and has its proportions: of four layers three
+have linear attention, and a state takes as much as 3,072 tokens' KV.
 """
 
 import hashlib
@@ -13,7 +17,7 @@ from dataclasses import asdict, dataclass, replace
 
 import psutil
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, Qwen3NextConfig
 
 from inference_svc.bench.options import ModelChoice
 from inference_svc.core.errors import UnknownModelError, UnsupportedModelError
@@ -31,11 +35,12 @@ class UnknownPresetError(InvalidInputError):
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What a Llama-type model is built from.
+    """What a model is built from.
 
     Attributes:
         intermediate: width of the gated feed-forward.
         vocab: tokens.
+        linear_heads: of three layers in four, whose attention is linear; 0: of none.
     """
 
     layers: int
@@ -44,6 +49,7 @@ class Shape:
     kv_heads: int
     intermediate: int
     vocab: int
+    linear_heads: int = 0
 
     @property
     def head_dim(self) -> int:
@@ -54,15 +60,19 @@ class Shape:
     def num_weights(self) -> int:
         """All of them, with embedding and head apart."""
         attention = 2 * self.hidden * (self.heads + self.kv_heads) * self.head_dim
+        attention = max(attention, 4 * self.hidden * self.linear_heads * LINEAR_DIM)
         layer = attention + 3 * self.hidden * self.intermediate + 2 * self.hidden
         return self.layers * layer + 2 * self.vocab * self.hidden + self.hidden
 
 
-# The first three are scaled down for CPUs: heads of 64, a feed-forward of 2.75 hidden as Llama's.
+LINEAR_DIM = 128  # of a head of linear attention: its state is so many by so many
+
+# The first four are scaled down for CPUs: heads of 64, a feed-forward of 2.75 hidden as Llama's.
 PRESETS = {
     "4x256": Shape(4, 256, 4, 4, 704, 8192),
     "8x512": Shape(8, 512, 8, 8, 1408, 8192),
     "16x1024": Shape(16, 1024, 16, 4, 2816, 8192),
+    "hybrid-8x512": Shape(8, 512, 8, 1, 1408, 8192, linear_heads=8),
     "llama-13b": Shape(40, 5120, 40, 40, 13824, 32000),
     "llama-65b": Shape(80, 8192, 64, 64, 22016, 32000),
     "llama-70b": Shape(80, 8192, 64, 8, 28672, 32000),
@@ -126,35 +136,50 @@ def random_model(choice: ModelChoice, shape: Shape, window_tokens: int) -> Loade
     dtype = torch.float32 if choice.dtype == "auto" else getattr(torch, choice.dtype)
     device = torch.device(choice.device)
     _check_room(shape, choice, device, dtype)
-    config = LlamaConfig(
-        vocab_size=shape.vocab,
-        hidden_size=shape.hidden,
-        intermediate_size=shape.intermediate,
-        num_hidden_layers=shape.layers,
-        num_attention_heads=shape.heads,
-        num_key_value_heads=shape.kv_heads,
-        head_dim=shape.head_dim,
-        max_position_embeddings=window_tokens,
-        tie_word_embeddings=False,
-        bos_token_id=None,
-        eos_token_id=None,  # answers have the length that is asked for
-        pad_token_id=None,
-    )
+    config = _config(shape, window_tokens)
     torch.manual_seed(choice.seed)
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
         with device:
-            model = LlamaForCausalLM(config)
+            model = AutoModelForCausalLM.from_config(config)
     finally:
         torch.set_default_dtype(before)
-    identity = {**asdict(shape), "window": window_tokens, "seed": choice.seed}
+    parts = {name: value for name, value in asdict(shape).items() if value}
+    identity = {**parts, "window": window_tokens, "seed": choice.seed}
     text = json.dumps(identity, sort_keys=True)
     return describe_model(
         model,
         tokenizer=None,
         name=choice.random,
         fingerprint=hashlib.blake2b(text.encode(), digest_size=16).hexdigest(),
+    )
+
+
+def _config(shape: Shape, window_tokens: int) -> PreTrainedConfig:
+    common = {
+        "vocab_size": shape.vocab,
+        "hidden_size": shape.hidden,
+        "intermediate_size": shape.intermediate,
+        "num_hidden_layers": shape.layers,
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.kv_heads,
+        "head_dim": shape.head_dim,
+        "max_position_embeddings": window_tokens,
+        "tie_word_embeddings": False,
+        "bos_token_id": None,
+        "eos_token_id": None,  # answers have the length that is asked for
+        "pad_token_id": None,
+    }
+    if not shape.linear_heads:
+        return LlamaConfig(**common)
+    return Qwen3NextConfig(
+        **common,
+        linear_num_key_heads=shape.linear_heads // 2,
+        linear_num_value_heads=shape.linear_heads,
+        linear_key_head_dim=LINEAR_DIM,
+        linear_value_head_dim=LINEAR_DIM,
+        mlp_only_layers=list(range(shape.layers)),
     )
 
 
