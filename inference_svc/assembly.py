@@ -133,6 +133,7 @@ def assemble_engine(settings: InferenceSettings, model: Model) -> EngineParts:
         num_buffer_slots=MOST_RESIDENTS * layout.block_tokens,
         device=loaded.device,
         dtype=loaded.dtype,
+        states=calibration.state_shapes,
     )
     ring = WriteRing(
         [layer.shape for layer in calibration.layers],
