@@ -13,7 +13,8 @@ from torch import Tensor
 
 from inference_svc.runtime.transfer.compaction import compact_in_place
 from tests.zoo.reference import Range, Stock
-from tests.zoo.served import Served
+from tests.zoo.served import Rows, Served
+from tests.zoo.tiny_configs import WINDOW
 
 HISTORY = 53  # tokens; prime: no chunk or block ends there by chance
 DROPPED = 26
@@ -55,11 +56,25 @@ class Case:
 
     def all_stored(self, kept: Sequence[Range]) -> Tensor:
         """Compute and store the history, load what is kept, and go on; logits after each chunk."""
-        served = self.served
-        buffer = served.new_buffer(HISTORY)
-        served.feed(served.new_kv(HISTORY), self.history, [HISTORY], buffer)
-        kv = served.load(served.store(buffer), kept, HISTORY + len(self.new))
-        return served.feed(kv, self.new, NEW)
+        blocks, packed = self.stored(DROPPED)
+        kv = self.served.load(blocks, kept, HISTORY + len(self.new), packed[-1])
+        return self.served.feed(kv, self.new, NEW)
+
+    def stored(self, first: int) -> tuple[list[Rows], list[Tensor | None]]:
+        """Compute the history in two chunks and store it.
+
+        Args:
+            first: tokens of the first chunk.
+
+        Returns:
+            Its blocks, and the states behind each chunk; None: the model has none.
+        """
+        buffer, kv = self.served.new_buffer(HISTORY), self.served.new_kv(HISTORY)
+        packed = []
+        for piece in (self.history[:first], self.history[first:]):
+            self.served.feed(kv, piece, [len(piece)], buffer)
+            packed.append(None if kv.states is None else kv.states.snapshot())
+        return self.served.store(buffer), packed
 
 
 def prefill(case: Case) -> float:
@@ -124,14 +139,32 @@ def shifted(case: Case) -> float:
 def prefix(case: Case) -> float:
     """Stored, a range in the middle dropped: what precedes it is loaded, the rest recomputed."""
     served = case.served
-    buffer = served.new_buffer(HISTORY)
-    served.feed(served.new_kv(HISTORY), case.history, [HISTORY], buffer)
-    kv = served.load(served.store(buffer), [(0, DROPPED)], HISTORY + len(case.new))
+    blocks, packed = case.stored(DROPPED)
+    kv = served.load(blocks, [(0, DROPPED)], HISTORY + len(case.new), packed[0])
     rest = [*case.history[DROPPED + 9 :], *case.new]
     sizes = (len(rest) - 3, 1, 1, 1)
     context = [*case.history[:DROPPED], *rest]
     expected = case.stock.logits(context)[[DROPPED + end for end in ends(sizes)]]
     return distance(served.feed(kv, rest, sizes), expected)
+
+
+def long(case: Case) -> float:
+    """A chunk over a state, longer than the chunks in which the model computes."""
+    token_ids = case.tokens(6, WINDOW - 1)
+    sizes = (10, WINDOW - 13, 1, 1)
+    logits = case.served.feed(case.served.new_kv(WINDOW), token_ids, sizes)
+    return distance(logits, case.stock.logits(token_ids)[ends(sizes)])
+
+
+def other_state(case: Case) -> float:
+    """Stored, loaded with the state of another position, and gone on with."""
+    served = case.served
+    blocks, packed = case.stored(DROPPED)
+    kv = served.load(blocks, [(0, HISTORY)], HISTORY + len(case.new), packed[0])
+    assert kv.states is not None
+    kv.states.commit(HISTORY)  # wherever it was packed
+    expected = case.stock.logits([*case.history, *case.new])[HISTORY:]
+    return distance(served.feed(kv, case.new, NEW), expected[ends(NEW)])
 
 
 def stale(case: Case) -> float:
@@ -154,6 +187,7 @@ AFTER_DISCARD: Mapping[str, tuple[Check, ...]] = {
     "coupled": (prefix,),
     "naive": (stale,),
 }
+OVER_STATES: tuple[Check, ...] = (long,)  # of models that have some
 
 
 def ends(sizes: Sequence[int]) -> list[int]:

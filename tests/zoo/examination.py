@@ -6,7 +6,18 @@ from dataclasses import dataclass, field
 from inference_svc.core.errors import UnsupportedModelError
 from inference_svc.runtime.transfer.compaction import can_compact
 from tests.zoo.architectures import Architecture
-from tests.zoo.checks import AFTER_DISCARD, ALWAYS, DROPPED, HISTORY, Case, Check, distance, shifted
+from tests.zoo.checks import (
+    AFTER_DISCARD,
+    ALWAYS,
+    DROPPED,
+    HISTORY,
+    OVER_STATES,
+    Case,
+    Check,
+    distance,
+    other_state,
+    shifted,
+)
 from tests.zoo.explicit import ExplicitStock
 from tests.zoo.models import build_model
 from tests.zoo.overrides import EXPLICIT
@@ -29,6 +40,8 @@ class Findings:
         distances: by check, each to be at most TOLERANCE.
         stale: what stale keys are off by in the stock model; None: rows know no position, or one
             that they keep.
+        other_state: what the state of another position is off by; None: the model has none.
+        is_one_by_one: see `Calibration`.
         refusal: the reason's slug; empty if it is served.
         reason: why it is refused, in a sentence.
     """
@@ -39,6 +52,8 @@ class Findings:
     positions: str = ""
     distances: dict[str, float] = field(default_factory=dict)
     stale: float | None = None
+    other_state: float | None = None
+    is_one_by_one: bool = False
     refusal: str = ""
     reason: str = ""
 
@@ -57,6 +72,8 @@ class Findings:
         ]
         if self.stale is not None and not self.stale >= SENSITIVE:
             failed.append(f"stale keys change the logits by {self.stale:.1e} only")
+        if self.other_state is not None and not self.other_state >= SENSITIVE:
+            failed.append(f"another state changes the logits by {self.other_state:.1e} only")
         return failed
 
 
@@ -76,8 +93,11 @@ def examine(architecture: Architecture, positions: str = "auto") -> Findings:
         return Findings(architecture.name, class_name, refusal=error.reason, reason=error.message)
     case = Case(served, stock, served.loaded.vocab_size, architecture.up)
     checks: list[Check] = [*ALWAYS, *AFTER_DISCARD[served.positions]]
-    if not can_compact(served.calibration):
+    if shifted in checks and not can_compact(served.calibration):
         checks.remove(shifted)
+    has_states = bool(served.calibration.state_shapes)
+    if has_states:
+        checks += OVER_STATES
     return Findings(
         architecture.name,
         class_name,
@@ -85,6 +105,8 @@ def examine(architecture: Architecture, positions: str = "auto") -> Findings:
         served.positions,
         {check.__name__: check(case) for check in checks},
         _stale(case) if served.embeds_positions else None,
+        other_state(case) if has_states else None,
+        served.calibration.is_one_by_one,
     )
 
 

@@ -57,7 +57,13 @@ class Served:
         self.loaded = describe_model(model, tokenizer=None, name=name, fingerprint="0" * 32)
         self.calibration = calibrate(self.loaded, *(() if positions == "auto" else (positions,)))
         shapes = [layer.shape for layer in self.calibration.layers]
-        self._pool = KVPool(shapes, POOL_ROWS, device=self.loaded.device, dtype=self.loaded.dtype)
+        self._pool = KVPool(
+            shapes,
+            POOL_ROWS,
+            device=self.loaded.device,
+            dtype=self.loaded.dtype,
+            states=self.calibration.state_shapes,
+        )
         self._runner = ModelRunner(self.loaded, self.calibration)
         self._rows = ArenaKv(_Arena(self.calibration.layout.block_bytes), self.calibration.layout)
 
@@ -114,8 +120,21 @@ class Served:
         store_blocks(buffer, self._rows, blocks, self.calibration)
         return blocks
 
-    def load(self, blocks: Sequence[Rows], kept: Sequence[Range], capacity: int) -> SequenceKv:
-        """Load runs of what was stored into new KV, one after another from position 0 on."""
+    def load(
+        self,
+        blocks: Sequence[Rows],
+        kept: Sequence[Range],
+        capacity: int,
+        packed: Tensor | None = None,
+    ) -> SequenceKv:
+        """Load runs of what was stored into new KV, one after another from position 0 on.
+
+        Args:
+            blocks: where it is.
+            kept: the runs.
+            capacity: tokens of the KV.
+            packed: the state behind the last run, of a model with states.
+        """
         spans: list[Rows] = []
         end = 0
         for begin, run_end in kept:
@@ -130,4 +149,6 @@ class Served:
         for layer_index in range(len(self.calibration.layers)):
             loader.load(layer_index)
         kv.num_tokens = check_spans(kv, spans, self.calibration.layout)
+        if kv.states is not None and packed is not None:
+            kv.states.restore(packed)
         return kv

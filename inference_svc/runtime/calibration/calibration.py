@@ -12,7 +12,8 @@ attempt has these steps:
 2. *Recipes* (`layer_recipes.py`): per layer, where its KV before RoPE is seen, and the table
    that re-embeds it.
 3. *Decoupled*: the same token at two places has the same KV in the first layer, before RoPE. A
-   model that fails is served with KV as it is cached, at the positions it was cached at.
+   model that fails is served with KV as it is cached, at the positions it was cached at. So is one
+   with states (`state_probe.py`), whose layers in between have seen all tokens before.
 4. *Proof* (`proof.py`): every path of a turn gives the stock model's logits.
 
 No list of architectures. A model that does not pass is refused with the reason; it is never served
@@ -22,6 +23,7 @@ wrongly.
 import hashlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Literal
 
 from inference_svc.core.errors import UnsupportedModelError
@@ -34,6 +36,7 @@ from inference_svc.runtime.calibration.mode_probe import (
 from inference_svc.runtime.calibration.probe import Probe
 from inference_svc.runtime.calibration.proof import prove
 from inference_svc.runtime.calibration.rope_tables import freeze_rotary
+from inference_svc.runtime.calibration.state_probe import find_states
 from inference_svc.runtime.calibration.stock import (
     SAME,
     StockLogits,
@@ -44,6 +47,7 @@ from inference_svc.runtime.calibration.stock import (
     stock_logits,
     use_attention,
 )
+from inference_svc.runtime.kv.states import packed_bytes
 from inference_svc.runtime.model import capture
 from inference_svc.runtime.model.capture import ForwardCall
 from inference_svc.runtime.model.model_loader import LoadedModel
@@ -51,6 +55,7 @@ from inference_svc.runtime.model.packed_linear import pack_weights, unpack_weigh
 from inference_svc.runtime.model.refusals import (
     FINAL,
     REMEDY,
+    CalibrationMismatchError,
     ModelEncoderError,
     ModelModeMissingError,
     ModelRecurrentError,
@@ -58,6 +63,7 @@ from inference_svc.runtime.model.refusals import (
     NotDecoupledError,
 )
 from inference_svc.runtime.positions.recipes import (
+    EMPTY_LAYER,
     AttentionCall,
     Calibration,
     ComponentRecipe,
@@ -103,13 +109,29 @@ def calibrate(
                 with refused.noting(f"{mode} {choice}"):
                     calibration = _calibration(loaded, mode, probe, choice, refused.reasons())
                     with refused_if_it_fails(loaded, "step by step"):
-                        prove(loaded, calibration, reference)
-                    return calibration
+                        return _proven(loaded, calibration, reference)
     if not reference.is_causal:
         raise ModelEncoderError(
             f"answers of {loaded.architecture} depend on tokens after them: an encoder", REMEDY
         )
     raise refused.error(is_stateful=_is_stateful(loaded))
+
+
+def _proven(loaded: LoadedModel, calibration: Calibration, reference: StockLogits) -> Calibration:
+    """Return the calibration once it is proven: with states, if need be token by token.
+
+    Raises:
+        CalibrationMismatchError: see `prove`.
+    """
+    try:
+        prove(loaded, calibration, reference)
+    except CalibrationMismatchError as error:
+        if not calibration.state_shapes:
+            raise
+        notes = (*calibration.notes, f"several tokens over a state: {error.message}")
+        calibration = replace(calibration, is_one_by_one=True, notes=notes)
+        prove(loaded, calibration, reference)
+    return calibration
 
 
 def calibration_by(
@@ -227,7 +249,8 @@ def _recipes(loaded: LoadedModel, probe: Probe, positions: Positions) -> tuple[L
         UnsupportedModelError: if it cannot be stored without its position.
     """
     if positions != "decoupled":
-        return tuple(_as_cached(probe, layer_index) for layer_index in probe.layers)
+        cached = tuple(_as_cached(probe, layer_index) for layer_index in probe.layers)
+        return cached or (EMPTY_LAYER,)
     with refused_if_it_fails(loaded, "its rotary embedding apart from a forward"):
         layers = layer_recipes(loaded, probe)
     _check_decoupled(loaded, layers, probe)
@@ -255,6 +278,12 @@ def _calibration(
     loaded: LoadedModel, mode: Mode, probe: Probe, positions: Positions, notes: tuple[str, ...]
 ) -> Calibration:
     """Put together what was found, and lay out the stored KV; nothing of it is proven."""
+    states = find_states(loaded, probe)
+    if states and positions != "coupled":
+        raise NotDecoupledError(
+            f"{loaded.architecture} keeps states, which are of use at their own position only",
+            "serve it with model.positions = coupled",
+        )
     recipes = _recipes(loaded, probe, positions)
     dtype = str(loaded.dtype).removeprefix("torch.")
     layers = tuple(
@@ -268,13 +297,19 @@ def _calibration(
         )
         for recipe in recipes
     )
-    layout = KVLayout(loaded.fingerprint, layers, choose_block_tokens(layers), positions)
+    layout = KVLayout(
+        loaded.fingerprint,
+        layers,
+        choose_block_tokens(layers),
+        positions,
+        state_bytes=packed_bytes(states),
+    )
     layout.check()
     calls = tuple(
         AttentionCall(seen.layer_index, seen.mask.window, seen.mask.chunk)
         for seen in probe.attended
     )
-    return Calibration(mode, positions, layout, recipes, calls, notes)
+    return Calibration(mode, positions, layout, recipes, calls, notes, states)
 
 
 def _digest(signature: str) -> str:

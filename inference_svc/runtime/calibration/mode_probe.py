@@ -45,6 +45,8 @@ def probe_mode(loaded: LoadedModel, mode: Mode, attention: str) -> Probe:
     with refused_if_it_fails(loaded, "with a cache of keys and values alone"):
         probe = _run(loaded, mode, 0)
     _check_layers(loaded, probe)
+    if mode != "single" and probe.states:
+        raise ModelModeMissingError(f"{loaded.architecture} keeps states of one sequence", REMEDY)
     if is_ours:
         _check_attention(loaded, mode, probe)
     if mode != "single":
@@ -92,14 +94,10 @@ def _check_reach(loaded: LoadedModel) -> None:
 def _check_layers(loaded: LoadedModel, probe: Probe) -> None:
     """Refuse caching of another form than ours."""
     name, num_tokens = loaded.architecture, len(probe_tokens(loaded))
-    if not probe.layers:
+    if not probe.layers and not probe.states:
         raise ModelUncachedError(f"{name} caches no keys and values", REMEDY)
     if probe.num_repeated:
         raise ModelModeMissingError(f"{name} caches a layer more than once in a forward", REMEDY)
-    if list(probe.layers) != list(range(len(probe.layers))):
-        raise ModelModeMissingError(
-            f"{name} numbers its cached layers {list(probe.layers)}", REMEDY
-        )
     if probe.num_misplaced:
         raise ModelModeMissingError(f"{name} caches index keys apart from their layer", REMEDY)
     for layer_index, seen in probe.layers.items():

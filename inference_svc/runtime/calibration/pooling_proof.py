@@ -42,7 +42,13 @@ def _pooled(loaded: LoadedModel, calibration: Calibration, pooling: Pooling) -> 
     """Pool the proof's tokens in two steps, [hidden]."""
     token_ids, runner = proof_tokens(loaded), ModelRunner(loaded, calibration)
     shapes = [layer.shape for layer in calibration.layers]
-    pool = KVPool(shapes, len(token_ids), device=loaded.device, dtype=loaded.dtype)
+    pool = KVPool(
+        shapes,
+        len(token_ids),
+        device=loaded.device,
+        dtype=loaded.dtype,
+        states=calibration.state_shapes,
+    )
     kv, pooler = pool.new_kv(len(token_ids)), Pooler(pooling, len(token_ids))
     for part in (token_ids[:FIRST_CHUNK], token_ids[FIRST_CHUNK:]):
         runner.step([Chunk(kv, part, want_logits=False, pooler=pooler)])

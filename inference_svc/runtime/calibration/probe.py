@@ -8,7 +8,7 @@ chunks. Windows that are nowhere but in the mask are found this way too. What is
 against the predicate at the places where windows and chunks differ.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from inference_svc.runtime.attention.attention import AttentionOptions
 from inference_svc.runtime.attention.softmax_attention import attend
 from inference_svc.runtime.calibration.rope_calls import ApplyCall, NormCall, RotaryCall, as_tuple
+from inference_svc.runtime.kv.states import StatePlace
 from inference_svc.runtime.model.capture import CaptureCache, ForwardCall, RotaryTap, under
 from inference_svc.runtime.positions.recipes import AttentionCall
 
@@ -126,6 +127,8 @@ class Probe:
     rotary_calls: list[RotaryCall] = field(default_factory=list)
     num_repeated: int = 0
     num_misplaced: int = 0  # index keys that came at another time than behind their layer's keys
+    states: dict[StatePlace, Tensor] = field(default_factory=dict)  # as the forward left them
+    given_states: Mapping[StatePlace, Tensor] = field(default_factory=dict)
     logits: Tensor = field(default_factory=lambda: torch.zeros(0))  # [tokens, vocab]
     norm_calls: list[NormCall] = field(default_factory=list)  # since something was cached
     _calls: list[ApplyCall] = field(default_factory=list)
@@ -148,6 +151,14 @@ class Probe:
         self.num_misplaced += not is_last or layer_index in self.indexes
         self.indexes[layer_index] = SeenIndex(index.unsqueeze(1), *self._take_calls())
         return index
+
+    def state(self, place: StatePlace) -> Tensor | None:
+        """Return what the sequence is to have had before, or has by now."""
+        return self.states.get(place, self.given_states.get(place))
+
+    def new_state(self, place: StatePlace, state: Tensor) -> None:
+        """Record a tensor of the state."""
+        self.states[place] = state
 
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Any, options: dict[str, Any]
@@ -199,6 +210,7 @@ def run_probe(
     *,
     claimed_tokens: int = 0,
     mask: Tensor | None = None,
+    states: Mapping[StatePlace, Tensor] | None = None,
 ) -> Probe:
     """Run `model` with the attention it is set to, at positions from 0 on.
 
@@ -209,9 +221,10 @@ def run_probe(
         claimed_tokens: number of tokens that the cache claims to hold already.
         mask: [1, 1, tokens, tokens], given to the model as its attention mask; None: it makes its
             own.
+        states: that the sequence is to have had before; None: it had none.
     """
     device = model.device
-    probe = Probe(horizon, device)
+    probe = Probe(horizon, device, given_states=states or {})
     num_tokens = len(token_ids)
     with _module_hooks(model, probe), under(probe):
         probe.logits = ForwardCall(model)(

@@ -1,14 +1,22 @@
-"""Proof that a calibrated model computes what the stock model does, on every path of a turn."""
+"""Proof that a calibrated model computes what the stock model does, on every path of a turn.
 
-from collections.abc import Iterator
+Of a model with states (`kv/states.py`) some paths more: chunks of one and of a few tokens between
+others, a prefill as long as several of its own chunks on top of a state, and a load of KV with the
+state behind it. And that the latter proves something: with the state of another position logits
+must be others.
+"""
+
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from inference_svc.runtime.calibration.stock import (
     NOT_STORED,
+    SAME,
     StockLogits,
     is_same,
+    last_logits,
     logits_distance,
     num_dropped,
     proof_tokens,
@@ -23,6 +31,17 @@ from inference_svc.runtime.model.refusals import CalibrationMismatchError
 from inference_svc.runtime.positions.recipes import Calibration
 from inference_svc.runtime.transfer.layer_load import LayerLoader, SlotTokens
 from inference_svc.runtime.transfer.layer_store import store_blocks
+
+# Ends of the chunks of two sequences beside each other, before the longer one is stored.
+ENDS = (("prefill", 10, 5), ("chunked prefill", None, 9))
+ENDS_WITH_STATES = (
+    ("prefill", 10, 5),
+    ("decode over a state", 11, 6),
+    ("a short chunk over a state", 14, 8),
+    ("chunked prefill", None, 9),
+)
+LONG_TOKENS = 300  # models with states have chunks of their own, of 64 to 256 tokens
+LONG_ENDS = (10, -8, -2, -1, None)  # of its chunks; the first two have no logits
 
 
 class _PlainArena:
@@ -68,7 +87,14 @@ class _Paths:
         self._stored = len(self._token_ids) - NOT_STORED
         shapes = [layer.shape for layer in calibration.layers]
         total = len(self._token_ids)
-        self._pool = KVPool(shapes, 5 * total, device=loaded.device, dtype=loaded.dtype)
+        self._loaded = loaded
+        self._pool = KVPool(
+            shapes,
+            5 * total,
+            device=loaded.device,
+            dtype=loaded.dtype,
+            states=calibration.state_shapes,
+        )
 
     def run(self, reference: StockLogits) -> Iterator[tuple[str, Tensor, Tensor]]:
         """Yield (path, the stock model's logits, ours), [tokens, vocab] both, path by path.
@@ -78,17 +104,24 @@ class _Paths:
         total, stored, whole = len(self._token_ids), self._stored, reference.whole
         long, short, again = (self._pool.new_kv(total) for _ in range(3))
         buffer = self._pool.new_write_buffer(0, total)
-        for path, long_end, short_end in (("prefill", 10, 5), ("chunked prefill", stored, 9)):
-            ends = {long: long_end, short: short_end}
+        packed = []
+        for path, long_end, short_end in ENDS if long.states is None else ENDS_WITH_STATES:
+            ends = {long: long_end or stored, short: short_end}
             yield from self._compared(path, whole, [self._step(ends, {long: buffer})])
+            if long.states is not None:
+                packed.append(long.states.snapshot())
         arena, blocks = self._store(buffer)
-        self._load(again, arena, blocks)
+        self._load(again, arena, blocks, *packed[-1:])
+        if packed:
+            self._check_noticed(arena, blocks, packed)
         decoded = [
             self._step({kv: kv.num_tokens + 1 for kv in (long, again, short)})
             for _ in range(NOT_STORED // 2)
         ]
         yield from self._compared("decode", whole, decoded)
         yield from self._compared("prefill after load", whole, [self._step({again: total})])
+        if packed and not self._calibration.is_one_by_one:
+            yield self._long()
         if self._counts_distances and reference.truncated is not None:
             cut = self._pool.new_kv(total)
             self._load(cut, arena, _without_first(blocks, num_dropped(stored)))
@@ -142,12 +175,53 @@ class _Paths:
         store_blocks(buffer, arena, blocks, self._calibration)
         return arena, blocks
 
-    def _load(self, kv: SequenceKv, arena: ArenaKv, spans: list[SlotTokens]) -> None:
-        """Load spans into empty KV."""
+    def _load(
+        self, kv: SequenceKv, arena: ArenaKv, spans: list[SlotTokens], packed: Tensor | None = None
+    ) -> None:
+        """Load spans into empty KV, and the state behind them."""
         loader = LayerLoader(kv, arena, spans, self._calibration)
         for layer_index in range(len(self._calibration.layers)):
             loader.load(layer_index)
         kv.num_tokens = sum(span.num_tokens for span in spans)
+        if kv.states is not None and packed is not None:
+            kv.states.restore(packed)
+
+    def _check_noticed(
+        self, arena: ArenaKv, blocks: list[SlotTokens], packed: Sequence[Tensor]
+    ) -> None:
+        """Raise unless the next token's logits tell the last of these states from the first.
+
+        Raises:
+            CalibrationMismatchError: they do not: so nothing that is compared depends on states.
+        """
+        logits = []
+        for state in (packed[-1], packed[0]):
+            kv = self._pool.new_kv(len(self._token_ids))
+            self._load(kv, arena, blocks, state)
+            if kv.states is not None:
+                kv.states.commit(kv.num_tokens)  # wherever it was packed
+            logits += [found for _, found in self._step({kv: kv.num_tokens + 1})]
+            self._pool.release(kv)
+        if not logits_distance(logits[1], logits[0], torch.float32) > SAME:
+            raise CalibrationMismatchError(
+                f"logits of {self._loaded.architecture} do not depend on its states",
+                "serve another model, and report this one",
+            )
+
+    def _long(self) -> tuple[str, Tensor, Tensor]:
+        """Compute more tokens than a chunk of the model's own, over a state."""
+        token_ids = proof_tokens(self._loaded, LONG_TOKENS)
+        kv = self._pool.new_kv(len(token_ids))
+        logits, first = [], 0
+        for end in LONG_ENDS:
+            piece = token_ids[first:end]
+            is_last = first > LONG_ENDS[0]
+            chunk = Chunk(kv, piece, want_logits=is_last, want_all=is_last)
+            logits.append(self._runner.step([chunk]))
+            first += len(piece)
+        self._pool.release(kv)
+        expected = last_logits(self._loaded, token_ids, -LONG_ENDS[1])
+        return "a long chunk over a state", expected, torch.cat(logits)
 
 
 def _indexes(loaded: SequenceKv, reference: StockLogits) -> Iterator[tuple[str, Tensor, Tensor]]:

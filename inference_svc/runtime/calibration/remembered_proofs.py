@@ -16,7 +16,7 @@ Anything else is calibrated and proven anew. The file is the service's own, as i
 import hashlib
 import inspect
 import platform
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
@@ -31,7 +31,7 @@ from inference_svc.runtime.model.packed_linear import pack_weights, packed_bytes
 from inference_svc.runtime.model.remembered_file import RememberedFile
 from inference_svc.runtime.positions.recipes import Calibration, Mode, Positions
 
-FORMAT = b"proofs 1"  # what is remembered in another format is not believed
+FORMAT = b"proofs 2"  # what is remembered in another format is not believed
 MOST_PROOFS = 64  # some 500 bytes each
 
 
@@ -47,6 +47,7 @@ class Proof:
         found: digest of the calibration.
         sink_tokens: first tokens that the model leans on.
         is_packed: whether that was with packed weights.
+        is_one_by_one: see `Calibration`.
     """
 
     mode: Mode
@@ -56,6 +57,7 @@ class Proof:
     found: str
     sink_tokens: int
     is_packed: bool
+    is_one_by_one: bool
 
 
 def calibrate_once(
@@ -93,6 +95,7 @@ def calibrate_once(
         _digest(calibration),
         sink_tokens,
         packed_bytes(loaded.model) > 0,
+        calibration.is_one_by_one,
     )
     remembered.remember({name: asdict(proof)})
     return calibration, sink_tokens, False
@@ -133,6 +136,7 @@ def _calibrate_by(loaded: LoadedModel, proof: Proof) -> Calibration | None:
         pack_weights(loaded.model)
     try:
         found = calibration_by(loaded, proof.mode, proof.attention, proof.positions, proof.notes)
+        found = replace(found, is_one_by_one=proof.is_one_by_one)
         if _digest(found) == proof.found:
             return found
     except UnsupportedModelError:
@@ -148,5 +152,7 @@ def _digest(calibration: Calibration) -> str:
         calibration.positions,
         calibration.layout.fingerprint,
         calibration.attention_calls,
+        calibration.state_shapes,
+        calibration.is_one_by_one,
     )
     return hashlib.sha256(repr(facts).encode()).hexdigest()

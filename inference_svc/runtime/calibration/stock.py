@@ -49,9 +49,9 @@ class StockLogits:
     indexes: Mapping[int, Tensor] = field(default_factory=dict)
 
 
-def proof_tokens(loaded: LoadedModel) -> list[int]:
+def proof_tokens(loaded: LoadedModel, most_tokens: int = PROOF_TOKENS) -> list[int]:
     """Return token ids that repeat only after the vocabulary is through."""
-    num_tokens = min(PROOF_TOKENS, loaded.context_window - 1)
+    num_tokens = min(most_tokens, loaded.context_window - 1)
     return [(37 * i + 11) % loaded.vocab_size for i in range(num_tokens)]
 
 
@@ -98,6 +98,17 @@ def stock_logits(loaded: LoadedModel) -> StockLogits:
         except Exception:  # noqa: BLE001 - caches differ too much to foresee what they cannot do
             truncated, indexes = None, {}
     return StockLogits(whole.float().cpu(), truncated, is_causal, indexes)
+
+
+@torch.inference_mode()
+def last_logits(loaded: LoadedModel, token_ids: list[int], num_last: int) -> Tensor:
+    """Run the stock model over tokens; return the logits of the last ones, [num_last, vocab].
+
+    Float32 on the CPU; raises whatever the model raises.
+    """
+    with stock_attention(loaded.model):
+        whole = _whole_logits(loaded, torch.tensor([token_ids], device=loaded.device))
+    return whole[-num_last:].float().cpu()
 
 
 @torch.inference_mode()

@@ -66,6 +66,8 @@ def check_chunks(chunks: Sequence[Chunk]) -> None:
             raise AssertionError(
                 f"{len(chunk.token_ids)} tokens for KV with room for {chunk.kv.free_tokens}"
             )
+        if chunk.kv.states is not None and chunk.scores is not None:
+            raise AssertionError("scores of attention are kept of a model with states")
         buffer = chunk.write_buffer
         if buffer is not None and buffer.end_token != max(buffer.first_token, chunk.kv.num_tokens):
             raise AssertionError(
@@ -75,15 +77,28 @@ def check_chunks(chunks: Sequence[Chunk]) -> None:
 
 
 def commit_chunks(chunks: Sequence[Chunk]) -> None:
-    """Move the counters of sequences' KV and write buffers past what a step has written."""
+    """Move the counters of sequences' KV and write buffers, and states, past what a step wrote."""
     for chunk in chunks:
-        if chunk.write_buffer is not None:
-            chunk.write_buffer.end_token = max(chunk.write_buffer.first_token, chunk.end_token)
-        chunk.kv.num_tokens = chunk.end_token
+        advance(chunk)
+        if chunk.kv.states is not None:
+            chunk.kv.states.commit(chunk.kv.num_tokens)
+
+
+def advance(chunk: Chunk) -> None:
+    """Move the counters of a chunk's KV and write buffer past its tokens."""
+    if chunk.write_buffer is not None:
+        chunk.write_buffer.end_token = max(chunk.write_buffer.first_token, chunk.end_token)
+    chunk.kv.num_tokens = chunk.end_token
 
 
 def retract(chunk: Chunk, num_tokens: int) -> None:
-    """Move the counters back before a step's last tokens, which turned out not to come."""
+    """Move the counters back before a step's last tokens, which turned out not to come.
+
+    Raises:
+        AssertionError: if the sequence has a state, which cannot be moved back.
+    """
+    if num_tokens and chunk.kv.states is not None:
+        raise AssertionError("tokens of a sequence with a state are taken back")
     chunk.kv.num_tokens -= num_tokens
     buffer = chunk.write_buffer
     if buffer is not None:

@@ -102,6 +102,7 @@ class DecodeStep:
             and chunk.scores is None
             and chunk.pooler is None
             and chunk.kv.gate is None
+            and chunk.kv.states is None
             and isinstance(chunk.kv, PagedKv)
             and chunk.kv.keys.slots is self._spare_kv.keys.slots
             and self._takes_buffer(chunk.write_buffer)

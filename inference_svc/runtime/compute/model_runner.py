@@ -10,16 +10,20 @@ attends to its own KV only. How many chunks a forward takes, and how they attend
     masked  as many as a context window holds the tokens of; the model's own attention, under a mask
     single  one; the model's own attention, masks and positions
 
+Of a model whose states only a single token can follow (`Calibration.is_one_by_one`), a chunk over a
+state takes a forward for each of its tokens.
+
 What happens within a forward is in `step_forward.py`. Steps that a graph was captured for are
 replayed (`decode_graphs.py`), which gives the same numbers.
 
-Invariants: 1. `num_tokens` of sequences' KV and `end_token` of write buffers move only after all
-forwards of a step succeeded; 2. a position is a token slot of the sequence's KV; 3. exactly one
-thread calls `step`, and it alone appends in the meantime.
+Invariants: 1. `num_tokens` of sequences' KV, their states, and `end_token` of write buffers move
+only after all forwards of a step succeeded; 2. a position is a token slot of the sequence's KV; 3.
+exactly one thread calls `step`, and it alone appends in the meantime.
 """
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import partial
 from itertools import accumulate
 from typing import Any
@@ -29,7 +33,7 @@ from torch import Tensor
 
 from inference_svc.runtime.attention.attention import AttentionBackend
 from inference_svc.runtime.attention.torch_attention import TorchAttention
-from inference_svc.runtime.compute.chunk import Chunk, check_chunks, commit_chunks
+from inference_svc.runtime.compute.chunk import Chunk, advance, check_chunks, commit_chunks
 from inference_svc.runtime.compute.decode_graphs import DecodeGraphs
 from inference_svc.runtime.compute.step_forward import (
     GatheredForward,
@@ -95,11 +99,34 @@ class ModelRunner:
     def _computed(self, chunks: Sequence[Chunk], clock: StepClock | None) -> Tensor:
         """Run as many forwards as it takes; see `step`."""
         groups = list(self._groups(chunks))
-        logits = [
-            self._run(group, clock if index == len(groups) - 1 else None)
-            for index, group in enumerate(groups)
-        ]
+        logits = []
+        for index, group in enumerate(groups):
+            last_clock = clock if index == len(groups) - 1 else None
+            if self._calibration.is_one_by_one and group[0].kv.num_tokens > 0:
+                logits += self._one_by_one(group[0], last_clock)
+            else:
+                logits.append(self._run(group, last_clock))
         return logits[0] if len(logits) == 1 else torch.cat(logits)
+
+    def _one_by_one(self, chunk: Chunk, clock: StepClock | None) -> list[Tensor]:
+        """Run a forward for each token of a chunk; return the logits of each, see `step`.
+
+        Counters move from token to token, and are left as they were.
+        """
+        kv, buffer, last = chunk.kv, chunk.write_buffer, len(chunk.token_ids) - 1
+        before = kv.num_tokens, buffer and buffer.end_token
+        logits = []
+        try:
+            for index, token_id in enumerate(chunk.token_ids):
+                wants = chunk.want_all or (chunk.want_logits and index == last)
+                part = replace(chunk, token_ids=[token_id], want_logits=wants, want_all=False)
+                logits.append(self._run([part], clock if index == last else None, index))
+                advance(part)
+        finally:
+            kv.num_tokens = before[0]
+            if buffer is not None and before[1] is not None:
+                buffer.end_token = before[1]
+        return logits
 
     def _groups(self, chunks: Sequence[Chunk]) -> Iterator[Sequence[Chunk]]:
         """Divide chunks into those that one forward takes."""
@@ -117,8 +144,8 @@ class ModelRunner:
             num_tokens += chunk.end_token
         yield group
 
-    def _run(self, chunks: Sequence[Chunk], clock: StepClock | None) -> Tensor:
-        """Run one forward; return [n, vocab] logits, see `step`."""
+    def _run(self, chunks: Sequence[Chunk], clock: StepClock | None, num_before: int = 0) -> Tensor:
+        """Run one forward, as `StepForward` has it; return [n, vocab] logits, see `step`."""
         mode, device = self._calibration.mode, self._loaded.device
         ends = list(accumulate(len(chunk.token_ids) for chunk in chunks))
         token_ids = [token_id for chunk in chunks for token_id in chunk.token_ids]
@@ -134,7 +161,8 @@ class ModelRunner:
         if mode == "masked":
             options["attention_mask"] = block_causal_mask(chunks, self._loaded.dtype, device)
         cache = CaptureCache(chunks[0].kv.num_tokens if mode == "single" else 0)
-        with under(self._forward(chunks, clock)), _pooling(chunks):
+        forward = self._forward(chunks, clock, num_before)
+        with under(forward), _pooling(chunks):
             logits = self._call(
                 torch.tensor([token_ids], device=device),
                 torch.tensor([positions], device=device),
@@ -142,13 +170,16 @@ class ModelRunner:
                 cache,
                 **options,
             )
+        forward.finish()
         return logits.float().cpu()
 
-    def _forward(self, chunks: Sequence[Chunk], clock: StepClock | None) -> StepForward:
+    def _forward(
+        self, chunks: Sequence[Chunk], clock: StepClock | None, num_before: int
+    ) -> StepForward:
         """Make the forward that the capture hooks report to."""
         if self._calibration.mode == "ragged":
             return RaggedForward(self._calibration, self._attention, chunks, clock)
-        return GatheredForward(self._calibration, chunks, clock)
+        return GatheredForward(self._calibration, chunks, clock, num_before)
 
 
 def _pooling(chunks: Sequence[Chunk]) -> AbstractContextManager[None]:

@@ -35,6 +35,7 @@ from inference_svc.runtime.attention.softmax_attention import Masks, attend
 from inference_svc.runtime.compute.chunk import Chunk
 from inference_svc.runtime.compute.step_places import StepPlaces
 from inference_svc.runtime.kv.copy_stream import StepClock
+from inference_svc.runtime.kv.states import SequenceStates, StatePlace
 from inference_svc.runtime.model.capture import RotaryTap
 from inference_svc.runtime.positions.recipes import AttentionCall, Calibration
 
@@ -48,9 +49,20 @@ class StepForward:
         chunks: Sequence[Chunk],
         places: StepPlaces,
         clock: StepClock | None,
+        num_before: int = 0,
     ) -> None:
-        """Store the parts; nothing is written yet."""
+        """Store the parts; nothing is written yet.
+
+        Args:
+            calibration: what is known of the model.
+            chunks: what the forward computes.
+            places: where its tokens go.
+            clock: the gate that it opens; None: nobody follows it.
+            num_before: tokens of the lone chunk's sequence that a forward before has computed in
+                this step: its states are not current yet, but read.
+        """
         self._chunks = chunks
+        self._num_before = num_before
         self._is_scored = any(chunk.scores is not None for chunk in chunks)
         self._layers = calibration.layers
         self._attention_calls = calibration.attention_calls
@@ -61,6 +73,9 @@ class StepForward:
         self._calls: list[tuple[tuple[Any, ...], Any]] = []  # since something was cached
         self._num_cached = 0
         self._num_attended = 0
+        for chunk in chunks:
+            if chunk.kv.states is not None and not num_before:
+                chunk.kv.states.begin()
 
     def rotated(
         self, _tap: RotaryTap, args: tuple[Any, ...], _options: dict[str, Any], result: Any
@@ -117,6 +132,26 @@ class StepForward:
             self._clock.enqueued(self._num_cached)
         return index
 
+    def state(self, place: StatePlace) -> Tensor | None:
+        """Return a tensor of the lone sequence's state, once it is there."""
+        return self._states().read(place)
+
+    def new_state(self, place: StatePlace, state: Tensor) -> None:
+        """Keep a tensor of the lone sequence's state; `commit_chunks` makes it current."""
+        self._states().put(place, state)
+
+    def finish(self) -> None:
+        """Check what the forward has left, and open the clock for what no layer has opened it for.
+
+        Raises:
+            AssertionError: a tensor of a state is missing, so that it is of no use.
+        """
+        for chunk in self._chunks:
+            if chunk.kv.states is not None:
+                chunk.kv.states.check_pending()
+        if self._clock is not None and self._num_cached == 0:  # nothing but states
+            self._clock.enqueued(len(self._layers))
+
     def attend(
         self, _query: Tensor, _key: Tensor, _value: Tensor, _mask: Any, _options: dict[str, Any]
     ) -> Tensor:
@@ -126,6 +161,19 @@ class StepForward:
     def masked(self, _allowed: Callable[..., Tensor]) -> None:
         """Refuse: our attention has no mask function, so nobody asks for a mask."""
         raise AssertionError("our attention name has no mask function")
+
+    def _states(self) -> SequenceStates:
+        """Return the states of the forward's only sequence, which a load may have had to bring."""
+        kv = self._chunks[0].kv if len(self._chunks) == 1 else None
+        if kv is None or kv.states is None:
+            raise AssertionError("a state in a forward over other than one sequence that has some")
+        for gate in self._gates:
+            gate.wait(0)
+        if kv.states.num_tokens + self._num_before != kv.num_tokens:
+            raise AssertionError(
+                f"the state of {kv.states.num_tokens} tokens beside KV of {kv.num_tokens}"
+            )
+        return kv.states
 
     def _next_call(self, given: dict[str, Any]) -> tuple[AttentionCall, AttentionOptions]:
         """Return the attention call that is made now, and its options; count it."""
@@ -214,10 +262,14 @@ class GatheredForward(StepForward):
     """Attends to history and new tokens as tensors; see the module docstring."""
 
     def __init__(
-        self, calibration: Calibration, chunks: Sequence[Chunk], clock: StepClock | None
+        self,
+        calibration: Calibration,
+        chunks: Sequence[Chunk],
+        clock: StepClock | None,
+        num_before: int = 0,
     ) -> None:
         """Cut what each part's last token sees."""
-        super().__init__(calibration, chunks, StepPlaces.of(chunks), clock)
+        super().__init__(calibration, chunks, StepPlaces.of(chunks), clock, num_before)
         self._lengths = [chunk.end_token for chunk in chunks]
         self._keys = [chunk.kv.keys.cut(0, chunk.end_token) for chunk in chunks]
         self._values = [chunk.kv.values.cut(0, chunk.end_token) for chunk in chunks]

@@ -31,6 +31,7 @@ from inference_svc.runtime.kv.layer_tensors import (
     token_items_of,
 )
 from inference_svc.runtime.kv.sequence_kv import MemoryHold, SequenceKv, WriteBuffer
+from inference_svc.runtime.kv.states import SequenceStates, StateShape
 from inference_svc.runtime.memory import allocate_region, populate
 from shared.types.units import align_up
 
@@ -53,6 +54,7 @@ class KVPool:
         *,
         device: torch.device,
         dtype: torch.dtype,
+        states: Sequence[StateShape] = (),
     ) -> None:
         """Reserve address space; memory comes with `prefault` or first use.
 
@@ -61,7 +63,10 @@ class KVPool:
             num_token_slots: token slots of sequences' KV and write buffers together.
             device: where the tensors are.
             dtype: the tensors' element type.
+            states: shapes of what sequences have beside token slots, in memory that is not the
+                region's; none in a model of keys and values alone.
         """
+        self._states = states
         self.num_token_slots = num_token_slots
         self._shapes = shapes
         self._device = device
@@ -86,7 +91,14 @@ class KVPool:
         assert not pages, "this pool has no pages"  # noqa: S101
         flat, memory = self._lend(capacity_tokens, from_top=False)
         keys, values, indexes = divided(flat, self._shapes, capacity_tokens, ContiguousTokens)
-        return SequenceKv(keys, values, capacity_tokens, indexes=indexes, memory=memory)
+        return SequenceKv(
+            keys,
+            values,
+            capacity_tokens,
+            indexes=indexes,
+            memory=memory,
+            states=self._new_states(),
+        )
 
     def new_write_buffer(self, first_token: int, capacity_tokens: int) -> WriteBuffer:
         """Lend an empty write buffer for tokens from `first_token` on, with slots of its own."""
@@ -115,6 +127,10 @@ class KVPool:
         """Raise AssertionError if the account of lent slots is broken."""
         with self._lock:
             self._space.check()
+
+    def _new_states(self) -> SequenceStates | None:
+        """Return the states of a sequence without tokens; None: the model has none."""
+        return SequenceStates(self._states, self._device) if self._states else None
 
     def _lend(self, num_tokens: int, *, from_top: bool) -> tuple[Tensor, MemoryHold]:
         """Return flat memory of `num_tokens` token slots, and the hold that releases it."""

@@ -33,7 +33,13 @@ class LayerShape:
     @property
     def parts(self) -> tuple[tuple[int, int], ...]:
         """The shapes of the components that there are."""
+        if not self.key[1]:
+            return ()
         return (self.key, self.value) if self.index is None else (self.key, self.value, self.index)
+
+
+NO_PART = (1, 0)  # the shape of a component that a layer has not
+NOTHING = LayerShape(NO_PART, NO_PART)  # of the one layer of a model that caches states alone
 
 
 class LayerTensors(ABC):
@@ -153,7 +159,6 @@ class TokenTensors(Protocol):
 
 
 T = TypeVar("T", bound=LayerTensors)
-NO_INDEX = (1, 0)  # the shape of nothing, for layers without an index in a model that has some
 
 
 def token_items_of(shapes: Sequence[LayerShape]) -> int:
@@ -197,7 +202,7 @@ def divided(
     )
     if all(shape.index is None for shape in shapes):
         return keys, values, None
-    return keys, values, divide([shape.index or NO_INDEX for shape in shapes])
+    return keys, values, divide([shape.index or NO_PART for shape in shapes])
 
 
 class Places:

@@ -31,6 +31,7 @@ from inference_svc.runtime.kv.layer_tensors import (
     token_items_of,
 )
 from inference_svc.runtime.kv.sequence_kv import SequenceKv
+from inference_svc.runtime.kv.states import StateShape
 from inference_svc.runtime.memory import allocate_region, populate
 from shared.types.units import ceil_div
 
@@ -212,6 +213,7 @@ class PagePool(KVPool):
         num_buffer_slots: token slots for write buffers, beside the pages.
         device: where the tensors are.
         dtype: the tensors' element type.
+        states: see `KVPool`.
     """
 
     def __init__(
@@ -222,9 +224,10 @@ class PagePool(KVPool):
         *,
         device: torch.device,
         dtype: torch.dtype,
+        states: Sequence[StateShape] = (),
     ) -> None:
         """Reserve address space; memory comes with `prefault` or first use."""
-        super().__init__(shapes, num_buffer_slots, device=device, dtype=dtype)
+        super().__init__(shapes, num_buffer_slots, device=device, dtype=dtype, states=states)
         num_slots = slots.num_slots
         self.num_token_slots += num_slots
         self._slots = slots
@@ -258,7 +261,8 @@ class PagePool(KVPool):
         table = PageTable(pages, self._page_tokens, self._page_region.device)
         keys, values, *others = (PagedTokens(*seen, table) for seen in self._components)
         capacity_tokens, indexes = len(pages) * self._page_tokens, others[0] if others else None
-        return PagedKv(keys, values, capacity_tokens, indexes=indexes, table=table)
+        states = self._new_states()
+        return PagedKv(keys, values, capacity_tokens, indexes=indexes, table=table, states=states)
 
     def prefault(self) -> int:
         """Fault in both regions; block until done or `close`. Return the bytes faulted in."""
@@ -272,6 +276,7 @@ def make_pool(
     num_buffer_slots: int,
     device: torch.device,
     dtype: torch.dtype,
+    states: Sequence[StateShape] = (),
 ) -> KVPool:
     """Make the pool of an engine: of pages, if the scheduler counts pages.
 
@@ -281,7 +286,9 @@ def make_pool(
         num_buffer_slots: token slots for write buffers, beside the scheduler's.
         device: where the tensors are.
         dtype: the tensors' element type.
+        states: see `KVPool`.
     """
     if slots.is_paged:
-        return PagePool(shapes, slots, num_buffer_slots, device=device, dtype=dtype)
-    return KVPool(shapes, slots.num_slots + num_buffer_slots, device=device, dtype=dtype)
+        return PagePool(shapes, slots, num_buffer_slots, device=device, dtype=dtype, states=states)
+    num_slots = slots.num_slots + num_buffer_slots
+    return KVPool(shapes, num_slots, device=device, dtype=dtype, states=states)

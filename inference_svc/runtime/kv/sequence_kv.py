@@ -13,7 +13,7 @@ Invariants:
    values; with a gate, those of a layer only once the gate lets it pass;
 2. the slots of tokens [first_token, end_token) of a write buffer are the same tokens' keys before
    RoPE, and values; index keys, of models that have them, are keys in both;
-3. slots beyond are garbage: a failed step or load leaves both as they were;
+3. slots beyond are garbage: a failed step or load leaves both as they were, and states too;
 4. `MemoryHold` calls `free` exactly once, by whoever releases last: the owner or a holder;
 5. nobody takes hold of memory that was released, even while others still hold it.
 """
@@ -131,11 +131,14 @@ class SequenceKv(LentKv[TokenTensors]):
         capacity_tokens: number of token slots.
         num_tokens: number of token slots in use.
         gate: what a forward has to wait for before it reads a layer; None: all layers are there.
+        states: what a recurrent model remembers; None: the model has no such layer. With a gate,
+            that of all `num_tokens` tokens only once the gate lets layer 0 pass.
     """
 
     capacity_tokens: int
     num_tokens: int = 0
     gate: LayerGate | None = None
+    states: SequenceStates | None = field(default=None, kw_only=True)
 
     @property
     def free_tokens(self) -> int:
@@ -146,6 +149,8 @@ class SequenceKv(LentKv[TokenTensors]):
         """Forget every token and the gate, as after a load that cannot be trusted."""
         self.num_tokens = 0
         self.gate = None
+        if self.states is not None:
+            self.states.clear()
 
 
 def _keep(_slots: Sequence[int]) -> None:

@@ -4,7 +4,8 @@ Three hooks let us see inside a forward, and attend in its place:
 
 1. A registered attention function hands queries to the forward under way.
 2. `CaptureCache.update` hands it each layer's keys and values, and gets those to attend to;
-   `update_indexer` the keys by which a layer chooses among them, if it does (DSA).
+   `update_indexer` the keys by which a layer chooses among them, if it does (DSA); and what
+   recurrent layers ask of a cache, the states of its sequence.
 3. A `RotaryTap` in place of each `apply_*rot*` function of the model's own modules hands it keys
    before RoPE.
 
@@ -21,14 +22,17 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.cache_utils import Cache
 
-from inference_svc.runtime.model.refusals import REMEDY, ModelRecurrentError
+from inference_svc.runtime.kv.states import StatePlace
 
 ATTENTION_NAME = "cachedattention"  # has no mask function: models then build no mask at all
 PROBE_ATTENTION_NAME = "cachedattention_probe"  # has one that reports which keys a query may see
+CACHE_NAMES = ("past_key_values", "cache_params")  # of a forward's argument
 _ROTARY_NAME = re.compile(r"^apply_\w*rot")
 
 
@@ -44,10 +48,17 @@ class Forward(Protocol):
         """Receive a layer's new keys and values; return those to attend to.
 
         All are [1, kv_heads, tokens, dim]; a model may transform what it gets before it attends.
+        Layers are numbered in the order in which they cache: a hybrid has others between them.
         """
 
     def indexed(self, layer_index: int, index: Tensor) -> Tensor:
         """Receive a layer's new index keys; return those to choose by, [1, tokens, dim] both."""
+
+    def state(self, place: StatePlace) -> Tensor | None:
+        """Return a tensor of the sequence's state; None: there is none before its first token."""
+
+    def new_state(self, place: StatePlace, state: Tensor) -> None:
+        """Receive what this tensor of the state is behind the forward's tokens."""
 
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Any, options: dict[str, Any]
@@ -130,18 +141,21 @@ class CaptureCache(Cache):
         """Make a cache that claims to hold `claimed_tokens` tokens."""
         super().__init__(layers=[])
         self._claimed_tokens = claimed_tokens
-        self._new_tokens: dict[int, int] = {}  # of layers that were updated
+        self._new_tokens: dict[int, int] = {}  # of layers that were updated, as the model has them
+        self._numbers: dict[int, int] = {}  # of these layers, as we have them
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_args: Any, **_options: Any
     ) -> tuple[Tensor, Tensor]:
         """Hand over new keys and values, [1, kv_heads, tokens, dim]; return those to attend to."""
         self._new_tokens[layer_idx] = key_states.shape[-2]
-        return _current().cached(layer_idx, key_states, value_states)
+        number = self._numbers.setdefault(layer_idx, len(self._numbers))
+        return _current().cached(number, key_states, value_states)
 
     def update_indexer(self, indexer_key_states: Tensor, layer_idx: int) -> Tensor:
         """Hand over new index keys, [1, tokens, dim]; return those to choose by (DSA)."""
-        return _current().indexed(layer_idx, indexer_key_states)
+        number = self._numbers.get(layer_idx, len(self._numbers))
+        return _current().indexed(number, indexer_key_states)
 
     def get_seq_length(self, layer_idx: int | None = 0) -> int:
         """Return the tokens of a layer: from its update on with those of this forward."""
@@ -160,19 +174,47 @@ class CaptureCache(Cache):
         """Return False: there is nothing static here."""
         return False
 
-    # What a cache of keys and values does not have. Asking for it is refusing to be served.
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        """Return a convolution's last inputs, which the model may change in place."""
+        return _current().state(StatePlace(layer_idx, "conv", state_idx))
 
-    def get_conv_state(self, *_args: Any, **_options: Any) -> Tensor:
-        """Refuse the model.
+    def update_conv_state(
+        self,
+        conv_states: Tensor,
+        layer_idx: int,
+        state_idx: int = 0,
+        conv_kernel_size: int | None = None,
+        **_options: Any,
+    ) -> Tensor:
+        """Hand over new inputs, [1, channels, tokens]; return them behind those before.
 
-        Raises:
-            ModelRecurrentError: always.
+        Before the first token these are as many zeros as the kernel lacks inputs.
         """
-        raise ModelRecurrentError("the model keeps a recurrent state beside keys", REMEDY)
+        forward, place = _current(), StatePlace(layer_idx, "conv", state_idx)
+        before = forward.state(place)
+        if before is None:
+            width = conv_kernel_size or conv_states.shape[-1]
+            whole = pad(conv_states, (max(0, width - conv_states.shape[-1]), 0))
+        else:
+            width = before.shape[-1]
+            whole = torch.cat((before, conv_states), dim=-1)
+        forward.new_state(place, whole[..., -width:])
+        return whole
 
-    update_conv_state = get_conv_state
-    get_recurrent_state = get_conv_state
-    update_recurrent_state = get_conv_state
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        """Return what a layer has summed up before this forward."""
+        return _current().state(StatePlace(layer_idx, "recurrent", state_idx))
+
+    def update_recurrent_state(
+        self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **_options: Any
+    ) -> Tensor:
+        """Hand over what a layer has summed up with this forward; return it."""
+        _current().new_state(StatePlace(layer_idx, "recurrent", state_idx), recurrent_states)
+        return recurrent_states
+
+    def is_recording_past(self, layer_idx: int) -> bool:  # noqa: ARG002
+        """Return False: nothing is ever taken back."""
+        return False
 
 
 def install(model: nn.Module) -> None:
@@ -222,11 +264,12 @@ class ForwardCall:
         """Read the signature."""
         self._model = model
         self._parameters = frozenset(inspect.signature(type(model).forward).parameters)
+        self._cache_name = next((name for name in CACHE_NAMES if name in self._parameters), "")
 
     @property
     def takes_cache(self) -> bool:
-        """Whether the model has a cache of keys and values at all."""
-        return "past_key_values" in self._parameters
+        """Whether the model has a cache at all."""
+        return bool(self._cache_name)
 
     @property
     def takes_positions(self) -> bool:
@@ -260,6 +303,7 @@ class ForwardCall:
             options["position_ids"] = positions
         if self.is_sparing:
             options["logits_to_keep"] = logit_indices
-        answer = self._model(input_ids=token_ids, past_key_values=cache, use_cache=True, **options)
+        options[self._cache_name] = cache
+        answer = self._model(input_ids=token_ids, use_cache=True, **options)
         logits: Tensor = answer.logits[0]
         return logits if self.is_sparing else logits[logit_indices]

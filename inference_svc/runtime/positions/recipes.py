@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from inference_svc.runtime.attention.attention import AttentionOptions
-from inference_svc.runtime.kv.layer_tensors import LayerShape
+from inference_svc.runtime.kv.layer_tensors import NOTHING, LayerShape
+from inference_svc.runtime.kv.states import StateShape
 from inference_svc.runtime.positions.rotary import RotaryTable
 from shared.types.kv_layout import KVLayout
 
@@ -192,7 +193,12 @@ class LayerRecipe:
     @property
     def components(self) -> tuple[ComponentRecipe, ...]:
         """The recipes, in the order of `shape.parts` and of the layout."""
-        return (self.key, self.value) if self.index is None else (self.key, self.value, self.index)
+        recipes = (self.key, self.value, self.index)
+        return tuple(part for part in recipes[: len(self.shape.parts)] if part is not None)
+
+
+# The layer of a model that caches neither keys nor values, but states alone.
+EMPTY_LAYER = LayerRecipe(NOTHING, ComponentRecipe(), ComponentRecipe())
 
 
 @dataclass(frozen=True)
@@ -229,10 +235,15 @@ class Calibration:
             "coupled", "naive": as they were cached, see `KVLayout.position_mode`.
         layout: layout of the stored KV, the same in every process that serves this model in this
             dtype.
-        layers: each layer's recipe, by cache index, as in `layout`.
+        layers: each layer's recipe, in the order in which they cache, as in `layout`; one without
+            components if none does.
         attention_calls: the attention calls of one forward; none where the model's own attention
             runs.
         notes: each attempt that failed before, and why.
+        state_shapes: what recurrent layers keep of a sequence; empty: the model has none. Then it
+            runs sequence by sequence, and its positions are coupled.
+        is_one_by_one: whether tokens that follow a state are computed one by one: what the model
+            has for several begins without a state (Mamba's first scan).
     """
 
     mode: Mode
@@ -241,3 +252,5 @@ class Calibration:
     layers: tuple[LayerRecipe, ...]
     attention_calls: tuple[AttentionCall, ...] = ()
     notes: tuple[str, ...] = ()
+    state_shapes: tuple[StateShape, ...] = ()
+    is_one_by_one: bool = False

@@ -35,7 +35,12 @@ MOST_GAP = 64  # adjacent dropped tokens that are taken along: they cost less th
 
 
 def can_compact(calibration: Calibration) -> bool:
-    """Whether tokens as they are cached can go to other positions."""
+    """Whether tokens as they are cached can go to other positions, or those before stay of use.
+
+    Where there is a state they cannot: it knows the tokens that go.
+    """
+    if calibration.state_shapes:
+        return False
     if calibration.positions != "decoupled":
         return True
     return all(part.can_move for layer in calibration.layers for part in layer.components)

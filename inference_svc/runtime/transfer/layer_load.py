@@ -172,7 +172,13 @@ class LayerLoader:
 
 
 def copy_layer(source: SequenceKv, target: SequenceKv, layer_index: int, num_tokens: int) -> None:
-    """Copy the first `num_tokens` tokens of one layer to other KV of the same shapes."""
+    """Copy the first `num_tokens` tokens of one layer to other KV of the same shapes.
+
+    Raises:
+        AssertionError: if the model has states: tokens are of no use without that behind them.
+    """
+    if source.states is not None:
+        raise AssertionError("tokens of a sequence with a state are copied to another")
     for old, new in zip(source.components, target.components, strict=True):
         with new.filling(layer_index, 0, num_tokens) as copied:
             copied.copy_(old.read(layer_index, 0, num_tokens))

@@ -127,7 +127,16 @@ def test_a_model_that_is_not_as_it_was_proven_has_its_own_weights_again(build, m
     """Whether another calibration is found, or none: it is proven anew with them."""
     monkeypatch.setattr(packed_linear, "MIN_WEIGHTS", 1)
     loaded = loaded_of(build, name)
-    proof = Proof("ragged", ATTENTION_NAME, "decoupled", (), "0" * 64, 0, is_packed=True)
+    proof = Proof(
+        "ragged",
+        ATTENTION_NAME,
+        "decoupled",
+        (),
+        "0" * 64,
+        0,
+        is_packed=True,
+        is_one_by_one=False,
+    )
     assert remembered_proofs._calibrate_by(loaded, proof) is None
     assert not packed_bytes(loaded.model)
 

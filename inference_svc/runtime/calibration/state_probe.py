@@ -1,0 +1,61 @@
+"""Finds out what recurrent layers keep of a sequence: shapes, and what the model does to them.
+
+A state is stored as one piece of fixed size. So sequences of two lengths must leave tensors of the
+same shapes; and a sequence that goes on must leave them as they were, else it is handed copies.
+"""
+
+import torch
+
+from inference_svc.runtime.calibration.mode_probe import probe_tokens, refused_if_it_fails
+from inference_svc.runtime.calibration.probe import Probe, run_probe
+from inference_svc.runtime.kv.states import StatePlace, StateShape
+from inference_svc.runtime.model.model_loader import LoadedModel
+from inference_svc.runtime.model.refusals import REMEDY, ModelRecurrentError
+
+FEWER_TOKENS = 2  # of the second length; fewer than any convolution's kernel
+NEXT_TOKENS = (1, 3)  # of what follows a state: models decode otherwise than they prefill
+
+
+def find_states(loaded: LoadedModel, probe: Probe) -> tuple[StateShape, ...]:
+    """Return the shapes of the tensors that a sequence's state consists of; empty: there is none.
+
+    Args:
+        loaded: the model, set to the attention that it was probed with.
+        probe: a forward of it, in mode "single".
+
+    Raises:
+        ModelRecurrentError: they depend on the number of tokens.
+    """
+    if not probe.states:
+        return ()
+    token_ids = probe_tokens(loaded)
+    with refused_if_it_fails(loaded, "on from a state"):
+        short = run_probe(loaded.model, token_ids[:FEWER_TOKENS], loaded.context_window)
+        overwritten = _overwritten(loaded, probe)
+    facts = [
+        {place: (state.shape, state.dtype) for place, state in found.states.items()}
+        for found in (probe, short)
+    ]
+    if facts[0] != facts[1]:
+        raise ModelRecurrentError(
+            f"what {loaded.architecture} keeps of a sequence grows with its tokens", REMEDY
+        )
+    return tuple(
+        StateShape(*place, tuple(state.shape), state.dtype, place in overwritten)
+        for place, state in sorted(probe.states.items(), key=lambda item: item[0])
+    )
+
+
+@torch.inference_mode()
+def _overwritten(loaded: LoadedModel, probe: Probe) -> frozenset[StatePlace]:
+    """Return which tensors the model changes in place, of those that it is handed.
+
+    All convolutions' are counted among them: what has kernels for these may not do it in every one.
+    """
+    found = {place for place in probe.states if place.kind == "conv"}
+    for count in NEXT_TOKENS:
+        given = {place: state.clone() for place, state in probe.states.items()}
+        token_ids = probe_tokens(loaded)[:count]
+        run_probe(loaded.model, token_ids, loaded.context_window, states=given)
+        found.update(place for place in given if not given[place].equal(probe.states[place]))
+    return frozenset(found)
