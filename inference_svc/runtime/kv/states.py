@@ -156,6 +156,15 @@ class SequenceStates:
         self._pending.clear()
         self.num_tokens = 0
 
+    def fork(self) -> "SequenceStates":
+        """Return another sequence's that begins with the current state; nothing is copied.
+
+        Tensors that are current are never written to, so that both may have them.
+        """
+        forked = SequenceStates(self.shapes, self._device)
+        forked._current, forked.num_tokens = dict(self._current), self.num_tokens
+        return forked
+
     @torch.inference_mode()
     def snapshot(self) -> Tensor:
         """Pack the current state into memory of its own.

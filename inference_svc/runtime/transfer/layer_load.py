@@ -175,10 +175,11 @@ def copy_layer(source: SequenceKv, target: SequenceKv, layer_index: int, num_tok
     """Copy the first `num_tokens` tokens of one layer to other KV of the same shapes.
 
     Raises:
-        AssertionError: if the model has states: tokens are of no use without that behind them.
+        AssertionError: if the model has states and more tokens than these: they are of no use
+            without the state behind them.
     """
-    if source.states is not None:
-        raise AssertionError("tokens of a sequence with a state are copied to another")
+    if source.states is not None and num_tokens < source.num_tokens:
+        raise AssertionError("a part of a sequence with a state is copied to another")
     for old, new in zip(source.components, target.components, strict=True):
         with new.filling(layer_index, 0, num_tokens) as copied:
             copied.copy_(old.read(layer_index, 0, num_tokens))

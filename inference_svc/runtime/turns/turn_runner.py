@@ -112,7 +112,8 @@ class TurnRunner:
             {i: mark for i, mark in self._prompts.marks.items() if mark in submission.shown_marks},
             prompt.thought,
         )
-        compression = submission.compression
+        # Scores are not kept where there are states: what is dropped is computed anew anyway.
+        scored = submission.compression if self._limits.state_tokens is None else None
         request = turn.request = EngineRequest(
             number=number,
             key=submission.key,
@@ -133,7 +134,7 @@ class TurnRunner:
             input_tokens=len(prompt.input_ids),
             predicted_ids=prompt.predicted_ids,
             truncate=None if prompt.window.is_rigid else MidTurnCut(prompt, answer),
-            scores=keeper_for(compression, len(context.token_ids)) if compression else None,
+            scores=keeper_for(scored, len(context.token_ids)) if scored else None,
         )
         return request, writer
 
