@@ -186,9 +186,13 @@ class ArenaKv:
         return self._slots[list(slot_ids)].flatten()[: self.layout.state_bytes]
 
     def write_state(self, slot_ids: Sequence[int], packed: Tensor) -> None:
-        """Copy a state, [state_bytes] uint8 on the CPU, to its slots: a part to each, in order."""
+        """Copy a state, [state_bytes] uint8 on the CPU, to its slots: a part to each, in order.
+
+        Zeros follow it: what others had there is none of its bytes.
+        """
         for slot_id, part in zip(slot_ids, packed.split(self.layout.block_bytes), strict=True):
             self._slots[slot_id, : len(part)] = part
+            self._slots[slot_id, len(part) :] = 0
 
     def _gather_scattered(self, view: Tensor, run: ScatteredTokens, out: Tensor) -> None:
         """Copy tokens one by one; by one index if slots are a whole number of tokens apart."""

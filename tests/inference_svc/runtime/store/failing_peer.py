@@ -19,7 +19,7 @@ from kvd.tiers.progress import Progress
 from shared.kvd_client.arena_map import LoadProgress, ProgressWords
 from shared.kvd_client.attachment import KvdUnavailableError
 from shared.kvd_client.grants import KvdProtocolError, LoadGrant, StoreGrant
-from shared.types.granted_slots import LoadSpan, Lookup, StoreBlock
+from shared.types.granted_slots import GrantedState, LoadSpan, Lookup, StoreBlock
 from shared.types.lineage import WHOLE
 from shared.types.load_choice import IDLE
 from shared.types.session_key import SessionKey
@@ -59,6 +59,10 @@ class Peer:
         self.expected = []
         self.is_old = False  # it takes no hints of what sessions become
         self.lineages = []  # of loads, stores and discards
+        self.states = {}  # by position: the slots of those that are stored
+        self.wanted_states = ()
+        self.free_slots = [7, 6, 5, 4]  # for states
+        self.state_slots = layout.state_slots
         self.queue = self
         self.feed = None  # of the queue
 
@@ -110,6 +114,9 @@ class Peer:
         return self.load_grant(Lookup.HIT, lease_id, (span,), end, more)
 
     def load_grant(self, lookup, lease_id, spans, end_token, more, progress=None, reason="evicted"):
+        state = None
+        if spans and end_token in self.states:
+            state = GrantedState(end_token, self.states[end_token], ())
         return LoadGrant(
             lookup=lookup,
             lease_id=lease_id,
@@ -119,6 +126,7 @@ class Peer:
             miss_reason="" if spans else reason,
             arena=self.arena,
             progress=progress,
+            state=state,
         )
 
     async def complete_load(self, grant):
@@ -126,16 +134,24 @@ class Peer:
         self.progress.close(grant.lease_id)
         self.maybe_fail("complete_load")
 
-    async def prepare_store(self, key, token_ids, from_token, deadline_s, *, lineage):
+    async def prepare_store(
+        self, key, token_ids, from_token, deadline_s, *, lineage, state_positions=()
+    ):
         self.lineages.append(lineage)
         self.maybe_fail("prepare_store")
         num_tokens = len(token_ids) // 4
+        self.wanted_states = ()
         if self.stored[: len(token_ids)] == token_ids:
             return StoreGrant(0, (), num_tokens, more=False, refused_reason="", arena=self.arena)
         end = min(from_token + self.grant_tokens, num_tokens)
         slot_id = 99 if self.fail_at == "slot" else from_token // self.grant_tokens
         block = StoreBlock(slot_id, from_token, end - from_token, 1)
         self.wanted = token_ids[: end * 4]
+        self.wanted_states = tuple(
+            GrantedState(position, self.take_slots(), ())
+            for position in state_positions
+            if from_token < position <= end and len(self.free_slots) >= self.state_slots
+        )
         return StoreGrant(
             lease_id=self.lease(),
             blocks=(block,),
@@ -143,7 +159,11 @@ class Peer:
             more=end < num_tokens,
             refused_reason="",
             arena=self.arena,
+            states=self.wanted_states,
         )
+
+    def take_slots(self):
+        return tuple(self.free_slots.pop() for _ in range(self.state_slots))
 
     async def discard(self, key, token_ids, ranges, *, lineage=WHOLE):
         self.maybe_fail("discard")
@@ -177,6 +197,7 @@ class Peer:
         self.maybe_fail("complete_store")
         if success and grant.blocks:
             self.stored = self.wanted
+            self.states |= {state.position: state.slot_ids for state in self.wanted_states}
         return len(self.stored) // 4
 
 
@@ -195,17 +216,26 @@ class Scene:
             deadline_s=deadline_s,
         )
         self.runner = ModelRunner(*model)
-        shapes = [layer.shape for layer in model[1].layers]
-        self.pool = KVPool(shapes, 2000, device=model[0].device, dtype=model[0].dtype)
+        self.pool = KVPool(
+            [layer.shape for layer in model[1].layers],
+            2000,
+            device=model[0].device,
+            dtype=model[0].dtype,
+            states=model[1].state_shapes,
+        )
 
-    def computed(self):
-        """A sequence's KV and a write buffer with the prompt."""
+    def computed(self, marks=()):
+        """A sequence's KV and a write buffer with the prompt, and the states at these positions."""
         kv, buffer = self.pool.new_kv(64), self.pool.new_write_buffer(0, 64)
-        self.runner.step([Chunk(kv, PROMPT, want_logits=False, write_buffer=buffer)])
+        for first, end in zip((0, *marks), (*marks, len(PROMPT)), strict=True):
+            self.runner.step([Chunk(kv, PROMPT[first:end], False, write_buffer=buffer)])
+            if end in marks:
+                buffer.note_state(kv)
         return kv, buffer
 
-    async def save(self):
-        return await self.store.save(KEY, as_token_bytes(PROMPT), 0, self.computed()[1])
+    async def save(self, marks=()):
+        buffer = self.computed(marks)[1]
+        return await self.store.save(KEY, as_token_bytes(PROMPT), 0, buffer)
 
     async def load(self, policy=LoadPolicy.ALWAYS, traffic=IDLE, pauses=False):
         """Both halves; returns what was begun, the sequence's KV, and its gate's error.
@@ -233,7 +263,7 @@ class Scene:
         computed, _ = self.computed()
         last = [
             self.runner.step([Chunk(each, tokens, want_logits=True)])
-            for each, tokens in ((computed, [7]), (kv, [PROMPT[-1], 7]))
+            for each, tokens in ((computed, [7]), (kv, [*PROMPT[kv.num_tokens :], 7]))
         ]
         assert torch.allclose(*last, atol=1e-4)
 
