@@ -13,9 +13,10 @@ from tests.property.cache_world import CacheWorld, compute, to_bytes
 from tests.property.test_state_engine import STATE_LAYOUT, state_of
 
 
-def state_world(num_slots: int = 24, num_extents: int = 64, **limits) -> CacheWorld:
-    limits = Limits(num_slots, num_extents, **limits)
-    return CacheWorld(limits, POLICIES["lru"], STATE_LAYOUT)
+def state_world(
+    num_slots: int = 24, num_extents: int = 64, policy: str = "lru", **limits
+) -> CacheWorld:
+    return CacheWorld(Limits(num_slots, num_extents, **limits), POLICIES[policy], STATE_LAYOUT)
 
 
 def write_state(world: CacheWorld, tokens: list[int], granted: GrantedState) -> None:
