@@ -49,6 +49,11 @@ METRICS = MetricTable(
             "tier",
             counted={"dram": "load_tokens_dram", "ssd": "load_tokens_ssd"},
         ),
+        _counter(
+            "kvd_loaded_states_total",
+            "States of recurrent layers that were handed out",
+            counted="load_states",
+        ),
         _histogram("kvd_load_seconds", "From the grant of a load to its completion by the engine"),
         _histogram(
             "kvd_load_wait_seconds",
@@ -63,6 +68,11 @@ METRICS = MetricTable(
         ),
         _counter(
             "kvd_stored_tokens_total", "Tokens whose KV was published", counted="store_tokens"
+        ),
+        _counter(
+            "kvd_stored_states_total",
+            "States of recurrent layers that were published",
+            counted="store_states",
         ),
         _histogram(
             "kvd_store_seconds", "From the grant of a store to its completion by the engine"

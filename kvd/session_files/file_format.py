@@ -1,8 +1,9 @@
-"""A session file (version 1): one session's tokens and KV rows, for another kvd.
+"""A session file: one session's tokens and KV rows, for another kvd.
 
-    file    = header | frame … | end
+    file    = header | frame … | part … | end
     header  = magic "KVDSESSN" | version u32 | bytes of the body u32 | xxh3_64 | body
     frame   = num_tokens u32 | 0 u32 | xxh3_64 | token ids u32 … | rows
+    part    = 0 u32 | 1 u32 | xxh3_64 | position u64 | index u32 | bytes
     end     = a frame of 0 tokens; nothing follows it
 
 The body is a kvd.v1.SessionFileHeader. A frame has 1 … `block_tokens` tokens, the session's next
@@ -10,6 +11,10 @@ ones, and of each layer, of each of its components, that many rows, without padd
 checksum is of all that comes before it and of the body; a frame's is of what follows it, seeded
 with the number of tokens before the frame: frames that are left out, doubled or exchanged do not
 fit. All integers are little-endian.
+
+Version 1 has no parts. Version 2 has those of a state of the model, in order, if the session has
+one: all of a slot's size but the last. They are behind the tokens, and their checksums are seeded
+like that of a frame there.
 
 Pure. Whoever reads trusts nothing: not the lengths, not the order, not the end.
 """
@@ -31,11 +36,14 @@ from shared.types.session_key import SessionKey, session_key
 
 MAGIC = b"KVDSESSN"
 VERSION = 1
+VERSION_WITH_STATE = 2
+PART = 1  # kind of a frame without tokens: a part of a state; 0: the end
 MAX_BODY_BYTES = 1 << 20  # a layout of thousands of layers has less
 
 _START = struct.Struct("<8sII")
 _CHECKSUM = struct.Struct("<Q")
 _FRAME = struct.Struct("<IIQ")
+_PART = struct.Struct("<QI")
 
 
 class SessionFileError(InvalidInputError):
@@ -46,13 +54,14 @@ class SessionFileError(InvalidInputError):
 
 @dataclass(frozen=True)
 class FileHeader:
-    """What a session file says of itself."""
+    """What a session file says of itself; `has_state`: parts of one may follow the frames."""
 
     key: SessionKey
     layout: KVLayout
     lineage: Lineage
     kvd_version: str
     unix_s: float
+    has_state: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +72,21 @@ class Frame:
     num_tokens: int
     token_ids: bytes
     rows: memoryview
+
+
+@dataclass(frozen=True, slots=True)
+class StatePart:
+    """A part of the state behind so many tokens: what is in its slot, without zeros at the end."""
+
+    position: int
+    index: int
+    data: memoryview
+
+
+def part_bytes_of(layout: KVLayout, index: int) -> int:
+    """Return how many bytes of a state its part of this index has."""
+    start = index * layout.block_bytes
+    return min(layout.block_bytes, layout.state_bytes - start)
 
 
 def row_bytes(layout: KVLayout) -> tuple[int, ...]:
@@ -85,7 +109,8 @@ def header_bytes(header: FileHeader) -> bytes:
         kvd_version=header.kvd_version,
         unix_s=header.unix_s,
     ).SerializeToString()
-    start = _START.pack(MAGIC, VERSION, len(body))
+    version = VERSION_WITH_STATE if header.has_state else VERSION
+    start = _START.pack(MAGIC, version, len(body))
     return start + _CHECKSUM.pack(xxhash.xxh3_64_intdigest(start + body)) + body
 
 
@@ -94,6 +119,13 @@ def frame_bytes(token_offset: int, token_ids: bytes, runs: Sequence[memoryview])
     payload = b"".join((token_ids, *runs))
     checksum = xxhash.xxh3_64_intdigest(payload, seed=token_offset)
     return _FRAME.pack(len(token_ids) // TOKEN_BYTES, 0, checksum) + payload
+
+
+def part_bytes(num_tokens: int, part: StatePart) -> bytes:
+    """Return a part of a state, behind so many tokens of the file."""
+    payload = b"".join((_PART.pack(part.position, part.index), part.data))
+    checksum = xxhash.xxh3_64_intdigest(payload, seed=num_tokens)
+    return _FRAME.pack(0, PART, checksum) + payload
 
 
 def end_bytes(num_tokens: int) -> bytes:
@@ -116,9 +148,11 @@ class FileReader:
         self.header: FileHeader | None = None
         self.num_tokens = 0
         self._buffer = bytearray()
+        self._next_part = 0
+        self._position = 0  # of the state whose parts come
         self._is_over = False
 
-    def feed(self, data: bytes) -> Iterator[Frame]:
+    def feed(self, data: bytes) -> Iterator[Frame | StatePart]:
         """Take the next bytes; yields the frames that are whole, to be used up at once.
 
         No more is kept than one frame and `data`.
@@ -155,9 +189,10 @@ class FileReader:
         if len(buffer) < _START.size + _CHECKSUM.size:
             return
         _, version, num_bytes = _START.unpack_from(buffer)
-        if version != VERSION:
+        if version not in (VERSION, VERSION_WITH_STATE):
             raise SessionFileError(
-                f"the session file has version {version}, this release knows {VERSION}",
+                f"the session file has version {version}, this release knows up to "
+                f"{VERSION_WITH_STATE}",
                 "import it with the release that wrote it",
             )
         if num_bytes > MAX_BODY_BYTES:
@@ -170,22 +205,27 @@ class FileReader:
         if xxhash.xxh3_64_intdigest(bytes(buffer[: _START.size]) + body) != checksum:
             raise _damaged("its header")
         del buffer[: start + num_bytes]
-        self.header = _header_of(body)
+        self.header = _header_of(body, has_state=version == VERSION_WITH_STATE)
 
-    def _next_frame(self, header: FileHeader) -> Frame | None:
+    def _next_frame(self, header: FileHeader) -> Frame | StatePart | None:
         buffer = self._buffer
         if self._is_over or len(buffer) < _FRAME.size:
             return None
-        num_tokens, zero, checksum = _FRAME.unpack_from(buffer)
-        if zero or num_tokens > header.layout.block_tokens:
+        num_tokens, kind, checksum = _FRAME.unpack_from(buffer)
+        if not self._may_come(header, num_tokens, kind):
             raise _damaged(f"the frame behind {self.num_tokens} tokens")
-        num_bytes = num_tokens * (TOKEN_BYTES + sum(row_bytes(header.layout)))
+        if kind == PART:
+            num_bytes = _PART.size + part_bytes_of(header.layout, self._next_part)
+        else:
+            num_bytes = num_tokens * (TOKEN_BYTES + sum(row_bytes(header.layout)))
         if len(buffer) < _FRAME.size + num_bytes:
             return None
         payload = memoryview(bytes(memoryview(buffer)[_FRAME.size : _FRAME.size + num_bytes]))
         del buffer[: _FRAME.size + num_bytes]
         if xxhash.xxh3_64_intdigest(payload, seed=self.num_tokens) != checksum:
             raise _damaged(f"the frame behind {self.num_tokens} tokens")
+        if kind == PART:
+            return self._part(payload)
         if not num_tokens:
             self._is_over = True
             return None
@@ -196,8 +236,26 @@ class FileReader:
         self.num_tokens += num_tokens
         return frame
 
+    def _may_come(self, header: FileHeader, num_tokens: int, kind: int) -> bool:
+        """Whether a frame may be the next: behind the first part of a state come the others."""
+        num_parts = header.layout.state_slots if header.has_state else 0
+        if kind == PART:
+            return not num_tokens and self._next_part < num_parts
+        is_between = 0 < self._next_part < num_parts
+        is_behind = self._next_part and num_tokens
+        return not (kind or is_between or is_behind) and num_tokens <= header.layout.block_tokens
 
-def _header_of(body: bytes) -> FileHeader:
+    def _part(self, payload: memoryview) -> StatePart:
+        position, index = _PART.unpack_from(payload)
+        is_first = not self._next_part
+        is_its_turn = index == self._next_part and (is_first or position == self._position)
+        if not is_its_turn or not 0 < position <= self.num_tokens:
+            raise _damaged(f"the state behind {self.num_tokens} tokens")
+        self._position, self._next_part = position, index + 1
+        return StatePart(position, index, payload[_PART.size :])
+
+
+def _header_of(body: bytes, *, has_state: bool) -> FileHeader:
     """Decode and check the body, whose checksum fits: even so it may be made by hand."""
     try:
         message = kvd_pb2.SessionFileHeader.FromString(body)
@@ -211,7 +269,8 @@ def _header_of(body: bytes) -> FileHeader:
     if len(digest) not in (0, LINEAGE_BYTES):
         raise _damaged("its lineage")
     lineage = Lineage(digest, message.lineage.clean_tokens if digest else 0)
-    return FileHeader(key, layout, lineage, message.kvd_version, message.unix_s)
+    version, unix_s = message.kvd_version, message.unix_s
+    return FileHeader(key, layout, lineage, version, unix_s, has_state)
 
 
 def _damaged(what: str) -> SessionFileError:

@@ -7,7 +7,7 @@ its own.
 
 import asyncio
 import secrets
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -23,7 +23,14 @@ from kvd.errors import (
     UnknownLayoutError,
 )
 from kvd.runtime.cache import Cache
-from kvd.session_files.file_format import FileHeader, FileReader, Frame, SessionFileError, row_bytes
+from kvd.session_files.file_format import (
+    FileHeader,
+    FileReader,
+    Frame,
+    SessionFileError,
+    StatePart,
+    row_bytes,
+)
 from kvd.session_files.slot_runs import RowBuffer, SlotRuns, finished_in_thread
 from shared.access.identity import TenantDeniedError
 from shared.process.log import get_logger
@@ -77,6 +84,7 @@ class Import:
         self._buffer = RowBuffer(row_bytes(layout))
         self._token_ids = bytearray()
         self._is_coupled = layout.position_mode == "coupled"
+        self._state: StoreAnswer | None = None  # the state that is being stored
 
     async def add(self, frame: Frame) -> None:
         """Take the next rows.
@@ -88,6 +96,26 @@ class Import:
         self._buffer.add(frame.rows, frame.num_tokens)
         if self._buffer.num_bytes >= BATCH_BYTES:
             await self._store(self._end_of_blocks())
+
+    async def add_part(self, part: StatePart) -> None:
+        """Take the next part of the state behind the tokens that have come.
+
+        Where it finds no room, or is stored already, the session does without.
+
+        Raises:
+            NoRoomError: the tokens find none.
+        """
+        if not part.index:
+            num_tokens = len(self._token_ids) // TOKEN_BYTES
+            await self._store(num_tokens)
+            self._state = await self._granted(num_tokens, [part.position])
+        answer, cache = self._state, self._cache
+        if answer is None or not answer.states:
+            return
+        slot_ids = answer.states[0].slot_ids
+        await finished_in_thread(self._fill_part, slot_ids[part.index], part.data)
+        if part.index == len(slot_ids) - 1:
+            cache.act(partial(self._complete, answer.lease_id))
 
     async def finish(self) -> int:
         """Store what is left, and give the session its name; returns its stored tokens.
@@ -130,13 +158,13 @@ class Import:
                 self._cache.act(partial(self._complete, answer.lease_id))
             self._buffer.drop(answer.end_token - self._buffer.token_offset)
 
-    async def _granted(self, end: int) -> StoreAnswer:
+    async def _granted(self, end: int, positions: Sequence[int] = ()) -> StoreAnswer:
         loop = asyncio.get_running_loop()
         until = loop.time() + WAIT_S
         while True:
             # Anew each time: while nothing was stored, another layout may have replaced this one.
             self._cache, _ = await self._caches.open(self._cache.layout, prefault=False)
-            answer = self._cache.act(partial(self._prepare, end))
+            answer = self._cache.act(partial(self._prepare, end, positions))
             if not answer.refused:
                 return answer
             if answer.refused != "wait":
@@ -149,13 +177,20 @@ class Import:
             if left_s <= 0 or not await self._cache.changed(left_s):
                 raise BusyTransferError("no slot comes free", "try again when less is under way")
 
-    def _prepare(self, end: int, core: CacheEngine) -> StoreAnswer:
+    def _prepare(self, end: int, positions: Sequence[int], core: CacheEngine) -> StoreAnswer:
         token_ids = bytes(self._token_ids[: end * TOKEN_BYTES])
         start = self._buffer.token_offset
         key = self._unfinished
         return core.session_files.prepare_import(
-            key, token_ids, start, self._engine_id, self._lineage
+            key, token_ids, start, self._engine_id, self._lineage, positions
         )
+
+    def _fill_part(self, slot_id: int, data: memoryview) -> None:
+        arena = self._cache.arena
+        assert arena is not None, "slots are leased where there is an arena"  # noqa: S101
+        slot = arena.slots.slot(slot_id)
+        slot[: len(data)] = data
+        slot[len(data) :] = bytes(len(slot) - len(data))
 
     def _fill(self, answer: StoreAnswer) -> None:
         arena = self._cache.arena
@@ -269,7 +304,10 @@ async def read_file(
             for frame in reader.feed(piece):
                 if current is None:
                     current = await begin_import(caches, _header(reader), target)
-                await current.add(frame)
+                if isinstance(frame, StatePart):
+                    await current.add_part(frame)
+                else:
+                    await current.add(frame)
             if current is None and reader.header is not None:
                 # Now: of a layout that is refused not even one frame is kept.
                 current = await begin_import(caches, reader.header, target)

@@ -8,16 +8,25 @@ holds no lease: rows are copied, and their slots released, before they are sent.
 import asyncio
 import secrets
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
 from contextlib import aclosing, contextmanager
 from typing import TypeVar
 
 from kvd.caches.caches import Caches
+from kvd.core.engine import CacheEngine
 from kvd.core.records.errors import InvalidRequestError, LeaseLostError, UnknownLineageError
 from kvd.core.records.records import ExportedRows, LeaseState, LoadAnswer
 from kvd.errors import BusyTransferError, LimitReachedError, StalledTransferError
 from kvd.runtime.cache import Cache
-from kvd.session_files.file_format import FileHeader, end_bytes, frame_bytes, header_bytes
+from kvd.session_files.file_format import (
+    FileHeader,
+    StatePart,
+    end_bytes,
+    frame_bytes,
+    header_bytes,
+    part_bytes,
+    part_bytes_of,
+)
 from kvd.session_files.importer import Target, read_file
 from kvd.session_files.slot_runs import SlotRuns, finished_in_thread
 from kvd.wire.messages import key_of
@@ -67,7 +76,10 @@ class Exporter:
             BusyTransferError: its blocks do not come.
         """
         export, layout = self._export, self._cache.layout
-        yield header_bytes(FileHeader(export.key, layout, export.lineage, __version__, time.time()))
+        header = FileHeader(
+            export.key, layout, export.lineage, __version__, time.time(), bool(export.state)
+        )
+        yield header_bytes(header)
         while not export.is_done:
             try:
                 piece = await self._next()
@@ -76,13 +88,43 @@ class Exporter:
                     raise
                 break
             yield piece
+        while export.num_tokens >= export.position and export.next_part < len(export.state):
+            yield await self._next_parts()
         yield end_bytes(export.num_tokens)
+
+    async def _next_parts(self) -> bytes:
+        """Copy the next parts of the state out."""
+        cache, export, owner = self._cache, self._export, secrets.randbits(63)
+        with _ending(cache, owner):
+            answer = await self._granted(
+                lambda core: core.session_files.prepare_export_state(export, self._max_spans, owner)
+            )
+            first = export.next_part
+            slot_ids = cache.act(
+                lambda core: core.session_files.state_exported(export, answer.lease_id)
+            )
+            piece = await finished_in_thread(self._copied_parts, first, slot_ids)
+            cache.act(lambda core: core.loads.complete(answer.lease_id, owner))
+        return piece
+
+    def _copied_parts(self, first: int, slot_ids: list[int]) -> bytes:
+        """Make frames of leased parts of the state."""
+        export, layout, arena = self._export, self._cache.layout, self._cache.arena
+        assert arena is not None, "parts are leased where there is an arena"  # noqa: S101
+        frames = []
+        for index, slot_id in enumerate(slot_ids, first):
+            data = arena.slots.slot(slot_id)[: part_bytes_of(layout, index)]
+            part = StatePart(export.position, index, data)
+            frames.append(part_bytes(export.num_tokens, part))
+        return b"".join(frames)
 
     async def _next(self) -> bytes:
         """Copy the next rows out."""
         cache, export, owner = self._cache, self._export, secrets.randbits(63)
         with _ending(cache, owner):
-            answer = await self._granted(owner)
+            answer = await self._granted(
+                lambda core: core.session_files.prepare_export(export, self._max_spans, owner)
+            )
             token_offset = export.num_tokens
             rows = cache.act(lambda core: core.session_files.exported(export, answer.lease_id))
             piece = await finished_in_thread(self._copied, token_offset, rows)
@@ -90,15 +132,13 @@ class Exporter:
             cache.act(lambda core: core.loads.complete(answer.lease_id, owner))
         return piece
 
-    async def _granted(self, owner: int) -> LoadAnswer:
-        """Lease the next spans and wait until they are in their slots."""
+    async def _granted(self, prepare: Callable[[CacheEngine], LoadAnswer]) -> LoadAnswer:
+        """Lease what comes next and wait until it is in its slots."""
         cache, loop = self._cache, asyncio.get_running_loop()
         until = loop.time() + WAIT_S
         while True:
             await self._caches.open(cache.layout, prefault=False)
-            answer = cache.act(
-                lambda core: core.session_files.prepare_export(self._export, self._max_spans, owner)
-            )
+            answer = cache.act(prepare)
             if answer.lookup is Lookup.PENDING:
                 answer = await _settled(cache, answer.lease_id, until)
             if answer.lookup is Lookup.HIT:

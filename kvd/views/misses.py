@@ -31,6 +31,10 @@ _REASONS = {
         "other tokens were asked for than those that are stored",
         "see which, and in whose words: inference-svc why SESSION",
     ),
+    "no_state": (
+        "its tokens are stored, and no state of the model behind them is",
+        "nothing, if it was a few; else give kvd more DRAM: states find no room, see kvd show",
+    ),
     "not_stored": (
         "the last tokens had not been stored, or not yet",
         "nothing, if it was a few; else see what saves meet: kvd stats, inference-svc status",

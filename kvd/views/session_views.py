@@ -19,6 +19,12 @@ _BLOCK_COLUMNS = (
     Column("sessions", is_number=True),
     Column("copies"),
 )
+_STATE_COLUMNS = (
+    Column("position", is_number=True),
+    Column("size", is_number=True),
+    Column("sessions", is_number=True),
+    Column("copies"),
+)
 _MOVE_COLUMNS = (
     Column("ago", is_number=True),
     Column("what"),
@@ -35,6 +41,7 @@ _MOVES = {  # words for kinds of moves, which may end with their reason
     "evicted_dram": "evicted from DRAM",
     "evicted_ssd": "evicted from SSD",
     "cut": "cut: {why}",
+    "state_dropped": "state dropped: {why}",
     "discarded": "tokens discarded",
     "grafted": "tokens taken over from another session",
     "compacted": "compacted",
@@ -61,6 +68,8 @@ def session_tables(found: kvd_pb2.DescribeSessionResponse, width: int) -> Iterat
         yield _titled("leases", leases_table(found.leases, width))
     yield history_table(found.history, width)
     yield _titled("blocks", blocks_table(found.blocks, width))
+    if found.states:
+        yield _titled("states", states_table(found.states, width))
 
 
 def session_table(info: kvd_pb2.SessionInfo) -> Table:
@@ -107,6 +116,21 @@ def blocks_table(blocks: Sequence[kvd_pb2.BlockInfo], width: int) -> Table:
         )
         rows.append(row)
     return fitted(_BLOCK_COLUMNS, rows, width)
+
+
+def states_table(states: Sequence[kvd_pb2.StateInfo], width: int) -> Table:
+    """Return one line per state of a session's model: behind how many tokens it is, and where."""
+    rows = []
+    for state_info in states:
+        words = (
+            ("+".join(plain(state_info)["tiers"]) or "in parts", True),
+            ("dirty", state_info.dirty),
+            ("not hashed", not state_info.hashed),
+        )
+        copies = ", ".join(word for word, applies in words if applies)
+        size = format_bytes(state_info.bytes)
+        rows.append((str(state_info.position), size, str(state_info.sessions), copies))
+    return fitted(_STATE_COLUMNS, rows, width)
 
 
 def history_table(moves: Sequence[kvd_pb2.SessionMove], width: int) -> Table:

@@ -1,11 +1,12 @@
 """States of recurrent layers through a real kvd: gRPC, the arena, SSD, restarts, encryption."""
 
+import json
 from pathlib import Path
 
 import pytest
 
 from tests.kvd_polling import all_clean, until_kept
-from tests.processes import KvdProcess, running_kvd
+from tests.processes import KvdProcess, run_cli, running_kvd
 from tests.synthetic_engine import attached_engine, key_of, layout_with_states
 
 TOKENS = list(range(100, 150))  # three blocks of 16, and two tokens
@@ -66,6 +67,34 @@ async def test_states_are_adopted_with_the_memory(tmp_path: Path) -> None:
             assert (await engine.load(key_of("a"), TOKENS)).position == 50
     finally:
         await kvd.stop()
+
+
+async def _cli(kvd: KvdProcess, *arguments: str) -> str:
+    code, stdout, stderr = await run_cli(*arguments, "--runtime-dir", str(kvd.runtime_dir))
+    assert code == 0, stderr
+    return stdout
+
+
+@pytest.mark.parametrize("num_layers", [0, 2])
+async def test_a_session_file_has_the_newest_state(tmp_path: Path, num_layers: int) -> None:
+    """Another kvd serves it, byte for byte; `kvd show` lists states of both."""
+    layout, file = layout_with_states(num_layers), str(tmp_path / "a.kvd")
+    sizes = ("--dram", "16MB", "--ssd", "32MB")
+    async with (
+        running_kvd(tmp_path / "1", *sizes) as kvd,
+        attached_engine(kvd.runtime_dir, layout) as engine,
+    ):
+        await engine.store(key_of("a"), TOKENS, states=[20, 49])
+        await all_clean(kvd)
+        shown = json.loads(await _cli(kvd, "show", "a", "--json"))
+        assert [state["position"] for state in shown["states"]] == [20, 49]
+        assert shown["states"][0]["tiers"] == ["dram", "ssd"]
+        await _cli(kvd, "export", "a", file)
+    async with running_kvd(tmp_path / "2", *sizes) as kvd:
+        await _cli(kvd, "import", file, "--new-layout")
+        async with attached_engine(kvd.runtime_dir, layout) as engine:
+            assert (await engine.load(key_of("a"), TOKENS)).position == 49
+        assert "49" in await _cli(kvd, "show", "a")
 
 
 async def test_a_model_that_is_only_recurrent(tmp_path: Path) -> None:

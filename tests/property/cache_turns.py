@@ -68,6 +68,12 @@ class Store:
 class TurnsMachine(RuleBasedStateMachine):
     """Conversations of a few sessions, and the leases that their engines hold."""
 
+    layout = LAYOUT
+
+    def _positions(self, tokens: list[int]) -> list[int]:
+        """Behind which tokens an engine that stores them has states."""
+        return []
+
     @initialize(
         num_slots=st.sampled_from([1, 3, 5, 12]),
         num_extents=st.sampled_from([0, 3, 8, 20, 40]),
@@ -124,7 +130,7 @@ class TurnsMachine(RuleBasedStateMachine):
             max_waste=max_waste,
             compact_rest_ns=20,
         )
-        self.world = CacheWorld(limits, policy)
+        self.world = CacheWorld(limits, policy, self.layout)
         self.names_lineage = names_lineage
         self.requests: dict[int, dict[int, SessionKey]] = {
             engine_id: {} for engine_id in ENGINE_IDS
@@ -218,7 +224,18 @@ class TurnsMachine(RuleBasedStateMachine):
                 assert was_had or row == compute(rows, [token])[-1], "a load is right"
                 rows.append(row)
         assert len(rows) == answer.end_token, "spans cover what the answer says"
+        self._check_state(rows, answer)
         return rows
+
+    def _check_state(self, rows: list[Row], answer: LoadAnswer) -> None:
+        """What is granted beside the rows."""
+        assert answer.state is None, "there are no states"
+
+    def _fill(self, answer: StoreAnswer, rows: list[Row]) -> None:
+        """Write what is granted."""
+        for block in answer.blocks:
+            end = block.token_offset + block.num_tokens
+            self.world.slots[block.slot_id] = rows[block.token_offset : end]
 
     @rule(
         key=st.sampled_from(KEYS),
@@ -277,13 +294,12 @@ class TurnsMachine(RuleBasedStateMachine):
                     from_token,
                     self.ids[engine_id],
                     lineage=self._named(conversation),
+                    state_positions=self._positions(conversation.tokens),
                 )
             except TooManyLeasesError:
                 return
             if answer.lease_id:
-                for block in answer.blocks:
-                    end = block.token_offset + block.num_tokens
-                    self.world.slots[block.slot_id] = conversation.rows[block.token_offset : end]
+                self._fill(answer, conversation.rows)
                 stored = engine.stores.complete(answer.lease_id, self.ids[engine_id], success=True)
                 assert stored in (0, answer.end_token)
             assert answer.end_token > from_token or not answer.more, "asking again gets further"
@@ -314,14 +330,14 @@ class TurnsMachine(RuleBasedStateMachine):
                 from_token,
                 self.ids[engine_id],
                 lineage=self._named(conversation),
+                state_positions=self._positions(conversation.tokens),
             )
         except TooManyLeasesError:
             return
-        assert bool(answer.lease_id) == bool(answer.blocks), "a lease has slots"
+        assert bool(answer.lease_id) == bool(answer.blocks or answer.states), "a lease has slots"
         for block in answer.blocks:
-            rows = conversation.rows[block.token_offset : block.token_offset + block.num_tokens]
             assert block.token_offset >= from_token, "the engine is asked for KV it holds"
-            self.world.slots[block.slot_id] = rows
+        self._fill(answer, conversation.rows)
         if answer.lease_id:
             self.stores.append(Store(answer, engine_id, list(conversation.rows)))
         self.world.pump()

@@ -10,22 +10,27 @@ What another kvd needs besides tokens and KV is the lineage: which discards the 
 after. A kvd that has restarted since may not know it; then what follows from the tokens alone can
 be exported, and the rest only once an engine has named the lineage again.
 
+Where there are states the newest one of the session goes along, behind its tokens.
+
 Invariant: what is given out is the session's tokens from the first one on, computed as `lineage`
-says.
+says, and a state of these.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvd.core.inspection.session_filter import find_session
 from kvd.core.operations.chaining import Chaining
 from kvd.core.operations.loading import Loader
-from kvd.core.operations.matching import Piece, slice_tokens
+from kvd.core.operations.matching import Piece, runs_of, slice_tokens
+from kvd.core.operations.state_matching import StateChain
 from kvd.core.operations.storing import Storer
 from kvd.core.records.entries import Span
 from kvd.core.records.errors import SessionChangedError, UnknownLineageError
 from kvd.core.records.records import ExportedRows, LoadAnswer, StoreAnswer
 from kvd.core.state.cache_state import CacheState
 from kvd.core.state.leases import LoadLease
+from kvd.core.state.stored_states import group_states
 from shared.types.lineage import WHOLE, Lineage
 from shared.types.session_key import SessionKey
 
@@ -40,6 +45,9 @@ class Export:
         next_span: the first one that is not exported.
         num_tokens: exported so far.
         chain: of the span before the next one.
+        state: parts of the newest state; it has none: ().
+        next_part: the first one that is not exported.
+        token_ids: exported so far, where there is a state: they prove it.
     """
 
     key: SessionKey
@@ -48,11 +56,19 @@ class Export:
     next_span: int = 0
     num_tokens: int = 0
     chain: bytes = b""
+    state: tuple[Span, ...] = ()
+    next_part: int = 0
+    token_ids: bytes = b""
 
     @property
     def is_done(self) -> bool:
         """Whether every span is exported."""
         return self.next_span == len(self.spans)
+
+    @property
+    def position(self) -> int:
+        """Where its state is; 0: it has none."""
+        return self.state[0].start if self.state else 0
 
 
 class SessionFiles:
@@ -73,12 +89,14 @@ class SessionFiles:
         state = self._state
         state.tenants.refuse_erased(key.tenant)
         session = find_session(state, key)
-        spans = (*session.spans, *session.tail_spans())
+        spans = [*session.spans, *session.tail_spans()]
+        runs = tuple(span for span in spans if span.num_tokens)
+        states = sorted(group_states(spans).values(), key=lambda parts: parts[0].start)
         is_coupled = state.layout.position_mode == "coupled"
         lineage = WHOLE if is_coupled or session.lineage is None else session.lineage
-        return Export(
-            key, spans, lineage, chain=Chaining(state.layout, state.salt_of(key.tenant), WHOLE).root
-        )
+        root = Chaining(state.layout, state.salt_of(key.tenant), WHOLE).root
+        newest = tuple(states[-1]) if states else ()
+        return Export(key, runs, lineage, chain=root, state=newest)
 
     def prepare_export(self, export: Export, max_spans: int, engine_id: int) -> LoadAnswer:
         """Lease the next spans, as far as slots can be had; the caller owes what a load owes.
@@ -93,7 +111,44 @@ class SessionFiles:
         """
         state = self._state
         state.tenants.refuse_erased(export.key.tenant)
-        pieces = self._next_pieces(export, max_spans)
+        return self._grant(export, self._next_pieces(export, max_spans), engine_id)
+
+    def prepare_export_state(self, export: Export, max_parts: int, engine_id: int) -> LoadAnswer:
+        """Lease the next parts of the state, once all tokens before it are exported.
+
+        The slots are those of the settled answer's spans, which have no tokens; each answer's
+        lease is owed `state_exported` and a completion.
+
+        Raises:
+            SessionChangedError: the session does not have it any more.
+            TooManyLeasesError: at the bound.
+            ErasingError: the tenant is being erased.
+        """
+        state = self._state
+        state.tenants.refuse_erased(export.key.tenant)
+        session = state.sessions.get(export.key)
+        if session is not None:
+            state.tails.unpack(session)
+        chain = StateChain(self._chaining(export), state.layout.block_tokens, export.token_ids)
+        proven = chain.spans_at([export.position])[export.position]
+        if session is None or proven != list(export.state) or proven[0] not in session.spans:
+            raise _changed(export.key)
+        parts = export.state[export.next_part : export.next_part + max_parts]
+        pieces = [Piece(span, state.blocks[span.block_key], export.position) for span in parts]
+        return self._grant(export, pieces, engine_id)
+
+    def state_exported(self, export: Export, lease_id: int) -> list[int]:
+        """Return the slots of the parts of a settled lease, and continue behind them.
+
+        Raises:
+            LeaseLostError: a part turned out corrupt.
+        """
+        lease = self._state.leases.load_of(lease_id)
+        export.next_part += len(lease.entries)
+        return [granted.slot_id for _, granted in lease.entries]
+
+    def _grant(self, export: Export, pieces: list[Piece], engine_id: int) -> LoadAnswer:
+        state = self._state
         lease = LoadLease(
             state.leases.next_id(),
             engine_id,
@@ -104,6 +159,10 @@ class SessionFiles:
         )
         return self._loader.grant(lease, pieces, len(pieces))
 
+    def _chaining(self, export: Export) -> Chaining:
+        state = self._state
+        return Chaining(state.layout, state.salt_of(export.key.tenant), export.lineage)
+
     def exported(self, export: Export, lease_id: int) -> list[ExportedRows]:
         """Prove the KV of a settled lease, and continue behind them; none: a read did not come.
 
@@ -112,8 +171,7 @@ class SessionFiles:
             UnknownLineageError: nobody knows what they were computed after.
         """
         lease = self._state.leases.load_of(lease_id)
-        state = self._state
-        chaining = Chaining(state.layout, state.salt_of(export.key.tenant), export.lineage)
+        chaining = self._chaining(export)
         rows: list[ExportedRows] = []
         for block, granted in lease.entries:
             span = export.spans[export.next_span]
@@ -130,6 +188,8 @@ class SessionFiles:
             export.chain = span.chain
             export.next_span += 1
             export.num_tokens += span.num_tokens
+            if export.state:
+                export.token_ids += tokens
         return rows
 
     def prepare_import(
@@ -139,10 +199,13 @@ class SessionFiles:
         from_token: int,
         engine_id: int,
         lineage: Lineage,
+        state_positions: Sequence[int] = (),
     ) -> StoreAnswer:
         """Lease slots as for a store, for what no turn has computed."""
         self._state.tenants.refuse_erased(key.tenant)
-        return self._storer.lease_slots(key, token_ids, from_token, engine_id, lineage)
+        return self._storer.lease_slots(
+            key, token_ids, from_token, engine_id, lineage, state_positions
+        )
 
     def _next_pieces(self, export: Export, max_spans: int) -> list[Piece]:
         """Find the blocks of the next spans.
@@ -157,13 +220,17 @@ class SessionFiles:
         state.tails.unpack(session)
         end = min(export.next_span + max_spans, len(export.spans))
         wanted = export.spans[export.next_span : end]
-        if tuple(session.spans[export.next_span : end]) != wanted:
-            raise SessionChangedError(
-                f"session {export.key} has changed meanwhile", "export it again when it is idle"
-            )
+        if tuple(runs_of(state, session)[export.next_span : end]) != wanted:
+            raise _changed(export.key)
         pieces = []
         offset = export.num_tokens
         for span in wanted:
             pieces.append(Piece(span, state.blocks[span.block_key], offset))
             offset += span.num_tokens
         return pieces
+
+
+def _changed(key: SessionKey) -> SessionChangedError:
+    return SessionChangedError(
+        f"session {key} has changed meanwhile", "export it again when it is idle"
+    )

@@ -204,6 +204,8 @@ def spans_with_states(
     own = group_states(session.spans if session else ())
     later = {spans[0].start: spans for spans in own.values() if spans[0].start > chain.num_tokens}
     fresh = {spans[0].start: spans for spans in group_states(new).values()}
-    kept = kept_positions(known, fresh, key, later)
     parts = {**fresh, **later, **parts}
-    return interleaved(runs, [parts[position] for position in kept if position in parts])
+    kept = [parts[position] for position in kept_positions(known, fresh, key, later)]
+    for span in (span for spans in kept for span in spans):
+        state.find_block(span.block_key)  # another session may have it packed
+    return interleaved(runs, kept)

@@ -1,6 +1,6 @@
 """Stores and loads with states against a CacheWorld whose layout has them: two slots each."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from kvd.core.eviction.policies import POLICIES
 from kvd.core.records.actions import HashSlot
@@ -9,25 +9,18 @@ from kvd.core.state.limits import Limits
 from shared.types.granted_slots import GrantedState, Lookup
 from shared.types.session_key import SessionKey
 from tests.kvd.core.turns import ENGINE_ID
-from tests.property.cache_world import LAYOUT, CacheWorld, Row, compute, to_bytes
-
-STATE_LAYOUT = replace(LAYOUT, position_mode="coupled", state_bytes=LAYOUT.block_bytes + 1)
-NUM_PARTS = 2
-assert STATE_LAYOUT.state_slots == NUM_PARTS
+from tests.property.cache_world import CacheWorld, compute, to_bytes
+from tests.property.test_state_engine import STATE_LAYOUT, state_of
 
 
-def state_world(num_slots: int = 24, num_extents: int = 64, **limits) -> CacheWorld:
-    limits = Limits(num_slots, num_extents, **limits)
-    return CacheWorld(limits, POLICIES["lru"], STATE_LAYOUT)
-
-
-def state_of(tokens: list[int]) -> list[list[Row]]:
-    """What the slots of the state behind these tokens hold, symbolically."""
-    return [[hash(("state", part, compute([], tokens)[-1]))] for part in range(NUM_PARTS)]
+def state_world(
+    num_slots: int = 24, num_extents: int = 64, policy: str = "lru", **limits
+) -> CacheWorld:
+    return CacheWorld(Limits(num_slots, num_extents, **limits), POLICIES[policy], STATE_LAYOUT)
 
 
 def write_state(world: CacheWorld, tokens: list[int], granted: GrantedState) -> None:
-    contents = state_of(tokens[: granted.position])
+    contents = state_of(compute([], tokens[: granted.position])[-1])
     for slot_id, rows in zip(granted.slot_ids, contents, strict=True):
         world.slots[slot_id] = rows
 
@@ -119,7 +112,7 @@ def check_loaded(
     if answer.state is not None:
         assert answer.state.position == end
         there = [world.slots[slot_id] for slot_id in answer.state.slot_ids]
-        assert there == state_of(tokens[:end]), "a state is that of these tokens"
+        assert there == state_of(rows[end - 1]), "a state is that of these tokens"
 
 
 def positions_of(world: CacheWorld, key: SessionKey) -> list[int]:

@@ -9,13 +9,16 @@ from kvd.session_files.file_format import (
     FileHeader,
     FileReader,
     SessionFileError,
+    StatePart,
     end_bytes,
     frame_bytes,
     header_bytes,
+    part_bytes,
+    part_bytes_of,
     row_bytes,
 )
 from shared.types.lineage import WHOLE, Lineage
-from tests.synthetic_engine import encode, key_of, small_layout
+from tests.synthetic_engine import encode, key_of, layout_with_states, small_layout
 
 LAYOUT = small_layout()
 HEADER = FileHeader(key_of("a", "acme"), LAYOUT, Lineage(b"x" * 16, 7), "0.1.0", 1.5)
@@ -115,3 +118,71 @@ def test_a_lineage_without_discards_is_whole():
     plain = FileHeader(HEADER.key, LAYOUT, WHOLE, "0.1.0", 0.0)
     header, _ = _read([header_bytes(plain) + end_bytes(0)])
     assert header.lineage == WHOLE
+
+
+WITH_STATES = layout_with_states()
+
+
+def _part(index: int, position: int = 2) -> StatePart:
+    data = bytes([index]) * part_bytes_of(WITH_STATES, index)
+    return StatePart(position, index, memoryview(data))
+
+
+def _file_with(*parts: StatePart, has_state: bool = True) -> bytes:
+    """A file of three tokens and parts of a state."""
+    header = FileHeader(key_of("a"), WITH_STATES, WHOLE, "0.1.0", 1.5, has_state)
+    tokens = _frame(0, [1, 2, 3])
+    return header_bytes(header) + tokens + b"".join(part_bytes(3, p) for p in parts) + end_bytes(3)
+
+
+@FEW
+@given(st.integers(1, 9000))
+def test_a_state_comes_in_parts(step):
+    """The last one is as long as what is left of it; there may be none."""
+    parts = [_part(index) for index in range(3)]
+    data = _file_with(*parts)
+    reader = FileReader()
+    pieces = (data[start : start + step] for start in range(0, len(data), step))
+    found = [frame for piece in pieces for frame in reader.feed(piece)]
+    assert reader.close().has_state
+    assert found[1:] == parts
+    assert len(parts[-1].data) == WITH_STATES.state_bytes - 2 * WITH_STATES.block_bytes
+    assert len(_read_parts(_file_with())) == 1
+
+
+def _read_parts(data: bytes) -> list:
+    reader = FileReader()
+    found = list(reader.feed(data))
+    reader.close()
+    return found
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        (0,),
+        (0, 1),
+        (1, 2),
+        (0, 2, 1),
+        (0, 1, 2, 0),
+        (0, 0, 1, 2),
+    ],
+)
+def test_parts_have_their_order_and_none_is_missing(parts):
+    with pytest.raises(SessionFileError, match="damaged"):
+        _read_parts(_file_with(*(_part(index) for index in parts)))
+
+
+def test_a_state_lies_behind_tokens_of_the_file():
+    for positions in ([0, 0, 0], [4, 4, 4], [2, 2, 1]):
+        parts = [_part(index, position) for index, position in enumerate(positions)]
+        with pytest.raises(SessionFileError, match="the state behind 3 tokens"):
+            _read_parts(_file_with(*parts))
+
+
+def test_a_file_of_version_1_has_no_parts():
+    data = _file_with(*map(_part, range(3)), has_state=False)
+    with pytest.raises(SessionFileError, match="damaged"):
+        _read_parts(data)
+    assert header_bytes(HEADER)[8] == 1
+    assert _file_with()[8] == 2

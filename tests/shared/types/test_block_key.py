@@ -2,7 +2,14 @@
 
 import hashlib
 
-from shared.types.block_key import KEY_BYTES, SALT_BYTES, block_keys, root_key
+from shared.types.block_key import (
+    KEY_BYTES,
+    SALT_BYTES,
+    block_keys,
+    root_key,
+    state_key,
+    state_part_keys,
+)
 
 SALT = bytes(range(SALT_BYTES))
 TOKENS = (bytes(64), bytes(range(64)), b"")
@@ -32,3 +39,17 @@ def test_another_salt_parent_or_token_is_another_key():
     ]
     assert len(set(keys)) == len(keys)
     assert key(parent, TOKENS[0]) == keys[0]
+
+
+def test_states_and_their_parts_have_keys_of_their_own():
+    """By tenant, by the tokens before them, and by nothing else."""
+    parent, tokens = b"p" * 16, b"\1\0\0\0"
+    keys = [
+        state_key(SALT, parent, tokens),
+        state_key(SALT, parent, tokens * 2),
+        state_key(SALT, b"q" * 16, tokens),
+        state_key(b"o" * 32, parent, tokens),
+        block_keys(SALT)(parent, tokens),
+    ]
+    parts = [key for one in keys for key in state_part_keys(SALT, one, 3)]
+    assert len({*keys, *parts}) == 5 + 15

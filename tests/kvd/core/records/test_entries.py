@@ -20,9 +20,10 @@ KEYS = st.binary(min_size=16, max_size=16)
 COUNTS = st.integers(1, 1 << 20)
 PLAIN_SPANS = st.builds(plain_span, KEYS, COUNTS)
 OTHER_SPANS = st.builds(Span, KEYS, st.integers(0, 1 << 20), COUNTS, KEYS.filter(any), KEYS)
+PARTS = st.builds(Span, KEYS, COUNTS, st.just(0), KEYS.filter(any), KEYS)  # of states
 
 
-@given(st.lists(PLAIN_SPANS | OTHER_SPANS))
+@given(st.lists(PLAIN_SPANS | OTHER_SPANS | PARTS))
 def test_spans_come_back(spans):
     """Plain or not, in any mixture."""
     assert unpack_spans(pack_spans(spans)) == spans

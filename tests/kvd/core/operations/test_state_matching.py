@@ -1,8 +1,11 @@
 """States: stored at positions, found by tokens alone, superseded, lost without their tokens."""
 
+from dataclasses import replace
+
 import pytest
 
 from kvd.core.records.actions import IoOutcome, ReadBlock
+from kvd.core.records.entries import pack_spans, unpack_spans
 from kvd.core.records.errors import InvalidRequestError
 from shared.types.granted_slots import Lookup
 from tests.kvd.core.stateful_turns import (
@@ -244,6 +247,50 @@ def test_packed_sessions_give_their_states():
     assert world.engine._state.sessions[A].packed
     assert positions_of(world, A) == [6, 22]
     assert load_with(world, B, TOKENS).position == 22
+
+
+def test_a_session_takes_over_states_that_another_one_has_packed():
+    world = state_world(packs_sessions=True)
+    store_with(world, A, TOKENS[:9], [6, 9])
+    world.engine.release_dram()
+    world.pump()
+    world.quiesce()
+    assert world.engine._state.sessions[A].packed
+    store_with(world, B, [*TOKENS[:9], 70], [10])
+    assert positions_of(world, B) == [6, 9, 10]
+    assert load_with(world, B, [*TOKENS[:9], 71]).position == 9
+
+
+def _torn(spans):
+    """Without the first part of its second state."""
+    return [*spans[:-2], spans[-1]]
+
+
+def _swapped(spans):
+    """The parts of its two states in each other's places."""
+    parts = [index for index, span in enumerate(spans) if not span.num_tokens]
+    first, second = parts[:2], parts[2:]
+    moved = dict(zip(parts, [*second, *first], strict=True))
+    return [spans[moved.get(index, index)] for index in range(len(spans))]
+
+
+def _twice(spans):
+    """Its second state twice."""
+    return [*spans, *spans[-2:]]
+
+
+@pytest.mark.parametrize(("damage", "positions"), [(_torn, [5]), (_swapped, []), (_twice, [5, 9])])
+def test_a_damaged_entry_costs_states_and_no_tokens(damage, positions):
+    world = state_world()
+    store_with(world, A, TOKENS[:9], [5, 9])
+    world.quiesce()
+    entry = world.index.sessions[A]
+    packed = pack_spans(damage(unpack_spans(entry.spans)))
+    world.index.sessions[A] = replace(entry, spans=packed)
+    world.start()
+    assert positions_of(world, A) == positions
+    assert world.engine.inspection.info(A).num_tokens == 9
+    assert load_with(world, A, TOKENS[:9]).position == max(positions, default=0)
 
 
 def test_a_fork_from_a_session_whose_blocks_are_not_cut_at_full_ones():
