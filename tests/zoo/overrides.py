@@ -159,6 +159,9 @@ VARIANTS: Mapping[str, tuple[str, Fields]] = {
     "qwen3 (yarn)": ("qwen3", _YARN),
     "stablelm (qk norm)": ("stablelm", {"qk_layernorm": True}),
 }
+# By type, how much larger its weights are than models begin with, where the usual is too much: over
+# 50 tokens Mamba's first scan makes of larger ones what its own decoding is 2e-4 off.
+WEIGHT_SCALES: Mapping[str, float] = {"mamba": 2.0}
 # Types that look up cosines in a table without negative positions.
 UP: frozenset[str] = frozenset({"codegen", "gptj"})
 # Types with a weighted norm after their rotary embedding, see `explicit.py`.

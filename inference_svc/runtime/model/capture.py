@@ -29,10 +29,12 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.cache_utils import Cache
 
 from inference_svc.runtime.kv.states import StatePlace
+from inference_svc.runtime.model.refusals import REMEDY, ModelRecurrentError
 
 ATTENTION_NAME = "cachedattention"  # has no mask function: models then build no mask at all
 PROBE_ATTENTION_NAME = "cachedattention_probe"  # has one that reports which keys a query may see
-CACHE_NAMES = ("past_key_values", "cache_params")  # of a forward's argument
+STATE_LIST = "state"  # the argument of a forward that takes all states in a list, and returns them
+CACHE_NAMES = ("past_key_values", "cache_params", STATE_LIST)  # of a forward's argument
 _ROTARY_NAME = re.compile(r"^apply_\w*rot")
 
 
@@ -139,7 +141,8 @@ class CaptureCache(Cache):
 
     def __init__(self, claimed_tokens: int = 0) -> None:
         """Make a cache that claims to hold `claimed_tokens` tokens."""
-        super().__init__(layers=[])
+        Cache.__init__(self, layers=[])  # not what a model's own class makes of it
+        self.layers = _NoLayers()
         self._claimed_tokens = claimed_tokens
         self._new_tokens: dict[int, int] = {}  # of layers that were updated, as the model has them
         self._numbers: dict[int, int] = {}  # of these layers, as we have them
@@ -212,9 +215,27 @@ class CaptureCache(Cache):
         _current().new_state(StatePlace(layer_idx, "recurrent", state_idx), recurrent_states)
         return recurrent_states
 
+    def get_linear_cache(self, layer_idx: int) -> Tensor | None:
+        """Return what a layer has summed up: as `get_recurrent_state`, in MiniMax's words."""
+        return self.get_recurrent_state(layer_idx)
+
+    def set_linear_cache(self, layer_idx: int, linear_cache: Tensor) -> None:
+        """Hand over what a layer has summed up: as `update_recurrent_state`, likewise."""
+        self.update_recurrent_state(linear_cache, layer_idx)
+
     def is_recording_past(self, layer_idx: int) -> bool:  # noqa: ARG002
         """Return False: nothing is ever taken back."""
         return False
+
+
+class _NoLayers(list[Any]):
+    """The layers of a cache that has none."""
+
+    def __getitem__(self, _index: Any) -> Any:
+        """Refuse a model that has layers of its own there."""
+        raise ModelRecurrentError(
+            "the model keeps more in its cache's layers than keys, values and states", REMEDY
+        )
 
 
 def install(model: nn.Module) -> None:
@@ -265,6 +286,7 @@ class ForwardCall:
         self._model = model
         self._parameters = frozenset(inspect.signature(type(model).forward).parameters)
         self._cache_name = next((name for name in CACHE_NAMES if name in self._parameters), "")
+        self._cache_class = _cache_class(model)
 
     @property
     def takes_cache(self) -> bool:
@@ -280,6 +302,10 @@ class ForwardCall:
     def is_sparing(self) -> bool:
         """Whether logits are made of the rows that are asked for only."""
         return "logits_to_keep" in self._parameters
+
+    def cache(self, claimed_tokens: int = 0) -> CaptureCache:
+        """Make the cache of a forward over a sequence that has `claimed_tokens` tokens."""
+        return self._cache_class(claimed_tokens)
 
     def __call__(
         self,
@@ -303,7 +329,28 @@ class ForwardCall:
             options["position_ids"] = positions
         if self.is_sparing:
             options["logits_to_keep"] = logit_indices
-        options[self._cache_name] = cache
+        is_list = self._cache_name == STATE_LIST
+        options[self._cache_name] = _state_list() if is_list else cache
         answer = self._model(input_ids=token_ids, use_cache=True, **options)
+        if is_list:
+            for index, state in enumerate(answer.state):
+                _current().new_state(StatePlace(0, "recurrent", index), state)
         logits: Tensor = answer.logits[0]
         return logits if self.is_sparing else logits[logit_indices]
+
+
+def _cache_class(model: Any) -> type[CaptureCache]:
+    """Return the class of a model's caches: also of the class that it insists on, if it has one."""
+    module = type(model).__module__
+    for owned in vars(sys.modules[module]).values():
+        if isinstance(owned, type) and issubclass(owned, Cache) and owned.__module__ == module:
+            return type(f"Capture{owned.__name__}", (CaptureCache, owned), {})
+    return CaptureCache
+
+
+def _state_list() -> list[Tensor] | None:
+    """Return the states of a model that takes them in a list; None before the first token."""
+    found = []
+    while (state := _current().state(StatePlace(0, "recurrent", len(found)))) is not None:
+        found.append(state)
+    return found or None
