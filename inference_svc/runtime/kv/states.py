@@ -156,7 +156,6 @@ class SequenceStates:
         self._pending.clear()
         self.num_tokens = 0
 
-    @torch.inference_mode()
     def snapshot(self) -> Tensor:
         """Pack the current state into memory of its own.
 
@@ -175,7 +174,6 @@ class SequenceStates:
             part.copy_(self._current[shape.place].reshape(-1).view(torch.uint8))
         return packed
 
-    @torch.inference_mode()
     def restore(self, packed: Tensor) -> None:
         """Make a packed state current; it is copied, and the position is the one it has.
 
