@@ -91,6 +91,7 @@ OVERRIDES: Mapping[str, Fields] = {
     "reformer": {"is_decoder": True, "axial_pos_embds_dim": (16, 48), "axial_pos_shape": (8, 20)},
     "whisper": {"max_target_positions": WINDOW},
     "xlm": {"emb_dim": 64},
+    "xlstm": {"hidden_size": 128, "num_heads": 4, "chunk_size": 16},  # whole multiples of 64
     "xmod": {"default_language": "en_XX"},
     "zaya": {"num_experts_per_tok": 1},
 }

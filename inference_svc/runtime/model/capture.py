@@ -20,7 +20,8 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any, Protocol
+from types import SimpleNamespace
+from typing import Any, Protocol, get_args
 
 import torch
 from torch import Tensor, nn
@@ -287,6 +288,7 @@ class ForwardCall:
         self._parameters = frozenset(inspect.signature(type(model).forward).parameters)
         self._cache_name = next((name for name in CACHE_NAMES if name in self._parameters), "")
         self._cache_class = _cache_class(model)
+        self._returns_states = _returns_states(model, self._cache_name)
 
     @property
     def takes_cache(self) -> bool:
@@ -302,6 +304,15 @@ class ForwardCall:
     def is_sparing(self) -> bool:
         """Whether logits are made of the rows that are asked for only."""
         return "logits_to_keep" in self._parameters
+
+    def _given_states(self) -> Any:
+        """Return what a forward before would have returned of the sequence's states; None: none."""
+        if self._cache_name == STATE_LIST:
+            return _states_of(0) or None
+        by_layer: dict[int, list[Tensor]] = {}
+        while states := _states_of(len(by_layer)):
+            by_layer[len(by_layer)] = states
+        return SimpleNamespace(rnn_state=by_layer, seqlen_offset=0) if by_layer else None
 
     def cache(self, claimed_tokens: int = 0) -> CaptureCache:
         """Make the cache of a forward over a sequence that has `claimed_tokens` tokens."""
@@ -329,12 +340,14 @@ class ForwardCall:
             options["position_ids"] = positions
         if self.is_sparing:
             options["logits_to_keep"] = logit_indices
-        is_list = self._cache_name == STATE_LIST
-        options[self._cache_name] = _state_list() if is_list else cache
+        options[self._cache_name] = self._given_states() if self._returns_states else cache
         answer = self._model(input_ids=token_ids, use_cache=True, **options)
-        if is_list:
-            for index, state in enumerate(answer.state):
-                _current().new_state(StatePlace(0, "recurrent", index), state)
+        if self._returns_states:
+            returned = answer[self._cache_name]
+            by_layer = {0: returned} if isinstance(returned, list) else returned.rnn_state
+            for layer_index, states in by_layer.items():
+                for index, state in enumerate(states):
+                    _current().new_state(StatePlace(layer_index, "recurrent", index), state)
         logits: Tensor = answer.logits[0]
         return logits if self.is_sparing else logits[logit_indices]
 
@@ -348,9 +361,21 @@ def _cache_class(model: Any) -> type[CaptureCache]:
     return CaptureCache
 
 
-def _state_list() -> list[Tensor] | None:
-    """Return the states of a model that takes them in a list; None before the first token."""
-    found = []
-    while (state := _current().state(StatePlace(0, "recurrent", len(found)))) is not None:
+def _returns_states(model: Any, cache_name: str) -> bool:
+    """Whether a forward takes what the one before has returned, which is no cache of Transformers.
+
+    That is a list of all states (RWKV), or an object that has them by layer (xLSTM).
+    """
+    if cache_name != "cache_params":
+        return cache_name == STATE_LIST
+    annotation = inspect.signature(type(model).forward).parameters[cache_name].annotation
+    named = [kind for kind in (annotation, *get_args(annotation)) if isinstance(kind, type)]
+    return not any(issubclass(kind, Cache) for kind in named)
+
+
+def _states_of(layer_index: int) -> list[Tensor]:
+    """Return the states of a layer whose model returns them; none before the first token."""
+    found: list[Tensor] = []
+    while (state := _current().state(StatePlace(layer_index, "recurrent", len(found)))) is not None:
         found.append(state)
-    return found or None
+    return found

@@ -128,7 +128,10 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
             "shared_expert_intermediate_size": 16,
         },
     ),
-    "recurrent-gemma": ("RecurrentGemmaConfig", {"lru_width": 32, "attention_window_size": 16}),
+    "recurrent-gemma": (
+        "RecurrentGemmaConfig",
+        {"num_hidden_layers": 3, "lru_width": 32, "attention_window_size": 16},
+    ),
     "lfm2": ("Lfm2Config", {"layer_types": ["conv", "full_attention"]}),
     "bert": ("BertConfig", {}),
     "openai-gpt": ("OpenAIGPTConfig", {"n_embd": 32, "n_layer": 2, "n_head": 4}),

@@ -45,6 +45,8 @@ ARCHITECTURES = (
 )
 WITH_STATES = ("lfm2", "mamba", "qwen3-next")
 CLOSE = {"rtol": 1e-5, "atol": 1e-5}
+# Mamba's scan and its decoding round differently: the stock model is as far off itself.
+CLOSE_OF = {"mamba": {"rtol": 1e-3, "atol": 1e-4}}
 
 
 def tokens(seed, length):
@@ -88,7 +90,7 @@ def test_chunks_and_decode_equal_stock(tiny, name):
     for size in (20, 1, 13, 18, *[1] * 8):
         logits = model.runner.step([Chunk(kv, token_ids[begin : begin + size], want_logits=True)])
         begin += size
-        torch.testing.assert_close(logits[0], expected[begin - 1], **CLOSE)
+        torch.testing.assert_close(logits[0], expected[begin - 1], **CLOSE_OF.get(name, CLOSE))
     assert kv.num_tokens == 60
 
 
@@ -113,7 +115,9 @@ def test_ragged_batch_equals_stock(tiny, name):
         ]
     )
     for row, token_ids in zip(logits, (middle, fresh, long), strict=True):
-        torch.testing.assert_close(row, model.stock_logits(token_ids)[-1], **CLOSE)
+        torch.testing.assert_close(
+            row, model.stock_logits(token_ids)[-1], **CLOSE_OF.get(name, CLOSE)
+        )
 
 
 def test_only_wanted_logits_come_back(tiny):
@@ -263,7 +267,8 @@ def test_a_failed_step_leaves_states_as_they_were(tiny, monkeypatch, name):
     assert all(kv.states.snapshot().equal(was) for kv, was in zip(given, before, strict=True))
     logits = model.runner.step([Chunk(kv, given[kv][kv.num_tokens :], True) for kv in given])
     for token_ids, found in zip(given.values(), logits, strict=True):
-        torch.testing.assert_close(found, model.stock_logits(token_ids)[-1], **CLOSE)
+        expected = model.stock_logits(token_ids)[-1]
+        torch.testing.assert_close(found, expected, **CLOSE_OF.get(name, CLOSE))
 
 
 def test_a_state_is_read_once_the_gate_lets_it(tiny):
