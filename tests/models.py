@@ -12,8 +12,8 @@ from transformers import (
     GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
-    MambaConfig,
-    MambaForCausalLM,
+    OpenAIGPTConfig,
+    OpenAIGPTLMHeadModel,
     PreTrainedTokenizerFast,
     Qwen3NextConfig,
     Qwen3NextForCausalLM,
@@ -122,10 +122,10 @@ def build_absolute_model(directory: Path) -> Path:
     return directory
 
 
-def build_recurrent_model(directory: Path) -> Path:
-    """Write a model that keeps a state instead of keys and values: it cannot be served."""
-    config = MambaConfig(vocab_size=64, hidden_size=32, num_hidden_layers=2, state_size=4)
-    MambaForCausalLM(config).save_pretrained(directory)
+def build_uncached_model(directory: Path) -> Path:
+    """Write a model that computes all tokens with each new one: it cannot be served."""
+    config = OpenAIGPTConfig(vocab_size=64, n_positions=64, n_embd=32, n_layer=2, n_head=2)
+    OpenAIGPTLMHeadModel(config).save_pretrained(directory)
     return directory
 
 

@@ -15,7 +15,7 @@ from inference_svc.client import InferenceClient, turn_request
 from shared.pb.inference.v1 import inference_pb2 as pb
 from shared.types.errors import InvalidInputError, NotFoundError, ReportedError, StateError
 from tests.inference_processes import SERVICE
-from tests.models import WINDOW_TOKENS, build_recurrent_model
+from tests.models import WINDOW_TOKENS, build_uncached_model
 from tests.pair import Pair
 from tests.processes import EXIT_S
 from tests.warm_python import wait_ended
@@ -232,23 +232,23 @@ BAD_STARTS = (
     BadStart("not a model", (*SERVE, *LISTEN, "--model", "{tmp}"), 78, ("config.json",)),
     BadStart(
         "no cache",
-        (*SERVE, *LISTEN, "--model", "{recurrent}"),
+        (*SERVE, *LISTEN, "--model", "{uncached}"),
         78,
-        ("recurrent", "Mamba"),
+        ("OpenAIGPT", "caches no keys and values"),
         is_warm=True,
     ),
     BadStart(
-        "socket in use", (*SERVE, "--listen", "{live}", "--model", "{recurrent}"), 78, ("in use",)
+        "socket in use", (*SERVE, "--listen", "{live}", "--model", "{uncached}"), 78, ("in use",)
     ),
     BadStart(
         "no place for the socket",
-        (*SERVE, "--listen", "unix:{file}/x.sock", "--model", "{recurrent}"),
+        (*SERVE, "--listen", "unix:{file}/x.sock", "--model", "{uncached}"),
         78,
         ("--listen",),
     ),
     BadStart(
         "unwritable state",
-        (*SERVE, *LISTEN, "--model", "{recurrent}", "--state-dir", "{file}/state"),
+        (*SERVE, *LISTEN, "--model", "{uncached}", "--state-dir", "{file}/state"),
         78,
         ("--state-dir",),
     ),
@@ -277,7 +277,7 @@ def places(pair: Pair, tmp_path_factory) -> dict[str, str]:
         "tmp": str(directory),
         "file": str(directory / "file"),
         "live": pair.service.address,
-        "recurrent": str(build_recurrent_model(directory / "mamba")),
+        "uncached": str(build_uncached_model(directory / "uncached")),
     }
 
 

@@ -6,7 +6,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.zoo.architectures import Architecture
-from tests.zoo.overrides import OVERRIDES
+from tests.zoo.overrides import OVERRIDES, WEIGHT_SCALES
 from tests.zoo.tiny_configs import tiny_config
 
 SEED = 7
@@ -37,10 +37,11 @@ def build_model(architecture: Architecture) -> Any:
     config = _config(architecture)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     generator = torch.Generator().manual_seed(SEED)
+    scale = WEIGHT_SCALES.get(architecture.model_type, WEIGHT_SCALE)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() > 1:
-                parameter.mul_(WEIGHT_SCALE)
+                parameter.mul_(scale)
             elif parameter.is_floating_point():
                 parameter.add_(VECTOR_NOISE * torch.randn(parameter.shape, generator=generator))
     return model.float().eval()

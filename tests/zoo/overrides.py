@@ -91,6 +91,7 @@ OVERRIDES: Mapping[str, Fields] = {
     "reformer": {"is_decoder": True, "axial_pos_embds_dim": (16, 48), "axial_pos_shape": (8, 20)},
     "whisper": {"max_target_positions": WINDOW},
     "xlm": {"emb_dim": 64},
+    "xlstm": {"hidden_size": 128, "num_heads": 4, "chunk_size": 16},  # whole multiples of 64
     "xmod": {"default_language": "en_XX"},
     "zaya": {"num_experts_per_tok": 1},
 }
@@ -159,6 +160,9 @@ VARIANTS: Mapping[str, tuple[str, Fields]] = {
     "qwen3 (yarn)": ("qwen3", _YARN),
     "stablelm (qk norm)": ("stablelm", {"qk_layernorm": True}),
 }
+# By type, how much larger its weights are than models begin with, where the usual is too much: over
+# 50 tokens Mamba's first scan makes of larger ones what its own decoding is 2e-4 off.
+WEIGHT_SCALES: Mapping[str, float] = {"mamba": 2.0}
 # Types that look up cosines in a table without negative positions.
 UP: frozenset[str] = frozenset({"codegen", "gptj"})
 # Types with a weighted norm after their rotary embedding, see `explicit.py`.

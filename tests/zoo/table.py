@@ -10,7 +10,7 @@ import torch
 import transformers
 
 from tests.zoo.architectures import architectures
-from tests.zoo.checks import AFTER_DISCARD, ALWAYS
+from tests.zoo.checks import AFTER_DISCARD, ALWAYS, OVER_STATES
 from tests.zoo.examination import TOLERANCE, Findings, examine
 from tests.zoo.overrides import NOT_TRIED
 
@@ -27,18 +27,28 @@ There is no list in the program: what calibration cannot prove is refused.
 
 **Mode**: *ragged*, attention reads each sequence's KV where it is; *gather*, the model
 makes keys of what it caches, and gets all of it; *masked*, the model's own attention over all
-sequences at once, kept apart by a mask; *single*, the model's own attention, sequence by sequence.
+sequences at once, kept apart by a mask; *single*, the model's own attention, sequence by sequence;
+*one by one*, likewise, and tokens that follow a state one at a time.
 
 **Positions**: *decoupled*, what is stored knows no position, so that it is of use after the first
 half of a conversation was dropped; *coupled*, it is of use only where it was computed: what follows
 a dropped token is recomputed.
+
+**States**: models with recurrent layers (linear attention, Mamba, short convolutions) keep a state
+of a sequence, beside keys and values or instead of them. Theirs are coupled, always: what is
+stored is of use up to a position that has a stored state. Mamba's first scan (mamba, falcon_mamba,
+jamba) cannot begin with one in Transformers, but for a single token: hence *one by one*. Where
+`flash-linear-attention`, `causal-conv1d` or `mamba-ssm` are installed Transformers computes with
+their kernels by itself, on a GPU; calibration then proves the model as it runs with them. Kernels
+change states in place, and are handed copies.
 
 **Checked**, in float32, each at most {tolerance:.0e} off (relative distance of a token's logits;
 the largest found was {worst}):
 
 {checks}
 In models whose keys are rotated, it was also checked that the check can fail: keys left at their
-old positions give at least {stale:.0e}.
+old positions give at least {stale:.0e}. So it was in models with states: that of another
+position gives at least {other_state:.0e}.
 """
 
 
@@ -49,7 +59,8 @@ def rows(findings: Iterable[Findings]) -> dict[str, str]:
         outcome = ", ".join(found.distances) or f"refused, `{found.refusal}`: {found.reason}"
         if found.failed:
             outcome = f"FAILS: {'; '.join(found.failed)}"
-        cells = (found.name, f"`{found.class_name}`", found.mode, found.positions, outcome)
+        mode = "one by one" if found.is_one_by_one else found.mode
+        cells = (found.name, f"`{found.class_name}`", mode, found.positions, outcome)
         made[found.name] = f"| {' | '.join(cell or '-' for cell in cells)} |"
     return made
 
@@ -75,13 +86,16 @@ def page(findings: Sequence[Findings]) -> str:
     """Make the whole page."""
     served = [found for found in findings if not found.refusal]
     checks = {check for after in AFTER_DISCARD.values() for check in after}
-    listed = [*ALWAYS, *sorted(checks, key=lambda check: check.__name__)]
+    listed = [*ALWAYS, *OVER_STATES, *sorted(checks, key=lambda check: check.__name__)]
     head = SERVED.lstrip().format(
         version=transformers.__version__,
         served=len(served),
         total=len(findings),
         tolerance=TOLERANCE,
         worst=f"{max((found.worst for found in served), default=0):.0e}",
+        other_state=min(
+            (found.other_state for found in served if found.other_state is not None), default=0
+        ),
         stale=min((found.stale for found in served if found.stale is not None), default=0),
         checks="".join(f"- {check.__name__}: {_sentence(check.__doc__)}\n" for check in listed),
     )

@@ -19,7 +19,7 @@ from tests.zoo.served import Served
 from tests.zoo.table import committed_rows, committed_version, essence, rows
 
 ARCHITECTURES = architectures()
-# One of each mode and each kind of position, and two that must be refused.
+# One of each mode and each kind of position, with states and without, and one to be refused.
 ALWAYS = (
     "llama",
     "llama (longrope)",
@@ -29,8 +29,10 @@ ALWAYS = (
     "gptj",
     "bloom",
     "hunyuan_v1_dense",
+    "lfm2",
     "mamba",
     "qwen3_next",
+    "recurrent_gemma",
 )
 SAMPLED = 20
 

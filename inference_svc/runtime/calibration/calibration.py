@@ -26,6 +26,8 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Literal
 
+from torch import Tensor
+
 from inference_svc.core.errors import UnsupportedModelError
 from inference_svc.runtime.calibration.layer_recipes import before_rope, layer_recipes, shape_of
 from inference_svc.runtime.calibration.mode_probe import (
@@ -114,7 +116,7 @@ def calibrate(
         raise ModelEncoderError(
             f"answers of {loaded.architecture} depend on tokens after them: an encoder", REMEDY
         )
-    raise refused.error(is_stateful=_is_stateful(loaded))
+    raise _kept_by_modules(loaded) or refused.error(is_stateful=_is_stateful(loaded))
 
 
 def _proven(loaded: LoadedModel, calibration: Calibration, reference: StockLogits) -> Calibration:
@@ -224,6 +226,21 @@ def _check_family(loaded: LoadedModel) -> None:
             f"{loaded.context_window} tokens",
             f"set max_position_embeddings to at least {MIN_CONTEXT_WINDOW}",
         )
+
+
+def _kept_by_modules(loaded: LoadedModel) -> UnsupportedModelError | None:
+    """Return the refusal of a model whose modules keep the state of whatever ran last."""
+    if not _is_stateful(loaded):
+        return None
+    for name, module in loaded.model.named_modules():
+        for attribute, value in vars(module).items():
+            if isinstance(value, Tensor):  # no parameter or buffer: these are not among them
+                return ModelRecurrentError(
+                    f"{loaded.architecture} keeps the state of one sequence in its own modules "
+                    f"({name}.{attribute})",
+                    REMEDY,
+                )
+    return None
 
 
 def _is_stateful(loaded: LoadedModel) -> bool:

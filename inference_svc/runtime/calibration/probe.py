@@ -20,7 +20,7 @@ from inference_svc.runtime.attention.attention import AttentionOptions
 from inference_svc.runtime.attention.softmax_attention import attend
 from inference_svc.runtime.calibration.rope_calls import ApplyCall, NormCall, RotaryCall, as_tuple
 from inference_svc.runtime.kv.states import StatePlace
-from inference_svc.runtime.model.capture import CaptureCache, ForwardCall, RotaryTap, under
+from inference_svc.runtime.model.capture import ForwardCall, RotaryTap, under
 from inference_svc.runtime.positions.recipes import AttentionCall
 
 Allowed = Callable[..., Tensor]  # (batch, head, query position, key positions) -> bool
@@ -227,11 +227,12 @@ def run_probe(
     probe = Probe(horizon, device, given_states=states or {})
     num_tokens = len(token_ids)
     with _module_hooks(model, probe), under(probe):
-        probe.logits = ForwardCall(model)(
+        call = ForwardCall(model)
+        probe.logits = call(
             torch.tensor([list(token_ids)], device=device),
             torch.arange(num_tokens, device=device)[None],
             torch.arange(num_tokens, device=device),
-            CaptureCache(claimed_tokens),
+            call.cache(claimed_tokens),
             **({} if mask is None else {"attention_mask": mask}),
         )
     return probe

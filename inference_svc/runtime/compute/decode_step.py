@@ -27,7 +27,7 @@ from inference_svc.runtime.kv.new_tokens import NewOnPages
 from inference_svc.runtime.kv.paged_kv import PagedKv, PagePool
 from inference_svc.runtime.kv.sequence_kv import WriteBuffer
 from inference_svc.runtime.kv.write_ring import WriteRing
-from inference_svc.runtime.model.capture import CaptureCache, ForwardCall, under
+from inference_svc.runtime.model.capture import ForwardCall, under
 from inference_svc.runtime.model.model_loader import LoadedModel
 from inference_svc.runtime.positions.recipes import Calibration
 from shared.types.units import ceil_div
@@ -151,7 +151,7 @@ class DecodeStep:
                 sheet.tokens.long().unsqueeze(0),
                 sheet.lengths.long().sub_(1).unsqueeze(0),
                 torch.arange(shape.rows, device=self._device),
-                CaptureCache(),
+                self._call.cache(),
             )
         if self._logits is None:
             self._logits = logits.new_zeros(self._most_rows, logits.shape[1], dtype=torch.float32)

@@ -42,7 +42,7 @@ from inference_svc.runtime.compute.step_forward import (
     block_causal_mask,
 )
 from inference_svc.runtime.kv.copy_stream import StepClock
-from inference_svc.runtime.model.capture import CaptureCache, ForwardCall, taking_states, under
+from inference_svc.runtime.model.capture import ForwardCall, taking_states, under
 from inference_svc.runtime.model.model_loader import LoadedModel
 from inference_svc.runtime.positions.recipes import Calibration
 
@@ -160,7 +160,7 @@ class ModelRunner:
         options: dict[str, Any] = {}
         if mode == "masked":
             options["attention_mask"] = block_causal_mask(chunks, self._loaded.dtype, device)
-        cache = CaptureCache(chunks[0].kv.num_tokens if mode == "single" else 0)
+        cache = self._call.cache(chunks[0].kv.num_tokens if mode == "single" else 0)
         forward = self._forward(chunks, clock, num_before)
         with under(forward), _pooling(chunks):
             logits = self._call(

@@ -165,7 +165,6 @@ class SequenceStates:
         forked._current, forked.num_tokens = dict(self._current), self.num_tokens
         return forked
 
-    @torch.inference_mode()
     def snapshot(self) -> Tensor:
         """Pack the current state into memory of its own.
 
@@ -184,7 +183,6 @@ class SequenceStates:
             part.copy_(self._current[shape.place].reshape(-1).view(torch.uint8))
         return packed
 
-    @torch.inference_mode()
     def restore(self, packed: Tensor) -> None:
         """Make a packed state current; it is copied, and the position is the one it has.
 

@@ -20,7 +20,8 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any, Protocol
+from types import SimpleNamespace
+from typing import Any, Protocol, get_args
 
 import torch
 from torch import Tensor, nn
@@ -29,10 +30,12 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.cache_utils import Cache
 
 from inference_svc.runtime.kv.states import StatePlace
+from inference_svc.runtime.model.refusals import REMEDY, ModelRecurrentError
 
 ATTENTION_NAME = "cachedattention"  # has no mask function: models then build no mask at all
 PROBE_ATTENTION_NAME = "cachedattention_probe"  # has one that reports which keys a query may see
-CACHE_NAMES = ("past_key_values", "cache_params")  # of a forward's argument
+STATE_LIST = "state"  # the argument of a forward that takes all states in a list, and returns them
+CACHE_NAMES = ("past_key_values", "cache_params", STATE_LIST)  # of a forward's argument
 _ROTARY_NAME = re.compile(r"^apply_\w*rot")
 
 
@@ -139,7 +142,8 @@ class CaptureCache(Cache):
 
     def __init__(self, claimed_tokens: int = 0) -> None:
         """Make a cache that claims to hold `claimed_tokens` tokens."""
-        super().__init__(layers=[])
+        Cache.__init__(self, layers=[])  # not what a model's own class makes of it
+        self.layers = _NoLayers()
         self._claimed_tokens = claimed_tokens
         self._new_tokens: dict[int, int] = {}  # of layers that were updated, as the model has them
         self._numbers: dict[int, int] = {}  # of these layers, as we have them
@@ -212,9 +216,27 @@ class CaptureCache(Cache):
         _current().new_state(StatePlace(layer_idx, "recurrent", state_idx), recurrent_states)
         return recurrent_states
 
+    def get_linear_cache(self, layer_idx: int) -> Tensor | None:
+        """Return what a layer has summed up: as `get_recurrent_state`, in MiniMax's words."""
+        return self.get_recurrent_state(layer_idx)
+
+    def set_linear_cache(self, layer_idx: int, linear_cache: Tensor) -> None:
+        """Hand over what a layer has summed up: as `update_recurrent_state`, likewise."""
+        self.update_recurrent_state(linear_cache, layer_idx)
+
     def is_recording_past(self, layer_idx: int) -> bool:  # noqa: ARG002
         """Return False: nothing is ever taken back."""
         return False
+
+
+class _NoLayers(list[Any]):
+    """The layers of a cache that has none."""
+
+    def __getitem__(self, _index: Any) -> Any:
+        """Refuse a model that has layers of its own there."""
+        raise ModelRecurrentError(
+            "the model keeps more in its cache's layers than keys, values and states", REMEDY
+        )
 
 
 def install(model: nn.Module) -> None:
@@ -265,6 +287,8 @@ class ForwardCall:
         self._model = model
         self._parameters = frozenset(inspect.signature(type(model).forward).parameters)
         self._cache_name = next((name for name in CACHE_NAMES if name in self._parameters), "")
+        self._cache_class = _cache_class(model)
+        self._returns_states = _returns_states(model, self._cache_name)
 
     @property
     def takes_cache(self) -> bool:
@@ -280,6 +304,19 @@ class ForwardCall:
     def is_sparing(self) -> bool:
         """Whether logits are made of the rows that are asked for only."""
         return "logits_to_keep" in self._parameters
+
+    def _given_states(self) -> Any:
+        """Return what a forward before would have returned of the sequence's states; None: none."""
+        if self._cache_name == STATE_LIST:
+            return _states_of(0) or None
+        by_layer: dict[int, list[Tensor]] = {}
+        while states := _states_of(len(by_layer)):
+            by_layer[len(by_layer)] = states
+        return SimpleNamespace(rnn_state=by_layer, seqlen_offset=0) if by_layer else None
+
+    def cache(self, claimed_tokens: int = 0) -> CaptureCache:
+        """Make the cache of a forward over a sequence that has `claimed_tokens` tokens."""
+        return self._cache_class(claimed_tokens)
 
     def __call__(
         self,
@@ -303,7 +340,42 @@ class ForwardCall:
             options["position_ids"] = positions
         if self.is_sparing:
             options["logits_to_keep"] = logit_indices
-        options[self._cache_name] = cache
+        options[self._cache_name] = self._given_states() if self._returns_states else cache
         answer = self._model(input_ids=token_ids, use_cache=True, **options)
+        if self._returns_states:
+            returned = answer[self._cache_name]
+            by_layer = {0: returned} if isinstance(returned, list) else returned.rnn_state
+            for layer_index, states in by_layer.items():
+                for index, state in enumerate(states):
+                    _current().new_state(StatePlace(layer_index, "recurrent", index), state)
         logits: Tensor = answer.logits[0]
         return logits if self.is_sparing else logits[logit_indices]
+
+
+def _cache_class(model: Any) -> type[CaptureCache]:
+    """Return the class of a model's caches: also of the class that it insists on, if it has one."""
+    module = type(model).__module__
+    for owned in vars(sys.modules[module]).values():
+        if isinstance(owned, type) and issubclass(owned, Cache) and owned.__module__ == module:
+            return type(f"Capture{owned.__name__}", (CaptureCache, owned), {})
+    return CaptureCache
+
+
+def _returns_states(model: Any, cache_name: str) -> bool:
+    """Whether a forward takes what the one before has returned, which is no cache of Transformers.
+
+    That is a list of all states (RWKV), or an object that has them by layer (xLSTM).
+    """
+    if cache_name != "cache_params":
+        return cache_name == STATE_LIST
+    annotation = inspect.signature(type(model).forward).parameters[cache_name].annotation
+    named = [kind for kind in (annotation, *get_args(annotation)) if isinstance(kind, type)]
+    return not any(issubclass(kind, Cache) for kind in named)
+
+
+def _states_of(layer_index: int) -> list[Tensor]:
+    """Return the states of a layer whose model returns them; none before the first token."""
+    found: list[Tensor] = []
+    while (state := _current().state(StatePlace(layer_index, "recurrent", len(found)))) is not None:
+        found.append(state)
+    return found

@@ -2,7 +2,7 @@
 
 from inference_svc.core.errors import UnsupportedModelError
 
-REMEDY = "serve a decoder-only model that caches keys and values, such as Llama, Qwen or Mistral"
+REMEDY = "serve a decoder-only model that docs/models.md lists, such as Llama, Qwen or Mistral"
 
 
 class ModelEncoderError(UnsupportedModelError):
@@ -12,13 +12,13 @@ class ModelEncoderError(UnsupportedModelError):
 
 
 class ModelUncachedError(UnsupportedModelError):
-    """The model hands no keys and values to a cache."""
+    """The model hands neither keys and values nor a state to a cache."""
 
     reason = "model_uncached"
 
 
 class ModelRecurrentError(UnsupportedModelError):
-    """The model keeps a recurrent state, which has no KV of each token to store."""
+    """The model keeps more of a sequence than KV of each token and a state of fixed size."""
 
     reason = "model_recurrent"
 

@@ -113,7 +113,25 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": ("GPT2Config", {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": WINDOW}),
     "opt": ("OPTConfig", {"ffn_dim": 48, "word_embed_proj_dim": 32}),
     "bloom": ("BloomConfig", {"n_layer": 2, "n_head": 4, "seq_length": WINDOW}),
-    "mamba": ("MambaConfig", {}),
+    "mamba": ("MambaConfig", {"state_size": 4}),
+    "qwen3-next": (
+        "Qwen3NextConfig",
+        {
+            "layer_types": ["linear_attention", "full_attention"],
+            "linear_key_head_dim": 8,
+            "linear_value_head_dim": 8,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 16,
+            "shared_expert_intermediate_size": 16,
+        },
+    ),
+    "recurrent-gemma": (
+        "RecurrentGemmaConfig",
+        {"num_hidden_layers": 3, "lru_width": 32, "attention_window_size": 16},
+    ),
     "lfm2": ("Lfm2Config", {"layer_types": ["conv", "full_attention"]}),
     "bert": ("BertConfig", {}),
     "openai-gpt": ("OpenAIGPTConfig", {"n_embd": 32, "n_layer": 2, "n_head": 4}),
@@ -223,7 +241,13 @@ def tiny(build):
             loaded = describe_model(model, tokenizer=None, name=name, fingerprint="0" * 32)
             calibration = calibrate(loaded, positions)
             shapes = [layer.shape for layer in calibration.layers]
-            pool = KVPool(shapes, POOL_ROWS, device=loaded.device, dtype=dtype)
+            pool = KVPool(
+                shapes,
+                POOL_ROWS,
+                device=loaded.device,
+                dtype=dtype,
+                states=calibration.state_shapes,
+            )
             runner = ModelRunner(loaded, calibration)
             made[name, dtype, positions] = Tiny(loaded, calibration, runner, stock, pool)
         return made[name, dtype, positions]

@@ -64,8 +64,7 @@ def test_the_shipped_model_is_served_the_fast_way(dtype):
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("mamba", "model_recurrent"),
-        ("lfm2", "model_recurrent"),
+        ("recurrent-gemma", "model_recurrent"),
         ("bert", "model_encoder"),
         ("openai-gpt", "model_uncached"),
     ],

@@ -3,9 +3,11 @@
 import pytest
 import torch
 
-from inference_svc.runtime.compute.chunk import Chunk
+from inference_svc.runtime.compute.chunk import Chunk, retract
+from inference_svc.runtime.kv.layer_gate import LayerGate
 from inference_svc.runtime.transfer.layer_load import LayerLoader
 from inference_svc.runtime.transfer.layer_store import store_blocks
+from shared.types.errors import LoadFailedError
 
 ARCHITECTURES = (
     "llama",
@@ -37,8 +39,14 @@ ARCHITECTURES = (
     "bloom",
     "gpt-neo",
     "llama4",
+    "lfm2",
+    "mamba",
+    "qwen3-next",
 )
+WITH_STATES = ("lfm2", "mamba", "qwen3-next")
 CLOSE = {"rtol": 1e-5, "atol": 1e-5}
+# Mamba's scan and its decoding round differently: the stock model is as far off itself.
+CLOSE_OF = {"mamba": {"rtol": 1e-3, "atol": 1e-4}}
 
 
 def tokens(seed, length):
@@ -82,7 +90,7 @@ def test_chunks_and_decode_equal_stock(tiny, name):
     for size in (20, 1, 13, 18, *[1] * 8):
         logits = model.runner.step([Chunk(kv, token_ids[begin : begin + size], want_logits=True)])
         begin += size
-        torch.testing.assert_close(logits[0], expected[begin - 1], **CLOSE)
+        torch.testing.assert_close(logits[0], expected[begin - 1], **CLOSE_OF.get(name, CLOSE))
     assert kv.num_tokens == 60
 
 
@@ -107,7 +115,9 @@ def test_ragged_batch_equals_stock(tiny, name):
         ]
     )
     for row, token_ids in zip(logits, (middle, fresh, long), strict=True):
-        torch.testing.assert_close(row, model.stock_logits(token_ids)[-1], **CLOSE)
+        torch.testing.assert_close(
+            row, model.stock_logits(token_ids)[-1], **CLOSE_OF.get(name, CLOSE)
+        )
 
 
 def test_only_wanted_logits_come_back(tiny):
@@ -233,3 +243,52 @@ def test_write_buffer_takes_tokens_from_its_first_on(tiny):
     for layer_index in range(2):
         assert torch.equal(late.keys[layer_index][:12], whole.keys[layer_index][8:20])
         assert torch.equal(late.values[layer_index][:12], whole.values[layer_index][8:20])
+
+
+@pytest.mark.parametrize("name", WITH_STATES)
+def test_a_failed_step_leaves_states_as_they_were(tiny, monkeypatch, name):
+    """Also of a sequence whose own forward had succeeded."""
+    model = tiny(name)
+    first, second = model.new_kv(40), model.new_kv(40)
+    given = {first: tokens(3, 30), second: tokens(4, 20)}
+    pieces = [Chunk(kv, given[kv][:end], True) for kv, end in ((first, 12), (second, 9))]
+    model.runner.step(pieces)
+    before = [kv.states.snapshot() for kv in given]
+    again = [Chunk(kv, given[kv][kv.num_tokens :][:3], True) for kv in given]
+
+    def fail():
+        raise RuntimeError("the second forward fails when it is done")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(second.states, "check_pending", fail)
+        with pytest.raises(RuntimeError, match="the second forward"):
+            model.runner.step(again)
+    assert [kv.num_tokens for kv in given] == [12, 9]
+    assert all(kv.states.snapshot().equal(was) for kv, was in zip(given, before, strict=True))
+    logits = model.runner.step([Chunk(kv, given[kv][kv.num_tokens :], True) for kv in given])
+    for token_ids, found in zip(given.values(), logits, strict=True):
+        expected = model.stock_logits(token_ids)[-1]
+        torch.testing.assert_close(found, expected, **CLOSE_OF.get(name, CLOSE))
+
+
+def test_a_state_is_read_once_the_gate_lets_it(tiny):
+    """A forward over a sequence whose load fails raises what the load failed of."""
+    model = tiny("qwen3-next")
+    kv, token_ids = model.new_kv(40), tokens(3, 12)
+    model.runner.step([Chunk(kv, token_ids, True)])
+    kv.gate = LayerGate(len(model.calibration.layers))
+    kv.gate.fail(LoadFailedError("no state came", "ask again"))
+    with pytest.raises(LoadFailedError, match="no state came"):
+        model.runner.step([Chunk(kv, token_ids, True)])
+
+
+def test_the_state_of_another_position_is_not_gone_on_from(tiny):
+    """KV that was cut behind the state's back, or whose load brought none."""
+    model = tiny("lfm2")
+    kv, token_ids = model.new_kv(40), tokens(3, 12)
+    model.runner.step([Chunk(kv, token_ids, True)])
+    kv.num_tokens = 8
+    with pytest.raises(AssertionError, match="the state of 12 tokens beside KV of 8"):
+        model.runner.step([Chunk(kv, token_ids, True)])
+    with pytest.raises(AssertionError, match="taken back"):
+        retract(Chunk(kv, token_ids, True), 1)

@@ -1,0 +1,64 @@
+"""What recurrent layers keep is found by running them; what has no fixed size is refused."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from inference_svc.runtime.calibration.mode_probe import probe_mode
+from inference_svc.runtime.calibration.state_probe import find_states
+from inference_svc.runtime.kv.states import packed_bytes
+from inference_svc.runtime.model import capture
+from inference_svc.runtime.model.model_loader import describe_model
+from inference_svc.runtime.model.refusals import ModelRecurrentError
+
+
+def probed(model):
+    """Return a model as it is described, and its probe in mode single."""
+    loaded = describe_model(model, tokenizer=None, name="probed", fingerprint="0" * 32)
+    capture.install(model)
+    return loaded, probe_mode(loaded, "single", "eager")
+
+
+def test_a_hybrid_keeps_states_beside_the_kv_of_its_attention(tiny):
+    """Layers that cache KV are numbered densely, states have the model's own numbers."""
+    calibration = tiny("qwen3-next").calibration
+    assert (calibration.mode, calibration.positions) == ("single", "coupled")
+    assert len(calibration.layers) == len(calibration.layout.layers) == 1  # of two
+    shapes = calibration.state_shapes
+    assert [(shape.layer_index, shape.kind) for shape in shapes] == [(0, "conv"), (0, "recurrent")]
+    assert calibration.layout.state_bytes == packed_bytes(shapes) > 0
+    assert not calibration.is_one_by_one
+
+
+def test_a_model_of_states_alone_has_one_layer_without_components(tiny):
+    """And a slot has room for a state."""
+    calibration = tiny("mamba").calibration
+    assert [layer.components for layer in calibration.layout.layers] == [()]
+    assert {shape.layer_index for shape in calibration.state_shapes} == {0, 1}
+    assert calibration.layout.block_bytes >= calibration.layout.state_bytes
+    assert calibration.is_one_by_one  # its scan begins with zeros, whatever it is given
+
+
+def test_a_model_of_keys_and_values_has_no_states(tiny):
+    """Its layout is what it was."""
+    calibration = tiny("llama").calibration
+    assert (calibration.state_shapes, calibration.layout.state_bytes) == ((), 0)
+
+
+def test_what_is_changed_in_place_is_found(build):
+    """Convolutions always count as if they were; what Mamba sums up is changed by its decoding."""
+    shapes = find_states(*probed(build("mamba")))
+    assert all(shape.is_overwritten for shape in shapes)
+    hybrid = find_states(*probed(build("qwen3-next")))
+    assert [shape.is_overwritten for shape in hybrid] == [True, False]
+
+
+def test_states_that_grow_with_the_tokens_are_refused(build):
+    """They have no fixed size to be stored in."""
+    loaded, probe = probed(build("qwen3-next"))
+    place = next(iter(probe.states))
+    grown = torch.cat((probe.states[place],) * 2, -1)
+    longer = SimpleNamespace(states={**probe.states, place: grown})
+    with pytest.raises(ModelRecurrentError, match="grows"):
+        find_states(loaded, longer)
