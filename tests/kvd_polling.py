@@ -49,8 +49,8 @@ async def until_kept(kvd: KvdProcess, session_id: str) -> None:
         reader = kvd_pb2_grpc.ReaderStub(channel)
 
         async def is_hashed() -> bool:
-            blocks = (await reader.DescribeSession(described, timeout=DEADLINE_S)).blocks
-            return all(block.hashed for block in blocks)
+            found = await reader.DescribeSession(described, timeout=DEADLINE_S)
+            return all(part.hashed for part in (*found.blocks, *found.states))
 
         await eventually(is_hashed, wanted=True)
     async with grpc.aio.insecure_channel(f"unix:{kvd.runtime_dir}/operator.sock") as channel:

@@ -1,13 +1,15 @@
 """An engine without a model: it stores rows made from their tokens, and checks what it loads.
 
 A real client of a real kvd: control over gRPC, bytes in the mapped arena. The row of token t at
-position p in component c of layer l depends on all four, so that a row in a wrong place shows.
+position p in component c of layer l depends on all four, so that a row in a wrong place shows. The
+state at a position depends on all tokens before it.
 """
 
 import asyncio
+import hashlib
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +17,7 @@ import numpy as np
 from shared.kvd_client.arena_map import ArenaMap
 from shared.kvd_client.client import KvdClient
 from shared.kvd_client.grants import StoreGrant
-from shared.types.granted_slots import LoadSpan, Lookup
+from shared.types.granted_slots import GrantedState, LoadSpan, Lookup
 from shared.types.kv_layout import Component, KVLayout, Layer
 from shared.types.queue_feed import QueueFeed
 from shared.types.session_key import SessionKey
@@ -31,6 +33,17 @@ def small_layout(num_layers: int = 2, model: str = MODEL) -> KVLayout:
     return KVLayout(model, (Layer(components),) * num_layers, 16)
 
 
+def layout_with_states(num_layers: int = 2) -> KVLayout:
+    """The same with states of two and a half slots; without layers, the states alone."""
+    layout = small_layout(num_layers)
+    return replace(
+        layout,
+        layers=layout.layers or (Layer(()),),
+        position_mode="coupled",
+        state_bytes=20_000 if num_layers else 1_500_000,
+    )
+
+
 def key_of(session_id: str, tenant: str = "default", model: str = MODEL) -> SessionKey:
     """Key of a session of the small layout's model."""
     return SessionKey(tenant, model, session_id)
@@ -43,11 +56,12 @@ def encode(token_ids: Sequence[int]) -> bytes:
 
 @dataclass(frozen=True)
 class Loaded:
-    """What a load brought: how many tokens, from which tiers, and why not more."""
+    """What a load brought: how many tokens, from which tiers, why not more, and which state."""
 
     num_tokens: int
     tiers: frozenset[str]
     miss_reason: str
+    position: int = 0
 
 
 class SyntheticEngine:
@@ -63,10 +77,18 @@ class SyntheticEngine:
         self.client = client
         self.layout = layout
 
-    async def store(self, key: SessionKey, token_ids: Sequence[int], from_token: int = 0) -> int:
+    async def store(
+        self,
+        key: SessionKey,
+        token_ids: Sequence[int],
+        from_token: int = 0,
+        states: Sequence[int] = (),
+    ) -> int:
         """Store the rows of token_ids[from_token:]; returns how many tokens are stored then."""
         while True:
-            grant = await self.client.prepare_store(key, encode(token_ids), from_token, CALL_S)
+            grant = await self.client.prepare_store(
+                key, encode(token_ids), from_token, CALL_S, state_positions=states
+            )
             self.fill(grant, token_ids)
             stored = await self.client.complete_store(grant, success=True)
             if not grant.more or grant.refused_reason:
@@ -79,6 +101,10 @@ class SyntheticEngine:
             for row in range(block.num_tokens):
                 position = block.token_offset + row
                 self._write(grant.arena, block.slot_id, row, position, token_ids[position])
+        for state in grant.states:
+            contents = self._state_parts(token_ids[: state.position])
+            for slot_id, part in zip(state.slot_ids, contents, strict=True):
+                grant.arena.slot(slot_id)[:] = part
 
     async def load(
         self,
@@ -87,6 +113,7 @@ class SyntheticEngine:
         from_token: int = 0,
         *,
         accept_pending: bool = False,
+        dram_only: bool = False,
     ) -> Loaded:
         """Load what is stored of token_ids[from_token:] and check every byte of it.
 
@@ -96,7 +123,12 @@ class SyntheticEngine:
         end = from_token
         while True:
             grant = await self.client.prepare_load(
-                key, encode(token_ids), end, CALL_S, accept_pending=accept_pending
+                key,
+                encode(token_ids),
+                end,
+                CALL_S,
+                accept_pending=accept_pending,
+                dram_only=dram_only,
             )
             tiers |= {span.tier for span in grant.spans}
             for layer_index in range(len(self.layout.layers)):
@@ -106,10 +138,13 @@ class SyntheticEngine:
                     self._check(grant.arena, span, token_ids, layer_index)
             if grant.lookup is Lookup.MISS:
                 return Loaded(end, frozenset(tiers), grant.miss_reason)
-            end = grant.end_token
+            end, state = grant.end_token, grant.state
+            if state is not None:
+                self._check_state(grant.arena, state, token_ids)
             await self.client.complete_load(grant)
             if not grant.more:
-                return Loaded(end, frozenset(tiers), "")
+                position = state.position if state else 0
+                return Loaded(end, frozenset(tiers), "", position)
 
     def _write(self, arena: ArenaMap, slot_id: int, row: int, position: int, token: int) -> None:
         for layer_index in range(len(self.layout.layers)):
@@ -126,6 +161,19 @@ class SyntheticEngine:
                 arena, span.slot_id, row, position, token, layer_index
             ):
                 assert np.array_equal(view, expected), f"wrong bytes at token {position}"
+
+    def _check_state(self, arena: ArenaMap, state: GrantedState, token_ids: Sequence[int]) -> None:
+        contents = self._state_parts(token_ids[: state.position])
+        for slot_id, part in zip(state.slot_ids, contents, strict=True):
+            assert arena.slot(slot_id) == part, f"a wrong state at {state.position}"
+
+    def _state_parts(self, token_ids: Sequence[int]) -> list[bytes]:
+        """What the slots of a state hold behind these tokens: zeros behind its last byte."""
+        seed = hashlib.blake2b(encode(token_ids)).digest()
+        state = (seed * (self.layout.state_bytes // len(seed) + 1))[: self.layout.state_bytes]
+        size = self.layout.block_bytes
+        padded = state.ljust(self.layout.state_slots * size, b"\0")
+        return [padded[start : start + size] for start in range(0, len(padded), size)]
 
     def _rows(
         self,

@@ -43,6 +43,7 @@ from kvd.core.operations.engines import EngineReports
 from kvd.core.operations.erasing import Eraser
 from kvd.core.operations.expecting import Expectations
 from kvd.core.operations.loading import Loader
+from kvd.core.operations.publishing import Publisher
 from kvd.core.operations.reconfiguring import Reconfigurer
 from kvd.core.operations.retaining import Retainer
 from kvd.core.operations.scrubbing import Scrubber
@@ -101,10 +102,11 @@ class CacheEngine:
         self._reconfigurer = Reconfigurer(state, placement, writer)
         self.layout = layout
         self.loads = Loader(state, reader, writer, verifier, compactor.consider)
-        self.stores = Storer(state, placement, writer, hasher, compactor.consider)
+        publisher = Publisher(state, placement, hasher)
+        self.stores = Storer(state, placement, writer, publisher, compactor.consider)
         self.inspection = Inspector(state)
         self.sessions = Sessions(state, self.inspection, compactor.consider, prefetcher.reschedule)
-        self.retention = Retainer(state, self.stores.adopt, writer.take)
+        self.retention = Retainer(state, publisher.adopt, writer.take)
         self.expectations = Expectations(state)
         self.engines = EngineReports(
             state, self.loads, self.stores, prefetcher, self.expectations.arrived

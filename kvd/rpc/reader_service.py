@@ -25,7 +25,13 @@ from kvd.rpc.operator_messages import (
 )
 from kvd.runtime.cache import Cache
 from kvd.wire.events import EventHub
-from kvd.wire.messages import block_message, key_of, recent_turns_messages, session_message
+from kvd.wire.messages import (
+    block_message,
+    key_of,
+    recent_turns_messages,
+    session_message,
+    state_message,
+)
 from kvd.wire.selection import allowed_tenants, check_allowed, event_filter_of, listing_of
 from shared.config.reload import LiveSettings
 from shared.pb.kvd.v1 import kvd_pb2 as pb
@@ -98,6 +104,7 @@ class ReaderService(kvd_pb2_grpc.ReaderServicer):  # type: ignore[misc]  # the s
         return pb.DescribeSessionResponse(
             info=session_message(detail.info, cache.layout, now_ns),
             blocks=[block_message(block) for block in detail.blocks],
+            states=[state_message(state) for state in detail.states],
             history=history_messages(
                 cache.act(lambda core: core.inspection.history.of(key)), now_ns
             ),

@@ -119,6 +119,7 @@ class EngineService(kvd_pb2_grpc.EngineServicer):  # type: ignore[misc]  # the s
                     retention=True,
                     expectations=True,
                     grafts=layout.position_mode == "decoupled",
+                    states=True,
                     max_queue_jobs=self._live.loaded.settings.limits.max_queue_jobs,
                 )
             )
@@ -299,6 +300,7 @@ def _prepare_store(
         request.from_token,
         request.engine_id,
         lineage=lineage_of(request),
+        state_positions=request.state_positions,
     )
 
 

@@ -11,7 +11,7 @@ An extent begins with a header: which block lies here, and how its bytes are ver
      8  xxh3_64 of bytes [16, end of the token ids)
     16  block key, 16 bytes
     32  layout fingerprint, 16 bytes
-    48  num_tokens, uint32
+    48  num_tokens, uint32; 0: a part of a state
     52  number of layers, uint32
     56  zero, 8 bytes
     64  checksums, uint64 per layer: see kvd/tiers/slot_rows.py
@@ -48,6 +48,7 @@ class HeaderFormat:
         self.num_bytes = shape.header_bytes
         self._num_layers = len(shape.layout.layers)
         self._block_tokens = shape.layout.block_tokens
+        self._fewest_tokens = 0 if shape.layout.state_bytes else 1
         self._digest = bytes.fromhex(shape.layout.fingerprint)
         self._tokens_offset = HEADER_FIXED_BYTES + CHECKSUM_BYTES * self._num_layers
 
@@ -72,7 +73,7 @@ class HeaderFormat:
         expected = (MAGIC, VERSION, key, self._digest, num_tokens, self._num_layers)
         if (magic, version, found_key, digest, found_tokens, num_layers) != expected:
             return None
-        if not 0 < num_tokens <= self._block_tokens:
+        if not self._fewest_tokens <= num_tokens <= self._block_tokens:
             return None
         end = self._tokens_offset + TOKEN_BYTES * num_tokens
         if checksum(buffer[_START.size : end]) != crc:
@@ -136,16 +137,18 @@ class ExtentFormat:
         self.hasher = BlockHasher(layout)
         self.rows = SlotRows(layout)
         self.slot_bytes = layout.block_bytes
-        self._block_tokens = layout.block_tokens
+        self._full_tokens = (layout.block_tokens, 0) if layout.has_rows else (0,)
         self._plans: dict[tuple[int, float], tuple[GroupPlan, ...]] = {}
         self._token_bytes = tuple(layer.token_bytes for layer in layout.layers)
 
     def is_full(self, num_tokens: int) -> bool:
         """Whether the extent holds the slot's bytes as they are."""
-        return num_tokens == self._block_tokens
+        return num_tokens in self._full_tokens
 
     def used_bytes(self, layer_index: int, num_tokens: int) -> int:
         """Return how many bytes of one layer slice are hashed."""
+        if not num_tokens:
+            return self.shape.slice_bytes(layer_index, 0)
         return self._token_bytes[layer_index] * num_tokens
 
     def slice_bytes(self, layer_index: int, num_tokens: int) -> int:

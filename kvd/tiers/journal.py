@@ -255,7 +255,8 @@ class Journal:
         if state != COMMITTED:
             return 0
         num_tokens: int = _BODY.unpack_from(self._memory, start)[4]
-        if not 1 <= num_tokens <= self._layout.block_tokens:
+        fewest = 0 if self._layout.state_bytes else 1
+        if not fewest <= num_tokens <= self._layout.block_tokens:
             return 0
         return _BODY.size + CHECKSUM_BYTES * len(self._layout.layers) + TOKEN_BYTES * num_tokens
 

@@ -4,8 +4,8 @@ A slot's components are token-major, so the first rows of a component are one ru
 of a full block make one run per layer.
 
 A block has one checksum for each layer slice, xxh3_64 of its used bytes: of every component in
-order, the first num_tokens rows. Padding and unused rows are never hashed. Checksums are packed as
-little-endian uint64, one per layer.
+order, the first num_tokens rows. Padding and unused rows are never hashed. A part of a state has no
+tokens: all bytes of its slot are used. Checksums are packed as little-endian uint64, one per layer.
 
 Pure, and safe in any thread: xxhash gives the GIL up for large slices.
 """
@@ -40,6 +40,10 @@ class SlotRows:
             (start, start + layer.token_bytes * layout.block_tokens)
             for start, layer in zip(layout.slice_offsets, layout.layers, strict=True)
         )
+        self._slices = tuple(
+            (start, start + layout.slice_bytes(layer_index))
+            for layer_index, start in enumerate(layout.slice_offsets)
+        )
         self._of_layer = tuple(
             tuple(
                 (layout.component_offset(layer_index, component_index), component.token_bytes)
@@ -53,6 +57,8 @@ class SlotRows:
         """Return the used bytes of a layer slice: of every component, in order, the first rows."""
         if num_tokens == self._block_tokens:
             return (self._full[layer_index],)
+        if not num_tokens:
+            return (self._slices[layer_index],)
         return tuple(
             (start, start + token_bytes * num_tokens)
             for start, token_bytes in self._of_layer[layer_index]

@@ -12,6 +12,7 @@ from kvd.core.records.records import (
     BlockInfo,
     LoadAnswer,
     SessionInfo,
+    StateInfo,
     StoreAnswer,
     Tier,
     TierStats,
@@ -21,7 +22,7 @@ from shared.kvd_client.messages import key_message
 from shared.pb.kvd.v1 import kvd_pb2 as pb
 from shared.serving.message_fields import MessageFields
 from shared.types.graft_source import GraftSource
-from shared.types.granted_slots import LoadSpan, StoreBlock
+from shared.types.granted_slots import GrantedState, LoadSpan, StoreBlock
 from shared.types.kv_layout import KVLayout
 from shared.types.lineage import LINEAGE_BYTES, WHOLE, Lineage
 from shared.types.session_key import SessionKey, session_key
@@ -32,14 +33,17 @@ TURNS_PER_MESSAGE = 512  # encoded in a few milliseconds, in which nothing else 
 
 TIERS = {Tier.DRAM: pb.TIER_DRAM, Tier.SSD: pb.TIER_SSD}
 
-_LOAD = MessageFields(LoadAnswer, pb.PrepareLoadResponse, given=("spans", "progress_index"))
+_LOAD = MessageFields(
+    LoadAnswer, pb.PrepareLoadResponse, given=("spans", "progress_index", "state")
+)
 _LOAD_SPAN = MessageFields(LoadSpan, pb.LoadSpan)
 _STORE = MessageFields(
     StoreAnswer,
     pb.PrepareStoreResponse,
     renamed={"refused": "refused_reason"},
-    given=("blocks",),
+    given=("blocks", "states"),
 )
+_STATE = MessageFields(GrantedState, pb.GrantedState)
 _STORE_BLOCK = MessageFields(StoreBlock, pb.StoreBlock)
 _SESSION = MessageFields(
     SessionInfo,
@@ -60,6 +64,7 @@ _BLOCK = MessageFields(
     left_out=("is_unverified",),
     given=("key", "tiers", "verified"),
 )
+_STATE_INFO = MessageFields(StateInfo, pb.StateInfo, given=("tiers",))
 _TURN = MessageFields(
     RecordedTurn,
     pb.RecentTurn,
@@ -80,12 +85,14 @@ def key_of(message: pb.SessionKey, model: str = "") -> SessionKey:
 def load_response(answer: LoadAnswer, progress_index: int = 0) -> pb.PrepareLoadResponse:
     """Encode the answer to a load; PENDING goes with the index of its progress word."""
     spans = map(_LOAD_SPAN.encode, answer.spans)
-    return _LOAD.encode(answer, spans=spans, progress_index=progress_index)
+    granted = None if answer.state is None else _STATE.encode(answer.state)
+    return _LOAD.encode(answer, spans=spans, progress_index=progress_index, state=granted)
 
 
 def store_response(answer: StoreAnswer) -> pb.PrepareStoreResponse:
     """Encode the answer to a store."""
-    return _STORE.encode(answer, blocks=map(_STORE_BLOCK.encode, answer.blocks))
+    states = map(_STATE.encode, answer.states)
+    return _STORE.encode(answer, blocks=map(_STORE_BLOCK.encode, answer.blocks), states=states)
 
 
 def session_message(info: SessionInfo, layout: KVLayout, now_ns: int) -> pb.SessionInfo:
@@ -115,6 +122,11 @@ def block_message(block: BlockInfo) -> pb.BlockInfo:
         tiers=[TIERS[tier] for tier in block.tiers],
         verified=Tier.DRAM in block.tiers and not block.is_unverified,
     )
+
+
+def state_message(info: StateInfo) -> pb.StateInfo:
+    """Encode a state of a session."""
+    return _STATE_INFO.encode(info, tiers=[TIERS[tier] for tier in info.tiers])
 
 
 def lineage_of(

@@ -60,6 +60,7 @@ class Attachment:
         offers_retention: kvd may be told how long sessions are to be kept.
         offers_expectations: kvd may be told what is likely to become of sessions.
         offers_grafts: a session may be given KV of another one's tokens.
+        offers_states: states of a layout that has them are kept.
     """
 
     engine_id: int
@@ -77,6 +78,7 @@ class Attachment:
     offers_retention: bool
     offers_expectations: bool
     offers_grafts: bool
+    offers_states: bool
     _asked: "list[asyncio.Future[tuple[bytes, list[int]]]]" = field(default_factory=list)
 
     async def hold(self, on_draining: Callable[[float], None]) -> None:
@@ -243,6 +245,8 @@ async def _shake_hands(
     if not isinstance(first, pb.AttachEvent) or not first.HasField("attached"):
         raise _unexpected(first)
     attached = first.attached
+    if request.layout.state_bytes and not attached.states:
+        raise KvdUnavailableError("this kvd keeps no states of recurrent layers", "update kvd")
     mapped, progress, wakeup_fd = await _map_arena(data, attached.arena_id, known)
     slots = mapped.slots
     if (slots.slot_bytes, slots.num_slots) != (block_bytes, attached.num_slots):
@@ -266,6 +270,7 @@ async def _shake_hands(
         offers_retention=attached.retention,
         offers_expectations=attached.expectations,
         offers_grafts=attached.grafts,
+        offers_states=attached.states,
     )
 
 

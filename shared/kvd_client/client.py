@@ -109,10 +109,8 @@ class KvdClient(KvdConnection):
         call = self._call(attachment.stub.PrepareLoad, request, deadline_s + GRACE_S, attachment)
         response = await self._granted(call, self._complete_load, attachment)
         with self._ending_on_nonsense(attachment, response.lease_id):
-            block_tokens = self._layout.block_tokens
-            return load_grant(
-                response, request, attachment.mapped.slots, block_tokens, attachment.progress
-            )
+            arena = attachment.mapped.slots
+            return load_grant(response, request, arena, self._layout, attachment.progress)
 
     async def complete_load(self, grant: LoadGrant) -> None:
         """Return the slots. If this raises, they may have changed while they were read."""
@@ -127,6 +125,7 @@ class KvdClient(KvdConnection):
         deadline_s: float,
         *,
         lineage: Lineage | None = None,
+        state_positions: Sequence[int] = (),
     ) -> StoreGrant:
         """Lease slots for the KV of token_ids[from_token:] that is not stored yet.
 
@@ -136,6 +135,8 @@ class KvdClient(KvdConnection):
             from_token: the caller has position-free KV from here on.
             deadline_s: how long kvd may wait for free slots.
             lineage: of the tokens; None: that of what kvd stores of the session.
+            state_positions: the caller has the states behind so many of the tokens; those granted
+                are to be written, too, all bytes of their slots.
         """
         attachment = self._ready()
         request = pb.PrepareStoreRequest(
@@ -145,13 +146,12 @@ class KvdClient(KvdConnection):
             from_token=from_token,
             deadline_s=deadline_s,
             lineage=lineage_message(lineage),
+            state_positions=state_positions,
         )
         call = self._call(attachment.stub.PrepareStore, request, deadline_s + GRACE_S, attachment)
         response = await self._granted(call, self._complete_store, attachment)
         with self._ending_on_nonsense(attachment, response.lease_id):
-            return store_grant(
-                response, request, attachment.mapped.slots, self._layout.block_tokens
-            )
+            return store_grant(response, request, attachment.mapped.slots, self._layout)
 
     async def complete_store(self, grant: StoreGrant, success: bool) -> int:
         """Publish the written blocks, or abandon them.

@@ -11,7 +11,8 @@ from shared.pb.kvd.v1 import kvd_pb2 as pb
 from shared.serving.message_fields import MessageFields
 from shared.types.block_key import TOKEN_BYTES
 from shared.types.errors import UnavailableError
-from shared.types.granted_slots import LoadSpan, Lookup, StoreBlock
+from shared.types.granted_slots import GrantedState, LoadSpan, Lookup, StoreBlock
+from shared.types.kv_layout import KVLayout
 
 
 class KvdProtocolError(UnavailableError):
@@ -31,6 +32,9 @@ class LoadGrant:
         miss_reason: slug, why no more is granted; "" if it is not said, as it is of a MISS.
         arena: stays mapped for as long as this grant is referred to.
         progress: reports which layers are ready; None unless PENDING.
+        state: the model's state at end_token, to be read once all layers are ready. None: the
+            layout has none, or the arena could not hold all at once; then there is `more`, and what
+            was loaded is of no use before the state has come, too.
     """
 
     lookup: Lookup
@@ -41,6 +45,7 @@ class LoadGrant:
     miss_reason: str
     arena: ArenaMap
     progress: LoadProgress | None = None
+    state: GrantedState | None = None
 
 
 @dataclass(frozen=True)
@@ -54,6 +59,8 @@ class StoreGrant:
         more: whether to call again after complete_store, with from_token = end_token.
         refused_reason: "no_space", "gap", or "".
         arena: the arena of the slots; stays mapped for as long as this grant is referred to.
+        states: of the positions asked for, by position, none behind end_token; there may be some
+            where there are no blocks.
     """
 
     lease_id: int
@@ -62,6 +69,7 @@ class StoreGrant:
     more: bool
     refused_reason: str
     arena: ArenaMap
+    states: tuple[GrantedState, ...] = ()
 
 
 _LOAD_SPAN = MessageFields(LoadSpan, pb.LoadSpan)
@@ -78,7 +86,7 @@ def load_grant(
     response: pb.PrepareLoadResponse,
     request: pb.PrepareLoadRequest,
     arena: ArenaMap,
-    block_tokens: int,
+    layout: KVLayout,
     words: ProgressWords,
 ) -> LoadGrant:
     """Decode the answer to a PrepareLoad.
@@ -87,12 +95,12 @@ def load_grant(
         response: the answer.
         request: the request that it answers.
         arena: the arena whose slots it names.
-        block_tokens: tokens of a slot.
+        layout: of the slots.
         words: progress words, for an answer that is PENDING.
 
     Raises:
         KvdProtocolError: if it is not a miss or a non-empty contiguous hit inside the arena, or is
-            pending though that was not asked for.
+            pending though that was not asked for, or has a state where there can be none.
     """
     lookup = _LOOKUPS.get(response.lookup)
     if lookup is None or (lookup is Lookup.PENDING and not request.accept_pending):
@@ -103,9 +111,14 @@ def load_grant(
     )
     if is_granted != bool(spans) or is_granted != bool(response.lease_id):
         raise _nonsense(f"a {lookup.value} with {len(spans)} spans")
-    end = _checked_end(spans, request, arena, block_tokens)
+    end = _checked_end(spans, request, arena, layout.block_tokens)
     if is_granted and end != response.end_token:
         raise _nonsense(f"spans up to token {end}, {response.end_token} announced")
+    state = _state(response.state, arena, layout) if response.HasField("state") else None
+    if state is not None and not (is_granted and state.position == end):
+        raise _nonsense(f"a state at {state.position}, with tokens up to {end}")
+    if is_granted and layout.state_bytes and state is None and not response.more:
+        raise _nonsense(f"tokens up to {end} without a state")
     return LoadGrant(
         lookup=lookup,
         lease_id=response.lease_id,
@@ -115,6 +128,7 @@ def load_grant(
         miss_reason=response.miss_reason or ("" if is_granted else "miss"),
         arena=arena,
         progress=_progress(response, words) if lookup is Lookup.PENDING else None,
+        state=state,
     )
 
 
@@ -146,7 +160,7 @@ def store_grant(
     response: pb.PrepareStoreResponse,
     request: pb.PrepareStoreRequest,
     arena: ArenaMap,
-    block_tokens: int,
+    layout: KVLayout,
 ) -> StoreGrant:
     """Decode the answer to a PrepareStore.
 
@@ -154,24 +168,35 @@ def store_grant(
         response: the answer.
         request: what was asked.
         arena: whose slots it names.
-        block_tokens: tokens of a slot.
+        layout: of the slots.
 
     Raises:
-        KvdProtocolError: if a block lies outside the arena or the tokens, or two overlap.
+        KvdProtocolError: if a block lies outside the arena or the tokens, or two overlap, or a
+            state is granted that was not asked for.
     """
     blocks = tuple(map(_STORE_BLOCK.decode_row, response.blocks))
-    if bool(blocks) != bool(response.lease_id):
-        raise _nonsense(f"lease {response.lease_id} with {len(blocks)} blocks")
+    states = tuple(_state(granted, arena, layout) for granted in response.states)
+    if bool(blocks or states) != bool(response.lease_id):
+        raise _nonsense(
+            f"lease {response.lease_id} with {len(blocks)} blocks and {len(states)} states"
+        )
     end = request.from_token
     for block in blocks:
-        _check_tokens(block.slot_id, 0, block.num_tokens, arena, block_tokens)
+        _check_tokens(block.slot_id, 0, block.num_tokens, arena, layout.block_tokens)
         if block.token_offset < end:
             raise _nonsense(f"a block at token {block.token_offset}, before {end}")
         end = block.token_offset + block.num_tokens
     if blocks and end > response.end_token:
         raise _nonsense(f"blocks up to token {end}, {response.end_token} announced")
-    if response.end_token > len(request.token_ids) // TOKEN_BYTES or _repeats(blocks):
+    slot_ids = [block.slot_id for block in blocks]
+    slot_ids += [slot_id for state in states for slot_id in state.slot_ids]
+    is_beyond = response.end_token > len(request.token_ids) // TOKEN_BYTES
+    if is_beyond or len(set(slot_ids)) < len(slot_ids):
         raise _nonsense("blocks that share a slot or lie beyond the tokens")
+    positions = [state.position for state in states]
+    wanted = {p for p in request.state_positions if p <= response.end_token}
+    if positions != sorted(set(positions) & wanted):
+        raise _nonsense(f"states at {positions}")
     return StoreGrant(
         lease_id=response.lease_id,
         blocks=blocks,
@@ -179,6 +204,7 @@ def store_grant(
         more=response.more,
         refused_reason=response.refused_reason,
         arena=arena,
+        states=states,
     )
 
 
@@ -189,8 +215,13 @@ def _check_tokens(
         raise _nonsense(f"tokens {start}..{start + num_tokens} of slot {slot_id}")
 
 
-def _repeats(blocks: Sequence[StoreBlock]) -> bool:
-    return len({block.slot_id for block in blocks}) != len(blocks)
+def _state(message: pb.GrantedState, arena: ArenaMap, layout: KVLayout) -> GrantedState:
+    """Decode a state that is granted; it has as many slots as one of the layout needs."""
+    slot_ids, generations = tuple(message.slot_ids), tuple(message.generations)
+    is_whole = len(set(slot_ids)) == len(slot_ids) == len(generations) == layout.state_slots
+    if not is_whole or not slot_ids or max(slot_ids) >= arena.num_slots:
+        raise _nonsense(f"a state in {len(slot_ids)} slots")
+    return GrantedState(message.position, slot_ids, generations)
 
 
 def _nonsense(what: str) -> KvdProtocolError:

@@ -7,6 +7,10 @@
     dense   = H(salt; "dense" | parent of what follows | n)     block that kvd has put together of
                                                         tokens that a discard left: the last n
     tokens  = H(salt; "tokens" | token ids)             not a key: which tokens a block is of
+    state   = H(salt; "state" | parent key | token ids) of a model's state behind a position: parent
+                                                        is the chain over the full blocks before it,
+                                                        from the root, and the rest are the ids
+    part    = H(salt; "part" | state key | i)           block that has the i-th part of a state
 
 A lineage (shared/types/lineage.py) says which discards and grafts of which tokens, so that
 `discard` stands for all that is computed up to there. H is BLAKE2b-128 keyed with the tenant's
@@ -54,6 +58,16 @@ def discard_key(salt: bytes, root: bytes, lineage: bytes, num_tokens: int) -> by
 def dense_key(salt: bytes, chain: bytes, num_tokens: int) -> bytes:
     """Return the key of a block of the tokens before `chain`, whether or not others hold them."""
     return _digest(salt, b"dense", chain + _COUNT.pack(num_tokens))
+
+
+def state_key(salt: bytes, parent: bytes, token_ids: bytes) -> bytes:
+    """Return the key of a state: it says which tokens the model has seen, and nothing else."""
+    return _digest(salt, b"state", parent + token_ids)
+
+
+def state_part_keys(salt: bytes, state: bytes, num_parts: int) -> tuple[bytes, ...]:
+    """Return the keys of the blocks that a state lies in."""
+    return tuple(_digest(salt, b"part", state + _COUNT.pack(index)) for index in range(num_parts))
 
 
 def tokens_digest(salt: bytes, token_ids: bytes) -> bytes:

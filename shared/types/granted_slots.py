@@ -1,4 +1,4 @@
-"""What kvd grants of its arena, in both processes: the slots of a load and of a store. Pure."""
+"""What kvd grants of its arena, in both processes: the slots of loads, stores, states. Pure."""
 
 from enum import Enum
 from typing import NamedTuple
@@ -40,3 +40,18 @@ class StoreBlock(NamedTuple):
     token_offset: int
     num_tokens: int
     generation: int
+
+
+class GrantedState(NamedTuple):
+    """A model's state behind the request's first tokens, in several slots.
+
+    Attributes:
+        position: number of the tokens.
+        slot_ids: the parts, in order: part i has the bytes from `i * block_bytes` on. All bytes of
+            a slot count: zeros follow the last byte of the state.
+        generations: of these slots.
+    """
+
+    position: int
+    slot_ids: tuple[int, ...]
+    generations: tuple[int, ...]

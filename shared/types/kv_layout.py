@@ -6,6 +6,10 @@ A block holds `block_tokens` consecutive tokens of all layers. Inside it:
     slice  = component 0 | component 1 | … | padding       K and V of one layer are adjacent
     component = [block_tokens, *shape] in C order       token-major: a token run is one memory run
 
+Models that have recurrent layers keep, beside the KV of tokens, a *state*: all recurrent tensors of
+the model behind a position, `state_bytes` in one piece. It lies in `state_slots` slots: part i has
+the bytes [i * block_bytes, (i + 1) * block_bytes), and zeros behind the last one.
+
 Pure. Invariants: 1. equal layouts have equal fingerprints, in every process and version; 2. a
 partial block uses the first tokens of each component, at the same offsets as a full one.
 """
@@ -17,7 +21,7 @@ from functools import cached_property
 from math import prod
 
 from shared.types.errors import InvalidInputError
-from shared.types.units import SECTOR_BYTES, align_up
+from shared.types.units import MIB, SECTOR_BYTES, align_up, ceil_div
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 POSITION_MODES = ("decoupled", "coupled", "naive")
@@ -25,6 +29,9 @@ MIN_BLOCK_TOKENS = 16
 MIN_SLICE_BYTES = 64 * 1024  # below it a copy or an I/O costs more to start than to do
 MAX_BLOCK_BYTES = 1 << 30  # a bound for what a peer may ask us to allocate
 MAX_LAYERS = 4096
+MAX_STATE_BYTES = 4 << 30
+RECURRENT_BLOCK_BYTES = MIB  # of a model without any KV of tokens, if its state has as much
+RECURRENT_BLOCK_TOKENS = 256  # of such a model: its blocks of tokens have no bytes
 
 
 class InvalidLayoutError(InvalidInputError):
@@ -69,7 +76,12 @@ class Layer:
 
 @dataclass(frozen=True)
 class KVLayout:
-    """The whole layout; see the module docstring for the byte order."""
+    """The whole layout; see the module docstring for the byte order.
+
+    Attributes:
+        layers: those that cache tokens; a model that caches none has one without components.
+        state_bytes: of a state, whose contents are the engine's business; 0: the model has none.
+    """
 
     model: str
     layers: tuple[Layer, ...]
@@ -77,11 +89,15 @@ class KVLayout:
     position_mode: str = "decoupled"
     tp_rank: int = 0
     tp_size: int = 1
+    state_bytes: int = 0
 
     @cached_property
     def fingerprint(self) -> str:
         """128-bit digest, hex. Processes may exchange KV bytes only if theirs are equal."""
-        text = json.dumps(asdict(self), sort_keys=True, separators=(",", ":"))
+        fields = asdict(self)
+        if not self.state_bytes:
+            del fields["state_bytes"]  # such layouts were named before there were states
+        text = json.dumps(fields, sort_keys=True, separators=(",", ":"))
         return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
     @property
@@ -89,8 +105,21 @@ class KVLayout:
         """KV bytes of one token over all layers, without padding."""
         return sum(layer.token_bytes for layer in self.layers)
 
+    @cached_property
+    def has_rows(self) -> bool:
+        """Whether tokens have any bytes; a model that is only recurrent has states alone."""
+        return any(layer.components for layer in self.layers)
+
+    @cached_property
+    def state_slots(self) -> int:
+        """Slots of one state; 0 if there are none."""
+        return ceil_div(self.state_bytes, self.block_bytes) if self.state_bytes else 0
+
     def slice_bytes(self, layer_index: int) -> int:
-        """Bytes of one layer slice, padding included."""
+        """Bytes of one layer slice, padding included; without rows the first one is the block."""
+        if not self.has_rows:
+            slot_bytes = align_up(min(self.state_bytes, RECURRENT_BLOCK_BYTES), SECTOR_BYTES)
+            return slot_bytes if layer_index == 0 else 0
         return align_up(self.layers[layer_index].token_bytes * self.block_tokens, SECTOR_BYTES)
 
     @cached_property
@@ -116,7 +145,8 @@ class KVLayout:
         """Raise InvalidLayoutError unless every field is usable."""
         problem = ""
         components = [component for layer in self.layers for component in layer.components]
-        if not components or len(self.layers) > MAX_LAYERS:
+        has_layers = 0 < len(self.layers) <= MAX_LAYERS
+        if not has_layers or not (components or self.state_bytes):
             problem = f"{len(self.layers)} layers with {len(components)} components"
         elif any(c.dtype not in ITEM_BYTES for c in components):
             problem = f"a dtype outside {sorted(ITEM_BYTES)}"
@@ -126,6 +156,10 @@ class KVLayout:
             problem = f"block_tokens {self.block_tokens}, position mode {self.position_mode!r}"
         elif not 0 <= self.tp_rank < self.tp_size:
             problem = f"shard {self.tp_rank} of {self.tp_size}"
+        elif not 0 <= self.state_bytes <= MAX_STATE_BYTES:
+            problem = f"states of {self.state_bytes} bytes"
+        elif self.state_bytes and self.position_mode != "coupled":
+            problem = f"states, and position mode {self.position_mode!r}"
         elif self.block_bytes > MAX_BLOCK_BYTES:
             problem = f"blocks of {self.block_bytes} bytes"
         if problem:
@@ -135,8 +169,13 @@ class KVLayout:
 
 
 def choose_block_tokens(layers: tuple[Layer, ...]) -> int:
-    """Smallest power of two >= 16 whose smallest non-empty layer slice is >= 64 KiB (D6)."""
-    token_bytes = min(layer.token_bytes for layer in layers if layer.components)
+    """Smallest power of two >= 16 whose smallest non-empty layer slice is >= 64 KiB (D6).
+
+    A model that caches nothing of tokens has RECURRENT_BLOCK_TOKENS.
+    """
+    token_bytes = min((layer.token_bytes for layer in layers if layer.components), default=0)
+    if not token_bytes:
+        return RECURRENT_BLOCK_TOKENS
     block_tokens = MIN_BLOCK_TOKENS
     while block_tokens * token_bytes < MIN_SLICE_BYTES:
         block_tokens *= 2

@@ -22,6 +22,7 @@ from kvd.core.records.records import (
     QueueStats,
     SessionDetail,
     SessionInfo,
+    StateInfo,
     Tier,
     TierStats,
 )
@@ -82,7 +83,9 @@ class Inspector:
     def describe(self, key: SessionKey) -> SessionDetail:
         """Return everything about one session; raises UnknownSessionError."""
         session = find_session(self._state, key)
-        return SessionDetail(self.sum_up(session), self._blocks(session))
+        parts = self._blocks(session)
+        blocks = tuple(block for block in parts if block.num_tokens)
+        return SessionDetail(self.sum_up(session), blocks, self._states(parts))
 
     def sum_up(self, session: Session) -> SessionInfo:
         """Sum up a session: O(its blocks)."""
@@ -123,10 +126,11 @@ class Inspector:
         """Return the bytes of tokens that are not the session's, in blocks that are its own."""
         state = self._state
         step = state.layout.block_tokens
-        num_tokens = (
-            sum(1 for key in session.block_keys() if len(state.blocks[key].users) == 1) * step
-        )
+        blocks = [state.blocks[key] for key in session.block_keys()]
+        num_tokens = sum(len(block.users) == 1 for block in blocks if block.num_tokens) * step
         num_tokens += session.num_packed * step
+        if state.stored_states is not None:  # of a state all is used
+            num_tokens -= sum(not span.num_tokens for span in session.tail_spans()) * step
         for span in session.spans:
             num_tokens -= span.num_tokens if len(state.blocks[span.block_key].users) == 1 else 0
         num_tokens -= sum(span.num_tokens for span in session.tail_spans())
@@ -149,6 +153,25 @@ class Inspector:
             infos.append(_packed_info(record, span, offset))
             offset += span.num_tokens
         return tuple(infos)
+
+    def _states(self, parts: Sequence[BlockInfo]) -> tuple[StateInfo, ...]:
+        """Sum up the states that parts are of, by position, which is the start of each part."""
+        states: dict[int, list[BlockInfo]] = {}
+        for part in parts:
+            if not part.num_tokens:
+                states.setdefault(part.start, []).append(part)
+        block_bytes = self._state.layout.block_bytes
+        return tuple(
+            StateInfo(
+                position=position,
+                num_bytes=len(of_state) * block_bytes,
+                tiers=tuple(tier for tier in Tier if all(tier in p.tiers for p in of_state)),
+                num_sessions=min(part.num_sessions for part in of_state),
+                dirty=any(part.dirty for part in of_state),
+                is_hashed=all(part.is_hashed for part in of_state),
+            )
+            for position, of_state in sorted(states.items())
+        )
 
     # --------------------------------------------------------------------------------------- others
 

@@ -7,8 +7,15 @@ there. What is computed later is chained to that in turn.
 
 from copy import copy
 
-from kvd.core.records.entries import Span, is_plain
-from shared.types.block_key import block_keys, discard_key, root_key, tokens_digest
+from kvd.core.records.entries import Span, is_plain, state_spans
+from shared.types.block_key import (
+    block_keys,
+    discard_key,
+    root_key,
+    state_key,
+    state_part_keys,
+    tokens_digest,
+)
 from shared.types.kv_layout import KVLayout
 from shared.types.lineage import WHOLE, Lineage
 
@@ -33,6 +40,7 @@ class Chaining:
         self._salt = salt
         self._block_key = block_keys(salt)
         self._step = layout.block_tokens
+        self._state_slots = layout.state_slots
         self._is_coupled = layout.position_mode == "coupled"
         self.root = root_key(salt, layout.fingerprint)
         self._use(lineage)
@@ -59,6 +67,15 @@ class Chaining:
     def key(self, chain: bytes, offset: int, tokens: bytes) -> bytes:
         """Return the key of a block of these tokens at an offset, behind a span with this chain."""
         return self._block_key(self.parent(chain, offset), tokens)
+
+    def state_key(self, parent: bytes, tokens: bytes) -> bytes:
+        """Return the key of a state behind these tokens, which follow full blocks."""
+        return state_key(self._salt, parent, tokens)
+
+    def state_spans(self, position: int, key: bytes, parent: bytes) -> list[Span]:
+        """Return the spans of a state's parts."""
+        part_keys = state_part_keys(self._salt, key, self._state_slots)
+        return state_spans(part_keys, position, key, parent)
 
     def digest(self, tokens: bytes) -> bytes:
         """Return what a span that is not plain says of its tokens."""

@@ -14,6 +14,7 @@ from kvd.core.state.cache_state import CacheState
 from kvd.core.state.compaction_run import Phase, Target
 from kvd.core.state.leases import LeasePhase, LoadLease, StoreLease
 from kvd.core.state.slots import SlotState
+from kvd.core.state.stored_states import group_states, interleaved
 from shared.types.block_key import TOKEN_BYTES
 
 
@@ -23,6 +24,7 @@ def check(state: CacheState) -> None:
     _check_extents(state)
     _check_sessions(state)
     _check_packed(state)
+    _check_states(state)
     _check_tenants(state)
     _check_leases(state)
     for block in state.blocks:
@@ -94,10 +96,12 @@ def _check_sessions(state: CacheState) -> None:
         for span in session.spans:
             block = state.blocks.get(span.block_key)
             assert block is not None, f"{key} names a block that is gone"
-            assert span.num_tokens > 0, f"{key} has an empty span"
-            assert 0 <= span.start <= block.num_tokens - span.num_tokens, (
-                f"{key} has a span outside its block"
-            )
+            if span.num_tokens:
+                assert 0 <= span.start <= block.num_tokens - span.num_tokens, (
+                    f"{key} has a span outside its block"
+                )
+            else:
+                assert not block.num_tokens, f"{key} has an empty span"
             users.setdefault(span.block_key, set()).add(key)
     for block in state.blocks:
         assert set(block.users) == users.get(block.key, set()), (
@@ -120,14 +124,32 @@ def _check_packed(state: CacheState) -> None:
             assert record.key not in keys, "a packed block is used once"
             assert state.blocks.get(record.key) is None, "a packed block is not in the index"
             assert span.block_key == record.key, "packed spans and blocks go together"
-            assert 0 <= span.start < span.start + span.num_tokens <= record.num_tokens, (
-                "a packed span lies in its block"
-            )
+            assert (
+                0 <= span.start < span.start + span.num_tokens <= record.num_tokens
+                or span.num_tokens == record.num_tokens == 0
+            ), "a packed span lies in its block"
             keys.add(record.key)
         if session.packed and session.pin is not Pin.HARD:
             assert state.policy.ranks(session.key, Tier.SSD), "a session answers for what it packs"
     assert state.tails.heads == heads, "packed blocks are found"
     assert state.tails.num_blocks == len(keys), "packed blocks are counted right"
+
+
+def _check_states(state: CacheState) -> None:
+    """Sessions have all parts of a state or none, behind its tokens; states name their sessions."""
+    users: dict[bytes, set[object]] = {}
+    for key, session in state.sessions.items():
+        spans = [*session.spans, *session.tail_spans()]
+        runs = [span for span in spans if span.num_tokens]
+        states = group_states(spans)
+        for state_key, parts in states.items():
+            assert len(parts) == state.layout.state_slots, f"{key} has a part of a state"
+            assert len({part[1:] for part in parts}) == 1, "parts of a state say the same"
+            users.setdefault(state_key, set()).add(key)
+        if states:
+            assert spans == interleaved(runs, states.values()), "a state is behind its tokens"
+    found = [] if state.stored_states is None else list(state.stored_states)
+    assert {stored.key: set(stored.users) for stored in found} == users, "states are found"
 
 
 def _check_tenants(state: CacheState) -> None:
@@ -180,7 +202,7 @@ def _check_leases(state: CacheState) -> None:
             readers.update(id(block) for block, _ in lease.entries)
             _check_load(state, lease)
         elif isinstance(lease, StoreLease):
-            holders.update(id(part) for _, part in lease.parts if isinstance(part, Block))
+            holders.update(id(part) for _, part in lease.all_parts() if isinstance(part, Block))
     holders.update(map(id, _held_for_compaction(state)))
     for block in state.blocks:
         assert block.readers == readers[id(block)], "a block's readers are its load leases"

@@ -80,6 +80,8 @@ class Compactor:
         session = self._state.sessions.get(key)
         if session is None or self._state.limits.max_waste >= 1:
             return
+        if self._state.stored_states is not None:
+            return  # a discard leaves a prefix there
         if session.lineage is None or session.lineage.is_whole:
             return
         self._is_stopped = False

@@ -4,7 +4,8 @@ Pure. Keys are stored before RoPE, so the remaining spans stay valid at their ne
 §3.4); in `naive` mode they stay as they are, for the measurement's sake. A span behind the first
 discarded token gets a chain key of its own: what is computed after it must never be shared with a
 session that did not discard (D5). In `coupled` mode positions are baked in, so only the prefix
-before the first discarded token remains, and that is nobody's loss: it is a prefix like any other.
+before the first discarded token remains, and that is nobody's loss: it is a prefix like any other,
+with the states at or before its end.
 
 What is stored may be less than the context that is named: then the discard counts for as much of it
 as there is, and the lineage of the tokens says the rest, when the next store comes.
@@ -21,7 +22,13 @@ Cost: O(spans + ranges), and a digest over the tokens.
 from collections.abc import Sequence
 
 from kvd.core.operations.chaining import Chaining
-from kvd.core.operations.matching import Match, match_session, num_tokens_of, slice_tokens
+from kvd.core.operations.matching import (
+    Match,
+    match_session,
+    num_tokens_of,
+    runs_of,
+    slice_tokens,
+)
 from kvd.core.operations.remains import Change, Range, Remains
 from kvd.core.records.actions import SESSION_DISCARDED
 from kvd.core.records.entries import Span
@@ -30,6 +37,7 @@ from kvd.core.state.cache_state import CacheState
 from kvd.core.state.leases import StoreLease
 from kvd.core.state.session import Session
 from kvd.core.state.session_history import MoveKind
+from kvd.core.state.stored_states import group_states, interleaved
 from shared.types.lineage import WHOLE, Lineage, join_ranges
 from shared.types.session_key import SessionKey
 
@@ -55,7 +63,9 @@ def discard(
     before = _lineage_before(chaining, lineage, match, token_ids)
     change = Change(before, before.after(token_ids, merged), merged[0][0])
     is_coupled = state.layout.position_mode == "coupled"
-    if lineage is not None and _is_left_alone(session, match, change, is_coupled=is_coupled):
+    runs = runs_of(state, session)
+    is_named = lineage is not None
+    if is_named and _is_left_alone(session, runs, match, change, is_coupled=is_coupled):
         state.touch(session)
         _outdate_stores(state, key, change)
         kept = _without(token_ids, merged)
@@ -64,6 +74,8 @@ def discard(
         merged = [(merged[0][0], num_tokens)]
     remains = Remains(chaining, change, token_ids, merged)
     spans = [span for piece in match.pieces for span in remains.of(piece)]
+    if state.stored_states is not None:  # those behind what stays, which are of it
+        spans = interleaved(spans, group_states(session.spans).values())
     session.num_discards += 1
     session.lineage = change.after
     state.outbox.count("discards")
@@ -78,7 +90,9 @@ def discard(
     return session.num_tokens
 
 
-def _is_left_alone(session: Session, match: Match, change: Change, *, is_coupled: bool) -> bool:
+def _is_left_alone(
+    session: Session, runs: Sequence[Span], match: Match, change: Change, *, is_coupled: bool
+) -> bool:
     """Whether a session is not of the context before a discard; see the module docstring."""
     if session.lineage == change.after != change.before:
         return True
@@ -88,7 +102,7 @@ def _is_left_alone(session: Session, match: Match, change: Change, *, is_coupled
     if match.end > change.first_changed:
         return False
     is_unsure = session.lineage is None or change.after == change.before
-    return is_other or (is_unsure and not match.covers(session))
+    return is_other or (is_unsure and not match.covers(session, runs))
 
 
 def _outdate_stores(state: CacheState, key: SessionKey, change: Change) -> None:

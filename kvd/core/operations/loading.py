@@ -18,19 +18,22 @@ from kvd.core.operations.chaining import Chaining
 from kvd.core.operations.matching import (
     DISCARDED,
     UNKNOWN_SESSION,
+    Match,
     Piece,
     check_from_token,
     match_tokens,
     num_tokens_of,
+    runs_of,
     why_missed,
 )
+from kvd.core.operations.state_matching import NO_STATE, StateChain, part_pieces, pieces_at
 from kvd.core.records.actions import LeaseReady, TrackLoad, UntrackLoad
 from kvd.core.records.records import LeaseState, LoadAnswer, Tier
 from kvd.core.state.block import Block, BlockIo
 from kvd.core.state.cache_state import CacheState
 from kvd.core.state.leases import LeasePhase, LoadLease, move
 from kvd.core.state.session_history import MoveKind
-from shared.types.granted_slots import LoadSpan, Lookup
+from shared.types.granted_slots import GrantedState, LoadSpan, Lookup
 from shared.types.lineage import Lineage
 from shared.types.session_key import SessionKey
 from shared.types.units import NS_PER_S
@@ -103,19 +106,30 @@ class Loader:
             state.touch(session)
         chaining = Chaining(state.layout, state.salt_of(key.tenant), lineage)
         match = match_tokens(state, key, token_ids, chaining)
-        if session is not None and session.lineage is None and match.covers(session):
+        runs = () if session is None else runs_of(state, session)
+        if session is not None and session.lineage is None and match.covers(session, runs):
             session.lineage = lineage
-        reason, missing = match.miss_reason, num_tokens - match.end
+        stored, end, found = match.pieces, match.end, list[Piece]()
+        if state.stored_states is not None:
+            found = self._up_to_state(
+                key, token_ids, from_token, chaining, match, dram_only=dram_only
+            )
+            stored, end = found, found[-1].end if found else from_token
+        reason, missing = match.miss_reason, num_tokens - end
         if missing:
-            reason = why_missed(state, match, token_ids, chaining)
+            is_cut = match.end > end  # only with states
+            reason = NO_STATE if is_cut else why_missed(state, match, token_ids, chaining)
             if state.history.knows(key) or reason == DISCARDED:
                 state.record_move(key, MoveKind.MISSED, num_tokens=missing, why=reason)
-        stored = [piece for piece in match.pieces if piece.end > from_token]
+        stored = [piece for piece in stored if piece.end > from_token]
         pieces = list(takewhile(_is_in_dram, stored)) if dram_only else stored
+        if found and len(pieces) < len(stored):
+            pieces = []  # tokens are of no use without their state
         if pieces:
             lease = LoadLease(
                 state.leases.next_id(), engine_id, key, from_token, since_ns=state.now_ns
             )
+            lease.num_parts = sum(not piece.span.num_tokens for piece in found)
             answer = self.grant(lease, pieces, len(stored))
             is_told = missing and reason != UNKNOWN_SESSION  # it shares what another has stored
             if is_told and answer.lookup is not Lookup.MISS and not answer.more:
@@ -125,10 +139,46 @@ class Loader:
         state.histograms.on_load(key, state.now_ns)
         return answer
 
+    def _up_to_state(
+        self,
+        key: SessionKey,
+        token_ids: bytes,
+        from_token: int,
+        chaining: Chaining,
+        match: Match,
+        *,
+        dram_only: bool,
+    ) -> list[Piece]:
+        """Find the KV up to the last state behind a token, and then the state's parts.
+
+        With `dram_only` up to the last of which all is in DRAM; if none is, any.
+        """
+        state = self._state
+        chain = StateChain(chaining, state.layout.block_tokens, token_ids)
+        other: list[Piece] = []
+        for stored in reversed(chain.stored(state)):
+            if stored.position <= from_token:
+                break
+            pieces = pieces_at(state, key, token_ids, chaining, match, stored)
+            if not pieces:
+                continue
+            pieces += part_pieces(state, stored)
+            wanted = (piece for piece in pieces if piece.end > from_token)
+            if not dram_only or all(map(_is_in_dram, wanted)):
+                return pieces
+            other = other or pieces
+        return other
+
     def grant(self, lease: LoadLease, pieces: list[Piece], num_stored: int) -> LoadAnswer:
         """Lease pieces, as far as slots can be had for them."""
         state = self._state
         self._lease_pieces(lease, pieces)
+        if lease.num_parts and len(lease.entries) < num_stored:
+            # Some of the tokens, so that it gets further, but not all: the rest comes with the
+            # state, when it is asked for from there.
+            num_runs = num_stored - lease.num_parts
+            lease.num_parts = 0
+            self.cut(lease, min(len(lease.entries), num_runs - 1), "")
         if not lease.entries:
             state.outbox.count("loads_busy")
             state.outbox.want_wake()
@@ -271,7 +321,9 @@ class Loader:
         self._state.outbox.add(TrackLoad(lease.lease_id, lease.engine_id, op_ids))
 
     def cut(self, lease: LoadLease, num_entries: int, failure: str) -> None:
-        """Keep the lease's first entries and release the others."""
+        """Keep the lease's first entries and release the others; without its state all of them."""
+        if failure and self._state.stored_states is not None:
+            num_entries = lease.num_parts = 0
         kept, released = lease.entries[:num_entries], lease.entries[num_entries:]
         lease.entries, lease.more, lease.failure = kept, False, failure
         still_needed = {block.key for block, _ in kept}
@@ -292,7 +344,12 @@ class Loader:
     def _granted(self, lease: LoadLease, lookup: Lookup) -> LoadAnswer:
         spans = tuple(span for _, span in lease.entries)
         end_token = spans[-1].token_offset + spans[-1].num_tokens
-        return LoadAnswer(lookup, lease.lease_id, spans, end_token, lease.more)
+        state = None
+        if lease.num_parts:
+            parts, spans = spans[-lease.num_parts :], spans[: -lease.num_parts]
+            slot_ids = tuple(part.slot_id for part in parts)
+            state = GrantedState(end_token, slot_ids, tuple(part.generation for part in parts))
+        return LoadAnswer(lookup, lease.lease_id, spans, end_token, lease.more, state=state)
 
     def _hit(self, lease: LoadLease) -> LoadAnswer:
         move(lease, "settle")
@@ -303,6 +360,7 @@ class Loader:
         if lease.is_export:
             return
         self._state.outbox.count("load_hits")
+        self._state.outbox.count("load_states", lease.num_parts > 0)
         for tier in Tier:
             name = tier.value
             num_of_tier = sum(span.num_tokens for _, span in lease.entries if span.tier == name)

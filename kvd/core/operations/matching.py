@@ -16,7 +16,7 @@ of the remaining tokens would be.
 The chain is followed over full blocks, and over the one that ends where the clean tokens do.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -69,9 +69,8 @@ class Match:
         """Number of tokens stored."""
         return self.pieces[-1].end if self.pieces else 0
 
-    def covers(self, session: Session) -> bool:
-        """Whether it goes through all that the session has."""
-        spans = session.spans
+    def covers(self, session: Session, spans: Sequence[Span]) -> bool:
+        """Whether it goes through all that the session has: these runs of tokens."""
         if session.packed or len(self.pieces) < len(spans):
             return False
         return all(p.span == span for p, span in zip(self.pieces, spans, strict=False))
@@ -129,7 +128,14 @@ def match_session(
 
 
 def _spans(state: CacheState, session: Session) -> Iterator[Span]:
-    """Return a session's spans, unpacked only if its first packed one is what was looked for."""
+    """Return a session's spans, unpacked only if its first packed one is what was looked for.
+
+    Where sessions have states they are unpacked in any case, and the states' parts are left out.
+    """
+    if state.stored_states is not None:
+        state.tails.unpack(session)
+        yield from runs_of(state, session)
+        return
     num_spans = len(session.spans)
     yield from session.spans
     if not session.packed:
@@ -137,6 +143,13 @@ def _spans(state: CacheState, session: Session) -> Iterator[Span]:
     yield next(session.tail_spans())
     state.tails.unpack(session)
     yield from session.spans[num_spans + 1 :]
+
+
+def runs_of(state: CacheState, session: Session) -> Sequence[Span]:
+    """Return the spans of a session that have tokens, as far as they are not packed."""
+    if state.stored_states is None:
+        return session.spans
+    return [span for span in session.spans if span.num_tokens]
 
 
 def match_tokens(state: CacheState, key: SessionKey, token_ids: bytes, chaining: Chaining) -> Match:
@@ -193,11 +206,12 @@ def _follow_chain(
 
 
 def kept_pieces(
-    pieces: list[Piece], from_token: int, num_tokens: int, chaining: Chaining
+    state: CacheState, pieces: list[Piece], from_token: int, num_tokens: int, chaining: Chaining
 ) -> list[Piece]:
     """Choose the stored pieces that a store builds on: a partial block at the end is replaced.
 
-    It is, unless its tokens are not all there to be stored again (`from_token`).
+    It is, unless its tokens are not all there to be stored again (`from_token`). With states every
+    context goes back to full blocks where it can: others find its states by them.
     """
     if not pieces or pieces[-1].end == num_tokens:
         return pieces
@@ -206,7 +220,8 @@ def kept_pieces(
     # A span behind a discard stays: its block was computed before it, what follows was not
     # (equal keys must mean equal computation).
     is_plain = last.span.start == 0 and last.span.chain == last.span.block_key
-    if is_partial and is_plain and from_token <= last.token_offset:
+    is_replaced = is_plain or state.stored_states is not None
+    if is_partial and is_replaced and from_token <= last.token_offset:
         return pieces[:-1]
     return pieces
 

@@ -15,6 +15,7 @@ from itertools import islice
 
 from kvd.core.io.placement import Placement
 from kvd.core.io.writing import Writer
+from kvd.core.operations.retaining import longest_retention_ns
 from kvd.core.records.entries import Pin
 from kvd.core.state.cache_state import CacheState
 from kvd.core.state.limits import Limits
@@ -100,7 +101,7 @@ class Reconfigurer:
     def _bound_retention(self, session: Session) -> None:
         """Cut a retention that is longer than it may be now."""
         state = self._state
-        most_ns = state.longest_retention_ns(session.key.tenant, session.ttl_ns)
+        most_ns = longest_retention_ns(state, session.key.tenant, session.ttl_ns)
         if session.retain_ns is not None and session.retain_ns > most_ns:
             state.retain(session, most_ns or None)
 

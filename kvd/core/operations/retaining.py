@@ -12,6 +12,7 @@ bytes; and it goes with its retention.
 
 from collections.abc import Callable, Iterable
 
+from kvd.core.records.entries import TTL_NEVER_NS
 from kvd.core.records.errors import InvalidRequestError
 from kvd.core.state.block import Block
 from kvd.core.state.cache_state import CacheState
@@ -22,12 +23,26 @@ from shared.types.session_key import SessionKey
 END_BATCH = 128  # retentions per call, so that one call stays short
 
 
+def longest_retention_ns(state: CacheState, tenant: str, ttl_ns: int | None) -> int:
+    """Return how long a tenant's session may be retained at most.
+
+    Args:
+        state: the cache's tables.
+        tenant: whose session it is.
+        ttl_ns: of its own; None: it inherits one. Whoever sets a TTL means it.
+    """
+    own_ns = state.tenants.limits(tenant).max_retention_ns
+    most_ns = state.limits.max_retention_ns if own_ns is None else own_ns
+    ttl_ns = state.inherited_ttl_ns(tenant) if ttl_ns is None else ttl_ns
+    return most_ns if ttl_ns in (None, TTL_NEVER_NS) else min(most_ns, ttl_ns)
+
+
 class Retainer:
     """Retains sessions of one cache state.
 
     Args:
         state: the cache's tables.
-        adopt: makes a session of stored blocks, see Storer.
+        adopt: makes a session of stored blocks, see Publisher.
         admit: has dirty blocks written, as far as they may be.
     """
 
@@ -75,7 +90,7 @@ class Retainer:
         session = self._adopt(key, token_ids) if granted_ns else None
         if session is None:
             return 0
-        most_ns = self._state.longest_retention_ns(key.tenant, None)
+        most_ns = longest_retention_ns(self._state, key.tenant, None)
         granted_ns = min(most_ns, max(granted_ns, session.retain_ns or 0))
         session.ttl_ns = granted_ns
         self._state.schedule_expiry(session)
@@ -104,7 +119,7 @@ class Retainer:
             raise InvalidRequestError(
                 f"a retention of {retain_ns} ns", "give a duration, 0 for none"
             )
-        granted_ns = min(retain_ns, state.longest_retention_ns(key.tenant, ttl_ns))
+        granted_ns = min(retain_ns, longest_retention_ns(state, key.tenant, ttl_ns))
         state.outbox.count("retentions", retain_ns > 0)
         state.outbox.count("retentions_cut", granted_ns < retain_ns)
         return granted_ns

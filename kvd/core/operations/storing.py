@@ -9,10 +9,19 @@ tokens (D9); 4. what was prepared before a discard and is completed after it pub
 from collections.abc import Callable, Sequence
 
 from kvd.core.io.placement import Placement
-from kvd.core.io.verifying import Hasher
 from kvd.core.io.writing import Writer
 from kvd.core.operations.chaining import Chaining
+from kvd.core.operations.filling import (
+    NewStates,
+    check_positions,
+    commit_states,
+    committed,
+    free,
+    grant_states,
+    new_states,
+)
 from kvd.core.operations.matching import (
+    Piece,
     PlannedBlock,
     check_from_token,
     kept_pieces,
@@ -20,16 +29,16 @@ from kvd.core.operations.matching import (
     num_tokens_of,
     plan_blocks,
 )
-from kvd.core.records.actions import SESSION_STORED
-from kvd.core.records.entries import Span, WritingSlot
+from kvd.core.operations.publishing import Publisher
+from kvd.core.operations.state_matching import StateChain, pieces_at
+from kvd.core.records.entries import WritingSlot
 from kvd.core.records.records import StoreAnswer
 from kvd.core.state.block import Block
 from kvd.core.state.cache_state import CacheState
 from kvd.core.state.leases import NewBlock, Part, RestoredLease, StoreLease, lost
-from kvd.core.state.session import Session
 from kvd.core.state.session_history import MoveKind
-from shared.types.granted_slots import StoreBlock
-from shared.types.lineage import WHOLE, Lineage
+from shared.types.granted_slots import GrantedState, StoreBlock
+from shared.types.lineage import Lineage
 from shared.types.session_key import SessionKey
 from shared.types.units import NS_PER_S
 
@@ -47,7 +56,7 @@ class Storer:
         state: the cache's tables.
         placement: makes room within quotas, and for another session.
         writer: makes room in DRAM.
-        hasher: has new blocks hashed, and then written.
+        publisher: makes what is stored a session's.
         consider_compaction: called with each session after a store.
     """
 
@@ -56,13 +65,13 @@ class Storer:
         state: CacheState,
         placement: Placement,
         writer: Writer,
-        hasher: Hasher,
+        publisher: Publisher,
         consider_compaction: Callable[[SessionKey], None],
     ) -> None:
         self._state = state
         self._placement = placement
         self._writer = writer
-        self._hasher = hasher
+        self._publisher = publisher
         self._consider_compaction = consider_compaction
 
     def prepare(
@@ -73,12 +82,14 @@ class Storer:
         engine_id: int,
         *,
         lineage: Lineage | None = None,
+        state_positions: Sequence[int] = (),
     ) -> StoreAnswer:
         """Lease slots for the KV of token_ids[from_token:] that is not stored, as far as possible.
 
         When all of it is stored already the session adopts it at once, and there is no lease. The
         lineage is that of the tokens: nothing else is matched. None: it is not named; then their
-        discards are taken from what is stored.
+        discards are taken from what is stored. Of the states behind so many of the tokens those are
+        leased, too, that are not stored, as far as there is room.
 
         Raises:
             InvalidRequestError: token ids or position that cannot be.
@@ -88,7 +99,7 @@ class Storer:
         state = self._state
         state.tenants.refuse_erased(key.tenant)
         state.turns.stored(key, num_tokens_of(token_ids), state.now_ns)
-        return self.lease_slots(key, token_ids, from_token, engine_id, lineage)
+        return self.lease_slots(key, token_ids, from_token, engine_id, lineage, state_positions)
 
     def lease_slots(
         self,
@@ -97,6 +108,7 @@ class Storer:
         from_token: int,
         engine_id: int,
         lineage: Lineage | None,
+        state_positions: Sequence[int] = (),
     ) -> StoreAnswer:
         """Do what `prepare` says, but for what is asked of an engine's turn."""
         num_tokens = num_tokens_of(token_ids)
@@ -106,29 +118,35 @@ class Storer:
         if session is not None:
             state.touch(session)
         chaining = Chaining(state.layout, state.salt_of(key.tenant), lineage)
-        match = match_tokens(state, key, token_ids, chaining)
-        base = kept_pieces(match.pieces, from_token, num_tokens, chaining)
+        check_positions(state, state_positions, num_tokens)
+        base = self._base(key, token_ids, from_token, chaining)
         stored_end = base[-1].end if base else 0
         if from_token > stored_end:
             return self._refused(GAP, stored_end)
         lease_id, now_ns = state.leases.next_id(), state.now_ns
         lease = StoreLease(lease_id, engine_id, key, lineage=lineage, since_ns=now_ns)
         lease.num_discards = session.num_discards if session else 0
+        if state.stored_states is not None:
+            lease.token_ids = token_ids
         held: list[Part] = [(piece.span, piece.block) for piece in base]
         planned = plan_blocks(state, chaining, token_ids, base)
         held += [(new.span, new.block) for new in planned if new.block is not None]
         self._hold(held)
         num_new = sum(new.block is None for new in planned)
-        if not num_new:
-            self._publish(key, held, lineage)
+        states = new_states(state, key, token_ids, chaining, state_positions)
+        num_parts = len(states) * state.layout.state_slots
+        if states and not self._placement.make_quota(key.tenant, num_new + num_parts):
+            states, num_parts = {}, 0
+        if not num_new and not (states and self._may_have_state(num_parts)):
+            self._publisher.publish(lease, held)
             self._release(held)
             return StoreAnswer(end_token=num_tokens)
         if not self._placement.make_quota(key.tenant, num_new):
             self._release(held)
             return self._refused(QUOTA, stored_end)
-        self._writer.make_slots(num_new)
+        self._writer.make_slots(num_new + num_parts)
         lease.parts = held[: len(base)]
-        answer = self._grant(lease, planned)
+        answer = self._grant(lease, planned, states)
         if answer is None:
             self._release(held)
             return self._refused(self._why_no_slot(), stored_end)
@@ -136,24 +154,24 @@ class Storer:
         self._release(held[num_kept:])  # beyond what slots could be had for
         return answer
 
-    def adopt(self, key: SessionKey, token_ids: bytes) -> Session | None:
-        """Make a session of whole blocks that are stored: of all these tokens, or of none.
+    def _base(
+        self, key: SessionKey, token_ids: bytes, from_token: int, chaining: Chaining
+    ) -> list[Piece]:
+        """Find the stored KV that a store builds on.
 
-        It is a use of the session, and no turn.
-
-        Returns:
-            The session; None if some of the tokens are not stored, or there is no room for it.
+        Where that is less than the engine has loaded, because a state has led it to the blocks of
+        another session, it is what this one has.
         """
-        state = self._state
-        chaining = Chaining(state.layout, state.salt_of(key.tenant), WHOLE)
+        state, num_tokens = self._state, num_tokens_of(token_ids)
         match = match_tokens(state, key, token_ids, chaining)
-        if match.end < num_tokens_of(token_ids):
-            return None
-        held: list[Part] = [(piece.span, piece.block) for piece in match.pieces]
-        self._hold(held)
-        session = self._give(key, [piece.span for piece in match.pieces], WHOLE)
-        self._release(held)
-        return session
+        base = kept_pieces(state, match.pieces, from_token, num_tokens, chaining)
+        if state.stored_states is None or from_token <= match.end:
+            return base
+        for stored in StateChain(chaining, state.layout.block_tokens, token_ids).stored(state):
+            if stored.position >= from_token:
+                pieces = pieces_at(state, key, token_ids, chaining, match, stored)
+                return kept_pieces(state, pieces, from_token, num_tokens, chaining)
+        return base
 
     def complete(self, lease_id: int, engine_id: int, *, success: bool) -> int:
         """Publish what a store lease's slots hold (or forget it), and have it written to SSD.
@@ -174,7 +192,7 @@ class Storer:
             self._commit(lease)
             held = [part for part in lease.parts if isinstance(part[1], Block)]
             if not self._is_outdated(lease):
-                self._publish(lease.key, held, lease.lineage)
+                self._publisher.publish(lease, held)
             if state.placement.queue.is_running(lease.key):
                 state.placement.loaded(lease.key)
         self.release(lease)
@@ -187,10 +205,11 @@ class Storer:
         """End a lease; slots that are not committed are free again."""
         self._state.leases.end(lease)
         if isinstance(lease, StoreLease):
-            for _, part in lease.parts:
+            parts = lease.all_parts()
+            for _, part in parts:
                 if isinstance(part, NewBlock):
-                    self._free(lease, part)
-            self._release(lease.parts)
+                    free(self._state, lease.key.tenant, part)
+            self._release(parts)
         else:
             for slot_id, _ in lease.slots():
                 self._state.free_slot(slot_id)
@@ -211,15 +230,22 @@ class Storer:
 
     # ------------------------------------------------------------------------------------- prepare
 
-    def _grant(self, lease: StoreLease, planned: list[PlannedBlock]) -> StoreAnswer | None:
-        """Lease as many planned blocks as there are slots; None if no new block got one."""
+    def _grant(
+        self, lease: StoreLease, planned: list[PlannedBlock], states: NewStates
+    ) -> StoreAnswer | None:
+        """Lease as many planned blocks, and then states, as there are slots; None: it is nothing.
+
+        A store that is not granted any of its new blocks has none of its states either.
+        """
         slots = self._state.slots
         blocks = []
-        end_token = 0
+        end_token = sum(span.num_tokens for span, _ in lease.parts) if states else 0
+        is_cut = False
         for new in planned:
             part: Block | NewBlock
             if new.block is None:
                 if not slots.num_free:
+                    is_cut = True
                     break
                 slot_id, generation = slots.allocate()
                 part = NewBlock(slot_id, generation, new.token_ids)
@@ -230,20 +256,27 @@ class Storer:
                 part = new.block
             lease.parts.append((new.span, part))
             end_token = new.token_offset + new.span.num_tokens
-        if not blocks:
-            return None
         state = self._state
+        granted: tuple[GrantedState, ...] = ()
+        if states and (blocks or not is_cut):
+            granted = grant_states(state, lease, states, end_token)
+        if not blocks and not granted:
+            return None
+        num_slots = len(blocks) + len(lease.state_parts)
         state.leases.add(lease)
-        state.tenants.charge(lease.key.tenant, len(blocks))
-        state.mean_store_blocks += MEAN_SHARE * (len(blocks) - state.mean_store_blocks)
+        state.tenants.charge(lease.key.tenant, num_slots)
+        state.mean_store_blocks += MEAN_SHARE * (num_slots - state.mean_store_blocks)
         self._journal(lease)
-        more = end_token < planned[-1].token_offset + planned[-1].span.num_tokens
-        return StoreAnswer(lease.lease_id, tuple(blocks), end_token, more)
+        return StoreAnswer(lease.lease_id, tuple(blocks), end_token, is_cut, states=granted)
 
     def _journal(self, lease: StoreLease | RestoredLease) -> None:
         for slot_id, generation in lease.slots():
             record = WritingSlot(generation, lease.lease_id, lease.engine_id)
             self._state.journal.put(slot_id, record)
+
+    def _may_have_state(self, num_parts: int) -> bool:
+        """Make room for parts of states; returns whether there is enough for one."""
+        return self._writer.make_slots(num_parts) >= self._state.layout.state_slots
 
     def _why_no_slot(self) -> str:
         """Whether waiting may help: leases end, reads end, writes make blocks clean."""
@@ -275,34 +308,20 @@ class Storer:
                 continue
             block = state.find_block(span.block_key)
             if block is None:
-                block = self._committed(lease.key.tenant, span, part)
+                block = committed(state, lease.key.tenant, span, part)
                 num_blocks += 1
                 num_tokens += span.num_tokens
             else:  # another session has committed the same meanwhile
-                self._free(lease, part)
+                free(state, lease.key.tenant, part)
             block.holders += 1
             lease.parts[index] = (span, block)
+        if lease.state_parts:
+            commit_states(state, lease, sum(span.num_tokens for span, _ in lease.parts))
         if num_blocks:
             state.outbox.count("store_tokens", num_tokens)
             state.record_move(
                 lease.key, MoveKind.STORED, num_blocks=num_blocks, num_tokens=num_tokens
             )
-
-    def _committed(self, tenant: str, span: Span, part: NewBlock) -> Block:
-        """Make a block of a filled slot. The journal forgets the slot until it is hashed."""
-        state = self._state
-        state.slots.commit(part.slot_id)
-        state.clear_slot(part.slot_id)
-        block = Block(
-            span.block_key,
-            span.num_tokens,
-            tenant,
-            part.token_ids,
-            part.slot_id,
-            part.generation,
-        )
-        state.blocks.add(block)
-        return block
 
     def _shorten(self, lease: StoreLease, index: int) -> None:
         """Shorten a lease to its first parts."""
@@ -310,58 +329,14 @@ class Storer:
         del lease.parts[index:]
         for _, part in released:
             if isinstance(part, NewBlock):
-                self._free(lease, part)
+                free(self._state, lease.key.tenant, part)
         self._release(released)
-
-    def _free(self, lease: StoreLease, part: NewBlock) -> None:
-        """Free a slot that does not become a block."""
-        self._state.free_slot(part.slot_id)
-        self._state.tenants.charge(lease.key.tenant, -1)
 
     def _is_outdated(self, lease: StoreLease) -> bool:
         """Whether a discard has come since it was prepared: it is of another sequence."""
         session = self._state.sessions.get(lease.key)
         is_discarded = session is not None and session.num_discards != lease.num_discards
         return is_discarded or lease.is_outdated
-
-    def _publish(self, key: SessionKey, parts: Sequence[Part], lineage: Lineage | None) -> None:
-        """Make the parts the session's spans, creating it, and have its dirty blocks written."""
-        state = self._state
-        session = self._give(key, [span for span, _ in parts], lineage)
-        if session is None:
-            return
-        state.outbox.count("stores")
-        num_tokens, num_blocks = session.num_tokens, len(session.spans)
-        state.policy.on_resize(key, num_tokens)
-        state.placement.observe_size(num_blocks * state.layout.block_bytes)
-        fields = {"num_tokens": num_tokens, "num_blocks": num_blocks}
-        state.outbox.emit(SESSION_STORED, key, fields)
-        self._hasher.request([state.blocks[block_key] for block_key in session.block_keys()])
-
-    def _give(
-        self, key: SessionKey, spans: Sequence[Span], lineage: Lineage | None
-    ) -> Session | None:
-        """Give a session these spans and use it, creating it; None: there is none, and no room."""
-        state = self._state
-        session = state.sessions.get(key)
-        if not spans or (session is None and not self._has_room_for_session()):
-            return None
-        if session is None:
-            session = Session(key, state.now_ns)
-            state.add_session(session)
-        state.tails.unpack(session)
-        if session.spans[: len(spans)] != spans:
-            session.lost = ""
-            state.set_spans(session, spans)
-        if lineage is not None and len(session.spans) == len(spans):
-            session.lineage = lineage
-        state.touch(session)
-        state.outbox.index.session_used(key)
-        return session
-
-    def _has_room_for_session(self) -> bool:
-        state = self._state
-        return len(state.sessions) < state.limits.max_sessions or self._placement.drop_victim()
 
     # -------------------------------------------------------------------------------------- leases
 

@@ -10,6 +10,7 @@ The spans of a session are packed in its entry, and so are, in memory, the block
     places    = key (16) | num_tokens (u32) | extent (u64)           a packed block, 28 bytes
 
 Little-endian, unpadded. A plain span's digest is zeros in a record of kind 1; its chain is its key.
+A part of a state is a record of kind 1 without tokens; an older kvd takes it for the end.
 What cannot be unpacked ends the list: a damaged entry gives the spans before the damage, which
 recovery then compares with the blocks there are.
 """
@@ -51,7 +52,7 @@ class Span(NamedTuple):
     Attributes:
         block_key: content key of the block.
         start: first token, counted from the block's.
-        num_tokens: how many, at least 1.
+        num_tokens: how many, at least 1; 0: the block is a part of a state.
         tokens_digest: digest of the ids of these tokens; proves that a request asks for the
             same tokens.
         chain: parent key of whatever is computed after this span. It is `block_key` unless a
@@ -59,6 +60,9 @@ class Span(NamedTuple):
 
     A *plain* span (a whole block, no discard at or before it) has an empty digest: that its tokens
     are the ones asked for shows when the block key is computed from them.
+
+    The parts of a *state* follow each other, behind the run that has the last token the state knows
+    of: `start` is its position, `tokens_digest` its key, and `chain` the parent key in it.
     """
 
     block_key: bytes
@@ -212,6 +216,13 @@ def plain_span(key: bytes, num_tokens: int) -> Span:
     return Span(key, 0, num_tokens, b"", key)
 
 
+def state_spans(
+    part_keys: Sequence[bytes], position: int, state_key: bytes, parent: bytes
+) -> list[Span]:
+    """Make the spans of a state's parts."""
+    return [Span(part_key, position, 0, state_key, parent) for part_key in part_keys]
+
+
 def pack_spans(spans: Sequence[Span]) -> bytes:
     """Pack the spans of a session for its entry."""
     if all(map(is_plain, spans)):
@@ -273,7 +284,7 @@ def num_tokens_of_places(places: bytes) -> int:
 def _sound_prefix(spans: Iterable[Span]) -> Iterator[Span]:
     """Stop at a span that no store and no discard can have made."""
     for span in spans:
-        is_whole = span.start == 0 and span.chain == span.block_key
-        if not span.num_tokens or (is_plain(span) and not is_whole):
+        is_whole = span.start == 0 and span.chain == span.block_key and span.num_tokens > 0
+        if is_plain(span) and not is_whole:
             return
         yield span

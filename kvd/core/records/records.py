@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from kvd.core.records.entries import Pin
-from shared.types.granted_slots import LoadSpan, Lookup, StoreBlock
+from shared.types.granted_slots import GrantedState, LoadSpan, Lookup, StoreBlock
 from shared.types.session_key import SessionKey
 
 
@@ -51,7 +51,8 @@ class LoadAnswer:
             "evicted", "expired", "flushed", "discarded", "corrupt". Only on MISS also "read_error",
             "deadline" (settled before a read came back), "busy" (no slot to read into just now; may
             be asked again on SpaceFreed), "on_ssd" (stored, but the first block is not in DRAM, and
-            only that was asked for). "": all is stored, or `more` is; or it was settled.
+            only that was asked for). With states also "no_state": it is stored, and no state behind
+            it is. "": all is stored, or `more` is; or it was settled.
     """
 
     lookup: Lookup
@@ -60,6 +61,7 @@ class LoadAnswer:
     end_token: int = 0  # the spans cover [from_token, end_token)
     more: bool = False  # more is stored beyond end_token
     miss_reason: str = ""
+    state: GrantedState | None = None  # at end_token; None: the layout has none, or see `more`
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +89,7 @@ class StoreAnswer:
     end_token: int = 0  # after completion [0, end_token) is stored
     more: bool = False  # ask again from end_token
     refused: str = ""
+    states: tuple[GrantedState, ...] = ()
 
 
 # --------------------------------------------------------------------------------------- operators
@@ -151,11 +154,32 @@ class BlockInfo:
 
 
 @dataclass(frozen=True, slots=True)
+class StateInfo:
+    """One state of a session's model.
+
+    Attributes:
+        position: behind so many tokens.
+        num_bytes: of its blocks.
+        tiers: in which all of it is.
+        dirty: something of it is in DRAM only.
+        is_hashed: as of a block, of all of them.
+    """
+
+    position: int
+    num_bytes: int
+    tiers: tuple[Tier, ...]
+    num_sessions: int
+    dirty: bool
+    is_hashed: bool
+
+
+@dataclass(frozen=True, slots=True)
 class SessionDetail:
-    """Answer of `describe`."""
+    """Answer of `describe`: the blocks are those of tokens."""
 
     info: SessionInfo
     blocks: tuple[BlockInfo, ...]
+    states: tuple[StateInfo, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -79,8 +79,9 @@ def _quarantine(state: CacheState, orphan: OrphanSlot) -> None:
 
 def _is_sound(state: CacheState, slot: AdoptedSlot) -> bool:
     block = slot.block
+    fewest = 0 if state.stored_states is not None else 1
     return (
-        0 < block.num_tokens <= state.layout.block_tokens
+        fewest <= block.num_tokens <= state.layout.block_tokens
         and len(block.key) == KEY_BYTES
         and len(block.token_ids) == block.num_tokens * TOKEN_BYTES
         and len(block.checksums) == len(state.layout.layers) * CHECKSUM_BYTES

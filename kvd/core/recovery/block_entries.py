@@ -107,10 +107,11 @@ class BlockEntries:
         shape, num_entries = self._state.shape, self._num_entries
         block_tokens = self._state.layout.block_tokens
         num_tokens = self._num_tokens[:num_entries]
-        sectors = [0, *map(shape.num_sectors, range(1, block_tokens + 1))]
-        is_possible = (num_tokens > 0) & (num_tokens <= block_tokens)
+        fewest = 0 if self._state.stored_states is not None else 1
+        sectors = [*map(shape.num_sectors, range(block_tokens + 1)), 0]  # the last: none can be
+        is_possible = (num_tokens >= fewest) & (num_tokens <= block_tokens)
         is_possible &= same_as[:num_entries] == np.arange(num_entries)
-        num_sectors = np.array(sectors, dtype=np.int32)[np.where(is_possible, num_tokens, 0)]
+        num_sectors = np.array(sectors, dtype=np.int32)[np.where(is_possible, num_tokens, -1)]
         self.is_sound[:num_entries] = self._state.extents.restore(extents, num_sectors)
 
     def _join_adopted(self, entry: int, block: Block) -> None:

@@ -5,7 +5,7 @@ equal first bytes (never, in practice: keys are keyed hashes) one is not found, 
 """
 
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -115,6 +115,14 @@ class SpanJoin:
         if len(self._packed) >= JOINED_BYTES:
             self._join()
 
+    def has_parts(self, keys: Sequence[bytes]) -> list[bool]:
+        """Whether blocks are there, sound and parts of a state."""
+        entries = _find(self._blocks, np.frombuffer(b"".join(keys), dtype=_KEY))
+        if not len(self._blocks.first):
+            return [False] * len(keys)
+        is_part = (self._blocks.num_tokens[entries] == 0) & self._is_sound[entries]
+        return list(is_part & (entries >= 0))
+
     def finish(self) -> SpanColumns:
         """Tell what was found, of all sessions."""
         self._join()
@@ -207,11 +215,14 @@ class SessionEntries:
     """The entries of sessions by columns.
 
     Attributes:
+        state_slots: of the layout.
         full: by index: the spans of a session that are not all plain.
         settings: by index: a session's entry, if its settings are not the default ones.
-        damaged: indexes of sessions whose entry could not be read to its end.
+        damaged: indexes of sessions whose entry could not be read to its end, or names states that
+            are not there.
     """
 
+    state_slots: int = 0
     keys: list[SessionKey] = field(default_factory=list)
     last_access_ns: "array[int]" = field(default_factory=lambda: array("q"))
     full: dict[int, list[Span]] = field(default_factory=dict)
@@ -230,7 +241,7 @@ class SessionEntries:
                 [
                     packed[1:]
                     if packed[:1] == _PLAIN_KIND and len(packed) % PLAIN_SPAN_BYTES == 1
-                    else self._joinable(index, packed)
+                    else self._joinable(index, packed, spans)
                     for index, packed in enumerate(some.spans, first)
                 ]
             )
@@ -246,15 +257,48 @@ class SessionEntries:
             are_plain[list(others)] = False
         return are_plain
 
-    def _joinable(self, index: int, packed: bytes) -> bytes:
+    def _joinable(self, index: int, packed: bytes, join: SpanJoin) -> bytes:
         spans = unpack_spans(packed)
+        if self.state_slots:
+            spans = list(_whole_states(spans, self.state_slots, join))
         if packed[:1] == bytes((FULL,)):
             self.full[index] = spans
         if pack_spans(spans) != packed:
             self.damaged.add(index)
-        ends = (span.start + span.num_tokens for span in spans)
-        joinable = (
-            plain_span(span.block_key, end if is_plain(span) else end | PARTIAL)
-            for span, end in zip(spans, ends, strict=True)
-        )
-        return pack_spans(list(joinable))[1:]
+        return pack_spans([plain_span(span.block_key, _coded(span)) for span in spans])[1:]
+
+
+def _coded(span: Span) -> int:
+    """Return what SpanJoin is to be told of a span's tokens."""
+    if not span.num_tokens:
+        return 0
+    end = span.start + span.num_tokens
+    return end if is_plain(span) else end | PARTIAL
+
+
+def _whole_states(spans: Sequence[Span], num_parts: int, join: SpanJoin) -> Iterator[Span]:
+    """Yield the spans, but for those of states of which a part is missing, or in a wrong place.
+
+    So a session loses no tokens because of a state.
+    """
+    part_keys = [span.block_key for span in spans if not span.num_tokens]
+    is_there = dict(zip(part_keys, join.has_parts(part_keys), strict=True))
+    seen: set[bytes] = set()
+    start = end = index = 0
+    while index < len(spans):
+        span = spans[index]
+        parts = spans[index : index + (1 if span.num_tokens else num_parts)]
+        index += 1
+        if span.num_tokens:
+            start, end = end, end + span.num_tokens
+        elif (
+            len(parts) < num_parts
+            or any(part[1:] != span[1:] or not is_there[part.block_key] for part in parts)
+            or not start < span.start <= end
+            or span.tokens_digest in seen
+        ):
+            continue
+        else:
+            seen.add(span.tokens_digest)
+            index += num_parts - 1
+        yield from parts

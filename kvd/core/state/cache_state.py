@@ -24,7 +24,7 @@ from kvd.core.records.actions import (
     SESSION_FLUSHED,
     DropBlock,
 )
-from kvd.core.records.entries import TTL_NEVER_NS, Pin, Span
+from kvd.core.records.entries import Pin, Span
 from kvd.core.records.extent_shape import ExtentShape
 from kvd.core.records.records import Tier
 from kvd.core.state.block import Block, BlockIndex, BlockIo
@@ -38,6 +38,7 @@ from kvd.core.state.packed_tails import PackedTails
 from kvd.core.state.session import Session
 from kvd.core.state.session_history import MoveKind, SessionHistory
 from kvd.core.state.slots import Journal, SlotTable
+from kvd.core.state.stored_states import StoredStates, whole_prefix, without_state
 from kvd.core.state.tenants import TenantTable
 from kvd.core.state.turn_log import TurnLog
 from kvd.core.state.under_way import UnderWay, WriteQueue
@@ -63,6 +64,7 @@ class CacheState:
             the reader and the writer, and by what makes blocks: stores, compactions, recovery.
         sessions, users, tails: which session uses which blocks; changed by the transitions below.
         placement, policy, tenants: the orders in which sessions go, and come.
+        stored_states: the states of models that have any, changed by the same; else None.
         leases: who may use slots; changed by loads, stores and engines that come and go.
         under_way, unwritten: what the performer does, and the writes that wait.
         unverified: adopted blocks whose verification is not begun, in the order it will be in.
@@ -102,6 +104,7 @@ class CacheState:
         self.tails = PackedTails(
             self.blocks, self.sessions, self.users, packs_sessions=limits.packs_sessions
         )
+        self.stored_states = StoredStates() if layout.state_bytes else None
         self._clocks: list[TtlClock] = []
         self.ttl = self.make_clock()
         self.retention = self.make_clock()
@@ -212,21 +215,11 @@ class CacheState:
             self.policy.guard(session.key, session.guard)
             self.tenants.guard(session.key, session.guard)
 
-    def longest_retention_ns(self, tenant: str, ttl_ns: int | None) -> int:
-        """Return how long a tenant's session may be retained at most.
-
-        Args:
-            tenant: whose session it is.
-            ttl_ns: of its own; None: it inherits one. Whoever sets a TTL means it.
-        """
-        own_ns = self.tenants.limits(tenant).max_retention_ns
-        most_ns = self.limits.max_retention_ns if own_ns is None else own_ns
-        ttl_ns = self.inherited_ttl_ns(tenant) if ttl_ns is None else ttl_ns
-        return most_ns if ttl_ns in (None, TTL_NEVER_NS) else min(most_ns, ttl_ns)
-
     def set_spans(self, session: Session, spans: Sequence[Span]) -> None:
         """Replace a session's spans; blocks that lose their last user go."""
         self.tails.unpack(session)
+        if self.stored_states is not None:
+            self.stored_states.replace(session.key, session.spans, spans)
         before = session.block_keys()
         session.spans = list(spans)
         after = session.block_keys()
@@ -247,13 +240,16 @@ class CacheState:
             return
         num_lost = session.num_spans - num_spans
         self._drop_packed(session, session.num_packed)
-        self.set_spans(session, session.spans[:num_spans])
+        self.set_spans(session, whole_prefix(session.spans, num_spans))
         self._was_cut(session, num_lost, why)
 
     def cut_packed(self, session: Session, num_blocks: int, why: str) -> None:
         """Drop the session's last packed blocks; a session without any span is dropped."""
         if not session.spans and num_blocks == session.num_packed:
             self.drop_session(session, SESSION_DROPPED, why)
+            return
+        if self.stored_states is not None:  # a state is not cut in the middle
+            self.cut(session, session.num_spans - num_blocks, why)
             return
         self._drop_packed(session, num_blocks)
         self.outbox.index.session_changed(session.key)
@@ -307,12 +303,19 @@ class CacheState:
         num_before = len(self.sessions)
         for key in tuple(block.users):
             session = self.sessions[key]
-            self.cut(session, session.index_of(block.key), why)
+            if block.num_tokens:
+                self.cut(session, session.index_of(block.key), why)
+            else:  # of its state nothing is of use any more, and the tokens behind it are
+                self.tails.unpack(session)
+                self.set_spans(session, without_state(session.spans, block.key))
+                self.record_move(key, MoveKind.STATE_DROPPED, num_blocks=1, why=why)
         return num_before - len(self.sessions)
 
     def _drop_packed(self, session: Session, num_blocks: int) -> None:
         """Drop the session's last packed blocks, without making blocks of them."""
-        if not num_blocks:
+        if self.stored_states is not None:
+            self.tails.unpack(session)  # its states are found by its spans
+        if not num_blocks or not session.packed:
             return
         for record in reversed(self.tails.take(session, num_blocks)):
             self.drop_entry(record.key, record.extent, record.num_tokens)

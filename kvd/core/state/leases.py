@@ -52,7 +52,9 @@ class LoadLease:
     """Blocks being loaded.
 
     Attributes:
-        entries: blocks with the spans granted on them, in token order.
+        entries: blocks with the spans granted on them, in token order; behind them, without tokens,
+            the parts of the state that the load ends at.
+        num_parts: how many of the entries are of a state: all of it, or none.
         num_waiting: blocks among them that are being read or verified.
         failure: why the answer was cut: "", "corrupt", "read_error", "deadline".
         is_tracked: a progress word says how far it is.
@@ -66,6 +68,7 @@ class LoadLease:
     entries: list[tuple[Block, LoadSpan]] = field(default_factory=list)
     more: bool = False
     since_ns: int = 0
+    num_parts: int = 0
     num_waiting: int = 0
     failure: str = ""
     is_tracked: bool = False
@@ -82,7 +85,11 @@ class LoadLease:
 
 
 class NewBlock(NamedTuple):
-    """A block to be: what its slot will hold once the engine has written it."""
+    """A block to be: what its slot will hold once the engine has written it.
+
+    Attributes:
+        token_ids: b"": a part of a state.
+    """
 
     slot_id: int
     generation: int
@@ -99,6 +106,8 @@ class StoreLease:
     Attributes:
         parts: what the session will consist of: each span with the existing block it uses (held by
             this lease) or the new one.
+        state_parts: the parts of states that it stores, all of each.
+        token_ids: of the whole sequence, where there are states: they are found by them.
         num_discards: that the session had seen when it was prepared.
         lineage: the lineage of the tokens, if it was named.
         is_outdated: a discard has come since, which has left the session alone; or its tenant is
@@ -109,6 +118,8 @@ class StoreLease:
     engine_id: int
     key: SessionKey
     parts: list[Part] = field(default_factory=list)
+    state_parts: list[Part] = field(default_factory=list)
+    token_ids: bytes = b""
     num_discards: int = 0
     lineage: Lineage | None = None
     is_outdated: bool = False
@@ -118,8 +129,14 @@ class StoreLease:
     def slots(self) -> list[tuple[int, int]]:
         """Id and generation of each slot it fills."""
         return [
-            (part.slot_id, part.generation) for _, part in self.parts if isinstance(part, NewBlock)
+            (part.slot_id, part.generation)
+            for _, part in self.all_parts()
+            if isinstance(part, NewBlock)
         ]
+
+    def all_parts(self) -> list[Part]:
+        """Return those of tokens, then those of states."""
+        return [*self.parts, *self.state_parts] if self.state_parts else self.parts
 
     def info(self) -> LeaseInfo:
         """Return the lease as operators see it."""

@@ -23,8 +23,10 @@ COUNTERS = (
     "loads_busy",  # loads that found no slot to read into
     "load_tokens_dram",  # tokens granted that were in DRAM
     "load_tokens_ssd",  # tokens granted that were read from SSD for it
+    "load_states",  # states granted, of models with recurrent layers
     "stores",  # completed store leases, and stores that found everything stored
     "store_tokens",  # tokens published
+    "store_states",  # states published, of models with recurrent layers
     "stores_waited",  # answers "wait"
     "stores_refused",  # answers "no_space", "gap" and "quota"
     "discards",  # of sessions that are stored

@@ -9,9 +9,11 @@ from shared.kvd_client.arena_map import ArenaMap, ProgressWords
 from shared.kvd_client.grants import KvdProtocolError, load_grant, store_grant
 from shared.pb.kvd.v1 import kvd_pb2
 from shared.types.errors import LoadFailedError
-from shared.types.granted_slots import Lookup
+from shared.types.granted_slots import GrantedState, Lookup
+from shared.types.kv_layout import Component, KVLayout, Layer
 
-BLOCK_TOKENS = 16
+LAYOUT = KVLayout("m", (Layer((Component("k", (4, 16), "float32"),)),), 16)
+WITH_STATES = replace(LAYOUT, position_mode="coupled", state_bytes=2 * LAYOUT.block_bytes)
 SPAN = kvd_pb2.LoadSpan(slot_id=1, start=0, num_tokens=16, token_offset=0, tier=kvd_pb2.TIER_SSD)
 TAIL = kvd_pb2.LoadSpan(slot_id=2, start=3, num_tokens=4, token_offset=16, tier=kvd_pb2.TIER_DRAM)
 BLOCK = kvd_pb2.StoreBlock(slot_id=1, token_offset=16, num_tokens=16)
@@ -43,24 +45,34 @@ def _changed(message, **fields):
 
 @pytest.fixture
 def load(arena, words):
-    def loaded(spans, end_token=20, lookup=kvd_pb2.LOOKUP_HIT, num_tokens=40, **fields):
+    def loaded(
+        spans,
+        end_token=20,
+        lookup=kvd_pb2.LOOKUP_HIT,
+        num_tokens=40,
+        layout=LAYOUT,
+        more=True,
+        **fields,
+    ):
         request = kvd_pb2.PrepareLoadRequest(
             token_ids=bytes(4 * num_tokens), accept_pending=fields.pop("accept_pending", False)
         )
         response = kvd_pb2.PrepareLoadResponse(
-            lookup=lookup, spans=spans, end_token=end_token, more=True, **{"lease_id": 9, **fields}
+            lookup=lookup, spans=spans, end_token=end_token, more=more, **{"lease_id": 9, **fields}
         )
-        return load_grant(response, request, arena, BLOCK_TOKENS, words)
+        return load_grant(response, request, arena, layout, words)
 
     return loaded
 
 
-def _store(arena, blocks, end_token=32, lease_id=9, **fields):
-    request = kvd_pb2.PrepareStoreRequest(token_ids=bytes(4 * 40), from_token=16)
+def _store(arena, blocks, end_token=32, lease_id=9, layout=LAYOUT, state_positions=(), **fields):
+    request = kvd_pb2.PrepareStoreRequest(
+        token_ids=bytes(4 * 40), from_token=16, state_positions=state_positions
+    )
     response = kvd_pb2.PrepareStoreResponse(
         lease_id=lease_id, blocks=blocks, end_token=end_token, **fields
     )
-    return store_grant(response, request, arena, BLOCK_TOKENS)
+    return store_grant(response, request, arena, layout)
 
 
 def test_a_hit(load):
@@ -160,3 +172,62 @@ def test_grants_are_values(load):
     """A grant is frozen and can be compared."""
     grant = load([SPAN, TAIL])
     assert replace(grant) == grant
+
+
+STATE = kvd_pb2.GrantedState(position=20, slot_ids=[0, 3], generations=[7, 8])
+
+
+def test_a_state_comes_with_the_tokens_before_it(load):
+    """It ends the load; without one there is more to come."""
+    grant = load([SPAN, TAIL], layout=WITH_STATES, state=STATE, more=False)
+    assert grant.state == GrantedState(20, (0, 3), (7, 8))
+    assert load([SPAN, TAIL], layout=WITH_STATES).state is None
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"layout": WITH_STATES, "more": False},
+        {"layout": WITH_STATES, "state": _changed(STATE, position=19)},
+        {"layout": LAYOUT, "state": STATE},
+        {"layout": WITH_STATES, "state": kvd_pb2.GrantedState(position=20)},
+        {
+            "layout": WITH_STATES,
+            "state": kvd_pb2.GrantedState(position=20, slot_ids=[0, 4], generations=[7, 8]),
+        },
+        {
+            "layout": WITH_STATES,
+            "state": kvd_pb2.GrantedState(position=20, slot_ids=[0, 0], generations=[7, 8]),
+        },
+        {
+            "layout": WITH_STATES,
+            "state": kvd_pb2.GrantedState(position=20, slot_ids=[0, 1], generations=[7]),
+        },
+    ],
+)
+def test_a_state_that_cannot_be(load, fields):
+    with pytest.raises(KvdProtocolError):
+        load([SPAN, TAIL], **fields)
+
+
+def test_a_miss_has_no_state(load):
+    with pytest.raises(KvdProtocolError):
+        load([], lookup=kvd_pb2.LOOKUP_MISS, layout=WITH_STATES, state=STATE, lease_id=0)
+
+
+def test_states_to_be_written(arena):
+    """Beside blocks or without any; only such as were asked for, and in slots of their own."""
+    wanted = {"layout": WITH_STATES, "state_positions": [20, 40]}
+    grant = _store(arena, [BLOCK], states=[STATE], **wanted)
+    assert [state.position for state in grant.states] == [20]
+    assert _store(arena, [], states=[STATE], **wanted).states == grant.states
+    for states in (
+        [_changed(STATE, position=21)],
+        [_changed(STATE, position=40)],  # behind end_token
+        [STATE, STATE],
+        [kvd_pb2.GrantedState(position=20, slot_ids=[0, 1], generations=[7, 8])],  # the block's
+    ):
+        with pytest.raises(KvdProtocolError):
+            _store(arena, [BLOCK], states=states, **wanted)
+    with pytest.raises(KvdProtocolError):
+        _store(arena, [], states=[STATE], lease_id=0, **wanted)

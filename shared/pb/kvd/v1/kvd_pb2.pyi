@@ -100,7 +100,7 @@ class Layer(_message.Message):
     def __init__(self, components: _Optional[_Iterable[_Union[Component, _Mapping]]] = ...) -> None: ...
 
 class KVLayout(_message.Message):
-    __slots__ = ("model", "layers", "block_tokens", "position_mode", "tp_rank", "tp_size", "fingerprint")
+    __slots__ = ("model", "layers", "block_tokens", "position_mode", "tp_rank", "tp_size", "fingerprint", "state_bytes")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     LAYERS_FIELD_NUMBER: _ClassVar[int]
     BLOCK_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -108,6 +108,7 @@ class KVLayout(_message.Message):
     TP_RANK_FIELD_NUMBER: _ClassVar[int]
     TP_SIZE_FIELD_NUMBER: _ClassVar[int]
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    STATE_BYTES_FIELD_NUMBER: _ClassVar[int]
     model: str
     layers: _containers.RepeatedCompositeFieldContainer[Layer]
     block_tokens: int
@@ -115,7 +116,8 @@ class KVLayout(_message.Message):
     tp_rank: int
     tp_size: int
     fingerprint: str
-    def __init__(self, model: _Optional[str] = ..., layers: _Optional[_Iterable[_Union[Layer, _Mapping]]] = ..., block_tokens: _Optional[int] = ..., position_mode: _Optional[str] = ..., tp_rank: _Optional[int] = ..., tp_size: _Optional[int] = ..., fingerprint: _Optional[str] = ...) -> None: ...
+    state_bytes: int
+    def __init__(self, model: _Optional[str] = ..., layers: _Optional[_Iterable[_Union[Layer, _Mapping]]] = ..., block_tokens: _Optional[int] = ..., position_mode: _Optional[str] = ..., tp_rank: _Optional[int] = ..., tp_size: _Optional[int] = ..., fingerprint: _Optional[str] = ..., state_bytes: _Optional[int] = ...) -> None: ...
 
 class AttachRequest(_message.Message):
     __slots__ = ("data_token", "layout", "held_leases", "engine_name", "instance", "version")
@@ -142,7 +144,7 @@ class AttachEvent(_message.Message):
     def __init__(self, attached: _Optional[_Union[Attached, _Mapping]] = ..., draining: _Optional[_Union[Draining, _Mapping]] = ...) -> None: ...
 
 class Attached(_message.Message):
-    __slots__ = ("engine_id", "arena_id", "slot_bytes", "num_slots", "confirmed_leases", "lost_leases", "kvd_version", "max_queue_jobs", "copiers", "retention", "expectations", "grafts")
+    __slots__ = ("engine_id", "arena_id", "slot_bytes", "num_slots", "confirmed_leases", "lost_leases", "kvd_version", "max_queue_jobs", "copiers", "retention", "expectations", "grafts", "states")
     ENGINE_ID_FIELD_NUMBER: _ClassVar[int]
     ARENA_ID_FIELD_NUMBER: _ClassVar[int]
     SLOT_BYTES_FIELD_NUMBER: _ClassVar[int]
@@ -155,6 +157,7 @@ class Attached(_message.Message):
     RETENTION_FIELD_NUMBER: _ClassVar[int]
     EXPECTATIONS_FIELD_NUMBER: _ClassVar[int]
     GRAFTS_FIELD_NUMBER: _ClassVar[int]
+    STATES_FIELD_NUMBER: _ClassVar[int]
     engine_id: int
     arena_id: str
     slot_bytes: int
@@ -167,7 +170,8 @@ class Attached(_message.Message):
     retention: bool
     expectations: bool
     grafts: bool
-    def __init__(self, engine_id: _Optional[int] = ..., arena_id: _Optional[str] = ..., slot_bytes: _Optional[int] = ..., num_slots: _Optional[int] = ..., confirmed_leases: _Optional[_Iterable[int]] = ..., lost_leases: _Optional[_Iterable[int]] = ..., kvd_version: _Optional[str] = ..., max_queue_jobs: _Optional[int] = ..., copiers: bool = ..., retention: bool = ..., expectations: bool = ..., grafts: bool = ...) -> None: ...
+    states: bool
+    def __init__(self, engine_id: _Optional[int] = ..., arena_id: _Optional[str] = ..., slot_bytes: _Optional[int] = ..., num_slots: _Optional[int] = ..., confirmed_leases: _Optional[_Iterable[int]] = ..., lost_leases: _Optional[_Iterable[int]] = ..., kvd_version: _Optional[str] = ..., max_queue_jobs: _Optional[int] = ..., copiers: bool = ..., retention: bool = ..., expectations: bool = ..., grafts: bool = ..., states: bool = ...) -> None: ...
 
 class Draining(_message.Message):
     __slots__ = ("deadline_s",)
@@ -190,6 +194,16 @@ class LoadSpan(_message.Message):
     tier: Tier
     generation: int
     def __init__(self, slot_id: _Optional[int] = ..., start: _Optional[int] = ..., num_tokens: _Optional[int] = ..., token_offset: _Optional[int] = ..., tier: _Optional[_Union[Tier, str]] = ..., generation: _Optional[int] = ...) -> None: ...
+
+class GrantedState(_message.Message):
+    __slots__ = ("position", "slot_ids", "generations")
+    POSITION_FIELD_NUMBER: _ClassVar[int]
+    SLOT_IDS_FIELD_NUMBER: _ClassVar[int]
+    GENERATIONS_FIELD_NUMBER: _ClassVar[int]
+    position: int
+    slot_ids: _containers.RepeatedScalarFieldContainer[int]
+    generations: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, position: _Optional[int] = ..., slot_ids: _Optional[_Iterable[int]] = ..., generations: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Lineage(_message.Message):
     __slots__ = ("digest", "clean_tokens")
@@ -220,7 +234,7 @@ class PrepareLoadRequest(_message.Message):
     def __init__(self, engine_id: _Optional[int] = ..., session: _Optional[_Union[SessionKey, _Mapping]] = ..., token_ids: _Optional[bytes] = ..., from_token: _Optional[int] = ..., deadline_s: _Optional[float] = ..., accept_pending: bool = ..., dram_only: bool = ..., lineage: _Optional[_Union[Lineage, _Mapping]] = ...) -> None: ...
 
 class PrepareLoadResponse(_message.Message):
-    __slots__ = ("lookup", "lease_id", "spans", "end_token", "more", "miss_reason", "progress_index")
+    __slots__ = ("lookup", "lease_id", "spans", "end_token", "more", "miss_reason", "progress_index", "state")
     LOOKUP_FIELD_NUMBER: _ClassVar[int]
     LEASE_ID_FIELD_NUMBER: _ClassVar[int]
     SPANS_FIELD_NUMBER: _ClassVar[int]
@@ -228,6 +242,7 @@ class PrepareLoadResponse(_message.Message):
     MORE_FIELD_NUMBER: _ClassVar[int]
     MISS_REASON_FIELD_NUMBER: _ClassVar[int]
     PROGRESS_INDEX_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
     lookup: Lookup
     lease_id: int
     spans: _containers.RepeatedCompositeFieldContainer[LoadSpan]
@@ -235,7 +250,8 @@ class PrepareLoadResponse(_message.Message):
     more: bool
     miss_reason: str
     progress_index: int
-    def __init__(self, lookup: _Optional[_Union[Lookup, str]] = ..., lease_id: _Optional[int] = ..., spans: _Optional[_Iterable[_Union[LoadSpan, _Mapping]]] = ..., end_token: _Optional[int] = ..., more: bool = ..., miss_reason: _Optional[str] = ..., progress_index: _Optional[int] = ...) -> None: ...
+    state: GrantedState
+    def __init__(self, lookup: _Optional[_Union[Lookup, str]] = ..., lease_id: _Optional[int] = ..., spans: _Optional[_Iterable[_Union[LoadSpan, _Mapping]]] = ..., end_token: _Optional[int] = ..., more: bool = ..., miss_reason: _Optional[str] = ..., progress_index: _Optional[int] = ..., state: _Optional[_Union[GrantedState, _Mapping]] = ...) -> None: ...
 
 class CompleteLoadRequest(_message.Message):
     __slots__ = ("engine_id", "lease_id")
@@ -250,20 +266,22 @@ class CompleteLoadResponse(_message.Message):
     def __init__(self) -> None: ...
 
 class PrepareStoreRequest(_message.Message):
-    __slots__ = ("engine_id", "session", "token_ids", "from_token", "deadline_s", "lineage")
+    __slots__ = ("engine_id", "session", "token_ids", "from_token", "deadline_s", "lineage", "state_positions")
     ENGINE_ID_FIELD_NUMBER: _ClassVar[int]
     SESSION_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     FROM_TOKEN_FIELD_NUMBER: _ClassVar[int]
     DEADLINE_S_FIELD_NUMBER: _ClassVar[int]
     LINEAGE_FIELD_NUMBER: _ClassVar[int]
+    STATE_POSITIONS_FIELD_NUMBER: _ClassVar[int]
     engine_id: int
     session: SessionKey
     token_ids: bytes
     from_token: int
     deadline_s: float
     lineage: Lineage
-    def __init__(self, engine_id: _Optional[int] = ..., session: _Optional[_Union[SessionKey, _Mapping]] = ..., token_ids: _Optional[bytes] = ..., from_token: _Optional[int] = ..., deadline_s: _Optional[float] = ..., lineage: _Optional[_Union[Lineage, _Mapping]] = ...) -> None: ...
+    state_positions: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, engine_id: _Optional[int] = ..., session: _Optional[_Union[SessionKey, _Mapping]] = ..., token_ids: _Optional[bytes] = ..., from_token: _Optional[int] = ..., deadline_s: _Optional[float] = ..., lineage: _Optional[_Union[Lineage, _Mapping]] = ..., state_positions: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class StoreBlock(_message.Message):
     __slots__ = ("slot_id", "token_offset", "num_tokens", "generation")
@@ -278,18 +296,20 @@ class StoreBlock(_message.Message):
     def __init__(self, slot_id: _Optional[int] = ..., token_offset: _Optional[int] = ..., num_tokens: _Optional[int] = ..., generation: _Optional[int] = ...) -> None: ...
 
 class PrepareStoreResponse(_message.Message):
-    __slots__ = ("lease_id", "blocks", "end_token", "more", "refused_reason")
+    __slots__ = ("lease_id", "blocks", "end_token", "more", "refused_reason", "states")
     LEASE_ID_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
     END_TOKEN_FIELD_NUMBER: _ClassVar[int]
     MORE_FIELD_NUMBER: _ClassVar[int]
     REFUSED_REASON_FIELD_NUMBER: _ClassVar[int]
+    STATES_FIELD_NUMBER: _ClassVar[int]
     lease_id: int
     blocks: _containers.RepeatedCompositeFieldContainer[StoreBlock]
     end_token: int
     more: bool
     refused_reason: str
-    def __init__(self, lease_id: _Optional[int] = ..., blocks: _Optional[_Iterable[_Union[StoreBlock, _Mapping]]] = ..., end_token: _Optional[int] = ..., more: bool = ..., refused_reason: _Optional[str] = ...) -> None: ...
+    states: _containers.RepeatedCompositeFieldContainer[GrantedState]
+    def __init__(self, lease_id: _Optional[int] = ..., blocks: _Optional[_Iterable[_Union[StoreBlock, _Mapping]]] = ..., end_token: _Optional[int] = ..., more: bool = ..., refused_reason: _Optional[str] = ..., states: _Optional[_Iterable[_Union[GrantedState, _Mapping]]] = ...) -> None: ...
 
 class CompleteStoreRequest(_message.Message):
     __slots__ = ("engine_id", "lease_id", "success")
@@ -592,16 +612,34 @@ class DescribeSessionRequest(_message.Message):
     def __init__(self, session: _Optional[_Union[SessionKey, _Mapping]] = ..., may_be_gone: bool = ...) -> None: ...
 
 class DescribeSessionResponse(_message.Message):
-    __slots__ = ("info", "blocks", "history", "leases")
+    __slots__ = ("info", "blocks", "history", "leases", "states")
     INFO_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
     HISTORY_FIELD_NUMBER: _ClassVar[int]
     LEASES_FIELD_NUMBER: _ClassVar[int]
+    STATES_FIELD_NUMBER: _ClassVar[int]
     info: SessionInfo
     blocks: _containers.RepeatedCompositeFieldContainer[BlockInfo]
     history: _containers.RepeatedCompositeFieldContainer[SessionMove]
     leases: _containers.RepeatedCompositeFieldContainer[LeaseInfo]
-    def __init__(self, info: _Optional[_Union[SessionInfo, _Mapping]] = ..., blocks: _Optional[_Iterable[_Union[BlockInfo, _Mapping]]] = ..., history: _Optional[_Iterable[_Union[SessionMove, _Mapping]]] = ..., leases: _Optional[_Iterable[_Union[LeaseInfo, _Mapping]]] = ...) -> None: ...
+    states: _containers.RepeatedCompositeFieldContainer[StateInfo]
+    def __init__(self, info: _Optional[_Union[SessionInfo, _Mapping]] = ..., blocks: _Optional[_Iterable[_Union[BlockInfo, _Mapping]]] = ..., history: _Optional[_Iterable[_Union[SessionMove, _Mapping]]] = ..., leases: _Optional[_Iterable[_Union[LeaseInfo, _Mapping]]] = ..., states: _Optional[_Iterable[_Union[StateInfo, _Mapping]]] = ...) -> None: ...
+
+class StateInfo(_message.Message):
+    __slots__ = ("position", "bytes", "tiers", "sessions", "dirty", "hashed")
+    POSITION_FIELD_NUMBER: _ClassVar[int]
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    TIERS_FIELD_NUMBER: _ClassVar[int]
+    SESSIONS_FIELD_NUMBER: _ClassVar[int]
+    DIRTY_FIELD_NUMBER: _ClassVar[int]
+    HASHED_FIELD_NUMBER: _ClassVar[int]
+    position: int
+    bytes: int
+    tiers: _containers.RepeatedScalarFieldContainer[Tier]
+    sessions: int
+    dirty: bool
+    hashed: bool
+    def __init__(self, position: _Optional[int] = ..., bytes: _Optional[int] = ..., tiers: _Optional[_Iterable[_Union[Tier, str]]] = ..., sessions: _Optional[int] = ..., dirty: bool = ..., hashed: bool = ...) -> None: ...
 
 class SessionMove(_message.Message):
     __slots__ = ("kind", "age_s", "duration_s", "num_blocks", "num_tokens", "why")

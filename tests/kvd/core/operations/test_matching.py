@@ -54,8 +54,9 @@ def test_the_longer_of_both_ways_wins():
     store(world, B, ONES + OTHERS)
     found, _ = match(world, B, ONES + TWOS + THREES)
     assert ends(found.pieces) == [4, 8, 12]
-    assert match(world, B, ONES + OTHERS)[0].covers(world.engine._state.sessions[B])
-    assert not match(world, B, ONES)[0].covers(world.engine._state.sessions[B])
+    session = world.engine._state.sessions[B]
+    assert match(world, B, ONES + OTHERS)[0].covers(session, session.spans)
+    assert not match(world, B, ONES)[0].covers(session, session.spans)
 
 
 def test_a_session_with_a_discard_keeps_to_itself_unless_its_lineage_is_named():

@@ -1,0 +1,116 @@
+"""Publishing: what is stored becomes a session's, which is thereby used.
+
+Pure. Where a model has states the session gets those of its tokens that it is to keep, whoever has
+stored them; those that newer ones supersede leave it.
+"""
+
+from collections.abc import Sequence
+
+from kvd.core.io.placement import Placement
+from kvd.core.io.verifying import Hasher
+from kvd.core.operations.chaining import Chaining
+from kvd.core.operations.matching import match_tokens, num_tokens_of, runs_of
+from kvd.core.operations.state_matching import StateChain, spans_with_states
+from kvd.core.records.actions import SESSION_STORED
+from kvd.core.records.entries import Span
+from kvd.core.state.block import Block
+from kvd.core.state.cache_state import CacheState
+from kvd.core.state.leases import Part, StoreLease
+from kvd.core.state.session import Session
+from shared.types.lineage import WHOLE, Lineage
+from shared.types.session_key import SessionKey
+
+
+class Publisher:
+    """Publishes in one cache state.
+
+    Args:
+        state: the cache's tables.
+        placement: makes room for another session.
+        hasher: has new blocks hashed, and then written.
+    """
+
+    def __init__(self, state: CacheState, placement: Placement, hasher: Hasher) -> None:
+        self._state = state
+        self._placement = placement
+        self._hasher = hasher
+
+    def adopt(self, key: SessionKey, token_ids: bytes) -> Session | None:
+        """Make a session of whole blocks that are stored: of all these tokens, or of none.
+
+        It is a use of the session, and no turn.
+
+        Returns:
+            The session; None if some of the tokens are not stored, or there is no room for it.
+        """
+        state = self._state
+        chaining = Chaining(state.layout, state.salt_of(key.tenant), WHOLE)
+        match = match_tokens(state, key, token_ids, chaining)
+        if match.end < num_tokens_of(token_ids):
+            return None
+        blocks = [piece.block for piece in match.pieces]
+        for block in blocks:  # room for the session must not come from them
+            block.holders += 1
+        session = self._give(key, [piece.span for piece in match.pieces], WHOLE, token_ids)
+        for block in blocks:
+            block.holders -= 1
+            state.settle(block)
+        return session
+
+    def publish(self, lease: StoreLease, parts: Sequence[Part]) -> None:
+        """Make the parts the session's spans, creating it, and have its dirty blocks written."""
+        state, key = self._state, lease.key
+        new = [span for span, part in lease.state_parts if isinstance(part, Block)]
+        spans = [span for span, _ in parts]
+        session = self._give(key, spans, lease.lineage, lease.token_ids, new)
+        if session is None:
+            return
+        state.outbox.count("stores")
+        num_tokens, num_blocks = session.num_tokens, len(session.spans)
+        state.policy.on_resize(key, num_tokens)
+        state.placement.observe_size(num_blocks * state.layout.block_bytes)
+        fields = {"num_tokens": num_tokens, "num_blocks": num_blocks}
+        state.outbox.emit(SESSION_STORED, key, fields)
+        self._hasher.request([state.blocks[block_key] for block_key in session.block_keys()])
+
+    def _give(
+        self,
+        key: SessionKey,
+        runs: Sequence[Span],
+        lineage: Lineage | None,
+        token_ids: bytes,
+        new_states: Sequence[Span] = (),
+    ) -> Session | None:
+        """Give a session these runs and use it, creating it; None: there is none, and no room.
+
+        With states those that it is to keep are among its spans, be they new or stored already.
+        """
+        state = self._state
+        session = state.sessions.get(key)
+        if not runs or (session is None and not self._has_room_for_session()):
+            return None
+        if session is None:
+            session = Session(key, state.now_ns)
+            state.add_session(session)
+        state.tails.unpack(session)
+        there = runs_of(state, session)
+        if there[: len(runs)] != runs:
+            session.lost = ""
+            there = runs
+            if state.stored_states is None:
+                state.set_spans(session, runs)
+        if state.stored_states is not None:
+            chaining = Chaining(state.layout, state.salt_of(key.tenant), lineage)
+            chain = StateChain(chaining, state.layout.block_tokens, token_ids)
+            spans = spans_with_states(state, key, there, chain, new_states)
+            if spans != session.spans:
+                state.set_spans(session, spans)
+        if lineage is not None and len(there) == len(runs):
+            session.lineage = lineage
+        state.touch(session)
+        state.outbox.index.session_used(key)
+        return session
+
+    def _has_room_for_session(self) -> bool:
+        state = self._state
+        return len(state.sessions) < state.limits.max_sessions or self._placement.drop_victim()

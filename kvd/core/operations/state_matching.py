@@ -1,0 +1,209 @@
+"""Which states are stored of a token sequence, and which of them a session is to keep.
+
+Pure; changes nothing but that it unpacks sessions. A state's key follows from the tokens before it
+alone: the chain over the full blocks, and the ids behind these. So whoever has the tokens finds the
+states of every session that begins with them, wherever these sessions' own blocks begin and end.
+
+A state proves more than itself: the session that has it has stored its tokens. So a load that ends
+at a state has KV to load up to there even where the session that asks has none, or where its block
+goes on with other tokens than the ones asked for: of that block only the first rows are taken.
+
+A session keeps its first state (the end of what conversations begin with), the newest two (turns go
+on from there), and those that other sessions have, too (forks begin there).
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+
+from kvd.core.operations.chaining import Chaining
+from kvd.core.operations.matching import (
+    Match,
+    Piece,
+    match_session,
+    runs_of,
+    slice_tokens,
+)
+from kvd.core.records.entries import Span
+from kvd.core.state.cache_state import CacheState
+from kvd.core.state.session import Session
+from kvd.core.state.stored_states import StoredState, group_states, interleaved
+from shared.types.block_key import TOKEN_BYTES
+from shared.types.session_key import SessionKey
+
+NO_STATE = "no_state"  # why tokens are missed that are stored: no state behind them is
+NUM_NEWEST = 2  # states that a session keeps, behind its first one
+MOST_OWNERS = 2  # sessions that are asked for the tokens of a state
+
+
+class StateChain:
+    """The states that positions of one token sequence have. Each call costs O(tokens) hashing."""
+
+    def __init__(self, chaining: Chaining, block_tokens: int, token_ids: bytes) -> None:
+        self._chaining = chaining
+        self._step = block_tokens
+        self._token_ids = token_ids
+        self.num_tokens = len(token_ids) // TOKEN_BYTES
+
+    def _parents(self) -> Iterator[tuple[int, bytes]]:
+        """Yield where each full block begins, and its parent key; and where the rest does."""
+        chain = self._chaining.root
+        for start in range(0, self.num_tokens + 1, self._step):
+            yield start, chain
+            tokens = slice_tokens(self._token_ids, start, start + self._step)
+            chain = self._chaining.key(chain, start, tokens)
+
+    def stored(self, state: CacheState) -> list[StoredState]:
+        """Find what any session has stored of them, by position."""
+        assert state.stored_states is not None, "asked for where there are states"
+        behind = state.stored_states.behind
+        found = (
+            stored
+            for start, parent in self._parents()
+            for stored in behind(parent).values()
+            if stored.position <= self.num_tokens and self._is_of(stored, start)
+        )
+        return sorted(found, key=lambda stored: stored.position)
+
+    def spans_at(self, positions: Iterable[int]) -> dict[int, list[Span]]:
+        """Return the spans of the states at positions."""
+        wanted: dict[int, list[int]] = {}
+        for position in positions:
+            wanted.setdefault(position // self._step * self._step, []).append(position)
+        spans = {}
+        for start, parent in self._parents() if wanted else ():
+            for position in wanted.get(start, ()):
+                tokens = slice_tokens(self._token_ids, start, position)
+                key = self._chaining.state_key(parent, tokens)
+                spans[position] = self._chaining.state_spans(position, key, parent)
+        return spans
+
+    def _is_of(self, stored: StoredState, start: int) -> bool:
+        tokens = slice_tokens(self._token_ids, start, stored.position)
+        return self._chaining.state_key(stored.parent, tokens) == stored.key
+
+
+def pieces_at(
+    state: CacheState,
+    key: SessionKey,
+    token_ids: bytes,
+    chaining: Chaining,
+    match: Match,
+    stored: StoredState,
+) -> list[Piece]:
+    """Find the KV of all tokens before a state: what the match has of it, or a session with it.
+
+    Returns:
+        The pieces, the last one cut where the state is; none if nobody has them.
+    """
+    position = stored.position
+    if match.end >= position:
+        return _clipped(match.pieces, position, token_ids, chaining)
+    owners = [key] if key in stored.users else []
+    owners += [owner for owner, _ in zip(stored.users, range(MOST_OWNERS), strict=False)]
+    known = slice_tokens(token_ids, 0, position)
+    for owner in owners:
+        session = state.sessions[owner]
+        found = match_session(state, session, known, chaining).pieces
+        pieces = [*found, *_partial(state, session, found, known)]
+        if pieces and pieces[-1].end >= position:
+            return _clipped(pieces, position, token_ids, chaining)
+    return []
+
+
+def _partial(
+    state: CacheState, session: Session, found: Sequence[Piece], token_ids: bytes
+) -> Iterator[Piece]:
+    """Yield the run of a session's tokens behind those found, if it begins with the last tokens.
+
+    That it does follows from the state; where the ids of its tokens are there they are compared.
+    """
+    runs = runs_of(state, session)
+    if len(found) == len(runs):
+        return
+    span, start = runs[len(found)], found[-1].end if found else 0
+    block = state.blocks[span.block_key]
+    wanted = token_ids[start * TOKEN_BYTES :]
+    there = block.token_ids[span.start * TOKEN_BYTES :]
+    if not block.token_ids or there.startswith(wanted):
+        yield Piece(span, block, start)
+
+
+def _clipped(
+    pieces: Iterable[Piece], position: int, token_ids: bytes, chaining: Chaining
+) -> list[Piece]:
+    """Cut pieces at a position: what is left of the last one is proven by its own tokens."""
+    kept = [piece for piece in pieces if piece.token_offset < position]
+    last = kept[-1]
+    if last.end > position:
+        chain = kept[-2].span.chain if len(kept) > 1 else chaining.root
+        tokens = slice_tokens(token_ids, last.token_offset, position)
+        span = Span(
+            last.span.block_key,
+            last.span.start,
+            position - last.token_offset,
+            chaining.digest(tokens),
+            chaining.key(chain, last.token_offset, tokens),
+        )
+        kept[-1] = last._replace(span=span)
+    return kept
+
+
+def part_pieces(state: CacheState, stored: StoredState) -> list[Piece]:
+    """Return a state's parts as pieces without tokens, behind all of its own."""
+    pieces = []
+    for span in stored.spans:
+        block = state.find_block(span.block_key)
+        assert block is not None, "a state that is stored has all its parts"
+        pieces.append(Piece(span, block, stored.position))
+    return pieces
+
+
+# ----------------------------------------------------------------------------------------- keeping
+
+
+def kept_positions(
+    known: Iterable[StoredState], new: Iterable[int], key: SessionKey, own: Iterable[int] = ()
+) -> set[int]:
+    """Choose the positions at which a session is to have states.
+
+    Args:
+        known: states of its tokens that are stored, by whomever.
+        new: positions of those that come now.
+        key: of the session.
+        own: positions of others that it has.
+    """
+    shared = set()
+    positions = {*new, *own}
+    for stored in known:
+        positions.add(stored.position)
+        if key in stored.users and len(stored.users) > 1:
+            shared.add(stored.position)
+    ordered = sorted(positions)
+    return {*ordered[:1], *ordered[-NUM_NEWEST:], *shared}
+
+
+def spans_with_states(
+    state: CacheState,
+    key: SessionKey,
+    runs: Sequence[Span],
+    chain: StateChain,
+    new: Sequence[Span],
+) -> list[Span]:
+    """Return what a session is to consist of: runs of tokens, and the states it keeps.
+
+    Args:
+        state: the cache's tables.
+        key: of the session.
+        runs: it is to have; if they go beyond the tokens of the chain they are what it has.
+        chain: the states that there may be.
+        new: parts of states whose blocks are there, and in no session yet.
+    """
+    end = sum(run.num_tokens for run in runs)
+    session = state.sessions.get(key)
+    known = [stored for stored in chain.stored(state) if stored.position <= end]
+    parts: dict[int, Sequence[Span]] = {stored.position: stored.spans for stored in known}
+    own = group_states(session.spans if session else ())
+    later = {spans[0].start: spans for spans in own.values() if spans[0].start > chain.num_tokens}
+    fresh = {spans[0].start: spans for spans in group_states(new).values()}
+    kept = kept_positions(known, fresh, key, later)
+    parts = {**fresh, **later, **parts}
+    return interleaved(runs, [parts[position] for position in kept if position in parts])

@@ -1,0 +1,258 @@
+"""States: stored at positions, found by tokens alone, superseded, lost without their tokens."""
+
+import pytest
+
+from kvd.core.records.actions import IoOutcome, ReadBlock
+from kvd.core.records.errors import InvalidRequestError
+from shared.types.granted_slots import Lookup
+from tests.kvd.core.stateful_turns import (
+    load_with,
+    positions_of,
+    prepare_with,
+    state_world,
+    store_with,
+)
+from tests.kvd.core.turns import ENGINE_ID, A, B, C, new_world
+from tests.property.cache_world import to_bytes
+
+TOKENS = list(range(1, 23))  # five blocks of 4, and half of one
+
+
+def test_a_load_ends_at_the_last_stored_state():
+    world = state_world()
+    store_with(world, A, TOKENS, [6, 13])
+    assert load_with(world, A, TOKENS).position == 13
+    assert load_with(world, A, TOKENS[:12]).position == 6
+    assert load_with(world, A, TOKENS, 8).position == 13
+
+
+def test_tokens_without_a_state_are_a_miss():
+    world = state_world()
+    store_with(world, A, TOKENS, [6])
+    answer = load_with(world, A, TOKENS, 6).answer
+    assert (answer.lookup, answer.miss_reason) == (Lookup.MISS, "no_state")
+    answer = load_with(world, A, TOKENS[:5]).answer
+    assert (answer.lookup, answer.miss_reason) == (Lookup.MISS, "no_state")
+    assert load_with(world, B, [9] * 8).answer.miss_reason == "unknown_session"
+    assert load_with(world, A, TOKENS).answer.miss_reason == "no_state"
+
+
+def test_a_state_within_a_block_is_found_where_the_block_goes_on_with_other_tokens():
+    """As when reasoning is dropped: a turn diverges in the middle of a block."""
+    world = state_world()
+    store_with(world, A, TOKENS, [10, 22])
+    other = [*TOKENS[:10], 90, 91, 92, 93]
+    assert load_with(world, A, other).position == 10
+    store_with(world, A, other, [14], 8)
+    assert positions_of(world, A) == [10, 14]
+    assert load_with(world, A, [*other, 1, 2]).position == 14
+
+
+def test_other_sessions_find_states_along_their_tokens():
+    world = state_world()
+    store_with(world, A, TOKENS, [8, 15])
+    assert load_with(world, B, [*TOKENS[:8], 70, 71]).position == 8
+    assert load_with(world, B, [*TOKENS[:15], 70, 71]).position == 15
+    answer = store_with(world, B, [*TOKENS[:15], 70, 71], [8, 17], 12)
+    assert [state.position for state in answer.states] == [17], "8 is stored"
+    assert positions_of(world, B) == [8, 15, 17]
+    assert positions_of(world, A) == [8, 15]
+
+
+def test_another_tenant_finds_none():
+    world = state_world()
+    store_with(world, A, TOKENS, [8])
+    stranger = A._replace(tenant="other")
+    assert load_with(world, stranger, TOKENS).answer.lookup is Lookup.MISS
+
+
+def test_the_first_the_newest_two_and_shared_ones_stay():
+    world = state_world(num_slots=40)
+    store_with(world, A, TOKENS[:5], [3, 5])
+    store_with(world, A, TOKENS[:9], [9], 4)
+    assert positions_of(world, A) == [3, 5, 9]
+    store_with(world, A, TOKENS[:13], [13], 8)
+    assert positions_of(world, A) == [3, 9, 13]
+    store_with(world, B, [*TOKENS[:9], 50], [10], 8)
+    assert positions_of(world, B) == [3, 9, 10]
+    store_with(world, A, TOKENS[:18], [15, 18], 12)
+    assert positions_of(world, A) == [3, 9, 15, 18], "9 is of B, too"
+    world.engine.sessions.flush(B, dry_run=False)
+    store_with(world, A, TOKENS[:20], [20], 16)
+    assert positions_of(world, A) == [3, 18, 20]
+
+
+def test_what_would_be_superseded_at_once_is_not_asked_for():
+    answer = prepare_with(state_world(num_slots=40), A, TOKENS, [4, 8, 12, 16, 20])
+    assert [state.position for state in answer.states] == [4, 16, 20]
+
+
+def test_a_store_may_have_states_alone():
+    world = state_world()
+    store_with(world, A, TOKENS, [])
+    answer = store_with(world, A, TOKENS, [22], 22)
+    assert answer.lease_id
+    assert not answer.blocks
+    assert answer.end_token == 22
+    assert load_with(world, A, TOKENS).position == 22
+    again = store_with(world, A, TOKENS, [22], 22)
+    assert not again.lease_id
+
+
+def test_tokens_are_stored_though_there_is_no_room_for_states():
+    world = state_world(num_slots=7, num_extents=0)
+    answer = store_with(world, A, TOKENS, [22])
+    assert (len(answer.blocks), answer.states) == (6, ())
+    world = state_world(num_slots=2)
+    assert store_with(world, A, TOKENS[:4], [4]).states == (), "no load could ever have it"
+
+
+def test_a_failed_store_leaves_no_state():
+    world = state_world()
+    answer = prepare_with(world, A, TOKENS, [22])
+    world.engine.stores.complete(answer.lease_id, ENGINE_ID, success=False)
+    world.pump()
+    assert world.engine.inspection.stats().tiers[0].used_bytes == 0
+
+
+def test_two_stores_of_the_same_state():
+    world = state_world()
+    one = prepare_with(world, A, TOKENS, [22])
+    other = prepare_with(world, B, TOKENS, [22])
+    for answer in (one, other):
+        world.engine.stores.complete(answer.lease_id, ENGINE_ID, success=True)
+        world.pump()
+    world.quiesce()
+    assert positions_of(world, A) == positions_of(world, B) == [22]
+    assert load_with(world, B, TOKENS).position == 22
+
+
+def test_positions_that_cannot_be():
+    for positions in ([0], [23]):
+        with pytest.raises(InvalidRequestError, match="of 22 tokens"):
+            prepare_with(state_world(), A, TOKENS, positions)
+    with pytest.raises(InvalidRequestError, match="no states"):
+        new_world().engine.stores.prepare(A, to_bytes(TOKENS), 0, ENGINE_ID, state_positions=[4])
+
+
+def test_an_arena_that_cannot_hold_all_at_once():
+    """Tokens come without the state, and then what is left with it."""
+    world = state_world(num_slots=5)
+    store_with(world, A, TOKENS[:12], [])
+    store_with(world, A, TOKENS[:20], [20], 12)
+    store_with(world, A, TOKENS[:20], [20], 20)
+    assert positions_of(world, A) == [20]
+    first = load_with(world, A, TOKENS[:20])
+    assert first.position == 0
+    assert first.answer.more
+    last = load_with(world, A, TOKENS[:20], first.answer.end_token)
+    assert last.position == 20
+    assert not last.answer.more
+
+
+def test_dram_only_ends_at_the_last_state_that_is_there():
+    world = state_world(num_slots=12)
+    store_with(world, A, TOKENS[:9], [5, 9])
+    session = world.engine._state.sessions[A]
+    blocks = world.engine._state.blocks
+    newest = [blocks[span.block_key] for span in session.spans if span.start == 9]
+    world.engine._state.leave_dram(newest[0])
+    world.pump()
+    assert load_with(world, A, TOKENS[:9], dram_only=True).position == 5
+    answer = load_with(world, A, TOKENS[:9], 5, dram_only=True).answer
+    assert answer.miss_reason == "on_ssd"
+    assert load_with(world, A, TOKENS[:9]).position == 9, "it is read"
+
+
+def test_a_state_with_a_corrupt_part_is_gone_and_the_tokens_stay():
+    world = state_world(num_slots=8)
+    store_with(world, A, TOKENS[:9], [5, 9])
+    store_with(world, B, [60 + n for n in range(32)], [])
+    answer = world.engine.loads.prepare(A, to_bytes(TOKENS[:9]), 0, ENGINE_ID)
+    world.pump()
+    assert answer.lookup is Lookup.PENDING
+    reads = world.io_of(ReadBlock)
+    parts = [op_id for op_id in reads if not world.io[op_id].num_tokens]
+    world.finish_io(parts[0], IoOutcome.CORRUPT)
+    world.quiesce()
+    answer = world.engine.loads.settle(answer.lease_id)
+    assert (answer.lookup, answer.miss_reason) == (Lookup.MISS, "corrupt")
+    world.pump()
+    assert positions_of(world, A) == [5]
+    assert world.engine.inspection.info(A).num_tokens == 9
+    assert load_with(world, A, TOKENS[:9]).position == 5
+
+
+def test_a_discard_leaves_the_states_before_it():
+    world = state_world()
+    store_with(world, A, TOKENS, [6, 13, 20])
+    kept = world.engine.sessions.discard(A, to_bytes(TOKENS), [(14, 16)])
+    world.pump()
+    assert kept == 14
+    assert positions_of(world, A) == [6, 13]
+    assert load_with(world, A, [*TOKENS[:14], *TOKENS[16:]]).position == 13
+    kept = world.engine.sessions.discard(A, to_bytes(TOKENS[:14]), [(5, 7)])
+    world.pump()
+    assert kept == 5
+    assert positions_of(world, A) == []
+
+
+def test_eviction_takes_the_newest_state_before_the_tokens_it_follows():
+    world = state_world(num_slots=8, num_extents=0)
+    store_with(world, A, TOKENS[:12], [4, 12])
+    assert positions_of(world, A) == [4, 12]
+    store_with(world, B, [50] * 4, [])
+    store_with(world, C, [51] * 4, [])
+    assert positions_of(world, A) == [4]
+    assert world.engine.inspection.info(A).num_tokens == 12
+    assert load_with(world, A, TOKENS).position == 4
+
+
+@pytest.mark.parametrize("keep_dram", [True, False])
+def test_states_survive_a_restart(keep_dram):
+    world = state_world()
+    store_with(world, A, TOKENS, [6, 13, 22])
+    store_with(world, B, [*TOKENS[:6], 80], [7], 4)
+    world.quiesce()
+    world.start(keep_dram=keep_dram)
+    assert positions_of(world, A) == [6, 13, 22]
+    assert load_with(world, C, TOKENS).position == 22
+    assert load_with(world, B, [*TOKENS[:6], 80]).position == 7
+
+
+def test_a_state_that_was_not_written_costs_no_tokens():
+    world = state_world()
+    store_with(world, A, TOKENS, [6, 13, 22])
+    world.quiesce()
+    parts = [key for key, block in world.index.blocks.items() if not block.num_tokens]
+    del world.index.blocks[parts[2]]
+    world.start()
+    assert len(positions_of(world, A)) == 2
+    assert world.engine.inspection.info(A).num_tokens == 22
+    load_with(world, A, TOKENS)
+    world.quiesce()
+    world.start()
+    assert len(positions_of(world, A)) == 2
+
+
+def test_packed_sessions_give_their_states():
+    world = state_world(packs_sessions=True)
+    store_with(world, A, TOKENS, [6, 22])
+    world.engine.release_dram()
+    world.pump()
+    world.quiesce()
+    assert world.engine._state.sessions[A].packed
+    assert positions_of(world, A) == [6, 22]
+    assert load_with(world, B, TOKENS).position == 22
+
+
+def test_a_fork_from_a_session_whose_blocks_are_not_cut_at_full_ones():
+    """Its first block is short; a fork goes on from the state in its second."""
+    world = state_world(num_slots=40)
+    store_with(world, A, TOKENS[:2], [])
+    store_with(world, A, TOKENS[:15], [11], 2)
+    fork = [*TOKENS[:11], 70, 71, 72]
+    assert load_with(world, B, fork).position == 11
+    answer = store_with(world, B, fork, [14], 8)
+    assert answer.refused == ""
+    assert load_with(world, B, [*fork, 1]).position == 14
