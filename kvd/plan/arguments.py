@@ -29,6 +29,7 @@ from kvd.plan.prices import GPUS_OF_MODEL, Prices, read_prices
 from kvd.plan.sizes import (
     DEFAULT_SHARES,
     BadOptionError,
+    format_size,
     parts_of,
     policies_of,
     rate_of,
@@ -40,6 +41,7 @@ from kvd.plan.sizes import (
 )
 from kvd.plan.trace import Session
 from kvd.plan.workload import FORMATS, Workload, read_workload
+from shared.types.kv_layout import MAX_STATE_BYTES
 
 GENERATORS = ("sharegpt-like", "agents")
 KNOWN_POLICIES = (*POLICIES, BeladyPolicy.name)
@@ -93,6 +95,9 @@ def _model(asked: EngineArguments) -> PlannedModel:
         kv_bytes = size_of(asked.kv_bytes_per_token, "--kv-bytes-per-token")
     if asked.state_bytes:
         state_bytes = size_of(asked.state_bytes, "--state-bytes")
+        if state_bytes > MAX_STATE_BYTES:
+            most = format_size(MAX_STATE_BYTES)
+            raise BadOptionError(f"--state-bytes {asked.state_bytes}", f"give {most} at most")
     model = choose_model(asked.model, kv_bytes, asked.window, state_bytes)
     if kv_bytes == 0 and not model.state_bytes:
         raise BadOptionError("--kv-bytes-per-token is 0", "give what a token takes, e.g. 320KB")

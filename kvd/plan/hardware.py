@@ -42,7 +42,7 @@ MODELS = {
         PlannedModel("llama-70b", 310_000, 4096),
         PlannedModel("falcon-40b", 120_000, 2048),
         PlannedModel("mistral-7b", 32 * 2 * 8 * 128 * 2, 32768),  # layers, K and V, heads, size, B
-        PlannedModel("qwen3-next-80b", 24_576, 262_144, 77_856_768),
+        PlannedModel("qwen3-next-80b", 24_576, 262_144, 77_856_832),
     )
 }
 

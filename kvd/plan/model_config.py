@@ -2,7 +2,7 @@
 
 A token's KV is keys and values of the layers that attend. A state is what the others keep of all
 tokens so far: of each layer the newest inputs of its convolution, in the model's type, and a
-recurrent state, which Transformers keeps in float32. Both are padded as the engine packs them.
+recurrent state, which Transformers keeps in float32. They are packed as the engine does it.
 
 What the others keep is computed for architectures that are listed here only: two of them give one
 name to different things. Where there is no list of layers, a few fields say which of them attend.
@@ -19,7 +19,7 @@ from shared.types.units import align_up
 _BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1}
 DEFAULT_BYTES = 2  # of a number, if the configuration does not say
 RECURRENT_BYTES = 4  # of a number of a recurrent state
-STATE_ALIGNMENT = 64  # bytes, of each tensor of a packed state
+STATE_ALIGNMENT = 64  # bytes, of each tensor of a packed state; its header takes as much
 DEFAULT_WINDOW = 4096  # of a model of which nothing is known
 REMEDY = "say --kv-bytes-per-token instead"
 STATES_REMEDY = "say --kv-bytes-per-token and --state-bytes instead"
@@ -100,10 +100,9 @@ def state_bytes(config: ModelConfig) -> int:
     if not num_layers:
         return 0
     of_convolution, of_recurrence = _RULES[config.model_type](config)
-    return num_layers * (
-        align_up(of_convolution * config.number_bytes, STATE_ALIGNMENT)
-        + align_up(of_recurrence * RECURRENT_BYTES, STATE_ALIGNMENT)
-    )
+    of_layer = align_up(of_convolution * config.number_bytes, STATE_ALIGNMENT)
+    of_layer += align_up(of_recurrence * RECURRENT_BYTES, STATE_ALIGNMENT)
+    return STATE_ALIGNMENT + num_layers * of_layer
 
 
 def _is_hybrid(config: ModelConfig) -> bool:

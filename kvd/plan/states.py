@@ -5,17 +5,19 @@ size, and of use at just that position. So a history is loaded up to the last st
 state, and the rest is computed; without any, all of it is.
 
 A turn leaves two: before its answer, since templates write an answer that is over in other tokens
-than those it was made of, and at its end. Of a session's states the first stays, behind what
-conversations begin with, and the newest two; superseded ones go at the next store.
+than those it was made of, and at its end. Which of a session's states stay is decided by the
+daemon's own code: the first, and the newest two.
 """
 
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from kvd.core.operations.state_matching import NUM_NEWEST, kept_positions
 from kvd.plan.trace import Session, Turn
+from shared.types.session_key import SessionKey
 
-NEWEST_KEPT = 2
-MOST_KEPT = 1 + NEWEST_KEPT
+MOST_KEPT = 1 + NUM_NEWEST
+_ANY = SessionKey("plan", "plan", "")  # whose states they are is asked where sessions share some
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,11 +49,9 @@ class Kept:
             num_tokens: what is stored after it; less than its context if that was truncated.
         """
         answer_from = turn.history_tokens + turn.new_tokens
-        all_of_them = {*self.states, answer_from, turn.kept_tokens}
-        states = sorted(position for position in all_of_them if 0 < position <= num_tokens)
-        if len(states) > MOST_KEPT:
-            states = [states[0], *states[-NEWEST_KEPT:]]
-        return Kept(num_tokens, tuple(states))
+        there = {*self.states, answer_from, turn.kept_tokens}
+        states = kept_positions((), (p for p in there if 0 < p <= num_tokens), _ANY)
+        return Kept(num_tokens, tuple(sorted(states)))
 
 
 NOTHING = Kept()

@@ -171,6 +171,7 @@ def test_all_policies_include_the_bound():
         ({"arrivals": replace(ARRIVALS, think_scale=float("nan"))}, "--think-scale nan"),
         ({"arrivals": replace(ARRIVALS, warmup_turns="88")}, "none of 88 turns"),
         ({"engine": NO_BYTES}, "--kv-bytes-per-token is 0"),
+        ({"engine": EngineArguments(state_bytes="5GiB")}, "--state-bytes 5GiB"),
         ({"engine": EngineArguments(load=0.0)}, "--load 0"),
         ({"engine": EngineArguments(fixed_ms=-1.0)}, "--fixed-ms -1"),
         (

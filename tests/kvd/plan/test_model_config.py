@@ -9,6 +9,7 @@ import torch
 import transformers
 from transformers.cache_utils import Cache, DynamicCache
 
+from kvd.plan.hardware import MODELS
 from kvd.plan.model_config import (
     STATE_ALIGNMENT,
     ModelConfig,
@@ -67,8 +68,8 @@ def _config(fields: dict[str, Any]) -> ModelConfig:
 
 
 def _bytes_of(cache: Cache) -> tuple[int, int]:
-    """What is cached of a token, and of all together, each tensor of it aligned."""
-    of_token = of_state = 0
+    """What is cached of a token, and of all together, packed: a header, each tensor aligned."""
+    of_token, of_state = 0, STATE_ALIGNMENT
     for layer in cache.layers:
         for name in ("keys", "values"):
             rows = getattr(layer, name, None)
@@ -93,7 +94,7 @@ def test_a_config_says_what_a_model_caches(name, tmp_path: Path):
     model.config.save_pretrained(tmp_path)
     config = _config(json.loads((tmp_path / "config.json").read_text(encoding="utf-8")))
     of_token, of_state = _bytes_of(cache)
-    assert of_state
+    assert of_state > STATE_ALIGNMENT
     assert (kv_bytes_per_token(config), state_bytes(config)) == (of_token, of_state)
 
 
@@ -101,7 +102,8 @@ def test_qwen3_next_keeps_72_mib_and_its_convolutions():
     """Of 48 layers every fourth attends: 24.6 KB a token. In the published config none is named."""
     config = _config(QWEN3_NEXT)
     assert kv_bytes_per_token(config) == 12 * 2 * 2 * 256 * 2
-    assert state_bytes(config) == 36 * (32 * 128 * 128 * 4 + 4 * (2 * 16 + 32) * 128 * 2)
+    a_layer = 32 * 128 * 128 * 4 + 4 * (2 * 16 + 32) * 128 * 2
+    assert state_bytes(config) == 64 + 36 * a_layer == MODELS["qwen3-next-80b"].state_bytes
 
 
 def test_a_pattern_says_which_layers_attend():
@@ -124,7 +126,7 @@ def test_a_pattern_says_which_layers_attend():
         }
     )
     assert kv_bytes_per_token(config) == 2 * 2 * 64 * 2
-    assert state_bytes(config) == 2 * (16 * 32 * 128 * 4 + 4 * (16 * 32 + 2 * 2 * 128) * 2)
+    assert state_bytes(config) == 64 + 2 * (16 * 32 * 128 * 4 + 4 * (16 * 32 + 2 * 2 * 128) * 2)
 
 
 @pytest.mark.parametrize(
