@@ -29,6 +29,7 @@ from kvd.plan.prices import GPUS_OF_MODEL, Prices, read_prices
 from kvd.plan.sizes import (
     DEFAULT_SHARES,
     BadOptionError,
+    format_size,
     parts_of,
     policies_of,
     rate_of,
@@ -40,6 +41,7 @@ from kvd.plan.sizes import (
 )
 from kvd.plan.trace import Session
 from kvd.plan.workload import FORMATS, Workload, read_workload
+from shared.types.kv_layout import MAX_STATE_BYTES
 
 GENERATORS = ("sharegpt-like", "agents")
 KNOWN_POLICIES = (*POLICIES, BeladyPolicy.name)
@@ -63,6 +65,8 @@ def request_of(
     workload = _workload(arrivals, model)
     if kvd.positions == "coupled":
         workload = workload.with_coupled_positions()
+    elif model.state_bytes:
+        workload = workload.with_states(model.window_tokens)
     check_window(workload, model, kvd.charge)
     hardware = Hardware(
         dram_bytes=0,
@@ -86,12 +90,18 @@ def request_of(
 
 
 def _model(asked: EngineArguments) -> PlannedModel:
-    kv_bytes = None
+    kv_bytes = state_bytes = None
     if asked.kv_bytes_per_token:
         kv_bytes = size_of(asked.kv_bytes_per_token, "--kv-bytes-per-token")
-        if not kv_bytes:
-            raise BadOptionError("--kv-bytes-per-token is 0", "give what a token takes, e.g. 320KB")
-    return choose_model(asked.model, kv_bytes, asked.window)
+    if asked.state_bytes:
+        state_bytes = size_of(asked.state_bytes, "--state-bytes")
+        if state_bytes > MAX_STATE_BYTES:
+            most = format_size(MAX_STATE_BYTES)
+            raise BadOptionError(f"--state-bytes {asked.state_bytes}", f"give {most} at most")
+    model = choose_model(asked.model, kv_bytes, asked.window, state_bytes)
+    if kv_bytes == 0 and not model.state_bytes:
+        raise BadOptionError("--kv-bytes-per-token is 0", "give what a token takes, e.g. 320KB")
+    return model
 
 
 def _workload(asked: ArrivalArguments, model: PlannedModel) -> Workload:
@@ -162,6 +172,7 @@ def _options(
         watermark=share_of(kvd.watermark, "--watermark"),
         warmup_turns=turns_of(arrivals.warmup_turns, "--warmup-turns", workload.num_turns),
         load_policy=kvd.load_policy,
+        state_bytes=model.state_bytes,
         end_hints=kvd.end_hints,
         tool_hints=kvd.tool_hints,
         think_scale=positive(arrivals.think_scale, "--think-scale", may_be_zero=True),

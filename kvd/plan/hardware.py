@@ -1,4 +1,4 @@
-"""What is planned for: the model by its KV bytes per token, the machine, what turns cost. Pure.
+"""What is planned for: the model by the bytes of its KV, the machine, what turns cost. Pure.
 
 With it comes how much work a trace is, as a share of one engine's time.
 
@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from kvd.plan.states import MOST_KEPT, Kept
 from kvd.plan.trace import Session, Turn, truncated
 from shared.types.units import NS_PER_S
 
@@ -21,15 +22,18 @@ class PlannedModel:
     Attributes:
         kv_bytes_per_token: keys and values of all layers.
         window_tokens: the longest context.
+        state_bytes: a state of all recurrent layers; 0: it has none.
     """
 
     name: str
     kv_bytes_per_token: int
     window_tokens: int
+    state_bytes: int = 0
 
 
 # Of the paper's models its own figures (Table 1, §4.1; MB = 10**6), so that its experiments can be
-# planned with its numbers: by the models' shapes they are 0.82, 2.62, 0.33 and 0.12 MB.
+# planned with its numbers: by the models' shapes they are 0.82, 2.62, 0.33 and 0.12 MB. Of the last
+# one what model_config.py makes of its config: 72 MiB of a state are recurrent, 2.25 convolutions'.
 MODELS = {
     model.name: model
     for model in (
@@ -38,6 +42,7 @@ MODELS = {
         PlannedModel("llama-70b", 310_000, 4096),
         PlannedModel("falcon-40b", 120_000, 2048),
         PlannedModel("mistral-7b", 32 * 2 * 8 * 128 * 2, 32768),  # layers, K and V, heads, size, B
+        PlannedModel("qwen3-next-80b", 24_576, 262_144, 77_856_832),
     )
 }
 
@@ -108,6 +113,7 @@ class ReplayOptions:
         tool_hints: the engine says which tools an answer calls, and which session another one
             supersedes.
         think_scale: multiplies think times; 0: no thinking.
+        state_bytes: of a state; 0: the model has none.
     """
 
     policy: str
@@ -122,6 +128,7 @@ class ReplayOptions:
     end_hints: bool = False
     tool_hints: bool = True
     think_scale: float = 1.0
+    state_bytes: int = 0
 
 
 class Costs:
@@ -133,37 +140,64 @@ class Costs:
         self._engine = hardware.engine
         self._pcie_bytes_per_s = hardware.pcie_bytes_per_s
         self._bytes_per_token = options.kv_bytes_per_token
+        self._state_bytes = options.state_bytes
         self._window_tokens = options.window_tokens
-        self._is_truncated = _keep_to_window(sessions, options.window_tokens)
+        self._is_truncated = bool(options.window_tokens) and keep_to_window(
+            sessions, options.window_tokens
+        )
         self._window_bytes = (
-            self.num_bytes(options.window_tokens) if options.charge == "window" else None
+            self.num_bytes(options.window_tokens, MOST_KEPT) if options.charge == "window" else None
         )
 
-    def num_bytes(self, num_tokens: int) -> int:
-        """Return the bytes of so many tokens' KV."""
-        return round(num_tokens * self._bytes_per_token)
+    @property
+    def has_states(self) -> bool:
+        """Whether the model has recurrent layers."""
+        return self._state_bytes > 0
 
-    def num_tokens(self, num_bytes: int) -> int:
-        """Return the tokens of so much KV."""
-        return round(num_bytes / self._bytes_per_token)
+    def num_bytes(self, num_tokens: int, num_states: int) -> int:
+        """Return the bytes of so many tokens' KV, and of so many states if the model has any."""
+        return round(num_tokens * self._bytes_per_token) + self.states_bytes(num_states)
+
+    def states_bytes(self, num_states: int) -> int:
+        """Return the bytes of so many states."""
+        return num_states * self._state_bytes
+
+    def kept_bytes(self, kept: Kept) -> int:
+        """Return the bytes of what is kept of a session."""
+        return self.num_bytes(kept.num_tokens, len(kept.states))
+
+    def new_bytes(self, kept: Kept, clean: Kept) -> tuple[int, int]:
+        """Return the bytes of tokens and those of states that are kept now and were not before."""
+        tokens = max(0, kept.num_tokens - clean.num_tokens)
+        return self.num_bytes(tokens, 0), self.states_bytes(len(kept.states) - len(clean.states))
 
     def charge(self, num_bytes: int) -> int:
         """Return what a session of so many bytes takes of a tier."""
         return num_bytes if self._window_bytes is None else self._window_bytes
 
-    def kept_tokens(self, turn: Turn) -> int:
-        """Return what is stored after a turn."""
-        if not self._is_truncated:
-            return turn.kept_tokens
-        return truncated(turn.kept_tokens, 0, self._window_tokens)
+    def kept_after(self, turn: Turn, before: Kept) -> Kept:
+        """Return what is stored after a turn, of whose prompt so much was kept before it."""
+        num_tokens = turn.kept_tokens
+        if self._is_truncated:
+            num_tokens = truncated(num_tokens, 0, self._window_tokens)
+        return before.then(turn, num_tokens) if self.has_states else Kept(num_tokens)
+
+    def loadable(self, kept: Kept) -> int:
+        """Return how many of the tokens that are kept can be loaded: up to the last state, if any.
+
+        With them comes one state.
+        """
+        if not self.has_states:
+            return kept.num_tokens
+        return kept.states[-1] if kept.states else 0
 
     def compute_ns(self, num_tokens: int) -> int:
         """Prefill of so many tokens, without what every prefill takes."""
         return _ns(num_tokens * self._engine.prefill_s_per_token)
 
     def load_ns(self, num_tokens: int) -> int:
-        """Return the time from DRAM to HBM."""
-        return _ns(self.num_bytes(num_tokens) / self._pcie_bytes_per_s)
+        """Return the time from DRAM to HBM: of so many tokens, and of the state behind them."""
+        return _ns(self.num_bytes(num_tokens, num_tokens > 0) / self._pcie_bytes_per_s)
 
     def prefill_ns(self, turn: Turn, loaded_tokens: int) -> int:
         """Prefill of a turn of which so much history is loaded meanwhile."""
@@ -188,9 +222,9 @@ def _ns(seconds: float) -> int:
     return round(seconds * NS_PER_S)
 
 
-def _keep_to_window(sessions: Sequence[Session], window_tokens: int) -> bool:
+def keep_to_window(sessions: Sequence[Session], window_tokens: int) -> bool:
     """Whether the trace is of a model with such a window: only then is it truncated to it."""
-    return bool(window_tokens) and all(
+    return all(
         turn.history_tokens + turn.new_tokens <= window_tokens
         for session in sessions
         for turn in session.turns

@@ -1,8 +1,8 @@
 """Whose KV it is, and how fast its engine computes: by name, or from the files that say it.
 
-Pure but for reading the files. A model directory is not loaded: its config.json says how many
-numbers K and V of a token are. What `inference-svc bench … --json` has measured gives the engine's
-constants; what a document says is taken, the rest stays as it was:
+Pure but for reading the files. A model directory is not loaded: its config.json says how large a
+token's KV and a state are (model_config.py). What `inference-svc bench … --json` has measured gives
+the engine's constants; what a document says is taken, the rest stays as it was:
 
 turns    time of a prefill, fixed and by token: the line through the times to the first token of re
          (history and new tokens are computed) and resident (new ones only); the decode step, if
@@ -16,102 +16,70 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from kvd.plan import model_config
 from kvd.plan.hardware import MODELS, EngineConstants, PlannedModel
+from kvd.plan.model_config import DEFAULT_WINDOW, REMEDY, ModelConfig, UnknownModelError
 from shared.types.errors import InvalidInputError
 
 CONFIG = "config.json"
-_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1}
-DEFAULT_BYTES = 2  # of a number, if the configuration does not say
-DEFAULT_WINDOW = 4096  # of a model of which nothing is known
-_REMEDY = "say --kv-bytes-per-token instead"
 
 
-class UnknownModelError(InvalidInputError):
-    """Neither a known name nor a model directory."""
-
-    reason = "unknown_model"
-
-
-def choose_model(name: str, kv_bytes_per_token: int | None, window_tokens: int) -> PlannedModel:
+def choose_model(
+    name: str, kv_bytes_per_token: int | None, window_tokens: int, state_bytes: int | None = None
+) -> PlannedModel:
     """Return the model of a command line: its name or directory, and what is said besides.
 
     Args:
         name: "": nothing is said but the size of a token.
         kv_bytes_per_token: None: the model's own.
         window_tokens: 0: the model's own.
+        state_bytes: None: the model's own.
 
     Raises:
-        UnknownModelError: there is no such model.
+        UnknownModelError: there is no such model, or its config lacks what is not said besides.
     """
     if name in MODELS:
         model = MODELS[name]
     elif name:
-        model = read_model(Path(name))
+        model = read_model(Path(name), kv_bytes_per_token, state_bytes)
     else:
         model = PlannedModel("-", 0, DEFAULT_WINDOW)
     return PlannedModel(
         model.name,
         model.kv_bytes_per_token if kv_bytes_per_token is None else kv_bytes_per_token,
         window_tokens or model.window_tokens,
+        model.state_bytes if state_bytes is None else state_bytes,
     )
 
 
-def read_model(directory: Path) -> PlannedModel:
-    """Return a model by its directory.
+def read_model(
+    place: Path, kv_bytes_per_token: int | None = None, state_bytes: int | None = None
+) -> PlannedModel:
+    """Return a model by its directory, or by a config.json; sizes that are given are not computed.
 
     Raises:
         UnknownModelError: there is no such model, or its configuration lacks what is needed.
     """
-    path = directory / CONFIG
+    path = place if place.is_file() else place / CONFIG
     if not path.is_file():
         known = ", ".join(MODELS)
         raise UnknownModelError(
-            f"no model {str(directory)!r}", f"name {known}, or a directory with a {CONFIG}"
+            f"no model {str(place)!r}", f"name {known}, or a directory with a {CONFIG}"
         )
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise UnknownModelError(f"{path}: cannot be read as JSON", _REMEDY) from error
+        raise UnknownModelError(f"{path}: cannot be read as JSON", REMEDY) from error
     if not isinstance(config, dict):
-        raise UnknownModelError(f"{path}: no JSON object", _REMEDY)
+        raise UnknownModelError(f"{path}: no JSON object", REMEDY)
     nested = config.get("text_config")
-    text: dict[str, Any] = {**config, **nested} if isinstance(nested, dict) else config
-    return PlannedModel(directory.resolve().name, _kv_bytes(path, text), _window(text))
-
-
-def _kv_bytes(path: Path, config: dict[str, Any]) -> int:
-    if "kv_lora_rank" in config:
-        raise UnknownModelError(f"{path}: keeps latents, not keys and values", _REMEDY)
-    layers = _count(path, config, "num_hidden_layers", "n_layer", "n_layers")
-    heads = _count(path, config, "num_attention_heads", "n_head", "n_heads")
-    kv_heads = heads
-    if config.get("num_key_value_heads") or config.get("num_kv_heads"):
-        kv_heads = _count(path, config, "num_key_value_heads", "num_kv_heads")
-    elif config.get("multi_query"):
-        kv_heads = 1
-    if config.get("head_dim"):
-        head_dim = _count(path, config, "head_dim")
-    else:
-        head_dim = _count(path, config, "hidden_size", "n_embd", "d_model") // heads
-    return 2 * layers * kv_heads * head_dim * _number_bytes(config)
-
-
-def _number_bytes(config: dict[str, Any]) -> int:
-    dtype = config.get("dtype") or config.get("torch_dtype")
-    return _BYTES.get(str(dtype).removeprefix("torch."), DEFAULT_BYTES)
-
-
-def _window(config: dict[str, Any]) -> int:
-    window = config.get("max_position_embeddings")
-    return window if isinstance(window, int) and window > 0 else DEFAULT_WINDOW
-
-
-def _count(path: Path, config: dict[str, Any], *names: str) -> int:
-    for name in names:
-        value = config.get(name)
-        if isinstance(value, int) and value > 0:
-            return value
-    raise UnknownModelError(f"{path}: no {names[0]}", _REMEDY)
+    text = ModelConfig(path, {**config, **nested} if isinstance(nested, dict) else config)
+    return PlannedModel(
+        path.parent.resolve().name,
+        model_config.kv_bytes_per_token(text) if kv_bytes_per_token is None else kv_bytes_per_token,
+        text.window_tokens,
+        model_config.state_bytes(text) if state_bytes is None else state_bytes,
+    )
 
 
 BENCH_SCHEMA = "inference_svc.bench/1"

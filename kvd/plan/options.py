@@ -47,9 +47,15 @@ class EngineArguments:
 
     model: Annotated[
         str,
-        option(_ENGINE, "llama-13b, -65b, -70b, falcon-40b, mistral-7b, or a model directory."),
+        option(
+            _ENGINE,
+            "llama-13b, -65b, -70b, falcon-40b, mistral-7b, qwen3-next-80b, or a model directory.",
+        ),
     ] = "llama-13b"
     kv_bytes_per_token: Annotated[str, option(_ENGINE, "Instead of its own, e.g. 320KB.")] = ""
+    state_bytes: Annotated[
+        str, option(_ENGINE, "Of a state of recurrent layers, e.g. 72MiB; 0: it has none.")
+    ] = ""
     window: Annotated[int, option(_ENGINE, "Context in tokens; 0: the model's.", min=0)] = 0
     slots: Annotated[
         int | None, option(_ENGINE, "Turns that run at once.", min=1, show_default="24")

@@ -5,7 +5,8 @@ history whose history is loaded, all of it. A turn's TTFT has two forms: as the 
 the turn's arrival; and from its start, without the wait in the queue (the paper's).
 """
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from kvd.core.records.records import Tier
@@ -26,6 +27,7 @@ class TurnRecord:
         num_ahead: requests that waited when it arrived.
         was_resident: whether its session was in DRAM when it arrived.
         is_of_tools: whether it comes with the results of tools that the answer before it called.
+        lacks_state: whether tokens of it are held, but no state behind any of them.
     """
 
     arrived_ns: int
@@ -37,6 +39,7 @@ class TurnRecord:
     found_in: Tier | None = None
     was_resident: bool = False
     is_of_tools: bool = False
+    lacks_state: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +61,13 @@ class Outcome:
         resident_tools: the same, of those that come with the results of tools.
         num_tool_returns: how many of these there were.
         recomputed_per_turn: mean history tokens of a turn that were not loaded.
+        stored_bytes_per_turn: mean bytes that are stored after a turn and were not before it: of
+            its tokens, of those computed anew, and of its states.
+        states_of_stored: share of states in these.
+        states_of_dram: share of states in what DRAM holds, in the mean of some moments.
+        states_of_ssd: the same of SSD.
+        num_stateless: turns of whose history tokens were held, but no state behind any of them.
+        stateless_fu: the same, per turn that has history.
         ttft_mean_s: mean seconds from arrival to the first token.
         start_ttft_mean_s: mean seconds from a turn's start to its first token, without the queue.
         queue_mean: requests that waited when a turn arrived.
@@ -96,6 +106,12 @@ class Outcome:
     resident_tools: float
     num_tool_returns: int
     recomputed_per_turn: float
+    stored_bytes_per_turn: float
+    states_of_stored: float
+    states_of_dram: float
+    states_of_ssd: float
+    num_stateless: int
+    stateless_fu: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,12 +136,17 @@ class Tally:
     num_hits_4_ahead: int = 0
     num_dram_hits_4_ahead: int = 0
     num_guarded: int = 0
+    num_stateless: int = 0
     num_resident: int = 0
     num_tool_returns: int = 0
     num_resident_tools: int = 0
     history_tokens: int = 0
     loaded_tokens: int = 0
     prompt_tokens: int = 0
+    stored_bytes: int = 0
+    stored_states_bytes: int = 0
+    held_bytes: Counter[Tier] = field(default_factory=Counter)  # summed over some moments
+    held_states_bytes: Counter[Tier] = field(default_factory=Counter)
     ttfts_ns: list[int] = field(default_factory=list)
     start_ttfts_ns: list[int] = field(default_factory=list)
     ahead: list[int] = field(default_factory=list)
@@ -143,7 +164,8 @@ class Tally:
             self.num_tool_returns += turn.is_of_tools
             self.num_resident_tools += turn.was_resident and turn.is_of_tools
         if not turn.loaded_tokens:
-            self.num_guarded += turn.found_in is not None
+            self.num_stateless += turn.lacks_state
+            self.num_guarded += turn.found_in is not None and not turn.lacks_state
             return
         in_dram, was_busy = turn.found_in is Tier.DRAM, turn.num_ahead >= BUSY_QUEUE
         self.num_hits += 1
@@ -155,6 +177,17 @@ class Tally:
         """Count a turn's first token."""
         self.ttfts_ns.append(now_ns - turn.arrived_ns)
         self.start_ttfts_ns.append(now_ns - turn.started_ns)
+
+    def stored(self, tokens_bytes: int, states_bytes: int) -> None:
+        """Count what a turn has left that was not stored before."""
+        self.stored_bytes += tokens_bytes + states_bytes
+        self.stored_states_bytes += states_bytes
+
+    def sampled(self, held: Mapping[Tier, tuple[int, int]]) -> None:
+        """Count what each tier holds at some moment: all bytes, and those of states."""
+        for tier, (num_bytes, states_bytes) in held.items():
+            self.held_bytes[tier] += num_bytes
+            self.held_states_bytes[tier] += states_bytes
 
     def outcome(self, num_turns: int, load: float, since: Totals, until: Totals) -> Outcome:
         """Sum up."""
@@ -188,7 +221,16 @@ class Tally:
             resident_tools=_share(self.num_resident_tools, self.num_tool_returns),
             num_tool_returns=self.num_tool_returns,
             recomputed_per_turn=_share(self.history_tokens - self.loaded_tokens, self.num_turns),
+            stored_bytes_per_turn=_share(self.stored_bytes, self.num_turns),
+            states_of_stored=_share(self.stored_states_bytes, self.stored_bytes),
+            states_of_dram=self._states_share(Tier.DRAM),
+            states_of_ssd=self._states_share(Tier.SSD),
+            num_stateless=self.num_stateless,
+            stateless_fu=_share(self.num_stateless, self.num_with_history),
         )
+
+    def _states_share(self, tier: Tier) -> float:
+        return _share(self.held_states_bytes[tier], self.held_bytes[tier])
 
 
 def _share(part: float, whole: float) -> float:

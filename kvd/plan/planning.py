@@ -13,6 +13,7 @@ from kvd.plan.hardware import Hardware, PlannedModel, ReplayOptions, recompute_l
 from kvd.plan.outcome import Outcome
 from kvd.plan.prices import Prices, cost_of
 from kvd.plan.sizes import BadOptionError
+from kvd.plan.states import MOST_KEPT, most_states
 from kvd.plan.sweep import Cell, run_cells
 from kvd.plan.workload import Workload
 from shared.version import __version__
@@ -51,8 +52,10 @@ class PlanRequest:
 def footprint_bytes(workload: Workload, model: PlannedModel, charge: str) -> int:
     """Add up all sessions at their largest, as tiers are charged."""
     if charge == "window":
-        return len(workload.sessions) * model.window_tokens * model.kv_bytes_per_token
-    return workload.footprint_tokens * model.kv_bytes_per_token
+        of_window = model.window_tokens * model.kv_bytes_per_token + MOST_KEPT * model.state_bytes
+        return len(workload.sessions) * of_window
+    num_states = most_states(workload.sessions) if model.state_bytes else 0
+    return workload.footprint_tokens * model.kv_bytes_per_token + num_states * model.state_bytes
 
 
 def check_window(workload: Workload, model: PlannedModel, charge: str) -> None:

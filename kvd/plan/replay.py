@@ -30,6 +30,7 @@ from kvd.plan.gpu import Gpu, Prefill
 from kvd.plan.hardware import Costs, Hardware, ReplayOptions, recompute_load
 from kvd.plan.outcome import Outcome, Tally, Totals, TurnRecord
 from kvd.plan.reading import Read, Reading, SsdChannel
+from kvd.plan.states import NOTHING, Kept
 from kvd.plan.tiers import Tiers
 from kvd.plan.trace import Session, Turn
 from shared.types.load_choice import RecentStarts, Traffic, loading_pays
@@ -41,6 +42,7 @@ __all__ = ["Replay", "ReplayOptions", "replay"]
 
 ENGINE = 1  # there is one
 PROGRESS_TURNS = 256  # between two reports
+SAMPLES = 64  # of what is in the tiers, at least if there are as many turns
 INTERVAL_SHARE = 1 / 16  # of the newest interval between two starts in the running mean
 
 
@@ -82,6 +84,7 @@ class Replay:
         self._options = options
         self._costs = Costs(sessions, hardware, options)
         self._keys = [SessionKey("plan", "plan", str(i)) for i in range(len(sessions))]
+        self._kept: dict[SessionKey, Kept] = {}  # of what is held; what was, until it is asked for
         self._returns_ns: dict[SessionKey, int] = {}  # when what is kept is wanted next
         self._placement = SessionPlacement(
             self._make_policy, lambda: hardware.dram_bytes + hardware.ssd_bytes
@@ -117,6 +120,8 @@ class Replay:
         self._interval_ns = 0.0
         self._starts = RecentStarts()
         self._hbm_bytes = 0
+        num_measured = self._num_turns - options.warmup_turns
+        self._sample_every = max(1, num_measured // SAMPLES)
         self._tally = Tally()
         self._since = Totals()
 
@@ -186,7 +191,7 @@ class Replay:
         key, turn = self._keys[session], self._turn(session)
         self._returns_ns.pop(key, None)
         record = self._arriving(session, turn)
-        hbm_bytes = self._costs.num_bytes(turn.kept_tokens)
+        hbm_bytes = self._costs.num_bytes(turn.kept_tokens, 1)
         request = _Request(session, self._num_arrived, turn, record, hbm_bytes)
         self._num_arrived += 1
         self._waiting.append(request)
@@ -217,13 +222,15 @@ class Replay:
         self._hbm_bytes += request.hbm_bytes
         self._report_queue(QueueChange(running=[RunningRequest(request.number, key)]), self._now_ns)
         record.started_ns = self._now_ns
-        record.found_in, record.loaded_tokens = self._lookup(key, request.turn)
+        self._look_up(key, request.turn, record)
         if request.number == self._options.warmup_turns:
             self._since = self._totals()
         if self._is_measured(request):
             self._tally.started(record)
+            if self._costs.has_states and request.number % self._sample_every == 0:
+                self._tally.sampled(self._tiers.shares(self._states_bytes))
         if record.found_in is Tier.SSD and record.loaded_tokens:
-            self._reading.demand(key, self._costs.num_bytes(record.loaded_tokens), self._now_ns)
+            self._reading.demand(key, self._costs.num_bytes(record.loaded_tokens, 1), self._now_ns)
         else:
             self._prefill(request)
 
@@ -254,7 +261,7 @@ class Replay:
             return
         if request.turn.tools and self._options.tool_hints:  # before it is ranked to be stored
             self._placement.policy.on_await(key, request.turn.tools, self._now_ns)
-        self._store(key, request.turn)
+        self._store(key, request)
 
     def _was_read(self, read: Read) -> None:
         """Take in a session that was read from SSD, for its turn or ahead of it."""
@@ -284,23 +291,23 @@ class Replay:
             not hbm_bytes or not self._running or self._hbm_bytes + request.hbm_bytes <= hbm_bytes
         )
 
-    def _lookup(self, key: SessionKey, turn: Turn) -> tuple[Tier | None, int]:
-        """Return where a turn's history is, and how many tokens of it are to be loaded."""
+    def _look_up(self, key: SessionKey, turn: Turn, record: TurnRecord) -> None:
+        """Note where a turn's history is, and how many tokens of it are to be loaded."""
         found_in = self._tiers.find(key)
-        if found_in is None:
-            return None, 0
-        tokens = min(turn.history_tokens, self._costs.num_tokens(self._tiers.num_bytes(key)))
-        if not tokens:
-            return None, 0
-        if self._options.load_policy == "auto" and not self._pays(key, turn, found_in, tokens):
-            return found_in, 0
-        return found_in, tokens
+        kept = NOTHING if found_in is None else self._kept[key].within(turn.history_tokens)
+        self._kept[key] = kept
+        if not kept.num_tokens:
+            return
+        record.found_in, tokens = found_in, self._costs.loadable(kept)
+        record.lacks_state = not tokens
+        if self._options.load_policy == "always" or self._pays(key, turn, found_in, tokens):
+            record.loaded_tokens = tokens
 
-    def _pays(self, key: SessionKey, turn: Turn, found_in: Tier, tokens: int) -> bool:
+    def _pays(self, key: SessionKey, turn: Turn, found_in: Tier | None, tokens: int) -> bool:
         """Whether loading so much of a turn's history pays, by the engine's own rule."""
         wait_ns = 0
         if found_in is Tier.SSD:
-            num_bytes = self._costs.num_bytes(tokens)
+            num_bytes = self._costs.num_bytes(tokens, 1)
             wait_ns = self._reading.expected_ns(key, num_bytes, self._now_ns)
         traffic = Traffic(
             num_waiting=len(self._waiting),
@@ -328,17 +335,20 @@ class Replay:
         decode_ns = self._costs.decode_ns(request.turn)
         self._gpu.add(Prefill(request.session, prefill_ns, decode_ns), self._now_ns)
 
-    def _store(self, key: SessionKey, turn: Turn) -> None:
-        tokens = self._costs.kept_tokens(turn)
-        num_bytes = self._costs.num_bytes(tokens)
+    def _store(self, key: SessionKey, request: _Request) -> None:
+        before = self._kept[key]
+        kept = self._kept[key] = self._costs.kept_after(request.turn, before)
+        num_bytes = self._costs.kept_bytes(kept)
         if not num_bytes:
             self._tiers.drop(key)
             return
+        clean = Kept(before.num_tokens, before.states_in(kept))
+        if self._is_measured(request):
+            self._tally.stored(*self._costs.new_bytes(kept, clean))
         self._placement.policy.on_access(key, self._now_ns)
         self._placement.observe_size(self._costs.charge(num_bytes))
-        self._placement.policy.on_resize(key, tokens)
-        clean_bytes = self._costs.num_bytes(turn.history_tokens)
-        self._tiers.store(key, num_bytes, clean_bytes, self._now_ns)
+        self._placement.policy.on_resize(key, kept.num_tokens)
+        self._tiers.store(key, num_bytes, self._costs.kept_bytes(clean), self._now_ns)
         if self._options.ttl_s is not None:
             self._deadlines_ns[key] = self._now_ns + round(self._options.ttl_s * NS_PER_S)
             self._ttl.schedule(key, self._deadlines_ns[key])
@@ -350,10 +360,14 @@ class Replay:
     def _wanted_bytes(self, key: SessionKey) -> int:
         """Return what is to be read of a session: all, while its next prompt is unknown."""
         num_bytes = self._tiers.num_bytes(key)
-        if not self._placement.is_busy(key):
+        if not num_bytes or not self._placement.is_busy(key):
             return num_bytes
         history_tokens = self._turn(int(key.session_id)).history_tokens
-        return min(num_bytes, self._costs.num_bytes(history_tokens))
+        loadable = self._costs.loadable(self._kept[key].within(history_tokens))
+        return min(num_bytes, self._costs.num_bytes(loadable, 1))
+
+    def _states_bytes(self, key: SessionKey) -> int:
+        return self._costs.states_bytes(len(self._kept[key].states))
 
     def _make_policy(self, context: PolicyContext) -> EvictionPolicy:
         if self._options.policy == BeladyPolicy.name:

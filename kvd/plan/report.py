@@ -52,7 +52,7 @@ class Section:
 
 
 def sections_of(report: PlanReport) -> Iterator[Section]:
-    """Yield the sections that a report has: hits, where they were, times, costs."""
+    """Yield the sections that a report has: hits, where they were, states, times, costs."""
     yield Section("hits", _HITS, _HITS_LEGEND)
     columns, legends = list(_PLACES), [_PLACES_LEGEND]
     for name, column, legend in _PLACES_IF_ANY:
@@ -60,8 +60,10 @@ def sections_of(report: PlanReport) -> Iterator[Section]:
             columns.append(column)
             legends.append(legend)
     yield Section("where the history was", tuple(columns), " ".join(legends))
+    if report.model.state_bytes:
+        yield Section("states", _STATES, _STATES_LEGEND)
     yield Section("time", _TIMES, _TIMES_LEGEND)
-    yield Section("cost", _COSTS)
+    yield Section("cost", _COSTS, _COSTS_LEGEND)
 
 
 def load_text(load: float) -> str:
@@ -117,6 +119,16 @@ _PLACES_IF_ANY = (  # what there has to be for it to be shown
         "held, not loaded: of later turns, those whose history was computed: loading did not pay.",
     ),
 )
+_STATES = (
+    Column("of what\na turn\nstores", lambda found: _percent(found.outcome.states_of_stored)),
+    Column("of what\nis in\nDRAM", lambda found: _percent(found.outcome.states_of_dram)),
+    Column("of what\nis on\nSSD", lambda found: _percent(found.outcome.states_of_ssd)),
+    Column("held,\nbut no\nstate", lambda found: _percent(found.outcome.stateless_fu)),
+)
+_STATES_LEGEND = (
+    "the share of states in bytes. held, but no state: of later turns, those whose history was"
+    " held, but no state inside of it, so that all of it was computed."
+)
 _TIMES = (
     Column("TTFT", lambda found: format_duration(found.outcome.ttft_mean_s)),
     Column("TTFT\np99", lambda found: format_duration(found.outcome.ttft_p99_s)),
@@ -128,6 +140,7 @@ _TIMES_LEGEND = (
     "TTFT: time to first token, from a turn's arrival; from start: without its wait in the queue."
 )
 _COSTS = (
+    Column("stored\na turn", lambda found: format_size(found.outcome.stored_bytes_per_turn)),
     Column("SSD\nwritten", lambda found: format_size(found.outcome.ssd_bytes_written)),
     Column("cost", lambda found: f"{found.cost.total:,.2f}"),
     Column(
@@ -135,6 +148,7 @@ _COSTS = (
         lambda found: _percent(found.cost_ratio) if found.cost_ratio else "-",
     ),
 )
+_COSTS_LEGEND = "stored a turn: bytes of tokens and states that were not stored before it."
 
 
 CURVE_COLUMNS = ("policy", "knee of the tokens: more brings less", "cheapest")
@@ -186,7 +200,8 @@ def facts(report: PlanReport) -> Iterator[tuple[str, str]]:
     arrivals = f"over {format_duration(work.span_s)}, think times x {options['think_scale']:g}"
     yield "begin", f"{arrivals}, recompute load {load_text(work.recompute_load)}"
     yield "measured", f"from turn {options['warmup_turns'] + 1} on"
-    yield "model", f"{model.name}, KV {size} a token, window {model.window_tokens}"
+    state = f", {format_size(model.state_bytes)} a state" if model.state_bytes else ""
+    yield "model", f"{model.name}, KV {size} a token{state}, window {model.window_tokens}"
     footprint = format_size(work.footprint_bytes)
     yield "footprint", f"{footprint} for all sessions, longest context {work.longest_tokens}"
     prefill = f"{engine.prefill_s_per_token * 1e3:.3g} ms a token and {engine.fixed_s * 1e3:.3g} ms"
@@ -310,6 +325,10 @@ def history_text(report: PlanReport) -> str:
         f"{_micros(compute_s)} a token to compute, {_micros(dram_s)} to load from DRAM,"
         f" {_micros(ssd_s)} from SSD"
     )
+    if report.model.state_bytes:
+        state_s = report.model.state_bytes / report.options["pcie_bytes_per_s"]
+        of_ssd_s = state_s + report.model.state_bytes / report.options["ssd_bytes_per_s"]
+        text += f"; a state {format_duration(state_s)} and {format_duration(of_ssd_s)}"
     if ssd_s <= compute_s or report.options["load_policy"] == "never":
         return text
     where = "from both" if dram_s > compute_s else "from SSD"

@@ -95,6 +95,22 @@ class Tiers:
         held = self._sessions.get(key)
         return held is not None and held.is_reading
 
+    def shares(self, part_bytes: Callable[[SessionKey], int]) -> dict[Tier, tuple[int, int]]:
+        """Add up for each tier the bytes of sessions, and those of a part of each.
+
+        Args:
+            part_bytes: how large that part of a session is; it is what leaves a tier last.
+        """
+        in_dram = in_ssd = of_dram = of_ssd = 0
+        for key, held in self._sessions.items():
+            part = part_bytes(key)
+            if held.in_dram:
+                in_dram += held.num_bytes
+                of_dram += min(part, held.num_bytes)
+            in_ssd += held.ssd_bytes
+            of_ssd += min(part, held.ssd_bytes)
+        return {Tier.DRAM: (in_dram, of_dram), Tier.SSD: (in_ssd, of_ssd)}
+
     # ------------------------------------------------------------------------------------- reading
 
     def reserve(self, key: SessionKey, now_ns: int) -> bool:

@@ -6,6 +6,9 @@ to what is stored depends on what positions are stored with the keys:
 decoupled   nothing: keys are stored without positions, and what a truncation keeps stays valid
 coupled     what is stored is useless after a truncation: the turn that was truncated computes what
             is left of its history anew (the paper's OF, section 4.3.4)
+
+States are always coupled. A history that is shorter though the window had room for it was gone on
+with from an earlier place: what is stored of it up to there stays valid.
 """
 
 import json
@@ -17,6 +20,7 @@ from kvd.plan.formats.filling import Filling
 from kvd.plan.formats.mooncake import read_mooncake
 from kvd.plan.formats.request_tables import AZURE, BURSTGPT, header_of, read_azure, read_burstgpt
 from kvd.plan.formats.sharegpt import read_sharegpt
+from kvd.plan.hardware import keep_to_window
 from kvd.plan.trace import Session, Turn, first_line, footprint_tokens, read_trace
 from shared.types.errors import InvalidInputError
 
@@ -70,17 +74,21 @@ def read_sessions(path: Path, format_name: str, filling: Filling) -> tuple[list[
     return READERS[name](path, filling)
 
 
-def coupled(session: Session, *, is_for_good: bool = False) -> Session:
+def coupled(session: Session, *, is_for_good: bool = False, window_tokens: int = 0) -> Session:
     """Return what can be reused if positions are stored: a truncated history counts as new tokens.
 
     Args:
         session: session whose history shrinks where its context was truncated.
         is_for_good: the session never hits again after its first truncation.
+        window_tokens: a history that shrank though this window had room for it was not truncated;
+            0: every one was.
     """
     turns: list[Turn] = []
     kept_tokens, is_lost = 0, False
     for turn in session.turns:
-        is_lost = turn.history_tokens < kept_tokens or (is_lost and is_for_good)
+        has_shrunk = turn.history_tokens < kept_tokens
+        is_truncated = has_shrunk and kept_tokens + turn.new_tokens > window_tokens
+        is_lost = is_truncated or (is_lost and is_for_good)
         turns.append(_recomputed(turn) if is_lost else turn)
         kept_tokens = turn.kept_tokens
     return replace(session, turns=tuple(turns))
@@ -149,6 +157,13 @@ class Workload:
     def with_coupled_positions(self) -> "Workload":
         """Return the same sessions, if what is stored is useless after a context overflow."""
         return Workload(f"{self.origin}, coupled positions", [coupled(s) for s in self.sessions])
+
+    def with_states(self, window_tokens: int) -> "Workload":
+        """Return the same sessions, of a model with states and of such a window."""
+        if not keep_to_window(self.sessions, window_tokens):
+            return self  # nothing of it was truncated to this window
+        sessions = [coupled(each, window_tokens=window_tokens) for each in self.sessions]
+        return replace(self, sessions=sessions)
 
     def check_rate(self, option: str) -> None:
         """Raise NoRateError if they all begin at once: then this option makes no sense."""

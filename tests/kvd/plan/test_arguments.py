@@ -17,6 +17,7 @@ from kvd.plan.options import (
 )
 from kvd.plan.prices import Prices
 from kvd.plan.sizes import GB
+from kvd.plan.states import most_states
 from shared.types.errors import ReportedError
 
 TRACE = Path("tests/data/trace_sample.jsonl.gz")
@@ -43,6 +44,28 @@ def test_without_sizes_shares_of_the_footprint_are_tried():
     assert totals == pytest.approx([share * footprint for share in shares], abs=1)
     assert request.capacities[0].dram_bytes == pytest.approx(totals[0] / 16, abs=1)
     assert request.num_replays == 13
+
+
+def test_states_count_in_the_footprint():
+    """Each session of several turns keeps three of them, in a window as well; 0: none."""
+    hybrid = EngineArguments(state_bytes="72MiB")
+    share, charged = CapacityArguments(capacity_share="100%"), KvdArguments(charge="window")
+    request = _request(engine=hybrid, capacity=share)
+    assert request.options.state_bytes == request.model.state_bytes == 72 << 20
+    num_states = most_states(request.workload.sessions)
+    plain = request.workload.footprint_tokens * 780_000
+    assert request.capacities[0].total_bytes == plain + num_states * (72 << 20)
+    (capacity,) = _request(engine=hybrid, capacity=share, kvd=charged).capacities
+    assert capacity.total_bytes == 12 * (4096 * 780_000 + 3 * (72 << 20))
+    none = EngineArguments(model="qwen3-next-80b", state_bytes="0")
+    assert _request(engine=none).model.state_bytes == 0
+
+
+def test_states_may_be_all_that_is_kept():
+    """Then tokens may be of no size."""
+    mamba = EngineArguments(kv_bytes_per_token="0", state_bytes="1MB")  # noqa: S106 - of text
+    request = _request(engine=mamba, capacity=CapacityArguments(capacity_share="100%"))
+    assert request.capacities[0].total_bytes == most_states(request.workload.sessions) * 10**6
 
 
 def test_charged_windows_make_a_larger_footprint():
@@ -148,6 +171,7 @@ def test_all_policies_include_the_bound():
         ({"arrivals": replace(ARRIVALS, think_scale=float("nan"))}, "--think-scale nan"),
         ({"arrivals": replace(ARRIVALS, warmup_turns="88")}, "none of 88 turns"),
         ({"engine": NO_BYTES}, "--kv-bytes-per-token is 0"),
+        ({"engine": EngineArguments(state_bytes="5GiB")}, "--state-bytes 5GiB"),
         ({"engine": EngineArguments(load=0.0)}, "--load 0"),
         ({"engine": EngineArguments(fixed_ms=-1.0)}, "--fixed-ms -1"),
         (

@@ -60,6 +60,30 @@ def test_what_is_given_counts():
     assert (model.kv_bytes_per_token, model.window_tokens) == (1000, 512)
 
 
+HYBRID = LLAMA | {
+    "model_type": "lfm2",
+    "layer_types": ["conv", "full_attention", "conv", "conv"],
+    "conv_L_cache": 3,
+}
+
+
+def test_a_directory_says_how_large_a_state_is(tmp_path: Path):
+    """Only one of the four layers has keys; what is given counts, and is not looked for."""
+    name = _directory(tmp_path / "model", HYBRID)
+    model = choose_model(name, None, 0)
+    assert (model.kv_bytes_per_token, model.state_bytes) == (2 * 2 * 64 * 2, 64 + 3 * 512 * 3 * 2)
+    assert choose_model(name + "/config.json", None, 0) == model
+    assert choose_model(name, None, 0, 0).state_bytes == 0
+    assert choose_model("qwen3-next-80b", None, 0).state_bytes == 77_856_832
+    unknown = _directory(tmp_path / "other", HYBRID | {"model_type": "lfm9"})
+    with pytest.raises(UnknownModelError, match="conv layers keep is not known"):
+        choose_model(unknown, None, 0)
+    with pytest.raises(UnknownModelError, match="conv layers keep is not known"):
+        choose_model(unknown, None, 0, 72)
+    model = choose_model(unknown, 1000, 0, 72)
+    assert (model.kv_bytes_per_token, model.window_tokens, model.state_bytes) == (1000, 2048, 72)
+
+
 @pytest.mark.parametrize(
     ("config", "complaint"),
     [

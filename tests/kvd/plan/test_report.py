@@ -94,6 +94,24 @@ def test_returns_with_tools_have_a_column():
     assert "tool hints" not in text
 
 
+def test_states_have_a_table_if_the_model_has_any():
+    """Their share of what is stored and held, and whose history had none."""
+    shares = {"states_of_stored": 0.61, "states_of_dram": 0.52, "states_of_ssd": 0.43}
+    found = result(
+        "lru", 8, 100, 0.5, 4.0, stored_bytes_per_turn=2.5e8, stateless_fu=0.34, **shares
+    )
+    report = plan(found)
+    text = _text(replace(report, model=replace(report.model, state_bytes=72 << 20)))
+    for shown in ("KV 780 KB a token, 75.5 MB a state,", "a state 3 ms and 18 ms", "250 MB"):
+        assert shown in text
+    (row,) = [line.split() for line in text.splitlines() if "61.0%" in line]
+    assert row[-4:] == ["61.0%", "52.0%", "43.0%", "34.0%"]
+    text = _text(report)
+    assert "250 MB" in text  # what a turn stores is said of every model
+    assert "a state" not in text
+    assert "52.0%" not in text
+
+
 def test_headings_and_legend_leave_no_abbreviation_unexplained():
     """Those of the document are explained in PLAN.md."""
     words = _text(swept()).split()

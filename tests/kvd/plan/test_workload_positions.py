@@ -22,6 +22,21 @@ def test_a_truncation_may_cost_all_turns_that_follow() -> None:
     assert [turn.kept_tokens for turn in turns] == [turn.kept_tokens for turn in SESSION.turns]
 
 
+def test_where_the_window_had_room_nothing_was_truncated() -> None:
+    """A conversation was gone on with from an earlier place: what is stored up to there is good."""
+    assert coupled(SESSION, window_tokens=57) == SESSION  # 50 kept and 7 new ones: they fit
+    assert coupled(SESSION, window_tokens=56) == coupled(SESSION)
+
+
+def test_states_are_useless_after_a_truncation_to_the_model_s_window() -> None:
+    """A trace whose prompts outgrow the window is another model's, and nothing was truncated."""
+    workload = Workload("a trace", [SESSION])
+    assert workload.with_states(56).sessions == [coupled(SESSION)]
+    assert workload.with_states(57).sessions == [SESSION]
+    assert workload.with_states(35) is workload
+    assert workload.with_states(56).origin == "a trace"
+
+
 def test_a_workload_says_that_positions_are_stored() -> None:
     """Its turns are as many and its prompts as long; only what can be reused shrinks."""
     workload = Workload("a trace", [SESSION])
