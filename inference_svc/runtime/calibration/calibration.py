@@ -22,9 +22,12 @@ wrongly.
 import hashlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Literal
 
 from inference_svc.core.errors import UnsupportedModelError
+from inference_svc.runtime.attention.latents import Expansion
+from inference_svc.runtime.calibration.expansions import find_expansions
 from inference_svc.runtime.calibration.layer_recipes import before_rope, layer_recipes, shape_of
 from inference_svc.runtime.calibration.mode_probe import (
     REPEATED_TOKENS,
@@ -99,9 +102,11 @@ def calibrate(
         with refused.noting(mode):
             probe = probe_mode(loaded, mode, attention)
             use_attention(loaded.model, attention)
+            expansions = _expansions(loaded, mode, probe)
             for choice in ("decoupled", "coupled") if positions == "auto" else (positions,):
                 with refused.noting(f"{mode} {choice}"):
-                    calibration = _calibration(loaded, mode, probe, choice, refused.reasons())
+                    found = _calibration(loaded, mode, probe, choice, refused.reasons())
+                    calibration = replace(found, expansions=expansions)
                     with refused_if_it_fails(loaded, "step by step"):
                         prove(loaded, calibration, reference)
                     return calibration
@@ -134,7 +139,8 @@ def calibration_by(
     capture.install(loaded.model)
     probe = probe_mode(loaded, mode, attention)
     use_attention(loaded.model, attention)
-    return _calibration(loaded, mode, probe, positions, notes)
+    found = _calibration(loaded, mode, probe, positions, notes)
+    return replace(found, expansions=_expansions(loaded, mode, probe))
 
 
 def _pack_weights(loaded: LoadedModel, reference: StockLogits) -> None:
@@ -212,8 +218,8 @@ def _is_stateful(loaded: LoadedModel) -> bool:
 def _ways(loaded: LoadedModel) -> Iterator[tuple[Mode, str]]:
     """Yield modes and the names of the attention they run with, fastest first."""
     if can_set_attention(loaded.model):
-        yield "ragged", capture.ATTENTION_NAME
-        yield "gather", capture.ATTENTION_NAME
+        for mode in ("ragged", "latent", "indexed", "gather"):
+            yield mode, capture.ATTENTION_NAME
     for attention in stock_attentions(loaded.model):
         yield "masked", attention
     for attention in stock_attentions(loaded.model):
@@ -274,7 +280,12 @@ def _calibration(
         AttentionCall(seen.layer_index, seen.mask.window, seen.mask.chunk)
         for seen in probe.attended
     )
-    return Calibration(mode, positions, layout, recipes, calls, notes)
+    return Calibration(mode, positions, layout, recipes, calls, notes=notes)
+
+
+def _expansions(loaded: LoadedModel, mode: Mode, probe: Probe) -> tuple[Expansion, ...]:
+    """Find what keys and values are made by, in modes that attend over latents."""
+    return find_expansions(loaded, mode, probe) if mode in {"latent", "indexed"} else ()
 
 
 def _digest(signature: str) -> str:

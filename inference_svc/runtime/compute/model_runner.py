@@ -5,10 +5,12 @@ A forward takes chunks one after another in a batch of one: input_ids and positi
 attends to its own KV only. How many chunks a forward takes, and how they attend, is the mode
 (`Calibration.mode`):
 
-    ragged  all chunks; attention reads each sequence's KV where it lies
-    gather  all chunks; attention reads KV gathered from all sequences
-    masked  as many as a context window holds the tokens of; the model's own attention, under a mask
-    single  one; the model's own attention, masks and positions
+    ragged   all chunks; attention reads each sequence's KV where it lies
+    latent   all chunks; attention reads each sequence's latents where they lie
+    indexed  as many as a context window holds the tokens of; the same, of tokens that are chosen
+    gather   all chunks; attention reads KV gathered from all sequences
+    masked   as many as a context window holds the tokens of; the model's own attention, masked
+    single   one; the model's own attention, masks and positions
 
 What happens within a forward is in `step_forward.py`. Steps that a graph was captured for are
 replayed (`decode_graphs.py`), which gives the same numbers.
@@ -31,6 +33,7 @@ from inference_svc.runtime.attention.attention import AttentionBackend
 from inference_svc.runtime.attention.torch_attention import TorchAttention
 from inference_svc.runtime.compute.chunk import Chunk, check_chunks, commit_chunks
 from inference_svc.runtime.compute.decode_graphs import DecodeGraphs
+from inference_svc.runtime.compute.latent_forward import LatentForward
 from inference_svc.runtime.compute.step_forward import (
     GatheredForward,
     RaggedForward,
@@ -40,7 +43,7 @@ from inference_svc.runtime.compute.step_forward import (
 from inference_svc.runtime.kv.copy_stream import StepClock
 from inference_svc.runtime.model.capture import CaptureCache, ForwardCall, taking_states, under
 from inference_svc.runtime.model.model_loader import LoadedModel
-from inference_svc.runtime.positions.recipes import Calibration
+from inference_svc.runtime.positions.recipes import MASKED_MODES, Calibration
 
 
 class ModelRunner:
@@ -104,7 +107,7 @@ class ModelRunner:
     def _groups(self, chunks: Sequence[Chunk]) -> Iterator[Sequence[Chunk]]:
         """Divide chunks into those that one forward takes."""
         mode, window = self._calibration.mode, self._loaded.context_window
-        if mode in {"ragged", "gather"} or len(chunks) == 1:
+        if mode in {"ragged", "latent", "gather"} or len(chunks) == 1:
             yield chunks
             return
         group: list[Chunk] = []
@@ -131,7 +134,7 @@ class ModelRunner:
             for index in range(end - chunk.num_rows, end)
         ]
         options: dict[str, Any] = {}
-        if mode == "masked":
+        if mode in MASKED_MODES:
             options["attention_mask"] = block_causal_mask(chunks, self._loaded.dtype, device)
         cache = CaptureCache(chunks[0].kv.num_tokens if mode == "single" else 0)
         with under(self._forward(chunks, clock)), _pooling(chunks):
@@ -148,6 +151,8 @@ class ModelRunner:
         """Make the forward that the capture hooks report to."""
         if self._calibration.mode == "ragged":
             return RaggedForward(self._calibration, self._attention, chunks, clock)
+        if self._calibration.expansions:
+            return LatentForward(self._calibration, chunks, clock)
         return GatheredForward(self._calibration, chunks, clock)
 
 

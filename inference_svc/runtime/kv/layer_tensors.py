@@ -200,6 +200,22 @@ def divided(
     return keys, values, divide([shape.index or NO_INDEX for shape in shapes])
 
 
+def side_by_side(one: Tensor, other: Tensor) -> Tensor:
+    """Return two components of the same tokens as one, [..., dim of one + dim of the other].
+
+    A view where that is how they lie, else a copy.
+    """
+    width = one.shape[-1] + other.shape[-1]
+    lies_so = (
+        one.data_ptr() + one.shape[-1] * one.itemsize == other.data_ptr()
+        and one.stride() == other.stride()
+        and one.stride(-2) >= width
+    )
+    if lies_so:
+        return one.as_strided((*one.shape[:-1], width), one.stride())
+    return torch.cat((one, other), dim=-1)
+
+
 class Places:
     """Some token slots of tensors [slots, kv_heads, dim], in the order of their tokens."""
 

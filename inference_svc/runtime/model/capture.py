@@ -29,6 +29,7 @@ from inference_svc.runtime.model.refusals import REMEDY, ModelRecurrentError
 
 ATTENTION_NAME = "cachedattention"  # has no mask function: models then build no mask at all
 PROBE_ATTENTION_NAME = "cachedattention_probe"  # has one that reports which keys a query may see
+CHOSEN = "indices"  # the option of an attention call that says which keys an index has chosen (DSA)
 _ROTARY_NAME = re.compile(r"^apply_\w*rot")
 
 
