@@ -1,19 +1,28 @@
 """Models of a preset's shape with random weights, in memory.
 
-All are built as Llama: rotary embedding, RMS norm, gated feed-forward. What decides the figures is
-kept as in the model of that name: layers, hidden size, heads, KV heads, head size, vocabulary, and
-the number of feed-forward weights. What is not kept: Mistral's sliding window (as long as its
-context), and Falcon's parallel blocks and ungated feed-forward, which here is a gated one with the
-same number of weights.
+All but one are built as Llama: rotary embedding, RMS norm, gated feed-forward. What decides the
+figures is kept as in the model of that name: layers, hidden size, heads, KV heads, head size,
+vocabulary, and the number of feed-forward weights. What is not kept: Mistral's sliding window (as
+long as its context), and Falcon's parallel blocks and ungated feed-forward, which here is a gated
+one with the same number of weights.
+
+One is built as DeepSeek-V3 with the attention of DeepSeek-V2-Lite, and no experts.
 """
 
 import hashlib
 import json
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, astuple, dataclass, replace
+from typing import Any
 
 import psutil
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import (
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+)
 
 from inference_svc.bench.options import ModelChoice
 from inference_svc.core.errors import UnknownModelError, UnsupportedModelError
@@ -30,12 +39,23 @@ class UnknownPresetError(InvalidInputError):
 
 
 @dataclass(frozen=True, slots=True)
+class LatentShape:
+    """Widths of latent attention: of a latent, and of what each head has."""
+
+    latent: int
+    rotated: int
+    free: int
+    value: int
+
+
+@dataclass(frozen=True, slots=True)
 class Shape:
-    """What a Llama-type model is built from.
+    """What a model is built from.
 
     Attributes:
         intermediate: width of the gated feed-forward.
         vocab: tokens.
+        attention: of latents; None: as Llama's.
     """
 
     layers: int
@@ -44,6 +64,7 @@ class Shape:
     kv_heads: int
     intermediate: int
     vocab: int
+    attention: LatentShape | None = None
 
     @property
     def head_dim(self) -> int:
@@ -54,6 +75,10 @@ class Shape:
     def num_weights(self) -> int:
         """All of them, with embedding and head apart."""
         attention = 2 * self.hidden * (self.heads + self.kv_heads) * self.head_dim
+        if self.attention is not None:
+            latent, rotated, free, value = astuple(self.attention)
+            attention = self.hidden * (self.heads * (free + rotated + value) + latent + rotated)
+            attention += latent * (self.heads * (free + value) + 1)  # with the latent's norm
         layer = attention + 3 * self.hidden * self.intermediate + 2 * self.hidden
         return self.layers * layer + 2 * self.vocab * self.hidden + self.hidden
 
@@ -63,6 +88,7 @@ PRESETS = {
     "4x256": Shape(4, 256, 4, 4, 704, 8192),
     "8x512": Shape(8, 512, 8, 8, 1408, 8192),
     "16x1024": Shape(16, 1024, 16, 4, 2816, 8192),
+    "latent-4x512": Shape(4, 512, 16, 16, 1408, 8192, LatentShape(512, 64, 128, 128)),
     "llama-13b": Shape(40, 5120, 40, 40, 13824, 32000),
     "llama-65b": Shape(80, 8192, 64, 64, 22016, 32000),
     "llama-70b": Shape(80, 8192, 64, 8, 28672, 32000),
@@ -118,7 +144,7 @@ def chosen_model(choice: ModelChoice, window_tokens: int) -> LoadedModel:
 
 
 def random_model(choice: ModelChoice, shape: Shape, window_tokens: int) -> LoadedModel:
-    """Build a Llama of that shape; dtype "auto" is float32.
+    """Build a model of that shape; dtype "auto" is float32.
 
     Raises:
         NoRoomError: it does not fit into memory.
@@ -126,26 +152,12 @@ def random_model(choice: ModelChoice, shape: Shape, window_tokens: int) -> Loade
     dtype = torch.float32 if choice.dtype == "auto" else getattr(torch, choice.dtype)
     device = torch.device(choice.device)
     _check_room(shape, choice, device, dtype)
-    config = LlamaConfig(
-        vocab_size=shape.vocab,
-        hidden_size=shape.hidden,
-        intermediate_size=shape.intermediate,
-        num_hidden_layers=shape.layers,
-        num_attention_heads=shape.heads,
-        num_key_value_heads=shape.kv_heads,
-        head_dim=shape.head_dim,
-        max_position_embeddings=window_tokens,
-        tie_word_embeddings=False,
-        bos_token_id=None,
-        eos_token_id=None,  # answers have the length that is asked for
-        pad_token_id=None,
-    )
     torch.manual_seed(choice.seed)
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
         with device:
-            model = LlamaForCausalLM(config)
+            model = _built(shape, window_tokens)
     finally:
         torch.set_default_dtype(before)
     identity = {**asdict(shape), "window": window_tokens, "seed": choice.seed}
@@ -156,6 +168,34 @@ def random_model(choice: ModelChoice, shape: Shape, window_tokens: int) -> Loade
         name=choice.random,
         fingerprint=hashlib.blake2b(text.encode(), digest_size=16).hexdigest(),
     )
+
+
+def _built(shape: Shape, window_tokens: int) -> PreTrainedModel:
+    common: dict[str, Any] = {
+        "vocab_size": shape.vocab,
+        "hidden_size": shape.hidden,
+        "intermediate_size": shape.intermediate,
+        "num_hidden_layers": shape.layers,
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.kv_heads,
+        "max_position_embeddings": window_tokens,
+        "tie_word_embeddings": False,
+        "bos_token_id": None,
+        "eos_token_id": None,  # answers have the length that is asked for
+        "pad_token_id": None,
+    }
+    if shape.attention is None:
+        return LlamaForCausalLM(LlamaConfig(**common, head_dim=shape.head_dim))
+    config = DeepseekV3Config(
+        **common,
+        first_k_dense_replace=shape.layers,
+        q_lora_rank=None,
+        kv_lora_rank=shape.attention.latent,
+        qk_rope_head_dim=shape.attention.rotated,
+        qk_nope_head_dim=shape.attention.free,
+        v_head_dim=shape.attention.value,
+    )
+    return DeepseekV3ForCausalLM(config)
 
 
 def _check_room(

@@ -61,6 +61,7 @@ from inference_svc.runtime.model.refusals import (
     NotDecoupledError,
 )
 from inference_svc.runtime.positions.recipes import (
+    LATENT_MODES,
     AttentionCall,
     Calibration,
     ComponentRecipe,
@@ -99,8 +100,12 @@ def calibrate(
     capture.install(loaded.model)
     refused = _Refused(loaded.architecture)
     for mode, attention in _ways(loaded):
-        with refused.noting(mode):
+        probe = None
+        with refused.noting(mode, is_told=mode not in LATENT_MODES):  # gather, masked fail alike
             probe = probe_mode(loaded, mode, attention)
+        if probe is None:
+            continue
+        with refused.noting(mode):
             use_attention(loaded.model, attention)
             expansions = _expansions(loaded, mode, probe)
             for choice in ("decoupled", "coupled") if positions == "auto" else (positions,):
@@ -163,14 +168,20 @@ class _Refused:
         self._errors: list[tuple[str, UnsupportedModelError]] = []
 
     @contextmanager
-    def noting(self, attempt: str) -> Iterator[None]:
-        """Record a refusal of this attempt, and resume; raise one that no mode can change."""
+    def noting(self, attempt: str, *, is_told: bool = True) -> Iterator[None]:
+        """Record a refusal of this attempt, and resume; raise one that no mode can change.
+
+        Args:
+            attempt: what it is called.
+            is_told: whether its refusal is to be told; False: another attempt's says the same.
+        """
         try:
             yield
         except FINAL:
             raise
         except UnsupportedModelError as error:
-            self._errors.append((attempt, error))
+            if is_told:
+                self._errors.append((attempt, error))
 
     def reasons(self) -> tuple[str, ...]:
         """Return what to report of the attempts: those that failed alike in one string."""
@@ -218,8 +229,10 @@ def _is_stateful(loaded: LoadedModel) -> bool:
 def _ways(loaded: LoadedModel) -> Iterator[tuple[Mode, str]]:
     """Yield modes and the names of the attention they run with, fastest first."""
     if can_set_attention(loaded.model):
-        for mode in ("ragged", "latent", "indexed", "gather"):
-            yield mode, capture.ATTENTION_NAME
+        yield "ragged", capture.ATTENTION_NAME
+        yield "latent", capture.ATTENTION_NAME
+        yield "indexed", capture.ATTENTION_NAME
+        yield "gather", capture.ATTENTION_NAME
     for attention in stock_attentions(loaded.model):
         yield "masked", attention
     for attention in stock_attentions(loaded.model):
@@ -262,6 +275,10 @@ def _calibration(
 ) -> Calibration:
     """Put together what was found, and lay out the stored KV; nothing of it is proven."""
     recipes = _recipes(loaded, probe, positions)
+    if mode in LATENT_MODES:
+        recipes = tuple(
+            replace(recipe, shape=replace(recipe.shape, is_latent=True)) for recipe in recipes
+        )
     dtype = str(loaded.dtype).removeprefix("torch.")
     layers = tuple(
         Layer(
@@ -285,7 +302,7 @@ def _calibration(
 
 def _expansions(loaded: LoadedModel, mode: Mode, probe: Probe) -> tuple[Expansion, ...]:
     """Find what keys and values are made by, in modes that attend over latents."""
-    return find_expansions(loaded, mode, probe) if mode in {"latent", "indexed"} else ()
+    return find_expansions(loaded, mode, probe) if mode in LATENT_MODES else ()
 
 
 def _digest(signature: str) -> str:

@@ -33,18 +33,11 @@ def find_expansions(loaded: LoadedModel, mode: Mode, probe: Probe) -> tuple[Expa
     Args:
         loaded: the model, set to our attention.
         mode: "latent" or "indexed".
-        probe: of this mode.
+        probe: of this mode: each layer caches one head, and no more.
 
     Raises:
-        ModelModeMissingError: if a layer caches no latents, or makes something else of them.
+        ModelModeMissingError: if a layer makes something else of what it caches.
     """
-    for layer_index, seen in probe.layers.items():
-        if seen.key.shape[1] != 1 or seen.value.shape[1] != 1:
-            raise ModelModeMissingError(
-                f"layer {layer_index} of {loaded.architecture} caches keys of each head, "
-                "and no latents",
-                REMEDY,
-            )
     forward = _UnitForward(probe.layers)
     token_ids = probe_tokens(loaded)
     places = torch.arange(len(token_ids), device=loaded.device)

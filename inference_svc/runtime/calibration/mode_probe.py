@@ -12,7 +12,7 @@ from inference_svc.runtime.compute.step_forward import causal_block
 from inference_svc.runtime.model import capture
 from inference_svc.runtime.model.model_loader import LoadedModel
 from inference_svc.runtime.model.refusals import REMEDY, ModelModeMissingError, ModelUncachedError
-from inference_svc.runtime.positions.recipes import MASKED_MODES, Mode
+from inference_svc.runtime.positions.recipes import LATENT_MODES, MASKED_MODES, Mode
 from shared.types.errors import ReportedError
 
 PROBE_LENGTHS = (11, 13, 17, 19, 23)  # tokens; the first that no dimension of the model equals
@@ -127,6 +127,9 @@ def _check_attention(loaded: LoadedModel, mode: Mode, probe: Probe) -> None:
     name = loaded.architecture
     if not probe.attended:
         raise ModelModeMissingError(f"{name} does not call the attention it is set to", REMEDY)
+    is_by_head = any(seen.key.shape[1] * seen.value.shape[1] > 1 for seen in probe.layers.values())
+    if mode in LATENT_MODES and is_by_head:
+        raise ModelModeMissingError(f"{name} caches keys of each head, and no latents", REMEDY)
     if mode == "indexed":
         if not all(seen.is_chosen for seen in probe.attended):
             raise ModelModeMissingError(f"{name} says not which keys its index chooses", REMEDY)

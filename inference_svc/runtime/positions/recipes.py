@@ -19,6 +19,7 @@ from shared.types.kv_layout import KVLayout
 
 Mode = Literal["ragged", "latent", "indexed", "gather", "masked", "single"]
 Positions = Literal["decoupled", "coupled", "naive"]
+LATENT_MODES = frozenset({"latent", "indexed"})  # in which attention is over latents
 MASKED_MODES = frozenset({"masked", "indexed"})  # in which the model is given a mask
 
 
