@@ -1,23 +1,30 @@
 """Models of a preset's shape with random weights, in memory.
 
 All but one are built as Llama: rotary embedding, RMS norm, gated feed-forward. What decides the
-figures is
-kept as in the model of that name: layers, hidden size, heads, KV heads, head size, vocabulary, and
-the number of feed-forward weights. What is not kept: Mistral's sliding window (as long as its
-context), and Falcon's parallel blocks and ungated feed-forward, which here is a gated one with the
-same number of weights.
+figures is kept as in the model of that name: layers, hidden size, heads, KV heads, head size,
+vocabulary, and the number of feed-forward weights. What is not kept: Mistral's sliding window (as
+long as its context), and Falcon's parallel blocks and ungated feed-forward, which here is a gated
+one with the same number of weights.
 
-The hybrid is built as Qwen3-Next without experts, and has its proportions: of four layers three
-have linear attention, and a state takes as much as 3,072 tokens' KV.
+One is built as DeepSeek-V3 with the attention of DeepSeek-V2-Lite, and no experts. The hybrid is
+built as Qwen3-Next without experts, and has its proportions: of four layers three have linear
+attention, and a state takes as much as 3,072 tokens' KV.
 """
 
 import hashlib
 import json
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, astuple, dataclass, replace
+from typing import Any
 
 import psutil
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, Qwen3NextConfig
+from transformers import (
+    AutoModelForCausalLM,
+    DeepseekV3Config,
+    LlamaConfig,
+    PreTrainedConfig,
+    Qwen3NextConfig,
+)
 
 from inference_svc.bench.options import ModelChoice
 from inference_svc.core.errors import UnknownModelError, UnsupportedModelError
@@ -34,12 +41,23 @@ class UnknownPresetError(InvalidInputError):
 
 
 @dataclass(frozen=True, slots=True)
+class LatentShape:
+    """Widths of latent attention: of a latent, and of what each head has."""
+
+    latent: int
+    rotated: int
+    free: int
+    value: int
+
+
+@dataclass(frozen=True, slots=True)
 class Shape:
     """What a model is built from.
 
     Attributes:
         intermediate: width of the gated feed-forward.
         vocab: tokens.
+        attention: of latents; None: as Llama's.
         linear_heads: of three layers in four, whose attention is linear; 0: of none.
     """
 
@@ -49,6 +67,7 @@ class Shape:
     kv_heads: int
     intermediate: int
     vocab: int
+    attention: LatentShape | None = None
     linear_heads: int = 0
 
     @property
@@ -61,6 +80,10 @@ class Shape:
         """All of them, with embedding and head apart."""
         attention = 2 * self.hidden * (self.heads + self.kv_heads) * self.head_dim
         attention = max(attention, 4 * self.hidden * self.linear_heads * LINEAR_DIM)
+        if self.attention is not None:
+            latent, rotated, free, value = astuple(self.attention)
+            attention = self.hidden * (self.heads * (free + rotated + value) + latent + rotated)
+            attention += latent * (self.heads * (free + value) + 1)  # with the latent's norm
         layer = attention + 3 * self.hidden * self.intermediate + 2 * self.hidden
         return self.layers * layer + 2 * self.vocab * self.hidden + self.hidden
 
@@ -72,6 +95,7 @@ PRESETS = {
     "4x256": Shape(4, 256, 4, 4, 704, 8192),
     "8x512": Shape(8, 512, 8, 8, 1408, 8192),
     "16x1024": Shape(16, 1024, 16, 4, 2816, 8192),
+    "latent-4x512": Shape(4, 512, 16, 16, 1408, 8192, LatentShape(512, 64, 128, 128)),
     "hybrid-8x512": Shape(8, 512, 8, 1, 1408, 8192, linear_heads=8),
     "llama-13b": Shape(40, 5120, 40, 40, 13824, 32000),
     "llama-65b": Shape(80, 8192, 64, 64, 22016, 32000),
@@ -128,7 +152,7 @@ def chosen_model(choice: ModelChoice, window_tokens: int) -> LoadedModel:
 
 
 def random_model(choice: ModelChoice, shape: Shape, window_tokens: int) -> LoadedModel:
-    """Build a Llama of that shape; dtype "auto" is float32.
+    """Build a model of that shape; dtype "auto" is float32.
 
     Raises:
         NoRoomError: it does not fit into memory.
@@ -157,20 +181,30 @@ def random_model(choice: ModelChoice, shape: Shape, window_tokens: int) -> Loade
 
 
 def _config(shape: Shape, window_tokens: int) -> PreTrainedConfig:
-    common = {
+    common: dict[str, Any] = {
         "vocab_size": shape.vocab,
         "hidden_size": shape.hidden,
         "intermediate_size": shape.intermediate,
         "num_hidden_layers": shape.layers,
         "num_attention_heads": shape.heads,
         "num_key_value_heads": shape.kv_heads,
-        "head_dim": shape.head_dim,
         "max_position_embeddings": window_tokens,
         "tie_word_embeddings": False,
         "bos_token_id": None,
         "eos_token_id": None,  # answers have the length that is asked for
         "pad_token_id": None,
     }
+    if shape.attention is not None:
+        return DeepseekV3Config(
+            **common,
+            first_k_dense_replace=shape.layers,
+            q_lora_rank=None,
+            kv_lora_rank=shape.attention.latent,
+            qk_rope_head_dim=shape.attention.rotated,
+            qk_nope_head_dim=shape.attention.free,
+            v_head_dim=shape.attention.value,
+        )
+    common["head_dim"] = shape.head_dim
     if not shape.linear_heads:
         return LlamaConfig(**common)
     return Qwen3NextConfig(

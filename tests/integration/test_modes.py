@@ -39,9 +39,9 @@ CONFIGS = {
         ("ragged", "coupled"),
         GPT2Config(**COMMON, n_positions=WINDOW_TOKENS, n_embd=64, n_layer=2, n_head=4),
     ),
-    "latents": (("gather", "decoupled"), DeepseekV3Config(**LATENT)),
+    "latents": (("latent", "decoupled"), DeepseekV3Config(**LATENT)),
     "an index": (
-        ("masked", "decoupled"),
+        ("indexed", "decoupled"),
         DeepseekV32Config(**LATENT, index_n_heads=16, index_head_dim=16, index_topk=24),
     ),
     "attention of its own": (

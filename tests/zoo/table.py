@@ -25,10 +25,21 @@ random layers, calibrates it and checks it against the stock model; `make test` 
 sample, `make test-long` for all. A model that is not listed here is calibrated all the same.
 There is no list in the program: what calibration cannot prove is refused.
 
-**Mode**: *ragged*, attention reads each sequence's KV where it is; *gather*, the model
-makes keys of what it caches, and gets all of it; *masked*, the model's own attention over all
-sequences at once, kept apart by a mask; *single*, the model's own attention, sequence by sequence;
-*one by one*, likewise, and tokens that follow a state one at a time.
+**Mode**: *ragged*, attention reads each sequence's KV where it is; *latent*, it reads latents where
+they are, and makes no keys and values of them but for long prompts; *indexed*, the same, of those
+that the model's index chooses; *gather*, the model makes keys of what it caches, and gets all of
+it; *masked*, the model's own attention over all sequences at once, kept apart by a mask; *single*,
+the model's own attention, sequence by sequence; *one by one*, likewise, and tokens that follow a
+state one at a time.
+
+**Latents**: a model of latent attention (MLA) caches a latent and a rotated part of each token and
+layer, for all heads together, and that is what kvd and the engine's memory hold: 576 values at
+DeepSeek-V3's widths, where keys and values of its 128 heads are 40,960. Transformers makes these of
+the whole history in every step. Here a query is multiplied with the matrix that makes keys and
+attends over latents, wherever that is fewer products: below some 150 new tokens behind 1,024.
+The matrix is found by giving unit vectors to each layer, and held beside the model's own weights:
+it is as large as those that it is made of. Where there is no such matrix the mode is *gather*, and
+the log of the start says why.
 
 **Positions**: *decoupled*, what is stored knows no position, so that it is of use after the first
 half of a conversation was dropped; *coupled*, it is of use only where it was computed: what follows

@@ -26,6 +26,8 @@ ALWAYS = (
     "gemma3_text",
     "gpt2",
     "deepseek_v3",
+    "deepseek_v32",
+    "diffllama",
     "gptj",
     "bloom",
     "hunyuan_v1_dense",

@@ -144,8 +144,8 @@ _POLICIES: dict[str, Callable[[float], CompressionPolicy]] = {
     HeavyHitters.name: HeavyHitters,
 }
 POLICY_NAMES = (NONE, *_POLICIES)
-# Modes in which a model attends by its own code, which shows no queries.
-_MODES_WITHOUT_QUERIES = frozenset({"masked", "single"})
+# Modes in which a model attends by its own code, which shows no queries, or to chosen tokens only.
+_MODES_WITHOUT_QUERIES = frozenset({"indexed", "masked", "single"})
 
 
 def make_compression(name: str, keep_ratio: float) -> CompressionPolicy | None:

@@ -29,6 +29,8 @@ from typing import Literal
 from torch import Tensor
 
 from inference_svc.core.errors import UnsupportedModelError
+from inference_svc.runtime.attention.latents import Expansion
+from inference_svc.runtime.calibration.expansions import find_expansions
 from inference_svc.runtime.calibration.layer_recipes import before_rope, layer_recipes, shape_of
 from inference_svc.runtime.calibration.mode_probe import (
     REPEATED_TOKENS,
@@ -66,6 +68,7 @@ from inference_svc.runtime.model.refusals import (
 )
 from inference_svc.runtime.positions.recipes import (
     EMPTY_LAYER,
+    LATENT_MODES,
     AttentionCall,
     Calibration,
     ComponentRecipe,
@@ -104,12 +107,18 @@ def calibrate(
     capture.install(loaded.model)
     refused = _Refused(loaded.architecture)
     for mode, attention in _ways(loaded):
-        with refused.noting(mode):
+        probe = None
+        with refused.noting(mode, is_told=mode not in LATENT_MODES):  # gather, masked fail alike
             probe = probe_mode(loaded, mode, attention)
+        if probe is None:
+            continue
+        with refused.noting(mode):
             use_attention(loaded.model, attention)
+            expansions = _expansions(loaded, mode, probe)
             for choice in ("decoupled", "coupled") if positions == "auto" else (positions,):
                 with refused.noting(f"{mode} {choice}"):
-                    calibration = _calibration(loaded, mode, probe, choice, refused.reasons())
+                    found = _calibration(loaded, mode, probe, choice, refused.reasons())
+                    calibration = replace(found, expansions=expansions)
                     with refused_if_it_fails(loaded, "step by step"):
                         return _proven(loaded, calibration, reference)
     if not reference.is_causal:
@@ -158,7 +167,8 @@ def calibration_by(
     capture.install(loaded.model)
     probe = probe_mode(loaded, mode, attention)
     use_attention(loaded.model, attention)
-    return _calibration(loaded, mode, probe, positions, notes)
+    found = _calibration(loaded, mode, probe, positions, notes)
+    return replace(found, expansions=_expansions(loaded, mode, probe))
 
 
 def _pack_weights(loaded: LoadedModel, reference: StockLogits) -> None:
@@ -181,14 +191,20 @@ class _Refused:
         self._errors: list[tuple[str, UnsupportedModelError]] = []
 
     @contextmanager
-    def noting(self, attempt: str) -> Iterator[None]:
-        """Record a refusal of this attempt, and resume; raise one that no mode can change."""
+    def noting(self, attempt: str, *, is_told: bool = True) -> Iterator[None]:
+        """Record a refusal of this attempt, and resume; raise one that no mode can change.
+
+        Args:
+            attempt: what it is called.
+            is_told: whether its refusal is to be told; False: another attempt's says the same.
+        """
         try:
             yield
         except FINAL:
             raise
         except UnsupportedModelError as error:
-            self._errors.append((attempt, error))
+            if is_told:
+                self._errors.append((attempt, error))
 
     def reasons(self) -> tuple[str, ...]:
         """Return what to report of the attempts: those that failed alike in one string."""
@@ -252,6 +268,8 @@ def _ways(loaded: LoadedModel) -> Iterator[tuple[Mode, str]]:
     """Yield modes and the names of the attention they run with, fastest first."""
     if can_set_attention(loaded.model):
         yield "ragged", capture.ATTENTION_NAME
+        yield "latent", capture.ATTENTION_NAME
+        yield "indexed", capture.ATTENTION_NAME
         yield "gather", capture.ATTENTION_NAME
     for attention in stock_attentions(loaded.model):
         yield "masked", attention
@@ -302,6 +320,10 @@ def _calibration(
             "serve it with model.positions = coupled",
         )
     recipes = _recipes(loaded, probe, positions)
+    if mode in LATENT_MODES:
+        recipes = tuple(
+            replace(recipe, shape=replace(recipe.shape, is_latent=True)) for recipe in recipes
+        )
     dtype = str(loaded.dtype).removeprefix("torch.")
     layers = tuple(
         Layer(
@@ -326,7 +348,12 @@ def _calibration(
         AttentionCall(seen.layer_index, seen.mask.window, seen.mask.chunk)
         for seen in probe.attended
     )
-    return Calibration(mode, positions, layout, recipes, calls, notes, states)
+    return Calibration(mode, positions, layout, recipes, calls, notes=notes, state_shapes=states)
+
+
+def _expansions(loaded: LoadedModel, mode: Mode, probe: Probe) -> tuple[Expansion, ...]:
+    """Find what keys and values are made by, in modes that attend over latents."""
+    return find_expansions(loaded, mode, probe) if mode in LATENT_MODES else ()
 
 
 def _digest(signature: str) -> str:

@@ -51,8 +51,9 @@ def before_rope(recipe: LayerRecipe, seen: SeenLayer) -> tuple[Tensor, Tensor]:
 
 def shape_of(seen: SeenLayer, index: SeenIndex | None) -> LayerShape:
     """Return a layer's per-token shapes."""
-    tensors = (seen.key, seen.value, *([] if index is None else [index.key]))
-    return LayerShape(*((cached.shape[1], cached.shape[3]) for cached in tensors))
+    tensors = (seen.key, seen.value) if index is None else (seen.key, seen.value, index.key)
+    key, value, *others = ((cached.shape[1], cached.shape[3]) for cached in tensors)
+    return LayerShape(key, value, others[0] if others else None)
 
 
 def _layer_recipe(seen: SeenLayer, index: SeenIndex | None, tables: RopeTables) -> LayerRecipe:

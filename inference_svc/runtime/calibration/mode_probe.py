@@ -4,13 +4,15 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from torch import Tensor
+
 from inference_svc.runtime.calibration.probe import Probe, run_probe
 from inference_svc.runtime.calibration.stock import SAME, distance, use_attention
 from inference_svc.runtime.compute.step_forward import causal_block
 from inference_svc.runtime.model import capture
 from inference_svc.runtime.model.model_loader import LoadedModel
 from inference_svc.runtime.model.refusals import REMEDY, ModelModeMissingError, ModelUncachedError
-from inference_svc.runtime.positions.recipes import Mode
+from inference_svc.runtime.positions.recipes import LATENT_MODES, MASKED_MODES, Mode
 from shared.types.errors import ReportedError
 
 PROBE_LENGTHS = (11, 13, 17, 19, 23)  # tokens; the first that no dimension of the model equals
@@ -38,7 +40,7 @@ def probe_mode(loaded: LoadedModel, mode: Mode, attention: str) -> Probe:
     Raises:
         UnsupportedModelError: if the mode is none for this model.
     """
-    is_ours = mode in {"ragged", "gather"}
+    is_ours = mode not in {"masked", "single"}
     use_attention(loaded.model, capture.PROBE_ATTENTION_NAME if is_ours else attention)
     if mode == "masked":
         _check_reach(loaded)
@@ -69,14 +71,21 @@ def probe_tokens(loaded: LoadedModel) -> list[int]:
     return token_ids + token_ids[:REPEATED_TOKENS]
 
 
+def probe_mask(loaded: LoadedModel, mode: Mode) -> dict[str, Tensor]:
+    """Return the mask of a probe's tokens as an argument of the model; none in most modes."""
+    if mode not in MASKED_MODES:
+        return {}
+    size = len(probe_tokens(loaded))
+    return {"attention_mask": causal_block(size, size, loaded.dtype, loaded.device)[None, None]}
+
+
 def _run(loaded: LoadedModel, mode: Mode, claimed_tokens: int) -> Probe:
-    token_ids = probe_tokens(loaded)
-    size = len(token_ids)
-    mask = None
-    if mode == "masked":
-        mask = causal_block(size, size, loaded.dtype, loaded.device)[None, None]
     return run_probe(
-        loaded.model, token_ids, loaded.context_window, claimed_tokens=claimed_tokens, mask=mask
+        loaded.model,
+        probe_tokens(loaded),
+        loaded.context_window,
+        claimed_tokens=claimed_tokens,
+        **probe_mask(loaded, mode),
     )
 
 
@@ -116,6 +125,13 @@ def _check_attention(loaded: LoadedModel, mode: Mode, probe: Probe) -> None:
     name = loaded.architecture
     if not probe.attended:
         raise ModelModeMissingError(f"{name} does not call the attention it is set to", REMEDY)
+    is_by_head = any(seen.key.shape[1] * seen.value.shape[1] > 1 for seen in probe.layers.values())
+    if mode in LATENT_MODES and is_by_head:
+        raise ModelModeMissingError(f"{name} caches keys of each head, and no latents", REMEDY)
+    if mode == "indexed":
+        if not all(seen.is_chosen for seen in probe.attended):
+            raise ModelModeMissingError(f"{name} says not which keys its index chooses", REMEDY)
+        return
     if probe.indexes:
         raise ModelModeMissingError(f"{name} chooses the keys it attends to by an index", REMEDY)
     if mode == "ragged" and not all(seen.is_cached for seen in probe.attended):

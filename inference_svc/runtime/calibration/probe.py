@@ -20,7 +20,7 @@ from inference_svc.runtime.attention.attention import AttentionOptions
 from inference_svc.runtime.attention.softmax_attention import attend
 from inference_svc.runtime.calibration.rope_calls import ApplyCall, NormCall, RotaryCall, as_tuple
 from inference_svc.runtime.kv.states import StatePlace
-from inference_svc.runtime.model.capture import ForwardCall, RotaryTap, under
+from inference_svc.runtime.model.capture import CHOSEN, ForwardCall, RotaryTap, under
 from inference_svc.runtime.positions.recipes import AttentionCall
 
 Allowed = Callable[..., Tensor]  # (batch, head, query position, key positions) -> bool
@@ -107,11 +107,13 @@ class SeenAttention:
     Attributes:
         layer_index: the layer over whose KV it is; if unclear, the layer that was cached last.
         is_cached: whether its tensors are the very ones that this layer cached.
+        is_chosen: whether it is told which of the keys an index has chosen.
         mask: which keys a query sees.
     """
 
     layer_index: int
     is_cached: bool
+    is_chosen: bool
     mask: Mask
 
 
@@ -178,7 +180,8 @@ class Probe:
         matches = [i for i, seen in self.layers.items() if key is seen.key and value is seen.value]
         layer_index = matches[0] if matches else max(self.layers, default=0)
         mask = self._effective_mask(mask, options.get("sliding_window"))
-        self.attended.append(SeenAttention(layer_index, bool(matches), mask))
+        is_chosen = options.get(CHOSEN) is not None
+        self.attended.append(SeenAttention(layer_index, bool(matches), is_chosen, mask))
         call_options = AttentionCall(layer_index, mask.window, mask.chunk).options(options)
         return attend(query, key, value, call_options, masks={}).transpose(1, 2).contiguous()
 
@@ -209,7 +212,7 @@ def run_probe(
     horizon: int,
     *,
     claimed_tokens: int = 0,
-    mask: Tensor | None = None,
+    attention_mask: Tensor | None = None,
     states: Mapping[StatePlace, Tensor] | None = None,
 ) -> Probe:
     """Run `model` with the attention it is set to, at positions from 0 on.
@@ -219,8 +222,7 @@ def run_probe(
         token_ids: the tokens of the forward.
         horizon: tokens of the longest sequence that is going to be served.
         claimed_tokens: number of tokens that the cache claims to hold already.
-        mask: [1, 1, tokens, tokens], given to the model as its attention mask; None: it makes its
-            own.
+        attention_mask: [1, 1, tokens, tokens], given to the model; None: it makes its own.
         states: that the sequence is to have had before; None: it had none.
     """
     device = model.device
@@ -233,7 +235,7 @@ def run_probe(
             torch.arange(num_tokens, device=device)[None],
             torch.arange(num_tokens, device=device),
             call.cache(claimed_tokens),
-            **({} if mask is None else {"attention_mask": mask}),
+            **({} if attention_mask is None else {"attention_mask": attention_mask}),
         )
     return probe
 

@@ -5,10 +5,12 @@ A forward takes chunks one after another in a batch of one: input_ids and positi
 attends to its own KV only. How many chunks a forward takes, and how they attend, is the mode
 (`Calibration.mode`):
 
-    ragged  all chunks; attention reads each sequence's KV where it lies
-    gather  all chunks; attention reads KV gathered from all sequences
-    masked  as many as a context window holds the tokens of; the model's own attention, under a mask
-    single  one; the model's own attention, masks and positions
+    ragged   all chunks; attention reads each sequence's KV where it lies
+    latent   all chunks; attention reads each sequence's latents where they lie
+    indexed  as many as a context window holds the tokens of; the same, of tokens that are chosen
+    gather   all chunks; attention reads KV gathered from all sequences
+    masked   as many as a context window holds the tokens of; the model's own attention, masked
+    single   one; the model's own attention, masks and positions
 
 Of a model whose states only a single token can follow (`Calibration.is_one_by_one`), a chunk over a
 state takes a forward for each of its tokens.
@@ -35,6 +37,7 @@ from inference_svc.runtime.attention.attention import AttentionBackend
 from inference_svc.runtime.attention.torch_attention import TorchAttention
 from inference_svc.runtime.compute.chunk import Chunk, advance, check_chunks, commit_chunks
 from inference_svc.runtime.compute.decode_graphs import DecodeGraphs
+from inference_svc.runtime.compute.latent_forward import LatentForward
 from inference_svc.runtime.compute.step_forward import (
     GatheredForward,
     RaggedForward,
@@ -44,7 +47,7 @@ from inference_svc.runtime.compute.step_forward import (
 from inference_svc.runtime.kv.copy_stream import StepClock
 from inference_svc.runtime.model.capture import ForwardCall, taking_states, under
 from inference_svc.runtime.model.model_loader import LoadedModel
-from inference_svc.runtime.positions.recipes import Calibration
+from inference_svc.runtime.positions.recipes import MASKED_MODES, Calibration
 
 
 class ModelRunner:
@@ -131,7 +134,7 @@ class ModelRunner:
     def _groups(self, chunks: Sequence[Chunk]) -> Iterator[Sequence[Chunk]]:
         """Divide chunks into those that one forward takes."""
         mode, window = self._calibration.mode, self._loaded.context_window
-        if mode in {"ragged", "gather"} or len(chunks) == 1:
+        if mode in {"ragged", "latent", "gather"} or len(chunks) == 1:
             yield chunks
             return
         group: list[Chunk] = []
@@ -158,7 +161,7 @@ class ModelRunner:
             for index in range(end - chunk.num_rows, end)
         ]
         options: dict[str, Any] = {}
-        if mode == "masked":
+        if mode in MASKED_MODES:
             options["attention_mask"] = block_causal_mask(chunks, self._loaded.dtype, device)
         cache = self._call.cache(chunks[0].kv.num_tokens if mode == "single" else 0)
         forward = self._forward(chunks, clock, num_before)
@@ -179,6 +182,8 @@ class ModelRunner:
         """Make the forward that the capture hooks report to."""
         if self._calibration.mode == "ragged":
             return RaggedForward(self._calibration, self._attention, chunks, clock)
+        if self._calibration.expansions:
+            return LatentForward(self._calibration, chunks, clock)
         return GatheredForward(self._calibration, chunks, clock, num_before)
 
 

@@ -8,6 +8,7 @@ differ in:
     RaggedForward    each part to its own sequence's KV, where it lies
     DecodeForward    the same of one token a part, all of it by tensors that are given
     GatheredForward  to history and new tokens as tensors, gathered from all sequences
+    LatentForward    to latents where they lie, or gathered, by part (`latent_forward.py`)
 
 Gathering is for models that make something of what they cache before they attend to it (latent
 attention), and for models whose own attention runs, batched under a mask or one sequence at a time.
@@ -271,6 +272,7 @@ class GatheredForward(StepForward):
         """Cut what each part's last token sees."""
         super().__init__(calibration, chunks, StepPlaces.of(chunks), clock, num_before)
         self._lengths = [chunk.end_token for chunk in chunks]
+        self._handed: Sequence[int] = range(len(chunks))  # parts whose tokens the model is given
         self._keys = [chunk.kv.keys.cut(0, chunk.end_token) for chunk in chunks]
         self._values = [chunk.kv.values.cut(0, chunk.end_token) for chunk in chunks]
         self._indexes = [
@@ -285,7 +287,13 @@ class GatheredForward(StepForward):
         super().cached(layer_index, key, value)
         for gate in self._gates:
             gate.wait(layer_index)
-        return _joined(self._keys, layer_index), _joined(self._values, layer_index)
+        if not self._handed:
+            return key[:, :, :1], value[:, :, :1]  # as few as models take
+        keys, values = (
+            _joined([cuts[part] for part in self._handed], layer_index)
+            for cuts in (self._keys, self._values)
+        )
+        return keys, values
 
     def indexed(self, layer_index: int, index: Tensor) -> Tensor:
         """Write as above; return index keys of all tokens of all parts, [1, sum_kv, index_dim]."""

@@ -24,11 +24,14 @@ class LayerShape:
         value: (kv_heads, value_dim).
         index: (1, index_dim) of the keys by which the layer chooses those it attends to (DSA);
             None: it attends to all.
+        is_latent: whether attention is over key and value side by side, of one head each; then
+            that is how sequences' KV has them.
     """
 
     key: tuple[int, int]
     value: tuple[int, int]
     index: tuple[int, int] | None = None
+    is_latent: bool = False
 
     @property
     def parts(self) -> tuple[tuple[int, int], ...]:
@@ -183,9 +186,9 @@ def divided(
     """
     offset = 0
 
-    def divide(per_token: Sequence[tuple[int, int]]) -> T:
+    def divide(per_token: Sequence[tuple[int, int]]) -> list[tuple[Tensor, Sequence[int]]]:
         nonlocal offset
-        stacks = []
+        stacks: list[tuple[Tensor, Sequence[int]]] = []
         for shape in dict.fromkeys(per_token):
             indices = [index for index, other in enumerate(per_token) if other == shape]
             heads, dim = shape
@@ -194,15 +197,42 @@ def divided(
             stack = flat.narrow(0, offset, num_items).view(len(indices), *sizes)
             stacks.append((stack, indices))
             offset += num_items
-        return kind(stacks)
+        return stacks
 
-    keys, values = (
-        divide([shape.key for shape in shapes]),
-        divide([shape.value for shape in shapes]),
-    )
+    if _lie_together(shapes):
+        width = shapes[0].key[1]
+        joint = divide([(1, width + shapes[0].value[1])] * len(shapes))
+        keys = [(stack[..., :width], indices) for stack, indices in joint]
+        values = [(stack[..., width:], indices) for stack, indices in joint]
+    else:
+        keys = divide([shape.key for shape in shapes])
+        values = divide([shape.value for shape in shapes])
     if all(shape.index is None for shape in shapes):
-        return keys, values, None
-    return keys, values, divide([shape.index or NO_PART for shape in shapes])
+        return kind(keys), kind(values), None
+    return kind(keys), kind(values), kind(divide([shape.index or NO_PART for shape in shapes]))
+
+
+def _lie_together(shapes: Sequence[LayerShape]) -> bool:
+    """Whether a token's key and value lie side by side: only if all layers have the same."""
+    return len({(shape.key, shape.value) for shape in shapes}) == 1 and all(
+        shape.is_latent for shape in shapes
+    )
+
+
+def side_by_side(one: Tensor, other: Tensor) -> Tensor:
+    """Return two components of the same tokens as one, [..., dim of one + dim of the other].
+
+    A view where that is how they lie, else a copy.
+    """
+    width = one.shape[-1] + other.shape[-1]
+    lies_so = (
+        one.data_ptr() + one.shape[-1] * one.itemsize == other.data_ptr()
+        and one.stride() == other.stride()
+        and one.stride(-2) >= width
+    )
+    if lies_so:
+        return one.as_strided((*one.shape[:-1], width), one.stride())
+    return torch.cat((one, other), dim=-1)
 
 
 class Places:

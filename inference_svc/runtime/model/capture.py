@@ -36,6 +36,7 @@ ATTENTION_NAME = "cachedattention"  # has no mask function: models then build no
 PROBE_ATTENTION_NAME = "cachedattention_probe"  # has one that reports which keys a query may see
 STATE_LIST = "state"  # the argument of a forward that takes all states in a list, and returns them
 CACHE_NAMES = ("past_key_values", "cache_params", STATE_LIST)  # of a forward's argument
+CHOSEN = "indices"  # the option of an attention call that says which keys an index has chosen (DSA)
 _ROTARY_NAME = re.compile(r"^apply_\w*rot")
 
 

@@ -12,13 +12,16 @@ import torch
 from torch import Tensor, nn
 
 from inference_svc.runtime.attention.attention import AttentionOptions
+from inference_svc.runtime.attention.latents import Expansion
 from inference_svc.runtime.kv.layer_tensors import NOTHING, LayerShape
 from inference_svc.runtime.kv.states import StateShape
 from inference_svc.runtime.positions.rotary import RotaryTable
 from shared.types.kv_layout import KVLayout
 
-Mode = Literal["ragged", "gather", "masked", "single"]
+Mode = Literal["ragged", "latent", "indexed", "gather", "masked", "single"]
 Positions = Literal["decoupled", "coupled", "naive"]
+LATENT_MODES = frozenset({"latent", "indexed"})  # in which attention is over latents
+MASKED_MODES = frozenset({"masked", "indexed"})  # in which the model is given a mask
 
 
 @dataclass(frozen=True)
@@ -227,10 +230,11 @@ class Calibration:
     """All that calibration found out about a model in one dtype.
 
     Attributes:
-        mode: how attention is computed. "ragged": over each sequence's KV where it lies; "gather":
-            over what the model makes of gathered KV; "masked": by the model's own attention, under
-            a mask that keeps the sequences of a batch apart; "single": by the model's own, one
-            sequence at a time.
+        mode: how attention is computed. "ragged": over each sequence's KV where it lies; "latent":
+            over its latents where they lie; "indexed": over those of them that the model's index
+            chooses; "gather": over what the model makes of gathered KV; "masked": by the model's
+            own attention, under a mask that keeps the sequences of a batch apart; "single": by the
+            model's own, one sequence at a time.
         positions: how KV is stored. "decoupled": keys without their position, embedded when loaded;
             "coupled", "naive": as they were cached, see `KVLayout.position_mode`.
         layout: layout of the stored KV, the same in every process that serves this model in this
@@ -239,6 +243,7 @@ class Calibration:
             components if none does.
         attention_calls: the attention calls of one forward; none where the model's own attention
             runs.
+        expansions: what keys and values are made by, of each of these calls over latents.
         notes: each attempt that failed before, and why.
         state_shapes: what recurrent layers keep of a sequence; empty: the model has none. Then it
             runs sequence by sequence, and its positions are coupled.
@@ -251,6 +256,7 @@ class Calibration:
     layout: KVLayout
     layers: tuple[LayerRecipe, ...]
     attention_calls: tuple[AttentionCall, ...] = ()
+    expansions: tuple[Expansion, ...] = ()
     notes: tuple[str, ...] = ()
     state_shapes: tuple[StateShape, ...] = ()
     is_one_by_one: bool = False

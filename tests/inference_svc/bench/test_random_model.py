@@ -12,6 +12,7 @@ from inference_svc.bench.random_model import (
     preset,
 )
 from inference_svc.core.errors import UnknownModelError, UnsupportedModelError
+from inference_svc.runtime.calibration.calibration import calibrate
 from shared.measuring.workspace import NoRoomError
 
 TINY = ModelChoice(random="4x256", layers=1)
@@ -59,6 +60,13 @@ def test_a_random_model_has_the_shape_the_positions_and_the_weights_it_says():
     assert not loaded.eos_ids
     num_weights = sum(part.numel() for part in loaded.model.parameters())
     assert num_weights == Shape(1, 256, 4, 4, 704, 8192).num_weights
+
+
+def test_one_keeps_latents():
+    shape = preset("latent-4x512", 1)
+    loaded = chosen_model(ModelChoice(random="latent-4x512", layers=1), 10)
+    assert sum(part.numel() for part in loaded.model.parameters()) == shape.num_weights
+    assert calibrate(loaded).layers[0].shape.parts == ((1, 512), (1, 64))
 
 
 def test_a_short_run_gets_positions_to_spare():
