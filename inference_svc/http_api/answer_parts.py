@@ -6,8 +6,7 @@ from dataclasses import dataclass, field
 from inference_svc.core.answers import AnswerToken
 from inference_svc.core.chat import ASSISTANT, Message, ToolCall, ToolUse
 from inference_svc.core.tools.forced import ForcedReader
-from inference_svc.core.tools.reader import (
-    AnswerReader,
+from inference_svc.core.tools.parts import (
     CallArguments,
     CallBegun,
     CallEnded,
@@ -16,6 +15,7 @@ from inference_svc.core.tools.reader import (
     joined,
     summed,
 )
+from inference_svc.core.tools.reader import AnswerReader
 from inference_svc.core.tools.registry import PLAIN, ToolFormat
 from inference_svc.core.tools.thoughts import ThoughtMarks, ThoughtReader
 

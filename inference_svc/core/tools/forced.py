@@ -6,20 +6,14 @@ Its arguments are what `json.dumps` writes of them, up to where the answer was c
 from collections.abc import Mapping
 from enum import Enum, auto
 
-from inference_svc.core.json_stream import JsonStream
-from inference_svc.core.tools.reader import (
-    AnswerReader,
-    CallArguments,
-    CallBegun,
-    CallEnded,
-    Part,
-)
+from inference_svc.core.tools.open_call import OpenCall
+from inference_svc.core.tools.parts import CallBegun, Part
+from inference_svc.core.tools.reader import AnswerReader
 
 
 class _State(Enum):
     HEAD = auto()
-    ARGUMENTS = auto()
-    BEHIND = auto()
+    CALL = auto()
     OTHERWISE = auto()
 
 
@@ -29,13 +23,16 @@ class ForcedReader:
     Args:
         heads: what stands before the arguments of a call, by the names of the tools.
         otherwise: reads an answer that does not begin so, or ends before it has.
+
+    Attributes:
+        open_call: see AnswerReader.
     """
 
     def __init__(self, heads: Mapping[str, str], otherwise: AnswerReader) -> None:
         self._heads = {name: head.lstrip() for name, head in heads.items()}
         self._otherwise = otherwise
+        self.open_call: OpenCall | None = None
         self._held = ""
-        self._stream = JsonStream()
         self._state = _State.HEAD
 
     @property
@@ -47,16 +44,14 @@ class ForcedReader:
         """See AnswerReader."""
         if self._state is _State.HEAD:
             return self._read_head(text)
-        if self._state is _State.ARGUMENTS:
-            return self._read_arguments(text)
-        return [] if self._state is _State.BEHIND else self._otherwise.push(text)
+        if self._state is _State.CALL:
+            return self._read_call(text)
+        return self._otherwise.push(text)
 
     def end(self) -> list[Part]:
         """See AnswerReader."""
-        if self._state is _State.ARGUMENTS:
-            return [CallEnded(is_cut=True)]
-        if self._state is _State.BEHIND:
-            return []
+        if self._state is _State.CALL:
+            return [] if self.open_call is None else self.open_call.end()
         return [*self._otherwise.push(self._held), *self._otherwise.end()]
 
     def _read_head(self, text: str) -> list[Part]:
@@ -65,17 +60,18 @@ class ForcedReader:
         begun = [name for name, head in self._heads.items() if said.startswith(head)]
         if begun:
             name = max(begun, key=len)
-            self._held, self._state = "", _State.ARGUMENTS
-            return [CallBegun(name), *self._read_arguments(said[len(self._heads[name]) :])]
+            self._held, self._state, self.open_call = "", _State.CALL, OpenCall(name)
+            return [CallBegun(name), *self._read_call(said[len(self._heads[name]) :])]
         if any(head.startswith(said) for head in self._heads.values()):
             return []
         held, self._held, self._state = self._held, "", _State.OTHERWISE
         return self._otherwise.push(held)
 
-    def _read_arguments(self, text: str) -> list[Part]:
-        written, _ = self._stream.push(text)
-        parts: list[Part] = [CallArguments(written)] if written else []
-        if self._stream.is_complete:
-            self._state = _State.BEHIND
-            parts.append(CallEnded())
+    def _read_call(self, text: str) -> list[Part]:
+        """Read the call; what closes it is nobody's."""
+        if self.open_call is None:
+            return []
+        parts = self.open_call.push(text)
+        if self.open_call.is_over:
+            self.open_call = None
         return parts

@@ -4,7 +4,7 @@ import pytest
 
 from inference_svc.core.answers import AnswerToken
 from inference_svc.core.chat import ChoiceKind, Message, Tool, ToolCall, ToolUse
-from inference_svc.core.tools.reader import Reasoning, summed
+from inference_svc.core.tools.parts import Reasoning, summed
 from inference_svc.core.tools.registry import FORMATS
 from inference_svc.core.tools.thoughts import ThoughtMarks
 from inference_svc.http_api.answer_parts import Reading

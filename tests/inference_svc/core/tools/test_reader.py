@@ -6,14 +6,8 @@ from hypothesis import strategies as st
 
 from inference_svc.core.chat import ToolCall
 from inference_svc.core.tools.marked_formats import HERMES, Hermes
-from inference_svc.core.tools.reader import (
-    Content,
-    MarkedReader,
-    Reasoning,
-    num_open,
-    read_whole,
-    summed,
-)
+from inference_svc.core.tools.parts import Content, Reasoning, summed
+from inference_svc.core.tools.reader import MarkedReader, num_open, read_whole
 
 CALL = '<tool_call>{"name": "a"}</tool_call>'
 MADE = ToolCall("a", "{}")
