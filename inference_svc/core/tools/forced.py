@@ -25,13 +25,13 @@ class ForcedReader:
         otherwise: reads an answer that does not begin so, or ends before it has.
 
     Attributes:
-        open_call: see AnswerReader.
+        last_call: see AnswerReader.
     """
 
     def __init__(self, heads: Mapping[str, str], otherwise: AnswerReader) -> None:
         self._heads = {name: head.lstrip() for name, head in heads.items()}
         self._otherwise = otherwise
-        self.open_call: OpenCall | None = None
+        self.last_call: OpenCall | None = None
         self._held = ""
         self._state = _State.HEAD
 
@@ -44,14 +44,14 @@ class ForcedReader:
         """See AnswerReader."""
         if self._state is _State.HEAD:
             return self._read_head(text)
-        if self._state is _State.CALL:
-            return self._read_call(text)
+        if self.last_call is not None:
+            return self.last_call.push(text)
         return self._otherwise.push(text)
 
     def end(self) -> list[Part]:
         """See AnswerReader."""
-        if self._state is _State.CALL:
-            return [] if self.open_call is None else self.open_call.end()
+        if self.last_call is not None:
+            return self.last_call.end()
         return [*self._otherwise.push(self._held), *self._otherwise.end()]
 
     def _read_head(self, text: str) -> list[Part]:
@@ -60,18 +60,9 @@ class ForcedReader:
         begun = [name for name, head in self._heads.items() if said.startswith(head)]
         if begun:
             name = max(begun, key=len)
-            self._held, self._state, self.open_call = "", _State.CALL, OpenCall(name)
-            return [CallBegun(name), *self._read_call(said[len(self._heads[name]) :])]
+            self._held, self._state, self.last_call = "", _State.CALL, OpenCall(name)
+            return [CallBegun(name), *self.last_call.push(said[len(self._heads[name]) :])]
         if any(head.startswith(said) for head in self._heads.values()):
             return []
         held, self._held, self._state = self._held, "", _State.OTHERWISE
         return self._otherwise.push(held)
-
-    def _read_call(self, text: str) -> list[Part]:
-        """Read the call; what closes it is nobody's."""
-        if self.open_call is None:
-            return []
-        parts = self.open_call.push(text)
-        if self.open_call.is_over:
-            self.open_call = None
-        return parts

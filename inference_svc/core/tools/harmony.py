@@ -19,7 +19,7 @@ from collections.abc import Collection
 from enum import Enum, auto
 
 from inference_svc.core.tools.json_value import Asked, NoCallError, make_call
-from inference_svc.core.tools.open_call import Closing, OpenCall
+from inference_svc.core.tools.open_call import Closing, OpenCall, is_open
 from inference_svc.core.tools.parts import CallBegun, Content, Part, Reasoning
 from inference_svc.core.tools.reader import num_open
 
@@ -48,13 +48,13 @@ class HarmonyReader:
         is_bound: whether its calls are bound.
 
     Attributes:
-        open_call: see AnswerReader.
+        last_call: see AnswerReader.
     """
 
     def __init__(
         self, names: Collection[str], most_calls: int | None = None, *, is_bound: bool = False
     ) -> None:
-        self.open_call: OpenCall | None = None
+        self.last_call: OpenCall | None = None
         self._is_bound = is_bound
         self._is_behind = False  # nothing but blanks came since a call, in its message
         self._names = names
@@ -74,15 +74,17 @@ class HarmonyReader:
 
     def push(self, text: str) -> list[Part]:
         """See AnswerReader."""
-        if self.open_call is not None:
-            return [*self._follow(text), *self._read(is_end=False)]
+        call = is_open(self.last_call)
+        if call is not None:
+            return [*self._follow(call, text), *self._read(is_end=False)]
         self._held += text
         return self._read(is_end=False)
 
     def end(self) -> list[Part]:
         """See AnswerReader."""
-        if self.open_call is not None:
-            return self._shown(self.open_call.end())
+        call = is_open(self.last_call)
+        if call is not None:
+            return self._shown(call.end())
         parts = self._read(is_end=True)
         if self._tool:
             self._say("", parts)
@@ -90,7 +92,7 @@ class HarmonyReader:
 
     def _read(self, *, is_end: bool) -> list[Part]:
         parts: list[Part] = []
-        while self._held and self.open_call is None:
+        while self._held:
             if self._state is _State.TEXT:
                 if self._tool and self._is_bound and self._held.lstrip().startswith("{"):
                     parts += self._open()
@@ -153,17 +155,15 @@ class HarmonyReader:
     def _open(self) -> list[Part]:
         """Begin to read a bound call."""
         begun, self._held, self._searched = self._held.lstrip(), "", 0
-        self.open_call = OpenCall(self._tool, CLOSING, begun)
+        call = self.last_call = OpenCall(self._tool, CLOSING)
         self._num_calls += 1
         self._tool, self._is_behind = "", True
-        return [*self._shown([CallBegun(self.open_call.name)]), *self._follow(begun)]
+        return [*self._shown([CallBegun(call.name)]), *self._follow(call, begun)]
 
-    def _follow(self, text: str) -> list[Part]:
+    def _follow(self, call: OpenCall, text: str) -> list[Part]:
         """Read what comes of the open call."""
-        assert self.open_call is not None, "it is open"
-        parts = self._shown(self.open_call.push(text))
-        if self.open_call.is_over:
-            self._held, self.open_call = self.open_call.rest, None
+        parts = self._shown(call.push(text))
+        self._held = call.rest
         return parts
 
     def _shown(self, parts: list[Part]) -> list[Part]:

@@ -47,20 +47,19 @@ class OpenCall:
     Args:
         name: the tool's.
         closing: what closes it.
-        begun: its text so far, which begins with the brace.
 
     Attributes:
         name: the tool's.
         closing: what closes it.
-        begun: its text when it was found to be a call.
-        is_over: whether it is closed; what came behind it is in `rest`.
-        rest: see `is_over`.
+        begun: what came of it at first: its text when it was found to be a call.
+        is_over: whether it is closed.
+        rest: what came behind it in the text that closed it.
     """
 
-    def __init__(self, name: str, closing: Closing = (), begun: str = "") -> None:
+    def __init__(self, name: str, closing: Closing = ()) -> None:
         self.name = name
         self.closing = closing
-        self.begun = begun
+        self.begun = ""
         self.is_over = False
         self.rest = ""
         self._stream = JsonStream()
@@ -68,7 +67,19 @@ class OpenCall:
         self._num_closed = 0
 
     def push(self, text: str) -> list[Part]:
-        """Return the parts that the next text completes."""
+        """Return the parts that the next text completes; of a call that is over, there are none."""
+        if self.is_over:
+            return []
+        parts = self._read(text)
+        if not self.begun:
+            self.begun = text.removesuffix(self.rest)
+        return parts
+
+    def end(self) -> list[Part]:
+        """Return the last parts: the answer ends."""
+        return [] if self._stream.is_complete else [CallEnded(is_cut=True)]
+
+    def _read(self, text: str) -> list[Part]:
         parts: list[Part] = []
         if not self._stream.is_complete:
             written, num_read = self._stream.push(text)
@@ -80,10 +91,6 @@ class OpenCall:
             text = text[num_read:]
         self._close(text)
         return parts
-
-    def end(self) -> list[Part]:
-        """Return the last parts: the answer ends."""
-        return [] if self._stream.is_complete else [CallEnded(is_cut=True)]
 
     def _close(self, text: str) -> None:
         """Read what closes the call; what does not is behind it."""
@@ -97,6 +104,11 @@ class OpenCall:
             self._held = self._held[found.end() :]
             self._num_closed += 1
         self.is_over, self.rest = True, self._held
+
+
+def is_open(call: OpenCall | None) -> OpenCall | None:
+    """Return a call that is open; None: there is none, or it is over."""
+    return None if call is None or call.is_over else call
 
 
 @cache

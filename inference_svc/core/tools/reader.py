@@ -17,7 +17,7 @@ from typing import ClassVar, NamedTuple, Protocol
 
 from inference_svc.core.chat import ToolCall
 from inference_svc.core.tools.json_value import Asked, Nesting, NoCallError, make_call
-from inference_svc.core.tools.open_call import OpenCall, Opening
+from inference_svc.core.tools.open_call import OpenCall, Opening, is_open
 from inference_svc.core.tools.parts import CallBegun, Content, Part, ReadAnswer, joined, summed
 
 MAX_HEAD = 256  # characters before the arguments of a call
@@ -31,8 +31,8 @@ class AnswerReader(Protocol):
         """Whether the text up to here ends inside of what the model thinks."""
 
     @property
-    def open_call(self) -> OpenCall | None:
-        """The call that the text up to here is inside of, if it is bound; None: it is in none."""
+    def last_call(self) -> OpenCall | None:
+        """The last call that is bound, be it open or over; None: there was none."""
 
     def push(self, text: str) -> list[Part]:
         """Return the parts that the next text completes."""
@@ -88,7 +88,7 @@ class PlainReader:
     """Reads an answer of text alone."""
 
     is_thinking: ClassVar[bool] = False
-    open_call: ClassVar[OpenCall | None] = None
+    last_call: ClassVar[OpenCall | None] = None
 
     def push(self, text: str) -> list[Part]:
         """See AnswerReader."""
@@ -111,7 +111,7 @@ class MarkedReader:
         is_bound: whether its calls are bound.
 
     Attributes:
-        open_call: see AnswerReader.
+        last_call: see AnswerReader.
     """
 
     is_thinking: ClassVar[bool] = False
@@ -124,7 +124,7 @@ class MarkedReader:
         *,
         is_bound: bool = False,
     ) -> None:
-        self.open_call: OpenCall | None = None
+        self.last_call: OpenCall | None = None
         self._format = call_format
         self._names = names
         self._most_calls = most_calls
@@ -140,18 +140,20 @@ class MarkedReader:
     def push(self, text: str) -> list[Part]:
         """See AnswerReader."""
         parts: list[Part] = []
-        if self.open_call is not None:
-            self._follow(text, parts)
+        call = is_open(self.last_call)
+        if call is not None:
+            self._follow(call, text, parts)
         else:
             self._held += text
-        while self._held and self.open_call is None and self._read_held(parts):
+        while self._held and self._read_held(parts):
             pass
         return joined(parts)
 
     def end(self) -> list[Part]:
         """See AnswerReader."""
-        if self.open_call is not None:
-            return self._shown(self.open_call.end())
+        call = is_open(self.last_call)
+        if call is not None:
+            return self._shown(call.end())
         if self._list is not None and self._list.ending.startswith(self._held.lstrip()):
             self._held = ""
         self._next_length, self._list = 0, None
@@ -195,16 +197,14 @@ class MarkedReader:
         self._gap, self._is_bare = "", True
         self._nesting, self._next_length = Nesting(), 0
         self._list = opening if opening.next_head or opening.ending else None
-        self.open_call = OpenCall(head["name"], opening.closing, begun)
+        self.last_call = OpenCall(head["name"], opening.closing)
         parts += self._shown([CallBegun(head["name"])])
-        self._follow(begun, parts)
+        self._follow(self.last_call, begun, parts)
 
-    def _follow(self, text: str, parts: list[Part]) -> None:
+    def _follow(self, call: OpenCall, text: str, parts: list[Part]) -> None:
         """Read what comes of the open call."""
-        assert self.open_call is not None, "it is open"
-        parts += self._shown(self.open_call.push(text))
-        if self.open_call.is_over:
-            self._held, self.open_call = self.open_call.rest, None
+        parts += self._shown(call.push(text))
+        self._held = call.rest
 
     def _read_list(self, opening: Opening, parts: list[Part]) -> bool:
         """Read what follows a call in a list, or in a section; return whether there may be more."""

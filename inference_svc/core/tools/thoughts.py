@@ -71,9 +71,9 @@ class ThoughtReader:
         return self._state is _State.THOUGHT
 
     @property
-    def open_call(self) -> OpenCall | None:
+    def last_call(self) -> OpenCall | None:
         """See AnswerReader."""
-        return self._answer.open_call
+        return self._answer.last_call
 
     def push(self, text: str) -> list[Part]:
         """See AnswerReader."""

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from inference_svc.core.tools.harmony import HarmonyReader
 from inference_svc.core.tools.marked_formats import DEEPSEEK_MARKS
-from inference_svc.core.tools.open_call import END_OF_OBJECT, MAX_CLOSING, OpenCall
+from inference_svc.core.tools.open_call import END_OF_OBJECT, MAX_CLOSING, OpenCall, is_open
 from inference_svc.core.tools.parts import (
     CallArguments,
     CallBegun,
@@ -72,7 +72,7 @@ def test_a_whole_answer_is_read_as_if_it_were_not_bound(drawn, data):
         parts = parts_of(reader, found)
         assert called(summed(parts)) == called(wanted)
         assert summed(parts).content == wanted.content
-        assert reader.open_call is None
+        assert is_open(reader.last_call) is None
 
 
 @settings(max_examples=300)
@@ -136,7 +136,7 @@ def test_arguments_come_as_they_are_written():
         [CallBegun("weather"), CallArguments("{")],
         [CallArguments('"a": "x')],
     ]
-    assert reader.open_call.name == "weather"
+    assert is_open(reader.last_call).name == "weather"
     assert [reader.push(piece) for piece in ("y", '"}', "}\n</tool_", "call>", " So.")] == [
         [CallArguments("y")],
         [CallArguments('"}'), CallEnded()],
@@ -197,11 +197,17 @@ def test_a_list_goes_on_to_the_next_tool_that_there_is():
 def test_what_closes_a_call():
     """Pieces behind blanks; what is behind them is not the call's, and what is none is not held."""
     closing = (END_OF_OBJECT, "</t>")
-    call = OpenCall("a", closing, "{")
+    call = OpenCall("a", closing)
     assert call.push('{"b": 1} , "id": "c"\n}') == [CallArguments('{"b": 1}'), CallEnded()]
     assert not call.is_over
     assert call.push(" </t> x") == []
-    assert (call.is_over, call.rest, call.begun, call.end()) == (True, " x", "{", [])
+    assert (call.is_over, call.rest, call.begun, call.end()) == (
+        True,
+        " x",
+        '{"b": 1} , "id": "c"\n}',
+        [],
+    )
+    assert call.push("y") == []
     call = OpenCall("a", closing)
     call.push("{}}")
     call.push("x" * MAX_CLOSING)
