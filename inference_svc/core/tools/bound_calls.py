@@ -35,6 +35,8 @@ class BoundCalls:
     def grammars(self, special: Mapping[str, int]) -> Iterator[tuple[tuple[str, Closing], Grammar]]:
         """Yield the grammars of calls from the brace on, by the strict tool and what closes them.
 
+        Behind a call anything may follow: its last token may have something of that.
+
         Args:
             special: ids of special tokens that may be among what closes a call.
         """
@@ -49,9 +51,10 @@ class BoundCalls:
 
 def _grammar(rule: str, closing: Closing, special: Mapping[str, int]) -> Grammar:
     closed = "".join(f" BLANKS {_written(piece, special)}" for piece in closing)
-    lines = [f"start: arguments{closed}", f"arguments: {rule}"]
+    lines = [f"start: arguments{closed} ANY", f"arguments: {rule}"]
     if closing:
         lines.append(f"BLANKS: /{BLANKS}/")
+    lines.append("ANY: /(?s:.*)/")  # a token that ends a call may have more than that
     return Grammar(GrammarKind.LARK, "\n".join(lines))
 
 
@@ -59,4 +62,5 @@ def _written(piece: str | re.Pattern[str], special: Mapping[str, int]) -> str:
     """Write a piece of what closes a call as a part of a rule."""
     if not isinstance(piece, str):
         return f"/{piece.pattern}/"
-    return f"<[{special[piece]}]>" if piece in special else json.dumps(piece, ensure_ascii=False)
+    spelled = json.dumps(piece, ensure_ascii=False)
+    return f"(<[{special[piece]}]> | {spelled})" if piece in special else spelled

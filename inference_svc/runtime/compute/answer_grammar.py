@@ -56,6 +56,11 @@ class AnswerGrammar:
         self._check()
         return True
 
+    def take_back(self) -> None:
+        """Go back before the token that was accepted last."""
+        self._matcher.rollback(1)
+        self._check()
+
     def behind(self, text: str) -> "AnswerGrammar | None":
         """Return the grammar of what follows a text; None: no answer goes on so."""
         token_ids = self._vocabulary.tokenize_str(text)

@@ -64,13 +64,15 @@ class CallGrammar:
         Raises:
             EngineFailedError: see `mask`.
         """
-        before = self._decoder.getstate()
+        before, rest = self._decoder.getstate(), self._rest
         text = self._decoder.decode(self._bytes_of(token_id))
-        if self._rest is not None:
-            self._rest.accept(token_id)
+        if rest is not None:
+            rest.accept(token_id)
         self._reader.push(text)
         call = self._reader.last_call
         if call is not None and call is not self._call and not self._begin(call):
+            if rest is not None:
+                rest.take_back()
             self._decoder.setstate(before)
             self._reader = self._calls.reader()
             self._reader.push("".join(self._said))

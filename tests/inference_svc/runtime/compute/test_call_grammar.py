@@ -235,6 +235,27 @@ def test_a_token_that_begins_a_call_as_it_may_not_is_not_chosen():
     assert [call.arguments for call in whole.calls] == ["{}", '{"a": 1}']
 
 
+def test_a_token_that_ends_a_call_and_begins_the_next():
+    """In a list: it counts if the next one may begin so, and else the first one goes on."""
+    rambler = Rambler("mistral")
+    tokenizer = rambler.tokenizer
+    both = [f'}}}}, {{"name": "{name}", "arguments": {{}}' for name in ("look_up", "go-on")]
+    tokenizer.add_tokens(both)
+    loose, strict = tokenizer.convert_tokens_to_ids(both)
+    rambler.vocab_size = len(tokenizer)
+    rambler.grammars = Grammars(tokenizer, rambler.vocab_size, rambler.ends)
+    grammar = rambler.bound()
+    head = rambler.ids(HEADS["mistral"].format("look_up") + '{"b": 1')
+    assert all(map(grammar.accept, head))
+    for token_id, may_come in ((strict, False), (loose, True), (*rambler.ids("}"), True)):
+        logits = np.zeros(rambler.vocab_size, np.float32)
+        grammar.mask(logits)
+        assert np.isfinite(logits[token_id])
+        assert grammar.accept(token_id) == may_come
+    assert grammar.is_free
+    assert all(map(grammar.accept, rambler.ids("]")))
+
+
 def test_more_calls_than_are_wanted_are_kept_to_all_the_same(qwen):
     """They are not shown, and the session goes on with what the model has said."""
     call = HEADS["qwen"].format("look_up") + "{}}\n</tool_call>"
