@@ -291,6 +291,9 @@ class MarkedReader:
 def num_open(text: str, marks: Sequence[str]) -> int:
     """Return how many of the last characters may begin one of some marks."""
     longest = min(len(text), max(map(len, marks), default=1) - 1)
+    last = text[len(text) - longest :]
+    if not any(mark[0] in last for mark in marks):  # as nearly always
+        return 0
     return next(
         (n for n in range(longest, 0, -1) if any(mark.startswith(text[-n:]) for mark in marks)), 0
     )

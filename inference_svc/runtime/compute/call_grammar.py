@@ -1,9 +1,9 @@
 """Keeps the calls of an answer to what they may be, once the model has begun them.
 
-While the model says what it likes no token is masked: all there is to do is to read the text that
-each adds. What begins a call is found by the reader that shows it to the client, too. A token that
-begins one, and adds to it what it may not have, is refused before it counts: so whatever is shown
-as a call is one.
+While the model says what it likes no token is masked: all there is to do is to look for a brace in
+the text that each adds, for a call begins with that of its arguments. Whether one does is found by
+the reader that shows it to the client, too. A token that begins a call, and adds to it what it may
+not have, is refused before it counts: so whatever is shown as a call is one.
 """
 
 import codecs
@@ -12,6 +12,8 @@ from collections.abc import Callable, Mapping
 from inference_svc.core.tools.bound_calls import ANY_TOOL, BoundCalls
 from inference_svc.core.tools.open_call import Closing, OpenCall, is_open
 from inference_svc.runtime.compute.answer_grammar import AnswerGrammar, Logits
+
+_BRACE = "{"
 
 Rests = Mapping[tuple[str, Closing], AnswerGrammar]
 
@@ -34,8 +36,8 @@ class CallGrammar:
         self._bytes_of = bytes_of
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._said = [begun]
+        self._num_read = 0  # of these, by the reader
         self._reader = calls.reader()
-        self._reader.push(begun)
         self._call: OpenCall | None = None  # the last one that was found
         self._rest: AnswerGrammar | None = None  # of the call that is open
 
@@ -68,20 +70,28 @@ class CallGrammar:
         text = self._decoder.decode(self._bytes_of(token_id))
         if rest is not None:
             rest.accept(token_id)
-        self._reader.push(text)
+        self._said.append(text)
+        if rest is None and _BRACE not in text:
+            return True
+        self._read()
         call = self._reader.last_call
         if call is not None and call is not self._call and not self._begin(call):
             if rest is not None:
                 rest.take_back()
             self._decoder.setstate(before)
-            self._reader = self._calls.reader()
-            self._reader.push("".join(self._said))
+            self._said.pop()
+            self._reader, self._num_read = self._calls.reader(), 0
+            self._read()
             self._call = self._reader.last_call
             return False
         if is_open(call) is None:
             self._rest = None
-        self._said.append(text)
         return True
+
+    def _read(self) -> None:
+        """Have the reader read what was said since it last did."""
+        self._reader.push("".join(self._said[self._num_read :]))
+        self._num_read = len(self._said)
 
     def _begin(self, call: OpenCall) -> bool:
         """Begin a call; return whether it may begin so."""
