@@ -73,7 +73,8 @@ class Grammars:
             begun: text that the prompt has written of the answer.
 
         Raises:
-            InvalidGrammarError: the schema of a strict tool is none, or this model cannot have any.
+            InvalidGrammarError: the schema of a strict tool is none, or too long; or this model
+                cannot have any.
         """
         return None if calls is None else await self._thread.run(self.bind, calls, marks, begun)
 
@@ -88,6 +89,7 @@ class Grammars:
         with self._lock:
             found = self._rests.get(grammar.source)
         if found is None:
+            grammar.check()
             found = self.compile(grammar)
         with self._lock:
             self._rests[grammar.source] = found

@@ -10,6 +10,7 @@ from jsonschema import validate
 from inference_svc.core.answers import SamplingParams
 from inference_svc.core.chat import Tool, ToolUse
 from inference_svc.core.errors import InvalidGrammarError
+from inference_svc.core.grammar import MAX_GRAMMAR_CHARACTERS
 from inference_svc.core.tools.marked_formats import DEEPSEEK_MARKS
 from inference_svc.core.tools.parts import CallArguments, CallBegun, summed
 from inference_svc.core.tools.reader import read_whole
@@ -282,6 +283,10 @@ def test_a_schema_that_no_grammar_has_is_refused_where_it_is_strict(qwen):
     assert qwen.bound((Tool("a", "", schema),)).is_free
     with pytest.raises(InvalidGrammarError):
         qwen.bound((Tool("a", "", schema, is_strict=True),))
+    long = {"type": "object", "description": "d" * MAX_GRAMMAR_CHARACTERS}
+    assert qwen.bound((Tool("a", "", long),)).is_free
+    with pytest.raises(InvalidGrammarError, match="characters cannot be"):
+        qwen.bound((Tool("a", "", long, is_strict=True),))
 
 
 def test_what_was_compiled_is_kept(qwen):
