@@ -46,7 +46,7 @@ class OpenAISettings(Section):
         body_s: most seconds a client may take to send a request's body.
         write_s: most seconds a client may take to read what was sent, before it is disconnected.
         ping_s: seconds of silence in a stream after which it gets a comment, so that proxies do
-            not give it up: a call of a tool is sent when it is complete.
+            not give it up: some calls of tools are sent when they are complete.
         header_s: most seconds a client may take for a TLS handshake, and for a request's headers.
         idle_s: seconds that a connection is kept for the next request.
         max_requests: bound of the requests at once; more are refused. For a new one a request may

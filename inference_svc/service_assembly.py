@@ -181,6 +181,7 @@ def assemble_service(
         text=text,
         embedder=embedder,
         misses=misses,
+        binds_calls=bool(text.tool_format.closings) and not grammars.problem,
     )
     return ServiceParts(
         engine_parts=engine_parts,

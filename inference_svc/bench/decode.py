@@ -4,6 +4,7 @@
     computed    (where that replays steps from graphs) the same, each step computed anew
     generate    plain `model.generate` with the same batch: sdpa attention, its own cache
     grammar     (a model with a tokenizer) ours, each answer kept to a JSON schema
+    tools       (likewise) ours, each answer free to call tools, which would be kept to
     sequential  (batch 8) eight of these, one after another, with batch 1
     floor       the bytes of all weights and of the batch's KV, at the speed at which this machine
                 reads memory, measured in the same round
@@ -16,6 +17,7 @@ import asyncio
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -25,7 +27,12 @@ from inference_svc.bench.local_engine import LocalEngine, TurnTimes, running_eng
 from inference_svc.bench.options import DecodeOptions, RunOptions
 from inference_svc.bench.stock_model import StockModel
 from inference_svc.bench.workspace import Workspace
+from inference_svc.core.chat import Tool
 from inference_svc.core.grammar import of_schema
+from inference_svc.core.tools.bound_calls import BoundCalls
+from inference_svc.core.tools.registry import FORMATS
+from inference_svc.runtime.compute.answer_grammar import AnswerGrammar
+from inference_svc.runtime.compute.call_grammar import CallGrammar
 from inference_svc.runtime.compute.grammars import Grammars
 from inference_svc.runtime.model.packed_linear import packed_bytes
 
@@ -83,7 +90,13 @@ LONG_DOCUMENT = of_schema(  # longer than any answer: it does not end before its
         },
     }
 )
+TOOLS = tuple(Tool(f"tool_{number}") for number in range(40))  # as many as agents have
+HERMES = FORMATS["hermes"]
+CALLS = BoundCalls(
+    TOOLS, HERMES.closings, lambda: HERMES.reader([tool.name for tool in TOOLS], is_bound=True)
+)
 LEAST_OF_GRAMMAR = 0.95  # of the speed without
+LEAST_OF_TOOLS = 0.95
 LEAST_OF_GENERATE, LEAST_ALONE, LEAST_OF_SEQUENTIAL = 1.0, 0.95, 3.0
 
 
@@ -161,6 +174,7 @@ class _Batch:
             ways["computed"] = self._computed
         if self.grammars is not None:
             ways["grammar"] = self._with_grammar
+            ways["tools"] = self._with_tools
         if batch == SEQUENTIAL_BATCH:
             ways["sequential"] = self._sequential
 
@@ -182,13 +196,16 @@ class _Batch:
         found.compare(METRIC, "ours", "sequential", at_least=LEAST_OF_SEQUENTIAL)
         found.compare(METRIC, "ours", "computed")
         found.compare(METRIC, "grammar", "ours", at_least=LEAST_OF_GRAMMAR)
+        found.compare(METRIC, "tools", "ours", at_least=LEAST_OF_TOOLS)
         found.compare(METRIC, "ours", "floor")
         return found.case()
 
     def _prompts(self, number: int) -> list[list[int]]:
         return [self.engine.new_tokens(self.options.history_tokens) for _ in range(number)]
 
-    async def _ours(self, grammars: Grammars | None = None) -> float:
+    async def _ours(
+        self, grammar: Callable[[], AnswerGrammar | CallGrammar | None] = lambda: None
+    ) -> float:
         engine, num_tokens = self.engine, self.options.steps + 1
         answers = await asyncio.gather(
             *(
@@ -197,7 +214,7 @@ class _Batch:
                     prompt,
                     num_tokens,
                     source="none",
-                    grammar=grammars.compile(LONG_DOCUMENT) if grammars else None,
+                    grammar=grammar(),
                 )
                 for index, prompt in enumerate(self._prompts(self.batch))
             )
@@ -205,7 +222,12 @@ class _Batch:
         return decode_tokens_per_s(answers)
 
     async def _with_grammar(self) -> float:
-        return await self._ours(self.grammars)
+        assert self.grammars is not None, "asked for where there are any"  # noqa: S101
+        return await self._ours(partial(self.grammars.compile, LONG_DOCUMENT))
+
+    async def _with_tools(self) -> float:
+        assert self.grammars is not None, "asked for where there are any"  # noqa: S101
+        return await self._ours(partial(self.grammars.bind, CALLS, {}))
 
     async def _computed(self) -> float:
         runner = self.engine.parts.runner

@@ -19,7 +19,8 @@ from inference_svc.config import InferenceSettings
 from inference_svc.core.answers import SamplingParams
 from inference_svc.core.errors import EngineFailedError
 from inference_svc.core.rates.rates import LoadPolicy
-from inference_svc.runtime.compute.grammars import AnswerGrammar
+from inference_svc.runtime.compute.answer_grammar import AnswerGrammar
+from inference_svc.runtime.compute.call_grammar import CallGrammar
 from inference_svc.runtime.compute.sampling import Sampled, Sampler
 from inference_svc.runtime.engine.engine_request import EngineRequest
 from shared.children.child_kvd import ChildKvd
@@ -169,7 +170,7 @@ class LocalEngine:
         history_tokens: int | None = None,
         is_over: Callable[[], bool] | None = None,
         is_final: bool = False,
-        grammar: AnswerGrammar | None = None,
+        grammar: AnswerGrammar | CallGrammar | None = None,
     ) -> TurnTimes:
         """Answer one turn.
 

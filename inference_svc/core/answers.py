@@ -197,6 +197,9 @@ class GrowingAnswer:
     they are shown at once, and a stop string is one that begins in the text of the tokens after
     them. So the answer has them all, whatever ends it.
 
+    Nothing but `max_tokens` ends an answer within a call that a grammar keeps it to: stop strings
+    are looked for in the text before, and behind.
+
     Invariants:
         1. released text never contains any part of the stop string that ends the answer;
         2. tokens leave in order, each at most once;
@@ -218,12 +221,19 @@ class GrowingAnswer:
         self.cut_text = ""
         self.stop_string = ""
 
-    def push(self, token: AnswerToken) -> tuple[list[AnswerToken], FinishReason | None]:
-        """Add the next sampled token; return those to show now, and why the answer ends, if so."""
+    def push(
+        self, token: AnswerToken, *, is_in_call: bool = False
+    ) -> tuple[list[AnswerToken], FinishReason | None]:
+        """Add the next sampled token; return those to show now, and why the answer ends, if so.
+
+        Args:
+            token: the token.
+            is_in_call: whether it is within a call, and does not end it; see `Sampled`.
+        """
         self._held.append(token)
         self._num_sampled += 1
         is_full = self._num_sampled >= self._params.max_tokens
-        if self._num_sampled <= self._params.min_tokens:
+        if is_in_call or self._num_sampled <= self._params.min_tokens:
             return self._release(len(self._held)), FinishReason.LENGTH if is_full else None
         held_text = "".join(held.text for held in self._held)
         cut, self.stop_string = self._find_stop(held_text)

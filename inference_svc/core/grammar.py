@@ -51,16 +51,19 @@ def of_choices(choices: Sequence[str]) -> Grammar:
     return Grammar(GrammarKind.LARK, f"start: {texts}")
 
 
-def json_rule(schema: Mapping[str, Any], *, is_strict: bool) -> str:
+def json_rule(schema: Mapping[str, Any], *, is_strict: bool, blanks: str = "") -> str:
     """Write what a JSON schema allows as a part of a Lark grammar's rule.
 
     Args:
         schema: the schema.
         is_strict: whether a word of it that no grammar knows is an error; else it does not count.
+        blanks: an expression of the blanks that may stand wherever JSON has any; "": those that
+            templates write, and no others, since small models would write them on.
     """
-    # Blanks are those that templates write, and no others: small models would write them on.
-    blanks = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-    said = {**schema, "x-guidance": {**blanks, "lenient": not is_strict}}
+    style: dict[str, Any] = {"whitespace_flexible": True, "whitespace_pattern": blanks}
+    if not blanks:
+        style = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+    said = {**schema, "x-guidance": {**style, "lenient": not is_strict}}
     return "%json " + json.dumps(said, ensure_ascii=False)
 
 

@@ -9,6 +9,7 @@ from inference_svc.core.chat import Message, Tool, canonical
 from inference_svc.core.compression.policy import CompressionPolicy
 from inference_svc.core.misses import Resembled
 from inference_svc.core.template_arguments import Arguments, canonical_arguments
+from inference_svc.core.tools.bound_calls import BoundCalls
 from inference_svc.core.truncation import USUAL_SINKS, OverflowPolicy
 from shared.types.session_key import SessionKey
 
@@ -163,6 +164,8 @@ class Submission:
         retention: for how long its KV is to be kept at least.
         client: name of the identity that submits it.
         shown_marks: special tokens that the answer's text has, by their texts: it is read by them.
+        calls: those that a grammar keeps its answer to, once it has begun them; None: it keeps to
+            none, or to one grammar (`sampling`).
         prediction: what most of its answer will likely be; "" if the client does not say.
         resembles: what it was likely meant to go on with, and does not; None: nothing.
     """
@@ -184,6 +187,7 @@ class Submission:
     retention: Retention = NO_RETENTION
     client: str = ""
     shown_marks: frozenset[str] = frozenset()
+    calls: BoundCalls | None = None
     prediction: str = ""
     resembles: Resembled | None = None
 

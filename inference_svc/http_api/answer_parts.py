@@ -5,9 +5,9 @@ from dataclasses import dataclass, field
 
 from inference_svc.core.answers import AnswerToken
 from inference_svc.core.chat import ASSISTANT, Message, ToolCall, ToolUse
+from inference_svc.core.tools.bound_calls import BoundCalls
 from inference_svc.core.tools.forced import ForcedReader
-from inference_svc.core.tools.reader import (
-    AnswerReader,
+from inference_svc.core.tools.parts import (
     CallArguments,
     CallBegun,
     CallEnded,
@@ -16,6 +16,7 @@ from inference_svc.core.tools.reader import (
     joined,
     summed,
 )
+from inference_svc.core.tools.reader import AnswerReader
 from inference_svc.core.tools.registry import PLAIN, ToolFormat
 from inference_svc.core.tools.thoughts import ThoughtMarks, ThoughtReader
 
@@ -32,6 +33,7 @@ class Reading:
         beginning: of the answer, in the client's words: it is none of what is read, and no thought
             can follow it. "": it begins with the model's.
         heads: what an answer that has to be a call has before the arguments, by the tool's name.
+        is_bound: whether a grammar keeps the answer to a call, once it has begun one.
     """
 
     tool_format: ToolFormat = PLAIN
@@ -40,20 +42,31 @@ class Reading:
     thoughts: ThoughtMarks | None = None
     beginning: str = ""
     heads: Mapping[str, str] = field(default_factory=dict)
+    is_bound: bool = False
 
     @property
     def marks(self) -> frozenset[str]:
         """The texts that the answer is read by: wanted in it, should they be special tokens."""
         return frozenset((*self._format.marks, *(self._thoughts or ())))
 
+    @property
+    def calls(self) -> BoundCalls | None:
+        """The calls that a grammar keeps the answer to; None: to none."""
+        if not (self.is_bound and self._names):
+            return None
+        return BoundCalls(self.use.callable_tools, self.tool_format.closings, self._answer_reader)
+
     def reader(self) -> "PartsReader":
         """Make the reader of an answer."""
-        made: AnswerReader = self._format.reader(self._names, self.use.most_calls)
+        return PartsReader(self._answer_reader(), self.call_id)
+
+    def _answer_reader(self) -> AnswerReader:
+        made = self._format.reader(self._names, self.use.most_calls, is_bound=self.is_bound)
         if self._thoughts is not None:
             made = ThoughtReader(self._thoughts, made)
         if self.heads:
             made = ForcedReader(self.heads, made)
-        return PartsReader(made, self.call_id)
+        return made
 
     def whole(self, text: str) -> ReadAnswer:
         """Read an answer that is complete."""

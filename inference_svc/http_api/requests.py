@@ -244,7 +244,10 @@ class TurnRequest(Generic[B]):
         call_id = self.chain.call_ids(request_id, self.body.call_prefix)
         gateway, body = self.gateway, self.body
         use, heads = body.tool_use, gateway.heads_of_calls(body.tool_use)
-        return Reading(gateway.tool_format, use, call_id, gateway.thoughts, body.beginning, heads)
+        return Reading(
+            *(gateway.tool_format, use, call_id, gateway.thoughts, body.beginning, heads),
+            is_bound=body.grammar is None and gateway.binds_calls(use),
+        )
 
     def _named(self, messages: tuple[Message, ...]) -> tuple[Message, ...]:
         """Return messages without names that nobody would read: they make no other history."""

@@ -89,6 +89,7 @@ class Gateway:
         text: knows how the model calls tools.
         embedder: makes embeddings.
         misses: says why turns missed the cache.
+        binds_calls: whether the model can have grammars, and writes calls that one can keep to.
 
     Attributes:
         turns: the service's turn registry. Its methods take keys made by `key`.
@@ -109,7 +110,10 @@ class Gateway:
         text: TurnText,
         embedder: Embedder,
         misses: MissExplainer,
+        *,
+        binds_calls: bool = False,
     ) -> None:
+        self._binds_calls = binds_calls
         self.turns = turns
         self._misses = misses
         self._embedder = embedder
@@ -238,6 +242,13 @@ class Gateway:
         """
         names = [tool.name for tool in use.callable_tools]
         return self._text.heads_of_calls(names) if use.is_forced else {}
+
+    def binds_calls(self, use: ToolUse) -> bool:
+        """Whether a grammar keeps an answer to a call, once it has begun one.
+
+        One that has to be a call is kept to it from its beginning.
+        """
+        return self._binds_calls and not use.is_forced
 
     async def submit(
         self,

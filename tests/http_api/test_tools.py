@@ -229,17 +229,19 @@ async def test_tools_that_cannot_be(api, opening, fields, param):
 
 
 async def test_a_schema_that_no_grammar_has(api, opening):
-    """It matters only where an answer has to be a call, and is to keep to all of it."""
+    """It matters only where a tool is to be kept to all of it."""
     parameters = {**ADD["parameters"], "propertyNames": {"maxLength": 1}}
     loose = {"name": "f", "parameters": parameters}
     strict = {"name": "g", "parameters": parameters, "strict": True}
-    tools = [{"type": "function", "function": tool} for tool in (loose, strict)]
-    options = {"model": MODEL, "messages": opening, "tools": tools, "max_tokens": 4}
-    assert (await api.client().chat.completions.create(**options)).choices
-    with pytest.raises(openai.BadRequestError) as refused:
-        await api.client().chat.completions.create(tool_choice="required", **options)
-    assert refused.value.code == "invalid_grammar"
-    options |= {"tools": tools[:1], "max_tokens": 60}
-    called = await api.client().chat.completions.create(tool_choice="required", **options)
+    loose, strict = ([{"type": "function", "function": tool}] for tool in (loose, strict))
+    create = api.client().chat.completions.create
+    options = {"model": MODEL, "messages": opening, "max_tokens": 60}
+    assert (await create(tools=loose, **options)).choices
+    assert (await create(tools=strict, tool_choice="none", **options)).choices
+    for choice in ("auto", "required"):
+        with pytest.raises(openai.BadRequestError) as refused:
+            await create(tools=[*loose, *strict], tool_choice=choice, **options)
+        assert refused.value.code == "invalid_grammar"
+    called = await create(tools=loose, tool_choice="required", **options)
     (call,) = called.choices[0].message.tool_calls
     assert json.loads(call.function.arguments)["a"] in {1, 2}

@@ -1,7 +1,11 @@
-"""A model that calls tools by itself, beside what it says, by the official clients."""
+"""A model that calls tools by itself, beside what it says, by the official clients.
+
+Once it has begun a call it is kept to it, and the client gets the arguments as they are written.
+"""
 
 import json
 
+import openai
 import pytest
 import pytest_asyncio
 
@@ -18,7 +22,9 @@ ANSWER = [
     " twice.",
     "\n<tool_call>\n",
     '{"name": "look_up",',
-    ' "arguments": {"word": "KV"}}',
+    ' "arguments": {"word"',
+    ': "K',
+    'V"}}',
     "\n</tool_call>",
     " and\n",
     "<tool_call>",
@@ -123,3 +129,107 @@ async def test_fewer_calls_are_wanted(scripted, choice, kinds, reason):
         message = await client.messages.create(**asking(PROMPT, tool_choice=choice))
     assert [block.type for block in message.content] == kinds
     assert message.stop_reason == reason
+
+
+PIECES = ['{"word": ', '"K', 'V"}']  # of the first call's arguments, as they come
+CHAT = {
+    "model": MODEL,
+    "messages": [{"role": "system", "content": PROMPT["system"]}, *PROMPT["messages"]],
+    "tools": list(map(as_function, (LOOK_UP, WAIT))),
+}
+RESPONSE = {
+    "model": MODEL,
+    "input": CHAT["messages"],
+    "tools": [{"type": "function", **tool["function"]} for tool in CHAT["tools"]],
+}
+
+
+async def test_arguments_come_as_they_are_written(scripted):
+    """In all three APIs, of each call; with the text before and between."""
+    async with client_of(scripted) as client, scripted.client() as other:
+        async with client.messages.stream(**asking(PROMPT)) as stream:
+            said = [
+                (event.index, event.delta)
+                async for event in stream
+                if event.type == "content_block_delta"
+            ]
+        assert [d.partial_json for i, d in said if i == 1 and d.partial_json] == PIECES
+        assert "".join(d.partial_json for i, d in said if i == 3) == "{}"
+        assert "".join(d.text for i, d in said if i == 0).strip() == "I'll look twice."
+        chunks = await other.chat.completions.create(max_tokens=60, stream=True, **CHAT)
+        deltas = [choice.delta async for chunk in chunks for choice in chunk.choices]
+        calls = [part for delta in deltas for part in delta.tool_calls or ()]
+        assert [part.function.name for part in calls if part.id] == ["look_up", "wait"]
+        written = [part.function.arguments for part in calls if part.index == 0]
+        assert [piece for piece in written if piece] == PIECES
+        events = await other.responses.create(max_output_tokens=60, stream=True, **RESPONSE)
+        kind = "response.function_call_arguments.delta"
+        found = [event async for event in events if event.type == kind]
+        assert [event.delta for event in found][: len(PIECES)] == PIECES
+        assert {event.output_index for event in found} == {1, 3}
+
+
+async def test_a_call_that_is_cut(scripted):
+    """By the bound of tokens: its beginning is shown, whole and streamed, and may be sent back."""
+    num_tokens = ANSWER.index(': "K') + 1
+    async with client_of(scripted) as client, scripted.client() as other:
+        whole = await other.chat.completions.create(max_tokens=num_tokens, **CHAT)
+        (choice,) = whole.choices
+        (call,) = choice.message.tool_calls
+        assert choice.finish_reason == "length"
+        assert call.function.arguments == "".join(PIECES[:2])
+        result = {"role": "tool", "tool_call_id": call.id, "content": "Found."}
+        messages = [*CHAT["messages"], choice.message.model_dump(exclude_none=True), result]
+        after = await other.chat.completions.create(**{**CHAT, "messages": messages}, max_tokens=1)
+        assert after.model_extra["session_id"] == whole.model_extra["session_id"]
+        chunks = await other.chat.completions.create(max_tokens=num_tokens, stream=True, **CHAT)
+        deltas = [choice.delta async for chunk in chunks for choice in chunk.choices]
+        parts = [part.function.arguments for d in deltas for part in d.tool_calls or ()]
+        assert [part for part in parts if part] == PIECES[:2]
+        response = await other.responses.create(max_output_tokens=num_tokens, **RESPONSE)
+        assert (response.status, response.output[-1].status) == ("incomplete", "incomplete")
+        assert response.output[-1].arguments == call.function.arguments
+        assert (await other.responses.retrieve(response.id)).output == response.output
+        message = await client.messages.create(**asking(PROMPT, max_tokens=num_tokens))
+    assert (message.stop_reason, message.content[-1].input) == ("max_tokens", {})
+
+
+@pytest.mark.parametrize(
+    ("stop", "num_calls", "text"),
+    [
+        (['"K', "}", "V"], 2, "I'll look twice. and"),
+        (["\n<tool_call>"], 0, "I'll look twice."),
+        ([" and"], 1, "I'll look twice."),
+    ],
+)
+async def test_stop_strings_are_looked_for_in_what_is_said(scripted, stop, num_calls, text):
+    """A call that has begun is not cut by one."""
+    async with scripted.client() as client:
+        answer = await client.chat.completions.create(max_tokens=60, stop=stop, **CHAT)
+    (choice,) = answer.choices
+    assert len(choice.message.tool_calls or ()) == num_calls
+    assert " ".join(choice.message.content.split()) == text
+
+
+def strict_chat(**schema):
+    """The same, with a strict tool of a schema."""
+    parameters = {
+        "type": "object",
+        "properties": {"word": {"enum": ["SSD", "NVMe"]}},
+        "required": ["word"],
+        "additionalProperties": False,
+        **schema,
+    }
+    function = {"name": "look_up", "parameters": parameters, "strict": True}
+    return {**CHAT, "max_tokens": 60, "tools": [{"type": "function", "function": function}]}
+
+
+async def test_a_strict_tool_is_kept_to_its_schema(scripted):
+    """Whatever the model would write; of a schema that no grammar has the client is told."""
+    async with scripted.client() as client:
+        answer = await client.chat.completions.create(**strict_chat())
+        (call,) = answer.choices[0].message.tool_calls
+        assert json.loads(call.function.arguments)["word"] in {"SSD", "NVMe"}
+        with pytest.raises(openai.BadRequestError) as refused:
+            await client.chat.completions.create(**strict_chat(propertyNames={"maxLength": 1}))
+    assert refused.value.code == "invalid_grammar"

@@ -6,20 +6,14 @@ Its arguments are what `json.dumps` writes of them, up to where the answer was c
 from collections.abc import Mapping
 from enum import Enum, auto
 
-from inference_svc.core.json_stream import JsonStream
-from inference_svc.core.tools.reader import (
-    AnswerReader,
-    CallArguments,
-    CallBegun,
-    CallEnded,
-    Part,
-)
+from inference_svc.core.tools.open_call import OpenCall
+from inference_svc.core.tools.parts import CallBegun, Part
+from inference_svc.core.tools.reader import AnswerReader
 
 
 class _State(Enum):
     HEAD = auto()
-    ARGUMENTS = auto()
-    BEHIND = auto()
+    CALL = auto()
     OTHERWISE = auto()
 
 
@@ -29,13 +23,16 @@ class ForcedReader:
     Args:
         heads: what stands before the arguments of a call, by the names of the tools.
         otherwise: reads an answer that does not begin so, or ends before it has.
+
+    Attributes:
+        last_call: see AnswerReader.
     """
 
     def __init__(self, heads: Mapping[str, str], otherwise: AnswerReader) -> None:
         self._heads = {name: head.lstrip() for name, head in heads.items()}
         self._otherwise = otherwise
+        self.last_call: OpenCall | None = None
         self._held = ""
-        self._stream = JsonStream()
         self._state = _State.HEAD
 
     @property
@@ -47,16 +44,14 @@ class ForcedReader:
         """See AnswerReader."""
         if self._state is _State.HEAD:
             return self._read_head(text)
-        if self._state is _State.ARGUMENTS:
-            return self._read_arguments(text)
-        return [] if self._state is _State.BEHIND else self._otherwise.push(text)
+        if self.last_call is not None:
+            return self.last_call.push(text)
+        return self._otherwise.push(text)
 
     def end(self) -> list[Part]:
         """See AnswerReader."""
-        if self._state is _State.ARGUMENTS:
-            return [CallEnded(is_cut=True)]
-        if self._state is _State.BEHIND:
-            return []
+        if self.last_call is not None:
+            return self.last_call.end()
         return [*self._otherwise.push(self._held), *self._otherwise.end()]
 
     def _read_head(self, text: str) -> list[Part]:
@@ -65,17 +60,9 @@ class ForcedReader:
         begun = [name for name, head in self._heads.items() if said.startswith(head)]
         if begun:
             name = max(begun, key=len)
-            self._held, self._state = "", _State.ARGUMENTS
-            return [CallBegun(name), *self._read_arguments(said[len(self._heads[name]) :])]
+            self._held, self._state, self.last_call = "", _State.CALL, OpenCall(name)
+            return [CallBegun(name), *self.last_call.push(said[len(self._heads[name]) :])]
         if any(head.startswith(said) for head in self._heads.values()):
             return []
         held, self._held, self._state = self._held, "", _State.OTHERWISE
         return self._otherwise.push(held)
-
-    def _read_arguments(self, text: str) -> list[Part]:
-        written, _ = self._stream.push(text)
-        parts: list[Part] = [CallArguments(written)] if written else []
-        if self._stream.is_complete:
-            self._state = _State.BEHIND
-            parts.append(CallEnded())
-        return parts

@@ -7,7 +7,9 @@
     <|start|>assistant<|channel|>final<|message|>…<|return|>      what it says
 
 The recipient of a call may stand before its channel. An answer that does not begin so is text, and
-a call that is none is text with its header.
+a call that is none is text with its header. A call that is bound begins with the brace of its
+arguments, and is over behind them: what follows up to the end of its message is text, but for
+blanks.
 
 *Source:* OpenAI, "Harmony response format".
 """
@@ -17,9 +19,12 @@ from collections.abc import Collection
 from enum import Enum, auto
 
 from inference_svc.core.tools.json_value import Asked, NoCallError, make_call
-from inference_svc.core.tools.reader import Content, Part, Reasoning, num_open
+from inference_svc.core.tools.open_call import Closing, OpenCall, is_open
+from inference_svc.core.tools.parts import CallBegun, Content, Part, Reasoning
+from inference_svc.core.tools.reader import num_open
 
 START, CHANNEL, BODY = "<|start|>", "<|channel|>", "<|message|>"
+CLOSING: Closing = ()  # the end of its message ends the answer, most often: no text shows it
 ENDS = ("<|end|>", "<|call|>", "<|return|>", START)
 MARKS = (START, CHANNEL, BODY, "<|constrain|>", "<|end|>", "<|call|>", "<|return|>")
 MAX_HEADER = 512  # characters before the text of a message
@@ -40,9 +45,18 @@ class HarmonyReader:
     Args:
         names: of the tools that may be called.
         most_calls: so many are shown; None: all.
+        is_bound: whether its calls are bound.
+
+    Attributes:
+        last_call: see AnswerReader.
     """
 
-    def __init__(self, names: Collection[str], most_calls: int | None = None) -> None:
+    def __init__(
+        self, names: Collection[str], most_calls: int | None = None, *, is_bound: bool = False
+    ) -> None:
+        self.last_call: OpenCall | None = None
+        self._is_bound = is_bound
+        self._is_behind = False  # nothing but blanks came since a call, in its message
         self._names = names
         self._most_calls = most_calls
         self._num_calls = 0
@@ -60,11 +74,17 @@ class HarmonyReader:
 
     def push(self, text: str) -> list[Part]:
         """See AnswerReader."""
+        call = is_open(self.last_call)
+        if call is not None:
+            return [*self._follow(call, text), *self._read(is_end=False)]
         self._held += text
         return self._read(is_end=False)
 
     def end(self) -> list[Part]:
         """See AnswerReader."""
+        call = is_open(self.last_call)
+        if call is not None:
+            return self._shown(call.end())
         parts = self._read(is_end=True)
         if self._tool:
             self._say("", parts)
@@ -74,7 +94,9 @@ class HarmonyReader:
         parts: list[Part] = []
         while self._held:
             if self._state is _State.TEXT:
-                if not self._read_text(parts, is_end=is_end):
+                if self._tool and self._is_bound and self._held.lstrip().startswith("{"):
+                    parts += self._open()
+                elif not self._read_text(parts, is_end=is_end):
                     break
             elif not self._read_header(parts, is_end=is_end):
                 break
@@ -107,6 +129,7 @@ class HarmonyReader:
         recipient = _RECIPIENT.search(header)
         channel = header.partition(CHANNEL)[2].split("<")[0].split()
         self._tool = self._header = ""
+        self._is_behind = False
         self._is_thought = recipient is None and channel[:1] == ["analysis"]
         if recipient and recipient[1] in self._names:
             self._tool, self._header = recipient[1], header + BODY
@@ -129,9 +152,30 @@ class HarmonyReader:
         self._say(text, parts)
         return found is not None
 
+    def _open(self) -> list[Part]:
+        """Begin to read a bound call."""
+        begun, self._held, self._searched = self._held.lstrip(), "", 0
+        call = self.last_call = OpenCall(self._tool, CLOSING)
+        self._num_calls += 1
+        self._tool, self._is_behind = "", True
+        return [*self._shown([CallBegun(call.name)]), *self._follow(call, begun)]
+
+    def _follow(self, call: OpenCall, text: str) -> list[Part]:
+        """Read what comes of the open call."""
+        parts = self._shown(call.push(text))
+        self._held = call.rest
+        return parts
+
+    def _shown(self, parts: list[Part]) -> list[Part]:
+        """Return the parts of the last call, if that counts."""
+        return parts if self._most_calls is None or self._num_calls <= self._most_calls else []
+
     def _say(self, text: str, parts: list[Part]) -> None:
         """Take the text of a message; of a call, all of it."""
         if not self._tool:
+            if self._is_behind:
+                text = text.lstrip()
+                self._is_behind = not text
             if text:
                 parts.append(Reasoning(text) if self._is_thought else Content(text))
             return
@@ -141,6 +185,5 @@ class HarmonyReader:
             parts.append(Content(self._header + text))
         else:
             self._num_calls += 1
-            if self._most_calls is None or self._num_calls <= self._most_calls:
-                parts.append(call)
+            parts += self._shown([call])
         self._tool = ""

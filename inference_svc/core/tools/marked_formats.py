@@ -21,9 +21,9 @@ from inference_svc.core.tools.json_value import (
     read_value,
     skip_blanks,
 )
-from inference_svc.core.tools.reader import CallFormat, Found
+from inference_svc.core.tools.open_call import BLANKS, END_OF_OBJECT, Opening
+from inference_svc.core.tools.reader import MAX_HEAD, CallFormat, Found
 
-MAX_HEADER = 256  # characters before the arguments of a call
 _OBJECT_STARTS = tuple(
     "{" + start
     for start in ('"name":', '"parameters":', '"arguments":', '"type":"function"', '"function":{')
@@ -61,9 +61,9 @@ def _object_behind(
     Raises:
         NoCallError: there is something else.
     """
-    brace = text.find("{", at, at + MAX_HEADER)
+    brace = text.find("{", at, at + MAX_HEAD)
     if brace < 0:
-        if len(text) >= at + MAX_HEADER:
+        if len(text) >= at + MAX_HEAD:
             raise NoCallError(at)
         return None
     match = header.fullmatch(text, at, brace)
@@ -92,7 +92,7 @@ class BareJson(CallFormat):
     def read(self, text: str, *, is_end: bool) -> Found | None:  # noqa: ARG002
         """See CallFormat."""
         at = next((len(mark) for mark in self.starts if text.startswith(mark)), 0)
-        start = "".join(text[at : at + MAX_HEADER].split())
+        start = "".join(text[at : at + MAX_HEAD].split())
         if not any(each.startswith(start[: len(each)]) for each in _OBJECT_STARTS):
             raise NoCallError(at)
         found = read_value(text, at)
@@ -152,13 +152,76 @@ class DeepSeek(CallFormat):
         return None if behind is None else Found([Asked(header["name"], arguments)], behind)
 
 
+_DEEPSEEK_NAME = rf"\s*(?:[^\s<`]+\s*{DEEPSEEK_MARKS[2]}\s*)?(?P<name>[^\s<`]+)\s*"
 _DEEPSEEK_HEADER = re.compile(
-    rf"\s*(?:[^\s<`]+\s*{DEEPSEEK_MARKS[2]}\s*)?(?P<name>[^\s<`]+)\s*"
-    rf"(?:{DEEPSEEK_MARKS[2]}|(?P<fence>```)(?:json)?)\s*"
+    rf"{_DEEPSEEK_NAME}(?:{DEEPSEEK_MARKS[2]}|(?P<fence>```)(?:json)?)\s*"
 )
 
-HERMES = Hermes("hermes", ("<tool_call>",), marks=("<tool_call>", "</tool_call>"))
-MISTRAL = Mistral("mistral", ("[TOOL_CALLS]",), marks=("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"))
-DEEPSEEK = DeepSeek("deepseek", DEEPSEEK_MARKS[:2], marks=DEEPSEEK_MARKS)
-LLAMA = BareJson("llama3", ("<|python_tag|>",), ("{",), ";", ("<|python_tag|>",))
-JSON = BareJson("json", leads=("{",), between=";,")
+
+def _object_with(arguments: str) -> str:
+    """Write the expression of an object with a call in it, up to the brace of the arguments."""
+    member = rf'{BLANKS}"(?:{arguments})"{BLANKS}:{BLANKS}(?={{)'
+    return rf'{{{BLANKS}"name"{BLANKS}:{BLANKS}"(?P<name>[^"\\]+)"{BLANKS},{member}'
+
+
+_ANY = "arguments|parameters"
+_IN_OBJECT = (END_OF_OBJECT,)
+
+
+def _openings_of_mistral() -> tuple[Opening, ...]:
+    mark, listed = rf"\[TOOL_CALLS\]{BLANKS}", _object_with("arguments")
+    named = rf"{mark}{_MISTRAL_HEADER.pattern}(?={{)"
+    return (
+        Opening(
+            re.compile(rf"{mark}\[{BLANKS}{listed}"),
+            _IN_OBJECT,
+            re.compile(rf"{BLANKS},{BLANKS}{listed}"),
+            "]",
+        ),
+        Opening(re.compile(mark + listed), _IN_OBJECT),
+        Opening(re.compile(named)),
+    )
+
+
+def _openings_of_deepseek() -> tuple[Opening, ...]:
+    section, begin, separator, end, section_end = DEEPSEEK_MARKS
+    named = rf"(?:{section}{BLANKS})?{begin}{_DEEPSEEK_NAME}"
+    return tuple(
+        Opening(re.compile(rf"{named}{last}\s*(?={{)"), closing, ending=section_end)
+        for last, closing in ((separator, (end,)), ("```(?:json)?", ("```", end)))
+    )
+
+
+HERMES = Hermes(
+    "hermes",
+    ("<tool_call>",),
+    marks=("<tool_call>", "</tool_call>"),
+    openings=(
+        Opening(
+            re.compile(f"<tool_call>{BLANKS}{_object_with(_ANY)}"), (END_OF_OBJECT, "</tool_call>")
+        ),
+    ),
+)
+MISTRAL = Mistral(
+    "mistral",
+    ("[TOOL_CALLS]",),
+    marks=("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"),
+    openings=_openings_of_mistral(),
+)
+DEEPSEEK = DeepSeek(
+    "deepseek", DEEPSEEK_MARKS[:2], marks=DEEPSEEK_MARKS, openings=_openings_of_deepseek()
+)
+LLAMA = BareJson(
+    "llama3",
+    ("<|python_tag|>",),
+    ("{",),
+    ";",
+    ("<|python_tag|>",),
+    (Opening(re.compile(rf"(?:<\|python_tag\|>{BLANKS})?{_object_with(_ANY)}"), _IN_OBJECT),),
+)
+JSON = BareJson(
+    "json",
+    leads=("{",),
+    between=";,",
+    openings=(Opening(re.compile(_object_with(_ANY)), _IN_OBJECT),),
+)

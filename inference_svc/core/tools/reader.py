@@ -2,56 +2,25 @@
 
 A call is shown when it is complete and is one: it names a tool that was offered, and its arguments
 are a JSON object. What looks like a call and is none is text, as the model wrote it. So a client
-never gets half of what is no call, wherever the answer was cut. One that is certain to be a call is
-shown as it comes (`forced.py`).
+never gets half of what is no call, wherever the answer was cut.
+
+One that is certain to be a call is shown as it comes: in an answer that has to be one
+(`forced.py`), and where calls are *bound*: a grammar keeps what begins as a call to being one
+(`open_call.py`).
 """
 
+import re
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple, Protocol, TypeAlias
+from typing import ClassVar, NamedTuple, Protocol
 
 from inference_svc.core.chat import ToolCall
 from inference_svc.core.tools.json_value import Asked, Nesting, NoCallError, make_call
+from inference_svc.core.tools.open_call import OpenCall, Opening, is_open
+from inference_svc.core.tools.parts import CallBegun, Content, Part, ReadAnswer, joined, summed
 
-
-@dataclass(frozen=True)
-class Content:
-    """What the answer says."""
-
-    text: str
-
-
-@dataclass(frozen=True)
-class Reasoning:
-    """What the model thinks before it answers."""
-
-    text: str
-
-
-@dataclass(frozen=True)
-class CallBegun:
-    """A call begins, whose arguments follow; its id is "" before it has one."""
-
-    name: str
-    call_id: str = ""
-
-
-@dataclass(frozen=True)
-class CallArguments:
-    """What follows of the arguments of the call that has begun."""
-
-    text: str
-
-
-@dataclass(frozen=True)
-class CallEnded:
-    """The call that has begun is over; `is_cut`: before its arguments were."""
-
-    is_cut: bool = False
-
-
-Part: TypeAlias = Content | Reasoning | ToolCall | CallBegun | CallArguments | CallEnded
+MAX_HEAD = 256  # characters before the arguments of a call
 
 
 class AnswerReader(Protocol):
@@ -60,6 +29,10 @@ class AnswerReader(Protocol):
     @property
     def is_thinking(self) -> bool:
         """Whether the text up to here ends inside of what the model thinks."""
+
+    @property
+    def last_call(self) -> OpenCall | None:
+        """The last call that is bound, be it open or over; None: there was none."""
 
     def push(self, text: str) -> list[Part]:
         """Return the parts that the next text completes."""
@@ -85,6 +58,7 @@ class CallFormat(ABC):
         leads: texts that begin one only where nothing else was said.
         between: characters that stand between calls, beside blanks.
         marks: all texts of the format that may be special tokens.
+        openings: how its calls begin that can be bound.
     """
 
     name: str
@@ -92,6 +66,7 @@ class CallFormat(ABC):
     leads: tuple[str, ...] = ()
     between: str = ""
     marks: tuple[str, ...] = ()
+    openings: tuple[Opening, ...] = ()
 
     @abstractmethod
     def read(self, text: str, *, is_end: bool) -> Found | None:
@@ -113,6 +88,7 @@ class PlainReader:
     """Reads an answer of text alone."""
 
     is_thinking: ClassVar[bool] = False
+    last_call: ClassVar[OpenCall | None] = None
 
     def push(self, text: str) -> list[Part]:
         """See AnswerReader."""
@@ -132,16 +108,28 @@ class MarkedReader:
         call_format: how calls are written.
         names: of the tools that may be called.
         most_calls: so many are shown; None: all.
+        is_bound: whether its calls are bound.
+
+    Attributes:
+        last_call: see AnswerReader.
     """
 
     is_thinking: ClassVar[bool] = False
 
     def __init__(
-        self, call_format: CallFormat, names: Collection[str], most_calls: int | None = None
+        self,
+        call_format: CallFormat,
+        names: Collection[str],
+        most_calls: int | None = None,
+        *,
+        is_bound: bool = False,
     ) -> None:
+        self.last_call: OpenCall | None = None
         self._format = call_format
         self._names = names
         self._most_calls = most_calls
+        self._openings = call_format.openings if is_bound else ()
+        self._list: Opening | None = None  # how the last call began, if more of it may follow
         self._num_calls = 0
         self._held = ""  # text that may begin a call
         self._gap = ""  # blanks, where a call may follow and take them away
@@ -151,21 +139,24 @@ class MarkedReader:
 
     def push(self, text: str) -> list[Part]:
         """See AnswerReader."""
-        self._held += text
         parts: list[Part] = []
-        while self._held:
-            start = self._start()
-            if start < 0:
-                self._say(len(self._held) - num_open(self._held, self._format.starts), parts)
-                break
-            self._say(start, parts)
-            if not self._read_call(parts, is_end=False):
-                break
+        call = is_open(self.last_call)
+        if call is not None:
+            self._follow(call, text, parts)
+        else:
+            self._held += text
+        while self._held and self._read_held(parts):
+            pass
         return joined(parts)
 
     def end(self) -> list[Part]:
         """See AnswerReader."""
-        self._next_length = 0
+        call = is_open(self.last_call)
+        if call is not None:
+            return self._shown(call.end())
+        if self._list is not None and self._list.ending.startswith(self._held.lstrip()):
+            self._held = ""
+        self._next_length, self._list = 0, None
         parts = self.push("")
         if self._start() == 0:
             self._read_call(parts, is_end=True)
@@ -173,6 +164,69 @@ class MarkedReader:
         if self._gap and not self._num_calls:
             parts.append(Content(self._gap))
         return joined(parts)
+
+    def _read_held(self, parts: list[Part]) -> bool:
+        """Read what is held; return whether there may be more to read in it."""
+        if self._list is not None:
+            return self._read_list(self._list, parts)
+        start = self._start()
+        if start < 0:
+            self._say(len(self._held) - num_open(self._held, self._format.starts), parts)
+            return False
+        self._say(start, parts)
+        opening = self._opening()
+        if opening is not None:
+            self._open(*opening, parts)
+            return True
+        return self._read_call(parts, is_end=False)
+
+    # ----------------------------------------------------------------------------- bound calls
+
+    def _opening(self) -> tuple[Opening, re.Match[str]] | None:
+        """Return how the call begins that is held, once it is certain to be one."""
+        for opening in self._openings:
+            head = opening.head.match(self._held)
+            if head and head.end() <= MAX_HEAD and head["name"] in self._names:
+                return opening, head
+        return None
+
+    def _open(self, opening: Opening, head: re.Match[str], parts: list[Part]) -> None:
+        """Begin to read a call behind its head."""
+        begun, self._held = self._held[head.end() :], ""
+        self._num_calls += 1
+        self._gap, self._is_bare = "", True
+        self._nesting, self._next_length = Nesting(), 0
+        self._list = opening if opening.next_head or opening.ending else None
+        self.last_call = OpenCall(head["name"], opening.closing)
+        parts += self._shown([CallBegun(head["name"])])
+        self._follow(self.last_call, begun, parts)
+
+    def _follow(self, call: OpenCall, text: str, parts: list[Part]) -> None:
+        """Read what comes of the open call."""
+        parts += self._shown(call.push(text))
+        self._held = call.rest
+
+    def _read_list(self, opening: Opening, parts: list[Part]) -> bool:
+        """Read what follows a call in a list, or in a section; return whether there may be more."""
+        said = self._held.lstrip()
+        if opening.ending and said.startswith(opening.ending):
+            self._held, self._list = said.removeprefix(opening.ending), None
+            return True
+        head = opening.next_head.match(self._held) if opening.next_head else None
+        if head and head.end() <= MAX_HEAD and head["name"] in self._names:
+            self._open(opening, head, parts)
+            return True
+        is_next = opening.next_head is not None and said.startswith(",")
+        if opening.ending.startswith(said) or (is_next and len(self._held) < MAX_HEAD):
+            return False
+        self._list = None
+        return True
+
+    def _shown(self, parts: list[Part]) -> list[Part]:
+        """Return the parts of the last call, if that counts."""
+        return parts if self._most_calls is None or self._num_calls <= self._most_calls else []
+
+    # --------------------------------------------------------------------------- unbound calls
 
     def _read_call(self, parts: list[Part], *, is_end: bool) -> bool:
         """Read what begins like a call, if that is all there; return whether it is.
@@ -196,8 +250,7 @@ class MarkedReader:
             return True
         for call in calls:
             self._num_calls += 1
-            if self._most_calls is None or self._num_calls <= self._most_calls:
-                parts.append(call)
+            parts += self._shown([call])
         self._held, self._gap, self._is_bare = self._held[found.end :], "", True
         return True
 
@@ -238,64 +291,14 @@ class MarkedReader:
 def num_open(text: str, marks: Sequence[str]) -> int:
     """Return how many of the last characters may begin one of some marks."""
     longest = min(len(text), max(map(len, marks), default=1) - 1)
+    last = text[len(text) - longest :]
+    if not any(mark[0] in last for mark in marks):  # as nearly always
+        return 0
     return next(
         (n for n in range(longest, 0, -1) if any(mark.startswith(text[-n:]) for mark in marks)), 0
     )
 
 
-def joined(parts: Sequence[Part]) -> list[Part]:
-    """Join texts of a kind that follow one another."""
-    found: list[Part] = []
-    for part in parts:
-        last = found[-1] if found else None
-        if isinstance(part, Content) and isinstance(last, Content):
-            found[-1] = Content(last.text + part.text)
-        elif isinstance(part, Reasoning) and isinstance(last, Reasoning):
-            found[-1] = Reasoning(last.text + part.text)
-        else:
-            found.append(part)
-    return found
-
-
-@dataclass(frozen=True)
-class ReadAnswer:
-    """A whole answer.
-
-    Attributes:
-        content: all that it says.
-        reasoning: all that it thinks.
-        calls: what it asks for, in order.
-    """
-
-    content: str
-    reasoning: str
-    calls: tuple[ToolCall, ...]
-
-
 def read_whole(reader: AnswerReader, text: str) -> ReadAnswer:
     """Read an answer that is complete."""
     return summed([*reader.push(text), *reader.end()])
-
-
-def with_whole_calls(parts: Iterable[Part]) -> Iterator[Part]:
-    """Yield the parts of a whole answer, each call as one."""
-    name = call_id = arguments = ""
-    for part in parts:
-        if isinstance(part, CallBegun):
-            name, call_id, arguments = part.name, part.call_id, ""
-        elif isinstance(part, CallArguments):
-            arguments += part.text
-        elif isinstance(part, CallEnded):
-            yield ToolCall(name, arguments, call_id, is_cut=part.is_cut)
-        else:
-            yield part
-
-
-def summed(parts: Iterable[Part]) -> ReadAnswer:
-    """Sum up the parts of an answer."""
-    parts = list(with_whole_calls(parts))
-    return ReadAnswer(
-        content="".join(part.text for part in parts if isinstance(part, Content)),
-        reasoning="".join(part.text for part in parts if isinstance(part, Reasoning)),
-        calls=tuple(part for part in parts if isinstance(part, ToolCall)),
-    )

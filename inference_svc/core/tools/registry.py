@@ -1,14 +1,29 @@
 """The formats of calls by the names of their families, and readers of answers. Pure."""
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
+from typing import Protocol
 
-from inference_svc.core.tools.harmony import MARKS, HarmonyReader
+from inference_svc.core.tools.harmony import CLOSING, MARKS, HarmonyReader
 from inference_svc.core.tools.marked_formats import DEEPSEEK, HERMES, JSON, LLAMA, MISTRAL
+from inference_svc.core.tools.open_call import Closing
 from inference_svc.core.tools.reader import AnswerReader, CallFormat, MarkedReader, PlainReader
 
-MakeReader = Callable[[Collection[str], int | None], AnswerReader]
+
+class MakeReader(Protocol):
+    """Makes the reader of an answer."""
+
+    def __call__(
+        self, names: Collection[str], most_calls: int | None = None, *, is_bound: bool = False
+    ) -> AnswerReader:
+        """Make it.
+
+        Args:
+            names: of the tools that may be called.
+            most_calls: so many are shown; None: all.
+            is_bound: whether its calls are bound; see `open_call.py`.
+        """
 
 
 @dataclass(frozen=True)
@@ -18,28 +33,38 @@ class ToolFormat:
     Attributes:
         name: of the format.
         marks: texts of it that may be special tokens.
-        reader: makes the reader of an answer, given the names of tools and how many calls are
-            shown, None: all.
+        reader: makes the reader of an answer.
+        closings: what may close a call that is bound.
         is_always: whether answers are written so where no tools are offered, too.
     """
 
     name: str
     marks: tuple[str, ...]
     reader: MakeReader
+    closings: tuple[Closing, ...] = ()
     is_always: bool = False
 
 
 def _marked(call_format: CallFormat) -> ToolFormat:
-    return ToolFormat(call_format.name, call_format.marks, partial(MarkedReader, call_format))
+    closings = tuple({opening.closing: None for opening in call_format.openings})
+    reader = partial(MarkedReader, call_format)
+    return ToolFormat(call_format.name, call_format.marks, reader, closings)
 
 
-PLAIN = ToolFormat("none", (), lambda _names, _most_calls: PlainReader())
+def _plain(
+    names: Collection[str], most_calls: int | None = None, *, is_bound: bool = False
+) -> AnswerReader:
+    del names, most_calls, is_bound
+    return PlainReader()
+
+
+PLAIN = ToolFormat("none", (), _plain)
 
 # In the order in which they are tried: what is only JSON comes last, since others contain it.
 FORMATS: Mapping[str, ToolFormat] = {
     made.name: made
     for made in (
-        ToolFormat("gpt-oss", MARKS, HarmonyReader, is_always=True),
+        ToolFormat("gpt-oss", MARKS, HarmonyReader, (CLOSING,), is_always=True),
         _marked(HERMES),
         _marked(MISTRAL),
         _marked(DEEPSEEK),

@@ -3,7 +3,9 @@
 from enum import Enum, auto
 from typing import NamedTuple
 
-from inference_svc.core.tools.reader import AnswerReader, Part, Reasoning, num_open
+from inference_svc.core.tools.open_call import OpenCall
+from inference_svc.core.tools.parts import Part, Reasoning
+from inference_svc.core.tools.reader import AnswerReader, num_open
 
 
 class ThoughtMarks(NamedTuple):
@@ -67,6 +69,11 @@ class ThoughtReader:
     def is_thinking(self) -> bool:
         """See AnswerReader."""
         return self._state is _State.THOUGHT
+
+    @property
+    def last_call(self) -> OpenCall | None:
+        """See AnswerReader."""
+        return self._answer.last_call
 
     def push(self, text: str) -> list[Part]:
         """See AnswerReader."""

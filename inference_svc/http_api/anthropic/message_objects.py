@@ -18,7 +18,7 @@ from typing import Any
 
 from inference_svc.core.answers import AnswerToken, FinishReason
 from inference_svc.core.chat import ToolCall
-from inference_svc.core.tools.reader import (
+from inference_svc.core.tools.parts import (
     CallArguments,
     CallBegun,
     CallEnded,

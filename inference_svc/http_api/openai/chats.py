@@ -14,7 +14,7 @@ from pydantic import Field, model_validator
 from inference_svc.core.answers import AnswerToken, FinishReason
 from inference_svc.core.chat import Message, Tool, ToolCall
 from inference_svc.core.grammar import Grammar
-from inference_svc.core.tools.reader import (
+from inference_svc.core.tools.parts import (
     CallArguments,
     CallBegun,
     Content,

@@ -70,6 +70,11 @@ class ResponseInfo:
     is_background: bool = False
 
     @property
+    def is_free(self) -> bool:
+        """Whether the answer could be any text."""
+        return self.text_format.get("type") == "text"
+
+    @property
     def tool_use(self) -> ToolUse:
         """What the answer could do with tools: their names are enough to read it."""
         tools = tuple(

@@ -220,6 +220,7 @@ class HttpTurn:
             compression=fill_compression(defaults),
             retention=self.retention,
             shown_marks=reading.marks if self.raw is None else frozenset(),
+            calls=reading.calls if self.raw is None else None,
             prediction=self.prediction,
             resembles=route.resembles,
         )

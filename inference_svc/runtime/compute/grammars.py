@@ -1,8 +1,4 @@
-"""Keeps an answer within a grammar: which tokens may come next, step by step.
-
-A grammar is compiled against the model's vocabulary, which takes from a millisecond to a second.
-What may come next costs some ten microseconds a token. An answer ends where its grammar does: then
-only an end-of-turn token may come.
+"""Compiles grammars against a model's vocabulary, which takes from a millisecond to a second.
 
 Between the members of a JSON document there may be MAX_BLANKS blanks at most: small models would
 write blanks for ever.
@@ -11,61 +7,20 @@ write blanks for ever.
 """
 
 import threading
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-
-from inference_svc.core.errors import EngineFailedError, InvalidGrammarError
+from inference_svc.core.errors import InvalidGrammarError
 from inference_svc.core.grammar import Grammar, GrammarKind
+from inference_svc.core.tools.bound_calls import BoundCalls
+from inference_svc.runtime.compute.answer_grammar import AnswerGrammar, short
+from inference_svc.runtime.compute.call_grammar import CallGrammar
 from inference_svc.runtime.worker_thread import WorkerThread
 
-Logits = npt.NDArray[np.float32]  # [vocab]
-
+MAX_KEPT = 256  # compiled grammars of calls: agents offer the same tools with every turn
 MAX_BLANKS = 40
 _BLANKS = rf"[ \n\r\t]{{0,{MAX_BLANKS}}}"
-
-
-class AnswerGrammar:
-    """The grammar of one answer, and how far the answer has come.
-
-    Args:
-        matcher: llguidance's, at its beginning.
-        num_tokens: number of the tokens that it knows.
-    """
-
-    def __init__(self, matcher: Any, num_tokens: int) -> None:
-        self._matcher = matcher
-        self._num_tokens = num_tokens
-
-    def mask(self, logits: Logits) -> None:
-        """Set the logits of tokens that may not come next to minus infinity.
-
-        Raises:
-            EngineFailedError: the grammar takes too long, or too much memory.
-        """
-        bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
-        self._check()
-        may_come = np.unpackbits(bits, bitorder="little")[: self._num_tokens].view(bool)
-        num_known = min(len(logits), len(may_come))
-        logits[:num_known][~may_come[:num_known]] = -np.inf
-        logits[num_known:] = -np.inf
-
-    def accept(self, token_id: int) -> None:
-        """Go on behind the token that was chosen.
-
-        Raises:
-            EngineFailedError: see `mask`.
-        """
-        self._matcher.consume_token(token_id)
-        self._check()
-
-    def _check(self) -> None:
-        if self._matcher.is_error():
-            raise EngineFailedError(
-                f"the answer's grammar failed ({_short(self._matcher.get_error())})",
-                "send a simpler one",
-            )
 
 
 class Grammars:
@@ -84,6 +39,7 @@ class Grammars:
         self._lock = threading.Lock()
         self._thread = WorkerThread("grammars")
         self._vocabulary: Any | None = None  # read when the first grammar comes: it takes a while
+        self._rests: OrderedDict[str, AnswerGrammar] = OrderedDict()  # by source, used last last
 
     def close(self) -> None:
         """End the thread, after the call it runs."""
@@ -96,6 +52,72 @@ class Grammars:
             InvalidGrammarError: it is none, or this model cannot have any.
         """
         return None if grammar is None else await self._thread.run(self.compile, grammar)
+
+    @property
+    def problem(self) -> str:
+        """Why this model cannot have any; "" if it can. Reads the vocabulary."""
+        try:
+            self._read()
+        except InvalidGrammarError as error:
+            return str(error)
+        return ""
+
+    async def bound(
+        self, calls: BoundCalls | None, marks: Mapping[int, str], begun: str
+    ) -> CallGrammar | None:
+        """Compile the grammars of an answer's calls, on the thread; None if it may have none.
+
+        Args:
+            calls: what it may call; None: nothing.
+            marks: special tokens that its text has, by their ids.
+            begun: text that the prompt has written of the answer.
+
+        Raises:
+            InvalidGrammarError: the schema of a strict tool is none, or too long; or this model
+                cannot have any.
+        """
+        return None if calls is None else await self._thread.run(self.bind, calls, marks, begun)
+
+    def bind(self, calls: BoundCalls, marks: Mapping[int, str], begun: str = "") -> CallGrammar:
+        """Compile the grammars of an answer's calls; see `bound`. Any thread may."""
+        special = {mark: token_id for token_id, mark in marks.items()}
+        rests = {which: self._kept(grammar) for which, grammar in calls.grammars(special)}
+        return CallGrammar(calls, rests, self._bytes_of(marks), begun)
+
+    def _kept(self, grammar: Grammar) -> AnswerGrammar:
+        """Return a compiled grammar that is only to be copied."""
+        with self._lock:
+            found = self._rests.get(grammar.source)
+        if found is None:
+            grammar.check()
+            found = self.compile(grammar)
+        with self._lock:
+            self._rests[grammar.source] = found
+            self._rests.move_to_end(grammar.source)
+            if len(self._rests) > MAX_KEPT:
+                self._rests.popitem(last=False)
+        return found
+
+    def _bytes_of(self, marks: Mapping[int, str]) -> Callable[[int], bytes]:
+        """Return what tells the bytes of the text that a token adds to an answer.
+
+        Args:
+            marks: special tokens that it has; others are not shown.
+        """
+        vocabulary, tokenizer = self._read(), self._tokenizer
+        assert tokenizer is not None, "it has a vocabulary"  # noqa: S101
+        num_tokens = len(tokenizer)
+        shown = {token_id: mark.encode() for token_id, mark in marks.items()}
+        hidden = frozenset(tokenizer.all_special_ids) - shown.keys()
+
+        def bytes_of(token_id: int) -> bytes:
+            if token_id in shown:
+                return shown[token_id]
+            is_shown = token_id < num_tokens and token_id not in hidden
+            found: bytes = vocabulary.decode_bytes([token_id]) if is_shown else b""
+            return found
+
+        return bytes_of
 
     def compile(self, grammar: Grammar) -> AnswerGrammar:
         """Compile a grammar for one answer; any thread may.
@@ -113,7 +135,7 @@ class Grammars:
         matcher = LLMatcher(vocabulary, source, log_level=0)
         if matcher.is_error():
             raise _invalid(matcher.get_error())
-        return AnswerGrammar(matcher, vocabulary.vocab_size)
+        return AnswerGrammar(matcher, vocabulary)
 
     def _read(self) -> Any:
         """Return the vocabulary as llguidance has it.
@@ -142,7 +164,7 @@ class Grammars:
             ) from error
         except ValueError as error:
             raise InvalidGrammarError(
-                f"the model's tokenizer has no vocabulary for grammars ({_short(str(error))})",
+                f"the model's tokenizer has no vocabulary for grammars ({short(str(error))})",
                 "leave the grammar out",
             ) from error
 
@@ -157,10 +179,4 @@ _SOURCES = {
 
 
 def _invalid(said: str) -> InvalidGrammarError:
-    return InvalidGrammarError(
-        f"the grammar cannot be kept to ({_short(said)})", "send another one"
-    )
-
-
-def _short(said: str) -> str:
-    return f"{' '.join(said.split()):.200}"
+    return InvalidGrammarError(f"the grammar cannot be kept to ({short(said)})", "send another one")

@@ -21,10 +21,10 @@ from torch import Tensor
 
 from inference_svc.core.answers import SamplingParams
 from inference_svc.core.errors import EngineFailedError
-from inference_svc.runtime.compute.grammars import AnswerGrammar
+from inference_svc.runtime.compute.answer_grammar import AnswerGrammar, Logits
+from inference_svc.runtime.compute.call_grammar import CallGrammar
 
 Row = npt.NDArray[np.float64]
-Logits = npt.NDArray[np.float32]  # [vocab]
 
 
 class Sampled(NamedTuple):
@@ -33,11 +33,13 @@ class Sampled(NamedTuple):
     Attributes:
         logprob: natural log of its probability, at most 0; None unless requested.
         top: the most likely tokens' ids with their log-probabilities, most likely first.
+        is_in_call: whether it is within a call that the answer is bound to, and does not end it.
     """
 
     token_id: int
     logprob: float | None
     top: tuple[tuple[int, float], ...]
+    is_in_call: bool = False
 
 
 class TokenOffsets:
@@ -78,20 +80,19 @@ class Sampler:
     Args:
         params: the turn's.
         eos_ids: ids of the model's end-of-turn tokens.
-        grammar: keeps the answer within its grammar; None: it has none.
+        grammar: keeps the answer within its grammar, or its calls; None: it has none.
     """
 
     def __init__(
         self,
         params: SamplingParams,
         eos_ids: frozenset[int] = frozenset(),
-        grammar: AnswerGrammar | None = None,
+        grammar: AnswerGrammar | CallGrammar | None = None,
     ) -> None:
         self._params = params
         self._step = 0
         self._grammar = grammar
-        is_plain = grammar is None and params.repetition_penalty == 1.0
-        self._adjusts = params.has_offsets or not is_plain
+        self._adjusts = params.has_offsets or params.repetition_penalty != 1.0
         self._end_ids = sorted(params.end_ids(eos_ids)) if params.min_tokens else []
         self._offsets: TokenOffsets | None = None  # made by the first step that wants any
 
@@ -113,17 +114,24 @@ class Sampler:
                 "the model computed logits that are not finite",
                 "serve it with dtype float32 or bfloat16",
             )
-        params, adjusted = self._params, logits
-        if self._adjusts or self._step < params.min_tokens:
+        params, grammar, adjusted = self._params, self._grammar, logits
+        is_free = grammar is None or grammar.is_free
+        was_in_call = grammar is not None and grammar.is_in_call
+        if self._adjusts or self._step < params.min_tokens or not is_free:
             adjusted = self._adjusted(logits, prior_token_ids)
             best = int(adjusted.argmax())
         chosen = best if params.temperature == 0 else self._draw(adjusted)
+        while grammar is not None and not grammar.accept(chosen):
+            adjusted = adjusted.copy()
+            adjusted[chosen] = -np.inf
+            best = int(adjusted.argmax())
+            chosen = best if params.temperature == 0 else self._draw(adjusted)
         self._step += 1
         if self._offsets is not None:
             self._offsets.count(chosen)
-        if self._grammar is not None:
-            self._grammar.accept(chosen)
-        return _report(logits, chosen, params.logprobs)
+        found = _report(logits, chosen, params.logprobs)
+        is_in_call = was_in_call and grammar is not None and grammar.is_in_call
+        return found._replace(is_in_call=True) if is_in_call else found
 
     def _adjusted(self, logits: Logits, prior_token_ids: Sequence[int]) -> Logits:
         """Return what the token is chosen by, where that is not the logits themselves."""
@@ -136,7 +144,7 @@ class Sampler:
         if self._step < params.min_tokens:  # a model may name end tokens that it has no logits of
             adjusted[[each for each in self._end_ids if each < len(logits)]] = -np.inf
         if self._grammar is not None:
-            self._grammar.mask(adjusted)
+            self._grammar.mask(adjusted)  # nothing, where it is free
         return adjusted
 
     def _draw(self, logits: Logits) -> int:

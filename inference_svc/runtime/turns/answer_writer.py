@@ -138,7 +138,8 @@ class AnswerWriter:
         self._sampled_ns = now_ns
         text = self._detokenizer.push(token.token_id)
         shown, self.finish_reason = self._answer.push(
-            AnswerToken(token.token_id, text, token.logprob, token.top)
+            AnswerToken(token.token_id, text, token.logprob, token.top),
+            is_in_call=token.is_in_call,
         )
         if self._answer.cut_text:
             shown = [*shown, *self._encode_cut(self._answer.cut_text)]

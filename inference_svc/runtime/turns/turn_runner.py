@@ -20,8 +20,10 @@ from inference_svc.core.errors import InvalidTurnError
 from inference_svc.core.submission import Submission
 from inference_svc.core.transcript_format import ExpectedSession, Header, Transcript
 from inference_svc.core.turn_record import Accepted, Finished, TurnRecord, Usage
+from inference_svc.runtime.compute.answer_grammar import AnswerGrammar
 from inference_svc.runtime.compute.attention_scores import keeper_for
-from inference_svc.runtime.compute.grammars import AnswerGrammar, Grammars
+from inference_svc.runtime.compute.call_grammar import CallGrammar
+from inference_svc.runtime.compute.grammars import Grammars
 from inference_svc.runtime.compute.sampling import Sampler
 from inference_svc.runtime.engine.engine_loop import EngineLoop
 from inference_svc.runtime.engine.engine_request import ContextCut, EngineRequest
@@ -82,7 +84,7 @@ class TurnRunner:
         with self._engine.scheduler.queue.arriving(*known):
             began_with = transcript.template_arguments
             prompt = await self._prompts.make(submission, context, began_with)
-            grammar = await self._grammars.compiled(submission.sampling.grammar)
+            grammar = await self._compiled(submission, prompt)
             request, writer = self._make_request(turn, number, prompt, grammar)
             turn.publish(
                 Accepted(
@@ -95,8 +97,32 @@ class TurnRunner:
             )
             await self._compute(turn, prompt, request, writer, transcript)
 
+    async def _compiled(
+        self, submission: Submission, prompt: Prompt
+    ) -> AnswerGrammar | CallGrammar | None:
+        """Compile the grammar of a turn's answer, or those of its calls; None: it has none.
+
+        Raises:
+            InvalidGrammarError: it is none, or this model cannot have any.
+        """
+        if submission.sampling.grammar is not None:
+            return await self._grammars.compiled(submission.sampling.grammar)
+        return await self._grammars.bound(
+            submission.calls, self._shown_marks(submission), prompt.thought
+        )
+
+    def _shown_marks(self, submission: Submission) -> dict[int, str]:
+        """Return the special tokens that the answer's text has, by their ids."""
+        return {
+            i: mark for i, mark in self._prompts.marks.items() if mark in submission.shown_marks
+        }
+
     def _make_request(
-        self, turn: Turn, number: int, prompt: Prompt, grammar: AnswerGrammar | None
+        self,
+        turn: Turn,
+        number: int,
+        prompt: Prompt,
+        grammar: AnswerGrammar | CallGrammar | None,
     ) -> tuple[EngineRequest, AnswerWriter]:
         submission, context = turn.submission, prompt.context
         max_tokens = prompt.window.answer_tokens(len(context.token_ids))
@@ -109,7 +135,7 @@ class TurnRunner:
             context.token_ids,
             context.computed_tokens,
             self._report.histograms.itl_s,
-            {i: mark for i, mark in self._prompts.marks.items() if mark in submission.shown_marks},
+            self._shown_marks(submission),
             prompt.thought,
         )
         # Scores are not kept where there are states: what is dropped is computed anew anyway.

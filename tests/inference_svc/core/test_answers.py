@@ -251,3 +251,18 @@ def test_the_length_of_a_grammar_is_bounded(source):
     """Compiling takes time; none is none."""
     with pytest.raises(InvalidGrammarError, match=f"send 1 to {MAX_GRAMMAR_CHARACTERS}"):
         SamplingParams(grammar=Grammar(GrammarKind.REGEX, source)).check()
+
+
+def test_nothing_ends_an_answer_within_a_call():
+    """But for max_tokens; stop strings are looked for before it, in its last token, and behind."""
+    params = SamplingParams(stop=("b", "zz"), stop_token_ids=(7,), max_tokens=9)
+    answer = GrowingAnswer(params, frozenset({EOS}))
+    assert answer.push(AnswerToken(1, "z")) == ([], None)
+    for text in ("z", "b", "zz"):  # what was held is part of no stop string any more
+        shown, reason = answer.push(AnswerToken(7, text), is_in_call=True)
+        assert (shown[-1].text, reason, answer.num_held) == (text, None, 0)
+    assert "".join(token.text for token in answer.kept) == "zzbzz"
+    assert answer.push(AnswerToken(1, "z")) == ([], None)
+    assert answer.push(AnswerToken(7, "y"))[1] is FinishReason.STOP
+    answer = GrowingAnswer(SamplingParams(max_tokens=1), frozenset())
+    assert answer.push(AnswerToken(1, "{"), is_in_call=True)[1] is FinishReason.LENGTH

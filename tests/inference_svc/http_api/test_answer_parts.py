@@ -4,7 +4,7 @@ import pytest
 
 from inference_svc.core.answers import AnswerToken
 from inference_svc.core.chat import ChoiceKind, Message, Tool, ToolCall, ToolUse
-from inference_svc.core.tools.reader import Reasoning, summed
+from inference_svc.core.tools.parts import Reasoning, summed
 from inference_svc.core.tools.registry import FORMATS
 from inference_svc.core.tools.thoughts import ThoughtMarks
 from inference_svc.http_api.answer_parts import Reading
@@ -84,3 +84,21 @@ def test_an_answer_that_is_begun_is_a_message_with_its_beginning():
     assert begun.message("so it is.") == Message("assistant", "Well, so it is.")
     assert begun.marks == frozenset()
     assert Reading(thoughts=thoughts).message("<think>a</think>so").content == "so"
+
+
+def test_calls_that_a_grammar_keeps_to():
+    """Of the tools that may be called; what finds them is what reads the answer."""
+    thoughts = ThoughtMarks("<think>", "</think>")
+    tools = (Tool("look"), Tool("see", is_strict=True))
+    reading = Reading(FORMATS["hermes"], ToolUse(tools), thoughts=thoughts, is_bound=True)
+    calls = reading.calls
+    assert (calls.tools, calls.closings) == (tools, FORMATS["hermes"].closings)
+    text = '<tool_call>{"name": "see", "arguments": {"a": "b'
+    for before, is_read in (("Well. ", True), ("<think>", False)):
+        reader = calls.reader()
+        reader.push(before + text)
+        assert (reader.last_call is not None) == is_read
+    assert reading.whole(text).calls == (ToolCall("see", '{"a": "b', "call_0", is_cut=True),)
+    assert Reading(FORMATS["hermes"], ToolUse(tools)).calls is None
+    none = ToolUse(tools, ChoiceKind.NONE)
+    assert Reading(FORMATS["gpt-oss"], none, is_bound=True).calls is None

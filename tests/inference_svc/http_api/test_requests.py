@@ -80,6 +80,9 @@ class Templateless:
     def heads_of_calls(self, use):
         return {tool.name: f'{{"name": "{tool.name}", "arguments": ' for tool in use.tools}
 
+    def binds_calls(self, use):
+        return not use.is_forced
+
 
 MODEL = Templateless()
 

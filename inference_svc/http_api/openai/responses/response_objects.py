@@ -21,7 +21,7 @@ from itertools import chain
 from typing import Any
 
 from inference_svc.core.answers import AnswerToken
-from inference_svc.core.tools.reader import (
+from inference_svc.core.tools.parts import (
     CallArguments,
     CallBegun,
     CallEnded,

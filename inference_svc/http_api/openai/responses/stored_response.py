@@ -193,8 +193,12 @@ async def recorded_turn(
     call_id = api.completion.chain(caller).call_ids(stored.at.request_id)
     gateway = api.gateway
     use = stored.info.tool_use
-    heads = gateway.heads_of_calls(use)
-    return record, Reading(gateway.tool_format, use, call_id, gateway.thoughts, heads=heads)
+    reading = Reading(
+        *(gateway.tool_format, use, call_id, gateway.thoughts),
+        heads=gateway.heads_of_calls(use),
+        is_bound=stored.info.is_free and gateway.binds_calls(use),
+    )
+    return record, reading
 
 
 async def session_up_to(

@@ -7,7 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from inference_svc.core.tools.harmony import BODY, MAX_HEADER, HarmonyReader
-from inference_svc.core.tools.reader import ReadAnswer, read_whole, summed
+from inference_svc.core.tools.parts import ReadAnswer, summed
+from inference_svc.core.tools.reader import read_whole
 from tests.inference_svc.core.tools.written_calls import NAMES, called, values
 
 ANALYSIS = "<|channel|>analysis<|message|>It wants rain.<|end|>"

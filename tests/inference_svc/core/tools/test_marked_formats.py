@@ -6,8 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from inference_svc.core.tools.marked_formats import DEEPSEEK_MARKS, MAX_HEADER
-from inference_svc.core.tools.reader import read_whole, summed
+from inference_svc.core.tools.marked_formats import DEEPSEEK_MARKS
+from inference_svc.core.tools.parts import summed
+from inference_svc.core.tools.reader import MAX_HEAD, read_whole
 from inference_svc.core.tools.registry import FORMATS
 from tests.inference_svc.core.tools.written_calls import (
     FAMILIES,
@@ -199,8 +200,8 @@ def test_a_header_has_so_many_characters_at_most(start):
     """Longer ones are text, at once: a model may have written a mark and mean nothing by it."""
     name = next(name for name, made in FORMATS.items() if made.marks[0] in start)
     reader = FORMATS[name].reader(NAMES, None)
-    held = start + "x" * (MAX_HEADER - 1)
+    held = start + "x" * (MAX_HEAD - 1)
     assert reader.push(held) == []
     assert summed(reader.push("y")).content == f"{held}y"
-    long = start + "x" * MAX_HEADER + "[ARGS]{}"
-    assert read_whole(FORMATS[name].reader(("x" * MAX_HEADER,), None), long).content == long
+    long = start + "x" * MAX_HEAD + "[ARGS]{}"
+    assert read_whole(FORMATS[name].reader(("x" * MAX_HEAD,), None), long).content == long

@@ -6,14 +6,8 @@ from hypothesis import strategies as st
 
 from inference_svc.core.chat import ToolCall
 from inference_svc.core.tools.marked_formats import HERMES, Hermes
-from inference_svc.core.tools.reader import (
-    Content,
-    MarkedReader,
-    Reasoning,
-    num_open,
-    read_whole,
-    summed,
-)
+from inference_svc.core.tools.parts import Content
+from inference_svc.core.tools.reader import MarkedReader, num_open, read_whole
 
 CALL = '<tool_call>{"name": "a"}</tool_call>'
 MADE = ToolCall("a", "{}")
@@ -77,10 +71,3 @@ def test_the_open_end_of_a_text(text, marks):
     begun = [mark[:length] for mark in marks for length in range(len(mark))]
     ends = [len(begin) for begin in begun if text.endswith(begin)]
     assert num_open(text, marks) == max(ends, default=0)
-
-
-def test_an_answer_is_summed_up():
-    """By kind, each in order."""
-    parts = [Content("a"), Reasoning("b"), MADE, Content("c"), Reasoning("d")]
-    found = summed(parts)
-    assert (found.content, found.reasoning, found.calls) == ("ac", "bd", (MADE,))

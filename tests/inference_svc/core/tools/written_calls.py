@@ -164,9 +164,9 @@ def wrote(family, calls, text=""):
     return writing
 
 
-def reader_of(family, names=NAMES, most_calls=None):
+def reader_of(family, names=NAMES, most_calls=None, *, is_bound=False):
     """What reads the answers of a family."""
-    return FORMATS[FAMILIES[family]].reader(names, most_calls)
+    return FORMATS[FAMILIES[family]].reader(names, most_calls, is_bound=is_bound)
 
 
 def called(answer):
