@@ -86,6 +86,10 @@ class ApiService:
 
     async def start(self) -> None:
         await self.service.start()
+        await self.until_attached()
+
+    async def until_attached(self) -> None:
+        """Return when the service has found kvd."""
         async with self.service.client() as client:
             await wait_kvd_state(client, "attached")
 
