@@ -19,18 +19,9 @@ from yarl import URL
 
 from inference_svc.http_api.serving import ROUTES
 from tests.fuzz.amounts import few, many
-from tests.fuzz.http_requests import (
-    ASKED,
-    KINDS,
-    MODEL,
-    NUM_MARKS,
-    VALID,
-    Request,
-    requests_of,
-    right_request,
-    scenes,
-)
+from tests.fuzz.http_requests import KINDS, NUM_MARKS, Request, requests_of, right_request, scenes
 from tests.fuzz.judged_log import JudgedLog
+from tests.fuzz.right_bodies import ASKED, MODEL, VALID
 from tests.http_api.conftest import CLIENTS, ApiService
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
