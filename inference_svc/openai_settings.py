@@ -39,6 +39,7 @@ class OpenAISettings(Section):
             ignored, or refused by name (docs/openai.md lists them).
         named_by_header: clients, by their names in [clients.NAME], whose headers name the session,
             as `session_id` in a body does, which comes first; of all others they are hints.
+        named_by_cache_key: clients whose `prompt_cache_key` names the session, behind both.
         unstored: what becomes of a turn whose request says `store: false`. "reused": nobody gets it
             by an id, its session stays to be gone on with, as that of any other request;
             "deleted": that is deleted before the answer ends.
@@ -76,6 +77,7 @@ class OpenAISettings(Section):
     temperature: float = Field(default=1.0, ge=0, le=2)
     foreign_parameters: Literal["ignore", "refuse"] = "ignore"
     named_by_header: TextList = ()
+    named_by_cache_key: TextList = ()
     unstored: Literal["reused", "deleted"] = "reused"
     max_body_bytes: ByteSize = Field(default=4 * MIB, ge=4096)
     body_s: Duration = Field(default=30.0, gt=0, le=3600)

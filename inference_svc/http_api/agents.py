@@ -1,10 +1,11 @@
 """Which conversation of which agent a request is of, as the headers of agents say it. Pure.
 
-These are hints, unless the settings trust a client to name sessions (`openai.named_by_header`). An
-agent sends one name with its main conversation, with the titles it asks for and with the tools of
-either, so nobody goes on with a session because of a name: what is said decides
-(`sessions/routing.py`). Names are told in the log, who says that a conversation is over has its
-session deleted, and a sub-agent's is ended when it is idle (`sessions/subagents.py`).
+These are hints, unless the settings trust a client to name sessions by them
+(`openai.named_by_header`, `openai.named_by_cache_key`). An agent sends one name with its main
+conversation, with the titles it asks for and with the tools of either, so nobody goes on with a
+session because of a name: what is said decides (`sessions/routing.py`). Names are told in the log,
+who says that a conversation is over has its session deleted, and a sub-agent's is ended when it is
+idle (`sessions/subagents.py`).
 
 *Source:* what Claude Code 2.1, Codex 0.169 and OpenCode 1.18 send; Dynamo's and vLLM's docs.
 """

@@ -287,10 +287,13 @@ class TurnRequest(Generic[B]):
         return self.body.store or self.settings.unstored == "reused"
 
     def _session_name(self) -> str:
-        """Return the session that the client named; "" for none."""
+        """Return the session that the client named, in one of the ways it may; "" for none."""
+        client, settings, hints = self.caller.identity.name, self.settings, self.hints
         name = self.body.session_id
-        if not name and self.caller.identity.name in self.settings.named_by_header:
-            name = self.hints.conversation
+        if not name and client in settings.named_by_header:
+            name = hints.conversation
+        if not name and client in settings.named_by_cache_key:
+            name = hints.cache_key
         if name and not self._is_kept:
             raise RequestError(
                 "a session is named that is not to be stored", "leave one out", "store"

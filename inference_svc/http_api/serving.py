@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 import structlog
-from aiohttp import web
+from aiohttp import hdrs, web
 from aiohttp.typedefs import Middleware
 
 from inference_svc.config import InferenceSettings
@@ -194,6 +194,65 @@ def _api(
 # ------------------------------------------------------------------------------- the application
 
 
+async def _models(api: Api, request: web.Request) -> web.Response:
+    return reply(_dialect(request).models(api.model))
+
+
+async def _model(api: Api, request: web.Request) -> web.Response:
+    name = request.match_info["id"]
+    api.model.check(name)
+    return reply(_dialect(request).model(api.model, name))
+
+
+async def _root(_api: Api, _request: web.Request) -> web.Response:
+    """Say who is there, as every header does; clients look whether anybody is."""
+    return web.Response(text=f"{SERVER}: OpenAI's and Anthropic's API, at /v1\n")
+
+
+async def _health(api: Api, _request: web.Request) -> web.Response:
+    """Say whether requests are taken, and no more."""
+    if api.gateway.turns.is_draining:
+        raise draining()
+    return reply({"status": "ok"})
+
+
+Answer = Callable[[Api, web.Request], Awaitable[web.StreamResponse]]
+# Every path that is served: its method, the path, what answers it.
+ROUTES: Sequence[tuple[str, str, Answer]] = (
+    ("POST", "/v1/chat/completions", create_chat),
+    ("GET", "/v1/chat/completions", list_chats),
+    ("GET", "/v1/chat/completions/{id}", show_chat),
+    ("POST", "/v1/chat/completions/{id}", update_chat),
+    ("DELETE", "/v1/chat/completions/{id}", delete_chat),
+    ("GET", "/v1/chat/completions/{id}/messages", list_chat_messages),
+    ("POST", "/v1/responses", create_response),
+    ("POST", "/v1/responses/compact", compact_response),
+    ("POST", "/v1/responses/input_tokens", count_input_tokens),
+    ("GET", "/v1/responses/{id}", show_response),
+    ("DELETE", "/v1/responses/{id}", delete_response),
+    ("POST", "/v1/responses/{id}/cancel", cancel_response),
+    ("GET", "/v1/responses/{id}/input_items", list_input_items),
+    ("POST", "/v1/conversations", create_conversation),
+    ("GET", "/v1/conversations/{id}", show_conversation),
+    ("POST", "/v1/conversations/{id}", update_conversation),
+    ("DELETE", "/v1/conversations/{id}", delete_conversation),
+    ("GET", "/v1/conversations/{id}/items", list_items),
+    ("POST", "/v1/conversations/{id}/items", add_items),
+    ("GET", "/v1/conversations/{id}/items/{item}", show_item),
+    ("DELETE", "/v1/conversations/{id}/items/{item}", delete_item),
+    ("POST", "/v1/completions", create_completion),
+    ("POST", "/v1/embeddings", create_embeddings),
+    ("POST", "/v1/messages", create_message),
+    ("POST", "/v1/messages/count_tokens", count_tokens),
+    ("GET", "/v1/models", _models),
+    ("GET", "/v1/models/{id:.+}", _model),
+    ("POST", "/tokenize", tokenize),
+    ("POST", "/detokenize", detokenize),
+    ("GET", ROOT, _root),
+    ("GET", HEALTH, _health),
+)
+
+
 def make_app(api: Api, outer: Sequence[Middleware] = ()) -> web.Application:
     """Build the application: its routes, and the gates before them.
 
@@ -214,54 +273,12 @@ def make_app(api: Api, outer: Sequence[Middleware] = ()) -> web.Application:
     )
     app.on_response_prepare.append(_name_server)
     app.on_response_prepare.append(naming_origins(api.settings.cors_origins))
-    routes = app.router
-    for path, create in (
-        ("chat/completions", create_chat),
-        ("chat/completions/{id}", update_chat),
-        ("responses", create_response),
-        ("responses/compact", compact_response),
-        ("responses/input_tokens", count_input_tokens),
-        ("responses/{id}/cancel", cancel_response),
-        ("conversations", create_conversation),
-        ("conversations/{id}", update_conversation),
-        ("conversations/{id}/items", add_items),
-        ("completions", create_completion),
-        ("embeddings", create_embeddings),
-        ("messages", create_message),
-        ("messages/count_tokens", count_tokens),
-    ):
-        routes.add_post(f"/v1/{path}", partial(create, api), expect_handler=expect_nothing_yet)
-    for path, answer in (("tokenize", tokenize), ("detokenize", detokenize)):
-        routes.add_post(f"/{path}", partial(answer, api), expect_handler=expect_nothing_yet)
-    routes.add_get("/v1/responses/{id}", partial(show_response, api))
-    routes.add_get("/v1/responses/{id}/input_items", partial(list_input_items, api))
-    routes.add_delete("/v1/responses/{id}", partial(delete_response, api))
-    routes.add_get("/v1/chat/completions", partial(list_chats, api))
-    routes.add_get("/v1/chat/completions/{id}", partial(show_chat, api))
-    routes.add_get("/v1/chat/completions/{id}/messages", partial(list_chat_messages, api))
-    routes.add_delete("/v1/chat/completions/{id}", partial(delete_chat, api))
-    for path, show, delete in (
-        ("", show_conversation, delete_conversation),
-        ("/items/{item}", show_item, delete_item),
-    ):
-        routes.add_get(f"/v1/conversations/{{id}}{path}", partial(show, api))
-        routes.add_delete(f"/v1/conversations/{{id}}{path}", partial(delete, api))
-    routes.add_get("/v1/conversations/{id}/items", partial(list_items, api))
-    routes.add_get(ROOT, _root)
-    routes.add_get(HEALTH, partial(_health, api))
-    routes.add_get("/v1/models", partial(_models, api))
-    routes.add_get("/v1/models/{id:.+}", partial(_model, api))
+    for method, path, answer in ROUTES:
+        for each in (method, hdrs.METH_HEAD) if method == hdrs.METH_GET else (method,):
+            app.router.add_route(
+                each, path, partial(answer, api), expect_handler=expect_nothing_yet
+            )
     return app
-
-
-async def _models(api: Api, request: web.Request) -> web.Response:
-    return reply(_dialect(request).models(api.model))
-
-
-async def _model(api: Api, request: web.Request) -> web.Response:
-    name = request.match_info["id"]
-    api.model.check(name)
-    return reply(_dialect(request).model(api.model, name))
 
 
 def _dialect(request: web.Request) -> Dialect:
@@ -298,18 +315,6 @@ async def _open_to_all(request: web.Request, handler: Handler) -> web.StreamResp
     if request.path in OPEN and request.match_info.http_exception is None:
         return await request.match_info.handler(request)
     return await handler(request)
-
-
-async def _root(_request: web.Request) -> web.Response:
-    """Say who is there, as every header does; clients look whether anybody is."""
-    return web.Response(text=f"{SERVER}: OpenAI's and Anthropic's API, at /v1\n")
-
-
-async def _health(api: Api, _request: web.Request) -> web.Response:
-    """Say whether requests are taken, and no more."""
-    if api.gateway.turns.is_draining:
-        raise draining()
-    return reply({"status": "ok"})
 
 
 def _admitting(api: Api) -> Middleware:

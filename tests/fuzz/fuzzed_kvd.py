@@ -1,12 +1,12 @@
 """A kvd to be fuzzed, with what must still be true of it afterwards."""
 
-import json
 from collections import Counter
 from contextlib import suppress
 from pathlib import Path
 
 from tests.fault.ledger import nothing_leaks
 from tests.faulty_kvd import FaultyKvd
+from tests.fuzz.judged_log import JudgedLog
 from tests.kvd_polling import eventually
 
 SIZES = {
@@ -27,8 +27,7 @@ class FuzzedKvd(FaultyKvd):
 
     def __init__(self, directory: Path, **settings: str) -> None:
         super().__init__(directory, **(SIZES | settings))
-        self._errors: list[str] = []
-        self._judged_bytes = 0  # of the log
+        self._judged = JudgedLog(self.log_path)
 
     def is_unharmed(self) -> None:
         """Say that it runs, and has logged nothing that it did not expect."""
@@ -37,13 +36,7 @@ class FuzzedKvd(FaultyKvd):
 
     def errors(self) -> list[str]:
         """Lines of the log that no peer must be able to cause; each is judged once."""
-        if self.log_path.exists():
-            with self.log_path.open("rb") as log:
-                log.seek(self._judged_bytes)
-                *lines, _ = log.read().split(b"\n")  # the last is not written yet
-            self._judged_bytes += sum(len(line) + 1 for line in lines)
-            self._errors += [line for line in map(bytes.decode, lines) if _is_error(line)]
-        return list(self._errors)
+        return self._judged.errors()
 
     async def leaves_nothing(self, before: Counter[str]) -> None:
         """Flushed, it holds nothing, and of open connections no more than before."""
@@ -79,11 +72,3 @@ class FuzzedKvd(FaultyKvd):
                 kind, _, which = str(fd.readlink()).partition(":")
                 kinds[which if kind == "anon_inode" else kind] += 1
         return Counter({kind: n for kind, n in kinds.items() if not kind.startswith("/")})
-
-
-def _is_error(line: str) -> bool:
-    try:
-        entry = json.loads(line)
-    except ValueError:
-        return True  # a traceback, or a complaint of the interpreter
-    return entry.get("level") in ("error", "critical") or "exception" in entry

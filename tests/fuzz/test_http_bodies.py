@@ -30,74 +30,14 @@ from inference_svc.http_api.replies import json_bytes
 from inference_svc.http_api.requests import parse_object
 from inference_svc.http_api.tokens import TokenizeBody
 from inference_svc.service.submissions import chat_input
+from tests.fuzz.json_values import NAMES, WORDS, anything
 
-NAMES = sorted(
-    {
-        *ChatBody.ignored,
-        *ChatBody.refused,
-        *ResponseBody.refused,
-        *MessagesBody.ignored,
-        *MessagesBody.refused,
-        *CompletionBody.refused,
-        *CompletionBody.model_fields,
-        *EmbeddingsBody.model_fields,
-        *("model", "messages", "input", "instructions", "temperature", "top_p", "seed", "stop"),
-        *("max_tokens", "max_output_tokens", "logprobs", "top_logprobs", "stream", "metadata"),
-        *("stream_options", "store", "session_id", "include", "truncation", "text", "top_k"),
-        *("logit_bias", "frequency_penalty", "min_tokens", "stop_token_ids"),
-        *("role", "content", "type", "format", "previous_response_id", "include_usage"),
-        *("tools", "tool_choice", "tool_calls", "tool_call_id", "function", "parameters", "name"),
-        *("conversation", "items", "background", "encrypted_content"),
-        *("arguments", "call_id", "id", "output", "parallel_tool_calls", "strict", "description"),
-        *("input_schema", "tool_use_id", "is_error"),
-        *("system", "stop_sequences", "cache_control", "ttl", "output_config", "effort"),
-        *("prompt_cache_options", "prompt_cache_retention", "mode"),
-    }
-)
-WORDS = [
-    "user",
-    "assistant",
-    "system",
-    "text",
-    "message",
-    "input_text",
-    "auto",
-    "required",
-    "function",
-    "function_call",
-    "function_call_output",
-    "reasoning",
-    "compaction",
-    packed("What?", "This."),
-    "tool",
-    "{}",
-    "json_schema",
-    "5m",
-    "24h",
-]
 TEXT = {"type": "text", "text": "a"}
 CALL = {"type": "tool_use", "id": "toolu_1", "name": "f", "input": {"a": [None, 1.5]}}
 RESULT = {"type": "tool_result", "tool_use_id": "toolu_1", "content": [TEXT], "is_error": True}
 THOUGHT = {"type": "thinking", "thinking": "a", "signature": ""}
 BLOCKS = {"user": [TEXT, RESULT], "assistant": [TEXT, CALL, THOUGHT], "system": [TEXT]}
 OF_TOOLS = sorted({*CALL, *RESULT, *THOUGHT, "cache_control", "input_schema", "description"})
-plain = st.one_of(
-    st.none(),
-    st.booleans(),
-    st.integers(),
-    st.just(10**400),
-    st.floats(allow_nan=False),
-    st.text(max_size=8),
-    st.sampled_from(WORDS),
-)
-anything = st.recursive(
-    plain,
-    lambda inner: (
-        st.lists(inner, max_size=3)
-        | st.dictionaries(st.sampled_from(NAMES) | st.text(max_size=4), inner, max_size=5)
-    ),
-    max_leaves=12,
-)
 function = st.fixed_dictionaries(
     {"name": st.sampled_from(["f", "g", ""]) | anything},
     optional={

@@ -27,6 +27,7 @@ CLIENTS = {  # name -> its token
     "slow": "token-of-slow-0123456789abcdef",
     "few": "token-of-few-0123456789abcdef",
     "pair": "token-of-pair-0123456789abcdef",
+    "keyed": "token-of-keyed-0123456789abcdef",
 }
 TENANTS = {"acme": ["acme"], "gateway": ["acme", "globex"], "small": ["small"], "monitor": ["*"]}
 ROLES = {"monitor": ["reader"]}
@@ -50,6 +51,7 @@ aliases = ["gpt-4o"]
 cors_origins = ["https://chat.example:8443"]
 temperature = 0
 unstored = "deleted"
+named_by_cache_key = ["keyed"]
 kept_input_bytes = "128KiB"
 conversation_bytes = "1MiB"
 max_body_bytes = 200000
@@ -84,6 +86,10 @@ class ApiService:
 
     async def start(self) -> None:
         await self.service.start()
+        await self.until_attached()
+
+    async def until_attached(self) -> None:
+        """Return when the service has found kvd."""
         async with self.service.client() as client:
             await wait_kvd_state(client, "attached")
 

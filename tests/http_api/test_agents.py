@@ -1,6 +1,6 @@
 """Requests as agents send them: names in headers, and conversations that end."""
 
-from tests.http_api.conftest import MODEL, said
+from tests.http_api.conftest import MODEL, name_of, said
 
 NAMES = {"X-Session-Id": "ses_1", "X-Parent-Session-Id": "ses_0"}
 
@@ -39,3 +39,18 @@ async def test_a_conversation_that_ends(api, opening):
         assert last.usage.prompt_tokens_details.cached_tokens > 0
         assert await api.num_turns(session_id) == -1
         assert await api.num_turns(first.model_extra["session_id"]) == 1
+
+
+async def test_a_key_names_the_session_of_who_is_trusted(api, opening):
+    """Only what is new is sent; of anybody else the same key is a hint."""
+    key = name_of(opening)
+    options = {"model": MODEL, "max_tokens": 8, "prompt_cache_key": key}
+    async with api.client("keyed") as client:
+        first = await client.chat.completions.create(messages=opening, **options)
+        second = await client.chat.completions.create(messages=opening[1:], **options)
+    assert [one.model_extra["session_id"] for one in (first, second)] == [key, key]
+    assert second.usage.prompt_tokens > first.usage.prompt_tokens
+    assert await api.num_turns(key, tenant="keyed") == 2
+    async with api.client() as client:
+        other = await client.chat.completions.create(messages=opening, **options)
+    assert other.model_extra["session_id"] != key

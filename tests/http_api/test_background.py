@@ -103,6 +103,12 @@ async def test_a_response_is_followed_and_followed_again(api, opening):
             await client.responses.cancel(begun.id)
     assert [event.sequence_number for event in followed] == list(range(len(followed)))
     assert (followed[-1].type, followed[-1].response.status) == ("response.failed", "cancelled")
+    for after in (0, len(followed) - 2):  # what was written is not kept: its end comes behind that
+        stream = await client.responses.retrieve(begun.id, stream=True, starting_after=after)
+        again = [event async for event in stream]
+        assert again[0].sequence_number == after + 1
+        assert again[-1].sequence_number == max(3, after + 1)
+        assert (again[-1].type, again[-1].response.status) == ("response.failed", "cancelled")
 
 
 async def test_a_stored_response_is_streamed(api, opening):

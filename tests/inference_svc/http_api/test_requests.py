@@ -90,7 +90,7 @@ MODEL = Templateless()
 ANN = Caller(Identity("ann", "token", ("acme",), frozenset({"client"})), "acme")
 
 
-def turn_of(headers=None, digest=b"body", trusted=(), **fields):
+def turn_of(headers=None, digest=b"body", trusted=(), by_key=(), **fields):
     body = decode(
         ChatBody, {"model": "m", "messages": [{"role": "user", "content": "Hi"}], **fields}
     )
@@ -101,7 +101,12 @@ def turn_of(headers=None, digest=b"body", trusted=(), **fields):
         body,
         digest,
         chain,
-        OpenAISettings(temperature=0.5, unstored="deleted", named_by_header=trusted),
+        OpenAISettings(
+            temperature=0.5,
+            unstored="deleted",
+            named_by_header=trusted,
+            named_by_cache_key=by_key,
+        ),
         MODEL,
     )
     return asked.turn(body.conversation)
@@ -127,6 +132,19 @@ def test_headers_of_a_client_that_is_trusted_name_the_session():
     assert turn_of(trusted=("ann",), prompt_cache_key="s").session_id == ""
     with pytest.raises(RequestError, match="not to be stored"):
         turn_of(named, trusted=("ann",), store=False)
+
+
+def test_the_cache_key_of_a_client_that_is_trusted_names_the_session():
+    """Behind the body's name and the headers, as far as these are trusted."""
+    key, named = {"prompt_cache_key": "k"}, {"X_Session_Id": "s"}
+    assert turn_of(by_key=("ann",), **key).session_id == "k"
+    assert turn_of(by_key=("bob",), **key).session_id == ""
+    assert turn_of(named, by_key=("ann",)).session_id == ""
+    assert turn_of(named, by_key=("ann",), **key).session_id == "k"
+    assert turn_of(named, trusted=("ann",), by_key=("ann",), **key).session_id == "s"
+    assert turn_of(by_key=("ann",), session_id="t", **key).session_id == "t"
+    with pytest.raises(RequestError, match="not to be stored"):
+        turn_of(by_key=("ann",), store=False, **key)
 
 
 def test_a_repeat_has_the_same_request_id():

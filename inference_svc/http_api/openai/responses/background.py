@@ -20,6 +20,28 @@ def events_of_past(
     yield from objects.closing(end)
 
 
+def events_of_unanswered(
+    objects: ResponseObjects, found: UnansweredResponse, after: int
+) -> Iterator[Mapping[str, Any]]:
+    """Yield the beginning and the end of a response that has no answer; nothing else is kept.
+
+    Args:
+        objects: makes its objects.
+        found: the response.
+        after: number of the last event that whoever follows it has; its end comes behind that.
+    """
+    number = -1
+    for opening in objects.queued_opening():
+        number = opening["sequence_number"]
+        if number > after:
+            yield opening
+    yield {
+        "type": "response.failed",
+        "sequence_number": max(number, after) + 1,
+        "response": shown_unanswered(objects, found),
+    }
+
+
 class Following:
     """The reply with the events of a response; see `replies.Streamed`.
 

@@ -3,7 +3,7 @@
 *Source:* OpenAI API reference, "Responses".
 """
 
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Iterator, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -24,6 +24,7 @@ from inference_svc.http_api.openai.pages import check_query
 from inference_svc.http_api.openai.responses.background import (
     Following,
     events_of_past,
+    events_of_unanswered,
     shown_unanswered,
 )
 from inference_svc.http_api.openai.responses.response_objects import ResponseObjects
@@ -55,7 +56,9 @@ async def show_response(api: Api, request: web.Request) -> web.StreamResponse:
         if unanswered is None:
             raise
         objects = ResponseObjects(response_id, "", unanswered.info, api.token_text, Reading())
-        return reply(shown_unanswered(objects, unanswered))
+        if after is None:
+            return reply(shown_unanswered(objects, unanswered))
+        return await _send(api, request, objects, events_of_unanswered(objects, unanswered, after))
     objects, tokens, finished = await _recorded(api, caller, response_id, stored)
     if after is None:
         return reply(objects.whole(tokens, finished))
@@ -66,11 +69,19 @@ async def show_response(api: Api, request: web.Request) -> web.StreamResponse:
             "starting_after",
         )
     past = events_of_past(objects, tokens, finished, is_background=stored.info.is_background)
+    return await _send(
+        api, request, objects, (event for event in past if event["sequence_number"] > after)
+    )
+
+
+async def _send(
+    api: Api, request: web.Request, objects: ResponseObjects, past: Iterator[Mapping[str, Any]]
+) -> web.StreamResponse:
+    """Send events of a response that has ended."""
 
     async def events() -> AsyncGenerator[Mapping[str, Any], None]:
         for event in past:
-            if event["sequence_number"] > after:
-                yield event
+            yield event
 
     return await send_events(request, api.settings, Following(events(), objects.failure), {})
 
