@@ -24,7 +24,7 @@ pytestmark = [
 ]
 
 MODEL = "tiny"
-NUM_TALKS = 6
+NUM_TALKS = 7
 LENGTH = 8
 LONG = 600  # tokens of an answer that is still being computed when something happens
 TEXT = CONFIG.read_text(encoding="utf-8")
@@ -140,7 +140,7 @@ async def test_names_are_looked_for_as_the_service_does():
 
 
 async def test_each_server_is_the_same_in_every_backend():
-    """A name has one place on the ring by id and weight, and one drain is for all."""
+    """A name has one place on the hash ring by id and weight, and one drain is for all."""
     lines = re.findall(
         r"^    server (\w+) ([\d.]+):\d+ id (\d+) .*?(track .*)?$", TEXT, re.MULTILINE
     )
