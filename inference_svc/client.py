@@ -32,12 +32,16 @@ from shared.types.errors import (
     ReportedError,
     UnavailableError,
 )
+from shared.types.session_key import is_name
 
 CALL_S = 30.0  # deadline of everything but a turn
 TURN_S = 600.0
 MAX_WHY = 300  # of gRPC's own words about a connection
 RETRY_S = 1.0  # without a hint: gRPC's own refusal, when a great many ask at once; nobody there
 SESSION_BUSY = "session_busy"
+# Metadata of every call about a session: a balancer sends all of one name to one server. Ray Serve
+# reads this key, too; the service reads what the request says.
+SESSION_METADATA = "session_id"
 
 
 class NotRunningError(UnavailableError):
@@ -135,8 +139,13 @@ class InferenceClient:
     async def stream_turn(
         self, request: pb.SubmitTurnRequest, timeout_s: float = TURN_S
     ) -> AsyncGenerator[pb.TurnEvent, None]:
-        """Yield the events of a turn; closing the iterator early cancels the turn."""
-        call = self._stub.SubmitTurn(request, timeout=timeout_s)
+        """Yield the events of a turn; closing the iterator early cancels the turn.
+
+        A new session is named here, not by the service: its next turn finds the same server again.
+        """
+        named = _named(request)
+        metadata = _metadata(named)
+        call = self._stub.SubmitTurn(named, timeout=timeout_s, metadata=metadata)
         try:
             async for event in call:
                 yield event
@@ -295,7 +304,7 @@ class InferenceClient:
 
     async def _call(self, method: Any, request: Any) -> Any:
         try:
-            return await method(request, timeout=CALL_S)
+            return await method(request, timeout=CALL_S, metadata=_metadata(request))
         except grpc.aio.AioRpcError as error:
             raise self._reported(error) from error
 
@@ -323,11 +332,23 @@ def _no_answer(address: str, reported: ReportedError) -> ReportedError:
 
 def _identifiable(request: pb.SubmitTurnRequest) -> pb.SubmitTurnRequest:
     """Return the request with ids, so that the service recognises a repeat."""
-    same = pb.SubmitTurnRequest()
-    same.CopyFrom(request)
-    same.session_id = request.session_id or f"s-{uuid.uuid4().hex}"
+    same = _named(request)
     same.request_id = request.request_id or f"r-{uuid.uuid4().hex}"
     return same
+
+
+def _named(request: pb.SubmitTurnRequest) -> pb.SubmitTurnRequest:
+    """Return a copy of the request that names its session."""
+    named = pb.SubmitTurnRequest()
+    named.CopyFrom(request)
+    named.session_id = request.session_id or f"s-{uuid.uuid4().hex}"
+    return named
+
+
+def _metadata(request: Any) -> tuple[tuple[str, str], ...]:
+    """Say of which session a call is; nothing, if of none, or of a name that is to be refused."""
+    session_id = getattr(request, "session_id", "")
+    return ((SESSION_METADATA, session_id),) if is_name(session_id) else ()
 
 
 def _passes(error: ReportedError, *, was_lost: bool) -> bool:

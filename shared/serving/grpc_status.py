@@ -37,6 +37,7 @@ MAX_TEXT = 1000  # of a message or remedy: trailing metadata is bounded (8 KB by
 MAX_DETAIL_TEXT = 100  # of a detail, for the same reason
 MAX_RETRY_S = 86400.0  # a hint to come back later than tomorrow is not sent
 GRPC_TOO_LARGE = "message larger than max"  # gRPC's words, on either side
+NO_ANSWER = frozenset({DeadlineError.grpc_code, "UNKNOWN"})  # codes of a peer that said nothing
 OUR_METADATA = frozenset({"retryable", "remedy", "message"})  # the rest is the error's details
 
 
@@ -108,11 +109,12 @@ def error_from_rpc(rpc_error: grpc.RpcError) -> ReportedError:
     code = call.code().name
     info = error_details_pb2.ErrorInfo()
     if not _find_detail(call.trailing_metadata(), info):
-        # Nobody's word: a deadline that passed on this side says that the peer did not answer.
+        # Nobody's word: a deadline that passed on this side says that the peer did not answer, and
+        # UNKNOWN that it ended without a status, as a balancer has it whose server is killed.
         text = f"{code}: {call.details() or 'no details'}"[:MAX_TEXT]
         if GRPC_TOO_LARGE in text:
             return MessageTooLargeError(text, "send less at once")
-        base = UnavailableError if code == DeadlineError.grpc_code else _base(code)
+        base = UnavailableError if code in NO_ANSWER else _base(code)
         return base(text, "")
     base = _base(code)
     kind = type(

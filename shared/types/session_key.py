@@ -30,6 +30,11 @@ class SessionKey(NamedTuple):
         return f"{self.tenant}/{self.model[:12]}/{self.session_id}"
 
 
+def is_name(text: str) -> bool:
+    """Whether a tenant or a session may be called so."""
+    return _NAME.match(text) is not None
+
+
 def session_key(tenant: str, model: str, session_id: str) -> SessionKey:
     """Check and build a key; an empty tenant is the default one.
 
@@ -39,7 +44,7 @@ def session_key(tenant: str, model: str, session_id: str) -> SessionKey:
     """
     tenant = tenant or DEFAULT_TENANT
     for what, name in (("tenant", tenant), ("session id", session_id)):
-        if not _NAME.match(name):
+        if not is_name(name):
             raise InvalidNameError(
                 f"{what} {name[:40]!r} is not valid",
                 "use 1-128 letters, digits or ._:@+- and start with a letter or digit",

@@ -42,6 +42,26 @@ class Service(inference_pb2_grpc.InferenceServicer):
         await asyncio.Event().wait()
 
 
+class RoutedService(Service):
+    """Notes of each call which session its metadata and its message name."""
+
+    def __init__(self):
+        super().__init__()
+        self.named = []
+
+    def _note(self, request, context):
+        told = dict(context.invocation_metadata()).get("session_id")
+        self.named.append((told, request.session_id))
+
+    async def SubmitTurn(self, request, context):  # noqa: N802
+        self._note(request, context)
+        yield pb.TurnEvent(finished=pb.Finished(text="done"))
+
+    async def GetSession(self, request, context):  # noqa: N802
+        self._note(request, context)
+        return pb.Session()
+
+
 class SilentService(Service):
     """Takes turns and says nothing."""
 
@@ -138,3 +158,27 @@ async def test_nobody_there(short_dir):
     async with InferenceClient(f"unix:{short_dir}/none") as client:
         with pytest.raises(NotRunningError, match="inference-svc serve"):
             await client.submit(turn_request("Hi"))
+
+
+async def test_calls_say_of_which_session_they_are(short_dir):
+    """In metadata, where a balancer reads it; a new session has its name from its first turn on."""
+    service = RoutedService()
+    async with serving(service, short_dir) as client:
+        await client.submit(turn_request("Hi", "story-1"))
+        await client.get_session("story-1")
+        await client.submit(turn_request("Hi"))
+        await client.submit_patiently(turn_request("Hi"))
+    assert service.named[:2] == [("story-1", "story-1")] * 2
+    (told, named), (patiently_told, patiently_named) = service.named[2:]
+    assert told == named
+    assert patiently_told == patiently_named
+    assert len({"", told, patiently_told}) == 3
+
+
+@pytest.mark.parametrize("name", ["é", "two\nlines", "../up", "x" * 200])
+async def test_what_is_no_name_is_left_to_the_service(short_dir, name):
+    """Which refuses it in its own words; metadata could not carry all of these."""
+    service = RoutedService()
+    async with serving(service, short_dir) as client:
+        await client.submit(turn_request("Hi", name))
+    assert service.named == [(None, name)]

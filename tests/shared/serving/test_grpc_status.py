@@ -1,5 +1,6 @@
 """Errors cross a real gRPC server and come back as what they were."""
 
+import asyncio
 from contextlib import asynccontextmanager
 
 import grpc
@@ -179,6 +180,27 @@ async def test_a_deadline_is_unavailable(tmp_path):
             await call
     assert late.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
     assert isinstance(error_from_rpc(late.value), UnavailableError)
+
+
+async def test_an_end_without_a_status_is_unavailable(tmp_path):
+    """As a balancer ends the stream of a server that was killed: nobody has said anything."""
+
+    async def serve(reader, writer):
+        """Answer a call with headers and the end of its stream, without trailers (HTTP/2)."""
+        writer.write(bytes.fromhex("000000 04 00 00000000"))  # SETTINGS
+        await reader.readuntil(b"GetStats")  # in the headers of the call
+        block = b"\x88\x0f\x10\x10application/grpc"  # :status 200, content-type
+        writer.write(len(block).to_bytes(3) + bytes.fromhex("01 04 00000001") + block)
+        writer.write(bytes.fromhex("000000 00 01 00000001"))  # DATA, empty, END_STREAM
+        await reader.read()
+        writer.close()
+
+    server = await asyncio.start_unix_server(serve, f"{tmp_path}/s")
+    async with grpc.aio.insecure_channel(f"unix:{tmp_path}/s") as channel:
+        rpc_error = await _caught(kvd_pb2_grpc.ReaderStub(channel))
+    server.close()
+    assert rpc_error.code() is grpc.StatusCode.UNKNOWN
+    assert isinstance(error_from_rpc(rpc_error), UnavailableError)
 
 
 @pytest.mark.parametrize("streaming", [False, True])

@@ -1,0 +1,290 @@
+"""Three real pairs behind a real HAProxy, which has the settings of examples/haproxy."""
+
+import asyncio
+import hashlib
+import re
+import signal
+import socket
+import ssl
+from collections.abc import Mapping
+from pathlib import Path
+
+from aiohttp import ClientSession, TCPConnector
+from openai import AsyncOpenAI, DefaultAsyncHttpxClient
+
+from inference_svc.client import InferenceClient
+from shared.access.channels import ClientCredentials
+from shared.pb.inference.v1 import inference_pb2 as pb
+from shared.types.errors import NotFoundError
+from tests.inference_processes import InferenceProcess, wait_kvd_state
+from tests.processes import KvdProcess
+from tests.tls_files import Authority
+
+CONFIG = Path(__file__).parents[2] / "examples" / "haproxy" / "haproxy.cfg"
+NUM_PAIRS = 3
+SETTLE_S = 60.0
+TOKEN = "token-of-acme-0123456789abcdef"  # noqa: S105  # test data
+SETTINGS = """
+[server]
+socket_tenants = ["acme"]
+[openai]
+listen = "127.0.0.1:{http}"
+temperature = 0
+[metrics]
+listen = "0.0.0.0:{metrics}"
+[tls]
+certificate = "{certificate}"
+key = "{key}"
+[clients.acme]
+token_sha256 = ["{digest}"]
+tenants = ["acme"]
+"""
+
+
+class Pair:
+    """One kvd and its service, with ports as on a server of its own.
+
+    Args:
+        name: of the server, as HAProxy has it.
+        authority: of its certificate.
+        ports: of its HTTP API, its gRPC and its probes.
+
+    Attributes:
+        is_running: whether its service is there.
+    """
+
+    def __init__(
+        self, name: str, model_dir: Path, directory: Path, authority: Authority, ports: list[int]
+    ) -> None:
+        directory.mkdir()
+        self.name = name
+        self.is_running = False
+        self.http, self.grpc, self.metrics = ports
+        made = authority.issue(name, f"{name}.internal")
+        settings = directory / "inference-svc.toml"
+        settings.write_text(
+            SETTINGS.format(
+                http=self.http,
+                metrics=self.metrics,
+                certificate=made.certificate,
+                key=made.key,
+                digest=hashlib.sha256(TOKEN.encode()).hexdigest(),
+            )
+        )
+        self.kvd = KvdProcess(directory / "kvd", ("--dram", "64MB", "--ssd", "256MB"))
+        flags = ["--config", str(settings), "--listen", f"127.0.0.1:{self.grpc}"]
+        self.service = InferenceProcess(model_dir, directory, self.kvd.runtime_dir, flags)
+
+    async def start(self) -> None:
+        """Start both; return when the service has its kvd."""
+        await self.kvd.start()
+        await self.start_service()
+
+    async def start_service(self) -> None:
+        """Start the service, or start it again."""
+        await self.service.start()
+        self.is_running = True
+        async with self.service.client() as client:
+            await wait_kvd_state(client, "attached")
+
+    async def stop(self) -> None:
+        """End both."""
+        await self.service.stop()
+        await self.kvd.stop()
+
+    def terminate(self) -> None:
+        """Have the service drain and end, as a supervisor does."""
+        self.service.send_signal(signal.SIGTERM)
+
+    async def ended(self) -> int:
+        """Wait until the service has ended; return its exit code."""
+        code = await self.service.exit_code()
+        self.is_running = False
+        return code
+
+    async def kill(self) -> None:
+        """End the service with SIGKILL."""
+        await self.service.kill()
+        self.is_running = False
+
+    async def session(self, session_id: str) -> pb.Session | None:
+        """A session with its turns, asked for past the balancer; None: it is not here."""
+        async with self.service.client() as client:
+            try:
+                return await client.get_session(session_id, with_turns=True)
+            except NotFoundError:
+                return None
+
+    async def until_running(self, num_turns: int) -> None:
+        """Return when so many turns are being computed."""
+        async with asyncio.timeout(SETTLE_S), self.service.client() as client:
+            while (await client.get_model()).running_turns != num_turns:
+                pass  # each round waits for an answer; there is nothing to subscribe to
+
+    async def counter(self, name: str) -> int:
+        """Of the service."""
+        async with self.service.client() as client:
+            return int((await client.get_model()).counters[name])
+
+
+class BalancedPairs:
+    """The pairs, the balancer, and its clients.
+
+    Args:
+        model_dir: of the model that all serve.
+        directory: short: sockets lie in it.
+    """
+
+    def __init__(self, model_dir: Path, directory: Path) -> None:
+        ports = free_ports(3 * NUM_PAIRS + 3)
+        self._authority = Authority(directory)
+        self.http, self.grpc, self._operations = (ports.pop() for _ in range(3))
+        self.pairs = {
+            name: Pair(
+                name, model_dir, directory / name, self._authority, [ports.pop() for _ in range(3)]
+            )
+            for name in (f"pair{number}" for number in range(1, NUM_PAIRS + 1))
+        }
+        self._admin = directory / "admin.sock"
+        self._log_path = directory / "haproxy.log"
+        self._config = directory / "haproxy.cfg"
+        self._config.write_text(self._here(CONFIG.read_text(encoding="utf-8"), directory))
+        self._process: asyncio.subprocess.Process | None = None
+
+    def _here(self, config: str, directory: Path) -> str:
+        """The shipped file with addresses, files and no user of this test."""
+        own = self._authority.issue("balancer", "localhost")
+        pem = directory / "balancer-both.pem"
+        pem.write_bytes(own.certificate.read_bytes() + own.key.read_bytes())
+        changes = {
+            "    user haproxy\n    group haproxy\n": "",
+            "log /dev/log local0": "log stdout format raw local0",
+            "/run/haproxy/admin.sock": str(self._admin),
+            "/etc/haproxy/balancer.pem": str(pem),
+            "/etc/haproxy/servers-ca.pem": str(self._authority.path),
+            "bind :443 ": f"bind 127.0.0.1:{self.http} ",
+            "bind :7443 ": f"bind 127.0.0.1:{self.grpc} ",
+            "bind 127.0.0.1:8404": f"bind 127.0.0.1:{self._operations}",
+        }
+        for number, pair in enumerate(self.pairs.values(), start=1):
+            changes[f"10.0.0.1{number}:8000"] = f"127.0.0.1:{pair.http}"
+            changes[f"10.0.0.1{number}:7430"] = f"127.0.0.1:{pair.grpc}"
+            changes[f"verifyhost {pair.name}.internal check port 9641"] = (
+                f"verifyhost {pair.name}.internal check port {pair.metrics}"
+            )
+        for shipped, ours in changes.items():
+            assert shipped in config, shipped
+            config = config.replace(shipped, ours)
+        assert not re.search(r"10\.0\.0|/etc/", config)
+        return config
+
+    async def start(self) -> None:
+        """Start all; return when the balancer sends turns to each pair."""
+        await asyncio.gather(*(pair.start() for pair in self.pairs.values()))
+        with self._log_path.open("wb") as log:
+            self._process = await asyncio.create_subprocess_exec(
+                *("haproxy", "-db", "-f", self._config), stdout=log, stderr=log
+            )
+        async with asyncio.timeout(SETTLE_S):
+            while not self._admin.exists():
+                assert self._process.returncode is None, self._log_path.read_text()
+                await asyncio.sleep(0.01)
+        for name in self.pairs:
+            await self.until(name, "UP")
+
+    async def mend(self) -> None:
+        """Start again what has ended, and put back what was taken out."""
+        ended = [pair for pair in self.pairs.values() if not pair.is_running]
+        await asyncio.gather(*(pair.start_service() for pair in ended))
+        for name in self.pairs:
+            await self.put_back(name)
+            await self.until(name, "UP")
+
+    async def stop(self) -> None:
+        """End all."""
+        if self._process is not None and self._process.returncode is None:
+            self._process.terminate()
+            await self._process.wait()
+        await asyncio.gather(*(pair.stop() for pair in self.pairs.values()))
+
+    # ------------------------------------------------------------------------- the balancer's side
+
+    async def command(self, text: str) -> str:
+        """What the admin socket answers."""
+        reader, writer = await asyncio.open_unix_connection(self._admin)
+        writer.write(f"{text}\n".encode())
+        answer = (await reader.read()).decode()
+        writer.close()
+        return answer
+
+    async def stats(self, backend: str) -> Mapping[str, Mapping[str, str]]:
+        """`show stat` of a backend's servers, by their names."""
+        head, *lines = (await self.command("show stat")).removeprefix("# ").split("\n")
+        rows = [dict(zip(head.split(","), line.split(","), strict=True)) for line in lines if line]
+        return {row["svname"]: row for row in rows if row["pxname"] == backend}
+
+    async def until(self, name: str, status: str) -> None:
+        """Return when the balancer says so of a server, in every backend."""
+        backends = ("sessions", "anybody", "grpc_sessions", "grpc_anybody")
+        async with asyncio.timeout(SETTLE_S):
+            for backend in backends:
+                # There is nothing to subscribe to.
+                while not await self._is(name, backend, status):  # noqa: ASYNC110
+                    await asyncio.sleep(0.01)
+
+    async def _is(self, name: str, backend: str, status: str) -> bool:
+        return (await self.stats(backend))[name]["status"].startswith(status)
+
+    async def drain(self, name: str) -> None:
+        """Take a server out, as docs/scaling.md says."""
+        assert not (await self.command(f"set server sessions/{name} state drain")).strip()
+
+    async def put_back(self, name: str) -> None:
+        """Put a server back."""
+        assert not (await self.command(f"set server sessions/{name} state ready")).strip()
+
+    # -------------------------------------------------------------------------- the clients' side
+
+    @property
+    def trust(self) -> ssl.SSLContext:
+        """What clients check the balancer's certificate with."""
+        return ssl.create_default_context(cafile=self._authority.path)
+
+    def openai(self) -> AsyncOpenAI:
+        """The official client; it does not try again."""
+        return AsyncOpenAI(
+            api_key=TOKEN,
+            base_url=f"https://localhost:{self.http}/v1",
+            max_retries=0,
+            http_client=DefaultAsyncHttpxClient(verify=self.trust),
+        )
+
+    def plain_http(self) -> ClientSession:
+        """A client of paths and bytes."""
+        return ClientSession(
+            f"https://localhost:{self.http}",
+            connector=TCPConnector(ssl=self.trust),
+            headers={"Authorization": f"Bearer {TOKEN}"},
+        )
+
+    def grpc_client(self) -> InferenceClient:
+        """Ours."""
+        credentials = ClientCredentials(TOKEN, self._authority.path.read_bytes())
+        return InferenceClient(f"localhost:{self.grpc}", credentials)
+
+    async def holder(self, session_id: str) -> str:
+        """Which pair has a session; of those that run there is one."""
+        running = [pair for pair in self.pairs.values() if pair.is_running]
+        found = [pair.name for pair in running if await pair.session(session_id)]
+        assert len(found) == 1, found
+        return found[0]
+
+
+def free_ports(number: int) -> list[int]:
+    """Ports that nobody listens at just now."""
+    servers = [socket.create_server(("127.0.0.1", 0)) for _ in range(number)]
+    try:
+        return [int(server.getsockname()[1]) for server in servers]
+    finally:
+        for server in servers:
+            server.close()

@@ -1,0 +1,345 @@
+"""examples/haproxy/haproxy.cfg: conversations stay on their servers, and outlive them."""
+
+import asyncio
+import re
+import shutil
+from collections import Counter
+from collections.abc import Sequence
+
+import openai
+import pytest
+import pytest_asyncio
+
+from inference_svc.client import InferenceClient, TurnResult, turn_request
+from inference_svc.http_api.agents import CONVERSATIONS
+from shared.pb.inference.v1 import inference_pb2 as pb
+from shared.types.errors import StateError, UnavailableError
+from tests.examples.balanced_pairs import CONFIG, NUM_PAIRS, BalancedPairs
+
+pytestmark = [
+    pytest.mark.asyncio(loop_scope="module"),
+    pytest.mark.skipif(
+        shutil.which("haproxy") is None, reason="needs haproxy: apt install haproxy"
+    ),
+]
+
+MODEL = "tiny"
+NUM_TALKS = 7
+LENGTH = 8
+LONG = 600  # tokens of an answer that is still being computed when something happens
+TEXT = CONFIG.read_text(encoding="utf-8")
+
+
+class Talk:
+    """A conversation of OpenAI's API, which its client sends whole each time.
+
+    Attributes:
+        name: of it, in the header.
+        answers: each session that answered, in order.
+        cached: tokens of each prompt that were not computed.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.answers: list[str] = []
+        self.cached: list[int] = []
+        opening = f"This is {name}. " + "Keys and values are kept. " * 30
+        self._messages = [{"role": "system", "content": opening}]
+
+    async def say(self, client: openai.AsyncOpenAI, length: int = LENGTH, **fields) -> None:
+        """A turn."""
+        answer = await client.chat.completions.create(**self._ask(length), **fields)
+        self._note(answer.choices[0].message.content, answer)
+
+    async def stream(
+        self, client: openai.AsyncOpenAI, begun: asyncio.Semaphore, length: int = LONG
+    ) -> None:
+        """A turn that is streamed; `begun` is released at its first token."""
+        stream = await client.chat.completions.create(
+            **self._ask(length), stream=True, stream_options={"include_usage": True}
+        )
+        text, is_begun, last = "", False, None
+        async for chunk in stream:
+            said = chunk.choices[0].delta.content if chunk.choices else None
+            if said and not is_begun:
+                is_begun = True
+                begun.release()
+            text += said or ""
+            last = chunk
+        session_id = stream.response.headers["X-Session-Id"]
+        assert last is not None
+        assert last.usage.completion_tokens == length
+        self._note(text, last, session_id)
+
+    def _ask(self, length: int) -> dict:
+        self._messages.append({"role": "user", "content": f"Question {len(self.answers)}?"})
+        return {
+            "model": MODEL,
+            "messages": self._messages,
+            "max_tokens": length,
+            "extra_body": {"ignore_eos": True},
+            "extra_headers": {"X-Session-Id": self.name},
+        }
+
+    def _note(self, text: str, answer, session_id: str = "") -> None:
+        self._messages.append({"role": "assistant", "content": text})
+        self.answers.append(session_id or answer.model_extra["session_id"])
+        self.cached.append(answer.usage.prompt_tokens_details.cached_tokens)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def running(tiny_model, tmp_path_factory):
+    balanced = BalancedPairs(tiny_model, tmp_path_factory.mktemp("balanced"))
+    try:
+        await balanced.start()
+        yield balanced
+    finally:
+        await balanced.stop()
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def balanced(running):
+    """All pairs, whatever became of them before."""
+    await running.mend()
+    return running
+
+
+def some_talks(name: str, number: int = NUM_TALKS) -> list[Talk]:
+    return [Talk(f"{name}-{index}") for index in range(number)]
+
+
+async def say_all(talks: Sequence[Talk], client: openai.AsyncOpenAI, length: int = LENGTH) -> None:
+    await asyncio.gather(*(talk.say(client, length) for talk in talks))
+
+
+async def by_pair(balanced: BalancedPairs, talks: Sequence[Talk]) -> dict[str, list[Talk]]:
+    """The talks, by which pair has answered last; each has some."""
+    found: dict[str, list[Talk]] = {}
+    for talk in talks:
+        found.setdefault(await balanced.holder(talk.answers[-1]), []).append(talk)
+    return found
+
+
+async def check_identical(balanced: BalancedPairs, oracle, talks: Sequence[Talk]) -> None:
+    """Every answer is what recomputation says, wherever it was given."""
+    for session_id in {session_id for talk in talks for session_id in talk.answers}:
+        session = await balanced.pairs[await balanced.holder(session_id)].session(session_id)
+        turns = [(turn.input_ids, turn.output_ids) for turn in session.turn_records]
+        verdict = await asyncio.to_thread(oracle.judge, turns)
+        assert verdict.num_tokens
+        assert verdict.is_identical
+
+
+# ---------------------------------------------------------------------------------------- the file
+
+
+async def test_names_are_looked_for_as_the_service_does():
+    """The same headers, in the same order."""
+    http = TEXT.partition("frontend http")[2].partition("frontend grpc")[0]
+    assert re.findall(r"set-var\(txn\.session\) req\.fhdr\(([\w-]+)\)", http) == [*CONVERSATIONS]
+
+
+async def test_each_server_is_the_same_in_every_backend():
+    """A name has one place on the hash ring by id and weight, and one drain is for all."""
+    lines = re.findall(
+        r"^    server (\w+) ([\d.]+):\d+ id (\d+) .*?(track .*)?$", TEXT, re.MULTILINE
+    )
+    assert len(lines) == 4 * NUM_PAIRS
+    assert len({(name, address, number) for name, address, number, _ in lines}) == NUM_PAIRS
+    tracked = [(name, track) for name, _, _, track in lines if track]
+    assert Counter(tracked) == {
+        (f"pair{number}", f"track sessions/pair{number}"): 3 for number in (1, 2, 3)
+    }
+
+
+# ----------------------------------------------------------------------------------- while all run
+
+
+async def test_conversations_stay(balanced, oracle):
+    """Each has a server, and its history is there, streamed or not."""
+    talks = some_talks("stays")
+    async with balanced.openai() as client:
+        for _ in range(2):
+            await say_all(talks, client)
+        begun = asyncio.Semaphore(0)
+        await asyncio.gather(*(talk.stream(client, begun, LENGTH) for talk in talks))
+    assert all(len(set(talk.answers)) == 1 for talk in talks)
+    for talk in talks:
+        first, *later = talk.cached
+        assert first == 0
+        assert all(later)
+    assert set(await by_pair(balanced, talks)) == set(balanced.pairs)
+    await check_identical(balanced, oracle, talks)
+
+
+async def test_names_that_differ_little_are_spread(balanced):
+    """No server has more than twice another's; who names nothing goes wherever there is room."""
+
+    async def asked(backend: str, *names: str) -> dict[str, int]:
+        before = await balanced.stats(backend)
+        async with balanced.plain_http() as http:
+            for name in names:
+                headers = {"Session-Id": name} if name else {}
+                async with http.get("/v1/models", headers=headers) as response:
+                    assert response.status == 200
+        after = await balanced.stats(backend)
+        return {
+            name: int(after[name]["stot"]) - int(before[name]["stot"]) for name in balanced.pairs
+        }
+
+    named = await asked("sessions", *(f"session-{number}" for number in range(90)))
+    assert sum(named.values()) == 90
+    assert max(named.values()) <= 2 * min(named.values())
+    unnamed = await asked("anybody", *[""] * 6)
+    assert sum(unnamed.values()) == 6
+    assert min(unnamed.values()) > 0
+
+
+async def test_who_leaves_is_not_answered_to_the_end(balanced):
+    """The service hears of it through the balancer."""
+    talk = Talk("leaves")
+    async with balanced.openai() as client:
+        await talk.say(client)
+        pair = balanced.pairs[await balanced.holder(talk.answers[-1])]
+        before = await pair.counter("turns_cancelled")
+        asking = asyncio.create_task(talk.say(client, LONG))
+        await pair.until_running(1)
+        asking.cancel()
+        await pair.until_running(0)
+    assert await pair.counter("turns_cancelled") == before + 1
+
+
+async def test_a_server_that_is_drained(balanced, oracle):
+    """What it has begun ends, its conversations go elsewhere and come back; others stay."""
+    talks, begun = some_talks("drained"), asyncio.Semaphore(0)
+    async with balanced.openai() as client:
+        await say_all(talks, client)
+        own = await by_pair(balanced, talks)
+        name = max(own, key=lambda name: len(own[name]))
+        leaving = own[name]
+        streams = asyncio.gather(*(talk.stream(client, begun, 100) for talk in talks))
+        for _ in talks:
+            await begun.acquire()
+        await balanced.drain(name)
+        assert not streams.done()
+        await streams
+        await balanced.until(name, "DRAIN")
+        await say_all(talks, client)
+        moved = [talk for talk in talks if talk.answers[-1] != talk.answers[0]]
+        assert moved == leaving
+        assert name not in await by_pair(balanced, talks)
+        assert all(bool(talk.cached[-1]) == (talk not in leaving) for talk in talks)
+        await balanced.put_back(name)
+        await balanced.until(name, "UP")
+        await say_all(talks, client)
+    assert set(await by_pair(balanced, talks)) == set(balanced.pairs)
+    assert all(talk.answers[-1] == talk.answers[0] and talk.cached[-1] for talk in talks)
+    await check_identical(balanced, oracle, talks)
+
+
+# ------------------------------------------------------------------------------------------- gRPC
+
+
+async def tell(client: InferenceClient, name: str, length: int = LENGTH, **fields) -> TurnResult:
+    """A turn of a session; only what is new."""
+    sampling = pb.Sampling(max_tokens=length, ignore_eos=True)
+    request = turn_request("Keys and values are kept. " * 30, name, sampling=sampling, **fields)
+    return await client.submit(request)
+
+
+async def test_sessions_of_grpc(balanced, oracle):
+    """They stay where HTTP has them, too; where another server is asked for more, it says no."""
+    names = [f"tale-{number}" for number in range(6)]
+    talks = [Talk(name) for name in names]
+    async with balanced.openai() as http, balanced.grpc_client() as client:
+        await say_all(talks, http)
+        for number in range(2):
+            turns = [tell(client, name, expected_turn=number) for name in names]
+            for result in await asyncio.gather(*turns):
+                assert bool(result.usage.reused_tokens) == bool(number)
+        for talk in talks:
+            assert await balanced.holder(talk.name) == await balanced.holder(talk.answers[0])
+        assert (await client.get_model()).name == MODEL  # of no session
+        unnamed = await client.submit(turn_request("Whose is this?"))
+        again = turn_request("Mine.", unnamed.accepted.session_id, expected_turn=1)
+        assert (await client.submit(again)).accepted.turn == 1
+
+        leaving = await balanced.holder(names[0])
+        running = asyncio.create_task(tell(client, names[0], LONG // 2))
+        await balanced.pairs[leaving].until_running(1)
+        await balanced.drain(leaving)
+        assert len((await running).token_ids) == LONG // 2
+        with pytest.raises(StateError) as refused:
+            await tell(client, names[0], expected_turn=3)
+        assert refused.value.reason == "turn_mismatch"
+        assert (await tell(client, f"{names[0]}-anew")).accepted.turn == 0
+        await balanced.put_back(leaving)
+        await balanced.until(leaving, "UP")
+        back = await tell(client, names[0], expected_turn=3)
+        assert back.usage.reused_tokens
+    session = await balanced.pairs[leaving].session(names[0])
+    turns = [(turn.input_ids, turn.output_ids) for turn in session.turn_records]
+    assert oracle.judge(turns).is_identical
+
+
+# ------------------------------------------------------------------------------- servers that end
+
+
+async def test_a_service_that_is_stopped(balanced, oracle):
+    """It says that it is not ready, ends what it has begun, and who comes meanwhile is served."""
+    talks, begun = some_talks("stopped"), asyncio.Semaphore(0)
+    async with balanced.openai() as client:
+        await say_all(talks, client)
+        name, (talk, *_) = max(
+            (await by_pair(balanced, talks)).items(), key=lambda own: len(own[1])
+        )
+        stream = asyncio.create_task(talk.stream(client, begun, 300))
+        await begun.acquire()
+        balanced.pairs[name].terminate()
+        late = some_talks("late")
+        await say_all(late, client)  # the balancer may not know yet: it tries another
+        await stream
+        assert await balanced.pairs[name].ended() == 0
+        others = [other for other in talks if other is not talk]
+        await say_all([*talks, *late], client)
+        assert name not in await by_pair(balanced, talks)
+        await balanced.mend()
+        await say_all([*others, talk], client)
+    assert all(other.answers[-1] == other.answers[0] and other.cached[-1] for other in others)
+    await check_identical(balanced, oracle, [*talks, *late])
+
+
+async def test_a_service_that_is_killed(balanced, oracle):
+    """What is not answered is answered by another, what is half answered breaks off."""
+    talks = some_talks("killed")
+    async with balanced.openai() as client, balanced.grpc_client() as grpc_client:
+        await say_all(talks, client)
+        own = await by_pair(balanced, talks)
+        name = max(own, key=lambda name: len(own[name]))
+        streamed, waiting, *_ = own[name]
+        names = [f"lost-{number}" for number in range(6)]
+        await asyncio.gather(*(tell(grpc_client, each) for each in names))
+        (lost, *_) = [each for each in names if await balanced.holder(each) == name]
+        begun = asyncio.Semaphore(0)
+        broken = asyncio.create_task(streamed.stream(client, begun))
+        await begun.acquire()
+        pending = asyncio.create_task(waiting.say(client, LONG // 2))
+        telling = asyncio.create_task(tell(grpc_client, lost, LONG // 2))
+        await balanced.pairs[name].until_running(3)
+        await balanced.pairs[name].kill()
+        with pytest.raises(openai.APIConnectionError):
+            await broken
+        with pytest.raises(UnavailableError):
+            await telling
+        await pending
+        assert waiting.answers[-1] != waiting.answers[0]
+        rest = [talk for talk in talks if talk is not streamed]
+        await say_all(rest, client)
+        assert name not in await by_pair(balanced, rest)
+        moved = {talk for talk in rest if talk.answers[-1] != talk.answers[0]}
+        assert moved == set(own[name]) - {streamed}
+        assert (await tell(grpc_client, f"{lost}-anew")).accepted.turn == 0
+        await balanced.mend()
+        await say_all(rest, client)
+    assert all(talk.answers[-1] == talk.answers[0] for talk in rest)
+    await check_identical(balanced, oracle, rest)
