@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import pad, scaled_dot_product_attention
 
 from inference_svc.runtime.attention.attention import AttentionOptions
 from inference_svc.runtime.attention.softmax_attention import Masks, attend
@@ -118,7 +118,7 @@ def attend_chosen(
         latents: [1, 1, length, dim], longer than `chosen` is wide.
         chosen: [tokens, chosen] positions. A query that sees fewer tokens is given all of them, and
             others that it must not see: other sequences' (outside of `length`), or later ones.
-        options: of the call: its scale.
+        options: of the call: its scale and sinks.
 
     Returns:
         [1, heads, tokens, dim], of which the latents are to be used.
@@ -135,9 +135,13 @@ def attend_chosen(
         places = chosen[tile].masked_fill(unseen, 0)
         found = latents[0, 0].index_select(0, places.flatten()).view(len(rows), 1, -1, dim)
         mask = None
-        if num_chosen > length - num_tokens:  # some see fewer than are chosen
+        if num_chosen > length - num_tokens or options.sinks is not None:
+            # Some see fewer than are chosen; or there is a key of zeros, whose score is the sink's.
             mask = torch.zeros_like(unseen, dtype=query.dtype).masked_fill_(unseen, float("-inf"))
             mask = mask[:, None, None].expand(-1, -1, rows.shape[2], -1)
+        if mask is not None and options.sinks is not None:
+            sinks = options.sinks.to(mask).view(1, 1, -1, 1).expand(len(rows), -1, -1, -1)
+            mask, found = torch.cat((mask, sinks), dim=-1), pad(found, (0, 0, 0, 1))
         attended.append(
             scaled_dot_product_attention(rows, found, found, attn_mask=mask, scale=options.scale)
         )

@@ -63,8 +63,9 @@ def test_values_are_made_last(num_tokens, options, is_rotated_first):
     torch.testing.assert_close(case.over_latents(options), case.expected(options), **CLOSE)
 
 
+@pytest.mark.parametrize("sinks", [None, torch.tensor([0.5, -1.0, 2.0, 0.0])])
 @pytest.mark.parametrize("most_elements", [2**24, 1])
-def test_chosen_tokens_are_all_that_is_attended_to(monkeypatch, most_elements):
+def test_chosen_tokens_are_all_that_is_attended_to(monkeypatch, most_elements, sinks):
     """In whatever tiles; others' tokens, and those to come, are not seen though they are named."""
     monkeypatch.setattr(latents, "MAX_CHOSEN", most_elements)
     num_tokens, num_chosen = 17, 5
@@ -78,9 +79,12 @@ def test_chosen_tokens_are_all_that_is_attended_to(monkeypatch, most_elements):
         unseen = [-3, LENGTH + 4, position + 1, LENGTH - 1 if position < LENGTH - 1 else -1]
         chosen.append((seen + unseen)[:num_chosen])
     absorbed = case.expansion.absorb(case.query)
-    found = attend_chosen(absorbed, case.latents, torch.tensor(chosen), AttentionOptions(0.3))
+    options = AttentionOptions(0.3, sinks=sinks)
+    found = attend_chosen(absorbed, case.latents, torch.tensor(chosen), options)
     scores = (case.query @ case.keys.transpose(2, 3) * 0.3).masked_fill(~visible, float("-inf"))
-    expected = scores.softmax(-1) @ case.values
+    if sinks is not None:
+        scores = torch.cat((scores, sinks.view(1, -1, 1, 1).expand(-1, -1, num_tokens, 1)), dim=-1)
+    expected = scores.softmax(-1)[..., :LENGTH] @ case.values
     torch.testing.assert_close(case.expansion.values_of(found), expected, **CLOSE)
 
 
