@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
+from inference_svc.runtime.kv.states import StatePlace
 from inference_svc.runtime.model.capture import CaptureCache, ForwardCall, RotaryTap, under
 from inference_svc.runtime.positions.recipes import KeySource
 from inference_svc.runtime.positions.rotary import Rope
@@ -182,6 +183,12 @@ class _Search:
     def indexed(self, layer_index: int, index: Tensor) -> NoReturn:  # noqa: ARG002
         """Refuse: the layer was cached before it."""
         raise RopeOutOfReachError(f"layer {layer_index} is indexed before it")
+
+    def state(self, _place: StatePlace) -> None:
+        """Return no state: the sequence is before its first token."""
+
+    def new_state(self, place: StatePlace, state: Tensor) -> None:
+        """Drop it: the search is over before anybody could ask."""
 
     def attend(self, *_args: Any) -> NoReturn:
         """Refuse: the call comes before attention, or not at all."""

@@ -117,7 +117,7 @@ class ModelRunner:
         Counters move from token to token, and are left as they were.
         """
         kv, buffer, last = chunk.kv, chunk.write_buffer, len(chunk.token_ids) - 1
-        before = kv.num_tokens, buffer and buffer.end_token
+        num_tokens, end_token = kv.num_tokens, -1 if buffer is None else buffer.end_token
         logits = []
         try:
             for index, token_id in enumerate(chunk.token_ids):
@@ -126,9 +126,9 @@ class ModelRunner:
                 logits.append(self._run([part], clock if index == last else None, index))
                 advance(part)
         finally:
-            kv.num_tokens = before[0]
-            if buffer is not None and before[1] is not None:
-                buffer.end_token = before[1]
+            kv.num_tokens = num_tokens
+            if buffer is not None:
+                buffer.end_token = end_token
         return logits
 
     def _groups(self, chunks: Sequence[Chunk]) -> Iterator[Sequence[Chunk]]:

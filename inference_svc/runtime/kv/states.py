@@ -44,12 +44,12 @@ class StatePlace(NamedTuple):
     Attributes:
         layer_index: the layer, as the model numbers its layers.
         kind: "conv" or "recurrent".
-        index: which of the layer's tensors of this kind.
+        number: which of the layer's tensors of this kind.
     """
 
     layer_index: int
     kind: StateKind
-    index: int
+    number: int
 
 
 @dataclass(frozen=True)
