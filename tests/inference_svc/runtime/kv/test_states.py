@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from inference_svc.runtime.kv import states as kv_states
 from inference_svc.runtime.kv.states import (
     ALIGNMENT,
     SequenceStates,
@@ -113,7 +114,7 @@ def test_what_is_no_state_of_this_model_is_not_restored(damage, monkeypatch):
     elif damage == "shapes":  # as many bytes
         shapes = (CONV, StateShape(2, "recurrent", 1, (1, 5, 2), torch.float32))
     else:
-        monkeypatch.setattr("transformers.__version__", "0.0.1")
+        monkeypatch.setattr(kv_states.transformers, "__version__", "0.0.1")
     states = SequenceStates(shapes, CPU)
     with pytest.raises(LoadFailedError):
         states.restore(packed)
