@@ -7,7 +7,8 @@ from aiohttp import web
 
 from inference_svc.http_api.bodies.body import FOREIGN, Body, ModelBody, TurnBody, decode
 from inference_svc.http_api.dialect import ServedModel
-from inference_svc.http_api.requests import B, JsonBody, RequestSlots, TurnRequest, caller_of
+from inference_svc.http_api.request_slots import JsonBody, RequestSlots
+from inference_svc.http_api.requests import B, TurnRequest, caller_of
 from inference_svc.http_api.sessions.answers import Answers
 from inference_svc.http_api.sessions.background import BackgroundResponses
 from inference_svc.http_api.sessions.completion import Completion

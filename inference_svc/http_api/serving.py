@@ -55,7 +55,7 @@ from inference_svc.http_api.openai.stored_chats import (
     update_chat,
 )
 from inference_svc.http_api.replies import refusal, reply, reported
-from inference_svc.http_api.requests import RequestSlots, expect_nothing_yet
+from inference_svc.http_api.request_slots import RequestSlots, expect_nothing_yet
 from inference_svc.http_api.sessions.answers import Answers
 from inference_svc.http_api.sessions.background import BackgroundResponses
 from inference_svc.http_api.sessions.completion import Completion

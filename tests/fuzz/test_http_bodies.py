@@ -27,7 +27,7 @@ from inference_svc.http_api.openai.responses.input_items import (
 from inference_svc.http_api.openai.responses.response_body import ResponseBody
 from inference_svc.http_api.openai.stored_chats import ChatMetadataBody, stored_messages
 from inference_svc.http_api.replies import json_bytes
-from inference_svc.http_api.requests import parse_object
+from inference_svc.http_api.request_slots import parse_object
 from inference_svc.http_api.tokens import TokenizeBody
 from inference_svc.service.submissions import chat_input
 from tests.fuzz.json_values import NAMES, WORDS, anything

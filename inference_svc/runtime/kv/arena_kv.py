@@ -190,7 +190,9 @@ class ArenaKv:
 
         Zeros follow it: what others had there is none of its bytes.
         """
-        for slot_id, part in zip(slot_ids, packed.split(self.layout.block_bytes), strict=True):
+        size = self.layout.block_bytes
+        for index, slot_id in enumerate(slot_ids):
+            part = packed[index * size : (index + 1) * size]
             self._slots[slot_id, : len(part)] = part
             self._slots[slot_id, len(part) :] = 0
 

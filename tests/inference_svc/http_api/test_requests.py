@@ -6,7 +6,8 @@ from inference_svc.core.tools.registry import FORMATS
 from inference_svc.http_api.bodies.body import decode
 from inference_svc.http_api.errors import InvalidJsonError, RequestError
 from inference_svc.http_api.openai.chats import ChatBody
-from inference_svc.http_api.requests import TurnRequest, parse_object
+from inference_svc.http_api.request_slots import parse_object
+from inference_svc.http_api.requests import TurnRequest
 from inference_svc.http_api.sessions.routing import Caller, HistoryChain
 from inference_svc.openai_settings import OpenAISettings
 from shared.access.identity import Identity
