@@ -78,7 +78,7 @@ def is_gpu(device: torch.device) -> bool:
 def _missing(device: torch.device, calibration: Calibration, page_tokens: int | None) -> str:
     """Return what Triton's kernel lacks here; empty: nothing."""
     if calibration.mode != "ragged":
-        return f"the model runs in mode {calibration.mode}, which attends to KV that is gathered"
+        return f"the model runs in mode {calibration.mode}, which it does not take"
     if page_tokens is None:
         return "scheduler.working_kv is contiguous, and not pages"
     if importlib.util.find_spec("triton") is None:
