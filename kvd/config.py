@@ -55,6 +55,7 @@ LIVE_KEYS = (
     "tenants",
     "prefetch",
     "compaction",
+    "remote",
     "limits.max_engines",
     "limits.max_layouts",
     "limits.max_tenants",
@@ -134,6 +135,12 @@ class EncryptionSettings(Section):
 
     key_file: str = ""
     enabled: bool = True
+
+
+class RemoteSettings(Section):
+    """The store that sessions are pushed to and pulled from."""
+
+    url: Annotated[str, StringConstraints(pattern=r"^$|^(s3|gs|az|file)://[^@?#]+$")] = ""
 
 
 class IntegritySettings(Section):
@@ -255,6 +262,7 @@ class Settings(Section):
     ssd: SsdSettings = SsdSettings()
     copier: CopierSettings = CopierSettings()
     encryption: EncryptionSettings = EncryptionSettings()
+    remote: RemoteSettings = RemoteSettings()
     integrity: IntegritySettings = IntegritySettings()
     sessions: SessionSettings = SessionSettings()
     tenants: Mapping[TenantName, TenantSettings] = Field(default_factory=dict)

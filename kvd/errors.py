@@ -198,6 +198,12 @@ class UnusableFileError(InvalidInputError):
     reason = "unusable_file"
 
 
+class NotAllMovedError(ReportedError):
+    """Some of the sessions that were to be pushed or pulled were not."""
+
+    reason = "not_all_moved"
+
+
 class NotDurableError(UnavailableError):
     """A change is in effect, but the index has not taken it yet: a restart would undo it."""
 

@@ -118,10 +118,13 @@ class KvdProcess:
 
 @asynccontextmanager
 async def running_kvd(
-    directory: Path, *flags: str, keep: str = "file"
+    directory: Path,
+    *flags: str,
+    keep: str = "file",
+    environ: Mapping[str, str] = MappingProxyType({}),
 ) -> AsyncIterator[KvdProcess]:
     """A kvd that serves; it is stopped at the end."""
-    kvd = KvdProcess(directory, flags, keep)
+    kvd = KvdProcess(directory, flags, keep, environ)
     try:
         await kvd.start()
         yield kvd

@@ -166,7 +166,7 @@ def random_model(choice: ModelChoice, shape: Shape, window_tokens: int) -> Loade
     torch.set_default_dtype(dtype)
     try:
         with device:
-            model = AutoModelForCausalLM.from_config(config)
+            model = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
     finally:
         torch.set_default_dtype(before)
     parts = {name: value for name, value in asdict(shape).items() if value}

@@ -7,6 +7,7 @@ budget and that of the tier.
 """
 
 import asyncio
+import secrets
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -32,6 +33,7 @@ from shared.process.log import get_logger
 from shared.types.kv_layout import KVLayout
 from shared.types.session_key import SessionKey, session_key
 
+SERVER_ID = "server_id"  # in the index's meta
 COMMIT_S = 10.0  # how long an operator waits for the disk
 
 log = get_logger(__name__)
@@ -61,6 +63,7 @@ class Caches:
         self._manifest = manifest
         self._engines = engines
         self._caches: dict[str, Cache] = {}
+        self._server_id = ""  # not asked for yet
         self._is_erased: Callable[[str], bool] | None = None  # whom shut_out has named
         self.secrets = TenantSecrets(manifest)
         self._opening = asyncio.Lock()
@@ -97,6 +100,13 @@ class Caches:
     def io_load(self) -> tuple[int, int]:
         """Return, of all layouts, jobs that wait for a thread, and bytes of the I/O that runs."""
         return len(self._io), self._io.bytes_in_flight
+
+    def server_id(self) -> str:
+        """Return what this state directory is called among others: random, kept in the index."""
+        if not self._server_id:
+            self._server_id = self._manifest.meta(SERVER_ID) or secrets.token_hex(8)
+            self._manifest.put_meta(SERVER_ID, self._server_id)
+        return self._server_id
 
     def use(self, settings: Settings) -> None:
         """Hold other limits from now on, in every cache; tiers stay as large as they are."""

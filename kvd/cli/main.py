@@ -65,6 +65,20 @@ EXAMPLES: Mapping[str, tuple[str, ...]] = {
         "kvd import backup.kvd --tenant acme --session conversation-18",
         "kvd import conversation-17.kvd --replace",
     ),
+    "push": (
+        "kvd push --all --to s3://sessions/prod",
+        "kvd push conversation-17 --to file:///mnt/sessions --rate 200MB",
+    ),
+    "pull": (
+        "kvd pull conversation-17 --from s3://sessions/prod",
+        "kvd pull conversation-17 --tenant acme --copy",
+    ),
+    "remote ls": ("kvd remote ls s3://sessions/prod --tenant acme",),
+    "remote rm": (
+        "kvd remote rm s3://sessions/prod --session conversation-17",
+        "kvd remote rm s3://sessions/prod --tenant acme --yes",
+    ),
+    "remote sweep": ("kvd remote sweep s3://sessions/prod",),
     "doctor": ("kvd doctor", "kvd doctor --config /etc/kvd/kvd.toml --quiet"),
     "plan": (
         "kvd plan --observe",
@@ -93,7 +107,7 @@ EXIT_CODES: Mapping[int, str] = {
     "right, problems that doctor found; or the command itself failed",
     2: "bad usage or value, or a question that was not answered with yes",
     3: "unknown session or model, or a process that holds no lease",
-    4: "in use: an engine works with it just now",
+    4: "in use: an engine works with it just now, or another server owns it",
     5: "not as things stand now: what was asked for does not fit what there is",
     6: "a bound is reached: another verify runs, or too many watch already",
     7: "not allowed: no or a wrong token or certificate, or not this role or tenant",
@@ -180,6 +194,21 @@ COMMANDS: Mapping[str, LazyCommand] = {
     "import": LazyCommand(
         "kvd.cli.session_files:import_session",
         "Store a session from a file that kvd export has written; damaged ones are refused",
+        heading=SESSIONS,
+    ),
+    "push": LazyCommand(
+        "kvd.cli.moving:push",
+        "Store sessions in an object store, from where another kvd pulls them",
+        heading=SESSIONS,
+    ),
+    "pull": LazyCommand(
+        "kvd.cli.moving:pull",
+        "Store sessions from an object store here, and become their owner",
+        heading=SESSIONS,
+    ),
+    "remote": LazyCommand(
+        "kvd.cli.remote:remote_app",
+        "List and remove sessions in an object store, and sweep it",
         heading=SESSIONS,
     ),
     "plan": LazyCommand(

@@ -167,6 +167,13 @@ class OperatorClient:
             for part in self._operator.ExportSession(request):
                 yield part.data
 
+    def export_chunks(
+        self, request: kvd_pb2.ExportSessionRequest
+    ) -> Iterator[kvd_pb2.SessionFilePart]:
+        """Yield the parts of a session in chunks, as `chunk_bytes` asks for. Takes its time."""
+        with self._reported():
+            yield from self._operator.ExportSession(request)
+
     def import_session(
         self, target: kvd_pb2.ImportTarget, pieces: Iterator[bytes]
     ) -> kvd_pb2.ImportSessionResponse:

@@ -14,6 +14,8 @@ from kvd.encryption.key_file import MasterKey
 from kvd.encryption.sealing import KEY_BYTES, key_id, unwrap, wrap
 from shared.types.block_key import SALT_BYTES
 
+_CHUNK_KEY = b"kvd chunk key"  # what a wrapped key is for
+
 
 @dataclass(frozen=True, slots=True)
 class TenantSecret:
@@ -71,6 +73,18 @@ class Keyring:
     def key_of(self, tenant: str) -> bytes:
         """Return the key by which a tenant's blocks are sealed now."""
         return self._secrets[tenant].key
+
+    def wrapped_key_of(self, tenant: str) -> bytes:
+        """Wrap a tenant's key, for chunks that another kvd with this master key is to open."""
+        name = tenant.encode()
+        return wrap(self._master.key, self.key_of(tenant) + name, _CHUNK_KEY)
+
+    def unwrapped_key(self, wrapped: bytes) -> tuple[str, bytes] | None:
+        """Undo wrapped_key_of: the tenant and its key; None if another master key wrapped it."""
+        both = unwrap(self._master.key, wrapped, _CHUNK_KEY)
+        if both is None:
+            return None
+        return both[KEY_BYTES:].decode(), both[:KEY_BYTES]
 
     def key_named(self, name: bytes) -> bytes | None:
         """Return the key with this id; None if it is not here (any more)."""

@@ -1,5 +1,6 @@
 """The Reader service: sessions, leases, statistics and events, for monitors and operators."""
 
+import os
 import time
 from collections.abc import AsyncIterator
 from functools import partial
@@ -146,6 +147,8 @@ class ReaderService(kvd_pb2_grpc.ReaderServicer):  # type: ignore[misc]  # the s
             process=process_message(),
             verifying=self._scrubber.is_running,
             encryption=encryption_message(self._caches.secrets.info()),
+            server_id=self._caches.server_id(),
+            server_name=os.uname().nodename,
             unavailable=[
                 unavailable_message(layout, time.monotonic()) for layout in self._caches.unavailable
             ],

@@ -114,6 +114,14 @@ def header_bytes(header: FileHeader) -> bytes:
     return start + _CHECKSUM.pack(xxhash.xxh3_64_intdigest(start + body)) + body
 
 
+def header_num_bytes(beginning: bytes | bytearray) -> int | None:
+    """Return how long the header of a file is that begins so; None if that is not there yet."""
+    if len(beginning) < _START.size:
+        return None
+    _, _, num_bytes = _START.unpack_from(beginning)
+    return _START.size + _CHECKSUM.size + min(int(num_bytes), MAX_BODY_BYTES)
+
+
 def frame_bytes(token_offset: int, token_ids: bytes, runs: Sequence[memoryview]) -> bytes:
     """Return one frame; `runs` as in Frame.rows."""
     payload = b"".join((token_ids, *runs))

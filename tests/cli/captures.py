@@ -13,7 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, redirect_stdout
+from contextlib import contextmanager, redirect_stdout, suppress
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -76,6 +76,11 @@ COMMANDS: dict[str, str | Callable[[], None]] = {
     "kvd-ttl": "kvd ttl conversation-17 2h",
     "kvd-export": "kvd export conversation-17 {new}/backup.kvd",
     "kvd-import": "kvd import {directory}/conversation-17.kvd",
+    "kvd-push": "kvd push conversation-17 --to file://{new}/store",
+    "kvd-pull": "kvd pull conversation-17 --from file://{directory}/store --copy --replace",
+    "kvd-remote-ls": "kvd remote ls file://{directory}/store",
+    "kvd-remote-rm": "kvd remote rm file://{new}/store --all --yes",
+    "kvd-remote-sweep": "kvd remote sweep file://{new}/store",
     "kvd-stats": "kvd stats",
     "kvd-events": "kvd events",
     "kvd-events-json": "kvd events --json",
@@ -194,7 +199,18 @@ def prepared(directory: Path) -> Iterator[Path]:
     (directory / "state").mkdir(mode=0o700)
     open_database(directory / "state" / MANIFEST_NAME, directory / VOLUMES, NoFaults()).close()
     with answering(directory):
+        _push(directory, directory / "store")
         yield directory
+
+
+def _push(directory: Path, store: Path) -> None:
+    """Have a session in a store, pushed two days ago."""
+    with redirect_stdout(io.StringIO()), suppress(SystemExit):
+        words = ("push", "conversation-17", "--to", f"file://{store}", "--runtime-dir", directory)
+        kvd.cli.main.main([str(word) for word in words])
+    then = time.time() - 2 * 86400 - 600
+    for path in store.rglob("*"):
+        os.utime(path, (then, then))
 
 
 @contextmanager

@@ -12,6 +12,7 @@ from kvd.session_files.file_format import (
     end_bytes,
     frame_bytes,
     header_bytes,
+    header_num_bytes,
     row_bytes,
 )
 from shared.pb.inference.v1 import inference_pb2, inference_pb2_grpc
@@ -119,6 +120,8 @@ LOST = (
 )
 STATS = pb.GetStatsResponse(
     version="0.1.0",
+    server_id="5e1ec7ed",
+    server_name="gpu-1",
     process=pb.ProcessStats(
         pid=812,
         uptime_s=90_061.0,
@@ -358,7 +361,13 @@ class Operator(kvd_pb2_grpc.OperatorServicer):
         )
 
     def ExportSession(self, request, context):  # noqa: N802
-        yield pb.SessionFilePart(data=SESSION_FILE)
+        if not request.chunk_bytes:
+            yield pb.SessionFilePart(data=SESSION_FILE)
+            return
+        start = header_num_bytes(SESSION_FILE)
+        yield pb.SessionFilePart(data=SESSION_FILE[:start], chunk_end=pb.ChunkEnd())
+        frames = SESSION_FILE[start : -len(end_bytes(NUM_EXPORTED))]
+        yield pb.SessionFilePart(data=frames, chunk_end=pb.ChunkEnd(num_tokens=NUM_EXPORTED))
 
     def ImportSession(self, request_iterator, context):  # noqa: N802
         for _ in request_iterator:

@@ -2,6 +2,8 @@
 
 import asyncio
 
+import pytest
+
 from inference_svc.client import turn_request
 from shared.pb.inference.v1 import inference_pb2 as pb
 from tests.inference_processes import InferenceProcess, wait_kvd_state
@@ -14,12 +16,24 @@ TIERS = ("--dram", "64MB", "--ssd", "64MB")
 DOCUMENT = [5 + number * 7 % 400 for number in range(300)]  # more than two blocks of tokens
 
 
-async def test_the_next_turn_hits_on_another_kvd(tiny_model, tmp_path):
-    """All history comes from the imported file, and every answer is the stock model's."""
+@pytest.mark.parametrize(
+    ("away", "here"),
+    [
+        (("export", "moved", "{0}/moved.kvd"), ("import", "{0}/moved.kvd")),
+        (
+            ("push", "--all", "--to", "file://{0}/store"),
+            ("pull", "moved", "--from", "file://{0}/store"),
+        ),
+    ],
+    ids=["file", "store"],
+)
+async def test_the_next_turn_hits_on_another_kvd(tiny_model, tmp_path, away, here):
+    """All history comes from the file, or the store, and every answer is the stock model's."""
     kvd = KvdProcess(tmp_path / "kvd", TIERS, keep="none")
     other = KvdProcess(tmp_path / "kvd", TIERS, keep="none")
     other.state_dir = tmp_path / "other"  # with salts of its own, and nothing stored
-    at, file = ("--runtime-dir", str(kvd.runtime_dir)), str(tmp_path / "moved.kvd")
+    at = ("--runtime-dir", str(kvd.runtime_dir))
+    away, here = ([word.format(tmp_path) for word in words] for words in (away, here))
     await kvd.start()
     try:
         async with (
@@ -33,13 +47,13 @@ async def test_the_next_turn_hits_on_another_kvd(tiny_model, tmp_path):
             stored = usage.history_tokens + usage.new_tokens + usage.output_tokens - 1
             await eventually(lambda: _stored_tokens(kvd), [stored])
             await all_clean(kvd)
-            assert (await run_cli("export", "moved", file, *at))[0] == 0
+            assert (await run_cli(*away, *at))[0] == 0
             await kvd.stop()
             await wait_kvd_state(client, "detached")
             await other.start()
             await wait_kvd_state(client, "attached")
             assert await _stored_tokens(other) == []
-            assert (await run_cli("import", file, *at))[0] == 0
+            assert (await run_cli(*here, *at))[0] == 0
             result = await client.submit(turn_request("At last? ", "moved", sampling=GREEDY))
             assert result.usage.history_tokens == result.usage.reused_tokens == stored
             assert dict(result.usage.tier_tokens) == {"dram": stored}

@@ -21,6 +21,7 @@ from inference_svc.runtime.calibration.mode_probe import (
 )
 from inference_svc.runtime.calibration.probe import Probe, SeenLayer
 from inference_svc.runtime.calibration.stock import TOLERANCE, distance
+from inference_svc.runtime.kv.states import StatePlace
 from inference_svc.runtime.model.capture import CaptureCache, ForwardCall, RotaryTap, under
 from inference_svc.runtime.model.model_loader import LoadedModel
 from inference_svc.runtime.model.refusals import REMEDY, ModelModeMissingError
@@ -101,6 +102,14 @@ class _UnitForward:
     def indexed(self, _layer_index: int, index: Tensor) -> Tensor:
         """Return the index keys: which latents are chosen is of no concern."""
         return index
+
+    def state(self, _place: StatePlace) -> Tensor | None:
+        """Refuse: a model with states runs in no mode that attends over latents."""
+        raise AssertionError("a state is asked for in a mode of latents")
+
+    def new_state(self, _place: StatePlace, _state: Tensor) -> None:
+        """Refuse likewise."""
+        raise AssertionError("a state is left in a mode of latents")
 
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, _mask: Any, _options: dict[str, Any]

@@ -85,7 +85,7 @@ def _run(loaded: LoadedModel, mode: Mode, claimed_tokens: int) -> Probe:
         probe_tokens(loaded),
         loaded.context_window,
         claimed_tokens=claimed_tokens,
-        **probe_mask(loaded, mode),
+        attention_mask=probe_mask(loaded, mode).get("attention_mask"),
     )
 
 

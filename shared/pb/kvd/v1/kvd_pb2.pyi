@@ -862,12 +862,14 @@ class GetSettingsResponse(_message.Message):
     def __init__(self, settings: _Optional[_Iterable[_Union[Setting, _Mapping]]] = ..., file: _Optional[str] = ...) -> None: ...
 
 class ExportSessionRequest(_message.Message):
-    __slots__ = ("session", "prefix")
+    __slots__ = ("session", "prefix", "chunk_bytes")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     PREFIX_FIELD_NUMBER: _ClassVar[int]
+    CHUNK_BYTES_FIELD_NUMBER: _ClassVar[int]
     session: SessionKey
     prefix: bool
-    def __init__(self, session: _Optional[_Union[SessionKey, _Mapping]] = ..., prefix: bool = ...) -> None: ...
+    chunk_bytes: int
+    def __init__(self, session: _Optional[_Union[SessionKey, _Mapping]] = ..., prefix: bool = ..., chunk_bytes: _Optional[int] = ...) -> None: ...
 
 class SessionFileHeader(_message.Message):
     __slots__ = ("session", "layout", "lineage", "kvd_version", "unix_s")
@@ -884,22 +886,90 @@ class SessionFileHeader(_message.Message):
     def __init__(self, session: _Optional[_Union[SessionKey, _Mapping]] = ..., layout: _Optional[_Union[KVLayout, _Mapping]] = ..., lineage: _Optional[_Union[Lineage, _Mapping]] = ..., kvd_version: _Optional[str] = ..., unix_s: _Optional[float] = ...) -> None: ...
 
 class SessionFilePart(_message.Message):
-    __slots__ = ("data",)
+    __slots__ = ("data", "chunk_end", "seal")
     DATA_FIELD_NUMBER: _ClassVar[int]
+    CHUNK_END_FIELD_NUMBER: _ClassVar[int]
+    SEAL_FIELD_NUMBER: _ClassVar[int]
     data: bytes
-    def __init__(self, data: _Optional[bytes] = ...) -> None: ...
+    chunk_end: ChunkEnd
+    seal: SessionSeal
+    def __init__(self, data: _Optional[bytes] = ..., chunk_end: _Optional[_Union[ChunkEnd, _Mapping]] = ..., seal: _Optional[_Union[SessionSeal, _Mapping]] = ...) -> None: ...
+
+class ChunkEnd(_message.Message):
+    __slots__ = ("num_tokens",)
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    num_tokens: int
+    def __init__(self, num_tokens: _Optional[int] = ...) -> None: ...
+
+class SessionSeal(_message.Message):
+    __slots__ = ("master_key", "wrapped_key", "tag")
+    MASTER_KEY_FIELD_NUMBER: _ClassVar[int]
+    WRAPPED_KEY_FIELD_NUMBER: _ClassVar[int]
+    TAG_FIELD_NUMBER: _ClassVar[int]
+    master_key: str
+    wrapped_key: bytes
+    tag: bytes
+    def __init__(self, master_key: _Optional[str] = ..., wrapped_key: _Optional[bytes] = ..., tag: _Optional[bytes] = ...) -> None: ...
+
+class SessionManifest(_message.Message):
+    __slots__ = ("session", "epoch", "owner", "owner_name", "written_by", "dropped", "header", "num_tokens", "chunks", "seal", "expires_after_s", "ttl_s", "pin", "retain_s", "seen_unix_s")
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    OWNER_FIELD_NUMBER: _ClassVar[int]
+    OWNER_NAME_FIELD_NUMBER: _ClassVar[int]
+    WRITTEN_BY_FIELD_NUMBER: _ClassVar[int]
+    DROPPED_FIELD_NUMBER: _ClassVar[int]
+    HEADER_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    CHUNKS_FIELD_NUMBER: _ClassVar[int]
+    SEAL_FIELD_NUMBER: _ClassVar[int]
+    EXPIRES_AFTER_S_FIELD_NUMBER: _ClassVar[int]
+    TTL_S_FIELD_NUMBER: _ClassVar[int]
+    PIN_FIELD_NUMBER: _ClassVar[int]
+    RETAIN_S_FIELD_NUMBER: _ClassVar[int]
+    SEEN_UNIX_S_FIELD_NUMBER: _ClassVar[int]
+    session: SessionKey
+    epoch: int
+    owner: str
+    owner_name: str
+    written_by: str
+    dropped: bool
+    header: bytes
+    num_tokens: int
+    chunks: _containers.RepeatedCompositeFieldContainer[RemoteChunk]
+    seal: SessionSeal
+    expires_after_s: float
+    ttl_s: float
+    pin: Pin
+    retain_s: float
+    seen_unix_s: float
+    def __init__(self, session: _Optional[_Union[SessionKey, _Mapping]] = ..., epoch: _Optional[int] = ..., owner: _Optional[str] = ..., owner_name: _Optional[str] = ..., written_by: _Optional[str] = ..., dropped: bool = ..., header: _Optional[bytes] = ..., num_tokens: _Optional[int] = ..., chunks: _Optional[_Iterable[_Union[RemoteChunk, _Mapping]]] = ..., seal: _Optional[_Union[SessionSeal, _Mapping]] = ..., expires_after_s: _Optional[float] = ..., ttl_s: _Optional[float] = ..., pin: _Optional[_Union[Pin, str]] = ..., retain_s: _Optional[float] = ..., seen_unix_s: _Optional[float] = ...) -> None: ...
+
+class RemoteChunk(_message.Message):
+    __slots__ = ("name", "sha256", "num_bytes", "end_token")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    SHA256_FIELD_NUMBER: _ClassVar[int]
+    NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
+    END_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    sha256: bytes
+    num_bytes: int
+    end_token: int
+    def __init__(self, name: _Optional[str] = ..., sha256: _Optional[bytes] = ..., num_bytes: _Optional[int] = ..., end_token: _Optional[int] = ...) -> None: ...
 
 class ImportTarget(_message.Message):
-    __slots__ = ("tenant", "session_id", "replace", "new_layout")
+    __slots__ = ("tenant", "session_id", "replace", "new_layout", "seal")
     TENANT_FIELD_NUMBER: _ClassVar[int]
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     REPLACE_FIELD_NUMBER: _ClassVar[int]
     NEW_LAYOUT_FIELD_NUMBER: _ClassVar[int]
+    SEAL_FIELD_NUMBER: _ClassVar[int]
     tenant: str
     session_id: str
     replace: bool
     new_layout: bool
-    def __init__(self, tenant: _Optional[str] = ..., session_id: _Optional[str] = ..., replace: bool = ..., new_layout: bool = ...) -> None: ...
+    seal: SessionSeal
+    def __init__(self, tenant: _Optional[str] = ..., session_id: _Optional[str] = ..., replace: bool = ..., new_layout: bool = ..., seal: _Optional[_Union[SessionSeal, _Mapping]] = ...) -> None: ...
 
 class ImportSessionRequest(_message.Message):
     __slots__ = ("target", "data")
@@ -1087,7 +1157,7 @@ class ProcessStats(_message.Message):
     def __init__(self, pid: _Optional[int] = ..., rss_bytes: _Optional[int] = ..., open_files: _Optional[int] = ..., threads: _Optional[int] = ..., cpu_s: _Optional[float] = ..., memory_available_bytes: _Optional[int] = ..., uptime_s: _Optional[float] = ..., dumps: bool = ...) -> None: ...
 
 class GetStatsResponse(_message.Message):
-    __slots__ = ("version", "layouts", "engines", "process", "verifying", "encryption", "unavailable")
+    __slots__ = ("version", "layouts", "engines", "process", "verifying", "encryption", "unavailable", "server_id", "server_name")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     LAYOUTS_FIELD_NUMBER: _ClassVar[int]
     ENGINES_FIELD_NUMBER: _ClassVar[int]
@@ -1095,6 +1165,8 @@ class GetStatsResponse(_message.Message):
     VERIFYING_FIELD_NUMBER: _ClassVar[int]
     ENCRYPTION_FIELD_NUMBER: _ClassVar[int]
     UNAVAILABLE_FIELD_NUMBER: _ClassVar[int]
+    SERVER_ID_FIELD_NUMBER: _ClassVar[int]
+    SERVER_NAME_FIELD_NUMBER: _ClassVar[int]
     version: str
     layouts: _containers.RepeatedCompositeFieldContainer[LayoutStats]
     engines: _containers.RepeatedCompositeFieldContainer[EngineInfo]
@@ -1102,7 +1174,9 @@ class GetStatsResponse(_message.Message):
     verifying: bool
     encryption: EncryptionStats
     unavailable: _containers.RepeatedCompositeFieldContainer[UnavailableLayout]
-    def __init__(self, version: _Optional[str] = ..., layouts: _Optional[_Iterable[_Union[LayoutStats, _Mapping]]] = ..., engines: _Optional[_Iterable[_Union[EngineInfo, _Mapping]]] = ..., process: _Optional[_Union[ProcessStats, _Mapping]] = ..., verifying: bool = ..., encryption: _Optional[_Union[EncryptionStats, _Mapping]] = ..., unavailable: _Optional[_Iterable[_Union[UnavailableLayout, _Mapping]]] = ...) -> None: ...
+    server_id: str
+    server_name: str
+    def __init__(self, version: _Optional[str] = ..., layouts: _Optional[_Iterable[_Union[LayoutStats, _Mapping]]] = ..., engines: _Optional[_Iterable[_Union[EngineInfo, _Mapping]]] = ..., process: _Optional[_Union[ProcessStats, _Mapping]] = ..., verifying: bool = ..., encryption: _Optional[_Union[EncryptionStats, _Mapping]] = ..., unavailable: _Optional[_Iterable[_Union[UnavailableLayout, _Mapping]]] = ..., server_id: _Optional[str] = ..., server_name: _Optional[str] = ...) -> None: ...
 
 class UnavailableLayout(_message.Message):
     __slots__ = ("layout", "why", "remedy", "since_s", "attempts", "next_attempt_s")

@@ -1,0 +1,324 @@
+"""kvd push and kvd pull: sessions to an object store, and from one to this kvd."""
+
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from typing import Annotated, Any
+
+import typer
+
+from kvd.cli.filters import DEFAULT_TENANT, Named, name_of
+from kvd.cli.options import AsJson, RuntimeDir, print_json, warn_of_unavailable
+from kvd.client.connection import open_client
+from kvd.client.operator_client import OperatorClient
+from kvd.errors import NotAllMovedError, SessionExistsError, UnclearSelectionError
+from kvd.remote.blob_store import BlobStore
+from kvd.remote.catalog import Catalog
+from kvd.remote.errors import StoreUrlError
+from kvd.remote.manifest import Owner
+from kvd.remote.object_store import open_store
+from kvd.remote.pacing import Pace
+from kvd.remote.pulling import Puller, PullResult
+from kvd.remote.pushing import Outcome, Pusher, PushResult, in_order
+from shared.pb.kvd.v1 import kvd_pb2
+from shared.terminal.printing import counted
+from shared.types.errors import (
+    ConfigError,
+    DeniedError,
+    NotFoundError,
+    ReportedError,
+    UnavailableError,
+)
+from shared.types.units import format_bytes, parse_bytes
+
+LINE_EVERY_S = 0.2  # of progress, on a terminal
+
+Sessions = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[SESSION]...", help="Session ids, or how only one begins."),
+]
+WholeSessions = Annotated[list[str], typer.Argument(metavar="SESSION...", help="Session ids.")]
+OfTenant = Annotated[
+    str, typer.Option("--tenant", help="Tenant of the sessions, or all of this tenant's.")
+]
+To = Annotated[str, typer.Option("--to", metavar="URL", help="Store. Default: remote.url.")]
+From = Annotated[str, typer.Option("--from", metavar="URL", help="Store. Default: remote.url.")]
+Rate = Annotated[
+    str, typer.Option("--rate", metavar="SIZE", help='At most so many bytes a second: "100MB".')
+]
+Model = Annotated[str, typer.Option("--model", help="Only models whose fingerprint starts so.")]
+
+
+def push(
+    sessions: Sessions = None,
+    tenant: OfTenant = "",
+    everything: Annotated[bool, typer.Option("--all", help="Every session.")] = False,
+    to: To = "",
+    model: Model = "",
+    take: Annotated[
+        bool, typer.Option("--take", help="Even those that another server owns there.")
+    ] = False,
+    prefix: Annotated[
+        bool,
+        typer.Option("--prefix", help="If kvd does not know of its discards: what is before them."),
+    ] = False,
+    rate: Rate = "",
+    runtime_dir: RuntimeDir = None,
+    as_json: AsJson = False,
+) -> None:
+    """Store sessions in an object store, from where another kvd pulls them.
+
+    Those that are in memory only go first, then those that would cost most to compute again. What
+    is there already is not sent again: a push that was broken off goes on. With [encryption] the
+    tenant's key seals what is sent, and stays here.
+    """
+    named = sessions or []
+    if bool(named) + bool(everything) + bool(tenant and not named) != 1:
+        raise UnclearSelectionError(
+            "what to push is not clear", "name sessions, or a tenant, or say --all"
+        )
+    pace = Pace(_bytes_of(rate))
+    with open_client(runtime_dir) as client:
+        stats = client.stats()
+        url, store = opened(to, client, "--to")
+        found = _found(client, named, tenant, model)
+        progress = _Progress("pushed", len(found), sum(info.bytes for info in found), as_json)
+        owner = Owner(stats.server_id, stats.server_name)
+        pusher = Pusher(store, client, owner, pace, progress.add)
+        moved = [
+            (
+                info.session,
+                lambda info=info: pusher.push(info, takes=take, prefix=prefix),
+            )
+            for info in in_order(found)
+        ]
+        results, failed = _each(moved, progress)
+    if as_json:
+        print_json({"url": url, "sessions": results, "failed": failed})
+    else:
+        typer.echo(_summary(results, url))
+    _judge(failed, len(found), "pushed")
+
+
+def pull(
+    sessions: WholeSessions,
+    from_: From = "",
+    tenant: Annotated[str, typer.Option("--tenant", help="Tenant of the sessions.")] = (
+        DEFAULT_TENANT
+    ),
+    model: Model = "",
+    copy: Annotated[
+        bool, typer.Option("--copy", help="Do not become the owner: it is not pushed from here.")
+    ] = False,
+    replace: Annotated[
+        bool, typer.Option("--replace", help="Even if there is such a session here.")
+    ] = False,
+    new_layout: Annotated[
+        bool, typer.Option("--new-layout", help="Even if no engine of this layout was ever here.")
+    ] = False,
+    rate: Rate = "",
+    runtime_dir: RuntimeDir = None,
+    as_json: AsJson = False,
+) -> None:
+    """Store sessions from an object store here, and become their owner.
+
+    Who owned them before can push nothing of them any more, until it pulls them itself. Their own
+    TTLs and their pins come with them.
+    """
+    pace = Pace(_bytes_of(rate))
+    with open_client(runtime_dir) as client:
+        stats = client.stats()
+        url, store = opened(from_, client, "--from")
+        progress = _Progress("pulled", len(sessions), 0, as_json)
+        owner = Owner(stats.server_id, stats.server_name)
+        puller = Puller(store, client, owner, pace, progress.add)
+        catalog = Catalog(store)
+
+        def pulled(session: str) -> PullResult:
+            found = catalog.find(tenant, session, model)
+            if not replace and _is_stored(client, found.manifest.session):
+                raise SessionExistsError(
+                    f"session {name_of(found.manifest.session)} is stored already", "say --replace"
+                )
+            return puller.pull(
+                found, time.time(), copies=copy, replaces=replace, may_add_layout=new_layout
+            )
+
+        moved = [
+            (
+                kvd_pb2.SessionKey(tenant=tenant, session_id=session),
+                lambda session=session: pulled(session),
+            )
+            for session in sessions
+        ]
+        results, failed = _each(moved, progress)
+    if as_json:
+        print_json({"url": url, "sessions": results, "failed": failed})
+    else:
+        num_bytes = sum(result["num_bytes"] for result in results)
+        typer.echo(f"pulled {counted(len(results), 'session')} ({format_bytes(num_bytes)})")
+    _judge(failed, len(sessions), "pulled")
+
+
+def opened(url: str, client: OperatorClient | None, option: str) -> tuple[str, BlobStore]:
+    """Open the store that a command line names, or else the settings; returns its URL, too.
+
+    Args:
+        url: of the command line.
+        client: of the kvd whose settings count; None: there is none to ask.
+        option: that names a store, for messages.
+    """
+    if not url and client is not None:
+        url = _setting(client)
+    if not url:
+        raise StoreUrlError(
+            "no store is named", f"name one with {option}, or set remote.url in kvd's settings"
+        )
+    store = open_store(url)
+    Catalog(store).open()
+    return url, store
+
+
+# ---------------------------------------------------------------------------------------- inside
+
+
+def _setting(client: OperatorClient) -> str:
+    import json
+
+    settings = client.settings().settings
+    return next((str(json.loads(s.json)) for s in settings if s.key == "remote.url"), "")
+
+
+def _bytes_of(rate: str) -> int:
+    if not rate:
+        return 0
+    try:
+        found = parse_bytes(rate)
+    except ValueError as error:
+        raise UnclearSelectionError(f"--rate: {error}", 'as in "100MB"') from error
+    if not found:
+        raise UnclearSelectionError("--rate 0 moves nothing", "leave it out for no bound")
+    return found
+
+
+def _found(
+    client: OperatorClient, named: Sequence[str], tenant: str, model: str
+) -> list[kvd_pb2.SessionInfo]:
+    """Return the sessions that a command line is about."""
+    if named:
+        return [
+            Named(one, tenant, model).call(client, lambda key: client.describe(key).info)[1]
+            for one in named
+        ]
+    listed = client.sessions(kvd_pb2.SessionFilter(tenant=tenant, model=model))
+    warn_of_unavailable(listed.num_unavailable, "pushed")
+    return listed.sessions
+
+
+def _is_stored(client: OperatorClient, key: kvd_pb2.SessionKey) -> bool:
+    try:
+        client.describe(key)
+    except NotFoundError:
+        return False
+    return True
+
+
+Move = tuple[kvd_pb2.SessionKey, Callable[[], PushResult | PullResult]]
+
+
+def _each(
+    moves: Sequence[Move], progress: "_Progress"
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Move one session after the other; returns what became of each, and of those that failed.
+
+    What concerns no single session ends it: a store that does not answer, say. One session's error
+    is raised if it is the only one.
+    """
+    results: list[dict[str, Any]] = []
+    failed: list[dict[str, Any]] = []
+    for key, move in moves:
+        try:
+            result = asdict(move())
+        except (UnavailableError, DeniedError, ConfigError):
+            progress.clear()
+            raise
+        except ReportedError as error:
+            progress.clear()
+            if len(moves) == 1:
+                raise
+            sys.stderr.write(f"kvd: {name_of(key)}: {error}\n")
+            failed.append({**_names(key), "reason": error.reason, "message": str(error)})
+            continue
+        finally:
+            progress.session_done()
+        results.append({**_names(result.pop("session", key)), **result})
+    progress.clear()
+    return results, failed
+
+
+def _names(key: kvd_pb2.SessionKey) -> dict[str, str]:
+    return {"tenant": key.tenant, "model": key.model, "session": key.session_id}
+
+
+def _summary(results: Sequence[dict[str, Any]], url: str) -> str:
+    num_bytes = sum(result["num_bytes"] for result in results)
+    sent = sum(result["sent_bytes"] for result in results)
+    unchanged = sum(result["outcome"] is Outcome.UNCHANGED for result in results)
+    more = f", {unchanged} unchanged" if unchanged else ""
+    what = f"{format_bytes(sent)} sent of {format_bytes(num_bytes)}{more}"
+    return f"pushed {counted(len(results), 'session')} to {url} ({what})"
+
+
+def _judge(failed: Sequence[dict[str, Any]], num_sessions: int, done: str) -> None:
+    if failed:
+        raise NotAllMovedError(
+            f"{len(failed)} of {num_sessions} sessions were not {done}",
+            "see above what each needs, and run it again: what is there is not sent again",
+        )
+
+
+class _Progress:
+    """A line on the terminal of stderr that says how far it has come; any thread.
+
+    Args:
+        done: what is done with sessions.
+        num_sessions: of all.
+        num_bytes: of all, about; 0: not known.
+        is_quiet: show nothing.
+    """
+
+    def __init__(self, done: str, num_sessions: int, num_bytes: int, is_quiet: bool) -> None:
+        self._done = done
+        self._num_sessions = num_sessions
+        self._all_bytes = num_bytes
+        self._is_shown = sys.stderr.isatty() and not is_quiet
+        self._begun_s = self._shown_s = time.monotonic()
+        self._num_bytes = 0
+        self._num_done = 0
+
+    def add(self, num_bytes: int) -> None:
+        """Account for bytes."""
+        self._num_bytes += num_bytes
+        now_s = time.monotonic()
+        if self._is_shown and now_s >= self._shown_s + LINE_EVERY_S:
+            self._shown_s = now_s
+            self._show(now_s)
+
+    def session_done(self) -> None:
+        """Account for a session, whatever became of it."""
+        self._num_done += 1
+
+    def clear(self) -> None:
+        """Take the line away."""
+        if self._is_shown:
+            sys.stderr.write("\r\x1b[K")
+            sys.stderr.flush()
+
+    def _show(self, now_s: float) -> None:
+        whole = f" of {format_bytes(self._all_bytes)}" if self._all_bytes else ""
+        rate = format_bytes(int(self._num_bytes / max(0.001, now_s - self._begun_s)))
+        line = f"{self._done} {self._num_done} of {self._num_sessions} sessions, "
+        line += f"{format_bytes(self._num_bytes)}{whole}, {rate}/s"
+        sys.stderr.write(f"\r\x1b[K{line}")
+        sys.stderr.flush()

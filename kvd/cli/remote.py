@@ -1,0 +1,118 @@
+"""`kvd remote`: what lies in an object store, without a kvd: ls, rm, sweep."""
+
+import os
+import time
+from dataclasses import asdict
+from typing import Annotated
+
+import typer
+
+from kvd.cli.filters import DEFAULT_TENANT
+from kvd.cli.moving import opened
+from kvd.cli.options import AsJson, RuntimeDir, Yes, confirm, print_json
+from kvd.client.connection import open_client
+from kvd.errors import UnclearSelectionError
+from kvd.remote.blob_store import BlobStore
+from kvd.remote.catalog import Catalog
+from kvd.remote.manifest import Owner
+from kvd.remote.sweeping import Sweeper
+from kvd.views.remote_views import pushed_row, pushed_table
+from shared.config.lazy_commands import WholeHelp
+from shared.terminal import printing
+from shared.types.units import format_bytes
+
+remote_app = typer.Typer(
+    cls=WholeHelp,
+    help="List and remove sessions in an object store, and sweep it.",
+    rich_markup_mode=None,
+    no_args_is_help=True,
+)
+
+Url = Annotated[
+    str, typer.Argument(metavar="[URL]", help="Store. Default: remote.url of the running kvd.")
+]
+OfTenant = Annotated[str, typer.Option("--tenant", help="Only this tenant.")]
+
+
+@remote_app.command("ls")
+def remote_ls(
+    url: Url = "", tenant: OfTenant = "", runtime_dir: RuntimeDir = None, as_json: AsJson = False
+) -> None:
+    """List the sessions in an object store."""
+    _, store = _opened(url, runtime_dir)
+    found = list(Catalog(store).sessions(tenant))
+    now_s = time.time()
+    rows = [pushed_row(one.manifest, now_s - one.version.stored_unix_s) for one in found]
+    if as_json:
+        print_json({"sessions": [asdict(row) for row in rows]})
+    elif not rows:
+        typer.echo("no sessions: push some with kvd push")
+    else:
+        console = printing.console()
+        console.print(pushed_table(rows, console.width))
+
+
+@remote_app.command("rm")
+def remote_rm(
+    url: Url = "",
+    session: Annotated[
+        list[str] | None, typer.Option("--session", help="Session id; may be given again.")
+    ] = None,
+    tenant: Annotated[
+        str, typer.Option("--tenant", help="Tenant of the sessions, or all of this tenant's.")
+    ] = "",
+    everything: Annotated[bool, typer.Option("--all", help="Every session.")] = False,
+    yes: Yes = False,
+    runtime_dir: RuntimeDir = None,
+    as_json: AsJson = False,
+) -> None:
+    """Remove sessions from an object store; sweeps then remove their data, after a day and more."""
+    named = session or []
+    if bool(named) + bool(everything) + bool(tenant and not named) != 1:
+        raise UnclearSelectionError(
+            "what to remove is not clear", "name a --session, or a --tenant, or say --all"
+        )
+    where, store = _opened(url, runtime_dir)
+    catalog = Catalog(store)
+    found = [catalog.find(tenant or DEFAULT_TENANT, one) for one in named]
+    found = found or list(catalog.sessions(tenant))
+    if found and not yes:
+        confirm(f"Remove {printing.counted(len(found), 'session')} from {where}?")
+    for one in found:
+        catalog.drop(one)
+    if as_json:
+        print_json({"num_sessions": len(found)})
+    else:
+        typer.echo(f"removed {printing.counted(len(found), 'session')} from {where}")
+
+
+@remote_app.command("sweep")
+def remote_sweep(url: Url = "", runtime_dir: RuntimeDir = None, as_json: AsJson = False) -> None:
+    """Drop sessions that have expired, and remove data that no session has had for a day.
+
+    Run it once a day. Data is condemned by one sweep and removed by one at least a day later: what
+    a push has just found there stays.
+    """
+    where, store = _opened(url, runtime_dir)
+    result = Sweeper(store, Owner("", f"{os.uname().nodename}:{os.getpid()}")).sweep()
+    if as_json:
+        print_json({"url": where, **asdict(result)})
+        return
+    typer.echo(
+        f"kept {printing.counted(result.num_sessions, 'session')}, dropped {result.num_expired} "
+        f"expired; removed {printing.counted(result.num_removed, 'object')} "
+        f"({format_bytes(result.removed_bytes)}), condemned {result.num_condemned}"
+    )
+    if result.num_damaged:
+        typer.echo(
+            f"kvd: {printing.counted(result.num_damaged, 'manifest')} cannot be read, their "
+            "tenants' data stays: push these sessions again, or remove them",
+            err=True,
+        )
+
+
+def _opened(url: str, runtime_dir: RuntimeDir) -> tuple[str, BlobStore]:
+    if url:
+        return opened(url, None, "URL")
+    with open_client(runtime_dir) as client:
+        return opened("", client, "URL")

@@ -1,0 +1,144 @@
+"""A tenant's chunks in a store: objects named by the digest of their bytes, each there once.
+
+A sweep removes chunks that no manifest names, and must not remove one that a push has just found
+and is about to name. So it condemns them first: their names lie in a list for GRACE_S, and only
+then are those removed that still no manifest names. A push reads the lists first, passes over what
+is condemned, under a name with a suffix, and has to be done within PUSH_S.
+"""
+
+import hashlib
+import json
+import secrets
+import time
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+
+from kvd.remote.blob_store import Blob, BlobStore
+from kvd.remote.errors import BlobMissingError, DamagedRemoteError, SlowPushError
+from kvd.remote.names import chunks_place, condemned_place
+from shared.pb.kvd.v1 import kvd_pb2 as pb
+
+GRACE_S = 24 * 3600.0
+PUSH_S = GRACE_S / 2
+
+
+class ChunkStore:
+    """Puts and gets the chunks of one tenant. Any thread.
+
+    Args:
+        store: where they are.
+        tenant: whose.
+        clock: monotonic seconds.
+    """
+
+    def __init__(
+        self, store: BlobStore, tenant: str, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._store = store
+        self._place = chunks_place(tenant)
+        self._clock = clock
+        self._until_s = clock() + PUSH_S
+        self._condemned = read_condemned(store, list_blobs(store, condemned_place(tenant)))
+
+    def put(
+        self,
+        data: bytes,
+        end_token: int,
+        known: Mapping[bytes, pb.RemoteChunk],
+        before_sending: Callable[[int], None] = lambda _: None,
+    ) -> tuple[pb.RemoteChunk, int]:
+        """Have a chunk in the store; returns how a manifest names it, and the bytes that were sent.
+
+        Args:
+            data: its bytes.
+            end_token: of the session, where it ends.
+            known: chunks that are there, by a manifest that counts; by their digests.
+            before_sending: called with how many bytes will be sent, if any are.
+        """
+        digest = hashlib.sha256(data)
+        chunk = pb.RemoteChunk(
+            name=digest.hexdigest(),
+            sha256=digest.digest(),
+            num_bytes=len(data),
+            end_token=end_token,
+        )
+        there = known.get(chunk.sha256)
+        if there is not None and there.name not in self._condemned:
+            chunk.name = there.name
+            return chunk, 0
+        if chunk.name in self._condemned:
+            chunk.name += f"-{secrets.token_hex(4)}"
+        found = self._store.find(self._path(chunk))
+        if found is not None and found.num_bytes == len(data):
+            return chunk, 0
+        before_sending(len(data))
+        self._store.put(self._path(chunk), data)
+        return chunk, len(data)
+
+    def get(self, chunk: pb.RemoteChunk) -> bytes:
+        """Return the bytes of a chunk.
+
+        Raises:
+            DamagedRemoteError: they are not there, or not what was put there.
+        """
+        try:
+            data = self._store.get(self._path(chunk))
+        except BlobMissingError as error:
+            raise _lost(chunk, "is not there") from error
+        if len(data) != chunk.num_bytes or hashlib.sha256(data).digest() != chunk.sha256:
+            raise _lost(chunk, "is damaged")
+        return data
+
+    def check_time(self) -> None:
+        """Make sure that what was found in the store is still there, before it is named.
+
+        Raises:
+            SlowPushError: nobody knows.
+        """
+        if self._clock() > self._until_s:
+            raise SlowPushError(
+                f"the push took more than {PUSH_S / 3600:g} h", "push it again: what is there stays"
+            )
+
+    def _path(self, chunk: pb.RemoteChunk) -> str:
+        return f"{self._place}/{chunk.name}"
+
+
+def list_blobs(store: BlobStore, place: str) -> list[Blob]:
+    """Return all objects of a place."""
+    return [blob for page in store.list(f"{place}/") for blob in page]
+
+
+def read_condemned(store: BlobStore, lists: Iterable[Blob]) -> frozenset[str]:
+    """Return the names of chunks in lists of condemned ones."""
+    names: set[str] = set()
+    for blob in lists:
+        with suppress(BlobMissingError):  # done with meanwhile, long after it was made
+            names.update(condemned_names(store.get(blob.name)))
+    return frozenset(names)
+
+
+def condemned_names(data: bytes) -> list[str]:
+    """Decode a list of condemned chunks.
+
+    Raises:
+        DamagedRemoteError: it is none.
+    """
+    try:
+        names = json.loads(data)["chunks"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise DamagedRemoteError(
+            "a list of condemned chunks is damaged", "remove it: see v1/condemned in the store"
+        ) from error
+    return [str(name) for name in names]
+
+
+def condemned_list(names: Iterable[str]) -> bytes:
+    """Encode a list of condemned chunks."""
+    return json.dumps({"chunks": sorted(names)}).encode()
+
+
+def _lost(chunk: pb.RemoteChunk, what: str) -> DamagedRemoteError:
+    return DamagedRemoteError(
+        f"chunk {chunk.name[:12]} {what}", "push the session again from a server that has it"
+    )

@@ -1,0 +1,170 @@
+"""A session's manifest (version 1): which chunks it consists of, whose it is, how long it is kept.
+
+    manifest = magic "KVDREMOT" | version u32 | bytes of the body u32 | xxh3_64 | body
+
+The body is a kvd.v1.SessionManifest; the checksum is of what stands before it and of the body.
+Little-endian. Pure.
+"""
+
+import secrets
+import struct
+from dataclasses import dataclass
+
+import xxhash
+from google.protobuf.message import DecodeError
+
+from kvd.remote.errors import DamagedRemoteError, FencedError, UnfitStoreError
+from shared.pb.kvd.v1 import kvd_pb2 as pb
+from shared.types.errors import InvalidInputError
+from shared.types.session_key import SessionKey, session_key
+
+MAGIC = b"KVDREMOT"
+VERSION = 1
+_START = struct.Struct("<8sII")
+_CHECKSUM = struct.Struct("<Q")
+
+
+@dataclass(frozen=True)
+class Owner:
+    """A server, as manifests name it.
+
+    Attributes:
+        server_id: of its kvd.
+        name: for people.
+    """
+
+    server_id: str
+    name: str
+
+
+def manifest_bytes(manifest: pb.SessionManifest) -> bytes:
+    """Encode, as one that nobody has written before."""
+    manifest.written_by = secrets.token_hex(8)
+    body = manifest.SerializeToString()
+    start = _START.pack(MAGIC, VERSION, len(body))
+    return start + _CHECKSUM.pack(xxhash.xxh3_64_intdigest(start + body)) + body
+
+
+def read_manifest(data: bytes) -> pb.SessionManifest:
+    """Decode.
+
+    Raises:
+        DamagedRemoteError: it is none, or damaged.
+        UnfitStoreError: another release wrote it.
+    """
+    head = _START.size + _CHECKSUM.size
+    if len(data) < head or data[: len(MAGIC)] != MAGIC:
+        raise _damaged()
+    _, version, num_bytes = _START.unpack_from(data)
+    if version != VERSION:
+        raise UnfitStoreError(
+            f"the manifest has version {version}, this release knows {VERSION}",
+            "use the release that wrote it",
+        )
+    (checksum,) = _CHECKSUM.unpack_from(data, _START.size)
+    body = data[head:]
+    if len(body) != num_bytes or xxhash.xxh3_64_intdigest(data[: _START.size] + body) != checksum:
+        raise _damaged()
+    try:
+        manifest = pb.SessionManifest.FromString(body)
+        key_of(manifest)
+    except (DecodeError, InvalidInputError) as error:
+        raise _damaged() from error
+    return manifest
+
+
+def key_of(manifest: pb.SessionManifest) -> SessionKey:
+    """Return whose manifest it is."""
+    named = manifest.session
+    return session_key(named.tenant, named.model, named.session_id)
+
+
+def pushed(
+    info: pb.SessionInfo,
+    before: pb.SessionManifest | None,
+    owner: Owner,
+    seen_unix_s: float,
+    *,
+    takes: bool,
+) -> pb.SessionManifest:
+    """Return the manifest of a session that its server is about to push, without its content.
+
+    Args:
+        info: of the session.
+        before: the manifest there is.
+        owner: that server.
+        seen_unix_s: when the session began to be looked at, by its clock.
+        takes: though another server owns it.
+
+    Raises:
+        FencedError: another server owns it.
+    """
+    lives = before is not None and not before.dropped
+    is_others = before is not None and lives and before.owner != owner.server_id
+    if before is not None and is_others and not takes:
+        raise fenced(before)
+    epoch = 0 if before is None else before.epoch
+    return pb.SessionManifest(
+        session=info.session,
+        epoch=epoch if lives and not is_others else epoch + 1,
+        owner=owner.server_id,
+        owner_name=owner.name,
+        expires_after_s=info.expires_in_s,
+        ttl_s=info.ttl_s,
+        pin=info.pin,
+        retain_s=info.retain_s,
+        seen_unix_s=seen_unix_s,
+    )
+
+
+def taken(before: pb.SessionManifest, owner: Owner) -> pb.SessionManifest:
+    """Return the manifest of the same content under another owner."""
+    manifest = pb.SessionManifest()
+    manifest.CopyFrom(before)
+    manifest.epoch += 1
+    manifest.owner, manifest.owner_name = owner.server_id, owner.name
+    return manifest
+
+
+def dropped(before: pb.SessionManifest) -> pb.SessionManifest:
+    """Return what stands for a session that is there no more; late writers meet it."""
+    return pb.SessionManifest(
+        session=before.session,
+        epoch=before.epoch,
+        owner=before.owner,
+        owner_name=before.owner_name,
+        dropped=True,
+    )
+
+
+def is_unchanged(before: pb.SessionManifest | None, info: pb.SessionInfo, now_s: float) -> bool:
+    """Whether the session is as this very server has pushed it: of the same terms, and not used.
+
+    Args:
+        before: its manifest, of the same owner.
+        info: of the session now.
+        now_s: the server's clock.
+    """
+    if before is None or before.dropped:
+        return False
+    terms = (before.num_tokens, before.ttl_s, before.pin, before.retain_s)
+    is_same = terms == (info.num_tokens, info.ttl_s, info.pin, info.retain_s)
+    return is_same and now_s - info.idle_s < before.seen_unix_s
+
+
+def has_expired(manifest: pb.SessionManifest, age_s: float) -> bool:
+    """Whether its session is to be kept no longer, so long after the manifest was stored."""
+    return not manifest.dropped and 0 <= manifest.expires_after_s <= age_s
+
+
+def fenced(manifest: pb.SessionManifest) -> FencedError:
+    """Say that another server owns a session."""
+    return FencedError(
+        f"session {manifest.session.session_id!r} belongs to {manifest.owner_name} "
+        f"since epoch {manifest.epoch}",
+        "pull it from there, or push it nevertheless with --take",
+    )
+
+
+def _damaged() -> DamagedRemoteError:
+    return DamagedRemoteError("a manifest is damaged", "push the session again, with --take")

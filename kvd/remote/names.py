@@ -1,0 +1,64 @@
+"""Where things lie in a remote store. Names of tenants and sessions are digests: they fit anywhere.
+
+    v1/format                                   says which version this is
+    v1/sessions/TENANT/SESSION/MODEL/NUMBER     versions of a session's manifest (register.py)
+    v1/chunks/TENANT/SHA256[-SUFFIX]            session data, named by its content
+    v1/condemned/TENANT/ID                      names of chunks that a sweep will remove
+    v1/sweeper/NUMBER                           who sweeps (register.py)
+
+TENANT, SESSION and MODEL are the BLAKE2b-128 of their names, in hex. Pure.
+"""
+
+import hashlib
+
+from shared.types.session_key import SessionKey
+
+FORMAT = "v1/format"
+SESSIONS = "v1/sessions"
+SWEEPER = "v1/sweeper"
+_CHUNKS = "v1/chunks"
+_CONDEMNED = "v1/condemned"
+
+
+def session_place(key: SessionKey) -> str:
+    """Return where versions of a session's manifest are."""
+    return f"{sessions_named(key.tenant, key.session_id)}/{_digest(key.model)}"
+
+
+def sessions_named(tenant: str, session_id: str) -> str:
+    """Return where the sessions of an id are, of whichever model."""
+    return f"{SESSIONS}/{_digest(tenant)}/{_digest(session_id)}"
+
+
+def tenant_sessions(tenant: str) -> str:
+    """Return where the sessions of a tenant are."""
+    return f"{SESSIONS}/{_digest(tenant)}"
+
+
+def chunks_place(tenant: str) -> str:
+    """Return where a tenant's chunks are."""
+    return f"{_CHUNKS}/{_digest(tenant)}"
+
+
+def condemned_place(tenant: str) -> str:
+    """Return where lists of a tenant's condemned chunks are."""
+    return f"{_CONDEMNED}/{_digest(tenant)}"
+
+
+def all_chunks() -> str:
+    """Return where all tenants' chunks are."""
+    return _CHUNKS
+
+
+def all_condemned() -> str:
+    """Return where all lists of condemned chunks are."""
+    return _CONDEMNED
+
+
+def place_of(name: str) -> str:
+    """Return the place that an object is in."""
+    return name.rpartition("/")[0]
+
+
+def _digest(text: str) -> str:
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()

@@ -1,0 +1,178 @@
+"""The BlobStore over obstore: S3, Google Cloud Storage, Azure, a local directory, memory.
+
+Credentials and endpoints come from the environment, as obstore takes them (AWS_ACCESS_KEY_ID,
+AWS_ENDPOINT_URL, GOOGLE_SERVICE_ACCOUNT, AZURE_STORAGE_ACCOUNT_NAME and so on); none is ever part
+of a message: what obstore says is cut before the first line that could hold a request.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+from urllib.parse import unquote, urlsplit
+
+from kvd.remote.blob_store import Blob, BlobStore
+from kvd.remote.errors import (
+    BlobExistsError,
+    BlobMissingError,
+    StoreDeniedError,
+    StoreFailedError,
+    StoreMissingError,
+    StoreUrlError,
+)
+
+if TYPE_CHECKING:
+    from obstore.store import ObjectStore
+
+SCHEMES = ("s3", "gs", "az", "file")
+PAGE = 1000  # objects in a page of a listing: what S3 gives
+MAX_WHY = 160  # of the store's own words
+_PRIVATE = 0o700
+
+
+def open_store(url: str) -> BlobStore:
+    """Open the store that a URL names; it is reached at the first call.
+
+    Args:
+        url: s3://BUCKET/PREFIX, gs://…, az://CONTAINER/PREFIX or file:///DIRECTORY, which is made.
+
+    Raises:
+        StoreUrlError: it names none.
+        StoreMissingError: obstore is not installed.
+    """
+    try:
+        parts = urlsplit(url)
+    except ValueError as error:
+        raise _bad_url("is no URL") from error
+    if parts.scheme not in SCHEMES:
+        raise _bad_url(f"has the scheme {parts.scheme[:20]!r}")
+    if parts.username or parts.password or parts.query or parts.fragment:
+        raise StoreUrlError(
+            "the URL of the store has more than a bucket and a prefix",
+            "give credentials in the environment: AWS_ACCESS_KEY_ID and the like",
+        )
+    try:
+        from obstore.store import LocalStore, from_url
+    except ImportError as error:
+        raise StoreMissingError(
+            "obstore is not installed", "pip install 'cachedattention[remote]'"
+        ) from error
+    if parts.scheme == "file":
+        return ObjectBlobStore(LocalStore(_directory(parts.netloc, unquote(parts.path))))
+    if not parts.netloc:
+        raise _bad_url("names no bucket")
+    with _translated(parts.netloc):
+        return ObjectBlobStore(from_url(url))
+
+
+def _directory(host: str, path: str) -> Path:
+    if host or not path.startswith("/") or path == "/":
+        raise _bad_url("names no directory of its own")
+    directory = Path(path)
+    try:
+        directory.mkdir(mode=_PRIVATE, parents=True, exist_ok=True)
+    except OSError as error:
+        raise StoreUrlError(
+            f"cannot make {directory} ({error.strerror})", "name a directory of your own"
+        ) from error
+    return directory
+
+
+def _bad_url(what: str) -> StoreUrlError:
+    return StoreUrlError(
+        f"the URL of the store {what}",
+        "as in s3://BUCKET/PREFIX, gs://, az:// or file:///DIRECTORY",
+    )
+
+
+class ObjectBlobStore:
+    """See BlobStore.
+
+    Args:
+        store: of obstore.
+    """
+
+    def __init__(self, store: "ObjectStore") -> None:
+        import obstore
+
+        self._store = store
+        self._api = obstore
+
+    def put(self, name: str, data: bytes, *, if_absent: bool = False) -> None:
+        """Store an object."""
+        with _translated(name):
+            self._api.put(
+                self._store,
+                name,
+                data,
+                mode="create" if if_absent else "overwrite",
+                use_multipart=False,
+            )
+
+    def get(self, name: str, start: int = 0, num_bytes: int | None = None) -> bytes:
+        """Return an object, or a part of it."""
+        if num_bytes == 0:
+            return b""
+        with _translated(name):
+            if not start and num_bytes is None:
+                return self._api.get(self._store, name).bytes().to_bytes()
+            found = self._api.head(self._store, name)["size"]
+            end = found if num_bytes is None else min(found, start + num_bytes)
+            if start >= end:
+                return b""
+            return self._api.get_range(self._store, name, start=start, end=end).to_bytes()
+
+    def find(self, name: str) -> Blob | None:
+        """Return what a listing would say of it."""
+        try:
+            with _translated(name):
+                found = self._api.head(self._store, name)
+        except BlobMissingError:
+            return None
+        return Blob(name, found["size"], found["last_modified"].timestamp())
+
+    def delete(self, names: Sequence[str]) -> None:
+        """Remove objects."""
+        for name in names:
+            try:
+                with _translated(name):
+                    self._api.delete(self._store, name)
+            except BlobMissingError:  # of a local directory; elsewhere that is no error
+                continue
+
+    def list(self, prefix: str) -> Iterator[Sequence[Blob]]:
+        """Yield objects, a page at a time."""
+        with _translated(prefix):
+            for page in self._api.list(self._store, prefix.rstrip("/"), chunk_size=PAGE):
+                yield [
+                    Blob(found["path"], found["size"], found["last_modified"].timestamp())
+                    for found in page
+                ]
+
+
+@contextmanager
+def _translated(name: str) -> Iterator[None]:
+    """Raise what obstore reports as errors of ours."""
+    from obstore import exceptions
+
+    try:
+        yield
+    except FileNotFoundError as error:
+        raise BlobMissingError(f"the store has no {name}", "see: kvd remote ls") from error
+    except exceptions.AlreadyExistsError as error:
+        raise BlobExistsError(f"the store has {name} already", "look again") from error
+    except (exceptions.PermissionDeniedError, exceptions.UnauthenticatedError) as error:
+        raise StoreDeniedError(
+            f"the store refuses these credentials ({name})",
+            "see what the environment says of them, and what they may do there",
+        ) from error
+    except (exceptions.BaseError, OSError, ValueError) as error:
+        raise StoreFailedError(
+            f"the store failed at {name} ({_why(error)})", "see that it answers, and try again"
+        ) from error
+
+
+def _why(error: Exception) -> str:
+    """Return the first line of what went wrong: the rest is requests, which may have secrets."""
+    first = (str(error).splitlines() or [""])[0]
+    return f"{type(error).__name__}: {first}"[:MAX_WHY].partition("?")[0]

@@ -1,0 +1,175 @@
+"""Pulls sessions: a server becomes the owner first, then takes the chunks in, each compared.
+
+So what it has is what was pushed last, and the owner before it can push nothing behind its back. If
+it then cannot take them in, they lie there as they were; whoever pulls next becomes the owner.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Protocol
+
+from kvd.remote.blob_store import BlobStore
+from kvd.remote.catalog import Catalog, Pushed
+from kvd.remote.chunk_store import ChunkStore
+from kvd.remote.errors import NotPushedError
+from kvd.remote.manifest import Owner, has_expired, key_of, taken
+from kvd.remote.pacing import Pace
+from kvd.session_files.file_format import end_bytes
+from shared.pb.kvd.v1 import kvd_pb2 as pb
+from shared.types.errors import ReportedError
+
+THREADS = 4  # requests at once; each holds a chunk
+PIECE_BYTES = 1 << 20  # of a message to kvd
+
+
+class Sink(Protocol):
+    """The kvd that is to have the sessions."""
+
+    def import_session(
+        self, target: pb.ImportTarget, pieces: Iterator[bytes]
+    ) -> pb.ImportSessionResponse:
+        """Store a session."""
+
+    def set_ttl(self, key: pb.SessionKey, ttl_s: float) -> float:
+        """Set a session's own TTL."""
+
+    def pin(self, key: pb.SessionKey, *, soft: bool) -> None:
+        """Pin a session."""
+
+
+@dataclass(frozen=True)
+class PullResult:
+    """One session's pull.
+
+    Attributes:
+        session: as it is stored now.
+        num_tokens: of it.
+        num_bytes: of its chunks.
+        epoch: of its manifest.
+    """
+
+    session: pb.SessionKey
+    num_tokens: int
+    num_bytes: int
+    epoch: int
+
+
+class Puller:
+    """Pulls one session after the other.
+
+    Args:
+        store: where from.
+        sink: where to.
+        owner: that server.
+        pace: of the bytes received.
+        on_bytes: told how many bytes of a session have come.
+        threads: requests at once.
+    """
+
+    def __init__(
+        self,
+        store: BlobStore,
+        sink: Sink,
+        owner: Owner,
+        pace: Pace,
+        on_bytes: Callable[[int], None] = lambda _: None,
+        threads: int = THREADS,
+    ) -> None:
+        self._store = store
+        self._catalog = Catalog(store)
+        self._sink = sink
+        self._owner = owner
+        self._pace = pace
+        self._on_bytes = on_bytes
+        self._threads = threads
+
+    def pull(
+        self,
+        found: Pushed,
+        now_unix_s: float,
+        *,
+        copies: bool = False,
+        replaces: bool = False,
+        may_add_layout: bool = False,
+    ) -> PullResult:
+        """Pull a session.
+
+        Args:
+            found: of the store's catalog.
+            now_unix_s: the clock, to know what has expired.
+            copies: leave its owner what it is.
+            replaces: a session of this key gives way.
+            may_add_layout: even if kvd does not know the layout.
+
+        Raises:
+            NotPushedError: it has expired.
+            OvertakenError: it was pushed, or pulled, just now.
+            DamagedRemoteError: it is not what was put there; nothing was stored.
+            ReportedError: kvd, or the store, does not do its part.
+        """
+        manifest = found.manifest
+        if has_expired(manifest, now_unix_s - found.version.stored_unix_s):
+            raise NotPushedError(
+                f"session {manifest.session.session_id!r} has expired in the store",
+                "its next turn computes its history anew",
+            )
+        if not copies and manifest.owner != self._owner.server_id:
+            manifest = taken(manifest, self._owner)
+            self._catalog.replace(found.place, found, manifest)
+        target = pb.ImportTarget(replace=replaces, new_layout=may_add_layout)
+        if manifest.HasField("seal"):
+            target.seal.CopyFrom(manifest.seal)
+        stored = self._stored(target, manifest)
+        if manifest.ttl_s:
+            self._sink.set_ttl(stored.session, manifest.ttl_s)
+        if manifest.pin != pb.PIN_NONE:
+            self._sink.pin(stored.session, soft=manifest.pin == pb.PIN_SOFT)
+        num_bytes = sum(chunk.num_bytes for chunk in manifest.chunks)
+        return PullResult(stored.session, stored.num_tokens, num_bytes, manifest.epoch)
+
+    def _stored(
+        self, target: pb.ImportTarget, manifest: pb.SessionManifest
+    ) -> pb.ImportSessionResponse:
+        """Have kvd store a session; what stops its chunks from coming is what is raised."""
+        stopped: list[ReportedError] = []
+
+        def pieces() -> Iterator[bytes]:
+            try:
+                yield from self._pieces(manifest)
+            except ReportedError as error:  # gRPC has no way for it: kvd gets a file cut short
+                stopped.append(error)
+
+        try:
+            return self._sink.import_session(target, pieces())
+        except ReportedError as error:
+            if stopped:
+                raise stopped[0] from error
+            raise
+
+    def _pieces(self, manifest: pb.SessionManifest) -> Iterator[bytes]:
+        """Yield the session's file: its header, its chunks as they come, its end."""
+        chunks = ChunkStore(self._store, key_of(manifest).tenant)
+
+        def get(chunk: pb.RemoteChunk) -> bytes:
+            self._pace.take(chunk.num_bytes)
+            data = chunks.get(chunk)
+            self._on_bytes(len(data))
+            return data
+
+        yield manifest.header
+        wanted = iter(manifest.chunks)
+        coming: deque[Future[bytes]] = deque()
+        with ThreadPoolExecutor(self._threads) as threads:
+            for chunk in wanted:
+                coming.append(threads.submit(get, chunk))
+                if len(coming) == self._threads:
+                    yield from _cut(coming.popleft().result())
+            while coming:
+                yield from _cut(coming.popleft().result())
+        yield end_bytes(manifest.num_tokens)
+
+
+def _cut(data: bytes) -> Iterator[bytes]:
+    return (data[start : start + PIECE_BYTES] for start in range(0, len(data), PIECE_BYTES))

@@ -1,0 +1,226 @@
+"""Pushes sessions: their chunks first, then the manifest, which makes them count.
+
+Until the manifest is there, whoever pulls gets what was there before. What a push that was broken
+off has sent is found by the next one, and not sent again.
+"""
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Protocol
+
+from kvd.remote.blob_store import BlobStore
+from kvd.remote.catalog import Catalog, Pushed
+from kvd.remote.chunk_store import ChunkStore
+from kvd.remote.manifest import Owner, is_unchanged, pushed
+from kvd.remote.names import session_place
+from kvd.remote.pacing import Pace
+from shared.pb.kvd.v1 import kvd_pb2 as pb
+from shared.types.errors import ConflictError, StateError
+from shared.types.session_key import session_key
+
+CHUNK_BYTES = 8 << 20
+THREADS = 4  # requests at once; each holds a chunk
+TRIES = 3  # of a session that changes while it is copied
+
+
+class Source(Protocol):
+    """The kvd that has the sessions."""
+
+    def export_chunks(self, request: pb.ExportSessionRequest) -> Iterator[pb.SessionFilePart]:
+        """Yield the parts of a session in chunks."""
+
+
+class Outcome(StrEnum):
+    """What became of a session's push."""
+
+    PUSHED = "pushed"
+    UNCHANGED = "unchanged"  # it lay there already
+
+
+@dataclass(frozen=True)
+class PushResult:
+    """One session's push.
+
+    Attributes:
+        outcome: what became of it.
+        num_tokens: of the session in the store.
+        num_bytes: of its chunks.
+        sent_bytes: of those that were not there yet.
+        epoch: of its manifest.
+    """
+
+    outcome: Outcome
+    num_tokens: int
+    num_bytes: int
+    sent_bytes: int
+    epoch: int
+
+
+@dataclass(frozen=True)
+class _Content:
+    """What came out of kvd, and is in the store."""
+
+    header: bytes
+    chunks: Sequence[pb.RemoteChunk]
+    seal: pb.SessionSeal | None
+    sent_bytes: int
+
+
+class Pusher:
+    """Pushes one session after the other.
+
+    Args:
+        store: where to.
+        source: where from.
+        owner: that server.
+        pace: of the bytes sent.
+        on_bytes: told how many bytes of a session have been dealt with.
+        chunk_bytes: about how large objects are.
+        clock: unix seconds.
+        monotonic: seconds.
+        threads: requests at once.
+    """
+
+    def __init__(
+        self,
+        store: BlobStore,
+        source: Source,
+        owner: Owner,
+        pace: Pace,
+        on_bytes: Callable[[int], None] = lambda _: None,
+        chunk_bytes: int = CHUNK_BYTES,
+        clock: Callable[[], float] = time.time,
+        monotonic: Callable[[], float] = time.monotonic,
+        threads: int = THREADS,
+    ) -> None:
+        self._store = store
+        self._catalog = Catalog(store)
+        self._source = source
+        self._owner = owner
+        self._pace = pace
+        self._on_bytes = on_bytes
+        self._chunk_bytes = chunk_bytes
+        self._clock = clock
+        self._monotonic = monotonic
+        self._threads = threads
+
+    def push(
+        self, info: pb.SessionInfo, *, takes: bool = False, prefix: bool = False
+    ) -> PushResult:
+        """Push a session.
+
+        Args:
+            info: of it, as it is now.
+            takes: though another server owns it there.
+            prefix: of a session whose discards kvd does not know: what lies before them.
+
+        Raises:
+            FencedError: another server owns it.
+            ReportedError: kvd, or the store, does not do its part.
+        """
+        named, seen_unix_s = info.session, self._clock()
+        key = session_key(named.tenant, named.model, named.session_id)
+        place = session_place(key)
+        before = self._catalog.read(place)
+        last = None if before is None else before.manifest
+        manifest = pushed(info, last, self._owner, seen_unix_s, takes=takes)
+        is_ours = last is not None and last.owner == self._owner.server_id
+        if last is not None and is_ours and is_unchanged(last, info, seen_unix_s):
+            return _result(Outcome.UNCHANGED, last, 0)
+        chunks = ChunkStore(self._store, key.tenant, self._monotonic)
+        content = self._sent(info.session, before, chunks, prefix=prefix)
+        manifest.header = content.header
+        manifest.chunks.extend(content.chunks)
+        manifest.num_tokens = content.chunks[-1].end_token if content.chunks else 0
+        if content.seal is not None:
+            manifest.seal.CopyFrom(content.seal)
+        if not manifest.num_tokens:
+            raise StateError(f"session {key} has no tokens", "push it after its first turn")
+        chunks.check_time()
+        self._catalog.replace(place, before, manifest)
+        return _result(Outcome.PUSHED, manifest, content.sent_bytes)
+
+    def _sent(
+        self, key: pb.SessionKey, before: Pushed | None, chunks: ChunkStore, *, prefix: bool
+    ) -> _Content:
+        """Send what is not there yet; once more if the session changes meanwhile."""
+        request = pb.ExportSessionRequest(session=key, prefix=prefix, chunk_bytes=self._chunk_bytes)
+        for _ in range(TRIES - 1):
+            try:
+                return self._sent_once(request, before, chunks)
+            except ConflictError as error:
+                if not error.retryable:
+                    raise
+        return self._sent_once(request, before, chunks)
+
+    def _sent_once(
+        self, request: pb.ExportSessionRequest, before: Pushed | None, chunks: ChunkStore
+    ) -> _Content:
+        known = {} if before is None else {one.sha256: one for one in before.manifest.chunks}
+        under_way: deque[Future[tuple[pb.RemoteChunk, int]]] = deque()
+        done: list[pb.RemoteChunk] = []
+        header, seal, sent_bytes = b"", None, 0
+
+        def put(data: bytes, end_token: int) -> tuple[pb.RemoteChunk, int]:
+            chunk, num_bytes = chunks.put(data, end_token, known, self._pace.take)
+            self._on_bytes(chunk.num_bytes)
+            return chunk, num_bytes
+
+        def finish_one() -> int:
+            chunk, num_bytes = under_way.popleft().result()
+            done.append(chunk)
+            return num_bytes
+
+        with ThreadPoolExecutor(self._threads) as threads:
+            for end_token, data, seal in _chunks(self._source.export_chunks(request)):
+                if seal is not None:
+                    break
+                if not header:
+                    header = data
+                    continue
+                if len(under_way) == self._threads:
+                    sent_bytes += finish_one()
+                under_way.append(threads.submit(put, data, end_token))
+            while under_way:
+                sent_bytes += finish_one()
+        return _Content(header, done, seal, sent_bytes)
+
+
+def _chunks(
+    parts: Iterator[pb.SessionFilePart],
+) -> Iterator[tuple[int, bytes, pb.SessionSeal | None]]:
+    """Yield whole chunks with where they end; last the seal, if there is one."""
+    pieces: list[bytes] = []
+    for part in parts:
+        if part.data:
+            pieces.append(part.data)
+        if part.HasField("chunk_end"):
+            yield part.chunk_end.num_tokens, b"".join(pieces), None
+            pieces.clear()
+        if part.HasField("seal"):
+            yield 0, b"", part.seal
+
+
+def _result(outcome: Outcome, manifest: pb.SessionManifest, sent_bytes: int) -> PushResult:
+    num_bytes = sum(chunk.num_bytes for chunk in manifest.chunks)
+    return PushResult(outcome, manifest.num_tokens, num_bytes, sent_bytes, manifest.epoch)
+
+
+def in_order(sessions: Sequence[pb.SessionInfo]) -> list[pb.SessionInfo]:
+    """Order sessions for a push that may be broken off: what is lost last comes first.
+
+    Those that are only in this server's memory come before those on its SSD, those that will not
+    come back last. Among equals: pinned ones, then those that would cost most to compute again for
+    how soon they are likely to be back.
+    """
+
+    def rank(info: pb.SessionInfo) -> tuple[bool, bool, bool, float]:
+        is_over = info.ended or info.superseded
+        value = info.num_tokens / (info.idle_s + 60.0)
+        return is_over, not info.dirty_bytes, info.pin == pb.PIN_NONE, -value
+
+    return sorted(sessions, key=rank)

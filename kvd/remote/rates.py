@@ -1,0 +1,82 @@
+"""Measures kvd push and pull on a store: python -m kvd.remote.rates SESSION --url URL.
+
+Against obstore alone with the very objects that a push leaves, as many at once; every round writes
+below a prefix of its own, which is removed. The session is one of the running kvd. A pull replaces
+it with itself.
+"""
+
+import secrets
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from kvd.client.connection import open_client
+from kvd.remote.blob_store import BlobStore
+from kvd.remote.catalog import Catalog
+from kvd.remote.manifest import Owner
+from kvd.remote.object_store import open_store
+from kvd.remote.pacing import Pace
+from kvd.remote.pulling import Puller
+from kvd.remote.pushing import THREADS, Pusher
+from shared.pb.kvd.v1 import kvd_pb2 as pb
+
+OWNER = Owner("rates", "rates")
+
+
+def rates(
+    session: Annotated[str, typer.Argument(help="Session id, of the default tenant.")],
+    url: Annotated[str, typer.Option("--url", help="Store; nothing is left in it.")],
+    rounds: Annotated[int, typer.Option("--rounds", min=1)] = 5,
+    runtime_dir: Annotated[Path | None, typer.Option("--runtime-dir")] = None,
+) -> None:
+    """Print medians of push, pull, and of obstore alone with the same objects, in MB/s."""
+    seconds: dict[str, list[float]] = {"push": [], "bare put": [], "pull": [], "bare get": []}
+    num_bytes = 0
+    with open_client(runtime_dir) as client:
+        for _ in range(rounds):
+            store = open_store(f"{url.rstrip('/')}/rates-{secrets.token_hex(4)}")
+            info = client.describe(pb.SessionKey(session_id=session)).info
+            pusher = Pusher(store, client, OWNER, Pace())
+            num_bytes = pusher.push(info).num_bytes
+            names = [blob.name for page in store.list("v1/") for blob in page]
+            objects = {name: store.get(name) for name in names}
+            store.delete(names)  # written anew: the disk has been warmed up
+            seconds["push"].append(_timed(lambda: pusher.push(info)))  # noqa: B023  # called now
+            found = Catalog(store).find(info.session.tenant, session)
+            puller = Puller(store, client, OWNER, Pace())
+            seconds["pull"].append(
+                _timed(lambda: puller.pull(found, time.time(), copies=True, replaces=True))  # noqa: B023
+            )
+            seconds["bare get"].append(_timed(lambda: _each(store.get, names)))  # noqa: B023
+            store.delete([blob.name for page in store.list("v1/") for blob in page])
+            seconds["bare put"].append(_timed(lambda: _put(store, objects)))  # noqa: B023
+            store.delete(names)
+    medians = {what: statistics.median(found) for what, found in seconds.items()}
+    typer.echo(f"{num_bytes / 1e6:.0f} MB, {rounds} rounds, medians:")
+    for what, bare in (("push", "bare put"), ("pull", "bare get")):
+        rate, floor = num_bytes / medians[what] / 1e6, num_bytes / medians[bare] / 1e6
+        typer.echo(f"{what} {rate:.0f} MB/s, {bare} {floor:.0f} MB/s, ratio {rate / floor:.2f}")
+
+
+def _timed(do: Callable[[], object]) -> float:
+    begun_s = time.perf_counter()
+    do()
+    return time.perf_counter() - begun_s
+
+
+def _put(store: BlobStore, objects: dict[str, bytes]) -> None:
+    _each(lambda name: store.put(name, objects[name]), list(objects))
+
+
+def _each(do: Callable[[str], object], names: Sequence[str]) -> None:
+    with ThreadPoolExecutor(THREADS) as threads:
+        list(threads.map(do, names))
+
+
+if __name__ == "__main__":
+    typer.run(rates)

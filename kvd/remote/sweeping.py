@@ -1,0 +1,205 @@
+"""A sweep: drops sessions that have expired, and removes chunks that no manifest names.
+
+All ages are by the store's clock. It removes nothing at once: an expired session becomes a dropped
+one, which is forgotten GRACE_S later; chunks are condemned first (chunk_store.py). So a sweep is
+safe beside pushes, pulls and other sweeps; the lease only spares the work. Where a manifest cannot
+be read, nothing of its tenant is removed: nobody knows what it names.
+"""
+
+import json
+import secrets
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from kvd.remote.blob_store import Blob, BlobStore
+from kvd.remote.catalog import Catalog
+from kvd.remote.chunk_store import GRACE_S, condemned_list, condemned_names, list_blobs
+from kvd.remote.errors import (
+    BlobMissingError,
+    DamagedRemoteError,
+    OvertakenError,
+    SweepRunningError,
+    UnfitStoreError,
+)
+from kvd.remote.manifest import Owner, has_expired
+from kvd.remote.names import SWEEPER, all_chunks, all_condemned, place_of
+from kvd.remote.register import Register, Version
+
+LEASE_S = 900.0  # a sweep of more objects goes on, perhaps beside another one
+
+
+@dataclass
+class SweepResult:
+    """What a sweep has done.
+
+    Attributes:
+        num_sessions: that are kept.
+        num_expired: that were dropped.
+        num_forgotten: that were dropped long ago.
+        num_condemned: chunks that are to go.
+        num_removed: chunks that went.
+        removed_bytes: of these.
+        num_damaged: manifests that cannot be read.
+    """
+
+    num_sessions: int = 0
+    num_expired: int = 0
+    num_forgotten: int = 0
+    num_condemned: int = 0
+    num_removed: int = 0
+    removed_bytes: int = 0
+    num_damaged: int = 0
+
+
+class Sweeper:
+    """See the module docstring.
+
+    Args:
+        store: what is swept.
+        owner: who sweeps.
+        clock: unix seconds, for the lease.
+    """
+
+    def __init__(
+        self, store: BlobStore, owner: Owner, clock: Callable[[], float] = time.time
+    ) -> None:
+        self._store = store
+        self._catalog = Catalog(store)
+        self._lease = Register(store, SWEEPER)
+        self._owner = owner
+        self._clock = clock
+
+    def sweep(self) -> SweepResult:
+        """Sweep once.
+
+        Raises:
+            SweepRunningError: another one runs.
+        """
+        now_s = self._begin()
+        result = SweepResult()
+        try:
+            named, unknown = self._sweep_sessions(now_s, result)
+            self._sweep_chunks(now_s, named, unknown, result)
+        finally:
+            self._end()
+        return result
+
+    # ---------------------------------------------------------------------------------- the lease
+
+    def _begin(self) -> float:
+        """Take the lease; returns the store's time."""
+        held = self._lease.read()
+        holder = self._holder(held)
+        if held is not None and holder and self._clock() < held.stored_unix_s + LEASE_S:
+            raise SweepRunningError(
+                f"{holder} sweeps the store", f"wait for it, {LEASE_S / 60:g} minutes at most"
+            )
+        try:
+            name = self._lease.replace(held, self._note(self._owner.name))
+        except OvertakenError as error:
+            raise SweepRunningError("another sweep has begun", "wait for it") from error
+        blob = self._store.find(name)
+        if blob is None:
+            raise SweepRunningError("another sweep has begun", "wait for it")
+        return blob.stored_unix_s
+
+    def _end(self) -> None:
+        held = self._lease.read()
+        if held is not None and self._holder(held) == self._owner.name:
+            self._lease.replace(held, self._note(""))
+
+    def _note(self, holder: str) -> bytes:
+        return json.dumps({"holder": holder, "nonce": secrets.token_hex(8)}).encode()
+
+    def _holder(self, held: Version | None) -> str:
+        try:
+            return "" if held is None else str(json.loads(held.data)["holder"])
+        except (ValueError, KeyError, TypeError):
+            return ""  # damaged: nobody's
+
+    # -------------------------------------------------------------------------------- what there is
+
+    def _sweep_sessions(self, now_s: float, result: SweepResult) -> tuple[set[str], set[str]]:
+        """Drop and forget sessions.
+
+        Returns:
+            Names of the chunks that are named, with their tenants' places; and the places of
+            tenants of whom that is not known.
+        """
+        named: set[str] = set()
+        unknown: set[str] = set()
+        for place in self._catalog.places():
+            tenant = place.split("/")[2]
+            try:
+                found = self._catalog.read(place)
+            except (DamagedRemoteError, UnfitStoreError, OvertakenError):
+                result.num_damaged += 1
+                unknown.add(tenant)
+                continue
+            if found is None:
+                continue
+            age_s = now_s - found.version.stored_unix_s
+            if found.manifest.dropped:
+                if age_s >= GRACE_S:
+                    self._catalog.forget(found)
+                    result.num_forgotten += 1
+                continue
+            if has_expired(found.manifest, age_s):
+                try:
+                    self._catalog.drop(found)
+                    result.num_expired += 1
+                    continue
+                except (OvertakenError, DamagedRemoteError):  # it was pushed just now
+                    unknown.add(tenant)
+            result.num_sessions += 1
+            named.update(f"{tenant}/{chunk.name}" for chunk in found.manifest.chunks)
+        return named, unknown
+
+    def _sweep_chunks(
+        self, now_s: float, named: set[str], unknown: set[str], result: SweepResult
+    ) -> None:
+        """Remove what was condemned long enough, and condemn what nobody names."""
+        sizes: dict[str, Blob] = {}
+        for blob in list_blobs(self._store, all_chunks()):
+            if (name := _of_tenant(blob)).split("/")[0] not in unknown:
+                sizes[name] = blob
+        condemned: set[str] = set()
+        for blob in list_blobs(self._store, all_condemned()):
+            tenant = place_of(blob.name).rpartition("/")[2]
+            names = {f"{tenant}/{name}" for name in self._names_in(blob)}
+            condemned |= names
+            if tenant in unknown or now_s < blob.stored_unix_s + GRACE_S:
+                continue
+            if now_s >= blob.stored_unix_s + 2 * GRACE_S:
+                self._store.delete([blob.name])
+                continue
+            self._remove((sizes[name] for name in names - named if name in sizes), result)
+        by_tenant: defaultdict[str, list[str]] = defaultdict(list)
+        for name, blob in sizes.items():
+            is_old = now_s >= blob.stored_unix_s + GRACE_S  # a push that was broken off goes on
+            if is_old and name not in named and name not in condemned:
+                tenant, _, chunk = name.partition("/")
+                by_tenant[tenant].append(chunk)
+        for tenant, chunks in by_tenant.items():
+            path = f"{all_condemned()}/{tenant}/{secrets.token_hex(8)}"
+            self._store.put(path, condemned_list(chunks))
+            result.num_condemned += len(chunks)
+
+    def _names_in(self, blob: Blob) -> list[str]:
+        try:
+            return condemned_names(self._store.get(blob.name))
+        except BlobMissingError:
+            return []
+
+    def _remove(self, blobs: Iterable[Blob], result: SweepResult) -> None:
+        found = list(blobs)
+        self._store.delete([blob.name for blob in found])
+        result.num_removed += len(found)
+        result.removed_bytes += sum(blob.num_bytes for blob in found)
+
+
+def _of_tenant(blob: Blob) -> str:
+    """Return a chunk's name with its tenant's place before it."""
+    return blob.name.removeprefix(f"{all_chunks()}/")

@@ -1,0 +1,177 @@
+"""Every store is the same to kvd: a directory, memory, S3, and the one that tests make fail."""
+
+import threading
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from random import Random
+
+import pytest
+
+from kvd.remote.blob_store import BlobStore
+from kvd.remote.catalog import Catalog
+from kvd.remote.errors import (
+    BlobExistsError,
+    BlobMissingError,
+    StoreFailedError,
+    StoreUrlError,
+    UnfitStoreError,
+)
+from kvd.remote.object_store import ObjectBlobStore, open_store
+from tests.faulty_store import FaultyStore, Odds, View
+
+obstore_store = pytest.importorskip("obstore.store")
+SECRET = "a-secret-key"  # noqa: S105
+
+
+@pytest.fixture(scope="module")
+def s3() -> Iterator[str]:
+    """A server that speaks S3, with a bucket; skipped without moto."""
+    server_module = pytest.importorskip("moto.server")
+    server = server_module.ThreadedMotoServer(port=0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    environ = {
+        "AWS_ACCESS_KEY_ID": "somebody",
+        "AWS_SECRET_ACCESS_KEY": SECRET,
+        "AWS_REGION": "us-east-1",
+        "AWS_ENDPOINT_URL": f"http://{host}:{port}",
+        "AWS_ALLOW_HTTP": "true",
+    }
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in environ.items():
+            patch.setenv(name, value)
+        boto3 = pytest.importorskip("boto3")
+        client = boto3.client("s3", endpoint_url=environ["AWS_ENDPOINT_URL"])
+        client.create_bucket(Bucket="sessions")
+        yield "s3://sessions/prod"
+    server.stop()
+
+
+@pytest.fixture(params=["directory", "memory", "s3", "faulty"])
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> BlobStore:
+    if request.param == "directory":
+        return open_store(f"file://{tmp_path}/made/here")
+    if request.param == "memory":
+        return ObjectBlobStore(obstore_store.MemoryStore())
+    if request.param == "s3":
+        return open_store(request.getfixturevalue("s3"))
+    return View(FaultyStore(Random(1)), is_calm=True)  # noqa: S311
+
+
+def _names(store: BlobStore, prefix: str) -> list[str]:
+    return sorted(blob.name for page in store.list(prefix) for blob in page)
+
+
+def test_objects_come_and_go(store: BlobStore) -> None:
+    """They are got whole or in part, found, listed by prefix and removed, twice if need be."""
+    store.put("v1/x/one", b"0123456789")
+    store.put("v1/x/one", b"9876543210")
+    store.put("v1/xy/two", b"")
+    assert store.get("v1/x/one") == b"9876543210"
+    assert store.get("v1/x/one", 2, 3) == b"765"
+    assert (store.get("v1/x/one", 8, 9), store.get("v1/x/one", 20, 2)) == (b"10", b"")
+    assert (store.get("v1/x/one", 7), store.get("v1/x/one", 3, 0)) == (b"210", b"")
+    found = store.find("v1/x/one")
+    assert found is not None
+    assert (found.name, found.num_bytes, found.stored_unix_s > 0) == ("v1/x/one", 10, True)
+    assert (_names(store, "v1/x/"), _names(store, "v1/none/")) == (["v1/x/one"], [])
+    store.delete(["v1/x/one", "v1/x/never", "v1/x/one"])
+    assert (store.find("v1/x/one"), _names(store, "v1/x/")) == (None, [])
+    with pytest.raises(BlobMissingError):
+        store.get("v1/x/one")
+    store.delete(["v1/xy/two"])
+
+
+def test_only_one_makes_what_is_absent(store: BlobStore) -> None:
+    """Of many at once one does; the others are told, and change nothing."""
+    won, lost = [], []
+
+    def make(number: int) -> None:
+        try:
+            store.put("v1/race", bytes([number]) * 1000, if_absent=True)
+            won.append(number)
+        except BlobExistsError:
+            lost.append(number)
+
+    threads = [threading.Thread(target=make, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert (len(won), len(lost)) == (1, 7)
+    assert store.get("v1/race") == bytes(won) * 1000
+    store.delete(["v1/race"])
+
+
+def test_a_page_holds_no_more_than_it_may(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Long listings come in several."""
+    monkeypatch.setattr("kvd.remote.object_store.PAGE", 4)
+    store = open_store(f"file://{tmp_path}")
+    for number in range(10):
+        store.put(f"v1/many/{number}", b"x")
+    pages = [len(page) for page in store.list("v1/many/")]
+    assert (sum(pages), max(pages)) == (10, 4)
+
+
+def test_a_store_is_one_for_sessions(store: BlobStore) -> None:
+    """It is marked once; one of another release, or without conditions, is refused."""
+    Catalog(store).open()
+    Catalog(store).open()
+    store.put("v1/format", b"KVDREMOT 2\n")
+    with pytest.raises(UnfitStoreError, match="another release"):
+        Catalog(store).open()
+    store.delete(["v1/format"])
+
+
+def test_a_store_that_overwrites_is_refused() -> None:
+    """It could not keep two servers apart."""
+    careless = View(FaultyStore(Random(1), odds=Odds(forgetful=1.0)), is_calm=True)  # noqa: S311
+    with pytest.raises(UnfitStoreError, match="If-None-Match"):
+        Catalog(careless).open()
+
+
+@pytest.mark.parametrize(
+    ("url", "said"),
+    [
+        ("", "has the scheme ''"),
+        ("/a/directory", "has the scheme ''"),
+        ("ftp://host/x", "has the scheme 'ftp'"),
+        ("s3://", "names no bucket"),
+        ("file:///", "names no directory"),
+        ("file://host/x", "names no directory"),
+        (f"s3://me:{SECRET}@bucket/x", "credentials in the environment"),
+        (f"s3://bucket/x?token={SECRET}", "credentials in the environment"),
+        ("s3://[", "is no URL"),
+    ],
+)
+def test_urls_that_name_no_store(url: str, said: str) -> None:
+    """They are refused before anything is called, and nothing secret is repeated."""
+    with pytest.raises(StoreUrlError, match=said.replace("[", r"\[")) as refused:
+        open_store(url)
+    assert SECRET not in str(refused.value)
+
+
+def test_what_fails_names_no_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A store that nobody answers for is one line, with what to do."""
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "somebody")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
+    store = ObjectBlobStore(
+        obstore_store.S3Store(
+            "bucket",
+            endpoint="http://127.0.0.1:1",
+            region="us-east-1",
+            client_options={"allow_http": True},
+            retry_config={"max_retries": 0, "retry_timeout": timedelta(seconds=1)},
+        )
+    )
+    with pytest.raises(StoreFailedError, match="see that it answers") as failed:
+        store.get("v1/format")
+    assert SECRET not in str(failed.value)
+    assert "\n" not in str(failed.value)
+
+
+def test_a_directory_is_for_its_owner_alone(tmp_path: Path) -> None:
+    """One that is made has mode 0700."""
+    open_store(f"file://{tmp_path}/a%20b")
+    assert (tmp_path / "a b").stat().st_mode & 0o777 == 0o700

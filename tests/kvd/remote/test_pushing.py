@@ -1,0 +1,111 @@
+"""Who is pushed first; what is sent, and at which rate."""
+
+from random import Random
+
+import pytest
+
+from kvd.remote.errors import StoreFailedError
+from kvd.remote.pacing import Pace
+from kvd.remote.pushing import Outcome, Pusher, in_order
+from shared.pb.kvd.v1 import kvd_pb2 as pb
+from shared.types.errors import ConflictError, StateError
+from tests.faulty_store import FaultyStore, View
+from tests.remote_server import STEP, Server
+
+
+def _info(name: str, **values: float) -> pb.SessionInfo:
+    return pb.SessionInfo(session=pb.SessionKey(session_id=name), **values)
+
+
+def test_what_would_be_lost_first_comes_first() -> None:
+    """Memory before SSD, pinned before others, then value; what is over last."""
+    sessions = [
+        _info("over", num_tokens=9000, dirty_bytes=1, ended=True),
+        _info("cold", num_tokens=100, idle_s=3600.0),
+        _info("hot", num_tokens=100, idle_s=1.0),
+        _info("pinned", num_tokens=1, idle_s=9999.0, pin=pb.PIN_HARD),
+        _info("dirty", num_tokens=1, dirty_bytes=5, idle_s=500.0),
+        _info("long", num_tokens=100_000, idle_s=3600.0),
+    ]
+    names = [info.session.session_id for info in in_order(sessions)]
+    assert names == ["dirty", "pinned", "long", "hot", "cold", "over"]
+
+
+class Place:
+    """A store, and a server that pushes session "a" to it."""
+
+    def __init__(self) -> None:
+        self.store = FaultyStore(Random(5))  # noqa: S311
+        self.server = Server("one")
+        self.server.sessions["a"] = tuple(range(3 * STEP + 1))
+        self.taken: list[int] = []
+
+    def push(self, view: View | None = None):
+        calm = View(self.store, is_calm=True)
+        pace = Pace()
+        pace.take = self.taken.append  # type: ignore[method-assign]
+        pusher = Pusher(view or calm, self.server, self.server.owner, pace, clock=lambda: 1e9)
+        return pusher.push(self.server.info("a"))
+
+
+def test_a_push_that_was_broken_off_goes_on() -> None:
+    """What it has sent is not sent again, though no manifest names it yet."""
+    place = Place()
+
+    class Full(View):
+        num_puts = 0
+
+        def put(self, name: str, data: bytes, *, if_absent: bool = False) -> None:
+            self.num_puts += 1
+            if self.num_puts > 2:
+                raise StoreFailedError("no space left", "free some")
+            super().put(name, data, if_absent=if_absent)
+
+    with pytest.raises(StoreFailedError):
+        place.push(Full(place.store, is_calm=True))
+    assert len(place.store.blobs) == 2
+    place.taken.clear()
+    found = place.push()
+    assert (found.outcome, len(place.taken)) == (Outcome.PUSHED, 2)
+    assert found.sent_bytes == sum(place.taken) < found.num_bytes
+    assert place.push().sent_bytes == 0
+
+
+def test_a_session_that_changes_meanwhile_is_read_again() -> None:
+    """A few times; then it is said."""
+    place = Place()
+    num_exports = 0
+
+    def changes() -> None:
+        nonlocal num_exports
+        num_exports += 1
+        if num_exports <= 2:
+            raise ConflictError("it changed", "try again")
+
+    place.server.on_export = changes
+    assert place.push().num_tokens == 3 * STEP + 1
+    num_exports = -9
+    with pytest.raises(ConflictError):
+        place.push()
+
+
+def test_a_session_without_tokens_is_not_pushed() -> None:
+    """There is nothing to pull."""
+    place = Place()
+    place.server.sessions["a"] = ()
+    with pytest.raises(StateError, match="has no tokens"):
+        place.push()
+    assert place.store.blobs == {}
+
+
+def test_a_rate_is_kept_by_all_together() -> None:
+    """Each waits until what was taken before it would be through."""
+    now_s, slept = 100.0, []
+    pace = Pace(1000, lambda: now_s, slept.append)
+    for num_bytes in (500, 2000, 1):
+        pace.take(num_bytes)
+    now_s = 200.0
+    pace.take(1)
+    assert slept == [0.5, 2.5]
+    Pace(0, lambda: now_s, slept.append).take(1 << 40)
+    assert slept == [0.5, 2.5]

@@ -1,0 +1,189 @@
+"""A sweep removes what nobody needs, late enough for those who were about to need it."""
+
+from collections.abc import Callable
+from random import Random
+
+import pytest
+
+from kvd.remote.catalog import Catalog
+from kvd.remote.errors import NotPushedError, SlowPushError, SweepRunningError
+from kvd.remote.manifest import Owner
+from kvd.remote.pacing import Pace
+from kvd.remote.pulling import Puller
+from kvd.remote.pushing import Pusher
+from kvd.remote.sweeping import LEASE_S, Sweeper, SweepResult
+from tests.faulty_store import FaultyStore, View
+from tests.remote_server import STEP, Server
+
+HOUR_S = 3600.0
+DAY_S = 24 * HOUR_S
+TOKENS = tuple(range(3 * STEP))
+
+
+class World:
+    """A store without faults, whose clock moves by hand, and a server."""
+
+    def __init__(self) -> None:
+        self.store = FaultyStore(Random(1))  # noqa: S311
+        self.view = View(self.store, is_calm=True)
+        self.server = Server("one")
+
+    def push(
+        self, session: str = "a", tokens: tuple[int, ...] = TOKENS, expires_in_s: float = -1.0
+    ) -> None:
+        self.server.sessions[session] = tokens
+        pusher = Pusher(
+            self.view,
+            self.server,
+            self.server.owner,
+            Pace(),
+            clock=lambda: self.store.now_s,
+            monotonic=lambda: self.store.now_s,
+        )
+        pusher.push(self.server.info(session, expires_in_s))
+
+    def pull(self, session: str = "a") -> tuple[int, ...]:
+        reader = Server("reader")
+        found = Catalog(self.view).find("default", session)
+        puller = Puller(self.view, reader, reader.owner, Pace())
+        puller.pull(found, self.store.now_s, copies=True)
+        return reader.sessions[session]
+
+    def drop(self, session: str = "a") -> None:
+        catalog = Catalog(self.view)
+        catalog.drop(catalog.find("default", session))
+
+    def sweep(self, after_s: float = 0.0) -> SweepResult:
+        self.store.now_s += after_s
+        return Sweeper(self.view, Owner("", "sweeper"), lambda: self.store.now_s).sweep()
+
+    def during_the_next_push(self, do: Callable[[], object]) -> None:
+        """Have something done once it has begun."""
+
+        def once() -> None:
+            self.server.on_export = lambda: None
+            do()
+
+        self.server.on_export = once
+
+    def names(self, kind: str) -> list[str]:
+        return [name for name in self.store.blobs if name.startswith(f"v1/{kind}/")]
+
+
+def test_chunks_go_a_day_after_they_were_condemned() -> None:
+    """By the sweep after that; then their list, and what stood for the session, go, too."""
+    world = World()
+    world.push()
+    world.push("b", TOKENS[:STEP])
+    world.drop()
+    assert world.sweep(HOUR_S).num_condemned == 0  # a push that was broken off goes on
+    assert world.sweep(DAY_S).num_condemned == 2  # the first one is of the other session
+    assert world.sweep(DAY_S - 1).num_removed == 0
+    found = world.sweep(1)
+    assert (found.num_removed, found.num_forgotten, found.num_sessions) == (2, 0, 1)
+    world.sweep(DAY_S)
+    assert (len(world.names("chunks")), world.names("condemned")) == (1, [])
+    assert len(world.names("sessions")) == 1
+    assert world.pull("b") == TOKENS[:STEP]
+
+
+def test_what_has_expired_is_pulled_no_more_and_swept() -> None:
+    """By the store's clock, counted from when the manifest was stored."""
+    world = World()
+    world.push(expires_in_s=2 * HOUR_S)
+    assert world.sweep(2 * HOUR_S - 1).num_expired == 0
+    assert world.pull() == TOKENS
+    world.store.now_s += 1
+    with pytest.raises(NotPushedError, match="has expired"):
+        world.pull()
+    assert world.sweep().num_expired == 1
+    with pytest.raises(NotPushedError, match="has no session"):
+        world.pull()
+    world.push()
+    assert world.pull() == TOKENS
+
+
+@pytest.mark.parametrize("pauses_s", [(0.0, 0.0), (0.0, HOUR_S), (0.0, DAY_S / 2 - 1)])
+def test_a_push_keeps_what_it_has_found(pauses_s: tuple[float, ...]) -> None:
+    """Chunks that nobody named, condemned while it goes on, and looked at by sweeps after it."""
+    world = World()
+    world.push()
+    world.drop()
+    world.store.now_s += 2 * DAY_S
+    world.during_the_next_push(lambda: [world.sweep(pause) for pause in pauses_s])
+    world.push("b")
+    assert world.names("condemned")
+    for _ in range(4):
+        assert world.pull("b") == TOKENS
+        world.sweep(DAY_S)
+    assert world.pull("b") == TOKENS
+
+
+def test_a_push_relies_on_nothing_condemned() -> None:
+    """A sweep that has looked at all manifests removes it, though one names its like by then."""
+    world = World()
+    world.push()
+    world.drop()
+    world.sweep(2 * DAY_S)
+    world.store.now_s += DAY_S
+
+    class PushingView(View):
+        def list(self, prefix: str):
+            if prefix.startswith("v1/chunks"):
+                world.push("b")
+            return super().list(prefix)
+
+    view = PushingView(world.store, is_calm=True)
+    found = Sweeper(view, Owner("", "sweeper"), lambda: world.store.now_s).sweep()
+    assert found.num_removed == 3
+    assert world.pull("b") == TOKENS
+    world.push("b", (*TOKENS, 1))  # found by the manifest, under the names that it gives
+    assert world.pull("b") == (*TOKENS, 1)
+
+
+def test_a_push_that_takes_too_long_is_none() -> None:
+    """What it has found may have been removed: it says so, and what was there stays."""
+    world = World()
+    world.push()
+
+    def wait() -> None:
+        world.store.now_s += DAY_S / 2 + 1
+
+    world.during_the_next_push(wait)
+    with pytest.raises(SlowPushError, match="push it again"):
+        world.push("a", (*TOKENS, 1))
+    assert world.pull() == TOKENS
+
+
+def test_where_a_manifest_cannot_be_read_nothing_goes() -> None:
+    """Nobody knows what it names."""
+    world = World()
+    world.push()
+    world.push("b", (7,))
+    world.drop("b")
+    name = world.names("sessions")[0]
+    data, stored_s = world.store.blobs[name]
+    world.store.blobs[name] = (data[:-1], stored_s)
+    for _ in range(4):
+        found = world.sweep(DAY_S)
+        assert (found.num_damaged, found.num_condemned, found.num_removed) == (1, 0, 0)
+
+
+def test_one_sweeps_at_a_time() -> None:
+    """One that died lets the next one in when its lease is over."""
+    world = World()
+
+    class StoppingView(View):
+        def list(self, prefix: str):
+            if prefix.startswith("v1/sessions"):
+                raise KeyboardInterrupt
+            return super().list(prefix)
+
+    stopped = Sweeper(StoppingView(world.store, is_calm=True), Owner("", "another"))
+    stopped._end = lambda: None  # it died
+    with pytest.raises(KeyboardInterrupt):
+        stopped.sweep()
+    with pytest.raises(SweepRunningError, match="another sweeps the store"):
+        world.sweep(LEASE_S - 1)
+    world.sweep(1)
+    world.sweep()

@@ -1,0 +1,96 @@
+"""Chunks end where tokens say; sealed ones open whole, in their order, for their tenant, or not."""
+
+import secrets
+
+import pytest
+
+from kvd.encryption.sealing import KEY_BYTES
+from kvd.session_files.chunks import Chunker, ChunkOpener, ChunkSealer, step_tokens
+from kvd.session_files.file_format import (
+    FileHeader,
+    SessionFileError,
+    end_bytes,
+    frame_bytes,
+    header_bytes,
+)
+from shared.types.lineage import WHOLE
+from tests.synthetic_engine import encode, key_of, small_layout
+
+KEY = secrets.token_bytes(KEY_BYTES)
+HEADER = header_bytes(FileHeader(key_of("a", "acme"), small_layout(), WHOLE, "0", 0.0))
+FRAMES = [frame_bytes(16 * n, encode(range(16)), [memoryview(bytes([n]) * 99)]) for n in range(3)]
+
+
+def _sealed(frames: list[bytes]) -> tuple[list[bytes], bytes]:
+    sealer = ChunkSealer(KEY, "acme", HEADER)
+    return [sealer.seal(frame) for frame in frames], sealer.tag()
+
+
+def _opened(pieces: list[bytes], tag: bytes, key: bytes = KEY, tenant: str = "acme") -> bytes:
+    opener = ChunkOpener(key, tenant, tag)
+    return b"".join(part for piece in pieces for part in opener.feed(piece))
+
+
+def test_chunks_end_where_tokens_say() -> None:
+    """At the first frame that reaches a multiple, however frames were cut before."""
+    chunker = Chunker(32)
+    frames = [(16, b"a"), (15, b"b"), (16, b"c"), (1, b"d"), (40, b"e"), (3, b"f")]
+    found = [chunk for frame in frames if (chunk := chunker.add(*frame))]
+    assert found == [(47, b"abc"), (88, b"de")]
+    assert (chunker.rest(), chunker.rest()) == ((91, b"f"), None)
+
+
+def test_chunks_have_whole_blocks() -> None:
+    """As many as fit; a block that is larger is a chunk."""
+    assert step_tokens(8 << 20, 16, [1000, 24]) == 16 * 512
+    assert step_tokens(8 << 20, 16, [1 << 20]) == 16
+
+
+def test_what_was_sealed_opens() -> None:
+    """In pieces cut anywhere it is the session file; equal frames are equal, and not in plain."""
+    chunks, tag = _sealed(FRAMES)
+    file = HEADER + b"".join(chunks) + end_bytes(48)
+    plain = HEADER + b"".join(FRAMES) + end_bytes(48)
+    for size in (1, 7, 1000, len(file)):
+        pieces = [file[start : start + size] for start in range(0, len(file), size)]
+        assert _opened(pieces, tag) == plain
+    assert (chunks, tag) == _sealed(FRAMES)
+    assert bytes([2]) * 99 not in file
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda chunks: chunks[:2], "missing"),
+        (lambda chunks: [chunks[0], chunks[2], chunks[1]], "not in their order"),
+        (lambda chunks: [*chunks, chunks[0]], "missing"),
+        (lambda chunks: [b"X" + chunks[0][1:], *chunks[1:]], "another kind"),
+        (lambda chunks: [*chunks[:2], chunks[2][:-1] + b"\0"], "does not open"),
+        (lambda chunks: [chunks[0][:20] + bytes(32) + chunks[0][52:], *chunks[1:]], "not open"),
+    ],
+)
+def test_what_was_changed_does_not_end(change, said: str) -> None:
+    """Whoever can write to the store can make no session of it."""
+    chunks, tag = _sealed(FRAMES)
+    with pytest.raises(SessionFileError, match=said):
+        _opened([HEADER, *change(chunks), end_bytes(48)], tag)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [{"key": bytes(KEY_BYTES)}, {"tenant": "other"}, {"tag": bytes(32)}],
+    ids=["key", "tenant", "tag"],
+)
+def test_others_open_nothing(other: dict) -> None:
+    """Another key, another tenant, or the tag of another session."""
+    chunks, tag = _sealed(FRAMES)
+    with pytest.raises(SessionFileError, match="push it again"):
+        _opened([HEADER, *chunks, end_bytes(48)], **{"tag": tag, **other})
+
+
+def test_the_header_is_part_of_it() -> None:
+    """Chunks under another session's header are not that session."""
+    chunks, tag = _sealed(FRAMES)
+    header = header_bytes(FileHeader(key_of("b", "acme"), small_layout(), WHOLE, "0", 0.0))
+    with pytest.raises(SessionFileError, match="missing, or not in their order"):
+        _opened([header, *chunks, end_bytes(48)], tag)

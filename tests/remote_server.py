@@ -1,0 +1,77 @@
+"""A server as remote stores see it: a source and a sink of sessions, in memory."""
+
+from collections.abc import Callable, Iterator
+
+from kvd.remote.manifest import Owner
+from kvd.session_files.chunks import Chunker
+from kvd.session_files.file_format import (
+    FileHeader,
+    FileReader,
+    frame_bytes,
+    header_bytes,
+    row_bytes,
+)
+from shared.pb.kvd.v1 import kvd_pb2 as pb
+from shared.types.lineage import WHOLE
+from tests.synthetic_engine import encode, key_of, small_layout
+
+LAYOUT = small_layout(1)
+STEP = LAYOUT.block_tokens  # a chunk for each block
+State = tuple[int, ...]  # the tokens of a session
+
+
+class Server:
+    """A kvd's sessions.
+
+    Attributes:
+        sessions: what it has of each.
+        on_export: called when one begins to be exported.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.owner = Owner(name, name)
+        self.on_export: Callable[[], None] = lambda: None
+        self.sessions: dict[str, State] = {}
+
+    def info(self, session: str, expires_in_s: float = -1.0) -> pb.SessionInfo:
+        key = key_of(session)
+        return pb.SessionInfo(
+            session=pb.SessionKey(tenant=key.tenant, model=key.model, session_id=session),
+            num_tokens=len(self.sessions[session]),
+            expires_in_s=expires_in_s,
+        )
+
+    def export_chunks(self, request: pb.ExportSessionRequest) -> Iterator[pb.SessionFilePart]:
+        session = request.session.session_id
+        tokens = self.sessions[session]
+        self.on_export()
+        yield _part(0, header_bytes(FileHeader(key_of(session), LAYOUT, WHOLE, "0", 0.0)))
+        chunker = Chunker(STEP)
+        for start in range(0, len(tokens), LAYOUT.block_tokens):
+            some = tokens[start : start + LAYOUT.block_tokens]
+            rows = [memoryview(bytes(size * len(some))) for size in row_bytes(LAYOUT)]
+            if chunk := chunker.add(len(some), frame_bytes(start, encode(some), rows)):
+                yield _part(*chunk)
+        if chunk := chunker.rest():
+            yield _part(*chunk)
+
+    def import_session(
+        self, target: pb.ImportTarget, pieces: Iterator[bytes]
+    ) -> pb.ImportSessionResponse:
+        reader = FileReader()
+        token_ids = b"".join(frame.token_ids for piece in pieces for frame in reader.feed(piece))
+        key = reader.close().key
+        tokens = tuple(memoryview(token_ids).cast("I"))
+        self.sessions[key.session_id] = tokens
+        named = pb.SessionKey(tenant=key.tenant, model=key.model, session_id=key.session_id)
+        return pb.ImportSessionResponse(session=named, num_tokens=len(tokens))
+
+    def set_ttl(self, key: pb.SessionKey, ttl_s: float) -> float:
+        raise AssertionError("no session here has a TTL of its own")
+
+    def pin(self, key: pb.SessionKey, *, soft: bool) -> None:
+        raise AssertionError("no session here is pinned")
+
+
+def _part(end_token: int, data: bytes) -> pb.SessionFilePart:
+    return pb.SessionFilePart(data=data, chunk_end=pb.ChunkEnd(num_tokens=end_token))
