@@ -13,6 +13,7 @@ on from there), and those that other sessions have, too (forks begin there).
 """
 
 from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property
 
 from kvd.core.operations.chaining import Chaining
 from kvd.core.operations.matching import (
@@ -35,7 +36,7 @@ MOST_OWNERS = 2  # sessions that are asked for the tokens of a state
 
 
 class StateChain:
-    """The states that positions of one token sequence have. Each call costs O(tokens) hashing."""
+    """The states that positions of one token sequence have. Its first call costs O(tokens)."""
 
     def __init__(self, chaining: Chaining, block_tokens: int, token_ids: bytes) -> None:
         self._chaining = chaining
@@ -43,13 +44,16 @@ class StateChain:
         self._token_ids = token_ids
         self.num_tokens = len(token_ids) // TOKEN_BYTES
 
-    def _parents(self) -> Iterator[tuple[int, bytes]]:
-        """Yield where each full block begins, and its parent key; and where the rest does."""
+    @cached_property
+    def _parents(self) -> list[tuple[int, bytes]]:
+        """Where each full block begins, and its parent key; and where the rest does."""
         chain = self._chaining.root
-        for start in range(0, self.num_tokens + 1, self._step):
-            yield start, chain
-            tokens = slice_tokens(self._token_ids, start, start + self._step)
-            chain = self._chaining.key(chain, start, tokens)
+        parents = [(0, chain)]
+        for end in range(self._step, self.num_tokens + 1, self._step):
+            start = end - self._step
+            chain = self._chaining.key(chain, start, slice_tokens(self._token_ids, start, end))
+            parents.append((end, chain))
+        return parents
 
     def stored(self, state: CacheState) -> list[StoredState]:
         """Find what any session has stored of them, by position."""
@@ -57,7 +61,7 @@ class StateChain:
         behind = state.stored_states.behind
         found = (
             stored
-            for start, parent in self._parents()
+            for start, parent in self._parents
             for stored in behind(parent).values()
             if stored.position <= self.num_tokens and self._is_of(stored, start)
         )
@@ -69,7 +73,7 @@ class StateChain:
         for position in positions:
             wanted.setdefault(position // self._step * self._step, []).append(position)
         spans = {}
-        for start, parent in self._parents() if wanted else ():
+        for start, parent in self._parents if wanted else ():
             for position in wanted.get(start, ()):
                 tokens = slice_tokens(self._token_ids, start, position)
                 key = self._chaining.state_key(parent, tokens)

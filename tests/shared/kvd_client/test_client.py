@@ -17,7 +17,7 @@ from shared.types.granted_slots import Lookup
 from shared.types.lineage import WHOLE
 from shared.types.queue_feed import QueueFeed
 from tests.small_kvd import small_kvd
-from tests.synthetic_engine import encode, key_of, small_layout
+from tests.synthetic_engine import encode, key_of, layout_with_states, small_layout
 
 LAYOUT = small_layout()
 KEY = key_of("s")
@@ -50,6 +50,19 @@ def num_waiting(grant):
 
 async def detached(client):
     await until(lambda: not client.attached)
+
+
+async def test_a_kvd_that_keeps_no_states_is_not_attached_to(tmp_path):
+    """An engine whose model has states would load nothing of use from it."""
+    layout = layout_with_states()
+    client = KvdClient(tmp_path, layout, "test", reconnect_delay_s=0.02)
+    async with small_kvd(tmp_path, layout) as kvd:
+        running = asyncio.create_task(client.run())
+        await until(lambda: len(kvd.attaches) > 1)
+        with pytest.raises(KvdUnavailableError, match="keeps no states"):
+            await client.wait_attached(0)
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
 
 
 async def test_the_same_arena_stays_mapped(tmp_path):

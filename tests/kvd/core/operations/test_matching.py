@@ -79,10 +79,10 @@ def test_a_partial_block_at_the_end_is_stored_anew_if_its_tokens_are_there():
     store(world, A, [*ONES, 2, 2])
     found, chaining = match(world, A, [*ONES, 2, 2, 2, 2])
     assert ends(found.pieces) == [4, 6]
-    assert ends(kept_pieces(found.pieces, 0, 8, chaining)) == [4]
-    assert ends(kept_pieces(found.pieces, 5, 8, chaining)) == [4, 6]
-    assert ends(kept_pieces(found.pieces, 0, 6, chaining)) == [4, 6]
-    assert kept_pieces([], 0, 8, chaining) == []
+    assert ends(kept_pieces(world.engine._state, found.pieces, 0, 8, chaining)) == [4]
+    assert ends(kept_pieces(world.engine._state, found.pieces, 5, 8, chaining)) == [4, 6]
+    assert ends(kept_pieces(world.engine._state, found.pieces, 0, 6, chaining)) == [4, 6]
+    assert kept_pieces(world.engine._state, [], 0, 8, chaining) == []
 
 
 def test_the_rest_is_planned_in_blocks_of_which_some_may_be_there():
