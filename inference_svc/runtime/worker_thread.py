@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import ParamSpec, TypeVar
 
 P = ParamSpec("P")
@@ -25,6 +25,10 @@ class WorkerThread:
         return await _to_its_end(
             loop.run_in_executor(self._executor, lambda: call(*args, **kwargs))
         )
+
+    def begin(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Future[T]:
+        """Have a call run on the thread, for a caller that is no event loop and waits later."""
+        return self._executor.submit(call, *args, **kwargs)
 
     def close(self) -> None:
         """Wait for the call that runs and end the thread; queued calls are dropped."""

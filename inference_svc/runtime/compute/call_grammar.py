@@ -51,6 +51,11 @@ class CallGrammar:
         """Whether the answer is within a call."""
         return self._rest is not None
 
+    def start_mask(self) -> None:
+        """Begin to find which tokens may come next, where not any may."""
+        if self._rest is not None:
+            self._rest.start_mask()
+
     def mask(self, logits: Logits) -> None:
         """Set the logits of tokens that may not come next to minus infinity.
 

@@ -96,6 +96,11 @@ class Sampler:
         self._end_ids = sorted(params.end_ids(eos_ids)) if params.min_tokens else []
         self._offsets: TokenOffsets | None = None  # made by the first step that wants any
 
+    def start(self) -> None:
+        """Begin what the next token needs beside its logits, while these are computed."""
+        if self._grammar is not None:
+            self._grammar.start_mask()
+
     def sample(self, logits_row: Tensor, prior_token_ids: Sequence[int]) -> Sampled:
         """Choose the next token.
 

@@ -139,6 +139,9 @@ class Stepper:
             waited_s = sum(gate.waited_s for gate in gates)
             num_replayed = self._runner.num_replayed
             began_s = time.monotonic()
+            for part in inputs:
+                if part.chunk.want_logits and part.request.sampler is not None:
+                    part.request.sampler.start()
             logits = self._runner.step([part.chunk for part in inputs], clock)
             stalled_s = sum(gate.waited_s for gate in gates) - waited_s
             computed_s = time.monotonic() - began_s - stalled_s

@@ -31,6 +31,17 @@ async def test_calls_are_run_in_order_on_the_thread(thread):
         await thread.run(divmod, 1, 0)
 
 
+def test_a_call_that_is_begun_runs_meanwhile(thread):
+    """Whoever began it waits for it later."""
+    may_end = threading.Event()
+    begun = thread.begin(may_end.wait)
+    assert not begun.done()
+    may_end.set()
+    assert begun.result()
+    with pytest.raises(ZeroDivisionError):
+        thread.begin(divmod, 1, 0).result()
+
+
 @pytest.mark.parametrize("fails", [False, True])
 async def test_a_caller_that_is_cancelled_waits_for_its_call(thread, fails):
     """What the call uses may be released then; whatever it raised is nobody's concern."""

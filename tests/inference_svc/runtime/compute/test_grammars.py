@@ -3,6 +3,7 @@
 import gzip
 import json
 import re
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -12,11 +13,13 @@ from jsonschema.validators import validator_for
 from transformers import AutoTokenizer
 
 from inference_svc.core.answers import SamplingParams
-from inference_svc.core.errors import InvalidGrammarError
+from inference_svc.core.errors import EngineFailedError, InvalidGrammarError
 from inference_svc.core.grammar import Grammar, GrammarKind, of_choices, of_schema
 from inference_svc.installation import SHIPPED_MODEL
+from inference_svc.runtime.compute.answer_grammar import AnswerGrammar
 from inference_svc.runtime.compute.grammars import MAX_BLANKS, Grammars
 from inference_svc.runtime.compute.sampling import Sampler
+from inference_svc.runtime.worker_thread import WorkerThread
 
 SCHEMAS = Path(__file__).parents[3] / "data" / "json_schemas.json.gz"
 MAX_TOKENS = 400
@@ -152,3 +155,118 @@ def test_a_model_that_cannot_end_has_no_grammars(rambler):
     ):
         with pytest.raises(InvalidGrammarError, match="leave the grammar out"):
             grammars.compile(of_schema({}))
+
+
+class NotedMatcher:
+    """llguidance's, which notes the threads that find masks; it fails once it is told to."""
+
+    def __init__(self, matcher):
+        self._matcher = matcher
+        self.names = []
+        self.fails = False
+
+    def __getattr__(self, name):
+        return getattr(self._matcher, name)
+
+    def compute_bitmask(self):
+        self.names.append(threading.current_thread().name)
+        return self._matcher.compute_bitmask()
+
+    def is_error(self):
+        return self.fails
+
+    def get_error(self):
+        return "too many items"
+
+
+@pytest.fixture
+def thread():
+    made = WorkerThread("masks")
+    yield made
+    made.close()
+
+
+def number_grammar(rambler, thread=None):
+    """That of a number of nine digits, or fewer."""
+    made = rambler.grammars.compile(Grammar(GrammarKind.REGEX, "[1-9][0-9]{0,8}"))
+    return AnswerGrammar(NotedMatcher(made._matcher), made._vocabulary, thread)
+
+
+def masked(rambler, grammar):
+    logits = np.zeros(rambler.vocab_size, np.float32)
+    grammar.mask(logits)
+    return np.isneginf(logits)
+
+
+def digit_id(rambler, digit):
+    return rambler.tokenizer.convert_tokens_to_ids(digit)
+
+
+def test_a_mask_that_was_begun_is_that_of_the_state_it_is_taken_in(rambler, thread):
+    """Whether it was found in time, begun twice, never had, or is wanted once more."""
+    plain, ahead = number_grammar(rambler), number_grammar(rambler, thread)
+    for step, digit in enumerate("12345"):
+        ahead.start_mask()
+        if step % 2:
+            thread.begin(int).result()  # what was begun before has been found
+        if step == 2:
+            ahead.start_mask()  # a step that is repeated
+        if step != 3:
+            assert (masked(rambler, ahead) == masked(rambler, plain)).all()
+        if step == 4:
+            assert (masked(rambler, ahead) == masked(rambler, plain)).all()
+        for grammar in plain, ahead:
+            grammar.accept(digit_id(rambler, digit))
+    ahead.start_mask()
+    for grammar in plain, ahead:
+        for _ in range(5):
+            grammar.take_back()
+    assert (masked(rambler, ahead) == masked(rambler, plain)).all()
+    assert masked(rambler, ahead)[digit_id(rambler, "0")]
+
+
+def test_masks_are_found_on_their_thread(rambler, thread):
+    """A step that is repeated has that of the first try; drafts, and what waits, go without."""
+    grammar = number_grammar(rambler, thread)
+    for _ in range(2):
+        grammar.start_mask()
+        thread.begin(int).result()
+    masked(rambler, grammar)
+    assert grammar._matcher.names == ["masks_0"]
+    has_begun, may_go_on = threading.Event(), threading.Event()
+    thread.begin(lambda: (has_begun.set(), may_go_on.wait()))
+    has_begun.wait()
+    grammar.start_mask()
+    masked(rambler, grammar)
+    may_go_on.set()
+    thread.begin(int).result()
+    assert grammar._matcher.names == ["masks_0", threading.current_thread().name]
+
+
+def test_a_mask_that_fails_is_the_turns_error(rambler, thread):
+    """Where its logits are sampled; whatever else is computed beside it goes on."""
+    grammar = number_grammar(rambler, thread)
+    sampler = Sampler(SamplingParams(), rambler.eos_ids, grammar)
+    grammar._matcher.fails = True
+    sampler.start()
+    thread.begin(int).result()
+    assert grammar._matcher.names == ["masks_0"]
+    with pytest.raises(EngineFailedError, match="too many items"):
+        sampler.sample(torch.zeros(rambler.vocab_size), [])
+
+
+@pytest.mark.parametrize("overlap_tokens", [0, 10**6])
+def test_an_answer_is_the_same_wherever_its_masks_are_found(rambler, overlap_tokens):
+    """Also of several tokens a step, as drafts have them: only the first one's is begun."""
+    grammars = Grammars(rambler.tokenizer, rambler.vocab_size, rambler.eos_ids, overlap_tokens)
+    grammar = of_schema({"type": "array", "items": {"type": "integer"}, "minItems": 3})
+    params = SamplingParams(seed=3, temperature=1.0)
+    plain = Sampler(params, rambler.eos_ids, rambler.grammars.compile(grammar))
+    other = Sampler(params, rambler.eos_ids, grammars.compile(grammar))
+    rng = np.random.default_rng(1)
+    for step in range(60):
+        if step % 3 == 0:
+            other.start()
+        logits = torch.from_numpy(rng.normal(size=rambler.vocab_size).astype(np.float32))
+        assert other.sample(logits, []) == plain.sample(logits, [])
+    grammars.close()

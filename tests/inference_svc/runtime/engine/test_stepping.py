@@ -47,6 +47,22 @@ def stepper(tiny):
     thread.close()
 
 
+class NotedSampler(Sampler):
+    """Notes how many tokens were computed when it starts, and when it samples."""
+
+    def __init__(self):
+        super().__init__(SAMPLING)
+        self.kv, self.started, self.sampled = None, [], []
+
+    def start(self):
+        self.started.append(self.kv.num_tokens)
+        super().start()
+
+    def sample(self, logits_row, prior_token_ids):
+        self.sampled.append(self.kv.num_tokens)
+        return super().sample(logits_row, prior_token_ids)
+
+
 def requested(tiny, number, token_ids):
     """A request with memory, all of whose tokens but those are computed."""
     key = SessionKey("default", "m", str(number))
@@ -76,6 +92,23 @@ async def test_a_step_counts_what_it_computed(tiny, stepper):
     assert (histograms.step_turns.total.total, histograms.step_tokens.total.total) == (3, 13)
     assert stepper._counters.snapshot()["steps"] == 2
     assert stepper._counters.snapshot()["steps_failed"] == 0
+
+
+async def test_what_is_sampled_is_started_before_the_pass(tiny, stepper):
+    """Once more where a step is repeated; not where no token is to be sampled."""
+    one, other, third = (requested(tiny, number, list(range(5, 25))) for number in (1, 2, 3))
+    for request in (one, other, third):
+        request.sampler = NotedSampler()
+        request.sampler.kv = request.kv
+    third.kv.gate = failed = LayerGate(2)
+    failed.fail(LoadFailedError("it broke off", "compute"))
+    unsampled = StepInput(other, Chunk(other.kv, other.token_ids[:3], want_logits=False))
+    outputs = await stepper.step([part_of(one, 4), unsampled, part_of(third, 2)])
+    assert [len(output.tokens) for output in outputs] == [1, 0, 0]
+    assert isinstance(outputs[2].error, LoadFailedError)
+    assert (one.sampler.started, one.sampler.sampled) == ([0, 0], [4])
+    assert (other.sampler.started, other.sampler.sampled) == ([], [])
+    assert (third.sampler.started, third.sampler.sampled) == ([0, 0], [])
 
 
 async def test_a_replayed_step_says_nothing_about_prompts(tiny):
