@@ -21,7 +21,7 @@ from inference_svc.runtime.worker_thread import WorkerThread
 MAX_KEPT = 256  # compiled grammars of calls: agents offer the same tools with every turn
 MAX_BLANKS = 40
 # Masks of fewer tokens are found when they are wanted: of 4096, another thread took 5 % more CPU
-# time a token, and no answer came sooner. Of these and more it takes less (bench/README.md, "decode").
+# time a token, and no answer came sooner. Of these it takes less (bench/README.md, "decode").
 OVERLAP_TOKENS = 32_768
 _BLANKS = rf"[ \n\r\t]{{0,{MAX_BLANKS}}}"
 
