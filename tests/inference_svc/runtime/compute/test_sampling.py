@@ -78,7 +78,8 @@ def plain_draw(logits, params, uniform):
             "min_p": st.sampled_from([0.001, 0.1, 0.9]),
         },
     ),
-    st.lists(st.floats(0, 1, exclude_max=True), min_size=1, max_size=5),
+    # Nearer to 1 it is the order in which weights are added up that decides.
+    st.lists(st.floats(0, 1 - 2**-30), min_size=1, max_size=5),
 )
 def test_what_is_drawn_is_the_formulas(seed, vocab_size, spread, digits, filters, uniforms):
     """However many are sorted: of equals (rounded logits) and of tokens that may not come, too."""
