@@ -138,7 +138,8 @@ async def test_what_is_damaged_changes_nothing(tmp_path: Path) -> None:
             (good[:-1], "cut short"),
             (bytes(flipped), "damaged"),
             (good + b"x", "damaged"),
-            (good[:8] + b"\x02" + good[9:], "version 2"),
+            (good[:8] + b"\x02" + good[9:], "damaged"),  # it has no state
+            (good[:8] + b"\x03" + good[9:], "version 3"),
             (b"SQLite format 3", "no session file"),
             (b"", "cut short"),
         ):
@@ -282,6 +283,7 @@ def _break_off(kvd: KvdProcess, good: bytes) -> None:
 
 
 def test_the_format_is_the_documented_one() -> None:
-    """The version in the documentation is that of the code."""
+    """The versions in the documentation are those of the code."""
     text = Path("kvd/FORMATS.md").read_text(encoding="utf-8")
-    assert f"## Session files (version {file_format.VERSION})" in text
+    versions = f"{file_format.VERSION} and {file_format.VERSION_WITH_STATE}"
+    assert f"## Session files (versions {versions})" in text
