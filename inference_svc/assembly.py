@@ -13,10 +13,10 @@ import torch
 from inference_svc.config import CacheSettings, InferenceSettings, SchedulerSettings
 from inference_svc.core.counters import Counters
 from inference_svc.core.kv_room import (
-    STATES_A_SEQUENCE,
     asked_slots,
     residents_with_states,
     slots_of_free_memory,
+    states_of_requests,
     whole_pages,
     window_of,
 )
@@ -266,9 +266,10 @@ def _scheduler_limits(
     most_residents = MOST_RESIDENTS
     if layout.state_bytes:
         num_active = settings.max_running + settings.max_loading
-        state_bytes = STATES_A_SEQUENCE * layout.state_bytes
-        most_residents = residents_with_states(free_bytes, state_bytes, num_active, most_residents)
-        free_bytes -= (num_active + most_residents) * state_bytes
+        most_residents = residents_with_states(
+            free_bytes, layout.state_bytes, num_active, most_residents
+        )
+        free_bytes -= (states_of_requests(num_active) + most_residents) * layout.state_bytes
     token_bytes = max(1, layout.token_bytes)  # a model may have nothing but a state
     if settings.kv_tokens:
         num_slots = asked_slots(settings.kv_tokens, token_bytes, all_bytes)

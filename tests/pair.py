@@ -157,6 +157,13 @@ class Pair:
             return await getattr(kvd_pb2_grpc.ReaderStub(channel), method)(request)
 
 
+def resident_pair(model_dir: Path, directory: Path) -> Pair:
+    """A service whose sessions stay in memory, which is too small for four of them."""
+    settings = directory / "settings.toml"
+    settings.write_text("[scheduler]\nkv_tokens = 2400\n")
+    return Pair(model_dir, directory, "--config", str(settings), "--residents")
+
+
 async def until(is_so: Callable[[], Awaitable[bool]]) -> None:
     """Ask again until it is so; every question goes to another process, so this does not spin."""
     async with asyncio.timeout(SETTLE_S):

@@ -9,7 +9,7 @@ from inference_svc.core.scheduling.write_slots import LEAST_WRITE_SLOTS
 from shared.types.units import format_bytes
 
 KV_SHARE = 4  # the working KV may take one part in four of the memory that is free at the start
-STATES_A_SEQUENCE = 3  # its own, and those that wait to be stored
+MOST_UNSAVED_STATES = 4  # of a turn that runs: a state may be as large as thousands of tokens
 LEAST_WINDOW_TOKENS = 16  # with less no turn would have room
 
 
@@ -67,21 +67,27 @@ def residents_with_states(free_bytes: int, state_bytes: int, num_active: int, mo
 
     Args:
         free_bytes: of memory where states are to be.
-        state_bytes: of what a sequence has at once: `STATES_A_SEQUENCE` states.
-        num_active: most requests that are admitted at once.
+        state_bytes: of one state.
+        num_active: most requests that are admitted at once. Each has a state of its own, and up to
+            `MOST_UNSAVED_STATES` that wait to be stored.
         most: most sessions, however much memory there is.
 
     Raises:
         KvRoomError: those of all these requests do not fit.
     """
-    num_sequences = free_bytes // KV_SHARE // state_bytes
-    if num_sequences < num_active:
+    num_states, num_needed = free_bytes // KV_SHARE // state_bytes, states_of_requests(num_active)
+    if num_states < num_needed:
         raise KvRoomError(
-            f"of {format_bytes(free_bytes)} that are free states may take a quarter: those of "
-            f"{num_active} requests take {format_bytes(state_bytes)} each",
+            f"of {format_bytes(free_bytes)} that are free states may take a quarter: "
+            f"{num_active} requests have {num_needed}, of {format_bytes(state_bytes)} each",
             "free memory, serve a smaller model, or lower scheduler.max_running and max_loading",
         )
-    return min(num_sequences - num_active, most)
+    return min(num_states - num_needed, most)
+
+
+def states_of_requests(num_active: int) -> int:
+    """Return the most states that so many requests have at once."""
+    return num_active * (1 + MOST_UNSAVED_STATES)
 
 
 def whole_pages(kv_slots: int, page_tokens: int) -> int:

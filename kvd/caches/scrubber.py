@@ -13,6 +13,7 @@ from functools import partial
 from kvd.core.engine import CacheEngine
 from kvd.core.records.records import ScrubReport, ScrubStep
 from kvd.errors import VerifyRunningError
+from kvd.host.pacing import Pace
 from kvd.runtime.cache import Cache
 
 REPORT_S = 1.0  # between two reports of progress
@@ -102,23 +103,6 @@ class Scrubber:
                     await cache.changed(STEP_S)
         finally:
             cache.act(lambda core: core.scrubs.end(scrub_id))
-
-
-class Pace:
-    """Spreads work over time. Pure; what was not used is not made up for.
-
-    Args:
-        rate: bytes a second.
-    """
-
-    def __init__(self, rate: int) -> None:
-        self._rate = rate
-        self._resume_at = 0.0
-
-    def resume_at(self, num_bytes: int, now_s: float) -> float:
-        """Return when to resume after `num_bytes` were asked for, now."""
-        self._resume_at = max(self._resume_at, now_s) + num_bytes / self._rate
-        return self._resume_at
 
 
 def _sum(left: ScrubReport, right: ScrubReport) -> ScrubReport:

@@ -169,8 +169,8 @@ def filter_of(
         tenant=tenant,
         model=model,
         tier=_TIERS[tier],
-        idle_s=_parsed("--idle", idle, parse_duration_s, '"10m"') if idle else 0.0,
-        larger_than_bytes=_parsed("--larger-than", larger_than, parse_bytes, '"1GB"')
+        idle_s=parsed("--idle", idle, parse_duration_s, '"10m"') if idle else 0.0,
+        larger_than_bytes=parsed("--larger-than", larger_than, parse_bytes, '"1GB"')
         if larger_than
         else 0,
         pinned=pinned,
@@ -184,7 +184,7 @@ def interval_s(text: str) -> float:
     Raises:
         UnclearSelectionError: it is no time, or none to speak of.
     """
-    seconds = _parsed("--interval", text, parse_duration_s, '"2s"')
+    seconds = parsed("--interval", text, parse_duration_s, '"2s"')
     if seconds < _LEAST_INTERVAL_S:
         raise UnclearSelectionError(
             f"--interval {text} is too short", f"give {_LEAST_INTERVAL_S} s or more"
@@ -192,7 +192,30 @@ def interval_s(text: str) -> float:
     return seconds
 
 
-def _parsed(option: str, text: str, parse: Callable[[str], T], example: str) -> T:
+def check_chosen(what: str, named: Sequence[str], tenant: str, *, everything: bool) -> None:
+    """Check that a command line says whose sessions are meant: some, a tenant's, or all.
+
+    Args:
+        what: is done with them.
+        named: ids of sessions; a tenant beside them is theirs.
+        tenant: whose are meant, or all whose.
+        everything: all sessions are.
+
+    Raises:
+        UnclearSelectionError: it says that not at all, or in two ways.
+    """
+    if bool(named) + everything + bool(tenant and not named) != 1:
+        raise UnclearSelectionError(
+            f"what to {what} is not clear", "name sessions, or a tenant, or say --all"
+        )
+
+
+def parsed(option: str, text: str, parse: Callable[[str], T], example: str) -> T:
+    """Read the value of an option.
+
+    Raises:
+        UnclearSelectionError: it is none such.
+    """
     try:
         return parse(text)
     except ValueError as error:

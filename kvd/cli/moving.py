@@ -1,5 +1,6 @@
 """kvd push and kvd pull: sessions to an object store, and from one to this kvd."""
 
+import json
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -8,17 +9,17 @@ from typing import Annotated, Any
 
 import typer
 
-from kvd.cli.filters import DEFAULT_TENANT, Named, name_of
+from kvd.cli.filters import DEFAULT_TENANT, Named, check_chosen, name_of, parsed
 from kvd.cli.options import AsJson, RuntimeDir, print_json, warn_of_unavailable
 from kvd.client.connection import open_client
 from kvd.client.operator_client import OperatorClient
 from kvd.errors import NotAllMovedError, SessionExistsError, UnclearSelectionError
+from kvd.host.pacing import SharedPace
 from kvd.remote.blob_store import BlobStore
 from kvd.remote.catalog import Catalog
 from kvd.remote.errors import StoreUrlError
 from kvd.remote.manifest import Owner
 from kvd.remote.object_store import open_store
-from kvd.remote.pacing import Pace
 from kvd.remote.pulling import Puller, PullResult
 from kvd.remote.pushing import Outcome, Pusher, PushResult, in_order
 from shared.pb.kvd.v1 import kvd_pb2
@@ -74,11 +75,8 @@ def push(
     tenant's key seals what is sent, and stays here.
     """
     named = sessions or []
-    if bool(named) + bool(everything) + bool(tenant and not named) != 1:
-        raise UnclearSelectionError(
-            "what to push is not clear", "name sessions, or a tenant, or say --all"
-        )
-    pace = Pace(_bytes_of(rate))
+    check_chosen("push", named, tenant, everything=everything)
+    pace = SharedPace(_bytes_of(rate))
     with open_client(runtime_dir) as client:
         stats = client.stats()
         url, store = opened(to, client, "--to")
@@ -126,7 +124,7 @@ def pull(
     Who owned them before can push nothing of them any more, until it pulls them itself. Their own
     TTLs and their pins come with them.
     """
-    pace = Pace(_bytes_of(rate))
+    pace = SharedPace(_bytes_of(rate))
     with open_client(runtime_dir) as client:
         stats = client.stats()
         url, store = opened(from_, client, "--from")
@@ -184,8 +182,6 @@ def opened(url: str, client: OperatorClient | None, option: str) -> tuple[str, B
 
 
 def _setting(client: OperatorClient) -> str:
-    import json
-
     settings = client.settings().settings
     return next((str(json.loads(s.json)) for s in settings if s.key == "remote.url"), "")
 
@@ -193,10 +189,7 @@ def _setting(client: OperatorClient) -> str:
 def _bytes_of(rate: str) -> int:
     if not rate:
         return 0
-    try:
-        found = parse_bytes(rate)
-    except ValueError as error:
-        raise UnclearSelectionError(f"--rate: {error}", 'as in "100MB"') from error
+    found = parsed("--rate", rate, parse_bytes, '"100MB"')
     if not found:
         raise UnclearSelectionError("--rate 0 moves nothing", "leave it out for no bound")
     return found

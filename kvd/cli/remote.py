@@ -7,11 +7,10 @@ from typing import Annotated
 
 import typer
 
-from kvd.cli.filters import DEFAULT_TENANT
+from kvd.cli.filters import DEFAULT_TENANT, check_chosen
 from kvd.cli.moving import opened
 from kvd.cli.options import AsJson, RuntimeDir, Yes, confirm, print_json
 from kvd.client.connection import open_client
-from kvd.errors import UnclearSelectionError
 from kvd.remote.blob_store import BlobStore
 from kvd.remote.catalog import Catalog
 from kvd.remote.manifest import Owner
@@ -68,10 +67,7 @@ def remote_rm(
 ) -> None:
     """Remove sessions from an object store; sweeps then remove their data, after a day and more."""
     named = session or []
-    if bool(named) + bool(everything) + bool(tenant and not named) != 1:
-        raise UnclearSelectionError(
-            "what to remove is not clear", "name a --session, or a --tenant, or say --all"
-        )
+    check_chosen("remove", named, tenant, everything=everything)
     where, store = _opened(url, runtime_dir)
     catalog = Catalog(store)
     found = [catalog.find(tenant or DEFAULT_TENANT, one) for one in named]

@@ -10,12 +10,12 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Protocol
 
+from kvd.host.pacing import SharedPace
 from kvd.remote.blob_store import BlobStore
 from kvd.remote.catalog import Catalog, Pushed
 from kvd.remote.chunk_store import ChunkStore
 from kvd.remote.errors import NotPushedError
 from kvd.remote.manifest import Owner, has_expired, key_of, taken
-from kvd.remote.pacing import Pace
 from kvd.session_files.file_format import end_bytes
 from shared.pb.kvd.v1 import kvd_pb2 as pb
 from shared.types.errors import ReportedError
@@ -73,7 +73,7 @@ class Puller:
         store: BlobStore,
         sink: Sink,
         owner: Owner,
-        pace: Pace,
+        pace: SharedPace,
         on_bytes: Callable[[int], None] = lambda _: None,
         threads: int = THREADS,
     ) -> None:

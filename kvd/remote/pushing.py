@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
 
+from kvd.host.pacing import SharedPace
 from kvd.remote.blob_store import BlobStore
 from kvd.remote.catalog import Catalog, Pushed
 from kvd.remote.chunk_store import ChunkStore
 from kvd.remote.manifest import Owner, is_unchanged, pushed
 from kvd.remote.names import session_place
-from kvd.remote.pacing import Pace
 from shared.pb.kvd.v1 import kvd_pb2 as pb
 from shared.types.errors import ConflictError, StateError
 from shared.types.session_key import session_key
@@ -90,7 +90,7 @@ class Pusher:
         store: BlobStore,
         source: Source,
         owner: Owner,
-        pace: Pace,
+        pace: SharedPace,
         on_bytes: Callable[[int], None] = lambda _: None,
         chunk_bytes: int = CHUNK_BYTES,
         clock: Callable[[], float] = time.time,

@@ -16,11 +16,11 @@ from typing import Annotated
 import typer
 
 from kvd.client.connection import open_client
+from kvd.host.pacing import SharedPace
 from kvd.remote.blob_store import BlobStore
 from kvd.remote.catalog import Catalog
 from kvd.remote.manifest import Owner
 from kvd.remote.object_store import open_store
-from kvd.remote.pacing import Pace
 from kvd.remote.pulling import Puller
 from kvd.remote.pushing import THREADS, Pusher
 from shared.pb.kvd.v1 import kvd_pb2 as pb
@@ -41,14 +41,14 @@ def rates(
         for _ in range(rounds):
             store = open_store(f"{url.rstrip('/')}/rates-{secrets.token_hex(4)}")
             info = client.describe(pb.SessionKey(session_id=session)).info
-            pusher = Pusher(store, client, OWNER, Pace())
+            pusher = Pusher(store, client, OWNER, SharedPace())
             num_bytes = pusher.push(info).num_bytes
             names = [blob.name for page in store.list("v1/") for blob in page]
             objects = {name: store.get(name) for name in names}
             store.delete(names)  # written anew: the disk has been warmed up
             seconds["push"].append(_timed(lambda: pusher.push(info)))  # noqa: B023  # called now
             found = Catalog(store).find(info.session.tenant, session)
-            puller = Puller(store, client, OWNER, Pace())
+            puller = Puller(store, client, OWNER, SharedPace())
             seconds["pull"].append(
                 _timed(lambda: puller.pull(found, time.time(), copies=True, replaces=True))  # noqa: B023
             )

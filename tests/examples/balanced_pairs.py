@@ -7,6 +7,7 @@ import signal
 import socket
 import ssl
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 
 from aiohttp import ClientSession, TCPConnector
@@ -17,6 +18,7 @@ from shared.access.channels import ClientCredentials
 from shared.pb.inference.v1 import inference_pb2 as pb
 from shared.types.errors import NotFoundError
 from tests.inference_processes import InferenceProcess, wait_kvd_state
+from tests.kvd_polling import eventually
 from tests.processes import KvdProcess
 from tests.tls_files import Authority
 
@@ -185,10 +187,7 @@ class BalancedPairs:
             self._process = await asyncio.create_subprocess_exec(
                 *("haproxy", "-db", "-f", self._config), stdout=log, stderr=log
             )
-        async with asyncio.timeout(SETTLE_S):
-            while not self._admin.exists():
-                assert self._process.returncode is None, self._log_path.read_text()
-                await asyncio.sleep(0.01)
+        await eventually(self._is_listening, wanted=True)
         for name in self.pairs:
             await self.until(name, "UP")
 
@@ -226,11 +225,12 @@ class BalancedPairs:
     async def until(self, name: str, status: str) -> None:
         """Return when the balancer says so of a server, in every backend."""
         backends = ("sessions", "anybody", "grpc_sessions", "grpc_anybody")
-        async with asyncio.timeout(SETTLE_S):
-            for backend in backends:
-                # There is nothing to subscribe to.
-                while not await self._is(name, backend, status):  # noqa: ASYNC110
-                    await asyncio.sleep(0.01)
+        for backend in backends:
+            await eventually(partial(self._is, name, backend, status), wanted=True)
+
+    async def _is_listening(self) -> bool:
+        assert self._process.returncode is None, self._log_path.read_text()
+        return self._admin.exists()
 
     async def _is(self, name: str, backend: str, status: str) -> bool:
         return (await self.stats(backend))[name]["status"].startswith(status)

@@ -5,7 +5,7 @@ import pytest_asyncio
 
 from tests.integration.overflowing import WINDOW_TOKENS
 from tests.models import narrow_model
-from tests.pair import Pair
+from tests.pair import Pair, resident_pair
 from tests.truncation_oracle import TruncationOracle
 
 
@@ -31,9 +31,6 @@ async def narrow(model_dir, tmp_path_factory):
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def resident(model_dir, tmp_path_factory):
     """A service whose sessions stay in memory, which is too small for four of them."""
-    directory = tmp_path_factory.mktemp("resident-pair")
-    (directory / "settings.toml").write_text("[scheduler]\nkv_tokens = 2400\n")
-    flags = ("--config", str(directory / "settings.toml"), "--residents")
-    pair = Pair(model_dir, directory, *flags)
+    pair = resident_pair(model_dir, tmp_path_factory.mktemp("resident-pair"))
     async with pair.service:
         yield pair

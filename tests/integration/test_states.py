@@ -12,7 +12,7 @@ from inference_svc.client import turn_request
 from shared.pb.inference.v1 import inference_pb2
 from tests.models import build_hybrid_model, narrow_model
 from tests.oracle import Oracle
-from tests.pair import Pair
+from tests.pair import Pair, resident_pair
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -42,10 +42,7 @@ async def pair(hybrid_model, tmp_path_factory):
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def resident(hybrid_model, tmp_path_factory):
     """A service whose sessions stay in memory, which is too small for four of them."""
-    directory = tmp_path_factory.mktemp("hybrid-residents")
-    (directory / "settings.toml").write_text("[scheduler]\nkv_tokens = 2400\n")
-    flags = ("--config", str(directory / "settings.toml"), "--residents")
-    pair = Pair(hybrid_model, directory, *flags)
+    pair = resident_pair(hybrid_model, tmp_path_factory.mktemp("hybrid-residents"))
     async with pair.service:
         yield pair
 

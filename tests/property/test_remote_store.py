@@ -13,6 +13,7 @@ from typing import TypeVar
 
 import pytest
 
+from kvd.host.pacing import SharedPace
 from kvd.remote.blob_store import BlobStore
 from kvd.remote.catalog import Catalog
 from kvd.remote.errors import (
@@ -24,7 +25,6 @@ from kvd.remote.errors import (
 )
 from kvd.remote.manifest import Owner
 from kvd.remote.names import session_place
-from kvd.remote.pacing import Pace
 from kvd.remote.pulling import Puller
 from kvd.remote.pushing import Outcome, Pusher
 from kvd.remote.sweeping import Sweeper
@@ -99,7 +99,7 @@ class World:
             self.view(),
             source,
             server.owner,
-            Pace(),
+            SharedPace(),
             clock=lambda: self.store.now_s,
             monotonic=lambda: self.store.now_s,
             threads=1,
@@ -119,7 +119,7 @@ class World:
     def pull(self) -> None:
         server, session = self.random.choice(self.servers), self.random.choice(SESSIONS)
         view = self.view()
-        puller = Puller(view, server, server.owner, Pace(), threads=1)
+        puller = Puller(view, server, server.owner, SharedPace(), threads=1)
 
         def pulled() -> int:
             found = Catalog(view).find("default", session)
@@ -234,7 +234,7 @@ class World:
                 if found.place != session_place(key_of(session)):
                     raise AssertionError(found.place)
                 # Its clock stands: what has expired and was not swept is of no interest here.
-                Puller(view, reader, reader.owner, Pace(), threads=1).pull(
+                Puller(view, reader, reader.owner, SharedPace(), threads=1).pull(
                     found, found.version.stored_unix_s, copies=True
                 )
             except NotPushedError:

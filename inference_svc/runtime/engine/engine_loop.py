@@ -32,7 +32,6 @@ from inference_svc.runtime.engine.stepping import (
     StepOutput,
     Stepper,
     follow_step,
-    note_state,
     save_computed,
     settle_load,
     step_input,
@@ -333,7 +332,8 @@ class EngineLoop:
             request = part.request
             if request.is_over:  # its load may have failed it under the step
                 continue
-            note_state(request)
+            if request.computed_tokens in request.marks:
+                request.note_state()
             settle_load(request)
             if part.draft and answer.error is None:
                 save_computed(request)

@@ -219,6 +219,11 @@ class EngineRequest(Request):
         self.lookup = None
         super().discard(ranges)
 
+    def note_state(self) -> None:
+        """Have the state behind what is computed stored, if there is one and it is saved."""
+        if self.kv is not None and self.write_buffer is not None:
+            self.write_buffer.note_state(self.kv)
+
     def detach(self) -> None:
         """Let go of the memory, which others release; the request waits to be admitted again."""
         self.kv = self.write_buffer = self.saves = None

@@ -155,7 +155,8 @@ class RequestMemory:
         be kept, the store is notified after the save.
         """
         request.is_kept = True
-        _note_state(request, len(token_ids))
+        if request.kv is not None and request.kv.num_tokens == len(token_ids):
+            request.note_state()
         if not request.is_final:
             self._keep_resident(request, token_ids)
         if request.saves is not None:
@@ -174,7 +175,7 @@ class RequestMemory:
 
     def _leave_resident(self, request: EngineRequest, buffer: WriteBuffer | None) -> None:
         num_tokens = request.computed_tokens
-        _note_state(request, num_tokens)
+        request.note_state()
         self._become_resident(request, num_tokens, buffer)
         if request.saves is not None:
             request.saves.finish(request.token_bytes(num_tokens))
@@ -257,13 +258,6 @@ class RequestMemory:
         if self._scheduler.residents.drop(key):
             self._residents.release(key)
             self._changed()
-
-
-def _note_state(request: EngineRequest, num_tokens: int) -> None:
-    """Have the state behind a request's last token stored, if that is one of those kept."""
-    kv, buffer = request.kv, request.write_buffer
-    if kv is not None and kv.gate is None and buffer is not None and kv.num_tokens == num_tokens:
-        buffer.note_state(kv)
 
 
 class Requests:

@@ -285,13 +285,6 @@ def settle_load(request: EngineRequest) -> None:
     save_computed(request)
 
 
-def note_state(request: EngineRequest) -> None:
-    """Have the state behind what is computed stored, if it is at a mark."""
-    kv, buffer = request.kv, request.write_buffer
-    if kv is not None and buffer is not None and kv.num_tokens in request.marks:
-        buffer.note_state(kv)
-
-
 def save_computed(request: EngineRequest) -> None:
     """Begin to save what was held back until it was certain: behind a load, or a draft."""
     if request.saves is not None and request.saves.wants(request.computed_tokens):

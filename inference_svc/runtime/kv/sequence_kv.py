@@ -26,11 +26,10 @@ from typing import Generic, TypeVar
 
 import torch
 
+from inference_svc.core.kv_room import MOST_UNSAVED_STATES
 from inference_svc.runtime.kv.layer_gate import LayerGate
 from inference_svc.runtime.kv.layer_tensors import Places, SlotTensors, TokenTensors
 from inference_svc.runtime.kv.states import SequenceStates
-
-MOST_STATES = 4  # of a write buffer: a state may be as large as thousands of tokens
 
 
 def _leave_to_garbage_collection() -> None:
@@ -229,7 +228,7 @@ class WriteBuffer(LentKv[SlotTensors]):
         """
         if kv.states is None:
             return
-        if len(self.states) == MOST_STATES and kv.num_tokens not in self.states:
+        if len(self.states) == MOST_UNSAVED_STATES and kv.num_tokens not in self.states:
             del self.states[sorted(self.states)[1]]
         self.states[kv.num_tokens] = kv.states.fork()
 

@@ -110,8 +110,6 @@ class ResidentSequences:
         """
         resident = self._residents[key]
         self.release_tail(resident)
-        if resident.kv.states is not None:  # of all tokens, or of none
-            return 0
         resident.tail_from = await compactor.compact(resident.kv, kept, copies)
         return resident.tail_from
 

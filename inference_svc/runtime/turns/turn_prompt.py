@@ -76,7 +76,7 @@ class Prompt:
         )
 
     def state_marks(self, every: int) -> tuple[int, ...]:
-        """Return where the model's state is to be stored, `every` so many tokens at least."""
+        """Return the positions whose states are to be stored; `every`: see `state_marks`."""
         num_tokens = len(self.context.token_ids)
         before = num_tokens - len(self.input_ids)
         answer_from = before + self.answer_from if self.answer_from else 0

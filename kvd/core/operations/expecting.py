@@ -6,7 +6,8 @@ in its place. A wrong hint costs a place in the order of eviction, never a byte,
 the session ends it. What a client or an operator wishes stays as it is: pins, TTLs, retentions.
 
 Returns are counted here, too, by where the session was when its turn arrived. That is before
-anything is read for it, so what is counted is what the order of eviction was worth.
+anything is read for it, so what is counted is what the order of eviction was worth. Of a turn that
+comes and goes between two reports of its engine's queue nothing is counted.
 """
 
 from collections.abc import Iterable, Sequence

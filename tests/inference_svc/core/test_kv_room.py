@@ -8,6 +8,7 @@ from inference_svc.core.kv_room import (
     least_slots,
     residents_with_states,
     slots_of_free_memory,
+    states_of_requests,
     window_of,
 )
 
@@ -54,9 +55,10 @@ def test_the_window_is_the_models_or_what_the_slots_hold(
 
 def test_states_take_a_quarter_of_what_is_free_and_requests_go_first():
     """What is left of it is the sessions', up to a number."""
-    free_bytes = 4 * 12 * TOKEN_BYTES
-    assert residents_with_states(free_bytes, TOKEN_BYTES, 12, most=128) == 0
-    assert residents_with_states(free_bytes, TOKEN_BYTES, 8, most=128) == 4
-    assert residents_with_states(free_bytes, TOKEN_BYTES, 8, most=3) == 3
-    with pytest.raises(KvRoomError, match=r"those of 13 requests take 1\.0 KB each"):
-        residents_with_states(free_bytes, TOKEN_BYTES, 13, most=128)
+    assert states_of_requests(3) == 15  # its own, and four that wait to be stored
+    free_bytes = 4 * 15 * TOKEN_BYTES
+    assert residents_with_states(free_bytes, TOKEN_BYTES, 3, most=128) == 0
+    assert residents_with_states(free_bytes, TOKEN_BYTES, 2, most=128) == 5
+    assert residents_with_states(free_bytes, TOKEN_BYTES, 2, most=3) == 3
+    with pytest.raises(KvRoomError, match=r"4 requests have 20, of 1\.0 KB each"):
+        residents_with_states(free_bytes, TOKEN_BYTES, 4, most=128)

@@ -5,7 +5,7 @@ from contextlib import aclosing
 
 import pytest
 
-from kvd.caches.scrubber import Pace, Scrubber
+from kvd.caches.scrubber import Scrubber
 from kvd.errors import VerifyRunningError
 from tests.kvd.core.turns import ONES, TWOS, A, B, new_world, store
 
@@ -90,12 +90,3 @@ async def test_a_cancelled_caller_ends_its_run():
         await watching
     assert not scrubber.is_running
     assert cache.act(lambda core: core.scrubs.begin(repair=False))
-
-
-def test_pace_spreads_bytes_evenly():
-    """Work asked for early delays what follows; a pause is not made up for."""
-    pace = Pace(100)
-    assert pace.resume_at(50, now_s=10.0) == 10.5
-    assert pace.resume_at(50, now_s=10.2) == 11.0
-    assert pace.resume_at(0, now_s=12.0) == 12.0
-    assert pace.resume_at(100, now_s=20.0) == 21.0

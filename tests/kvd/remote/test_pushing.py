@@ -4,8 +4,8 @@ from random import Random
 
 import pytest
 
+from kvd.host.pacing import SharedPace
 from kvd.remote.errors import StoreFailedError
-from kvd.remote.pacing import Pace
 from kvd.remote.pushing import Outcome, Pusher, in_order
 from shared.pb.kvd.v1 import kvd_pb2 as pb
 from shared.types.errors import ConflictError, StateError
@@ -42,7 +42,7 @@ class Place:
 
     def push(self, view: View | None = None):
         calm = View(self.store, is_calm=True)
-        pace = Pace()
+        pace = SharedPace()
         pace.take = self.taken.append  # type: ignore[method-assign]
         pusher = Pusher(view or calm, self.server, self.server.owner, pace, clock=lambda: 1e9)
         return pusher.push(self.server.info("a"))
@@ -96,16 +96,3 @@ def test_a_session_without_tokens_is_not_pushed() -> None:
     with pytest.raises(StateError, match="has no tokens"):
         place.push()
     assert place.store.blobs == {}
-
-
-def test_a_rate_is_kept_by_all_together() -> None:
-    """Each waits until what was taken before it would be through."""
-    now_s, slept = 100.0, []
-    pace = Pace(1000, lambda: now_s, slept.append)
-    for num_bytes in (500, 2000, 1):
-        pace.take(num_bytes)
-    now_s = 200.0
-    pace.take(1)
-    assert slept == [0.5, 2.5]
-    Pace(0, lambda: now_s, slept.append).take(1 << 40)
-    assert slept == [0.5, 2.5]

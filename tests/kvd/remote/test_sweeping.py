@@ -5,10 +5,10 @@ from random import Random
 
 import pytest
 
+from kvd.host.pacing import SharedPace
 from kvd.remote.catalog import Catalog
 from kvd.remote.errors import NotPushedError, SlowPushError, SweepRunningError
 from kvd.remote.manifest import Owner
-from kvd.remote.pacing import Pace
 from kvd.remote.pulling import Puller
 from kvd.remote.pushing import Pusher
 from kvd.remote.sweeping import LEASE_S, Sweeper, SweepResult
@@ -36,7 +36,7 @@ class World:
             self.view,
             self.server,
             self.server.owner,
-            Pace(),
+            SharedPace(),
             clock=lambda: self.store.now_s,
             monotonic=lambda: self.store.now_s,
         )
@@ -45,7 +45,7 @@ class World:
     def pull(self, session: str = "a") -> tuple[int, ...]:
         reader = Server("reader")
         found = Catalog(self.view).find("default", session)
-        puller = Puller(self.view, reader, reader.owner, Pace())
+        puller = Puller(self.view, reader, reader.owner, SharedPace())
         puller.pull(found, self.store.now_s, copies=True)
         return reader.sessions[session]
 

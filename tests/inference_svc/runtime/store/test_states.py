@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from inference_svc.core.kv_room import MOST_UNSAVED_STATES
 from inference_svc.runtime.calibration.calibration import calibrate
-from inference_svc.runtime.kv.sequence_kv import MOST_STATES
 from inference_svc.runtime.model.model_loader import load_model
 from inference_svc.runtime.store.kvd_loads import NO_STATE
 from tests.inference_svc.runtime.store.failing_peer import PROMPT, Scene
@@ -77,7 +77,7 @@ def test_few_states_wait_to_be_stored(hybrid, copy_threads):
     scene = Scene(hybrid, copy_threads)
     kv, buffer = scene.computed(marks=(4, 8, 12, 16, 20, 24))
     assert list(buffer.states) == [4, 16, 20, 24]
-    assert len(buffer.states) == MOST_STATES
+    assert len(buffer.states) == MOST_UNSAVED_STATES
     assert [states.num_tokens for states in buffer.states.values()] == [4, 16, 20, 24]
     packed = buffer.states[24].snapshot()
     assert not torch.equal(packed, kv.states.snapshot())
