@@ -137,7 +137,7 @@ class ExtentFormat:
         self.hasher = BlockHasher(layout)
         self.rows = SlotRows(layout)
         self.slot_bytes = layout.block_bytes
-        self._full_tokens = (layout.block_tokens, 0) if layout.has_rows else (0,)
+        self._full_tokens = (layout.block_tokens, 0) if layout.caches_tokens else (0,)
         self._plans: dict[tuple[int, float], tuple[GroupPlan, ...]] = {}
         self._token_bytes = tuple(layer.token_bytes for layer in layout.layers)
 

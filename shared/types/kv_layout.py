@@ -106,8 +106,8 @@ class KVLayout:
         return sum(layer.token_bytes for layer in self.layers)
 
     @cached_property
-    def has_rows(self) -> bool:
-        """Whether tokens have any bytes; a model that is only recurrent has states alone."""
+    def caches_tokens(self) -> bool:
+        """Whether tokens have any bytes: a model that is only recurrent has states alone."""
         return any(layer.components for layer in self.layers)
 
     @cached_property
@@ -116,8 +116,8 @@ class KVLayout:
         return ceil_div(self.state_bytes, self.block_bytes) if self.state_bytes else 0
 
     def slice_bytes(self, layer_index: int) -> int:
-        """Bytes of one layer slice, padding included; without rows the first one is the block."""
-        if not self.has_rows:
+        """Bytes of one layer slice, padding included; all of a block where tokens have none."""
+        if not self.caches_tokens:
             slot_bytes = align_up(min(self.state_bytes, RECURRENT_BLOCK_BYTES), SECTOR_BYTES)
             return slot_bytes if layer_index == 0 else 0
         return align_up(self.layers[layer_index].token_bytes * self.block_tokens, SECTOR_BYTES)
