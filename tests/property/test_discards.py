@@ -62,11 +62,11 @@ class DiscardMachine(RuleBasedStateMachine):
 
     # -------------------------------------------------------------------------------------- engine
 
-    @rule(key=st.sampled_from(KEYS), phrase=PHRASE, caches_tokens=st.booleans())
-    def turn(self, key, phrase, caches_tokens) -> None:
+    @rule(key=st.sampled_from(KEYS), phrase=PHRASE, has_rows=st.booleans())
+    def turn(self, key, phrase, has_rows) -> None:
         """Load, unless the engine still has all rows; compute the rest; store."""
         context = self.contexts[key]
-        rows = context.rows if caches_tokens else self._load(key)
+        rows = context.rows if has_rows else self._load(key)
         tokens = context.tokens + phrase
         self._know(key, Context(tokens, compute(rows, tokens[len(rows) :]), context.lineage))
         self._store(key)
@@ -110,7 +110,7 @@ class DiscardMachine(RuleBasedStateMachine):
             return
         if has.lineage.is_whole:
             self._know(key, Context(has.tokens[:seam], has.rows[:seam], WHOLE))
-        self.turn(key, phrase, caches_tokens=False)
+        self.turn(key, phrase, has_rows=False)
         if is_heard:
             self.rest(num_steps, REST_NS)
             self._graft_heard(key, source, start, end)
@@ -140,7 +140,7 @@ class DiscardMachine(RuleBasedStateMachine):
     @rule(key=st.sampled_from(KEYS), phrase=PHRASE, num_steps=st.integers(0, 12))
     def thin_out(self, key, phrase, num_steps) -> None:
         """A session of some blocks loses every other token, and is left alone."""
-        self.turn(key, phrase * 2, caches_tokens=True)
+        self.turn(key, phrase * 2, has_rows=True)
         self.discard_scattered(key, 0, 2)
         self.finish()
         self.rest(num_steps, REST_NS)
@@ -162,13 +162,13 @@ class DiscardMachine(RuleBasedStateMachine):
         fork=st.sampled_from(KEYS),
         phrase=PHRASE,
         start=st.integers(0, 9),
-        caches_tokens=st.booleans(),
+        has_rows=st.booleans(),
     )
-    def discard_unheard(self, key, fork, phrase, start, caches_tokens) -> None:
+    def discard_unheard(self, key, fork, phrase, start, has_rows) -> None:
         """kvd is away when a session is truncated; then it is asked, and told of another one."""
-        self.turn(key, phrase * 2, caches_tokens=True)
+        self.turn(key, phrase * 2, has_rows=True)
         self.discard(key, start, 2, is_heard=False)
-        self.turn(key, phrase, caches_tokens)
+        self.turn(key, phrase, has_rows)
         self.fork(key, fork, keeps_lineage=False)
 
     @rule(
@@ -181,12 +181,12 @@ class DiscardMachine(RuleBasedStateMachine):
     )
     def retry(self, key, phrase, start, num_times, is_restarted, goes_back) -> None:
         """A discard is told again, once more has been stored; or its context comes back."""
-        self.turn(key, phrase * 2, caches_tokens=True)
+        self.turn(key, phrase * 2, has_rows=True)
         before = self.contexts[key]
         if start + 2 >= len(before.tokens):
             return
         self._discard(key, [(start, start + 2)], is_heard=True)
-        self.turn(key, phrase, caches_tokens=True)
+        self.turn(key, phrase, has_rows=True)
         if is_restarted:
             self.kill(9, keep_dram=True)
         after, num_found = self.contexts[key], len(self._load(key))
@@ -197,7 +197,7 @@ class DiscardMachine(RuleBasedStateMachine):
             assert len(self._load(key)) >= num_found, "it is left alone, or brought to there"
         if goes_back:
             self.contexts[key] = before
-            self.turn(key, phrase, caches_tokens=False)
+            self.turn(key, phrase, has_rows=False)
 
     # --------------------------------------------------------------------------------------- world
 
