@@ -6,8 +6,12 @@ PROTOS := $(shell find protos -name '*.proto')
 PROTO_VENV := .venv-protos
 # The floor that pyproject.toml names: stubs refuse to run on anything older than they were made with.
 PROTO_TOOLS := grpcio-tools==1.76.0
+# What docs/clients.md is tried with: Python's libraries in two environments, for LlamaIndex takes no openai 3,
+# and where there is npm the CLIs of agents (2 GB).
+CLIENTS := .venv-clients
+CLIENT_ENVIRONMENTS := $(CLIENTS)/openai2 $(CLIENTS)/openai3 $(if $(shell command -v npm),$(CLIENTS)/npm)
 
-.PHONY: demo test test-pages test-gpu gpu-report coverage mutants structure test-failed flakes test-long test-systemd wheel check protos train clean
+.PHONY: demo test test-clients test-pages test-gpu gpu-report coverage mutants structure test-failed flakes test-long test-systemd wheel check protos train clean
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -19,6 +23,17 @@ $(PROTO_VENV)/.installed: Makefile
 	$(PROTO_VENV)/bin/pip install --quiet $(PROTO_TOOLS) 'setuptools<81'
 	touch $@
 
+$(CLIENTS)/openai%/.installed: tests/clients/openai%.txt
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/pip install --quiet --requirement $<
+	touch $@
+
+$(CLIENTS)/npm/.installed: tests/clients/package.json
+	mkdir -p $(@D)
+	cp $< $(@D)
+	npm install --prefix $(@D) --no-audit --no-fund --no-package-lock
+	touch $@
+
 # Real conversations through the real pair, checked against recomputation.
 demo: $(VENV)/.installed
 	$(BIN)/inference-svc demo
@@ -26,7 +41,7 @@ demo: $(VENV)/.installed
 # Two workers; who is done first takes over from the other.
 WORKERS ?= 2
 test: $(VENV)/.installed
-	$(BIN)/pytest -m 'not long and not systemd' -n $(WORKERS) --dist worksteal \
+	$(BIN)/pytest -m 'not long and not systemd and not clients' -n $(WORKERS) --dist worksteal \
 		$(if $(SKIP_CORES),$(addprefix --ignore=,$(CORE_TESTS)))
 
 # The cores' tests alone, with the branches that they take: each core is to be tested by its own tests.
@@ -40,7 +55,7 @@ coverage: $(VENV)/.installed
 
 # What failed in the last run, without a neighbour on the machine. Nothing failed: nothing runs.
 test-failed: $(VENV)/.installed
-	$(BIN)/pytest -m 'not long and not systemd' --last-failed --last-failed-no-failures none
+	$(BIN)/pytest -m 'not long and not systemd and not clients' --last-failed --last-failed-no-failures none
 
 # All tests several times beside busy neighbours, in random orders: what fails now and then fails here.
 # RUNS, BURNERS, WORKERS and SEED: see .ci/flakes. FLAKES names the tests, as FLAKES=tests/fault.
@@ -50,11 +65,16 @@ flakes: $(VENV)/.installed
 
 # Full counts of what `make test` samples; among them 200 clients for 10 minutes (LOAD_CLIENTS, LOAD_MINUTES).
 test-long: $(VENV)/.installed
-	$(BIN)/pytest -m 'not systemd'
+	$(BIN)/pytest -m 'not systemd and not clients'
+
+# docs/clients.md, by its own blocks: each client beside the real pair, through a kill of kvd. Needs the
+# registries of Python and npm the first time; without npm the agents are skipped.
+test-clients: $(VENV)/.installed $(addsuffix /.installed,$(CLIENT_ENVIRONMENTS))
+	CLIENTS_DIR=$(CLIENTS) $(BIN)/pytest -m clients -rs tests/clients
 
 # What runs an engine, with its KV on pages (scheduler.working_kv).
 test-pages: $(VENV)/.installed
-	INFERENCE_SCHEDULER__WORKING_KV=pages $(BIN)/pytest -m 'not long and not systemd' -n $(WORKERS) --dist worksteal \
+	INFERENCE_SCHEDULER__WORKING_KV=pages $(BIN)/pytest -m 'not long and not systemd and not clients' -n $(WORKERS) --dist worksteal \
 		tests/integration tests/fault tests/inference_svc/runtime/engine tests/inference_svc/runtime/turns
 
 # What runs on a GPU, in a few minutes. With GPU_TESTS_DEVICE=cpu an interpreter and a simulated device
@@ -125,4 +145,4 @@ generate-stubs:
 		--python_out=$(OUT) --grpc_python_out=$(OUT) --pyi_out=$(OUT) $(PROTOS)
 
 clean:
-	rm -rf $(VENV) $(PROTO_VENV) dist .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(PROTO_VENV) $(CLIENTS) dist .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache

@@ -1,0 +1,37 @@
+"""A model for agents: it answers a question with a call of a tool, and the result with words."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+from tests.scripted_model import build_scripted_model
+from tests.tool_templates import FAMILIES, Family, tokenizer_of
+
+ASKED, TOLD = "[ASKED]", "[TOLD]"  # before an answer: whether the one before it was no call
+ANSWER = ("All of it ", "is kept.")
+WINDOW_TOKENS = 131_072  # agents' instructions are long, with a tokenizer as small as this one
+# As Mistral writes calls. What agents tell behind a question, or a result, changes nothing.
+TEMPLATE = (
+    "{% set next = namespace(is='[ASKED]') %}{% for m in messages %}{% if m.role == 'system' %}"
+    "[SYSTEM_PROMPT]{{ m.content }}[/SYSTEM_PROMPT]{% endif %}"
+    "{% if tools and loop.first %}[AVAILABLE_TOOLS]{{ tools | tojson }}[/AVAILABLE_TOOLS]"
+    "{% endif %}{% if m.role == 'user' %}[INST]{{ m.content }}[/INST]"
+    "{% elif m.role == 'tool' %}[TOOL_RESULTS]{{ m.content }}[/TOOL_RESULTS]"
+    "{% elif m.role == 'assistant' %}{{ next.is }}{{ m.content }}{% for c in m.tool_calls or [] %}"
+    "[TOOL_CALLS]{{ c.function.name }}[ARGS]{{ c.function.arguments | tojson }}{% endfor %}"
+    "{{ eos_token }}{% set next.is = '[TOLD]' if m.tool_calls else '[ASKED]' %}"
+    "{% endif %}{% endfor %}{% if add_generation_prompt %}{{ next.is }}{% endif %}"
+)
+_LIKE = FAMILIES["mistral_named"]
+FAMILY = Family(TEMPLATE, (*_LIKE.special, ASKED, TOLD), _LIKE.ends, _LIKE.call_format, _LIKE.marks)
+
+
+def build_calling_model(directory: Path, tool: str, arguments: Mapping[str, str]) -> Path:
+    """Write a model that calls a tool with these arguments, and then says ANSWER."""
+    tokenizer = tokenizer_of(FAMILY)
+    answers = {
+        ASKED: ("[TOOL_CALLS]", tool, "[ARGS]", json.dumps(arguments)),
+        TOLD: ANSWER,
+    }
+    by_token = {tokenizer.convert_tokens_to_ids(mark): said for mark, said in answers.items()}
+    return build_scripted_model(directory, tokenizer, by_token, FAMILY.ends[-1], WINDOW_TOKENS)

@@ -1,0 +1,44 @@
+"""What `make test-clients` has installed, and a pair with the demo model."""
+
+import os
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+
+from inference_svc.installation import SHIPPED_MODEL
+from tests.clients.local_pair import LocalPair
+from tests.clients.page import MODEL
+from tests.clients.shells import Shell
+
+ENVIRONMENTS = Path(os.environ.get("CLIENTS_DIR", ".venv-clients")).absolute()
+AGENTS = ENVIRONMENTS / "npm" / "node_modules" / ".bin"
+
+
+def libraries(name):
+    """The programs of an environment of Python: openai3 or openai2."""
+    found = ENVIRONMENTS / name / "bin"
+    assert found.is_dir(), (
+        f"{found} is missing: run `make test-clients`, which installs the clients"
+    )
+    return found
+
+
+@pytest.fixture
+def shell(tmp_path):
+    """Make a shell with the programs of a directory."""
+
+    def make(programs, setting=""):
+        return Shell(tmp_path, [programs], setting)
+
+    return make
+
+
+@pytest_asyncio.fixture(scope="session", loop_scope="session")
+async def pair(tmp_path_factory):
+    """The pair of all libraries."""
+    directory = tmp_path_factory.mktemp("pair")
+    model = directory / MODEL
+    model.symlink_to(SHIPPED_MODEL, target_is_directory=True)
+    async with LocalPair(model, directory) as pair:
+        yield pair

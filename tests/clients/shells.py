@@ -1,0 +1,53 @@
+"""Commands as a reader types them: in a shell with a home of its own, and clients in its path."""
+
+import asyncio
+import os
+from asyncio.subprocess import PIPE, STDOUT
+from pathlib import Path
+
+COMMAND_S = 240.0
+
+
+class Shell:
+    """One person's shell: its home and its directory stay from one command to the next.
+
+    Args:
+        home: directory of the user; commands run in one of its own below it.
+        programs: directories in the path, before those of the system.
+        setting: lines that go before each command.
+    """
+
+    def __init__(self, home: Path, programs: list[Path], setting: str = "") -> None:
+        self.directory = home / "work"
+        self.directory.mkdir()
+        path = os.pathsep.join([*map(str, programs), os.environ["PATH"]])
+        # Nothing else of ours: a key, a proxy or a server of the developer's is not the page's.
+        self._environ = {"PATH": path, "HOME": str(home), "LANG": "C.UTF-8"}
+        self._setting = setting
+
+    async def start(self, command: str, **options: int) -> asyncio.subprocess.Process:
+        """Start a command; options say what of it is piped."""
+        script = f"{self._setting}\n{command}"
+        return await asyncio.create_subprocess_exec(
+            *("bash", "-c", script), cwd=self.directory, env=self._environ, **options
+        )
+
+    async def run(self, command: str) -> str:
+        """Run a command and return what it prints, which is to be its end in order.
+
+        Raises:
+            AssertionError: it failed; with what it has printed.
+        """
+        process = await self.start(
+            command, stdin=asyncio.subprocess.DEVNULL, stdout=PIPE, stderr=STDOUT
+        )
+        try:
+            async with asyncio.timeout(COMMAND_S):
+                printed, _ = await process.communicate()
+        finally:
+            if process.returncode is None:
+                process.kill()
+                await process.wait()
+        text = printed.decode()
+        assert process.returncode == 0, f"{command}: exit code {process.returncode}:\n{text}"
+        return text
