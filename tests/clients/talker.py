@@ -9,6 +9,7 @@ prompt that were cached, and the pieces that it came in. Every request has the w
 
 import json
 import sys
+import uuid
 from functools import partial
 from typing import NamedTuple
 
@@ -113,7 +114,8 @@ TALKS = {
 def main(name):
     names = {}
     exec(compile(json.loads(sys.stdin.readline())["code"], "docs/clients.md", "exec"), names)  # noqa: S102  # the page's
-    messages = [{"role": "system", "content": f"This is for {name}. " + "Much is kept. " * 30}]
+    opening = f"This is {uuid.uuid4().hex}. " + "Much is kept. " * 30  # nobody had this one before
+    messages = [{"role": "system", "content": opening}]
     for line in sys.stdin:
         asked = json.loads(line)
         messages.append({"role": "user", "content": asked["question"]})
