@@ -5,7 +5,7 @@ import os
 from asyncio.subprocess import PIPE, STDOUT
 from pathlib import Path
 
-COMMAND_S = 240.0
+COMMAND_S = 600.0
 
 
 class Shell:

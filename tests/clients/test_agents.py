@@ -11,7 +11,7 @@ from tests.clients.conftest import AGENTS
 from tests.clients.local_pair import LocalPair
 from tests.clients.page import MODEL, commands, sections
 
-pytestmark = [pytest.mark.clients, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.clients, pytest.mark.timeout(2400)]
 NOTE = "The word is tier."
 LOOK = "cat note.txt"
 
