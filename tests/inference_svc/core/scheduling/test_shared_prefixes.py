@@ -346,9 +346,7 @@ def test_a_prefix_is_shared_where_layers_with_a_window_have_it_whole(
     scheduler = make(page_tokens=page_tokens, attention_window=8)
     submit(scheduler, 0, [*PROMPT, 1], history_tokens=40)
     (admission,) = scheduler.schedule(1).admitted
-    scheduler.announced(
-        admission.request, 40, 2, layers_ready=NUM_LAYERS, window_from=window_from
-    )
+    scheduler.announced(admission.request, 40, 2, layers_ready=NUM_LAYERS, window_from=window_from)
     compute(scheduler)
     submit(scheduler, 1, [*PROMPT, 2])
     assert [admissions(scheduler.schedule(4))[0][1:]] == [(shared, bool(shared))]
