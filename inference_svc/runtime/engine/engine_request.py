@@ -128,7 +128,7 @@ class EngineRequest(Request):
         retention: for how long its KV is to be kept at least.
         prefix_tokens: how many of its first tokens are tools and system message.
         load_ends: positions in its prompt, in order, at which loads are to be able to end, where
-            layers attend to the last tokens only; the prompt's end is one, too.
+            layers attend to the last tokens only; none: at the prompt's end.
         done: set when the answer is complete; its exception is why there is none.
         load_policy: the turn's own load policy; None: the engine's.
         truncate: given the context whose window is full, returns the ranges to drop of it: () ends

@@ -171,8 +171,8 @@ class WriteBuffer(LentKv[SlotTensors]):
         end_token: position after the last token.
         give: takes back slots of tokens that are forgotten.
         states: by position, states that are to be stored; see `note_state`.
-        load_ends: positions at which loads are to be able to end, the last one the prompt's end:
-            of layers with a window the tokens before these are to be stored.
+        load_ends: positions at which loads are to be able to end, in order: of layers with a window
+            the tokens before these are to be stored.
     """
 
     first_token: int
@@ -180,7 +180,7 @@ class WriteBuffer(LentKv[SlotTensors]):
     end_token: int = -1  # becomes first_token
     give: Callable[[Sequence[int]], None] = field(default=_keep, repr=False)
     states: dict[int, SequenceStates] = field(default_factory=dict, repr=False)
-    load_ends: tuple[int, ...] = (0,)
+    load_ends: tuple[int, ...] = ()
     _base_token: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -242,9 +242,10 @@ class WriteBuffer(LentKv[SlotTensors]):
     def wanted_ends(self, num_tokens: int) -> list[int]:
         """Return where loads are to be able to end, in order, if the first tokens are stored.
 
-        Beyond the prompt that is wherever the tokens end: so far does the answer go, perhaps.
+        Behind the last of them that is wherever the tokens end: there the answer may, too.
         """
-        return [*self.load_ends[:-1], max(num_tokens, self.load_ends[-1])]
+        is_behind = not self.load_ends or num_tokens > self.load_ends[-1]
+        return [*self.load_ends, num_tokens] if is_behind else list(self.load_ends)
 
     def forget_states(self, end_token: int) -> None:
         """Forget the states at and before a position, which are stored, or will not be."""

@@ -50,7 +50,8 @@ def store_blocks(
     end = buffer.end_token
     if wait_layer is not no_wait:
         end = buffer.room_end
-    for block in (*blocks, *windows):
+    stored: list[Block | GrantedWindow] = [*blocks, *windows]
+    for block in stored:
         block_end = block.token_offset + block.num_tokens
         is_here = buffer.first_token <= block.token_offset and block_end <= end
         if not is_here or not 0 < block.num_tokens <= calibration.layout.block_tokens:

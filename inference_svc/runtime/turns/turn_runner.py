@@ -155,7 +155,7 @@ class TurnRunner:
             is_final=submission.is_final,
             retention=submission.retention,
             prefix_tokens=context.system_tokens,
-            load_ends=marks,
+            load_ends=marks if prompt.answer_from else (*marks, len(context.token_ids)),
             marks=marks if self._limits.has_states else (),
             sampler=Sampler(sampling, self._limits.eos_ids, grammar),
             sink=writer,
