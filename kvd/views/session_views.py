@@ -41,7 +41,7 @@ _MOVES = {  # words for kinds of moves, which may end with their reason
     "evicted_dram": "evicted from DRAM",
     "evicted_ssd": "evicted from SSD",
     "cut": "cut: {why}",
-    "state_dropped": "state dropped: {why}",
+    "parts_dropped": "state or window dropped: {why}",
     "discarded": "tokens discarded",
     "grafted": "tokens taken over from another session",
     "compacted": "compacted",

@@ -16,6 +16,7 @@ from kvd.core.records.records import (
     StoreAnswer,
     Tier,
     TierStats,
+    WindowInfo,
 )
 from kvd.core.state.turn_log import MAX_TURNS, RecordedTurn
 from shared.kvd_client.messages import key_message
@@ -66,6 +67,7 @@ _BLOCK = MessageFields(
     given=("key", "tiers", "verified"),
 )
 _STATE_INFO = MessageFields(StateInfo, pb.StateInfo, given=("tiers",))
+_WINDOW_INFO = MessageFields(WindowInfo, pb.WindowInfo, given=("tiers",))
 _TURN = MessageFields(
     RecordedTurn,
     pb.RecentTurn,
@@ -139,6 +141,11 @@ def block_message(block: BlockInfo) -> pb.BlockInfo:
 def state_message(info: StateInfo) -> pb.StateInfo:
     """Encode a state of a session."""
     return _STATE_INFO.encode(info, tiers=[TIERS[tier] for tier in info.tiers])
+
+
+def window_message(info: WindowInfo) -> pb.WindowInfo:
+    """Encode windows of a session's blocks."""
+    return _WINDOW_INFO.encode(info, tiers=[TIERS[tier] for tier in info.tiers])
 
 
 def lineage_of(

@@ -30,7 +30,7 @@ from kvd.core.records.errors import SessionChangedError, UnknownLineageError
 from kvd.core.records.records import ExportedRows, LoadAnswer, StoreAnswer
 from kvd.core.state.cache_state import CacheState
 from kvd.core.state.leases import LoadLease
-from kvd.core.state.stored_states import group_states
+from kvd.core.state.stored_parts import group_parts
 from shared.types.lineage import WHOLE, Lineage
 from shared.types.session_key import SessionKey
 
@@ -91,7 +91,7 @@ class SessionFiles:
         session = find_session(state, key)
         spans = [*session.spans, *session.tail_spans()]
         runs = tuple(span for span in spans if span.num_tokens)
-        states = sorted(group_states(spans).values(), key=lambda parts: parts[0].start)
+        states = sorted(group_parts(spans).values(), key=lambda parts: parts[0].start)
         is_coupled = state.layout.position_mode == "coupled"
         lineage = WHOLE if is_coupled or session.lineage is None else session.lineage
         root = Chaining(state.layout, state.salt_of(key.tenant), WHOLE).root

@@ -183,12 +183,32 @@ class StateInfo:
 
 
 @dataclass(frozen=True, slots=True)
+class WindowInfo:
+    """Windows of blocks that are side by side in a session.
+
+    Attributes:
+        token_offset: position of the first of their tokens.
+        num_tokens: number of these.
+        num_bytes: of the windows' blocks; the others as of a state.
+    """
+
+    token_offset: int
+    num_tokens: int
+    num_bytes: int
+    tiers: tuple[Tier, ...]
+    num_sessions: int
+    dirty: bool
+    is_hashed: bool
+
+
+@dataclass(frozen=True, slots=True)
 class SessionDetail:
     """Answer of `describe`: the blocks are those of tokens."""
 
     info: SessionInfo
     blocks: tuple[BlockInfo, ...]
     states: tuple[StateInfo, ...] = ()
+    windows: tuple[WindowInfo, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -634,18 +634,20 @@ class DescribeSessionRequest(_message.Message):
     def __init__(self, session: _Optional[_Union[SessionKey, _Mapping]] = ..., may_be_gone: bool = ...) -> None: ...
 
 class DescribeSessionResponse(_message.Message):
-    __slots__ = ("info", "blocks", "history", "leases", "states")
+    __slots__ = ("info", "blocks", "history", "leases", "states", "windows")
     INFO_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
     HISTORY_FIELD_NUMBER: _ClassVar[int]
     LEASES_FIELD_NUMBER: _ClassVar[int]
     STATES_FIELD_NUMBER: _ClassVar[int]
+    WINDOWS_FIELD_NUMBER: _ClassVar[int]
     info: SessionInfo
     blocks: _containers.RepeatedCompositeFieldContainer[BlockInfo]
     history: _containers.RepeatedCompositeFieldContainer[SessionMove]
     leases: _containers.RepeatedCompositeFieldContainer[LeaseInfo]
     states: _containers.RepeatedCompositeFieldContainer[StateInfo]
-    def __init__(self, info: _Optional[_Union[SessionInfo, _Mapping]] = ..., blocks: _Optional[_Iterable[_Union[BlockInfo, _Mapping]]] = ..., history: _Optional[_Iterable[_Union[SessionMove, _Mapping]]] = ..., leases: _Optional[_Iterable[_Union[LeaseInfo, _Mapping]]] = ..., states: _Optional[_Iterable[_Union[StateInfo, _Mapping]]] = ...) -> None: ...
+    windows: _containers.RepeatedCompositeFieldContainer[WindowInfo]
+    def __init__(self, info: _Optional[_Union[SessionInfo, _Mapping]] = ..., blocks: _Optional[_Iterable[_Union[BlockInfo, _Mapping]]] = ..., history: _Optional[_Iterable[_Union[SessionMove, _Mapping]]] = ..., leases: _Optional[_Iterable[_Union[LeaseInfo, _Mapping]]] = ..., states: _Optional[_Iterable[_Union[StateInfo, _Mapping]]] = ..., windows: _Optional[_Iterable[_Union[WindowInfo, _Mapping]]] = ...) -> None: ...
 
 class StateInfo(_message.Message):
     __slots__ = ("position", "bytes", "tiers", "sessions", "dirty", "hashed")
@@ -662,6 +664,24 @@ class StateInfo(_message.Message):
     dirty: bool
     hashed: bool
     def __init__(self, position: _Optional[int] = ..., bytes: _Optional[int] = ..., tiers: _Optional[_Iterable[_Union[Tier, str]]] = ..., sessions: _Optional[int] = ..., dirty: bool = ..., hashed: bool = ...) -> None: ...
+
+class WindowInfo(_message.Message):
+    __slots__ = ("token_offset", "num_tokens", "bytes", "tiers", "sessions", "dirty", "hashed")
+    TOKEN_OFFSET_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    TIERS_FIELD_NUMBER: _ClassVar[int]
+    SESSIONS_FIELD_NUMBER: _ClassVar[int]
+    DIRTY_FIELD_NUMBER: _ClassVar[int]
+    HASHED_FIELD_NUMBER: _ClassVar[int]
+    token_offset: int
+    num_tokens: int
+    bytes: int
+    tiers: _containers.RepeatedScalarFieldContainer[Tier]
+    sessions: int
+    dirty: bool
+    hashed: bool
+    def __init__(self, token_offset: _Optional[int] = ..., num_tokens: _Optional[int] = ..., bytes: _Optional[int] = ..., tiers: _Optional[_Iterable[_Union[Tier, str]]] = ..., sessions: _Optional[int] = ..., dirty: bool = ..., hashed: bool = ...) -> None: ...
 
 class SessionMove(_message.Message):
     __slots__ = ("kind", "age_s", "duration_s", "num_blocks", "num_tokens", "why")

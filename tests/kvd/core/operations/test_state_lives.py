@@ -77,7 +77,7 @@ def test_an_erased_tenant_leaves_no_state():
         world.pump()
         world.quiesce()
     assert [tier.used_bytes for tier in world.engine.inspection.stats().tiers] == [0, 0]
-    assert not list(world.engine._state.stored_states)
+    assert not list(world.engine._state.stored_parts)
 
 
 def test_a_retained_prefix_has_the_states_of_its_tokens():
@@ -246,18 +246,18 @@ def _in_front_of_its_tokens(state):
 
 
 def _not_found(state):
-    stored = next(iter(state.stored_states))
+    stored = next(iter(state.stored_parts))
     stored.users[B] = None
 
 
 def _of_no_session(state):
-    state.stored_states._behind.clear()
+    state.stored_parts._behind.clear()
 
 
 @pytest.mark.parametrize(
     ("break_it", "message"),
     [
-        (_without_a_part, "has a part of a state"),
+        (_without_a_part, "has parts without the others"),
         (_in_front_of_its_tokens, "a state is behind its tokens"),
         (_not_found, "states are found"),
         (_of_no_session, "states are found"),
