@@ -82,8 +82,8 @@ async def test_turns_load_the_windows_of_their_last_tokens_only(pair, oracle):
     num_blocks = -(-stored.num_tokens // BLOCK_TOKENS)
     # Windows are kept of what it began with, and of its end.
     num_windows = 2 * -(-most // BLOCK_TOKENS)
-    assert stored.total_bytes <= (num_blocks + NUM_PARTS * num_windows) * SLOT_BYTES
-    assert stored.total_bytes < (1 + NUM_PARTS) * num_blocks * SLOT_BYTES
+    assert stored.bytes <= (num_blocks + NUM_PARTS * num_windows) * SLOT_BYTES
+    assert stored.bytes < (1 + NUM_PARTS) * num_blocks * SLOT_BYTES
 
 
 async def test_a_long_prompt_stores_windows_where_loads_may_end(pair, oracle):
@@ -129,7 +129,7 @@ async def test_a_fork_goes_on_from_where_there_is_a_window(pair, oracle):
         names = ("parent", "fork-5", "fork-3")
         verdicts = [await pair.verdict(oracle, name) for name in names]
     assert all(verdict.is_identical for verdict in verdicts), verdicts
-    assert late.usage.recomputed_tokens == 0
+    assert late.usage.recomputed_tokens < BLOCK_TOKENS  # forks share whole blocks
     assert early.usage.reused_tokens < early.usage.history_tokens
     assert all(turn.usage.recomputed_tokens == 0 for turn in onward)
 
