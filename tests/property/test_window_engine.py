@@ -25,18 +25,20 @@ NUM_PARTS = WINDOW_LAYOUT.window_slots
 assert ExtentShape(WINDOW_LAYOUT).sectors_per_extent == SHAPE.sectors_per_extent
 
 
-def window_of(rows: list[Row]) -> list[list[tuple[int, ...]]]:
+def window_of(rows: list[Row], num_parts: int = NUM_PARTS) -> list[list[tuple[int, ...]]]:
     """What the slots of a window hold of a block with these rows."""
-    return [[(part, *rows)] for part in range(NUM_PARTS)]
+    return [[(part, *rows)] for part in range(num_parts)]
 
 
-def check_windows(slots: list, rows: list[Row], answer: LoadAnswer) -> None:
+def check_windows(
+    slots: list, rows: list[Row], answer: LoadAnswer, num_tokens: int = WINDOW
+) -> None:
     """What is granted has the rows that layers attend to from its end on, and no other rows."""
     if not answer.windows:
         assert answer.more, "tokens come with their windows, or the rest comes later"
         return
     end = answer.windows[0].token_offset
-    assert end <= max(0, answer.end_token - WINDOW), "all that layers attend to is there"
+    assert end <= max(0, answer.end_token - num_tokens), "all that layers attend to is there"
     for window in answer.windows:
         assert window.token_offset == end, "windows follow each other"
         end += window.num_tokens

@@ -107,7 +107,7 @@ class Publisher:
         state = self._state
         new = [span for span, part in lease.side_parts if isinstance(part, Block)]
         if state.layout.window:
-            return spans_with_windows(state, session, runs, new, lease.positions)
+            return spans_with_windows(state, session, runs, new, lease.load_ends)
         chaining = Chaining(state.layout, state.salt_of(lease.key.tenant), lease.lineage)
         chain = StateChain(chaining, state.layout.block_tokens, lease.token_ids)
         return spans_with_states(state, lease.key, runs, chain, new)

@@ -128,7 +128,7 @@ class Storer:
         lease_id, now_ns = state.leases.next_id(), state.now_ns
         lease = StoreLease(lease_id, engine_id, key, lineage=lineage, since_ns=now_ns)
         lease.num_discards = session.num_discards if session else 0
-        lease.positions = state_positions
+        lease.load_ends = [at for at in state_positions if at != num_tokens]
         if state.layout.state_bytes:
             lease.token_ids = token_ids
         held: list[Part] = [(piece.span, piece.block) for piece in base]

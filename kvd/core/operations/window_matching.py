@@ -182,7 +182,7 @@ def spans_with_windows(
     session: Session,
     runs: Sequence[Span],
     new: Sequence[Span],
-    positions: Iterable[int],
+    load_ends: Iterable[int],
 ) -> list[Span]:
     """Return what a session is to consist of: runs of tokens, and the windows it keeps.
 
@@ -193,10 +193,10 @@ def spans_with_windows(
         session: that has, or is to have, the runs.
         runs: of tokens, in order.
         new: parts of windows whose blocks are there, and in no session yet.
-        positions: behind how many tokens loads are to be able to end, too.
+        load_ends: behind how many tokens loads are to be able to end, beside those that it knows.
     """
     keeping = _Keeping(state, session.key, runs, group_parts(new))
-    named = sorted({*session.load_ends, *positions})
+    named = sorted({*session.load_ends, *load_ends})
     session.load_ends = keeping.choose(named)
     kept = keeping.kept()
     for span in (span for parts in kept for span in parts):
@@ -227,23 +227,26 @@ class _Keeping:
 
     def choose(self, named: Sequence[int]) -> tuple[int, ...]:
         """Choose ranges of tokens whose windows are kept; returns the ends to be remembered."""
-        layout, ends = self._layout, self._ends
-        possible = [ends[i] for i in _possible(ends, map(bool, self._parts), layout.window)]
-        reachable = set(possible)
+        window, block_tokens, ends = self._layout.window, self._layout.block_tokens, self._ends
+        possible = [ends[i] for i in _possible(ends, map(bool, self._parts), window)]
         pending = [at for at in named if at > ends[-1]][:MOST_PENDING]
-        asked = {end: end for end in possible[-1:]}  # where loads may end: and as it was asked for
+        asked: dict[int, int] = {}  # where loads may end: for which of those that are named
         for at in named:
-            end = ends[max(0, bisect_right(ends, at) - 1)]
-            if at <= ends[-1] and end in reachable:
-                asked[end] = at
-        newest = sorted(asked)[-NUM_NEWEST:]
+            before = bisect_right(possible, at)
+            if before and at <= ends[-1] and self._is_last_before(possible[before - 1], at):
+                asked[possible[before - 1]] = at
+        newest = sorted({*asked, *possible[-1:]})[-NUM_NEWEST:]
         for at in (*newest, *pending):
-            self._ranges.append((_start_of(ends, at, layout.block_tokens) - layout.window, at))
+            self._ranges.append((_start_of(ends, at, block_tokens) - window, at))
         first = next((index for index, parts in enumerate(self._parts) if parts), None)
         if first is not None:
             start = ends[first] - self._runs[first].num_tokens
-            self._ranges.append((start, start + layout.window))
-        return tuple(sorted({*(asked[end] for end in newest), *pending}))
+            self._ranges.append((start, start + window))
+        return (*(asked[end] for end in newest if end in asked), *pending)
+
+    def _is_last_before(self, end: int, position: int) -> bool:
+        """Whether no other run ends between an end and a position."""
+        return bisect_right(self._ends, position) == bisect_right(self._ends, end)
 
     def kept(self) -> list[Sequence[Span]]:
         """Return the parts of the windows that are in the ranges, or shared."""

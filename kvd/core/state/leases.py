@@ -110,7 +110,8 @@ class StoreLease:
         parts: what the session will consist of: each span with the existing block it uses (held by
             this lease) or the new one.
         side_parts: the parts of states and windows that it stores, all of each.
-        positions: behind how many tokens loads are to be able to end, as far as it was said.
+        load_ends: behind how many tokens loads are to be able to end, as it was said. The end of
+            the tokens is not among them: it matters while it is the end, and they may end there.
         token_ids: of the whole sequence, where there are states: they are found by them.
         num_discards: that the session had seen when it was prepared.
         lineage: the lineage of the tokens, if it was named.
@@ -123,7 +124,7 @@ class StoreLease:
     key: SessionKey
     parts: list[Part] = field(default_factory=list)
     side_parts: list[Part] = field(default_factory=list)
-    positions: Sequence[int] = ()
+    load_ends: Sequence[int] = ()
     token_ids: bytes = b""
     num_discards: int = 0
     lineage: Lineage | None = None
