@@ -194,6 +194,23 @@ async def test_conversations_that_begin_alike_share_a_window(pair, oracle):
     assert stats.counters["load_tokens_dram"] - loaded > BLOCK_TOKENS
 
 
+async def test_a_long_answer_leaves_a_window_before_it(pair, oracle):
+    """Who asks the same again, or whose template drops what a model thought, goes on there."""
+    long = inference_pb2.Sampling(max_tokens=900, ignore_eos=True)
+    short = inference_pb2.Sampling(max_tokens=4, ignore_eos=True)
+    async with pair.with_kvd(*DRAM):
+        asked = question("What is a block, and what is it for? " * 30, SYSTEM)
+        first = await pair.submit(turn_request(asked, pair.name("one"), sampling=long))
+        await pair.until_saved()
+        loaded = (await pair.stats()).counters["load_tokens_dram"]
+        await pair.submit(turn_request(asked, pair.name("two"), sampling=short))
+        stats = await pair.stats()
+        verdicts = [await pair.verdict(oracle, name) for name in ("one", "two")]
+    assert all(verdict.is_identical for verdict in verdicts), verdicts
+    again = stats.counters["load_tokens_dram"] - loaded
+    assert again > first.usage.new_tokens - 2 * BLOCK_TOKENS > 2 * BLOCK_TOKENS
+
+
 async def test_residents_are_built_on_where_they_can_be(resident, oracle):
     """Sessions in memory, loaded ones among them, preempted ones, and those that had to go."""
     async with resident.with_kvd(*DRAM):
