@@ -128,9 +128,9 @@ def _part(index: int, position: int = 2) -> StatePart:
     return StatePart(position, index, memoryview(data))
 
 
-def _file_with(*parts: StatePart, has_state: bool = True) -> bytes:
+def _file_with(*parts: StatePart, version: int = 2) -> bytes:
     """A file of three tokens and parts of a state."""
-    header = FileHeader(key_of("a"), WITH_STATES, WHOLE, "0.1.0", 1.5, has_state)
+    header = FileHeader(key_of("a"), WITH_STATES, WHOLE, "0.1.0", 1.5, version)
     tokens = _frame(0, [1, 2, 3])
     return header_bytes(header) + tokens + b"".join(part_bytes(3, p) for p in parts) + end_bytes(3)
 
@@ -144,7 +144,7 @@ def test_a_state_comes_in_parts(step):
     reader = FileReader()
     pieces = (data[start : start + step] for start in range(0, len(data), step))
     found = [frame for piece in pieces for frame in reader.feed(piece)]
-    assert reader.close().has_state
+    assert reader.close().version == 2
     assert found[1:] == parts
     assert len(parts[-1].data) == WITH_STATES.state_bytes - 2 * WITH_STATES.block_bytes
     assert len(_read_parts(_file_with())) == 1
@@ -181,7 +181,7 @@ def test_a_state_lies_behind_tokens_of_the_file():
 
 
 def test_a_file_of_version_1_has_no_parts():
-    data = _file_with(*map(_part, range(3)), has_state=False)
+    data = _file_with(*map(_part, range(3)), version=1)
     with pytest.raises(SessionFileError, match="damaged"):
         _read_parts(data)
     assert header_bytes(HEADER)[8] == 1
