@@ -85,7 +85,8 @@ class Exporter:
             prefix: see `frames`.
         """
         layout = self._cache.layout
-        chunker = Chunker(step_tokens(chunk_bytes, layout.block_tokens, row_bytes(layout)))
+        step = step_tokens(chunk_bytes, layout.block_tokens, row_bytes(layout))
+        chunker = Chunker(step, chunk_bytes)
         yield 0, header
         async with aclosing(self.frames(prefix=prefix)) as batches:
             async for batch in batches:
