@@ -84,13 +84,13 @@ def _last_end(
         found = [piece for piece, _ in zip(found, takewhile(bool, wanted), strict=False)]
     has_window = [_has_window(state, piece, dram_only=dram_only) for piece in found]
     last = None
-    for index in _possible([p.end for p in found], has_window, state.layout.window):
+    for index in possible_ends([p.end for p in found], has_window, state.layout.window):
         if found[index].end > from_token:
             last = index
     return last
 
 
-def _possible(ends: Sequence[int], has_window: Iterable[bool], window: int) -> Iterator[int]:
+def possible_ends(ends: Sequence[int], has_window: Iterable[bool], window: int) -> Iterator[int]:
     """Yield the indexes of blocks at whose ends loads may end: those before have their windows.
 
     Args:
@@ -228,7 +228,7 @@ class _Keeping:
     def choose(self, named: Sequence[int]) -> tuple[int, ...]:
         """Choose ranges of tokens whose windows are kept; returns the ends to be remembered."""
         window, block_tokens, ends = self._layout.window, self._layout.block_tokens, self._ends
-        possible = [ends[i] for i in _possible(ends, map(bool, self._parts), window)]
+        possible = [ends[i] for i in possible_ends(ends, map(bool, self._parts), window)]
         pending = [at for at in named if at > ends[-1]][:MOST_PENDING]
         asked: dict[int, int] = {}  # where loads may end: for which of those that are named
         for at in named:

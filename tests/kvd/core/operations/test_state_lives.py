@@ -192,10 +192,10 @@ def test_an_export_has_the_newest_state(is_packed):
     assert (tokens, rows) == (TOKENS, compute([], TOKENS))
     assert export.position == 20
     parts = []
-    while export.next_part < len(export.state):
-        answer = world.engine.session_files.prepare_export_state(export, 1, OPERATOR)
+    while export.next_part < len(export.parts):
+        answer = world.engine.session_files.prepare_export_parts(export, 1, OPERATOR)
         answer = _settled(world, answer)
-        slot_ids = world.engine.session_files.state_exported(export, answer.lease_id)
+        slot_ids = world.engine.session_files.parts_exported(export, answer.lease_id)
         parts += [world.slots[slot_id] for slot_id in slot_ids]
         world.engine.loads.complete(answer.lease_id, OPERATOR)
         world.pump()
@@ -210,10 +210,10 @@ def test_a_state_that_has_left_the_session_is_not_exported():
     world.engine.sessions.discard(A, to_bytes(TOKENS), [(10, 12)])
     world.pump()
     with pytest.raises(SessionChangedError):
-        world.engine.session_files.prepare_export_state(export, 1, OPERATOR)
+        world.engine.session_files.prepare_export_parts(export, 1, OPERATOR)
     world.engine.sessions.flush(A, dry_run=False)
     with pytest.raises(SessionChangedError):
-        world.engine.session_files.prepare_export_state(export, 1, OPERATOR)
+        world.engine.session_files.prepare_export_parts(export, 1, OPERATOR)
     with pytest.raises(UnknownSessionError):
         world.engine.session_files.begin_export(A)
 
@@ -259,8 +259,8 @@ def _of_no_session(state):
     [
         (_without_a_part, "has parts without the others"),
         (_in_front_of_its_tokens, "a state is behind its tokens"),
-        (_not_found, "states are found"),
-        (_of_no_session, "states are found"),
+        (_not_found, "parts are found"),
+        (_of_no_session, "parts are found"),
     ],
 )
 def test_what_is_broken_is_noticed(break_it, message):
