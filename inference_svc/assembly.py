@@ -5,7 +5,7 @@ An engine alone is what benchmarks need; `service_assembly.py` builds the servic
 
 import asyncio
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import psutil
 import torch
@@ -29,6 +29,7 @@ from inference_svc.core.scheduling.write_slots import write_slots_for
 from inference_svc.core.truncation import USUAL_SINKS
 from inference_svc.core.turn_histograms import TurnHistograms
 from inference_svc.runtime.calibration.attention_choice import choose_attention
+from inference_svc.runtime.calibration.calibration import without_windows
 from inference_svc.runtime.calibration.graph_choice import StepMemory, choose_graphs
 from inference_svc.runtime.compute.model_runner import ModelRunner
 from inference_svc.runtime.cuda.arenas import open_arena_by_copier, open_arena_for
@@ -116,6 +117,8 @@ def assemble_engine(settings: InferenceSettings, model: Model) -> EngineParts:
     """Build the engine and hand each part what it needs."""
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     keep_freed_memory()
+    if not settings.cache.windows or settings.compression.policy != "none":
+        model = replace(model, calibration=without_windows(model.calibration))
     loaded, calibration, cache = model.loaded, model.calibration, settings.cache
     counters, rates, histograms = Counters(), Rates(), TurnHistograms(settings.tenants)
     compute_thread, load_thread, store_thread = map(WorkerThread, ("compute", "load", "store"))
@@ -312,6 +315,7 @@ def _scheduler_limits(
         page_tokens=page_tokens,
         has_states=bool(layout.state_bytes),
         most_residents=most_residents,
+        attention_window=layout.window,
     )
 
 

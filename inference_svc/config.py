@@ -165,8 +165,12 @@ class CacheSettings(Section):
         saving: "async": while others compute; "sync": nothing is computed meanwhile; "off":
             nothing is stored.
         save_group_tokens: tokens of a turn under way that are stored together; at least a block's.
-        state_tokens: of models with a recurrent state: tokens between states that are stored of a
-            long prompt, beside those where conversations turn; 0: none but these.
+        state_tokens: of models with a recurrent state, or with layers that attend to the last
+            tokens only: tokens between places of a long prompt where a load can end, beside those
+            where conversations turn; 0: none but these.
+        windows: of layers that attend to the last tokens only, no more than these are stored and
+            loaded; false: all tokens, as contexts need that lose tokens here and there. With a
+            compression policy it is as if it were false.
         transport: how KV travels between kvd's memory and a GPU. "shm": the service has the GPU
             copy, from and to memory that it shares with kvd; "cuda_ipc": kvd's copier has, from and
             to memory of the GPU that it shares with the service, and "shm" where there is none.
@@ -182,6 +186,7 @@ class CacheSettings(Section):
     saving: Literal["async", "sync", "off"] = "async"
     save_group_tokens: int = Field(default=512, ge=1)
     state_tokens: int = Field(default=8192, ge=0)
+    windows: bool = True
     transport: Literal["shm", "cuda_ipc"] = "shm"
     kvd_runtime_dir: Path = Field(default_factory=default_runtime_dir)
     deadline_s: Duration = Field(default=10.0, gt=0, le=600)

@@ -110,7 +110,8 @@ def assemble_service(
         eos_ids=loaded.eos_ids,
         reserve_tokens=settings.overflow.reserve_tokens,
         compress_tokens=settings.compression.min_tokens,
-        state_tokens=settings.cache.state_tokens if calibration.layout.state_bytes else None,
+        mark_tokens=settings.cache.state_tokens,
+        has_states=bool(calibration.layout.state_bytes),
     )
     report = TurnReport(engine_parts.histograms)
     has_tokenizer = loaded.tokenizer is not None

@@ -15,12 +15,15 @@ from transformers import (
     OpenAIGPTConfig,
     OpenAIGPTLMHeadModel,
     PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen2ForCausalLM,
     Qwen3NextConfig,
     Qwen3NextForCausalLM,
 )
 
 MAX_VOCAB_SIZE = 512
 WINDOW_TOKENS = 2048
+ATTENTION_WINDOW = 90  # of the windowed model's layers: less than a block
 SEED = 7
 # Large weights: the greedy answers of a random model then vary, and the best logit leads clearly.
 INITIALIZER_RANGE = 0.35
@@ -159,6 +162,33 @@ def build_hybrid_model(directory: Path) -> Path:
         pad_token_id=None,
     )
     Qwen3NextForCausalLM(config).float().save_pretrained(directory)
+    return directory
+
+
+def build_windowed_model(directory: Path) -> Path:
+    """Write a model four of whose six layers attend to the last ATTENTION_WINDOW tokens only."""
+    tokenizer = _train_tokenizer()
+    tokenizer.save_pretrained(directory)
+    torch.manual_seed(SEED)
+    config = Qwen2Config(
+        vocab_size=len(tokenizer),
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=6,
+        layer_types=["sliding_attention", "sliding_attention", "full_attention"] * 2,
+        use_sliding_window=True,
+        sliding_window=ATTENTION_WINDOW,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,  # 512 bytes of KV per token and layer: 128 tokens per block
+        max_position_embeddings=WINDOW_TOKENS,
+        initializer_range=INITIALIZER_RANGE,
+        tie_word_embeddings=False,
+        bos_token_id=None,
+        eos_token_id=tokenizer.convert_tokens_to_ids(EOS),
+        pad_token_id=None,
+    )
+    Qwen2ForCausalLM(config).float().save_pretrained(directory)
     return directory
 
 

@@ -46,7 +46,7 @@ class Server:
         tokens = self.sessions[session]
         self.on_export()
         yield _part(0, header_bytes(FileHeader(key_of(session), LAYOUT, WHOLE, "0", 0.0)))
-        chunker = Chunker(STEP)
+        chunker = Chunker(STEP, 1 << 20)
         for start in range(0, len(tokens), LAYOUT.block_tokens):
             some = tokens[start : start + LAYOUT.block_tokens]
             rows = [memoryview(bytes(size * len(some))) for size in row_bytes(LAYOUT)]

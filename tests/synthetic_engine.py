@@ -17,7 +17,7 @@ import numpy as np
 from shared.kvd_client.arena_map import ArenaMap
 from shared.kvd_client.client import KvdClient
 from shared.kvd_client.grants import StoreGrant
-from shared.types.granted_slots import GrantedState, LoadSpan, Lookup
+from shared.types.granted_slots import GrantedState, GrantedWindow, LoadSpan, Lookup
 from shared.types.kv_layout import Component, KVLayout, Layer
 from shared.types.queue_feed import QueueFeed
 from shared.types.session_key import SessionKey
@@ -42,6 +42,15 @@ def layout_with_states(num_layers: int = 2) -> KVLayout:
         position_mode="coupled",
         state_bytes=20_000 if num_layers else 1_500_000,
     )
+
+
+def layout_with_windows(num_windowed: int = 3, window: int = 20) -> KVLayout:
+    """A layer that attends to all tokens between such as attend to the last ones."""
+    whole = small_layout(1)
+    narrow = replace(whole.layers[0], window=window)
+    first = num_windowed // 2
+    layers = (*(narrow,) * first, *whole.layers, *(narrow,) * (num_windowed - first))
+    return replace(whole, layers=layers)
 
 
 def key_of(session_id: str, tenant: str = "default", model: str = MODEL) -> SessionKey:
@@ -84,7 +93,11 @@ class SyntheticEngine:
         from_token: int = 0,
         states: Sequence[int] = (),
     ) -> int:
-        """Store the rows of token_ids[from_token:]; returns how many tokens are stored then."""
+        """Store the rows of token_ids[from_token:]; returns how many tokens are stored then.
+
+        Loads are to be able to end behind so many tokens as `states` says, or where there are
+        windows.
+        """
         while True:
             grant = await self.client.prepare_store(
                 key, encode(token_ids), from_token, CALL_S, state_positions=states
@@ -101,6 +114,15 @@ class SyntheticEngine:
             for row in range(block.num_tokens):
                 position = block.token_offset + row
                 self._write(grant.arena, block.slot_id, row, position, token_ids[position])
+        for window in grant.windows:
+            for slot_id in window.slot_ids:
+                grant.arena.slot(slot_id)[:] = bytes(self.layout.block_bytes)
+            for row in range(window.num_tokens):
+                position = window.token_offset + row
+                for view, expected in self.window_rows(
+                    grant.arena, window, row, position, token_ids[position]
+                ):
+                    view[:] = expected
         for state in grant.states:
             contents = self._state_parts(token_ids[: state.position])
             for slot_id, part in zip(state.slot_ids, contents, strict=True):
@@ -134,22 +156,49 @@ class SyntheticEngine:
             for layer_index in range(len(self.layout.layers)):
                 if grant.progress is not None:
                     await asyncio.to_thread(grant.progress.wait_layer, layer_index, CALL_S)
-                for span in grant.spans:
+                for span in grant.spans if self.layout.part_of(layer_index) == 0 else ():
                     self._check(grant.arena, span, token_ids, layer_index)
             if grant.lookup is Lookup.MISS:
                 return Loaded(end, frozenset(tiers), grant.miss_reason)
             end, state = grant.end_token, grant.state
             if state is not None:
                 self._check_state(grant.arena, state, token_ids)
+            self._check_windows(grant.arena, grant.windows, token_ids)
             await self.client.complete_load(grant)
             if not grant.more:
                 position = state.position if state else 0
                 return Loaded(end, frozenset(tiers), "", position)
 
     def _write(self, arena: ArenaMap, slot_id: int, row: int, position: int, token: int) -> None:
-        for layer_index in range(len(self.layout.layers)):
+        for layer_index in self._layers_of(0):
             for view, expected in self._rows(arena, slot_id, row, position, token, layer_index):
                 view[:] = expected
+
+    def _layers_of(self, part: int) -> list[int]:
+        """Layers whose rows are in blocks of tokens (0), or in a part of their windows (1 …)."""
+        layers = range(len(self.layout.layers))
+        return [layer for layer in layers if self.layout.part_of(layer) == part]
+
+    def window_rows(
+        self, arena: ArenaMap, window: GrantedWindow, row: int, position: int, token: int
+    ) -> list[tuple[np.ndarray, np.ndarray]]:
+        """(memory, what belongs there) of one token's row in every part of a window."""
+        rows = []
+        for part, slot_id in enumerate(window.slot_ids, 1):
+            for layer in self._layers_of(part):
+                rows += self._rows(arena, slot_id, row, position, token, layer)
+        return rows
+
+    def _check_windows(
+        self, arena: ArenaMap, windows: Sequence[GrantedWindow], token_ids: Sequence[int]
+    ) -> None:
+        for window in windows:
+            for index in range(window.num_tokens):
+                position = window.token_offset + index
+                for view, expected in self.window_rows(
+                    arena, window, window.start + index, position, token_ids[position]
+                ):
+                    assert np.array_equal(view, expected), f"a wrong window at token {position}"
 
     def _check(
         self, arena: ArenaMap, span: LoadSpan, token_ids: Sequence[int], layer_index: int

@@ -22,10 +22,10 @@ from inference_svc.bench.figures import Case, Interleaved
 from inference_svc.bench.options import CopiesOptions, RunOptions
 from inference_svc.bench.workspace import Workspace
 from inference_svc.core.scheduling.held_slots import PagedSlots
-from inference_svc.runtime.kv.arena_kv import ArenaKv
+from inference_svc.runtime.kv.arena_kv import ArenaKv, SlotTokens
 from inference_svc.runtime.kv.copy_stream import CopyStream
 from inference_svc.runtime.kv.paged_kv import PagePool
-from inference_svc.runtime.transfer.layer_load import LayerLoader, SlotTokens
+from inference_svc.runtime.transfer.layer_load import LayerLoader
 from inference_svc.runtime.transfer.layer_store import store_blocks
 from shared.types.units import ceil_div
 

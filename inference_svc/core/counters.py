@@ -58,6 +58,8 @@ COUNTERS: Mapping[str, str] = {
     "write_stalls": "plans of a step in which a turn found no room in the write ring",
     "stored_tokens": "tokens whose KV was stored",
     "stored_states": "states of a model that were stored",
+    "stored_window_tokens": "tokens whose KV of layers with a window was stored",
+    "loaded_window_tokens": "tokens whose KV of layers with a window was loaded",
     "loaded_states": "states of a model that turns began with",
     "copiers_lost": "times that the copier of the GPU died: copies went by shared memory then",
 }

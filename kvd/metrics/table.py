@@ -54,6 +54,11 @@ METRICS = MetricTable(
             "States of recurrent layers that were handed out",
             counted="load_states",
         ),
+        _counter(
+            "kvd_loaded_windows_total",
+            "Windows of blocks that were handed out, of layers that attend to the last tokens",
+            counted="load_windows",
+        ),
         _histogram("kvd_load_seconds", "From the grant of a load to its completion by the engine"),
         _histogram(
             "kvd_load_wait_seconds",
@@ -73,6 +78,11 @@ METRICS = MetricTable(
             "kvd_stored_states_total",
             "States of recurrent layers that were published",
             counted="store_states",
+        ),
+        _counter(
+            "kvd_stored_windows_total",
+            "Windows of blocks that were published, of layers that attend to the last tokens",
+            counted="store_windows",
         ),
         _histogram(
             "kvd_store_seconds", "From the grant of a store to its completion by the engine"

@@ -32,6 +32,7 @@ from kvd.wire.messages import (
     recent_turns_messages,
     session_message,
     state_message,
+    window_message,
 )
 from kvd.wire.selection import allowed_tenants, check_allowed, event_filter_of, listing_of
 from shared.config.reload import LiveSettings
@@ -106,6 +107,7 @@ class ReaderService(kvd_pb2_grpc.ReaderServicer):  # type: ignore[misc]  # the s
             info=session_message(detail.info, cache.layout, now_ns),
             blocks=[block_message(block) for block in detail.blocks],
             states=[state_message(state) for state in detail.states],
+            windows=[window_message(window) for window in detail.windows],
             history=history_messages(
                 cache.act(lambda core: core.inspection.history.of(key)), now_ns
             ),

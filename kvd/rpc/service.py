@@ -118,8 +118,9 @@ class EngineService(kvd_pb2_grpc.EngineServicer):  # type: ignore[misc]  # the s
                     copiers=self._live.loaded.settings.copier.enabled,
                     retention=True,
                     expectations=True,
-                    grafts=layout.position_mode == "decoupled",
+                    grafts=layout.position_mode == "decoupled" and not layout.window,
                     states=True,
+                    windows=True,
                     max_queue_jobs=self._live.loaded.settings.limits.max_queue_jobs,
                 )
             )

@@ -1,7 +1,7 @@
 """A session file in chunks: runs of its frames, each for one object of a remote store.
 
 Where chunks end depends on nothing but the tokens that frames have, so that two sessions with one
-prefix have the same first chunks. A sealed chunk (version 1):
+prefix have the same first chunks; behind the tokens, on their size. A sealed chunk (version 1):
 
     chunk   = magic "KVDCHUNK" | version u32 | bytes of the frames u32 | salt (32) | frames | tag
 
@@ -38,10 +38,12 @@ class Chunker:
 
     Args:
         step_tokens: a chunk ends with the first frame that reaches a multiple of it.
+        chunk_bytes: or, where frames have no tokens of their own, that makes it so large.
     """
 
-    def __init__(self, step_tokens: int) -> None:
+    def __init__(self, step_tokens: int, chunk_bytes: int) -> None:
         self._step = step_tokens
+        self._chunk_bytes = chunk_bytes
         self._num_tokens = 0
         self._frames: list[bytes] = []
 
@@ -50,9 +52,10 @@ class Chunker:
         before = self._num_tokens
         self._num_tokens += num_tokens
         self._frames.append(frame)
-        if before // self._step == self._num_tokens // self._step:
-            return None
-        return self.rest()
+        is_full = before // self._step < self._num_tokens // self._step
+        if not num_tokens:
+            is_full = sum(map(len, self._frames)) >= self._chunk_bytes
+        return self.rest() if is_full else None
 
     def rest(self) -> tuple[int, bytes] | None:
         """Return what is left as a chunk; None if nothing is."""

@@ -29,6 +29,7 @@ from kvd.session_files.file_format import (
     Frame,
     SessionFileError,
     StatePart,
+    WindowRows,
     row_bytes,
 )
 from kvd.session_files.slot_runs import RowBuffer, SlotRuns, finished_in_thread
@@ -80,11 +81,12 @@ class Import:
         layout = cache.layout
         self._unfinished = key._replace(session_id=f"import-{secrets.token_hex(16)}")
         self._engine_id = secrets.randbits(63)
-        self._runs = SlotRuns(layout)
+        self._runs = SlotRuns.of_tokens(layout)
+        self._window_runs = SlotRuns.of_windows(layout)
         self._buffer = RowBuffer(row_bytes(layout))
         self._token_ids = bytearray()
         self._is_coupled = layout.position_mode == "coupled"
-        self._state: StoreAnswer | None = None  # the state that is being stored
+        self._parts: StoreAnswer | None = None  # the state or windows that are being stored
 
     async def add(self, frame: Frame) -> None:
         """Take the next rows.
@@ -108,14 +110,64 @@ class Import:
         if not part.index:
             num_tokens = len(self._token_ids) // TOKEN_BYTES
             await self._store(num_tokens)
-            self._state = await self._granted(num_tokens, [part.position])
-        answer, cache = self._state, self._cache
+            self._parts = await self._granted(num_tokens, [part.position])
+        answer, cache = self._parts, self._cache
         if answer is None or not answer.states:
             return
         slot_ids = answer.states[0].slot_ids
         await finished_in_thread(self._fill_part, slot_ids[part.index], part.data)
         if part.index == len(slot_ids) - 1:
             cache.act(partial(self._complete, answer.lease_id))
+
+    async def add_rows(self, rows: WindowRows) -> None:
+        """Take rows of the next part of a window; the first ones say where windows begin.
+
+        Blocks here may begin elsewhere than where the session comes from, behind a discard: a
+        window is stored if all of its rows come. Where there is no room the session does without.
+
+        Raises:
+            NoRoomError: the tokens find none.
+        """
+        if self._parts is None:
+            await self._store(len(self._token_ids) // TOKEN_BYTES)
+            self._parts = await self._windows_for(rows)
+        answer = self._parts
+        if not answer.windows:
+            return
+        await finished_in_thread(self._fill_rows, answer, rows)
+        is_last_part = rows.index == len(self._window_runs) - 1
+        if is_last_part and rows.token_offset + rows.num_tokens == rows.position:
+            self._cache.act(partial(self._complete, answer.lease_id))
+
+    async def _windows_for(self, rows: WindowRows) -> StoreAnswer:
+        """Be granted the windows of tokens from these rows on, up to the end that they are for."""
+        num_tokens = len(self._token_ids) // TOKEN_BYTES
+        answer = await self._granted(num_tokens, [rows.position], rows.token_offset)
+        ends = (window.token_offset + window.num_tokens for window in answer.windows)
+        if any(end > rows.position for end in ends):
+            self._cache.act(lambda core: core.engines.gone(self._engine_id))
+            return StoreAnswer(end_token=num_tokens)
+        await finished_in_thread(self._clear, answer)
+        return answer
+
+    def _clear(self, answer: StoreAnswer) -> None:
+        """Write zeros to the slots of windows: rows follow."""
+        for slot_id in (slot_id for window in answer.windows for slot_id in window.slot_ids):
+            self._fill_part(slot_id, memoryview(b""))
+
+    def _fill_rows(self, answer: StoreAnswer, rows: WindowRows) -> None:
+        """Write rows to the windows that have their tokens."""
+        arena = self._cache.arena
+        assert arena is not None, "slots are leased where there is an arena"  # noqa: S101
+        runs = self._window_runs[rows.index]
+        end = rows.token_offset + rows.num_tokens
+        for window in answer.windows:
+            first = max(rows.token_offset, window.token_offset)
+            last = min(end, window.token_offset + window.num_tokens)
+            if first < last:
+                slot = arena.slots.slot(window.slot_ids[rows.index])
+                wanted = range(first - rows.token_offset, last - rows.token_offset)
+                runs.write_rows(slot, first - window.token_offset, rows.rows, wanted)
 
     async def finish(self) -> int:
         """Store what is left, and give the session its name; returns its stored tokens.
@@ -158,13 +210,15 @@ class Import:
                 self._cache.act(partial(self._complete, answer.lease_id))
             self._buffer.drop(answer.end_token - self._buffer.token_offset)
 
-    async def _granted(self, end: int, positions: Sequence[int] = ()) -> StoreAnswer:
+    async def _granted(
+        self, end: int, positions: Sequence[int] = (), from_token: int | None = None
+    ) -> StoreAnswer:
         loop = asyncio.get_running_loop()
         until = loop.time() + WAIT_S
         while True:
             # Anew each time: while nothing was stored, another layout may have replaced this one.
             self._cache, _ = await self._caches.open(self._cache.layout, prefault=False)
-            answer = self._cache.act(partial(self._prepare, end, positions))
+            answer = self._cache.act(partial(self._prepare, end, positions, from_token))
             if not answer.refused:
                 return answer
             if answer.refused != "wait":
@@ -177,9 +231,11 @@ class Import:
             if left_s <= 0 or not await self._cache.changed(left_s):
                 raise BusyTransferError("no slot comes free", "try again when less is under way")
 
-    def _prepare(self, end: int, positions: Sequence[int], core: CacheEngine) -> StoreAnswer:
+    def _prepare(
+        self, end: int, positions: Sequence[int], from_token: int | None, core: CacheEngine
+    ) -> StoreAnswer:
         token_ids = bytes(self._token_ids[: end * TOKEN_BYTES])
-        start = self._buffer.token_offset
+        start = self._buffer.token_offset if from_token is None else from_token
         key = self._unfinished
         return core.session_files.prepare_import(
             key, token_ids, start, self._engine_id, self._lineage, positions
@@ -306,6 +362,8 @@ async def read_file(
                     current = await begin_import(caches, _header(reader), target)
                 if isinstance(frame, StatePart):
                     await current.add_part(frame)
+                elif isinstance(frame, WindowRows):
+                    await current.add_rows(frame)
                 else:
                     await current.add(frame)
             if current is None and reader.header is not None:

@@ -12,10 +12,33 @@ from shared.types.kv_layout import KVLayout
 
 
 class SlotRuns:
-    """The rows of one layout's slots: one run of bytes for each component of each layer."""
+    """The rows of some slots of one layout: a run of bytes for each component of each layer there.
 
-    def __init__(self, layout: KVLayout) -> None:
-        self._components = SlotRows(layout).components
+    Args:
+        components: offset in a slot and bytes of one row of each.
+    """
+
+    def __init__(self, components: Sequence[tuple[int, int]]) -> None:
+        self._components = tuple(components)
+
+    @classmethod
+    def of_tokens(cls, layout: KVLayout) -> "SlotRuns":
+        """Make those of blocks of tokens."""
+        return cls(SlotRows(layout).components)
+
+    @classmethod
+    def of_windows(cls, layout: KVLayout) -> "tuple[SlotRuns, ...]":
+        """Make those of each part of a window."""
+        return tuple(
+            cls(
+                [
+                    (layout.component_offset(layer, index), component.token_bytes)
+                    for layer in part
+                    for index, component in enumerate(layout.layers[layer].components)
+                ]
+            )
+            for part in layout.window_parts
+        )
 
     def read(self, slot: memoryview, start: int, num_tokens: int) -> list[memoryview]:
         """Return rows [start, start + num_tokens) of a slot, in place: to be used up at once."""
@@ -37,6 +60,17 @@ class SlotRuns:
         """
         for (offset, row), run in zip(self._components, runs, strict=True):
             slot[offset : offset + num_tokens * row] = run[first * row : (first + num_tokens) * row]
+
+    def write_rows(self, slot: memoryview, row: int, rows: memoryview, wanted: range) -> None:
+        """Write some of the rows that are in `rows`, run after run, to a slot from `row` on."""
+        num_rows = len(rows) // max(1, sum(num_bytes for _, num_bytes in self._components))
+        start = 0
+        for offset, num_bytes in self._components:
+            run = rows[start : start + num_rows * num_bytes]
+            first, num_wanted = offset + row * num_bytes, len(wanted) * num_bytes
+            from_byte = wanted.start * num_bytes
+            slot[first : first + num_wanted] = run[from_byte : from_byte + num_wanted]
+            start += len(run)
 
 
 class RowBuffer:

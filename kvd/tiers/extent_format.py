@@ -11,7 +11,7 @@ An extent begins with a header: which block lies here, and how its bytes are ver
      8  xxh3_64 of bytes [16, end of the token ids)
     16  block key, 16 bytes
     32  layout fingerprint, 16 bytes
-    48  num_tokens, uint32; 0: a part of a state
+    48  num_tokens, uint32; 0: a part of a state or a window
     52  number of layers, uint32
     56  zero, 8 bytes
     64  checksums, uint64 per layer: see kvd/tiers/slot_rows.py
@@ -48,7 +48,7 @@ class HeaderFormat:
         self.num_bytes = shape.header_bytes
         self._num_layers = len(shape.layout.layers)
         self._block_tokens = shape.layout.block_tokens
-        self._fewest_tokens = 0 if shape.layout.state_bytes else 1
+        self._fewest_tokens = shape.layout.fewest_block_tokens
         self._digest = bytes.fromhex(shape.layout.fingerprint)
         self._tokens_offset = HEADER_FIXED_BYTES + CHECKSUM_BYTES * self._num_layers
 
@@ -137,9 +137,10 @@ class ExtentFormat:
         self.hasher = BlockHasher(layout)
         self.rows = SlotRows(layout)
         self.slot_bytes = layout.block_bytes
-        self._full_tokens = (layout.block_tokens, 0) if layout.caches_tokens else (0,)
+        is_filled = self.shape.num_sectors(layout.block_tokens) == self.shape.sectors_per_extent
+        self._full_tokens = (layout.block_tokens, 0) if is_filled else (0,)
         self._plans: dict[tuple[int, float], tuple[GroupPlan, ...]] = {}
-        self._token_bytes = tuple(layer.token_bytes for layer in layout.layers)
+        self._token_bytes = tuple(layer.token_bytes for layer in layout.token_layers)
 
     def is_full(self, num_tokens: int) -> bool:
         """Whether the extent holds the slot's bytes as they are."""

@@ -255,7 +255,7 @@ class Journal:
         if state != COMMITTED:
             return 0
         num_tokens: int = _BODY.unpack_from(self._memory, start)[4]
-        fewest = 0 if self._layout.state_bytes else 1
+        fewest = self._layout.fewest_block_tokens
         if not fewest <= num_tokens <= self._layout.block_tokens:
             return 0
         return _BODY.size + CHECKSUM_BYTES * len(self._layout.layers) + TOKEN_BYTES * num_tokens

@@ -4,14 +4,15 @@ A slot's components are token-major, so the first rows of a component are one ru
 of a full block make one run per layer.
 
 A block has one checksum for each layer slice, xxh3_64 of its used bytes: of every component in
-order, the first num_tokens rows. Padding and unused rows are never hashed. A part of a state has no
-tokens: all bytes of its slot are used. Checksums are packed as little-endian uint64, one per layer.
+order, the first num_tokens rows. Padding and unused rows are never hashed. A part of a state or a
+window has no tokens: all bytes of its slot are used. Checksums are packed as little-endian uint64,
+one per layer.
 
 Pure, and safe in any thread: xxhash gives the GIL up for large slices.
 """
 
 import struct
-from itertools import chain
+from itertools import accumulate, chain
 from typing import TypeAlias
 
 import xxhash
@@ -30,7 +31,8 @@ class SlotRows:
 
     Attributes:
         num_layers: number of layers of the layout.
-        components: offset in a slot and bytes of one row, of each component of each layer.
+        components: offset in a token block's slot and bytes of one row, of each component of each
+            layer that is there.
     """
 
     def __init__(self, layout: KVLayout) -> None:
@@ -38,18 +40,16 @@ class SlotRows:
         self._block_tokens = layout.block_tokens
         self._full = tuple(
             (start, start + layer.token_bytes * layout.block_tokens)
-            for start, layer in zip(layout.slice_offsets, layout.layers, strict=True)
+            for start, layer in zip(layout.slice_offsets, layout.token_layers, strict=True)
         )
-        self._slices = tuple(
-            (start, start + layout.slice_bytes(layer_index))
-            for layer_index, start in enumerate(layout.slice_offsets)
-        )
+        ends = tuple(accumulate(layout.slot_slices))
+        self._slices = tuple(zip((0, *ends), ends, strict=False))
         self._of_layer = tuple(
             tuple(
                 (layout.component_offset(layer_index, component_index), component.token_bytes)
                 for component_index, component in enumerate(layer.components)
             )
-            for layer_index, layer in enumerate(layout.layers)
+            for layer_index, layer in enumerate(layout.token_layers)
         )
         self.components = tuple(chain.from_iterable(self._of_layer))
 

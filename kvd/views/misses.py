@@ -35,6 +35,10 @@ _REASONS = {
         "its tokens are stored, and no state of the model behind them is",
         "nothing, if it was a few; else give kvd more DRAM: states find no room, see kvd show",
     ),
+    "no_window": (
+        "its tokens are stored, and nowhere all windows that a load needs to end there",
+        "nothing, if it was a few; else give kvd more room: windows find none, see kvd show",
+    ),
     "not_stored": (
         "the last tokens had not been stored, or not yet",
         "nothing, if it was a few; else see what saves meet: kvd stats, inference-svc status",

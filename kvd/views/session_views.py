@@ -25,6 +25,7 @@ _STATE_COLUMNS = (
     Column("sessions", is_number=True),
     Column("copies"),
 )
+_WINDOW_COLUMNS = (Column("tokens", is_number=True), *_STATE_COLUMNS[1:])
 _MOVE_COLUMNS = (
     Column("ago", is_number=True),
     Column("what"),
@@ -41,7 +42,7 @@ _MOVES = {  # words for kinds of moves, which may end with their reason
     "evicted_dram": "evicted from DRAM",
     "evicted_ssd": "evicted from SSD",
     "cut": "cut: {why}",
-    "state_dropped": "state dropped: {why}",
+    "parts_dropped": "state or window dropped: {why}",
     "discarded": "tokens discarded",
     "grafted": "tokens taken over from another session",
     "compacted": "compacted",
@@ -70,6 +71,10 @@ def session_tables(found: kvd_pb2.DescribeSessionResponse, width: int) -> Iterat
     yield _titled("blocks", blocks_table(found.blocks, width))
     if found.states:
         yield _titled("states", states_table(found.states, width))
+    if found.windows:
+        num_tokens = sum(window.num_tokens for window in found.windows)
+        title = f"windows, of {num_tokens} of {found.info.num_tokens} tokens"
+        yield _titled(title, windows_table(found.windows, width))
 
 
 def session_table(info: kvd_pb2.SessionInfo) -> Table:
@@ -120,17 +125,28 @@ def blocks_table(blocks: Sequence[kvd_pb2.BlockInfo], width: int) -> Table:
 
 def states_table(states: Sequence[kvd_pb2.StateInfo], width: int) -> Table:
     """Return one line per state of a session's model: behind how many tokens it is, and where."""
-    rows = []
-    for state_info in states:
-        words = (
-            ("+".join(plain(state_info)["tiers"]) or "in parts", True),
-            ("dirty", state_info.dirty),
-            ("not hashed", not state_info.hashed),
-        )
-        copies = ", ".join(word for word, applies in words if applies)
-        size = format_bytes(state_info.bytes)
-        rows.append((str(state_info.position), size, str(state_info.sessions), copies))
+    rows = [(str(found.position), *_place_of(found)) for found in states]
     return fitted(_STATE_COLUMNS, rows, width)
+
+
+def windows_table(windows: Sequence[kvd_pb2.WindowInfo], width: int) -> Table:
+    """Return one line per run of tokens that have windows, and where these are."""
+    rows = []
+    for found in windows:
+        end = found.token_offset + found.num_tokens
+        rows.append((f"{found.token_offset}..{end}", *_place_of(found)))
+    return fitted(_WINDOW_COLUMNS, rows, width)
+
+
+def _place_of(found: kvd_pb2.StateInfo | kvd_pb2.WindowInfo) -> tuple[str, str, str]:
+    """Return size, sessions and copies of what lies in parts."""
+    words = (
+        ("+".join(plain(found)["tiers"]) or "in parts", True),
+        ("dirty", found.dirty),
+        ("not hashed", not found.hashed),
+    )
+    copies = ", ".join(word for word, applies in words if applies)
+    return format_bytes(found.bytes), str(found.sessions), copies
 
 
 def history_table(moves: Sequence[kvd_pb2.SessionMove], width: int) -> Table:

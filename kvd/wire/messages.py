@@ -16,13 +16,14 @@ from kvd.core.records.records import (
     StoreAnswer,
     Tier,
     TierStats,
+    WindowInfo,
 )
 from kvd.core.state.turn_log import MAX_TURNS, RecordedTurn
 from shared.kvd_client.messages import key_message
 from shared.pb.kvd.v1 import kvd_pb2 as pb
 from shared.serving.message_fields import MessageFields
 from shared.types.graft_source import GraftSource
-from shared.types.granted_slots import GrantedState, LoadSpan, StoreBlock
+from shared.types.granted_slots import GrantedState, GrantedWindow, LoadSpan, StoreBlock
 from shared.types.kv_layout import KVLayout
 from shared.types.lineage import LINEAGE_BYTES, WHOLE, Lineage
 from shared.types.session_key import SessionKey, session_key
@@ -34,16 +35,17 @@ TURNS_PER_MESSAGE = 512  # encoded in a few milliseconds, in which nothing else 
 TIERS = {Tier.DRAM: pb.TIER_DRAM, Tier.SSD: pb.TIER_SSD}
 
 _LOAD = MessageFields(
-    LoadAnswer, pb.PrepareLoadResponse, given=("spans", "progress_index", "state")
+    LoadAnswer, pb.PrepareLoadResponse, given=("spans", "progress_index", "state", "windows")
 )
 _LOAD_SPAN = MessageFields(LoadSpan, pb.LoadSpan)
 _STORE = MessageFields(
     StoreAnswer,
     pb.PrepareStoreResponse,
     renamed={"refused": "refused_reason"},
-    given=("blocks", "states"),
+    given=("blocks", "states", "windows"),
 )
 _STATE = MessageFields(GrantedState, pb.GrantedState)
+_WINDOW = MessageFields(GrantedWindow, pb.GrantedWindow)
 _STORE_BLOCK = MessageFields(StoreBlock, pb.StoreBlock)
 _SESSION = MessageFields(
     SessionInfo,
@@ -65,6 +67,7 @@ _BLOCK = MessageFields(
     given=("key", "tiers", "verified"),
 )
 _STATE_INFO = MessageFields(StateInfo, pb.StateInfo, given=("tiers",))
+_WINDOW_INFO = MessageFields(WindowInfo, pb.WindowInfo, given=("tiers",))
 _TURN = MessageFields(
     RecordedTurn,
     pb.RecentTurn,
@@ -86,13 +89,24 @@ def load_response(answer: LoadAnswer, progress_index: int = 0) -> pb.PrepareLoad
     """Encode the answer to a load; PENDING goes with the index of its progress word."""
     spans = map(_LOAD_SPAN.encode, answer.spans)
     granted = None if answer.state is None else _STATE.encode(answer.state)
-    return _LOAD.encode(answer, spans=spans, progress_index=progress_index, state=granted)
+    return _LOAD.encode(
+        answer,
+        spans=spans,
+        progress_index=progress_index,
+        state=granted,
+        windows=map(_WINDOW.encode, answer.windows),
+    )
 
 
 def store_response(answer: StoreAnswer) -> pb.PrepareStoreResponse:
     """Encode the answer to a store."""
     states = map(_STATE.encode, answer.states)
-    return _STORE.encode(answer, blocks=map(_STORE_BLOCK.encode, answer.blocks), states=states)
+    return _STORE.encode(
+        answer,
+        blocks=map(_STORE_BLOCK.encode, answer.blocks),
+        states=states,
+        windows=map(_WINDOW.encode, answer.windows),
+    )
 
 
 def session_message(info: SessionInfo, layout: KVLayout, now_ns: int) -> pb.SessionInfo:
@@ -127,6 +141,11 @@ def block_message(block: BlockInfo) -> pb.BlockInfo:
 def state_message(info: StateInfo) -> pb.StateInfo:
     """Encode a state of a session."""
     return _STATE_INFO.encode(info, tiers=[TIERS[tier] for tier in info.tiers])
+
+
+def window_message(info: WindowInfo) -> pb.WindowInfo:
+    """Encode windows of a session's blocks."""
+    return _WINDOW_INFO.encode(info, tiers=[TIERS[tier] for tier in info.tiers])
 
 
 def lineage_of(

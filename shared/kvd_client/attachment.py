@@ -60,7 +60,7 @@ class Attachment:
         offers_retention: kvd may be told how long sessions are to be kept.
         offers_expectations: kvd may be told what is likely to become of sessions.
         offers_grafts: a session may be given KV of another one's tokens.
-        offers_states: states of a layout that has them are kept.
+        offers_states: states of a layout that has them are kept; `offers_windows`: windows.
     """
 
     engine_id: int
@@ -79,6 +79,7 @@ class Attachment:
     offers_expectations: bool
     offers_grafts: bool
     offers_states: bool
+    offers_windows: bool
     _asked: "list[asyncio.Future[tuple[bytes, list[int]]]]" = field(default_factory=list)
 
     async def hold(self, on_draining: Callable[[float], None]) -> None:
@@ -247,6 +248,9 @@ async def _shake_hands(
     attached = first.attached
     if request.layout.state_bytes and not attached.states:
         raise KvdUnavailableError("this kvd keeps no states of recurrent layers", "update kvd")
+    windows = {layer.window for layer in request.layout.layers if layer.components}
+    if 0 in windows and any(windows) and not attached.windows:
+        raise KvdUnavailableError("this kvd keeps no windows of layers apart", "update kvd")
     mapped, progress, wakeup_fd = await _map_arena(data, attached.arena_id, known)
     slots = mapped.slots
     if (slots.slot_bytes, slots.num_slots) != (block_bytes, attached.num_slots):
@@ -271,6 +275,7 @@ async def _shake_hands(
         offers_expectations=attached.expectations,
         offers_grafts=attached.grafts,
         offers_states=attached.states,
+        offers_windows=attached.windows,
     )
 
 

@@ -135,8 +135,10 @@ class KvdClient(KvdConnection):
             from_token: the caller has position-free KV from here on.
             deadline_s: how long kvd may wait for free slots.
             lineage: of the tokens; None: that of what kvd stores of the session.
-            state_positions: the caller has the states behind so many of the tokens; those granted
-                are to be written, too, all bytes of their slots.
+            state_positions: behind how many tokens loads are to be able to end. Where there are
+                states the caller has them there, of these tokens; windows may be asked for up to
+                tokens that are yet to come. What is granted of either is to be written, too, all
+                bytes of its slots.
         """
         attachment = self._ready()
         request = pb.PrepareStoreRequest(

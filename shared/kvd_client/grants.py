@@ -11,7 +11,7 @@ from shared.pb.kvd.v1 import kvd_pb2 as pb
 from shared.serving.message_fields import MessageFields
 from shared.types.block_key import TOKEN_BYTES
 from shared.types.errors import UnavailableError
-from shared.types.granted_slots import GrantedState, LoadSpan, Lookup, StoreBlock
+from shared.types.granted_slots import GrantedState, GrantedWindow, LoadSpan, Lookup, StoreBlock
 from shared.types.kv_layout import KVLayout
 
 
@@ -35,6 +35,8 @@ class LoadGrant:
         state: the model's state at end_token, to be read once all layers are ready. None: the
             layout has none, or the arena could not hold all at once; then there is `more`, and what
             was loaded is of no use before the state has come, too.
+        windows: those of the blocks before end_token, in order, as far as a layer with a window
+            attends to them from there; to be read, and left out, as a state.
     """
 
     lookup: Lookup
@@ -46,6 +48,7 @@ class LoadGrant:
     arena: ArenaMap
     progress: LoadProgress | None = None
     state: GrantedState | None = None
+    windows: tuple[GrantedWindow, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -61,6 +64,8 @@ class StoreGrant:
         arena: the arena of the slots; stays mapped for as long as this grant is referred to.
         states: of the positions asked for, by position, none behind end_token; there may be some
             where there are no blocks.
+        windows: for the positions asked for, in token order, from from_token to end_token; of
+            blocks among these, or of such as are stored.
     """
 
     lease_id: int
@@ -70,6 +75,7 @@ class StoreGrant:
     refused_reason: str
     arena: ArenaMap
     states: tuple[GrantedState, ...] = ()
+    windows: tuple[GrantedWindow, ...] = ()
 
 
 _LOAD_SPAN = MessageFields(LoadSpan, pb.LoadSpan)
@@ -100,7 +106,8 @@ def load_grant(
 
     Raises:
         KvdProtocolError: if it is not a miss or a non-empty contiguous hit inside the arena, or is
-            pending though that was not asked for, or has a state where there can be none.
+            pending though that was not asked for, or has a state or windows where there can be
+            none, or not all that there are to be.
     """
     lookup = _LOOKUPS.get(response.lookup)
     if lookup is None or (lookup is Lookup.PENDING and not request.accept_pending):
@@ -119,6 +126,8 @@ def load_grant(
         raise _nonsense(f"a state at {state.position}, with tokens up to {end}")
     if is_granted and layout.state_bytes and state is None and not response.more:
         raise _nonsense(f"tokens up to {end} without a state")
+    windows = tuple(_window(granted, arena, layout) for granted in response.windows)
+    _check_windows(windows, end, layout, is_whole=is_granted and not response.more)
     return LoadGrant(
         lookup=lookup,
         lease_id=response.lease_id,
@@ -129,7 +138,24 @@ def load_grant(
         arena=arena,
         progress=_progress(response, words) if lookup is Lookup.PENDING else None,
         state=state,
+        windows=windows,
     )
+
+
+def _check_windows(
+    windows: Sequence[GrantedWindow], end: int, layout: KVLayout, *, is_whole: bool
+) -> None:
+    """Check that windows follow each other up to the end, from where layers attend from there."""
+    if not windows:
+        if is_whole and layout.window:
+            raise _nonsense(f"tokens up to {end} without their windows")
+        return
+    ends = [window.token_offset + window.num_tokens for window in windows]
+    is_joined = ends == [*(window.token_offset for window in windows[1:]), end]
+    slot_ids = [slot_id for window in windows for slot_id in window.slot_ids]
+    is_enough = windows[0].token_offset <= max(0, end - layout.window)
+    if not is_whole or not is_joined or not is_enough or len(set(slot_ids)) < len(slot_ids):
+        raise _nonsense(f"windows of tokens up to {ends}, with tokens up to {end}")
 
 
 def _checked_end(
@@ -176,9 +202,12 @@ def store_grant(
     """
     blocks = tuple(map(_STORE_BLOCK.decode_row, response.blocks))
     states = tuple(_state(granted, arena, layout) for granted in response.states)
-    if bool(blocks or states) != bool(response.lease_id):
+    windows = tuple(_window(granted, arena, layout) for granted in response.windows)
+    beside: tuple[GrantedState | GrantedWindow, ...] = (*states, *windows)
+    if bool(blocks or beside) != bool(response.lease_id):
         raise _nonsense(
-            f"lease {response.lease_id} with {len(blocks)} blocks and {len(states)} states"
+            f"lease {response.lease_id} with {len(blocks)} blocks, and {len(beside)} states "
+            "and windows"
         )
     end = request.from_token
     for block in blocks:
@@ -189,7 +218,7 @@ def store_grant(
     if blocks and end > response.end_token:
         raise _nonsense(f"blocks up to token {end}, {response.end_token} announced")
     slot_ids = [block.slot_id for block in blocks]
-    slot_ids += [slot_id for state in states for slot_id in state.slot_ids]
+    slot_ids += [slot_id for granted in beside for slot_id in granted.slot_ids]
     is_beyond = response.end_token > len(request.token_ids) // TOKEN_BYTES
     if is_beyond or len(set(slot_ids)) < len(slot_ids):
         raise _nonsense("blocks that share a slot or lie beyond the tokens")
@@ -197,6 +226,13 @@ def store_grant(
     wanted = {p for p in request.state_positions if p <= response.end_token}
     if positions != sorted(set(positions) & wanted):
         raise _nonsense(f"states at {positions}")
+    end = request.from_token
+    for window in windows:
+        if not request.state_positions or window.start or window.token_offset < end:
+            raise _nonsense(f"a window of tokens from {window.token_offset} on, before {end}")
+        end = window.token_offset + window.num_tokens
+    if windows and end > response.end_token:
+        raise _nonsense(f"windows up to token {end}, {response.end_token} announced")
     return StoreGrant(
         lease_id=response.lease_id,
         blocks=blocks,
@@ -205,6 +241,7 @@ def store_grant(
         refused_reason=response.refused_reason,
         arena=arena,
         states=states,
+        windows=windows,
     )
 
 
@@ -217,11 +254,26 @@ def _check_tokens(
 
 def _state(message: pb.GrantedState, arena: ArenaMap, layout: KVLayout) -> GrantedState:
     """Decode a state that is granted; it has as many slots as one of the layout needs."""
+    return GrantedState(message.position, *_parts(message, arena, layout.state_slots))
+
+
+def _window(message: pb.GrantedWindow, arena: ArenaMap, layout: KVLayout) -> GrantedWindow:
+    """Decode a window that is granted; its tokens lie in a block."""
+    slot_ids, generations = _parts(message, arena, layout.window_slots)
+    offset, num_tokens, start = message.token_offset, message.num_tokens, message.start
+    _check_tokens(slot_ids[0], start, num_tokens, arena, layout.block_tokens)
+    return GrantedWindow(offset, num_tokens, start, slot_ids, generations)
+
+
+def _parts(
+    message: pb.GrantedState | pb.GrantedWindow, arena: ArenaMap, num_parts: int
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return slots and generations of a state or a window: as many as the layout says."""
     slot_ids, generations = tuple(message.slot_ids), tuple(message.generations)
-    is_whole = len(set(slot_ids)) == len(slot_ids) == len(generations) == layout.state_slots
+    is_whole = len(set(slot_ids)) == len(slot_ids) == len(generations) == num_parts
     if not is_whole or not slot_ids or max(slot_ids) >= arena.num_slots:
-        raise _nonsense(f"a state in {len(slot_ids)} slots")
-    return GrantedState(message.position, slot_ids, generations)
+        raise _nonsense(f"{len(slot_ids)} slots where {num_parts} are needed")
+    return slot_ids, generations
 
 
 def _nonsense(what: str) -> KvdProtocolError:

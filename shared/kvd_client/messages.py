@@ -28,7 +28,8 @@ def lineage_message(lineage: Lineage | None) -> pb.Lineage | None:
 def layout_message(layout: KVLayout) -> pb.KVLayout:
     """Encode a layout, fingerprint included."""
     layers = [
-        pb.Layer(components=map(_COMPONENT.encode, layer.components)) for layer in layout.layers
+        pb.Layer(components=map(_COMPONENT.encode, layer.components), window=layer.window)
+        for layer in layout.layers
     ]
     return _LAYOUT.encode(layout, layers=layers, fingerprint=layout.fingerprint)
 
@@ -41,7 +42,10 @@ def layout_of(message: pb.KVLayout) -> KVLayout:
             it: the two would disagree about where the bytes lie.
     """
     layers = tuple(
-        Layer(tuple(_COMPONENT.decode(c, shape=tuple(c.shape)) for c in layer.components))
+        Layer(
+            tuple(_COMPONENT.decode(c, shape=tuple(c.shape)) for c in layer.components),
+            layer.window,
+        )
         for layer in message.layers
     )
     layout = _LAYOUT.decode(message, layers=layers)

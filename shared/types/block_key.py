@@ -10,7 +10,8 @@
     state   = H(salt; "state" | parent key | token ids) of a model's state behind a position: parent
                                                         is the chain over the full blocks before it,
                                                         from the root, and the rest are the ids
-    part    = H(salt; "part" | state key | i)           block that has the i-th part of a state
+    part    = H(salt; "part" | key | i)                 block that has the i-th part of the state
+                                                        with this key, or of the block's window
 
 A lineage (shared/types/lineage.py) says which discards and grafts of which tokens, so that
 `discard` stands for all that is computed up to there. H is BLAKE2b-128 keyed with the tenant's
@@ -65,9 +66,9 @@ def state_key(salt: bytes, parent: bytes, token_ids: bytes) -> bytes:
     return _digest(salt, b"state", parent + token_ids)
 
 
-def state_part_keys(salt: bytes, state: bytes, num_parts: int) -> tuple[bytes, ...]:
-    """Return the keys of the blocks that a state lies in."""
-    return tuple(_digest(salt, b"part", state + _COUNT.pack(index)) for index in range(num_parts))
+def part_keys(salt: bytes, key: bytes, num_parts: int) -> tuple[bytes, ...]:
+    """Return the keys of the blocks that the state with a key lies in, or a block's window."""
+    return tuple(_digest(salt, b"part", key + _COUNT.pack(index)) for index in range(num_parts))
 
 
 def tokens_digest(salt: bytes, token_ids: bytes) -> bytes:

@@ -1,4 +1,4 @@
-"""What kvd grants of its arena, in both processes: the slots of loads, stores, states. Pure."""
+"""What kvd grants of its arena: slots of loads, stores, states, windows. Pure."""
 
 from enum import Enum
 from typing import NamedTuple
@@ -53,5 +53,24 @@ class GrantedState(NamedTuple):
     """
 
     position: int
+    slot_ids: tuple[int, ...]
+    generations: tuple[int, ...]
+
+
+class GrantedWindow(NamedTuple):
+    """The window of a block: what layers with a window have of some of the request's tokens.
+
+    Attributes:
+        token_offset: position of the first token in the request.
+        num_tokens: number of tokens.
+        start: row of the first one, in each slot.
+        slot_ids: the parts, in order: KVLayout.window_parts says which layers are in which. All
+            bytes of a slot count: zeros are where no row is.
+        generations: of these slots.
+    """
+
+    token_offset: int
+    num_tokens: int
+    start: int
     slot_ids: tuple[int, ...]
     generations: tuple[int, ...]

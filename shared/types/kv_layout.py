@@ -6,6 +6,12 @@ A block holds `block_tokens` consecutive tokens of all layers. Inside it:
     slice  = component 0 | component 1 | … | padding       K and V of one layer are adjacent
     component = [block_tokens, *shape] in C order       token-major: a token run is one memory run
 
+A layer with a *window* attends to the last tokens only, so its KV is wanted where a load may end,
+and nowhere else. Where other layers attend to all tokens it lies apart from theirs: a token block
+has no slices of such layers, and the *window* of a block is all they have of its tokens. It lies in
+`window_slots` slots (*parts*), each with the slices of some of these layers, one behind the other,
+and padding behind the last one.
+
 Models that have recurrent layers keep, beside the KV of tokens, a *state*: all recurrent tensors of
 the model behind a position, `state_bytes` in one piece. It lies in `state_slots` slots: part i has
 the bytes [i * block_bytes, (i + 1) * block_bytes), and zeros behind the last one.
@@ -30,6 +36,7 @@ MIN_SLICE_BYTES = 64 * 1024  # below it a copy or an I/O costs more to start tha
 MAX_BLOCK_BYTES = 1 << 30  # a bound for what a peer may ask us to allocate
 MAX_LAYERS = 4096
 MAX_STATE_BYTES = 4 << 30
+MAX_WINDOW = 1 << 31
 RECURRENT_BLOCK_BYTES = MIB  # of a model without any KV of tokens, if its state has as much
 RECURRENT_BLOCK_TOKENS = 256  # of such a model: its blocks of tokens have no bytes
 
@@ -64,9 +71,14 @@ class Component:
 
 @dataclass(frozen=True)
 class Layer:
-    """The components of one layer, as they lie in memory; none if it shares another layer's KV."""
+    """The components of one layer, as they lie in memory; none if it shares another layer's KV.
+
+    Attributes:
+        window: to how many tokens it attends, the last ones; 0: to all.
+    """
 
     components: tuple[Component, ...]
+    window: int = 0
 
     @property
     def token_bytes(self) -> int:
@@ -97,6 +109,9 @@ class KVLayout:
         fields = asdict(self)
         if not self.state_bytes:
             del fields["state_bytes"]  # such layouts were named before there were states
+        if not self.window:
+            for layer in fields["layers"]:
+                del layer["window"]  # and before there were windows
         text = json.dumps(fields, sort_keys=True, separators=(",", ":"))
         return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
@@ -115,6 +130,63 @@ class KVLayout:
         """Slots of one state; 0 if there are none."""
         return ceil_div(self.state_bytes, self.block_bytes) if self.state_bytes else 0
 
+    @cached_property
+    def window(self) -> int:
+        """Tokens before the end of a load of which all layers have KV; the others have it of some.
+
+        0: all layers are wanted of all tokens. So it is, too, where every layer has a window.
+        """
+        windows = {layer.window for layer in self.layers if layer.components}
+        return max(windows) if 0 in windows else 0
+
+    @cached_property
+    def window_parts(self) -> tuple[tuple[int, ...], ...]:
+        """Indexes of the layers in each part of a window, in order; (): there are no windows."""
+        parts: list[list[int]] = []
+        num_bytes = self.block_bytes
+        for index in range(len(self.layers)):
+            if not self._is_windowed(index):
+                continue
+            if num_bytes + self.slice_bytes(index) > self.block_bytes:
+                parts.append([])
+                num_bytes = 0
+            parts[-1].append(index)
+            num_bytes += self.slice_bytes(index)
+        return tuple(map(tuple, parts))
+
+    @property
+    def window_slots(self) -> int:
+        """Slots of one window; 0 if there are none."""
+        return len(self.window_parts)
+
+    @property
+    def part_slots(self) -> int:
+        """Slots of what lies in blocks without tokens, a state or a window; 0: there is neither."""
+        return self.state_slots or self.window_slots
+
+    @property
+    def fewest_block_tokens(self) -> int:
+        """How few tokens a block may have: none, if it can be a part of something."""
+        return 0 if self.part_slots else 1
+
+    def part_of(self, layer_index: int) -> int:
+        """Where a layer's slice of a block is: 0: in the token block, 1 …: in that part."""
+        if not self._is_windowed(layer_index):
+            return 0
+        return next(i for i, part in enumerate(self.window_parts, 1) if layer_index in part)
+
+    def _is_windowed(self, layer_index: int) -> bool:
+        layer = self.layers[layer_index]
+        return bool(self.window and layer.window and layer.components)
+
+    @cached_property
+    def token_layers(self) -> tuple[Layer, ...]:
+        """The layers as token blocks have them: without the components of those with windows."""
+        return tuple(
+            Layer(()) if self._is_windowed(index) else layer
+            for index, layer in enumerate(self.layers)
+        )
+
     def slice_bytes(self, layer_index: int) -> int:
         """Bytes of one layer slice, padding included; all of a block where tokens have none."""
         if not self.caches_tokens:
@@ -124,35 +196,68 @@ class KVLayout:
 
     @cached_property
     def slice_offsets(self) -> tuple[int, ...]:
-        """Offset of each layer slice in a block."""
-        offsets = [0]
+        """Offset of each layer slice in its block: the token block, or a part of the window."""
+        offsets, ends = [], [0] * (1 + self.window_slots)
         for layer_index in range(len(self.layers)):
-            offsets.append(offsets[-1] + self.slice_bytes(layer_index))
-        return tuple(offsets[:-1])
+            part = self.part_of(layer_index)
+            offsets.append(ends[part])
+            ends[part] += self.slice_bytes(layer_index)
+        return tuple(offsets)
+
+    @cached_property
+    def slot_slices(self) -> tuple[int, ...]:
+        """Bytes of a slot by layer, as those of parts are verified: all of it, be it padding."""
+        sizes = [
+            0 if self._is_windowed(index) else self.slice_bytes(index)
+            for index in range(len(self.layers))
+        ]
+        last = max((index for index, size in enumerate(sizes) if size), default=0)
+        sizes[last] += self.block_bytes - sum(sizes)
+        return tuple(sizes)
 
     @cached_property
     def block_bytes(self) -> int:
         """Bytes of one block, padding included: the size of a slot and of an extent."""
-        return sum(self.slice_bytes(layer_index) for layer_index in range(len(self.layers)))
+        together, largest = 0, 0
+        for layer_index in range(len(self.layers)):
+            num_bytes = self.slice_bytes(layer_index)
+            if self._is_windowed(layer_index):
+                largest = max(largest, num_bytes)
+            else:
+                together += num_bytes
+        return max(together, largest)
 
     def component_offset(self, layer_index: int, component_index: int) -> int:
-        """Offset of a component in a block; token i starts `i * token_bytes` after it."""
+        """Offset of a component in its block; token i starts `i * token_bytes` after it."""
         before = self.layers[layer_index].components[:component_index]
         skipped = sum(component.token_bytes for component in before) * self.block_tokens
         return self.slice_offsets[layer_index] + skipped
 
     def check(self) -> None:
         """Raise InvalidLayoutError unless every field is usable."""
-        problem = ""
+        problem = self._problem_of_layers() or self._problem_of_blocks()
+        if problem:
+            raise InvalidLayoutError(
+                f"the KV layout has {problem}", "send the layout that calibration computed"
+            )
+
+    def _problem_of_layers(self) -> str:
         components = [component for layer in self.layers for component in layer.components]
         has_layers = 0 < len(self.layers) <= MAX_LAYERS
         if not has_layers or not (components or self.state_bytes):
-            problem = f"{len(self.layers)} layers with {len(components)} components"
-        elif any(c.dtype not in ITEM_BYTES for c in components):
-            problem = f"a dtype outside {sorted(ITEM_BYTES)}"
-        elif any(not c.shape or min(c.shape) < 1 for c in components):
-            problem = "an empty component shape"
-        elif self.block_tokens < 1 or self.position_mode not in POSITION_MODES:
+            return f"{len(self.layers)} layers with {len(components)} components"
+        if any(c.dtype not in ITEM_BYTES for c in components):
+            return f"a dtype outside {sorted(ITEM_BYTES)}"
+        if any(not c.shape or min(c.shape) < 1 for c in components):
+            return "an empty component shape"
+        for index, layer in enumerate(self.layers):
+            if not 0 <= layer.window < MAX_WINDOW:
+                return f"a window of {layer.window} tokens in layer {index}"
+        return ""
+
+    def _problem_of_blocks(self) -> str:
+        problem = ""
+        if self.block_tokens < 1 or self.position_mode not in POSITION_MODES:
             problem = f"block_tokens {self.block_tokens}, position mode {self.position_mode!r}"
         elif not 0 <= self.tp_rank < self.tp_size:
             problem = f"shard {self.tp_rank} of {self.tp_size}"
@@ -160,12 +265,11 @@ class KVLayout:
             problem = f"states of {self.state_bytes} bytes"
         elif self.state_bytes and self.position_mode != "coupled":
             problem = f"states, and position mode {self.position_mode!r}"
+        elif self.state_bytes and self.window:
+            problem = "windows, and states"
         elif self.block_bytes > MAX_BLOCK_BYTES:
             problem = f"blocks of {self.block_bytes} bytes"
-        if problem:
-            raise InvalidLayoutError(
-                f"the KV layout has {problem}", "send the layout that calibration computed"
-            )
+        return problem
 
 
 def choose_block_tokens(layers: tuple[Layer, ...]) -> int:

@@ -4,14 +4,32 @@ import asyncio
 import random
 
 import pytest
+import pytest_asyncio
 
-from tests.pair import SLOT_BYTES
+from tests.models import build_windowed_model
+from tests.oracle import Oracle
+from tests.pair import SLOT_BYTES, resident_pair
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 NUM_SESSIONS = 6
 MAX_TOKENS = 1200  # a session that is longer starts anew: the window is 2048
 TINY_TIERS = ("--dram", str(5 * SLOT_BYTES), "--ssd", str(12 * SLOT_BYTES))
+# Of the windowed model a block takes two thirds of a slot, and as much twice with its window.
+SMALL_TIERS = ("--dram", str(12 * SLOT_BYTES), "--ssd", str(30 * SLOT_BYTES))
+
+
+@pytest.fixture(scope="module")
+def windowed_model(tmp_path_factory):
+    return build_windowed_model(tmp_path_factory.mktemp("model") / "windowed")
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def windowed(windowed_model, tmp_path_factory):
+    """A service of a model with windows, whose sessions stay in memory for a while."""
+    pair = resident_pair(windowed_model, tmp_path_factory.mktemp("windowed-pair"))
+    async with pair.service:
+        yield pair
 
 
 class Scene:
@@ -77,9 +95,9 @@ class Scene:
         await self.pair.until_kvd_is("attached")
 
 
-async def play(pair, oracle, seed, num_steps):
+async def play(pair, oracle, seed, num_steps, tiers=TINY_TIERS):
     """Play a scene and judge every session of it."""
-    async with pair.with_kvd(*TINY_TIERS):
+    async with pair.with_kvd(*tiers):
         scene = Scene(pair, seed)
         for _ in range(num_steps):
             await scene.step()
@@ -97,6 +115,23 @@ async def test_a_random_scene(pair, oracle):
     assert scene.num_kills > 0
     assert scene.num_reused > 0
     assert scene.num_recomputed > 0
+
+
+async def test_a_random_scene_with_windows(windowed, windowed_model):
+    """The same, of a model whose layers mostly attend to the last tokens only."""
+    before = await windowed.counters()
+    scene = await play(windowed, Oracle(windowed_model), 1, 30, SMALL_TIERS)
+    after = await windowed.counters()
+    assert scene.num_kills > 0
+    assert after["loaded_window_tokens"] > before["loaded_window_tokens"]
+    assert after["resident_hits"] > before["resident_hits"]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seed", range(2, 12))
+async def test_random_scenes_with_windows(windowed, windowed_model, seed):
+    """Ten scenes of 150 steps."""
+    await play(windowed, Oracle(windowed_model), seed, 150, SMALL_TIERS)
 
 
 @pytest.mark.long

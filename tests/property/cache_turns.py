@@ -65,13 +65,22 @@ class Store:
     is_restored: bool = False  # its kvd was killed: only the slots are still its own
 
 
+def _slots_of(answer: LoadAnswer) -> set[int]:
+    """Every slot that a load is granted."""
+    slots = {span.slot_id for span in answer.spans}
+    slots.update(answer.state.slot_ids if answer.state else ())
+    slots.update(slot_id for window in answer.windows for slot_id in window.slot_ids)
+    return slots
+
+
 class TurnsMachine(RuleBasedStateMachine):
     """Conversations of a few sessions, and the leases that their engines hold."""
 
     layout = LAYOUT
+    scale = 1  # of the arena
 
     def _positions(self, tokens: list[int]) -> list[int]:
-        """Behind which tokens an engine that stores them has states."""
+        """Behind which tokens an engine that stores these wants loads to be able to end."""
         return []
 
     @initialize(
@@ -111,7 +120,7 @@ class TurnsMachine(RuleBasedStateMachine):
     ) -> None:
         quota_bytes = None if quota_blocks is None else quota_blocks * LAYOUT.block_bytes
         limits = Limits(
-            num_slots,
+            num_slots * self.scale,
             num_extents,
             ttl_ns,
             max_sessions,
@@ -196,9 +205,7 @@ class TurnsMachine(RuleBasedStateMachine):
                 info = next(
                     info for info in engine.inspection.leases() if info.lease_id == lease_id
                 )
-                is_whole = not is_pending and info.num_slots == len(
-                    {span.slot_id for span in answer.spans}
-                )
+                is_whole = not is_pending and info.num_slots == len(_slots_of(answer))
             elif answer.lookup is Lookup.PENDING:
                 answer = engine.loads.settle(lease_id)
             if answer.lookup is not Lookup.MISS:
@@ -230,6 +237,7 @@ class TurnsMachine(RuleBasedStateMachine):
     def _check_state(self, rows: list[Row], answer: LoadAnswer) -> None:
         """What is granted beside the rows."""
         assert answer.state is None, "there are no states"
+        assert not answer.windows, "there are no windows"
 
     def _fill(self, answer: StoreAnswer, rows: list[Row]) -> None:
         """Write what is granted."""
@@ -303,7 +311,7 @@ class TurnsMachine(RuleBasedStateMachine):
                 stored = engine.stores.complete(answer.lease_id, self.ids[engine_id], success=True)
                 if answer.blocks:
                     assert stored in (0, answer.end_token)
-                else:  # states of tokens that are stored: the session keeps what it has beyond
+                else:  # parts beside tokens that are stored: the session keeps what it has beyond
                     assert stored == 0 or stored >= answer.end_token
             assert answer.end_token > from_token or not answer.more, "asking again gets further"
             more, from_token = answer.more, answer.end_token
@@ -337,7 +345,8 @@ class TurnsMachine(RuleBasedStateMachine):
             )
         except TooManyLeasesError:
             return
-        assert bool(answer.lease_id) == bool(answer.blocks or answer.states), "a lease has slots"
+        has_slots = bool(answer.blocks or answer.states or answer.windows)
+        assert bool(answer.lease_id) == has_slots, "a lease has slots"
         for block in answer.blocks:
             assert block.token_offset >= from_token, "the engine is asked for KV it holds"
         self._fill(answer, conversation.rows)

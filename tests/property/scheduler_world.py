@@ -2,13 +2,16 @@
 
 What stands for a token's KV is the token itself, VOID if it came of a load that has failed.
 Whoever computes on a sequence's KV must find the rows of exactly its own tokens, and memory in use
-never exceeds what the scheduler was given. Where slots are pages, there is one memory of them, and
-whoever has rows must find them there whatever the others write: loads write to the last.
+never exceeds what the scheduler was given. Of layers with a window that holds for the last tokens,
+as many as these attend to: those before may be EMPTY, if they come of a store. Where slots are
+pages, there is one memory of them, and whoever has rows must find them there whatever the others
+write: loads write to the last.
 """
 
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 
+from inference_svc.core.attention_window import after_discard
 from inference_svc.core.discards import Range, merge_ranges, without
 from inference_svc.core.errors import QueueFullError
 from inference_svc.core.rates.rates import Rates
@@ -28,6 +31,7 @@ from shared.types.session_key import SessionKey
 ADMITTED = (RequestState.LOADING, RequestState.READY, RequestState.RUNNING)
 NUM_LAYERS = 4
 VOID = -1
+EMPTY = -2
 MS = 1_000_000
 FIRST_ARRIVING = 10_000  # number of a turn that arrives before it is submitted
 KEYS = tuple(SessionKey(tenant, "0f", str(i)) for tenant in ("a", "b") for i in range(4))
@@ -38,12 +42,14 @@ class SequenceKv:
     """Rows, and whether the scheduler counts more of them than are here.
 
     Attributes:
+        windowed: the same of layers with a window.
         pages: where they are, if slots are pages.
         base: a block of what is stored begins there.
     """
 
     capacity: int
     rows: list[int] = field(default_factory=list)
+    windowed: list[int] = field(default_factory=list)
     pages: list[int] = field(default_factory=list)
     base: int = 0
 
@@ -313,6 +319,7 @@ class SchedulerWorld:
         if admission.in_place:
             turn.kv = self.residents.pop(turn.request.key)
             del turn.kv.rows[admission.resident_tokens :]
+            del turn.kv.windowed[admission.resident_tokens :]
             pairs = zip(turn.kv.pages, admission.pages, strict=False)
             self.num_replaced_pages += sum(old != new for old, new in pairs)
             self._lie_on(turn.kv, admission)
@@ -322,6 +329,7 @@ class SchedulerWorld:
             turn.kv = SequenceKv(0, base=kv.base)
             turn.kv.rows = turn.request.token_ids[: admission.resident_tokens]
             assert kv.rows[: admission.resident_tokens] == turn.kv.rows
+            turn.kv.windowed = kv.windowed[: admission.resident_tokens]
             self._lie_on(turn.kv, admission)
             if not is_running:
                 self.scheduler.residents.end_copy(turn.request)
@@ -419,10 +427,13 @@ class SchedulerWorld:
         kv = self.residents[key]
         assert list(self.scheduler.residents.get(key).token_ids) == kv.rows
         kv.rows[:] = without(kv.rows, ranges)
+        kv.windowed[:] = without(kv.windowed, ranges)
+        window_from = after_discard(self.scheduler.residents.get(key).window_from, ranges)
         if has_room:
             self._write(kv, ranges[0][0])
         is_wanted = works and has_room and (turn is None or not turn.request.is_over)
-        if self.scheduler.residents.end_compaction(key, kv.rows if is_wanted else ()):
+        left = kv.rows if is_wanted else ()
+        if self.scheduler.residents.end_compaction(key, left, window_from=window_from):
             assert is_wanted
             kv.base = len(kv.rows)
             self._follow(key)
@@ -442,6 +453,7 @@ class SchedulerWorld:
             found = admission.resident_tokens
             source = turn.source if admission.is_copy else turn.kv
             assert source.rows[:found] == request.token_ids[:found]
+            windowed, window_from = source.windowed[:found], request.window_from
             assert admission.source.tenant == request.key.tenant
         found = min(found, len(request.token_ids) - 1)
         if admission.source is not None and not admission.is_copy:
@@ -455,6 +467,11 @@ class SchedulerWorld:
         if not found:
             layers = NUM_LAYERS
         turn.kv.rows = request.token_ids[:found]
+        if admission.source is None:
+            stored = self.limits.attention_window + write_back  # of whole blocks
+            window_from = max(0, found - stored) if self.limits.attention_window else 0
+            windowed = [EMPTY] * window_from + turn.kv.rows[window_from:]
+        turn.kv.windowed = windowed
         turn.layers = None if layers == NUM_LAYERS else layers
         turn.fails = fails and turn.layers is not None and turn.source is None
         if self.limits.write_slots:
@@ -462,7 +479,7 @@ class SchedulerWorld:
             turn.writes.append(slots.take(min(found, write_back, slots.num_free)))
             turn.is_writing = True
         if turn.fails:
-            turn.kv.rows = [VOID] * found
+            turn.kv.rows, turn.kv.windowed = [VOID] * found, [VOID] * found
         if admission.source is None:
             self._write(turn.kv)
         if turn.layers is None:
@@ -475,6 +492,7 @@ class SchedulerWorld:
             is_saved=turn.is_writing,
             tier="dram",
             boundary=turn.kv.base,
+            window_from=window_from,
         )
 
     def admit_in_vain(self, turn: Turn) -> None:
@@ -523,9 +541,12 @@ class SchedulerWorld:
                 restarted.append(turn)
                 continue
             assert turn.kv.rows[:start] == chunk.request.token_ids[:start]
-            del turn.kv.rows[start:]
-            turn.kv.rows += chunk.request.token_ids[start : start + chunk.num_tokens]
-            turn.kv.rows += chunk.draft
+            first = max(0, start - self.limits.attention_window)
+            assert turn.kv.windowed[first:start] == chunk.request.token_ids[first:start]
+            new = [*chunk.request.token_ids[start : start + chunk.num_tokens], *chunk.draft]
+            for rows in (turn.kv.rows, turn.kv.windowed):
+                del rows[start:]
+                rows.extend(new)
             self._write(turn.kv, start)
             assert len(turn.kv.rows) <= turn.kv.capacity
             computed.append(chunk)
@@ -547,7 +568,7 @@ class SchedulerWorld:
     def _retract(self, turn: Turn, num_tokens: int) -> None:
         """The last tokens of what was computed were drafted in vain."""
         if num_tokens:
-            del turn.kv.rows[-num_tokens:]
+            del turn.kv.rows[-num_tokens:], turn.kv.windowed[-num_tokens:]
             if turn.request.is_saved:
                 self.scheduler.write_slots.give(turn.writes[-1][-num_tokens:])
                 del turn.writes[-1][-num_tokens:]

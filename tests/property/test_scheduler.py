@@ -33,6 +33,7 @@ LIMITS = st.builds(
     keeps_residents=st.booleans(),
     block_tokens=st.sampled_from([1, 4]),
     page_tokens=st.sampled_from([None, None, 1, 3, 4]),
+    attention_window=st.sampled_from([0, 1, 6]),
 ).map(whole_pages)
 
 
@@ -208,6 +209,7 @@ def random_limits(random: Random) -> SchedulerLimits:
         keeps_residents=random.random() < 0.8,
         block_tokens=random.choice([1, 1, 4]),
         page_tokens=random.choice([None, None, 1, 3, 4, 4]),
+        attention_window=random.choice([0, 0, 1, 5, 20]),
     )
     return whole_pages(limits)
 

@@ -18,8 +18,10 @@ from inference_svc.runtime.kv.arena_kv import ArenaKv
 from inference_svc.runtime.kv.kv_pool import KVPool
 from inference_svc.runtime.kv.sequence_kv import SequenceKv, WriteBuffer
 from inference_svc.runtime.model.model_loader import describe_model
-from inference_svc.runtime.transfer.layer_load import LayerLoader, check_spans
+from inference_svc.runtime.transfer.layer_load import LayerLoader, check_spans, windows_beside
 from inference_svc.runtime.transfer.layer_store import store_blocks
+from shared.types.granted_slots import GrantedWindow
+from shared.types.kv_layout import KVLayout
 
 POOL_ROWS = 1024
 NUM_SLOTS = 8
@@ -39,10 +41,10 @@ class Rows:
 class _Arena:
     """Slots in ordinary memory, full of rubbish at first."""
 
-    def __init__(self, slot_bytes: int) -> None:
-        self.slot_bytes = slot_bytes
-        self.num_slots = NUM_SLOTS
-        self.memory = memoryview(bytearray(b"\xab" * (slot_bytes * NUM_SLOTS)))
+    def __init__(self, layout: KVLayout) -> None:
+        self.slot_bytes = layout.block_bytes
+        self.num_slots = NUM_SLOTS * (1 + layout.window_slots)
+        self.memory = memoryview(bytearray(b"\xab" * (self.slot_bytes * self.num_slots)))
 
 
 class Served:
@@ -65,7 +67,7 @@ class Served:
             states=self.calibration.state_shapes,
         )
         self._runner = ModelRunner(self.loaded, self.calibration)
-        self._rows = ArenaKv(_Arena(self.calibration.layout.block_bytes), self.calibration.layout)
+        self._rows = ArenaKv(_Arena(self.calibration.layout), self.calibration.layout)
 
     @property
     def positions(self) -> str:
@@ -117,8 +119,12 @@ class Served:
             Rows(NUM_SLOTS - 1 - index, first, min(block_tokens, buffer.end_token - first))
             for index, first in enumerate(firsts)
         ]
-        store_blocks(buffer, self._rows, blocks, self.calibration)
+        windows = [window for block in blocks for window in self._windows([block])]
+        store_blocks(buffer, self._rows, blocks, self.calibration, windows=windows)
         return blocks
+
+    def _windows(self, spans: Sequence[Rows]) -> list[GrantedWindow]:
+        return windows_beside(spans, self.calibration.layout, NUM_SLOTS)
 
     def load(
         self,
@@ -145,7 +151,8 @@ class Served:
                     spans.append(Rows(block.slot_id, end, count, first - block.token_offset))
                     end += count
         kv = self.new_kv(capacity)
-        loader = LayerLoader(kv, self._rows, spans, self.calibration)
+        windows = self._windows(spans)
+        loader = LayerLoader(kv, self._rows, spans, self.calibration, windows=windows)
         for layer_index in range(len(self.calibration.layers)):
             loader.load(layer_index)
         kv.num_tokens = check_spans(kv, spans, self.calibration.layout)

@@ -53,6 +53,11 @@ jamba) cannot begin with one in Transformers, but for a single token: hence *one
 their kernels by itself, on a GPU; calibration then proves the model as it runs with them. Kernels
 change states in place, and are handed copies.
 
+**Windows**: in many models some layers attend to the last tokens only, others to all (Gemma,
+gpt-oss, Cohere). Of the former kvd has, and a turn loads, KV of the tokens before the places where
+turns begin, and no other: `inference_svc/README.md` has what follows from that. So it is in mode
+*ragged*; where all layers have a window, KV of all tokens is stored, as of any model.
+
 **Checked**, in float32, each at most {tolerance:.0e} off (relative distance of a token's logits;
 the largest found was {worst}):
 

@@ -32,6 +32,7 @@ Other residents are evicted for it, never more than it takes, and none if it can
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
+from inference_svc.core.attention_window import is_whole
 from inference_svc.core.scheduling.request import (
     ActiveRequests,
     Request,
@@ -267,7 +268,6 @@ class Planner:
         num_tokens = self._own_tokens(request)
         if resident is not None and num_tokens:
             if slots.is_paged:
-                num_tokens = slots.tokens_in_place(resident, num_tokens)
                 kv_slots = slots.growth_in_place(resident, num_tokens, capacity)
                 return [Terms(capacity, kv_slots, num_tokens, resident, in_place=True)]
             if resident.capacity_tokens >= capacity:
@@ -285,7 +285,11 @@ class Planner:
 
         With less than half of the history, as after a truncation, the store likely has more.
         """
-        num_tokens = self._residents.match(request)
+        num_tokens, resident = self._residents.match(request), self._residents.get(request.key)
+        if resident is not None and num_tokens and self._slots.is_paged:
+            num_tokens = self._slots.tokens_in_place(resident, num_tokens)
+            if not is_whole(num_tokens, resident.window_from, self._limits.attention_window):
+                return 0
         return num_tokens if 2 * num_tokens >= request.history_tokens else 0
 
     def _fits(self, terms: Terms, preempted: Sequence[Request] = ()) -> bool:
@@ -305,6 +309,7 @@ class Planner:
         self._reserve(request, terms)
         request.move(RequestEvent.ADMIT)
         request.capacity_tokens = terms.capacity_tokens
+        request.window_from = 0 if source is None else source.window_from
         request.admitted_ns = request.admitted_ns or sketch.now_ns
         self._active.add(request)
         sketch.admitted.append(

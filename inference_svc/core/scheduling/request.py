@@ -123,6 +123,8 @@ class Request:
         loaded_tokens: how many were found rather than computed, when it was first admitted.
         boundary: position of a token that a block of what is stored begins with, since its load was
             announced; from there blocks are counted.
+        window_from: first token of which layers with a window have KV, set at each admission and
+            once its load is announced; see core/attention_window.py.
         capacity_tokens: slots it may fill, set at each admission; its KV has as many or more.
         num_sampled: number of the answer's tokens so far.
         num_preemptions: number of times it returned to the queue with its KV kept.
@@ -152,6 +154,7 @@ class Request:
     computed_tokens: int = 0
     loaded_tokens: int = 0
     boundary: int = 0
+    window_from: int = 0
     capacity_tokens: int = 0
     num_sampled: int = 0
     num_preemptions: int = 0

@@ -21,6 +21,7 @@ holds residents' tokens; 5. residents that are not busy may be evicted, the othe
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from inference_svc.core.attention_window import is_whole
 from inference_svc.core.scheduling.held_slots import HeldSlots, Holding, PageCopy
 from inference_svc.core.scheduling.prefix_index import PrefixIndex, common_prefix
 from inference_svc.core.scheduling.request import Request
@@ -45,6 +46,7 @@ class Resident:
         boundary: position of a token that a block of what is stored begins with; from there blocks
             are counted. Of what is before it, part of a block is of no use: as it was before RoPE
             it is gone, and its growth could not be stored. None: not known yet.
+        window_from: first token of which layers with a window have KV.
     """
 
     key: SessionKey
@@ -53,6 +55,7 @@ class Resident:
     last_used_ns: int
     lineage: Lineage | None = None
     boundary: int | None = None
+    window_from: int = 0
 
     @property
     def capacity_tokens(self) -> int:
@@ -84,6 +87,7 @@ class Residents:
         slots: the account of token slots.
         block_tokens: tokens of a block of what is stored.
         have_states: whether a state belongs to their tokens: see `SchedulerLimits.has_states`.
+        attention_window: see `SchedulerLimits.attention_window`.
         most: how many are kept: `take_surplus` removes others.
 
     Attributes:
@@ -96,6 +100,7 @@ class Residents:
         block_tokens: int = 1,
         *,
         have_states: bool = False,
+        attention_window: int = 0,
         most: int = MOST_RESIDENTS,
     ) -> None:
         self.num_slots = 0
@@ -103,6 +108,7 @@ class Residents:
         self._slots = slots
         self._block_tokens = block_tokens
         self._have_states = have_states
+        self._attention_window = attention_window
         self._residents: dict[SessionKey, Resident] = {}
         self._index: PrefixIndex[SessionKey] = PrefixIndex()
         self._copies: dict[int, SessionKey] = {}  # whose is copied, by number of the request
@@ -291,19 +297,28 @@ class Residents:
         return self._slots.own(holding, first_token)
 
     def end_compaction(
-        self, key: SessionKey, token_ids: Sequence[int], lineage: Lineage | None = None
+        self,
+        key: SessionKey,
+        token_ids: Sequence[int],
+        lineage: Lineage | None = None,
+        window_from: int = 0,
     ) -> bool:
         """Record that the resident's KV is that of `token_ids` now; False: it was removed.
 
-        It is removed if it has no token left, or was dropped meanwhile.
+        It is removed if it has no token left that can be built on, or was dropped meanwhile.
         """
         is_wanted = self._compactions.pop(key)
         resident = self._residents[key]
-        if not (is_wanted and token_ids):
+        is_usable = is_whole(len(token_ids), window_from, self._attention_window)
+        if not (is_wanted and token_ids and is_usable):
             self._slots.release(self._remove(key).holding)
             return False
         compacted = replace(
-            resident, token_ids=tuple(token_ids), lineage=lineage, boundary=len(token_ids)
+            resident,
+            token_ids=tuple(token_ids),
+            lineage=lineage,
+            boundary=len(token_ids),
+            window_from=window_from,
         )
         self._residents[key] = compacted
         self._index.take(key)
@@ -332,7 +347,8 @@ class Residents:
             assert resident.holding.num_needing == num_needing
 
     def _usable(self, resident: Resident, num_tokens: int) -> int:
-        return resident.usable_tokens(num_tokens, self._block_tokens, has_state=self._have_states)
+        usable = resident.usable_tokens(num_tokens, self._block_tokens, has_state=self._have_states)
+        return usable if is_whole(usable, resident.window_from, self._attention_window) else 0
 
     def _num_copies(self, key: SessionKey) -> int:
         return list(self._copies.values()).count(key)

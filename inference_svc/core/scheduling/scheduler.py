@@ -89,6 +89,7 @@ class Scheduler:
             self.held_slots,
             limits.block_tokens,
             have_states=limits.has_states,
+            attention_window=limits.attention_window,
             most=limits.most_residents,
         )
         self.slots = SlotBudget(self.held_slots, self.residents)
@@ -152,6 +153,7 @@ class Scheduler:
         tier: str | None = None,
         fixed_layers: int | None = None,
         boundary: int = 0,
+        window_from: int = 0,
     ) -> None:
         """Record what an admitted request's KV will hold; it may start as soon as that pays.
 
@@ -165,12 +167,13 @@ class Scheduler:
             tier: the tier it is loaded from, if earlier loads from there may be a guide.
             fixed_layers: its read buffer, whatever the rates; None: as they ask for.
             boundary: position of a token that a block of what is stored begins with.
+            window_from: first token of which layers with a window will have KV.
         """
         assert 0 <= num_tokens < len(request.token_ids), "the last token is always computed"
         request.move(RequestEvent.ANNOUNCE)
         request.computed_tokens = num_tokens
         request.is_saved = is_saved
-        request.boundary = boundary
+        request.boundary, request.window_from = boundary, window_from
         if not request.is_back:
             request.loaded_tokens = num_tokens
         request.ready_ns = request.ready_ns or now_ns

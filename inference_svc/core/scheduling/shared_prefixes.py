@@ -17,6 +17,7 @@ has a history beyond the tokens in question to load first.
 
 from typing import NamedTuple
 
+from inference_svc.core.attention_window import is_whole
 from inference_svc.core.scheduling.request import ActiveRequests, Request, RequestState
 from inference_svc.core.scheduling.residents import Resident, Residents
 from inference_svc.core.scheduling.slot_budget import SlotBudget
@@ -57,7 +58,8 @@ class SharedPrefixes:
         if not self._may_share(request):
             return None
         found = [self._of_resident(request), self._of_running(request)]
-        best = max((one for one in found if one is not None), key=_num_tokens, default=None)
+        usable = (one for one in found if one is not None and self._is_whole(*one))
+        best = max(usable, key=_num_tokens, default=None)
         return best if best is not None and best.num_tokens >= self._least(request) else None
 
     def is_coming(self, request: Request) -> bool:
@@ -75,6 +77,7 @@ class SharedPrefixes:
             and 2 * num_tokens >= len(request.token_ids)
             and leader.history_tokens <= num_common
             and leader.priority >= request.priority
+            and self._is_whole(leader, num_tokens)
         )
         if not is_worth_it:
             return False
@@ -89,6 +92,9 @@ class SharedPrefixes:
         """Return how many tokens a prefix must have to be of use."""
         block_tokens = max(self._limits.block_tokens, self._limits.page_tokens or 1)
         return max(block_tokens, request.history_tokens, request.computed_tokens)
+
+    def _is_whole(self, source: Resident | Request, num_tokens: int) -> bool:
+        return is_whole(num_tokens, source.window_from, self._limits.attention_window)
 
     def _of_resident(self, request: Request) -> SharedPrefix | None:
         found = self._residents.shared_prefix(request)

@@ -164,8 +164,16 @@ class SlotBudget:
         """Make the slots of a request's KV its session's resident."""
         holding = self._kvs.pop(request.number)
         self._slots.trim(holding, len(token_ids))
-        lineage = request.lineage
-        self._residents.put(Resident(request.key, tuple(token_ids), holding, now_ns, lineage))
+        self._residents.put(
+            Resident(
+                request.key,
+                tuple(token_ids),
+                holding,
+                now_ns,
+                request.lineage,
+                window_from=request.window_from,
+            )
+        )
 
     def release_kv(self, request: Request) -> None:
         """Free a request's KV, if it has one."""

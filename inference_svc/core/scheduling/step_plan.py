@@ -37,6 +37,8 @@ class SchedulerLimits:
         has_states: whether a sequence has a state beside its KV, which is of use behind its last
             token only: a resident is built on as a whole or not at all, and nothing is shared.
         most_residents: most sessions that keep their KV.
+        attention_window: most tokens that layers with a window attend to, of which there may be no
+            KV before (core/attention_window.py); 0: the model has none.
     """
 
     max_running: int
@@ -52,6 +54,7 @@ class SchedulerLimits:
     page_tokens: int | None = None
     has_states: bool = False
     most_residents: int = MOST_RESIDENTS
+    attention_window: int = 0
 
 
 @dataclass(frozen=True)

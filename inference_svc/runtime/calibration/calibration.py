@@ -324,7 +324,12 @@ def _calibration(
         recipes = tuple(
             replace(recipe, shape=replace(recipe.shape, is_latent=True)) for recipe in recipes
         )
+    calls = tuple(
+        AttentionCall(seen.layer_index, seen.mask.window, seen.mask.chunk)
+        for seen in probe.attended
+    )
     dtype = str(loaded.dtype).removeprefix("torch.")
+    windows = _windows(loaded, calls, len(recipes)) if mode == "ragged" else [0] * len(recipes)
     layers = tuple(
         Layer(
             tuple(
@@ -332,9 +337,10 @@ def _calibration(
                 for name, shape, part in zip(
                     COMPONENT_NAMES, recipe.shape.parts, recipe.components, strict=False
                 )
-            )
+            ),
+            window,
         )
-        for recipe in recipes
+        for recipe, window in zip(recipes, windows, strict=True)
     )
     layout = KVLayout(
         loaded.fingerprint,
@@ -344,11 +350,26 @@ def _calibration(
         state_bytes=packed_bytes(states),
     )
     layout.check()
-    calls = tuple(
-        AttentionCall(seen.layer_index, seen.mask.window, seen.mask.chunk)
-        for seen in probe.attended
-    )
     return Calibration(mode, positions, layout, recipes, calls, notes=notes, state_shapes=states)
+
+
+def _windows(loaded: LoadedModel, calls: Sequence[AttentionCall], num_layers: int) -> list[int]:
+    """Return how many of the last tokens each layer's KV is attended for; 0: all of them.
+
+    As nothing else reads it, KV of tokens before need not be there (`Layer.window`).
+    """
+    most = loaded.context_window
+    seen: dict[int, list[int]] = {}  # by layer: several calls may be over the KV of one
+    for call in calls:
+        seen.setdefault(call.layer_index, []).append(call.window or most)
+    widest = [max(seen.get(layer_index, [most])) for layer_index in range(num_layers)]
+    return [window if window < most else 0 for window in widest]
+
+
+def without_windows(calibration: Calibration) -> Calibration:
+    """Return a calibration by which KV of all tokens is stored, of layers with a window too."""
+    layers = tuple(replace(layer, window=0) for layer in calibration.layout.layers)
+    return replace(calibration, layout=replace(calibration.layout, layers=layers))
 
 
 def _expansions(loaded: LoadedModel, mode: Mode, probe: Probe) -> tuple[Expansion, ...]:

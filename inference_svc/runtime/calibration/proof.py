@@ -23,14 +23,16 @@ from inference_svc.runtime.calibration.stock import (
 )
 from inference_svc.runtime.compute.chunk import Chunk
 from inference_svc.runtime.compute.model_runner import ModelRunner
-from inference_svc.runtime.kv.arena_kv import ArenaKv
+from inference_svc.runtime.kv.arena_kv import ArenaKv, SlotTokens
 from inference_svc.runtime.kv.kv_pool import KVPool
 from inference_svc.runtime.kv.sequence_kv import SequenceKv, WriteBuffer
 from inference_svc.runtime.model.model_loader import LoadedModel
 from inference_svc.runtime.model.refusals import CalibrationMismatchError
 from inference_svc.runtime.positions.recipes import Calibration
-from inference_svc.runtime.transfer.layer_load import LayerLoader, SlotTokens
+from inference_svc.runtime.transfer.layer_load import LayerLoader, windows_beside
 from inference_svc.runtime.transfer.layer_store import store_blocks
+from shared.types.granted_slots import GrantedWindow
+from shared.types.units import ceil_div
 
 # Ends of the chunks of two sequences beside each other, before the longer one is stored.
 ENDS = (("prefill", 10, 5), ("chunked prefill", None, 9))
@@ -171,15 +173,23 @@ class _Paths:
             SlotTokens(slot_id, first, min(layout.block_tokens, buffer.end_token - first))
             for slot_id, first in zip(reversed(range(len(firsts))), firsts, strict=True)
         ]
-        arena = ArenaKv(_PlainArena(layout.block_bytes, len(blocks)), layout)
-        store_blocks(buffer, arena, blocks, self._calibration)
+        num_slots = len(blocks) * (1 + layout.window_slots)
+        arena = ArenaKv(_PlainArena(layout.block_bytes, num_slots), layout)
+        windows = self._windows(blocks)
+        store_blocks(buffer, arena, blocks, self._calibration, windows=windows)
         return arena, blocks
+
+    def _windows(self, spans: Sequence[SlotTokens]) -> list[GrantedWindow]:
+        """Return where windows are, in slots behind those of all blocks."""
+        layout = self._calibration.layout
+        return windows_beside(spans, layout, ceil_div(self._stored, layout.block_tokens))
 
     def _load(
         self, kv: SequenceKv, arena: ArenaKv, spans: list[SlotTokens], packed: Tensor | None = None
     ) -> None:
         """Load spans into empty KV, and the state behind them."""
-        loader = LayerLoader(kv, arena, spans, self._calibration)
+        windows = self._windows(spans)
+        loader = LayerLoader(kv, arena, spans, self._calibration, windows=windows)
         for layer_index in range(len(self._calibration.layers)):
             loader.load(layer_index)
         kv.num_tokens = sum(span.num_tokens for span in spans)

@@ -95,6 +95,7 @@ class Load:
         gate: the gate of the sequence's KV, once it is known that KV is copied to it.
         source: a resident's KV, to be copied; None: none is.
         boundary: position of a token that a block of what is stored begins with.
+        window_from: first token of which layers with a window will have KV.
         held: the hold on that KV's memory, until the load is over: its session may be deleted.
     """
 
@@ -103,6 +104,7 @@ class Load:
     gate: LayerGate | None = None
     source: SequenceKv | None = None
     boundary: int = 0
+    window_from: int = 0
     held: ExitStack = field(default_factory=ExitStack)
 
     @property
@@ -125,6 +127,8 @@ class EngineRequest(Request):
         is_final: whether the session ends with this turn.
         retention: for how long its KV is to be kept at least.
         prefix_tokens: how many of its first tokens are tools and system message.
+        load_ends: positions in its prompt, in order, at which loads are to be able to end, where
+            layers attend to the last tokens only; none: at the prompt's end.
         done: set when the answer is complete; its exception is why there is none.
         load_policy: the turn's own load policy; None: the engine's.
         truncate: given the context whose window is full, returns the ranges to drop of it: () ends
@@ -159,6 +163,7 @@ class EngineRequest(Request):
     is_final: bool = False
     retention: Retention = NO_RETENTION
     prefix_tokens: int = 0
+    load_ends: tuple[int, ...] = ()
     done: asyncio.Future[None] = field(
         default_factory=lambda: asyncio.get_running_loop().create_future()
     )
@@ -217,6 +222,7 @@ class EngineRequest(Request):
             self.scores.discard(ranges)
         self._token_bytes.clear()
         self.lookup = None
+        self.load_ends = ()
         super().discard(ranges)
 
     def note_state(self) -> None:

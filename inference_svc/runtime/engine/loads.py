@@ -115,6 +115,7 @@ class Loads:
         )
         _note_outcome(request, begun.end_token, dict(begun.tier_tokens), begun.reason)
         kv.num_tokens, load.boundary = begun.end_token, begun.tail_from
+        load.window_from = begun.window_from
         if self._saves(request):
             request.write_buffer = self._ring.lend(begun.tail_from, begun.end_token)
         if begun.grant is not None:
@@ -125,6 +126,7 @@ class Loads:
         """Give the request a resident's KV, or KV to copy it to, and its write buffer."""
         admission, source = load.admission, load.admission.source
         assert source is not None, "no resident to begin with"  # noqa: S101
+        load.window_from = request.window_from
         take = self._residents.take if admission.in_place else self._residents.get
         resident, num_tokens = take(source), admission.resident_tokens
         load.boundary = resident.tail_from
@@ -159,6 +161,7 @@ class Loads:
         They are copied from `source`; None: their pages are in its KV.
         """
         num_tokens = load.boundary = load.admission.resident_tokens
+        load.window_from = request.window_from
         self._new_kv(request, load, source)
         if self._saves(request):
             request.write_buffer = self._ring.lend(num_tokens, num_tokens)
@@ -359,6 +362,7 @@ class LoadTasks:
             tier=load.tier,
             fixed_layers=self._loads.fixed_layers(load),
             boundary=load.boundary,
+            window_from=load.window_from,
         )
         if not request.is_started:
             request.is_started = True

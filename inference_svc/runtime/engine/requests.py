@@ -74,6 +74,7 @@ class RequestMemory:
         self, request: EngineRequest, buffer: WriteBuffer, shared_from: SessionKey | None
     ) -> None:
         """Begin to save a buffer that is about to be filled, behind tokens of that session."""
+        buffer.load_ends = request.load_ends or (request.prompt_tokens,)
         stream = self._saves.open(
             request.key, buffer, request.lineage, self._changed, shared_from=shared_from
         )

@@ -10,7 +10,7 @@ Invariant: the views keep the arena mapped (`shared.kvd_client.arena_map`): what
 readable for as long as they live, though it means something only under a lease.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar, Protocol
@@ -18,6 +18,7 @@ from typing import ClassVar, Protocol
 import torch
 from torch import Tensor
 
+from shared.types.granted_slots import GrantedWindow
 from shared.types.kv_layout import ITEM_BYTES, KVLayout
 
 
@@ -51,6 +52,24 @@ class Block(Protocol):
     @property
     def num_tokens(self) -> int:
         """Number of tokens."""
+
+
+@dataclass(frozen=True)
+class SlotTokens:
+    """Tokens of a slot, and the positions they are for: a block, and a span of it, at once."""
+
+    slot_id: int
+    token_offset: int
+    num_tokens: int
+    start: int = 0
+
+
+def part_of(windows: Sequence[GrantedWindow], part: int) -> list[SlotTokens]:
+    """Return where one of the parts of windows lies."""
+    return [
+        SlotTokens(window.slot_ids[part], window.token_offset, window.num_tokens, window.start)
+        for window in windows
+    ]
 
 
 @dataclass(frozen=True)
@@ -195,6 +214,28 @@ class ArenaKv:
             part = packed[index * size : (index + 1) * size]
             self._slots[slot_id, : len(part)] = part
             self._slots[slot_id, len(part) :] = 0
+
+    def clear_unwritten(self, windows: Sequence[GrantedWindow]) -> None:
+        """Set the bytes of windows' slots to zero that none of their tokens' KV is written to.
+
+        The whole slots are stored, and what others had there is none of their bytes.
+        """
+        for window in windows:
+            for layers, slot_id in zip(self.layout.window_parts, window.slot_ids, strict=True):
+                for start, end in self._gaps(layers, window.num_tokens):
+                    self._slots[slot_id, start:end] = 0
+
+    def _gaps(self, layers: Sequence[int], num_tokens: int) -> Iterator[tuple[int, int]]:
+        """Yield the bytes between the first tokens of these layers' components, and behind."""
+        written = 0
+        for layer_index in layers:
+            for index, component in enumerate(self.layout.layers[layer_index].components):
+                start = self.layout.component_offset(layer_index, index)
+                if written < start:
+                    yield written, start
+                written = start + num_tokens * component.token_bytes
+        if written < self.layout.block_bytes:
+            yield written, self.layout.block_bytes
 
     def _gather_scattered(self, view: Tensor, run: ScatteredTokens, out: Tensor) -> None:
         """Copy tokens one by one; by one index if slots are a whole number of tokens apart."""

@@ -171,6 +171,8 @@ class WriteBuffer(LentKv[SlotTensors]):
         end_token: position after the last token.
         give: takes back slots of tokens that are forgotten.
         states: by position, states that are to be stored; see `note_state`.
+        load_ends: positions at which loads are to be able to end, in order: of layers with a window
+            the tokens before these are to be stored.
     """
 
     first_token: int
@@ -178,6 +180,7 @@ class WriteBuffer(LentKv[SlotTensors]):
     end_token: int = -1  # becomes first_token
     give: Callable[[Sequence[int]], None] = field(default=_keep, repr=False)
     states: dict[int, SequenceStates] = field(default_factory=dict, repr=False)
+    load_ends: tuple[int, ...] = ()
     _base_token: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -231,6 +234,18 @@ class WriteBuffer(LentKv[SlotTensors]):
         if len(self.states) == MOST_UNSAVED_STATES and kv.num_tokens not in self.states:
             del self.states[sorted(self.states)[1]]
         self.states[kv.num_tokens] = kv.states.fork()
+
+    def stored_states(self, num_tokens: int) -> list[int]:
+        """Return the positions of states that can be stored with the first tokens, in order."""
+        return sorted(position for position in self.states if position <= num_tokens)
+
+    def wanted_ends(self, num_tokens: int) -> list[int]:
+        """Return where loads are to be able to end, in order, if the first tokens are stored.
+
+        Behind the last of them that is wherever the tokens end: there the answer may, too.
+        """
+        is_behind = not self.load_ends or num_tokens > self.load_ends[-1]
+        return [*self.load_ends, num_tokens] if is_behind else list(self.load_ends)
 
     def forget_states(self, end_token: int) -> None:
         """Forget the states at and before a position, which are stored, or will not be."""

@@ -20,7 +20,7 @@ from inference_svc.runtime.kv.layer_gate import LayerGate
 from inference_svc.runtime.kv.sequence_kv import SequenceKv, WriteBuffer
 from inference_svc.runtime.positions.recipes import Calibration
 from inference_svc.runtime.store.session_store import BegunLoad, LoadRequest
-from inference_svc.runtime.transfer.layer_load import LayerLoader, check_spans
+from inference_svc.runtime.transfer.layer_load import LayerLoader, check_spans, check_windows
 from inference_svc.runtime.transfer.layer_store import no_wait
 from inference_svc.runtime.worker_thread import WorkerThread
 from shared.kvd_client.arena_map import ArenaMap, LoadProgress
@@ -78,6 +78,7 @@ class KvdTalk:
 
 RECOMPUTE_CHEAPER = "recompute_cheaper"
 NO_STATE = "no_state"  # tokens are stored, but no state behind them that could be loaded
+NO_WINDOW = "no_window"  # likewise, of layers that attend to the last tokens only
 PARTIAL = "partial"  # kvd does not say why it has no more: it is older, or never had it
 
 log = get_logger(__name__)
@@ -140,10 +141,10 @@ class KvdLoads:
             begun = BegunLoad(reason=self._talk.note_problem("load", error))
         else:
             self._talk.note_success()
-        if self._lacks_state(begun):
+        if lacking := self._lacks(begun):
             await self._release(begun.grant)
             request.kv.reset()
-            begun = BegunLoad(reason=NO_STATE)
+            begun = BegunLoad(reason=lacking)
         if begun.grant is None:  # nothing is left to copy, not even a tail's position-free KV:
             begun.tail_from = begun.end_token  # a partial block stays short, the next is behind it
         self._talk.counters.add("load_hits" if begun.end_token else "load_misses")
@@ -178,6 +179,8 @@ class KvdLoads:
             if layers.start == 0:  # else it was held back on the way
                 self._note_rate(begun)
             self._talk.counters.add("loaded_states", grant.state is not None)
+            num_tokens = sum(window.num_tokens for window in grant.windows)
+            self._talk.counters.add("loaded_window_tokens", num_tokens)
             gate.confirm()
 
     async def cancel(self, begun: BegunLoad) -> None:
@@ -233,10 +236,14 @@ class KvdLoads:
                 return
             request.kv.num_tokens = end_token
 
-    def _lacks_state(self, begun: BegunLoad) -> bool:
-        """Whether tokens were loaded of which nothing can be continued."""
-        has_state = begun.grant is not None and begun.grant.state is not None
-        return bool(self._talk.layout.state_bytes and begun.end_token) and not has_state
+    def _lacks(self, begun: BegunLoad) -> str:
+        """Return a slug, what is missing without which the tokens are of no use; "": nothing."""
+        layout, grant = self._talk.layout, begun.grant
+        if not begun.end_token:
+            return ""
+        if layout.state_bytes and (grant is None or grant.state is None):
+            return NO_STATE
+        return NO_WINDOW if layout.window and (grant is None or not grant.windows) else ""
 
     def _miss_reason(self, grant: LoadGrant) -> str:
         if grant.miss_reason == "on_ssd":
@@ -250,6 +257,8 @@ class KvdLoads:
             begun.tier_tokens[span.tier] += span.num_tokens
         last = grant.spans[-1]
         begun.end_token = grant.end_token
+        if grant.windows:
+            begun.window_from = check_windows(grant.windows, grant.end_token, self._talk.layout)
         is_partial = last.num_tokens < self._talk.layout.block_tokens
         begun.tail_from = last.token_offset if is_partial else grant.end_token
 
@@ -299,7 +308,11 @@ class KvdLoads:
                             f"{grant.end_token}",
                             "the turn is computed instead",
                         )
-                loader = LayerLoader(kv, tensors, grant.spans, self._calibration, tail)
+                loader = LayerLoader(
+                    kv, tensors, grant.spans, self._calibration, tail, grant.windows
+                )
+                if grant.windows and layers.start == 0:
+                    wait_layer(self._layers.stop - 1)  # progress says nothing of windows
                 for layer_index in layers:
                     wait_layer(layer_index)
                     loader.load(layer_index)

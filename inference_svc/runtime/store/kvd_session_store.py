@@ -102,7 +102,9 @@ class KvdSessionStore:
         """Store as much as there is room for; return why it is not all."""
         deadline_s = time.monotonic() + self._deadline_s
         num_tokens = len(token_ids) // TOKEN_BYTES
-        positions = sorted(position for position in buffer.states if position <= num_tokens)
+        has_windows = self._talk.layout.window > 0
+        positions_of = buffer.wanted_ends if has_windows else buffer.stored_states
+        positions = positions_of(num_tokens)
         while True:
             left_s = max(0.0, deadline_s - time.monotonic())
             grant = await self._client.prepare_store(
@@ -125,10 +127,12 @@ class KvdSessionStore:
         await self._client.complete_store(grant, success=True)
         self._talk.counters.add("stored_tokens", sum(block.num_tokens for block in grant.blocks))
         self._talk.counters.add("stored_states", len(grant.states))
+        window_tokens = sum(window.num_tokens for window in grant.windows)
+        self._talk.counters.add("stored_window_tokens", window_tokens)
 
     def _copy(self, buffer: WriteBuffer, grant: StoreGrant, clock: StepClock | None) -> None:
         """Copy, on the store thread; with a clock, behind the step that computes it."""
-        if not (grant.blocks or grant.states):
+        if not (grant.blocks or grant.states or grant.windows):
             if clock is not None:  # the step is about to write to the buffer all the same
                 clock.wait_confirmed()
             return
@@ -138,7 +142,9 @@ class KvdSessionStore:
         stream = CopyStream(buffer.device)
         wait_layer = no_wait if clock is None else _in_groups(clock, stream)
         with buffer.hold(), stream.copies(behind_computing=clock is None):
-            store_blocks(buffer, tensors, grant.blocks, self._calibration, wait_layer)
+            store_blocks(
+                buffer, tensors, grant.blocks, self._calibration, wait_layer, grant.windows
+            )
             if clock is not None:  # a step that fails after its last layer is computed anew
                 clock.wait_confirmed()
 

@@ -63,6 +63,7 @@ class BegunLoad:
         end_token: the sequence's KV is going to hold tokens [0, end_token).
         tail_from: first token of the last block if that is partial, else end_token: the first token
             whose position-free KV the next store needs.
+        window_from: first token of which layers with a window will have KV.
         tier_tokens: how many of the tokens kvd had in each tier.
         reason: slug, why it is not more; "" if all requested tokens are there.
         grant: the last grant, not copied yet; None: nothing is left to copy.
@@ -71,6 +72,7 @@ class BegunLoad:
 
     end_token: int = 0
     tail_from: int = 0
+    window_from: int = 0
     tier_tokens: Counter[str] = field(default_factory=Counter)
     reason: str = ""
     grant: LoadGrant | None = None

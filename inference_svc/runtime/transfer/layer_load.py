@@ -14,18 +14,18 @@ stored keys).
 
 import threading
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from itertools import groupby
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from inference_svc.runtime.kv.arena_kv import ArenaKv, Block, ScatteredTokens, SlotRun
+from inference_svc.runtime.kv.arena_kv import ArenaKv, Block, ScatteredTokens, SlotRun, part_of
 from inference_svc.runtime.kv.sequence_kv import SequenceKv, WriteBuffer
 from inference_svc.runtime.positions.recipes import Calibration, PostRotary
 from inference_svc.runtime.positions.rotary import RotaryTable
 from inference_svc.runtime.positions.rotation import Turn
+from shared.types.granted_slots import GrantedWindow
 from shared.types.kv_layout import KVLayout
 from shared.types.units import ceil_div
 
@@ -43,16 +43,6 @@ class Span(Block, Protocol):
     @property
     def start(self) -> int:
         """First token in the slot."""
-
-
-@dataclass(frozen=True)
-class SlotTokens:
-    """Tokens of a slot, and the positions they are for: a block, and a span of it, at once."""
-
-    slot_id: int
-    token_offset: int
-    num_tokens: int
-    start: int = 0
 
 
 def check_spans(kv: SequenceKv, spans: Sequence[Span], layout: KVLayout) -> int:
@@ -79,6 +69,55 @@ def check_spans(kv: SequenceKv, spans: Sequence[Span], layout: KVLayout) -> int:
     return end
 
 
+def check_windows(windows: Sequence[GrantedWindow], end_token: int, layout: KVLayout) -> int:
+    """Return the first token that windows have KV of.
+
+    Args:
+        windows: of the last tokens before `end_token`, in order, without gaps.
+        end_token: what is computed next is this token.
+        layout: the layout of the slots; it has windows.
+
+    Raises:
+        ValueError: if they leave a gap, leave their slots, or are not of all tokens that the next
+            one attends to.
+    """
+    first = end = windows[0].token_offset if windows else end_token
+    for window in windows:
+        is_inside = (
+            window.start >= 0 and 0 < window.num_tokens <= layout.block_tokens - window.start
+        )
+        is_next = window.token_offset == end and len(window.slot_ids) == layout.window_slots
+        if not (is_inside and is_next):
+            raise ValueError(f"the window at {window.token_offset} does not follow {end}")
+        end += window.num_tokens
+    if end != end_token or first > max(0, end_token - layout.window):
+        raise ValueError(
+            f"windows of tokens {first} to {end} came with {end_token} tokens; layers attend to "
+            f"the last {layout.window}"
+        )
+    return first
+
+
+def windows_beside(spans: Sequence[Span], layout: KVLayout, first_slot: int) -> list[GrantedWindow]:
+    """Return where windows of the last of some spans are in an arena that is not kvd's.
+
+    That of slot s is in the slots from `first_slot` + s * `layout.window_slots` on.
+    """
+    num_slots = layout.window_slots
+    first_token = sum(span.num_tokens for span in spans) - layout.window
+    return [
+        GrantedWindow(
+            span.token_offset,
+            span.num_tokens,
+            span.start,
+            tuple(first_slot + span.slot_id * num_slots + part for part in range(num_slots)),
+            (0,) * num_slots,
+        )
+        for span in spans
+        if layout.window and span.token_offset + span.num_tokens > first_token
+    ]
+
+
 class LayerLoader:
     """Loads spans into a sequence's KV, one layer at a time, in any order of layers.
 
@@ -93,6 +132,7 @@ class LayerLoader:
         spans: Sequence[Span],
         calibration: Calibration,
         tail: WriteBuffer | None = None,
+        windows: Sequence[GrantedWindow] = (),
     ) -> None:
         """Prepare what all layers share.
 
@@ -104,45 +144,56 @@ class LayerLoader:
             tail: a write buffer that begins within the last span, or at its end: the span's tokens
                 from there on are kept as they are stored, since the next store replaces that block
                 by a longer one.
+            windows: of the last tokens, which is all that layers with a window are loaded of; they
+                may begin before the first span.
         """
         self._kv = kv
         self._arena = arena
+        self._layout = calibration.layout
         self._layers = calibration.layers
         self._tail = tail
-        self._tail_tokens = _tail_tokens(spans, tail)
-        self._runs = list(_runs(spans))
-        self._first = spans[0].token_offset
-        self._num_tokens = sum(run.num_tokens for run in self._runs)
-        self._pieces: dict[tuple[int, RotaryTable, tuple[int, int]], list[_Piece]] = {}
+        num_parts = calibration.layout.window_slots
+        parts = [spans, *(part_of(windows, part) for part in range(num_parts))]
+        self._sources = [_Source(part, tail) if part else None for part in parts]
+        self._pieces: dict[tuple[int, int, RotaryTable, tuple[int, int]], list[_Piece]] = {}
 
     @torch.inference_mode()
     def load(self, layer_index: int) -> None:
-        """Load one layer of all spans, whose bytes are in the slots."""
+        """Load one layer of all spans, or of its window, whose bytes are in the slots."""
+        part = self._layout.part_of(layer_index)
+        source = self._sources[part]
+        if source is None:  # of what is followed by another grant a window has nothing
+            return
         for component, recipe in enumerate(self._layers[layer_index].components):
             if recipe.rotary is None:
-                self._place(layer_index, component)
+                self._place(source, layer_index, component)
             else:
-                self._embed(layer_index, component, recipe.rotary, recipe.post)
-        if self._tail is not None and self._tail_tokens is not None:
-            slot_id, start, count = self._tail_tokens
+                self._embed(source, layer_index, component, recipe.rotary, recipe.post)
+        if self._tail is not None and source.tail_tokens is not None:
+            slot_id, start, count = source.tail_tokens
             places = self._tail.places(self._tail.first_token, count)
             for component in range(len(self._layers[layer_index].components)):
                 stored = self._arena.view(layer_index, component)[slot_id, start : start + count]
                 places.write(self._tail.components[component][layer_index], stored)
 
-    def _place(self, layer_index: int, component: int) -> None:
+    def _place(self, source: "_Source", layer_index: int, component: int) -> None:
         """Copy tokens as they are to their token slots."""
         tokens = self._kv.components[component]
-        for run, first in _placed(self._runs, self._first):
+        for run, first in _placed(source.runs, source.first):
             with tokens.filling(layer_index, first, run.num_tokens) as place:
                 self._arena.gather(layer_index, component, run, _place_of(run, place, 0))
 
     def _embed(
-        self, layer_index: int, component: int, rotary: RotaryTable, post: PostRotary | None
+        self,
+        source: "_Source",
+        layer_index: int,
+        component: int,
+        rotary: RotaryTable,
+        post: PostRotary | None,
     ) -> None:
         """Copy a component to its token slots piece by piece, and turn it there."""
         tokens = self._kv.components[component]
-        for piece in self._pieces_of(layer_index, component, rotary):
+        for piece in self._pieces_of(source, layer_index, component, rotary):
             with tokens.filling(layer_index, piece.first, piece.num_tokens) as keys:
                 for run, first in piece.runs:
                     place = _place_of(run, keys, first - piece.first)
@@ -151,18 +202,20 @@ class LayerLoader:
                 if post is not None:
                     post.apply_to(keys)
 
-    def _pieces_of(self, layer_index: int, component: int, rotary: RotaryTable) -> "list[_Piece]":
+    def _pieces_of(
+        self, source: "_Source", layer_index: int, component: int, rotary: RotaryTable
+    ) -> "list[_Piece]":
         """Return the pieces of a kind of component, with this thread's scratch."""
         heads, dim = self._layers[layer_index].shape.parts[component]
-        kind = (threading.get_ident(), rotary, (heads, dim))
+        kind = (threading.get_ident(), id(source), rotary, (heads, dim))
         if kind not in self._pieces:
             tokens = self._kv.components[component]
             pieces = self._pieces[kind] = []
-            first = self._first
+            first = source.first
             is_cpu = tokens.device.type == "cpu"
             items = PIECE_ITEMS if is_cpu else DEVICE_PIECE_ITEMS
             most_tokens = max(1, items // (heads * dim))
-            for runs in _balanced(self._runs, self._num_tokens, most_tokens):
+            for runs in _balanced(source.runs, source.num_tokens, most_tokens):
                 count = sum(run.num_tokens for run in runs)
                 like = torch.empty(count, heads, dim, dtype=tokens.dtype, device="meta")
                 turn = rotary.turn(like, first)
@@ -183,6 +236,22 @@ def copy_layer(source: SequenceKv, target: SequenceKv, layer_index: int, num_tok
     for old, new in zip(source.components, target.components, strict=True):
         with new.filling(layer_index, 0, num_tokens) as copied:
             copied.copy_(old.read(layer_index, 0, num_tokens))
+
+
+class _Source:
+    """Tokens in slots, in order, without gaps; shared by all layers that lie there.
+
+    Attributes:
+        first: position of the first token.
+        runs: what can be gathered in one call each.
+        tail_tokens: (slot, first token in it, number of tokens) that the tail keeps, if any.
+    """
+
+    def __init__(self, spans: Sequence[Span], tail: WriteBuffer | None) -> None:
+        self.first = spans[0].token_offset
+        self.runs = list(_runs(spans))
+        self.num_tokens = sum(run.num_tokens for run in self.runs)
+        self.tail_tokens = _tail_tokens(spans, tail)
 
 
 class _Piece(NamedTuple):

@@ -12,10 +12,11 @@ from itertools import groupby
 
 import torch
 
-from inference_svc.runtime.kv.arena_kv import ArenaKv, Block, SlotRun
+from inference_svc.runtime.kv.arena_kv import ArenaKv, Block, SlotRun, part_of
 from inference_svc.runtime.kv.layer_tensors import Places
 from inference_svc.runtime.kv.sequence_kv import WriteBuffer
 from inference_svc.runtime.positions.recipes import Calibration
+from shared.types.granted_slots import GrantedWindow
 
 
 def no_wait(_layer_index: int) -> None:
@@ -29,6 +30,7 @@ def store_blocks(
     blocks: Sequence[Block],
     calibration: Calibration,
     wait_layer: Callable[[int], None] = no_wait,
+    windows: Sequence[GrantedWindow] = (),
 ) -> None:
     """Copy the blocks' tokens to their slots; the buffer is only read.
 
@@ -40,6 +42,7 @@ def store_blocks(
         calibration: what is known of the model that the buffer belongs to.
         wait_layer: callback before each layer is read; returns once it is in the buffer, and may
             raise. Given one, blocks may have tokens that a forward under way is about to write.
+        windows: where those tokens go of which layers with a window are stored, in any order.
 
     Raises:
         ValueError: if a block has tokens that the buffer has not; nothing was written then.
@@ -47,7 +50,8 @@ def store_blocks(
     end = buffer.end_token
     if wait_layer is not no_wait:
         end = buffer.room_end
-    for block in blocks:
+    stored: list[Block | GrantedWindow] = [*blocks, *windows]
+    for block in stored:
         block_end = block.token_offset + block.num_tokens
         is_here = buffer.first_token <= block.token_offset and block_end <= end
         if not is_here or not 0 < block.num_tokens <= calibration.layout.block_tokens:
@@ -55,10 +59,13 @@ def store_blocks(
                 f"tokens {block.token_offset} to {block_end} cannot be stored from a buffer that "
                 f"holds {buffer.first_token} to {end}"
             )
-    pieces = list(_pieces(buffer, blocks))
+    layout = calibration.layout
+    parts = [blocks, *(part_of(windows, part) for part in range(layout.window_slots))]
+    pieces = [list(_pieces(buffer, part)) for part in parts]
+    arena.clear_unwritten(windows)
     for layer_index in range(len(calibration.layers)):
         wait_layer(layer_index)
-        for run, places in pieces:
+        for run, places in pieces[layout.part_of(layer_index)]:
             for component_index in range(len(calibration.layers[layer_index].components)):
                 tokens = places.read(buffer.components[component_index][layer_index])
                 arena.scatter(layer_index, component_index, run, run.placed(tokens))

@@ -8,7 +8,7 @@ from inference_svc.core.answers import GrowingAnswer, SamplingParams
 from inference_svc.core.context import Context
 from inference_svc.core.discards import Discard, Range
 from inference_svc.core.errors import EmptyTurnError, InvalidSamplingError, InvalidTurnError
-from inference_svc.core.state_marks import state_marks
+from inference_svc.core.prompt_marks import prompt_marks
 from inference_svc.core.submission import ChatInput, Submission, TextInput, TokenInput, TurnInput
 from inference_svc.core.template_arguments import Arguments
 from inference_svc.core.transcript_format import Transcript
@@ -27,8 +27,9 @@ class TurnLimits:
         eos_ids: ids of the tokens that end an answer.
         reserve_tokens: tokens of the answer that have room when it begins.
         compress_tokens: tokens of the shortest context that is compressed.
-        state_tokens: tokens between states that are stored of a long prompt; None: the model has no
-            state.
+        mark_tokens: tokens between marks of a long prompt, see `prompt_marks`; 0: none but where
+            conversations turn.
+        has_states: whether the model has a state, which is stored at these marks.
     """
 
     window_tokens: int
@@ -36,7 +37,8 @@ class TurnLimits:
     eos_ids: frozenset[int]
     reserve_tokens: int = 256
     compress_tokens: int = 256
-    state_tokens: int | None = None
+    mark_tokens: int = 0
+    has_states: bool = False
 
 
 @dataclass(frozen=True)
@@ -75,12 +77,12 @@ class Prompt:
             self.input_ids, system_tokens=self.system_tokens, is_text=self.is_text
         )
 
-    def state_marks(self, every: int) -> tuple[int, ...]:
-        """Return the positions whose states are to be stored; `every`: see `state_marks`."""
+    def marks(self, every: int) -> tuple[int, ...]:
+        """Return the positions where other turns may go on; `every`: see `prompt_marks`."""
         num_tokens = len(self.context.token_ids)
         before = num_tokens - len(self.input_ids)
         answer_from = before + self.answer_from if self.answer_from else 0
-        return state_marks(num_tokens, (self.context.system_tokens, answer_from), every)
+        return prompt_marks(num_tokens, (self.context.system_tokens, answer_from), every)
 
     @property
     def discards(self) -> tuple[Discard, ...]:

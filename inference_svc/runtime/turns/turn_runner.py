@@ -139,7 +139,8 @@ class TurnRunner:
             prompt.thought,
         )
         # Scores are not kept where there are states: what is dropped is computed anew anyway.
-        scored = submission.compression if self._limits.state_tokens is None else None
+        scored = submission.compression if not self._limits.has_states else None
+        marks = prompt.marks(self._limits.mark_tokens)
         request = turn.request = EngineRequest(
             number=number,
             key=submission.key,
@@ -154,7 +155,8 @@ class TurnRunner:
             is_final=submission.is_final,
             retention=submission.retention,
             prefix_tokens=context.system_tokens,
-            marks=() if (every := self._limits.state_tokens) is None else prompt.state_marks(every),
+            load_ends=marks if prompt.answer_from else (*marks, len(context.token_ids)),
+            marks=marks if self._limits.has_states else (),
             sampler=Sampler(sampling, self._limits.eos_ids, grammar),
             sink=writer,
             input_tokens=len(prompt.input_ids),

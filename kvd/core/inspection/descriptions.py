@@ -25,6 +25,7 @@ from kvd.core.records.records import (
     StateInfo,
     Tier,
     TierStats,
+    WindowInfo,
 )
 from kvd.core.state.block import Block
 from kvd.core.state.cache_state import CacheState
@@ -85,6 +86,8 @@ class Inspector:
         session = find_session(self._state, key)
         parts = self._blocks(session)
         blocks = tuple(block for block in parts if block.num_tokens)
+        if self._state.layout.window:
+            return SessionDetail(self.sum_up(session), blocks, windows=self._windows(parts))
         return SessionDetail(self.sum_up(session), blocks, self._states(parts))
 
     def sum_up(self, session: Session) -> SessionInfo:
@@ -129,7 +132,7 @@ class Inspector:
         blocks = [state.blocks[key] for key in session.block_keys()]
         num_tokens = sum(len(block.users) == 1 for block in blocks if block.num_tokens) * step
         num_tokens += session.num_packed * step
-        if state.stored_states is not None:  # of a state all is used
+        if state.stored_parts is not None:  # of parts all is used
             num_tokens -= sum(not span.num_tokens for span in session.tail_spans()) * step
         for span in session.spans:
             num_tokens -= span.num_tokens if len(state.blocks[span.block_key].users) == 1 else 0
@@ -160,17 +163,36 @@ class Inspector:
         for part in parts:
             if not part.num_tokens:
                 states.setdefault(part.start, []).append(part)
-        block_bytes = self._state.layout.block_bytes
         return tuple(
-            StateInfo(
-                position=position,
-                num_bytes=len(of_state) * block_bytes,
-                tiers=tuple(tier for tier in Tier if all(tier in p.tiers for p in of_state)),
-                num_sessions=min(part.num_sessions for part in of_state),
-                dirty=any(part.dirty for part in of_state),
-                is_hashed=all(part.is_hashed for part in of_state),
-            )
+            StateInfo(position, *self._sum_of(of_state))
             for position, of_state in sorted(states.items())
+        )
+
+    def _windows(self, parts: Sequence[BlockInfo]) -> tuple[WindowInfo, ...]:
+        """Sum up the windows among a session's blocks: each follows the run on its block."""
+        found: list[tuple[int, int, list[BlockInfo]]] = []  # first token, end, parts
+        for part in parts:
+            if part.num_tokens:
+                run = part
+            elif found and found[-1][1] == run.token_offset + run.num_tokens:
+                found[-1][2].append(part)
+            elif found and found[-1][1] == run.token_offset:
+                start, _, joined = found.pop()
+                found.append((start, run.token_offset + run.num_tokens, [*joined, part]))
+            else:
+                found.append((run.token_offset, run.token_offset + run.num_tokens, [part]))
+        return tuple(
+            WindowInfo(start, end - start, *self._sum_of(joined)) for start, end, joined in found
+        )
+
+    def _sum_of(self, parts: Sequence[BlockInfo]) -> tuple[int, tuple[Tier, ...], int, bool, bool]:
+        """Return bytes, tiers, sessions, dirty and hashed of what lies in parts."""
+        return (
+            len(parts) * self._state.layout.block_bytes,
+            tuple(tier for tier in Tier if all(tier in part.tiers for part in parts)),
+            min(part.num_sessions for part in parts),
+            any(part.dirty for part in parts),
+            all(part.is_hashed for part in parts),
         )
 
     # --------------------------------------------------------------------------------------- others

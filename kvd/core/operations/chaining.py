@@ -7,13 +7,13 @@ there. What is computed later is chained to that in turn.
 
 from copy import copy
 
-from kvd.core.records.entries import Span, is_plain, state_spans
+from kvd.core.records.entries import Span, is_plain, part_spans
 from shared.types.block_key import (
     block_keys,
     discard_key,
+    part_keys,
     root_key,
     state_key,
-    state_part_keys,
     tokens_digest,
 )
 from shared.types.kv_layout import KVLayout
@@ -40,7 +40,7 @@ class Chaining:
         self._salt = salt
         self._block_key = block_keys(salt)
         self._step = layout.block_tokens
-        self._state_slots = layout.state_slots
+        self._num_parts = layout.part_slots
         self._is_coupled = layout.position_mode == "coupled"
         self.root = root_key(salt, layout.fingerprint)
         self._use(lineage)
@@ -74,8 +74,12 @@ class Chaining:
 
     def state_spans(self, position: int, key: bytes, parent: bytes) -> list[Span]:
         """Return the spans of a state's parts."""
-        part_keys = state_part_keys(self._salt, key, self._state_slots)
-        return state_spans(part_keys, position, key, parent)
+        return part_spans(part_keys(self._salt, key, self._num_parts), position, key, parent)
+
+    def window_spans(self, block_key: bytes) -> list[Span]:
+        """Return the spans of the parts of a block's window."""
+        keys = part_keys(self._salt, block_key, self._num_parts)
+        return part_spans(keys, 0, block_key, block_key)
 
     def digest(self, tokens: bytes) -> bytes:
         """Return what a span that is not plain says of its tokens."""

@@ -14,7 +14,7 @@ from kvd.core.state.cache_state import CacheState
 from kvd.core.state.compaction_run import Phase, Target
 from kvd.core.state.leases import LeasePhase, LoadLease, StoreLease
 from kvd.core.state.slots import SlotState
-from kvd.core.state.stored_states import group_states, interleaved
+from kvd.core.state.stored_parts import group_parts, interleaved, is_window
 from shared.types.block_key import TOKEN_BYTES
 
 
@@ -24,7 +24,7 @@ def check(state: CacheState) -> None:
     _check_extents(state)
     _check_sessions(state)
     _check_packed(state)
-    _check_states(state)
+    _check_parts(state)
     _check_tenants(state)
     _check_leases(state)
     for block in state.blocks:
@@ -135,21 +135,23 @@ def _check_packed(state: CacheState) -> None:
     assert state.tails.num_blocks == len(keys), "packed blocks are counted right"
 
 
-def _check_states(state: CacheState) -> None:
-    """Sessions have all parts of a state or none, behind its tokens; states name their sessions."""
+def _check_parts(state: CacheState) -> None:
+    """Sessions have all parts of a state or window or none, in place, and are found by them."""
     users: dict[bytes, set[object]] = {}
     for key, session in state.sessions.items():
         spans = [*session.spans, *session.tail_spans()]
         runs = [span for span in spans if span.num_tokens]
-        states = group_states(spans)
-        for state_key, parts in states.items():
-            assert len(parts) == state.layout.state_slots, f"{key} has a part of a state"
-            assert len({part[1:] for part in parts}) == 1, "parts of a state say the same"
-            users.setdefault(state_key, set()).add(key)
-        if states:
-            assert spans == interleaved(runs, states.values()), "a state is behind its tokens"
-    found = [] if state.stored_states is None else list(state.stored_states)
-    assert {stored.key: set(stored.users) for stored in found} == users, "states are found"
+        beside = group_parts(spans)
+        for part_key, parts in beside.items():
+            assert len(parts) == state.layout.part_slots, f"{key} has parts without the others"
+            assert len({part[1:] for part in parts}) == 1, "parts say the same of what they are of"
+            assert is_window(parts[0]) == bool(state.layout.window), "the layout says which of both"
+            users.setdefault(part_key, set()).add(key)
+        if beside:
+            is_in_place = spans == interleaved(runs, beside.values())
+            assert is_in_place, "a state is behind its tokens, a window behind its block"
+    found = [] if state.stored_parts is None else list(state.stored_parts)
+    assert {stored.key: set(stored.users) for stored in found} == users, "parts are found"
 
 
 def _check_tenants(state: CacheState) -> None:

@@ -80,7 +80,7 @@ class Compactor:
         session = self._state.sessions.get(key)
         if session is None or self._state.limits.max_waste >= 1:
             return
-        if self._state.stored_states is not None:
+        if self._state.layout.state_bytes:
             return  # a discard leaves a prefix there
         if session.lineage is None or session.lineage.is_whole:
             return

@@ -6,6 +6,8 @@ block, so that a new block ends where a span ended: it takes that span's chain o
 was computed after it keeps its key. The chain stands for all of the context up to there, so a key
 made of it and the number of tokens means equal KV (shared/types/block_key.py: dense_key).
 
+What has a window stays where it is: the window is found by the key of its block.
+
 A span that cannot be moved now stays: its block is shared, not in DRAM, not hashed or verified yet,
 or in use.
 """
@@ -29,7 +31,7 @@ def is_wasteful(state: CacheState, session: Session) -> bool:
     num_tokens = num_spans = 0
     keys = set()
     for span in session.spans:
-        if not is_plain(span) and len(state.blocks[span.block_key].users) == 1:
+        if _is_loose(state, span) and len(state.blocks[span.block_key].users) == 1:
             keys.add(span.block_key)
             num_tokens += span.num_tokens
             num_spans += 1
@@ -42,7 +44,7 @@ def is_wasteful(state: CacheState, session: Session) -> bool:
 
 def is_pending(state: CacheState, session: Session) -> bool:
     """Whether something of it cannot be moved only because it is hashed, written or used now."""
-    blocks = (state.blocks[span.block_key] for span in session.spans if not is_plain(span))
+    blocks = (state.blocks[span.block_key] for span in session.spans if _is_loose(state, span))
     return any(
         block.slot_id is not None and len(block.users) == 1 and not may_be_copied(state, block)
         for block in blocks
@@ -110,7 +112,7 @@ class _Planning:
         return self.plan if self.plan.dense else None
 
     def _is_movable(self, span: Span, end: int) -> bool:
-        if is_plain(span) or self._chaining.lineage.is_whole:
+        if not _is_loose(self._state, span) or self._chaining.lineage.is_whole:
             return False
         block = self._state.blocks[span.block_key]
         return may_be_copied(self._state, block) and (
@@ -128,6 +130,13 @@ class _Planning:
         start, end = span.start, span.start + span.num_tokens
         token_ids = self._state.blocks[span.block_key].token_ids
         return token_ids[start * TOKEN_BYTES : end * TOKEN_BYTES]
+
+
+def _is_loose(state: CacheState, span: Span) -> bool:
+    """Whether a span has what a discard has left of tokens, and no window goes with it."""
+    if is_plain(span) or not span.num_tokens:
+        return False
+    return state.stored_parts is None or not state.stored_parts.behind(span.block_key)
 
 
 def may_be_copied(state: CacheState, block: Block) -> bool:

@@ -37,7 +37,7 @@ from kvd.core.state.cache_state import CacheState
 from kvd.core.state.leases import StoreLease
 from kvd.core.state.session import Session
 from kvd.core.state.session_history import MoveKind
-from kvd.core.state.stored_states import group_states, interleaved
+from kvd.core.state.stored_parts import group_parts, interleaved
 from shared.types.lineage import WHOLE, Lineage, join_ranges
 from shared.types.session_key import SessionKey
 
@@ -74,9 +74,10 @@ def discard(
         merged = [(merged[0][0], num_tokens)]
     remains = Remains(chaining, change, token_ids, merged)
     spans = [span for piece in match.pieces for span in remains.of(piece)]
-    if state.stored_states is not None:  # those behind what stays, which are of it
-        spans = interleaved(spans, group_states(session.spans).values())
+    if state.stored_parts is not None:  # states and windows of what stays
+        spans = interleaved(spans, group_parts(session.spans).values())
     session.num_discards += 1
+    session.load_ends = ()  # the tokens are at other positions
     session.lineage = change.after
     state.outbox.count("discards")
     state.discarded.about_to_leave(session, spans)

@@ -1,23 +1,31 @@
-"""Slots that engines fill, from the grant to the block; and the states among what they hold.
+"""Slots that engines fill, from the grant to the block; states and windows among what they hold.
 
-Pure. What is granted for a state is all of its parts or nothing, and best effort: the tokens of a
-store are what counts, and a state for which there is no room is computed again.
+Pure. What is granted for a state or a window is all of its parts or nothing, and best effort: the
+tokens of a store are what counts, and what finds no room beside them is computed again.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 from kvd.core.operations.chaining import Chaining
+from kvd.core.operations.matching import NewParts, StorePlan
 from kvd.core.operations.state_matching import StateChain, kept_positions
+from kvd.core.operations.window_matching import new_windows
 from kvd.core.records.entries import Span
 from kvd.core.records.errors import InvalidRequestError
 from kvd.core.state.block import Block
 from kvd.core.state.cache_state import CacheState
 from kvd.core.state.leases import NewBlock, StoreLease
-from kvd.core.state.stored_states import group_states
-from shared.types.granted_slots import GrantedState
+from kvd.core.state.stored_parts import group_parts, is_window
+from shared.types.granted_slots import GrantedState, GrantedWindow
 from shared.types.session_key import SessionKey
 
-NewStates = Mapping[int, Sequence[Span]]  # parts, by position
+
+class GrantedParts(NamedTuple):
+    """What is granted of it."""
+
+    states: tuple[GrantedState, ...] = ()
+    windows: tuple[GrantedWindow, ...] = ()
 
 
 def committed(state: CacheState, tenant: str, span: Span, part: NewBlock) -> Block:
@@ -37,71 +45,102 @@ def free(state: CacheState, tenant: str, part: NewBlock) -> None:
     state.tenants.charge(tenant, -1)
 
 
-# ------------------------------------------------------------------------------------------ states
+# ------------------------------------------------------------------------------- states and windows
 
 
 def check_positions(state: CacheState, positions: Iterable[int], num_tokens: int) -> None:
-    """Raise InvalidRequestError for positions that no state of these tokens can have."""
+    """Raise InvalidRequestError for positions where no load could end."""
     for position in positions:
-        if state.stored_states is None:
+        if state.stored_parts is None:
             raise InvalidRequestError(
-                "the layout has no states", "send no state_positions, or a layout's state_bytes"
+                "the layout has neither states nor windows",
+                "send no state_positions, or a layout's state_bytes or windows",
             )
-        if not 0 < position <= num_tokens:
+        is_beyond = position > num_tokens and state.layout.state_bytes
+        if position < 1 or is_beyond:
             raise InvalidRequestError(
-                f"a state behind {position} of {num_tokens} tokens",
+                f"a load that ends behind {position} of {num_tokens} tokens",
                 "send positions behind tokens that are sent",
             )
 
 
-def new_states(
+def new_parts(
+    state: CacheState,
+    key: SessionKey,
+    token_ids: bytes,
+    chaining: Chaining,
+    plan: StorePlan,
+    positions: Sequence[int],
+) -> list[NewParts]:
+    """Choose the states or windows that are worth being stored, so that loads may end where said.
+
+    Costs O(tokens) hashing where there are states.
+    """
+    if not positions:
+        return []
+    if state.layout.window:
+        return new_windows(state, chaining, plan, positions)
+    return _new_states(state, key, token_ids, chaining, positions)
+
+
+def _new_states(
     state: CacheState,
     key: SessionKey,
     token_ids: bytes,
     chaining: Chaining,
     positions: Sequence[int],
-) -> NewStates:
-    """Choose the positions of a store whose states are worth being stored: O(tokens) hashing.
+) -> list[NewParts]:
+    """Choose the positions of a store whose states are worth being stored.
 
     Those are left out that are stored, that would be superseded as soon as they are, and all if the
     arena is too small to hold one beside a block of tokens.
     """
     layout = state.layout
-    if not positions or len(state.slots) <= layout.state_slots:
-        return {}
+    if len(state.slots) <= layout.state_slots:
+        return []
     chain = StateChain(chaining, layout.block_tokens, token_ids)
     known = chain.stored(state)
     stored = {found.position for found in known}
-    wanted = kept_positions(known, positions, key) - stored
-    return chain.spans_at(sorted(wanted))
+    wanted = sorted(kept_positions(known, positions, key) - stored)
+    return [NewParts(position, 0, spans) for position, spans in chain.spans_at(wanted).items()]
 
 
-def grant_states(
-    state: CacheState, lease: StoreLease, states: NewStates, end_token: int
-) -> tuple[GrantedState, ...]:
-    """Give slots to states up to a token, the newest first, as far as there are any free."""
+def grant_parts(
+    state: CacheState, lease: StoreLease, wanted: Sequence[NewParts], end_token: int
+) -> GrantedParts:
+    """Give slots to what lies before a token, the last of it first, as far as there are any free.
+
+    Of a state or a window all is granted, or nothing.
+    """
     slots = state.slots
-    granted = []
-    for position in sorted(states, reverse=True):
-        if position > end_token or slots.num_free < len(states[position]):
+    states: list[GrantedState] = []
+    windows: list[GrantedWindow] = []
+    for new in sorted(wanted, key=lambda new: new.start, reverse=True):
+        if new.start + new.num_tokens > end_token or slots.num_free < len(new.spans):
             continue
-        parts = [NewBlock(*slots.allocate(), b"") for _ in states[position]]
-        lease.state_parts += zip(states[position], parts, strict=True)
+        parts = [NewBlock(*slots.allocate(), b"") for _ in new.spans]
+        lease.side_parts += zip(new.spans, parts, strict=True)
         slot_ids, generations, _ = zip(*parts, strict=True)
-        granted.append(GrantedState(position, slot_ids, generations))
-    return tuple(reversed(granted))
+        if new.num_tokens:
+            windows.append(GrantedWindow(new.start, new.num_tokens, 0, slot_ids, generations))
+        else:
+            states.append(GrantedState(new.start, slot_ids, generations))
+    return GrantedParts(tuple(reversed(states)), tuple(reversed(windows)))
 
 
-def commit_states(state: CacheState, lease: StoreLease, end_token: int) -> None:
-    """Make blocks of the lease's states that are behind tokens it still has, and free the others.
+def commit_parts(state: CacheState, lease: StoreLease) -> None:
+    """Make blocks of the lease's states and windows whose tokens it still has; free the others.
 
     The lease holds these blocks, as it does those of tokens.
     """
-    parts, lease.state_parts = lease.state_parts, []
+    parts, lease.side_parts = lease.side_parts, []
+    block_keys = {span.block_key for span, _ in lease.parts}
+    end_token = sum(span.num_tokens for span, _ in lease.parts)
     for span, part in parts:
-        assert isinstance(part, NewBlock), "a state is committed once"
+        assert isinstance(part, NewBlock), "a part is committed once"
         block = state.find_block(span.block_key)
-        if span.start > end_token:
+        is_left = span.chain in block_keys if is_window(span) else span.start <= end_token
+        if not is_left:
             free(state, lease.key.tenant, part)
             continue
         if block is None:
@@ -109,6 +148,6 @@ def commit_states(state: CacheState, lease: StoreLease, end_token: int) -> None:
         else:  # another session has committed the same meanwhile
             free(state, lease.key.tenant, part)
         block.holders += 1
-        lease.state_parts.append((span, block))
-    num_states = len(group_states(span for span, _ in lease.state_parts))
-    state.outbox.count("store_states", num_states)
+        lease.side_parts.append((span, block))
+    counter = "store_windows" if state.layout.window else "store_states"
+    state.outbox.count(counter, len(group_parts(span for span, _ in lease.side_parts)))

@@ -12,7 +12,7 @@ session has without a gap, from the first token on; the rest is missing, as if i
 
 A graft may be said again, by the retry of a turn: a session that is after it already is left alone.
 A store that was prepared before a graft publishes nothing after it. Where positions are baked into
-keys (`coupled`, `naive`) nothing can be given.
+keys (`coupled`, `naive`) nothing can be given; where layers have windows nothing is.
 
 Cost: O(spans), and digests over the tokens of both contexts.
 """
@@ -46,7 +46,7 @@ def graft(
     seam = num_tokens_of(token_ids)
     _check(state, key, seam, source)
     session = state.sessions.get(key)
-    if session is None:
+    if session is None or state.layout.window:
         return 0
     state.tails.unpack(session)
     state.touch(session)

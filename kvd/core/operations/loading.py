@@ -26,14 +26,15 @@ from kvd.core.operations.matching import (
     runs_of,
     why_missed,
 )
-from kvd.core.operations.state_matching import NO_STATE, StateChain, part_pieces, pieces_at
+from kvd.core.operations.state_matching import NO_STATE, up_to_state
+from kvd.core.operations.window_matching import NO_WINDOW, Windowed, up_to_windows
 from kvd.core.records.actions import LeaseReady, TrackLoad, UntrackLoad
 from kvd.core.records.records import LeaseState, LoadAnswer, Tier
-from kvd.core.state.block import Block, BlockIo
+from kvd.core.state.block import Block
 from kvd.core.state.cache_state import CacheState
 from kvd.core.state.leases import LeasePhase, LoadLease, move
 from kvd.core.state.session_history import MoveKind
-from shared.types.granted_slots import GrantedState, LoadSpan, Lookup
+from shared.types.granted_slots import GrantedState, GrantedWindow, LoadSpan, Lookup
 from shared.types.lineage import Lineage
 from shared.types.session_key import SessionKey
 from shared.types.units import NS_PER_S
@@ -109,27 +110,24 @@ class Loader:
         runs = () if session is None else runs_of(state, session)
         if session is not None and session.lineage is None and match.covers(session, runs):
             session.lineage = lineage
-        stored, end, found = match.pieces, match.end, list[Piece]()
-        if state.stored_states is not None:
-            found = self._up_to_state(
-                key, token_ids, from_token, chaining, match, dram_only=dram_only
-            )
-            stored, end = found, found[-1].end if found else from_token
+        found = self._usable(key, token_ids, from_token, chaining, match, dram_only=dram_only)
+        num_parts = sum(not piece.span.num_tokens for piece in found.pieces)
+        end = found.pieces[-1].end if found.pieces else min(from_token, match.end)
         reason, missing = match.miss_reason, num_tokens - end
         if missing:
-            is_cut = match.end > end  # only with states
-            reason = NO_STATE if is_cut else why_missed(state, match, token_ids, chaining)
+            reason = self._why_missed(match, end, token_ids, chaining)
             if state.history.knows(key) or reason == DISCARDED:
                 state.record_move(key, MoveKind.MISSED, num_tokens=missing, why=reason)
-        stored = [piece for piece in stored if piece.end > from_token]
-        pieces = list(takewhile(_is_in_dram, stored)) if dram_only else stored
-        if found and len(pieces) < len(stored):
-            pieces = []  # tokens are of no use without their state
+        stored = [piece for piece in found.pieces if piece.end > from_token]
+        is_there = (piece.block.is_in_dram or not dram_only for piece in stored)
+        pieces = stored[: sum(takewhile(bool, is_there))]
+        if num_parts and len(pieces) < len(stored):
+            pieces = []  # tokens are of no use without their state, or their windows
         if pieces:
             lease = LoadLease(
                 state.leases.next_id(), engine_id, key, from_token, since_ns=state.now_ns
             )
-            lease.num_parts = sum(not piece.span.num_tokens for piece in found)
+            lease.num_parts, lease.windows = num_parts, found.windows
             answer = self.grant(lease, pieces, len(stored))
             is_told = missing and reason != UNKNOWN_SESSION  # it shares what another has stored
             if is_told and answer.lookup is not Lookup.MISS and not answer.more:
@@ -139,7 +137,7 @@ class Loader:
         state.histograms.on_load(key, state.now_ns)
         return answer
 
-    def _up_to_state(
+    def _usable(
         self,
         key: SessionKey,
         token_ids: bytes,
@@ -148,26 +146,23 @@ class Loader:
         match: Match,
         *,
         dram_only: bool,
-    ) -> list[Piece]:
-        """Find the KV up to the last state behind a token, and then the state's parts.
+    ) -> Windowed:
+        """Find what a load may give: what the match has, where that is of use by itself."""
+        state, layout = self._state, self._state.layout
+        if layout.window:
+            return up_to_windows(state, match.pieces, from_token, dram_only=dram_only)
+        if layout.state_bytes:
+            found = up_to_state(
+                state, key, token_ids, from_token, chaining, match, dram_only=dram_only
+            )
+            return Windowed(found, ())
+        return Windowed(match.pieces, ())
 
-        With `dram_only` up to the last of which all is in DRAM; if none is, any.
-        """
-        state = self._state
-        chain = StateChain(chaining, state.layout.block_tokens, token_ids)
-        other: list[Piece] = []
-        for stored in reversed(chain.stored(state)):
-            if stored.position <= from_token:
-                break
-            pieces = pieces_at(state, key, token_ids, chaining, match, stored)
-            if not pieces:
-                continue
-            pieces += part_pieces(state, stored)
-            wanted = (piece for piece in pieces if piece.end > from_token)
-            if not dram_only or all(map(_is_in_dram, wanted)):
-                return pieces
-            other = other or pieces
-        return other
+    def _why_missed(self, match: Match, end: int, token_ids: bytes, chaining: Chaining) -> str:
+        """Say why no more than up to `end` is given."""
+        if match.end <= end:
+            return why_missed(self._state, match, token_ids, chaining)
+        return NO_WINDOW if self._state.layout.window else NO_STATE
 
     def grant(self, lease: LoadLease, pieces: list[Piece], num_stored: int) -> LoadAnswer:
         """Lease pieces, as far as slots can be had for them."""
@@ -175,7 +170,7 @@ class Loader:
         self._lease_pieces(lease, pieces)
         if lease.num_parts and len(lease.entries) < num_stored:
             # Some of the tokens, so that it gets further, but not all: the rest comes with the
-            # state, when it is asked for from there.
+            # state, or the windows, when it is asked for from there.
             num_runs = num_stored - lease.num_parts
             lease.num_parts = 0
             self.cut(lease, min(len(lease.entries), num_runs - 1), "")
@@ -278,7 +273,7 @@ class Loader:
         reads: list[Arrival] = []
         for index, piece in enumerate(pieces):
             block = piece.block
-            is_here = _is_in_dram(piece)
+            is_here = block.is_in_dram
             if block.slot_id is None:
                 if not self._has_slot(pieces[index:]):
                     break
@@ -321,8 +316,8 @@ class Loader:
         self._state.outbox.add(TrackLoad(lease.lease_id, lease.engine_id, op_ids))
 
     def cut(self, lease: LoadLease, num_entries: int, failure: str) -> None:
-        """Keep the lease's first entries and release the others; without its state all of them."""
-        if failure and self._state.stored_states is not None:
+        """Keep the lease's first entries and release the others; all, if parts are missing."""
+        if failure and self._state.stored_parts is not None:
             num_entries = lease.num_parts = 0
         kept, released = lease.entries[:num_entries], lease.entries[num_entries:]
         lease.entries, lease.more, lease.failure = kept, False, failure
@@ -344,12 +339,21 @@ class Loader:
     def _granted(self, lease: LoadLease, lookup: Lookup) -> LoadAnswer:
         spans = tuple(span for _, span in lease.entries)
         end_token = spans[-1].token_offset + spans[-1].num_tokens
-        state = None
-        if lease.num_parts:
-            parts, spans = spans[-lease.num_parts :], spans[: -lease.num_parts]
-            slot_ids = tuple(part.slot_id for part in parts)
-            state = GrantedState(end_token, slot_ids, tuple(part.generation for part in parts))
-        return LoadAnswer(lookup, lease.lease_id, spans, end_token, lease.more, state=state)
+        answer = LoadAnswer(lookup, lease.lease_id, spans, end_token, lease.more)
+        if not lease.num_parts:
+            return answer
+        spans, parts = spans[: -lease.num_parts], spans[-lease.num_parts :]
+        slot_ids = tuple(part.slot_id for part in parts)
+        generations = tuple(part.generation for part in parts)
+        step = self._state.layout.window_slots
+        if not step:
+            state = GrantedState(end_token, slot_ids, generations)
+            return replace(answer, spans=spans, state=state)
+        windows = tuple(
+            GrantedWindow(*rows, slot_ids[first : first + step], generations[first : first + step])
+            for rows, first in zip(lease.windows, range(0, len(parts), step), strict=True)
+        )
+        return replace(answer, spans=spans, windows=windows)
 
     def _hit(self, lease: LoadLease) -> LoadAnswer:
         move(lease, "settle")
@@ -360,7 +364,11 @@ class Loader:
         if lease.is_export:
             return
         self._state.outbox.count("load_hits")
-        self._state.outbox.count("load_states", lease.num_parts > 0)
+        if self._state.layout.window:
+            num_windows = len(lease.windows) if lease.num_parts else 0
+            self._state.outbox.count("load_windows", num_windows)
+        else:
+            self._state.outbox.count("load_states", lease.num_parts > 0)
         for tier in Tier:
             name = tier.value
             num_of_tier = sum(span.num_tokens for _, span in lease.entries if span.tier == name)
@@ -369,11 +377,6 @@ class Loader:
             if num_of_tier:
                 why = tier.value
                 self._state.record_move(lease.key, MoveKind.LOADED, num_tokens=num_of_tier, why=why)
-
-
-def _is_in_dram(piece: Piece) -> bool:
-    """Whether the bytes are in a slot, be it unverified; what is still being read is not."""
-    return piece.block.slot_id is not None and piece.block.io is not BlockIo.READING
 
 
 def _load_span(piece: Piece, from_token: int, tier: Tier) -> LoadSpan:

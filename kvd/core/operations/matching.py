@@ -56,6 +56,39 @@ class PlannedBlock(NamedTuple):
     block: Block | None
 
 
+class NewParts(NamedTuple):
+    """What a store is to bring in parts: a state behind a position, or the window of a block.
+
+    Attributes:
+        start: the state's position; the first token of which the window is.
+        num_tokens: of which it is; 0: a state.
+        spans: of its parts.
+    """
+
+    start: int
+    num_tokens: int
+    spans: Sequence[Span]
+
+
+class StorePlan(NamedTuple):
+    """What a store is to make of a session.
+
+    Attributes:
+        from_token: the engine has KV from here on.
+        base: stored KV that it builds on.
+        planned: blocks of everything behind that.
+    """
+
+    from_token: int
+    base: list[Piece]
+    planned: list[PlannedBlock]
+
+    @property
+    def num_new(self) -> int:
+        """How many blocks of tokens are not there."""
+        return sum(new.block is None for new in self.planned)
+
+
 @dataclass(frozen=True, slots=True)
 class Match:
     """The stored prefix of a sequence."""
@@ -130,9 +163,9 @@ def match_session(
 def _spans(state: CacheState, session: Session) -> Iterator[Span]:
     """Return a session's spans, unpacked only if its first packed one is what was looked for.
 
-    Where sessions have states they are unpacked in any case, and the states' parts are left out.
+    Where sessions have states or windows they are unpacked in any case, and parts are left out.
     """
-    if state.stored_states is not None:
+    if state.stored_parts is not None:
         state.tails.unpack(session)
         yield from runs_of(state, session)
         return
@@ -147,7 +180,7 @@ def _spans(state: CacheState, session: Session) -> Iterator[Span]:
 
 def runs_of(state: CacheState, session: Session) -> Sequence[Span]:
     """Return the spans of a session that have tokens, as far as they are not packed."""
-    if state.stored_states is None:
+    if state.stored_parts is None:
         return session.spans
     return [span for span in session.spans if span.num_tokens]
 
@@ -220,7 +253,7 @@ def kept_pieces(
     # A span behind a discard stays: its block was computed before it, what follows was not
     # (equal keys must mean equal computation).
     is_plain = last.span.start == 0 and last.span.chain == last.span.block_key
-    is_replaced = is_plain or state.stored_states is not None
+    is_replaced = is_plain or bool(state.layout.state_bytes)
     if is_partial and is_replaced and from_token <= last.token_offset:
         return pieces[:-1]
     return pieces

@@ -1,7 +1,7 @@
 """Publishing: what is stored becomes a session's, which is thereby used.
 
-Pure. Where a model has states the session gets those of its tokens that it is to keep, whoever has
-stored them; those that newer ones supersede leave it.
+Pure. Where a model has states or windows the session gets those of its tokens that it is to keep,
+whoever has stored them; those that newer ones supersede leave it.
 """
 
 from collections.abc import Sequence
@@ -11,13 +11,14 @@ from kvd.core.io.verifying import Hasher
 from kvd.core.operations.chaining import Chaining
 from kvd.core.operations.matching import match_tokens, num_tokens_of, runs_of
 from kvd.core.operations.state_matching import StateChain, spans_with_states
+from kvd.core.operations.window_matching import spans_with_windows
 from kvd.core.records.actions import SESSION_STORED
 from kvd.core.records.entries import Span
 from kvd.core.state.block import Block
 from kvd.core.state.cache_state import CacheState
 from kvd.core.state.leases import Part, StoreLease
 from kvd.core.state.session import Session
-from shared.types.lineage import WHOLE, Lineage
+from shared.types.lineage import WHOLE
 from shared.types.session_key import SessionKey
 
 
@@ -51,7 +52,8 @@ class Publisher:
         blocks = [piece.block for piece in match.pieces]
         for block in blocks:  # room for the session must not come from them
             block.holders += 1
-        session = self._give(key, [piece.span for piece in match.pieces], WHOLE, token_ids)
+        lease = StoreLease(0, 0, key, token_ids=token_ids, lineage=WHOLE)
+        session = self._give(lease, [piece.span for piece in match.pieces])
         for block in blocks:
             block.holders -= 1
             state.settle(block)
@@ -60,9 +62,7 @@ class Publisher:
     def publish(self, lease: StoreLease, parts: Sequence[Part]) -> None:
         """Make the parts the session's spans, creating it, and have its dirty blocks written."""
         state, key = self._state, lease.key
-        new = [span for span, part in lease.state_parts if isinstance(part, Block)]
-        spans = [span for span, _ in parts]
-        session = self._give(key, spans, lease.lineage, lease.token_ids, new)
+        session = self._give(lease, [span for span, _ in parts])
         if session is None:
             return
         state.outbox.count("stores")
@@ -73,19 +73,12 @@ class Publisher:
         state.outbox.emit(SESSION_STORED, key, fields)
         self._hasher.request([state.blocks[block_key] for block_key in session.block_keys()])
 
-    def _give(
-        self,
-        key: SessionKey,
-        runs: Sequence[Span],
-        lineage: Lineage | None,
-        token_ids: bytes,
-        new_states: Sequence[Span] = (),
-    ) -> Session | None:
+    def _give(self, lease: StoreLease, runs: Sequence[Span]) -> Session | None:
         """Give a session these runs and use it, creating it; None: there is none, and no room.
 
-        With states those that it is to keep are among its spans, be they new or stored already.
+        The states or windows that it is to keep are among its spans, be they new or stored already.
         """
-        state = self._state
+        state, key = self._state, lease.key
         session = state.sessions.get(key)
         if not runs or (session is None and not self._has_room_for_session()):
             return None
@@ -97,19 +90,27 @@ class Publisher:
         if there[: len(runs)] != runs:
             session.lost = ""
             there = runs
-            if state.stored_states is None:
+            if state.stored_parts is None:
                 state.set_spans(session, runs)
-        if state.stored_states is not None:
-            chaining = Chaining(state.layout, state.salt_of(key.tenant), lineage)
-            chain = StateChain(chaining, state.layout.block_tokens, token_ids)
-            spans = spans_with_states(state, key, there, chain, new_states)
+        if state.stored_parts is not None:
+            spans = self._with_parts(lease, session, there)
             if spans != session.spans:
                 state.set_spans(session, spans)
-        if lineage is not None and len(there) == len(runs):
-            session.lineage = lineage
+        if lease.lineage is not None and len(there) == len(runs):
+            session.lineage = lease.lineage
         state.touch(session)
         state.outbox.index.session_used(key)
         return session
+
+    def _with_parts(self, lease: StoreLease, session: Session, runs: Sequence[Span]) -> list[Span]:
+        """Put the states or windows that a session is to keep among its runs."""
+        state = self._state
+        new = [span for span, part in lease.side_parts if isinstance(part, Block)]
+        if state.layout.window:
+            return spans_with_windows(state, session, runs, new, lease.load_ends)
+        chaining = Chaining(state.layout, state.salt_of(lease.key.tenant), lease.lineage)
+        chain = StateChain(chaining, state.layout.block_tokens, lease.token_ids)
+        return spans_with_states(state, lease.key, runs, chain, new)
 
     def _has_room_for_session(self) -> bool:
         state = self._state

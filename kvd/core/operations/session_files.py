@@ -10,14 +10,16 @@ What another kvd needs besides tokens and KV is the lineage: which discards the 
 after. A kvd that has restarted since may not know it; then what follows from the tokens alone can
 be exported, and the rest only once an engine has named the lineage again.
 
-Where there are states the newest one of the session goes along, behind its tokens.
+Where there are states the newest one of the session goes along, behind its tokens; where layers
+have windows those for the last end that a load of it may have.
 
 Invariant: what is given out is the session's tokens from the first one on, computed as `lineage`
-says, and a state of these.
+says, and a state or windows of these.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from kvd.core.inspection.session_filter import find_session
 from kvd.core.operations.chaining import Chaining
@@ -25,12 +27,13 @@ from kvd.core.operations.loading import Loader
 from kvd.core.operations.matching import Piece, runs_of, slice_tokens
 from kvd.core.operations.state_matching import StateChain
 from kvd.core.operations.storing import Storer
+from kvd.core.operations.window_matching import Rows, possible_ends
 from kvd.core.records.entries import Span
 from kvd.core.records.errors import SessionChangedError, UnknownLineageError
 from kvd.core.records.records import ExportedRows, LoadAnswer, StoreAnswer
 from kvd.core.state.cache_state import CacheState
 from kvd.core.state.leases import LoadLease
-from kvd.core.state.stored_states import group_states
+from kvd.core.state.stored_parts import group_parts
 from shared.types.lineage import WHOLE, Lineage
 from shared.types.session_key import SessionKey
 
@@ -45,9 +48,11 @@ class Export:
         next_span: the first one that is not exported.
         num_tokens: exported so far.
         chain: of the span before the next one.
-        state: parts of the newest state; it has none: ().
+        position: where the newest state is, or what the windows are for; 0: it has none.
+        parts: of that state, or of these windows.
+        windows: first token, number of tokens and first row of each.
         next_part: the first one that is not exported.
-        token_ids: exported so far, where there is a state: they prove it.
+        token_ids: exported so far, where there are parts: they prove a state.
     """
 
     key: SessionKey
@@ -56,7 +61,9 @@ class Export:
     next_span: int = 0
     num_tokens: int = 0
     chain: bytes = b""
-    state: tuple[Span, ...] = ()
+    position: int = 0
+    parts: tuple[Span, ...] = ()
+    windows: tuple[Rows, ...] = ()
     next_part: int = 0
     token_ids: bytes = b""
 
@@ -64,11 +71,6 @@ class Export:
     def is_done(self) -> bool:
         """Whether every span is exported."""
         return self.next_span == len(self.spans)
-
-    @property
-    def position(self) -> int:
-        """Where its state is; 0: it has none."""
-        return self.state[0].start if self.state else 0
 
 
 class SessionFiles:
@@ -91,12 +93,37 @@ class SessionFiles:
         session = find_session(state, key)
         spans = [*session.spans, *session.tail_spans()]
         runs = tuple(span for span in spans if span.num_tokens)
-        states = sorted(group_states(spans).values(), key=lambda parts: parts[0].start)
         is_coupled = state.layout.position_mode == "coupled"
         lineage = WHOLE if is_coupled or session.lineage is None else session.lineage
         root = Chaining(state.layout, state.salt_of(key.tenant), WHOLE).root
-        newest = tuple(states[-1]) if states else ()
-        return Export(key, runs, lineage, chain=root, state=newest)
+        export = Export(key, runs, lineage, chain=root)
+        others = group_parts(spans)
+        if state.layout.window:
+            self._add_windows(export, others)
+        elif others:
+            newest = max(others.values(), key=lambda parts: parts[0].start)
+            export.parts = tuple(newest)
+            export.position = export.parts[0].start
+        return export
+
+    def _add_windows(self, export: Export, others: Mapping[bytes, Sequence[Span]]) -> None:
+        """Find the windows that go along, and a block before them: there it may end elsewhere."""
+        layout, runs = self._state.layout, export.spans
+        ends = list(accumulate(run.num_tokens for run in runs))
+        has_window = [run.block_key in others for run in runs]
+        last = max(possible_ends(ends, has_window, layout.window), default=None)
+        if last is None:
+            return
+        export.position = ends[last]
+        first = last
+        wanted = export.position - layout.window - layout.block_tokens
+        while first and has_window[first - 1] and ends[first - 1] > wanted:
+            first -= 1
+        some = range(first, last + 1)
+        export.parts = tuple(part for index in some for part in others[runs[index].block_key])
+        export.windows = tuple(
+            (ends[i] - runs[i].num_tokens, runs[i].num_tokens, runs[i].start) for i in some
+        )
 
     def prepare_export(self, export: Export, max_spans: int, engine_id: int) -> LoadAnswer:
         """Lease the next spans, as far as slots can be had; the caller owes what a load owes.
@@ -113,14 +140,14 @@ class SessionFiles:
         state.tenants.refuse_erased(export.key.tenant)
         return self._grant(export, self._next_pieces(export, max_spans), engine_id)
 
-    def prepare_export_state(self, export: Export, max_parts: int, engine_id: int) -> LoadAnswer:
-        """Lease the next parts of the state, once all tokens before it are exported.
+    def prepare_export_parts(self, export: Export, max_parts: int, engine_id: int) -> LoadAnswer:
+        """Lease the next parts, once all tokens before the position are exported.
 
         The slots are those of the settled answer's spans, which have no tokens; each answer's
-        lease is owed `state_exported` and a completion.
+        lease is owed `parts_exported` and a completion.
 
         Raises:
-            SessionChangedError: the session does not have it any more.
+            SessionChangedError: the session does not have them any more.
             TooManyLeasesError: at the bound.
             ErasingError: the tenant is being erased.
         """
@@ -129,15 +156,21 @@ class SessionFiles:
         session = state.sessions.get(export.key)
         if session is not None:
             state.tails.unpack(session)
-        chain = StateChain(self._chaining(export), state.layout.block_tokens, export.token_ids)
-        proven = chain.spans_at([export.position])[export.position]
-        if session is None or proven != list(export.state) or proven[0] not in session.spans:
+        parts = export.parts[export.next_part : export.next_part + max_parts]
+        if session is None or not set(parts) <= set(session.spans) or not self._are_proven(export):
             raise _changed(export.key)
-        parts = export.state[export.next_part : export.next_part + max_parts]
         pieces = [Piece(span, state.blocks[span.block_key], export.position) for span in parts]
         return self._grant(export, pieces, engine_id)
 
-    def state_exported(self, export: Export, lease_id: int) -> list[int]:
+    def _are_proven(self, export: Export) -> bool:
+        """Whether parts are of the tokens that were exported: windows are of their very blocks."""
+        layout = self._state.layout
+        if layout.window:
+            return True
+        chain = StateChain(self._chaining(export), layout.block_tokens, export.token_ids)
+        return chain.spans_at([export.position])[export.position] == list(export.parts)
+
+    def parts_exported(self, export: Export, lease_id: int) -> list[int]:
         """Return the slots of the parts of a settled lease, and continue behind them.
 
         Raises:
@@ -188,7 +221,7 @@ class SessionFiles:
             export.chain = span.chain
             export.next_span += 1
             export.num_tokens += span.num_tokens
-            if export.state:
+            if export.parts:
                 export.token_ids += tokens
         return rows
 

@@ -26,7 +26,7 @@ from kvd.core.operations.matching import (
 from kvd.core.records.entries import Span
 from kvd.core.state.cache_state import CacheState
 from kvd.core.state.session import Session
-from kvd.core.state.stored_states import StoredState, group_states, interleaved
+from kvd.core.state.stored_parts import StoredParts, group_parts, interleaved
 from shared.types.block_key import TOKEN_BYTES
 from shared.types.session_key import SessionKey
 
@@ -55,10 +55,10 @@ class StateChain:
             parents.append((end, chain))
         return parents
 
-    def stored(self, state: CacheState) -> list[StoredState]:
+    def stored(self, state: CacheState) -> list[StoredParts]:
         """Find what any session has stored of them, by position."""
-        assert state.stored_states is not None, "asked for where there are states"
-        behind = state.stored_states.behind
+        assert state.stored_parts is not None, "asked for where there are states"
+        behind = state.stored_parts.behind
         found = (
             stored
             for start, parent in self._parents
@@ -80,7 +80,7 @@ class StateChain:
                 spans[position] = self._chaining.state_spans(position, key, parent)
         return spans
 
-    def _is_of(self, stored: StoredState, start: int) -> bool:
+    def _is_of(self, stored: StoredParts, start: int) -> bool:
         tokens = slice_tokens(self._token_ids, start, stored.position)
         return self._chaining.state_key(stored.parent, tokens) == stored.key
 
@@ -91,7 +91,7 @@ def pieces_at(
     token_ids: bytes,
     chaining: Chaining,
     match: Match,
-    stored: StoredState,
+    stored: StoredParts,
 ) -> list[Piece]:
     """Find the KV of all tokens before a state: what the match has of it, or a session with it.
 
@@ -151,7 +151,37 @@ def _clipped(
     return kept
 
 
-def part_pieces(state: CacheState, stored: StoredState) -> list[Piece]:
+def up_to_state(
+    state: CacheState,
+    key: SessionKey,
+    token_ids: bytes,
+    from_token: int,
+    chaining: Chaining,
+    match: Match,
+    *,
+    dram_only: bool,
+) -> list[Piece]:
+    """Find the KV up to the last state behind a token, and then the state's parts.
+
+    With `dram_only` up to the last of which all is in DRAM; if none is, any.
+    """
+    chain = StateChain(chaining, state.layout.block_tokens, token_ids)
+    other: list[Piece] = []
+    for stored in reversed(chain.stored(state)):
+        if stored.position <= from_token:
+            break
+        pieces = pieces_at(state, key, token_ids, chaining, match, stored)
+        if not pieces:
+            continue
+        pieces += _part_pieces(state, stored)
+        wanted = (piece.block for piece in pieces if piece.end > from_token)
+        if not dram_only or all(block.is_in_dram for block in wanted):
+            return pieces
+        other = other or pieces
+    return other
+
+
+def _part_pieces(state: CacheState, stored: StoredParts) -> list[Piece]:
     """Return a state's parts as pieces without tokens, behind all of its own."""
     pieces = []
     for span in stored.spans:
@@ -165,7 +195,7 @@ def part_pieces(state: CacheState, stored: StoredState) -> list[Piece]:
 
 
 def kept_positions(
-    known: Iterable[StoredState], new: Iterable[int], key: SessionKey, own: Iterable[int] = ()
+    known: Iterable[StoredParts], new: Iterable[int], key: SessionKey, own: Iterable[int] = ()
 ) -> set[int]:
     """Choose the positions at which a session is to have states.
 
@@ -205,9 +235,9 @@ def spans_with_states(
     session = state.sessions.get(key)
     known = [stored for stored in chain.stored(state) if stored.position <= end]
     parts: dict[int, Sequence[Span]] = {stored.position: stored.spans for stored in known}
-    own = group_states(session.spans if session else ())
+    own = group_parts(session.spans if session else ())
     later = {spans[0].start: spans for spans in own.values() if spans[0].start > chain.num_tokens}
-    fresh = {spans[0].start: spans for spans in group_states(new).values()}
+    fresh = {spans[0].start: spans for spans in group_parts(new).values()}
     parts = {**fresh, **later, **parts}
     kept = [parts[position] for position in kept_positions(known, fresh, key, later)]
     for span in (span for spans in kept for span in spans):

@@ -12,17 +12,18 @@ from kvd.core.io.placement import Placement
 from kvd.core.io.writing import Writer
 from kvd.core.operations.chaining import Chaining
 from kvd.core.operations.filling import (
-    NewStates,
+    GrantedParts,
     check_positions,
-    commit_states,
+    commit_parts,
     committed,
     free,
-    grant_states,
-    new_states,
+    grant_parts,
+    new_parts,
 )
 from kvd.core.operations.matching import (
+    NewParts,
     Piece,
-    PlannedBlock,
+    StorePlan,
     check_from_token,
     kept_pieces,
     match_tokens,
@@ -37,7 +38,7 @@ from kvd.core.state.block import Block
 from kvd.core.state.cache_state import CacheState
 from kvd.core.state.leases import NewBlock, Part, RestoredLease, StoreLease, lost
 from kvd.core.state.session_history import MoveKind
-from shared.types.granted_slots import GrantedState, StoreBlock
+from shared.types.granted_slots import StoreBlock
 from shared.types.lineage import Lineage
 from shared.types.session_key import SessionKey
 from shared.types.units import NS_PER_S
@@ -89,7 +90,8 @@ class Storer:
         When all of it is stored already the session adopts it at once, and there is no lease. The
         lineage is that of the tokens: nothing else is matched. None: it is not named; then their
         discards are taken from what is stored. Of the states behind so many of the tokens those are
-        leased, too, that are not stored, as far as there is room.
+        leased, too, that are not stored, as far as there is room; or the windows that a load needs
+        that is to end there.
 
         Raises:
             InvalidRequestError: token ids or position that cannot be.
@@ -126,18 +128,19 @@ class Storer:
         lease_id, now_ns = state.leases.next_id(), state.now_ns
         lease = StoreLease(lease_id, engine_id, key, lineage=lineage, since_ns=now_ns)
         lease.num_discards = session.num_discards if session else 0
-        if state.stored_states is not None:
+        lease.load_ends = [at for at in state_positions if at != num_tokens]
+        if state.layout.state_bytes:
             lease.token_ids = token_ids
         held: list[Part] = [(piece.span, piece.block) for piece in base]
-        planned = plan_blocks(state, chaining, token_ids, base)
-        held += [(new.span, new.block) for new in planned if new.block is not None]
+        plan = StorePlan(from_token, base, plan_blocks(state, chaining, token_ids, base))
+        held += [(new.span, new.block) for new in plan.planned if new.block is not None]
         self._hold(held)
-        num_new = sum(new.block is None for new in planned)
-        states = new_states(state, key, token_ids, chaining, state_positions)
-        num_parts = len(states) * state.layout.state_slots
-        if states and not self._placement.make_quota(key.tenant, num_new + num_parts):
-            states, num_parts = {}, 0
-        if not num_new and not (states and self._may_have_state(num_parts)):
+        num_new = plan.num_new
+        wanted = new_parts(state, key, token_ids, chaining, plan, state_positions)
+        num_parts = len(wanted) * state.layout.part_slots
+        if wanted and not self._placement.make_quota(key.tenant, num_new + num_parts):
+            wanted, num_parts = [], 0
+        if not num_new and not (wanted and self._may_have_parts(num_parts)):
             self._publisher.publish(lease, held)
             self._release(held)
             return StoreAnswer(end_token=num_tokens)
@@ -146,7 +149,7 @@ class Storer:
             return self._refused(QUOTA, stored_end)
         self._writer.make_slots(num_new + num_parts)
         lease.parts = held[: len(base)]
-        answer = self._grant(lease, planned, states)
+        answer = self._grant(lease, plan, wanted)
         if answer is None:
             self._release(held)
             return self._refused(self._why_no_slot(), stored_end)
@@ -165,7 +168,7 @@ class Storer:
         state, num_tokens = self._state, num_tokens_of(token_ids)
         match = match_tokens(state, key, token_ids, chaining)
         base = kept_pieces(state, match.pieces, from_token, num_tokens, chaining)
-        if state.stored_states is None or from_token <= match.end:
+        if not state.layout.state_bytes or from_token <= match.end:
             return base
         for stored in StateChain(chaining, state.layout.block_tokens, token_ids).stored(state):
             if stored.position >= from_token:
@@ -231,17 +234,17 @@ class Storer:
     # ------------------------------------------------------------------------------------- prepare
 
     def _grant(
-        self, lease: StoreLease, planned: list[PlannedBlock], states: NewStates
+        self, lease: StoreLease, plan: StorePlan, wanted: Sequence[NewParts]
     ) -> StoreAnswer | None:
-        """Lease as many planned blocks, and then states, as there are slots; None: it is nothing.
+        """Lease as many planned blocks, and then parts, as there are slots; None: it is nothing.
 
-        A store that is not granted any of its new blocks has none of its states either.
+        A store that is not granted any of its new blocks has no states or windows either.
         """
         slots = self._state.slots
         blocks = []
-        end_token = sum(span.num_tokens for span, _ in lease.parts) if states else 0
+        end_token = sum(span.num_tokens for span, _ in lease.parts) if wanted else 0
         is_cut = False
-        for new in planned:
+        for new in plan.planned:
             part: Block | NewBlock
             if new.block is None:
                 if not slots.num_free:
@@ -257,26 +260,33 @@ class Storer:
             lease.parts.append((new.span, part))
             end_token = new.token_offset + new.span.num_tokens
         state = self._state
-        granted: tuple[GrantedState, ...] = ()
-        if states and (blocks or not is_cut):
-            granted = grant_states(state, lease, states, end_token)
-        if not blocks and not granted:
+        granted = GrantedParts()
+        if wanted and (blocks or not is_cut):
+            granted = grant_parts(state, lease, wanted, end_token)
+        if not blocks and not lease.side_parts:
             return None
-        num_slots = len(blocks) + len(lease.state_parts)
+        num_slots = len(blocks) + len(lease.side_parts)
         state.leases.add(lease)
         state.tenants.charge(lease.key.tenant, num_slots)
         state.mean_store_blocks += MEAN_SHARE * (num_slots - state.mean_store_blocks)
         self._journal(lease)
-        return StoreAnswer(lease.lease_id, tuple(blocks), end_token, is_cut, states=granted)
+        return StoreAnswer(
+            lease.lease_id,
+            tuple(blocks),
+            end_token,
+            is_cut,
+            states=granted.states,
+            windows=granted.windows,
+        )
 
     def _journal(self, lease: StoreLease | RestoredLease) -> None:
         for slot_id, generation in lease.slots():
             record = WritingSlot(generation, lease.lease_id, lease.engine_id)
             self._state.journal.put(slot_id, record)
 
-    def _may_have_state(self, num_parts: int) -> bool:
-        """Make room for parts of states; returns whether there is enough for one."""
-        return self._writer.make_slots(num_parts) >= self._state.layout.state_slots
+    def _may_have_parts(self, num_parts: int) -> bool:
+        """Make room for parts; returns whether there is enough for one state or window."""
+        return self._writer.make_slots(num_parts) >= self._state.layout.part_slots
 
     def _why_no_slot(self) -> str:
         """Whether waiting may help: leases end, reads end, writes make blocks clean."""
@@ -315,8 +325,8 @@ class Storer:
                 free(state, lease.key.tenant, part)
             block.holders += 1
             lease.parts[index] = (span, block)
-        if lease.state_parts:
-            commit_states(state, lease, sum(span.num_tokens for span, _ in lease.parts))
+        if lease.side_parts:
+            commit_parts(state, lease)
         if num_blocks:
             state.outbox.count("store_tokens", num_tokens)
             state.record_move(

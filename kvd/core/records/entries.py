@@ -10,7 +10,8 @@ The spans of a session are packed in its entry, and so are, in memory, the block
     places    = key (16) | num_tokens (u32) | extent (u64)           a packed block, 28 bytes
 
 Little-endian, unpadded. A plain span's digest is zeros in a record of kind 1; its chain is its key.
-A part of a state is a record of kind 1 without tokens; an older kvd takes it for the end.
+A part of a state or a window is a record of kind 1 without tokens; an older kvd takes it for the
+end.
 What cannot be unpacked ends the list: a damaged entry gives the spans before the damage, which
 recovery then compares with the blocks there are.
 """
@@ -52,7 +53,7 @@ class Span(NamedTuple):
     Attributes:
         block_key: content key of the block.
         start: first token, counted from the block's.
-        num_tokens: how many, at least 1; 0: the block is a part of a state.
+        num_tokens: how many, at least 1; 0: the block is a part of a state or a window.
         tokens_digest: digest of the ids of these tokens; proves that a request asks for the
             same tokens.
         chain: parent key of whatever is computed after this span. It is `block_key` unless a
@@ -62,7 +63,8 @@ class Span(NamedTuple):
     are the ones asked for shows when the block key is computed from them.
 
     The parts of a *state* follow each other, behind the run that has the last token the state knows
-    of: `start` is its position, `tokens_digest` its key, and `chain` the parent key in it.
+    of: `start` is its position, `tokens_digest` its key, and `chain` the parent key in it. Those of
+    a *window* are behind the first run on its block: the block's key is in both, and `start` is 0.
     """
 
     block_key: bytes
@@ -216,11 +218,9 @@ def plain_span(key: bytes, num_tokens: int) -> Span:
     return Span(key, 0, num_tokens, b"", key)
 
 
-def state_spans(
-    part_keys: Sequence[bytes], position: int, state_key: bytes, parent: bytes
-) -> list[Span]:
-    """Make the spans of a state's parts."""
-    return [Span(part_key, position, 0, state_key, parent) for part_key in part_keys]
+def part_spans(part_keys: Sequence[bytes], position: int, key: bytes, parent: bytes) -> list[Span]:
+    """Make the spans of the parts of a state, or a window: see Span."""
+    return [Span(part_key, position, 0, key, parent) for part_key in part_keys]
 
 
 def pack_spans(spans: Sequence[Span]) -> bytes:

@@ -5,7 +5,7 @@
 A full block's slices are the slot's, padding included, so that they move without a copy. Of a
 partial block only the used rows are kept: each slice has, component after component, the rows that
 hold tokens. It is *packed* into part of an extent beside other partial blocks. A part of a
-state has no tokens, and all bytes of the slot.
+state or a window has no tokens, and all bytes of the slot.
 
 A header has room for what it takes to seal the extent, whether it is sealed or not: one volume may
 hold both, and neither depends on the other's size.
@@ -41,8 +41,8 @@ class ExtentShape:
     def slice_bytes(self, layer_index: int, num_tokens: int) -> int:
         """Return the bytes of one layer slice on SSD, padding included."""
         if not num_tokens:
-            return self.layout.slice_bytes(layer_index)
-        used_bytes = self.layout.layers[layer_index].token_bytes * num_tokens
+            return self.layout.slot_slices[layer_index]
+        used_bytes = self.layout.token_layers[layer_index].token_bytes * num_tokens
         return align_up(used_bytes, SECTOR_BYTES)
 
     def num_sectors(self, num_tokens: int) -> int:

@@ -9,7 +9,13 @@ from dataclasses import dataclass
 from enum import Enum
 
 from kvd.core.records.entries import Pin
-from shared.types.granted_slots import GrantedState, LoadSpan, Lookup, StoreBlock
+from shared.types.granted_slots import (
+    GrantedState,
+    GrantedWindow,
+    LoadSpan,
+    Lookup,
+    StoreBlock,
+)
 from shared.types.session_key import SessionKey
 
 
@@ -52,7 +58,8 @@ class LoadAnswer:
             "deadline" (settled before a read came back), "busy" (no slot to read into just now; may
             be asked again on SpaceFreed), "on_ssd" (stored, but the first block is not in DRAM, and
             only that was asked for). With states also "no_state": it is stored, and no state behind
-            it is. "": all is stored, or `more` is; or it was settled.
+            it is; with windows "no_window": it is stored, and nowhere in it all windows for a load
+            to end. "": all is stored, or `more` is; or it was settled.
     """
 
     lookup: Lookup
@@ -62,6 +69,7 @@ class LoadAnswer:
     more: bool = False  # more is stored beyond end_token
     miss_reason: str = ""
     state: GrantedState | None = None  # at end_token; None: the layout has none, or see `more`
+    windows: tuple[GrantedWindow, ...] = ()  # of the last tokens before end_token; the same
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +98,7 @@ class StoreAnswer:
     more: bool = False  # ask again from end_token
     refused: str = ""
     states: tuple[GrantedState, ...] = ()
+    windows: tuple[GrantedWindow, ...] = ()
 
 
 # --------------------------------------------------------------------------------------- operators
@@ -174,12 +183,32 @@ class StateInfo:
 
 
 @dataclass(frozen=True, slots=True)
+class WindowInfo:
+    """Windows of blocks that are side by side in a session.
+
+    Attributes:
+        token_offset: position of the first of their tokens.
+        num_tokens: number of these.
+        num_bytes: of the windows' blocks; the others as of a state.
+    """
+
+    token_offset: int
+    num_tokens: int
+    num_bytes: int
+    tiers: tuple[Tier, ...]
+    num_sessions: int
+    dirty: bool
+    is_hashed: bool
+
+
+@dataclass(frozen=True, slots=True)
 class SessionDetail:
     """Answer of `describe`: the blocks are those of tokens."""
 
     info: SessionInfo
     blocks: tuple[BlockInfo, ...]
     states: tuple[StateInfo, ...] = ()
+    windows: tuple[WindowInfo, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -79,7 +79,7 @@ def _quarantine(state: CacheState, orphan: OrphanSlot) -> None:
 
 def _is_sound(state: CacheState, slot: AdoptedSlot) -> bool:
     block = slot.block
-    fewest = 0 if state.stored_states is not None else 1
+    fewest = state.layout.fewest_block_tokens
     return (
         fewest <= block.num_tokens <= state.layout.block_tokens
         and len(block.key) == KEY_BYTES

@@ -107,7 +107,7 @@ class BlockEntries:
         shape, num_entries = self._state.shape, self._num_entries
         block_tokens = self._state.layout.block_tokens
         num_tokens = self._num_tokens[:num_entries]
-        fewest = 0 if self._state.stored_states is not None else 1
+        fewest = self._state.layout.fewest_block_tokens
         sectors = [*map(shape.num_sectors, range(block_tokens + 1)), 0]  # the last: none can be
         is_possible = (num_tokens >= fewest) & (num_tokens <= block_tokens)
         is_possible &= same_as[:num_entries] == np.arange(num_entries)

@@ -24,6 +24,7 @@ from kvd.core.records.entries import (
     plain_span,
     unpack_spans,
 )
+from kvd.core.state.stored_parts import is_window
 from shared.types.session_key import SessionKey
 
 Ints = NDArray[np.int64]
@@ -116,7 +117,7 @@ class SpanJoin:
             self._join()
 
     def has_parts(self, keys: Sequence[bytes]) -> list[bool]:
-        """Whether blocks are there, sound and parts of a state."""
+        """Whether blocks are there, sound and parts of a state or a window."""
         entries = _find(self._blocks, np.frombuffer(b"".join(keys), dtype=_KEY))
         if not len(self._blocks.first):
             return [False] * len(keys)
@@ -215,14 +216,14 @@ class SessionEntries:
     """The entries of sessions by columns.
 
     Attributes:
-        state_slots: of the layout.
+        part_slots: of the layout.
         full: by index: the spans of a session that are not all plain.
         settings: by index: a session's entry, if its settings are not the default ones.
-        damaged: indexes of sessions whose entry could not be read to its end, or names states that
-            are not there.
+        damaged: indexes of sessions whose entry could not be read to its end, or names states or
+            windows that are not there.
     """
 
-    state_slots: int = 0
+    part_slots: int = 0
     keys: list[SessionKey] = field(default_factory=list)
     last_access_ns: "array[int]" = field(default_factory=lambda: array("q"))
     full: dict[int, list[Span]] = field(default_factory=dict)
@@ -259,8 +260,8 @@ class SessionEntries:
 
     def _joinable(self, index: int, packed: bytes, join: SpanJoin) -> bytes:
         spans = unpack_spans(packed)
-        if self.state_slots:
-            spans = list(_whole_states(spans, self.state_slots, join))
+        if self.part_slots:
+            spans = list(_whole_parts(spans, self.part_slots, join))
         if packed[:1] == bytes((FULL,)):
             self.full[index] = spans
         if pack_spans(spans) != packed:
@@ -276,14 +277,16 @@ def _coded(span: Span) -> int:
     return end if is_plain(span) else end | PARTIAL
 
 
-def _whole_states(spans: Sequence[Span], num_parts: int, join: SpanJoin) -> Iterator[Span]:
-    """Yield the spans, but for those of states of which a part is missing, or in a wrong place.
+def _whole_parts(spans: Sequence[Span], num_parts: int, join: SpanJoin) -> Iterator[Span]:
+    """Yield the spans, but for states and windows that lack a part, or are in a wrong place.
 
-    So a session loses no tokens because of a state.
+    So a session loses no tokens because of them.
     """
     part_keys = [span.block_key for span in spans if not span.num_tokens]
     is_there = dict(zip(part_keys, join.has_parts(part_keys), strict=True))
-    seen: set[bytes] = set()
+    seen: set[bytes] = set()  # states and windows
+    blocks: set[bytes] = set()
+    last_block = b""  # of the last run, if it is the first one on that
     start = end = index = 0
     while index < len(spans):
         span = spans[index]
@@ -291,10 +294,12 @@ def _whole_states(spans: Sequence[Span], num_parts: int, join: SpanJoin) -> Iter
         index += 1
         if span.num_tokens:
             start, end = end, end + span.num_tokens
+            last_block = b"" if span.block_key in blocks else span.block_key
+            blocks.add(span.block_key)
         elif (
             len(parts) < num_parts
             or any(part[1:] != span[1:] or not is_there[part.block_key] for part in parts)
-            or not start < span.start <= end
+            or not (span.chain == last_block if is_window(span) else start < span.start <= end)
             or span.tokens_digest in seen
         ):
             continue

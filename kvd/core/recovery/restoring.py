@@ -49,7 +49,7 @@ MADE_AT_ONCE = 1 << 14  # sessions whose places are packed together
 def restore(state: CacheState, entries: IndexEntries) -> None:
     """See CacheEngine.restore; adopted blocks are in the index of blocks, and nothing else is."""
     assert not state.sessions, "a cache is restored before it is used"
-    sessions = SessionEntries(state.layout.state_slots)
+    sessions = SessionEntries(state.layout.part_slots)
     joined = _join(state, sessions, entries)
     with_blocks = _SessionMaker(state, sessions, joined.of_heads).make(joined.batches)
     for record in joined.unneeded:
@@ -213,8 +213,8 @@ class _SessionMaker:
             session.spans = [plain_span(block.key, block.num_tokens) for block in blocks]
         else:
             session.spans = full[: len(blocks)]
-            if self._state.stored_states is not None:
-                self._state.stored_states.replace(session.key, (), session.spans)
+            if self._state.stored_parts is not None:
+                self._state.stored_parts.replace(session.key, (), session.spans)
         tenant = session.key.tenant
         for block in blocks:
             if not block.tenant:

@@ -121,6 +121,11 @@ class Block:
         return is_copy and not self.readers and self.io is BlockIo.IDLE
 
     @property
+    def is_in_dram(self) -> bool:
+        """Whether the bytes are in a slot, be it unverified; what is still being read is not."""
+        return self.slot_id is not None and self.io is not BlockIo.READING
+
+    @property
     def wanted(self) -> bool:
         """Whether anybody needs the block at all."""
         return bool(self.users or self.readers or self.holders)

@@ -38,7 +38,7 @@ from kvd.core.state.packed_tails import PackedTails
 from kvd.core.state.session import Session
 from kvd.core.state.session_history import MoveKind, SessionHistory
 from kvd.core.state.slots import Journal, SlotTable
-from kvd.core.state.stored_states import StoredStates, whole_prefix, without_state
+from kvd.core.state.stored_parts import PartsTable, whole_prefix, without_parts
 from kvd.core.state.tenants import TenantTable
 from kvd.core.state.turn_log import TurnLog
 from kvd.core.state.under_way import UnderWay, WriteQueue
@@ -64,7 +64,7 @@ class CacheState:
             the reader and the writer, and by what makes blocks: stores, compactions, recovery.
         sessions, users, tails: which session uses which blocks; changed by the transitions below.
         placement, policy, tenants: the orders in which sessions go, and come.
-        stored_states: the states of models that have any, changed by the same; else None.
+        stored_parts: states, or windows, where there are any, changed by the same; else None.
         leases: who may use slots; changed by loads, stores and engines that come and go.
         under_way, unwritten: what the performer does, and the writes that wait.
         unverified: adopted blocks whose verification is not begun, in the order it will be in.
@@ -104,7 +104,7 @@ class CacheState:
         self.tails = PackedTails(
             self.blocks, self.sessions, self.users, packs_sessions=limits.packs_sessions
         )
-        self.stored_states = StoredStates() if layout.state_bytes else None
+        self.stored_parts = PartsTable() if layout.part_slots else None
         self._clocks: list[TtlClock] = []
         self.ttl = self.make_clock()
         self.retention = self.make_clock()
@@ -218,8 +218,8 @@ class CacheState:
     def set_spans(self, session: Session, spans: Sequence[Span]) -> None:
         """Replace a session's spans; blocks that lose their last user go."""
         self.tails.unpack(session)
-        if self.stored_states is not None:
-            self.stored_states.replace(session.key, session.spans, spans)
+        if self.stored_parts is not None:
+            self.stored_parts.replace(session.key, session.spans, spans)
         before = session.block_keys()
         session.spans = list(spans)
         after = session.block_keys()
@@ -248,7 +248,7 @@ class CacheState:
         if not session.spans and num_blocks == session.num_packed:
             self.drop_session(session, SESSION_DROPPED, why)
             return
-        if self.stored_states is not None:  # a state is not cut in the middle
+        if self.stored_parts is not None:  # nothing of several parts is cut in the middle
             self.cut(session, session.num_spans - num_blocks, why)
             return
         self._drop_packed(session, num_blocks)
@@ -305,16 +305,16 @@ class CacheState:
             session = self.sessions[key]
             if block.num_tokens:
                 self.cut(session, session.index_of(block.key), why)
-            else:  # of its state nothing is of use any more, and the tokens behind it are
+            else:  # of what it is a part of nothing is of use any more, and the tokens are
                 self.tails.unpack(session)
-                self.set_spans(session, without_state(session.spans, block.key))
-                self.record_move(key, MoveKind.STATE_DROPPED, num_blocks=1, why=why)
+                self.set_spans(session, without_parts(session.spans, block.key))
+                self.record_move(key, MoveKind.PARTS_DROPPED, num_blocks=1, why=why)
         return num_before - len(self.sessions)
 
     def _drop_packed(self, session: Session, num_blocks: int) -> None:
         """Drop the session's last packed blocks, without making blocks of them."""
-        if self.stored_states is not None:
-            self.tails.unpack(session)  # its states are found by its spans
+        if self.stored_parts is not None:
+            self.tails.unpack(session)  # its states and windows are found by its spans
         if not num_blocks or not session.packed:
             return
         for record in reversed(self.tails.take(session, num_blocks)):

@@ -9,7 +9,7 @@ quarantined until the engine comes back or dies, because it may still be writing
 that an earlier kvd granted only the slots are known (RestoredLease): it can never be completed.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
@@ -53,8 +53,10 @@ class LoadLease:
 
     Attributes:
         entries: blocks with the spans granted on them, in token order; behind them, without tokens,
-            the parts of the state that the load ends at.
-        num_parts: how many of the entries are of a state: all of it, or none.
+            the parts of the state that the load ends at, or of the windows it needs.
+        num_parts: how many of the entries are such parts: all of them, or none.
+        windows: which rows are wanted of each window, if the parts are of windows: first token,
+            number of tokens, first row.
         num_waiting: blocks among them that are being read or verified.
         failure: why the answer was cut: "", "corrupt", "read_error", "deadline".
         is_tracked: a progress word says how far it is.
@@ -69,6 +71,7 @@ class LoadLease:
     more: bool = False
     since_ns: int = 0
     num_parts: int = 0
+    windows: tuple[tuple[int, int, int], ...] = ()
     num_waiting: int = 0
     failure: str = ""
     is_tracked: bool = False
@@ -88,7 +91,7 @@ class NewBlock(NamedTuple):
     """A block to be: what its slot will hold once the engine has written it.
 
     Attributes:
-        token_ids: b"": a part of a state.
+        token_ids: b"": a part of a state or a window.
     """
 
     slot_id: int
@@ -106,7 +109,9 @@ class StoreLease:
     Attributes:
         parts: what the session will consist of: each span with the existing block it uses (held by
             this lease) or the new one.
-        state_parts: the parts of states that it stores, all of each.
+        side_parts: the parts of states and windows that it stores, all of each.
+        load_ends: behind how many tokens loads are to be able to end, as it was said. The end of
+            the tokens is not among them: it matters while it is the end, and they may end there.
         token_ids: of the whole sequence, where there are states: they are found by them.
         num_discards: that the session had seen when it was prepared.
         lineage: the lineage of the tokens, if it was named.
@@ -118,7 +123,8 @@ class StoreLease:
     engine_id: int
     key: SessionKey
     parts: list[Part] = field(default_factory=list)
-    state_parts: list[Part] = field(default_factory=list)
+    side_parts: list[Part] = field(default_factory=list)
+    load_ends: Sequence[int] = ()
     token_ids: bytes = b""
     num_discards: int = 0
     lineage: Lineage | None = None
@@ -135,8 +141,8 @@ class StoreLease:
         ]
 
     def all_parts(self) -> list[Part]:
-        """Return those of tokens, then those of states."""
-        return [*self.parts, *self.state_parts] if self.state_parts else self.parts
+        """Return those of tokens, then those of states and windows."""
+        return [*self.parts, *self.side_parts] if self.side_parts else self.parts
 
     def info(self) -> LeaseInfo:
         """Return the lease as operators see it."""

@@ -24,9 +24,11 @@ COUNTERS = (
     "load_tokens_dram",  # tokens granted that were in DRAM
     "load_tokens_ssd",  # tokens granted that were read from SSD for it
     "load_states",  # states granted, of models with recurrent layers
+    "load_windows",  # windows of blocks granted, of models with layers that have one
     "stores",  # completed store leases, and stores that found everything stored
     "store_tokens",  # tokens published
     "store_states",  # states published, of models with recurrent layers
+    "store_windows",  # windows of blocks published, of models with layers that have one
     "stores_waited",  # answers "wait"
     "stores_refused",  # answers "no_space", "gap" and "quota"
     "discards",  # of sessions that are stored

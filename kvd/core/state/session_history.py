@@ -33,7 +33,7 @@ class MoveKind(Enum):
     EVICTED_DRAM = "evicted_dram"  # blocks left DRAM, SSD has them
     EVICTED_SSD = "evicted_ssd"  # blocks left SSD, DRAM has them
     CUT = "cut"  # its last blocks left all tiers; why: evicted, corrupt
-    STATE_DROPPED = "state_dropped"  # a state left all tiers; why: evicted, corrupt
+    PARTS_DROPPED = "parts_dropped"  # a state or window left all tiers; why: evicted, corrupt
     DISCARDED = "discarded"  # tokens were discarded by an overflow, a policy, a client
     GRAFTED = "grafted"  # it was given KV of another session's tokens
     COMPACTED = "compacted"  # what discards left was put together

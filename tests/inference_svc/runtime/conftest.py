@@ -9,7 +9,7 @@ import pytest
 import torch
 import transformers
 
-from inference_svc.runtime.calibration.calibration import calibrate
+from inference_svc.runtime.calibration.calibration import calibrate, without_windows
 from inference_svc.runtime.compute.model_runner import ModelRunner
 from inference_svc.runtime.kv.arena_kv import ArenaKv
 from inference_svc.runtime.kv.kv_pool import KVPool
@@ -231,15 +231,21 @@ def build(one_thread):
 
 @pytest.fixture(scope="session")
 def tiny(build):
-    """Return a function that gives a calibrated model by name, the same object each time."""
-    made: dict[tuple[str, torch.dtype, str], Tiny] = {}
+    """Return a function that gives a calibrated model by name, the same object each time.
 
-    def tiny_by_name(name, dtype=torch.float32, positions="auto"):
-        if (name, dtype, positions) not in made:
+    `has_windows`: of layers with a window no more is stored and loaded than they attend to.
+    """
+    made: dict[tuple[str, torch.dtype, str, bool], Tiny] = {}
+
+    def tiny_by_name(name, dtype=torch.float32, positions="auto", *, has_windows=False):
+        what = name, dtype, positions, has_windows
+        if what not in made:
             model = build(name).to(dtype)
             stock = copy.deepcopy(model).eval()
             loaded = describe_model(model, tokenizer=None, name=name, fingerprint="0" * 32)
             calibration = calibrate(loaded, positions)
+            if not has_windows:
+                calibration = without_windows(calibration)
             shapes = [layer.shape for layer in calibration.layers]
             pool = KVPool(
                 shapes,
@@ -249,8 +255,8 @@ def tiny(build):
                 states=calibration.state_shapes,
             )
             runner = ModelRunner(loaded, calibration)
-            made[name, dtype, positions] = Tiny(loaded, calibration, runner, stock, pool)
-        return made[name, dtype, positions]
+            made[what] = Tiny(loaded, calibration, runner, stock, pool)
+        return made[what]
 
     return tiny_by_name
 

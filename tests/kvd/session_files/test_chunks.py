@@ -33,11 +33,20 @@ def _opened(pieces: list[bytes], tag: bytes, key: bytes = KEY, tenant: str = "ac
 
 def test_chunks_end_where_tokens_say() -> None:
     """At the first frame that reaches a multiple, however frames were cut before."""
-    chunker = Chunker(32)
+    chunker = Chunker(32, 4)
     frames = [(16, b"a"), (15, b"b"), (16, b"c"), (1, b"d"), (40, b"e"), (3, b"f")]
     found = [chunk for frame in frames if (chunk := chunker.add(*frame))]
     assert found == [(47, b"abc"), (88, b"de")]
     assert (chunker.rest(), chunker.rest()) == ((91, b"f"), None)
+
+
+def test_frames_behind_the_tokens_make_chunks_by_their_size() -> None:
+    """States and windows may be larger than all tokens."""
+    chunker = Chunker(32, 4)
+    frames = [(3, b"f"), (0, b"gg"), (0, b"hh"), (0, b"iiiii"), (0, b"j")]
+    found = [chunk for frame in frames if (chunk := chunker.add(*frame))]
+    assert found == [(3, b"fgghh"), (3, b"iiiii")]
+    assert chunker.rest() == (3, b"j")
 
 
 def test_chunks_have_whole_blocks() -> None:

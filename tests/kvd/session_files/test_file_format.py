@@ -10,15 +10,25 @@ from kvd.session_files.file_format import (
     FileReader,
     SessionFileError,
     StatePart,
+    WindowRows,
     end_bytes,
     frame_bytes,
     header_bytes,
     part_bytes,
     part_bytes_of,
     row_bytes,
+    window_bytes,
+    window_row_bytes,
 )
+from shared.types.kv_layout import KVLayout
 from shared.types.lineage import WHOLE, Lineage
-from tests.synthetic_engine import encode, key_of, layout_with_states, small_layout
+from tests.synthetic_engine import (
+    encode,
+    key_of,
+    layout_with_states,
+    layout_with_windows,
+    small_layout,
+)
 
 LAYOUT = small_layout()
 HEADER = FileHeader(key_of("a", "acme"), LAYOUT, Lineage(b"x" * 16, 7), "0.1.0", 1.5)
@@ -128,9 +138,9 @@ def _part(index: int, position: int = 2) -> StatePart:
     return StatePart(position, index, memoryview(data))
 
 
-def _file_with(*parts: StatePart, has_state: bool = True) -> bytes:
+def _file_with(*parts: StatePart, version: int = 2) -> bytes:
     """A file of three tokens and parts of a state."""
-    header = FileHeader(key_of("a"), WITH_STATES, WHOLE, "0.1.0", 1.5, has_state)
+    header = FileHeader(key_of("a"), WITH_STATES, WHOLE, "0.1.0", 1.5, version)
     tokens = _frame(0, [1, 2, 3])
     return header_bytes(header) + tokens + b"".join(part_bytes(3, p) for p in parts) + end_bytes(3)
 
@@ -144,7 +154,7 @@ def test_a_state_comes_in_parts(step):
     reader = FileReader()
     pieces = (data[start : start + step] for start in range(0, len(data), step))
     found = [frame for piece in pieces for frame in reader.feed(piece)]
-    assert reader.close().has_state
+    assert reader.close().version == 2
     assert found[1:] == parts
     assert len(parts[-1].data) == WITH_STATES.state_bytes - 2 * WITH_STATES.block_bytes
     assert len(_read_parts(_file_with())) == 1
@@ -181,8 +191,80 @@ def test_a_state_lies_behind_tokens_of_the_file():
 
 
 def test_a_file_of_version_1_has_no_parts():
-    data = _file_with(*map(_part, range(3)), has_state=False)
+    data = _file_with(*map(_part, range(3)), version=1)
     with pytest.raises(SessionFileError, match="damaged"):
         _read_parts(data)
     assert header_bytes(HEADER)[8] == 1
     assert _file_with()[8] == 2
+
+
+WITH_WINDOWS = layout_with_windows()
+NUM_PARTS = WITH_WINDOWS.window_slots
+
+
+def _window(token_offset: int, num_tokens: int, index: int, position: int = 3) -> WindowRows:
+    num_bytes = num_tokens * sum(window_row_bytes(WITH_WINDOWS, index))
+    data = memoryview(bytes([token_offset + index]) * num_bytes)
+    return WindowRows(position, token_offset, num_tokens, index, data)
+
+
+def _windows(*tokens: tuple[int, int], position: int = 3) -> list[WindowRows]:
+    """All parts of windows of some tokens."""
+    return [_window(*run, index, position) for run in tokens for index in range(NUM_PARTS)]
+
+
+def _file_of(windows: list[WindowRows], version: int = 3, layout: KVLayout = WITH_WINDOWS) -> bytes:
+    """A file of three tokens and windows of theirs."""
+    header = FileHeader(key_of("a"), layout, WHOLE, "0.1.0", 1.5, version)
+    rows = memoryview(bytes(3 * sum(row_bytes(layout))))
+    frame = frame_bytes(0, encode([1, 2, 3]), [rows])
+    frames = b"".join(window_bytes(3, window, [window.rows]) for window in windows)
+    return header_bytes(header) + frame + frames + end_bytes(3)
+
+
+@FEW
+@given(st.integers(1, 9000))
+def test_windows_come_part_by_part(step):
+    """Of tokens that follow each other up to a position; frames have no rows of their layers."""
+    windows = _windows((1, 1), (2, 1))
+    data = _file_of(windows)
+    reader = FileReader()
+    pieces = (data[start : start + step] for start in range(0, len(data), step))
+    found = [frame for piece in pieces for frame in reader.feed(piece)]
+    assert reader.close().version == 3
+    assert found[1:] == windows
+    assert len(found[0].rows) == 3 * 128, "one layer of four"
+    assert len(_read_parts(_file_of([]))) == 1, "there may be none"
+    (_, *earlier) = _read_parts(_file_of(_windows((0, 2), position=2)))
+    assert [window.position for window in earlier] == [2] * NUM_PARTS
+
+
+@pytest.mark.parametrize(
+    "windows",
+    [
+        _windows((0, 3))[:2],  # a part is missing
+        _windows((0, 3))[1:],
+        [*_windows((0, 3))[:1], _window(0, 2, 1), _window(0, 3, 2)],
+        _windows((0, 2)),  # they do not reach the position
+        [*_windows((0, 1)), *_windows((2, 1))],  # tokens are missing between them
+        [*_windows((2, 1)), *_windows((0, 2))],
+        _windows((0, 4), position=4),  # beyond the tokens
+        _windows((0, 3), position=2),
+        [*_windows((0, 2)), *_windows((2, 1), position=4)],
+        [*_windows((0, 3)), *_windows((3, 1), position=4)],
+        _windows((0, 17), position=17),  # more than a block has
+    ],
+)
+def test_windows_have_their_order_and_none_is_missing(windows):
+    with pytest.raises(SessionFileError, match="damaged"):
+        _read_parts(_file_of(windows))
+
+
+def test_only_a_file_of_version_3_has_windows():
+    for version in (1, 2):
+        with pytest.raises(SessionFileError, match="damaged"):
+            _read_parts(_file_of(_windows((0, 3)), version))
+    with pytest.raises(SessionFileError, match="windows of a layout without"):
+        _read_parts(_file_of([], 3, LAYOUT))
+    with pytest.raises(SessionFileError, match="version 4, this release knows up to 3"):
+        _read_parts(_file_of([], 4))

@@ -3,10 +3,10 @@
 import pytest
 
 from kvd.errors import SessionExistsError, UnknownLayoutError
+from kvd.session_files.exporter import Exporter
 from kvd.session_files.file_format import SessionFileError
 from kvd.session_files.importer import Target, read_file
 from kvd.session_files.slot_runs import SlotRuns
-from kvd.session_files.transfers import Exporter
 from shared.access.identity import TenantDeniedError
 from tests.kvd.caches.opened import LAYOUT, caches_in, store
 from tests.synthetic_engine import key_of, small_layout
@@ -28,7 +28,9 @@ def rows_of(cache, key):
     """The rows of a session's only block; what is between layers in its slot is not of them."""
     (block,) = cache.act(lambda core: core.inspection.describe(key)).blocks
     slot_id = cache.act(lambda core: core._state.blocks[block.key].slot_id)
-    return b"".join(map(bytes, SlotRuns(LAYOUT).read(cache.arena.slots.slot(slot_id), 0, 16)))
+    return b"".join(
+        map(bytes, SlotRuns.of_tokens(LAYOUT).read(cache.arena.slots.slot(slot_id), 0, 16))
+    )
 
 
 def keys_of(cache):

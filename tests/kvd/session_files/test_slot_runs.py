@@ -10,7 +10,7 @@ ROW = sum(row_bytes(LAYOUT))
 
 def test_rows_come_back_to_their_places():
     """Rows of a slot, through frames, into other slots at other places."""
-    runs = SlotRuns(LAYOUT)
+    runs = SlotRuns.of_tokens(LAYOUT)
     slot = memoryview(bytearray(range(256)) * (LAYOUT.block_bytes // 256))
     buffer = RowBuffer(row_bytes(LAYOUT))
     buffer.add(memoryview(b"".join(runs.read(slot, 5, 4))), 4)

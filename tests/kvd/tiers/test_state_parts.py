@@ -1,4 +1,4 @@
-"""Parts of states on SSD and in the journal: all bytes of a slot, plain and sealed; no tokens."""
+"""Parts of states and windows on SSD and in the journal: all bytes of a slot, plain and sealed."""
 
 import os
 import struct
@@ -11,13 +11,22 @@ from kvd.core.records.entries import CommittedSlot
 from kvd.core.records.extent_shape import ExtentShape
 from kvd.tiers.faults import NoFaults
 from kvd.tiers.journal import Journal, journal_bytes
+from shared.types.kv_layout import Layer
 from tests.kvd.tiers.disk import LAYOUT, Block, new_slot
 from tests.kvd.tiers.test_sealed_extents import new_keys
 from tests.synthetic_engine import layout_with_states
 
 WITH_STATES = replace(LAYOUT, position_mode="coupled", state_bytes=100_000)
 RECURRENT = replace(layout_with_states(0), state_bytes=20_000)
-LAYOUTS = {"beside rows": WITH_STATES, "alone": RECURRENT}
+LAYER = LAYOUT.layers[0]
+WINDOWED = replace(LAYOUT, layers=(replace(LAYER, window=40), *LAYOUT.layers))
+WIDE = Layer(LAYER.components * 16, window=40)  # a slot is larger than what tokens have in it
+LAYOUTS = {
+    "beside rows": WITH_STATES,
+    "alone": RECURRENT,
+    "of windows": WINDOWED,
+    "of wide windows": replace(LAYOUT, layers=(WIDE, LAYER, WIDE)),
+}
 
 
 @pytest.fixture(params=LAYOUTS, ids=str)
@@ -27,7 +36,7 @@ def layout(request):
 
 @pytest.fixture(params=["plain", "sealed"])
 def stated_disk(disk, layout, request):
-    """A disk for a layout with states."""
+    """A disk for a layout with states or windows."""
     if request.param == "sealed":
         disk.keys = new_keys()
     disk.volume(layout=layout)
@@ -89,6 +98,15 @@ def test_blocks_without_bytes_take_a_sector(disk):
     assert not any(slot)
 
 
+def test_rows_of_a_layer_with_a_window_are_not_in_blocks_of_tokens():
+    """Nor is what a slot has room for beyond its rows."""
+    layout = LAYOUTS["of wide windows"]
+    shape, of_one = ExtentShape(layout), ExtentShape(replace(LAYOUT, layers=(LAYER,)))
+    assert layout.block_bytes > of_one.layout.block_bytes
+    assert shape.num_sectors(layout.block_tokens) == of_one.num_sectors(LAYOUT.block_tokens)
+    assert shape.num_sectors(0) == shape.sectors_per_extent
+
+
 def test_a_layout_without_states_has_no_parts(disk):
     """As before there were any: a header without tokens is no header."""
     disk.volume()
@@ -97,9 +115,11 @@ def test_a_layout_without_states_has_no_parts(disk):
     assert disk.read(0, block, new_slot())[0] is IoOutcome.CORRUPT
 
 
-@pytest.mark.parametrize(("journaled", "is_there"), [(WITH_STATES, True), (LAYOUT, False)])
+@pytest.mark.parametrize(
+    ("journaled", "is_there"), [(WITH_STATES, True), (WINDOWED, True), (LAYOUT, False)]
+)
 def test_the_journal_names_parts(journaled, is_there):
-    """Where the layout has states; elsewhere such a record is free, as it always was."""
+    """Where the layout has states or windows; elsewhere such a record is free, as it always was."""
     fd = os.memfd_create("journal")
     os.ftruncate(fd, journal_bytes(journaled, 2))
     journal = Journal(fd, journaled, 2, NoFaults())

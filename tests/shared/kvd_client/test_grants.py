@@ -9,7 +9,7 @@ from shared.kvd_client.arena_map import ArenaMap, ProgressWords
 from shared.kvd_client.grants import KvdProtocolError, load_grant, store_grant
 from shared.pb.kvd.v1 import kvd_pb2
 from shared.types.errors import LoadFailedError
-from shared.types.granted_slots import GrantedState, Lookup
+from shared.types.granted_slots import GrantedState, GrantedWindow, Lookup
 from shared.types.kv_layout import Component, KVLayout, Layer
 
 LAYOUT = KVLayout("m", (Layer((Component("k", (4, 16), "float32"),)),), 16)
@@ -231,3 +231,73 @@ def test_states_to_be_written(arena):
             _store(arena, [BLOCK], states=states, **wanted)
     with pytest.raises(KvdProtocolError):
         _store(arena, [], states=[STATE], lease_id=0, **wanted)
+
+
+LAYER = LAYOUT.layers[0]
+WITH_WINDOWS = replace(LAYOUT, layers=(LAYER, *[replace(LAYER, window=20)] * 2))
+WINDOW = kvd_pb2.GrantedWindow(
+    token_offset=0, num_tokens=16, start=0, slot_ids=[0, 3], generations=[7, 8]
+)
+LAST_WINDOW = kvd_pb2.GrantedWindow(
+    token_offset=16, num_tokens=4, start=3, slot_ids=[5, 4], generations=[1, 2]
+)
+
+
+@pytest.fixture
+def wide_arena():
+    fd = os.memfd_create("test")
+    os.ftruncate(fd, 8 * 4096)
+    yield ArenaMap(fd, 4096, 8)
+    os.close(fd)
+
+
+def test_windows_come_with_the_tokens_before_them(load, arena):
+    """All that layers attend to from the end on; without them there is more to come."""
+    span = _changed(SPAN, slot_id=2)
+    window = kvd_pb2.GrantedWindow(
+        token_offset=0, num_tokens=16, slot_ids=[0, 3], generations=[7, 8]
+    )
+    wanted = {"end_token": 16, "layout": WITH_WINDOWS}
+    grant = load([span], windows=[window], more=False, **wanted)
+    assert grant.windows == (GrantedWindow(0, 16, 0, (0, 3), (7, 8)),)
+    assert load([span], **wanted).windows == ()
+    for fields in (
+        {"more": False},
+        {"windows": [window]},  # with more to come
+        {"windows": [window, window], "more": False},
+        {"windows": [_changed(window, num_tokens=15)], "more": False},
+        {"windows": [_changed(window, token_offset=1, num_tokens=15)], "more": False},
+        {"windows": [_changed(window, start=1)], "more": False},
+        {"windows": [window], "more": False, "layout": LAYOUT},
+    ):
+        with pytest.raises(KvdProtocolError):
+            load([span], **{**wanted, **fields})
+
+
+def test_windows_to_be_written(wide_arena):
+    """Beside blocks or without any, in slots of their own, of tokens that the engine holds."""
+    wanted = {"layout": WITH_WINDOWS, "state_positions": [99]}
+    window = _changed(LAST_WINDOW, start=0)
+    grant = _store(wide_arena, [BLOCK], windows=[window], **wanted)
+    assert grant.windows == (GrantedWindow(16, 4, 0, (5, 4), (1, 2)),)
+    assert _store(wide_arena, [], windows=[window], **wanted).windows == grant.windows
+    for windows, fields in (
+        ([LAST_WINDOW], {}),  # not from its first row on
+        ([WINDOW], {}),  # before from_token
+        ([window, window], {}),
+        ([_changed(window, token_offset=30)], {}),  # behind end_token
+        ([kvd_pb2.GrantedWindow(token_offset=16, num_tokens=4, slot_ids=[5])], {}),
+        (
+            [
+                kvd_pb2.GrantedWindow(
+                    token_offset=16, num_tokens=4, slot_ids=[5, 1], generations=[1, 2]
+                )
+            ],
+            {},
+        ),  # the block's
+        ([window], {"lease_id": 0}),
+        ([window], {"state_positions": []}),
+        ([window], {"layout": LAYOUT}),
+    ):
+        with pytest.raises(KvdProtocolError):
+            _store(wide_arena, [BLOCK], windows=windows, **{**wanted, **fields})

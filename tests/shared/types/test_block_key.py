@@ -6,9 +6,9 @@ from shared.types.block_key import (
     KEY_BYTES,
     SALT_BYTES,
     block_keys,
+    part_keys,
     root_key,
     state_key,
-    state_part_keys,
 )
 
 SALT = bytes(range(SALT_BYTES))
@@ -51,5 +51,5 @@ def test_states_and_their_parts_have_keys_of_their_own():
         state_key(b"o" * 32, parent, tokens),
         block_keys(SALT)(parent, tokens),
     ]
-    parts = [key for one in keys for key in state_part_keys(SALT, one, 3)]
+    parts = [key for one in keys for key in part_keys(SALT, one, 3)]
     assert len({*keys, *parts}) == 5 + 15

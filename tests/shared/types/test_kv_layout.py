@@ -65,3 +65,63 @@ def test_a_model_that_is_only_recurrent():
 def test_states_that_cannot_be(layout, problem):
     with pytest.raises(InvalidLayoutError, match=problem):
         layout.check()
+
+
+WIDE = Layer((Component("k", (2, 8), "float32", "r"), Component("v", (2, 8), "float32")), 40)
+NARROW = Layer((Component("k", (1, 8), "float32"),), 64)
+WINDOWED = replace(LAYOUT, layers=(WIDE, LAYER, WIDE, Layer(()), LAYER, NARROW, WIDE, NARROW))
+
+
+def test_layers_with_windows_lie_apart():
+    """In parts of as many layers as a slot has room for, in order; token blocks have the others."""
+    WINDOWED.check()
+    assert (WINDOWED.window, WINDOWED.block_bytes) == (64, 8192)
+    assert WINDOWED.window_parts == ((0, 2), (5, 6), (7,))
+    assert (WINDOWED.window_slots, WINDOWED.part_slots) == (3, 3)
+    assert [WINDOWED.part_of(i) for i in range(8)] == [1, 0, 1, 0, 0, 2, 2, 3]
+    assert WINDOWED.slice_offsets == (0, 0, 4096, 4096, 4096, 0, 4096, 0)
+    assert WINDOWED.component_offset(6, 1) == 4096 + 32 * 64
+    assert [bool(layer.components) for layer in WINDOWED.token_layers] == [
+        *(False, True, False, False, True, False, False, False)
+    ]
+    assert WINDOWED.fewest_block_tokens == 0
+
+
+def test_a_slot_has_room_for_the_largest_layer():
+    """Where the others have less of a token than one layer with a window."""
+    layout = replace(LAYOUT, layers=(NARROW, replace(WIDE, components=WIDE.components * 2), LAYER))
+    assert (layout.block_bytes, layout.window_parts) == (8192, ((0,), (1,)))
+    assert layout.slot_slices == (0, 0, 8192)  # of a part, as it is verified
+    layout = replace(LAYOUT, layers=(WIDE, LAYER, NARROW))
+    assert (layout.block_bytes, layout.window_parts) == (4096, ((0,), (2,)))
+
+
+def test_where_all_layers_have_windows_nothing_lies_apart():
+    """The layout has the name and the bytes of one without."""
+    layout = replace(LAYOUT, layers=(WIDE, WIDE))
+    plain = replace(LAYOUT, layers=(LAYER, LAYER))
+    assert (layout.window, layout.window_parts, layout.fewest_block_tokens) == (0, (), 1)
+    assert layout.fingerprint == plain.fingerprint
+    assert layout.block_bytes == plain.block_bytes
+    assert layout.slice_offsets == plain.slice_offsets
+
+
+def test_windows_make_another_layout():
+    names = {
+        replace(LAYOUT, layers=(LAYER, replace(LAYER, window=window))).fingerprint
+        for window in (0, 1, 2)
+    }
+    assert len(names) == 3
+
+
+@pytest.mark.parametrize(
+    ("layout", "problem"),
+    [
+        (replace(LAYOUT, layers=(LAYER, replace(LAYER, window=-1))), "a window of"),
+        (replace(LAYOUT, layers=(LAYER, replace(LAYER, window=1 << 31))), "a window of"),
+        (replace(WINDOWED, position_mode="coupled", state_bytes=1), "windows, and states"),
+    ],
+)
+def test_windows_that_cannot_be(layout, problem):
+    with pytest.raises(InvalidLayoutError, match=problem):
+        layout.check()

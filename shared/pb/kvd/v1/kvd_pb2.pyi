@@ -94,10 +94,12 @@ class Component(_message.Message):
     def __init__(self, name: _Optional[str] = ..., shape: _Optional[_Iterable[int]] = ..., dtype: _Optional[str] = ..., rotary: _Optional[str] = ...) -> None: ...
 
 class Layer(_message.Message):
-    __slots__ = ("components",)
+    __slots__ = ("components", "window")
     COMPONENTS_FIELD_NUMBER: _ClassVar[int]
+    WINDOW_FIELD_NUMBER: _ClassVar[int]
     components: _containers.RepeatedCompositeFieldContainer[Component]
-    def __init__(self, components: _Optional[_Iterable[_Union[Component, _Mapping]]] = ...) -> None: ...
+    window: int
+    def __init__(self, components: _Optional[_Iterable[_Union[Component, _Mapping]]] = ..., window: _Optional[int] = ...) -> None: ...
 
 class KVLayout(_message.Message):
     __slots__ = ("model", "layers", "block_tokens", "position_mode", "tp_rank", "tp_size", "fingerprint", "state_bytes")
@@ -144,7 +146,7 @@ class AttachEvent(_message.Message):
     def __init__(self, attached: _Optional[_Union[Attached, _Mapping]] = ..., draining: _Optional[_Union[Draining, _Mapping]] = ...) -> None: ...
 
 class Attached(_message.Message):
-    __slots__ = ("engine_id", "arena_id", "slot_bytes", "num_slots", "confirmed_leases", "lost_leases", "kvd_version", "max_queue_jobs", "copiers", "retention", "expectations", "grafts", "states")
+    __slots__ = ("engine_id", "arena_id", "slot_bytes", "num_slots", "confirmed_leases", "lost_leases", "kvd_version", "max_queue_jobs", "copiers", "retention", "expectations", "grafts", "states", "windows")
     ENGINE_ID_FIELD_NUMBER: _ClassVar[int]
     ARENA_ID_FIELD_NUMBER: _ClassVar[int]
     SLOT_BYTES_FIELD_NUMBER: _ClassVar[int]
@@ -158,6 +160,7 @@ class Attached(_message.Message):
     EXPECTATIONS_FIELD_NUMBER: _ClassVar[int]
     GRAFTS_FIELD_NUMBER: _ClassVar[int]
     STATES_FIELD_NUMBER: _ClassVar[int]
+    WINDOWS_FIELD_NUMBER: _ClassVar[int]
     engine_id: int
     arena_id: str
     slot_bytes: int
@@ -171,7 +174,8 @@ class Attached(_message.Message):
     expectations: bool
     grafts: bool
     states: bool
-    def __init__(self, engine_id: _Optional[int] = ..., arena_id: _Optional[str] = ..., slot_bytes: _Optional[int] = ..., num_slots: _Optional[int] = ..., confirmed_leases: _Optional[_Iterable[int]] = ..., lost_leases: _Optional[_Iterable[int]] = ..., kvd_version: _Optional[str] = ..., max_queue_jobs: _Optional[int] = ..., copiers: bool = ..., retention: bool = ..., expectations: bool = ..., grafts: bool = ..., states: bool = ...) -> None: ...
+    windows: bool
+    def __init__(self, engine_id: _Optional[int] = ..., arena_id: _Optional[str] = ..., slot_bytes: _Optional[int] = ..., num_slots: _Optional[int] = ..., confirmed_leases: _Optional[_Iterable[int]] = ..., lost_leases: _Optional[_Iterable[int]] = ..., kvd_version: _Optional[str] = ..., max_queue_jobs: _Optional[int] = ..., copiers: bool = ..., retention: bool = ..., expectations: bool = ..., grafts: bool = ..., states: bool = ..., windows: bool = ...) -> None: ...
 
 class Draining(_message.Message):
     __slots__ = ("deadline_s",)
@@ -205,6 +209,20 @@ class GrantedState(_message.Message):
     generations: _containers.RepeatedScalarFieldContainer[int]
     def __init__(self, position: _Optional[int] = ..., slot_ids: _Optional[_Iterable[int]] = ..., generations: _Optional[_Iterable[int]] = ...) -> None: ...
 
+class GrantedWindow(_message.Message):
+    __slots__ = ("token_offset", "num_tokens", "start", "slot_ids", "generations")
+    TOKEN_OFFSET_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    START_FIELD_NUMBER: _ClassVar[int]
+    SLOT_IDS_FIELD_NUMBER: _ClassVar[int]
+    GENERATIONS_FIELD_NUMBER: _ClassVar[int]
+    token_offset: int
+    num_tokens: int
+    start: int
+    slot_ids: _containers.RepeatedScalarFieldContainer[int]
+    generations: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, token_offset: _Optional[int] = ..., num_tokens: _Optional[int] = ..., start: _Optional[int] = ..., slot_ids: _Optional[_Iterable[int]] = ..., generations: _Optional[_Iterable[int]] = ...) -> None: ...
+
 class Lineage(_message.Message):
     __slots__ = ("digest", "clean_tokens")
     DIGEST_FIELD_NUMBER: _ClassVar[int]
@@ -234,7 +252,7 @@ class PrepareLoadRequest(_message.Message):
     def __init__(self, engine_id: _Optional[int] = ..., session: _Optional[_Union[SessionKey, _Mapping]] = ..., token_ids: _Optional[bytes] = ..., from_token: _Optional[int] = ..., deadline_s: _Optional[float] = ..., accept_pending: bool = ..., dram_only: bool = ..., lineage: _Optional[_Union[Lineage, _Mapping]] = ...) -> None: ...
 
 class PrepareLoadResponse(_message.Message):
-    __slots__ = ("lookup", "lease_id", "spans", "end_token", "more", "miss_reason", "progress_index", "state")
+    __slots__ = ("lookup", "lease_id", "spans", "end_token", "more", "miss_reason", "progress_index", "state", "windows")
     LOOKUP_FIELD_NUMBER: _ClassVar[int]
     LEASE_ID_FIELD_NUMBER: _ClassVar[int]
     SPANS_FIELD_NUMBER: _ClassVar[int]
@@ -243,6 +261,7 @@ class PrepareLoadResponse(_message.Message):
     MISS_REASON_FIELD_NUMBER: _ClassVar[int]
     PROGRESS_INDEX_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
+    WINDOWS_FIELD_NUMBER: _ClassVar[int]
     lookup: Lookup
     lease_id: int
     spans: _containers.RepeatedCompositeFieldContainer[LoadSpan]
@@ -251,7 +270,8 @@ class PrepareLoadResponse(_message.Message):
     miss_reason: str
     progress_index: int
     state: GrantedState
-    def __init__(self, lookup: _Optional[_Union[Lookup, str]] = ..., lease_id: _Optional[int] = ..., spans: _Optional[_Iterable[_Union[LoadSpan, _Mapping]]] = ..., end_token: _Optional[int] = ..., more: bool = ..., miss_reason: _Optional[str] = ..., progress_index: _Optional[int] = ..., state: _Optional[_Union[GrantedState, _Mapping]] = ...) -> None: ...
+    windows: _containers.RepeatedCompositeFieldContainer[GrantedWindow]
+    def __init__(self, lookup: _Optional[_Union[Lookup, str]] = ..., lease_id: _Optional[int] = ..., spans: _Optional[_Iterable[_Union[LoadSpan, _Mapping]]] = ..., end_token: _Optional[int] = ..., more: bool = ..., miss_reason: _Optional[str] = ..., progress_index: _Optional[int] = ..., state: _Optional[_Union[GrantedState, _Mapping]] = ..., windows: _Optional[_Iterable[_Union[GrantedWindow, _Mapping]]] = ...) -> None: ...
 
 class CompleteLoadRequest(_message.Message):
     __slots__ = ("engine_id", "lease_id")
@@ -296,20 +316,22 @@ class StoreBlock(_message.Message):
     def __init__(self, slot_id: _Optional[int] = ..., token_offset: _Optional[int] = ..., num_tokens: _Optional[int] = ..., generation: _Optional[int] = ...) -> None: ...
 
 class PrepareStoreResponse(_message.Message):
-    __slots__ = ("lease_id", "blocks", "end_token", "more", "refused_reason", "states")
+    __slots__ = ("lease_id", "blocks", "end_token", "more", "refused_reason", "states", "windows")
     LEASE_ID_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
     END_TOKEN_FIELD_NUMBER: _ClassVar[int]
     MORE_FIELD_NUMBER: _ClassVar[int]
     REFUSED_REASON_FIELD_NUMBER: _ClassVar[int]
     STATES_FIELD_NUMBER: _ClassVar[int]
+    WINDOWS_FIELD_NUMBER: _ClassVar[int]
     lease_id: int
     blocks: _containers.RepeatedCompositeFieldContainer[StoreBlock]
     end_token: int
     more: bool
     refused_reason: str
     states: _containers.RepeatedCompositeFieldContainer[GrantedState]
-    def __init__(self, lease_id: _Optional[int] = ..., blocks: _Optional[_Iterable[_Union[StoreBlock, _Mapping]]] = ..., end_token: _Optional[int] = ..., more: bool = ..., refused_reason: _Optional[str] = ..., states: _Optional[_Iterable[_Union[GrantedState, _Mapping]]] = ...) -> None: ...
+    windows: _containers.RepeatedCompositeFieldContainer[GrantedWindow]
+    def __init__(self, lease_id: _Optional[int] = ..., blocks: _Optional[_Iterable[_Union[StoreBlock, _Mapping]]] = ..., end_token: _Optional[int] = ..., more: bool = ..., refused_reason: _Optional[str] = ..., states: _Optional[_Iterable[_Union[GrantedState, _Mapping]]] = ..., windows: _Optional[_Iterable[_Union[GrantedWindow, _Mapping]]] = ...) -> None: ...
 
 class CompleteStoreRequest(_message.Message):
     __slots__ = ("engine_id", "lease_id", "success")
@@ -612,18 +634,20 @@ class DescribeSessionRequest(_message.Message):
     def __init__(self, session: _Optional[_Union[SessionKey, _Mapping]] = ..., may_be_gone: bool = ...) -> None: ...
 
 class DescribeSessionResponse(_message.Message):
-    __slots__ = ("info", "blocks", "history", "leases", "states")
+    __slots__ = ("info", "blocks", "history", "leases", "states", "windows")
     INFO_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
     HISTORY_FIELD_NUMBER: _ClassVar[int]
     LEASES_FIELD_NUMBER: _ClassVar[int]
     STATES_FIELD_NUMBER: _ClassVar[int]
+    WINDOWS_FIELD_NUMBER: _ClassVar[int]
     info: SessionInfo
     blocks: _containers.RepeatedCompositeFieldContainer[BlockInfo]
     history: _containers.RepeatedCompositeFieldContainer[SessionMove]
     leases: _containers.RepeatedCompositeFieldContainer[LeaseInfo]
     states: _containers.RepeatedCompositeFieldContainer[StateInfo]
-    def __init__(self, info: _Optional[_Union[SessionInfo, _Mapping]] = ..., blocks: _Optional[_Iterable[_Union[BlockInfo, _Mapping]]] = ..., history: _Optional[_Iterable[_Union[SessionMove, _Mapping]]] = ..., leases: _Optional[_Iterable[_Union[LeaseInfo, _Mapping]]] = ..., states: _Optional[_Iterable[_Union[StateInfo, _Mapping]]] = ...) -> None: ...
+    windows: _containers.RepeatedCompositeFieldContainer[WindowInfo]
+    def __init__(self, info: _Optional[_Union[SessionInfo, _Mapping]] = ..., blocks: _Optional[_Iterable[_Union[BlockInfo, _Mapping]]] = ..., history: _Optional[_Iterable[_Union[SessionMove, _Mapping]]] = ..., leases: _Optional[_Iterable[_Union[LeaseInfo, _Mapping]]] = ..., states: _Optional[_Iterable[_Union[StateInfo, _Mapping]]] = ..., windows: _Optional[_Iterable[_Union[WindowInfo, _Mapping]]] = ...) -> None: ...
 
 class StateInfo(_message.Message):
     __slots__ = ("position", "bytes", "tiers", "sessions", "dirty", "hashed")
@@ -640,6 +664,24 @@ class StateInfo(_message.Message):
     dirty: bool
     hashed: bool
     def __init__(self, position: _Optional[int] = ..., bytes: _Optional[int] = ..., tiers: _Optional[_Iterable[_Union[Tier, str]]] = ..., sessions: _Optional[int] = ..., dirty: bool = ..., hashed: bool = ...) -> None: ...
+
+class WindowInfo(_message.Message):
+    __slots__ = ("token_offset", "num_tokens", "bytes", "tiers", "sessions", "dirty", "hashed")
+    TOKEN_OFFSET_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    TIERS_FIELD_NUMBER: _ClassVar[int]
+    SESSIONS_FIELD_NUMBER: _ClassVar[int]
+    DIRTY_FIELD_NUMBER: _ClassVar[int]
+    HASHED_FIELD_NUMBER: _ClassVar[int]
+    token_offset: int
+    num_tokens: int
+    bytes: int
+    tiers: _containers.RepeatedScalarFieldContainer[Tier]
+    sessions: int
+    dirty: bool
+    hashed: bool
+    def __init__(self, token_offset: _Optional[int] = ..., num_tokens: _Optional[int] = ..., bytes: _Optional[int] = ..., tiers: _Optional[_Iterable[_Union[Tier, str]]] = ..., sessions: _Optional[int] = ..., dirty: bool = ..., hashed: bool = ...) -> None: ...
 
 class SessionMove(_message.Message):
     __slots__ = ("kind", "age_s", "duration_s", "num_blocks", "num_tokens", "why")

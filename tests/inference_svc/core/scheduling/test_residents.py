@@ -1,5 +1,7 @@
 """Residents: what they are good for, and who must go first."""
 
+from dataclasses import replace
+
 import pytest
 
 from inference_svc.core.scheduling.held_slots import ContiguousSlots, Holding
@@ -280,3 +282,23 @@ def test_only_so_many_residents_are_kept():
         residents.put(resident(name, last_used_ns=number))
     assert residents.take_surplus({}.get) == [key("a"), key("b")]
     assert not residents.take_surplus({}.get)
+
+
+@pytest.mark.parametrize(("prompt", "num_tokens"), [([7] * 9, 8), ([7] * 7, 6), ([7] * 6, 0)])
+def test_a_resident_is_built_on_where_layers_with_a_window_have_it_whole(prompt, num_tokens):
+    """It was loaded: of its tokens before the third these layers have nothing, and attend to 4."""
+    residents = Residents(ContiguousSlots(1000), attention_window=4)
+    residents.put(replace(resident("a", [7] * 8), window_from=2))
+    assert residents.match(request("a", prompt)) == num_tokens
+
+
+@pytest.mark.parametrize(("window_from", "stays"), [(0, True), (2, True), (3, False)])
+def test_a_resident_goes_of_whose_window_too_much_is_dropped(window_from, stays):
+    """What is left of it is of use to nobody."""
+    slots = ContiguousSlots(1000)
+    residents = Residents(slots, attention_window=4)
+    residents.put(resident("a", [7] * 8))
+    residents.begin_compaction(key("a"))
+    assert residents.end_compaction(key("a"), [7] * 6, None, window_from) == stays
+    assert len(residents) == stays
+    residents.check()

@@ -335,3 +335,40 @@ def test_with_states_nobody_waits_for_what_others_compute(page_tokens):
         submit(scheduler, number, [*PROMPT, number])
     assert admissions(scheduler.schedule(1)) == [(n, 0, False) for n in range(3)]
     assert scheduler.slots.shared_slots == 0
+
+
+@pytest.mark.parametrize(("window_from", "shared"), [(0, 40), (32, 40), (33, 0)])
+@pytest.mark.parametrize("page_tokens", [4, None])
+def test_a_prefix_is_shared_where_layers_with_a_window_have_it_whole(
+    page_tokens, window_from, shared
+):
+    """A turn that was loaded may lack what such layers had of tokens before its window."""
+    scheduler = make(page_tokens=page_tokens, attention_window=8)
+    submit(scheduler, 0, [*PROMPT, 1], history_tokens=40)
+    (admission,) = scheduler.schedule(1).admitted
+    scheduler.announced(admission.request, 40, 2, layers_ready=NUM_LAYERS, window_from=window_from)
+    compute(scheduler)
+    submit(scheduler, 1, [*PROMPT, 2])
+    assert [admissions(scheduler.schedule(4))[0][1:]] == [(shared, bool(shared))]
+
+
+def test_a_page_that_others_fill_is_left_only_where_a_window_is_left_whole():
+    """What follows is written elsewhere: where the page begins nothing can be built on."""
+    for window_from, found in ((0, 40), (33, 0)):
+        scheduler = make(attention_window=8)
+        first = submit(scheduler, 0, [*PROMPT, 1, 2], history_tokens=42)
+        (admission,) = scheduler.schedule(1).admitted
+        scheduler.announced(
+            admission.request, 41, 2, layers_ready=NUM_LAYERS, window_from=window_from
+        )
+        compute(scheduler)
+        scheduler.end(first, RequestEvent.FINISH, 4)
+        assert scheduler.keep_resident(first, first.token_ids[:42], 4)
+        scheduler.residents.note_boundary(first.key, 40)
+        slots = scheduler.held_slots
+        other = slots.share(scheduler.residents.get(first.key).holding, 44)
+        again = Request(9, first.key, [*PROMPT, 1, 9], 8, 0, history_tokens=41)
+        scheduler.submit(again)
+        (admission,) = scheduler.schedule(5).admitted
+        assert admission.resident_tokens == found
+        slots.release(other)

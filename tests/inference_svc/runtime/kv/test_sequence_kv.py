@@ -96,3 +96,14 @@ def test_reset_forgets_rows_and_gate(pool):
     assert kv.free_tokens == 4
     kv.reset()
     assert (kv.num_tokens, kv.gate, kv.free_tokens) == (0, None, 10)
+
+
+@pytest.mark.parametrize(
+    ("load_ends", "num_tokens", "wanted"),
+    [((), 7, [7]), ((4, 30), 7, [4, 30]), ((4, 30), 30, [4, 30]), ((4, 30), 31, [4, 30, 31])],
+)
+def test_loads_may_end_at_the_marks_and_where_an_answer_is(pool, load_ends, num_tokens, wanted):
+    """What is stored on the way through a prompt is no such place."""
+    buffer = pool.new_write_buffer(0, 40)
+    buffer.load_ends = load_ends
+    assert buffer.wanted_ends(num_tokens) == wanted

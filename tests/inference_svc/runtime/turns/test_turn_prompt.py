@@ -324,16 +324,16 @@ async def test_states_are_marked_where_others_may_leave_the_prompt(prompts, toke
     """Behind the system message, before the prompt for the answer, and every so many tokens."""
     first = await prompts.make(submission(question("Why?", SYSTEM)), Context())
     token_ids = first.context.token_ids
-    system, asked = (tokenizer.decode(token_ids[:mark]) for mark in first.state_marks(0))
+    system, asked = (tokenizer.decode(token_ids[:mark]) for mark in first.marks(0))
     assert system == "<|start|>system\nBe brief.<|end|>\n"
     assert tokenizer.decode(token_ids) == asked + "<|start|>assistant\n"
     regular = set(range(10, len(token_ids), 10))
-    assert set(first.state_marks(10)) == regular | set(first.state_marks(0))
+    assert set(first.marks(10)) == regular | set(first.marks(0))
     context = first.context.with_answer(tokenizer("Because.", add_special_tokens=False).input_ids)
     later = await prompts.make(submission(question("And?")), context)
-    *marks, asked = later.state_marks(0)
-    assert marks == list(first.state_marks(0))[:1]
+    *marks, asked = later.marks(0)
+    assert marks == list(first.marks(0))[:1]
     assert tokenizer.decode(later.context.token_ids[asked:]) == "<|start|>assistant\n"
     plain = await prompts.make(submission(TextInput("Why? " * 9)), Context())
-    assert plain.state_marks(0) == ()
-    assert plain.state_marks(16)[0] == 16
+    assert plain.marks(0) == ()
+    assert plain.marks(16)[0] == 16

@@ -77,7 +77,7 @@ def test_an_erased_tenant_leaves_no_state():
         world.pump()
         world.quiesce()
     assert [tier.used_bytes for tier in world.engine.inspection.stats().tiers] == [0, 0]
-    assert not list(world.engine._state.stored_states)
+    assert not list(world.engine._state.stored_parts)
 
 
 def test_a_retained_prefix_has_the_states_of_its_tokens():
@@ -192,10 +192,10 @@ def test_an_export_has_the_newest_state(is_packed):
     assert (tokens, rows) == (TOKENS, compute([], TOKENS))
     assert export.position == 20
     parts = []
-    while export.next_part < len(export.state):
-        answer = world.engine.session_files.prepare_export_state(export, 1, OPERATOR)
+    while export.next_part < len(export.parts):
+        answer = world.engine.session_files.prepare_export_parts(export, 1, OPERATOR)
         answer = _settled(world, answer)
-        slot_ids = world.engine.session_files.state_exported(export, answer.lease_id)
+        slot_ids = world.engine.session_files.parts_exported(export, answer.lease_id)
         parts += [world.slots[slot_id] for slot_id in slot_ids]
         world.engine.loads.complete(answer.lease_id, OPERATOR)
         world.pump()
@@ -210,10 +210,10 @@ def test_a_state_that_has_left_the_session_is_not_exported():
     world.engine.sessions.discard(A, to_bytes(TOKENS), [(10, 12)])
     world.pump()
     with pytest.raises(SessionChangedError):
-        world.engine.session_files.prepare_export_state(export, 1, OPERATOR)
+        world.engine.session_files.prepare_export_parts(export, 1, OPERATOR)
     world.engine.sessions.flush(A, dry_run=False)
     with pytest.raises(SessionChangedError):
-        world.engine.session_files.prepare_export_state(export, 1, OPERATOR)
+        world.engine.session_files.prepare_export_parts(export, 1, OPERATOR)
     with pytest.raises(UnknownSessionError):
         world.engine.session_files.begin_export(A)
 
@@ -246,21 +246,21 @@ def _in_front_of_its_tokens(state):
 
 
 def _not_found(state):
-    stored = next(iter(state.stored_states))
+    stored = next(iter(state.stored_parts))
     stored.users[B] = None
 
 
 def _of_no_session(state):
-    state.stored_states._behind.clear()
+    state.stored_parts._behind.clear()
 
 
 @pytest.mark.parametrize(
     ("break_it", "message"),
     [
-        (_without_a_part, "has a part of a state"),
+        (_without_a_part, "has parts without the others"),
         (_in_front_of_its_tokens, "a state is behind its tokens"),
-        (_not_found, "states are found"),
-        (_of_no_session, "states are found"),
+        (_not_found, "parts are found"),
+        (_of_no_session, "parts are found"),
     ],
 )
 def test_what_is_broken_is_noticed(break_it, message):

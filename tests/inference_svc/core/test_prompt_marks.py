@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from inference_svc.core.state_marks import state_marks
+from inference_svc.core.prompt_marks import prompt_marks
 
 
 @pytest.mark.parametrize(
@@ -20,13 +20,13 @@ from inference_svc.core.state_marks import state_marks
 )
 def test_marks_are_where_others_may_leave_a_context(num_tokens, turning_points, every, marks):
     """Turning points, and multiples of a number of tokens."""
-    assert state_marks(num_tokens, turning_points, every) == marks
+    assert prompt_marks(num_tokens, turning_points, every) == marks
 
 
 @given(st.integers(1, 200), st.lists(st.integers(0, 250)), st.integers(0, 60), st.integers(0, 99))
 def test_prompts_that_begin_alike_have_marks_at_the_same_places(size, points, every, more):
     """A longer prompt keeps those of a shorter one, and all are inside, in order."""
-    marks = state_marks(size, points, every)
+    marks = prompt_marks(size, points, every)
     assert list(marks) == sorted(set(marks))
     assert all(0 < mark < size for mark in marks)
-    assert set(marks) <= set(state_marks(size + more, points, every))
+    assert set(marks) <= set(prompt_marks(size + more, points, every))

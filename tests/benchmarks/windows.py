@@ -1,0 +1,101 @@
+"""What windows save: a session of 16K tokens, of whose six layers five attend to the last 1,024.
+
+    python -m tests.benchmarks.windows
+
+The real pair serves a random model of Gemma 3's layers (five in six have a window), first with
+`cache.windows` off, then on. A session grows by turns; what kvd has of it at the end, what its last
+turns load, and their time to the first token are printed, and the ratios.
+"""
+
+import asyncio
+import tempfile
+from pathlib import Path
+from statistics import median
+
+import torch
+from transformers import AutoTokenizer, Gemma3ForCausalLM, Gemma3TextConfig
+
+from shared.types.units import format_bytes
+from tests.models import build_model
+from tests.pair import Pair
+
+WINDOW, LAYERS, KV_HEADS, HEAD_DIM = 1024, 6, 4, 64
+LAYER_BYTES = 2 * KV_HEADS * HEAD_DIM * 4  # of a token
+TURN_TOKENS, TURNS = 1000, 16
+LAST = 5  # short turns that are timed
+
+
+def build(directory: Path) -> Path:
+    """Write the model."""
+    build_model(directory)
+    tokenizer = AutoTokenizer.from_pretrained(directory)
+    torch.manual_seed(7)
+    config = Gemma3TextConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=LAYERS,
+        layer_types=["sliding_attention"] * (LAYERS - 1) + ["full_attention"],
+        sliding_window=WINDOW,
+        num_attention_heads=KV_HEADS,
+        num_key_value_heads=KV_HEADS,
+        head_dim=HEAD_DIM,
+        max_position_embeddings=20_480,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=None,
+    )
+    Gemma3ForCausalLM(config).float().save_pretrained(directory)
+    return directory
+
+
+def _pair(model: Path, directory: Path, *, windows: bool) -> Pair:
+    """Return a pair whose service keeps nothing in memory."""
+    directory.mkdir()
+    settings = directory / "settings.toml"
+    settings.write_text(f"[cache]\nwindows = {str(windows).lower()}\n")
+    return Pair(model, directory, "--config", str(settings))
+
+
+async def measure(model: Path, directory: Path, *, windows: bool) -> dict[str, float]:
+    """Grow one session, and return what it takes."""
+    pair = _pair(model, directory, windows=windows)
+    async with pair.service, pair.with_kvd("--dram", "1GB", "--ssd", "2GB"):
+        for _ in range(TURNS):
+            await pair.say("long", TURN_TOKENS)
+        await pair.until_saved()
+        before = await pair.counters()
+        turns = [await pair.say("long", 20) for _ in range(LAST)]
+        await pair.until_saved()
+        after = await pair.counters()
+        stored = await pair.stored("long")
+    tokens = sum(turn.usage.reused_tokens for turn in turns)
+    assert tokens == sum(turn.usage.history_tokens for turn in turns)
+    window_tokens = after["loaded_window_tokens"] - before["loaded_window_tokens"]
+    in_windows = LAYER_BYTES * (LAYERS - 1)
+    loaded = tokens * LAYER_BYTES + in_windows * (window_tokens if windows else tokens)
+    return {
+        "stored": stored.bytes,
+        "loaded": loaded / LAST,
+        "ttft_ms": 1e3 * median(turn.usage.ttft_s for turn in turns),
+        "load_ms": 1e3 * median(turn.usage.load_s for turn in turns),
+        "tokens": stored.num_tokens,
+    }
+
+
+async def main() -> None:
+    """Measure both, and print them."""
+    with tempfile.TemporaryDirectory() as made:
+        model = build(Path(made) / "model")
+        off = await measure(model, Path(made) / "off", windows=False)
+        on = await measure(model, Path(made) / "on", windows=True)
+    print(f"{'':18}{'all':>12}{'windows':>12}{'ratio':>8}")
+    for what in ("stored", "loaded"):
+        sizes = f"{format_bytes(off[what]):>12}{format_bytes(on[what]):>12}"
+        print(f"bytes {what:12}{sizes}{on[what] / off[what]:>8.3f}")
+    for what in ("ttft_ms", "load_ms", "tokens"):
+        print(f"{what:18}{off[what]:>12.1f}{on[what]:>12.1f}{on[what] / off[what]:>8.3f}")
+
+
+if __name__ == "__main__":
+    asyncio.run(main())

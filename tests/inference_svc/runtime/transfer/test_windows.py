@@ -1,0 +1,129 @@
+"""Windows: of layers that attend to the last tokens, these alone are stored, loaded and needed."""
+
+import pytest
+import torch
+
+from inference_svc.runtime.compute.chunk import Chunk
+from inference_svc.runtime.transfer.layer_load import (
+    LayerLoader,
+    check_spans,
+    check_windows,
+    windows_beside,
+)
+from inference_svc.runtime.transfer.layer_store import store_blocks
+from shared.types.granted_slots import GrantedWindow
+
+HISTORY = 40
+CLOSE = {"rtol": 1e-5, "atol": 1e-5}
+NAMES = ("gemma2", "gemma3", "cohere2", "gpt-oss")
+
+
+def token_ids(seed, length):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(3, 97, (length,), generator=generator).tolist()
+
+
+def prefilled(model, history):
+    """Compute a history; returns its write buffer."""
+    kv, buffer = model.new_kv(len(history)), model.new_buffer(len(history))
+    model.runner.step([Chunk(kv, history, want_logits=False, write_buffer=buffer)])
+    return buffer
+
+
+def blocks_of(rows, block_tokens):
+    firsts = range(0, HISTORY, block_tokens)
+    order = range(len(firsts))[::-1]
+    return [
+        rows(slot, first, min(block_tokens, HISTORY - first))
+        for slot, first in zip(order, firsts, strict=True)
+    ]
+
+
+def loaded_with(model, arena_kv, blocks, windows):
+    """Load blocks into KV whose slots are no numbers yet."""
+    kv = model.new_kv(96)
+    for component in kv.components:
+        for layer_index in range(len(model.calibration.layers)):
+            with component.filling(layer_index, 0, 96) as place:
+                place.fill_(float("nan"))
+    loader = LayerLoader(kv, arena_kv, blocks, model.calibration, None, windows)
+    for layer_index in range(len(model.calibration.layers)):
+        loader.load(layer_index)
+    kv.num_tokens = check_spans(kv, blocks, model.calibration.layout)
+    return kv
+
+
+@pytest.mark.parametrize("positions", ["decoupled", "coupled"])
+@pytest.mark.parametrize("name", NAMES)
+def test_what_a_window_lacks_is_never_read(tiny, make_arena, rows, name, positions):
+    """With nothing but no-numbers before it, new tokens have the stock model's logits."""
+    model = tiny(name, positions=positions, has_windows=True)
+    layout = model.calibration.layout
+    assert 0 < layout.window < HISTORY
+    history, new = token_ids(1, HISTORY), token_ids(2, 21)
+    blocks = blocks_of(rows, layout.block_tokens)
+    num_blocks = len(blocks)
+    windows = windows_beside(blocks, layout, num_blocks)
+    _, arena_kv = make_arena(layout, num_blocks * (1 + layout.window_slots))
+    store_blocks(prefilled(model, history), arena_kv, blocks, model.calibration, windows=windows)
+    assert check_windows(windows, HISTORY, layout) == windows[0].token_offset
+
+    kv = loaded_with(model, arena_kv, blocks, windows)
+    logits = [
+        model.runner.step([Chunk(kv, piece, want_logits=True)])[0] for piece in (new[:20], new[20:])
+    ]
+
+    expected = model.stock_logits([*history, *new])[[-2, -1]]
+    torch.testing.assert_close(torch.stack(logits), expected, **CLOSE)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_window_s_slots_have_its_rows_and_zeros(tiny, make_arena, rows, name):
+    """Whole slots are stored: nothing is left in them of what others had there."""
+    model = tiny(name, has_windows=True)
+    layout = model.calibration.layout
+    blocks = blocks_of(rows, layout.block_tokens)
+    windows = windows_beside(blocks, layout, len(blocks))
+    arena, arena_kv = make_arena(layout, len(blocks) * (1 + layout.window_slots))
+    arena.memory[:] = b"\xee" * len(arena.memory)
+    buffer = prefilled(model, token_ids(3, HISTORY))
+    store_blocks(buffer, arena_kv, [], model.calibration, windows=windows)
+    for window in windows:
+        for layers, slot_id in zip(layout.window_parts, window.slot_ids, strict=True):
+            expected = bytearray(layout.block_bytes)
+            for layer_index in layers:
+                for index, component in enumerate(layout.layers[layer_index].components):
+                    first = window.token_offset
+                    places = buffer.places(first, window.num_tokens)
+                    tokens = places.read(buffer.components[index][layer_index])
+                    begin = layout.component_offset(layer_index, index)
+                    end = begin + window.num_tokens * component.token_bytes
+                    expected[begin:end] = tokens.contiguous().view(torch.uint8).numpy().tobytes()
+            assert arena.slot(slot_id) == bytes(expected)
+    written = {slot_id for window in windows for slot_id in window.slot_ids}
+    for slot_id in set(range(arena.num_slots)) - written:
+        assert arena.slot(slot_id) == b"\xee" * arena.slot_bytes
+
+
+def test_windows_that_kvd_should_not_send_are_refused(tiny):
+    """Gaps, too few tokens, rows beyond a slot, another number of parts."""
+    layout = tiny("gemma3", has_windows=True).calibration.layout
+    size, slots = layout.block_tokens, (0,) * layout.window_slots
+
+    def window(token_offset, num_tokens=size, start=0, slot_ids=slots):
+        return GrantedWindow(token_offset, num_tokens, start, slot_ids, (0,) * len(slot_ids))
+
+    right = [window(size), window(2 * size)]
+    assert check_windows(right, 3 * size, layout) == size
+    for wrong in (
+        [],
+        right[:1],
+        right[::-1],
+        [window(size), window(2 * size + 1, size - 1)],
+        [window(size), window(2 * size, start=1)],
+        [window(size), window(2 * size, start=-1)],
+        [window(size), window(2 * size, slot_ids=(*slots, 0))],
+        [window(3 * size - layout.window + 1, layout.window - 1)],
+    ):
+        with pytest.raises(ValueError, match="window"):
+            check_windows(wrong, 3 * size, layout)

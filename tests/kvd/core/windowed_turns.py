@@ -1,0 +1,121 @@
+"""Stores and loads against a CacheWorld whose layout has windows: two slots for each block's."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvd.core.eviction.policies import POLICIES
+from kvd.core.records.actions import HashSlot
+from kvd.core.records.records import LoadAnswer, StoreAnswer
+from kvd.core.state.limits import Limits
+from shared.types.granted_slots import Lookup
+from shared.types.kv_layout import KVLayout
+from shared.types.session_key import SessionKey
+from tests.kvd.core.turns import ENGINE_ID
+from tests.property.cache_world import CacheWorld, compute, to_bytes
+from tests.property.test_window_engine import WINDOW_LAYOUT, check_windows, window_of
+
+
+def window_world(
+    num_slots: int = 48,
+    num_extents: int = 96,
+    policy: str = "lru",
+    layout: KVLayout = WINDOW_LAYOUT,
+    **limits,
+) -> CacheWorld:
+    return CacheWorld(Limits(num_slots, num_extents, **limits), POLICIES[policy], layout)
+
+
+def prepare_with(
+    world: CacheWorld,
+    key: SessionKey,
+    tokens: list[int],
+    positions: Sequence[int] = (),
+    from_token: int = 0,
+) -> StoreAnswer:
+    """Ask for slots and fill those granted."""
+    answer = world.engine.stores.prepare(
+        key, to_bytes(tokens), from_token, ENGINE_ID, state_positions=positions
+    )
+    rows = compute([], tokens)
+    for block in answer.blocks:
+        end = block.token_offset + block.num_tokens
+        world.slots[block.slot_id] = rows[block.token_offset : end]
+    for window in answer.windows:
+        there = rows[window.token_offset : window.token_offset + window.num_tokens]
+        for slot_id, part in zip(
+            window.slot_ids, window_of(there, len(window.slot_ids)), strict=True
+        ):
+            world.slots[slot_id] = part
+    world.pump()
+    return answer
+
+
+def store_with(
+    world: CacheWorld,
+    key: SessionKey,
+    tokens: list[int],
+    positions: Sequence[int] = (),
+    from_token: int = 0,
+    *,
+    settle: bool = True,
+) -> StoreAnswer:
+    """Store tokens, and the windows for loads that end at positions."""
+    answer = prepare_with(world, key, tokens, positions, from_token)
+    if answer.lease_id:
+        world.engine.stores.complete(answer.lease_id, ENGINE_ID, success=True)
+        world.pump()
+    world.finish_all(HashSlot)
+    if settle:
+        world.quiesce()
+    return answer
+
+
+@dataclass
+class Loaded:
+    """What a load gave: where it ends, 0 if it is a miss; and the answer."""
+
+    end: int
+    answer: LoadAnswer
+
+
+def load_with(
+    world: CacheWorld,
+    key: SessionKey,
+    tokens: list[int],
+    from_token: int = 0,
+    *,
+    dram_only: bool = False,
+) -> Loaded:
+    """Load and complete; tokens and windows are what they should be."""
+    answer = world.engine.loads.prepare(
+        key, to_bytes(tokens), from_token, ENGINE_ID, dram_only=dram_only
+    )
+    world.pump()
+    if answer.lookup is Lookup.PENDING:
+        world.quiesce()
+        answer = world.engine.loads.settle(answer.lease_id)
+    if answer.lookup is Lookup.HIT:
+        check_loaded(world, tokens, answer, from_token)
+        world.engine.loads.complete(answer.lease_id, ENGINE_ID)
+    world.pump()
+    return Loaded(answer.end_token, answer)
+
+
+def check_loaded(
+    world: CacheWorld, tokens: list[int], answer: LoadAnswer, from_token: int = 0
+) -> None:
+    """Every row, and every window, is of exactly these tokens."""
+    rows, end = compute([], tokens), from_token
+    for span in answer.spans:
+        assert span.token_offset == end, "spans follow each other"
+        end += span.num_tokens
+        there = world.slots[span.slot_id][span.start : span.start + span.num_tokens]
+        assert there == rows[span.token_offset : end], "a load is right"
+    assert end == answer.end_token
+    check_windows(world.slots, rows, answer, world.layout.window)
+
+
+def windowed_of(world: CacheWorld, key: SessionKey) -> list[tuple[int, int]]:
+    """Of which tokens a session has windows: half-open ranges."""
+    detail = world.engine.inspection.describe(key)
+    return [(w.token_offset, w.token_offset + w.num_tokens) for w in detail.windows]
