@@ -140,13 +140,17 @@ class Import:
             self._cache.act(partial(self._complete, answer.lease_id))
 
     async def _windows_for(self, rows: WindowRows) -> StoreAnswer:
-        """Be granted the windows of tokens from these rows on, up to the end that they are for."""
+        """Be granted the windows of tokens from these rows on, up to the end that they are for.
+
+        Where that is in the middle of a block they are for the end of the block before.
+        """
         num_tokens = len(self._token_ids) // TOKEN_BYTES
         answer = await self._granted(num_tokens, [rows.position], rows.token_offset)
-        ends = (window.token_offset + window.num_tokens for window in answer.windows)
-        if any(end > rows.position for end in ends):
-            self._cache.act(lambda core: core.engines.gone(self._engine_id))
-            return StoreAnswer(end_token=num_tokens)
+        last = answer.windows[-1] if answer.windows else None
+        if last is not None and last.token_offset + last.num_tokens > rows.position:
+            lease_id, engine_id, end = answer.lease_id, self._engine_id, last.token_offset
+            self._cache.act(lambda core: core.stores.complete(lease_id, engine_id, success=False))
+            answer = await self._granted(num_tokens, [end] if end else [], rows.token_offset)
         await finished_in_thread(self._clear, answer)
         return answer
 

@@ -14,13 +14,13 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
-from kvd.core.records.records import Admission, Tier
+from kvd.core.records.records import Admission, LoadAnswer, StoreAnswer, Tier
 from kvd.core.state.limits import Limits
 from shared.types.graft_source import GraftSource
 from shared.types.granted_slots import Lookup
 from shared.types.lineage import WHOLE, Lineage
 from shared.types.session_key import SessionKey
-from tests.property.cache_world import MODEL, CacheWorld, Row, compute, to_bytes
+from tests.property.cache_world import LAYOUT, MODEL, CacheWorld, Row, compute, to_bytes
 
 KEYS = [SessionKey("a", MODEL, name) for name in "xyz"]
 ENGINE_ID = 1
@@ -41,6 +41,8 @@ class Context:
 class DiscardMachine(RuleBasedStateMachine):
     """See the module docstring."""
 
+    layout = LAYOUT
+
     @initialize(
         num_slots=st.sampled_from([6, 12, 30]),
         num_extents=st.sampled_from([0, 10, 100]),
@@ -56,7 +58,7 @@ class DiscardMachine(RuleBasedStateMachine):
             max_waste=max_waste,
             compact_rest_ns=REST_NS,
         )
-        self.world = CacheWorld(limits)
+        self.world = CacheWorld(limits, layout=self.layout)
         self.contexts = {key: Context() for key in KEYS}
         self.had: set[tuple[bytes, tuple[int, ...], Row]] = set()
 
@@ -304,16 +306,29 @@ class DiscardMachine(RuleBasedStateMachine):
                 break
             for span in answer.spans:
                 rows += self.world.slots[span.slot_id][span.start :][: span.num_tokens]
+            self._check_beside(context, answer)
             engine.loads.complete(answer.lease_id, ENGINE_ID)
             self.world.pump()
             more = answer.more
         self._check(context, rows)
         return rows
 
-    def _check(self, context: Context, rows: list[Row]) -> None:
+    def _check_beside(self, context: Context, answer: LoadAnswer) -> None:
+        """What is granted beside the rows."""
+        assert not answer.windows
+
+    def _positions(self, tokens: list[int]) -> list[int]:
+        """Behind which tokens an engine that stores these wants loads to be able to end."""
+        return []
+
+    def _fill(self, answer: StoreAnswer, rows: list[Row]) -> None:
+        for block in answer.blocks:
+            self.world.slots[block.slot_id] = rows[block.token_offset :][: block.num_tokens]
+
+    def _check(self, context: Context, rows: list[Row], first: int = 0) -> None:
         digest, tokens = context.lineage.digest, tuple(context.tokens)
         fresh = compute([], context.tokens)
-        for at, row in enumerate(rows):
+        for at, row in enumerate(rows, first):
             if context.lineage.is_clean(at + 1):
                 assert row == fresh[at], "nothing that was computed after a discard"
             else:
@@ -328,10 +343,9 @@ class DiscardMachine(RuleBasedStateMachine):
                 from_token,
                 ENGINE_ID,
                 lineage=context.lineage,
+                state_positions=self._positions(context.tokens),
             )
-            for block in answer.blocks:
-                rows = context.rows[block.token_offset :][: block.num_tokens]
-                self.world.slots[block.slot_id] = rows
+            self._fill(answer, context.rows)
             if answer.lease_id:
                 self.world.pump()
                 engine.stores.complete(answer.lease_id, ENGINE_ID, success=True)

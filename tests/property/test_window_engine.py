@@ -30,6 +30,15 @@ def window_of(rows: list[Row], num_parts: int = NUM_PARTS) -> list[list[tuple[in
     return [[(part, *rows)] for part in range(num_parts)]
 
 
+def fill_windows(slots: list, rows: list[Row], answer: StoreAnswer) -> None:
+    """Write the windows that are granted, of tokens with these rows."""
+    for window in answer.windows:
+        there = rows[window.token_offset : window.token_offset + window.num_tokens]
+        parts = window_of(there, len(window.slot_ids))
+        for slot_id, part in zip(window.slot_ids, parts, strict=True):
+            slots[slot_id] = part
+
+
 def check_windows(
     slots: list, rows: list[Row], answer: LoadAnswer, num_tokens: int = WINDOW
 ) -> None:
@@ -63,10 +72,7 @@ class WindowMachine(CacheMachine):
 
     def _fill(self, answer: StoreAnswer, rows: list[Row]) -> None:
         super()._fill(answer, rows)
-        for window in answer.windows:
-            there = rows[window.token_offset : window.token_offset + window.num_tokens]
-            for slot_id, part in zip(window.slot_ids, window_of(there), strict=True):
-                self.world.slots[slot_id] = part
+        fill_windows(self.world.slots, rows, answer)
 
     def _check_slots(self, store: Store) -> None:
         super()._check_slots(store)

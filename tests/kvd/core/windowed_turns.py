@@ -12,7 +12,7 @@ from shared.types.kv_layout import KVLayout
 from shared.types.session_key import SessionKey
 from tests.kvd.core.turns import ENGINE_ID
 from tests.property.cache_world import CacheWorld, compute, to_bytes
-from tests.property.test_window_engine import WINDOW_LAYOUT, check_windows, window_of
+from tests.property.test_window_engine import WINDOW_LAYOUT, check_windows, fill_windows
 
 
 def window_world(
@@ -40,12 +40,7 @@ def prepare_with(
     for block in answer.blocks:
         end = block.token_offset + block.num_tokens
         world.slots[block.slot_id] = rows[block.token_offset : end]
-    for window in answer.windows:
-        there = rows[window.token_offset : window.token_offset + window.num_tokens]
-        for slot_id, part in zip(
-            window.slot_ids, window_of(there, len(window.slot_ids)), strict=True
-        ):
-            world.slots[slot_id] = part
+    fill_windows(world.slots, rows, answer)
     world.pump()
     return answer
 

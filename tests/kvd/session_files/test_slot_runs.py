@@ -2,7 +2,7 @@
 
 from kvd.session_files.file_format import row_bytes
 from kvd.session_files.slot_runs import RowBuffer, SlotRuns
-from tests.synthetic_engine import small_layout
+from tests.synthetic_engine import layout_with_windows, small_layout
 
 LAYOUT = small_layout()
 ROW = sum(row_bytes(LAYOUT))
@@ -21,3 +21,19 @@ def test_rows_come_back_to_their_places():
     runs.write(other, 1, 8, buffer.runs)
     assert buffer.token_offset == 2
     assert list(map(bytes, runs.read(other, 0, 8))) == list(map(bytes, runs.read(slot, 8, 8)))
+
+
+def test_rows_of_windows_go_to_their_parts():
+    """Some of the rows of one part, into another slot from any row on; the rest stays."""
+    layout = layout_with_windows()
+    runs = SlotRuns.of_windows(layout)
+    assert len(runs) == layout.window_slots
+    slot = memoryview(bytearray(range(256)) * (layout.block_bytes // 256))
+    rows = memoryview(b"".join(runs[1].read(slot, 3, 6)))
+    other = memoryview(bytearray(layout.block_bytes))
+    runs[1].write_rows(other, 10, rows, range(2, 6))
+    assert list(map(bytes, runs[1].read(other, 10, 4))) == list(
+        map(bytes, runs[1].read(slot, 5, 4))
+    )
+    assert not any(map(any, runs[1].read(other, 0, 10)))
+    assert not any(map(any, runs[1].read(other, 14, 2)))

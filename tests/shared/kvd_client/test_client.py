@@ -17,7 +17,13 @@ from shared.types.granted_slots import Lookup
 from shared.types.lineage import WHOLE
 from shared.types.queue_feed import QueueFeed
 from tests.small_kvd import small_kvd
-from tests.synthetic_engine import encode, key_of, layout_with_states, small_layout
+from tests.synthetic_engine import (
+    encode,
+    key_of,
+    layout_with_states,
+    layout_with_windows,
+    small_layout,
+)
 
 LAYOUT = small_layout()
 KEY = key_of("s")
@@ -52,14 +58,16 @@ async def detached(client):
     await until(lambda: not client.attached)
 
 
-async def test_a_kvd_that_keeps_no_states_is_not_attached_to(tmp_path):
-    """An engine whose model has states would load nothing of use from it."""
-    layout = layout_with_states()
+@pytest.mark.parametrize(
+    ("layout", "what"), [(layout_with_states(), "states"), (layout_with_windows(), "windows")]
+)
+async def test_a_kvd_that_keeps_no_states_or_windows_is_not_attached_to(tmp_path, layout, what):
+    """An engine whose model has them would load nothing of use from it."""
     client = KvdClient(tmp_path, layout, "test", reconnect_delay_s=0.02)
     async with small_kvd(tmp_path, layout) as kvd:
         running = asyncio.create_task(client.run())
         await until(lambda: len(kvd.attaches) > 1)
-        with pytest.raises(KvdUnavailableError, match="keeps no states"):
+        with pytest.raises(KvdUnavailableError, match=f"keeps no {what}"):
             await client.wait_attached(0)
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)

@@ -1,5 +1,7 @@
 """Layouts on the wire."""
 
+from dataclasses import replace
+
 import pytest
 
 from shared.kvd_client.messages import layout_message, layout_of
@@ -21,6 +23,8 @@ LAYOUT = KVLayout(
 def test_layouts_survive_the_way():
     """Several kinds of layers, shards and recipes are the same layout on the other side."""
     assert layout_of(layout_message(LAYOUT)) == LAYOUT
+    windowed = replace(LAYOUT, layers=(replace(LAYOUT.layers[0], window=99), *LAYOUT.layers[1:]))
+    assert layout_of(layout_message(windowed)) == windowed
 
 
 def test_another_fingerprint_is_refused():
