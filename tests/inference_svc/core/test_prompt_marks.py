@@ -1,4 +1,4 @@
-"""State marks: where conversations turn, and now and then in a long prompt."""
+"""Prompt marks: where conversations turn, and now and then in a long prompt."""
 
 import pytest
 from hypothesis import given
