@@ -134,7 +134,7 @@ def test_positions_that_cannot_be():
     for positions in ([0], [23]):
         with pytest.raises(InvalidRequestError, match="of 22 tokens"):
             prepare_with(state_world(), A, TOKENS, positions)
-    with pytest.raises(InvalidRequestError, match="no states"):
+    with pytest.raises(InvalidRequestError, match="neither states nor windows"):
         new_world().engine.stores.prepare(A, to_bytes(TOKENS), 0, ENGINE_ID, state_positions=[4])
 
 
